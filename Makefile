@@ -1,0 +1,81 @@
+# Everything runs in a virtual environment of its own, made on first use and reused until pyproject.toml or
+# constraints.txt change. PYTHON chooses the interpreter, ARGS adds arguments to moe-jax demo or to pytest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PINS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-sass test-writers lint format clean
+
+help:
+	@echo "make demo          write, quantize and run a small model; no torch needed"
+	@echo "make test          lint, type check and the fast tests"
+	@echo "make test-slow     the long tests"
+	@echo "make test-sass     the Hopper kernels compiled to machine code, no GPU needed (downloads 230 MB)"
+	@echo "make test-writers  checkpoints written anew by llm-compressor, read by us"
+	@echo "make lint          ruff and pyright      make format   ruff's formatter      make clean"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "moe-jax needs Python 3.11 or newer; $(PYTHON) is older. Use: make PYTHON=python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-demo: $(PINS) | $(BIN)/python
+	$(PIP_INSTALL) --editable '.[demo]'
+	@touch $@
+
+# torch first and by its exact version: where pip has been given a CPU wheel of it, later ranges then add nothing
+$(VENV)/.installed-dev: $(PINS) | $(BIN)/python
+	$(PIP_INSTALL) torch==2.13.0
+	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/.installed-demo
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/moe-jax demo $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	$(BIN)/python -m pytest -q $(ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q -m 'slow and not gpu and not multi_gpu' $(ARGS)
+
+# llm-compressor pins its own transformers and compressed-tensors, hence the environment of its own.
+WRITERS := tests/data/writers
+.venv-writers/.installed: $(WRITERS)/requirements.txt | $(BIN)/python
+	$(PYTHON) -m venv .venv-writers
+	.venv-writers/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-writers/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+test-writers: .venv-writers/.installed $(VENV)/.installed-dev
+	.venv-writers/bin/python $(WRITERS)/write.py build/writers
+	$(BIN)/python -m pytest -q tests/test_llm_compressor_files.py --writers-dir=build/writers $(ARGS)
+
+# jax's CUDA plugin and NVIDIA's compiler without a driver, cuDNN or cuBLAS; apart from $(VENV), where the plugin complains
+SASS := .venv-sass
+SASS_INSTALL := $(SASS)/bin/python -m pip install --quiet --disable-pip-version-check
+
+$(SASS)/.installed: constraints.txt
+	$(PYTHON) -m venv $(SASS)
+	$(SASS_INSTALL) --constraint constraints.txt jax absl-py
+	version=$$($(SASS)/bin/python -c 'from importlib.metadata import version; print(version("jax"))'); \
+	$(SASS_INSTALL) --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version \
+	    'nvidia-cuda-nvcc>=13.0,<13.1' 'nvidia-nvvm>=13.0,<13.1' nvidia-nvjitlink nvidia-cuda-nvdisasm
+	@touch $@
+
+test-sass: $(VENV)/.installed-dev $(SASS)/.installed
+	$(BIN)/python -m pytest -q -m slow tests/pallas_kernels/sass $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(SASS) .venv-writers build dist .pytest_cache .ruff_cache .hypothesis demo_out

@@ -1,0 +1,7 @@
+"""``python -m moe_jax`` equals the command ``moe-jax``."""
+
+import sys
+
+from moe_jax.cli import main
+
+sys.exit(main())

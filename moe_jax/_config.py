@@ -1,0 +1,69 @@
+"""``MoEConfig``: everything static about one routed-experts layer, as a hashable pytree node without leaves."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.quantization import Scheme
+
+COMPUTE_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Static description of one layer; the arguments are those of ``FusedMoE`` and mean the same.
+
+    num_experts: logical experts E. top_k: experts per token. hidden_size: H. intermediate_size: I of one expert.
+    custom_routing_function: a callable ``(hidden_states, gating_output, topk, renormalize) -> (weights, ids)`` or the
+    name of a preset in ``moe_jax.routing``. implementation: ordered names to try, None for the platform's own order.
+    dtype: computation and output dtype ("float32" also means that no weight is rounded to bfloat16 on the way).
+    Being registered as static, a config needs no ``static_argnames`` under ``jax.jit``.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    scheme: Scheme = Scheme("bf16")
+    activation: str = "silu"
+    is_act_and_mul: bool = True
+    renormalize: bool = True
+    scoring_func: str = "softmax"
+    use_grouped_topk: bool = False
+    num_expert_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float = 1.0
+    apply_routed_scale_to_output: bool = False
+    apply_router_weight_on_input: bool = False
+    custom_routing_function: Callable[..., Any] | str | None = None
+    router_logits_dtype: Any = None
+    zero_expert_type: str | None = None
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
+    swiglu_beta: float | None = None
+    has_bias: bool = False
+    implementation: tuple[str, ...] | None = None
+    dtype: Any = jnp.bfloat16
+    param_dtype: Any = jnp.bfloat16
+    name: str = ""
+
+    def __post_init__(self):
+        for field in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+                raise ValueError(f"{field} is {value!r}, expected an integer of at least 1")
+        for field in ("dtype", "param_dtype"):
+            dtype = jnp.dtype(getattr(self, field))
+            if dtype not in COMPUTE_DTYPES:
+                raise ValueError(f"{field} is {dtype.name}, expected one of {[d.name for d in COMPUTE_DTYPES]}")
+            object.__setattr__(self, field, dtype)  # one spelling, so that equal configs hash equal
+
+    @property
+    def num_halves(self) -> int:
+        """G: matrices stacked in w13, 2 (gate and up) when gated, else 1."""
+        return 2 if self.is_act_and_mul else 1

@@ -1,0 +1,187 @@
+"""``moe-jax demo``: write a small random Qwen3-MoE checkpoint, run it in every scheme, compare error, bytes, time."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.loading import save_safetensors
+from moe_jax.models import generate, load_pretrained
+from moe_jax.quantization import SCHEMES
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 512,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": None,
+}
+PROMPT_LENGTH, NEW_TOKENS = 64, 32
+
+# The formats that are fast on a CPU; --all runs every one.
+ONE_OF_EACH = ("bf16", "fp8_tensor", "fp8_channel", "fp8_block", "int8_w8a8", "int8_w8a16", "w4a8_int8")
+
+
+def every_scheme() -> list[str]:
+    """Schemes that need no calibration: a random checkpoint has no static activation scales."""
+    return [name for name, s in SCHEMES.items() if s.activations is None or not s.activations.needs_input_scale]
+
+
+def run_demo(out: Path, all_schemes: bool = False) -> list[dict[str, Any]]:
+    """Run the demo into directory ``out``; prints a table, writes ``demo.json`` and ``demo.png``; returns the rows.
+
+    Each row: scheme, expert_bytes, logit_error (relative Frobenius against the float32 run of the bf16 weights),
+    same_tokens (share of generated tokens equal to bf16's), prefill_ms, ms_per_token (median of 3, after compilation).
+    """
+    checkpoint = out / "tiny-qwen3-moe"
+    write_checkpoint(checkpoint)
+    print(f"wrote {checkpoint}: {CONFIG['num_hidden_layers']} layers of {CONFIG['num_experts']} experts, bf16")
+    prompt = jnp.asarray(np.random.default_rng(1).integers(0, CONFIG["vocab_size"], (1, PROMPT_LENGTH)), jnp.int32)
+    reference = load_pretrained(checkpoint, dtype=jnp.float32, implementation="reference")
+    exact = np.asarray(reference.score(prompt), np.float64)
+    del reference
+    rows: list[dict[str, Any]] = []
+    bf16_tokens = None
+    for scheme in every_scheme() if all_schemes else ONE_OF_EACH:
+        row, tokens = measure(checkpoint, scheme, prompt, exact)
+        bf16_tokens = tokens if scheme == "bf16" else bf16_tokens
+        row["same_tokens"] = float((tokens == bf16_tokens).mean())
+        rows.append(row)
+        print(render_row(rows[-1], header=len(rows) == 1), flush=True)
+    (out / "demo.json").write_text(json.dumps({"device": jax.devices()[0].device_kind, "rows": rows}, indent=1))
+    if draw(rows, out / "demo.png"):
+        print(f"wrote {out / 'demo.json'} and {out / 'demo.png'}")
+    else:
+        print(f"wrote {out / 'demo.json'}; the picture needs matplotlib: pip install 'moe-jax[demo]'")
+    return rows
+
+
+def measure(checkpoint: Path, scheme: str, prompt: jax.Array, exact: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+    """Load the checkpoint in ``scheme`` and measure it. Returns (row, generated token ids)."""
+    model = load_pretrained(checkpoint, quantize=None if scheme == "bf16" else scheme)
+    logits = np.asarray(model.score(prompt), np.float64)
+    tokens = np.asarray(generate(model, prompt, max_new_tokens=NEW_TOKENS))[:, PROMPT_LENGTH:]
+    prefill = _median_seconds(lambda: model.score(prompt))
+    whole = _median_seconds(lambda: generate(model, prompt, max_new_tokens=NEW_TOKENS))
+    row = {
+        "scheme": scheme,
+        "expert_bytes": sum(block.experts.weights.get_value().nbytes() for block in model.moe_blocks()),
+        "logit_error": float(np.linalg.norm(logits - exact) / np.linalg.norm(exact)),
+        "prefill_ms": 1e3 * prefill,
+        "ms_per_token": 1e3 * whole / NEW_TOKENS,
+    }
+    return row, tokens
+
+
+def _median_seconds(call) -> float:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def render_row(row: dict[str, Any], *, header: bool) -> str:
+    """One line of the table, with the column heads before it when ``header``."""
+    head = f"{'scheme':<18}{'expert MB':>10}{'logit error':>13}{'same tokens':>13}{'prefill ms':>12}{'ms/token':>10}\n"
+    line = (
+        f"{row['scheme']:<18}{row['expert_bytes'] / 1e6:>10.2f}{row['logit_error']:>13.4f}{row['same_tokens']:>12.0%} "
+        f"{row['prefill_ms']:>12.1f}{row['ms_per_token']:>10.2f}"
+    )
+    return head + line if header else line
+
+
+def write_checkpoint(directory: Path, seed: int = 0) -> None:
+    """Write ``CONFIG`` and random weights in the names Qwen3-MoE files have on disk."""
+    rng = np.random.default_rng(seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    hidden, inter, head = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"], CONFIG["head_dim"]
+    queries, keys = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
+    vocab, experts = CONFIG["vocab_size"], CONFIG["num_experts"]
+    tensors: dict[str, np.ndarray] = {}
+
+    def matrix(name: str, rows: int, columns: int, scale: float = 1.0) -> None:
+        values = rng.standard_normal((rows, columns), np.float32) * (scale * columns**-0.5)
+        tensors[name + ".weight"] = values.astype(jnp.bfloat16)
+
+    def ones(name: str, size: int) -> None:
+        tensors[name + ".weight"] = np.ones(size, jnp.bfloat16)
+
+    matrix("model.embed_tokens", vocab, hidden, scale=hidden**0.5)
+    matrix("lm_head", vocab, hidden)
+    ones("model.norm", hidden)
+    for layer in range(CONFIG["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        ones(prefix + "input_layernorm", hidden)
+        ones(prefix + "post_attention_layernorm", hidden)
+        attention = prefix + "self_attn."
+        matrix(attention + "q_proj", queries, hidden)
+        matrix(attention + "k_proj", keys, hidden)
+        matrix(attention + "v_proj", keys, hidden)
+        matrix(attention + "o_proj", hidden, queries)
+        ones(attention + "q_norm", head)
+        ones(attention + "k_norm", head)
+        matrix(prefix + "mlp.gate", experts, hidden)
+        for expert in range(experts):
+            name = f"{prefix}mlp.experts.{expert}."
+            matrix(name + "gate_proj", inter, hidden)
+            matrix(name + "up_proj", inter, hidden)
+            matrix(name + "down_proj", hidden, inter)
+    save_safetensors(directory / "model.safetensors", tensors)
+    (directory / "config.json").write_text(json.dumps(CONFIG, indent=1))
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> bool:
+    """Bars of bytes, error and time per scheme as a PNG; False when matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 3, sharey=True)
+    names = [row["scheme"] for row in rows]
+    for axes, (field, title, factor) in zip(
+        panels,
+        (
+            ("expert_bytes", "expert weights, MB", 1e-6),
+            ("logit_error", "relative logit error", 1.0),
+            ("ms_per_token", "ms per generated token", 1.0),
+        ),
+        strict=True,
+    ):
+        values = [row[field] * factor for row in rows]
+        bars = axes.barh(names, values, color="#4477aa")
+        axes.bar_label(bars, fmt="%.3g", padding=3)
+        axes.set_title(title, fontsize=10)
+        axes.margins(x=0.2)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].invert_yaxis()
+    device = jax.devices()[0].device_kind
+    figure.suptitle(f"Qwen3-MoE, {CONFIG['num_experts']} experts, random weights ({device})", fontsize=11)
+    figure.savefig(path, dpi=130)
+    return True

@@ -1,0 +1,122 @@
+"""The implementations of a layer of experts: names, the order in which they are tried, and why one was skipped."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from moe_jax import _experts_mosaic, _experts_reference, _experts_xla
+from moe_jax._config import MoEConfig
+from moe_jax._typing import Array
+from moe_jax.quantization import ExpertWeights
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What the choice depends on. weights: arrays or ShapeDtypeStructs. platform: "cpu" or "gpu"."""
+
+    config: MoEConfig
+    weights: ExpertWeights
+    num_tokens: int
+    platform: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to run the experts.
+
+    why_not: the reason for which it cannot run a problem, or None. describe: how it would run it, one line each.
+    run: ``(x (T, H) float, topk_weights (T, k) f32, topk_ids (T, k) i32, weights, config) -> (T, H) float32``, before
+        any rounding. Ids are in [0, E) or -1; where an id is -1 its weight is 0, and a token without any expert has
+        x = 0. May raise NotImplementedError, which means the same as a reason from why_not.
+    """
+
+    name: str
+    why_not: Callable[[Problem], str | None]
+    describe: Callable[[Problem], list[str]]
+    run: Callable[..., Array]
+
+
+def _needs_plain_layout(problem: Problem) -> str | None:
+    for name in ("w13", "w2"):
+        layout = getattr(problem.weights, name).layout
+        if not layout.is_plain:
+            return f"{name} is packed in layout {layout.name!r}, this implementation reads 'plain'"
+    return None
+
+
+def _describe_reference(problem: Problem) -> list[str]:
+    return ["every expert dequantized to float32 and applied to every row; meant for judging, not for speed"]
+
+
+def _describe_xla(problem: Problem) -> list[str]:
+    config, weights = problem.config, problem.weights
+    plan = _experts_xla.make_plan(config, weights.scheme, problem.num_tokens, config.top_k, weights.num_experts)
+    passes = "two passes over the rows" if plan.has_shared_scale else "one pass over the rows"
+    return [f"tiles of {plan.tile} rows, {passes}", f"products: {plan.product}"]
+
+
+def _mosaic_why_not(problem: Problem) -> str | None:
+    return _needs_plain_layout(problem) or _experts_mosaic.why_not(problem.config, problem.weights, problem.num_tokens)
+
+
+def _describe_mosaic(problem: Problem) -> list[str]:
+    return _experts_mosaic.describe(problem.config, problem.weights, problem.num_tokens)
+
+
+# In the order of preference; a platform's default order leaves out what never pays there.
+IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation("mosaic", _mosaic_why_not, _describe_mosaic, _experts_mosaic.run),
+        Implementation("xla", _needs_plain_layout, _describe_xla, _experts_xla.run),
+        Implementation("reference", _needs_plain_layout, _describe_reference, _experts_reference.run),
+    )
+}
+_DEFAULT_ORDER = {"gpu": ("mosaic", "xla")}
+
+
+def order_of(config: MoEConfig, platform: str) -> tuple[str, ...]:
+    """The names to try, in order. Raises ValueError for an unknown name or an empty list."""
+    if config.implementation is None:
+        return _DEFAULT_ORDER.get(platform, ("xla",))
+    names = tuple(config.implementation)
+    unknown = [name for name in names if name not in IMPLEMENTATIONS]
+    if unknown or not names:
+        raise ValueError(f"implementation={names}, expected one or more of {', '.join(IMPLEMENTATIONS)}")
+    return names
+
+
+def choose(problem: Problem) -> tuple[Implementation | None, list[tuple[str, str]]]:
+    """The implementation that would run, or None, and those skipped before it with their reasons."""
+    skipped = []
+    for name in order_of(problem.config, problem.platform):
+        reason = IMPLEMENTATIONS[name].why_not(problem)
+        if reason is None:
+            return IMPLEMENTATIONS[name], skipped
+        skipped.append((name, reason))
+    return None, skipped
+
+
+def run_first(problem: Problem, *args: Any) -> Array:
+    """Run the first implementation that can. Raises NotImplementedError with every reason when none can."""
+    skipped = []
+    for name in order_of(problem.config, problem.platform):
+        implementation = IMPLEMENTATIONS[name]
+        reason = implementation.why_not(problem)
+        if reason is None:
+            try:
+                return implementation.run(*args, problem.weights, problem.config)
+            except NotImplementedError as error:
+                reason = str(error)
+        skipped.append((name, reason))
+    raise NotImplementedError(nothing_runs(skipped))
+
+
+def nothing_runs(skipped: list[tuple[str, str]]) -> str:
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped)
+    return f"no implementation can run this layer ({reasons}); others are {_others(skipped)}"
+
+
+def _others(skipped: list[tuple[str, str]]) -> str:
+    tried = [name for name, _ in skipped]
+    return ", ".join(repr(name) for name in IMPLEMENTATIONS if name not in tried) or "none"

@@ -1,0 +1,175 @@
+"""The functional core: route, then experts, then combine; and ``explain``, which says what would run and why.
+
+Everything here is a pure function of arrays, safe under jit, grad, vmap, scan and shard_map (on the local experts).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from moe_jax._config import MoEConfig
+from moe_jax._explain import explain
+from moe_jax._implementations import Problem, run_first
+from moe_jax._typing import Array, Bool, Float, Int
+from moe_jax.quantization import ExpertWeights
+from moe_jax.routing import RoutingParams, route
+
+__all__ = ["MoEStats", "explain", "fused_experts", "fused_moe"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEStats:
+    """Where the tokens of one call went. load: (E,) int32, rows per expert. topk_ids: (T, top_k) int32, -1 for none."""
+
+    load: Any
+    topk_ids: Any
+
+
+def fused_moe(
+    x: Float[Array, "T H"],
+    router_logits: Float[Array, "..."],
+    weights: ExpertWeights,
+    config: MoEConfig,
+    *,
+    routing: RoutingParams | None = None,
+    placement: Any = None,
+    token_mask: Bool[Array, "..."] | None = None,
+    token_ids: Int[Array, "..."] | None = None,
+    return_stats: bool = False,
+) -> Any:
+    """Route every token to its experts and return the weighted sum of their outputs.
+
+    x: (T, H), any float dtype; computation follows ``config.dtype``, sums over experts are float32, and the result is
+        rounded once to x's dtype.
+    router_logits: (T, E), with zero experts (T, E + Z). routing: arrays of the router, see ``RoutingParams``.
+    token_mask: (T,), False for padding: such a token returns exact zeros, counts for no expert and costs no work.
+    token_ids: (T,), for routers that look tokens up.
+    placement: must be None until experts can be spread over a mesh.
+
+    Returns (T, H), with ``return_stats`` the pair of that and ``MoEStats``.
+    Raises ValueError when shapes, weights and config contradict each other, NotImplementedError when no implementation
+    can run the layer (each with its reason), TypeError when a gradient for a quantized leaf is asked for.
+    """
+    _check_call(x, weights, config, placement, token_mask)
+    if router_logits.ndim != 2 or router_logits.shape[0] != x.shape[0]:
+        raise ValueError(f"router_logits has shape {router_logits.shape}, expected ({x.shape[0]}, E) as x {x.shape}")
+    routed = route(router_logits, config, params=routing, hidden_states=x, token_ids=token_ids, token_mask=token_mask)
+    y = _weighted_experts(x, routed.topk_weights, routed.topk_ids, weights, config)
+    if routed.zero_expert_weight is not None:
+        is_zero_expert = routed.zero_expert_weight[:, None] != 0
+        identity = routed.zero_expert_weight[:, None] * x.astype(jnp.float32)
+        y = y + jnp.where(is_zero_expert, identity, 0.0)
+    if config.apply_routed_scale_to_output:
+        y = y * config.routed_scaling_factor
+    y = y.astype(x.dtype)
+    return (y, _stats(routed.topk_ids, weights.num_experts)) if return_stats else y
+
+
+def fused_experts(
+    x: Float[Array, "T H"],
+    topk_weights: Float[Array, "..."],
+    topk_ids: Int[Array, "..."],
+    weights: ExpertWeights,
+    config: MoEConfig,
+    *,
+    placement: Any = None,
+    token_mask: Bool[Array, "..."] | None = None,
+) -> Float[Array, "T H"]:
+    """``fused_moe`` after routing: experts and weights of each token are given.
+
+    topk_weights: (T, k) float, multiplied as they are. topk_ids: (T, k) integer; an id outside [0, E) contributes
+    exactly zero whatever its weight. The rest as in ``fused_moe``, but for ``routed_scaling_factor``, which is left to
+    whoever made the weights.
+    """
+    _check_call(x, weights, config, placement, token_mask)
+    if topk_weights.shape != topk_ids.shape or topk_ids.ndim != 2 or topk_ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"topk_weights has shape {topk_weights.shape}, topk_ids {topk_ids.shape}, expected both ({x.shape[0]}, k)"
+        )
+    if token_mask is not None:
+        topk_ids = jnp.where(token_mask[:, None], topk_ids, -1)
+    return _weighted_experts(x, topk_weights, topk_ids, weights, config).astype(x.dtype)
+
+
+def _weighted_experts(
+    x: Array, topk_weights: Array, topk_ids: Array, weights: ExpertWeights, config: MoEConfig
+) -> Array:
+    """Sum over k of weight times expert output, float32 (T, H): ids cleaned, weights placed, an implementation run."""
+    num_tokens, top_k = topk_ids.shape
+    if num_tokens == 0 or top_k == 0:
+        return jnp.zeros_like(x, jnp.float32)
+    is_routed = (topk_ids >= 0) & (topk_ids < weights.num_experts)
+    topk_ids = jnp.where(is_routed, topk_ids, -1).astype(jnp.int32)
+    topk_weights = jnp.where(is_routed, topk_weights.astype(jnp.float32), 0.0)
+    # Rows of padding must not raise a per-tensor activation scale, whatever is in them.
+    x = jnp.where(is_routed.any(axis=1, keepdims=True), x, jnp.zeros_like(x))
+    if config.apply_router_weight_on_input:
+        if top_k != 1:
+            raise ValueError(f"apply_router_weight_on_input needs one expert per token, topk_ids has {top_k} per token")
+        x = x.astype(jnp.float32) * topk_weights
+        topk_weights = is_routed.astype(jnp.float32)
+    problem = Problem(config, _without_gradient(weights), num_tokens, jax.default_backend())
+    return run_first(problem, x, topk_weights, topk_ids)
+
+
+def _stats(topk_ids: Array, num_experts: int) -> MoEStats:
+    index = jnp.where(topk_ids < 0, num_experts, topk_ids).reshape(-1)
+    return MoEStats(load=jnp.zeros(num_experts, jnp.int32).at[index].add(1, mode="drop"), topk_ids=topk_ids)
+
+
+def _without_gradient(weights: ExpertWeights) -> ExpertWeights:
+    """The same weights; asking for the gradient of a quantized leaf, of its scales or of an input scale is an error."""
+
+    def guard(name: str, tensor: Any) -> Any:
+        if tensor.fmt is None:
+            return tensor
+        leaves = {
+            field: None if (leaf := getattr(tensor, field)) is None else _constant(f"{name}.{field}", leaf)
+            for field in ("data", "scale", "global_scale", "input_scale", "zero_point", "g_idx")
+        }
+        return dataclasses.replace(tensor, **leaves)
+
+    return dataclasses.replace(weights, w13=guard("w13", weights.w13), w2=guard("w2", weights.w2))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constant(name: str, leaf: Array) -> Array:
+    return leaf
+
+
+@functools.partial(_constant.defjvp, symbolic_zeros=True)
+def _refuse_tangent(name, primals, tangents):
+    (leaf,), (tangent,) = primals, tangents
+    if not isinstance(tangent, SymbolicZero):
+        raise TypeError(
+            f"gradient requested for weights.{name} ({leaf.dtype.name}), a leaf of quantized weights, which have none; "
+            "differentiate with respect to x, router_logits or biases, or use unquantized weights"
+        )
+    return leaf, tangent
+
+
+def _check_call(x: Array, weights: ExpertWeights, config: MoEConfig, placement: Any, token_mask: Any) -> None:
+    if placement is not None:
+        raise NotImplementedError("placement: experts spread over a mesh are not built yet; pass placement=None")
+    label = f"{config.name}: " if config.name else ""
+    if x.ndim != 2 or x.shape[1] != config.hidden_size:
+        raise ValueError(f"{label}x has shape {x.shape}, expected (T, {config.hidden_size})")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{label}x has dtype {x.dtype}, expected a float dtype")
+    if token_mask is not None and token_mask.shape != x.shape[:1]:
+        raise ValueError(f"{label}token_mask has shape {token_mask.shape}, expected {x.shape[:1]}")
+    if token_mask is not None and token_mask.dtype != jnp.bool_:
+        raise ValueError(f"{label}token_mask has dtype {token_mask.dtype}, expected bool; pass token_mask != 0")
+    expected = (config.num_experts, config.num_halves, config.intermediate_size, config.hidden_size)
+    if weights.w13.shape != expected:
+        raise ValueError(f"{label}weights.w13 has shape {weights.w13.shape}, expected (E, G, I, H) = {expected}")
+    if weights.scheme != config.scheme:
+        raise ValueError(f"{label}weights follow scheme {weights.scheme.name!r}, config says {config.scheme.name!r}")
+    if (weights.w2_bias is not None) != config.has_bias:
+        found = "no" if weights.w2_bias is None else "a"
+        raise ValueError(f"{label}config has has_bias={config.has_bias}, weights hold {found} bias")

@@ -1,0 +1,497 @@
+"""``FusedMoE`` and ``MoEBlock``: thin nnx modules that own quantized parameters; the arithmetic lives in experts.py."""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from moe_jax._config import MoEConfig
+from moe_jax._implementations import order_of
+from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
+from moe_jax.experts import MoEStats, explain, fused_moe
+from moe_jax.loading import LayerLoader
+from moe_jax.quantization import ExpertWeights, Scheme, method_for
+from moe_jax.routing import RoutingParams, validate_routing
+
+CORRECTION_BIAS = "e_score_correction_bias"
+
+
+class QuantizedParam(nnx.Variable):
+    """Variable whose value is an ``ExpertWeights``; filter on it to keep an optimizer away from quantized leaves."""
+
+
+class RoutingParam(nnx.Variable):
+    """Variable for what routing reads besides logits: correction bias and scale (E,), hash table (vocab, top_k)."""
+
+
+class WeightsVersion(nnx.Variable):
+    """() int32, raised by each reload. A leaf and not an attribute, so a reload never changes the jit cache key."""
+
+
+# Loaders hold host memory while a layer is being filled; kept off the module so that they never enter its pytree.
+_staging: "weakref.WeakKeyDictionary[FusedMoE, LayerLoader]" = weakref.WeakKeyDictionary()
+
+
+class FusedMoE(nnx.Module):
+    """Routed experts of one layer with parameters kept quantized. Call as ``layer(x, router_logits)``.
+
+    Pass the layer as an *argument* of a jitted function: ``jax.jit(lambda layer, x, z: layer(x, z))``. A closure over
+    it freezes its weights into the compiled program, and a later reload would change nothing there.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, moe_jax
+        >>> from flax import nnx
+        >>> layer = moe_jax.FusedMoE(8, 64, 32, top_k=2, scheme="fp8_channel", rngs=nnx.Rngs(0))
+        >>> y = jax.jit(lambda layer, x, z: layer(x, z))(layer, jnp.ones((3, 64), jnp.bfloat16), jnp.zeros((3, 8)))
+        >>> y.shape
+        (3, 64)
+
+    Args:
+        num_experts: logical experts E.
+        hidden_size: H, width of input and output.
+        intermediate_size: I of one expert.
+        top_k: experts per token.
+        scheme: what is quantized: a scheme name, a ``Scheme``, a quantization config group, or None for unquantized.
+        activation: name of section "activations"; with ``is_act_and_mul`` the layer is gated (w13 holds w1 and w3).
+        renormalize, scoring_func, use_grouped_topk, num_expert_group, topk_group, routed_scaling_factor,
+            custom_routing_function: routing, see ``moe_jax.routing.route``.
+        e_score_correction_bias: None, True (a leaf (E,) float32 to be loaded) or an array (E,).
+        apply_routed_scale_to_output: multiply the routed output instead of the router weights by the factor.
+        apply_router_weight_on_input: multiply x by its router weight before w13; requires top_k = 1.
+        router_logits_dtype: dtype in which router logits are taken; None keeps what the caller passes.
+        zero_expert_type: "identity" when the logits have extra columns for experts that return their input.
+        hash_indices_table: (vocab, top_k) int array of expert ids by token id; the call then needs ``token_ids``.
+        per_expert_scale: (E,) learned scale of the router weights, read by the "gemma4" routing preset.
+        swiglu_limit, swiglu_alpha, swiglu_beta: parameters of clamped SwiGLU activations.
+        has_bias: the experts have biases, (E, G, I) and (E, H) in ``param_dtype``.
+        router: module mapping x (T, H) to logits (T, E), used when the call passes ``router_logits=None``.
+        shared_experts: module added to the routed output; sees the untransformed input.
+        shared_expert_gate: module mapping x to (T, 1); its sigmoid scales the shared output.
+        routed_input_transform, routed_output_transform: callables around the routed path only.
+        mesh, expert_axis, tensor_axis, data_axis, sequence_axis, placement, enable_eplb, num_redundant_experts:
+            scale-out over a mesh; anything but the single-device defaults is refused by name.
+        reduce_results: sum partial results over the mesh; on one device there is nothing to sum.
+        expert_mapping: rows of ``make_expert_params_mapping`` that translate checkpoint names, instead of the
+            spellings that are recognised by themselves.
+        name: shown in errors and by ``explain``.
+        implementation: name or ordered names to try; None takes the order of the platform.
+        dtype: computation dtype, bfloat16, float16 or float32.
+        param_dtype: storage dtype of unquantized weights and biases.
+        rngs: random state to initialise from; None builds an abstract layer (no memory) to be loaded.
+
+    Raises:
+        ValueError: contradictory arguments. NotImplementedError: a capability that is not built yet, by name.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        top_k: int,
+        scheme: "str | Scheme | Mapping[str, Any] | None" = None,
+        activation: str = "silu",
+        is_act_and_mul: bool = True,
+        renormalize: bool = True,
+        scoring_func: str = "softmax",
+        use_grouped_topk: bool = False,
+        num_expert_group: int | None = None,
+        topk_group: int | None = None,
+        e_score_correction_bias: Any = None,
+        routed_scaling_factor: float = 1.0,
+        apply_routed_scale_to_output: bool = False,
+        apply_router_weight_on_input: bool = False,
+        custom_routing_function: Callable[..., Any] | str | None = None,
+        router_logits_dtype: Any = None,
+        zero_expert_type: str | None = None,
+        hash_indices_table: Any = None,
+        per_expert_scale: Any = None,
+        swiglu_limit: float | None = None,
+        swiglu_alpha: float | None = None,
+        swiglu_beta: float | None = None,
+        has_bias: bool = False,
+        router: Callable[..., Any] | None = None,
+        shared_experts: Callable[..., Any] | None = None,
+        shared_expert_gate: Callable[..., Any] | None = None,
+        routed_input_transform: Callable[..., Any] | None = None,
+        routed_output_transform: Callable[..., Any] | None = None,
+        mesh: Any = None,
+        expert_axis: str | None = None,
+        tensor_axis: str | None = None,
+        data_axis: str | None = None,
+        sequence_axis: str | None = None,
+        reduce_results: bool = True,
+        placement: str = "linear",
+        enable_eplb: bool = False,
+        num_redundant_experts: int = 0,
+        expert_mapping: Any = None,
+        name: str = "",
+        implementation: "str | Iterable[str] | None" = None,
+        dtype: Any = jnp.bfloat16,
+        param_dtype: Any = jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
+    ):
+        if num_redundant_experts and not enable_eplb:
+            raise ValueError(f"num_redundant_experts={num_redundant_experts} needs enable_eplb=True")
+        if placement not in ("linear", "round_robin"):
+            raise ValueError(f"placement={placement!r}, expected 'linear' or 'round_robin'")
+        _refuse_scale_out(
+            mesh=mesh,
+            expert_axis=expert_axis,
+            tensor_axis=tensor_axis,
+            data_axis=data_axis,
+            sequence_axis=sequence_axis,
+            placement=None if placement == "linear" else placement,
+            enable_eplb=enable_eplb or None,
+        )
+        if shared_expert_gate is not None and shared_experts is None:
+            raise ValueError("shared_expert_gate is given without shared_experts; pass both or neither")
+        if zero_expert_type is not None and (routed_input_transform or routed_output_transform):
+            raise ValueError(
+                f"zero_expert_type={zero_expert_type!r} adds the layer's input to its output, which means nothing with "
+                "routed_input_transform or routed_output_transform; drop one of them"
+            )
+        activation = parse_activation(activation, is_gated=is_act_and_mul)
+        self.config = MoEConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            scheme=Scheme.parse(scheme),
+            activation=activation,
+            is_act_and_mul=not activation.endswith(NOT_GATED_SUFFIX),
+            renormalize=renormalize,
+            scoring_func=scoring_func,
+            use_grouped_topk=use_grouped_topk,
+            num_expert_group=num_expert_group,
+            topk_group=topk_group,
+            routed_scaling_factor=routed_scaling_factor,
+            apply_routed_scale_to_output=apply_routed_scale_to_output,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            custom_routing_function=custom_routing_function,
+            router_logits_dtype=router_logits_dtype,
+            zero_expert_type=zero_expert_type,
+            swiglu_limit=swiglu_limit,
+            swiglu_alpha=swiglu_alpha,
+            swiglu_beta=swiglu_beta,
+            has_bias=has_bias,
+            implementation=(implementation,) if isinstance(implementation, str) else _as_tuple(implementation),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            name=name,
+        )
+        resolve_activation(self.config)
+        order_of(self.config, platform="cpu")  # checks the names, which do not depend on the platform
+        validate_routing(
+            self.config,
+            has_correction_bias=e_score_correction_bias is not None,
+            has_hash_table=hash_indices_table is not None,
+        )
+        self.reduce_results = reduce_results
+        self.expert_mapping = None if expert_mapping is None else tuple(tuple(row) for row in expert_mapping)
+        self.router = router
+        self.shared_experts = shared_experts
+        self.shared_expert_gate = shared_expert_gate
+        self.routed_input_transform = routed_input_transform
+        self.routed_output_transform = routed_output_transform
+        self.loads_correction_bias = e_score_correction_bias is True
+        self.correction_bias = _correction_bias(e_score_correction_bias, self.config, is_abstract=rngs is None)
+        self.hash_table = None if hash_indices_table is None else _hash_table(hash_indices_table, top_k)
+        if per_expert_scale is not None and custom_routing_function != "gemma4":
+            raise ValueError("per_expert_scale is read by custom_routing_function='gemma4' only; drop one or name it")
+        self.per_expert_scale = None if per_expert_scale is None else _per_expert_scale(per_expert_scale, num_experts)
+        self.version = WeightsVersion(np.zeros((), np.int32))
+        if rngs is None:
+            self.weights = QuantizedParam(method_for(self.config.scheme).abstract_weights(self.config))
+        else:
+            self.weights = QuantizedParam(_init_weights(self.config, rngs.params()))
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, x, router_logits=None, *, token_mask=None, token_ids=None, return_stats: bool = False):
+        """Route every token to its experts and return the weighted sum.
+
+        Args:
+            x: (..., H) in any float dtype; computation runs in ``dtype`` and the result has x's dtype.
+            router_logits: (..., E) any float dtype, or None when the layer owns a router.
+            token_mask: (...,) bool, False for padding: such tokens cost nothing and return 0.
+            token_ids: (...,) int, needed by hash routing only.
+            return_stats: also return ``MoEStats``; the layer itself is never mutated.
+
+        Returns:
+            (..., H) in x's dtype, or a pair of that and ``MoEStats``.
+
+        Raises:
+            ValueError: shapes do not fit, or the weights have not been loaded.
+        """
+        config = self.config
+        weights = self.weights.get_value()
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights)):
+            raise ValueError(
+                f"{self._label()} has no weights yet: call load_weights(pairs), then process_weights_after_loading(), "
+                "or build it with rngs="
+            )
+        if x.shape[-1] != config.hidden_size and self.routed_input_transform is None:
+            raise ValueError(f"x has shape {x.shape}, expected (..., {config.hidden_size}) for {self._label()}")
+        x = _without_padding(x, token_mask)
+        if router_logits is None:
+            if self.router is None:
+                raise ValueError(f"router_logits is None and {self._label()} owns no router; pass logits or router=")
+            router_logits = self.router(x)
+        lead = x.shape[:-1]
+        for label, value, shape in (
+            ("router_logits", router_logits, (*lead, router_logits.shape[-1])),
+            ("token_ids", token_ids, lead),
+        ):
+            if value is not None and value.shape != shape:
+                raise ValueError(f"{label} has shape {value.shape}, expected {shape} to match x {x.shape}")
+        tokens = x.reshape(-1, x.shape[-1])
+        mask = None if token_mask is None else token_mask.reshape(-1)
+        routed_in = tokens if self.routed_input_transform is None else self.routed_input_transform(tokens)
+        y, stats = fused_moe(
+            routed_in,
+            router_logits.reshape(-1, router_logits.shape[-1]),
+            weights,
+            config,
+            routing=self._routing_params(),
+            token_mask=mask,
+            token_ids=None if token_ids is None else token_ids.reshape(-1),
+            return_stats=True,
+        )
+        if self.routed_output_transform is not None:
+            y = self.routed_output_transform(y)
+        if self.shared_experts is not None:
+            y = self._add_shared(y, tokens)
+        if mask is not None:
+            y = jnp.where(mask[:, None], y, jnp.zeros_like(y))
+        y = y.reshape(*lead, y.shape[-1])
+        return (y, stats) if return_stats else y
+
+    def _add_shared(self, y, tokens):
+        shared = self.shared_experts(tokens).astype(jnp.float32)
+        if self.shared_expert_gate is not None:
+            shared = shared * jax.nn.sigmoid(self.shared_expert_gate(tokens).astype(jnp.float32))
+        return (y.astype(jnp.float32) + shared).astype(y.dtype)
+
+    def _routing_params(self) -> RoutingParams:
+        def value(variable):
+            return None if variable is None else variable.get_value()
+
+        return RoutingParams(
+            correction_bias=value(self.correction_bias),
+            hash_indices_table=value(self.hash_table),
+            per_expert_scale=value(self.per_expert_scale),
+        )
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load_weights(self, pairs: Iterable[tuple[str, Any]]) -> set[str]:
+        """Stage checkpoint tensors on the host; may be called any number of times, in any order of tensors.
+
+        Args:
+            pairs: (checkpoint name, array). Names may carry the layer's prefix; arrays are numpy or JAX arrays in the
+                checkpoint's dtype and shape, per expert or fused over experts.
+
+        Returns:
+            The names that were used.
+
+        Raises:
+            ValueError: a wrong shape or dtype, a value that is not finite, or a layer that is processed already (use
+                ``reload_weights``). Everything staged is then dropped: load all pairs again. What is unknown, doubled
+                or missing is named in one error by ``process_weights_after_loading``.
+        """
+        if self not in _staging:
+            if not self._is_abstract():
+                raise ValueError(
+                    f"{self._label()} is already processed; use reload_weights(pairs) to replace its weights"
+                )
+            _staging[self] = self._new_loader()
+        try:
+            return _staging[self].load(pairs)
+        except Exception:
+            del _staging[self]  # which of the pairs came before is unknown to the caller: start over
+            raise
+
+    def process_weights_after_loading(self) -> None:
+        """Turn staged tensors into ``ExpertWeights``. Idempotent; raises one error naming everything missing."""
+        if self not in _staging:
+            if not self._is_abstract():
+                return
+            self._new_loader().finish()  # raises: nothing has been loaded
+        loader = _staging[self]
+        try:
+            self._install(loader, loader.finish())
+        except Exception:
+            if loader.is_spoiled:
+                del _staging[self]
+            raise
+        del _staging[self]
+
+    def reload_weights(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        """Replace all weights by others of the same shapes: atomic, and without recompiling what takes the layer.
+
+        Raises:
+            ValueError: as ``load_weights``; the old weights are then untouched.
+        """
+        if self._is_abstract():
+            raise ValueError(f"{self._label()} has no weights to reload; use load_weights(pairs) first")
+        loader = self._new_loader()
+        loader.load(pairs)
+        self._install(loader, loader.finish())
+        self.version.set_value(self.version.get_value() + np.int32(1))
+
+    def set_weights(self, weights: ExpertWeights, *, correction_bias: Any = None) -> None:
+        """Install processed weights, for loaders that stream a whole model. Shapes and dtypes must be the layer's.
+
+        Args:
+            weights: as made by the method's ``process_weights_after_loading``.
+            correction_bias: (E,), required exactly when the layer was built with ``e_score_correction_bias=True``.
+        """
+        expected, found = _signature(self.weights.get_value()), _signature(weights)
+        if expected != found:
+            raise ValueError(f"{self._label()}: weights do not fit the layer: expected {expected}, found {found}")
+        if (correction_bias is not None) != self.loads_correction_bias:
+            found = "missing" if correction_bias is None else "given"
+            raise ValueError(f"{self._label()}: {CORRECTION_BIAS} is {found}, but the layer was built otherwise")
+        if correction_bias is not None:
+            self.correction_bias.set_value(_checked_bias(correction_bias, self.config))
+        self.weights.set_value(weights)
+
+    def _install(self, loader: LayerLoader, weights: ExpertWeights) -> None:
+        self.set_weights(weights, correction_bias=loader.correction_bias)
+
+    def _new_loader(self) -> LayerLoader:
+        return LayerLoader(
+            self.config, expert_mapping=self.expert_mapping, has_correction_bias=self.loads_correction_bias
+        )
+
+    def _is_abstract(self) -> bool:
+        return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self.weights.get_value()))
+
+    # -- text ---------------------------------------------------------------------------------------------------------
+
+    def explain(self, num_tokens: int) -> str:
+        """What would run for a call with ``num_tokens`` tokens and why; also the weights' version."""
+        version = self.version.get_value()
+        return explain(self.config, self.weights.get_value(), num_tokens) + f"\nweights version: {int(version)}"
+
+    def _label(self) -> str:
+        return f"FusedMoE {self.config.name!r}" if self.config.name else "FusedMoE"
+
+    def __repr__(self) -> str:
+        c = self.config
+        return (
+            f"FusedMoE(num_experts={c.num_experts}, hidden_size={c.hidden_size}, "
+            f"intermediate_size={c.intermediate_size}, top_k={c.top_k}, scheme={c.scheme.name!r}, "
+            f"activation={c.activation!r}, dtype={jnp.dtype(c.dtype).name!r}, name={c.name!r})"
+        )
+
+
+class MoEBlock(nnx.Module):
+    """Router, routed experts and optional shared experts: x (..., H) -> (..., H).
+
+    Router logits are computed and kept in float32 unless ``experts.config.router_logits_dtype`` says otherwise.
+    """
+
+    def __init__(self, experts: FusedMoE, router: Callable[..., Any], shared_experts: Callable[..., Any] | None = None):
+        """experts: the routed part. router: x -> logits (..., E). shared_experts: x -> (..., H), added to it."""
+        self.experts = experts
+        self.router = router
+        self.shared_experts = shared_experts
+
+    def __call__(self, x, *, token_mask=None, token_ids=None, return_stats: bool = False):
+        """x (..., H), token_mask (...,) bool -> (..., H) in x's dtype, with ``MoEStats`` when asked for."""
+        x = _without_padding(x, token_mask)
+        y, stats = self.experts(x, self.router(x), token_mask=token_mask, token_ids=token_ids, return_stats=True)
+        if self.shared_experts is not None:
+            shared = self.shared_experts(x)
+            if token_mask is not None:
+                shared = jnp.where(token_mask[..., None], shared, jnp.zeros_like(shared))
+            y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(y.dtype)
+        return (y, stats) if return_stats else y
+
+
+def _without_padding(x: Any, token_mask: Any) -> Any:
+    """x with masked tokens set to zero: a NaN there would reach gradients of routers and shared experts as 0 * NaN."""
+    if token_mask is None:
+        return x
+    if token_mask.shape != x.shape[:-1] or token_mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"token_mask is {token_mask.dtype} {token_mask.shape}, expected bool {x.shape[:-1]} to match x {x.shape}"
+        )
+    return jnp.where(token_mask[..., None], x, jnp.zeros_like(x))
+
+
+def _refuse_scale_out(**options: Any) -> None:
+    given = [f"{key}={value!r}" for key, value in options.items() if value is not None]
+    if given:
+        raise NotImplementedError(
+            f"FusedMoE({', '.join(given)}): running a layer over a mesh is not built yet; leave them out for one device"
+        )
+
+
+def _as_tuple(names: Iterable[str] | None) -> tuple[str, ...] | None:
+    return None if names is None else tuple(names)
+
+
+def _correction_bias(value: Any, config: MoEConfig, *, is_abstract: bool) -> RoutingParam | None:
+    num_experts = config.num_experts
+    if value is None:
+        return None
+    if value is True:
+        return RoutingParam(
+            jax.ShapeDtypeStruct((num_experts,), jnp.float32) if is_abstract else jnp.zeros((num_experts,), jnp.float32)
+        )
+    return RoutingParam(_checked_bias(value, config))
+
+
+def _checked_bias(value: Any, config: MoEConfig) -> jax.Array:
+    num_experts, has_zero_experts = config.num_experts, config.zero_expert_type is not None
+    bias = jnp.asarray(value).astype(jnp.float32)
+    if bias.ndim != 1 or bias.shape[0] < num_experts or (bias.shape[0] > num_experts and not has_zero_experts):
+        raise ValueError(f"{CORRECTION_BIAS} has shape {bias.shape}, expected ({num_experts},)")
+    if not isinstance(bias, Tracer) and not np.isfinite(np.asarray(bias)).all():
+        raise ValueError(f"{CORRECTION_BIAS} holds NaN or infinity; the checkpoint is damaged")
+    return bias
+
+
+def _hash_table(value: Any, top_k: int) -> RoutingParam:
+    table = jnp.asarray(value)
+    if table.ndim != 2 or table.shape[1] != top_k or not jnp.issubdtype(table.dtype, jnp.integer):
+        raise ValueError(
+            f"hash_indices_table is {table.dtype} {table.shape}, expected integers of shape (vocab, {top_k})"
+        )
+    return RoutingParam(table)
+
+
+def _per_expert_scale(value: Any, num_experts: int) -> RoutingParam:
+    scale = jnp.asarray(value).astype(jnp.float32)
+    if scale.shape != (num_experts,):
+        raise ValueError(f"per_expert_scale has shape {scale.shape}, expected ({num_experts},)")
+    return RoutingParam(scale)
+
+
+def _init_weights(config: MoEConfig, key: jax.Array) -> ExpertWeights:
+    """Normal with variance 1/K, quantized by the scheme; biases zero."""
+    e, g, h, i = config.num_experts, config.num_halves, config.hidden_size, config.intermediate_size
+    key13, key2 = jax.random.split(key)
+    w13 = jax.random.normal(key13, (e, g, i, h), jnp.float32) * h**-0.5
+    w2 = jax.random.normal(key2, (e, h, i), jnp.float32) * i**-0.5
+    method = method_for(config.scheme)
+    biases = None
+    if config.has_bias:
+        biases = (jnp.zeros((e, g, i), config.param_dtype), jnp.zeros((e, h), config.param_dtype))
+    return method.process_weights_after_loading(method.quantize_leaves(w13, w2, biases, config), config)
+
+
+def _signature(weights: ExpertWeights) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
+
+
+__all__ = ["FusedMoE", "MoEBlock", "MoEStats", "QuantizedParam", "RoutingParam", "WeightsVersion"]

@@ -1,0 +1,38 @@
+"""Checkpoints on disk: reading files, understanding names and quantization configs, filling the leaves of a layer."""
+
+from moe_jax.loading._checkpoint import Checkpoint
+from moe_jax.loading._errors import CheckpointError
+from moe_jax.loading._expert_names import (
+    ExpertNames,
+    ExpertTensor,
+    expert_names,
+    layer_of,
+    make_expert_params_mapping,
+)
+from moe_jax.loading._gptq_awq import as_packed
+from moe_jax.loading._layer_loader import LayerLoader
+from moe_jax.loading._quantization_config import QuantizationConfig
+from moe_jax.loading._safetensors import SafetensorsFile, TensorInfo, save_safetensors
+from moe_jax.loading._stream import ExpertReader, load_layer, stream_layers
+from moe_jax.loading._weight_loader import Placement, weight_loader
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ExpertNames",
+    "ExpertReader",
+    "ExpertTensor",
+    "LayerLoader",
+    "Placement",
+    "QuantizationConfig",
+    "SafetensorsFile",
+    "TensorInfo",
+    "as_packed",
+    "expert_names",
+    "layer_of",
+    "load_layer",
+    "make_expert_params_mapping",
+    "save_safetensors",
+    "stream_layers",
+    "weight_loader",
+]

@@ -1,0 +1,219 @@
+"""What the name of an expert tensor says: layer, expert, projection and what is stored.
+
+Writers disagree on spelling within one family (llm-compressor writes ``gate_proj`` into Mixtral files, the hub has
+``w1``), so every spelling is understood for every family; a family decides what is canonical in messages.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+SHARD_OF_PROJECTION = {
+    "w1": ("w1",),
+    "gate_proj": ("w1",),
+    "w3": ("w3",),
+    "up_proj": ("w3",),
+    "w2": ("w2",),
+    "down_proj": ("w2",),
+    "gate_up_proj": ("w1", "w3"),  # gate rows, then up rows
+}
+CONTAINERS = ("mlp", "block_sparse_moe", "feed_forward")
+SUFFIX_ALIASES = {
+    "weight_scale_inv": "weight_scale",  # despite its name it multiplies
+    "scale": "weight_scale",
+    "scale_inv": "weight_scale",
+}
+# gpt-oss stores MXFP4 for all experts in two tensors per projection.
+_FUSED_MXFP4 = {"blocks": "weight_packed", "scales": "weight_scale"}
+_FUSED = re.compile(rf"({'|'.join(sorted(SHARD_OF_PROJECTION, key=len, reverse=True))})(?:[._]([A-Za-z0-9_.]+))?")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertTensor:
+    """One parsed name. layer: None when the name carries none. expert: None when the tensor holds all experts.
+
+    shards: the projections inside, in order: ("w1",), ("w3",), ("w2",) or ("w1", "w3") for a stacked gate_up_proj.
+    suffix: what is stored, in the words of the leaves: "weight", "weight_scale", "input_scale", "bias", ...
+    is_interleaved: rows of the two projections alternate, gate first, instead of standing one after the other.
+    module: the name without its suffix, as quantization configs address it.
+    """
+
+    name: str
+    layer: int | None
+    expert: int | None
+    shards: tuple[str, ...]
+    suffix: str
+    module: str
+    is_interleaved: bool = False
+
+    @property
+    def leaf(self) -> str:
+        return f"{'w2' if self.shards == ('w2',) else 'w13'}_{self.suffix}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertNames:
+    """Reads expert tensor names. spelling: the words for w1, w3, w2 used in messages.
+
+    is_gated: with False the only input projection may be called w1 or up_proj, and a gate is an error. is_interleaved:
+    gate and up rows alternate in fused tensors, as gpt-oss has them; its MXFP4 tensors are known by their names.
+    """
+
+    spelling: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    is_gated: bool = True
+    is_interleaved: bool = False
+
+    def parse(self, name: str) -> ExpertTensor | None:
+        """Read one checkpoint name, with or without what precedes ``experts``.
+
+        Returns:
+            None for a name without an ``experts`` component: no expert tensor (router, norms, shared experts).
+
+        Raises:
+            ValueError: an expert tensor in a spelling that is not known. Skipping it would load garbage.
+        """
+        components = name.split(".")
+        if "experts" not in components:
+            return None
+        at = components.index("experts")
+        is_mxfp4 = False
+        before, after = components[:at], [c for c in components[at + 1 :] if c != "base_layer"]
+        if before and before[-1] not in CONTAINERS:
+            raise self._unknown(name)
+        if after and _NUMBER.fullmatch(after[0]):
+            if len(after) < 3 or after[1] not in SHARD_OF_PROJECTION:
+                raise self._unknown(name)
+            expert, projection, suffix = int(after[0]), after[1], ".".join(after[2:])
+        else:
+            match = _FUSED.fullmatch(".".join(after))
+            if match is None:
+                raise self._unknown(name)
+            expert, projection, suffix = None, match[1], match[2] or "weight"
+            is_mxfp4 = suffix in _FUSED_MXFP4
+            suffix = _FUSED_MXFP4.get(suffix, suffix)
+        module = name[: name.rindex(projection) + len(projection)]
+        shards = self._shards(name, projection)
+        return ExpertTensor(
+            name=name,
+            layer=layer_of(name),
+            expert=expert,
+            shards=shards,
+            suffix=SUFFIX_ALIASES.get(suffix, suffix),
+            module=module,
+            is_interleaved=len(shards) == 2 and (self.is_interleaved or is_mxfp4),
+        )
+
+    def _shards(self, name: str, projection: str) -> tuple[str, ...]:
+        if self.is_gated:
+            return SHARD_OF_PROJECTION[projection]
+        if projection == "up_proj":
+            return ("w1",)
+        if projection in ("gate_proj", "gate_up_proj", "w3"):
+            raise ValueError(
+                f"{name}: this layer is not gated, it has one input projection (w1 or up_proj) and w2 or down_proj"
+            )
+        return SHARD_OF_PROJECTION[projection]
+
+    def describe(self, leaf: str, shard: str) -> str:
+        """The canonical checkpoint words for one leaf and shard, e.g. "gate_proj.weight_scale"."""
+        if not self.is_gated and shard == "w1":
+            shard = "w3"
+        return f"{self.spelling[('w1', 'w3', 'w2').index(shard)]}.{leaf.split('_', 1)[1]}"
+
+    @staticmethod
+    def _unknown(name: str) -> ValueError:
+        return ValueError(
+            f"{name}: unknown spelling of an expert tensor, expected experts.<e>.<projection>.<suffix> or "
+            f"experts.<projection>, after one of {', '.join(CONTAINERS)}, with one of {', '.join(SHARD_OF_PROJECTION)}"
+        )
+
+
+def make_expert_params_mapping(
+    model: Any,
+    ckpt_gate_proj_name: str,
+    ckpt_down_proj_name: str,
+    ckpt_up_proj_name: str,
+    num_experts: int,
+    num_redundant_experts: int = 0,
+) -> list[tuple[str, str, int, str]]:
+    """Rows (parameter prefix, checkpoint fragment, physical expert, shard) that translate per-expert names, as in vLLM.
+
+    Args:
+        model: what holds the parameters: a torch or nnx module, a pytree, an iterable of parameter names, or None. Only
+            asked whether a name contains ".base_layer." (LoRA wrapping), which then becomes part of both names.
+        ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name: the checkpoint's words, e.g. "w1", "w2", "w3".
+        num_experts, num_redundant_experts: logical experts L, extra physical slots R. Slot p >= L is a copy of logical
+            expert (p - L) % L, so one checkpoint tensor maps to all of its replicas.
+    """
+    base = "base_layer." if any(".base_layer." in name for name in _parameter_names(model)) else ""
+    projections = (("w1", ckpt_gate_proj_name), ("w2", ckpt_down_proj_name), ("w3", ckpt_up_proj_name))
+    return [
+        (f"experts.{base}{'w2_' if shard == 'w2' else 'w13_'}", f"experts.{p % num_experts}.{name}.{base}", p, shard)
+        for p in range(num_experts + num_redundant_experts)
+        for shard, name in projections
+    ]
+
+
+def _parameter_names(model: Any) -> list[str]:
+    if model is None:
+        return []
+    if hasattr(model, "named_parameters"):  # a torch module; torch itself is not imported here
+        return [name for name, _ in model.named_parameters()]
+    if isinstance(model, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in model):
+        return list(model)
+    return [
+        jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree_util.tree_leaves_with_path(model)
+    ]
+
+
+def map_expert_name(mapping: Iterable[Sequence[Any]], name: str) -> tuple[ExpertTensor, ...]:
+    """Read a name by rows of ``make_expert_params_mapping``: one result per replica, none when no row fits.
+
+    A row fits where its checkpoint fragment stands at the start of the name or after a dot: "experts.0.w1." must not be
+    found inside "shared_experts.0.w1.".
+    """
+    found = []
+    for _, fragment, expert, shard in mapping:
+        head, separator, suffix = f".{name}".partition(f".{fragment}")
+        if separator and suffix:
+            suffix = suffix.removeprefix("base_layer.")
+            module = f"{head}.{fragment}".strip(".")
+            found.append(
+                ExpertTensor(name, layer_of(name), expert, (shard,), SUFFIX_ALIASES.get(suffix, suffix), module)
+            )
+    return tuple(found)
+
+
+def layer_of(name: str) -> int | None:
+    """Index after the last ``layers`` component before ``experts`` or the router, None when the name carries none."""
+    components = name.split(".")
+    for word, number in zip(components, components[1:], strict=False):
+        if word == "layers" and _NUMBER.fullmatch(number):
+            return int(number)
+    return None
+
+
+FAMILIES = {
+    "mixtral": ExpertNames(spelling=("w1", "w3", "w2")),
+    "qwen3_moe": ExpertNames(),
+}
+_KNOWN_FAMILIES = ("qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "llama4", "llama4_text")
+
+
+def expert_names(model_type: str) -> ExpertNames:
+    """Names of one model family, by config.json's ``model_type``.
+
+    Raises:
+        NotImplementedError: a family that is known but has no map yet. ValueError: an unknown one.
+    """
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    if model_type in _KNOWN_FAMILIES:
+        raise NotImplementedError(
+            f"model_type {model_type!r}: no checkpoint map yet; there are maps for {', '.join(FAMILIES)}"
+        )
+    raise ValueError(f"unknown model_type {model_type!r}; there are checkpoint maps for {', '.join(FAMILIES)}")

@@ -1,0 +1,130 @@
+"""Regular expressions from a config file, bounded so that none of them can hang a load.
+
+Python's engine backtracks: ``(a+)+$`` takes years on a name of 60 letters, holds the interpreter lock, and cannot be
+interrupted from a thread. So before a pattern runs, the number of ways in which it can be tried on the longest name of
+the checkpoint is bounded from its syntax tree. Patterns that exceed the bound are refused; five ``.*`` in a row pass.
+What passes runs in the plain engine, with the meaning compressed-tensors gives it, and all matches that take noticeable
+time share one budget.
+"""
+
+import math
+import re
+import re._parser
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from moe_jax.loading._errors import shown
+
+MAX_LENGTH = 1000
+MAX_PATTERNS = 1000
+MAX_WAYS = 3e8  # about 5 ns each, so 1.5 s at worst
+TIME_LIMIT = 2.0  # CPU seconds for all slow matches together
+_SLOW = 1e-3
+
+# Python's own syntax trees: private, but unchanged since the module was called sre_parse.
+_parser: Any = re._parser
+_REPEATS = (_parser.MAX_REPEAT, _parser.MIN_REPEAT, _parser.POSSESSIVE_REPEAT)
+
+
+class BoundedPatterns:
+    """Compiles and matches regular expressions under the limits above. longest_name: of the names to be matched."""
+
+    def __init__(self, longest_name: int):
+        self.longest_name = longest_name
+        self._compiled: dict[str, re.Pattern[str]] = {}
+        self._spent = 0.0
+
+    def add(self, pattern: str) -> None:
+        """Check and compile. Raises ValueError when the pattern is invalid, too long, or could take too long."""
+        if pattern in self._compiled:
+            return
+        if len(self._compiled) == MAX_PATTERNS:
+            raise ValueError(f"more than {MAX_PATTERNS} regular expressions")
+        if len(pattern) > MAX_LENGTH:
+            raise ValueError(f"regular expression {shown(pattern)} has {len(pattern)} characters, at most {MAX_LENGTH}")
+        try:
+            ways = count_ways(pattern, self.longest_name)
+            self._compiled[pattern] = re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{shown(pattern)} is not a valid regular expression: {error}") from None
+        if ways > MAX_WAYS:
+            raise ValueError(
+                f"regular expression {shown(pattern)} could take too long on a name of {self.longest_name} characters; "
+                "write it without a repeat inside a repeat and with fewer of .* and the like"
+            )
+
+    def match(self, pattern: str, names: Iterable[str]) -> bool:
+        """Whether an added pattern matches one of the names from its start, as ``re.match`` does.
+
+        Raises ValueError when a name is longer than announced or the time is used up.
+        """
+        compiled = self._compiled[pattern]
+        for name in names:
+            if len(name) > self.longest_name:
+                raise ValueError(f"module name of {len(name)} characters, expected at most {self.longest_name}")
+            start = time.thread_time()  # CPU time: on a busy machine waiting is not the pattern's fault
+            found = compiled.match(name)
+            seconds = time.thread_time() - start
+            if seconds > _SLOW:
+                self._spent += seconds
+                if self._spent > TIME_LIMIT:
+                    raise ValueError(
+                        f"regular expressions took over {TIME_LIMIT:g} s, last {shown(pattern)}; write it with fewer .*"
+                    )
+            if found:
+                return True
+        return False
+
+
+def count_ways(pattern: str, length: int) -> float:
+    """Upper bound of the ways in which a backtracking engine can try ``pattern`` on ``length`` characters.
+
+    Every repeat of one character (class) splits the name at one more place, k of them in comb(length + k, k) ways;
+    alternatives add up; a repeat of something that itself can match in several ways multiplies its ways each round,
+    which is what grows exponentially. A repeat that ends the pattern counts for nothing: nothing after it can fail.
+    """
+    items = list(_parser.parse(pattern).data)
+    if items and items[-1][0] in _REPEATS and _ways_of(items[-1][1][2], length) == (1.0, 0):
+        items.pop()
+    return _total(_ways_of(items, length), length)
+
+
+def _ways_of(items: Any, length: int) -> tuple[float, int]:
+    """(factor, number of open repeats) of a sequence."""
+    factor, open_repeats = 1.0, 0
+    for op, argument in items:
+        if op in _REPEATS:
+            low, high, body = argument
+            inner = _total(_ways_of(body, length), length)
+            rounds = min(int(high), length)
+            if inner > 1:
+                more, opened = _power(inner + 1, rounds), 0
+            elif rounds - low > 1:
+                more, opened = 1.0, 1
+            else:
+                more, opened = float(max(rounds - low, 0) + 1), 0
+        elif op is _parser.SUBPATTERN:
+            more, opened = _ways_of(argument[3], length)
+        elif op is _parser.BRANCH:
+            more, opened = sum(_total(_ways_of(branch, length), length) for branch in argument[1]), 0
+        elif op is _parser.GROUPREF_EXISTS:
+            more, opened = sum(_total(_ways_of(branch or (), length), length) for branch in argument[1:]), 0
+        elif op in (_parser.ASSERT, _parser.ASSERT_NOT):
+            more, opened = _ways_of(argument[1], length)
+        elif op is _parser.ATOMIC_GROUP:
+            more, opened = _ways_of(argument, length)
+        else:  # one character, a position, a back reference
+            more, opened = 1.0, 0
+        factor, open_repeats = factor * more, open_repeats + opened
+    return factor, open_repeats
+
+
+def _total(ways: tuple[float, int], length: int) -> float:
+    factor, open_repeats = ways
+    splits = math.comb(length + open_repeats, open_repeats)
+    return factor * splits if splits < 1e300 else math.inf
+
+
+def _power(base: float, exponent: int) -> float:
+    return base**exponent if exponent * math.log10(base) < 300 else math.inf

@@ -1,0 +1,25 @@
+"""Flax definitions of language models with Mixture-of-Experts layers, loading them, and generating with them."""
+
+from moe_jax.models._attention import KVCache
+from moe_jax.models._config import DecoderConfig
+from moe_jax.models._decoder import CausalLM
+from moe_jax.models._families import FAMILIES, read_family
+from moe_jax.models._generate import generate
+from moe_jax.models._pretrained import load_moe, load_pretrained
+from moe_jax.models._rope import RopeConfig
+from moe_jax.models.mixtral import MixtralForCausalLM
+from moe_jax.models.qwen3_moe import Qwen3MoeForCausalLM
+
+__all__ = [
+    "FAMILIES",
+    "CausalLM",
+    "DecoderConfig",
+    "KVCache",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "RopeConfig",
+    "generate",
+    "load_moe",
+    "load_pretrained",
+    "read_family",
+]

@@ -1,0 +1,42 @@
+"""``ArraySource``: named arrays in memory, read the way a ``Checkpoint`` is."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from moe_jax.loading import TensorInfo
+from moe_jax.loading._safetensors import DTYPES
+
+
+class ArraySource:
+    """Arrays under checkpoint names, for reloads from a trainer or another process.
+
+    pairs: (name, NumPy or JAX array in the checkpoint's dtype and shape). A name that occurs twice is a ValueError.
+    """
+
+    directory = config_path = "the given arrays"  # where errors say a tensor comes from
+
+    def __init__(self, pairs: Iterable[tuple[str, Any]]):
+        self._arrays: dict[str, Any] = {}
+        for name, array in pairs:
+            if name in self._arrays:
+                raise ValueError(f"{name} is given twice; every tensor must come once")
+            self._arrays[name] = array
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._arrays)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
+    def info(self, name: str) -> TensorInfo:
+        array = self._arrays[name]
+        dtype = np.dtype(array.dtype)
+        stored_as = next((word for word, known in DTYPES.items() if known == dtype), dtype.name)
+        return TensorInfo(name, stored_as, dtype, tuple(array.shape), self.directory, 0, array.size * dtype.itemsize)
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        array = np.asarray(self._arrays[name])
+        return array if rows is None else array[rows]

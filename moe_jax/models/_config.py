@@ -1,0 +1,219 @@
+"""``DecoderConfig``: one family's config.json, understood; and the strict reader that families use to make it.
+
+config.json comes in two dialects, that of transformers 4 (the hub) and that of transformers 5 (``save_pretrained``).
+Both spellings of a key are accepted. A key that changes the arithmetic is either understood or refused by name.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from moe_jax.models._rope import RopeConfig
+
+# Features of neighbouring families. The value is the one under which the key changes nothing; any other is refused,
+# since a model that ignored it would answer wrongly without a word.
+_NEUTRAL = {
+    "attn_logit_softcapping": None,
+    "clip_qkv": None,
+    "embedding_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "logits_scaling": 1.0,
+    "moe_layer_freq": 1,
+    "n_shared_experts": 0,
+    "num_shared_experts": 0,
+    "partial_rotary_factor": 1.0,
+    "residual_multiplier": 1.0,
+    "rope_interleaved": False,
+    "scoring_func": "softmax",
+    "shared_expert_intermediate_size": 0,
+}
+
+
+_MOST_LAYERS = 4096
+_MOST = 2**40
+_MOST_FLOAT = 1e30  # what float32 arithmetic on a config value survives
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Static description of a decoder-only language model with Mixture-of-Experts layers; hashable.
+
+    model_type: the family, as config.json spells it. intermediate_size: width of dense feed-forward layers;
+    moe_intermediate_size: of one expert. moe_layers: indices of the layers with experts, ascending. renormalize: the
+    selected router weights are divided by their sum. use_qk_norm: RMSNorm over each query and key head before the
+    rotation. use_attention_bias: q, k, v and o projections have biases. sliding_window: number of latest positions, the
+    own one included, that a token sees; None for all. eos_token_id: the tokens that end a text; () when the config
+    names none.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    top_k: int
+    renormalize: bool
+    moe_layers: tuple[int, ...]
+    use_qk_norm: bool = False
+    use_attention_bias: bool = False
+    sliding_window: int | None = None
+    tie_word_embeddings: bool = False
+    eos_token_id: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
+            )
+        if self.top_k > self.num_experts:
+            raise ValueError(f"num_experts_per_tok={self.top_k} exceeds the number of experts {self.num_experts}")
+
+
+class ConfigReader:
+    """Typed look-ups in a config.json that remember which keys were understood.
+
+    Every look-up takes the spellings of one key, preferred first. Errors name the file, the key, what was expected and
+    what was found.
+    """
+
+    def __init__(self, config: Mapping[str, Any], source: str = "config.json"):
+        self._config = config
+        self.source = source
+        self._known: set[str] = set(_NEUTRAL)
+
+    def error(self, text: str) -> ValueError:
+        return ValueError(f"{self.source}: {text}")
+
+    def value(self, *keys: str, default: Any = None) -> Any:
+        """The first of ``keys`` that is present and not null, else ``default``; two that disagree are an error."""
+        self._known.update(keys)
+        found = {key: self._config[key] for key in keys if self._config.get(key) is not None}
+        if any(value != next(iter(found.values())) for value in found.values()):
+            raise self.error(
+                f"{', '.join(f'{key}={value!r}' for key, value in found.items())} disagree; keep one of them"
+            )
+        return next(iter(found.values()), default)
+
+    def integer(self, *keys: str, minimum: int = 1, default: int | None = None) -> int:
+        value = self._required(keys, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.error(f"{keys[0]} is {value!r}, expected an integer >= {minimum}")
+        # Things are built per layer and per expert before they are compared with the file's tensors.
+        maximum = _MOST_LAYERS if keys[0] == "num_hidden_layers" else _MOST
+        if value > maximum:
+            raise self.error(f"{keys[0]} is {value}, expected at most {maximum}")
+        return value
+
+    def positive(self, *keys: str) -> float:
+        value = self._required(keys, None)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST_FLOAT:
+            raise self.error(f"{keys[0]} is {value!r}, expected a positive number")
+        return float(value)
+
+    def boolean(self, *keys: str, default: bool | None = None) -> bool:
+        value = self._required(keys, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{keys[0]} is {value!r}, expected true or false")
+        return value
+
+    def integers(self, *keys: str) -> tuple[int, ...]:
+        """A list of non-negative integers, a single one, or nothing: ()."""
+        value = self.value(*keys, default=[])
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
+            raise self.error(f"{keys[0]} is {value!r}, expected a list of integers >= 0")
+        return tuple(values)
+
+    def one_of(self, key: str, supported: tuple[str, ...]) -> str:
+        value = self._required((key,), None)
+        if value not in supported:
+            raise self.error(f"{key}={value!r} is not supported; supported: {', '.join(supported)}")
+        return value
+
+    def rope(self, *, head_dim: int) -> RopeConfig:
+        """The rotary embedding, from ``rope_parameters`` or from ``rope_theta`` with ``rope_scaling``."""
+        self._known.update(("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"))
+        max_positions = self.integer("max_position_embeddings")
+        try:
+            return RopeConfig.from_config(self._config, head_dim=head_dim, max_position_embeddings=max_positions)
+        except ValueError as error:
+            raise self.error(str(error)) from None
+
+    def finish(self) -> None:
+        """Refuse what changes the arithmetic and was not understood, and keys that look like misspelt ones."""
+        for key, neutral in _NEUTRAL.items():
+            if self._config.get(key) not in (None, neutral):
+                raise self.error(
+                    f"{key}={self._config[key]!r} is not supported for this architecture; expected {neutral!r}"
+                )
+        absent = [key for key in self._known if key not in self._config]
+        for key in self._config.keys() - self._known:
+            meant = difflib.get_close_matches(key, absent, n=1, cutoff=0.9)
+            if meant:
+                raise self.error(f"unknown key {key!r}; was {meant[0]!r} meant?")
+
+    def _required(self, keys: tuple[str, ...], default: Any) -> Any:
+        value = self.value(*keys, default=default)
+        if value is None:
+            raise self.error(f"{' or '.join(keys)} is missing")
+        return value
+
+
+def read_decoder_config(
+    reader: ConfigReader,
+    *,
+    moe_intermediate_size: tuple[str, ...],
+    renormalize: bool,
+    moe_layers: tuple[int, ...],
+    use_qk_norm: bool = False,
+    use_attention_bias: bool = False,
+    sliding_window: int | None = None,
+) -> DecoderConfig:
+    """The keys that all families share, plus what a family found out itself.
+
+    moe_intermediate_size: spellings of the key that holds the width of one expert.
+    """
+    reader.one_of("hidden_act", ("silu",))
+    hidden_size, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
+    head_dim = reader.value("head_dim")
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise reader.error(f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}")
+        head_dim = hidden_size // num_heads
+    else:
+        head_dim = reader.integer("head_dim")
+    fields = dict(
+        model_type=reader.value("model_type"),
+        vocab_size=reader.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=reader.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=reader.integer("num_key_value_heads", default=num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=reader.positive("rms_norm_eps"),
+        rope=reader.rope(head_dim=head_dim),
+        intermediate_size=reader.integer("intermediate_size"),
+        moe_intermediate_size=reader.integer(*moe_intermediate_size),
+        num_experts=reader.integer("num_local_experts", "num_experts"),
+        top_k=reader.integer("num_experts_per_tok"),
+        renormalize=renormalize,
+        moe_layers=moe_layers,
+        use_qk_norm=use_qk_norm,
+        use_attention_bias=use_attention_bias,
+        sliding_window=sliding_window,
+        tie_word_embeddings=reader.boolean("tie_word_embeddings", default=False),
+        eos_token_id=reader.integers("eos_token_id"),
+    )
+    reader.finish()
+    try:
+        return DecoderConfig(**fields)
+    except ValueError as error:
+        raise reader.error(str(error)) from None

@@ -1,0 +1,302 @@
+"""``CausalLM``: the decoder that the families of this package share. A family is a subclass in a file of its own."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from moe_jax._typing import Array, Float, Int
+from moe_jax.layer import FusedMoE, MoEBlock
+from moe_jax.models._attention import Attention, AttentionInputs, KVCache
+from moe_jax.models._compiled import merge_model, padded_prompt, split_model
+from moe_jax.models._config import ConfigReader, DecoderConfig
+from moe_jax.models._layers import Embedding, GatedMLP, Linear, RMSNorm, project
+from moe_jax.models._rope import rotary_angles
+from moe_jax.quantization import Scheme
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)); the feed-forward part is dense or has experts."""
+
+    def __init__(self, config: DecoderConfig, mlp: GatedMLP | MoEBlock, *, dtype: Any, rngs: nnx.Rngs | None):
+        norm: dict[str, Any] = dict(eps=config.rms_norm_eps, dtype=dtype, rngs=rngs)
+        self.input_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.mlp = mlp
+
+    def __call__(self, x: Any, inputs: AttentionInputs, cached: Any, slot: Any, token_mask: Any) -> tuple[Any, Any]:
+        attended, kept = self.self_attn(self.input_layernorm(x), inputs, cached, slot)
+        x = x + attended
+        normal = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MoEBlock):
+            return x + self.mlp(normal, token_mask=token_mask), kept
+        return x + self.mlp(normal), kept
+
+
+class CausalLM(nnx.Module):
+    """A decoder-only language model with Mixture-of-Experts layers.
+
+    Pass the model as an *argument* of a jitted function: a closure over it freezes its weights into the program.
+
+    Args:
+        config: static description, from ``read_config`` of the family.
+        schemes: scheme of the experts of each layer in ``config.moe_layers``; None for unquantized experts.
+        max_seq_len: longest sequence; None takes what the config's rotary embedding was made for.
+        implementation: as for ``FusedMoE``.
+        dtype: dtype of dense weights, of computation and of the cache.
+        rngs: random state to initialise from; None builds an abstract model to be loaded.
+
+    A family sets ``model_type`` and ``architecture`` (config.json's words), ``moe_module`` (where a layer's experts and
+    router lie in a checkpoint) and ``read_config``.
+    """
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    moe_module: ClassVar[str]
+
+    @staticmethod
+    def read_config(reader: ConfigReader) -> DecoderConfig:
+        raise NotImplementedError("a family defines read_config")
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        schemes: Mapping[int, Scheme | None] | None = None,
+        max_seq_len: int | None = None,
+        implementation: Any = None,
+        dtype: Any = jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
+    ):
+        if max_seq_len is not None and not 0 < max_seq_len <= config.rope.max_seq_len:
+            raise ValueError(
+                f"max_seq_len={max_seq_len}, expected 1 to {config.rope.max_seq_len}, the length this model's rotary "
+                "embedding was made for; a longer one needs a rope scaling in config.json"
+            )
+        self.config = config
+        self.max_seq_len = config.rope.max_seq_len if max_seq_len is None else max_seq_len
+        self.dtype = jnp.dtype(dtype)
+        self.quantization_config = "null"  # JSON of the checkpoint's; reload_weights reads arrays by it
+        options: dict[str, Any] = dict(dtype=self.dtype, rngs=rngs)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **options)
+        layers = []
+        for index in range(config.num_layers):
+            if index in config.moe_layers:
+                scheme = None if schemes is None else schemes[index]
+                mlp = self.make_moe_block(config, index, scheme=scheme, implementation=implementation, **options)
+            else:
+                mlp = GatedMLP(config.hidden_size, config.intermediate_size, **options)
+            layers.append(DecoderLayer(config, mlp, **options))
+        self.layers = nnx.List(layers)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **options)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(config.hidden_size, config.vocab_size, out_dtype=jnp.float32, **options)
+        )
+
+    @classmethod
+    def make_moe_block(
+        cls,
+        config: DecoderConfig,
+        layer: int,
+        *,
+        scheme: Scheme | None = None,
+        implementation: Any = None,
+        dtype: Any = jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
+    ) -> MoEBlock:
+        """The block with experts of one layer; router logits are kept in float32."""
+        experts = FusedMoE(
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            top_k=config.top_k,
+            scheme=scheme,
+            renormalize=config.renormalize,
+            name=cls.moe_prefix(layer),
+            implementation=implementation,
+            dtype=dtype,
+            param_dtype=dtype,
+            rngs=rngs,
+        )
+        router = Linear(config.hidden_size, config.num_experts, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
+        return MoEBlock(experts, router)
+
+    @classmethod
+    def moe_prefix(cls, layer: int) -> str:
+        """Name of a layer's block in checkpoints of the family."""
+        return f"model.layers.{layer}.{cls.moe_module}"
+
+    @classmethod
+    def moe_dense_modules(cls, block: MoEBlock, layer: int) -> dict[str, Any]:
+        """Checkpoint name -> module for what is not an expert in a block."""
+        return {f"{cls.moe_prefix(layer)}.gate": block.router}
+
+    def dense_modules(self) -> dict[str, Any]:
+        """Checkpoint name -> module for everything but the experts; parameters are named ``<name>.<attribute>``."""
+        modules: dict[str, Any] = {"model.embed_tokens": self.embed_tokens, "model.norm": self.norm}
+        if self.lm_head is not None:
+            modules["lm_head"] = self.lm_head
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}"
+            modules[f"{prefix}.input_layernorm"] = layer.input_layernorm
+            modules[f"{prefix}.post_attention_layernorm"] = layer.post_attention_layernorm
+            parts: dict[str, tuple[str, ...]] = {
+                "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+            }
+            if isinstance(layer.mlp, MoEBlock):
+                modules |= self.moe_dense_modules(layer.mlp, index)
+            else:
+                parts["mlp"] = ("gate_proj", "up_proj", "down_proj")
+            for part, names in parts.items():
+                found = {f"{prefix}.{part}.{name}": getattr(getattr(layer, part), name) for name in names}
+                modules |= {name: module for name, module in found.items() if module is not None}
+        return modules
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        input_ids: Int[Array | np.ndarray, "B S"],
+        *,
+        positions: Any = None,
+        attention_mask: Any = None,
+        cache: KVCache | None = None,
+    ) -> Any:
+        """Logits of the next token at every position.
+
+        Args:
+            input_ids: (B, S) int.
+            positions: (B, S) int; None counts the real tokens of each row, those in the cache included.
+            attention_mask: (B, S) bool or 0/1, False for padding anywhere in a row; None means that every token is
+                real. It speaks of this call's tokens; the cache remembers the mask of earlier ones.
+            cache: from ``init_cache`` or an earlier call.
+
+        Returns:
+            (B, S, vocab) float32; with a cache, a pair of that and the new cache. Rows of padding mean nothing.
+
+        Raises:
+            ValueError: shapes do not fit, or the sequence exceeds ``max_seq_len`` or the cache.
+        """
+        self._check_call(input_ids, attention_mask, positions, cache)
+        hidden, cache_out = self.hidden_states(
+            input_ids, positions=positions, attention_mask=attention_mask, cache=cache
+        )
+        logits = self.logits(hidden)
+        return logits if cache is None else (logits, cache_out)
+
+    def hidden_states(
+        self,
+        input_ids: Int[Array | np.ndarray, "B S"],
+        *,
+        positions: Any = None,
+        attention_mask: Any = None,
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Array, "B S H"], KVCache | None]:
+        """Like a call, up to the last norm and unchecked: for callers that need logits at few positions."""
+        batch, length = input_ids.shape
+        mask = (
+            jnp.ones((batch, length), jnp.bool)
+            if attention_mask is None
+            else jnp.asarray(attention_mask).astype(jnp.bool)
+        )
+        seen = jnp.zeros((batch,), jnp.int32) if cache is None else cache.num_tokens
+        count = jnp.cumsum(mask.astype(jnp.int32), axis=1)
+        if positions is None:
+            positions = jnp.maximum(seen[:, None] + count - 1, 0)
+        positions = jnp.asarray(positions).astype(jnp.int32)
+        slot = jnp.zeros((), jnp.int32) if cache is None else cache.length
+        filled, key_positions = mask, positions
+        if cache is not None:
+            filled = jax.lax.dynamic_update_slice_in_dim(cache.is_filled, mask, slot, axis=1)
+            key_positions = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, slot, axis=1)
+        longest = jnp.max(jnp.where(filled, key_positions, -1), axis=1) + 1
+        cos, sin = rotary_angles(self.config.rope, positions, longest)
+        slots = slot + jnp.arange(length, dtype=jnp.int32)
+        inputs = AttentionInputs(cos, sin, slots, positions, filled, key_positions, self.config.sliding_window)
+
+        x = self.embed_tokens(jnp.asarray(input_ids))
+        keys, values = [], []
+        for index, layer in enumerate(self.layers):
+            cached = None if cache is None else (cache.keys[index], cache.values[index])
+            x, (key, value) = layer(x, inputs, cached, slot, None if attention_mask is None else mask)
+            keys.append(key)
+            values.append(value)
+        x = self.norm(x)
+        if cache is None:
+            return x, None
+        return x, KVCache(tuple(keys), tuple(values), filled, key_positions, slot + length, seen + count[:, -1])
+
+    def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
+        """Output of the head, float32."""
+        if self.lm_head is None:
+            return project(hidden, self.embed_tokens.weight[...])
+        return self.lm_head(hidden)
+
+    def score(self, input_ids: Any, attention_mask: Any = None) -> Float[Array, "B S V"]:
+        """Logits (B, S, vocab) f32 of prompts, compiled once per batch size and bucket of lengths.
+
+        Arguments and errors are those of ``generate``; a plain call inside your own ``jax.jit`` is the flexible form.
+        """
+        ids, mask = padded_prompt(input_ids, attention_mask, self.config.vocab_size)
+        longest = int(mask.sum(axis=1).max())
+        if longest > self.max_seq_len:
+            raise ValueError(f"input_ids has {longest} tokens in a row, the model takes max_seq_len={self.max_seq_len}")
+        return _score(*split_model(self), ids, mask)[:, : np.shape(input_ids)[1]]
+
+    def reload_weights(self, source: Any) -> None:
+        """Replace all weights by others of the same shapes: atomic, and programs compiled for the model stay in use.
+
+        While it runs, old and new weights are both held. Experts that were quantized while loading are quantized again.
+
+        Args:
+            source: a checkpoint directory, or an iterable of (checkpoint name, NumPy or JAX array) with every tensor.
+
+        Raises:
+            ValueError: as ``load_pretrained``, or another model's config; the old weights are then untouched.
+        """
+        from moe_jax.models._pretrained import reload_weights  # which imports this class
+
+        reload_weights(self, source)
+
+    def moe_blocks(self) -> list[MoEBlock]:
+        """The blocks with experts, in the order of ``config.moe_layers``."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoEBlock)]
+
+    def init_cache(self, batch: int, max_len: int) -> KVCache:
+        """An empty cache of ``max_len`` slots per row; padding occupies slots too."""
+        if not 0 < max_len <= self.max_seq_len:
+            raise ValueError(f"max_len={max_len}, expected 1 to max_seq_len={self.max_seq_len}")
+        return KVCache.zeros(self.config, batch, max_len, self.dtype)
+
+    def _check_call(self, input_ids: Any, attention_mask: Any, positions: Any, cache: KVCache | None) -> None:
+        shape = input_ids.shape
+        for name, value in (("attention_mask", attention_mask), ("positions", positions)):
+            if value is not None and jnp.shape(value) != shape:
+                raise ValueError(f"{name} has shape {jnp.shape(value)}, expected {shape} as input_ids")
+        if shape[1] == 0:
+            raise ValueError("input_ids has no tokens: shape (B, 0)")
+        if cache is None:
+            if shape[1] > self.max_seq_len:
+                raise ValueError(
+                    f"input_ids has {shape[1]} tokens per row, the model takes max_seq_len={self.max_seq_len}"
+                )
+            return
+        if cache.is_filled.shape[0] != shape[0]:
+            raise ValueError(f"cache has {cache.is_filled.shape[0]} rows, input_ids {shape[0]}")
+        used = 0 if isinstance(cache.length, Tracer) else int(cache.length)
+        if used + shape[1] > cache.num_slots:
+            raise ValueError(f"cache has {cache.num_slots} slots, {used} used; {shape[1]} more tokens do not fit")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(structure: Any, leaves: list[Any], ids: Any, mask: Any) -> Any:
+    model = merge_model(structure, leaves)
+    return model.logits(model.hidden_states(ids, attention_mask=mask)[0])

@@ -1,0 +1,199 @@
+"""Dense tensors of a checkpoint: each one expected, found, checked against its header, dequantized, cast.
+
+Experts are the business of ``moe_jax.loading.load_layer``; here is everything else, and the account of every name in
+the files: used, allowed to be skipped, or an error.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moe_jax.loading import CheckpointError, QuantizationConfig, layer_of
+from moe_jax.loading._errors import listed
+from moe_jax.loading._expert_names import CONTAINERS
+from moe_jax.loading._safetensors import DTYPES
+from moe_jax.quantization import Scheme, dequantize_tensor, method_for
+
+FLOAT_DTYPES = ("BF16", "F16", "F32")
+SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
+# Buffers and KV-cache scales: their values are recomputed or belong to an engine's quantized cache.
+_SKIPPED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.[kvq]_scale|self_attn\.[kv]_proj\.output_scale)")
+_ROUTER = re.compile(rf"(model\.layers\.\d+)\.(?:{'|'.join(CONTAINERS)})\.(gate\..*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseTensor:
+    """One parameter of a dense module and where it comes from.
+
+    name: in the checkpoint. variable: its place in the model. shape: of the parameter. scheme: None for full precision;
+    else leaves are the names of what it is stored as, by the words of ``MoEMethod.matrix_specs``.
+    """
+
+    name: str
+    variable: nnx.Variable
+    shape: tuple[int, ...]
+    scheme: Scheme | None = None
+    leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def plan_dense(
+    modules: Mapping[str, nnx.Module],
+    source: Any,
+    quantization: QuantizationConfig,
+    *,
+    where: str,
+    account: Iterable[str],
+) -> list[DenseTensor]:
+    """Match the parameters of dense modules with a checkpoint's tensors, by headers alone.
+
+    Args:
+        modules: checkpoint name of a module -> module, see ``CausalLM.dense_modules``.
+        source: a ``Checkpoint`` or an ``ArraySource``.
+        quantization: which modules are stored quantized.
+        where: the checkpoint, for errors.
+        account: names that must all be used by these modules; experts and tensors that may be skipped are left out
+            already.
+
+    Raises:
+        CheckpointError: naming every missing and left-over tensor, or the first of a wrong shape or dtype.
+    """
+    tensors, used, missing = [], set(), []
+    for module_name, module in modules.items():
+        for attribute in ("weight", "bias"):
+            variable = getattr(module, attribute, None)
+            if variable is None:
+                continue
+            name = _spelling(f"{module_name}.{attribute}", source)
+            if name not in source and f"{name}_packed" not in source:
+                missing.append(name)
+                continue
+            used.add(name)
+            is_matrix = attribute == "weight" and len(variable.shape) == 2
+            scheme = quantization.scheme_for(name.removesuffix(".weight")) if is_matrix else None
+            tensor = DenseTensor(name, variable, tuple(variable.shape))
+            if scheme is not None and scheme.is_quantized:
+                leaves = _leaves(tensor, scheme, source)
+                missing += [leaf for leaf in leaves.values() if leaf not in source]
+                used.update((*leaves.values(), f"{name}_shape"))  # the shape is known; compressed-tensors repeats it
+                tensor = dataclasses.replace(tensor, scheme=scheme, leaves=leaves)
+            tensors.append(tensor)
+    left_over = [name for name in account if name not in used]
+    if missing or left_over:
+        raise CheckpointError(f"{where}: {_account(missing, left_over)}")
+    for tensor in tensors:
+        _check_header(tensor, source, where)
+    _check_one_half_precision([t for t in tensors if t.scheme is None], source, where)
+    return tensors
+
+
+def read_dense(tensors: Iterable[DenseTensor], source: Any, where: str) -> list[tuple[nnx.Variable, jax.Array]]:
+    """(variable, new value) for each planned tensor: dequantized in float32, cast once to the variable's dtype.
+
+    Raises:
+        CheckpointError: naming tensors with values that are not finite in that dtype.
+    """
+    loaded = [(tensor, _read(tensor, source, where).astype(tensor.variable.dtype)) for tensor in tensors]
+    finite = [jnp.isfinite(value).all() for _, value in loaded]  # one transfer at the end, not one per tensor
+    bad = [tensor.name for (tensor, _), ok in zip(loaded, jax.device_get(finite), strict=True) if not ok]
+    if bad:
+        raise CheckpointError(
+            f"{where}: values that are NaN or infinite in {listed(bad)}; the file is damaged or the dtype too narrow"
+        )
+    return [(tensor.variable, value) for tensor, value in loaded]
+
+
+def dense_names(names: Iterable[str], num_layers: int) -> list[str]:
+    """The names that dense modules must account for: no experts, no buffers, no layers that are skipped."""
+    names = list(names)
+    skipped = skipped_layers(names, num_layers)
+    return [
+        name
+        for name in names
+        if "experts" not in name.split(".") and layer_of(name) not in skipped and not _SKIPPED.fullmatch(name)
+    ]
+
+
+def skipped_layers(names: Iterable[str], num_layers: int) -> set[int]:
+    """Layers for multi-token prediction: past the last one and marked by ``eh_proj``; other surplus is an error."""
+    marked = {layer_of(name) for name in names if name.endswith(".eh_proj.weight")}
+    return {layer for layer in marked if layer is not None and layer >= num_layers}
+
+
+def _spelling(name: str, source: Any) -> str:
+    """The name; for a router possibly under another container: transformers 5 in memory says ``mlp`` for all."""
+    if name not in source and (router := _ROUTER.fullmatch(name)):
+        others = (f"{router[1]}.{container}.{router[2]}" for container in CONTAINERS)
+        return next((other for other in others if other in source), name)
+    return name
+
+
+def _leaves(tensor: DenseTensor, scheme: Scheme, source: Any) -> dict[str, str]:
+    """Leaf -> name in the checkpoint; ``weight_scale_inv`` is DeepSeek's word for the scale."""
+    module_name = tensor.name.removesuffix(".weight")
+    leaves = {leaf: f"{module_name}.{leaf}" for leaf in method_for(scheme).matrix_specs(*tensor.shape)}
+    scale = leaves["weight_scale"]
+    if f"{scale}_inv" in source and scale not in source:
+        leaves["weight_scale"] = f"{scale}_inv"
+    return leaves
+
+
+def _check_header(tensor: DenseTensor, source: Any, where: str) -> None:
+    if tensor.scheme is None:
+        _check_info(source.info(tensor.name), FLOAT_DTYPES, tensor.shape, where)
+        return
+    for leaf, spec in method_for(tensor.scheme).matrix_specs(*tensor.shape).items():
+        is_scale = spec.kind not in ("weight", "zero_point", "channel_zero_point", "g_idx")
+        stored_as = next(word for word, dtype in DTYPES.items() if dtype == spec.dtype)
+        expected = SCALE_DTYPES if is_scale and spec.dtype == np.float32 else (stored_as,)
+        if is_scale and spec.dtype == np.uint8:
+            expected = ("U8", "F8_E8M0")
+        # Scales with and without axes of size 1 are read alike; QuantizationConfig and processing check their number.
+        _check_info(source.info(tensor.leaves[leaf]), expected, None if is_scale else spec.shape[1:], where)
+
+
+def _check_info(info: Any, dtypes: tuple[str, ...], shape: tuple[int, ...] | None, where: str) -> None:
+    if shape is not None and info.shape != shape:
+        raise CheckpointError(
+            f"{where}: tensor {info.name}: expected shape {shape} from config.json, found {info.shape}"
+        )
+    if info.dtype not in dtypes:
+        raise CheckpointError(
+            f"{where}: tensor {info.name}: expected dtype {' or '.join(dtypes)}, found {info.dtype}; "
+            "config.json's quantization_config does not fit the file"
+        )
+
+
+def _check_one_half_precision(tensors: list[DenseTensor], source: Any, where: str) -> None:
+    """BF16 and F16 in one model is a damaged header: their bits mean different numbers and no writer mixes them."""
+    first: dict[str, str] = {}
+    for tensor in tensors:
+        first.setdefault(source.info(tensor.name).dtype, tensor.name)
+    if "BF16" in first and "F16" in first:
+        raise CheckpointError(
+            f"{where}: tensor {first['F16']} is F16 while {first['BF16']} is BF16; expected one of them throughout"
+        )
+
+
+def _read(tensor: DenseTensor, source: Any, where: str) -> jax.Array:
+    # A copy: on CPU jnp.asarray may alias the mapped file, whose bytes can change under a running model.
+    if tensor.scheme is None:
+        return jnp.array(source.read(tensor.name))
+    leaves = {leaf: np.array(source.read(name)) for leaf, name in tensor.leaves.items()}
+    module_name = tensor.name.removesuffix("weight")
+    try:
+        matrix = method_for(tensor.scheme).process_matrix(leaves, *tensor.shape, where=module_name)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: tensor {error}") from None
+    return dequantize_tensor(jax.tree.map(jnp.asarray, matrix))[0]
+
+
+def _account(missing: list[str], left_over: list[str]) -> str:
+    labelled = (("missing", missing), ("left over", left_over))
+    parts = [f"{len(names)} tensors {label}: {listed(sorted(names))}" for label, names in labelled if names]
+    return "; ".join(parts) + "; config.json does not describe this file, or the file is incomplete"

@@ -1,0 +1,103 @@
+"""``generate``: the whole token loop in one compiled program over a static key-value cache."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.models._attention import KVCache
+from moe_jax.models._compiled import bucket, merge_model, padded_prompt, split_model
+from moe_jax.models._decoder import CausalLM
+from moe_jax.models._sampling import Sampler
+
+
+def generate(
+    model: CausalLM,
+    input_ids: Any,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    eos_token_id: int | Sequence[int] | None = None,
+    rng: Any = None,
+    attention_mask: Any = None,
+) -> jax.Array:
+    """Continue prompts. One program is compiled per batch size and bucket of lengths; later calls reuse it.
+
+    Args:
+        model: a loaded model.
+        input_ids: (B, S) int prompts, an array or nested lists.
+        max_new_tokens: tokens to add at most, >= 0.
+        temperature: 0 takes the most likely token; above 0 samples and needs ``rng``.
+        top_p: keep the most likely tokens that together reach this probability.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        eos_token_id: token or tokens that end a row; None never ends early. A row that has ended is filled with the
+            first one.
+        rng: a key of ``jax.random.key``, used only when sampling.
+        attention_mask: (B, S) bool or 0/1, False for padding, on the left or on the right; what stands in padding is
+            ignored.
+
+    Returns:
+        (B, S + max_new_tokens) int32: the prompt as given, then the new tokens. The answer to a padded prompt is the
+        one it gets alone.
+
+    Raises:
+        ValueError: a value out of range, an id outside the vocabulary, or prompt and new tokens exceed ``max_seq_len``.
+    """
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r}, expected an integer >= 0")
+    sampler = Sampler.create(temperature, top_p, top_k, rng)
+    stop = _end_tokens(eos_token_id)
+    ids, mask = padded_prompt(input_ids, attention_mask, model.config.vocab_size)
+    prompt = jnp.asarray(input_ids).astype(jnp.int32)
+    longest = int(mask.sum(axis=1).max()) + int(max_new_tokens)
+    if longest > model.max_seq_len:
+        raise ValueError(
+            f"the prompt and max_new_tokens={max_new_tokens} make {longest} tokens, "
+            f"the model takes max_seq_len={model.max_seq_len}"
+        )
+    if max_new_tokens == 0:
+        return prompt
+    structure, leaves = split_model(model)
+    key = jax.random.key(0) if rng is None else rng
+    room = bucket(int(max_new_tokens))
+    new = _run(structure, room, leaves, ids, mask, jnp.int32(max_new_tokens), sampler, stop, key)
+    return jnp.concatenate([prompt, new[:, :max_new_tokens]], axis=1)
+
+
+def _end_tokens(eos_token_id: int | Sequence[int] | None) -> np.ndarray:
+    """(n,) int32, filled up to a multiple of 4 with -1, which is no token, so that their number rarely matters."""
+    tokens = np.asarray([] if eos_token_id is None else eos_token_id, np.int32).reshape(-1)
+    return np.pad(tokens, (0, 4 * max(1, -(-tokens.size // 4)) - tokens.size), constant_values=-1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(structure, room, leaves, ids, mask, limit, sampler, stop, key):
+    """New tokens (B, room) int32, the first ``limit`` defined: prefill, then one token per turn of a while loop."""
+    model = merge_model(structure, leaves)
+    batch, length = ids.shape
+    cache = KVCache.zeros(model.config, batch, length + room, model.dtype)
+    hidden, cache = model.hidden_states(ids, attention_mask=mask, cache=cache)
+    last = jnp.max(jnp.where(mask, jnp.arange(length), 0), axis=1)
+    logits = model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
+
+    def choose(step, logits, is_done, tokens):
+        token = jnp.where(is_done, stop[0], sampler(logits, jax.random.fold_in(key, step)))
+        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], step, axis=1)
+        return token, is_done | jnp.isin(token, stop), tokens
+
+    def turn(state):
+        step, token, is_done, tokens, cache = state
+        # Rows that have ended are masked: they reach no expert and cost nothing there.
+        hidden, cache = model.hidden_states(token[:, None], attention_mask=~is_done[:, None], cache=cache)
+        token, is_done, tokens = choose(step, model.logits(hidden[:, 0]), is_done, tokens)
+        return step + 1, token, is_done, tokens, cache
+
+    token, is_done, tokens = choose(0, logits, jnp.zeros((batch,), jnp.bool), jnp.broadcast_to(stop[:1], (batch, room)))
+    state = (jnp.int32(1), token, is_done, tokens, cache)
+    state = jax.lax.while_loop(lambda s: (s[0] < limit) & ~jnp.all(s[2]), turn, state)
+    return state[3]

@@ -1,0 +1,96 @@
+"""Dense building blocks: RMSNorm, Linear, Embedding, gated feed-forward. Weights are (out, in), as on disk.
+
+With ``rngs=None`` a module is abstract: its parameters are ``jax.ShapeDtypeStruct`` until a checkpoint fills them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moe_jax._typing import Array, Float, Int
+
+
+def parameter(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs | None, init: Callable[..., Any]) -> nnx.Param:
+    """A parameter drawn from ``init``, or an abstract one when ``rngs`` is None."""
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+    return nnx.Param(init(rngs.params(), shape, jnp.float32).astype(dtype))
+
+
+def precision_of(dtype: Any) -> jax.lax.Precision | None:
+    """float32 means float32: without this a GPU multiplies float32 operands in TF32 (10 bits of mantissa)."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis: float32 inside, one rounding to x's dtype at the end."""
+
+    def __init__(self, size: int, *, eps: float, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+        self.eps = eps
+        self.weight = parameter((size,), dtype, rngs, nnx.initializers.ones)
+
+    def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+        wide = x.astype(jnp.float32)
+        normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (normal * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b: x (..., in) -> (..., out) in ``out_dtype`` (None: x's dtype), summed in float32.
+
+    weight: (out, in) in ``dtype``; bias: (out,) in ``dtype`` or None. x must have the weight's dtype.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = False,
+        dtype: Any = jnp.bfloat16,
+        out_dtype: Any = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        self.out_dtype = out_dtype
+        init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
+        self.weight = parameter((out_features, in_features), dtype, rngs, init)
+        self.bias = parameter((out_features,), dtype, rngs, nnx.initializers.zeros) if use_bias else None
+
+    def __call__(self, x: Float[Array, "... K"]) -> Float[Array, "... N"]:
+        y = project(x, self.weight[...])
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype if self.out_dtype is None else self.out_dtype)
+
+
+def project(x: Float[Array, "... K"], weight: Float[Array, "N K"]) -> Float[Array, "... N"]:
+    """x W^T in float32; both operands have one dtype."""
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, precision=precision_of(x.dtype), preferred_element_type=jnp.float32)
+
+
+class Embedding(nnx.Module):
+    """Rows of a (vocab, H) table. An id outside the table gives NaN rather than another token's row."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+        self.weight = parameter((vocab_size, hidden_size), dtype, rngs, nnx.initializers.normal(0.02))
+
+    def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... H"]:
+        return jnp.take(self.weight[...], ids, axis=0, mode="fill")
+
+
+class GatedMLP(nnx.Module):
+    """Dense feed-forward layer: down(silu(gate(x)) * up(x)), the product in float32."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None
+    ):
+        self.gate_proj = Linear(hidden_size, intermediate_size, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
+        self.up_proj = Linear(hidden_size, intermediate_size, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
+        self.down_proj = Linear(intermediate_size, hidden_size, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+        return self.down_proj((jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)).astype(x.dtype))

@@ -1,0 +1,222 @@
+"""``load_pretrained``, ``load_moe`` and reload: from a checkpoint directory to a model whose experts stay quantized."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from moe_jax.layer import FusedMoE, MoEBlock
+from moe_jax.loading import (
+    Checkpoint,
+    CheckpointError,
+    ExpertReader,
+    QuantizationConfig,
+    as_packed,
+    expert_names,
+    layer_of,
+)
+from moe_jax.models._array_source import ArraySource
+from moe_jax.models._config import DecoderConfig
+from moe_jax.models._decoder import CausalLM
+from moe_jax.models._dense_loader import DenseTensor, dense_names, plan_dense, read_dense, skipped_layers
+from moe_jax.models._families import read_family
+from moe_jax.quantization import ExpertWeights, Scheme, online_scheme
+
+Progress = Callable[[int, int], None]
+Values = list[tuple[Any, Any]]  # (Variable or FusedMoE, its new value)
+
+
+def load_pretrained(
+    directory: str | os.PathLike,
+    *,
+    quantize: str | Scheme | Mapping[str, Any] | None = None,
+    mesh: Any = None,
+    implementation: Any = None,
+    dtype: Any = jnp.bfloat16,
+    max_seq_len: int | None = None,
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Load a checkpoint directory. Experts keep the checkpoint's quantization; everything else is held in ``dtype``.
+
+    Dense weights that are quantized in the checkpoint are dequantized in float32 and rounded once to ``dtype``; their
+    activations are not quantized. Headers are checked as a whole before a weight is read, then layers are read one by
+    one.
+
+    Args:
+        directory: config.json and safetensors files, as transformers, compressed-tensors or DeepSeek write them.
+        quantize: scheme for the experts of a full-precision checkpoint, quantized layer by layer while loading.
+        mesh: must be None so far.
+        implementation: name or ordered names of expert implementations, as for ``FusedMoE``.
+        dtype: bfloat16, float16 or float32.
+        max_seq_len: longest sequence that will be used; None takes the model's own limit.
+        progress: called as ``progress(done, total)`` after each layer.
+
+    Raises:
+        CheckpointError: files that cannot be used. ValueError: config.json or an argument that cannot.
+            NotImplementedError: a capability that is not built yet. Each names what is wrong in one line.
+    """
+    _refuse_mesh(mesh)
+    with Checkpoint(directory) as opened:
+        checkpoint = as_packed(opened)
+        family, config = read_family(checkpoint.config, str(checkpoint.config_path))
+        reader = _Reader(checkpoint, checkpoint.config, config)
+        model = family(
+            config,
+            schemes={layer: reader.scheme(layer, quantize) for layer in config.moe_layers},
+            max_seq_len=max_seq_len,
+            implementation=implementation,
+            dtype=dtype,
+        )
+        model.quantization_config = json.dumps(checkpoint.quantization_config, sort_keys=True)
+        _install(reader.read_model(model, progress))
+    return model
+
+
+def load_moe(
+    directory: str | os.PathLike,
+    layer: int = 0,
+    *,
+    quantize: str | Scheme | Mapping[str, Any] | None = None,
+    mesh: Any = None,
+    implementation: Any = None,
+    dtype: Any = jnp.bfloat16,
+) -> MoEBlock:
+    """Load the Mixture-of-Experts block of one layer: router, experts, and shared experts where the family has them.
+
+    Args:
+        layer: index as the checkpoint names it. The other arguments are those of ``load_pretrained``.
+
+    Raises:
+        ValueError: the layer is dense or does not exist; the message names the layers with experts. Otherwise as
+            ``load_pretrained``.
+    """
+    _refuse_mesh(mesh)
+    with Checkpoint(directory) as opened:
+        checkpoint = as_packed(opened)
+        family, config = read_family(checkpoint.config, str(checkpoint.config_path))
+        if layer not in config.moe_layers:
+            kind = "is dense" if layer in range(config.num_layers) else "does not exist"
+            raise ValueError(f"layer {layer} {kind}; layers with experts: {_ranges(config.moe_layers)}")
+        reader = _Reader(checkpoint, checkpoint.config, config)
+        scheme = reader.scheme(layer, quantize)
+        block = family.make_moe_block(
+            config, layer, scheme=scheme, implementation=implementation, dtype=jnp.dtype(dtype)
+        )
+        account = [name for name in reader.dense if name.startswith(family.moe_prefix(layer) + ".")]
+        _install(
+            [*reader.read_dense(family.moe_dense_modules(block, layer), account), reader.read_experts(block, layer)]
+        )
+    return block
+
+
+def reload_weights(model: CausalLM, source: str | os.PathLike | Iterable[tuple[str, Any]]) -> None:
+    """Replace all weights of a model by others of the same shapes; see ``CausalLM.reload_weights``."""
+    if isinstance(source, str | os.PathLike):
+        with Checkpoint(source) as opened:
+            checkpoint = as_packed(opened)
+            _, config = read_family(checkpoint.config, str(checkpoint.config_path))
+            if config != model.config:
+                raise ValueError(f"{checkpoint.config_path} describes another model than the one that is loaded")
+            values = _Reader(checkpoint, checkpoint.config, config).read_model(model)
+    else:
+        stored = {"quantization_config": json.loads(model.quantization_config)}
+        values = _Reader(ArraySource(source), stored, model.config).read_model(model)
+    _install(values)
+    for block in model.moe_blocks():
+        version = block.experts.version
+        version.set_value(version.get_value() + 1)
+
+
+class _Reader:
+    """Reads the parts of one model from a ``Checkpoint`` or an ``ArraySource``; the model is not changed.
+
+    raw: the config.json that says how modules are quantized. dense: the names that dense modules must account for.
+    """
+
+    def __init__(self, source: Any, raw: Mapping[str, Any], config: DecoderConfig):
+        self._source, self._config = source, config
+        self._where = str(source.directory)
+        self._quantization = QuantizationConfig.from_config(raw, source)
+        self._experts = ExpertReader(source, quantization=self._quantization, names=expert_names(config.model_type))
+        self.dense = dense_names(source.names, config.num_layers)
+        surplus = set(self._experts.layers) - set(config.moe_layers) - skipped_layers(source.names, config.num_layers)
+        if surplus:
+            raise CheckpointError(
+                f"{self._where}: expert tensors in layers {_ranges(tuple(sorted(surplus)))}; config.json puts experts "
+                f"into layers {_ranges(config.moe_layers)}"
+            )
+
+    def scheme(self, layer: int, quantize: Any) -> Scheme | None:
+        """What the experts of a layer will follow: the scheme asked for, else the one they are stored in."""
+        stored = self._experts.stored_scheme(layer)
+        if quantize is None:
+            return stored
+        return online_scheme(Scheme.parse(quantize)) if stored is None else Scheme.parse(quantize)
+
+    def read_model(self, model: CausalLM, progress: Progress | None = None) -> Values:
+        """New values for the whole model: headers of all dense tensors are checked first, then layers are read."""
+        account, layers = set(self.dense), self._config.num_layers
+        if model.lm_head is None and "lm_head.weight" in account:
+            self._check_tied()
+            account.remove("lm_head.weight")
+        plan = self._plan(model.dense_modules(), account)
+        by_layer: dict[int | None, list[DenseTensor]] = {}
+        for tensor in plan:
+            by_layer.setdefault(layer_of(tensor.name), []).append(tensor)
+        values: Values = read_dense(by_layer[None], self._source, self._where)
+        for index, layer in enumerate(model.layers):
+            values += read_dense(by_layer[index], self._source, self._where)
+            if isinstance(layer.mlp, MoEBlock):
+                values.append(self.read_experts(layer.mlp, index))
+            if progress is not None:
+                progress(index + 1, layers)
+        return values
+
+    def read_dense(self, modules: Mapping[str, nnx.Module], account: Iterable[str]) -> Values:
+        """New values for the parameters of ``modules``, which must use every name in ``account``."""
+        return read_dense(self._plan(modules, account), self._source, self._where)
+
+    def read_experts(self, block: MoEBlock, layer: int) -> tuple[FusedMoE, ExpertWeights]:
+        """The experts of a block as the block's own scheme wants them."""
+        experts = block.experts
+        return experts, self._experts.load(layer, experts.config)
+
+    def _plan(self, modules: Mapping[str, nnx.Module], account: Iterable[str]) -> list[DenseTensor]:
+        return plan_dense(modules, self._source, self._quantization, where=self._where, account=account)
+
+    def _check_tied(self) -> None:
+        """Some files hold a tied head as well; the config decides, and a head that differs contradicts it."""
+        head, embedding = (self._source.read(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+        if head.dtype != embedding.dtype or head.shape != embedding.shape or head.tobytes() != embedding.tobytes():
+            raise CheckpointError(
+                f"{self._where}: tensor lm_head.weight: differs from model.embed_tokens.weight although config.json "
+                "says tie_word_embeddings; set it to false if the head is its own"
+            )
+
+
+def _install(values: Values) -> None:
+    """Put values in their places: nothing here can fail, so a reload is atomic."""
+    for target, value in values:
+        if isinstance(target, FusedMoE):
+            target.set_weights(value)
+        else:
+            target.set_value(value)
+
+
+def _refuse_mesh(mesh: Any) -> None:
+    if mesh is not None:
+        raise NotImplementedError("mesh: running a model over several devices is not built yet; leave mesh=None")
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) -> "0-2, 5"; "none" for an empty tuple."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "none"

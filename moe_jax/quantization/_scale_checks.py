@@ -1,0 +1,67 @@
+"""What scales of a checkpoint may be, and the one activation scale of a layer out of those of its experts."""
+
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from moe_jax.quantization._format import QuantFormat
+
+# compressed-tensors' global scale of an expert whose calibration saw no token.
+_UNCALIBRATED = 1.0
+
+
+def check_scale_values(
+    scale: Any, name: str, projections: tuple[str, ...], *, allow_negative: bool = False, is_divisor: bool = False
+) -> None:
+    """Raise ValueError naming the first NaN, infinite or (unless allowed) negative entry of a scale (E, ...).
+
+    scale: float32, float8_e4m3fn, or uint8 exponents, in which 255 is NaN. projections: what the axis after E stacks,
+    () for a matrix outside the experts. Scale 0 is legal, it dequantizes to 0, unless the scale is a divisor. Under a
+    trace values cannot be checked.
+    """
+    if isinstance(scale, Tracer):
+        return
+    values = np.asarray(scale)
+    if values.dtype == np.uint8:
+        bad = values == 255
+    elif values.dtype.itemsize == 1:  # by its bytes: float32 copies of all block scales would take half a layer
+        code = values.view(np.uint8)
+        bad = (code & 0x7F == 0x7F) | (code > 0x80)
+    else:
+        bad = ~np.isfinite(values)
+        if is_divisor or not allow_negative:
+            bad |= values <= 0 if is_divisor else values < 0
+    if not bad.any():
+        return
+    index = tuple(int(i) for i in np.argwhere(bad)[0])
+    place = ""
+    if projections:
+        half = index[1] * len(projections) // values.shape[1] if values.ndim > 1 else 0
+        place = f"expert {index[0]} ({projections[half]}) has "
+    sign = ", positive" if is_divisor else "" if allow_negative else ", non-negative"
+    raise ValueError(
+        f"{name}: {place}scale {values[index]} at {index}, expected a finite{sign} "
+        f"number ({int(bad.sum())} of {bad.size} are not)"
+    )
+
+
+def common_input_scale(values: Any, fmt: QuantFormat, name: str) -> Any:
+    """() float32: what serves the activations of all experts and of gate and up, the largest range among them.
+
+    values: (E,) or (E, G) float32, already checked. Of global scales that divide, the large ones, it is the smallest;
+    infinity and 1, which compressed-tensors writes for experts that saw no token, count only if there is nothing else
+    (then 1). Raises ValueError if all global scales that multiply are 0: they are missing in the file.
+    """
+    if fmt.global_scale != "divides":
+        largest = values.max().reshape(())
+        if fmt.global_scale == "multiplies" and not isinstance(largest, Tracer) and largest == 0:
+            raise ValueError(f"{name}: all input scales are 0, expected positive numbers; the file lacks calibration")
+        return largest
+    if not isinstance(values, Tracer) and (unused := int(np.isinf(np.asarray(values)).sum())):
+        warnings.warn(f"{name}: {unused} of {values.size} scales are infinite and do not count", stacklevel=2)
+    values = jnp.asarray(values)
+    smallest = jnp.where(values == _UNCALIBRATED, jnp.inf, values).min()
+    return jnp.where(smallest < jnp.inf, smallest, _UNCALIBRATED)

@@ -1,0 +1,95 @@
+"""Quantized expert weights as pytrees: few leaves, static metadata.
+
+Shapes: G is the number of stacked halves, 2 for a gated layer (index 0 gate = w1, index 1 up = w3), 1 otherwise.
+
+=================  ==============================  ====================================
+leaf               w13                             w2
+=================  ==============================  ====================================
+data               (E, G, I, H)                    (E, H, I)
+data, nibbles      (E, G, I, H/2) uint8            (E, H, I/2) uint8
+data, int32 words  (E, G, I, ceil(H*b/32))         (E, H, ceil(I*b/32))
+scale, tensor      (E, G)                          (E,)
+scale, channel     (E, G, I)                       (E, H)
+scale, group       (E, G, I, ceil(H/g))            (E, H, ceil(I/g))
+scale, block       (E, G, ceil(I/bn), ceil(H/bk))  (E, ceil(H/bn), ceil(I/bk))
+global_scale       (E, G) f32, NVFP4               (E,) f32
+zero_point         (E, G, I, groups) int8          (E, H, groups) int8
+zero_point, words  (E, G, ceil(I*b/32), groups)    (E, ceil(H*b/32), groups)
+g_idx              (E, H) int32                    (E, I) int32
+input_scale        () f32, static activations      () f32
+bias               (E, G, I)                       (E, H)
+=================  ==============================  ====================================
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from moe_jax.quantization._format import QuantFormat, Scheme
+from pallas_kernels.common import PLAIN, WeightLayout
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor:
+    """A stack of (N, K) matrices as stored; the real values are ``(data - zero_point) * scale``, spread by ``fmt``.
+
+    data: lead + (N, K) in ``fmt.storage``, K counting stored numbers when packed; in the parameter dtype when ``fmt``
+        is None.
+    scale: ``fmt.scale_dtype``, lead + ``fmt.scale_shape(N, K)``; None when ``fmt`` is None.
+    global_scale: float32, lead, as the checkpoint has it: ``fmt.global_scale`` says whether it divides or multiplies.
+    input_scale: () float32, the static scale of this product's activations, or their global one, which divides or
+        multiplies as their format says; None unless that ``needs_input_scale``.
+    zero_point: lead + ``fmt.zero_point_shape(N, K)``, packed along N where data is along K; None when symmetric.
+    g_idx: int32 (E, K), the group of each column, common to both halves; None unless ``fmt.actorder``.
+    num_columns: K where data is packed, since words may end in padding; None where it is not.
+    Leaves are typed Any because they may be arrays, tracers, ShapeDtypeStructs or shardings.
+    """
+
+    data: Any
+    scale: Any = None
+    global_scale: Any = None
+    input_scale: Any = None
+    zero_point: Any = None
+    g_idx: Any = None
+    fmt: QuantFormat | None = dataclasses.field(default=None, metadata=dict(static=True))
+    layout: WeightLayout = dataclasses.field(default=PLAIN, metadata=dict(static=True))
+    num_columns: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """lead + (N, K) of the real values."""
+        return (*self.data.shape[:-1], self.data.shape[-1] if self.num_columns is None else self.num_columns)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertWeights:
+    """All routed experts of one layer: two stacked matrices, optional biases, and the scheme they follow."""
+
+    w13: QuantizedTensor
+    w2: QuantizedTensor
+    w13_bias: Any = None
+    w2_bias: Any = None
+    scheme: Scheme = dataclasses.field(default=Scheme("bf16"), metadata=dict(static=True))
+
+    @property
+    def num_experts(self) -> int:
+        return self.w2.data.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.w2.data.shape[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.w13.data.shape[2]
+
+    @property
+    def is_gated(self) -> bool:
+        return self.w13.data.shape[1] == 2
+
+    def nbytes(self) -> int:
+        """Bytes of all leaves as stored."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))

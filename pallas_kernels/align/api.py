@@ -1,0 +1,64 @@
+"""``align``: rows in expert order for routed (token, slot) pairs, and the tile table of a grouped GEMM."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.align.config import AlignConfig, AlignDesc, choose_config, config_error, row_capacity
+from pallas_kernels.align.kernel_sm90 import OUTPUTS, align_sm90
+from pallas_kernels.align.reference import align_ref
+from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.implementations import first_that_runs
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TileMap:
+    """Where the rows of a routing lie. All int32, on the device.
+
+    row_of: (T, top_k) row of each (token, slot), -1 where it is not routed. group_sizes: (E,) rows per expert.
+    tile_expert: (Mp / block_m,) expert of each tile, -1 past the last. tile_rows: (Mp / block_m,) rows in use of each
+    tile. num_tiles: (1,) tiles in use. Expert e's rows start at a tile of their own, experts ascending.
+    """
+
+    row_of: Any
+    group_sizes: Any
+    tile_expert: Any
+    tile_rows: Any
+    num_tiles: Any
+
+
+def align(
+    topk_ids: Any,
+    num_experts: int,
+    block_m: int,
+    *,
+    config: AlignConfig | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> TileMap:
+    """Give every routed (token, slot) a row: rows grouped by expert, each group padded to whole tiles of block_m rows.
+
+    topk_ids: (T, top_k) int32; an id outside [0, num_experts) is not routed. The number of rows Mp is ``row_capacity``,
+    whatever the ids are. Inside a group the order of rows is unspecified and may differ between implementations and
+    calls. Raises ValueError or TypeError for a wrong call, NotImplementedError when no implementation can run it.
+    """
+    if topk_ids.ndim != 2 or topk_ids.dtype != jnp.int32:
+        raise ValueError(f"topk_ids is {topk_ids.dtype}{topk_ids.shape}, expected int32 (T, top_k)")
+    if num_experts < 1 or block_m < 1:
+        raise ValueError(f"num_experts={num_experts} and block_m={block_m} must both be at least 1")
+    pairs = topk_ids.size
+    desc = AlignDesc(pairs, num_experts, block_m, row_capacity(pairs, num_experts, block_m))
+    flat = topk_ids.reshape(-1)
+
+    def mosaic():
+        hopper_sms()
+        chosen = config or choose_config(desc)
+        if reason := config_error(desc, chosen):
+            raise NotImplementedError(reason)
+        return dict(zip(OUTPUTS, align_sm90(desc, chosen)(flat), strict=True))
+
+    found = first_that_runs("align", dict(mosaic=mosaic, reference=lambda: align_ref(desc, flat)), implementation)
+    return TileMap(**dict(found, row_of=found["row_of"].reshape(topk_ids.shape)))

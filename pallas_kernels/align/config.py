@@ -1,0 +1,51 @@
+"""What one call asks (``AlignDesc``) and whether the Hopper kernel can run it."""
+
+import dataclasses
+
+MAX_EXPERTS = 1024
+MAX_WARPGROUPS = 8  # 1024 threads, the most a block has
+
+
+@dataclasses.dataclass(frozen=True)
+class AlignDesc:
+    """Static description: num_pairs = T * top_k ids of num_experts experts; num_rows rows in tiles of block_m."""
+
+    num_pairs: int
+    num_experts: int
+    block_m: int
+    num_rows: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles the rows make, in use or not."""
+        return self.num_rows // self.block_m
+
+
+@dataclasses.dataclass(frozen=True)
+class AlignConfig:
+    """num_warpgroups: of the one block that does it all, 128 threads each."""
+
+    num_warpgroups: int
+
+
+def row_capacity(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """Rows that suffice whatever the ids are: each expert in use wastes at most block_m - 1 rows."""
+    bound = min(num_pairs + num_experts * (block_m - 1), num_pairs * block_m)
+    return -(-bound // block_m) * block_m
+
+
+def config_error(desc: AlignDesc, config: AlignConfig) -> str | None:
+    """Why the Hopper kernel cannot run ``desc``, or None when it can."""
+    if not 1 <= desc.num_experts <= MAX_EXPERTS:
+        return f"num_experts={desc.num_experts}: 1 to {MAX_EXPERTS}, a thread each"
+    if desc.num_pairs < 1:
+        return "no pairs: there is nothing to align"
+    if not 1 <= config.num_warpgroups <= MAX_WARPGROUPS:
+        return f"num_warpgroups={config.num_warpgroups}: 1 to {MAX_WARPGROUPS}"
+    return None
+
+
+def choose_config(desc: AlignDesc) -> AlignConfig:
+    """A thread per pair and per expert up to a full block; more than the work needs only slows the barriers."""
+    threads = max(desc.num_pairs, desc.num_experts)
+    return AlignConfig(min(MAX_WARPGROUPS, max(1, -(-threads // 128))))

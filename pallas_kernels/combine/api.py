@@ -1,0 +1,59 @@
+"""``combine``: the weighted sum of a token's expert rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.combine.config import CombineConfig, CombineDesc, choose_config, config_error
+from pallas_kernels.combine.kernel_sm90 import combine_sm90
+from pallas_kernels.combine.reference import combine_ref
+from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.implementations import first_that_runs
+
+
+def combine(
+    rows: Any,
+    row_of: Any,
+    weights: Any,
+    *,
+    shared: Any = None,
+    out_dtype: Any = jnp.bfloat16,
+    config: CombineConfig | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Any:
+    """``out[t] = sum_j weights[t, j] * rows[row_of[t, j]] (+ shared[t])`` in float32, rounded once.
+
+    rows: (Mp, H) bfloat16, float16 or float32. row_of: (T, top_k) int32, -1 for a slot that contributes nothing.
+    weights: (T, top_k) float32. shared: (T, H) of rows' dtype, or None. Returns (T, H) out_dtype. A token without any
+    slot gives shared, or zero. Raises ValueError or TypeError for a wrong call, NotImplementedError when no
+    implementation can run it.
+    """
+    if rows.ndim != 2 or row_of.ndim != 2 or weights.shape != row_of.shape:
+        raise ValueError(
+            f"rows {rows.shape}, row_of {row_of.shape}, weights {weights.shape}; "
+            "expected (Mp, H), (T, top_k), (T, top_k)"
+        )
+    if row_of.dtype != jnp.int32 or weights.dtype != jnp.float32:
+        raise TypeError(f"row_of is {row_of.dtype} and weights {weights.dtype}; expected int32 and float32")
+    (num_rows, width), (num_tokens, top_k) = rows.shape, row_of.shape
+    if shared is not None and (shared.shape != (num_tokens, width) or shared.dtype != rows.dtype):
+        raise ValueError(f"shared is {shared.dtype}{shared.shape}, expected {rows.dtype}{(num_tokens, width)}")
+    desc = CombineDesc(
+        num_tokens=num_tokens,
+        width=width,
+        top_k=top_k,
+        num_rows=num_rows,
+        dtype=jnp.dtype(rows.dtype).name,
+        out_dtype=jnp.dtype(out_dtype).name,
+        has_shared=shared is not None,
+    )
+
+    def mosaic():
+        chosen = config or choose_config(desc, hopper_sms())
+        if reason := config_error(desc, chosen):
+            raise NotImplementedError(reason)
+        return combine_sm90(desc, chosen)(rows, row_of, weights, *([] if shared is None else [shared]))
+
+    runs = dict(mosaic=mosaic, reference=lambda: combine_ref(desc, rows, row_of, weights, shared))
+    return first_that_runs("combine", runs, implementation)

@@ -1,0 +1,81 @@
+"""Expert activations, elementwise, for references and kernel bodies alike. Shapes and dtype of the inputs are kept.
+
+``gate`` and ``up`` are the two halves of a gated expert's first product; a caller that wants float32 passes float32.
+Each clamp bounds the gate from above only and ``up`` on both sides.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+NOT_GATED_SUFFIX = "_no_mul"
+
+
+def silu(x):
+    """x * sigmoid(x)."""
+    return x * lax.logistic(x)
+
+
+def gelu(x):
+    """x/2 * (1 + erf(x / sqrt 2)). lax.erf rather than erfc, which kernels cannot lower: absolute error of |x| ulp."""
+    return 0.5 * x * (1.0 + lax.erf(x * math.sqrt(0.5)))
+
+
+def gelu_tanh(x):
+    """x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))), with (1 + tanh y) / 2 = sigmoid(2y), which does not cancel."""
+    return x * lax.logistic(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
+
+
+def relu2(x):
+    """max(x, 0)^2."""
+    positive = jnp.maximum(x, 0.0)
+    return positive * positive
+
+
+def swiglu(gate, up, *, limit: float | None = None, alpha: float = 1.0, beta: float = 0.0):
+    """g * sigmoid(alpha * g) * (u + beta) with g = min(gate, limit) and u = clip(up, -limit, limit)."""
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * lax.logistic(alpha * gate) * (up + beta)
+
+
+def swiglu_step(gate, up, *, limit: float | None = None):
+    """min(silu(gate), limit) * clip(up, -limit, limit): the gate is clamped after its non-linearity."""
+    gate = silu(gate)
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * up
+
+
+_ELEMENTWISE = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """One activation with all its parameters filled in; static, hashable, callable inside a kernel body.
+
+    name: "silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep" (gated), or "silu_no_mul",
+    "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul". limit, alpha, beta: as in ``swiglu`` and ``swiglu_step``.
+    """
+
+    name: str
+    limit: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+
+    @property
+    def is_gated(self) -> bool:
+        return not self.name.endswith(NOT_GATED_SUFFIX)
+
+    def __call__(self, gate, up=None):
+        """gate: any shape; up: the same shape, exactly when gated."""
+        match self.name:
+            case "silu" | "swigluoai" | "swigluoai_uninterleave":
+                return swiglu(gate, up, limit=self.limit, alpha=self.alpha, beta=self.beta)
+            case "swiglustep":
+                return swiglu_step(gate, up, limit=self.limit)
+            case "gelu" | "gelu_tanh":
+                return _ELEMENTWISE[self.name](gate) * up
+        return _ELEMENTWISE[self.name.removesuffix(NOT_GATED_SUFFIX)](gate)

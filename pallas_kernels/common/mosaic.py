@@ -1,0 +1,72 @@
+"""Pallas Mosaic GPU as our Hopper kernels use it: one spelling for jax 0.10.2 and 0.11.2, and facts of the chip.
+
+Everything here is static or emits code inside a kernel; nothing asks a device.
+"""
+
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WARPGROUP = 128
+SMEM_BYTES = 232_448  # shared memory one block may use on sm_90 (227 KiB)
+SMEM_ALIGN = 1024  # Mosaic rounds each shared-memory allocation up to this
+TMA_BOX = 256  # largest extent of one bulk tensor copy along any dimension
+WGMMA = plgpu.Layout.WGMMA
+Accumulator = plgpu.WGMMAAccumulatorRef
+ROWS = WGMMA.reduce(1)  # one value per row of an accumulator
+COLUMNS = WGMMA.reduce(0)  # one value per column of an accumulator
+
+_LOAD_NEEDS_INDEX = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
+
+
+def compiler_params(**overrides: Any) -> plgpu.CompilerParams:
+    """The parameters every kernel of ours is built with.
+
+    Warpgroup semantics are named because the default differs (Lane in 0.10, Warpgroup in 0.11). Barriers around shared
+    memory accesses are placed by hand: no warpgroup reads shared memory that it also writes, but for its own output
+    slot. approx_math selects ex2.approx (2 ulp) for exponentials.
+    """
+    return plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        unsafe_no_auto_barriers=True,
+        approx_math=True,
+        **overrides,
+    )
+
+
+def load(ref: Any, *, layout: Any = None, optimized: bool = True) -> Any:
+    """``plgpu.load`` of a whole ref; 0.10 requires an index, 0.11 deprecates it."""
+    index = ((),) if _LOAD_NEEDS_INDEX else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+
+
+def swizzle_bytes(minor_bytes: int) -> int | None:
+    """Widest swizzle (128, 64 or 32 bytes) that divides a row of ``minor_bytes``, or None."""
+    return next((s for s in (128, 64, 32) if minor_bytes % s == 0), None)
+
+
+def tiled(dtype: Any, swizzle: int | None) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """Transforms of a shared-memory tile as wgmma and the bulk copies agree on it."""
+    assert swizzle is not None, "config_error refuses rows that no swizzle divides"
+    return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def smem_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes one shared-memory allocation occupies, rounding included."""
+    size = jnp.dtype(dtype).itemsize
+    for extent in shape:
+        size *= extent
+    return -(-size // SMEM_ALIGN) * SMEM_ALIGN
+
+
+def fresh_product(shape: tuple[int, int], dtype: Any, multiply: Any) -> Any:
+    """Registers holding the product that ``multiply(accumulator)`` issues into a zeroed accumulator; waits for it."""
+
+    def scope(accumulator):
+        multiply(accumulator)
+        return accumulator[...]
+
+    return pl.run_scoped(scope, Accumulator(shape, dtype))

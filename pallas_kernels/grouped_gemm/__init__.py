@@ -1,0 +1,18 @@
+"""Grouped GEMM over rows in expert order."""
+
+from pallas_kernels.grouped_gemm.api import grouped_gemm
+from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc, config_error
+from pallas_kernels.grouped_gemm.heuristics import candidates, choose_block_m, choose_config, describe
+from pallas_kernels.grouped_gemm.reference import grouped_gemm_ref
+
+__all__ = [
+    "GemmConfig",
+    "GemmDesc",
+    "candidates",
+    "choose_block_m",
+    "choose_config",
+    "config_error",
+    "describe",
+    "grouped_gemm",
+    "grouped_gemm_ref",
+]

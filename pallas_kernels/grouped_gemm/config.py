@@ -1,0 +1,189 @@
+"""What a grouped GEMM is asked (``GemmDesc``), how it is run (``GemmConfig``), and whether the two fit."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+
+from pallas_kernels.common.activations import Activation
+from pallas_kernels.common.mosaic import SMEM_BYTES, TMA_BOX, smem_bytes, swizzle_bytes
+
+SCALE_GROUP = 128  # K per activation group, and both sides of a weight block
+_OPERANDS = {"bfloat16": "float32", "float16": "float32", "float8_e4m3fn": "float32", "int8": "int32"}
+_OUTPUTS = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmDesc:
+    """Static description of one call; the shape letters are those of ``grouped_gemm``.
+
+    rows: Mp. n: output columns (weight rows of one half). halves: G, 2 when the product feeds a gated activation.
+    dtype: element type of both operands. out_dtype: of the result before requantization.
+    lhs_scale: "none", "tensor", "row" or "group" (1 x 128 of K). rhs_scale: "none", "tensor" (one per half), "channel"
+    or "block" (128 x 128). requantize: "none", "group" (e4m3 with a scale per row and 128 columns) or "tensor" (e4m3,
+    given scale). has_tile_rows: the number of rows in use is known for each tile.
+    """
+
+    rows: int
+    n: int
+    k: int
+    num_experts: int
+    dtype: str
+    out_dtype: str = "bfloat16"
+    halves: int = 1
+    lhs_scale: Literal["none", "tensor", "row", "group"] = "none"
+    rhs_scale: Literal["none", "tensor", "channel", "block"] = "none"
+    bias_dtype: str | None = None
+    activation: Activation | None = None
+    requantize: Literal["none", "group", "tensor"] = "none"
+    has_tile_rows: bool = False
+
+    @property
+    def is_block_scaled(self) -> bool:
+        return self.rhs_scale == "block"
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def accumulator(self) -> str:
+        return _OPERANDS[self.dtype]
+
+    @property
+    def stored_dtype(self) -> str:
+        """Element type of the array the kernel writes."""
+        return self.out_dtype if self.requantize == "none" else "float8_e4m3fn"
+
+    def unsupported(self) -> str | None:
+        """Why no configuration of the Hopper kernels can run this, or None."""
+        if self.dtype not in _OPERANDS:
+            return f"operands of {self.dtype} have no Hopper matrix instruction here; there are {', '.join(_OPERANDS)}"
+        if self.out_dtype not in _OUTPUTS:
+            return f"out_dtype {self.out_dtype} is not one of {', '.join(_OUTPUTS)}"
+        if (self.lhs_scale == "group") != (self.rhs_scale == "block"):
+            return f"lhs_scale {self.lhs_scale!r} with rhs_scale {self.rhs_scale!r}: 1x128 goes with 128x128"
+        if self.is_block_scaled and self.dtype != "float8_e4m3fn":
+            return f"block scales of {self.dtype}; only float8_e4m3fn is promoted every 128 of K"
+        if self.k * self.itemsize % 32:
+            return f"K={self.k} of {self.dtype}: a row of K must be a multiple of 32 bytes"
+        if self.n % 8 or self.n * jnp.dtype(self.stored_dtype).itemsize % 32:
+            return f"N={self.n}: a row of the {self.stored_dtype} output must be a multiple of 32 bytes and N of 8"
+        if (
+            self.activation is not None
+            and self.activation.name.startswith("gelu")
+            and "tanh" not in self.activation.name
+        ):
+            return f"activation {self.activation.name}: erf has no layout rule in Mosaic GPU (jax 0.10.2 and 0.11.2)"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmConfig:
+    """One way to run a ``GemmDesc`` on sm_90.
+
+    block_m: rows of a tile, all of one expert (64 or 128: one or two multiplying warpgroups of 64 rows). block_n:
+    output columns of a tile; a tile multiplies with halves * block_n weight rows. num_stages: slots of the
+    shared-memory ring, each one K step of 128 bytes. band: row tiles walked together, so that blocks running at the
+    same time share weights and activations in L2. row_chunk: rows of one activation load and of one output store;
+    chunks without a row in use are left out, which needs ``has_tile_rows``. None moves whole tiles. num_sms:
+    persistent blocks, one per multiprocessor.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    band: int = 8
+    row_chunk: int | None = None
+    num_sms: int = 132
+
+    @property
+    def num_consumers(self) -> int:
+        return self.block_m // 64
+
+    @property
+    def rows_moved(self) -> int:
+        """Rows of one activation load."""
+        return self.block_m if self.row_chunk is None else self.row_chunk
+
+
+def block_k(desc: GemmDesc) -> int:
+    """Elements of K per step: 128 bytes, one scale group where operands are 8 bit wide."""
+    return 128 // desc.itemsize
+
+
+def piece_n(desc: GemmDesc, config: GemmConfig) -> int:
+    """Weight rows multiplied at a time: all of a tile, or 128 when each product is promoted at once.
+
+    Promotion needs the running sums and the product of the current K step in registers together: 128 + 64 a thread for
+    tiles of 256 weight rows in pieces of 128, where pieces of 256 spill.
+    """
+    rows = desc.halves * config.block_n
+    return min(rows, SCALE_GROUP) if desc.is_block_scaled else rows
+
+
+def store_columns(desc: GemmDesc, config: GemmConfig) -> int:
+    """Columns of one staged output store: 128 bytes of the output row where they divide block_n."""
+    columns = 128 // jnp.dtype(desc.stored_dtype).itemsize
+    while config.block_n % columns:
+        columns //= 2
+    return columns
+
+
+def store_swizzle(desc: GemmDesc, config: GemmConfig) -> int | None:
+    """Swizzle of the staging buffer: must divide a staged row and, since the store clips at N, a row of the output."""
+    itemsize = jnp.dtype(desc.stored_dtype).itemsize
+    staged, row = (swizzle_bytes(columns * itemsize) for columns in (store_columns(desc, config), desc.n))
+    return None if staged is None or row is None else min(staged, row)
+
+
+def shared_memory(desc: GemmDesc, config: GemmConfig) -> int:
+    """Bytes of shared memory a block uses: the ring, the output staging, per-tile vectors, barriers."""
+    tile_rows = desc.halves * config.block_n
+    step = block_k(desc)
+    total = smem_bytes((config.num_stages, config.block_m, step), desc.dtype)
+    total += smem_bytes((config.num_stages, tile_rows, step), desc.dtype)
+    columns = store_columns(desc, config)
+    slots = 1 if columns == config.block_n else 2
+    total += smem_bytes((config.num_consumers, slots, 64, columns), desc.stored_dtype)
+    if desc.is_block_scaled:
+        total += smem_bytes((config.num_stages, config.block_m), "float32")
+    if desc.lhs_scale == "row":
+        total += smem_bytes((config.block_m,), "float32")
+    if desc.rhs_scale == "channel":
+        total += smem_bytes((tile_rows,), "float32")
+    if desc.bias_dtype is not None:
+        total += smem_bytes((tile_rows,), desc.bias_dtype)
+    pieces = tile_rows // piece_n(desc, config)
+    return total + 8 * (config.num_stages * (1 + pieces) + 2)
+
+
+def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
+    """Why ``config`` cannot run ``desc``, or None when it can."""
+    if reason := desc.unsupported():
+        return reason
+    tile_rows = desc.halves * config.block_n
+    if config.block_m not in (64, 128):
+        return f"block_m={config.block_m}: one or two warpgroups of 64 rows multiply, so 64 or 128"
+    if desc.rows % config.block_m:
+        return f"rows={desc.rows} is not a multiple of block_m={config.block_m}"
+    if config.block_n % 16 or tile_rows > TMA_BOX:
+        return f"block_n={config.block_n} with {desc.halves} halves: a multiple of 16, at most {TMA_BOX} weight rows"
+    if desc.is_block_scaled and config.block_n not in (64, 128, 256):
+        return f"block_n={config.block_n}: with 128x128 weight blocks 64, 128 or 256, so that a tile's blocks are whole"
+    if desc.requantize == "group" and config.block_n != SCALE_GROUP:
+        return f"block_n={config.block_n}: requantization in groups of {SCALE_GROUP} columns needs one group per tile"
+    if store_swizzle(desc, config) is None:
+        return (
+            f"block_n={config.block_n}: {store_columns(desc, config)} columns of {desc.stored_dtype} are under 32 bytes"
+        )
+    if config.row_chunk is not None:
+        if not desc.has_tile_rows:
+            return f"row_chunk={config.row_chunk} needs tile_rows"
+        if config.row_chunk not in (8, 16, 32, 64):
+            return f"row_chunk={config.row_chunk}: 8, 16, 32 or 64, so that chunks start on rows of a swizzle tile"
+    if config.num_stages < 2:
+        return f"num_stages={config.num_stages}: at least 2, one loading while one is multiplied"
+    if (needed := shared_memory(desc, config)) > SMEM_BYTES:
+        return f"needs {needed} bytes of shared memory with {config.num_stages} stages, a block has {SMEM_BYTES}"
+    return None

@@ -1,0 +1,166 @@
+"""Grouped GEMM on Hopper, activations as the left operand: fp8, int8, bfloat16 or float16, both operands alike.
+
+One persistent block per multiprocessor takes every num_sms-th tile. Its warpgroups, by role:
+
+    producer (1)          for each tile, for each K step:
+                              wait empty[slot] -> bulk copies of x, w, x's group scales into slot -> full[slot]
+                          after a tile's last step:
+                              wait vectors_empty -> row scales, column scales, bias -> vectors_full
+    consumers (1 or 2)    for each tile, for each K step:
+      64 rows each            wait full[slot] -> wgmma x[slot] w[slot]^T -> empty[slot]
+                          after a tile's last step:
+                              wait vectors_full -> epilogue in registers -> staged bulk store; vectors_empty
+
+With per-tensor, per-channel and per-row scales one accumulator runs over all of K and the scales follow in the
+epilogue. With 128x128 weight blocks and 1x128 activation groups the product of each K step is scaled and added in
+float32.
+
+Registers a thread with two consumers: 168 at entry, then 240 (consumers) and 24 (producer); no spills at 128 x 256
+tiles (jax 0.11.2, ptxas 13.0). Shared memory at that tile: 4 stages of 48 KiB and 32 KiB of staging.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import mosaic
+from pallas_kernels.grouped_gemm.config import SCALE_GROUP, GemmConfig, GemmDesc
+from pallas_kernels.grouped_gemm.epilogue_sm90 import TileVectors, store_tile
+from pallas_kernels.grouped_gemm.pipeline_sm90 import (
+    Scratch,
+    k_steps,
+    multiply,
+    multiply_promoted,
+    produce,
+    scratch_types,
+    skip,
+)
+from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
+
+# (consumer, producer) registers a thread, by number of consumers. Asking for more than 3 x 168 together never returns;
+# with one consumer every thread enters with up to 255 and keeps them.
+_REGISTERS = {1: None, 2: (240, 24)}
+
+
+def grouped_gemm_sm90(desc: GemmDesc, config: GemmConfig) -> Callable[[Mapping[str, Any]], Any]:
+    """The kernel for ``desc``, a function of the operands by name (``operand_names``). config must pass
+    ``config_error``.
+
+    Returns the output (rows, N), and with requantize="group" also its scales (ceil(N / 128), rows) f32. Rows of tiles
+    from num_tiles on are not written.
+    """
+    out: Any = jax.ShapeDtypeStruct((desc.rows, desc.n), desc.stored_dtype)
+    if desc.requantize == "group":
+        out = (out, jax.ShapeDtypeStruct((-(-desc.n // SCALE_GROUP), desc.rows), jnp.float32))
+    call = plgpu.kernel(
+        functools.partial(_kernel, desc, config),
+        out_type=out,
+        grid=(config.num_sms,),
+        grid_names=("block",),
+        num_threads=config.num_consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch_types(desc, config),
+        compiler_params=mosaic.compiler_params(),
+    )
+    return lambda operands: call(*(operands[name] for name in operand_names(desc)))
+
+
+def operand_names(desc: GemmDesc) -> list[str]:
+    """Names of the arrays the kernel takes, in order.
+
+    x (rows, K); w (E * halves, N, K); tile_expert (rows / block_m,) i32; num_tiles (1,) i32; x_scale f32 (1,),
+    (rows,) or (ceil(K / 128), rows); w_scale f32 (E * halves,), (E * halves, N) or (E * halves, ceil(N / 128),
+    ceil(K / 128)); bias (E * halves, N); out_scale (1,) f32; tile_rows (rows / block_m,) i32.
+    """
+    names = ["x", "w", "tile_expert", "num_tiles"]
+    names += ["x_scale"] if desc.lhs_scale != "none" else []
+    names += ["w_scale"] if desc.rhs_scale != "none" else []
+    names += ["bias"] if desc.bias_dtype is not None else []
+    names += ["out_scale"] if desc.requantize == "tensor" else []
+    names += ["tile_rows"] if desc.has_tile_rows else []
+    return names
+
+
+def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) -> None:
+    names = operand_names(desc)
+    operands = dict(zip(names, refs, strict=False))
+    out, *out_scale = refs[len(names) :]
+    scratch = Scratch(**allocated)
+    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+    column_tiles = -(-desc.n // config.block_n)
+    row_tiles = operands["num_tiles"][0]
+    steps = k_steps(desc, row_tiles)
+    num_tiles = tiles_of_block(block, row_tiles * column_tiles, config.num_sms)
+    registers = _REGISTERS[config.num_consumers]
+
+    def tile(t):
+        m, n = tile_index(block + t * config.num_sms, row_tiles, column_tiles, config.band)
+        return m, n, operands["tile_expert"][m]
+
+    @pl.when(warpgroup == config.num_consumers)
+    def _():
+        if registers:
+            plgpu.set_max_registers(registers[1], action="decrease")
+        produce(desc, config, operands, scratch, steps, num_tiles, tile)
+
+    @pl.when(warpgroup < config.num_consumers)
+    def _():
+        if registers:
+            plgpu.set_max_registers(registers[0], action="increase")
+
+        def one_tile(t, count):
+            m, n, e = tile(t)
+            in_use = operands["tile_rows"][m] - warpgroup * 64 if desc.has_tile_rows else None
+
+            def compute():
+                multiply_tile = multiply_promoted if desc.is_block_scaled else multiply
+                parts = multiply_tile(desc, config, operands, scratch, warpgroup, steps, count, n, e)
+                if scratch.vectors_full is not None:
+                    plgpu.barrier_wait(scratch.vectors_full)
+                store_tile(
+                    desc,
+                    config,
+                    parts,
+                    _tile_vectors(desc, operands, scratch, warpgroup, e),
+                    staging=scratch.staging.at[warpgroup],
+                    out=out,
+                    out_scale=out_scale[0] if out_scale else None,
+                    row=m * config.block_m + warpgroup * 64,
+                    column_tile=n,
+                    in_use=in_use,
+                )
+                if scratch.vectors_full is not None:
+                    plgpu.barrier_arrive(scratch.vectors_empty)
+
+            if desc.has_tile_rows and config.num_consumers > 1:
+                # The second half of an expert's last tile is often empty: leave the tensor core to the first.
+                pl.when(in_use > 0)(compute)
+                pl.when(in_use <= 0)(lambda: skip(desc, config, scratch, steps, count))
+            else:
+                compute()
+            return count + steps
+
+        lax.fori_loop(0, num_tiles, one_tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _tile_vectors(desc: GemmDesc, operands: Mapping[str, Any], scratch: Scratch, warpgroup: Any, e: Any) -> TileVectors:
+    rows = scalar = requantize = None
+    if desc.lhs_scale == "row":
+        rows = mosaic.load(scratch.rows.at[pl.ds(warpgroup * 64, 64)], layout=mosaic.ROWS, optimized=False)
+    tensor_scales = []
+    if desc.lhs_scale == "tensor":
+        tensor_scales.append(lambda half: operands["x_scale"][0])
+    if desc.rhs_scale == "tensor":
+        tensor_scales.append(lambda half: operands["w_scale"][e * desc.halves + half])
+    if tensor_scales:
+        scalar = lambda half: functools.reduce(lambda a, b: a * b, [read(half) for read in tensor_scales])  # noqa: E731
+    if desc.requantize == "tensor":
+        requantize = 1.0 / operands["out_scale"][0]
+    return TileVectors(rows, scalar, scratch.columns, scratch.bias, requantize)

@@ -1,0 +1,100 @@
+"""``quantize_and_permute``: tokens to rows in expert order, quantized on the way."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.quantize_and_permute.config import (
+    QUANTIZATIONS,
+    PermuteConfig,
+    PermuteDesc,
+    choose_config,
+    config_error,
+)
+from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
+from pallas_kernels.quantize_and_permute.reference import quantize_and_permute_ref
+
+
+def quantize_and_permute(
+    x: Any,
+    row_of: Any = None,
+    num_rows: int | None = None,
+    *,
+    quantization: str,
+    scale: Any = None,
+    count: Any = None,
+    config: PermuteConfig | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Any, Any]:
+    """Quantize tokens and copy each to the rows that ``row_of`` names.
+
+    x: (T, H) bfloat16, float16 or float32. row_of: (T, top_k) int32, the output row of each (token, slot), -1 for none;
+    distinct otherwise. num_rows: Mp, rows of the output, static. With row_of None rows keep their places (Mp = T), and
+    count, () or (1,) int32, may say that only the first of them are in use.
+
+    quantization: "none" (a copy), "e4m3_row" and "int8_row" (a scale per row, from its largest magnitude),
+    "e4m3_group" (a scale per row and 128 columns), "e4m3_tensor" (the given scale, () float32, multiplies the codes).
+    The rules are those of common/numerics.py.
+
+    Returns (codes (Mp, H), scales): scales are (Mp,) per row, (ceil(H / 128), Mp) per group, else None. Rows that no
+    token fills, and rows from count on, are unspecified. Raises ValueError or TypeError for a wrong call and
+    NotImplementedError when no implementation can run it.
+    """
+    desc, operands = _describe(x, row_of, num_rows, quantization, scale, count)
+
+    def mosaic():
+        chosen = config or choose_config(desc, hopper_sms())
+        if reason := config_error(desc, chosen):
+            raise NotImplementedError(reason)
+        return quantize_and_permute_sm90(desc, chosen)(*operands)
+
+    runs = dict(mosaic=mosaic, reference=lambda: quantize_and_permute_ref(desc, x, row_of, scale))
+    return first_that_runs("quantize_and_permute", runs, implementation)
+
+
+def _describe(x, row_of, num_rows, quantization, scale, count) -> tuple[PermuteDesc, list[jax.Array]]:
+    if x.ndim != 2:
+        raise ValueError(f"x has shape {x.shape}, expected (T, H)")
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization={quantization!r} is not one of {QUANTIZATIONS}")
+    if (scale is not None) != (quantization == "e4m3_tensor"):
+        raise ValueError("scale is given exactly when quantization='e4m3_tensor'")
+    if scale is not None and scale.shape != ():
+        raise ValueError(f"scale has shape {scale.shape}, expected ()")
+    num_tokens, width = x.shape
+    operands, top_k = [x], 0
+    if row_of is None:
+        if num_rows not in (None, num_tokens):
+            raise ValueError(f"num_rows={num_rows} with row_of=None: rows keep their places, {num_tokens} of them")
+        num_rows = num_tokens
+    else:
+        if row_of.ndim != 2 or row_of.shape[0] != num_tokens:
+            raise ValueError(f"row_of has shape {row_of.shape}, expected ({num_tokens}, top_k)")
+        if row_of.dtype != jnp.int32:
+            raise TypeError(f"row_of is {row_of.dtype}, expected int32")
+        if num_rows is None:
+            raise ValueError("num_rows is needed with row_of")
+        if count is not None:
+            raise ValueError("count goes with row_of=None: row_of says which rows are in use")
+        top_k = row_of.shape[1]
+        operands.append(row_of)
+    if scale is not None:
+        operands.append(scale.reshape(1))
+    if count is not None:
+        if count.size != 1 or count.dtype != jnp.int32:
+            raise ValueError(f"count is {count.dtype}{count.shape}, expected int32 () or (1,)")
+        operands.append(count.reshape(1))
+    desc = PermuteDesc(
+        num_tokens=num_tokens,
+        width=width,
+        top_k=top_k,
+        num_rows=num_rows,
+        dtype=jnp.dtype(x.dtype).name,
+        quantization=quantization,
+        has_count=count is not None,
+    )
+    return desc, operands

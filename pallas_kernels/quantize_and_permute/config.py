@@ -1,0 +1,66 @@
+"""What one call asks (``PermuteDesc``) and whether the Hopper kernel can run it."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from pallas_kernels.common.rows import vector_length
+
+QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_tensor", "int8_row")
+GROUP = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class PermuteDesc:
+    """Static description of one call.
+
+    num_tokens: T, rows of the input. width: H. top_k: copies of each token, 0 when rows keep their places. num_rows:
+    Mp, rows of the output. dtype: of the input. quantization: one of ``QUANTIZATIONS``. has_count: the number of rows
+    in use is given on the device.
+    """
+
+    num_tokens: int
+    width: int
+    top_k: int
+    num_rows: int
+    dtype: str
+    quantization: str
+    has_count: bool = False
+
+    @property
+    def out_dtype(self) -> str:
+        kind = self.quantization.partition("_")[0]
+        return {"none": self.dtype, "e4m3": "float8_e4m3fn", "int8": "int8"}[kind]
+
+    @property
+    def scale_shape(self) -> tuple[int, ...] | None:
+        """Shape of the scales that are computed, or None."""
+        if self.quantization == "e4m3_group":
+            return (-(-self.width // GROUP), self.num_rows)
+        return (self.num_rows,) if self.quantization in ("e4m3_row", "int8_row") else None
+
+
+@dataclasses.dataclass(frozen=True)
+class PermuteConfig:
+    """num_blocks: persistent blocks of one warpgroup; a row at a time each."""
+
+    num_blocks: int
+
+
+def config_error(desc: PermuteDesc, config: PermuteConfig) -> str | None:
+    """Why the Hopper kernel cannot run ``desc``, or None when it can."""
+    if desc.dtype not in ("bfloat16", "float16", "float32"):
+        return f"x is {desc.dtype}; there are bfloat16, float16 and float32"
+    if desc.quantization == "e4m3_group":
+        if desc.width % GROUP or desc.width < 4 * GROUP:
+            return f"H={desc.width}: groups of {GROUP} take a multiple of {GROUP}, at least {4 * GROUP}"
+    elif not vector_length(desc.width, jnp.dtype(desc.dtype).itemsize):
+        return f"H={desc.width}: a row must give each of 128 threads an element"
+    if config.num_blocks < 1:
+        return f"num_blocks={config.num_blocks}: at least 1"
+    return None
+
+
+def choose_config(desc: PermuteDesc, num_sms: int) -> PermuteConfig:
+    """Four rows in flight on each multiprocessor hide the latency of a load, its reduction and its stores."""
+    return PermuteConfig(max(1, min(desc.num_tokens, 4 * num_sms)))

@@ -1,0 +1,44 @@
+"""quantize_and_permute in plain jnp."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.common.numerics import (
+    quantize_e4m3_group,
+    quantize_e4m3_row,
+    quantize_e4m3_static,
+    quantize_int8_token,
+)
+from pallas_kernels.quantize_and_permute.config import GROUP, PermuteDesc
+
+
+def quantize_and_permute_ref(desc: PermuteDesc, x: Any, row_of: Any, scale: Any = None) -> tuple[Any, Any]:
+    """What ``quantize_and_permute`` computes; rows that no token fills are zero, with scale 0."""
+    codes, scales = quantize_rows(desc, x, scale)
+    if row_of is None:
+        return codes, scales
+    target = jnp.where(row_of < 0, desc.num_rows, row_of).reshape(-1)
+
+    def scatter(values):
+        """Tokens, along the last axis, to their rows."""
+        empty = jnp.zeros((*values.shape[:-1], desc.num_rows), values.dtype)
+        return empty.at[..., target].set(jnp.repeat(values, desc.top_k, axis=-1), mode="drop")
+
+    return scatter(codes.T).T, None if scales is None else scatter(scales)
+
+
+def quantize_rows(desc: PermuteDesc, x: Any, scale: Any) -> tuple[Any, Any]:
+    """(T, H) -> codes (T, H) and scales (T,), (ceil(H / 128), T) or None."""
+    if desc.quantization == "none":
+        return x, None
+    values = x.astype(jnp.float32)
+    if desc.quantization == "e4m3_tensor":
+        return quantize_e4m3_static(values, scale), None
+    if desc.quantization == "e4m3_group":
+        padded = jnp.pad(values, ((0, 0), (0, -desc.width % GROUP))).reshape(desc.num_tokens, -1, GROUP)
+        codes, scales = quantize_e4m3_group(padded, jnp.max(jnp.abs(padded), axis=-1, keepdims=True))
+        return codes.reshape(desc.num_tokens, -1)[:, : desc.width], scales[..., 0].T
+    rule = quantize_e4m3_row if desc.quantization == "e4m3_row" else quantize_int8_token
+    codes, scales = rule(values, jnp.max(jnp.abs(values), axis=-1, keepdims=True))
+    return codes, scales[:, 0]

@@ -1,0 +1,47 @@
+"""route in plain jnp."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.route.config import RouteDesc
+
+
+def route_ref(desc: RouteDesc, logits: Any, bias: Any = None) -> tuple[Any, Any]:
+    """What ``route`` computes."""
+    z = logits.astype(jnp.float32)
+    if desc.scoring == "softmax":
+        largest = jnp.max(jnp.where(jnp.isnan(z), jnp.inf, z), axis=-1, keepdims=True)
+        is_valid = jnp.isfinite(largest)
+        z = jnp.where(is_valid, z, 0.0)
+        score = jnp.where(is_valid, jax.nn.softmax(z, axis=-1), 0.0)
+    else:
+        is_valid = True
+        score = jnp.where(jnp.isnan(z), 0.0, jax.nn.sigmoid(z))
+    if desc.scoring == "softmax" and desc.renormalize and not desc.has_bias and not desc.num_groups:
+        # The softmax of the chosen logits, which also tells experts apart whose softmax underflows.
+        chosen, ids = _top_k(z, desc.top_k)
+        return jnp.where(is_valid, jax.nn.softmax(chosen, axis=-1), 0.0) * desc.scale, ids
+    choice = score if bias is None else score + bias.astype(jnp.float32)
+    if desc.num_groups:
+        choice = _in_best_groups(desc, choice)
+    _, ids = _top_k(choice, desc.top_k)
+    weights = jnp.take_along_axis(score, ids, axis=-1)
+    if desc.renormalize:
+        weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), desc.floor)
+    return weights * desc.scale, ids
+
+
+def _top_k(values, k):
+    # Of -0.0 and 0.0 the lower index wins.
+    return lax.top_k(jnp.where(values == 0.0, 0.0, values), k)
+
+
+def _in_best_groups(desc: RouteDesc, choice: jax.Array) -> jax.Array:
+    grouped = choice.reshape(choice.shape[0], desc.num_groups, -1)
+    worth = lax.top_k(grouped, 2)[0].sum(-1) if desc.has_bias else grouped.max(-1)
+    _, kept = _top_k(worth, desc.groups_kept)
+    is_kept = jnp.zeros(worth.shape, bool).at[jnp.arange(worth.shape[0])[:, None], kept].set(True)
+    return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(choice.shape)

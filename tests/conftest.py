@@ -1,0 +1,41 @@
+"""Test configuration: annotations checked, strict dtype promotion, 8 simulated CPU devices.
+
+GPU tests (markers gpu, multi_gpu) are deselected by default; they run with ``JAX_PLATFORMS=cuda pytest -m gpu``.
+"""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}=8".strip()
+
+from jaxtyping import install_import_hook
+
+# Before the packages are imported: every annotated public function then checks shapes and dtypes in the tests.
+install_import_hook(["moe_jax", "pallas_kernels", "torch_bridge"], "beartype.beartype")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_addoption(parser):
+    default = Path(__file__).parent / "data"
+    parser.addoption("--writers-dir", default=default, help="checkpoints for test_llm_compressor_files.py")
+
+
+@pytest.fixture
+def key():
+    """One fixed jax.random key; split it for more."""
+    return jax.random.key(0)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For modules whose programs run once: half their time is XLA optimizing. Numerics have tests of their own."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

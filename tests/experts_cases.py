@@ -1,0 +1,72 @@
+"""Layers of experts for tests: configs, random weights in any scheme, routing that visits every expert."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax import MoEConfig, Scheme
+from moe_jax.quantization import method_for
+
+# Just off multiples of 8 and 128: two ragged blocks along H and along I.
+E, K, H, I = 5, 2, 152, 136  # noqa: E741
+
+
+def make_config(scheme="bf16", *, dtype="float32", **options):
+    defaults = dict(num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, param_dtype="float32")
+    return MoEConfig(**(defaults | options), scheme=Scheme.parse(scheme), dtype=dtype)
+
+
+@functools.cache
+def make_weights(config, seed=0):
+    """Random ``ExpertWeights``: every expert, half and row has a scale of its own, so that no mix-up stays unseen."""
+    rng = np.random.default_rng(seed)
+    e, g, i, h = config.num_experts, config.num_halves, config.intermediate_size, config.hidden_size
+
+    def matrices(shape):
+        w = rng.standard_normal(shape) * rng.uniform(0.5, 2.0, (*shape[:-1], 1)) / np.sqrt(shape[-1])
+        return jnp.asarray(w * rng.uniform(0.5, 2.0, (e,) + (1,) * (len(shape) - 1)), config.param_dtype)
+
+    biases = None
+    if config.has_bias:
+        biases = tuple(jnp.asarray(rng.standard_normal(s) * 0.3, config.param_dtype) for s in ((e, g, i), (e, h)))
+    scheme = config.scheme
+    method = method_for(scheme)
+    acts = scheme.activations
+    is_static = acts is not None and not acts.dynamic
+    online = method_for("fp8_tensor") if is_static else method
+    leaves = online.quantize_leaves(matrices((e, g, i, h)), matrices((e, h, i)), biases, config)
+    if is_static:
+        # Small enough that the largest activations are clipped.
+        leaves["w13_input_scale"] = jnp.asarray(rng.uniform(1.5, 2.5, (e, g)) / 448, jnp.float32)
+        leaves["w2_input_scale"] = jnp.asarray(rng.uniform(2.0, 4.0, (e,)) / 448, jnp.float32)
+    return method.process_weights_after_loading(leaves, config)
+
+
+def make_routing(num_tokens, top_k=K, num_experts=E, seed=1):
+    """(topk_weights, topk_ids): expert e alone serves token e; expert 1 takes most of the rest, the last expert nothing
+    else; some slots hold -1 or ids past the end, with weights that must not count."""
+    rng = np.random.default_rng(seed)
+    ids = rng.choice([0, 1, 1, 1, 1, 1, *range(2, num_experts - 1)], (num_tokens, top_k)).astype(np.int32)
+    ids[rng.random(ids.shape) < 0.15] = -1
+    ids[rng.random(ids.shape) < 0.05] = num_experts + 2
+    ids[:num_experts] = -1
+    for expert in range(min(num_experts, num_tokens)):
+        ids[expert, expert % top_k] = expert
+    weights = rng.uniform(0.1, 1.0, ids.shape).astype(np.float32)
+    weights[(ids < 0) | (ids >= num_experts)] = np.nan
+    return jnp.asarray(weights), jnp.asarray(ids)
+
+
+def make_tokens(num_tokens, config, seed=2, dtype="float32"):
+    """x (T, H): rows of very different magnitude, one of zeros."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((num_tokens, config.hidden_size)) * 2.0 ** rng.integers(-3, 2, (num_tokens, 1))
+    x[num_tokens // 2] = 0.0
+    return jnp.asarray(x, dtype)
+
+
+def jitted(function, config):
+    """``jax.jit`` of ``function`` with its config bound."""
+    return jax.jit(functools.partial(function, config=config))

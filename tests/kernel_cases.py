@@ -1,0 +1,147 @@
+"""Every Hopper kernel in every form it is built in, as a function and the shapes of its arguments.
+
+For what needs no GPU: lowering (each test file) and compiling to SASS (tests/pallas_kernels/sass). Imports no test
+tool, since the compiler's environment has none.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pallas_kernels.align.config import AlignDesc, row_capacity
+from pallas_kernels.align.config import choose_config as choose_align
+from pallas_kernels.align.kernel_sm90 import align_sm90
+from pallas_kernels.combine.config import CombineDesc
+from pallas_kernels.combine.config import choose_config as choose_combine
+from pallas_kernels.combine.kernel_sm90 import combine_sm90
+from pallas_kernels.common.activations import Activation
+from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
+from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90, operand_names
+from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, PermuteDesc, config_error
+from pallas_kernels.quantize_and_permute.config import choose_config as choose_permute
+from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
+
+H200_SMS = 132
+Shape = tuple[tuple[int, ...], str]
+
+_BASE = GemmDesc(rows=1024, n=512, k=512, num_experts=4, dtype="float8_e4m3fn")
+_SILU = Activation("silu")
+_OAI = Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)
+_TENSOR = dict(lhs_scale="tensor", rhs_scale="tensor")
+_ROW = dict(lhs_scale="row", rhs_scale="channel")
+_BLOCK = dict(lhs_scale="group", rhs_scale="block")
+_GATED = dict(halves=2, activation=_SILU)
+_RAGGED = dict(has_tile_rows=True)
+GEMMS = {
+    "bf16": dict(dtype="bfloat16"),
+    "bf16 gated bias": dict(dtype="bfloat16", halves=2, activation=_OAI, bias_dtype="bfloat16"),
+    "bf16 not gated": dict(dtype="bfloat16", activation=Activation("relu2_no_mul")),
+    "bf16 gelu_tanh": dict(dtype="bfloat16", halves=2, activation=Activation("gelu_tanh")),
+    "bf16 swiglustep": dict(dtype="bfloat16", halves=2, activation=Activation("swiglustep", limit=3.0)),
+    "f16 to f32": dict(dtype="float16", out_dtype="float32"),
+    "fp8 tensor": _TENSOR,
+    "fp8 tensor gated, requantized": dict(requantize="tensor", **_TENSOR, **_GATED),
+    "fp8 row": _ROW,
+    "fp8 row gated": dict(**_ROW, **_GATED),
+    "fp8 block": _BLOCK,
+    "fp8 block, bias": dict(bias_dtype="float32", **_BLOCK),
+    "fp8 block gated": dict(**_BLOCK, **_GATED),
+    "fp8 block gated, requantized": dict(requantize="group", **_BLOCK, **_GATED),
+    "int8 row": dict(dtype="int8", **_ROW),
+    "int8 row gated": dict(dtype="int8", **_ROW, **_GATED),
+    "fp8 block 2880 gated, requantized": dict(n=2880, k=2880, requantize="group", **_BLOCK, **_GATED),
+    "bf16 2880": dict(dtype="bfloat16", n=2880, k=2880, bias_dtype="float32"),
+    "int8 2880": dict(dtype="int8", n=2880, k=2880, **_ROW),
+    "bf16 ragged": dict(dtype="bfloat16", **_RAGGED),
+    "fp8 row ragged": dict(**_ROW, **_RAGGED),
+    "fp8 block ragged": dict(**_BLOCK, **_RAGGED),
+    "fp8 block gated, requantized, ragged": dict(requantize="group", **_BLOCK, **_GATED, **_RAGGED),
+    "int8 row gated ragged": dict(dtype="int8", **_ROW, **_GATED, **_RAGGED),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """name; function of ``shapes``' arrays; instruction: the matrix instruction in its SASS, None for a row kernel."""
+
+    name: str
+    function: Callable[..., Any]
+    shapes: tuple[Shape, ...]
+    instruction: str | None = None
+
+
+def gemm(name: str) -> GemmDesc:
+    return dataclasses.replace(_BASE, **GEMMS[name])
+
+
+def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
+    """The Hopper grouped GEMM on its flat operands."""
+    matrices, groups_k, groups_n = desc.num_experts * desc.halves, -(-desc.k // 128), -(-desc.n // 128)
+    tiles = ((desc.rows // config.block_m,), "int32")
+    shapes = {
+        "x": ((desc.rows, desc.k), desc.dtype),
+        "w": ((matrices, desc.n, desc.k), desc.dtype),
+        "tile_expert": tiles,
+        "num_tiles": ((1,), "int32"),
+        "x_scale": ({"tensor": (1,), "row": (desc.rows,)}.get(desc.lhs_scale, (groups_k, desc.rows)), "float32"),
+        "w_scale": (
+            {"tensor": (matrices,), "channel": (matrices, desc.n)}.get(desc.rhs_scale, (matrices, groups_n, groups_k)),
+            "float32",
+        ),
+        "bias": ((matrices, desc.n), desc.bias_dtype or "float32"),
+        "out_scale": ((1,), "float32"),
+        "tile_rows": tiles,
+    }
+    names = operand_names(desc)
+    kernel = grouped_gemm_sm90(desc, config)
+    instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
+    return Case(
+        f"grouped_gemm {name}, {config.block_m} x {desc.halves} x {config.block_n}",
+        lambda *arrays: kernel(dict(zip(names, arrays, strict=True))),
+        tuple(shapes[n] for n in names),
+        instruction,
+    )
+
+
+def gemm_cases() -> Iterator[Case]:
+    """Each description at both tile heights with every width the heuristic may choose."""
+    for name in GEMMS:
+        for block_m in (64, 128):
+            for config in candidates(gemm(name), block_m, H200_SMS):
+                yield gemm_case(name, gemm(name), config)
+
+
+def permute_cases() -> Iterator[Case]:
+    for quantization in QUANTIZATIONS:
+        for width in (7168, 2880, 768):
+            for top_k in (8, 0):
+                desc = PermuteDesc(64, width, top_k, 4096 if top_k else 64, "bfloat16", quantization, not top_k)
+                config = choose_permute(desc, H200_SMS)
+                if config_error(desc, config):
+                    continue
+                shapes = [((64, width), "bfloat16"), ((64, 8), "int32") if top_k else None]
+                shapes += [((1,), "float32") if quantization == "e4m3_tensor" else None]
+                shapes += [None if top_k else ((1,), "int32")]
+                name = f"quantize_and_permute {quantization} {width}{'' if top_k else ' in place'}"
+                yield Case(name, quantize_and_permute_sm90(desc, config), tuple(s for s in shapes if s))
+
+
+def combine_cases() -> Iterator[Case]:
+    for width in (7168, 2880, 768, 128):
+        for dtype in ("bfloat16", "float32"):
+            desc = CombineDesc(64, width, 8, 4096, dtype, "bfloat16", has_shared=True)
+            shapes = (((4096, width), dtype), ((64, 8), "int32"), ((64, 8), "float32"), ((64, width), dtype))
+            yield Case(f"combine {dtype} {width}", combine_sm90(desc, choose_combine(desc, H200_SMS)), shapes)
+
+
+def align_cases() -> Iterator[Case]:
+    for pairs, experts, block_m in ((8, 128, 64), (512, 128, 64), (65536, 256, 128), (16384, 8, 128), (100, 300, 16)):
+        desc = AlignDesc(pairs, experts, block_m, row_capacity(pairs, experts, block_m))
+        yield Case(f"align {pairs} to {experts}", align_sm90(desc, choose_align(desc)), (((pairs,), "int32"),))
+
+
+def all_cases() -> Iterator[Case]:
+    yield from gemm_cases()
+    yield from permute_cases()
+    yield from combine_cases()
+    yield from align_cases()

@@ -1,0 +1,181 @@
+"""Regular expressions of configs: real ones run with re's own meaning, hostile ones are refused before they run."""
+
+import itertools
+import re
+import time
+
+import pytest
+
+from moe_jax.loading._patterns import MAX_PATTERNS, BoundedPatterns, count_ways
+
+NAMES = [
+    "lm_head",
+    "model.embed_tokens",
+    "model.layers.0.mlp.gate",
+    "model.layers.11.self_attn.q_proj",
+    "model.layers.0.mlp.experts.7.gate_proj",
+    "model.layers.10.block_sparse_moe.experts.0.w2",
+    "model.layers.3.mlp.shared_expert_gate",
+]
+REAL = [
+    ".*",
+    "",
+    ".*lm_head",
+    ".*mlp.gate$",
+    r".*mlp\.experts\.\d+\.(gate|up|down)_proj$",
+    r"model\.layers\.[0-9]+\.mlp\.experts\.[0-9]+\..*",
+    r".*layers.*mlp.*experts.*proj.*",
+    r"^(?!.*experts).*",
+    r".*(?<!shared_expert)_gate$",
+    r".*\.layers\.(0|1|2|3|10|11|12)\..*self_attn\.[qkvo]_proj",
+    r"(?i:LM_HEAD)|model\.embed.*",
+    r"model\.layers\.\d{1,2}\.mlp\.(?:gate|shared_expert_gate)\b",
+    r"(?P<a>m)odel.*(?P=a)lp",
+]
+HOSTILE = [
+    "(a+)+$",
+    "(.*)*x",
+    "(.*)*" * 20 + "x",
+    "(a|aa)+$",
+    "(a|a)*b",
+    "([a-z]+)*!",
+    "(x+x+)+y",
+    r"(\w*\.)*\d",
+    "a?" * 40 + "a" * 40,
+    "(a?){50}a{50}$",
+    ".*" * 12 + "!",
+    "((a{0,30}){0,30}){0,30}b",
+    "(?=(a+)+b)",
+    "(?!(.*)*x)",
+    "(?>(a|aa)+)c",
+    r"(.*)*\1x",
+]
+
+
+@pytest.mark.parametrize("pattern", REAL)
+def test_real_patterns_mean_what_re_says(pattern):
+    patterns = BoundedPatterns(longest_name=100)
+    patterns.add(pattern)
+    assert [patterns.match(pattern, [name]) for name in NAMES] == [
+        re.match(pattern, name) is not None for name in NAMES
+    ]
+
+
+@pytest.mark.parametrize("pattern", HOSTILE)
+def test_hostile_patterns_are_refused_at_once(pattern):
+    start = time.process_time()
+    with pytest.raises(ValueError, match="could take too long"):
+        BoundedPatterns(longest_name=64).add(pattern)
+    assert time.process_time() - start < 1.0
+
+
+@pytest.mark.parametrize("pattern", ["(unclosed", "[", "*", "(?P<a>x)(?P<a>y)", "a{2,1}", "(?<=.*)a", r"\8"])
+def test_invalid_patterns(pattern):
+    with pytest.raises(ValueError, match="not a valid regular expression|too long"):
+        BoundedPatterns(longest_name=64).add(pattern)
+
+
+def test_deep_nesting_is_valid_or_refused_but_never_a_crash():
+    """Which of the two depends on the interpreter's recursion limit."""
+    try:
+        BoundedPatterns(longest_name=64).add("(" * 490 + ")" * 490)
+    except ValueError as error:
+        assert "not a valid regular expression" in str(error)
+
+
+def test_length_and_number():
+    patterns = BoundedPatterns(longest_name=64)
+    with pytest.raises(ValueError, match="1001 characters, at most 1000"):
+        patterns.add("a" * 1001)
+    for i in range(MAX_PATTERNS):
+        patterns.add(f"a{i}")
+    patterns.add("a0")
+    with pytest.raises(ValueError, match="more than"):
+        patterns.add("b")
+    with pytest.raises(ValueError, match="module name of 65 characters"):
+        patterns.match("a0", ["x" * 65])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a|b)(a|ab)(b|a)", "a*b*a*c", "(a?b?)c", "a{1,3}b{0,2}a", "(ab|a)(b)?x", "[ab]*[ab]*x", "(a*|b)a*x", "(ab)*a*x"],
+)
+def test_the_bound_is_no_less_than_the_ways_counted_by_brute_force(pattern):
+    """Ways by definition: distinct choices of a tiny backtracking matcher, on every word of a and b of six letters."""
+    most = max(brute_force_ways(pattern, "".join(word)) for word in itertools.product("ab", repeat=6))
+    assert most <= count_ways(pattern, 6)
+
+
+def brute_force_ways(pattern, word):
+    """Complete and dead ends that backtracking through ``pattern`` meets on ``word``, per item of the pattern.
+
+    One way of trying, a choice at every branch and repeat, meets at most one dead end per item.
+    """
+    ends = 0
+
+    def run(items, at, then):
+        nonlocal ends
+        if not items:
+            return then(at)
+        (op, argument), rest = items[0], items[1:]
+        go_on = lambda position: run(rest, position, then)  # noqa: E731
+        match str(op):
+            case "LITERAL" | "IN":
+                accepted = {argument} if str(op) == "LITERAL" else letters(argument)
+                if at < len(word) and ord(word[at]) in accepted:
+                    return go_on(at + 1)
+                ends += 1
+            case "SUBPATTERN":
+                run(list(argument[3]), at, go_on)
+            case "BRANCH":
+                for branch in argument[1]:
+                    run(list(branch), at, go_on)
+            case "MAX_REPEAT":
+                repeat(argument, at, 0, go_on)
+            case other:
+                raise NotImplementedError(other)
+
+    def repeat(argument, at, done, then):
+        low, high, body = argument
+        if done < min(int(high), len(word)):
+            run(list(body), at, lambda position: repeat(argument, position, done + 1, then) if position > at else None)
+        if done >= low:
+            then(at)
+
+    def letters(argument):
+        return {
+            code
+            for op, value in argument
+            for code in ([value] if str(op) == "LITERAL" else range(value[0], value[1] + 1))
+        }
+
+    def finish(position):
+        nonlocal ends
+        ends += 1
+
+    run(list(re._parser.parse(pattern)), 0, finish)
+    return ends / (len(pattern) + 1)
+
+
+def test_slow_matches_share_a_budget(monkeypatch):
+    """A pattern just inside the bound, matched again and again, is stopped."""
+    monkeypatch.setattr("moe_jax.loading._patterns.TIME_LIMIT", 0.1)
+    patterns = BoundedPatterns(longest_name=100)
+    patterns.add(".*a.*a.*a.*a!")
+    start = time.process_time()
+    with pytest.raises(ValueError, match="took over 0.1 s"):
+        for _ in range(10_000):
+            patterns.match(".*a.*a.*a.*a!", ["a" * 100])
+    assert time.process_time() - start < 5.0
+
+
+def test_the_slowest_pattern_that_passes_ends_soon():
+    patterns = BoundedPatterns(longest_name=100)
+    pattern = ".*a" * 5 + "!"
+    patterns.add(pattern)
+    start = time.process_time()
+    try:
+        patterns.match(pattern, ["a" * 100])
+    except ValueError as error:
+        assert "took over" in str(error)
+    assert time.process_time() - start < 8.0

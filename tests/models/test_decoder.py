@@ -1,0 +1,173 @@
+"""Logits against transformers in float32, family by family and option by option; cache, padding, positions, errors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from moe_jax.models import _attention
+from moe_jax.models._families import read_family
+from moe_jax.models.qwen3_moe import Qwen3MoeForCausalLM
+from tests.models.cases import CASES, ROPES, VOCAB, assert_logits_close
+
+# Frequencies that change with the length leave earlier keys in the cache as they were, in transformers too.
+STATIC = [name for name in CASES if name not in ("qwen3_dynamic", "qwen3_longrope")]
+
+run = jax.jit(lambda model, ids, **inputs: model(ids, **inputs))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(case, prompt, name):
+    """40 tokens: longer than the windows and than what dynamic and longrope switch at."""
+    case, ids = case(name), prompt(2, 40)
+    assert_logits_close(case.model.score(ids), case.torch_logits(ids))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_short_prompts_keep_the_original_frequencies(case, prompt, kind):
+    case, ids = case(f"qwen3_{kind}"), prompt(2, 12)
+    assert_logits_close(case.model.score(ids), case.torch_logits(ids))
+
+
+def test_rope_variants_matter(case, prompt):
+    """Each variant changes the logits, so that agreement above says something about it."""
+    ids = prompt(1, 40)
+    plain = case("qwen3_linear").torch_logits(ids)
+    for kind in ROPES.keys() - {"linear"}:
+        assert np.abs(case(f"qwen3_{kind}").torch_logits(ids) - plain).max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["mixtral_tied_window", "qwen3_dense_bias", "qwen3_yarn"])
+def test_decode_agrees_with_prefill(case, prompt, name):
+    assert name in STATIC
+    model, ids = case(name).model, prompt(2, 40)
+    whole = np.asarray(model.score(ids))[:, :20]
+    cache = model.init_cache(2, 24)
+    logits, cache = run(model, ids[:, :7], cache=cache)
+    parts = [logits]
+    for t in range(7, 20):
+        logits, cache = run(model, ids[:, t : t + 1], cache=cache)
+        parts.append(logits)
+    assert int(cache.length) == 20 and cache.num_slots == 24
+    assert_logits_close(np.concatenate(parts, axis=1), whole)
+
+
+def test_plain_call_is_score(case, prompt):
+    model, ids = case("qwen3_yarn").model, prompt(2, 40)
+    assert_logits_close(run(model, ids), np.asarray(model.score(ids)))
+
+
+@pytest.mark.parametrize("name", ["mixtral_tied_window", "qwen3_dynamic"])
+def test_padding_changes_nothing(case, prompt, name):
+    """Rows padded left, right, and in the middle give what each gives alone."""
+    model, ids = case(name).model, prompt(2, 60)
+    left, right, middle = np.ones((3, 60), bool)
+    left[:24], right[35:], middle[20:43] = False, False, False
+    for mask in (np.stack([left, right]), np.stack([right, middle])):
+        together = np.asarray(model.score(np.where(mask, ids, -100), mask))
+        for row in range(2):
+            alone = np.asarray(model.score(np.tile(ids[row][mask[row]], (2, 1))))[0]
+            assert_logits_close(together[row][mask[row]], alone)
+
+
+def test_padding_in_the_cache(case, prompt):
+    """A left-padded and a right-padded row go on as if they were alone."""
+    model, ids = case("mixtral_tied_window").model, prompt(2, 44)
+    mask = np.ones((2, 40), bool)
+    mask[0, :3], mask[1, 35:] = False, False
+    _, cache = run(model, ids[:, :40], attention_mask=mask, cache=model.init_cache(2, 44))
+    np.testing.assert_array_equal(cache.num_tokens, [37, 35])
+    together, _ = run(model, ids[:, 40:], cache=cache)
+    for row in range(2):
+        alone = np.concatenate([ids[row, :40][mask[row]], ids[row, 40:]])
+        assert_logits_close(together[row], np.asarray(model.score(np.tile(alone, (2, 1))))[0, -4:])
+
+
+def test_explicit_positions(case, prompt):
+    case, ids = case("qwen3_yarn"), prompt(2, 10)
+    positions = np.array([np.arange(10) * 3, np.arange(10) + 20])
+    expected = case.torch_logits(ids, position_ids=torch.tensor(positions))
+    assert_logits_close(run(case.model, ids, positions=positions), expected)
+
+
+def test_long_prefill_in_blocks(case, prompt, monkeypatch):
+    """Blocks of queries, the last one ragged, see what all queries at once see."""
+    model, ids = case("qwen3_tied_window").model, prompt(2, 43)
+    mask = np.ones((2, 43), bool)
+    mask[1, :4] = False
+    expected = np.asarray(model.score(ids, mask))
+    monkeypatch.setattr(_attention, "QUERY_BLOCK", 5)
+    blocks = jax.jit(lambda model, ids, mask: model(ids, attention_mask=mask))  # traced anew, with the small block
+    actual = np.asarray(blocks(model, ids, mask))
+    assert_logits_close(actual[mask], expected[mask])
+
+
+def test_batch_rows_are_independent(case, prompt):
+    model, ids = case("qwen3_dynamic").model, prompt(2, 40)
+    assert_logits_close(model.score(ids)[1], np.asarray(model.score(ids[[1, 1]]))[0])
+
+
+def test_random_initialisation(case, prompt):
+    """A model built with rngs runs, in bfloat16, and has the parameters of a loaded one."""
+    loaded = case("qwen3_linear").model
+    model = Qwen3MoeForCausalLM(loaded.config, rngs=nnx.Rngs(0))
+    logits = model.score(prompt(2, 40))
+    assert logits.dtype == jnp.float32 and bool(jnp.isfinite(logits).all())
+    shapes = [jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(m))) for m in (model, loaded)]
+    assert shapes[0] == shapes[1]
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_abstract_model_says_so(case, prompt):
+    model = Qwen3MoeForCausalLM(case("qwen3").model.config)
+    with pytest.raises(ValueError, match="no weights yet"):
+        model.score(prompt(1, 4))
+
+
+def test_id_outside_the_vocabulary_is_not_another_token(case):
+    rows = case("qwen3").model.embed_tokens(jnp.array([[VOCAB, 3]]))
+    assert bool(jnp.isnan(rows[0, 0]).all()) and bool(jnp.isfinite(rows[0, 1]).all())
+
+
+@pytest.mark.parametrize(
+    "ids, inputs, words",
+    [
+        (np.zeros((2, 4), np.int32), dict(positions=np.zeros((2, 3), np.int32)), r"positions has shape \(2, 3\)"),
+        (np.zeros((2, 4), np.int32), dict(attention_mask=np.ones((1, 4))), r"attention_mask has shape \(1, 4\)"),
+        (np.zeros((2, 0), np.int32), {}, "no tokens"),
+        (np.zeros((1, 65), np.int32), {}, "max_seq_len=64"),
+    ],
+)
+def test_call_errors(case, ids, inputs, words):
+    with pytest.raises(ValueError, match=words):
+        case("qwen3").model(ids, **inputs)
+
+
+def test_cache_errors(case, prompt):
+    model = case("qwen3_yarn").model
+    with pytest.raises(ValueError, match="max_len=65"):
+        model.init_cache(1, 65)
+    with pytest.raises(ValueError, match="3 rows"):
+        model(prompt(2, 4), cache=model.init_cache(3, 8))
+    used = dataclasses.replace(model.init_cache(2, 8), length=jnp.int32(6))
+    with pytest.raises(ValueError, match="8 slots, 6 used; 3 more"):
+        model(prompt(2, 3), cache=used)
+
+
+@pytest.mark.parametrize("length", [0, 65])
+def test_max_seq_len_errors(case, length):
+    with pytest.raises(ValueError, match="expected 1 to 64"):
+        Qwen3MoeForCausalLM(case("qwen3").model.config, max_seq_len=length)
+
+
+def test_families_have_one_shape():
+    """What a family file must define, so that adding one stays one file."""
+    from moe_jax.models._families import FAMILIES
+
+    for model_type, family in FAMILIES.items():
+        assert model_type == family.model_type and family.architecture == family.__name__
+        assert family.moe_module in ("mlp", "block_sparse_moe") and callable(family.read_config) and read_family

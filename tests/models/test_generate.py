@@ -1,0 +1,135 @@
+"""generate against transformers' greedy search; end tokens, padding, sampling, and what is compiled when."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import moe_jax
+from moe_jax.models import generate
+from moe_jax.models._compiled import bucket
+from moe_jax.models._decoder import CausalLM
+from tests.models.cases import VOCAB
+
+
+def torch_greedy(case, ids, n, **options):
+    with torch.no_grad():
+        out = case.torch_model.generate(
+            torch.tensor(ids),
+            attention_mask=torch.ones(ids.shape, dtype=torch.long),
+            max_new_tokens=n,
+            do_sample=False,
+            **options,
+        )
+    return out.numpy()
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "mixtral_tied_window", "qwen3_dense_bias", "qwen3_dynamic", "qwen3_longrope"]
+)
+def test_greedy_equals_transformers(case, prompt, name):
+    """Token by token; dynamic and longrope change their frequencies on the way, past 24 and 16 tokens."""
+    case, ids = case(name), prompt(2, 12)
+    actual = generate(case.model, ids, max_new_tokens=20)
+    assert actual.shape == (2, 32) and actual.dtype == np.int32
+    np.testing.assert_array_equal(actual, torch_greedy(case, ids, 20, pad_token_id=0))
+
+
+def test_is_the_public_function():
+    assert moe_jax.generate is generate
+
+
+def test_padded_prompts_equal_single_ones(case, prompt):
+    """One row padded left, one right."""
+    model, ids = case("mixtral_tied_window").model, prompt(2, 12)
+    mask = np.ones((2, 12), bool)
+    mask[0, :5], mask[1, 7:] = False, False
+    together = np.asarray(generate(model, np.where(mask, ids, -1), max_new_tokens=20, attention_mask=mask))
+    np.testing.assert_array_equal(together[:, :12], np.where(mask, ids, -1))
+    for row in range(2):
+        alone = np.asarray(generate(model, np.tile(ids[row][mask[row]], (2, 1)), max_new_tokens=20))
+        np.testing.assert_array_equal(together[row, 12:], alone[0, -20:])
+
+
+def test_end_tokens(case, prompt):
+    """A row ends at its own end token and is filled; the others go on unchanged."""
+    model, ids = case("mixtral").model, prompt(2, 12)
+    free = np.asarray(generate(model, ids, max_new_tokens=20))[:, 12:]
+    stop = int(free[0, 4])
+    ended = np.asarray(generate(model, ids, max_new_tokens=20, eos_token_id=stop))[:, 12:]
+    for before, after in zip(free, ended, strict=True):
+        at = int(np.argmax(before == stop)) if (before == stop).any() else len(before)
+        np.testing.assert_array_equal(after[: at + 1], before[: at + 1])
+        assert (after[at + 1 :] == stop).all()
+    two = np.asarray(generate(model, ids, max_new_tokens=20, eos_token_id=[VOCAB - 1, int(free[0, 2])]))[0, 12:]
+    at = int(np.argmax((free[0] == free[0, 2]) | (free[0] == VOCAB - 1)))
+    np.testing.assert_array_equal(two[: at + 1], free[0, : at + 1])
+    assert (two[at + 1 :] == VOCAB - 1).all()
+
+
+def test_second_call_traces_nothing(case, prompt, monkeypatch):
+    """Same batch and buckets: other prompts, lengths, temperatures and seeds reuse the program; a reload does too."""
+    model, traces = case("qwen3_linear").model, []
+    forward = CausalLM.hidden_states
+    monkeypatch.setattr(CausalLM, "hidden_states", lambda *a, **k: traces.append(1) or forward(*a, **k))
+
+    def count(**options):
+        before = len(traces)
+        generate(model, prompt(2, 20)[:, : options.pop("length", 9)], **(dict(max_new_tokens=6) | options))
+        return len(traces) - before
+
+    assert count() == 2  # prefill and the turn of the loop
+    assert count() == count(length=16) == count(max_new_tokens=16) == count(eos_token_id=[3, 5]) == 0
+    model.reload_weights(case("qwen3_linear").directory)
+    assert count() == 0
+    sampled = dict(temperature=0.7, top_p=0.9, rng=jax.random.key(0))
+    assert count(**sampled) == 2
+    assert count(**dict(sampled, temperature=1.3, top_k=4, rng=jax.random.key(1))) == 0
+
+
+def test_sampling_obeys_top_k(case, prompt):
+    """Each sampled token is among the k likeliest of the model's own distribution, and seeds decide."""
+    model, ids = case("qwen3_linear").model, np.tile(prompt(1, 9), (2, 1))
+    options = dict(max_new_tokens=30, temperature=5.0, top_k=3)
+    out = np.asarray(generate(model, ids, rng=jax.random.key(3), **options))
+    logits = np.asarray(model.score(out))[:, 8:-1]
+    rank = (logits > np.take_along_axis(logits, out[:, 9:, None], axis=2)).sum(axis=2)
+    assert rank.max() < 3 and rank.max() > 0
+    assert len({tuple(row) for row in out}) > 1
+    np.testing.assert_array_equal(out, generate(model, ids, rng=jax.random.key(3), **options))
+    assert not np.array_equal(out, generate(model, ids, rng=jax.random.key(4), **options))
+
+
+def test_no_new_tokens(case):
+    np.testing.assert_array_equal(generate(case("mixtral").model, [[3, 4, 5]], max_new_tokens=0), [[3, 4, 5]])
+
+
+@pytest.mark.parametrize(
+    "ids, options, words",
+    [
+        ([[1, 2]], dict(max_new_tokens=-1), "max_new_tokens=-1"),
+        ([[1, 2]], dict(max_new_tokens=True), "max_new_tokens=True"),
+        ([[1, 2]], dict(temperature=0.5), "needs rng"),
+        ([[1, 2]], dict(max_new_tokens=63), "make 65 tokens, the model takes max_seq_len=64"),
+        ([[1, VOCAB]], {}, rf"input_ids\[0, 1\] is {VOCAB}, expected 0 to {VOCAB - 1}"),
+        ([[1, -1]], {}, r"input_ids\[0, 1\] is -1"),
+        ([1, 2], {}, r"shape \(2,\)"),
+        (np.zeros((0, 3), np.int32), {}, r"shape \(0, 3\)"),
+        ([[1, 2]], dict(attention_mask=[[1]]), r"attention_mask has shape \(1, 1\)"),
+        ([[1, 2], [3, 4]], dict(attention_mask=[[1, 1], [0, 0]]), "row 1 of input_ids without tokens"),
+    ],
+)
+def test_refusals(case, ids, options, words):
+    with pytest.raises(ValueError, match=words):
+        generate(case("mixtral").model, ids, **(dict(max_new_tokens=4) | options))
+
+
+def test_ids_must_be_integers(case):
+    with pytest.raises(TypeError, match="float64"):
+        generate(case("mixtral").model, [[1.0, 2.0]], max_new_tokens=4)
+
+
+def test_buckets():
+    lengths = range(1, 5000)
+    assert all(bucket(n) >= n for n in lengths) and all(bucket(n) <= max(2 * n, 16) for n in lengths)
+    assert sorted({bucket(n) for n in lengths}) == [16, 32, 64, 128, 256, 512, 1024, 2048, 3072, 4096, 5120]

@@ -1,0 +1,78 @@
+"""Compile every Hopper kernel to SASS for an H200, without a GPU, and print what ptxas made of it as JSON lines.
+
+Runs in an environment of its own (``make test-sass``): jax with its CUDA plugin, ptxas, libdevice and nvdisasm, but no
+driver, no cuDNN, no cuBLAS. A compile-only topology made from a text description stands for the machine.
+"""
+
+import collections
+import glob
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 patch: 0 } device_description_str: "NVIDIA H200"
+"""
+
+
+def report(name: str, instruction: str | None, base: str) -> dict:
+    log, ptx, sass = (Path(base + end).read_text() for end in (".ptxas", ".ptx", ".sass_ctrl"))
+    spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    counts = collections.Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]*)", sass))
+    return dict(
+        name=name,
+        instruction=instruction,
+        registers=int(re.search(r"Used (\d+) registers", log).group(1)),
+        spill_bytes=max(map(int, spills.groups())),
+        notes=sorted(set(re.findall(r"\((C\d+)\)", log))),
+        serialized="serialized" in log,
+        wgmma=sorted(set(re.findall(r"wgmma.mma_async.sync.aligned.(m64n\d+k\d+\.\w+\.\w+\.\w+)", ptx))),
+        register_limits=[int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32 (\d+)", ptx)],
+        threads=int(re.search(r"\.maxntid (\d+)", ptx).group(1)),
+        sass={op: counts[op] for op in ("HGMMA", "QGMMA", "IGMMA", "USETMAXREG", "LDL", "STL") if counts[op]},
+    )
+
+
+def main() -> None:
+    dump = tempfile.mkdtemp(prefix="sass_")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin complains about cuDNN otherwise
+    os.environ["MOSAIC_GPU_DUMP_TO"] = dump
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    # Behind the settings above, which are read at import.
+    import jax
+    from jax.experimental import topologies
+    from kernel_cases import all_cases
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    seen: set[str] = set()
+    for case in all_cases():
+        arguments = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in case.shapes]
+        try:
+            jax.jit(case.function).lower(*arguments).compile()
+            new = sorted(set(glob.glob(f"{dump}/*.ptxas")) - seen)
+            seen.update(new)
+            found = [report(case.name, case.instruction, path.removesuffix(".ptxas")) for path in new]
+            print(json.dumps(found[0] if len(found) == 1 else dict(name=case.name, error=f"{len(found)} kernels")))
+        except Exception as error:
+            print(json.dumps(dict(name=case.name, error=f"{type(error).__name__}: {str(error)[:500]}")))
+        sys.stdout.flush()
+        for big in glob.glob(f"{dump}/*mlir-passes.log"):
+            os.remove(big)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What ptxas makes of every Hopper kernel: no spills, the matrix instruction meant, nothing serialized.
+
+Needs the CUDA compiler's environment, which ``make test-sass`` makes; MOE_JAX_SASS_PYTHON names its interpreter.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+PYTHON = os.environ.get("MOE_JAX_SASS_PYTHON", str(HERE.parents[2] / ".venv-sass/bin/python"))
+# ptxas notes that cost nothing: C7519, an arrive it placed itself in front of a wgmma.
+HARMLESS = {"C7519"}
+REGISTERS = 65_536
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    if not Path(PYTHON).exists():
+        pytest.skip(f"{PYTHON} does not exist; `make test-sass` makes it")
+    run = subprocess.run([PYTHON, HERE / "compile_kernels.py"], capture_output=True, text=True, timeout=1500)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert len(found) > 100
+    return found
+
+
+def failing(kernels, is_wrong):
+    return [k for k in kernels if is_wrong(k)]
+
+
+def test_all_compile(kernels):
+    assert not failing(kernels, lambda k: "error" in k)
+
+
+def test_no_spills(kernels):
+    assert not failing(kernels, lambda k: k["spill_bytes"] or {"LDL", "STL"} & k["sass"].keys())
+
+
+def test_nothing_is_serialized_or_ignored(kernels):
+    assert not failing(kernels, lambda k: k["serialized"] or set(k["notes"]) - HARMLESS)
+
+
+def test_the_matrix_instruction_is_the_one_meant(kernels):
+    def is_wrong(k):
+        used = {"HGMMA", "QGMMA", "IGMMA"} & k["sass"].keys()
+        return used != ({k["instruction"]} if k["instruction"] else set())
+
+    assert not failing(kernels, is_wrong)
+
+
+def test_register_budgets_fit_the_entry_allocation(kernels):
+    def is_wrong(k):
+        if not k["register_limits"]:
+            return k["registers"] * k["threads"] > REGISTERS
+        # Every consumer warpgroup asks for the larger number, the producer for the smaller; a sum above what the
+        # block entered with would never return.
+        warpgroups = k["threads"] // 128
+        wanted = max(k["register_limits"]) * (warpgroups - 1) + min(k["register_limits"])
+        return wanted > k["registers"] * warpgroups or not k["sass"].get("USETMAXREG")
+
+    assert not failing(kernels, is_wrong)

@@ -1,0 +1,264 @@
+"""grouped_gemm: the reference against NumPy float64, refusals, configurations, and lowering for CUDA without a GPU.
+
+Layout contract: see gemm_problem.py. The numerics of the Hopper kernel are in test_grouped_gemm_gpu.py.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gemm_problem import KINDS, ROUTINGS, dequantized, gemm_tolerance, make_problem
+from helpers import Tolerance, assert_rows_close
+from kernel_cases import GEMMS, gemm, gemm_case
+
+from pallas_kernels.common.activations import Activation
+from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, choose_config, config_error, grouped_gemm
+from pallas_kernels.grouped_gemm.api import _describe
+from pallas_kernels.grouped_gemm.config import shared_memory
+from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
+
+SILU = Activation("silu")
+OAI = Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)
+H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+
+run_reference = jax.jit(
+    lambda args, kwargs, static: grouped_gemm(*args, **kwargs, **dict(static), implementation="reference"),
+    static_argnums=2,
+)
+
+
+def reference(problem):
+    static = tuple((k, v) for k, v in problem.kwargs.items() if not isinstance(v, jax.Array))
+    arrays = {k: v for k, v in problem.kwargs.items() if isinstance(v, jax.Array)}
+    return run_reference(problem.args, arrays, static)
+
+
+def assert_close(problem, out, tol):
+    own = problem.row_expert >= 0
+    assert_rows_close(np.asarray(out)[own], problem.expected[own], tol, experts=problem.row_expert[own])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_against_float64(kind):
+    problem = make_problem(kind, ROUTINGS["ragged"], k=160, n=136)
+    assert_close(problem, reference(problem), gemm_tolerance(kind, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_reference_routings(routing):
+    problem = make_problem("fp8_row", ROUTINGS[routing], k=128, n=64, out_dtype=jnp.float32)
+    assert_close(problem, reference(problem), gemm_tolerance("fp8_row", jnp.float32))
+
+
+@pytest.mark.parametrize("activation", [SILU, OAI, Activation("swiglustep", limit=1.0), Activation("gelu_tanh")])
+def test_reference_gated(activation):
+    problem = make_problem(
+        "fp8_block", [9, 0, 70], k=192, n=160, halves=2, activation=activation, bias="float32", out_dtype=jnp.float32
+    )
+    assert_close(problem, reference(problem), gemm_tolerance("fp8_block", jnp.float32))
+
+
+def test_reference_requantized():
+    common = dict(k=128, n=192, halves=2, activation=SILU)
+    grouped = make_problem("fp8_block", [5, 66], requantize="group", **common)
+    out = reference(grouped)
+    assert out[0].dtype == jnp.float8_e4m3fn and out[1].shape == (2, out[0].shape[0])
+    # Half a step of three mantissa bits.
+    assert_close(grouped, dequantized(out), Tolerance(np.float32, 64.0, 1 / 16))
+    static = make_problem("fp8_tensor", [5, 66], requantize="tensor", **common)
+    scale = float(static.kwargs["out_scale"])
+    codes = np.asarray(reference(static)).astype(np.float64)
+    clipped = dataclasses.replace(static, expected=np.clip(static.expected, -448 * scale, 448 * scale))
+    assert_close(clipped, codes * scale, Tolerance(np.float32, 64.0, 1 / 16))
+
+
+def test_padding_and_tiles_out_of_use_do_not_matter():
+    clean = make_problem("fp8_row", [3, 65], k=64, n=64)
+    dirty = make_problem("fp8_row", [3, 65], k=64, n=64, padding=np.nan)
+    own = clean.row_expert >= 0
+    np.testing.assert_array_equal(np.asarray(reference(clean))[own], np.asarray(reference(dirty))[own])
+
+
+def test_wrong_calls():
+    good = make_problem("fp8_row", [3, 65], k=64, n=64)
+    x, w, tile_expert, num_tiles = good.args
+    x_scale, w_scale = good.kwargs["x_scale"], good.kwargs["w_scale"]
+
+    def call(x=x, w=w, tile_expert=tile_expert, num_tiles=num_tiles, **kwargs):
+        return jax.eval_shape(lambda *a: grouped_gemm(*a, **kwargs), x, w, tile_expert, num_tiles)
+
+    with pytest.raises(ValueError, match=r"w has K=64"):
+        call(x=x[:, :32])
+    with pytest.raises(TypeError, match="both operands have one dtype"):
+        call(x=x.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"needs \(E, 2, N, K\)"):
+        call(activation=SILU)
+    with pytest.raises(ValueError, match=r"no activation needs \(E, 1, N, K\)"):
+        call(w=jnp.stack([w, w], 1))
+    with pytest.raises(ValueError, match="tile_expert has shape"):
+        call(tile_expert=jnp.zeros(7, jnp.int32))
+    with pytest.raises(TypeError, match="num_tiles is int8"):
+        call(num_tiles=jnp.int8(1))
+    with pytest.raises(ValueError, match=r"x_scale has shape \(3,\), expected one of \(\) \(tensor\)"):
+        call(x_scale=jnp.ones(3))
+    with pytest.raises(TypeError, match="w_scale is bfloat16, expected float32"):
+        call(w_scale=w_scale.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="bias has shape"):
+        call(bias=jnp.ones(64))
+    with pytest.raises(ValueError, match="out_scale is given exactly when"):
+        call(requantize="tensor")
+    with pytest.raises(ValueError, match="implementation 'triton' of grouped_gemm is not one of"):
+        call(implementation="triton")
+    with pytest.raises(NotImplementedError, match="mosaic: needs a Hopper GPU"):
+        call(x_scale=x_scale, w_scale=w_scale, implementation="mosaic")
+    with pytest.raises(ValueError, match="tiles of 64 rows"):
+        call(implementation="mosaic", config=GemmConfig(128, 64, 2))
+
+
+# The Hopper kernel, without a GPU.
+
+DESC = GemmDesc(rows=1024, n=512, k=512, num_experts=4, dtype="float8_e4m3fn")
+ROW = dict(lhs_scale="row", rhs_scale="channel")
+BLOCK = dict(lhs_scale="group", rhs_scale="block")
+
+
+def lower(name, desc, config):
+    """Lower one kernel for CUDA; returns the text."""
+    case = gemm_case(name, desc, config)
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in case.shapes]
+    return jax.jit(case.function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("name", GEMMS)
+def test_lowers_for_cuda(name, block_m):
+    desc = gemm(name)
+    config = next(candidates(desc, block_m, 132))
+    assert lower(name, desc, config).count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_candidates_are_valid_and_deepest(name):
+    desc = gemm(name)
+    for block_m in (64, 128):
+        found = list(candidates(desc, block_m, 132))
+        assert found
+        for config in found:
+            assert config_error(desc, config) is None
+            deeper = dataclasses.replace(config, num_stages=config.num_stages + 1)
+            assert config.num_stages == 8 or "shared memory" in config_error(desc, deeper)
+
+
+def test_narrow_candidates_lower():
+    for name in ("fp8 row gated", "fp8 block gated", "bf16"):
+        desc = gemm(name)
+        *_, narrow = candidates(desc, 64, 132)
+        assert narrow.block_n == 64
+        assert lower(name, desc, narrow).count("mosaic_gpu_v2") == 1
+
+
+def test_shared_memory_is_not_underestimated():
+    # Mosaic refuses a kernel that needs more than a block has; ours says so first.
+    desc = gemm("fp8 row")
+    config = GemmConfig(128, 256, 4)
+    assert config_error(desc, config) is None
+    over = dataclasses.replace(config, num_stages=5)
+    assert "shared memory" in config_error(desc, over)
+    assert shared_memory(desc, over) > 232_448
+    with pytest.raises(ValueError, match="exceeds available shared memory"):
+        lower("fp8 row", desc, over)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "match"),
+    [
+        (dict(dtype="float32"), {}, "no Hopper matrix instruction"),
+        (dict(k=520), {}, "multiple of 32 bytes"),
+        (dict(n=500), {}, "N of 8"),
+        (dict(lhs_scale="group"), {}, "1x128 goes with 128x128"),
+        (dict(dtype="int8", **BLOCK), {}, "only float8_e4m3fn is promoted"),
+        (dict(activation=Activation("gelu"), halves=2), {}, "erf has no layout rule"),
+        (dict(rows=1000), {}, "not a multiple of block_m"),
+        ({}, dict(block_m=32), "64 or 128"),
+        ({}, dict(block_n=512), "at most 256 weight rows"),
+        (BLOCK, dict(block_n=96), "tile's blocks are whole"),
+        (dict(requantize="group", **ROW), dict(block_n=64), "one group per tile"),
+        ({}, dict(num_stages=1), "at least 2"),
+        ({}, dict(row_chunk=16), "needs tile_rows"),
+        (dict(has_tile_rows=True), dict(row_chunk=12), "8, 16, 32 or 64"),
+    ],
+)
+def test_config_error(change, config, match):
+    desc = dataclasses.replace(DESC, **change)
+    reason = config_error(desc, dataclasses.replace(GemmConfig(128, 128, 3), **config))
+    assert reason is not None and match in reason
+
+
+def test_choice_of_width():
+    assert choose_config(gemm("fp8 row"), 128, 132).block_n == 64  # 8 row tiles: narrow tiles reach more blocks
+    prefill = dataclasses.replace(gemm("fp8 row"), rows=1 << 16)
+    assert choose_config(prefill, 128, 132) == GemmConfig(128, 256, 4)
+    assert choose_config(gemm("fp8 block gated, requantized"), 64, 132).block_n == 128
+    with pytest.raises(NotImplementedError, match="no Hopper matrix instruction"):
+        choose_config(dataclasses.replace(DESC, dtype="float32"), 64, 132)
+
+
+def test_whole_call_lowers_and_names_the_device():
+    problem = make_problem(
+        "fp8_block", [70, 3], k=256, n=256, block_m=128, halves=2, activation=SILU, requantize="group"
+    )
+    arrays = {k: v for k, v in problem.kwargs.items() if isinstance(v, jax.Array)}
+
+    def call(args, arrays):
+        return grouped_gemm(*args, **arrays, activation=SILU, requantize="group", implementation="mosaic")
+
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H200)):
+        text = jax.jit(call).trace(problem.args, arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1
+
+
+def test_description_of_a_call():
+    problem = make_problem("int8_row", [3], k=64, n=64, halves=2, activation=OAI, bias="bfloat16", with_tile_rows=True)
+    k = problem.kwargs
+    desc, operands = _describe(
+        *problem.args,
+        k["x_scale"],
+        k["w_scale"],
+        k["bias"],
+        OAI,
+        jnp.float16,
+        "none",
+        None,
+        k["tile_rows"],
+    )
+    assert desc == GemmDesc(
+        rows=192,
+        n=64,
+        k=64,
+        num_experts=1,
+        dtype="int8",
+        out_dtype="float16",
+        halves=2,
+        bias_dtype="bfloat16",
+        activation=OAI,
+        has_tile_rows=True,
+        **ROW,
+    )
+    assert operands["w"].shape == (1, 2, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("row_tiles", "column_tiles", "band"), [(1, 1, 8), (5, 3, 2), (16, 4, 8), (19, 7, 8), (3, 5, 8)]
+)
+def test_schedule_visits_every_tile_once(row_tiles, column_tiles, band):
+    total, blocks = row_tiles * column_tiles, 4
+    linear = jnp.arange(total, dtype=jnp.int32)
+    m, n = jax.vmap(lambda i: tile_index(i, jnp.int32(row_tiles), column_tiles, band))(linear)
+    assert sorted(zip(np.asarray(m).tolist(), np.asarray(n).tolist(), strict=True)) == [
+        (i, j) for i in range(row_tiles) for j in range(column_tiles)
+    ]
+    assert np.all(np.diff(np.asarray(m) // band) >= 0)
+    counts = [int(tiles_of_block(jnp.int32(b), jnp.int32(total), blocks)) for b in range(blocks)]
+    assert counts == [len(range(b, total, blocks)) for b in range(blocks)]

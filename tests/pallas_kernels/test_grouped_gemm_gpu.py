@@ -1,0 +1,132 @@
+"""The Hopper grouped GEMM against NumPy float64, on a GPU: every row of every expert, hostile routings, sizes off the
+tile.
+
+Outputs land in memory that held NaN before, so that a cell nobody wrote shows.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gemm_problem import KINDS, ROUTINGS, dequantized, gemm_tolerance, make_problem
+from helpers import Tolerance, assert_rows_close
+
+from pallas_kernels.common.activations import Activation
+from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
+
+pytestmark = pytest.mark.gpu
+
+SILU = Activation("silu")
+OAI = Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)
+
+
+def run(problem, config=None):
+    arrays = {k: v for k, v in problem.kwargs.items() if isinstance(v, jax.Array)}
+    static = {k: v for k, v in problem.kwargs.items() if not isinstance(v, jax.Array)}
+    call = jax.jit(lambda args, arrays: grouped_gemm(*args, **arrays, **static, config=config, implementation="mosaic"))
+    call = call.lower(problem.args, arrays).compile()
+    for leaf in jax.tree.leaves(call.out_info):
+        jnp.full(leaf.shape, jnp.nan, leaf.dtype).block_until_ready()
+    return call(problem.args, arrays)
+
+
+def check(problem, out, tol):
+    own = problem.row_expert >= 0
+    assert_rows_close(np.asarray(out)[own], problem.expected[own], tol, experts=problem.row_expert[own])
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain(kind, block_m):
+    problem = make_problem(kind, [3, 200, 0, 129, 1, 64], k=1152, n=768, block_m=block_m)
+    check(problem, run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8_tensor", "fp8_row", "fp8_block", "int8_row"])
+def test_gated_with_bias(kind):
+    problem = make_problem(
+        kind, [70, 0, 130], k=512, n=384, block_m=128, halves=2, activation=SILU, bias="bfloat16", out_dtype=jnp.float32
+    )
+    check(problem, run(problem), gemm_tolerance(kind, jnp.float32, tensor_core=True))
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        OAI,
+        Activation("swiglustep", limit=1.0),
+        Activation("gelu_tanh"),
+        Activation("relu2_no_mul"),
+        Activation("silu_no_mul"),
+    ],
+    ids=lambda a: a.name,
+)
+def test_activations(activation):
+    halves = 2 if activation.is_gated else 1
+    problem = make_problem("bf16", [70, 3], k=256, n=128, halves=halves, activation=activation, out_dtype=jnp.float32)
+    check(problem, run(problem), gemm_tolerance("bf16", jnp.float32, tensor_core=True))
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("n", [512, 2880])
+def test_requantized_by_group(n, block_m):
+    problem = make_problem(
+        "fp8_block", [5, 0, 140], k=384, n=n, block_m=block_m, halves=2, activation=SILU, requantize="group"
+    )
+    out = run(problem)
+    check(problem, dequantized(out), Tolerance(np.float32, 64.0, 1 / 16))
+    own = problem.row_expert >= 0
+    padded = np.pad(np.abs(problem.expected[own]), ((0, 0), (0, -n % 128)))
+    amax = padded.reshape(own.sum(), -1, 128).max(-1)
+    np.testing.assert_allclose(np.asarray(out[1]).T[own], np.maximum(amax, 1e-10) / 448.0, rtol=1e-3)
+
+
+def test_requantized_to_a_given_scale():
+    problem = make_problem("fp8_tensor", [5, 66], k=256, n=256, halves=2, activation=SILU, requantize="tensor")
+    scale = float(problem.kwargs["out_scale"])
+    problem.expected = np.clip(problem.expected, -448 * scale, 448 * scale)
+    check(problem, np.asarray(run(problem)).astype(np.float64) * scale, Tolerance(np.float32, 64.0, 1 / 16))
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("kind", ["fp8_row", "fp8_block", "bf16"])
+def test_routings(kind, routing, block_m):
+    problem = make_problem(kind, ROUTINGS[routing], k=256, n=256, block_m=block_m, padding=np.nan, with_tile_rows=True)
+    check(problem, run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "n"), [("fp8_block", 2880, 2880), ("int8_row", 2880, 2880), ("bf16", 2880, 2880), ("fp8_row", 96, 48)]
+)
+def test_sizes_off_the_tile(kind, k, n):
+    problem = make_problem(kind, [90, 1, 300], k=k, n=n, block_m=128)
+    check(problem, run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
+@pytest.mark.parametrize(
+    "config", [GemmConfig(64, 64, 2), GemmConfig(64, 128, 8, num_sms=5), GemmConfig(64, 256, 3, band=1)], ids=str
+)
+@pytest.mark.parametrize("kind", ["fp8_row", "fp8_block", "f16"])
+def test_configs(kind, config):
+    problem = make_problem(kind, [90, 1, 200], k=640, n=640)
+    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
+def test_many_tiles_a_block_and_long_rings():
+    problem = make_problem("fp8_row", [130, 70, 1, 257] * 4, k=2048, n=1024, block_m=128, halves=2, activation=SILU)
+    check(problem, run(problem), gemm_tolerance("fp8_row", jnp.bfloat16, tensor_core=True))
+
+
+@pytest.mark.parametrize("kind", ["fp8_block", "int8_row", "bf16"])
+def test_bits_repeat_and_rows_are_independent(kind):
+    problem = make_problem(kind, [30, 100, 7], k=512, n=512, halves=2, activation=SILU)
+    own = np.flatnonzero(problem.row_expert >= 0)
+    first, second = (np.asarray(run(problem))[own] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    kept = own[::3]
+    x = np.array(problem.args[0])
+    others = np.setdiff1d(np.arange(len(x)), kept)
+    x[others] = x[np.roll(others, 1)]
+    problem.args = (jnp.asarray(x), *problem.args[1:])
+    np.testing.assert_array_equal(np.asarray(run(problem))[kept], first[::3])

@@ -1,0 +1,59 @@
+"""What ``import moe_jax`` refuses (a JAX outside the tested range) and what it must not load."""
+
+import subprocess
+import sys
+
+import pytest
+
+from moe_jax import _compat
+
+FORBIDDEN = ("torch", "transformers", "compressed_tensors", "safetensors", "matplotlib", "rich", "tqdm", "orbax")
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.10.3", "0.11.0", "0.11.2", "0.11.9.dev20260801+abc"])
+def test_supported_versions(version):
+    assert _compat.version_error("jax", version) is None
+
+
+@pytest.mark.parametrize("version", ["0.10.1", "0.9.9", "0.4.38", "0.12.0", "0.12.0rc1", "0.100.0", "1.0"])
+def test_refused_versions(version):
+    error = _compat.version_error("jax", version)
+    assert error is not None and "\n" not in error
+    assert all(part in error for part in (f"jax {version}", ">= 0.10.2", "< 0.12", "pip install"))
+
+
+@pytest.mark.parametrize("package", ["jax", "jaxlib"])
+def test_import_says_so_in_one_line(package):
+    """Stub modules stand in for the wrong version: they lack everything else, so the check must come first."""
+    versions = {"jax": "0.10.2", "jaxlib": "0.10.2", package: "0.13.1"}
+    stubs = "; ".join(
+        f"sys.modules[{n!r}] = m = types.ModuleType({n!r}); m.__version__ = {v!r}" for n, v in versions.items()
+    )
+    done = run(f"import sys, types; {stubs}; import moe_jax")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ImportError: moe_jax supports {package} >= 0.10.2, < 0.12; found {package} 0.13.1")
+
+
+@pytest.fixture(scope="module")
+def loaded_modules():
+    """Top-level names in sys.modules after ``import flax.nnx`` and after ``import moe_jax``, in fresh processes."""
+
+    def names(statement):
+        done = run(f"import sys; {statement}; print(*sorted({{m.partition('.')[0] for m in sys.modules}}))")
+        assert done.returncode == 0, done.stderr
+        return set(done.stdout.split())
+
+    return names("import flax.nnx"), names("import moe_jax")
+
+
+def test_import_stays_light(loaded_modules):
+    """flax loads rich by itself; beyond what flax brings, moe_jax adds none of the optional worlds."""
+    by_flax, by_moe_jax = loaded_modules
+    assert "jax" in by_moe_jax
+    assert not (by_moe_jax - by_flax) & set(FORBIDDEN)
+    assert not by_moe_jax & {"torch", "transformers", "compressed_tensors", "safetensors", "matplotlib"}

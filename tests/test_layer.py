@@ -1,0 +1,468 @@
+"""FusedMoE and MoEBlock: constructor, transforms of JAX and flax, loading, reload, saving."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import moe_jax
+from moe_jax import checkpointing
+from moe_jax.layer import QuantizedParam
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+E, H, I, K = 6, 32, 24, 2  # noqa: E741
+SCHEMES = ("bf16", "fp8_tensor", "fp8_channel", "fp8_block", "int8_w8a8", "int8_w8a16")
+
+
+def make_layer(scheme="fp8_channel", seed=0, dtype=jnp.float32, **options):
+    return moe_jax.FusedMoE(E, H, I, top_k=K, scheme=scheme, dtype=dtype, rngs=nnx.Rngs(seed), **options)
+
+
+def inputs(tokens=7, seed=1, experts=E):
+    kx, kz = jax.random.split(jax.random.key(seed))
+    return jax.random.normal(kx, (tokens, H), jnp.float32), jax.random.normal(kz, (tokens, experts), jnp.float32)
+
+
+def checkpoint_pairs(seed=0, dtype=jnp.bfloat16, prefix="model.layers.0.mlp.experts."):
+    rng = np.random.default_rng(seed)
+    for expert in range(E):
+        for name, shape in (("gate_proj", (I, H)), ("up_proj", (I, H)), ("down_proj", (H, I))):
+            value = rng.standard_normal(shape).astype(np.float32) * shape[1] ** -0.5
+            yield f"{prefix}{expert}.{name}.weight", value.astype(dtype)
+
+
+call = jax.jit(lambda layer, x, z: layer(x, z))
+
+
+# -- forward ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_forward_is_the_functional_core(scheme):
+    layer = make_layer(scheme)
+    x, z = inputs(12)
+    expected = moe_jax.fused_moe(x, z, layer.weights.get_value(), layer.config)
+    y = layer(x.reshape(3, 4, H), z.reshape(3, 4, E))
+    assert y.shape == (3, 4, H) and y.dtype == x.dtype
+    np.testing.assert_array_equal(y.reshape(12, H), expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_output_has_the_dtype_of_x(dtype):
+    x, z = inputs()
+    assert make_layer(dtype=dtype)(x.astype(dtype), z).dtype == dtype
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens(tokens):
+    x, z = inputs(tokens)
+    assert call(make_layer(), x, z).shape == (tokens, H)
+
+
+def test_masked_tokens_return_zero_and_change_nothing():
+    layer, (x, z) = make_layer(shared_experts=lambda t: t), inputs()
+    mask = jnp.array([True, False, True, True, False, False, True])
+    y, stats = layer(x.at[1].set(jnp.nan), z, token_mask=mask, return_stats=True)
+    np.testing.assert_array_equal(y[~mask], 0.0)
+    np.testing.assert_array_equal(y[mask], layer(x, z)[mask])
+    assert int(stats.load.sum()) == K * int(mask.sum())
+
+
+def test_mask_must_be_bool_and_keeps_nan_out_of_gradients():
+    layer, (x, z) = make_layer(), inputs()
+    with pytest.raises(ValueError, match="token_mask is int32"):
+        layer(x, z, token_mask=jnp.arange(7))
+    mask = jnp.arange(7) != 4
+
+    def loss(matrix):
+        block = moe_jax.MoEBlock(layer, router=lambda t: t @ matrix, shared_experts=lambda t: t * matrix.sum())
+        return block(x.at[4].set(jnp.nan), token_mask=mask).sum()
+
+    gradient = jax.grad(loss)(jnp.ones((H, E)) / H)
+    assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
+
+
+def test_shared_experts_and_gate_see_the_untransformed_input():
+    x, z = inputs()
+    routed = make_layer()(2 * x, z)
+    layer = make_layer(
+        shared_experts=lambda t: 3 * t,
+        shared_expert_gate=lambda t: t[:, :1],
+        routed_input_transform=lambda t: 2 * t,
+        routed_output_transform=lambda t: 5 * t,
+    )
+    np.testing.assert_allclose(layer(x, z), 5 * routed + jax.nn.sigmoid(x[:, :1]) * 3 * x, rtol=1e-5, atol=1e-5)
+
+
+def test_scale_on_output_equals_scale_on_weights():
+    x, z = inputs()
+    on_weights = make_layer(routed_scaling_factor=2.5)(x, z)
+    on_output = make_layer(routed_scaling_factor=2.5, apply_routed_scale_to_output=True)(x, z)
+    np.testing.assert_allclose(on_weights, on_output, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(on_weights, 2.5 * make_layer()(x, z), rtol=1e-5, atol=1e-6)
+
+
+def test_own_router():
+    layer = make_layer(router=lambda t: t[..., :E])
+    x, _ = inputs()
+    np.testing.assert_array_equal(layer(x), layer(x, x[:, :E]))
+
+
+def test_block_routes_and_adds_shared_experts():
+    x, _ = inputs()
+    experts = make_layer()
+    block = moe_jax.MoEBlock(experts, router=lambda t: t[..., :E], shared_experts=lambda t: t)
+    np.testing.assert_allclose(block(x), experts(x, x[:, :E]) + x, rtol=1e-6)
+
+
+def test_zero_experts_return_their_input():
+    layer = make_layer(zero_expert_type="identity", e_score_correction_bias=jnp.zeros(E + 2))
+    x, _ = inputs()
+    z = jnp.full((7, E + 2), -9.0).at[:, E:].set(3.0)  # both picks are zero experts
+    np.testing.assert_allclose(layer(x, z), x, rtol=1e-5)
+
+
+def test_hash_routing_takes_ids_from_the_table():
+    table = jnp.array([[0, 3], [5, 1], [2, 4]])
+    layer = make_layer(scoring_func="sqrtsoftplus", hash_indices_table=table)
+    x, z = inputs()
+    token_ids = jnp.array([2, 0, 1, 1, 0, 2, 2])
+    _, stats = layer(x, z, token_ids=token_ids, return_stats=True)
+    np.testing.assert_array_equal(stats.topk_ids, table[token_ids])
+    with pytest.raises(ValueError, match="token_ids"):
+        layer(x, z)
+
+
+def test_gemma4_preset_scales_by_expert():
+    x, z = inputs()
+    plain = make_layer(custom_routing_function="gemma4", per_expert_scale=jnp.ones(E))(x, z)
+    doubled = make_layer(custom_routing_function="gemma4", per_expert_scale=jnp.full(E, 2.0))(x, z)
+    np.testing.assert_allclose(doubled, 2 * plain, rtol=1e-5, atol=1e-6)
+
+
+def test_unquantized_weights_and_biases_have_param_dtype():
+    weights = make_layer("bf16", has_bias=True, param_dtype=jnp.float16).weights.get_value()
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(jnp.float16)}
+    quantized = make_layer("fp8_block", has_bias=True, param_dtype=jnp.float32).weights.get_value()
+    assert quantized.w13_bias.dtype == jnp.float32 and quantized.w13.data.dtype == jnp.float8_e4m3fn
+
+
+# -- constructor ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        (dict(scheme="fp9"), ValueError, "fp8_channel"),
+        (dict(activation="swoosh"), ValueError, "silu"),
+        (dict(scoring_func="cosine"), ValueError, "sigmoid"),
+        (dict(use_grouped_topk=True), ValueError, "num_expert_group"),
+        (dict(num_redundant_experts=2), ValueError, "enable_eplb"),
+        (dict(enable_eplb=True), NotImplementedError, "enable_eplb"),
+        (dict(mesh=object()), NotImplementedError, "mesh"),
+        (dict(expert_axis="x"), NotImplementedError, "expert_axis"),
+        (dict(placement="round_robin"), NotImplementedError, "round_robin"),
+        (dict(placement="zigzag"), ValueError, "linear"),
+        (dict(shared_expert_gate=lambda t: t), ValueError, "shared_experts"),
+        (dict(apply_router_weight_on_input=True), ValueError, "top_k"),
+        (dict(implementation="fpga"), ValueError, "reference"),
+        (dict(dtype=jnp.int8), ValueError, "dtype"),
+        (dict(e_score_correction_bias=jnp.zeros(3)), ValueError, "e_score_correction_bias"),
+        (dict(per_expert_scale=jnp.ones(E)), ValueError, "gemma4"),
+        (dict(e_score_correction_bias=jnp.full(E, jnp.nan)), ValueError, "NaN"),
+        (dict(e_score_correction_bias=jnp.zeros(E + 1)), ValueError, "e_score_correction_bias"),
+        (dict(tensor_axis="x"), NotImplementedError, "tensor_axis"),
+        (dict(data_axis="x"), NotImplementedError, "data_axis"),
+        (dict(sequence_axis="x"), NotImplementedError, "sequence_axis"),
+        (dict(top_k=E + 1), ValueError, "top_k=7 exceeds"),
+        (dict(swiglu_alpha=2.0), ValueError, "swiglu_alpha"),
+        (dict(hash_indices_table=jnp.zeros((10, 3), jnp.int32)), ValueError, "hash_indices_table"),
+    ],
+)
+def test_constructor_refuses(options, error, match):
+    with pytest.raises(error, match=match) as caught:
+        moe_jax.FusedMoE(E, H, I, **{"top_k": K, **options})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [(0, H, I), (E, 0, I), (E, H, -1)])
+def test_constructor_refuses_sizes(sizes):
+    with pytest.raises(ValueError, match="expected"):
+        moe_jax.FusedMoE(*sizes, top_k=1)
+
+
+def test_repr_and_explain():
+    layer = make_layer(name="model.layers.3.mlp.experts")
+    assert "fp8_channel" in repr(layer) and "model.layers.3" in repr(layer)
+    text = layer.explain(4)
+    assert "xla" in text and "weights version: 0" in text
+
+
+def test_call_errors_name_shapes():
+    layer, (x, z) = make_layer(), inputs()
+    with pytest.raises(ValueError, match=r"router_logits has shape \(3, 6\)"):
+        layer(x, z[:3])
+    with pytest.raises(ValueError, match=r"x has shape \(7, 31\)"):
+        layer(x[:, 1:], z)
+    with pytest.raises(ValueError, match="owns no router"):
+        layer(x)
+    with pytest.raises(ValueError, match="token_mask"):
+        layer(x, z, token_mask=jnp.ones(3, bool))
+
+
+# -- transforms -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_few_leaves_and_own_variable_type(scheme):
+    layer = make_layer(scheme)
+    assert len(jax.tree.leaves(nnx.state(layer))) <= 5
+    params, rest = nnx.state(layer, QuantizedParam, ...)
+    assert len(jax.tree.leaves(params)) == (2 if scheme == "bf16" else 4) and len(jax.tree.leaves(rest)) == 1
+
+
+def test_abstract_layer_holds_no_memory_and_traces():
+    layer = moe_jax.FusedMoE(E, H, I, top_k=K, scheme="int8_w8a8")
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(layer.weights.get_value()))
+    x, z = inputs()
+    assert jax.eval_shape(lambda layer, x, z: layer(x, z), layer, x, z).shape == (7, H)
+    with pytest.raises(ValueError, match="load_weights"):
+        layer(x, z)
+
+
+def test_abstract_weights_have_the_shapes_of_real_ones():
+    for scheme in SCHEMES:
+        abstract = moe_jax.FusedMoE(E, H, I, top_k=K, scheme=scheme, has_bias=True).weights.get_value()
+        real = make_layer(scheme, has_bias=True).weights.get_value()
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), abstract) == jax.tree.map(lambda a: (a.shape, a.dtype), real)
+
+
+def test_nnx_eval_shape_and_split_merge():
+    layer, (x, z) = make_layer(), inputs()
+    abstract = nnx.eval_shape(lambda: make_layer())
+    assert abstract.weights.get_value().w13.data.shape == (E, 2, I, H)
+    graphdef, state = nnx.split(layer)
+    run = jax.jit(lambda state, x, z: nnx.merge(graphdef, state)(x, z))
+    np.testing.assert_array_equal(run(state, x, z), call(layer, x, z))
+    np.testing.assert_array_equal(nnx.jit(lambda m, x, z: m(x, z))(layer, x, z), call(layer, x, z))
+
+
+def test_scan_over_layers_with_stats():
+    layers = [make_layer(seed=seed) for seed in range(3)]
+    graphdef, _ = nnx.split(layers[0])
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(nnx.state(layer) for layer in layers))
+    x, z = inputs()
+
+    @jax.jit
+    def run(stacked, x, z):
+        return jax.lax.scan(lambda x, state: nnx.merge(graphdef, state)(x, z, return_stats=True), x, stacked)
+
+    y, stats = run(stacked, x, z)
+    expected = x
+    for layer in layers:
+        expected = layer(expected, z)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    assert stats.load.shape == (3, E) and stats.topk_ids.shape == (3, 7, K)
+    np.testing.assert_array_equal(stats.load.sum(1), 7 * K)
+
+
+def test_stats_under_jit_and_shard_map():
+    layer, (x, z) = make_layer(), inputs(8)
+    expected, stats = jax.jit(lambda layer, x, z: layer(x, z, return_stats=True))(layer, x, z)
+    np.testing.assert_array_equal(stats.load, np.bincount(np.asarray(stats.topk_ids).ravel(), minlength=E))
+    graphdef, state = nnx.split(layer)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+
+    def local(state, x, z):
+        y, stats = nnx.merge(graphdef, state)(x, z, return_stats=True)
+        return y, jax.lax.psum(stats.load, "data")
+
+    sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=(P("data"), P())))
+    y, load = sharded(state, x, z)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(load, stats.load)
+
+
+def test_gradients_match_the_reference_implementation():
+    x, z = inputs()
+    cot = jax.random.normal(jax.random.key(5), x.shape)
+
+    def loss(x, z, layer):
+        return jnp.sum(layer(x, z) * cot)
+
+    grads = {}
+    for name in ("reference", "xla"):
+        layer = make_layer("fp8_channel", implementation=name)
+        grads[name] = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, z, layer)
+    for a, b in zip(grads["xla"], grads["reference"], strict=True):
+        assert np.abs(b).max() > 0
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3 * np.abs(b).max())
+
+
+def test_linen_bridge():
+    from flax.nnx import bridge
+
+    layer, (x, z) = make_layer(), inputs()
+    module = bridge.to_linen(moe_jax.FusedMoE, E, H, I, top_k=K, scheme="fp8_channel", dtype=jnp.float32)
+    variables = module.init(jax.random.key(0), x, z)
+    y = module.apply(variables, x, z)
+    assert y.shape == (7, H) and np.isfinite(y).all()
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(variables)}
+    assert jnp.dtype(jnp.float8_e4m3fn) in dtypes, "parameters must stay quantized in Linen's collections"
+    assert y.dtype == layer(x, z).dtype
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "int8_w8a8"])
+def test_export_round_trip(scheme):
+    layer, (x, z) = make_layer(scheme), inputs()
+    graphdef, state = nnx.split(layer)
+    leaves, treedef = jax.tree.flatten(state)
+
+    def run(leaves, x, z):
+        return nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))(x, z)
+
+    exported = jax.export.export(jax.jit(run))(leaves, x, z)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(again.call(leaves, x, z), call(layer, x, z))
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def abstract_layer(scheme="bf16", **options):
+    return moe_jax.FusedMoE(E, H, I, top_k=K, scheme=scheme, dtype=jnp.float32, **options)
+
+
+def test_load_process_and_idempotence():
+    layer = abstract_layer()
+    used = layer.load_weights(checkpoint_pairs())
+    assert used == {name for name, _ in checkpoint_pairs()}
+    layer.process_weights_after_loading()
+    before = layer.weights.get_value()
+    layer.process_weights_after_loading()
+    assert layer.weights.get_value().w13.data is before.w13.data
+    stored = dict(checkpoint_pairs())
+    for expert in range(E):
+        prefix = f"model.layers.0.mlp.experts.{expert}."
+        np.testing.assert_array_equal(before.w13.data[expert, 0], stored[prefix + "gate_proj.weight"])
+        np.testing.assert_array_equal(before.w13.data[expert, 1], stored[prefix + "up_proj.weight"])
+        np.testing.assert_array_equal(before.w2.data[expert], stored[prefix + "down_proj.weight"])
+
+
+def test_loading_in_several_calls_and_any_order():
+    pairs = list(checkpoint_pairs())
+    np.random.default_rng(0).shuffle(pairs)
+    layer = abstract_layer()
+    layer.load_weights(pairs[:5])
+    with pytest.raises(ValueError, match="missing"):
+        layer.process_weights_after_loading()
+    layer.load_weights(pairs[5:])
+    layer.process_weights_after_loading()
+    whole = abstract_layer()
+    whole.load_weights(checkpoint_pairs())
+    whole.process_weights_after_loading()
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), layer.weights.get_value(), whole.weights.get_value())
+    assert all(jax.tree.leaves(same))
+
+
+def test_processing_without_loading_names_what_is_missing():
+    with pytest.raises(ValueError, match="gate_proj.weight of all 6 experts"):
+        abstract_layer().process_weights_after_loading()
+
+
+def test_second_load_is_refused():
+    layer = make_layer("bf16")
+    with pytest.raises(ValueError, match="reload_weights"):
+        layer.load_weights(checkpoint_pairs())
+
+
+def test_a_failed_load_can_be_repeated():
+    layer, pairs = abstract_layer(), list(checkpoint_pairs())
+    for bad in (pairs[0][1][:, 1:], np.where(np.arange(H) == 3, np.nan, pairs[0][1]).astype(pairs[0][1].dtype)):
+        with pytest.raises(ValueError, match=r"experts\.0\.gate_proj|experts\.5\.down_proj"):
+            layer.load_weights([*pairs[1:], (pairs[0][0], bad)])
+    layer.load_weights([*pairs, pairs[0]])
+    with pytest.raises(ValueError, match="doubled"):
+        layer.process_weights_after_loading()
+    layer.load_weights(pairs)
+    layer.process_weights_after_loading()
+
+
+def test_correction_bias_is_loaded():
+    layer = abstract_layer(e_score_correction_bias=True, scoring_func="sigmoid")
+    bias = np.arange(E, dtype=np.float32)
+    layer.load_weights([*checkpoint_pairs(), ("model.layers.0.mlp.gate.e_score_correction_bias", bias)])
+    layer.process_weights_after_loading()
+    np.testing.assert_array_equal(layer.correction_bias.get_value(), bias)
+    missing = abstract_layer(e_score_correction_bias=True)
+    missing.load_weights(checkpoint_pairs())
+    with pytest.raises(ValueError, match="e_score_correction_bias"):
+        missing.process_weights_after_loading()
+
+
+def test_reload_changes_values_without_recompiling():
+    layer, (x, z) = abstract_layer(), inputs()
+    layer.load_weights(checkpoint_pairs(0))
+    layer.process_weights_after_loading()
+    traces = []
+
+    @jax.jit
+    def run(layer, x, z):
+        traces.append(1)
+        return layer(x, z)
+
+    closure = jax.jit(lambda x, z: layer(x, z))
+    first, frozen = run(layer, x, z), closure(x, z)
+    layer.reload_weights(checkpoint_pairs(1))
+    second = run(layer, x, z)
+    assert len(traces) == 1 and "weights version: 1" in layer.explain(7)
+    fresh = abstract_layer()
+    fresh.load_weights(checkpoint_pairs(1))
+    fresh.process_weights_after_loading()
+    np.testing.assert_array_equal(second, run(fresh, x, z))
+    assert np.abs(np.asarray(second - first)).max() > 0.1
+    # what the documentation warns of: a closure keeps the weights it was compiled with
+    np.testing.assert_array_equal(closure(x, z), frozen)
+
+
+def test_failed_reload_leaves_the_old_weights():
+    layer = abstract_layer()
+    layer.load_weights(checkpoint_pairs())
+    layer.process_weights_after_loading()
+    before = layer.weights.get_value()
+    with pytest.raises(ValueError, match="missing"):
+        layer.reload_weights(list(checkpoint_pairs(1))[:-1])
+    assert layer.weights.get_value().w13.data is before.w13.data and "weights version: 0" in layer.explain(1)
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "int8_w8a16"])
+def test_orbax_round_trip(scheme, tmp_path):
+    layer, (x, z) = make_layer(scheme, has_bias=True), inputs()
+    checkpointing.save(layer, tmp_path / "saved")
+    fresh = abstract_layer(scheme, has_bias=True)
+    checkpointing.restore(fresh, tmp_path / "saved")
+    for a, b in zip(jax.tree.leaves(nnx.state(layer)), jax.tree.leaves(nnx.state(fresh)), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    np.testing.assert_array_equal(call(fresh, x, z), call(layer, x, z))
+
+
+def test_orbax_refuses_another_scheme_and_broken_saves(tmp_path):
+    checkpointing.save(make_layer("fp8_channel"), tmp_path / "saved")
+    for other in ("fp8_tensor", "int8_w8a8"):
+        with pytest.raises(ValueError, match="saved from another module"):
+            checkpointing.restore(abstract_layer(other), tmp_path / "saved")
+    with pytest.raises(ValueError, match="holds a saved module already"):
+        checkpointing.save(make_layer("fp8_channel"), tmp_path / "saved")
+    (tmp_path / "saved" / checkpointing.RECORD_NAME).unlink()
+    with pytest.raises(ValueError, match="no complete save"):
+        checkpointing.restore(abstract_layer("fp8_channel"), tmp_path / "saved")
+    with pytest.raises(ValueError, match="not loaded"):
+        checkpointing.save(abstract_layer(), tmp_path / "empty")

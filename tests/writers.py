@@ -1,0 +1,214 @@
+"""Checkpoints written by the real tools, for tests: transformers saves, compressed-tensors quantizes and decompresses.
+
+transformers 5 holds experts fused, so compressed-tensors has no Linear to act on; we hang the tensors of the saved file
+into a tree of ``torch.nn.Linear`` under their disk names and let compressed-tensors work on that tree.
+"""
+
+import functools
+import json
+from pathlib import Path
+from unittest import mock
+
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.compressors.nvfp4 import base as nvfp4
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from loguru import logger
+from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+logger.disable("compressed_tensors")  # one line per ragged block; ragged blocks are the point here
+
+VOCAB = 96
+SHARED = dict(
+    vocab_size=VOCAB,
+    hidden_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=64,
+    num_experts_per_tok=2,
+)
+# 160 and 192 leave ragged 128 x 128 blocks on both axes
+MODELS = {
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        lambda: Qwen3MoeConfig(
+            **SHARED, num_experts=6, moe_intermediate_size=160, intermediate_size=96, norm_topk_prob=True
+        ),
+    ),
+    "mixtral": (MixtralForCausalLM, lambda: MixtralConfig(**SHARED, num_local_experts=4, intermediate_size=160)),
+}
+IGNORE = {"qwen3_moe": ["re:.*mlp.gate$", "lm_head"], "mixtral": ["re:.*block_sparse_moe.gate$", "lm_head"]}
+
+
+def write_model(family: str, directory: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **config) -> None:
+    """Random weights of the family, with outputs large enough to tell a wrong expert, saved by transformers."""
+    torch.manual_seed(seed)
+    cls, make_config = MODELS[family]
+    settings = make_config()
+    settings.update(config)
+    model = cls(settings).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.to(dtype).save_pretrained(directory)
+
+
+def preset(name: str) -> QuantizationScheme:
+    """A compressed-tensors preset (FP8, FP8_DYNAMIC, FP8_BLOCK, W8A8 ...) applied to every Linear."""
+    return QuantizationScheme(targets=["Linear"], **PRESET_SCHEMES[name])
+
+
+def quantize_with_compressed_tensors(source: Path, target: Path, family: str, scheme: QuantizationScheme) -> Path:
+    """Write ``target`` (compressed) and ``target``-decompressed (what compressed-tensors decompresses, float32).
+
+    Static activation scales are filled per Linear with distinct values that suit unit-variance inputs.
+    Returns the directory of the decompressed model.
+    """
+    tensors = load_file(source / "model.safetensors")
+    tree, rest = _linear_tree({name: value.float() for name, value in tensors.items()})
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=IGNORE[family])
+    apply_quantization_config(tree, config)
+    _calibrate(tree)
+    compressor = ModelCompressor.from_pretrained_model(tree)
+    compressor.compress_model(tree)
+    compressed = {name: value.contiguous() for name, value in tree.state_dict().items()}
+    config_dict = json.loads((source / "config.json").read_text())
+
+    target.mkdir(parents=True)
+    save_file({**{k: tensors[k] for k in rest}, **_keep_dtype(compressed, tensors)}, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps(config_dict))
+    compressor.update_config(str(target))
+
+    # It multiplies FP4 in bfloat16 otherwise, which rounds the product.
+    in_float32 = functools.partial(nvfp4.unpack_fp4_from_uint8, dtype=torch.float32)
+    with mock.patch.object(nvfp4, "unpack_fp4_from_uint8", in_float32):
+        compressor.decompress_model(tree)
+    plain = target.with_name(target.name + "-decompressed")
+    plain.mkdir()
+    state = {name: value.float().contiguous() for name, value in tree.state_dict().items() if name in tensors}
+    save_file(
+        {**{k: v.float() for k, v in rest.items()}, **state}, plain / "model.safetensors", metadata={"format": "pt"}
+    )
+    (plain / "config.json").write_text(json.dumps({**config_dict, "dtype": "float32"}))
+    return plain
+
+
+def _keep_dtype(compressed, originals):
+    """Unquantized Linears keep the file's own dtype; quantization ran in float32."""
+    return {
+        name: originals[name] if name in originals and value.dtype == torch.float32 else value
+        for name, value in compressed.items()
+    }
+
+
+def _linear_tree(tensors):
+    """Nested modules with a Linear for every 2-D ``X.weight`` but embeddings; returns (tree, the remaining tensors)."""
+    tree, rest = torch.nn.Module(), {}
+    for name, value in tensors.items():
+        module_name, _, leaf = name.rpartition(".")
+        if leaf != "weight" or value.ndim != 2 or "embed_tokens" in name:
+            rest[name] = value
+            continue
+        linear = torch.nn.Linear(value.shape[1], value.shape[0], bias=False)
+        linear.weight = torch.nn.Parameter(value.clone(), requires_grad=False)
+        *parents, last = module_name.split(".")
+        node = tree
+        for part in parents:
+            if not hasattr(node, part):
+                node.add_module(part, torch.nn.Module())
+            node = getattr(node, part)
+        node.add_module(last, linear)
+    return tree, rest
+
+
+def _calibrate(tree) -> None:
+    """Min-max weight scales as a writer's observer computes them; static input scales differ from Linear to Linear."""
+    for index, module in enumerate(m for m in tree.modules() if getattr(m, "quantization_scheme", None)):
+        args = module.quantization_scheme.weights
+        low, high = _ranges(module.weight.data, args)
+        global_scale = None
+        if hasattr(module, "weight_global_scale"):
+            global_scale = generate_gparam(low.min(), high.max())
+            module.weight_global_scale.data.copy_(global_scale)
+        scale, zero_point = calculate_qparams(low, high, args, global_scale=global_scale)
+        module.weight_scale.data.copy_(scale.reshape(module.weight_scale.shape))
+        if not args.symmetric:
+            module.weight_zero_point.data.copy_(zero_point.reshape(module.weight_zero_point.shape))
+        if hasattr(module, "input_scale"):
+            module.input_scale.data.fill_(0.008 + 0.0001 * (index % 7))
+        if hasattr(module, "input_global_scale"):
+            module.input_global_scale.data.fill_(448 * 6 / (8 + index % 7))
+
+
+def _ranges(weight, args):
+    strategy = args.strategy
+    if strategy == "tensor":
+        return weight.min().reshape(1), weight.max().reshape(1)
+    if strategy == "channel":
+        return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    if strategy == "block":
+        rows, columns = args.block_structure
+        n, k = weight.shape
+        padded = torch.nn.functional.pad(weight, (0, -k % columns, 0, -n % rows))
+        blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+        return blocks.amin((1, 3)), blocks.amax((1, 3))
+    if strategy in ("group", "tensor_group"):
+        groups = weight.unflatten(-1, (-1, args.group_size))
+        return groups.amin(-1), groups.amax(-1)
+    raise NotImplementedError(strategy)
+
+
+def drop_activation_quantization(directory: Path) -> None:
+    """Make a compressed-tensors checkpoint weight-only by its config alone."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["input_activations"] = None
+    path.write_text(json.dumps(config))
+
+
+def as_native_fp8(source: Path, target: Path) -> None:
+    """Rewrite a compressed-tensors FP8_BLOCK checkpoint in DeepSeek's layout: ``weight_scale_inv``, ``fp8`` config."""
+    tensors = load_file(source / "model.safetensors")
+    target.mkdir(parents=True)
+    renamed = {name.replace("weight_scale", "weight_scale_inv"): value for name, value in tensors.items()}
+    save_file(renamed, target / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    (target / "config.json").write_text(json.dumps(config))
+
+
+def as_fused(source: Path, target: Path) -> None:
+    """Fuse per-expert tensors: ``experts.gate_up_proj (E, 2I, H)``, ``experts.down_proj (E, H, I)``."""
+    tensors = load_file(source / "model.safetensors")
+    groups: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+    fused = {}
+    for name, value in tensors.items():
+        head, found, tail = name.partition(".experts.")
+        if not found:
+            fused[name] = value
+            continue
+        expert, projection, _ = tail.split(".")
+        role = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(projection, projection)
+        groups.setdefault(head, {})[int(expert), role] = value
+    for head, parts in groups.items():
+        count = 1 + max(expert for expert, _ in parts)
+        pairs = [torch.cat([parts[e, "gate_proj"], parts[e, "up_proj"]]) for e in range(count)]
+        fused[f"{head}.experts.gate_up_proj"] = torch.stack(pairs)
+        fused[f"{head}.experts.down_proj"] = torch.stack([parts[e, "down_proj"] for e in range(count)])
+    target.mkdir(parents=True)
+    save_file(fused, target / "model.safetensors")
+    (target / "config.json").write_text((source / "config.json").read_text())
