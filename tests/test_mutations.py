@@ -1,5 +1,6 @@
 """Five hundred damaged checkpoints through the command's entry point: refused in one line, or unchanged to the bit."""
 
+import os
 import resource
 import shutil
 import subprocess
