@@ -44,8 +44,11 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# a module's tests stay in one process: they share fixtures
+WORKERS := -n auto --maxprocesses 4 --dist loadfile
+
 test: lint
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m 'slow and not gpu and not multi_gpu' $(ARGS)
