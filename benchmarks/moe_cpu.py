@@ -163,8 +163,8 @@ def header() -> list[str]:
     model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "unknown CPU")
     return [
         f"# {model}, {THREADS} threads, {_scheduling()}, load average {os.getloadavg()[0]:.1f}, "
-        f"Python {platform.python_version()}, jax {jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"{datetime.datetime.now().isoformat(timespec='minutes')}",
+        f"Python {platform.python_version()}, jax {jax.__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, {datetime.datetime.now().isoformat(timespec='minutes')}",
         f"# E={args.experts} H={args.hidden} I={args.intermediate} top_k={args.top_k} T={args.tokens} with router, "
         f"{args.rounds} rounds",
         f"{'who':14} {'experts':12} {'dtype':9} {'median ms':>9} {'min ms':>8} {'n':>3}  {'max |y - f32|':>13}",
