@@ -20,6 +20,9 @@ from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90, operand_n
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, PermuteDesc, config_error
 from pallas_kernels.quantize_and_permute.config import choose_config as choose_permute
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
+from pallas_kernels.route.config import RouteDesc
+from pallas_kernels.route.config import choose_config as choose_route
+from pallas_kernels.route.kernel_sm90 import route_and_align_sm90, route_sm90
 
 H200_SMS = 132
 Shape = tuple[tuple[int, ...], str]
@@ -140,8 +143,43 @@ def align_cases() -> Iterator[Case]:
         yield Case(f"align {pairs} to {experts}", align_sm90(desc, choose_align(desc)), (((pairs,), "int32"),))
 
 
+ROUTERS = {
+    "softmax 128": dict(num_experts=128, top_k=8),
+    "softmax 8, bf16": dict(num_experts=8, top_k=2, dtype="bfloat16"),
+    "softmax 100, not renormalized, f16": dict(num_experts=100, top_k=4, dtype="float16", renormalize=False),
+    "softmax 512, top 16, masked": dict(num_experts=512, top_k=16, has_mask=True),
+    "sigmoid 32, top 1": dict(num_experts=32, top_k=1, scoring="sigmoid", renormalize=False),
+    "sigmoid 256, bias": dict(num_experts=256, top_k=8, scoring="sigmoid", has_bias=True, scale=2.5),
+    "sigmoid 256, bias, 8 groups": dict(
+        num_experts=256, top_k=8, scoring="sigmoid", has_bias=True, scale=2.5, num_groups=8, groups_kept=4
+    ),
+    "softmax 160, 8 groups": dict(num_experts=160, top_k=6, num_groups=8, groups_kept=3, renormalize=False),
+    "softmax 512, bias, 32 groups": dict(num_experts=512, top_k=16, has_bias=True, num_groups=32, groups_kept=5),
+}
+
+
+def route_cases() -> Iterator[Case]:
+    """Each router alone for many tokens, and aligned in the same launch for as many as that takes."""
+    for name, options in ROUTERS.items():
+        for tokens in (1000, 64):
+            desc = RouteDesc(
+                **{"num_tokens": tokens, "dtype": "float32", "scoring": "softmax", "renormalize": True} | options
+            )
+            config = choose_route(desc, in_one_block=tokens == 64)
+            shapes: list[Shape] = [((tokens * desc.num_experts,), desc.dtype)]
+            shapes += [((desc.num_experts,), "float32")] if desc.has_bias else []
+            shapes += [((tokens,), "int32")] if desc.has_mask else []
+            if tokens == 64:
+                pairs = tokens * desc.top_k
+                tiles = AlignDesc(pairs, desc.num_experts, 64, row_capacity(pairs, desc.num_experts, 64))
+                yield Case(f"route_and_align {name}", route_and_align_sm90(desc, config, tiles), tuple(shapes))
+            else:
+                yield Case(f"route {name}", route_sm90(desc, config), tuple(shapes))
+
+
 def all_cases() -> Iterator[Case]:
     yield from gemm_cases()
     yield from permute_cases()
     yield from combine_cases()
     yield from align_cases()
+    yield from route_cases()

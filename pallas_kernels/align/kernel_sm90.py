@@ -28,21 +28,32 @@ OUTPUTS = ("row_of", "group_sizes", "tile_expert", "tile_rows", "num_tiles")
 
 def align_sm90(desc: AlignDesc, config: AlignConfig) -> Callable[[Any], list[Any]]:
     """The kernel: ids (P,) int32 -> ``OUTPUTS``, flat. config must pass config_error."""
-    lengths = (desc.num_pairs, desc.num_experts, desc.num_tiles, desc.num_tiles, 1)
-    experts = -(-desc.num_experts // mosaic.WARPGROUP) * mosaic.WARPGROUP
     return plgpu.kernel(
-        functools.partial(_kernel, desc, config),
-        out_type=[jax.ShapeDtypeStruct((n,), jnp.int32) for n in lengths],
+        functools.partial(align_pairs, desc, config),
+        out_type=align_outputs(desc),
         grid=(1,),
         grid_names=("block",),
         num_threads=config.num_warpgroups,
         thread_name="warpgroup",
-        scratch_types=dict(counts=plgpu.SMEM((experts,), jnp.int32), ends=plgpu.SMEM((experts,), jnp.int32)),
+        scratch_types=align_scratch(desc),
         compiler_params=mosaic.compiler_params(),
     )
 
 
-def _kernel(desc: AlignDesc, config: AlignConfig, ids: Any, *outputs: Any, counts: Any, ends: Any) -> None:
+def align_outputs(desc: AlignDesc) -> list[jax.ShapeDtypeStruct]:
+    """``OUTPUTS`` as the kernel writes them."""
+    lengths = (desc.num_pairs, desc.num_experts, desc.num_tiles, desc.num_tiles, 1)
+    return [jax.ShapeDtypeStruct((n,), jnp.int32) for n in lengths]
+
+
+def align_scratch(desc: AlignDesc) -> dict[str, Any]:
+    """Shared memory of ``align_pairs``, by argument."""
+    experts = -(-desc.num_experts // mosaic.WARPGROUP) * mosaic.WARPGROUP
+    return dict(counts=plgpu.SMEM((experts,), jnp.int32), ends=plgpu.SMEM((experts,), jnp.int32))
+
+
+def align_pairs(desc: AlignDesc, config: AlignConfig, ids: Any, *outputs: Any, counts: Any, ends: Any) -> None:
+    """The work of one block of config.num_warpgroups warpgroups. ids: (P,) int32 in global memory."""
     row_of, group_sizes, tile_expert, tile_rows, num_tiles = outputs
     thread = simt.thread_index()
     threads = config.num_warpgroups * mosaic.WARPGROUP

@@ -1,6 +1,7 @@
-"""One int32 a thread: indexed loads, stores and counters that Pallas has no word for, in inline PTX.
+"""One value a thread: indexed loads, stores, counters and warp reductions that Pallas has no word for, in inline PTX.
 
-Every vector here is (128,) int32 in layout ``LANES``, element i held by thread i of the warpgroup. A masked element
+Every vector here is (128,) in layout ``LANES``, int32 unless float32 is said, element i held by thread i of the
+warpgroup. A masked element
 touches no memory. Accesses are volatile and in program order within a thread; between threads the caller places
 ``barrier`` (all warpgroups of the block). The interpreter cannot run these.
 """
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -18,6 +20,12 @@ from pallas_kernels.common.mosaic import WARPGROUP
 
 LANES = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 _RESULT = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, LANES)
+# How an element of a narrower type becomes the bits of a float32: PTX of the load, and from its register to $0.
+_FLOAT_LOADS = {
+    "float32": ("b32 $0, [$1]", ""),
+    "bfloat16": ("u16 h, [$1]", "@p cvt.u32.u16 $0, h; @p shl.b32 $0, $0, 16;"),
+    "float16": ("b16 h, [$1]", "@p cvt.f32.f16 $0, h;"),
+}
 
 
 def _inline(*arguments: Any, result: Any = None) -> Any:
@@ -70,8 +78,60 @@ def load(ref: Any, index: Any, mask: Any, default: int) -> Any:
     return read(ref, index, _as_int(mask))
 
 
+def load_float(ref: Any, index: Any, mask: Any, dtype: Any, default: float) -> Any:
+    """ref[index] as float32 where mask, else default. ref: (n,) float32, bfloat16 or float16 in global memory."""
+    dtype = jnp.dtype(dtype)
+    fetch, widen = _FLOAT_LOADS[dtype.name]
+    bits = int(np.float32(default).view(np.uint32))
+
+    @_inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
+    def read(ctx, ref, index, mask):
+        del ctx
+        space, address, constraint = _address(ref, index, dtype.itemsize)
+        text = (
+            f"{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, {bits}; @p ld.{space}.{fetch}; {widen} }}"
+        )
+        return _wrap(_asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
+
+    return lax.bitcast_convert_type(read(ref, index, _as_int(mask)), jnp.float32)
+
+
+def warp_max(value: Any) -> Any:
+    """Largest of the 32 values of each warp, in all its threads."""
+    return _warp_reduce(value, "max")
+
+
+def warp_min(value: Any) -> Any:
+    """Least of the 32 values of each warp, in all its threads."""
+    return _warp_reduce(value, "min")
+
+
+def _warp_reduce(value: Any, op: str) -> Any:
+    @_inline(LANES, result=_RESULT)
+    def reduce(ctx, value):
+        del ctx
+        return _wrap(_asm([_value(value)], f"redux.sync.{op}.s32 $0, $1, 0xffffffff;", "=r,r", has_result=True))
+
+    return reduce(value)
+
+
+def warp_sum(value: Any) -> Any:
+    """Sum of the 32 float32 values of each warp, in all its threads, always in the same order."""
+
+    for distance in (16, 8, 4, 2, 1):
+
+        @_inline(LANES, result=_RESULT)
+        def other(ctx, value, distance=distance):
+            del ctx
+            text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+            return _wrap(_asm([_value(value)], text, "=r,r", has_result=True))
+
+        value = value + lax.bitcast_convert_type(other(lax.bitcast_convert_type(value, jnp.int32)), jnp.float32)
+    return value
+
+
 def store(ref: Any, index: Any, value: Any, mask: Any) -> None:
-    """ref[index] = value where mask."""
+    """ref[index] = value where mask. ref: 32 bits an element; a float32 is given as its bits."""
 
     @_inline(plgpu.RefType(), LANES, LANES, LANES)
     def write(ctx, ref, index, value, mask):
@@ -118,7 +178,7 @@ def _wrap(value: Any) -> Any:
     return mgpu.FragmentedArray(_registers=np.array([register], dtype=object), _layout=layout, _is_signed=True)
 
 
-def _address(ref: Any, index: Any) -> tuple[str, Any, str]:
+def _address(ref: Any, index: Any, itemsize: int = 4) -> tuple[str, Any, str]:
     """(PTX state space, byte address of ref[index], its constraint)."""
     is_shared = mgpu.utils.is_smem_ref(ref)
     width = ir.IntegerType.get_signless(32 if is_shared else 64)
@@ -126,5 +186,5 @@ def _address(ref: Any, index: Any) -> tuple[str, Any, str]:
     offset = _value(index)
     if not is_shared:
         offset = arith.extsi(width, offset)
-    four = arith.constant(width, ir.IntegerAttr.get(width, 4))
-    return ("shared" if is_shared else "global"), arith.addi(base, arith.muli(offset, four)), "r" if is_shared else "l"
+    size = arith.constant(width, ir.IntegerAttr.get(width, itemsize))
+    return ("shared" if is_shared else "global"), arith.addi(base, arith.muli(offset, size)), "r" if is_shared else "l"

@@ -1,12 +1,17 @@
-"""What one call asks (``RouteDesc``) and whether the Hopper kernel can run it."""
+"""What one call asks (``RouteDesc``), how it is run (``RouteConfig``), and whether the Hopper kernel can."""
 
 import dataclasses
 from typing import Literal
 
-TOKENS_PER_BLOCK = 4  # one a warp
-MAX_EXPERTS = 512
+MAX_EXPERTS = 512  # sixteen scores a thread
+MAX_TOP_K = 16
+MAX_GROUPS = 32  # one a thread of a warp
+MAX_WARPGROUPS = 8
+WARPS = 4  # of a warpgroup, a token each
 PLAIN_FLOOR = 1.1754943508222875e-38  # smallest normal float32: only 0 / 0 is avoided
 BIASED_FLOOR = 1e-20
+# Up to here one block routes, and aligns in the same launch: rounds of 32 tokens against a launch of 3 to 4 us.
+FUSED_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,19 +28,50 @@ class RouteDesc:
     has_bias: bool = False
     num_groups: int = 0
     groups_kept: int = 0
+    has_mask: bool = False
 
     @property
     def floor(self) -> float:
         """What the sum of a token's weights is taken as at least when dividing by it."""
         return BIASED_FLOOR if self.has_bias or self.num_groups else PLAIN_FLOOR
 
+    @property
+    def chooses_by_logit(self) -> bool:
+        """Weights are the softmax of the chosen logits, which also tells experts apart whose softmax underflows."""
+        return self.scoring == "softmax" and self.renormalize and not self.has_bias and not self.num_groups
 
-def config_error(desc: RouteDesc) -> str | None:
-    """Why the Hopper kernel cannot run ``desc``, or None when it can. There is nothing to configure."""
-    if desc.dtype not in ("float32", "bfloat16"):
-        return f"logits are {desc.dtype}; there are float32 and bfloat16"
-    if desc.num_experts % 4 or desc.num_experts > MAX_EXPERTS:
-        return f"num_experts={desc.num_experts}: a multiple of 4 up to {MAX_EXPERTS}, four logits a thread"
+
+@dataclasses.dataclass(frozen=True)
+class RouteConfig:
+    """num_blocks, num_warpgroups: blocks and their size; each warp takes a token at a time."""
+
+    num_blocks: int
+    num_warpgroups: int
+
+
+def config_error(desc: RouteDesc, config: RouteConfig) -> str | None:
+    """Why the Hopper kernel cannot run ``desc``, or None when it can."""
+    if desc.dtype not in ("float32", "bfloat16", "float16"):
+        return f"logits are {desc.dtype}; there are float32, bfloat16 and float16"
+    if desc.num_experts > MAX_EXPERTS:
+        return f"num_experts={desc.num_experts}: at most {MAX_EXPERTS}"
+    if desc.top_k > MAX_TOP_K:
+        return f"top_k={desc.top_k}: at most {MAX_TOP_K}"
+    if desc.num_groups > MAX_GROUPS:
+        return f"num_groups={desc.num_groups}: at most {MAX_GROUPS}"
     if desc.num_tokens < 1:
         return "no tokens: there is nothing to route"
+    if config.num_blocks < 1 or not 1 <= config.num_warpgroups <= MAX_WARPGROUPS:
+        return f"{config}: at least one block of 1 to {MAX_WARPGROUPS} warpgroups"
     return None
+
+
+def choose_config(desc: RouteDesc, *, in_one_block: bool = False) -> RouteConfig:
+    """A warp for every token, four tokens a block; in one block as many warps as it holds.
+
+    With over 256 experts 64 registers a thread, all there are with eight warpgroups, would spill.
+    """
+    warpgroups = max(1, -(-desc.num_tokens // WARPS))
+    if not in_one_block:
+        return RouteConfig(warpgroups, 1)
+    return RouteConfig(1, min(MAX_WARPGROUPS if desc.num_experts <= 256 else MAX_WARPGROUPS // 2, warpgroups))

@@ -1,133 +1,228 @@
-"""Top-k of router scores: one warp a token, its logits in registers, top_k rounds of maximum and lowest index.
+"""Top-k of router scores, one warp a token, and alignment of what was chosen in the same launch.
 
-    load the row (four logits a thread), columns past E as -inf
-    scores; with groups: what each is worth, and which are kept
-    top_k times:  maximum -> lowest column that holds it -> its weight -> take it out
-    renormalize, scale, store
+route_tokens, for each token of a warp:
+    load its logits, E / 32 a thread -> scores -> keys (int32, ordered as the scores are)
+    with groups: what each is worth, which are kept; the others' keys become that of -inf
+    top_k times:  maximum of the keys -> lowest column that holds it -> take it out      (two redux.sync)
+    renormalize, scale; thread j of the warp stores slot j
 
-A round is two reductions over the warp (five shuffles each). Tokens past the end are computed from -inf and not stored.
+route_and_align, one block: route_tokens -> barrier -> align_pairs, which reads the ids just stored
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.align.config import AlignConfig, AlignDesc
+from pallas_kernels.align.kernel_sm90 import align_outputs, align_pairs, align_scratch
 from pallas_kernels.common import mosaic, simt
-from pallas_kernels.common.rows import GROUP_LAYOUT
-from pallas_kernels.route.config import TOKENS_PER_BLOCK, RouteDesc
+from pallas_kernels.route.config import WARPS, RouteConfig, RouteDesc
+
+_TAKEN = np.int32(-(2**31))  # below the key of -inf
+_NOWHERE = np.int32(2**30)
 
 
-def route_sm90(desc: RouteDesc) -> Callable[..., Any]:
-    """The kernel: (logits (T, E), [bias (E,)]) -> (weights (T, top_k) f32, ids (T, top_k) i32). For descs without error."""
-    shape = (desc.num_tokens, desc.top_k)
+def route_sm90(desc: RouteDesc, config: RouteConfig) -> Callable[..., Any]:
+    """The kernel: (logits (T * E,), [bias (E,)], [mask (T,) i32]) -> (weights f32, ids i32), both (T * top_k,)."""
     return plgpu.kernel(
-        functools.partial(_kernel, desc),
-        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)],
-        grid=(-(-desc.num_tokens // TOKENS_PER_BLOCK),),
+        functools.partial(_route_kernel, desc, config),
+        out_type=_outputs(desc),
+        grid=(config.num_blocks,),
         grid_names=("block",),
-        num_threads=1,
+        num_threads=config.num_warpgroups,
         thread_name="warpgroup",
         compiler_params=mosaic.compiler_params(),
     )
 
 
-def _kernel(desc: RouteDesc, logits: Any, *rest: Any) -> None:
-    *bias, weights_out, ids_out = rest
-    rows = Rows(desc)
-    z = simt.load_rows(logits, rows.shape, desc.num_experts, desc.num_tokens, -jnp.inf)
-    takes_logits = desc.scoring == "softmax" and desc.renormalize and not desc.has_bias and not desc.num_groups
+def route_and_align_sm90(desc: RouteDesc, config: RouteConfig, align: AlignDesc) -> Callable[..., Any]:
+    """The kernel: operands of ``route_sm90`` -> (weights, ids, *align.OUTPUTS), by one block."""
+    return plgpu.kernel(
+        functools.partial(_fused_kernel, desc, config, align),
+        out_type=[*_outputs(desc), *align_outputs(align)],
+        grid=(1,),
+        grid_names=("block",),
+        num_threads=config.num_warpgroups,
+        thread_name="warpgroup",
+        scratch_types=align_scratch(align),
+        compiler_params=mosaic.compiler_params(),
+    )
+
+
+def _outputs(desc: RouteDesc) -> list[jax.ShapeDtypeStruct]:
+    slots = (desc.num_tokens * desc.top_k,)
+    return [jax.ShapeDtypeStruct(slots, jnp.float32), jax.ShapeDtypeStruct(slots, jnp.int32)]
+
+
+def _route_kernel(desc: RouteDesc, config: RouteConfig, *refs: Any) -> None:
+    route_tokens(desc, config, refs, lax.axis_index("block"))
+
+
+def _fused_kernel(desc: RouteDesc, config: RouteConfig, align: AlignDesc, *refs: Any, **scratch: Any) -> None:
+    given = 1 + desc.has_bias + desc.has_mask
+    route_tokens(desc, config, refs[: given + 2], jnp.int32(0))
+    simt.barrier()
+    align_pairs(align, AlignConfig(config.num_warpgroups), refs[given + 1], *refs[given + 2 :], **scratch)
+
+
+def route_tokens(desc: RouteDesc, config: RouteConfig, refs: Sequence[Any], block: Any) -> None:
+    """Route this block's tokens. refs: the operands and outputs of ``route_sm90``."""
+    pending = list(refs)
+    logits = pending.pop(0)
+    bias = pending.pop(0) if desc.has_bias else None
+    mask = pending.pop(0) if desc.has_mask else None
+    weights_out, ids_out = pending
+    thread = simt.thread_index()
+    row = _Row(thread & 31, desc.num_experts)
+    per_round = config.num_warpgroups * WARPS
+    first = block * per_round + lax.shift_right_logical(thread, jnp.full_like(thread, 5))
+    step = config.num_blocks * per_round
+
+    def one_token(i, _):
+        token = first + i * step
+        is_token = token < desc.num_tokens
+        z = row.load(logits, token * desc.num_experts, is_token, desc.dtype)
+        shift = None if bias is None else row.load(bias, token * 0, is_token, jnp.float32)
+        weights, ids = _choose(desc, row, z, shift)
+        if mask is not None:
+            is_kept = simt.load(mask, token, is_token, 0) != 0
+            weights = jnp.where(is_kept, weights, 0.0)
+            ids = jnp.where(is_kept, ids, -1)
+        slot = token * desc.top_k + row.lane
+        is_slot = is_token & (row.lane < desc.top_k)
+        simt.store(weights_out, slot, lax.bitcast_convert_type(weights, jnp.int32), is_slot)
+        simt.store(ids_out, slot, ids, is_slot)
+        return 0
+
+    lax.fori_loop(0, -(-desc.num_tokens // step), one_token, 0)
+
+
+class _Row:
+    """A token's E values as a warp holds them: a list of vectors, thread l having columns l, l + 32, ..."""
+
+    def __init__(self, lane: Any, num_experts: int):
+        self.lane = lane
+        self.columns = [lane + 32 * j for j in range(-(-num_experts // 32))]
+        self.is_inside = [column < num_experts for column in self.columns]
+
+    def load(self, ref: Any, start: Any, is_token: Any, dtype: Any) -> list[Any]:
+        return [
+            simt.load_float(ref, start + column, is_token & is_inside, dtype, -np.inf)
+            for column, is_inside in zip(self.columns, self.is_inside, strict=True)
+        ]
+
+    def keys(self, values: Sequence[Any]) -> list[Any]:
+        """Keys of values; columns that are no expert get one that no value has and is below all."""
+        return [jnp.where(is_inside, key_of(v), _TAKEN) for v, is_inside in zip(values, self.is_inside, strict=True)]
+
+    def best(self, keys: Sequence[Any]) -> tuple[Any, Any]:
+        """(the largest key, the lowest column that holds it)."""
+        best = simt.warp_max(functools.reduce(jnp.maximum, keys))
+        held = [jnp.where(key == best, column, _NOWHERE) for key, column in zip(keys, self.columns, strict=True)]
+        return best, simt.warp_min(functools.reduce(jnp.minimum, held))
+
+    def without(self, keys: Sequence[Any], index: Any) -> list[Any]:
+        return [jnp.where(column == index, _TAKEN, key) for key, column in zip(keys, self.columns, strict=True)]
+
+    def at(self, values: Sequence[Any], index: Any) -> Any:
+        """The value in column ``index``; values are not negative."""
+        bits = [
+            jnp.where(column == index, lax.bitcast_convert_type(value, jnp.int32), -1)
+            for value, column in zip(values, self.columns, strict=True)
+        ]
+        return lax.bitcast_convert_type(simt.warp_max(functools.reduce(jnp.maximum, bits)), jnp.float32)
+
+    def sum(self, values: Sequence[Any]) -> Any:
+        return simt.warp_sum(functools.reduce(lambda a, b: a + b, values))
+
+
+def key_of(value: Any) -> Any:
+    """int32 in the order of float32 values, both zeros alike. Its own inverse, but for the sign of zero."""
+    return _flip(lax.bitcast_convert_type(jnp.where(value == 0.0, 0.0, value), jnp.int32))
+
+
+def value_of(key: Any) -> Any:
+    """The float32 of a key."""
+    return lax.bitcast_convert_type(_flip(key), jnp.float32)
+
+
+def _flip(bits: Any) -> Any:
+    return bits ^ (lax.shift_right_arithmetic(bits, jnp.full_like(bits, 31)) & 0x7FFFFFFF)
+
+
+def _choose(desc: RouteDesc, row: _Row, z: list[Any], bias: list[Any] | None) -> tuple[Any, Any]:
+    """Weights and ids of a token: slot j in thread j of its warp, weight 0 in the threads past top_k."""
+    is_valid = largest = None
     if desc.scoring == "softmax":
-        largest = rows.max(jnp.where(z == z, z, jnp.full_like(z, jnp.inf)))
-        is_valid = jnp.where((largest < jnp.inf) & (largest > -jnp.inf), 1.0, jnp.zeros_like(largest))
-        is_inside = jnp.where(rows.is_inside, jnp.zeros_like(z), jnp.full_like(z, -jnp.inf))
-        z = jnp.where(rows.spread(is_valid) > 0.0, z, is_inside)
-        largest = jnp.where(is_valid > 0.0, largest, jnp.zeros_like(largest))
-        powers = jnp.exp(z - rows.spread(largest))
-        score = powers * rows.spread(is_valid / rows.sum(powers))
+        # A NaN counts as infinite here, and an infinite logit leaves no softmax: then all scores are 0.
+        largest = value_of(row.best(row.keys([jnp.where(v == v, v, np.inf) for v in z]))[0])
+        is_valid = (largest < np.inf) & (largest > -np.inf)
+        largest = jnp.where(is_valid, largest, 0.0)
+        z = [jnp.where(is_valid, v, 0.0) for v in z]
+    if desc.chooses_by_logit:
+        score, choice = None, z
+    elif desc.scoring == "softmax":
+        powers = [
+            jnp.where(is_inside, jnp.exp(v - largest), 0.0) for v, is_inside in zip(z, row.is_inside, strict=True)
+        ]
+        factor = jnp.where(is_valid, 1.0 / row.sum(powers), 0.0)
+        choice = score = [power * factor for power in powers]
     else:
-        is_valid = None
-        score = jnp.where(z == z, lax.logistic(z), jnp.zeros_like(z))
-    choice = z if takes_logits else score
-    if bias:
-        choice = choice + simt.load_rows(bias[0], rows.shape, desc.num_experts, None, -jnp.inf)
-    choice = jnp.where(rows.is_inside, choice, jnp.full_like(choice, -jnp.inf))
+        choice = score = [jnp.where(v == v, lax.logistic(v), 0.0) for v in z]
+    if bias is not None:
+        choice = [c + b for c, b in zip(choice, bias, strict=True)]
+    keys = row.keys(choice)
     if desc.num_groups:
-        choice = _in_best_groups(desc, rows, choice)
+        keys = _in_best_groups(desc, row, keys)
 
-    ids, weights = [], []
-    is_free = jnp.where(rows.is_inside, jnp.ones_like(choice), jnp.zeros_like(choice))
-    nowhere = jnp.full_like(rows.column, rows.shape[1])
-    for _ in range(desc.top_k):
-        best = rows.max(jnp.where(is_free > 0.0, choice, jnp.full_like(choice, -jnp.inf)))
-        holds = (choice == rows.spread(best)) & (is_free > 0.0)
-        index = rows.min(jnp.where(holds, rows.column, nowhere))
-        is_taken = rows.column == rows.spread(index)
-        ids.append(index)
-        weights.append(best if takes_logits else rows.sum(jnp.where(is_taken, score, jnp.zeros_like(score))))
-        is_free = jnp.where(is_taken, jnp.zeros_like(is_free), is_free)
+    def one_slot(slot, carry):
+        keys, weights, ids = carry
+        best, index = row.best(keys)
+        weight = value_of(best) if bias is None and not desc.num_groups else row.at(score, index)
+        is_slot = row.lane == slot
+        return row.without(keys, index), jnp.where(is_slot, weight, weights), jnp.where(is_slot, index, ids)
 
-    if takes_logits:
-        weights = [jnp.exp(w - weights[0]) for w in weights]
-        factor = is_valid * (desc.scale / functools.reduce(lambda a, b: a + b, weights))
-        weights = [w * factor for w in weights]
-    elif desc.renormalize:
-        total = functools.reduce(lambda a, b: a + b, weights)
-        factor = desc.scale / jnp.maximum(total, desc.floor)
-        weights = [w * factor for w in weights]
+    nothing = simt.constant(0)
+    empty = (keys, lax.bitcast_convert_type(nothing, jnp.float32), nothing)
+    _, weights, ids = lax.fori_loop(0, desc.top_k, one_slot, empty)
+    if desc.chooses_by_logit:
+        weights = jnp.where(is_valid & (row.lane < desc.top_k), jnp.exp(weights - largest), 0.0)
+    if desc.renormalize:
+        weights = weights * (desc.scale / jnp.maximum(simt.warp_sum(weights), desc.floor))
     elif desc.scale != 1.0:
-        weights = [w * desc.scale for w in weights]
-    for slot, (weight, index) in enumerate(zip(weights, ids, strict=True)):
-        simt.store_rows(weights_out, slot, weight, desc.num_tokens)
-        simt.store_rows(ids_out, slot, index, desc.num_tokens)
+        weights = weights * desc.scale
+    return weights, ids
 
 
-class Rows:
-    """Reductions over the columns of (4, C) arrays in GROUP_LAYOUT, and back."""
-
-    def __init__(self, desc: RouteDesc):
-        self.shape = (TOKENS_PER_BLOCK, -(-desc.num_experts // 128) * 128)
-        self.column = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=GROUP_LAYOUT)
-        self.is_inside = self.column < desc.num_experts
-
-    def spread(self, values: Any) -> Any:
-        return lax.broadcast_in_dim(values, self.shape, [0])
-
-    def max(self, values: Any) -> Any:
-        return jnp.max(values, axis=1)
-
-    def min(self, values: Any) -> Any:
-        return jnp.min(values, axis=1)
-
-    def sum(self, values: Any) -> Any:
-        return jnp.sum(values, axis=1)
-
-
-def _in_best_groups(desc: RouteDesc, rows: Rows, choice: Any) -> Any:
-    """choice with -inf in all groups but the ``groups_kept`` that are worth most; ties go to the lower group."""
+def _in_best_groups(desc: RouteDesc, row: _Row, keys: list[Any]) -> list[Any]:
+    """keys with that of -inf in all groups but the ``groups_kept`` that are worth most; ties go to the lower group."""
     size = desc.num_experts // desc.num_groups
-    group = lax.div(rows.column, jnp.full_like(rows.column, size))
-    nothing = jnp.full_like(choice, -jnp.inf)
-    worth = []
-    for g in range(desc.num_groups):
-        own = jnp.where(group == g, choice, nothing)
-        largest = rows.max(own)
-        if not desc.has_bias:
-            worth.append(largest)
-            continue
-        first = rows.min(jnp.where(own == rows.spread(largest), rows.column, jnp.full_like(rows.column, 1 << 20)))
-        worth.append(largest + rows.max(jnp.where(rows.column == rows.spread(first), nothing, own)))
-    kept = jnp.zeros_like(choice)
-    for g, own in enumerate(worth):
-        better = jnp.zeros_like(own)
-        for h, other in enumerate(worth):
-            if h != g:
-                wins = (other > own) | (other == own) if h < g else other > own
-                better = better + jnp.where(wins, jnp.ones_like(own), jnp.zeros_like(own))
-        is_kept = jnp.where(better < desc.groups_kept, jnp.ones_like(own), jnp.zeros_like(own))
-        kept = jnp.where(group == g, rows.spread(is_kept), kept)
-    return jnp.where(kept > 0.0, choice, nothing)
+    group_of = [lax.div(column, jnp.full_like(column, size)) for column in row.columns]
+
+    def one_group(g, worth):
+        own = [jnp.where(group == g, key, _TAKEN) for key, group in zip(keys, group_of, strict=True)]
+        best, index = row.best(own)
+        if desc.has_bias:
+            second, _ = row.best(row.without(own, index))
+            best = key_of(value_of(best) + value_of(second))
+        return jnp.where(row.lane == g, best, worth)
+
+    def one_kept(_, carry):
+        worth, kept = carry
+        best = simt.warp_max(worth)
+        chosen = simt.warp_min(jnp.where(worth == best, row.lane, _NOWHERE))
+        return jnp.where(row.lane == chosen, _TAKEN, worth), kept | lax.shift_left(jnp.ones_like(chosen), chosen)
+
+    worth = lax.fori_loop(0, desc.num_groups, one_group, simt.constant(int(_TAKEN)))
+    _, kept = lax.fori_loop(0, desc.groups_kept, one_kept, (worth, simt.constant(0)))
+    excluded = int(np.float32(-np.inf).view(np.int32)) ^ 0x7FFFFFFF
+    return [
+        jnp.where((lax.shift_right_logical(kept, group) & 1 != 0) | (key == _TAKEN), key, np.int32(excluded))
+        for key, group in zip(keys, group_of, strict=True)
+    ]

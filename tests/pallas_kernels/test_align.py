@@ -1,7 +1,6 @@
 """align: the reference and the Hopper kernel against a loop over experts, refusals, lowering for CUDA.
 
-Layout contract: expert e owns ceil(size / block_m) consecutive tiles, experts ascending; its rows are the first
-``size`` rows of its tiles, one for each pair that names it, in any order. Ids outside [0, E) own nothing.
+The layout contract is that of tile_checks.py.
 """
 
 import jax
@@ -9,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import align_cases
+from tile_checks import check_tiles
 
-from pallas_kernels.align import AlignConfig, AlignDesc, align, config_error, row_capacity
+from pallas_kernels.align import AlignConfig, AlignDesc, align, config_error
 
 RNG = np.random.default_rng(0)
 ROUTINGS = {
@@ -27,29 +27,6 @@ ROUTINGS = {
 }
 
 
-def check(ids, num_experts, block_m, found):
-    ids, found = np.asarray(ids, np.int32), jax.tree.map(np.asarray, found)
-    tiles = row_capacity(ids.size, num_experts, block_m) // block_m
-    is_routed = (ids >= 0) & (ids < num_experts)
-    sizes = np.bincount(ids[is_routed], minlength=num_experts)
-    np.testing.assert_array_equal(found.group_sizes, sizes)
-    np.testing.assert_array_equal(found.row_of == -1, ~is_routed)
-    tile_expert, tile_rows, first = [], [], 0
-    for e in range(num_experts):
-        rows = found.row_of[is_routed & (ids == e)]
-        np.testing.assert_array_equal(np.sort(rows), np.arange(first, first + sizes[e]))
-        used = -(-sizes[e] // block_m)
-        tile_expert += [e] * used
-        tile_rows += [min(block_m, sizes[e] - i * block_m) for i in range(used)]
-        first += used * block_m
-    spare = tiles - len(tile_expert)
-    assert spare >= 0
-    np.testing.assert_array_equal(found.tile_expert, tile_expert + [-1] * spare)
-    np.testing.assert_array_equal(found.tile_rows, tile_rows + [0] * spare)
-    np.testing.assert_array_equal(found.num_tiles, [len(tile_expert)])
-    assert all(leaf.dtype == np.int32 for leaf in jax.tree.leaves(found))
-
-
 def run(ids, num_experts, block_m, implementation, config=None):
     call = jax.jit(lambda ids: align(ids, num_experts, block_m, implementation=implementation, config=config))
     return call(jnp.asarray(ids, jnp.int32))
@@ -59,7 +36,7 @@ def run(ids, num_experts, block_m, implementation, config=None):
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_reference(routing, block_m):
     ids, num_experts = ROUTINGS[routing]
-    check(ids, num_experts, block_m, run(ids, num_experts, block_m, "reference"))
+    check_tiles(ids, num_experts, block_m, run(ids, num_experts, block_m, "reference"))
 
 
 def test_wrong_calls():
@@ -95,7 +72,7 @@ def test_lowers_for_cuda(case):
 def test_gpu(routing, block_m):
     ids, num_experts = ROUTINGS[routing]
     for config in (None, AlignConfig(1), AlignConfig(8)):
-        check(ids, num_experts, block_m, run(ids, num_experts, block_m, "mosaic", config))
+        check_tiles(ids, num_experts, block_m, run(ids, num_experts, block_m, "mosaic", config))
 
 
 @pytest.mark.gpu
@@ -104,4 +81,4 @@ def test_gpu(routing, block_m):
 )
 def test_gpu_sizes(shape, num_experts):
     ids = np.random.default_rng(1).integers(0, num_experts, shape)
-    check(ids, num_experts, 128, run(ids, num_experts, 128, "mosaic"))
+    check_tiles(ids, num_experts, 128, run(ids, num_experts, 128, "mosaic"))

@@ -1,5 +1,7 @@
 """Compile every Hopper kernel to SASS for an H200, without a GPU, and print what ptxas made of it as JSON lines.
 
+    python compile_kernels.py [prefix]      only the cases whose names start with it
+
 Runs in an environment of its own (``make test-sass``): jax with its CUDA plugin, ptxas, libdevice and nvdisasm, but no
 driver, no cuDNN, no cuBLAS. A compile-only topology made from a text description stands for the machine.
 """
@@ -39,7 +41,7 @@ def report(name: str, instruction: str | None, base: str) -> dict:
         notes=sorted(set(re.findall(r"\((C\d+)\)", log))),
         serialized="serialized" in log,
         wgmma=sorted(set(re.findall(r"wgmma.mma_async.sync.aligned.(m64n\d+k\d+\.\w+\.\w+\.\w+)", ptx))),
-        register_limits=[int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32 (\d+)", ptx)],
+        register_limits=[int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)],
         threads=int(re.search(r"\.maxntid (\d+)", ptx).group(1)),
         sass={op: counts[op] for op in ("HGMMA", "QGMMA", "IGMMA", "USETMAXREG", "LDL", "STL") if counts[op]},
     )
@@ -59,7 +61,8 @@ def main() -> None:
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     seen: set[str] = set()
-    for case in all_cases():
+    prefix = sys.argv[1] if len(sys.argv) > 1 else ""
+    for case in (case for case in all_cases() if case.name.startswith(prefix)):
         arguments = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in case.shapes]
         try:
             jax.jit(case.function).lower(*arguments).compile()

@@ -1,0 +1,155 @@
+"""``route``: router scores to the experts and weights of tokens; ``route_and_align``: and to rows in expert order."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.align import TileMap, align
+from pallas_kernels.align.config import AlignConfig, AlignDesc, row_capacity
+from pallas_kernels.align.config import config_error as align_error
+from pallas_kernels.align.kernel_sm90 import OUTPUTS
+from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.route.config import FUSED_TOKENS, RouteConfig, RouteDesc, choose_config, config_error
+from pallas_kernels.route.kernel_sm90 import route_and_align_sm90, route_sm90
+from pallas_kernels.route.reference import route_ref
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """weights: (T, top_k) float32. ids: (T, top_k) int32, -1 for a masked token. tiles: where their rows lie."""
+
+    weights: Any
+    ids: Any
+    tiles: TileMap
+
+
+def route(
+    logits: Any,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    bias: Any = None,
+    num_groups: int = 0,
+    groups_kept: int = 0,
+    token_mask: Any = None,
+    config: RouteConfig | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Any, Any]:
+    """The top_k experts of each token and their weights; ties go to the lower expert, a score that is NaN counts as 0.
+
+    logits: (T, E) float32, bfloat16 or float16. scoring: softmax over all experts (all 0 where a logit is NaN or +inf)
+    or sigmoid. bias: (E,) float32, added to the scores for the choice only. num_groups: contiguous groups of experts of
+    which the groups_kept best stay: by their largest score, or with a bias by the sum of their two largest; 0 for none.
+    renormalize: divide a token's weights by their sum. scale: multiplies the weights. token_mask: (T,) bool, False for
+    tokens that get ids -1 and weights 0.
+
+    Returns (weights (T, top_k) float32, ids (T, top_k) int32), best first. Raises ValueError or TypeError for a wrong
+    call, NotImplementedError when no implementation can run it.
+    """
+    desc, operands = _describe(logits, top_k, scoring, renormalize, scale, bias, num_groups, groups_kept, token_mask)
+
+    def mosaic():
+        hopper_sms()
+        chosen = config or choose_config(desc)
+        if reason := config_error(desc, chosen):
+            raise NotImplementedError(reason)
+        weights, ids = route_sm90(desc, chosen)(*operands)
+        return weights.reshape(-1, top_k), ids.reshape(-1, top_k)
+
+    runs = dict(mosaic=mosaic, reference=lambda: route_ref(desc, logits, bias, token_mask))
+    return first_that_runs("route", runs, implementation)
+
+
+def route_and_align(
+    logits: Any,
+    top_k: int,
+    block_m: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    bias: Any = None,
+    num_groups: int = 0,
+    groups_kept: int = 0,
+    token_mask: Any = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Routed:
+    """``route`` followed by ``align`` in tiles of block_m rows: one launch for up to 64 tokens, else two.
+
+    Arguments and errors as there. Masked tokens get no row.
+    """
+    options = (scoring, renormalize, scale, bias, num_groups, groups_kept, token_mask)
+    desc, operands = _describe(logits, top_k, *options)
+    num_tokens, num_experts = logits.shape
+
+    def apart(implementation: str) -> Routed:
+        names = ("scoring", "renormalize", "scale", "bias", "num_groups", "groups_kept", "token_mask")
+        chosen = dict(zip(names, options, strict=True))
+        weights, ids = route(logits, top_k, implementation=implementation, **chosen)
+        return Routed(weights, ids, align(ids, num_experts, block_m, implementation=implementation))
+
+    def mosaic():
+        hopper_sms()
+        pairs = num_tokens * top_k
+        tiles = AlignDesc(pairs, num_experts, block_m, row_capacity(pairs, num_experts, block_m))
+        config = choose_config(desc, in_one_block=True)
+        if reason := config_error(desc, config) or align_error(tiles, AlignConfig(config.num_warpgroups)):
+            raise NotImplementedError(reason)
+        if num_tokens > FUSED_TOKENS:
+            return apart("mosaic")
+        weights, ids, *found = route_and_align_sm90(desc, config, tiles)(*operands)
+        found = dict(zip(OUTPUTS, found, strict=True))
+        weights, ids, found["row_of"] = (a.reshape(-1, top_k) for a in (weights, ids, found["row_of"]))
+        return Routed(weights, ids, TileMap(**found))
+
+    runs = dict(mosaic=mosaic, reference=lambda: apart("reference"))
+    return first_that_runs("route_and_align", runs, implementation)
+
+
+def _describe(
+    logits, top_k, scoring, renormalize, scale, bias, num_groups, groups_kept, token_mask
+) -> tuple[RouteDesc, list[jax.Array]]:
+    """Check the call once; operands come flat, as the kernel takes them."""
+    if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"logits is {logits.dtype}{logits.shape}, expected a float dtype and (T, E)")
+    num_tokens, num_experts = logits.shape
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k={top_k}, expected 1 to {num_experts}, the number of experts")
+    if scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"scoring={scoring!r} is not one of 'softmax', 'sigmoid'")
+    if bias is not None and (bias.shape != (num_experts,) or bias.dtype != jnp.float32):
+        raise ValueError(f"bias is {bias.dtype}{bias.shape}, expected float32{(num_experts,)}")
+    if token_mask is not None and (token_mask.shape != (num_tokens,) or token_mask.dtype != jnp.bool_):
+        raise ValueError(f"token_mask is {token_mask.dtype}{token_mask.shape}, expected bool{(num_tokens,)}")
+    if num_groups:
+        if num_experts % num_groups or num_experts == num_groups:
+            raise ValueError(f"num_groups={num_groups}: {num_experts} experts make no equal groups of two or more")
+        if not 1 <= groups_kept <= num_groups or groups_kept * (num_experts // num_groups) < top_k:
+            raise ValueError(
+                f"groups_kept={groups_kept} of {num_groups} groups hold "
+                f"{groups_kept * (num_experts // num_groups)} experts, top_k is {top_k}"
+            )
+    desc = RouteDesc(
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        top_k=top_k,
+        dtype=jnp.dtype(logits.dtype).name,
+        scoring=scoring,
+        renormalize=renormalize,
+        scale=float(scale),
+        has_bias=bias is not None,
+        num_groups=num_groups,
+        groups_kept=groups_kept,
+        has_mask=token_mask is not None,
+    )
+    operands = [logits.reshape(-1)]
+    operands += [] if bias is None else [bias]
+    operands += [] if token_mask is None else [token_mask.astype(jnp.int32)]
+    return desc, operands

@@ -1,0 +1,158 @@
+"""route and route_and_align: the reference and the Hopper kernels against NumPy in float64, refusals, lowering.
+
+Contract: experts best first, of equals the lower one; weights are the unbiased scores of the chosen. A row whose
+softmax does not exist scores 0 everywhere.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import ROUTERS, route_cases
+from tile_checks import check_tiles
+
+from pallas_kernels.route import RouteConfig, RouteDesc, config_error, route, route_and_align
+
+# Weights: exponentials of 2 ulp on the GPU, XLA's on the CPU, sums of up to 512 terms.
+RTOL, ATOL = 2e-5, 1e-7
+
+
+def expected(z, top_k, scoring="softmax", renormalize=True, scale=1.0, bias=None, num_groups=0, groups_kept=0):
+    z = z.astype(np.float64)
+    if scoring == "softmax":
+        with np.errstate(invalid="ignore", over="ignore"):
+            powers = np.exp(z - z.max(-1, keepdims=True))
+            score = powers / powers.sum(-1, keepdims=True)
+        score[~np.isfinite(score).all(-1)] = 0.0
+    else:
+        score = np.nan_to_num(1 / (1 + np.exp(-z)), nan=0.0)
+    choice = score if bias is None else score + bias
+    if num_groups:
+        grouped = choice.reshape(len(z), num_groups, -1)
+        worth = np.sort(grouped, -1)[..., -2:].sum(-1) if bias is not None else grouped.max(-1)
+        kept = np.argsort(-worth, -1, kind="stable")[:, :groups_kept]
+        is_kept = np.zeros(worth.shape, bool)
+        np.put_along_axis(is_kept, kept, True, -1)
+        choice = np.where(is_kept[..., None], grouped, -np.inf).reshape(z.shape)
+    ids = np.argsort(-choice, -1, kind="stable")[:, :top_k]
+    weights = np.take_along_axis(score, ids, -1)
+    if renormalize:
+        total = weights.sum(-1, keepdims=True)
+        weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+    return weights * scale, ids
+
+
+def make(name, tokens, seed=0):
+    """Arguments of ``route`` for one of ROUTERS: logits with ties, and rows that have no softmax."""
+    options = dict(ROUTERS[name])
+    rng = np.random.default_rng(seed)
+    experts, dtype = options.pop("num_experts"), options.pop("dtype", "float32")
+    z = rng.standard_normal((tokens, experts)) * 2
+    z[::5] = np.round(z[::5])  # ties
+    z = np.array(jnp.asarray(z, dtype), np.float32)
+    if tokens > 4:
+        z[1], z[2, experts // 2], z[3, 0] = -np.inf, np.nan, np.inf
+        z[4, :-1] = -np.inf
+    has_bias, has_mask = options.pop("has_bias", False), options.pop("has_mask", False)
+    bias = np.float32(rng.standard_normal(experts)) if has_bias else None
+    mask = rng.random(tokens) < 0.7 if has_mask else None
+    return jnp.asarray(z, dtype), options.pop("top_k"), bias, mask, options
+
+
+def judge(z, top_k, bias, mask, options, weights, ids):
+    z = np.asarray(z, np.float32)
+    want_weights, want_ids = expected(z, top_k, bias=bias, **options)
+    weights, ids = np.asarray(weights), np.asarray(ids)
+    assert weights.dtype == np.float32 and ids.dtype == np.int32
+    if options.get("scoring", "softmax") == "sigmoid":
+        # sigmoid(inf) is 1 and sigmoid(-inf) 0: all rows are ordinary but for the NaN
+        odd = np.zeros(len(z), bool)
+    else:
+        odd = ~np.isfinite(z.max(-1))
+        np.testing.assert_array_equal(weights[odd], 0.0)
+    if mask is not None:
+        np.testing.assert_array_equal(ids[~mask], -1)
+        np.testing.assert_array_equal(weights[~mask], 0.0)
+        odd |= ~mask
+    np.testing.assert_array_equal(ids[~odd], want_ids[~odd])
+    np.testing.assert_allclose(weights[~odd], want_weights[~odd], RTOL, ATOL)
+
+
+def run(name, tokens, implementation, seed=0):
+    z, top_k, bias, mask, options = make(name, tokens, seed)
+    arrays = jax.tree.map(jnp.asarray, dict(bias=bias, token_mask=mask))
+    call = jax.jit(lambda z, arrays: route(z, top_k, implementation=implementation, **arrays, **options))
+    judge(z, top_k, bias, mask, options, *call(z, arrays))
+
+
+def run_aligned(name, tokens, implementation, block_m=16):
+    z, top_k, bias, mask, options = make(name, tokens, seed=1)
+    arrays = jax.tree.map(jnp.asarray, dict(bias=bias, token_mask=mask))
+    call = jax.jit(
+        lambda z, arrays: route_and_align(z, top_k, block_m, implementation=implementation, **arrays, **options)
+    )
+    routed = call(z, arrays)
+    judge(z, top_k, bias, mask, options, routed.weights, routed.ids)
+    check_tiles(routed.ids, z.shape[1], block_m, routed.tiles)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_reference(name, quick_compilation):
+    run(name, 37, "reference")
+
+
+def test_reference_aligned(quick_compilation):
+    run_aligned("softmax 512, top 16, masked", 9, "reference")
+
+
+def test_wrong_calls():
+    z = jnp.zeros((4, 8))
+    with pytest.raises(ValueError, match=r"logits is int32\(4, 8\)"):
+        route(z.astype(jnp.int32), 2)
+    with pytest.raises(ValueError, match="top_k=9, expected 1 to 8"):
+        route(z, 9)
+    with pytest.raises(ValueError, match="scoring='tanh'"):
+        route(z, 2, scoring="tanh")
+    with pytest.raises(ValueError, match=r"bias is float32\(7,\)"):
+        route(z, 2, bias=jnp.zeros(7))
+    with pytest.raises(ValueError, match="token_mask is int32"):
+        route(z, 2, token_mask=jnp.zeros(4, jnp.int32))
+    with pytest.raises(ValueError, match="no equal groups"):
+        route(z, 2, num_groups=3, groups_kept=1)
+    with pytest.raises(ValueError, match="groups_kept=1 of 4 groups hold 2 experts, top_k is 3"):
+        route(z, 3, num_groups=4, groups_kept=1)
+    for call in (
+        lambda: route(z, 2, implementation="mosaic"),
+        lambda: route_and_align(z, 2, 8, implementation="mosaic"),
+    ):
+        with pytest.raises(NotImplementedError, match="mosaic: needs a Hopper GPU"):
+            call()
+
+
+def test_config_error():
+    desc, one = RouteDesc(4, 128, 8, "float32", "softmax", True), RouteConfig(1, 1)
+    assert config_error(desc, one) is None
+    assert "at most 512" in config_error(RouteDesc(4, 513, 8, "float32", "softmax", True), one)
+    assert "at most 16" in config_error(RouteDesc(4, 128, 17, "float32", "softmax", True), one)
+    assert "logits are float64" in config_error(RouteDesc(4, 128, 8, "float64", "softmax", True), one)
+    assert "nothing to route" in config_error(RouteDesc(0, 128, 8, "float32", "softmax", True), one)
+    assert "1 to 8 warpgroups" in config_error(desc, RouteConfig(1, 9))
+
+
+LOWERED = ("route softmax 8, bf16", "route sigmoid 256, bias, 8 groups", "route_and_align softmax 128")
+
+
+# The rest is lowered by the SASS tests: a second and more each.
+@pytest.mark.parametrize("case", [c for c in route_cases() if c.name in LOWERED], ids=lambda case: case.name)
+def test_lowers_for_cuda(case):
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in case.shapes]
+    lowered = jax.jit(case.function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 64, 1001])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_gpu(name, tokens):
+    run(name, tokens, "mosaic", seed=tokens)
+    run_aligned(name, tokens, "mosaic")

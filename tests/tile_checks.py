@@ -1,0 +1,33 @@
+"""The layout contract of rows in expert order, checked by a loop over experts.
+
+Expert e owns ceil(size / block_m) consecutive tiles, experts ascending; its rows are the first ``size`` rows of its
+tiles, one for each pair that names it, in any order. Ids outside [0, E) own nothing.
+"""
+
+import jax
+import numpy as np
+
+from pallas_kernels.align import row_capacity
+
+
+def check_tiles(ids, num_experts, block_m, found):
+    ids, found = np.asarray(ids, np.int32), jax.tree.map(np.asarray, found)
+    tiles = row_capacity(ids.size, num_experts, block_m) // block_m
+    is_routed = (ids >= 0) & (ids < num_experts)
+    sizes = np.bincount(ids[is_routed], minlength=num_experts)
+    np.testing.assert_array_equal(found.group_sizes, sizes)
+    np.testing.assert_array_equal(found.row_of == -1, ~is_routed)
+    tile_expert, tile_rows, first = [], [], 0
+    for e in range(num_experts):
+        rows = found.row_of[is_routed & (ids == e)]
+        np.testing.assert_array_equal(np.sort(rows), np.arange(first, first + sizes[e]))
+        used = -(-sizes[e] // block_m)
+        tile_expert += [e] * used
+        tile_rows += [min(block_m, sizes[e] - i * block_m) for i in range(used)]
+        first += used * block_m
+    spare = tiles - len(tile_expert)
+    assert spare >= 0
+    np.testing.assert_array_equal(found.tile_expert, tile_expert + [-1] * spare)
+    np.testing.assert_array_equal(found.tile_rows, tile_rows + [0] * spare)
+    np.testing.assert_array_equal(found.num_tiles, [len(tile_expert)])
+    assert all(leaf.dtype == np.int32 for leaf in jax.tree.leaves(found))
