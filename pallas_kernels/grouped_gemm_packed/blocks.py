@@ -1,0 +1,203 @@
+"""Weights as the packed grouped GEMM reads them: blocks of words that unpack into matrix fragments without a shuffle.
+
+A block is 64 output channels by 64 of K (128 for 8-bit operands). Thread t of a warpgroup owns words [4t, 4t + 4) of
+every 512, one 16-byte load each, and these hold exactly its elements of the fragment that ``wgmma`` takes from
+registers. Inside a word the bits lie so that few instructions make operands of them, see ``_PLACES``. Blocks of
+microscaling formats end in their scales, so that one bulk copy brings both.
+
+Everything here is exact and runs on NumPy and JAX arrays alike; ``unpack`` inverts ``pack``.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BLOCK_N = 64
+_BITS = {"int4": 4, "int8": 8, "e2m1": 4, "e4m3": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedFormat:
+    """What the words of a block mean.
+
+    element: of the stored codes. "int4" and "int8" hold any integers of up to 4 and 8 bits.
+    operand: dtype of both operands of the product; elements are converted to it exactly.
+    scale: "none" (a factor per channel may follow in the epilogue), "group" (float arrays beside the blocks, applied to
+        the float32 partial sum of each group), "e4m3" or "e8m0" (bytes inside the blocks, multiplied in exactly).
+    group_size: elements of K per scale, None without one. has_zero_point: integers in groups or channels, subtracted.
+    """
+
+    element: Literal["int4", "int8", "e2m1", "e4m3"]
+    operand: Literal["bfloat16", "float16", "int8", "float8_e4m3fn"] = "bfloat16"
+    scale: Literal["none", "group", "e4m3", "e8m0"] = "none"
+    group_size: int | None = None
+    has_zero_point: bool = False
+
+    @property
+    def bits(self) -> int:
+        return _BITS[self.element]
+
+    @property
+    def block_k(self) -> int:
+        """K of one block: 128 bytes of operands."""
+        return 128 // jnp.dtype(self.operand).itemsize
+
+    @property
+    def scale_words(self) -> int:
+        """Words of scales at the end of a block."""
+        if self.scale not in ("e4m3", "e8m0"):
+            return 0
+        return BLOCK_N * self.block_k // self._group_size() // 4
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """Words of a block as (rows, columns) of one bulk copy."""
+        columns = self.scale_words or 128
+        return (BLOCK_N * self.block_k * self.bits // 32 + self.scale_words) // columns, columns
+
+    def _group_size(self) -> int:
+        assert self.group_size is not None
+        return self.group_size
+
+
+def _e2m1_places() -> np.ndarray:
+    """Bit of the word that holds bit b of element (pair, column): (4, 2, 4).
+
+    An operand is sign at bit 15 and magnitude at 8-6 of a half word, which makes 2**-126 times the value in bfloat16.
+    Pair 0 lies there already, pairs 1 and 2 one shift away; pair 3 takes what is left.
+    """
+    pairs = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (11, 13, 14, 10))
+    return np.array([[[bit + 16 * column for bit in pair] for column in range(2)] for pair in pairs])
+
+
+def _nibble_places() -> np.ndarray:
+    """Pair p in nibbles p and p + 4: a shift and one LOP3 away from two bfloat16 numbers 128 + u."""
+    return np.array([[[4 * (p + 4 * c) + b for b in range(4)] for c in range(2)] for p in range(4)])
+
+
+def _byte_places() -> np.ndarray:
+    """Pair p in bytes p and p + 2."""
+    return np.array([[[8 * (p + 2 * c) + b for b in range(8)] for c in range(2)] for p in range(2)])
+
+
+_PLACES = {"int4": _nibble_places(), "e2m1": _e2m1_places(), "int8": _byte_places(), "e4m3": _byte_places()}
+
+
+def pack_words(codes: Any, fmt: PackedFormat) -> Any:
+    """(..., N, K) uint8 codes -> (..., N / 64, K / block_k, words) int32, for N and K whole blocks."""
+    xp = namespace(codes)
+    lead, (n, k) = codes.shape[:-2], codes.shape[-2:]
+    i = len(lead)
+    # Channel = warp (4), half (2), row (8); K = step (4), half (2), lane (4), column (2).
+    split = codes.reshape(*lead, n // 64, 4, 2, 8, k // 64, 4, 2, 4, 2)
+    nb, warp, row_half, row, kb, step, k_half, lane, column = range(i, i + 9)
+    if fmt.bits == 4:
+        order = (nb, kb, warp, row, lane, step, k_half, row_half, column)
+        fields = (4, 2)
+    else:
+        split = split.reshape(*lead, n // 64, 4, 2, 8, k // 64, 2, 2, 2, 4, 2)
+        nb, warp, row_half, row, kb, step, step_low, k_half, lane, column = range(i, i + 10)
+        order = (nb, kb, step, warp, row, lane, step_low, k_half, row_half, column)
+        fields = (2, 2)
+    ordered = split.transpose(*range(i), *order).reshape(*lead, n // 64, k // 64, -1, *fields)
+    places = _PLACES[fmt.element]
+    words = xp.zeros(ordered.shape[:-2], xp.uint32)
+    for pair, column in np.ndindex(*fields):
+        code = ordered[..., pair, column].astype(xp.uint32)
+        for bit, place in enumerate(places[pair, column]):
+            words = words | ((code >> xp.uint32(bit)) & xp.uint32(1)) << xp.uint32(place)
+    return words.view(xp.int32)
+
+
+def unpack_words(words: Any, fmt: PackedFormat) -> Any:
+    """Inverse of ``pack_words``."""
+    xp = namespace(words)
+    lead, (nb, kb) = words.shape[:-3], words.shape[-3:-1]
+    i = len(lead)
+    places = _PLACES[fmt.element]
+    stream = words.view(xp.uint32)
+    codes = xp.stack(
+        [
+            sum(
+                (((stream >> xp.uint32(place)) & xp.uint32(1)) << xp.uint32(bit) for bit, place in enumerate(field)),
+                xp.zeros(stream.shape, xp.uint32),
+            ).astype(xp.uint8)
+            for field in places.reshape(-1, fmt.bits)
+        ],
+        axis=-1,
+    )
+    if fmt.bits == 4:
+        split = codes.reshape(*lead, nb, kb, 4, 8, 4, 4, 2, 2, 2)
+        n, k, warp, row, lane, step, k_half, row_half, column = range(i, i + 9)
+        order = (n, warp, row_half, row, k, step, k_half, lane, column)
+    else:
+        split = codes.reshape(*lead, nb, kb, 2, 4, 8, 4, 2, 2, 2, 2)
+        n, k, step, warp, row, lane, step_low, k_half, row_half, column = range(i, i + 10)
+        order = (n, warp, row_half, row, k, step, step_low, k_half, lane, column)
+    return split.transpose(*range(i), *order).reshape(*lead, nb * 64, kb * 64)
+
+
+def pack_scales(scales: Any, fmt: PackedFormat) -> Any:
+    """(..., N, K / group) uint8 -> (..., N / 64, K / 64, words) int32: the scales of a block, in the order of its rows.
+
+    A thread's scales are 8 bytes (groups of 16) or 4 (of 32): those of its row, then of the row 8 further down.
+    """
+    xp = namespace(scales)
+    lead, (n, groups) = scales.shape[:-2], scales.shape[-2:]
+    i, per_block = len(lead), 64 // fmt._group_size()
+    split = scales.reshape(*lead, n // 64, 4, 2, 8, groups // per_block, per_block)
+    nb, warp, row_half, row, kb, group = range(i, i + 6)
+    ordered = split.transpose(*range(i), nb, kb, warp, row, row_half, group)
+    stream = ordered.reshape(*lead, n // 64, groups // per_block, -1, 4).astype(xp.uint32)
+    return (stream << (xp.arange(4, dtype=xp.uint32) * xp.uint32(8))).sum(-1, dtype=xp.uint32).view(xp.int32)
+
+
+def unpack_scales(words: Any, fmt: PackedFormat) -> Any:
+    """Inverse of ``pack_scales``."""
+    xp = namespace(words)
+    lead, (nb, kb) = words.shape[:-3], words.shape[-3:-1]
+    i, per_block = len(lead), 64 // fmt._group_size()
+    shifts = xp.arange(4, dtype=xp.uint32) * xp.uint32(8)
+    stream = ((words.view(xp.uint32)[..., None] >> shifts) & xp.uint32(255)).astype(xp.uint8)
+    split = stream.reshape(*lead, nb, kb, 4, 8, 2, per_block)
+    n, k, warp, row, row_half, group = range(i, i + 6)
+    ordered = split.transpose(*range(i), n, warp, row_half, row, k, group)
+    return ordered.reshape(*lead, nb * 64, kb * per_block)
+
+
+def pad_to(array: Any, axis: int, multiple: int, value: Any = 0) -> Any:
+    """Fill ``axis`` up to a multiple with ``value``."""
+    missing = -array.shape[axis] % multiple
+    if not missing:
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, missing)
+    return namespace(array).pad(array, widths, constant_values=value)
+
+
+def interleave(array: Any) -> Any:
+    """(E, G, N, ...) -> (E, N / 64, G, 64, ...): the halves of a gated product side by side, 64 channels each."""
+    e, g, n = array.shape[:3]
+    split = array.reshape(e, g, n // 64, 64, *array.shape[3:])
+    return split.transpose(0, 2, 1, *range(3, split.ndim))
+
+
+def separate(array: Any) -> Any:
+    """Inverse of ``interleave``."""
+    e, nb, g = array.shape[:3]
+    moved = array.transpose(0, 2, 1, *range(3, array.ndim))
+    return moved.reshape(e, g, nb * 64, *array.shape[4:])
+
+
+def namespace(array: Any) -> Any:
+    return jnp if isinstance(array, jax.Array) else np
+
+
+def words_of(fmt: PackedFormat, n: int, k: int) -> int:
+    """32-bit words of an (n, k) matrix in blocks."""
+    blocks = -(-n // BLOCK_N) * -(-k // fmt.block_k)
+    return blocks * math.prod(fmt.block_shape)

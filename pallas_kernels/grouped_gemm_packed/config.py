@@ -1,0 +1,171 @@
+"""What a grouped GEMM with packed weights is asked (``PackedDesc``), how it is run (``PackedConfig``), and whether the
+two fit.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+
+from pallas_kernels.common.activations import Activation
+from pallas_kernels.common.mosaic import SMEM_BYTES, smem_bytes
+from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, PackedFormat
+
+_OUTPUTS = ("bfloat16", "float16", "float32")
+BLOCK_MS = (8, 16, 32, 64, 128, 256)
+# Warpgroups that enter with 65,536 registers between them, and what (consumers, producer) then ask for.
+REGISTERS = {1: None, 2: (232, 40), 4: (104, 40)}
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedDesc:
+    """Static description of one call; the shape letters are those of ``grouped_gemm_packed``.
+
+    rows: Mp. n: output columns (channels of one half). k: columns of x, whole blocks of K. fmt: of the weights.
+    scale_dtype: of group scales. has_channel_scale: a float32 factor per channel follows the sum. halves: 2 when the
+    product feeds a gated activation. lhs_scale: "none", "tensor" or "row" factors of x, applied to the sum.
+    """
+
+    rows: int
+    n: int
+    k: int
+    num_experts: int
+    fmt: PackedFormat
+    out_dtype: str = "bfloat16"
+    halves: int = 1
+    scale_dtype: str = "float32"
+    has_channel_scale: bool = False
+    lhs_scale: Literal["none", "tensor", "row"] = "none"
+    bias_dtype: str | None = None
+    activation: Activation | None = None
+
+    @property
+    def channel_blocks(self) -> int:
+        """Blocks of 64 channels in one half of an expert."""
+        return -(-self.n // BLOCK_N)
+
+    def unsupported(self) -> str | None:
+        """Why no configuration of the Hopper kernels can run this, or None."""
+        if self.out_dtype not in _OUTPUTS:
+            return f"out_dtype {self.out_dtype} is not one of {', '.join(_OUTPUTS)}"
+        if self.k % self.fmt.block_k:
+            return f"K={self.k}: x must come in whole blocks of {self.fmt.block_k} columns"
+        if self.n % 8 or self.n * jnp.dtype(self.out_dtype).itemsize % 16:
+            return f"N={self.n}: a row of the {self.out_dtype} output must be a multiple of 16 bytes and N of 8"
+        if self.fmt.element == "e2m1" and self.fmt.operand != "bfloat16":
+            return f"e2m1 weights with {self.fmt.operand} activations; only bfloat16 holds their scales"
+        if self.fmt.scale == "e8m0" and self.fmt.operand != "bfloat16":
+            return f"powers of two as scales with {self.fmt.operand} activations; only bfloat16 holds them"
+        if self.fmt.scale == "group" and self.fmt.group_size not in (32, 64) and (self.fmt.group_size or 0) % 128:
+            return f"groups of {self.fmt.group_size}; 32, 64 or a multiple of 128"
+        name = "" if self.activation is None else self.activation.name
+        if name.startswith("gelu") and "tanh" not in name:
+            return f"activation {name}: erf has no layout rule in Mosaic GPU (jax 0.10.2 and 0.11.2)"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedConfig:
+    """One way to run a ``PackedDesc`` on sm_90.
+
+    block_m: rows of a tile, all of one expert; they are the columns of the matrix instruction. num_consumers: 1, 2 or 4
+    warpgroups, each with 64 channels of every half. step_blocks: blocks of K per slot of the ring. num_stages: slots.
+    folds_scales: group scales are multiplied into the operands, rounded once, instead of into float32 partial sums.
+    band: row tiles walked together. num_sms: persistent blocks, one per multiprocessor.
+    """
+
+    block_m: int
+    num_consumers: int
+    step_blocks: int
+    num_stages: int
+    folds_scales: bool = False
+    band: int = 8
+    num_sms: int = 132
+
+
+def is_promoted(desc: PackedDesc, config: PackedConfig) -> bool:
+    """Whether partial sums of groups are scaled and added in float32."""
+    return desc.fmt.scale == "group" and not config.folds_scales
+
+
+def block_k(desc: PackedDesc, config: PackedConfig) -> int:
+    """K per slot."""
+    return desc.fmt.block_k * config.step_blocks
+
+
+def promoted_k(desc: PackedDesc, config: PackedConfig) -> int:
+    """K of one partial sum."""
+    return min(desc.fmt.group_size or 0, block_k(desc, config))
+
+
+def fragment_k(desc: PackedDesc, config: PackedConfig) -> int:
+    """K of one register operand, and of the swizzled rows of x: 128 bytes, less where groups are shorter."""
+    group = desc.fmt.group_size if is_promoted(desc, config) else None
+    return min(group or desc.fmt.block_k, desc.fmt.block_k)
+
+
+def scale_rows(desc: PackedDesc, config: PackedConfig) -> int:
+    """Groups that a slot touches."""
+    return max(block_k(desc, config) // (desc.fmt.group_size or desc.k), 1)
+
+
+def shared_memory(desc: PackedDesc, config: PackedConfig) -> int:
+    """Bytes of shared memory a block uses: the ring, the output staging, barriers."""
+    blocks, stages = config.num_consumers * desc.halves, config.num_stages
+    total = smem_bytes((stages, blocks, config.step_blocks, math.prod(desc.fmt.block_shape)), "int32")
+    total += smem_bytes((stages, config.block_m, block_k(desc, config)), desc.fmt.operand)
+    if desc.fmt.scale == "group":
+        total += smem_bytes((stages, blocks, scale_rows(desc, config), BLOCK_N), desc.scale_dtype)
+    if desc.fmt.has_zero_point:
+        total += smem_bytes((stages, blocks, scale_rows(desc, config), BLOCK_N), desc.fmt.operand)
+    total += smem_bytes((config.num_consumers, config.block_m, BLOCK_N), desc.out_dtype)
+    return total + 8 * 2 * stages
+
+
+def promoted_rows(config: PackedConfig) -> int:
+    """Rows of x whose partial sums are in flight at a time; those of a whole tile may not fit beside its sums."""
+    return min(config.block_m, 64)
+
+
+def are_halves_together(desc: PackedDesc, config: PackedConfig) -> bool:
+    """Whether both halves of a gated product are in flight together. With four consumers a thread has 104 registers,
+    the operands of one half take 32 of them, and ptxas would serialize.
+    """
+    return config.num_consumers < 4 and desc.halves * config.block_m <= 64
+
+
+def sum_registers(desc: PackedDesc, config: PackedConfig) -> int:
+    """32-bit registers a thread of a consumer needs for sums alone."""
+    registers = desc.halves * config.block_m // 2
+    if is_promoted(desc, config):
+        registers += promoted_rows(config) // 2 * (desc.halves if are_halves_together(desc, config) else 1)
+    return registers
+
+
+def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
+    """Why ``config`` cannot run ``desc``, or None when it can."""
+    if reason := desc.unsupported():
+        return reason
+    if config.block_m not in BLOCK_MS:
+        return f"block_m={config.block_m} is not one of {BLOCK_MS}"
+    if desc.rows % config.block_m:
+        return f"rows={desc.rows} is not a multiple of block_m={config.block_m}"
+    if config.num_consumers not in REGISTERS:
+        return f"num_consumers={config.num_consumers} is not one of {tuple(REGISTERS)}"
+    step = block_k(desc, config)
+    if desc.k % step:
+        return f"step_blocks={config.step_blocks}: steps of {step} do not divide K={desc.k}"
+    group = desc.fmt.group_size if desc.fmt.scale == "group" else None
+    if group and step % group and group % step:
+        return f"step_blocks={config.step_blocks}: steps of {step} and groups of {group} do not fit each other"
+    if config.folds_scales and (desc.fmt.scale != "group" or desc.scale_dtype != desc.fmt.operand):
+        return f"folds_scales: needs group scales in {desc.fmt.operand}, found {desc.fmt.scale} in {desc.scale_dtype}"
+    budget = {1: 128, 2: 128, 4: 40}[config.num_consumers]
+    if (needed := sum_registers(desc, config)) > budget:
+        return f"block_m={config.block_m}: {needed} registers of sums, {budget} with {config.num_consumers} consumers"
+    if config.num_stages < 2:
+        return f"num_stages={config.num_stages}: at least 2, one loading while one is multiplied"
+    if (needed := shared_memory(desc, config)) > SMEM_BYTES:
+        return f"needs {needed} bytes of shared memory with {config.num_stages} stages, a block has {SMEM_BYTES}"
+    return None

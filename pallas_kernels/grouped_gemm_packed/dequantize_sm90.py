@@ -1,0 +1,219 @@
+"""From the words of a block to the register operand of ``wgmma``, in inline PTX; the interpreter cannot run these.
+
+``load_block`` has a twin in plain arrays, ``blocks.unpack_words`` with ``decode``: both give the same operands.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, PackedFormat
+
+# 128 and 1024 twice: numbers whose last mantissa bits count ones.
+_MAGIC = {"bfloat16": 0x43004300, "float16": 0x64006400}
+
+
+def load_block(
+    fmt: PackedFormat, block: Any, width: int, rows: tuple[int, ...] = (), zeros: Any = None, scales: Any = None
+) -> Any:
+    """The operands of one block: block_k / width arrays (64, width) of ``fmt.operand``, side by side along K.
+
+    block: shared memory, ``fmt.block_shape`` int32. zeros, scales: shared memory (groups, 64) of ``fmt.operand``: what
+    is subtracted from the codes of each channel (``zero_offset``), what the difference is multiplied with, rounding
+    once. rows: their row for each 16 of K.
+    """
+    layout = plgpu.Layout.WGMMA
+    result = tuple(plgpu.ShapeDtypeStruct((BLOCK_N, width), fmt.operand, layout) for _ in range(fmt.block_k // width))
+    vectors = [vector for vector in (zeros, scales) if vector is not None]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(vectors)), return_type=result)
+    def load(ctx, block, *vectors):
+        del ctx
+        thread = _lane()
+        words = _words(fmt, block, thread)
+        per_group = [_per_channel(vector, thread, rows) for vector in vectors]
+        offset = per_group.pop(0) if zeros is not None else None
+        factor = per_group.pop(0) if scales is not None else _block_scales(fmt, block, thread)
+        registers = [np.empty(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK_N, width)), dtype=object) for _ in result]
+        convert = _CONVERT[fmt.element]
+        for q, k_half, row_half in np.ndindex(4, 2, 2):
+            if fmt.bits == 4:
+                word, pair = words[q], 2 * k_half + row_half
+            else:
+                word, pair = words[2 * q + k_half], row_half
+            value = convert(fmt.operand, word, pair, None if offset is None else offset(q, row_half))
+            if factor is not None:
+                value = _binary(fmt.operand, "mul", value, factor(q, row_half))
+            column = 2 * q + k_half
+            part, index = divmod(column, width // 8)
+            where = [0] * registers[part].ndim
+            where[1], where[4] = index, row_half
+            registers[part][tuple(where)] = mgpu.utils.bitcast(value, _pair_type(fmt.operand))
+        return tuple(mgpu.FragmentedArray(_registers=r, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None) for r in registers)
+
+    return load(block, *vectors)
+
+
+def _lane() -> Any:
+    return _asm([], "{ .reg .b32 t; mov.u32 t, %tid.x; and.b32 $0, t, 127; }")
+
+
+def _words(fmt: PackedFormat, block: Any, thread: Any) -> list[Any]:
+    """All words of a thread: one 16-byte load for every 512 of the block."""
+    pointer = mgpu.utils.memref_ptr(block)
+    four = ir.VectorType.get((4,), _i32())
+    words = []
+    for first in range(0, BLOCK_N * fmt.block_k * fmt.bits // 32, 512):
+        offset = arith.addi(arith.muli(thread, _constant(4)), _constant(first))
+        loaded = llvm.load(four, _element(pointer, offset), alignment=16)
+        words += [vector.extract(loaded, [], [i]) for i in range(4)]
+    return words
+
+
+def _block_scales(fmt: PackedFormat, block: Any, thread: Any) -> Callable[[int, int], Any] | None:
+    """(step of K, half of the rows) -> the block's own scale in both halves of a register, or what moved bits lack."""
+    if fmt.element in _EXPONENT_SHIFT and not fmt.scale_words:
+        shift = _asm([], f"mov.b32 $0, {_EXPONENT_SHIFT[fmt.element][fmt.operand]:#x};")
+        return lambda q, row_half: shift
+    if not fmt.scale_words:
+        return None
+    rows, columns = fmt.block_shape
+    pointer = mgpu.utils.memref_ptr(block)
+    entry = arith.shrui(thread, _constant(2))
+    first = rows * columns - fmt.scale_words
+    made: dict[tuple[int, int], Any] = {}
+    if fmt.scale == "e4m3":
+        offset = arith.addi(arith.muli(entry, _constant(2)), _constant(first))
+        loaded = llvm.load(ir.VectorType.get((2,), _i32()), _element(pointer, offset), alignment=8)
+        words = [vector.extract(loaded, [], [i]) for i in range(2)]
+
+        def scale(q, row_half):
+            # e5m3 << 4 is a bfloat16 with the exponent's low bits; the constant makes it 2**119 times the scale.
+            if (q, row_half) not in made:
+                text = f"{{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4{q}4{q}; mad.lo.u32 $0, t, 16, 0x76807680; }}"
+                made[q, row_half] = _asm([words[row_half]], text)
+            return made[q, row_half]
+
+        return scale
+    word = llvm.load(_i32(), _element(pointer, arith.addi(entry, _constant(first))), alignment=4)
+
+    def power(q, row_half):
+        byte = 2 * row_half + q // 2
+        if (byte, 0) not in made:
+            made[byte, 0] = _asm([word], f"{{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4{byte}4{byte}; shl.b32 $0, t, 7; }}")
+        return made[byte, 0]
+
+    return power
+
+
+def _per_channel(vector: Any, thread: Any, rows: tuple[int, ...]) -> Callable[[int, int], Any]:
+    """(step of K, half of the rows) -> the channel's number in both halves of a register."""
+    pointer = mgpu.utils.memref_ptr(vector)
+    warp, row = arith.shrui(thread, _constant(5)), arith.andi(arith.shrui(thread, _constant(2)), _constant(7))
+    channel = arith.addi(arith.muli(warp, _constant(16)), row)
+    i16 = ir.IntegerType.get_signless(16)
+    made: dict[tuple[int, int], Any] = {}
+
+    def number(q, row_half):
+        key = (rows[q], row_half)
+        if key not in made:
+            at = arith.addi(channel, _constant(BLOCK_N * rows[q] + 8 * row_half))
+            loaded = llvm.load(i16, _element(pointer, at, i16), alignment=2)
+            made[key] = _asm([arith.extui(_i32(), loaded)], "prmt.b32 $0, $1, 0, 0x1010;")
+        return made[key]
+
+    return number
+
+
+def _from_int4(operand: str, word: Any, pair: int, offset: Any) -> Any:
+    """Unsigned codes u = q + 8 -> 128 + u by its bits, minus 136 or 136 + zero point."""
+    if pair:
+        word = arith.shrui(word, _constant(4 * pair))
+    placed = _asm([word], f"lop3.b32 $0, $1, 0x000F000F, {_MAGIC[operand]:#x}, 0xEA;")
+    if offset is None:
+        offset = _asm([], f"mov.b32 $0, {_SIGN_OFFSET[operand]:#x};")
+    return _binary(operand, "sub", placed, offset)
+
+
+def _from_int8(operand: str, word: Any, pair: int, offset: Any) -> Any:
+    """Two's complement bytes: 128 + low seven bits, minus 128 or 256, which is the sign bit at the exponent's end."""
+    if pair:
+        word = arith.shrui(word, _constant(8))
+    if operand == "float16":
+        # Unsigned by flipping the sign bit: 1024 + (q + 128), minus 1152.
+        placed = _asm([word], "{ .reg .b32 t; and.b32 t, $1, 0x00FF00FF; xor.b32 $0, t, 0x64806480; }")
+        value = _binary(operand, "sub", placed, _asm([], "mov.b32 $0, 0x64806480;"))
+    else:
+        low = _asm([word], "lop3.b32 $0, $1, 0x007F007F, 0x43004300, 0xEA;")
+        sign = _asm([word], "lop3.b32 $0, $1, 0x00800080, 0x43004300, 0xEA;")
+        value = _binary(operand, "sub", low, sign)
+    return value if offset is None else _binary(operand, "sub", value, offset)
+
+
+def _from_e2m1(operand: str, word: Any, pair: int, offset: Any) -> Any:
+    """Sign and magnitude moved to where they mean 2**-126 times the value."""
+    del operand, offset
+    if pair < 3:
+        text = {0: "", 1: "shl.b32 t, $1, 3;", 2: "shl.b32 t, $1, 6;"}[pair]
+        source = "t" if text else "$1"
+        return _asm([word], f"{{ .reg .b32 t; {text} and.b32 $0, {source}, 0x81C081C0; }}")
+    return _asm(
+        [word],
+        "{ .reg .b32 a, b, s; shr.u32 a, $1, 5; shr.u32 b, $1, 6; shl.b32 s, $1, 5; and.b32 a, a, 0x00400040;"
+        " lop3.b32 a, b, 0x01800180, a, 0xEA; lop3.b32 $0, s, 0x80008000, a, 0xEA; }",
+    )
+
+
+def _from_e4m3(operand: str, word: Any, pair: int, offset: Any) -> Any:
+    """Sign kept, seven bits moved to where they mean 2**-120 (bfloat16) or 2**-8 (float16) times the value."""
+    del offset
+    if not pair:
+        word = _asm([word], "shl.b32 $0, $1, 8;")
+    shift, mask = (4, 0x07F007F0) if operand == "bfloat16" else (1, 0x3F803F80)
+    return _asm(
+        [word],
+        f"{{ .reg .b32 t; shr.u32 t, $1, {shift}; and.b32 t, t, {mask:#x}; lop3.b32 $0, $1, 0x80008000, t, 0xEA; }}",
+    )
+
+
+_CONVERT: dict[str, Callable[..., Any]] = {
+    "int4": _from_int4,
+    "int8": _from_int8,
+    "e2m1": _from_e2m1,
+    "e4m3": _from_e4m3,
+}
+# 2**126 and 2**120 in bfloat16, 2**8 in float16: from the moved bits to the value.
+_EXPONENT_SHIFT = {"e2m1": {"bfloat16": 0x7E807E80}, "e4m3": {"bfloat16": 0x7B807B80, "float16": 0x5C005C00}}
+_SIGN_OFFSET = {"bfloat16": 0x43084308, "float16": 0x64086408}  # 128 + 8 and 1024 + 8, twice
+
+
+def _binary(operand: str, op: str, a: Any, b: Any) -> Any:
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[operand]
+    return _asm([a, b], f"{op}.rn.{kind} $0, $1, $2;")
+
+
+def _asm(operands: list[Any], text: str) -> Any:
+    constraints = "=r" + ",r" * len(operands)
+    return llvm.inline_asm(_i32(), operands, text, constraints, has_side_effects=False, asm_dialect=0)
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _pair_type(operand: str) -> Any:
+    return ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(operand)))
+
+
+def _constant(value: int) -> Any:
+    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
+
+
+def _element(pointer: Any, index: Any, kind: Any = None) -> Any:
+    return mgpu.utils.getelementptr(pointer, [index], kind or _i32())

@@ -1,0 +1,164 @@
+"""Grouped GEMM on Hopper with packed weights: they are the left operand, unpacked in registers; rows are its columns.
+
+One persistent block per multiprocessor takes every num_sms-th tile of block_m rows and 64 * num_consumers channels (of
+each half). Its warpgroups, by role:
+
+    producer (1)           for each tile, for each K step:
+                               wait empty[slot] -> bulk copies of w, x, group scales, zero points -> full[slot]
+    consumers (1, 2, 4)    for each tile, for each K step:
+      64 channels of           wait full[slot] -> 16-byte loads of w[slot] -> operands by bit moves
+      each half each           -> wgmma operands x[slot]^T -> empty[slot]
+                           after a tile's last step: epilogue in registers -> transposed staging -> bulk store
+
+Scales inside the blocks are multiplied into the operands, which stay exact; scales per channel follow the sum; scales
+per group multiply the float32 partial sum of each group. No product is in flight when a step ends.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import mosaic
+from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
+from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
+from pallas_kernels.grouped_gemm_packed.config import REGISTERS, PackedConfig, PackedDesc, is_promoted
+from pallas_kernels.grouped_gemm_packed.pipeline_sm90 import (
+    Scratch,
+    k_steps,
+    multiply,
+    multiply_promoted,
+    produce,
+    scratch_types,
+)
+
+
+def grouped_gemm_packed_sm90(desc: PackedDesc, config: PackedConfig) -> Callable[[Mapping[str, Any]], Any]:
+    """The kernel for ``desc``, a function of the operands by name (``operand_names``) that returns (rows, N). config
+    must pass ``config_error``. Rows of tiles from num_tiles on are not written.
+    """
+    call = plgpu.kernel(
+        functools.partial(_kernel, desc, config),
+        out_type=jax.ShapeDtypeStruct((desc.rows, desc.n), desc.out_dtype),
+        grid=(config.num_sms,),
+        grid_names=("block",),
+        num_threads=config.num_consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch_types(desc, config),
+        compiler_params=mosaic.compiler_params(),
+    )
+    return lambda operands: call(*(operands[name] for name in operand_names(desc)))
+
+
+def operand_names(desc: PackedDesc) -> list[str]:
+    """Names of the arrays the kernel takes, in order; B = E * channel_blocks * halves counts blocks of 64 channels.
+
+    x (rows, K); w (B, K / block_k, *block_shape) i32; tile_expert (rows / block_m,) i32; num_tiles (1,) i32;
+    scale (B, groups, 64); zero (B, groups, 64) of the operand's dtype; channel_scale (B, 64) f32; bias
+    (B, 64), all blocks of a half together;
+    x_scale (1,) or (rows,) f32.
+    """
+    names = ["x", "w", "tile_expert", "num_tiles"]
+    names += ["scale"] if desc.fmt.scale == "group" else []
+    names += ["zero"] if desc.fmt.has_zero_point else []
+    names += ["channel_scale"] if desc.has_channel_scale else []
+    names += ["bias"] if desc.bias_dtype is not None else []
+    names += ["x_scale"] if desc.lhs_scale != "none" else []
+    return names
+
+
+def _kernel(desc: PackedDesc, config: PackedConfig, *refs: Any, **allocated: Any) -> None:
+    *inputs, out = refs[: len(operand_names(desc)) + 1]
+    operands = dict(zip(operand_names(desc), inputs, strict=True))
+    scratch = Scratch(**allocated)
+    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+    column_tiles = -(-desc.channel_blocks // config.num_consumers)
+    row_tiles = operands["num_tiles"][0]
+    steps = k_steps(desc, config, row_tiles)
+    num_tiles = tiles_of_block(block, row_tiles * column_tiles, config.num_sms)
+    registers = REGISTERS[config.num_consumers]
+
+    def tile(t):
+        m, n = tile_index(block + t * config.num_sms, row_tiles, column_tiles, config.band)
+        return m, n, operands["tile_expert"][m]
+
+    @pl.when(warpgroup == config.num_consumers)
+    def _():
+        if registers:
+            plgpu.set_max_registers(registers[1], action="decrease")
+        produce(desc, config, operands, scratch, steps, num_tiles, tile)
+
+    @pl.when(warpgroup < config.num_consumers)
+    def _():
+        if registers:
+            plgpu.set_max_registers(registers[0], action="increase")
+
+        def one_tile(t, count):
+            m, n, e = tile(t)
+            channel = n * config.num_consumers + warpgroup
+            # Past the last block nothing is stored, but the vectors must lie inside their arrays.
+            last = lax.min(channel, jnp.int32(desc.channel_blocks - 1))
+            vectors = _vectors(desc, operands, e, last)
+            multiply_tile = multiply_promoted if is_promoted(desc, config) else multiply
+            sums = multiply_tile(desc, config, scratch, warpgroup, steps, count)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            rows = config.block_m // len(sums[0])
+            for index, piece in enumerate(zip(*sums, strict=True)):
+                first = m * config.block_m + index * rows
+                value = _epilogue(desc, piece, vectors, operands, first).astype(desc.out_dtype)
+                staging = scratch.staging.at[warpgroup, pl.ds(index * rows, rows)]
+                staging.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.commit_smem()
+            target = out.at[pl.ds(m * config.block_m, config.block_m), pl.ds(channel * BLOCK_N, BLOCK_N)]
+            plgpu.copy_smem_to_gmem(scratch.staging.at[warpgroup], target)
+            return count + steps
+
+        lax.fori_loop(0, num_tiles, one_tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _vectors(desc: PackedDesc, operands: Mapping[str, Any], e: Any, block: Any) -> list[dict[str, Any]]:
+    """(64,) channel scale and bias of each half, loaded before the sums so that their latency hides."""
+    places = {
+        "channel_scale": [(e * desc.channel_blocks + block) * desc.halves + half for half in range(desc.halves)],
+        "bias": [(e * desc.halves + half) * desc.channel_blocks + block for half in range(desc.halves)],
+    }
+
+    def load(name, half):
+        vector = operands[name].at[places[name][half]]
+        return mosaic.load(vector, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
+
+    names = [name for name in places if name in operands]
+    return [{name: load(name, half) for name in names} for half in range(desc.halves)]
+
+
+def _epilogue(
+    desc: PackedDesc, sums: Sequence[Any], vectors: list[dict[str, Any]], operands: Mapping[str, Any], first: Any
+) -> Any:
+    """Scales, bias and activation of the sums (64, rows) of each half; float32, before any rounding.
+
+    first: row of x that the first column belongs to.
+    """
+    shape = sums[0].shape
+    values = []
+    factor = None
+    if desc.lhs_scale == "row":
+        rows = pl.ds(first, shape[1])
+        factor = mosaic.load(operands["x_scale"].at[rows], layout=mosaic.COLUMNS, optimized=False)
+        factor = lax.broadcast_in_dim(factor, shape, [1])
+    elif desc.lhs_scale == "tensor":
+        factor = operands["x_scale"][0]
+    for value, vector in zip(sums, vectors, strict=True):
+        if factor is not None:
+            value = value * factor
+        if "channel_scale" in vector:
+            value = value * lax.broadcast_in_dim(vector["channel_scale"], shape, [0])
+        if "bias" in vector:
+            value = value + lax.broadcast_in_dim(vector["bias"], shape, [0])
+        values.append(value)
+    return values[0] if desc.activation is None else desc.activation(*values)
