@@ -34,8 +34,8 @@ def _permute(x, row_of, **static):
     return quantize_and_permute(x, row_of, **static)
 
 
-def _requantize(h, count, **static):
-    return quantize_and_permute(h, count=count, quantization="e4m3_row", **static)
+def _requantize(h, row_of, **static):
+    return quantize_and_permute(h, rows=row_of.reshape(-1), quantization="e4m3_row", **static)
 
 
 def main() -> None:
@@ -53,7 +53,6 @@ def main() -> None:
             rows = jax.random.normal(jax.random.key(1), (num_rows, hidden), jnp.bfloat16)
             h = jax.random.normal(jax.random.key(2), (num_rows, inter), jnp.bfloat16)
             weights = jax.random.uniform(jax.random.key(3), row_of.shape, jnp.float32)
-            count = jnp.int32(num_rows).reshape(1)
             used = tokens * top_k
             for name in options.implementations.split(","):
                 cases = {}
@@ -63,7 +62,7 @@ def main() -> None:
                     permute = functools.partial(_permute, num_rows=num_rows, quantization=fmt, implementation=name)
                     cases[f"permute {fmt}"] = (permute, (x, row_of), tokens * hidden * 2 + used * hidden * size)
                 requantize = functools.partial(_requantize, implementation=name)
-                cases["requantize e4m3_row"] = requantize, (h, count), num_rows * inter * 3
+                cases["requantize e4m3_row"] = requantize, (h, row_of), used * inter * 3
                 moved = used * hidden * 2 + tokens * hidden * 2
                 cases["combine"] = functools.partial(combine, implementation=name), (rows, row_of, weights), moved
                 for case, (call, args, moved) in cases.items():

@@ -1,10 +1,11 @@
-"""The mosaic implementation: Pallas kernels for Hopper GPUs around an alignment computed by XLA.
+"""The mosaic implementation: Pallas kernels for Hopper GPUs.
 
-    align -> quantize_and_permute -> grouped GEMM 1 (scales, bias, activation, requantization where the scale is local)
-    -> row requantization where it is not -> grouped GEMM 2 (scales, bias) -> combine in float32
+    [route] -> align -> quantize_and_permute -> grouped GEMM 1 (scales, bias, activation, requantization where the scale
+    is local) -> row requantization where it is not -> grouped GEMM 2 (scales, bias) -> combine in float32
 
 Group sizes stay on the device. Hidden activations are rounded to the layer's dtype before they are requantized per row
-or per tensor, as the rounding points of vLLM's kernels have it.
+or per tensor, as the rounding points of vLLM's kernels have it. From the router logits on (``forward_layer``) routing
+and alignment are one launch for up to 64 tokens, and combine writes the layer's output, shared experts included.
 """
 
 import dataclasses
@@ -15,11 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax._align import align, row_capacity
+from moe_jax._align import row_capacity
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
 from moe_jax.activations import resolve_activation
 from moe_jax.quantization import ExpertWeights, QuantFormat, Scheme, Strategy
+from moe_jax.routing import RoutingParams, validate_routing
+from moe_jax.routing._route import groups_of
+from pallas_kernels.align import TileMap, align
 from pallas_kernels.combine import combine
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.numerics import E4M3_MAX, divide, magnitude
@@ -28,6 +32,7 @@ from pallas_kernels.grouped_gemm.config import GemmDesc
 from pallas_kernels.grouped_gemm.heuristics import choose_config
 from pallas_kernels.grouped_gemm.heuristics import describe as describe_config
 from pallas_kernels.quantize_and_permute import quantize_and_permute
+from pallas_kernels.route import route_and_align
 
 _16_BIT = ("bfloat16", "float16")
 
@@ -67,9 +72,13 @@ def _refusal(config: MoEConfig, structure: Any, shapes: tuple[Any, ...], num_tok
 def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list[str]:
     """The configuration of both products, for ``explain``."""
     block_m = _block_m(num_tokens, config, weights)
+    reason = why_not_layer(config, weights, None, has_mask=False)
     return [
-        f"GEMM {number}: {describe_config(desc, choose_config(desc, block_m, hopper_sms()))}"
-        for number, desc in enumerate(_descriptions(config, weights, num_tokens), 1)
+        "routing: by the kernel" if reason is None else f"routing: by XLA, since the kernel has no {reason}",
+        *(
+            f"GEMM {number}: {describe_config(desc, choose_config(desc, block_m, hopper_sms()))}"
+            for number, desc in enumerate(_descriptions(config, weights, num_tokens), 1)
+        ),
     ]
 
 
@@ -88,16 +97,93 @@ def forward(
     kernels: str = "mosaic",
 ) -> Array:
     """``run`` with the implementation of every kernel given by name; "reference" runs anywhere."""
-    num_tokens = x.shape[0]
-    tile = _block_m(num_tokens, config, weights)
-    alignment = align(topk_ids, weights.num_experts, tile)
-    is_used = alignment.row_token < num_tokens
-    count = alignment.num_tiles * tile
+    tile = _block_m(x.shape[0], config, weights)
+    tiles = align(topk_ids, weights.num_experts, tile, implementation=kernels)
+    return _experts(config, x, topk_weights, tiles, tile, weights, kernels, out_dtype=jnp.float32)
+
+
+def why_not_layer(
+    config: MoEConfig, weights: ExpertWeights, params: RoutingParams | None, has_mask: bool
+) -> str | None:
+    """Why routing stays with XLA, although the experts run here; or None."""
+    params = params or RoutingParams()
+    activations = weights.scheme.activations
+    if config.custom_routing_function is not None:
+        return "custom_routing_function"
+    if params.hash_indices_table is not None:
+        return "hash_indices_table"
+    if config.zero_expert_type is not None:
+        return "zero experts"
+    if config.scoring_func not in ("softmax", "sigmoid"):
+        return f"scoring_func={config.scoring_func!r}"
+    if config.apply_router_weight_on_input:
+        return "apply_router_weight_on_input"
+    if has_mask and activations is not None and activations.dynamic and activations.strategy is Strategy.TENSOR:
+        return "one activation scale for the call, which masked tokens must not raise"
+    return None
+
+
+def forward_layer(
+    config: MoEConfig,
+    x: Array,
+    router_logits: Array,
+    weights: ExpertWeights,
+    params: RoutingParams | None = None,
+    token_mask: Array | None = None,
+    shared: Array | None = None,
+    *,
+    kernels: str = "mosaic",
+) -> tuple[Array, Array, Array]:
+    """The layer from its router logits on: (y (T, H) in x's dtype, topk_ids (T, top_k), rows per expert (E,)).
+
+    shared: (T, H) float, added before the one rounding. For calls without a reason from ``why_not_layer``. Raises
+    NotImplementedError where a kernel refuses.
+    """
+    bias = None if params is None else params.correction_bias
+    validate_routing(config, router_logits.shape[1], has_correction_bias=bias is not None, has_hash_table=False)
+    if config.router_logits_dtype is not None:
+        router_logits = router_logits.astype(config.router_logits_dtype)
+    groups, kept = groups_of(config) or (0, 0)
+    tile = _block_m(x.shape[0], config, weights)
+    routed = route_and_align(
+        router_logits,
+        config.top_k,
+        tile,
+        scoring=config.scoring_func,
+        renormalize=config.renormalize,
+        scale=config.routed_scaling_factor,
+        bias=None if bias is None else bias.astype(jnp.float32),
+        num_groups=groups,
+        groups_kept=kept,
+        token_mask=token_mask,
+        implementation=kernels,
+    )
+    y = _experts(config, x, routed.weights, routed.tiles, tile, weights, kernels, shared=shared, out_dtype=x.dtype)
+    return y, routed.ids, routed.tiles.group_sizes
+
+
+def run_layer(config: MoEConfig, *arguments: Any) -> tuple[Array, Array, Array]:
+    """``forward_layer``; a gradient is refused by name."""
+    return _refusing_gradients_layer(config, *arguments)
+
+
+def _experts(
+    config: MoEConfig,
+    x: Array,
+    topk_weights: Array,
+    tiles: TileMap,
+    tile: int,
+    weights: ExpertWeights,
+    kernels: str,
+    *,
+    out_dtype: Any,
+    shared: Array | None = None,
+) -> Array:
     gemm = functools.partial(
         grouped_gemm,
-        tile_expert=jnp.maximum(alignment.tile_expert, 0),
-        num_tiles=alignment.num_tiles,
-        tile_rows=jnp.sum(is_used.reshape(-1, tile), axis=1, dtype=jnp.int32),
+        tile_expert=tiles.tile_expert,
+        num_tiles=tiles.num_tiles,
+        tile_rows=tiles.tile_rows,
         out_dtype=config.dtype,
         implementation=kernels,
     )
@@ -108,12 +194,13 @@ def forward(
         raise NotImplementedError(f"there is no kernel for scheme {weights.scheme.name!r} yet")
     operand = x if weights.scheme.is_quantized else x.astype(config.dtype)
     scale = _tensor_scale(weights.scheme.activations, weights.w13.input_scale, operand, None)
-    rows, row_scale = permute(operand, alignment.row_of, is_used.size, quantization=kind, scale=scale)
+    num_rows = tiles.tile_expert.size * tile
+    rows, row_scale = permute(operand, tiles.row_of, num_rows, quantization=kind, scale=scale)
     hidden, hidden_scale = _hidden(
-        config, weights, gemm, permute, kind, rows, scale if kind == "e4m3_tensor" else row_scale, is_used, count
+        config, weights, gemm, permute, kind, rows, scale if kind == "e4m3_tensor" else row_scale, tiles
     )
     out = gemm(hidden, weights.w2.data, x_scale=hidden_scale, w_scale=weights.w2.scale, bias=weights.w2_bias)
-    return combine(out, alignment.row_of, topk_weights, out_dtype=jnp.float32, implementation=kernels)
+    return combine(out, tiles.row_of, topk_weights, shared=shared, out_dtype=out_dtype, implementation=kernels)
 
 
 def _hidden(
@@ -124,8 +211,7 @@ def _hidden(
     kind: str,
     rows: Array,
     row_scale: Array | None,
-    is_used: Array,
-    count: Array,
+    tiles: TileMap,
 ) -> tuple[Array, Array | None]:
     """GEMM 1 with its activation, and the operand of GEMM 2: (codes or values (Mp, I), scale)."""
     first = functools.partial(
@@ -145,20 +231,22 @@ def _hidden(
     hidden = first()
     if kind == "none":
         return hidden, None
-    scale = _tensor_scale(fmt, None, hidden, is_used)
-    codes, code_scale = permute(hidden, quantization=kind, scale=scale, count=count)
+    scale = _tensor_scale(fmt, None, hidden, tiles)
+    codes, code_scale = permute(hidden, quantization=kind, scale=scale, rows=tiles.row_of.reshape(-1))
     return codes, code_scale if scale is None else scale
 
 
-def _tensor_scale(fmt: QuantFormat | None, static: Array | None, values: Array, is_used: Array | None) -> Array | None:
+def _tensor_scale(fmt: QuantFormat | None, static: Array | None, values: Array, tiles: TileMap | None) -> Array | None:
     """The one scale () of per-tensor activations: the checkpoint's, or amax / 448 over the rows in use."""
     if fmt is None or fmt.strategy is not Strategy.TENSOR:
         return None
     if not fmt.dynamic:
         return static
     values = magnitude(values.astype(jnp.float32))
-    if is_used is not None:
-        values = jnp.where(is_used[:, None], values, 0.0)
+    if tiles is not None:
+        in_tiles = values.reshape(tiles.tile_rows.size, -1, values.shape[1])
+        rank = jnp.arange(in_tiles.shape[1], dtype=jnp.int32)
+        values = jnp.where((rank < tiles.tile_rows[:, None])[..., None], in_tiles, 0.0)
     return jnp.maximum(divide(jnp.max(values), E4M3_MAX), np.finfo(np.float32).tiny)
 
 
@@ -228,7 +316,13 @@ def _refusing_gradients(config, x, topk_weights, topk_ids, weights):
     return forward(config, x, topk_weights, topk_ids, weights)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _refusing_gradients_layer(config, *arguments):
+    return forward_layer(config, *arguments)
+
+
 @_refusing_gradients.defjvp
+@_refusing_gradients_layer.defjvp
 def _refuse(config, primals, tangents):
     raise NotImplementedError(
         "the mosaic implementation has no gradient; differentiate a layer with implementation='xla' or 'reference'"

@@ -28,12 +28,17 @@ class Implementation:
     run: ``(x (T, H) float, topk_weights (T, k) f32, topk_ids (T, k) i32, weights, config) -> (T, H) float32``, before
         any rounding. Ids are in [0, E) or -1; where an id is -1 its weight is 0, and a token without any expert has
         x = 0. May raise NotImplementedError, which means the same as a reason from why_not.
+    run_layer: None, or ``(config, x, router_logits, weights, params, token_mask, shared) -> (y in x's dtype, topk_ids,
+        rows per expert)``: routing, experts, shared output and the one rounding in one; NotImplementedError as in run.
+    why_not_layer: the reason for which run_layer cannot run ``(config, weights, params, has_mask)``, or None.
     """
 
     name: str
     why_not: Callable[[Problem], str | None]
     describe: Callable[[Problem], list[str]]
     run: Callable[..., Array]
+    run_layer: Callable[..., tuple[Array, Array, Array]] | None = None
+    why_not_layer: Callable[..., str | None] | None = None
 
 
 def _needs_plain_layout(problem: Problem) -> str | None:
@@ -67,7 +72,14 @@ def _describe_mosaic(problem: Problem) -> list[str]:
 IMPLEMENTATIONS = {
     implementation.name: implementation
     for implementation in (
-        Implementation("mosaic", _mosaic_why_not, _describe_mosaic, _experts_mosaic.run),
+        Implementation(
+            "mosaic",
+            _mosaic_why_not,
+            _describe_mosaic,
+            _experts_mosaic.run,
+            _experts_mosaic.run_layer,
+            _experts_mosaic.why_not_layer,
+        ),
         Implementation("xla", _needs_plain_layout, _describe_xla, _experts_xla.run),
         Implementation("reference", _needs_plain_layout, _describe_reference, _experts_reference.run),
     )
@@ -110,6 +122,22 @@ def run_first(problem: Problem, *args: Any) -> Array:
                 reason = str(error)
         skipped.append((name, reason))
     raise NotImplementedError(nothing_runs(skipped))
+
+
+def run_layer_first(
+    problem: Problem, x: Array, router_logits: Array, params: Any, token_mask: Array | None, shared: Array | None
+) -> tuple[Array, Array, Array] | None:
+    """The whole layer, by the implementation that ``choose`` names; None when that one leaves routing to others."""
+    chosen, _ = choose(problem)
+    if chosen is None or chosen.run_layer is None or chosen.why_not_layer is None:
+        return None
+    config, weights = problem.config, problem.weights
+    if chosen.why_not_layer(config, weights, params, token_mask is not None) is not None:
+        return None
+    try:
+        return chosen.run_layer(config, x, router_logits, weights, params, token_mask, shared)
+    except NotImplementedError:
+        return None
 
 
 def nothing_runs(skipped: list[tuple[str, str]]) -> str:

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from moe_jax._config import MoEConfig
 from moe_jax._explain import explain
-from moe_jax._implementations import Problem, run_first
+from moe_jax._implementations import Problem, run_first, run_layer_first
 from moe_jax._typing import Array, Bool, Float, Int
 from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import RoutingParams, route
@@ -40,6 +40,7 @@ def fused_moe(
     placement: Any = None,
     token_mask: Bool[Array, "..."] | None = None,
     token_ids: Int[Array, "..."] | None = None,
+    shared_output: Float[Array, "..."] | None = None,
     return_stats: bool = False,
 ) -> Any:
     """Route every token to its experts and return the weighted sum of their outputs.
@@ -49,6 +50,7 @@ def fused_moe(
     router_logits: (T, E), with zero experts (T, E + Z). routing: arrays of the router, see ``RoutingParams``.
     token_mask: (T,), False for padding: such a token returns exact zeros, counts for no expert and costs no work.
     token_ids: (T,), for routers that look tokens up.
+    shared_output: (T, H), what shared experts made of x; added to the sum before the one rounding.
     placement: must be None until experts can be spread over a mesh.
 
     Returns (T, H), with ``return_stats`` the pair of that and ``MoEStats``.
@@ -58,6 +60,14 @@ def fused_moe(
     _check_call(x, weights, config, placement, token_mask)
     if router_logits.ndim != 2 or router_logits.shape[0] != x.shape[0]:
         raise ValueError(f"router_logits has shape {router_logits.shape}, expected ({x.shape[0]}, E) as x {x.shape}")
+    if shared_output is not None and shared_output.shape != x.shape:
+        raise ValueError(f"shared_output has shape {shared_output.shape}, expected {x.shape} as x")
+    if x.shape[0] > 0:
+        problem = Problem(config, _without_gradient(weights), x.shape[0], jax.default_backend())
+        whole = run_layer_first(problem, x, router_logits, routing, token_mask, shared_output)
+        if whole is not None:
+            y, topk_ids, load = whole
+            return (y, MoEStats(load, topk_ids)) if return_stats else y
     routed = route(router_logits, config, params=routing, hidden_states=x, token_ids=token_ids, token_mask=token_mask)
     y = _weighted_experts(x, routed.topk_weights, routed.topk_ids, weights, config)
     if routed.zero_expert_weight is not None:
@@ -66,6 +76,8 @@ def fused_moe(
         y = y + jnp.where(is_zero_expert, identity, 0.0)
     if config.apply_routed_scale_to_output:
         y = y * config.routed_scaling_factor
+    if shared_output is not None:
+        y = y + shared_output.astype(jnp.float32)
     y = y.astype(x.dtype)
     return (y, _stats(routed.topk_ids, weights.num_experts)) if return_stats else y
 

@@ -254,6 +254,8 @@ class FusedMoE(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         mask = None if token_mask is None else token_mask.reshape(-1)
         routed_in = tokens if self.routed_input_transform is None else self.routed_input_transform(tokens)
+        shared = None if self.shared_experts is None else self._shared(tokens)
+        is_added_last = shared is not None and self.routed_output_transform is not None
         y, stats = fused_moe(
             routed_in,
             router_logits.reshape(-1, router_logits.shape[-1]),
@@ -262,22 +264,23 @@ class FusedMoE(nnx.Module):
             routing=self._routing_params(),
             token_mask=mask,
             token_ids=None if token_ids is None else token_ids.reshape(-1),
+            shared_output=None if is_added_last else shared,
             return_stats=True,
         )
         if self.routed_output_transform is not None:
             y = self.routed_output_transform(y)
-        if self.shared_experts is not None:
-            y = self._add_shared(y, tokens)
+        if is_added_last:
+            y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(y.dtype)
         if mask is not None:
             y = jnp.where(mask[:, None], y, jnp.zeros_like(y))
         y = y.reshape(*lead, y.shape[-1])
         return (y, stats) if return_stats else y
 
-    def _add_shared(self, y, tokens):
-        shared = self.shared_experts(tokens).astype(jnp.float32)
-        if self.shared_expert_gate is not None:
-            shared = shared * jax.nn.sigmoid(self.shared_expert_gate(tokens).astype(jnp.float32))
-        return (y.astype(jnp.float32) + shared).astype(y.dtype)
+    def _shared(self, tokens):
+        shared = self.shared_experts(tokens)
+        if self.shared_expert_gate is None:
+            return shared
+        return shared.astype(jnp.float32) * jax.nn.sigmoid(self.shared_expert_gate(tokens).astype(jnp.float32))
 
     def _routing_params(self) -> RoutingParams:
         def value(variable):

@@ -118,13 +118,15 @@ def permute_cases() -> Iterator[Case]:
     for quantization in QUANTIZATIONS:
         for width in (7168, 2880, 768):
             for top_k in (8, 0):
-                desc = PermuteDesc(64, width, top_k, 4096 if top_k else 64, "bfloat16", quantization, not top_k)
+                desc = PermuteDesc(
+                    64, width, top_k, 4096 if top_k else 64, "bfloat16", quantization, None if top_k else 48
+                )
                 config = choose_permute(desc, H200_SMS)
                 if config_error(desc, config):
                     continue
                 shapes = [((64, width), "bfloat16"), ((64, 8), "int32") if top_k else None]
                 shapes += [((1,), "float32") if quantization == "e4m3_tensor" else None]
-                shapes += [None if top_k else ((1,), "int32")]
+                shapes += [None if top_k else ((48,), "int32")]
                 name = f"quantize_and_permute {quantization} {width}{'' if top_k else ' in place'}"
                 yield Case(name, quantize_and_permute_sm90(desc, config), tuple(s for s in shapes if s))
 
@@ -132,8 +134,8 @@ def permute_cases() -> Iterator[Case]:
 def combine_cases() -> Iterator[Case]:
     for width in (7168, 2880, 768, 128):
         for dtype in ("bfloat16", "float32"):
-            desc = CombineDesc(64, width, 8, 4096, dtype, "bfloat16", has_shared=True)
-            shapes = (((4096, width), dtype), ((64, 8), "int32"), ((64, 8), "float32"), ((64, width), dtype))
+            desc = CombineDesc(64, width, 8, 4096, dtype, "bfloat16", shared_dtype="float32")
+            shapes = (((4096, width), dtype), ((64, 8), "int32"), ((64, 8), "float32"), ((64, width), "float32"))
             yield Case(f"combine {dtype} {width}", combine_sm90(desc, choose_combine(desc, H200_SMS)), shapes)
 
 

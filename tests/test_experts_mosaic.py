@@ -8,6 +8,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax import _experts_mosaic
+from moe_jax.experts import explain
 
 E, H, I, K = 6, 512, 256, 2  # noqa: E741
 SCHEMES = ("bf16", "fp8_tensor", "fp8_tensor_token", "fp8_channel", "fp8_block", "int8_w8a8")
@@ -42,7 +43,7 @@ def compare(scheme, actual, expected):
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_plumbing_on_kernel_references(scheme, has_bias):
+def test_plumbing_on_kernel_references(scheme, has_bias, quick_compilation):
     layer = make_layer(scheme, has_bias=has_bias, implementation="reference")
     x, z = inputs(37)
     ids = np.asarray(jax.lax.top_k(z, K)[1]).copy()
@@ -56,6 +57,76 @@ def test_plumbing_on_kernel_references(scheme, has_bias):
     np.testing.assert_array_equal(actual[3], 0.0)
     keep = np.arange(37) != 3
     compare(scheme, actual[keep], expected[keep])
+
+
+ROUTERS = {
+    "sigmoid, bias, groups, scale": dict(
+        scoring_func="sigmoid",
+        e_score_correction_bias=np.linspace(-1, 1, E, dtype=np.float32),
+        use_grouped_topk=True,
+        num_expert_group=3,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        router_logits_dtype="bfloat16",
+    ),
+    "scale on output": dict(renormalize=False, routed_scaling_factor=2.5, apply_routed_scale_to_output=True),
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_whole_layer_on_kernel_references(router, quick_compilation):
+    """From the logits on: the kernels' routing, padding masked, shared output added before the one rounding."""
+    layer = make_layer("fp8_channel", implementation="reference", **ROUTERS[router])
+    x, z = inputs(37)
+    mask = jnp.arange(37) % 5 != 3
+    shared = jax.random.normal(jax.random.key(5), x.shape, jnp.float32)
+    weights, config, params = layer.weights.get_value(), layer.config, layer._routing_params()
+    expected, stats = moe_jax.fused_moe(
+        x, z, weights, config, routing=params, token_mask=mask, shared_output=shared, return_stats=True
+    )
+    run = jax.jit(
+        lambda *arguments: _experts_mosaic.forward_layer(config, *arguments, kernels="reference"),
+    )
+    actual, ids, load = run(x, z, weights, params, mask, shared)
+    assert actual.dtype == x.dtype
+    np.testing.assert_array_equal(ids, stats.topk_ids)
+    np.testing.assert_array_equal(load, stats.load)
+    compare("fp8_channel", actual, expected)
+    np.testing.assert_array_equal(actual[~mask], shared.astype(x.dtype)[~mask])
+
+
+@pytest.mark.parametrize(
+    "options, has_mask, reason",
+    [
+        (dict(), True, None),
+        (dict(custom_routing_function="llama4", top_k=1), False, "custom_routing_function"),
+        (dict(scoring_func="sqrtsoftplus"), False, "sqrtsoftplus"),
+        (dict(zero_expert_type="identity", e_score_correction_bias=True), False, "zero experts"),
+        (dict(apply_router_weight_on_input=True, top_k=1), False, "apply_router_weight_on_input"),
+        (dict(scheme="fp8_tensor"), True, "masked tokens"),
+    ],
+)
+def test_routing_left_to_xla(options, has_mask, reason):
+    layer = moe_jax.FusedMoE(E, H, I, **{"top_k": K, "scheme": "fp8_channel", **options})
+    weights = layer.weights.get_value()
+    found = _experts_mosaic.why_not_layer(layer.config, weights, None, has_mask)
+    assert found is None if reason is None else reason in found
+    if reason and not has_mask:
+        with on_hopper():
+            text = explain(layer.config, weights, 8, "gpu")
+        assert f"routing: by XLA, since the kernel has no {found}" in text
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_whole_layer_lowers_for_hopper(tokens):
+    """One launch less for few tokens, where alignment follows routing in one; the caller's path, not the module's."""
+    layer, (x, z) = make_layer("fp8_block", implementation="mosaic"), inputs(tokens)
+    graphdef, state = nnx.split(layer)
+    with on_hopper():
+        run = jax.jit(lambda state, x, z: nnx.merge(graphdef, state)(x, z))
+        lowered = run.trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
+        assert "routing: by the kernel" in layer.explain(tokens)
+    assert lowered.count("mosaic_gpu_v2") == (5 if tokens == 1 else 6)
 
 
 @pytest.mark.parametrize("tokens", [1, 300])
@@ -72,7 +143,7 @@ def test_lowers_for_hopper(scheme, tokens):
     with on_hopper():
         lowered = jax.jit(run).trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
     requantizes_apart = scheme in ("fp8_tensor", "fp8_tensor_token", "fp8_channel", "int8_w8a8")
-    assert lowered.count("mosaic_gpu_v2") == (5 if requantizes_apart else 4)
+    assert lowered.count("mosaic_gpu_v2") == (6 if requantizes_apart else 5)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +183,10 @@ def test_gradients_are_refused_by_name():
     def loss(x):
         return _experts_mosaic.run(x, z[:, :K], ids, layer.weights.get_value(), layer.config).sum()
 
-    with on_hopper(), pytest.raises(NotImplementedError, match="no gradient"):
-        jax.grad(loss)(x)
+    whole = make_layer("bf16", implementation="mosaic")
+    for function in (loss, lambda x: whole(x, z).sum()):
+        with on_hopper(), pytest.raises(NotImplementedError, match="no gradient"):
+            jax.grad(function)(x)
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ def route(
         _check_shape("hash_indices_table", table, (table.shape[0], config.top_k))
         _check_shape("token_ids", token_ids, (num_tokens,))
         weights, ids = hashed_top_k(logits, table, token_ids, *args[1:])
-    elif groups := _groups(config):
+    elif groups := groups_of(config):
         weights, ids = grouped_top_k(logits, bias, *args, *groups)
     elif bias is not None:
         weights, ids = biased_top_k(logits, bias, *args)
@@ -109,7 +109,7 @@ def _check_shape(name: str, array: Any, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {array.shape}, expected {expected}")
 
 
-def _groups(config: MoEConfig) -> tuple[int, int] | None:
+def groups_of(config: MoEConfig) -> tuple[int, int] | None:
     """(groups, groups kept) when the configuration routes by groups and the experts divide into them."""
     groups, kept = config.num_expert_group, config.topk_group
     if not config.use_grouped_topk or groups is None or kept is None:

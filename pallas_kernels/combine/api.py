@@ -25,8 +25,8 @@ def combine(
     """``out[t] = sum_j weights[t, j] * rows[row_of[t, j]] (+ shared[t])`` in float32, rounded once.
 
     rows: (Mp, H) bfloat16, float16 or float32. row_of: (T, top_k) int32, -1 for a slot that contributes nothing.
-    weights: (T, top_k) float32. shared: (T, H) of rows' dtype, or None. Returns (T, H) out_dtype. A token without any
-    slot gives shared, or zero. Raises ValueError or TypeError for a wrong call, NotImplementedError when no
+    weights: (T, top_k) float32. shared: (T, H) bfloat16, float16 or float32, or None. Returns (T, H) out_dtype. A token
+    without any slot gives shared, or zero. Raises ValueError or TypeError for a wrong call, NotImplementedError when no
     implementation can run it.
     """
     if rows.ndim != 2 or row_of.ndim != 2 or weights.shape != row_of.shape:
@@ -37,8 +37,8 @@ def combine(
     if row_of.dtype != jnp.int32 or weights.dtype != jnp.float32:
         raise TypeError(f"row_of is {row_of.dtype} and weights {weights.dtype}; expected int32 and float32")
     (num_rows, width), (num_tokens, top_k) = rows.shape, row_of.shape
-    if shared is not None and (shared.shape != (num_tokens, width) or shared.dtype != rows.dtype):
-        raise ValueError(f"shared is {shared.dtype}{shared.shape}, expected {rows.dtype}{(num_tokens, width)}")
+    if shared is not None and shared.shape != (num_tokens, width):
+        raise ValueError(f"shared has shape {shared.shape}, expected {(num_tokens, width)}")
     desc = CombineDesc(
         num_tokens=num_tokens,
         width=width,
@@ -46,7 +46,7 @@ def combine(
         num_rows=num_rows,
         dtype=jnp.dtype(rows.dtype).name,
         out_dtype=jnp.dtype(out_dtype).name,
-        has_shared=shared is not None,
+        shared_dtype=None if shared is None else jnp.dtype(shared.dtype).name,
     )
 
     def mosaic():

@@ -10,7 +10,10 @@ from pallas_kernels.common.rows import pieces, vector_length
 
 @dataclasses.dataclass(frozen=True)
 class CombineDesc:
-    """Static description of one call: T tokens of width H, top_k rows each out of Mp; has_shared: one more addend."""
+    """Static description of one call: T tokens of width H, top_k rows each out of Mp.
+
+    dtype: of the rows. shared_dtype: of one more addend a token, or None.
+    """
 
     num_tokens: int
     width: int
@@ -18,7 +21,7 @@ class CombineDesc:
     num_rows: int
     dtype: str
     out_dtype: str
-    has_shared: bool = False
+    shared_dtype: str | None = None
 
     @property
     def piece(self) -> int:
@@ -40,9 +43,9 @@ class CombineConfig:
 
 def config_error(desc: CombineDesc, config: CombineConfig) -> str | None:
     """Why the Hopper kernel cannot run ``desc``, or None when it can."""
-    for name in (desc.dtype, desc.out_dtype):
-        if name not in ("bfloat16", "float16", "float32"):
-            return f"rows are {desc.dtype} and the output {desc.out_dtype}; there are bfloat16, float16 and float32"
+    for what, name in (("rows", desc.dtype), ("the output", desc.out_dtype), ("shared", desc.shared_dtype)):
+        if name not in ("bfloat16", "float16", "float32", None):
+            return f"{what}: {name}; there are bfloat16, float16 and float32"
     if not vector_length(desc.width, jnp.dtype(desc.dtype).itemsize):
         return f"H={desc.width}: a row must give each of 128 threads an element"
     if config.num_blocks < 1:

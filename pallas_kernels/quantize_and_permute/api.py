@@ -26,7 +26,7 @@ def quantize_and_permute(
     *,
     quantization: str,
     scale: Any = None,
-    count: Any = None,
+    rows: Any = None,
     config: PermuteConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Any, Any]:
@@ -34,17 +34,17 @@ def quantize_and_permute(
 
     x: (T, H) bfloat16, float16 or float32. row_of: (T, top_k) int32, the output row of each (token, slot), -1 for none;
     distinct otherwise. num_rows: Mp, rows of the output, static. With row_of None rows keep their places (Mp = T), and
-    count, () or (1,) int32, may say that only the first of them are in use.
+    rows, (n,) int32, may name the ones in use (-1 for none); the others are then unspecified.
 
     quantization: "none" (a copy), "e4m3_row" and "int8_row" (a scale per row, from its largest magnitude),
     "e4m3_group" (a scale per row and 128 columns), "e4m3_tensor" (the given scale, () float32, multiplies the codes).
     The rules are those of common/numerics.py.
 
     Returns (codes (Mp, H), scales): scales are (Mp,) per row, (ceil(H / 128), Mp) per group, else None. Rows that no
-    token fills, and rows from count on, are unspecified. Raises ValueError or TypeError for a wrong call and
+    token fills are unspecified. Raises ValueError or TypeError for a wrong call and
     NotImplementedError when no implementation can run it.
     """
-    desc, operands = _describe(x, row_of, num_rows, quantization, scale, count)
+    desc, operands = _describe(x, row_of, num_rows, quantization, scale, rows)
 
     def mosaic():
         chosen = config or choose_config(desc, hopper_sms())
@@ -56,7 +56,7 @@ def quantize_and_permute(
     return first_that_runs("quantize_and_permute", runs, implementation)
 
 
-def _describe(x, row_of, num_rows, quantization, scale, count) -> tuple[PermuteDesc, list[jax.Array]]:
+def _describe(x, row_of, num_rows, quantization, scale, rows) -> tuple[PermuteDesc, list[jax.Array]]:
     if x.ndim != 2:
         raise ValueError(f"x has shape {x.shape}, expected (T, H)")
     if quantization not in QUANTIZATIONS:
@@ -78,16 +78,16 @@ def _describe(x, row_of, num_rows, quantization, scale, count) -> tuple[PermuteD
             raise TypeError(f"row_of is {row_of.dtype}, expected int32")
         if num_rows is None:
             raise ValueError("num_rows is needed with row_of")
-        if count is not None:
-            raise ValueError("count goes with row_of=None: row_of says which rows are in use")
+        if rows is not None:
+            raise ValueError("rows goes with row_of=None: row_of says which rows are in use")
         top_k = row_of.shape[1]
         operands.append(row_of)
     if scale is not None:
         operands.append(scale.reshape(1))
-    if count is not None:
-        if count.size != 1 or count.dtype != jnp.int32:
-            raise ValueError(f"count is {count.dtype}{count.shape}, expected int32 () or (1,)")
-        operands.append(count.reshape(1))
+    if rows is not None:
+        if rows.ndim != 1 or rows.dtype != jnp.int32:
+            raise ValueError(f"rows is {rows.dtype}{rows.shape}, expected int32 (n,)")
+        operands.append(rows)
     desc = PermuteDesc(
         num_tokens=num_tokens,
         width=width,
@@ -95,6 +95,6 @@ def _describe(x, row_of, num_rows, quantization, scale, count) -> tuple[PermuteD
         num_rows=num_rows,
         dtype=jnp.dtype(x.dtype).name,
         quantization=quantization,
-        has_count=count is not None,
+        num_named=None if rows is None else rows.size,
     )
     return desc, operands

@@ -15,8 +15,8 @@ class PermuteDesc:
     """Static description of one call.
 
     num_tokens: T, rows of the input. width: H. top_k: copies of each token, 0 when rows keep their places. num_rows:
-    Mp, rows of the output. dtype: of the input. quantization: one of ``QUANTIZATIONS``. has_count: the number of rows
-    in use is given on the device.
+    Mp, rows of the output. dtype: of the input. quantization: one of ``QUANTIZATIONS``. num_named: with top_k = 0, how
+    many rows are named as in use, None for all.
     """
 
     num_tokens: int
@@ -25,7 +25,12 @@ class PermuteDesc:
     num_rows: int
     dtype: str
     quantization: str
-    has_count: bool = False
+    num_named: int | None = None
+
+    @property
+    def num_items(self) -> int:
+        """Rows of the input that are read."""
+        return self.num_tokens if self.num_named is None else self.num_named
 
     @property
     def out_dtype(self) -> str:
@@ -62,5 +67,8 @@ def config_error(desc: PermuteDesc, config: PermuteConfig) -> str | None:
 
 
 def choose_config(desc: PermuteDesc, num_sms: int) -> PermuteConfig:
-    """Four rows in flight on each multiprocessor hide the latency of a load, its reduction and its stores."""
-    return PermuteConfig(max(1, min(desc.num_tokens, 4 * num_sms)))
+    """Four rows in flight on each multiprocessor hide the latency of a load, its reduction and its stores.
+
+    Eight where rows are named: those of an intermediate are shorter.
+    """
+    return PermuteConfig(max(1, min(desc.num_items, (4 if desc.num_named is None else 8) * num_sms)))

@@ -31,7 +31,7 @@ from pallas_kernels.quantize_and_permute.config import GROUP, PermuteConfig, Per
 
 
 def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Callable[..., Any]:
-    """The kernel: (x, [row_of], [scale (1,)], [count (1,)]) -> (codes, scales or None). For configs without error."""
+    """The kernel: (x, [row_of], [scale (1,)], [rows (n,)]) -> (codes, scales or None). For configs without error."""
     is_grouped = desc.quantization == "e4m3_group"
     shape = (desc.num_rows, desc.width // GROUP, GROUP) if is_grouped else (desc.num_rows, desc.width)
     out: Any = [jax.ShapeDtypeStruct(shape, desc.out_dtype)]
@@ -61,22 +61,30 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Any) -> None:
     x = pending.pop(0)
     row_of = pending.pop(0) if desc.top_k else None
     given = pending.pop(0) if desc.quantization == "e4m3_tensor" else None
-    count = pending.pop(0)[0] if desc.has_count else jnp.int32(desc.num_tokens)
+    named = pending.pop(0) if desc.num_named is not None else None
     codes, *scales = pending
     block = lax.axis_index("block")
     process = _process_groups if desc.quantization == "e4m3_group" else _process_row
 
+    scales = scales[0] if scales else None
+
     def one_token(i, _):
         token = block + i * config.num_blocks
-        if row_of is None:
-            targets = [token]
-        else:
-            targets = [row_of[token, j] for j in range(desc.top_k)]
-        process(desc, x, given, token, targets, codes, scales[0] if scales else None, always=row_of is None)
+        targets = [token] if row_of is None else [row_of[token, j] for j in range(desc.top_k)]
+        process(desc, x, given, token, targets, codes, scales, always=row_of is None)
         return 0
 
-    mine = lax.div(lax.max(count - block, jnp.int32(0)) + (config.num_blocks - 1), jnp.int32(config.num_blocks))
-    lax.fori_loop(0, mine, one_token, 0)
+    def one_named(i, row):
+        # The next name is on its way while this row is worked on.
+        following = named[lax.min(block + (i + 1) * config.num_blocks, jnp.int32(desc.num_items - 1))]
+        pl.when(row >= 0)(functools.partial(process, desc, x, given, row, [row], codes, scales, always=True))
+        return following
+
+    mine = lax.div(desc.num_items - block + (config.num_blocks - 1), jnp.int32(config.num_blocks))
+    if named is None:
+        lax.fori_loop(0, mine, one_token, 0)
+    else:
+        lax.fori_loop(0, mine, one_named, named[block])
 
 
 def _process_row(desc, x, given, token, targets, codes, scales, *, always):

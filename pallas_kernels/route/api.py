@@ -91,7 +91,7 @@ def route_and_align(
 
     def apart(implementation: str) -> Routed:
         names = ("scoring", "renormalize", "scale", "bias", "num_groups", "groups_kept", "token_mask")
-        chosen = dict(zip(names, options, strict=True))
+        chosen: dict[str, Any] = dict(zip(names, options, strict=True))
         weights, ids = route(logits, top_k, implementation=implementation, **chosen)
         return Routed(weights, ids, align(ids, num_experts, block_m, implementation=implementation))
 

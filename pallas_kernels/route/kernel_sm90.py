@@ -158,7 +158,9 @@ def _flip(bits: Any) -> Any:
 
 def _choose(desc: RouteDesc, row: _Row, z: list[Any], bias: list[Any] | None) -> tuple[Any, Any]:
     """Weights and ids of a token: slot j in thread j of its warp, weight 0 in the threads past top_k."""
-    is_valid = largest = None
+    is_valid: Any = None
+    largest: Any = None
+    score: Any = None
     if desc.scoring == "softmax":
         # A NaN counts as infinite here, and an infinite logit leaves no softmax: then all scores are 0.
         largest = value_of(row.best(row.keys([jnp.where(v == v, v, np.inf) for v in z]))[0])
@@ -166,7 +168,7 @@ def _choose(desc: RouteDesc, row: _Row, z: list[Any], bias: list[Any] | None) ->
         largest = jnp.where(is_valid, largest, 0.0)
         z = [jnp.where(is_valid, v, 0.0) for v in z]
     if desc.chooses_by_logit:
-        score, choice = None, z
+        choice = z
     elif desc.scoring == "softmax":
         powers = [
             jnp.where(is_inside, jnp.exp(v - largest), 0.0) for v, is_inside in zip(z, row.is_inside, strict=True)

@@ -116,8 +116,8 @@ def test_wrong_calls():
         quantize_and_permute(x, row_of.astype(jnp.int16), 8, quantization="none")
     with pytest.raises(ValueError, match="rows keep their places"):
         quantize_and_permute(x, None, 8, quantization="none")
-    with pytest.raises(ValueError, match="count goes with row_of=None"):
-        quantize_and_permute(x, row_of, 8, quantization="none", count=jnp.int32(3))
+    with pytest.raises(ValueError, match="rows goes with row_of=None"):
+        quantize_and_permute(x, row_of, 8, quantization="none", rows=jnp.zeros(3, jnp.int32))
     with pytest.raises(NotImplementedError, match="mosaic: needs a Hopper GPU"):
         quantize_and_permute(x, row_of, 8, quantization="none", implementation="mosaic")
 
@@ -156,7 +156,7 @@ def test_gpu(quantization, num_tokens, width):
 @pytest.mark.parametrize("quantization", ["e4m3_row", "e4m3_group", "int8_row"])
 def test_gpu_in_place(quantization, dtype):
     x, _ = make(300, 1024, 1, 300, dtype)
-    run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, count=n, implementation="mosaic"))
-    out = run(jnp.asarray(x), jnp.int32(257))
+    run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="mosaic"))
     row_of = np.where(np.arange(300) < 257, np.arange(300), -1)[:, None]
+    out = run(jnp.asarray(x), jnp.asarray(np.random.default_rng(0).permutation(row_of[:, 0]), jnp.int32))
     check(x, row_of, 300, quantization, out, None, flips=1e-3)
