@@ -11,6 +11,7 @@ from moe_jax.layer import FusedMoE, MoEBlock
 from moe_jax.loading import make_expert_params_mapping, weight_loader
 from moe_jax.models import generate, load_moe, load_pretrained
 from moe_jax.quantization import ExpertWeights, QuantFormat, Scheme
+from moe_jax.writing import quantize_checkpoint
 
 __all__ = [
     "ExpertWeights",
@@ -27,5 +28,6 @@ __all__ = [
     "load_moe",
     "load_pretrained",
     "make_expert_params_mapping",
+    "quantize_checkpoint",
     "weight_loader",
 ]

@@ -22,6 +22,7 @@ FLOORS = {
     "moe_jax.models": 4,
     "torch_bridge": 4,
     "moe_jax.checkpointing": 4,
+    "moe_jax.writing": 4,
     "moe_jax.inspection": 5,
     "moe_jax._demo": 5,
     "moe_jax.cli": 5,

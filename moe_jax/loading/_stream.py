@@ -11,7 +11,7 @@ from moe_jax.loading._gptq_awq import as_packed
 from moe_jax.loading._layer_loader import LayerLoader
 from moe_jax.loading._quantization_config import QuantizationConfig
 from moe_jax.loading._tensor_checks import IN_OUT, OUT_IN, disk_shape
-from moe_jax.quantization import ExpertWeights, Scheme, method_for
+from moe_jax.quantization import ExpertWeights, MoEMethod, Scheme, method_for
 
 
 class ExpertReader:
@@ -78,6 +78,7 @@ class ExpertReader:
         *,
         like: ExpertWeights | None = None,
         fused_layout: str | None = None,
+        method: MoEMethod | None = None,
     ) -> ExpertWeights:
         """One layer's experts as JAX arrays on the default device.
 
@@ -88,6 +89,7 @@ class ExpertReader:
             scheme: what ``Scheme.parse`` accepts, instead of ``config.scheme``.
             like: weights to be replaced; the new ones must have the same structure, shapes and dtypes.
             fused_layout: see ``LayerLoader``; only needed where shapes do not tell.
+            method: how the scheme is quantized and processed, None for its own method.
 
         Raises:
             CheckpointError: what ``LayerLoader`` refuses, with the file in front.
@@ -98,6 +100,7 @@ class ExpertReader:
         self._check_scheme(stored, target, layer)
         loader = LayerLoader(
             dataclasses.replace(config, scheme=target),
+            method,
             layer=layer,
             names=dataclasses.replace(self._names, is_gated=config.is_act_and_mul),
             quantize=stored is None and target.is_quantized,

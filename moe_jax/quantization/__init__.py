@@ -1,6 +1,7 @@
 """Quantized formats, schemes and tensors; one file per method. No I/O and no routing here."""
 
 from moe_jax.quantization._format import ELEMENTS, ElementType, Packing, QuantFormat, Scheme, Strategy
+from moe_jax.quantization._integers import repack_integers
 from moe_jax.quantization._methods import LeafSpec, MoEMethod
 from moe_jax.quantization._microscaling_schemes import online_scheme
 from moe_jax.quantization._numerics import (
@@ -12,6 +13,7 @@ from moe_jax.quantization._numerics import (
     stored_codes,
 )
 from moe_jax.quantization._registry import method_for
+from moe_jax.quantization._scale_search import ScaleSearchMoEMethod
 from moe_jax.quantization._schemes import ALIASES, SCHEMES, parse_scheme
 from moe_jax.quantization._tensors import ExpertWeights, QuantizedTensor
 
@@ -26,6 +28,7 @@ __all__ = [
     "Packing",
     "QuantFormat",
     "QuantizedTensor",
+    "ScaleSearchMoEMethod",
     "Scheme",
     "Strategy",
     "dequantize",
@@ -36,5 +39,6 @@ __all__ = [
     "parse_scheme",
     "quantize_activations",
     "quantize_weight",
+    "repack_integers",
     "stored_codes",
 ]

@@ -5,12 +5,13 @@ A stored matrix means ``(q[n, k] - z[n, g(k)]) * s[n, g(k)]``: q are signed code
 are packed in the same way, but along N.
 """
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
 from moe_jax._typing import Array, Float, Int, Shaped
-from moe_jax.quantization._format import QuantFormat, Strategy
+from moe_jax.quantization._format import Packing, QuantFormat, Strategy
 from moe_jax.quantization._tensors import QuantizedTensor
 from pallas_kernels.common import numerics, packing
 
@@ -35,11 +36,12 @@ def dequantize_integers(tensor: QuantizedTensor) -> Float[Array, "*lead N K"]:
 
 
 def quantize_integers(
-    w: Float[Array, "*lead N K"], fmt: QuantFormat
+    w: Float[Array, "*lead N K"], fmt: QuantFormat, *, range_factor: Float[Array, "..."] | None = None
 ) -> tuple[Shaped[Array, "*lead N stored"], Float[Array, "..."], Shaped[Array, "*lead stored_n groups"] | None]:
     """Round weights to integers by ``numerics.quantize_int_min_max``. Returns (data, scale, zero point) as stored.
 
-    w: lead + (N, K), any float dtype; ragged last groups use the columns they have. A NaN or infinity makes its scale
+    w: lead + (N, K), any float dtype; ragged last groups use the columns they have. range_factor: in the shape of the
+    scale, multiplies least and greatest value before the rule; None for 1. A NaN or infinity makes its scale
     infinite. Formats with ``actorder`` come from calibration (GPTQ) and cannot be made here: NotImplementedError.
     """
     if fmt.actorder:
@@ -50,6 +52,8 @@ def quantize_integers(
     x = jnp.pad(w.astype(jnp.float32), [(0, 0)] * (w.ndim - 1) + [(0, groups * size - k)])
     x = x.reshape(*x.shape[:-1], groups, size)
     low, high = x.min(-1, keepdims=True), jnp.where(x == x, x, jnp.inf).max(-1, keepdims=True)
+    if range_factor is not None:
+        low, high = (bound * range_factor.reshape(bound.shape) for bound in (low, high))
     codes, scale, zero_point = numerics.quantize_int_min_max(
         x, low, high, fmt.element_type.bits, symmetric=fmt.symmetric
     )
@@ -61,6 +65,24 @@ def quantize_integers(
     if fmt.packing is not None:
         zero_point = _pack(zero_point.swapaxes(-1, -2), fmt).swapaxes(-1, -2)
     return data, scale, zero_point
+
+
+def repack_integers(tensor: QuantizedTensor, packing: Packing | None) -> QuantizedTensor:
+    """The same codes, scales and zero points in words (``Packing.WORDS``) or one to a byte (None)."""
+    fmt, (n, k) = _format(tensor), tensor.shape[-2:]
+    if fmt.packing is packing:
+        return tensor
+    to, zero_point = dataclasses.replace(fmt, packing=packing), tensor.zero_point
+    if zero_point is not None:
+        codes = _unpack(zero_point.swapaxes(-1, -2), fmt, n)
+        zero_point = _pack(codes, to).swapaxes(-1, -2)
+    return dataclasses.replace(
+        tensor,
+        data=_pack(_unpack(tensor.data, fmt, k), to),
+        zero_point=zero_point,
+        fmt=to,
+        num_columns=None if packing is None else k,
+    )
 
 
 def quantize_tokens_asymmetric(x: Float[Array, "*rows K"]) -> tuple[Int[Array, "*rows K"], Float[Array, "*rows"]]:

@@ -26,33 +26,39 @@ from pallas_kernels.common import microscaling, numerics, packing
 
 
 def quantize_weight(
-    w: Float[Array, "*lead N K"], fmt: QuantFormat, *, arithmetic_dtype: Any = jnp.float32
+    w: Float[Array, "*lead N K"],
+    fmt: QuantFormat,
+    *,
+    arithmetic_dtype: Any = jnp.float32,
+    range_factor: Float[Array, "..."] | None = None,
 ) -> tuple[Shaped[Array, "..."], ...]:
     """Round a stack of weight matrices to ``fmt``; each matrix (channel, block, group) gets its own scale.
 
     w: lead + (N, K), any float dtype. arithmetic_dtype: int8 only, see ``numerics.quantize_int8_channel``.
+    range_factor: float32 in the shape of the scale, None for 1: the range that a scale is made for is this times the
+    range of its values; below 1 the largest ones saturate and the others get a finer grid.
     Returns data and scale in the dtypes they are stored in, and for NVFP4 each matrix' global scale as the third.
     Ragged edge blocks and groups use the elements they have.
     """
     x = w.astype(jnp.float32)
     if fmt.scale != "float32":
-        return _quantize_weight_groups(x, fmt)
+        return _quantize_weight_groups(x, fmt, range_factor)
     match fmt.element, fmt.strategy:
         case "e4m3", Strategy.TENSOR:
-            data, scale = numerics.quantize_e4m3_tensor(x, _amax(x, (-2, -1)))
+            data, scale = numerics.quantize_e4m3_tensor(x, _range(x, (-2, -1), range_factor))
             return data, scale[..., 0, 0]
         case "e4m3", Strategy.CHANNEL:
-            data, scale = numerics.quantize_e4m3_row(x, _amax(x, -1))
+            data, scale = numerics.quantize_e4m3_row(x, _range(x, -1, range_factor))
             return data, scale[..., 0]
         case "e4m3", Strategy.BLOCK:
             blocks = _to_blocks(x, fmt.block_shape)
-            data, scale = numerics.quantize_e4m3_block(blocks, _amax(blocks, (-3, -1)))
+            data, scale = numerics.quantize_e4m3_block(blocks, _range(blocks, (-3, -1), range_factor))
             return _from_blocks(data, x.shape), scale[..., 0, :, 0]
         case "int8", Strategy.CHANNEL if fmt.symmetric and fmt.packing is None:
-            data, scale = numerics.quantize_int8_channel(x, _amax(x, -1), arithmetic_dtype)
+            data, scale = numerics.quantize_int8_channel(x, _range(x, -1, range_factor), arithmetic_dtype)
             return data, scale[..., 0]
         case _, Strategy.CHANNEL | Strategy.GROUP if not fmt.element_type.is_float:
-            data, scale, zero_point = quantize_integers(w, fmt)
+            data, scale, zero_point = quantize_integers(w, fmt, range_factor=range_factor)
             return (data, scale) if zero_point is None else (data, scale, zero_point)
     raise NotImplementedError(f"quantizing weights to {fmt.element} with strategy {fmt.strategy.value!r} is not built")
 
@@ -209,10 +215,16 @@ def _amax(x, axis):
     return jnp.max(numerics.magnitude(x), axis=axis, keepdims=True, initial=0.0)
 
 
-def _quantize_groups(x, fmt, global_scale):
+def _range(x, axis, factor):
+    """The magnitude that a scale is made for: the largest one, times the factor of its extent where there is one."""
+    amax = _amax(x, axis)
+    return amax if factor is None else amax * factor.reshape(amax.shape)
+
+
+def _quantize_groups(x, fmt, global_scale, range_factor=None):
     """Codes of x's shape and stored scales (..., groups); global_scale: the inverse one, over x's leading axes."""
     groups = _to_groups(x, fmt.group_size)
-    amax = _amax(groups, -1)
+    amax = _range(groups, -1, range_factor)
     match fmt.element, fmt.scale:
         case "e2m1", "e4m3":
             codes, scale = microscaling.quantize_nvfp4(groups, amax, global_scale[..., None, None])
@@ -223,12 +235,12 @@ def _quantize_groups(x, fmt, global_scale):
     return _from_groups(codes, x.shape[-1]), scale[..., 0]
 
 
-def _quantize_weight_groups(x, fmt):
+def _quantize_weight_groups(x, fmt, range_factor=None):
     """(data, scale) as stored; (data, scale, global scale) for NVFP4."""
     inverse = None
     if fmt.global_scale is not None:
         inverse = microscaling.nvfp4_global_scale(_amax(x, (-2, -1))[..., 0])
-    codes, scale = _quantize_groups(x, fmt, inverse)
+    codes, scale = _quantize_groups(x, fmt, inverse, range_factor)
     data = packing.pack_nibbles(codes) if fmt.packing is Packing.NIBBLES else codes
     if inverse is None:
         return data, scale

@@ -1,0 +1,78 @@
+"""A directory that appears complete or not at all."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: leftovers of killed runs are then not removed
+    fcntl = None
+
+
+def check_destination(path: Path) -> None:
+    """Raises ValueError unless ``path`` can become a new directory: its parent is one, and it is empty or absent."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise ValueError(f"{path}: exists and is no directory; choose another destination")
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"{path}: exists and is not empty; choose another destination or remove it")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: the directory {path.absolute().parent} does not exist; create it first")
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{path}: no permission to write in {path.absolute().parent}; choose another destination")
+
+
+@contextlib.contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """A temporary directory beside ``path`` that takes its name when the block ends, and vanishes if it raises.
+
+    What a killed run leaves behind is hidden (``.NAME.partial-...``) and removed by the next run for the same path.
+    """
+    path = path.absolute()
+    prefix = f".{path.name}.partial-"
+    for leftover in path.parent.glob(f"{_escaped(prefix)}*"):
+        with contextlib.suppress(OSError), _locked(leftover) as is_ours:
+            if is_ours:
+                shutil.rmtree(leftover, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
+    try:
+        with _locked(directory):
+            yield directory
+            directory.chmod(0o755)
+            _sync(directory)
+            os.rename(directory, path)  # over an empty directory as well
+            _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Whether this process has the directory to itself; the system ends the claim with the process."""
+    if fcntl is None:
+        yield False
+        return
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(fd)
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in text)
