@@ -14,8 +14,9 @@ from typing import Any
 from moe_jax._explain import explain
 from moe_jax.loading import Checkpoint, QuantizationConfig, as_packed
 from moe_jax.loading._errors import ranges
+from moe_jax.loading._expert_names import is_expert_name
 from moe_jax.loading._header_check import HeaderCheck
-from moe_jax.models import CausalLM, DecoderConfig, read_family
+from moe_jax.models import CausalLM, DecoderConfig, MoEBlockConfig, MoEFamily, read_family
 from moe_jax.models._dense_loader import dense_names, plan_dense, skipped_layers
 from moe_jax.quantization import Scheme, method_for
 
@@ -33,6 +34,7 @@ _PARTS = (
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _ATTENTION = ("self_attn", "attn", "linear_attn")
 _FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe")
+_PREDICTOR = "mtp"  # layers for multi-token prediction
 _MOST_PROBLEMS = 20
 
 
@@ -63,13 +65,14 @@ class ExpertRun:
 class CheckpointReport:
     """What ``inspect_checkpoint`` found.
 
-    family: config.json's model_type. config: None when it is not understood. quantization: method and format in the
-    words of config.json. problems: one line each, as loading would say it; empty when all is in order.
+    family: config.json's model_type. config: None when it is not understood; a ``DecoderConfig`` where the whole model
+    can be loaded. quantization: method and format in the words of config.json. problems: one line each, as loading
+    would say it; empty when all is in order.
     """
 
     directory: str
     family: str
-    config: DecoderConfig | None
+    config: MoEBlockConfig | None
     quantization: str
     files: tuple[str, ...]
     num_tensors: int
@@ -131,7 +134,7 @@ class _Look:
     def __init__(self, checkpoint: Any, num_tokens: int):
         self._checkpoint, self._num_tokens = checkpoint, num_tokens
         self._problems: dict[str, None] = {}  # in order, and each said once
-        self.config: DecoderConfig | None = None
+        self.config: MoEBlockConfig | None = None
         self.expert_runs: tuple[ExpertRun, ...] = ()
         family = quantization = reader = None
         with self._noting():
@@ -174,8 +177,8 @@ class _Look:
 
     def _check_model(
         self,
-        family: type[CausalLM],
-        config: DecoderConfig,
+        family: type[MoEFamily],
+        config: MoEBlockConfig,
         reader: HeaderCheck,
         quantization: QuantizationConfig,
     ) -> None:
@@ -195,12 +198,19 @@ class _Look:
             for layer in layers:
                 with self._noting():
                     reader.check(layer, dataclasses.replace(layer_config, name=family.moe_prefix(layer)))
+        account = set(dense_names(checkpoint.names, config.num_layers))
         with self._noting():
-            model = family(config)
-            account = set(dense_names(checkpoint.names, config.num_layers))
-            if model.lm_head is None:  # a file may hold the tied head as well
-                account.discard("lm_head.weight")
-            plan_dense(model.dense_modules(), checkpoint, quantization, where=where, account=account)
+            if issubclass(family, CausalLM) and isinstance(config, DecoderConfig):
+                model = family(config)
+                if model.lm_head is None:  # a file may hold the tied head as well
+                    account.discard("lm_head.weight")
+                modules = model.dense_modules()
+            else:
+                modules, prefixes = {}, tuple(f"{family.moe_prefix(layer)}." for layer in config.moe_layers)
+                for layer in config.moe_layers:
+                    modules |= family.moe_dense_modules(family.make_moe_block(config, layer), layer)
+                account = {name for name in account if name.startswith(prefixes)}
+            plan_dense(modules, checkpoint, quantization, where=where, account=account)
 
 
 def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:
@@ -227,7 +237,9 @@ def _part_of(name: str) -> str:
     """One of ``_PARTS``, by the words of a tensor's name."""
     words = name.split(".")
     owners = words[:-1]
-    if "experts" in owners:
+    if _PREDICTOR in words:
+        return "other"
+    if is_expert_name(name):
         return "experts"
     if any(word in _ROUTERS for word in owners):
         return "routers"
@@ -252,9 +264,9 @@ def _quantization(stated: Any) -> str:
     return f"{method} ({', '.join(details)})" if details else method
 
 
-def _architecture(config: DecoderConfig) -> list[tuple[str, str]]:
+def _architecture(config: MoEBlockConfig) -> list[tuple[str, str]]:
     dense = config.num_layers - len(config.moe_layers)
-    return [
+    rows = [
         (
             "layers",
             f"{config.num_layers}, {len(config.moe_layers)} with experts" + (f", {dense} dense" if dense else ""),
@@ -263,10 +275,35 @@ def _architecture(config: DecoderConfig) -> list[tuple[str, str]]:
             "experts",
             f"{config.num_experts} per layer, top {config.top_k}, intermediate size {config.moe_intermediate_size}",
         ),
-        ("hidden size", str(config.hidden_size)),
+        ("routing", _routing(config)),
+    ]
+    if config.shared_intermediate_size:
+        gate = ", behind a sigmoid gate" if config.has_shared_expert_gate else ""
+        rows.append(("shared experts", f"intermediate size {config.shared_intermediate_size}{gate}"))
+    rows.append(("hidden size", str(config.hidden_size)))
+    if not isinstance(config, DecoderConfig):
+        return [*rows, ("loads as", "layers with experts, by moe_jax.load_moe; the whole model is not built yet")]
+    return [
+        *rows,
         ("attention", f"{config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} for keys and values"),
         ("vocabulary", f"{config.vocab_size}, {'tied' if config.tie_word_embeddings else 'untied'} head"),
     ]
+
+
+def _routing(config: MoEBlockConfig) -> str:
+    """The settings in the words of ``FusedMoE``."""
+    parts = [config.custom_routing_function or config.scoring_func]
+    if config.num_expert_group is not None:
+        parts.append(f"best {config.topk_group} of {config.num_expert_group} groups")
+    if config.has_correction_bias:
+        parts.append("correction bias")
+    if config.renormalize:
+        parts.append("renormalized")
+    if config.routed_scaling_factor != 1.0:
+        parts.append(f"scaled by {config.routed_scaling_factor:g}")
+    if config.apply_router_weight_on_input:
+        parts.append("weight applied to the input")
+    return ", ".join(parts)
 
 
 def _size(nbytes: int) -> str:

@@ -5,6 +5,7 @@ Writers disagree on spelling within one family (llm-compressor writes ``gate_pro
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ SHARD_OF_PROJECTION = {
     "w2": ("w2",),
     "down_proj": ("w2",),
     "gate_up_proj": ("w1", "w3"),  # gate rows, then up rows
+    "input_linear": ("w1", "w3"),  # Granite
+    "output_linear": ("w2",),
 }
 CONTAINERS = ("mlp", "block_sparse_moe", "feed_forward")
 SUFFIX_ALIASES = {
@@ -30,6 +33,25 @@ SUFFIX_ALIASES = {
 _FUSED_MXFP4 = {"blocks": "weight_packed", "scales": "weight_scale"}
 _FUSED = re.compile(rf"({'|'.join(sorted(SHARD_OF_PROJECTION, key=len, reverse=True))})(?:[._]([A-Za-z0-9_.]+))?")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+# Granite's experts are a projection of their container, without an "experts" between: fused, or numbered as <p>.<e>.
+_GRANITE_CONTAINER, _GRANITE_PROJECTIONS = "block_sparse_moe", ("input_linear", "output_linear")
+_PREDICTOR = "mtp"  # Qwen3-Next's layers for multi-token prediction are numbered from 0 like the model's own
+
+
+def is_expert_name(name: str) -> bool:
+    """Whether a tensor or module belongs to the routed experts of one of the model's own layers."""
+    components = name.split(".")
+    return _experts_at(components) is not None and _PREDICTOR not in components
+
+
+def _experts_at(components: list[str]) -> int | None:
+    """Index of the first component that says which expert or projection, None in other names."""
+    if "experts" in components:
+        return components.index("experts") + 1
+    for at, (container, projection) in enumerate(itertools.pairwise(components), start=1):
+        if container == _GRANITE_CONTAINER and projection in _GRANITE_PROJECTIONS:
+            return at
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,19 +93,23 @@ class ExpertNames:
         """Read one checkpoint name, with or without what precedes ``experts``.
 
         Returns:
-            None for a name without an ``experts`` component: no expert tensor (router, norms, shared experts).
+            None for a name that is no expert's: of a router, a norm, shared experts, multi-token prediction.
 
         Raises:
             ValueError: an expert tensor in a spelling that is not known. Skipping it would load garbage.
         """
         components = name.split(".")
-        if "experts" not in components:
+        at = _experts_at(components)
+        if at is None or not is_expert_name(name):
             return None
-        at = components.index("experts")
         is_mxfp4 = False
-        before, after = components[:at], [c for c in components[at + 1 :] if c != "base_layer"]
-        if before and before[-1] not in CONTAINERS:
+        before, after = components[:at], [c for c in components[at:] if c != "base_layer"]
+        container = before[:-1] if before[-1] == "experts" else before
+        if container and container[-1] not in CONTAINERS:
             raise self._unknown(name)
+        is_number_last = len(after) > 1 and after[0] in _GRANITE_PROJECTIONS and _NUMBER.fullmatch(after[1])
+        if is_number_last:
+            after[:2] = after[1::-1]
         if after and _NUMBER.fullmatch(after[0]):
             if len(after) < 3 or after[1] not in SHARD_OF_PROJECTION:
                 raise self._unknown(name)
@@ -96,6 +122,8 @@ class ExpertNames:
             is_mxfp4 = suffix in _FUSED_MXFP4
             suffix = _FUSED_MXFP4.get(suffix, suffix)
         module = name[: name.rindex(projection) + len(projection)]
+        if is_number_last:
+            module = f"{module}.{expert}"
         shards = self._shards(name, projection)
         return ExpertTensor(
             name=name,
@@ -112,7 +140,7 @@ class ExpertNames:
             return SHARD_OF_PROJECTION[projection]
         if projection == "up_proj":
             return ("w1",)
-        if projection in ("gate_proj", "gate_up_proj", "w3"):
+        if projection in ("gate_proj", "w3") or len(SHARD_OF_PROJECTION[projection]) == 2:
             raise ValueError(
                 f"{name}: this layer is not gated, it has one input projection (w1 or up_proj) and w2 or down_proj"
             )
@@ -197,23 +225,25 @@ def layer_of(name: str) -> int | None:
     return None
 
 
+_DEFAULT = ExpertNames()
 FAMILIES = {
     "mixtral": ExpertNames(spelling=("w1", "w3", "w2")),
-    "qwen3_moe": ExpertNames(),
+    "qwen2_moe": _DEFAULT,
+    "qwen3_moe": _DEFAULT,
+    "qwen3_next": _DEFAULT,
+    "olmoe": _DEFAULT,
+    "deepseek_v2": _DEFAULT,
+    "deepseek_v3": _DEFAULT,
+    "glm4_moe": _DEFAULT,
+    "gpt_oss": ExpertNames(is_interleaved=True),
+    "granitemoe": ExpertNames(spelling=("input_linear", "input_linear", "output_linear")),
+    "llama4": _DEFAULT,
+    "llama4_text": _DEFAULT,
 }
-_KNOWN_FAMILIES = ("qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "llama4", "llama4_text")
 
 
 def expert_names(model_type: str) -> ExpertNames:
-    """Names of one model family, by config.json's ``model_type``.
-
-    Raises:
-        NotImplementedError: a family that is known but has no map yet. ValueError: an unknown one.
-    """
-    if model_type in FAMILIES:
-        return FAMILIES[model_type]
-    if model_type in _KNOWN_FAMILIES:
-        raise NotImplementedError(
-            f"model_type {model_type!r}: no checkpoint map yet; there are maps for {', '.join(FAMILIES)}"
-        )
-    raise ValueError(f"unknown model_type {model_type!r}; there are checkpoint maps for {', '.join(FAMILIES)}")
+    """Names of one model family, by config.json's ``model_type``. Raises ValueError for an unknown one."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"unknown model_type {model_type!r}; there are checkpoint maps for {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]

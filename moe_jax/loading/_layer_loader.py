@@ -11,7 +11,7 @@ import numpy as np
 from moe_jax._config import MoEConfig
 from moe_jax.loading._coverage import Coverage, experts_text
 from moe_jax.loading._errors import listed, shorten
-from moe_jax.loading._expert_names import ExpertNames, ExpertTensor, layer_of, map_expert_name
+from moe_jax.loading._expert_names import ExpertNames, ExpertTensor, is_expert_name, layer_of, map_expert_name
 from moe_jax.loading._online import OnlineExperts
 from moe_jax.loading._packed_tensors import check_weight_shape, conform_packed
 from moe_jax.loading._tensor_checks import (
@@ -130,7 +130,7 @@ class LayerLoader:
         """
         self._check_open()
         is_correction_bias = self._needs_correction_bias and name.rpartition(".")[2] == CORRECTION_BIAS
-        if not is_correction_bias and "experts" not in name.split("."):
+        if not is_correction_bias and not is_expert_name(name):
             return False
         layer = layer_of(name)
         if None not in (layer, self._layer) and layer != self._layer:

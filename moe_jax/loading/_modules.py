@@ -1,10 +1,11 @@
 """What a module's name says: other spellings of it, its class, and whether it is normally left unquantized."""
 
+from moe_jax.loading._expert_names import is_expert_name
+
 _CONTAINER = ".block_sparse_moe."
 _CONTAINER_IN_MEMORY = ".mlp."
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _RESPELT = _PROJECTIONS | {word: letter for letter, word in _PROJECTIONS.items()}
-_EXPERTS = "experts"
 _EMBEDDINGS = ("embed_tokens", "wte")
 _NORMALLY_PLAIN = ("gate", "router", "shared_expert_gate", "lm_head", *_EMBEDDINGS)
 
@@ -32,7 +33,7 @@ def classes_of(module: str) -> tuple[str, ...]:
         return ()
     if last in _EMBEDDINGS:
         return ("Embedding",)
-    if _EXPERTS in components:
+    if is_expert_name(module):
         return ("RoutedExperts", "FusedMoE", "Linear")
     return ("Linear",)
 

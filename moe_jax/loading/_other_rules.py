@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_jax.loading._errors import CheckpointError, shown
+from moe_jax.loading._expert_names import is_expert_name
 from moe_jax.loading._modules import classes_of, spellings
 from moe_jax.loading._scheme_rules import Decision
 from moe_jax.quantization import Scheme
@@ -39,7 +40,7 @@ class ListedRules:
     def decide(self, module: str) -> Decision:
         if "Linear" not in classes_of(module):
             return Decision(None, "only projections are quantized")
-        if self._experts_only and "experts" not in module.split("."):
+        if self._experts_only and not is_expert_name(module):
             return Decision(None, "only experts are quantized")
         entry = covering(module, self._excluded)
         if entry is not None:

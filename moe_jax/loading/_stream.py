@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_jax._config import MoEConfig
 from moe_jax.loading._errors import CheckpointError, shorten
-from moe_jax.loading._expert_names import ExpertNames, ExpertTensor, layer_of
+from moe_jax.loading._expert_names import ExpertNames, ExpertTensor, is_expert_name, layer_of
 from moe_jax.loading._gptq_awq import as_packed
 from moe_jax.loading._layer_loader import LayerLoader
 from moe_jax.loading._quantization_config import QuantizationConfig
@@ -45,7 +45,7 @@ class ExpertReader:
         self._names = names or ExpertNames(is_interleaved=is_gpt_oss)
         self._by_layer: dict[int, list[str]] = {}
         for name in checkpoint.names:
-            if "experts" not in name.split("."):
+            if not is_expert_name(name):
                 continue
             layer = layer_of(name)
             if layer is None:

@@ -1,10 +1,11 @@
 """Flax definitions of language models with Mixture-of-Experts layers, loading them, and generating with them."""
 
 from moe_jax.models._attention import KVCache
-from moe_jax.models._config import DecoderConfig
+from moe_jax.models._config import DecoderConfig, MoEBlockConfig
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._families import FAMILIES, read_family
 from moe_jax.models._generate import generate
+from moe_jax.models._moe_family import MoEFamily
 from moe_jax.models._pretrained import load_moe, load_pretrained
 from moe_jax.models._rope import RopeConfig
 from moe_jax.models.mixtral import MixtralForCausalLM
@@ -16,6 +17,8 @@ __all__ = [
     "DecoderConfig",
     "KVCache",
     "MixtralForCausalLM",
+    "MoEBlockConfig",
+    "MoEFamily",
     "Qwen3MoeForCausalLM",
     "RopeConfig",
     "generate",

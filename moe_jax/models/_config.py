@@ -9,24 +9,28 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from moe_jax.loading._errors import shown
 from moe_jax.models._rope import RopeConfig
 
-# Features of neighbouring families. The value is the one under which the key changes nothing; any other is refused,
-# since a model that ignored it would answer wrongly without a word.
-_NEUTRAL = {
+# Features of neighbouring families. The value is the one under which the key changes nothing; any other is refused by
+# families that do not look the key up, since a model that ignored it would answer wrongly without a word.
+_NEUTRAL_IN_BLOCK = {
+    "moe_layer_freq": 1,
+    "n_shared_experts": 0,
+    "num_shared_experts": 0,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "shared_expert_intermediate_size": 0,
+}
+_NEUTRAL_ELSEWHERE = {
     "attn_logit_softcapping": None,
     "clip_qkv": None,
     "embedding_multiplier": 1.0,
     "final_logit_softcapping": None,
     "logits_scaling": 1.0,
-    "moe_layer_freq": 1,
-    "n_shared_experts": 0,
-    "num_shared_experts": 0,
     "partial_rotary_factor": 1.0,
     "residual_multiplier": 1.0,
     "rope_interleaved": False,
-    "scoring_func": "softmax",
-    "shared_expert_intermediate_size": 0,
 }
 
 
@@ -35,33 +39,64 @@ _MOST = 2**40
 _MOST_FLOAT = 1e30  # what float32 arithmetic on a config value survives
 
 
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEBlockConfig:
+    """Static description of the blocks with experts of one model, alike in all its layers; hashable.
+
+    model_type: the family, as config.json spells it. moe_layers: indices of the layers with experts, ascending.
+    moe_intermediate_size: width of one expert. renormalize and the fields after it are arguments of ``FusedMoE``, with
+    num_expert_group None where experts are not chosen by groups. shared_intermediate_size: width of the dense block
+    that every token passes besides, 0 without one; has_shared_expert_gate: its output is scaled by sigmoid(gate(x)).
+    """
+
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    moe_intermediate_size: int
+    renormalize: bool
+    scoring_func: str = "softmax"
+    num_expert_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float = 1.0
+    custom_routing_function: str | None = None
+    apply_router_weight_on_input: bool = False
+    activation: str = "silu"
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
+    has_bias: bool = False
+    has_router_bias: bool = False
+    has_correction_bias: bool = False
+    shared_intermediate_size: int = 0
+    has_shared_expert_gate: bool = False
+
+    def __post_init__(self):
+        if self.top_k > self.num_experts:
+            raise ValueError(f"num_experts_per_tok={self.top_k} exceeds the number of experts {self.num_experts}")
+        groups = self.num_expert_group
+        if groups is not None and self.num_experts % groups:
+            raise ValueError(f"n_group={groups} does not divide the number of experts {self.num_experts}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig(MoEBlockConfig):
     """Static description of a decoder-only language model with Mixture-of-Experts layers; hashable.
 
-    model_type: the family, as config.json spells it. intermediate_size: width of dense feed-forward layers;
-    moe_intermediate_size: of one expert. moe_layers: indices of the layers with experts, ascending. renormalize: the
-    selected router weights are divided by their sum. use_qk_norm: RMSNorm over each query and key head before the
+    intermediate_size: width of dense feed-forward layers. use_qk_norm: RMSNorm over each query and key head before the
     rotation. use_attention_bias: q, k, v and o projections have biases. sliding_window: number of latest positions, the
     own one included, that a token sees; None for all. eos_token_id: the tokens that end a text; () when the config
     names none.
     """
 
-    model_type: str
     vocab_size: int
-    hidden_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
     rope: RopeConfig
     intermediate_size: int
-    moe_intermediate_size: int
-    num_experts: int
-    top_k: int
-    renormalize: bool
-    moe_layers: tuple[int, ...]
     use_qk_norm: bool = False
     use_attention_bias: bool = False
     sliding_window: int | None = None
@@ -73,8 +108,7 @@ class DecoderConfig:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
-        if self.top_k > self.num_experts:
-            raise ValueError(f"num_experts_per_tok={self.top_k} exceeds the number of experts {self.num_experts}")
+        super().__post_init__()
 
 
 class ConfigReader:
@@ -87,7 +121,7 @@ class ConfigReader:
     def __init__(self, config: Mapping[str, Any], source: str = "config.json"):
         self._config = config
         self.source = source
-        self._known: set[str] = set(_NEUTRAL)
+        self._known: set[str] = set()
 
     def error(self, text: str) -> ValueError:
         return ValueError(f"{self.source}: {text}")
@@ -102,6 +136,13 @@ class ConfigReader:
             )
         return next(iter(found.values()), default)
 
+    def part(self, key: str) -> "ConfigReader":
+        """A reader of the object under ``key``."""
+        value = self._required((key,), None)
+        if not isinstance(value, Mapping):
+            raise self.error(f"{key} is {shown(value)}, expected an object")
+        return ConfigReader(value, f"{self.source}: {key}")
+
     def integer(self, *keys: str, minimum: int = 1, default: int | None = None) -> int:
         value = self._required(keys, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
@@ -112,8 +153,8 @@ class ConfigReader:
             raise self.error(f"{keys[0]} is {value}, expected at most {maximum}")
         return value
 
-    def positive(self, *keys: str) -> float:
-        value = self._required(keys, None)
+    def positive(self, *keys: str, default: float | None = None) -> float:
+        value = self._required(keys, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST_FLOAT:
             raise self.error(f"{keys[0]} is {value!r}, expected a positive number")
         return float(value)
@@ -132,8 +173,8 @@ class ConfigReader:
             raise self.error(f"{keys[0]} is {value!r}, expected a list of integers >= 0")
         return tuple(values)
 
-    def one_of(self, key: str, supported: tuple[str, ...]) -> str:
-        value = self._required((key,), None)
+    def one_of(self, key: str, supported: tuple[str, ...], default: str | None = None) -> str:
+        value = self._required((key,), default)
         if value not in supported:
             raise self.error(f"{key}={value!r} is not supported; supported: {', '.join(supported)}")
         return value
@@ -147,15 +188,20 @@ class ConfigReader:
         except ValueError as error:
             raise self.error(str(error)) from None
 
-    def finish(self) -> None:
-        """Refuse what changes the arithmetic and was not understood, and keys that look like misspelt ones."""
-        for key, neutral in _NEUTRAL.items():
-            if self._config.get(key) not in (None, neutral):
+    def finish(self, *, whole_model: bool = True) -> None:
+        """Refuse what changes the arithmetic and was not understood, and keys that look like misspelt ones.
+
+        whole_model: False looks only at what concerns the blocks with experts.
+        """
+        neutral = _NEUTRAL_IN_BLOCK | (_NEUTRAL_ELSEWHERE if whole_model else {})
+        for key, value in neutral.items():
+            if key not in self._known and self._config.get(key) not in (None, value):
                 raise self.error(
-                    f"{key}={self._config[key]!r} is not supported for this architecture; expected {neutral!r}"
+                    f"{key}={self._config[key]!r} is not supported for this architecture; expected {value!r}"
                 )
-        absent = [key for key in self._known if key not in self._config]
-        for key in self._config.keys() - self._known:
+        known = self._known | neutral.keys()
+        absent = [key for key in known if key not in self._config]
+        for key in self._config.keys() - known:
             meant = difflib.get_close_matches(key, absent, n=1, cutoff=0.9)
             if meant:
                 raise self.error(f"unknown key {key!r}; was {meant[0]!r} meant?")
@@ -165,6 +211,25 @@ class ConfigReader:
         if value is None:
             raise self.error(f"{' or '.join(keys)} is missing")
         return value
+
+
+def read_block_config(
+    reader: ConfigReader,
+    *,
+    moe_intermediate_size: tuple[str, ...],
+    renormalize: bool,
+    moe_layers: tuple[int, ...] | None = None,
+    **fields: Any,
+) -> MoEBlockConfig:
+    """The keys on blocks with experts that all families share, plus what a family found out itself.
+
+    moe_intermediate_size: spellings of the key that holds the width of one expert. moe_layers: None for all. fields: of
+    ``MoEBlockConfig``.
+    """
+    shared = _block_fields(reader, moe_intermediate_size)
+    layers = tuple(range(shared["num_layers"])) if moe_layers is None else moe_layers
+    reader.finish(whole_model=False)
+    return _checked(reader, MoEBlockConfig, dict(renormalize=renormalize, moe_layers=layers) | shared | fields)
 
 
 def read_decoder_config(
@@ -177,12 +242,9 @@ def read_decoder_config(
     use_attention_bias: bool = False,
     sliding_window: int | None = None,
 ) -> DecoderConfig:
-    """The keys that all families share, plus what a family found out itself.
-
-    moe_intermediate_size: spellings of the key that holds the width of one expert.
-    """
-    reader.one_of("hidden_act", ("silu",))
-    hidden_size, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
+    """``read_block_config`` for a family whose whole model is built: the other keys too."""
+    fields = _block_fields(reader, moe_intermediate_size)
+    hidden_size, num_heads = fields["hidden_size"], reader.integer("num_attention_heads")
     head_dim = reader.value("head_dim")
     if head_dim is None:
         if hidden_size % num_heads:
@@ -190,20 +252,14 @@ def read_decoder_config(
         head_dim = hidden_size // num_heads
     else:
         head_dim = reader.integer("head_dim")
-    fields = dict(
-        model_type=reader.value("model_type"),
+    fields |= dict(
         vocab_size=reader.integer("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=reader.integer("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=reader.integer("num_key_value_heads", default=num_heads),
         head_dim=head_dim,
         rms_norm_eps=reader.positive("rms_norm_eps"),
         rope=reader.rope(head_dim=head_dim),
         intermediate_size=reader.integer("intermediate_size"),
-        moe_intermediate_size=reader.integer(*moe_intermediate_size),
-        num_experts=reader.integer("num_local_experts", "num_experts"),
-        top_k=reader.integer("num_experts_per_tok"),
         renormalize=renormalize,
         moe_layers=moe_layers,
         use_qk_norm=use_qk_norm,
@@ -213,7 +269,23 @@ def read_decoder_config(
         eos_token_id=reader.integers("eos_token_id"),
     )
     reader.finish()
+    return _checked(reader, DecoderConfig, fields)
+
+
+def _block_fields(reader: ConfigReader, moe_intermediate_size: tuple[str, ...]) -> dict[str, Any]:
+    reader.one_of("hidden_act", ("silu",))
+    return dict(
+        model_type=reader.value("model_type"),
+        hidden_size=reader.integer("hidden_size"),
+        num_layers=reader.integer("num_hidden_layers"),
+        moe_intermediate_size=reader.integer(*moe_intermediate_size),
+        num_experts=reader.integer("num_local_experts", "num_experts", "n_routed_experts"),
+        top_k=reader.integer("num_experts_per_tok", "experts_per_token"),
+    )
+
+
+def _checked(reader: ConfigReader, cls: Any, fields: dict[str, Any]) -> Any:
     try:
-        return DecoderConfig(**fields)
+        return cls(**fields)
     except ValueError as error:
         raise reader.error(str(error)) from None

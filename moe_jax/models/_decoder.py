@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,12 @@ from flax import nnx
 from jax.core import Tracer
 
 from moe_jax._typing import Array, Float, Int
-from moe_jax.layer import FusedMoE, MoEBlock
+from moe_jax.layer import MoEBlock
 from moe_jax.models._attention import Attention, AttentionInputs, KVCache
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
-from moe_jax.models._config import ConfigReader, DecoderConfig
+from moe_jax.models._config import DecoderConfig
 from moe_jax.models._layers import Embedding, GatedMLP, Linear, RMSNorm, project
+from moe_jax.models._moe_family import MoEFamily
 from moe_jax.models._rope import rotary_angles
 from moe_jax.quantization import Scheme
 
@@ -39,7 +40,7 @@ class DecoderLayer(nnx.Module):
         return x + self.mlp(normal), kept
 
 
-class CausalLM(nnx.Module):
+class CausalLM(MoEFamily, nnx.Module):
     """A decoder-only language model with Mixture-of-Experts layers.
 
     Pass the model as an *argument* of a jitted function: a closure over it freezes its weights into the program.
@@ -52,17 +53,8 @@ class CausalLM(nnx.Module):
         dtype: dtype of dense weights, of computation and of the cache.
         rngs: random state to initialise from; None builds an abstract model to be loaded.
 
-    A family sets ``model_type`` and ``architecture`` (config.json's words), ``moe_module`` (where a layer's experts and
-    router lie in a checkpoint) and ``read_config``.
+    A family sets the words of ``MoEFamily`` and ``read_config``, which returns a ``DecoderConfig``.
     """
-
-    model_type: ClassVar[str]
-    architecture: ClassVar[str]
-    moe_module: ClassVar[str]
-
-    @staticmethod
-    def read_config(reader: ConfigReader) -> DecoderConfig:
-        raise NotImplementedError("a family defines read_config")
 
     def __init__(
         self,
@@ -100,44 +92,6 @@ class CausalLM(nnx.Module):
             if config.tie_word_embeddings
             else Linear(config.hidden_size, config.vocab_size, out_dtype=jnp.float32, **options)
         )
-
-    @classmethod
-    def make_moe_block(
-        cls,
-        config: DecoderConfig,
-        layer: int,
-        *,
-        scheme: Scheme | None = None,
-        implementation: Any = None,
-        dtype: Any = jnp.bfloat16,
-        rngs: nnx.Rngs | None = None,
-    ) -> MoEBlock:
-        """The block with experts of one layer; router logits are kept in float32."""
-        experts = FusedMoE(
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            top_k=config.top_k,
-            scheme=scheme,
-            renormalize=config.renormalize,
-            name=cls.moe_prefix(layer),
-            implementation=implementation,
-            dtype=dtype,
-            param_dtype=dtype,
-            rngs=rngs,
-        )
-        router = Linear(config.hidden_size, config.num_experts, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
-        return MoEBlock(experts, router)
-
-    @classmethod
-    def moe_prefix(cls, layer: int) -> str:
-        """Name of a layer's block in checkpoints of the family."""
-        return f"model.layers.{layer}.{cls.moe_module}"
-
-    @classmethod
-    def moe_dense_modules(cls, block: MoEBlock, layer: int) -> dict[str, Any]:
-        """Checkpoint name -> module for what is not an expert in a block."""
-        return {f"{cls.moe_prefix(layer)}.gate": block.router}
 
     def dense_modules(self) -> dict[str, Any]:
         """Checkpoint name -> module for everything but the experts; parameters are named ``<name>.<attribute>``."""

@@ -6,7 +6,7 @@ the files: used, allowed to be skipped, or an error.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,15 +16,18 @@ from flax import nnx
 
 from moe_jax.loading import CheckpointError, QuantizationConfig, layer_of
 from moe_jax.loading._errors import listed
-from moe_jax.loading._expert_names import CONTAINERS
+from moe_jax.loading._expert_names import CONTAINERS, is_expert_name
 from moe_jax.loading._safetensors import DTYPES
 from moe_jax.quantization import Scheme, dequantize_tensor, method_for
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
-# Buffers and KV-cache scales: their values are recomputed or belong to an engine's quantized cache.
-_SKIPPED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.[kvq]_scale|self_attn\.[kv]_proj\.output_scale)")
-_ROUTER = re.compile(rf"(model\.layers\.\d+)\.(?:{'|'.join(CONTAINERS)})\.(gate\..*)")
+# Buffers and KV-cache scales, whose values are recomputed or belong to an engine's quantized cache; Qwen3-Next's layers
+# for multi-token prediction.
+_SKIPPED = re.compile(
+    r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.[kvq]_scale|self_attn\.[kv]_proj\.output_scale)|mtp\..*"
+)
+_ROUTER = re.compile(rf"(.*\.layers\.\d+)\.(?:{'|'.join(CONTAINERS)})\.(gate|router)(?:\.layer)?(\..*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,7 @@ class DenseTensor:
 
 
 def plan_dense(
-    modules: Mapping[str, nnx.Module],
+    modules: Mapping[str, Any],
     source: Any,
     quantization: QuantizationConfig,
     *,
@@ -53,7 +56,7 @@ def plan_dense(
     """Match the parameters of dense modules with a checkpoint's tensors, by headers alone.
 
     Args:
-        modules: checkpoint name of a module -> module, see ``CausalLM.dense_modules``.
+        modules: checkpoint name -> module or parameter, see ``MoEFamily.moe_dense_modules``.
         source: a ``Checkpoint`` or an ``ArraySource``.
         quantization: which modules are stored quantized.
         where: the checkpoint, for errors.
@@ -64,25 +67,21 @@ def plan_dense(
         CheckpointError: naming every missing and left-over tensor, or the first of a wrong shape or dtype.
     """
     tensors, used, missing = [], set(), []
-    for module_name, module in modules.items():
-        for attribute in ("weight", "bias"):
-            variable = getattr(module, attribute, None)
-            if variable is None:
-                continue
-            name = _spelling(f"{module_name}.{attribute}", source)
-            if name not in source and f"{name}_packed" not in source:
-                missing.append(name)
-                continue
-            used.add(name)
-            is_matrix = attribute == "weight" and len(variable.shape) == 2
-            scheme = quantization.scheme_for(name.removesuffix(".weight")) if is_matrix else None
-            tensor = DenseTensor(name, variable, tuple(variable.shape))
-            if scheme is not None and scheme.is_quantized:
-                leaves = _leaves(tensor, scheme, source)
-                missing += [leaf for leaf in leaves.values() if leaf not in source]
-                used.update((*leaves.values(), f"{name}_shape"))  # the shape is known; compressed-tensors repeats it
-                tensor = dataclasses.replace(tensor, scheme=scheme, leaves=leaves)
-            tensors.append(tensor)
+    for name, variable in _parameters(modules):
+        name = _spelling(name, source)
+        if name not in source and f"{name}_packed" not in source:
+            missing.append(name)
+            continue
+        used.add(name)
+        is_matrix = name.endswith(".weight") and len(variable.shape) == 2
+        scheme = quantization.scheme_for(name.removesuffix(".weight")) if is_matrix else None
+        tensor = DenseTensor(name, variable, tuple(variable.shape))
+        if scheme is not None and scheme.is_quantized:
+            leaves = _leaves(tensor, scheme, source)
+            missing += [leaf for leaf in leaves.values() if leaf not in source]
+            used.update((*leaves.values(), f"{name}_shape"))  # the shape is known; compressed-tensors repeats it
+            tensor = dataclasses.replace(tensor, scheme=scheme, leaves=leaves)
+        tensors.append(tensor)
     left_over = [name for name in account if name not in used]
     if missing or left_over:
         raise CheckpointError(f"{where}: {_account(missing, left_over)}")
@@ -115,7 +114,7 @@ def dense_names(names: Iterable[str], num_layers: int) -> list[str]:
     return [
         name
         for name in names
-        if "experts" not in name.split(".") and layer_of(name) not in skipped and not _SKIPPED.fullmatch(name)
+        if not is_expert_name(name) and layer_of(name) not in skipped and not _SKIPPED.fullmatch(name)
     ]
 
 
@@ -125,10 +124,22 @@ def skipped_layers(names: Iterable[str], num_layers: int) -> set[int]:
     return {layer for layer in marked if layer is not None and layer >= num_layers}
 
 
+def _parameters(modules: Mapping[str, Any]) -> Iterator[tuple[str, nnx.Variable]]:
+    """(checkpoint name, parameter): a module's weight and bias by its name, a bare parameter by its own."""
+    for name, value in modules.items():
+        if isinstance(value, nnx.Variable):
+            yield name, value
+            continue
+        for attribute in ("weight", "bias"):
+            variable = getattr(value, attribute, None)
+            if variable is not None:
+                yield f"{name}.{attribute}", variable
+
+
 def _spelling(name: str, source: Any) -> str:
-    """The name; for a router possibly under another container: transformers 5 in memory says ``mlp`` for all."""
+    """The name; for a router possibly under another container, or without Granite's ``layer``, as in memory."""
     if name not in source and (router := _ROUTER.fullmatch(name)):
-        others = (f"{router[1]}.{container}.{router[2]}" for container in CONTAINERS)
+        others = (f"{router[1]}.{container}.{router[2]}{router[3]}" for container in CONTAINERS)
         return next((other for other in others if other in source), name)
     return name
 

@@ -94,3 +94,26 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
         return self.down_proj((jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)).astype(x.dtype))
+
+
+class SharedExperts(GatedMLP):
+    """The experts that every token passes, as one wider dense block: x (..., H) -> (..., H) in float32.
+
+    gate: None, or a projection to one number whose sigmoid scales a token's output.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        has_gate: bool = False,
+        dtype: Any = jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
+    ):
+        super().__init__(hidden_size, intermediate_size, dtype=dtype, rngs=rngs)
+        self.gate = Linear(hidden_size, 1, dtype=dtype, out_dtype=jnp.float32, rngs=rngs) if has_gate else None
+
+    def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+        y = super().__call__(x).astype(jnp.float32)
+        return y if self.gate is None else y * jax.nn.sigmoid(self.gate(x))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 
 from moe_jax.layer import FusedMoE, MoEBlock
 from moe_jax.loading import (
@@ -19,10 +18,11 @@ from moe_jax.loading import (
     layer_of,
 )
 from moe_jax.models._array_source import ArraySource
-from moe_jax.models._config import DecoderConfig
+from moe_jax.models._config import MoEBlockConfig
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._dense_loader import DenseTensor, dense_names, plan_dense, read_dense, skipped_layers
-from moe_jax.models._families import read_family
+from moe_jax.models._families import read_family, read_model_family
+from moe_jax.models._moe_family import MoEFamily
 from moe_jax.quantization import ExpertWeights, Scheme, online_scheme
 
 Progress = Callable[[int, int], None]
@@ -61,8 +61,8 @@ def load_pretrained(
     _refuse_mesh(mesh)
     with Checkpoint(directory) as opened:
         checkpoint = as_packed(opened)
-        family, config = read_family(checkpoint.config, str(checkpoint.config_path))
-        reader = _Reader(checkpoint, checkpoint.config, config)
+        family, config = read_model_family(checkpoint.config, str(checkpoint.config_path))
+        reader = _Reader(checkpoint, checkpoint.config, family, config)
         model = family(
             config,
             schemes={layer: reader.scheme(layer, quantize) for layer in config.moe_layers},
@@ -100,7 +100,7 @@ def load_moe(
         if layer not in config.moe_layers:
             kind = "is dense" if layer in range(config.num_layers) else "does not exist"
             raise ValueError(f"layer {layer} {kind}; layers with experts: {_ranges(config.moe_layers)}")
-        reader = _Reader(checkpoint, checkpoint.config, config)
+        reader = _Reader(checkpoint, checkpoint.config, family, config)
         scheme = reader.scheme(layer, quantize)
         block = family.make_moe_block(
             config, layer, scheme=scheme, implementation=implementation, dtype=jnp.dtype(dtype)
@@ -120,10 +120,10 @@ def reload_weights(model: CausalLM, source: str | os.PathLike | Iterable[tuple[s
             _, config = read_family(checkpoint.config, str(checkpoint.config_path))
             if config != model.config:
                 raise ValueError(f"{checkpoint.config_path} describes another model than the one that is loaded")
-            values = _Reader(checkpoint, checkpoint.config, config).read_model(model)
+            values = _Reader(checkpoint, checkpoint.config, type(model), model.config).read_model(model)
     else:
         stored = {"quantization_config": json.loads(model.quantization_config)}
-        values = _Reader(ArraySource(source), stored, model.config).read_model(model)
+        values = _Reader(ArraySource(source), stored, type(model), model.config).read_model(model)
     _install(values)
     for block in model.moe_blocks():
         version = block.experts.version
@@ -136,11 +136,11 @@ class _Reader:
     raw: the config.json that says how modules are quantized. dense: the names that dense modules must account for.
     """
 
-    def __init__(self, source: Any, raw: Mapping[str, Any], config: DecoderConfig):
+    def __init__(self, source: Any, raw: Mapping[str, Any], family: type[MoEFamily], config: MoEBlockConfig):
         self._source, self._config = source, config
         self._where = str(source.directory)
         self._quantization = QuantizationConfig.from_config(raw, source)
-        self._experts = ExpertReader(source, quantization=self._quantization, names=expert_names(config.model_type))
+        self._experts = ExpertReader(source, quantization=self._quantization, names=expert_names(family.model_type))
         self.dense = dense_names(source.names, config.num_layers)
         surplus = set(self._experts.layers) - set(config.moe_layers) - skipped_layers(source.names, config.num_layers)
         if surplus:
@@ -175,7 +175,7 @@ class _Reader:
                 progress(index + 1, layers)
         return values
 
-    def read_dense(self, modules: Mapping[str, nnx.Module], account: Iterable[str]) -> Values:
+    def read_dense(self, modules: Mapping[str, Any], account: Iterable[str]) -> Values:
         """New values for the parameters of ``modules``, which must use every name in ``account``."""
         return read_dense(self._plan(modules, account), self._source, self._where)
 
@@ -184,7 +184,7 @@ class _Reader:
         experts = block.experts
         return experts, self._experts.load(layer, experts.config)
 
-    def _plan(self, modules: Mapping[str, nnx.Module], account: Iterable[str]) -> list[DenseTensor]:
+    def _plan(self, modules: Mapping[str, Any], account: Iterable[str]) -> list[DenseTensor]:
         return plan_dense(modules, self._source, self._quantization, where=self._where, account=account)
 
     def _check_tied(self) -> None:
@@ -199,9 +199,10 @@ class _Reader:
 
 def _install(values: Values) -> None:
     """Put values in their places: nothing here can fail, so a reload is atomic."""
+    arrays = {id(target): value for target, value in values}
     for target, value in values:
         if isinstance(target, FusedMoE):
-            target.set_weights(value)
+            target.set_weights(value, correction_bias=arrays.get(id(target.correction_bias)))
         else:
             target.set_value(value)
 

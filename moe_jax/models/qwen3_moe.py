@@ -2,6 +2,7 @@
 
 from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models._layer_rules import layers_by_step
 
 
 class Qwen3MoeForCausalLM(CausalLM):
@@ -14,12 +15,11 @@ class Qwen3MoeForCausalLM(CausalLM):
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:
         num_layers = reader.integer("num_hidden_layers")
-        step, dense = reader.integer("decoder_sparse_step", default=1), reader.integers("mlp_only_layers")
         return read_decoder_config(
             reader,
             moe_intermediate_size=("moe_intermediate_size",),
             renormalize=reader.boolean("norm_topk_prob"),
-            moe_layers=tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
+            moe_layers=layers_by_step(reader),
             use_qk_norm=True,
             use_attention_bias=reader.boolean("attention_bias", default=False),
             sliding_window=_sliding_window(reader, num_layers),

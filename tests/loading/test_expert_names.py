@@ -4,7 +4,7 @@ import pytest
 from safetensors import safe_open
 
 from moe_jax.loading import ExpertNames, expert_names, layer_of, make_expert_params_mapping
-from moe_jax.loading._expert_names import map_expert_name
+from moe_jax.loading._expert_names import is_expert_name, map_expert_name
 
 NAMES = ExpertNames()
 
@@ -64,6 +64,35 @@ def test_all_experts(tail, leaf):
     assert (tensor.expert, tensor.leaf) == (None, leaf)
     assert len(tensor.shards) == (2 if "gate_up" in tail else 1)
     assert tensor.module.endswith(("gate_up_proj", "down_proj", "gate_proj", "w3"))
+
+
+@pytest.mark.parametrize(
+    "tail, expert, leaf, shards",
+    [
+        ("input_linear.weight", None, "w13_weight", ("w1", "w3")),
+        ("output_linear.weight", None, "w2_weight", ("w2",)),
+        ("input_linear.base_layer.weight", None, "w13_weight", ("w1", "w3")),
+        ("input_linear.11.weight_packed", 11, "w13_weight_packed", ("w1", "w3")),
+        ("output_linear.0.weight_scale", 0, "w2_weight_scale", ("w2",)),
+    ],
+)
+def test_granite(tail, expert, leaf, shards):
+    """Experts without an "experts" component; older writers number them after the projection."""
+    name = f"model.layers.5.block_sparse_moe.{tail}"
+    tensor = NAMES.parse(name)
+    assert (tensor.layer, tensor.expert, tensor.leaf, tensor.shards) == (5, expert, leaf, shards)
+    number = "" if expert is None else f".{expert}"
+    assert tensor.module == f"model.layers.5.block_sparse_moe.{tail.split('.')[0]}{number}"
+    for other in (name.replace("block_sparse_moe", "shared_mlp"), f"mtp.{name}"):
+        assert not is_expert_name(other) and NAMES.parse(other) is None
+    with pytest.raises(ValueError, match="unknown spelling"):
+        NAMES.parse("model.layers.0.block_sparse_moe.input_linear.1")
+
+
+def test_layers_for_multi_token_prediction_are_not_the_models_own():
+    """Qwen3-Next numbers them from 0 too."""
+    assert is_expert_name("model.layers.0.mlp.experts.0.up_proj.weight")
+    assert not is_expert_name("mtp.layers.0.mlp.experts.0.up_proj.weight")
 
 
 @pytest.mark.parametrize(
@@ -128,10 +157,9 @@ def test_layer_of():
 def test_families():
     assert expert_names("mixtral").describe("w13_weight_scale", "w3") == "w3.weight_scale"
     assert expert_names("qwen3_moe").describe("w2_bias", "w2") == "down_proj.bias"
-    with pytest.raises(NotImplementedError, match="'gpt_oss': no checkpoint map yet"):
-        expert_names("gpt_oss")
+    assert expert_names("gpt_oss").parse("experts.gate_up_proj").is_interleaved
     with pytest.raises(
-        ValueError, match="unknown model_type 'nonesuch'; there are checkpoint maps for mixtral, qwen3_moe"
+        ValueError, match="unknown model_type 'nonesuch'; there are checkpoint maps for mixtral, qwen2_moe"
     ):
         expert_names("nonesuch")
 

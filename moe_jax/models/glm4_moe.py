@@ -1,0 +1,17 @@
+"""GLM-4 MoE: blocks with experts like DeepSeek-V3's, usually in one group."""
+
+from moe_jax.models._config import ConfigReader, MoEBlockConfig
+from moe_jax.models._moe_family import MoEFamily
+from moe_jax.models.deepseek_v3 import read_corrected_config
+
+
+class Glm4Moe(MoEFamily):
+    """GLM-4.5, GLM-4.5-Air, GLM-4.6 and models of their architecture."""
+
+    model_type = "glm4_moe"
+    architecture = "Glm4MoeForCausalLM"
+    moe_module = "mlp"
+
+    @staticmethod
+    def read_config(reader: ConfigReader) -> MoEBlockConfig:
+        return read_corrected_config(reader, routed_scaling_factor=1.0)
