@@ -20,10 +20,13 @@ class _HeaderLoader(LayerLoader):
         """Raises ValueError naming what is missing, doubled or left over."""
         self._check_complete()
 
+    def _check_contents(self, tensor: Any, array: np.ndarray, specs: Mapping[str, Any]) -> None:
+        """Values are not known here."""
+
     def _check_common(self, step: Any, name: str) -> None:
         """Values are not known here."""
 
-    def _store(self, steps: list[Any], array: np.ndarray, specs: Mapping[str, Any]) -> None:
+    def _store(self, steps: list[Any], array: np.ndarray, specs: Mapping[str, Any], unchecked: Any) -> None:
         for step in steps:
             placement = step.placement
             self._coverage.mark(placement.leaf, specs[placement.leaf].shape[0], placement.index[0], step.shard)

@@ -1,7 +1,10 @@
 """``LayerLoader``: fills the leaves of one layer from checkpoint tensors and knows what is still missing."""
 
+import collections
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from typing import Any, cast
 
 import jax
@@ -18,10 +21,8 @@ from moe_jax.loading._tensor_checks import (
     FULL_PRECISION,
     IN_OUT,
     OUT_IN,
-    check_cast,
+    check_contents,
     check_dtype,
-    check_range,
-    check_values,
     disk_shape,
     fused_layout,
     split_shards,
@@ -30,8 +31,19 @@ from moe_jax.loading._weight_loader import Placement, weight_loader
 from moe_jax.quantization import ExpertWeights, LeafSpec, MoEMethod, Scheme, method_for
 
 CORRECTION_BIAS = "e_score_correction_bias"
+_ALIGNMENT = 64  # of host memory that XLA's CPU client takes over without a copy
+_WORTH_A_THREAD = 1 << 16  # bytes; handing over less takes longer than copying it
+_MOST_PENDING = 64  # copies that wait for a thread; each keeps its array
 DUMMY_BOUND, DUMMY_SEED = 1e-3, 1234  # vLLM's, so that dummy runs can be compared
 _LISTED = 12  # entries of each list in the error of an incomplete layer
+
+
+class TensorError(ValueError):
+    """What a thread found wrong in a tensor that was accepted before. name: the tensor's."""
+
+    def __init__(self, name: str, message: str):
+        super().__init__(message)
+        self.name = name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +78,9 @@ class LayerLoader:
             and (E, I, H). None tells them apart by shape, and refuses where both shapes are the same.
         words_are_dense: how 3, 5, 6 and 7-bit codes lie in 32-bit words: True as compressed-tensors packs from 0.18 on,
             False as before. None tells them apart by shape, and refuses where both shapes are the same.
+        executor: its threads check values and copy, so that files are read in parallel; a later call raises what they
+            find wrong (``TensorError``). Arrays must then not change before ``finish``. Quantization stays in the
+            caller's thread.
 
     Attributes:
         peak_staged_bytes: the most that ``staged_bytes`` has been.
@@ -84,6 +99,7 @@ class LayerLoader:
         quantize: bool | None = None,
         fused_layout: str | None = None,
         words_are_dense: bool | None = None,
+        executor: Executor | None = None,
     ):
         if fused_layout not in (None, OUT_IN, IN_OUT):
             raise ValueError(f"fused_layout={fused_layout!r}, expected None, {OUT_IN!r} or {IN_OUT!r}")
@@ -102,6 +118,8 @@ class LayerLoader:
         self._needs_correction_bias = has_correction_bias
         self._stated_layout, self._seen_layout = fused_layout, fused_layout
         self._words_are_dense = words_are_dense
+        self._executor = executor
+        self._pending: collections.deque[tuple[str, Future[None]]] = collections.deque()
         self._seen_shapes: set[tuple[int | None, tuple[str, ...]]] = set()
         self._buffers: dict[str, np.ndarray] = {}
         self._coverage = Coverage(config.is_act_and_mul)
@@ -140,6 +158,13 @@ class LayerLoader:
         accept = self._accept_correction_bias if is_correction_bias else self._accept_expert
         used = accept(name, np.asarray(array))
         self._layer = layer if self._layer is None else self._layer
+        return used
+
+    def accept_tensor(self, tensor: ExpertTensor, array: Any) -> bool:
+        """``accept`` for a name of this layer that is parsed already."""
+        self._check_open()
+        used = self._stage([tensor], np.asarray(array))
+        self._layer = tensor.layer if self._layer is None else self._layer
         return used
 
     def accept_shard(self, leaf: str, shard_id: str, expert_id: int | None, array: Any) -> bool:
@@ -211,6 +236,9 @@ class LayerLoader:
                         specs, leaf, part, tensor.name, shard, expert, is_act_and_mul=self._config.is_act_and_mul
                     )
                     steps += [_Step(placement, shard, part) for placement in cast(tuple[Placement, ...], placements)]
+        is_deferred = self._executor is not None and not quantizes and array.nbytes >= _WORTH_A_THREAD
+        if steps and not is_deferred:
+            self._check_contents(tensors[0], array, specs)
         for step in steps:
             self._check_common(step, tensors[0].name)
         online = OnlineExperts(self._method, self._config) if quantizes and not self._online else self._online
@@ -221,7 +249,7 @@ class LayerLoader:
         if steps:
             self._online, self._quantizes, self._seen_layout = online, quantizes, layout
             self._dtypes.setdefault(tensors[0].suffix, (array.dtype, tensors[0].name))
-            self._store(steps, array, specs)
+            self._store(steps, array, specs, tensors[0] if is_deferred else None)
         return bool(steps)
 
     @property
@@ -257,11 +285,6 @@ class LayerLoader:
         check_dtype(tensor, array.dtype, spec, self._method.scheme.name)
         if spec.dtype == np.uint8:
             array = array.view(np.uint8)  # exponents, which some writers call float8_e8m0fnu
-        if spec.kind in ("weight", "bias"):
-            check_values(tensor.name, array)
-            check_range(tensor.name, array, self._method.scheme.weights if spec.kind == "weight" else None)
-        if not (spec.kind == "weight" and self._config.scheme.is_quantized):
-            check_cast(tensor.name, array, spec.dtype)
         if tensor.expert is not None or spec.kind != "weight" or tensor.suffix == "weight_packed":
             return array, layout  # packed matrices are always (out, in)
         found = fused_layout(tensor, array.shape, disk_shape(tensor, spec, self._config), self._stated_layout)
@@ -270,6 +293,9 @@ class LayerLoader:
         if found == IN_OUT and array.dtype not in FULL_PRECISION:
             raise ValueError(f"{shorten(tensor.name)}: quantized weights stored as (E, in, out) are not understood")
         return (array.swapaxes(1, 2) if found == IN_OUT else array), found
+
+    def _check_contents(self, tensor: ExpertTensor, array: np.ndarray, specs: Mapping[str, LeafSpec]) -> None:
+        check_contents(tensor.name, array, specs[tensor.leaf], self._method.scheme.weights)
 
     def _check_common(self, step: _Step, name: str) -> None:
         """w1 and w3 may share one place (an input scale (E,)); then they have to agree, whatever the first one was."""
@@ -286,18 +312,44 @@ class LayerLoader:
 
     # -- storing ------------------------------------------------------------------------------------------------------
 
-    def _store(self, steps: list[_Step], array: np.ndarray, specs: Mapping[str, LeafSpec]) -> None:
+    def _store(
+        self, steps: list[_Step], array: np.ndarray, specs: Mapping[str, LeafSpec], unchecked: ExpertTensor | None
+    ) -> None:
+        """Quantize or copy. unchecked: the tensor whose values are still to be checked, by the thread that copies."""
         is_adopted = self._adopt(steps, array, specs)
+        copies: list[tuple[np.ndarray, _Step]] = []
         for step in steps:
             placement, spec = step.placement, specs[step.placement.leaf]
             if self._online and spec.kind == "weight":
                 self._quantize(step)
             elif not is_adopted:
                 if placement.leaf not in self._buffers:
-                    self._buffers[placement.leaf] = np.zeros(spec.shape, spec.dtype)
-                placement.write(self._buffers[placement.leaf], step.array)
+                    self._buffers[placement.leaf] = aligned_zeros(spec.shape, spec.dtype)
+                copies.append((self._buffers[placement.leaf], step))
             self._coverage.mark(placement.leaf, spec.shape[0], placement.index[0], step.shard)
         self._count_bytes()
+
+        def copy() -> None:
+            if unchecked is not None:
+                self._check_contents(unchecked, array, specs)
+            for buffer, step in copies:
+                step.placement.write(buffer, step.array)
+
+        # What w1 and w3 have in common is compared when the second one comes, so it has to be there by then.
+        if unchecked is None or any(step.placement.is_common for step in steps):
+            copy()
+            return
+        self._pending.append((unchecked.name, self._executor.submit(copy)))
+        self._drain(_MOST_PENDING)
+
+    def _drain(self, most: int) -> None:
+        """Wait until at most so many copies are pending. Raises TensorError for what the threads found wrong."""
+        while len(self._pending) > most:
+            name, future = self._pending.popleft()
+            try:
+                future.result()
+            except ValueError as error:
+                raise TensorError(name, str(error)) from None
 
     def _adopt(self, steps: list[_Step], array: np.ndarray, specs: Mapping[str, LeafSpec]) -> bool:
         """Use a read-only array as the buffer of a weight leaf when it fills all of it in the same layout."""
@@ -349,6 +401,7 @@ class LayerLoader:
                 ``like``. The loader keeps what it has: missing tensors can still be added.
         """
         self._check_open()
+        self._drain(0)
         self._check_complete()
         leaves = self._buffers | (self._online.leaves if self._online else {})
         processed = self._method.process_weights_after_loading(leaves, self._config)
@@ -356,9 +409,7 @@ class LayerLoader:
             raise ValueError(
                 f"{self._label()}: expected weights like {_signature(like)}, found {_signature(processed)}"
             )
-        # Leaves may be views of a file or of a caller's array. jax.device_put aliases them on the CPU where they are
-        # aligned to 64 bytes, even with may_alias=False (jax 0.10.2); jnp.array copies.
-        weights = jax.tree.map(jnp.array, processed)
+        weights = jax.tree.map(_on_device, processed)
         self._is_finished = True
         self._buffers, self._online = {}, None
         return weights
@@ -387,6 +438,24 @@ class LayerLoader:
         if self._config.name:
             return f"experts of {self._config.name}"
         return "experts" if self._layer is None else f"experts of layer {self._layer}"
+
+
+def aligned_zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Zeros that the CPU client of XLA can take over without a copy."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _on_device(leaf: Any) -> jax.Array:
+    """A processed leaf on the default device, never sharing memory with a file or an array of the caller.
+
+    Those are read-only; what is writeable is our own staging, which nobody else holds and XLA may take over. It does so
+    on the CPU where memory is aligned to 64 bytes, even with may_alias=False (jax 0.10.2); jnp.array always copies.
+    """
+    is_own = isinstance(leaf, np.ndarray) and leaf.flags.writeable
+    return jax.device_put(leaf) if is_own else jnp.array(leaf)
 
 
 def _signature(weights: ExpertWeights) -> Any:

@@ -1,17 +1,27 @@
 """From a checkpoint to ``ExpertWeights``, one layer at a time."""
 
+import collections
+import contextlib
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
+
+import numpy as np
 
 from moe_jax._config import MoEConfig
 from moe_jax.loading._errors import CheckpointError, shorten
 from moe_jax.loading._expert_names import ExpertNames, ExpertTensor, is_expert_name, layer_of
 from moe_jax.loading._gptq_awq import as_packed
-from moe_jax.loading._layer_loader import LayerLoader
+from moe_jax.loading._layer_loader import LayerLoader, TensorError
 from moe_jax.loading._quantization_config import QuantizationConfig
 from moe_jax.loading._tensor_checks import IN_OUT, OUT_IN, disk_shape
 from moe_jax.quantization import ExpertWeights, MoEMethod, Scheme, method_for
+
+_READERS = min(8, os.cpu_count() or 1)  # threads that read and copy
+_AHEAD = 16  # tensors that are read before they are asked for
+_PAGE = 4096
 
 
 class ExpertReader:
@@ -53,6 +63,8 @@ class ExpertReader:
                 raise CheckpointError(f"{file}: tensor {shorten(name)}: an expert tensor whose name carries no layer")
             self._by_layer.setdefault(layer, []).append(name)
         self.layers = tuple(sorted(self._by_layer))
+        self._stored: dict[int, Scheme | None] = {}
+        self._parsed: dict[tuple[int, bool], dict[str, ExpertTensor]] = {}
         self.peak_staged_bytes = 0
 
     def stored_scheme(self, layer: int) -> Scheme | None:
@@ -61,14 +73,17 @@ class ExpertReader:
         Raises:
             CheckpointError: projections or experts of the layer follow different schemes.
         """
+        if layer in self._stored:
+            return self._stored[layer]
         seen: dict[Scheme | None, str] = {}
-        for tensor in self._tensors(layer):
+        for tensor in self._tensors(layer).values():
             scheme = self._quantization.scheme_for(tensor.module)
             seen.setdefault(scheme if scheme is not None and scheme.is_quantized else None, tensor.module)
             if len(seen) > 1:
                 found = " and ".join(f"{module} is {s.name if s else 'unquantized'}" for s, module in seen.items())
                 raise CheckpointError(f"{self._where}: {found}; expected one scheme for all experts of a layer")
-        return next(iter(seen), None)
+        self._stored[layer] = next(iter(seen), None)
+        return self._stored[layer]
 
     def load(
         self,
@@ -98,41 +113,85 @@ class ExpertReader:
         stored = self.stored_scheme(layer)
         target = Scheme.parse(config.scheme if scheme is None else scheme)
         self._check_scheme(stored, target, layer)
-        loader = LayerLoader(
-            dataclasses.replace(config, scheme=target),
-            method,
-            layer=layer,
-            names=dataclasses.replace(self._names, is_gated=config.is_act_and_mul),
-            quantize=stored is None and target.is_quantized,
-            fused_layout=fused_layout or self._fused_layout(layer, config),
-            words_are_dense=self._quantization.words_are_dense,
-        )
-        for name in self._in_order(layer):
-            array = self._checkpoint.read(name)
+        quantizes = stored is None and target.is_quantized
+        with ThreadPoolExecutor(_READERS) as executor:
+            loader = LayerLoader(
+                dataclasses.replace(config, scheme=target),
+                method,
+                layer=layer,
+                names=dataclasses.replace(self._names, is_gated=config.is_act_and_mul),
+                quantize=quantizes,
+                fused_layout=fused_layout or self._fused_layout(layer, config),
+                words_are_dense=self._quantization.words_are_dense,
+                executor=executor,
+            )
             try:
-                loader.accept(name, array)
+                self._fill(loader, layer, config.is_act_and_mul, executor if quantizes else None)
+                return loader.finish(like)
+            except CheckpointError:
+                raise
+            except TensorError as error:
+                raise self._error(error.name, error) from None
             except ValueError as error:
-                raise CheckpointError(f"{self._checkpoint.info(name).file}: tensor {error}") from None
-        self.peak_staged_bytes = max(self.peak_staged_bytes, loader.peak_staged_bytes)
-        try:
-            return loader.finish(like)
-        except ValueError as error:
-            raise CheckpointError(f"{self._where}: {error}") from None
+                raise CheckpointError(f"{self._where}: {error}") from None
+            finally:
+                self.peak_staged_bytes = max(self.peak_staged_bytes, loader.peak_staged_bytes)
+
+    def _fill(self, loader: LayerLoader, layer: int, is_gated: bool, executor: Executor | None) -> None:
+        tensors = self._tensors(layer, is_gated)
+        for name, array in self._read(layer, executor):
+            try:
+                if name in tensors:
+                    loader.accept_tensor(tensors[name], array)
+                else:
+                    loader.accept(name, array)
+            except TensorError:
+                raise
+            except ValueError as error:
+                raise self._error(name, error) from None
+
+    def _error(self, name: str, error: ValueError) -> CheckpointError:
+        return CheckpointError(f"{self._checkpoint.info(name).file}: tensor {error}")
 
     def _in_order(self, layer: int) -> list[str]:
         """Names by expert, so that an expert that is to be quantized is complete as soon as possible."""
-        experts = {tensor.name: -1 if tensor.expert is None else tensor.expert for tensor in self._tensors(layer)}
-        return sorted(self._by_layer.get(layer, ()), key=lambda name: experts.get(name, -1))
+        experts = {name: tensor.expert for name, tensor in self._tensors(layer).items()}
+        return sorted(self._by_layer.get(layer, ()), key=lambda name: -1 if (e := experts.get(name)) is None else e)
 
-    def _tensors(self, layer: int) -> Iterator[ExpertTensor]:
+    def _read(self, layer: int, executor: Executor | None) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, array) in order.
+
+        executor: its threads bring the next tensors into memory in the meantime; None leaves that to whoever copies.
+        """
+        names = self._in_order(layer)
+        if executor is None:
+            yield from ((name, self._checkpoint.read(name)) for name in names)
+            return
+        ahead = collections.deque()
+        for name in names:
+            ahead.append((name, executor.submit(self._bring, name)))
+            if len(ahead) > _AHEAD:
+                name, future = ahead.popleft()
+                yield name, future.result()
+        for name, future in ahead:
+            yield name, future.result()
+
+    def _bring(self, name: str) -> np.ndarray:
+        """Read a tensor and touch every page of it: a view of a file is read from disk when it is looked at."""
+        array = self._checkpoint.read(name)
+        if array.flags.c_contiguous:
+            array.reshape(-1).view(np.uint8)[::_PAGE].max(initial=0)
+        return array
+
+    def _tensors(self, layer: int, is_gated: bool = True) -> dict[str, ExpertTensor]:
         """Parsed names; those that cannot be parsed are left to the loader, which refuses them."""
-        for name in self._by_layer.get(layer, ()):
-            try:
-                tensor = self._names.parse(name)
-            except ValueError:
-                continue
-            if tensor is not None:
-                yield tensor
+        if (layer, is_gated) not in self._parsed:
+            names, parsed = dataclasses.replace(self._names, is_gated=is_gated), {}
+            for name in self._by_layer.get(layer, ()):
+                with contextlib.suppress(ValueError):
+                    parsed[name] = names.parse(name)
+            self._parsed[layer, is_gated] = {name: tensor for name, tensor in parsed.items() if tensor is not None}
+        return self._parsed[layer, is_gated]
 
     def _check_scheme(self, stored: Scheme | None, target: Scheme, layer: int) -> None:
         """Quantized weights keep their format; how activations are treated may be chosen where that needs no scales."""
@@ -152,7 +211,7 @@ class ExpertReader:
         """
         specs = method_for(None).create_weights(dataclasses.replace(config, scheme=Scheme.parse(None)))
         possible = {OUT_IN, IN_OUT}
-        for tensor in self._tensors(layer):
+        for tensor in self._tensors(layer).values():
             if tensor.expert is not None or tensor.suffix != "weight":
                 continue
             shape = self._checkpoint.info(tensor.name).shape

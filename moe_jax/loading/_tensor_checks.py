@@ -16,6 +16,14 @@ FULL_PRECISION = tuple(np.dtype(name) for name in ("float32", "bfloat16", "float
 _EXPONENTS = (np.dtype(np.uint8), np.dtype("float8_e8m0fnu"))
 E4M3 = np.dtype("float8_e4m3fn")
 _SCALES = (*FULL_PRECISION, _EXPONENTS[1])
+# The bits of infinity, and of e4m3's NaN: all ones in the exponent.
+_EXPONENT_MASKS = {
+    np.dtype("float32"): 0x7F800000,
+    np.dtype("bfloat16"): 0x7F80,
+    np.dtype("float16"): 0x7C00,
+    E4M3: 0x7F,
+}
+_CHUNK = 1 << 18  # bytes: the second look at them comes out of the cache
 
 
 def check_dtype(tensor: ExpertTensor, dtype: np.dtype, spec: LeafSpec, scheme_name: str) -> None:
@@ -33,6 +41,18 @@ def check_dtype(tensor: ExpertTensor, dtype: np.dtype, spec: LeafSpec, scheme_na
         )
 
 
+def check_contents(name: str, value: np.ndarray, spec: LeafSpec, fmt: QuantFormat | None) -> None:
+    """Raise ValueError for values that a leaf cannot take: not finite, too wide, or beyond float16. Safe in any thread.
+
+    fmt: of the layer's weights.
+    """
+    if spec.kind in ("weight", "bias"):
+        check_values(name, value)
+        check_range(name, value, fmt if spec.kind == "weight" else None)
+    if not (spec.kind == "weight" and fmt is not None):
+        check_cast(name, value, spec.dtype)
+
+
 def check_cast(name: str, value: np.ndarray, dtype: np.dtype) -> None:
     """Raise ValueError if a cast to float16 would turn a finite number into infinity."""
     if dtype != np.float16 or value.dtype == dtype:
@@ -48,18 +68,31 @@ def check_values(name: str, value: np.ndarray) -> None:
 
     e4m3 has NaN (codes 0x7F and 0xFF) and no infinity. Packed codes and integers are always values.
     """
-    if value.dtype == E4M3:
-        is_bad = (value.view(np.uint8) & 0x7F) == 0x7F
-    elif value.dtype in FULL_PRECISION:
-        is_bad = ~np.isfinite(value)
-    else:
+    if value.dtype not in _EXPONENT_MASKS or not _may_be_infinite(value):
         return
+    is_bad = (value.view(np.uint8) & 0x7F) == 0x7F if value.dtype == E4M3 else ~np.isfinite(value)
     if is_bad.any():
         index = tuple(int(i) for i in np.argwhere(is_bad)[0])
         raise ValueError(
             f"{shorten(name)}: {int(is_bad.sum())} values are NaN or infinite, the first at {index}, expected finite "
             "numbers; the checkpoint is damaged"
         )
+
+
+def _may_be_infinite(value: np.ndarray) -> bool:
+    """Whether a number is not finite, by two maxima over the bits as integers: many times as fast as isfinite.
+
+    Bit patterns of positive numbers are ordered as the numbers are, those of negative ones too once the sign counts as
+    a high bit; infinity and NaN lie above all finite ones.
+    """
+    size, mask = value.dtype.itemsize, _EXPONENT_MASKS[value.dtype]
+    signed, unsigned = np.dtype(f"i{size}"), np.dtype(f"u{size}")
+    negative = mask | 1 << (8 * size - 1)
+    flat, step = (value.reshape(-1), _CHUNK // size) if value.flags.c_contiguous else (value, len(value))
+    return any(
+        part.view(signed).max(initial=0) >= mask or part.view(unsigned).max(initial=0) >= negative
+        for part in (flat[start : start + step] for start in range(0, len(flat), step))
+    )
 
 
 def check_range(name: str, value: np.ndarray, fmt: QuantFormat | None) -> None:

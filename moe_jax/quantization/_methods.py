@@ -330,7 +330,7 @@ def _conform(leaf: Any, spec: LeafSpec, name: str) -> Any:
         return leaf.reshape(spec.shape)
     if dtype not in SCALE_DTYPES:
         raise ValueError(f"{name} has dtype {dtype}, expected one of {', '.join(d.name for d in SCALE_DTYPES)}")
-    return leaf.reshape(spec.shape).astype(np.float32)
+    return leaf.reshape(spec.shape).astype(np.float32, copy=False)
 
 
 def _without_trailing_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -25,6 +25,8 @@ def check_scale_values(
     if isinstance(scale, Tracer):
         return
     values = np.asarray(scale)
+    if _are_plain(values):
+        return
     if values.dtype == np.uint8:
         bad = values == 255
     elif values.dtype.itemsize == 1:  # by its bytes: float32 copies of all block scales would take half a layer
@@ -46,6 +48,17 @@ def check_scale_values(
         f"{name}: {place}scale {values[index]} at {index}, expected a finite{sign} "
         f"number ({int(bad.sum())} of {bad.size} are not)"
     )
+
+
+def _are_plain(values: np.ndarray) -> bool:
+    """Whether all are finite and positive, by maxima and minima alone; block scales are an eighth of a layer."""
+    if not values.size:
+        return True
+    if values.dtype == np.uint8:
+        return bool(values.max() < 255)
+    if values.dtype.itemsize == 1:
+        return bool(values.view(np.uint8).max() < 0x7F)
+    return bool(values.min() > 0 and values.max() < np.inf)
 
 
 def common_input_scale(values: Any, fmt: QuantFormat, name: str) -> Any:

@@ -234,3 +234,34 @@ def test_ambiguous_layout_is_settled_by_the_neighbour(tmp_path, transposed):
         weights = load_layer(checkpoint, 0, layer)
     np.testing.assert_array_equal(weights.w13.data.reshape(E, H, H), gate_up)
     np.testing.assert_array_equal(weights.w2.data, down)
+
+
+def test_values_are_checked_by_the_threads_that_copy(tmp_path):
+    """Tensors large enough to be handed over: the file and the tensor at fault are named, wherever it is found."""
+    layer = config("fp8_channel", hidden_size=512, intermediate_size=256)
+    rng = np.random.default_rng(0)
+    shapes = {"gate_proj": (256, 512), "up_proj": (256, 512), "down_proj": (512, 256)}
+    tensors = {}
+    for expert, (name, shape) in ((e, p) for e in range(E) for p in shapes.items()):
+        module = f"model.layers.0.mlp.experts.{expert}.{name}"
+        tensors[f"{module}.weight"] = rng.integers(0, 0x7E, shape, np.uint8).view("float8_e4m3fn")
+        tensors[f"{module}.weight_scale"] = rng.random((shape[0], 1), np.float32)
+    stated = dict(weights=dict(num_bits=8, type="float", strategy="channel"), targets=["Linear"])
+    stated["input_activations"] = dict(num_bits=8, type="float", strategy="token", dynamic=True)
+    raw = dict(quantization_config=dict(quant_method="compressed-tensors", config_groups=dict(group_0=stated)))
+
+    def load(name):
+        (tmp_path / name).mkdir()
+        save_safetensors(tmp_path / name / "model.safetensors", tensors)
+        (tmp_path / name / "config.json").write_text(json.dumps(raw))
+        with Checkpoint(tmp_path / name) as checkpoint:
+            return load_layer(checkpoint, 0, layer)
+
+    weights = load("whole")
+    for expert, half in np.ndindex(E, 2):
+        stored = tensors[f"model.layers.0.mlp.experts.{expert}.{('gate_proj', 'up_proj')[half]}.weight"]
+        assert bits(weights.w13.data[expert, half]) == bits(stored)
+    damaged = "model.layers.0.mlp.experts.1.up_proj.weight"
+    tensors[damaged].view(np.uint8)[200, 300] = 0xFF
+    with pytest.raises(CheckpointError, match=rf"damaged/model\.safetensors: tensor {damaged}: 1 values are NaN"):
+        load("damaged")
