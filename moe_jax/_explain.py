@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from moe_jax._arguments import integer
 from moe_jax._config import MoEConfig
 from moe_jax._implementations import Problem, choose, nothing_runs, order_of
 from moe_jax.activations import resolve_activation
@@ -15,7 +16,7 @@ def explain(config: MoEConfig, weights: ExpertWeights, num_tokens: int, platform
     """Say which method and implementation would run a call, how, and what was skipped or substituted, and why.
 
     weights: arrays or ShapeDtypeStructs. platform: "cpu" or "gpu"; None for JAX's default backend. Raises ValueError
-    for an unknown implementation; when none can run the layer, the text says so.
+    for an unknown implementation and num_tokens < 0; when nothing can run the layer, the text says so.
 
     Example:
         >>> import moe_jax
@@ -31,6 +32,7 @@ def explain(config: MoEConfig, weights: ExpertWeights, num_tokens: int, platform
           tiles of 8 rows, one pass over the rows
           products: codes in float32, sums in float32
     """
+    num_tokens = integer("num_tokens", num_tokens, minimum=0)
     platform = platform or jax.default_backend()
     problem = Problem(config, weights, num_tokens, platform)
     chosen, skipped = choose(problem)

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from moe_jax._arguments import check_array
 from moe_jax._config import MoEConfig
 from moe_jax._explain import explain
 from moe_jax._implementations import Problem, run_first, run_layer_first
-from moe_jax._typing import Array, Bool, Float, Int
+from moe_jax._typing import Array, Bool, Float, Int, Shaped
 from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import RoutingParams, route
 
@@ -58,6 +59,7 @@ def fused_moe(
     can run the layer (each with its reason), TypeError when a gradient for a quantized leaf is asked for.
     """
     _check_call(x, weights, config, placement, token_mask)
+    check_array("router_logits", router_logits, jnp.floating, f"({x.shape[0]}, E)")
     if router_logits.ndim != 2 or router_logits.shape[0] != x.shape[0]:
         raise ValueError(f"router_logits has shape {router_logits.shape}, expected ({x.shape[0]}, E) as x {x.shape}")
     if shared_output is not None and shared_output.shape != x.shape:
@@ -84,8 +86,8 @@ def fused_moe(
 
 def fused_experts(
     x: Float[Array, "T H"],
-    topk_weights: Float[Array, "..."],
-    topk_ids: Int[Array, "..."],
+    topk_weights: Shaped[Array, "..."],
+    topk_ids: Shaped[Array, "..."],
     weights: ExpertWeights,
     config: MoEConfig,
     *,
@@ -96,9 +98,11 @@ def fused_experts(
 
     topk_weights: (T, k) float, multiplied as they are. topk_ids: (T, k) integer; an id outside [0, E) contributes
     exactly zero whatever its weight. The rest as in ``fused_moe``, but for ``routed_scaling_factor``, which is left to
-    whoever made the weights.
+    whoever made the weights. Raises as ``fused_moe``, and TypeError when ids or weights have the other's kind of dtype.
     """
     _check_call(x, weights, config, placement, token_mask)
+    check_array("topk_weights", topk_weights, jnp.floating, "(T, k)")
+    check_array("topk_ids", topk_ids, jnp.integer, "(T, k)")
     if topk_weights.shape != topk_ids.shape or topk_ids.ndim != 2 or topk_ids.shape[0] != x.shape[0]:
         raise ValueError(
             f"topk_weights has shape {topk_weights.shape}, topk_ids {topk_ids.shape}, expected both ({x.shape[0]}, k)"
@@ -169,14 +173,13 @@ def _check_call(x: Array, weights: ExpertWeights, config: MoEConfig, placement: 
     if placement is not None:
         raise NotImplementedError("placement: experts spread over a mesh are not built yet; pass placement=None")
     label = f"{config.name}: " if config.name else ""
+    check_array(f"{label}x", x, jnp.floating, f"(T, {config.hidden_size})")
     if x.ndim != 2 or x.shape[1] != config.hidden_size:
         raise ValueError(f"{label}x has shape {x.shape}, expected (T, {config.hidden_size})")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{label}x has dtype {x.dtype}, expected a float dtype")
-    if token_mask is not None and token_mask.shape != x.shape[:1]:
-        raise ValueError(f"{label}token_mask has shape {token_mask.shape}, expected {x.shape[:1]}")
-    if token_mask is not None and token_mask.dtype != jnp.bool_:
-        raise ValueError(f"{label}token_mask has dtype {token_mask.dtype}, expected bool; pass token_mask != 0")
+    if token_mask is not None:
+        check_array(f"{label}token_mask", token_mask, jnp.bool, f"{x.shape[:1]}")
+        if token_mask.shape != x.shape[:1]:
+            raise ValueError(f"{label}token_mask has shape {token_mask.shape}, expected {x.shape[:1]}")
     expected = (config.num_experts, config.num_halves, config.intermediate_size, config.hidden_size)
     if weights.w13.shape != expected:
         raise ValueError(f"{label}weights.w13 has shape {weights.w13.shape}, expected (E, G, I, H) = {expected}")

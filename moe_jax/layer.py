@@ -8,25 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import Tracer
 
+from moe_jax._arguments import check_array, check_rngs
 from moe_jax._config import MoEConfig
 from moe_jax._implementations import order_of
+from moe_jax._routing_leaves import (
+    CORRECTION_BIAS,
+    RoutingParam,
+    checked_bias,
+    make_correction_bias,
+    make_hash_table,
+    make_per_expert_scale,
+)
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
 from moe_jax.experts import MoEStats, explain, fused_moe
 from moe_jax.loading import LayerLoader
 from moe_jax.quantization import ExpertWeights, Scheme, method_for
 from moe_jax.routing import RoutingParams, validate_routing
 
-CORRECTION_BIAS = "e_score_correction_bias"
-
 
 class QuantizedParam(nnx.Variable):
     """Variable whose value is an ``ExpertWeights``; filter on it to keep an optimizer away from quantized leaves."""
-
-
-class RoutingParam(nnx.Variable):
-    """Variable for what routing reads besides logits: correction bias and scale (E,), hash table (vocab, top_k)."""
 
 
 class WeightsVersion(nnx.Variable):
@@ -137,6 +139,7 @@ class FusedMoE(nnx.Module):
         param_dtype: Any = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
+        check_rngs(rngs)
         if num_redundant_experts and not enable_eplb:
             raise ValueError(f"num_redundant_experts={num_redundant_experts} needs enable_eplb=True")
         if placement not in ("linear", "round_robin"):
@@ -201,11 +204,11 @@ class FusedMoE(nnx.Module):
         self.routed_input_transform = routed_input_transform
         self.routed_output_transform = routed_output_transform
         self.loads_correction_bias = e_score_correction_bias is True
-        self.correction_bias = _correction_bias(e_score_correction_bias, self.config, is_abstract=rngs is None)
-        self.hash_table = None if hash_indices_table is None else _hash_table(hash_indices_table, top_k)
+        self.correction_bias = make_correction_bias(e_score_correction_bias, self.config, is_abstract=rngs is None)
+        self.hash_table = make_hash_table(hash_indices_table, top_k)
         if per_expert_scale is not None and custom_routing_function != "gemma4":
             raise ValueError("per_expert_scale is read by custom_routing_function='gemma4' only; drop one or name it")
-        self.per_expert_scale = None if per_expert_scale is None else _per_expert_scale(per_expert_scale, num_experts)
+        self.per_expert_scale = make_per_expert_scale(per_expert_scale, num_experts)
         self.version = WeightsVersion(np.zeros((), np.int32))
         if rngs is None:
             self.weights = QuantizedParam(method_for(self.config.scheme).abstract_weights(self.config))
@@ -228,7 +231,7 @@ class FusedMoE(nnx.Module):
             (..., H) in x's dtype, or a pair of that and ``MoEStats``.
 
         Raises:
-            ValueError: shapes do not fit, or the weights have not been loaded.
+            ValueError: shapes do not fit, or the weights have not been loaded. TypeError: no array, or another dtype.
         """
         config = self.config
         weights = self.weights.get_value()
@@ -237,14 +240,18 @@ class FusedMoE(nnx.Module):
                 f"{self._label()} has no weights yet: call load_weights(pairs), then process_weights_after_loading(), "
                 "or build it with rngs="
             )
-        if x.shape[-1] != config.hidden_size and self.routed_input_transform is None:
+        check_array("x", x, jnp.floating, f"(..., {config.hidden_size}) for {self._label()}")
+        if x.ndim < 1 or (x.shape[-1] != config.hidden_size and self.routed_input_transform is None):
             raise ValueError(f"x has shape {x.shape}, expected (..., {config.hidden_size}) for {self._label()}")
         x = _without_padding(x, token_mask)
         if router_logits is None:
             if self.router is None:
                 raise ValueError(f"router_logits is None and {self._label()} owns no router; pass logits or router=")
             router_logits = self.router(x)
+        check_array("router_logits", router_logits, jnp.floating, f"(..., {config.num_experts})")
         lead = x.shape[:-1]
+        if token_ids is not None:
+            check_array("token_ids", token_ids, jnp.integer, f"{lead} to match x")
         for label, value, shape in (
             ("router_logits", router_logits, (*lead, router_logits.shape[-1])),
             ("token_ids", token_ids, lead),
@@ -363,7 +370,7 @@ class FusedMoE(nnx.Module):
             found = "missing" if correction_bias is None else "given"
             raise ValueError(f"{self._label()}: {CORRECTION_BIAS} is {found}, but the layer was built otherwise")
         if correction_bias is not None:
-            self.correction_bias.set_value(_checked_bias(correction_bias, self.config))
+            self.correction_bias.set_value(checked_bias(correction_bias, self.config))
         self.weights.set_value(weights)
 
     def _install(self, loader: LayerLoader, weights: ExpertWeights) -> None:
@@ -410,6 +417,7 @@ class MoEBlock(nnx.Module):
 
     def __call__(self, x, *, token_mask=None, token_ids=None, return_stats: bool = False):
         """x (..., H), token_mask (...,) bool -> (..., H) in x's dtype, with ``MoEStats`` when asked for."""
+        check_array("x", x, jnp.floating, f"(..., {self.experts.config.hidden_size})")
         x = _without_padding(x, token_mask)
         y, stats = self.experts(x, self.router(x), token_mask=token_mask, token_ids=token_ids, return_stats=True)
         if self.shared_experts is not None:
@@ -424,7 +432,8 @@ def _without_padding(x: Any, token_mask: Any) -> Any:
     """x with masked tokens set to zero: a NaN there would reach gradients of routers and shared experts as 0 * NaN."""
     if token_mask is None:
         return x
-    if token_mask.shape != x.shape[:-1] or token_mask.dtype != jnp.bool_:
+    check_array("token_mask", token_mask, jnp.bool, f"{x.shape[:-1]} to match x")
+    if token_mask.shape != x.shape[:-1]:
         raise ValueError(
             f"token_mask is {token_mask.dtype} {token_mask.shape}, expected bool {x.shape[:-1]} to match x {x.shape}"
         )
@@ -441,43 +450,6 @@ def _refuse_scale_out(**options: Any) -> None:
 
 def _as_tuple(names: Iterable[str] | None) -> tuple[str, ...] | None:
     return None if names is None else tuple(names)
-
-
-def _correction_bias(value: Any, config: MoEConfig, *, is_abstract: bool) -> RoutingParam | None:
-    num_experts = config.num_experts
-    if value is None:
-        return None
-    if value is True:
-        return RoutingParam(
-            jax.ShapeDtypeStruct((num_experts,), jnp.float32) if is_abstract else jnp.zeros((num_experts,), jnp.float32)
-        )
-    return RoutingParam(_checked_bias(value, config))
-
-
-def _checked_bias(value: Any, config: MoEConfig) -> jax.Array:
-    num_experts, has_zero_experts = config.num_experts, config.zero_expert_type is not None
-    bias = jnp.asarray(value).astype(jnp.float32)
-    if bias.ndim != 1 or bias.shape[0] < num_experts or (bias.shape[0] > num_experts and not has_zero_experts):
-        raise ValueError(f"{CORRECTION_BIAS} has shape {bias.shape}, expected ({num_experts},)")
-    if not isinstance(bias, Tracer) and not np.isfinite(np.asarray(bias)).all():
-        raise ValueError(f"{CORRECTION_BIAS} holds NaN or infinity; the checkpoint is damaged")
-    return bias
-
-
-def _hash_table(value: Any, top_k: int) -> RoutingParam:
-    table = jnp.asarray(value)
-    if table.ndim != 2 or table.shape[1] != top_k or not jnp.issubdtype(table.dtype, jnp.integer):
-        raise ValueError(
-            f"hash_indices_table is {table.dtype} {table.shape}, expected integers of shape (vocab, {top_k})"
-        )
-    return RoutingParam(table)
-
-
-def _per_expert_scale(value: Any, num_experts: int) -> RoutingParam:
-    scale = jnp.asarray(value).astype(jnp.float32)
-    if scale.shape != (num_experts,):
-        raise ValueError(f"per_expert_scale has shape {scale.shape}, expected ({num_experts},)")
-    return RoutingParam(scale)
 
 
 def _init_weights(config: MoEConfig, key: jax.Array) -> ExpertWeights:

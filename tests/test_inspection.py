@@ -123,6 +123,14 @@ def test_bad_scales_are_problems(model, value, leaf):
     assert "scale" in load_error(model)
 
 
+def test_weights_are_left_to_loading(model):
+    """A report says that it has not looked at them."""
+    edit_tensors(model, lambda t: t["model.norm.weight"].fill_(np.nan))
+    report = inspect_checkpoint(model)
+    assert report.problems == () and "weights are checked when loaded" in report.render()
+    assert "model.norm.weight" in load_error(model)
+
+
 def test_all_problems_are_listed(model):
     def damage(tensors):
         for layer in (0, 1):

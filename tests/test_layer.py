@@ -1,5 +1,8 @@
 """FusedMoE and MoEBlock: constructor, transforms of JAX and flax, loading, reload, saving."""
 
+import shutil
+from inspect import unwrap  # the tests' own checks of annotations would speak first
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import moe_jax
 from moe_jax import checkpointing
 from moe_jax.layer import QuantizedParam
+from moe_jax.loading._pairs import checked_pairs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -74,7 +78,7 @@ def test_masked_tokens_return_zero_and_change_nothing():
 
 def test_mask_must_be_bool_and_keeps_nan_out_of_gradients():
     layer, (x, z) = make_layer(), inputs()
-    with pytest.raises(ValueError, match="token_mask is int32"):
+    with pytest.raises(TypeError, match="token_mask has dtype int32, expected bool"):
         layer(x, z, token_mask=jnp.arange(7))
     mask = jnp.arange(7) != 4
 
@@ -179,6 +183,11 @@ def test_unquantized_weights_and_biases_have_param_dtype():
         (dict(data_axis="x"), NotImplementedError, "data_axis"),
         (dict(sequence_axis="x"), NotImplementedError, "sequence_axis"),
         (dict(top_k=E + 1), ValueError, "top_k=7 exceeds"),
+        (
+            dict(hash_indices_table=jnp.zeros((9, K), jnp.int32), e_score_correction_bias=jnp.zeros(E)),
+            ValueError,
+            "hash_indices_table chooses the experts.*e_score_correction_bias.*drop one",
+        ),
         (dict(swiglu_alpha=2.0), ValueError, "swiglu_alpha"),
         (dict(hash_indices_table=jnp.zeros((10, 3), jnp.int32)), ValueError, "hash_indices_table"),
     ],
@@ -212,6 +221,58 @@ def test_call_errors_name_shapes():
         layer(x)
     with pytest.raises(ValueError, match="token_mask"):
         layer(x, z, token_mask=jnp.ones(3, bool))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (dict(x=[[1.0] * H]), "x has type list"),
+        (dict(x=np.ones((7, H), np.int32)), "x has dtype int32"),
+        (dict(router_logits=[[1.0] * E]), "router_logits has type list"),
+        (dict(router_logits=np.ones((7, E), np.int32)), "router_logits has dtype int32"),
+        (dict(token_mask=[True] * 7), "token_mask has type list"),
+        (dict(token_ids=[1] * 7), "token_ids has type list"),
+        (dict(token_ids=np.ones(7, np.float32)), "token_ids has dtype float32"),
+    ],
+)
+def test_wrong_types_of_a_call(arguments, words):
+    layer = make_layer(scoring_func="sqrtsoftplus", hash_indices_table=np.zeros((9, K), np.int32))
+    x, router_logits = inputs()
+    with pytest.raises(TypeError, match=words):
+        layer(**(dict(x=x, router_logits=router_logits, token_ids=jnp.zeros(7, jnp.int32)) | arguments))
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda layer: layer.explain(-3), ValueError, "num_tokens=-3"),
+        (
+            lambda layer: unwrap(moe_jax.FusedMoE.__init__)(layer, E, H, I, top_k=K, rngs=3),
+            TypeError,
+            "rngs has type int",
+        ),
+        (lambda layer: moe_jax.MoEBlock(layer, lambda t: t)([[1.0]]), TypeError, "x has type list"),
+    ],
+)
+def test_wrong_arguments(call, error, words):
+    with pytest.raises(error, match=words):
+        call(make_layer())
+
+
+@pytest.mark.parametrize(
+    "weights, words",
+    [
+        (dict(checkpoint_pairs()), r"weights have type dict.*items\(\)"),
+        ("weights", "weights are 'weights'"),
+        (3, "weights are 3"),
+        ([("a", 1, 2)], "item 0 is .'a', 1, 2."),
+        ([*checkpoint_pairs(), (1, np.ones(2))], "item 18 is"),
+        ([("model.layers.0.mlp.experts.0.up_proj.weight", [[1.0]])], "up_proj.weight: has type list"),
+    ],
+)
+def test_weights_must_be_pairs(weights, words):
+    with pytest.raises(TypeError, match=words):
+        list(unwrap(checked_pairs)(weights))
 
 
 # -- transforms -------------------------------------------------------------------------------------------------------
@@ -461,8 +522,49 @@ def test_orbax_refuses_another_scheme_and_broken_saves(tmp_path):
             checkpointing.restore(abstract_layer(other), tmp_path / "saved")
     with pytest.raises(ValueError, match="holds a saved module already"):
         checkpointing.save(make_layer("fp8_channel"), tmp_path / "saved")
+    for options, words in (
+        (dict(activation="gelu"), "activation: saved 'silu', expected 'gelu'"),
+        (dict(routed_scaling_factor=2.5), "routed_scaling_factor: saved 1.0, expected 2.5"),
+        (dict(custom_routing_function=lambda **_: None), "custom_routing_function: saved None, expected a function"),
+        (dict(router_logits_dtype=jnp.bfloat16), "router_logits_dtype: saved None, expected bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            checkpointing.restore(abstract_layer("fp8_channel", **options), tmp_path / "saved")
     (tmp_path / "saved" / checkpointing.RECORD_NAME).unlink()
     with pytest.raises(ValueError, match="no complete save"):
         checkpointing.restore(abstract_layer("fp8_channel"), tmp_path / "saved")
     with pytest.raises(ValueError, match="not loaded"):
         checkpointing.save(abstract_layer(), tmp_path / "empty")
+
+
+def test_damaged_and_interrupted_saves(tmp_path):
+    layer, path = make_layer("fp8_channel"), tmp_path / "saved"
+    record = path / checkpointing.RECORD_NAME
+    checkpointing.save(layer, path)
+    written = record.read_text()
+    for damaged, words in (
+        (written[: len(written) // 2], "not valid JSON"),
+        ("[1]", "expected a JSON object"),
+        ("{}", "'settings' is missing or damaged"),
+        ('{"settings": {}, "weights": {}, "leaves": 3}', "'leaves' is missing or damaged"),
+        ('{"settings": {}, "weights": {}, "leaves": {}}', "saved from another module"),
+    ):
+        record.write_text(damaged)
+        with pytest.raises(ValueError, match=words) as caught:
+            checkpointing.restore(abstract_layer("fp8_channel"), path)
+        assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+    record.unlink()  # as an interruption leaves it
+    checkpointing.save(layer, path)
+    assert record.read_text() == written
+    shutil.rmtree(path / checkpointing.STATE_NAME)
+    with pytest.raises(ValueError, match="cannot be restored, the save is damaged") as caught:
+        checkpointing.restore(abstract_layer("fp8_channel"), path)
+    assert "\n" not in str(caught.value)
+    record.unlink()
+    (path / checkpointing.STATE_NAME).mkdir()
+    (path / checkpointing.STATE_NAME / "notes").write_text("not ours")
+    with pytest.raises(ValueError, match="in the way and was not written by save"):
+        checkpointing.save(layer, path)
+    assert (path / checkpointing.STATE_NAME / "notes").exists()
+    with pytest.raises(ValueError, match="is a file"):
+        checkpointing.save(layer, path / checkpointing.STATE_NAME / "notes")

@@ -66,6 +66,7 @@ HAS_BIAS, HAS_TABLE = dict(has_correction_bias=True), dict(has_hash_table=True)
         (dict(custom_routing_function="llama5"), {}, "llama4, cohere2, phi_sparsemixer, gemma4, interns1_pro"),
         (dict(custom_routing_function="llama4"), HAS_BIAS, "does not see e_score_correction_bias"),
         (dict(custom_routing_function="llama4"), HAS_TABLE, "does not see hash_indices_table"),
+        ({}, HAS_BIAS | HAS_TABLE, "e_score_correction_bias steers a choice by scores, so it would have no effect"),
         (dict(custom_routing_function="phi_sparsemixer", top_k=2), {}, "needs top_k=2 and renormalize=False"),
         (dict(custom_routing_function="phi_sparsemixer", renormalize=False), {}, "found top_k=4"),
         (dict(custom_routing_function="interns1_pro", num_expert_group=3), {}, "multiples of num_expert_group=3"),

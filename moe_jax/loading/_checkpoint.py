@@ -45,7 +45,7 @@ class Checkpoint:
         if not self.directory.is_dir():
             raise CheckpointError(_not_a_directory(self.directory))
         self.config_path = self.directory / "config.json"
-        if not self.config_path.is_file():
+        if not self.config_path.exists():
             foreign = _foreign_weights(self.directory)  # a GGUF repository, for one, has no config.json at all
             missing = f"{self.config_path}: no such file; a checkpoint needs config.json beside its weights"
             raise CheckpointError(f"{self.directory}: {foreign}" if foreign else missing)

@@ -1,5 +1,6 @@
 """``CheckpointError`` and the strict JSON reader that every file of a checkpoint goes through."""
 
+import codecs
 import json
 import math
 from collections.abc import Iterable
@@ -50,7 +51,12 @@ def shorten(name: str) -> str:
 
 
 def read_json(path: Path, *, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in a file, read strictly as ``parse_json_object`` describes. Raises CheckpointError."""
+    """The JSON object in a file, read strictly as ``parse_json_object`` describes. Raises CheckpointError.
+
+    A byte order mark, as some editors write, is skipped. What is no regular file is refused: a pipe would block.
+    """
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: not a regular file, expected a JSON file")
     try:
         with open(path, "rb") as file:
             data = file.read(max_bytes + 1)
@@ -58,7 +64,7 @@ def read_json(path: Path, *, max_bytes: int) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > max_bytes:
         raise CheckpointError(f"{path}: larger than {max_bytes} bytes, the most that is accepted for such a file")
-    return parse_json_object(data, str(path))
+    return parse_json_object(data.removeprefix(codecs.BOM_UTF8), str(path))
 
 
 def parse_json_object(data: bytes, where: str) -> dict[str, Any]:

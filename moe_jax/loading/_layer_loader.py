@@ -17,6 +17,7 @@ from moe_jax.loading._errors import listed, shorten
 from moe_jax.loading._expert_names import ExpertNames, ExpertTensor, is_expert_name, layer_of, map_expert_name
 from moe_jax.loading._online import OnlineExperts
 from moe_jax.loading._packed_tensors import check_weight_shape, conform_packed
+from moe_jax.loading._pairs import checked_pairs
 from moe_jax.loading._tensor_checks import (
     FULL_PRECISION,
     IN_OUT,
@@ -134,7 +135,7 @@ class LayerLoader:
 
     def load(self, pairs: Iterable[tuple[str, Any]]) -> set[str]:
         """``accept`` every (name, array); returns the names that were used."""
-        return {name for name, array in pairs if self.accept(name, array)}
+        return {name for name, array in checked_pairs(pairs) if self.accept(name, array)}
 
     def accept(self, name: str, array: Any) -> bool:
         """Stage one checkpoint tensor: of one expert, or of all experts with the expert axis first.

@@ -116,8 +116,9 @@ def weight_loader(
         Placements, empty for an expert that is not local; with ``return_success`` a pair (placements, success).
 
     Raises:
-        ValueError: unknown leaf, shard or kind; expert out of range; w3 of a layer that is not gated; a shape that does
-            not fit or does not divide by tp_size. The message names the tensor, what was expected and what was found.
+        ValueError: unknown leaf, shard or kind; expert or expert_map out of range; w3 of a layer that is not gated; a
+            shape that does not fit or does not divide by tp_size. The message names the tensor, what was expected and
+            what was found.
     """
     spec = _lookup(specs, leaf, weight_name)
     shape = tuple(getattr(loaded, "shape", loaded))
@@ -194,11 +195,29 @@ def _rule(spec: Any, leaf: str) -> Rule:
 
 def _local_experts(spec: Any, weight_name: str, expert_id: int | None, expert_map: Any) -> list[tuple[slice, slice]]:
     """(slice of the global expert axis, slice of the leaf's) for every local expert that the tensor holds."""
-    local = range(spec.shape[0]) if expert_map is None else [int(e) for e in expert_map]
+    local = range(spec.shape[0]) if expert_map is None else _checked_map(expert_map, spec.shape[0], weight_name)
     if expert_id is not None and not 0 <= expert_id < len(local):
         raise ValueError(f"{weight_name}: expert {expert_id} is outside this layer's {len(local)} experts")
     wanted = range(len(local)) if expert_id is None else (expert_id,)
     return [(slice(e, e + 1), slice(local[e], local[e] + 1)) for e in wanted if local[e] >= 0]
+
+
+def _checked_map(expert_map: Any, num_local: int, weight_name: str) -> list[int]:
+    """Global -> local expert; each local expert at most once, so that no part of a leaf is written by two."""
+    experts = np.asarray(expert_map)
+    if experts.ndim != 1 or experts.dtype.kind not in "iu":
+        found = f"{experts.dtype} {experts.shape}"
+        raise ValueError(f"{weight_name}: expert_map is {found}, expected integers of shape (P,)")
+    held = np.sort(experts[experts >= 0])
+    if held.size and held[-1] >= num_local:
+        raise ValueError(
+            f"{weight_name}: expert_map holds local expert {held[-1]}, expected -1 to {num_local - 1}: the leaf has "
+            f"{num_local} experts"
+        )
+    twice = held[1:][held[1:] == held[:-1]]
+    if twice.size:
+        raise ValueError(f"{weight_name}: expert_map holds local expert {twice[0]} twice, expected once at most")
+    return experts.tolist()
 
 
 def _aligned(

@@ -6,20 +6,22 @@ from typing import Any
 import numpy as np
 
 from moe_jax.loading import TensorInfo
+from moe_jax.loading._pairs import checked_pairs
 from moe_jax.loading._safetensors import DTYPES
 
 
 class ArraySource:
     """Arrays under checkpoint names, for reloads from a trainer or another process.
 
-    pairs: (name, NumPy or JAX array in the checkpoint's dtype and shape). A name that occurs twice is a ValueError.
+    pairs: (name, NumPy or JAX array in the checkpoint's dtype and shape). A name that occurs twice is a
+        ValueError, anything but such pairs a TypeError.
     """
 
     directory = config_path = "the given arrays"  # where errors say a tensor comes from
 
     def __init__(self, pairs: Iterable[tuple[str, Any]]):
         self._arrays: dict[str, Any] = {}
-        for name, array in pairs:
+        for name, array in checked_pairs(pairs):
             if name in self._arrays:
                 raise ValueError(f"{name} is given twice; every tensor must come once")
             self._arrays[name] = array

@@ -29,7 +29,8 @@ class KVCache:
 
     keys, values: one (B, kv_heads, slots, head_dim) per layer, keys already rotated. is_filled: (B, slots) bool, True
     where a real token lies. positions: (B, slots) int32. length: () int32, slots used so far, the same for all rows.
-    num_tokens: (B,) int32, real tokens per row.
+    num_tokens: (B,) int32, real tokens per row. is_damaged: (B,) bool, rows whose logits are NaN from now on, see
+    ``CausalLM``.
     """
 
     keys: tuple[Any, ...]
@@ -38,6 +39,7 @@ class KVCache:
     positions: Any
     length: Any
     num_tokens: Any
+    is_damaged: Any
 
     @classmethod
     def zeros(cls, config: DecoderConfig, batch: int, num_slots: int, dtype: Any) -> "KVCache":
@@ -50,6 +52,7 @@ class KVCache:
             positions=jnp.zeros((batch, num_slots), jnp.int32),
             length=jnp.zeros((), jnp.int32),
             num_tokens=jnp.zeros((batch,), jnp.int32),
+            is_damaged=jnp.zeros((batch,), jnp.bool),
         )
 
     @property

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from moe_jax._typing import Bool, Int
+from moe_jax.models._inputs import check_ids
 
 SMALLEST_BUCKET = 16
 LARGEST_DOUBLING = 1024
@@ -51,21 +52,20 @@ def padded_prompt(
     Raises:
         TypeError: ids are not integers. ValueError: a wrong shape, an id outside the vocabulary, a row without tokens.
     """
-    ids = np.asarray(input_ids)
-    if ids.dtype.kind not in "iu":
-        raise TypeError(f"input_ids has dtype {ids.dtype}, expected integers")
-    if ids.ndim != 2 or 0 in ids.shape:
-        raise ValueError(f"input_ids has shape {ids.shape}, expected (B, S) with at least one token")
-    mask = np.ones(ids.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
-    if mask.shape != ids.shape:
-        raise ValueError(f"attention_mask has shape {mask.shape}, expected {ids.shape} as input_ids")
+    ids = _as_array("input_ids", input_ids)
+    mask = np.ones(ids.shape, bool) if attention_mask is None else _as_array("attention_mask", attention_mask)
+    check_ids(ids, mask, vocab_size)
+    mask = mask.astype(bool)
     if not mask.any(axis=1).all():
         raise ValueError(f"attention_mask leaves row {int(np.argmin(mask.any(axis=1)))} of input_ids without tokens")
-    outside = mask & ((ids < 0) | (ids >= vocab_size))
-    if outside.any():
-        row, column = np.argwhere(outside)[0]
-        raise ValueError(f"input_ids[{row}, {column}] is {ids[row, column]}, expected 0 to {vocab_size - 1}")
     # What stands in padding is not a token: -100 and the like must not reach the embedding.
     ids = np.where(mask, ids, 0).astype(np.int32)
     pad = ((0, 0), (0, bucket(ids.shape[1]) - ids.shape[1]))
     return np.pad(ids, pad), np.pad(mask, pad)
+
+
+def _as_array(name: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except ValueError:  # nested lists of unequal length
+        raise ValueError(f"{name} has rows of unequal length; pad them and say so in attention_mask") from None

@@ -109,6 +109,10 @@ class DecoderConfig(MoEBlockConfig):
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
         super().__post_init__()
+        if any(token >= self.vocab_size for token in self.eos_token_id):
+            raise ValueError(
+                f"eos_token_id={list(self.eos_token_id)} is outside the vocabulary, expected 0 to {self.vocab_size - 1}"
+            )
 
 
 class ConfigReader:

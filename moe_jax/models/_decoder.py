@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import Tracer
 
+from moe_jax._arguments import check_array, check_rngs, integer
 from moe_jax._typing import Array, Float, Int
 from moe_jax.layer import MoEBlock
 from moe_jax.models._attention import Attention, AttentionInputs, KVCache
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
+from moe_jax.models._inputs import check_cache, check_ids
 from moe_jax.models._layers import Embedding, GatedMLP, Linear, RMSNorm, project
 from moe_jax.models._moe_family import MoEFamily
 from moe_jax.models._rope import rotary_angles
@@ -66,13 +67,15 @@ class CausalLM(MoEFamily, nnx.Module):
         dtype: Any = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
-        if max_seq_len is not None and not 0 < max_seq_len <= config.rope.max_seq_len:
-            raise ValueError(
-                f"max_seq_len={max_seq_len}, expected 1 to {config.rope.max_seq_len}, the length this model's rotary "
-                "embedding was made for; a longer one needs a rope scaling in config.json"
-            )
+        check_rngs(rngs)
         self.config = config
-        self.max_seq_len = config.rope.max_seq_len if max_seq_len is None else max_seq_len
+        self.max_seq_len = longest = config.rope.max_seq_len
+        if max_seq_len is not None:
+            why = (
+                ", the length this model's rotary embedding was made for; a longer one needs a rope scaling in "
+                "config.json"
+            )
+            self.max_seq_len = integer("max_seq_len", max_seq_len, minimum=1, maximum=longest, why=why)
         self.dtype = jnp.dtype(dtype)
         self.quantization_config = "null"  # JSON of the checkpoint's; reload_weights reads arrays by it
         options: dict[str, Any] = dict(dtype=self.dtype, rngs=rngs)
@@ -126,6 +129,10 @@ class CausalLM(MoEFamily, nnx.Module):
     ) -> Any:
         """Logits of the next token at every position.
 
+        Under ``jax.jit`` values are not known and cannot raise. There an id outside the vocabulary makes all logits of
+        its row NaN, in this call and in later ones with its cache, and tokens that overflow the cache do so for every
+        row: a wrong answer never looks like one.
+
         Args:
             input_ids: (B, S) int.
             positions: (B, S) int; None counts the real tokens of each row, those in the cache included.
@@ -137,7 +144,8 @@ class CausalLM(MoEFamily, nnx.Module):
             (B, S, vocab) float32; with a cache, a pair of that and the new cache. Rows of padding mean nothing.
 
         Raises:
-            ValueError: shapes do not fit, or the sequence exceeds ``max_seq_len`` or the cache.
+            ValueError: shapes do not fit, an id is outside the vocabulary, or the sequence exceeds ``max_seq_len`` or
+                the cache. TypeError: input_ids or positions are not integers, attention_mask is neither that nor bool.
         """
         self._check_call(input_ids, attention_mask, positions, cache)
         hidden, cache_out = self.hidden_states(
@@ -154,13 +162,16 @@ class CausalLM(MoEFamily, nnx.Module):
         attention_mask: Any = None,
         cache: KVCache | None = None,
     ) -> tuple[Float[Array, "B S H"], KVCache | None]:
-        """Like a call, up to the last norm and unchecked: for callers that need logits at few positions."""
+        """Like a call under ``jax.jit``, up to the last norm: for callers that need logits at few positions."""
         batch, length = input_ids.shape
+        ids = jnp.asarray(input_ids).astype(jnp.int32)
         mask = (
             jnp.ones((batch, length), jnp.bool)
             if attention_mask is None
             else jnp.asarray(attention_mask).astype(jnp.bool)
         )
+        is_token = (ids >= 0) & (ids < self.config.vocab_size)
+        is_damaged = jnp.any(mask & ~is_token, axis=1)
         seen = jnp.zeros((batch,), jnp.int32) if cache is None else cache.num_tokens
         count = jnp.cumsum(mask.astype(jnp.int32), axis=1)
         if positions is None:
@@ -171,22 +182,24 @@ class CausalLM(MoEFamily, nnx.Module):
         if cache is not None:
             filled = jax.lax.dynamic_update_slice_in_dim(cache.is_filled, mask, slot, axis=1)
             key_positions = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, slot, axis=1)
+            is_damaged |= cache.is_damaged | (slot + length > cache.num_slots)
         longest = jnp.max(jnp.where(filled, key_positions, -1), axis=1) + 1
         cos, sin = rotary_angles(self.config.rope, positions, longest)
         slots = slot + jnp.arange(length, dtype=jnp.int32)
         inputs = AttentionInputs(cos, sin, slots, positions, filled, key_positions, self.config.sliding_window)
 
-        x = self.embed_tokens(jnp.asarray(input_ids))
+        x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
         keys, values = [], []
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else (cache.keys[index], cache.values[index])
             x, (key, value) = layer(x, inputs, cached, slot, None if attention_mask is None else mask)
             keys.append(key)
             values.append(value)
-        x = self.norm(x)
+        x = jnp.where(is_damaged[:, None, None], jnp.nan, self.norm(x))
         if cache is None:
             return x, None
-        return x, KVCache(tuple(keys), tuple(values), filled, key_positions, slot + length, seen + count[:, -1])
+        num_tokens = seen + count[:, -1]
+        return x, KVCache(tuple(keys), tuple(values), filled, key_positions, slot + length, num_tokens, is_damaged)
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """Output of the head, float32."""
@@ -225,29 +238,24 @@ class CausalLM(MoEFamily, nnx.Module):
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoEBlock)]
 
     def init_cache(self, batch: int, max_len: int) -> KVCache:
-        """An empty cache of ``max_len`` slots per row; padding occupies slots too."""
-        if not 0 < max_len <= self.max_seq_len:
-            raise ValueError(f"max_len={max_len}, expected 1 to max_seq_len={self.max_seq_len}")
+        """An empty cache of ``max_len`` slots per row; padding occupies slots too. ValueError, TypeError: bad sizes."""
+        batch = integer("batch", batch, minimum=1)
+        max_len = integer("max_len", max_len, minimum=1, maximum=self.max_seq_len, why=", the model's max_seq_len")
         return KVCache.zeros(self.config, batch, max_len, self.dtype)
 
-    def _check_call(self, input_ids: Any, attention_mask: Any, positions: Any, cache: KVCache | None) -> None:
-        shape = input_ids.shape
-        for name, value in (("attention_mask", attention_mask), ("positions", positions)):
-            if value is not None and jnp.shape(value) != shape:
-                raise ValueError(f"{name} has shape {jnp.shape(value)}, expected {shape} as input_ids")
-        if shape[1] == 0:
-            raise ValueError("input_ids has no tokens: shape (B, 0)")
-        if cache is None:
-            if shape[1] > self.max_seq_len:
-                raise ValueError(
-                    f"input_ids has {shape[1]} tokens per row, the model takes max_seq_len={self.max_seq_len}"
-                )
-            return
-        if cache.is_filled.shape[0] != shape[0]:
-            raise ValueError(f"cache has {cache.is_filled.shape[0]} rows, input_ids {shape[0]}")
-        used = 0 if isinstance(cache.length, Tracer) else int(cache.length)
-        if used + shape[1] > cache.num_slots:
-            raise ValueError(f"cache has {cache.num_slots} slots, {used} used; {shape[1]} more tokens do not fit")
+    def _check_call(self, input_ids: Any, attention_mask: Any, positions: Any, cache: Any) -> None:
+        check_ids(input_ids, attention_mask, self.config.vocab_size)
+        batch, length = input_ids.shape
+        if positions is not None:
+            check_array("positions", positions, jnp.integer, f"{input_ids.shape} as input_ids")
+            if positions.shape != input_ids.shape:
+                raise ValueError(f"positions has shape {positions.shape}, expected {input_ids.shape} as input_ids")
+        if cache is not None:
+            num_slots = getattr(cache, "num_slots", 0)
+            empty = jax.eval_shape(lambda: KVCache.zeros(self.config, batch, num_slots, self.dtype))
+            check_cache(cache, empty, length)
+        elif length > self.max_seq_len:
+            raise ValueError(f"input_ids has {length} tokens per row, the model takes max_seq_len={self.max_seq_len}")
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax._arguments import integer
 from moe_jax.models._attention import KVCache
 from moe_jax.models._compiled import bucket, merge_model, padded_prompt, split_model
 from moe_jax.models._decoder import CausalLM
@@ -46,15 +47,17 @@ def generate(
         one it gets alone.
 
     Raises:
-        ValueError: a value out of range, an id outside the vocabulary, or prompt and new tokens exceed ``max_seq_len``.
+        ValueError: a value out of range, an id or end token outside the vocabulary, or prompt and new tokens exceed
+            ``max_seq_len``. TypeError: an argument of another kind than said here; nothing is rounded or parsed.
     """
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens!r}, expected an integer >= 0")
+    if not isinstance(model, CausalLM):
+        raise TypeError(f"model has type {type(model).__name__}, expected what moe_jax.load_pretrained returns")
+    max_new_tokens = integer("max_new_tokens", max_new_tokens, minimum=0)
     sampler = Sampler.create(temperature, top_p, top_k, rng)
-    stop = _end_tokens(eos_token_id)
+    stop = _end_tokens(eos_token_id, model.config.vocab_size)
     ids, mask = padded_prompt(input_ids, attention_mask, model.config.vocab_size)
     prompt = jnp.asarray(input_ids).astype(jnp.int32)
-    longest = int(mask.sum(axis=1).max()) + int(max_new_tokens)
+    longest = int(mask.sum(axis=1).max()) + max_new_tokens
     if longest > model.max_seq_len:
         raise ValueError(
             f"the prompt and max_new_tokens={max_new_tokens} make {longest} tokens, "
@@ -64,14 +67,18 @@ def generate(
         return prompt
     structure, leaves = split_model(model)
     key = jax.random.key(0) if rng is None else rng
-    room = bucket(int(max_new_tokens))
+    room = bucket(max_new_tokens)
     new = _run(structure, room, leaves, ids, mask, jnp.int32(max_new_tokens), sampler, stop, key)
     return jnp.concatenate([prompt, new[:, :max_new_tokens]], axis=1)
 
 
-def _end_tokens(eos_token_id: int | Sequence[int] | None) -> np.ndarray:
+def _end_tokens(eos_token_id: Any, vocab_size: int) -> np.ndarray:
     """(n,) int32, filled up to a multiple of 4 with -1, which is no token, so that their number rarely matters."""
-    tokens = np.asarray([] if eos_token_id is None else eos_token_id, np.int32).reshape(-1)
+    is_list = isinstance(eos_token_id, list | tuple | np.ndarray | jax.Array) and getattr(eos_token_id, "ndim", 1)
+    given = [] if eos_token_id is None else list(eos_token_id) if is_list else [eos_token_id]
+    why = ", a token of the vocabulary"
+    tokens = [integer("eos_token_id", token, minimum=0, maximum=vocab_size - 1, why=why) for token in given]
+    tokens = np.asarray(tokens, np.int32)
     return np.pad(tokens, (0, 4 * max(1, -(-tokens.size // 4)) - tokens.size), constant_values=-1)
 
 

@@ -73,12 +73,13 @@ def project(x: Float[Array, "... K"], weight: Float[Array, "N K"]) -> Float[Arra
 
 
 class Embedding(nnx.Module):
-    """Rows of a (vocab, H) table. An id outside the table gives NaN rather than another token's row."""
+    """Rows of a (vocab, H) table. An id outside the table, a negative one too, gives NaN, not another token's row."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
         self.weight = parameter((vocab_size, hidden_size), dtype, rngs, nnx.initializers.normal(0.02))
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... H"]:
+        ids = jnp.where(ids < 0, self.weight.shape[0], ids.astype(jnp.int32))  # ``take`` counts these from the end
         return jnp.take(self.weight[...], ids, axis=0, mode="fill")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from moe_jax.layer import FusedMoE, MoEBlock
 from moe_jax.loading import (
@@ -91,12 +92,14 @@ def load_moe(
 
     Raises:
         ValueError: the layer is dense or does not exist; the message names the layers with experts. Otherwise as
-            ``load_pretrained``.
+            ``load_pretrained``. TypeError: layer is no integer.
     """
     _refuse_mesh(mesh)
     with Checkpoint(directory) as opened:
         checkpoint = as_packed(opened)
         family, config = read_family(checkpoint.config, str(checkpoint.config_path))
+        if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
+            raise TypeError(f"layer={layer!r}, expected an integer; layers with experts: {_ranges(config.moe_layers)}")
         if layer not in config.moe_layers:
             kind = "is dense" if layer in range(config.num_layers) else "does not exist"
             raise ValueError(f"layer {layer} {kind}; layers with experts: {_ranges(config.moe_layers)}")

@@ -9,6 +9,7 @@ dynamic (NTK-aware, recomputed as the sequence grows), yarn (arXiv 2309.00071), 
 import dataclasses
 import math
 from collections.abc import Mapping
+from reprlib import repr as brief
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,6 +39,8 @@ _KEYS = {
     "longrope": (("short_factor", "long_factor"), ("factor", "original_max_position_embeddings", "attention_factor")),
 }
 _ALIASES = {"su": "longrope"}
+# The product of two such numbers is still a float32.
+_LEAST, _MOST = 1e-18, 1e18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +80,8 @@ class RopeConfig:
             raise ValueError(f"head_dim={head_dim} is odd, the rotary embedding needs an even one")
         found = dict(_scaling_dict(config))
         rope_type = found.pop("rope_type", None) or "default"
-        rope_type = _ALIASES.get(rope_type, rope_type)
-        if rope_type not in _KEYS:
+        rope_type = _ALIASES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
+        if not isinstance(rope_type, str) or rope_type not in _KEYS:
             raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(_KEYS)}")
         if found.pop("partial_rotary_factor", None) not in (None, 1, 1.0):
             raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
@@ -94,9 +97,11 @@ class RopeConfig:
         fields = {key: _field(key, value, head_dim) for key, value in found.items()}
         if rope_type in ("yarn", "llama3", "longrope"):
             # The top-level key has priority, as in files of the Phi-3 kind.
-            original = config.get("original_max_position_embeddings") or found.get("original_max_position_embeddings")
-            original = max_position_embeddings if original is None else original
-            fields["original_max_position_embeddings"] = int(_number("original_max_position_embeddings", original))
+            key = "original_max_position_embeddings"
+            original = next((c[key] for c in (config, found) if c.get(key) is not None), max_position_embeddings)
+            if _number(key, original) != int(original) or original < 1:
+                raise ValueError(f"{key} is {original!r}, expected an integer >= 1")
+            fields[key] = int(original)
         if rope_type in ("yarn", "longrope"):
             fields.setdefault("factor", max_position_embeddings / fields["original_max_position_embeddings"])
         if rope_type == "dynamic" and head_dim < 4:
@@ -105,7 +110,16 @@ class RopeConfig:
             raise ValueError(
                 f"high_freq_factor={found['high_freq_factor']} must exceed low_freq_factor={found['low_freq_factor']}"
             )
-        return cls(head_dim, theta, max_position_embeddings, rope_type, **fields)
+        if rope_type == "yarn" and theta <= 1:
+            raise ValueError(f"rope_theta={theta} must exceed 1 for rope type 'yarn'")
+        rope = cls(head_dim, theta, max_position_embeddings, rope_type, **fields)
+        if rope_type == "longrope" and rope.attention_factor is None and rope.original_max_position_embeddings == 1:
+            raise ValueError("original_max_position_embeddings=1 must exceed 1 for rope type 'longrope'")
+        if rope.max_seq_len < 1:
+            raise ValueError(
+                f"factor={rope.factor} of max_position_embeddings={max_position_embeddings} leaves no position"
+            )
+        return rope
 
     @property
     def max_seq_len(self) -> int:
@@ -237,8 +251,8 @@ def _scaling_dict(config: Mapping[str, Any]) -> dict[str, Any]:
 def _number(key: str, value: Any) -> float:
     if value is None:
         raise ValueError(f"{key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{key} is {value!r}, expected a positive number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
+        raise ValueError(f"{key} is {brief(value)}, expected a number from {_LEAST:g} to {_MOST:g}")
     return float(value)
 
 

@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from moe_jax._arguments import integer, number
 from moe_jax._typing import Array, Float, Int
 
 
@@ -27,20 +29,24 @@ class Sampler:
     @classmethod
     def create(cls, temperature: float, top_p: float, top_k: int, rng: Any) -> "Sampler":
         """Checked as ``generate`` promises."""
+        temperature = number("temperature", temperature, ">= 0 (0 is greedy)")
+        top_p = number("top_p", top_p, "above 0 and up to 1")
+        top_k = integer("top_k", top_k, minimum=0, why=" (0 keeps all)")
         if not 0 <= temperature < float("inf"):
             raise ValueError(f"temperature={temperature}, expected a number >= 0 (0 is greedy)")
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p={top_p}, expected 0 < top_p <= 1")
-        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
-            raise ValueError(f"top_k={top_k!r}, expected an integer >= 0 (0 keeps all)")
         if temperature > 0 and rng is None:
             raise ValueError(
                 f"temperature={temperature} samples and needs rng=jax.random.key(seed); temperature=0 is greedy"
             )
+        _check_key(rng)
+        # Beyond what float32 holds nothing changes: the coldest is greedy with ties drawn, the hottest uniform.
+        limits, most = np.finfo(np.float32), np.iinfo(np.int32).max
         return cls(
-            temperature=jnp.float32(temperature),
+            temperature=jnp.float32(np.clip(temperature, limits.tiny, limits.max)),
             top_p=jnp.float32(top_p),
-            top_k=jnp.int32(top_k),
+            top_k=jnp.int32(min(top_k, most)),
             is_greedy=temperature == 0,
             is_filtered=top_k > 0 or top_p < 1,
         )
@@ -52,7 +58,8 @@ class Sampler:
         """
         if self.is_greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        logits = logits / self.temperature
+        # Relative to the largest: a cold temperature then sends the others to -inf instead of all to infinity.
+        logits = (logits - logits.max(axis=-1, keepdims=True)) / self.temperature
         if not self.is_filtered:
             return jax.random.categorical(key, logits).astype(jnp.int32)
         order = jnp.argsort(logits, axis=-1, descending=True)
@@ -64,3 +71,16 @@ class Sampler:
         ranked = jnp.where((mass_before < self.top_p) | (rank == 0), ranked, -jnp.inf)
         choice = jax.random.categorical(key, ranked)
         return jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def _check_key(rng: Any) -> None:
+    """TypeError unless ``rng`` is None or one key of ``jax.random``, typed or of the old kind."""
+    if rng is None:
+        return
+    found = f"type {type(rng).__name__}"
+    if isinstance(rng, jax.Array | np.ndarray):
+        is_typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        if (is_typed and rng.shape == ()) or (rng.dtype == jnp.uint32 and rng.shape == (2,)):
+            return
+        found = f"dtype {rng.dtype} and shape {rng.shape}"
+    raise TypeError(f"rng has {found}, expected one key, as jax.random.key(seed) makes it")

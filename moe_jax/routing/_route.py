@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from moe_jax._arguments import check_array
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, Bool, Float, Int
 from moe_jax.routing._presets import ROUTING_PRESETS
@@ -84,6 +85,7 @@ def route(
         if token_ids is None:
             raise ValueError("hash_indices_table is looked up by token; pass token_ids (T,)")
         _check_shape("hash_indices_table", table, (table.shape[0], config.top_k))
+        check_array("token_ids", token_ids, jnp.integer, f"({num_tokens},)")
         _check_shape("token_ids", token_ids, (num_tokens,))
         weights, ids = hashed_top_k(logits, table, token_ids, *args[1:])
     elif groups := groups_of(config):

@@ -87,6 +87,11 @@ def validate_routing(
         )
     if c.top_k > candidates and (c.zero_expert_type is None or num_logits is not None):
         raise ValueError(f"top_k={c.top_k} exceeds the {candidates} experts to choose from")
+    if has_correction_bias and has_hash_table:
+        raise ValueError(
+            "hash_indices_table chooses the experts by token and e_score_correction_bias steers a choice by scores, so "
+            "it would have no effect; drop one"
+        )
     if c.use_grouped_topk:
         _validate_groups(c, has_correction_bias, has_hash_table)
     if c.custom_routing_function is not None:

@@ -1,6 +1,7 @@
 """Checkpoint directories: config.json, single files, indexes and shards; transformers and safetensors write them."""
 
 import json
+import os
 import time
 
 import ml_dtypes
@@ -251,3 +252,24 @@ def test_opening_twenty_thousand_tensors_is_quick(tmp_path):
     seconds = time.process_time() - start
     assert len(checkpoint.names) == len(names) == 19968
     assert seconds < 30.0
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_json_that_is_no_regular_file(sharded, name, make):
+    """A pipe must not be waited for."""
+    (sharded / name).unlink()
+    make(sharded / name)
+    with pytest.raises(CheckpointError, match=f"{name}: not a regular file"):
+        Checkpoint(sharded)
+
+
+def test_byte_order_marks_are_skipped(sharded):
+    plain = Checkpoint(sharded)
+    for name in ("config.json", "model.safetensors.index.json"):
+        (sharded / name).write_bytes(b"\xef\xbb\xbf" + (sharded / name).read_bytes())
+    marked = Checkpoint(sharded)
+    assert marked.config == plain.config and marked.names == plain.names
+    (sharded / "config.json").write_bytes(b"\xef\xbb\xbf" * 2 + b"{}")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        Checkpoint(sharded)

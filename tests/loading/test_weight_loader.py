@@ -180,6 +180,22 @@ def test_expert_map():
     np.testing.assert_array_equal(put(full, "w2_weight", loaded, "w2", None)[0], loaded)
 
 
+@pytest.mark.parametrize(
+    "expert_map, words",
+    [
+        ([-1, 1, 2, -1, 0], "holds local expert 2, expected -1 to 1: the leaf has 2 experts"),
+        ([1, -1, -1, 1, 0], "holds local expert 1 twice"),
+        ([0.0, 1.0], r"float64 \(2,\), expected integers"),
+        ([[0, 1]], r"\(1, 2\), expected integers of shape \(P,\)"),
+    ],
+)
+@pytest.mark.parametrize("expert", [0, None])
+def test_expert_map_that_does_not_fit(expert_map, words, expert):
+    loaded = numbers(5, H, INTER) if expert is None else numbers(H, INTER)
+    with pytest.raises(ValueError, match=f"n: expert_map.*{words}"):
+        weight_loader(specs_of(num_experts=2), "w2_weight", loaded, "n", "w2", expert, expert_map=expert_map)
+
+
 @pytest.mark.parametrize("expert", [-1, 3])
 def test_expert_out_of_range(expert):
     with pytest.raises(ValueError, match=f"expert {expert} is outside this layer's 3 experts"):

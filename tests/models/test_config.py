@@ -153,6 +153,8 @@ def test_unrelated_keys_are_harmless():
         (dict(final_logit_softcapping=30.0), ["final_logit_softcapping=30.0"]),
         (dict(partial_rotary_factor=0.5), ["partial_rotary_factor=0.5"]),
         (dict(scoring_func="sigmoid"), ["scoring_func='sigmoid'"]),
+        (dict(eos_token_id=151936), ["eos_token_id=[151936]", "0 to 151935"]),
+        (dict(eos_token_id=[1, 2**40]), ["eos_token_id", "vocabulary"]),
     ],
 )
 def test_refusals(changes, words):

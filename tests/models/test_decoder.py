@@ -1,6 +1,7 @@
 """Logits against transformers in float32, family by family and option by option; cache, padding, positions, errors."""
 
 import dataclasses
+from inspect import unwrap  # the tests' own checks of annotations would speak first
 
 import jax
 import jax.numpy as jnp
@@ -129,8 +130,37 @@ def test_abstract_model_says_so(case, prompt):
 
 
 def test_id_outside_the_vocabulary_is_not_another_token(case):
-    rows = case("qwen3").model.embed_tokens(jnp.array([[VOCAB, 3]]))
-    assert bool(jnp.isnan(rows[0, 0]).all()) and bool(jnp.isfinite(rows[0, 1]).all())
+    rows = case("qwen3").model.embed_tokens(jnp.array([[VOCAB, 3, -1]]))
+    assert bool(jnp.isnan(rows[0, ::2]).all()) and bool(jnp.isfinite(rows[0, 1]).all())
+
+
+@pytest.mark.parametrize("bad", [VOCAB, -1, -100, 2**30])
+def test_an_id_outside_the_vocabulary_under_jit(case, prompt, bad):
+    """Its row is NaN, in later calls with the cache too; the other row and what stands in padding are as ever."""
+    model, ids = case("qwen3_linear").model, prompt(2, 4)
+    mask = np.ones((2, 3), bool)
+    mask[1, 0] = False
+    good, _ = run(model, ids[:, :3], attention_mask=mask, cache=model.init_cache(2, 4))
+    wrong = ids.copy()
+    wrong[:, 0] = bad  # a token of row 0, padding in row 1
+    logits, cache = run(model, wrong[:, :3], attention_mask=mask, cache=model.init_cache(2, 4))
+    assert np.isnan(logits[0]).all()
+    np.testing.assert_array_equal(logits[1], good[1])
+    logits, _ = run(model, ids[:, 3:], attention_mask=np.ones((2, 1), bool), cache=cache)
+    assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
+
+
+def test_tokens_that_overflow_the_cache_under_jit(case, prompt):
+    """NaN for all, from then on; more tokens than the cache has slots are an error already when traced."""
+    model, ids = case("qwen3_linear").model, prompt(2, 4)
+    cache, finite = model.init_cache(2, 4), []
+    for _ in range(3):  # the second call lacks two slots
+        logits, cache = run(model, ids[:, :3], attention_mask=np.ones((2, 3), bool), cache=cache)
+        finite.append(bool(np.isfinite(logits).all()))
+        assert finite[-1] or np.isnan(logits).all()
+    assert finite == [True, False, False]
+    with pytest.raises(ValueError, match="4 slots, 0 used; 5 more tokens do not fit"):
+        run(model, prompt(2, 5), cache=model.init_cache(2, 4))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +168,9 @@ def test_id_outside_the_vocabulary_is_not_another_token(case):
     [
         (np.zeros((2, 4), np.int32), dict(positions=np.zeros((2, 3), np.int32)), r"positions has shape \(2, 3\)"),
         (np.zeros((2, 4), np.int32), dict(attention_mask=np.ones((1, 4))), r"attention_mask has shape \(1, 4\)"),
-        (np.zeros((2, 0), np.int32), {}, "no tokens"),
+        (np.zeros((2, 0), np.int32), {}, "at least one token"),
+        (np.array([[1, -1]], np.int32), {}, r"input_ids\[0, 1\] is -1, expected 0 to 95"),
+        (np.array([[1, 2], [VOCAB, 2]], np.int32), dict(attention_mask=np.ones((2, 2), bool)), rf"\[1, 0\] is {VOCAB}"),
         (np.zeros((1, 65), np.int32), {}, "max_seq_len=64"),
     ],
 )
@@ -156,11 +188,35 @@ def test_cache_errors(case, prompt):
     used = dataclasses.replace(model.init_cache(2, 8), length=jnp.int32(6))
     with pytest.raises(ValueError, match="8 slots, 6 used; 3 more"):
         model(prompt(2, 3), cache=used)
+    with pytest.raises(ValueError, match="another model: 1 layers of float32 .*expected 2 layers of float32"):
+        case("qwen3").model(prompt(2, 3), cache=model.init_cache(2, 8))
+    for options, words in ((dict(batch=0, max_len=8), "batch=0"), (dict(batch=2, max_len=0), "max_len=0")):
+        with pytest.raises(ValueError, match=words):
+            model.init_cache(**options)
+
+
+@pytest.mark.parametrize(
+    "method, options, words",
+    [
+        ("__call__", dict(input_ids=[[1, 2]]), "input_ids has type list"),
+        ("__call__", dict(input_ids=np.ones((1, 2))), "input_ids has dtype float64"),
+        ("__call__", dict(positions=np.ones((1, 2))), "positions has dtype float64"),
+        ("__call__", dict(attention_mask=np.zeros((1, 2))), "attention_mask has dtype float64"),
+        ("__call__", dict(cache={}), "cache has type dict"),
+        ("init_cache", dict(batch=1, max_len=8.0), "max_len=8.0"),
+    ],
+)
+def test_wrong_types(case, method, options, words):
+    model = case("qwen3").model
+    if method == "__call__":
+        options = dict(input_ids=np.ones((1, 2), np.int32)) | options
+    with pytest.raises(TypeError, match=words):
+        unwrap(getattr(Qwen3MoeForCausalLM, method))(model, **options)
 
 
 @pytest.mark.parametrize("length", [0, 65])
 def test_max_seq_len_errors(case, length):
-    with pytest.raises(ValueError, match="expected 1 to 64"):
+    with pytest.raises(ValueError, match="from 1 to 64"):
         Qwen3MoeForCausalLM(case("qwen3").model.config, max_seq_len=length)
 
 

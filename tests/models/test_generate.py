@@ -1,5 +1,7 @@
 """generate against transformers' greedy search; end tokens, padding, sampling, and what is compiled when."""
 
+from inspect import unwrap  # the tests' own checks of annotations would speak first
+
 import jax
 import numpy as np
 import pytest
@@ -108,7 +110,6 @@ def test_no_new_tokens(case):
     "ids, options, words",
     [
         ([[1, 2]], dict(max_new_tokens=-1), "max_new_tokens=-1"),
-        ([[1, 2]], dict(max_new_tokens=True), "max_new_tokens=True"),
         ([[1, 2]], dict(temperature=0.5), "needs rng"),
         ([[1, 2]], dict(max_new_tokens=63), "make 65 tokens, the model takes max_seq_len=64"),
         ([[1, VOCAB]], {}, rf"input_ids\[0, 1\] is {VOCAB}, expected 0 to {VOCAB - 1}"),
@@ -117,6 +118,11 @@ def test_no_new_tokens(case):
         (np.zeros((0, 3), np.int32), {}, r"shape \(0, 3\)"),
         ([[1, 2]], dict(attention_mask=[[1]]), r"attention_mask has shape \(1, 1\)"),
         ([[1, 2], [3, 4]], dict(attention_mask=[[1, 1], [0, 0]]), "row 1 of input_ids without tokens"),
+        ([[1, 2]], dict(attention_mask=[[1, 2]]), "attention_mask holds 2"),
+        ([[1], [2, 3]], {}, "rows of unequal length"),
+        ([[1, 2]], dict(eos_token_id=VOCAB), rf"eos_token_id={VOCAB}, expected an integer from 0 to {VOCAB - 1}"),
+        ([[1, 2]], dict(eos_token_id=[3, 2**40]), f"eos_token_id={2**40}"),
+        ([[1, 2]], dict(eos_token_id=-1), "eos_token_id=-1"),
     ],
 )
 def test_refusals(case, ids, options, words):
@@ -124,9 +130,22 @@ def test_refusals(case, ids, options, words):
         generate(case("mixtral").model, ids, **(dict(max_new_tokens=4) | options))
 
 
-def test_ids_must_be_integers(case):
-    with pytest.raises(TypeError, match="float64"):
-        generate(case("mixtral").model, [[1.0, 2.0]], max_new_tokens=4)
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(input_ids=[[1.0, 2.0]]), "input_ids has dtype float64"),
+        (dict(attention_mask=[[0.0, -1e9]]), "attention_mask has dtype float64"),
+        (dict(max_new_tokens=True), "max_new_tokens=True"),
+        (dict(max_new_tokens=4.0), "max_new_tokens=4.0"),
+        (dict(eos_token_id=1.5), "eos_token_id=1.5"),
+        (dict(eos_token_id=[1, "2"]), "eos_token_id='2'"),
+        (dict(eos_token_id=True), "eos_token_id=True"),
+        (dict(model=lambda ids: ids), "model has type function"),
+    ],
+)
+def test_wrong_types(case, options, words):
+    with pytest.raises(TypeError, match=words):
+        unwrap(generate)(**(dict(model=case("mixtral").model, input_ids=[[1, 2]], max_new_tokens=4) | options))
 
 
 def test_buckets():

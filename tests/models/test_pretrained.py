@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from inspect import unwrap  # the tests' own checks of annotations would speak first
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,9 @@ def test_load_moe(case, prompt):
         load_moe(case.directory)
     with pytest.raises(ValueError, match="layer 7 does not exist; layers with experts: 1"):
         load_moe(case.directory, layer=7)
+    for layer in (True, 1.0, "1"):
+        with pytest.raises(TypeError, match=f"layer={layer!r}, expected an integer; layers with experts: 1"):
+            unwrap(load_moe)(case.directory, layer=layer)
 
 
 def test_progress(case):

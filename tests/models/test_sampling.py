@@ -1,5 +1,7 @@
 """The distribution of sampled tokens against one written out in NumPy."""
 
+from inspect import unwrap  # the tests' own checks of annotations would speak first
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +34,7 @@ def expected(keep, temperature=1.0):
         (dict(top_k=1), [1]),
         (dict(top_k=3), [1, 3, 4]),
         (dict(top_k=50), [0, 1, 2, 3, 4]),
+        (dict(top_k=2**40), [0, 1, 2, 3, 4]),
         (dict(top_p=0.5), [1, 3]),
         (dict(top_p=0.66), [1, 3, 4]),
         (dict(top_p=1e-6), [1]),
@@ -51,6 +54,43 @@ def test_greedy_takes_the_lower_index_on_ties():
     sampler = Sampler.create(0.0, 1.0, 0, None)
     logits = jnp.array([[1.0, 3.0, 3.0], [2.0, 0.0, 2.0]], jnp.float32)
     np.testing.assert_array_equal(sampler(logits, jax.random.key(0)), [1, 0])
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-45, 1e-300])
+def test_the_coldest_is_greedy_and_draws_ties(temperature):
+    """Also where float32 has no such number, and for logits whose quotient it cannot hold."""
+    sampler = Sampler.create(temperature, 0.9, 0, jax.random.key(0))
+    plain = Sampler.create(temperature, 1.0, 0, jax.random.key(0))
+    logits = jnp.broadcast_to(jnp.array([-1e30, 3e8, 3e8, 2e8, 0.0], jnp.float32), (200, 5))
+    for each in (sampler, plain):
+        assert set(np.asarray(each(logits, jax.random.key(1))).tolist()) == {1, 2}
+    single = jnp.array([[0.1, 0.1000001, 0.0]], jnp.float32)
+    assert plain(single, jax.random.key(2)).tolist() == [1]
+
+
+def test_the_hottest_is_uniform():
+    assert (draw(temperature=1e300) > 0.15).all()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(temperature="1"), "temperature='1'"),
+        (dict(temperature=True), "temperature=True"),
+        (dict(temperature=[1.0]), r"temperature=\[1.0\]"),
+        (dict(top_p=None), "top_p=None"),
+        (dict(top_k=1.0), "top_k=1.0"),
+        (dict(top_k=True), "top_k=True"),
+        (dict(rng=42), "rng has type int"),
+        (dict(rng=jnp.zeros(2, jnp.int32)), "rng has dtype int32"),
+        (dict(rng=jax.random.split(jax.random.key(0))), r"rng has dtype key<fry> and shape \(2,\)"),
+    ],
+)
+def test_wrong_types(options, words):
+    with pytest.raises(TypeError, match=words):
+        unwrap(Sampler.create.__func__)(
+            Sampler, **(dict(temperature=1.0, top_p=1.0, top_k=0, rng=jax.random.key(0)) | options)
+        )
 
 
 def test_top_k_keeps_exactly_k_on_ties():
@@ -84,7 +124,6 @@ def test_values_do_not_recompile():
         (dict(top_p=0.0), "top_p=0.0"),
         (dict(top_p=1.5), "top_p=1.5"),
         (dict(top_k=-1), "top_k=-1"),
-        (dict(top_k=True), "top_k=True"),
         (dict(temperature=1.0, rng=None), "needs rng"),
     ],
 )

@@ -1,0 +1,60 @@
+"""Checks of plain arguments: each gives the value in one known type, or one error that shows what was passed."""
+
+import operator
+from reprlib import repr as brief
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None, why: str = "") -> int:
+    """``value`` as an int. bool and float are no integers (TypeError); outside [minimum, maximum] is a ValueError.
+
+    why: added to the error, for the reader who wonders where the bounds come from.
+    """
+    bounds = f">= {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    wrong = f"{name}={_shown(value)}, expected an integer {bounds}{why}"
+    if isinstance(value, bool | np.bool_):
+        raise TypeError(wrong)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(wrong) from None
+    if number < minimum or (maximum is not None and number > maximum):
+        raise ValueError(wrong)
+    return number
+
+
+def number(name: str, value: Any, expected: str) -> float:
+    """``value`` as a float: a Python, NumPy or JAX scalar that is no bool. expected: its range, for the error."""
+    try:
+        array = np.asarray(value)
+    except Exception:  # a tracer, for one
+        array = np.asarray(None)
+    if array.ndim or not jnp.issubdtype(array.dtype, jnp.number) or jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}={_shown(value)}, expected a number {expected}")
+    return float(array)
+
+
+def check_array(name: str, value: Any, kind: Any, expected: str) -> None:
+    """TypeError unless ``value`` is an array whose dtype is a ``kind``, jnp.integer or jnp.floating.
+
+    expected: the shape, for the error.
+    """
+    if not isinstance(value, jax.Array | np.ndarray | nnx.Variable):
+        raise TypeError(f"{name} has type {type(value).__name__}, expected a JAX or NumPy array {expected}")
+    if not jnp.issubdtype(value.dtype, kind):
+        raise TypeError(f"{name} has dtype {value.dtype}, expected {kind.__name__} values {expected}")
+
+
+def check_rngs(rngs: Any) -> None:
+    """TypeError unless ``rngs`` is None or ``nnx.Rngs``."""
+    if rngs is not None and not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"rngs has type {type(rngs).__name__}, expected flax.nnx.Rngs, as in rngs=nnx.Rngs(0)")
+
+
+def _shown(value: Any) -> str:
+    return " ".join(brief(value).split())

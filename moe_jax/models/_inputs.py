@@ -1,0 +1,61 @@
+"""Checks of what a model is called with. Shapes and dtypes are always known; values only outside ``jax.jit``."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from moe_jax._arguments import check_array
+from moe_jax.models._attention import KVCache
+
+
+def check_mask(attention_mask: Any, shape: tuple[int, ...]) -> None:
+    """attention_mask: (B, S) bool or integers 0 and 1. Raises ValueError, or TypeError for another dtype.
+
+    Floats are refused: masks that are added to scores hold 0 where a token is real.
+    """
+    if jnp.shape(attention_mask) != shape:
+        raise ValueError(f"attention_mask has shape {jnp.shape(attention_mask)}, expected {shape} as input_ids")
+    if attention_mask.dtype == jnp.bool_:
+        return
+    check_array("attention_mask", attention_mask, jnp.integer, f"{shape}, or bool: 1 for real tokens, 0 for padding")
+    if not isinstance(attention_mask, Tracer):
+        values = np.asarray(attention_mask)
+        if ((values != 0) & (values != 1)).any():
+            wrong = values[(values != 0) & (values != 1)][0]
+            raise ValueError(f"attention_mask holds {wrong}, expected 1 for real tokens and 0 for padding")
+
+
+def check_ids(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
+    """input_ids: (B, S) integers, those of real tokens in [0, vocab_size); checked as far as values are known."""
+    check_array("input_ids", input_ids, jnp.integer, "(B, S)")
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise ValueError(f"input_ids has shape {input_ids.shape}, expected (B, S) with at least one token")
+    if attention_mask is not None:
+        check_mask(attention_mask, input_ids.shape)
+    if isinstance(input_ids, Tracer) or isinstance(attention_mask, Tracer):
+        return
+    ids = np.asarray(input_ids)
+    outside = (ids < 0) | (ids >= vocab_size)
+    if attention_mask is not None:
+        outside &= np.asarray(attention_mask) != 0
+    if outside.any():
+        row, column = np.argwhere(outside)[0]
+        raise ValueError(f"input_ids[{row}, {column}] is {ids[row, column]}, expected 0 to {vocab_size - 1}")
+
+
+def check_cache(cache: Any, expected: KVCache, num_tokens: int) -> None:
+    """expected: shapes and dtypes of an empty cache of the model, with this batch and the cache's number of slots."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache has type {type(cache).__name__}, expected what model.init_cache returned")
+    if cache.is_filled.shape[0] != expected.is_filled.shape[0]:
+        raise ValueError(f"cache has {cache.is_filled.shape[0]} rows, input_ids {expected.is_filled.shape[0]}")
+    found, wanted = ([(a.shape, jnp.dtype(a.dtype)) for a in jax.tree.leaves(c)] for c in (cache, expected))
+    if found != wanted:
+        layers = [f"{len(c.keys)} layers of {c.keys[0].dtype} {c.keys[0].shape}" for c in (cache, expected)]
+        raise ValueError(f"cache was made for another model: {layers[0]}, expected {layers[1]}")
+    used = 0 if isinstance(cache.length, Tracer) else int(cache.length)
+    if used + num_tokens > cache.num_slots:
+        raise ValueError(f"cache has {cache.num_slots} slots, {used} used; {num_tokens} more tokens do not fit")
