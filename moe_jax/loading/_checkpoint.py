@@ -19,7 +19,8 @@ _OTHER_FORMATS = {
     **dict.fromkeys(
         _PICKLES, f"pickle files can run code when read, so moe_jax never opens one; if you trust it, {_CONVERT}"
     ),
-    ".gguf": "GGUF files are not supported; use the safetensors repository that the file was made from",
+    ".gguf": "GGUF files are not supported; use the safetensors repository that the file was made from, or convert it "
+    "once with transformers: AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME).save_pretrained(NEW_DIR)",
     ".npz": "weights in .npz are not supported; use the safetensors repository they were made from",
     ".h5": f"TensorFlow weights are not supported; {_CONVERT}",
     ".msgpack": f"Flax msgpack weights are not supported; {_CONVERT}",

@@ -6,6 +6,7 @@ _CONTAINER = ".block_sparse_moe."
 _CONTAINER_IN_MEMORY = ".mlp."
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _RESPELT = _PROJECTIONS | {word: letter for letter, word in _PROJECTIONS.items()}
+_EXPERTS, _FUSED = ".experts", ("gate_up_proj", "down_proj")
 _EMBEDDINGS = ("embed_tokens", "wte")
 _NORMALLY_PLAIN = ("gate", "router", "shared_expert_gate", "lm_head", *_EMBEDDINGS)
 
@@ -14,11 +15,14 @@ def spellings(module: str) -> tuple[str, ...]:
     """The name and its aliases: a config may spell Mixtral's modules as transformers 5 holds them in memory.
 
     There ``block_sparse_moe`` is ``mlp`` and w1, w3, w2 are gate_proj, up_proj, down_proj; on disk every mixture of the
-    two has been seen. Other families are spelt alike in both places.
+    two has been seen. Weights of all experts in one tensor ("experts.gate_up_proj") are parameters of one module,
+    "experts". Otherwise families are spelt alike in both places.
     """
+    head, _, last = module.rpartition(".")
+    if head.endswith(_EXPERTS) and last in _FUSED:
+        return (module, head)
     if _CONTAINER not in module:
         return (module,)
-    head, _, last = module.rpartition(".")
     names = [module]
     if last in _RESPELT:
         names.append(f"{head}.{_RESPELT[last]}")

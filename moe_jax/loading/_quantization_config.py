@@ -19,6 +19,11 @@ _OTHER_METHODS = frozenset(
     fp_quant gemma gguf gptq gptq_marlin higgs hqq ipex marlin metal mlx modelopt_fp4 mxfp8
     nvfp4 petit_nvfp4 quanto quark sinq spqr torchao tpu_int8 vptq""".split()
 )
+_DEQUANTIZE = (
+    "write it in full precision once with transformers, "
+    "AutoModelForCausalLM.from_pretrained(DIR).dequantize().save_pretrained(NEW_DIR), and load that with quantize=..., "
+    "or use a compressed-tensors version"
+)
 _WAY_OUT = "use a compressed-tensors version, or load the full-precision model with quantize=..."
 _FULL_PRECISION = ("BF16", "F16", "F32", "F64")
 # Any of these beside a module's name says that it is stored quantized, in whatever format.
@@ -81,9 +86,10 @@ class QuantizationConfig:
         if method == _FBGEMM:
             return cls(fbgemm_rules(stated, where), source, where)
         kind = "is not supported" if isinstance(method, str) and method in _OTHER_METHODS else "is unknown"
+        way_out = _DEQUANTIZE if method == "bitsandbytes" else _WAY_OUT
         raise CheckpointError(
             f"{where}: quant_method {shown(method)} {kind}; supported: {_COMPRESSED_TENSORS!r}, {_FP8!r}, "
-            f"{_MODELOPT!r}, {_MXFP4!r} and {_FBGEMM!r}, for {supported_schemes()}; {_WAY_OUT}"
+            f"{_MODELOPT!r}, {_MXFP4!r} and {_FBGEMM!r}, for {supported_schemes()}; {way_out}"
         )
 
     def scheme_for(self, module: str) -> Scheme | None:
@@ -104,7 +110,8 @@ class QuantizationConfig:
         decision = self._rules.decide(module)
         weight, evidence = self._stored(module)
         is_stored_plain = weight is not None and evidence is None
-        if is_stored_plain and is_normally_plain(module):
+        is_fused = weight is not None and len(weight.shape) == 3
+        if is_stored_plain and (is_normally_plain(module) or (is_fused and decision.is_for_linear)):
             return None
         if decision.refusal:
             raise CheckpointError(

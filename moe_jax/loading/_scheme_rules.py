@@ -32,11 +32,13 @@ class Decision:
     """scheme: None for a module that is not quantized. why: for messages, "target 'Linear' of group_0 matches".
 
     refusal: non-empty when the module is quantized in a way that cannot be loaded; scheme is None then.
+    is_for_linear: it is so as one of all Linear modules, which weights of all experts in one 3-D tensor are not.
     """
 
     scheme: Scheme | None
     why: str
     refusal: str = ""
+    is_for_linear: bool = False
 
 
 class Unquantized:
@@ -84,7 +86,7 @@ class CompressedTensorsRules:
                 return self._targets[target]
         for target in classes:
             if target in self._targets:
-                return self._targets[target]
+                return dataclasses.replace(self._targets[target], is_for_linear=target == "Linear")
         return Decision(None, "no target of quantization_config covers it")
 
     def _matches(self, entry: str, names: tuple[str, ...]) -> bool:

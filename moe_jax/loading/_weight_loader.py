@@ -45,6 +45,7 @@ RULES = {
     "input_scale": Rule(halves_axis=0, w13_tp_axis=None, w2_tp_axis=None),
 }
 SCALAR_KINDS = ("tensor", "input_scale")  # one number per expert and projection, stored as [] or [1]
+_COMBINED_KINDS = ("channel", "group", "block")  # scales that ModelOpt may store for w1 and w3 in one tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,7 @@ def weight_loader(
     load_full_w2: bool = False,
     scale_extent: tuple[int, int] | None = None,
     allow_padding: bool = False,
+    keeps_all_experts: bool = False,
 ) -> tuple[Placement, ...] | tuple[tuple[Placement, ...], bool]:
     """Decide where one checkpoint tensor goes; the counterpart of vLLM's ``FusedMoE.weight_loader`` as a pure function.
 
@@ -99,7 +101,8 @@ def weight_loader(
         leaf: the leaf to fill, "w13_weight", "w2_weight_scale", ...
         loaded: the tensor, or anything with its ``shape``, or the shape: of one expert, or of all, expert axis first.
         weight_name: the tensor's name, for errors.
-        shard_id: "w1" (gate), "w3" (up) or "w2" (down).
+        shard_id: "w1" (gate), "w3" (up) or "w2" (down). A scale with the rows of both w1 and w3, in this order, fills
+            both whichever of the two is named.
         expert_id: physical expert; None when ``loaded`` carries all experts. A weight with one axis more than an
             expert's part carries all experts whatever the id, as in vLLM.
         return_success: also return whether the tensor belongs here: False for an expert that is not local.
@@ -111,6 +114,8 @@ def weight_loader(
         load_full_w2: keep w2 whole under tensor parallelism (group scales and zero points of act-order checkpoints).
         scale_extent: (rows, columns) of weight under one scale; needed to cut group and block scales when tp_size > 1.
         allow_padding: the leaf may be larger than the tensor; what it does not reach keeps its initial zeros.
+        keeps_all_experts: the leaf has a scale for every expert of the model, local or not, since a kernel takes their
+            maximum: ``expert_map`` does not count. Only for one number per expert and projection.
 
     Returns:
         Placements, empty for an expert that is not local; with ``return_success`` a pair (placements, success).
@@ -124,6 +129,13 @@ def weight_loader(
     shape = tuple(getattr(loaded, "shape", loaded))
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"{weight_name}: tp_rank={tp_rank} is outside tp_size={tp_size}")
+    if keeps_all_experts:
+        if spec.kind not in SCALAR_KINDS:
+            raise ValueError(
+                f"{weight_name}: keeps_all_experts is for scales with one number per expert, {leaf} is of kind "
+                f"{spec.kind!r}"
+            )
+        expert_map = None
     part_rank = len(spec.shape) - 1
     carries_all = expert_id is None or (spec.kind not in SCALAR_KINDS and len(shape) == part_rank + 1)
     experts = _local_experts(spec, weight_name, None if carries_all else expert_id, expert_map)
@@ -154,29 +166,37 @@ def weight_loader(
     room = [size // 2 if axis == halves_axis else size for axis, size in enumerate(spec.shape[1:])]
     if tp_axis is not None:
         _check_cut(specs, leaf, weight_name, tp_axis, is_act_and_mul, scale_extent)
+    part, halves = shape, (1 if shard_id == "w3" else 0,)
+    if spec.kind in _COMBINED_KINDS and halves_axis is not None and len(shape) == len(lead) + part_rank:
+        axis, rows = len(lead) + halves_axis, room[halves_axis] * (tp_size if tp_axis == halves_axis else 1)
+        if shape[axis] == 2 * rows:
+            part, halves = (*shape[:axis], rows, *shape[axis + 1 :]), (0, 1)
     source, index = _part_slices(
-        shape, lead, room, tp_axis, tp_rank, tp_size, allow_padding, f"{weight_name} for {leaf}"
+        part, lead, room, tp_axis, tp_rank, tp_size, allow_padding, f"{weight_name} for {leaf}"
     )
-    if shard_id == "w3" and halves_axis is not None:
-        half = room[halves_axis]
-        index[halves_axis] = slice(half + index[halves_axis].start, half + index[halves_axis].stop)
-
     per_expert = math.prod(s.stop - s.start for s in index)
     if expert_map is None and carries_all:
         experts = [(slice(0, num_experts), slice(0, num_experts))]
-    placements = tuple(
-        Placement(
-            leaf=leaf,
-            index=(local, *index),
-            source=(taken, *source) if carries_all else tuple(source),
-            shape=shape,
-            num_elements=per_expert * (local.stop - local.start),
-            transpose=transpose,
-            is_common=is_half and halves_axis is None,
-        )
-        for taken, local in experts
-    )
-    return (placements, True) if return_success else placements
+    placements = []
+    for half in halves:
+        place, taken_part = list(index), list(source)
+        if halves_axis is not None and place:
+            place[halves_axis] = _moved(index[halves_axis], half * room[halves_axis])
+            if part != shape:
+                taken_part[halves_axis] = _moved(source[halves_axis], half * part[len(lead) + halves_axis])
+        placements += [
+            Placement(
+                leaf=leaf,
+                index=(local, *place),
+                source=(taken, *taken_part) if carries_all else tuple(taken_part),
+                shape=shape,
+                num_elements=per_expert * (local.stop - local.start),
+                transpose=transpose,
+                is_common=is_half and halves_axis is None,
+            )
+            for taken, local in experts
+        ]
+    return (tuple(placements), True) if return_success else tuple(placements)
 
 
 def _lookup(specs: Mapping[str, Any], leaf: str, weight_name: str) -> Any:
@@ -232,6 +252,10 @@ def _aligned(
         expected = f"{lead[0]} values, one per expert" if lead else "a single value"
         raise ValueError(f"{weight_name}: expected {expected}, found shape {shape}")
     return (*lead, *(1,) * part_rank)
+
+
+def _moved(part: slice, offset: int) -> slice:
+    return slice(part.start + offset, part.stop + offset)
 
 
 def _flipped(axis: int | None, flip: bool) -> int | None:

@@ -104,6 +104,11 @@ def test_other_methods_are_refused_by_name_with_a_way_out(method):
         parse({"quantization_config": {"quant_method": method, "bits": 4}})
 
 
+def test_bitsandbytes_names_the_call_that_converts():
+    with pytest.raises(CheckpointError, match=r"from_pretrained\(DIR\).dequantize\(\).save_pretrained"):
+        parse({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}})
+
+
 NOT_BUILT = {
     "retired": (PRESET_SCHEMES["FP8_DYNAMIC"], "marlin-24", "retired"),
     "unknown format": (PRESET_SCHEMES["FP8_DYNAMIC"], "zip", "format 'zip'"),
@@ -200,8 +205,32 @@ CONTRADICTIONS = {
         {f"{EXPERT}": np.zeros((2, 6, 8), BF16), f"{EXPERT}_scale": np.ones((2, 6), np.float32)},
         "expected no quantization",
     ),
-    "fused but plain": (config_of(), {EXPERT: np.zeros((2, 6, 8), BF16)}, "expected fp8_channel"),
+    "fused but plain": (
+        config_of({"g": CHANNEL_GROUP | {"targets": ["RoutedExperts"]}}),
+        {EXPERT: np.zeros((2, 6, 8), BF16)},
+        "expected fp8_channel",
+    ),
 }
+
+
+@pytest.mark.parametrize("tensor", ["experts.gate_up_proj", "input_linear.weight"])
+def test_all_experts_in_one_tensor_are_no_linear(tmp_path, tensor):
+    """compressed-tensors quantizes Linear modules; where a family holds 3-D parameters they stay in 16 bits."""
+    name = f"model.layers.0.block_sparse_moe.{tensor}"
+    module, tensors = name.removesuffix(".weight"), {name: np.zeros((2, 6, 8), BF16)}
+    assert resolve(tmp_path / "linear", config_of(), tensors, module) is None
+    named = config_of({"g": CHANNEL_GROUP | {"targets": ["re:.*block_sparse_moe.*"]}})
+    with pytest.raises(CheckpointError, match=f"module {module}: expected fp8_channel"):
+        resolve(tmp_path / "named", named, tensors, module)
+
+
+def test_fused_experts_answer_to_the_module_that_holds_them():
+    """Their tensors are parameters of "experts", so that is what a config calls them."""
+    fused, other = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.gate_up_proj"
+    group = CHANNEL_GROUP | {"targets": ["re:.*experts$"]}
+    config = parse(config_of({"g": group}, ignore=["model.layers.2.mlp.experts"]))
+    assert config.scheme_for(fused).name == "fp8_channel" and config.scheme_for(other) is None
+    assert config.scheme_for("model.layers.1.mlp.experts.0.gate_proj") is None  # never a prefix
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)

@@ -474,3 +474,38 @@ def test_elements_add_up():
             for placement in weight_loader(specs, leaf, shape, "n", shard, expert):
                 seen[placement.index] += 1
         assert (seen == 1).all(), leaf
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("expert", [1, None])
+@pytest.mark.parametrize("scheme, rows", [("block", INTER // 4), ("channel", INTER)])
+def test_scale_of_w1_and_w3_in_one_tensor(scheme, rows, expert, tp_size):
+    """ModelOpt's: every rank takes its rows of w1 and its rows of w3, whichever of the two the caller names."""
+    part = specs_of(scheme, intermediate_size=INTER // tp_size)
+    columns = part["w13_weight_scale"].shape[2:]
+    loaded = numbers(*(() if expert is not None else (E,)), 2 * rows, *columns)
+    w1, w3 = loaded[..., :rows, :], loaded[..., rows:, :]
+    for rank, shard in itertools.product(range(tp_size), ("w1", "w3")):
+        options = dict(tp_rank=rank, tp_size=tp_size, scale_extent=(4, 4))
+        found, count = put(part, "w13_weight_scale", loaded, shard, expert, **options)
+        own = slice(rank * rows // tp_size, (rank + 1) * rows // tp_size)
+        expected = np.concatenate([w1[..., own, :], w3[..., own, :]], axis=-2)
+        assert np.array_equal(found if expert is None else found[expert], expected) and count == expected.size
+        if expert is not None:
+            assert not np.delete(found, expert, axis=0).any()
+    weights = numbers(2 * INTER, H)
+    with pytest.raises(ValueError, match="expected shape"):  # for scales only: a weight of both is fused another way
+        put(specs_of(scheme), "w13_weight", weights, "w1", 0)
+
+
+def test_global_scales_are_kept_for_experts_elsewhere():
+    """A kernel takes one maximum over all experts of the model, so a rank stores those of others at their global id."""
+    specs, expert_map = specs_of("tensor"), np.array([-1, 0, -1])
+    for expert in range(E):
+        options = dict(expert_map=expert_map, keeps_all_experts=True)
+        found, count = put(specs, "w13_input_scale", np.float32([7]), "w3", expert, **options)
+        assert count == 1 and found[expert, 1] == 7 and found.sum() == 7
+    found, count = put(specs, "w2_input_scale", numbers(E), "w2", None, expert_map=expert_map, keeps_all_experts=True)
+    assert (found == numbers(E)).all() and count == E
+    with pytest.raises(ValueError, match="w13_weight is of kind 'weight'"):
+        weight_loader(specs, "w13_weight", (INTER, H), "n", "w1", 0, expert_map=expert_map, keeps_all_experts=True)
