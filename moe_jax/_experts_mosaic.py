@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax import _packed_experts
 from moe_jax._align import row_capacity
 from moe_jax._config import MoEConfig
+from moe_jax._packed_weights import is_packed, packed_format
 from moe_jax._typing import Array
 from moe_jax.activations import resolve_activation
 from moe_jax.quantization import ExpertWeights, QuantFormat, Scheme, Strategy
@@ -41,8 +43,12 @@ def why_not(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str |
     """Why the kernels cannot run this layer on this device, or None."""
     if config.dtype.name not in _16_BIT:
         return f"computes in bfloat16 or float16, the layer in {config.dtype.name}"
-    if _quantization(weights.scheme) is None:
-        return f"there is no kernel for scheme {weights.scheme.name!r} yet"
+    if _quantization(weights.scheme) is None and not is_packed(weights.w13):
+        if packed_format(weights.scheme, config.dtype) is None:
+            return f"there is no kernel for scheme {weights.scheme.name!r} yet"
+        return (
+            f"weights of scheme {weights.scheme.name!r} are in layout 'plain'; the kernel reads what pack_experts makes"
+        )
     if not weights.scheme.is_quantized and weights.w13.data.dtype != config.dtype:
         return f"unquantized weights are {weights.w13.data.dtype}, expected the layer's dtype {config.dtype.name}"
     try:
@@ -71,10 +77,13 @@ def _refusal(config: MoEConfig, structure: Any, shapes: tuple[Any, ...], num_tok
 
 def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list[str]:
     """The configuration of both products, for ``explain``."""
-    block_m = _block_m(num_tokens, config, weights)
     reason = why_not_layer(config, weights, None, has_mask=False)
+    routing = "routing: by the kernel" if reason is None else f"routing: by XLA, since the kernel has no {reason}"
+    if is_packed(weights.w13):
+        return [routing, *_packed_experts.describe(num_tokens, config, weights, hopper_sms())]
+    block_m = _block_m(num_tokens, config, weights)
     return [
-        "routing: by the kernel" if reason is None else f"routing: by XLA, since the kernel has no {reason}",
+        routing,
         *(
             f"GEMM {number}: {describe_config(desc, choose_config(desc, block_m, hopper_sms()))}"
             for number, desc in enumerate(_descriptions(config, weights, num_tokens), 1)
@@ -179,6 +188,10 @@ def _experts(
     out_dtype: Any,
     shared: Array | None = None,
 ) -> Array:
+    if is_packed(weights.w13):
+        return _packed_experts.experts(
+            config, x, topk_weights, tiles, tile, weights, kernels, out_dtype=out_dtype, shared=shared
+        )
     gemm = functools.partial(
         grouped_gemm,
         tile_expert=tiles.tile_expert,
@@ -272,9 +285,13 @@ def _quantization(scheme: Scheme) -> str | None:
 
 def _block_m(num_tokens: int, config: MoEConfig, weights: ExpertWeights) -> int:
     """Rows of a tile, from the expected rows of an expert that is hit at all when routing is uniform."""
+    if is_packed(weights.w13):
+        return _packed_experts.block_m(num_tokens, config, weights)
     experts = weights.num_experts
     hit = experts * (1 - (1 - min(config.top_k / experts, 1.0)) ** max(num_tokens, 1))
-    return choose_block_m(num_tokens * config.top_k / hit)
+    kind, activations = _quantization(weights.scheme), weights.scheme.activations
+    may_swap = kind != "e4m3_group" and (kind != "e4m3_tensor" or activations.dynamic)
+    return choose_block_m(num_tokens * config.top_k / hit, may_swap=may_swap)
 
 
 def _descriptions(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> tuple[GemmDesc, GemmDesc]:

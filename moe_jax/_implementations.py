@@ -4,8 +4,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from moe_jax import _experts_mosaic, _experts_reference, _experts_xla
 from moe_jax._config import MoEConfig
+from moe_jax._packed_weights import is_packed, pack_experts, packed_format, unpack_experts
 from moe_jax._typing import Array
 from moe_jax.quantization import ExpertWeights
 
@@ -41,27 +44,41 @@ class Implementation:
     why_not_layer: Callable[..., str | None] | None = None
 
 
-def _needs_plain_layout(problem: Problem) -> str | None:
+def _needs_known_layout(problem: Problem) -> str | None:
     for name in ("w13", "w2"):
-        layout = getattr(problem.weights, name).layout
-        if not layout.is_plain:
-            return f"{name} is packed in layout {layout.name!r}, this implementation reads 'plain'"
+        tensor = getattr(problem.weights, name)
+        if not (tensor.layout.is_plain or is_packed(tensor)):
+            return f"{name} is packed in layout {tensor.layout.name!r}, this implementation reads 'plain'"
     return None
 
 
+def _unpacking(run: Callable[..., Array]) -> Callable[..., Array]:
+    """``run`` of an implementation that reads plain weights."""
+
+    def unpack_and_run(x, topk_weights, topk_ids, weights, config):
+        return run(x, topk_weights, topk_ids, unpack_experts(weights), config)
+
+    return unpack_and_run
+
+
+def _unpacking_note(problem: Problem) -> list[str]:
+    return ["packed weights unpacked in every call"] if is_packed(problem.weights.w13) else []
+
+
 def _describe_reference(problem: Problem) -> list[str]:
-    return ["every expert dequantized to float32 and applied to every row; meant for judging, not for speed"]
+    text = "every expert dequantized to float32 and applied to every row; meant for judging, not for speed"
+    return [text, *_unpacking_note(problem)]
 
 
 def _describe_xla(problem: Problem) -> list[str]:
     config, weights = problem.config, problem.weights
     plan = _experts_xla.make_plan(config, weights.scheme, problem.num_tokens, config.top_k, weights.num_experts)
     passes = "two passes over the rows" if plan.has_shared_scale else "one pass over the rows"
-    return [f"tiles of {plan.tile} rows, {passes}", f"products: {plan.product}"]
+    return [f"tiles of {plan.tile} rows, {passes}", f"products: {plan.product}", *_unpacking_note(problem)]
 
 
 def _mosaic_why_not(problem: Problem) -> str | None:
-    return _needs_plain_layout(problem) or _experts_mosaic.why_not(problem.config, problem.weights, problem.num_tokens)
+    return _needs_known_layout(problem) or _experts_mosaic.why_not(problem.config, problem.weights, problem.num_tokens)
 
 
 def _describe_mosaic(problem: Problem) -> list[str]:
@@ -80,8 +97,8 @@ IMPLEMENTATIONS = {
             _experts_mosaic.run_layer,
             _experts_mosaic.why_not_layer,
         ),
-        Implementation("xla", _needs_plain_layout, _describe_xla, _experts_xla.run),
-        Implementation("reference", _needs_plain_layout, _describe_reference, _experts_reference.run),
+        Implementation("xla", _needs_known_layout, _describe_xla, _unpacking(_experts_xla.run)),
+        Implementation("reference", _needs_known_layout, _describe_reference, _unpacking(_experts_reference.run)),
     )
 }
 _DEFAULT_ORDER = {"gpu": ("mosaic", "xla")}
@@ -138,6 +155,23 @@ def run_layer_first(
         return chosen.run_layer(config, x, router_logits, weights, params, token_mask, shared)
     except NotImplementedError:
         return None
+
+
+def in_best_layout(config: MoEConfig, weights: ExpertWeights) -> ExpertWeights:
+    """The weights as the implementation that a call on this backend would try first reads them: packed for the Hopper
+    kernels where those take the layer, else as they are. Exact; abstract and distributed weights are left alone.
+    """
+    platform = jax.default_backend()
+    leaves = jax.tree.leaves(weights)
+    is_here = all(isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == 1 for leaf in leaves)
+    if not is_here or order_of(config, platform)[0] != "mosaic" or not weights.w13.layout.is_plain:
+        return weights
+    if packed_format(weights.scheme, config.dtype) is None:
+        return weights
+    abstract = jax.eval_shape(lambda weights: pack_experts(weights, config), weights)
+    if _experts_mosaic.why_not(config, abstract, 1) is not None:
+        return weights
+    return pack_experts(weights, config)
 
 
 def nothing_runs(skipped: list[tuple[str, str]]) -> str:

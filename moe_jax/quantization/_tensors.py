@@ -19,6 +19,8 @@ g_idx              (E, H) int32                    (E, I) int32
 input_scale        () f32, static activations      () f32
 bias               (E, G, I)                       (E, H)
 =================  ==============================  ====================================
+
+These are the shapes of layout "plain"; others belong to kernels (moe_jax/_packed_weights.py).
 """
 
 import dataclasses
@@ -60,6 +62,8 @@ class QuantizedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """lead + (N, K) of the real values."""
+        if self.layout.shape is not None:
+            return (self.data.shape[0], *self.layout.shape)
         return (*self.data.shape[:-1], self.data.shape[-1] if self.num_columns is None else self.num_columns)
 
 
@@ -76,19 +80,19 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
-        return self.w2.data.shape[0]
+        return self.w2.shape[0]
 
     @property
     def hidden_size(self) -> int:
-        return self.w2.data.shape[1]
+        return self.w2.shape[1]
 
     @property
     def intermediate_size(self) -> int:
-        return self.w13.data.shape[2]
+        return self.w13.shape[2]
 
     @property
     def is_gated(self) -> bool:
-        return self.w13.data.shape[1] == 2
+        return self.w13.shape[1] == 2
 
     def nbytes(self) -> int:
         """Bytes of all leaves as stored."""

@@ -89,6 +89,18 @@ def quantize_nvfp4(x: jax.Array, amax: jax.Array, global_scale: jax.Array) -> tu
     return encode_e2m1(x * inverse), scale
 
 
+def fake_quantize_mx(x: jax.Array, amax: jax.Array, element: str) -> jax.Array:
+    """float32 groups rounded to MXFP4 ("e2m1") or MXFP8 ("e4m3"); the values have at most four significant bits."""
+    codes, exponent = (quantize_mxfp4 if element == "e2m1" else quantize_mxfp8)(x, amax)
+    return (decode_e2m1(codes) if element == "e2m1" else codes.astype(jnp.float32)) * decode_e8m0(exponent)
+
+
+def fake_quantize_nvfp4(x: jax.Array, amax: jax.Array, global_scale: jax.Array) -> jax.Array:
+    """float32 groups rounded to NVFP4, times the global scale: ``q * b``, which has at most six significant bits."""
+    codes, scale = quantize_nvfp4(x, amax, global_scale)
+    return decode_e2m1(codes) * scale.astype(jnp.float32)
+
+
 def _inverse_power(exponent: jax.Array) -> jax.Array:
     """``2**(127 - exponent)``; exact, since exponents of float32 values stay below 254."""
     return decode_e8m0((254 - exponent.astype(jnp.int32)).astype(jnp.uint8))

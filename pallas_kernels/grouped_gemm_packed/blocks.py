@@ -9,7 +9,9 @@ Everything here is exact and runs on NumPy and JAX arrays alike; ``unpack`` inve
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from typing import Any, Literal
 
 import jax
@@ -120,16 +122,12 @@ def unpack_words(words: Any, fmt: PackedFormat) -> Any:
     i = len(lead)
     places = _PLACES[fmt.element]
     stream = words.view(xp.uint32)
-    codes = xp.stack(
-        [
-            sum(
-                (((stream >> xp.uint32(place)) & xp.uint32(1)) << xp.uint32(bit) for bit, place in enumerate(field)),
-                xp.zeros(stream.shape, xp.uint32),
-            ).astype(xp.uint8)
-            for field in places.reshape(-1, fmt.bits)
-        ],
-        axis=-1,
-    )
+
+    def code(field):
+        bits = [((stream >> xp.uint32(place)) & xp.uint32(1)) << xp.uint32(bit) for bit, place in enumerate(field)]
+        return functools.reduce(operator.or_, bits).astype(xp.uint8)
+
+    codes = xp.stack([code(field) for field in places.reshape(-1, fmt.bits)], axis=-1)
     if fmt.bits == 4:
         split = codes.reshape(*lead, nb, kb, 4, 8, 4, 4, 2, 2, 2)
         n, k, warp, row, lane, step, k_half, row_half, column = range(i, i + 9)

@@ -51,8 +51,8 @@ class PackedDesc:
             return f"out_dtype {self.out_dtype} is not one of {', '.join(_OUTPUTS)}"
         if self.k % self.fmt.block_k:
             return f"K={self.k}: x must come in whole blocks of {self.fmt.block_k} columns"
-        if self.n % 8 or self.n * jnp.dtype(self.out_dtype).itemsize % 16:
-            return f"N={self.n}: a row of the {self.out_dtype} output must be a multiple of 16 bytes and N of 8"
+        if self.n % 8 or self.n * jnp.dtype(self.out_dtype).itemsize % 32:
+            return f"N={self.n}: a row of the {self.out_dtype} output must be a multiple of 32 bytes and N of 8"
         if self.fmt.element == "e2m1" and self.fmt.operand != "bfloat16":
             return f"e2m1 weights with {self.fmt.operand} activations; only bfloat16 holds their scales"
         if self.fmt.scale == "e8m0" and self.fmt.operand != "bfloat16":

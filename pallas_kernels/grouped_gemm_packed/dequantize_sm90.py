@@ -28,8 +28,8 @@ def load_block(
     is subtracted from the codes of each channel (``zero_offset``), what the difference is multiplied with, rounding
     once. rows: their row for each 16 of K.
     """
-    layout = plgpu.Layout.WGMMA
-    result = tuple(plgpu.ShapeDtypeStruct((BLOCK_N, width), fmt.operand, layout) for _ in range(fmt.block_k // width))
+    part: Any = plgpu.ShapeDtypeStruct((BLOCK_N, width), jnp.dtype(fmt.operand), plgpu.Layout.WGMMA)
+    result = (part,) * (fmt.block_k // width)
     vectors = [vector for vector in (zeros, scales) if vector is not None]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(vectors)), return_type=result)

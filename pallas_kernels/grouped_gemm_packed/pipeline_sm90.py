@@ -60,7 +60,7 @@ def scratch_types(desc: PackedDesc, config: PackedConfig) -> dict[str, Any]:
         staging=plgpu.SMEM(
             (config.num_consumers, config.block_m, BLOCK_N),
             desc.out_dtype,
-            transforms=mosaic.tiled(desc.out_dtype, store_swizzle(desc.n * out_itemsize)),
+            transforms=mosaic.tiled(desc.out_dtype, mosaic.swizzle_bytes(desc.n * out_itemsize)),
         ),
     )
     if desc.fmt.scale == "group":
@@ -68,11 +68,6 @@ def scratch_types(desc: PackedDesc, config: PackedConfig) -> dict[str, Any]:
     if desc.fmt.has_zero_point:
         types["zero"] = plgpu.SMEM(grouped, desc.fmt.operand)
     return types
-
-
-def store_swizzle(row_bytes: int) -> int:
-    """Swizzle of the staging buffer: 64 channels are 128 bytes or more, and the store clips at N by 16 bytes."""
-    return mosaic.swizzle_bytes(row_bytes) or 32
 
 
 def k_steps(desc: PackedDesc, config: PackedConfig, row_tiles: Any) -> Any:

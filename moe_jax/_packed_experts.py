@@ -1,0 +1,129 @@
+"""The mosaic implementation for packed weights: 4 and 8 bits with 16-bit operands.
+
+Activations are left alone, or rounded to the weights' microscaling grid, which bfloat16 holds exactly.
+
+    align -> [round to the grid] -> permute -> packed grouped GEMM 1 (scales, bias, activation) -> [round to the grid]
+    -> packed grouped GEMM 2 (scales, bias) -> combine in float32
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from moe_jax._align import row_capacity
+from moe_jax._config import MoEConfig
+from moe_jax._packed_weights import as_packed
+from moe_jax._typing import Array
+from moe_jax.activations import resolve_activation
+from moe_jax.quantization import ExpertWeights, QuantFormat
+from pallas_kernels.align import TileMap
+from pallas_kernels.combine import combine
+from pallas_kernels.common import microscaling, numerics
+from pallas_kernels.grouped_gemm_packed import (
+    PackedDesc,
+    candidates,
+    choose_block_m,
+    choose_config,
+    describe_call,
+    grouped_gemm_packed,
+)
+from pallas_kernels.grouped_gemm_packed import describe as describe_config
+from pallas_kernels.quantize_and_permute import quantize_and_permute
+
+
+def experts(
+    config: MoEConfig,
+    x: Array,
+    topk_weights: Array,
+    tiles: TileMap,
+    tile: int,
+    weights: ExpertWeights,
+    kernels: str,
+    *,
+    out_dtype: Any,
+    shared: Array | None = None,
+) -> Array:
+    """From routed tokens to the layer's output (T, H) out_dtype; arguments as ``_experts_mosaic`` has them."""
+    fmt = weights.scheme.activations
+    w13, w2 = as_packed(weights.w13), as_packed(weights.w2)
+    gemm = functools.partial(
+        grouped_gemm_packed,
+        tile_expert=tiles.tile_expert,
+        num_tiles=tiles.num_tiles,
+        out_dtype=config.dtype,
+        implementation=kernels,
+    )
+    operand, scale = _on_grid(x, fmt, weights.w13.input_scale, w13.fmt.operand)
+    num_rows = tiles.tile_expert.size * tile
+    rows, _ = quantize_and_permute(operand, tiles.row_of, num_rows, quantization="none", implementation=kernels)
+    scale = _of_rows(scale, tiles.row_of, num_rows)
+    hidden = gemm(rows, w13, x_scale=scale, bias=weights.w13_bias, activation=resolve_activation(config))
+    hidden, scale = _on_grid(hidden, fmt, weights.w2.input_scale, w2.fmt.operand)
+    out = gemm(hidden, w2, x_scale=scale, bias=weights.w2_bias)
+    return combine(out, tiles.row_of, topk_weights, shared=shared, out_dtype=out_dtype, implementation=kernels)
+
+
+def block_m(num_tokens: int, config: MoEConfig, weights: ExpertWeights) -> int:
+    """Rows of a tile: by the expected rows of an expert that is hit at all, fewer where no kernel takes so many."""
+    num_experts = weights.num_experts
+    hit = num_experts * (1 - (1 - min(config.top_k / num_experts, 1.0)) ** max(num_tokens, 1))
+    tile = choose_block_m(num_tokens * config.top_k / hit)
+    while tile > 16 and not all(any(candidates(desc, tile, 1)) for desc in _calls(num_tokens, config, weights, tile)):
+        tile //= 2
+    return tile
+
+
+def describe(num_tokens: int, config: MoEConfig, weights: ExpertWeights, num_sms: int) -> list[str]:
+    """The configuration of both products, for ``explain``."""
+    tile = block_m(num_tokens, config, weights)
+    lines = [
+        f"GEMM {number}: {describe_config(desc, choose_config(desc, tile, num_sms))}"
+        for number, desc in enumerate(_calls(num_tokens, config, weights, tile), 1)
+    ]
+    if weights.scheme.activations is not None:
+        lines.append("activations rounded to their format's grid and multiplied in bfloat16, which holds it exactly")
+    return lines
+
+
+def _calls(num_tokens: int, config: MoEConfig, weights: ExpertWeights, tile: int) -> tuple[PackedDesc, PackedDesc]:
+    rows = row_capacity(max(num_tokens, 1), config.top_k, weights.num_experts, tile)
+    fmt, activation = weights.scheme.activations, resolve_activation(config)
+    lhs = "none" if fmt is None or fmt.scale != "e4m3" else "row" if fmt.global_scale == "token" else "tensor"
+    return (
+        describe_call(rows, as_packed(weights.w13), config.dtype, lhs, weights.w13_bias, activation),
+        describe_call(rows, as_packed(weights.w2), config.dtype, lhs, weights.w2_bias, None),
+    )
+
+
+def _on_grid(x: Array, fmt: QuantFormat | None, input_scale: Any, operand: str) -> tuple[Array, Array | None]:
+    """Rows as the product's operand, and what multiplies them: () or one a row, None for 1."""
+    if fmt is None:
+        return x.astype(operand), None
+    k = x.shape[-1]
+    size = fmt.group_size or k
+    wide = x.astype(jnp.float32)
+    groups = jnp.pad(wide, ((0, 0), (0, -k % size))).reshape(x.shape[0], -1, size)
+    amax = jnp.max(numerics.magnitude(groups), axis=-1, keepdims=True, initial=0.0)
+    if fmt.scale == "e8m0":
+        values, scale = microscaling.fake_quantize_mx(groups, amax, fmt.element), None
+    else:
+        match fmt.global_scale:
+            case "divides":
+                inverse = jnp.asarray(input_scale, jnp.float32)
+            case "multiplies":
+                inverse = numerics.reciprocal(jnp.asarray(input_scale, jnp.float32))
+            case _:
+                inverse = microscaling.nvfp4_global_scale(jnp.max(amax, axis=(1, 2)))
+        values = microscaling.fake_quantize_nvfp4(groups, amax, inverse[..., None, None] if inverse.ndim else inverse)
+        scale = numerics.divide(jnp.ones_like(inverse), inverse)
+    return values.reshape(x.shape[0], -1)[:, :k].astype(operand), scale
+
+
+def _of_rows(scale: Array | None, row_of: Array, num_rows: int) -> Array | None:
+    """A factor per token -> one per row; rows that no token fills get 1."""
+    if scale is None or scale.ndim == 0:
+        return scale
+    rows = jnp.where(row_of < 0, num_rows, row_of)
+    spread = jnp.broadcast_to(scale[:, None], row_of.shape)
+    return jnp.ones(num_rows, jnp.float32).at[rows].set(spread, mode="drop")

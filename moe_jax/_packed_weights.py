@@ -1,0 +1,201 @@
+"""Expert weights in the layout of ``grouped_gemm_packed``, exactly and back: which schemes have one, and what it holds.
+
+A packed ``QuantizedTensor`` keeps its scheme's leaves under other shapes: data is (E, NB, G, KB, ...) int32 blocks,
+scale the group scales (E, NB, G, groups, 64) or the factors of channels (E, NB, G, 64), zero_point what the kernel
+subtracts from codes; global_scale and input_scale stay as they were. Its layout names the operands' dtype.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from moe_jax._config import MoEConfig
+from moe_jax.quantization import ExpertWeights, Packing, QuantFormat, QuantizedTensor, Scheme, Strategy
+from pallas_kernels.common import PLAIN, WeightLayout, packing
+from pallas_kernels.common.numerics import divide
+from pallas_kernels.grouped_gemm_packed import PackedFormat, PackedWeights, pack, unpack
+from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
+
+_PREFIX = "packed_"
+
+
+def packed_format(scheme: Scheme, dtype: Any) -> PackedFormat | None:
+    """How the kernel wants this scheme's weights for a layer that computes in ``dtype``; None where it has no way."""
+    weights, activations = scheme.weights, scheme.activations
+    if weights is None or weights.actorder:
+        return None
+    operand = _operand(weights, activations, jnp.dtype(dtype).name)
+    if operand is None:
+        return None
+    element: Any = weights.element
+    if not weights.element_type.is_float:
+        element = "int4" if weights.element_type.bits <= 4 else "int8"
+    group: int | None = weights.group_size
+    if weights.block_shape is not None:
+        group = weights.block_shape[1]
+    scale: Any = "none" if group is None else "group" if weights.scale == "float32" else weights.scale
+    return PackedFormat(element, operand, scale, group, not weights.symmetric)
+
+
+def _operand(weights: QuantFormat, activations: QuantFormat | None, dtype: str) -> Any:
+    """dtype of both operands of the product, or None."""
+    if activations is None:
+        return dtype if dtype in ("bfloat16", "float16") else None
+    if activations.scale in ("e4m3", "e8m0") and weights.scale == activations.scale:
+        return "bfloat16"  # which holds a rounded activation exactly
+    return None
+
+
+def pack_experts(weights: ExpertWeights, config: MoEConfig) -> ExpertWeights:
+    """The same weights as the Hopper kernels for few bits read them. Exact; ``unpack_experts`` undoes it.
+
+    Scales of groups are kept in the operand's 16 bits where all of them fit, which is known of concrete arrays only.
+    Raises NotImplementedError when the scheme has no such layout.
+    """
+    fmt = packed_format(weights.scheme, config.dtype)
+    if fmt is None:
+        raise NotImplementedError(f"scheme {weights.scheme.name!r} in {config.dtype.name} has no packed layout")
+    if is_packed(weights.w13):
+        return weights
+    return dataclasses.replace(weights, w13=_pack_tensor(weights.w13, fmt), w2=_pack_tensor(weights.w2, fmt))
+
+
+def unpack_experts(weights: ExpertWeights) -> ExpertWeights:
+    """Inverse of ``pack_experts``; other weights are returned as they are."""
+    if not is_packed(weights.w13):
+        return weights
+    return dataclasses.replace(weights, w13=_unpack_tensor(weights.w13), w2=_unpack_tensor(weights.w2))
+
+
+def is_packed(tensor: QuantizedTensor) -> bool:
+    """Whether the tensor is in the layout of ``pack_experts``."""
+    return tensor.layout.name.startswith(_PREFIX)
+
+
+def as_packed(tensor: QuantizedTensor) -> PackedWeights:
+    """A packed tensor as ``grouped_gemm_packed`` takes it; leaves may be ShapeDtypeStructs."""
+    fmt = _format_of(tensor)
+    is_grouped = fmt.scale == "group"
+    assert tensor.layout.shape is not None
+    n, k = tensor.layout.shape[-2:]
+    scale, channel_scale = (tensor.scale, None) if is_grouped else (None, tensor.scale)
+    return PackedWeights(tensor.data, scale, tensor.zero_point, channel_scale, fmt, n, k)
+
+
+def _format_of(tensor: QuantizedTensor) -> PackedFormat:
+    operand = tensor.layout.name.removeprefix(_PREFIX)
+    fmt = packed_format(Scheme("", tensor.fmt, None), operand)
+    assert fmt is not None, "packed tensors are made by pack_experts"
+    return dataclasses.replace(fmt, operand=operand)
+
+
+def _pack_tensor(tensor: QuantizedTensor, fmt: PackedFormat) -> QuantizedTensor:
+    arguments = dict(scale=tensor.scale, global_scale=tensor.global_scale, zero_point=tensor.zero_point)
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    packed = _pack_stack(tensor.data, arguments, tensor.fmt, tensor.shape[-2:], fmt)
+    scale = packed.scale if packed.scale is not None else packed.channel_scale
+    if packed.scale is not None and not isinstance(scale, Tracer):
+        narrow = scale.astype(fmt.operand if fmt.operand in ("bfloat16", "float16") else jnp.bfloat16)
+        scale = narrow if bool(jnp.all(narrow.astype(scale.dtype) == scale)) else scale
+    layout = WeightLayout(f"{_PREFIX}{fmt.operand}", (BLOCK_N, fmt.block_k), tuple(tensor.shape[1:]))
+    return dataclasses.replace(tensor, data=packed.words, scale=scale, zero_point=packed.zero, layout=layout)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _pack_stack(data: Any, leaves: dict[str, Any], stored: QuantFormat, shape: tuple[int, int], fmt: PackedFormat):
+    """One expert after another: codes of one number each are eight times what they are made from."""
+
+    def one(expert):
+        data, leaves = expert
+        (n, k), lead = shape, data.shape[:-2]
+        halves = lead[0] if lead else 1
+        codes = _container_codes(data, stored, k).reshape(1, halves, n, k)
+        given = _scales(stored, leaves, lead, n, k)
+        given = {name: value.reshape(1, halves, *value.shape[len(lead) :]) for name, value in given.items()}
+        packed = pack(fmt, codes, **given)
+        return jax.tree.map(lambda leaf: leaf[0], packed)
+
+    return jax.lax.map(one, (data, leaves))
+
+
+def _container_codes(data: Any, stored: QuantFormat, k: int) -> Any:
+    """(..., N, K) uint8 codes of 4 or 8 bits from what is stored."""
+    bits = stored.element_type.bits
+    if stored.packing is Packing.NIBBLES:
+        return packing.unpack_nibbles(data)
+    if stored.element_type.is_float:
+        return jax.lax.bitcast_convert_type(data, jnp.uint8)
+    half = 8 if bits <= 4 else 128
+    if stored.packing is Packing.WORDS:
+        return packing.unpack_words(data, bits, k) + jnp.uint8(half - (1 << (bits - 1)))
+    return (data.astype(jnp.int16) + half).astype(jnp.uint8)
+
+
+def _scales(stored: QuantFormat, leaves: dict[str, Any], lead: tuple[int, ...], n: int, k: int) -> dict[str, Any]:
+    """Arguments of ``pack`` beside the codes, of one expert; lead is () or (G,)."""
+    given: dict[str, Any] = {}
+    scale = leaves["scale"]
+    match stored.strategy:
+        case Strategy.TENSOR:
+            given["channel_scale"] = jnp.broadcast_to(scale[..., None], (*lead, n))
+        case Strategy.CHANNEL:
+            given["channel_scale"] = scale
+        case Strategy.BLOCK:
+            given["scale"] = jnp.repeat(scale, stored.block_shape[0], axis=-2)[..., :n, :]
+        case _:
+            given["scale"] = scale
+    if "global_scale" in leaves:
+        factor = leaves["global_scale"]
+        factor = divide(jnp.ones_like(factor), factor) if stored.global_scale == "divides" else factor
+        given["channel_scale"] = jnp.broadcast_to(factor[..., None], (*lead, n))
+    if "zero_point" in leaves:
+        zero = leaves["zero_point"]
+        if stored.packing is not None:
+            bits = stored.element_type.bits
+            zero = packing.unpack_words(zero.swapaxes(-1, -2), bits, n).swapaxes(-1, -2)
+            zero = (zero.astype(jnp.int16) - (1 << (bits - 1))).astype(jnp.int8)
+        given["zero_point"] = zero
+    return given
+
+
+def _unpack_tensor(tensor: QuantizedTensor) -> QuantizedTensor:
+    stored, shape = tensor.fmt, tensor.shape
+    assert stored is not None
+    parts = unpack(as_packed(tensor))
+    lead = shape[:-2]
+
+    def restored(array):
+        return array.reshape(*lead, *array.shape[2:])
+
+    bits = stored.element_type.bits
+    codes = restored(parts["codes"])
+    if stored.packing is Packing.NIBBLES:
+        data = packing.pack_nibbles(codes)
+    elif stored.element_type.is_float:
+        data = jax.lax.bitcast_convert_type(codes, stored.storage)
+    else:
+        half = 8 if bits <= 4 else 128
+        signed = codes.astype(jnp.int16) - half
+        data = signed.astype(jnp.int8)
+        if stored.packing is Packing.WORDS:
+            data = packing.pack_words((signed + (1 << (bits - 1))).astype(jnp.uint8), bits)
+    match stored.strategy:
+        case Strategy.TENSOR:
+            scale = restored(parts["channel_scale"])[..., 0]
+        case Strategy.CHANNEL:
+            scale = restored(parts["channel_scale"])
+        case Strategy.BLOCK:
+            scale = restored(parts["scale"])[..., :: stored.block_shape[0], :].astype(stored.scale_dtype)
+        case _:
+            scale = restored(parts["scale"]).astype(stored.scale_dtype)
+    zero = None
+    if "zero_point" in parts:
+        zero = restored(parts["zero_point"])
+        if stored.packing is not None:
+            unsigned = (zero.astype(jnp.int16) + (1 << (bits - 1))).astype(jnp.uint8)
+            zero = packing.pack_words(unsigned.swapaxes(-1, -2), bits).swapaxes(-1, -2)
+    return dataclasses.replace(tensor, data=data, scale=scale, zero_point=zero, layout=PLAIN)
