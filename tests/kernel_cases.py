@@ -16,7 +16,9 @@ from pallas_kernels.combine.config import choose_config as choose_combine
 from pallas_kernels.combine.kernel_sm90 import combine_sm90
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
-from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90, operand_names
+from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
+from pallas_kernels.grouped_gemm.kernel_swapped_sm90 import grouped_gemm_swapped_sm90
+from pallas_kernels.grouped_gemm.operands import operand_names
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, PermuteDesc, config_error
 from pallas_kernels.quantize_and_permute.config import choose_config as choose_permute
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
@@ -96,10 +98,10 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
         "tile_rows": tiles,
     }
     names = operand_names(desc)
-    kernel = grouped_gemm_sm90(desc, config)
+    kernel = (grouped_gemm_swapped_sm90 if config.is_swapped else grouped_gemm_sm90)(desc, config)
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
     return Case(
-        f"grouped_gemm {name}, {config.block_m} x {desc.halves} x {config.block_n}",
+        f"grouped_gemm {name}, {config.block_m} x {desc.halves} x {config.block_n}{' swapped' * config.is_swapped}",
         lambda *arrays: kernel(dict(zip(names, arrays, strict=True))),
         tuple(shapes[n] for n in names),
         instruction,
@@ -107,11 +109,13 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
 
 
 def gemm_cases() -> Iterator[Case]:
-    """Each description at both tile heights with every width the heuristic may choose."""
+    """Each description at each tile height with every width the heuristic may choose."""
     for name in GEMMS:
-        for block_m in (64, 128):
+        for block_m in (8, 16, 32, 64, 128):
+            # 8 and 32 rows differ from 16 in one extent of an instruction: the most registers and the fewest.
             for config in candidates(gemm(name), block_m, H200_SMS):
-                yield gemm_case(name, gemm(name), config)
+                if block_m in (16, 64, 128) or config.block_n == 256:
+                    yield gemm_case(name, gemm(name), config)
 
 
 def permute_cases() -> Iterator[Case]:

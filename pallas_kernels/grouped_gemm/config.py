@@ -87,7 +87,8 @@ class GemmConfig:
     shared-memory ring, each one K step of 128 bytes. band: row tiles walked together, so that blocks running at the
     same time share weights and activations in L2. row_chunk: rows of one activation load and of one output store;
     chunks without a row in use are left out, which needs ``has_tile_rows``. None moves whole tiles. num_sms:
-    persistent blocks, one per multiprocessor.
+    persistent blocks, one per multiprocessor. is_swapped: weights are the left operand of the product: block_m is 8,
+    16, 32 or 64, and one to four warpgroups multiply 64 channels (of each half) each, together block_n.
     """
 
     block_m: int
@@ -96,10 +97,11 @@ class GemmConfig:
     band: int = 8
     row_chunk: int | None = None
     num_sms: int = 132
+    is_swapped: bool = False
 
     @property
     def num_consumers(self) -> int:
-        return self.block_m // 64
+        return self.block_n // 64 if self.is_swapped else self.block_m // 64
 
     @property
     def rows_moved(self) -> int:
@@ -122,9 +124,19 @@ def piece_n(desc: GemmDesc, config: GemmConfig) -> int:
     return min(rows, SCALE_GROUP) if desc.is_block_scaled else rows
 
 
+def staging_shape(desc: GemmDesc, config: GemmConfig) -> tuple[int, ...]:
+    """Shared memory in which the output is staged: (consumers, slots, 64, columns), swapped (consumers, rows, 64)."""
+    if config.is_swapped:
+        return (config.num_consumers, config.block_m, 64)
+    columns = store_columns(desc, config)
+    return (config.num_consumers, 1 if columns == config.block_n else 2, 64, columns)
+
+
 def store_columns(desc: GemmDesc, config: GemmConfig) -> int:
     """Columns of one staged output store: 128 bytes of the output row where they divide block_n."""
     columns = 128 // jnp.dtype(desc.stored_dtype).itemsize
+    if config.is_swapped:
+        return min(columns, 64)
     while config.block_n % columns:
         columns //= 2
     return columns
@@ -143,9 +155,7 @@ def shared_memory(desc: GemmDesc, config: GemmConfig) -> int:
     step = block_k(desc)
     total = smem_bytes((config.num_stages, config.block_m, step), desc.dtype)
     total += smem_bytes((config.num_stages, tile_rows, step), desc.dtype)
-    columns = store_columns(desc, config)
-    slots = 1 if columns == config.block_n else 2
-    total += smem_bytes((config.num_consumers, slots, 64, columns), desc.stored_dtype)
+    total += smem_bytes(staging_shape(desc, config), desc.stored_dtype)
     if desc.is_block_scaled:
         total += smem_bytes((config.num_stages, config.block_m), "float32")
     if desc.lhs_scale == "row":
@@ -163,11 +173,14 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
     if reason := desc.unsupported():
         return reason
     tile_rows = desc.halves * config.block_n
-    if config.block_m not in (64, 128):
+    if config.is_swapped:
+        if reason := _swapped_error(desc, config):
+            return reason
+    elif config.block_m not in (64, 128):
         return f"block_m={config.block_m}: one or two warpgroups of 64 rows multiply, so 64 or 128"
     if desc.rows % config.block_m:
         return f"rows={desc.rows} is not a multiple of block_m={config.block_m}"
-    if config.block_n % 16 or tile_rows > TMA_BOX:
+    if config.block_n % 16 or (config.block_n if config.is_swapped else tile_rows) > TMA_BOX:
         return f"block_n={config.block_n} with {desc.halves} halves: a multiple of 16, at most {TMA_BOX} weight rows"
     if desc.is_block_scaled and config.block_n not in (64, 128, 256):
         return f"block_n={config.block_n}: with 128x128 weight blocks 64, 128 or 256, so that a tile's blocks are whole"
@@ -186,4 +199,18 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
         return f"num_stages={config.num_stages}: at least 2, one loading while one is multiplied"
     if (needed := shared_memory(desc, config)) > SMEM_BYTES:
         return f"needs {needed} bytes of shared memory with {config.num_stages} stages, a block has {SMEM_BYTES}"
+    return None
+
+
+def _swapped_error(desc: GemmDesc, config: GemmConfig) -> str | None:
+    if config.block_m not in (8, 16, 32, 64):
+        return f"block_m={config.block_m}: 8, 16, 32 or 64 with swapped operands"
+    if config.block_n not in (64, 128, 192, 256):
+        return f"block_n={config.block_n}: one to four warpgroups of 64 channels with swapped operands"
+    if config.row_chunk is not None:
+        return f"row_chunk={config.row_chunk}: a tile of swapped operands is moved whole"
+    if desc.is_block_scaled or desc.requantize != "none":
+        return f"swapped operands with rhs_scale {desc.rhs_scale!r}, requantize {desc.requantize!r}: neither is built"
+    if jnp.dtype(desc.stored_dtype).itemsize != 2:
+        return f"swapped operands store 16-bit rows, not {desc.stored_dtype}"
     return None

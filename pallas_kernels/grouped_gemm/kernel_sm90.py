@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import mosaic
 from pallas_kernels.grouped_gemm.config import SCALE_GROUP, GemmConfig, GemmDesc
 from pallas_kernels.grouped_gemm.epilogue_sm90 import TileVectors, store_tile
+from pallas_kernels.grouped_gemm.operands import operand_names
 from pallas_kernels.grouped_gemm.pipeline_sm90 import (
     Scratch,
     k_steps,
@@ -69,22 +70,6 @@ def grouped_gemm_sm90(desc: GemmDesc, config: GemmConfig) -> Callable[[Mapping[s
         compiler_params=mosaic.compiler_params(),
     )
     return lambda operands: call(*(operands[name] for name in operand_names(desc)))
-
-
-def operand_names(desc: GemmDesc) -> list[str]:
-    """Names of the arrays the kernel takes, in order.
-
-    x (rows, K); w (E * halves, N, K); tile_expert (rows / block_m,) i32; num_tiles (1,) i32; x_scale f32 (1,),
-    (rows,) or (ceil(K / 128), rows); w_scale f32 (E * halves,), (E * halves, N) or (E * halves, ceil(N / 128),
-    ceil(K / 128)); bias (E * halves, N); out_scale (1,) f32; tile_rows (rows / block_m,) i32.
-    """
-    names = ["x", "w", "tile_expert", "num_tiles"]
-    names += ["x_scale"] if desc.lhs_scale != "none" else []
-    names += ["w_scale"] if desc.rhs_scale != "none" else []
-    names += ["bias"] if desc.bias_dtype is not None else []
-    names += ["out_scale"] if desc.requantize == "tensor" else []
-    names += ["tile_rows"] if desc.has_tile_rows else []
-    return names
 
 
 def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) -> None:

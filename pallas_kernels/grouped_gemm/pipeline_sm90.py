@@ -16,7 +16,7 @@ from pallas_kernels.grouped_gemm.config import (
     GemmDesc,
     block_k,
     piece_n,
-    store_columns,
+    staging_shape,
     store_swizzle,
 )
 
@@ -27,7 +27,7 @@ class Scratch:
 
     x, w: (stages, rows, block_k) operands. x_scale: (stages, block_m), one K step's activation scales. full, empty:
     per stage. full_pieces: per stage and weight piece after the first. rows, columns, bias, vectors_full,
-    vectors_empty: vectors of the current tile. staging: (consumers, slots, 64, columns) of the output.
+    vectors_empty: vectors of the current tile. staging: see ``staging_shape``.
     """
 
     x: Any
@@ -49,8 +49,7 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     stages, consumers = config.num_stages, config.num_consumers
     step, tile_rows = block_k(desc), desc.halves * config.block_n
     operand = mosaic.tiled(desc.dtype, mosaic.swizzle_bytes(desc.k * desc.itemsize))
-    columns = store_columns(desc, config)
-    staged = (consumers, 1 if columns == config.block_n else 2, 64, columns)
+    staged = staging_shape(desc, config)
     stored = mosaic.tiled(desc.stored_dtype, store_swizzle(desc, config))
     copies, pieces = _copies_per_piece(desc, config), tile_rows // piece_n(desc, config)
     types: dict[str, Any] = dict(

@@ -17,6 +17,7 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, choose_config, config_error, grouped_gemm
 from pallas_kernels.grouped_gemm.api import _describe
 from pallas_kernels.grouped_gemm.config import shared_memory
+from pallas_kernels.grouped_gemm.heuristics import choose_block_m, space, why_not
 from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
 
 SILU = Activation("silu")
@@ -135,7 +136,7 @@ def lower(name, desc, config):
 @pytest.mark.parametrize("name", GEMMS)
 def test_lowers_for_cuda(name, block_m):
     desc = gemm(name)
-    config = next(candidates(desc, block_m, 132))
+    config = candidates(desc, block_m, 132)[0]
     assert lower(name, desc, config).count("mosaic_gpu_v2") == 1
 
 
@@ -143,19 +144,42 @@ def test_lowers_for_cuda(name, block_m):
 def test_candidates_are_valid_and_deepest(name):
     desc = gemm(name)
     for block_m in (64, 128):
-        found = list(candidates(desc, block_m, 132))
+        found = candidates(desc, block_m, 132)
         assert found
         for config in found:
             assert config_error(desc, config) is None
             deeper = dataclasses.replace(config, num_stages=config.num_stages + 1)
             assert config.num_stages == 8 or "shared memory" in config_error(desc, deeper)
+    swapped = candidates(desc, 16, 132)
+    assert all(config.is_swapped and config_error(desc, config) is None for config in swapped)
+    assert bool(swapped) == (not desc.is_block_scaled and desc.requantize == "none" and desc.out_dtype != "float32")
+
+
+def test_rows_of_a_tile():
+    assert [choose_block_m(r) for r in (1.0, 96.0, 97.0)] == [64, 64, 128]
+    assert [choose_block_m(r, may_swap=True) for r in (1.0, 4.0, 4.1, 16.0, 24.0, 25.0, 200.0)] == [8, 8, 16, 32, 64, 64, 128]
+
+
+def test_every_prune_has_a_reason():
+    desc = gemm("fp8 block gated, requantized, ragged")
+    pruned = {c.block_n: why_not(desc, c) for c in space(desc, 64, 132) if not c.is_swapped}
+    assert pruned.pop(128) is None
+    assert "tile's blocks are whole" in pruned[96] and "one group per tile" in pruned[64]
+    assert "neither is built" in why_not(desc, next(space(desc, 16, 132)))
+    assert "64 rows swapped" in why_not(gemm("fp8 row"), next(space(gemm("fp8 row"), 64, 132)))
+
+
+@pytest.mark.parametrize("name", ["bf16 gated bias", "int8 row", "fp8 tensor"])
+def test_swapped_lowers_for_cuda(name):
+    desc = gemm(name)
+    assert lower(name, desc, choose_config(desc, 8, 132)).count("mosaic_gpu_v2") == 1
 
 
 def test_narrow_candidates_lower():
     for name in ("fp8 row gated", "fp8 block gated", "bf16"):
         desc = gemm(name)
         *_, narrow = candidates(desc, 64, 132)
-        assert narrow.block_n == 64
+        assert narrow.block_n == (64 if desc.is_block_scaled else 32)
         assert lower(name, desc, narrow).count("mosaic_gpu_v2") == 1
 
 
@@ -188,6 +212,11 @@ def test_shared_memory_is_not_underestimated():
         ({}, dict(num_stages=1), "at least 2"),
         ({}, dict(row_chunk=16), "needs tile_rows"),
         (dict(has_tile_rows=True), dict(row_chunk=12), "8, 16, 32 or 64"),
+        ({}, dict(is_swapped=True), "8, 16, 32 or 64 with swapped"),
+        ({}, dict(is_swapped=True, block_m=16, block_n=96), "four warpgroups of 64 channels"),
+        ({}, dict(is_swapped=True, block_m=16, row_chunk=8), "moved whole"),
+        (BLOCK, dict(is_swapped=True, block_m=16), "neither is built"),
+        (dict(out_dtype="float32"), dict(is_swapped=True, block_m=16), "16-bit rows"),
     ],
 )
 def test_config_error(change, config, match):
@@ -198,6 +227,10 @@ def test_config_error(change, config, match):
 
 def test_choice_of_width():
     assert choose_config(gemm("fp8 row"), 128, 132).block_n == 64  # 8 row tiles: narrow tiles reach more blocks
+    # One token of qwen3: 8 experts, and tiles for 128 of 132 multiprocessors where 64 columns make 96.
+    token = dataclasses.replace(gemm("fp8 row gated"), rows=512, n=768, k=2048, num_experts=128)
+    assert choose_config(token, 64, 132).block_n == 48
+    assert choose_config(dataclasses.replace(token, rows=64), 8, 132).block_n == 64
     prefill = dataclasses.replace(gemm("fp8 row"), rows=1 << 16)
     assert choose_config(prefill, 128, 132) == GemmConfig(128, 256, 4)
     assert choose_config(gemm("fp8 block gated, requantized"), 64, 132).block_n == 128

@@ -42,6 +42,26 @@ def test_plain(kind, block_m):
     check(problem, run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
+SWAPPED_KINDS = [kind for kind in KINDS if kind != "fp8_block"]
+
+
+@pytest.mark.parametrize("block_n", [64, 128, 256])
+@pytest.mark.parametrize("block_m", [8, 16, 32, 64])
+@pytest.mark.parametrize("kind", SWAPPED_KINDS)
+def test_swapped(kind, block_m, block_n):
+    problem = make_problem(kind, [3, 40, 0, 9, 1, 64], k=1152, n=704, block_m=block_m, padding=np.nan)
+    config = GemmConfig(block_m, block_n, 3, is_swapped=True)
+    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
+@pytest.mark.parametrize("kind", SWAPPED_KINDS)
+def test_swapped_gated_with_bias(kind):
+    options = dict(halves=2, activation=OAI, bias="bfloat16", with_tile_rows=True)
+    problem = make_problem(kind, [7, 0, 13, 1], k=2880, n=2880, block_m=16, **options)
+    for config in (None, GemmConfig(16, 128, 4, num_sms=7, is_swapped=True)):
+        check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp8_tensor", "fp8_row", "fp8_block", "int8_row"])
 def test_gated_with_bias(kind):
     problem = make_problem(
@@ -105,10 +125,20 @@ def test_sizes_off_the_tile(kind, k, n):
 
 
 @pytest.mark.parametrize(
-    "config", [GemmConfig(64, 64, 2), GemmConfig(64, 128, 8, num_sms=5), GemmConfig(64, 256, 3, band=1)], ids=str
+    "config",
+    [
+        GemmConfig(64, 64, 2),
+        GemmConfig(64, 128, 8, num_sms=5),
+        GemmConfig(64, 256, 3, band=1),
+        GemmConfig(64, 48, 4),
+        GemmConfig(64, 96, 4),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", ["fp8_row", "fp8_block", "f16"])
 def test_configs(kind, config):
+    if kind == "fp8_block" and config.block_n not in (64, 128, 256):
+        pytest.skip("a tile's weight blocks are whole")
     problem = make_problem(kind, [90, 1, 200], k=640, n=640)
     check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
