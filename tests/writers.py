@@ -67,6 +67,11 @@ def preset(name: str) -> QuantizationScheme:
 
 
 def quantize_with_compressed_tensors(source: Path, target: Path, family: str, scheme: QuantizationScheme) -> Path:
+    """``compress`` with one scheme for all but the router and the head."""
+    return compress(source, target, {"group_0": scheme}, IGNORE[family])
+
+
+def compress(source: Path, target: Path, groups: dict[str, QuantizationScheme], ignore: list[str]) -> Path:
     """Write ``target`` (compressed) and ``target``-decompressed (what compressed-tensors decompresses, float32).
 
     Static activation scales are filled per Linear with distinct values that suit unit-variance inputs.
@@ -74,8 +79,7 @@ def quantize_with_compressed_tensors(source: Path, target: Path, family: str, sc
     """
     tensors = load_file(source / "model.safetensors")
     tree, rest = _linear_tree({name: value.float() for name, value in tensors.items()})
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=IGNORE[family])
-    apply_quantization_config(tree, config)
+    apply_quantization_config(tree, QuantizationConfig(config_groups=groups, ignore=ignore))
     _calibrate(tree)
     compressor = ModelCompressor.from_pretrained_model(tree)
     compressor.compress_model(tree)

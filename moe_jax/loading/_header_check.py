@@ -13,6 +13,11 @@ from moe_jax.loading._stream import ExpertReader
 from moe_jax.quantization import method_for
 
 
+def _unread(info: Any) -> np.ndarray:
+    """An array like the tensor that takes no memory; all its elements are 0."""
+    return np.broadcast_to(np.zeros((), info.numpy_dtype), info.shape)
+
+
 class _HeaderLoader(LayerLoader):
     """A ``LayerLoader`` that does all its checks of names, shapes and dtypes and stores nothing."""
 
@@ -33,7 +38,7 @@ class _HeaderLoader(LayerLoader):
 
 
 class HeaderCheck(ExpertReader):
-    """An ``ExpertReader`` that can also check layers without reading more of them than their scales."""
+    """An ``ExpertReader`` that can also check layers without reading more of them than their scales and shapes."""
 
     def check(self, layer: int, config: MoEConfig) -> None:
         """Check the experts of one layer. config: as for ``load``; its scheme is the one they are stored in.
@@ -47,11 +52,12 @@ class HeaderCheck(ExpertReader):
             names=dataclasses.replace(self._names, is_gated=config.is_act_and_mul),
             quantize=False,
             fused_layout=self._fused_layout(layer, config),
+            words_are_dense=self._quantization.words_are_dense,
         )
         for name in self._in_order(layer):
             info = self._checkpoint.info(name)
             try:
-                loader.accept(name, np.broadcast_to(np.zeros((), info.numpy_dtype), info.shape))
+                loader.accept(name, self._checkpoint.read(name) if name.endswith("weight_shape") else _unread(info))
             except ValueError as error:
                 raise CheckpointError(f"{info.file}: tensor {error}") from None
             if name.endswith(("scale", "scale_inv")):

@@ -1,5 +1,6 @@
 """Tiny checkpoints of every family with experts, saved by transformers, and transformers' own blocks as the judge."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -33,7 +34,7 @@ MLA = dict(
     num_key_value_heads=4,
     n_routed_experts=8,
     moe_intermediate_size=I,
-    intermediate_size=40,
+    intermediate_size=80,
 )
 QWEN = dict(num_experts=E, moe_intermediate_size=I, intermediate_size=40)
 SHARED = dict(shared_expert_intermediate_size=24)
@@ -58,6 +59,7 @@ class Family:
     options: dict[str, Any]
     moe_layers: tuple[int, ...]
     block: str = "mlp"
+    router: str = "router."
     is_fused: bool = False
 
     def write(self, directory: Path, seed: int = 0, **options: Any) -> Any:
@@ -69,6 +71,24 @@ class Family:
         model.save_pretrained(directory)
         return model.model.layers
 
+    def with_tensors(self, layer: Any, index: int, tensors: dict[str, torch.Tensor]) -> Any:
+        """The layer with the weights of its block taken from per-expert tensors, (out, in) each."""
+        layer = copy.deepcopy(layer)
+        prefix = f"model.layers.{index}.{self.block}."
+        for name, parameter in getattr(layer, self.block).named_parameters():
+            if not name.startswith("experts."):
+                parameter.data = tensors[prefix + name.replace("router.", self.router)]
+                continue
+            suffix = "bias" if name.endswith("_bias") else "weight"
+            roles = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+            parts = [
+                torch.stack([tensors[f"{prefix}experts.{e}.{role}.{suffix}"] for e in range(len(parameter))])
+                for role in roles
+            ]
+            value = torch.stack(parts, 2).flatten(1, 2) if self.name == "GptOss" else torch.cat(parts, 1)
+            parameter.data = value.transpose(1, 2) if value.shape != parameter.shape else value
+        return layer
+
     def output(self, layer: Any, x: np.ndarray) -> np.ndarray:
         """What transformers' block gives for x (..., H), as (T, H)."""
         with torch.no_grad():
@@ -77,7 +97,12 @@ class Family:
 
 
 FAMILIES = {
-    "mixtral": Family("Mixtral", dict(num_local_experts=4, intermediate_size=I), (0, 1, 2)),
+    "mixtral": Family(
+        "Mixtral",
+        dict(num_local_experts=4, intermediate_size=I, num_hidden_layers=2),
+        (0, 1),
+        block="mlp",
+    ),
     "qwen2_moe": Family("Qwen2Moe", QWEN | SHARED | dict(mlp_only_layers=[1]), (0, 2)),
     "qwen3_moe": Family("Qwen3Moe", QWEN | dict(decoder_sparse_step=2, norm_topk_prob=True), (1,)),
     "qwen3_next": Family("Qwen3Next", QWEN | SHARED | LINEAR_ATTENTION | dict(num_hidden_layers=2), (0, 1)),
@@ -104,6 +129,7 @@ FAMILIES = {
         dict(num_local_experts=E, intermediate_size=I, num_hidden_layers=2, residual_multiplier=0.3),
         (0, 1),
         block="block_sparse_moe",
+        router="router.layer.",
         is_fused=True,
     ),
     "llama4_text": Family("Llama4", LLAMA4, (1, 3), block="feed_forward", is_fused=True),
