@@ -1,9 +1,10 @@
-"""The mosaic implementation for packed weights: 4 and 8 bits with 16-bit operands.
+"""The mosaic implementation for packed weights.
 
-Activations are left alone, or rounded to the weights' microscaling grid, which bfloat16 holds exactly.
-
-    align -> [round to the grid] -> permute -> packed grouped GEMM 1 (scales, bias, activation) -> [round to the grid]
+    align -> quantize_and_permute -> packed grouped GEMM 1 (scales, bias, activation) -> row requantization
     -> packed grouped GEMM 2 (scales, bias) -> combine in float32
+
+Activations are left in 16 bits; or quantized per row to int8 or e4m3 (W4A8); or rounded to the weights' microscaling
+grid (NVFP4, MXFP4, MXFP8), which bfloat16 holds exactly.
 """
 
 import functools
@@ -31,6 +32,8 @@ from pallas_kernels.grouped_gemm_packed import (
 from pallas_kernels.grouped_gemm_packed import describe as describe_config
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
+_ROW_QUANTIZATION = {"int8": "int8_row", "float8_e4m3fn": "e4m3_row"}
+
 
 def experts(
     config: MoEConfig,
@@ -54,13 +57,20 @@ def experts(
         out_dtype=config.dtype,
         implementation=kernels,
     )
-    operand, scale = _on_grid(x, fmt, weights.w13.input_scale, w13.fmt.operand)
+    permute = functools.partial(quantize_and_permute, implementation=kernels)
     num_rows = tiles.tile_expert.size * tile
-    rows, _ = quantize_and_permute(operand, tiles.row_of, num_rows, quantization="none", implementation=kernels)
-    scale = _of_rows(scale, tiles.row_of, num_rows)
-    hidden = gemm(rows, w13, x_scale=scale, bias=weights.w13_bias, activation=resolve_activation(config))
-    hidden, scale = _on_grid(hidden, fmt, weights.w2.input_scale, w2.fmt.operand)
-    out = gemm(hidden, w2, x_scale=scale, bias=weights.w2_bias)
+    first = functools.partial(gemm, w=w13, bias=weights.w13_bias, activation=resolve_activation(config))
+    if w13.fmt.is_8bit:
+        kind = _ROW_QUANTIZATION[w13.fmt.operand]
+        rows, scale = permute(x, tiles.row_of, num_rows, quantization=kind)
+        hidden = first(rows, x_scale=scale)
+        hidden, scale = permute(hidden, quantization=kind, rows=tiles.row_of.reshape(-1))
+    else:
+        operand, scale = _on_grid(x, fmt, weights.w13.input_scale, w13.fmt.operand)
+        rows, _ = permute(operand, tiles.row_of, num_rows, quantization="none")
+        hidden = first(rows, x_scale=_of_rows(scale, tiles.row_of, num_rows))
+        hidden, scale = _on_grid(hidden, fmt, weights.w2.input_scale, w2.fmt.operand)
+    out = gemm(hidden, w=w2, x_scale=scale, bias=weights.w2_bias)
     return combine(out, tiles.row_of, topk_weights, shared=shared, out_dtype=out_dtype, implementation=kernels)
 
 
@@ -81,7 +91,8 @@ def describe(num_tokens: int, config: MoEConfig, weights: ExpertWeights, num_sms
         f"GEMM {number}: {describe_config(desc, choose_config(desc, tile, num_sms))}"
         for number, desc in enumerate(_calls(num_tokens, config, weights, tile), 1)
     ]
-    if weights.scheme.activations is not None:
+    activations = weights.scheme.activations
+    if activations is not None and activations.scale != "float32":
         lines.append("activations rounded to their format's grid and multiplied in bfloat16, which holds it exactly")
     return lines
 
@@ -89,7 +100,9 @@ def describe(num_tokens: int, config: MoEConfig, weights: ExpertWeights, num_sms
 def _calls(num_tokens: int, config: MoEConfig, weights: ExpertWeights, tile: int) -> tuple[PackedDesc, PackedDesc]:
     rows = row_capacity(max(num_tokens, 1), config.top_k, weights.num_experts, tile)
     fmt, activation = weights.scheme.activations, resolve_activation(config)
-    lhs = "none" if fmt is None or fmt.scale != "e4m3" else "row" if fmt.global_scale == "token" else "tensor"
+    lhs = "none" if fmt is None or fmt.scale == "e8m0" else "tensor"
+    if fmt is not None and (fmt.scale == "float32" or fmt.global_scale == "token"):
+        lhs = "row"
     return (
         describe_call(rows, as_packed(weights.w13), config.dtype, lhs, weights.w13_bias, activation),
         describe_call(rows, as_packed(weights.w2), config.dtype, lhs, weights.w2_bias, None),

@@ -29,25 +29,29 @@ def packed_format(scheme: Scheme, dtype: Any) -> PackedFormat | None:
     if weights is None or weights.actorder:
         return None
     operand = _operand(weights, activations, jnp.dtype(dtype).name)
-    if operand is None:
-        return None
-    element: Any = weights.element
-    if not weights.element_type.is_float:
-        element = "int4" if weights.element_type.bits <= 4 else "int8"
-    group: int | None = weights.group_size
-    if weights.block_shape is not None:
-        group = weights.block_shape[1]
-    scale: Any = "none" if group is None else "group" if weights.scale == "float32" else weights.scale
-    return PackedFormat(element, operand, scale, group, not weights.symmetric)
+    return None if operand is None else _format_for(weights, operand)
 
 
 def _operand(weights: QuantFormat, activations: QuantFormat | None, dtype: str) -> Any:
     """dtype of both operands of the product, or None."""
     if activations is None:
         return dtype if dtype in ("bfloat16", "float16") else None
-    if activations.scale in ("e4m3", "e8m0") and weights.scale == activations.scale:
-        return "bfloat16"  # which holds a rounded activation exactly
+    if activations.scale in ("e4m3", "e8m0"):
+        # bfloat16 holds an activation rounded to the grid exactly.
+        return "bfloat16" if weights.scale == activations.scale else None
+    is_narrow = not weights.element_type.is_float and weights.element_type.bits <= 4 and weights.symmetric
+    if is_narrow and activations.symmetric and activations.strategy is Strategy.TOKEN and not activations.amax_bound:
+        return {"int8": "int8", "e4m3": "float8_e4m3fn"}.get(activations.element)
     return None
+
+
+def _format_for(weights: QuantFormat, operand: Any) -> PackedFormat:
+    element: Any = weights.element
+    if not weights.element_type.is_float:
+        element = "int4" if weights.element_type.bits <= 4 else "int8"
+    group = weights.group_size if weights.block_shape is None else weights.block_shape[1]
+    scale: Any = "none" if group is None else "group" if weights.scale == "float32" else weights.scale
+    return PackedFormat(element, operand, scale, group, not weights.symmetric)
 
 
 def pack_experts(weights: ExpertWeights, config: MoEConfig) -> ExpertWeights:
@@ -87,10 +91,8 @@ def as_packed(tensor: QuantizedTensor) -> PackedWeights:
 
 
 def _format_of(tensor: QuantizedTensor) -> PackedFormat:
-    operand = tensor.layout.name.removeprefix(_PREFIX)
-    fmt = packed_format(Scheme("", tensor.fmt, None), operand)
-    assert fmt is not None, "packed tensors are made by pack_experts"
-    return dataclasses.replace(fmt, operand=operand)
+    assert tensor.fmt is not None, "only quantized weights are packed"
+    return _format_for(tensor.fmt, tensor.layout.name.removeprefix(_PREFIX))
 
 
 def _pack_tensor(tensor: QuantizedTensor, fmt: PackedFormat) -> QuantizedTensor:

@@ -35,6 +35,11 @@ KINDS: dict[str, tuple[PackedFormat, str | None, bool]] = {
     "e4m3 channel": (PackedFormat("e4m3"), None, True),
     "e4m3 channel f16": (PackedFormat("e4m3", "float16"), None, True),
     "e4m3 g128": (PackedFormat("e4m3", scale="group", group_size=128), "float32", False),
+    "w4a8 int8 channel": (PackedFormat("int4", "int8"), None, True),
+    "w4a8 int8 g128": (PackedFormat("int4", "int8", "group", 128), "float32", False),
+    "w4a8 int8 g64": (PackedFormat("int4", "int8", "group", 64), "bfloat16", False),
+    "w4a8 fp8 g128": (PackedFormat("int4", "float8_e4m3fn", "group", 128), "bfloat16", False),
+    "w4a8 fp8 channel": (PackedFormat("int4", "float8_e4m3fn"), None, True),
     "nvfp4": (PackedFormat("e2m1", scale="e4m3", group_size=16), None, True),
     "mxfp4": (PackedFormat("e2m1", scale="e8m0", group_size=32), None, False),
     "mxfp8": (PackedFormat("e4m3", scale="e8m0", group_size=32), None, False),
@@ -117,13 +122,21 @@ def make_problem(
     in_use = np.arange(rows) % block_m < np.repeat(used, block_m)
     row_expert = np.where(in_use, np.repeat(tile_expert, block_m), -1)
 
-    x = rng.standard_normal((rows, k), dtype=np.float32).astype(fmt.operand)
-    x[~in_use] = np.nan
+    if fmt.operand == "int8":
+        x = rng.integers(-127, 128, (rows, k)).astype(np.int8)
+    else:
+        x = rng.standard_normal((rows, k), dtype=np.float32).astype(fmt.operand)
+        x[~in_use] = np.nan
     stored, values = make_stored(kind, (experts, halves), n, k, rng)
     # Sums near 1, where activations bend: the real scales are far from the random ones.
     magnitude = np.sqrt((values**2).mean((0, 2, 3)).max() * k)
-    x = (x.astype(np.float32) / np.float32(magnitude)).astype(fmt.operand)
-    factor = {"none": None, "tensor": np.float32(0.7), "row": rng.uniform(0.5, 2, rows).astype(np.float32)}[x_scale]
+    if fmt.is_8bit:
+        assert x_scale == "row", "8-bit rows have a scale each"
+        row_scale = rng.uniform(0.5, 2, rows) / magnitude / (64.0 if fmt.operand == "int8" else 1.0)
+    else:
+        x = (x.astype(np.float32) / np.float32(magnitude)).astype(fmt.operand)
+        row_scale = rng.uniform(0.5, 2, rows)
+    factor = {"none": None, "tensor": np.float32(0.7), "row": row_scale.astype(np.float32)}[x_scale]
     b = rng.standard_normal((experts, halves, n)).astype(bias) if bias else None
 
     expected = np.zeros((rows, n))
@@ -141,13 +154,14 @@ def make_problem(
     return Problem(args, kwargs, stored, expected, row_expert)
 
 
-def packed_tolerance(kind: str, out_dtype: Any, *, folded: bool = False) -> Tolerance:
+def packed_tolerance(kind: str, out_dtype: Any, *, folded: bool = False, tensor_core: bool = False) -> Tolerance:
     """Bound of one row against float64, by its largest value.
 
     Operands are exact, products are exact, sums are float32 (64 ulp, as in helpers), the output is rounded once. Scales
     folded into operands round each weight to the operand's dtype, 2**-9 of it in bfloat16: over a sum of random signs
-    that is 2**-9 of a typical value of the row.
+    that is 2**-9 of a typical value of the row. The fp8 tensor core keeps about 14 bits between its adds.
     """
     name = np.dtype(out_dtype).name
     ulps = {"float32": 64.0, "bfloat16": 2.0, "float16": 2.0}[name]
-    return Tolerance(out_dtype, ulps, 2.0**-8 if folded else 0.0)
+    coarse = 1 / 512 if tensor_core and KINDS[kind][0].operand == "float8_e4m3fn" else 0.0
+    return Tolerance(out_dtype, ulps, 2.0**-8 if folded else coarse)

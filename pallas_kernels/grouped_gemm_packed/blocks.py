@@ -44,6 +44,11 @@ class PackedFormat:
         return _BITS[self.element]
 
     @property
+    def is_8bit(self) -> bool:
+        """Whether operands are 8 bits wide."""
+        return jnp.dtype(self.operand).itemsize == 1
+
+    @property
     def block_k(self) -> int:
         """K of one block: 128 bytes of operands."""
         return 128 // jnp.dtype(self.operand).itemsize
@@ -86,31 +91,37 @@ def _byte_places() -> np.ndarray:
     return np.array([[[8 * (p + 2 * c) + b for b in range(8)] for c in range(2)] for p in range(2)])
 
 
+def _int8_places() -> np.ndarray:
+    """Four int4 in the high nibbles of the bytes, four in the low ones: a mask makes 16 times the value of each."""
+    return np.array([[[8 * c + 4 * (1 - p) + b for b in range(4)] for c in range(4)] for p in range(2)])
+
+
+def _table_places() -> np.ndarray:
+    """Four int4 in each half word, as PRMT takes its selectors."""
+    return np.array([[[4 * (4 * p + c) + b for b in range(4)] for c in range(4)] for p in range(2)])
+
+
 _PLACES = {"int4": _nibble_places(), "e2m1": _e2m1_places(), "int8": _byte_places(), "e4m3": _byte_places()}
+_PLACES_8BIT = {"int8": _int8_places(), "float8_e4m3fn": _table_places()}
+
+
+def _places(fmt: PackedFormat) -> np.ndarray:
+    """Bit of a word that holds bit b of an element: (register, column, b), registers being 32 bits of operands."""
+    return _PLACES_8BIT[fmt.operand] if fmt.is_8bit else _PLACES[fmt.element]
 
 
 def pack_words(codes: Any, fmt: PackedFormat) -> Any:
     """(..., N, K) uint8 codes -> (..., N / 64, K / block_k, words) int32, for N and K whole blocks."""
     xp = namespace(codes)
     lead, (n, k) = codes.shape[:-2], codes.shape[-2:]
-    i = len(lead)
-    # Channel = warp (4), half (2), row (8); K = step (4), half (2), lane (4), column (2).
-    split = codes.reshape(*lead, n // 64, 4, 2, 8, k // 64, 4, 2, 4, 2)
-    nb, warp, row_half, row, kb, step, k_half, lane, column = range(i, i + 9)
-    if fmt.bits == 4:
-        order = (nb, kb, warp, row, lane, step, k_half, row_half, column)
-        fields = (4, 2)
-    else:
-        split = split.reshape(*lead, n // 64, 4, 2, 8, k // 64, 2, 2, 2, 4, 2)
-        nb, warp, row_half, row, kb, step, step_low, k_half, lane, column = range(i, i + 10)
-        order = (nb, kb, step, warp, row, lane, step_low, k_half, row_half, column)
-        fields = (2, 2)
-    ordered = split.transpose(*range(i), *order).reshape(*lead, n // 64, k // 64, -1, *fields)
-    places = _PLACES[fmt.element]
+    shape, order = _ordering(fmt, len(lead))
+    split = codes.reshape(*lead, n // 64, *shape[:3], k // fmt.block_k, *shape[3:])
+    places = _places(fmt)
+    ordered = split.transpose(*order).reshape(*lead, n // 64, k // fmt.block_k, -1, *places.shape[:2])
     words = xp.zeros(ordered.shape[:-2], xp.uint32)
-    for pair, column in np.ndindex(*fields):
-        code = ordered[..., pair, column].astype(xp.uint32)
-        for bit, place in enumerate(places[pair, column]):
+    for register, column in np.ndindex(*places.shape[:2]):
+        code = ordered[..., register, column].astype(xp.uint32)
+        for bit, place in enumerate(places[register, column]):
             words = words | ((code >> xp.uint32(bit)) & xp.uint32(1)) << xp.uint32(place)
     return words.view(xp.int32)
 
@@ -119,8 +130,7 @@ def unpack_words(words: Any, fmt: PackedFormat) -> Any:
     """Inverse of ``pack_words``."""
     xp = namespace(words)
     lead, (nb, kb) = words.shape[:-3], words.shape[-3:-1]
-    i = len(lead)
-    places = _PLACES[fmt.element]
+    places = _places(fmt)
     stream = words.view(xp.uint32)
 
     def code(field):
@@ -128,15 +138,27 @@ def unpack_words(words: Any, fmt: PackedFormat) -> Any:
         return functools.reduce(operator.or_, bits).astype(xp.uint8)
 
     codes = xp.stack([code(field) for field in places.reshape(-1, fmt.bits)], axis=-1)
-    if fmt.bits == 4:
-        split = codes.reshape(*lead, nb, kb, 4, 8, 4, 4, 2, 2, 2)
-        n, k, warp, row, lane, step, k_half, row_half, column = range(i, i + 9)
-        order = (n, warp, row_half, row, k, step, k_half, lane, column)
-    else:
-        split = codes.reshape(*lead, nb, kb, 2, 4, 8, 4, 2, 2, 2, 2)
-        n, k, step, warp, row, lane, step_low, k_half, row_half, column = range(i, i + 10)
-        order = (n, warp, row_half, row, k, step, step_low, k_half, lane, column)
-    return split.transpose(*range(i), *order).reshape(*lead, nb * 64, kb * 64)
+    shape, order = _ordering(fmt, len(lead))
+    whole = (*lead, nb, *shape[:3], kb, *shape[3:])
+    split = codes.reshape(*(whole[axis] for axis in order))
+    return split.transpose(*np.argsort(order)).reshape(*lead, nb * 64, kb * fmt.block_k)
+
+
+def _ordering(fmt: PackedFormat, lead: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How the elements of a block split, and the order of the split axes in memory, ``lead`` axes going before.
+
+    Channels split into warp (4), half (2) and row (8). K splits into step of the matrix instruction (4), half (2), lane
+    (4) and column (2, of 8 bits 4); where a thread has eight words, steps split once more, into the two loads.
+    """
+    n = lead
+    columns = 4 if fmt.is_8bit else 2
+    if fmt.bits == 4 and not fmt.is_8bit:
+        warp, row_half, row, k, step, k_half, lane, column = range(n + 1, n + 9)
+        order = (n, k, warp, row, lane, step, k_half, row_half, column)
+        return (4, 2, 8, 4, 2, 4, columns), (*range(n), *order)
+    warp, row_half, row, k, load, step, k_half, lane, column = range(n + 1, n + 10)
+    order = (n, k, load, warp, row, lane, step, k_half, row_half, column)
+    return (4, 2, 8, 2, 2, 2, 4, columns), (*range(n), *order)
 
 
 def pack_scales(scales: Any, fmt: PackedFormat) -> Any:

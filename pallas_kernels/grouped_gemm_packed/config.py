@@ -41,6 +41,10 @@ class PackedDesc:
     activation: Activation | None = None
 
     @property
+    def accumulator(self) -> str:
+        return "int32" if self.fmt.operand == "int8" else "float32"
+
+    @property
     def channel_blocks(self) -> int:
         """Blocks of 64 channels in one half of an expert."""
         return -(-self.n // BLOCK_N)
@@ -53,6 +57,12 @@ class PackedDesc:
             return f"K={self.k}: x must come in whole blocks of {self.fmt.block_k} columns"
         if self.n % 8 or self.n * jnp.dtype(self.out_dtype).itemsize % 32:
             return f"N={self.n}: a row of the {self.out_dtype} output must be a multiple of 32 bytes and N of 8"
+        if self.fmt.is_8bit and (self.fmt.element != "int4" or self.fmt.has_zero_point):
+            return f"{self.fmt.operand} activations go with symmetric int4 weights, found {self.fmt.element}"
+        if self.fmt.operand == "int8" and self.k > 1 << 17:
+            return f"K={self.k}: sums of int8 by 16 times int4 stay in 32 bits up to 131072"
+        if self.fmt.is_8bit and self.fmt.scale == "group" and (self.fmt.group_size or 0) % 64:
+            return f"groups of {self.fmt.group_size} with {self.fmt.operand} operands; a multiple of 64"
         if self.fmt.element == "e2m1" and self.fmt.operand != "bfloat16":
             return f"e2m1 weights with {self.fmt.operand} activations; only bfloat16 holds their scales"
         if self.fmt.scale == "e8m0" and self.fmt.operand != "bfloat16":

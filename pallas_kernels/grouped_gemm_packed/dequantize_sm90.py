@@ -28,7 +28,12 @@ def load_block(
     is subtracted from the codes of each channel (``zero_offset``), what the difference is multiplied with, rounding
     once. rows: their row for each 16 of K.
     """
-    part: Any = plgpu.ShapeDtypeStruct((BLOCK_N, width), jnp.dtype(fmt.operand), plgpu.Layout.WGMMA)
+    layout, plgpu_layout, columns = (
+        (mgpu.WGMMA_LAYOUT_8BIT, plgpu.Layout.WGMMA_8BIT, 16)
+        if fmt.is_8bit
+        else (mgpu.WGMMA_LAYOUT, plgpu.Layout.WGMMA, 8)
+    )
+    part: Any = plgpu.ShapeDtypeStruct((BLOCK_N, width), jnp.dtype(fmt.operand), plgpu_layout)
     result = (part,) * (fmt.block_k // width)
     vectors = [vector for vector in (zeros, scales) if vector is not None]
 
@@ -40,22 +45,22 @@ def load_block(
         per_group = [_per_channel(vector, thread, rows) for vector in vectors]
         offset = per_group.pop(0) if zeros is not None else None
         factor = per_group.pop(0) if scales is not None else _block_scales(fmt, block, thread)
-        registers = [np.empty(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK_N, width)), dtype=object) for _ in result]
-        convert = _CONVERT[fmt.element]
+        registers = [np.empty(layout.registers_shape((BLOCK_N, width)), dtype=object) for _ in result]
+        convert = _CONVERT_8BIT[fmt.operand] if fmt.is_8bit else _CONVERT[fmt.element]
         for q, k_half, row_half in np.ndindex(4, 2, 2):
-            if fmt.bits == 4:
+            if fmt.bits == 4 and not fmt.is_8bit:
                 word, pair = words[q], 2 * k_half + row_half
             else:
                 word, pair = words[2 * q + k_half], row_half
             value = convert(fmt.operand, word, pair, None if offset is None else offset(q, row_half))
             if factor is not None:
                 value = _binary(fmt.operand, "mul", value, factor(q, row_half))
-            column = 2 * q + k_half
-            part, index = divmod(column, width // 8)
-            where = [0] * registers[part].ndim
+            place, index = divmod(2 * q + k_half, width // columns)
+            where = [0] * registers[place].ndim
             where[1], where[4] = index, row_half
-            registers[part][tuple(where)] = mgpu.utils.bitcast(value, _pair_type(fmt.operand))
-        return tuple(mgpu.FragmentedArray(_registers=r, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None) for r in registers)
+            registers[place][tuple(where)] = _as_operand(fmt.operand, value)
+        is_signed = True if fmt.operand == "int8" else None
+        return tuple(mgpu.FragmentedArray(_registers=r, _layout=layout, _is_signed=is_signed) for r in registers)
 
     return load(block, *vectors)
 
@@ -182,6 +187,26 @@ def _from_e4m3(operand: str, word: Any, pair: int, offset: Any) -> Any:
     )
 
 
+def _to_int8(operand: str, word: Any, part: int, offset: Any) -> Any:
+    """Nibbles at the top of their bytes: 16 times the value."""
+    del operand, offset
+    return _asm(
+        [word], f"{{ .reg .b32 t; {'shl.b32 t, $1, 4;' if part else 'mov.b32 t, $1;'} and.b32 $0, t, 0xF0F0F0F0; }}"
+    )
+
+
+def _to_e4m3(operand: str, word: Any, part: int, offset: Any) -> Any:
+    """Two's complement nibbles by two tables of eight bytes, 0 to 7 and -8 to -1; the sign bit chooses between them."""
+    del operand, offset
+    return _asm(
+        [word],
+        f"{{ .reg .b32 x, i, p, n, s; {'shr.u32 x, $1, 16;' if part else 'mov.b32 x, $1;'} and.b32 i, x, 0x77777777;"
+        " prmt.b32 p, 0x44403800, 0x4E4C4A48, i; prmt.b32 n, 0xCACCCED0, 0xB8C0C4C8, i;"
+        " shr.u32 s, x, 1; lop3.b32 s, s, 0x44444444, 0x32103210, 0xEA; prmt.b32 $0, p, n, s; }",
+    )
+
+
+_CONVERT_8BIT: dict[str, Callable[..., Any]] = {"int8": _to_int8, "float8_e4m3fn": _to_e4m3}
 _CONVERT: dict[str, Callable[..., Any]] = {
     "int4": _from_int4,
     "int8": _from_int8,
@@ -207,8 +232,13 @@ def _i32() -> Any:
     return ir.IntegerType.get_signless(32)
 
 
-def _pair_type(operand: str) -> Any:
-    return ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(operand)))
+def _as_operand(operand: str, register: Any) -> Any:
+    """32 bits as a vector of the operand's elements."""
+    element = mgpu.utils.dtype_to_ir_type(jnp.dtype(operand))
+    count = 4 // jnp.dtype(operand).itemsize
+    if count == 4:
+        register = mgpu.utils.bitcast(register, ir.VectorType.get((4,), ir.IntegerType.get_signless(8)))
+    return register if operand == "int8" else mgpu.utils.bitcast(register, ir.VectorType.get((count,), element))
 
 
 def _constant(value: int) -> Any:

@@ -79,6 +79,9 @@ def pack(
         ones = xp.ones((*codes.shape[:-1],), xp.float32) if channel_scale is None else channel_scale
         channel_scale = ones * xp.float32(2.0 ** -_SHIFT[fmt.element, fmt.scale])
     filler = 8 if fmt.element == "int4" else 0
+    if fmt.is_8bit:  # two's complement, and 16 times the value to int8 operands
+        codes, filler = codes ^ xp.uint8(8), 0
+        scale, channel_scale = (_times(value, 1 / operand_unit(fmt)) for value in (scale, channel_scale))
     padded = pad_to(pad_to(codes, -1, fmt.block_k, filler), -2, BLOCK_N, filler)
     words = blocks.pack_words(padded, fmt)
     if fmt.scale == "e8m0":
@@ -115,7 +118,9 @@ def unpack(weights: PackedWeights) -> dict[str, Any]:
     codes = blocks.unpack_words(flat[..., :split], fmt)[..., : weights.n, : weights.k]
     if fmt.element == "int8":
         codes = codes ^ xp.uint8(128)
-    channel_scale = weights.channel_scale
+    if fmt.is_8bit:
+        codes = codes ^ xp.uint8(8)
+    channel_scale = _times(weights.channel_scale, operand_unit(fmt))
     if channel_scale is not None:
         channel_scale = separate(channel_scale)[..., : weights.n]
     found = dict(codes=codes, channel_scale=channel_scale)
@@ -130,11 +135,21 @@ def unpack(weights: PackedWeights) -> dict[str, Any]:
             found["scale"] = xp.asarray(_E4M3)[scale].view(jnp.float8_e4m3fn)
             found["channel_scale"] = channel_scale * xp.float32(2.0 ** _SHIFT[fmt.element, fmt.scale])
     elif weights.scale is not None:
-        found["scale"] = _from_groups(weights.scale)[..., : weights.n, :]
+        found["scale"] = _times(_from_groups(weights.scale)[..., : weights.n, :], operand_unit(fmt))
     if weights.zero is not None:
         zero = _from_groups(weights.zero)[..., : weights.n, :].astype(xp.float32)
         found["zero_point"] = (zero - zero_offset(fmt, xp.float32(0))).astype(xp.int8)
     return {name: value for name, value in found.items() if value is not None}
+
+
+def operand_unit(fmt: PackedFormat) -> float:
+    """What one is as an operand of 8 bits; scales are stored divided by it."""
+    return 16.0 if fmt.operand == "int8" else 1.0
+
+
+def _times(array: Any, factor: float) -> Any:
+    """``array`` times a power of two."""
+    return array if array is None or factor == 1.0 else array * np.asarray(factor, array.dtype)
 
 
 def _by_group(array: Any) -> Any:
