@@ -1,0 +1,294 @@
+"""config.json of families whose layers with experts are built -> ``MoEBlockConfig``, and what is refused by name."""
+
+import pytest
+
+from moe_jax.models import MoEBlockConfig, read_family
+
+# What the hub's files say about experts, with neighbours that must not disturb.
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 2.5,
+    "rope_scaling": {"factor": 40, "type": "yarn"},
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+}
+DEEPSEEK_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1536,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 160,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 60,
+    "routed_scaling_factor": 16.0,
+    "scoring_func": "softmax",
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+}
+GLM4 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 92,
+    "partial_rotary_factor": 0.5,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 1,
+    "use_qk_norm": True,
+}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "experts_per_token": 4,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "model_type": "gpt_oss",
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_local_experts": 32,
+    "swiglu_limit": 7.0,
+}
+LLAMA4 = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "model_type": "llama4",
+    "text_config": {
+        "attn_scale": 0.1,
+        "for_llm_compressor": False,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "model_type": "llama4_text",
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_local_experts": 128,
+    },
+    "vision_config": {"hidden_act": "gelu", "model_type": "llama4_vision_model"},
+}
+QWEN2 = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "shared_expert_intermediate_size": 5632,
+}
+GRANITE = {
+    "architectures": ["GraniteMoeForCausalLM"],
+    "embedding_multiplier": 12.0,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "intermediate_size": 512,
+    "logits_scaling": 6.0,
+    "model_type": "granitemoe",
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 32,
+    "num_local_experts": 40,
+    "residual_multiplier": 0.22,
+}
+OLMOE = {
+    "architectures": ["OlmoeForCausalLM"],
+    "clip_qkv": 8.0,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "model_type": "olmoe",
+    "norm_topk_prob": False,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+}
+
+
+def block(model_type, hidden_size, num_layers, moe_layers, num_experts, top_k, size, renormalize, **fields):
+    return MoEBlockConfig(
+        model_type=model_type,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        moe_layers=tuple(moe_layers),
+        num_experts=num_experts,
+        top_k=top_k,
+        moe_intermediate_size=size,
+        renormalize=renormalize,
+        **fields,
+    )
+
+
+CORRECTED = dict(scoring_func="sigmoid", has_correction_bias=True, routed_scaling_factor=2.5)
+BLOCKS = {
+    "deepseek_v3": (
+        DEEPSEEK_V3,
+        block(
+            *("deepseek_v3", 7168, 61, range(3, 61), 256, 8, 2048, True),
+            **CORRECTED,
+            num_expert_group=8,
+            topk_group=4,
+            shared_intermediate_size=2048,
+        ),
+    ),
+    "deepseek_v2": (
+        DEEPSEEK_V2,
+        block(
+            *("deepseek_v2", 5120, 60, range(1, 60), 160, 6, 1536, False),
+            routed_scaling_factor=16.0,
+            num_expert_group=8,
+            topk_group=3,
+            shared_intermediate_size=3072,
+        ),
+    ),
+    "glm4_moe": (
+        GLM4,
+        block("glm4_moe", 5120, 92, range(3, 92), 160, 8, 1536, True, **CORRECTED, shared_intermediate_size=1536),
+    ),
+    "gpt_oss": (
+        GPT_OSS,
+        block(
+            *("gpt_oss", 2880, 24, range(24), 32, 4, 2880, True),
+            activation="swigluoai",
+            swiglu_limit=7.0,
+            swiglu_alpha=1.702,
+            has_bias=True,
+            has_router_bias=True,
+        ),
+    ),
+    "llama4": (
+        LLAMA4,
+        block(
+            *("llama4_text", 5120, 48, range(1, 48, 2), 128, 1, 8192, False),
+            custom_routing_function="llama4",
+            apply_router_weight_on_input=True,
+            shared_intermediate_size=8192,
+        ),
+    ),
+    "qwen2_moe": (
+        QWEN2,
+        block(
+            *("qwen2_moe", 2048, 24, range(24), 60, 4, 1408, False),
+            shared_intermediate_size=5632,
+            has_shared_expert_gate=True,
+        ),
+    ),
+    "granitemoe": (GRANITE, block("granitemoe", 1536, 32, range(32), 40, 8, 512, True)),
+    "olmoe": (OLMOE, block("olmoe", 2048, 16, range(16), 64, 8, 1024, False)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_hub_files(name):
+    config, expected = BLOCKS[name]
+    family, found = read_family(config)
+    assert family.model_type == name and found == expected and hash(found) == hash(expected)
+
+
+def test_what_transformers_5_leaves_out():
+    """Neither key of the router is written any more; the number of experts has other names."""
+    new = {key: v for key, v in DEEPSEEK_V3.items() if key not in ("scoring_func", "topk_method", "moe_layer_freq")}
+    new["num_local_experts"] = new.pop("n_routed_experts")
+    assert read_family(new) == read_family(DEEPSEEK_V3)
+    assert read_family(DEEPSEEK_V2 | {"topk_method": None})[1].num_expert_group is None
+
+
+@pytest.mark.parametrize(
+    "config, changes, layers",
+    [
+        (DEEPSEEK_V3, dict(num_hidden_layers=9, moe_layer_freq=2), (4, 6, 8)),
+        (DEEPSEEK_V3, dict(num_hidden_layers=5, first_k_dense_replace=0), (0, 1, 2, 3, 4)),
+        (GLM4, dict(num_hidden_layers=4), (3,)),
+        (QWEN2, dict(num_hidden_layers=6, decoder_sparse_step=2), (1, 3, 5)),
+        (QWEN2, dict(num_hidden_layers=6, mlp_only_layers=[0, 3]), (1, 2, 4, 5)),
+        (QWEN2, dict(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]), (1, 5)),
+        (LLAMA4["text_config"], dict(interleave_moe_layer_step=1, num_hidden_layers=3), (0, 1, 2)),
+        (LLAMA4["text_config"], dict(moe_layers=[4, 0], num_hidden_layers=5), (0, 4)),
+        (LLAMA4["text_config"], dict(moe_layers=[], num_hidden_layers=5), ()),
+    ],
+)
+def test_which_layers_have_experts(config, changes, layers):
+    assert read_family(config | changes)[1].moe_layers == layers
+
+
+def test_groups():
+    """One group is no choice; "greedy" chooses among all experts whatever the groups are."""
+    assert read_family(DEEPSEEK_V2 | {"topk_method": "greedy"})[1].num_expert_group is None
+    assert read_family(DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1})[1].num_expert_group is None
+    assert read_family(DEEPSEEK_V2 | {"n_shared_experts": None})[1].shared_intermediate_size == 0
+    assert read_family(GPT_OSS | {"swiglu_alpha": 2.0, "swiglu_limit": 5})[1].swiglu_alpha == 2.0
+
+
+@pytest.mark.parametrize(
+    "config, changes, words",
+    [
+        (DEEPSEEK_V3, dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; supported: sigmoid"),
+        (DEEPSEEK_V3, dict(topk_method="greedy"), "topk_method='greedy' is not supported; supported: noaux_tc"),
+        (DEEPSEEK_V3, dict(n_group=7), "n_group=7 does not divide the number of experts 256"),
+        (DEEPSEEK_V3, dict(routed_scaling_factor=0), "routed_scaling_factor is 0, expected a positive number"),
+        (DEEPSEEK_V3, dict(num_local_experts=8), "num_local_experts=8, n_routed_experts=256 disagree"),
+        (DEEPSEEK_V3, dict(moe_layer_freq=[0, 1]), r"moe_layer_freq is \[0, 1\], expected an integer >= 1"),
+        (DEEPSEEK_V2, dict(norm_topk_prob=True), "norm_topk_prob=true has no agreed meaning"),
+        (DEEPSEEK_V2, dict(topk_method="noaux_tc"), "supported: greedy, group_limited_greedy"),
+        (GPT_OSS, dict(experts_per_token=2), "num_experts_per_tok=4, experts_per_token=2 disagree"),
+        (GPT_OSS, dict(swiglu_limit=-1.0), "swiglu_limit is -1.0, expected a positive number"),
+        (GPT_OSS, dict(n_shared_experts=1), "n_shared_experts=1 is not supported for this architecture; expected 0"),
+        (OLMOE, dict(routed_scaling_factor=2.0), "routed_scaling_factor=2.0 is not supported for this architecture"),
+        (OLMOE, dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; supported: silu"),
+        (OLMOE, dict(num_experts_per_tok=65), "num_experts_per_tok=65 exceeds the number of experts 64"),
+        (QWEN2, dict(shared_expert_intermediate_size=None), "shared_expert_intermediate_size is missing"),
+        (QWEN2, dict(decoder_sparse_stepp=2, decoder_sparse_step=None), "was 'decoder_sparse_step' meant"),
+        (GRANITE, dict(architectures=["Granite"]), "architectures .* is not supported"),
+        (LLAMA4, dict(text_config=None), "config.json: text_config is missing"),
+        (LLAMA4, dict(text_config=[]), r"text_config is \[\], expected an object"),
+        (
+            LLAMA4,
+            dict(text_config=LLAMA4["text_config"] | {"hidden_size": 0}),
+            "config.json: text_config: hidden_size is 0",
+        ),
+        (LLAMA4["text_config"], dict(num_experts_per_tok=2), "num_experts_per_tok must be 1"),
+        (LLAMA4["text_config"], dict(moe_layers=[48]), r"moe_layers is \[48\], expected indices below"),
+        (GRANITE, dict(model_type="granitemoehybrid"), "model_type 'granitemoehybrid' is not supported; supported"),
+    ],
+)
+def test_refusals(config, changes, words):
+    merged = {key: value for key, value in (config | changes).items() if value is not None}
+    with pytest.raises(ValueError, match=words) as error:
+        read_family(merged)
+    assert str(error.value).startswith("config.json: ")
