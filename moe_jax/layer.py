@@ -1,7 +1,8 @@
 """``FusedMoE`` and ``MoEBlock``: thin nnx modules that own quantized parameters; the arithmetic lives in experts.py."""
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,29 +12,25 @@ from flax import nnx
 
 from moe_jax._arguments import check_array, check_rngs
 from moe_jax._config import MoEConfig
-from moe_jax._implementations import order_of
-from moe_jax._routing_leaves import (
+from moe_jax._implementations import in_best_layout, order_of
+from moe_jax._layer_variables import (
     CORRECTION_BIAS,
+    QuantizedParam,
     RoutingParam,
+    WeightsVersion,
     checked_bias,
-    make_correction_bias,
-    make_hash_table,
-    make_per_expert_scale,
+    init_weights,
+    install,
+    routing_bias,
+    routing_scale,
+    routing_table,
+    signature,
 )
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
 from moe_jax.experts import MoEStats, explain, fused_moe
 from moe_jax.loading import LayerLoader
 from moe_jax.quantization import ExpertWeights, Scheme, method_for
 from moe_jax.routing import RoutingParams, validate_routing
-
-
-class QuantizedParam(nnx.Variable):
-    """Variable whose value is an ``ExpertWeights``; filter on it to keep an optimizer away from quantized leaves."""
-
-
-class WeightsVersion(nnx.Variable):
-    """() int32, raised by each reload. A leaf and not an attribute, so a reload never changes the jit cache key."""
-
 
 # Loaders hold host memory while a layer is being filled; kept off the module so that they never enter its pytree.
 _staging: "weakref.WeakKeyDictionary[FusedMoE, LayerLoader]" = weakref.WeakKeyDictionary()
@@ -204,16 +201,16 @@ class FusedMoE(nnx.Module):
         self.routed_input_transform = routed_input_transform
         self.routed_output_transform = routed_output_transform
         self.loads_correction_bias = e_score_correction_bias is True
-        self.correction_bias = make_correction_bias(e_score_correction_bias, self.config, is_abstract=rngs is None)
-        self.hash_table = make_hash_table(hash_indices_table, top_k)
+        self.correction_bias = routing_bias(e_score_correction_bias, self.config, is_abstract=rngs is None)
+        self.hash_table = None if hash_indices_table is None else routing_table(hash_indices_table, top_k)
         if per_expert_scale is not None and custom_routing_function != "gemma4":
             raise ValueError("per_expert_scale is read by custom_routing_function='gemma4' only; drop one or name it")
-        self.per_expert_scale = make_per_expert_scale(per_expert_scale, num_experts)
+        self.per_expert_scale = None if per_expert_scale is None else routing_scale(per_expert_scale, num_experts)
         self.version = WeightsVersion(np.zeros((), np.int32))
         if rngs is None:
             self.weights = QuantizedParam(method_for(self.config.scheme).abstract_weights(self.config))
         else:
-            self.weights = QuantizedParam(_init_weights(self.config, rngs.params()))
+            self.weights = QuantizedParam(in_best_layout(self.config, init_weights(self.config, rngs.params())))
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -343,18 +340,35 @@ class FusedMoE(nnx.Module):
             raise
         del _staging[self]
 
-    def reload_weights(self, pairs: Iterable[tuple[str, Any]]) -> None:
-        """Replace all weights by others of the same shapes: atomic, and without recompiling what takes the layer.
+    def reload_weights(self, pairs: Iterable[tuple[str, Any]], *, experts: Sequence[int] | None = None) -> None:
+        """Replace weights by others of the same shapes: atomic, and without recompiling what takes the layer.
+
+        Args:
+            pairs: as for ``load_weights``, with every tensor of the experts that are replaced. Full-precision tensors
+                are quantized by the layer's scheme.
+            experts: ids of the experts to replace, None for all. The others keep their weights, bit for bit. Not for
+                schemes with input scales from the checkpoint, which all experts share.
 
         Raises:
-            ValueError: as ``load_weights``; the old weights are then untouched.
+            ValueError: as ``load_weights``, and what is missing, doubled or left over. The old weights are untouched
+                then, whatever the reason.
         """
         if self._is_abstract():
             raise ValueError(f"{self._label()} has no weights to reload; use load_weights(pairs) first")
-        loader = self._new_loader()
+        loader = self._new_loader(experts)
         loader.load(pairs)
-        self._install(loader, loader.finish())
-        self.version.set_value(self.version.get_value() + np.int32(1))
+        weights, correction_bias = loader.finish(), loader.correction_bias
+        if experts is not None:
+            weights = self._with_experts(experts, weights)
+            correction_bias = self.correction_bias.get_value() if self.loads_correction_bias else None
+        values = self.new_values(weights, correction_bias=correction_bias)
+        install([*values, (self.version, self.version.get_value() + np.int32(1))])
+
+    def _with_experts(self, experts: Sequence[int], weights: ExpertWeights) -> ExpertWeights:
+        """The layer's weights with some experts replaced; every leaf has the experts as its first axis."""
+        new = in_best_layout(dataclasses.replace(self.config, num_experts=len(experts)), weights)
+        current, index = self.weights.get_value(), jnp.asarray(experts)
+        return jax.tree.map(lambda old, part: old.at[index].set(part), current, new)
 
     def set_weights(self, weights: ExpertWeights, *, correction_bias: Any = None) -> None:
         """Install processed weights, for loaders that stream a whole model. Shapes and dtypes must be the layer's.
@@ -363,22 +377,39 @@ class FusedMoE(nnx.Module):
             weights: as made by the method's ``process_weights_after_loading``.
             correction_bias: (E,), required exactly when the layer was built with ``e_score_correction_bias=True``.
         """
-        expected, found = _signature(self.weights.get_value()), _signature(weights)
+        install(self.new_values(weights, correction_bias=correction_bias))
+
+    def new_values(self, weights: ExpertWeights, *, correction_bias: Any = None) -> list[tuple[Any, Any]]:
+        """(Variable, its new value) for what ``set_weights`` would install: checks that can fail, without a change."""
+        current = self.weights.get_value()
+        if not current.w13.layout.is_plain and weights.w13.layout.is_plain:
+            current = method_for(self.config.scheme).abstract_weights(self.config)
+        expected, found = signature(current), signature(weights)
         if expected != found:
             raise ValueError(f"{self._label()}: weights do not fit the layer: expected {expected}, found {found}")
         if (correction_bias is not None) != self.loads_correction_bias:
             found = "missing" if correction_bias is None else "given"
             raise ValueError(f"{self._label()}: {CORRECTION_BIAS} is {found}, but the layer was built otherwise")
+        values: list[tuple[Any, Any]] = [(self.weights, in_best_layout(self.config, weights))]
         if correction_bias is not None:
-            self.correction_bias.set_value(checked_bias(correction_bias, self.config))
-        self.weights.set_value(weights)
+            values.append((self.correction_bias, checked_bias(correction_bias, self.config)))
+        return values
 
     def _install(self, loader: LayerLoader, weights: ExpertWeights) -> None:
         self.set_weights(weights, correction_bias=loader.correction_bias)
 
-    def _new_loader(self) -> LayerLoader:
+    def _new_loader(self, experts: Sequence[int] | None = None) -> LayerLoader:
+        activations = self.config.scheme.activations
+        if experts is not None and activations is not None and activations.needs_input_scale:
+            raise ValueError(
+                f"{self._label()}: scheme {self.config.scheme.name!r} has one input scale for all experts, the maximum "
+                "of theirs; reload all experts at once"
+            )
         return LayerLoader(
-            self.config, expert_mapping=self.expert_mapping, has_correction_bias=self.loads_correction_bias
+            self.config,
+            experts=experts,
+            expert_mapping=self.expert_mapping,
+            has_correction_bias=self.loads_correction_bias and experts is None,
         )
 
     def _is_abstract(self) -> bool:
@@ -450,23 +481,6 @@ def _refuse_scale_out(**options: Any) -> None:
 
 def _as_tuple(names: Iterable[str] | None) -> tuple[str, ...] | None:
     return None if names is None else tuple(names)
-
-
-def _init_weights(config: MoEConfig, key: jax.Array) -> ExpertWeights:
-    """Normal with variance 1/K, quantized by the scheme; biases zero."""
-    e, g, h, i = config.num_experts, config.num_halves, config.hidden_size, config.intermediate_size
-    key13, key2 = jax.random.split(key)
-    w13 = jax.random.normal(key13, (e, g, i, h), jnp.float32) * h**-0.5
-    w2 = jax.random.normal(key2, (e, h, i), jnp.float32) * i**-0.5
-    method = method_for(config.scheme)
-    biases = None
-    if config.has_bias:
-        biases = (jnp.zeros((e, g, i), config.param_dtype), jnp.zeros((e, h), config.param_dtype))
-    return method.process_weights_after_loading(method.quantize_leaves(w13, w2, biases, config), config)
-
-
-def _signature(weights: ExpertWeights) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
 
 
 __all__ = ["FusedMoE", "MoEBlock", "MoEStats", "QuantizedParam", "RoutingParam", "WeightsVersion"]

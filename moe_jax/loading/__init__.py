@@ -9,7 +9,8 @@ from moe_jax.loading._expert_names import (
     layer_of,
     make_expert_params_mapping,
 )
-from moe_jax.loading._gptq_awq import as_packed
+from moe_jax.loading._expert_stream import ExpertStream, LoadReport
+from moe_jax.loading._gptq_awq import as_packed, packed_pairs
 from moe_jax.loading._layer_loader import LayerLoader
 from moe_jax.loading._quantization_config import QuantizationConfig
 from moe_jax.loading._safetensors import SafetensorsFile, TensorInfo, save_safetensors
@@ -21,8 +22,10 @@ __all__ = [
     "CheckpointError",
     "ExpertNames",
     "ExpertReader",
+    "ExpertStream",
     "ExpertTensor",
     "LayerLoader",
+    "LoadReport",
     "Placement",
     "QuantizationConfig",
     "SafetensorsFile",
@@ -32,6 +35,7 @@ __all__ = [
     "layer_of",
     "load_layer",
     "make_expert_params_mapping",
+    "packed_pairs",
     "save_safetensors",
     "stream_layers",
     "weight_loader",

@@ -8,7 +8,8 @@ unsigned in both, ``w = scale * (q - zero)``. Conversion is exact, one tensor at
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,78 @@ def as_packed(checkpoint: Any) -> Any:
 
     Raises CheckpointError for a variant that has no such view, by its name.
     """
-    stated = getattr(checkpoint, "config", {}).get("quantization_config")
+    container = _container(getattr(checkpoint, "config", {}).get("quantization_config"), checkpoint)
+    return checkpoint if container is None else PackedView(checkpoint, container)
+
+
+def packed_pairs(
+    pairs: Iterable[tuple[str, Any]], quantization_config: Mapping[str, Any] | None
+) -> Iterator[tuple[str, Any]]:
+    """(name, array) of a GPTQ or AWQ model as ``pack-quantized`` has them, for ``load_weights`` and ``reload_weights``.
+
+    A module is converted as soon as its tensors are there; one that stays incomplete yields what it has at the end.
+
+    Args:
+        pairs: (name, NumPy or JAX array); what belongs to no quantized module passes through.
+        quantization_config: as config.json states it; of any other method (or None) all pairs pass through.
+
+    Raises:
+        CheckpointError: as ``as_packed``, and for values that have no counterpart.
+    """
+    container = _container(quantization_config, None)
+    if container is None:
+        yield from pairs
+        return
+    expected = {"qweight", "scales", "qzeros"} | ({"g_idx"} if container.method == "gptq" else set())
+    modules: dict[str, dict[str, Any]] = {}
+    for name, array in pairs:
+        module, _, suffix = name.rpartition(".")
+        if suffix not in _SOURCES.values():
+            yield name, array
+            continue
+        held = modules.setdefault(module, {})
+        if suffix in held:
+            raise CheckpointError(f"{shorten(name)} is given twice; every tensor must come once")
+        held[suffix] = array.copy() if isinstance(array, np.ndarray) and array.flags.writeable else array
+        if held.keys() >= expected:
+            yield from _packed_module(module, modules.pop(module), container)
+    for module, held in modules.items():
+        yield from _packed_module(module, held, container)
+
+
+def _packed_module(
+    module: str, tensors: Mapping[str, Any], container: "_Container"
+) -> Iterator[tuple[str, np.ndarray]]:
+    view = PackedView(
+        _Arrays({f"{module}.{suffix}": np.asarray(array) for suffix, array in tensors.items()}), container
+    )
+    for name in view.names:
+        yield name, view.read(name)
+
+
+class _Arrays:
+    """The part of a ``Checkpoint`` that ``PackedView`` reads."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        self._arrays, self.names, self.config = arrays, tuple(arrays), {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
+    def info(self, name: str) -> Any:
+        if name not in self:
+            raise CheckpointError(f"the given arrays: no tensor {shorten(name)}")
+        return types.SimpleNamespace(shape=self._arrays[name].shape, file="the given arrays")
+
+    def read(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+
+def _container(stated: Any, checkpoint: Any) -> "_Container | None":
     if not isinstance(stated, Mapping) or stated.get("quant_method") not in ("gptq", "awq"):
-        return checkpoint
-    where = f"{checkpoint.config_path}: quantization_config"
-    container = _gptq(stated, where) if stated["quant_method"] == "gptq" else _awq(stated, where)
-    return PackedView(checkpoint, container)
+        return None
+    where = f"{getattr(checkpoint, 'config_path', 'config.json')}: quantization_config"
+    return _gptq(stated, where) if stated["quant_method"] == "gptq" else _awq(stated, where)
 
 
 class PackedView:
@@ -117,6 +184,8 @@ class PackedView:
             raise self._error(source, f"expected int32 words, found {stored.dtype}")
         if suffix == "weight_packed":
             self._check_unread(module)
+            if self._container.method == "awq" and stored.shape[0] % 8:
+                raise self._error(source, f"has {stored.shape[0]} rows, expected a multiple of 8; the file is damaged")
             stored = self._matrix(stored)
         elif suffix == "weight_zero_point":
             zeros = self._zeros(stored, source)
@@ -152,7 +221,10 @@ class PackedView:
         zeros, g_idx = f"{module}.qzeros", f"{module}.g_idx"
         middle = 1 << (self._container.bits - 1)
         if self._container.symmetric and zeros in self._checkpoint:
-            stored = self._zeros(self._checkpoint.read(zeros), zeros)
+            words, expected = self._checkpoint.read(zeros), self._checkpoint.info(f"{module}.scales").shape
+            stored = self._zeros(words, zeros) if words.ndim == 2 else words
+            if stored.shape != expected:
+                raise self._error(zeros, f"holds zero points {list(stored.shape)}, expected {list(expected)} as scales")
             if (stored != middle).any():
                 raise self._error(
                     zeros,

@@ -68,6 +68,8 @@ class LayerLoader:
         config: the layer.
         method: what the leaves are and how they are processed: a ``MoEMethod``, a ``Scheme``, a scheme's name, or
             None for ``config.scheme``.
+        experts: ids of the experts to be filled, where these are not all of the config's; the result holds them in this
+            order, and tensors of other experts have no place in it.
         layer: index of the layer; tensors of other layers are not used. None takes it from ``config.name``, or else
             from the first name that carries one, and then refuses other layers.
         names: how checkpoint names are read; None understands every known spelling.
@@ -93,6 +95,7 @@ class LayerLoader:
         config: MoEConfig,
         method: MoEMethod | Scheme | str | None = None,
         *,
+        experts: Sequence[int] | None = None,
         layer: int | None = None,
         names: ExpertNames | None = None,
         expert_mapping: Sequence[Any] | None = None,
@@ -107,6 +110,8 @@ class LayerLoader:
         if not isinstance(method, MoEMethod):
             method = method_for(config.scheme if method is None else method)
         self._method = method
+        self._experts = range(config.num_experts) if experts is None else _checked_ids(experts, config.num_experts)
+        config = dataclasses.replace(config, num_experts=len(self._experts))
         self._config = dataclasses.replace(config, scheme=method.scheme)
         self._stored_specs = method.create_weights(self._config)
         self._plain_specs = method_for(None).create_weights(dataclasses.replace(config, scheme=Scheme.parse(None)))
@@ -216,6 +221,8 @@ class LayerLoader:
 
     def _stage(self, tensors: Sequence[ExpertTensor], array: np.ndarray) -> bool:
         """Check everything, then write. tensors: the places of one array; several when experts have replicas."""
+        if not isinstance(self._experts, range):
+            tensors = [self._among_experts(tensor) for tensor in tensors]
         quantizes = self._decide(tensors[0], array.dtype) if self._quantizes is None else self._quantizes
         specs = self._plain_specs if quantizes else self._stored_specs
         if not quantizes and self._has_packed_weights:
@@ -252,6 +259,18 @@ class LayerLoader:
             self._dtypes.setdefault(tensors[0].suffix, (array.dtype, tensors[0].name))
             self._store(steps, array, specs, tensors[0] if is_deferred else None)
         return bool(steps)
+
+    def _among_experts(self, tensor: ExpertTensor) -> ExpertTensor:
+        """With the expert's place among those that are filled; past the last one for an expert that is not."""
+        if tensor.expert is None:
+            raise ValueError(
+                f"{shorten(tensor.name)}: holds all experts, but only experts {list(self._experts)} are to be filled; "
+                "give their tensors one by one, or reload all experts"
+            )
+        is_filled = tensor.expert in self._experts
+        return dataclasses.replace(
+            tensor, expert=self._experts.index(tensor.expert) if is_filled else len(self._experts)
+        )
 
     @property
     def _has_packed_weights(self) -> bool:
@@ -420,8 +439,9 @@ class LayerLoader:
             raise ValueError(f"{self._label()}: already finished; a reload needs a new LayerLoader")
 
     def _check_complete(self) -> None:
+        total = self._config.num_experts
         absent = [
-            f"{self._names.describe(leaf, shard)} of {experts_text(experts, self._config.num_experts)}"
+            f"{self._names.describe(leaf, shard)} of {experts_text([self._experts[e] for e in experts], total)}"
             for leaf, shards in self.missing().items()
             for shard, experts in shards.items()
         ]
@@ -439,6 +459,13 @@ class LayerLoader:
         if self._config.name:
             return f"experts of {self._config.name}"
         return "experts" if self._layer is None else f"experts of layer {self._layer}"
+
+
+def _checked_ids(experts: Sequence[int], num_experts: int) -> list[int]:
+    ids = [int(expert) for expert in experts]
+    if not ids or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= num_experts:
+        raise ValueError(f"experts={ids}: expected different ids from 0 to {num_experts - 1}")
+    return ids
 
 
 def aligned_zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:

@@ -1,6 +1,6 @@
 """``ArraySource``: named arrays in memory, read the way a ``Checkpoint`` is."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,17 +14,22 @@ class ArraySource:
     """Arrays under checkpoint names, for reloads from a trainer or another process.
 
     pairs: (name, NumPy or JAX array in the checkpoint's dtype and shape). A name that occurs twice is a
-        ValueError, anything but such pairs a TypeError.
+        ValueError, anything but such pairs a TypeError. config: what config.json would say.
     """
 
     directory = config_path = "the given arrays"  # where errors say a tensor comes from
 
-    def __init__(self, pairs: Iterable[tuple[str, Any]]):
+    def __init__(self, pairs: Iterable[tuple[str, Any]], config: Mapping[str, Any] | None = None):
         self._arrays: dict[str, Any] = {}
+        self.config = dict(config or {})
         for name, array in checked_pairs(pairs):
-            if name in self._arrays:
-                raise ValueError(f"{name} is given twice; every tensor must come once")
-            self._arrays[name] = array
+            self.add(name, array)
+
+    def add(self, name: str, array: Any) -> None:
+        """Keep one more array; one that could still change is copied."""
+        if name in self._arrays:
+            raise ValueError(f"{name} is given twice; every tensor must come once")
+        self._arrays[name] = array.copy() if isinstance(array, np.ndarray) and array.flags.writeable else array
 
     @property
     def names(self) -> tuple[str, ...]:

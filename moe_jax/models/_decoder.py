@@ -12,6 +12,7 @@ from flax import nnx
 from moe_jax._arguments import check_array, check_rngs, integer
 from moe_jax._typing import Array, Float, Int
 from moe_jax.layer import MoEBlock
+from moe_jax.loading import LoadReport
 from moe_jax.models._attention import Attention, AttentionInputs, KVCache
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
@@ -218,20 +219,25 @@ class CausalLM(MoEFamily, nnx.Module):
             raise ValueError(f"input_ids has {longest} tokens in a row, the model takes max_seq_len={self.max_seq_len}")
         return _score(*split_model(self), ids, mask)[:, : np.shape(input_ids)[1]]
 
-    def reload_weights(self, source: Any) -> None:
+    def reload_weights(self, source: Any) -> LoadReport:
         """Replace all weights by others of the same shapes: atomic, and programs compiled for the model stay in use.
 
         While it runs, old and new weights are both held. Experts that were quantized while loading are quantized again.
 
         Args:
-            source: a checkpoint directory, or an iterable of (checkpoint name, NumPy or JAX array) with every tensor.
+            source: a checkpoint directory, or an iterable of (checkpoint name, NumPy or JAX array) with every tensor,
+                in any order. Arrays are stored as in the checkpoint that was loaded, or all in full precision: then the
+                experts are quantized by the model's own scheme.
+
+        Returns:
+            What was held on the host meanwhile.
 
         Raises:
             ValueError: as ``load_pretrained``, or another model's config; the old weights are then untouched.
         """
         from moe_jax.models._pretrained import reload_weights  # which imports this class
 
-        reload_weights(self, source)
+        return reload_weights(self, source)
 
     def moe_blocks(self) -> list[MoEBlock]:
         """The blocks with experts, in the order of ``config.moe_layers``."""

@@ -8,16 +8,21 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.layer import FusedMoE, MoEBlock
+from moe_jax.layer import FusedMoE, MoEBlock, install
 from moe_jax.loading import (
     Checkpoint,
     CheckpointError,
     ExpertReader,
+    ExpertStream,
+    LoadReport,
     QuantizationConfig,
     as_packed,
     expert_names,
     layer_of,
+    packed_pairs,
 )
+from moe_jax.loading._expert_names import is_expert_name
+from moe_jax.loading._pairs import checked_pairs
 from moe_jax.models._array_source import ArraySource
 from moe_jax.models._config import MoEBlockConfig
 from moe_jax.models._decoder import CausalLM
@@ -71,7 +76,7 @@ def load_pretrained(
             implementation=implementation,
             dtype=dtype,
         )
-        model.quantization_config = json.dumps(checkpoint.quantization_config, sort_keys=True)
+        model.quantization_config = json.dumps(opened.quantization_config, sort_keys=True)
         _install(reader.read_model(model, progress))
     return model
 
@@ -115,7 +120,7 @@ def load_moe(
     return block
 
 
-def reload_weights(model: CausalLM, source: str | os.PathLike | Iterable[tuple[str, Any]]) -> None:
+def reload_weights(model: CausalLM, source: str | os.PathLike | Iterable[tuple[str, Any]]) -> LoadReport:
     """Replace all weights of a model by others of the same shapes; see ``CausalLM.reload_weights``."""
     if isinstance(source, str | os.PathLike):
         with Checkpoint(source) as opened:
@@ -123,29 +128,80 @@ def reload_weights(model: CausalLM, source: str | os.PathLike | Iterable[tuple[s
             _, config = read_family(checkpoint.config, str(checkpoint.config_path))
             if config != model.config:
                 raise ValueError(f"{checkpoint.config_path} describes another model than the one that is loaded")
-            values = _Reader(checkpoint, checkpoint.config, type(model), model.config).read_model(model)
+            reader = _Reader(checkpoint, checkpoint.config, type(model), model.config)
+            values, report = reader.read_model(model), reader.report
     else:
-        stored = {"quantization_config": json.loads(model.quantization_config)}
-        values = _Reader(ArraySource(source), stored, type(model), model.config).read_model(model)
-    _install(values)
-    for block in model.moe_blocks():
-        version = block.experts.version
-        version.set_value(version.get_value() + 1)
+        values, report = _read_pairs(model, source)
+    versions = [block.experts.version for block in model.moe_blocks()]
+    _install(values, [(version, version.get_value() + 1) for version in versions])
+    return report
+
+
+def _read_pairs(model: CausalLM, pairs: Iterable[tuple[str, Any]]) -> tuple[Values, LoadReport]:
+    """New values for the whole model out of tensors in any order. Experts are processed while they come; all else is
+    small, and is kept until the account of names can be made."""
+    stated = json.loads(model.quantization_config)
+    blocks = {index: layer.mlp for index, layer in enumerate(model.layers)}
+    configs = {index: block.experts.config for index, block in blocks.items() if isinstance(block, MoEBlock)}
+    stream = ExpertStream(
+        configs,
+        names=expert_names(model.model_type),
+        words_are_dense=QuantizationConfig.from_config(_packed_config(stated)).words_are_dense,
+    )
+    dense = ArraySource([])
+    try:
+        for name, array in packed_pairs(checked_pairs(pairs), stated):
+            if is_expert_name(name):
+                stream.accept(name, array)
+            else:
+                dense.add(name, array)
+        experts = stream.finish()
+    except ValueError as error:
+        raise CheckpointError(f"{dense.directory}: {error}") from None
+    raw = _packed_config(stated, dense.names)
+    reader = _Reader(dense, raw, type(model), model.config, [layer_of(name) for name in stream.surplus])
+    return reader.read_model(model, experts=experts), stream.report
+
+
+def _packed_config(stated: Mapping[str, Any] | None, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """config.json of a checkpoint, GPTQ and AWQ in the words of ``pack-quantized``.
+
+    names: of tensors that came one by one. They tell whether the sender quantized at all, and for GPTQ and AWQ what.
+    """
+    raw = as_packed(ArraySource([], {"quantization_config": stated})).config
+    if names is None:
+        return raw
+    if not any(name.endswith(("_scale", "_scale_inv", "_packed")) for name in names):
+        return {}
+    if isinstance(stated, Mapping) and stated.get("quant_method") in ("gptq", "awq"):
+        (group,) = raw["quantization_config"]["config_groups"].values()
+        group["targets"] = [name.removesuffix(".weight_packed") for name in names if name.endswith(".weight_packed")]
+    return raw
 
 
 class _Reader:
     """Reads the parts of one model from a ``Checkpoint`` or an ``ArraySource``; the model is not changed.
 
-    raw: the config.json that says how modules are quantized. dense: the names that dense modules must account for.
+    raw: the config.json that says how modules are quantized. layers: those whose experts came another way. dense: the
+    names that dense modules must account for.
     """
 
-    def __init__(self, source: Any, raw: Mapping[str, Any], family: type[MoEFamily], config: MoEBlockConfig):
+    def __init__(
+        self,
+        source: Any,
+        raw: Mapping[str, Any],
+        family: type[MoEFamily],
+        config: MoEBlockConfig,
+        layers: Iterable[int | None] = (),
+    ):
         self._source, self._config = source, config
         self._where = str(source.directory)
         self._quantization = QuantizationConfig.from_config(raw, source)
         self._experts = ExpertReader(source, quantization=self._quantization, names=expert_names(family.model_type))
         self.dense = dense_names(source.names, config.num_layers)
-        surplus = set(self._experts.layers) - set(config.moe_layers) - skipped_layers(source.names, config.num_layers)
+        surplus = (
+            {*self._experts.layers, *layers} - set(config.moe_layers) - skipped_layers(source.names, config.num_layers)
+        )
         if surplus:
             raise CheckpointError(
                 f"{self._where}: expert tensors in layers {_ranges(tuple(sorted(surplus)))}; config.json puts experts "
@@ -159,8 +215,20 @@ class _Reader:
             return stored
         return online_scheme(Scheme.parse(quantize)) if stored is None else Scheme.parse(quantize)
 
-    def read_model(self, model: CausalLM, progress: Progress | None = None) -> Values:
-        """New values for the whole model: headers of all dense tensors are checked first, then layers are read."""
+    @property
+    def report(self) -> LoadReport:
+        return LoadReport(self._experts.peak_staged_bytes, peak_open_layers=1)
+
+    def read_model(
+        self,
+        model: CausalLM,
+        progress: Progress | None = None,
+        experts: Mapping[int, ExpertWeights] | None = None,
+    ) -> Values:
+        """New values for the whole model: headers of all dense tensors are checked first, then layers are read.
+
+        experts: those of each layer where the source does not have them.
+        """
         account, layers = set(self.dense), self._config.num_layers
         if model.lm_head is None and "lm_head.weight" in account:
             self._check_tied()
@@ -173,7 +241,8 @@ class _Reader:
         for index, layer in enumerate(model.layers):
             values += read_dense(by_layer[index], self._source, self._where)
             if isinstance(layer.mlp, MoEBlock):
-                values.append(self.read_experts(layer.mlp, index))
+                is_read = experts is None
+                values.append(self.read_experts(layer.mlp, index) if is_read else (layer.mlp.experts, experts[index]))
             if progress is not None:
                 progress(index + 1, layers)
         return values
@@ -200,14 +269,16 @@ class _Reader:
             )
 
 
-def _install(values: Values) -> None:
-    """Put values in their places: nothing here can fail, so a reload is atomic."""
+def _install(values: Values, more: Iterable[tuple[Any, Any]] = ()) -> None:
+    """Put values in their places. Whatever can fail comes before the first of them, so a reload is atomic."""
     arrays = {id(target): value for target, value in values}
+    checked = [*more]
     for target, value in values:
         if isinstance(target, FusedMoE):
-            target.set_weights(value, correction_bias=arrays.get(id(target.correction_bias)))
+            checked += target.new_values(value, correction_bias=arrays.get(id(target.correction_bias)))
         else:
-            target.set_value(value)
+            checked.append((target, value))
+    install(checked)
 
 
 def _refuse_mesh(mesh: Any) -> None:

@@ -301,11 +301,36 @@ def test_reload_quantizes_again(case, edited, prompt):
 
 
 def test_reload_of_quantized_arrays(quantized, prompt):
+    """In any order; then the same model in full precision, whose experts are quantized by the model's scheme."""
     directory, ids = quantized("FP8_BLOCK")[0], prompt(2, 40)
     model = load_pretrained(directory, **F32)
-    before = model.score(ids)
-    model.reload_weights(read_all(directory).items())
+    before, tensors = model.score(ids), read_all(directory)
+    names = np.random.default_rng(0).permutation(list(tensors))
+    report = model.reload_weights((name, tensors[name]) for name in names)
     np.testing.assert_array_equal(model.score(ids), before)
+    assert 0 < report.peak_staged_bytes < sum(t.nbytes for t in tensors.values()) and report.peak_open_layers == 1
+    plain = directory.with_name("source")
+    model.reload_weights(read_all(plain).items())
+    expected = load_pretrained(plain, quantize="fp8_block", **F32).score(ids)
+    np.testing.assert_array_equal(model.score(ids), expected)
+
+
+def test_reload_reuses_a_callers_buffer(case, edited, prompt):
+    """A trainer may send every tensor in one buffer: what is kept is copied."""
+    ids, directory = prompt(2, 40), edited("mixtral", doubled_head)
+    model = load_pretrained(case("mixtral").directory, **F32)
+    tensors = read_all(directory)
+    buffer = np.empty(max(tensor.size for tensor in tensors.values()), np.float32)
+
+    def pairs():
+        for name, tensor in tensors.items():
+            view = buffer[: tensor.size].reshape(tensor.shape)
+            view[...] = tensor
+            yield name, view
+        buffer[:] = np.nan
+
+    model.reload_weights(pairs())
+    np.testing.assert_array_equal(model.score(ids), load_pretrained(directory, **F32).score(ids))
 
 
 def test_failed_reload_changes_nothing(case, edited, prompt):

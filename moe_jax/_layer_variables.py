@@ -1,0 +1,87 @@
+"""The Variables of ``FusedMoE``: their types, how they are made from arguments, and how new values get into them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from moe_jax._config import MoEConfig
+from moe_jax.quantization import ExpertWeights, method_for
+
+CORRECTION_BIAS = "e_score_correction_bias"
+
+
+class QuantizedParam(nnx.Variable):
+    """Variable whose value is an ``ExpertWeights``; filter on it to keep an optimizer away from quantized leaves."""
+
+
+class RoutingParam(nnx.Variable):
+    """Variable for what routing reads besides logits: correction bias and scale (E,), hash table (vocab, top_k)."""
+
+
+class WeightsVersion(nnx.Variable):
+    """() int32, raised by each reload. A leaf and not an attribute, so a reload never changes the jit cache key."""
+
+
+def install(values: Iterable[tuple[Any, Any]]) -> None:
+    """Put new values into their Variables. Nothing in here can fail, which is what makes a reload atomic."""
+    for variable, value in values:
+        variable.set_value(value)
+
+
+def routing_bias(value: Any, config: MoEConfig, *, is_abstract: bool) -> RoutingParam | None:
+    num_experts = config.num_experts
+    if value is None:
+        return None
+    if value is True:
+        return RoutingParam(
+            jax.ShapeDtypeStruct((num_experts,), jnp.float32) if is_abstract else jnp.zeros((num_experts,), jnp.float32)
+        )
+    return RoutingParam(checked_bias(value, config))
+
+
+def checked_bias(value: Any, config: MoEConfig) -> jax.Array:
+    num_experts, has_zero_experts = config.num_experts, config.zero_expert_type is not None
+    bias = jnp.asarray(value).astype(jnp.float32)
+    if bias.ndim != 1 or bias.shape[0] < num_experts or (bias.shape[0] > num_experts and not has_zero_experts):
+        raise ValueError(f"{CORRECTION_BIAS} has shape {bias.shape}, expected ({num_experts},)")
+    if not isinstance(bias, Tracer) and not np.isfinite(np.asarray(bias)).all():
+        raise ValueError(f"{CORRECTION_BIAS} holds NaN or infinity; the checkpoint is damaged")
+    return bias
+
+
+def routing_table(value: Any, top_k: int) -> RoutingParam:
+    table = jnp.asarray(value)
+    if table.ndim != 2 or table.shape[1] != top_k or not jnp.issubdtype(table.dtype, jnp.integer):
+        raise ValueError(
+            f"hash_indices_table is {table.dtype} {table.shape}, expected integers of shape (vocab, {top_k})"
+        )
+    return RoutingParam(table)
+
+
+def routing_scale(value: Any, num_experts: int) -> RoutingParam:
+    scale = jnp.asarray(value).astype(jnp.float32)
+    if scale.shape != (num_experts,):
+        raise ValueError(f"per_expert_scale has shape {scale.shape}, expected ({num_experts},)")
+    return RoutingParam(scale)
+
+
+def init_weights(config: MoEConfig, key: jax.Array) -> ExpertWeights:
+    """Normal with variance 1/K, quantized by the scheme; biases zero."""
+    e, g, h, i = config.num_experts, config.num_halves, config.hidden_size, config.intermediate_size
+    key13, key2 = jax.random.split(key)
+    w13 = jax.random.normal(key13, (e, g, i, h), jnp.float32) * h**-0.5
+    w2 = jax.random.normal(key2, (e, h, i), jnp.float32) * i**-0.5
+    method = method_for(config.scheme)
+    biases = None
+    if config.has_bias:
+        biases = (jnp.zeros((e, g, i), config.param_dtype), jnp.zeros((e, h), config.param_dtype))
+    return method.process_weights_after_loading(method.quantize_leaves(w13, w2, biases, config), config)
+
+
+def signature(weights: ExpertWeights) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
