@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax import _packed_experts
-from moe_jax._align import row_capacity
 from moe_jax._config import MoEConfig
 from moe_jax._packed_weights import is_packed, packed_format
 from moe_jax._typing import Array
@@ -27,14 +26,14 @@ from moe_jax.routing import RoutingParams, validate_routing
 from moe_jax.routing._route import groups_of
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.combine import combine
-from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.device import device_kind, hopper_sms
 from pallas_kernels.common.numerics import E4M3_MAX, divide, magnitude
-from pallas_kernels.grouped_gemm import choose_block_m, grouped_gemm
-from pallas_kernels.grouped_gemm.config import GemmDesc
-from pallas_kernels.grouped_gemm.heuristics import choose_config
+from pallas_kernels.grouped_gemm import choose_block_m, choose_config, config_error, grouped_gemm
+from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc
 from pallas_kernels.grouped_gemm.heuristics import describe as describe_config
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.route import route_and_align
+from pallas_kernels.tuning import LayerKey, table_for
 
 _16_BIT = ("bfloat16", "float16")
 
@@ -76,19 +75,16 @@ def _refusal(config: MoEConfig, structure: Any, shapes: tuple[Any, ...], num_tok
 
 
 def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list[str]:
-    """The configuration of both products, for ``explain``."""
+    """Who routes, and the configuration of both products with where it comes from, for ``explain``."""
     reason = why_not_layer(config, weights, None, has_mask=False)
-    routing = "routing: by the kernel" if reason is None else f"routing: by XLA, since the kernel has no {reason}"
+    lines = ["routing: by the kernel" if reason is None else f"routing: by XLA, since the kernel has no {reason}"]
     if is_packed(weights.w13):
-        return [routing, *_packed_experts.describe(num_tokens, config, weights, hopper_sms())]
-    block_m = _block_m(num_tokens, config, weights)
-    return [
-        routing,
-        *(
-            f"GEMM {number}: {describe_config(desc, choose_config(desc, block_m, hopper_sms()))}"
-            for number, desc in enumerate(_descriptions(config, weights, num_tokens), 1)
-        ),
-    ]
+        return [*lines, *_packed_experts.describe(num_tokens, config, weights, hopper_sms())]
+    plan = _plan(config, weights, num_tokens)
+    for number, (desc, chosen) in enumerate(zip(plan.products, plan.configs, strict=True), 1):
+        chosen = chosen or choose_config(desc, plan.block_m, hopper_sms())
+        lines.append(f"GEMM {number}: {describe_config(desc, chosen)}, {plan.source}")
+    return lines
 
 
 def run(x: Array, topk_weights: Array, topk_ids: Array, weights: ExpertWeights, config: MoEConfig) -> Array:
@@ -106,9 +102,9 @@ def forward(
     kernels: str = "mosaic",
 ) -> Array:
     """``run`` with the implementation of every kernel given by name; "reference" runs anywhere."""
-    tile = _block_m(x.shape[0], config, weights)
-    tiles = align(topk_ids, weights.num_experts, tile, implementation=kernels)
-    return _experts(config, x, topk_weights, tiles, tile, weights, kernels, out_dtype=jnp.float32)
+    plan = _plan(config, weights, x.shape[0], kernels)
+    tiles = align(topk_ids, weights.num_experts, plan.block_m, implementation=kernels)
+    return _experts(config, x, topk_weights, tiles, plan, weights, kernels, out_dtype=jnp.float32)
 
 
 def why_not_layer(
@@ -153,11 +149,11 @@ def forward_layer(
     if config.router_logits_dtype is not None:
         router_logits = router_logits.astype(config.router_logits_dtype)
     groups, kept = groups_of(config) or (0, 0)
-    tile = _block_m(x.shape[0], config, weights)
+    plan = _plan(config, weights, x.shape[0], kernels)
     routed = route_and_align(
         router_logits,
         config.top_k,
-        tile,
+        plan.block_m,
         scoring=config.scoring_func,
         renormalize=config.renormalize,
         scale=config.routed_scaling_factor,
@@ -167,7 +163,7 @@ def forward_layer(
         token_mask=token_mask,
         implementation=kernels,
     )
-    y = _experts(config, x, routed.weights, routed.tiles, tile, weights, kernels, shared=shared, out_dtype=x.dtype)
+    y = _experts(config, x, routed.weights, routed.tiles, plan, weights, kernels, shared=shared, out_dtype=x.dtype)
     return y, routed.ids, routed.tiles.group_sizes
 
 
@@ -181,7 +177,7 @@ def _experts(
     x: Array,
     topk_weights: Array,
     tiles: TileMap,
-    tile: int,
+    plan: "_Plan",
     weights: ExpertWeights,
     kernels: str,
     *,
@@ -190,7 +186,7 @@ def _experts(
 ) -> Array:
     if is_packed(weights.w13):
         return _packed_experts.experts(
-            config, x, topk_weights, tiles, tile, weights, kernels, out_dtype=out_dtype, shared=shared
+            config, x, topk_weights, tiles, plan.block_m, weights, kernels, out_dtype=out_dtype, shared=shared
         )
     gemm = functools.partial(
         grouped_gemm,
@@ -207,11 +203,19 @@ def _experts(
         raise NotImplementedError(f"there is no kernel for scheme {weights.scheme.name!r} yet")
     operand = x if weights.scheme.is_quantized else x.astype(config.dtype)
     scale = _tensor_scale(weights.scheme.activations, weights.w13.input_scale, operand, None)
-    num_rows = tiles.tile_expert.size * tile
+    num_rows = tiles.tile_expert.size * plan.block_m
     rows, row_scale = permute(operand, tiles.row_of, num_rows, quantization=kind, scale=scale)
     hidden, hidden_scale = _hidden(
-        config, weights, gemm, permute, kind, rows, scale if kind == "e4m3_tensor" else row_scale, tiles
+        config,
+        weights,
+        functools.partial(gemm, config=plan.configs[0]),
+        permute,
+        kind,
+        rows,
+        scale if kind == "e4m3_tensor" else row_scale,
+        tiles,
     )
+    gemm = functools.partial(gemm, config=plan.configs[1])
     out = gemm(hidden, weights.w2.data, x_scale=hidden_scale, w_scale=weights.w2.scale, bias=weights.w2_bias)
     return combine(out, tiles.row_of, topk_weights, shared=shared, out_dtype=out_dtype, implementation=kernels)
 
@@ -283,48 +287,63 @@ def _quantization(scheme: Scheme) -> str | None:
     return kind
 
 
-def _block_m(num_tokens: int, config: MoEConfig, weights: ExpertWeights) -> int:
-    """Rows of a tile, from the expected rows of an expert that is hit at all when routing is uniform."""
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How both products of a call run. configs: None leaves the choice to the kernel. source: where they come from.
+
+    products, configs: empty for packed weights, whose kernels choose for themselves.
+    """
+
+    block_m: int
+    products: tuple[GemmDesc, ...]
+    configs: tuple[GemmConfig | None, ...]
+    source: str
+
+
+def _plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernels: str = "mosaic") -> _Plan:
+    """A measured configuration where the device's table has one for this layer, else the heuristic's."""
     if is_packed(weights.w13):
-        return _packed_experts.block_m(num_tokens, config, weights)
-    experts = weights.num_experts
-    hit = experts * (1 - (1 - min(config.top_k / experts, 1.0)) ** max(num_tokens, 1))
-    kind, activations = _quantization(weights.scheme), weights.scheme.activations
-    may_swap = kind != "e4m3_group" and (kind != "e4m3_tensor" or activations.dynamic)
-    return choose_block_m(num_tokens * config.top_k / hit, may_swap=may_swap)
+        return _Plan(_packed_experts.block_m(num_tokens, config, weights), (), (), "by the heuristic")
+    key = _key(config, weights)
+    extra: dict[str, Any] = dict(
+        activation=resolve_activation(config),
+        bias_dtype=None if weights.w13_bias is None else jnp.dtype(weights.w13_bias.dtype).name,
+        out_dtype=config.dtype.name,
+    )
+    entry = table_for(device_kind()).lookup(key, num_tokens) if kernels == "mosaic" else None
+    if entry is not None:
+        tuned = entry.config
+        products = key.products(num_tokens, tuned.block_m, **extra)
+        configs = (tuned.gemm1, tuned.gemm2)
+        if all(config_error(desc, one) is None for desc, one in zip(products, configs, strict=True)):
+            return _Plan(tuned.block_m, products, configs, f"measured for {entry.tokens} tokens")
+    # Expected rows of an expert that is hit at all when routing is uniform.
+    hit = key.num_experts * (1 - (1 - min(key.top_k / key.num_experts, 1.0)) ** max(num_tokens, 1))
+    block_m = choose_block_m(num_tokens * key.top_k / hit, may_swap=key.may_swap)
+    return _Plan(block_m, key.products(num_tokens, block_m, **extra), (None, None), "by the heuristic")
 
 
-def _descriptions(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> tuple[GemmDesc, GemmDesc]:
-    """Both products as the kernels will see them."""
+def _key(config: MoEConfig, weights: ExpertWeights) -> LayerKey:
+    """The layer as tuning tables know it."""
     kind = _quantization(weights.scheme)
     if kind is None:
         raise NotImplementedError(f"there is no kernel for scheme {weights.scheme.name!r} yet")
-    lhs = {"none": "none", "e4m3_tensor": "tensor", "e4m3_group": "group"}.get(kind, "row")
-    fmt = weights.scheme.weights
-    rhs = "none" if fmt is None else fmt.strategy.value
-    activations = weights.scheme.activations
+    fmt, activations = weights.scheme.weights, weights.scheme.activations
     requantize = "none"
     if kind == "e4m3_group":
         requantize = "group"
     elif kind == "e4m3_tensor" and not activations.dynamic:
         requantize = "tensor"
-    tile = _block_m(num_tokens, config, weights)
-    bias = None if weights.w13_bias is None else jnp.dtype(weights.w13_bias.dtype).name
-    common: dict[str, Any] = dict(
-        rows=row_capacity(max(num_tokens, 1), config.top_k, weights.num_experts, tile),
+    return LayerKey(
         num_experts=weights.num_experts,
+        top_k=config.top_k,
+        hidden=weights.hidden_size,
+        inner=weights.intermediate_size,
         dtype=jnp.dtype(weights.w13.data.dtype).name,
-        out_dtype=config.dtype.name,
-        lhs_scale=lhs,
-        rhs_scale=rhs,
-        bias_dtype=bias,
-        has_tile_rows=True,
-    )
-    hidden, inner = weights.hidden_size, weights.intermediate_size
-    activation = resolve_activation(config)
-    return (
-        GemmDesc(n=inner, k=hidden, halves=config.num_halves, activation=activation, requantize=requantize, **common),
-        GemmDesc(n=hidden, k=inner, **common),
+        lhs_scale={"none": "none", "e4m3_tensor": "tensor", "e4m3_group": "group"}.get(kind, "row"),
+        rhs_scale="none" if fmt is None else fmt.strategy.value,
+        requantize=requantize,
+        halves=config.num_halves,
     )
 
 

@@ -9,6 +9,8 @@ from flax import nnx
 import moe_jax
 from moe_jax import _experts_mosaic
 from moe_jax.experts import explain
+from pallas_kernels.grouped_gemm import GemmConfig
+from pallas_kernels.tuning import Entry, LayerConfig, Table
 
 E, H, I, K = 6, 512, 256, 2  # noqa: E741
 SCHEMES = ("bf16", "fp8_tensor", "fp8_tensor_token", "fp8_channel", "fp8_block", "int8_w8a8")
@@ -168,6 +170,22 @@ def test_explain_names_the_kernels_and_their_limits():
         assert "implementation: mosaic" in text and "GEMM 1: 64 x 2 x 128 tiles" in text
         narrow = moe_jax.FusedMoE(4, 256, 128, top_k=2, scheme="fp8_block", implementation=("mosaic", "xla"))
         assert "H=256" in narrow.explain(64) and "implementation: xla" in narrow.explain(64)
+
+
+def test_measured_configurations_come_first(monkeypatch):
+    """Unless the table is of another layer, or its configuration cannot run this one."""
+    layer = make_layer("int8_w8a8", implementation="mosaic")
+    config, weights = layer.config, layer.weights.get_value()
+    pair = LayerConfig(32, *[GemmConfig(32, 64, 5, is_swapped=True)] * 2)
+    table = Table("NVIDIA H200", (Entry(_experts_mosaic._key(config, weights), 16, pair, 1.0),))
+    monkeypatch.setattr(_experts_mosaic, "table_for", lambda device: table)
+    with on_hopper():
+        text = layer.explain(9)
+        assert text.count("measured for 16 tokens") == 2 and "32 x 2 x 64 tiles, operands swapped, 5 stages" in text
+        assert "by the heuristic" in make_layer("bf16", implementation="mosaic").explain(9)
+        x, z = inputs(9)
+        lowered = jax.jit(layer).trace(x, z).lower(lowering_platforms=("cuda",)).as_text()
+        assert lowered.count("mosaic_gpu_v2") == 6
 
 
 def test_alone_it_refuses_with_its_reason():

@@ -24,3 +24,8 @@ def hopper_sms() -> int:
     if capability != "9.0":
         raise NotImplementedError(f"needs compute capability 9.0, {device.device_kind} has {capability}")
     return device.core_count
+
+
+def device_kind() -> str:
+    """The kind of the device a function is traced for, in JAX's words ("NVIDIA H200"); found as in ``hopper_sms``."""
+    return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind

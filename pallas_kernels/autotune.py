@@ -1,0 +1,137 @@
+"""Time every candidate configuration of layers on the GPU at hand and write the fastest to a table.
+
+    python -m pallas_kernels.autotune --layer 128,8,2048,768 --layer 8,2,4096,14336 --formats fp8_channel,fp8_block \
+        --tokens 1,16,64,256,1024,8192 [--out FILE]
+
+A layer is experts,top_k,hidden,intermediate of one device's shard. Random values, uniform routing. The table of this
+kind of device is extended in place; --out names another file.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.common.device import device_kind, hopper_sms
+from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, grouped_gemm
+from pallas_kernels.tuning.layer import FORMATS, LayerKey
+from pallas_kernels.tuning.search import tune
+from pallas_kernels.tuning.table import Table, load_table, path_for
+
+_SHORT, _LONG, _SAMPLES = 2, 10, 5
+
+
+class GpuTimer:
+    """Microseconds of one product inside jit on the default device; keeps the operands of the last description."""
+
+    def __init__(self) -> None:
+        self._held: tuple[Any, Any] = (None, None)
+
+    def __call__(self, desc: GemmDesc, config: GemmConfig, key: LayerKey, num_tokens: int) -> float:
+        if self._held[0] != (desc, config.block_m):
+            self._held = (None, None)  # before the new ones are made: both may not fit
+            self._held = ((desc, config.block_m), _operands(desc, config.block_m, key, num_tokens))
+        args, scales = self._held[1]
+        static = dict(activation=desc.activation, requantize=desc.requantize, out_dtype=desc.out_dtype, config=config)
+
+        def run(count):
+            def calls(xs, rest, scales):
+                return [grouped_gemm(x, *rest, **scales, **static, implementation="mosaic") for x in xs[:count]]
+
+            return jax.jit(calls)
+
+        # XLA would merge equal calls.
+        copies = [jnp.array(args[0]) for _ in range(_LONG)]
+        programs = {count: run(count) for count in (_SHORT, _LONG)}
+
+        def seconds(count: int) -> float:
+            start = time.perf_counter()
+            jax.block_until_ready([programs[count](copies, args[1:], scales) for _ in range(4)])
+            return (time.perf_counter() - start) / 4
+
+        for count in programs:
+            seconds(count)
+        differences = [seconds(_LONG) - seconds(_SHORT) for _ in range(_SAMPLES)]
+        return float(np.median(differences)) / (_LONG - _SHORT) * 1e6
+
+
+def _operands(desc: GemmDesc, block_m: int, key: LayerKey, num_tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of ``grouped_gemm`` for uniform routing of num_tokens: (x, w, tile_expert, num_tiles), the rest."""
+    rng = np.random.default_rng(0)
+    ids = np.argsort(rng.random((num_tokens, key.num_experts)), axis=1)[:, : key.top_k]
+    sizes = np.bincount(ids.reshape(-1), minlength=key.num_experts)
+    tiles = desc.rows // block_m
+    tile_expert, tile_rows = np.full(tiles, -1, np.int32), np.zeros(tiles, np.int32)
+    used = np.repeat(np.arange(key.num_experts), -(-sizes // block_m))
+    tile_expert[: len(used)] = used
+    tile_rows[: len(used)] = np.concatenate([np.minimum(s - np.arange(0, s, block_m), block_m) for s in sizes])
+
+    def values(seed, shape):
+        random = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+        return (random * 40).astype(jnp.int8) if desc.dtype == "int8" else random.astype(desc.dtype)
+
+    matrices = (key.num_experts, desc.halves)
+    # One expert's values for all: routing decides what is read, not the values.
+    w = jnp.tile(values(0, (1, desc.halves, desc.n, desc.k)), (key.num_experts, 1, 1, 1))
+    k_groups, n_groups = -(-desc.k // 128), -(-desc.n // 128)
+    x_scale = {"tensor": (), "row": (desc.rows,), "group": (k_groups, desc.rows)}.get(desc.lhs_scale)
+    w_scale = {"tensor": matrices, "channel": (*matrices, desc.n), "block": (*matrices, n_groups, k_groups)}
+    rest = dict(
+        x_scale=None if x_scale is None else jnp.full(x_scale, 0.01, jnp.float32),
+        w_scale=None if desc.rhs_scale == "none" else jnp.full(w_scale[desc.rhs_scale], 0.01, jnp.float32),
+        out_scale=jnp.float32(0.1) if desc.requantize == "tensor" else None,
+        tile_rows=jnp.asarray(tile_rows),
+    )
+    if desc.activation is None:
+        w = w[:, 0]
+        rest["w_scale"] = None if rest["w_scale"] is None else rest["w_scale"][:, 0]
+    return (values(1, (desc.rows, desc.k)), w, jnp.asarray(tile_expert), jnp.int32(len(used))), rest
+
+
+def main(arguments: Sequence[str] | None = None, timer: Any = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layer", action="append", required=True, metavar="E,TOP_K,H,I")
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--tokens", default="1,16,64,256,1024,8192")
+    parser.add_argument("--not-gated", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    keys = []
+    for layer in options.layer:
+        try:
+            experts, top_k, hidden, inner = (int(size) for size in layer.split(","))
+        except ValueError:
+            parser.error(f"--layer {layer}: expected four integers, experts,top_k,hidden,intermediate")
+        for name in options.formats.split(","):
+            if name not in FORMATS:
+                parser.error(f"--formats {name}: there are {', '.join(FORMATS)}")
+            key: Any = dict(num_experts=experts, top_k=top_k, hidden=hidden, inner=inner, **FORMATS[name])
+            keys.append(LayerKey(**key, halves=1 if options.not_gated else 2))
+    try:
+        num_sms = hopper_sms()
+    except NotImplementedError as error:
+        parser.error(f"nothing to tune here: {error}")
+    path = options.out or path_for(device_kind())
+    table = load_table(path) if path.exists() else Table(device_kind())
+    if table.device != device_kind():
+        parser.error(f"{path} is of {table.device}, this is {device_kind()}; name another file with --out")
+    timer = timer or GpuTimer()
+    for key in keys:
+        # Saved after each layer: a run that is cut short loses one.
+        found = tune([key], map(int, options.tokens.split(",")), timer, num_sms, report=print)
+        table = table.merged(found)
+        table.save(path)
+        for entry in found:
+            print(f"{dataclasses.astuple(entry.key)} tokens={entry.tokens}: {entry.micros:.1f} us {entry.config}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

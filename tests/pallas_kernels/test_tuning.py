@@ -1,0 +1,151 @@
+"""Tuning tables: the search with a timer that needs no GPU, the files it writes, and what a layer makes of them."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from pallas_kernels import autotune
+from pallas_kernels.grouped_gemm import GemmConfig, candidates
+from pallas_kernels.tuning import FORMATS, Entry, LayerConfig, LayerKey, Table, load_table, table_for, tune
+
+KEY = LayerKey(128, 8, 2048, 768, **FORMATS["fp8_channel"])
+PAIR = LayerConfig(16, *[GemmConfig(16, 128, 4, is_swapped=True)] * 2)
+GOOD = Table("NVIDIA H200", (Entry(KEY, 16, PAIR, 90.0), Entry(KEY, 64, PAIR, 150.0)))
+
+
+def on_hopper():
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def fake_timer(desc, config, key, tokens):
+    """Fastest: swapped at 16 rows, 128 columns; the candidate of 64 columns refuses."""
+    if config.block_n == 64:
+        raise NotImplementedError("too narrow today")
+    return abs(config.block_m - 16) + abs(config.block_n - 128) / 10 + (1.0 if config.is_swapped else 5.0)
+
+
+def test_search_takes_the_least_sum_and_reports_refusals():
+    lines = []
+    (entry,) = tune([KEY], [16], fake_timer, 132, lines.append)
+    assert (entry.key, entry.tokens, entry.micros) == (KEY, 16, 2.0)
+    for config in (entry.config.gemm1, entry.config.gemm2):
+        assert (config.block_m, config.block_n, config.is_swapped) == (16, 128, True)
+    assert sum("too narrow today" in line for line in lines) >= 4
+    timed = {(config.block_m, config.is_swapped) for config in map(_config_of, lines) if config}
+    assert timed == {(8, True), (16, True), (64, False)}
+
+
+def _config_of(line):
+    start = line.index("GemmConfig(")
+    return eval(line[start : line.index(")", start) + 1]) if line.endswith("us") else None
+
+
+def test_search_leaves_out_what_no_candidate_runs():
+    lines = []
+    odd = dataclasses.replace(KEY, hidden=2050)
+    assert tune([odd], [1], fake_timer, 132, lines.append) == []
+    assert "no candidate runs" in lines[-1]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_has_candidates(name):
+    key = LayerKey(8, 2, 512, 256, **FORMATS[name])
+    for block_m in (16, 64) if key.may_swap else (64,):
+        for desc in key.products(7, block_m):
+            assert candidates(desc, block_m, 132)
+
+
+def test_lookup():
+    assert GOOD.buckets(KEY) == (16, 64)
+    assert [GOOD.lookup(KEY, t).tokens for t in (1, 16, 17, 64, 5000)] == [16, 16, 64, 64, 64]
+    assert GOOD.lookup(dataclasses.replace(KEY, inner=512), 16) is None
+
+
+def test_files_come_back_as_they_were(tmp_path):
+    path = tmp_path / "table.json"
+    GOOD.save(path)
+    assert load_table(path) == GOOD
+    better = Entry(KEY, 16, PAIR, 80.0)
+    merged = GOOD.merged([better])
+    merged.save(path)
+    assert set(load_table(path).entries) == {better, GOOD.entries[1]}
+    Table("NVIDIA H100").save(path)
+    assert load_table(path) == Table("NVIDIA H100")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t.update(format=2), "expected an object of format 1"),
+        (lambda t: t.update(device=3), "device is 3"),
+        (lambda t: t["entries"].append(t["entries"][0]), "two entries for one layer"),
+        (lambda t: t["entries"][1].pop("micros"), r"entry 1: found \["),
+        (lambda t: t["entries"][0].update(tokens=0), "entry 0: tokens=0"),
+        (lambda t: t["entries"][0]["layer"].update(experts=3), "entry 0: layer is"),
+        (lambda t: t["entries"][0]["layer"].pop("hidden"), "entry 0: layer lacks hidden"),
+        (lambda t: t["entries"][0]["gemm1"].update(block_m=32), "block_m is 32 and 16"),
+        (lambda t: t["entries"][0]["gemm2"].update(num_stages=99), "entry 0: gemm2 cannot run: needs"),
+        (lambda t: t["entries"][0]["gemm2"].update(num_stages=[4]), r"num_stages is \[4\]"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(change, match, tmp_path):
+    path = tmp_path / "table.json"
+    GOOD.save(path)
+    stored = json.loads(path.read_text())
+    change(stored)
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=match) as caught:
+        load_table(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_no_json(tmp_path):
+    (tmp_path / "t.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        load_table(tmp_path / "t.json")
+
+
+def test_shipped_tables_load():
+    assert table_for("NVIDIA H200").device == "NVIDIA H200"
+    assert table_for("NVIDIA Something Else") == Table("NVIDIA Something Else")
+
+
+def test_command(tmp_path, capsys):
+    path = tmp_path / "h200.json"
+    arguments = [
+        "--layer",
+        "128,8,2048,768",
+        "--formats",
+        "fp8_channel,fp8_block",
+        "--tokens",
+        "1,64",
+        "--out",
+        str(path),
+    ]
+    with on_hopper():
+        assert autotune.main(arguments, timer=fake_timer) == 0
+        assert autotune.main([*arguments[:3], "bf16", *arguments[4:]], timer=fake_timer) == 0
+    table = load_table(path)
+    assert {(entry.key.dtype, entry.key.rhs_scale, entry.tokens) for entry in table.entries} == {
+        (dtype, scale, tokens)
+        for dtype, scale in (("float8_e4m3fn", "channel"), ("float8_e4m3fn", "block"), ("bfloat16", "none"))
+        for tokens in (1, 64)
+    }
+    assert "tokens=64" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--layer", "1,2,3"], "expected four integers"),
+        (["--layer", "8,2,256,128", "--formats", "fp9"], "--formats fp9"),
+        (["--layer", "8,2,256,128"], "needs a Hopper GPU"),
+    ],
+)
+def test_command_says_what_is_wrong(arguments, match, capsys):
+    with pytest.raises(SystemExit):
+        autotune.main(arguments, timer=fake_timer)
+    assert match in capsys.readouterr().err
