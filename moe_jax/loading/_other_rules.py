@@ -79,7 +79,7 @@ class ModelOptRules(ListedRules):
 
     def _scheme_of(self, entry: Mapping[str, Any]) -> Scheme:
         algorithm, group_size = entry.get("quant_algo"), entry.get("group_size")
-        if algorithm not in _MODELOPT_SCHEMES:
+        if not isinstance(algorithm, str) or algorithm not in _MODELOPT_SCHEMES:
             raise CheckpointError(
                 f"{self._where}: quant_algo {shown(algorithm)} of ModelOpt is not supported; supported: "
                 f"{', '.join(_MODELOPT_SCHEMES)} and {_MIXED} of them; use a compressed-tensors version"

@@ -38,7 +38,7 @@ class ExpertReader:
         peak_staged_bytes: the most bytes that were staged on the host at a time: at most one layer's.
 
     Raises:
-        CheckpointError: an expert tensor whose name carries no layer.
+        CheckpointError: an expert tensor whose name carries no layer, or experts of a layer under different parents.
     """
 
     def __init__(
@@ -51,7 +51,10 @@ class ExpertReader:
         self._checkpoint = checkpoint = as_packed(checkpoint)
         self._where = str(getattr(checkpoint, "directory", "weights given as arrays"))
         self._quantization = quantization or QuantizationConfig.from_config(checkpoint.config, checkpoint)
-        is_gpt_oss = getattr(checkpoint, "config", {}).get("model_type") == "gpt_oss"
+        # No other tool writes blocks, and with interleaved rows their biases are interleaved too.
+        is_gpt_oss = getattr(checkpoint, "config", {}).get("model_type") == "gpt_oss" or any(
+            name.endswith(".experts.gate_up_proj_blocks") for name in checkpoint.names
+        )
         self._names = names or ExpertNames(is_interleaved=is_gpt_oss)
         self._by_layer: dict[int, list[str]] = {}
         for name in checkpoint.names:
@@ -61,7 +64,13 @@ class ExpertReader:
             if layer is None:
                 file = checkpoint.info(name).file
                 raise CheckpointError(f"{file}: tensor {shorten(name)}: an expert tensor whose name carries no layer")
-            self._by_layer.setdefault(layer, []).append(name)
+            own = self._by_layer.setdefault(layer, [])
+            if own and _parent(own[0]) != _parent(name):
+                raise CheckpointError(
+                    f"{self._where}: tensors {shorten(own[0])} and {shorten(name)}: names of one layer's experts start "
+                    "alike in every checkpoint that a tool writes; the file is damaged"
+                )
+            own.append(name)
         self.layers = tuple(sorted(self._by_layer))
         self._stored: dict[int, Scheme | None] = {}
         self._parsed: dict[tuple[int, bool], dict[str, ExpertTensor]] = {}
@@ -219,6 +228,11 @@ class ExpertReader:
             fitting = {OUT_IN: (experts, rows, columns), IN_OUT: (experts, columns, rows)}
             possible &= {layout for layout, expected in fitting.items() if expected == shape}
         return possible.pop() if len(possible) == 1 else None
+
+
+def _parent(name: str) -> str:
+    """What an expert tensor's name starts with."""
+    return name.partition(".experts." if ".experts." in name else "layers.")[0]
 
 
 def load_layer(

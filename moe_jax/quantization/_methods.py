@@ -194,6 +194,7 @@ class MoEMethod(abc.ABC):
                 ("w2",) if name.startswith("w2_") else halves,
                 allow_negative=self.allows_negative_scales and spec.kind != "input_scale",
                 is_divisor=name.endswith("global_scale"),
+                largest=_greatest_code(self.scheme.weights, name),
             )
         return checked
 
@@ -229,6 +230,17 @@ class MoEMethod(abc.ABC):
         specs = self.create_weights(config)
         leaves = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in specs.items()}
         return jax.eval_shape(functools.partial(self.process_weights_after_loading, config=config), leaves)
+
+
+def _greatest_code(fmt: QuantFormat | None, name: str) -> float:
+    """The greatest magnitude that a weight's scale multiplies, or NVFP4's global scale divides or multiplies."""
+    if fmt is None or "input" in name:
+        return 1.0
+    if fmt.global_scale is not None:
+        return 6.0 * 448.0 if name.endswith(global_scale_name(fmt)) else 1.0
+    if fmt.element_type.is_float:
+        return fmt.element_type.max
+    return 2.0 ** (fmt.element_type.bits - (1 if fmt.symmetric else 0))
 
 
 def data_name(fmt: QuantFormat) -> str:

@@ -1,5 +1,6 @@
 """What scales of a checkpoint may be, and the one activation scale of a layer out of those of its experts."""
 
+import math
 import warnings
 from typing import Any
 
@@ -11,13 +12,21 @@ from moe_jax.quantization._format import QuantFormat
 
 # compressed-tensors' global scale of an expert whose calibration saw no token.
 _UNCALIBRATED = 1.0
+_F32_MAX = float(np.finfo(np.float32).max)
 
 
 def check_scale_values(
-    scale: Any, name: str, projections: tuple[str, ...], *, allow_negative: bool = False, is_divisor: bool = False
+    scale: Any,
+    name: str,
+    projections: tuple[str, ...],
+    *,
+    allow_negative: bool = False,
+    is_divisor: bool = False,
+    largest: float = 1.0,
 ) -> None:
     """Raise ValueError naming the first NaN, infinite or (unless allowed) negative entry of a scale (E, ...).
 
+    largest: the greatest magnitude that the scale multiplies or divides; an overflow of float32 is refused as well.
     scale: float32, float8_e4m3fn, or uint8 exponents, in which 255 is NaN. projections: what the axis after E stacks,
     () for a matrix outside the experts. Scale 0 is legal, it dequantizes to 0, unless the scale is a divisor. Under a
     trace values cannot be checked.
@@ -25,15 +34,16 @@ def check_scale_values(
     if isinstance(scale, Tracer):
         return
     values = np.asarray(scale)
-    if _are_plain(values):
+    greatest = _F32_MAX / largest
+    if _are_plain(values, 1 / greatest if is_divisor else 0.0, greatest):
         return
     if values.dtype == np.uint8:
-        bad = values == 255
+        bad = values > _greatest_exponent(greatest)
     elif values.dtype.itemsize == 1:  # by its bytes: float32 copies of all block scales would take half a layer
         code = values.view(np.uint8)
         bad = (code & 0x7F == 0x7F) | (code > 0x80)
     else:
-        bad = ~np.isfinite(values)
+        bad = ~np.isfinite(values) | (np.abs(values) < 1 / greatest if is_divisor else np.abs(values) > greatest)
         if is_divisor or not allow_negative:
             bad |= values <= 0 if is_divisor else values < 0
     if not bad.any():
@@ -44,21 +54,27 @@ def check_scale_values(
         half = index[1] * len(projections) // values.shape[1] if values.ndim > 1 else 0
         place = f"expert {index[0]} ({projections[half]}) has "
     sign = ", positive" if is_divisor else "" if allow_negative else ", non-negative"
+    bound = f" whose multiples up to {largest:g} are finite in float32" if largest > 1 else ""
     raise ValueError(
         f"{name}: {place}scale {values[index]} at {index}, expected a finite{sign} "
-        f"number ({int(bad.sum())} of {bad.size} are not)"
+        f"number{bound} ({int(bad.sum())} of {bad.size} are not)"
     )
 
 
-def _are_plain(values: np.ndarray) -> bool:
-    """Whether all are finite and positive, by maxima and minima alone; block scales are an eighth of a layer."""
+def _are_plain(values: np.ndarray, least: float, greatest: float) -> bool:
+    """Whether all are finite, positive and in range, by maxima and minima alone; scales are an eighth of a layer."""
     if not values.size:
         return True
     if values.dtype == np.uint8:
-        return bool(values.max() < 255)
+        return bool(values.max() <= _greatest_exponent(greatest))
     if values.dtype.itemsize == 1:
         return bool(values.view(np.uint8).max() < 0x7F)
-    return bool(values.min() > 0 and values.max() < np.inf)
+    return bool(values.min() > least and values.max() <= greatest)
+
+
+def _greatest_exponent(greatest: float) -> int:
+    """Of e8m0 bytes, which mean 2**(byte - 127)."""
+    return 127 + math.floor(math.log2(greatest))
 
 
 def common_input_scale(values: Any, fmt: QuantFormat, name: str) -> Any:
