@@ -137,11 +137,15 @@ def _parameters(modules: Mapping[str, Any]) -> Iterator[tuple[str, nnx.Variable]
 
 
 def _spelling(name: str, source: Any) -> str:
-    """The name; for a router possibly under another container, or without Granite's ``layer``, as in memory."""
-    if name not in source and (router := _ROUTER.fullmatch(name)):
-        others = (f"{router[1]}.{container}.{router[2]}{router[3]}" for container in CONTAINERS)
-        return next((other for other in others if other in source), name)
-    return name
+    """The name in this checkpoint: LoRA puts ``base_layer`` in it; a router may lie under another container, or without
+    Granite's ``layer``, as models are held in memory."""
+    if name in source:
+        return name
+    module, _, attribute = name.rpartition(".")
+    others = [f"{module}.base_layer.{attribute}"]
+    if router := _ROUTER.fullmatch(name):
+        others += [f"{router[1]}.{container}.{router[2]}{router[3]}" for container in CONTAINERS]
+    return next((other for other in others if other in source), name)
 
 
 def _leaves(tensor: DenseTensor, scheme: Scheme, source: Any) -> dict[str, str]:

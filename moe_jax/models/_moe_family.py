@@ -4,6 +4,7 @@ A family is one file with one subclass. Its class attributes are the words of it
 config.json into a typed config. A family whose whole model is built derives from ``CausalLM``, which is a MoEFamily.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -33,6 +34,14 @@ class MoEFamily:
     @staticmethod
     def read_config(reader: ConfigReader) -> MoEBlockConfig:
         raise NotImplementedError("a family defines read_config")
+
+    @classmethod
+    def doubts(cls, source: Any, raw: Mapping[str, Any]) -> str | None:
+        """What a user should be warned of: a checkpoint that is sound by its names and shapes and may still be wrong.
+
+        source: has the ``names`` of the tensors. raw: the parsed config.json.
+        """
+        return None
 
     @classmethod
     def make_moe_block(

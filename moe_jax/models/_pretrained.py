@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -197,6 +198,8 @@ class _Reader:
         self._source, self._config = source, config
         self._where = str(source.directory)
         self._quantization = QuantizationConfig.from_config(raw, source)
+        if doubt := family.doubts(source, raw):
+            warnings.warn(f"{self._where}: {doubt}", stacklevel=3)
         self._experts = ExpertReader(source, quantization=self._quantization, names=expert_names(family.model_type))
         self.dense = dense_names(source.names, config.num_layers)
         surplus = (

@@ -1,7 +1,14 @@
 """gpt-oss: biases everywhere, a clamped SwiGLU with interleaved gate and up, weights renormalized."""
 
+import re
+from collections.abc import Mapping
+from typing import Any
+
 from moe_jax.models._config import ConfigReader, MoEBlockConfig, read_block_config
 from moe_jax.models._moe_family import MoEFamily
+
+_SPLITS_WRONGLY = re.compile(r"0\.(\d|1[0-7])\b")  # compressed-tensors that went with llm-compressor up to 0.12
+_PER_EXPERT = re.compile(r"\.experts\.\d+\.gate_proj\.")
 
 
 class GptOss(MoEFamily):
@@ -23,4 +30,18 @@ class GptOss(MoEFamily):
             swiglu_alpha=reader.positive("swiglu_alpha", default=1.702),
             has_bias=True,
             has_router_bias=True,
+        )
+
+    @classmethod
+    def doubts(cls, source: Any, raw: Mapping[str, Any]) -> str | None:
+        stated = raw.get("quantization_config")
+        version = stated.get("version") if isinstance(stated, Mapping) else None
+        if not isinstance(version, str) or _SPLITS_WRONGLY.match(version) is None:
+            return None
+        if not any(_PER_EXPERT.search(name) for name in source.names):
+            return None
+        return (
+            f"compressed-tensors {version} wrote gpt-oss experts one by one; tools of that time took the first half of "
+            "the interleaved columns as gate_proj, which nothing in the file shows. If answers make no sense, use a "
+            "checkpoint written with compressed-tensors 0.19 or later"
         )
