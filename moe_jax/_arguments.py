@@ -56,5 +56,11 @@ def check_rngs(rngs: Any) -> None:
         raise TypeError(f"rngs has type {type(rngs).__name__}, expected flax.nnx.Rngs, as in rngs=nnx.Rngs(0)")
 
 
+def check_not_traced(call: str, module: nnx.Module) -> None:
+    """TypeError inside ``jax.jit`` and its like, where a module's Variables hold tracers."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(nnx.state(module))):
+        raise TypeError(f"{call} inside jax.jit or another transform, where no values are known; call it outside")
+
+
 def _shown(value: Any) -> str:
     return " ".join(brief(value).split())

@@ -19,7 +19,7 @@ CONFIG = {
     "vocab_size": 1024,
     "hidden_size": 256,
     "intermediate_size": 512,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,  # compilation takes most of the time and grows with them
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 32,

@@ -9,6 +9,7 @@ twice, and the hidden rows are kept in between.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -86,6 +87,8 @@ def run(
     return jnp.sum(_rows_of_tokens(rows, alignment) * topk_weights[..., None], axis=1)
 
 
+# Compiled by itself outside ``jax.jit``, where the loop would otherwise be compiled anew by every call and kept.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _forward(plan: Plan, x: Array, weights: ExpertWeights, alignment: Alignment) -> Array:
     """Both products for every grouped row: x (T, H) -> (Mp, H) float32. Gaps hold anything finite inputs can give."""
     stacked = _without_input_scales(weights)

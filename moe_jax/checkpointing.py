@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from moe_jax._arguments import check_not_traced
 from moe_jax.layer import FusedMoE
 from moe_jax.loading._errors import read_json
 from moe_jax.quantization import ExpertWeights
@@ -38,6 +39,7 @@ def save(module: nnx.Module, directory: str | os.PathLike) -> None:
     """
     import orbax.checkpoint as ocp
 
+    check_not_traced("save", module)
     root = Path(directory).absolute()
     state = nnx.to_pure_dict(nnx.split(module)[1])
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moe_jax._arguments import check_array, check_rngs
+from moe_jax._arguments import check_array, check_not_traced, check_rngs
 from moe_jax._config import MoEConfig
 from moe_jax._implementations import in_best_layout, order_of
 from moe_jax._layer_variables import (
@@ -353,6 +353,7 @@ class FusedMoE(nnx.Module):
             ValueError: as ``load_weights``, and what is missing, doubled or left over. The old weights are untouched
                 then, whatever the reason.
         """
+        check_not_traced("reload_weights", self)
         if self._is_abstract():
             raise ValueError(f"{self._label()} has no weights to reload; use load_weights(pairs) first")
         loader = self._new_loader(experts)
@@ -419,6 +420,7 @@ class FusedMoE(nnx.Module):
 
     def explain(self, num_tokens: int) -> str:
         """What would run for a call with ``num_tokens`` tokens and why; also the weights' version."""
+        check_not_traced("explain", self)
         version = self.version.get_value()
         return explain(self.config, self.weights.get_value(), num_tokens) + f"\nweights version: {int(version)}"
 

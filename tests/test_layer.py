@@ -490,6 +490,29 @@ def test_reload_changes_values_without_recompiling():
     np.testing.assert_array_equal(closure(x, z), frozen)
 
 
+@pytest.mark.parametrize(
+    "method",
+    [lambda m: m.reload_weights(checkpoint_pairs()), lambda m: m.explain(3), lambda m: checkpointing.save(m, "x")],
+)
+def test_what_needs_values_is_refused_inside_jit(method):
+    """A reload in there would change a copy and be lost without a word."""
+    with pytest.raises(TypeError, match="(reload_weights|explain|save) inside jax.jit.*call it outside"):
+        jax.eval_shape(method, make_layer("bf16"))
+
+
+def test_calls_outside_jit_compile_once(monkeypatch):
+    """The loop over tiles is a program of its own; made anew by each call it would also stay in memory."""
+    from moe_jax import _experts_xla
+
+    layer, (x, z), traces = make_layer("fp8_block"), inputs(5), []
+    tile_gemm = _experts_xla.tile_gemm
+    monkeypatch.setattr(_experts_xla, "tile_gemm", lambda *a: traces.append(1) or tile_gemm(*a))
+    first = layer(x, z)
+    num_traces = len(traces)
+    np.testing.assert_array_equal(layer(x, z), first)
+    assert len(traces) == num_traces > 0
+
+
 def test_failed_reload_leaves_the_old_weights():
     layer = abstract_layer()
     layer.load_weights(checkpoint_pairs())

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from moe_jax._typing import Bool, Int
 from moe_jax.models._inputs import check_ids
@@ -65,6 +66,10 @@ def padded_prompt(
 
 
 def _as_array(name: str, value: Any) -> np.ndarray:
+    if isinstance(value, Tracer):
+        raise TypeError(
+            f"{name} is traced: this call compiles itself, make it outside jax.jit; inside, call model(ids)"
+        )
     try:
         return np.asarray(value)
     except ValueError:  # nested lists of unequal length

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moe_jax._arguments import check_array, check_rngs, integer
+from moe_jax._arguments import check_array, check_not_traced, check_rngs, integer
 from moe_jax._typing import Array, Float, Int
 from moe_jax.layer import MoEBlock
 from moe_jax.loading import LoadReport
@@ -234,9 +234,11 @@ class CausalLM(MoEFamily, nnx.Module):
 
         Raises:
             ValueError: as ``load_pretrained``, or another model's config; the old weights are then untouched.
+            TypeError: inside ``jax.jit``, where only a copy would change.
         """
         from moe_jax.models._pretrained import reload_weights  # which imports this class
 
+        check_not_traced("reload_weights", self)
         return reload_weights(self, source)
 
     def moe_blocks(self) -> list[MoEBlock]:

@@ -148,6 +148,15 @@ def test_wrong_types(case, options, words):
         unwrap(generate)(**(dict(model=case("mixtral").model, input_ids=[[1, 2]], max_new_tokens=4) | options))
 
 
+def test_inside_jit(case):
+    model = case("mixtral").model
+    for call in (lambda ids: generate(model, ids, max_new_tokens=2), model.score):
+        with pytest.raises(TypeError, match="input_ids is traced.*outside jax.jit"):
+            jax.eval_shape(call, np.ones((1, 3), np.int32))
+    with pytest.raises(TypeError, match="reload_weights inside jax.jit"):
+        jax.eval_shape(lambda model: model.reload_weights(case("mixtral").directory), model)
+
+
 def test_buckets():
     lengths = range(1, 5000)
     assert all(bucket(n) >= n for n in lengths) and all(bucket(n) <= max(2 * n, 16) for n in lengths)
