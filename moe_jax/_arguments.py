@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 
 def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None, why: str = "") -> int:
@@ -58,7 +59,7 @@ def check_rngs(rngs: Any) -> None:
 
 def check_not_traced(call: str, module: nnx.Module) -> None:
     """TypeError inside ``jax.jit`` and its like, where a module's Variables hold tracers."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(nnx.state(module))):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(nnx.state(module))):
         raise TypeError(f"{call} inside jax.jit or another transform, where no values are known; call it outside")
 
 
