@@ -158,7 +158,7 @@ def test_configs_of_other_quantizers_are_seen(tmp_path):
         ("pytorch_model.bin", ["pickle", "save_pretrained"]),
         ("consolidated.00.pth", ["pickle"]),
         ("model.pt", ["pickle"]),
-        ("model-q4.gguf", ["GGUF"]),
+        ("model-q4.gguf", ["GGUF", "gguf_file=NAME"]),
         (A, [A, "download the index"]),
         ("recipe.yaml", ["neither model.safetensors nor"]),
     ],
