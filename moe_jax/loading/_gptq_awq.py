@@ -8,6 +8,7 @@ unsigned in both, ``w = scale * (q - zero)``. Conversion is exact, one tensor at
 
 import copy
 import dataclasses
+import math
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -184,8 +185,9 @@ class PackedView:
             raise self._error(source, f"expected int32 words, found {stored.dtype}")
         if suffix == "weight_packed":
             self._check_unread(module)
-            if self._container.method == "awq" and stored.shape[0] % 8:
-                raise self._error(source, f"has {stored.shape[0]} rows, expected a multiple of 8; the file is damaged")
+            extent = math.lcm(8, self._container.group_size or 1)
+            if self._container.method == "awq" and stored.shape[0] % extent:
+                raise self._error(source, f"has {stored.shape[0]} rows, expected a multiple of {extent}")
             stored = self._matrix(stored)
         elif suffix == "weight_zero_point":
             zeros = self._zeros(stored, source)
@@ -223,7 +225,7 @@ class PackedView:
         if self._container.symmetric and zeros in self._checkpoint:
             words, expected = self._checkpoint.read(zeros), self._checkpoint.info(f"{module}.scales").shape
             stored = self._zeros(words, zeros) if words.ndim == 2 else words
-            if stored.shape != expected:
+            if stored.shape != expected or words.dtype != np.int32:
                 raise self._error(zeros, f"holds zero points {list(stored.shape)}, expected {list(expected)} as scales")
             if (stored != middle).any():
                 raise self._error(
