@@ -49,7 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     inspect = commands.add_parser(
-        "inspect", help="what is in a checkpoint, how it would run, and what is wrong with it"
+        "inspect",
+        help="what is in a checkpoint, how it would run, and what is wrong with it",
+        description="Reads config.json, headers and the scales of experts; weights are checked when they are loaded.",
     )
     inspect.add_argument("directory", type=Path)
     inspect.set_defaults(handler=_inspect)

@@ -11,7 +11,7 @@ import torch
 from flax import nnx
 
 from moe_jax.models import _attention
-from moe_jax.models._families import read_family
+from moe_jax.models._decoder import CausalLM
 from moe_jax.models.qwen3_moe import Qwen3MoeForCausalLM
 from tests.models.cases import CASES, ROPES, VOCAB, assert_logits_close
 
@@ -225,5 +225,5 @@ def test_families_have_one_shape():
     from moe_jax.models._families import FAMILIES
 
     for model_type, family in FAMILIES.items():
-        assert model_type == family.model_type and family.architecture == family.__name__
-        assert family.moe_module in ("mlp", "block_sparse_moe") and callable(family.read_config) and read_family
+        assert model_type == family.model_type and family.moe_module and callable(family.read_config)
+        assert family.architecture == family.__name__ or not issubclass(family, CausalLM)

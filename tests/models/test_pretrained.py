@@ -154,7 +154,7 @@ def test_mesh_is_refused_by_name(case):
 
 def test_max_seq_len(case):
     assert load_pretrained(case("mixtral").directory, max_seq_len=20).max_seq_len == 20
-    with pytest.raises(ValueError, match="max_seq_len=65, expected 1 to 64"):
+    with pytest.raises(ValueError, match="max_seq_len=65, expected an integer from 1 to 64"):
         load_pretrained(case("mixtral").directory, max_seq_len=65)
 
 
