@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 import moe_jax
 from moe_jax.inspection import inspect_checkpoint
@@ -100,6 +101,51 @@ def _with_base_layer(name):
     head, _, suffix = name.rpartition(".")
     is_wrapped = not name.endswith(("norm.weight", "e_score_correction_bias"))
     return f"{head}.base_layer.{suffix}" if is_wrapped else name
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_names_as_models_are_held_in_memory(written, tmp_path, name):
+    """A state_dict of transformers 5: all experts in one tensor, Mixtral's container and Granite's router renamed."""
+    directory, layers = written(name)
+    shutil.copy(directory / "config.json", tmp_path)
+    state = {f"model.layers.{i}.{k}": v for i, layer in enumerate(layers) for k, v in layer.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    for index in WRITTEN[name].moe_layers[:1]:
+        saved, held = load(directory, index), load(tmp_path, index)
+        assert all(np.array_equal(a, b) for a, b in zip(leaves(saved), leaves(held), strict=True))
+        assert np.array_equal(saved.router.weight[...], held.router.weight[...])
+
+
+def test_under_jit_with_hostile_tokens(written):
+    """A block is an argument of a jitted function; no tokens, one token, and padding that holds NaN."""
+    directory, layers = written("deepseek_v3")
+    block, expected = load(directory, 2), WRITTEN["deepseek_v3"].output(layers[2], tokens())
+    forward = jax.jit(lambda block, x, mask: block(x, token_mask=mask))
+    for count in (0, 1, 9):
+        y = forward(block, jnp.asarray(tokens()[:count]), jnp.ones(count, bool))
+        assert y.shape == (count, 48)
+        if count:
+            assert_rows_close(y, expected[:count])
+    mask = np.arange(9) % 3 != 1
+    y = np.asarray(forward(block, jnp.asarray(np.where(mask[:, None], tokens(), np.nan)), jnp.asarray(mask)))
+    assert_rows_close(y[mask], expected[mask])
+    assert not y[~mask].any()
+
+
+def test_reload_needs_the_correction_bias(written):
+    """Experts of a loaded block take new weights under the same names; the bias that steers them is one of them."""
+    directory, _ = written("deepseek_v3")
+    experts = load(directory, 2).experts
+    stored = {n: v.numpy() for n, v in load_file(directory / "model.safetensors").items() if ".layers.2.mlp." in n}
+    pairs = {n: 2 * v for n, v in stored.items() if ".experts." in n or "correction" in n}
+    before = experts.weights.get_value().w2.data
+    bias = pairs.pop("model.layers.2.mlp.gate.e_score_correction_bias")
+    with pytest.raises(ValueError, match="missing: e_score_correction_bias"):
+        experts.reload_weights(pairs.items())
+    assert (experts.weights.get_value().w2.data == before).all()
+    experts.reload_weights((pairs | {"model.layers.2.mlp.gate.e_score_correction_bias": bias}).items())
+    assert (experts.weights.get_value().w2.data == 2 * before).all()
+    assert np.array_equal(experts.correction_bias.get_value(), bias)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("mixtral", "qwen3_moe")])
