@@ -1,6 +1,5 @@
 """``FusedMoE`` and ``MoEBlock``: thin nnx modules that own quantized parameters; the arithmetic lives in experts.py."""
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from moe_jax._layer_variables import (
     routing_table,
     signature,
 )
+from moe_jax._packed_weights import unpack_experts
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
 from moe_jax.experts import MoEStats, explain, fused_moe
 from moe_jax.loading import LayerLoader
@@ -367,9 +367,8 @@ class FusedMoE(nnx.Module):
 
     def _with_experts(self, experts: Sequence[int], weights: ExpertWeights) -> ExpertWeights:
         """The layer's weights with some experts replaced; every leaf has the experts as its first axis."""
-        new = in_best_layout(dataclasses.replace(self.config, num_experts=len(experts)), weights)
-        current, index = self.weights.get_value(), jnp.asarray(experts)
-        return jax.tree.map(lambda old, part: old.at[index].set(part), current, new)
+        index = jnp.asarray(experts)
+        return jax.tree.map(lambda old, new: old.at[index].set(new), unpack_experts(self.weights.get_value()), weights)
 
     def set_weights(self, weights: ExpertWeights, *, correction_bias: Any = None) -> None:
         """Install processed weights, for loaders that stream a whole model. Shapes and dtypes must be the layer's.

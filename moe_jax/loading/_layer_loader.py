@@ -482,8 +482,9 @@ def _on_device(leaf: Any) -> jax.Array:
     Those are read-only; what is writeable is our own staging, which nobody else holds and XLA may take over. It does so
     on the CPU where memory is aligned to 64 bytes, even with may_alias=False (jax 0.10.2); jnp.array always copies.
     """
-    is_own = isinstance(leaf, np.ndarray) and leaf.flags.writeable
-    return jax.device_put(leaf) if is_own else jnp.array(leaf)
+    if isinstance(leaf, jax.Array):  # made by the method
+        return leaf
+    return jax.device_put(leaf) if leaf.flags.writeable else jnp.array(leaf)
 
 
 def _signature(weights: ExpertWeights) -> Any:
