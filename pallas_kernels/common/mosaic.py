@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 WARPGROUP = 128
 SMEM_BYTES = 232_448  # shared memory one block may use on sm_90 (227 KiB)
 SMEM_ALIGN = 1024  # Mosaic rounds each shared-memory allocation up to this
+TMA_ALIGN = 128  # bytes; where in shared memory a bulk tensor copy may start
 TMA_BOX = 256  # largest extent of one bulk tensor copy along any dimension
 WGMMA = plgpu.Layout.WGMMA
 Accumulator = plgpu.WGMMAAccumulatorRef

@@ -6,7 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.common.mosaic import SMEM_BYTES, TMA_BOX, smem_bytes, swizzle_bytes
+from pallas_kernels.common.mosaic import SMEM_BYTES, TMA_ALIGN, TMA_BOX, smem_bytes, swizzle_bytes
 
 SCALE_GROUP = 128  # K per activation group, and both sides of a weight block
 _OPERANDS = {"bfloat16": "float32", "float16": "float32", "float8_e4m3fn": "float32", "int8": "int32"}
@@ -195,6 +195,9 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
             return f"row_chunk={config.row_chunk} needs tile_rows"
         if config.row_chunk not in (8, 16, 32, 64):
             return f"row_chunk={config.row_chunk}: 8, 16, 32 or 64, so that chunks start on rows of a swizzle tile"
+    for name, dtype in (("w_scale", "float32" if desc.rhs_scale == "channel" else None), ("bias", desc.bias_dtype)):
+        if dtype is not None and desc.halves > 1 and config.block_n * jnp.dtype(dtype).itemsize % TMA_ALIGN:
+            return f"block_n={config.block_n}: the second half's {name} would not start on {TMA_ALIGN} bytes"
     if config.num_stages < 2:
         return f"num_stages={config.num_stages}: at least 2, one loading while one is multiplied"
     if (needed := shared_memory(desc, config)) > SMEM_BYTES:

@@ -157,7 +157,15 @@ def test_candidates_are_valid_and_deepest(name):
 
 def test_rows_of_a_tile():
     assert [choose_block_m(r) for r in (1.0, 96.0, 97.0)] == [64, 64, 128]
-    assert [choose_block_m(r, may_swap=True) for r in (1.0, 4.0, 4.1, 16.0, 24.0, 25.0, 200.0)] == [8, 8, 16, 32, 64, 64, 128]
+    assert [choose_block_m(r, may_swap=True) for r in (1.0, 4.0, 4.1, 16.0, 24.0, 25.0, 200.0)] == [
+        8,
+        8,
+        16,
+        32,
+        64,
+        64,
+        128,
+    ]
 
 
 def test_every_prune_has_a_reason():
@@ -212,6 +220,8 @@ def test_shared_memory_is_not_underestimated():
         ({}, dict(num_stages=1), "at least 2"),
         ({}, dict(row_chunk=16), "needs tile_rows"),
         (dict(has_tile_rows=True), dict(row_chunk=12), "8, 16, 32 or 64"),
+        (dict(halves=2, activation=SILU, **ROW), dict(block_n=48), "second half's w_scale would not start on 128"),
+        (dict(halves=2, activation=SILU, bias_dtype="bfloat16"), dict(block_n=96), "second half's bias"),
         ({}, dict(is_swapped=True), "8, 16, 32 or 64 with swapped"),
         ({}, dict(is_swapped=True, block_m=16, block_n=96), "four warpgroups of 64 channels"),
         ({}, dict(is_swapped=True, block_m=16, row_chunk=8), "moved whole"),
@@ -229,6 +239,8 @@ def test_choice_of_width():
     assert choose_config(gemm("fp8 row"), 128, 132).block_n == 64  # 8 row tiles: narrow tiles reach more blocks
     # One token of qwen3: 8 experts, and tiles for 128 of 132 multiprocessors where 64 columns make 96.
     token = dataclasses.replace(gemm("fp8 row gated"), rows=512, n=768, k=2048, num_experts=128)
+    assert choose_config(token, 64, 132).block_n == 64
+    token = dataclasses.replace(token, dtype="bfloat16", lhs_scale="none", rhs_scale="none")
     assert choose_config(token, 64, 132).block_n == 48
     assert choose_config(dataclasses.replace(token, rows=64), 8, 132).block_n == 64
     prefill = dataclasses.replace(gemm("fp8 row"), rows=1 << 16)

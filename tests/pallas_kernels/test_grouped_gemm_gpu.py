@@ -70,6 +70,15 @@ def test_gated_with_bias(kind):
     check(problem, run(problem), gemm_tolerance(kind, jnp.float32, tensor_core=True))
 
 
+@pytest.mark.parametrize("block_n", [32, 64, 96, 128])
+@pytest.mark.parametrize("kind", ["bf16", "fp8_row", "int8_row"])
+def test_gated_widths(kind, block_n):
+    bias = "float32" if block_n != 32 else None
+    problem = make_problem(kind, [70, 0, 3], k=512, n=384, halves=2, activation=SILU, bias=bias, with_tile_rows=True)
+    config = GemmConfig(64, block_n, 4, row_chunk=16)
+    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
 @pytest.mark.parametrize(
     "activation",
     [
