@@ -3,7 +3,7 @@
 import datetime
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,20 +14,29 @@ READ_GBPS = 4385.0
 DENSE_TFLOPS = {"bfloat16": 789.0, "float16": 789.0, "float8_e4m3fn": 1490.0, "int8": 1473.0}
 
 _SHORT, _LONG = 2, 10
+NUM_VARIANTS = _LONG
 
 
 def time_in_jit(
-    call: Callable[..., Any], args: tuple, varied: int, *, samples: int = 5, budget_s: float = 0.02
+    call: Callable[..., Any],
+    args: tuple,
+    varied: int,
+    *,
+    variants: Sequence[Any] | None = None,
+    samples: int = 5,
+    budget_s: float = 0.02,
 ) -> float:
     """Microseconds one ``call(*args)`` takes on the device, launches inside one program included.
 
     Programs of 2 and of 10 calls run back to back; the difference is 8 calls, and what a program costs on the host
-    drops out. XLA would merge equal calls, so each gets its own copy of the small argument ``args[varied]``. Every
-    result is returned, so that nothing is dead. Inputs of more than the L2 (60 MB) are cold by size. Median over
-    samples.
+    drops out. XLA would merge equal calls, so each gets its own copy of the small argument ``args[varied]``, or one of
+    the ten ``variants`` of it. Every result is returned, so that nothing is dead. Inputs of more than the L2 (60 MB) are
+    cold by size; where the variants choose which of them are read, those read by ten calls. Median over samples.
     """
     inner = jax.jit(call)
-    copies = [jax.device_put(np.asarray(args[varied]).copy()) for _ in range(_LONG)]
+    if variants is None:
+        variants = [np.asarray(args[varied]).copy() for _ in range(_LONG)]
+    copies = [jax.device_put(one) for one in variants]
 
     def program(count):
         def run(args, copies):
