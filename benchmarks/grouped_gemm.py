@@ -114,6 +114,8 @@ def packed_operands(fmt: PackedFormat, rows: Rows, n: int, k: int, halves: int, 
     def values(key):
         keys = jax.random.split(key, 5)
         bits = jax.random.bits(keys[0], (experts, channel_blocks, halves, blocks, *fmt.block_shape))
+        if fmt.element == "e4m3":
+            bits = bits & jnp.uint32(0xFEFEFEFE)  # no NaN
         words = jax.lax.bitcast_convert_type(bits, jnp.int32)
         if fmt.scale_words:
             near_one = {"e4m3": 0x48484848, "e8m0": -0x0F0F0F10}[fmt.scale]

@@ -33,7 +33,7 @@ def candidates(desc: PackedDesc, block_m: int, num_sms: int) -> Iterator[PackedC
         for consumers in (4, 2, 1):
             for blocks in (2, 3, 1):
                 for stages in range(MAX_STAGES, 1, -1):
-                    config = PackedConfig(block_m, consumers, blocks, stages, folds, num_sms=num_sms)
+                    config = PackedConfig(block_m, consumers, blocks, stages, folds, _band(block_m), num_sms)
                     if config_error(desc, config) is None:
                         yield config
                         break
@@ -53,6 +53,11 @@ def choose_config(desc: PackedDesc, block_m: int, num_sms: int) -> PackedConfig:
         smallest = PackedConfig(block_m, 1, 1, 2, num_sms=num_sms)
         raise NotImplementedError(config_error(desc, smallest) or f"no configuration of {desc} fits {SMEM_BYTES} bytes")
     return next((c for c in found if _tiles(desc, c) >= num_sms), max(found, key=lambda c: _tiles(desc, c)))
+
+
+def _band(block_m: int) -> int:
+    """Row tiles walked together: with tall tiles 16 measured 7% faster than 8 at 256 rows an expert (int4, H200)."""
+    return 16 if block_m >= 128 else 8
 
 
 def _tiles(desc: PackedDesc, config: PackedConfig) -> int:
