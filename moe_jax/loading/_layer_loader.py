@@ -24,6 +24,8 @@ from moe_jax.loading._tensor_checks import (
     OUT_IN,
     check_contents,
     check_dtype,
+    check_transposable,
+    conform_scale,
     disk_shape,
     fused_layout,
     split_shards,
@@ -305,13 +307,15 @@ class LayerLoader:
         check_dtype(tensor, array.dtype, spec, self._method.scheme.name)
         if spec.dtype == np.uint8:
             array = array.view(np.uint8)  # exponents, which some writers call float8_e8m0fnu
+        if tensor.expert is None:
+            array = conform_scale(array, spec)
         if tensor.expert is not None or spec.kind != "weight" or tensor.suffix == "weight_packed":
             return array, layout  # packed matrices are always (out, in)
         found = fused_layout(tensor, array.shape, disk_shape(tensor, spec, self._config), self._stated_layout)
         if layout not in (None, found):
             raise ValueError(f"{shorten(tensor.name)}: stored as {found}, other weights of this layer as {layout}")
         if found == IN_OUT and array.dtype not in FULL_PRECISION:
-            raise ValueError(f"{shorten(tensor.name)}: quantized weights stored as (E, in, out) are not understood")
+            check_transposable(tensor, self._method.scheme.weights)
         return (array.swapaxes(1, 2) if found == IN_OUT else array), found
 
     def _check_contents(self, tensor: ExpertTensor, array: np.ndarray, specs: Mapping[str, LeafSpec]) -> None:

@@ -6,7 +6,7 @@ from moe_jax._config import MoEConfig
 from moe_jax.loading._errors import shorten
 from moe_jax.loading._expert_names import ExpertTensor
 from moe_jax.loading._weight_loader import SCALAR_KINDS
-from moe_jax.quantization import LeafSpec, QuantFormat
+from moe_jax.quantization import LeafSpec, QuantFormat, Strategy
 
 OUT_IN, IN_OUT = (
     "out_in",
@@ -131,6 +131,27 @@ def fused_layout(tensor: ExpertTensor, shape: tuple[int, ...], expected: tuple[i
             return layout
     shapes = {None: f"{expected}, or {swapped} if stored as (in, out)", OUT_IN: expected, IN_OUT: swapped}
     raise ValueError(f"{shorten(tensor.name)}: found shape {shape}, expected {shapes[stated]}")
+
+
+def check_transposable(tensor: ExpertTensor, fmt: QuantFormat | None) -> None:
+    """Raise ValueError unless each scale covers whole rows of (out, in), so that (in, out) holds the same numbers."""
+    if fmt is None or fmt.strategy not in (Strategy.TENSOR, Strategy.CHANNEL):
+        raise ValueError(
+            f"{shorten(tensor.name)}: weights quantized in groups or blocks are stored as (E, in, out), expected (E, "
+            "out, in) or one tensor for each expert"
+        )
+
+
+def conform_scale(array: np.ndarray, spec: LeafSpec) -> np.ndarray:
+    """A scale of all experts with the leaf's axes, or as it is where it needs no change or fits no leaf.
+
+    Llama 4 keeps a scale per output as (E, 1, N), as its weights are (E, in, N); ModelOpt one number for all experts.
+    """
+    if spec.kind == "channel" and array.ndim == 3 and array.shape[1] == 1 != array.shape[2]:
+        return array.swapaxes(1, 2)
+    if spec.kind in SCALAR_KINDS and array.shape in ((), (1,)):
+        return np.broadcast_to(array.reshape(()), spec.shape[:1])
+    return array
 
 
 def split_shards(

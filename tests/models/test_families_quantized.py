@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import moe_jax
 from moe_jax.inspection import inspect_checkpoint
 from moe_jax.loading import CheckpointError
+from moe_jax.quantization import dequantize_tensor
 from tests.models.families import FAMILIES, assert_rows_close, edit, unfused
 
 PLAIN = ["re:.*gate$", "re:.*router.*", "re:.*self_attn.*", "re:.*linear_attn.*", "lm_head"]
@@ -174,6 +175,51 @@ def test_gpt_oss_mxfp4(tmp_path):
         assert_rows_close(block(jnp.asarray(x)), FAMILIES[name].output(layers[index], x))
     report = inspect_checkpoint(tmp_path)
     assert report.problems == () and report.expert_runs[0].scheme == "mxfp4_a16"
+
+
+@pytest.mark.parametrize("method", ["fbgemm_fp8", "modelopt"])
+def test_llama4_fp8_fused(tmp_path, method):
+    """As Meta and NVIDIA publish it: all experts in one tensor, (E, in, out), scales per output or one for all."""
+    name = "llama4_text"
+    layers = FAMILIES[name].write(tmp_path)
+    shared = [f"model.layers.{index}.feed_forward.shared_expert" for index in (1, 3)]
+    rng = np.random.default_rng(0)
+
+    def quantize(tensors):
+        result = {key: value for key, value in tensors.items() if ".experts." not in key}
+        for index in FAMILIES[name].moe_layers:
+            for projection in ("gate_up_proj", "down_proj"):
+                prefix = f"model.layers.{index}.feed_forward.experts.{projection}"
+                experts, _, outputs = tensors[prefix].shape
+                if method == "modelopt":
+                    scale = torch.tensor(rng.uniform(0.001, 0.01), dtype=torch.float32)
+                    result |= {f"{prefix}_weight_scale": scale, f"{prefix}_input_scale": scale * 2}
+                else:
+                    scale = torch.tensor(rng.uniform(0.001, 0.01, (experts, 1, outputs)), dtype=torch.float32)
+                    is_down = projection == "down_proj"  # whose scale transformers keeps the other way round
+                    result[f"{prefix}_scale"] = scale.transpose(1, 2) if is_down else scale
+                codes = (tensors[prefix] / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+                result[prefix] = codes
+                getattr(layers[index].feed_forward.experts, projection).data = codes.float() * scale
+        return result
+
+    stated = {
+        "fbgemm_fp8": {"quant_method": "fbgemm_fp8", "modules_to_not_convert": [*shared, "lm_head", "*.self_attn"]},
+        "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [*shared, "lm_head", "*.self_attn*"]},
+    }[method]
+    dense = ["model.layers.0.feed_forward", "model.layers.2.feed_forward"]
+    stated[next(key for key, value in stated.items() if isinstance(value, list))] += dense
+    edit(tmp_path, quantize, quantization_config=stated)
+    x = tokens()
+    for index in FAMILIES[name].moe_layers:
+        if method == "fbgemm_fp8":
+            block = load(tmp_path, index, quantize="fp8_channel_a16")
+            assert_rows_close(block(jnp.asarray(x)), FAMILIES[name].output(layers[index], x))
+        weights, experts = load(tmp_path, index).experts.weights.get_value(), layers[index].feed_forward.experts
+        w13 = experts.gate_up_proj.data.transpose(1, 2).unflatten(1, (2, -1)).numpy()
+        assert np.array_equal(dequantize_tensor(weights.w13), w13)
+        assert np.array_equal(dequantize_tensor(weights.w2), experts.down_proj.data.transpose(1, 2).numpy())
+    assert inspect_checkpoint(tmp_path).problems == ()
 
 
 EXPERTS_0 = r"re:.*layers\.0\.mlp\.experts\..*"
