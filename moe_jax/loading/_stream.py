@@ -94,6 +94,30 @@ class ExpertReader:
         self._stored[layer] = next(iter(seen), None)
         return self._stored[layer]
 
+    def target_scheme(self, layer: int, scheme: Any) -> Scheme:
+        """How this layer's experts come out when ``scheme`` (what ``Scheme.parse`` accepts) is asked for.
+
+        Quantized weights keep their format and container, so ``w4a8_int8_g32`` of a file in ``w4a16_g32`` means its
+        packed weights with int8 activations: how activations are treated may be chosen where that needs no scales.
+
+        Raises:
+            ValueError: the scheme does not fit how the checkpoint is stored.
+        """
+        stored, target = self.stored_scheme(layer), Scheme.parse(scheme)
+        if stored is None or target == stored:
+            return target
+        weights, held = target.weights, stored.weights
+        if weights is not None and held is not None and not weights.element_type.is_float:
+            if dataclasses.replace(weights, packing=held.packing) == held:
+                target = Scheme.parse(dataclasses.replace(target, weights=held))
+        needs_scales = any(s.activations is not None and s.activations.needs_input_scale for s in (stored, target))
+        if target.weights != stored.weights or needs_scales:
+            raise ValueError(
+                f"layer {layer} is stored as {stored.name} and cannot be loaded as {target.name}; "
+                f"only a full-precision checkpoint can be quantized while loading, so ask for {stored.name}"
+            )
+        return target
+
     def load(
         self,
         layer: int,
@@ -119,10 +143,8 @@ class ExpertReader:
             CheckpointError: what ``LayerLoader`` refuses, with the file in front.
             ValueError: the scheme does not fit how the checkpoint is stored.
         """
-        stored = self.stored_scheme(layer)
-        target = Scheme.parse(config.scheme if scheme is None else scheme)
-        self._check_scheme(stored, target, layer)
-        quantizes = stored is None and target.is_quantized
+        target = self.target_scheme(layer, config.scheme if scheme is None else scheme)
+        quantizes = self.stored_scheme(layer) is None and target.is_quantized
         with ThreadPoolExecutor(_READERS) as executor:
             loader = LayerLoader(
                 dataclasses.replace(config, scheme=target),
@@ -201,17 +223,6 @@ class ExpertReader:
                     parsed[name] = names.parse(name)
             self._parsed[layer, is_gated] = {name: tensor for name, tensor in parsed.items() if tensor is not None}
         return self._parsed[layer, is_gated]
-
-    def _check_scheme(self, stored: Scheme | None, target: Scheme, layer: int) -> None:
-        """Quantized weights keep their format; how activations are treated may be chosen where that needs no scales."""
-        if stored is None or target == stored:
-            return
-        needs_scales = any(s.activations is not None and s.activations.needs_input_scale for s in (stored, target))
-        if target.weights != stored.weights or needs_scales:
-            raise ValueError(
-                f"layer {layer} is stored as {stored.name} and cannot be loaded as {target.name}; "
-                f"only a full-precision checkpoint can be quantized while loading, so ask for {stored.name}"
-            )
 
     def _fused_layout(self, layer: int, config: MoEConfig) -> str | None:
         """The layout that all weights of all experts of this layer can have, None when that does not tell.

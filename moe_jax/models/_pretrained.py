@@ -54,7 +54,8 @@ def load_pretrained(
 
     Args:
         directory: config.json and safetensors files, as transformers, compressed-tensors or DeepSeek write them.
-        quantize: scheme for the experts of a full-precision checkpoint, quantized layer by layer while loading.
+        quantize: scheme for the experts of a full-precision checkpoint, quantized layer by layer while loading. Of a
+            quantized one only the treatment of activations can be chosen: ``w4a8_int8_g32`` for a ``w4a16_g32`` file.
         mesh: must be None so far.
         implementation: name or ordered names of expert implementations, as for ``FusedMoE``.
         dtype: bfloat16, float16 or float32.
@@ -216,7 +217,8 @@ class _Reader:
         stored = self._experts.stored_scheme(layer)
         if quantize is None:
             return stored
-        return online_scheme(Scheme.parse(quantize)) if stored is None else Scheme.parse(quantize)
+        target = self._experts.target_scheme(layer, quantize)
+        return online_scheme(target) if stored is None else target
 
     @property
     def report(self) -> LoadReport:

@@ -3,14 +3,18 @@
 import copy
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import writers
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from experts_cases import make_routing
+from experts_numpy import experts_numpy
+from helpers import assert_rows_close, tolerance
 from safetensors.numpy import load_file, save_file
 
-from moe_jax import MoEConfig
+from moe_jax import MoEConfig, fused_experts, load_moe
 from moe_jax.loading import Checkpoint, CheckpointError, load_layer
 from moe_jax.loading._stream import ExpertReader
 from moe_jax.quantization import dequantize_tensor
@@ -263,3 +267,27 @@ def test_online_quantization(written):
             np.testing.assert_array_equal(ours.data, judge.data)
             if judge.zero_point is not None:
                 np.testing.assert_array_equal(ours.zero_point, judge.zero_point)
+
+
+@pytest.mark.parametrize(
+    "case, asked, found",
+    [
+        ("w4a16_g32", "w4a8_int8_g32", "w4a8_int8_g32_packed"),
+        ("w4a16_channel_asym", "w4a8_int8_channel_asym_asym_inputs", "w4a8_int8_channel_asym_asym_inputs_packed"),
+        ("w3a16_channel", "w3a8_fp8_channel", "w3a8_fp8_channel"),
+    ],
+)
+def test_activations_of_a_weight_only_file_may_be_quantized(written, case, asked, found):
+    """M195: by the name that full-precision weights would take; the packed weights stay what the file has."""
+    directory = written(case)
+    experts = load_moe(directory, 0, quantize=asked, dtype=jnp.float32).experts
+    weights, config = experts.weights.get_value(), experts.config
+    assert config.scheme.name == weights.scheme.name == found
+    assert ("quantized to e4m3" if "fp8" in asked else "quantized to int8") in experts.explain(4)
+    assert_weights_are(weights, matrices(directory.with_name(f"{case}-decompressed")))
+    x = np.random.default_rng(3).standard_normal((9, H)).astype(np.float32)
+    p, ids = make_routing(9, config.top_k, E)
+    y = jax.jit(fused_experts, static_argnums=4)(x, p, ids, weights, config)
+    assert_rows_close(y, experts_numpy(x, p, ids, weights, config), tolerance(config.scheme, "float32"), experts=ids)
+    with pytest.raises(ValueError, match=f"is stored as {case} and cannot be loaded as w4a8_int8_g64"):
+        load_moe(directory, 0, quantize="w4a8_int8_g64")
