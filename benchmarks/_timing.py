@@ -1,5 +1,6 @@
 """Device time of one call inside ``jax.jit``, and the limits it is compared with."""
 
+import contextlib
 import datetime
 import platform
 import time
@@ -24,14 +25,16 @@ def time_in_jit(
     *,
     variants: Sequence[Any] | None = None,
     samples: int = 5,
+    turn: Callable[[], Any] = contextlib.nullcontext,
     budget_s: float = 0.02,
 ) -> float:
     """Microseconds one ``call(*args)`` takes on the device, launches inside one program included.
 
     Programs of 2 and of 10 calls run back to back; the difference is 8 calls, and what a program costs on the host
     drops out. XLA would merge equal calls, so each gets its own copy of the small argument ``args[varied]``, or one of
-    the ten ``variants`` of it. Every result is returned, so that nothing is dead. Inputs of more than the L2 (60 MB) are
-    cold by size; where the variants choose which of them are read, those read by ten calls. Median over samples.
+    the ten ``variants`` of it. Every result is returned, so that nothing is dead. Inputs of more than the L2 (60 MB)
+    are cold by size; where the variants choose what is read of them, count what ten calls read. Median over samples.
+    turn: makes the context of everything that runs on the device; programs are compiled outside of it.
     """
     inner = jax.jit(call)
     if variants is None:
@@ -50,14 +53,16 @@ def time_in_jit(
         start = time.perf_counter()
         out = None
         for _ in range(repeats):
-            out = programs[count](args, copies[:count])
+            out = compiled[count](args, copies[:count])
         jax.block_until_ready(out)
         return (time.perf_counter() - start) / repeats
 
-    for count in programs:
-        seconds(count, 2)
-    repeats = int(np.clip(budget_s / seconds(_LONG, 3), 2, 40))
-    differences = [seconds(_LONG, repeats) - seconds(_SHORT, repeats) for _ in range(samples)]
+    compiled = {count: program.lower(args, copies[:count]).compile() for count, program in programs.items()}
+    with turn():
+        for count in compiled:
+            seconds(count, 2)
+        repeats = int(np.clip(budget_s / seconds(_LONG, 3), 2, 40))
+        differences = [seconds(_LONG, repeats) - seconds(_SHORT, repeats) for _ in range(samples)]
     return float(np.median(differences)) / (_LONG - _SHORT) * 1e6
 
 

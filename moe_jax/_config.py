@@ -21,6 +21,8 @@ class MoEConfig:
     num_experts: logical experts E. top_k: experts per token. hidden_size: H. intermediate_size: I of one expert.
     custom_routing_function: a callable ``(hidden_states, gating_output, topk, renormalize) -> (weights, ids)`` or the
     name of a preset in ``moe_jax.routing``. implementation: ordered names to try, None for the platform's own order.
+    pinned_tokens: choose tiles and kernel configurations as for this many tokens, whatever a call brings; None goes by
+    the call. A token's output is then the same bits beside any number of others.
     dtype: computation and output dtype ("float32" also means that no weight is rounded to bfloat16 on the way).
     Being registered as static, a config needs no ``static_argnames`` under ``jax.jit``.
     """
@@ -48,6 +50,7 @@ class MoEConfig:
     swiglu_beta: float | None = None
     has_bias: bool = False
     implementation: tuple[str, ...] | None = None
+    pinned_tokens: int | None = None
     dtype: Any = jnp.bfloat16
     param_dtype: Any = jnp.bfloat16
     name: str = ""
@@ -57,11 +60,17 @@ class MoEConfig:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
                 raise ValueError(f"{field} is {value!r}, expected an integer of at least 1")
+        if self.pinned_tokens is not None and (type(self.pinned_tokens) is not int or self.pinned_tokens < 1):
+            raise ValueError(f"pinned_tokens is {self.pinned_tokens!r}, expected None or an integer of at least 1")
         for field in ("dtype", "param_dtype"):
             dtype = jnp.dtype(getattr(self, field))
             if dtype not in COMPUTE_DTYPES:
                 raise ValueError(f"{field} is {dtype.name}, expected one of {[d.name for d in COMPUTE_DTYPES]}")
             object.__setattr__(self, field, dtype)  # one spelling, so that equal configs hash equal
+
+    def planned_tokens(self, num_tokens: int) -> int:
+        """The number of tokens that tiles are chosen for."""
+        return num_tokens if self.pinned_tokens is None else self.pinned_tokens
 
     @property
     def num_halves(self) -> int:

@@ -50,6 +50,8 @@ def why_not(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str |
         )
     if not weights.scheme.is_quantized and weights.w13.data.dtype != config.dtype:
         return f"unquantized weights are {weights.w13.data.dtype}, expected the layer's dtype {config.dtype.name}"
+    if config.pinned_tokens is not None and is_packed(weights.w13):
+        return "pinned_tokens: the kernels of packed weights still choose by the call"
     try:
         num_sms = hopper_sms()
     except NotImplementedError as error:
@@ -310,7 +312,8 @@ def _plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernels: s
         bias_dtype=None if weights.w13_bias is None else jnp.dtype(weights.w13_bias.dtype).name,
         out_dtype=config.dtype.name,
     )
-    entry = table_for(device_kind()).lookup(key, num_tokens) if kernels == "mosaic" else None
+    planned = config.planned_tokens(num_tokens)
+    entry = table_for(device_kind()).lookup(key, planned) if kernels == "mosaic" else None
     if entry is not None:
         tuned = entry.config
         products = key.products(num_tokens, tuned.block_m, **extra)
@@ -318,9 +321,13 @@ def _plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernels: s
         if all(config_error(desc, one) is None for desc, one in zip(products, configs, strict=True)):
             return _Plan(tuned.block_m, products, configs, f"measured for {entry.tokens} tokens")
     # Expected rows of an expert that is hit at all when routing is uniform.
-    hit = key.num_experts * (1 - (1 - min(key.top_k / key.num_experts, 1.0)) ** max(num_tokens, 1))
-    block_m = choose_block_m(num_tokens * key.top_k / hit, may_swap=key.may_swap)
-    return _Plan(block_m, key.products(num_tokens, block_m, **extra), (None, None), "by the heuristic")
+    hit = key.num_experts * (1 - (1 - min(key.top_k / key.num_experts, 1.0)) ** max(planned, 1))
+    block_m = choose_block_m(planned * key.top_k / hit, may_swap=key.may_swap)
+    products, configs, source = key.products(num_tokens, block_m, **extra), (None, None), "by the heuristic"
+    if config.pinned_tokens is not None and kernels == "mosaic":
+        configs = tuple(choose_config(d, block_m, hopper_sms()) for d in key.products(planned, block_m, **extra))
+        source += f", pinned to {planned} tokens"
+    return _Plan(block_m, products, configs, source)
 
 
 def _key(config: MoEConfig, weights: ExpertWeights) -> LayerKey:

@@ -57,7 +57,7 @@ def make_plan(config: MoEConfig, scheme: Scheme, num_tokens: int, top_k: int, nu
     return Plan(
         config,
         scheme,
-        choose_tile(num_tokens, top_k, num_experts),
+        choose_tile(config.planned_tokens(num_tokens), top_k, num_experts),
         plan_product(scheme.weights, scheme.activations, config.dtype),
     )
 

@@ -79,6 +79,8 @@ class FusedMoE(nnx.Module):
             spellings that are recognised by themselves.
         name: shown in errors and by ``explain``.
         implementation: name or ordered names to try; None takes the order of the platform.
+        pinned_tokens: choose tiles as for this many tokens in every call: a token's output then does not depend on how
+            many others come with it, to the bit (per-tensor dynamic activation scales excepted).
         dtype: computation dtype, bfloat16, float16 or float32.
         param_dtype: storage dtype of unquantized weights and biases.
         rngs: random state to initialise from; None builds an abstract layer (no memory) to be loaded.
@@ -132,6 +134,7 @@ class FusedMoE(nnx.Module):
         expert_mapping: Any = None,
         name: str = "",
         implementation: "str | Iterable[str] | None" = None,
+        pinned_tokens: int | None = None,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
@@ -182,6 +185,7 @@ class FusedMoE(nnx.Module):
             swiglu_beta=swiglu_beta,
             has_bias=has_bias,
             implementation=(implementation,) if isinstance(implementation, str) else _as_tuple(implementation),
+            pinned_tokens=pinned_tokens,
             dtype=dtype,
             param_dtype=param_dtype,
             name=name,

@@ -188,6 +188,38 @@ def test_measured_configurations_come_first(monkeypatch):
         assert lowered.count("mosaic_gpu_v2") == 6
 
 
+def test_pinned_configurations_do_not_follow_the_call():
+    layer = make_layer("fp8_channel", implementation="mosaic", pinned_tokens=64)
+    with on_hopper():
+        plans = {tuple(layer.explain(tokens).splitlines()[-4:-1]) for tokens in (1, 64, 4096)}
+        assert len(plans) == 1 and "pinned to 64 tokens" in str(plans)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "int8_w8a8"])
+def test_pinned_outputs_do_not_depend_on_the_batch(scheme, quick_compilation):
+    """The xla implementation, bit for bit; the kernels' turn is test_pinned_outputs_on_gpu."""
+    pinned_outputs_agree(make_layer(scheme, implementation="xla", pinned_tokens=16))
+
+
+def pinned_outputs_agree(layer):
+    x, z = inputs(33)
+    run = jax.jit(lambda layer, x, z: layer(x, z))
+    expected = np.asarray(run(layer, x, z))
+    for tokens in (1, 2, 7, 16):
+        np.testing.assert_array_equal(run(layer, x[:tokens], z[:tokens]), expected[:tokens])
+
+
+def test_pinned_tokens_are_checked():
+    with pytest.raises(ValueError, match="pinned_tokens is 0, expected None or an integer of at least 1"):
+        make_layer("bf16", pinned_tokens=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_channel", "fp8_block", "int8_w8a8"])
+def test_pinned_outputs_on_gpu(scheme):
+    pinned_outputs_agree(make_layer(scheme, implementation="mosaic", pinned_tokens=16))
+
+
 def test_alone_it_refuses_with_its_reason():
     layer, (x, z) = make_layer("fp8_channel", implementation="mosaic"), inputs(3)
     with pytest.raises(NotImplementedError, match="Hopper"):
