@@ -226,7 +226,9 @@ class PackedView:
             words, expected = self._checkpoint.read(zeros), self._checkpoint.info(f"{module}.scales").shape
             stored = self._zeros(words, zeros) if words.ndim == 2 else words
             if stored.shape != expected or words.dtype != np.int32:
-                raise self._error(zeros, f"holds zero points {list(stored.shape)}, expected {list(expected)} as scales")
+                raise self._error(
+                    zeros, f"holds {words.dtype} zero points {list(stored.shape)}, expected int32 ones {list(expected)}"
+                )
             if (stored != middle).any():
                 raise self._error(
                     zeros,
@@ -234,9 +236,13 @@ class PackedView:
                 )
         if not self._container.has_g_idx and g_idx in self._checkpoint:
             stored = np.asarray(self._checkpoint.read(g_idx))
-            in_order = np.arange(stored.size) // (self._container.group_size or stored.size)
+            rows = self._checkpoint.info(f"{module}.qweight").shape[0]
+            columns = rows * 32 // self._container.bits if self._container.method == "gptq" else rows
+            in_order = np.arange(columns) // (self._container.group_size or columns)
             if stored.shape != in_order.shape or not ((stored == in_order).all() or (stored == -1).all()):
-                raise self._error(g_idx, "columns are not in order, but config.json says desc_act=false")
+                raise self._error(
+                    g_idx, "columns are not in order, but config.json says desc_act=false"
+                )
 
     def _error(self, name: str, text: str) -> CheckpointError:
         return CheckpointError(f"{self._checkpoint.info(name).file}: tensor {shorten(name)}: {text}")

@@ -81,7 +81,7 @@ def decode(directory, num_experts, hidden, inner):
     stated = config.get("quantization_config")
     for (expert, shard), own in parts.items():
         n, k = (hidden, inner) if shard == "w2" else (inner, hidden)
-        result[expert, shard] = _matrix(stated, own, n, k)
+        result[expert, shard] = _matrix(stated, {s: leaf for s, leaf in own.items() if s != "bias"}, n, k)
     result["bias"] = {key: own["bias"][1].astype(F) for key, own in parts.items() if "bias" in own}
     gates = [a for name, (_, a) in tensors.items() if re.fullmatch(r"model\.layers\.0\.[a-z_]+\.gate\.weight", name)]
     result["router"] = gates[0].astype(F) if gates else None
@@ -124,7 +124,7 @@ def _matrix(stated, own, n, k):
         case "modelopt":
             return _modelopt(stated, own, n, k)
         case "mxfp4":
-            need(set(own) == {"blocks", "scales", "bias"}, "leaves")
+            need(set(own) == {"blocks", "scales"}, "leaves")
             need(own["blocks"][0] == own["scales"][0] == "U8" and own["blocks"][1].shape == (n, k // 32, 16), "shape")
             return _nibbles(own["blocks"][1].reshape(n, -1)) * np.repeat(_powers(own["scales"][1]), 32, axis=1)
     raise Meaningless(f"quant_method {method!r}")
@@ -170,7 +170,7 @@ def _compressed(stated, own, n, k):
     else:
         if "weight_shape" in own:
             need(own["weight_shape"][1].reshape(-1).tolist() == [n, k], "weight_shape")
-        codes = _bits(_raw(own, "weight_packed", "I32", (n, -(-k * bits // 32))), bits, k) - (1 << (bits - 1))
+        codes = _words(own, "weight_packed", n, bits, k) - (1 << (bits - 1))
     groups = -(-k // (size or k))
     columns = np.arange(k) // (size or k)
     # "weight" and "static" leave no trace
@@ -183,8 +183,8 @@ def _compressed(stated, own, n, k):
     if not symmetric:
         zero = own["weight_zero_point"][1]
         if zero.dtype == np.int32:
-            zero = _bits(_raw(own, "weight_zero_point", "I32", (-(-n * bits // 32), groups)).T, bits, n).T
-            zero = zero - (1 << (bits - 1))
+            own = own | {"turned": ("I32", own["weight_zero_point"][1].T)}
+            zero = _words(own, "turned", groups, bits, n).T - (1 << (bits - 1))
         codes = codes - zero.reshape(n, groups)[:, columns]
     scale = _values(own, "weight_scale", FLOATS, None).reshape(n, groups)
     return codes.astype(F) * scale[:, columns]
@@ -276,6 +276,19 @@ def _nibbles(data):
 def _powers(exponents):
     exponents = exponents.view(np.uint8)
     return np.where(exponents == 255, np.nan, np.exp2(exponents.astype(F) - 127)).astype(F)
+
+
+def _words(own, suffix, rows, bits, count):
+    """Codes in words without gaps, or where the number of words says so with 32 // bits of them in each."""
+    need(suffix in own and own[suffix][0] == "I32" and own[suffix][1].ndim == 2, suffix)
+    words = np.ascontiguousarray(own[suffix][1])
+    dense, padded = -(-count * bits // 32), -(-count // (32 // bits))
+    need(words.shape[0] == rows and words.shape[1] in (dense, padded), f"{suffix} {words.shape}")
+    if words.shape[1] == dense:
+        return _bits(words, bits, count)
+    per_word = 32 // bits
+    spread = words.view(np.uint32)[..., None] >> (bits * np.arange(per_word, dtype=np.uint32)) & (2**bits - 1)
+    return spread.reshape(rows, -1)[:, :count].astype(np.int32)
 
 
 def _bits(words, bits, count):

@@ -1,0 +1,15 @@
+"""Three hundred iterations of ``run.py``; the log of ten thousand is benchmarks/results/fuzz.txt."""
+
+import pytest
+from fuzz.bases import KINDS
+from fuzz.run import fuzz
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
+def test_damaged_checkpoints(tmp_path):
+    outcomes, fails = fuzz(tmp_path, range(300), log=lambda line: None)
+    assert not fails, f"{len(fails)} fails:\n" + "\n".join(fails)
+    counts = {outcome: sum(n for (_, o), n in outcomes.items() if o == outcome) for outcome in ("refused", "accepted")}
+    assert sum(counts.values()) == 300 and min(counts.values()) > 60 and len(KINDS) > 20
