@@ -19,6 +19,10 @@ from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
 from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
 from pallas_kernels.grouped_gemm.kernel_swapped_sm90 import grouped_gemm_swapped_sm90
 from pallas_kernels.grouped_gemm.operands import operand_names
+from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc, PackedFormat
+from pallas_kernels.grouped_gemm_packed import candidates as packed_candidates
+from pallas_kernels.grouped_gemm_packed.kernel_sm90 import grouped_gemm_packed_sm90
+from pallas_kernels.grouped_gemm_packed.kernel_sm90 import operand_names as packed_operand_names
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, PermuteDesc, config_error
 from pallas_kernels.quantize_and_permute.config import choose_config as choose_permute
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
@@ -118,6 +122,70 @@ def gemm_cases() -> Iterator[Case]:
                     yield gemm_case(name, gemm(name), config)
 
 
+_GROUPS = dict(scale="group", group_size=128)
+_CHANNEL = dict(has_channel_scale=True)
+_SCALE16 = dict(scale_dtype="bfloat16")
+PACKED = {
+    "int4 channel": dict(fmt=PackedFormat("int4"), **_CHANNEL),
+    "int4 channel, zero points": dict(fmt=PackedFormat("int4", has_zero_point=True), **_CHANNEL),
+    "int4 g128": dict(fmt=PackedFormat("int4", **_GROUPS), **_SCALE16),
+    "int4 g128 f32": dict(fmt=PackedFormat("int4", **_GROUPS)),
+    "int4 g32": dict(fmt=PackedFormat("int4", scale="group", group_size=32), **_SCALE16),
+    "int4 g128, zero points": dict(fmt=PackedFormat("int4", has_zero_point=True, **_GROUPS), **_SCALE16),
+    "int4 g128 f16": dict(fmt=PackedFormat("int4", "float16", **_GROUPS), scale_dtype="float16", out_dtype="float16"),
+    "int8 channel": dict(fmt=PackedFormat("int8"), **_CHANNEL),
+    "int8 g64, zero points": dict(fmt=PackedFormat("int8", scale="group", group_size=64, has_zero_point=True)),
+    "e4m3 channel": dict(fmt=PackedFormat("e4m3"), **_CHANNEL),
+    "e4m3 g128": dict(fmt=PackedFormat("e4m3", **_GROUPS)),
+    "nvfp4": dict(fmt=PackedFormat("e2m1", scale="e4m3", group_size=16), **_CHANNEL),
+    "mxfp4": dict(fmt=PackedFormat("e2m1", scale="e8m0", group_size=32), **_CHANNEL),
+    "mxfp4 2880": dict(n=2880, k=2880, fmt=PackedFormat("e2m1", scale="e8m0", group_size=32), **_CHANNEL),
+    "mxfp8": dict(fmt=PackedFormat("e4m3", scale="e8m0", group_size=32), **_CHANNEL),
+    "int4 to int8 g128": dict(fmt=PackedFormat("int4", "int8", **_GROUPS), lhs_scale="row", **_SCALE16),
+    "int4 to int8 channel": dict(fmt=PackedFormat("int4", "int8"), lhs_scale="row", **_CHANNEL),
+    "int4 to e4m3 g128": dict(fmt=PackedFormat("int4", "float8_e4m3fn", **_GROUPS), lhs_scale="row", **_SCALE16),
+}
+_PACKED_BASE = PackedDesc(rows=1024, n=512, k=512, num_experts=4, fmt=PackedFormat("int4"))
+
+
+def packed_case(name: str, desc: PackedDesc, config: PackedConfig) -> Case:
+    """The Hopper grouped GEMM with packed weights on its flat operands."""
+    fmt, blocks = desc.fmt, desc.num_experts * desc.channel_blocks * desc.halves
+    grouped = (blocks, -(-desc.k // fmt.group_size) if fmt.group_size else 1, 64)
+    shapes = {
+        "x": ((desc.rows, desc.k), fmt.operand),
+        "w": ((blocks, desc.k // fmt.block_k, *fmt.block_shape), "int32"),
+        "tile_expert": ((desc.rows // config.block_m,), "int32"),
+        "num_tiles": ((1,), "int32"),
+        "scale": (grouped, desc.scale_dtype),
+        "zero": (grouped, fmt.operand),
+        "channel_scale": ((blocks, 64), "float32"),
+        "bias": ((blocks, 64), desc.bias_dtype or "float32"),
+        "x_scale": ((1,) if desc.lhs_scale == "tensor" else (desc.rows,), "float32"),
+    }
+    names = packed_operand_names(desc)
+    kernel = grouped_gemm_packed_sm90(desc, config)
+    return Case(
+        f"grouped_gemm_packed {name}, {config}",
+        lambda *arrays: kernel(dict(zip(names, arrays, strict=True))),
+        tuple(shapes[n] for n in names),
+        {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(fmt.operand, "HGMMA"),
+    )
+
+
+def packed_cases() -> Iterator[Case]:
+    """Each format, gated with a bias and alone, at every tile height with what the heuristic likes best there; the two
+    commonest formats with all it may choose.
+    """
+    for name, options in PACKED.items():
+        for gated in (dict(bias_dtype="bfloat16", **_GATED), {}):
+            for block_m in (16, 64, 128):
+                desc = dataclasses.replace(_PACKED_BASE, **options, **gated)
+                found = list(packed_candidates(desc, block_m, H200_SMS))
+                for config in found if name in ("int4 g128", "nvfp4") else found[:1]:
+                    yield packed_case(f"{name}{' gated' if gated else ''}", desc, config)
+
+
 def permute_cases() -> Iterator[Case]:
     for quantization in QUANTIZATIONS:
         for width in (7168, 2880, 768):
@@ -185,6 +253,7 @@ def route_cases() -> Iterator[Case]:
 
 def all_cases() -> Iterator[Case]:
     yield from gemm_cases()
+    yield from packed_cases()
     yield from permute_cases()
     yield from combine_cases()
     yield from align_cases()

@@ -1,0 +1,388 @@
+"""grouped_gemm_packed: order of fragments, bit moves run from their PTX text, the reference against NumPy float64,
+refusals, and lowering for CUDA without a GPU.
+
+Layout contract: see packed_problem.py. The numerics of the Hopper kernel are in test_grouped_gemm_packed_gpu.py.
+"""
+
+import dataclasses
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from gemm_problem import ROUTINGS
+from helpers import assert_rows_close
+from kernel_cases import packed_case
+from packed_problem import E2M1, KINDS, make_problem, make_stored, packed_tolerance
+
+from pallas_kernels.common.activations import Activation
+from pallas_kernels.grouped_gemm_packed import (
+    PackedConfig,
+    PackedDesc,
+    PackedFormat,
+    blocks,
+    candidates,
+    choose_block_m,
+    choose_config,
+    config_error,
+    dequantize_sm90,
+    grouped_gemm_packed,
+    pack,
+    unpack,
+)
+from pallas_kernels.grouped_gemm_packed.config import shared_memory
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SILU = Activation("silu")
+FORMATS = {
+    "int4": PackedFormat("int4"),
+    "int8": PackedFormat("int8"),
+    "e2m1": PackedFormat("e2m1"),
+    "e4m3": PackedFormat("e4m3"),
+    "int4 to int8": PackedFormat("int4", "int8"),
+    "int4 to e4m3": PackedFormat("int4", "float8_e4m3fn"),
+}
+
+
+# Order of a block's words.
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_thread_finds_its_fragment_in_its_own_words(name):
+    """PTX ISA, fragments of A: register i of thread t, at step q of K, holds row and columns as computed here."""
+    fmt = FORMATS[name]
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 1 << fmt.bits, (128, 2 * fmt.block_k)).astype(np.uint8)
+    words = blocks.pack_words(codes, fmt).view(np.uint32)
+    assert words.shape == (2, 2, 64 * fmt.block_k * fmt.bits // 32)
+    per_register = 32 // (8 if fmt.is_8bit else 16)
+    places = blocks._places(fmt)
+    threads = np.arange(128)
+    row = 16 * (threads // 32) + threads % 32 // 4
+    for step, k_half, row_half in np.ndindex(4, 2, 2):
+        if fmt.bits == 4 and not fmt.is_8bit:
+            word, register = step, 2 * k_half + row_half
+        else:
+            word, register = 2 * step + k_half, row_half
+        # Words come in 16-byte loads of four, 128 threads side by side.
+        flat = 512 * (word // 4) + 4 * threads + word % 4
+        first = 8 * per_register * step + 4 * per_register * k_half + per_register * (threads % 4)
+        for column in range(per_register):
+            found = sum((words[1, 0, flat] >> place & 1) << bit for bit, place in enumerate(places[register, column]))
+            np.testing.assert_array_equal(found, codes[64 + row + 8 * row_half, first + column])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_places_use_every_bit_once(name):
+    assert sorted(blocks._places(FORMATS[name]).reshape(-1)) == list(range(32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unpack_inverts_pack(kind):
+    stored, _ = make_stored(kind, (2, 2), 72, 160, np.random.default_rng(1))
+    packed = pack(KINDS[kind][0], **stored)
+    assert packed.words.shape == (2, 2, 2, -(-160 // packed.fmt.block_k), *packed.fmt.block_shape)
+    found = unpack(packed)
+    if KINDS[kind][0].scale == "e4m3":
+        # Signs of scales move to the codes, and codes under a zero scale are zeros.
+        wide = stored["scale"].astype(np.float32)
+        spread = np.repeat(wide, 16, -1)[..., :160]
+        flipped = stored["codes"] ^ np.where(np.signbit(spread), 8, 0).astype(np.uint8)
+        stored["codes"] = np.where(spread == 0, 0, flipped)
+        stored["scale"] = np.abs(wide).astype(stored["scale"].dtype)
+    assert found.keys() == stored.keys()
+    for name, value in stored.items():
+        assert found[name].dtype == value.dtype
+        np.testing.assert_array_equal(found[name].astype(np.float32), value.astype(np.float32), err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "int8 g64 asym", "w4a8 int8 g64"])
+def test_packing_on_device_gives_the_same(kind):
+    stored, _ = make_stored(kind, (1, 2), 72, 160, np.random.default_rng(1))
+    on_device = jax.jit(lambda stored: pack(KINDS[kind][0], **stored))(stored)
+    jax.tree.map(np.testing.assert_array_equal, pack(KINDS[kind][0], **stored), jax.tree.map(np.asarray, on_device))
+
+
+def test_powers_of_two_far_apart_survive_packing():
+    fmt = KINDS["mxfp4"][0]
+    scale = np.array([[[[0, 1], [127, 254]]]], np.uint8)
+    found = unpack(pack(fmt, codes=np.full((1, 1, 2, 64), 3, np.uint8), scale=scale))["scale"]
+    np.testing.assert_array_equal(found, [[[[0, 1], [127, 254]]]])
+
+
+# The conversions, run from the PTX they emit.
+
+
+def run_ptx(operands, text):
+    """A NumPy machine for the few instructions the conversions use; operands and the result are uint32 arrays."""
+    registers = {f"${i}": np.asarray(operand, np.uint32) for i, operand in enumerate(operands, 1)}
+
+    def value(token):
+        return registers[token] if token in registers else np.uint32(int(token, 0))
+
+    for line in re.findall(r"([a-z][\w.]+ [^;{}]+);", re.sub(r"\.reg[^;]*;", "", text)):
+        op, rest = line.split(" ", 1)
+        target, *names = [token.strip() for token in rest.split(",")]
+        args = [value(name) for name in names]
+        registers[target] = _instruction(op, *args)
+    return registers["$0"]
+
+
+def _instruction(op, a, b=None, c=None, d=None):
+    match op.split(".")[0]:
+        case "mov":
+            return a
+        case "and":
+            return a & b
+        case "xor":
+            return a ^ b
+        case "shl":
+            return a << b
+        case "shr":
+            return a >> b
+        case "mad":
+            return (a.astype(np.uint64) * b + c).astype(np.uint32)
+        case "lop3":
+            assert d == 0xEA  # (a & b) | c
+            return (a & b) | c
+        case "prmt":
+            source = a.astype(np.uint64) | (np.asarray(b).astype(np.uint64) << np.uint64(32))
+            out = np.uint32(0)
+            for byte in range(4):
+                index = (c >> np.uint32(4 * byte) & np.uint32(7)).astype(np.uint64)
+                out = out | (
+                    (source >> (np.uint64(8) * index) & np.uint64(255)).astype(np.uint32) << np.uint32(8 * byte)
+                )
+            return out
+        case "sub" | "mul":
+            dtype = ml_dtypes.bfloat16 if "bf16" in op else np.float16
+            pair = [
+                np.ascontiguousarray(v).reshape(-1, 1).view(dtype).astype(np.float64) for v in np.broadcast_arrays(a, b)
+            ]
+            exact = pair[0] - pair[1] if op.startswith("sub") else pair[0] * pair[1]
+            assert (exact.astype(dtype).astype(np.float64) == exact).all(), "every step is exact"
+            return exact.astype(dtype).view(np.uint32).reshape(-1)
+    raise NotImplementedError(op)
+
+
+@pytest.fixture
+def on_numpy(monkeypatch):
+    monkeypatch.setattr(dequantize_sm90, "_asm", run_ptx)
+    monkeypatch.setattr(dequantize_sm90, "_constant", np.uint32)
+    monkeypatch.setattr(dequantize_sm90, "arith", types.SimpleNamespace(shrui=lambda a, b: a >> b))
+
+
+def words_with_codes(fmt):
+    """Random words, and the codes in them: (words, registers, columns)."""
+    words = np.random.default_rng(2).integers(0, 1 << 32, 4096, dtype=np.uint64).astype(np.uint32)
+    places = blocks._places(fmt)
+    codes = sum((words[:, None, None] >> places[..., bit].astype(np.uint32) & 1) << bit for bit in range(fmt.bits))
+    return words, codes
+
+
+def in_registers(register, dtype):
+    return np.ascontiguousarray(register).reshape(-1, 1).view(dtype).astype(np.float64)
+
+
+@pytest.mark.parametrize("operand", ["bfloat16", "float16"])
+@pytest.mark.parametrize("element", ["int4", "int8", "e4m3", "e2m1"])
+def test_conversions_to_16_bits(element, operand, on_numpy):
+    if (element, operand) == ("e2m1", "float16"):
+        pytest.skip("refused by PackedDesc.unsupported")
+    fmt = PackedFormat(element, operand)
+    words, codes = words_with_codes(fmt)
+    dtype = jnp.dtype(operand)
+    shift = dequantize_sm90._EXPONENT_SHIFT.get(element, {}).get(operand)
+    for pair in range(codes.shape[1]):
+        value = dequantize_sm90._CONVERT[element](operand, words, pair, None)
+        if shift is not None:
+            value = _instruction("mul.bf16x2" if operand == "bfloat16" else "mul.f16x2", value, np.uint32(shift))
+        match element:
+            case "int4":
+                expected = codes[:, pair] - 8.0
+            case "int8":
+                expected = codes[:, pair].astype(np.uint8).view(np.int8)
+            case "e2m1":
+                expected = E2M1[codes[:, pair]]
+            case _:
+                expected = codes[:, pair].astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        real = np.isfinite(expected)
+        np.testing.assert_array_equal(in_registers(value, dtype)[real], np.asarray(expected, np.float64)[real])
+
+
+@pytest.mark.parametrize("operand", ["int8", "float8_e4m3fn"])
+def test_conversions_to_8_bits(operand, on_numpy):
+    fmt = PackedFormat("int4", operand)
+    words, codes = words_with_codes(fmt)
+    for part in range(2):
+        value = dequantize_sm90._CONVERT_8BIT[operand](operand, words, part, None)
+        expected = ((codes[:, part] ^ 8) - 8.0) * (16 if operand == "int8" else 1)
+        np.testing.assert_array_equal(in_registers(value, jnp.dtype(operand)), expected)
+
+
+# The reference.
+
+run_reference = jax.jit(
+    lambda args, arrays, static: grouped_gemm_packed(*args, **arrays, **dict(static), implementation="reference"),
+    static_argnums=2,
+)
+
+
+def check_reference(kind, problem):
+    arrays = {k: v for k, v in problem.kwargs.items() if isinstance(v, jax.Array)}
+    static = tuple((k, v) for k, v in problem.kwargs.items() if not isinstance(v, jax.Array))
+    out = np.asarray(run_reference(problem.args, arrays, static))
+    own = problem.row_expert >= 0
+    assert_rows_close(out[own], problem.expected[own], packed_tolerance(kind, jnp.float32))
+
+
+# One of every conversion and place of scales; the others differ in static numbers.
+REFERENCE_KINDS = (
+    *("int4 channel asym", "int4 g32", "int4 g32 asym f16", "int8 g64 asym", "e4m3 g128"),
+    *("nvfp4", "mxfp4", "mxfp8", "w4a8 int8 g128", "w4a8 fp8 channel"),
+)
+
+
+@pytest.mark.parametrize("kind", REFERENCE_KINDS)
+def test_reference_against_float64(kind):
+    problem = make_problem(
+        kind, [3, 0, 17], k=160, n=72, activation=SILU, bias="float32", x_scale="row", out_dtype=jnp.float32
+    )
+    check_reference(kind, problem)
+
+
+@pytest.mark.parametrize("routing", ["ragged", "nothing routed"])
+def test_reference_routings(routing):
+    problem = make_problem("nvfp4", ROUTINGS[routing], k=64, n=64, x_scale="tensor", out_dtype=jnp.float32)
+    check_reference("nvfp4", problem)
+
+
+def test_wrong_calls():
+    problem = make_problem("int4 g64", [3, 5], k=128, n=64)
+    x, w, tile_expert, num_tiles = problem.args
+
+    def call(x=x, w=w, tile_expert=tile_expert, num_tiles=num_tiles, **kwargs):
+        return jax.eval_shape(lambda *a: grouped_gemm_packed(*a, **kwargs), x, w, tile_expert, num_tiles)
+
+    with pytest.raises(ValueError, match=r"expected \(Mp, 128\)"):
+        call(x=x[:, :64])
+    with pytest.raises(TypeError, match="packed for bfloat16"):
+        call(x=x.astype(jnp.float16))
+    with pytest.raises(ValueError, match="w has 1 halves; silu needs 2"):
+        call(activation=SILU)
+    with pytest.raises(ValueError, match="tile_expert has shape"):
+        call(tile_expert=jnp.zeros(7, jnp.int32))
+    with pytest.raises(TypeError, match="num_tiles is int8"):
+        call(num_tiles=jnp.int8(1))
+    with pytest.raises(ValueError, match="bias has shape"):
+        call(bias=jnp.ones(64))
+    with pytest.raises(ValueError, match="x_scale is float32"):
+        call(x_scale=jnp.ones(3))
+    with pytest.raises(NotImplementedError, match="mosaic: needs a Hopper GPU"):
+        call(implementation="mosaic")
+    with pytest.raises(ValueError, match="tiles of 16 rows"):
+        call(implementation="mosaic", config=PackedConfig(64, 2, 2, 2))
+
+
+# The Hopper kernel, without a GPU.
+
+DESC = PackedDesc(rows=1024, n=512, k=512, num_experts=4, fmt=PackedFormat("int4", scale="group", group_size=128))
+CONFIG = PackedConfig(16, 4, 2, 4)
+
+
+def desc_of(kind, **options):
+    fmt, scale_dtype, has_channel_scale = KINDS[kind]
+    return dataclasses.replace(
+        DESC,
+        fmt=fmt,
+        scale_dtype=scale_dtype or "float32",
+        has_channel_scale=has_channel_scale or fmt.scale == "e8m0",
+        out_dtype="float16" if fmt.operand == "float16" else "bfloat16",
+        lhs_scale="row" if fmt.is_8bit else "none",
+        **options,
+    )
+
+
+def lower(desc, config):
+    case = packed_case("", desc, config)
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in case.shapes]
+    return jax.jit(case.function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("kind", REFERENCE_KINDS)
+def test_lowers_for_cuda(kind):
+    """Small tiles alone and taller gated ones, by turns; every kind at every height is compiled in sass/."""
+    block_m = 32 if REFERENCE_KINDS.index(kind) % 2 else 16
+    desc = desc_of(kind, **(dict(halves=2, activation=SILU, bias_dtype="bfloat16") if block_m == 32 else {}))
+    assert lower(desc, next(candidates(desc, block_m, 132))).count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("kind", ["int4 g128", "int4 g128 f32", "nvfp4", "w4a8 int8 g128"])
+def test_candidates_are_valid_and_deepest(kind):
+    desc = desc_of(kind)
+    for block_m in (8, 32, 128):
+        found = list(candidates(desc, block_m, 132))
+        assert found
+        for config in found:
+            assert config_error(desc, config) is None
+            deeper = dataclasses.replace(config, num_stages=config.num_stages + 1)
+            assert config.num_stages == 12 or "shared memory" in config_error(desc, deeper)
+
+
+def test_shared_memory_is_not_underestimated():
+    desc = desc_of("nvfp4", halves=2, activation=SILU)
+    config = next(candidates(desc, 64, 132))
+    over = dataclasses.replace(config, num_stages=config.num_stages + 1)
+    assert shared_memory(desc, over) > 232_448
+    with pytest.raises(ValueError, match="exceeds available shared memory"):
+        lower(desc, over)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "match"),
+    [
+        (dict(out_dtype="int8"), {}, "out_dtype int8"),
+        (dict(k=520), {}, "whole blocks of 64"),
+        (dict(n=500), {}, "multiple of 32 bytes"),
+        (dict(fmt=PackedFormat("e2m1", "float16", "e4m3", 16)), {}, "only bfloat16 holds their scales"),
+        (dict(fmt=PackedFormat("int4", scale="group", group_size=48)), {}, "groups of 48"),
+        (dict(fmt=PackedFormat("int8", "int8")), {}, "go with symmetric int4"),
+        (dict(fmt=PackedFormat("int4", "int8"), k=1 << 18), {}, "stay in 32 bits"),
+        (dict(activation=Activation("gelu"), halves=2), {}, "erf has no layout rule"),
+        (dict(rows=1000), {}, "not a multiple of block_m"),
+        ({}, dict(block_m=24), "is not one of"),
+        ({}, dict(num_consumers=3), "is not one of"),
+        ({}, dict(step_blocks=3), "do not divide K=512"),
+        (dict(k=960), dict(step_blocks=3), "do not fit each other"),
+        ({}, dict(block_m=128), "registers of sums"),
+        ({}, dict(folds_scales=True), "needs group scales in bfloat16"),
+        ({}, dict(num_stages=1), "at least 2"),
+    ],
+)
+def test_config_error(change, config, match):
+    desc = dataclasses.replace(DESC, **change)
+    reason = config_error(desc, dataclasses.replace(CONFIG, **config))
+    assert reason is not None and match in reason
+
+
+def test_choices():
+    assert [choose_block_m(rows) for rows in (1.0, 12.0, 13.0, 24.0, 40.0, 60.0, 1000.0)] == [
+        16,
+        16,
+        32,
+        32,
+        64,
+        128,
+        128,
+    ]
+    few = dataclasses.replace(DESC, rows=16)
+    assert choose_config(few, 16, 132).num_consumers == 1  # one row tile: narrow tiles reach more blocks
+    assert choose_config(dataclasses.replace(DESC, rows=1 << 14), 16, 132).num_consumers == 4
+    gated = desc_of("int4 g128", halves=2, activation=SILU)
+    assert choose_config(gated, 128, 132).folds_scales and not choose_config(gated, 64, 132).folds_scales
+    with pytest.raises(NotImplementedError, match="registers of sums"):
+        choose_config(desc_of("int4 g128 f32", halves=2, activation=SILU), 128, 132)

@@ -1,0 +1,102 @@
+"""The Hopper grouped GEMM with packed weights against NumPy float64, on a GPU: every row of every expert, hostile
+routings, sizes off the tile.
+
+Outputs land in memory that held NaN before, so that a cell nobody wrote shows; x holds NaN where no expert owns a row.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gemm_problem import ROUTINGS
+from helpers import assert_rows_close
+from packed_problem import KINDS, make_problem, packed_tolerance
+
+from pallas_kernels.common.activations import Activation
+from pallas_kernels.grouped_gemm_packed import candidates, describe_call, grouped_gemm_packed
+
+pytestmark = pytest.mark.gpu
+
+GATED = dict(activation=Activation("silu"), bias="bfloat16", x_scale="row")
+RAGGED = [3, 0, 130, 1, 64, 17]
+
+
+def run(problem, config=None):
+    arrays = {k: v for k, v in problem.kwargs.items() if isinstance(v, jax.Array)}
+    static = {k: v for k, v in problem.kwargs.items() if not isinstance(v, jax.Array)}
+    call = jax.jit(
+        lambda args, arrays: grouped_gemm_packed(*args, **arrays, **static, config=config, implementation="mosaic")
+    )
+    call = call.lower(problem.args, arrays).compile()
+    jnp.full(call.out_info.shape, jnp.nan, call.out_info.dtype).block_until_ready()
+    return np.asarray(call(problem.args, arrays))
+
+
+def check(kind, problem, out, *, folded=False):
+    own = problem.row_expert >= 0
+    tol = packed_tolerance(kind, problem.kwargs["out_dtype"], folded=folded, tensor_core=True)
+    assert_rows_close(out[own], problem.expected[own], tol, experts=problem.row_expert[own])
+
+
+def configurations(problem, block_m):
+    x, w = problem.args[:2]
+    given = problem.kwargs
+    lhs = "none" if given["x_scale"] is None else "row" if given["x_scale"].ndim else "tensor"
+    desc = describe_call(x.shape[0], w, given["out_dtype"], lhs, given["bias"], given["activation"])
+    return list(candidates(desc, block_m, 132))
+
+
+def out_dtype(kind):
+    return jnp.float16 if KINDS[kind][0].operand == "float16" else jnp.bfloat16
+
+
+@pytest.mark.parametrize("block_m", [16, 64, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_with_bias(kind, block_m):
+    """With every number of consumers, scales applied to partial sums and folded into operands."""
+    problem = make_problem(kind, RAGGED, k=384, n=336, block_m=block_m, out_dtype=out_dtype(kind), **GATED)
+    for config in configurations(problem, block_m):
+        check(kind, problem, run(problem, config), folded=config.folds_scales)
+
+
+@pytest.mark.parametrize("block_m", [8, 32, 256])
+@pytest.mark.parametrize("kind", ["int4 g128", "int4 channel", "nvfp4", "mxfp4", "w4a8 int8 g128", "w4a8 fp8 g128"])
+def test_alone(kind, block_m):
+    problem = make_problem(kind, RAGGED, k=448, n=336, block_m=block_m, x_scale="row")
+    for config in configurations(problem, block_m)[:1]:
+        check(kind, problem, run(problem, config), folded=config.folds_scales)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("kind", ["int4 g128", "nvfp4", "w4a8 int8 g128"])
+def test_routings(kind, routing):
+    problem = make_problem(kind, ROUTINGS[routing], k=256, n=256, x_scale="row")
+    check(kind, problem, run(problem))
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "n"),
+    [("mxfp4", 2880, 2880), ("int4 g32", 2880, 1440), ("nvfp4", 80, 48), ("w4a8 int8 g128", 320, 64)],
+)
+def test_sizes_off_the_tile(kind, k, n):
+    problem = make_problem(kind, [40, 1, 90], k=k, n=n, block_m=32, x_scale="row")
+    check(kind, problem, run(problem))
+
+
+def test_many_tiles_a_block_and_long_rings():
+    problem = make_problem("int4 g128", [33, 17, 1, 57] * 4, k=2048, n=2048, **GATED)
+    check("int4 g128", problem, run(problem))
+
+
+@pytest.mark.parametrize("kind", ["int4 g128", "mxfp4", "w4a8 fp8 g128"])
+def test_bits_repeat_and_rows_are_independent(kind):
+    problem = make_problem(kind, [30, 100, 7], k=512, n=512, block_m=32, **GATED)
+    own = np.flatnonzero(problem.row_expert >= 0)
+    first, second = (run(problem)[own] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    kept = np.arange(0, len(own), 3)
+    x = np.array(problem.args[0])
+    others = np.delete(own, kept)
+    x[others] = x[np.roll(others, 1)]
+    problem.args = (jnp.asarray(x), *problem.args[1:])
+    np.testing.assert_array_equal(run(problem)[own][kept], first[kept])
