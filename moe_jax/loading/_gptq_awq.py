@@ -240,9 +240,7 @@ class PackedView:
             columns = rows * 32 // self._container.bits if self._container.method == "gptq" else rows
             in_order = np.arange(columns) // (self._container.group_size or columns)
             if stored.shape != in_order.shape or not ((stored == in_order).all() or (stored == -1).all()):
-                raise self._error(
-                    g_idx, "columns are not in order, but config.json says desc_act=false"
-                )
+                raise self._error(g_idx, "columns are not in order, but config.json says desc_act=false")
 
     def _error(self, name: str, text: str) -> CheckpointError:
         return CheckpointError(f"{self._checkpoint.info(name).file}: tensor {shorten(name)}: {text}")

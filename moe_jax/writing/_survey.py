@@ -9,6 +9,7 @@ import numpy as np
 from moe_jax._config import MoEConfig
 from moe_jax.loading import CheckpointError, ExpertNames, ExpertReader, ExpertTensor, QuantizationConfig
 from moe_jax.loading._errors import shorten
+from moe_jax.loading._expert_names import is_expert_name
 from moe_jax.loading._modules import classes_of, is_normally_plain
 from moe_jax.quantization import Packing, Scheme, method_for
 
@@ -67,13 +68,14 @@ def survey(checkpoint: Any, quantization: QuantizationConfig, reader: ExpertRead
     names = ExpertNames(is_interleaved=checkpoint.config.get("model_type") == "gpt_oss")
     others = []
     for name in checkpoint.names:
+        if not is_expert_name(name):
+            others.append(name)
+            continue
         try:
             tensor = names.parse(name)
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.info(name).file}: tensor {error}") from None
-        if tensor is None or tensor.layer is None:
-            others.append(name)
-        else:
+        if tensor is not None and tensor.layer is not None:
             by_layer[tensor.layer].append(tensor)
     experts = tuple(_expert_layer(checkpoint, quantization, reader, *item) for item in by_layer.items())
     linears, plain = _linears(checkpoint, quantization, others)

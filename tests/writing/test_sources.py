@@ -145,3 +145,29 @@ def test_experts_in_one_tensor_are_written_one_by_one(tmp_path):
         assert (found["bias"][expert, "w3"] == bias[1::2]).all() and (found["bias"][expert, "w1"] == bias[0::2]).all()
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     assert ignored == ["lm_head", "model.layers.0.mlp.router"]
+
+
+def test_other_families(tmp_path):
+    """Granite's two stacked tensors; layers for multi-token prediction keep their names and bits."""
+    rng = np.random.default_rng(6)
+    prefix = "model.layers.0.block_sparse_moe."
+    stored = {
+        f"{prefix}input_linear.weight": rng.standard_normal((E, 2 * I, H)).astype(bases.BF16),
+        f"{prefix}output_linear.weight": rng.standard_normal((E, H, I)).astype(bases.BF16),
+        f"{prefix}router.layer.weight": rng.standard_normal((E, H)).astype(bases.BF16),
+        "mtp.layers.0.mlp.experts.0.up_proj.weight": rng.standard_normal((I, H)).astype(bases.BF16),
+    }
+    config = {"model_type": "granitemoe", "num_local_experts": E, "hidden_size": H}
+    bases.write(tmp_path / "source", stored, None, config)
+    moe_jax.quantize_checkpoint(tmp_path / "source", tmp_path / "out", scheme="w8a16_channel")
+    found = decode(tmp_path / "out", E, H, I)
+    weights = stored[f"{prefix}input_linear.weight"].astype(np.float32)
+    for expert in range(E):
+        for shard, weight in (("w1", weights[expert, :I]), ("w3", weights[expert, I:])):
+            step = np.abs(weight).max(1, keepdims=True) / 127.5
+            assert (np.abs(found[expert, shard] - weight) <= 0.5001 * step).all()
+    name = "mtp.layers.0.mlp.experts.0.up_proj"
+    with Checkpoint(tmp_path / "out") as checkpoint:
+        assert checkpoint.read(f"{name}.weight").tobytes() == stored[f"{name}.weight"].tobytes()
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert ignored == ["lm_head", "model.layers.0.block_sparse_moe.router.layer", name]
