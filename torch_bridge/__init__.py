@@ -1,1 +1,55 @@
 """The torch bridge: the layer of moe_jax as a torch module. torch is imported here and nowhere else in the library."""
+
+from moe_jax.loading import make_expert_params_mapping
+from torch_bridge._compressed_tensors import (
+    CompressedTensorsW4A4Nvfp4MoEMethod,
+    CompressedTensorsW4A8Int8MoEMethod,
+    CompressedTensorsW8A8Fp8MoEMethod,
+    CompressedTensorsWNA16MarlinMoEMethod,
+)
+from torch_bridge._convert import PatchedExperts, convert, from_nnx, load_tensors, patch, to_nnx
+from torch_bridge._layer import FusedMoE
+from torch_bridge._methods import (
+    FusedMoEMethodBase,
+    FusedMoEQuantConfig,
+    SchemeMoEMethod,
+    UnquantizedFusedMoEMethod,
+    replace_parameter,
+    set_weight_attrs,
+)
+from torch_bridge._online import (
+    Int8OnlineMoEMethod,
+    MoeOnlineQuantizer,
+    MoeOnlineWeightQuantizer,
+    OnlineMoEMethodBase,
+    SchemeOnlineMoEMethod,
+)
+from torch_bridge._rank import Rank, determine_expert_map
+
+__all__ = [
+    "CompressedTensorsW4A4Nvfp4MoEMethod",
+    "CompressedTensorsW4A8Int8MoEMethod",
+    "CompressedTensorsW8A8Fp8MoEMethod",
+    "CompressedTensorsWNA16MarlinMoEMethod",
+    "FusedMoE",
+    "FusedMoEMethodBase",
+    "FusedMoEQuantConfig",
+    "Int8OnlineMoEMethod",
+    "MoeOnlineQuantizer",
+    "MoeOnlineWeightQuantizer",
+    "OnlineMoEMethodBase",
+    "PatchedExperts",
+    "Rank",
+    "SchemeMoEMethod",
+    "SchemeOnlineMoEMethod",
+    "UnquantizedFusedMoEMethod",
+    "convert",
+    "determine_expert_map",
+    "from_nnx",
+    "load_tensors",
+    "make_expert_params_mapping",
+    "patch",
+    "replace_parameter",
+    "set_weight_attrs",
+    "to_nnx",
+]

@@ -1,0 +1,133 @@
+"""vLLM's methods for compressed-tensors checkpoints by their names: which schemes each takes, and nothing else."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_jax import Scheme
+from moe_jax.quantization import Packing
+from torch_bridge._methods import SchemeMoEMethod
+
+
+class _CompressedTensorsMoEMethod(SchemeMoEMethod):
+    """Built from the arguments of one group: objects of compressed-tensors, or dicts; None for unquantized."""
+
+    stored_as: str | None = None
+
+    def __init__(self, weight_quant: Any, input_quant: Any, moe: Any = None, layer_name: str | None = None):
+        """weight_quant, input_quant: QuantizationArgs or dicts. Raises ValueError for a scheme of another method."""
+        group: dict[str, Any] = {"weights": _arguments(weight_quant), "input_activations": _arguments(input_quant)}
+        if self.stored_as is not None:
+            group["format"] = self.stored_as
+        super().__init__(Scheme.parse(group), moe)
+        self.weight_quant, self.input_quant, self.layer_name = weight_quant, input_quant, layer_name
+        reason = self.refusal(self.scheme)
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__}: {reason}, found scheme {self.scheme.name!r}")
+
+    def refusal(self, scheme: Scheme) -> str | None:
+        """Why this method does not serve a scheme, None where it does."""
+        raise NotImplementedError
+
+
+class CompressedTensorsW8A8Fp8MoEMethod(_CompressedTensorsMoEMethod):
+    """FP8 weights per tensor, channel or block, with FP8 activations, static per tensor or dynamic."""
+
+    def refusal(self, scheme: Scheme) -> str | None:
+        is_fp8 = all(fmt is not None and fmt.element == "e4m3" for fmt in (scheme.weights, scheme.activations))
+        if not is_fp8 or scheme.weights.scale != "float32":
+            return "weights and activations have to be 8-bit floats with float scales"
+        return None
+
+    @property
+    def block_quant(self) -> bool:
+        return self.scheme.weights.block_shape is not None
+
+    @property
+    def weight_block_size(self) -> tuple[int, int] | None:
+        return self.scheme.weights.block_shape
+
+    @property
+    def static_input_scales(self) -> bool:
+        return not self.scheme.activations.dynamic
+
+
+class CompressedTensorsW4A8Int8MoEMethod(_CompressedTensorsMoEMethod):
+    """int4 weights in int8 containers per channel or group, with dynamic int8 activations per token."""
+
+    stored_as = "int-quantized"
+
+    def __init__(self, weight_quant: Any, input_quant: Any, moe: Any = None, layer_name: str | None = None):
+        inputs, weights = _arguments(input_quant) or {}, _arguments(weight_quant) or {}
+        if inputs.get("strategy") != "token" or not inputs.get("dynamic"):
+            raise ValueError(
+                f"{type(self).__name__}: activations have to be dynamic per token, found strategy "
+                f"{inputs.get('strategy')!r} with dynamic={inputs.get('dynamic')!r}"
+            )
+        if weights.get("num_bits") != 4:
+            raise ValueError(f"{type(self).__name__}: weights have to be 4 bits, found {weights.get('num_bits')!r}")
+        super().__init__(weight_quant, input_quant, moe, layer_name)
+
+    def refusal(self, scheme: Scheme) -> str | None:
+        is_int8 = scheme.activations is not None and scheme.activations.element == "int8"
+        return None if is_int8 and scheme.weights.element == "int4" else "int4 weights with int8 activations only"
+
+    @property
+    def group_size(self) -> int:
+        """-1 for one scale per channel."""
+        return self.scheme.weights.group_size or -1
+
+
+class CompressedTensorsWNA16MarlinMoEMethod(_CompressedTensorsMoEMethod):
+    """Integer weights of 2 to 8 bits in int32 words, per channel or group, with zero points or without."""
+
+    stored_as = "pack-quantized"
+
+    def refusal(self, scheme: Scheme) -> str | None:
+        is_packed = scheme.weights is not None and scheme.weights.packing is Packing.WORDS
+        return (
+            None if is_packed and scheme.activations is None else "packed integers without quantized activations only"
+        )
+
+    @property
+    def num_bits(self) -> int:
+        return self.scheme.weights.element_type.bits
+
+    @property
+    def packed_factor(self) -> int:
+        """Elements in a word of 32 bits; 3-bit codes straddle words."""
+        return 32 // self.num_bits
+
+    @property
+    def strategy(self) -> str:
+        return self.scheme.weights.strategy.value
+
+    @property
+    def group_size(self) -> int:
+        return self.scheme.weights.group_size or -1
+
+    @property
+    def actorder(self) -> bool:
+        return self.scheme.weights.actorder
+
+
+class CompressedTensorsW4A4Nvfp4MoEMethod(SchemeMoEMethod):
+    """NVFP4 weights in groups of 16 with global scales; activations NVFP4 too, or left alone with ``use_a16``."""
+
+    group_size = 16
+
+    def __init__(self, moe: Any = None, layer_name: str | None = None, use_a16: bool = False):
+        super().__init__("nvfp4_a16" if use_a16 else "nvfp4", moe)
+        self.layer_name, self.use_a16 = layer_name, use_a16
+
+
+def _arguments(quant: Any) -> dict[str, Any] | None:
+    """A QuantizationArgs object of compressed-tensors, or a dict, as a plain dict."""
+    if quant is None or isinstance(quant, Mapping):
+        return None if quant is None else dict(quant)
+    if not hasattr(quant, "model_dump"):
+        raise TypeError(
+            f"quantization arguments are a {type(quant).__name__}, expected QuantizationArgs, a dict or None"
+        )
+    dumped = quant.model_dump(mode="json")
+    known = "num_bits type symmetric strategy group_size block_structure dynamic actorder scale_dtype zp_dtype".split()
+    return {key: dumped[key] for key in known if dumped.get(key) is not None}

@@ -1,0 +1,231 @@
+"""Models of transformers on our experts: ``convert`` a block, ``patch`` a whole model, states to and from nnx layers.
+
+transformers keeps the experts of a block in one module, ``experts(hidden_states, top_k_index, top_k_weights)``, beside
+the router and whatever else the block has. That module is what is replaced; the router stays the model's own.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import moe_jax
+from moe_jax import Scheme
+from moe_jax._packed_weights import unpack_experts
+from torch_bridge._layer import FusedMoE
+from torch_bridge._tensors import to_jax, to_torch, torch_dtype
+
+# Class of the experts -> class of routing; what differs between the families beyond the shapes.
+_FAMILIES = {
+    "MixtralExperts": "mixtral",
+    "Qwen3MoeExperts": "qwen3_moe",
+    "DeepseekV3Experts": "deepseek_v3",
+    "GptOssExperts": "gpt_oss",
+}
+_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}
+_TENSOR_FILES = (".bin", ".pt", ".pth")
+
+
+class PatchedExperts(torch.nn.Module):
+    """Stands where transformers had a block's experts: the model's router chooses, our layer computes."""
+
+    def __init__(self, experts: FusedMoE):
+        super().__init__()
+        self.experts = experts
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states (T, H), top_k_index and top_k_weights (T, top_k) -> (T, H)."""
+        return self.experts.quant_method.apply(self.experts, hidden_states, top_k_weights, top_k_index)
+
+
+def convert(
+    block: torch.nn.Module,
+    *,
+    quantize: "str | Scheme | Mapping[str, Any] | None" = None,
+    prefix: str = "",
+    implementation: Any = None,
+) -> FusedMoE:
+    """A processed ``FusedMoE`` with the experts and the routing of one MoE block of transformers.
+
+    Args:
+        block: of Mixtral, Qwen3-MoE, DeepSeek-V3 or gpt-oss, with its weights. It is left as it is.
+        quantize: what to quantize the experts to; None keeps them.
+
+    Returns:
+        The routed part: ``layer(x, router_logits)``. Router, shared experts and their weights stay the block's.
+
+    Raises NotImplementedError for another block, by its class, ValueError for an activation that is not known.
+    """
+    experts = getattr(block, "experts", None)
+    family = _FAMILIES.get(type(experts).__name__)
+    if family is None or experts is None:
+        raise NotImplementedError(
+            f"{type(block).__name__} with experts {type(experts).__name__} is not supported; supported experts: "
+            f"{', '.join(_FAMILIES)}"
+        )
+    is_gpt_oss = family == "gpt_oss"
+    router = block.router if is_gpt_oss else block.gate
+    weight = experts.down_proj
+    if weight.is_meta:
+        raise ValueError(f"{type(experts).__name__} is on the meta device; load the model's weights before converting")
+    layer = FusedMoE(
+        weight.shape[0],
+        router.top_k,
+        weight.shape[1 + is_gpt_oss],
+        weight.shape[2 - is_gpt_oss],
+        weight.dtype,
+        quant_config=quantize,
+        online=Scheme.parse(quantize).is_quantized,
+        prefix=prefix,
+        has_bias=is_gpt_oss,
+        implementation=implementation,
+        device=weight.device,
+        **_routing(family, experts, router),
+    )
+    loader = layer.new_loader(fused_layout="in_out" if is_gpt_oss else "out_in")
+    for name, tensor in experts.named_parameters():
+        for parsed in layer.parse_name(f"experts.{name}"):
+            layer.accept_into(loader, parsed, tensor.detach())
+    layer.install(layer.finished(loader))
+    return layer
+
+
+def patch(
+    model: torch.nn.Module,
+    *,
+    quantize: "str | Scheme | Mapping[str, Any] | None" = None,
+    implementation: Any = None,
+) -> list[str]:
+    """Replace the experts of every MoE block of a transformers model, in place; ``generate()`` goes on working.
+
+    A block's own experts are let go as soon as they are replaced, so that one layer exists twice at a time. All scheme
+    and block checks are those of ``convert``.
+
+    Returns:
+        The names of the modules that were replaced.
+
+    Raises ValueError when the model has no such block, NotImplementedError for experts of a family that is not known;
+    the model is unchanged then.
+    """
+    blocks = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "experts", None), torch.nn.Module) and not isinstance(module, PatchedExperts)
+    }
+    unknown = sorted({type(b.experts).__name__ for b in blocks.values()} - {*_FAMILIES, "PatchedExperts"})
+    if unknown:
+        raise NotImplementedError(f"experts {', '.join(unknown)} are not supported; supported: {', '.join(_FAMILIES)}")
+    blocks = {name: block for name, block in blocks.items() if not isinstance(block.experts, PatchedExperts)}
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no block with experts to replace; supported: {', '.join(_FAMILIES)}"
+        )
+    Scheme.parse(quantize)
+    for block in blocks.values():
+        block.experts = PatchedExperts(convert(block, quantize=quantize, implementation=implementation))
+    return [f"{name}.experts" for name in blocks]
+
+
+def to_nnx(layer: FusedMoE) -> moe_jax.FusedMoE:
+    """The whole layer as a ``moe_jax.FusedMoE`` over the same weights.
+
+    Raises ValueError for a rank's part of a layer.
+    """
+    if not layer.rank.is_whole:
+        raise ValueError(
+            f"{layer.layer_name} is one part of {layer.tp_size * layer.ep_size}; only a whole layer converts"
+        )
+    bias = layer.correction_bias
+    table = layer.routing_params.hash_indices_table
+    config = layer.moe_config
+    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    sizes = [fields.pop(name) for name in ("num_experts", "hidden_size", "intermediate_size")]
+    built = moe_jax.FusedMoE(
+        *sizes, e_score_correction_bias=None if bias is None else to_jax(bias), hash_indices_table=table, **fields
+    )
+    built.set_weights(layer.expert_weights)
+    return built
+
+
+def from_nnx(layer: moe_jax.FusedMoE, *, prefix: str = "", **options: Any) -> FusedMoE:
+    """A bridge layer over the weights of a processed ``moe_jax.FusedMoE``. options: more arguments of ``FusedMoE``.
+
+    Raises NotImplementedError for a layer with JAX modules inside (router, shared experts, transforms), which torch
+    cannot run; give their torch counterparts to ``FusedMoE`` yourself.
+    """
+    inside = ("router", "shared_experts", "shared_expert_gate", "routed_input_transform", "routed_output_transform")
+    owned = [name for name in inside if getattr(layer, name) is not None]
+    if owned or layer.hash_table is not None or layer.per_expert_scale is not None:
+        raise NotImplementedError(f"{layer!r} has {', '.join(owned) or 'arrays of its router'}, which stay in JAX")
+    fields = {name: getattr(layer.config, name) for name in layer.config.__dataclass_fields__}
+    sizes = [fields.pop(name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")]
+    dtype, scheme = fields.pop("dtype"), fields.pop("scheme")
+    if fields.pop("param_dtype") != dtype:
+        raise NotImplementedError(f"{layer!r} keeps parameters in another dtype than it computes in")
+    fields.pop("name")
+    if fields["router_logits_dtype"] is not None:
+        fields["router_logits_dtype"] = torch_dtype(fields["router_logits_dtype"])
+    bias = layer.correction_bias
+    built = FusedMoE(
+        *sizes,
+        torch_dtype(dtype),
+        quant_config=scheme,
+        prefix=prefix,
+        e_score_correction_bias=None if bias is None else to_torch(bias.get_value()),
+        **(fields | options),
+    )
+    weights = layer.weights.get_value()
+    built.install(unpack_experts(weights))
+    return built
+
+
+def load_tensors(path: str | os.PathLike) -> dict[str, torch.Tensor]:
+    """The tensors of a torch file (.bin, .pt, .pth) or a safetensors file by name, ready for ``load_weights``.
+
+    torch files are read with ``weights_only=True``: tensors and plain containers, nothing that runs code.
+    Raises ValueError for another kind of file, or one that holds more than named tensors.
+    """
+    name = os.fspath(path)
+    if name.endswith(".safetensors"):
+        from safetensors.torch import load_file
+
+        return load_file(name)
+    if not name.endswith(_TENSOR_FILES):
+        raise ValueError(f"{name}: expected a file ending in .safetensors, {', '.join(_TENSOR_FILES)}")
+    try:
+        loaded = torch.load(name, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # what is no pickle of tensors fails in many ways
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{name}: not a file of tensors that weights_only loading accepts: {first}") from None
+    if not isinstance(loaded, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in loaded.values()):
+        raise ValueError(f"{name}: expected named tensors, found {type(loaded).__name__} with other contents")
+    return dict(loaded)
+
+
+def _routing(family: str, experts: torch.nn.Module, router: torch.nn.Module) -> dict[str, Any]:
+    """The arguments of ``FusedMoE`` that say how a family routes and activates."""
+    if family == "gpt_oss":
+        return dict(activation="swigluoai", swiglu_limit=float(experts.limit), swiglu_alpha=float(experts.alpha))
+    activation = type(experts.act_fn).__name__
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation {activation} is not known; known: {', '.join(_ACTIVATIONS)}")
+    options: dict[str, Any] = dict(activation=_ACTIVATIONS[activation])
+    if family == "qwen3_moe":
+        options["renormalize"] = bool(router.norm_topk_prob)
+    if family == "deepseek_v3":
+        has_groups = router.num_group > 1
+        options |= dict(
+            renormalize=bool(router.norm_topk_prob),
+            scoring_func="sigmoid",
+            use_grouped_topk=has_groups,
+            num_expert_group=router.num_group if has_groups else None,
+            topk_group=router.topk_group if has_groups else None,
+            routed_scaling_factor=float(router.routed_scaling_factor),
+            e_score_correction_bias=router.e_score_correction_bias,
+        )
+    return options

@@ -1,0 +1,271 @@
+"""How ``FusedMoE`` gets its weights: vLLM's weight_loader and load_weights, processing, reload and dummy values."""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from moe_jax import ExpertWeights, MoEConfig, weight_loader
+from moe_jax._implementations import in_best_layout
+from moe_jax.loading import ExpertNames, ExpertTensor, Placement
+from moe_jax.loading._expert_names import map_expert_name
+from moe_jax.quantization import LeafSpec, method_for
+from moe_jax.routing import RoutingParams
+from torch_bridge import _ops
+from torch_bridge._loader import RankLoader
+from torch_bridge._methods import (
+    FusedMoEMethodBase,
+    SchemeMoEMethod,
+    placeholder,
+    replace_parameter,
+    set_weight_attrs,
+)
+from torch_bridge._rank import Rank
+from torch_bridge._state import is_interleaved, stored_leaves
+from torch_bridge._tensors import jax_device, numpy_dtype, to_numpy
+
+SHARD_IDS = ("w1", "w2", "w3")
+
+
+class LoadingMixin(torch.nn.Module):
+    """The loading half of ``FusedMoE``."""
+
+    quant_method: FusedMoEMethodBase
+    moe_config: MoEConfig
+    local_config: MoEConfig
+    rank: Rank
+    device: torch.device
+    layer_name: str
+    expert_mapping: Any
+    _routing: RoutingParams
+    _experts: _ops.Experts | None
+    _loader: RankLoader | None
+
+    def weight_loader(
+        self,
+        param: torch.Tensor,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str | None,
+        expert_id: int | None,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Stage one checkpoint tensor of the whole layer; this rank's part of it is kept.
+
+        Args:
+            param: the parameter it belongs to, also one that was replaced since.
+            loaded_weight: of one expert, or of all with the expert axis first.
+            weight_name: for errors. expert_id: global; None when all experts are in the tensor.
+            shard_id: "w1", "w3" or "w2"; "" or None for a tensor of a whole leaf, as vLLM's gpt-oss loads them.
+            return_success: return whether something was kept, instead of None.
+
+        Raises ValueError for a shape, dtype or value that does not fit, or for a layer that is processed already.
+        """
+        if not isinstance(self.quant_method, SchemeMoEMethod):
+            used = self._write(param, to_numpy(loaded_weight), weight_name, shard_id or "", expert_id)
+        else:
+            used = self._accept(self.expert_tensor(param, weight_name, shard_id, expert_id), loaded_weight)
+        return used if return_success else None
+
+    def expert_tensor(
+        self, param: torch.Tensor, weight_name: str, shard_id: str | None, expert_id: int | None
+    ) -> ExpertTensor:
+        """The arguments of ``weight_loader`` as moe_jax's loaders take them. Raises ValueError for a wrong shard_id."""
+        leaf = self._leaf_name(param)
+        if not shard_id and expert_id is None:
+            shards = ("w2",) if leaf.startswith("w2_") else ("w1", "w3")[: self.moe_config.num_halves]
+        elif shard_id not in SHARD_IDS:
+            raise ValueError(f"{weight_name}: shard_id={shard_id!r}, expected one of {', '.join(SHARD_IDS)}")
+        elif shard_id == "w3" and not self.moe_config.is_act_and_mul:
+            raise ValueError(f"{weight_name}: w3 has no place in a layer that is not gated, which holds w1 alone")
+        else:
+            shards = (shard_id,)
+        stacked = len(shards) == 2 and is_interleaved(self.moe_config)
+        tensor = ExpertTensor(weight_name, None, expert_id, shards, leaf.partition("_")[2], "", stacked)
+        if tensor.leaf != leaf:
+            raise ValueError(f"{weight_name}: shard_id={shard_id!r} does not belong to {leaf}")
+        return tensor
+
+    def _write(
+        self, param: torch.Tensor, loaded: np.ndarray, weight_name: str, shard_id: str, expert_id: int | None
+    ) -> bool:
+        """Place a tensor in a parameter that the method made by itself, which has memory of its own."""
+        leaf = next((name for name, own in self.named_parameters(recurse=False) if own is param), "")
+        spec = LeafSpec(tuple(param.shape), numpy_dtype(param.dtype), _kind_of(param, leaf))
+        placements, used = weight_loader(
+            {leaf: spec},
+            leaf,
+            loaded,
+            weight_name,
+            shard_id,
+            expert_id,
+            True,
+            is_act_and_mul=self.moe_config.is_act_and_mul,
+            tp_rank=self.rank.tp_rank,
+            tp_size=self.rank.tp_size,
+            expert_map=self.rank.expert_map,
+            is_transposed=getattr(param, "is_transposed", False),
+            load_full_w2=getattr(param, "load_full_w2", False),
+        )
+        for placement in cast(tuple[Placement, ...], placements):
+            placement.write(to_numpy(param), loaded)
+        return bool(used)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Stage (checkpoint name, tensor) pairs in any order; returns the names of the parameters that got something.
+
+        Names are read by ``expert_mapping`` where the layer has one, else in every known spelling, fused ones too.
+        Raises ValueError for an expert tensor that nobody understands; what is missing is named by
+        process_weights_after_loading.
+        """
+        loaded = set()
+        for name, tensor in _checked(weights):
+            for parsed in self.parse_name(name):
+                if self._accept(parsed, tensor):
+                    loaded.add(parsed.leaf)
+        return loaded
+
+    def reload_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace all weights by others of the same shapes: atomic, and nothing compiles again.
+
+        Raises ValueError as loading does; the old weights are then untouched.
+        """
+        loader = self.new_loader()
+        for name, tensor in _checked(weights):
+            for parsed in self.parse_name(name):
+                self.accept_into(loader, parsed, tensor)
+        self.install(self.finished(loader))
+
+    def load_dummy_weights(self) -> None:
+        """Stand-in values where nothing is loaded, uniform in +-1e-3 with seed 1234; the scheme quantizes them."""
+        loader = self.new_loader(online=self.quant_method.scheme.is_quantized)
+        loader.fill_dummy()
+        self._loader = None
+        self.install(self.finished(loader))
+
+    def process_weights_after_loading(self) -> None:
+        """Make loaded weights ready to run. Idempotent; one ValueError names everything that is missing."""
+        self.quant_method.process_weights_after_loading(self)
+
+    def finish_loading(self) -> None:
+        """What the methods of this package do to process a layer."""
+        if self._loader is None and self._experts is not None:
+            return
+        loader = self._loader or self.new_loader()
+        weights = self.finished(loader)
+        self._loader = None
+        self.install(weights)
+
+    def install(self, weights: ExpertWeights) -> None:
+        """Take processed weights of this rank as the layer's. Parameters become views of them.
+
+        Raises ValueError for weights of another scheme or shape.
+        """
+        expected = _signature(method_for(self.local_config.scheme).abstract_weights(self.local_config))
+        if _signature(weights) != expected:
+            raise ValueError(f"{self.layer_name}: expected weights like {expected}, found {_signature(weights)}")
+        weights = jax.device_put(weights, jax_device(self.device))
+        if self.device.type == "cuda":
+            _ops.warn_of_preallocation()
+        expert_map = None if self.rank.expert_map is None else jnp.asarray(self.rank.expert_map)
+        packed = in_best_layout(self.local_config, weights)
+        self._experts = jax.device_put(
+            _ops.Experts(packed, self.local_config, self.moe_config, self._routing, expert_map), jax_device(self.device)
+        )
+        self._show(stored_leaves(weights, self.local_config) if packed.w13.layout.is_plain else None)
+
+    def new_loader(self, *, online: bool | None = None, fused_layout: str | None = None) -> RankLoader:
+        """An empty loader for this rank."""
+        method = self.quant_method
+        if not isinstance(method, SchemeMoEMethod):
+            raise NotImplementedError(
+                f"{type(method).__name__} keeps its own parameters; only methods over moe_jax load through the layer"
+            )
+        return RankLoader(
+            self.moe_config,
+            self.rank,
+            method.method,
+            quantize=method.quantizes_online if online is None else online,
+            fused_layout=fused_layout,
+        )
+
+    def finished(self, loader: RankLoader) -> ExpertWeights:
+        """What a complete loader makes of its tensors, on the layer's device."""
+        with jax.default_device(jax_device(self.device)):
+            return loader.finish()
+
+    def _accept(self, tensor: ExpertTensor, loaded: torch.Tensor) -> bool:
+        if self._loader is None:
+            if self._experts is not None:
+                raise ValueError(
+                    f"{tensor.name}: {self.layer_name} is already processed; use "
+                    "reload_weights(pairs) to replace weights"
+                )
+            self._loader = self.new_loader()
+        used = self.accept_into(self._loader, tensor, loaded)
+        if used and self.quant_method.uses_meta_device and self._loader.is_complete():
+            self.process_weights_after_loading()
+        return used
+
+    def accept_into(self, loader: RankLoader, tensor: ExpertTensor, loaded: torch.Tensor) -> bool:
+        """Stage one tensor of the whole layer in a loader of this rank; whether a part of it was kept."""
+        if tensor.suffix == "weight_shape":
+            loaded = loaded.to(torch.int64)  # vLLM keeps it in floats
+        return loader.accept(tensor, to_numpy(loaded))
+
+    def parse_name(self, name: str) -> tuple[ExpertTensor, ...]:
+        """What a checkpoint name says, by the layer's mapping or by known spellings; nothing for what is no expert."""
+        if self.expert_mapping is not None:
+            return map_expert_name(self.expert_mapping, name)
+        config = self.moe_config
+        names = ExpertNames(is_gated=config.is_act_and_mul, is_interleaved=is_interleaved(config))
+        parsed = names.parse(name)
+        return () if parsed is None else (parsed,)
+
+    def _leaf_name(self, param: torch.Tensor) -> str:
+        name = getattr(param, "leaf_name", None)
+        if name is None:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} was not created by {self.layer_name}; its own are "
+                f"{', '.join(name for name, _ in self.named_parameters(recurse=False))}"
+            )
+        return name
+
+    def _show(self, leaves: dict[str, torch.Tensor] | None) -> None:
+        """Parameters of what is loaded: views of the weights, or placeholders where a kernel's layout allows none."""
+        specs = method_for(self.local_config.scheme).create_weights(self.local_config)
+        for name, _ in list(self.named_parameters(recurse=False)):
+            if name.startswith(("w13_", "w2_")) and name not in specs:
+                delattr(self, name)
+        for name, spec in specs.items():
+            replace_parameter(self, name, placeholder(spec).data if leaves is None else leaves[name])
+            if not hasattr(getattr(self, name), "leaf_name"):
+                set_weight_attrs(getattr(self, name), {"leaf_name": name, "weight_loader": self.weight_loader})
+
+
+def _kind_of(param: torch.Tensor, leaf: str) -> str:
+    """The kind of a leaf by the words of its name, as vLLM's loader tells them apart."""
+    for word in ("input_scale", "g_idx"):
+        if word in leaf:
+            return word
+    if any(word in leaf for word in ("scale", "zero", "offset")):
+        return getattr(param, "quant_method", "of no kind")
+    return "bias" if leaf.endswith("_bias") else "weight"
+
+
+def _checked(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+    if hasattr(weights, "items") or isinstance(weights, torch.Tensor | str):
+        raise TypeError(
+            f"weights are a {type(weights).__name__}, expected pairs (name, tensor); of a state dict pass its items()"
+        )
+    for index, pair in enumerate(weights):
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
+            raise TypeError(f"weights: item {index} is no pair of a name and a torch tensor")
+        yield pair[0], pair[1]
+
+
+def _signature(weights: ExpertWeights) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)

@@ -1,0 +1,101 @@
+"""``Rank``: which part of a layer one process holds under tensor or expert parallelism, in vLLM's terms."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import torch
+
+STRATEGIES = ("linear", "round_robin")
+
+
+def determine_expert_map(
+    ep_size: int, ep_rank: int, global_num_experts: int, expert_placement_strategy: str = "linear"
+) -> tuple[int, np.ndarray | None]:
+    """(experts of this rank, map (P,) int32 from global to local expert, -1 where not local; None when all are local).
+
+    The first ``P % ep_size`` ranks hold one expert more. "linear" gives a rank consecutive ids, "round_robin" every
+    ``ep_size``-th one. Raises ValueError for another strategy or a rank outside its group.
+    """
+    if expert_placement_strategy not in STRATEGIES:
+        raise ValueError(
+            f"expert_placement_strategy={expert_placement_strategy!r}, expected one of {', '.join(STRATEGIES)}"
+        )
+    if not 0 <= ep_rank < ep_size or ep_size > global_num_experts:
+        raise ValueError(
+            f"ep_rank={ep_rank}, ep_size={ep_size}: expected 0 <= ep_rank < ep_size <= {global_num_experts}"
+        )
+    if ep_size == 1:
+        return global_num_experts, None
+    ids = np.arange(global_num_experts)
+    if expert_placement_strategy == "round_robin":
+        own = ids[ids % ep_size == ep_rank]
+    else:
+        own = np.array_split(ids, ep_size)[ep_rank]
+    expert_map = np.full(global_num_experts, -1, np.int32)
+    expert_map[own] = np.arange(len(own))
+    return len(own), expert_map
+
+
+def compressed_map_text(expert_map: np.ndarray) -> str:
+    """ "local->global" pairs of the local experts, in the order of their local ids."""
+    own = np.flatnonzero(expert_map >= 0)
+    return ", ".join(f"{expert_map[i]}->{i}" for i in own[np.argsort(expert_map[own])])
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """Sizes and ranks of the tensor-parallel and expert-parallel group; one of the two sizes is 1."""
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    ep_size: int = 1
+    ep_rank: int = 0
+    num_experts: int = 1
+    strategy: str = "linear"
+
+    def __post_init__(self):
+        if self.tp_size > 1 and self.ep_size > 1:
+            raise NotImplementedError(
+                f"tp_size={self.tp_size} with ep_size={self.ep_size}: a rank holds either whole "
+                "experts or parts of all; leave one of them at 1"
+            )
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise ValueError(f"tp_rank={self.tp_rank} is outside tp_size={self.tp_size}")
+        determine_expert_map(self.ep_size, self.ep_rank, self.num_experts, self.strategy)
+
+    @classmethod
+    def current(
+        cls,
+        num_experts: int,
+        tp_size: int | None,
+        ep_size: int | None,
+        tp_rank: int | None,
+        ep_rank: int | None,
+        strategy: str,
+    ) -> "Rank":
+        """Missing ranks are those of torch.distributed where it runs, else 0; missing sizes are 1."""
+        is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if is_running else 0
+        tp_size, ep_size = tp_size or 1, ep_size or 1
+        return cls(
+            tp_size,
+            rank % tp_size if tp_rank is None else tp_rank,
+            ep_size,
+            rank % ep_size if ep_rank is None else ep_rank,
+            num_experts,
+            strategy,
+        )
+
+    @functools.cached_property
+    def expert_map(self) -> np.ndarray | None:
+        return determine_expert_map(self.ep_size, self.ep_rank, self.num_experts, self.strategy)[1]
+
+    @property
+    def num_local_experts(self) -> int:
+        return determine_expert_map(self.ep_size, self.ep_rank, self.num_experts, self.strategy)[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds the layer as a whole."""
+        return self.tp_size == self.ep_size == 1

@@ -1,0 +1,96 @@
+"""torch tensors, NumPy arrays and JAX arrays over the same memory: dtypes, and the crossings in both directions.
+
+DLPack carries every dtype of a checkpoint, FP8 included; packed weights are uint8 or int32 on all sides. A crossing
+copies
+in three cases only: 64-bit integers, which JAX holds in 32 bits; CPU memory that does not start at a multiple of 64
+bytes; a tensor whose strides are no permutation of a dense one.
+"""
+
+from typing import Any, NoReturn
+
+import jax
+import ml_dtypes
+import numpy as np
+import torch
+
+_NUMPY_OF_TORCH = {
+    torch.float32: np.dtype(np.float32),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: np.dtype(ml_dtypes.float8_e4m3fn),
+    torch.float8_e8m0fnu: np.dtype(ml_dtypes.float8_e8m0fnu),
+    torch.uint8: np.dtype(np.uint8),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.bool: np.dtype(np.bool_),
+}
+_TORCH_OF_NUMPY = {numpy: dtype for dtype, numpy in _NUMPY_OF_TORCH.items()}
+# NumPy has no such numbers of its own; torch hands them over as the bits of integers.
+_BITS = {
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+}
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """The NumPy dtype of a torch dtype. Raises TypeError for one that no layer of experts can hold."""
+    if dtype not in _NUMPY_OF_TORCH:
+        raise TypeError(f"dtype {dtype} is not supported; supported: {', '.join(map(str, _NUMPY_OF_TORCH))}")
+    return _NUMPY_OF_TORCH[dtype]
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """The torch dtype of a NumPy or JAX dtype that a layer of experts can hold."""
+    return _TORCH_OF_NUMPY[np.dtype(dtype)]
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor as NumPy sees it: over the same memory on the CPU, a copy of a CUDA tensor.
+
+    Raises TypeError for a dtype that no layer of experts can hold, ValueError for a tensor without storage.
+    """
+    if tensor.is_meta:
+        raise ValueError(f"tensor {tuple(tensor.shape)} is on the meta device and has no values to load")
+    dtype, tensor = numpy_dtype(tensor.dtype), tensor.detach().cpu()
+    bits = _BITS.get(tensor.dtype)
+    return tensor.numpy() if bits is None else tensor.view(bits).numpy().view(dtype)
+
+
+def to_jax(tensor: torch.Tensor) -> jax.Array:
+    """The tensor as JAX sees it, on its own device, without a copy where the layout allows one to be avoided."""
+    tensor = tensor.detach()
+    try:
+        return jax.dlpack.from_dlpack(tensor)
+    except (BufferError, RuntimeError, ValueError):  # strides that overlap or leave gaps
+        return jax.dlpack.from_dlpack(tensor.contiguous())
+
+
+def to_torch(array: jax.Array) -> torch.Tensor:
+    """The array as torch sees it, over the same memory.
+
+    On CUDA torch's current stream waits for the array; on the CPU the caller does, since torch may write at once into
+    memory that the computation still reads.
+    """
+    if next(iter(array.devices())).platform == "cpu":
+        array.block_until_ready()
+    return torch.from_dlpack(array)
+
+
+def jax_device(device: torch.device) -> Any:
+    """The ``jax.Device`` of a torch device. Raises RuntimeError when JAX does not see it."""
+    platform = {"cpu": "cpu", "cuda": "cuda"}.get(device.type)
+    try:
+        return jax.devices(platform)[device.index or 0] if platform else _no_device(device)
+    except (RuntimeError, IndexError):
+        _no_device(device)
+
+
+def _no_device(device: torch.device) -> NoReturn:
+    found = ", ".join(str(d) for d in jax.devices())
+    raise RuntimeError(
+        f"JAX has no device for torch's {device}; it sees {found}. Experts run on CPU and CUDA devices that both know: "
+        "for CUDA install jax[cuda13] and leave JAX_PLATFORMS unset"
+    )
