@@ -5,11 +5,12 @@ import json
 from pathlib import Path
 
 import ml_dtypes
-import mutations
 import numpy as np
 from safetensors.numpy import save_file
 
 import moe_jax
+from moe_jax.writing._config import quantization_config
+from moe_jax.writing._matrices import module_layout
 
 E, H, I = 2, 64, 32  # noqa: E741
 PREFIX = "model.layers.0.mlp."
@@ -36,7 +37,7 @@ CONFIG = {
     "torch_dtype": "bfloat16",
 }
 BF16, E4M3, F16, F32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float16, np.float32))
-# Written by quantize_checkpoint; the rest is laid out here.
+# Of compressed-tensors, with random codes in the layout that the writer's tests have judged; the rest is laid out here.
 WRITTEN = (
     *("fp8_tensor", "fp8_channel", "fp8_block", "int8_w8a8", "w4a16_g32", "w4a16_g32_asym", "w8a16_channel"),
     *("w3a16_g32_asym", "w4a8_int8_g32", "w4a8_fp8_g32", "nvfp4", "nvfp4_a16", "mxfp4", "mxfp8"),
@@ -143,6 +144,33 @@ def gpt_oss(rng):
     return tensors
 
 
+def random_codes(rng, name):
+    """Tensors of a scheme by its layout."""
+    scheme, tensors = moe_jax.Scheme.parse(name), router(rng)
+    limit = 1 << (scheme.weights.element_type.bits - 1)
+    for module, (n, k) in modules():
+        for suffix, (shape, dtype) in module_layout(scheme, n, k, BF16).items():
+            match suffix, dtype.name:
+                case "weight_shape", _:
+                    value = np.array([n, k], np.int64)
+                case ("weight_packed" | "weight_zero_point", "int32"):
+                    value = random_words(rng, shape)
+                case "weight_packed", _:
+                    value = rng.integers(0, 256, shape).astype(np.uint8)
+                case "weight", "int8":
+                    value = rng.integers(-limit, limit, shape).astype(np.int8)
+                case "weight", _:
+                    value = rng.standard_normal(shape).astype(dtype)
+                case "weight_scale", "uint8":
+                    value = rng.integers(118, 124, shape).astype(np.uint8)
+                case "weight_scale", "float8_e4m3fn":
+                    value = rng.uniform(1, 448, shape).astype(dtype)
+                case _:  # global scales are large
+                    value = rng.uniform(*((10, 1000) if "global" in suffix else (0.01, 1)), shape).astype(dtype)
+            tensors[f"{module}.{suffix}"] = value
+    return tensors
+
+
 def group(weights, inputs=None):
     return {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
 
@@ -187,14 +215,7 @@ def write_bases(root: Path) -> dict[str, Path]:
     for kind, (make, stated) in LAID_OUT.items():
         write(root / kind, make(rng), stated)
     for scheme in WRITTEN:
-        moe_jax.quantize_checkpoint(root / "bf16", root / scheme, scheme=scheme)
-    path = root / "nvfp4" / mutations.FILE
-    header, data = mutations.read_parts(path)
-    for name, entry in header.items():  # input scales that differ
-        if name.endswith("input_global_scale"):
-            start, end = entry["data_offsets"]
-            data = data[:start] + rng.uniform(10, 1000, 1).astype(F32).tobytes() + data[end:]
-    mutations.write_parts(path, header, data)
+        write(root / scheme, random_codes(rng, scheme), quantization_config(moe_jax.Scheme.parse(scheme), ["lm_head"]))
     stated = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]}
     write(root / "gpt_oss", gpt_oss(rng), stated, {"model_type": "gpt_oss", "num_local_experts": E, "hidden_size": H})
     return {kind: root / kind for kind in KINDS}
