@@ -66,19 +66,25 @@ test-writers: .venv-writers/.installed $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q tests/test_llm_compressor_files.py --writers-dir=build/writers $(ARGS)
 
 # jax's CUDA plugin and NVIDIA's compiler without a driver, cuDNN or cuBLAS; apart from $(VENV), where the plugin complains
-SASS := .venv-sass
+# SASS_JAX=0.11.2 SASS_PYTHON=python3.12 takes another jax (which needs that Python) in an environment of its own
+SASS_JAX ?=
+SASS_PYTHON ?= $(PYTHON)
+SASS := .venv-sass$(SASS_JAX)
+SASS_WANTED := $(if $(SASS_JAX),jax==$(SASS_JAX) jaxlib==$(SASS_JAX),--constraint constraints.txt jax)
 SASS_INSTALL := $(SASS)/bin/python -m pip install --quiet --disable-pip-version-check
 
 $(SASS)/.installed: constraints.txt
-	$(PYTHON) -m venv $(SASS)
-	$(SASS_INSTALL) --constraint constraints.txt jax absl-py
+	$(SASS_PYTHON) -m venv $(SASS)
+	$(SASS_INSTALL) $(SASS_WANTED) absl-py
 	version=$$($(SASS)/bin/python -c 'from importlib.metadata import version; print(version("jax"))'); \
 	$(SASS_INSTALL) --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version \
 	    'nvidia-cuda-nvcc>=13.0,<13.1' 'nvidia-nvvm>=13.0,<13.1' nvidia-nvjitlink nvidia-cuda-nvdisasm
 	@touch $@
 
+# EVERY=8 compiles each eighth kernel
+EVERY ?= 1
 test-sass: $(VENV)/.installed-dev $(SASS)/.installed
-	$(BIN)/python -m pytest -q -m slow tests/pallas_kernels/sass $(ARGS)
+	MOE_JAX_SASS_EVERY=$(EVERY) MOE_JAX_SASS_PYTHON=$(SASS)/bin/python $(BIN)/python -m pytest -q -m slow tests/pallas_kernels/sass $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(SASS) .venv-writers build dist .pytest_cache .ruff_cache .hypothesis demo_out
+	rm -rf $(VENV) .venv-sass* .venv-writers build dist .pytest_cache .ruff_cache .hypothesis demo_out

@@ -1,11 +1,12 @@
 """Compile every Hopper kernel to SASS for an H200, without a GPU, and print what ptxas made of it as JSON lines.
 
-    python compile_kernels.py [prefix]      only the cases whose names start with it
+    python compile_kernels.py [--prefix NAME] [--every N]    cases whose names start so; each N-th of them
 
 Runs in an environment of its own (``make test-sass``): jax with its CUDA plugin, ptxas, libdevice and nvdisasm, but no
 driver, no cuDNN, no cuBLAS. A compile-only topology made from a text description stands for the machine.
 """
 
+import argparse
 import collections
 import glob
 import json
@@ -48,6 +49,10 @@ def report(name: str, instruction: str | None, base: str) -> dict:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefix", default="")
+    parser.add_argument("--every", type=int, default=1)
+    options = parser.parse_args()
     dump = tempfile.mkdtemp(prefix="sass_")
     os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin complains about cuDNN otherwise
     os.environ["MOSAIC_GPU_DUMP_TO"] = dump
@@ -61,8 +66,7 @@ def main() -> None:
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     seen: set[str] = set()
-    prefix = sys.argv[1] if len(sys.argv) > 1 else ""
-    for case in (case for case in all_cases() if case.name.startswith(prefix)):
+    for case in [case for case in all_cases() if case.name.startswith(options.prefix)][:: options.every]:
         arguments = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in case.shapes]
         try:
             jax.jit(case.function).lower(*arguments).compile()
