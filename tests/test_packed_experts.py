@@ -1,0 +1,146 @@
+"""Layers packed for the Hopper kernels: exact and back for every scheme, the kernels' arithmetic on their references.
+
+The kernels themselves are tested beside them (tests/pallas_kernels); here it is layouts, scales and routing of a layer.
+"""
+
+import dataclasses
+import functools
+
+import experts_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from experts_numpy import experts_numpy
+from test_experts_mosaic import on_hopper
+
+from moe_jax import _experts_mosaic, fused_experts, fused_moe
+from moe_jax._packed_weights import is_packed, pack_experts, packed_format, unpack_experts
+from moe_jax.experts import explain
+from moe_jax.quantization import SCHEMES, method_for
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+PACKED = [name for name, scheme in SCHEMES.items() if packed_format(scheme, "bfloat16") is not None]
+PACKED += ["w4a16_g32_asym_unpacked", "w4a8_int8_g64_packed", "w3a16_channel_asym", "w5a16_g32"]
+# One of each kind of layout in the default run.
+USUAL = ("int8_w8a16", "nvfp4_modelopt", "w4a16_g32_asym", "w4a8_int8")
+EVERY = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in PACKED]
+# Of a row's norm: hidden values rounded to bfloat16, which with quantized activations may change a code.
+ERROR = {None: 0.01, "int8": 0.02, "e4m3": 0.06, "e2m1": 0.12}
+
+
+@functools.cache
+def layer(scheme, **options):
+    """(config, weights, packed weights): sizes that fill no block of the layout and no group of the scheme."""
+    sizes = dict(hidden_size=88, intermediate_size=72)
+    config = cases.make_config(scheme, dtype="bfloat16", **sizes, **options)
+    activations = config.scheme.activations
+    is_static = activations is not None and activations.needs_input_scale
+    weights = calibrated(config) if is_static else cases.make_weights(config)
+    return config, weights, pack_experts(weights, config)
+
+
+def calibrated(config):
+    """A layer with stored global scales for its inputs: the weights of the dynamic scheme, ranges that clip nothing."""
+    dynamic = dataclasses.replace(config, scheme=SCHEMES["nvfp4_dynamic"])
+    weights = cases.make_weights(dynamic)
+    divides = config.scheme.activations.global_scale == "divides"
+    scale = jnp.float32(2688.0 / 40.0 if divides else 40.0 / 2688.0)
+    changes = {}
+    for name in ("w13", "w2"):
+        tensor, fmt = getattr(weights, name), config.scheme.weights
+        global_scale = tensor.global_scale if divides else 1.0 / tensor.global_scale
+        changes[name] = dataclasses.replace(tensor, fmt=fmt, global_scale=global_scale, input_scale=scale)
+    return dataclasses.replace(weights, scheme=config.scheme, **changes)
+
+
+@pytest.mark.parametrize("scheme", EVERY)
+def test_packing_is_exact_and_undone(scheme):
+    """M208, M209: no code, scale or zero point is another one afterwards."""
+    config, weights, packed = layer(scheme, **options_of(scheme))
+    assert is_packed(packed.w13) and is_packed(packed.w2)
+    assert packed.w13.shape == weights.w13.shape and packed.w2.shape == weights.w2.shape
+    assert packed.w13.data.shape != weights.w13.data.shape
+    found = jax.jit(unpack_experts)(packed)
+    assert jax.tree.structure(found) == jax.tree.structure(weights)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(weights), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize("scheme", EVERY)
+def test_rows_against_float64(scheme):
+    """What the kernels compute of packed weights: biases or none, gated or not, empty experts, ids outside."""
+    config, weights, packed = layer(scheme, **options_of(scheme))
+    x = cases.make_tokens(23, config, dtype="bfloat16")
+    p, ids = cases.make_routing(23)
+    expected = experts_numpy(x, p, ids, weights, config)
+    is_routed = (ids >= 0) & (ids < cases.E)
+    run = jax.jit(lambda x, p, ids, w: _experts_mosaic.forward(config, x, p, ids, w, kernels="reference"))
+    y = run(x, jnp.where(is_routed, p, 0), jnp.where(is_routed, ids, -1), packed)
+    norm = np.sqrt((expected**2).mean(1))
+    error = np.sqrt(((np.asarray(y, np.float64) - expected) ** 2).mean(1))
+    activations = config.scheme.activations
+    assert (error <= ERROR[activations and activations.element] * norm).all(), (error / norm).max()
+
+
+def options_of(scheme):
+    turn = PACKED.index(scheme)
+    return dict(has_bias=turn % 2 == 0, is_act_and_mul=turn % 3 != 0)
+
+
+def test_other_implementations_read_packed_layers():
+    scheme = "w4a16_g32_asym"
+    config, weights, packed = layer(scheme, **options_of(scheme))
+    config = dataclasses.replace(config, implementation=("xla",))
+    x, (p, ids) = cases.make_tokens(9, config, dtype="bfloat16"), cases.make_routing(9)
+    run = cases.jitted(fused_experts, config)
+    np.testing.assert_array_equal(run(x, p, ids, packed), run(x, p, ids, weights))
+    assert "packed weights unpacked in every call" in explain(config, packed, 9)
+
+
+def test_routing_in_the_kernels():
+    """M213: from router logits on, whatever the weights are packed from, masked tokens included."""
+    scheme = "w4a16_g32_asym"
+    config, weights, packed = layer(scheme, **options_of(scheme))
+    config = dataclasses.replace(config, scoring_func="sigmoid", routed_scaling_factor=1.5)
+    x = cases.make_tokens(21, config, dtype="bfloat16")
+    logits = jnp.asarray(np.random.default_rng(4).standard_normal((21, cases.E)), jnp.float32)
+    mask = jnp.arange(21) % 5 != 2
+    xla = dataclasses.replace(config, implementation=("xla",))
+    expected, stats = cases.jitted(functools.partial(fused_moe, return_stats=True), xla)(
+        x, logits, weights, token_mask=mask
+    )
+    run = jax.jit(lambda x, z, w, mask: _experts_mosaic.forward_layer(config, x, z, w, None, mask, kernels="reference"))
+    y, ids, load = run(x, logits, packed, mask)
+    np.testing.assert_array_equal(ids, stats.topk_ids)
+    np.testing.assert_array_equal(load, stats.load)
+    y, expected = np.asarray(y, np.float64), np.asarray(expected, np.float64)
+    assert not y[~mask].any() and expected[mask].any(1).sum() >= 15
+    assert (np.abs(y - expected).max(1) <= 0.02 * np.abs(expected).max(1)).all()
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g32", "int8_w8a16"])
+def test_explain_names_the_kernel_on_hopper(scheme):
+    """Nothing stays on a slow path that a kernel serves, and what no kernel serves says so."""
+    config = cases.make_config(scheme, hidden_size=512, intermediate_size=256, dtype="bfloat16")
+    plain = method_for(scheme).abstract_weights(config)
+    packed = jax.eval_shape(lambda weights: pack_experts(weights, config), plain)
+    with on_hopper():
+        text = explain(config, packed, 64, "gpu")
+        unpacked = explain(config, plain, 64, "gpu")
+    assert "implementation: mosaic" in text and text.count("GEMM") == 2
+    assert "implementation: xla" in unpacked and "the kernel reads what pack_experts makes" in unpacked
+
+
+def test_explain_names_what_no_kernel_serves():
+    config = cases.make_config("w4a16_g32_actorder", dtype="bfloat16")
+    text = explain(config, method_for(config.scheme).abstract_weights(config), 64, "gpu")
+    assert "implementation: xla" in text and "there is no kernel for scheme 'w4a16_g32_actorder' yet" in text
+
+
+def test_what_has_no_packed_layout_is_refused():
+    for scheme in ("bf16", "w4a16_g32_actorder", "fp8_channel"):
+        config = cases.make_config(scheme, dtype="bfloat16")
+        with pytest.raises(NotImplementedError, match=f"scheme '{scheme}' in bfloat16 has no packed layout"):
+            pack_experts(method_for(scheme).abstract_weights(config), config)
