@@ -35,7 +35,8 @@ def packed_format(scheme: Scheme, dtype: Any) -> PackedFormat | None:
 def _operand(weights: QuantFormat, activations: QuantFormat | None, dtype: str) -> Any:
     """dtype of both operands of the product, or None."""
     if activations is None:
-        return dtype if dtype in ("bfloat16", "float16") else None
+        # Only bfloat16 holds an element times a microscaling group's scale.
+        return dtype if dtype == "bfloat16" or (dtype == "float16" and weights.scale == "float32") else None
     if activations.scale in ("e4m3", "e8m0"):
         # bfloat16 holds an activation rounded to the grid exactly.
         return "bfloat16" if weights.scale == activations.scale else None

@@ -172,6 +172,8 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
     if config.folds_scales and (desc.fmt.scale != "group" or desc.scale_dtype != desc.fmt.operand):
         return f"folds_scales: needs group scales in {desc.fmt.operand}, found {desc.fmt.scale} in {desc.scale_dtype}"
     budget = {1: 128, 2: 128, 4: 40}[config.num_consumers]
+    if fragment_k(desc, config) == 32:
+        budget = min(budget, 80)  # twice as many scales and addresses beside them: 96 spill
     if (needed := sum_registers(desc, config)) > budget:
         return f"block_m={config.block_m}: {needed} registers of sums, {budget} with {config.num_consumers} consumers"
     if config.num_stages < 2:

@@ -1,0 +1,154 @@
+"""Packed expert weights: exact and back for every scheme that has them, the layer on kernel references, its lowering
+for CUDA, and what explain says. The packed kernel itself: tests/pallas_kernels/test_grouped_gemm_packed*.py.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moe_jax
+from moe_jax import _experts_mosaic
+from moe_jax._implementations import in_best_layout
+from moe_jax._packed_weights import is_packed, pack_experts, packed_format, unpack_experts
+from moe_jax.experts import explain, fused_experts
+from moe_jax.quantization import SCHEMES, Scheme, method_for
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+E, H, I, K = 3, 160, 96, 2  # noqa: E741
+PACKED = (
+    *("w4a16_g32", "w4a16_g64", "w4a16_g128", "w4a16_channel"),
+    *("w4a16_g32_asym", "w4a16_g64_asym", "w4a16_g128_asym", "w4a16_channel_asym"),
+    *("w8a16_channel", "w8a16_g128", "w2a16_g128", "w3a16_g128", "int8_w8a16"),
+    *("fp8_tensor_a16", "fp8_channel_a16", "fp8_block_a16"),
+    *("nvfp4_a16", "nvfp4_a16_modelopt", "nvfp4_dynamic", "mxfp4", "mxfp4_a16", "mxfp8", "mxfp8_a16"),
+    *("w4a8_int8", "w4a8_int8_channel", "w4a8_fp8"),
+)
+
+
+def on_hopper():
+    """Trace for an H200 that is not here."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def make_weights(name, implementation=("mosaic", "xla"), **options):
+    config = moe_jax.MoEConfig(
+        E, K, H, I, scheme=Scheme.parse(name), dtype="bfloat16", implementation=implementation, **options
+    )
+    method = method_for(config.scheme)
+    k13, k2, kb = jax.random.split(jax.random.key(0), 3)
+    w13 = np.asarray(jax.random.normal(k13, (E, config.num_halves, I, H))) * np.float32(H**-0.5)
+    w2 = np.asarray(jax.random.normal(k2, (E, H, I))) * np.float32(I**-0.5)
+    biases = None
+    if config.has_bias:
+        biases = (jax.random.normal(kb, (E, config.num_halves, I), jnp.bfloat16), jnp.ones((E, H), jnp.bfloat16))
+    leaves = method.quantize_leaves(w13, w2, biases, config)
+    return config, method.process_weights_after_loading(leaves, config)
+
+
+def test_which_schemes_are_packed():
+    found = {name for name, scheme in SCHEMES.items() if packed_format(scheme, "bfloat16")}
+    assert found == {*PACKED, "nvfp4", "nvfp4_modelopt"}
+    in_float16 = {name for name, scheme in SCHEMES.items() if packed_format(scheme, "float16")}
+    assert in_float16 == found - {name for name in found if "fp4_a16" in name or name == "mxfp8_a16"}
+    assert packed_format(Scheme.parse("w4a16_g128_actorder"), "bfloat16") is None
+    assert packed_format(SCHEMES["w4a16_g128"], "float32") is None
+
+
+# One of every element, packing and extent of scales; the other schemes are marked slow.
+QUICK = {
+    "w4a16_g32_asym",
+    "w3a16_g128",
+    "int8_w8a16",
+    "fp8_block_a16",
+    "nvfp4_a16_modelopt",
+    "mxfp4",
+    "w4a8_int8_channel",
+}
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PACKED])
+def test_packing_is_exact_and_undone(name):
+    config, weights = make_weights(name)
+    packed = pack_experts(weights, config)
+    assert is_packed(packed.w13) and pack_experts(packed, config) is packed
+    assert (packed.num_experts, packed.hidden_size, packed.intermediate_size) == (E, H, I) and packed.is_gated
+    back = unpack_experts(packed)
+    assert jax.tree.structure(back) == jax.tree.structure(weights)
+    for leaf, expected in zip(jax.tree.leaves(back), jax.tree.leaves(weights), strict=True):
+        assert leaf.dtype == expected.dtype
+        np.testing.assert_array_equal(np.asarray(leaf).view(np.uint8), np.asarray(expected).view(np.uint8))
+
+
+def test_group_scales_take_16_bits_where_they_fit():
+    config, weights = make_weights("w4a16_g32")
+    assert pack_experts(weights, config).w13.scale.dtype == jnp.float32
+    rounded = dataclasses.replace(weights.w13, scale=weights.w13.scale.astype(jnp.bfloat16).astype(jnp.float32))
+    packed = pack_experts(dataclasses.replace(weights, w13=rounded), config)
+    assert packed.w13.scale.dtype == jnp.bfloat16 and packed.w2.scale.dtype == jnp.float32
+    assert unpack_experts(packed).w13.scale.dtype == jnp.float32
+
+
+# e4m3: a step is 1/16 of the value. e2m1: hidden values near a border fall to neighbouring codes, 1/4 of the value.
+TOLERANCE = {"w4a8_int8": 0.03, "mxfp8": 0.09, "nvfp4_dynamic": 0.25}
+
+
+@pytest.mark.parametrize("name", ["w4a16_g32_asym", "w4a8_int8", "mxfp8", "nvfp4_dynamic"])
+def test_layer_on_kernel_references(name):
+    config, weights = make_weights(name, has_bias=True)
+    packed = pack_experts(weights, config)
+    x = jax.random.normal(jax.random.key(1), (21, H), jnp.bfloat16)
+    p, ids = jax.lax.top_k(jax.nn.softmax(jax.random.normal(jax.random.key(2), (21, E))), K)
+    ids = ids.astype(jnp.int32).at[3].set(-1)
+    p = jnp.where(ids < 0, 0.0, p)
+    expected = np.asarray(fused_experts(x, p, ids, weights, config), np.float64)
+    run = jax.jit(lambda x, p, ids, w: _experts_mosaic.forward(config, x, p, ids, w, kernels="reference"))
+    actual = np.asarray(run(x, p, ids, packed), np.float64)
+    np.testing.assert_array_equal(actual[3], 0.0)
+    keep = np.arange(21) != 3
+    norm = np.sqrt((expected[keep] ** 2).mean(1))
+    error = np.sqrt(((actual - expected)[keep] ** 2).mean(1)) / norm
+    assert error.max() < TOLERANCE.get(name, 0.02), f"row {error.argmax()}: {error.max():.3f} of its norm"
+
+
+def test_other_implementations_unpack():
+    config, weights = make_weights("mxfp4_a16", implementation=("xla",))
+    packed = pack_experts(weights, config)
+    x = jax.random.normal(jax.random.key(1), (5, H), jnp.bfloat16)
+    p, ids = jnp.ones((5, K), jnp.float32), jnp.zeros((5, K), jnp.int32).at[:, 1].set(2)
+    np.testing.assert_array_equal(fused_experts(x, p, ids, packed, config), fused_experts(x, p, ids, weights, config))
+    assert "packed weights unpacked in every call" in explain(config, packed, 5, platform="cpu")
+
+
+@pytest.mark.parametrize("name", ["w4a8_int8", "nvfp4_dynamic"])
+def test_lowers_for_hopper_and_says_how(name):
+    config, weights = make_weights(name)
+    packed = jax.eval_shape(lambda w: pack_experts(w, config), weights)
+    x = jax.ShapeDtypeStruct((7, H), jnp.bfloat16)
+    slots = [jax.ShapeDtypeStruct((7, K), dtype) for dtype in (jnp.float32, jnp.int32)]
+    with on_hopper():
+        call = jax.jit(lambda x, p, ids, w: _experts_mosaic.run(x, p, ids, w, config)).trace(x, *slots, packed)
+        text = explain(config, packed, 7, platform="gpu")
+        plain = explain(config, weights, 7, platform="gpu")
+    # align, permute, two products, combine; for W4A8 also the requantization between the products
+    assert call.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 5 + (name == "w4a8_int8")
+    assert "implementation: mosaic" in text and "weights unpacked to" in text
+    assert ("rounded to their format's grid" in text) == (name == "nvfp4_dynamic")
+    assert "are in layout 'plain'" in plain and "implementation: xla" in plain
+
+
+def test_the_best_layout_depends_on_the_device_and_the_layer(monkeypatch):
+    config, weights = make_weights("w4a16_g64", implementation=None)
+    assert in_best_layout(config, weights) is weights  # on a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with on_hopper():
+        assert is_packed(in_best_layout(config, weights).w2)
+        assert in_best_layout(dataclasses.replace(config, implementation=("xla",)), weights) is weights
+        exact = dataclasses.replace(config, activation="gelu")
+        assert in_best_layout(exact, weights) is weights  # no kernel has the error function
+        plain, unquantized = make_weights("bf16", implementation=None)
+        assert in_best_layout(plain, unquantized) is unquantized
