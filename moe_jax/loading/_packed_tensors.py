@@ -24,17 +24,44 @@ def conform_packed(
     fmt = config.scheme.weights
     if fmt is not None and fmt.packing is Packing.NIBBLES and tensor.suffix == "weight_packed" and array.ndim == 4:
         return array.reshape(*array.shape[:2], -1)  # gpt-oss: 16 bytes for each block of 32
-    if fmt is None or fmt.packing is not Packing.WORDS:
+    if fmt is None:
         return array
-    rows, columns = matrix_shape(tensor, config)
-    if tensor.suffix == "weight_packed":
-        return _as_dense(tensor, array, fmt, columns, words_are_dense)
-    if tensor.suffix == "weight_zero_point" and array.ndim >= 2:
+    return conform_words(tensor.name, tensor.suffix, array, fmt, matrix_shape(tensor, config), words_are_dense)
+
+
+def conform_words(
+    name: str,
+    suffix: str,
+    array: np.ndarray,
+    fmt: QuantFormat,
+    shape: tuple[int, int],
+    words_are_dense: bool | None,
+) -> np.ndarray:
+    """``conform_packed`` for a tensor of any (out, in) matrix of this shape; suffix: the leaf without its prefix."""
+    if fmt.packing is not Packing.WORDS:
+        return array
+    rows, columns = shape
+    if suffix == "weight_packed":
+        return _as_dense(name, array, fmt, columns, words_are_dense)
+    if suffix == "weight_zero_point" and array.ndim >= 2:
         if array.dtype == np.int8:
             codes = (array.astype(np.int16) + (1 << (fmt.element_type.bits - 1))).astype(np.uint8)
             return packing.pack_words(codes.swapaxes(-1, -2), fmt.element_type.bits).swapaxes(-1, -2)
-        return _as_dense(tensor, array.swapaxes(-1, -2), fmt, rows, words_are_dense).swapaxes(-1, -2)
+        return _as_dense(name, array.swapaxes(-1, -2), fmt, rows, words_are_dense).swapaxes(-1, -2)
     return array
+
+
+def stored_shapes(suffix: str, fmt: QuantFormat, shape: tuple[int, int]) -> dict[np.dtype, set[tuple[int, ...]]]:
+    """dtype -> shapes in which some version stores packed codes ("weight_packed") or zero points of an (out, in) matrix
+    of this shape; {} for leaves that have one form only."""
+    if fmt.packing is not Packing.WORDS or suffix not in ("weight_packed", "weight_zero_point"):
+        return {}
+    (rows, columns), bits, words = shape, fmt.element_type.bits, np.dtype(np.int32)
+    if suffix == "weight_packed":
+        return {words: {(rows, packing.words_per_row(columns, bits, is_dense=d)) for d in (True, False)}}
+    groups = fmt.zero_point_shape(rows, columns)[1]
+    packed = {(packing.words_per_row(rows, bits, is_dense=d), groups) for d in (True, False)}
+    return {words: packed, np.dtype(np.int8): {(rows, groups)}}
 
 
 def check_weight_shape(tensor: ExpertTensor, array: np.ndarray, config: MoEConfig) -> None:
@@ -52,16 +79,14 @@ def matrix_shape(tensor: ExpertTensor, config: MoEConfig) -> tuple[int, int]:
     return config.hidden_size, config.intermediate_size
 
 
-def _as_dense(
-    tensor: ExpertTensor, words: np.ndarray, fmt: QuantFormat, count: int, words_are_dense: bool | None
-) -> np.ndarray:
+def _as_dense(name: str, words: np.ndarray, fmt: QuantFormat, count: int, words_are_dense: bool | None) -> np.ndarray:
     bits = fmt.element_type.bits
     dense, padded = (packing.words_per_row(count, bits, is_dense=is_dense) for is_dense in (True, False))
     if 32 % bits == 0 or padded == 1 or words.dtype != np.int32 or words.shape[-1] not in (dense, padded):
         return words
     if dense == padded and words_are_dense is None:
         raise ValueError(
-            f"{shorten(tensor.name)}: {count} codes of {bits} bits take {dense} words in compressed-tensors 0.17 and "
+            f"{shorten(name)}: {count} codes of {bits} bits take {dense} words in compressed-tensors 0.17 and "
             "0.18 alike, and no version in quantization_config tells which one it was"
         )
     is_padded = not words_are_dense if dense == padded else words.shape[-1] == padded

@@ -17,6 +17,7 @@ from flax import nnx
 from moe_jax.loading import CheckpointError, QuantizationConfig, layer_of
 from moe_jax.loading._errors import listed
 from moe_jax.loading._expert_names import CONTAINERS, is_expert_name
+from moe_jax.loading._packed_tensors import conform_words, stored_shapes
 from moe_jax.loading._safetensors import DTYPES
 from moe_jax.quantization import Scheme, dequantize_tensor, method_for
 
@@ -35,7 +36,8 @@ class DenseTensor:
     """One parameter of a dense module and where it comes from.
 
     name: in the checkpoint. variable: its place in the model. shape: of the parameter. scheme: None for full precision;
-    else leaves are the names of what it is stored as, by the words of ``MoEMethod.matrix_specs``.
+    else leaves are the names of what it is stored as, by the words of ``MoEMethod.matrix_specs``. words_are_dense: see
+    ``LayerLoader``.
     """
 
     name: str
@@ -43,6 +45,7 @@ class DenseTensor:
     shape: tuple[int, ...]
     scheme: Scheme | None = None
     leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    words_are_dense: bool | None = None
 
 
 def plan_dense(
@@ -80,7 +83,9 @@ def plan_dense(
             leaves = _leaves(tensor, scheme, source)
             missing += [leaf for leaf in leaves.values() if leaf not in source]
             used.update((*leaves.values(), f"{name}_shape"))  # the shape is known; compressed-tensors repeats it
-            tensor = dataclasses.replace(tensor, scheme=scheme, leaves=leaves)
+            tensor = dataclasses.replace(
+                tensor, scheme=scheme, leaves=leaves, words_are_dense=quantization.words_are_dense
+            )
         tensors.append(tensor)
     left_over = [name for name in account if name not in used]
     if missing or left_over:
@@ -162,14 +167,19 @@ def _check_header(tensor: DenseTensor, source: Any, where: str) -> None:
     if tensor.scheme is None:
         _check_info(source.info(tensor.name), FLOAT_DTYPES, tensor.shape, where)
         return
-    for leaf, spec in method_for(tensor.scheme).matrix_specs(*tensor.shape).items():
+    method = method_for(tensor.scheme)
+    weights, (n, k) = method.weight_format, tensor.shape
+    for leaf, spec in method.matrix_specs(*tensor.shape).items():
         is_scale = spec.kind not in ("weight", "zero_point", "channel_zero_point", "g_idx")
         stored_as = next(word for word, dtype in DTYPES.items() if dtype == spec.dtype)
         expected = SCALE_DTYPES if is_scale and spec.dtype == np.float32 else (stored_as,)
         if is_scale and spec.dtype == np.uint8:
             expected = ("U8", "F8_E8M0")
+        info = source.info(tensor.leaves[leaf])
+        if info.shape in stored_shapes(leaf, weights, (n, k)).get(info.numpy_dtype, ()):
+            continue
         # Scales with and without axes of size 1 are read alike; QuantizationConfig and processing check their number.
-        _check_info(source.info(tensor.leaves[leaf]), expected, None if is_scale else spec.shape[1:], where)
+        _check_info(info, expected, None if is_scale else spec.shape[1:], where)
 
 
 def _check_info(info: Any, dtypes: tuple[str, ...], shape: tuple[int, ...] | None, where: str) -> None:
@@ -200,9 +210,12 @@ def _read(tensor: DenseTensor, source: Any, where: str) -> jax.Array:
     if tensor.scheme is None:
         return jnp.array(source.read(tensor.name))
     leaves = {leaf: np.array(source.read(name)) for leaf, name in tensor.leaves.items()}
-    module_name = tensor.name.removesuffix("weight")
+    module_name, method = tensor.name.removesuffix("weight"), method_for(tensor.scheme)
+    n, k = tensor.shape
     try:
-        matrix = method_for(tensor.scheme).process_matrix(leaves, *tensor.shape, where=module_name)
+        for leaf, name in tensor.leaves.items():
+            leaves[leaf] = conform_words(name, leaf, leaves[leaf], method.weight_format, (n, k), tensor.words_are_dense)
+        matrix = method.process_matrix(leaves, n, k, where=module_name)
     except ValueError as error:
         raise CheckpointError(f"{where}: tensor {error}") from None
     return dequantize_tensor(jax.tree.map(jnp.asarray, matrix))[0]

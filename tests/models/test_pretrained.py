@@ -139,6 +139,30 @@ def test_load_moe(case, prompt):
             unwrap(load_moe)(case.directory, layer=layer)
 
 
+@pytest.mark.parametrize("quantize", [None, "int8_w8a16"])
+def test_an_interrupted_load_leaves_nothing_behind(case, prompt, monkeypatch, quantize):
+    """A first load that is broken off can be repeated; a reload that is leaves the model as it was."""
+    directory, ids = case("mixtral").directory, prompt(2, 40)
+    model = load_pretrained(directory, quantize=quantize, **F32)
+    before = np.asarray(model.score(ids))
+    original, reads = SafetensorsFile.read, []
+
+    def interrupted(self, name, rows=None):
+        reads.append(name)
+        if len(reads) == 30:
+            raise KeyboardInterrupt
+        return original(self, name, rows)
+
+    for run in (lambda: load_pretrained(directory, quantize=quantize, **F32), lambda: model.reload_weights(directory)):
+        reads.clear()
+        monkeypatch.setattr(SafetensorsFile, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        monkeypatch.undo()
+    np.testing.assert_array_equal(model.score(ids), before)
+    np.testing.assert_array_equal(load_pretrained(directory, quantize=quantize, **F32).score(ids), before)
+
+
 def test_progress(case):
     calls = []
     load_pretrained(case("qwen3_dense_bias").directory, progress=lambda done, total: calls.append((done, total)))

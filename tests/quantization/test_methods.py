@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moe_jax import MoEConfig
+from moe_jax import MoEConfig, Scheme
 from moe_jax.quantization import SCHEMES as ALL_SCHEMES
 from moe_jax.quantization import ExpertWeights, Strategy, _numerics, dequantize_tensor, method_for, quantize_weight
 
@@ -379,3 +379,22 @@ def test_online_quantization_refuses():
     w13[2, 1, 7, 3] = np.nan
     with pytest.raises(ValueError, match=r"w13_weight_scale: expert 2 \(w3\) has scale inf at \(2, 137, 0\)"):
         method.process_weights_after_loading(method.quantize_leaves(w13, w2, None, config), config)
+
+
+def test_example_legacy_requantization():
+    """Spec 8.3.8: codes 448, 96, -3.5 with scale 0.01 beside a half with scale 0.02 become 224, 48, -1.75."""
+    config = MoEConfig(1, 1, 3, 1, scheme=Scheme.parse("fp8_tensor"))
+    codes = np.array([[[448, 96, -3.5], [1, -2, 3]]], ml_dtypes.float8_e4m3fn)
+    leaves = {
+        "w13_weight": codes,
+        "w13_weight_scale": np.float32([[0.01, 0.02]]),
+        "w2_weight": np.ones((1, 3, 1), ml_dtypes.float8_e4m3fn),
+        "w2_weight_scale": np.float32([1]),
+    }
+    exact = method_for("fp8_tensor")
+    legacy = dataclasses.replace(exact, legacy_fp16_requant=True)
+    found, kept = (method.process_weights_after_loading(leaves, config) for method in (legacy, exact))
+    np.testing.assert_array_equal(found.w13.scale, np.float32([[0.02, 0.02]]))
+    np.testing.assert_array_equal(np.asarray(found.w13.data, np.float32)[0, :, 0], [[224, 48, -1.75], [1, -2, 3]])
+    np.testing.assert_array_equal(np.asarray(kept.w13.data), codes.reshape(1, 2, 1, 3))
+    assert jax.tree.structure(found) == jax.tree.structure(kept)

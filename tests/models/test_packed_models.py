@@ -1,0 +1,128 @@
+"""Whole models whose matrices are packed by GPTQ or AWQ, or as early compressed-tensors packed them: logits and values.
+
+transformers runs on what is dequantized here, code by code."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from moe_jax.models import load_pretrained
+from pallas_kernels.common import packing
+from tests.loading.test_gptq_awq import AWQ, awq_words, gptq, stream
+from tests.models.cases import assert_logits_close
+
+GROUP = 16
+
+
+def quantized(case, directory, config):
+    """The checkpoint with experts and query projections in 4 bits; returns {name: dequantized weight}."""
+    rng, tensors, plain, orders = np.random.default_rng(0), {}, {}, {}
+    is_awq = config["quant_method"] == "awq"
+    for name, weight in load_file(case.directory / "model.safetensors").items():
+        if not (".experts." in name or name.endswith("q_proj.weight")):
+            tensors[name] = weight
+            continue
+        module, k = name.removesuffix(".weight"), weight.shape[1]
+        g_idx = (np.arange(k) // GROUP).astype(np.int32)
+        if config.get("desc_act"):  # gate and up see the same columns, in one order
+            g_idx = orders.setdefault((module.rpartition(".")[0], k, "down" in module), rng.permutation(g_idx))
+        low = np.stack([weight[:, g_idx == g].min(1) for g in range(k // GROUP)])
+        high = np.stack([weight[:, g_idx == g].max(1) for g in range(k // GROUP)])
+        scales = ((high - low) / 15).astype(np.float16)
+        zeros = np.clip(np.round(-low / scales.astype(np.float32)), 1, 15).astype(int)
+        q = np.clip(np.round(weight.T / scales[g_idx].astype(np.float32)) + zeros[g_idx], 0, 15).astype(int)
+        if is_awq:
+            stored = dict(qweight=awq_words(q), qzeros=awq_words(zeros), scales=scales)
+        else:
+            stored = dict(qweight=stream(q, 4), qzeros=stream((zeros - 1).T, 4).T, scales=scales, g_idx=g_idx)
+        tensors |= {f"{module}.{suffix}": np.ascontiguousarray(array) for suffix, array in stored.items()}
+        plain[name] = ((q - zeros[g_idx]) * scales[g_idx].astype(np.float32)).T.astype(np.float32)
+    raw = json.loads((case.directory / "config.json").read_text()) | dict(quantization_config=config)
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(raw))
+    return plain
+
+
+def judge(case, plain, ids):
+    """Logits of transformers' model with the dequantized weights in place of its own, which are put back."""
+    model, kept = case.torch_model, {k: v.clone() for k, v in case.torch_model.state_dict().items()}
+    state = dict(kept)
+    for name, weight in plain.items():
+        if ".experts." not in name:
+            state[name] = torch.tensor(weight)
+            continue
+        prefix, _, rest = name.partition(".experts.")
+        expert, projection = rest.split(".")[:2]
+        target = state[f"{prefix}.experts.{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"]
+        rows = weight.shape[0] if projection != "down_proj" else 0
+        start = rows if projection == "up_proj" else 0
+        target[int(expert), start : start + (rows or weight.shape[0])] = torch.tensor(weight)
+    model.load_state_dict(state)
+    try:
+        return case.torch_logits(ids)
+    finally:
+        model.load_state_dict(kept)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [gptq(sym=False, group_size=GROUP), gptq(sym=False, group_size=GROUP, desc_act=True), AWQ | {"group_size": GROUP}],
+    ids=["gptq", "gptq desc_act", "awq"],
+)
+def test_logits(case, prompt, tmp_path, config):
+    """Experts stay packed; then the same tensors one by one, shuffled, into the running model."""
+    source, ids = case("qwen3"), prompt(2, 40)
+    before = source.torch_logits(ids)
+    plain = quantized(source, tmp_path, config)
+    expected = judge(source, plain, ids)
+    assert np.abs(expected - before).max() > 1e-2 * np.ptp(before)
+    model = load_pretrained(tmp_path, dtype=jnp.float32)
+    assert model.moe_blocks()[0].experts.weights.get_value().w13.data.dtype == jnp.int32
+    assert_logits_close(model.score(ids), expected, 1e-4)
+    if config.get("desc_act"):
+        return
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = np.random.default_rng(1).permutation(list(tensors))
+    model.reload_weights((name, tensors[name]) for name in names)
+    assert_logits_close(model.score(ids), expected, 1e-4)
+
+
+def test_three_bits_in_padded_words_and_plain_zero_points(case, prompt, tmp_path):
+    """compressed-tensors before 0.18 and before 0.7: dense matrices too are read in each of their forms."""
+    source, rng = case("qwen3"), np.random.default_rng(0)
+    name = "model.layers.0.self_attn.q_proj"
+    n, k = 64, 64
+    q, z = rng.integers(0, 8, (n, k)), rng.integers(0, 8, (n, 1))
+    scale = rng.uniform(0.01, 0.1, (n, 1)).astype(np.float32)
+    weights = dict(num_bits=3, type="int", symmetric=False, strategy="channel")
+    config = dict(
+        quant_method="compressed-tensors",
+        format="pack-quantized",
+        config_groups=dict(group_0=dict(targets=[f"re:{name}$"], weights=weights)),
+    )
+    raw = json.loads((source.directory / "config.json").read_text()) | dict(quantization_config=config)
+    kept = load_file(source.directory / "model.safetensors")
+    del kept[f"{name}.weight"]
+    for index, (is_dense, zeros) in enumerate(
+        (
+            (True, packing.pack_words(z.T.astype(np.uint8), 3).T),
+            (False, packing.pack_words(z.T.astype(np.uint8), 3, is_dense=False).T),
+            (False, (z - 4).astype(np.int8)),
+        )
+    ):
+        packed = packing.pack_words(q.astype(np.uint8), 3, is_dense=is_dense)
+        stored = {"weight_packed": packed, "weight_zero_point": zeros, "weight_scale": scale}
+        target = tmp_path / str(index)
+        target.mkdir()
+        save_file(
+            kept | {f"{name}.{s}": np.ascontiguousarray(a) for s, a in stored.items()}, target / "model.safetensors"
+        )
+        (target / "config.json").write_text(json.dumps(raw))
+        model = load_pretrained(target, dtype=jnp.float32)
+        np.testing.assert_array_equal(
+            model.dense_modules()[name].weight.get_value(), (q - z).astype(np.float32) * scale
+        )
