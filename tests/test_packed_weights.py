@@ -18,7 +18,7 @@ from moe_jax.quantization import SCHEMES, Scheme, method_for
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-E, H, I, K = 3, 160, 96, 2  # noqa: E741
+E, H, I, K = 3, 160, 128, 2  # noqa: E741
 PACKED = (
     *("w4a16_g32", "w4a16_g64", "w4a16_g128", "w4a16_channel"),
     *("w4a16_g32_asym", "w4a16_g64_asym", "w4a16_g128_asym", "w4a16_channel_asym"),
