@@ -8,7 +8,7 @@ import pytest
 
 from moe_jax import MoEConfig, Scheme
 from moe_jax.loading import make_expert_params_mapping, weight_loader
-from moe_jax.quantization import LeafSpec, Strategy, method_for
+from moe_jax.quantization import LeafSpec, QuantizedTensor, Strategy, dequantize_tensor, method_for
 
 E, H, INTER = 3, 24, 16
 BLOCK = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [4, 4]}}
@@ -354,6 +354,38 @@ def test_load_full_w2():
     specs = {"w2_weight_scale": LeafSpec((E, H, 4), np.dtype(np.float32), "group")}
     found, _ = put(specs, "w2_weight_scale", numbers(H, 4), "w2", 1, tp_rank=1, tp_size=2, load_full_w2=True)
     np.testing.assert_array_equal(found[1], numbers(H, 4))
+
+
+def test_columns_of_a_rank_find_their_groups():
+    """M203: a rank's columns of w2 belong to groups of all ranks under act-order. With whole scales and zero points and
+    its part of g_idx, what it dequantizes is its part of the whole matrix; no is_k_full has to tell."""
+    full, part = packed_specs(32, actorder=True), packed_specs(16, actorder=True)
+    rng = np.random.default_rng(0)
+    of = "w2_weight_{}".format
+    whole = {
+        of("packed"): rng.integers(-(2**31), 2**31, full[of("packed")].shape[1:]).astype(np.int32),
+        of("scale"): rng.standard_normal(full[of("scale")].shape[1:]).astype(np.float32),
+        of("zero_point"): rng.integers(-(2**31), 2**31, full[of("zero_point")].shape[1:]).astype(np.int32),
+        of("g_idx"): rng.permutation(np.arange(32) // 8).astype(np.int32),
+    }
+    fmt = dataclasses.replace(Scheme.parse("w4a16_g8_asym").weights, actorder=True)
+
+    def dequantized(leaves, columns):
+        names = {"data": "packed", "scale": "scale", "zero_point": "zero_point", "g_idx": "g_idx"}
+        tensor = QuantizedTensor(**{k: leaves[of(v)] for k, v in names.items()}, fmt=fmt, num_columns=columns)
+        return np.asarray(dequantize_tensor(tensor))
+
+    expected = dequantized({name: tensor[None] for name, tensor in whole.items()}, 32)[0]
+    assert np.unique(whole[of("g_idx")][:16]).size == 4, "the first rank should need groups of both"
+    specs = part | {name: full[name] for name in (of("scale"), of("zero_point"))}
+    for rank in range(2):
+        leaves = {}
+        for name, tensor in whole.items():
+            leaves[name] = np.zeros(specs[name].shape, specs[name].dtype)
+            options = dict(tp_rank=rank, tp_size=2, load_full_w2=name in (of("scale"), of("zero_point")))
+            for placement in weight_loader(specs, name, tensor, "n", "w2", 1, **options):
+                placement.write(leaves[name], tensor)
+        np.testing.assert_array_equal(dequantized(leaves, 16)[1], expected[:, 16 * rank : 16 * (rank + 1)])
 
 
 def test_transposed_leaf():
