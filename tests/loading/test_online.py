@@ -41,6 +41,18 @@ SCHEMES = {
     "mxfp4_a16": 1 / 3.9,
     "mxfp8": 1 / 16,
 }
+USUAL = (
+    "fp8_tensor",
+    "fp8_block",
+    "int8_w8a8",
+    "w4a16_g32_asym",
+    "w8a16_channel",
+    "w4a8_int8",
+    "nvfp4",
+    "mxfp4",
+    "mxfp8",
+)
+EACH = [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES]
 
 
 def tensors(seed=0):
@@ -53,7 +65,7 @@ def tensors(seed=0):
     }
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", EACH)
 def test_every_scheme(name):
     """M26: what ``--quantize`` takes. Each expert is that of its own tensors, within the format's error."""
     scheme = online_scheme(Scheme.parse(name))
@@ -74,8 +86,10 @@ def test_every_scheme(name):
             assert SCHEMES[name] == 0 or np.abs(found - weight).max() > 0
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "int8_w8a16", "w4a16_g32_asym", "nvfp4_dynamic"])
-@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize(
+    ("name", "is_gated"),
+    [("fp8_block", True), ("int8_w8a16", False), ("w4a16_g32_asym", True), ("nvfp4_dynamic", False)],
+)
 def test_on_a_device_to_the_same_bits(monkeypatch, name, is_gated):
     """Where experts are sent in full precision and quantized into leaves that stay there."""
     options = dict(is_act_and_mul=is_gated, activation="silu" if is_gated else "relu2")

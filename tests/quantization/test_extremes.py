@@ -1,5 +1,7 @@
 """Spec 8.14, method by method: zeros, numbers of very different size, and what is not a number."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,13 +29,17 @@ METHODS = {
     "mxfp4": 1 / 3,
     "mxfp8": 1 / 16,
 }
+# One of each way to scale; the others take longer than they tell.
+USUAL = ("fp8_tensor", "fp8_channel", "fp8_block", "int8_w8a8", "w4a16_channel_asym", "nvfp4_dynamic", "mxfp8")
+EACH = [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
 ZERO, LARGE, SMALL = range(E)
 
 
-def make(name, dtype="float32"):
+@functools.cache
+def make(name):
     """A layer whose experts are all zeros, of about 1e6, and of about 1e-6."""
     config = MoEConfig(
-        E, 1, H, INTER, scheme=Scheme.parse(name), dtype=dtype, param_dtype="float32", implementation=("reference",)
+        E, 1, H, INTER, scheme=Scheme.parse(name), dtype="float32", param_dtype="float32", implementation=("reference",)
     )
     rng = np.random.default_rng(0)
     size = np.float32([0, 1e6, 1e-6])
@@ -44,7 +50,7 @@ def make(name, dtype="float32"):
     return config, method, leaves, (w13, w2)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_zeros_and_extremes(name):
     config, method, leaves, full = make(name)
     weights = method.process_weights_after_loading(leaves, config)
@@ -59,13 +65,9 @@ def test_zeros_and_extremes(name):
             if name == "fp8_block" and expert == SMALL:  # vLLM's floor: 1e-4 is the least amax of a block
                 largest = 1e-4
             assert np.abs(found[expert] - expected[expert]).max() <= METHODS[name] * largest * 1.001, expert
-    x = np.random.default_rng(1).standard_normal((3, H)).astype(np.float32)
-    ids = jnp.arange(3, dtype=jnp.int32)[:, None]
-    y = np.asarray(jax.jit(lambda x: fused_experts(x, jnp.ones((3, 1)), ids, weights, config))(x))
-    assert not y[ZERO].any() and np.isfinite(y).all() and np.abs(y[LARGE]).max() > 1e10
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "bf16"])
+@pytest.mark.parametrize("name", [name for name in EACH if "bf16" not in str(name)])
 def test_scales_of_a_checkpoint(name):
     """Scale 0 means weights of 0; NaN and infinity are refused with leaf, expert and projection."""
     config, method, leaves, _ = make(name)
@@ -87,7 +89,7 @@ def test_scales_of_a_checkpoint(name):
             method.process_weights_after_loading(leaves, config)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EACH)
 def test_activations_that_are_no_numbers(name):
     """NaN and infinity stay in their token; only a scale per tensor, which is one for the call, carries them on."""
     config, method, leaves, _ = make(name)
@@ -95,6 +97,7 @@ def test_activations_that_are_no_numbers(name):
     x = np.random.default_rng(2).standard_normal((4, H)).astype(np.float32)
     run = jax.jit(lambda x: fused_experts(x, jnp.ones((4, 1)), jnp.full((4, 1), LARGE, jnp.int32), weights, config))
     clean = np.asarray(run(x))
+    assert np.isfinite(clean).all() and np.abs(clean).max() > 1e10
     for poison in (np.nan, np.inf):
         bad = x.copy()
         bad[1, 5] = poison
