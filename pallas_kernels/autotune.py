@@ -39,21 +39,29 @@ class GpuTimer:
             self._held = (None, None)  # before the new ones are made: both may not fit
             self._held = ((desc, config.block_m), _operands(desc, config.block_m, key, num_tokens))
         args, scales = self._held[1]
-        static = dict(activation=desc.activation, requantize=desc.requantize, out_dtype=desc.out_dtype, config=config)
+        static: dict[str, Any] = dict(
+            activation=desc.activation, requantize=desc.requantize, out_dtype=desc.out_dtype, config=config
+        )
+
+        x, w, tile_expert, num_tiles = args
 
         def run(count):
-            def calls(xs, rest, scales):
-                return [grouped_gemm(x, *rest, **scales, **static, implementation="mosaic") for x in xs[:count]]
+            def calls(routings, scales):
+                return [
+                    grouped_gemm(x, w, experts, num_tiles, **scales, **static, implementation="mosaic")
+                    for x, w, experts, num_tiles in routings[:count]
+                ]
 
             return jax.jit(calls)
 
-        # XLA would merge equal calls.
-        copies = [jnp.array(args[0]) for _ in range(_LONG)]
+        # Each call reads other experts' weights: those of one routing would stay in the L2 at few tokens.
+        moved = [(tile_expert + call * key.num_experts // _LONG) % key.num_experts for call in range(_LONG)]
+        routings = [(x, w, jnp.where(tile_expert < 0, -1, experts), num_tiles) for experts in moved]
         programs = {count: run(count) for count in (_SHORT, _LONG)}
 
         def seconds(count: int) -> float:
             start = time.perf_counter()
-            jax.block_until_ready([programs[count](copies, args[1:], scales) for _ in range(4)])
+            jax.block_until_ready([programs[count](routings, scales) for _ in range(4)])
             return (time.perf_counter() - start) / 4
 
         for count in programs:
