@@ -4,6 +4,8 @@ transformers keeps the experts of a block in one module, ``experts(hidden_states
 the router and whatever else the block has. That module is what is replaced; the router stays the model's own.
 """
 
+import dataclasses
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 
 import moe_jax
-from moe_jax import Scheme
+from moe_jax import MoEConfig, Scheme
 from moe_jax._packed_weights import unpack_experts
 from torch_bridge._layer import FusedMoE
 from torch_bridge._tensors import to_jax, to_torch, torch_dtype
@@ -59,7 +61,7 @@ def convert(
 
     Raises NotImplementedError for another block, by its class, ValueError for an activation that is not known.
     """
-    experts = getattr(block, "experts", None)
+    experts: Any = getattr(block, "experts", None)
     family = _FAMILIES.get(type(experts).__name__)
     if family is None or experts is None:
         raise NotImplementedError(
@@ -67,7 +69,7 @@ def convert(
             f"{', '.join(_FAMILIES)}"
         )
     is_gpt_oss = family == "gpt_oss"
-    router = block.router if is_gpt_oss else block.gate
+    router: Any = block.router if is_gpt_oss else block.gate
     weight = experts.down_proj
     if weight.is_meta:
         raise ValueError(f"{type(experts).__name__} is on the meta device; load the model's weights before converting")
@@ -141,7 +143,7 @@ def to_nnx(layer: FusedMoE) -> moe_jax.FusedMoE:
     bias = layer.correction_bias
     table = layer.routing_params.hash_indices_table
     config = layer.moe_config
-    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    fields = _arguments(moe_jax.FusedMoE, config)
     sizes = [fields.pop(name) for name in ("num_experts", "hidden_size", "intermediate_size")]
     built = moe_jax.FusedMoE(
         *sizes, e_score_correction_bias=None if bias is None else to_jax(bias), hash_indices_table=table, **fields
@@ -160,19 +162,15 @@ def from_nnx(layer: moe_jax.FusedMoE, *, prefix: str = "", **options: Any) -> Fu
     owned = [name for name in inside if getattr(layer, name) is not None]
     if owned or layer.hash_table is not None or layer.per_expert_scale is not None:
         raise NotImplementedError(f"{layer!r} has {', '.join(owned) or 'arrays of its router'}, which stay in JAX")
-    fields = {name: getattr(layer.config, name) for name in layer.config.__dataclass_fields__}
-    sizes = [fields.pop(name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")]
-    dtype, scheme = fields.pop("dtype"), fields.pop("scheme")
-    if fields.pop("param_dtype") != dtype:
+    fields, dtype = _arguments(FusedMoE, layer.config), layer.config.dtype
+    if layer.config.param_dtype != dtype:
         raise NotImplementedError(f"{layer!r} keeps parameters in another dtype than it computes in")
-    fields.pop("name")
     if fields["router_logits_dtype"] is not None:
         fields["router_logits_dtype"] = torch_dtype(fields["router_logits_dtype"])
     bias = layer.correction_bias
     built = FusedMoE(
-        *sizes,
-        torch_dtype(dtype),
-        quant_config=scheme,
+        params_dtype=torch_dtype(dtype),
+        quant_config=layer.config.scheme,
         prefix=prefix,
         e_score_correction_bias=None if bias is None else to_torch(bias.get_value()),
         **(fields | options),
@@ -207,7 +205,13 @@ def load_tensors(path: str | os.PathLike) -> dict[str, torch.Tensor]:
     return dict(loaded)
 
 
-def _routing(family: str, experts: torch.nn.Module, router: torch.nn.Module) -> dict[str, Any]:
+def _arguments(built: type, config: MoEConfig) -> dict[str, Any]:
+    """The constructor's arguments that a layer's configuration states, by name."""
+    stated = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: stated[name] for name in inspect.signature(built.__init__).parameters if name in stated}
+
+
+def _routing(family: str, experts: Any, router: Any) -> dict[str, Any]:
     """The arguments of ``FusedMoE`` that say how a family routes and activates."""
     if family == "gpt_oss":
         return dict(activation="swigluoai", swiglu_limit=float(experts.limit), swiglu_alpha=float(experts.alpha))

@@ -6,6 +6,7 @@ Gradients flow to activations, router logits and router weights; quantized exper
 """
 
 import dataclasses
+import gc
 import os
 import warnings
 import weakref
@@ -26,7 +27,9 @@ layers: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
 
 def register(layer: Any, name: str) -> str:
     """Enter a layer under a unique name, made up where none is given. Raises ValueError for a name that is taken."""
-    if name and name in layers:
+    if name in layers:
+        gc.collect()  # a layer and its parameters refer to each other; one that was let go may still be there
+    if name in layers:
         raise ValueError(f"Duplicate layer name: {name}; give every FusedMoE a prefix of its own")
     number = len(layers)
     while not name or name in layers:

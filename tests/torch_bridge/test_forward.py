@@ -1,0 +1,281 @@
+"""Calling the torch layer: the nnx layer's bits, no copies on the way, gradients, compilation, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import moe_jax
+import torch_bridge
+from tests.torch_bridge.cases import (
+    ALL_SCHEMES,
+    ONE_OF_EACH,
+    E,
+    H,
+    I,
+    K,
+    bits,
+    bridge_layer,
+    inputs,
+    loaded_bridge,
+    nnx_layer,
+    plain_arrays,
+    stored_arrays,
+    torch_pairs,
+)
+from torch_bridge import _ops
+from torch_bridge._tensors import to_jax, to_torch
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+call = jax.jit(lambda layer, x, z, mask: layer(x, z, token_mask=mask))
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ALL_SCHEMES if name not in ONE_OF_EACH]
+
+
+def expected_bits(layer, x, z):
+    """The nnx layer on the same tokens, padded as the bridge documents it: beyond 16 to powers of two."""
+    count = len(x)
+    size = count if count <= 16 else 1 << (count - 1).bit_length()
+    pad = lambda t: np.pad(t.float().numpy(), ((0, size - count), (0, 0)))  # noqa: E731
+    mask = None if size == count else jnp.arange(size) < count
+    y = call(layer, jnp.asarray(pad(x)).astype(jnp.bfloat16), jnp.asarray(pad(z)), mask)
+    return bits(np.asarray(y)[:count])
+
+
+@pytest.mark.parametrize("scheme", [*ONE_OF_EACH, *SLOW])
+def test_output_is_the_nnx_layers_bit_for_bit(scheme):
+    arrays = stored_arrays(scheme)
+    layer, reference = loaded_bridge(scheme, arrays), nnx_layer(scheme, arrays)
+    for tokens in (3, 19):
+        x, z = inputs(tokens, seed=tokens)
+        y = layer(x, z)
+        assert y.shape == x.shape and y.dtype == x.dtype and y.abs().max() > 0
+        assert bits(y) == expected_bits(reference, x, z)
+
+
+def test_shapes_and_dtypes():
+    """Leading axes, no tokens, one token, float16 and float32 activations of a bfloat16 layer."""
+    layer = loaded_bridge("int8_w8a16", stored_arrays("int8_w8a16"))
+    x, z = inputs(6)
+    y = layer(x, z)
+    assert torch.equal(layer(x.view(2, 3, H), z.view(2, 3, E)), y.view(2, 3, H))
+    assert layer(x[:0], z[:0]).shape == (0, H)
+    assert torch.equal(layer(x[:1], z[:1].bfloat16().float()), layer(x[:1], z[:1].bfloat16()))
+    for dtype in (torch.float16, torch.float32):
+        assert layer(x.to(dtype), z).dtype == dtype
+    columns = torch.empty(6, 2 * H, dtype=x.dtype)[:, ::2].copy_(x)  # strides with gaps
+    assert torch.equal(layer(columns, z), y)
+    assert torch.equal(layer(x.T.contiguous().T, z), y)
+
+
+def test_crossing_copies_nothing_that_it_need_not():
+    """Bytes copied, by address: none for dense tensors of every dtype and for the layer's leaves, both ways."""
+    copied = 0
+    for name in ("float32", "bfloat16", "float16", "float8_e4m3fn", "uint8", "int8", "int32"):
+        dtype = getattr(torch, name)
+        tensor = torch.zeros(4, 64).to(dtype)
+        array = to_jax(tensor)
+        back = to_torch(array)
+        copied += tensor.nbytes * (array.unsafe_buffer_pointer() != tensor.data_ptr())
+        copied += tensor.nbytes * (back.data_ptr() != array.unsafe_buffer_pointer())
+        assert back.dtype == dtype
+    assert copied == 0
+    for scheme in ONE_OF_EACH:
+        layer = loaded_bridge(scheme, stored_arrays(scheme))
+        weights = jax.tree.leaves(layer.experts_for(*inputs(1)).weights)
+        addresses = {leaf.unsafe_buffer_pointer() for leaf in weights}
+        for name, parameter in layer.named_parameters():
+            assert parameter.data_ptr() in addresses or "input" in name, name
+
+
+def test_what_has_to_be_copied():
+    """Named in the module: 64-bit integers, memory off 64 bytes, strides with gaps; values survive."""
+    base = torch.arange(129, dtype=torch.float32)
+    for tensor in (torch.arange(6), base[1:], base[:128].view(2, 64)[:, ::2]):
+        array = to_jax(tensor)
+        assert array.unsafe_buffer_pointer() != tensor.data_ptr()
+        np.testing.assert_array_equal(np.asarray(array), tensor.numpy())
+
+
+def test_writing_into_x_after_the_call_changes_nothing():
+    """x shares memory with the computation, so the call must be over when it returns."""
+    layer = loaded_bridge("bf16", plain_arrays())
+    x, z = inputs(16)
+    expected = layer(x.clone(), z)
+    for _ in range(5):
+        scratch = x.clone()
+        y = layer(scratch, z)
+        scratch.fill_(float("nan"))
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("tokens", [3, 19])
+@pytest.mark.parametrize("scheme", ["bf16", "int8_w8a16"])
+def test_activation_gradients(scheme, tokens):
+    """Of x and of the router logits, against torch's own autograd through the dequantized experts in float32."""
+    arrays = plain_arrays()
+    layer = torch_bridge.FusedMoE(E, K, H, I, torch.float32, quant_config=scheme, online=scheme != "bf16")
+    layer.load_weights([(n, t.float()) for n, t in torch_pairs(arrays)])
+    layer.process_weights_after_loading()
+    x, z = inputs(tokens, dtype=torch.float32)
+    cotangent = torch.randn(tokens, H, generator=torch.Generator().manual_seed(3))
+    scale = [getattr(layer, f"{w}_weight_scale", torch.ones(1)) for w in ("w13", "w2")]
+    w13, w2 = (getattr(layer, f"{w}_weight").float() * s for w, s in zip(("w13", "w2"), scale, strict=True))
+
+    def by_torch(x, z):
+        weights, ids = torch.topk(torch.softmax(z, -1), K)
+        weights = weights / weights.sum(-1, keepdim=True)
+        y = torch.zeros_like(x)
+        for k in range(K):
+            gate, up = torch.einsum("th,tih->ti", x, w13[ids[:, k]]).chunk(2, -1)
+            out = torch.einsum("ti,thi->th", torch.nn.functional.silu(gate) * up, w2[ids[:, k]])
+            y = y + weights[:, k, None] * out
+        return y
+
+    grads = []
+    for function in (layer, by_torch):
+        leaves = [t.clone().requires_grad_() for t in (x, z)]
+        (function(*leaves) * cotangent).sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)
+
+
+def test_gradients_of_experts_are_refused():
+    layer = loaded_bridge("bf16", plain_arrays())
+    layer.w2_weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"call layer\.requires_grad_\(False\)"):
+        layer(*inputs(2))
+
+
+def test_compile_and_export():
+    """One graph without breaks, dynamic numbers of tokens, gradients through the compiled graph; export too."""
+    layer = loaded_bridge("int8_w8a16", stored_arrays("int8_w8a16"))
+    block = torch.nn.Sequential()
+    block.forward = lambda x, z: layer(x * 2, z) + x
+    compiled = torch.compile(block.forward, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (4, 7):
+        x, z = inputs(tokens)
+        assert torch.equal(compiled(x, z), layer(x * 2, z) + x)
+    leaves = [[t.clone().requires_grad_() for t in inputs(4)] for _ in range(2)]
+    compiled(*leaves[0]).float().sum().backward()
+    block.forward(*leaves[1]).float().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*leaves, strict=True))
+    exported = torch.export.export(layer, inputs(4), strict=False)
+    names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert any("torch_bridge.fused_moe" in name for name in names)
+    assert torch.equal(exported.module()(*inputs(4)), layer(*inputs(4)))
+
+
+def test_operators_keep_torchs_rules():
+    """torch.library.opcheck: schema, fake kernels, autograd registration, dispatch."""
+    layer = loaded_bridge("int8_w8a16", stored_arrays("int8_w8a16"))
+    x, z = (t.requires_grad_() for t in inputs(4))
+    weights, ids = layer.select_experts(x.detach(), z.detach())
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(_ops.fused_moe_op, (x, z, None, None, layer.layer_name), test_utils=tests)
+    torch.library.opcheck(_ops.fused_experts_op, (x, weights, ids, layer.layer_name), test_utils=tests)
+    torch.library.opcheck(
+        _ops.select_experts_op, (x.detach(), z.detach(), None, None, K, layer.layer_name), test_utils=tests
+    )
+
+
+@pytest.mark.parametrize("ranks", [dict(tp_size=2), dict(ep_size=3)], ids=str)
+def test_parts_of_all_ranks_add_up(ranks):
+    """Outputs of simulated ranks sum to the whole layer's; a rank without its group refuses to reduce."""
+    arrays = stored_arrays("int8_w8a16")
+    x, z = inputs(5)
+    whole = loaded_bridge("int8_w8a16", arrays)(x.float(), z)
+    (kind, size), total = next(iter(ranks.items())), 0.0
+    for rank in range(size):
+        own = {kind: size, kind.replace("size", "rank"): rank}
+        total = total + loaded_bridge("int8_w8a16", arrays, **own)(x.float(), z)
+    torch.testing.assert_close(total, whole, rtol=2e-2, atol=2e-2 * float(whole.abs().max()))
+    with pytest.raises(RuntimeError, match=r"needs torch\.distributed"):
+        loaded_bridge("int8_w8a16", arrays, reduce_results=True, **own)(x, z)
+
+
+def test_routing_arguments():
+    """Groups, sigmoid, correction bias that is loaded later, scaling: the nnx layer with the same arguments."""
+    arrays = plain_arrays()
+    bias = torch.nn.Parameter(torch.zeros(E), requires_grad=False)
+    options = dict(
+        scoring_func="sigmoid", use_grouped_topk=True, num_expert_group=2, topk_group=1, routed_scaling_factor=2.5
+    )
+    layer = loaded_bridge("bf16", arrays, e_score_correction_bias=bias, **options)
+    assert "e_score_correction_bias" not in dict(layer.named_parameters())
+    bias.data.copy_(torch.tensor([0.0, 3.0, -1.0, 0.5]))
+    reference = moe_jax.FusedMoE(E, H, I, top_k=K, e_score_correction_bias=bias.numpy(), **options)
+    reference.weights.set_value(layer.expert_weights)
+    x, z = inputs(9)
+    assert bits(layer(x, z)) == expected_bits(reference, x, z)
+
+
+def test_modules_around_the_experts():
+    """gate, shared experts with their gate, transforms: torch modules, summed as the nnx layer sums."""
+    torch.manual_seed(0)
+    gate, shared, shared_gate = (torch.nn.Linear(H, n, bias=False) for n in (E, H, 1))
+    doubled = torch.nn.Module()
+    doubled.forward = lambda t: t * 2
+    options = dict(gate=gate, shared_experts=shared, shared_expert_gate=shared_gate, routed_output_transform=doubled)
+    layer = torch_bridge.FusedMoE(E, K, H, I, torch.float32, **options)
+    plain = torch_bridge.FusedMoE(E, K, H, I, torch.float32)
+    for one in (layer, plain):
+        one.load_weights([(n, t.float()) for n, t in torch_pairs(plain_arrays())])
+        one.process_weights_after_loading()
+    x, _ = inputs(5, dtype=torch.float32)
+    expected = plain(x, gate(x)) * 2 + shared(x) * torch.sigmoid(shared_gate(x))
+    torch.testing.assert_close(layer(x), expected)
+    with pytest.raises(ValueError, match="owns no gate"):
+        plain(x)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(quant_config="no_such"), ValueError, "unknown scheme 'no_such'"),
+        (dict(quant_config=7), TypeError, "quant_config is a int"),
+        (dict(scoring_func="max"), ValueError, "scoring_func='max'"),
+        (dict(use_grouped_topk=True), ValueError, "num_expert_group"),
+        (dict(activation="nope"), ValueError, "activation='nope'"),
+        (dict(dp_size=2), NotImplementedError, "dp_size=2"),
+        (dict(n_shared_experts=1), NotImplementedError, "n_shared_experts=1"),
+        (dict(is_sequence_parallel=True), NotImplementedError, "is_sequence_parallel"),
+        (dict(enable_eplb=True), NotImplementedError, "enable_eplb"),
+        (dict(num_redundant_experts=1), ValueError, "needs enable_eplb"),
+        (dict(prefix="taken"), ValueError, "Duplicate layer name: taken"),
+        (dict(shared_expert_gate=torch.nn.Identity()), ValueError, "without shared_experts"),
+        (dict(tp_rank=1), ValueError, "outside tp_size=1"),
+    ],
+)
+def test_constructor_refuses(options, error, message):
+    other = bridge_layer("bf16", prefix="taken")
+    with pytest.raises(error, match=message) as raised:
+        torch_bridge.FusedMoE(E, K, H, I, **options)
+    assert "\n" not in str(raised.value) and other is not None
+
+
+def test_call_refuses():
+    layer = loaded_bridge("bf16", plain_arrays())
+    x, z = inputs(3)
+    for arguments, error, message in (
+        ((x[:, :5], z), ValueError, r"expected \(T, 128\)"),
+        ((x, z[:2]), ValueError, "x has 3 tokens"),
+        ((x.to(torch.int32), z), ValueError, "expected a float dtype"),
+        ((x.to("meta"), z), RuntimeError, "expected all tensors on cpu"),
+    ):
+        with pytest.raises(error, match=message):
+            _ops.fused_moe_op._init_fn(*arguments, None, None, layer.layer_name)
+    with pytest.raises(TypeError, match="experts keep params_dtype"):
+        layer.half()
+    assert layer.to("cpu") is layer and layer.w2_weight.dtype == torch.bfloat16
+
+
+def test_a_module_around_it_keeps_quantized_leaves():
+    """model.to(dtype it has), .eval(), deep state: FP8 codes are not cast on the way."""
+    model = torch.nn.ModuleDict({"experts": loaded_bridge("fp8_channel", stored_arrays("fp8_channel"))})
+    model.to(torch.bfloat16).eval()
+    state = model.state_dict()
+    assert state["experts.w13_weight"].dtype == torch.float8_e4m3fn
+    assert state["experts.w13_weight_scale"].dtype == torch.float32
