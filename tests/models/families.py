@@ -11,7 +11,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-H, I, E = 48, 32, 6  # noqa: E741
+# One set of shapes for all families, so that few programs are compiled.
+H, I, E = 48, 32, 8  # noqa: E741
 SIZES = dict(
     vocab_size=32,
     hidden_size=H,
@@ -32,12 +33,12 @@ MLA = dict(
     v_head_dim=8,
     qk_nope_head_dim=8,
     num_key_value_heads=4,
-    n_routed_experts=8,
+    n_routed_experts=E,
     moe_intermediate_size=I,
     intermediate_size=80,
 )
 QWEN = dict(num_experts=E, moe_intermediate_size=I, intermediate_size=40)
-SHARED = dict(shared_expert_intermediate_size=24)
+SHARED = dict(shared_expert_intermediate_size=I)
 LINEAR_ATTENTION = dict(
     linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4
 )
@@ -99,7 +100,7 @@ class Family:
 FAMILIES = {
     "mixtral": Family(
         "Mixtral",
-        dict(num_local_experts=4, intermediate_size=I, num_hidden_layers=2),
+        dict(num_local_experts=E, intermediate_size=I, num_hidden_layers=2),
         (0, 1),
         block="mlp",
     ),

@@ -8,7 +8,6 @@ import json
 import re
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -52,13 +51,12 @@ def write_per_expert(name, directory):
     return layers
 
 
-def check_layers(name, directory, decompressed, layers, scheme):
-    """Every layer's output, and the scheme that a plain load takes from the file."""
-    tensors, x = load_file(decompressed / "model.safetensors"), tokens()
-    for index in FAMILIES[name].moe_layers:
-        expected = FAMILIES[name].output(FAMILIES[name].with_tensors(layers[index], index, tensors), x)
-        block = load(directory, index, quantize=DENSE_SCHEMES.get(scheme))
-        assert_rows_close(block(jnp.asarray(x)), expected)
+def check_layer(name, directory, decompressed, layers, scheme):
+    """The last layer's output, and the scheme that a plain load takes from the file."""
+    tensors, x, index = load_file(decompressed / "model.safetensors"), tokens(), FAMILIES[name].moe_layers[-1]
+    expected = FAMILIES[name].output(FAMILIES[name].with_tensors(layers[index], index, tensors), x)
+    block = load(directory, index, quantize=DENSE_SCHEMES.get(scheme))
+    assert_rows_close(block(jnp.asarray(x)), expected)
     assert load(directory, FAMILIES[name].moe_layers[0]).experts.config.scheme.name == scheme
 
 
@@ -69,9 +67,9 @@ def check_layers(name, directory, decompressed, layers, scheme):
         ("llama4_text", "FP8_DYNAMIC", PLAIN, "fp8_channel"),
         ("glm4_moe", "FP8_DYNAMIC", PLAIN, "fp8_channel"),
         ("gpt_oss", "W4A16", PLAIN, "w4a16_g16"),
-        ("granitemoe", "FP8_DYNAMIC", PLAIN, "fp8_channel"),
+        pytest.param("granitemoe", "FP8_DYNAMIC", PLAIN, "fp8_channel", marks=pytest.mark.slow),
         ("olmoe", "W8A8", PLAIN, "int8_w8a8"),
-        ("deepseek_v2", "W4A16", NO_SHARED, "w4a16_g16"),
+        pytest.param("deepseek_v2", "W4A16", NO_SHARED, "w4a16_g16", marks=pytest.mark.slow),
     ],
 )
 def test_compressed_tensors(tmp_path, name, preset, ignore, scheme):
@@ -82,7 +80,7 @@ def test_compressed_tensors(tmp_path, name, preset, ignore, scheme):
     stored = load_file(target / "model.safetensors")
     shared = [key for key in stored if ".shared_expert" in key and key.endswith("weight_scale")]
     assert bool(shared) == (ignore is PLAIN and name in ("llama4_text", "glm4_moe"))
-    check_layers(name, target, decompressed, layers, scheme)
+    check_layer(name, target, decompressed, layers, scheme)
     assert inspect_checkpoint(target).problems == ()
 
 
@@ -99,7 +97,7 @@ def test_native_fp8_blocks(tmp_path, name, listed):
         entries = ["lm_head", *(p + entry.removeprefix("mlp.") for p in prefixes for entry in listed)]
         edit(target, _scales_in_bfloat16, quantization_config=stated | {"modules_to_not_convert": entries})
         decompressed = _rescaled(target, decompressed)
-    check_layers(name, target, decompressed, layers, "fp8_block")
+    check_layer(name, target, decompressed, layers, "fp8_block")
 
 
 def _scales_in_bfloat16(tensors):
@@ -142,7 +140,7 @@ def test_granite_as_older_writers_number_it(tmp_path):
         return result
 
     edit(target, number_last)
-    check_layers("granitemoe", target, decompressed, layers, "fp8_channel")
+    check_layer("granitemoe", target, decompressed, layers, "fp8_channel")
 
 
 def test_gpt_oss_mxfp4(tmp_path):
@@ -169,10 +167,9 @@ def test_gpt_oss_mxfp4(tmp_path):
     stated = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     edit(tmp_path, quantize, quantization_config=stated)
     x = tokens(width=width)
-    for index in FAMILIES[name].moe_layers:
-        block = load(tmp_path, index)
-        assert block.experts.config.scheme.name == "mxfp4_a16"
-        assert_rows_close(block(jnp.asarray(x)), FAMILIES[name].output(layers[index], x))
+    block = load(tmp_path, 1)
+    assert block.experts.config.scheme.name == "mxfp4_a16"
+    assert_rows_close(block(jnp.asarray(x)), FAMILIES[name].output(layers[1], x))
     report = inspect_checkpoint(tmp_path)
     assert report.problems == () and report.expert_runs[0].scheme == "mxfp4_a16"
 
@@ -212,7 +209,7 @@ def test_llama4_fp8_fused(tmp_path, method):
     edit(tmp_path, quantize, quantization_config=stated)
     x = tokens()
     for index in FAMILIES[name].moe_layers:
-        if method == "fbgemm_fp8":
+        if method == "fbgemm_fp8" and index == 3:
             block = load(tmp_path, index, quantize="fp8_channel_a16")
             assert_rows_close(block(jnp.asarray(x)), FAMILIES[name].output(layers[index], x))
         weights, experts = load(tmp_path, index).experts.weights.get_value(), layers[index].feed_forward.experts
@@ -283,13 +280,3 @@ def test_a_config_that_no_longer_fits_is_refused(mixed, tmp_path, change, words)
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=f"module model.layers.{re.escape(words)}|experts of a layer"):
         load(directory, 0)
-
-
-def test_bfloat16_default(mixed):
-    """As users call it: everything from the file, activations quantized as the config says."""
-    block = moe_jax.load_moe(mixed[0], 0)
-    assert block.experts.config.scheme.name == "fp8_channel"
-    x = tokens()
-    y = np.asarray(block(jnp.asarray(x, ml_dtypes.bfloat16)), np.float32)
-    tensors, family = load_file(mixed[1] / "model.safetensors"), FAMILIES["qwen2_moe"]
-    assert_rows_close(y, family.output(family.with_tensors(mixed[2][0], 0, tensors), x), 0.15)
