@@ -122,10 +122,10 @@ def gemm_cases() -> Iterator[Case]:
                     yield gemm_case(name, gemm(name), config)
 
 
-_GROUPS = dict(scale="group", group_size=128)
-_CHANNEL = dict(has_channel_scale=True)
-_SCALE16 = dict(scale_dtype="bfloat16")
-PACKED = {
+_GROUPS: dict[str, Any] = dict(scale="group", group_size=128)
+_CHANNEL: dict[str, Any] = dict(has_channel_scale=True)
+_SCALE16: dict[str, Any] = dict(scale_dtype="bfloat16")
+PACKED: dict[str, dict[str, Any]] = {
     "int4 channel": dict(fmt=PackedFormat("int4"), **_CHANNEL),
     "int4 channel, zero points": dict(fmt=PackedFormat("int4", has_zero_point=True), **_CHANNEL),
     "int4 g128": dict(fmt=PackedFormat("int4", **_GROUPS), **_SCALE16),
@@ -178,7 +178,8 @@ def packed_cases() -> Iterator[Case]:
     commonest formats with all it may choose.
     """
     for name, options in PACKED.items():
-        for gated in (dict(bias_dtype="bfloat16", **_GATED), {}):
+        variants: tuple[dict[str, Any], ...] = (dict(bias_dtype="bfloat16", **_GATED), {})
+        for gated in variants:
             for block_m in (16, 64, 128):
                 desc = dataclasses.replace(_PACKED_BASE, **options, **gated)
                 found = list(packed_candidates(desc, block_m, H200_SMS))

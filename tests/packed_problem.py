@@ -148,7 +148,7 @@ def make_problem(
             h = h + b[e].astype(np.float64)[:, None]
         expected[own] = h[0] if activation is None else activation_numpy(activation, *h)
     kwargs = dict(x_scale=factor, bias=b, activation=activation, out_dtype=out_dtype)
-    kwargs = {name: jnp.asarray(v) if isinstance(v, (np.ndarray, np.float32)) else v for name, v in kwargs.items()}
+    kwargs = {name: jnp.asarray(v) if hasattr(v, "dtype") and hasattr(v, "shape") else v for name, v in kwargs.items()}
     w = jax.tree.map(jnp.asarray, pack(fmt, **stored))
     args = (jnp.asarray(x), w, jnp.asarray(tile_expert), jnp.int32(len(tile_expert) - spare_tiles))
     return Problem(args, kwargs, stored, expected, row_expert)

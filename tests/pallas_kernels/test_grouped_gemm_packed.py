@@ -7,6 +7,7 @@ Layout contract: see packed_problem.py. The numerics of the Hopper kernel are in
 import dataclasses
 import re
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,7 @@ def test_powers_of_two_far_apart_survive_packing():
 
 def run_ptx(operands, text):
     """A NumPy machine for the few instructions the conversions use; operands and the result are uint32 arrays."""
-    registers = {f"${i}": np.asarray(operand, np.uint32) for i, operand in enumerate(operands, 1)}
+    registers: dict[str, Any] = {f"${i}": np.asarray(operand, np.uint32) for i, operand in enumerate(operands, 1)}
 
     def value(token):
         return registers[token] if token in registers else np.uint32(int(token, 0))
@@ -132,7 +133,7 @@ def run_ptx(operands, text):
     return registers["$0"]
 
 
-def _instruction(op, a, b=None, c=None, d=None):
+def _instruction(op: str, a: Any, b: Any = None, c: Any = None, d: Any = None) -> Any:
     match op.split(".")[0]:
         case "mov":
             return a
@@ -176,7 +177,7 @@ def on_numpy(monkeypatch):
     monkeypatch.setattr(dequantize_sm90, "arith", types.SimpleNamespace(shrui=lambda a, b: a >> b))
 
 
-def words_with_codes(fmt):
+def words_with_codes(fmt) -> tuple[Any, Any]:
     """Random words, and the codes in them: (words, registers, columns)."""
     words = np.random.default_rng(2).integers(0, 1 << 32, 4096, dtype=np.uint64).astype(np.uint32)
     places = blocks._places(fmt)
@@ -330,7 +331,7 @@ def test_candidates_are_valid_and_deepest(kind):
         for config in found:
             assert config_error(desc, config) is None
             deeper = dataclasses.replace(config, num_stages=config.num_stages + 1)
-            assert config.num_stages == 12 or "shared memory" in config_error(desc, deeper)
+            assert config.num_stages == 12 or "shared memory" in str(config_error(desc, deeper))
 
 
 def test_shared_memory_is_not_underestimated():

@@ -4,6 +4,8 @@ routings, sizes off the tile.
 Outputs land in memory that held NaN before, so that a cell nobody wrote shows; x holds NaN where no expert owns a row.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from pallas_kernels.grouped_gemm_packed import candidates, describe_call, groupe
 
 pytestmark = pytest.mark.gpu
 
-GATED = dict(activation=Activation("silu"), bias="bfloat16", x_scale="row")
+GATED: dict[str, Any] = dict(activation=Activation("silu"), bias="bfloat16", x_scale="row")
 RAGGED = [3, 0, 130, 1, 64, 17]
 
 
