@@ -37,12 +37,6 @@ def determine_expert_map(
     return len(own), expert_map
 
 
-def compressed_map_text(expert_map: np.ndarray) -> str:
-    """ "local->global" pairs of the local experts, in the order of their local ids."""
-    own = np.flatnonzero(expert_map >= 0)
-    return ", ".join(f"{expert_map[i]}->{i}" for i in own[np.argsort(expert_map[own])])
-
-
 @dataclasses.dataclass(frozen=True)
 class Rank:
     """Sizes and ranks of the tensor-parallel and expert-parallel group; one of the two sizes is 1."""

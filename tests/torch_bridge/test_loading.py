@@ -342,7 +342,7 @@ def test_dummy_weights():
 
 
 def test_expert_map():
-    """M85, M86, M216: the examples of the placement rules, and errors."""
+    """M85, M99, M101, M216: the examples of the placement rules, and errors."""
     owned = lambda **o: [  # noqa: E731
         np.flatnonzero(torch_bridge.determine_expert_map(4, r, 10, **o)[1] >= 0).tolist() for r in range(4)
     ]

@@ -1,0 +1,183 @@
+"""The methods under their vLLM names: what they accept, their surface, and number formats and methods of one's own."""
+
+import pytest
+import torch
+
+import torch_bridge
+from tests.torch_bridge.cases import (
+    E,
+    H,
+    I,
+    K,
+    bits,
+    bridge_layer,
+    inputs,
+    loaded_bridge,
+    plain_arrays,
+    stored_arrays,
+    torch_pairs,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+FP8, INT4 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "int"}
+TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True}
+INT8_TOKEN = {"num_bits": 8, "type": "int", **TOKEN}
+METHODS = {
+    "fp8_channel": lambda: torch_bridge.CompressedTensorsW8A8Fp8MoEMethod(FP8 | {"strategy": "channel"}, FP8 | TOKEN),
+    "nvfp4": lambda: torch_bridge.CompressedTensorsW4A4Nvfp4MoEMethod(),
+    "nvfp4_a16": lambda: torch_bridge.CompressedTensorsW4A4Nvfp4MoEMethod(None, "experts", use_a16=True),
+    "w4a8_int8_channel": lambda: torch_bridge.CompressedTensorsW4A8Int8MoEMethod(
+        INT4 | {"strategy": "channel"}, INT8_TOKEN
+    ),
+    "w4a16_g32": lambda: torch_bridge.CompressedTensorsWNA16MarlinMoEMethod(
+        INT4 | {"strategy": "group", "group_size": 32}, None
+    ),
+    "int8_w8a16": lambda: torch_bridge.Int8OnlineMoEMethod(layer=None),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_by_their_names(name):
+    """The surface of each: scheme, properties, hooks that refuse, apply = route + experts = monolithic."""
+    method = METHODS[name]()
+    assert method.scheme.name == name and isinstance(method, torch_bridge.FusedMoEMethodBase)
+    assert method.is_monolithic and method.supports_internal_mk and method.topk_indices_dtype == torch.int32
+    assert not (method.supports_eplb or method.has_unpadded_output or method.skip_forward_padding)
+    assert method.use_global_sf == (name == "nvfp4")
+    with pytest.raises(ValueError, match=rf"{type(method).__name__} uses its own kernels"):
+        method.maybe_make_prepare_finalize()
+    with pytest.raises(NotImplementedError, match=r"no GEMM to select"):
+        method.select_gemm_impl(None, torch.nn.Module())
+    layer = bridge_layer(method)
+    layer.load_weights(torch_pairs(plain_arrays() if method.uses_meta_device else stored_arrays(name)))
+    layer.process_weights_after_loading()
+    config = method.get_fused_moe_quant_config(layer)
+    assert config.weight_dtype == method.scheme.weights.element and config.w1_scale is not None
+    x, z = inputs(4, dtype=torch.float32)
+    weights, ids = layer.select_experts(x, z)
+    assert ids.dtype == torch.int32 and ids.shape == (4, K)
+    torch.testing.assert_close(method.apply(layer, x, weights, ids), method.apply_monolithic(layer, x, z))
+
+
+def test_int8_online_exports_its_own_scale_names():
+    """M36: w13_scale and w2_scale out and in."""
+    layer = bridge_layer(torch_bridge.Int8OnlineMoEMethod(layer=None))
+    layer.load_weights(torch_pairs(plain_arrays()))
+    state = layer.state_dict()
+    assert set(state) == {"w13_weight", "w13_scale", "w2_weight", "w2_scale"}
+    again = bridge_layer(torch_bridge.Int8OnlineMoEMethod(layer=layer))
+    again.load_state_dict(state)
+    again.process_weights_after_loading()
+    assert bits(again.w13_weight_scale) == bits(state["w13_scale"])
+
+
+def test_scheme_checks():
+    """M157, M173, M175, M191: each method refuses what is another's, in one line."""
+    w4a8, fp8 = torch_bridge.CompressedTensorsW4A8Int8MoEMethod, torch_bridge.CompressedTensorsW8A8Fp8MoEMethod
+    wna16, channel = torch_bridge.CompressedTensorsWNA16MarlinMoEMethod, {"strategy": "channel"}
+    for call, message in (
+        (lambda: w4a8(INT4 | channel, INT8_TOKEN | {"dynamic": False}), "have to be dynamic per token"),
+        (lambda: w4a8(INT4 | channel | {"num_bits": 8}, INT8_TOKEN), "have to be 4 bits, found 8"),
+        (lambda: fp8(FP8 | channel, FP8 | {"strategy": "tensor", "dynamic": False}), "static activation scales"),
+        (lambda: fp8(INT4 | channel, None), "have to be 8-bit floats"),
+        (lambda: wna16(INT4 | channel, INT8_TOKEN), "without quantized activations"),
+        (lambda: torch_bridge.Int8OnlineMoEMethod(scheme="fp8_channel"), "expected 'int8_w8a16'"),
+        (lambda: torch_bridge.OnlineMoEMethodBase(scheme="nvfp4"), "needs input scales"),
+    ):
+        with pytest.raises(ValueError, match=message) as raised:
+            call()
+        assert "\n" not in str(raised.value)
+    with pytest.raises(TypeError, match="expected QuantizationArgs"):
+        fp8(3, None)
+
+
+def test_arguments_of_compressed_tensors():
+    """Its own objects say the same as dicts."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    args = quantization.QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32)
+    method = torch_bridge.CompressedTensorsWNA16MarlinMoEMethod(args, None)
+    assert method.scheme.name == "w4a16_g32" and method.packed_factor == 8 and method.strategy == "group"
+
+
+class Int8PerTensor:
+    """Callbacks of someone else: one int8 scale for an expert's matrix, computed in torch."""
+
+    def create_scale_tensors(self, layer, num_experts, intermediate_size_per_partition, hidden_size):
+        return tuple(torch.nn.Parameter(torch.zeros(num_experts), requires_grad=False) for _ in range(2))
+
+    def get_quantized_dtype(self):
+        return torch.int8
+
+    def quantize_expert(self, weight):
+        scale = weight.float().abs().max() / 127
+        return (weight.float() / scale).round().to(torch.int8), scale
+
+    def setup_kernel(self, layer, w13, w2, w13_scale, w2_scale):
+        self.calls = getattr(self, "calls", 0) + 1
+        for name, weight in (("w13_weight", w13), ("w2_weight", w2)):
+            torch_bridge.replace_parameter(layer, name, weight)
+
+
+class OwnMethod(torch_bridge.FusedMoEMethodBase):
+    """A method that composes the helper and computes in torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.helper = torch_bridge.MoeOnlineWeightQuantizer(Int8PerTensor())
+
+    def create_weights(self, layer, *args, **kwargs):
+        self.helper.create_weights(layer, *args, **kwargs)
+
+    def process_weights_after_loading(self, layer):
+        self.helper.process_weights_after_loading(layer)
+
+    def get_fused_moe_quant_config(self, layer):
+        return None
+
+    def apply(self, layer, x, topk_weights, topk_ids, shared_experts_input=None):
+        w13 = layer.w13_weight.float() * layer.w13_weight_scale[:, None, None]
+        w2 = layer.w2_weight.float() * layer.w2_weight_scale[:, None, None]
+        gate, up = torch.einsum("th,ekh->tek", x.float(), w13).chunk(2, -1)
+        out = torch.einsum("tei,ehi->teh", torch.nn.functional.silu(gate) * up, w2)
+        chosen = out.gather(1, topk_ids.long()[..., None].expand(-1, -1, out.shape[-1]))
+        return (chosen * topk_weights[..., None]).sum(1).to(x.dtype)
+
+
+def test_callbacks_quantize_when_the_last_tensor_comes():
+    """M2 to M6, M16, M18: placeholders without memory, one call of setup_kernel, scales filled in place."""
+    layer = bridge_layer(OwnMethod())
+    assert layer.w13_weight.is_meta and not layer.w13_weight_scale.is_meta
+    callbacks, arrays = layer.quant_method.helper.callbacks, plain_arrays()
+    assert isinstance(callbacks, torch_bridge.MoeOnlineQuantizer)
+    parameters = dict(layer.named_parameters())
+    for (expert, shard, _), array in arrays.items():
+        assert not hasattr(callbacks, "calls")
+        param = parameters["w2_weight" if shard == "w2" else "w13_weight"]
+        (_, tensor), *_ = torch_pairs({(expert, shard, "weight"): array})
+        assert param.weight_loader(param, tensor, "weight", shard, expert, return_success=True)
+    layer.process_weights_after_loading()
+    assert callbacks.calls == 1 and layer.w13_weight.dtype == torch.int8
+    gate_up = torch.cat([torch_pairs({(1, s, "weight"): arrays[1, s, "weight"]})[0][1] for s in ("w1", "w3")])
+    scale = gate_up.float().abs().max() / 127
+    assert layer.w13_weight_scale[1] == scale
+    assert torch.equal(layer.w13_weight[1], (gate_up.float() / scale).round().to(torch.int8))
+    with pytest.raises(TypeError, match="expected create_scale_tensors"):
+        torch_bridge.MoeOnlineWeightQuantizer(object())
+
+
+def test_callbacks_without_a_checkpoint_get_dummy_values():
+    layer = bridge_layer(OwnMethod())
+    with pytest.warns(UserWarning, match="dummy values"):
+        layer.process_weights_after_loading()
+    assert 0 < float(layer.w2_weight_scale.max()) < 1e-3 / 127 * 1.01
+
+
+def test_expert_weights_as_rows():
+    """M104: every per-expert leaf as (E, -1), sharing memory with the parameters."""
+    layer = loaded_bridge("fp8_channel", stored_arrays("fp8_channel"))
+    views = layer.get_expert_weights()
+    assert {v.data_ptr() for v in views} == {p.data_ptr() for p in layer.parameters()}
+    assert sorted(v.shape for v in views) == sorted([(E, 2 * I * H), (E, 2 * I), (E, H * I), (E, H)])
+    with pytest.raises(NotImplementedError, match="EPLB is not built"):
+        layer.set_eplb_state()
