@@ -24,8 +24,8 @@ PACKED = [name for name, scheme in SCHEMES.items() if packed_format(scheme, "bfl
 PACKED += ["w4a16_g32_asym_unpacked", "w4a8_int8_g64_packed", "w3a16_channel_asym", "w5a16_g32"]
 USUAL = ("nvfp4_modelopt", "w4a16_g32_asym", "w4a8_int8")
 EVERY = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in PACKED]
-# Of a row's norm: hidden values rounded to bfloat16, which with quantized activations may change a code.
-ERROR = {None: 0.01, "int8": 0.02, "e4m3": 0.06, "e2m1": 0.12}
+# Of a row's norm: hidden values rounded to bfloat16, which may change a code, by 1/4 of the value for e2m1.
+ERROR = {None: 0.01, "int8": 0.02, "e4m3": 0.06, "e2m1": 0.25}
 
 
 @functools.cache
