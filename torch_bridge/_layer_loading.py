@@ -141,7 +141,7 @@ class LoadingMixin(torch.nn.Module):
 
     def load_dummy_weights(self) -> None:
         """Stand-in values where nothing is loaded, uniform in +-1e-3 with seed 1234; the scheme quantizes them."""
-        loader = self.new_loader(online=self.quant_method.scheme.is_quantized)
+        loader = self.new_loader(online=self.quant_method.scheme.is_quantized, fused_layout="out_in")
         loader.fill_dummy()
         self._loader = None
         self.install(self.finished(loader))

@@ -178,7 +178,7 @@ class MoeOnlineWeightQuantizer:
         self._processed = True
 
     def _new_loader(self, layer: "FusedMoE") -> RankLoader:
-        return RankLoader(layer.moe_config, layer.rank, method_for(None))
+        return RankLoader(layer.moe_config, layer.rank, method_for(None), fused_layout="out_in")
 
     def _loader_for(self, layer: "FusedMoE") -> Any:
         def weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
