@@ -176,6 +176,8 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
         budget = min(budget, 80)  # twice as many scales and addresses beside them: 96 spill
     if (needed := sum_registers(desc, config)) > budget:
         return f"block_m={config.block_m}: {needed} registers of sums, {budget} with {config.num_consumers} consumers"
+    if config.num_consumers == 4 and config.step_blocks > 2 and needed > 16:
+        return f"step_blocks={config.step_blocks}: with {needed} registers of sums and 4 consumers ptxas serializes"
     if config.num_stages < 2:
         return f"num_stages={config.num_stages}: at least 2, one loading while one is multiplied"
     if (needed := shared_memory(desc, config)) > SMEM_BYTES:
