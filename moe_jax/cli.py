@@ -284,3 +284,7 @@ def progress_bar(label: str, unit: str = "layer"):
 
 
 ProgressCallback = Callable[[int, int], None]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -46,8 +46,8 @@ def fused_moe(
 ) -> Any:
     """Route every token to its experts and return the weighted sum of their outputs.
 
-    x: (T, H), any float dtype; computation follows ``config.dtype``, sums over experts are float32, and the result is
-        rounded once to x's dtype.
+    x: (T, H), floats of 16 or 32 bits; computation follows ``config.dtype``, sums over experts are float32, and the
+        result is rounded once to x's dtype.
     router_logits: (T, E), with zero experts (T, E + Z). routing: arrays of the router, see ``RoutingParams``.
     token_mask: (T,), False for padding: such a token returns exact zeros, counts for no expert and costs no work.
     token_ids: (T,), for routers that look tokens up.
@@ -174,6 +174,10 @@ def _check_call(x: Array, weights: ExpertWeights, config: MoEConfig, placement: 
         raise NotImplementedError("placement: experts spread over a mesh are not built yet; pass placement=None")
     label = f"{config.name}: " if config.name else ""
     check_array(f"{label}x", x, jnp.floating, f"(T, {config.hidden_size})")
+    if x.dtype.itemsize < 2:
+        raise TypeError(
+            f"{label}x has dtype {x.dtype}, expected floats of 16 or 32 bits, since the output has x's dtype; cast x"
+        )
     if x.ndim != 2 or x.shape[1] != config.hidden_size:
         raise ValueError(f"{label}x has shape {x.shape}, expected (T, {config.hidden_size})")
     if token_mask is not None:

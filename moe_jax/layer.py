@@ -222,7 +222,7 @@ class FusedMoE(nnx.Module):
         """Route every token to its experts and return the weighted sum.
 
         Args:
-            x: (..., H) in any float dtype; computation runs in ``dtype`` and the result has x's dtype.
+            x: (..., H), floats of 16 or 32 bits; computation runs in ``dtype`` and the result has x's dtype.
             router_logits: (..., E) any float dtype, or None when the layer owns a router.
             token_mask: (...,) bool, False for padding: such tokens cost nothing and return 0.
             token_ids: (...,) int, needed by hash routing only.

@@ -285,6 +285,7 @@ def call(config=None, *, weights=None, x=None, ids=None, **options):
         (ValueError, "one or more of mosaic, xla, reference", lambda: call(cases.make_config(implementation=("x",)))),
         (ValueError, "expected one or more of", lambda: call(cases.make_config(implementation=()))),
         (NotImplementedError, "mosaic: computes in", lambda: call(cases.make_config(implementation=("mosaic",)))),
+        (TypeError, "x has dtype float8_e4m3fn", lambda: call(x=jnp.zeros((3, cases.H), jnp.float8_e4m3fn))),
         (TypeError, "topk_ids has dtype float32", lambda: call(ids=jnp.ones((3, 2)))),
         (TypeError, "topk_ids has dtype bool", lambda: call(ids=jnp.ones((3, 2), bool))),
     ],

@@ -60,8 +60,14 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
-    """The tensor as JAX sees it, on its own device, without a copy where the layout allows one to be avoided."""
+    """The tensor as JAX sees it, on its own device, without a copy where the layout allows one to be avoided.
+
+    64-bit integers become 32-bit ones; what they cannot hold becomes their extremes, so that it stays out of range.
+    """
     tensor = tensor.detach()
+    if tensor.dtype == torch.int64:
+        narrow = torch.iinfo(torch.int32)
+        tensor = tensor.clamp(narrow.min, narrow.max).to(torch.int32)
     try:
         return jax.dlpack.from_dlpack(tensor)
     except (BufferError, RuntimeError, ValueError):  # strides that overlap or leave gaps

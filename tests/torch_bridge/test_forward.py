@@ -98,6 +98,13 @@ def test_what_has_to_be_copied():
         np.testing.assert_array_equal(np.asarray(array), tensor.numpy())
 
 
+def test_ids_beyond_32_bits_stay_out_of_range():
+    extremes = torch.tensor([2**63 - 1, -(2**63), 2**32, 2**32 + 1, -(2**32), -1, 7])
+    largest, least = 2**31 - 1, -(2**31)
+    found = np.asarray(to_jax(extremes)).tolist()
+    assert found == [largest, least, largest, largest, least, -1, 7]
+
+
 def test_writing_into_x_after_the_call_changes_nothing():
     """x shares memory with the computation, so the call must be over when it returns."""
     layer = loaded_bridge("bf16", plain_arrays())
