@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from moe_jax import _experts_mosaic, _experts_reference, _experts_xla
 from moe_jax._config import MoEConfig
@@ -163,7 +164,10 @@ def in_best_layout(config: MoEConfig, weights: ExpertWeights) -> ExpertWeights:
     """
     platform = jax.default_backend()
     leaves = jax.tree.leaves(weights)
-    is_here = all(isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == 1 for leaf in leaves)
+    is_here = all(
+        isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and len(leaf.sharding.device_set) == 1
+        for leaf in leaves
+    )
     if not is_here or order_of(config, platform)[0] != "mosaic" or not weights.w13.layout.is_plain:
         return weights
     if packed_format(weights.scheme, config.dtype) is None:
