@@ -37,9 +37,9 @@ SLOW = {
 SCHEMES = QUICK | SLOW
 
 
-def quick(*names, also=()):
-    """Parameters: those not among ``QUICK`` and ``also`` are slow."""
-    return [name if name in (*QUICK, *also) else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def quick(*names):
+    """Parameters: those not among ``QUICK`` are slow."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def expert_matrices(directory):
@@ -127,11 +127,11 @@ def test_config_has_the_keys_of_compressed_tensors(tmp_path, scheme):
 
 
 # T14 of the formats' notes: transformers 5.23 still cannot read these for models of experts.
+# transformers 5.23 loads nvfp4_a16, but its fused experts are then not what compressed-tensors decompresses (above).
 NOT_READ_BY_TRANSFORMERS = ("int8_w8a8", "w4a8_int8", "w4a16_g128_asym", "mxfp8", "fp8_block")
 READ_BY_TRANSFORMERS = {
     **dict.fromkeys(("fp8_channel", "w4a16_g128", "mxfp4"), 2e-3),
     **dict.fromkeys(("w4a16_channel", "w8a16_channel", "w4a8_fp8", "fp8_tensor"), 2e-3),
-    "nvfp4_a16": 2e-2,  # it rounds their weights to bfloat16
 }
 IDS = [5, 17, 30, 3, 21, 8]
 
@@ -149,7 +149,7 @@ def without_activations(directory):
     path.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("scheme", quick(*READ_BY_TRANSFORMERS, also=("nvfp4_a16",)))
+@pytest.mark.parametrize("scheme", quick(*READ_BY_TRANSFORMERS))
 def test_transformers_agrees(source, tmp_path, scheme):
     """It dequantizes and leaves activations alone, so ours must as well here."""
     moe_jax.quantize_checkpoint(source("even"), tmp_path / "out", scheme=scheme)
