@@ -33,6 +33,7 @@ from pallas_kernels.common import mosaic
 from pallas_kernels.grouped_gemm.config import SCALE_GROUP, GemmConfig, GemmDesc
 from pallas_kernels.grouped_gemm.epilogue_sm90 import TileVectors, store_tile
 from pallas_kernels.grouped_gemm.operands import operand_names
+from pallas_kernels.grouped_gemm.persistent_sm90 import launch, run_tiles
 from pallas_kernels.grouped_gemm.pipeline_sm90 import (
     Scratch,
     k_steps,
@@ -42,7 +43,6 @@ from pallas_kernels.grouped_gemm.pipeline_sm90 import (
     scratch_types,
     skip,
 )
-from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
 
 # (consumer, producer) registers a thread, by number of consumers. Asking for more than 3 x 168 together never returns;
 # with one consumer every thread enters with up to 255 and keeps them.
@@ -59,16 +59,7 @@ def grouped_gemm_sm90(desc: GemmDesc, config: GemmConfig) -> Callable[[Mapping[s
     out: Any = jax.ShapeDtypeStruct((desc.rows, desc.n), desc.stored_dtype)
     if desc.requantize == "group":
         out = (out, jax.ShapeDtypeStruct((-(-desc.n // SCALE_GROUP), desc.rows), jnp.float32))
-    call = plgpu.kernel(
-        functools.partial(_kernel, desc, config),
-        out_type=out,
-        grid=(config.num_sms,),
-        grid_names=("block",),
-        num_threads=config.num_consumers + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch_types(desc, config),
-        compiler_params=mosaic.compiler_params(),
-    )
+    call = launch(functools.partial(_kernel, desc, config), config, out, scratch_types(desc, config))
     return lambda operands: call(*(operands[name] for name in operand_names(desc)))
 
 
@@ -77,62 +68,48 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
     operands = dict(zip(names, refs, strict=False))
     out, *out_scale = refs[len(names) :]
     scratch = Scratch(**allocated)
-    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-    column_tiles = -(-desc.n // config.block_n)
-    row_tiles = operands["num_tiles"][0]
-    steps = k_steps(desc, row_tiles)
-    num_tiles = tiles_of_block(block, row_tiles * column_tiles, config.num_sms)
-    registers = _REGISTERS[config.num_consumers]
+    warpgroup = lax.axis_index("warpgroup")
+    steps = k_steps(desc, operands["num_tiles"][0])
 
-    def tile(t):
-        m, n = tile_index(block + t * config.num_sms, row_tiles, column_tiles, config.band)
-        return m, n, operands["tile_expert"][m]
+    def consume(m, n, e, count):
+        in_use = operands["tile_rows"][m] - warpgroup * 64 if desc.has_tile_rows else None
 
-    @pl.when(warpgroup == config.num_consumers)
-    def _():
-        if registers:
-            plgpu.set_max_registers(registers[1], action="decrease")
-        produce(desc, config, operands, scratch, steps, num_tiles, tile)
+        def compute():
+            multiply_tile = multiply_promoted if desc.is_block_scaled else multiply
+            parts = multiply_tile(desc, config, operands, scratch, warpgroup, steps, count, n, e)
+            if scratch.vectors_full is not None:
+                plgpu.barrier_wait(scratch.vectors_full)
+            store_tile(
+                desc,
+                config,
+                parts,
+                _tile_vectors(desc, operands, scratch, warpgroup, e),
+                staging=scratch.staging.at[warpgroup],
+                out=out,
+                out_scale=out_scale[0] if out_scale else None,
+                row=m * config.block_m + warpgroup * 64,
+                column_tile=n,
+                in_use=in_use,
+            )
+            if scratch.vectors_full is not None:
+                plgpu.barrier_arrive(scratch.vectors_empty)
 
-    @pl.when(warpgroup < config.num_consumers)
-    def _():
-        if registers:
-            plgpu.set_max_registers(registers[0], action="increase")
+        if desc.has_tile_rows and config.num_consumers > 1:
+            # The second half of an expert's last tile is often empty: leave the tensor core to the first.
+            pl.when(in_use > 0)(compute)
+            pl.when(in_use <= 0)(lambda: skip(desc, config, scratch, steps, count))
+        else:
+            compute()
 
-        def one_tile(t, count):
-            m, n, e = tile(t)
-            in_use = operands["tile_rows"][m] - warpgroup * 64 if desc.has_tile_rows else None
-
-            def compute():
-                multiply_tile = multiply_promoted if desc.is_block_scaled else multiply
-                parts = multiply_tile(desc, config, operands, scratch, warpgroup, steps, count, n, e)
-                if scratch.vectors_full is not None:
-                    plgpu.barrier_wait(scratch.vectors_full)
-                store_tile(
-                    desc,
-                    config,
-                    parts,
-                    _tile_vectors(desc, operands, scratch, warpgroup, e),
-                    staging=scratch.staging.at[warpgroup],
-                    out=out,
-                    out_scale=out_scale[0] if out_scale else None,
-                    row=m * config.block_m + warpgroup * 64,
-                    column_tile=n,
-                    in_use=in_use,
-                )
-                if scratch.vectors_full is not None:
-                    plgpu.barrier_arrive(scratch.vectors_empty)
-
-            if desc.has_tile_rows and config.num_consumers > 1:
-                # The second half of an expert's last tile is often empty: leave the tensor core to the first.
-                pl.when(in_use > 0)(compute)
-                pl.when(in_use <= 0)(lambda: skip(desc, config, scratch, steps, count))
-            else:
-                compute()
-            return count + steps
-
-        lax.fori_loop(0, num_tiles, one_tile, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
+    run_tiles(
+        config,
+        operands,
+        -(-desc.n // config.block_n),
+        steps,
+        registers=_REGISTERS[config.num_consumers],
+        produce=functools.partial(produce, desc, config, operands, scratch, steps),
+        consume=consume,
+    )
 
 
 def _tile_vectors(desc: GemmDesc, operands: Mapping[str, Any], scratch: Scratch, warpgroup: Any, e: Any) -> TileVectors:

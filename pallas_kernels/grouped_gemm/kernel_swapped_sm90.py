@@ -26,24 +26,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import mosaic
 from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc
 from pallas_kernels.grouped_gemm.operands import operand_names
+from pallas_kernels.grouped_gemm.persistent_sm90 import launch, run_tiles
 from pallas_kernels.grouped_gemm.pipeline_sm90 import Scratch, k_steps, produce, scratch_types
-from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
 
 CHANNELS = 64  # of a consumer, in each half
 
 
 def grouped_gemm_swapped_sm90(desc: GemmDesc, config: GemmConfig) -> Callable[[Mapping[str, Any]], Any]:
     """The kernel for ``desc``, a function of the operands by name. config must pass ``config_error``."""
-    call = plgpu.kernel(
-        functools.partial(_kernel, desc, config),
-        out_type=jax.ShapeDtypeStruct((desc.rows, desc.n), desc.stored_dtype),
-        grid=(config.num_sms,),
-        grid_names=("block",),
-        num_threads=config.num_consumers + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch_types(desc, config),
-        compiler_params=mosaic.compiler_params(),
-    )
+    out = jax.ShapeDtypeStruct((desc.rows, desc.n), desc.stored_dtype)
+    call = launch(functools.partial(_kernel, desc, config), config, out, scratch_types(desc, config))
     return lambda operands: call(*(operands[name] for name in operand_names(desc)))
 
 
@@ -51,43 +43,34 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
     operands = dict(zip(operand_names(desc), refs, strict=False))
     out = refs[-1]
     scratch = Scratch(**allocated)
-    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-    column_tiles = -(-desc.n // config.block_n)
-    row_tiles = operands["num_tiles"][0]
-    steps = k_steps(desc, row_tiles)
-    num_tiles = tiles_of_block(block, row_tiles * column_tiles, config.num_sms)
+    warpgroup = lax.axis_index("warpgroup")
+    steps = k_steps(desc, operands["num_tiles"][0])
 
-    def tile(t):
-        m, n = tile_index(block + t * config.num_sms, row_tiles, column_tiles, config.band)
-        return m, n, operands["tile_expert"][m]
+    def consume(m, n, e, count):
+        parts = _multiply(desc, config, scratch, warpgroup, steps, count)
+        if scratch.vectors_full is not None:
+            plgpu.barrier_wait(scratch.vectors_full)
+        value = _epilogue(desc, operands, scratch, parts, warpgroup, e)
+        if scratch.vectors_full is not None:
+            plgpu.barrier_arrive(scratch.vectors_empty)
+        staging = scratch.staging.at[warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging.transpose((1, 0))[...] = plgpu.layout_cast(
+            value.astype(desc.stored_dtype), plgpu.Layout.WGMMA_TRANSPOSED
+        )
+        plgpu.commit_smem()
+        columns = pl.ds(n * config.block_n + warpgroup * CHANNELS, CHANNELS)
+        plgpu.copy_smem_to_gmem(staging, out.at[pl.ds(m * config.block_m, config.block_m), columns])
 
-    @pl.when(warpgroup == config.num_consumers)
-    def _():
-        produce(desc, config, operands, scratch, steps, num_tiles, tile)
-
-    @pl.when(warpgroup < config.num_consumers)
-    def _():
-
-        def one_tile(t, count):
-            m, n, e = tile(t)
-            parts = _multiply(desc, config, scratch, warpgroup, steps, count)
-            if scratch.vectors_full is not None:
-                plgpu.barrier_wait(scratch.vectors_full)
-            value = _epilogue(desc, operands, scratch, parts, warpgroup, e)
-            if scratch.vectors_full is not None:
-                plgpu.barrier_arrive(scratch.vectors_empty)
-            staging = scratch.staging.at[warpgroup]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            staging.transpose((1, 0))[...] = plgpu.layout_cast(
-                value.astype(desc.stored_dtype), plgpu.Layout.WGMMA_TRANSPOSED
-            )
-            plgpu.commit_smem()
-            columns = pl.ds(n * config.block_n + warpgroup * CHANNELS, CHANNELS)
-            plgpu.copy_smem_to_gmem(staging, out.at[pl.ds(m * config.block_m, config.block_m), columns])
-            return count + steps
-
-        lax.fori_loop(0, num_tiles, one_tile, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
+    run_tiles(
+        config,
+        operands,
+        -(-desc.n // config.block_n),
+        steps,
+        registers=None,
+        produce=functools.partial(produce, desc, config, operands, scratch, steps),
+        consume=consume,
+    )
 
 
 def _multiply(

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
-from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
+from pallas_kernels.grouped_gemm.persistent_sm90 import launch, run_tiles
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
 from pallas_kernels.grouped_gemm_packed.config import REGISTERS, PackedConfig, PackedDesc, is_promoted
 from pallas_kernels.grouped_gemm_packed.pipeline_sm90 import (
@@ -42,16 +42,8 @@ def grouped_gemm_packed_sm90(desc: PackedDesc, config: PackedConfig) -> Callable
     """The kernel for ``desc``, a function of the operands by name (``operand_names``) that returns (rows, N). config
     must pass ``config_error``. Rows of tiles from num_tiles on are not written.
     """
-    call = plgpu.kernel(
-        functools.partial(_kernel, desc, config),
-        out_type=jax.ShapeDtypeStruct((desc.rows, desc.n), desc.out_dtype),
-        grid=(config.num_sms,),
-        grid_names=("block",),
-        num_threads=config.num_consumers + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch_types(desc, config),
-        compiler_params=mosaic.compiler_params(),
-    )
+    out = jax.ShapeDtypeStruct((desc.rows, desc.n), desc.out_dtype)
+    call = launch(functools.partial(_kernel, desc, config), config, out, scratch_types(desc, config))
     return lambda operands: call(*(operands[name] for name in operand_names(desc)))
 
 
@@ -76,50 +68,36 @@ def _kernel(desc: PackedDesc, config: PackedConfig, *refs: Any, **allocated: Any
     *inputs, out = refs[: len(operand_names(desc)) + 1]
     operands = dict(zip(operand_names(desc), inputs, strict=True))
     scratch = Scratch(**allocated)
-    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-    column_tiles = -(-desc.channel_blocks // config.num_consumers)
-    row_tiles = operands["num_tiles"][0]
-    steps = k_steps(desc, config, row_tiles)
-    num_tiles = tiles_of_block(block, row_tiles * column_tiles, config.num_sms)
-    registers = REGISTERS[config.num_consumers]
+    warpgroup = lax.axis_index("warpgroup")
+    steps = k_steps(desc, config, operands["num_tiles"][0])
 
-    def tile(t):
-        m, n = tile_index(block + t * config.num_sms, row_tiles, column_tiles, config.band)
-        return m, n, operands["tile_expert"][m]
+    def consume(m, n, e, count):
+        channel = n * config.num_consumers + warpgroup
+        # Past the last block nothing is stored, but the vectors must lie inside their arrays.
+        last = lax.min(channel, jnp.int32(desc.channel_blocks - 1))
+        vectors = _vectors(desc, operands, e, last)
+        multiply_tile = multiply_promoted if is_promoted(desc, config) else multiply
+        sums = multiply_tile(desc, config, scratch, warpgroup, steps, count)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        rows = config.block_m // len(sums[0])
+        for index, piece in enumerate(zip(*sums, strict=True)):
+            first = m * config.block_m + index * rows
+            value = _epilogue(desc, piece, vectors, operands, first).astype(desc.out_dtype)
+            staging = scratch.staging.at[warpgroup, pl.ds(index * rows, rows)]
+            staging.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        target = out.at[pl.ds(m * config.block_m, config.block_m), pl.ds(channel * BLOCK_N, BLOCK_N)]
+        plgpu.copy_smem_to_gmem(scratch.staging.at[warpgroup], target)
 
-    @pl.when(warpgroup == config.num_consumers)
-    def _():
-        if registers:
-            plgpu.set_max_registers(registers[1], action="decrease")
-        produce(desc, config, operands, scratch, steps, num_tiles, tile)
-
-    @pl.when(warpgroup < config.num_consumers)
-    def _():
-        if registers:
-            plgpu.set_max_registers(registers[0], action="increase")
-
-        def one_tile(t, count):
-            m, n, e = tile(t)
-            channel = n * config.num_consumers + warpgroup
-            # Past the last block nothing is stored, but the vectors must lie inside their arrays.
-            last = lax.min(channel, jnp.int32(desc.channel_blocks - 1))
-            vectors = _vectors(desc, operands, e, last)
-            multiply_tile = multiply_promoted if is_promoted(desc, config) else multiply
-            sums = multiply_tile(desc, config, scratch, warpgroup, steps, count)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            rows = config.block_m // len(sums[0])
-            for index, piece in enumerate(zip(*sums, strict=True)):
-                first = m * config.block_m + index * rows
-                value = _epilogue(desc, piece, vectors, operands, first).astype(desc.out_dtype)
-                staging = scratch.staging.at[warpgroup, pl.ds(index * rows, rows)]
-                staging.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
-            plgpu.commit_smem()
-            target = out.at[pl.ds(m * config.block_m, config.block_m), pl.ds(channel * BLOCK_N, BLOCK_N)]
-            plgpu.copy_smem_to_gmem(scratch.staging.at[warpgroup], target)
-            return count + steps
-
-        lax.fori_loop(0, num_tiles, one_tile, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
+    run_tiles(
+        config,
+        operands,
+        -(-desc.channel_blocks // config.num_consumers),
+        steps,
+        registers=REGISTERS[config.num_consumers],
+        produce=functools.partial(produce, desc, config, operands, scratch, steps),
+        consume=consume,
+    )
 
 
 def _vectors(desc: PackedDesc, operands: Mapping[str, Any], e: Any, block: Any) -> list[dict[str, Any]]:
