@@ -276,6 +276,14 @@ def _quantization(scheme: Scheme) -> str | None:
         return "none"
     if activations is None:
         return None
+    is_plain = weights.symmetric and weights.packing is None and weights.scale == "float32"
+    if (
+        not is_plain
+        or not activations.symmetric
+        or activations.scale != "float32"
+        or activations.amax_bound is not None
+    ):
+        return None
     kinds = {
         ("e4m3", Strategy.TENSOR, "e4m3", Strategy.TENSOR): "e4m3_tensor",
         ("e4m3", Strategy.TENSOR, "e4m3", Strategy.TOKEN): "e4m3_row",

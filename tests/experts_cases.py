@@ -1,5 +1,6 @@
 """Layers of experts for tests: configs, random weights in any scheme, routing that visits every expert."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax import MoEConfig, Scheme
-from moe_jax.quantization import method_for
+from moe_jax.quantization import SCHEMES, method_for
 
 # Just off multiples of 8 and 128: two ragged blocks along H and along I.
 E, K, H, I = 5, 2, 152, 136  # noqa: E741
@@ -42,6 +43,26 @@ def make_weights(config, seed=0):
         leaves["w13_input_scale"] = jnp.asarray(rng.uniform(1.5, 2.5, (e, g)) / 448, jnp.float32)
         leaves["w2_input_scale"] = jnp.asarray(rng.uniform(2.0, 4.0, (e,)) / 448, jnp.float32)
     return method.process_weights_after_loading(leaves, config)
+
+
+def make_calibrated_weights(config):
+    """``make_weights``, with stored global scales for its inputs where the scheme has them (NVFP4): the weights of the
+    dynamic scheme, ranges that clip nothing.
+    """
+    acts = config.scheme.activations
+    if acts is None or acts.global_scale not in ("divides", "multiplies"):
+        return make_weights(config)
+    weights = make_weights(dataclasses.replace(config, scheme=SCHEMES["nvfp4_dynamic"]))
+    divides = acts.global_scale == "divides"
+    scale = jnp.float32(2688.0 / 40.0 if divides else 40.0 / 2688.0)
+    changes = {}
+    for name in ("w13", "w2"):
+        tensor = getattr(weights, name)
+        global_scale = tensor.global_scale if divides else 1.0 / tensor.global_scale
+        changes[name] = dataclasses.replace(
+            tensor, fmt=config.scheme.weights, global_scale=global_scale, input_scale=scale
+        )
+    return dataclasses.replace(weights, scheme=config.scheme, **changes)
 
 
 def make_routing(num_tokens, top_k=K, num_experts=E, seed=1):

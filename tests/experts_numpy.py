@@ -1,4 +1,4 @@
-"""A layer of experts in NumPy float64, token after token, slot after slot: the independent judge of moe_jax.experts.
+"""A layer of experts in NumPy float64, expert after expert, slot after slot: the independent judge of moe_jax.experts.
 
 Nothing of moe_jax computes here; formats are re-implemented from spec 8.3, 8.4 and activations from spec 3.3. Codes are
 rounded from float64 values, so where the library rounds from float32 a value on the border may fall on either side.
@@ -23,25 +23,26 @@ def experts_numpy(x, topk_weights, topk_ids, weights, config):
     pairs = [(t, k) for t in range(ids.shape[0]) for k in range(ids.shape[1]) if 0 <= ids[t, k] < config.num_experts]
     inputs = {tk: x[tk[0]] * (p[tk] if config.apply_router_weight_on_input else 1.0) for tk in pairs}
     inputs = _quantized(inputs, acts, weights.w13.input_scale)
+    experts = {e: [tk for tk in pairs if ids[tk] == e] for e in sorted({int(ids[tk]) for tk in pairs})}
     hidden = {}
-    for t, k in pairs:
-        w13 = _matrix(weights.w13, ids[t, k])  # (G, I, H)
-        h = w13 @ inputs[t, k]
+    for e, own in experts.items():
+        h = np.moveaxis(_matrix(weights.w13, e) @ np.stack([inputs[tk] for tk in own]).T, -1, 1)  # (G, rows, I)
         if weights.w13_bias is not None:
-            h = h + np.asarray(weights.w13_bias[ids[t, k]]).astype(np.float64)
-        hidden[t, k] = activation_numpy(h, config)
+            h = h + np.asarray(weights.w13_bias[e]).astype(np.float64)[:, None]
+        hidden |= dict(zip(own, activation_numpy(h, config), strict=True))
     hidden = _quantized(hidden, acts, weights.w2.input_scale)
     y = np.zeros_like(x)
-    for t, k in pairs:
-        out = _matrix(weights.w2, ids[t, k]) @ hidden[t, k]
+    for e, own in experts.items():
+        out = np.stack([hidden[tk] for tk in own]) @ _matrix(weights.w2, e).T
         if weights.w2_bias is not None:
-            out = out + np.asarray(weights.w2_bias[ids[t, k]]).astype(np.float64)
-        y[t] += out if config.apply_router_weight_on_input else p[t, k] * out
+            out = out + np.asarray(weights.w2_bias[e]).astype(np.float64)
+        for (t, k), row in zip(own, out, strict=True):
+            y[t] += row if config.apply_router_weight_on_input else p[t, k] * row
     return y
 
 
 def activation_numpy(h, config):
-    """h (G, I) float64 -> (I,); parameters as the config gives them, defaults as the spec does."""
+    """h (G, ..., I) float64 -> (..., I); parameters as the config gives them, defaults as the spec does."""
     name = config.activation.removesuffix("_no_mul")
     gate, up = (h[0], h[1]) if config.is_act_and_mul else (h[0], 1.0)
     limit = config.swiglu_limit

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from helpers import Tolerance
+from kernel_tolerances import product_tolerance
 
 from pallas_kernels.common.activations import Activation
 
@@ -164,15 +165,8 @@ def activation_numpy(activation: Activation, gate: np.ndarray, up: np.ndarray | 
 
 
 def gemm_tolerance(kind: str, out_dtype: Any, *, tensor_core: bool = False) -> Tolerance:
-    """Bound of one row against float64, by its largest value.
-
-    Products are exact; sums are float32 (64 ulp, as in helpers) and the output is rounded once. The fp8 tensor core
-    keeps about 14 bits between the adds of one accumulator: 1/1024 of a row, which promotion every 128 of K does not
-    have.
-    """
-    name = np.dtype(out_dtype).name
-    ulps = {"float32": 64.0, "bfloat16": 2.0, "float16": 2.0}[name]
-    return Tolerance(out_dtype, ulps, 1 / 512 if tensor_core and kind.startswith("fp8") else 0.0)
+    """Bound of one row against float64, by its largest value."""
+    return product_tolerance(KINDS[kind][0], out_dtype, tensor_core=tensor_core)
 
 
 def dequantized(out: Any, columns: int = 128) -> np.ndarray:

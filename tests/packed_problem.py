@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 from gemm_problem import activation_numpy
 from helpers import Tolerance
+from kernel_tolerances import product_tolerance
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm_packed import PackedFormat, pack
@@ -155,13 +156,5 @@ def make_problem(
 
 
 def packed_tolerance(kind: str, out_dtype: Any, *, folded: bool = False, tensor_core: bool = False) -> Tolerance:
-    """Bound of one row against float64, by its largest value.
-
-    Operands are exact, products are exact, sums are float32 (64 ulp, as in helpers), the output is rounded once. Scales
-    folded into operands round each weight to the operand's dtype, 2**-9 of it in bfloat16: over a sum of random signs
-    that is 2**-9 of a typical value of the row. The fp8 tensor core keeps about 14 bits between its adds.
-    """
-    name = np.dtype(out_dtype).name
-    ulps = {"float32": 64.0, "bfloat16": 2.0, "float16": 2.0}[name]
-    coarse = 1 / 512 if tensor_core and KINDS[kind][0].operand == "float8_e4m3fn" else 0.0
-    return Tolerance(out_dtype, ulps, 2.0**-8 if folded else coarse)
+    """Bound of one row against float64, by its largest value."""
+    return product_tolerance(KINDS[kind][0].operand, out_dtype, tensor_core=tensor_core, folded=folded)
