@@ -1,5 +1,9 @@
 """Layers of experts over a device mesh: where experts lie, and how tokens get to them and back."""
 
+from moe_jax.parallel._eplb import EplbPlan, is_rebalance_due, rebalance
+from moe_jax.parallel._eplb_policy import rebalance_experts
+from moe_jax.parallel._eplb_state import EplbState, balancedness
+from moe_jax.parallel._eplb_weights import move_experts
 from moe_jax.parallel._expert_map import (
     RoutingTables,
     determine_expert_map,
@@ -11,11 +15,18 @@ from moe_jax.parallel._expert_map import (
 from moe_jax.parallel._placement import Placement
 
 __all__ = [
+    "EplbPlan",
+    "EplbState",
     "Placement",
     "RoutingTables",
+    "balancedness",
     "determine_expert_map",
     "expert_map_text",
+    "is_rebalance_due",
     "local_expert_ids",
+    "move_experts",
     "physical_to_logical",
+    "rebalance",
+    "rebalance_experts",
     "routing_tables",
 ]
