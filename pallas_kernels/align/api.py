@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.align.config import AlignConfig, AlignDesc, choose_config, config_error, row_capacity
-from pallas_kernels.align.kernel_sm90 import OUTPUTS, align_sm90
+from pallas_kernels.align.config import OUTPUTS, AlignConfig, AlignDesc, choose_config, config_error, row_capacity
 from pallas_kernels.align.reference import align_ref
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
@@ -58,6 +57,9 @@ def align(
         chosen = config or choose_config(desc)
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
+
+        from pallas_kernels.align.kernel_sm90 import align_sm90  # here: importing it loads Pallas
+
         return dict(zip(OUTPUTS, align_sm90(desc, chosen)(flat), strict=True))
 
     found = first_that_runs("align", dict(mosaic=mosaic, reference=lambda: align_ref(desc, flat)), implementation)

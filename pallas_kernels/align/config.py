@@ -2,6 +2,7 @@
 
 import dataclasses
 
+OUTPUTS = ("row_of", "group_sizes", "tile_expert", "tile_rows", "num_tiles")  # of the kernel, in this order
 MAX_EXPERTS = 1024
 MAX_WARPGROUPS = 8  # 1024 threads, the most a block has
 

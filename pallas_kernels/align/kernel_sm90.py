@@ -20,10 +20,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.align.config import AlignConfig, AlignDesc
-from pallas_kernels.common import mosaic, simt
+from pallas_kernels.common import mosaic, simt, sm90
 
 _TOGETHER = 8  # pairs a thread has in flight
-OUTPUTS = ("row_of", "group_sizes", "tile_expert", "tile_rows", "num_tiles")
 
 
 def align_sm90(desc: AlignDesc, config: AlignConfig) -> Callable[[Any], list[Any]]:
@@ -48,7 +47,7 @@ def align_outputs(desc: AlignDesc) -> list[jax.ShapeDtypeStruct]:
 
 def align_scratch(desc: AlignDesc) -> dict[str, Any]:
     """Shared memory of ``align_pairs``, by argument."""
-    experts = -(-desc.num_experts // mosaic.WARPGROUP) * mosaic.WARPGROUP
+    experts = -(-desc.num_experts // sm90.WARPGROUP) * sm90.WARPGROUP
     return dict(counts=plgpu.SMEM((experts,), jnp.int32), ends=plgpu.SMEM((experts,), jnp.int32))
 
 
@@ -56,7 +55,7 @@ def align_pairs(desc: AlignDesc, config: AlignConfig, ids: Any, *outputs: Any, c
     """The work of one block of config.num_warpgroups warpgroups. ids: (P,) int32 in global memory."""
     row_of, group_sizes, tile_expert, tile_rows, num_tiles = outputs
     thread = simt.thread_index()
-    threads = config.num_warpgroups * mosaic.WARPGROUP
+    threads = config.num_warpgroups * sm90.WARPGROUP
     experts = desc.num_experts
 
     def each(total: int, body: Callable[[Any, Any], None]) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.combine.config import CombineConfig, CombineDesc, choose_config, config_error
-from pallas_kernels.combine.kernel_sm90 import combine_sm90
 from pallas_kernels.combine.reference import combine_ref
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
@@ -53,6 +52,9 @@ def combine(
         chosen = config or choose_config(desc, hopper_sms())
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
+
+        from pallas_kernels.combine.kernel_sm90 import combine_sm90  # here: importing it loads Pallas
+
         return combine_sm90(desc, chosen)(rows, row_of, weights, *([] if shared is None else [shared]))
 
     runs = dict(mosaic=mosaic, reference=lambda: combine_ref(desc, rows, row_of, weights, shared))

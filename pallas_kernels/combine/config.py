@@ -4,8 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.common.mosaic import WARPGROUP
 from pallas_kernels.common.rows import pieces, vector_length
+from pallas_kernels.common.sm90 import WARPGROUP
 
 
 @dataclasses.dataclass(frozen=True)

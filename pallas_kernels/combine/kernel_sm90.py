@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.combine.config import CombineConfig, CombineDesc
-from pallas_kernels.common import mosaic
+from pallas_kernels.common import mosaic, sm90
 
 
 def combine_sm90(desc: CombineDesc, config: CombineConfig) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ def combine_sm90(desc: CombineDesc, config: CombineConfig) -> Callable[..., Any]
 def _kernel(desc: CombineDesc, config: CombineConfig, rows: Any, row_of: Any, weights: Any, *rest: Any) -> None:
     *shared, out = rest
     block = lax.axis_index("block")
-    layout = plgpu.Layout.WG_STRIDED((desc.piece,), vec_size=desc.piece // mosaic.WARPGROUP)
+    layout = plgpu.Layout.WG_STRIDED((desc.piece,), vec_size=desc.piece // sm90.WARPGROUP)
     starts = desc.starts
     items = desc.num_tokens * len(starts)
 

@@ -1,6 +1,6 @@
-"""Pallas Mosaic GPU as our Hopper kernels use it: one spelling for jax 0.10.2 and 0.11.2, and facts of the chip.
+"""Pallas Mosaic GPU as our Hopper kernels use it: one spelling for jax 0.10.2 and 0.11.2.
 
-Everything here is static or emits code inside a kernel; nothing asks a device.
+Everything here is static or emits code inside a kernel; nothing asks a device. Facts of the chip are in sm90.py.
 """
 
 import inspect
@@ -10,11 +10,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WARPGROUP = 128
-SMEM_BYTES = 232_448  # shared memory one block may use on sm_90 (227 KiB)
-SMEM_ALIGN = 1024  # Mosaic rounds each shared-memory allocation up to this
-TMA_ALIGN = 128  # bytes; where in shared memory a bulk tensor copy may start
-TMA_BOX = 256  # largest extent of one bulk tensor copy along any dimension
 WGMMA = plgpu.Layout.WGMMA
 Accumulator = plgpu.WGMMAAccumulatorRef
 ROWS = WGMMA.reduce(1)  # one value per row of an accumulator
@@ -44,23 +39,10 @@ def load(ref: Any, *, layout: Any = None, optimized: bool = True) -> Any:
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
-def swizzle_bytes(minor_bytes: int) -> int | None:
-    """Widest swizzle (128, 64 or 32 bytes) that divides a row of ``minor_bytes``, or None."""
-    return next((s for s in (128, 64, 32) if minor_bytes % s == 0), None)
-
-
 def tiled(dtype: Any, swizzle: int | None) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Transforms of a shared-memory tile as wgmma and the bulk copies agree on it."""
     assert swizzle is not None, "config_error refuses rows that no swizzle divides"
     return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
-
-
-def smem_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes one shared-memory allocation occupies, rounding included."""
-    size = jnp.dtype(dtype).itemsize
-    for extent in shape:
-        size *= extent
-    return -(-size // SMEM_ALIGN) * SMEM_ALIGN
 
 
 def fresh_product(shape: tuple[int, int], dtype: Any, multiply: Any) -> Any:

@@ -1,11 +1,6 @@
 """Rows of a matrix as the row kernels walk them: one warpgroup, whole vectors a thread, a few pieces a row."""
 
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from pallas_kernels.common.mosaic import WARPGROUP
-
-# Four groups of 128 columns: one a warp, four columns a thread.
-GROUP_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+from pallas_kernels.common.sm90 import WARPGROUP
 
 
 def pieces(width: int, piece: int) -> list[int]:

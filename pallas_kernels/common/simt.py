@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.common.mosaic import WARPGROUP
+from pallas_kernels.common.sm90 import WARPGROUP
 
 LANES = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 _RESULT = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, LANES)

@@ -11,8 +11,6 @@ from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.grouped_gemm.config import SCALE_GROUP, GemmConfig, GemmDesc, config_error
 from pallas_kernels.grouped_gemm.heuristics import choose_config
-from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
-from pallas_kernels.grouped_gemm.kernel_swapped_sm90 import grouped_gemm_swapped_sm90
 from pallas_kernels.grouped_gemm.reference import grouped_gemm_ref
 
 
@@ -76,7 +74,12 @@ def _run_mosaic(desc: GemmDesc, config: GemmConfig | None, operands: dict[str, A
     for name in ("x_scale", "out_scale"):
         if operands[name] is not None and operands[name].ndim == 0:
             flat[name] = operands[name].reshape(1)
-    return (grouped_gemm_swapped_sm90 if config.is_swapped else grouped_gemm_sm90)(desc, config)(flat)
+    # here: importing them loads Pallas
+    if config.is_swapped:
+        from pallas_kernels.grouped_gemm.kernel_swapped_sm90 import grouped_gemm_swapped_sm90 as kernel
+    else:
+        from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90 as kernel
+    return kernel(desc, config)(flat)
 
 
 def _run_reference(desc: GemmDesc, config: GemmConfig | None, operands: dict[str, Any]) -> Any:

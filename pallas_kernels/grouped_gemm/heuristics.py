@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from pallas_kernels.common.mosaic import SMEM_BYTES
+from pallas_kernels.common.sm90 import SMEM_BYTES
 from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc, config_error, shared_memory
 
 MAX_STAGES = 8

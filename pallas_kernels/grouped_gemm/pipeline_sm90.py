@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import mosaic
+from pallas_kernels.common import mosaic, sm90
 from pallas_kernels.grouped_gemm.config import (
     SCALE_GROUP,
     GemmConfig,
@@ -48,7 +48,7 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     """Allocations for ``Scratch``, by field name."""
     stages, consumers = config.num_stages, config.num_consumers
     step, tile_rows = block_k(desc), desc.halves * config.block_n
-    operand = mosaic.tiled(desc.dtype, mosaic.swizzle_bytes(desc.k * desc.itemsize))
+    operand = mosaic.tiled(desc.dtype, sm90.swizzle_bytes(desc.k * desc.itemsize))
     staged = staging_shape(desc, config)
     stored = mosaic.tiled(desc.stored_dtype, store_swizzle(desc, config))
     copies, pieces = _copies_per_piece(desc, config), tile_rows // piece_n(desc, config)

@@ -13,7 +13,6 @@ from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, pad_to
 from pallas_kernels.grouped_gemm_packed.config import PackedConfig, PackedDesc, config_error
 from pallas_kernels.grouped_gemm_packed.heuristics import choose_config
-from pallas_kernels.grouped_gemm_packed.kernel_sm90 import grouped_gemm_packed_sm90
 from pallas_kernels.grouped_gemm_packed.reference import grouped_gemm_packed_ref
 from pallas_kernels.grouped_gemm_packed.weights import PackedWeights
 
@@ -115,6 +114,10 @@ def _run_mosaic(desc: PackedDesc, config: PackedConfig | None, operands: dict[st
         flat["bias"] = pad_to(operands["bias"], -1, BLOCK_N).reshape(-1, BLOCK_N)
     if desc.lhs_scale == "tensor":
         flat["x_scale"] = operands["x_scale"].reshape(1)
+
+    # here: importing it loads Pallas
+    from pallas_kernels.grouped_gemm_packed.kernel_sm90 import grouped_gemm_packed_sm90
+
     return grouped_gemm_packed_sm90(desc, config)(flat)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.common.mosaic import SMEM_BYTES, smem_bytes
+from pallas_kernels.common.sm90 import SMEM_BYTES, smem_bytes
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, PackedFormat
 
 _OUTPUTS = ("bfloat16", "float16", "float32")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pallas_kernels.common.mosaic import SMEM_BYTES
+from pallas_kernels.common.sm90 import SMEM_BYTES
 from pallas_kernels.grouped_gemm_packed.config import (
     PackedConfig,
     PackedDesc,

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import mosaic
+from pallas_kernels.common import mosaic, sm90
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
 from pallas_kernels.grouped_gemm_packed.config import (
     PackedConfig,
@@ -51,7 +51,7 @@ def scratch_types(desc: PackedDesc, config: PackedConfig) -> dict[str, Any]:
         x=plgpu.SMEM(
             (stages, config.block_m, block_k(desc, config)),
             desc.fmt.operand,
-            transforms=mosaic.tiled(desc.fmt.operand, mosaic.swizzle_bytes(fragment_k(desc, config) * itemsize)),
+            transforms=mosaic.tiled(desc.fmt.operand, sm90.swizzle_bytes(fragment_k(desc, config) * itemsize)),
         ),
         full=plgpu.Barrier(
             num_arrivals=2 + (desc.fmt.scale == "group") + desc.fmt.has_zero_point, num_barriers=config.num_stages
@@ -60,7 +60,7 @@ def scratch_types(desc: PackedDesc, config: PackedConfig) -> dict[str, Any]:
         staging=plgpu.SMEM(
             (config.num_consumers, config.block_m, BLOCK_N),
             desc.out_dtype,
-            transforms=mosaic.tiled(desc.out_dtype, mosaic.swizzle_bytes(desc.n * out_itemsize)),
+            transforms=mosaic.tiled(desc.out_dtype, sm90.swizzle_bytes(desc.n * out_itemsize)),
         ),
     )
     if desc.fmt.scale == "group":

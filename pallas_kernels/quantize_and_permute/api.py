@@ -15,7 +15,6 @@ from pallas_kernels.quantize_and_permute.config import (
     choose_config,
     config_error,
 )
-from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
 from pallas_kernels.quantize_and_permute.reference import quantize_and_permute_ref
 
 
@@ -50,6 +49,10 @@ def quantize_and_permute(
         chosen = config or choose_config(desc, hopper_sms())
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
+
+        # here: importing it loads Pallas
+        from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
+
         return quantize_and_permute_sm90(desc, chosen)(*operands)
 
     runs = dict(mosaic=mosaic, reference=lambda: quantize_and_permute_ref(desc, x, row_of, scale))

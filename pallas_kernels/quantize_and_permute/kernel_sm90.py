@@ -19,15 +19,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import mosaic
+from pallas_kernels.common import mosaic, sm90
 from pallas_kernels.common.numerics import (
     quantize_e4m3_group,
     quantize_e4m3_row,
     quantize_e4m3_static,
     quantize_int8_token,
 )
-from pallas_kernels.common.rows import GROUP_LAYOUT, pieces, vector_length
+from pallas_kernels.common.rows import pieces, vector_length
 from pallas_kernels.quantize_and_permute.config import GROUP, PermuteConfig, PermuteDesc
+
+# Four groups of 128 columns: one a warp, four columns a thread.
+GROUP_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Callable[..., Any]:
@@ -89,7 +92,7 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Any) -> None:
 
 def _process_row(desc, x, given, token, targets, codes, scales, *, always):
     vector = vector_length(desc.width, jnp.dtype(desc.dtype).itemsize)
-    piece = mosaic.WARPGROUP * vector
+    piece = sm90.WARPGROUP * vector
     starts = pieces(desc.width, piece)
     layout = plgpu.Layout.WG_STRIDED((piece,), vec_size=vector)
     loaded = [mosaic.load(x.at[token, pl.ds(s, piece)], layout=layout, optimized=False) for s in starts]

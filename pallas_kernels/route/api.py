@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.align import TileMap, align
-from pallas_kernels.align.config import AlignConfig, AlignDesc, row_capacity
+from pallas_kernels.align.config import OUTPUTS, AlignConfig, AlignDesc, row_capacity
 from pallas_kernels.align.config import config_error as align_error
-from pallas_kernels.align.kernel_sm90 import OUTPUTS
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.route.config import FUSED_TOKENS, RouteConfig, RouteDesc, choose_config, config_error
-from pallas_kernels.route.kernel_sm90 import route_and_align_sm90, route_sm90
 from pallas_kernels.route.reference import route_ref
 
 
@@ -60,6 +58,9 @@ def route(
         chosen = config or choose_config(desc)
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
+
+        from pallas_kernels.route.kernel_sm90 import route_sm90  # here: importing it loads Pallas
+
         weights, ids = route_sm90(desc, chosen)(*operands)
         return weights.reshape(-1, top_k), ids.reshape(-1, top_k)
 
@@ -104,6 +105,9 @@ def route_and_align(
             raise NotImplementedError(reason)
         if num_tokens > FUSED_TOKENS:
             return apart("mosaic")
+
+        from pallas_kernels.route.kernel_sm90 import route_and_align_sm90  # here: importing it loads Pallas
+
         weights, ids, *found = route_and_align_sm90(desc, config, tiles)(*operands)
         found = dict(zip(OUTPUTS, found, strict=True))
         weights, ids, found["row_of"] = (a.reshape(-1, top_k) for a in (weights, ids, found["row_of"]))
