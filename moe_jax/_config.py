@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.quantization import Scheme
+from moe_jax.quantization import QuantFormat, Scheme, Strategy
 
 COMPUTE_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 
@@ -24,6 +24,8 @@ class MoEConfig:
     pinned_tokens: choose tiles and kernel configurations as for this many tokens, whatever a call brings; None goes by
     the call. A token's output is then the same bits beside any number of others.
     dtype: computation and output dtype ("float32" also means that no weight is rounded to bfloat16 on the way).
+    split_axes, call_axes: set by ``moe_jax.parallel`` inside ``jax.shard_map``: mesh axes over which I is split, and
+    all axes over whose devices a call is spread. Dynamic scales of activations are then those of the whole row or call.
     Being registered as static, a config needs no ``static_argnames`` under ``jax.jit``.
     """
 
@@ -54,6 +56,8 @@ class MoEConfig:
     dtype: Any = jnp.bfloat16
     param_dtype: Any = jnp.bfloat16
     name: str = ""
+    split_axes: tuple[str, ...] = ()
+    call_axes: tuple[str, ...] = ()
 
     def __post_init__(self):
         for field in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
@@ -71,6 +75,14 @@ class MoEConfig:
     def planned_tokens(self, num_tokens: int) -> int:
         """The number of tokens that tiles are chosen for."""
         return num_tokens if self.pinned_tokens is None else self.pinned_tokens
+
+    def scale_axes(self, fmt: QuantFormat | None, *, is_hidden: bool) -> tuple[str, ...]:
+        """Mesh axes over which a dynamic scale of activations is taken: of the layer's input, or of hidden ones."""
+        if fmt is None or not fmt.dynamic:
+            return ()
+        if fmt.strategy is Strategy.TENSOR:
+            return self.call_axes
+        return self.split_axes if is_hidden else ()
 
     @property
     def num_halves(self) -> int:

@@ -17,7 +17,7 @@ from moe_jax._config import MoEConfig
 from moe_jax._grouped_gemm import vary_together
 from moe_jax._typing import Array, Float, Int
 from moe_jax.activations import apply_activation
-from moe_jax.quantization import ExpertWeights, QuantizedTensor, dequantize_tensor, fake_quantize
+from moe_jax.quantization import ExpertWeights, QuantFormat, QuantizedTensor, dequantize_tensor, fake_quantize
 
 
 def run(
@@ -32,17 +32,18 @@ def run(
     num_tokens, top_k = topk_ids.shape
     expert = topk_ids.reshape(-1)
 
-    rows = jnp.repeat(_quantized(x, weights, weights.w13.input_scale), top_k, axis=0)  # row t * top_k + k
+    fmt = weights.scheme.activations
+    rows = _quantized(x, fmt, weights.w13.input_scale, config.scale_axes(fmt, is_hidden=False))
+    rows = jnp.repeat(rows, top_k, axis=0)  # row t * top_k + k
     hidden = apply_activation(_product(rows, expert, weights.w13, weights.w13_bias), config)
     hidden = jnp.where(expert[:, None] >= 0, hidden, 0.0)  # a row without an expert takes no part in a per-tensor scale
-    hidden = _quantized(hidden, weights, weights.w2.input_scale)
+    hidden = _quantized(hidden, fmt, weights.w2.input_scale, config.scale_axes(fmt, is_hidden=True))
     rows = _product(hidden, expert, weights.w2, weights.w2_bias)
     return jnp.sum(rows.reshape(num_tokens, top_k, -1) * topk_weights[..., None], axis=1)
 
 
-def _quantized(x: Array, weights: ExpertWeights, input_scale: Array | None) -> Array:
-    fmt = weights.scheme.activations
-    return x.astype(jnp.float32) if fmt is None else fake_quantize(x, fmt, input_scale)
+def _quantized(x: Array, fmt: QuantFormat | None, input_scale: Array | None, axes: tuple[str, ...]) -> Array:
+    return x.astype(jnp.float32) if fmt is None else fake_quantize(x, fmt, input_scale, axes)
 
 
 def _product(rows: Array, expert: Array, tensor: QuantizedTensor, bias: Array | None) -> Array:

@@ -93,7 +93,10 @@ def _forward(plan: Plan, x: Array, weights: ExpertWeights, alignment: Alignment)
     """Both products for every grouped row: x (T, H) -> (Mp, H) float32. Gaps hold anything finite inputs can give."""
     stacked = _without_input_scales(weights)
     fmt = plan.scheme.activations
-    operand, row_scale = quantize_rows(x, plan.product, fmt, weights.w13.input_scale)
+    hidden_axes = plan.config.scale_axes(fmt, is_hidden=True)
+    operand, row_scale = quantize_rows(
+        x, plan.product, fmt, weights.w13.input_scale, plan.config.scale_axes(fmt, is_hidden=False)
+    )
     # Gaps read the last token: what they hold is never looked at, and plain indices keep the gather cheap.
     row_token = jnp.minimum(alignment.row_token, x.shape[0] - 1)
     if row_scale is not None and row_scale.ndim:
@@ -110,7 +113,7 @@ def _forward(plan: Plan, x: Array, weights: ExpertWeights, alignment: Alignment)
 
     def through_both(out, start, expert, expert_weights):
         h = hidden_tile(start, expert_weights)
-        h, scale = quantize_rows(h, plan.product, fmt, weights.w2.input_scale)
+        h, scale = quantize_rows(h, plan.product, fmt, weights.w2.input_scale, hidden_axes)
         return store_rows(out, output_tile(h, scale, expert_weights), start)
 
     def through_first(out, start, expert, expert_weights):
@@ -128,7 +131,8 @@ def _forward(plan: Plan, x: Array, weights: ExpertWeights, alignment: Alignment)
 
     if not plan.has_shared_scale:
         return loop(through_both, x.shape[1])
-    hidden, hidden_scale = quantize_rows(loop(through_first, weights.intermediate_size), plan.product, fmt, None)
+    hidden = loop(through_first, weights.intermediate_size)
+    hidden, hidden_scale = quantize_rows(hidden, plan.product, fmt, None, hidden_axes)
     return loop(through_second, x.shape[1])
 
 
@@ -160,7 +164,8 @@ def _backward(plan, residuals, out_bar):
         out_bar = jnp.zeros(out_bar.shape, jnp.float32)
 
     def quantized(values, input_scale):
-        return values.astype(jnp.float32) if fmt is None else fake_quantize(values, fmt, input_scale)
+        axes = plan.config.scale_axes(fmt, is_hidden=False)
+        return values.astype(jnp.float32) if fmt is None else fake_quantize(values, fmt, input_scale, axes)
 
     values, pull_x = jax.vjp(lambda x: quantized(x, weights.w13.input_scale), x)
 

@@ -63,15 +63,20 @@ def plan_product(weights: QuantFormat | None, activations: QuantFormat | None, d
 
 
 def quantize_rows(
-    x: jax.Array, product: Product, fmt: QuantFormat | None, input_scale: jax.Array | None
+    x: jax.Array,
+    product: Product,
+    fmt: QuantFormat | None,
+    input_scale: jax.Array | None,
+    axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array | None]:
     """The left operand of ``product``: (operand of x's shape (rows, K), scale).
 
     scale multiplies the product: () or (rows,) float32; None when the operand already holds real values.
+    axes: see ``quantize_activations``.
     """
     if fmt is None:
         return x.astype(product.operand_dtype), None
-    codes, scale = quantize_activations(x, fmt, input_scale)
+    codes, scale = quantize_activations(x, fmt, input_scale, axes=axes)
     if product.scales_after:
         return codes.astype(product.operand_dtype), scale
     return dequantize(codes, scale, fmt).astype(product.operand_dtype), None

@@ -25,7 +25,8 @@ STATE_NAME = "state"
 _ORBAX_FILE = "_METADATA"  # in every directory of arrays that Orbax finished
 _MAX_RECORD_BYTES = 256 << 20
 _PARTS = ("settings", "weights", "leaves")
-_FREE_SETTINGS = ("name", "implementation", "dtype", "param_dtype", "scheme")  # free, or recorded with the arrays
+# Free, or recorded with the arrays; the axes are only set while a layer runs over a mesh.
+_FREE_SETTINGS = ("name", "implementation", "dtype", "param_dtype", "scheme", "split_axes", "call_axes")
 
 
 def save(module: nnx.Module, directory: str | os.PathLike) -> None:

@@ -17,7 +17,7 @@ from moe_jax._explain import explain
 from moe_jax._implementations import Problem, run_first, run_layer_first
 from moe_jax._typing import Array, Bool, Float, Int, Shaped
 from moe_jax.quantization import ExpertWeights
-from moe_jax.routing import RoutingParams, route
+from moe_jax.routing import Routing, RoutingParams, route
 
 __all__ = ["MoEStats", "explain", "fused_experts", "fused_moe"]
 
@@ -25,7 +25,11 @@ __all__ = ["MoEStats", "explain", "fused_experts", "fused_moe"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEStats:
-    """Where the tokens of one call went. load: (E,) int32, rows per expert. topk_ids: (T, top_k) int32, -1 for none."""
+    """Where the tokens of one call went.
+
+    load: (E,) int32, rows per expert; with a placement (S,), rows per slot. topk_ids: (T, top_k) int32, logical
+    experts, -1 for none.
+    """
 
     load: Any
     topk_ids: Any
@@ -52,7 +56,8 @@ def fused_moe(
     token_mask: (T,), False for padding: such a token returns exact zeros, counts for no expert and costs no work.
     token_ids: (T,), for routers that look tokens up.
     shared_output: (T, H), what shared experts made of x; added to the sum before the one rounding.
-    placement: must be None until experts can be spread over a mesh.
+    placement: a ``moe_jax.parallel.Placement`` where the weights' first axis counts its slots; None where it counts
+        experts. For a layer over a mesh see ``moe_jax.parallel.fused_moe``.
 
     Returns (T, H), with ``return_stats`` the pair of that and ``MoEStats``.
     Raises ValueError when shapes, weights and config contradict each other, NotImplementedError when no implementation
@@ -64,14 +69,21 @@ def fused_moe(
         raise ValueError(f"router_logits has shape {router_logits.shape}, expected ({x.shape[0]}, E) as x {x.shape}")
     if shared_output is not None and shared_output.shape != x.shape:
         raise ValueError(f"shared_output has shape {shared_output.shape}, expected {x.shape} as x")
-    if x.shape[0] > 0:
+    if x.shape[0] > 0 and placement is None:
         problem = Problem(config, _without_gradient(weights), x.shape[0], jax.default_backend())
         whole = run_layer_first(problem, x, router_logits, routing, token_mask, shared_output)
         if whole is not None:
             y, topk_ids, load = whole
             return (y, MoEStats(load, topk_ids)) if return_stats else y
     routed = route(router_logits, config, params=routing, hidden_states=x, token_ids=token_ids, token_mask=token_mask)
-    y = _weighted_experts(x, routed.topk_weights, routed.topk_ids, weights, config)
+    slots = routed.topk_ids if placement is None else placement.to_physical(routed.topk_ids)
+    y = weighted_experts(x, routed.topk_weights, slots, weights, config)
+    y = finish(y, x, routed, config, shared_output)
+    return (y, stats_of(routed.topk_ids, slots, weights.num_experts)) if return_stats else y
+
+
+def finish(y: Array, x: Array, routed: Routing, config: MoEConfig, shared_output: Array | None) -> Float[Array, "T H"]:
+    """What follows the sum over experts y, (T, H) float32: zero experts, output scale, shared output, one rounding."""
     if routed.zero_expert_weight is not None:
         is_zero_expert = routed.zero_expert_weight[:, None] != 0
         identity = routed.zero_expert_weight[:, None] * x.astype(jnp.float32)
@@ -80,8 +92,7 @@ def fused_moe(
         y = y * config.routed_scaling_factor
     if shared_output is not None:
         y = y + shared_output.astype(jnp.float32)
-    y = y.astype(x.dtype)
-    return (y, _stats(routed.topk_ids, weights.num_experts)) if return_stats else y
+    return y.astype(x.dtype)
 
 
 def fused_experts(
@@ -109,13 +120,18 @@ def fused_experts(
         )
     if token_mask is not None:
         topk_ids = jnp.where(token_mask[:, None], topk_ids, -1)
-    return _weighted_experts(x, topk_weights, topk_ids, weights, config).astype(x.dtype)
+    if placement is not None:
+        topk_ids = placement.to_physical(topk_ids)
+    return weighted_experts(x, topk_weights, topk_ids, weights, config).astype(x.dtype)
 
 
-def _weighted_experts(
+def weighted_experts(
     x: Array, topk_weights: Array, topk_ids: Array, weights: ExpertWeights, config: MoEConfig
 ) -> Array:
-    """Sum over k of weight times expert output, float32 (T, H): ids cleaned, weights placed, an implementation run."""
+    """Sum over k of weight times expert output, float32 (T, H): ids cleaned, weights placed, an implementation run.
+
+    topk_ids: indices into the first axis of the weights, others are not routed.
+    """
     num_tokens, top_k = topk_ids.shape
     if num_tokens == 0 or top_k == 0:
         return jnp.zeros_like(x, jnp.float32)
@@ -133,9 +149,10 @@ def _weighted_experts(
     return run_first(problem, x, topk_weights, topk_ids)
 
 
-def _stats(topk_ids: Array, num_experts: int) -> MoEStats:
-    index = jnp.where(topk_ids < 0, num_experts, topk_ids).reshape(-1)
-    return MoEStats(load=jnp.zeros(num_experts, jnp.int32).at[index].add(1, mode="drop"), topk_ids=topk_ids)
+def stats_of(topk_ids: Array, slots: Array, num_slots: int) -> MoEStats:
+    """Statistics of a call whose (token, slot) pairs were served by these slots, -1 for none."""
+    index = jnp.where(slots < 0, num_slots, slots).reshape(-1)
+    return MoEStats(load=jnp.zeros(num_slots, jnp.int32).at[index].add(1, mode="drop"), topk_ids=topk_ids)
 
 
 def _without_gradient(weights: ExpertWeights) -> ExpertWeights:
@@ -170,9 +187,9 @@ def _refuse_tangent(name, primals, tangents):
 
 
 def _check_call(x: Array, weights: ExpertWeights, config: MoEConfig, placement: Any, token_mask: Any) -> None:
-    if placement is not None:
-        raise NotImplementedError("placement: experts spread over a mesh are not built yet; pass placement=None")
     label = f"{config.name}: " if config.name else ""
+    if placement is not None and not hasattr(placement, "to_physical"):
+        raise TypeError(f"{label}placement has type {type(placement).__name__}, expected moe_jax.parallel.Placement")
     check_array(f"{label}x", x, jnp.floating, f"(T, {config.hidden_size})")
     if x.dtype.itemsize < 2:
         raise TypeError(
@@ -184,7 +201,10 @@ def _check_call(x: Array, weights: ExpertWeights, config: MoEConfig, placement: 
         check_array(f"{label}token_mask", token_mask, jnp.bool, f"{x.shape[:1]}")
         if token_mask.shape != x.shape[:1]:
             raise ValueError(f"{label}token_mask has shape {token_mask.shape}, expected {x.shape[:1]}")
-    expected = (config.num_experts, config.num_halves, config.intermediate_size, config.hidden_size)
+    if placement is not None and placement.num_experts != config.num_experts:
+        raise ValueError(f"{label}placement is of {placement.num_experts} experts, expected {config.num_experts}")
+    num_slots = config.num_experts if placement is None else placement.num_slots
+    expected = (num_slots, config.num_halves, config.intermediate_size, config.hidden_size)
     if weights.w13.shape != expected:
         raise ValueError(f"{label}weights.w13 has shape {weights.w13.shape}, expected (E, G, I, H) = {expected}")
     if weights.scheme != config.scheme:

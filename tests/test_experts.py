@@ -274,7 +274,7 @@ def call(config=None, *, weights=None, x=None, ids=None, **options):
 @pytest.mark.parametrize(
     ("error", "message", "make"),
     [
-        (NotImplementedError, "placement", lambda: call(placement=object())),
+        (TypeError, "placement", lambda: call(placement=object())),
         (ValueError, r"x has shape \(3, 7\), expected \(T, 152\)", lambda: call(x=jnp.zeros((3, 7)))),
         (ValueError, "expected both \\(3, k\\)", lambda: call(ids=jnp.zeros((4, 2), jnp.int32))),
         (ValueError, "token_mask has shape", lambda: call(token_mask=jnp.ones(4, bool))),

@@ -8,6 +8,7 @@ are packed in the same way, but along N.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from moe_jax._typing import Array, Float, Int, Shaped
@@ -85,9 +86,16 @@ def repack_integers(tensor: QuantizedTensor, packing: Packing | None) -> Quantiz
     )
 
 
-def quantize_tokens_asymmetric(x: Float[Array, "*rows K"]) -> tuple[Int[Array, "*rows K"], Float[Array, "*rows"]]:
-    """Centred int16 codes and a scale per row, see ``numerics.quantize_int8_token_asymmetric``."""
+def quantize_tokens_asymmetric(
+    x: Float[Array, "*rows K"], axes: tuple[str, ...] = ()
+) -> tuple[Int[Array, "*rows K"], Float[Array, "*rows"]]:
+    """Centred int16 codes and a scale per row, see ``numerics.quantize_int8_token_asymmetric``.
+
+    axes: mesh axes over which rows are split, see ``quantize_activations``.
+    """
     low, high = x.min(-1, keepdims=True), jnp.where(x == x, x, jnp.inf).max(-1, keepdims=True)
+    if axes:
+        low, high = jax.lax.pmin(low, axes), jax.lax.pmax(high, axes)
     codes, scale = numerics.quantize_int8_token_asymmetric(x, low, high)
     return codes, scale[..., 0]
 

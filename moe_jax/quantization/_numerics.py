@@ -92,6 +92,7 @@ def quantize_activations(
     input_scale: Any = None,
     *,
     rounding: numerics.Rounding = "half_even",
+    axes: tuple[str, ...] = (),
 ) -> tuple[Shaped[Array, "*rows K"], Float[Array, "..."]]:
     """Round activations to ``fmt``. Returns codes of x's shape and float32 scales (``dequantize`` undoes it).
 
@@ -100,6 +101,8 @@ def quantize_activations(
     x: (..., K), any float dtype. input_scale: () float32, exactly when ``fmt.needs_input_scale``: the scale, or the
     global scale of NVFP4 in the words of ``fmt.global_scale``. rounding: int8 only. e2m1 codes are one to a byte.
     A dynamic per-tensor scale is the maximum over every element of x: rows that must not count have to be zero.
+    axes: inside ``jax.shard_map``, mesh axes over which rows (per tensor: the call) are spread: scales of tokens and
+    tensors come from all of a row or call. Groups must lie whole on one device.
     A NaN or infinity spoils its own token (its group; the whole call when the scale is per tensor) and nothing else.
     """
     if fmt.needs_input_scale != (input_scale is not None):
@@ -110,7 +113,7 @@ def quantize_activations(
         )
     x = x.astype(jnp.float32)
     if fmt.scale in ("e4m3", "e8m0"):
-        global_scale = _inverse_global_scale(x, fmt, input_scale)
+        global_scale = _inverse_global_scale(x, fmt, input_scale, axes)
         codes, scale = _quantize_groups(x, fmt, global_scale)
         if global_scale is None:
             return codes, real_scale(scale, fmt)
@@ -120,9 +123,9 @@ def quantize_activations(
             scale = jnp.asarray(input_scale, jnp.float32)
             return numerics.quantize_e4m3_static(x, scale), scale
         case "e4m3", Strategy.TENSOR:
-            return numerics.quantize_e4m3_tensor(x, jnp.max(numerics.magnitude(x), initial=0.0))
+            return numerics.quantize_e4m3_tensor(x, _over(axes, jnp.max(numerics.magnitude(x), initial=0.0)))
         case "e4m3", Strategy.TOKEN:
-            amax = _amax(x, -1)
+            amax = _over(axes, _amax(x, -1))
             if fmt.amax_bound is not None:  # an infinity still spoils its row
                 amax = jnp.where(amax < jnp.inf, jnp.minimum(amax, fmt.amax_bound), amax)
             codes, scale = numerics.quantize_e4m3_row(x, amax)
@@ -132,9 +135,9 @@ def quantize_activations(
             codes, scale = numerics.quantize_e4m3_group(groups, _amax(groups, -1), fmt.scale == "ue8m0")
             return _from_groups(codes, x.shape[-1]), scale[..., 0]
         case "int8", Strategy.TOKEN if not fmt.symmetric:
-            return quantize_tokens_asymmetric(x)
+            return quantize_tokens_asymmetric(x, axes)
         case "int8", Strategy.TOKEN:
-            codes, scale = numerics.quantize_int8_token(x, _amax(x, -1), rounding)
+            codes, scale = numerics.quantize_int8_token(x, _over(axes, _amax(x, -1)), rounding)
             return codes, scale[..., 0]
     raise NotImplementedError(f"quantizing activations to {fmt.element} per {fmt.strategy.value} is not built")
 
@@ -186,33 +189,40 @@ def dequantize_tensor(tensor: QuantizedTensor, dtype: Any = jnp.float32) -> Floa
     return dequantize(data, real_scale(jnp.asarray(tensor.scale), fmt, global_scale), fmt).astype(dtype)
 
 
-def fake_quantize(x: Float[Array, "*rows K"], fmt: QuantFormat, input_scale: Any = None) -> Float[Array, "*rows K"]:
+def fake_quantize(
+    x: Float[Array, "*rows K"], fmt: QuantFormat, input_scale: Any = None, axes: tuple[str, ...] = ()
+) -> Float[Array, "*rows K"]:
     """Activations rounded to the grid of ``fmt``, in float32, with a straight-through gradient.
 
-    Equals ``dequantize(*quantize_activations(x, fmt, input_scale), fmt)``. Its derivative treats rounding as the
-    identity and the scale as a constant: 1 everywhere for dynamic scales (nothing saturates), and for a static scale 1
-    inside the representable range and 0 where the value was clipped. No gradient reaches ``input_scale``.
+    Equals ``dequantize(*quantize_activations(x, fmt, input_scale, axes=axes), fmt)``. Its derivative treats rounding as
+    the identity and the scale as a constant: 1 everywhere for dynamic scales (nothing saturates), and for a static
+    scale 1 inside the representable range and 0 where the value was clipped. No gradient reaches ``input_scale``.
     """
-    return _fake_quantize(x, None if input_scale is None else jnp.asarray(input_scale, jnp.float32), fmt)
+    return _fake_quantize(x, None if input_scale is None else jnp.asarray(input_scale, jnp.float32), fmt, axes)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _fake_quantize(x, input_scale, fmt):
-    return dequantize(*quantize_activations(x, fmt, input_scale), fmt)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _fake_quantize(x, input_scale, fmt, axes):
+    return dequantize(*quantize_activations(x, fmt, input_scale, axes=axes), fmt)
 
 
 @_fake_quantize.defjvp
-def _fake_quantize_jvp(fmt, primals, tangents):
+def _fake_quantize_jvp(fmt, axes, primals, tangents):
     x, input_scale = primals
     tangent = tangents[0].astype(jnp.float32)
     if not fmt.dynamic:
         inside = jnp.abs(x.astype(jnp.float32)) <= input_scale * fmt.element_type.max
         tangent = jnp.where(inside, tangent, 0.0)
-    return _fake_quantize(x, input_scale, fmt), tangent
+    return _fake_quantize(x, input_scale, fmt, axes), tangent
 
 
 def _amax(x, axis):
     return jnp.max(numerics.magnitude(x), axis=axis, keepdims=True, initial=0.0)
+
+
+def _over(axes, amax):
+    """The maximum over the devices of mesh axes."""
+    return jax.lax.pmax(amax, axes) if axes else amax
 
 
 def _range(x, axis, factor):
@@ -248,7 +258,7 @@ def _quantize_weight_groups(x, fmt, range_factor=None):
     return data, scale, stored[..., 0]
 
 
-def _inverse_global_scale(x, fmt, input_scale):
+def _inverse_global_scale(x, fmt, input_scale, axes):
     """The number that NVFP4 multiplies block scales by: () from the checkpoint, or (...,) one for each row of x."""
     match fmt.global_scale:
         case "divides":
@@ -256,7 +266,7 @@ def _inverse_global_scale(x, fmt, input_scale):
         case "multiplies":
             return numerics.reciprocal(jnp.asarray(input_scale, jnp.float32))
         case "token":
-            return microscaling.nvfp4_global_scale(_amax(x, -1)[..., 0])
+            return microscaling.nvfp4_global_scale(_over(axes, _amax(x, -1)[..., 0]))
     return None
 
 
