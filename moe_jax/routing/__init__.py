@@ -1,6 +1,7 @@
 """Routing: router logits to expert ids and weights. Everything in float32, ties to the lower id, on device."""
 
 from moe_jax.routing._presets import ROUTING_PRESETS, cohere2, gemma4, interns1_pro, llama4, phi_sparsemixer
+from moe_jax.routing._replay import RoutedExperts
 from moe_jax.routing._route import Routing, RoutingParams, route
 from moe_jax.routing._scores import SCORING_FUNCTIONS
 from moe_jax.routing._simulate import SIMULATION_STRATEGIES, simulate_routing
@@ -10,6 +11,7 @@ __all__ = [
     "ROUTING_PRESETS",
     "SCORING_FUNCTIONS",
     "SIMULATION_STRATEGIES",
+    "RoutedExperts",
     "Routing",
     "RoutingKind",
     "RoutingParams",

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from moe_jax._arguments import check_array
 from moe_jax._config import MoEConfig
-from moe_jax._typing import Array, Bool, Float, Int
+from moe_jax._typing import Array, Bool, Float, Int, Shaped
 from moe_jax.routing._presets import ROUTING_PRESETS
+from moe_jax.routing._replay import check_replay, replayed_top_k
 from moe_jax.routing._select import Selection, biased_top_k, grouped_top_k, hashed_top_k, is_valid_grouping, plain_top_k
 from moe_jax.routing._validate import validate_routing
 
@@ -54,6 +55,7 @@ def route(
     hidden_states: Float[Array, "T H"] | None = None,
     token_ids: Int[Array, "T"] | None = None,
     token_mask: Bool[Array, "T"] | None = None,
+    replayed_ids: Shaped[Array, "..."] | None = None,
 ) -> Routing:
     """Choose ``top_k`` experts per token and weigh them.
 
@@ -67,6 +69,8 @@ def route(
     router_logits: (T, E) any float dtype; (T, E + Z) with zero experts.
     hidden_states: (T, H), handed to a custom function. token_ids: (T,), for hash routing.
     token_mask: (T,), False for padding: ids -1 and weights 0.
+    replayed_ids: (T, top_k) logical experts of an earlier run (``RoutedExperts``), taken instead of choosing; weights
+        are computed from these logits. Not for custom functions and zero experts.
     Raises ValueError for contradictory settings or shapes that do not fit, at trace time.
     """
     params = params or RoutingParams()
@@ -79,7 +83,11 @@ def route(
         bias = bias.astype(jnp.float32)
 
     args = (config.top_k, config.scoring_func, config.renormalize)
-    if config.custom_routing_function is not None:
+    if replayed_ids is not None:
+        check_replay(replayed_ids, num_tokens, config)
+        is_plain = bias is None and table is None and not groups_of(config)
+        weights, ids = replayed_top_k(logits, replayed_ids, config, is_plain=is_plain)
+    elif config.custom_routing_function is not None:
         weights, ids = _custom(config.custom_routing_function, logits, config, params, hidden_states)
     elif table is not None:
         if token_ids is None:
