@@ -41,19 +41,35 @@ def test_import_says_so_in_one_line(package):
 
 @pytest.fixture(scope="module")
 def loaded_modules():
-    """Top-level names in sys.modules after ``import flax.nnx`` and after ``import moe_jax``, in fresh processes."""
+    """Names in sys.modules after ``import flax.nnx`` and after ``import moe_jax``, in fresh processes."""
 
     def names(statement):
-        done = run(f"import sys; {statement}; print(*sorted({{m.partition('.')[0] for m in sys.modules}}))")
+        done = run(f"import sys; {statement}; print(*sorted(sys.modules))")
         assert done.returncode == 0, done.stderr
         return set(done.stdout.split())
 
     return names("import flax.nnx"), names("import moe_jax")
 
 
+def worlds(modules):
+    return {name.partition(".")[0] for name in modules}
+
+
 def test_import_stays_light(loaded_modules):
     """flax loads rich by itself; beyond what flax brings, moe_jax adds none of the optional worlds."""
-    by_flax, by_moe_jax = loaded_modules
+    by_flax, by_moe_jax = map(worlds, loaded_modules)
     assert "jax" in by_moe_jax
     assert not (by_moe_jax - by_flax) & set(FORBIDDEN)
     assert not by_moe_jax & {"torch", "transformers", "compressed_tensors", "safetensors", "matplotlib"}
+
+
+def test_import_brings_own_modules_only(loaded_modules):
+    """Counted, not timed. Pallas and its MLIR dialects took two thirds of a second: they load with the first kernel."""
+    by_flax, by_moe_jax = loaded_modules
+    added = {name for name in by_moe_jax - by_flax if worlds([name]).isdisjoint(sys.stdlib_module_names)}
+    foreign = {name for name in added if worlds([name]).isdisjoint({"moe_jax", "pallas_kernels", "jaxtyping"})}
+    assert not foreign and not worlds(by_moe_jax) & {"torch_bridge"}
+    kernels = {name for name in added if name.startswith("pallas_kernels.") and name.endswith("_sm90")}
+    assert "pallas_kernels.grouped_gemm.api" in added and not kernels
+    diagnosing = {"moe_jax.cli", "moe_jax.doctor", "moe_jax.inspection", "moe_jax._demo", "moe_jax.benchmarking"}
+    assert not added & diagnosing
