@@ -53,3 +53,11 @@ def fresh_product(shape: tuple[int, int], dtype: Any, multiply: Any) -> Any:
         return accumulator[...]
 
     return pl.run_scoped(scope, Accumulator(shape, dtype))
+
+
+def column_predicate(n: int, tile: int, start: Any) -> Any:
+    """For a bulk store of columns from ``start`` on: whether an output of N columns has them; None where tiles of
+    ``tile`` columns always lie inside. Left to itself Mosaic drops a dimension of one element together with its index:
+    a store past an output one swizzled tile wide would land in it.
+    """
+    return None if n % tile == 0 else start < n

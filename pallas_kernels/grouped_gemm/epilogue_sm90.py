@@ -78,8 +78,8 @@ def store_tile(
 ) -> None:
     """Write one warpgroup's (64, block_n) of the output, staged through its slots of ``staging`` (slots, 64, columns).
 
-    row: first row. in_use: how many of the 64 rows are wanted, for ``row_chunk``. Columns past N are clipped by the
-    bulk store. A slot is written again once its store has read it.
+    row: first row. in_use: how many of the 64 rows are wanted, for ``row_chunk``. Columns past N are not stored. A slot is
+    written again once its store has read it.
     """
     rows = pl.ds(row, 64)
     columns = store_columns(desc, config)
@@ -103,13 +103,14 @@ def store_tile(
         plgpu.wait_smem_to_gmem(num_slots - 1, wait_read_only=True)
         staging[slot] = value.astype(desc.stored_dtype)
         plgpu.commit_smem()
-        target = out.at[rows, pl.ds(column_tile * config.block_n + start, columns)]
+        first_column = column_tile * config.block_n + start
+        target = out.at[rows, pl.ds(first_column, columns)]
+        inside = mosaic.column_predicate(desc.n, config.block_n, first_column)
         if config.row_chunk is None:
-            plgpu.copy_smem_to_gmem(staging.at[slot], target)
+            plgpu.copy_smem_to_gmem(staging.at[slot], target, predicate=inside)
             continue
         for first in range(0, 64, config.row_chunk):
-            chunk = pl.ds(first, config.row_chunk)
-            plgpu.copy_smem_to_gmem(
-                staging.at[slot, chunk], target.at[chunk], predicate=first < in_use, commit_group=False
-            )
+            chunk, wanted = pl.ds(first, config.row_chunk), first < in_use
+            wanted = wanted if inside is None else wanted & inside
+            plgpu.copy_smem_to_gmem(staging.at[slot, chunk], target.at[chunk], predicate=wanted, commit_group=False)
         plgpu.commit_smem_to_gmem_group()

@@ -59,8 +59,10 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
             value.astype(desc.stored_dtype), plgpu.Layout.WGMMA_TRANSPOSED
         )
         plgpu.commit_smem()
-        columns = pl.ds(n * config.block_n + warpgroup * CHANNELS, CHANNELS)
-        plgpu.copy_smem_to_gmem(staging, out.at[pl.ds(m * config.block_m, config.block_m), columns])
+        first = n * config.block_n + warpgroup * CHANNELS
+        target = out.at[pl.ds(m * config.block_m, config.block_m), pl.ds(first, CHANNELS)]
+        inside = mosaic.column_predicate(desc.n, config.block_n, first)
+        plgpu.copy_smem_to_gmem(staging, target, predicate=inside)
 
     run_tiles(
         config,

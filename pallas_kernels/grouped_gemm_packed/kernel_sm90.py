@@ -87,7 +87,8 @@ def _kernel(desc: PackedDesc, config: PackedConfig, *refs: Any, **allocated: Any
             staging.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
         target = out.at[pl.ds(m * config.block_m, config.block_m), pl.ds(channel * BLOCK_N, BLOCK_N)]
-        plgpu.copy_smem_to_gmem(scratch.staging.at[warpgroup], target)
+        inside = mosaic.column_predicate(desc.n, BLOCK_N * config.num_consumers, channel * BLOCK_N)
+        plgpu.copy_smem_to_gmem(scratch.staging.at[warpgroup], target, predicate=inside)
 
     run_tiles(
         config,

@@ -133,6 +133,20 @@ def test_sizes_off_the_tile(kind, k, n):
     check(problem, run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
+@pytest.mark.parametrize("n", [16, 32, 64])
+@pytest.mark.parametrize("kind", ["bf16", "int8_row"])
+@pytest.mark.parametrize(
+    "config",
+    [GemmConfig(64, 256, 3), GemmConfig(64, 256, 3, row_chunk=16), GemmConfig(16, 256, 4, is_swapped=True)],
+    ids=str,
+)
+def test_one_tile_wider_than_the_output(kind, n, config):
+    """What lies past the output must not land in it; four times, since whose store comes last is chance."""
+    problem = make_problem(kind, [90, 1, 200], k=256, n=n, block_m=config.block_m, with_tile_rows=True)
+    for _ in range(4):
+        check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -85,6 +85,16 @@ def test_sizes_off_the_tile(kind, k, n):
     check(kind, problem, run(problem))
 
 
+@pytest.mark.parametrize("n", [16, 32, 64])
+@pytest.mark.parametrize("kind", ["int4 g128", "w4a8 int8 channel", "nvfp4"])
+def test_one_tile_wider_than_the_output(kind, n):
+    """Channels past the output must not land in it; four times, since whose store comes last is chance."""
+    problem = make_problem(kind, [40, 1, 90], k=256, n=n, block_m=32, x_scale="row")
+    for config in configurations(problem, 32):
+        for _ in range(4):
+            check(kind, problem, run(problem, config), folded=config.folds_scales)
+
+
 def test_many_tiles_a_block_and_long_rings():
     problem = make_problem("int4 g128", [33, 17, 1, 57] * 4, k=2048, n=2048, **GATED)
     check("int4 g128", problem, run(problem))
