@@ -102,7 +102,7 @@ def _quantized(rows, fmt, input_scale):
         return {tk: microscaling_numpy.rounded_row(row, fmt, input_scale) for tk, row in rows.items()}
     if fmt.strategy is Strategy.TENSOR:
         if fmt.dynamic:
-            scale = max(np.abs(row).max() for row in rows.values()) / 448
+            scale = max(np.abs(row).max() for row in rows.values()) / 448 or 1.0  # where all is zero any scale does
         else:
             scale = float(input_scale)
         return {tk: _e4m3(row / scale) * scale for tk, row in rows.items()}
