@@ -1,4 +1,7 @@
-"""The command line: ``moe-jax inspect | run | quantize | demo``. Bad input gives one line on stderr and exit code 2."""
+"""The command line: ``moe-jax inspect | run | quantize | demo | doctor``.
+
+Bad input gives one line on stderr and exit code 2.
+"""
 
 import argparse
 import os
@@ -8,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-EXIT_BAD_INPUT = 2
+from moe_jax._version import __version__
+
+EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
 DTYPES = ("bfloat16", "float16", "float32")
 NOT_BUILT = ("bench",)  # part of the announced surface; refused by name until they exist
 
@@ -46,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="moe-jax",
         description="Run quantized Mixture-of-Experts checkpoints in JAX. Set MOE_JAX_TRACEBACK=1 to see tracebacks.",
     )
+    parser.add_argument("--version", action="version", version=f"moe-jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     inspect = commands.add_parser(
@@ -88,6 +94,13 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument("--ignore", nargs="*", default=(), metavar="NAME|re:REGEX", help="modules to leave out")
     quantize.add_argument("--scale-search", metavar="mse", help="scales of least squared error; slow")
     quantize.set_defaults(handler=_quantize)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine is, what will run each scheme on it, and what is missing",
+        description="Looks at versions, devices, memory, kernels and packages. Exit code 1 when it finds a problem.",
+    )
+    doctor.set_defaults(handler=_doctor)
 
     for name in NOT_BUILT:
         pending = commands.add_parser(name, help="not built yet")
@@ -199,6 +212,14 @@ def _demo(args: argparse.Namespace) -> int:
 
     run_demo(args.out, all_schemes=args.all)
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from moe_jax.doctor import diagnose
+
+    diagnosis = diagnose()
+    print(diagnosis.render())
+    return EXIT_PROBLEM if diagnosis.problems else 0
 
 
 def parse_input_ids(text: str) -> Any:

@@ -7,11 +7,12 @@ whatever is found after that is listed in the report, so that one look shows all
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from moe_jax._explain import explain
+from moe_jax._terminal import size, table
 from moe_jax.loading import Checkpoint, QuantizationConfig, as_packed
 from moe_jax.loading._errors import ranges
 from moe_jax.loading._expert_names import is_expert_name
@@ -86,15 +87,15 @@ class CheckpointReport:
         head = [
             ("checkpoint", self.directory),
             ("family", self.family),
-            ("files", f"{len(self.files)} with {self.num_tensors} tensors, {_size(self.nbytes)}"),
+            ("files", f"{len(self.files)} with {self.num_tensors} tensors, {size(self.nbytes)}"),
             ("quantization", self.quantization),
         ]
         if self.config is not None:
             head += _architecture(self.config)
-        parts = [(part.name, str(part.num_tensors), _size(part.nbytes), ", ".join(part.dtypes)) for part in self.parts]
-        lines = [*_table(head), "", *_table([("part", "tensors", "size", "stored as"), *parts], right=(1, 2))]
+        parts = [(part.name, str(part.num_tensors), size(part.nbytes), ", ".join(part.dtypes)) for part in self.parts]
+        lines = [*table(head), "", *table([("part", "tensors", "size", "stored as"), *parts], right=(1, 2))]
         for run in self.expert_runs:
-            loaded = f", {_size(run.nbytes)} when loaded" if run.nbytes else ""
+            loaded = f", {size(run.nbytes)} when loaded" if run.nbytes else ""
             lines += ["", f"experts of layers {ranges(run.layers)}: {run.scheme}{loaded}"]
             lines += [f"  {line}" for line in run.explanation.splitlines()]
         verdict = "problems:" if self.problems else "no problems in headers and scales; weights are checked when loaded"
@@ -304,22 +305,3 @@ def _routing(config: MoEBlockConfig) -> str:
     if config.apply_router_weight_on_input:
         parts.append("weight applied to the input")
     return ", ".join(parts)
-
-
-def _size(nbytes: int) -> str:
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def _table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Columns aligned to the left, those in ``right`` to the right, two blanks between them."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, range(len(row)), strict=True)
-        lines.append("  ".join(c.rjust(width) if at in right else c.ljust(width) for c, width, at in cells).rstrip())
-    return lines

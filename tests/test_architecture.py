@@ -24,6 +24,8 @@ FLOORS = {
     "moe_jax.checkpointing": 4,
     "moe_jax.writing": 4,
     "moe_jax.inspection": 5,
+    "moe_jax.doctor": 5,
+    "moe_jax.benchmarking": 5,
     "moe_jax._demo": 5,
     "moe_jax.cli": 5,
 }

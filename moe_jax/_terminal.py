@@ -1,0 +1,23 @@
+"""Text for a terminal: aligned columns, sizes in binary units."""
+
+from collections.abc import Sequence
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Columns aligned to the left, those in ``right`` to the right, two blanks between them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, range(len(row)), strict=True)
+        lines.append("  ".join(c.rjust(width) if at in right else c.ljust(width) for c, width, at in cells).rstrip())
+    return lines
+
+
+def size(nbytes: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
