@@ -1,10 +1,8 @@
 """``LayerLoader``: fills the leaves of one layer from checkpoint tensors and knows what is still missing."""
 
-import collections
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from typing import Any, cast
 
 import jax
@@ -15,9 +13,11 @@ from moe_jax._config import MoEConfig
 from moe_jax.loading._coverage import Coverage, experts_text
 from moe_jax.loading._errors import listed, shorten
 from moe_jax.loading._expert_names import ExpertNames, ExpertTensor, is_expert_name, layer_of, map_expert_name
+from moe_jax.loading._host_copies import HostCopies, aligned_zeros
 from moe_jax.loading._online import OnlineExperts
 from moe_jax.loading._packed_tensors import check_weight_shape, conform_packed
 from moe_jax.loading._pairs import checked_pairs
+from moe_jax.loading._steps import Decision, Step, kind_of
 from moe_jax.loading._tensor_checks import (
     FULL_PRECISION,
     IN_OUT,
@@ -26,6 +26,7 @@ from moe_jax.loading._tensor_checks import (
     check_dtype,
     check_transposable,
     conform_scale,
+    copy_checked,
     disk_shape,
     fused_layout,
     split_shards,
@@ -34,28 +35,8 @@ from moe_jax.loading._weight_loader import Placement, weight_loader
 from moe_jax.quantization import ExpertWeights, LeafSpec, MoEMethod, Scheme, method_for
 
 CORRECTION_BIAS = "e_score_correction_bias"
-_ALIGNMENT = 64  # of host memory that XLA's CPU client takes over without a copy
-_WORTH_A_THREAD = 1 << 16  # bytes; handing over less takes longer than copying it
-_MOST_PENDING = 64  # copies that wait for a thread; each keeps its array
 DUMMY_BOUND, DUMMY_SEED = 1e-3, 1234  # vLLM's, so that dummy runs can be compared
 _LISTED = 12  # entries of each list in the error of an incomplete layer
-
-
-class TensorError(ValueError):
-    """What a thread found wrong in a tensor that was accepted before. name: the tensor's."""
-
-    def __init__(self, name: str, message: str):
-        super().__init__(message)
-        self.name = name
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """One checked copy that is ready to be made."""
-
-    placement: Placement
-    shard: str
-    array: np.ndarray
 
 
 class LayerLoader:
@@ -126,10 +107,12 @@ class LayerLoader:
         self._needs_correction_bias = has_correction_bias
         self._stated_layout, self._seen_layout = fused_layout, fused_layout
         self._words_are_dense = words_are_dense
-        self._executor = executor
-        self._pending: collections.deque[tuple[str, Future[None]]] = collections.deque()
+        self._has_packed_weights = "w2_weight_packed" in self._stored_specs
+        self._copies = None if executor is None else HostCopies(executor)
+        self._decisions: dict[tuple[Any, ...], Decision] = {}
         self._seen_shapes: set[tuple[int | None, tuple[str, ...]]] = set()
         self._buffers: dict[str, np.ndarray] = {}
+        self._buffered_bytes = 0
         self._coverage = Coverage(config.is_act_and_mul)
         self._dtypes: dict[str, tuple[np.dtype, str]] = {}
         self._doubled: list[str] = []
@@ -227,7 +210,9 @@ class LayerLoader:
             tensors = [self._among_experts(tensor) for tensor in tensors]
         quantizes = self._decide(tensors[0], array.dtype) if self._quantizes is None else self._quantizes
         specs = self._plain_specs if quantizes else self._stored_specs
-        if not quantizes and self._has_packed_weights:
+        kind = kind_of(tensors, array)
+        decision, stored = None if kind is None else self._decisions.get(kind), array
+        if decision is None and not quantizes and self._has_packed_weights:
             if tensors[0].suffix == "weight_shape":
                 return self._accept_weight_shape(tensors, array)
             array = conform_packed(tensors[0], array, self._config, self._words_are_dense)
@@ -239,14 +224,16 @@ class LayerLoader:
                 unexpected.append(tensor.name)
             elif self._coverage.any(leaf, experts, tensor.shards):
                 doubled.append(tensor.name)
+            elif decision is not None and expert is not None:
+                steps.append(decision.step(expert, array))
             else:
                 oriented, layout = self._check_tensor(tensor, array, specs[leaf], layout)
                 for shard, part in split_shards(tensor, oriented, specs[leaf], self._config):
                     placements = weight_loader(
                         specs, leaf, part, tensor.name, shard, expert, is_act_and_mul=self._config.is_act_and_mul
                     )
-                    steps += [_Step(placement, shard, part) for placement in cast(tuple[Placement, ...], placements)]
-        is_deferred = self._executor is not None and not quantizes and array.nbytes >= _WORTH_A_THREAD
+                    steps += [Step(placement, shard, part) for placement in cast(tuple[Placement, ...], placements)]
+        is_deferred = self._copies is not None and not quantizes
         if steps and not is_deferred:
             self._check_contents(tensors[0], array, specs)
         for step in steps:
@@ -259,6 +246,8 @@ class LayerLoader:
         if steps:
             self._online, self._quantizes, self._seen_layout = online, quantizes, layout
             self._dtypes.setdefault(tensors[0].suffix, (array.dtype, tensors[0].name))
+            if kind is not None and array is stored and quantizes is not None and decision is None:
+                self._decisions[kind] = Decision(steps[0].placement, steps[0].shard, steps[0].array.dtype)
             self._store(steps, array, specs, tensors[0] if is_deferred else None)
         return bool(steps)
 
@@ -273,10 +262,6 @@ class LayerLoader:
         return dataclasses.replace(
             tensor, expert=self._experts.index(tensor.expert) if is_filled else len(self._experts)
         )
-
-    @property
-    def _has_packed_weights(self) -> bool:
-        return "w2_weight_packed" in self._stored_specs
 
     def _accept_weight_shape(self, tensors: Sequence[ExpertTensor], array: np.ndarray) -> bool:
         """Only checked: the shapes are known, and some writers leave it out."""
@@ -321,7 +306,7 @@ class LayerLoader:
     def _check_contents(self, tensor: ExpertTensor, array: np.ndarray, specs: Mapping[str, LeafSpec]) -> None:
         check_contents(tensor.name, array, specs[tensor.leaf], self._method.scheme.weights)
 
-    def _check_common(self, step: _Step, name: str) -> None:
+    def _check_common(self, step: Step, name: str) -> None:
         """w1 and w3 may share one place (an input scale (E,)); then they have to agree, whatever the first one was."""
         placement = step.placement
         if placement.is_common and self._coverage.any(placement.leaf, placement.index[0]):
@@ -337,56 +322,57 @@ class LayerLoader:
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def _store(
-        self, steps: list[_Step], array: np.ndarray, specs: Mapping[str, LeafSpec], unchecked: ExpertTensor | None
+        self, steps: list[Step], array: np.ndarray, specs: Mapping[str, LeafSpec], unchecked: ExpertTensor | None
     ) -> None:
         """Quantize or copy. unchecked: the tensor whose values are still to be checked, by the thread that copies."""
         is_adopted = self._adopt(steps, array, specs)
-        copies: list[tuple[np.ndarray, _Step]] = []
+        copies: list[tuple[np.ndarray, Step]] = []
         for step in steps:
             placement, spec = step.placement, specs[step.placement.leaf]
             if self._online and spec.kind == "weight":
                 self._quantize(step)
             elif not is_adopted:
                 if placement.leaf not in self._buffers:
-                    self._buffers[placement.leaf] = aligned_zeros(spec.shape, spec.dtype)
+                    self._keep(placement.leaf, aligned_zeros(spec.shape, spec.dtype))
                 copies.append((self._buffers[placement.leaf], step))
             self._coverage.mark(placement.leaf, spec.shape[0], placement.index[0], step.shard)
         self._count_bytes()
 
         def copy() -> None:
+            if unchecked is not None and len(copies) == 1:
+                ((buffer, step),) = copies
+                value, target = np.asarray(step.placement.value(step.array)), buffer[step.placement.index]
+                copy_checked(unchecked.name, value, target, specs[unchecked.leaf], self._method.scheme.weights)
+                return
             if unchecked is not None:
                 self._check_contents(unchecked, array, specs)
             for buffer, step in copies:
                 step.placement.write(buffer, step.array)
 
         # What w1 and w3 have in common is compared when the second one comes, so it has to be there by then.
-        if unchecked is None or any(step.placement.is_common for step in steps):
+        if self._copies is None or unchecked is None or any(step.placement.is_common for step in steps):
             copy()
-            return
-        self._pending.append((unchecked.name, self._executor.submit(copy)))
-        self._drain(_MOST_PENDING)
+        else:
+            self._copies.add(unchecked.name, copy, array.nbytes)
 
-    def _drain(self, most: int) -> None:
-        """Wait until at most so many copies are pending. Raises TensorError for what the threads found wrong."""
-        while len(self._pending) > most:
-            name, future = self._pending.popleft()
-            try:
-                future.result()
-            except ValueError as error:
-                raise TensorError(name, str(error)) from None
+    def _keep(self, leaf: str, buffer: np.ndarray) -> None:
+        self._buffers[leaf] = buffer
+        self._buffered_bytes += buffer.nbytes
 
-    def _adopt(self, steps: list[_Step], array: np.ndarray, specs: Mapping[str, LeafSpec]) -> bool:
+    def _adopt(self, steps: list[Step], array: np.ndarray, specs: Mapping[str, LeafSpec]) -> bool:
         """Use a read-only array as the buffer of a weight leaf when it fills all of it in the same layout."""
         leaf = steps[0].placement.leaf
-        is_same = array.shape == specs[leaf].shape and array.dtype == specs[leaf].dtype and not array.flags.writeable
+        if self._online or specs[leaf].kind != "weight" or array.shape != specs[leaf].shape:
+            return False
+        is_same = array.dtype == specs[leaf].dtype and not array.flags.writeable
         is_straight = all(step.array.strides == array.strides for step in steps)
         is_whole = sum(step.placement.num_elements for step in steps) == array.size
-        if self._online or specs[leaf].kind != "weight" or not (is_same and is_straight and is_whole):
+        if not (is_same and is_straight and is_whole):
             return False
-        self._buffers[leaf] = array
+        self._keep(leaf, array)
         return True
 
-    def _quantize(self, step: _Step) -> None:
+    def _quantize(self, step: Step) -> None:
         array = step.array.copy() if step.array.flags.writeable else step.array
         experts = range(*step.placement.index[0].indices(self._config.num_experts))
         for expert, part in zip(experts, array.reshape(len(experts), *array.shape[-2:]), strict=True):
@@ -406,7 +392,7 @@ class LayerLoader:
     def staged_bytes(self) -> int:
         """Bytes held for tensors as the checkpoint stores them; what is quantized already does not count."""
         pending = self._online.pending_bytes if self._online else 0
-        return pending + sum(buffer.nbytes for buffer in self._buffers.values())
+        return pending + self._buffered_bytes
 
     # -- finishing ----------------------------------------------------------------------------------------------------
 
@@ -425,7 +411,8 @@ class LayerLoader:
                 ``like``. The loader keeps what it has: missing tensors can still be added.
         """
         self._check_open()
-        self._drain(0)
+        if self._copies is not None:
+            self._copies.finish()
         self._check_complete()
         leaves = self._buffers | (self._online.leaves if self._online else {})
         processed = self._method.process_weights_after_loading(leaves, self._config)
@@ -435,7 +422,7 @@ class LayerLoader:
             )
         weights = jax.tree.map(_on_device, processed)
         self._is_finished = True
-        self._buffers, self._online = {}, None
+        self._buffers, self._buffered_bytes, self._online = {}, 0, None
         return weights
 
     def _check_open(self) -> None:
@@ -470,14 +457,6 @@ def _checked_ids(experts: Sequence[int], num_experts: int) -> list[int]:
     if not ids or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= num_experts:
         raise ValueError(f"experts={ids}: expected different ids from 0 to {num_experts - 1}")
     return ids
-
-
-def aligned_zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Zeros that the CPU client of XLA can take over without a copy."""
-    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def _on_device(leaf: Any) -> jax.Array:

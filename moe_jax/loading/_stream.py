@@ -14,7 +14,8 @@ from moe_jax._config import MoEConfig
 from moe_jax.loading._errors import CheckpointError, shorten
 from moe_jax.loading._expert_names import ExpertNames, ExpertTensor, is_expert_name, layer_of
 from moe_jax.loading._gptq_awq import as_packed
-from moe_jax.loading._layer_loader import LayerLoader, TensorError
+from moe_jax.loading._host_copies import TensorError
+from moe_jax.loading._layer_loader import LayerLoader
 from moe_jax.loading._quantization_config import QuantizationConfig
 from moe_jax.loading._tensor_checks import IN_OUT, OUT_IN, disk_shape
 from moe_jax.quantization import ExpertWeights, MoEMethod, Scheme, method_for

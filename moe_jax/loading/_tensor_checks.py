@@ -79,20 +79,40 @@ def check_values(name: str, value: np.ndarray) -> None:
         )
 
 
-def _may_be_infinite(value: np.ndarray) -> bool:
+def _may_be_infinite(value: np.ndarray, target: np.ndarray | None = None) -> bool:
     """Whether a number is not finite, by two maxima over the bits as integers: many times as fast as isfinite.
 
     Bit patterns of positive numbers are ordered as the numbers are, those of negative ones too once the sign counts as
-    a high bit; infinity and NaN lie above all finite ones.
+    a high bit; infinity and NaN lie above all finite ones. target: where to copy them on the way, of the same dtype;
+    both are contiguous then.
     """
     size, mask = value.dtype.itemsize, _EXPONENT_MASKS[value.dtype]
     signed, unsigned = np.dtype(f"i{size}"), np.dtype(f"u{size}")
     negative = mask | 1 << (8 * size - 1)
     flat, step = (value.reshape(-1), _CHUNK // size) if value.flags.c_contiguous else (value, len(value))
-    return any(
-        part.view(signed).max(initial=0) >= mask or part.view(unsigned).max(initial=0) >= negative
-        for part in (flat[start : start + step] for start in range(0, len(flat), step))
-    )
+    found, into = False, None if target is None else target.reshape(-1)
+    for start in range(0, len(flat), step):
+        part = flat[start : start + step]
+        if into is not None:
+            into[start : start + step] = part
+            part = into[start : start + step]  # which the cache holds now
+        found |= part.view(signed).max(initial=0) >= mask or part.view(unsigned).max(initial=0) >= negative
+    return bool(found)
+
+
+def copy_checked(name: str, value: np.ndarray, target: np.ndarray, spec: LeafSpec, fmt: QuantFormat | None) -> None:
+    """``check_contents`` and a copy into ``target``, in one pass over memory where that is possible.
+
+    value: the tensor, as large as target. What is written is undefined after an error.
+    """
+    is_plain = value.dtype == target.dtype and value.shape == target.shape and value.dtype in _EXPONENT_MASKS
+    is_flat = value.flags.c_contiguous and target.flags.c_contiguous
+    if spec.kind in ("weight", "bias") and is_plain and is_flat:
+        if _may_be_infinite(value, target):
+            check_contents(name, value, spec, fmt)
+        return
+    check_contents(name, value, spec, fmt)
+    target[...] = value
 
 
 def check_range(name: str, value: np.ndarray, fmt: QuantFormat | None) -> None:
