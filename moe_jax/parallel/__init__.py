@@ -3,7 +3,7 @@
 from moe_jax.parallel._eplb import EplbPlan, is_rebalance_due, rebalance
 from moe_jax.parallel._eplb_policy import rebalance_experts
 from moe_jax.parallel._eplb_state import EplbState, balancedness
-from moe_jax.parallel._eplb_weights import move_experts
+from moe_jax.parallel._eplb_weights import move_experts, place_experts
 from moe_jax.parallel._expert_map import (
     RoutingTables,
     determine_expert_map,
@@ -26,6 +26,7 @@ __all__ = [
     "local_expert_ids",
     "move_experts",
     "physical_to_logical",
+    "place_experts",
     "rebalance",
     "rebalance_experts",
     "routing_tables",

@@ -54,6 +54,23 @@ def source_slots(old: Placement, new: Placement) -> np.ndarray:
     return source
 
 
+def place_experts(weights: Any, placement: Placement) -> Any:
+    """Experts by id into slots: leaves (L, ...) to (S, ...), with all copies, and zeros in empty slots.
+
+    Scalars, which all experts share, stay. Raises ValueError for leaves of another number of experts.
+    """
+    experts = jnp.asarray(placement.physical_to_logical)
+
+    def place(leaf):
+        if leaf.ndim == 0:
+            return leaf
+        if leaf.shape[0] != placement.num_experts:
+            raise ValueError(f"a leaf of the weights has shape {leaf.shape}, expected {placement.num_experts} experts")
+        return _place(leaf, experts)
+
+    return jax.tree.map(place, weights)
+
+
 def move_experts(weights: Any, old: Placement, new: Placement) -> Any:
     """The same experts in other slots: every leaf with an expert axis, bit for bit.
 
@@ -119,6 +136,13 @@ def exchange_tables(source: np.ndarray, num_devices: int) -> tuple[np.ndarray, n
 
 
 @jax.jit
+def _place(leaf: Array, experts: Array) -> Array:
+    is_used = (experts >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
+    bits = _to_bits(leaf)
+    return _from_bits(jnp.where(is_used, bits[experts], jnp.zeros_like(bits, shape=())), leaf.dtype)
+
+
+@jax.jit
 def _gather(leaf: Array, source: Array) -> Array:
     return _from_bits(_to_bits(leaf).at[source].get(mode="promise_in_bounds"), leaf.dtype)
 
@@ -129,22 +153,24 @@ def _exchange(leaf: Array, send: Array, take: Array, *, mesh: Any, spec: Partiti
     num_devices, _, width = send.shape
 
     def on_device(leaf, send, take):
-        """leaf (slots, ...), send (1, devices, width), take (1, slots)."""
+        """leaf (slots, ...) of this device; the tables are those of all."""
         bits = _to_bits(leaf)
+        device = 0 if axis is None else lax.axis_index(axis)
+        send, take = send[device], take[device]
         slots = bits.shape[0]
         if width == 0:
-            return _from_bits(bits[take[0]], leaf.dtype)
+            return _from_bits(bits[take], leaf.dtype)
         rows = bits.reshape(slots, -1)
         pieces = _pieces(rows.shape[1], num_devices * width * rows.dtype.itemsize)
 
         def move(piece):
-            arriving = lax.all_to_all(piece[send[0]], axis, 0, 0)
-            return jnp.concatenate([piece, arriving.reshape(-1, piece.shape[1])])[take[0]]
+            arriving = lax.all_to_all(piece[send], axis, 0, 0)
+            return jnp.concatenate([piece, arriving.reshape(-1, piece.shape[1])])[take]
 
         moved = lax.map(move, rows.reshape(slots, pieces, -1).swapaxes(0, 1))
         return _from_bits(moved.swapaxes(0, 1).reshape(bits.shape), leaf.dtype)
 
-    specs = (spec, PartitionSpec(axis), PartitionSpec(axis))
+    specs = (spec, PartitionSpec(), PartitionSpec())
     return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=spec)(leaf, send, take)
 
 
