@@ -8,6 +8,7 @@ from torch_bridge._compressed_tensors import (
     CompressedTensorsWNA16MarlinMoEMethod,
 )
 from torch_bridge._convert import PatchedExperts, convert, from_nnx, load_tensors, patch, to_nnx
+from torch_bridge._kernels import as_torch_kernels
 from torch_bridge._layer import FusedMoE
 from torch_bridge._methods import (
     FusedMoEMethodBase,
@@ -43,6 +44,7 @@ __all__ = [
     "SchemeMoEMethod",
     "SchemeOnlineMoEMethod",
     "UnquantizedFusedMoEMethod",
+    "as_torch_kernels",
     "convert",
     "determine_expert_map",
     "from_nnx",

@@ -13,6 +13,7 @@ from moe_jax._packed_weights import unpack_experts
 from moe_jax.experts import explain
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
+from torch_bridge._calls import Experts, JaxCalls
 from torch_bridge._layer_loading import LoadingMixin
 from torch_bridge._loader import RankLoader, local_config
 from torch_bridge._methods import SchemeMoEMethod
@@ -52,6 +53,8 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         swiglu_limit, swiglu_alpha, swiglu_beta, apply_routed_scale_to_output, zero_expert_type, hash_indices_table: as
             in ``moe_jax.FusedMoE``.
         online: quantize a full-precision checkpoint while it is loaded.
+        torch_kernels: launch the Hopper kernels on torch's current stream, without JAX's runtime, so that CUDA graphs
+            can capture a call; only for layers that are kernels from end to end, others refuse at their first call.
         tp_rank, ep_rank: default to torch.distributed's, else 0. expert_placement_strategy: "linear" or "round_robin".
         implementation: names to try, see ``moe_jax.FusedMoE``.
         device: where the weights will be; None takes torch's default device at this moment.
@@ -104,6 +107,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         zero_expert_type: str | None = None,
         hash_indices_table: torch.Tensor | None = None,
         online: bool = False,
+        torch_kernels: bool = False,
         tp_rank: int | None = None,
         ep_rank: int | None = None,
         expert_placement_strategy: str = "linear",
@@ -122,10 +126,13 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         self.device = torch.device(device) if device is not None else torch.get_default_device()
         if self.device.type == "meta":  # a model built under torch.device("meta") runs where it is loaded
             self.device = torch.device("cpu")
+        if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.rank = Rank.current(num_experts, tp_size, ep_size, tp_rank, ep_rank, expert_placement_strategy)
         if implementation is None and self.device.type == "cpu" and jax.default_backend() != "cpu":
             implementation = "xla"  # the order of the default backend is that of another device
+        self.torch_kernels = torch_kernels
         self.quant_method = resolve_method(quant_config, self, prefix, online=online)
         bias = None if e_score_correction_bias is None else np.zeros(e_score_correction_bias.shape, np.float32)
         described = moe_jax.FusedMoE(
@@ -173,7 +180,8 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         self._borrowed = [e_score_correction_bias]
         table = described.hash_table
         self._routing = RoutingParams(hash_indices_table=None if table is None else table.get_value())
-        self._experts: _ops.Experts | None = None
+        self._experts: Experts | None = None
+        self._calls: JaxCalls | None = None
         self._loader: RankLoader | None = None
         self.quant_method.create_weights(
             layer=self,
@@ -251,9 +259,9 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         torch.distributed.all_reduce(routed)
         return routed
 
-    def experts_for(self, x: torch.Tensor, *others: torch.Tensor) -> _ops.Experts:
-        """What a call on these tensors needs. Raises RuntimeError when nothing is loaded, or it is elsewhere."""
-        if self._experts is None:
+    def calls_for(self, x: torch.Tensor, *others: torch.Tensor) -> JaxCalls:
+        """What runs a call on these tensors. Raises RuntimeError when nothing is loaded, or it is elsewhere."""
+        if self._calls is None:
             if not isinstance(self.quant_method, SchemeMoEMethod):
                 raise NotImplementedError(f"{type(self.quant_method).__name__} has to compute by itself in apply()")
             raise RuntimeError(
@@ -265,7 +273,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         if not x.is_floating_point():
             raise ValueError(f"{self.layer_name}: x has dtype {x.dtype}, expected a float dtype")
         for tensor in (x, *others):
-            if tensor.device.type != self.device.type:
+            if tensor.device.type != self.device.type or (tensor.device.index or 0) != (self.device.index or 0):
                 raise RuntimeError(
                     f"{self.layer_name}: expected all tensors on {self.device}, where the experts are, found one on "
                     f"{tensor.device}; move one of them with .to()"
@@ -276,7 +284,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
                 )
         if any(p.requires_grad for p in self._parameters.values() if p is not None):
             raise RuntimeError(_NOT_TRAINABLE.format(name=self.layer_name))
-        return self._experts
+        return self._calls
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "FusedMoE":
         """``.to(device)`` moves the experts; another dtype is refused, since stored weights have no other."""

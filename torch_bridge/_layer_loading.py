@@ -1,5 +1,6 @@
 """How ``FusedMoE`` gets its weights: vLLM's weight_loader and load_weights, processing, reload and dummy values."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -10,11 +11,14 @@ import torch
 
 from moe_jax import ExpertWeights, MoEConfig, weight_loader
 from moe_jax._implementations import in_best_layout
+from moe_jax._packed_weights import unpack_experts
 from moe_jax.loading import ExpertNames, ExpertTensor, Placement
 from moe_jax.loading._expert_names import map_expert_name
 from moe_jax.quantization import LeafSpec, method_for
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
+from torch_bridge._calls import Experts, JaxCalls
+from torch_bridge._kernel_calls import KernelCalls
 from torch_bridge._loader import RankLoader
 from torch_bridge._methods import (
     FusedMoEMethodBase,
@@ -41,7 +45,9 @@ class LoadingMixin(torch.nn.Module):
     layer_name: str
     expert_mapping: Any
     _routing: RoutingParams
-    _experts: _ops.Experts | None
+    torch_kernels: bool
+    _experts: Experts | None
+    _calls: JaxCalls | None
     _loader: RankLoader | None
 
     def weight_loader(
@@ -172,9 +178,17 @@ class LoadingMixin(torch.nn.Module):
             _ops.warn_of_preallocation()
         expert_map = None if self.rank.expert_map is None else jnp.asarray(self.rank.expert_map)
         packed = in_best_layout(self.local_config, weights)
-        self._experts = jax.device_put(
-            _ops.Experts(packed, self.local_config, self.moe_config, self._routing, expert_map), jax_device(self.device)
+        experts = jax.device_put(
+            Experts(packed, _unnamed(self.local_config), _unnamed(self.moe_config), self._routing, expert_map),
+            jax_device(self.device),
         )
+        if isinstance(self._calls, KernelCalls) and self._calls.is_captured:
+            self._calls.replace(experts)
+            experts = self._calls.experts_tree
+            weights = unpack_experts(experts.weights)
+        else:
+            self._calls = (KernelCalls if self.torch_kernels else JaxCalls)(experts, self.layer_name)
+        self._experts = experts
         self._show(stored_leaves(weights, self.local_config) if packed.w13.layout.is_plain else None)
 
     def new_loader(self, *, online: bool | None = None, fused_layout: str | None = None) -> RankLoader:
@@ -265,6 +279,11 @@ def _checked(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str,
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
             raise TypeError(f"weights: item {index} is no pair of a name and a torch tensor")
         yield pair[0], pair[1]
+
+
+def _unnamed(config: MoEConfig) -> MoEConfig:
+    """Without the layer's name, so that layers of one shape share their compiled functions."""
+    return dataclasses.replace(config, name="")
 
 
 def _signature(weights: ExpertWeights) -> Any:

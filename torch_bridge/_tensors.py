@@ -1,9 +1,8 @@
 """torch tensors, NumPy arrays and JAX arrays over the same memory: dtypes, and the crossings in both directions.
 
 DLPack carries every dtype of a checkpoint, FP8 included; packed weights are uint8 or int32 on all sides. A crossing
-copies
-in three cases only: 64-bit integers, which JAX holds in 32 bits; CPU memory that does not start at a multiple of 64
-bytes; a tensor whose strides are no permutation of a dense one.
+copies in three cases only: 64-bit integers, which JAX holds in 32 bits; memory that does not start at a multiple of 64
+bytes on the CPU, of 128 on a GPU; a tensor whose strides are no permutation of a dense one.
 """
 
 from typing import Any, NoReturn
@@ -26,6 +25,7 @@ _NUMPY_OF_TORCH = {
     torch.int64: np.dtype(np.int64),
     torch.bool: np.dtype(np.bool_),
 }
+CUDA_ALIGNMENT = 128  # bytes; what XLA's programs assume of an argument's start
 _TORCH_OF_NUMPY = {numpy: dtype for dtype, numpy in _NUMPY_OF_TORCH.items()}
 # NumPy has no such numbers of its own; torch hands them over as the bits of integers.
 _BITS = {
@@ -62,16 +62,23 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 def to_jax(tensor: torch.Tensor) -> jax.Array:
     """The tensor as JAX sees it, on its own device, without a copy where the layout allows one to be avoided.
 
-    64-bit integers become 32-bit ones; what they cannot hold becomes their extremes, so that it stays out of range.
+    64-bit integers are ``narrowed``.
     """
-    tensor = tensor.detach()
-    if tensor.dtype == torch.int64:
-        narrow = torch.iinfo(torch.int32)
-        tensor = tensor.clamp(narrow.min, narrow.max).to(torch.int32)
+    tensor = narrowed(tensor.detach())
+    if tensor.is_cuda and tensor.data_ptr() % CUDA_ALIGNMENT:
+        tensor = tensor.clone()
     try:
         return jax.dlpack.from_dlpack(tensor)
     except (BufferError, RuntimeError, ValueError):  # strides that overlap or leave gaps
         return jax.dlpack.from_dlpack(tensor.contiguous())
+
+
+def narrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """64-bit integers as 32-bit ones; what they cannot hold becomes their extremes, so that it stays out of range."""
+    if tensor.dtype != torch.int64:
+        return tensor
+    limits = torch.iinfo(torch.int32)
+    return tensor.clamp(limits.min, limits.max).to(torch.int32)
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ def as_torch(array):
 def bits(tensor):
     """Any torch tensor or array as its bytes, with its shape."""
     if isinstance(tensor, torch.Tensor):
-        return tuple(tensor.shape), tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return tuple(tensor.shape), tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     array = np.asarray(tensor)
     return array.shape, array.tobytes()
 
@@ -136,6 +137,19 @@ def assert_same_weights(a, b):
 def inputs(tokens, seed=0, dtype=torch.bfloat16):
     g = torch.Generator().manual_seed(seed)
     return torch.randn(tokens, H, generator=g).to(dtype), torch.randn(tokens, E, generator=g)
+
+
+call = jax.jit(lambda layer, x, z, mask: layer(x, z, token_mask=mask))
+
+
+def expected_bits(layer, x, z):
+    """The nnx layer on the same tokens, padded as the bridge documents it: beyond 16 to powers of two."""
+    count = len(x)
+    size = count if count <= 16 else 1 << (count - 1).bit_length()
+    pad = lambda t: np.pad(t.float().cpu().numpy(), ((0, size - count), (0, 0)))  # noqa: E731
+    mask = None if size == count else jnp.arange(size) < count
+    y = call(layer, jnp.asarray(pad(x)).astype(jnp.bfloat16), jnp.asarray(pad(z)), mask)
+    return bits(np.asarray(y)[:count])
 
 
 def of_rank(weights, rank):

@@ -1,7 +1,6 @@
 """Calling the torch layer: the nnx layer's bits, no copies on the way, gradients, compilation, refusals."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -17,6 +16,7 @@ from tests.torch_bridge.cases import (
     K,
     bits,
     bridge_layer,
+    expected_bits,
     inputs,
     loaded_bridge,
     nnx_layer,
@@ -29,18 +29,7 @@ from torch_bridge._tensors import to_jax, to_torch
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-call = jax.jit(lambda layer, x, z, mask: layer(x, z, token_mask=mask))
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ALL_SCHEMES if name not in ONE_OF_EACH]
-
-
-def expected_bits(layer, x, z):
-    """The nnx layer on the same tokens, padded as the bridge documents it: beyond 16 to powers of two."""
-    count = len(x)
-    size = count if count <= 16 else 1 << (count - 1).bit_length()
-    pad = lambda t: np.pad(t.float().numpy(), ((0, size - count), (0, 0)))  # noqa: E731
-    mask = None if size == count else jnp.arange(size) < count
-    y = call(layer, jnp.asarray(pad(x)).astype(jnp.bfloat16), jnp.asarray(pad(z)), mask)
-    return bits(np.asarray(y)[:count])
 
 
 @pytest.mark.parametrize("scheme", [*ONE_OF_EACH, *SLOW])
@@ -83,7 +72,7 @@ def test_crossing_copies_nothing_that_it_need_not():
     assert copied == 0
     for scheme in ONE_OF_EACH:
         layer = loaded_bridge(scheme, stored_arrays(scheme))
-        weights = jax.tree.leaves(layer.experts_for(*inputs(1)).weights)
+        weights = jax.tree.leaves(layer.calls_for(*inputs(1)).experts_tree.weights)
         addresses = {leaf.unsafe_buffer_pointer() for leaf in weights}
         for name, parameter in layer.named_parameters():
             assert parameter.data_ptr() in addresses or "input" in name, name

@@ -1,0 +1,157 @@
+"""Programs of Hopper kernels for torch, without a GPU: what they are made of, what is refused, and how they launch."""
+
+import ctypes
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from moe_jax._packed_weights import pack_experts, packed_format
+from moe_jax.quantization import method_for
+from pallas_kernels.combine import combine
+from tests.torch_bridge.cases import E, config, inputs, loaded_bridge, plain_arrays, torch_pairs
+from torch_bridge import _kernel_calls
+from torch_bridge._kernels import Kernel, KernelProgram, as_torch_kernels, on_current_stream
+from torch_bridge._tensors import torch_dtype
+
+H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+STRUCT = jax.ShapeDtypeStruct
+
+
+@pytest.fixture(autouse=True)
+def on_an_h200():
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H200)):
+        yield
+
+
+def program_of_layer(scheme, tokens):
+    own = config(scheme, hidden_size=512, intermediate_size=512)
+    weights = method_for(scheme).abstract_weights(own)
+    if packed_format(weights.scheme, own.dtype) is not None:
+        weights = jax.eval_shape(lambda weights: pack_experts(weights, own), weights)
+    assert all(torch_dtype(leaf.dtype) is not None for leaf in jax.tree.leaves(weights))
+    mask = STRUCT((tokens,), bool) if tokens > 16 else None
+    arguments = STRUCT((tokens, 512), jnp.bfloat16), STRUCT((tokens, E), jnp.float32), None, mask, weights
+    return KernelProgram(functools.partial(_kernel_calls._moe, own), *arguments)
+
+
+@pytest.mark.parametrize(
+    "scheme, tokens, kernels",
+    [("fp8_channel", 4, 6), ("fp8_block", 32, 5), ("w4a16_g32", 1, 5)],
+)
+def test_layers_lower_to_kernels(scheme, tokens, kernels):
+    """Route, permute, two products, requantization where the scale is not local, combine; the last gives (T, H)."""
+    program = program_of_layer(scheme, tokens)
+    assert len(program.kernels) == kernels
+    assert program.kernels[-1].results == (((tokens, 512), torch.bfloat16),)
+    assert all(len(kernel.module) > 1000 for kernel in program.kernels)
+
+
+@pytest.mark.parametrize("scheme, reason", [("fp8_tensor", "outside of the kernels"), ("mxfp8", "outside of the")])
+def test_layers_with_more_than_kernels_are_refused(scheme, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        program_of_layer(scheme, 4)
+
+
+def test_programs_run_their_steps_in_order(monkeypatch):
+    """Reshapes, broadcasts and casts around kernels, against JAX; a kernel stands for itself by its results."""
+
+    def function(pair):
+        x, row_of = pair["x"], pair["row_of"]
+        weights = jnp.broadcast_to(jnp.reshape(pair["w"], (1, 2)), (4, 2)).astype(jnp.float32)
+        twice = [combine(x, row_of, weights, out_dtype=jnp.bfloat16, implementation="mosaic") for _ in range(2)]
+        return {"y": twice[0].reshape(8, 128), "z": twice[1].astype(jnp.float32), "w": weights}
+
+    launched = []
+
+    def load(kernel):
+        def run(*operands):
+            launched.append(operands)
+            [(shape, dtype)] = kernel.results
+            return [torch.full(shape, len(launched), dtype=dtype)]
+
+        return run
+
+    monkeypatch.setattr(Kernel, "load", load)
+    pair = {
+        "x": torch.randn(16, 256).bfloat16(),
+        "row_of": torch.arange(8, dtype=torch.int32).view(4, 2),
+        "w": torch.tensor([0.25, 0.75], dtype=torch.bfloat16),
+    }
+    run = as_torch_kernels(function)
+    found = run(pair)
+    assert found["y"].shape == (8, 128) and found["y"].eq(1).all()
+    assert found["z"].dtype == torch.float32 and found["z"].eq(2).all()
+    assert torch.equal(found["w"], torch.tensor([[0.25, 0.75]] * 4))
+    assert len(launched) == 2 and all(torch.equal(operands[0], pair["x"]) for operands in launched)
+    assert all(torch.equal(operands[2], found["w"]) and operands[2].is_contiguous() for operands in launched)
+    run(pair)
+    assert len(launched) == 4
+
+
+def test_launches_name_the_current_stream(monkeypatch):
+    """JAX's launcher names the default stream; ours is the same code with the current one."""
+    seen = []
+
+    def compiled():
+        from types import SimpleNamespace as torch
+
+        torch = torch(cuda=torch(default_stream=lambda device: "the default stream"))
+
+        def launch(arguments, device):
+            seen.append((arguments, torch.cuda.default_stream(device)))
+
+        return launch
+
+    launch = compiled()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the current stream of {device}")
+    on_current_stream(launch)((1, 2), "cuda:0")
+    launch((1, 2), "cuda:0")
+    assert seen == [((1, 2), "the current stream of cuda:0"), ((1, 2), "the default stream")]
+    with pytest.raises(NotImplementedError, match="in a way that is not known here"):
+        on_current_stream(lambda arguments, device: None)
+
+
+def test_the_launcher_of_this_jax_is_known(monkeypatch):
+    """It is asked to compile the kernel's module, and says when it cannot."""
+    given = []
+
+    class Library:
+        def __init__(self):
+            self.MosaicGpuCompile = self.MosaicGpuUnload = lambda module, length: given.append((module, length))
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Library())
+    function = functools.partial(combine, implementation="mosaic")
+    arguments = STRUCT((16, 256), jnp.bfloat16), STRUCT((4, 2), jnp.int32), STRUCT((4, 2), jnp.float32)
+    [kernel] = KernelProgram(function, *arguments).kernels
+    with pytest.raises(RuntimeError, match="Failed to compile the module"):
+        kernel.load()
+    [(module, length)] = given
+    assert length.value == len(kernel.module) and module.value is not None
+
+
+def test_layers_refuse_what_kernels_cannot():
+    layer = loaded_bridge("bf16", plain_arrays(), torch_kernels=True)
+    with pytest.raises(NotImplementedError, match=r"torch_kernels=True needs CUDA tensors, found cpu"):
+        layer(*inputs(2))
+    assert isinstance(layer.calls_for(*inputs(2)), _kernel_calls.KernelCalls)
+
+
+def test_a_reload_of_a_captured_layer_keeps_its_memory():
+    """What a CUDA graph reads stays where it is and gets the new values; before a capture weights are just replaced."""
+    layer = loaded_bridge("fp8_channel", plain_arrays(), online=True, torch_kernels=True)
+    held = layer.w13_weight.data_ptr()
+    calls = layer.calls_for(*inputs(2))
+    calls.is_captured = True
+    pairs = torch_pairs(plain_arrays(1))
+    layer.reload_weights(pairs)
+    assert layer.calls_for(*inputs(2)) is calls and layer.w13_weight.data_ptr() == held
+    expected = loaded_bridge("fp8_channel", plain_arrays(1), online=True)
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter.view(torch.uint8), expected.get_parameter(name).view(torch.uint8)), name
+    calls.is_captured = False
+    layer.reload_weights(pairs)
+    assert layer.calls_for(*inputs(2)) is not calls

@@ -1,0 +1,137 @@
+"""What a call on one layer runs: jitted JAX functions on tensors that cross by DLPack.
+
+The number of tokens is padded to a bucket beyond 16, so that few programs are compiled; padding is masked. Weights go
+in as flat leaves and everything static is in the function, which layers of one shape share: a call hashes no config and
+takes no tree apart.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from moe_jax import ExpertWeights, MoEConfig, fused_experts, fused_moe
+from moe_jax.models._compiled import SMALLEST_BUCKET, bucket
+from moe_jax.routing import RoutingParams, route
+from torch_bridge._tensors import to_jax, to_torch
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """What a call needs of a layer on one rank, as one pytree.
+
+    weights and config: of this rank. global_config: of the whole layer, for routing. routing: its arrays, without the
+    correction bias. expert_map: (P,) int32, global to local expert, or None when all are local.
+    """
+
+    weights: ExpertWeights
+    config: MoEConfig
+    global_config: MoEConfig
+    routing: RoutingParams
+    expert_map: Any = None
+
+    def moe(self, x, logits, bias, token_ids, mask):
+        """Routing and experts."""
+        config, routing = self.global_config, dataclasses.replace(self.routing, correction_bias=bias)
+        if config == self.config:
+            return fused_moe(x, logits, self.weights, config, routing=routing, token_mask=mask, token_ids=token_ids)
+        routed = route(logits, config, params=routing, hidden_states=x, token_ids=token_ids, token_mask=mask)
+        y = self.experts(x, routed.topk_weights, routed.topk_ids, mask)
+        return y * jnp.asarray(config.routed_scaling_factor, y.dtype) if config.apply_routed_scale_to_output else y
+
+    def experts(self, x, topk_weights, topk_ids, mask):
+        """The experts of this rank for global ids."""
+        if self.expert_map is not None:
+            is_known = (topk_ids >= 0) & (topk_ids < self.expert_map.shape[0])
+            topk_ids = jnp.where(is_known, self.expert_map[jnp.where(is_known, topk_ids, 0)], -1)
+        return fused_experts(x, topk_weights, topk_ids, self.weights, self.config, token_mask=mask)
+
+    def select(self, x, logits, bias, token_ids, mask):
+        """The router alone."""
+        routing = dataclasses.replace(self.routing, correction_bias=bias)
+        routed = route(
+            logits, self.global_config, params=routing, hidden_states=x, token_ids=token_ids, token_mask=mask
+        )
+        return routed.topk_weights, routed.topk_ids
+
+    def moe_gradients(self, grad, x, logits, *rest):
+        """Of x and the logits."""
+        return jax.vjp(lambda x, logits: self.moe(x, logits, *rest), x, logits)[1](grad)
+
+    def experts_gradients(self, grad, x, topk_weights, *rest):
+        """Of x and the weights."""
+        return jax.vjp(lambda x, topk_weights: self.experts(x, topk_weights, *rest), x, topk_weights)[1](grad)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(structure: Any, method: str) -> Callable[..., Any]:
+    """One method of ``Experts`` as a jitted function of (leaves, arrays, mask)."""
+
+    def run(leaves, arrays, mask):
+        return getattr(jax.tree.unflatten(structure, leaves), method)(*arrays, mask)
+
+    run.__name__ = method
+    return jax.jit(run)
+
+
+class JaxCalls:
+    """The calls of a layer through JAX's runtime: any implementation, any device. Tensors in, tensors out."""
+
+    def __init__(self, experts: Experts, layer_name: str):
+        self.experts_tree, self.layer_name = experts, layer_name
+        self.leaves, structure = jax.tree.flatten(experts)
+        self._functions = {
+            name: _compiled(structure, name)
+            for name in ("moe", "experts", "select", "moe_gradients", "experts_gradients")
+        }
+
+    def run(self, method: str, *tensors: torch.Tensor | None, bias: int | None = None) -> Any:
+        """A method of ``Experts`` on tensors with T rows each. bias: the place of the tensor that has no tokens."""
+        first = tensors[0]
+        assert first is not None
+        if first.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.layer_name}: a CUDA graph is being captured, and JAX's runtime launches on streams of its own; "
+                "build the layer with torch_kernels=True, or leave it out of the graph"
+            )
+        with torch.cuda.device_of(first):  # torch hands over tensors of the current device only
+            return self._crossing(method, first, tensors, bias)
+
+    def _crossing(self, method: str, first: torch.Tensor, tensors: tuple[Any, ...], bias: int | None) -> Any:
+        padded, mask = pad_tokens(tensors, bias)
+        arrays = [None if tensor is None else to_jax(tensor) for tensor in padded]
+        found = self._functions[method](self.leaves, arrays, None if mask is None else to_jax(mask))
+        if not isinstance(found, tuple):
+            return _trimmed(found, first, mask)
+        return tuple(_trimmed(one, first, mask) for one in found)
+
+
+def pad_tokens(
+    tensors: tuple[torch.Tensor | None, ...], fixed: int | None = None
+) -> tuple[tuple[torch.Tensor | None, ...], torch.Tensor | None]:
+    """The tensors with a bucket's number of tokens, and the mask (bucket,) of those that are real, None when all are.
+
+    fixed: the place of a tensor without a token axis.
+    """
+    first = tensors[0]
+    assert first is not None
+    count = first.shape[0]
+    size = count if count <= SMALLEST_BUCKET else bucket(count)
+    if size == count:
+        return tensors, None
+    padded = tuple(
+        tensor
+        if tensor is None or place == fixed
+        else torch.cat([tensor, tensor.new_zeros(size - count, *tensor.shape[1:])])
+        for place, tensor in enumerate(tensors)
+    )
+    return padded, torch.arange(size, device=first.device) < count
+
+
+def _trimmed(array: jax.Array, like: torch.Tensor, mask: Any) -> torch.Tensor:
+    return to_torch(array) if mask is None else to_torch(array)[: like.shape[0]]

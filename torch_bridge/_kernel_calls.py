@@ -1,0 +1,94 @@
+"""The calls of a layer as Hopper kernels on torch's current stream: ``FusedMoE(torch_kernels=True)``."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+
+from moe_jax import ExpertWeights, _experts_mosaic
+from moe_jax.routing import RoutingParams
+from torch_bridge._calls import Experts, JaxCalls, pad_tokens
+from torch_bridge._kernels import as_torch_kernels
+from torch_bridge._tensors import narrowed, to_torch
+
+
+class KernelCalls(JaxCalls):
+    """Routing and experts without JAX's runtime: ordered as any operator of torch, and fit for CUDA graphs.
+
+    The weights are torch views of the JAX arrays. A layer that the kernels do not take is refused at its first call, by
+    name and with the reason. Gradients, and the router alone, go through JAX's runtime.
+    """
+
+    def __init__(self, experts: Experts, layer_name: str):
+        super().__init__(experts, layer_name)
+        self._weights: ExpertWeights = jax.tree.map(to_torch, experts.weights)
+        table = experts.expert_map
+        self._expert_map = None if table is None else to_torch(table)
+        config = experts.global_config if experts.expert_map is None else experts.config
+        self._kernels: dict[str, Callable[..., Any]] = {
+            "moe": as_torch_kernels(functools.partial(_moe, config)),
+            "experts": as_torch_kernels(functools.partial(_experts, experts.config)),
+        }
+        self.is_captured = False
+
+    def run(self, method: str, *tensors: torch.Tensor | None, bias: int | None = None) -> Any:
+        if method not in self._kernels:
+            return super().run(method, *tensors, bias=bias)
+        first = tensors[0]
+        assert first is not None
+        if not first.is_cuda:
+            raise NotImplementedError(f"{self.layer_name}: torch_kernels=True needs CUDA tensors, found {first.device}")
+        padded, mask = pad_tokens(tensors, bias)
+        arguments = self._moe_arguments(padded, mask) if method == "moe" else self._expert_arguments(padded, mask)
+        try:
+            y = self._kernels[method](*arguments, self._weights)
+        except (NotImplementedError, RuntimeError) as error:
+            raise type(error)(f"{self.layer_name}: torch_kernels=True: {error}") from None
+        self.is_captured |= torch.cuda.is_current_stream_capturing()
+        return y if mask is None else y[: first.shape[0]]
+
+    def replace(self, experts: Experts) -> None:
+        """Other weights of the same shapes in the memory that captured graphs read."""
+        for old, new in zip(self.leaves, jax.tree.leaves(experts), strict=True):
+            to_torch(old).copy_(to_torch(new))
+
+    def _moe_arguments(self, tensors: tuple[Any, ...], mask: Any) -> tuple[Any, ...]:
+        x, logits, bias, token_ids = tensors
+        if token_ids is not None or self.experts_tree.routing.hash_indices_table is not None:
+            raise NotImplementedError(f"{self.layer_name}: torch_kernels=True: hash routing has no kernel")
+        if self._expert_map is not None:
+            raise NotImplementedError(
+                f"{self.layer_name}: torch_kernels=True: routing to experts of other ranks has no kernel; route first, "
+                "then call quant_method.apply"
+            )
+        return x, logits, None if bias is None else bias.float(), mask
+
+    def _expert_arguments(self, tensors: tuple[Any, ...], mask: Any) -> tuple[Any, ...]:
+        x, weights, ids = tensors
+        ids = narrowed(ids).to(torch.int32)
+        if self._expert_map is not None:
+            is_known = (ids >= 0) & (ids < self._expert_map.numel())
+            ids = torch.where(is_known, self._expert_map[torch.where(is_known, ids, 0)], -1)
+        if mask is not None:
+            ids = torch.where(mask[:, None], ids, -1)
+        return x, weights.float(), ids
+
+
+def _moe(config, x, logits, bias, mask, weights):
+    params = RoutingParams(correction_bias=bias)
+    _refuse(_experts_mosaic.why_not(config, weights, x.shape[0]))
+    _refuse(_experts_mosaic.why_not_layer(config, weights, params, mask is not None))
+    return _experts_mosaic.forward_layer(config, x, logits, weights, params, mask)[0]
+
+
+def _experts(config, x, topk_weights, topk_ids, weights):
+    _refuse(_experts_mosaic.why_not(config, weights, x.shape[0]))
+    _refuse("apply_router_weight_on_input" if config.apply_router_weight_on_input else None)
+    return _experts_mosaic.forward(config, x, topk_weights, topk_ids, weights).astype(x.dtype)
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise NotImplementedError(reason)

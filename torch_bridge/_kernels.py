@@ -1,0 +1,235 @@
+"""Hopper kernels as launches on torch's current stream, without JAX's runtime: what side streams and CUDA graphs need.
+
+A function of ``pallas_kernels`` is kernels with reshapes between them, a whole layer too. Its trace is walked once;
+every kernel in it is lowered and compiled by itself, by the launcher that ``plgpu.as_torch_kernel`` is made of, and a
+call is a few ``torch.empty`` and one launch per kernel. ``as_torch_kernel`` itself takes one kernel, has no float8
+results, and launches on torch's default stream whatever the current one is.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import numpy as np
+import torch
+from jax.experimental.mosaic.gpu import core as mgpu_core
+from jax.extend import core
+from jax.extend.mlir import ir, passmanager
+
+from torch_bridge._tensors import numpy_dtype, torch_dtype
+
+ALIGNMENT = 16  # bytes; what bulk copies and vector loads of the kernels need of an array's start
+_KERNEL = "mpmd_map"  # the primitive of plgpu.kernel in JAX 0.10 and 0.11
+
+
+def as_torch_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of Hopper kernels on JAX arrays, callable with CUDA tensors; results are new tensors.
+
+    function: of ``pallas_kernels`` (``grouped_gemm``, ``combine``, ...) with implementation="mosaic" and everything
+    but arrays bound, or a composition of them; arguments and results may be any pytrees. Everything runs on torch's
+    current stream, so that side streams are ordered as for any operator of torch, and CUDA graphs can capture it after
+    one call with the same shapes.
+
+    Raises NotImplementedError for a function that computes outside of kernels, by the operation's name, RuntimeError
+    for a first call during capture, and what the function raises.
+    """
+    programs: dict[Any, KernelProgram] = {}
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        program = programs.get(key)
+        if program is None:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a CUDA graph is being captured, in which kernels cannot be compiled: call once with the same "
+                    "shapes before capturing"
+                )
+            program = programs[key] = KernelProgram(function, *args)
+        return program(leaves)
+
+    return call
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel of a program. module: what the launcher compiles. results: shape and dtype of each."""
+
+    module: bytes
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    def load(self) -> Callable[..., list[torch.Tensor]]:
+        """Compile for the GPU of this process: a function of tensors that launches on the current stream."""
+        launch = on_current_stream(mgpu_core._compile_as_torch_gpu_kernel(self.module)[0])
+
+        def run(*operands: torch.Tensor) -> list[torch.Tensor]:
+            device = operands[0].device
+            results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results]
+            addresses = [tensor.data_ptr() for tensor in (*operands, *results)]
+            launch((ctypes.c_void_p * len(addresses))(*addresses), device)
+            return results
+
+        return run
+
+
+class KernelProgram:
+    """The kernels of one function for one set of shapes, in order, with the reshapes between them.
+
+    steps: (run, slots read, slots written) with a ``Kernel`` or a function of tensors as run; nothing is compiled for a
+    GPU before the first call.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any):
+        """args: tensors or ShapeDtypeStructs in any pytree. Raises as ``as_torch_kernels`` says."""
+        structs = jax.tree.map(_struct, args)
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*structs)
+        self._structure = jax.tree.structure(shape)
+        self._num_inputs = self._num_slots = len(closed.jaxpr.invars)
+        self._constants: list[tuple[int, Any]] = []
+        self.steps: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = []
+        self._results = self._walk(closed, list(range(self._num_inputs)))
+        self._loaded: list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] | None = None
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        return [run for run, _, _ in self.steps if isinstance(run, Kernel)]
+
+    def __call__(self, leaves: Sequence[torch.Tensor]) -> Any:
+        """leaves: CUDA tensors, one for each leaf of the arguments."""
+        with torch.cuda.device_of(leaves[0]):
+            return self._run(leaves)
+
+    def _run(self, leaves: Sequence[torch.Tensor]) -> Any:
+        if self._loaded is None:
+            self._loaded = [(r.load() if isinstance(r, Kernel) else r, i, o) for r, i, o in self.steps]
+            device = leaves[0].device
+            self._constants = [(slot, torch.as_tensor(value, device=device)) for slot, value in self._constants]
+        values: list[Any] = [None] * self._num_slots
+        values[: self._num_inputs] = [_aligned(leaf) for leaf in leaves]
+        for slot, value in self._constants:
+            values[slot] = value
+        for run, read, written in self._loaded:
+            for slot, result in zip(written, run(*[values[slot] for slot in read]), strict=True):
+                values[slot] = result
+        return jax.tree.unflatten(self._structure, [values[slot] for slot in self._results])
+
+    def _new_slot(self, constant: Any = None) -> int:
+        self._num_slots += 1
+        if constant is not None:
+            self._constants.append((self._num_slots - 1, np.asarray(constant)))
+        return self._num_slots - 1
+
+    def _walk(self, closed: Any, inputs: Sequence[int]) -> list[int]:
+        """The steps of one trace, given the slots of its inputs; the slots of its outputs."""
+        slots = dict(zip(closed.jaxpr.invars, inputs, strict=True))
+        for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+            slots[variable] = self._new_slot(value)
+
+        def read(variables: Sequence[Any]) -> list[int]:
+            return [self._new_slot(v.val) if isinstance(v, core.Literal) else slots[v] for v in variables]
+
+        for equation in closed.jaxpr.eqns:
+            name, found = equation.primitive.name, read(equation.invars)
+            inner = next((v for v in equation.params.values() if isinstance(v, core.ClosedJaxpr)), None)
+            is_kernel = inner is not None and [e.primitive.name for e in inner.jaxpr.eqns] == [_KERNEL]
+            if is_kernel or name in _BETWEEN:
+                written = [self._new_slot() for _ in equation.outvars]
+                run = _kernel(inner) if is_kernel else _BETWEEN[name](equation)
+                self.steps.append((run, tuple(found), tuple(written)))
+            elif inner is not None:
+                written = self._walk(inner, found)
+            else:
+                raise NotImplementedError(
+                    f"{name} runs outside of the kernels, which torch cannot launch; leave this layer or function to "
+                    "JAX's runtime"
+                )
+            slots.update(zip(equation.outvars, written, strict=True))
+        return read(closed.jaxpr.outvars)
+
+
+def on_current_stream(launch: Callable[..., None]) -> Callable[..., None]:
+    """JAX's launcher with torch's current stream in the place of the default one, which it names.
+
+    Raises NotImplementedError when the launcher of this JAX is made otherwise.
+    """
+    cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
+    if "torch" not in cells or "default_stream" not in launch.__code__.co_names:
+        raise NotImplementedError(
+            f"JAX {jax.__version__} launches kernels of torch in a way that is not known here; build the layer without "
+            "torch_kernels"
+        )
+    streams = types.SimpleNamespace(cuda=types.SimpleNamespace(default_stream=torch.cuda.current_stream))
+    closure = tuple(types.CellType(streams) if name == "torch" else cell for name, cell in cells.items())
+    return types.FunctionType(launch.__code__, launch.__globals__, launch.__name__, None, closure)
+
+
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    dtype = numpy_dtype(leaf.dtype) if isinstance(leaf.dtype, torch.dtype) else leaf.dtype
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().contiguous()
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def _kernel(closed: Any) -> Kernel:
+    """A trace that is one kernel, lowered. Raises NotImplementedError when anything is left beside it."""
+    jaxpr = closed.jaxpr
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    module = jax.jit(core.jaxpr_as_fun(closed)).trace(*structs).lower(lowering_platforms=("cuda",)).compiler_ir()
+    with module.context:
+        mgpu.dialect.register_inliner_extensions(module.context)  # pyright: ignore[reportPrivateImportUsage]
+        passmanager.PassManager.parse("builtin.module(inline{default-pipeline=})").run(module.operation)
+        main = next(op for op in module.body.operations if op.name.value == "main")
+        *calls, returned = main.body.blocks[0].operations
+        names = [call.call_target_name.value if call.name == "stablehlo.custom_call" else call.name for call in calls]
+        if names != ["mosaic_gpu_v2"]:
+            raise NotImplementedError(f"a kernel lowers to {', '.join(names)}, expected one call of mosaic_gpu_v2")
+        call = calls[0]
+        operands = [ir.BlockArgument(operand).arg_number for operand in call.operands]
+        if operands != list(range(len(structs))) or list(returned.operands) != list(call.results):
+            raise NotImplementedError(f"a kernel takes its operands in the order {operands}")
+        if len(call.attributes["output_operand_aliases"]):
+            raise NotImplementedError("a kernel writes into its operands")
+        code = call.attributes["mhlo.backend_config"]["module"].value_bytes
+    results = tuple((tuple(v.aval.shape), torch_dtype(v.aval.dtype)) for v in jaxpr.outvars)
+    return Kernel(bytes(code), results)
+
+
+def _reshape(equation: Any) -> Callable[..., Any]:
+    shape = equation.outvars[0].aval.shape
+    return lambda tensor: (tensor.reshape(shape),)
+
+
+def _broadcast(equation: Any) -> Callable[..., Any]:
+    shape, kept = equation.params["shape"], equation.params["broadcast_dimensions"]
+
+    def run(tensor):
+        sizes = [1] * len(shape)
+        for dimension, size in zip(kept, tensor.shape, strict=True):
+            sizes[dimension] = size
+        spread = tensor.reshape(sizes).expand(shape)
+        return (spread.contiguous() if math.prod(shape) != tensor.numel() else spread,)
+
+    return run
+
+
+def _convert(equation: Any) -> Callable[..., Any]:
+    dtype = torch_dtype(equation.outvars[0].aval.dtype)
+    return lambda tensor: (tensor.to(dtype),)
+
+
+_BETWEEN = {
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "broadcast_in_dim": _broadcast,
+    "convert_element_type": _convert,
+}
