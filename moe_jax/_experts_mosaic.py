@@ -18,7 +18,7 @@ import numpy as np
 
 from moe_jax import _packed_experts
 from moe_jax._config import MoEConfig
-from moe_jax._packed_weights import is_packed, packed_format
+from moe_jax._packed_weights import is_packed, packed_format, uneven_groups
 from moe_jax._typing import Array
 from moe_jax.activations import resolve_activation
 from moe_jax.quantization import ExpertWeights, QuantFormat, Scheme, Strategy
@@ -45,6 +45,8 @@ def why_not(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str |
     if _quantization(weights.scheme) is None and not is_packed(weights.w13):
         if packed_format(weights.scheme, config.dtype) is None:
             return f"there is no kernel for scheme {weights.scheme.name!r} yet"
+        if (reason := uneven_groups(weights)) is not None:
+            return reason
         return (
             f"weights of scheme {weights.scheme.name!r} are in layout 'plain'; the kernel reads what pack_experts makes"
         )

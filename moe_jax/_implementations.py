@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from moe_jax import _experts_mosaic, _experts_reference, _experts_xla
 from moe_jax._config import MoEConfig
-from moe_jax._packed_weights import is_packed, pack_experts, packed_format, unpack_experts
+from moe_jax._packed_weights import is_packed, pack_experts, packed_format, uneven_groups, unpack_experts
 from moe_jax._typing import Array
 from moe_jax.quantization import ExpertWeights
 
@@ -170,7 +170,7 @@ def in_best_layout(config: MoEConfig, weights: ExpertWeights) -> ExpertWeights:
     )
     if not is_here or order_of(config, platform)[0] != "mosaic" or not weights.w13.layout.is_plain:
         return weights
-    if packed_format(weights.scheme, config.dtype) is None:
+    if packed_format(weights.scheme, config.dtype) is None or uneven_groups(weights) is not None:
         return weights
     abstract = jax.eval_shape(lambda weights: pack_experts(weights, config), weights)
     if _experts_mosaic.why_not(config, abstract, 1) is not None:

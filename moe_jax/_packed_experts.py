@@ -60,14 +60,20 @@ def experts(
     permute = functools.partial(quantize_and_permute, implementation=kernels)
     num_rows = tiles.tile_expert.size * tile
     first = functools.partial(gemm, w=w13, bias=weights.w13_bias, activation=resolve_activation(config))
+    to_rows = functools.partial(permute, row_of=tiles.row_of, num_rows=num_rows)
+    if weights.w13.g_idx is not None:
+        to_rows = functools.partial(to_rows, columns=weights.w13.g_idx, tile_expert=tiles.tile_expert)
     if w13.fmt.is_8bit:
         kind = _ROW_QUANTIZATION[w13.fmt.operand]
-        rows, scale = permute(x, tiles.row_of, num_rows, quantization=kind)
+        if weights.w13.g_idx is None:
+            rows, scale = to_rows(x, quantization=kind)
+        else:
+            rows, scale = permute(to_rows(x, quantization="none")[0], quantization=kind, rows=tiles.row_of.reshape(-1))
         hidden = first(rows, x_scale=scale)
         hidden, scale = permute(hidden, quantization=kind, rows=tiles.row_of.reshape(-1))
     else:
         operand, scale = _on_grid(x, fmt, weights.w13.input_scale, w13.fmt.operand)
-        rows, _ = permute(operand, tiles.row_of, num_rows, quantization="none")
+        rows, _ = to_rows(operand, quantization="none")
         hidden = first(rows, x_scale=_of_rows(scale, tiles.row_of, num_rows))
         hidden, scale = _on_grid(hidden, fmt, weights.w2.input_scale, w2.fmt.operand)
     out = gemm(hidden, w=w2, x_scale=scale, bias=weights.w2_bias)
@@ -91,6 +97,8 @@ def describe(num_tokens: int, config: MoEConfig, weights: ExpertWeights, num_sms
         f"GEMM {number}: {describe_config(desc, choose_config(desc, tile, num_sms))}"
         for number, desc in enumerate(_calls(num_tokens, config, weights, tile), 1)
     ]
+    if weights.w13.g_idx is not None:
+        lines.append("act-order: columns of each row gathered for its expert, w13's rows in the order of w2's columns")
     activations = weights.scheme.activations
     if activations is not None and activations.scale != "float32":
         lines.append("activations rounded to their format's grid and multiplied in bfloat16, which holds it exactly")

@@ -3,6 +3,9 @@
 A packed ``QuantizedTensor`` keeps its scheme's leaves under other shapes: data is (E, NB, G, KB, ...) int32 blocks,
 scale the group scales (E, NB, G, groups, 64) or the factors of channels (E, NB, G, 64), zero_point what the kernel
 subtracts from codes; global_scale and input_scale stay as they were. Its layout names the operands' dtype.
+
+Under act-order columns lie sorted by their groups, and g_idx (E, K) holds the order: where column c comes from. Rows of
+w13, and its bias, lie in the order of w2's columns, so that hidden values leave the first product as w2 wants them.
 """
 
 import dataclasses
@@ -26,7 +29,7 @@ _PREFIX = "packed_"
 def packed_format(scheme: Scheme, dtype: Any) -> PackedFormat | None:
     """How the kernel wants this scheme's weights for a layer that computes in ``dtype``; None where it has no way."""
     weights, activations = scheme.weights, scheme.activations
-    if weights is None or weights.actorder:
+    if weights is None:
         return None
     operand = _operand(weights, activations, jnp.dtype(dtype).name)
     return None if operand is None else _format_for(weights, operand)
@@ -59,21 +62,51 @@ def pack_experts(weights: ExpertWeights, config: MoEConfig) -> ExpertWeights:
     """The same weights as the Hopper kernels for few bits read them. Exact; ``unpack_experts`` undoes it.
 
     Scales of groups are kept in the operand's 16 bits where all of them fit, which is known of concrete arrays only.
-    Raises NotImplementedError when the scheme has no such layout.
+    Raises NotImplementedError when the scheme has no such layout, or act-order groups differ in size (concrete arrays).
     """
     fmt = packed_format(weights.scheme, config.dtype)
     if fmt is None:
         raise NotImplementedError(f"scheme {weights.scheme.name!r} in {config.dtype.name} has no packed layout")
     if is_packed(weights.w13):
         return weights
-    return dataclasses.replace(weights, w13=_pack_tensor(weights.w13, fmt), w2=_pack_tensor(weights.w2, fmt))
+    if (reason := uneven_groups(weights)) is not None:
+        raise NotImplementedError(reason)
+    inputs, hidden = _column_order(weights.w13), _column_order(weights.w2)
+    return dataclasses.replace(
+        weights,
+        w13=_pack_tensor(weights.w13, fmt, columns=inputs, rows=hidden),
+        w2=_pack_tensor(weights.w2, fmt, columns=hidden),
+        w13_bias=_reordered(weights.w13_bias, hidden, -1),
+    )
 
 
 def unpack_experts(weights: ExpertWeights) -> ExpertWeights:
     """Inverse of ``pack_experts``; other weights are returned as they are."""
     if not is_packed(weights.w13):
         return weights
-    return dataclasses.replace(weights, w13=_unpack_tensor(weights.w13), w2=_unpack_tensor(weights.w2))
+    hidden = None if weights.w2.g_idx is None else _inverse(weights.w2.g_idx)
+    return dataclasses.replace(
+        weights,
+        w13=_unpack_tensor(weights.w13, rows=hidden),
+        w2=_unpack_tensor(weights.w2),
+        w13_bias=_reordered(weights.w13_bias, hidden, -1),
+    )
+
+
+def uneven_groups(weights: ExpertWeights) -> str | None:
+    """Why act-order columns have no packed layout: groups of several sizes, as a rank's part of a matrix may have them.
+    None where they have; also of tracers, whose values are unknown.
+    """
+    for name in ("w13", "w2"):
+        tensor = getattr(weights, name)
+        if tensor.g_idx is None or isinstance(tensor.g_idx, Tracer | jax.ShapeDtypeStruct) or is_packed(tensor):
+            continue
+        size, columns = tensor.fmt.group_size, tensor.shape[-1]
+        wrong = jnp.sort(tensor.g_idx, axis=-1) != jnp.arange(columns) // size
+        if bool(wrong.any()):
+            expert = int(jnp.argmax(wrong.any(axis=-1)))
+            return f"{name}.g_idx of expert {expert}: groups of other sizes than {size}; the kernel takes whole ones"
+    return None
 
 
 def is_packed(tensor: QuantizedTensor) -> bool:
@@ -96,8 +129,29 @@ def _format_of(tensor: QuantizedTensor) -> PackedFormat:
     return _format_for(tensor.fmt, tensor.layout.name.removeprefix(_PREFIX))
 
 
-def _pack_tensor(tensor: QuantizedTensor, fmt: PackedFormat) -> QuantizedTensor:
+def _column_order(tensor: QuantizedTensor) -> Any:
+    """(E, K) int32, columns by their groups, or None."""
+    return None if tensor.g_idx is None else jnp.argsort(tensor.g_idx, axis=-1, stable=True).astype(jnp.int32)
+
+
+def _inverse(order: Any) -> Any:
+    return jnp.argsort(order, axis=-1).astype(jnp.int32)
+
+
+def _reordered(array: Any, order: Any, axis: int) -> Any:
+    """array (E, ...) with one axis, counted from the end, in each expert's order (E, n); as it is where one is None."""
+    if array is None or order is None:
+        return array
+    shape = [order.shape[0], *[1] * (array.ndim - 1)]
+    shape[axis] = order.shape[1]
+    return jnp.take_along_axis(array, order.reshape(shape), axis)
+
+
+def _pack_tensor(
+    tensor: QuantizedTensor, fmt: PackedFormat, *, columns: Any = None, rows: Any = None
+) -> QuantizedTensor:
     arguments = dict(scale=tensor.scale, global_scale=tensor.global_scale, zero_point=tensor.zero_point)
+    arguments |= dict(columns=columns, rows=rows)
     arguments = {name: value for name, value in arguments.items() if value is not None}
     packed = _pack_stack(tensor.data, arguments, tensor.fmt, tensor.shape[-2:], fmt)
     scale = packed.scale if packed.scale is not None else packed.channel_scale
@@ -105,7 +159,9 @@ def _pack_tensor(tensor: QuantizedTensor, fmt: PackedFormat) -> QuantizedTensor:
         narrow = scale.astype(fmt.operand if fmt.operand in ("bfloat16", "float16") else jnp.bfloat16)
         scale = narrow if bool(jnp.all(narrow.astype(scale.dtype) == scale)) else scale
     layout = WeightLayout(f"{_PREFIX}{fmt.operand}", (BLOCK_N, fmt.block_k), tuple(tensor.shape[1:]))
-    return dataclasses.replace(tensor, data=packed.words, scale=scale, zero_point=packed.zero, layout=layout)
+    return dataclasses.replace(
+        tensor, data=packed.words, scale=scale, zero_point=packed.zero, g_idx=columns, layout=layout
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -119,6 +175,11 @@ def _pack_stack(data: Any, leaves: dict[str, Any], stored: QuantFormat, shape: t
         codes = _container_codes(data, stored, k).reshape(1, halves, n, k)
         given = _scales(stored, leaves, lead, n, k)
         given = {name: value.reshape(1, halves, *value.shape[len(lead) :]) for name, value in given.items()}
+        if "columns" in leaves:
+            codes = codes[..., leaves["columns"]]
+        if "rows" in leaves:
+            codes = codes[:, :, leaves["rows"]]
+            given = {name: value[:, :, leaves["rows"]] for name, value in given.items()}
         packed = pack(fmt, codes, **given)
         return jax.tree.map(lambda leaf: leaf[0], packed)
 
@@ -165,10 +226,16 @@ def _scales(stored: QuantFormat, leaves: dict[str, Any], lead: tuple[int, ...], 
     return given
 
 
-def _unpack_tensor(tensor: QuantizedTensor) -> QuantizedTensor:
+def _unpack_tensor(tensor: QuantizedTensor, *, rows: Any = None) -> QuantizedTensor:
+    """rows: (E, N), where each row lies, or None where they keep their places."""
     stored, shape = tensor.fmt, tensor.shape
     assert stored is not None
-    parts = unpack(as_packed(tensor))
+    parts = {name: _reordered(part, rows, 2 - part.ndim) for name, part in unpack(as_packed(tensor)).items()}
+    g_idx = None
+    if tensor.g_idx is not None:
+        places = _inverse(tensor.g_idx)
+        parts["codes"] = _reordered(parts["codes"], places, -1)
+        g_idx = places // stored.group_size
     lead = shape[:-2]
 
     def restored(array):
@@ -201,4 +268,4 @@ def _unpack_tensor(tensor: QuantizedTensor) -> QuantizedTensor:
         if stored.packing is not None:
             unsigned = (zero.astype(jnp.int16) + (1 << (bits - 1))).astype(jnp.uint8)
             zero = packing.pack_words(unsigned.swapaxes(-1, -2), bits).swapaxes(-1, -2)
-    return dataclasses.replace(tensor, data=data, scale=scale, zero_point=zero, layout=PLAIN)
+    return dataclasses.replace(tensor, data=data, scale=scale, zero_point=zero, g_idx=g_idx, layout=PLAIN)

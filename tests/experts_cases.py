@@ -45,13 +45,33 @@ def make_weights(config, seed=0):
     return method.process_weights_after_loading(leaves, config)
 
 
-def make_calibrated_weights(config):
-    """``make_weights``, with stored global scales for its inputs where the scheme has them (NVFP4): the weights of the
-    dynamic scheme, ranges that clip nothing.
-    """
+def make_stored_weights(config):
+    """``make_weights``, for schemes that only checkpoints have too: calibrated global scales (NVFP4), act-order."""
     acts = config.scheme.activations
-    if acts is None or acts.global_scale not in ("divides", "multiplies"):
-        return make_weights(config)
+    if config.scheme.weights is not None and config.scheme.weights.actorder:
+        return _in_an_order(config)
+    if acts is not None and acts.global_scale in ("divides", "multiplies"):
+        return _calibrated(config)
+    return make_weights(config)
+
+
+def _in_an_order(config):
+    """The codes of the scheme without act-order, their columns given to the groups at random."""
+    scheme = config.scheme
+    by_position = dataclasses.replace(scheme, weights=dataclasses.replace(scheme.weights, actorder=False))
+    weights = make_weights(dataclasses.replace(config, scheme=Scheme.parse(by_position)))
+    rng, changes = np.random.default_rng(3), {}
+    for name in ("w13", "w2"):
+        tensor = getattr(weights, name)
+        g_idx = np.tile(np.arange(tensor.shape[-1]) // scheme.weights.group_size, (config.num_experts, 1))
+        g_idx = jnp.asarray(rng.permuted(g_idx, axis=1), jnp.int32)
+        changes[name] = dataclasses.replace(tensor, fmt=scheme.weights, g_idx=g_idx)
+    return dataclasses.replace(weights, scheme=scheme, **changes)
+
+
+def _calibrated(config):
+    """The weights of the dynamic scheme with stored global scales for inputs; ranges that clip nothing."""
+    acts = config.scheme.activations
     weights = make_weights(dataclasses.replace(config, scheme=SCHEMES["nvfp4_dynamic"]))
     divides = acts.global_scale == "divides"
     scale = jnp.float32(2688.0 / 40.0 if divides else 40.0 / 2688.0)

@@ -25,6 +25,7 @@ from pallas_kernels.grouped_gemm_packed.kernel_sm90 import grouped_gemm_packed_s
 from pallas_kernels.grouped_gemm_packed.kernel_sm90 import operand_names as packed_operand_names
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, PermuteDesc, config_error
 from pallas_kernels.quantize_and_permute.config import choose_config as choose_permute
+from pallas_kernels.quantize_and_permute.gather_sm90 import gather_rows_sm90
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
 from pallas_kernels.route.config import RouteDesc
 from pallas_kernels.route.config import choose_config as choose_route
@@ -204,6 +205,14 @@ def permute_cases() -> Iterator[Case]:
                 yield Case(name, quantize_and_permute_sm90(desc, config), tuple(s for s in shapes if s))
 
 
+def gather_cases() -> Iterator[Case]:
+    for dtype, width in (("bfloat16", 7168), ("float16", 2880), ("float32", 200)):
+        desc = PermuteDesc(64, width, 8, 4096, dtype, "none", num_experts=16, block_m=32)
+        shapes = (((64, width), dtype), ((64, 8), "int32"), ((16, width), "int32"), ((128,), "int32"))
+        kernel = gather_rows_sm90(desc, choose_permute(desc, H200_SMS))
+        yield Case(f"gather_rows {dtype} {width}", lambda *arrays, kernel=kernel: kernel(*arrays)[0], shapes)
+
+
 def combine_cases() -> Iterator[Case]:
     for width in (7168, 2880, 768, 128):
         for dtype in ("bfloat16", "float32"):
@@ -256,6 +265,7 @@ def all_cases() -> Iterator[Case]:
     yield from gemm_cases()
     yield from packed_cases()
     yield from permute_cases()
+    yield from gather_cases()
     yield from combine_cases()
     yield from align_cases()
     yield from route_cases()

@@ -23,8 +23,9 @@ from moe_jax.quantization import SCHEMES, Scheme
 
 pytestmark = pytest.mark.gpu
 
-# Beside the named schemes: every bit width, containers, zero points.
+# Beside the named schemes: every bit width, containers, zero points, act-order.
 OTHERS = ("w4a16_g32_asym_unpacked", "w3a16_channel_asym", "w5a16_g32", "w8a16_g64_asym", "w4a8_int8_g64_packed")
+OTHERS += ("w4a16_g64_actorder", "w4a16_g32_asym_actorder", "w4a8_int8_actorder")
 
 
 def has_kernels(name, dtype="bfloat16"):
@@ -52,7 +53,7 @@ def layer(scheme, dtype="bfloat16", **options):
     stored = "float32" if Scheme.parse(scheme).is_quantized else dtype
     options = sizes_of(scheme) | dict(param_dtype=stored, implementation=("mosaic",)) | options
     config = cases.make_config(scheme, dtype=dtype, **options)
-    weights = cases.make_calibrated_weights(config)
+    weights = cases.make_stored_weights(config)
     is_packed = packed_format(config.scheme, config.dtype) is not None
     return config, weights, pack_experts(weights, config) if is_packed else weights
 

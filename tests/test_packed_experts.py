@@ -15,7 +15,7 @@ from experts_numpy import experts_numpy
 from kernel_tolerances import assert_layer_close
 
 from moe_jax import _experts_mosaic, fused_moe
-from moe_jax._packed_weights import pack_experts, packed_format
+from moe_jax._packed_weights import pack_experts, packed_format, unpack_experts
 from moe_jax.experts import explain
 from moe_jax.quantization import SCHEMES, method_for
 
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PACKED = [name for name, scheme in SCHEMES.items() if packed_format(scheme, "bfloat16") is not None]
 PACKED += ["w4a16_g32_asym_unpacked", "w4a8_int8_g64_packed", "w3a16_channel_asym", "w5a16_g32"]
-USUAL = ("nvfp4_modelopt", "w4a16_g32_asym", "w4a8_int8")
+PACKED += ["w4a16_g32_asym_actorder", "w4a8_int8_g64_actorder"]
+USUAL = ("nvfp4_modelopt", "w4a16_g32_asym", "w4a8_int8", "w4a16_g32_asym_actorder", "w4a8_int8_g64_actorder")
 EVERY = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in PACKED]
 
 
@@ -32,7 +33,7 @@ def layer(scheme, **options):
     """(config, weights, packed weights): sizes that fill no block of the layout and no group of the scheme."""
     sizes = dict(hidden_size=88, intermediate_size=72)
     config = cases.make_config(scheme, dtype="bfloat16", **sizes, **options)
-    weights = cases.make_calibrated_weights(config)
+    weights = cases.make_stored_weights(config)
     return config, weights, pack_experts(weights, config)
 
 
@@ -76,13 +77,34 @@ def test_routing_in_the_kernels():
 
 
 def test_explain_names_what_no_kernel_serves():
-    config = cases.make_config("w4a16_g32_actorder", dtype="bfloat16")
+    config = cases.make_config("w8a8_int8_channel_asym", dtype="bfloat16")
     text = explain(config, method_for(config.scheme).abstract_weights(config), 64, "gpu")
-    assert "implementation: xla" in text and "there is no kernel for scheme 'w4a16_g32_actorder' yet" in text
+    assert "implementation: xla" in text and "there is no kernel for scheme 'w8a8_int8_channel_asym' yet" in text
 
 
 def test_what_has_no_packed_layout_is_refused():
-    for scheme in ("bf16", "w4a16_g32_actorder", "fp8_channel"):
+    for scheme in ("bf16", "w8a8_int8_channel_asym", "fp8_channel"):
         config = cases.make_config(scheme, dtype="bfloat16")
         with pytest.raises(NotImplementedError, match=f"scheme '{scheme}' in bfloat16 has no packed layout"):
             pack_experts(method_for(scheme).abstract_weights(config), config)
+
+
+def test_act_order_is_packed_and_undone():
+    """Codes under their groups, rows of w13 and its bias in the order of w2's columns; exactly, and back."""
+    config, weights, packed = layer("w4a16_g32_asym_actorder", has_bias=True)
+    back = unpack_experts(packed)
+    assert jax.tree.structure(back) == jax.tree.structure(weights)
+    jax.tree.map(np.testing.assert_array_equal, back, weights)
+    order = np.asarray(packed.w2.g_idx)
+    np.testing.assert_array_equal(np.take_along_axis(np.asarray(weights.w2.g_idx), order, 1)[0], np.arange(72) // 32)
+    bias = np.asarray(weights.w13_bias)
+    np.testing.assert_array_equal(packed.w13_bias, np.take_along_axis(bias, order[:, None], -1))
+
+
+def test_groups_of_other_sizes_are_left_as_they_are():
+    config, weights, _ = layer("w4a16_g32_asym_actorder", has_bias=True)
+    g_idx = weights.w2.g_idx.at[1, 5].set((weights.w2.g_idx[1, 5] + 1) % 3)
+    uneven = dataclasses.replace(weights, w2=dataclasses.replace(weights.w2, g_idx=g_idx))
+    with pytest.raises(NotImplementedError, match="w2.g_idx of expert 1: groups of other sizes than 32"):
+        pack_experts(uneven, config)
+    assert "mosaic: w2.g_idx of expert 1: groups of other sizes" in explain(config, uneven, 8, "gpu")

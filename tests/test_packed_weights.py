@@ -40,6 +40,8 @@ def make_weights(name, implementation=("mosaic", "xla"), **options):
         E, K, H, I, scheme=Scheme.parse(name), dtype="bfloat16", implementation=implementation, **options
     )
     method = method_for(config.scheme)
+    if config.scheme.is_quantized and config.scheme.weights.actorder:  # comes from calibration
+        return config, method.abstract_weights(config)
     k13, k2, kb = jax.random.split(jax.random.key(0), 3)
     w13 = np.asarray(jax.random.normal(k13, (E, config.num_halves, I, H))) * np.float32(H**-0.5)
     w2 = np.asarray(jax.random.normal(k2, (E, H, I))) * np.float32(I**-0.5)
@@ -55,7 +57,8 @@ def test_which_schemes_are_packed():
     assert found == {*PACKED, "nvfp4", "nvfp4_modelopt"}
     in_float16 = {name for name, scheme in SCHEMES.items() if packed_format(scheme, "float16")}
     assert in_float16 == found - {name for name in found if "fp4_a16" in name or name == "mxfp8_a16"}
-    assert packed_format(Scheme.parse("w4a16_g128_actorder"), "bfloat16") is None
+    ordered, by_position = (Scheme.parse(f"w4a16_g128{order}") for order in ("_actorder", ""))
+    assert packed_format(ordered, "bfloat16") == packed_format(by_position, "bfloat16")
     assert packed_format(SCHEMES["w4a16_g128"], "float32") is None
 
 
@@ -124,7 +127,7 @@ def test_other_implementations_unpack():
     assert "packed weights unpacked in every call" in explain(config, packed, 5, platform="cpu")
 
 
-@pytest.mark.parametrize("name", ["w4a8_int8", "nvfp4_dynamic"])
+@pytest.mark.parametrize("name", ["w4a8_int8", "nvfp4_dynamic", "w4a16_g64_actorder"])
 def test_lowers_for_hopper_and_says_how(name):
     config, weights = make_weights(name)
     packed = jax.eval_shape(lambda w: pack_experts(w, config), weights)
@@ -138,6 +141,7 @@ def test_lowers_for_hopper_and_says_how(name):
     assert call.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 5 + (name == "w4a8_int8")
     assert "implementation: mosaic" in text and "weights unpacked to" in text
     assert ("rounded to their format's grid" in text) == (name == "nvfp4_dynamic")
+    assert ("act-order: columns of each row gathered" in text) == (name == "w4a16_g64_actorder")
     assert "are in layout 'plain'" in plain and "implementation: xla" in plain
 
 

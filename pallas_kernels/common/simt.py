@@ -96,6 +96,34 @@ def load_float(ref: Any, index: Any, mask: Any, dtype: Any, default: float) -> A
     return lax.bitcast_convert_type(read(ref, index, _as_int(mask)), jnp.float32)
 
 
+def load_bits(ref: Any, index: Any, mask: Any, itemsize: int) -> Any:
+    """The 2 or 4 bytes of ref[index], zeros above, where mask; else 0. ref: (n,) in global memory."""
+    fetch = {2: "ld.{}.u16 h, [$1]; @p cvt.u32.u16 $0, h;", 4: "ld.{}.b32 $0, [$1];"}[itemsize]
+
+    @_inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
+    def read(ctx, ref, index, mask):
+        del ctx
+        space, address, constraint = _address(ref, index, itemsize)
+        text = f"{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p {fetch.format(space)} }}"
+        return _wrap(_asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
+
+    return read(ref, index, _as_int(mask))
+
+
+def store_bits(ref: Any, index: Any, value: Any, mask: Any, itemsize: int) -> None:
+    """The lower 2 or all 4 bytes of value to ref[index] where mask. ref: (n,) in global memory."""
+    put = {2: "cvt.u16.u32 h, $1; @p st.{}.u16 [$0], h;", 4: "@p st.{}.b32 [$0], $1;"}[itemsize]
+
+    @_inline(plgpu.RefType(), LANES, LANES, LANES)
+    def write(ctx, ref, index, value, mask):
+        del ctx
+        space, address, constraint = _address(ref, index, itemsize)
+        text = f"{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; {put.format(space)} }}"
+        _asm([address, _value(value), _value(mask)], text, f"{constraint},r,r,~{{memory}}")
+
+    write(ref, index, value, _as_int(mask))
+
+
 def warp_max(value: Any) -> Any:
     """Largest of the 32 values of each warp, in all its threads."""
     return _warp_reduce(value, "max")

@@ -1,5 +1,6 @@
 """``quantize_and_permute``: tokens to rows in expert order, quantized on the way."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ def quantize_and_permute(
     quantization: str,
     scale: Any = None,
     rows: Any = None,
+    columns: Any = None,
+    tile_expert: Any = None,
     config: PermuteConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Any, Any]:
@@ -39,11 +42,18 @@ def quantize_and_permute(
     "e4m3_group" (a scale per row and 128 columns), "e4m3_tensor" (the given scale, () float32, multiplies the codes).
     The rules are those of common/numerics.py.
 
+    columns: (E, H) int32, an order of x's columns for each expert: column c of a row of expert e is column
+    columns[e, c] of its token. Such rows are copied, not quantized. tile_expert: (Mp / block_m,) int32, goes with it
+    and says whose a row is.
+
     Returns (codes (Mp, H), scales): scales are (Mp,) per row, (ceil(H / 128), Mp) per group, else None. Rows that no
     token fills are unspecified. Raises ValueError or TypeError for a wrong call and
     NotImplementedError when no implementation can run it.
     """
     desc, operands = _describe(x, row_of, num_rows, quantization, scale, rows)
+    if columns is not None or tile_expert is not None:
+        desc = _with_columns(desc, columns, tile_expert)
+        operands += [columns, tile_expert]
 
     def mosaic():
         chosen = config or choose_config(desc, hopper_sms())
@@ -51,12 +61,27 @@ def quantize_and_permute(
             raise NotImplementedError(reason)
 
         # here: importing it loads Pallas
+        from pallas_kernels.quantize_and_permute.gather_sm90 import gather_rows_sm90
         from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
 
-        return quantize_and_permute_sm90(desc, chosen)(*operands)
+        kernel = gather_rows_sm90 if desc.num_experts else quantize_and_permute_sm90
+        return kernel(desc, chosen)(*operands)
 
-    runs = dict(mosaic=mosaic, reference=lambda: quantize_and_permute_ref(desc, x, row_of, scale))
+    runs = dict(mosaic=mosaic, reference=lambda: quantize_and_permute_ref(desc, x, row_of, scale, columns, tile_expert))
     return first_that_runs("quantize_and_permute", runs, implementation)
+
+
+def _with_columns(desc: PermuteDesc, columns: Any, tile_expert: Any) -> PermuteDesc:
+    if columns is None or tile_expert is None or not desc.top_k or desc.quantization != "none":
+        raise ValueError("columns goes with tile_expert, row_of and quantization='none'")
+    if columns.dtype != jnp.int32 or columns.ndim != 2 or columns.shape[1] != desc.width:
+        raise ValueError(f"columns is {columns.dtype}{columns.shape}, expected int32 (E, {desc.width})")
+    if tile_expert.dtype != jnp.int32 or tile_expert.ndim != 1 or desc.num_rows % max(tile_expert.size, 1):
+        raise ValueError(
+            f"tile_expert is {tile_expert.dtype}{tile_expert.shape}, expected int32 (Mp / block_m,) for "
+            f"Mp={desc.num_rows} rows"
+        )
+    return dataclasses.replace(desc, num_experts=columns.shape[0], block_m=desc.num_rows // max(tile_expert.size, 1))
 
 
 def _describe(x, row_of, num_rows, quantization, scale, rows) -> tuple[PermuteDesc, list[jax.Array]]:

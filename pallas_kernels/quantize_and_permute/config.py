@@ -8,6 +8,7 @@ from pallas_kernels.common.rows import vector_length
 
 QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_tensor", "int8_row")
 GROUP = 128
+GATHERED = 2048  # columns of a row that a warpgroup gathers at a time, sixteen loads in flight a thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +17,8 @@ class PermuteDesc:
 
     num_tokens: T, rows of the input. width: H. top_k: copies of each token, 0 when rows keep their places. num_rows:
     Mp, rows of the output. dtype: of the input. quantization: one of ``QUANTIZATIONS``. num_named: with top_k = 0, how
-    many rows are named as in use, None for all.
+    many rows are named as in use, None for all. num_experts: that have an order of columns each, 0 where columns keep
+    their places. block_m: rows of a tile, which says the expert of a row; 0 without such orders.
     """
 
     num_tokens: int
@@ -26,10 +28,14 @@ class PermuteDesc:
     dtype: str
     quantization: str
     num_named: int | None = None
+    num_experts: int = 0
+    block_m: int = 0
 
     @property
     def num_items(self) -> int:
-        """Rows of the input that are read."""
+        """What blocks take in turn: rows of the input, or pieces of rows of the output where columns are gathered."""
+        if self.num_experts:
+            return self.num_tokens * self.top_k * -(-self.width // GATHERED)
         return self.num_tokens if self.num_named is None else self.num_named
 
     @property
@@ -56,7 +62,12 @@ def config_error(desc: PermuteDesc, config: PermuteConfig) -> str | None:
     """Why the Hopper kernel cannot run ``desc``, or None when it can."""
     if desc.dtype not in ("bfloat16", "float16", "float32"):
         return f"x is {desc.dtype}; there are bfloat16, float16 and float32"
-    if desc.quantization == "e4m3_group":
+    if desc.num_experts:
+        if desc.quantization != "none":
+            return f"an order of columns with quantization {desc.quantization!r}; gather first, then quantize in place"
+        if max(desc.num_rows, desc.num_tokens, desc.num_experts) * desc.width >= 1 << 31:
+            return f"{desc.num_rows} rows of {desc.width} columns: gathered columns are counted in 31 bits"
+    elif desc.quantization == "e4m3_group":
         if desc.width % GROUP or desc.width < 4 * GROUP:
             return f"H={desc.width}: groups of {GROUP} take a multiple of {GROUP}, at least {4 * GROUP}"
     elif not vector_length(desc.width, jnp.dtype(desc.dtype).itemsize):
@@ -69,6 +80,7 @@ def config_error(desc: PermuteDesc, config: PermuteConfig) -> str | None:
 def choose_config(desc: PermuteDesc, num_sms: int) -> PermuteConfig:
     """Four rows in flight on each multiprocessor hide the latency of a load, its reduction and its stores.
 
-    Eight where rows are named: those of an intermediate are shorter.
+    Eight where rows are named, since those of an intermediate are shorter, and of pieces of gathered rows.
     """
-    return PermuteConfig(max(1, min(desc.num_items, (4 if desc.num_named is None else 8) * num_sms)))
+    is_short = desc.num_named is not None or desc.num_experts
+    return PermuteConfig(max(1, min(desc.num_items, (8 if is_short else 4) * num_sms)))

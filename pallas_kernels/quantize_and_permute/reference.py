@@ -13,9 +13,18 @@ from pallas_kernels.common.numerics import (
 from pallas_kernels.quantize_and_permute.config import GROUP, PermuteDesc
 
 
-def quantize_and_permute_ref(desc: PermuteDesc, x: Any, row_of: Any, scale: Any = None) -> tuple[Any, Any]:
+def quantize_and_permute_ref(
+    desc: PermuteDesc, x: Any, row_of: Any, scale: Any = None, columns: Any = None, tile_expert: Any = None
+) -> tuple[Any, Any]:
     """What ``quantize_and_permute`` computes; rows that no token fills are zero, with scale 0."""
     codes, scales = quantize_rows(desc, x, scale)
+    if columns is not None:
+        row = row_of.reshape(-1)
+        token = jnp.repeat(jnp.arange(desc.num_tokens), desc.top_k)
+        order = columns[tile_expert[jnp.maximum(row, 0) // desc.block_m]]
+        gathered = jnp.take_along_axis(codes[token], order, axis=-1)
+        empty = jnp.zeros((desc.num_rows, desc.width), codes.dtype)
+        return empty.at[jnp.where(row < 0, desc.num_rows, row)].set(gathered, mode="drop"), scales
     if row_of is None:
         return codes, scales
     target = jnp.where(row_of < 0, desc.num_rows, row_of).reshape(-1)

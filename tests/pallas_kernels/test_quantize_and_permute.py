@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_cases import permute_cases
+from kernel_cases import gather_cases, permute_cases
 
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, config_error, quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS
@@ -102,6 +102,55 @@ def test_reference_in_place_and_dtypes():
     check(x, np.arange(6)[:, None], 6, "e4m3_group", (codes, scales), None)
 
 
+def gathered(num_tokens, width, block_m, dtype="bfloat16"):
+    """(x, row_of, columns, tile_expert, expected rows, which rows are in use): every expert has an order of its own."""
+    rng = np.random.default_rng(1)
+    tiles = -(-num_tokens * 3 * 2 // block_m)
+    x, row_of = make(num_tokens, width, 3, tiles * block_m, dtype)
+    columns = rng.permuted(np.tile(np.arange(width, dtype=np.int32), (5, 1)), axis=1)
+    tile_expert = rng.integers(0, 5, tiles).astype(np.int32)
+    expected, used = np.zeros((tiles * block_m, width), x.dtype), np.zeros(tiles * block_m, bool)
+    for token, slot in np.argwhere(row_of >= 0):
+        row = row_of[token, slot]
+        expected[row], used[row] = x[token, columns[tile_expert[row // block_m]]], True
+    return *map(jnp.asarray, (x, row_of, columns, tile_expert)), expected, used
+
+
+def check_gathered(implementation, *problem):
+    x, row_of, columns, tile_expert, expected, used = gathered(*problem)
+
+    def run(x, row_of, columns, tile_expert):
+        options = dict(columns=columns, tile_expert=tile_expert, implementation=implementation)
+        return quantize_and_permute(x, row_of, len(used), quantization="none", **options)
+
+    rows, scales = jax.jit(run)(x, row_of, columns, tile_expert)
+    assert scales is None and rows.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(rows)[used], expected[used])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_columns_in_the_order_of_each_expert(dtype):
+    check_gathered("reference", 9, 160, 4, dtype)
+
+
+def test_wrong_orders_of_columns():
+    x, row_of, columns, tile_expert, _, used = gathered(4, 128, 4)
+
+    def call(columns=columns, tile_expert=tile_expert, quantization="none"):
+        quantize_and_permute(x, row_of, len(used), quantization=quantization, columns=columns, tile_expert=tile_expert)
+
+    with pytest.raises(ValueError, match="columns goes with tile_expert, row_of and quantization='none'"):
+        call(tile_expert=None)
+    with pytest.raises(ValueError, match="columns goes with tile_expert, row_of and quantization='none'"):
+        call(quantization="int8_row")
+    with pytest.raises(ValueError, match=r"columns is int32\(5, 127\), expected int32 \(E, 128\)"):
+        call(columns=columns[:, 1:])
+    with pytest.raises(
+        ValueError, match=r"tile_expert is int32\(5,\), expected int32 \(Mp / block_m,\) for Mp=24 rows"
+    ):
+        call(tile_expert=tile_expert[:5])
+
+
 def test_wrong_calls():
     x, row_of = jnp.zeros((4, 128), jnp.bfloat16), jnp.zeros((4, 2), jnp.int32)
     with pytest.raises(ValueError, match="quantization='fp8' is not one of"):
@@ -122,7 +171,7 @@ def test_wrong_calls():
         quantize_and_permute(x, row_of, 8, quantization="none", implementation="mosaic")
 
 
-@pytest.mark.parametrize("case", permute_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*permute_cases(), *gather_cases()], ids=lambda case: case.name)
 def test_lowers_for_cuda(case):
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in case.shapes]
     lowered = jax.jit(case.function).trace(*arguments).lower(lowering_platforms=("cuda",))
@@ -160,3 +209,12 @@ def test_gpu_in_place(quantization, dtype):
     row_of = np.where(np.arange(300) < 257, np.arange(300), -1)[:, None]
     out = run(jnp.asarray(x), jnp.asarray(np.random.default_rng(0).permutation(row_of[:, 0]), jnp.int32))
     check(x, row_of, 300, quantization, out, None, flips=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "problem",
+    [(1, 2048, 16, "bfloat16"), (37, 2880, 8, "float16"), (300, 7168, 64, "bfloat16"), (33, 200, 16, "float32")],
+)
+def test_gpu_columns_in_the_order_of_each_expert(problem):
+    check_gathered("mosaic", *problem)
