@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from _timing import header, time_in_jit
 from flax import nnx
 
-from moe_jax.models._attention import KVCache
+from moe_jax.models._cache import KVCache
 from moe_jax.models._compiled import merge_model, split_model
 from moe_jax.models._config import ConfigReader
 from moe_jax.models.mixtral import MixtralForCausalLM

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import transformers
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.compressors.nvfp4 import base as nvfp4
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
@@ -17,7 +18,6 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from loguru import logger
 from safetensors.torch import load_file, save_file
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 logger.disable("compressed_tensors")  # one line per ragged block; ragged blocks are the point here
 
@@ -35,30 +35,49 @@ SHARED = dict(
 # 160 and 192 leave ragged 128 x 128 blocks on both axes
 MODELS = {
     "qwen3_moe": (
-        Qwen3MoeForCausalLM,
-        lambda: Qwen3MoeConfig(
-            **SHARED, num_experts=6, moe_intermediate_size=160, intermediate_size=96, norm_topk_prob=True
-        ),
+        "Qwen3Moe",
+        dict(num_experts=6, moe_intermediate_size=160, intermediate_size=96, norm_topk_prob=True),
     ),
-    "mixtral": (MixtralForCausalLM, lambda: MixtralConfig(**SHARED, num_local_experts=4, intermediate_size=160)),
+    "mixtral": ("Mixtral", dict(num_local_experts=4, intermediate_size=160)),
 }
 IGNORE = {"qwen3_moe": ["re:.*mlp.gate$", "lm_head"], "mixtral": ["re:.*block_sparse_moe.gate$", "lm_head"]}
 
 
 def write_model(family: str, directory: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **config) -> None:
-    """Random weights of the family, with outputs large enough to tell a wrong expert, saved by transformers."""
+    """``save_random`` at this module's sizes."""
+    name, options = MODELS[family]
+    save_random(name, directory, dtype, seed, **SHARED | options | config)
+
+
+def save_random(
+    name: str,
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    architecture: str = "CausalLM",
+    **config,
+):
+    """Save transformers' ``<name>For<architecture>`` with random weights, and return the model."""
     torch.manual_seed(seed)
-    cls, make_config = MODELS[family]
-    settings = make_config()
-    settings.update(config)
-    model = cls(settings).eval()
+    cls = getattr(transformers, f"{name}For{architecture}")
+    model = cls(cls.config_class(**config)).eval()
+    randomize(model)
+    model.to(dtype).save_pretrained(directory)
+    return model
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Matrices that keep the size of what passes, so that a wrong expert shows; norms, biases and correction biases are
+    random too, so that none can be forgotten."""
+    buffers = [(name, value) for name, value in model.named_buffers() if "correction_bias" in name]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *buffers]:
             if parameter.ndim > 1:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    model.to(dtype).save_pretrained(directory)
+            else:
+                parameter.normal_(0.0, 0.3)
 
 
 def preset(name: str) -> QuantizationScheme:

@@ -1,10 +1,10 @@
 """Flax definitions of language models with Mixture-of-Experts layers, loading them, and generating with them."""
 
-from moe_jax.models._attention import KVCache
-from moe_jax.models._config import DecoderConfig, MoEBlockConfig
+from moe_jax.models._cache import KVCache
+from moe_jax.models._config import DecoderConfig, MLAConfig, MoEBlockConfig
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._families import FAMILIES, read_family
-from moe_jax.models._generate import generate
+from moe_jax.models._generate import generate, generate_stream
 from moe_jax.models._moe_family import MoEFamily
 from moe_jax.models._pretrained import load_moe, load_pretrained
 from moe_jax.models._rope import RopeConfig
@@ -16,12 +16,14 @@ __all__ = [
     "CausalLM",
     "DecoderConfig",
     "KVCache",
+    "MLAConfig",
     "MixtralForCausalLM",
     "MoEBlockConfig",
     "MoEFamily",
     "Qwen3MoeForCausalLM",
     "RopeConfig",
     "generate",
+    "generate_stream",
     "load_moe",
     "load_pretrained",
     "read_family",

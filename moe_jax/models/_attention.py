@@ -1,9 +1,4 @@
-"""Grouped-query attention over a static key-value cache.
-
-A cache has a fixed number of slots. A call with S tokens fills the next S slots of every row, so slots are aligned over
-the batch while positions are not: padding (left, right or in between) occupies slots that are marked empty and never
-seen. Slot order decides causality; positions decide the rotation and the reach of a sliding window.
-"""
+"""Attention over a static key-value cache: what its kinds share, and grouped-query attention. MLA lies in _mla.py."""
 
 import dataclasses
 from typing import Any
@@ -13,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax._typing import Array, Bool, Float, Int
+from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig
-from moe_jax.models._layers import Linear, RMSNorm, precision_of
+from moe_jax.models._layers import Linear, RMSNorm, parameter, precision_of
 from moe_jax.models._rope import rotate
 
 # Queries handled at once in a long prefill. Scores are (B, heads, queries, slots) in float32: 32 heads, 1024 queries
@@ -22,50 +18,12 @@ from moe_jax.models._rope import rotate
 QUERY_BLOCK = 1024
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Keys and values of the tokens seen so far; a pytree that the caller threads through calls.
-
-    keys, values: one (B, kv_heads, slots, head_dim) per layer, keys already rotated. is_filled: (B, slots) bool, True
-    where a real token lies. positions: (B, slots) int32. length: () int32, slots used so far, the same for all rows.
-    num_tokens: (B,) int32, real tokens per row. is_damaged: (B,) bool, rows whose logits are NaN from now on, see
-    ``CausalLM``.
-    """
-
-    keys: tuple[Any, ...]
-    values: tuple[Any, ...]
-    is_filled: Any
-    positions: Any
-    length: Any
-    num_tokens: Any
-    is_damaged: Any
-
-    @classmethod
-    def zeros(cls, config: DecoderConfig, batch: int, num_slots: int, dtype: Any) -> "KVCache":
-        """An empty cache: nothing filled."""
-        shape = (batch, config.num_kv_heads, num_slots, config.head_dim)
-        return cls(
-            keys=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
-            values=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
-            is_filled=jnp.zeros((batch, num_slots), jnp.bool),
-            positions=jnp.zeros((batch, num_slots), jnp.int32),
-            length=jnp.zeros((), jnp.int32),
-            num_tokens=jnp.zeros((batch,), jnp.int32),
-            is_damaged=jnp.zeros((batch,), jnp.bool),
-        )
-
-    @property
-    def num_slots(self) -> int:
-        return self.is_filled.shape[1]
-
-
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:
     """What all layers of one call share.
 
     cos, sin: (B, S, D/2) f32. query_slots: (S,) slot of each query. query_positions: (B, S). key_filled, key_positions:
-    (B, L) over all slots that can be seen, this call's own included. window: see ``DecoderConfig.sliding_window``.
+    (B, L) over all slots that can be seen, this call's own included.
     """
 
     cos: Any
@@ -74,65 +32,95 @@ class AttentionInputs:
     query_positions: Any
     key_filled: Any
     key_positions: Any
-    window: int | None
 
-    def visible(self, slots: Int[Array, " S"], positions: Int[Array, "B S"]) -> Bool[Array, "B S L"]:
-        """True where a query at (slot, position) sees a key slot."""
+    def visible(
+        self, slots: Int[Array, " S"], positions: Int[Array, "B S"], window: int | None
+    ) -> Bool[Array, "B S L"]:
+        """True where a query at (slot, position) sees a key slot, in a layer of this sliding window."""
         seen = jnp.arange(self.key_filled.shape[1])[None, None, :] <= slots[None, :, None]
         seen = seen & self.key_filled[:, None, :]
-        if self.window is not None:
-            seen = seen & (self.key_positions[:, None, :] > positions[:, :, None] - self.window)
+        if window is not None:
+            seen = seen & (self.key_positions[:, None, :] > positions[:, :, None] - window)
         return seen
 
 
 class Attention(nnx.Module):
-    """Causal attention with grouped key-value heads, rotary positions, and optional RMSNorm on query and key heads."""
+    """Causal attention with grouped key-value heads, rotary positions, and what else ``DecoderConfig`` lists."""
 
-    def __init__(self, config: DecoderConfig, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+    def __init__(self, config: DecoderConfig, layer: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
         self.config = config
+        self.window = config.window_of(layer)
         h, d = config.hidden_size, config.head_dim
-        options: dict[str, Any] = dict(use_bias=config.use_attention_bias, dtype=dtype, rngs=rngs)
-        self.q_proj = Linear(h, config.num_heads * d, **options)
-        self.k_proj = Linear(h, config.num_kv_heads * d, **options)
-        self.v_proj = Linear(h, config.num_kv_heads * d, **options)
-        self.o_proj = Linear(config.num_heads * d, h, **options)
-        norm: dict[str, Any] = dict(eps=config.rms_norm_eps, dtype=dtype, rngs=rngs)
-        self.q_norm = RMSNorm(d, **norm) if config.use_qk_norm else None
-        self.k_norm = RMSNorm(d, **norm) if config.use_qk_norm else None
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
+        queries, keys = config.num_heads * d, config.num_kv_heads * d
+        self.q_proj = Linear(h, queries, use_bias=config.use_attention_bias, **options)
+        self.k_proj = Linear(h, keys, use_bias=config.use_attention_bias, **options)
+        self.v_proj = Linear(h, keys, use_bias=config.use_attention_bias, **options)
+        self.o_proj = Linear(queries, h, use_bias=config.use_output_bias, **options)
+        widths = {None: (), "head": (d, d), "projection": (queries, keys)}[config.qk_norm]
+        norms = [RMSNorm(width, eps=config.rms_norm_eps, **options) for width in widths]
+        self.q_norm, self.k_norm = norms or (None, None)
+        sinks = nnx.initializers.normal(0.02)
+        self.sinks = parameter((config.num_heads,), dtype, rngs, sinks) if config.has_sinks else None
+
+    def dense_modules(self) -> dict[str, Any]:
+        """Checkpoint name below the layer's attention -> module or parameter."""
+        names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "sinks")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def __call__(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, Any] | None, slot: Any
-    ) -> tuple[Float[Array, "B S H"], tuple[Any, Any]]:
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
+    ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
         """Attend and return the output with this layer's keys and values.
 
         cached: keys and values (B, kv_heads, slots, D) to be extended from ``slot`` on; None keeps this call's tokens
         alone.
         """
-        q, k, v = self._heads(x, inputs)
-        if cached is not None:
-            k, v = (
-                jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)
-                for old, new in zip(cached, (k, v), strict=True)
-            )
-        y = _attend_in_blocks(q, k, v, inputs)
-        return self.o_proj(y.reshape(*x.shape[:2], -1)), (k, v)
+        q, *new = self._heads(x, inputs)
+        k, v = kept = extended(cached, tuple(new), slot)
+        sinks = None if self.sinks is None else self.sinks[...]
+        y = attend(q, k, v, inputs, scale=self.config.head_dim**-0.5, window=self.window, sinks=sinks)
+        return self.o_proj(y.reshape(*x.shape[:2], -1)), kept
 
     def _heads(self, x: Float[Array, "B S H"], inputs: AttentionInputs) -> tuple[Any, Any, Any]:
         """Rotated q (B, S, kv_heads, group, D), and rotated k and v as the cache keeps them, (B, kv_heads, S, D)."""
-        lead, d = x.shape[:2], self.config.head_dim
-        q, k, v = (layer(x).reshape(*lead, -1, d) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None:
+        config = self.config
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if config.qk_norm == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.clip_qkv is not None:
+            q, k, v = (jnp.clip(part, -config.clip_qkv, config.clip_qkv) for part in (q, k, v))
+        q, k, v = (part.reshape(*x.shape[:2], -1, config.head_dim) for part in (q, k, v))
+        if config.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, inputs.cos, inputs.sin), rotate(k, inputs.cos, inputs.sin)
-        return q.reshape(*lead, self.config.num_kv_heads, -1, d), k.swapaxes(1, 2), v.swapaxes(1, 2)
+        q = q.reshape(*x.shape[:2], config.num_kv_heads, -1, config.head_dim)
+        return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
 
 
-def _attend_in_blocks(q: Any, k: Any, v: Any, inputs: AttentionInputs) -> Any:
-    """q (B, S, N, G, D), k and v (B, N, L, D) -> (B, S, N, G, D), at most QUERY_BLOCK queries at a time."""
-    batch, num_queries = q.shape[:2]
-    slots, positions = inputs.query_slots, inputs.query_positions
+def attend(
+    q: Float[Array, "B S N G D"],
+    k: Float[Array, "B N L D"],
+    v: Float[Array, "B N L V"],
+    inputs: AttentionInputs,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Any = None,
+) -> Float[Array, "B S N G V"]:
+    """Softmax attention of N key-value heads, each with G query heads, at most QUERY_BLOCK queries at a time.
+
+    sinks: (N * G,), a logit per query head that takes its part of the softmax and gives nothing.
+    """
+    slots, positions, num_queries = inputs.query_slots, inputs.query_positions, q.shape[1]
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(1, *q.shape[2:4], 1, 1)
+
+    def some(q, slots, positions):
+        return _attend(q, k, v, inputs.visible(slots, positions, window), scale, sinks)
+
     if num_queries <= QUERY_BLOCK:
-        return _attend(q, k, v, inputs.visible(slots, positions))
+        return some(q, slots, positions)
     num_blocks = -(-num_queries // QUERY_BLOCK)
     tail = num_blocks * QUERY_BLOCK - num_queries
 
@@ -141,17 +129,20 @@ def _attend_in_blocks(q: Any, k: Any, v: Any, inputs: AttentionInputs) -> Any:
         split = padded.reshape(*a.shape[:axis], num_blocks, QUERY_BLOCK, *a.shape[axis + 1 :])
         return jnp.moveaxis(split, axis, 0)
 
-    y = jax.lax.map(
-        lambda block: _attend(block[0], k, v, inputs.visible(block[1], block[2])),
-        (blocks(q, 1), blocks(slots, 0), blocks(positions, 1)),
-    )
-    return jnp.moveaxis(y, 0, 1).reshape(batch, -1, *q.shape[2:])[:, :num_queries]
+    y = jax.lax.map(lambda block: some(*block), (blocks(q, 1), blocks(slots, 0), blocks(positions, 1)))
+    y = jnp.moveaxis(y, 0, 1)
+    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :num_queries]
 
 
-def _attend(q: Any, k: Any, v: Any, visible: Bool[Array, "B S L"]) -> Any:
-    """Softmax attention, scores and sums in float32. A query that sees nothing gets a finite, meaningless row."""
+def _attend(q: Any, k: Any, v: Any, visible: Bool[Array, "B S L"], scale: float, sinks: Any) -> Any:
+    """Scores and sums in float32. A query that sees nothing gets a finite, meaningless row."""
     wide: dict[str, Any] = dict(precision=precision_of(q.dtype), preferred_element_type=jnp.float32)
-    scores = jnp.einsum("bsngd,bnld->bngsl", q, k, **wide) * (q.shape[-1] ** -0.5)
+    scores = jnp.einsum("bsngd,bnld->bngsl", q, k, **wide) * scale
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bngsl,bnld->bsngd", weights, v, **wide).astype(q.dtype)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        top = jnp.maximum(scores.max(axis=-1, keepdims=True), sinks)
+        exponentials = jnp.exp(scores - top)
+        weights = exponentials / (exponentials.sum(axis=-1, keepdims=True) + jnp.exp(sinks - top))
+    return jnp.einsum("bngsl,bnld->bsngd", weights.astype(v.dtype), v, **wide).astype(q.dtype)

@@ -23,11 +23,13 @@ _NEUTRAL_IN_BLOCK = {
     "shared_expert_intermediate_size": 0,
 }
 _NEUTRAL_ELSEWHERE = {
+    "attention_bias": False,
     "attn_logit_softcapping": None,
     "clip_qkv": None,
     "embedding_multiplier": 1.0,
     "final_logit_softcapping": None,
     "logits_scaling": 1.0,
+    "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "residual_multiplier": 1.0,
     "rope_interleaved": False,
@@ -81,13 +83,35 @@ class MoEBlockConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MLAConfig:
+    """Widths of multi-head latent attention (DeepSeek-V2 and later); hashable.
+
+    q_lora_rank: width that queries are compressed to, None for plain queries. kv_lora_rank: width of the latent that
+    stands for keys and values. qk_nope_head_dim, qk_rope_head_dim: parts of a query or key head without and with
+    rotation, the latter shared by all key heads. v_head_dim: of a value head. is_interleaved: rotated columns are
+    stored as pairs (2i, 2i + 1) instead of (i, i + D/2).
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    is_interleaved: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(MoEBlockConfig):
     """Static description of a decoder-only language model with Mixture-of-Experts layers; hashable.
 
-    intermediate_size: width of dense feed-forward layers. use_qk_norm: RMSNorm over each query and key head before the
-    rotation. use_attention_bias: q, k, v and o projections have biases. sliding_window: number of latest positions, the
-    own one included, that a token sees; None for all. eos_token_id: the tokens that end a text; () when the config
-    names none.
+    head_dim: width of a query or key head. intermediate_size: width of dense feed-forward layers. mla: None for
+    grouped-query attention, for which alone the fields from qk_norm to has_sinks may be set.
+    qk_norm: RMSNorm of queries and keys before the rotation, "head" for each head or "projection" over all heads;
+    None without. clip_qkv: bound on the magnitude of queries, keys and values. use_attention_bias: the projections into
+    attention have biases, but for those that MLA puts behind a norm; use_output_bias: the one out of it has. has_sinks:
+    every head has one more logit that takes its part of the softmax and gives nothing. sliding_window: number of latest
+    positions, the own one included, that a token sees, None for all; sliding_layers: the layers it holds in, None for
+    all. eos_token_id: the tokens that end a text; () when the config names none.
     """
 
     vocab_size: int
@@ -97,9 +121,14 @@ class DecoderConfig(MoEBlockConfig):
     rms_norm_eps: float
     rope: RopeConfig
     intermediate_size: int
-    use_qk_norm: bool = False
+    mla: MLAConfig | None = None
+    qk_norm: str | None = None
+    clip_qkv: float | None = None
+    has_sinks: bool = False
     use_attention_bias: bool = False
+    use_output_bias: bool = False
     sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] | None = None
     tie_word_embeddings: bool = False
     eos_token_id: tuple[int, ...] = ()
 
@@ -108,11 +137,27 @@ class DecoderConfig(MoEBlockConfig):
             raise ValueError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
+        if self.mla is not None and self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_kv_heads}: every one of the {self.num_heads} heads has keys and values "
+                "in this architecture"
+            )
         super().__post_init__()
         if any(token >= self.vocab_size for token in self.eos_token_id):
             raise ValueError(
                 f"eos_token_id={list(self.eos_token_id)} is outside the vocabulary, expected 0 to {self.vocab_size - 1}"
             )
+
+    def window_of(self, layer: int) -> int | None:
+        """``sliding_window`` where it holds, None in the other layers."""
+        return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
+
+    @property
+    def cache_widths(self) -> tuple[tuple[int, int], ...]:
+        """(heads, width) of each array that the cache keeps per layer: keys and values, or MLA's latent alone."""
+        if self.mla is not None:
+            return ((1, self.mla.kv_lora_rank + self.mla.qk_rope_head_dim),)
+        return ((self.num_kv_heads, self.head_dim),) * 2
 
 
 class ConfigReader:
@@ -241,39 +286,42 @@ def read_decoder_config(
     *,
     moe_intermediate_size: tuple[str, ...],
     renormalize: bool,
-    moe_layers: tuple[int, ...],
-    use_qk_norm: bool = False,
-    use_attention_bias: bool = False,
-    sliding_window: int | None = None,
+    moe_layers: tuple[int, ...] | None = None,
+    mla: MLAConfig | None = None,
+    **fields: Any,
 ) -> DecoderConfig:
-    """``read_block_config`` for a family whose whole model is built: the other keys too."""
-    fields = _block_fields(reader, moe_intermediate_size)
-    hidden_size, num_heads = fields["hidden_size"], reader.integer("num_attention_heads")
-    head_dim = reader.value("head_dim")
-    if head_dim is None:
-        if hidden_size % num_heads:
-            raise reader.error(f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}")
-        head_dim = hidden_size // num_heads
+    """``read_block_config`` for a family whose whole model is built: the other keys too.
+
+    mla: None for grouped-query attention. fields: of ``DecoderConfig``.
+    """
+    shared = _block_fields(reader, moe_intermediate_size)
+    num_heads = reader.integer("num_attention_heads")
+    layers = tuple(range(shared["num_layers"])) if moe_layers is None else moe_layers
+    if mla is None:
+        head_dim = rotated = _head_dim(reader, shared["hidden_size"], num_heads)
     else:
-        head_dim = reader.integer("head_dim")
-    fields |= dict(
+        head_dim, rotated = mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.qk_rope_head_dim
+    shared |= dict(
         vocab_size=reader.integer("vocab_size"),
         num_heads=num_heads,
         num_kv_heads=reader.integer("num_key_value_heads", default=num_heads),
         head_dim=head_dim,
         rms_norm_eps=reader.positive("rms_norm_eps"),
-        rope=reader.rope(head_dim=head_dim),
+        rope=reader.rope(head_dim=rotated),
         intermediate_size=reader.integer("intermediate_size"),
-        renormalize=renormalize,
-        moe_layers=moe_layers,
-        use_qk_norm=use_qk_norm,
-        use_attention_bias=use_attention_bias,
-        sliding_window=sliding_window,
         tie_word_embeddings=reader.boolean("tie_word_embeddings", default=False),
         eos_token_id=reader.integers("eos_token_id"),
     )
     reader.finish()
-    return _checked(reader, DecoderConfig, fields)
+    return _checked(reader, DecoderConfig, dict(renormalize=renormalize, moe_layers=layers, mla=mla) | shared | fields)
+
+
+def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
+    if reader.value("head_dim") is not None:
+        return reader.integer("head_dim")
+    if hidden_size % num_heads:
+        raise reader.error(f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}")
+    return hidden_size // num_heads
 
 
 def _block_fields(reader: ConfigReader, moe_intermediate_size: tuple[str, ...]) -> dict[str, Any]:

@@ -13,11 +13,13 @@ from moe_jax._arguments import check_array, check_not_traced, check_rngs, intege
 from moe_jax._typing import Array, Float, Int
 from moe_jax.layer import MoEBlock
 from moe_jax.loading import LoadReport
-from moe_jax.models._attention import Attention, AttentionInputs, KVCache
+from moe_jax.models._attention import Attention, AttentionInputs
+from moe_jax.models._cache import KVCache
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._inputs import check_cache, check_ids
 from moe_jax.models._layers import Embedding, GatedMLP, Linear, RMSNorm, project
+from moe_jax.models._mla import LatentAttention
 from moe_jax.models._moe_family import MoEFamily
 from moe_jax.models._rope import rotary_angles
 from moe_jax.quantization import Scheme
@@ -26,10 +28,13 @@ from moe_jax.quantization import Scheme
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)); the feed-forward part is dense or has experts."""
 
-    def __init__(self, config: DecoderConfig, mlp: GatedMLP | MoEBlock, *, dtype: Any, rngs: nnx.Rngs | None):
+    def __init__(
+        self, config: DecoderConfig, index: int, mlp: GatedMLP | MoEBlock, *, dtype: Any, rngs: nnx.Rngs | None
+    ):
         norm: dict[str, Any] = dict(eps=config.rms_norm_eps, dtype=dtype, rngs=rngs)
+        kind = Attention if config.mla is None else LatentAttention
         self.input_layernorm = RMSNorm(config.hidden_size, **norm)
-        self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.self_attn = kind(config, index, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
         self.mlp = mlp
 
@@ -88,7 +93,7 @@ class CausalLM(MoEFamily, nnx.Module):
                 mlp = self.make_moe_block(config, index, scheme=scheme, implementation=implementation, **options)
             else:
                 mlp = GatedMLP(config.hidden_size, config.intermediate_size, **options)
-            layers.append(DecoderLayer(config, mlp, **options))
+            layers.append(DecoderLayer(config, index, mlp, **options))
         self.layers = nnx.List(layers)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **options)
         self.lm_head = (
@@ -106,16 +111,12 @@ class CausalLM(MoEFamily, nnx.Module):
             prefix = f"model.layers.{index}"
             modules[f"{prefix}.input_layernorm"] = layer.input_layernorm
             modules[f"{prefix}.post_attention_layernorm"] = layer.post_attention_layernorm
-            parts: dict[str, tuple[str, ...]] = {
-                "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-            }
+            parts = {f"self_attn.{name}": module for name, module in layer.self_attn.dense_modules().items()}
             if isinstance(layer.mlp, MoEBlock):
                 modules |= self.moe_dense_modules(layer.mlp, index)
             else:
-                parts["mlp"] = ("gate_proj", "up_proj", "down_proj")
-            for part, names in parts.items():
-                found = {f"{prefix}.{part}.{name}": getattr(getattr(layer, part), name) for name in names}
-                modules |= {name: module for name, module in found.items() if module is not None}
+                parts |= {f"mlp.{name}": getattr(layer.mlp, name) for name in ("gate_proj", "up_proj", "down_proj")}
+            modules |= {f"{prefix}.{name}": module for name, module in parts.items()}
         return modules
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -187,20 +188,19 @@ class CausalLM(MoEFamily, nnx.Module):
         longest = jnp.max(jnp.where(filled, key_positions, -1), axis=1) + 1
         cos, sin = rotary_angles(self.config.rope, positions, longest)
         slots = slot + jnp.arange(length, dtype=jnp.int32)
-        inputs = AttentionInputs(cos, sin, slots, positions, filled, key_positions, self.config.sliding_window)
+        inputs = AttentionInputs(cos, sin, slots, positions, filled, key_positions)
 
         x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
-        keys, values = [], []
+        kept = []
         for index, layer in enumerate(self.layers):
-            cached = None if cache is None else (cache.keys[index], cache.values[index])
-            x, (key, value) = layer(x, inputs, cached, slot, None if attention_mask is None else mask)
-            keys.append(key)
-            values.append(value)
+            cached = None if cache is None else cache.layers[index]
+            x, arrays = layer(x, inputs, cached, slot, None if attention_mask is None else mask)
+            kept.append(arrays)
         x = jnp.where(is_damaged[:, None, None], jnp.nan, self.norm(x))
         if cache is None:
             return x, None
         num_tokens = seen + count[:, -1]
-        return x, KVCache(tuple(keys), tuple(values), filled, key_positions, slot + length, num_tokens, is_damaged)
+        return x, KVCache(tuple(kept), filled, key_positions, slot + length, num_tokens, is_damaged)
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """Output of the head, float32."""

@@ -6,15 +6,15 @@ from typing import Any
 from moe_jax.models._config import ConfigReader, DecoderConfig, MoEBlockConfig
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._moe_family import MoEFamily
-from moe_jax.models.deepseek_v2 import DeepseekV2
-from moe_jax.models.deepseek_v3 import DeepseekV3
+from moe_jax.models.deepseek_v2 import DeepseekV2ForCausalLM
+from moe_jax.models.deepseek_v3 import DeepseekV3ForCausalLM
 from moe_jax.models.glm4_moe import Glm4Moe
-from moe_jax.models.gpt_oss import GptOss
+from moe_jax.models.gpt_oss import GptOssForCausalLM
 from moe_jax.models.granitemoe import GraniteMoe
 from moe_jax.models.llama4 import Llama4, Llama4Text
 from moe_jax.models.mixtral import MixtralForCausalLM
-from moe_jax.models.olmoe import Olmoe
-from moe_jax.models.qwen2_moe import Qwen2Moe
+from moe_jax.models.olmoe import OlmoeForCausalLM
+from moe_jax.models.qwen2_moe import Qwen2MoeForCausalLM
 from moe_jax.models.qwen3_moe import Qwen3MoeForCausalLM
 from moe_jax.models.qwen3_next import Qwen3Next
 
@@ -23,12 +23,12 @@ FAMILIES: dict[str, type[MoEFamily]] = {
     for family in (
         MixtralForCausalLM,
         Qwen3MoeForCausalLM,
-        Qwen2Moe,
+        Qwen2MoeForCausalLM,
         Qwen3Next,
-        DeepseekV2,
-        DeepseekV3,
-        GptOss,
-        Olmoe,
+        DeepseekV2ForCausalLM,
+        DeepseekV3ForCausalLM,
+        GptOssForCausalLM,
+        OlmoeForCausalLM,
         GraniteMoe,
         Llama4,
         Llama4Text,

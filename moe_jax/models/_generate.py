@@ -1,7 +1,7 @@
-"""``generate``: the whole token loop in one compiled program over a static key-value cache."""
+"""``generate`` and ``generate_stream``: the token loop as a compiled program over a static key-value cache."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._arguments import integer
-from moe_jax.models._attention import KVCache
+from moe_jax.models._cache import KVCache
 from moe_jax.models._compiled import bucket, merge_model, padded_prompt, split_model
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._sampling import Sampler
@@ -27,7 +27,8 @@ def generate(
     rng: Any = None,
     attention_mask: Any = None,
 ) -> jax.Array:
-    """Continue prompts. One program is compiled per batch size and bucket of lengths; later calls reuse it.
+    """Continue prompts. Programs are compiled per batch size and bucket of lengths, one for the prompt and one for the
+    loop; later calls reuse them.
 
     Args:
         model: a loaded model.
@@ -50,26 +51,73 @@ def generate(
         ValueError: a value out of range, an id or end token outside the vocabulary, or prompt and new tokens exceed
             ``max_seq_len``. TypeError: an argument of another kind than said here; nothing is rounded or parsed.
     """
-    if not isinstance(model, CausalLM):
-        raise TypeError(f"model has type {type(model).__name__}, expected what moe_jax.load_pretrained returns")
-    max_new_tokens = integer("max_new_tokens", max_new_tokens, minimum=0)
-    sampler = Sampler.create(temperature, top_p, top_k, rng)
-    stop = _end_tokens(eos_token_id, model.config.vocab_size)
-    ids, mask = padded_prompt(input_ids, attention_mask, model.config.vocab_size)
+    run = _Run(model, input_ids, max_new_tokens, temperature, top_p, top_k, eos_token_id, rng, attention_mask)
     prompt = jnp.asarray(input_ids).astype(jnp.int32)
-    longest = int(mask.sum(axis=1).max()) + max_new_tokens
-    if longest > model.max_seq_len:
-        raise ValueError(
-            f"the prompt and max_new_tokens={max_new_tokens} make {longest} tokens, "
-            f"the model takes max_seq_len={model.max_seq_len}"
-        )
-    if max_new_tokens == 0:
+    if run.max_new_tokens == 0:
         return prompt
-    structure, leaves = split_model(model)
-    key = jax.random.key(0) if rng is None else rng
-    room = bucket(max_new_tokens)
-    new = _run(structure, room, leaves, ids, mask, jnp.int32(max_new_tokens), sampler, stop, key)
-    return jnp.concatenate([prompt, new[:, :max_new_tokens]], axis=1)
+    new = run.until(run.start(), run.max_new_tokens)[3]
+    return jnp.concatenate([prompt, new[:, : run.max_new_tokens]], axis=1)
+
+
+def generate_stream(
+    model: CausalLM,
+    input_ids: Any,
+    *,
+    max_new_tokens: int,
+    tokens_at_once: int = 4,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    eos_token_id: int | Sequence[int] | None = None,
+    rng: Any = None,
+    attention_mask: Any = None,
+) -> Iterator[np.ndarray]:
+    """What ``generate`` adds, while it is made: arrays (B, n) int32, the first of one token, later ones of up to
+    ``tokens_at_once``. It ends after ``max_new_tokens``, or when every row has ended. Arguments and errors are those of
+    ``generate``, and so are the tokens.
+    """
+    run = _Run(model, input_ids, max_new_tokens, temperature, top_p, top_k, eos_token_id, rng, attention_mask)
+    at_once = integer("tokens_at_once", tokens_at_once, minimum=1)
+
+    def tokens() -> Iterator[np.ndarray]:
+        made, state = 0, run.start() if run.max_new_tokens else None
+        while state is not None:
+            step = int(state[0])
+            yield np.asarray(state[3][:, made:step])
+            is_over = step == run.max_new_tokens or bool(state[2].all())
+            made, state = step, None if is_over else run.until(state, min(step + at_once, run.max_new_tokens))
+
+    return tokens()
+
+
+class _Run:
+    """One call's checked arguments. A state is (tokens made so far, latest token, rows that have ended, tokens
+    (B, room), cache)."""
+
+    def __init__(self, model, input_ids, max_new_tokens, temperature, top_p, top_k, eos_token_id, rng, attention_mask):
+        if not isinstance(model, CausalLM):
+            raise TypeError(f"model has type {type(model).__name__}, expected what moe_jax.load_pretrained returns")
+        self.max_new_tokens = integer("max_new_tokens", max_new_tokens, minimum=0)
+        self._sampler = Sampler.create(temperature, top_p, top_k, rng)
+        self._stop = _end_tokens(eos_token_id, model.config.vocab_size)
+        self._ids, self._mask = padded_prompt(input_ids, attention_mask, model.config.vocab_size)
+        longest = int(self._mask.sum(axis=1).max()) + self.max_new_tokens
+        if longest > model.max_seq_len:
+            raise ValueError(
+                f"the prompt and max_new_tokens={max_new_tokens} make {longest} tokens, "
+                f"the model takes max_seq_len={model.max_seq_len}"
+            )
+        self._key = jax.random.key(0) if rng is None else rng
+        self._structure, self._leaves = split_model(model) if self.max_new_tokens else (None, [])
+
+    def start(self) -> Any:
+        """The state after the prompt, with the first new token."""
+        room = bucket(self.max_new_tokens)
+        return _start(self._structure, room, self._leaves, self._ids, self._mask, self._sampler, self._stop, self._key)
+
+    def until(self, state: Any, limit: int) -> Any:
+        """The state, which is used up, after ``limit`` new tokens, or fewer when all rows have ended."""
+        return _continue(self._structure, self._leaves, state, np.int32(limit), self._sampler, self._stop, self._key)
 
 
 def _end_tokens(eos_token_id: Any, vocab_size: int) -> np.ndarray:
@@ -83,28 +131,34 @@ def _end_tokens(eos_token_id: Any, vocab_size: int) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(structure, room, leaves, ids, mask, limit, sampler, stop, key):
-    """New tokens (B, room) int32, the first ``limit`` defined: prefill, then one token per turn of a while loop."""
+def _start(structure, room, leaves, ids, mask, sampler, stop, key):
     model = merge_model(structure, leaves)
     batch, length = ids.shape
     cache = KVCache.zeros(model.config, batch, length + room, model.dtype)
     hidden, cache = model.hidden_states(ids, attention_mask=mask, cache=cache)
     last = jnp.max(jnp.where(mask, jnp.arange(length), 0), axis=1)
     logits = model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
+    is_done, tokens = jnp.zeros((batch,), jnp.bool), jnp.broadcast_to(stop[:1], (batch, room))
+    return jnp.int32(1), *_choose(jnp.int32(0), logits, is_done, tokens, sampler, stop, key), cache
 
-    def choose(step, logits, is_done, tokens):
-        token = jnp.where(is_done, stop[0], sampler(logits, jax.random.fold_in(key, step)))
-        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], step, axis=1)
-        return token, is_done | jnp.isin(token, stop), tokens
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _continue(structure, leaves, state, limit, sampler, stop, key):
+    """One token per turn of a while loop."""
+    model = merge_model(structure, leaves)
 
     def turn(state):
         step, token, is_done, tokens, cache = state
         # Rows that have ended are masked: they reach no expert and cost nothing there.
         hidden, cache = model.hidden_states(token[:, None], attention_mask=~is_done[:, None], cache=cache)
-        token, is_done, tokens = choose(step, model.logits(hidden[:, 0]), is_done, tokens)
-        return step + 1, token, is_done, tokens, cache
+        logits = model.logits(hidden[:, 0])
+        return step + 1, *_choose(step, logits, is_done, tokens, sampler, stop, key), cache
 
-    token, is_done, tokens = choose(0, logits, jnp.zeros((batch,), jnp.bool), jnp.broadcast_to(stop[:1], (batch, room)))
-    state = (jnp.int32(1), token, is_done, tokens, cache)
-    state = jax.lax.while_loop(lambda s: (s[0] < limit) & ~jnp.all(s[2]), turn, state)
-    return state[3]
+    return jax.lax.while_loop(lambda s: (s[0] < limit) & ~jnp.all(s[2]), turn, state)
+
+
+def _choose(step, logits, is_done, tokens, sampler, stop, key):
+    """The next token of each row, (B,), which rows have ended now, and the tokens with it."""
+    token = jnp.where(is_done, stop[0], sampler(logits, jax.random.fold_in(key, step)))
+    tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], step, axis=1)
+    return token, is_done | jnp.isin(token, stop), tokens

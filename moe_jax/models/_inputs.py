@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from moe_jax._arguments import check_array
-from moe_jax.models._attention import KVCache
+from moe_jax.models._cache import KVCache
 
 
 def check_mask(attention_mask: Any, shape: tuple[int, ...]) -> None:
@@ -54,7 +54,8 @@ def check_cache(cache: Any, expected: KVCache, num_tokens: int) -> None:
         raise ValueError(f"cache has {cache.is_filled.shape[0]} rows, input_ids {expected.is_filled.shape[0]}")
     found, wanted = ([(a.shape, jnp.dtype(a.dtype)) for a in jax.tree.leaves(c)] for c in (cache, expected))
     if found != wanted:
-        layers = [f"{len(c.keys)} layers of {c.keys[0].dtype} {c.keys[0].shape}" for c in (cache, expected)]
+        firsts = [(c.layers[0][0], len(c.layers)) for c in (cache, expected)]
+        layers = [f"{count} layers of {first.dtype} {first.shape}" for first, count in firsts]
         raise ValueError(f"cache was made for another model: {layers[0]}, expected {layers[1]}")
     used = 0 if isinstance(cache.length, Tracer) else int(cache.length)
     if used + num_tokens > cache.num_slots:

@@ -1,6 +1,8 @@
-"""Which layers have experts and how they are grouped, by the keys that several families share."""
+"""What several families' config.json say in the same keys: which layers have experts, their groups, sliding windows."""
 
-from moe_jax.models._config import ConfigReader
+from typing import Any
+
+from moe_jax.models._config import ConfigReader, MLAConfig
 
 
 def layers_by_step(reader: ConfigReader) -> tuple[int, ...]:
@@ -25,3 +27,61 @@ def expert_groups(reader: ConfigReader) -> dict[str, int]:
 def shared_experts_size(reader: ConfigReader) -> int:
     """``n_shared_experts`` experts of the size of a routed one, side by side."""
     return reader.integer("n_shared_experts", minimum=0, default=0) * reader.integer("moe_intermediate_size")
+
+
+def corrected_experts(reader: ConfigReader, *, routed_scaling_factor: float) -> dict[str, Any]:
+    """DeepSeek-V3 and GLM-4 MoE, which differ in the default of ``routed_scaling_factor`` alone: sigmoid scores, a
+    correction bias, groups of experts, shared experts."""
+    # transformers 5 writes neither key: both follow from the architecture.
+    reader.one_of("scoring_func", ("sigmoid",), default="sigmoid")
+    reader.one_of("topk_method", ("noaux_tc",), default="noaux_tc")
+    return dict(
+        moe_intermediate_size=("moe_intermediate_size",),
+        renormalize=reader.boolean("norm_topk_prob", default=True),
+        moe_layers=layers_after_dense(reader),
+        scoring_func="sigmoid",
+        has_correction_bias=True,
+        routed_scaling_factor=reader.positive("routed_scaling_factor", default=routed_scaling_factor),
+        shared_intermediate_size=shared_experts_size(reader),
+        **expert_groups(reader),
+    )
+
+
+def gated_shared_experts(reader: ConfigReader, *, renormalize: bool) -> dict[str, Any]:
+    """Qwen2-MoE and Qwen3-Next, which differ in the default of ``norm_topk_prob`` alone: a shared expert behind a
+    sigmoid gate."""
+    return dict(
+        moe_intermediate_size=("moe_intermediate_size",),
+        renormalize=reader.boolean("norm_topk_prob", default=renormalize),
+        moe_layers=layers_by_step(reader),
+        shared_intermediate_size=reader.integer("shared_expert_intermediate_size"),
+        has_shared_expert_gate=True,
+    )
+
+
+def latent_attention(reader: ConfigReader) -> dict[str, Any]:
+    """DeepSeek's attention, MLA."""
+    ranked = reader.value("q_lora_rank") is not None
+    has_biases = reader.boolean("attention_bias", default=False)
+    return dict(
+        mla=MLAConfig(
+            q_lora_rank=reader.integer("q_lora_rank") if ranked else None,
+            kv_lora_rank=reader.integer("kv_lora_rank"),
+            qk_nope_head_dim=reader.integer("qk_nope_head_dim"),
+            qk_rope_head_dim=reader.integer("qk_rope_head_dim"),
+            v_head_dim=reader.integer("v_head_dim"),
+            is_interleaved=reader.boolean("rope_interleave", default=True),
+        ),
+        use_attention_bias=has_biases,
+        use_output_bias=has_biases,
+    )
+
+
+def layers_with_windows(reader: ConfigReader) -> dict[str, Any]:
+    """``sliding_window`` in the layers that ``layer_types`` calls sliding_attention."""
+    kinds, count = reader.value("layer_types"), reader.integer("num_hidden_layers")
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in known for kind in kinds):
+        raise reader.error(f"layer_types is {kinds!r}, expected a list of {count}, each {' or '.join(known)}")
+    layers = tuple(index for index, kind in enumerate(kinds) if kind == known[0])
+    return dict(sliding_window=reader.integer("sliding_window"), sliding_layers=layers) if layers else {}

@@ -141,13 +141,18 @@ class RopeConfig:
             return math.sqrt(1 + max(0.0, math.log(self.factor)) / math.log(self.original_max_position_embeddings))
         return 1.0
 
-    def _yarn_amplitude(self) -> float:
-        def mscale(weight: float) -> float:
-            return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+    @property
+    def score_scale(self) -> float:
+        """Factor on attention scores that DeepSeek's models apply besides, for all columns of a head alike."""
+        return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
+    def _yarn_amplitude(self) -> float:
         if self.mscale and self.mscale_all_dim:
-            return mscale(self.mscale) / mscale(self.mscale_all_dim)
-        return mscale(1.0)
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    def _mscale(self, weight: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
     def frequencies(self, seq_len: Int[Array, " B"]) -> Float[Array, "B F"]:
         """Angle per position of each column pair, (B, dim/2) f32, for rows whose longest position + 1 is ``seq_len``.

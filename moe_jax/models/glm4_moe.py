@@ -1,8 +1,8 @@
 """GLM-4 MoE: blocks with experts like DeepSeek-V3's, usually in one group."""
 
-from moe_jax.models._config import ConfigReader, MoEBlockConfig
+from moe_jax.models._config import ConfigReader, MoEBlockConfig, read_block_config
+from moe_jax.models._layer_rules import corrected_experts
 from moe_jax.models._moe_family import MoEFamily
-from moe_jax.models.deepseek_v3 import read_corrected_config
 
 
 class Glm4Moe(MoEFamily):
@@ -14,4 +14,4 @@ class Glm4Moe(MoEFamily):
 
     @staticmethod
     def read_config(reader: ConfigReader) -> MoEBlockConfig:
-        return read_corrected_config(reader, routed_scaling_factor=1.0)
+        return read_block_config(reader, **corrected_experts(reader, routed_scaling_factor=1.0))

@@ -1,17 +1,18 @@
-"""gpt-oss: biases everywhere, a clamped SwiGLU with interleaved gate and up, weights renormalized."""
+"""gpt-oss: biases everywhere, a clamped SwiGLU, attention with sinks and a sliding window in every other layer."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from moe_jax.models._config import ConfigReader, MoEBlockConfig, read_block_config
-from moe_jax.models._moe_family import MoEFamily
+from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
+from moe_jax.models._decoder import CausalLM
+from moe_jax.models._layer_rules import layers_with_windows
 
 _SPLITS_WRONGLY = re.compile(r"0\.(\d|1[0-7])\b")  # compressed-tensors that went with llm-compressor up to 0.12
 _PER_EXPERT = re.compile(r"\.experts\.\d+\.gate_proj\.")
 
 
-class GptOss(MoEFamily):
+class GptOssForCausalLM(CausalLM):
     """gpt-oss-20b, gpt-oss-120b and models of their architecture."""
 
     model_type = "gpt_oss"
@@ -20,8 +21,11 @@ class GptOss(MoEFamily):
     router_module = "router"
 
     @staticmethod
-    def read_config(reader: ConfigReader) -> MoEBlockConfig:
-        return read_block_config(
+    def read_config(reader: ConfigReader) -> DecoderConfig:
+        if reader.value("rope_scaling", "rope_parameters") is None:
+            raise reader.error("rope_scaling is missing; gpt-oss is trained with YaRN, whose factor must be stated")
+        has_biases = reader.boolean("attention_bias", default=True)
+        return read_decoder_config(
             reader,
             moe_intermediate_size=("intermediate_size",),
             renormalize=True,
@@ -30,6 +34,10 @@ class GptOss(MoEFamily):
             swiglu_alpha=reader.positive("swiglu_alpha", default=1.702),
             has_bias=True,
             has_router_bias=True,
+            use_attention_bias=has_biases,
+            use_output_bias=has_biases,
+            has_sinks=True,
+            **layers_with_windows(reader),
         )
 
     @classmethod

@@ -18,6 +18,5 @@ class MixtralForCausalLM(CausalLM):
             reader,
             moe_intermediate_size=("intermediate_size",),
             renormalize=True,
-            moe_layers=tuple(range(reader.integer("num_hidden_layers"))),
             sliding_window=None if window is None else reader.integer("sliding_window"),
         )

@@ -1,10 +1,10 @@
-"""OLMoE: experts in every layer, router weights used as softmax gives them."""
+"""OLMoE: experts in every layer, router weights used as softmax gives them, queries and keys normalised as a whole."""
 
-from moe_jax.models._config import ConfigReader, MoEBlockConfig, read_block_config
-from moe_jax.models._moe_family import MoEFamily
+from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
+from moe_jax.models._decoder import CausalLM
 
 
-class Olmoe(MoEFamily):
+class OlmoeForCausalLM(CausalLM):
     """OLMoE-1B-7B and models of its architecture."""
 
     model_type = "olmoe"
@@ -12,9 +12,14 @@ class Olmoe(MoEFamily):
     moe_module = "mlp"
 
     @staticmethod
-    def read_config(reader: ConfigReader) -> MoEBlockConfig:
-        return read_block_config(
+    def read_config(reader: ConfigReader) -> DecoderConfig:
+        has_biases = reader.boolean("attention_bias", default=False)
+        return read_decoder_config(
             reader,
             moe_intermediate_size=("intermediate_size",),
             renormalize=reader.boolean("norm_topk_prob", default=False),
+            qk_norm="projection",
+            clip_qkv=None if reader.value("clip_qkv") is None else reader.positive("clip_qkv"),
+            use_attention_bias=has_biases,
+            use_output_bias=has_biases,
         )

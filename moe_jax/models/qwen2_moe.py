@@ -1,11 +1,13 @@
-"""Qwen2-MoE: a shared expert behind a sigmoid gate, router weights used as softmax gives them."""
+"""Qwen2-MoE: a shared expert behind a sigmoid gate, router weights as softmax gives them, biases into attention."""
 
-from moe_jax.models._config import ConfigReader, MoEBlockConfig, read_block_config
-from moe_jax.models._layer_rules import layers_by_step
-from moe_jax.models._moe_family import MoEFamily
+from typing import Any
+
+from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
+from moe_jax.models._decoder import CausalLM
+from moe_jax.models._layer_rules import gated_shared_experts, layers_with_windows
 
 
-class Qwen2Moe(MoEFamily):
+class Qwen2MoeForCausalLM(CausalLM):
     """Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B and models of their architecture."""
 
     model_type = "qwen2_moe"
@@ -14,17 +16,20 @@ class Qwen2Moe(MoEFamily):
     shared_module = "shared_expert"
 
     @staticmethod
-    def read_config(reader: ConfigReader) -> MoEBlockConfig:
-        return read_gated_shared_config(reader, renormalize=reader.boolean("norm_topk_prob", default=False))
+    def read_config(reader: ConfigReader) -> DecoderConfig:
+        return read_decoder_config(
+            reader,
+            **gated_shared_experts(reader, renormalize=False),
+            use_attention_bias=reader.boolean("qkv_bias", default=True),
+            **_windows(reader),
+        )
 
 
-def read_gated_shared_config(reader: ConfigReader, *, renormalize: bool) -> MoEBlockConfig:
-    """Qwen2-MoE and Qwen3-Next, which differ in the default of ``norm_topk_prob`` alone."""
-    return read_block_config(
-        reader,
-        moe_intermediate_size=("moe_intermediate_size",),
-        renormalize=renormalize,
-        moe_layers=layers_by_step(reader),
-        shared_intermediate_size=reader.integer("shared_expert_intermediate_size"),
-        has_shared_expert_gate=True,
-    )
+def _windows(reader: ConfigReader) -> dict[str, Any]:
+    """``sliding_window`` counts only with ``use_sliding_window``, in layers that must then be named one by one."""
+    if not reader.boolean("use_sliding_window", default=False):
+        return {}
+    if reader.value("layer_types") is None:
+        # Engines disagree on which layers max_window_layers means.
+        raise reader.error("use_sliding_window needs layer_types, a list that says which layers have the window")
+    return layers_with_windows(reader)

@@ -15,13 +15,15 @@ class Qwen3MoeForCausalLM(CausalLM):
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:
         num_layers = reader.integer("num_hidden_layers")
+        has_biases = reader.boolean("attention_bias", default=False)
         return read_decoder_config(
             reader,
             moe_intermediate_size=("moe_intermediate_size",),
             renormalize=reader.boolean("norm_topk_prob"),
             moe_layers=layers_by_step(reader),
-            use_qk_norm=True,
-            use_attention_bias=reader.boolean("attention_bias", default=False),
+            qk_norm="head",
+            use_attention_bias=has_biases,
+            use_output_bias=has_biases,
             sliding_window=_sliding_window(reader, num_layers),
         )
 

@@ -1,8 +1,8 @@
 """Qwen3-Next: blocks with experts like Qwen2-MoE's, renormalized unless the config says otherwise."""
 
-from moe_jax.models._config import ConfigReader, MoEBlockConfig
+from moe_jax.models._config import ConfigReader, MoEBlockConfig, read_block_config
+from moe_jax.models._layer_rules import gated_shared_experts
 from moe_jax.models._moe_family import MoEFamily
-from moe_jax.models.qwen2_moe import read_gated_shared_config
 
 
 class Qwen3Next(MoEFamily):
@@ -15,4 +15,4 @@ class Qwen3Next(MoEFamily):
 
     @staticmethod
     def read_config(reader: ConfigReader) -> MoEBlockConfig:
-        return read_gated_shared_config(reader, renormalize=reader.boolean("norm_topk_prob", default=True))
+        return read_block_config(reader, **gated_shared_experts(reader, renormalize=True))

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of both families, saved by transformers, and how logits are compared."""
+"""Tiny checkpoints of whole models, saved by transformers, and how logits are compared."""
 
 import dataclasses
 from pathlib import Path
@@ -6,24 +6,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.models.families import FAMILIES
 
 VOCAB = 96
-SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    intermediate_size=48,
-    max_position_embeddings=64,
-    num_experts_per_tok=2,
-    bos_token_id=None,
-    eos_token_id=None,
-)
-MIXTRAL = (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=4))
-QWEN3 = (Qwen3MoeForCausalLM, Qwen3MoeConfig, dict(num_experts=8, moe_intermediate_size=32))
+SIZES = dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2)
+MIXTRAL = ("mixtral", dict(num_local_experts=4, intermediate_size=48))
+QWEN3 = ("qwen3_moe", dict(intermediate_size=48, decoder_sparse_step=1, norm_topk_prob=False))
+OLMOE = ("olmoe", dict(num_attention_heads=4, num_key_value_heads=4))
+DEEPSEEK_V2 = ("deepseek_v2", dict(first_k_dense_replace=1))
+DEEPSEEK_V3 = ("deepseek_v3", dict(first_k_dense_replace=1))
 
 # One variant of the rotary embedding per type; dynamic and longrope change within a prompt of 40 tokens.
 ROPES = {
@@ -38,7 +30,10 @@ ROPES = {
     ),
 }
 
-CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+YARN = ROPES["yarn"] | dict(rope_type="yarn", rope_theta=1e4)
+# Family of families.py, its options for all cases here, and what the case varies. Windows are shorter than a prompt of
+# 40 tokens and longer than one of 4.
+CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
     "mixtral": (MIXTRAL, {}),
     "mixtral_tied_window": (MIXTRAL, dict(tie_word_embeddings=True, sliding_window=5)),
     "mixtral_no_groups": (MIXTRAL, dict(num_key_value_heads=4, head_dim=None)),
@@ -51,6 +46,21 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         QWEN3,
         dict(norm_topk_prob=True, tie_word_embeddings=True, use_sliding_window=True, sliding_window=4),
     ),
+    "qwen2": (("qwen2_moe", {}), dict(mlp_only_layers=[0])),
+    "qwen2_window": (
+        ("qwen2_moe", dict(mlp_only_layers=[])),
+        dict(use_sliding_window=True, sliding_window=5, max_window_layers=2, norm_topk_prob=True),
+    ),
+    "olmoe": (OLMOE, {}),
+    "olmoe_clipped": (OLMOE, dict(clip_qkv=0.5, attention_bias=True, norm_topk_prob=True, num_key_value_heads=2)),
+    "deepseek_v2": (DEEPSEEK_V2, dict(attention_bias=True)),
+    "deepseek_v2_lite": (
+        DEEPSEEK_V2,
+        dict(q_lora_rank=None, topk_method="greedy", rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=0.7)),
+    ),
+    "deepseek_v3": (DEEPSEEK_V3, dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5))),
+    "deepseek_v3_halves": (DEEPSEEK_V3, dict(rope_interleave=False, q_lora_rank=None, n_group=1, topk_group=1)),
+    "gpt_oss": (("gpt_oss", {}), dict(sliding_window=5, rope_parameters=YARN | dict(truncate=False))),
 } | {
     f"qwen3_{kind}": (
         QWEN3,
@@ -77,21 +87,10 @@ class Case:
             return self.torch_model(torch.tensor(ids), **inputs).logits.numpy()
 
 
-def write_checkpoint(name: str, directory: Path) -> Any:
-    """Save a random model of the case and return it. Norms and biases are random too, so that none can be forgotten."""
-    (cls, config, family), options = CASES[name]
-    torch.manual_seed(0)
-    model = cls(config(**{**SIZES, **family, **options})).eval()
-    with torch.no_grad():
-        for key, value in model.named_parameters():
-            if value.ndim > 1:
-                value.normal_(0, value.shape[-1] ** -0.5)
-            elif "norm" in key:
-                value.uniform_(0.5, 1.5)
-            else:
-                value.normal_(0, 0.3)
-    model.save_pretrained(directory)
-    return model
+def write_checkpoint(name: str, directory: Path, **options: Any) -> Any:
+    """Save a random model of the case and return it."""
+    (family, common), varied = CASES[name]
+    return FAMILIES[family].write(directory, **SIZES | common | varied | options)
 
 
 def assert_logits_close(actual: Any, expected: np.ndarray, fraction: float = 1e-5) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+import writers
 from safetensors.torch import load_file, save_file
 
 # One set of shapes for all families, so that few programs are compiled.
@@ -32,6 +33,7 @@ MLA = dict(
     qk_rope_head_dim=8,
     v_head_dim=8,
     qk_nope_head_dim=8,
+    head_dim=8,
     num_key_value_heads=4,
     n_routed_experts=E,
     moe_intermediate_size=I,
@@ -64,13 +66,8 @@ class Family:
     is_fused: bool = False
 
     def write(self, directory: Path, seed: int = 0, **options: Any) -> Any:
-        """Save a random float32 model, biases and correction biases random too, and return its layers."""
-        torch.manual_seed(seed)
-        config = getattr(transformers, f"{self.name}{'Text' if self.name == 'Llama4' else ''}Config")
-        model = getattr(transformers, f"{self.name}ForCausalLM")(config(**SIZES | self.options | options)).eval()
-        randomize(model)
-        model.save_pretrained(directory)
-        return model.model.layers
+        """Save a random float32 model and return it."""
+        return writers.save_random(self.name, directory, seed=seed, **SIZES | self.options | options)
 
     def with_tensors(self, layer: Any, index: int, tensors: dict[str, torch.Tensor]) -> Any:
         """The layer with the weights of its block taken from per-expert tensors, (out, in) each."""
@@ -107,7 +104,11 @@ FAMILIES = {
     "qwen2_moe": Family("Qwen2Moe", QWEN | SHARED | dict(mlp_only_layers=[1]), (0, 2)),
     "qwen3_moe": Family("Qwen3Moe", QWEN | dict(decoder_sparse_step=2, norm_topk_prob=True), (1,)),
     "qwen3_next": Family("Qwen3Next", QWEN | SHARED | LINEAR_ATTENTION | dict(num_hidden_layers=2), (0, 1)),
-    "olmoe": Family("Olmoe", dict(num_experts=E, intermediate_size=I, num_hidden_layers=2), (0, 1)),
+    "olmoe": Family(
+        "Olmoe",
+        dict(num_experts=E, intermediate_size=I, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=3),
+        (0, 1),
+    ),
     "deepseek_v2": Family(
         "DeepseekV2",
         MLA
@@ -138,28 +139,16 @@ FAMILIES = {
 
 
 def write_llama4(directory: Path) -> Any:
-    """The published form, with a vision model; returns the layers of its language model."""
-    text = transformers.Llama4TextConfig(**SIZES | LLAMA4)
+    """The published form, with a vision model; returns its language model."""
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
     vision = transformers.Llama4VisionConfig(
         **sizes, vision_output_dim=16, image_size=28, patch_size=14, projector_input_dim=16, projector_output_dim=16
     )
-    torch.manual_seed(3)
-    config = transformers.Llama4Config(text_config=text, vision_config=vision)
-    model = transformers.Llama4ForConditionalGeneration(config).eval()
-    randomize(model)
-    model.save_pretrained(directory)
-    return model.language_model.model.layers
-
-
-def randomize(model: Any) -> None:
-    """Weights of the size that keeps activations, other parameters around 0, correction biases that change choices."""
-    buffers = [(name, value) for name, value in model.named_buffers() if "correction_bias" in name]
-    with torch.no_grad():
-        for name, value in [*model.named_parameters(), *buffers]:
-            value.normal_(0, H**-0.5 if value.ndim > 1 else 0.3)
-            if name.endswith("norm.weight"):
-                value.add_(1)
+    text = transformers.Llama4TextConfig(**SIZES | LLAMA4)
+    model = writers.save_random(
+        "Llama4", directory, seed=3, architecture="ConditionalGeneration", text_config=text, vision_config=vision
+    )
+    return model.language_model
 
 
 def edit(directory: Path, change: Any = None, **config: Any) -> None:
@@ -171,6 +160,32 @@ def edit(directory: Path, change: Any = None, **config: Any) -> None:
     path = directory / "config.json"
     merged = json.loads(path.read_text()) | config
     path.write_text(json.dumps({key: value for key, value in merged.items() if value is not None}))
+
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+def as_mxfp4(directory: Path, model: Any, seed: int = 0) -> None:
+    """Rewrite a gpt-oss checkpoint with random MXFP4 experts as OpenAI publishes them, gate and up in alternating rows,
+    and give the model their values."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    rng = np.random.default_rng(seed)
+
+    def quantize(tensors):
+        result = {key: value for key, value in tensors.items() if not key.endswith("_proj") or "experts" not in key}
+        for index, layer in enumerate(model.model.layers):
+            for projection in ("gate_up_proj", "down_proj"):
+                parameter = getattr(layer.mlp.experts, projection)
+                experts, k, n = parameter.shape
+                blocks = torch.tensor(rng.integers(0, 256, (experts, n, k // 32, 16)), dtype=torch.uint8)
+                scales = torch.tensor(rng.integers(121, 125, (experts, n, k // 32)), dtype=torch.uint8)
+                pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], -1).flatten(-2)
+                parameter.data = (pairs * torch.exp2(scales.float() - 127)[..., None]).flatten(2).transpose(1, 2)
+                prefix = f"model.layers.{index}.mlp.experts.{projection}"
+                result |= {f"{prefix}_blocks": blocks, f"{prefix}_scales": scales}
+        return result
+
+    edit(directory, quantize, quantization_config=MXFP4)
 
 
 def unfused(family: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -85,7 +85,7 @@ def test_qwen3_hub_file():
     assert (config.hidden_size, config.num_layers, config.vocab_size) == (2048, 48, 151936)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 4, 128)
     assert (config.num_experts, config.top_k, config.moe_intermediate_size, config.renormalize) == (128, 8, 768, True)
-    assert config.moe_layers == tuple(range(48)) and config.use_qk_norm and not config.use_attention_bias
+    assert config.moe_layers == tuple(range(48)) and config.qk_norm == "head" and not config.use_attention_bias
     assert config.sliding_window is None and config.rope.theta == 1e6 and config.rms_norm_eps == 1e-6
     assert config.eos_token_id == (151645,) and config.rope.max_seq_len == 40960
 
@@ -94,7 +94,7 @@ def test_mixtral_hub_file():
     family, config = read_family(MIXTRAL_HUB)
     assert family is MixtralForCausalLM
     assert config.head_dim == 128 and config.moe_intermediate_size == 14336 and config.num_experts == 8
-    assert config.renormalize and not config.use_qk_norm and config.moe_layers == tuple(range(32))
+    assert config.renormalize and config.qk_norm is None and config.moe_layers == tuple(range(32))
 
 
 @pytest.mark.parametrize("hub", [QWEN3_HUB, MIXTRAL_HUB], ids=["qwen3", "mixtral"])

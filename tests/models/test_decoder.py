@@ -1,5 +1,6 @@
 """Logits against transformers in float32, family by family and option by option; cache, padding, positions, errors."""
 
+import copy
 import dataclasses
 from inspect import unwrap  # the tests' own checks of annotations would speak first
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from flax import nnx
 
-from moe_jax.models import _attention
+from moe_jax.models import MLAConfig, _attention
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models._mla import is_cheaper_absorbed
 from moe_jax.models.qwen3_moe import Qwen3MoeForCausalLM
 from tests.models.cases import CASES, ROPES, VOCAB, assert_logits_close
 
@@ -42,7 +44,24 @@ def test_rope_variants_matter(case, prompt):
         assert np.abs(case(f"qwen3_{kind}").torch_logits(ids) - plain).max() > 0.01
 
 
-@pytest.mark.parametrize("name", ["mixtral_tied_window", "qwen3_dense_bias", "qwen3_yarn"])
+def test_prompts_shorter_than_the_window(case, prompt):
+    case, ids = case("gpt_oss"), prompt(2, 4)
+    assert case.model.config.sliding_window > 4
+    assert_logits_close(case.model.score(ids), case.torch_logits(ids))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral_tied_window",
+        "qwen3_dense_bias",
+        "qwen3_yarn",
+        "qwen2_window",
+        "olmoe_clipped",
+        "deepseek_v3",
+        "gpt_oss",
+    ],
+)
 def test_decode_agrees_with_prefill(case, prompt, name):
     assert name in STATIC
     model, ids = case(name).model, prompt(2, 40)
@@ -62,7 +81,7 @@ def test_plain_call_is_score(case, prompt):
     assert_logits_close(run(model, ids), np.asarray(model.score(ids)))
 
 
-@pytest.mark.parametrize("name", ["mixtral_tied_window", "qwen3_dynamic"])
+@pytest.mark.parametrize("name", ["mixtral_tied_window", "qwen3_dynamic", "deepseek_v3", "gpt_oss"])
 def test_padding_changes_nothing(case, prompt, name):
     """Rows padded left, right, and in the middle give what each gives alone."""
     model, ids = case(name).model, prompt(2, 60)
@@ -75,9 +94,10 @@ def test_padding_changes_nothing(case, prompt, name):
             assert_logits_close(together[row][mask[row]], alone)
 
 
-def test_padding_in_the_cache(case, prompt):
+@pytest.mark.parametrize("name", ["mixtral_tied_window", "deepseek_v3", "gpt_oss"])
+def test_padding_in_the_cache(case, prompt, name):
     """A left-padded and a right-padded row go on as if they were alone."""
-    model, ids = case("mixtral_tied_window").model, prompt(2, 44)
+    model, ids = case(name).model, prompt(2, 44)
     mask = np.ones((2, 40), bool)
     mask[0, :3], mask[1, 35:] = False, False
     _, cache = run(model, ids[:, :40], attention_mask=mask, cache=model.init_cache(2, 44))
@@ -95,9 +115,10 @@ def test_explicit_positions(case, prompt):
     assert_logits_close(run(case.model, ids, positions=positions), expected)
 
 
-def test_long_prefill_in_blocks(case, prompt, monkeypatch):
+@pytest.mark.parametrize("name", ["qwen3_tied_window", "deepseek_v3", "gpt_oss"])
+def test_long_prefill_in_blocks(case, prompt, monkeypatch, name):
     """Blocks of queries, the last one ragged, see what all queries at once see."""
-    model, ids = case("qwen3_tied_window").model, prompt(2, 43)
+    model, ids = case(name).model, prompt(2, 43)
     mask = np.ones((2, 43), bool)
     mask[1, :4] = False
     expected = np.asarray(model.score(ids, mask))
@@ -105,6 +126,50 @@ def test_long_prefill_in_blocks(case, prompt, monkeypatch):
     blocks = jax.jit(lambda model, ids, mask: model(ids, attention_mask=mask))  # traced anew, with the small block
     actual = np.asarray(blocks(model, ids, mask))
     assert_logits_close(actual[mask], expected[mask])
+
+
+def test_latent_cache(case, prompt):
+    """MLA caches one row of latent and rotated key per token and layer, whatever the number of heads."""
+    model = case("deepseek_v3").model
+    cache = model.init_cache(2, 24)
+    assert [[array.shape for array in layer] for layer in cache.layers] == [[(2, 1, 24, 16 + 8)]] * 2
+    assert [len(layer) for layer in case("gpt_oss").model.init_cache(1, 8).layers] == [2, 2]
+
+
+def test_absorbing_is_for_few_queries():
+    """DeepSeek-V3's sizes: a decode step absorbs, a prefill expands; equal costs lie between."""
+    config = MLAConfig(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    assert is_cheaper_absorbed(config, 1, 4096) and is_cheaper_absorbed(config, 64, 4096)
+    assert not is_cheaper_absorbed(config, 1024, 4096) and not is_cheaper_absorbed(config, 4096, 4096)
+
+
+def without_sinks(model):
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.fill_(-1e9)
+
+
+def scale_of_scores(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling = layer.self_attn.qk_head_dim**-0.5
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("gpt_oss", without_sinks),
+        ("gpt_oss", lambda model: setattr(model.config, "layer_types", ["sliding_attention"] * 2)),
+        ("deepseek_v3", scale_of_scores),
+        ("deepseek_v3", lambda model: setattr(model.config, "rope_interleave", False)),
+        ("olmoe_clipped", lambda model: setattr(model.config, "clip_qkv", None)),
+    ],
+)
+def test_attention_variants_matter(case, prompt, name, change):
+    """Each one changes transformers' logits, so that agreement above says something about it."""
+    case, ids = case(name), prompt(2, 40)
+    expected, other = case.torch_logits(ids), copy.deepcopy(case.torch_model)
+    change(other)
+    difference = dataclasses.replace(case, torch_model=other).torch_logits(ids) - expected
+    assert np.abs(difference).max() > 1e-2 * np.ptp(expected)
 
 
 def test_batch_rows_are_independent(case, prompt):

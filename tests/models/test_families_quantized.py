@@ -20,7 +20,7 @@ import moe_jax
 from moe_jax.inspection import inspect_checkpoint
 from moe_jax.loading import CheckpointError
 from moe_jax.quantization import dequantize_tensor
-from tests.models.families import FAMILIES, assert_rows_close, edit, unfused
+from tests.models.families import FAMILIES, as_mxfp4, assert_rows_close, edit, unfused
 
 PLAIN = ["re:.*gate$", "re:.*router.*", "re:.*self_attn.*", "re:.*linear_attn.*", "lm_head"]
 NO_SHARED = [*PLAIN, "re:.*shared_expert.*"]
@@ -45,7 +45,7 @@ def group(preset, *targets):
 
 def write_per_expert(name, directory):
     """The checkpoint with a matrix for each expert and projection, which is what quantizing tools need."""
-    layers = FAMILIES[name].write(directory)
+    layers = FAMILIES[name].write(directory).model.layers
     if FAMILIES[name].is_fused:
         edit(directory, lambda tensors: unfused(name, tensors))
     return layers
@@ -146,30 +146,12 @@ def test_granite_as_older_writers_number_it(tmp_path):
 def test_gpt_oss_mxfp4(tmp_path):
     """Blocks, scales and biases with gate and up in alternating rows; router and the rest in 16 bits."""
     name, width = "gpt_oss", 64
-    layers = FAMILIES[name].write(tmp_path, hidden_size=width)
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    rng = np.random.default_rng(0)
-
-    def quantize(tensors):
-        result = {key: value for key, value in tensors.items() if not key.endswith("_proj") or "experts" not in key}
-        for index, layer in enumerate(layers):
-            for projection in ("gate_up_proj", "down_proj"):
-                parameter = getattr(layer.mlp.experts, projection)
-                experts, k, n = parameter.shape
-                blocks = torch.tensor(rng.integers(0, 256, (experts, n, k // 32, 16)), dtype=torch.uint8)
-                scales = torch.tensor(rng.integers(121, 125, (experts, n, k // 32)), dtype=torch.uint8)
-                pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], -1).flatten(-2)
-                parameter.data = (pairs * torch.exp2(scales.float() - 127)[..., None]).flatten(2).transpose(1, 2)
-                prefix = f"model.layers.{index}.mlp.experts.{projection}"
-                result |= {f"{prefix}_blocks": blocks, f"{prefix}_scales": scales}
-        return result
-
-    stated = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    edit(tmp_path, quantize, quantization_config=stated)
+    model = FAMILIES[name].write(tmp_path, hidden_size=width)
+    as_mxfp4(tmp_path, model)
     x = tokens(width=width)
     block = load(tmp_path, 1)
     assert block.experts.config.scheme.name == "mxfp4_a16"
-    assert_rows_close(block(jnp.asarray(x)), FAMILIES[name].output(layers[1], x))
+    assert_rows_close(block(jnp.asarray(x)), FAMILIES[name].output(model.model.layers[1], x))
     report = inspect_checkpoint(tmp_path)
     assert report.problems == () and report.expert_runs[0].scheme == "mxfp4_a16"
 
@@ -178,7 +160,7 @@ def test_gpt_oss_mxfp4(tmp_path):
 def test_llama4_fp8_fused(tmp_path, method):
     """As Meta and NVIDIA publish it: all experts in one tensor, (E, in, out), scales per output or one for all."""
     name = "llama4_text"
-    layers = FAMILIES[name].write(tmp_path)
+    layers = FAMILIES[name].write(tmp_path).model.layers
     shared = [f"model.layers.{index}.feed_forward.shared_expert" for index in (1, 3)]
     rng = np.random.default_rng(0)
 
@@ -227,7 +209,7 @@ EXPERTS_2 = r"re:.*layers\.2\.mlp\.experts\.\d+\.(gate|up|down)_proj$"
 def mixed(tmp_path_factory):
     """Qwen2-MoE with a scheme per layer, another for shared experts, and exceptions by name and by regex."""
     root = tmp_path_factory.mktemp("mixed")
-    layers = FAMILIES["qwen2_moe"].write(root / "source")
+    layers = FAMILIES["qwen2_moe"].write(root / "source").model.layers
     groups = {
         "first": group("FP8_DYNAMIC", EXPERTS_0),
         "last": group("W4A16", EXPERTS_2),

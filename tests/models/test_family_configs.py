@@ -1,11 +1,28 @@
-"""config.json of families whose layers with experts are built -> ``MoEBlockConfig``, and what is refused by name."""
+"""config.json of every family but the first two -> what it says of experts and attention, and what is refused."""
+
+import dataclasses
 
 import pytest
 
-from moe_jax.models import MoEBlockConfig, read_family
+from moe_jax.models import DecoderConfig, MLAConfig, MoEBlockConfig, read_family
 
-# What the hub's files say about experts, with neighbours that must not disturb.
-DEEPSEEK_V3 = {
+# As the hub has them, with neighbours that must not disturb; of families without a whole model only what is on experts.
+MLA = {
+    "attention_bias": False,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "v_head_dim": 128,
+}
+YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
+DEEPSEEK_V3 = MLA | {
     "architectures": ["DeepseekV3ForCausalLM"],
     "aux_loss_alpha": 0.001,
     "ep_size": 1,
@@ -13,7 +30,6 @@ DEEPSEEK_V3 = {
     "hidden_act": "silu",
     "hidden_size": 7168,
     "intermediate_size": 18432,
-    "kv_lora_rank": 512,
     "model_type": "deepseek_v3",
     "moe_intermediate_size": 2048,
     "moe_layer_freq": 1,
@@ -25,14 +41,14 @@ DEEPSEEK_V3 = {
     "num_hidden_layers": 61,
     "num_nextn_predict_layers": 1,
     "routed_scaling_factor": 2.5,
-    "rope_scaling": {"factor": 40, "type": "yarn"},
+    "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     "scoring_func": "sigmoid",
     "seq_aux": True,
     "topk_group": 4,
     "topk_method": "noaux_tc",
     "vocab_size": 129280,
 }
-DEEPSEEK_V2 = {
+DEEPSEEK_V2 = MLA | {
     "architectures": ["DeepseekV2ForCausalLM"],
     "first_k_dense_replace": 1,
     "hidden_act": "silu",
@@ -47,7 +63,9 @@ DEEPSEEK_V2 = {
     "norm_topk_prob": False,
     "num_experts_per_tok": 6,
     "num_hidden_layers": 60,
+    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
     "routed_scaling_factor": 16.0,
+    "vocab_size": 102400,
     "scoring_func": "softmax",
     "topk_group": 3,
     "topk_method": "group_limited_greedy",
@@ -72,6 +90,18 @@ GLM4 = {
 }
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "head_dim": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": YARN | {"factor": 32.0, "truncate": False},
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "vocab_size": 201088,
     "experts_per_token": 4,
     "hidden_act": "silu",
     "hidden_size": 2880,
@@ -106,9 +136,19 @@ QWEN2 = {
     "decoder_sparse_step": 1,
     "hidden_act": "silu",
     "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
     "model_type": "qwen2_moe",
     "moe_intermediate_size": 1408,
     "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
     "num_experts": 60,
     "num_experts_per_tok": 4,
     "num_hidden_layers": 24,
@@ -133,8 +173,13 @@ OLMOE = {
     "hidden_act": "silu",
     "hidden_size": 2048,
     "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
     "model_type": "olmoe",
     "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "vocab_size": 50304,
     "num_experts": 64,
     "num_experts_per_tok": 8,
     "num_hidden_layers": 16,
@@ -218,13 +263,45 @@ BLOCKS = {
 def test_hub_files(name):
     config, expected = BLOCKS[name]
     family, found = read_family(config)
-    assert family.model_type == name and found == expected and hash(found) == hash(expected)
+    of_block = {field.name: getattr(found, field.name) for field in dataclasses.fields(MoEBlockConfig)}
+    assert family.model_type == name and MoEBlockConfig(**of_block) == expected and isinstance(hash(found), int)
+    assert isinstance(found, DecoderConfig) == (name in ATTENTION)
+
+
+WIDTHS = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+ATTENTION = {
+    "deepseek_v2": dict(mla=MLAConfig(q_lora_rank=1536, **WIDTHS), head_dim=192, cache_widths=((1, 576),)),
+    "deepseek_v3": dict(mla=MLAConfig(q_lora_rank=1536, **WIDTHS), head_dim=192, use_output_bias=False),
+    "gpt_oss": dict(
+        has_sinks=True, use_attention_bias=True, use_output_bias=True, sliding_layers=tuple(range(0, 24, 2))
+    ),
+    "qwen2_moe": dict(use_attention_bias=True, use_output_bias=False, qk_norm=None, cache_widths=((16, 128),) * 2),
+    "olmoe": dict(qk_norm="projection", clip_qkv=8.0, use_attention_bias=False, head_dim=128),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_of_hub_files(name):
+    _, found = read_family(BLOCKS[name][0])
+    assert {key: getattr(found, key) for key in ATTENTION[name]} == ATTENTION[name]
+
+
+def test_windows_and_scales():
+    """The window holds in the layers that say so; DeepSeek-V2 scales scores, not angles."""
+    gpt_oss, deepseek = (read_family(config)[1] for config in (GPT_OSS, DEEPSEEK_V2))
+    assert [gpt_oss.window_of(layer) for layer in (0, 1, 22, 23)] == [128, None, 128, None]
+    assert deepseek.rope.amplitude == 1 and deepseek.rope.score_scale == pytest.approx((1 + 0.0707 * 3.6888795) ** 2)
+    assert read_family(DEEPSEEK_V2 | {"q_lora_rank": None})[1].mla.q_lora_rank is None
+    everywhere = QWEN2 | {"use_sliding_window": True, "num_hidden_layers": 2}
+    windows = read_family(everywhere | {"layer_types": ["full_attention", "sliding_attention"]})[1]
+    assert (windows.sliding_window, windows.sliding_layers) == (32768, (1,))
 
 
 def test_what_transformers_5_leaves_out():
     """Neither key of the router is written any more; the number of experts has other names."""
     new = {key: v for key, v in DEEPSEEK_V3.items() if key not in ("scoring_func", "topk_method", "moe_layer_freq")}
     new["num_local_experts"] = new.pop("n_routed_experts")
+    new["rope_parameters"] = new.pop("rope_scaling") | {"rope_theta": new.pop("rope_theta")}
     assert read_family(new) == read_family(DEEPSEEK_V3)
     assert read_family(DEEPSEEK_V2 | {"topk_method": None})[1].num_expert_group is None
 
@@ -274,6 +351,15 @@ def test_groups():
         (OLMOE, dict(num_experts_per_tok=65), "num_experts_per_tok=65 exceeds the number of experts 64"),
         (QWEN2, dict(shared_expert_intermediate_size=None), "shared_expert_intermediate_size is missing"),
         (QWEN2, dict(decoder_sparse_stepp=2, decoder_sparse_step=None), "was 'decoder_sparse_step' meant"),
+        (QWEN2, dict(use_sliding_window=True), "use_sliding_window needs layer_types"),
+        (GPT_OSS, dict(layer_types=["full_attention"]), r"layer_types is \['full_attention'\], expected a list of 24"),
+        (GPT_OSS, dict(sliding_window=None), "sliding_window is missing"),
+        (GPT_OSS, dict(rope_scaling=None), "rope_scaling is missing; gpt-oss is trained with YaRN"),
+        (DEEPSEEK_V3, dict(kv_lora_rank=None), "kv_lora_rank is missing"),
+        (DEEPSEEK_V3, dict(num_key_value_heads=8), "num_key_value_heads=8: every one of the 128 heads"),
+        (DEEPSEEK_V3, dict(qk_rope_head_dim=63), "head_dim=63 is odd"),
+        (DEEPSEEK_V2, dict(mlp_bias=True), "mlp_bias=True is not supported for this architecture; expected False"),
+        (OLMOE, dict(clip_qkv=-1), "clip_qkv is -1, expected a positive number"),
         (GRANITE, dict(architectures=["Granite"]), "architectures .* is not supported"),
         (LLAMA4, dict(text_config=None), "config.json: text_config is missing"),
         (LLAMA4, dict(text_config=[]), r"text_config is \[\], expected an object"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moe_jax
-from moe_jax.models import generate
+from moe_jax.models import generate, generate_stream
 from moe_jax.models._compiled import bucket
 from moe_jax.models._decoder import CausalLM
 from tests.models.cases import VOCAB
@@ -27,7 +27,11 @@ def torch_greedy(case, ids, n, **options):
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "mixtral_tied_window", "qwen3_dense_bias", "qwen3_dynamic", "qwen3_longrope"]
+    "name",
+    [
+        *("mixtral", "mixtral_tied_window", "qwen3_dense_bias", "qwen3_dynamic", "qwen3_longrope"),
+        *("qwen2", "olmoe_clipped", "deepseek_v2_lite", "deepseek_v3", "gpt_oss"),
+    ],
 )
 def test_greedy_equals_transformers(case, prompt, name):
     """Token by token; dynamic and longrope change their frequencies on the way, past 24 and 16 tokens."""
@@ -87,6 +91,29 @@ def test_second_call_traces_nothing(case, prompt, monkeypatch):
     sampled = dict(temperature=0.7, top_p=0.9, rng=jax.random.key(0))
     assert count(**sampled) == 2
     assert count(**dict(sampled, temperature=1.3, top_k=4, rng=jax.random.key(1))) == 0
+
+
+@pytest.mark.parametrize("options", [{}, dict(temperature=2.0, rng=jax.random.key(7))])
+def test_stream_is_generate(case, prompt, options):
+    """Token by token what generate makes in one go: first one, then up to five at once; it ends with the last row."""
+    model, ids = case("mixtral").model, prompt(2, 12)
+    whole = np.asarray(generate(model, ids, max_new_tokens=20, **options))[:, 12:]
+    parts = list(generate_stream(model, ids, max_new_tokens=20, tokens_at_once=5, **options))
+    assert [part.shape for part in parts] == [(2, 1), (2, 5), (2, 5), (2, 5), (2, 4)]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+    stop = [int(whole[0, 3]), int(whole[1, 4])]
+    ended = np.asarray(generate(model, ids, max_new_tokens=20, eos_token_id=stop, **options))[:, 12:]
+    early = np.concatenate(list(generate_stream(model, ids, max_new_tokens=20, eos_token_id=stop, **options)), axis=1)
+    assert early.shape[1] <= 5
+    np.testing.assert_array_equal(early, ended[:, : early.shape[1]])
+    assert list(generate_stream(model, ids, max_new_tokens=0)) == []
+
+
+def test_stream_refuses_before_the_first_token(case):
+    with pytest.raises(ValueError, match="tokens_at_once=0"):
+        generate_stream(case("mixtral").model, [[1, 2]], max_new_tokens=4, tokens_at_once=0)
+    with pytest.raises(ValueError, match="needs rng"):
+        generate_stream(case("mixtral").model, [[1, 2]], max_new_tokens=4, temperature=1.0)
 
 
 def test_sampling_obeys_top_k(case, prompt):

@@ -1,0 +1,113 @@
+"""Whole models in bfloat16 and in the quantizations their users have: logits against transformers in float32, running
+on what compressed-tensors makes of the same files."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import writers
+from compressed_tensors_judge import decompressed
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import moe_jax
+from moe_jax.models import load_pretrained
+from tests.models.cases import assert_logits_close, write_checkpoint
+from tests.models.families import as_mxfp4
+
+run = jax.jit(lambda model, ids, cache: model(ids, cache=cache))
+# A file's own activation quantization is left out: the comparison is one of weights.
+WEIGHTS_ONLY = {"fp8_channel": "fp8_channel_a16", "fp8_block": "fp8_block_a16", "int8_w8a8": "int8_w8a16"}
+
+
+def torch_logits(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor(ids)).logits.numpy()
+
+
+def check(directory, expected, ids, scheme):
+    """Logits of the prompt, and prefill with decode steps behind it."""
+    model = load_pretrained(directory, dtype=jnp.float32, quantize=WEIGHTS_ONLY.get(scheme))
+    assert load_pretrained(directory).moe_blocks()[0].experts.config.scheme.name == scheme
+    assert_logits_close(model.score(ids), expected, 1e-4)
+    cache, parts = model.init_cache(2, 40), []
+    for start, stop in ((0, 34), (34, 35), (35, 36)):
+        logits, cache = run(model, ids[:, start:stop], cache)
+        parts.append(logits)
+    assert_logits_close(np.concatenate(parts, axis=1), expected[:, :36], 1e-4)
+
+
+@pytest.mark.parametrize(
+    "name, scheme",
+    [
+        ("qwen2", "w4a16_g32"),
+        ("olmoe", "fp8_channel"),
+        *(
+            pytest.param(name, scheme, marks=pytest.mark.slow)
+            for name, scheme in (
+                ("qwen2", "fp8_channel"),
+                ("qwen2", "int8_w8a8"),
+                ("olmoe", "int8_w8a8"),
+                ("olmoe", "w4a16_g32"),
+                ("deepseek_v2", "fp8_block"),
+                ("deepseek_v2_lite", "w4a16_g32"),
+            )
+        ),
+    ],
+)
+def test_written_by_our_writer(tmp_path, prompt, name, scheme):
+    """Experts, shared experts, attention and dense layers all quantized; compressed-tensors reads the file."""
+    source, target, plain = (tmp_path / word for word in ("source", "target", "plain"))
+    write_checkpoint(name, source)
+    moe_jax.quantize_checkpoint(source, target, scheme=scheme, modules="all")
+    weights = {f"{module}.weight": torch.tensor(value) for module, value in decompressed(target).items()}
+    assert any("self_attn" in key for key in weights) and any(".experts.0." in key for key in weights)
+    plain.mkdir()
+    save_file(load_file(source / "model.safetensors") | weights, plain / "model.safetensors", metadata={"format": "pt"})
+    (plain / "config.json").write_text((source / "config.json").read_text())
+    ids = prompt(2, 40)
+    judge = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    check(target, torch_logits(judge, ids), ids, scheme)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.slow)])
+def test_deepseek_fp8_as_published(tmp_path, prompt, name):
+    """Every Linear but routers and head in FP8 blocks, scales as weight_scale_inv."""
+    source, compressed, target = (tmp_path / word for word in ("source", "compressed", "target"))
+    write_checkpoint(name, source)
+    groups = {"group_0": writers.preset("FP8_BLOCK")}
+    plain = writers.compress(source, compressed, groups, ["re:.*mlp.gate$", "lm_head"])
+    writers.as_native_fp8(compressed, target)
+    stored = load_file(target / "model.safetensors")
+    names = [key for key in stored if key.endswith("weight_scale_inv")]
+    assert any("kv_b_proj" in key for key in names) and any("shared_experts" in key for key in names)
+    ids = prompt(2, 40)
+    judge = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    check(target, torch_logits(judge, ids), ids, "fp8_block")
+
+
+def test_gpt_oss_mxfp4_as_published(tmp_path, prompt):
+    judge, ids = write_checkpoint("gpt_oss", tmp_path), prompt(2, 40)
+    as_mxfp4(tmp_path, judge)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
+    check(tmp_path, torch_logits(judge, ids), ids, "mxfp4_a16")
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "gpt_oss", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen2", "olmoe"))]
+)
+def test_bfloat16(case, prompt, name):
+    """Rounded weights and activations stay near float32; prefill and decode steps agree with each other."""
+    case, ids = case(name), prompt(2, 40)
+    model = load_pretrained(case.directory)
+    whole = np.asarray(model.score(ids))
+    assert_logits_close(whole, case.torch_logits(ids), 0.04)
+    cache, parts = model.init_cache(2, 40), []
+    assert {leaf.dtype for leaf in jax.tree.leaves(cache.layers)} == {jnp.dtype(jnp.bfloat16)}
+    for start, stop in ((0, 34), (34, 35), (35, 36)):
+        logits, cache = run(model, ids[:, start:stop], cache)
+        parts.append(logits)
+    assert_logits_close(np.concatenate(parts, axis=1), whole[:, :36], 0.03)
