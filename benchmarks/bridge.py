@@ -1,12 +1,16 @@
-"""Time of one call through the torch bridge against the same jitted JAX call, on the CPU or a GPU.
+"""What the torch bridge costs: a call against the same JAX call, and a patched block against the block it replaces.
 
-    python benchmarks/bridge.py [--tokens 1 16 512] [--scheme fp8_channel] [--sizes E TOP_K H I] [--repeats 50]
+    XLA_PYTHON_CLIENT_PREALLOCATE=false python benchmarks/bridge.py [--tokens 1 16 512] [--scheme fp8_channel]
+        [--sizes E TOP_K H I] [--repeats 200] [--block-sizes E TOP_K H I]
 
-Prints microseconds per call, medians: JAX alone on arrays, the bridge on tensors, and their difference, the bridge's
-own cost. On a GPU set XLA_PYTHON_CLIENT_PREALLOCATE=false first.
+First table, microseconds a call: "one" waits for every call, "row" is one of many queued in a row. jax is the jitted
+function on arrays, bridge the layer on tensors, and the difference the bridge's own cost. On a GPU also the layer as
+kernels on torch's stream (torch_kernels=True) and replayed from a CUDA graph. Second table: a block of Qwen3-MoE in
+bfloat16, patched and as it was; without transformers as it was is a reference block of this file, a loop over experts.
 """
 
 import argparse
+import functools
 import statistics
 import time
 
@@ -14,49 +18,173 @@ import jax
 import torch
 
 import torch_bridge
-from torch_bridge import _ops
 from torch_bridge._tensors import to_jax
 
 
-def median_us(call, finish, repeats):
-    """Median microseconds of ``call``, each waited for by ``finish``."""
+def one_us(call, wait, repeats):
+    """Median microseconds of a call that is waited for."""
     times = []
     for _ in range(repeats + 3):
         start = time.perf_counter()
-        finish(call())
+        wait(call())
         times.append(1e6 * (time.perf_counter() - start))
     return statistics.median(times[3:])
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 512])
-    parser.add_argument("--scheme", default="fp8_channel")
-    parser.add_argument("--sizes", type=int, nargs=4, default=[8, 2, 256, 256], metavar=("E", "TOP_K", "H", "I"))
-    parser.add_argument("--repeats", type=int, default=50)
-    args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() and jax.default_backend() == "gpu" else "cpu"
+def row_us(call, wait, repeats):
+    """Microseconds of one of many calls in a row, the best of three."""
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            out = call()
+        wait(out)
+        best = min(best, 1e6 * (time.perf_counter() - start) / repeats)
+    return best
+
+
+class Qwen3MoeExperts(torch.nn.Module):
+    """Experts as transformers keeps and, with its eager implementation, computes them: one expert after another."""
+
+    def __init__(self, experts, hidden, inner, **factory):
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(experts, 2 * inner, hidden, **factory) * 0.02)
+        self.down_proj = torch.nn.Parameter(torch.randn(experts, hidden, inner, **factory) * 0.02)
+        self.act_fn = torch.nn.SiLU()
+
+    def forward(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for expert in ids.unique().tolist():
+            rows, slots = torch.where(ids == expert)
+            gate, up = torch.nn.functional.linear(x[rows], self.gate_up_proj[expert]).chunk(2, -1)
+            out = torch.nn.functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            y.index_add_(0, rows, (out * weights[rows, slots, None]).to(x.dtype))
+        return y
+
+
+class ReferenceBlock(torch.nn.Module):
+    """A Qwen3-MoE block in plain torch, for machines without transformers."""
+
+    def __init__(self, experts, top_k, hidden, inner, **factory):
+        super().__init__()
+        self.gate = torch.nn.Linear(hidden, experts, bias=False, **factory)
+        self.gate.top_k, self.gate.norm_topk_prob = top_k, True
+        self.experts = Qwen3MoeExperts(experts, hidden, inner, **factory)
+
+    def forward(self, hidden_states):
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights, ids = torch.topk(torch.softmax(self.gate(x).float(), -1), self.gate.top_k)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        return self.experts(x, ids, weights).reshape(hidden_states.shape)
+
+
+def blocks(sizes, device):
+    """(name, a maker of the block) for what is installed: transformers' block in its own implementations."""
+    experts, top_k, hidden, inner = sizes
+    factory = dict(device=device, dtype=torch.bfloat16)
+    try:
+        import transformers
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+    except ImportError:
+        yield "reference block (a loop)", functools.partial(ReferenceBlock, *sizes, **factory)
+        return
+    for implementation in ("eager", "grouped_mm"):
+
+        def make(implementation=implementation):
+            config = transformers.Qwen3MoeConfig(
+                hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=top_k
+            )
+            config._experts_implementation = implementation
+            block = Qwen3MoeSparseMoeBlock(config).to(**factory)
+            for parameter in block.parameters():
+                torch.nn.init.normal_(parameter.data, std=0.02)
+            return block
+
+        yield f"transformers, {implementation}", make
+
+
+def calls_table(args, device, wait):
     experts, _, hidden, _ = args.sizes
     layer = torch_bridge.FusedMoE(*args.sizes, torch.bfloat16, quant_config=args.scheme, device=device)
     layer.load_dummy_weights()
-    versions = f"jax {jax.__version__}, torch {torch.__version__}"
-    print(f"{jax.devices()[0].device_kind}, {versions}, {args.scheme}, {args.sizes}")
-    print(f"{'T':>6} {'jax us':>10} {'bridge us':>10} {'bridge - jax':>13}")
+    kernels = None
+    if device == "cuda":
+        options = dict(quant_config=args.scheme, device=device, torch_kernels=True)
+        kernels = torch_bridge.FusedMoE(*args.sizes, torch.bfloat16, **options)
+        kernels.install(layer.expert_weights)
+    print(f"calls, {args.scheme}, E TOP_K H I = {args.sizes}; microseconds")
+    print(f"{'T':>6}  {'path':<22} {'one':>9} {'row':>9} {'one - jax':>10} {'row - jax':>10}")
     for tokens in args.tokens:
         x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
         logits = torch.randn(tokens, experts, device=device)
-        arrays, weights = (to_jax(x), to_jax(logits)), layer.experts_for(x)
-        wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+        arrays = [to_jax(x), to_jax(logits), None, None]
+        calls = layer.calls_for(x, logits)
+        function = calls.functions["moe"]
+        paths = {
+            "jax": (lambda f=function, a=arrays, c=calls: f(c.leaves, a, None), jax.block_until_ready),
+            "bridge": (lambda x=x, z=logits: layer(x, z), wait),
+        }
+        if kernels is not None:
+            paths["torch_kernels"] = (lambda x=x, z=logits: kernels(x, z), wait)
+        shown = {}
+        for name, (call, finish) in paths.items():
+            try:
+                finish(call())
+            except NotImplementedError as error:
+                print(f"{tokens:>6}  {name:<22} {error}")
+                continue
+            shown[name] = one_us(call, finish, args.repeats), row_us(call, finish, args.repeats)
+        if "torch_kernels" in shown:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                kernels(x, logits)
+            shown["replayed CUDA graph"] = (
+                one_us(graph.replay, wait, args.repeats),
+                row_us(graph.replay, wait, args.repeats),
+            )
+        for name, (one, row) in shown.items():
+            by = "" if name == "jax" else f" {one - shown['jax'][0]:>10.1f} {row - shown['jax'][1]:>10.1f}"
+            print(f"{tokens:>6}  {name:<22} {one:>9.1f} {row:>9.1f}{by}")
 
-        def alone(arrays=arrays, weights=weights):
-            return _ops._moe(*arrays, None, None, None, weights)
 
-        def bridged(x=x, logits=logits):
-            return layer(x, logits)
+@torch.no_grad()
+def blocks_table(args, device, wait):
+    print(f"blocks of Qwen3-MoE, bfloat16, E TOP_K H I = {args.block_sizes}; microseconds a call, waited for")
+    print(f"{'block':<34}" + "".join(f"{f'T={tokens}':>11}" for tokens in args.tokens))
+    variants = [(name, make, None, False) for name, make in blocks(args.block_sizes, device)]
+    make = variants[0][1]
+    variants += [("patched", make, None, True), (f"patched, {args.scheme}", make, args.scheme, True)]
+    for name, make, quantize, is_patched in variants:
+        torch.manual_seed(0)
+        block = torch.nn.ModuleDict({"mlp": make()}).requires_grad_(False)
+        if is_patched:
+            torch_bridge.patch(block, quantize=quantize)
+        times = []
+        for tokens in args.tokens:
+            x = torch.randn(1, tokens, args.block_sizes[2], device=device, dtype=torch.bfloat16)
+            times.append(one_us(lambda x=x, block=block: block["mlp"](x), wait, max(args.repeats // 10, 5)))
+        print(f"{name:<34}" + "".join(f"{us:>11.1f}" for us in times))
 
-        pure = median_us(alone, jax.block_until_ready, args.repeats)
-        bridge = median_us(bridged, lambda _, wait=wait: wait(), args.repeats)
-        print(f"{tokens:>6} {pure:>10.1f} {bridge:>10.1f} {bridge - pure:>13.1f}")
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    sizes = dict(type=int, nargs=4, metavar=("E", "TOP_K", "H", "I"))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 512])
+    parser.add_argument("--scheme", default="fp8_channel")
+    parser.add_argument("--sizes", **sizes)
+    parser.add_argument("--block-sizes", **sizes)
+    parser.add_argument("--repeats", type=int, default=200)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() and jax.default_backend() == "gpu" else "cpu"
+    is_gpu = device == "cuda"
+    args.sizes = args.sizes or ([64, 8, 2048, 768] if is_gpu else [8, 2, 256, 256])
+    args.block_sizes = args.block_sizes or args.sizes
+    wait = (lambda _: torch.cuda.synchronize()) if is_gpu else (lambda _: None)
+    start = time.perf_counter()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, torch {torch.__version__}")
+    calls_table(args, device, wait)
+    blocks_table(args, device, wait)
+    print(f"{time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class JaxCalls:
     def __init__(self, experts: Experts, layer_name: str):
         self.experts_tree, self.layer_name = experts, layer_name
         self.leaves, structure = jax.tree.flatten(experts)
-        self._functions = {
+        self.functions = {
             name: _compiled(structure, name)
             for name in ("moe", "experts", "select", "moe_gradients", "experts_gradients")
         }
@@ -105,7 +105,7 @@ class JaxCalls:
     def _crossing(self, method: str, first: torch.Tensor, tensors: tuple[Any, ...], bias: int | None) -> Any:
         padded, mask = pad_tokens(tensors, bias)
         arrays = [None if tensor is None else to_jax(tensor) for tensor in padded]
-        found = self._functions[method](self.leaves, arrays, None if mask is None else to_jax(mask))
+        found = self.functions[method](self.leaves, arrays, None if mask is None else to_jax(mask))
         if not isinstance(found, tuple):
             return _trimmed(found, first, mask)
         return tuple(_trimmed(one, first, mask) for one in found)
