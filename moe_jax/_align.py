@@ -40,7 +40,7 @@ def row_capacity(num_tokens: int, top_k: int, num_experts: int, tile: int) -> in
     return -(-bound // tile) * tile
 
 
-def _sort_by_expert(expert: Array, num_experts: int) -> tuple[Array, Array]:
+def sort_by_expert(expert: Array, num_experts: int) -> tuple[Array, Array]:
     """Stable sort of ids in [0, num_experts]. Returns (sorted ids, their former positions), both int32.
 
     Packing id and position in one word makes the keys distinct, so that a plain one-operand sort is stable: 26 us
@@ -72,7 +72,7 @@ def align(topk_ids: Int[Array, "T top_k"], num_experts: int, tile: int) -> Align
     group_sizes = jnp.zeros(num_experts, jnp.int32).at[expert].add(1, mode="drop")
     tiles = (group_sizes + (tile - 1)) // tile
 
-    sorted_expert, source = _sort_by_expert(expert, num_experts)
+    sorted_expert, source = sort_by_expert(expert, num_experts)
     # Rows of group e move by the padding of the groups before it; what is not routed moves past the end and is dropped.
     padding = jnp.cumsum(tiles * tile - group_sizes) - (tiles * tile - group_sizes)
     shift = jnp.concatenate([padding, jnp.full(1, capacity, jnp.int32)])

@@ -1,5 +1,6 @@
 """``FusedMoE`` and ``MoEBlock``: thin nnx modules that own quantized parameters; the arithmetic lives in experts.py."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,10 +26,14 @@ from moe_jax._layer_variables import (
     routing_table,
     signature,
 )
+from moe_jax._moe_block import MoEBlock, without_padding
 from moe_jax._packed_weights import unpack_experts
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
 from moe_jax.experts import MoEStats, explain, fused_moe
 from moe_jax.loading import LayerLoader
+from moe_jax.parallel import fused_moe as fused_moe_over_mesh
+from moe_jax.parallel._layer import explain_parallel, make_parallel, make_placement
+from moe_jax.parallel._weights import abstract_placed_weights, place_weights, replace_experts
 from moe_jax.quantization import ExpertWeights, Scheme, method_for
 from moe_jax.routing import RoutingParams, validate_routing
 
@@ -72,9 +77,10 @@ class FusedMoE(nnx.Module):
         shared_experts: module added to the routed output; sees the untransformed input.
         shared_expert_gate: module mapping x to (T, 1); its sigmoid scales the shared output.
         routed_input_transform, routed_output_transform: callables around the routed path only.
-        mesh, expert_axis, tensor_axis, data_axis, sequence_axis, placement, enable_eplb, num_redundant_experts:
-            scale-out over a mesh; anything but the single-device defaults is refused by name.
-        reduce_results: sum partial results over the mesh; on one device there is nothing to sum.
+        mesh, expert_axis, tensor_axis, data_axis, sequence_axis, dispatch, reduce_results: the layer over a mesh, see
+            ``moe_jax.parallel.ParallelConfig``. Weights are made, loaded and held in shares.
+        placement: "linear" or "round_robin", which experts lie on which device of the expert axis.
+        enable_eplb: experts will be moved and copied by load; num_redundant_experts: slots for copies.
         expert_mapping: rows of ``make_expert_params_mapping`` that translate checkpoint names, instead of the
             spellings that are recognised by themselves.
         name: shown in errors and by ``explain``.
@@ -127,6 +133,7 @@ class FusedMoE(nnx.Module):
         tensor_axis: str | None = None,
         data_axis: str | None = None,
         sequence_axis: str | None = None,
+        dispatch: str | None = None,
         reduce_results: bool = True,
         placement: str = "linear",
         enable_eplb: bool = False,
@@ -140,18 +147,17 @@ class FusedMoE(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         check_rngs(rngs)
-        if num_redundant_experts and not enable_eplb:
-            raise ValueError(f"num_redundant_experts={num_redundant_experts} needs enable_eplb=True")
-        if placement not in ("linear", "round_robin"):
-            raise ValueError(f"placement={placement!r}, expected 'linear' or 'round_robin'")
-        _refuse_scale_out(
-            mesh=mesh,
+        self.parallel = make_parallel(
+            mesh,
             expert_axis=expert_axis,
             tensor_axis=tensor_axis,
             data_axis=data_axis,
             sequence_axis=sequence_axis,
-            placement=None if placement == "linear" else placement,
-            enable_eplb=enable_eplb or None,
+            dispatch=dispatch,
+            reduce_results=reduce_results,
+        )
+        self.placement = make_placement(
+            self.parallel, num_experts, placement, enable_eplb=enable_eplb, num_redundant_experts=num_redundant_experts
         )
         if shared_expert_gate is not None and shared_experts is None:
             raise ValueError("shared_expert_gate is given without shared_experts; pass both or neither")
@@ -160,6 +166,8 @@ class FusedMoE(nnx.Module):
                 f"zero_expert_type={zero_expert_type!r} adds the layer's input to its output, which means nothing with "
                 "routed_input_transform or routed_output_transform; drop one of them"
             )
+        if not reduce_results and routed_output_transform is not None:
+            raise ValueError("reduce_results=False leaves sums to the caller, but routed_output_transform needs them")
         activation = parse_activation(activation, is_gated=is_act_and_mul)
         self.config = MoEConfig(
             num_experts=num_experts,
@@ -197,7 +205,6 @@ class FusedMoE(nnx.Module):
             has_correction_bias=e_score_correction_bias is not None,
             has_hash_table=hash_indices_table is not None,
         )
-        self.reduce_results = reduce_results
         self.expert_mapping = None if expert_mapping is None else tuple(tuple(row) for row in expert_mapping)
         self.router = router
         self.shared_experts = shared_experts
@@ -212,9 +219,9 @@ class FusedMoE(nnx.Module):
         self.per_expert_scale = None if per_expert_scale is None else routing_scale(per_expert_scale, num_experts)
         self.version = WeightsVersion(np.zeros((), np.int32))
         if rngs is None:
-            self.weights = QuantizedParam(method_for(self.config.scheme).abstract_weights(self.config))
+            self.weights = QuantizedParam(self._abstract_weights())
         else:
-            self.weights = QuantizedParam(in_best_layout(self.config, init_weights(self.config, rngs.params())))
+            self.weights = QuantizedParam(self._laid_out(init_weights(self.config, rngs.params())))
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -244,7 +251,7 @@ class FusedMoE(nnx.Module):
         check_array("x", x, jnp.floating, f"(..., {config.hidden_size}) for {self._label()}")
         if x.ndim < 1 or (x.shape[-1] != config.hidden_size and self.routed_input_transform is None):
             raise ValueError(f"x has shape {x.shape}, expected (..., {config.hidden_size}) for {self._label()}")
-        x = _without_padding(x, token_mask)
+        x = without_padding(x, token_mask)
         if router_logits is None:
             if self.router is None:
                 raise ValueError(f"router_logits is None and {self._label()} owns no router; pass logits or router=")
@@ -264,11 +271,14 @@ class FusedMoE(nnx.Module):
         routed_in = tokens if self.routed_input_transform is None else self.routed_input_transform(tokens)
         shared = None if self.shared_experts is None else self._shared(tokens)
         is_added_last = shared is not None and self.routed_output_transform is not None
-        y, stats = fused_moe(
+        run: Any = fused_moe
+        if self.parallel is not None:
+            run = functools.partial(fused_moe_over_mesh, parallel=self.parallel, placement=self.placement.get_value())
+        y, stats = run(
             routed_in,
             router_logits.reshape(-1, router_logits.shape[-1]),
             weights,
-            config,
+            config=config,
             routing=self._routing_params(),
             token_mask=mask,
             token_ids=None if token_ids is None else token_ids.reshape(-1),
@@ -281,7 +291,7 @@ class FusedMoE(nnx.Module):
             y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(y.dtype)
         if mask is not None:
             y = jnp.where(mask[:, None], y, jnp.zeros_like(y))
-        y = y.reshape(*lead, y.shape[-1])
+        y = y.reshape(*y.shape[:-2], *lead, y.shape[-1])
         return (y, stats) if return_stats else y
 
     def _shared(self, tokens):
@@ -366,11 +376,15 @@ class FusedMoE(nnx.Module):
         if experts is not None:
             weights = self._with_experts(experts, weights)
             correction_bias = self.correction_bias.get_value() if self.loads_correction_bias else None
-        values = self.new_values(weights, correction_bias=correction_bias)
+        is_placed = experts is not None and self.parallel is not None
+        values = self.new_values(weights, correction_bias=correction_bias, is_placed=is_placed)
         install([*values, (self.version, self.version.get_value() + np.int32(1))])
 
     def _with_experts(self, experts: Sequence[int], weights: ExpertWeights) -> ExpertWeights:
         """The layer's weights with some experts replaced; every leaf has the experts as its first axis."""
+        if self.parallel is not None:
+            placement = self.placement.get_value()
+            return replace_experts(self.weights.get_value(), experts, weights, placement)
         index = jnp.asarray(experts)
         return jax.tree.map(lambda old, new: old.at[index].set(new), unpack_experts(self.weights.get_value()), weights)
 
@@ -383,10 +397,15 @@ class FusedMoE(nnx.Module):
         """
         install(self.new_values(weights, correction_bias=correction_bias))
 
-    def new_values(self, weights: ExpertWeights, *, correction_bias: Any = None) -> list[tuple[Any, Any]]:
-        """(Variable, its new value) for what ``set_weights`` would install: checks that can fail, without a change."""
-        current = self.weights.get_value()
-        if not current.w13.layout.is_plain and weights.w13.layout.is_plain:
+    def new_values(
+        self, weights: ExpertWeights, *, correction_bias: Any = None, is_placed: bool = False
+    ) -> list[tuple[Any, Any]]:
+        """(Variable, its new value) for what ``set_weights`` would install: checks that can fail, without a change.
+
+        is_placed: the weights are in the slots and shares of the layer's mesh already.
+        """
+        current = self._abstract_weights() if is_placed else self.weights.get_value()
+        if not is_placed and (self.parallel is not None or weights.w13.layout.is_plain):
             current = method_for(self.config.scheme).abstract_weights(self.config)
         expected, found = signature(current), signature(weights)
         if expected != found:
@@ -394,10 +413,22 @@ class FusedMoE(nnx.Module):
         if (correction_bias is not None) != self.loads_correction_bias:
             found = "missing" if correction_bias is None else "given"
             raise ValueError(f"{self._label()}: {CORRECTION_BIAS} is {found}, but the layer was built otherwise")
-        values: list[tuple[Any, Any]] = [(self.weights, in_best_layout(self.config, weights))]
+        values: list[tuple[Any, Any]] = [(self.weights, weights if is_placed else self._laid_out(weights))]
         if correction_bias is not None:
             values.append((self.correction_bias, checked_bias(correction_bias, self.config)))
         return values
+
+    def _abstract_weights(self) -> ExpertWeights:
+        """What the layer holds, as shapes: over a mesh with shardings."""
+        if self.parallel is None:
+            return method_for(self.config.scheme).abstract_weights(self.config)
+        return abstract_placed_weights(self.config, self.placement.get_value(), self.parallel)
+
+    def _laid_out(self, weights: ExpertWeights) -> ExpertWeights:
+        """All experts of the layer as it holds them: in shares over its mesh, or as this device reads them best."""
+        if self.parallel is None:
+            return in_best_layout(self.config, weights)
+        return place_weights(weights, self.config, self.placement.get_value(), self.parallel)
 
     def _install(self, loader: LayerLoader, weights: ExpertWeights) -> None:
         self.set_weights(weights, correction_bias=loader.correction_bias)
@@ -424,8 +455,12 @@ class FusedMoE(nnx.Module):
     def explain(self, num_tokens: int) -> str:
         """What would run for a call with ``num_tokens`` tokens and why; also the weights' version."""
         check_not_traced("explain", self)
-        version = self.version.get_value()
-        return explain(self.config, self.weights.get_value(), num_tokens) + f"\nweights version: {int(version)}"
+        weights, version = self.weights.get_value(), self.version.get_value()
+        if self.parallel is None:
+            text = explain(self.config, weights, num_tokens)
+        else:
+            text = explain_parallel(self.config, self.parallel, self.placement.get_value(), weights, num_tokens)
+        return f"{text}\nweights version: {int(version)}"
 
     def _label(self) -> str:
         return f"FusedMoE {self.config.name!r}" if self.config.name else "FusedMoE"
@@ -435,52 +470,8 @@ class FusedMoE(nnx.Module):
         return (
             f"FusedMoE(num_experts={c.num_experts}, hidden_size={c.hidden_size}, "
             f"intermediate_size={c.intermediate_size}, top_k={c.top_k}, scheme={c.scheme.name!r}, "
-            f"activation={c.activation!r}, dtype={jnp.dtype(c.dtype).name!r}, name={c.name!r})"
-        )
-
-
-class MoEBlock(nnx.Module):
-    """Router, routed experts and optional shared experts: x (..., H) -> (..., H).
-
-    Router logits are computed and kept in float32 unless ``experts.config.router_logits_dtype`` says otherwise.
-    """
-
-    def __init__(self, experts: FusedMoE, router: Callable[..., Any], shared_experts: Callable[..., Any] | None = None):
-        """experts: the routed part. router: x -> logits (..., E). shared_experts: x -> (..., H), added to it."""
-        self.experts = experts
-        self.router = router
-        self.shared_experts = shared_experts
-
-    def __call__(self, x, *, token_mask=None, token_ids=None, return_stats: bool = False):
-        """x (..., H), token_mask (...,) bool -> (..., H) in x's dtype, with ``MoEStats`` when asked for."""
-        check_array("x", x, jnp.floating, f"(..., {self.experts.config.hidden_size})")
-        x = _without_padding(x, token_mask)
-        y, stats = self.experts(x, self.router(x), token_mask=token_mask, token_ids=token_ids, return_stats=True)
-        if self.shared_experts is not None:
-            shared = self.shared_experts(x)
-            if token_mask is not None:
-                shared = jnp.where(token_mask[..., None], shared, jnp.zeros_like(shared))
-            y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(y.dtype)
-        return (y, stats) if return_stats else y
-
-
-def _without_padding(x: Any, token_mask: Any) -> Any:
-    """x with masked tokens set to zero: a NaN there would reach gradients of routers and shared experts as 0 * NaN."""
-    if token_mask is None:
-        return x
-    check_array("token_mask", token_mask, jnp.bool, f"{x.shape[:-1]} to match x")
-    if token_mask.shape != x.shape[:-1]:
-        raise ValueError(
-            f"token_mask is {token_mask.dtype} {token_mask.shape}, expected bool {x.shape[:-1]} to match x {x.shape}"
-        )
-    return jnp.where(token_mask[..., None], x, jnp.zeros_like(x))
-
-
-def _refuse_scale_out(**options: Any) -> None:
-    given = [f"{key}={value!r}" for key, value in options.items() if value is not None]
-    if given:
-        raise NotImplementedError(
-            f"FusedMoE({', '.join(given)}): running a layer over a mesh is not built yet; leave them out for one device"
+            f"activation={c.activation!r}, dtype={jnp.dtype(c.dtype).name!r}, name={c.name!r}"
+            f"{'' if self.parallel is None else f', {self.parallel}, {self.placement.get_value()}'})"
         )
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax._align import _sort_by_expert, align, row_capacity
+from moe_jax._align import align, row_capacity, sort_by_expert
 
 
 def align_numpy(ids, num_experts, tile):
@@ -92,8 +92,8 @@ def test_capacity_is_reached():
 def test_wide_ids_use_the_two_operand_sort():
     # Ids and positions do not fit one 32-bit word together: same answer, still stable.
     expert = jnp.array([5, 0, 5, 2**31 - 2, 0, 5], jnp.int32)
-    wide = _sort_by_expert(expert, 2**31 - 1)
-    narrow = _sort_by_expert(jnp.where(expert > 5, 6, expert), 6)
+    wide = sort_by_expert(expert, 2**31 - 1)
+    narrow = sort_by_expert(jnp.where(expert > 5, 6, expert), 6)
     np.testing.assert_array_equal(wide[0], [0, 0, 5, 5, 5, 2**31 - 2])
     np.testing.assert_array_equal(wide[1], narrow[1])
 

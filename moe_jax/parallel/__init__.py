@@ -12,21 +12,27 @@ from moe_jax.parallel._expert_map import (
     physical_to_logical,
     routing_tables,
 )
+from moe_jax.parallel._moe import fused_moe
+from moe_jax.parallel._parallel_config import ParallelConfig
 from moe_jax.parallel._placement import Placement
+from moe_jax.parallel._weights import place_weights
 
 __all__ = [
     "EplbPlan",
     "EplbState",
+    "ParallelConfig",
     "Placement",
     "RoutingTables",
     "balancedness",
     "determine_expert_map",
     "expert_map_text",
+    "fused_moe",
     "is_rebalance_due",
     "local_expert_ids",
     "move_experts",
     "physical_to_logical",
     "place_experts",
+    "place_weights",
     "rebalance",
     "rebalance_experts",
     "routing_tables",

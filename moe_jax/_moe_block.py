@@ -1,0 +1,46 @@
+"""``MoEBlock``: router, routed experts and shared experts as one module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from moe_jax._arguments import check_array
+
+
+class MoEBlock(nnx.Module):
+    """Router, routed experts and optional shared experts: x (..., H) -> (..., H).
+
+    Router logits are computed and kept in float32 unless ``experts.config.router_logits_dtype`` says otherwise.
+    """
+
+    def __init__(self, experts: Any, router: Callable[..., Any], shared_experts: Callable[..., Any] | None = None):
+        """experts: the routed part. router: x -> logits (..., E). shared_experts: x -> (..., H), added to it."""
+        self.experts = experts
+        self.router = router
+        self.shared_experts = shared_experts
+
+    def __call__(self, x, *, token_mask=None, token_ids=None, return_stats: bool = False):
+        """x (..., H), token_mask (...,) bool -> (..., H) in x's dtype, with ``MoEStats`` when asked for."""
+        check_array("x", x, jnp.floating, f"(..., {self.experts.config.hidden_size})")
+        x = without_padding(x, token_mask)
+        y, stats = self.experts(x, self.router(x), token_mask=token_mask, token_ids=token_ids, return_stats=True)
+        if self.shared_experts is not None:
+            shared = self.shared_experts(x)
+            if token_mask is not None:
+                shared = jnp.where(token_mask[..., None], shared, jnp.zeros_like(shared))
+            y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(y.dtype)
+        return (y, stats) if return_stats else y
+
+
+def without_padding(x: Any, token_mask: Any) -> Any:
+    """x with masked tokens set to zero: a NaN there would reach gradients of routers and shared experts as 0 * NaN."""
+    if token_mask is None:
+        return x
+    check_array("token_mask", token_mask, jnp.bool, f"{x.shape[:-1]} to match x")
+    if token_mask.shape != x.shape[:-1]:
+        raise ValueError(
+            f"token_mask is {token_mask.dtype} {token_mask.shape}, expected bool {x.shape[:-1]} to match x {x.shape}"
+        )
+    return jnp.where(token_mask[..., None], x, jnp.zeros_like(x))

@@ -1,0 +1,181 @@
+"""Dispatch and combine: how the tokens of a device reach the devices of their experts, and their results come back.
+
+Every way is a function of the rows of one device inside ``jax.shard_map`` and returns the sum over experts of these
+rows, summed over the expert axis and not over the tensor axis:
+
+=================  ==========================================================  ===========================
+name               dispatch                                                    combine
+=================  ==========================================================  ===========================
+replicate          tokens are the same on all devices of the expert axis       psum
+all_gather         all_gather of tokens, weights and ids                       psum_scatter
+all_to_all         all_to_all of rows, a fixed number for each pair of         all_to_all back, sum over k
+                   devices in a round, as many rounds as it takes              in the order of a token's
+                                                                               experts
+ragged_all_to_all  the same rows in one exchange of just as many as there are  the same
+=================  ==========================================================  ===========================
+
+Nothing here is bounded by a capacity: no token is dropped under any routing. Each device takes part in every
+collective, tokens or not, so none waits for another forever.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax._align import sort_by_expert
+from moe_jax._typing import Array
+
+ALL_AT_ONCE = 128  # pairs of a device up to which one round of all_to_all takes any routing
+ROOM = 1.25  # rows for each device in a round over their mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What a dispatch knows of its surroundings.
+
+    axis, size: the expert axis. slots_per_device: experts of one device. round_axes: axes whose devices agree on the
+    number of rounds. run: ``(x (M, H), weights (M, k) f32, ids (M, k) local or -1) -> (M, H) float32``, the experts of
+    this device. row_dtype: of rows on their way back; holds what ``run`` gives for one expert of weight 1.
+    is_one_round: one exchange must bring all rows, since activation scales are common to a call.
+    """
+
+    axis: str
+    size: int
+    slots_per_device: int
+    round_axes: tuple[str, ...]
+    run: Callable[[Array, Array, Array], Array]
+    row_dtype: jnp.dtype
+    is_one_round: bool
+
+    def local_ids(self, slots: Array) -> Array:
+        """Slots as indices into this device's experts, -1 for those of others."""
+        index = slots - lax.axis_index(self.axis) * self.slots_per_device
+        return jnp.where((slots >= 0) & (index >= 0) & (index < self.slots_per_device), index, -1)
+
+
+def replicate(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
+    """Each device serves its experts for all tokens; partial sums are added."""
+    return lax.psum(exchange.run(x, weights, exchange.local_ids(slots)), exchange.axis)
+
+
+def all_gather(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
+    """As ``replicate`` on the tokens of all devices; each gets the sums of its own back."""
+    x, weights, slots = (lax.all_gather(part, exchange.axis, tiled=True) for part in (x, weights, slots))
+    y = exchange.run(x, weights, exchange.local_ids(slots))
+    return lax.psum_scatter(y, exchange.axis, tiled=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pairs:
+    """The (token, slot of top-k) pairs of a device, sorted by the device that serves them; leaves are arrays.
+
+    pair: (N,) position t * top_k + k of each. device: (N,), ``size`` for pairs that go nowhere, which come last.
+    rank: (N,) place among those for the same device. counts: (size,) pairs for each device. ids: (N,) expert there.
+    """
+
+    pair: Array
+    device: Array
+    rank: Array
+    counts: Array
+    ids: Array
+
+
+def _sorted_pairs(slots: Array, exchange: Exchange) -> _Pairs:
+    flat = slots.reshape(-1)
+    device = jnp.where(flat >= 0, flat // exchange.slots_per_device, exchange.size)
+    device, pair = sort_by_expert(device, exchange.size)
+    counts = jnp.zeros(exchange.size, jnp.int32).at[device].add(1, mode="drop")
+    starts = jnp.cumsum(counts) - counts
+    rank = jnp.arange(flat.size, dtype=jnp.int32) - starts.at[device].get(mode="fill", fill_value=0)
+    return _Pairs(pair, device, rank, counts, flat[pair] % exchange.slots_per_device)
+
+
+def rows_per_round(num_pairs: int, exchange: Exchange) -> int:
+    """Rows that each device sends to each other one in a round of ``all_to_all``, static."""
+    if exchange.is_one_round or num_pairs <= ALL_AT_ONCE:
+        return num_pairs
+    return min(num_pairs, -(-int(ROOM * num_pairs) // exchange.size // 8) * 8 + 8)
+
+
+def all_to_all(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
+    """One row for each pair goes to its expert and comes back; the sum over k is that of a single device, bit for bit.
+
+    The devices with the most rows for one other set the number of rounds, the same for all.
+    """
+    num_tokens, top_k = slots.shape
+    pairs = _sorted_pairs(slots, exchange)
+    room = rows_per_round(pairs.pair.size, exchange)
+    rounds = -(-lax.pmax(jnp.max(pairs.counts), exchange.round_axes) // room)
+
+    def one_round(i: Array, rows: Array) -> Array:
+        is_sent = (pairs.device < exchange.size) & (pairs.rank // room == i)
+        place = jnp.where(is_sent, pairs.device * room + pairs.rank % room, exchange.size * room)
+        sender = jnp.full(exchange.size * room, num_tokens, jnp.int32).at[place].set(pairs.pair // top_k, mode="drop")
+        ids = jnp.full(exchange.size * room, -1, jnp.int32).at[place].set(pairs.ids, mode="drop")
+        sent = x.at[sender].get(mode="fill", fill_value=0)
+        came, ids = (lax.all_to_all(part, exchange.axis, 0, 0, tiled=True) for part in (sent, ids))
+        served = _serve(came, ids, exchange)
+        back = lax.all_to_all(served, exchange.axis, 0, 0, tiled=True)
+        mine = back.at[place].get(mode="fill", fill_value=0)
+        return rows.at[jnp.where(is_sent, pairs.pair, pairs.pair.size)].set(mine, mode="drop")
+
+    rows = jnp.zeros((num_tokens * top_k, x.shape[1]), exchange.row_dtype)
+    if room == pairs.pair.size:
+        return _sum_over_experts(one_round(jnp.int32(0), rows), weights)
+    _, rows = lax.while_loop(lambda s: s[0] < rounds, lambda s: (s[0] + 1, one_round(*s)), (jnp.int32(0), rows))
+    return _sum_over_experts(rows, weights)
+
+
+def ragged_all_to_all(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
+    """As ``all_to_all`` in one exchange of exactly the rows there are; buffers hold the worst case."""
+    num_tokens, top_k = slots.shape
+    pairs = _sorted_pairs(slots, exchange)
+    me = lax.axis_index(exchange.axis)
+    counts = lax.all_gather(pairs.counts, exchange.axis)  # (from, to)
+    came = counts[:, me]
+    before = jnp.cumsum(counts, axis=0) - counts  # rows for a device from those before the sender
+    starts = jnp.cumsum(counts, axis=1) - counts  # where the rows for a device begin at their sender
+    sizes = starts[me], pairs.counts, before[me], came
+    back_sizes = before[:, me], came, starts[:, me], pairs.counts
+    capacity = exchange.size * num_tokens * top_k
+
+    def forth(rows: Array, fill: int) -> Array:
+        out = jnp.full((capacity, *rows.shape[1:]), fill, rows.dtype)
+        return lax.ragged_all_to_all(rows, out, *sizes, axis_name=exchange.axis)
+
+    ids = forth(jnp.where(pairs.device < exchange.size, pairs.ids, -1)[:, None], -1)[:, 0]
+    served = _serve(forth(x[pairs.pair // top_k], 0), ids, exchange)
+    empty = jnp.zeros((num_tokens * top_k, x.shape[1]), served.dtype)
+    back = lax.ragged_all_to_all(served, empty, *back_sizes, axis_name=exchange.axis)
+    rows = jnp.zeros_like(back).at[pairs.pair].set(back, unique_indices=True)
+    return _sum_over_experts(rows, weights)
+
+
+def _serve(rows: Array, ids: Array, exchange: Exchange) -> Array:
+    """Rows through this device's experts, one each, with weight 1."""
+    weight = (ids >= 0).astype(jnp.float32)
+    return exchange.run(rows, weight[:, None], ids[:, None]).astype(exchange.row_dtype)
+
+
+def _sum_over_experts(rows: Array, weights: Array) -> Array:
+    rows = rows.reshape(*weights.shape, -1).astype(jnp.float32)
+    return jnp.sum(rows * weights[..., None], axis=1)
+
+
+WAYS: dict[str, Callable[[Array, Array, Array, Exchange], Array]] = {
+    "replicate": replicate,
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
+    "ragged_all_to_all": ragged_all_to_all,
+}
+
+
+def why_not(name: str, platform: str) -> str | None:
+    """The reason for which a dispatch cannot run on a platform, or None."""
+    if name == "push":
+        return "dispatch='push' is not built yet; use 'all_gather' or 'all_to_all'"
+    if name == "ragged_all_to_all" and platform == "cpu":
+        return "dispatch='ragged_all_to_all': XLA has none on the CPU; use 'all_to_all', which sends the same rows"
+    return None

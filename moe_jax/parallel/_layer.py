@@ -1,0 +1,74 @@
+"""What a mesh adds to ``FusedMoE``: checks of arguments, the placement, and a part of ``explain``."""
+
+from typing import Any
+
+from flax import nnx
+
+from moe_jax._config import MoEConfig
+from moe_jax._explain import explain
+from moe_jax.parallel._choice import describe
+from moe_jax.parallel._expert_map import STRATEGIES
+from moe_jax.parallel._parallel_config import ParallelConfig
+from moe_jax.parallel._placement import Placement
+from moe_jax.parallel._weights import local_config, placed_config
+from moe_jax.quantization import ExpertWeights, method_for
+
+
+class PlacementParam(nnx.Variable):
+    """Variable whose value is a ``Placement``: its arrays are leaves, so that another placement compiles nothing."""
+
+
+def make_parallel(mesh: Any, **options: Any) -> ParallelConfig | None:
+    """The ``ParallelConfig`` of a layer's arguments, None without a mesh. Raises ValueError for axes without one."""
+    if mesh is not None:
+        return ParallelConfig(mesh, **options)
+    given = [f"{name}={value!r}" for name, value in options.items() if value is not None and name != "reduce_results"]
+    if given:
+        raise ValueError(f"{', '.join(given)} without a mesh; pass mesh=jax.make_mesh(...) with axes of these names")
+    return None
+
+
+def make_placement(
+    parallel: ParallelConfig | None, num_experts: int, strategy: str, *, enable_eplb: bool, num_redundant_experts: int
+) -> PlacementParam | None:
+    """The initial placement of a layer over a mesh.
+
+    Raises ValueError: an unknown strategy, redundant experts without load balancing, load balancing without an expert
+    axis or with round-robin placement, which balancing would undo.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"placement={strategy!r}, expected {' or '.join(map(repr, STRATEGIES))}")
+    if num_redundant_experts and not enable_eplb:
+        raise ValueError(f"num_redundant_experts={num_redundant_experts} needs enable_eplb=True")
+    has_axis = parallel is not None and parallel.expert_axis is not None
+    if enable_eplb and not has_axis:
+        raise ValueError("enable_eplb=True balances the devices of an expert axis; pass mesh= and expert_axis=")
+    if strategy != "linear" and (enable_eplb or not has_axis):
+        why = "load balancing sets places itself" if enable_eplb else "there is no expert axis to spread experts over"
+        raise ValueError(f"placement={strategy!r}, but {why}; leave it 'linear'")
+    if parallel is None:
+        return None
+    placement = Placement.create(
+        num_experts, parallel.expert_size, strategy, num_redundant_experts=num_redundant_experts
+    )
+    return PlacementParam(placement)
+
+
+def explain_parallel(
+    config: MoEConfig, parallel: ParallelConfig, placement: Placement, weights: ExpertWeights, num_tokens: int
+) -> str:
+    """``explain`` of one device's share, and what is around it: mesh, dispatch, padding."""
+    own = local_config(config, placement, parallel)
+    share = method_for(config.scheme).abstract_weights(own) if weights.w13.layout.is_plain else weights
+    placed = placed_config(config, placement, parallel)
+    lines = [
+        f"mesh: {parallel}, {parallel.platform}",
+        describe(parallel, config, num_tokens),
+        f"placement: {placement.num_experts} experts, {placement.slots_per_device} slots on each device",
+    ]
+    if placed.intermediate_size != config.intermediate_size:
+        lines.append(
+            f"padding: intermediate {config.intermediate_size} to {placed.intermediate_size}, for "
+            f"{parallel.tensor_size} equal shares of whole groups, blocks and packed words"
+        )
+    return "\n".join(["on one device:", explain(own, share, num_tokens, parallel.platform), *lines])

@@ -1,0 +1,239 @@
+"""Expert weights over a mesh: which axis of each leaf is split by what, the padding that makes all shares equal, and
+how a device's share is made.
+
+Placed weights have the slots of a ``Placement`` as their first axis, split over the expert axis, and I rounded up so
+that each device of the tensor axis has a whole number of groups, blocks and packed words. Padding is zero bytes: its
+rows of w13 are zeros through their scales, so hidden activations there are zero, and its columns of w2 multiply these.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from moe_jax._config import MoEConfig
+from moe_jax.parallel._parallel_config import ParallelConfig
+from moe_jax.parallel._placement import Placement
+from moe_jax.quantization import ExpertWeights, QuantizedTensor, Scheme, Strategy, method_for
+
+# Axis of a leaf in layout "plain" that counts outputs (w13) or inputs (w2) I of an expert; None: no such axis.
+_W13_AXES = {"data": 2, "scale": 2, "zero_point": 2, "global_scale": None, "g_idx": None}
+_W2_AXES = {"data": 2, "scale": 2, "zero_point": 2, "global_scale": None, "g_idx": 1}
+# The same where the kernels for packed weights own the layout, (E, blocks of N, G, blocks of K, ...).
+_PACKED_W13_AXES = {"data": 1, "scale": 1, "zero_point": 1, "global_scale": None, "g_idx": None}
+_PACKED_W2_AXES = {"data": 3, "scale": 3, "zero_point": 3, "global_scale": None, "g_idx": None}
+
+
+def tensor_axes(weights: ExpertWeights) -> ExpertWeights:
+    """The axis of every leaf that tensor parallelism splits, -1 for a leaf that it does not split.
+
+    weights: leaves may be anything. Returns the same structure; ``input_scale`` has no expert axis either.
+    """
+
+    def of(tensor: QuantizedTensor, axes: dict[str, int | None], is_w2: bool) -> QuantizedTensor:
+        found = {}
+        for field, axis in axes.items():
+            if getattr(tensor, field) is None:
+                continue
+            found[field] = -1 if axis is None or not _is_split(tensor, field, is_w2) else axis
+        return dataclasses.replace(tensor, **found, input_scale=None if tensor.input_scale is None else -1)
+
+    is_plain = weights.w13.layout.is_plain
+    return dataclasses.replace(
+        weights,
+        w13=of(weights.w13, _W13_AXES if is_plain else _PACKED_W13_AXES, is_w2=False),
+        w2=of(weights.w2, _W2_AXES if is_plain else _PACKED_W2_AXES, is_w2=True),
+        w13_bias=None if weights.w13_bias is None else 2,
+        w2_bias=None if weights.w2_bias is None else -1,
+    )
+
+
+def _is_split(tensor: QuantizedTensor, field: str, is_w2: bool) -> bool:
+    """Scales and zero points: one per matrix is on every device, and so are w2's unless they belong to columns."""
+    fmt = tensor.fmt
+    if fmt is None or field not in ("scale", "zero_point"):
+        return True
+    if not tensor.layout.is_plain:  # (E, blocks of N, G, [groups,] 64)
+        return not is_w2 or len(getattr(tensor, field).shape) == 5
+    if is_w2:
+        return fmt.strategy in (Strategy.GROUP, Strategy.BLOCK) and not fmt.actorder
+    return fmt.strategy is not Strategy.TENSOR
+
+
+def partition_specs(weights: ExpertWeights, parallel: ParallelConfig) -> ExpertWeights:
+    """A ``PartitionSpec`` for every leaf of placed weights, in layout "plain" or packed."""
+
+    def spec(leaf: Any, axis: int) -> PartitionSpec:
+        if not leaf.shape:  # an input scale, common to all experts
+            return PartitionSpec()
+        axes: list[str | None] = [parallel.expert_axis] + [None] * (len(leaf.shape) - 1)
+        if axis >= 0:
+            axes[axis] = parallel.tensor_axis
+        return PartitionSpec(*axes)
+
+    return jax.tree.map(spec, weights, tensor_axes(weights))
+
+
+def shardings(weights: ExpertWeights, parallel: ParallelConfig) -> ExpertWeights:
+    """``partition_specs`` on the mesh."""
+    specs = partition_specs(weights, parallel)
+    return jax.tree.map(lambda _, spec: NamedSharding(parallel.mesh, spec), weights, specs)
+
+
+def intermediate_unit(scheme: Scheme) -> int:
+    """Each device's part of I must be a multiple of this: of whole groups, blocks and packed words."""
+    weights, activations = scheme.weights, scheme.activations
+    sizes = [1 if activations is None else activations.group_size or 1]
+    if weights is not None:
+        sizes += [weights.pack_extent, *(weights.block_shape or ())]
+        if not weights.actorder:
+            sizes.append(weights.group_size or 1)
+    return math.lcm(*sizes)
+
+
+def padded_intermediate(config: MoEConfig, tensor_size: int) -> int:
+    """I of placed weights: the next multiple of ``tensor_size`` units; I itself where nothing is split."""
+    if tensor_size == 1:
+        return config.intermediate_size
+    step = tensor_size * intermediate_unit(config.scheme)
+    return -(-config.intermediate_size // step) * step
+
+
+def placed_config(config: MoEConfig, placement: Placement, parallel: ParallelConfig) -> MoEConfig:
+    """The config of placed weights: slots for experts, I with its padding."""
+    return dataclasses.replace(
+        config,
+        num_experts=placement.num_slots,
+        intermediate_size=padded_intermediate(config, parallel.tensor_size),
+    )
+
+
+def local_config(config: MoEConfig, placement: Placement, parallel: ParallelConfig) -> MoEConfig:
+    """The config of one device's share."""
+    placed = placed_config(config, placement, parallel)
+    return dataclasses.replace(
+        placed,
+        num_experts=placement.slots_per_device,
+        intermediate_size=placed.intermediate_size // parallel.tensor_size,
+    )
+
+
+def abstract_placed_weights(config: MoEConfig, placement: Placement, parallel: ParallelConfig) -> ExpertWeights:
+    """Placed weights as ShapeDtypeStructs with their shardings."""
+    weights = method_for(config.scheme).abstract_weights(placed_config(config, placement, parallel))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        weights,
+        shardings(weights, parallel),
+    )
+
+
+def place_weights(
+    weights: ExpertWeights, config: MoEConfig, placement: Placement, parallel: ParallelConfig
+) -> ExpertWeights:
+    """All experts of a layer, (E, ...) in layout "plain" -> placed weights on the mesh.
+
+    Shares are cut on the host, one after another; no device holds more than its own. Tracers are cut in the trace.
+    """
+    target = abstract_placed_weights(config, placement, parallel)
+    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(weights))
+    slots = placement.physical_to_logical
+
+    def place(leaf: Any, wanted: Any) -> Any:
+        if not wanted.shape:
+            return leaf if is_traced else jax.device_put(np.asarray(leaf), wanted.sharding)
+        if is_traced:
+            return jax.lax.with_sharding_constraint(_in_slots(jnp, leaf, slots, wanted.shape), wanted.sharding)
+        host = np.asarray(leaf)
+
+        def share(index: Any) -> np.ndarray:
+            shape = tuple(len(range(*i.indices(n))) for i, n in zip(index, wanted.shape, strict=True))
+            part = host[:, *(slice(i.start, i.stop) for i in index[1:])]
+            return _in_slots(np, part, np.asarray(slots)[index[0]], shape)
+
+        return jax.make_array_from_callback(wanted.shape, wanted.sharding, share)
+
+    return jax.tree.map(place, weights, target)
+
+
+def _in_slots(module: Any, leaf: Any, slots: Any, shape: tuple[int, ...]) -> Any:
+    """Rows of ``leaf`` for slots, zeros in empty ones and in the padding of the other axes. module: np or jnp."""
+    rows = leaf[module.maximum(slots, 0)]
+    is_used = (slots >= 0).reshape(-1, *(1,) * (rows.ndim - 1))
+    rows = module.where(is_used, rows, module.zeros((), rows.dtype))
+    return module.pad(rows, [(0, wanted - found) for wanted, found in zip(shape, rows.shape, strict=True)])
+
+
+def assemble(
+    config: MoEConfig,
+    placement: Placement,
+    parallel: ParallelConfig,
+    read: Callable[[int, int], ExpertWeights],
+) -> ExpertWeights:
+    """Placed weights out of shares: ``read(expert rank, tensor rank)`` is asked once for each share that a device of
+    this process holds, and its NumPy or JAX arrays go to those devices before the next one is read.
+
+    Works under ``jax.distributed``, where a process has only its own shares.
+    """
+    target = abstract_placed_weights(config, placement, parallel)
+    structure = jax.tree.structure(target)
+    wanted = jax.tree.leaves(target)
+    by_share: dict[tuple[int, int], list[Any]] = {}
+    for device, ranks in device_ranks(parallel).items():
+        if device.process_index == jax.process_index():
+            by_share.setdefault(ranks, []).append(device)
+    pieces: list[list[jax.Array]] = [[] for _ in wanted]
+    for (expert_rank, tensor_rank), devices in sorted(by_share.items()):
+        leaves = jax.tree.leaves(read(expert_rank, tensor_rank))
+        for leaf, piece in zip(leaves, pieces, strict=True):
+            piece += [jax.device_put(leaf, device) for device in devices]
+        jax.block_until_ready([piece[-1] for piece in pieces])
+    arrays = [
+        jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, piece)
+        for leaf, piece in zip(wanted, pieces, strict=True)
+    ]
+    return structure.unflatten(arrays)
+
+
+def replace_experts(
+    weights: ExpertWeights, experts: Sequence[int], new: ExpertWeights, placement: Placement
+) -> ExpertWeights:
+    """Placed weights with all copies of some experts replaced; each device changes what it holds.
+
+    new: those experts in the order of ``experts``, in layout "plain".
+    """
+    held = np.asarray(placement.physical_to_logical)
+    slots = np.flatnonzero(np.isin(held, experts))
+    order = {expert: place for place, expert in enumerate(experts)}
+    source = np.asarray([order[expert] for expert in held[slots].tolist()])
+
+    def replace(leaf: jax.Array, fresh: Any) -> jax.Array:
+        rows = _in_slots(np, np.asarray(fresh), source, (slots.size, *leaf.shape[1:]))
+        pieces = []
+        for shard in leaf.addressable_shards:
+            first, last, _ = shard.index[0].indices(leaf.shape[0])
+            is_here = (slots >= first) & (slots < last)
+            part = rows[is_here][:, *shard.index[1:]]
+            pieces.append(shard.data.at[slots[is_here] - first].set(jax.device_put(part, shard.device)))
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
+
+    return jax.tree.map(replace, weights, new)
+
+
+def device_ranks(parallel: ParallelConfig) -> dict[Any, tuple[int, int]]:
+    """(rank on the expert axis, rank on the tensor axis) of every device of the mesh."""
+    names = parallel.mesh.axis_names
+
+    def rank(index: tuple[int, ...], axis: str | None) -> int:
+        return 0 if axis is None else index[names.index(axis)]
+
+    return {
+        device: (rank(index, parallel.expert_axis), rank(index, parallel.tensor_axis))
+        for index, device in np.ndenumerate(parallel.mesh.devices)
+    }
