@@ -233,12 +233,13 @@ class LayerLoader:
                         specs, leaf, part, tensor.name, shard, expert, is_act_and_mul=self._config.is_act_and_mul
                     )
                     steps += [Step(placement, shard, part) for placement in cast(tuple[Placement, ...], placements)]
+        online = OnlineExperts(self._method, self._config) if quantizes and not self._online else self._online
         is_deferred = self._copies is not None and not quantizes
-        if steps and not is_deferred:
+        is_checked_online = online is not None and online.checks_values and tensors[0].suffix == "weight"
+        if steps and not (is_deferred or is_checked_online):
             self._check_contents(tensors[0], array, specs)
         for step in steps:
             self._check_common(step, tensors[0].name)
-        online = OnlineExperts(self._method, self._config) if quantizes and not self._online else self._online
 
         # Nothing below fails.
         self._doubled += doubled
@@ -248,7 +249,7 @@ class LayerLoader:
             self._dtypes.setdefault(tensors[0].suffix, (array.dtype, tensors[0].name))
             if kind is not None and array is stored and quantizes is not None and decision is None:
                 self._decisions[kind] = Decision(steps[0].placement, steps[0].shard, steps[0].array.dtype)
-            self._store(steps, array, specs, tensors[0] if is_deferred else None)
+            self._store(steps, tensors[0], array, specs, is_deferred)
         return bool(steps)
 
     def _among_experts(self, tensor: ExpertTensor) -> ExpertTensor:
@@ -322,15 +323,20 @@ class LayerLoader:
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def _store(
-        self, steps: list[Step], array: np.ndarray, specs: Mapping[str, LeafSpec], unchecked: ExpertTensor | None
+        self,
+        steps: list[Step],
+        tensor: ExpertTensor,
+        array: np.ndarray,
+        specs: Mapping[str, LeafSpec],
+        is_deferred: bool,
     ) -> None:
-        """Quantize or copy. unchecked: the tensor whose values are still to be checked, by the thread that copies."""
+        """Quantize or copy. is_deferred: its values are still to be checked, by the thread that copies."""
         is_adopted = self._adopt(steps, array, specs)
         copies: list[tuple[np.ndarray, Step]] = []
         for step in steps:
             placement, spec = step.placement, specs[step.placement.leaf]
             if self._online and spec.kind == "weight":
-                self._quantize(step)
+                self._quantize(step, tensor.name)
             elif not is_adopted:
                 if placement.leaf not in self._buffers:
                     self._keep(placement.leaf, aligned_zeros(spec.shape, spec.dtype))
@@ -339,21 +345,21 @@ class LayerLoader:
         self._count_bytes()
 
         def copy() -> None:
-            if unchecked is not None and len(copies) == 1:
+            if is_deferred and len(copies) == 1:
                 ((buffer, step),) = copies
                 value, target = np.asarray(step.placement.value(step.array)), buffer[step.placement.index]
-                copy_checked(unchecked.name, value, target, specs[unchecked.leaf], self._method.scheme.weights)
+                copy_checked(tensor.name, value, target, specs[tensor.leaf], self._method.scheme.weights)
                 return
-            if unchecked is not None:
-                self._check_contents(unchecked, array, specs)
+            if is_deferred:
+                self._check_contents(tensor, array, specs)
             for buffer, step in copies:
                 step.placement.write(buffer, step.array)
 
         # What w1 and w3 have in common is compared when the second one comes, so it has to be there by then.
-        if self._copies is None or unchecked is None or any(step.placement.is_common for step in steps):
-            copy()
+        if self._copies is not None and is_deferred and not any(step.placement.is_common for step in steps):
+            self._copies.add(tensor.name, copy, array.nbytes)
         else:
-            self._copies.add(unchecked.name, copy, array.nbytes)
+            copy()
 
     def _keep(self, leaf: str, buffer: np.ndarray) -> None:
         self._buffers[leaf] = buffer
@@ -372,11 +378,11 @@ class LayerLoader:
         self._keep(leaf, array)
         return True
 
-    def _quantize(self, step: Step) -> None:
+    def _quantize(self, step: Step, name: str) -> None:
         array = step.array.copy() if step.array.flags.writeable else step.array
         experts = range(*step.placement.index[0].indices(self._config.num_experts))
         for expert, part in zip(experts, array.reshape(len(experts), *array.shape[-2:]), strict=True):
-            self._online.add(expert, step.shard, part)
+            self._online.add(expert, step.shard, part, name)
             self._count_bytes()
             self._online.quantize_if_complete(expert)
 
@@ -385,8 +391,8 @@ class LayerLoader:
 
     @property
     def is_spoiled(self) -> bool:
-        """Whether ``finish`` can only fail: something was doubled or has no place."""
-        return bool(self._doubled or self._unexpected)
+        """Whether ``finish`` can only fail: something was doubled, has no place, or was found damaged late."""
+        return bool(self._doubled or self._unexpected or (self._online and self._online.is_damaged))
 
     @property
     def staged_bytes(self) -> int:
@@ -413,6 +419,8 @@ class LayerLoader:
         self._check_open()
         if self._copies is not None:
             self._copies.finish()
+        if self._online is not None:
+            self._online.finish()
         self._check_complete()
         leaves = self._buffers | (self._online.leaves if self._online else {})
         processed = self._method.process_weights_after_loading(leaves, self._config)

@@ -4,6 +4,7 @@ import math
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -33,10 +34,12 @@ def check_scale_values(
     """
     if isinstance(scale, Tracer):
         return
-    values = np.asarray(scale)
     greatest = _F32_MAX / largest
-    if _are_plain(values, 1 / greatest if is_divisor else 0.0, greatest):
+    # On an accelerator two numbers are fetched instead of all scales, as long as nothing is wrong.
+    is_far = isinstance(scale, jax.Array) and any(device.platform != "cpu" for device in scale.devices())
+    if _are_plain(scale if is_far else np.asarray(scale), 1 / greatest if is_divisor else 0.0, greatest):
         return
+    values = np.asarray(scale)
     if values.dtype == np.uint8:
         bad = values > _greatest_exponent(greatest)
     elif values.dtype.itemsize == 1:  # by its bytes: float32 copies of all block scales would take half a layer
@@ -61,7 +64,7 @@ def check_scale_values(
     )
 
 
-def _are_plain(values: np.ndarray, least: float, greatest: float) -> bool:
+def _are_plain(values: Any, least: float, greatest: float) -> bool:
     """Whether all are finite, positive and in range, by maxima and minima alone; scales are an eighth of a layer."""
     if not values.size:
         return True

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from expert_tensors import BF16, PROJECTIONS, assert_same, config, frozen
 
-from moe_jax import Scheme
+from moe_jax import FusedMoE, Scheme
 from moe_jax.loading import LayerLoader
 from moe_jax.loading import _layer_loader as layer_loader
+from moe_jax.loading import _online as online
 from moe_jax.loading._online import OnlineExperts, _is_traceable
 from moe_jax.quantization import dequantize_tensor, method_for, online_scheme
 
@@ -104,6 +105,39 @@ def test_on_a_device_to_the_same_bits(monkeypatch, name, is_gated):
     on_host = load()
     monkeypatch.setattr(layer_loader, "OnlineExperts", lambda *args: OnlineExperts(*args, on_device=True))
     assert_same(load(), on_host)
+
+
+def test_a_device_finds_damage_late_and_by_name(monkeypatch):
+    """It looks while it quantizes; nothing can be made of the layer then, and a layer that loads it starts over."""
+    monkeypatch.setattr(layer_loader, "OnlineExperts", lambda *args: OnlineExperts(*args, on_device=True))
+    good, name = tensors(), "experts.0.up_proj.weight"
+    damaged = good[name].copy()
+    damaged[3, 5] = np.inf
+    loader = LayerLoader(config("fp8_channel", **SIZES))
+    loader.load((good | {name: damaged}).items())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"{name}: 1 values are NaN or infinite, the first at \(3, 5\)"):
+            loader.finish()
+    assert loader.is_spoiled
+
+    layer = FusedMoE(NUM, H, INTER, top_k=1, scheme="fp8_channel")
+    layer.load_weights((good | {name: damaged}).items())
+    with pytest.raises(ValueError, match=name):
+        layer.process_weights_after_loading()
+    layer.load_weights(good.items())
+    layer.process_weights_after_loading()
+
+
+def test_what_is_in_flight_is_bounded(monkeypatch):
+    monkeypatch.setattr(online, "_IN_FLIGHT_BYTES", 0)
+    experts = OnlineExperts(method_for("fp8_channel"), config("fp8_channel", **SIZES), on_device=True)
+    shards = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for name, tensor in tensors().items():
+        _, expert, projection, _ = name.split(".")
+        experts.add(int(expert), shards[projection], tensor, name)
+        assert 0 < experts.pending_bytes <= 3 * H * INTER * 2
+        experts.quantize_if_complete(int(expert))
+    assert experts.pending_bytes == 0
 
 
 def test_a_method_in_numpy_stays_on_the_host():
