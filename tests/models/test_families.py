@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -311,6 +312,12 @@ def test_gpt_oss_halves_that_cannot_be_told(copied, version, is_doubtful):
         warnings.simplefilter("always")
         load(directory, 0)
     assert [str(w.message).count("took the first half") for w in caught] == [1] * is_doubtful
+
+
+def test_the_family_file_shown_in_the_guide_is_the_package_s():
+    root = Path(__file__).parents[2]
+    shown = (root / "docs/models.md").read_text().partition("```python\n")[2].partition("```")[0]
+    assert shown == (root / "moe_jax/models/olmoe.py").read_text()
 
 
 def test_families_have_one_shape():
