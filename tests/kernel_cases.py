@@ -143,6 +143,12 @@ PACKED: dict[str, dict[str, Any]] = {
     "mxfp4 2880": dict(n=2880, k=2880, fmt=PackedFormat("e2m1", scale="e8m0", group_size=32), **_CHANNEL),
     "mxfp8": dict(fmt=PackedFormat("e4m3", scale="e8m0", group_size=32), **_CHANNEL),
     "int4 to int8 g128": dict(fmt=PackedFormat("int4", "int8", **_GROUPS), lhs_scale="row", **_SCALE16),
+    "int4 to int8 g64, zero points": dict(
+        fmt=PackedFormat("int4", "int8", "group", 64, True), lhs_scale="row", **_SCALE16
+    ),
+    "int4 to int8 channel, zero points": dict(
+        fmt=PackedFormat("int4", "int8", has_zero_point=True), lhs_scale="row", **_CHANNEL
+    ),
     "int4 to int8 channel": dict(fmt=PackedFormat("int4", "int8"), lhs_scale="row", **_CHANNEL),
     "int4 to e4m3 g128": dict(fmt=PackedFormat("int4", "float8_e4m3fn", **_GROUPS), lhs_scale="row", **_SCALE16),
 }
@@ -225,6 +231,8 @@ def align_cases() -> Iterator[Case]:
     for pairs, experts, block_m in ((8, 128, 64), (512, 128, 64), (65536, 256, 128), (16384, 8, 128), (100, 300, 16)):
         desc = AlignDesc(pairs, experts, block_m, row_capacity(pairs, experts, block_m))
         yield Case(f"align {pairs} to {experts}", align_sm90(desc, choose_align(desc)), (((pairs,), "int32"),))
+    shard = AlignDesc(512, 32, 64, row_capacity(512, 32, 64), has_offset=True)
+    yield Case("align of a shard", align_sm90(shard, choose_align(shard)), (((512,), "int32"), ((1,), "int32")))
 
 
 ROUTERS = {
@@ -257,6 +265,10 @@ def route_cases() -> Iterator[Case]:
                 pairs = tokens * desc.top_k
                 tiles = AlignDesc(pairs, desc.num_experts, 64, row_capacity(pairs, desc.num_experts, 64))
                 yield Case(f"route_and_align {name}", route_and_align_sm90(desc, config, tiles), tuple(shapes))
+                if name == "softmax 128":
+                    tiles = AlignDesc(pairs, 32, 64, row_capacity(pairs, 32, 64), has_offset=True)
+                    kernel = route_and_align_sm90(desc, config, tiles)
+                    yield Case("route_and_align of a shard", kernel, (*shapes, ((1,), "int32")))
             else:
                 yield Case(f"route {name}", route_sm90(desc, config), tuple(shapes))
 

@@ -35,12 +35,15 @@ def align(
     num_experts: int,
     block_m: int,
     *,
+    group_offset: Any = None,
     config: AlignConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> TileMap:
     """Give every routed (token, slot) a row: rows grouped by expert, each group padded to whole tiles of block_m rows.
 
-    topk_ids: (T, top_k) int32; an id outside [0, num_experts) is not routed. The number of rows Mp is ``row_capacity``,
+    topk_ids: (T, top_k) int32; an id outside [0, num_experts) is not routed. group_offset: () int32, which may live on
+    the device: the id of the first of the num_experts experts, where they are a shard of more; ids of other shards are
+    not routed and cost nothing. The number of rows Mp is ``row_capacity``,
     whatever the ids are. Inside a group the order of rows is unspecified and may differ between implementations and
     calls. Raises ValueError or TypeError for a wrong call, NotImplementedError when no implementation can run it.
     """
@@ -49,8 +52,9 @@ def align(
     if num_experts < 1 or block_m < 1:
         raise ValueError(f"num_experts={num_experts} and block_m={block_m} must both be at least 1")
     pairs = topk_ids.size
-    desc = AlignDesc(pairs, num_experts, block_m, row_capacity(pairs, num_experts, block_m))
-    flat = topk_ids.reshape(-1)
+    rows = row_capacity(pairs, num_experts, block_m)
+    desc = AlignDesc(pairs, num_experts, block_m, rows, has_offset=group_offset is not None)
+    operands = [topk_ids.reshape(-1), *as_operands(group_offset)]
 
     def mosaic():
         hopper_sms()
@@ -60,7 +64,17 @@ def align(
 
         from pallas_kernels.align.kernel_sm90 import align_sm90  # here: importing it loads Pallas
 
-        return dict(zip(OUTPUTS, align_sm90(desc, chosen)(flat), strict=True))
+        return dict(zip(OUTPUTS, align_sm90(desc, chosen)(*operands), strict=True))
 
-    found = first_that_runs("align", dict(mosaic=mosaic, reference=lambda: align_ref(desc, flat)), implementation)
+    found = first_that_runs("align", dict(mosaic=mosaic, reference=lambda: align_ref(desc, *operands)), implementation)
     return TileMap(**dict(found, row_of=found["row_of"].reshape(topk_ids.shape)))
+
+
+def as_operands(group_offset: Any) -> list[jax.Array]:
+    """The offset as the kernels take it, (1,) int32, or nothing. Raises ValueError for another kind."""
+    if group_offset is None:
+        return []
+    offset = jnp.asarray(group_offset, jnp.int32) if isinstance(group_offset, int) else group_offset
+    if offset.shape != () or offset.dtype != jnp.int32:
+        raise ValueError(f"group_offset is {offset.dtype}{offset.shape}, expected int32 ()")
+    return [offset.reshape(1)]

@@ -9,12 +9,16 @@ MAX_WARPGROUPS = 8  # 1024 threads, the most a block has
 
 @dataclasses.dataclass(frozen=True)
 class AlignDesc:
-    """Static description: num_pairs = T * top_k ids of num_experts experts; num_rows rows in tiles of block_m."""
+    """Static description: num_pairs = T * top_k ids of num_experts experts; num_rows rows in tiles of block_m.
+
+    has_offset: the id of the first expert is given, as on the shards of an expert-parallel layer.
+    """
 
     num_pairs: int
     num_experts: int
     block_m: int
     num_rows: int
+    has_offset: bool = False
 
     @property
     def num_tiles(self) -> int:

@@ -25,10 +25,10 @@ from pallas_kernels.common import mosaic, simt, sm90
 _TOGETHER = 8  # pairs a thread has in flight
 
 
-def align_sm90(desc: AlignDesc, config: AlignConfig) -> Callable[[Any], list[Any]]:
-    """The kernel: ids (P,) int32 -> ``OUTPUTS``, flat. config must pass config_error."""
+def align_sm90(desc: AlignDesc, config: AlignConfig) -> Callable[..., list[Any]]:
+    """The kernel: (ids (P,) int32, [offset (1,) int32]) -> ``OUTPUTS``, flat. config must pass config_error."""
     return plgpu.kernel(
-        functools.partial(align_pairs, desc, config),
+        functools.partial(_kernel, desc, config),
         out_type=align_outputs(desc),
         grid=(1,),
         grid_names=("block",),
@@ -51,8 +51,18 @@ def align_scratch(desc: AlignDesc) -> dict[str, Any]:
     return dict(counts=plgpu.SMEM((experts,), jnp.int32), ends=plgpu.SMEM((experts,), jnp.int32))
 
 
-def align_pairs(desc: AlignDesc, config: AlignConfig, ids: Any, *outputs: Any, counts: Any, ends: Any) -> None:
-    """The work of one block of config.num_warpgroups warpgroups. ids: (P,) int32 in global memory."""
+def _kernel(desc: AlignDesc, config: AlignConfig, ids: Any, *refs: Any, **scratch: Any) -> None:
+    offset, outputs = (refs[0], refs[1:]) if desc.has_offset else (None, refs)
+    align_pairs(desc, config, ids, offset, *outputs, **scratch)
+
+
+def align_pairs(
+    desc: AlignDesc, config: AlignConfig, ids: Any, offset: Any, *outputs: Any, counts: Any, ends: Any
+) -> None:
+    """The work of one block of config.num_warpgroups warpgroups. ids: (P,) int32, offset: (1,) int32 or None, both in
+    global memory.
+    """
+    first_expert = None if offset is None else offset[0]
     row_of, group_sizes, tile_expert, tile_rows, num_tiles = outputs
     thread = simt.thread_index()
     threads = config.num_warpgroups * sm90.WARPGROUP
@@ -75,6 +85,8 @@ def align_pairs(desc: AlignDesc, config: AlignConfig, ids: Any, *outputs: Any, c
         def step(i, _):
             pairs = [thread + (i * together + j) * threads for j in range(together)]
             owners = [simt.load(ids, pair, pair < desc.num_pairs, -1) for pair in pairs]
+            if first_expert is not None:
+                owners = [owner - first_expert for owner in owners]
             body(pairs, owners, [(owner >= 0) & (owner < experts) for owner in owners])
             return 0
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from pallas_kernels.align.config import AlignDesc
 
 
-def align_ref(desc: AlignDesc, ids: Any) -> dict[str, Any]:
-    """What ``align`` computes, rows of an expert in the order of the pairs. ids: (P,) int32."""
+def align_ref(desc: AlignDesc, ids: Any, offset: Any = None) -> dict[str, Any]:
+    """What ``align`` computes, rows of an expert in the order of the pairs. ids: (P,) int32; offset: (1,) int32."""
+    ids = ids if offset is None else ids - offset
     is_routed = (ids >= 0) & (ids < desc.num_experts)
     expert = jnp.where(is_routed, ids, desc.num_experts)
     sizes = jnp.zeros(desc.num_experts, jnp.int32).at[expert].add(1, mode="drop")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.align import TileMap, align
+from pallas_kernels.align.api import as_operands
 from pallas_kernels.align.config import OUTPUTS, AlignConfig, AlignDesc, row_capacity
 from pallas_kernels.align.config import config_error as align_error
 from pallas_kernels.common.device import hopper_sms
@@ -80,26 +81,34 @@ def route_and_align(
     num_groups: int = 0,
     groups_kept: int = 0,
     token_mask: Any = None,
+    num_local_experts: int | None = None,
+    group_offset: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Routed:
     """``route`` followed by ``align`` in tiles of block_m rows: one launch for up to 64 tokens, else two.
 
-    Arguments and errors as there. Masked tokens get no row.
+    Arguments and errors as there. Masked tokens get no row. num_local_experts, group_offset: the experts that get rows
+    are this many from the offset on, where the others live on other shards; None for all. Ids stay global.
     """
     options = (scoring, renormalize, scale, bias, num_groups, groups_kept, token_mask)
     desc, operands = _describe(logits, top_k, *options)
-    num_tokens, num_experts = logits.shape
+    num_tokens = logits.shape[0]
+    if (num_local_experts is None) != (group_offset is None):
+        raise ValueError("num_local_experts and group_offset go together")
+    num_experts = num_local_experts or logits.shape[1]
 
     def apart(implementation: str) -> Routed:
         names = ("scoring", "renormalize", "scale", "bias", "num_groups", "groups_kept", "token_mask")
         chosen: dict[str, Any] = dict(zip(names, options, strict=True))
         weights, ids = route(logits, top_k, implementation=implementation, **chosen)
-        return Routed(weights, ids, align(ids, num_experts, block_m, implementation=implementation))
+        tiles = align(ids, num_experts, block_m, group_offset=group_offset, implementation=implementation)
+        return Routed(weights, ids, tiles)
 
     def mosaic():
         hopper_sms()
         pairs = num_tokens * top_k
-        tiles = AlignDesc(pairs, num_experts, block_m, row_capacity(pairs, num_experts, block_m))
+        rows = row_capacity(pairs, num_experts, block_m)
+        tiles = AlignDesc(pairs, num_experts, block_m, rows, has_offset=group_offset is not None)
         config = choose_config(desc, in_one_block=True)
         if reason := config_error(desc, config) or align_error(tiles, AlignConfig(config.num_warpgroups)):
             raise NotImplementedError(reason)
@@ -108,7 +117,7 @@ def route_and_align(
 
         from pallas_kernels.route.kernel_sm90 import route_and_align_sm90  # here: importing it loads Pallas
 
-        weights, ids, *found = route_and_align_sm90(desc, config, tiles)(*operands)
+        weights, ids, *found = route_and_align_sm90(desc, config, tiles)(*operands, *as_operands(group_offset))
         found = dict(zip(OUTPUTS, found, strict=True))
         weights, ids, found["row_of"] = (a.reshape(-1, top_k) for a in (weights, ids, found["row_of"]))
         return Routed(weights, ids, TileMap(**found))

@@ -42,7 +42,7 @@ def route_sm90(desc: RouteDesc, config: RouteConfig) -> Callable[..., Any]:
 
 
 def route_and_align_sm90(desc: RouteDesc, config: RouteConfig, align: AlignDesc) -> Callable[..., Any]:
-    """The kernel: operands of ``route_sm90`` -> (weights, ids, *align.OUTPUTS), by one block."""
+    """The kernel: operands of ``route_sm90``, [offset (1,) int32] -> (weights, ids, *align.OUTPUTS), by one block."""
     return plgpu.kernel(
         functools.partial(_fused_kernel, desc, config, align),
         out_type=[*_outputs(desc), *align_outputs(align)],
@@ -66,9 +66,11 @@ def _route_kernel(desc: RouteDesc, config: RouteConfig, *refs: Any) -> None:
 
 def _fused_kernel(desc: RouteDesc, config: RouteConfig, align: AlignDesc, *refs: Any, **scratch: Any) -> None:
     given = 1 + desc.has_bias + desc.has_mask
-    route_tokens(desc, config, refs[: given + 2], jnp.int32(0))
+    offset = refs[given] if align.has_offset else None
+    weights, ids, *outputs = refs[given + align.has_offset :]
+    route_tokens(desc, config, (*refs[:given], weights, ids), jnp.int32(0))
     simt.barrier()
-    align_pairs(align, AlignConfig(config.num_warpgroups), refs[given + 1], *refs[given + 2 :], **scratch)
+    align_pairs(align, AlignConfig(config.num_warpgroups), ids, offset, *outputs, **scratch)
 
 
 def route_tokens(desc: RouteDesc, config: RouteConfig, refs: Sequence[Any], block: Any) -> None:

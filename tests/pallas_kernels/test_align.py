@@ -27,9 +27,26 @@ ROUTINGS = {
 }
 
 
-def run(ids, num_experts, block_m, implementation, config=None):
-    call = jax.jit(lambda ids: align(ids, num_experts, block_m, implementation=implementation, config=config))
-    return call(jnp.asarray(ids, jnp.int32))
+def run(ids, num_experts, block_m, implementation, config=None, offset=None):
+    options = dict(implementation=implementation, config=config)
+    call = jax.jit(lambda ids, offset: align(ids, num_experts, block_m, group_offset=offset, **options))
+    return call(jnp.asarray(ids, jnp.int32), None if offset is None else jnp.int32(offset))
+
+
+def check_shards(implementation):
+    """Four shards of five experts: each sees its own pairs alone, whatever the ids of the others are."""
+    ids = np.concatenate([RNG.integers(0, 20, (60, 3)), [[-1, 20, 2**31 - 1], [-(2**31), 19, 0]]])
+    rows = 0
+    for offset in (0, 5, 10, 15):
+        local = np.where((ids >= offset) & (ids < offset + 5), ids - offset, -1)
+        tiles = run(ids, 5, 16, implementation, offset=offset)
+        check_tiles(local, 5, 16, tiles)
+        rows += int(tiles.group_sizes.sum())
+    assert rows == ((ids >= 0) & (ids < 20)).sum()
+
+
+def test_shards_of_experts():
+    check_shards("reference")
 
 
 @pytest.mark.parametrize("block_m", [1, 16])
@@ -47,6 +64,8 @@ def test_wrong_calls():
         align(ids.astype(jnp.int16), 3, 16)
     with pytest.raises(ValueError, match="block_m=0"):
         align(ids, 3, 0)
+    with pytest.raises(ValueError, match=r"group_offset is int32\(1,\), expected int32 \(\)"):
+        align(ids, 3, 16, group_offset=jnp.zeros(1, jnp.int32))
     with pytest.raises(NotImplementedError, match="mosaic: needs a Hopper GPU"):
         align(ids, 3, 16, implementation="mosaic")
 
@@ -82,3 +101,8 @@ def test_gpu(routing, block_m):
 def test_gpu_sizes(shape, num_experts):
     ids = np.random.default_rng(1).integers(0, num_experts, shape)
     check_tiles(ids, num_experts, 128, run(ids, num_experts, 128, "mosaic"))
+
+
+@pytest.mark.gpu
+def test_gpu_shards_of_experts():
+    check_shards("mosaic")

@@ -85,15 +85,20 @@ def run(name, tokens, implementation, seed=0):
     judge(z, top_k, bias, mask, options, *call(z, arrays))
 
 
-def run_aligned(name, tokens, implementation, block_m=16):
+def run_aligned(name, tokens, implementation, block_m=16, shard=None):
+    """shard: (number of experts, first of them) whose rows are wanted, or None for all."""
     z, top_k, bias, mask, options = make(name, tokens, seed=1)
     arrays = jax.tree.map(jnp.asarray, dict(bias=bias, token_mask=mask))
-    call = jax.jit(
-        lambda z, arrays: route_and_align(z, top_k, block_m, implementation=implementation, **arrays, **options)
-    )
-    routed = call(z, arrays)
+    num_local, offset = shard or (None, None)
+    arrays |= dict(group_offset=None if offset is None else jnp.int32(offset))
+    static = dict(options, implementation=implementation, num_local_experts=num_local)
+    routed = jax.jit(lambda z, arrays: route_and_align(z, top_k, block_m, **arrays, **static))(z, arrays)
     judge(z, top_k, bias, mask, options, routed.weights, routed.ids)
-    check_tiles(routed.ids, z.shape[1], block_m, routed.tiles)
+    ids = np.asarray(routed.ids)
+    if shard is not None:
+        ids = np.where((ids >= offset) & (ids < offset + num_local), ids - offset, -1)
+        assert (ids >= 0).any()
+    check_tiles(ids, num_local or z.shape[1], block_m, routed.tiles)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -103,6 +108,7 @@ def test_reference(name, quick_compilation):
 
 def test_reference_aligned(quick_compilation):
     run_aligned("softmax 512, top 16, masked", 9, "reference")
+    run_aligned("softmax 128", 9, "reference", shard=(32, 64))
 
 
 def test_wrong_calls():
@@ -119,6 +125,8 @@ def test_wrong_calls():
         route(z, 2, token_mask=jnp.zeros(4, jnp.int32))
     with pytest.raises(ValueError, match="no equal groups"):
         route(z, 2, num_groups=3, groups_kept=1)
+    with pytest.raises(ValueError, match="num_local_experts and group_offset go together"):
+        route_and_align(z, 2, 8, num_local_experts=4)
     with pytest.raises(ValueError, match="groups_kept=1 of 4 groups hold 2 experts, top_k is 3"):
         route(z, 3, num_groups=4, groups_kept=1)
     for call in (
@@ -156,3 +164,10 @@ def test_lowers_for_cuda(case):
 def test_gpu(name, tokens):
     run(name, tokens, "mosaic", seed=tokens)
     run_aligned(name, tokens, "mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [5, 1001])
+def test_gpu_shard_of_experts(tokens):
+    run_aligned("softmax 128", tokens, "mosaic", shard=(32, 64))
+    run_aligned("softmax 512, top 16, masked", tokens, "mosaic", shard=(128, 384))
