@@ -43,8 +43,14 @@ def _operand(weights: QuantFormat, activations: QuantFormat | None, dtype: str) 
     if activations.scale in ("e4m3", "e8m0"):
         # bfloat16 holds an activation rounded to the grid exactly.
         return "bfloat16" if weights.scale == activations.scale else None
-    is_narrow = not weights.element_type.is_float and weights.element_type.bits <= 4 and weights.symmetric
-    if is_narrow and activations.symmetric and activations.strategy is Strategy.TOKEN and not activations.amax_bound:
+    is_narrow = not weights.element_type.is_float and weights.element_type.bits <= 4
+    if (
+        is_narrow
+        and (weights.symmetric or activations.element == "int8")
+        and activations.symmetric
+        and activations.strategy is Strategy.TOKEN
+        and not activations.amax_bound
+    ):
         return {"int8": "int8", "e4m3": "float8_e4m3fn"}.get(activations.element)
     return None
 

@@ -39,6 +39,8 @@ KINDS: dict[str, tuple[PackedFormat, str | None, bool]] = {
     "w4a8 int8 channel": (PackedFormat("int4", "int8"), None, True),
     "w4a8 int8 g128": (PackedFormat("int4", "int8", "group", 128), "float32", False),
     "w4a8 int8 g64": (PackedFormat("int4", "int8", "group", 64), "bfloat16", False),
+    "w4a8 int8 g128 asym": (PackedFormat("int4", "int8", "group", 128, True), "bfloat16", False),
+    "w4a8 int8 channel asym": (PackedFormat("int4", "int8", has_zero_point=True), None, True),
     "w4a8 fp8 g128": (PackedFormat("int4", "float8_e4m3fn", "group", 128), "bfloat16", False),
     "w4a8 fp8 channel": (PackedFormat("int4", "float8_e4m3fn"), None, True),
     "nvfp4": (PackedFormat("e2m1", scale="e4m3", group_size=16), None, True),

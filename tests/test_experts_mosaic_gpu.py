@@ -25,7 +25,13 @@ pytestmark = pytest.mark.gpu
 
 # Beside the named schemes: every bit width, containers, zero points, act-order.
 OTHERS = ("w4a16_g32_asym_unpacked", "w3a16_channel_asym", "w5a16_g32", "w8a16_g64_asym", "w4a8_int8_g64_packed")
-OTHERS += ("w4a16_g64_actorder", "w4a16_g32_asym_actorder", "w4a8_int8_actorder")
+OTHERS += (
+    "w4a16_g64_actorder",
+    "w4a16_g32_asym_actorder",
+    "w4a8_int8_actorder",
+    "w4a8_int8_asym",
+    "w4a8_int8_channel_asym",
+)
 
 
 def has_kernels(name, dtype="bfloat16"):

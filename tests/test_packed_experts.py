@@ -23,8 +23,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PACKED = [name for name, scheme in SCHEMES.items() if packed_format(scheme, "bfloat16") is not None]
 PACKED += ["w4a16_g32_asym_unpacked", "w4a8_int8_g64_packed", "w3a16_channel_asym", "w5a16_g32"]
-PACKED += ["w4a16_g32_asym_actorder", "w4a8_int8_g64_actorder"]
+PACKED += ["w4a16_g32_asym_actorder", "w4a8_int8_g64_actorder", "w4a8_int8_g64_asym", "w3a8_int8_channel_asym"]
 USUAL = ("nvfp4_modelopt", "w4a16_g32_asym", "w4a8_int8", "w4a16_g32_asym_actorder", "w4a8_int8_g64_actorder")
+USUAL += ("w4a8_int8_g64_asym",)
 EVERY = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in PACKED]
 
 
@@ -83,7 +84,7 @@ def test_explain_names_what_no_kernel_serves():
 
 
 def test_what_has_no_packed_layout_is_refused():
-    for scheme in ("bf16", "w8a8_int8_channel_asym", "fp8_channel"):
+    for scheme in ("bf16", "w8a8_int8_channel_asym", "fp8_channel", "w4a8_fp8_asym"):
         config = cases.make_config(scheme, dtype="bfloat16")
         with pytest.raises(NotImplementedError, match=f"scheme '{scheme}' in bfloat16 has no packed layout"):
             pack_experts(method_for(scheme).abstract_weights(config), config)

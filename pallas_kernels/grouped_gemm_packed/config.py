@@ -57,8 +57,10 @@ class PackedDesc:
             return f"K={self.k}: x must come in whole blocks of {self.fmt.block_k} columns"
         if self.n % 8 or self.n * jnp.dtype(self.out_dtype).itemsize % 32:
             return f"N={self.n}: a row of the {self.out_dtype} output must be a multiple of 32 bytes and N of 8"
-        if self.fmt.is_8bit and (self.fmt.element != "int4" or self.fmt.has_zero_point):
-            return f"{self.fmt.operand} activations go with symmetric int4 weights, found {self.fmt.element}"
+        if self.fmt.is_8bit and self.fmt.element != "int4":
+            return f"{self.fmt.operand} activations go with int4 weights, found {self.fmt.element}"
+        if self.fmt.operand == "float8_e4m3fn" and self.fmt.has_zero_point:
+            return "float8_e4m3fn activations go with symmetric int4 weights; zero points with int8 and 16 bits"
         if self.fmt.operand == "int8" and self.k > 1 << 17:
             return f"K={self.k}: sums of int8 by 16 times int4 stay in 32 bits up to 131072"
         if self.fmt.is_8bit and self.fmt.scale == "group" and (self.fmt.group_size or 0) % 64:

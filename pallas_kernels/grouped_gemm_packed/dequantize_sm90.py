@@ -42,7 +42,7 @@ def load_block(
         del ctx
         thread = _lane()
         words = _words(fmt, block, thread)
-        per_group = [_per_channel(vector, thread, rows) for vector in vectors]
+        per_group = [_per_channel(fmt, vector, thread, rows) for vector in vectors]
         offset = per_group.pop(0) if zeros is not None else None
         factor = per_group.pop(0) if scales is not None else _block_scales(fmt, block, thread)
         registers = [np.empty(layout.registers_shape((BLOCK_N, width)), dtype=object) for _ in result]
@@ -117,20 +117,21 @@ def _block_scales(fmt: PackedFormat, block: Any, thread: Any) -> Callable[[int, 
     return power
 
 
-def _per_channel(vector: Any, thread: Any, rows: tuple[int, ...]) -> Callable[[int, int], Any]:
-    """(step of K, half of the rows) -> the channel's number in both halves of a register."""
+def _per_channel(fmt: PackedFormat, vector: Any, thread: Any, rows: tuple[int, ...]) -> Callable[[int, int], Any]:
+    """(step of K, half of the rows) -> the channel's number in all parts of a register."""
     pointer = mgpu.utils.memref_ptr(vector)
     warp, row = arith.shrui(thread, _constant(5)), arith.andi(arith.shrui(thread, _constant(2)), _constant(7))
     channel = arith.addi(arith.muli(warp, _constant(16)), row)
-    i16 = ir.IntegerType.get_signless(16)
+    bits, spread = (8, 0) if fmt.is_8bit else (16, 0x1010)
+    kind = ir.IntegerType.get_signless(bits)
     made: dict[tuple[int, int], Any] = {}
 
     def number(q, row_half):
         key = (rows[q], row_half)
         if key not in made:
             at = arith.addi(channel, _constant(BLOCK_N * rows[q] + 8 * row_half))
-            loaded = llvm.load(i16, _element(pointer, at, i16), alignment=2)
-            made[key] = _asm([arith.extui(_i32(), loaded)], "prmt.b32 $0, $1, 0, 0x1010;")
+            loaded = llvm.load(kind, _element(pointer, at, kind), alignment=bits // 8)
+            made[key] = _asm([arith.extui(_i32(), loaded)], f"prmt.b32 $0, $1, 0, {spread:#x};")
         return made[key]
 
     return number
@@ -188,8 +189,14 @@ def _from_e4m3(operand: str, word: Any, pair: int, offset: Any) -> Any:
 
 
 def _to_int8(operand: str, word: Any, part: int, offset: Any) -> Any:
-    """Nibbles at the top of their bytes: 16 times the value."""
-    del operand, offset
+    """Nibbles at the top of their bytes: 16 times the value. With zero points unsigned codes less theirs, -15 to 15,
+    byte by byte, where 128 keeps each difference from borrowing.
+    """
+    del operand
+    if offset is not None:
+        word = _asm([word], "shr.u32 $0, $1, 4;") if not part else word
+        high = _asm([word], "lop3.b32 $0, $1, 0x0F0F0F0F, 0x80808080, 0xEA;")
+        return _asm([high, offset], "{ .reg .b32 t; sub.u32 t, $1, $2; xor.b32 $0, t, 0x80808080; }")
     return _asm(
         [word], f"{{ .reg .b32 t; {'shl.b32 t, $1, 4;' if part else 'mov.b32 t, $1;'} and.b32 $0, t, 0xF0F0F0F0; }}"
     )

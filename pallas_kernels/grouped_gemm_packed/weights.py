@@ -79,8 +79,9 @@ def pack(
         ones = xp.ones((*codes.shape[:-1],), xp.float32) if channel_scale is None else channel_scale
         channel_scale = ones * xp.float32(2.0 ** -_SHIFT[fmt.element, fmt.scale])
     filler = 8 if fmt.element == "int4" else 0
-    if fmt.is_8bit:  # two's complement, and 16 times the value to int8 operands
-        codes, filler = codes ^ xp.uint8(8), 0
+    if fmt.is_8bit:
+        if not fmt.has_zero_point:  # two's complement
+            codes, filler = codes ^ xp.uint8(8), 0
         scale, channel_scale = (_times(value, 1 / operand_unit(fmt)) for value in (scale, channel_scale))
     padded = pad_to(pad_to(codes, -1, fmt.block_k, filler), -2, BLOCK_N, filler)
     words = blocks.pack_words(padded, fmt)
@@ -118,7 +119,7 @@ def unpack(weights: PackedWeights) -> dict[str, Any]:
     codes = blocks.unpack_words(flat[..., :split], fmt)[..., : weights.n, : weights.k]
     if fmt.element == "int8":
         codes = codes ^ xp.uint8(128)
-    if fmt.is_8bit:
+    if fmt.is_8bit and not fmt.has_zero_point:
         codes = codes ^ xp.uint8(8)
     channel_scale = _times(weights.channel_scale, operand_unit(fmt))
     if channel_scale is not None:
@@ -144,7 +145,7 @@ def unpack(weights: PackedWeights) -> dict[str, Any]:
 
 def operand_unit(fmt: PackedFormat) -> float:
     """What one is as an operand of 8 bits; scales are stored divided by it."""
-    return 16.0 if fmt.operand == "int8" else 1.0
+    return 16.0 if fmt.operand == "int8" and not fmt.has_zero_point else 1.0
 
 
 def _times(array: Any, factor: float) -> Any:

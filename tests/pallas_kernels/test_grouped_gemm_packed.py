@@ -159,6 +159,8 @@ def _instruction(op: str, a: Any, b: Any = None, c: Any = None, d: Any = None) -
                     (source >> (np.uint64(8) * index) & np.uint64(255)).astype(np.uint32) << np.uint32(8 * byte)
                 )
             return out
+        case "sub" if op == "sub.u32":
+            return a - b
         case "sub" | "mul":
             dtype = ml_dtypes.bfloat16 if "bf16" in op else np.float16
             pair = [
@@ -225,6 +227,14 @@ def test_conversions_to_8_bits(operand, on_numpy):
         np.testing.assert_array_equal(in_registers(value, jnp.dtype(operand)), expected)
 
 
+def test_conversion_with_zero_points_to_8_bits(on_numpy):
+    words, codes = words_with_codes(PackedFormat("int4", "int8", has_zero_point=True))
+    zero = np.random.default_rng(3).integers(0, 16, len(words)).astype(np.uint32)
+    for part in range(2):
+        value = dequantize_sm90._to_int8("int8", words, part, zero * np.uint32(0x01010101))
+        np.testing.assert_array_equal(in_registers(value, np.int8), codes[:, part] - zero[:, None].astype(np.float64))
+
+
 # The reference.
 
 run_reference = jax.jit(
@@ -245,6 +255,7 @@ def check_reference(kind, problem):
 REFERENCE_KINDS = (
     *("int4 channel asym", "int4 g32", "int4 g32 asym f16", "int8 g64 asym", "e4m3 g128"),
     *("nvfp4", "mxfp4", "mxfp8", "w4a8 int8 g128", "w4a8 fp8 channel"),
+    *("w4a8 int8 g128 asym", "w4a8 int8 channel asym"),
 )
 
 
@@ -351,12 +362,13 @@ def test_shared_memory_is_not_underestimated():
         (dict(n=500), {}, "multiple of 32 bytes"),
         (dict(fmt=PackedFormat("e2m1", "float16", "e4m3", 16)), {}, "only bfloat16 holds their scales"),
         (dict(fmt=PackedFormat("int4", scale="group", group_size=48)), {}, "groups of 48"),
-        (dict(fmt=PackedFormat("int8", "int8")), {}, "go with symmetric int4"),
+        (dict(fmt=PackedFormat("int8", "int8")), {}, "int8 activations go with int4 weights"),
+        (dict(fmt=PackedFormat("int4", "float8_e4m3fn", has_zero_point=True)), {}, "zero points with int8 and 16 bits"),
         (dict(fmt=PackedFormat("int4", "int8"), k=1 << 18), {}, "stay in 32 bits"),
         (dict(activation=Activation("gelu"), halves=2), {}, "erf has no layout rule"),
         (dict(rows=1000), {}, "not a multiple of block_m"),
-        ({}, dict(block_m=24), "is not one of"),
-        ({}, dict(num_consumers=3), "is not one of"),
+        ({}, dict(block_m=40), "is not one of"),
+        ({}, dict(num_consumers=5), "is not one of"),
         ({}, dict(step_blocks=3), "do not divide K=512"),
         (dict(k=960), dict(step_blocks=3), "do not fit each other"),
         ({}, dict(block_m=128), "registers of sums"),
