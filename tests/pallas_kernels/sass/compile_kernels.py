@@ -1,6 +1,6 @@
 """Compile every Hopper kernel to SASS for an H200, without a GPU, and print what ptxas made of it as JSON lines.
 
-    python compile_kernels.py [--prefix NAME] [--every N]    cases whose names start so; each N-th of them
+    python compile_kernels.py [--prefix NAME] [--every N [--start I]]    cases whose names start so; each N-th, from I on
 
 Runs in an environment of its own (``make test-sass``): jax with its CUDA plugin, ptxas, libdevice and nvdisasm, but no
 driver, no cuDNN, no cuBLAS. A compile-only topology made from a text description stands for the machine.
@@ -52,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefix", default="")
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--start", type=int, default=0)
     options = parser.parse_args()
     dump = tempfile.mkdtemp(prefix="sass_")
     os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin complains about cuDNN otherwise
@@ -66,7 +67,8 @@ def main() -> None:
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     seen: set[str] = set()
-    for case in [case for case in all_cases() if case.name.startswith(options.prefix)][:: options.every]:
+    wanted = [case for case in all_cases() if case.name.startswith(options.prefix)]
+    for case in wanted[options.start :: options.every]:
         arguments = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in case.shapes]
         try:
             jax.jit(case.function).lower(*arguments).compile()
