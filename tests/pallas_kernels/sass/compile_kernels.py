@@ -1,6 +1,6 @@
 """Compile every Hopper kernel to SASS for an H200, without a GPU, and print what ptxas made of it as JSON lines.
 
-    python compile_kernels.py [--prefix NAME] [--every N [--start I]]    cases whose names start so; each N-th, from I on
+    python compile_kernels.py [--prefix NAME] [--every N [--start I]]    names that start so; each N-th of them, from I
 
 Runs in an environment of its own (``make test-sass``): jax with its CUDA plugin, ptxas, libdevice and nvdisasm, but no
 driver, no cuDNN, no cuBLAS. A compile-only topology made from a text description stands for the machine.
