@@ -21,11 +21,12 @@ class MoEBlock(nnx.Module):
         self.router = router
         self.shared_experts = shared_experts
 
-    def __call__(self, x, *, token_mask=None, token_ids=None, return_stats: bool = False):
-        """x (..., H), token_mask (...,) bool -> (..., H) in x's dtype, with ``MoEStats`` when asked for."""
+    def __call__(self, x, *, token_mask=None, token_ids=None, replayed_ids=None, return_stats: bool = False):
+        """x (..., H) -> (..., H) in x's dtype, with ``MoEStats`` when asked for; the rest as in ``FusedMoE``."""
         check_array("x", x, jnp.floating, f"(..., {self.experts.config.hidden_size})")
         x = without_padding(x, token_mask)
-        y, stats = self.experts(x, self.router(x), token_mask=token_mask, token_ids=token_ids, return_stats=True)
+        per_token = dict(token_mask=token_mask, token_ids=token_ids, replayed_ids=replayed_ids)
+        y, stats = self.experts(x, self.router(x), **per_token, return_stats=True)
         if self.shared_experts is not None:
             shared = self.shared_experts(x)
             if token_mask is not None:

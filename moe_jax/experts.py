@@ -46,6 +46,7 @@ def fused_moe(
     token_mask: Bool[Array, "..."] | None = None,
     token_ids: Int[Array, "..."] | None = None,
     shared_output: Float[Array, "..."] | None = None,
+    replayed_ids: Shaped[Array, "..."] | None = None,
     return_stats: bool = False,
 ) -> Any:
     """Route every token to its experts and return the weighted sum of their outputs.
@@ -56,6 +57,7 @@ def fused_moe(
     token_mask: (T,), False for padding: such a token returns exact zeros, counts for no expert and costs no work.
     token_ids: (T,), for routers that look tokens up.
     shared_output: (T, H), what shared experts made of x; added to the sum before the one rounding.
+    replayed_ids: (T, top_k) logical experts to take instead of choosing, see ``moe_jax.routing.RoutedExperts``.
     placement: a ``moe_jax.parallel.Placement`` where the weights' first axis counts its slots; None where it counts
         experts. For a layer over a mesh see ``moe_jax.parallel.fused_moe``.
 
@@ -69,13 +71,21 @@ def fused_moe(
         raise ValueError(f"router_logits has shape {router_logits.shape}, expected ({x.shape[0]}, E) as x {x.shape}")
     if shared_output is not None and shared_output.shape != x.shape:
         raise ValueError(f"shared_output has shape {shared_output.shape}, expected {x.shape} as x")
-    if x.shape[0] > 0 and placement is None:
+    if x.shape[0] > 0 and placement is None and replayed_ids is None:
         problem = Problem(config, _without_gradient(weights), x.shape[0], jax.default_backend())
         whole = run_layer_first(problem, x, router_logits, routing, token_mask, shared_output)
         if whole is not None:
             y, topk_ids, load = whole
             return (y, MoEStats(load, topk_ids)) if return_stats else y
-    routed = route(router_logits, config, params=routing, hidden_states=x, token_ids=token_ids, token_mask=token_mask)
+    routed = route(
+        router_logits,
+        config,
+        params=routing,
+        hidden_states=x,
+        token_ids=token_ids,
+        token_mask=token_mask,
+        replayed_ids=replayed_ids,
+    )
     slots = routed.topk_ids if placement is None else placement.to_physical(routed.topk_ids)
     y = weighted_experts(x, routed.topk_weights, slots, weights, config)
     y = finish(y, x, routed, config, shared_output)

@@ -205,7 +205,10 @@ class FusedMoE(nnx.Module):
             has_correction_bias=e_score_correction_bias is not None,
             has_hash_table=hash_indices_table is not None,
         )
-        self.expert_mapping = None if expert_mapping is None else tuple(tuple(row) for row in expert_mapping)
+        rows = None if expert_mapping is None else tuple(tuple(row) for row in expert_mapping)
+        if rows is not None and enable_eplb:  # copies are made of what the first row of an expert brings
+            rows = tuple(row for row in rows if row[2] < num_experts)
+        self.expert_mapping = rows
         self.router = router
         self.shared_experts = shared_experts
         self.shared_expert_gate = shared_expert_gate
@@ -225,7 +228,16 @@ class FusedMoE(nnx.Module):
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def __call__(self, x, router_logits=None, *, token_mask=None, token_ids=None, return_stats: bool = False):
+    def __call__(
+        self,
+        x,
+        router_logits=None,
+        *,
+        token_mask=None,
+        token_ids=None,
+        replayed_ids=None,
+        return_stats: bool = False,
+    ):
         """Route every token to its experts and return the weighted sum.
 
         Args:
@@ -233,6 +245,7 @@ class FusedMoE(nnx.Module):
             router_logits: (..., E) any float dtype, or None when the layer owns a router.
             token_mask: (...,) bool, False for padding: such tokens cost nothing and return 0.
             token_ids: (...,) int, needed by hash routing only.
+            replayed_ids: (..., top_k) int, experts to take instead of choosing, see ``moe_jax.routing.RoutedExperts``.
             return_stats: also return ``MoEStats``; the layer itself is never mutated.
 
         Returns:
@@ -260,9 +273,12 @@ class FusedMoE(nnx.Module):
         lead = x.shape[:-1]
         if token_ids is not None:
             check_array("token_ids", token_ids, jnp.integer, f"{lead} to match x")
+        if replayed_ids is not None:
+            check_array("replayed_ids", replayed_ids, jnp.integer, f"{(*lead, config.top_k)}")
         for label, value, shape in (
             ("router_logits", router_logits, (*lead, router_logits.shape[-1])),
             ("token_ids", token_ids, lead),
+            ("replayed_ids", replayed_ids, (*lead, config.top_k)),
         ):
             if value is not None and value.shape != shape:
                 raise ValueError(f"{label} has shape {value.shape}, expected {shape} to match x {x.shape}")
@@ -282,6 +298,7 @@ class FusedMoE(nnx.Module):
             routing=self._routing_params(),
             token_mask=mask,
             token_ids=None if token_ids is None else token_ids.reshape(-1),
+            replayed_ids=None if replayed_ids is None else replayed_ids.reshape(-1, replayed_ids.shape[-1]),
             shared_output=None if is_added_last else shared,
             return_stats=True,
         )

@@ -1,6 +1,6 @@
 """Layers of experts over a device mesh: where experts lie, and how tokens get to them and back."""
 
-from moe_jax.parallel._eplb import EplbPlan, is_rebalance_due, rebalance
+from moe_jax.parallel._eplb import EplbPlan, is_rebalance_due, rearrange_expert_weights, rebalance
 from moe_jax.parallel._eplb_policy import rebalance_experts
 from moe_jax.parallel._eplb_state import EplbState, balancedness
 from moe_jax.parallel._eplb_weights import move_experts, place_experts
@@ -33,6 +33,7 @@ __all__ = [
     "physical_to_logical",
     "place_experts",
     "place_weights",
+    "rearrange_expert_weights",
     "rebalance",
     "rebalance_experts",
     "routing_tables",

@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 
-from moe_jax._arguments import integer
+from moe_jax._arguments import check_not_traced, integer
 from moe_jax.parallel._eplb_policy import keep_slots, rebalance_experts, share_of_slots, spread_copies
 from moe_jax.parallel._eplb_state import EplbState
+from moe_jax.parallel._eplb_weights import move_experts
 from moe_jax.parallel._placement import Placement
 
 _ROUNDING = 1e-9  # sums of the same loads in another order are no gain
@@ -31,8 +33,45 @@ class EplbPlan:
     num_devices: int
 
     def placement(self, layer: int) -> Placement:
-        """What ``FusedMoE.move_experts`` and ``EplbState.with_placement`` take."""
+        """The new placement of one layer."""
         return Placement.from_slots(self.physical_to_logical[layer], self.num_experts, self.num_devices)
+
+    def apply(self, layer: int, module: Any, state: EplbState) -> EplbState:
+        """Take over the plan for one layer; returns the state that knows of it.
+
+        layer: one of ``layers``, as the state counts them. module: the ``FusedMoE`` of this layer, see
+            ``rearrange_expert_weights``, which is what changes it and what raises.
+        """
+        placement = self.placement(layer)
+        state = state.with_placement(layer, placement)
+        rearrange_expert_weights(module, placement)
+        return state
+
+
+def rearrange_expert_weights(module: Any, placement: Placement) -> None:
+    """Move the experts of a layer that serves: weights, scales, biases and maps, all at once, and compile nothing anew.
+
+    module: a ``FusedMoE`` over a mesh with ``enable_eplb``. It computes what it computed before; only a dispatch that
+        adds partial sums of devices may add them in another order. New arrays are made beside the old ones, one layer's
+        worth, and installed together; calls under way keep the old ones.
+    placement: other slots for the same experts, with as many slots and devices.
+
+    Raises ValueError for a layer without placement or weights, and a placement that does not fit. The layer then stays
+    as it is. TypeError inside ``jax.jit``.
+    """
+    check_not_traced("rearrange_expert_weights", module)
+    if module.placement is None:
+        raise ValueError(f"{module!r} has no slots to move experts between; build it with mesh= and enable_eplb=True")
+    weights, old = module.weights.get_value(), module.placement.get_value()
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights)):
+        raise ValueError(f"{module!r} has no weights yet; load them first")
+    columns = old.logical_to_physical.shape[1]
+    new = Placement.from_slots(
+        placement.physical_to_logical, placement.num_experts, placement.num_devices, max_replicas=columns
+    )
+    moved = move_experts(weights, old, new)
+    module.weights.set_value(moved)
+    module.placement.set_value(new)
 
 
 def rebalance(
@@ -51,8 +90,7 @@ def rebalance(
 
         plan = rebalance(state)
         for layer in plan.layers:
-            layers[layer].move_experts(plan.placement(layer))
-            state = state.with_placement(layer, plan.placement(layer))
+            state = plan.apply(layer, modules[layer], state)
 
     Args:
         num_nodes, num_groups: as in ``rebalance_experts``: with groups that divide over the nodes, a group's experts

@@ -108,6 +108,13 @@ class EplbState:
         zeros = jax.tree.map(jnp.zeros_like, (self.window, self.pass_load, self.step))
         return dataclasses.replace(self, window=zeros[0], pass_load=zeros[1], step=zeros[2])
 
+    def with_devices(self, placement: Placement) -> "EplbState":
+        """The state after a mesh change: all layers in this placement, on other devices; their load stays."""
+        if placement.num_experts != self.num_experts:
+            raise ValueError(f"placement is of {placement.num_experts} experts, expected {self.num_experts}")
+        slots = jnp.tile(jnp.asarray(placement.physical_to_logical), (self.num_layers, 1))
+        return dataclasses.replace(self, physical_to_logical=slots, num_devices=placement.num_devices)
+
     def placement(self, layer: int) -> Placement:
         """Where the experts of one layer lie; host only."""
         return Placement.from_slots(np.asarray(self.physical_to_logical[layer]), self.num_experts, self.num_devices)

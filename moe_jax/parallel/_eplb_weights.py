@@ -100,7 +100,8 @@ def gather_experts(weights: Any, source: np.ndarray) -> Any:
         axis = spec[0] if len(spec) else None
         names = (axis,) if isinstance(axis, str) else axis or ()
         num_devices = math.prod(mesh.shape[name] for name in names)
-        return _exchange(leaf, *tables(num_devices), mesh=mesh, spec=PartitionSpec(axis, *spec[1:]))
+        moved = _exchange(leaf, *tables(num_devices), mesh=mesh, spec=PartitionSpec(axis, *spec[1:]))
+        return jax.device_put(moved, leaf.sharding)  # no copy: the same layout by the same name, for jit's cache
 
     return jax.tree.map(gather, weights)
 

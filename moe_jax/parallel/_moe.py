@@ -38,6 +38,7 @@ def fused_moe(
     token_mask: Array | None = None,
     token_ids: Array | None = None,
     shared_output: Array | None = None,
+    replayed_ids: Array | None = None,
     return_stats: bool = False,
 ) -> Any:
     """``moe_jax.fused_moe`` with experts, their columns and tokens spread over a mesh. Safe under ``jax.jit``.
@@ -55,7 +56,7 @@ def fused_moe(
     _check(x, router_logits, weights, config, placement, parallel)
     num_tokens = x.shape[0]
     name = choose_dispatch(parallel, config, num_tokens)
-    tokens = (x, router_logits, token_mask, token_ids, shared_output)
+    tokens = (x, router_logits, token_mask, token_ids, shared_output, replayed_ids)
     if num_tokens == 0:
         return _nothing(x, config, placement, parallel, return_stats)
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((tokens, weights, placement))):
@@ -132,11 +133,19 @@ def _body(
     rest: tuple[Placement, RoutingParams | None],
 ) -> tuple[Array, Array, Array]:
     """The work of one device: y, topk_ids of its tokens, and the load of all slots from all tokens."""
-    x, router_logits, token_mask, token_ids, shared = tokens
+    x, router_logits, token_mask, token_ids, shared, replayed_ids = tokens
     placement, routing = rest
     token_axes = parallel.token_axes(name)
     num_tokens = x.shape[0]
-    routed = route(router_logits, config, params=routing, hidden_states=x, token_ids=token_ids, token_mask=token_mask)
+    routed = route(
+        router_logits,
+        config,
+        params=routing,
+        hidden_states=x,
+        token_ids=token_ids,
+        token_mask=token_mask,
+        replayed_ids=replayed_ids,
+    )
     first = lax.axis_index(token_axes) * num_tokens if token_axes else 0
     slots = placement.to_physical(routed.topk_ids, first)
     stats = stats_of(routed.topk_ids, slots, placement.num_slots)
