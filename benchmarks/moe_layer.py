@@ -13,90 +13,24 @@ in and out, and the larger of the two as a fraction of the machine's measured li
 import argparse
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from _timing import DENSE_TFLOPS, NUM_VARIANTS, READ_GBPS, header, time_in_jit
+from _timing import H200, header
 
 import moe_jax
-from moe_jax._implementations import in_best_layout
-from moe_jax.quantization import Scheme, method_for
+from moe_jax.benchmarking import MODELS, measure_layer, random_weights
+from moe_jax.quantization import Scheme
 
-# name: (experts E, top_k, hidden H, intermediate I); dsv3-ep8 is one of eight expert-parallel ranks.
-MODELS = {
-    "qwen3-30b-a3b": (128, 8, 2048, 768),
-    "dsv3-ep8": (32, 8, 7168, 2048),
-    "mixtral-8x7b": (8, 2, 4096, 14336),
-    "gpt-oss-120b": (128, 4, 2880, 2880),
-}
 SCHEMES = (
     "bf16", "fp8_tensor", "fp8_channel", "fp8_block", "int8_w8a8", "w4a16_g128", "nvfp4_a16", "mxfp4_a16", "w4a8_int8"
 )  # fmt: skip
-
-
-def random_weights(config: moe_jax.MoEConfig) -> moe_jax.ExpertWeights:
-    """Normal values, made and quantized on the device, in the layout that the kernels read."""
-    method = method_for(config.scheme)
-    inner, hidden = config.intermediate_size, config.hidden_size
-
-    def stack(key, lead, n, k):
-        values = jax.jit(lambda key: (jax.random.normal(key, (n, k), jnp.bfloat16) * k**-0.5).astype(jnp.bfloat16))
-        keys = jax.random.split(key, int(np.prod(lead)))
-        return jnp.stack([values(one) for one in keys]).reshape(*lead, n, k)
-
-    key13, key2 = jax.random.split(jax.random.key(0))
-    w13 = stack(key13, (config.num_experts, 2), inner, hidden)
-    w2 = stack(key2, (config.num_experts,), hidden, inner)
-    leaves = method.quantize_leaves(w13, w2, None, config)
-    del w13, w2
-    weights = method.process_weights_after_loading(leaves, config)
-    return in_best_layout(config, weights)
-
-
-def measure(config: moe_jax.MoEConfig, model: str, weights: moe_jax.ExpertWeights, tokens: int, turn: Any) -> dict:
-    """One cell. turn: context in which this process has the GPU for itself."""
-    scheme, hidden = config.scheme, config.hidden_size
-    kx, kz = jax.random.split(jax.random.key(tokens))
-    x = jax.random.normal(kx, (tokens, hidden), jnp.bfloat16)
-    # Every call routes anew: at few tokens the weights of one routing would stay in the L2.
-    logits = list(jax.random.normal(kz, (NUM_VARIANTS, tokens, config.num_experts), jnp.float32))
-    micros = time_in_jit(
-        lambda w, x, z: moe_jax.fused_moe(x, z, w, config),
-        (weights, x, logits[0]),
-        varied=2,
-        variants=logits,
-        turn=turn,
-    )
-    hit = np.mean([len(np.unique(np.asarray(jax.lax.top_k(z, config.top_k)[1]))) for z in logits])
-    flops = 2 * 3 * tokens * config.top_k * hidden * config.intermediate_size
-    moved = weights.nbytes() * hit / config.num_experts + 4 * tokens * hidden
-    element = operand_of(scheme)
-    fraction = max(flops / micros / 1e6 / DENSE_TFLOPS[element], moved / micros / 1e3 / READ_GBPS)
-    return dict(
-        model=model,
-        scheme=scheme.name,
-        tokens=tokens,
-        us=round(micros, 1),
-        tflops=round(flops / micros / 1e6, 1),
-        gbps=round(moved / micros / 1e3),
-        fraction=round(fraction, 3),
-    )
-
-
-def operand_of(scheme: Scheme) -> str:
-    """The dtype in which the products run."""
-    activations = scheme.activations
-    if activations is None or activations.scale != "float32":
-        return "bfloat16"
-    return str(activations.element_type.storage)
 
 
 def line(cell: dict) -> str:
@@ -107,10 +41,13 @@ def line(cell: dict) -> str:
 
 
 @contextlib.contextmanager
-def exclusive(path: str) -> Iterator[None]:
-    """Hold the lock file at path; other processes wait."""
+def locked(path: str | None, mode: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Hold the lock file at path, alone or with ``LOCK_SH`` beside others that share it. None: there is no lock."""
+    if path is None:
+        yield
+        return
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, mode)
         yield
 
 
@@ -121,9 +58,9 @@ def run_cells(pairs: list[tuple[str, str]], tokens: list[int], implementation: s
         experts, top_k, hidden, inner = MODELS[model]
         scheme = Scheme.parse(name)
         config = moe_jax.MoEConfig(experts, top_k, hidden, inner, scheme=scheme, implementation=(implementation,))
-        turn = contextlib.nullcontext if lock is None else lambda: exclusive(lock)
+        turn = functools.partial(locked, lock)
         try:
-            with turn():
+            with locked(lock, fcntl.LOCK_SH):  # beside others that make weights, while nobody is timed
                 weights = jax.block_until_ready(random_weights(config))
         except Exception as error:
             weights, reason = None, f"{type(error).__name__}: {str(error)[:200]}"
@@ -131,7 +68,7 @@ def run_cells(pairs: list[tuple[str, str]], tokens: list[int], implementation: s
             try:
                 if weights is None:
                     raise RuntimeError(reason)
-                cells.append(measure(config, model, weights, count, turn))
+                cells.append(measure_layer(config, model, weights, count, H200, turn=turn))
                 print(line(cells[-1]), flush=True)
             except Exception as error:  # one cell that fails must not hide the others
                 reason = f"{type(error).__name__}: {str(error)[:200]}"

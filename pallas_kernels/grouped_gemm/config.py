@@ -11,6 +11,9 @@ from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_ALIGN, TMA_BOX, smem_byte
 SCALE_GROUP = 128  # K per activation group, and both sides of a weight block
 _OPERANDS = {"bfloat16": "float32", "float16": "float32", "float8_e4m3fn": "float32", "int8": "int32"}
 _OUTPUTS = ("bfloat16", "float16", "float32")
+SWAPPED_BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96)
+# Sums a thread has room for with swapped operands, by number of consumers: all warpgroups keep what they enter with.
+_SWAPPED_SUMS = {1: 96, 2: 96, 3: 64, 4: 40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +90,8 @@ class GemmConfig:
     shared-memory ring, each one K step of 128 bytes. band: row tiles walked together, so that blocks running at the
     same time share weights and activations in L2. row_chunk: rows of one activation load and of one output store;
     chunks without a row in use are left out, which needs ``has_tile_rows``. None moves whole tiles. num_sms:
-    persistent blocks, one per multiprocessor. is_swapped: weights are the left operand of the product: block_m is 8,
-    16, 32 or 64, and one to four warpgroups multiply 64 channels (of each half) each, together block_n.
+    persistent blocks, one per multiprocessor. is_swapped: weights are the left operand of the product: block_m is
+    one of SWAPPED_BLOCK_MS, and one to four warpgroups multiply 64 channels (of each half) each, together block_n.
     """
 
     block_m: int
@@ -206,10 +209,13 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
 
 
 def _swapped_error(desc: GemmDesc, config: GemmConfig) -> str | None:
-    if config.block_m not in (8, 16, 32, 64):
-        return f"block_m={config.block_m}: 8, 16, 32 or 64 with swapped operands"
+    if config.block_m not in SWAPPED_BLOCK_MS:
+        return f"block_m={config.block_m} is not one of {SWAPPED_BLOCK_MS}, the heights with swapped operands"
     if config.block_n not in (64, 128, 192, 256):
         return f"block_n={config.block_n}: one to four warpgroups of 64 channels with swapped operands"
+    room = _SWAPPED_SUMS[config.num_consumers]
+    if (sums := desc.halves * config.block_m // 2) > room:
+        return f"block_m={config.block_m}: {sums} registers of sums, {room} with {config.num_consumers} consumers"
     if config.row_chunk is not None:
         return f"row_chunk={config.row_chunk}: a tile of swapped operands is moved whole"
     if desc.is_block_scaled or desc.requantize != "none":

@@ -78,8 +78,8 @@ def store_tile(
 ) -> None:
     """Write one warpgroup's (64, block_n) of the output, staged through its slots of ``staging`` (slots, 64, columns).
 
-    row: first row. in_use: how many of the 64 rows are wanted, for ``row_chunk``. Columns past N are not stored. A slot is
-    written again once its store has read it.
+    row: first row. in_use: how many of the 64 rows are wanted, for ``row_chunk``. Columns past N are not stored. A slot
+    is written again once its store has read it.
     """
     rows = pl.ds(row, 64)
     columns = store_columns(desc, config)

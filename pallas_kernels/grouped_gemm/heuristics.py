@@ -32,11 +32,11 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
     leave room for about 64 bytes a clock: hence wide tiles. Narrow ones follow for calls with few tiles, where more
     blocks can read weights at once. Each tile comes with as many stages as fit.
     """
-    if block_m <= 64:
+    if block_m <= 96:
         for block_n in (256, 128, 64):
             yield _deepest(desc, GemmConfig(block_m, block_n, 2, num_sms=num_sms, is_swapped=True))
-    if block_m >= 64:
-        chunk = 16 if block_m == 64 and desc.has_tile_rows else None
+    if block_m in (64, 128):
+        chunk = 16 if desc.has_tile_rows else None
         for block_n in (256, 128, 96, 64, 48, 32):
             yield _deepest(desc, GemmConfig(block_m, block_n, 2, row_chunk=chunk, num_sms=num_sms))
 

@@ -13,9 +13,9 @@ from pallas_kernels.common.sm90 import SMEM_BYTES, smem_bytes
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, PackedFormat
 
 _OUTPUTS = ("bfloat16", "float16", "float32")
-BLOCK_MS = (8, 16, 32, 64, 128, 256)
+BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 256)
 # Warpgroups that enter with 65,536 registers between them, and what (consumers, producer) then ask for.
-REGISTERS = {1: None, 2: (232, 40), 4: (104, 40)}
+REGISTERS = {1: None, 2: (232, 40), 3: (152, 56), 4: (104, 40)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +81,10 @@ class PackedDesc:
 class PackedConfig:
     """One way to run a ``PackedDesc`` on sm_90.
 
-    block_m: rows of a tile, all of one expert; they are the columns of the matrix instruction. num_consumers: 1, 2 or 4
-    warpgroups, each with 64 channels of every half. step_blocks: blocks of K per slot of the ring. num_stages: slots.
+    block_m: rows of a tile, all of one expert; they are the columns of the matrix instruction. num_consumers: 1 to 4
+    warpgroups, each with 64 channels of every half. k_split: of these, how many share their channels, each with its
+    part of every K step; their sums are added in the order of the parts, so that the bits depend on nothing else.
+    step_blocks: blocks of K per slot of the ring. num_stages: slots.
     folds_scales: group scales are multiplied into the operands, rounded once, instead of into float32 partial sums.
     band: row tiles walked together. num_sms: persistent blocks, one per multiprocessor.
     """
@@ -94,6 +96,17 @@ class PackedConfig:
     folds_scales: bool = False
     band: int = 8
     num_sms: int = 132
+    k_split: int = 1
+
+    @property
+    def channel_groups(self) -> int:
+        """Groups of 64 channels (of each half) in a tile."""
+        return self.num_consumers // self.k_split
+
+    @property
+    def part_blocks(self) -> int:
+        """Blocks of K that one consumer multiplies in a step."""
+        return self.step_blocks // self.k_split
 
 
 def is_promoted(desc: PackedDesc, config: PackedConfig) -> bool:
@@ -108,7 +121,7 @@ def block_k(desc: PackedDesc, config: PackedConfig) -> int:
 
 def promoted_k(desc: PackedDesc, config: PackedConfig) -> int:
     """K of one partial sum."""
-    return min(desc.fmt.group_size or 0, block_k(desc, config))
+    return min(desc.fmt.group_size or 0, desc.fmt.block_k * config.part_blocks)
 
 
 def fragment_k(desc: PackedDesc, config: PackedConfig) -> int:
@@ -124,20 +137,29 @@ def scale_rows(desc: PackedDesc, config: PackedConfig) -> int:
 
 def shared_memory(desc: PackedDesc, config: PackedConfig) -> int:
     """Bytes of shared memory a block uses: the ring, the output staging, barriers."""
-    blocks, stages = config.num_consumers * desc.halves, config.num_stages
+    blocks, stages = config.channel_groups * desc.halves, config.num_stages
     total = smem_bytes((stages, blocks, config.step_blocks, math.prod(desc.fmt.block_shape)), "int32")
     total += smem_bytes((stages, config.block_m, block_k(desc, config)), desc.fmt.operand)
     if desc.fmt.scale == "group":
         total += smem_bytes((stages, blocks, scale_rows(desc, config), BLOCK_N), desc.scale_dtype)
     if desc.fmt.has_zero_point:
         total += smem_bytes((stages, blocks, scale_rows(desc, config), BLOCK_N), desc.fmt.operand)
-    total += smem_bytes((config.num_consumers, config.block_m, BLOCK_N), desc.out_dtype)
-    return total + 8 * 2 * stages
+    total += smem_bytes((config.channel_groups, config.block_m, BLOCK_N), desc.out_dtype)
+    if config.k_split > 1:
+        total += smem_bytes(partial_shape(desc, config), "float32")
+    return total + 8 * 2 * (stages + config.channel_groups)
+
+
+def partial_shape(desc: PackedDesc, config: PackedConfig) -> tuple[int, ...]:
+    """Shared memory for the sums of all parts of K but the first: (groups, parts, halves, pieces, 64, rows)."""
+    rows = promoted_rows(config) if is_promoted(desc, config) else config.block_m
+    parts = (config.channel_groups, config.k_split - 1)
+    return (*parts, desc.halves, config.block_m // rows, BLOCK_N, rows)
 
 
 def promoted_rows(config: PackedConfig) -> int:
     """Rows of x whose partial sums are in flight at a time; those of a whole tile may not fit beside its sums."""
-    return min(config.block_m, 64)
+    return next(rows for rows in range(64, 0, -8) if config.block_m % rows == 0)
 
 
 def are_halves_together(desc: PackedDesc, config: PackedConfig) -> bool:
@@ -168,17 +190,25 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
     step = block_k(desc, config)
     if desc.k % step:
         return f"step_blocks={config.step_blocks}: steps of {step} do not divide K={desc.k}"
+    if config.k_split not in (1, 2, 4) or config.num_consumers % config.k_split or config.step_blocks % config.k_split:
+        return f"k_split={config.k_split}: 1, 2 or 4, which divides {config.num_consumers} consumers and the K step"
+    if config.k_split > 1 and (config.folds_scales or desc.fmt.has_zero_point):
+        return f"k_split={config.k_split}: with folded scales or zero points it is not built"
     group = desc.fmt.group_size if desc.fmt.scale == "group" else None
     if group and step % group and group % step:
         return f"step_blocks={config.step_blocks}: steps of {step} and groups of {group} do not fit each other"
+    if desc.fmt.operand == "int8" and is_promoted(desc, config) and promoted_rows(config) == 40:
+        return f"block_m={config.block_m}: sums of 40 rows, which the integer matrix instruction does not take"
     if config.folds_scales and (desc.fmt.scale != "group" or desc.scale_dtype != desc.fmt.operand):
         return f"folds_scales: needs group scales in {desc.fmt.operand}, found {desc.fmt.scale} in {desc.scale_dtype}"
-    budget = {1: 128, 2: 128, 4: 40}[config.num_consumers]
+    budget = {1: 128, 2: 128, 3: 96 if is_promoted(desc, config) else 80, 4: 40}[config.num_consumers]
     if fragment_k(desc, config) == 32:
         budget = min(budget, 80)  # twice as many scales and addresses beside them: 96 spill
+    if is_promoted(desc, config):
+        budget = min(budget, 112)
     if (needed := sum_registers(desc, config)) > budget:
         return f"block_m={config.block_m}: {needed} registers of sums, {budget} with {config.num_consumers} consumers"
-    if config.num_consumers == 4 and config.step_blocks > 2 and needed > 16:
+    if config.num_consumers == 4 and config.part_blocks > 2 and needed > 16:
         return f"step_blocks={config.step_blocks}: with {needed} registers of sums and 4 consumers ptxas serializes"
     if config.num_stages < 2:
         return f"num_stages={config.num_stages}: at least 2, one loading while one is multiplied"

@@ -61,7 +61,7 @@ def _band(block_m: int) -> int:
 
 
 def _tiles(desc: PackedDesc, config: PackedConfig) -> int:
-    return desc.rows // config.block_m * -(-desc.channel_blocks // config.num_consumers)
+    return desc.rows // config.block_m * -(-desc.channel_blocks // config.channel_groups)
 
 
 def describe(desc: PackedDesc, config: PackedConfig) -> str:
@@ -71,7 +71,7 @@ def describe(desc: PackedDesc, config: PackedConfig) -> str:
         when = "in float32 per group" if is_promoted(desc, config) else f"rounded to {desc.fmt.operand}"
         weights += f", scales {when}"
     return (
-        f"{weights}; {config.block_m} rows x {desc.halves} x {64 * config.num_consumers} channels, K steps of "
+        f"{weights}; {config.block_m} rows x {desc.halves} x {64 * config.channel_groups} channels, K steps of "
         f"{block_k(desc, config)}, {config.num_stages} stages ({shared_memory(desc, config) >> 10} KiB shared memory), "
         f"{config.num_sms} persistent blocks"
     )

@@ -8,7 +8,8 @@ each half). Its warpgroups, by role:
     consumers (1, 2, 4)    for each tile, for each K step:
       64 channels of           wait full[slot] -> 16-byte loads of w[slot] -> operands by bit moves
       each half each           -> wgmma operands x[slot]^T -> empty[slot]
-                           after a tile's last step: epilogue in registers -> transposed staging -> bulk store
+                           after a tile's last step: [sums of K's parts added ->] epilogue in registers ->
+                           transposed staging -> bulk store
 
 Scales inside the blocks are multiplied into the operands, which stay exact; scales per channel follow the sum; scales
 per group multiply the float32 partial sum of each group. No product is in flight when a step ends.
@@ -30,9 +31,11 @@ from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
 from pallas_kernels.grouped_gemm_packed.config import REGISTERS, PackedConfig, PackedDesc, is_promoted
 from pallas_kernels.grouped_gemm_packed.pipeline_sm90 import (
     Scratch,
+    add_parts,
     k_steps,
     multiply,
     multiply_promoted,
+    place,
     produce,
     scratch_types,
 )
@@ -72,28 +75,33 @@ def _kernel(desc: PackedDesc, config: PackedConfig, *refs: Any, **allocated: Any
     steps = k_steps(desc, config, operands["num_tiles"][0])
 
     def consume(m, n, e, count):
-        channel = n * config.num_consumers + warpgroup
+        group, _ = place(config, warpgroup)
+        channel = n * config.channel_groups + group
         # Past the last block nothing is stored, but the vectors must lie inside their arrays.
         last = lax.min(channel, jnp.int32(desc.channel_blocks - 1))
         vectors = _vectors(desc, operands, e, last)
         multiply_tile = multiply_promoted if is_promoted(desc, config) else multiply
         sums = multiply_tile(desc, config, scratch, warpgroup, steps, count)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        rows = config.block_m // len(sums[0])
-        for index, piece in enumerate(zip(*sums, strict=True)):
-            first = m * config.block_m + index * rows
-            value = _epilogue(desc, piece, vectors, operands, first).astype(desc.out_dtype)
-            staging = scratch.staging.at[warpgroup, pl.ds(index * rows, rows)]
-            staging.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-        target = out.at[pl.ds(m * config.block_m, config.block_m), pl.ds(channel * BLOCK_N, BLOCK_N)]
-        inside = mosaic.column_predicate(desc.n, BLOCK_N * config.num_consumers, channel * BLOCK_N)
-        plgpu.copy_smem_to_gmem(scratch.staging.at[warpgroup], target, predicate=inside)
+
+        def store(sums):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            rows = config.block_m // len(sums[0])
+            for index, piece in enumerate(zip(*sums, strict=True)):
+                first = m * config.block_m + index * rows
+                value = _epilogue(desc, piece, vectors, operands, first).astype(desc.out_dtype)
+                staging = scratch.staging.at[group, pl.ds(index * rows, rows)]
+                staging.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.commit_smem()
+            target = out.at[pl.ds(m * config.block_m, config.block_m), pl.ds(channel * BLOCK_N, BLOCK_N)]
+            inside = mosaic.column_predicate(desc.n, BLOCK_N * config.channel_groups, channel * BLOCK_N)
+            plgpu.copy_smem_to_gmem(scratch.staging.at[group], target, predicate=inside)
+
+        add_parts(desc, config, scratch, warpgroup, sums, store)
 
     run_tiles(
         config,
         operands,
-        -(-desc.channel_blocks // config.num_consumers),
+        -(-desc.channel_blocks // config.channel_groups),
         steps,
         registers=REGISTERS[config.num_consumers],
         produce=functools.partial(produce, desc, config, operands, scratch, steps),

@@ -17,6 +17,7 @@ from pallas_kernels.grouped_gemm_packed.config import (
     are_halves_together,
     block_k,
     fragment_k,
+    partial_shape,
     promoted_k,
     promoted_rows,
     scale_rows,
@@ -28,8 +29,9 @@ from pallas_kernels.grouped_gemm_packed.dequantize_sm90 import load_block
 class Scratch:
     """Shared memory and barriers of a block; what a call does not need is None.
 
-    w: (stages, blocks, step_blocks, *block_shape) int32, a warpgroup's blocks side by side, gate then up. x: (stages,
-    block_m, block_k). scale, zero: (stages, blocks, scale_rows, 64). staging: (consumers, block_m, 64) of the output.
+    w: (stages, blocks, step_blocks, *block_shape) int32, a channel group's blocks side by side, gate then up. x:
+    (stages, k_split, block_m, columns of a part). scale, zero: (stages, blocks, scale_rows, 64). staging: (channel
+    groups, block_m, 64) of the output. partial, partial_full, partial_empty: see ``add_parts``.
     """
 
     w: Any
@@ -39,26 +41,30 @@ class Scratch:
     staging: Any
     scale: Any = None
     zero: Any = None
+    partial: Any = None
+    partial_full: Any = None
+    partial_empty: Any = None
 
 
 def scratch_types(desc: PackedDesc, config: PackedConfig) -> dict[str, Any]:
     """Allocations for ``Scratch``, by field name."""
-    stages, blocks = config.num_stages, config.num_consumers * desc.halves
+    stages, blocks = config.num_stages, config.channel_groups * desc.halves
     itemsize, out_itemsize = jnp.dtype(desc.fmt.operand).itemsize, jnp.dtype(desc.out_dtype).itemsize
     grouped = (stages, blocks, scale_rows(desc, config), BLOCK_N)
     types: dict[str, Any] = dict(
         w=plgpu.SMEM((stages, blocks, config.step_blocks, *desc.fmt.block_shape), jnp.int32),
         x=plgpu.SMEM(
-            (stages, config.block_m, block_k(desc, config)),
+            (stages, config.k_split, config.block_m, config.part_blocks * desc.fmt.block_k),
             desc.fmt.operand,
             transforms=mosaic.tiled(desc.fmt.operand, sm90.swizzle_bytes(fragment_k(desc, config) * itemsize)),
         ),
         full=plgpu.Barrier(
-            num_arrivals=2 + (desc.fmt.scale == "group") + desc.fmt.has_zero_point, num_barriers=config.num_stages
+            num_arrivals=1 + config.k_split + (desc.fmt.scale == "group") + desc.fmt.has_zero_point,
+            num_barriers=config.num_stages,
         ),
         empty=plgpu.Barrier(num_arrivals=config.num_consumers, num_barriers=config.num_stages),
         staging=plgpu.SMEM(
-            (config.num_consumers, config.block_m, BLOCK_N),
+            (config.channel_groups, config.block_m, BLOCK_N),
             desc.out_dtype,
             transforms=mosaic.tiled(desc.out_dtype, sm90.swizzle_bytes(desc.n * out_itemsize)),
         ),
@@ -67,6 +73,10 @@ def scratch_types(desc: PackedDesc, config: PackedConfig) -> dict[str, Any]:
         types["scale"] = plgpu.SMEM(grouped, desc.scale_dtype)
     if desc.fmt.has_zero_point:
         types["zero"] = plgpu.SMEM(grouped, desc.fmt.operand)
+    if config.k_split > 1:
+        types["partial"] = plgpu.SMEM(partial_shape(desc, config), jnp.float32)
+        types["partial_full"] = plgpu.Barrier(num_arrivals=config.k_split - 1, num_barriers=config.channel_groups)
+        types["partial_empty"] = plgpu.Barrier(num_arrivals=1, num_barriers=config.channel_groups)
     return types
 
 
@@ -88,13 +98,13 @@ def produce(
     tile: Callable[[Any], tuple[Any, Any, Any]],
 ) -> None:
     """The producer warpgroup: keep the ring full over all tiles, without a break between two of them."""
-    stages, step = config.num_stages, block_k(desc, config)
-    blocks, groups = config.num_consumers * desc.halves, scale_rows(desc, config)
+    stages, step, part = config.num_stages, block_k(desc, config), config.part_blocks * desc.fmt.block_k
+    blocks, groups = config.channel_groups * desc.halves, scale_rows(desc, config)
 
     def one_tile(t, count):
         m, n, e = tile(t)
         rows = pl.ds(m * config.block_m, config.block_m)
-        channels = pl.ds((e * desc.channel_blocks + n * config.num_consumers) * desc.halves, blocks)
+        channels = pl.ds((e * desc.channel_blocks + n * config.channel_groups) * desc.halves, blocks)
 
         def one_step(k, count):
             slot = lax.rem(count, jnp.int32(stages))
@@ -106,7 +116,9 @@ def produce(
             full = scratch.full.at[slot]
             depth = pl.ds(k * config.step_blocks, config.step_blocks)
             plgpu.copy_gmem_to_smem(operands["w"].at[channels, depth], scratch.w.at[slot], full)
-            plgpu.copy_gmem_to_smem(operands["x"].at[rows, pl.ds(k * step, step)], scratch.x.at[slot], full)
+            for index in range(config.k_split):
+                columns = pl.ds(k * step + index * part, part)
+                plgpu.copy_gmem_to_smem(operands["x"].at[rows, columns], scratch.x.at[slot, index], full)
             for name, target in (("scale", scratch.scale), ("zero", scratch.zero)):
                 if target is not None:
                     first = group_of(desc, config, k)
@@ -136,14 +148,15 @@ def group_of(desc: PackedDesc, config: PackedConfig, k: Any) -> Any:
 def _fragments(
     desc: PackedDesc, config: PackedConfig, scratch: Scratch, slot: Any, warpgroup: Any, half: int, depth: int
 ) -> list[tuple[int, Any]]:
-    """Register operands of one block: pairs (first column in the slot, array (64, fragment_k))."""
+    """Register operands of one block: pairs (first column in the part, array (64, fragment_k))."""
     first, width = depth * desc.fmt.block_k, fragment_k(desc, config)
-    block = warpgroup * desc.halves + half
+    channels, part = place(config, warpgroup)
+    block = channels * desc.halves + half
     group = desc.fmt.group_size or desc.k
     rows = tuple((first + desc.fmt.block_k // 4 * q) // group % scale_rows(desc, config) for q in range(4))
     parts = load_block(
         desc.fmt,
-        scratch.w.at[slot, block, depth],
+        scratch.w.at[slot, block, part * config.part_blocks + depth],
         width,
         rows,
         None if scratch.zero is None else scratch.zero.at[slot, block],
@@ -159,7 +172,7 @@ def multiply(
 
     Returns for each half [(64, block_m)].
     """
-    width = fragment_k(desc, config)
+    width, (_, part) = fragment_k(desc, config), place(config, warpgroup)
 
     def scope(*accumulators):
         def one_step(k, count):
@@ -167,9 +180,9 @@ def multiply(
             plgpu.barrier_wait(scratch.full.at[slot])
             for batch in _batches(desc, config):
                 for half, depth in batch:
-                    for column, part in _fragments(desc, config, scratch, slot, warpgroup, half, depth):
-                        x = scratch.x.at[slot, :, pl.ds(column, width)]
-                        plgpu.wgmma(accumulators[half], part, x.transpose((1, 0)))
+                    for column, weights in _fragments(desc, config, scratch, slot, warpgroup, half, depth):
+                        x = scratch.x.at[slot, part, :, pl.ds(column, width)]
+                        plgpu.wgmma(accumulators[half], weights, x.transpose((1, 0)))
                 # Operands in registers must not be in flight when the loop comes round and rewrites them.
                 plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(scratch.empty.at[slot])
@@ -192,6 +205,9 @@ def multiply_promoted(
     width, chunk, rows = fragment_k(desc, config), promoted_k(desc, config), promoted_rows(config)
     shape = mosaic.Accumulator((BLOCK_N, rows), jnp.dtype(desc.accumulator))
     pieces = range(config.block_m // rows)
+    channels, part = place(config, warpgroup)
+    part_k = config.part_blocks * desc.fmt.block_k
+    first_group = lax.div(part * part_k, jnp.int32(desc.fmt.group_size)) if config.k_split > 1 else 0
 
     def one_step(k, carry):
         count, sums = carry
@@ -201,14 +217,14 @@ def multiply_promoted(
         for batch in _batches(desc, config):
             halves = sorted({half for half, _ in batch})
             operands = {
-                (half, column): part
+                (half, column): weights
                 for half, depth in batch
-                for column, part in _fragments(desc, config, scratch, slot, warpgroup, half, depth)
+                for column, weights in _fragments(desc, config, scratch, slot, warpgroup, half, depth)
             }
-            for index, first in enumerate(range(0, block_k(desc, config), chunk)):
+            for index, first in enumerate(range(0, part_k, chunk)):
                 factors = []
                 for half in halves:
-                    scale = scratch.scale.at[slot, warpgroup * desc.halves + half, index]
+                    scale = scratch.scale.at[slot, channels * desc.halves + half, first_group + index]
                     scale = mosaic.load(scale, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
                     factors.append(lax.broadcast_in_dim(scale, (BLOCK_N, rows), [0]))
                 for piece in pieces:
@@ -216,7 +232,7 @@ def multiply_promoted(
                     def products(*fresh, first=first, piece=piece, halves=halves, operands=operands):
                         for half, accumulator in zip(halves, fresh, strict=True):
                             for column in range(first, first + chunk, width):
-                                x = scratch.x.at[slot, pl.ds(piece * rows, rows), pl.ds(column, width)]
+                                x = scratch.x.at[slot, part, pl.ds(piece * rows, rows), pl.ds(column, width)]
                                 plgpu.wgmma(accumulator, operands[half, column], x.transpose((1, 0)))
                         return [accumulator[...] for accumulator in fresh]
 
@@ -231,6 +247,53 @@ def multiply_promoted(
     return [list(half) for half in sums]
 
 
+def place(config: PackedConfig, warpgroup: Any) -> tuple[Any, Any]:
+    """(channel group, part of K) of a consumer."""
+    if config.k_split == 1:
+        return warpgroup, 0
+    split = jnp.int32(config.k_split)
+    return lax.div(warpgroup, split), lax.rem(warpgroup, split)
+
+
+def add_parts(
+    desc: PackedDesc,
+    config: PackedConfig,
+    scratch: Scratch,
+    warpgroup: Any,
+    sums: list[list[Any]],
+    store: Callable[[list[list[Any]]], None],
+) -> None:
+    """Call ``store`` with the sums over all of K, in one warpgroup of each channel group.
+
+    The other parts' sums pass through scratch.partial: written -> partial_full -> added, lowest part first ->
+    partial_empty.
+    """
+    if config.k_split == 1:
+        store(sums)
+        return
+    channels, part = place(config, warpgroup)
+
+    @pl.when(part > 0)
+    def _():
+        for half, pieces in enumerate(sums):
+            for index, value in enumerate(pieces):
+                scratch.partial.at[channels, part - 1, half, index][...] = value
+        plgpu.barrier_arrive(scratch.partial_full.at[channels])
+        plgpu.barrier_wait(scratch.partial_empty.at[channels])
+
+    @pl.when(part == 0)
+    def _():
+        plgpu.barrier_wait(scratch.partial_full.at[channels])
+        total = [list(pieces) for pieces in sums]
+        for other in range(config.k_split - 1):
+            for half, pieces in enumerate(total):
+                for index in range(len(pieces)):
+                    ref = scratch.partial.at[channels, other, half, index]
+                    pieces[index] = pieces[index] + mosaic.load(ref, layout=mosaic.WGMMA, optimized=False)
+        plgpu.barrier_arrive(scratch.partial_empty.at[channels])
+        store(total)
+
+
 def _to_float32(partial: Any) -> Any:
     """Partial sums as float32. Integers below 2**22 in magnitude become the mantissa of 1.5 * 2**23, which takes no
     conversion instruction; those of 128 products of int8 by 16 times int4 do not exceed 2**21.
@@ -242,5 +305,5 @@ def _to_float32(partial: Any) -> Any:
 
 def _batches(desc: PackedDesc, config: PackedConfig) -> list[list[tuple[int, int]]]:
     """(half, block of K) of a step, in lists whose products are in flight together."""
-    halves = [[(half, depth) for depth in range(config.step_blocks)] for half in range(desc.halves)]
+    halves = [[(half, depth) for depth in range(config.part_blocks)] for half in range(desc.halves)]
     return [sum(halves, [])] if are_halves_together(desc, config) else halves

@@ -54,6 +54,22 @@ def test_swapped(kind, block_m, block_n):
     check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
+@pytest.mark.parametrize("block_m", [24, 48, 80, 96])
+@pytest.mark.parametrize("kind", ["bf16", "fp8_row", "int8_row"])
+def test_swapped_heights_between(kind, block_m):
+    options = dict(halves=2, activation=SILU, padding=np.nan)
+    problem = make_problem(kind, [3, 40, 0, 97, 1, 64], k=1152, n=704, block_m=block_m, **options)
+    config = GemmConfig(block_m, 128, 3, is_swapped=True)
+    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8_row", "fp8_block"])
+def test_tall_tiles_moved_in_chunks(kind):
+    problem = make_problem(kind, [3, 200, 0, 129, 1, 64], k=1152, n=768, block_m=128, with_tile_rows=True)
+    out = run(problem, GemmConfig(128, 128, 3, row_chunk=16))
+    check(problem, out, gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
 @pytest.mark.parametrize("kind", SWAPPED_KINDS)
 def test_swapped_gated_with_bias(kind):
     options = dict(halves=2, activation=OAI, bias="bfloat16", with_tile_rows=True)

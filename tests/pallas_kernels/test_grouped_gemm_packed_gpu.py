@@ -15,7 +15,7 @@ from helpers import assert_rows_close
 from packed_problem import KINDS, make_problem, packed_tolerance
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm_packed import candidates, describe_call, grouped_gemm_packed
+from pallas_kernels.grouped_gemm_packed import PackedConfig, candidates, describe_call, grouped_gemm_packed
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +67,34 @@ def test_alone(kind, block_m):
     problem = make_problem(kind, RAGGED, k=448, n=336, block_m=block_m, x_scale="row")
     for config in configurations(problem, block_m)[:1]:
         check(kind, problem, run(problem, config), folded=config.folds_scales)
+
+
+@pytest.mark.parametrize("block_m", [24, 48, 80, 96])
+@pytest.mark.parametrize("kind", ["int4 g128", "nvfp4", "w4a8 int8 g128"])
+def test_heights_between(kind, block_m):
+    """Tiles that hold an expert's rows more closely than a power of two does."""
+    problem = make_problem(kind, RAGGED, k=384, n=336, block_m=block_m, **GATED)
+    for config in configurations(problem, block_m):
+        check(kind, problem, run(problem, config), folded=config.folds_scales)
+
+
+@pytest.mark.parametrize(("block_m", "options"), [(24, GATED), (128, dict(x_scale="row"))])
+@pytest.mark.parametrize("kind", ["int4 g128", "nvfp4", "w4a8 int8 g128"])
+def test_three_consumers(kind, block_m, options):
+    """192 channels a tile, which 336 are no multiple of."""
+    problem = make_problem(kind, RAGGED, k=512, n=336, block_m=block_m, **options)
+    check(kind, problem, run(problem, PackedConfig(block_m, 3, 1, 2, num_sms=5)))
+
+
+@pytest.mark.parametrize(("consumers", "split", "step"), [(4, 2, 4), (4, 4, 4), (2, 2, 2)])
+@pytest.mark.parametrize("kind", ["int4 g128", "int4 g32", "nvfp4", "mxfp4", "w4a8 int8 g128", "int8 channel"])
+def test_warpgroups_that_share_k(kind, consumers, split, step):
+    for block_m, options in ((16, GATED), (32, dict(x_scale="row"))):
+        problem = make_problem(kind, RAGGED, k=1024, n=336, block_m=block_m, **options)
+        config = PackedConfig(block_m, consumers, step, 2, num_sms=5, k_split=split)
+        out = run(problem, config)
+        check(kind, problem, out)
+        np.testing.assert_array_equal(out[problem.row_expert >= 0], run(problem, config)[problem.row_expert >= 0])
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
