@@ -23,18 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from _timing import DENSE_TFLOPS, READ_GBPS, header, time_in_jit
 
+from moe_jax.benchmarking import MODELS
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import choose_block_m, grouped_gemm
 from pallas_kernels.grouped_gemm_packed import PackedFormat, PackedWeights, grouped_gemm_packed
 from pallas_kernels.grouped_gemm_packed import choose_block_m as choose_packed_block_m
 
-# name: (experts E, top_k, hidden H, intermediate I); dsv3-ep8 is one of eight expert-parallel ranks.
-MODELS = {
-    "qwen3-30b-a3b": (128, 8, 2048, 768),
-    "dsv3-ep8": (32, 8, 7168, 2048),
-    "mixtral-8x7b": (8, 2, 4096, 14336),
-    "gpt-oss-120b": (128, 4, 2880, 2880),
-}
 FORMATS = {
     "bf16": ("bfloat16", None),
     "fp8_channel": ("float8_e4m3fn", "row"),

@@ -1,4 +1,4 @@
-"""The command line: ``moe-jax inspect | run | quantize | demo | doctor``.
+"""The command line: ``moe-jax inspect | run | quantize | bench | demo | doctor``.
 
 Bad input gives one line on stderr and exit code 2.
 """
@@ -15,7 +15,6 @@ from moe_jax._version import __version__
 
 EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
 DTYPES = ("bfloat16", "float16", "float32")
-NOT_BUILT = ("bench",)  # part of the announced surface; refused by name until they exist
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,22 +94,26 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument("--scale-search", metavar="mse", help="scales of least squared error; slow")
     quantize.set_defaults(handler=_quantize)
 
+    bench = commands.add_parser(
+        "bench",
+        help="time a layer of experts beside the measured limits of this machine",
+        description="Random weights and routing. What is left out is chosen for the device: small on a CPU.",
+    )
+    bench.add_argument("--model", metavar="SHAPE", help="such as qwen3-30b-a3b, or experts,top_k,hidden,intermediate")
+    bench.add_argument("--scheme", metavar="NAME[,NAME]", help="such as bf16,fp8_channel")
+    bench.add_argument("--tokens", metavar="N[,N]", help="tokens in a call, such as 1,64,1024")
+    bench.add_argument("--implementation", metavar="NAME[,NAME]", help="ordered implementations to try")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    bench.add_argument("--png", type=Path, metavar="FILE", help="write a roofline; needs matplotlib")
+    bench.set_defaults(handler=_bench)
+
     doctor = commands.add_parser(
         "doctor",
         help="what this machine is, what will run each scheme on it, and what is missing",
         description="Looks at versions, devices, memory, kernels and packages. Exit code 1 when it finds a problem.",
     )
     doctor.set_defaults(handler=_doctor)
-
-    for name in NOT_BUILT:
-        pending = commands.add_parser(name, help="not built yet")
-        pending.add_argument("rest", nargs=argparse.REMAINDER)
-        pending.set_defaults(handler=_refuse)
     return parser
-
-
-def _refuse(args: argparse.Namespace) -> int:
-    raise NotImplementedError(f"the command {args.command!r} is not built yet; inspect, run, quantize and demo are")
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -212,6 +215,12 @@ def _demo(args: argparse.Namespace) -> int:
 
     run_demo(args.out, all_schemes=args.all)
     return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from moe_jax.benchmarking._command import run_bench
+
+    return EXIT_PROBLEM if run_bench(args, progress_bar) else 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

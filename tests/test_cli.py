@@ -105,12 +105,6 @@ def test_bad_input_is_one_line(model_dir, capsys, args, words):
         assert word in captured.err, captured.err
 
 
-@pytest.mark.parametrize("command", cli.NOT_BUILT)
-def test_commands_not_built_are_refused_by_name(command, capsys):
-    assert cli.main([command, "a", "--b"]) == 2
-    assert "not built" in capsys.readouterr().err
-
-
 def test_inspect(model_dir, capsys):
     assert cli.main(["inspect", str(model_dir)]) == 0
     text = capsys.readouterr().out

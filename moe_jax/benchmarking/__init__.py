@@ -1,0 +1,25 @@
+"""Timing layers of experts beside what the machine can do, for ``moe-jax bench`` and the scripts in benchmarks/."""
+
+from moe_jax.benchmarking._bench import BenchReport, bench
+from moe_jax.benchmarking._layer import MODELS, SHAPES, layer_shape, measure_layer, operand_of, random_weights
+from moe_jax.benchmarking._limits import Limits, measure_limits
+from moe_jax.benchmarking._report import draw_roofline, render
+from moe_jax.benchmarking._timing import NUM_VARIANTS, header, time_in_jit
+
+__all__ = [
+    "MODELS",
+    "NUM_VARIANTS",
+    "SHAPES",
+    "BenchReport",
+    "Limits",
+    "bench",
+    "draw_roofline",
+    "header",
+    "layer_shape",
+    "measure_layer",
+    "measure_limits",
+    "operand_of",
+    "random_weights",
+    "render",
+    "time_in_jit",
+]

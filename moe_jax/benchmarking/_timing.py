@@ -1,0 +1,79 @@
+"""Device time of one call inside ``jax.jit``."""
+
+import contextlib
+import datetime
+import platform
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+_CALLS = (2, 10)
+NUM_VARIANTS = _CALLS[1]
+
+
+def time_in_jit(
+    call: Callable[..., Any],
+    args: tuple,
+    varied: int,
+    *,
+    variants: Sequence[Any] | None = None,
+    samples: int = 5,
+    turn: Callable[[], Any] = contextlib.nullcontext,
+    budget_s: float = 0.02,
+    calls: tuple[int, int] = _CALLS,
+) -> float:
+    """Microseconds one ``call(*args)`` takes on the device, launches inside one program included.
+
+    Programs of ``calls[0]`` and of ``calls[1]`` calls run back to back; the difference is what 8 calls take (of 2 and
+    10), and what a program costs on the host drops out. XLA would merge equal calls, so each gets its own copy of the
+    small argument ``args[varied]``, or one of the ``variants`` of it, at least calls[1]. Every result is returned, so
+    that nothing is dead. Inputs of more than the L2 (60 MB) are cold by size; where the variants choose what is read of
+    them, count what calls[1] calls read. Median over samples. turn: makes the context of everything that runs on the
+    device; programs are compiled outside of it.
+
+    Raises RuntimeError when the longer program did not take longer: the machine is too busy, or the call too short.
+    """
+    short, long = calls
+    inner = jax.jit(call)
+    if variants is None:
+        variants = [np.asarray(args[varied]).copy() for _ in range(long)]
+    copies = [jax.device_put(one) for one in variants]
+
+    def program(count):
+        def run(args, copies):
+            return [inner(*args[:varied], copies[i], *args[varied + 1 :]) for i in range(count)]
+
+        return jax.jit(run)
+
+    programs = {count: program(count) for count in calls}
+
+    def seconds(count: int, repeats: int) -> float:
+        start = time.perf_counter()
+        out = None
+        for _ in range(repeats):
+            out = compiled[count](args, copies[:count])
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / repeats
+
+    compiled = {count: program.lower(args, copies[:count]).compile() for count, program in programs.items()}
+    with turn():
+        for count in compiled:
+            seconds(count, 2)
+        repeats = int(np.clip(budget_s / seconds(long, 3), 2, 40))
+        differences = [seconds(long, repeats) - seconds(short, repeats) for _ in range(samples)]
+    found = float(np.median(differences)) / (long - short) * 1e6
+    if found <= 0:
+        raise RuntimeError(
+            f"{long} calls did not take longer than {short}: the machine is too busy, or the call too short"
+        )
+    return found
+
+
+def header() -> str:
+    """Device, versions and date, for the top of a result file."""
+    device = jax.devices()[0]
+    today = datetime.date.today().isoformat()
+    return f"# {device.device_kind}, jax {jax.__version__}, Python {platform.python_version()}, {today}"
