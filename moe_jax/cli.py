@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from moe_jax._version import __version__
 
@@ -61,24 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("directory", type=Path)
     inspect.set_defaults(handler=_inspect)
 
-    run = commands.add_parser("run", help="load a checkpoint and generate")
-    run.add_argument("--model", type=Path, required=True, metavar="DIR")
-    source = run.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT")
-    source.add_argument("--input-ids", metavar="1,2,3|FILE.npy")
-    run.add_argument(
-        "--max-new-tokens", type=int, default=32, metavar="N", help="0 only scores the prompt (default 32)"
-    )
-    run.add_argument(
-        "--quantize", metavar="SCHEME", help="quantize the experts of a full-precision checkpoint while loading"
-    )
-    run.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="computation dtype (default bfloat16)")
-    run.add_argument("--implementation", metavar="NAME[,NAME]", help="ordered implementations to try")
-    run.add_argument("--mesh", metavar="expert=4,tensor=2", help="devices per axis")
-    run.add_argument(
-        "--logits-out", type=Path, metavar="FILE.npy", help="write float32 (S, vocab) logits of the prompt"
-    )
-    run.set_defaults(handler=_run)
+    _add_run(commands.add_parser("run", help="load a checkpoint and generate"))
 
     demo = commands.add_parser("demo", help="write a small checkpoint, run it in every quantization, compare")
     demo.add_argument("--out", type=Path, default=Path("demo_out"), metavar="DIR")
@@ -116,6 +98,40 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.add_argument("--model", type=Path, required=True, metavar="DIR")
+    source = run.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT")
+    source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt per line, or JSON lines in FILE.jsonl")
+    source.add_argument("--input-ids", metavar="1,2,3|FILE.npy")
+    run.add_argument("--chat", action="store_true", help="a prompt is what a user says: apply the chat template")
+    run.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts of a file at a time (default 8)")
+    run.add_argument(
+        "--max-new-tokens", type=int, default=32, metavar="N", help="0 only scores the prompt (default 32)"
+    )
+    run.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT|ID",
+        help="end before this text, or with this id for --input-ids; may be repeated, besides the model's end tokens",
+    )
+    run.add_argument("--temperature", type=float, default=0.0, metavar="T", help="above 0 samples (default 0, greedy)")
+    run.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that reach P together")
+    run.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
+    run.add_argument("--seed", type=int, metavar="N", help="of the samples (default 0)")
+    run.add_argument(
+        "--quantize", metavar="SCHEME", help="quantize the experts of a full-precision checkpoint while loading"
+    )
+    run.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="computation dtype (default bfloat16)")
+    run.add_argument("--implementation", metavar="NAME[,NAME]", help="ordered implementations to try")
+    run.add_argument("--mesh", metavar="expert=4,tensor=2", help="devices per axis")
+    run.add_argument(
+        "--logits-out", type=Path, metavar="FILE.npy", help="write float32 (S, vocab) logits of the prompt"
+    )
+    run.set_defaults(handler=_run)
+
+
 def _inspect(args: argparse.Namespace) -> int:
     from moe_jax.inspection import inspect_checkpoint
 
@@ -125,65 +141,9 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    import jax.numpy as jnp
-    import numpy as np
+    from moe_jax._run import run
 
-    import moe_jax
-
-    if args.mesh is not None:
-        raise NotImplementedError(
-            f"--mesh {args.mesh}: running over a mesh is not built yet; leave it out for one device"
-        )
-    if args.max_new_tokens < 0:
-        raise ValueError(f"--max-new-tokens is {args.max_new_tokens}, expected 0 or more")
-    if args.logits_out is not None and args.logits_out.is_dir():
-        raise ValueError(f"--logits-out {args.logits_out} is a directory, expected the path of an .npy file")
-    if args.logits_out is not None and not args.logits_out.absolute().parent.is_dir():
-        raise ValueError(
-            f"--logits-out {args.logits_out}: the directory {args.logits_out.absolute().parent} does not exist"
-        )
-    tokenizer = None if args.prompt is None else _load_tokenizer(args.model)
-    if tokenizer is not None:
-        ids = np.asarray(tokenizer.encode(args.prompt).ids, np.int32)
-        if ids.size == 0:
-            raise ValueError("--prompt is empty after tokenization")
-    else:
-        ids = parse_input_ids(args.input_ids)
-
-    with progress_bar("loading") as progress:
-        model = moe_jax.load_pretrained(
-            args.model,
-            quantize=args.quantize,
-            implementation=None if args.implementation is None else tuple(args.implementation.split(",")),
-            dtype=jnp.dtype(args.dtype),
-            max_seq_len=int(ids.size) + args.max_new_tokens,
-            progress=progress,
-        )
-    vocab = model.config.vocab_size
-    if ids.min() < 0 or ids.max() >= vocab:
-        bad = ids[(ids < 0) | (ids >= vocab)][0]
-        raise ValueError(f"input id {bad} is outside the vocabulary, expected 0 to {vocab - 1}")
-    prompt = jnp.asarray(ids)[None]
-    if args.logits_out is not None or args.max_new_tokens == 0:
-        logits = np.asarray(model.score(prompt)[0], np.float32)
-        if not np.isfinite(logits).all():
-            position = int(np.argmin(np.isfinite(logits).all(axis=-1)))
-            raise ValueError(
-                f"{args.model}: logits at prompt position {position} are not finite; the weights are damaged"
-            )
-        if args.logits_out is not None:
-            _write_npy(args.logits_out, logits)
-    if args.max_new_tokens:
-        out = moe_jax.generate(
-            model, prompt, max_new_tokens=args.max_new_tokens, eos_token_id=model.config.eos_token_id
-        )
-        new = [int(token) for token in np.asarray(out)[0, ids.size :]]
-        print(tokenizer.decode(new) if tokenizer is not None else ",".join(map(str, new)))
-    elif args.logits_out is None:
-        chosen = np.exp(logits[:-1] - logits[:-1].max(-1, keepdims=True))
-        chosen = chosen[np.arange(ids.size - 1), ids[1:]] / chosen.sum(-1)
-        print(",".join(f"{np.log(p):.4f}" for p in chosen))
-    return 0
+    return run(args, progress_bar)
 
 
 def _quantize(args: argparse.Namespace) -> int:
@@ -229,68 +189,6 @@ def _doctor(args: argparse.Namespace) -> int:
     diagnosis = diagnose()
     print(diagnosis.render())
     return EXIT_PROBLEM if diagnosis.problems else 0
-
-
-def parse_input_ids(text: str) -> Any:
-    """``1,2,3`` or the path of an .npy file with integers -> (S,) int32. Raises ValueError naming what is wrong."""
-    import numpy as np
-
-    if text.endswith(".npy"):
-        with open(text, "rb") as file:
-            try:
-                ids = np.load(file, allow_pickle=False)
-            except Exception as error:  # NumPy raises whatever its parsers meet
-                raise ValueError(f"--input-ids {text}: not a readable .npy file: {one_line(error)}") from None
-        if not isinstance(ids, np.ndarray):
-            raise ValueError(f"--input-ids {text}: an archive of several arrays, expected one .npy array")
-        if ids.ndim == 2 and ids.shape[0] == 1:
-            ids = ids[0]
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(
-                f"--input-ids {text}: found {ids.dtype} {ids.shape}, expected integers of shape (S,) or (1, S)"
-            )
-    else:
-        try:
-            ids = np.asarray([int(part) for part in text.split(",")], np.int64)
-        except (ValueError, OverflowError):
-            raise ValueError(
-                f"--input-ids {text!r}: expected 32 bit integers separated by commas, or a path ending in .npy"
-            ) from None
-    if ids.size == 0:
-        raise ValueError(f"--input-ids {text}: no ids")
-    limit = np.iinfo(np.int32)
-    if ids.min() < limit.min or ids.max() > limit.max:
-        raise ValueError(f"--input-ids {text}: an id does not fit in 32 bits")
-    return ids.astype(np.int32)
-
-
-def _load_tokenizer(directory: Path) -> Any:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; --prompt needs it, or pass --input-ids")
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ImportError(
-            "--prompt needs the package tokenizers: pip install 'moe-jax[demo]', or pass --input-ids"
-        ) from None
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust side raises plain Exception
-        raise ValueError(f"{path}: not a readable tokenizer: {one_line(error)}") from None
-
-
-def _write_npy(path: Path, array: Any) -> None:
-    """Write to a neighbour first and rename, so that a failure leaves no partial file."""
-    import numpy as np
-
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            np.save(file, array)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager
