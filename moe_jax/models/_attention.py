@@ -136,8 +136,8 @@ def attend(
 
 def _attend(q: Any, k: Any, v: Any, visible: Bool[Array, "B S L"], scale: float, sinks: Any) -> Any:
     """Scores and sums in float32. A query that sees nothing gets a finite, meaningless row."""
-    wide: dict[str, Any] = dict(precision=precision_of(q.dtype), preferred_element_type=jnp.float32)
-    scores = jnp.einsum("bsngd,bnld->bngsl", q, k, **wide) * scale
+    precision = precision_of(q.dtype)
+    scores = jnp.einsum("bsngd,bnld->bngsl", q, k, precision=precision, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
@@ -145,4 +145,5 @@ def _attend(q: Any, k: Any, v: Any, visible: Bool[Array, "B S L"], scale: float,
         top = jnp.maximum(scores.max(axis=-1, keepdims=True), sinks)
         exponentials = jnp.exp(scores - top)
         weights = exponentials / (exponentials.sum(axis=-1, keepdims=True) + jnp.exp(sinks - top))
-    return jnp.einsum("bngsl,bnld->bsngd", weights.astype(v.dtype), v, **wide).astype(q.dtype)
+    # Summed in float32 and rounded once; XLA's CPU client cannot return these products of 16-bit values as float32.
+    return jnp.einsum("bngsl,bnld->bsngd", weights.astype(v.dtype), v, precision=precision)

@@ -82,13 +82,13 @@ class LatentAttention(nnx.Module):
     def _absorbed(self, q: Any, rows: Any, inputs: AttentionInputs) -> Any:
         """The same, with (B, S, N, V) as result."""
         mla, heads = self.config.mla, self.config.num_heads
-        wide: dict[str, Any] = dict(precision=precision_of(q.dtype), preferred_element_type=jnp.float32)
+        precision = precision_of(q.dtype)
         weight = self.kv_b_proj.weight[...].reshape(heads, -1, mla.kv_lora_rank)
         up_k, up_v = weight[:, : mla.qk_nope_head_dim], weight[:, mla.qk_nope_head_dim :]
-        inner = jnp.einsum("bsnd,ndr->bsnr", q[..., : mla.qk_nope_head_dim], up_k, **wide).astype(q.dtype)
+        inner = jnp.einsum("bsnd,ndr->bsnr", q[..., : mla.qk_nope_head_dim], up_k, precision=precision)
         inner = jnp.concatenate([inner, q[..., mla.qk_nope_head_dim :]], axis=-1)
         context = self._attend(inner[:, :, None], rows, rows[..., : mla.kv_lora_rank], inputs)[:, :, 0]
-        return jnp.einsum("bsnr,nvr->bsnv", context, up_v, **wide).astype(q.dtype)
+        return jnp.einsum("bsnr,nvr->bsnv", context, up_v, precision=precision)
 
     def _attend(self, q: Any, k: Any, v: Any, inputs: AttentionInputs) -> Any:
         scale = self.config.head_dim**-0.5 * self.config.rope.score_scale

@@ -61,7 +61,7 @@ def check(directory, expected, ids, scheme):
 def test_written_by_our_writer(tmp_path, prompt, name, scheme):
     """Experts, shared experts, attention and dense layers all quantized; compressed-tensors reads the file."""
     source, target, plain = (tmp_path / word for word in ("source", "target", "plain"))
-    write_checkpoint(name, source)
+    write_checkpoint(name, source, **{"intermediate_size": 64} if "qwen" in name or "deepseek" in name else {})
     moe_jax.quantize_checkpoint(source, target, scheme=scheme, modules="all")
     weights = {f"{module}.weight": torch.tensor(value) for module, value in decompressed(target).items()}
     assert any("self_attn" in key for key in weights) and any(".experts.0." in key for key in weights)
@@ -99,12 +99,15 @@ def test_gpt_oss_mxfp4_as_published(tmp_path, prompt):
 @pytest.mark.parametrize(
     "name", ["deepseek_v3", "gpt_oss", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen2", "olmoe"))]
 )
-def test_bfloat16(case, prompt, name):
-    """Rounded weights and activations stay near float32; prefill and decode steps agree with each other."""
-    case, ids = case(name), prompt(2, 40)
-    model = load_pretrained(case.directory)
+def test_bfloat16(tmp_path, prompt, name):
+    """Rounded weights and activations stay near float32; prefill and decode steps agree with each other.
+
+    Every token takes all experts here: where some are chosen, a rounded score now and then chooses others.
+    """
+    judge, ids = write_checkpoint(name, tmp_path, num_experts_per_tok=8, topk_group=4), prompt(2, 40)
+    model = load_pretrained(tmp_path)
     whole = np.asarray(model.score(ids))
-    assert_logits_close(whole, case.torch_logits(ids), 0.04)
+    assert_logits_close(whole, torch_logits(judge, ids), 0.03)
     cache, parts = model.init_cache(2, 40), []
     assert {leaf.dtype for leaf in jax.tree.leaves(cache.layers)} == {jnp.dtype(jnp.bfloat16)}
     for start, stop in ((0, 34), (34, 35), (35, 36)):
