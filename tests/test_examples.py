@@ -1,0 +1,66 @@
+"""The scripts of examples/, each run at toy size."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import writers
+
+import moe_jax
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TINY = dict(
+    vocab_size=32, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("examples") / "model"
+    writers.write_model(
+        "qwen3_moe", path, torch.float32, **TINY, num_experts=8, moe_intermediate_size=32, eos_token_id=None
+    )
+    return path
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_names_hide_no_package():
+    """A script's folder comes first on its path: one named like a package would import itself."""
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert len(names) >= 2 and not [name for name in names if importlib.util.find_spec(name)]
+
+
+def test_one_gpu(directory, capsys):
+    module = example("one_gpu")
+    args = ["--quantize", "int8_w8a16", "--ids", "3,1,4", "--new-tokens", "5", "--dtype", "float32"]
+    out = module.main([str(directory), *args])
+    text = capsys.readouterr().out
+    assert out.shape == (1, 8) and "int8_w8a16" in text and text.count("tokens/s") == 2
+    model = moe_jax.load_pretrained(directory, quantize="int8_w8a16", dtype=jnp.float32)
+    ids = jnp.array([[3, 1, 4]])
+    logp = jax.nn.log_softmax(model.score(ids)[0])
+    np.testing.assert_allclose(module.log_probabilities(model, ids)[0], [logp[0, 1], logp[1, 4]], atol=1e-4)
+    expected = moe_jax.generate(model, ids, max_new_tokens=5, temperature=0.8, top_p=0.95, rng=jax.random.key(0))
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_with_torch(directory, capsys):
+    """int8 moves the logits by little, and what transformers then generates is what our own model generates."""
+    out = example("with_torch").main([str(directory), "--ids", "3,1,4", "--new-tokens", "5"])
+    text = capsys.readouterr().out
+    assert "2 blocks run as int8_w8a16" in text and "compiled: logits within" in text
+    moved = float(text.partition("logits moved by ")[2].partition("%")[0])
+    assert 0 < moved < 5
+    model = moe_jax.load_pretrained(directory, quantize="int8_w8a16", dtype=jnp.float32)
+    np.testing.assert_array_equal(out.numpy(), moe_jax.generate(model, [[3, 1, 4]], max_new_tokens=5))
