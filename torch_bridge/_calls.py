@@ -17,7 +17,7 @@ import torch
 from moe_jax import ExpertWeights, MoEConfig, fused_experts, fused_moe
 from moe_jax.models._compiled import SMALLEST_BUCKET, bucket
 from moe_jax.routing import RoutingParams, route
-from torch_bridge._tensors import to_jax, to_torch
+from torch_bridge._tensors import to_argument, to_torch
 
 
 @jax.tree_util.register_dataclass
@@ -104,8 +104,8 @@ class JaxCalls:
 
     def _crossing(self, method: str, first: torch.Tensor, tensors: tuple[Any, ...], bias: int | None) -> Any:
         padded, mask = pad_tokens(tensors, bias)
-        arrays = [None if tensor is None else to_jax(tensor) for tensor in padded]
-        found = self.functions[method](self.leaves, arrays, None if mask is None else to_jax(mask))
+        arrays = [None if tensor is None else to_argument(tensor) for tensor in padded]
+        found = self.functions[method](self.leaves, arrays, None if mask is None else to_argument(mask))
         if not isinstance(found, tuple):
             return _trimmed(found, first, mask)
         return tuple(_trimmed(one, first, mask) for one in found)

@@ -28,8 +28,8 @@ class KernelCalls(JaxCalls):
         self._expert_map = None if table is None else to_torch(table)
         config = experts.global_config if experts.expert_map is None else experts.config
         self._kernels: dict[str, Callable[..., Any]] = {
-            "moe": as_torch_kernels(functools.partial(_moe, config)),
-            "experts": as_torch_kernels(functools.partial(_experts, experts.config)),
+            "moe": as_torch_kernels(functools.partial(_moe, config), self._weights),
+            "experts": as_torch_kernels(functools.partial(_experts, experts.config), self._weights),
         }
         self.is_captured = False
 
@@ -43,7 +43,7 @@ class KernelCalls(JaxCalls):
         padded, mask = pad_tokens(tensors, bias)
         arguments = self._moe_arguments(padded, mask) if method == "moe" else self._expert_arguments(padded, mask)
         try:
-            y = self._kernels[method](*arguments, self._weights)
+            y = self._kernels[method](*arguments)
         except (NotImplementedError, RuntimeError) as error:
             raise type(error)(f"{self.layer_name}: torch_kernels=True: {error}") from None
         self.is_captured |= torch.cuda.is_current_stream_capturing()

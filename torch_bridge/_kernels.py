@@ -28,13 +28,13 @@ ALIGNMENT = 16  # bytes; what bulk copies and vector loads of the kernels need o
 _KERNEL = "mpmd_map"  # the primitive of plgpu.kernel in JAX 0.10 and 0.11
 
 
-def as_torch_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
+def as_torch_kernels(function: Callable[..., Any], *bound: Any) -> Callable[..., Any]:
     """A function of Hopper kernels on JAX arrays, callable with CUDA tensors; results are new tensors.
 
     function: of ``pallas_kernels`` (``grouped_gemm``, ``combine``, ...) with implementation="mosaic" and everything
     but arrays bound, or a composition of them; arguments and results may be any pytrees. Everything runs on torch's
     current stream, so that side streams are ordered as for any operator of torch, and CUDA graphs can capture it after
-    one call with the same shapes.
+    one call with the same shapes. bound: last arguments that stay the same tensors in every call, such as weights.
 
     Raises NotImplementedError for a function that computes outside of kernels, by the operation's name, RuntimeError
     for a first call during capture, and what the function raises.
@@ -52,7 +52,7 @@ def as_torch_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
                     "a CUDA graph is being captured, in which kernels cannot be compiled: call once with the same "
                     "shapes before capturing"
                 )
-            program = programs[key] = KernelProgram(function, *args)
+            program = programs[key] = KernelProgram(function, *args, bound=bound)
         return program(leaves)
 
     return call
@@ -82,19 +82,20 @@ class Kernel:
 class KernelProgram:
     """The kernels of one function for one set of shapes, in order, with the reshapes between them.
 
-    steps: (run, slots read, slots written) with a ``Kernel`` or a function of tensors as run; nothing is compiled for a
-    GPU before the first call.
+    steps: (run, slots read, slots written) with a ``Kernel``, a ``View`` or a function of tensors as run; nothing is
+    compiled for a GPU before the first call.
     """
 
-    def __init__(self, function: Callable[..., Any], *args: Any):
-        """args: tensors or ShapeDtypeStructs in any pytree. Raises as ``as_torch_kernels`` says."""
-        structs = jax.tree.map(_struct, args)
+    def __init__(self, function: Callable[..., Any], *args: Any, bound: tuple[Any, ...] = ()):
+        """args and bound: tensors or ShapeDtypeStructs in any pytree. Raises as ``as_torch_kernels`` says."""
+        structs = jax.tree.map(_struct, (*args, *bound))
+        self._bound = jax.tree.leaves(bound)
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*structs)
         self._structure = jax.tree.structure(shape)
-        self._num_inputs = self._num_slots = len(closed.jaxpr.invars)
+        self._num_slots = len(closed.jaxpr.invars)
         self._constants: list[tuple[int, Any]] = []
         self.steps: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = []
-        self._results = self._walk(closed, list(range(self._num_inputs)))
+        self._results = self._walk(closed, list(range(self._num_slots)))
         self._loaded: list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] | None = None
 
     @property
@@ -108,17 +109,27 @@ class KernelProgram:
 
     def _run(self, leaves: Sequence[torch.Tensor]) -> Any:
         if self._loaded is None:
-            self._loaded = [(r.load() if isinstance(r, Kernel) else r, i, o) for r, i, o in self.steps]
-            device = leaves[0].device
-            self._constants = [(slot, torch.as_tensor(value, device=device)) for slot, value in self._constants]
-        values: list[Any] = [None] * self._num_slots
-        values[: self._num_inputs] = [_aligned(leaf) for leaf in leaves]
-        for slot, value in self._constants:
-            values[slot] = value
-        for run, read, written in self._loaded:
+            self._load(len(leaves), leaves[0].device)
+        values = self._values.copy()
+        values[: len(leaves)] = [_aligned(leaf) for leaf in leaves]
+        for run, read, written in self._loaded or ():
             for slot, result in zip(written, run(*[values[slot] for slot in read]), strict=True):
                 values[slot] = result
         return jax.tree.unflatten(self._structure, [values[slot] for slot in self._results])
+
+    def _load(self, num_leaves: int, device: torch.device) -> None:
+        """Compile the kernels, and look at bound tensors once in the shapes that kernels want."""
+        self._values: list[Any] = [None] * self._num_slots
+        self._values[num_leaves : num_leaves + len(self._bound)] = self._bound
+        for slot, value in self._constants:
+            self._values[slot] = torch.as_tensor(value, device=device)
+        loaded = []
+        for run, read, written in self.steps:
+            if isinstance(run, View) and all(self._values[slot] is not None for slot in read):
+                [self._values[written[0]]] = run(*[self._values[slot] for slot in read])
+            else:
+                loaded.append((run.load() if isinstance(run, Kernel) else run, read, written))
+        self._loaded = loaded
 
     def _new_slot(self, constant: Any = None) -> int:
         self._num_slots += 1
@@ -204,22 +215,29 @@ def _kernel(closed: Any) -> Kernel:
     return Kernel(bytes(code), results)
 
 
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The same elements in another shape."""
+
+    shape: tuple[int, ...]
+
+    def __call__(self, tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        return (tensor.reshape(self.shape),)
+
+
 def _reshape(equation: Any) -> Callable[..., Any]:
-    shape = equation.outvars[0].aval.shape
-    return lambda tensor: (tensor.reshape(shape),)
+    return View(equation.outvars[0].aval.shape)
 
 
 def _broadcast(equation: Any) -> Callable[..., Any]:
     shape, kept = equation.params["shape"], equation.params["broadcast_dimensions"]
-
-    def run(tensor):
-        sizes = [1] * len(shape)
-        for dimension, size in zip(kept, tensor.shape, strict=True):
-            sizes[dimension] = size
-        spread = tensor.reshape(sizes).expand(shape)
-        return (spread.contiguous() if math.prod(shape) != tensor.numel() else spread,)
-
-    return run
+    operand = equation.invars[0].aval
+    if operand.size == math.prod(shape):
+        return View(shape)
+    sizes = [1] * len(shape)
+    for dimension, size in zip(kept, operand.shape, strict=True):
+        sizes[dimension] = size
+    return lambda tensor: (tensor.reshape(sizes).expand(shape).contiguous(),)
 
 
 def _convert(equation: Any) -> Callable[..., Any]:

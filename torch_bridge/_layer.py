@@ -230,7 +230,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
     def _routed(self, x: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
         method = self.quant_method
         if token_ids is not None:
-            return _ops.fused_moe_op(x, logits, self.correction_bias, token_ids, self.layer_name)
+            return _ops.call(_ops.fused_moe_op, x, logits, self.correction_bias, token_ids, self.layer_name)
         if method.is_monolithic:
             return method.apply_monolithic(self, x, logits)
         return method.apply(self, x, *self.select_experts(x, logits))

@@ -204,10 +204,10 @@ class SchemeMoEMethod(FusedMoEMethodBase):
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
 
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts_input=None):
-        return _ops.fused_experts_op(x, topk_weights, topk_ids, layer.layer_name)
+        return _ops.call(_ops.fused_experts_op, x, topk_weights, topk_ids, layer.layer_name)
 
     def apply_monolithic(self, layer, x, router_logits, shared_experts_input=None):
-        return _ops.fused_moe_op(x, router_logits, layer.correction_bias, None, layer.layer_name)
+        return _ops.call(_ops.fused_moe_op, x, router_logits, layer.correction_bias, None, layer.layer_name)
 
     def get_fused_moe_quant_config(self, layer: "FusedMoE") -> FusedMoEQuantConfig | None:
         weights, activations = self.scheme.weights, self.scheme.activations

@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 # Layers by name, vLLM's "static forward context": operators carry names, since they cannot carry modules.
 layers: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
@@ -22,6 +23,14 @@ _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") 
 
 def _operator(name: str) -> Any:
     return torch.library.custom_op(f"torch_bridge::{name}", mutates_args=(), tags=_TAGS)
+
+
+def call(operator: Any, x: torch.Tensor, *args: Any) -> Any:
+    """An operator on x and the rest; in inference its function alone, since the dispatcher costs more than crossing."""
+    is_traced = torch.compiler.is_compiling() or type(x) is not torch.Tensor or _get_current_dispatch_mode() is not None
+    if is_traced or torch.is_grad_enabled():
+        return operator(x, *args)
+    return operator._init_fn(x, *args)
 
 
 def register(layer: Any, name: str) -> str:

@@ -73,6 +73,14 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         return jax.dlpack.from_dlpack(tensor.contiguous())
 
 
+def to_argument(tensor: torch.Tensor) -> Any:
+    """The tensor as a jitted function takes it, over the same memory as ``to_jax``.
+
+    On the CPU that is a NumPy array: reading one costs a tenth of DLPack there.
+    """
+    return to_jax(tensor) if tensor.is_cuda else to_numpy(narrowed(tensor))
+
+
 def narrowed(tensor: torch.Tensor) -> torch.Tensor:
     """64-bit integers as 32-bit ones; what they cannot hold becomes their extremes, so that it stays out of range."""
     if tensor.dtype != torch.int64:

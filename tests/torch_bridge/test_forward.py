@@ -25,7 +25,7 @@ from tests.torch_bridge.cases import (
     torch_pairs,
 )
 from torch_bridge import _ops
-from torch_bridge._tensors import to_jax, to_torch
+from torch_bridge._tensors import to_argument, to_jax, to_torch
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -68,6 +68,7 @@ def test_crossing_copies_nothing_that_it_need_not():
         back = to_torch(array)
         copied += tensor.nbytes * (array.unsafe_buffer_pointer() != tensor.data_ptr())
         copied += tensor.nbytes * (back.data_ptr() != array.unsafe_buffer_pointer())
+        copied += tensor.nbytes * (jax.device_put(to_argument(tensor)).unsafe_buffer_pointer() != tensor.data_ptr())
         assert back.dtype == dtype
     assert copied == 0
     for scheme in ONE_OF_EACH:
@@ -162,6 +163,27 @@ def test_compile_and_export():
     names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
     assert any("torch_bridge.fused_moe" in name for name in names)
     assert torch.equal(exported.module()(*inputs(4)), layer(*inputs(4)))
+
+
+def test_inference_skips_the_dispatcher_and_nothing_else():
+    """Without gradients the operator's function runs at once: same bits; what traces still sees the operator."""
+    layer = loaded_bridge("int8_w8a16", stored_arrays("int8_w8a16"))
+    x, z = inputs(4)
+    expected, seen = layer(x, z), []
+    with torch.no_grad():
+        assert torch.equal(layer(x, z), expected)
+        with torch.profiler.profile() as profile:
+            layer(x, z)
+        assert not any("torch_bridge" in event.name for event in profile.events())
+
+        def backend(graph, example):
+            seen.extend(str(node.target) for node in graph.graph.nodes)
+            return graph.forward
+
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend=backend)(x, z), expected)
+        with torch._subclasses.FakeTensorMode() as mode:
+            assert layer(mode.from_tensor(x), mode.from_tensor(z)).shape == x.shape
+    assert any("torch_bridge.fused_moe" in name for name in seen)
 
 
 def test_operators_keep_torchs_rules():

@@ -87,8 +87,10 @@ def test_programs_run_their_steps_in_order(monkeypatch):
     assert torch.equal(found["w"], torch.tensor([[0.25, 0.75]] * 4))
     assert len(launched) == 2 and all(torch.equal(operands[0], pair["x"]) for operands in launched)
     assert all(torch.equal(operands[2], found["w"]) and operands[2].is_contiguous() for operands in launched)
-    run(pair)
-    assert len(launched) == 4
+    bound = as_torch_kernels(lambda row_of, rest: function(rest | dict(row_of=row_of)), {k: pair[k] for k in "xw"})
+    again = bound(pair["row_of"])
+    assert len(launched) == 4 and again["z"].eq(4).all() and torch.equal(again["w"], found["w"])
+    assert launched[2][0].data_ptr() == pair["x"].data_ptr()
 
 
 def test_launches_name_the_current_stream(monkeypatch):
