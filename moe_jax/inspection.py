@@ -286,9 +286,16 @@ def _architecture(config: MoEBlockConfig) -> list[tuple[str, str]]:
         return [*rows, ("loads as", "layers with experts, by moe_jax.load_moe; the whole model is not built yet")]
     return [
         *rows,
-        ("attention", f"{config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} for keys and values"),
+        ("attention", _attention(config)),
         ("vocabulary", f"{config.vocab_size}, {'tied' if config.tie_word_embeddings else 'untied'} head"),
     ]
+
+
+def _attention(config: DecoderConfig) -> str:
+    heads = f"{config.num_heads} heads of {config.head_dim}"
+    if config.mla is not None:
+        return f"{heads}, MLA: {config.cache_widths[0][1]} numbers cached per token"
+    return f"{heads}, {config.num_kv_heads} for keys and values"
 
 
 def _routing(config: MoEBlockConfig) -> str:

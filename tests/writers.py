@@ -215,23 +215,25 @@ def as_native_fp8(source: Path, target: Path) -> None:
 
 
 def as_fused(source: Path, target: Path) -> None:
-    """Fuse per-expert tensors: ``experts.gate_up_proj (E, 2I, H)``, ``experts.down_proj (E, H, I)``."""
-    tensors = load_file(source / "model.safetensors")
-    groups: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
-    fused = {}
+    """Rewrite a checkpoint with fused experts."""
+    target.mkdir(parents=True)
+    save_file(fused(load_file(source / "model.safetensors")), target / "model.safetensors")
+    (target / "config.json").write_text((source / "config.json").read_text())
+
+
+def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Per-expert weights as transformers 5 holds them: gate_up_proj (E, 2I, H) and down_proj (E, H, I)."""
+    result, parts = {}, {}
     for name, value in tensors.items():
         head, found, tail = name.partition(".experts.")
         if not found:
-            fused[name] = value
+            result[name] = value
             continue
         expert, projection, _ = tail.split(".")
         role = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(projection, projection)
-        groups.setdefault(head, {})[int(expert), role] = value
-    for head, parts in groups.items():
-        count = 1 + max(expert for expert, _ in parts)
-        pairs = [torch.cat([parts[e, "gate_proj"], parts[e, "up_proj"]]) for e in range(count)]
-        fused[f"{head}.experts.gate_up_proj"] = torch.stack(pairs)
-        fused[f"{head}.experts.down_proj"] = torch.stack([parts[e, "down_proj"] for e in range(count)])
-    target.mkdir(parents=True)
-    save_file(fused, target / "model.safetensors")
-    (target / "config.json").write_text((source / "config.json").read_text())
+        parts.setdefault(head, {}).setdefault(role, {})[int(expert)] = value
+    for head, roles in parts.items():
+        stacked = {role: torch.stack([found[e] for e in range(len(found))]) for role, found in roles.items()}
+        result[f"{head}.experts.gate_up_proj"] = torch.cat([stacked["gate_proj"], stacked["up_proj"]], dim=1)
+        result[f"{head}.experts.down_proj"] = stacked["down_proj"]
+    return result

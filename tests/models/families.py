@@ -212,24 +212,6 @@ def unfused(family: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return result
 
 
-def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Per-expert weights as transformers 5 holds them: gate_up_proj (E, 2I, H) and down_proj (E, H, I)."""
-    result, parts = {}, {}
-    for name, value in tensors.items():
-        head, found, tail = name.partition(".experts.")
-        if not found:
-            result[name] = value
-            continue
-        expert, projection, _ = tail.split(".")
-        role = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(projection, projection)
-        parts.setdefault(head, {}).setdefault(role, {})[int(expert)] = value
-    for head, roles in parts.items():
-        stacked = {role: torch.stack([found[e] for e in range(len(found))]) for role, found in roles.items()}
-        result[f"{head}.experts.gate_up_proj"] = torch.cat([stacked["gate_proj"], stacked["up_proj"]], dim=1)
-        result[f"{head}.experts.down_proj"] = stacked["down_proj"]
-    return result
-
-
 def assert_rows_close(actual: Any, expected: np.ndarray, fraction: float = 1e-5) -> None:
     """Every row within ``fraction`` of its own largest entry."""
     actual = np.asarray(actual).reshape(expected.shape)

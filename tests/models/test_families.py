@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from writers import fused
 
 import moe_jax
 from moe_jax.inspection import inspect_checkpoint
 from moe_jax.loading import CheckpointError
 from moe_jax.models import FAMILIES, CausalLM, DecoderConfig, MoEFamily
 from tests.models.families import FAMILIES as WRITTEN
-from tests.models.families import assert_rows_close, edit, fused, unfused, write_llama4
+from tests.models.families import assert_rows_close, edit, unfused, write_llama4
 
 GATED = ("qwen2_moe", "qwen3_next")
 
@@ -177,6 +178,7 @@ def test_inspection(written, name):
     text = report.render()
     assert ("whole model is not built" in text) != isinstance(config, DecoderConfig)
     assert ("behind a sigmoid gate" in text) == (name in GATED)
+    assert ("MLA: 24 numbers cached per token" in text) == name.startswith("deepseek")
 
 
 def test_inspection_states_the_routing(written):
