@@ -33,6 +33,13 @@ def key():
     return jax.random.key(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def let_go_of_programs():
+    """A module's compiled programs end with it: kept, those of the whole suite take 5 GB a process."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def quick_compilation():
     """For modules whose programs run once: half their time is XLA optimizing. Numerics have tests of their own."""

@@ -41,7 +41,7 @@ def test_config_and_weights_are_pytrees_for_jit(implementation):
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [pytest.param("fp8_tensor", marks=pytest.mark.slow), "int8_w8a8"])
 def test_vmap_over_batches(scheme):
     config = cases.make_config(scheme, implementation=("xla",))
     weights = cases.make_weights(config)

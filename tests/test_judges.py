@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 import moe_jax
 from moe_jax import cli
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 FAMILIES = ("qwen3_moe", "mixtral")
 PRESETS = {"fp8_tensor_static": "FP8", "fp8_channel": "FP8_DYNAMIC", "fp8_block": "FP8_BLOCK", "int8_w8a8": "W8A8"}
 PROMPT = [5, 17, 90, 3, 44, 44, 8, 61, 12, 70, 2]

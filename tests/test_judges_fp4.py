@@ -16,6 +16,8 @@ import moe_jax
 import moe_jax.inspection
 from moe_jax.quantization import dequantize_tensor
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PRESETS = ("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8")
 WEIGHT_ONLY = ("NVFP4A16", "MXFP4A16")
 

@@ -8,6 +8,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from test_judges import assert_close_in_range, logits_of, plain_model, run_logits
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # The presets' groups of 128 do not divide 192 and 160 columns.
 WEIGHT_ONLY = ("W4A16", "W4A16_ASYM", "W3A16", "W8A16")
 ACTIVATIONS = ("W4A8", "W4AFP8")

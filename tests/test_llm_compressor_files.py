@@ -17,6 +17,8 @@ from moe_jax import MoEConfig
 from moe_jax.loading import Checkpoint, ExpertReader
 from moe_jax.quantization import dequantize_tensor
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 NAMES = [
     f"{family}-{scheme}"
     for family in ("qwen3_moe", "mixtral")

@@ -6,6 +6,11 @@ import writers
 PRESETS = {"fp8_tensor_static": "FP8", "fp8_channel": "FP8_DYNAMIC", "fp8_block": "FP8_BLOCK", "int8_w8a8": "W8A8"}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly(quick_compilation):
+    """All tests of loading."""
+
+
 @pytest.fixture(scope="session")
 def written(tmp_path_factory):
     """written(family, kind) -> directory. kind: "bf16" (transformers), "fused" (3-D), "native" (DeepSeek's FP8 blocks),
