@@ -457,11 +457,12 @@ class FusedMoE(nnx.Module):
                 f"{self._label()}: scheme {self.config.scheme.name!r} has one input scale for all experts, the maximum "
                 "of theirs; reload all experts at once"
             )
+        has_own_bias = self.correction_bias is not None and not self.loads_correction_bias
         return LayerLoader(
             self.config,
             experts=experts,
             expert_mapping=self.expert_mapping,
-            has_correction_bias=self.loads_correction_bias and experts is None,
+            has_correction_bias=None if has_own_bias else self.loads_correction_bias and experts is None,
         )
 
     def _is_abstract(self) -> bool:
