@@ -12,6 +12,7 @@ from expert_tensors import BF16, INTER, PROJECTIONS, E, H, assert_same, config, 
 import moe_jax
 from moe_jax.loading import CheckpointError, ExpertStream, LayerLoader, packed_pairs
 from moe_jax.loading import _layer_loader as layer_loader
+from moe_jax.loading._pairs import checked_experts
 from moe_jax.quantization import method_for
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -28,6 +29,22 @@ def made(scheme="int8_w8a16", tensors=None, **options):
 
 def of_expert(tensors, *experts):
     return {name: t for name, t in tensors.items() if int(name.split("experts.")[1].split(".")[0]) in experts}
+
+
+def test_a_correction_bias_that_nobody_asked_for_is_named():
+    """It changes which experts a token gets. A bias given as an array is the layer's; what a checkpoint has is not."""
+    bias = ("model.layers.0.mlp.gate.e_score_correction_bias", np.arange(E, dtype=np.float32))
+    layer = moe_jax.FusedMoE(E, H, INTER, top_k=2)
+    layer.load_weights([*plain_tensors().items(), bias])
+    with pytest.raises(ValueError, match=f"left over: {bias[0]}"):
+        layer.process_weights_after_loading()
+    layer.load_weights(plain_tensors().items())
+    layer.process_weights_after_loading()
+    with pytest.raises(ValueError, match="left over"):
+        layer.reload_weights([*of_expert(plain_tensors(), 1).items(), bias], experts=[1])
+    own = moe_jax.FusedMoE(E, H, INTER, top_k=2, scoring_func="sigmoid", e_score_correction_bias=np.ones(E))
+    own.load_weights([*plain_tensors().items(), bias])
+    own.process_weights_after_loading()
 
 
 # -- by expert --------------------------------------------------------------------------------------------------------
@@ -61,6 +78,12 @@ def test_what_experts_refuses():
     ):
         with pytest.raises(ValueError, match=message):
             layer.reload_weights(pairs.items(), experts=experts)
+    with pytest.raises(TypeError, match=r"experts=\[True\]: expected a list of integers, the ids of experts"):
+        layer.reload_weights({}.items(), experts=[True])
+    for experts in (1, True, "1", b"1", [0.0], np.eye(2, dtype=int), {1: 2}):
+        with pytest.raises(TypeError, match="expected a list of integers"):
+            checked_experts(experts, E)
+    assert checked_experts(np.array([2, 0]), E) == [2, 0]
     assert layer.weights.get_value().w13.data is before
     with pytest.raises(ValueError, match="one input scale for all experts"):
         made("fp8_tensor_static", static_tensors()).reload_weights({}.items(), experts=[0])

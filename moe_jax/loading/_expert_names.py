@@ -35,6 +35,7 @@ _FUSED = re.compile(rf"({'|'.join(sorted(SHARD_OF_PROJECTION, key=len, reverse=T
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 # Granite's experts are a projection of their container, without an "experts" between: fused, or numbered as <p>.<e>.
 _GRANITE_CONTAINER, _GRANITE_PROJECTIONS = "block_sparse_moe", ("input_linear", "output_linear")
+CORRECTION_BIAS = "e_score_correction_bias"
 _PREDICTOR = "mtp"  # Qwen3-Next's layers for multi-token prediction are numbered from 0 like the model's own
 
 
@@ -42,6 +43,28 @@ def is_expert_name(name: str) -> bool:
     """Whether a tensor or module belongs to the routed experts of one of the model's own layers."""
     components = name.split(".")
     return _experts_at(components) is not None and _PREDICTOR not in components
+
+
+def is_correction_bias_name(name: str) -> bool:
+    """Whether a tensor is a router's correction bias, spelt rightly or nearly so."""
+    return name.rpartition(".")[2].startswith("e_score")
+
+
+def is_misspelt(name: str) -> bool:
+    """Whether a name that ``is_expert_name`` does not know looks like one of the routed experts all the same.
+
+    A numbered projection after something that is no "experts" (``mlp.expert.0.w1.weight``), or a word with "expert" in
+    it; words that begin with "shared" are of shared experts.
+    """
+    components = name.split(".")
+    if "experts" in components or _PREDICTOR in components:
+        return False
+    words = [word for word in components if not word.startswith("shared")]
+    is_numbered = any(
+        _NUMBER.fullmatch(number) and projection in SHARD_OF_PROJECTION and not word.startswith(("shared", "layers"))
+        for word, number, projection in zip(components, components[1:], components[2:], strict=False)
+    )
+    return is_numbered or any("expert" in word for word in words)
 
 
 def _experts_at(components: list[str]) -> int | None:

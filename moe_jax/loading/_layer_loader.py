@@ -12,11 +12,20 @@ import numpy as np
 from moe_jax._config import MoEConfig
 from moe_jax.loading._coverage import Coverage, experts_text
 from moe_jax.loading._errors import listed, shorten
-from moe_jax.loading._expert_names import ExpertNames, ExpertTensor, is_expert_name, layer_of, map_expert_name
+from moe_jax.loading._expert_names import (
+    CORRECTION_BIAS,
+    ExpertNames,
+    ExpertTensor,
+    is_correction_bias_name,
+    is_expert_name,
+    is_misspelt,
+    layer_of,
+    map_expert_name,
+)
 from moe_jax.loading._host_copies import HostCopies, aligned_zeros
 from moe_jax.loading._online import OnlineExperts
 from moe_jax.loading._packed_tensors import check_weight_shape, conform_packed
-from moe_jax.loading._pairs import checked_pairs
+from moe_jax.loading._pairs import checked_experts, checked_pairs
 from moe_jax.loading._steps import Decision, Step, kind_of
 from moe_jax.loading._tensor_checks import (
     FULL_PRECISION,
@@ -34,7 +43,6 @@ from moe_jax.loading._tensor_checks import (
 from moe_jax.loading._weight_loader import Placement, weight_loader
 from moe_jax.quantization import ExpertWeights, LeafSpec, MoEMethod, Scheme, method_for
 
-CORRECTION_BIAS = "e_score_correction_bias"
 DUMMY_BOUND, DUMMY_SEED = 1e-3, 1234  # vLLM's, so that dummy runs can be compared
 _LISTED = 12  # entries of each list in the error of an incomplete layer
 
@@ -57,7 +65,8 @@ class LayerLoader:
             from the first name that carries one, and then refuses other layers.
         names: how checkpoint names are read; None understands every known spelling.
         expert_mapping: rows of ``make_expert_params_mapping`` to read names with instead.
-        has_correction_bias: the layer also needs its router's e_score_correction_bias, see ``correction_bias``.
+        has_correction_bias: True: the layer also needs its router's e_score_correction_bias, see ``correction_bias``.
+            False: it routes without one, and one that is there is left over. None: it is the business of somebody else.
         quantize: True: tensors are full precision and get quantized. False: they are stored as the scheme says.
             None: the first weight or scale decides.
         fused_layout: "out_in" for weights of all experts stored as (E, 2I, H) and (E, H, I), "in_out" for (E, H, 2I)
@@ -82,7 +91,7 @@ class LayerLoader:
         layer: int | None = None,
         names: ExpertNames | None = None,
         expert_mapping: Sequence[Any] | None = None,
-        has_correction_bias: bool = False,
+        has_correction_bias: bool | None = None,
         quantize: bool | None = None,
         fused_layout: str | None = None,
         words_are_dense: bool | None = None,
@@ -93,7 +102,7 @@ class LayerLoader:
         if not isinstance(method, MoEMethod):
             method = method_for(config.scheme if method is None else method)
         self._method = method
-        self._experts = range(config.num_experts) if experts is None else _checked_ids(experts, config.num_experts)
+        self._experts = range(config.num_experts) if experts is None else checked_experts(experts, config.num_experts)
         config = dataclasses.replace(config, num_experts=len(self._experts))
         self._config = dataclasses.replace(config, scheme=method.scheme)
         self._stored_specs = method.create_weights(self._config)
@@ -104,7 +113,7 @@ class LayerLoader:
         self._skips_other_layers = self._layer is not None
         self._names = names or ExpertNames(is_gated=config.is_act_and_mul)
         self._mapping = expert_mapping
-        self._needs_correction_bias = has_correction_bias
+        self._has_correction_bias = has_correction_bias
         self._stated_layout, self._seen_layout = fused_layout, fused_layout
         self._words_are_dense = words_are_dense
         self._has_packed_weights = "w2_weight_packed" in self._stored_specs
@@ -117,6 +126,7 @@ class LayerLoader:
         self._dtypes: dict[str, tuple[np.dtype, str]] = {}
         self._doubled: list[str] = []
         self._unexpected: list[str] = []
+        self._strangers: list[str] = []  # of this layer or of others: its number may still be unknown
         self._is_finished = False
         self.correction_bias: np.ndarray | None = None
         self.peak_staged_bytes = 0
@@ -132,14 +142,17 @@ class LayerLoader:
 
         Returns:
             Whether it was used. Tensors of other layers and tensors that are no experts are not. Neither are those
-            whose place is taken already or that have no place in this layer, and ``finish`` then refuses.
+            whose place is taken already, that have no place in this layer, or that look like misspelt experts, and
+            ``finish`` then refuses.
 
         Raises:
             ValueError: a shape or dtype that does not fit; the loader is then as it was before.
         """
         self._check_open()
-        is_correction_bias = self._needs_correction_bias and name.rpartition(".")[2] == CORRECTION_BIAS
+        is_correction_bias = bool(self._has_correction_bias) and name.rpartition(".")[2] == CORRECTION_BIAS
         if not is_correction_bias and not is_expert_name(name):
+            if is_misspelt(name) or (self._has_correction_bias is False and is_correction_bias_name(name)):
+                self._strangers.append(name)
             return False
         layer = layer_of(name)
         if None not in (layer, self._layer) and layer != self._layer:
@@ -177,7 +190,8 @@ class LayerLoader:
             dtype, _ = self._dtypes.get(leaf.partition("_")[2], (spec.dtype, ""))
             shards = self._coverage.shards(leaf)
             for shard, part in zip(shards, np.split(values.astype(dtype), len(shards), axis=1), strict=True):
-                self.accept_shard(leaf, shard, None, part)
+                for expert, own in zip(self._experts, part, strict=True):
+                    self.accept_shard(leaf, shard, expert, own)
 
     def _accept_expert(self, name: str, array: np.ndarray) -> bool:
         try:
@@ -392,7 +406,10 @@ class LayerLoader:
     @property
     def is_spoiled(self) -> bool:
         """Whether ``finish`` can only fail: something was doubled, has no place, or was found damaged late."""
-        return bool(self._doubled or self._unexpected or (self._online and self._online.is_damaged))
+        return bool(self._doubled or self._left_over() or (self._online and self._online.is_damaged))
+
+    def _left_over(self) -> list[str]:
+        return self._unexpected + [name for name in self._strangers if layer_of(name) in (None, self._layer)]
 
     @property
     def staged_bytes(self) -> int:
@@ -444,9 +461,9 @@ class LayerLoader:
             for leaf, shards in self.missing().items()
             for shard, experts in shards.items()
         ]
-        if self._needs_correction_bias and self.correction_bias is None:
+        if self._has_correction_bias and self.correction_bias is None:
             absent.append(CORRECTION_BIAS)
-        lists = {"missing": absent, "doubled": self._doubled, "left over": self._unexpected}
+        lists = {"missing": absent, "doubled": self._doubled, "left over": self._left_over()}
         problems = [f"{label}: {listed(items, _LISTED)}" for label, items in lists.items() if items]
         if problems:
             raise ValueError(
@@ -458,13 +475,6 @@ class LayerLoader:
         if self._config.name:
             return f"experts of {self._config.name}"
         return "experts" if self._layer is None else f"experts of layer {self._layer}"
-
-
-def _checked_ids(experts: Sequence[int], num_experts: int) -> list[int]:
-    ids = [int(expert) for expert in experts]
-    if not ids or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= num_experts:
-        raise ValueError(f"experts={ids}: expected different ids from 0 to {num_experts - 1}")
-    return ids
 
 
 def _on_device(leaf: Any) -> jax.Array:

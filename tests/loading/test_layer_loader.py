@@ -162,6 +162,49 @@ def test_correction_bias():
     assert not LayerLoader(config()).accept(name, values)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.gate.e_score_correction_bias",
+        "model.layers.0.mlp.gate.e_score_corection_bias",
+        "model.layers.0.mlp.expert.0.gate_proj.bias",
+        "model.layers.0.mlp.exprts.0.w1.bias",
+        "mlp.gate.expert_bias",
+    ],
+)
+def test_what_would_be_missed_is_left_over(name):
+    """Without it the layer would compute something else. A layer's own number may come after it."""
+    tensors = plain_tensors()
+    for order in (lambda pairs: pairs, reversed):
+        loader = LayerLoader(config(), has_correction_bias=False)
+        assert loader.load(order([(name, np.zeros(E, np.float32)), *tensors.items()])) == set(tensors)
+        assert loader.is_spoiled
+        with pytest.raises(ValueError, match=f"left over: {name}"):
+            loader.finish()
+    elsewhere = name.replace("layers.0", "layers.7")
+    if elsewhere != name:
+        other = LayerLoader(config(), has_correction_bias=False)
+        other.load([(elsewhere, np.zeros(E, np.float32)), *tensors.items()])
+        other.finish()
+
+
+def test_neighbours_are_nothing_of_a_layer():
+    """What a whole model has beside the experts is passed over: shared experts, norms, layers that predict."""
+    names = [
+        "model.layers.0.mlp.shared_experts.gate_proj.weight",
+        "model.layers.0.mlp.shared_experts.0.w1.weight",
+        "model.layers.0.mlp.shared_expert_gate.weight",
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.0.mlp.gate_up_proj.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "mtp.layers.0.mlp.experts.0.gate_proj.weight",
+        "lm_head.weight",
+    ]
+    loader, tensors = LayerLoader(config(), has_correction_bias=False), plain_tensors()
+    assert loader.load([*((name, np.zeros(E, BF16)) for name in names), *tensors.items()]) == set(tensors)
+    loader.finish()
+
+
 @pytest.mark.parametrize("scheme", ["bf16", "int8_w8a16"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_fused(scheme, transposed):
@@ -363,6 +406,13 @@ def test_dummy(scheme):
     partly.accept("experts.0.down_proj.weight", np.zeros((H, INTER), np.float32))
     partly.fill_dummy()
     assert partly.missing() == {"w2_weight": {"w2": [1, 2]}}
+
+
+def test_dummy_experts_may_be_square():
+    """Two layouts of one shape, of which ours is meant."""
+    loader = LayerLoader(config(intermediate_size=H))
+    loader.fill_dummy()
+    assert loader.finish().w2.data.shape == (E, H, H)
 
 
 def test_jax_arrays():
