@@ -81,7 +81,7 @@ def run(
     """Routed output in float32, before any rounding. Arguments as ``Implementation.run`` states them."""
     x, topk_weights, topk_ids, weights = vary_together((x, topk_weights, topk_ids, weights))
     num_tokens, top_k = topk_ids.shape
-    plan = make_plan(config, weights.scheme, num_tokens, top_k, weights.num_experts)
+    plan = make_plan(config, weights.scheme, num_tokens, top_k, config.num_experts)
     alignment = align(topk_ids, weights.num_experts, plan.tile)
     rows = _expert_rows(plan, x, weights, alignment)
     return jnp.sum(_rows_of_tokens(rows, alignment) * topk_weights[..., None], axis=1)

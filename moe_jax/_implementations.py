@@ -73,7 +73,7 @@ def _describe_reference(problem: Problem) -> list[str]:
 
 def _describe_xla(problem: Problem) -> list[str]:
     config, weights = problem.config, problem.weights
-    plan = _experts_xla.make_plan(config, weights.scheme, problem.num_tokens, config.top_k, weights.num_experts)
+    plan = _experts_xla.make_plan(config, weights.scheme, problem.num_tokens, config.top_k, config.num_experts)
     passes = "two passes over the rows" if plan.has_shared_scale else "one pass over the rows"
     return [f"tiles of {plan.tile} rows, {passes}", f"products: {plan.product}", *_unpacking_note(problem)]
 

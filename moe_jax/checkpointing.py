@@ -16,15 +16,20 @@ import numpy as np
 from flax import nnx
 
 from moe_jax._arguments import check_not_traced
+from moe_jax._implementations import in_best_layout
 from moe_jax.layer import FusedMoE
 from moe_jax.loading._errors import read_json
-from moe_jax.quantization import ExpertWeights
+from moe_jax.parallel._layer import PlacementParam
+from moe_jax.parallel._packing import lay_out
+from moe_jax.quantization import ExpertWeights, method_for
 
 RECORD_NAME = "moe_jax.json"
 STATE_NAME = "state"
 _ORBAX_FILE = "_METADATA"  # in every directory of arrays that Orbax finished
 _MAX_RECORD_BYTES = 256 << 20
 _PARTS = ("settings", "weights", "leaves")
+_PLACES = ("placements", "stored")  # of layers over a mesh, by path; a module elsewhere may differ
+_PATH = "."
 # Free, or recorded with the arrays; the axes are only set while a layer runs over a mesh.
 _FREE_SETTINGS = ("name", "implementation", "dtype", "param_dtype", "scheme", "split_axes", "call_axes")
 
@@ -32,6 +37,7 @@ _FREE_SETTINGS = ("name", "implementation", "dtype", "param_dtype", "scheme", "s
 def save(module: nnx.Module, directory: str | os.PathLike) -> None:
     """Write all Variables of a processed layer or model under ``directory`` (created; must not hold a save already).
 
+    Over a mesh every process writes what its devices hold; where experts lie is part of the record.
     A save that was interrupted, which leaves arrays without a record, is replaced. Beside the arrays stand their
     dtypes and shapes, how they are quantized and laid out, and the settings of every ``FusedMoE`` and of a model.
 
@@ -42,7 +48,7 @@ def save(module: nnx.Module, directory: str | os.PathLike) -> None:
 
     check_not_traced("save", module)
     root = Path(directory).absolute()
-    state = nnx.to_pure_dict(nnx.split(module)[1])
+    state = _state_of(module)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(f"{jax.tree_util.keystr(path)} is not loaded; process the weights before saving")
@@ -64,6 +70,9 @@ def save(module: nnx.Module, directory: str | os.PathLike) -> None:
 def restore(module: nnx.Module, directory: str | os.PathLike) -> None:
     """Fill ``module`` (abstract or not) in place with what ``save`` wrote for a module of the same shape.
 
+    The module may lie on another mesh than the saved one, on none, or hold its experts in other places: experts go to
+    where the module has them. Layers that differ in this pass through the host's memory.
+
     Raises:
         ValueError: no complete save there, a damaged one, or one whose settings, schemes, layouts, shapes or dtypes
             differ; names the first few. The module is then untouched.
@@ -74,7 +83,7 @@ def restore(module: nnx.Module, directory: str | os.PathLike) -> None:
     if not (root / RECORD_NAME).exists():
         raise ValueError(f"{root} holds no complete save: {RECORD_NAME} is missing")
     saved = _read_record(root / RECORD_NAME)
-    target = nnx.to_pure_dict(nnx.split(module)[1])
+    target = _state_of(module)
     expected = _record(module, target)
     wrong = [
         f"{path}: saved {saved[part].get(path)}, expected {expected[part].get(path)}"
@@ -86,14 +95,91 @@ def restore(module: nnx.Module, directory: str | os.PathLike) -> None:
         raise ValueError(
             f"{root} was saved from another module: " + "; ".join(wrong[:3]) + (" ..." if wrong[3:] else "")
         )
+    moved = [
+        (path, layer)
+        for path, layer in _layers(module)
+        if any(saved[part].get(path) != expected[part].get(path) for part in ("placements", "stored"))
+    ]
     abstract = jax.tree.map(_abstract_leaf, target)
+    for path, layer in moved:
+        _parent_of(abstract, path)["weights"] = _on_host(saved, path, layer)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             state = checkpointer.restore(root / STATE_NAME, abstract)
     except Exception as error:  # Orbax raises whatever its file formats meet
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(f"{root / STATE_NAME} cannot be restored, the save is damaged: {reason}") from error
+    for path, layer in moved:
+        parent = _parent_of(state, path)
+        parent["weights"] = _as_held(parent["weights"], saved["placements"].get(path), layer)
     nnx.update(module, state)
+
+
+def _state_of(module: nnx.Module) -> Any:
+    """Values of all Variables but placements, which are part of the record."""
+    rest: Any = nnx.split(module, PlacementParam, ...)[2]
+    return nnx.to_pure_dict(rest)
+
+
+def _layers(module: nnx.Module) -> list[tuple[str, FusedMoE]]:
+    """(path, layer) of every ``FusedMoE``."""
+    return [(_PATH.join(map(str, path)), node) for path, node in nnx.iter_modules(module) if isinstance(node, FusedMoE)]
+
+
+def _parent_of(state: Any, path: str) -> Any:
+    """The dict of a layer's Variables; list indices are ints there."""
+    for key in filter(None, path.split(_PATH)):
+        state = state[int(key) if key not in state else key]
+    return state
+
+
+def _placements(module: nnx.Module) -> dict[str, str]:
+    """Expert in each slot, of layers over a mesh."""
+    return {
+        path: json.dumps(np.asarray(layer.placement.get_value().physical_to_logical).tolist())
+        for path, layer in _layers(module)
+        if layer.placement is not None
+    }
+
+
+def _stored_shapes(module: nnx.Module) -> dict[str, str]:
+    """Shapes of the leaves as held, of layers over a mesh."""
+    return {
+        path: json.dumps([list(leaf.shape) for leaf in jax.tree.leaves(layer.weights.get_value())])
+        for path, layer in _layers(module)
+        if layer.placement is not None
+    }
+
+
+def _on_host(saved: dict[str, dict[str, str]], path: str, layer: FusedMoE) -> Any:
+    """Targets without memory for leaves as they were saved."""
+    like = layer.weights.get_value()
+    plain = method_for(layer.config.scheme).abstract_weights(layer.config)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(plain)]
+    if path in saved["stored"]:
+        shapes = json.loads(saved["stored"][path])
+    leaves = zip(jax.tree.leaves(like), shapes, strict=True)
+    return jax.tree.structure(like).unflatten(
+        [np.broadcast_to(np.zeros((), leaf.dtype), tuple(shape)) for leaf, shape in leaves]
+    )
+
+
+def _as_held(weights: ExpertWeights, slots: str | None, layer: FusedMoE) -> ExpertWeights:
+    """Leaves as they were saved -> as the layer holds them."""
+    plain = method_for(layer.config.scheme).abstract_weights(layer.config)
+    order = np.arange(layer.config.num_experts)
+    if slots is not None:
+        order = np.asarray([json.loads(slots).index(expert) for expert in order.tolist()])
+
+    def unplaced(leaf: Any, wanted: Any) -> Any:
+        rows = np.asarray(leaf)
+        return rows[order][tuple(slice(0, size) for size in wanted.shape)] if wanted.shape else rows
+
+    leaves = [unplaced(*pair) for pair in zip(*map(jax.tree.leaves, (weights, plain)), strict=True)]
+    whole = jax.tree.structure(plain).unflatten(leaves)
+    if layer.parallel is None:
+        return in_best_layout(layer.config, jax.tree.map(jnp.asarray, whole))
+    return lay_out(whole, layer.config, layer.placement.get_value(), layer.parallel)
 
 
 def _abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -103,15 +189,32 @@ def _abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _read_record(path: Path) -> dict[str, dict[str, str]]:
     record = read_json(path, max_bytes=_MAX_RECORD_BYTES)
-    for part in _PARTS:
-        entries = record.get(part)
+    for part in (*_PARTS, *_PLACES):
+        entries = record.get(part, {} if part in _PLACES else None)
+        record[part] = entries
         if not isinstance(entries, dict) or not all(isinstance(value, str) for value in entries.values()):
             raise ValueError(f"{path}: {part!r} is missing or damaged; save the module again")
     return record
 
 
 def _record(module: nnx.Module, state: Any) -> dict[str, dict[str, str]]:
-    return {"settings": _settings(module), "weights": _layout_record(state), "leaves": _leaf_record(state)}
+    return {
+        "settings": _settings(module),
+        "weights": _layout_record(state),
+        "leaves": _leaf_record(_as_one_device_has_it(module, state)),
+        "placements": _placements(module),
+        "stored": _stored_shapes(module),
+    }
+
+
+def _as_one_device_has_it(module: nnx.Module, state: Any) -> Any:
+    """The state with the experts of layers over a mesh in the shapes of a single device, which all meshes share."""
+    state = jax.tree.map(lambda leaf: leaf, state)
+    for path, layer in _layers(module):
+        if layer.placement is not None and layer.weights.get_value().w13.layout.is_plain:
+            plain = method_for(layer.config.scheme).abstract_weights(layer.config)
+            _parent_of(state, path)["weights"] = plain
+    return state
 
 
 def _settings(module: nnx.Module) -> dict[str, str]:

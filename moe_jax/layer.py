@@ -33,7 +33,8 @@ from moe_jax.experts import MoEStats, explain, fused_moe
 from moe_jax.loading import LayerLoader
 from moe_jax.parallel import fused_moe as fused_moe_over_mesh
 from moe_jax.parallel._layer import explain_parallel, make_parallel, make_placement
-from moe_jax.parallel._weights import abstract_placed_weights, place_weights, replace_experts
+from moe_jax.parallel._packing import lay_out, unpack_shares
+from moe_jax.parallel._weights import abstract_placed_weights, is_placed, replace_experts
 from moe_jax.quantization import ExpertWeights, Scheme, method_for
 from moe_jax.routing import RoutingParams, validate_routing
 
@@ -393,15 +394,15 @@ class FusedMoE(nnx.Module):
         if experts is not None:
             weights = self._with_experts(experts, weights)
             correction_bias = self.correction_bias.get_value() if self.loads_correction_bias else None
-        is_placed = experts is not None and self.parallel is not None
-        values = self.new_values(weights, correction_bias=correction_bias, is_placed=is_placed)
+        values = self.new_values(weights, correction_bias=correction_bias)
         install([*values, (self.version, self.version.get_value() + np.int32(1))])
 
     def _with_experts(self, experts: Sequence[int], weights: ExpertWeights) -> ExpertWeights:
         """The layer's weights with some experts replaced; every leaf has the experts as its first axis."""
         if self.parallel is not None:
             placement = self.placement.get_value()
-            return replace_experts(self.weights.get_value(), experts, weights, placement)
+            held = unpack_shares(self.weights.get_value(), self.config, placement, self.parallel)
+            return replace_experts(held, experts, weights, placement)
         index = jnp.asarray(experts)
         return jax.tree.map(lambda old, new: old.at[index].set(new), unpack_experts(self.weights.get_value()), weights)
 
@@ -414,15 +415,14 @@ class FusedMoE(nnx.Module):
         """
         install(self.new_values(weights, correction_bias=correction_bias))
 
-    def new_values(
-        self, weights: ExpertWeights, *, correction_bias: Any = None, is_placed: bool = False
-    ) -> list[tuple[Any, Any]]:
+    def new_values(self, weights: ExpertWeights, *, correction_bias: Any = None) -> list[tuple[Any, Any]]:
         """(Variable, its new value) for what ``set_weights`` would install: checks that can fail, without a change.
 
-        is_placed: the weights are in the slots and shares of the layer's mesh already.
+        weights: all experts in their order, or on the layer's mesh and in its slots.
         """
-        current = self._abstract_weights() if is_placed else self.weights.get_value()
-        if not is_placed and (self.parallel is not None or weights.w13.layout.is_plain):
+        are_placed = is_placed(weights, self.parallel)
+        current = self._abstract_weights() if are_placed else self.weights.get_value()
+        if not are_placed and (self.parallel is not None or weights.w13.layout.is_plain):
             current = method_for(self.config.scheme).abstract_weights(self.config)
         expected, found = signature(current), signature(weights)
         if expected != found:
@@ -430,7 +430,7 @@ class FusedMoE(nnx.Module):
         if (correction_bias is not None) != self.loads_correction_bias:
             found = "missing" if correction_bias is None else "given"
             raise ValueError(f"{self._label()}: {CORRECTION_BIAS} is {found}, but the layer was built otherwise")
-        values: list[tuple[Any, Any]] = [(self.weights, weights if is_placed else self._laid_out(weights))]
+        values: list[tuple[Any, Any]] = [(self.weights, self._laid_out(weights))]
         if correction_bias is not None:
             values.append((self.correction_bias, checked_bias(correction_bias, self.config)))
         return values
@@ -445,7 +445,7 @@ class FusedMoE(nnx.Module):
         """All experts of the layer as it holds them: in shares over its mesh, or as this device reads them best."""
         if self.parallel is None:
             return in_best_layout(self.config, weights)
-        return place_weights(weights, self.config, self.placement.get_value(), self.parallel)
+        return lay_out(weights, self.config, self.placement.get_value(), self.parallel)
 
     def _install(self, loader: LayerLoader, weights: ExpertWeights) -> None:
         self.set_weights(weights, correction_bias=loader.correction_bias)

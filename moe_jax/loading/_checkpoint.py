@@ -98,9 +98,9 @@ class Checkpoint:
         """What the header says about a tensor. Raises CheckpointError when there is none of that name."""
         return self._file_of(name).info(name)
 
-    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """The tensor, or a range of its first axis, as a read-only view of the file; see ``SafetensorsFile.read``."""
-        return self._file_of(name).read(name, rows)
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> np.ndarray:
+        """The tensor, or a range of rows or columns, as a read-only view of the file; see ``SafetensorsFile.read``."""
+        return self._file_of(name).read(name, rows, columns)
 
     def expect_scattered_reads(self) -> None:
         """Tell the system not to read ahead: only small, scattered tensors will be wanted."""

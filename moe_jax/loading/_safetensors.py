@@ -121,11 +121,11 @@ class SafetensorsFile:
         except KeyError:
             raise CheckpointError(f"{self.path}: no tensor {shorten(name)}") from None
 
-    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """The tensor, or a range of its first axis, as a read-only view of the file.
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> np.ndarray:
+        """The tensor, or a range of its first and its last axis, as a read-only view of the file.
 
-        rows: a slice with step 1; like any slice it is cut to the axis. Raises CheckpointError when the tensor is
-        missing, ValueError when ``rows`` does not fit the tensor or the file is closed.
+        rows, columns: slices with step 1; like any slice they are cut to the axis. Raises CheckpointError when the
+        tensor is missing, ValueError when a slice does not fit the tensor or the file is closed.
         """
         info = self.info(name)
         mapping = self._map
@@ -141,6 +141,10 @@ class SafetensorsFile:
             row_bytes = info.nbytes // shape[0] if shape[0] else 0
             shape, offset = (max(last - first, 0), *shape[1:]), offset + first * row_bytes
         array = np.ndarray(shape, info.numpy_dtype, buffer=mapping, offset=offset if prod(shape) else 0)
+        if columns is not None:
+            if len(shape) < 2 or columns.indices(shape[-1])[2] != 1:
+                raise ValueError(f"{self.path}: tensor {shorten(name)} ({info}) has no columns={columns} to select")
+            array = array[..., columns]
         with self._lock:
             self._bytes_read += array.nbytes
         return array

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -128,6 +128,7 @@ class ExpertReader:
         like: ExpertWeights | None = None,
         fused_layout: str | None = None,
         method: MoEMethod | None = None,
+        experts: Sequence[int] | None = None,
     ) -> ExpertWeights:
         """One layer's experts as JAX arrays on the default device.
 
@@ -139,6 +140,7 @@ class ExpertReader:
             like: weights to be replaced; the new ones must have the same structure, shapes and dtypes.
             fused_layout: see ``LayerLoader``; only needed where shapes do not tell.
             method: how the scheme is quantized and processed, None for its own method.
+            experts: see ``LayerLoader``; None for all.
 
         Raises:
             CheckpointError: what ``LayerLoader`` refuses, with the file in front.
@@ -150,6 +152,7 @@ class ExpertReader:
             loader = LayerLoader(
                 dataclasses.replace(config, scheme=target),
                 method,
+                experts=experts,
                 layer=layer,
                 names=dataclasses.replace(self._names, is_gated=config.is_act_and_mul),
                 quantize=quantizes,

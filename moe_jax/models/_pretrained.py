@@ -30,6 +30,9 @@ from moe_jax.models._decoder import CausalLM
 from moe_jax.models._dense_loader import DenseTensor, dense_names, plan_dense, read_dense, skipped_layers
 from moe_jax.models._families import read_family, read_model_family
 from moe_jax.models._moe_family import MoEFamily
+from moe_jax.parallel import ParallelConfig
+from moe_jax.parallel._layer import parallel_of, replicated, spread
+from moe_jax.parallel._loading import ShardedExpertReader
 from moe_jax.quantization import ExpertWeights, Scheme, online_scheme
 
 Progress = Callable[[int, int], None]
@@ -56,7 +59,9 @@ def load_pretrained(
         directory: config.json and safetensors files, as transformers, compressed-tensors or DeepSeek write them.
         quantize: scheme for the experts of a full-precision checkpoint, quantized layer by layer while loading. Of a
             quantized one only the treatment of activations can be chosen: ``w4a8_int8_g32`` for a ``w4a16_g32`` file.
-        mesh: must be None so far.
+        mesh: a ``jax.sharding.Mesh`` with some of the axes "expert", "tensor", "data" and "sequence", or a
+            ``moe_jax.parallel.ParallelConfig`` that names them. Experts are read and held in shares, all else whole on
+            every device. None for one device.
         implementation: name or ordered names of expert implementations, as for ``FusedMoE``.
         dtype: bfloat16, float16 or float32.
         max_seq_len: longest sequence that will be used; None takes the model's own limit.
@@ -66,7 +71,7 @@ def load_pretrained(
         CheckpointError: files that cannot be used. ValueError: config.json or an argument that cannot.
             NotImplementedError: a capability that is not built yet. Each names what is wrong in one line.
     """
-    _refuse_mesh(mesh)
+    parallel = parallel_of(mesh)
     with Checkpoint(directory) as opened:
         checkpoint = as_packed(opened)
         family, config = read_model_family(checkpoint.config, str(checkpoint.config_path))
@@ -78,6 +83,9 @@ def load_pretrained(
             implementation=implementation,
             dtype=dtype,
         )
+        if parallel is not None:
+            for block in model.moe_blocks():
+                spread(block.experts, parallel)
         model.quantization_config = json.dumps(opened.quantization_config, sort_keys=True)
         _install(reader.read_model(model, progress))
     return model
@@ -101,7 +109,7 @@ def load_moe(
         ValueError: the layer is dense or does not exist; the message names the layers with experts. Otherwise as
             ``load_pretrained``. TypeError: layer is no integer.
     """
-    _refuse_mesh(mesh)
+    parallel = parallel_of(mesh)
     with Checkpoint(directory) as opened:
         checkpoint = as_packed(opened)
         family, config = read_family(checkpoint.config, str(checkpoint.config_path))
@@ -115,9 +123,14 @@ def load_moe(
         block = family.make_moe_block(
             config, layer, scheme=scheme, implementation=implementation, dtype=jnp.dtype(dtype)
         )
+        if parallel is not None:
+            spread(block.experts, parallel)
         account = [name for name in reader.dense if name.startswith(family.moe_prefix(layer) + ".")]
         _install(
-            [*reader.read_dense(family.moe_dense_modules(block, layer), account), reader.read_experts(block, layer)]
+            [
+                *reader.read_dense(family.moe_dense_modules(block, layer), account, parallel),
+                reader.read_experts(block, layer),
+            ]
         )
     return block
 
@@ -201,7 +214,9 @@ class _Reader:
         self._quantization = QuantizationConfig.from_config(raw, source)
         if doubt := family.doubts(source, raw):
             warnings.warn(f"{self._where}: {doubt}", stacklevel=3)
-        self._experts = ExpertReader(source, quantization=self._quantization, names=expert_names(family.model_type))
+        names = expert_names(family.model_type)
+        self._experts = ExpertReader(source, quantization=self._quantization, names=names)
+        self._sharded = ShardedExpertReader(source, quantization=self._quantization, names=names)
         self.dense = dense_names(source.names, config.num_layers)
         surplus = (
             {*self._experts.layers, *layers} - set(config.moe_layers) - skipped_layers(source.names, config.num_layers)
@@ -222,7 +237,8 @@ class _Reader:
 
     @property
     def report(self) -> LoadReport:
-        return LoadReport(self._experts.peak_staged_bytes, peak_open_layers=1)
+        peak = max(self._experts.peak_staged_bytes, self._sharded.peak_staged_bytes)
+        return LoadReport(peak, peak_open_layers=1)
 
     def read_model(
         self,
@@ -242,9 +258,10 @@ class _Reader:
         by_layer: dict[int | None, list[DenseTensor]] = {}
         for tensor in plan:
             by_layer.setdefault(layer_of(tensor.name), []).append(tensor)
-        values: Values = read_dense(by_layer[None], self._source, self._where)
+        parallel = next((block.experts.parallel for block in model.moe_blocks()), None)
+        values = self._read(by_layer[None], parallel)
         for index, layer in enumerate(model.layers):
-            values += read_dense(by_layer[index], self._source, self._where)
+            values += self._read(by_layer[index], parallel)
             if isinstance(layer.mlp, MoEBlock):
                 is_read = experts is None
                 values.append(self.read_experts(layer.mlp, index) if is_read else (layer.mlp.experts, experts[index]))
@@ -252,14 +269,24 @@ class _Reader:
                 progress(index + 1, layers)
         return values
 
-    def read_dense(self, modules: Mapping[str, Any], account: Iterable[str]) -> Values:
+    def read_dense(self, modules: Mapping[str, Any], account: Iterable[str], parallel: ParallelConfig | None) -> Values:
         """New values for the parameters of ``modules``, which must use every name in ``account``."""
-        return read_dense(self._plan(modules, account), self._source, self._where)
+        return self._read(self._plan(modules, account), parallel)
+
+    def _read(self, tensors: Iterable[DenseTensor], parallel: ParallelConfig | None) -> Values:
+        """Dense values: on the default device, or whole on every device of a mesh."""
+        values = read_dense(tensors, self._source, self._where)
+        if parallel is None:
+            return [*values]
+        return [(variable, replicated(value, parallel)) for variable, value in values]
 
     def read_experts(self, block: MoEBlock, layer: int) -> tuple[FusedMoE, ExpertWeights]:
         """The experts of a block as the block's own scheme wants them."""
         experts = block.experts
-        return experts, self._experts.load(layer, experts.config)
+        if experts.parallel is None:
+            return experts, self._experts.load(layer, experts.config)
+        placement = experts.placement.get_value()
+        return experts, self._sharded.load(layer, experts.config, placement, experts.parallel)
 
     def _plan(self, modules: Mapping[str, Any], account: Iterable[str]) -> list[DenseTensor]:
         return plan_dense(modules, self._source, self._quantization, where=self._where, account=account)
@@ -284,11 +311,6 @@ def _install(values: Values, more: Iterable[tuple[Any, Any]] = ()) -> None:
         else:
             checked.append((target, value))
     install(checked)
-
-
-def _refuse_mesh(mesh: Any) -> None:
-    if mesh is not None:
-        raise NotImplementedError("mesh: running a model over several devices is not built yet; leave mesh=None")
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

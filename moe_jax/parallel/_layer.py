@@ -1,8 +1,12 @@
 """What a mesh adds to ``FusedMoE``: checks of arguments, the placement, and a part of ``explain``."""
 
+import dataclasses
 from typing import Any
 
+import jax
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax._config import MoEConfig
 from moe_jax._explain import explain
@@ -10,7 +14,7 @@ from moe_jax.parallel._choice import describe
 from moe_jax.parallel._expert_map import STRATEGIES
 from moe_jax.parallel._parallel_config import ParallelConfig
 from moe_jax.parallel._placement import Placement
-from moe_jax.parallel._weights import local_config, placed_config
+from moe_jax.parallel._weights import abstract_placed_weights, local_config, placed_config
 from moe_jax.quantization import ExpertWeights, method_for
 
 
@@ -48,10 +52,45 @@ def make_placement(
         raise ValueError(f"placement={strategy!r}, but {why}; leave it 'linear'")
     if parallel is None:
         return None
+    if enable_eplb:  # what would be empty slots, since devices hold equally many, takes copies too
+        num_redundant_experts += -(num_experts + num_redundant_experts) % parallel.expert_size
     placement = Placement.create(
         num_experts, parallel.expert_size, strategy, num_redundant_experts=num_redundant_experts
     )
     return PlacementParam(placement)
+
+
+def parallel_of(mesh: Any) -> ParallelConfig | None:
+    """What ``mesh=`` of ``load_moe`` and ``load_pretrained`` means: axes named "expert", "tensor", "data" and
+    "sequence" are what they say; a ``ParallelConfig`` has other names. Raises ValueError for a mesh without any.
+    """
+    if mesh is None or isinstance(mesh, ParallelConfig):
+        return mesh
+    names = getattr(mesh, "axis_names", ())
+    axes: dict[str, Any] = {f"{name}_axis": name for name in ("expert", "tensor", "data", "sequence") if name in names}
+    if not axes and isinstance(mesh, Mesh):
+        raise ValueError(
+            f"mesh has axes {tuple(mesh.shape.items())}, expected some of 'expert', 'tensor', 'data' and 'sequence'; "
+            "pass mesh=ParallelConfig(mesh, expert_axis=...) for other names"
+        )
+    return ParallelConfig(mesh, **axes)
+
+
+def spread(layer: Any, parallel: ParallelConfig) -> None:
+    """Give an abstract ``FusedMoE`` a mesh, with linear placement."""
+    layer.parallel = parallel
+    placement = make_placement(parallel, layer.config.num_experts, "linear", enable_eplb=False, num_redundant_experts=0)
+    layer.placement = nnx.data(placement)  # None was there, which nnx takes for static
+    layer.weights.set_value(abstract_placed_weights(layer.config, layer.placement.get_value(), parallel))
+
+
+def replicated(value: Any, parallel: ParallelConfig) -> jax.Array:
+    """An array whole on every device of the mesh; each process brings its own copy of the same values."""
+    sharding = NamedSharding(parallel.mesh, PartitionSpec())
+    if jax.process_count() == 1:
+        return jax.device_put(value, sharding)
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def explain_parallel(
@@ -71,4 +110,5 @@ def explain_parallel(
             f"padding: intermediate {config.intermediate_size} to {placed.intermediate_size}, for "
             f"{parallel.tensor_size} equal shares of whole groups, blocks and packed words"
         )
+    own = dataclasses.replace(own, num_experts=config.num_experts)  # tiles are chosen by the whole layer
     return "\n".join(["on one device:", explain(own, share, num_tokens, parallel.platform), *lines])

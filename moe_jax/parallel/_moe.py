@@ -184,33 +184,33 @@ def _experts(
     own = local_config(config, placement, parallel)
     own = dataclasses.replace(
         own,
+        num_experts=config.num_experts,  # of the whole layer: tiles are chosen by its mean rows per expert
         apply_router_weight_on_input=False,
         split_axes=() if parallel.tensor_axis is None else (parallel.tensor_axis,),
         call_axes=parallel.used_axes,
     )
     weights = _own_share(weights, own, parallel)
-    sharers = 1 if name == "replicate" else parallel.expert_size
-    tokens_served = num_tokens * sharers / parallel.expert_size  # by one device, were routing even
+    chosen, _ = choose(Problem(own, weights, num_tokens, jax.default_backend()))
+    is_mosaic = chosen is not None and chosen.name == "mosaic"
+    sharing = num_tokens * (1 if name == "replicate" else parallel.expert_size)
+    planned = config.pinned_tokens or sharing
+    if is_mosaic:  # chooses by the experts it is given
+        planned /= parallel.expert_size
 
     def run(x: Array, topk_weights: Array, ids: Array) -> Array:
-        planned = tokens_served
-        if config.pinned_tokens is not None:
-            planned = config.pinned_tokens * own.num_experts / config.num_experts
-        planned = max(1, math.ceil(planned * top_k / ids.shape[1]))
-        plan = own if is_packed(weights.w13) else dataclasses.replace(own, pinned_tokens=planned)
-        return weighted_experts(x, topk_weights, ids, weights, dataclasses.replace(plan, top_k=ids.shape[1]))
+        pinned = None if is_packed(weights.w13) else max(1, math.ceil(planned * top_k / ids.shape[1]))
+        return weighted_experts(x, topk_weights, ids, weights, dataclasses.replace(own, pinned_tokens=pinned))
 
     if parallel.expert_axis is None:
         return run(x, topk_weights, slots)
     activations = config.scheme.activations
-    chosen, _ = choose(Problem(own, weights, num_tokens, jax.default_backend()))
     exchange = Exchange(
         axis=parallel.expert_axis,
         size=parallel.expert_size,
         slots_per_device=placement.slots_per_device,
         round_axes=parallel.used_axes,
         run=run,
-        row_dtype=jnp.dtype(config.dtype if chosen is not None and chosen.name == "mosaic" else jnp.float32),
+        row_dtype=jnp.dtype(config.dtype if is_mosaic else jnp.float32),
         is_one_round=activations is not None and activations.dynamic and activations.strategy is Strategy.TENSOR,
     )
     if not parallel.reduce_results:

@@ -149,20 +149,27 @@ def place_weights(
         if not wanted.shape:
             return leaf if is_traced else jax.device_put(np.asarray(leaf), wanted.sharding)
         if is_traced:
-            return jax.lax.with_sharding_constraint(_in_slots(jnp, leaf, slots, wanted.shape), wanted.sharding)
+            return jax.lax.with_sharding_constraint(in_slots(jnp, leaf, slots, wanted.shape), wanted.sharding)
         host = np.asarray(leaf)
 
         def share(index: Any) -> np.ndarray:
             shape = tuple(len(range(*i.indices(n))) for i, n in zip(index, wanted.shape, strict=True))
             part = host[:, *(slice(i.start, i.stop) for i in index[1:])]
-            return _in_slots(np, part, np.asarray(slots)[index[0]], shape)
+            return in_slots(np, part, np.asarray(slots)[index[0]], shape)
 
         return jax.make_array_from_callback(wanted.shape, wanted.sharding, share)
 
-    return jax.tree.map(place, weights, target)
+    return _map_leaves(place, target, weights, target)
 
 
-def _in_slots(module: Any, leaf: Any, slots: Any, shape: tuple[int, ...]) -> Any:
+def _map_leaves(function: Callable[..., Any], like: Any, *trees: Any) -> Any:
+    """``jax.tree.map`` over trees that differ in static metadata, the number of columns of a packed matrix; the result
+    has that of ``like``."""
+    leaves = zip(*map(jax.tree.leaves, trees), strict=True)
+    return jax.tree.structure(like).unflatten([function(*parts) for parts in leaves])
+
+
+def in_slots(module: Any, leaf: Any, slots: Any, shape: tuple[int, ...]) -> Any:
     """Rows of ``leaf`` for slots, zeros in empty ones and in the padding of the other axes. module: np or jnp."""
     rows = leaf[module.maximum(slots, 0)]
     is_used = (slots >= 0).reshape(-1, *(1,) * (rows.ndim - 1))
@@ -190,7 +197,8 @@ def assemble(
             by_share.setdefault(ranks, []).append(device)
     pieces: list[list[jax.Array]] = [[] for _ in wanted]
     for (expert_rank, tensor_rank), devices in sorted(by_share.items()):
-        leaves = jax.tree.leaves(read(expert_rank, tensor_rank))
+        with jax.default_device(devices[0]):
+            leaves = jax.tree.leaves(read(expert_rank, tensor_rank))
         for leaf, piece in zip(leaves, pieces, strict=True):
             piece += [jax.device_put(leaf, device) for device in devices]
         jax.block_until_ready([piece[-1] for piece in pieces])
@@ -199,6 +207,17 @@ def assemble(
         for leaf, piece in zip(wanted, pieces, strict=True)
     ]
     return structure.unflatten(arrays)
+
+
+def is_placed(weights: ExpertWeights, parallel: ParallelConfig | None) -> bool:
+    """Whether all leaves lie on the mesh, as ``place_weights`` and ``assemble`` leave them."""
+    return parallel is not None and all(
+        isinstance(leaf, jax.Array)
+        and not isinstance(leaf, Tracer)
+        and isinstance(leaf.sharding, NamedSharding)
+        and leaf.sharding.mesh == parallel.mesh
+        for leaf in jax.tree.leaves(weights)
+    )
 
 
 def replace_experts(
@@ -214,7 +233,7 @@ def replace_experts(
     source = np.asarray([order[expert] for expert in held[slots].tolist()])
 
     def replace(leaf: jax.Array, fresh: Any) -> jax.Array:
-        rows = _in_slots(np, np.asarray(fresh), source, (slots.size, *leaf.shape[1:]))
+        rows = in_slots(np, np.asarray(fresh), source, (slots.size, *leaf.shape[1:]))
         pieces = []
         for shard in leaf.addressable_shards:
             first, last, _ = shard.index[0].indices(leaf.shape[0])
@@ -223,7 +242,7 @@ def replace_experts(
             pieces.append(shard.data.at[slots[is_here] - first].set(jax.device_put(part, shard.device)))
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
 
-    return jax.tree.map(replace, weights, new)
+    return _map_leaves(replace, weights, weights, new)
 
 
 def device_ranks(parallel: ParallelConfig) -> dict[Any, tuple[int, int]]:

@@ -1,0 +1,160 @@
+"""Checkpoints onto a mesh: the same weights as on one device, each device's share, and no byte of another's."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import writers
+from jax.sharding import AxisType
+
+import moe_jax
+from moe_jax.loading import Checkpoint
+from moe_jax.parallel import ParallelConfig, Placement, _loading, _weights
+from moe_jax.parallel._loading import ShardedExpertReader
+from moe_jax.parallel._mesh import parse_mesh
+from tests.loading.conftest import written  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+EXPERTS = 6
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """checkpoint(scheme or None) -> directory: Mixtral with 6 experts, I = 160, in this package's own writing."""
+    root = tmp_path_factory.mktemp("mesh")
+
+    def directory(scheme):
+        source, target = root / "bf16", root / str(scheme)
+        if not source.exists():
+            writers.write_model("mixtral", source, num_local_experts=EXPERTS, num_hidden_layers=1)
+        if scheme is None:
+            return source
+        if not target.exists():
+            moe_jax.quantize_checkpoint(source, target, scheme=scheme)
+        return target
+
+    return directory
+
+
+def nonzero(array):
+    return np.count_nonzero(np.ascontiguousarray(array).view(np.uint8))
+
+
+def unplaced(weights, like, placement):
+    """Placed weights as one device holds them: slots to experts, padding cut off after checking that it is zeros."""
+
+    def leaf(placed, wanted):
+        placed = np.asarray(placed)
+        if placed.ndim == 0:
+            return placed
+        rows = placed[placement.logical_to_physical[:, 0]]
+        kept = rows[tuple(slice(0, n) for n in wanted.shape)]
+        assert nonzero(rows) == nonzero(kept) and not nonzero(placed[placement.physical_to_logical < 0])
+        return kept
+
+    return [leaf(a, b) for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(like), strict=True)]
+
+
+LOADS = [
+    (None, None, "expert=4,tensor=2"),
+    ("fp8_channel", None, "expert=2,tensor=2"),
+    ("w4a16_g32", None, "tensor=4,expert=2"),
+    (None, "int8_w8a16", "expert=2,tensor=2"),
+]
+
+
+@pytest.mark.parametrize(("stored", "quantize", "mesh"), LOADS)
+def test_same_weights_and_answers(checkpoint, stored, quantize, mesh):
+    directory = checkpoint(stored)
+    block = moe_jax.load_moe(directory, 0, quantize=quantize, dtype="float32")
+    spread = moe_jax.load_moe(directory, 0, quantize=quantize, dtype="float32", mesh=parse_mesh(mesh))
+    expected, placed = block.experts.weights.get_value(), spread.experts.weights.get_value()
+    for a, b in zip(
+        unplaced(placed, expected, spread.experts.placement.get_value()), jax.tree.leaves(expected), strict=True
+    ):
+        assert a.tobytes() == np.asarray(b).tobytes()
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(placed))
+    size = spread.experts.parallel.mesh.size
+    for device in jax.devices()[:size]:
+        shards = [s for leaf in jax.tree.leaves(placed) for s in leaf.addressable_shards if s.device == device]
+        assert sum(shard.data.nbytes for shard in shards) <= 1.1 * total / size
+    x = jax.random.normal(jax.random.key(1), (9, block.experts.config.hidden_size), "float32")
+    np.testing.assert_allclose(spread(x), block(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stored", ["fp8_channel", "w4a16_channel", None])
+def test_each_device_reads_its_own_bytes(checkpoint, stored, monkeypatch):
+    """Counted share by share: experts of others never, and of its own the part of I that is the device's."""
+    counted = {}
+
+    def counting(config, placement, parallel, read):
+        def counted_read(*ranks):
+            before = opened.bytes_read
+            share = read(*ranks)
+            counted[ranks] = opened.bytes_read - before
+            return share
+
+        return _weights.assemble(config, placement, parallel, counted_read)
+
+    monkeypatch.setattr(_loading, "assemble", counting)
+    block = moe_jax.load_moe(checkpoint(stored), 0)
+    config = block.experts.config
+    parallel = ParallelConfig(parse_mesh("expert=3,tensor=2"), expert_axis="expert", tensor_axis="tensor")
+    with Checkpoint(checkpoint(stored)) as opened:
+        quantization = moe_jax.loading.QuantizationConfig.from_config(opened.config, opened)
+        reader = ShardedExpertReader(opened, quantization=quantization, names=moe_jax.loading.expert_names("mixtral"))
+        reader.load(0, config, Placement.create(EXPERTS, 3, "round_robin"), parallel)
+        names = [name for name in opened.names if ".experts." in name]
+        total = sum(opened.info(name).nbytes for name in names if not name.endswith("weight_shape"))
+    assert sorted(counted) == [(e, t) for e in range(3) for t in range(2)]
+    halves = {rank: count / (total / 6) for rank, count in counted.items()}
+    whole_scales = 0.02 if stored else 0.0  # w2's scales belong to its outputs
+    assert all(1 <= share <= 1 + whole_scales for share in halves.values()), halves
+
+
+def test_reload_and_some_experts(checkpoint):
+    directory, mesh = checkpoint("fp8_channel"), parse_mesh("expert=4,tensor=2")
+    block = moe_jax.load_moe(directory, 0, mesh=mesh)
+    layer, run = block.experts, jax.jit(lambda layer, x, z: layer(x, z))
+    x = jax.random.normal(jax.random.key(1), (5, layer.config.hidden_size), "bfloat16")
+    z = jax.random.normal(jax.random.key(2), (5, EXPERTS), "float32")
+    before, compiled = np.asarray(run(layer, x, z)), run._cache_size()
+    with Checkpoint(directory) as opened:
+        pairs = {name: np.array(opened.read(name)) for name in opened.names if ".experts." in name}
+    changed = {n: a[::-1].copy() if n.endswith("w2.weight") else a for n, a in pairs.items()}
+    layer.reload_weights(((n, a) for n, a in changed.items() if ".experts.3." in n), experts=[3])
+    single = moe_jax.load_moe(directory, 0).experts
+    single.reload_weights(((n, a) for n, a in changed.items() if ".experts.3." in n), experts=[3])
+    after = np.asarray(run(layer, x, z))
+    np.testing.assert_allclose(after.astype("f4"), np.asarray(single(x, z)).astype("f4"), rtol=2e-2, atol=2e-2)
+    assert (after != before).any()
+    layer.reload_weights(pairs.items())
+    np.testing.assert_array_equal(np.asarray(run(layer, x, z)), before)
+    assert run._cache_size() == compiled
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("expert", "expected sizes of expert, tensor, data, sequence"),
+        ("expert=0", "expected sizes of"),
+        ("expert=2,expert=2", "each once"),
+        ("pipeline=2", "expected sizes of"),
+        ("expert=64", "takes 64 devices, found 8 .cpu.; XLA_FLAGS=--xla_force_host_platform_device_count=64"),
+    ],
+)
+def test_mesh_by_words(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_mesh(text)
+    assert dict(parse_mesh("expert=4, tensor=2").shape) == {"expert": 4, "tensor": 2}
+
+
+def test_meshes_without_meaning(checkpoint):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    with pytest.raises(ValueError, match="expected some of 'expert', 'tensor', 'data' and 'sequence'"):
+        moe_jax.load_moe(checkpoint(None), 0, mesh=mesh)
+    block = moe_jax.load_moe(checkpoint(None), 0, mesh=ParallelConfig(mesh, expert_axis="x", dispatch="all_gather"))
+    assert "dispatch: all_gather, as the layer was told" in block.experts.explain(4)
+    assert dataclasses.asdict(block.experts.config)["num_experts"] == EXPERTS

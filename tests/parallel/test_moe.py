@@ -1,0 +1,156 @@
+"""A layer over a mesh gives the answer of one device: every layout, dispatch, scheme, both kinds of axes.
+
+Bit for bit where I is not split and top_k is 2, since the sum of two numbers has one order (and where there are few
+tokens: XLA fuses product and sum over experts differently for many). Else within the tolerance of float32 sums in
+another order, for quantized schemes too: activations are rounded by the same scales, those of a whole row or call.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_rows_close, tolerance
+from mesh_cases import EXPERTS, LAYOUTS, case_config, make_parallel, reference, run
+
+from moe_jax import fused_moe as on_one_device
+from moe_jax.parallel import Placement, fused_moe, place_weights
+from moe_jax.quantization import SCHEMES
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+DISPATCHES = ("replicate", "all_gather", "all_to_all")
+ROUTINGS = ("random", "one", "last", "ties", "skewed")
+
+
+def check(scheme, layout, dispatch, axis_type, num_tokens, routing, placement="linear", redundant=0):
+    config, parallel = case_config(scheme), make_parallel(layout, axis_type, dispatch=dispatch)
+    y, stats, placement = run(parallel, config, num_tokens, routing, placement=placement, redundant=redundant)
+    _, _, expected, expected_stats = reference(config, num_tokens, routing)
+    if parallel.tensor_axis is None and num_tokens < 32:
+        np.testing.assert_array_equal(y, expected)
+    else:
+        assert_rows_close(y, expected, tolerance("bf16", np.float32))
+    np.testing.assert_array_equal(stats.topk_ids, expected_stats.topk_ids)
+    slots = placement.physical_to_logical
+    by_expert = np.bincount(slots[slots >= 0], weights=stats.load[slots >= 0], minlength=EXPERTS)
+    np.testing.assert_array_equal(by_expert, expected_stats.load)
+    assert (stats.load[slots < 0] == 0).all()
+
+
+# Every two of (scheme kind, layout, dispatch, axis type, routing) that could meet in an error meet once.
+COVER = [
+    ("bf16", "ep2", "replicate", "Auto", 13, "random"),
+    ("fp8_tensor", "ep4-tp2", "all_gather", "Explicit", 13, "skewed"),
+    ("fp8_tensor", "dp2-ep4", "all_to_all", "Auto", 9, "one"),
+    ("fp8_tensor_static", "tp4", "replicate", "Explicit", 5, "ties"),
+    ("fp8_channel", "sp=tp2-ep2-dp2", "all_to_all", "Explicit", 13, "last"),
+    ("fp8_channel", "tp2", "replicate", "Auto", 1, "one"),
+    ("fp8_block", "ep2-tp2", "all_to_all", "Auto", 7, "random"),
+    ("int8_w8a8", "sp2-ep2-tp2", "all_gather", "Auto", 13, "one"),
+    ("int8_w8a16", "ep8", "all_gather", "Explicit", 3, "last"),
+    ("w4a16_g32_asym", "ep4-tp2", "all_to_all", "Auto", 6, "ties"),
+    ("w4a8_int8", "sp=tp2-ep2-dp2", "replicate", "Auto", 13, "skewed"),
+    ("nvfp4", "ep2-tp2", "all_gather", "Explicit", 8, "last"),
+    ("mxfp4_a16", "dp=ep4", "all_to_all", "Explicit", 13, "skewed"),
+    ("bf16", "dp4", "replicate", "Explicit", 2, "random"),
+]
+
+
+@pytest.mark.parametrize("case", COVER, ids=lambda case: "-".join(map(str, case)))
+def test_equals_one_device(case):
+    number = COVER.index(case)
+    placement = ("linear", "round_robin")[number % 2]
+    has_expert_axis = "expert_axis" in LAYOUTS[case[1]][1]
+    redundant = 3 if placement == "linear" and has_expert_axis and number % 4 == 0 else 0
+    check(*case, placement=placement, redundant=redundant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_full_product(scheme, layout):
+    """Every scheme in every layout; dispatches all, axis types, routings, placements and token counts in turn."""
+    number = 7 * list(SCHEMES).index(scheme) + list(LAYOUTS).index(layout)
+    for turn, dispatch in enumerate(DISPATCHES):
+        axis_type = ("Auto", "Explicit")[(number + turn) % 2]
+        routing, placement = ROUTINGS[(number + turn) % 5], ("linear", "round_robin")[(number // 2 + turn) % 2]
+        check(scheme, layout, dispatch, axis_type, (13, 1, 8, 5)[(number + turn) % 4], routing, placement)
+
+
+def test_no_tokens():
+    config, parallel = case_config("fp8_channel"), make_parallel("ep4-tp2")
+    y, stats, _ = run(parallel, config, 0, "random")
+    assert y.shape == (0, config.hidden_size) and stats.load.sum() == 0 and stats.topk_ids.shape == (0, 2)
+
+
+def test_many_rounds():
+    """More rows for one device than a round takes: none is dropped, whichever device gets them all."""
+    config = case_config("bf16")
+    for layout, routing in (("ep4", "one"), ("dp2-ep4", "last")):
+        check("bf16", layout, "all_to_all", "Auto", 301, routing)
+    parallel = make_parallel("ep4", dispatch="all_to_all")
+    weights = place_weights(reference(config, 301, "one")[1], config, Placement.create(EXPERTS, 4), parallel)
+    (x, logits), *_ = reference(config, 301, "one")
+    text = (
+        jax.jit(fused_moe).lower(x, logits, weights, config, parallel, placement=Placement.create(EXPERTS, 4)).as_text()
+    )
+    assert "while" in text and text.count("all_to_all") >= 2
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_masked_tokens_cost_nothing(dispatch):
+    config, parallel = case_config("fp8_tensor"), make_parallel("dp2-ep4", dispatch=dispatch)
+    (x, logits), weights, _, _ = reference(config, 11, "random")
+    mask = jnp.asarray(np.arange(11) % 3 != 1)
+    spoiled = jnp.where(mask[:, None], x, jnp.nan)
+    kept = np.flatnonzero(mask)
+    expected = np.asarray(on_one_device(x[kept], logits[kept], weights, config))
+    placement = Placement.create(EXPERTS, 4)
+    placed = place_weights(weights, config, placement, parallel)
+    y, stats = fused_moe(
+        spoiled, logits, placed, config, parallel, placement=placement, token_mask=mask, return_stats=True
+    )
+    np.testing.assert_array_equal(np.asarray(y)[kept], expected)
+    assert (np.asarray(y)[~np.asarray(mask)] == 0).all() and int(stats.load.sum()) == 2 * kept.size
+
+
+def test_partial_sums():
+    config = dataclasses.replace(case_config("bf16", has_bias=True), apply_routed_scale_to_output=True)
+    config = dataclasses.replace(config, routed_scaling_factor=2.5)
+    (x, logits), weights, expected, _ = reference(config, 7, "random")
+    shared = jnp.asarray(np.random.default_rng(5).standard_normal(x.shape), jnp.float32)
+    placement = Placement.create(EXPERTS, 2)
+    parallel = make_parallel("ep2-tp2", reduce_results=False)
+    placed = place_weights(weights, config, placement, parallel)
+    parts = fused_moe(x, logits, placed, config, parallel, placement=placement, shared_output=shared)
+    assert parts.shape == (4, *x.shape) and parts.dtype == jnp.float32
+    assert all(np.abs(np.asarray(part)).max() > 0 for part in parts)
+    assert_rows_close(parts.sum(axis=0), expected + np.asarray(shared), tolerance("bf16", np.float32))
+    whole = make_parallel("ep2-tp2")
+    y = fused_moe(x, logits, placed, config, whole, placement=placement, shared_output=shared)
+    assert_rows_close(y, expected + np.asarray(shared), tolerance("bf16", np.float32))
+
+
+@pytest.mark.parametrize("dispatch", ["replicate", "all_gather"])
+def test_gradients(dispatch):
+    config = case_config("bf16")
+    (x, logits), weights, _, _ = reference(config, 6, "random")
+    parallel = make_parallel("ep2-tp2", dispatch=dispatch)
+    placement = Placement.create(EXPERTS, 2)
+    placed = place_weights(weights, config, placement, parallel)
+    target = jnp.asarray(np.random.default_rng(7).standard_normal(x.shape), jnp.float32)
+    expected = jax.grad(lambda x, z: (on_one_device(x, z, weights, config) * target).sum(), (0, 1))(x, logits)
+    found = jax.jit(
+        jax.grad(lambda x, z: (fused_moe(x, z, placed, config, parallel, placement=placement) * target).sum(), (0, 1))
+    )(x, logits)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
+
+
+def test_router_weight_on_input():
+    config = case_config("fp8_channel", top_k=1, apply_router_weight_on_input=True, renormalize=False)
+    for dispatch in ("replicate", "all_to_all"):
+        y, _, _ = run(make_parallel("ep2", dispatch=dispatch), config, 5, "random")
+        np.testing.assert_array_equal(y, reference(config, 5, "random")[2])
