@@ -165,9 +165,11 @@ class _Job:
         is_ignored = _Ignore(ignore)
         self._experts = [(layer, self._scheme_of_layer(layer, is_ignored)) for layer in self._survey.experts]
         self._linears = [
-            (linear, target if modules == "all" and not is_ignored(linear.module) else self._unquantized)
+            (linear, target if not is_ignored(linear.module) and modules == "all" else self._unquantized)
             for linear in self._survey.linears
         ]
+        for module in ("lm_head", *(name.rpartition(".")[0] for name in self._survey.plain)):
+            is_ignored(module)  # which is never quantized, so that naming it asks for nothing
         is_ignored.check_used(checkpoint.directory)
         if not self._experts:
             raise CheckpointError(
@@ -319,7 +321,7 @@ class _Ignore:
     def check_used(self, where: Any) -> None:
         if self._unused:
             raise ValueError(
-                f"ignore: {listed(sorted(self._unused))} matches no projection of {where}; a name is that of a module, "
+                f"ignore: {listed(sorted(self._unused))} matches no module of {where}; a name is that of a module, "
                 "such as model.layers.0.self_attn.q_proj, and a regular expression starts with re:"
             )
 

@@ -15,7 +15,9 @@ except ImportError:  # not a POSIX system: leftovers of killed runs are then not
 
 def check_destination(path: Path) -> None:
     """Raises ValueError unless ``path`` can become a new directory: its parent is one, and it is empty or absent."""
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
+    if path.is_symlink():
+        raise ValueError(f"{path}: is a link to {os.readlink(path)}; choose a destination that is no link")
+    if path.exists() and not path.is_dir():
         raise ValueError(f"{path}: exists and is no directory; choose another destination")
     if path.is_dir() and any(path.iterdir()):
         raise ValueError(f"{path}: exists and is not empty; choose another destination or remove it")

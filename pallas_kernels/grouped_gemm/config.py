@@ -24,7 +24,8 @@ class GemmDesc:
     dtype: element type of both operands. out_dtype: of the result before requantization.
     lhs_scale: "none", "tensor", "row" or "group" (1 x 128 of K). rhs_scale: "none", "tensor" (one per half), "channel"
     or "block" (128 x 128). requantize: "none", "group" (e4m3 with a scale per row and 128 columns) or "tensor" (e4m3,
-    given scale). has_tile_rows: the number of rows in use is known for each tile.
+    given scale). has_tile_rows: the number of rows in use is known for each tile. has_power_of_two_scales: those of
+    requantize "group" are rounded up to powers of two.
     """
 
     rows: int
@@ -40,6 +41,7 @@ class GemmDesc:
     activation: Activation | None = None
     requantize: Literal["none", "group", "tensor"] = "none"
     has_tile_rows: bool = False
+    has_power_of_two_scales: bool = False
 
     @property
     def is_block_scaled(self) -> bool:

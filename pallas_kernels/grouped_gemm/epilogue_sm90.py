@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
-from pallas_kernels.common.numerics import e4m3_group_scale
+from pallas_kernels.common.numerics import e4m3_group_scale, power_of_two_scale
 from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc, store_columns
 
 
@@ -89,6 +89,8 @@ def store_tile(
     if desc.requantize == "group":
         whole = tile_values(desc, config, parts, vectors, 0, config.block_n)
         scale = e4m3_group_scale(jnp.max(jnp.abs(whole), axis=1))
+        if desc.has_power_of_two_scales:
+            scale = power_of_two_scale(scale)
         out_scale.at[column_tile, rows][...] = scale
         whole = whole * lax.broadcast_in_dim(1.0 / scale, whole.shape, [0])
 

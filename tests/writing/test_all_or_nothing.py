@@ -34,7 +34,7 @@ REFUSED = {
     "groups": (dict(scheme="w4a16_g128"), "gate_proj: 64 columns do not divide into groups of 128"),
     "modules": (dict(scheme="fp8_block", modules="some"), "modules='some', expected one of experts, all"),
     "search": (dict(scheme="fp8_block", scale_search="best"), "scale_search='best'"),
-    "ignore typo": (dict(scheme="fp8_block", ignore=["q_proj"]), "'?q_proj'? matches no projection"),
+    "ignore typo": (dict(scheme="fp8_block", ignore=["q_proj"]), "'?q_proj'? matches no module"),
     "ignore regex": (dict(scheme="fp8_block", ignore=["re:("]), "not a valid regular expression"),
     "ignore some": (dict(scheme="fp8_block", ignore=[EXPERTS + "1"]), "covers 3 of 6 modules of the experts"),
 }
@@ -54,7 +54,17 @@ def test_all_experts_of_a_layer_may_be_ignored(model, tmp_path):
     assert moe_jax.load_moe(tmp_path / "out", layer=0).experts.config.scheme.name == "bf16"
 
 
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj"])
+def test_what_is_never_quantized_may_be_ignored_by_name(model, tmp_path, name):
+    written = moe_jax.quantize_checkpoint(model, tmp_path / "out", scheme="fp8_block", ignore=[name])
+    assert written.experts == {"quantized": 1}
+
+
 def test_destinations(model, tmp_path):
+    (tmp_path / "link").symlink_to("somewhere")
+    with pytest.raises(ValueError, match="link: is a link to somewhere; choose a destination that is no link"):
+        moe_jax.quantize_checkpoint(model, tmp_path / "link", scheme="bf16")
+    (tmp_path / "link").unlink()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     (tmp_path / "file").write_text("")
@@ -139,6 +149,16 @@ def test_a_killed_run_leaves_nothing_that_looks_valid(model, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with Checkpoint(tmp_path / "out") as checkpoint:
         assert len(checkpoint.files) > 1
+
+
+def test_an_interrupted_command_is_one_line(model, tmp_path, capsys, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", interrupt)
+    assert cli.main(["quantize", str(model), str(tmp_path / "out"), "--scheme", "bf16"]) == cli.EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "moe-jax quantize: interrupted\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_command(model, tmp_path, capsys):
