@@ -36,6 +36,7 @@ from pallas_kernels.route import route_and_align
 from pallas_kernels.tuning import LayerKey, table_for
 
 _16_BIT = ("bfloat16", "float16")
+_LHS_SCALES = {"none": "none", "e4m3_tensor": "tensor", "e4m3_group": "group", "e4m3_group_ue8m0": "group"}
 
 
 def why_not(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str | None:
@@ -247,6 +248,8 @@ def _hidden(
     fmt = weights.scheme.activations
     if kind == "e4m3_group":
         return first(requantize="group")
+    if kind == "e4m3_group_ue8m0":
+        return first(requantize="group_ue8m0")
     if kind == "e4m3_tensor" and not fmt.dynamic:
         return first(requantize="tensor", out_scale=weights.w2.input_scale), weights.w2.input_scale
     hidden = first()
@@ -282,7 +285,7 @@ def _quantization(scheme: Scheme) -> str | None:
     if (
         not is_plain
         or not activations.symmetric
-        or activations.scale != "float32"
+        or activations.scale not in ("float32", "ue8m0")
         or activations.amax_bound is not None
     ):
         return None
@@ -296,7 +299,7 @@ def _quantization(scheme: Scheme) -> str | None:
     kind = kinds.get((weights.element, weights.strategy, activations.element, activations.strategy))
     if kind == "e4m3_group" and (weights.block_shape, activations.group_size) != ((128, 128), 128):
         return None
-    return kind
+    return "e4m3_group_ue8m0" if kind == "e4m3_group" and activations.scale == "ue8m0" else kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,7 +350,7 @@ def _key(config: MoEConfig, weights: ExpertWeights) -> LayerKey:
         raise NotImplementedError(f"there is no kernel for scheme {weights.scheme.name!r} yet")
     fmt, activations = weights.scheme.weights, weights.scheme.activations
     requantize = "none"
-    if kind == "e4m3_group":
+    if kind.startswith("e4m3_group"):
         requantize = "group"
     elif kind == "e4m3_tensor" and not activations.dynamic:
         requantize = "tensor"
@@ -357,7 +360,7 @@ def _key(config: MoEConfig, weights: ExpertWeights) -> LayerKey:
         hidden=weights.hidden_size,
         inner=weights.intermediate_size,
         dtype=jnp.dtype(weights.w13.data.dtype).name,
-        lhs_scale={"none": "none", "e4m3_tensor": "tensor", "e4m3_group": "group"}.get(kind, "row"),
+        lhs_scale=_LHS_SCALES.get(kind, "row"),
         rhs_scale="none" if fmt is None else fmt.strategy.value,
         requantize=requantize,
         halves=config.num_halves,

@@ -57,6 +57,7 @@ GEMMS = {
     "fp8 block, bias": dict(bias_dtype="float32", **_BLOCK),
     "fp8 block gated": dict(**_BLOCK, **_GATED),
     "fp8 block gated, requantized": dict(requantize="group", **_BLOCK, **_GATED),
+    "fp8 block gated, requantized ue8m0": dict(requantize="group", has_power_of_two_scales=True, **_BLOCK, **_GATED),
     "int8 row": dict(dtype="int8", **_ROW),
     "int8 row gated": dict(dtype="int8", **_ROW, **_GATED),
     "fp8 block 2880 gated, requantized": dict(n=2880, k=2880, requantize="group", **_BLOCK, **_GATED),

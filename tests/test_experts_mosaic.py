@@ -42,7 +42,7 @@ def compare(scheme, actual, expected):
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", (*SCHEMES, "fp8_block_ue8m0"))
 def test_plumbing_on_kernel_references(scheme, has_bias, quick_compilation):
     layer = make_layer(scheme, has_bias=has_bias, implementation="reference")
     x, z = inputs(37)

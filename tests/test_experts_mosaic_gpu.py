@@ -49,7 +49,7 @@ KINDS = (
 
 def sizes_of(scheme):
     """H and I off every tile; groups of 128 activations take whole ones of H."""
-    hidden = 640 if Scheme.parse(scheme).activations == SCHEMES["fp8_block"].activations else 544
+    hidden = 640 if scheme in ("fp8_block", "fp8_block_ue8m0") else 544
     return dict(hidden_size=hidden, intermediate_size=288)
 
 

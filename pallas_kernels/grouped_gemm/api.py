@@ -25,7 +25,7 @@ def grouped_gemm(
     bias: Any = None,
     activation: Activation | None = None,
     out_dtype: Any = jnp.bfloat16,
-    requantize: Literal["none", "group", "tensor"] = "none",
+    requantize: Literal["none", "group", "group_ue8m0", "tensor"] = "none",
     out_scale: Any = None,
     tile_rows: Any = None,
     config: GemmConfig | None = None,
@@ -43,7 +43,8 @@ def grouped_gemm(
     added before the activation.
 
     activation: applied to the product, (E, G, N, K) weights only. requantize: "group" returns e4m3 codes and their
-    scales (ceil(N/128), Mp) f32, one per row and 128 columns; "tensor" returns codes for the given out_scale ().
+    scales (ceil(N/128), Mp) f32, one per row and 128 columns, "group_ue8m0" with scales rounded up to powers of two;
+    "tensor" returns codes for the given out_scale ().
     tile_rows: (Mp / block_m,) int32, rows in use of each tile: the others may then be neither read nor written.
 
     Returns (Mp, N) out_dtype, or codes, or (codes, scales). Rows of tiles from num_tiles on, and rows past tile_rows,
@@ -135,8 +136,8 @@ def _describe(
     rhs_scale = _kind("w_scale", w_scale, w_shapes)
     if bias is not None and bias.shape != (*lead, n):
         raise ValueError(f"bias has shape {bias.shape}, expected {(*lead, n)}")
-    if requantize not in ("none", "group", "tensor"):
-        raise ValueError(f"requantize={requantize!r} is not one of 'none', 'group', 'tensor'")
+    if requantize not in ("none", "group", "group_ue8m0", "tensor"):
+        raise ValueError(f"requantize={requantize!r} is not one of 'none', 'group', 'group_ue8m0', 'tensor'")
     if (out_scale is not None) != (requantize == "tensor"):
         raise ValueError("out_scale is given exactly when requantize='tensor'")
     if out_scale is not None and out_scale.shape != ():
@@ -154,8 +155,9 @@ def _describe(
         rhs_scale=rhs_scale,
         bias_dtype=None if bias is None else jnp.dtype(bias.dtype).name,
         activation=activation,
-        requantize=requantize,
+        requantize=requantize.removesuffix("_ue8m0"),
         has_tile_rows=tile_rows is not None,
+        has_power_of_two_scales=requantize.endswith("_ue8m0"),
     )
     operands = dict(
         x=x,

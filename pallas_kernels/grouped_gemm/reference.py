@@ -67,16 +67,17 @@ def grouped_gemm_ref(
     if desc.requantize == "tensor":
         return quantize_e4m3_static(h, out_scale)
     if desc.requantize == "group":
-        return quantize_rows_by_group(h)
+        return quantize_rows_by_group(h, desc.has_power_of_two_scales)
     return h.astype(desc.out_dtype)
 
 
-def quantize_rows_by_group(h: Any) -> tuple[Any, Any]:
+def quantize_rows_by_group(h: Any, is_power_of_two: bool = False) -> tuple[Any, Any]:
     """(rows, N) float32 -> e4m3 codes (rows, N) and scales (ceil(N / 128), rows), one per row and 128 columns."""
     rows, n = h.shape
     padded = jnp.pad(h, ((0, 0), (0, -n % SCALE_GROUP)))
     groups = padded.reshape(rows, -1, SCALE_GROUP)
-    codes, scale = quantize_e4m3_group(groups, jnp.max(jnp.abs(groups), axis=-1, keepdims=True))
+    amax = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
+    codes, scale = quantize_e4m3_group(groups, amax, is_power_of_two)
     return codes.reshape(rows, -1)[:, :n], scale[..., 0].T
 
 

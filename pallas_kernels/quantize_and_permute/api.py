@@ -39,7 +39,8 @@ def quantize_and_permute(
     rows, (n,) int32, may name the ones in use (-1 for none); the others are then unspecified.
 
     quantization: "none" (a copy), "e4m3_row" and "int8_row" (a scale per row, from its largest magnitude),
-    "e4m3_group" (a scale per row and 128 columns), "e4m3_tensor" (the given scale, () float32, multiplies the codes).
+    "e4m3_group" (a scale per row and 128 columns), "e4m3_group_ue8m0" (such a scale rounded up to a power of two),
+    "e4m3_tensor" (the given scale, () float32, multiplies the codes).
     The rules are those of common/numerics.py.
 
     columns: (E, H) int32, an order of x's columns for each expert: column c of a row of expert e is column

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.rows import vector_length
 
-QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_tensor", "int8_row")
+QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "e4m3_tensor", "int8_row")
 GROUP = 128
 GATHERED = 2048  # columns of a row that a warpgroup gathers at a time, sixteen loads in flight a thread
 
@@ -39,6 +39,16 @@ class PermuteDesc:
         return self.num_tokens if self.num_named is None else self.num_named
 
     @property
+    def is_grouped(self) -> bool:
+        """Whether every 128 columns have a scale."""
+        return self.quantization.startswith("e4m3_group")
+
+    @property
+    def has_power_of_two_scales(self) -> bool:
+        """Whether scales are rounded up to powers of two."""
+        return self.quantization.endswith("_ue8m0")
+
+    @property
     def out_dtype(self) -> str:
         kind = self.quantization.partition("_")[0]
         return {"none": self.dtype, "e4m3": "float8_e4m3fn", "int8": "int8"}[kind]
@@ -46,7 +56,7 @@ class PermuteDesc:
     @property
     def scale_shape(self) -> tuple[int, ...] | None:
         """Shape of the scales that are computed, or None."""
-        if self.quantization == "e4m3_group":
+        if self.is_grouped:
             return (-(-self.width // GROUP), self.num_rows)
         return (self.num_rows,) if self.quantization in ("e4m3_row", "int8_row") else None
 
@@ -67,7 +77,7 @@ def config_error(desc: PermuteDesc, config: PermuteConfig) -> str | None:
             return f"an order of columns with quantization {desc.quantization!r}; gather first, then quantize in place"
         if max(desc.num_rows, desc.num_tokens, desc.num_experts) * desc.width >= 1 << 31:
             return f"{desc.num_rows} rows of {desc.width} columns: gathered columns are counted in 31 bits"
-    elif desc.quantization == "e4m3_group":
+    elif desc.is_grouped:
         if desc.width % GROUP or desc.width < 4 * GROUP:
             return f"H={desc.width}: groups of {GROUP} take a multiple of {GROUP}, at least {4 * GROUP}"
     elif not vector_length(desc.width, jnp.dtype(desc.dtype).itemsize):

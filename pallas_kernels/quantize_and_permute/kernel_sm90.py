@@ -35,8 +35,7 @@ GROUP_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,
 
 def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Callable[..., Any]:
     """The kernel: (x, [row_of], [scale (1,)], [rows (n,)]) -> (codes, scales or None). For configs without error."""
-    is_grouped = desc.quantization == "e4m3_group"
-    shape = (desc.num_rows, desc.width // GROUP, GROUP) if is_grouped else (desc.num_rows, desc.width)
+    shape = (desc.num_rows, desc.width // GROUP, GROUP) if desc.is_grouped else (desc.num_rows, desc.width)
     out: Any = [jax.ShapeDtypeStruct(shape, desc.out_dtype)]
     if desc.scale_shape is not None:
         out.append(jax.ShapeDtypeStruct(desc.scale_shape, jnp.float32))
@@ -51,7 +50,7 @@ def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Calla
     )
 
     def run(x, *rest):
-        if is_grouped:
+        if desc.is_grouped:
             x = x.reshape(desc.num_tokens, -1, GROUP)
         codes, *scales = call(x, *rest)
         return codes.reshape(desc.num_rows, desc.width), scales[0] if scales else None
@@ -67,7 +66,7 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Any) -> None:
     named = pending.pop(0) if desc.num_named is not None else None
     codes, *scales = pending
     block = lax.axis_index("block")
-    process = _process_groups if desc.quantization == "e4m3_group" else _process_row
+    process = _process_groups if desc.is_grouped else _process_row
 
     scales = scales[0] if scales else None
 
@@ -125,7 +124,7 @@ def _process_groups(desc, x, given, token, targets, codes, scales, *, always):
         part = pl.ds(start, piece)
         values = mosaic.load(x.at[token, part], layout=GROUP_LAYOUT, optimized=False).astype(jnp.float32)
         amax = jnp.max(jnp.abs(values), axis=1)
-        quantized, scale = _quantize_groups(values, amax)
+        quantized, scale = _quantize_groups(values, amax, desc.has_power_of_two_scales)
 
         def store(row, part=part, quantized=quantized, scale=scale):
             codes.at[row, part][...] = quantized
@@ -134,10 +133,10 @@ def _process_groups(desc, x, given, token, targets, codes, scales, *, always):
         _for_targets(targets, store, always)
 
 
-def _quantize_groups(values, amax):
+def _quantize_groups(values, amax, is_power_of_two):
     # The rule takes the maximum broadcast over its group; the scale of a group is that of any of its elements.
-    _, scale = quantize_e4m3_group(amax, amax)
-    quantized, _ = quantize_e4m3_group(values, lax.broadcast_in_dim(amax, values.shape, [0]))
+    _, scale = quantize_e4m3_group(amax, amax, is_power_of_two)
+    quantized, _ = quantize_e4m3_group(values, lax.broadcast_in_dim(amax, values.shape, [0]), is_power_of_two)
     return quantized, scale
 
 

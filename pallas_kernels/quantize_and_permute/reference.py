@@ -44,9 +44,10 @@ def quantize_rows(desc: PermuteDesc, x: Any, scale: Any) -> tuple[Any, Any]:
     values = x.astype(jnp.float32)
     if desc.quantization == "e4m3_tensor":
         return quantize_e4m3_static(values, scale), None
-    if desc.quantization == "e4m3_group":
+    if desc.is_grouped:
         padded = jnp.pad(values, ((0, 0), (0, -desc.width % GROUP))).reshape(desc.num_tokens, -1, GROUP)
-        codes, scales = quantize_e4m3_group(padded, jnp.max(jnp.abs(padded), axis=-1, keepdims=True))
+        amax = jnp.max(jnp.abs(padded), axis=-1, keepdims=True)
+        codes, scales = quantize_e4m3_group(padded, amax, desc.has_power_of_two_scales)
         return codes.reshape(desc.num_tokens, -1)[:, : desc.width], scales[..., 0].T
     rule = quantize_e4m3_row if desc.quantization == "e4m3_row" else quantize_int8_token
     codes, scales = rule(values, jnp.max(jnp.abs(values), axis=-1, keepdims=True))

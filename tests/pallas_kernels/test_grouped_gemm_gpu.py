@@ -113,17 +113,22 @@ def test_activations(activation):
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
-@pytest.mark.parametrize("n", [512, 2880])
-def test_requantized_by_group(n, block_m):
+@pytest.mark.parametrize(("n", "requantize"), [(512, "group"), (2880, "group"), (512, "group_ue8m0")])
+def test_requantized_by_group(n, requantize, block_m):
     problem = make_problem(
-        "fp8_block", [5, 0, 140], k=384, n=n, block_m=block_m, halves=2, activation=SILU, requantize="group"
+        "fp8_block", [5, 0, 140], k=384, n=n, block_m=block_m, halves=2, activation=SILU, requantize=requantize
     )
     out = run(problem)
     check(problem, dequantized(out), Tolerance(np.float32, 64.0, 1 / 16))
     own = problem.row_expert >= 0
     padded = np.pad(np.abs(problem.expected[own]), ((0, 0), (0, -n % 128)))
     amax = padded.reshape(own.sum(), -1, 128).max(-1)
-    np.testing.assert_allclose(np.asarray(out[1]).T[own], np.maximum(amax, 1e-10) / 448.0, rtol=1e-3)
+    scale, ideal = np.asarray(out[1]).T[own], np.maximum(amax, 1e-10) / 448.0
+    if requantize == "group":
+        np.testing.assert_allclose(scale, ideal, rtol=1e-3)
+    else:
+        assert (np.frexp(scale)[0] == 0.5).all(), "powers of two"
+        assert ((scale > 0.999 * ideal) & (scale < 2.002 * ideal)).all()
 
 
 def test_requantized_to_a_given_scale():
@@ -163,21 +168,27 @@ def test_one_tile_wider_than_the_output(kind, n, config):
         check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
+CONFIGS = [
+    GemmConfig(64, 64, 2),
+    GemmConfig(64, 128, 8, num_sms=5),
+    GemmConfig(64, 256, 3, band=1),
+    GemmConfig(64, 48, 4),
+    GemmConfig(64, 96, 4),
+]
+
+
+# A tile's weight blocks are whole.
 @pytest.mark.parametrize(
-    "config",
+    ("kind", "config"),
     [
-        GemmConfig(64, 64, 2),
-        GemmConfig(64, 128, 8, num_sms=5),
-        GemmConfig(64, 256, 3, band=1),
-        GemmConfig(64, 48, 4),
-        GemmConfig(64, 96, 4),
+        (k, c)
+        for k in ("fp8_row", "fp8_block", "f16")
+        for c in CONFIGS
+        if k != "fp8_block" or c.block_n in (64, 128, 256)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["fp8_row", "fp8_block", "f16"])
 def test_configs(kind, config):
-    if kind == "fp8_block" and config.block_n not in (64, 128, 256):
-        pytest.skip("a tile's weight blocks are whole")
     problem = make_problem(kind, [90, 1, 200], k=640, n=640)
     check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 

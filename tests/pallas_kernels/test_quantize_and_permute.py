@@ -46,9 +46,11 @@ def expected_values(x, quantization, scale):
         case "e4m3_row":
             s = np.maximum(np.abs(v).max(1) / np.float32(448), one / np.float32(448 * 512))
             return e4m3(v / s[:, None]), s
-        case "e4m3_group":
+        case "e4m3_group" | "e4m3_group_ue8m0":
             groups = np.pad(v, ((0, 0), (0, -v.shape[1] % 128))).reshape(len(v), -1, 128)
             s = np.maximum(np.abs(groups).max(2), np.float32(1e-10)) * np.float32(1 / 448)
+            if quantization.endswith("ue8m0"):
+                s = np.exp2(np.ceil(np.log2(s.astype(np.float64)))).astype(np.float32)
             return e4m3(groups / s[..., None]).reshape(len(v), -1)[:, : v.shape[1]], s.T
         case "int8_row":
             amax = np.maximum(np.abs(v).max(1), np.float32(1e-10))
@@ -187,12 +189,17 @@ def test_config_error():
     assert "x is int8" in config_error(PermuteDesc(4, 512, 2, 8, "int8", "none"), PermuteConfig(1))
 
 
+GPU_SIZES = [
+    (quantization, *size)
+    for quantization in QUANTIZATIONS
+    for size in ((1, 2048), (37, 2880), (600, 768), (16384, 640), (130, 7168))
+    if not ("group" in quantization and size[1] % 128)
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("num_tokens", "width"), [(1, 2048), (37, 2880), (600, 768), (130, 7168)])
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize(("quantization", "num_tokens", "width"), GPU_SIZES)
 def test_gpu(quantization, num_tokens, width):
-    if quantization == "e4m3_group" and width % 128:
-        pytest.skip("groups take a multiple of 128")
     num_rows = num_tokens * 8 + 5
     x, row_of = make(num_tokens, width, 8, num_rows)
     out, scale = call(x, row_of, num_rows, quantization, "mosaic")
@@ -202,7 +209,7 @@ def test_gpu(quantization, num_tokens, width):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quantization", ["e4m3_row", "e4m3_group", "int8_row"])
+@pytest.mark.parametrize("quantization", ["e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "int8_row"])
 def test_gpu_in_place(quantization, dtype):
     x, _ = make(300, 1024, 1, 300, dtype)
     run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="mosaic"))
