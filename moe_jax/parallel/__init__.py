@@ -1,6 +1,7 @@
 """Layers of experts over a device mesh: where experts lie, and how tokens get to them and back."""
 
 from moe_jax.parallel._eplb import EplbPlan, is_rebalance_due, rearrange_expert_weights, rebalance
+from moe_jax.parallel._eplb_mesh import logical_weights, transfer_experts
 from moe_jax.parallel._eplb_policy import rebalance_experts
 from moe_jax.parallel._eplb_state import EplbState, balancedness
 from moe_jax.parallel._eplb_weights import move_experts, place_experts
@@ -12,6 +13,7 @@ from moe_jax.parallel._expert_map import (
     physical_to_logical,
     routing_tables,
 )
+from moe_jax.parallel._mesh import parse_mesh
 from moe_jax.parallel._moe import fused_moe
 from moe_jax.parallel._parallel_config import ParallelConfig
 from moe_jax.parallel._placement import Placement
@@ -29,7 +31,9 @@ __all__ = [
     "fused_moe",
     "is_rebalance_due",
     "local_expert_ids",
+    "logical_weights",
     "move_experts",
+    "parse_mesh",
     "physical_to_logical",
     "place_experts",
     "place_weights",
@@ -37,4 +41,5 @@ __all__ = [
     "rebalance",
     "rebalance_experts",
     "routing_tables",
+    "transfer_experts",
 ]

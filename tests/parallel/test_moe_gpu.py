@@ -1,0 +1,50 @@
+"""Layers over the GPUs of one host, by the Hopper kernels: every dispatch, ragged_all_to_all included.
+
+JAX_PLATFORMS=cuda python -m pytest -m multi_gpu tests/parallel/test_moe_gpu.py
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_rows_close, tolerance
+from jax.sharding import AxisType
+
+import moe_jax
+
+pytestmark = pytest.mark.multi_gpu
+
+E, K, H, I = 16, 4, 512, 256  # noqa: E741
+
+
+def make_layer(scheme, mesh=None, **options):
+    return moe_jax.FusedMoE(E, H, I, top_k=K, scheme=scheme, mesh=mesh, rngs=nnx.Rngs(0), **options)
+
+
+@pytest.mark.parametrize("dispatch", ["replicate", "all_gather", "all_to_all", "ragged_all_to_all"])
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "fp8_channel", "w4a16_g128"])
+@pytest.mark.parametrize("tokens", [3, 1024])
+def test_every_dispatch_on_gpus(scheme, dispatch, tokens):
+    size = len(jax.devices())
+    mesh = jax.make_mesh((size,), ("e",), axis_types=(AxisType.Auto,))
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.standard_normal((tokens, H)), jnp.bfloat16)
+    logits = rng.standard_normal((tokens, E)).astype(np.float32)
+    logits[:, : K + 1] += 3.0  # most rows to the first device
+    expected = jax.jit(lambda layer, x, z: layer(x, z))(make_layer(scheme), x, logits)
+    layer = make_layer(scheme, mesh, expert_axis="e", dispatch=dispatch)
+    assert "implementation: mosaic" in layer.explain(tokens)
+    y = jax.jit(lambda layer, x, z: layer(x, z))(layer, x, logits)
+    assert_rows_close(y, expected, tolerance(scheme, jnp.bfloat16))
+
+
+def test_tensor_and_expert_axes_on_gpus():
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four GPUs")
+    mesh = jax.make_mesh((2, 2), ("e", "t"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((64, H)), jnp.bfloat16)
+    logits = np.random.default_rng(1).standard_normal((64, E)).astype(np.float32)
+    for scheme in ("bf16", "fp8_block", "w4a16_g128"):
+        layer = make_layer(scheme, mesh, expert_axis="e", tensor_axis="t")
+        assert_rows_close(layer(x, logits), make_layer(scheme)(x, logits), tolerance(scheme, jnp.bfloat16))
