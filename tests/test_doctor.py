@@ -1,11 +1,13 @@
 """moe-jax doctor: what it says, on machines that are not this one too, and its exit code."""
 
+import dataclasses
 from importlib import metadata
 
 import jax
 import pytest
 
 from moe_jax import __version__, cli, doctor
+from moe_jax._implementations import IMPLEMENTATIONS
 from moe_jax.quantization import SCHEMES
 
 
@@ -90,18 +92,21 @@ def test_no_device_at_all(on_a_cpu, monkeypatch, capsys):
 
 
 def test_schemes_on_hopper(monkeypatch):
-    """One scheme of each kind: with kernels, with packed weights, with none."""
-    names = ("fp8_channel", "w4a16_g128", "w4a8_int8_asym_inputs")
+    """One scheme of each kind: with kernels, with packed weights, and one that the kernels refuse here."""
+    names, mosaic = ("fp8_channel", "w4a16_g128", "int8_w8a16"), IMPLEMENTATIONS["mosaic"]
+
+    def why_not(problem):
+        return "not today" if problem.config.scheme.name == names[2] else mosaic.why_not(problem)
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "mosaic", dataclasses.replace(mosaic, why_not=why_not))
     monkeypatch.setattr(doctor, "SCHEMES", {name: SCHEMES[name] for name in names})
     monkeypatch.setattr(doctor, "LAYER", (4, 2, 256, 128))
     with on_hopper():
         runs, skipped = doctor.scheme_runs("gpu")
-    assert [(run.scheme, run.implementation) for run in runs] == list(
-        zip(names, ("mosaic", "mosaic", "xla"), strict=True)
-    )
-    assert [run.how for run in runs[:2]] == ["grouped GEMM", "packed grouped GEMM"]
-    ((reason, schemes),) = skipped.items()
-    assert reason.startswith("mosaic: there is no kernel for scheme") and schemes == names[2:]
+    found = {run.scheme: (run.implementation, run.how) for run in runs}
+    assert found["fp8_channel"] == ("mosaic", "grouped GEMM")
+    assert found["w4a16_g128"] == ("mosaic", "packed grouped GEMM")
+    assert found["int8_w8a16"][0] == "xla" and skipped == {"mosaic: not today": ("int8_w8a16",)}
 
 
 @pytest.mark.parametrize(
