@@ -1,0 +1,97 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A quantized Mixture-of-Experts layer in five minutes
+#
+# A layer of experts is most of the weights of a model and few of them are used by a token. Quantizing them is what
+# makes such a model fit. This notebook builds one layer, quantizes it in several formats, and looks at what that costs.
+
+# %%
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from plots import keep
+
+import moe_jax
+
+E, TOP_K, H, INNER, T = 8, 2, 256, 128, 64
+
+# %% [markdown]
+# ## Weights as a checkpoint has them
+#
+# Three matrices an expert, under the names that Mixtral, Qwen3-MoE and others use on disk.
+
+# %%
+rng = np.random.default_rng(0)
+pairs = [
+    (f"experts.{e}.{name}.weight", (rng.standard_normal(shape) * shape[1] ** -0.5).astype(jnp.bfloat16))
+    for e in range(E)
+    for name, shape in (("gate_proj", (INNER, H)), ("up_proj", (INNER, H)), ("down_proj", (H, INNER)))
+]
+
+
+def make(scheme, dtype=jnp.bfloat16):
+    """Create, load, process: a layer without rngs is empty until it is loaded."""
+    layer = moe_jax.FusedMoE(E, H, INNER, top_k=TOP_K, scheme=scheme, dtype=dtype)
+    layer.load_weights(pairs)  # full-precision tensors are quantized expert by expert
+    layer.process_weights_after_loading()
+    return layer
+
+
+layer = make("fp8_block")
+print(layer.explain(num_tokens=T))
+
+# %% [markdown]
+# ## Calling it
+#
+# The layer is an **argument** of the jitted function. A closure over it would freeze the weights into the compiled
+# program, and a later `reload_weights` would change nothing there.
+
+# %%
+forward = jax.jit(lambda layer, x, logits: layer(x, logits))
+x = jnp.asarray(rng.standard_normal((T, H)), jnp.bfloat16)
+router_logits = jnp.asarray(rng.standard_normal((T, E)), jnp.float32)
+y = forward(layer, x, router_logits)
+print(y.shape, y.dtype)
+
+# %% [markdown]
+# ## What each format costs
+#
+# Error: relative norm of the difference from the same layer in float32. Every scheme reads the same weights.
+
+# %%
+exact = make("bf16", jnp.float32)
+reference = np.asarray(forward(exact, x.astype(jnp.float32), router_logits), np.float64)
+rows = []
+for scheme in ("bf16", "fp8_channel", "fp8_block", "int8_w8a8", "int8_w8a16", "w4a16_g32", "w4a16_g128", "mxfp4_a16"):
+    layer = make(scheme)
+    out = np.asarray(forward(layer, x, router_logits), np.float64)
+    error = np.linalg.norm(out - reference) / np.linalg.norm(reference)
+    rows.append((scheme, layer.weights.get_value().nbytes(), error))
+    print(f"{scheme:<12}{rows[-1][1] / 1e3:>9.0f} kB{100 * error:>9.2f} % error")
+
+# %%
+figure, axes = plt.subplots(figsize=(6, 3.4))
+for scheme, nbytes, error in rows:
+    axes.plot(nbytes / rows[0][1], 100 * error, "o")
+    axes.annotate(scheme, (nbytes / rows[0][1], 100 * error), (5, 3), textcoords="offset points", fontsize=8)
+axes.set(yscale="log", xlim=(0.2, 1.15), xlabel="bytes of the experts, bf16 = 1", ylabel="output error, %")
+axes.set_title("One layer, the same weights: smaller is worse, and by how much")
+keep(figure, "01_bytes_and_error")
+
+# %% [markdown]
+# Half the bytes cost about half a percent (INT8) to a few percent (FP8, whose 3-bit mantissa rounds everything alike);
+# a quarter costs ten or more on these Gaussian weights. Weights of trained models are kinder to some formats and worse
+# for others: notebook 02 looks at where the error sits.

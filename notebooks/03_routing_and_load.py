@@ -1,0 +1,129 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Routing and load
+#
+# A router sends each token to a few experts, and it does not send the same number to all. With experts spread over
+# devices, the busiest device sets the pace. This notebook looks at a skewed router, at what the imbalance costs, and at
+# what EPLB (moving experts, and copying busy ones) wins back.
+
+# %%
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from plots import BLUE, GREY, RED, keep
+
+from moe_jax import MoEConfig
+from moe_jax.parallel import EplbState, Placement, rebalance
+from moe_jax.routing import route
+
+E, TOP_K, T, LAYERS, DEVICES = 64, 6, 2048, 4, 8
+
+# %% [markdown]
+# ## A router with favourites
+#
+# Logits: noise for each token plus a bias per expert, drawn anew for each layer. softmax, top 6 of 64.
+
+# %%
+config = MoEConfig(E, TOP_K, 8, 8)
+rng = np.random.default_rng(1)
+routed = jax.jit(lambda logits: route(logits, config))
+favour = rng.gumbel(size=(LAYERS, 1, E)) * 0.8
+counts = np.zeros((LAYERS, E), np.int64)
+for layer in range(LAYERS):
+    logits = jnp.asarray(rng.standard_normal((T, E)) + favour[layer], jnp.float32)
+    ids = np.asarray(routed(logits).topk_ids)
+    counts[layer] = np.bincount(ids.ravel(), minlength=E)
+
+# %%
+figure, axes = plt.subplots(figsize=(9, 2.2))
+image = axes.imshow(counts / counts.mean(), aspect="auto", cmap="magma_r", vmin=0)
+axes.set(xlabel="expert", ylabel="layer", yticks=range(LAYERS), title="Tokens of each expert over the mean")
+figure.colorbar(image, ax=axes)
+keep(figure, "03_load")
+print("busiest expert over the mean, by layer:", np.round(counts.max(1) / counts.mean(1), 2))
+
+# %% [markdown]
+# ## What it costs on eight devices
+#
+# Experts lie on the devices in order, eight to each. All devices wait for the busiest, so the share of time in which
+# they work is the mean load over the largest: *balancedness*.
+#
+# `EplbState` records load on the device, per step, over a window, without waiting for anything. `rebalance` reads it
+# and plans: here with 16 spare slots, two a device, in which busy experts get copies.
+
+# %%
+placement = Placement.create(E, DEVICES, num_redundant_experts=16)
+state = EplbState.create(LAYERS, placement, window_size=4)
+first = np.array([np.flatnonzero(np.asarray(placement.physical_to_logical) == e)[0] for e in range(E)])
+load = np.zeros((LAYERS, placement.num_slots), np.int32)
+load[:, first] = counts  # what each slot served; copies are idle so far
+state = state.record(jnp.asarray(load)).next_step()
+assert (np.asarray(state.load()) == counts).all()
+plan = rebalance(state)
+for layer in range(LAYERS):
+    print(f"layer {layer}: balancedness {plan.balancedness_before[layer]:.2f} -> {plan.balancedness_after[layer]:.2f}")
+
+
+# %%
+def device_load(slots, load):
+    """(DEVICES,) tokens, where the copies of an expert share its load evenly."""
+    copies = np.bincount(slots[slots >= 0], minlength=E)
+    share = np.where(slots >= 0, load[slots] / copies[slots], 0)
+    return share.reshape(DEVICES, -1).sum(1)
+
+
+plain = np.arange(E).reshape(DEVICES, -1)
+figure, panels = plt.subplots(1, LAYERS, figsize=(9, 2.4), sharey=True)
+for layer, axes in enumerate(panels):
+    mean = counts[layer].sum() / DEVICES
+    axes.bar(np.arange(DEVICES) - 0.2, counts[layer][plain].sum(1) / mean, 0.4, color=RED, label="in order")
+    axes.bar(
+        np.arange(DEVICES) + 0.2,
+        device_load(plan.physical_to_logical[layer], counts[layer]) / mean,
+        0.4,
+        color=BLUE,
+        label="EPLB",
+    )
+    axes.axhline(1, color=GREY, lw=0.8)
+    axes.set(title=f"layer {layer}", xlabel="device", xticks=range(DEVICES))
+panels[0].set_ylabel("tokens over the mean")
+panels[-1].legend(fontsize=8)
+keep(figure, "03_eplb")
+
+# %% [markdown]
+# ## How many copies are worth their memory
+#
+# Spare slots cost memory, each as much as an expert. Moving experts without any copy gets far already; copies are for
+# experts busier than a device's fair share.
+
+# %%
+spares = (0, 8, 16, 32, 64)
+after = []
+for spare in spares:
+    state = EplbState.create(LAYERS, Placement.create(E, DEVICES, num_redundant_experts=spare), window_size=1)
+    after.append(rebalance(state, load=counts).balancedness_after)
+before = (counts.sum(1) / DEVICES) / counts[:, plain].sum(2).max(1)
+figure, axes = plt.subplots(figsize=(5, 3))
+axes.plot(spares, np.array(after).mean(1), "o-", label="EPLB, mean of layers")
+axes.fill_between(spares, np.min(after, 1), np.max(after, 1), alpha=0.2)
+axes.axhline(before.mean(), color=RED, label="experts in order")
+axes.set(xlabel="spare slots", ylabel="balancedness", ylim=(0, 1.05), xticks=spares)
+axes.legend()
+keep(figure, "03_spare_slots")
+
+# %% [markdown]
+# The load here is what the plan was made from. On other tokens of the same kind the balance is a little worse, and it
+# ages as traffic changes: that is why the window slides and `rebalance` is called again.

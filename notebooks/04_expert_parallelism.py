@@ -1,0 +1,149 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Expert parallelism on eight devices: where every byte goes
+#
+# Eight CPU devices are simulated in this process. A layer's experts are split over them; tokens must reach the devices
+# of their experts, and results must come back. There are several ways to do that. This notebook counts what each sends.
+
+# %%
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from flax import nnx
+from plots import keep
+
+import moe_jax
+
+D = 8
+E, TOP_K, H, INNER = 16, 2, 128, 64
+mesh = jax.make_mesh((D,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+print(mesh)
+
+
+# %% [markdown]
+# ## A layer whose experts are split
+#
+# The axis is named by us, and the layer is told what it means. Each device holds two of the sixteen experts, scales
+# included.
+
+
+# %%
+def make(dispatch=None, mesh=mesh):
+    over = {} if mesh is None else dict(mesh=mesh, expert_axis="expert", data_axis="expert", dispatch=dispatch)
+    return moe_jax.FusedMoE(E, H, INNER, top_k=TOP_K, scheme="int8_w8a8", dtype=jnp.float32, rngs=nnx.Rngs(0), **over)
+
+
+layer = make()
+print(layer.explain(num_tokens=256))
+for leaf in jax.tree.leaves(layer.weights.get_value()):
+    shard = leaf.addressable_shards[0].data
+    print(f"{leaf.dtype.name:>8} {leaf.shape!s:>18}  on each device {shard.shape!s:>18} {shard.nbytes:>9,} bytes")
+
+# %% [markdown]
+# ## The answer does not depend on the way
+#
+# The same tokens through one device and through each dispatch.
+
+# %%
+DISPATCHES = ("replicate", "all_gather", "all_to_all")
+rng = np.random.default_rng(0)
+x = jnp.asarray(rng.standard_normal((64, H)), jnp.float32)
+logits = jnp.asarray(rng.standard_normal((64, E)), jnp.float32)
+forward = jax.jit(lambda layer, x, logits: layer(x, logits))
+single = np.asarray(forward(make(mesh=None), x, logits))
+for dispatch in DISPATCHES:
+    y = np.asarray(forward(make(dispatch), x, logits))
+    print(f"{dispatch:<12} largest difference {np.abs(y - single).max():.1e} of {np.abs(single).max():.2f}")
+
+# %% [markdown]
+# ## Counting bytes
+#
+# The program of a call is there to be read before anything runs. Inside the layer's `shard_map` shapes are those of one
+# device, so each collective's traffic follows from its operand: what one of D devices must receive.
+#
+# - all_gather: the D - 1 shares of others
+# - psum_scatter: D - 1 partial results for its share
+# - psum: 2 (D - 1) / D of its operand (a ring: scatter, then gather)
+# - all_to_all: (D - 1) / D of its operand, padding included
+
+
+# %%
+def collectives(jaxpr):
+    """(name, operand bytes, result bytes) of each collective in a program and in those it calls."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if any(word in name for word in ("psum", "reduce_scatter", "all_gather", "all_to_all", "pmax")):
+            size = [sum(v.aval.size * v.aval.dtype.itemsize for v in side) for side in (eqn.invars, eqn.outvars)]
+            yield name, *size
+        for value in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from collectives(inner)
+
+
+def received(name, operand, result):
+    if "all_gather" in name:
+        return result - operand
+    if "scatter" in name:
+        return (D - 1) * result
+    return (D - 1) / D * operand * (1 if "all_to_all" in name else 2)
+
+
+def traffic(dispatch, tokens):
+    layer = make(dispatch)
+    shapes = [jax.ShapeDtypeStruct((tokens, width), jnp.float32) for width in (H, E)]
+    program = jax.make_jaxpr(lambda x, logits: layer(x, logits))(*shapes)
+    found = {}
+    for name, operand, result in collectives(program.jaxpr):
+        kind = next(k for k in ("all_gather", "scatter", "all_to_all", "p") if k in name)
+        kind = {"scatter": "psum_scatter", "p": "psum, pmax"}.get(kind, kind)
+        found[kind] = found.get(kind, 0) + received(name, operand, result)
+    return found
+
+
+TOKENS = (16, 64, 256, 1024)
+table = {dispatch: {t: traffic(dispatch, t) for t in TOKENS} for dispatch in DISPATCHES}
+for dispatch, by_tokens in table.items():
+    print(dispatch)
+    for t, found in by_tokens.items():
+        print(f"  {t:>5} tokens: " + ", ".join(f"{kind} {size / 1e3:.1f} kB" for kind, size in found.items()))
+
+# %%
+kinds = sorted({kind for rows in table.values() for found in rows.values() for kind in found})
+figure, panels = plt.subplots(1, len(DISPATCHES), figsize=(9, 2.8), sharey=True)
+for axes, dispatch in zip(panels, DISPATCHES, strict=True):
+    bottom = np.zeros(len(TOKENS))
+    for kind in kinds:
+        size = np.array([table[dispatch][t].get(kind, 0) / t for t in TOKENS])
+        axes.bar(range(len(TOKENS)), size, bottom=bottom, label=kind)
+        bottom += size
+    axes.set(title=dispatch, xlabel="tokens in a call", xticks=range(len(TOKENS)), xticklabels=TOKENS)
+panels[0].set_ylabel("bytes received by a device,\nfor each token of the call")
+panels[-1].legend(fontsize=8)
+keep(figure, "04_bytes")
+
+# %% [markdown]
+# `replicate` gives every device all tokens and adds the results up: one collective, best for a handful of tokens.
+# `all_gather` sends each token to all devices whether they have an expert for it or not. `all_to_all` sends a row only
+# where it is needed: with top 2 of 16 experts on 8 devices that is less, but rows come in fixed portions so that shapes
+# are known, which costs padding, and more rounds when the routing is lopsided (a round is counted once here). What is
+# fastest depends on latency too, which a simulation on one machine cannot tell.
