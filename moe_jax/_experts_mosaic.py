@@ -29,7 +29,7 @@ from pallas_kernels.combine import combine
 from pallas_kernels.common.device import device_kind, hopper_sms
 from pallas_kernels.common.numerics import E4M3_MAX, divide, magnitude
 from pallas_kernels.grouped_gemm import choose_block_m, choose_config, config_error, grouped_gemm
-from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc
+from pallas_kernels.grouped_gemm.config import GemmDesc
 from pallas_kernels.grouped_gemm.heuristics import describe as describe_config
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.route import route_and_align
@@ -53,8 +53,6 @@ def why_not(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str |
         )
     if not weights.scheme.is_quantized and weights.w13.data.dtype != config.dtype:
         return f"unquantized weights are {weights.w13.data.dtype}, expected the layer's dtype {config.dtype.name}"
-    if config.pinned_tokens is not None and is_packed(weights.w13):
-        return "pinned_tokens: the kernels of packed weights still choose by the call"
     try:
         num_sms = hopper_sms()
     except NotImplementedError as error:
@@ -191,7 +189,16 @@ def _experts(
 ) -> Array:
     if is_packed(weights.w13):
         return _packed_experts.experts(
-            config, x, topk_weights, tiles, plan.block_m, weights, kernels, out_dtype=out_dtype, shared=shared
+            config,
+            x,
+            topk_weights,
+            tiles,
+            plan.block_m,
+            plan.configs,
+            weights,
+            kernels,
+            out_dtype=out_dtype,
+            shared=shared,
         )
     gemm = functools.partial(
         grouped_gemm,
@@ -304,21 +311,26 @@ def _quantization(scheme: Scheme) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """How both products of a call run. configs: None leaves the choice to the kernel. source: where they come from.
+    """How both products of a call run. configs: of the kernel that runs them, GemmConfig or PackedConfig; None leaves
+    the choice to it. source: where they come from.
 
-    products, configs: empty for packed weights, whose kernels choose for themselves.
+    products: empty for packed weights, whose configurations are the kernel's own choice unless pinned.
     """
 
     block_m: int
     products: tuple[GemmDesc, ...]
-    configs: tuple[GemmConfig | None, ...]
+    configs: tuple[Any, ...]
     source: str
 
 
 def _plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernels: str = "mosaic") -> _Plan:
     """A measured configuration where the device's table has one for this layer, else the heuristic's."""
     if is_packed(weights.w13):
-        return _Plan(_packed_experts.block_m(num_tokens, config, weights), (), (), "by the heuristic")
+        planned = config.planned_tokens(num_tokens)
+        tile, chosen = _packed_experts.block_m(planned, config, weights), (None, None)
+        if config.pinned_tokens is not None and kernels == "mosaic":
+            chosen = _packed_experts.choose_configs(planned, config, weights, tile, hopper_sms())
+        return _Plan(tile, (), chosen, "by the heuristic")
     key = _key(config, weights)
     extra: dict[str, Any] = dict(
         activation=resolve_activation(config),

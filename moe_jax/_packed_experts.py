@@ -8,6 +8,7 @@ grid (NVFP4, MXFP4, MXFP8), which bfloat16 holds exactly.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from pallas_kernels.align import TileMap
 from pallas_kernels.combine import combine
 from pallas_kernels.common import microscaling, numerics
 from pallas_kernels.grouped_gemm_packed import (
+    PackedConfig,
     PackedDesc,
     candidates,
     choose_block_m,
@@ -41,13 +43,16 @@ def experts(
     topk_weights: Array,
     tiles: TileMap,
     tile: int,
+    configs: Sequence[PackedConfig | None],
     weights: ExpertWeights,
     kernels: str,
     *,
     out_dtype: Any,
     shared: Array | None = None,
 ) -> Array:
-    """From routed tokens to the layer's output (T, H) out_dtype; arguments as ``_experts_mosaic`` has them."""
+    """From routed tokens to the layer's output (T, H) out_dtype; arguments as ``_experts_mosaic`` has them. tile: rows
+    of a tile. configs: of both products, None for their own choice.
+    """
     fmt = weights.scheme.activations
     w13, w2 = as_packed(weights.w13), as_packed(weights.w2)
     gemm = functools.partial(
@@ -59,7 +64,9 @@ def experts(
     )
     permute = functools.partial(quantize_and_permute, implementation=kernels)
     num_rows = tiles.tile_expert.size * tile
-    first = functools.partial(gemm, w=w13, bias=weights.w13_bias, activation=resolve_activation(config))
+    first = functools.partial(
+        gemm, w=w13, bias=weights.w13_bias, activation=resolve_activation(config), config=configs[0]
+    )
     to_rows = functools.partial(permute, row_of=tiles.row_of, num_rows=num_rows)
     if weights.w13.g_idx is not None:
         to_rows = functools.partial(to_rows, columns=weights.w13.g_idx, tile_expert=tiles.tile_expert)
@@ -76,7 +83,7 @@ def experts(
         rows, _ = to_rows(operand, quantization="none")
         hidden = first(rows, x_scale=_of_rows(scale, tiles.row_of, num_rows))
         hidden, scale = _on_grid(hidden, fmt, weights.w2.input_scale, w2.fmt.operand)
-    out = gemm(hidden, w=w2, x_scale=scale, bias=weights.w2_bias)
+    out = gemm(hidden, w=w2, x_scale=scale, bias=weights.w2_bias, config=configs[1])
     return combine(out, tiles.row_of, topk_weights, shared=shared, out_dtype=out_dtype, implementation=kernels)
 
 
@@ -90,12 +97,23 @@ def block_m(num_tokens: int, config: MoEConfig, weights: ExpertWeights) -> int:
     return tile
 
 
+def choose_configs(
+    num_tokens: int, config: MoEConfig, weights: ExpertWeights, tile: int, num_sms: int
+) -> tuple[PackedConfig, PackedConfig]:
+    """The configurations of both products for a number of tokens in tiles of ``tile`` rows."""
+    first, second = (choose_config(desc, tile, num_sms) for desc in _calls(num_tokens, config, weights, tile))
+    return first, second
+
+
 def describe(num_tokens: int, config: MoEConfig, weights: ExpertWeights, num_sms: int) -> list[str]:
     """The configuration of both products, for ``explain``."""
-    tile = block_m(num_tokens, config, weights)
+    planned = config.planned_tokens(num_tokens)
+    tile = block_m(planned, config, weights)
+    chosen = choose_configs(planned, config, weights, tile, num_sms)
+    source = "" if config.pinned_tokens is None else f", pinned to {planned} tokens"
     lines = [
-        f"GEMM {number}: {describe_config(desc, choose_config(desc, tile, num_sms))}"
-        for number, desc in enumerate(_calls(num_tokens, config, weights, tile), 1)
+        f"GEMM {number}: {describe_config(desc, one)}{source}"
+        for number, (desc, one) in enumerate(zip(_calls(planned, config, weights, tile), chosen, strict=True), 1)
     ]
     if weights.w13.g_idx is not None:
         lines.append("act-order: columns of each row gathered for its expert, w13's rows in the order of w2's columns")

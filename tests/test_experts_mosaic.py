@@ -240,8 +240,11 @@ def test_pinned_tokens_are_checked():
         make_layer("bf16", pinned_tokens=0)
 
 
+PINNED = ("bf16", "fp8_channel", "fp8_block", "int8_w8a8", "w4a16_g128", "nvfp4_dynamic", "mxfp4_a16", "w4a8_int8")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("scheme", ["bf16", "fp8_channel", "fp8_block", "int8_w8a8"])
+@pytest.mark.parametrize("scheme", PINNED)
 def test_pinned_outputs_on_gpu(scheme):
     pinned_outputs_agree(make_layer(scheme, implementation="mosaic", pinned_tokens=16))
 
