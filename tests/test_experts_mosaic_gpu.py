@@ -131,6 +131,18 @@ def test_sizes_of_gpt_oss(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "w4a16_g128", "w4a8_int8"])
+def test_many_tokens(scheme):
+    check(scheme, 16383)
+
+
+def test_no_tokens():
+    config, _, packed = layer("w4a16_g128")
+    x, (p, ids) = cases.make_tokens(1, config, dtype="bfloat16")[:0], cases.make_routing(1)
+    y = jax.jit(functools.partial(fused_experts, config=config))(x, p[:0], ids[:0], packed)
+    assert y.shape == (0, config.hidden_size)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "w4a16_g128", "w4a8_int8"])
 def test_a_token_does_not_depend_on_its_batch(scheme):
     """Within one program: other tokens, other routings of theirs, the same bits."""
     config, _, packed = layer(scheme)

@@ -83,7 +83,9 @@ def test_config_error_and_pieces():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("num_tokens", "width", "top_k"), [(1, 2048, 8), (37, 2880, 4), (600, 768, 2), (130, 7168, 8)])
+@pytest.mark.parametrize(
+    ("num_tokens", "width", "top_k"), [(1, 2048, 8), (37, 2880, 4), (600, 768, 2), (130, 7168, 16), (16383, 256, 3)]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gpu(num_tokens, width, top_k, dtype):
     for with_shared in (False, True):

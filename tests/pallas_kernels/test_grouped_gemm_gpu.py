@@ -198,6 +198,12 @@ def test_many_tiles_a_block_and_long_rings():
     check(problem, run(problem), gemm_tolerance("fp8_row", jnp.bfloat16, tensor_core=True))
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp8_block", "int8_row"])
+def test_many_rows(kind):
+    problem = make_problem(kind, [9001, 0, 7382], k=256, n=128, block_m=128)
+    check(problem, run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
 @pytest.mark.parametrize("kind", ["fp8_block", "int8_row", "bf16"])
 def test_bits_repeat_and_rows_are_independent(kind):
     problem = make_problem(kind, [30, 100, 7], k=512, n=512, halves=2, activation=SILU)

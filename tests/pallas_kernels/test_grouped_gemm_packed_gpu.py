@@ -128,6 +128,13 @@ def test_many_tiles_a_block_and_long_rings():
     check("int4 g128", problem, run(problem))
 
 
+@pytest.mark.parametrize("kind", ["int4 g128", "nvfp4", "w4a8 int8 g128"])
+def test_many_rows(kind):
+    problem = make_problem(kind, [9001, 0, 7382], k=256, n=128, block_m=128, x_scale="row")
+    config = configurations(problem, 128)[0]
+    check(kind, problem, run(problem, config), folded=config.folds_scales)
+
+
 @pytest.mark.parametrize("kind", ["int4 g128", "mxfp4", "w4a8 fp8 g128"])
 def test_bits_repeat_and_rows_are_independent(kind):
     problem = make_problem(kind, [30, 100, 7], k=512, n=512, block_m=32, **GATED)

@@ -167,6 +167,11 @@ def test_gpu(name, tokens):
 
 
 @pytest.mark.gpu
+def test_gpu_many_tokens():
+    run("softmax 512, top 16, masked", 16383, "mosaic")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [5, 1001])
 def test_gpu_shard_of_experts(tokens):
     run_aligned("softmax 128", tokens, "mosaic", shard=(32, 64))
