@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.models.families import FAMILIES
@@ -46,10 +47,9 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
         QWEN3,
         dict(norm_topk_prob=True, tie_word_embeddings=True, use_sliding_window=True, sliding_window=4),
     ),
-    "qwen2": (("qwen2_moe", {}), dict(mlp_only_layers=[0])),
-    "qwen2_window": (
-        ("qwen2_moe", dict(mlp_only_layers=[])),
-        dict(use_sliding_window=True, sliding_window=5, max_window_layers=2, norm_topk_prob=True),
+    "qwen2": (
+        ("qwen2_moe", {}),
+        dict(mlp_only_layers=[0], use_sliding_window=True, sliding_window=5, max_window_layers=2),
     ),
     "olmoe": (OLMOE, {}),
     "olmoe_clipped": (OLMOE, dict(clip_qkv=0.5, attention_bias=True, norm_topk_prob=True, num_key_value_heads=2)),
@@ -72,6 +72,15 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
     )
     for kind, parameters in ROPES.items()
 }
+
+
+# One of each family by default, chosen to differ in most.
+SLOW = ("olmoe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3_halves")
+
+
+def slow(*names: str) -> list[Any]:
+    """Parameters that only the slow run takes."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ def generate(monkeypatch):
     return module
 
 
+@pytest.mark.slow
 def test_toy_size(generate, tmp_path, capsys):
     out = tmp_path / "cells.json"
     args = ["--tiny", "--layers", "1", "--models", "qwen3-30b-a3b", "--json", str(out)]

@@ -15,7 +15,7 @@ from moe_jax.models import MLAConfig, _attention
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._mla import is_cheaper_absorbed
 from moe_jax.models.qwen3_moe import Qwen3MoeForCausalLM
-from tests.models.cases import CASES, ROPES, VOCAB, assert_logits_close
+from tests.models.cases import CASES, ROPES, SLOW, VOCAB, assert_logits_close, slow
 
 # Frequencies that change with the length leave earlier keys in the cache as they were, in transformers too.
 STATIC = [name for name in CASES if name not in ("qwen3_dynamic", "qwen3_longrope")]
@@ -23,7 +23,7 @@ STATIC = [name for name in CASES if name not in ("qwen3_dynamic", "qwen3_longrop
 run = jax.jit(lambda model, ids, **inputs: model(ids, **inputs))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in SLOW), *slow(*SLOW)])
 def test_logits(case, prompt, name):
     """40 tokens: longer than the windows and than what dynamic and longrope switch at."""
     case, ids = case(name), prompt(2, 40)
@@ -44,6 +44,7 @@ def test_rope_variants_matter(case, prompt):
         assert np.abs(case(f"qwen3_{kind}").torch_logits(ids) - plain).max() > 0.01
 
 
+@pytest.mark.slow
 def test_prompts_shorter_than_the_window(case, prompt):
     case, ids = case("gpt_oss"), prompt(2, 4)
     assert case.model.config.sliding_window > 4
@@ -56,10 +57,8 @@ def test_prompts_shorter_than_the_window(case, prompt):
         "mixtral_tied_window",
         "qwen3_dense_bias",
         "qwen3_yarn",
-        "qwen2_window",
-        "olmoe_clipped",
         "deepseek_v3",
-        "gpt_oss",
+        *slow("qwen2", "olmoe_clipped", "gpt_oss"),
     ],
 )
 def test_decode_agrees_with_prefill(case, prompt, name):
@@ -94,7 +93,7 @@ def test_padding_changes_nothing(case, prompt, name):
             assert_logits_close(together[row][mask[row]], alone)
 
 
-@pytest.mark.parametrize("name", ["mixtral_tied_window", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral_tied_window", *slow("deepseek_v3", "gpt_oss")])
 def test_padding_in_the_cache(case, prompt, name):
     """A left-padded and a right-padded row go on as if they were alone."""
     model, ids = case(name).model, prompt(2, 44)
@@ -115,7 +114,7 @@ def test_explicit_positions(case, prompt):
     assert_logits_close(run(case.model, ids, positions=positions), expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3_tied_window", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_tied_window", *slow("deepseek_v3", "gpt_oss")])
 def test_long_prefill_in_blocks(case, prompt, monkeypatch, name):
     """Blocks of queries, the last one ragged, see what all queries at once see."""
     model, ids = case(name).model, prompt(2, 43)

@@ -11,7 +11,7 @@ import moe_jax
 from moe_jax.models import generate, generate_stream
 from moe_jax.models._compiled import bucket
 from moe_jax.models._decoder import CausalLM
-from tests.models.cases import VOCAB
+from tests.models.cases import VOCAB, slow
 
 
 def torch_greedy(case, ids, n, **options):
@@ -30,7 +30,7 @@ def torch_greedy(case, ids, n, **options):
     "name",
     [
         *("mixtral", "mixtral_tied_window", "qwen3_dense_bias", "qwen3_dynamic", "qwen3_longrope"),
-        *("qwen2", "olmoe_clipped", "deepseek_v2_lite", "deepseek_v3", "gpt_oss"),
+        *("gpt_oss", *slow("qwen2", "olmoe_clipped", "deepseek_v2_lite", "deepseek_v3")),
     ],
 )
 def test_greedy_equals_transformers(case, prompt, name):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import moe_jax
 from moe_jax.models import load_pretrained
-from tests.models.cases import assert_logits_close, write_checkpoint
+from tests.models.cases import assert_logits_close, slow, write_checkpoint
 from tests.models.families import as_mxfp4
 
 run = jax.jit(lambda model, ids, cache: model(ids, cache=cache))
@@ -28,36 +28,32 @@ def torch_logits(model, ids):
         return model(torch.tensor(ids)).logits.numpy()
 
 
-def check(directory, expected, ids, scheme):
-    """Logits of the prompt, and prefill with decode steps behind it."""
-    model = load_pretrained(directory, dtype=jnp.float32, quantize=WEIGHTS_ONLY.get(scheme))
-    assert load_pretrained(directory).moe_blocks()[0].experts.config.scheme.name == scheme
-    assert_logits_close(model.score(ids), expected, 1e-4)
+def check_steps(model, ids, expected, fraction):
+    """A prefill with a cache and two decode steps behind it."""
     cache, parts = model.init_cache(2, 40), []
+    assert {leaf.dtype for leaf in jax.tree.leaves(cache.layers)} == {model.dtype}
     for start, stop in ((0, 34), (34, 35), (35, 36)):
         logits, cache = run(model, ids[:, start:stop], cache)
         parts.append(logits)
-    assert_logits_close(np.concatenate(parts, axis=1), expected[:, :36], 1e-4)
+    assert_logits_close(np.concatenate(parts, axis=1), expected[:, :36], fraction)
 
 
-@pytest.mark.parametrize(
-    "name, scheme",
-    [
-        ("qwen2", "w4a16_g32"),
-        ("olmoe", "fp8_channel"),
-        *(
-            pytest.param(name, scheme, marks=pytest.mark.slow)
-            for name, scheme in (
-                ("qwen2", "fp8_channel"),
-                ("qwen2", "int8_w8a8"),
-                ("olmoe", "int8_w8a8"),
-                ("olmoe", "w4a16_g32"),
-                ("deepseek_v2", "fp8_block"),
-                ("deepseek_v2_lite", "w4a16_g32"),
-            )
-        ),
-    ],
-)
+def check(directory, judge, ids, scheme, has_steps):
+    model = load_pretrained(directory, dtype=jnp.float32, quantize=WEIGHTS_ONLY.get(scheme))
+    assert load_pretrained(directory).moe_blocks()[0].experts.config.scheme.name == scheme
+    expected = torch_logits(judge, ids)
+    assert_logits_close(model.score(ids), expected, 1e-4)
+    if has_steps:
+        check_steps(model, ids, expected, 1e-4)
+
+
+# By default only the prompt's logits; with decode steps in the slow run.
+STEPS = pytest.mark.parametrize("has_steps", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["fp8_channel", "int8_w8a8", "w4a16_g32"])
+@pytest.mark.parametrize("name", ["qwen2", "olmoe", "deepseek_v2_lite"])
 def test_written_by_our_writer(tmp_path, prompt, name, scheme):
     """Experts, shared experts, attention and dense layers all quantized; compressed-tensors reads the file."""
     source, target, plain = (tmp_path / word for word in ("source", "target", "plain"))
@@ -70,11 +66,12 @@ def test_written_by_our_writer(tmp_path, prompt, name, scheme):
     (plain / "config.json").write_text((source / "config.json").read_text())
     ids = prompt(2, 40)
     judge = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
-    check(target, torch_logits(judge, ids), ids, scheme)
+    check(target, judge, ids, scheme, has_steps=True)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.slow)])
-def test_deepseek_fp8_as_published(tmp_path, prompt, name):
+@STEPS
+@pytest.mark.parametrize("name", ["deepseek_v3", *slow("deepseek_v2")])
+def test_deepseek_fp8_as_published(tmp_path, prompt, name, has_steps):
     """Every Linear but routers and head in FP8 blocks, scales as weight_scale_inv."""
     source, compressed, target = (tmp_path / word for word in ("source", "compressed", "target"))
     write_checkpoint(name, source)
@@ -86,19 +83,18 @@ def test_deepseek_fp8_as_published(tmp_path, prompt, name):
     assert any("kv_b_proj" in key for key in names) and any("shared_experts" in key for key in names)
     ids = prompt(2, 40)
     judge = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
-    check(target, torch_logits(judge, ids), ids, "fp8_block")
+    check(target, judge, ids, "fp8_block", has_steps)
 
 
-def test_gpt_oss_mxfp4_as_published(tmp_path, prompt):
+@STEPS
+def test_gpt_oss_mxfp4_as_published(tmp_path, prompt, has_steps):
     judge, ids = write_checkpoint("gpt_oss", tmp_path), prompt(2, 40)
     as_mxfp4(tmp_path, judge)
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
-    check(tmp_path, torch_logits(judge, ids), ids, "mxfp4_a16")
+    check(tmp_path, judge, ids, "mxfp4_a16", has_steps)
 
 
-@pytest.mark.parametrize(
-    "name", ["deepseek_v3", "gpt_oss", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen2", "olmoe"))]
-)
+@pytest.mark.parametrize("name", ["deepseek_v3", *slow("gpt_oss", "qwen2", "olmoe")])
 def test_bfloat16(tmp_path, prompt, name):
     """Rounded weights and activations stay near float32; prefill and decode steps agree with each other.
 
@@ -108,9 +104,4 @@ def test_bfloat16(tmp_path, prompt, name):
     model = load_pretrained(tmp_path)
     whole = np.asarray(model.score(ids))
     assert_logits_close(whole, torch_logits(judge, ids), 0.03)
-    cache, parts = model.init_cache(2, 40), []
-    assert {leaf.dtype for leaf in jax.tree.leaves(cache.layers)} == {jnp.dtype(jnp.bfloat16)}
-    for start, stop in ((0, 34), (34, 35), (35, 36)):
-        logits, cache = run(model, ids[:, start:stop], cache)
-        parts.append(logits)
-    assert_logits_close(np.concatenate(parts, axis=1), whole[:, :36], 0.03)
+    check_steps(model, ids, whole, 0.03)
