@@ -147,11 +147,11 @@ def test_an_interrupted_load_leaves_nothing_behind(case, prompt, monkeypatch, qu
     before = np.asarray(model.score(ids))
     original, reads = SafetensorsFile.read, []
 
-    def interrupted(self, name, rows=None):
+    def interrupted(self, name, *selection):
         reads.append(name)
         if len(reads) == 30:
             raise KeyboardInterrupt
-        return original(self, name, rows)
+        return original(self, name, *selection)
 
     for run in (lambda: load_pretrained(directory, quantize=quantize, **F32), lambda: model.reload_weights(directory)):
         reads.clear()
