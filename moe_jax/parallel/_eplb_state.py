@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from moe_jax._arguments import check_array, integer
 from moe_jax._typing import Array, Float, Int, Shaped
@@ -109,24 +110,33 @@ class EplbState:
         return dataclasses.replace(self, window=zeros[0], pass_load=zeros[1], step=zeros[2])
 
     def with_devices(self, placement: Placement) -> "EplbState":
-        """The state after a mesh change: all layers in this placement, on other devices; their load stays."""
+        """The state after a mesh change: all layers in this placement, with the load they had. Host only."""
         if placement.num_experts != self.num_experts:
             raise ValueError(f"placement is of {placement.num_experts} experts, expected {self.num_experts}")
         slots = jnp.tile(jnp.asarray(placement.physical_to_logical), (self.num_layers, 1))
-        return dataclasses.replace(self, physical_to_logical=slots, num_devices=placement.num_devices)
+        window, pass_load, step = (jnp.asarray(np.asarray(leaf)) for leaf in (self.window, self.pass_load, self.step))
+        return type(self)(slots, window, pass_load, step, placement.num_devices)
 
     def placement(self, layer: int) -> Placement:
         """Where the experts of one layer lie; host only."""
         return Placement.from_slots(np.asarray(self.physical_to_logical[layer]), self.num_experts, self.num_devices)
 
     def with_placement(self, layer: int, placement: Placement) -> "EplbState":
-        """The state after the experts of one layer have moved; its load stays. Raises ValueError for other counts."""
+        """The state after the experts of one layer have moved; its load stays. Host only, with a few bytes to copy.
+
+        Raises ValueError for other counts of experts, slots or devices.
+        """
         found = (placement.num_experts, placement.num_slots, placement.num_devices)
         expected = (self.num_experts, self.num_slots, self.num_devices)
         if found != expected:
             raise ValueError(f"placement has (experts, slots, devices) = {found}, expected {expected}")
-        row = jnp.asarray(placement.physical_to_logical)
-        return dataclasses.replace(self, physical_to_logical=self.physical_to_logical.at[layer].set(row))
+        slots = np.array(self.physical_to_logical)
+        slots[layer] = placement.physical_to_logical
+        sharding = self.physical_to_logical.sharding
+        is_spread = isinstance(sharding, NamedSharding)
+        return dataclasses.replace(
+            self, physical_to_logical=jax.device_put(slots, sharding) if is_spread else jnp.asarray(slots)
+        )
 
 
 def balancedness(load: Shaped[Array, "layers S"], num_devices: int) -> Float[Array, ""]:
