@@ -7,7 +7,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-sass test-writers lint format clean
+.PHONY: help demo test test-slow test-sass test-writers docs notebooks lint format clean
 
 help:
 	@echo "make demo          write, quantize and run a small model; no torch needed"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-slow     the long tests"
 	@echo "make test-sass     the Hopper kernels compiled to machine code, no GPU needed (downloads 230 MB)"
 	@echo "make test-writers  checkpoints written anew by llm-compressor, read by us"
+	@echo "make docs          the site, notebooks executed, into docs/_build      make notebooks   their figures anew"
 	@echo "make lint          ruff and pyright      make format   ruff's formatter      make clean"
 
 $(BIN)/python:
@@ -31,6 +32,10 @@ $(VENV)/.installed-dev: $(PINS) | $(BIN)/python
 	$(PIP_INSTALL) torch==2.13.0
 	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.installed-demo
+
+$(VENV)/.installed-docs: $(VENV)/.installed-dev
+	$(PIP_INSTALL) --editable '.[docs]'
+	@touch $@
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/moe-jax demo $(ARGS)
@@ -52,6 +57,14 @@ test: lint
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m 'slow and not gpu and not multi_gpu' $(ARGS)
+
+# Warnings are errors. Notebooks are executed where they changed; MOE_JAX_DOCS_EXECUTION=off shows them without output.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build $(ARGS)
+
+notebooks: $(VENV)/.installed-dev
+	cd notebooks; for notebook in 0*.py; do \
+	    JAX_PLATFORMS=cpu MPLBACKEND=agg MOE_JAX_FIGURES=figures ../$(BIN)/python $$notebook || exit 1; done
 
 # llm-compressor pins its own transformers and compressed-tensors, hence the environment of its own.
 WRITERS := tests/data/writers
@@ -87,4 +100,4 @@ test-sass: $(VENV)/.installed-dev $(SASS)/.installed
 	MOE_JAX_SASS_EVERY=$(EVERY) MOE_JAX_SASS_PYTHON=$(SASS)/bin/python $(BIN)/python -m pytest -q -m slow tests/pallas_kernels/sass $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-sass* .venv-writers build dist .pytest_cache .ruff_cache .hypothesis demo_out
+	rm -rf $(VENV) .venv-sass* .venv-writers build dist docs/_build docs/_generated .pytest_cache .ruff_cache .hypothesis demo_out

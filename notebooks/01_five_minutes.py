@@ -84,14 +84,15 @@ for scheme in ("bf16", "fp8_channel", "fp8_block", "int8_w8a8", "int8_w8a16", "w
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.4))
-for scheme, nbytes, error in rows:
+for at, (scheme, nbytes, error) in enumerate(rows):
     axes.plot(nbytes / rows[0][1], 100 * error, "o")
-    axes.annotate(scheme, (nbytes / rows[0][1], 100 * error), (5, 3), textcoords="offset points", fontsize=8)
-axes.set(yscale="log", xlim=(0.2, 1.15), xlabel="bytes of the experts, bf16 = 1", ylabel="output error, %")
+    side = dict(xytext=(-6, -3), ha="right") if at in (2, 7) else dict(xytext=(6, -3))  # neighbours share a place
+    axes.annotate(scheme, (nbytes / rows[0][1], 100 * error), textcoords="offset points", fontsize=8, **side)
+axes.set(yscale="log", xlim=(0.1, 1.15), xlabel="bytes of the experts, bf16 = 1", ylabel="output error, %")
 axes.set_title("One layer, the same weights: smaller is worse, and by how much")
 keep(figure, "01_bytes_and_error")
 
 # %% [markdown]
-# Half the bytes cost about half a percent (INT8) to a few percent (FP8, whose 3-bit mantissa rounds everything alike);
-# a quarter costs ten or more on these Gaussian weights. Weights of trained models are kinder to some formats and worse
+# Half the bytes cost one to two percent (INT8) or six (FP8: its 3-bit mantissa rounds everything alike, activations
+# too); a quarter costs sixteen or more on these Gaussian weights. Trained weights are kinder to some formats and worse
 # for others: notebook 02 looks at where the error sits.

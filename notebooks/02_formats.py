@@ -94,7 +94,7 @@ for axes, name in zip(panels, ("fp8_channel", "fp8_block", "w4a16_g128"), strict
         )
         axes.plot(e, middle, "k_", ms=8)
     axes.set(title=name, xlabel="expert", xticks=range(E))
-panels[0].set_ylabel("log2 of scales: least, median, largest")
+panels[0].set_ylabel("log2 of the scales:\nleast, median, largest")
 keep(figure, "02_scales")
 
 # %% [markdown]

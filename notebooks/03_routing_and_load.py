@@ -74,7 +74,8 @@ state = state.record(jnp.asarray(load)).next_step()
 assert (np.asarray(state.load()) == counts).all()
 plan = rebalance(state)
 for layer in range(LAYERS):
-    print(f"layer {layer}: balancedness {plan.balancedness_before[layer]:.2f} -> {plan.balancedness_after[layer]:.2f}")
+    in_order = counts[layer].sum() / counts[layer].reshape(DEVICES, -1).sum(1).max() / DEVICES
+    print(f"layer {layer}: balancedness {in_order:.3f} in order, {plan.balancedness_after[layer]:.3f} by the plan")
 
 
 # %%
