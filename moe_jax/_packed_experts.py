@@ -91,10 +91,9 @@ def block_m(num_tokens: int, config: MoEConfig, weights: ExpertWeights) -> int:
     """Rows of a tile: by the expected rows of an expert that is hit at all, fewer where no kernel takes so many."""
     num_experts = weights.num_experts
     hit = num_experts * (1 - (1 - min(config.top_k / num_experts, 1.0)) ** max(num_tokens, 1))
-    tile = choose_block_m(num_tokens * config.top_k / hit)
-    while tile > 16 and not all(any(candidates(desc, tile, 1)) for desc in _calls(num_tokens, config, weights, tile)):
-        tile //= 2
-    return tile
+    wanted = choose_block_m(num_tokens * config.top_k / hit)
+    runs = lambda tile: all(any(candidates(d, tile, 1)) for d in _calls(num_tokens, config, weights, tile))  # noqa: E731
+    return next((tile for tile in reversed(BLOCK_MS) if 16 <= tile <= wanted and runs(tile)), 16)
 
 
 def choose_configs(

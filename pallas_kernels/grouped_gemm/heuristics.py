@@ -2,42 +2,52 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from pallas_kernels.common.sm90 import SMEM_BYTES
-from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc, config_error, shared_memory
+from pallas_kernels.grouped_gemm.config import SWAPPED_BLOCK_MS, GemmConfig, GemmDesc, config_error, shared_memory
 
 MAX_STAGES = 8
 MAX_SWAPPED_STAGES = 12  # smaller slots: more of them keep as many bytes on their way
 _PLENTY = 4  # rounds of the machine from which a ragged last one no longer counts
 
 
-def choose_block_m(rows_per_expert: float, *, may_swap: bool = False) -> int:
-    """Rows of a tile for an expected number of rows per expert in use.
-
-    Up to about 96 rows weights are read faster than 64 rows are multiplied, and smaller tiles waste fewer rows of
-    padding; above, two warpgroups share each weight tile. may_swap: every product of the layer can run with swapped
-    operands, whose tiles hold fewer rows: then twice the expected rows, so that few experts need a second tile. Tiles
-    of 8 rows run no faster than those of 16 (4.9 against 6.1 us, GEMM 1 of qwen3 at one token, H200).
+def height_for(rows_per_expert: float, heights: Iterable[int]) -> int | None:
+    """The lowest of ``heights`` that nearly every expert fits, or None: the expected rows and almost two standard
+    deviations of uniform routing. A second tile reads its expert's weights again and multiplies mostly padding.
     """
-    if may_swap and rows_per_expert <= 24:
-        return next(rows for rows in (16, 32, 64) if rows >= min(2 * rows_per_expert, 64))
-    return 64 if rows_per_expert <= 96 else 128
+    enough = rows_per_expert + 1.9 * math.sqrt(rows_per_expert)
+    return next((height for height in heights if height >= enough), None)
+
+
+def choose_block_m(rows_per_expert: float, *, may_swap: bool = False) -> int:
+    """Rows of a tile for an expected number of rows per expert in use: just above them while weights bind, and above
+    that 128, where two warpgroups share each weight tile. may_swap: every product of the layer can run with swapped
+    operands, whose tiles have more heights. Tiles of 8 rows run no faster than those of 16 (H200).
+    """
+    heights = [height for height in SWAPPED_BLOCK_MS if height >= 16] if may_swap else [64]
+    return height_for(rows_per_expert, heights) or 128
 
 
 def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
-    """Every configuration worth a look in tiles of ``block_m`` rows, wide tiles first, those that cannot run included.
+    """Every configuration worth a look in tiles of ``block_m`` rows, liked ones first, those that cannot run included.
 
     A block reads (block_m + weight rows) * K bytes for block_m * weight rows products, and fp8 products at full rate
     leave room for about 64 bytes a clock: hence wide tiles. Narrow ones follow for calls with few tiles, where more
-    blocks can read weights at once. Each tile comes with as many stages as fit.
+    blocks can read weights at once, and come first where 128 columns make fewer than two rounds of the machine.
+    With up to 96 rows 256 columns come last: fewer stages, and no faster. Each tile has as many stages as fit.
     """
+    rows, tiles = _expected(desc, block_m)
+    is_short = tiles * -(-desc.n // 128) < 1.8 * num_sms and block_m in (8, 16, 64)
+    widths = (64, 128, 256) if is_short else (128, 64, 256)
     if block_m <= 96:
-        for block_n in (256, 128, 64):
+        for block_n in widths:
             yield _deepest(desc, GemmConfig(block_m, block_n, 2, num_sms=num_sms, is_swapped=True))
     if block_m in (64, 128):
-        chunk = 16 if desc.has_tile_rows else None
-        for block_n in (256, 128, 96, 64, 48, 32):
+        # A tile that is nearly full is moved at once: eight copies a step hold up the producer.
+        chunk = 16 if desc.has_tile_rows and rows / tiles < 0.75 * block_m else None
+        for block_n in (256, 128, 96, 64, 48, 32) if block_m == 128 else (*widths, 96, 48, 32):
             yield _deepest(desc, GemmConfig(block_m, block_n, 2, row_chunk=chunk, num_sms=num_sms))
 
 
@@ -57,20 +67,22 @@ def why_not(desc: GemmDesc, config: GemmConfig) -> str | None:
         return reason
     if config.block_m == 64 and config.is_swapped:
         return "64 rows swapped: weights then pass the tensor core no faster than rows do, and one more layout to run"
-    if config.block_m == 128 and config.block_n not in (64, 128, 256):
+    if config.is_swapped and config.num_stages < 4:
+        return f"{config.num_stages} stages: too few bytes on their way for tiles that wait for memory"
+    if config.block_m == 128 and config.block_n < 64:
         return f"block_n={config.block_n}: for filling the machine at few rows"
     return None
 
 
 def candidates(desc: GemmDesc, block_m: int, num_sms: int) -> list[GemmConfig]:
-    """Configurations that can run ``desc`` in tiles of ``block_m`` rows and are worth timing, wide tiles first."""
+    """Configurations that can run ``desc`` in tiles of ``block_m`` rows and are worth timing, liked ones first."""
     return [c for c in space(desc, block_m, num_sms) if why_not(desc, c) is None]
 
 
 def choose_config(desc: GemmDesc, block_m: int, num_sms: int) -> GemmConfig:
     """The candidate that needs the fewest columns one after another: rounds of the machine times columns a tile.
 
-    Of equals the widest. Raises NotImplementedError with the reason where there is no candidate.
+    Of near equals the first. Raises NotImplementedError with the reason where there is no candidate.
     """
     found = candidates(desc, block_m, num_sms)
     if not found:
@@ -78,20 +90,31 @@ def choose_config(desc: GemmDesc, block_m: int, num_sms: int) -> GemmConfig:
         raise NotImplementedError(config_error(desc, smallest) or f"no configuration of {desc} fits {SMEM_BYTES} bytes")
 
     def depth(config: GemmConfig) -> float:
-        rounds = expected_tiles(desc, block_m) * -(-desc.n // config.block_n) / num_sms
-        return float((rounds if rounds >= _PLENTY else math.ceil(rounds - 0.05)) * config.block_n)
+        return rounds_of(expected_tiles(desc, block_m) * -(-desc.n // config.block_n), num_sms) * config.block_n
 
-    return min(found, key=depth)
+    least = min(map(depth, found))
+    return next(config for config in found if depth(config) <= 1.08 * least)
 
 
-def expected_tiles(desc: GemmDesc, block_m: int) -> float:
+def rounds_of(tiles: float, num_sms: int) -> float:
+    """Tiles that the busiest block takes one after another; of many rounds the ragged last one does not count."""
+    rounds = tiles / num_sms
+    return rounds if rounds >= _PLENTY else max(1.0, math.ceil(rounds - 0.05))
+
+
+def expected_tiles(desc: Any, block_m: int) -> float:
     """Tiles of rows in use when routing is uniform; how many there are is data on the device, ``desc.rows`` a bound."""
+    return _expected(desc, block_m)[1]
+
+
+def _expected(desc: Any, block_m: int) -> tuple[float, float]:
+    """(rows in use, tiles they take) when routing is uniform."""
     experts = desc.num_experts
     pairs = float(desc.rows // block_m)
     if desc.rows > pairs + experts * (block_m - 1):
         pairs = max(desc.rows - experts * (block_m - 1.0), 1.0)
     hit = experts * (1 - (1 - 1 / experts) ** pairs)
-    return hit * math.ceil(pairs / hit / block_m)
+    return pairs, hit * max(1, math.ceil(pairs / hit / block_m - 0.05))
 
 
 def describe(desc: GemmDesc, config: GemmConfig) -> str:

@@ -2,12 +2,13 @@
 
 from pallas_kernels.grouped_gemm_packed.api import describe_call, grouped_gemm_packed
 from pallas_kernels.grouped_gemm_packed.blocks import PackedFormat
-from pallas_kernels.grouped_gemm_packed.config import PackedConfig, PackedDesc, config_error
+from pallas_kernels.grouped_gemm_packed.config import BLOCK_MS, PackedConfig, PackedDesc, config_error
 from pallas_kernels.grouped_gemm_packed.heuristics import candidates, choose_block_m, choose_config, describe
 from pallas_kernels.grouped_gemm_packed.reference import grouped_gemm_packed_ref
 from pallas_kernels.grouped_gemm_packed.weights import PackedWeights, pack, unpack
 
 __all__ = [
+    "BLOCK_MS",
     "PackedConfig",
     "PackedDesc",
     "PackedFormat",

@@ -159,7 +159,7 @@ def partial_shape(desc: PackedDesc, config: PackedConfig) -> tuple[int, ...]:
 
 def promoted_rows(config: PackedConfig) -> int:
     """Rows of x whose partial sums are in flight at a time; those of a whole tile may not fit beside its sums."""
-    return next(rows for rows in range(64, 0, -8) if config.block_m % rows == 0)
+    return {80: 40, 96: 32}.get(config.block_m, min(config.block_m, 64))
 
 
 def are_halves_together(desc: PackedDesc, config: PackedConfig) -> bool:
@@ -205,9 +205,11 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
     if fragment_k(desc, config) == 32:
         budget = min(budget, 80)  # twice as many scales and addresses beside them: 96 spill
     if is_promoted(desc, config):
-        budget = min(budget, 112)
+        budget = min(budget, 96 if desc.fmt.has_zero_point else 104)
     if (needed := sum_registers(desc, config)) > budget:
         return f"block_m={config.block_m}: {needed} registers of sums, {budget} with {config.num_consumers} consumers"
+    if desc.fmt.is_8bit and config.part_blocks > 2:
+        return f"step_blocks={config.step_blocks}: over two blocks of 128 a warpgroup spill"
     if config.num_consumers == 4 and config.part_blocks > 2 and needed > 16:
         return f"step_blocks={config.step_blocks}: with {needed} registers of sums and 4 consumers ptxas serializes"
     if config.num_stages < 2:
