@@ -31,7 +31,9 @@ class _HeaderLoader(LayerLoader):
     def _check_common(self, step: Any, name: str) -> None:
         """Values are not known here."""
 
-    def _store(self, steps: list[Any], array: np.ndarray, specs: Mapping[str, Any], unchecked: Any) -> None:
+    def _store(
+        self, steps: list[Any], tensor: Any, array: np.ndarray, specs: Mapping[str, Any], is_deferred: bool
+    ) -> None:
         for step in steps:
             placement = step.placement
             self._coverage.mark(placement.leaf, specs[placement.leaf].shape[0], placement.index[0], step.shard)
