@@ -61,7 +61,10 @@ def _read(directory: Path) -> tuple[Path, dict[str, Any], str]:
     own, path = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
     if own.is_file():
-        return own, config, own.read_text(encoding="utf-8")
+        try:
+            return own, config, own.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{own}: not UTF-8: {error}") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several of them, by name
         named = {part.get("name"): part.get("template") for part in template if isinstance(part, dict)}

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 from moe_jax._chat import ChatTemplate, read_json
 
 Ids = list[int]
+MESH_AXES = ("expert", "tensor", "data", "sequence")
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are not a whole character yet
 
 
@@ -130,6 +132,7 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
         model = moe_jax.load_pretrained(
             args.model,
             quantize=args.quantize,
+            mesh=None if args.mesh is None else parse_mesh(args.mesh),
             implementation=None if args.implementation is None else tuple(args.implementation.split(",")),
             dtype=jnp.dtype(args.dtype),
             max_seq_len=max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens,
@@ -143,12 +146,12 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
     if args.logits_out is not None or args.max_new_tokens == 0:
         _score(args, model, prompts[0].ids)
     if args.max_new_tokens:
-        clock, size = Clock(), args.batch_size if args.prompts is not None else 1
-        for start in range(0, len(prompts), size):
+        clock, size = Clock(), min(args.batch_size, len(prompts))
+        for start, (ids, mask) in enumerate_batches(prompts, size):
             batch = prompts[start : start + size]
             answers = [Answer(medium.decode, end, () if is_ids else stops) for _ in batch]
             show = _show if args.prompts is None else None
-            _generate(model, batch, answers, args, end, start // size, show, clock)
+            _generate(model, ids, mask, answers, args, end, start // size, show, clock)
             if args.prompts is not None:
                 for prompt, answer in zip(batch, answers, strict=True):
                     print(json.dumps({"prompt": prompt.shown, "completion": answer.text}, ensure_ascii=False))
@@ -182,16 +185,26 @@ class Clock:
         return f"{text}; {rate:.1f} tokens/s after the first {count} and compilation ({then - self._began:.2f} s)"
 
 
-def _generate(model, prompts, answers, args, end, batch_index, show, clock) -> None:
-    """Fill the answers of one batch; show(text) is called with each piece of a single answer."""
+def enumerate_batches(prompts: Sequence[Prompt], size: int) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
+    """(index of the first prompt, (ids, mask)) for ``size`` prompts at a time, all of one shape: one compilation.
+
+    Prompts are padded on the right; the last batch is filled up with its last prompt.
+    """
+    longest = max(len(prompt.ids) for prompt in prompts)
+    for start in range(0, len(prompts), size):
+        ids, mask = (np.zeros((size, longest), dtype) for dtype in (np.int32, bool))
+        for row in range(size):
+            one = prompts[min(start + row, len(prompts) - 1)].ids
+            ids[row, : len(one)], mask[row, : len(one)] = one, True
+        yield start, (ids, mask)
+
+
+def _generate(model, ids, mask, answers, args, end, batch_index, show, clock) -> None:
+    """Fill the answers of one batch, whose further rows are left; show(text) gets each piece of a single answer."""
     import jax
 
     from moe_jax.models import generate_stream
 
-    longest = max(len(prompt.ids) for prompt in prompts)
-    ids, mask = (np.zeros((len(prompts), longest), dtype) for dtype in (np.int32, bool))
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt.ids)], mask[row, : len(prompt.ids)] = prompt.ids, True
     rng = None
     if args.temperature > 0:
         rng = jax.random.fold_in(jax.random.key(args.seed or 0), batch_index)
@@ -208,7 +221,7 @@ def _generate(model, prompts, answers, args, end, batch_index, show, clock) -> N
     )
     for tokens in parts:
         before = sum(len(answer.ids) for answer in answers)
-        pieces = [answer.add(row) for answer, row in zip(answers, tokens.tolist(), strict=True)]
+        pieces = [answer.add(row) for answer, row in zip(answers, tokens[: len(answers)].tolist(), strict=True)]
         clock.count(sum(len(answer.ids) for answer in answers) - before)
         if show is not None:
             show(pieces[0])
@@ -240,10 +253,6 @@ def _score(args: argparse.Namespace, model: Any, ids: Ids) -> None:
 
 def _check_options(args: argparse.Namespace) -> None:
     """What can be known without reading anything."""
-    if args.mesh is not None:
-        raise NotImplementedError(
-            f"--mesh {args.mesh}: running over a mesh is not built yet; leave it out for one device"
-        )
     if args.max_new_tokens < 0:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}, expected 0 or more")
     if args.batch_size < 1:
@@ -314,6 +323,26 @@ def _end_tokens(directory: Path) -> Ids | None:
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
         raise ValueError(f"{path}: eos_token_id is {found!r}, expected an integer or a list of integers")
     return tokens
+
+
+def parse_mesh(text: str) -> Any:
+    """``expert=4,tensor=2`` -> a mesh of the first devices. Raises ValueError: no such form, or too few devices."""
+    import jax
+
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in MESH_AXES or axis in sizes or not size.isdecimal() or int(size) < 1:
+            raise ValueError(
+                f"--mesh {text!r}: expected AXIS=DEVICES,..., such as expert=4,tensor=2, each axis of "
+                f"{', '.join(MESH_AXES)} at most once"
+            )
+        sizes[axis] = int(size)
+    count, devices = math.prod(sizes.values()), jax.devices()
+    if count > len(devices):
+        raise ValueError(f"--mesh {text} takes {count} devices, found {len(devices)}")
+    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices[:count])
 
 
 def parse_input_ids(text: str, where: str = "--input-ids") -> np.ndarray:

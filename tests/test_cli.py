@@ -92,7 +92,7 @@ def test_scoring_prints_log_probabilities(model_dir, capsys):
         (["--input-ids", "1", "--logits-out", "/tmp"], ["/tmp", "directory"]),
         (["--input-ids", "1", "--quantize", "fp9"], ["fp9", "fp8_channel"]),
         (["--input-ids", "1", "--implementation", "fpga"], ["fpga", "reference"]),
-        (["--input-ids", "1", "--mesh", "expert=4"], ["--mesh", "not built"]),
+        (["--input-ids", "1", "--mesh", "expert=4096"], ["--mesh", "4096 devices, found 8"]),
         (["--input-ids", "1", "--max-new-tokens", "-3"], ["-3"]),
         (["--input-ids", "1", "--logits-out", "/no/such/place/x.npy"], ["/no/such/place"]),
     ],

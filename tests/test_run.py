@@ -28,6 +28,7 @@ MESSAGES = [
     {"role": "user", "content": "w6"},
 ]
 F32 = ("--dtype", "float32")
+# Prompts and new tokens add up to 11 everywhere, so that few programs are compiled.
 
 
 @pytest.fixture
@@ -43,8 +44,10 @@ def chat_dir(model_dir, tmp_path):  # noqa: F811
 def greedy(model_dir):  # noqa: F811
     """greedy(ids, n, **options) -> the new tokens of a single prompt, by ``generate``."""
 
-    def tokens(ids, n, **options):  # max_seq_len as the command sets it: then both use the same programs
-        model = moe_jax.load_pretrained(model_dir, dtype=jnp.float32, max_seq_len=len(ids) + n)
+    def tokens(
+        ids, n, max_seq_len=None, **options
+    ):  # max_seq_len as the command sets it: then both use the same programs
+        model = moe_jax.load_pretrained(model_dir, dtype=jnp.float32, max_seq_len=max_seq_len or len(ids) + n)
         return np.asarray(moe_jax.generate(model, [ids], max_new_tokens=n, **options))[0, len(ids) :].tolist()
 
     return tokens
@@ -99,8 +102,8 @@ def test_templates_that_fail_are_one_line(chat_dir, capsys, template, words):
 
 def test_chat(chat_dir, greedy, capsys):
     """The prompt is what the user says; the template writes the rest, special tokens included."""
-    assert run(chat_dir, "--chat", "--prompt", "w3 w4", "--max-new-tokens", "4", *F32) == 0
-    assert capsys.readouterr().out == words(greedy([9, 1, 3, 4, 2], 4)) + "\n"
+    assert run(chat_dir, "--chat", "--prompt", "w3", "--max-new-tokens", "7", *F32) == 0
+    assert capsys.readouterr().out == words(greedy([9, 1, 3, 2], 7)) + "\n"
 
 
 # -- what comes out ---------------------------------------------------------------------------------------------------
@@ -135,13 +138,13 @@ def test_tokens_are_written_while_they_are_made(model_dir, monkeypatch, greedy):
     """The first token is out before the program that makes the others is called."""
     from moe_jax.models import _generate
 
-    expected = greedy([3, 1, 4], 10)
+    expected = greedy([3, 1, 4], 8)
     out, seen = io.StringIO(), []
     monkeypatch.setattr("sys.stdout", out)
     until = _generate._Run.until
     monkeypatch.setattr(_generate._Run, "until", lambda *args: seen.append(out.getvalue()) or until(*args))
-    assert run(model_dir, "--prompt", "w3 w1 w4", "--max-new-tokens", "10", *F32) == 0
-    assert out.getvalue() == words(expected) + "\n" and seen == [words(expected[:n]) for n in (1, 5, 9)]
+    assert run(model_dir, "--prompt", "w3 w1 w4", "--max-new-tokens", "8", *F32) == 0
+    assert out.getvalue() == words(expected) + "\n" and seen == [words(expected[:n]) for n in (1, 5)]
 
 
 def test_generation_config_decides_on_end_tokens(model_dir, tmp_path, greedy, capsys):  # noqa: F811
@@ -175,20 +178,21 @@ def test_prompts_from_a_file(chat_dir, tmp_path, greedy, capsys):
     plain, rich = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     plain.write_text("\n".join([lines[0], "", "w5 w6"]))
     rich.write_text("\n".join(lines[1:]))
-    args = ("--max-new-tokens", "4", "--batch-size", "2", *F32)
-    assert run(chat_dir, "--prompts", str(plain), *args) == 0
+    args = ("--batch-size", "2", *F32, "--max-new-tokens")
+    assert run(chat_dir, "--prompts", str(plain), *args, "8") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows == [
-        {"prompt": "w3 w1 w4", "completion": words(greedy([3, 1, 4], 4))},
-        {"prompt": "w5 w6", "completion": words(greedy([5, 6], 4))},
+        {"prompt": "w3 w1 w4", "completion": words(greedy([3, 1, 4], 8))},
+        {"prompt": "w5 w6", "completion": words(greedy([5, 6], 8, max_seq_len=11))},
     ]
-    assert run(chat_dir, "--chat", "--prompts", str(rich), *args) == 0
+    assert run(chat_dir, "--chat", "--prompts", str(rich), *args, "6") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["prompt"] for row in rows] == ["w5", "w7 w7", MESSAGES[:1]]
-    expected = [greedy(ids, 4) for ids in ([9, 1, 5, 2], [9, 1, 7, 7, 2], [9, 1, 3, 4, 2])]
+    expected = [greedy(ids, 6, max_seq_len=11) for ids in ([9, 1, 5, 2], [9, 1, 7, 7, 2], [9, 1, 3, 4, 2])]
     assert [row["completion"] for row in rows] == [words(ids) for ids in expected]
 
 
+@pytest.mark.slow
 def test_sampling(model_dir, greedy, capsys):  # noqa: F811
     """Seeds decide; the flags are those of ``generate``."""
 
@@ -203,15 +207,23 @@ def test_sampling(model_dir, greedy, capsys):  # noqa: F811
 
 
 def test_speed_is_told_on_stderr(model_dir, capsys, monkeypatch):  # noqa: F811
-    assert run(model_dir, "--input-ids", "3,1,4", "--max-new-tokens", "7", *F32) == 0
+    assert run(model_dir, "--input-ids", "3,1,4", "--max-new-tokens", "8", *F32) == 0
     error = capsys.readouterr().err
-    assert error.startswith("3 prompt tokens, 7 new tokens in ") and " tokens/s after the first 5" in error
+    assert error.startswith("3 prompt tokens, 8 new tokens in ") and " tokens/s after the first 5" in error
     times = iter([0.0, 10.0, 12.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
     clock = Clock()
     for count in (1, 4, 4, 4):
         clock.count(count)
     assert clock.line(3).startswith("3 prompt tokens, 13 new tokens in 12.00 s; 4.0 tokens/s after the first 5")
+
+
+@pytest.mark.slow
+def test_mesh(model_dir, greedy, capsys):  # noqa: F811
+    """Two devices hold the experts, three each; the tokens are those of one device."""
+    args = ("--max-new-tokens", "8", "--mesh", "expert=2", *F32)
+    assert run(model_dir, "--input-ids", "3,1,4", *args) == 0
+    assert capsys.readouterr().out == ",".join(map(str, greedy([3, 1, 4], 8))) + "\n"
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -234,6 +246,10 @@ def test_speed_is_told_on_stderr(model_dir, capsys, monkeypatch):  # noqa: F811
         (["--input-ids", "1", "--chat"], "--chat needs text"),
         (["--input-ids", "1", "--stop", "w3"], "--stop 'w3': with --input-ids expected the id of a token"),
         (["--input-ids", "1", "--stop", "77"], "end token 77 is outside the vocabulary"),
+        (["--prompt", "w1", "--mesh", "expert"], "--mesh 'expert': expected AXIS=DEVICES"),
+        (["--prompt", "w1", "--mesh", "expert=2,expert=2"], "each axis of expert, tensor, data, sequence at most once"),
+        (["--prompt", "w1", "--mesh", "rows=2"], "--mesh 'rows=2': expected AXIS=DEVICES"),
+        (["--prompt", "w1", "--mesh", "expert=4096"], "--mesh expert=4096 takes 4096 devices, found 8"),
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: no such file"),
         (["--prompts", "nowhere.txt", "--max-new-tokens", "0"], "score a single prompt"),
     ],
