@@ -21,9 +21,10 @@ from moe_jax.parallel._choice import choose_dispatch
 from moe_jax.parallel._dispatch import WAYS, Exchange
 from moe_jax.parallel._parallel_config import ParallelConfig
 from moe_jax.parallel._placement import Placement
+from moe_jax.parallel._routing import route_tokens
 from moe_jax.parallel._weights import local_config, partition_specs, placed_config
 from moe_jax.quantization import ExpertWeights, Strategy
-from moe_jax.routing import RoutingParams, route
+from moe_jax.routing import RoutingParams
 
 
 def fused_moe(
@@ -137,14 +138,18 @@ def _body(
     placement, routing = rest
     token_axes = parallel.token_axes(name)
     num_tokens = x.shape[0]
-    routed = route(
-        router_logits,
-        config,
-        params=routing,
-        hidden_states=x,
-        token_ids=token_ids,
-        token_mask=token_mask,
-        replayed_ids=replayed_ids,
+    own = dataclasses.replace(
+        local_config(config, placement, parallel),
+        num_experts=config.num_experts,  # of the whole layer: tiles are chosen by its mean rows per expert
+        apply_router_weight_on_input=False,
+        split_axes=() if parallel.tensor_axis is None else (parallel.tensor_axis,),
+        call_axes=parallel.used_axes,
+    )
+    weights = _own_share(weights, own, parallel)
+    chosen, _ = choose(Problem(own, weights, num_tokens, jax.default_backend()))
+    is_mosaic = chosen is not None and chosen.name == "mosaic"
+    routed = route_tokens(
+        x, router_logits, config, weights, routing, token_mask, token_ids, replayed_ids, by_kernel=is_mosaic
     )
     first = lax.axis_index(token_axes) * num_tokens if token_axes else 0
     slots = placement.to_physical(routed.topk_ids, first)
@@ -154,7 +159,7 @@ def _body(
     gathered = (x, routed.topk_weights, slots)
     if parallel.gathers_tokens:
         gathered = tuple(lax.all_gather(part, parallel.tensor_axis, tiled=True) for part in gathered)
-    y = _experts(name, parallel, config, gathered, weights, placement)
+    y = _experts(name, parallel, config, own, gathered, weights, placement.slots_per_device, is_mosaic=is_mosaic)
     if parallel.gathers_tokens:
         y = lax.psum_scatter(y, parallel.tensor_axis, tiled=True)
     elif parallel.reduce_results and parallel.tensor_axis is not None:
@@ -171,27 +176,22 @@ def _experts(
     name: str,
     parallel: ParallelConfig,
     config: MoEConfig,
+    own: MoEConfig,
     gathered: tuple[Array, Array, Array],
     weights: ExpertWeights,
-    placement: Placement,
+    slots_per_device: int,
+    *,
+    is_mosaic: bool,
 ) -> Array:
-    """The sum over experts of the rows, (T, H) float32: over the expert axis, and not over the tensor axis."""
+    """The sum over experts of the rows, (T, H) float32: over the expert axis, and not over the tensor axis.
+
+    own, weights: of this device. is_mosaic: the Hopper kernels run them.
+    """
     x, topk_weights, slots = gathered
     if config.apply_router_weight_on_input:
         x = x.astype(jnp.float32) * topk_weights
         topk_weights = (slots >= 0).astype(jnp.float32)
     num_tokens, top_k = slots.shape
-    own = local_config(config, placement, parallel)
-    own = dataclasses.replace(
-        own,
-        num_experts=config.num_experts,  # of the whole layer: tiles are chosen by its mean rows per expert
-        apply_router_weight_on_input=False,
-        split_axes=() if parallel.tensor_axis is None else (parallel.tensor_axis,),
-        call_axes=parallel.used_axes,
-    )
-    weights = _own_share(weights, own, parallel)
-    chosen, _ = choose(Problem(own, weights, num_tokens, jax.default_backend()))
-    is_mosaic = chosen is not None and chosen.name == "mosaic"
     sharing = num_tokens * (1 if name == "replicate" else parallel.expert_size)
     planned = config.pinned_tokens or sharing
     if is_mosaic:  # chooses by the experts it is given
@@ -199,7 +199,8 @@ def _experts(
 
     def run(x: Array, topk_weights: Array, ids: Array) -> Array:
         pinned = None if is_packed(weights.w13) else max(1, math.ceil(planned * top_k / ids.shape[1]))
-        return weighted_experts(x, topk_weights, ids, weights, dataclasses.replace(own, pinned_tokens=pinned))
+        plan = dataclasses.replace(own, pinned_tokens=pinned, top_k=ids.shape[1])
+        return weighted_experts(x, topk_weights, ids, weights, plan)
 
     if parallel.expert_axis is None:
         return run(x, topk_weights, slots)
@@ -207,7 +208,7 @@ def _experts(
     exchange = Exchange(
         axis=parallel.expert_axis,
         size=parallel.expert_size,
-        slots_per_device=placement.slots_per_device,
+        slots_per_device=slots_per_device,
         round_axes=parallel.used_axes,
         run=run,
         row_dtype=jnp.dtype(config.dtype if is_mosaic else jnp.float32),

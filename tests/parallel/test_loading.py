@@ -158,3 +158,25 @@ def test_meshes_without_meaning(checkpoint):
     block = moe_jax.load_moe(checkpoint(None), 0, mesh=ParallelConfig(mesh, expert_axis="x", dispatch="all_gather"))
     assert "dispatch: all_gather, as the layer was told" in block.experts.explain(4)
     assert dataclasses.asdict(block.experts.config)["num_experts"] == EXPERTS
+
+
+def test_a_model_over_a_mesh(checkpoint):
+    """Logits and tokens of one device; only the experts are in shares."""
+    ids = np.asarray([[5, 17, 3, 60, 2, 9]], np.int32)
+    alone = moe_jax.load_pretrained(checkpoint("fp8_channel"), dtype="float32")
+    spread = moe_jax.load_pretrained(checkpoint("fp8_channel"), dtype="float32", mesh=parse_mesh("expert=2,tensor=2"))
+    np.testing.assert_allclose(spread.score(ids), alone.score(ids), rtol=1e-3, atol=1e-3)
+    made = [moe_jax.generate(model, ids, max_new_tokens=3).tolist() for model in (spread, alone)]
+    assert made[0] == made[1]
+    report = spread.reload_weights(checkpoint("fp8_channel"))
+    assert 0 < report.peak_staged_bytes
+    np.testing.assert_allclose(spread.score(ids), alone.score(ids), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_model_over_explicit_axes(checkpoint):
+    mesh = jax.make_mesh((2, 2), ("expert", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    ids = np.asarray([[5, 17, 3, 60, 2, 9]], np.int32)
+    alone = moe_jax.load_pretrained(checkpoint("fp8_channel"), dtype="float32")
+    spread = moe_jax.load_pretrained(checkpoint("fp8_channel"), dtype="float32", mesh=mesh)
+    np.testing.assert_allclose(spread.score(ids), alone.score(ids), rtol=1e-3, atol=1e-3)
