@@ -22,13 +22,17 @@ class TensorError(ValueError):
 
 
 class HostCopies:
-    """Hands copies to the threads of an executor, several small ones together."""
+    """Hands copies to the threads of an executor, several small ones together.
+
+    failure: the first error of a thread; what is in the buffers is then not to be used.
+    """
 
     def __init__(self, executor: Executor):
         self._executor = executor
         self._batch: list[tuple[str, Callable[[], None]]] = []
         self._batch_bytes = 0
         self._pending: collections.deque[Future[None]] = collections.deque()
+        self.failure: Exception | None = None
 
     def add(self, name: str, copy: Callable[[], None], nbytes: int) -> None:
         """``copy`` will run in a thread. Raises TensorError for what earlier ones found wrong."""
@@ -42,6 +46,8 @@ class HostCopies:
         """Wait for all copies. Raises TensorError for the first that found something wrong."""
         self._submit()
         self._wait(0)
+        if self.failure is not None:
+            raise self.failure
 
     def _submit(self) -> None:
         if self._batch:
@@ -50,7 +56,11 @@ class HostCopies:
 
     def _wait(self, most: int) -> None:
         while len(self._pending) > most:
-            self._pending.popleft().result()
+            try:
+                self._pending.popleft().result()
+            except Exception as error:
+                self.failure = self.failure or error
+                raise self.failure from None
 
 
 def _run(batch: list[tuple[str, Callable[[], None]]]) -> None:

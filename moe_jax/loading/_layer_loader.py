@@ -406,7 +406,8 @@ class LayerLoader:
     @property
     def is_spoiled(self) -> bool:
         """Whether ``finish`` can only fail: something was doubled, has no place, or was found damaged late."""
-        return bool(self._doubled or self._left_over() or (self._online and self._online.is_damaged))
+        is_damaged = (self._online and self._online.is_damaged) or (self._copies and self._copies.failure)
+        return bool(self._doubled or self._left_over() or is_damaged)
 
     def _left_over(self) -> list[str]:
         return self._unexpected + [name for name in self._strangers if layer_of(name) in (None, self._layer)]

@@ -1,6 +1,7 @@
 """What a layer's loader refuses, and that a refusal leaves it as it was."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -9,6 +10,7 @@ from expert_tensors import BF16, INTER, E, H, assert_same, config, fused, loaded
 
 from moe_jax import Scheme
 from moe_jax.loading import LayerLoader
+from moe_jax.loading._host_copies import TensorError
 from moe_jax.quantization import LeafSpec, method_for
 
 
@@ -211,3 +213,44 @@ def test_common_input_scale():
             loader.accept("experts.0.gate_proj.input_scale", np.float32([first * 1.001]))
         assert loader.accept("experts.0.gate_proj.input_scale", np.float32(first * (1 + 1e-7)))
         assert loader.missing()["w13_input_scale"] == {"w1": [2], "w3": [1, 2]}
+
+
+def test_damage_that_a_thread_finds():
+    """What it copied is not used any more, however often the layer is asked for."""
+    tensors, name = plain_tensors(), "model.layers.0.mlp.experts.1.up_proj.weight"
+    damaged = tensors[name].copy()
+    damaged[2, 7] = np.nan
+    with ThreadPoolExecutor(2) as executor:
+        loader = LayerLoader(config(), executor=executor)
+        loader.load((tensors | {name: damaged}).items())
+        for _ in range(2):
+            with pytest.raises(
+                TensorError, match=rf"{name}: 1 values are NaN or infinite, the first at \(2, 7\)"
+            ) as found:
+                loader.finish()
+            assert found.value.name == name and loader.is_spoiled
+        sound = LayerLoader(config(), executor=executor)
+        sound.load(tensors.items())
+        assert_same(sound.finish(), loaded(config(), tensors))
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((INTER, H + 1), BF16), r"expected shape \(32, 48\), found \(32, 49\)"),
+        (np.zeros((INTER, H), np.float16), "found dtype float16, expected bfloat16"),
+        (np.full((INTER, H), np.inf, BF16), "1536 values are NaN or infinite"),
+    ],
+)
+def test_what_held_for_one_expert_is_checked_for_the_next(array, message):
+    """Places are found once for a kind of tensor; every tensor of it is looked at all the same."""
+    loader, tensors = LayerLoader(config()), plain_tensors()
+    loader.load(tensors_of(tensors, 0))
+    with pytest.raises(ValueError, match=message):
+        loader.accept("model.layers.0.mlp.experts.1.gate_proj.weight", array)
+    loader.load(tensors_of(tensors, 1, 2))
+    assert_same(loader.finish(), loaded(config(), tensors))
+
+
+def tensors_of(tensors, *experts):
+    return [(name, tensor) for name, tensor in tensors.items() if int(name.split(".")[5]) in experts]
