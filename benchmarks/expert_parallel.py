@@ -9,7 +9,7 @@ Tokens are per GPU. Parts:
     exchange  dispatch and combine with nothing between them: us, and GB/s of the rows that a GPU must send and receive
               at least (one copy of a token for each GPU that has experts of it, both ways, 16 bits)
     layer     the whole layer: N GPUs on N * T tokens beside one GPU with all experts on T tokens
-    strong    N GPUs and one GPU on the same tokens, N * T of the largest T in all
+    strong    N GPUs on the largest T in all, beside the layer on one GPU with that T
     nccl      all_gather and reduce_scatter of the same tokens through torch.distributed, where torch has CUDA
 
 A cell that cannot run has an "error" in the JSON and its reason in the text. Times are of one call inside jit.
@@ -163,7 +163,8 @@ def layer_cells(
         )
         dispatches = [None] if count_devices == 1 else args.dispatches.split(",")
         cells = [("layer", count * count_devices, count) for count in tokens if "layer" in parts]
-        cells += [("strong", size * max(tokens), size * max(tokens) // count_devices)] if "strong" in parts else []
+        if "strong" in parts and (count_devices > 1 or "layer" not in parts):
+            cells.append(("strong", max(tokens), max(tokens) // count_devices))
         for part, total, per_device in cells:
             for dispatch in dispatches:
                 key = dict(part=part, model=model, scheme=scheme, dispatch=dispatch or "one device")
