@@ -1,7 +1,7 @@
 """Time many configurations of the grouped GEMMs on a GPU, in several processes that compile at the same time.
 
     python benchmarks/sweep_products.py --cells qwen3-30b-a3b:fp8_channel,... [--tokens 64,256,...] [--jobs 15]
-        [--seconds 300] [--limit 6] --out FILE
+        [--seconds 300] --out FILE
 
 Each process takes a (model, format, GEMM), keeps its weights, and appends a JSON line per configuration: the
 microseconds of one product with what is fused around it. They hold a lock while they time. A process that takes longer

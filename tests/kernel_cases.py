@@ -114,14 +114,20 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
     )
 
 
+def _in_tiles(desc: Any, block_m: int) -> Any:
+    """``desc`` with rows in whole tiles."""
+    return dataclasses.replace(desc, rows=-(-desc.rows // block_m) * block_m)
+
+
 def gemm_cases() -> Iterator[Case]:
     """Each description at each tile height with every width the heuristic may choose."""
     for name in GEMMS:
-        for block_m in (8, 16, 32, 64, 128):
-            # 8 and 32 rows differ from 16 in one extent of an instruction: the most registers and the fewest.
-            for config in candidates(gemm(name), block_m, H200_SMS):
-                if block_m in (16, 64, 128) or config.block_n == 256:
-                    yield gemm_case(name, gemm(name), config)
+        for block_m in (8, 16, 32, 64, 80, 128):
+            desc = _in_tiles(gemm(name), block_m)
+            found = candidates(desc, block_m, H200_SMS)
+            # The other heights differ in one extent of an instruction: the most registers at each will do.
+            for config in found if block_m in (16, 64, 128) else sorted(found, key=lambda c: -c.block_n)[:1]:
+                yield gemm_case(name, desc, config)
 
 
 _GROUPS: dict[str, Any] = dict(scale="group", group_size=128)
@@ -188,8 +194,8 @@ def packed_cases() -> Iterator[Case]:
     for name, options in PACKED.items():
         variants: tuple[dict[str, Any], ...] = (dict(bias_dtype="bfloat16", **_GATED), {})
         for gated in variants:
-            for block_m in (16, 64, 128):
-                desc = dataclasses.replace(_PACKED_BASE, **options, **gated)
+            for block_m in (16, 64, 80, 128):
+                desc = _in_tiles(dataclasses.replace(_PACKED_BASE, **options, **gated), block_m)
                 found = list(packed_candidates(desc, block_m, H200_SMS))
                 for config in found if name in ("int4 g128", "nvfp4") else found[:1]:
                     yield packed_case(f"{name}{' gated' if gated else ''}", desc, config)
