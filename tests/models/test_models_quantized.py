@@ -94,8 +94,9 @@ def test_gpt_oss_mxfp4_as_published(tmp_path, prompt, has_steps):
     check(tmp_path, judge, ids, "mxfp4_a16", has_steps)
 
 
+@STEPS
 @pytest.mark.parametrize("name", ["deepseek_v3", *slow("gpt_oss", "qwen2", "olmoe")])
-def test_bfloat16(tmp_path, prompt, name):
+def test_bfloat16(tmp_path, prompt, name, has_steps):
     """Rounded weights and activations stay near float32; prefill and decode steps agree with each other.
 
     Every token takes all experts here: where some are chosen, a rounded score now and then chooses others.
@@ -104,4 +105,5 @@ def test_bfloat16(tmp_path, prompt, name):
     model = load_pretrained(tmp_path)
     whole = np.asarray(model.score(ids))
     assert_logits_close(whole, torch_logits(judge, ids), 0.03)
-    check_steps(model, ids, whole, 0.03)
+    if has_steps:
+        check_steps(model, ids, whole, 0.03)
