@@ -42,7 +42,8 @@ from moe_jax.quantization import Scheme
 
 # (experts, top_k, hidden, intermediate)
 MODELS = {"dsv3": (256, 8, 7168, 2048), "qwen3": (128, 8, 2048, 768), "toy": (8, 2, 64, 32)}
-DISPATCHES = ("replicate", "all_gather", "all_to_all", "ragged_all_to_all", "push")
+# name, or name:dtype in which partial sums travel
+DISPATCHES = ("replicate", "replicate:bfloat16", "all_gather", "all_gather:bfloat16", "all_to_all", "ragged_all_to_all")
 
 
 def mesh_of(size: int) -> jax.sharding.Mesh:
@@ -74,6 +75,7 @@ def least_rows(size: int, top_k: int) -> float:
 def measure_exchange(model: str, dispatch: str, size: int, tokens: int) -> dict:
     """Dispatch and combine of ``tokens`` tokens per device; experts return their rows."""
     experts, top_k, hidden, _ = MODELS[model]
+    dispatch, _, sums = dispatch.partition(":")
     parallel = ParallelConfig(mesh_of(size), expert_axis="expert", dispatch=dispatch)
     if reason := why_not(dispatch, parallel.platform):
         raise NotImplementedError(reason)
@@ -82,6 +84,7 @@ def measure_exchange(model: str, dispatch: str, size: int, tokens: int) -> dict:
         size=size,
         slots_per_device=-(-experts // size),
         round_axes=("expert",),
+        sum_dtype=jnp.dtype(sums or "float32"),
         run=lambda x, weights, ids: x.astype(jnp.float32) * (weights * (ids >= 0)).sum(axis=1, keepdims=True),
         row_dtype=jnp.dtype(jnp.bfloat16),
         is_one_round=False,
@@ -114,7 +117,10 @@ def measure_exchange(model: str, dispatch: str, size: int, tokens: int) -> dict:
 
 def measure_layer(config: moe_jax.MoEConfig, dispatch: str | None, size: int, total: int, weights: Any) -> dict:
     """The whole layer on ``size`` devices for ``total`` tokens in all."""
-    parallel = ParallelConfig(mesh_of(size), expert_axis="expert", dispatch=dispatch)
+    dispatch, _, sums = (dispatch or "").partition(":")
+    parallel = ParallelConfig(
+        mesh_of(size), expert_axis="expert", dispatch=dispatch or None, reduce_dtype=sums or "float32"
+    )
     placement = Placement.create(config.num_experts, size)
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((total, config.hidden_size), np.float32)).astype(config.dtype)

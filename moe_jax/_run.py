@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ import numpy as np
 from moe_jax._chat import ChatTemplate, read_json
 
 Ids = list[int]
-MESH_AXES = ("expert", "tensor", "data", "sequence")
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are not a whole character yet
 
 
@@ -117,6 +115,7 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
     import jax.numpy as jnp
 
     import moe_jax
+    from moe_jax.parallel import parse_mesh
 
     _check_options(args)
     is_ids = args.input_ids is not None
@@ -132,7 +131,7 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
         model = moe_jax.load_pretrained(
             args.model,
             quantize=args.quantize,
-            mesh=None if args.mesh is None else parse_mesh(args.mesh),
+            mesh=None if args.mesh is None else parse_mesh(args.mesh, "--mesh"),
             implementation=None if args.implementation is None else tuple(args.implementation.split(",")),
             dtype=jnp.dtype(args.dtype),
             max_seq_len=max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens,
@@ -323,26 +322,6 @@ def _end_tokens(directory: Path) -> Ids | None:
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
         raise ValueError(f"{path}: eos_token_id is {found!r}, expected an integer or a list of integers")
     return tokens
-
-
-def parse_mesh(text: str) -> Any:
-    """``expert=4,tensor=2`` -> a mesh of the first devices. Raises ValueError: no such form, or too few devices."""
-    import jax
-
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, size = part.partition("=")
-        if axis not in MESH_AXES or axis in sizes or not size.isdecimal() or int(size) < 1:
-            raise ValueError(
-                f"--mesh {text!r}: expected AXIS=DEVICES,..., such as expert=4,tensor=2, each axis of "
-                f"{', '.join(MESH_AXES)} at most once"
-            )
-        sizes[axis] = int(size)
-    count, devices = math.prod(sizes.values()), jax.devices()
-    if count > len(devices):
-        raise ValueError(f"--mesh {text} takes {count} devices, found {len(devices)}")
-    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices[:count])
 
 
 def parse_input_ids(text: str, where: str = "--input-ids") -> np.ndarray:

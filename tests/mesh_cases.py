@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from experts_cases import make_config, make_stored_weights, make_tokens
 from jax.sharding import AxisType
 
@@ -28,6 +29,13 @@ LAYOUTS = {
     "unused": (dict(u=2, e=2), dict(expert_axis="e")),
 }
 EXPERTS, TOP_K, HIDDEN, INNER = 6, 2, 64, 40
+
+
+def marked(cases, quick):
+    """pytest parameters, all but the ``quick`` ones, by their number, marked slow."""
+    return [
+        case if number in quick else pytest.param(case, marks=pytest.mark.slow) for number, case in enumerate(cases)
+    ]
 
 
 @functools.cache

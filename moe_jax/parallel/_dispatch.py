@@ -37,8 +37,9 @@ class Exchange:
 
     axis, size: the expert axis. slots_per_device: experts of one device. round_axes: axes whose devices agree on the
     number of rounds. run: ``(x (M, H), weights (M, k) f32, ids (M, k) local or -1) -> (M, H) float32``, the experts of
-    this device. row_dtype: of rows on their way back; holds what ``run`` gives for one expert of weight 1.
-    is_one_round: one exchange must bring all rows, since activation scales are common to a call.
+    this device. sum_dtype: in which partial sums are added. row_dtype: of rows on their way back; holds what ``run``
+    gives for one expert of weight 1. is_one_round: one exchange must bring all rows, since activation scales are common
+    to a call.
     """
 
     axis: str
@@ -46,6 +47,7 @@ class Exchange:
     slots_per_device: int
     round_axes: tuple[str, ...]
     run: Callable[[Array, Array, Array], Array]
+    sum_dtype: jnp.dtype
     row_dtype: jnp.dtype
     is_one_round: bool
 
@@ -57,14 +59,15 @@ class Exchange:
 
 def replicate(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
     """Each device serves its experts for all tokens; partial sums are added."""
-    return lax.psum(exchange.run(x, weights, exchange.local_ids(slots)), exchange.axis)
+    y = exchange.run(x, weights, exchange.local_ids(slots)).astype(exchange.sum_dtype)
+    return lax.psum(y, exchange.axis).astype(jnp.float32)
 
 
 def all_gather(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
     """As ``replicate`` on the tokens of all devices; each gets the sums of its own back."""
     x, weights, slots = (lax.all_gather(part, exchange.axis, tiled=True) for part in (x, weights, slots))
-    y = exchange.run(x, weights, exchange.local_ids(slots))
-    return lax.psum_scatter(y, exchange.axis, tiled=True)
+    y = exchange.run(x, weights, exchange.local_ids(slots)).astype(exchange.sum_dtype)
+    return lax.psum_scatter(y, exchange.axis, tiled=True).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,13 +23,18 @@ class PlacementParam(nnx.Variable):
 
 
 def make_parallel(mesh: Any, **options: Any) -> ParallelConfig | None:
-    """The ``ParallelConfig`` of a layer's arguments, None without a mesh. Raises ValueError for axes without one."""
-    if mesh is not None:
+    """The ``ParallelConfig`` of a layer's arguments, None without a mesh; ``mesh`` may be one, which says it all.
+
+    Raises ValueError for axes without a mesh, or beside a ``ParallelConfig``.
+    """
+    if mesh is not None and not isinstance(mesh, ParallelConfig):
         return ParallelConfig(mesh, **options)
     given = [f"{name}={value!r}" for name, value in options.items() if value is not None and name != "reduce_results"]
+    if given and mesh is not None:
+        raise ValueError(f"{', '.join(given)} beside mesh={mesh}; say it there")
     if given:
         raise ValueError(f"{', '.join(given)} without a mesh; pass mesh=jax.make_mesh(...) with axes of these names")
-    return None
+    return mesh
 
 
 def make_placement(

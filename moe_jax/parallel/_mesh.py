@@ -10,21 +10,25 @@ AXES = ("expert", "tensor", "data", "sequence")
 _ENTRY = re.compile(r"\s*([a-z]+)\s*=\s*([1-9][0-9]{0,5})\s*")
 
 
-def parse_mesh(text: str) -> Mesh:
+def parse_mesh(text: str, name: str = "mesh") -> Mesh:
     """A mesh by words, "expert=4,tensor=2": over the first 8 devices, with Auto axes of these names.
 
-    Raises ValueError for another form, an unknown or repeated axis, and more devices than there are.
+    name: of the argument, for errors. Raises ValueError for another form, an unknown or repeated axis, and more devices
+    than there are.
     """
     entries = [_ENTRY.fullmatch(entry) for entry in text.split(",")]
     sizes = {entry[1]: int(entry[2]) for entry in entries if entry is not None}
     if None in entries or len(sizes) < len(entries) or not sizes.keys() <= set(AXES):
-        raise ValueError(f"mesh {text!r}: expected sizes of {', '.join(AXES)}, each once, as in expert=4,tensor=2")
+        raise ValueError(
+            f"{name} {text!r}: expected AXIS=DEVICES,..., such as expert=4,tensor=2, each axis of {', '.join(AXES)} at "
+            "most once"
+        )
     wanted, devices = math.prod(sizes.values()), jax.devices()
     if wanted > len(devices):
         hint = ""
         if devices[0].platform == "cpu":
-            hint = f"; XLA_FLAGS=--xla_force_host_platform_device_count={wanted} simulates them on a CPU"
-        raise ValueError(f"mesh {text!r} takes {wanted} devices, found {len(devices)} ({devices[0].platform}){hint}")
+            hint = f"; XLA_FLAGS=--xla_force_host_platform_device_count={wanted} simulates them"
+        raise ValueError(f"{name} {text} takes {wanted} devices, found {len(devices)} ({devices[0].platform}){hint}")
     return jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices[:wanted]
     )

@@ -161,9 +161,10 @@ def _body(
         gathered = tuple(lax.all_gather(part, parallel.tensor_axis, tiled=True) for part in gathered)
     y = _experts(name, parallel, config, own, gathered, weights, placement.slots_per_device, is_mosaic=is_mosaic)
     if parallel.gathers_tokens:
-        y = lax.psum_scatter(y, parallel.tensor_axis, tiled=True)
+        y = lax.psum_scatter(y.astype(parallel.reduce_dtype), parallel.tensor_axis, tiled=True)
     elif parallel.reduce_results and parallel.tensor_axis is not None:
-        y = lax.psum(y, parallel.tensor_axis)
+        y = lax.psum(y.astype(parallel.reduce_dtype), parallel.tensor_axis)
+    y = y.astype(jnp.float32)
     if parallel.reduce_results:
         return finish(y, x, routed, config, shared), routed.topk_ids, load
     axes = tuple(axis for axis in (parallel.expert_axis, parallel.tensor_axis) if axis is not None)
@@ -211,6 +212,7 @@ def _experts(
         slots_per_device=slots_per_device,
         round_axes=parallel.used_axes,
         run=run,
+        sum_dtype=jnp.dtype(parallel.reduce_dtype),
         row_dtype=jnp.dtype(config.dtype if is_mosaic else jnp.float32),
         is_one_round=activations is not None and activations.dynamic and activations.strategy is Strategy.TENSOR,
     )
