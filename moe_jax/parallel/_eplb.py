@@ -79,7 +79,7 @@ def rebalance(
     *,
     num_nodes: int = 1,
     num_groups: int = 1,
-    min_gain: float = 0.0,
+    min_gain: float = 0.02,
     spread: bool = True,
     load: Any = None,
 ) -> EplbPlan:
@@ -95,8 +95,8 @@ def rebalance(
     Args:
         num_nodes, num_groups: as in ``rebalance_experts``: with groups that divide over the nodes, a group's experts
             stay on one node.
-        min_gain: how much a layer's balancedness (0 to 1) must grow for it to change. With 0 a layer changes when it
-            gets better at all; none ever gets worse, and a layer without load stays.
+        min_gain: how much a layer's balancedness (0 to 1) must grow for it to change; less is the noise of the window.
+            With 0 a layer changes when it gets better at all; none ever gets worse, and a layer without load stays.
         spread: avoid two copies of an expert on one device, where that costs no balance.
         load: (layers, L) numbers to go by instead of the window's.
 
