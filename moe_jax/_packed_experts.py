@@ -4,7 +4,7 @@
     -> packed grouped GEMM 2 (scales, bias) -> combine in float32
 
 Activations are left in 16 bits; or quantized per row to int8 or e4m3 (W4A8); or rounded to the weights' microscaling
-grid (NVFP4, MXFP4, MXFP8), which bfloat16 holds exactly.
+grid (NVFP4, MXFP4, MXFP8), or to codes less their zero points, either of which bfloat16 holds exactly.
 """
 
 import functools
@@ -18,11 +18,12 @@ from moe_jax._config import MoEConfig
 from moe_jax._packed_weights import as_packed
 from moe_jax._typing import Array
 from moe_jax.activations import resolve_activation
-from moe_jax.quantization import ExpertWeights, QuantFormat
+from moe_jax.quantization import ExpertWeights, QuantFormat, quantize_activations
 from pallas_kernels.align import TileMap
 from pallas_kernels.combine import combine
 from pallas_kernels.common import microscaling, numerics
 from pallas_kernels.grouped_gemm_packed import (
+    BLOCK_MS,
     PackedConfig,
     PackedDesc,
     candidates,
@@ -117,7 +118,7 @@ def describe(num_tokens: int, config: MoEConfig, weights: ExpertWeights, num_sms
     if weights.w13.g_idx is not None:
         lines.append("act-order: columns of each row gathered for its expert, w13's rows in the order of w2's columns")
     activations = weights.scheme.activations
-    if activations is not None and activations.scale != "float32":
+    if activations is not None and not as_packed(weights.w13).fmt.is_8bit:
         lines.append("activations rounded to their format's grid and multiplied in bfloat16, which holds it exactly")
     return lines
 
@@ -138,6 +139,9 @@ def _on_grid(x: Array, fmt: QuantFormat | None, input_scale: Any, operand: str) 
     """Rows as the product's operand, and what multiplies them: () or one a row, None for 1."""
     if fmt is None:
         return x.astype(operand), None
+    if fmt.scale == "float32":
+        codes, scale = quantize_activations(x, fmt)
+        return codes.astype(operand), scale
     k = x.shape[-1]
     size = fmt.group_size or k
     wide = x.astype(jnp.float32)
