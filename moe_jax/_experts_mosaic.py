@@ -31,7 +31,8 @@ from pallas_kernels.common.numerics import E4M3_MAX, divide, magnitude
 from pallas_kernels.grouped_gemm import choose_block_m, choose_config, config_error, grouped_gemm
 from pallas_kernels.grouped_gemm.config import GemmDesc
 from pallas_kernels.grouped_gemm.heuristics import describe as describe_config
-from pallas_kernels.quantize_and_permute import quantize_and_permute
+from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, quantize_and_permute
+from pallas_kernels.quantize_and_permute import config_error as permute_error
 from pallas_kernels.route import route_and_align
 from pallas_kernels.tuning import LayerKey, table_for
 
@@ -87,6 +88,14 @@ def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list
     for number, (desc, chosen) in enumerate(zip(plan.products, plan.configs, strict=True), 1):
         chosen = chosen or choose_config(desc, plan.block_m, hopper_sms())
         lines.append(f"GEMM {number}: {describe_config(desc, chosen)}, {plan.source}")
+    kind, hidden = _quantization(weights.scheme), plan.products[1]
+    rows = {"input": (num_tokens, weights.hidden_size, config.top_k)}
+    if plan.products[0].requantize == "none" and kind != "none":
+        rows["hidden"] = (hidden.rows, weights.intermediate_size, 0)
+    for name, (count, width, top_k) in rows.items():
+        desc = PermuteDesc(count, width, top_k, hidden.rows, config.dtype.name, str(kind))
+        if reason := permute_error(desc, PermuteConfig(1)):
+            lines.append(f"{name} rows: quantized and moved by XLA, since the kernel refuses {reason}")
     return lines
 
 
@@ -208,7 +217,9 @@ def _experts(
         out_dtype=config.dtype,
         implementation=kernels,
     )
-    permute = functools.partial(quantize_and_permute, implementation=kernels)
+    # Rows that are short, or hold no whole groups of 128, are XLA's business; the products stay in the kernels.
+    row_kernels = ("mosaic", "reference") if kernels == "mosaic" else kernels
+    permute = functools.partial(quantize_and_permute, implementation=row_kernels)
 
     kind = _quantization(weights.scheme)
     if kind is None:

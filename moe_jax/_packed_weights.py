@@ -43,16 +43,16 @@ def _operand(weights: QuantFormat, activations: QuantFormat | None, dtype: str) 
     if activations.scale in ("e4m3", "e8m0"):
         # bfloat16 holds an activation rounded to the grid exactly.
         return "bfloat16" if weights.scale == activations.scale else None
-    is_narrow = not weights.element_type.is_float and weights.element_type.bits <= 4
-    if (
-        is_narrow
-        and (weights.symmetric or activations.element == "int8")
-        and activations.symmetric
-        and activations.strategy is Strategy.TOKEN
-        and not activations.amax_bound
-    ):
+    if activations.strategy is not Strategy.TOKEN or weights.scale != "float32":
+        return None
+    is_float, bits = weights.element_type.is_float, weights.element_type.bits
+    is_usual = activations.symmetric and not activations.amax_bound
+    fits_8_bits = not is_float and bits <= 4 and (weights.group_size or 64) % 64 == 0
+    if is_usual and fits_8_bits and (weights.symmetric or activations.element == "int8"):
         return {"int8": "int8", "e4m3": "float8_e4m3fn"}.get(activations.element)
-    return None
+    is_plain = weights.packing is None and weights.symmetric and bits == 8 and weights.group_size is None
+    # bfloat16 holds codes of 8 bits less their zero points, and e4m3, exactly.
+    return None if is_usual and is_plain else "bfloat16"
 
 
 def _format_for(weights: QuantFormat, operand: Any) -> PackedFormat:

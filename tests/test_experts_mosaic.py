@@ -146,26 +146,27 @@ def test_lowers_for_hopper(scheme, tokens):
     assert lowered.count("mosaic_gpu_v2") == (6 if requantizes_apart else 5)
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        *("w8a8_int8_channel_asym", "w8a8_int8_channel_packed", "w8a8_int8_channel_asym_inputs_packed", "w8a8_int8"),
-        *("fp8_channel_ub", "fp8_block_64x64"),
-    ],
-)
-def test_formats_close_to_those_of_a_kernel_are_left_to_xla(scheme):
-    """Zero points, containers, bounds and blocks that no kernel knows of: said, not dropped."""
-    parsed = {
-        "fp8_channel_ub": lambda: with_formats("fp8_channel", activations=dict(amax_bound=3.0)),
-        "fp8_block_64x64": lambda: with_formats(
-            "fp8_block", weights=dict(block_shape=(64, 64)), activations=dict(group_size=64)
-        ),
-    }.get(scheme, lambda: Scheme.parse(scheme))()
-    config = moe_jax.MoEConfig(E, K, H, I, scheme=parsed, dtype="bfloat16", implementation=("mosaic", "xla"))
+FORMATS = {
+    "w8a8_int8_channel_asym": lambda: Scheme.parse("w8a8_int8_channel_asym"),
+    "w8a8_int8_channel_asym_inputs_packed": lambda: Scheme.parse("w8a8_int8_channel_asym_inputs_packed"),
+    "fp8_channel_ub3": lambda: with_formats("fp8_channel", activations=dict(amax_bound=3.0)),
+    "fp8_block_64x64": lambda: with_formats(
+        "fp8_block", weights=dict(block_shape=(64, 64)), activations=dict(group_size=64)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_close_to_those_of_a_kernel(name):
+    """Zero points, containers, bounds and blocks that the kernels of plain weights do not know: other kernels take
+    them, or xla, and explain says so.
+    """
+    config = moe_jax.MoEConfig(E, K, H, I, scheme=FORMATS[name](), dtype="bfloat16", implementation=("mosaic", "xla"))
+    assert config.scheme.name == name and _experts_mosaic._quantization(config.scheme) is None
     with on_hopper():
         text = explain(config, method_for(config.scheme).abstract_weights(config), 8, "gpu")
-    assert f"mosaic: there is no kernel for scheme '{config.scheme.name}' yet" in text
-    assert "implementation: xla" in text
+    expected = f"there is no kernel for scheme '{name}' yet" if name == "fp8_block_64x64" else "in layout 'plain'"
+    assert expected in text and "implementation: xla" in text
 
 
 def with_formats(scheme, **changes):
@@ -194,8 +195,20 @@ def test_explain_names_the_kernels_and_their_limits():
         layer = make_layer("fp8_block", implementation=("mosaic", "xla"))
         text = layer.explain(64)
         assert "implementation: mosaic" in text and "GEMM 1: 64 x 2 x 128 tiles" in text
-        narrow = moe_jax.FusedMoE(4, 256, 128, top_k=2, scheme="fp8_block", implementation=("mosaic", "xla"))
-        assert "H=256" in narrow.explain(64) and "implementation: xla" in narrow.explain(64)
+        odd = moe_jax.FusedMoE(4, 264, 128, top_k=2, scheme="fp8_block", implementation=("mosaic", "xla"))
+        assert "K=264" in odd.explain(64) and "implementation: xla" in odd.explain(64)
+
+
+def test_rows_that_the_row_kernel_refuses_are_quantized_by_xla():
+    """gpt-oss' H of 22.5 groups: one launch less, and explain says so."""
+    layer = moe_jax.FusedMoE(4, 2880, 128, top_k=2, scheme="fp8_block", implementation="mosaic", rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(layer)
+    x, z = (jax.ShapeDtypeStruct((9, n), dtype) for n, dtype in ((2880, jnp.bfloat16), (4, jnp.float32)))
+    with on_hopper():
+        assert "input rows: quantized and moved by XLA, since the kernel refuses H=2880" in layer.explain(9)
+        run = jax.jit(lambda state, x, z: nnx.merge(graphdef, state)(x, z))
+        lowered = run.trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("mosaic_gpu_v2") == 4
 
 
 def test_measured_configurations_come_first(monkeypatch):

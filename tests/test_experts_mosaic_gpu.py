@@ -24,13 +24,11 @@ from moe_jax.quantization import SCHEMES, Scheme
 pytestmark = pytest.mark.gpu
 
 # Beside the named schemes: every bit width, containers, zero points, act-order.
-OTHERS = ("w4a16_g32_asym_unpacked", "w3a16_channel_asym", "w5a16_g32", "w8a16_g64_asym", "w4a8_int8_g64_packed")
-OTHERS += (
-    "w4a16_g64_actorder",
-    "w4a16_g32_asym_actorder",
-    "w4a8_int8_actorder",
-    "w4a8_int8_asym",
-    "w4a8_int8_channel_asym",
+OTHERS = (
+    *("w4a16_g32_asym_unpacked", "w3a16_channel_asym", "w5a16_g32", "w8a16_g64_asym", "w4a8_int8_g64_packed"),
+    *("w4a16_g64_actorder", "w4a16_g32_asym_actorder", "w4a8_int8_actorder"),
+    *("w4a8_int8_asym", "w4a8_int8_channel_asym", "w4a8_int8_g32", "w4a8_fp8_asym"),
+    *("w8a8_int8", "w8a8_int8_channel_asym"),
 )
 
 
@@ -125,7 +123,10 @@ def test_sixteen_of_512_experts(scheme):
     check(scheme, 33, num_experts=512, top_k=16, hidden_size=256, intermediate_size=128)
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "fp8_channel", "int8_w8a8", "w4a16_g32", "mxfp4_a16", "mxfp8", "w4a8_int8"])
+GPT_OSS = ("bf16", "fp8_channel", "fp8_block", "int8_w8a8", "w4a16_g32", "mxfp4_a16", "mxfp8", "w4a8_int8")
+
+
+@pytest.mark.parametrize("scheme", GPT_OSS)
 def test_sizes_of_gpt_oss(scheme):
     check(scheme, 21, num_experts=4, top_k=4, hidden_size=2880, intermediate_size=2880, activation="swigluoai")
 

@@ -17,7 +17,7 @@ from kernel_tolerances import assert_layer_close
 from moe_jax import _experts_mosaic, fused_moe
 from moe_jax._packed_weights import pack_experts, packed_format, unpack_experts
 from moe_jax.experts import explain
-from moe_jax.quantization import SCHEMES, method_for
+from moe_jax.quantization import SCHEMES, QuantFormat, Scheme, Strategy, method_for
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -25,8 +25,16 @@ PACKED = [name for name, scheme in SCHEMES.items() if packed_format(scheme, "bfl
 PACKED += ["w4a16_g32_asym_unpacked", "w4a8_int8_g64_packed", "w3a16_channel_asym", "w5a16_g32"]
 PACKED += ["w4a16_g32_asym_actorder", "w4a8_int8_g64_actorder", "w4a8_int8_g64_asym", "w3a8_int8_channel_asym"]
 USUAL = ("nvfp4_modelopt", "w4a16_g32_asym", "w4a8_int8", "w4a16_g32_asym_actorder", "w4a8_int8_g64_actorder")
-USUAL += ("w4a8_int8_g64_asym",)
+PACKED += ["w8a8_int8_channel_asym", "w4a8_fp8_asym", "w6a8_int8_g32_packed", "w4a8_int8_g32_asym_asym_inputs"]
+USUAL += ("w4a8_int8_g64_asym", "w4a8_int8_asym_inputs", "w4a8_fp8_asym", "w8a8_int8_channel_asym")
 EVERY = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in PACKED]
+
+
+BLOCKS_OF_64 = Scheme(
+    "",
+    QuantFormat("e4m3", Strategy.BLOCK, block_shape=(64, 64)),
+    QuantFormat("e4m3", Strategy.GROUP, group_size=64, dynamic=True),
+)
 
 
 @functools.cache
@@ -78,16 +86,18 @@ def test_routing_in_the_kernels():
 
 
 def test_explain_names_what_no_kernel_serves():
-    config = cases.make_config("w8a8_int8_channel_asym", dtype="bfloat16")
+    config = cases.make_config(BLOCKS_OF_64, dtype="bfloat16")
     text = explain(config, method_for(config.scheme).abstract_weights(config), 64, "gpu")
-    assert "implementation: xla" in text and "there is no kernel for scheme 'w8a8_int8_channel_asym' yet" in text
+    assert "implementation: xla" in text and "there is no kernel for scheme 'fp8_block_64x64' yet" in text
 
 
 def test_what_has_no_packed_layout_is_refused():
-    for scheme in ("bf16", "w8a8_int8_channel_asym", "fp8_channel", "w4a8_fp8_asym"):
+    for scheme in ("bf16", "int8_w8a8", "fp8_channel", "fp8_tensor_token", BLOCKS_OF_64):
         config = cases.make_config(scheme, dtype="bfloat16")
-        with pytest.raises(NotImplementedError, match=f"scheme '{scheme}' in bfloat16 has no packed layout"):
-            pack_experts(method_for(scheme).abstract_weights(config), config)
+        with pytest.raises(
+            NotImplementedError, match=f"scheme '{config.scheme.name}' in bfloat16 has no packed layout"
+        ):
+            pack_experts(method_for(config.scheme).abstract_weights(config), config)
 
 
 def test_act_order_is_packed_and_undone():

@@ -25,7 +25,7 @@ PACKED = (
     *("w8a16_channel", "w8a16_g128", "w2a16_g128", "w3a16_g128", "int8_w8a16"),
     *("fp8_tensor_a16", "fp8_channel_a16", "fp8_block_a16"),
     *("nvfp4_a16", "nvfp4_a16_modelopt", "nvfp4_dynamic", "mxfp4", "mxfp4_a16", "mxfp8", "mxfp8_a16"),
-    *("w4a8_int8", "w4a8_int8_channel", "w4a8_fp8"),
+    *("w4a8_int8", "w4a8_int8_channel", "w4a8_int8_asym_inputs", "w4a8_fp8"),
 )
 
 
@@ -52,6 +52,17 @@ def make_weights(name, implementation=("mosaic", "xla"), **options):
     return config, method.process_weights_after_loading(leaves, config)
 
 
+# Eight bits where both sides and the groups allow them, else codes in bfloat16.
+OPERANDS = {
+    "w4a8_int8_asym": "int8",
+    "w4a8_int8_g32": "bfloat16",
+    "w4a8_int8_asym_inputs": "bfloat16",
+    "w4a8_fp8_asym": "bfloat16",
+    "w8a8_int8": "bfloat16",
+    "w8a8_int8_channel_asym": "bfloat16",
+}
+
+
 def test_which_schemes_are_packed():
     found = {name for name, scheme in SCHEMES.items() if packed_format(scheme, "bfloat16")}
     assert found == {*PACKED, "nvfp4", "nvfp4_modelopt"}
@@ -60,6 +71,8 @@ def test_which_schemes_are_packed():
     ordered, by_position = (Scheme.parse(f"w4a16_g128{order}") for order in ("_actorder", ""))
     assert packed_format(ordered, "bfloat16") == packed_format(by_position, "bfloat16")
     assert packed_format(SCHEMES["w4a16_g128"], "float32") is None
+    operands = {name: packed_format(Scheme.parse(name), "bfloat16").operand for name in OPERANDS}
+    assert operands == OPERANDS
 
 
 # One of every element; the other schemes are marked slow.
