@@ -5,14 +5,14 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu python exam
 """
 
 import argparse
-import math
 import time
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import moe_jax
+from moe_jax.parallel import parse_mesh
 
 
 @jax.jit
@@ -31,10 +31,8 @@ def main(argv=None):
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args(argv)
 
-    sizes = dict(part.split("=") for part in (options.mesh or f"expert={jax.device_count()}").split(","))
-    shape = tuple(int(size) for size in sizes.values())
-    devices = jax.devices()[: math.prod(shape)]
-    mesh = jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+    # Any jax.sharding.Mesh with axes of these names will do, Auto or Explicit.
+    mesh = parse_mesh(options.mesh or f"expert={jax.device_count()}")
 
     # Each device reads and holds its share of the experts; attention, norms and the head are whole on every device.
     model = moe_jax.load_pretrained(
@@ -49,7 +47,7 @@ def main(argv=None):
         start = time.perf_counter()
         out = moe_jax.generate(model, ids, max_new_tokens=options.new_tokens)
         out.block_until_ready()
-        print(f"{attempt}: {options.new_tokens / (time.perf_counter() - start):.1f} tokens/s on {len(devices)} devices")
+        print(f"{attempt}: {options.new_tokens / (time.perf_counter() - start):.1f} tokens/s on {mesh.size} devices")
     print(out[0, ids.shape[1] :].tolist())
     return out
 
