@@ -138,12 +138,14 @@ for axes, dispatch in zip(panels, DISPATCHES, strict=True):
         bottom += size
     axes.set(title=dispatch, xlabel="tokens in a call", xticks=range(len(TOKENS)), xticklabels=TOKENS)
 panels[0].set_ylabel("bytes received by a device,\nfor each token of the call")
-panels[-1].legend(fontsize=8)
+panels[0].legend(fontsize=8, loc="upper left")
 keep(figure, "04_bytes")
 
 # %% [markdown]
-# `replicate` gives every device all tokens and adds the results up: one collective, best for a handful of tokens.
-# `all_gather` sends each token to all devices whether they have an expert for it or not. `all_to_all` sends a row only
-# where it is needed: with top 2 of 16 experts on 8 devices that is less, but rows come in fixed portions so that shapes
-# are known, which costs padding, and more rounds when the routing is lopsided (a round is counted once here). What is
-# fastest depends on latency too, which a simulation on one machine cannot tell.
+# `replicate` works on tokens that every device has, and adds the results up: one collective, best for a handful of
+# tokens. (Where tokens are split over the devices, bringing them to all comes on top; XLA does that outside of the
+# layer's own program, and it is not counted here.) `all_gather` sends each token to all devices whether they have an
+# expert for it or not. `all_to_all` sends a row only where it is needed, but in portions of a fixed size, so that
+# shapes are known. For few tokens a portion takes any routing in one round, mostly padding: twice the bytes of `all_gather`.
+# At 1024 tokens portions are a quarter over their mean, and it sends less than half; a lopsided routing then takes more
+# rounds (one is counted here). What is fastest depends on latency too, which a simulation on one machine cannot tell.

@@ -107,8 +107,9 @@ panels[0].set_ylabel("logit in moe_jax")
 keep(figure, "05_logits")
 
 # %% [markdown]
-# Random weights are the hardest case for a format: nothing in them is redundant, and two layers of experts already
-# carry most of the logits. A trained model of a useful size loses much less at the same number of bits.
+# One prompt of a tiny random model: the order of formats here need not be that of notebook 02, since a small difference
+# in one layer may send a token to other experts in the next, and then its logits move a lot. Judge a format by the
+# weights of the model you mean to use.
 #
 # ## Generate
 #

@@ -56,7 +56,7 @@ for axes, model in zip(panels[0], models, strict=True):
             axes.plot(intensity, rates, "o-", ms=3, lw=1, color=color[scheme], label=scheme)
     axes.set(title=model, xscale="log", yscale="log", xlabel="FLOP per byte moved")
 panels[0][0].set_ylabel("TFLOP/s")
-panels[0][0].legend(fontsize=7)
+panels[0][-1].legend(fontsize=7, loc="lower right")
 keep(figure, "06_roofline_h200")
 
 # %% [markdown]
@@ -77,7 +77,7 @@ for axes, model in zip(panels[0], models, strict=True):
     axes.axhline(1, color="black", lw=0.8)
     axes.set(title=model, xscale="log", yscale="log", xlabel="tokens in a call")
 panels[0][0].set_ylabel("their time / ours")
-panels[0][0].legend(fontsize=7)
+panels[0][-1].legend(fontsize=7)
 keep(figure, "06_peers_h200")
 worst = sorted(compared, key=lambda cell: cell["ratio"])[:5]
 print("where we lose most:")
