@@ -145,7 +145,9 @@ keep(figure, "04_bytes")
 # `replicate` works on tokens that every device has, and adds the results up: one collective, best for a handful of
 # tokens. (Where tokens are split over the devices, bringing them to all comes on top; XLA does that outside of the
 # layer's own program, and it is not counted here.) `all_gather` sends each token to all devices whether they have an
-# expert for it or not. `all_to_all` sends a row only where it is needed, but in portions of a fixed size, so that
-# shapes are known. For few tokens a portion takes any routing in one round, mostly padding: twice the bytes of `all_gather`.
-# At 1024 tokens portions are a quarter over their mean, and it sends less than half; a lopsided routing then takes more
-# rounds (one is counted here). What is fastest depends on latency too, which a simulation on one machine cannot tell.
+# expert for it or not.
+#
+# `all_to_all` sends a row only where it is needed, but in portions of a fixed size, so that shapes are known. For few
+# tokens a portion takes any routing in one round, mostly padding: twice the bytes of `all_gather`. At 1024 tokens
+# portions are a quarter over their mean, and it sends less than half; a lopsided routing then takes more rounds (one is
+# counted here). What is fastest depends on latency too, which a simulation on one machine cannot tell.

@@ -98,7 +98,7 @@ for scheme in SCHEMES:
     print(f"{scheme:<11} experts {nbytes / 1e3:>6.0f} kB, logit error {error:.2%}, same best token {same:.0%}")
 
 # %%
-figure, panels = plt.subplots(1, 1 + len(SCHEMES), figsize=(9, 2.6), sharex=True, sharey=True)
+figure, panels = plt.subplots(1, 1 + len(SCHEMES), figsize=(9, 3), sharex=True, sharey=True)
 for axes, (name, values) in zip(panels, [("float32", ours), *logits.items()], strict=True):
     axes.plot(expected.ravel(), values.ravel(), ",", color=BLUE)
     axes.axline((0, 0), slope=1, color=RED, lw=0.5)
