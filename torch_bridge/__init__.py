@@ -7,7 +7,7 @@ from torch_bridge._compressed_tensors import (
     CompressedTensorsW8A8Fp8MoEMethod,
     CompressedTensorsWNA16MarlinMoEMethod,
 )
-from torch_bridge._convert import PatchedExperts, convert, from_nnx, load_tensors, patch, to_nnx
+from torch_bridge._convert import convert, from_nnx, load_tensors, patch, to_nnx
 from torch_bridge._kernels import as_torch_kernels
 from torch_bridge._layer import FusedMoE
 from torch_bridge._methods import (
@@ -25,6 +25,7 @@ from torch_bridge._online import (
     OnlineMoEMethodBase,
     SchemeOnlineMoEMethod,
 )
+from torch_bridge._patched import PatchedExperts
 from torch_bridge._rank import Rank, determine_expert_map
 
 __all__ = [

@@ -15,7 +15,10 @@ class _CompressedTensorsMoEMethod(SchemeMoEMethod):
 
     def __init__(self, weight_quant: Any, input_quant: Any, moe: Any = None, layer_name: str | None = None):
         """weight_quant, input_quant: QuantizationArgs or dicts. Raises ValueError for a scheme of another method."""
-        group: dict[str, Any] = {"weights": _arguments(weight_quant), "input_activations": _arguments(input_quant)}
+        group: dict[str, Any] = {
+            "weights": quantization_arguments(weight_quant),
+            "input_activations": quantization_arguments(input_quant),
+        }
         if self.stored_as is not None:
             group["format"] = self.stored_as
         super().__init__(Scheme.parse(group), moe)
@@ -57,7 +60,7 @@ class CompressedTensorsW4A8Int8MoEMethod(_CompressedTensorsMoEMethod):
     stored_as = "int-quantized"
 
     def __init__(self, weight_quant: Any, input_quant: Any, moe: Any = None, layer_name: str | None = None):
-        inputs, weights = _arguments(input_quant) or {}, _arguments(weight_quant) or {}
+        inputs, weights = quantization_arguments(input_quant) or {}, quantization_arguments(weight_quant) or {}
         if inputs.get("strategy") != "token" or not inputs.get("dynamic"):
             raise ValueError(
                 f"{type(self).__name__}: activations have to be dynamic per token, found strategy "
@@ -120,7 +123,7 @@ class CompressedTensorsW4A4Nvfp4MoEMethod(SchemeMoEMethod):
         self.layer_name, self.use_a16 = layer_name, use_a16
 
 
-def _arguments(quant: Any) -> dict[str, Any] | None:
+def quantization_arguments(quant: Any) -> dict[str, Any] | None:
     """A QuantizationArgs object of compressed-tensors, or a dict, as a plain dict."""
     if quant is None or isinstance(quant, Mapping):
         return None if quant is None else dict(quant)

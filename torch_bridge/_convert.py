@@ -16,7 +16,9 @@ import moe_jax
 from moe_jax import MoEConfig, Scheme
 from moe_jax._packed_weights import unpack_experts
 from torch_bridge._layer import FusedMoE
-from torch_bridge._tensors import to_jax, to_torch, torch_dtype
+from torch_bridge._patched import PatchedExperts, refuse_saving
+from torch_bridge._tensors import refuse_foreign, to_jax, to_torch, torch_dtype
+from torch_bridge._vllm import convert_vllm, is_vllm_style
 
 # Class of the experts -> class of routing; what differs between the families beyond the shapes.
 _FAMILIES = {
@@ -29,38 +31,32 @@ _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gel
 _TENSOR_FILES = (".bin", ".pt", ".pth")
 
 
-class PatchedExperts(torch.nn.Module):
-    """Stands where transformers had a block's experts: the model's router chooses, our layer computes."""
-
-    def __init__(self, experts: FusedMoE):
-        super().__init__()
-        self.experts = experts
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """hidden_states (T, H), top_k_index and top_k_weights (T, top_k) -> (T, H)."""
-        return self.experts.quant_method.apply(self.experts, hidden_states, top_k_weights, top_k_index)
-
-
 def convert(
     block: torch.nn.Module,
     *,
     quantize: "str | Scheme | Mapping[str, Any] | None" = None,
+    quant_config: Any = None,
     prefix: str = "",
     implementation: Any = None,
 ) -> FusedMoE:
-    """A processed ``FusedMoE`` with the experts and the routing of one MoE block of transformers.
+    """A processed ``FusedMoE`` with experts and routing of a MoE block of transformers, or of a layer of vLLM's kind.
 
     Args:
-        block: of Mixtral, Qwen3-MoE, DeepSeek-V3 or gpt-oss, with its weights. It is left as it is.
-        quantize: what to quantize the experts to; None keeps them.
+        block: of Mixtral, Qwen3-MoE, DeepSeek-V3 or gpt-oss, with its weights; or a layer that keeps them in parameters
+            of vLLM's names (``w13_weight``, ``w2_weight_scale``, ...), of one rank too. It is left as it is.
+        quantize: what to quantize the experts of transformers to; None keeps them.
+        quant_config: what the parameters of a layer of vLLM's kind are; None asks its ``quant_method``.
 
     Returns:
         The routed part: ``layer(x, router_logits)``. Router, shared experts and their weights stay the block's.
 
-    Raises NotImplementedError for another block, by its class, ValueError for an activation that is not known.
+    Raises NotImplementedError for another block, by its class, and for parameters of bitsandbytes or GGUF; ValueError
+    for an activation that is not known, or parameters that are not of the scheme.
     """
+    if is_vllm_style(block):
+        if quantize is not None:
+            raise ValueError(f"quantize={quantize!r}: {type(block).__name__} keeps its parameters; pass quant_config=")
+        return convert_vllm(block, quant_config, prefix=prefix, implementation=implementation)
     experts: Any = getattr(block, "experts", None)
     family = _FAMILIES.get(type(experts).__name__)
     if family is None or experts is None:
@@ -71,6 +67,7 @@ def convert(
     is_gpt_oss = family == "gpt_oss"
     router: Any = block.router if is_gpt_oss else block.gate
     weight = experts.down_proj
+    refuse_foreign(dict(experts.named_parameters()))
     if weight.is_meta:
         raise ValueError(f"{type(experts).__name__} is on the meta device; load the model's weights before converting")
     layer = FusedMoE(
@@ -106,6 +103,9 @@ def patch(
     A block's own experts are let go as soon as they are replaced, so that one layer exists twice at a time. All scheme
     and block checks are those of ``convert``.
 
+    State dicts of unquantized experts keep transformers' names, so that ``save_pretrained`` writes a checkpoint that
+    reads back; with ``quantize`` it refuses.
+
     Returns:
         The names of the modules that were replaced.
 
@@ -127,7 +127,11 @@ def patch(
         )
     Scheme.parse(quantize)
     for block in blocks.values():
-        block.experts = PatchedExperts(convert(block, quantize=quantize, implementation=implementation))
+        is_transposed = _FAMILIES[type(block.experts).__name__] == "gpt_oss"
+        layer = convert(block, quantize=quantize, implementation=implementation)
+        block.experts = PatchedExperts(layer, is_transposed=is_transposed)
+    if Scheme.parse(quantize).is_quantized:
+        refuse_saving(model, Scheme.parse(quantize).name)
     return [f"{name}.experts" for name in blocks]
 
 
@@ -184,13 +188,18 @@ def load_tensors(path: str | os.PathLike) -> dict[str, torch.Tensor]:
     """The tensors of a torch file (.bin, .pt, .pth) or a safetensors file by name, ready for ``load_weights``.
 
     torch files are read with ``weights_only=True``: tensors and plain containers, nothing that runs code.
-    Raises ValueError for another kind of file, or one that holds more than named tensors.
+    Raises ValueError for another kind of file, or one that holds more than named tensors; NotImplementedError for GGUF.
     """
     name = os.fspath(path)
     if name.endswith(".safetensors"):
         from safetensors.torch import load_file
 
         return load_file(name)
+    if name.endswith(".gguf"):
+        raise NotImplementedError(
+            f"{name}: GGUF files are not supported; read the safetensors repository that it was made from, or convert "
+            "it once: transformers.AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME).save_pretrained(NEW_DIR)"
+        )
     if not name.endswith(_TENSOR_FILES):
         raise ValueError(f"{name}: expected a file ending in .safetensors, {', '.join(_TENSOR_FILES)}")
     try:

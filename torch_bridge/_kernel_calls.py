@@ -50,9 +50,21 @@ class KernelCalls(JaxCalls):
         return y if mask is None else y[: first.shape[0]]
 
     def replace(self, experts: Experts) -> None:
-        """Other weights of the same shapes in the memory that captured graphs read."""
-        for old, new in zip(self.leaves, jax.tree.leaves(experts), strict=True):
+        """Other weights of the same shapes in the memory that captured graphs read.
+
+        Raises ValueError, with nothing changed, when the kernels' layout of the new ones is another.
+        """
+        pairs = list(zip(self.leaves, jax.tree.leaves(experts), strict=True))
+        other = [f"{old.dtype}{old.shape} -> {new.dtype}{new.shape}" for old, new in pairs if old.aval != new.aval]
+        if other:
+            raise ValueError(
+                f"{self.layer_name} is in a captured CUDA graph, and the new weights lie otherwise in memory "
+                f"({', '.join(other)}); build a new layer and capture again"
+            )
+        for old, new in pairs:
             to_torch(old).copy_(to_torch(new))
+        if self._weights.w13.data.is_cuda:
+            torch.cuda.synchronize()  # JAX's runtime does not know of these writes
 
     def _moe_arguments(self, tensors: tuple[Any, ...], mask: Any) -> tuple[Any, ...]:
         x, logits, bias, token_ids = tensors

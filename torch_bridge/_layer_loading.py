@@ -29,7 +29,7 @@ from torch_bridge._methods import (
 )
 from torch_bridge._rank import Rank
 from torch_bridge._state import is_interleaved, stored_leaves
-from torch_bridge._tensors import jax_device, numpy_dtype, to_numpy
+from torch_bridge._tensors import jax_device, numpy_dtype, refuse_foreign, to_numpy
 
 SHARD_IDS = ("w1", "w2", "w3")
 
@@ -70,6 +70,8 @@ class LoadingMixin(torch.nn.Module):
 
         Raises ValueError for a shape, dtype or value that does not fit, or for a layer that is processed already.
         """
+        refuse_foreign({weight_name: param})
+        refuse_foreign({weight_name: loaded_weight})
         if not isinstance(self.quant_method, SchemeMoEMethod):
             used = self._write(param, to_numpy(loaded_weight), weight_name, shard_id or "", expert_id)
         else:
@@ -205,6 +207,11 @@ class LoadingMixin(torch.nn.Module):
             quantize=method.quantizes_online if online is None else online,
             fused_layout=fused_layout,
         )
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory that tensors hold which are loaded but not processed."""
+        return 0 if self._loader is None else self._loader.staged_bytes
 
     def finished(self, loader: RankLoader) -> ExpertWeights:
         """What a complete loader makes of its tensors, on the layer's device."""

@@ -109,8 +109,12 @@ class RankLoader:
         shards = ("w2",) if prefix == "w2" else ("w1", "w3") if self._whole.is_act_and_mul else ("w1",)
         if suffix == "weight_g_idx":
             shards = shards[:1]
-        if array.shape[0] != self._specs[leaf].shape[0] if leaf in self._specs else False:
-            raise ValueError(f"{leaf}: found {array.shape[0]} experts, expected {self._specs[leaf].shape[0]}")
+        spec = self._specs.get(leaf)
+        if spec is not None and spec.kind in ("input_scale", "tensor") and array.shape == spec.shape[:1]:
+            # vLLM keeps one value of an expert for gate and up, once it has processed them.
+            array = np.broadcast_to(array.reshape(-1, *(1,) * (len(spec.shape) - 1)), spec.shape)
+        if spec is not None and array.shape != spec.shape:
+            raise ValueError(f"{leaf}: found shape {array.shape}, expected {spec.shape}")
         used = False
         for half, shard in enumerate(shards):
             rows = (

@@ -173,23 +173,15 @@ class SchemeMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        config = dataclasses.replace(
-            layer.local_config,
-            num_experts=num_experts,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size_per_partition,
-            param_dtype=str(params_dtype).removeprefix("torch."),
-        )
         method = method_for(None) if self.quantizes_online else self.method
-        specs = method.create_weights(dataclasses.replace(config, scheme=method.scheme))
+        sizes = num_experts, hidden_size, intermediate_size_per_partition
+        specs = leaf_specs(layer, method, sizes, params_dtype)
         weights = method.scheme.weights
         if weights is not None and weights.packing is not None and not weights.element_type.is_float:
             lead = (num_experts, 2)
             specs |= {f"{w}_weight_shape": LeafSpec(lead, np.dtype(np.int32), "weight_shape") for w in ("w13", "w2")}
         for name, spec in specs.items():
-            parameter = placeholder(spec)
-            layer.register_parameter(name, parameter)
-            set_weight_attrs(parameter, {"leaf_name": name, **_kind(spec, weights), **extra_weight_attrs})
+            register_placeholder(layer, name, spec, {**_kind(spec, weights), **extra_weight_attrs})
 
     def exported_name(self, leaf: str) -> str:
         """What a state dict calls a leaf; another name than the leaf's where vLLM has one of its own."""
@@ -275,6 +267,29 @@ def placeholder(spec: LeafSpec) -> torch.nn.Parameter:
     return torch.nn.Parameter(
         torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta"), requires_grad=False
     )
+
+
+def leaf_specs(
+    layer: Any, method: MoEMethod, sizes: tuple[int, int, int], params_dtype: torch.dtype
+) -> dict[str, LeafSpec]:
+    """The leaves of one rank under a method; sizes: (experts, hidden, intermediate) of the rank."""
+    experts, hidden, intermediate = sizes
+    config = dataclasses.replace(
+        layer.local_config,
+        num_experts=experts,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        scheme=method.scheme,
+        param_dtype=str(params_dtype).removeprefix("torch."),
+    )
+    return dict(method.create_weights(config))
+
+
+def register_placeholder(layer: torch.nn.Module, name: str, spec: LeafSpec, attributes: dict[str, Any]) -> None:
+    """Give a layer the parameter of a leaf, without memory, with what loaders read on it."""
+    parameter = placeholder(spec)
+    layer.register_parameter(name, parameter)
+    set_weight_attrs(parameter, {"leaf_name": name, **attributes})
 
 
 def _kind(spec: LeafSpec, weights: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from moe_jax import Scheme
 from moe_jax.quantization import method_for
 from torch_bridge._loader import RankLoader
-from torch_bridge._methods import SchemeMoEMethod, placeholder, replace_parameter, set_weight_attrs
+from torch_bridge._methods import SchemeMoEMethod, leaf_specs, register_placeholder, replace_parameter
 from torch_bridge._state import stored_leaves
 
 if TYPE_CHECKING:
@@ -122,17 +122,10 @@ class MoeOnlineWeightQuantizer:
         **extra_weight_attrs: Any,
     ) -> None:
         """Placeholders for w13_weight and w2_weight, biases where the layer has them, and the callbacks' scales."""
-        config = dataclasses.replace(
-            layer.local_config,
-            scheme=Scheme.parse(None),
-            param_dtype=str(params_dtype).removeprefix("torch."),
-        )
-        extra_weight_attrs.pop("weight_loader", None)
-        for name, spec in method_for(None).create_weights(config).items():
-            parameter = placeholder(spec)
-            layer.register_parameter(name, parameter)
-            attributes = {"leaf_name": name, "weight_loader": self._loader_for(layer), **extra_weight_attrs}
-            set_weight_attrs(parameter, attributes)
+        sizes = num_experts, hidden_size, intermediate_size_per_partition
+        attributes = extra_weight_attrs | {"weight_loader": self._loader_for(layer)}
+        for name, spec in leaf_specs(layer, method_for(None), sizes, params_dtype).items():
+            register_placeholder(layer, name, spec, attributes)
         scales = self.callbacks.create_scale_tensors(layer, num_experts, intermediate_size_per_partition, hidden_size)
         for name, scale in zip(("w13_weight_scale", "w2_weight_scale"), scales, strict=True):
             layer.register_parameter(name, scale)

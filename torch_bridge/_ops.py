@@ -180,3 +180,11 @@ def _experts_backward(ctx, grad):
 
 fused_moe_op.register_autograd(_moe_backward, setup_context=_save_moe)
 fused_experts_op.register_autograd(_experts_backward, setup_context=_save_experts)
+
+
+def _no_second_derivative(ctx, *grads):
+    raise NotImplementedError("FusedMoE has first derivatives only; take its gradient without create_graph=True")
+
+
+for _first in (fused_moe_backward_op, fused_experts_backward_op):
+    _first.register_autograd(_no_second_derivative)

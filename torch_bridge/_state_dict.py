@@ -9,6 +9,7 @@ from torch_bridge._layer_loading import LoadingMixin
 from torch_bridge._methods import SchemeMoEMethod
 from torch_bridge._state import interleaved, is_interleaved, stored_leaves
 from torch_bridge._tensors import to_numpy
+from torch_bridge._views import checkpoint_view, processed_view
 
 _PREFIXES = ("w13_", "w2_")
 
@@ -18,9 +19,9 @@ class StateDictMixin(LoadingMixin):
 
     Out: nothing loaded gives placeholders on the meta device, a processed layer its leaves. What is loaded but not
     processed yet is refused: some of it may be quantized already.
-    In: leaves as they come out, complete. An unprocessed layer keeps them until process_weights_after_loading, a
-    processed one replaces its weights at once, or none of them. Full-precision leaves under a quantizing scheme are
-    quantized.
+    In: leaves as they come out, or as ``processed_state_dict`` has them, complete. An unprocessed layer keeps them
+    until process_weights_after_loading, a processed one replaces its weights at once, or none of them. Full-precision
+    leaves under a quantizing scheme are quantized.
     """
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -38,6 +39,18 @@ class StateDictMixin(LoadingMixin):
             leaves = interleaved(leaves) if is_interleaved(self.moe_config) else leaves
         for name, leaf in leaves.items():
             destination[f"{prefix}{self.quant_method.exported_name(name)}"] = leaf
+
+    def processed_state_dict(self) -> dict[str, torch.Tensor]:
+        """The leaves of a processed layer as vLLM names and stores them after its own processing.
+
+        NVFP4: ``weight``, ``weight_scale``, and ``weight_scale_2`` and ``input_scale``, which multiply. int4 with int8
+        activations: ``weight_packed`` (E, N, K / 2) uint8, and its scales. Every other scheme: ``state_dict()``.
+        ``load_state_dict`` takes either. Raises RuntimeError when nothing is processed.
+        """
+        if self._experts is None:
+            raise RuntimeError(f"{self.layer_name} has no processed weights: call process_weights_after_loading()")
+        leaves = {name: leaf for name, leaf in self.state_dict().items() if name.startswith(_PREFIXES)}
+        return processed_view(leaves, self.local_config.scheme)
 
     def _load_from_state_dict(
         self,
@@ -61,6 +74,7 @@ class StateDictMixin(LoadingMixin):
                 names[self.quant_method.stored_name(name)] = state_dict[key]
         # weight_shape tells nothing that the scheme does not.
         names = {name: leaf for name, leaf in names.items() if not name.endswith("_weight_shape")}
+        names = checkpoint_view(names, scheme)
         weight = names.get("w2_weight")
         is_full_precision = weight is not None and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
         is_online = scheme.is_quantized and is_full_precision

@@ -5,6 +5,7 @@ copies in three cases only: 64-bit integers, which JAX holds in 32 bits; memory 
 bytes on the CPU, of 128 on a GPU; a tensor whose strides are no permutation of a dense one.
 """
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -98,6 +99,24 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     if next(iter(array.devices())).platform == "cpu":
         array.block_until_ready()
     return torch.from_dlpack(array)
+
+
+def refuse_foreign(parameters: Mapping[str, Any]) -> None:
+    """Raises NotImplementedError for parameters of bitsandbytes or GGUF, by name, with the way out."""
+    for name, parameter in parameters.items():
+        kind = type(parameter).__name__
+        if hasattr(parameter, "quant_state") or "4bit" in kind or getattr(parameter, "use_bitsandbytes_4bit", False):
+            library = "bitsandbytes"
+        elif kind.startswith("GGUF") or any(
+            hasattr(parameter, f"is_gguf_{what}") for what in ("weight", "weight_type")
+        ):
+            library = "GGUF"
+        else:
+            continue
+        raise NotImplementedError(
+            f"{name}: a parameter of {library}, whose codes are not supported; load the model in full precision and "
+            "quantize it here, with quantize= or online=True"
+        )
 
 
 def jax_device(device: torch.device) -> Any:

@@ -147,6 +147,55 @@ def test_gradients_through_a_patched_model(models):
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-2, atol=1e-3 * float(grads[0].abs().max()))
 
 
+def test_saved_models_read_back(models, tmp_path):
+    """save_pretrained of a patched model writes transformers' names; what from_pretrained reads computes the same."""
+    model, ids = models("mixtral"), torch.arange(1, 10)[None]
+    expected, names = model(ids).logits, set(model.state_dict())
+    torch_bridge.patch(model)
+    assert set(model.state_dict()) == names
+    model.load_state_dict(model.state_dict())
+    model.save_pretrained(tmp_path)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    torch.testing.assert_close(read(ids).logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_state_dicts_of_patched_blocks_are_the_blocks_own(family):
+    """Names, shapes and bits, also of gpt-oss, which keeps matrices (in, out) and the rows of gate and up mixed."""
+    block = random_block(family)
+    holder, before = torch.nn.ModuleDict({"mlp": block}), {n: t.clone() for n, t in block.state_dict().items()}
+    torch_bridge.patch(holder)
+    after = block.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    block.load_state_dict({name: tensor * 2 for name, tensor in before.items()})
+    assert all(torch.equal(tensor, before[name] * 2) for name, tensor in block.state_dict().items())
+
+
+def test_saving_quantized_models_is_refused(models, tmp_path):
+    model = models("mixtral")
+    torch_bridge.patch(model, quantize="int8_w8a16")
+    with pytest.raises(
+        NotImplementedError, match=r"MixtralForCausalLM has experts of scheme 'int8_w8a16'.*quantize_ch"
+    ):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_parameters_of_other_libraries_are_refused():
+    """bitsandbytes and GGUF: by name, before anything is read; also through the loader and as a config."""
+    block = random_block("mixtral")
+    block.experts.down_proj.quant_state = object()
+    with pytest.raises(NotImplementedError, match="down_proj: a parameter of bitsandbytes.*full precision"):
+        torch_bridge.convert(block)
+    layer = torch_bridge.FusedMoE(E, K, H, INTER)
+    layer.w2_weight.is_gguf_weight = True
+    with pytest.raises(NotImplementedError, match="experts.w2_weight: a parameter of GGUF"):
+        layer.weight_loader(layer.w2_weight, torch.zeros(H, INTER), "experts.w2_weight", "w2", 0)
+    for method in ("bitsandbytes", "gguf"):
+        with pytest.raises(NotImplementedError, match=f"quant_method '{method}' is not supported"):
+            torch_bridge.FusedMoE(E, K, H, INTER, quant_config={"quant_method": method})
+
+
 def test_refusals():
     block = random_block("mixtral")
     with pytest.raises(NotImplementedError, match=r"supported experts: MixtralExperts"):
@@ -199,9 +248,11 @@ def test_torch_files_are_read_as_tensors_only(tmp_path, capfd):
         ("trap.pt", "weights_only"),
         ("number.pt", "expected named tensors"),
         ("noise.pt", "not a file of tensors"),
-        ("model.gguf", "expected a file ending in"),
+        ("model.npz", "expected a file ending in"),
     ):
         with pytest.raises(ValueError, match=message) as raised:
             torch_bridge.load_tensors(tmp_path / name)
         assert "\n" not in str(raised.value)
+    with pytest.raises(NotImplementedError, match="GGUF files are not supported"):
+        torch_bridge.load_tensors(tmp_path / "model.gguf")
     assert "executed" not in capfd.readouterr().out

@@ -1,5 +1,7 @@
 """Calling the torch layer: the nnx layer's bits, no copies on the way, gradients, compilation, refusals."""
 
+import warnings
+
 import jax
 import numpy as np
 import pytest
@@ -146,6 +148,14 @@ def test_gradients_of_experts_are_refused():
         layer(*inputs(2))
 
 
+def test_second_derivatives_are_refused():
+    layer = loaded_bridge("bf16", plain_arrays())
+    x, z = (t.requires_grad_() for t in inputs(2))
+    (first,) = torch.autograd.grad(layer(x, z).float().square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        first.float().sum().backward()
+
+
 def test_compile_and_export():
     """One graph without breaks, dynamic numbers of tokens, gradients through the compiled graph; export too."""
     layer = loaded_bridge("int8_w8a16", stored_arrays("int8_w8a16"))
@@ -272,6 +282,20 @@ def test_constructor_refuses(options, error, message):
     with pytest.raises(error, match=message) as raised:
         torch_bridge.FusedMoE(E, K, H, I, **options)
     assert "\n" not in str(raised.value) and other is not None
+
+
+def test_memory_settings(monkeypatch):
+    """One warning where JAX would take the card, none where the user chose."""
+    settings = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
+    for name in settings:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.warns(UserWarning, match="JAX preallocates 75%.*XLA_PYTHON_CLIENT_PREALLOCATE=false"):
+        _ops.warn_of_preallocation()
+    for name, value in zip(settings, ("false", "0.3", "platform"), strict=True):
+        with monkeypatch.context() as own, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            own.setenv(name, value)
+            _ops.warn_of_preallocation()
 
 
 def test_call_refuses():

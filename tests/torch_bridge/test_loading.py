@@ -96,7 +96,7 @@ def test_fused_tensors(rank, transposed):
     arrays = plain_arrays()
     gate_up = np.stack([np.concatenate([arrays[e, s, "weight"] for s in ("w1", "w3")]) for e in range(E)])
     down = np.stack([arrays[e, "w2", "weight"] for e in range(E)])
-    pairs = [("experts.gate_up_proj", gate_up), ("experts.down_proj", down)]
+    pairs = [("experts.gate_up_proj", gate_up), ("experts.down_proj", down)][:: -1 if transposed else 1]
     layer = bridge_layer("bf16", **rank)
     layer.load_weights([(n, as_torch(a.swapaxes(1, 2) if transposed else a)) for n, a in pairs])
     layer.process_weights_after_loading()
@@ -332,13 +332,37 @@ def test_act_order_is_loaded_by_whole_experts_only():
 
 
 def test_dummy_weights():
-    """M19: uniform in +-1e-3, the same every time, quantized by the scheme."""
-    for scheme in ("bf16", "fp8_channel"):
-        layer, other = bridge_layer(scheme), bridge_layer(scheme)
-        layer.load_dummy_weights(), other.load_dummy_weights()
+    """M19: uniform in +-1e-3, the same every time; quantized, they are what the scheme makes of the same values."""
+    plain = bridge_layer("bf16")
+    plain.load_dummy_weights()
+    for weight in (plain.w13_weight, plain.w2_weight):
+        values = weight.double().flatten() / 1e-3
+        assert 0.9 < values.abs().max() < 1.004
+        shares = torch.histc(values, 8, -1, 1) / len(values)  # an eighth in each, up to six standard deviations
+        assert (shares - 1 / 8).abs().max() < 6 * (7 / 64 / len(values)) ** 0.5
+    pairs = [
+        (f"experts.{name}", leaf) for name, leaf in (("gate_up_proj", plain.w13_weight), ("down_proj", plain.w2_weight))
+    ]
+    for scheme in ("fp8_channel", "int8_w8a16"):
+        layer, other, loaded = bridge_layer(scheme), bridge_layer(scheme), bridge_layer(scheme, online=True)
+        layer.load_dummy_weights(), other.load_dummy_weights(), loaded.load_weights(pairs)
         assert_same_weights(layer.expert_weights, other.expert_weights)
-        values = layer.w2_weight.float() * (layer.w2_weight_scale if scheme != "bf16" else 1)
-        assert 9e-4 < values.abs().max() < 1.04e-3
+        assert_same_weights(layer.expert_weights, loaded.expert_weights)
+
+
+def test_one_expert_in_full_precision_at_a_time():
+    """M21: what is held while an online layer loads in checkpoint order is one expert beside the codes."""
+    layer, held = bridge_layer("fp8_channel", online=True), []
+    expert = 3 * H * I * 2  # bytes in bfloat16
+    for name, tensor in torch_pairs(plain_arrays())[:-1]:
+        layer.load_weights([(name, tensor)])
+        held.append(layer.staged_bytes)
+    codes = [e * (expert // 2 + 4 * (2 * I + H)) for e in range(E)]
+    done = [i // 3 for i in range(1, len(held) + 1)]
+    assert all(h <= codes[min(d, E - 1)] + expert for h, d in zip(held, done, strict=True))
+    assert max(held) < E * expert
+    layer.load_weights(torch_pairs(plain_arrays())[-1:])
+    assert layer.staged_bytes == 0
 
 
 def test_expert_map():

@@ -2,14 +2,15 @@
 
 from inspect import unwrap  # the tests' own checks of annotations would speak first
 
+import jax
+import numpy as np
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 
 import torch_bridge
 from tests.torch_bridge.cases import (
     E,
-    H,
-    I,
     K,
     bits,
     bridge_layer,
@@ -96,8 +97,7 @@ def test_scheme_checks():
 
 def test_arguments_of_compressed_tensors():
     """Its own objects say the same as dicts."""
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    args = quantization.QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32)
+    args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32)
     method = torch_bridge.CompressedTensorsWNA16MarlinMoEMethod(args, None)
     assert method.scheme.name == "w4a16_g32" and method.packed_factor == 8 and method.strategy == "group"
 
@@ -176,11 +176,60 @@ def test_callbacks_without_a_checkpoint_get_dummy_values():
     assert 0 < float(layer.w2_weight_scale.max()) < 1e-3 / 127 * 1.01
 
 
-def test_expert_weights_as_rows():
-    """M104: every per-expert leaf as (E, -1), sharing memory with the parameters."""
-    layer = loaded_bridge("fp8_channel", stored_arrays("fp8_channel"))
+@pytest.mark.parametrize("scheme", ["fp8_channel", "nvfp4_a16", "w4a16_g32_asym"])
+def test_expert_weights_as_rows(scheme):
+    """M104: every per-expert leaf as (E, -1), sharing memory with the parameters: all of an expert moves with its rows.
+
+    Judged by a layer that is loaded with the experts in another order.
+    """
+    arrays, order = stored_arrays(scheme), np.array([2, 0, 3, 1])
+    moved = {(int(np.argsort(order)[expert]), *rest): array for (expert, *rest), array in arrays.items()}
+    layer, expected = loaded_bridge(scheme, arrays), loaded_bridge(scheme, moved)
     views = layer.get_expert_weights()
-    assert {v.data_ptr() for v in views} == {p.data_ptr() for p in layer.parameters()}
-    assert sorted(v.shape for v in views) == sorted([(E, 2 * I * H), (E, 2 * I), (E, H * I), (E, H)])
+    assert [v.data_ptr() for v in views] == [p.data_ptr() for p in layer.parameters()]
+    assert sum(v.nbytes for v in views) == sum(leaf.nbytes for leaf in jax.tree.leaves(layer.expert_weights))
+    for view, other in zip(views, expected.get_expert_weights(), strict=True):
+        assert view.shape == (E, view.numel() // E)
+        assert bits(view.view(torch.uint8)[order]) == bits(other.view(torch.uint8))
     with pytest.raises(NotImplementedError, match="EPLB is not built"):
         layer.set_eplb_state()
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_a16"])
+def test_nvfp4_as_vllm_has_it_after_processing(scheme):
+    """8.13: weight, weight_scale, scales that multiply; either view loads, and the other layout reads this one."""
+    arrays = stored_arrays(scheme)
+    layer = loaded_bridge(scheme, arrays)
+    state, stored = layer.processed_state_dict(), layer.state_dict()
+    kinds = {"weight", "weight_scale", "weight_scale_2"} | ({"input_scale"} if scheme == "nvfp4" else set())
+    assert set(state) == {f"{w}_{kind}" for w in ("w13", "w2") for kind in kinds}
+    assert bits(state["w13_weight"]) == bits(stored["w13_weight_packed"])
+    assert torch.equal(state["w2_weight_scale_2"], 1 / stored["w2_weight_global_scale"])
+    again, modelopt = bridge_layer(scheme), bridge_layer(f"{scheme}_modelopt")
+    for other in (again, modelopt):
+        other.load_state_dict(state)
+        other.process_weights_after_loading()
+    for name, leaf in again.state_dict().items():
+        if "global" in name:
+            torch.testing.assert_close(leaf, stored[name], rtol=2.0**-23, atol=0)
+        else:
+            assert bits(leaf) == bits(stored[name]), name
+    x, z = inputs(4, dtype=torch.float32)
+    torch.testing.assert_close(modelopt(x, z), layer(x, z), rtol=1e-2, atol=1e-2 * float(layer(x, z).abs().max()))
+
+
+@pytest.mark.parametrize("scheme", ["w4a8_int8", "w4a8_int8_channel"])
+def test_w4a8_as_vllm_packs_it(scheme):
+    """M164: code plus 8, the even column in the low nibble; loads back bit for bit."""
+    layer = loaded_bridge(scheme, stored_arrays(scheme))
+    state, stored = layer.processed_state_dict(), layer.state_dict()
+    assert set(state) == {f"{w}_{kind}" for w in ("w13", "w2") for kind in ("weight_packed", "weight_scale")}
+    for w in ("w13", "w2"):
+        codes, packed = stored[f"{w}_weight"].numpy(), state[f"{w}_weight_packed"].numpy()
+        assert packed.dtype == np.uint8 and packed.shape == (*codes.shape[:2], codes.shape[2] // 2)
+        np.testing.assert_array_equal((packed % 16).astype(int) - 8, codes[..., ::2])
+        np.testing.assert_array_equal((packed // 16).astype(int) - 8, codes[..., 1::2])
+    again = bridge_layer(scheme)
+    again.load_state_dict(state)
+    again.process_weights_after_loading()
+    assert all(bits(leaf) == bits(stored[name]) for name, leaf in again.state_dict().items())
