@@ -99,7 +99,7 @@ def choose_config(desc: GemmDesc, block_m: int, num_sms: int) -> GemmConfig:
 def rounds_of(tiles: float, num_sms: int) -> float:
     """Tiles that the busiest block takes one after another; of many rounds the ragged last one does not count."""
     rounds = tiles / num_sms
-    return rounds if rounds >= _PLENTY else max(1.0, math.ceil(rounds - 0.05))
+    return rounds if rounds >= _PLENTY else max(1.0, float(math.ceil(rounds - 0.05)))
 
 
 def expected_tiles(desc: Any, block_m: int) -> float:
