@@ -199,7 +199,8 @@ def _refuse_tangent(name, primals, tangents):
 def _check_call(x: Array, weights: ExpertWeights, config: MoEConfig, placement: Any, token_mask: Any) -> None:
     label = f"{config.name}: " if config.name else ""
     if not isinstance(weights, ExpertWeights):
-        raise TypeError(f"{label}weights is a {type(weights).__name__}, expected ExpertWeights; a loaded layer has them")
+        found = type(weights).__name__
+        raise TypeError(f"{label}weights is a {found}, expected ExpertWeights, which a loaded layer has")
     if placement is not None and not hasattr(placement, "to_physical"):
         raise TypeError(f"{label}placement has type {type(placement).__name__}, expected moe_jax.parallel.Placement")
     check_array(f"{label}x", x, jnp.floating, f"(T, {config.hidden_size})")

@@ -46,7 +46,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
             object with vLLM's ``get_quant_method(layer, prefix)``.
         tp_size, ep_size: ranks that share the layer; one of them is 1. dp_size, pcp_size: must be None or 1.
         prefix: unique name of the layer; one is made up for "".
-        enable_eplb, num_redundant_experts, is_sequence_parallel: refused by name, until moe_jax has them.
+        enable_eplb, num_redundant_experts, is_sequence_parallel: refused by name; moe_jax's own layer over a mesh has them.
         expert_mapping: rows of ``make_expert_params_mapping``; without them every known spelling of names is read.
         n_shared_experts: must be None. gate, shared_experts, routed_input_transform, shared_expert_gate,
             routed_output_transform: torch modules, run in torch.
@@ -119,6 +119,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
             dp_size=None if dp_size == 1 else dp_size,
             pcp_size=None if pcp_size == 1 else pcp_size,
             is_sequence_parallel=is_sequence_parallel or None,
+            enable_eplb=enable_eplb or None,
             n_shared_experts=n_shared_experts,
         )
         if shared_expert_gate is not None and shared_experts is None:
@@ -160,7 +161,6 @@ class FusedMoE(StateDictMixin, LoadingMixin):
             swiglu_alpha=swiglu_alpha,
             swiglu_beta=swiglu_beta,
             has_bias=has_bias,
-            enable_eplb=enable_eplb,
             num_redundant_experts=num_redundant_experts,
             name=prefix,
             implementation=implementation,
