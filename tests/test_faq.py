@@ -65,7 +65,7 @@ RAISES = {
     "has no weights yet": lambda: call(layer(rngs=None)),
     "is already processed": lambda: layer().load_weights(pairs()),
     "x has shape": lambda: call(layer(), width=H + 1),
-    "router_logits has shape": lambda: call(layer(), columns=E + 1),
+    "router_logits have": lambda: call(layer(), columns=E + 1),
     "gradient requested": gradient_of_codes,
     "mesh=": lambda: layer(mesh=jax.make_mesh((1,), ("e",))),
 }
