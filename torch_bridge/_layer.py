@@ -46,7 +46,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
             object with vLLM's ``get_quant_method(layer, prefix)``.
         tp_size, ep_size: ranks that share the layer; one of them is 1. dp_size, pcp_size: must be None or 1.
         prefix: unique name of the layer; one is made up for "".
-        enable_eplb, num_redundant_experts, is_sequence_parallel: refused by name; moe_jax's own layer over a mesh has them.
+        enable_eplb, num_redundant_experts, is_sequence_parallel: refused by name.
         expert_mapping: rows of ``make_expert_params_mapping``; without them every known spelling of names is read.
         n_shared_experts: must be None. gate, shared_experts, routed_input_transform, shared_expert_gate,
             routed_output_transform: torch modules, run in torch.
@@ -376,7 +376,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
 
     def set_eplb_state(self, *state: Any, **named: Any) -> None:
         """vLLM's hook for replicas of experts. Raises NotImplementedError: layers here have none yet."""
-        raise NotImplementedError(f"{self.layer_name}: EPLB is not built yet; build the layer without enable_eplb")
+        raise NotImplementedError(f"{self.layer_name}: EPLB is not built here; build the layer without enable_eplb")
 
     def update_expert_map(self) -> None:
         """Check the expert map against ``ep_size`` and ``ep_rank``. Raises ValueError for a layer without a map."""

@@ -191,7 +191,7 @@ def test_expert_weights_as_rows(scheme):
     for view, other in zip(views, expected.get_expert_weights(), strict=True):
         assert view.shape == (E, view.numel() // E)
         assert bits(view.view(torch.uint8)[order]) == bits(other.view(torch.uint8))
-    with pytest.raises(NotImplementedError, match="EPLB is not built"):
+    with pytest.raises(NotImplementedError, match="EPLB is not built here"):
         layer.set_eplb_state()
 
 
