@@ -12,6 +12,7 @@ from moe_jax._config import MoEConfig
 from moe_jax._explain import explain
 from moe_jax.parallel._choice import describe
 from moe_jax.parallel._expert_map import STRATEGIES
+from moe_jax.parallel._packing import packed_share
 from moe_jax.parallel._parallel_config import ParallelConfig
 from moe_jax.parallel._placement import Placement
 from moe_jax.parallel._weights import abstract_placed_weights, local_config, placed_config
@@ -103,7 +104,9 @@ def explain_parallel(
 ) -> str:
     """``explain`` of one device's share, and what is around it: mesh, dispatch, padding."""
     own = local_config(config, placement, parallel)
-    share = method_for(config.scheme).abstract_weights(own) if weights.w13.layout.is_plain else weights
+    share = method_for(config.scheme).abstract_weights(own)
+    if not weights.w13.layout.is_plain:
+        share = packed_share(config, placement, parallel)[1]
     placed = placed_config(config, placement, parallel)
     lines = [
         f"mesh: {parallel}, {parallel.platform}",

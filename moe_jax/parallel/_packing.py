@@ -29,7 +29,7 @@ def lay_out(weights: ExpertWeights, config: MoEConfig, placement: Placement, par
         return weights
     if fmt is None or fmt.actorder or packed_format(config.scheme, config.dtype) is None:
         return weights
-    own, packed = _packed_share(config, placement, parallel)
+    own, packed = packed_share(config, placement, parallel)
     if _experts_mosaic.why_not(own, packed, 1) is not None:
         return weights
     return pack_shares(weights, config, placement, parallel)
@@ -39,7 +39,7 @@ def pack_shares(
     weights: ExpertWeights, config: MoEConfig, placement: Placement, parallel: ParallelConfig
 ) -> ExpertWeights:
     """Every device's share through ``pack_experts``; the layout's shape is that of one share. Exact."""
-    own, packed = _packed_share(config, placement, parallel)
+    own, packed = packed_share(config, placement, parallel)
 
     def pack(share: ExpertWeights) -> ExpertWeights:
         return pack_experts(_with_columns(share, own.intermediate_size), own)
@@ -58,7 +58,7 @@ def unpack_shares(
     return _on_every_device(lambda share: _with_columns(unpack_experts(share), columns), weights, plain, parallel)
 
 
-def _packed_share(config: MoEConfig, placement: Placement, parallel: ParallelConfig) -> tuple[MoEConfig, ExpertWeights]:
+def packed_share(config: MoEConfig, placement: Placement, parallel: ParallelConfig) -> tuple[MoEConfig, ExpertWeights]:
     """(config of one device's share, its packed weights as shapes)."""
     own = local_config(config, placement, parallel)
     plain = method_for(config.scheme).abstract_weights(own)

@@ -190,6 +190,7 @@ def test_packed_shares(scheme):
     expected = layer(x, z)
     layer.weights.set_value(packed)
     np.testing.assert_array_equal(layer(x, z), expected)
+    assert "packed weights unpacked in every call" in layer.explain(5)
 
 
 @pytest.mark.slow
