@@ -123,7 +123,8 @@ class Group:
     def key(self) -> Any:
         from pallas_kernels.tuning.layer import FORMATS, LayerKey
 
-        return LayerKey(self.experts, self.top_k, self.hidden, self.inner, **FORMATS[self.fmt])
+        how: Any = FORMATS[self.fmt]
+        return LayerKey(self.experts, self.top_k, self.hidden, self.inner, **how)
 
     def desc(self, tokens: int, block_m: int) -> Any:
         return self.key().products(tokens, block_m)[self.gemm - 1]

@@ -58,7 +58,8 @@ def fastest(times: Times, model: str, fmt: str, tokens: int, at_least: int) -> t
 
 
 def entry(model: str, fmt: str, tokens: int, micros: float, configs: list[dict]) -> Entry:
-    key = LayerKey(*MODELS[model], **FORMATS[fmt])  # type: ignore[arg-type]
+    how: Any = FORMATS[fmt]
+    key = LayerKey(*MODELS[model], **how)
     gemm1, gemm2 = (GemmConfig(**config) for config in configs)
     for desc, config in zip(key.products(tokens, gemm1.block_m), (gemm1, gemm2), strict=True):
         if reason := config_error(desc, config):

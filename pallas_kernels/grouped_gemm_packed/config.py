@@ -177,6 +177,31 @@ def sum_registers(desc: PackedDesc, config: PackedConfig) -> int:
     return registers
 
 
+def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
+    """Registers a thread of a consumer has for sums; with more of them ptxas spills."""
+    room = {1: 128, 2: 128, 3: 80, 4: 40}[config.num_consumers]
+    if fragment_k(desc, config) == 32:
+        return min(room, 80)  # twice as many scales and addresses beside them: 96 spill
+    if not is_promoted(desc, config):
+        return room
+    if desc.fmt.is_8bit or desc.fmt.has_zero_point:
+        return min(room, 60 if config.num_consumers == 3 and desc.fmt.is_8bit else 96)
+    return {3: 96, 4: 40}.get(config.num_consumers, 104)
+
+
+def _long_step_error(desc: PackedDesc, config: PackedConfig, sums: int) -> str | None:
+    """Why a consumer cannot multiply more than two blocks of K a step: their operands take registers."""
+    if desc.fmt.is_8bit:
+        return "over two blocks of 128 a warpgroup spill"
+    if fragment_k(desc, config) == 32:
+        return "over two blocks a warpgroup with groups of 32 spill"
+    if is_promoted(desc, config) and sums > 64:
+        return f"over two blocks a warpgroup beside {sums} registers of sums spill"
+    if config.num_consumers == 4 and (sums > 16 or desc.fmt.bits == 8):
+        return f"with {sums} registers of sums and 4 consumers ptxas serializes"
+    return None
+
+
 def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
     """Why ``config`` cannot run ``desc``, or None when it can."""
     if reason := desc.unsupported():
@@ -201,17 +226,11 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
         return f"block_m={config.block_m}: sums of 40 rows, which the integer matrix instruction does not take"
     if config.folds_scales and (desc.fmt.scale != "group" or desc.scale_dtype != desc.fmt.operand):
         return f"folds_scales: needs group scales in {desc.fmt.operand}, found {desc.fmt.scale} in {desc.scale_dtype}"
-    budget = {1: 128, 2: 128, 3: 96 if is_promoted(desc, config) else 80, 4: 40}[config.num_consumers]
-    if fragment_k(desc, config) == 32:
-        budget = min(budget, 80)  # twice as many scales and addresses beside them: 96 spill
-    if is_promoted(desc, config):
-        budget = min(budget, 96 if desc.fmt.has_zero_point else 104)
-    if (needed := sum_registers(desc, config)) > budget:
-        return f"block_m={config.block_m}: {needed} registers of sums, {budget} with {config.num_consumers} consumers"
-    if desc.fmt.is_8bit and config.part_blocks > 2:
-        return f"step_blocks={config.step_blocks}: over two blocks of 128 a warpgroup spill"
-    if config.num_consumers == 4 and config.part_blocks > 2 and needed > 16:
-        return f"step_blocks={config.step_blocks}: with {needed} registers of sums and 4 consumers ptxas serializes"
+    needed, room = sum_registers(desc, config), _room_for_sums(desc, config)
+    if needed > room:
+        return f"block_m={config.block_m}: {needed} registers of sums, {room} with {config.num_consumers} consumers"
+    if config.part_blocks > 2 and (reason := _long_step_error(desc, config, needed)):
+        return f"step_blocks={config.step_blocks}: {reason}"
     if config.num_stages < 2:
         return f"num_stages={config.num_stages}: at least 2, one loading while one is multiplied"
     if (needed := shared_memory(desc, config)) > SMEM_BYTES:
