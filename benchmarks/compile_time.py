@@ -1,0 +1,58 @@
+"""Seconds that one layer takes to compile for a bucket of tokens, and to come back from the persistent cache.
+
+    python benchmarks/compile_time.py [--model qwen3-30b-a3b] [--scheme fp8_channel] [--tokens 1,16,64] [--cache DIR]
+
+Each bucket is traced, lowered and compiled in this process for the first time; "first call" runs it, which on a
+GPU loads its machine code. Run it twice with one --cache, an empty folder at first: the second run shows what the
+cache saves. Random weights, made by moe_layer.py.
+"""
+
+import argparse
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+from _timing import header
+from moe_layer import MODELS, random_weights
+
+import moe_jax
+from moe_jax.quantization import Scheme
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--scheme", default="fp8_channel")
+    parser.add_argument("--tokens", default="1,16,64,256,1024,8192")
+    parser.add_argument("--cache")
+    options = parser.parse_args()
+    experts, top_k, hidden, inner = MODELS[options.model]
+    config = moe_jax.MoEConfig(
+        experts, top_k, hidden, inner, scheme=Scheme.parse(options.scheme), implementation=("mosaic",)
+    )
+    weights = jax.block_until_ready(random_weights(config))
+    if options.cache:
+        jax.config.update("jax_compilation_cache_dir", options.cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    print(header(), options.model, options.scheme, flush=True)
+    for tokens in map(int, options.tokens.split(",")):
+        x, z = jnp.ones((tokens, hidden), jnp.bfloat16), jnp.ones((tokens, experts), jnp.float32)
+        jax.block_until_ready((x, z))
+        marks = [time.perf_counter()]
+        lowered = jax.jit(lambda x, z, w: moe_jax.fused_moe(x, z, w, config)).lower(x, z, weights)
+        marks.append(time.perf_counter())
+        compiled = lowered.compile()
+        marks.append(time.perf_counter())
+        jax.block_until_ready(compiled(x, z, weights))
+        marks.append(time.perf_counter())
+        lower, compile_, call = (after - before for before, after in zip(marks, marks[1:], strict=False))
+        print(
+            f"T={tokens:5d}: trace and lower {lower:.2f} s, compile {compile_:.2f} s, first call {call:.2f} s",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
