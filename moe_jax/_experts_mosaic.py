@@ -225,7 +225,7 @@ def _experts(
     if kind is None:
         raise NotImplementedError(f"there is no kernel for scheme {weights.scheme.name!r} yet")
     operand = x if weights.scheme.is_quantized else x.astype(config.dtype)
-    scale = _tensor_scale(weights.scheme.activations, weights.w13.input_scale, operand, None)
+    scale = _tensor_scale(weights.scheme.activations, weights.w13.input_scale, operand, None, config.call_axes)
     num_rows = tiles.tile_expert.size * plan.block_m
     rows, row_scale = permute(operand, tiles.row_of, num_rows, quantization=kind, scale=scale)
     hidden, hidden_scale = _hidden(
@@ -273,13 +273,18 @@ def _hidden(
     hidden = first()
     if kind == "none":
         return hidden, None
-    scale = _tensor_scale(fmt, None, hidden, tiles)
+    scale = _tensor_scale(fmt, None, hidden, tiles, config.call_axes)
     codes, code_scale = permute(hidden, quantization=kind, scale=scale, rows=tiles.row_of.reshape(-1))
     return codes, code_scale if scale is None else scale
 
 
-def _tensor_scale(fmt: QuantFormat | None, static: Array | None, values: Array, tiles: TileMap | None) -> Array | None:
-    """The one scale () of per-tensor activations: the checkpoint's, or amax / 448 over the rows in use."""
+def _tensor_scale(
+    fmt: QuantFormat | None, static: Array | None, values: Array, tiles: TileMap | None, axes: tuple[str, ...]
+) -> Array | None:
+    """The one scale () of per-tensor activations: the checkpoint's, or amax / 448 over the rows in use.
+
+    axes: mesh axes over whose devices the call is spread.
+    """
     if fmt is None or fmt.strategy is not Strategy.TENSOR:
         return None
     if not fmt.dynamic:
@@ -289,7 +294,9 @@ def _tensor_scale(fmt: QuantFormat | None, static: Array | None, values: Array, 
         in_tiles = values.reshape(tiles.tile_rows.size, -1, values.shape[1])
         rank = jnp.arange(in_tiles.shape[1], dtype=jnp.int32)
         values = jnp.where((rank < tiles.tile_rows[:, None])[..., None], in_tiles, 0.0)
-    return jnp.maximum(divide(jnp.max(values), E4M3_MAX), np.finfo(np.float32).tiny)
+    amax = jnp.max(values)
+    amax = jax.lax.pmax(amax, axes) if axes else amax
+    return jnp.maximum(divide(amax, E4M3_MAX), np.finfo(np.float32).tiny)
 
 
 def _quantization(scheme: Scheme) -> str | None:

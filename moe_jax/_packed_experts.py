@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from moe_jax._align import row_capacity
@@ -80,10 +81,12 @@ def experts(
         hidden = first(rows, x_scale=scale)
         hidden, scale = permute(hidden, quantization=kind, rows=tiles.row_of.reshape(-1))
     else:
-        operand, scale = _on_grid(x, fmt, weights.w13.input_scale, w13.fmt.operand)
+        axes = config.scale_axes(fmt, is_hidden=False)
+        operand, scale = _on_grid(x, fmt, weights.w13.input_scale, w13.fmt.operand, axes)
         rows, _ = to_rows(operand, quantization="none")
         hidden = first(rows, x_scale=_of_rows(scale, tiles.row_of, num_rows))
-        hidden, scale = _on_grid(hidden, fmt, weights.w2.input_scale, w2.fmt.operand)
+        axes = config.scale_axes(fmt, is_hidden=True)
+        hidden, scale = _on_grid(hidden, fmt, weights.w2.input_scale, w2.fmt.operand, axes)
     out = gemm(hidden, w=w2, x_scale=scale, bias=weights.w2_bias, config=configs[1])
     return combine(out, tiles.row_of, topk_weights, shared=shared, out_dtype=out_dtype, implementation=kernels)
 
@@ -135,12 +138,17 @@ def _calls(num_tokens: int, config: MoEConfig, weights: ExpertWeights, tile: int
     )
 
 
-def _on_grid(x: Array, fmt: QuantFormat | None, input_scale: Any, operand: str) -> tuple[Array, Array | None]:
-    """Rows as the product's operand, and what multiplies them: () or one a row, None for 1."""
+def _on_grid(
+    x: Array, fmt: QuantFormat | None, input_scale: Any, operand: str, axes: tuple[str, ...]
+) -> tuple[Array, Array | None]:
+    """Rows as the product's operand, and what multiplies them: () or one a row, None for 1.
+
+    axes: mesh axes over which a row is split.
+    """
     if fmt is None:
         return x.astype(operand), None
     if fmt.scale == "float32":
-        codes, scale = quantize_activations(x, fmt)
+        codes, scale = quantize_activations(x, fmt, axes=axes)
         return codes.astype(operand), scale
     k = x.shape[-1]
     size = fmt.group_size or k
@@ -156,7 +164,8 @@ def _on_grid(x: Array, fmt: QuantFormat | None, input_scale: Any, operand: str) 
             case "multiplies":
                 inverse = numerics.reciprocal(jnp.asarray(input_scale, jnp.float32))
             case _:
-                inverse = microscaling.nvfp4_global_scale(jnp.max(amax, axis=(1, 2)))
+                widest = jnp.max(amax, axis=(1, 2))
+                inverse = microscaling.nvfp4_global_scale(jax.lax.pmax(widest, axes) if axes else widest)
         values = microscaling.fake_quantize_nvfp4(groups, amax, inverse[..., None, None] if inverse.ndim else inverse)
         scale = numerics.divide(jnp.ones_like(inverse), inverse)
     return values.reshape(x.shape[0], -1)[:, :k].astype(operand), scale

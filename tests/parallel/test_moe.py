@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experts_cases import make_stored_weights
 from helpers import assert_rows_close, tolerance
 from mesh_cases import EXPERTS, LAYOUTS, case_config, make_parallel, marked, reference, run
 
 from moe_jax import fused_moe as on_one_device
+from moe_jax._experts_mosaic import forward as mosaic_forward
 from moe_jax.parallel import Placement, fused_moe, place_weights
 from moe_jax.parallel._routing import route_tokens
 from moe_jax.quantization import SCHEMES
@@ -179,3 +181,23 @@ def test_routing_by_the_kernel_is_routing(options):
     )
     np.testing.assert_array_equal(by_kernel.topk_ids, by_xla.topk_ids)
     np.testing.assert_allclose(by_kernel.topk_weights, by_xla.topk_weights, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_kernels_take_the_scale_of_the_whole_call():
+    """The Hopper path, by the references of its kernels: one activation scale for tokens on two devices."""
+    config = case_config("fp8_tensor", dtype="bfloat16", pinned_tokens=None)
+    weights, rng = make_stored_weights(config), np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((16, config.hidden_size)) * np.repeat([0.05, 3.0], 8)[:, None], jnp.bfloat16)
+    ids = jnp.asarray(rng.integers(0, EXPERTS, (16, 2)), jnp.int32)
+    expected = mosaic_forward(config, x, jnp.ones((16, 2)), ids, weights, kernels="reference")
+    mesh = make_parallel("dp2-ep4").mesh
+    own = dataclasses.replace(config, call_axes=("d",))
+    run = jax.shard_map(
+        lambda x, w, ids: mosaic_forward(own, x, w, ids, weights, kernels="reference"),
+        mesh=mesh,
+        in_specs=jax.P("d"),
+        out_specs=jax.P("d"),
+        check_vma=False,
+    )
+    assert_rows_close(jax.jit(run)(x, jnp.ones((16, 2)), ids), expected, tolerance("bf16", jnp.bfloat16))
