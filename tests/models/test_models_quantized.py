@@ -21,6 +21,7 @@ from tests.models.families import as_mxfp4
 run = jax.jit(lambda model, ids, cache: model(ids, cache=cache))
 # A file's own activation quantization is left out: the comparison is one of weights.
 WEIGHTS_ONLY = {"fp8_channel": "fp8_channel_a16", "fp8_block": "fp8_block_a16", "int8_w8a8": "int8_w8a16"}
+MULTIPLES_OF_32 = {"qwen2": dict(intermediate_size=64), "deepseek_v2_lite": dict(intermediate_size=64, kv_lora_rank=32)}
 
 
 def torch_logits(model, ids):
@@ -57,7 +58,7 @@ STEPS = pytest.mark.parametrize("has_steps", [False, pytest.param(True, marks=py
 def test_written_by_our_writer(tmp_path, prompt, name, scheme):
     """Experts, shared experts, attention and dense layers all quantized; compressed-tensors reads the file."""
     source, target, plain = (tmp_path / word for word in ("source", "target", "plain"))
-    write_checkpoint(name, source, **{"intermediate_size": 64} if "qwen" in name or "deepseek" in name else {})
+    write_checkpoint(name, source, **MULTIPLES_OF_32.get(name, {}))
     moe_jax.quantize_checkpoint(source, target, scheme=scheme, modules="all")
     weights = {f"{module}.weight": torch.tensor(value) for module, value in decompressed(target).items()}
     assert any("self_attn" in key for key in weights) and any(".experts.0." in key for key in weights)
