@@ -45,7 +45,7 @@ _GEMMS: dict[str, tuple[str, dict[str, Any], GemmConfig | None]] = {
     "int8 gated": ("int8_row", dict(halves=2, activation=SILU, bias="bfloat16", with_tile_rows=True), None),
 }
 _PACKED = ("int4 g128", "int4 g128 asym", "int8 channel", "e4m3 g128", "nvfp4", "mxfp4", "mxfp8")
-_PACKED_8BIT = ("w4a8 int8 g128", "w4a8 fp8 g128")
+_PACKED_8BIT = ("w4a8 int8 g128", "w4a8 int8 g128 asym", "w4a8 fp8 g128")
 
 
 def small_calls() -> dict[str, Callable[[], Call]]:
@@ -54,6 +54,11 @@ def small_calls() -> dict[str, Callable[[], Call]]:
         "route_and_align in one launch": lambda: _routing(60),
         "route_and_align in two": lambda: _routing(300),
         "align": lambda: (lambda ids: align(ids, 5, 16, implementation="mosaic"), (_ids(33),)),
+        "align of a shard": lambda: (
+            lambda ids: align(ids, 2, 16, group_offset=2, implementation="mosaic"),
+            (_ids(33),),
+        ),
+        "quantize_and_permute with columns in an order": _gathering,
         "combine": _combining,
     }
     for quantization in QUANTIZATIONS:
@@ -96,6 +101,18 @@ def _permuting(quantization: str) -> Call:
         return quantize_and_permute(x, row_of, 40, quantization=quantization, scale=scale, implementation="mosaic")
 
     return run, (x, jnp.asarray(row_of))
+
+
+def _gathering() -> Call:
+    x, row_of = jnp.asarray(_rng().standard_normal((9, 200)), jnp.bfloat16), _rows(9, 3, 40)
+    columns = _rng().permuted(np.tile(np.arange(200, dtype=np.int32), (5, 1)), axis=1)
+    tile_expert = _rng().integers(0, 5, 5).astype(np.int32)
+
+    def run(x, row_of, columns, tile_expert):
+        options = dict(columns=columns, tile_expert=tile_expert, implementation="mosaic")
+        return quantize_and_permute(x, row_of, 40, quantization="none", **options)
+
+    return run, tuple(map(jnp.asarray, (x, row_of, columns, tile_expert)))
 
 
 def _combining() -> Call:
