@@ -1,5 +1,6 @@
 """Pages that are made from the code and from kept results: the format table, the API, raw benchmark output."""
 
+import importlib
 import importlib.util
 import shutil
 from pathlib import Path
@@ -28,7 +29,7 @@ def has_torch() -> bool:
 def write(directory: Path) -> None:
     """Write all generated pages below ``directory``, and only what changed, so that Sphinx rebuilds no more."""
     pages = {"formats.md": formats(), "results.md": results(), "api/index.md": api_index()}
-    pages |= {f"api/{name}.md": api_page(name, what) for name, what in API.items()}
+    pages |= api_pages()
     for name, text in pages.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,5 +102,19 @@ def api_index() -> str:
     return f"# API reference\n\nFrom the docstrings.\n\n```{{toctree}}\n:maxdepth: 1\n\n{names}\n```\n"
 
 
-def api_page(name: str, what: str) -> str:
-    return f"# {name}\n\n{what[0].upper()}{what[1:]}.\n\n```{{eval-rst}}\n.. automodule:: {name}\n```\n"
+def api_pages() -> dict[str, str]:
+    """A page for each module. What several of them export is described on the first one that does."""
+    pages, seen = {}, set()
+    for name, what in API.items():
+        again = []
+        if name != "torch_bridge" or has_torch():
+            module = importlib.import_module(name)
+            exported = [key for key in getattr(module, "__all__", ()) if hasattr(getattr(module, key), "__module__")]
+            again = [key for key in exported if id(getattr(module, key)) in seen]
+            seen |= {id(getattr(module, key)) for key in exported}
+        lines = [f"# {name}", "", f"{what[0].upper()}{what[1:]}.", ""]
+        lines += [f"Described elsewhere: {', '.join(f'`{key}`' for key in again)}.", ""] if again else []
+        lines += ["```{eval-rst}", f".. automodule:: {name}"]
+        lines += [f"   :exclude-members: {', '.join(again)}"] if again else []
+        pages[f"api/{name}.md"] = "\n".join([*lines, "```", ""])
+    return pages
