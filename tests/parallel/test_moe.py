@@ -62,7 +62,7 @@ COVER = [
 ]
 
 
-QUICK = {1, 2, 4, 8, 11}  # every layout kind, dispatch, axis type and kind of scale once
+QUICK = {1, 2, 4, 11}  # every dispatch, axis type and kind of axis; scales of calls, rows and groups
 
 
 @pytest.mark.parametrize("case", marked(COVER, QUICK), ids=lambda case: "-".join(map(str, case)))
@@ -93,8 +93,7 @@ def test_no_tokens():
 def test_many_rounds():
     """More rows for one device than a round takes: none is dropped, whichever device gets them all."""
     config = case_config("bf16")
-    for layout, routing in (("ep4", "one"), ("dp2-ep4", "last")):
-        check("bf16", layout, "all_to_all", "Auto", 301, routing)
+    check("bf16", "dp2-ep4", "all_to_all", "Auto", 301, "one")
     parallel = make_parallel("ep4", dispatch="all_to_all")
     weights = place_weights(reference(config, 301, "one")[1], config, Placement.create(EXPERTS, 4), parallel)
     (x, logits), *_ = reference(config, 301, "one")
@@ -104,7 +103,7 @@ def test_many_rounds():
     assert "while" in text and text.count("all_to_all") >= 2
 
 
-@pytest.mark.parametrize("dispatch", marked(DISPATCHES, {2}))
+@pytest.mark.parametrize("dispatch", marked(DISPATCHES, ()))
 def test_masked_tokens_cost_nothing(dispatch):
     config, parallel = case_config("fp8_tensor"), make_parallel("dp2-ep4", dispatch=dispatch)
     (x, logits), weights, _, _ = reference(config, 11, "random")
@@ -138,7 +137,7 @@ def test_partial_sums():
     assert_rows_close(y, expected + np.asarray(shared), tolerance("bf16", np.float32))
 
 
-@pytest.mark.parametrize("dispatch", marked(["replicate", "all_gather"], {1}))
+@pytest.mark.parametrize("dispatch", marked(["replicate", "all_gather"], ()))
 def test_gradients(dispatch):
     config = case_config("bf16")
     (x, logits), weights, _, _ = reference(config, 6, "random")
