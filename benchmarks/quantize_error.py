@@ -1,6 +1,6 @@
 """Weight error of every scheme, rounded plainly and with searched scales, per expert.
 
-    python benchmarks/quantize_error.py [CHECKPOINT [LAYER]] > benchmarks/results/quantize_error.txt
+    python benchmarks/quantize_error.py [CHECKPOINT [LAYER]] [--scheme A,B] > benchmarks/results/quantize_error.txt
 
 Without a checkpoint the weights are drawn: eight experts of 512 x 512, normal with a standard deviation that differs by
 expert (Student's t with 5 degrees of freedom for the odd ones, whose outliers are where a search pays). With one, the
@@ -8,6 +8,7 @@ full-precision experts of LAYER (default 0). Errors are relative Frobenius norms
 input projections and the output projection of an expert taken together.
 """
 
+import argparse
 import os
 import sys
 import time
@@ -46,16 +47,20 @@ def stored_experts(directory, layer):
 
 
 def main():
-    if len(sys.argv) > 1:
-        layer = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-        experts, what = list(stored_experts(sys.argv[1], layer)), f"{Path(sys.argv[1]).name}, layer {layer}"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, nargs="?")
+    parser.add_argument("layer", type=int, nargs="?", default=0)
+    parser.add_argument("--scheme", default=",".join(NAMES))
+    args = parser.parse_args()
+    if args.checkpoint:
+        experts, what = list(stored_experts(args.checkpoint, args.layer)), f"{args.checkpoint.name}, layer {args.layer}"
     else:
         experts, what = list(drawn_experts()), "drawn, odd experts heavy-tailed"
     print(f"{len(experts)} experts ({what}); relative error of the weights, plain and searched, in percent")
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {time.strftime('%Y-%m-%d')}\n")
     shown = range(min(len(experts), 8))
     print(f"{'scheme':<20}{'':<9}{'all':>7}" + "".join(f"{f'e{e}':>7}" for e in shown) + f"{'s/expert':>10}")
-    for name in NAMES:
+    for name in args.scheme.split(","):
         scheme = SCHEMES.get(name) or moe_jax.Scheme.parse(name)
         for label, method in (("plain", method_for(scheme)), ("mse", ScaleSearchMoEMethod(scheme))):
             squares, start = [], time.perf_counter()

@@ -67,7 +67,8 @@ def _format_for(weights: QuantFormat, operand: Any) -> PackedFormat:
 def pack_experts(weights: ExpertWeights, config: MoEConfig) -> ExpertWeights:
     """The same weights as the Hopper kernels for few bits read them. Exact; ``unpack_experts`` undoes it.
 
-    Scales of groups are kept in the operand's 16 bits where all of them fit, which is known of concrete arrays only.
+    Scales of groups stay in float32 even where 16 bits would hold them: what compiled programs take must not depend on
+    values, which a reload replaces.
     Raises NotImplementedError when the scheme has no such layout, or act-order groups differ in size (concrete arrays).
     """
     fmt = packed_format(weights.scheme, config.dtype)
@@ -161,9 +162,6 @@ def _pack_tensor(
     arguments = {name: value for name, value in arguments.items() if value is not None}
     packed = _pack_stack(tensor.data, arguments, tensor.fmt, tensor.shape[-2:], fmt)
     scale = packed.scale if packed.scale is not None else packed.channel_scale
-    if packed.scale is not None and not isinstance(scale, Tracer):
-        narrow = scale.astype(fmt.operand if fmt.operand in ("bfloat16", "float16") else jnp.bfloat16)
-        scale = narrow if bool(jnp.all(narrow.astype(scale.dtype) == scale)) else scale
     layout = WeightLayout(f"{_PREFIX}{fmt.operand}", (BLOCK_N, fmt.block_k), tuple(tensor.shape[1:]))
     return dataclasses.replace(
         tensor, data=packed.words, scale=scale, zero_point=packed.zero, g_idx=columns, layout=layout

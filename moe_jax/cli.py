@@ -13,6 +13,7 @@ from pathlib import Path
 from moe_jax._version import __version__
 
 EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
+EXIT_INTERRUPTED = 130  # as shells report the signal
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -25,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     try:
         return args.handler(args)
+    except KeyboardInterrupt:
+        print(f"moe-jax {args.command}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except Exception as error:
         if os.environ.get("MOE_JAX_TRACEBACK"):
             raise

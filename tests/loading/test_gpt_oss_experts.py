@@ -6,13 +6,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from expert_tensors import assert_same
 from experts_numpy import experts_numpy
 from safetensors.numpy import save_file
 
 import moe_jax
 from moe_jax import MoEConfig, Scheme
 from moe_jax.loading import Checkpoint, CheckpointError, load_layer
-from moe_jax.quantization import dequantize_tensor
+from moe_jax.quantization import dequantize_tensor, method_for
 
 E, H, I = 3, 64, 96  # noqa: E741
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -87,21 +88,26 @@ def test_layer_output(tmp_path, implementation):
     assert np.abs(np.asarray(y) - expected).max() <= 2e-6 * np.abs(expected).max()
 
 
-def test_full_precision_columns_alternate_too(tmp_path):
-    """The bf16 file is (in, out), and its columns alternate."""
+@pytest.mark.parametrize("scheme", ["bf16", "nvfp4_a16"])
+def test_full_precision_columns_alternate_too(tmp_path, scheme):
+    """The bf16 file is (in, out), and its columns and biases alternate; quantized or not (#46641)."""
     rng = np.random.default_rng(2)
-    gate_up = rng.standard_normal((E, H, 2 * I)).astype(BF16)
+    gate_up, down, gate_up_bias, down_bias = (
+        rng.standard_normal(shape).astype(BF16) for shape in ((E, H, 2 * I), (E, I, H), (E, 2 * I), (E, H))
+    )
     stored = {
         f"{PREFIX}gate_up_proj": gate_up,
-        f"{PREFIX}down_proj": rng.standard_normal((E, I, H)).astype(BF16),
-        f"{PREFIX}gate_up_proj_bias": rng.standard_normal((E, 2 * I)).astype(BF16),
-        f"{PREFIX}down_proj_bias": rng.standard_normal((E, H)).astype(BF16),
+        f"{PREFIX}down_proj": down,
+        f"{PREFIX}gate_up_proj_bias": gate_up_bias,
+        f"{PREFIX}down_proj_bias": down_bias,
     }
-    layer = MoEConfig(E, 2, H, I, activation="swigluoai", has_bias=True)
+    layer = MoEConfig(E, 2, H, I, scheme=Scheme.parse(scheme), activation="swigluoai", has_bias=True)
     with write(tmp_path, stored, stated=None) as checkpoint:
         weights = load_layer(checkpoint, 0, layer)
-    assert (np.asarray(weights.w13.data[:, 0]) == gate_up[:, :, 0::2].swapaxes(1, 2)).all()
-    assert (np.asarray(weights.w13.data[:, 1]) == gate_up[:, :, 1::2].swapaxes(1, 2)).all()
+    w13 = np.stack([gate_up[:, :, half::2].swapaxes(1, 2) for half in (0, 1)], axis=1)
+    w13_bias = np.stack([gate_up_bias[:, half::2] for half in (0, 1)], axis=1)
+    leaves = method_for(scheme).quantize_leaves(w13, down.swapaxes(1, 2), (w13_bias, down_bias), layer)
+    assert_same(weights, method_for(scheme).process_weights_after_loading(leaves, layer))
 
 
 def test_damage_is_named(tmp_path):
