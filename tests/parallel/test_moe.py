@@ -62,7 +62,7 @@ COVER = [
 ]
 
 
-QUICK = {1, 2, 4, 11}  # every dispatch, axis type and kind of axis; scales of calls, rows and groups
+QUICK = {1, 2, 4, 10}  # every dispatch, axis type and kind of axis; scales of calls and of rows
 
 
 @pytest.mark.parametrize("case", marked(COVER, QUICK), ids=lambda case: "-".join(map(str, case)))
