@@ -13,6 +13,7 @@ in and out, and the larger of the two as a fraction of the machine's measured li
 import argparse
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import subprocess
@@ -40,10 +41,13 @@ def line(cell: dict) -> str:
 
 
 @contextlib.contextmanager
-def exclusive(path: str) -> Iterator[None]:
-    """Hold the lock file at path; other processes wait."""
+def locked(path: str | None, mode: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Hold the lock file at path, alone or with ``LOCK_SH`` beside others that share it. None: there is no lock."""
+    if path is None:
+        yield
+        return
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, mode)
         yield
 
 
@@ -54,9 +58,9 @@ def run_cells(pairs: list[tuple[str, str]], tokens: list[int], implementation: s
         experts, top_k, hidden, inner = MODELS[model]
         scheme = Scheme.parse(name)
         config = moe_jax.MoEConfig(experts, top_k, hidden, inner, scheme=scheme, implementation=(implementation,))
-        turn = contextlib.nullcontext if lock is None else lambda: exclusive(lock)
+        turn = functools.partial(locked, lock)
         try:
-            with turn():
+            with locked(lock, fcntl.LOCK_SH):  # beside others that make weights, while nobody is timed
                 weights = jax.block_until_ready(random_weights(config))
         except Exception as error:
             weights, reason = None, f"{type(error).__name__}: {str(error)[:200]}"
