@@ -39,7 +39,7 @@ def test_two_processes(tmp_path):
 
     block = moe_jax.load_moe(directory, 0, dtype="float32")
     x = np.random.default_rng(0).standard_normal((11, 512)).astype(np.float32)
-    expected = np.asarray(block(x))
+    expected = np.asarray(block(jax.numpy.asarray(x)))
     layer_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(block.experts.weights.get_value()))
     for rank, report in enumerate(reports):
         assert report["processes"] == 2
