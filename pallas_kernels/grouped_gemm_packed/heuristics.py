@@ -41,14 +41,24 @@ def candidates(desc: PackedDesc, block_m: int, num_sms: int) -> Iterator[PackedC
 
     Partial sums in float32 first; scales folded into the operands where a tile's sums leave no room for them.
     """
-    shapes = {(True, True): _TALL_GATED, (True, False): _TALL, (False, True): _LOW_GATED, (False, False): _LOW}
     for folds in (False, True):
-        for consumers, split, blocks in shapes[block_m >= 48, desc.halves > 1]:
+        for consumers, split, blocks in _shapes(desc, block_m >= 48):
             for stages in range(MAX_STAGES, 1, -1):
                 config = PackedConfig(block_m, consumers, blocks, stages, folds, _band(block_m), num_sms, k_split=split)
                 if config_error(desc, config) is None:
                     yield config
                     break
+
+
+def _shapes(desc: PackedDesc, is_tall: bool) -> dict[tuple[int, int, int], None]:
+    """(consumers, k_split, blocks) by preference. Blocks of 8-bit operands are twice as deep: half as many of them."""
+    if is_tall:
+        shapes = _TALL_GATED if desc.halves > 1 else _TALL
+    else:
+        shapes = _LOW_GATED if desc.halves > 1 else _LOW
+    if not desc.fmt.is_8bit:
+        return dict.fromkeys(shapes)
+    return dict.fromkeys((consumers, split, max(split, blocks // 2)) for consumers, split, blocks in shapes)
 
 
 def choose_config(desc: PackedDesc, block_m: int, num_sms: int) -> PackedConfig:
