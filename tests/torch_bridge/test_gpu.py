@@ -1,4 +1,4 @@
-"""The bridge on a GPU through JAX's runtime: no copies, stream order, no waiting, shared memory, the nnx layer's bits.
+"""The bridge on a GPU through JAX's runtime: no copies, stream order, shared memory, the nnx layer's bits.
 
 Run with both platforms and without preallocation:
     XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_PLATFORMS=cuda,cpu pytest -m gpu tests/torch_bridge/test_gpu.py
@@ -8,7 +8,6 @@ Kernels on torch's own stream, and CUDA graphs, are in test_gpu_kernels.py.
 import os
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -103,23 +102,6 @@ def test_packed_weights_stay_placeholders_and_come_back_in_state_dicts():
     expected = loaded_bridge("w4a16_g32", arrays, device="cuda", implementation="xla").state_dict()
     assert state.keys() == expected.keys()
     assert all(bits(state[name]) == bits(expected[name]) for name in state)
-
-
-def test_a_call_waits_for_nothing(layer):
-    """A long kernel is queued before; the call is back while it runs, so no part of the call waited for the GPU."""
-    x, z = cuda_inputs(4)
-    expected = layer(x, z).clone()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    torch.cuda._sleep(SLEEP)
-    x.mul_(1.0)  # the input is ready only after the long kernel
-    y = layer(x, z)
-    returned = time.perf_counter() - start
-    is_busy = not torch.cuda.current_stream().query()
-    torch.cuda.synchronize()
-    print(f"returned after {1e3 * returned:.2f} ms, all done after {1e3 * (time.perf_counter() - start):.0f} ms")
-    assert is_busy
-    assert torch.equal(y, expected)
 
 
 def test_producer_and_consumer_on_a_side_stream(layer):
@@ -237,7 +219,7 @@ def test_gradients():
         layer = torch_bridge.FusedMoE(E, K, H, I, torch.float32, device=device, implementation="xla")
         layer.load_weights(pairs)
         layer.process_weights_after_loading()
-        leaf = x.to(device).requires_grad_()
+        leaf = x.clone().to(device).requires_grad_()
         layer(leaf, z.to(device)).square().sum().backward()
         grads.append(leaf.grad.cpu())
     torch.testing.assert_close(*grads, rtol=1e-2, atol=1e-3 * float(grads[1].abs().max()))

@@ -136,6 +136,15 @@ def checkpoint(seed=0):
     return [(f"mlp.experts.{e}.{word}.weight", random(*words[word])) for e in range(E) for word in words]
 
 
+def static_checkpoint():
+    """The same with a scale for each matrix and one for its input."""
+    for name, weight in checkpoint():
+        scale = weight.abs().max().float() / 448
+        yield name, (weight.float() / scale).to(torch.float8_e4m3fn)
+        yield f"{name}_scale", scale
+        yield f"{name.removesuffix('weight')}input_scale", torch.tensor(0.02)
+
+
 def layers(scheme):
     """One layer through JAX's runtime and one of kernels, over the same weights."""
     pair = [
@@ -152,11 +161,8 @@ def layers(scheme):
         )
         for torch_kernels in (False, True)
     ]
-    if scheme == "fp8_tensor_static":
-        pair[0].load_dummy_weights()
-    else:
-        pair[0].load_weights(checkpoint())
-        pair[0].process_weights_after_loading()
+    pair[0].load_weights(static_checkpoint() if scheme == "fp8_tensor_static" else checkpoint())
+    pair[0].process_weights_after_loading()
     pair[1].install(pair[0].expert_weights)
     return pair
 
