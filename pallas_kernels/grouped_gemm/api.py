@@ -155,9 +155,9 @@ def _describe(
         rhs_scale=rhs_scale,
         bias_dtype=None if bias is None else jnp.dtype(bias.dtype).name,
         activation=activation,
-        requantize=requantize.removesuffix("_ue8m0"),
+        requantize="group" if requantize == "group_ue8m0" else requantize,
         has_tile_rows=tile_rows is not None,
-        has_power_of_two_scales=requantize.endswith("_ue8m0"),
+        has_power_of_two_scales=requantize == "group_ue8m0",
     )
     operands = dict(
         x=x,
