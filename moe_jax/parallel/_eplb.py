@@ -79,7 +79,7 @@ def rebalance(
     *,
     num_nodes: int = 1,
     num_groups: int = 1,
-    min_gain: float = 0.02,
+    min_gain: float | int = 0.02,
     spread: bool = True,
     load: Any = None,
 ) -> EplbPlan:

@@ -106,7 +106,7 @@ def serve_and_move(scheme, shape, axis_type, dispatch):
         assert_copies_are_equal(layers[layer])
         outputs, moved_load, state = step(layers, state)
         for y, y0 in zip(outputs, expected, strict=True):
-            if len(shape) == 1:
+            if len(shape) == 1 and dispatch == "all_to_all":  # the others add partial sums of devices
                 np.testing.assert_array_equal(y, y0)
             else:
                 np.testing.assert_allclose(y, y0, rtol=1e-5, atol=1e-5 * np.abs(y0).max())
@@ -161,11 +161,10 @@ def test_nothing_changes_when_a_move_is_refused():
 
 def test_experts_of_others_are_never_read():
     """NaN in every expert that no token is sent to, data, scales and biases, and in every slot that serves none."""
-    layer = make_layer("fp8_channel", has_bias=True)
     x, logits = make_tokens()
     logits = logits.at[:, 4:].set(-jnp.inf)
     for dispatch in ("replicate", "all_gather", "all_to_all"):
-        spoiled = make_layer("fp8_channel", has_bias=True, dispatch=dispatch)
+        layer, spoiled = (make_layer("fp8_channel", has_bias=True, dispatch=dispatch) for _ in range(2))
         expected, stats = layer(x, logits, return_stats=True)
         idle = np.flatnonzero(stats.load == 0)
         assert idle.size >= 8
