@@ -93,7 +93,8 @@ def serve_and_move(scheme, shape, axis_type, dispatch):
         return outputs, jnp.stack(loads), state.record(jnp.stack(loads)).next_step()
 
     state = EplbState.create(2, layers[0].placement.get_value(), window_size=8)
-    _, _, state = step(layers, state)  # now the state is on the mesh
+    for _ in range(2):  # the state gets onto the mesh, and under Explicit axes its specs are written out
+        _, _, state = step(layers, state)
     expected, load, state = step(layers, state)
     programs = step._cache_size()
     assert int(load.sum()) == 2 * 2 * int(mask.sum())
@@ -113,8 +114,8 @@ def serve_and_move(scheme, shape, axis_type, dispatch):
     assert step._cache_size() == programs
     devices = shape[0]
     assert balancedness(moved_load, devices) > 1.2 * balancedness(load, devices)
-    # By expert the load is the same in every step, whatever slots served it.
-    np.testing.assert_array_equal(state.load() % 4, 0)
+    # By expert the load is the same in each of the five steps, whatever slots served it.
+    np.testing.assert_array_equal(state.load() % 5, 0)
     np.testing.assert_array_equal(state.physical_to_logical, plan.physical_to_logical)
 
 
