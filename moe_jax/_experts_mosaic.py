@@ -34,6 +34,7 @@ from pallas_kernels.grouped_gemm.heuristics import describe as describe_config
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, quantize_and_permute
 from pallas_kernels.quantize_and_permute import config_error as permute_error
 from pallas_kernels.route import route_and_align
+from pallas_kernels.route.config import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 from pallas_kernels.tuning import LayerKey, table_for
 
 _16_BIT = ("bfloat16", "float16")
@@ -135,9 +136,29 @@ def why_not_layer(
         return f"scoring_func={config.scoring_func!r}"
     if config.apply_router_weight_on_input:
         return "apply_router_weight_on_input"
+    sizes = dict(num_experts=config.num_experts, top_k=config.top_k, num_expert_group=config.num_expert_group or 0)
+    for (name, size), most in zip(sizes.items(), (MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS), strict=True):
+        if size > most:
+            return f"room for {name}={size}, at most {most}"
     if has_mask and activations is not None and activations.dynamic and activations.strategy is Strategy.TENSOR:
         return "one activation scale for the call, which masked tokens must not raise"
     return None
+
+
+def router_arguments(config: MoEConfig, params: RoutingParams | None) -> dict[str, Any]:
+    """The router of ``config`` in the words of ``pallas_kernels.route``; for calls without a reason from
+    ``why_not_layer``.
+    """
+    bias = None if params is None else params.correction_bias
+    groups, kept = groups_of(config) or (0, 0)
+    return dict(
+        scoring=config.scoring_func,
+        renormalize=config.renormalize,
+        scale=config.routed_scaling_factor,
+        bias=None if bias is None else bias.astype(jnp.float32),
+        num_groups=groups,
+        groups_kept=kept,
+    )
 
 
 def forward_layer(
@@ -160,18 +181,12 @@ def forward_layer(
     validate_routing(config, router_logits.shape[1], has_correction_bias=bias is not None, has_hash_table=False)
     if config.router_logits_dtype is not None:
         router_logits = router_logits.astype(config.router_logits_dtype)
-    groups, kept = groups_of(config) or (0, 0)
     plan = _plan(config, weights, x.shape[0], kernels)
     routed = route_and_align(
         router_logits,
         config.top_k,
         plan.block_m,
-        scoring=config.scoring_func,
-        renormalize=config.renormalize,
-        scale=config.routed_scaling_factor,
-        bias=None if bias is None else bias.astype(jnp.float32),
-        num_groups=groups,
-        groups_kept=kept,
+        **router_arguments(config, params),
         token_mask=token_mask,
         implementation=kernels,
     )

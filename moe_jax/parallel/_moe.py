@@ -199,7 +199,8 @@ def _experts(
         planned /= parallel.expert_size
 
     def run(x: Array, topk_weights: Array, ids: Array) -> Array:
-        pinned = None if is_packed(weights.w13) else max(1, math.ceil(planned * top_k / ids.shape[1]))
+        is_left = is_packed(weights.w13) and config.pinned_tokens is None  # to the kernel, which goes by the call
+        pinned = None if is_left else max(1, math.ceil(planned * top_k / ids.shape[1]))
         plan = dataclasses.replace(own, pinned_tokens=pinned, top_k=ids.shape[1])
         return weighted_experts(x, topk_weights, ids, weights, plan)
 
