@@ -41,6 +41,10 @@ _16_BIT = ("bfloat16", "float16")
 _LHS_SCALES = {"none": "none", "e4m3_tensor": "tensor", "e4m3_group": "group", "e4m3_group_ue8m0": "group"}
 
 
+class NoGradient(NotImplementedError):
+    """Somebody differentiates the kernels, which only shows while they are called."""
+
+
 def why_not(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str | None:
     """Why the kernels cannot run this layer on this device, or None."""
     if config.dtype.name not in _16_BIT:
@@ -145,6 +149,36 @@ def why_not_layer(
     return None
 
 
+def why_not_call(
+    config: MoEConfig,
+    x: Array,
+    router_logits: Array,
+    weights: ExpertWeights,
+    params: RoutingParams | None,
+    token_mask: Array | None,
+    shared: Array | None,
+) -> str | None:
+    """Why ``run_layer`` cannot run these arguments although ``why_not`` has no reason; or None."""
+    reason = why_not_layer(config, weights, params, token_mask is not None)
+    if reason is not None:
+        return reason
+    leaves, structure = jax.tree.flatten((x, router_logits, weights, params, token_mask, shared))
+    shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
+    return _call_refusal(dataclasses.replace(config, name=""), structure, shapes, hopper_sms())
+
+
+@functools.lru_cache(maxsize=256)
+def _call_refusal(config: MoEConfig, structure: Any, shapes: tuple[Any, ...], num_sms: int) -> str | None:
+    """As ``_refusal``, for ``forward_layer``."""
+    del num_sms
+    arguments = structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    try:
+        jax.eval_shape(functools.partial(forward_layer, config), *arguments)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
 def router_arguments(config: MoEConfig, params: RoutingParams | None) -> dict[str, Any]:
     """The router of ``config`` in the words of ``pallas_kernels.route``; for calls without a reason from
     ``why_not_layer``.
@@ -174,8 +208,7 @@ def forward_layer(
 ) -> tuple[Array, Array, Array]:
     """The layer from its router logits on: (y (T, H) in x's dtype, topk_ids (T, top_k), rows per expert (E,)).
 
-    shared: (T, H) float, added before the one rounding. For calls without a reason from ``why_not_layer``. Raises
-    NotImplementedError where a kernel refuses.
+    shared: (T, H) float, added before the one rounding. For calls without a reason from ``why_not_call``.
     """
     bias = None if params is None else params.correction_bias
     validate_routing(config, router_logits.shape[1], has_correction_bias=bias is not None, has_hash_table=False)
@@ -195,7 +228,7 @@ def forward_layer(
 
 
 def run_layer(config: MoEConfig, *arguments: Any) -> tuple[Array, Array, Array]:
-    """``forward_layer``; a gradient is refused by name."""
+    """``forward_layer``; a gradient raises ``NoGradient``."""
     return _refusing_gradients_layer(config, *arguments)
 
 
@@ -425,6 +458,6 @@ def _refusing_gradients_layer(config, *arguments):
 @_refusing_gradients.defjvp
 @_refusing_gradients_layer.defjvp
 def _refuse(config, primals, tangents):
-    raise NotImplementedError(
+    raise NoGradient(
         "the mosaic implementation has no gradient; differentiate a layer with implementation='xla' or 'reference'"
     )

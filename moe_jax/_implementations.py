@@ -33,8 +33,9 @@ class Implementation:
         any rounding. Ids are in [0, E) or -1; where an id is -1 its weight is 0, and a token without any expert has
         x = 0. May raise NotImplementedError, which means the same as a reason from why_not.
     run_layer: None, or ``(config, x, router_logits, weights, params, token_mask, shared) -> (y in x's dtype, topk_ids,
-        rows per expert)``: routing, experts, shared output and the one rounding in one; NotImplementedError as in run.
-    why_not_layer: the reason for which run_layer cannot run ``(config, weights, params, has_mask)``, or None.
+        rows per expert)``: routing, experts, shared output and the one rounding in one. Raises ``NoGradient`` where it
+        is differentiated.
+    why_not_layer: the reason for which run_layer cannot run these arguments, or None.
     """
 
     name: str
@@ -96,7 +97,7 @@ IMPLEMENTATIONS = {
             _describe_mosaic,
             _experts_mosaic.run,
             _experts_mosaic.run_layer,
-            _experts_mosaic.why_not_layer,
+            _experts_mosaic.why_not_call,
         ),
         Implementation("xla", _needs_known_layout, _describe_xla, _unpacking(_experts_xla.run)),
         Implementation("reference", _needs_known_layout, _describe_reference, _unpacking(_experts_reference.run)),
@@ -145,16 +146,18 @@ def run_first(problem: Problem, *args: Any) -> Array:
 def run_layer_first(
     problem: Problem, x: Array, router_logits: Array, params: Any, token_mask: Array | None, shared: Array | None
 ) -> tuple[Array, Array, Array] | None:
-    """The whole layer, by the implementation that ``choose`` names; None when that one leaves routing to others."""
+    """The whole layer, by the implementation that ``choose`` names; None when that one leaves routing to others, or is
+    differentiated and has no gradient, which the next one may have.
+    """
     chosen, _ = choose(problem)
     if chosen is None or chosen.run_layer is None or chosen.why_not_layer is None:
         return None
-    config, weights = problem.config, problem.weights
-    if chosen.why_not_layer(config, weights, params, token_mask is not None) is not None:
+    arguments = (problem.config, x, router_logits, problem.weights, params, token_mask, shared)
+    if chosen.why_not_layer(*arguments) is not None:
         return None
     try:
-        return chosen.run_layer(config, x, router_logits, weights, params, token_mask, shared)
-    except NotImplementedError:
+        return chosen.run_layer(*arguments)
+    except _experts_mosaic.NoGradient:
         return None
 
 

@@ -281,6 +281,28 @@ def test_gradients_are_refused_by_name():
             jax.grad(function)(x)
 
 
+def test_a_whole_layer_is_refused_beforehand_or_loudly(monkeypatch):
+    """A kernel's reason is asked for before the layer runs; what is raised while it runs reaches the caller."""
+    layer, (x, z) = make_layer("bf16", implementation=("mosaic", "xla")), inputs(3)
+
+    def refuse(*args, **kwargs):
+        raise NotImplementedError("broken")
+
+    monkeypatch.setattr(_experts_mosaic, "forward_layer", refuse)
+    monkeypatch.setattr(_experts_mosaic, "_call_refusal", lambda *args: None)
+    with on_hopper(), pytest.raises(NotImplementedError, match="broken"):
+        jax.eval_shape(lambda x, z: layer(x, z), x, z)
+    monkeypatch.undo()
+    monkeypatch.setattr(_experts_mosaic, "forward_layer", refuse)
+    monkeypatch.setattr(_experts_mosaic, "run_layer", lambda *args: pytest.fail("it was not asked"))
+    _experts_mosaic._call_refusal.cache_clear()
+    with on_hopper():
+        assert jax.eval_shape(lambda x, z: layer(x, z), x, z).shape == x.shape
+        weights = layer.weights.get_value()
+        assert _experts_mosaic.why_not_call(layer.config, x, z, weights, None, None, None) == "broken"
+    _experts_mosaic._call_refusal.cache_clear()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 7, 16, 63, 129, 700, 2048])
 @pytest.mark.parametrize("scheme", SCHEMES)
