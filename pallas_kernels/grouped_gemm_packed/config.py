@@ -84,7 +84,9 @@ class PackedConfig:
     block_m: rows of a tile, all of one expert; they are the columns of the matrix instruction. num_consumers: 1 to 4
     warpgroups, each with 64 channels of every half. k_split: of these, how many share their channels, each with its
     part of every K step; their sums are added in the order of the parts, so that the bits depend on nothing else.
-    step_blocks: blocks of K per slot of the ring. num_stages: slots.
+    splits_halves: of a gated product, two consumers share 64 channels: one multiplies the gate, the other the up half,
+    whose sums pass through shared memory. Each has registers for tiles twice as tall.
+    step_blocks: blocks of K per slot of the ring; a last step past K multiplies zeros. num_stages: slots.
     folds_scales: group scales are multiplied into the operands, rounded once, instead of into float32 partial sums.
     band: row tiles walked together. num_sms: persistent blocks, one per multiprocessor.
     """
@@ -97,11 +99,17 @@ class PackedConfig:
     band: int = 8
     num_sms: int = 132
     k_split: int = 1
+    splits_halves: bool = False
 
     @property
     def channel_groups(self) -> int:
         """Groups of 64 channels (of each half) in a tile."""
-        return self.num_consumers // self.k_split
+        return self.num_consumers // self.sharers
+
+    @property
+    def sharers(self) -> int:
+        """Consumers that share 64 channels."""
+        return self.k_split * (2 if self.splits_halves else 1)
 
     @property
     def part_blocks(self) -> int:
@@ -112,6 +120,11 @@ class PackedConfig:
 def is_promoted(desc: PackedDesc, config: PackedConfig) -> bool:
     """Whether partial sums of groups are scaled and added in float32."""
     return desc.fmt.scale == "group" and not config.folds_scales
+
+
+def own_halves(desc: PackedDesc, config: PackedConfig) -> int:
+    """Halves that one consumer multiplies."""
+    return 1 if config.splits_halves else desc.halves
 
 
 def block_k(desc: PackedDesc, config: PackedConfig) -> int:
@@ -145,16 +158,16 @@ def shared_memory(desc: PackedDesc, config: PackedConfig) -> int:
     if desc.fmt.has_zero_point:
         total += smem_bytes((stages, blocks, scale_rows(desc, config), BLOCK_N), desc.fmt.operand)
     total += smem_bytes((config.channel_groups, config.block_m, BLOCK_N), desc.out_dtype)
-    if config.k_split > 1:
+    if config.sharers > 1:
         total += smem_bytes(partial_shape(desc, config), "float32")
     return total + 8 * 2 * (stages + config.channel_groups)
 
 
 def partial_shape(desc: PackedDesc, config: PackedConfig) -> tuple[int, ...]:
-    """Shared memory for the sums of all parts of K but the first: (groups, parts, halves, pieces, 64, rows)."""
+    """Shared memory for the sums of all sharers but the first: (groups, sharers - 1, halves, pieces, 64, rows)."""
     rows = promoted_rows(config) if is_promoted(desc, config) else config.block_m
-    parts = (config.channel_groups, config.k_split - 1)
-    return (*parts, desc.halves, config.block_m // rows, BLOCK_N, rows)
+    others = (config.channel_groups, config.sharers - 1)
+    return (*others, own_halves(desc, config), config.block_m // rows, BLOCK_N, rows)
 
 
 def promoted_rows(config: PackedConfig) -> int:
@@ -166,14 +179,15 @@ def are_halves_together(desc: PackedDesc, config: PackedConfig) -> bool:
     """Whether both halves of a gated product are in flight together. With four consumers a thread has 104 registers,
     the operands of one half take 32 of them, and ptxas would serialize.
     """
-    return config.num_consumers < 4 and desc.halves * config.block_m <= 64
+    return config.num_consumers < 4 and own_halves(desc, config) * config.block_m <= 64
 
 
 def sum_registers(desc: PackedDesc, config: PackedConfig) -> int:
     """32-bit registers a thread of a consumer needs for sums alone."""
-    registers = desc.halves * config.block_m // 2
+    registers = own_halves(desc, config) * config.block_m // 2
     if is_promoted(desc, config):
-        registers += promoted_rows(config) // 2 * (desc.halves if are_halves_together(desc, config) else 1)
+        together = own_halves(desc, config) if are_halves_together(desc, config) else 1
+        registers += promoted_rows(config) // 2 * together
     return registers
 
 
@@ -213,12 +227,17 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
     if config.num_consumers not in REGISTERS:
         return f"num_consumers={config.num_consumers} is not one of {tuple(REGISTERS)}"
     step = block_k(desc, config)
-    if desc.k % step:
-        return f"step_blocks={config.step_blocks}: steps of {step} do not divide K={desc.k}"
+    if step > desc.k:
+        return f"step_blocks={config.step_blocks}: steps of {step} are longer than K={desc.k}"
     if config.k_split not in (1, 2, 4) or config.num_consumers % config.k_split or config.step_blocks % config.k_split:
         return f"k_split={config.k_split}: 1, 2 or 4, which divides {config.num_consumers} consumers and the K step"
     if config.k_split > 1 and (config.folds_scales or desc.fmt.has_zero_point):
         return f"k_split={config.k_split}: with folded scales or zero points it is not built"
+    if config.splits_halves and (desc.halves != 2 or config.num_consumers % 2 or config.k_split > 1):
+        return (
+            f"splits_halves: {desc.halves} halves, {config.num_consumers} consumers, k_split={config.k_split}; two "
+            "halves, an even number of consumers and k_split=1"
+        )
     group = desc.fmt.group_size if desc.fmt.scale == "group" else None
     if group and step % group and group % step:
         return f"step_blocks={config.step_blocks}: steps of {step} and groups of {group} do not fit each other"

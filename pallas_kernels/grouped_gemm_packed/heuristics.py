@@ -45,9 +45,14 @@ def candidates(desc: PackedDesc, block_m: int, num_sms: int) -> Iterator[PackedC
         for consumers, split, blocks in _shapes(desc, block_m >= 48):
             for stages in range(MAX_STAGES, 1, -1):
                 config = PackedConfig(block_m, consumers, blocks, stages, folds, _band(block_m), num_sms, k_split=split)
-                if config_error(desc, config) is None:
+                if config_error(desc, config) is None and _padded_k(desc, config) <= 1.03 * desc.k:
                     yield config
                     break
+
+
+def _padded_k(desc: PackedDesc, config: PackedConfig) -> int:
+    """K that is multiplied: whole steps."""
+    return -(-desc.k // block_k(desc, config)) * block_k(desc, config)
 
 
 def _shapes(desc: PackedDesc, is_tall: bool) -> dict[tuple[int, int, int], None]:

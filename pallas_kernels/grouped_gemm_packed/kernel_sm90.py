@@ -8,7 +8,7 @@ each half). Its warpgroups, by role:
     consumers (1, 2, 4)    for each tile, for each K step:
       64 channels of           wait full[slot] -> 16-byte loads of w[slot] -> operands by bit moves
       each half each           -> wgmma operands x[slot]^T -> empty[slot]
-                           after a tile's last step: [sums of K's parts added ->] epilogue in registers ->
+                           after a tile's last step: [sums of those that share channels ->] epilogue in registers ->
                            transposed staging -> bulk store
 
 Scales inside the blocks are multiplied into the operands, which stay exact; scales per channel follow the sum; scales
@@ -31,7 +31,7 @@ from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
 from pallas_kernels.grouped_gemm_packed.config import REGISTERS, PackedConfig, PackedDesc, is_promoted
 from pallas_kernels.grouped_gemm_packed.pipeline_sm90 import (
     Scratch,
-    add_parts,
+    gather_sums,
     k_steps,
     multiply,
     multiply_promoted,
@@ -75,7 +75,7 @@ def _kernel(desc: PackedDesc, config: PackedConfig, *refs: Any, **allocated: Any
     steps = k_steps(desc, config, operands["num_tiles"][0])
 
     def consume(m, n, e, count):
-        group, _ = place(config, warpgroup)
+        group, *_ = place(config, warpgroup)
         channel = n * config.channel_groups + group
         # Past the last block nothing is stored, but the vectors must lie inside their arrays.
         last = lax.min(channel, jnp.int32(desc.channel_blocks - 1))
@@ -96,7 +96,7 @@ def _kernel(desc: PackedDesc, config: PackedConfig, *refs: Any, **allocated: Any
             inside = mosaic.column_predicate(desc.n, BLOCK_N * config.channel_groups, channel * BLOCK_N)
             plgpu.copy_smem_to_gmem(scratch.staging.at[group], target, predicate=inside)
 
-        add_parts(desc, config, scratch, warpgroup, sums, store)
+        gather_sums(config, scratch, warpgroup, sums, store)
 
     run_tiles(
         config,

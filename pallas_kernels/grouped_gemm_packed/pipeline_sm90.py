@@ -17,6 +17,7 @@ from pallas_kernels.grouped_gemm_packed.config import (
     are_halves_together,
     block_k,
     fragment_k,
+    own_halves,
     partial_shape,
     promoted_k,
     promoted_rows,
@@ -31,7 +32,7 @@ class Scratch:
 
     w: (stages, blocks, step_blocks, *block_shape) int32, a channel group's blocks side by side, gate then up. x:
     (stages, k_split, block_m, columns of a part). scale, zero: (stages, blocks, scale_rows, 64). staging: (channel
-    groups, block_m, 64) of the output. partial, partial_full, partial_empty: see ``add_parts``.
+    groups, block_m, 64) of the output. partial, partial_full, partial_empty: see ``gather_sums``.
     """
 
     w: Any
@@ -73,9 +74,9 @@ def scratch_types(desc: PackedDesc, config: PackedConfig) -> dict[str, Any]:
         types["scale"] = plgpu.SMEM(grouped, desc.scale_dtype)
     if desc.fmt.has_zero_point:
         types["zero"] = plgpu.SMEM(grouped, desc.fmt.operand)
-    if config.k_split > 1:
+    if config.sharers > 1:
         types["partial"] = plgpu.SMEM(partial_shape(desc, config), jnp.float32)
-        types["partial_full"] = plgpu.Barrier(num_arrivals=config.k_split - 1, num_barriers=config.channel_groups)
+        types["partial_full"] = plgpu.Barrier(num_arrivals=config.sharers - 1, num_barriers=config.channel_groups)
         types["partial_empty"] = plgpu.Barrier(num_arrivals=1, num_barriers=config.channel_groups)
     return types
 
@@ -84,7 +85,7 @@ def k_steps(desc: PackedDesc, config: PackedConfig, row_tiles: Any) -> Any:
     """Slots of the ring that one tile passes through; ``row_tiles`` >= 0 hides the number from LLVM, which would unroll
     the loop.
     """
-    steps = desc.k // block_k(desc, config)
+    steps = -(-desc.k // block_k(desc, config))
     return lax.min(jnp.int32(steps), row_tiles + steps)
 
 
@@ -97,7 +98,10 @@ def produce(
     num_tiles: Any,
     tile: Callable[[Any], tuple[Any, Any, Any]],
 ) -> None:
-    """The producer warpgroup: keep the ring full over all tiles, without a break between two of them."""
+    """The producer warpgroup: keep the ring full over all tiles, without a break between two of them.
+
+    Bulk copies fill with zeros what lies past K: x, weights, scales.
+    """
     stages, step, part = config.num_stages, block_k(desc, config), config.part_blocks * desc.fmt.block_k
     blocks, groups = config.channel_groups * desc.halves, scale_rows(desc, config)
 
@@ -150,8 +154,8 @@ def _fragments(
 ) -> list[tuple[int, Any]]:
     """Register operands of one block: pairs (first column in the part, array (64, fragment_k))."""
     first, width = depth * desc.fmt.block_k, fragment_k(desc, config)
-    channels, part = place(config, warpgroup)
-    block = channels * desc.halves + half
+    channels, first_half, part = place(config, warpgroup)
+    block = channels * desc.halves + first_half + half
     group = desc.fmt.group_size or desc.k
     rows = tuple((first + desc.fmt.block_k // 4 * q) // group % scale_rows(desc, config) for q in range(4))
     parts = load_block(
@@ -170,9 +174,9 @@ def multiply(
 ) -> list[list[Any]]:
     """One tile with one accumulator a half over all of K. count: steps taken before it.
 
-    Returns for each half [(64, block_m)].
+    Returns for each half of its own [(64, block_m)].
     """
-    width, (_, part) = fragment_k(desc, config), place(config, warpgroup)
+    width, (_, _, part) = fragment_k(desc, config), place(config, warpgroup)
 
     def scope(*accumulators):
         def one_step(k, count):
@@ -192,7 +196,7 @@ def multiply(
         return [[accumulator[...].astype(jnp.float32)] for accumulator in accumulators]
 
     shape = mosaic.Accumulator((BLOCK_N, config.block_m), jnp.dtype(desc.accumulator))
-    return pl.run_scoped(scope, *[shape] * desc.halves)
+    return pl.run_scoped(scope, *[shape] * own_halves(desc, config))
 
 
 def multiply_promoted(
@@ -200,12 +204,12 @@ def multiply_promoted(
 ) -> list[list[Any]]:
     """One tile with the partial sum of every group scaled and added in float32.
 
-    Returns for each half its pieces (64, promoted_rows), rows of x side by side.
+    Returns for each half of its own the pieces (64, promoted_rows), rows of x side by side.
     """
     width, chunk, rows = fragment_k(desc, config), promoted_k(desc, config), promoted_rows(config)
     shape = mosaic.Accumulator((BLOCK_N, rows), jnp.dtype(desc.accumulator))
     pieces = range(config.block_m // rows)
-    channels, part = place(config, warpgroup)
+    channels, first_half, part = place(config, warpgroup)
     part_k = config.part_blocks * desc.fmt.block_k
     first_group = lax.div(part * part_k, jnp.int32(desc.fmt.group_size)) if config.k_split > 1 else 0
 
@@ -224,7 +228,8 @@ def multiply_promoted(
             for index, first in enumerate(range(0, part_k, chunk)):
                 factors = []
                 for half in halves:
-                    scale = scratch.scale.at[slot, channels * desc.halves + half, first_group + index]
+                    block = channels * desc.halves + first_half + half
+                    scale = scratch.scale.at[slot, block, first_group + index]
                     scale = mosaic.load(scale, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
                     factors.append(lax.broadcast_in_dim(scale, (BLOCK_N, rows), [0]))
                 for piece in pieces:
@@ -243,54 +248,58 @@ def multiply_promoted(
         return count + 1, tuple(tuple(half) for half in sums)
 
     zeros = plgpu.layout_cast(jnp.zeros((BLOCK_N, rows), jnp.float32), mosaic.WGMMA)
-    _, sums = lax.fori_loop(0, steps, one_step, (count, ((zeros,) * len(pieces),) * desc.halves))
+    _, sums = lax.fori_loop(0, steps, one_step, (count, ((zeros,) * len(pieces),) * own_halves(desc, config)))
     return [list(half) for half in sums]
 
 
-def place(config: PackedConfig, warpgroup: Any) -> tuple[Any, Any]:
-    """(channel group, part of K) of a consumer."""
-    if config.k_split == 1:
-        return warpgroup, 0
-    split = jnp.int32(config.k_split)
-    return lax.div(warpgroup, split), lax.rem(warpgroup, split)
+def place(config: PackedConfig, warpgroup: Any) -> tuple[Any, Any, Any]:
+    """(channel group, first half, part of K) of a consumer."""
+    if config.sharers == 1:
+        return warpgroup, 0, 0
+    group, sharer = (op(warpgroup, jnp.int32(config.sharers)) for op in (lax.div, lax.rem))
+    return (group, sharer, 0) if config.splits_halves else (group, 0, sharer)
 
 
-def add_parts(
-    desc: PackedDesc,
+def gather_sums(
     config: PackedConfig,
     scratch: Scratch,
     warpgroup: Any,
     sums: list[list[Any]],
     store: Callable[[list[list[Any]]], None],
 ) -> None:
-    """Call ``store`` with the sums over all of K, in one warpgroup of each channel group.
+    """Call ``store`` with the sums of all halves over all of K, in one warpgroup of each channel group.
 
-    The other parts' sums pass through scratch.partial: written -> partial_full -> added, lowest part first ->
+    The other sharers' sums pass through scratch.partial: written -> partial_full -> read, the first sharer's first ->
     partial_empty.
     """
-    if config.k_split == 1:
+    if config.sharers == 1:
         store(sums)
         return
-    channels, part = place(config, warpgroup)
+    group, sharer = (op(warpgroup, jnp.int32(config.sharers)) for op in (lax.div, lax.rem))
 
-    @pl.when(part > 0)
+    @pl.when(sharer > 0)
     def _():
         for half, pieces in enumerate(sums):
             for index, value in enumerate(pieces):
-                scratch.partial.at[channels, part - 1, half, index][...] = value
-        plgpu.barrier_arrive(scratch.partial_full.at[channels])
-        plgpu.barrier_wait(scratch.partial_empty.at[channels])
+                scratch.partial.at[group, sharer - 1, half, index][...] = value
+        plgpu.barrier_arrive(scratch.partial_full.at[group])
+        plgpu.barrier_wait(scratch.partial_empty.at[group])
 
-    @pl.when(part == 0)
+    @pl.when(sharer == 0)
     def _():
-        plgpu.barrier_wait(scratch.partial_full.at[channels])
+        plgpu.barrier_wait(scratch.partial_full.at[group])
+
+        def passed(other, half, index):
+            return mosaic.load(scratch.partial.at[group, other, half, index], layout=mosaic.WGMMA, optimized=False)
+
         total = [list(pieces) for pieces in sums]
+        if config.splits_halves:
+            total.append([passed(0, 0, index) for index in range(len(sums[0]))])
         for other in range(config.k_split - 1):
             for half, pieces in enumerate(total):
                 for index in range(len(pieces)):
-                    ref = scratch.partial.at[channels, other, half, index]
-                    pieces[index] = pieces[index] + mosaic.load(ref, layout=mosaic.WGMMA, optimized=False)
-        plgpu.barrier_arrive(scratch.partial_empty.at[channels])
+                    pieces[index] = pieces[index] + passed(other, half, index)
+        plgpu.barrier_arrive(scratch.partial_empty.at[group])
         store(total)
 
 
@@ -305,5 +314,6 @@ def _to_float32(partial: Any) -> Any:
 
 def _batches(desc: PackedDesc, config: PackedConfig) -> list[list[tuple[int, int]]]:
     """(half, block of K) of a step, in lists whose products are in flight together."""
-    halves = [[(half, depth) for depth in range(config.part_blocks)] for half in range(desc.halves)]
+    depths = range(config.part_blocks)
+    halves = [[(half, depth) for depth in depths] for half in range(own_halves(desc, config))]
     return [sum(halves, [])] if are_halves_together(desc, config) else halves

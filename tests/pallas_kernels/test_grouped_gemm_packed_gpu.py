@@ -16,6 +16,7 @@ from packed_problem import KINDS, make_problem, packed_tolerance
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm_packed import PackedConfig, candidates, describe_call, grouped_gemm_packed
+from pallas_kernels.grouped_gemm_packed.config import config_error
 
 pytestmark = pytest.mark.gpu
 
@@ -40,12 +41,15 @@ def check(kind, problem, out, *, folded=False):
     assert_rows_close(out[own], problem.expected[own], tol, experts=problem.row_expert[own])
 
 
-def configurations(problem, block_m):
+def describe(problem):
     x, w = problem.args[:2]
     given = problem.kwargs
     lhs = "none" if given["x_scale"] is None else "row" if given["x_scale"].ndim else "tensor"
-    desc = describe_call(x.shape[0], w, given["out_dtype"], lhs, given["bias"], given["activation"])
-    return list(candidates(desc, block_m, 132))
+    return describe_call(x.shape[0], w, given["out_dtype"], lhs, given["bias"], given["activation"])
+
+
+def configurations(problem, block_m):
+    return list(candidates(describe(problem), block_m, 132))
 
 
 def out_dtype(kind):
@@ -97,6 +101,22 @@ def test_warpgroups_that_share_k(kind, consumers, split, step):
         np.testing.assert_array_equal(out[problem.row_expert >= 0], run(problem, config)[problem.row_expert >= 0])
 
 
+@pytest.mark.parametrize(("block_m", "consumers", "step"), [(128, 2, 2), (80, 4, 2), (64, 4, 1), (16, 4, 4)])
+@pytest.mark.parametrize("kind", ["int4 g128", "int4 g128 f32", "nvfp4", "mxfp4", "w4a8 int8 g128"])
+def test_warpgroups_that_share_halves(kind, block_m, consumers, step):
+    """Of the configurations with one consumer a half those that fit, scales in sums and folded into operands."""
+    problem = make_problem(kind, RAGGED, k=1024, n=336, block_m=block_m, **GATED)
+    folds = (False, True) if kind == "int4 g128" else (False,)
+    step = step // 2 or 1 if problem.args[1].fmt.is_8bit else step
+    configs = [PackedConfig(block_m, consumers, step, 2, fold, num_sms=5, splits_halves=True) for fold in folds]
+    configs = [config for config in configs if config_error(describe(problem), config) is None]
+    assert configs or (consumers == 4 and block_m > 16)
+    for config in configs:
+        out = run(problem, config)
+        check(kind, problem, out, folded=config.folds_scales)
+        np.testing.assert_array_equal(out[problem.row_expert >= 0], run(problem, config)[problem.row_expert >= 0])
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("kind", ["int4 g128", "nvfp4", "w4a8 int8 g128"])
 def test_routings(kind, routing):
@@ -111,6 +131,20 @@ def test_routings(kind, routing):
 def test_sizes_off_the_tile(kind, k, n):
     problem = make_problem(kind, [40, 1, 90], k=k, n=n, block_m=32, x_scale="row")
     check(kind, problem, run(problem))
+
+
+@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize(
+    "kind", ["int4 g128", "int4 g128 f32", "int4 channel asym", "nvfp4", "mxfp4", "w4a8 int8 g128"]
+)
+def test_last_step_past_k(kind, step):
+    """Nothing beyond K enters the sums: 45 blocks of K, or 23 of 8-bit operands, in steps of an even number."""
+    problem = make_problem(kind, [40, 1, 90], k=2880, n=336, block_m=32, **GATED)
+    config = PackedConfig(32, 2, step // 2 if problem.args[1].fmt.is_8bit else step, 2, num_sms=5)
+    if config_error(describe(problem), config) is None:
+        check(kind, problem, run(problem, config))
+    else:
+        assert step == 4, config_error(describe(problem), config)
 
 
 @pytest.mark.parametrize("n", [16, 32, 64])

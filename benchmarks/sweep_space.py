@@ -1,0 +1,141 @@
+"""What ``sweep_products.py`` times: shapes of layers and their shards, formats, and the configurations worth a look.
+
+A shape is a model's name, with "/tp2" behind it for one of two shards of every expert (a part of the intermediate
+size), "/ep2" for one of two halves of the experts. Shards of experts keep top_k: T counts tokens all of whose experts
+are on the device, as it does for dsv3-ep8.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from grouped_gemm import PACKED as PACKED_FORMATS
+
+from moe_jax.benchmarking import SHAPES
+from pallas_kernels.grouped_gemm import candidates as unpacked_candidates
+from pallas_kernels.grouped_gemm.config import SWAPPED_BLOCK_MS, config_error
+from pallas_kernels.grouped_gemm.heuristics import height_for
+from pallas_kernels.grouped_gemm_packed import BLOCK_MS, PackedConfig, PackedDesc
+from pallas_kernels.grouped_gemm_packed import config_error as packed_error
+from pallas_kernels.grouped_gemm_packed.heuristics import MAX_STAGES
+
+_SHAPES = SHAPES | {"dsv3-tp8": (256, 8, 7168, 256)}
+H200_SMS = 132
+
+# name: (format of the packed kernel, dtype of group scales)
+PACKED: dict[str, tuple[Any, str]] = {
+    "int4_g128": (PACKED_FORMATS["int4_g128"], "bfloat16"),
+    "int4_g128_f32": (PACKED_FORMATS["int4_g128"], "float32"),
+    "nvfp4": (PACKED_FORMATS["nvfp4"], "float32"),
+    "mxfp4": (PACKED_FORMATS["mxfp4"], "float32"),
+    "int4_int8": (PACKED_FORMATS["int4_int8"], "bfloat16"),
+    "int4_fp8": (PACKED_FORMATS["int4_fp8"], "bfloat16"),
+    "int8_a16": (PACKED_FORMATS["int8_a16"], "float32"),
+    "fp8_a16": (PACKED_FORMATS["fp8_a16"], "float32"),
+    "mxfp8": (PACKED_FORMATS["mxfp8"], "float32"),
+}
+
+# (consumers, k_split, blocks of K a step, whether consumers take one half each), by halves, height and tokens
+_Shape = tuple[int, int, int, bool]
+_ONE_GATED = [
+    (4, 4, 8, 0), (2, 2, 4, 0), (2, 1, 2, 0), (4, 2, 4, 0), (1, 1, 2, 0), (2, 1, 4, 0), (4, 1, 4, 1), (2, 1, 4, 1)
+]  # fmt: skip
+_ONE = [(4, 4, 8, 0), (1, 1, 2, 0), (4, 2, 2, 0), (4, 1, 2, 0), (2, 1, 4, 0), (2, 2, 4, 0), (4, 4, 4, 0)]
+_LOW_GATED = [(2, 1, 4, 0), (4, 1, 4, 1), (4, 1, 2, 0), (3, 1, 2, 0), (4, 2, 4, 0), (4, 1, 2, 1)]
+_LOW = [(4, 1, 4, 0), (3, 1, 4, 0), (4, 1, 2, 0), (2, 1, 4, 0), (3, 1, 2, 0)]
+_TALL_GATED = [(2, 1, 4, 0), (4, 1, 2, 1), (2, 1, 2, 0), (2, 1, 4, 1), (2, 1, 2, 1), (3, 1, 2, 0), (4, 1, 1, 1)]
+_TALL = [(4, 1, 2, 0), (2, 1, 2, 0), (3, 1, 2, 0), (2, 1, 4, 0), (4, 1, 1, 0)]
+
+
+def shape(name: str) -> tuple[int, int, int, int]:
+    """(experts, top_k, hidden, intermediate) of a shape."""
+    model, *shards = name.split("/")
+    experts, top_k, hidden, inner = _SHAPES[model]
+    for shard in shards:
+        kind, parts = shard[:2], int(shard[2:])
+        experts, inner = (experts // parts, inner) if kind == "ep" else (experts, inner // parts)
+    return experts, top_k, hidden, inner
+
+
+def rows_per_expert(tokens: int, experts: int, top_k: int) -> float:
+    return tokens * top_k / (experts * (1 - (1 - top_k / experts) ** tokens))
+
+
+def heights(mean: float, allowed: tuple[int, ...], is_brief: bool = False) -> list[int]:
+    """Tile heights that hold an average expert with some to spare, and nearly every expert. is_brief: the heuristic's
+    height alone.
+    """
+    if is_brief:
+        return [h for h in [height_for(mean, allowed)] if h]
+    found = [next((h for h in allowed if h >= mean + s * math.sqrt(mean)), None) for s in (0.9, 2.5)]
+    return sorted({h for h in found if h})
+
+
+def packed_space(desc: PackedDesc, mean: float, tokens: int, is_brief: bool) -> list[PackedConfig]:
+    """desc: at any height. mean: rows of an expert that is hit. is_brief: two shapes at the heuristic's height."""
+    tiles = heights(mean, BLOCK_MS[1:8], is_brief) or [128]
+    if mean >= 256 and not is_brief:
+        tiles = [128, 256]
+    return list(dict.fromkeys(config for block_m in tiles for config in _at_height(desc, block_m, tokens, is_brief)))
+
+
+def _at_height(desc: PackedDesc, block_m: int, tokens: int, is_brief: bool) -> Iterator[PackedConfig]:
+    here = dataclasses.replace(desc, rows=-(-desc.rows // block_m) * block_m)
+    may_fold = desc.fmt.scale == "group" and desc.scale_dtype == desc.fmt.operand and block_m >= 48
+    count = 0
+    for consumers, split, blocks, halves in _shapes(here, block_m, tokens):
+        for folds in (False, True) if may_fold else (False,):
+            band = 16 if block_m >= 128 else 8
+            config = PackedConfig(block_m, consumers, blocks, 2, folds, band, H200_SMS, split, halves)
+            config = _deepest(here, config)
+            if config is None or (is_brief and count >= 2):
+                continue
+            count += 1
+            yield config
+            if block_m >= 128 and tokens >= 8192 and count <= 2 and not is_brief:
+                yield dataclasses.replace(config, band=8)
+
+
+def _shapes(desc: PackedDesc, block_m: int, tokens: int) -> list[_Shape]:
+    is_gated = desc.halves > 1
+    if block_m >= 48:
+        shapes = _TALL_GATED if is_gated else _TALL
+    elif tokens == 1:
+        shapes = _ONE_GATED if is_gated else _ONE
+    else:
+        shapes = _LOW_GATED if is_gated else _LOW
+    if desc.fmt.is_8bit:  # blocks twice as deep
+        shapes = [(c, split, max(split, blocks // 2), h) for c, split, blocks, h in shapes]
+    if desc.k // desc.fmt.block_k % 2:  # steps of 3 and 5 blocks beside 2 and 4, whose last one is padding in part
+        odd = [(c, 1, {4: 5, 2: 3}[blocks], h) for c, split, blocks, h in shapes if split == 1 and blocks in (2, 4)]
+        shapes = odd[:2] + shapes + odd[2:]
+    return list(dict.fromkeys((c, split, blocks, bool(h)) for c, split, blocks, h in shapes))
+
+
+def _deepest(desc: PackedDesc, config: PackedConfig) -> PackedConfig | None:
+    for stages in range(MAX_STAGES, 1, -1):
+        deeper = dataclasses.replace(config, num_stages=stages)
+        if packed_error(desc, deeper) is None:
+            return deeper
+    return None
+
+
+def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any]:
+    mean = rows_per_expert(tokens, key.num_experts, key.top_k)
+    found = []
+    swapped = heights(mean, SWAPPED_BLOCK_MS[1:], is_brief) if key.may_swap else []
+    for block_m in swapped:
+        own = unpacked_candidates(key.products(tokens, block_m)[gemm - 1], block_m, H200_SMS)
+        found += [config for config in own if config.is_swapped]
+    for block_m in (64, 128):
+        if (block_m == 64 and (mean > 80 or (swapped and mean < 40))) or (block_m == 128 and mean < 40):
+            continue
+        desc = key.products(tokens, block_m)[gemm - 1]
+        configs = [c for c in unpacked_candidates(desc, block_m, H200_SMS) if not c.is_swapped and c.block_n > 48]
+        if block_m == 128 and mean < 200:
+            configs = [c for c in configs if c.row_chunk is not None]
+        elif block_m == 128 and not is_brief:
+            configs += [dataclasses.replace(c, band=16) for c in configs[:2]]
+        found += configs[:2] if is_brief else configs
+    return [c for c in found if config_error(key.products(tokens, c.block_m)[gemm - 1], c) is None]
