@@ -1,0 +1,168 @@
+"""``push_rows``: tokens to the devices of their experts. ``place_arrived``: those to rows in expert order.
+``combine_pushed``: rows of experts back to their tokens, and their weighted sum. Inside ``jax.shard_map``.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.push.config import (
+    QUANTIZATIONS,
+    PlaceDesc,
+    PushConfig,
+    PushDesc,
+    choose_combine,
+    choose_dispatch,
+    choose_place,
+    config_error,
+    place_error,
+)
+from pallas_kernels.push.reference import combine_ref, dispatch_ref, place_ref
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Arrived:
+    """Tokens of all devices as one device has them, token t of device s in row s * T + t.
+
+    codes: (size * T, H), unspecified where no slot of the row is of this device. scales: (size * T,) or, a scale for
+    every 128 columns, (size * T, H / 128) float32, which multiplies the codes; None for codes that are the values.
+    slots: (size * T, top_k) int32 of the whole mesh, -1 for none.
+    """
+
+    codes: Any
+    scales: Any
+    slots: Any
+
+
+def push_rows(
+    x: Any,
+    slots: Any,
+    *,
+    axis: str,
+    slots_per_device: int,
+    quantization: str = "none",
+    config: PushConfig | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Arrived:
+    """Send each token, quantized once, to every device that has one of its slots. Never drops one.
+
+    x: (T, H) bfloat16, float16 or float32, T the same on all devices. slots: (T, top_k) int32; slot i is an expert of
+    device i // slots_per_device along ``axis``, -1 is none. quantization: one of ``QUANTIZATIONS``, whose rules are
+    those of ``quantize_and_permute``. Inside ``jax.shard_map`` over a mesh with ``axis``; every device of the mesh takes
+    part. Raises ValueError or TypeError for a wrong call, NotImplementedError when no implementation can run it.
+    """
+    desc = _describe(x, slots, axis, slots_per_device, quantization)
+    padded = jnp.pad(slots.reshape(-1), (0, desc.padded_pairs - desc.num_pairs), constant_values=-1)
+
+    def mosaic():
+        num_sms = hopper_sms()
+        chosen = config or choose_dispatch(desc, num_sms)
+        if reason := config_error(desc, chosen, num_sms):
+            raise NotImplementedError(reason)
+
+        from pallas_kernels.push.kernel_sm90 import dispatch_sm90  # here: importing it loads Pallas
+
+        return dispatch_sm90(desc, chosen)(x, padded)
+
+    runs = dict(mosaic=mosaic, reference=lambda: dispatch_ref(desc, x, padded))
+    codes, scales, came = first_that_runs("push_rows", runs, implementation)
+    return Arrived(codes, scales, came[:, : desc.num_pairs].reshape(desc.num_rows, desc.top_k))
+
+
+def place_arrived(
+    codes: Any, scales: Any, row_of: Any, num_places: int, *, implementation: str | Sequence[str] | None = None
+) -> tuple[Any, Any]:
+    """Copy rows of 8-bit codes and their scales to the places that ``row_of`` names.
+
+    codes: (N, H) float8_e4m3fn or int8. scales: (N,) or (N, H / 128) float32. row_of: (N, top_k) int32, the place of
+    each (row, slot), -1 for none; distinct otherwise. num_places: Mp, static. Returns (codes (Mp, H), scales (Mp,) or
+    (H / 128, Mp)), what ``quantize_and_permute`` gives for the tokens themselves. Places that no row fills are
+    unspecified. Raises ValueError for a wrong call, NotImplementedError when no implementation can run it.
+    """
+    if codes.ndim != 2 or jnp.dtype(codes.dtype).itemsize != 1 or row_of.shape[:1] != codes.shape[:1]:
+        raise ValueError(f"codes {codes.dtype}{codes.shape}, row_of {row_of.shape}; expected 8 bits, (N, H) and (N, k)")
+    if scales.shape[:1] != codes.shape[:1] or scales.ndim > 2 or scales.dtype != jnp.float32:
+        raise ValueError(f"scales is {scales.dtype}{scales.shape}, expected float32 (N,) or (N, H / 128)")
+    groups = scales.shape[1] if scales.ndim == 2 else 0
+    desc = PlaceDesc(codes.shape[0], num_places, codes.shape[1], row_of.shape[1], groups)
+
+    def mosaic():
+        num_sms = hopper_sms()
+        if reason := place_error(desc):
+            raise NotImplementedError(reason)
+
+        from pallas_kernels.push.place_sm90 import place_sm90  # here: importing it loads Pallas
+
+        bits = jax.lax.bitcast_convert_type(codes, jnp.int8)
+        placed, placed_scales = place_sm90(desc, choose_place(desc, num_sms))(bits, scales, row_of)
+        return jax.lax.bitcast_convert_type(placed, codes.dtype), placed_scales
+
+    runs = dict(mosaic=mosaic, reference=lambda: place_ref(desc, codes, scales, row_of))
+    return first_that_runs("place_arrived", runs, implementation)
+
+
+def combine_pushed(
+    rows: Any,
+    row_of: Any,
+    slots: Any,
+    weights: Any,
+    *,
+    axis: str,
+    slots_per_device: int,
+    config: PushConfig | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Any:
+    """Send the rows of this device's experts back to their tokens and add them up there.
+
+    rows: (Mp, H) bfloat16, float16 or float32. row_of: (size * T, top_k) int32, the row of each slot of each token that
+    arrived, -1 for slots of other devices. slots: (T, top_k) int32 as in ``push_rows``. weights: (T, top_k) float32.
+    Returns (T, H) float32: the sum over top_k, in this order, of weight times row, as ``combine`` on one device gives it.
+    Inside ``jax.shard_map``, as ``push_rows``. Raises as that does.
+    """
+    desc = _describe(jax.ShapeDtypeStruct((slots.shape[0], rows.shape[1]), rows.dtype), slots, axis, slots_per_device)
+    if row_of.shape != (desc.num_rows, desc.top_k) or row_of.dtype != jnp.int32:
+        raise ValueError(f"row_of is {row_of.dtype}{row_of.shape}, expected int32{(desc.num_rows, desc.top_k)}")
+    if weights.shape != slots.shape or weights.dtype != jnp.float32:
+        raise ValueError(f"weights is {weights.dtype}{weights.shape}, expected float32{slots.shape}")
+    operands = (rows, row_of.reshape(-1), slots.reshape(-1), weights.reshape(-1))
+
+    def mosaic():
+        num_sms = hopper_sms()
+        chosen = config or choose_combine(desc, num_sms)
+        if reason := config_error(desc, chosen, num_sms):
+            raise NotImplementedError(reason)
+
+        from pallas_kernels.push.kernel_sm90 import combine_sm90  # here: importing it loads Pallas
+
+        return combine_sm90(desc, chosen)(*operands)
+
+    runs = dict(mosaic=mosaic, reference=lambda: combine_ref(desc, *operands))
+    return first_that_runs("combine_pushed", runs, implementation)
+
+
+def _describe(x: Any, slots: Any, axis: str, slots_per_device: int, quantization: str = "none") -> PushDesc:
+    if x.ndim != 2 or slots.ndim != 2 or slots.shape[0] != x.shape[0]:
+        raise ValueError(f"x {x.shape}, slots {slots.shape}; expected (T, H), (T, top_k)")
+    if slots.dtype != jnp.int32:
+        raise TypeError(f"slots is {slots.dtype}, expected int32")
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization={quantization!r} is not one of {QUANTIZATIONS}")
+    mesh = tuple(jax.sharding.get_abstract_mesh().shape.items())
+    if axis not in dict(mesh):
+        raise ValueError(f"axis={axis!r} is no axis of the mesh {mesh}; call this inside jax.shard_map over it")
+    return PushDesc(
+        mesh=mesh,
+        axis=axis,
+        num_tokens=x.shape[0],
+        width=x.shape[1],
+        top_k=slots.shape[1],
+        slots_per_device=slots_per_device,
+        dtype=jnp.dtype(x.dtype).name,
+        quantization=quantization,
+    )

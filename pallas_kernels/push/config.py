@@ -1,0 +1,146 @@
+"""What one exchange asks (``PushDesc``), how it is run (``PushConfig``), and whether the Hopper kernels can."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from pallas_kernels.common.rows import vector_length
+from pallas_kernels.common.sm90 import WARPGROUP
+
+QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "int8_row")
+GROUP = 128
+MAX_DEVICES = 8  # of one NVLink host
+# Blocks of one warpgroup that a multiprocessor holds at once with up to 128 registers a thread. All blocks of a combine
+# wait for other devices, so all must be resident.
+BLOCKS_PER_SM = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class PushDesc:
+    """Static description of one exchange.
+
+    mesh: (axis, size) of the whole mesh, in its order. axis: the one that splits the experts. num_tokens: T, tokens of
+    each device. width: H. top_k: experts of a token. slots_per_device: experts of a device. dtype: of the tokens.
+    quantization: of rows on their way to the experts, one of ``QUANTIZATIONS``.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    axis: str
+    num_tokens: int
+    width: int
+    top_k: int
+    slots_per_device: int
+    dtype: str
+    quantization: str = "none"
+
+    @property
+    def size(self) -> int:
+        """Devices that exchange rows."""
+        return dict(self.mesh)[self.axis]
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """What one step along an axis of the mesh adds to a device's number."""
+        sizes = [size for _, size in self.mesh]
+        return {name: math.prod(sizes[i + 1 :]) for i, (name, _) in enumerate(self.mesh)}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that may arrive: all tokens of all devices, one copy of each."""
+        return self.size * self.num_tokens
+
+    @property
+    def num_pairs(self) -> int:
+        """(token, slot) pairs of one device."""
+        return self.num_tokens * self.top_k
+
+    @property
+    def padded_pairs(self) -> int:
+        """``num_pairs`` in whole vectors of a warpgroup."""
+        return -(-self.num_pairs // WARPGROUP) * WARPGROUP
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether every 128 columns have a scale."""
+        return self.quantization.startswith("e4m3_group")
+
+    @property
+    def code_dtype(self) -> str:
+        """Of rows on their way to the experts."""
+        kind = self.quantization.partition("_")[0]
+        return {"none": self.dtype, "e4m3": "float8_e4m3fn", "int8": "int8"}[kind]
+
+    @property
+    def scale_shape(self) -> tuple[int, ...] | None:
+        """Shape of the scales that arrive, or None."""
+        if self.quantization == "none":
+            return None
+        return (self.num_rows, self.width // GROUP) if self.is_grouped else (self.num_rows,)
+
+
+@dataclasses.dataclass(frozen=True)
+class PushConfig:
+    """num_blocks: persistent blocks of one warpgroup. pairs_at_once: slots whose rows a block of a combine looks up
+    together."""
+
+    num_blocks: int
+    pairs_at_once: int = 1
+
+
+def config_error(desc: PushDesc, config: PushConfig, num_sms: int) -> str | None:
+    """Why the Hopper kernels cannot run ``desc``, or None when they can."""
+    if not 2 <= desc.size <= MAX_DEVICES:
+        return f"{desc.size} devices along axis {desc.axis!r}: 2 to {MAX_DEVICES}"
+    if desc.num_tokens < 1 or desc.top_k < 1:
+        return "no tokens: there is nothing to exchange"
+    if desc.dtype not in ("bfloat16", "float16", "float32"):
+        return f"tokens are {desc.dtype}; there are bfloat16, float16 and float32"
+    if desc.is_grouped and (desc.width % (4 * GROUP)):
+        return f"H={desc.width}: groups of {GROUP} take a multiple of {4 * GROUP}"
+    if not vector_length(desc.width, jnp.dtype(desc.dtype).itemsize):
+        return f"H={desc.width}: a row must give each of 128 threads an element"
+    if not 1 <= config.num_blocks <= BLOCKS_PER_SM * num_sms:
+        return f"num_blocks={config.num_blocks}: 1 to {BLOCKS_PER_SM * num_sms}, all of which are resident"
+    if (desc.size * desc.num_pairs) % config.pairs_at_once:
+        return f"pairs_at_once={config.pairs_at_once} does not divide {desc.size * desc.num_pairs} pairs"
+    return None
+
+
+def choose_dispatch(desc: PushDesc, num_sms: int) -> PushConfig:
+    """A token a block, up to four blocks a multiprocessor."""
+    return PushConfig(max(1, min(desc.num_tokens, BLOCKS_PER_SM * num_sms)))
+
+
+def choose_combine(desc: PushDesc, num_sms: int) -> PushConfig:
+    """A row a block where there are few, else a token's rows together: most of them are not here."""
+    most, pairs = BLOCKS_PER_SM * num_sms, desc.size * desc.num_pairs
+    return PushConfig(min(pairs, most), 1 if pairs <= 2 * most else desc.top_k)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaceDesc:
+    """Static description of placing what arrived.
+
+    num_rows: N that may have arrived. num_places: Mp, rows in expert order. num_groups: scales of a row, 0 for one.
+    """
+
+    num_rows: int
+    num_places: int
+    width: int
+    top_k: int
+    num_groups: int
+
+
+def place_error(desc: PlaceDesc) -> str | None:
+    """Why the Hopper kernel cannot run ``desc``, or None when it can."""
+    if not vector_length(desc.width, 1):
+        return f"H={desc.width}: a row must give each of 128 threads an element"
+    if desc.num_groups % 4:
+        return f"{desc.num_groups} scales a row: a multiple of 4"
+    return None
+
+
+def choose_place(desc: PlaceDesc, num_sms: int) -> PushConfig:
+    """As for ``quantize_and_permute``."""
+    return PushConfig(max(1, min(desc.num_rows, 4 * num_sms)))

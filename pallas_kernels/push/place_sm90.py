@@ -1,0 +1,77 @@
+"""Copy rows that arrived, with their scales, to rows in expert order.
+
+Each block is one warpgroup and takes every num_blocks-th row that arrived:
+
+    its top_k places -> where it has any: load the row (16 bytes a thread) and its scales -> store them at each place
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import mosaic
+from pallas_kernels.common.rows import pieces, vector_length
+from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.push.config import PlaceDesc, PushConfig
+from pallas_kernels.quantize_and_permute.kernel_sm90 import GROUP_LAYOUT
+
+
+def place_sm90(desc: PlaceDesc, config: PushConfig) -> Callable[..., Any]:
+    """The kernel: (codes (N, H) int8, scales, row_of (N, k)) -> (codes (Mp, H) int8, scales)."""
+    shape = (desc.num_groups, desc.num_places) if desc.num_groups else (desc.num_places,)
+    call = plgpu.kernel(
+        functools.partial(_place, desc, config),
+        out_type=[
+            jax.ShapeDtypeStruct((desc.num_places, desc.width), jnp.int8),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ],
+        grid=(config.num_blocks,),
+        grid_names=("block",),
+        num_threads=1,
+        thread_name="warpgroup",
+        compiler_params=mosaic.compiler_params(),
+    )
+    return lambda *operands: tuple(call(*operands))
+
+
+def _place(
+    desc: PlaceDesc, config: PushConfig, codes: Any, scales: Any, row_of: Any, codes_out: Any, scales_out: Any
+) -> None:
+    block = lax.axis_index("block")
+    vector = vector_length(desc.width, 1)
+    piece = WARPGROUP * vector
+    starts = pieces(desc.width, piece)
+    layout = plgpu.Layout.WG_STRIDED((piece,), vec_size=vector)
+
+    def one_row(i, _):
+        row = block + i * config.num_blocks
+        places = [row_of[row, j] for j in range(desc.top_k)]
+
+        @pl.when(functools.reduce(lax.max, places) >= 0)
+        def _():
+            loaded = [mosaic.load(codes.at[row, pl.ds(s, piece)], layout=layout, optimized=False) for s in starts]
+            if desc.num_groups:
+                scale = mosaic.load(scales.at[row], layout=GROUP_LAYOUT.reduce(1), optimized=False)
+            else:
+                scale = scales[row]
+            for place in places:
+
+                @pl.when(place >= 0)
+                def _(place=place):
+                    for start, value in zip(starts, loaded, strict=True):
+                        codes_out.at[place, pl.ds(start, piece)][...] = value
+                    if desc.num_groups:
+                        scales_out.at[pl.ds(0, desc.num_groups), place][...] = scale
+                    else:
+                        scales_out[place] = scale
+
+        return 0
+
+    mine = lax.div(desc.num_rows - block + (config.num_blocks - 1), jnp.int32(config.num_blocks))
+    lax.fori_loop(0, mine, one_row, 0)
