@@ -74,7 +74,12 @@ def heights(mean: float, allowed: tuple[int, ...], is_brief: bool = False) -> li
 
 def packed_space(desc: PackedDesc, mean: float, tokens: int, is_brief: bool) -> list[PackedConfig]:
     """desc: at any height. mean: rows of an expert that is hit. is_brief: two shapes at the heuristic's height."""
-    tiles = heights(mean, BLOCK_MS[1:8], is_brief) or [128]
+    allowed = BLOCK_MS[1:8]
+    if desc.fmt.operand == "int8":  # 80 rows are summed in pieces that its matrix instruction does not take
+        allowed = tuple(m for m in allowed if m != 80)
+    tiles = heights(mean, allowed, is_brief) or [128]
+    if desc.fmt.operand == "int8" and 48 < mean < 72 and not is_brief:
+        tiles = [64, *tiles]  # few experts need a second one
     if mean >= 256 and not is_brief:
         tiles = [128, 256]
     return list(dict.fromkeys(config for block_m in tiles for config in _at_height(desc, block_m, tokens, is_brief)))

@@ -172,6 +172,8 @@ def partial_shape(desc: PackedDesc, config: PackedConfig) -> tuple[int, ...]:
 
 def promoted_rows(config: PackedConfig) -> int:
     """Rows of x whose partial sums are in flight at a time; those of a whole tile may not fit beside its sums."""
+    if config.block_m == 64 and config.num_consumers == 4:
+        return 32
     return {80: 40, 96: 32}.get(config.block_m, min(config.block_m, 64))
 
 
@@ -198,8 +200,12 @@ def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
         return min(room, 80)  # twice as many scales and addresses beside them: 96 spill
     if not is_promoted(desc, config):
         return room
+    if desc.fmt.is_8bit and config.num_consumers == 4 and own_halves(desc, config) == 1:
+        return 48
     if desc.fmt.is_8bit or desc.fmt.has_zero_point:
         return min(room, 60 if config.num_consumers == 3 and desc.fmt.is_8bit else 96)
+    if config.num_consumers == 4 and own_halves(desc, config) == 1:
+        return 60 if desc.halves == 1 or config.part_blocks == 1 else 48
     return {3: 96, 4: 40}.get(config.num_consumers, 104)
 
 
