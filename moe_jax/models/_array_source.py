@@ -44,6 +44,7 @@ class ArraySource:
         stored_as = next((word for word, known in DTYPES.items() if known == dtype), dtype.name)
         return TensorInfo(name, stored_as, dtype, tuple(array.shape), self.directory, 0, array.size * dtype.itemsize)
 
-    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> np.ndarray:
         array = np.asarray(self._arrays[name])
-        return array if rows is None else array[rows]
+        array = array if rows is None else array[rows]
+        return array if columns is None else array[:, columns]

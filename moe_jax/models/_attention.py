@@ -11,6 +11,7 @@ from moe_jax._typing import Array, Bool, Float, Int
 from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._layers import Linear, RMSNorm, parameter, precision_of
+from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models._rope import rotate
 
 # Queries handled at once in a long prefill. Scores are (B, heads, queries, slots) in float32: 32 heads, 1024 queries
@@ -18,6 +19,7 @@ from moe_jax.models._rope import rotate
 QUERY_BLOCK = 1024
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:
     """What all layers of one call share.
@@ -44,7 +46,7 @@ class AttentionInputs:
         return seen
 
 
-class Attention(nnx.Module):
+class Attention(Partitioned):
     """Causal attention with grouped key-value heads, rotary positions, and what else ``DecoderConfig`` lists."""
 
     def __init__(self, config: DecoderConfig, layer: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
@@ -68,6 +70,12 @@ class Attention(nnx.Module):
         names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "sinks")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
+    def splits(self, parts: int) -> dict[str, int]:
+        queries = {"q_proj": 0, "o_proj": 1} | ({} if self.sinks is None else {"sinks": 0})
+        keys = {"k_proj": 0, "v_proj": 0}
+        config = self.config
+        return (queries if config.num_heads % parts == 0 else {}) | (keys if config.num_kv_heads % parts == 0 else {})
+
     def __call__(
         self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
     ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
@@ -76,6 +84,16 @@ class Attention(nnx.Module):
         cached: keys and values (B, kv_heads, slots, D) to be extended from ``slot`` on; None keeps this call's tokens
         alone.
         """
+        return partitioned(Attention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached, slot)
+
+    def cache_splits(self) -> tuple[int, ...]:
+        """For each array that the cache keeps of this layer, the axis that is split over devices."""
+        is_split = self.partition is not None and "k_proj" in self.splits(self.partition.parts)
+        return (1 if is_split else WHOLE,) * 2
+
+    def _forward(
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
+    ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
         q, *new = self._heads(x, inputs)
         k, v = kept = extended(cached, tuple(new), slot)
         sinks = None if self.sinks is None else self.sinks[...]

@@ -1,5 +1,6 @@
 """``CausalLM``: the decoder that the families of this package share. A family is a subclass in a file of its own."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -11,17 +12,19 @@ from flax import nnx
 
 from moe_jax._arguments import check_array, check_not_traced, check_rngs, integer
 from moe_jax._typing import Array, Float, Int
-from moe_jax.layer import MoEBlock
+from moe_jax.layer import MoEBlock, MoEStats
 from moe_jax.loading import LoadReport
 from moe_jax.models._attention import Attention, AttentionInputs
 from moe_jax.models._cache import KVCache
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._inputs import check_cache, check_ids
-from moe_jax.models._layers import Embedding, GatedMLP, Linear, RMSNorm, project
+from moe_jax.models._layers import Embedding, GatedMLP, Head, RMSNorm
 from moe_jax.models._mla import LatentAttention
 from moe_jax.models._moe_family import MoEFamily
+from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._rope import rotary_angles
+from moe_jax.parallel import ParallelConfig
 from moe_jax.quantization import Scheme
 
 
@@ -38,13 +41,17 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
         self.mlp = mlp
 
-    def __call__(self, x: Any, inputs: AttentionInputs, cached: Any, slot: Any, token_mask: Any) -> tuple[Any, Any]:
+    def __call__(
+        self, x: Any, inputs: AttentionInputs, cached: Any, slot: Any, token_mask: Any
+    ) -> tuple[Any, Any, MoEStats | None]:
+        """(output, what the cache keeps, where tokens went; None without experts)."""
         attended, kept = self.self_attn(self.input_layernorm(x), inputs, cached, slot)
         x = x + attended
         normal = self.post_attention_layernorm(x)
-        if isinstance(self.mlp, MoEBlock):
-            return x + self.mlp(normal, token_mask=token_mask), kept
-        return x + self.mlp(normal), kept
+        if not isinstance(self.mlp, MoEBlock):
+            return x + self.mlp(normal), kept, None
+        y, stats = self.mlp(normal, token_mask=token_mask, return_stats=True)
+        return x + y, kept, stats
 
 
 class CausalLM(MoEFamily, nnx.Module):
@@ -96,11 +103,7 @@ class CausalLM(MoEFamily, nnx.Module):
             layers.append(DecoderLayer(config, index, mlp, **options))
         self.layers = nnx.List(layers)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **options)
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else Linear(config.hidden_size, config.vocab_size, out_dtype=jnp.float32, **options)
-        )
+        self.lm_head = None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, **options)
 
     def dense_modules(self) -> dict[str, Any]:
         """Checkpoint name -> module for everything but the experts; parameters are named ``<name>.<attribute>``."""
@@ -128,6 +131,7 @@ class CausalLM(MoEFamily, nnx.Module):
         positions: Any = None,
         attention_mask: Any = None,
         cache: KVCache | None = None,
+        return_stats: bool = False,
     ) -> Any:
         """Logits of the next token at every position.
 
@@ -141,20 +145,23 @@ class CausalLM(MoEFamily, nnx.Module):
             attention_mask: (B, S) bool or 0/1, False for padding anywhere in a row; None means that every token is
                 real. It speaks of this call's tokens; the cache remembers the mask of earlier ones.
             cache: from ``init_cache`` or an earlier call.
+            return_stats: also return ``MoEStats`` of all layers with experts, in the order of ``moe_blocks``.
 
         Returns:
-            (B, S, vocab) float32; with a cache, a pair of that and the new cache. Rows of padding mean nothing.
+            (B, S, vocab) float32; with a cache, a pair of that and the new cache. Rows of padding mean nothing. With
+            ``return_stats`` the last of a tuple is ``MoEStats`` of load (layers, S) int32 and topk_ids (layers, B * S,
+            top_k) int32.
 
         Raises:
             ValueError: shapes do not fit, an id is outside the vocabulary, or the sequence exceeds ``max_seq_len`` or
                 the cache. TypeError: input_ids or positions are not integers, attention_mask is neither that nor bool.
         """
         self._check_call(input_ids, attention_mask, positions, cache)
-        hidden, cache_out = self.hidden_states(
-            input_ids, positions=positions, attention_mask=attention_mask, cache=cache
+        hidden, cache_out, stats = self.hidden_states(
+            input_ids, positions=positions, attention_mask=attention_mask, cache=cache, return_stats=True
         )
-        logits = self.logits(hidden)
-        return logits if cache is None else (logits, cache_out)
+        found = (self.logits(hidden), *(() if cache is None else (cache_out,)), *((stats,) if return_stats else ()))
+        return found if len(found) > 1 else found[0]
 
     def hidden_states(
         self,
@@ -163,8 +170,13 @@ class CausalLM(MoEFamily, nnx.Module):
         positions: Any = None,
         attention_mask: Any = None,
         cache: KVCache | None = None,
-    ) -> tuple[Float[Array, "B S H"], KVCache | None]:
-        """Like a call under ``jax.jit``, up to the last norm: for callers that need logits at few positions."""
+        return_stats: bool = False,
+    ) -> tuple[Any, ...]:
+        """Like a call under ``jax.jit``, up to the last norm: for callers that need logits at few positions.
+
+        Returns (hidden states (B, S, H), the new cache or None), and with ``return_stats`` ``MoEStats``, None where no
+        layer has experts.
+        """
         batch, length = input_ids.shape
         ids = jnp.asarray(input_ids).astype(jnp.int32)
         mask = (
@@ -172,6 +184,7 @@ class CausalLM(MoEFamily, nnx.Module):
             if attention_mask is None
             else jnp.asarray(attention_mask).astype(jnp.bool)
         )
+        ids, mask, positions, cache = on_mesh((ids, mask, positions, cache), self.parallel)
         is_token = (ids >= 0) & (ids < self.config.vocab_size)
         is_damaged = jnp.any(mask & ~is_token, axis=1)
         seen = jnp.zeros((batch,), jnp.int32) if cache is None else cache.num_tokens
@@ -191,22 +204,27 @@ class CausalLM(MoEFamily, nnx.Module):
         inputs = AttentionInputs(cos, sin, slots, positions, filled, key_positions)
 
         x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
-        kept = []
+        kept, stats = [], []
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else cache.layers[index]
-            x, arrays = layer(x, inputs, cached, slot, None if attention_mask is None else mask)
+            x, arrays, of_layer = layer(x, inputs, cached, slot, None if attention_mask is None else mask)
             kept.append(arrays)
+            stats += [] if of_layer is None else [of_layer]
         x = jnp.where(is_damaged[:, None, None], jnp.nan, self.norm(x))
-        if cache is None:
-            return x, None
-        num_tokens = seen + count[:, -1]
-        return x, KVCache(tuple(kept), filled, key_positions, slot + length, num_tokens, is_damaged)
+        if cache is not None:
+            num_tokens = seen + count[:, -1]
+            cache = KVCache(tuple(kept), filled, key_positions, slot + length, num_tokens, is_damaged)
+        if not return_stats:
+            return x, cache
+        return x, cache, jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats) if stats else None
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
-        """Output of the head, float32."""
-        if self.lm_head is None:
-            return project(hidden, self.embed_tokens.weight[...])
-        return self.lm_head(hidden)
+        """Output of the head, float32; over a mesh split by the vocabulary where that divides."""
+        return (self.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden)
+
+    def next_logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
+        """``logits`` under ``jax.jit``, whole on every device, to choose tokens by."""
+        return whole(self.logits(hidden), self.parallel)
 
     def score(self, input_ids: Any, attention_mask: Any = None) -> Float[Array, "B S V"]:
         """Logits (B, S, vocab) f32 of prompts, compiled once per batch size and bucket of lengths.
@@ -245,11 +263,25 @@ class CausalLM(MoEFamily, nnx.Module):
         """The blocks with experts, in the order of ``config.moe_layers``."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoEBlock)]
 
+    @property
+    def parallel(self) -> ParallelConfig | None:
+        """The mesh that the model was loaded onto."""
+        return next((block.experts.parallel for block in self.moe_blocks()), None)
+
     def init_cache(self, batch: int, max_len: int) -> KVCache:
         """An empty cache of ``max_len`` slots per row; padding occupies slots too. ValueError, TypeError: bad sizes."""
         batch = integer("batch", batch, minimum=1)
         max_len = integer("max_len", max_len, minimum=1, maximum=self.max_seq_len, why=", the model's max_seq_len")
-        return KVCache.zeros(self.config, batch, max_len, self.dtype)
+        zeros = functools.partial(KVCache.zeros, self.config, batch, max_len, self.dtype)
+        attention = self.layers[0].self_attn
+        if attention.partition is None:
+            return zeros()
+        place = attention.partition.sharding
+        shardings = jax.tree.map(lambda leaf: place(leaf.ndim, WHOLE), jax.eval_shape(zeros))
+        of_layer = tuple(place(4, split) for split in attention.cache_splits())
+        return jax.jit(
+            zeros, out_shardings=dataclasses.replace(shardings, layers=(of_layer,) * self.config.num_layers)
+        )()
 
     def _check_call(self, input_ids: Any, attention_mask: Any, positions: Any, cache: Any) -> None:
         check_ids(input_ids, attention_mask, self.config.vocab_size)

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax.loading import CheckpointError, QuantizationConfig, layer_of
 from moe_jax.loading._errors import listed
 from moe_jax.loading._expert_names import CONTAINERS, is_expert_name
 from moe_jax.loading._packed_tensors import conform_words, stored_shapes
 from moe_jax.loading._safetensors import DTYPES
+from moe_jax.parallel import ParallelConfig
 from moe_jax.quantization import Scheme, dequantize_tensor, method_for
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
@@ -96,20 +98,116 @@ def plan_dense(
     return tensors
 
 
-def read_dense(tensors: Iterable[DenseTensor], source: Any, where: str) -> list[tuple[nnx.Variable, jax.Array]]:
+def read_dense(
+    tensors: Iterable[DenseTensor], source: Any, where: str, parallel: ParallelConfig | None
+) -> list[tuple[nnx.Variable, jax.Array]]:
     """(variable, new value) for each planned tensor: dequantized in float32, cast once to the variable's dtype.
+
+    parallel: of the model. Over a mesh values get the sharding that their variables have, else a copy on every device;
+    a process reads the byte ranges of its own devices, each range once.
 
     Raises:
         CheckpointError: naming tensors with values that are not finite in that dtype.
     """
-    loaded = [(tensor, _read(tensor, source, where).astype(tensor.variable.dtype)) for tensor in tensors]
-    finite = [jnp.isfinite(value).all() for _, value in loaded]  # one transfer at the end, not one per tensor
-    bad = [tensor.name for (tensor, _), ok in zip(loaded, jax.device_get(finite), strict=True) if not ok]
+    loaded = [(tensor, _pieces(tensor, source, where, _sharding_of(tensor, parallel))) for tensor in tensors]
+    # One transfer at the end, not one per tensor.
+    finite = [[jnp.isfinite(piece).all() for piece, _ in pieces] for _, pieces in loaded]
+    bad = [tensor.name for (tensor, _), ok in zip(loaded, jax.device_get(finite), strict=True) if not all(ok)]
     if bad:
         raise CheckpointError(
             f"{where}: values that are NaN or infinite in {listed(bad)}; the file is damaged or the dtype too narrow"
         )
-    return [(tensor.variable, value) for tensor, value in loaded]
+    return [(tensor.variable, _assembled(tensor, pieces, parallel)) for tensor, pieces in loaded]
+
+
+def _sharding_of(tensor: DenseTensor, parallel: ParallelConfig | None) -> NamedSharding | None:
+    """Where a value goes: what its variable says, be it abstract or loaded; without a word on every device."""
+    if parallel is None:
+        return None
+    sharding = getattr(tensor.variable.get_value(), "sharding", None)
+    is_placed = isinstance(sharding, NamedSharding) and sharding.mesh == parallel.mesh
+    return sharding if is_placed else NamedSharding(parallel.mesh, PartitionSpec())
+
+
+def _pieces(
+    tensor: DenseTensor, source: Any, where: str, sharding: NamedSharding | None
+) -> list[tuple[jax.Array, list[Any]]]:
+    """The parts of a tensor that this process holds, each on the first of its devices, and all of these."""
+    dtype = tensor.variable.dtype
+    if sharding is None:
+        return [(_read(tensor, source, where).astype(dtype), [])]
+    holders: dict[_Part | None, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
+        holders.setdefault(_part_of(index, tensor.shape), []).append(device)
+    pieces, whole = [], None
+    for part, devices in holders.items():
+        with jax.default_device(devices[0]):
+            if part is None or _can_cut(tensor, source, part):
+                piece = _read(tensor, source, where, part)
+            else:
+                whole = _read(tensor, source, where) if whole is None else whole
+                piece = whole[part.rows] if part.axis == 0 else whole[:, part.rows]
+        pieces.append((jax.device_put(piece.astype(dtype), devices[0]), devices))
+    return pieces
+
+
+def _assembled(tensor: DenseTensor, pieces: list[tuple[jax.Array, list[Any]]], parallel: Any) -> jax.Array:
+    sharding = _sharding_of(tensor, parallel)
+    if sharding is None:
+        return pieces[0][0]
+    copies = [jax.device_put(piece, device) for piece, devices in pieces for device in devices]
+    return jax.make_array_from_single_device_arrays(tensor.shape, sharding, copies)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Entries from ``start`` to ``stop`` of a tensor along an axis."""
+
+    axis: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+    def read(self, source: Any, name: str) -> np.ndarray:
+        return source.read(name, self.rows) if self.axis == 0 else source.read(name, None, self.rows)
+
+    def scaled(self, total: int, shape: tuple[int, ...]) -> "_Part | None":
+        """The same part of a leaf of this stored shape that belongs to a matrix with ``total`` entries along the axis;
+        None where the leaf has no such axis. Raises ValueError where the part has no whole number of its entries."""
+        count = shape[self.axis] if self.axis < len(shape) else 1
+        if count == 1:
+            return None
+        unit, rest = divmod(total, count)
+        if rest or self.start % unit or self.stop % unit:
+            raise ValueError(f"{shape} has {count} entries for {total}, which {self} does not divide")
+        return _Part(self.axis, self.start // unit, self.stop // unit)
+
+
+def _part_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> _Part | None:
+    """What an index takes of an array that is split along one axis at most; None for all of it."""
+    for axis, (entry, size) in enumerate(zip(index, shape, strict=True)):
+        start, stop, _ = entry.indices(size)
+        if stop - start < size:
+            return _Part(axis, start, stop)
+    return None
+
+
+def _can_cut(tensor: DenseTensor, source: Any, part: _Part) -> bool:
+    """Whether the part can be read alone: of a quantized matrix whole blocks, groups and words, in their order."""
+    if tensor.scheme is None:
+        return True
+    weights = tensor.scheme.weights
+    if weights is not None and weights.actorder:
+        return False
+    try:
+        for name in tensor.leaves.values():
+            part.scaled(tensor.shape[part.axis], source.info(name).shape)
+    except ValueError:
+        return False
+    return True
 
 
 def dense_names(names: Iterable[str], num_layers: int) -> list[str]:
@@ -205,13 +303,20 @@ def _check_one_half_precision(tensors: list[DenseTensor], source: Any, where: st
         )
 
 
-def _read(tensor: DenseTensor, source: Any, where: str) -> jax.Array:
+def _read(tensor: DenseTensor, source: Any, where: str, part: _Part | None = None) -> jax.Array:
+    """A tensor, or a part of it, dequantized, on the default device."""
+
     # A copy: on CPU jnp.asarray may alias the mapped file, whose bytes can change under a running model.
     if tensor.scheme is None:
-        return jnp.array(source.read(tensor.name))
-    leaves = {leaf: np.array(source.read(name)) for leaf, name in tensor.leaves.items()}
+        return jnp.array(source.read(tensor.name) if part is None else part.read(source, tensor.name))
+    n, k = shape = tensor.shape
+    if part is not None:
+        n, k = (part.stop - part.start if axis == part.axis else size for axis, size in enumerate(shape))
+    leaves = {}
+    for leaf, name in tensor.leaves.items():
+        own = None if part is None else part.scaled(shape[part.axis], source.info(name).shape)
+        leaves[leaf] = np.array(source.read(name) if own is None else own.read(source, name))
     module_name, method = tensor.name.removesuffix("weight"), method_for(tensor.scheme)
-    n, k = tensor.shape
     try:
         for leaf, name in tensor.leaves.items():
             leaves[leaf] = conform_words(name, leaf, leaves[leaf], method.weight_format, (n, k), tensor.words_are_dense)

@@ -12,6 +12,7 @@ from moe_jax._arguments import integer
 from moe_jax.models._cache import KVCache
 from moe_jax.models._compiled import bucket, merge_model, padded_prompt, split_model
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models._partition import on_mesh
 from moe_jax.models._sampling import Sampler
 
 
@@ -137,8 +138,9 @@ def _start(structure, room, leaves, ids, mask, sampler, stop, key):
     cache = KVCache.zeros(model.config, batch, length + room, model.dtype)
     hidden, cache = model.hidden_states(ids, attention_mask=mask, cache=cache)
     last = jnp.max(jnp.where(mask, jnp.arange(length), 0), axis=1)
-    logits = model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
+    logits = model.next_logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
     is_done, tokens = jnp.zeros((batch,), jnp.bool), jnp.broadcast_to(stop[:1], (batch, room))
+    is_done, tokens = on_mesh((is_done, tokens), model.parallel)
     return jnp.int32(1), *_choose(jnp.int32(0), logits, is_done, tokens, sampler, stop, key), cache
 
 
@@ -151,7 +153,7 @@ def _continue(structure, leaves, state, limit, sampler, stop, key):
         step, token, is_done, tokens, cache = state
         # Rows that have ended are masked: they reach no expert and cost nothing there.
         hidden, cache = model.hidden_states(token[:, None], attention_mask=~is_done[:, None], cache=cache)
-        logits = model.logits(hidden[:, 0])
+        logits = model.next_logits(hidden[:, 0])
         return step + 1, *_choose(step, logits, is_done, tokens, sampler, stop, key), cache
 
     return jax.lax.while_loop(lambda s: (s[0] < limit) & ~jnp.all(s[2]), turn, state)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax._typing import Array, Float, Int
+from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 
 
 def parameter(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs | None, init: Callable[..., Any]) -> nnx.Param:
@@ -72,18 +73,47 @@ def project(x: Float[Array, "... K"], weight: Float[Array, "N K"]) -> Float[Arra
     return jax.lax.dot_general(x, weight, contract, precision=precision_of(x.dtype), preferred_element_type=jnp.float32)
 
 
-class Embedding(nnx.Module):
+class Vocabulary(Partitioned):
+    """A (vocab, H) weight; over a mesh split by the vocabulary where that divides, which adds nothing up, else by H."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, init: Callable[..., Any], dtype: Any, rngs: nnx.Rngs | None):
+        self.weight = parameter((vocab_size, hidden_size), dtype, rngs, init)
+
+    def splits(self, parts: int) -> dict[str, int]:
+        return next(({"weight": axis} for axis in (0, 1) if self.weight.shape[axis] % parts == 0), {})
+
+    def logits(self, x: Float[Array, "... H"]) -> Float[Array, "... V"]:
+        """x W^T in float32; over a mesh split as the vocabulary is."""
+        splits = {} if self.partition is None else self.splits(self.partition.parts)
+        return partitioned(Vocabulary._logits, self, x.ndim - 1 if splits.get("weight") == 0 else WHOLE, x)
+
+    def _logits(self, x: Float[Array, "... H"]) -> Float[Array, "... V"]:
+        return project(x, self.weight[...])
+
+
+class Head(Vocabulary):
+    """x (..., H) -> ``logits`` of the vocabulary."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+        init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
+        super().__init__(vocab_size, hidden_size, init, dtype, rngs)
+
+
+class Embedding(Vocabulary):
     """Rows of a (vocab, H) table. An id outside the table, a negative one too, gives NaN, not another token's row."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
-        self.weight = parameter((vocab_size, hidden_size), dtype, rngs, nnx.initializers.normal(0.02))
+        super().__init__(vocab_size, hidden_size, nnx.initializers.normal(0.02), dtype, rngs)
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... H"]:
+        return partitioned(Embedding._rows, self, WHOLE, ids)
+
+    def _rows(self, ids: Int[Array, "..."]) -> Float[Array, "... H"]:
         ids = jnp.where(ids < 0, self.weight.shape[0], ids.astype(jnp.int32))  # ``take`` counts these from the end
         return jnp.take(self.weight[...], ids, axis=0, mode="fill")
 
 
-class GatedMLP(nnx.Module):
+class GatedMLP(Partitioned):
     """Dense feed-forward layer: down(silu(gate(x)) * up(x)), the product in float32."""
 
     def __init__(
@@ -93,7 +123,15 @@ class GatedMLP(nnx.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype=dtype, rngs=rngs)
 
+    def splits(self, parts: int) -> dict[str, int]:
+        if self.gate_proj.weight.shape[0] % parts:
+            return {}
+        return {"gate_proj": 0, "up_proj": 0, "down_proj": 1}
+
     def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+        return partitioned(GatedMLP._forward, self, WHOLE, x)
+
+    def _forward(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
         return self.down_proj((jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)).astype(x.dtype))
 
 

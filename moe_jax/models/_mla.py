@@ -21,12 +21,13 @@ from moe_jax.models._attention import AttentionInputs, attend
 from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig, MLAConfig
 from moe_jax.models._layers import Linear, RMSNorm, precision_of
+from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models._rope import rotate
 
 _EPS = 1e-6  # of the norms over compressed rows, whatever rms_norm_eps is: DeepSeek's own code leaves the default
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(Partitioned):
     """Causal multi-head latent attention with rotary positions on a part of every head."""
 
     def __init__(self, config: DecoderConfig, layer: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
@@ -51,6 +52,11 @@ class LatentAttention(nnx.Module):
         names += ("kv_b_proj", "o_proj")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
+    def splits(self, parts: int) -> dict[str, int]:
+        if self.config.num_heads % parts:
+            return {}
+        return {"q_proj" if self.q_proj is not None else "q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
+
     def __call__(
         self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
     ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
@@ -58,6 +64,15 @@ class LatentAttention(nnx.Module):
 
         cached: that array, to be extended from ``slot`` on; None keeps this call's tokens alone.
         """
+        return partitioned(LatentAttention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached, slot)
+
+    def cache_splits(self) -> tuple[int, ...]:
+        """As of ``Attention``: the latent belongs to all heads."""
+        return (WHOLE,)
+
+    def _forward(
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
+    ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
         mla: Any = self.config.mla
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.q_proj is None else self.q_proj(x)
         q = q.reshape(*x.shape[:2], self.config.num_heads, -1)

@@ -30,8 +30,9 @@ from moe_jax.models._decoder import CausalLM
 from moe_jax.models._dense_loader import DenseTensor, dense_names, plan_dense, read_dense, skipped_layers
 from moe_jax.models._families import read_family, read_model_family
 from moe_jax.models._moe_family import MoEFamily
+from moe_jax.models._partition import spread_dense
 from moe_jax.parallel import ParallelConfig
-from moe_jax.parallel._layer import parallel_of, replicated, spread
+from moe_jax.parallel._layer import parallel_of, spread
 from moe_jax.parallel._loading import ShardedExpertReader
 from moe_jax.quantization import ExpertWeights, Scheme, online_scheme
 
@@ -44,6 +45,8 @@ def load_pretrained(
     *,
     quantize: str | Scheme | Mapping[str, Any] | None = None,
     mesh: Any = None,
+    enable_eplb: bool = False,
+    num_redundant_experts: int = 0,
     implementation: Any = None,
     dtype: Any = jnp.bfloat16,
     max_seq_len: int | None = None,
@@ -60,8 +63,11 @@ def load_pretrained(
         quantize: scheme for the experts of a full-precision checkpoint, quantized layer by layer while loading. Of a
             quantized one only the treatment of activations can be chosen: ``w4a8_int8_g32`` for a ``w4a16_g32`` file.
         mesh: a ``jax.sharding.Mesh`` with some of the axes "expert", "tensor", "data" and "sequence", or a
-            ``moe_jax.parallel.ParallelConfig`` that names them. Experts are read and held in shares, all else whole on
-            every device. None for one device.
+            ``moe_jax.parallel.ParallelConfig`` that names them. Experts are read and held in shares; so are attention,
+            embeddings, head and dense feed-forward layers over the tensor axis, or without one over the expert axis,
+            where heads, vocabulary and widths divide; all else is whole on every device. None for one device.
+        enable_eplb: experts will be moved and copied by load, see ``moe_jax.parallel.rebalance``; needs an expert axis.
+        num_redundant_experts: slots for copies in each layer, with ``enable_eplb``.
         implementation: name or ordered names of expert implementations, as for ``FusedMoE``.
         dtype: bfloat16, float16 or float32.
         max_seq_len: longest sequence that will be used; None takes the model's own limit.
@@ -72,6 +78,7 @@ def load_pretrained(
             NotImplementedError: a capability that is not built yet. Each names what is wrong in one line.
     """
     parallel = parallel_of(mesh)
+    balancing = dict(enable_eplb=enable_eplb, num_redundant_experts=num_redundant_experts)
     with Checkpoint(directory) as opened:
         checkpoint = as_packed(opened)
         family, config = read_model_family(checkpoint.config, str(checkpoint.config_path))
@@ -83,9 +90,10 @@ def load_pretrained(
             implementation=implementation,
             dtype=dtype,
         )
+        for block in model.moe_blocks():
+            spread(block.experts, parallel, **balancing)
         if parallel is not None:
-            for block in model.moe_blocks():
-                spread(block.experts, parallel)
+            spread_dense(model, parallel)
         model.quantization_config = json.dumps(opened.quantization_config, sort_keys=True)
         _install(reader.read_model(model, progress))
     return model
@@ -97,6 +105,8 @@ def load_moe(
     *,
     quantize: str | Scheme | Mapping[str, Any] | None = None,
     mesh: Any = None,
+    enable_eplb: bool = False,
+    num_redundant_experts: int = 0,
     implementation: Any = None,
     dtype: Any = jnp.bfloat16,
 ) -> MoEBlock:
@@ -110,6 +120,7 @@ def load_moe(
             ``load_pretrained``. TypeError: layer is no integer.
     """
     parallel = parallel_of(mesh)
+    balancing = dict(enable_eplb=enable_eplb, num_redundant_experts=num_redundant_experts)
     with Checkpoint(directory) as opened:
         checkpoint = as_packed(opened)
         family, config = read_family(checkpoint.config, str(checkpoint.config_path))
@@ -123,8 +134,9 @@ def load_moe(
         block = family.make_moe_block(
             config, layer, scheme=scheme, implementation=implementation, dtype=jnp.dtype(dtype)
         )
+        spread(block.experts, parallel, **balancing)
         if parallel is not None:
-            spread(block.experts, parallel)
+            spread_dense(block, parallel)
         account = [name for name in reader.dense if name.startswith(family.moe_prefix(layer) + ".")]
         _install(
             [
@@ -258,7 +270,7 @@ class _Reader:
         by_layer: dict[int | None, list[DenseTensor]] = {}
         for tensor in plan:
             by_layer.setdefault(layer_of(tensor.name), []).append(tensor)
-        parallel = next((block.experts.parallel for block in model.moe_blocks()), None)
+        parallel = model.parallel
         values = self._read(by_layer[None], parallel)
         for index, layer in enumerate(model.layers):
             values += self._read(by_layer[index], parallel)
@@ -274,11 +286,8 @@ class _Reader:
         return self._read(self._plan(modules, account), parallel)
 
     def _read(self, tensors: Iterable[DenseTensor], parallel: ParallelConfig | None) -> Values:
-        """Dense values: on the default device, or whole on every device of a mesh."""
-        values = read_dense(tensors, self._source, self._where)
-        if parallel is None:
-            return [*values]
-        return [(variable, replicated(value, parallel)) for variable, value in values]
+        """Dense values: on the default device, or where their variables lie on a mesh."""
+        return [*read_dense(tensors, self._source, self._where, parallel)]
 
     def read_experts(self, block: MoEBlock, layer: int) -> tuple[FusedMoE, ExpertWeights]:
         """The experts of a block as the block's own scheme wants them."""

@@ -3,10 +3,8 @@
 import dataclasses
 from typing import Any
 
-import jax
-import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from moe_jax._config import MoEConfig
 from moe_jax._explain import explain
@@ -82,21 +80,17 @@ def parallel_of(mesh: Any) -> ParallelConfig | None:
     return ParallelConfig(mesh, **axes)
 
 
-def spread(layer: Any, parallel: ParallelConfig) -> None:
-    """Give an abstract ``FusedMoE`` a mesh, with linear placement."""
+def spread(layer: Any, parallel: ParallelConfig | None, **balancing: Any) -> None:
+    """Give an abstract ``FusedMoE`` a mesh, with linear placement; None leaves it on one device.
+
+    balancing: enable_eplb and num_redundant_experts; raises as ``make_placement``.
+    """
+    placement = make_placement(parallel, layer.config.num_experts, "linear", **balancing)
+    if parallel is None:
+        return
     layer.parallel = parallel
-    placement = make_placement(parallel, layer.config.num_experts, "linear", enable_eplb=False, num_redundant_experts=0)
     layer.placement = nnx.data(placement)  # None was there, which nnx takes for static
     layer.weights.set_value(abstract_placed_weights(layer.config, layer.placement.get_value(), parallel))
-
-
-def replicated(value: Any, parallel: ParallelConfig) -> jax.Array:
-    """An array whole on every device of the mesh; each process brings its own copy of the same values."""
-    sharding = NamedSharding(parallel.mesh, PartitionSpec())
-    if jax.process_count() == 1:
-        return jax.device_put(value, sharding)
-    host = np.asarray(value)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def explain_parallel(
