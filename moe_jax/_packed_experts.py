@@ -11,18 +11,15 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from moe_jax._align import row_capacity
 from moe_jax._config import MoEConfig
+from moe_jax._packed_rows import of_rows, rows_on_grid
 from moe_jax._packed_weights import as_packed
 from moe_jax._typing import Array
 from moe_jax.activations import resolve_activation
-from moe_jax.quantization import ExpertWeights, QuantFormat, quantize_activations
+from moe_jax.quantization import ExpertWeights
 from pallas_kernels.align import TileMap
 from pallas_kernels.combine import combine
-from pallas_kernels.common import microscaling, numerics
 from pallas_kernels.grouped_gemm_packed import (
     BLOCK_MS,
     PackedConfig,
@@ -81,12 +78,27 @@ def experts(
         hidden = first(rows, x_scale=scale)
         hidden, scale = permute(hidden, quantization=kind, rows=tiles.row_of.reshape(-1))
     else:
-        axes = config.scale_axes(fmt, is_hidden=False)
-        operand, scale = _on_grid(x, fmt, weights.w13.input_scale, w13.fmt.operand, axes)
-        rows, _ = to_rows(operand, quantization="none")
-        hidden = first(rows, x_scale=_of_rows(scale, tiles.row_of, num_rows))
-        axes = config.scale_axes(fmt, is_hidden=True)
-        hidden, scale = _on_grid(hidden, fmt, weights.w2.input_scale, w2.fmt.operand, axes)
+        # Rows that the kernel refuses (short ones, ragged groups) are XLA's business; the products stay in the kernels.
+        row_kernels = ("mosaic", "reference") if kernels == "mosaic" else kernels
+        quantize = functools.partial(quantize_and_permute, implementation=row_kernels)
+        rows, scale = rows_on_grid(
+            x,
+            fmt,
+            weights.w13.input_scale,
+            w13.fmt.operand,
+            config.scale_axes(fmt, is_hidden=False),
+            quantize=functools.partial(quantize, row_of=tiles.row_of, num_rows=num_rows),
+            place=lambda x, scale: (to_rows(x, quantization="none")[0], of_rows(scale, tiles.row_of, num_rows)),
+        )
+        hidden, scale = rows_on_grid(
+            first(rows, x_scale=scale),
+            fmt,
+            weights.w2.input_scale,
+            w2.fmt.operand,
+            config.scale_axes(fmt, is_hidden=True),
+            quantize=functools.partial(quantize, rows=tiles.row_of.reshape(-1)),
+            place=lambda x, scale: (x, scale),
+        )
     out = gemm(hidden, w=w2, x_scale=scale, bias=weights.w2_bias, config=configs[1])
     return combine(out, tiles.row_of, topk_weights, shared=shared, out_dtype=out_dtype, implementation=kernels)
 
@@ -136,45 +148,3 @@ def _calls(num_tokens: int, config: MoEConfig, weights: ExpertWeights, tile: int
         describe_call(rows, as_packed(weights.w13), config.dtype, lhs, weights.w13_bias, activation),
         describe_call(rows, as_packed(weights.w2), config.dtype, lhs, weights.w2_bias, None),
     )
-
-
-def _on_grid(
-    x: Array, fmt: QuantFormat | None, input_scale: Any, operand: str, axes: tuple[str, ...]
-) -> tuple[Array, Array | None]:
-    """Rows as the product's operand, and what multiplies them: () or one a row, None for 1.
-
-    axes: mesh axes over which a row is split.
-    """
-    if fmt is None:
-        return x.astype(operand), None
-    if fmt.scale == "float32":
-        codes, scale = quantize_activations(x, fmt, axes=axes)
-        return codes.astype(operand), scale
-    k = x.shape[-1]
-    size = fmt.group_size or k
-    wide = x.astype(jnp.float32)
-    groups = jnp.pad(wide, ((0, 0), (0, -k % size))).reshape(x.shape[0], -1, size)
-    amax = jnp.max(numerics.magnitude(groups), axis=-1, keepdims=True, initial=0.0)
-    if fmt.scale == "e8m0":
-        values, scale = microscaling.fake_quantize_mx(groups, amax, fmt.element), None
-    else:
-        match fmt.global_scale:
-            case "divides":
-                inverse = jnp.asarray(input_scale, jnp.float32)
-            case "multiplies":
-                inverse = numerics.reciprocal(jnp.asarray(input_scale, jnp.float32))
-            case _:
-                widest = jnp.max(amax, axis=(1, 2))
-                inverse = microscaling.nvfp4_global_scale(jax.lax.pmax(widest, axes) if axes else widest)
-        values = microscaling.fake_quantize_nvfp4(groups, amax, inverse[..., None, None] if inverse.ndim else inverse)
-        scale = numerics.divide(jnp.ones_like(inverse), inverse)
-    return values.reshape(x.shape[0], -1)[:, :k].astype(operand), scale
-
-
-def _of_rows(scale: Array | None, row_of: Array, num_rows: int) -> Array | None:
-    """A factor per token -> one per row; rows that no token fills get 1."""
-    if scale is None or scale.ndim == 0:
-        return scale
-    rows = jnp.where(row_of < 0, num_rows, row_of)
-    spread = jnp.broadcast_to(scale[:, None], row_of.shape)
-    return jnp.ones(num_rows, jnp.float32).at[rows].set(spread, mode="drop")

@@ -26,7 +26,7 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 from pallas_kernels.grouped_gemm_packed import grouped_gemm_packed
 from pallas_kernels.quantize_and_permute import quantize_and_permute
-from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS
+from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, TAKES_SCALE
 from pallas_kernels.route import route_and_align
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -95,7 +95,7 @@ def _rows(tokens: int, top_k: int, num_rows: int) -> np.ndarray:
 
 def _permuting(quantization: str) -> Call:
     x, row_of = jnp.asarray(_rng().standard_normal((9, 640)), jnp.bfloat16), _rows(9, 3, 40)
-    scale = jnp.float32(0.03) if quantization == "e4m3_tensor" else None
+    scale = jnp.float32(0.03) if quantization in TAKES_SCALE else None
 
     def run(x, row_of):
         return quantize_and_permute(x, row_of, 40, quantization=quantization, scale=scale, implementation="mosaic")

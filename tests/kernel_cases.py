@@ -23,7 +23,7 @@ from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc, PackedF
 from pallas_kernels.grouped_gemm_packed import candidates as packed_candidates
 from pallas_kernels.grouped_gemm_packed.kernel_sm90 import grouped_gemm_packed_sm90
 from pallas_kernels.grouped_gemm_packed.kernel_sm90 import operand_names as packed_operand_names
-from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, PermuteDesc, config_error
+from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, TAKES_SCALE, PermuteDesc, config_error
 from pallas_kernels.quantize_and_permute.config import choose_config as choose_permute
 from pallas_kernels.quantize_and_permute.gather_sm90 import gather_rows_sm90
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
@@ -212,7 +212,7 @@ def permute_cases() -> Iterator[Case]:
                 if config_error(desc, config):
                     continue
                 shapes = [((64, width), "bfloat16"), ((64, 8), "int32") if top_k else None]
-                shapes += [((1,), "float32") if quantization == "e4m3_tensor" else None]
+                shapes += [((1,), "float32") if quantization in TAKES_SCALE else None]
                 shapes += [None if top_k else ((48,), "int32")]
                 name = f"quantize_and_permute {quantization} {width}{'' if top_k else ' in place'}"
                 yield Case(name, quantize_and_permute_sm90(desc, config), tuple(s for s in shapes if s))

@@ -6,6 +6,9 @@ float8_e4m3fn for NVFP4 and uint8 exponents (e8m0) for MX. A group that holds a 
 that every dequantized value of it is NaN; an all-zero group has codes 0 and a finite scale.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +19,8 @@ from pallas_kernels.common.numerics import E4M3_MAX, cast_e4m3, divide
 E2M1_MAX = 6.0
 E8M0_NAN = 255
 NVFP4_GROUP, MX_GROUP = 16, 32
+
+Divide = Callable[[Any, Any], jax.Array]
 
 _E2M1_EXPONENT, _E4M3_EXPONENT = 2, 8  # of the largest value: 6 = 1.5 * 2**2, 448 = 1.75 * 2**8
 
@@ -30,6 +35,16 @@ def encode_e2m1(x: jax.Array) -> jax.Array:
     code = sum((step.astype(jnp.int32) for step in above), jnp.zeros(x.shape, jnp.int32))
     sign = (lax.bitcast_convert_type(x, jnp.uint32) >> 31).astype(jnp.int32)
     return (code | sign << 3).astype(jnp.uint8)
+
+
+def round_e2m1(x: jax.Array) -> jax.Array:
+    """``decode_e2m1(encode_e2m1(x))`` by the bits of x; NaN becomes any number."""
+    return _with_sign(_round_magnitude(jnp.minimum(jnp.abs(x), E2M1_MAX), 1, 0), x)
+
+
+def round_e4m3(x: jax.Array) -> jax.Array:
+    """``cast_e4m3(x)`` in float32, by the bits of x; NaN becomes any number."""
+    return _with_sign(_round_magnitude(jnp.minimum(jnp.abs(x), E4M3_MAX), 3, -6), x)
 
 
 def decode_e2m1(code: jax.Array) -> jax.Array:
@@ -54,9 +69,7 @@ def mx_exponent(amax: jax.Array, element_exponent: int) -> jax.Array:
     P rounds up to the next power of two from a mantissa of 1.75 on (the OCP encoder of compressed-tensors), which keeps
     the largest value within 7/6 of e2m1's range and inside e4m3's.
     """
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
-    exponent = ((bits + (1 << 21)) >> 23) - element_exponent
-    return jnp.where(amax < jnp.inf, jnp.clip(exponent, 0, 254), E8M0_NAN).astype(jnp.uint8)
+    return jnp.where(amax < jnp.inf, _finite_exponent(amax, element_exponent), E8M0_NAN).astype(jnp.uint8)
 
 
 def quantize_mxfp4(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -71,9 +84,9 @@ def quantize_mxfp8(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]
     return cast_e4m3(x * _inverse_power(exponent)), exponent
 
 
-def nvfp4_global_scale(amax: jax.Array) -> jax.Array:
+def nvfp4_global_scale(amax: jax.Array, divide: Divide = divide) -> jax.Array:
     """``448 * 6 / amax``, which block scales are multiplied by; 1 where that is not finite (amax 0, infinite, NaN)."""
-    scale = (E4M3_MAX * E2M1_MAX) / amax
+    scale = divide(jnp.full_like(amax, E4M3_MAX * E2M1_MAX), amax)
     return jnp.where((amax > 0) & (amax < jnp.inf) & (scale < jnp.inf), scale, 1.0)
 
 
@@ -82,23 +95,66 @@ def quantize_nvfp4(x: jax.Array, amax: jax.Array, global_scale: jax.Array) -> tu
 
     global_scale: G, the large (inverse) one, float32, broadcastable against amax.
     """
-    scale = cast_e4m3(global_scale * (amax * np.float32(1.0 / E2M1_MAX)))
-    scale = jnp.where(amax < jnp.inf, scale, jnp.full_like(scale, jnp.nan))
-    wide = scale.astype(jnp.float32)
-    inverse = jnp.where(wide == 0.0, 0.0, divide(jnp.broadcast_to(global_scale, wide.shape), wide))
-    return encode_e2m1(x * inverse), scale
+    scale, inverse = _nvfp4_factors(amax, global_scale, divide)
+    return encode_e2m1(x * inverse), scale.astype(jnp.float8_e4m3fn)
 
 
-def fake_quantize_mx(x: jax.Array, amax: jax.Array, element: str) -> jax.Array:
-    """float32 groups rounded to MXFP4 ("e2m1") or MXFP8 ("e4m3"); the values have at most four significant bits."""
-    codes, exponent = (quantize_mxfp4 if element == "e2m1" else quantize_mxfp8)(x, amax)
-    return (decode_e2m1(codes) if element == "e2m1" else codes.astype(jnp.float32)) * decode_e8m0(exponent)
+def fake_quantize(x: jax.Array, amax: jax.Array, kind: str, global_scale: jax.Array | None = None) -> jax.Array:
+    """float32 groups rounded to ``kind``: "mxfp4", "mxfp8", or "nvfp4", which leaves the global scale in the values.
+
+    They have at most four significant bits, NVFP4's ``q * b`` six.
+    """
+    scale, inverse = group_factors(amax, kind, global_scale)
+    return round_element(x * inverse, kind) * scale
 
 
-def fake_quantize_nvfp4(x: jax.Array, amax: jax.Array, global_scale: jax.Array) -> jax.Array:
-    """float32 groups rounded to NVFP4, times the global scale: ``q * b``, which has at most six significant bits."""
-    codes, scale = quantize_nvfp4(x, amax, global_scale)
-    return decode_e2m1(codes) * scale.astype(jnp.float32)
+def group_factors(
+    amax: jax.Array, kind: str, global_scale: jax.Array | None = None, divide: Divide = divide
+) -> tuple[jax.Array, jax.Array]:
+    """The scale of each group in float32, and what its values are multiplied by before they are rounded.
+
+    divide: for use inside a kernel, whose own division is not exact.
+    """
+    if kind == "nvfp4":
+        assert global_scale is not None
+        return _nvfp4_factors(amax, global_scale, divide)
+    exponent = _finite_exponent(amax, _E2M1_EXPONENT if kind == "mxfp4" else _E4M3_EXPONENT)
+    # The smallest exponent is zero here, as XLA counts 2**-127.
+    scale = jnp.where(amax < jnp.inf, lax.bitcast_convert_type(exponent << 23, jnp.float32), jnp.nan)
+    return scale, lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
+
+
+def round_element(x: jax.Array, kind: str) -> jax.Array:
+    """To the nearest element of ``kind``, in float32."""
+    return round_e4m3(x) if kind == "mxfp8" else round_e2m1(x)
+
+
+def _nvfp4_factors(amax: jax.Array, global_scale: jax.Array, divide: Divide) -> tuple[jax.Array, jax.Array]:
+    scale = round_e4m3(global_scale * (amax * np.float32(1.0 / E2M1_MAX)))
+    scale = jnp.where(amax < jnp.inf, scale, jnp.nan)
+    spread = jnp.broadcast_to(global_scale, scale.shape)
+    return scale, jnp.where(scale == 0.0, 0.0, divide(spread, scale))
+
+
+def _finite_exponent(amax: jax.Array, element_exponent: int) -> jax.Array:
+    """``mx_exponent`` as int32, of whatever for infinity."""
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    return jnp.clip(((bits + (1 << 21)) >> 23) - element_exponent, 0, 254)
+
+
+def _round_magnitude(a: jax.Array, mantissa: int, exponent: int) -> jax.Array:
+    """a >= 0 to the nearest of a float type, ties to even: its bits of mantissa, its least normal exponent."""
+    dropped = 23 - mantissa
+    bits = lax.bitcast_convert_type(a, jnp.int32)
+    half = (1 << (dropped - 1)) - 1
+    normal = lax.bitcast_convert_type((bits + half + ((bits >> dropped) & 1)) & -(1 << dropped), jnp.float32)
+    step = np.float32(2.0 ** (exponent - mantissa))
+    return jnp.where(a < np.float32(2.0**exponent), jnp.round(a * (1 / step)) * step, normal)
+
+
+def _with_sign(magnitude: jax.Array, x: jax.Array) -> jax.Array:
+    sign = lax.bitcast_convert_type(x, jnp.int32) & np.int32(-(1 << 31))
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(magnitude, jnp.int32) | sign, jnp.float32)
 
 
 def _inverse_power(exponent: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.quantize_and_permute.config import (
     QUANTIZATIONS,
+    TAKES_SCALE,
     PermuteConfig,
     PermuteDesc,
     choose_config,
@@ -40,15 +41,17 @@ def quantize_and_permute(
 
     quantization: "none" (a copy), "e4m3_row" and "int8_row" (a scale per row, from its largest magnitude),
     "e4m3_group" (a scale per row and 128 columns), "e4m3_group_ue8m0" (such a scale rounded up to a power of two),
-    "e4m3_tensor" (the given scale, () float32, multiplies the codes).
-    The rules are those of common/numerics.py.
+    "e4m3_tensor" (the given scale, () float32, multiplies the codes); values on the grid of a microscaling format,
+    which bfloat16 holds exactly: "mxfp4", "mxfp8" (groups of 32), "nvfp4" (groups of 16; the given scale is the global
+    one that block scales are multiplied by, and it stays in the values), "nvfp4_row" (one such scale from each row).
+    The rules are those of common/numerics.py and common/microscaling.py.
 
     columns: (E, H) int32, an order of x's columns for each expert: column c of a row of expert e is column
     columns[e, c] of its token. Such rows are copied, not quantized. tile_expert: (Mp / block_m,) int32, goes with it
     and says whose a row is.
 
-    Returns (codes (Mp, H), scales): scales are (Mp,) per row, (ceil(H / 128), Mp) per group, else None. Rows that no
-    token fills are unspecified. Raises ValueError or TypeError for a wrong call and
+    Returns (codes (Mp, H), scales): scales, which multiply, are (Mp,) per row, (ceil(H / 128), Mp) per group of 128,
+    else None. Rows that no token fills are unspecified. Raises ValueError or TypeError for a wrong call and
     NotImplementedError when no implementation can run it.
     """
     desc, operands = _describe(x, row_of, num_rows, quantization, scale, rows)
@@ -90,8 +93,8 @@ def _describe(x, row_of, num_rows, quantization, scale, rows) -> tuple[PermuteDe
         raise ValueError(f"x has shape {x.shape}, expected (T, H)")
     if quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization={quantization!r} is not one of {QUANTIZATIONS}")
-    if (scale is not None) != (quantization == "e4m3_tensor"):
-        raise ValueError("scale is given exactly when quantization='e4m3_tensor'")
+    if (scale is not None) != (quantization in TAKES_SCALE):
+        raise ValueError(f"scale is given exactly when quantization is one of {TAKES_SCALE}, found {quantization!r}")
     if scale is not None and scale.shape != ():
         raise ValueError(f"scale has shape {scale.shape}, expected ()")
     num_tokens, width = x.shape

@@ -4,9 +4,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from pallas_kernels.common.microscaling import MX_GROUP, NVFP4_GROUP
 from pallas_kernels.common.rows import vector_length
+from pallas_kernels.common.sm90 import WARPGROUP
 
-QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "e4m3_tensor", "int8_row")
+MICROSCALING = ("nvfp4", "nvfp4_row", "mxfp4", "mxfp8")
+QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "e4m3_tensor", "int8_row", *MICROSCALING)
+TAKES_SCALE = ("e4m3_tensor", "nvfp4")
 GROUP = 128
 GATHERED = 2048  # columns of a row that a warpgroup gathers at a time, sixteen loads in flight a thread
 
@@ -49,16 +53,27 @@ class PermuteDesc:
         return self.quantization.endswith("_ue8m0")
 
     @property
+    def microscaling_kind(self) -> str | None:
+        """The microscaling format that rows are rounded to, None for other rules."""
+        return self.quantization.removesuffix("_row") if self.quantization in MICROSCALING else None
+
+    @property
+    def microscaling_group(self) -> int | None:
+        """Columns that share one of its scales."""
+        kind = self.microscaling_kind
+        return None if kind is None else NVFP4_GROUP if kind == "nvfp4" else MX_GROUP
+
+    @property
     def out_dtype(self) -> str:
         kind = self.quantization.partition("_")[0]
-        return {"none": self.dtype, "e4m3": "float8_e4m3fn", "int8": "int8"}[kind]
+        return {"none": self.dtype, "e4m3": "float8_e4m3fn", "int8": "int8"}.get(kind, "bfloat16")
 
     @property
     def scale_shape(self) -> tuple[int, ...] | None:
         """Shape of the scales that are computed, or None."""
         if self.is_grouped:
             return (-(-self.width // GROUP), self.num_rows)
-        return (self.num_rows,) if self.quantization in ("e4m3_row", "int8_row") else None
+        return (self.num_rows,) if self.quantization.endswith("_row") else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +95,20 @@ def config_error(desc: PermuteDesc, config: PermuteConfig) -> str | None:
     elif desc.is_grouped:
         if desc.width % GROUP or desc.width < 4 * GROUP:
             return f"H={desc.width}: groups of {GROUP} take a multiple of {GROUP}, at least {4 * GROUP}"
+    elif (group := desc.microscaling_group) is not None:
+        if desc.width % group or not grid_vector(desc):
+            return f"H={desc.width}: {desc.quantization} takes a multiple of {group}, at least {2 * WARPGROUP}"
     elif not vector_length(desc.width, jnp.dtype(desc.dtype).itemsize):
         return f"H={desc.width}: a row must give each of 128 threads an element"
     if config.num_blocks < 1:
         return f"num_blocks={config.num_blocks}: at least 1"
     return None
+
+
+def grid_vector(desc: PermuteDesc) -> int:
+    """Elements that a thread loads at once of rows in groups: up to 16 bytes, at least 2; 0 for rows too short."""
+    length = vector_length(desc.width, jnp.dtype(desc.dtype).itemsize)
+    return length if length > 1 else 0
 
 
 def choose_config(desc: PermuteDesc, num_sms: int) -> PermuteConfig:

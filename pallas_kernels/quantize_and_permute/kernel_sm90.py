@@ -6,7 +6,8 @@ Each block is one warpgroup and takes every num_blocks-th token:
     for each of the token's top_k rows: store codes and scale
 
 So a row is read once and quantized once however many experts it goes to; the rows written are the only traffic that
-grows with top_k. With groups of 128 a warp holds one group, so that its maximum is five shuffles.
+grows with top_k. With groups of 128 a warp holds one group, so that its maximum is five shuffles; groups of 16 and 32
+(microscaling formats, whose rounded values are written in bfloat16) lie in 2 to 16 neighbouring threads.
 """
 
 import functools
@@ -19,15 +20,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import mosaic, sm90
+from pallas_kernels.common import mosaic, simt, sm90
+from pallas_kernels.common.division_sm90 import divide_in
+from pallas_kernels.common.microscaling import group_factors, nvfp4_global_scale, round_element
 from pallas_kernels.common.numerics import (
+    magnitude,
     quantize_e4m3_group,
     quantize_e4m3_row,
     quantize_e4m3_static,
     quantize_int8_token,
 )
 from pallas_kernels.common.rows import pieces, vector_length
-from pallas_kernels.quantize_and_permute.config import GROUP, PermuteConfig, PermuteDesc
+from pallas_kernels.quantize_and_permute.config import (
+    GROUP,
+    TAKES_SCALE,
+    PermuteConfig,
+    PermuteDesc,
+    grid_vector,
+)
+
+PART_ELEMENTS = 64  # of a row that a thread holds at once
 
 # Four groups of 128 columns: one a warp, four columns a thread.
 GROUP_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
@@ -35,8 +47,9 @@ GROUP_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,
 
 def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Callable[..., Any]:
     """The kernel: (x, [row_of], [scale (1,)], [rows (n,)]) -> (codes, scales or None). For configs without error."""
-    shape = (desc.num_rows, desc.width // GROUP, GROUP) if desc.is_grouped else (desc.num_rows, desc.width)
-    out: Any = [jax.ShapeDtypeStruct(shape, desc.out_dtype)]
+    group = GROUP if desc.is_grouped else desc.microscaling_group
+    split = (desc.width,) if group is None else (desc.width // group, group)
+    out: Any = [jax.ShapeDtypeStruct((desc.num_rows, *split), desc.out_dtype)]
     if desc.scale_shape is not None:
         out.append(jax.ShapeDtypeStruct(desc.scale_shape, jnp.float32))
     call = plgpu.kernel(
@@ -50,9 +63,7 @@ def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Calla
     )
 
     def run(x, *rest):
-        if desc.is_grouped:
-            x = x.reshape(desc.num_tokens, -1, GROUP)
-        codes, *scales = call(x, *rest)
+        codes, *scales = call(x.reshape(desc.num_tokens, *split), *rest)
         return codes.reshape(desc.num_rows, desc.width), scales[0] if scales else None
 
     return run
@@ -62,11 +73,13 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Any) -> None:
     pending = list(refs)
     x = pending.pop(0)
     row_of = pending.pop(0) if desc.top_k else None
-    given = pending.pop(0) if desc.quantization == "e4m3_tensor" else None
+    given = pending.pop(0) if desc.quantization in TAKES_SCALE else None
     named = pending.pop(0) if desc.num_named is not None else None
     codes, *scales = pending
     block = lax.axis_index("block")
     process = _process_groups if desc.is_grouped else _process_row
+    if desc.microscaling_group is not None:
+        process = _process_small_groups
 
     scales = scales[0] if scales else None
 
@@ -131,6 +144,60 @@ def _process_groups(desc, x, given, token, targets, codes, scales, *, always):
             scales.at[part, row][...] = scale
 
         _for_targets(targets, store, always)
+
+
+def _process_small_groups(desc, x, given, token, targets, codes, scales, *, always):
+    group, vector = desc.microscaling_group, grid_vector(desc)
+    layout = _small_group_layout(group, vector)
+    parts = [pl.ds(*part) for part in _parts(desc.width // group, sm90.WARPGROUP * vector // group, vector)]
+    loaded = [mosaic.load(x.at[token, part], layout=layout, optimized=False) for part in parts]
+    values = [value.astype(jnp.float32) for value in loaded]
+    maxima = [jnp.max(magnitude(value), axis=1) for value in values]
+    divide = divide_in(layout.reduce(1))
+    row_amax = functools.reduce(jnp.maximum, map(jnp.max, maxima)) if scales is not None else None
+    rounded = []
+    for value, amax in zip(values, maxima, strict=True):
+        global_scale = None if given is None else given[0]
+        if row_amax is not None:
+            whole = plgpu.layout_cast(jnp.full(amax.shape, row_amax), layout.reduce(1))
+            global_scale = nvfp4_global_scale(whole, divide)
+        factors = group_factors(amax, desc.microscaling_kind, global_scale, divide)
+        scale, inverse = (lax.broadcast_in_dim(factor, value.shape, [0]) for factor in factors)
+        rounded.append((round_element(value * inverse, desc.microscaling_kind) * scale).astype(codes.dtype))
+
+    if row_amax is not None:
+        divide = divide_in(simt.LANES)
+        whole = plgpu.layout_cast(jnp.full((sm90.WARPGROUP,), row_amax), simt.LANES)
+        row_scale = lax.bitcast_convert_type(divide(1.0, nvfp4_global_scale(whole, divide)), jnp.int32)
+        lane = simt.thread_index()
+
+    def store(row):
+        for part, value in zip(parts, rounded, strict=True):
+            codes.at[row, part][...] = value
+        if scales is not None:
+            index = plgpu.layout_cast(jnp.full(lane.shape, row), simt.LANES)
+            simt.store(scales, index, row_scale, lane == 0)
+
+    _for_targets(targets, store, always)
+
+
+def _parts(groups: int, tile: int, vector: int) -> list[tuple[int, int]]:
+    """(first group, groups) of the parts of a row that are whole tiles and leave registers free; the last may reach
+    back into the one before, see ``pieces``.
+
+    Few and large ones: the time of layout inference grows steeply with the number of operations.
+    """
+    at_once = PART_ELEMENTS // vector * tile
+    whole = groups // tile * tile
+    parts = [(start, min(at_once, whole - start)) for start in range(0, whole, at_once)]
+    return parts if whole == groups else [*parts, (groups - tile, tile)]
+
+
+def _small_group_layout(group: int, vector: int) -> Any:
+    """Groups side by side in the threads of a warp, ``vector`` columns a thread."""
+    groups = 32 * vector // group
+    tiling = plgpu.Tiling(((4 * groups, group), (groups, group), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def _quantize_groups(values, amax, is_power_of_two):

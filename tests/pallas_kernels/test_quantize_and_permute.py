@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 from kernel_cases import gather_cases, permute_cases
 
+from moe_jax.quantization import QuantFormat, Strategy, dequantize, quantize_activations
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, config_error, quantize_and_permute
-from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS
+from pallas_kernels.quantize_and_permute.config import MICROSCALING, QUANTIZATIONS, TAKES_SCALE
 
 # For 0.03 one bfloat16 value in 128 is a tie of e4m3, decided by the last bit of 1 / scale.
 SCALE = 0.03137
+
+# The global scale of "nvfp4": no power of two, and large enough that scales of zero, subnormal and the largest occur.
+GLOBAL_SCALE = 37.3
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
@@ -37,6 +41,9 @@ def expected_values(x, quantization, scale):
     def e4m3(values):
         return np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
+    def e2m1(values):
+        return np.clip(values, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
+
     one = np.float32(1)
     match quantization:
         case "none":
@@ -57,17 +64,46 @@ def expected_values(x, quantization, scale):
             return np.clip(np.rint(v * (np.float32(127) / amax)[:, None]), -127, 127).astype(float), amax / np.float32(
                 127
             )
+        case "nvfp4" | "nvfp4_row":
+            inverse = np.float32(scale)
+            if quantization == "nvfp4_row":
+                largest = np.abs(v).max(1)
+                inverse = np.where(largest > 0, np.float32(2688) / np.where(largest > 0, largest, one), one)[:, None]
+            groups, amax = in_groups(v, 16)
+            b = np.minimum(inverse * (amax * np.float32(1 / 6)), 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            factor = np.where(b > 0, inverse / np.where(b > 0, b, one), 0).astype(np.float32)
+            values = e2m1(groups * factor[..., None]) * b[..., None].astype(np.float64)
+            return from_groups(values, v), None if quantization == "nvfp4" else one / inverse[:, 0]
+        case "mxfp4" | "mxfp8":
+            groups, amax = in_groups(v, 32)
+            mantissa, exponent = np.frexp(amax.astype(np.float64))  # 0.5 <= mantissa < 1
+            exponent = exponent - 1 + (mantissa >= 0.875) - (2 if quantization == "mxfp4" else 8)
+            power = np.exp2(np.where(amax > 0, np.maximum(exponent, -127), -127).astype(np.float64))
+            round_to = e2m1 if quantization == "mxfp4" else e4m3
+            return from_groups(round_to(groups / power[..., None]) * power[..., None], v), None
     raise AssertionError(quantization)
 
 
+def in_groups(v, size):
+    """(T, groups, size) with zeros behind the last column, and the largest magnitude of each."""
+    groups = np.pad(v, ((0, 0), (0, -v.shape[1] % size))).reshape(len(v), -1, size)
+    return groups, np.abs(groups).max(2)
+
+
+def from_groups(values, v):
+    return values.reshape(len(v), -1)[:, : v.shape[1]]
+
+
 def check(x, row_of, num_rows, quantization, out, scale, *, flips=0.0):
-    """Every (token, slot) that has a row; ``flips`` is the share of codes that may be one grid step off."""
+    """Every (token, slot) that has a row; ``flips`` is the share of codes that may be one grid step off. Values of
+    microscaling formats are exact.
+    """
     codes, scales = (None if a is None else np.asarray(a).astype(np.float64) for a in out)
     want, want_scales = expected_values(x, quantization, scale)
     assert codes.shape == (num_rows, x.shape[1])
     tokens, slots = np.nonzero(row_of >= 0)
     rows = row_of[tokens, slots]
-    step = {"none": 0.0, "int8": 1.0, "e4m3": 1 / 8}[quantization.partition("_")[0]]
+    step = {"int8": 1.0, "e4m3": 1 / 8}.get(quantization.partition("_")[0], 0.0)
     bound = step if quantization == "int8_row" else step * np.maximum(np.abs(want[tokens]), 2.0**-6)
     error = np.abs(codes[rows] - want[tokens])
     assert np.all(error <= bound)
@@ -81,14 +117,15 @@ def check(x, row_of, num_rows, quantization, out, scale, *, flips=0.0):
 
 
 def call(x, row_of, num_rows, quantization, implementation):
-    scale = jnp.float32(SCALE) if quantization == "e4m3_tensor" else None
+    number = SCALE if quantization == "e4m3_tensor" else GLOBAL_SCALE
+    scale = jnp.float32(number) if quantization in TAKES_SCALE else None
 
     def run(x, row_of, scale):
         return quantize_and_permute(
             x, row_of, num_rows, quantization=quantization, scale=scale, implementation=implementation
         )
 
-    return jax.jit(run)(jnp.asarray(x), jnp.asarray(row_of), scale), SCALE
+    return jax.jit(run)(jnp.asarray(x), jnp.asarray(row_of), scale), number
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
@@ -96,6 +133,44 @@ def test_reference(quantization):
     x, row_of = make(9, 160, 3, 40)
     out, scale = call(x, row_of, 40, quantization, "reference")
     check(x, row_of, 40, quantization, out, scale)
+
+
+@pytest.mark.parametrize("quantization", MICROSCALING)
+def test_rows_equal_what_layers_elsewhere_multiply(quantization):
+    """``quantize_activations``, which the other implementations round with; one row has a NaN, one tiny values."""
+    x, _ = make(7, 96, 1, 7)
+    x[1, 40], x[2] = np.nan, 1e-30 * np.arange(96)
+    options: dict = dict(scale="e8m0", strategy=Strategy.GROUP, group_size=32, dynamic=True)
+    if quantization.startswith("nvfp4"):
+        kind = "token" if quantization == "nvfp4_row" else "divides"
+        options |= dict(scale="e4m3", group_size=16, global_scale=kind)
+    fmt = QuantFormat("e4m3" if quantization == "mxfp8" else "e2m1", **options)
+    given = jnp.float32(GLOBAL_SCALE) if quantization == "nvfp4" else None
+    values, scale = quantize_and_permute(
+        jnp.asarray(x), quantization=quantization, scale=given, implementation="reference"
+    )
+    expected = dequantize(*quantize_activations(jnp.asarray(x), fmt, given), fmt)
+    factor = {"nvfp4": 1 / GLOBAL_SCALE, "nvfp4_row": scale}.get(quantization, 1.0)
+    values = np.asarray(values).astype(np.float32) * np.reshape(factor, (-1, 1)).astype(np.float32)
+    assert np.isnan(values[1]).any() and not np.isnan(values[2:]).any()
+    np.testing.assert_allclose(values, expected, rtol=1e-6 if quantization.startswith("nvfp4") else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quantization", MICROSCALING)
+def test_gpu_rounds_as_the_reference(quantization, dtype):
+    """The same bits, of random float bits among others, NaN and infinity included."""
+    x, row_of = make(65, 1440, 2, 150, dtype)
+    bits = np.random.default_rng(1).integers(0, 1 << 8 * x.itemsize, (32, 1440), np.uint64)
+    x[:32] = bits.astype(f"u{x.itemsize}").view(x.dtype)
+    found, expected = (call(x, row_of, 150, quantization, name)[0] for name in ("mosaic", "reference"))
+    used = row_of[row_of >= 0]
+    for one, other in zip(found, expected, strict=True):
+        if one is not None:
+            one, other = (np.asarray(a).astype(np.float32)[used] for a in (one, other))
+            is_normal = ~(np.abs(other) < 2.0**-120)  # XLA counts subnormal numbers as zeros, the kernel does not
+            np.testing.assert_array_equal(one[is_normal], other[is_normal])
 
 
 def test_reference_in_place_and_dtypes():
@@ -186,6 +261,9 @@ def test_config_error():
     assert "at least 1" in config_error(good, PermuteConfig(0))
     assert "each of 128 threads" in config_error(PermuteDesc(4, 96, 2, 8, "bfloat16", "none"), PermuteConfig(1))
     assert "groups of 128" in config_error(PermuteDesc(4, 2880, 2, 8, "bfloat16", "e4m3_group"), PermuteConfig(1))
+    assert "nvfp4 takes a multiple of 16" in config_error(
+        PermuteDesc(4, 2888, 2, 8, "bfloat16", "nvfp4"), PermuteConfig(1)
+    )
     assert "x is int8" in config_error(PermuteDesc(4, 512, 2, 8, "int8", "none"), PermuteConfig(1))
 
 
@@ -209,7 +287,7 @@ def test_gpu(quantization, num_tokens, width):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quantization", ["e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "int8_row"])
+@pytest.mark.parametrize("quantization", [kind for kind in QUANTIZATIONS if kind not in ("none", *TAKES_SCALE)])
 def test_gpu_in_place(quantization, dtype):
     x, _ = make(300, 1024, 1, 300, dtype)
     run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="mosaic"))
