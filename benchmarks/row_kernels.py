@@ -1,6 +1,9 @@
 """Time quantize_and_permute and combine at the sizes of four models, beside the bytes they must move.
 
 python benchmarks/row_kernels.py [--models ...] [--tokens 1,1024,8192] [--implementations mosaic,reference]
+       [--formats none,e4m3_row,...]
+
+Of microscaling formats also "by XLA": rounded by XLA, then moved by the kernel (tokens) or left in place.
 """
 
 import argparse
@@ -14,6 +17,7 @@ from grouped_gemm import MODELS, route
 
 from pallas_kernels.combine import combine
 from pallas_kernels.quantize_and_permute import quantize_and_permute
+from pallas_kernels.quantize_and_permute.config import MICROSCALING
 
 
 def rows_of_tokens(tokens: int, experts: int, top_k: int):
@@ -35,7 +39,17 @@ def _permute(x, row_of, **static):
 
 
 def _requantize(h, row_of, **static):
-    return quantize_and_permute(h, rows=row_of.reshape(-1), quantization="e4m3_row", **static)
+    return quantize_and_permute(h, rows=row_of.reshape(-1), **static)
+
+
+def _permute_by_xla(x, row_of, *, quantization, num_rows, implementation):
+    values, _ = quantize_and_permute(x, quantization=quantization, implementation="reference")
+    return quantize_and_permute(values, row_of, num_rows, quantization="none", implementation=implementation)
+
+
+def _requantize_by_xla(h, row_of, *, quantization, implementation):
+    del row_of, implementation
+    return quantize_and_permute(h, quantization=quantization, implementation="reference")
 
 
 def main() -> None:
@@ -43,6 +57,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default="1,64,1024,8192")
     parser.add_argument("--implementations", default="mosaic")
+    parser.add_argument("--formats", default="none,e4m3_row,e4m3_group,int8_row")
     options = parser.parse_args()
     print(header(), flush=True)
     for model in options.models.split(","):
@@ -56,20 +71,27 @@ def main() -> None:
             used = tokens * top_k
             for name in options.implementations.split(","):
                 cases = {}
-                for fmt, size in (("none", 2), ("e4m3_row", 1), ("e4m3_group", 1), ("int8_row", 1)):
+                for fmt in options.formats.split(","):
                     if fmt == "e4m3_group" and hidden % 128:
                         continue
-                    permute = functools.partial(_permute, num_rows=num_rows, quantization=fmt, implementation=name)
-                    cases[f"permute {fmt}"] = (permute, (x, row_of), tokens * hidden * 2 + used * hidden * size)
-                requantize = functools.partial(_requantize, implementation=name)
-                cases["requantize e4m3_row"] = requantize, (h, row_of), used * inter * 3
+                    size = 1 if fmt.startswith(("e4m3", "int8")) else 2
+                    ways = {"": (_permute, _requantize)}
+                    if fmt in MICROSCALING:
+                        ways[" by XLA"] = (_permute_by_xla, _requantize_by_xla)
+                    for way, functions in ways.items():
+                        static = dict(quantization=fmt, implementation=name)
+                        permute, requantize = (functools.partial(function, **static) for function in functions)
+                        permute = functools.partial(permute, num_rows=num_rows)
+                        cases[f"permute {fmt}{way}"] = permute, (x, row_of), tokens * hidden * 2 + used * hidden * size
+                        if fmt != "none":
+                            cases[f"requantize {fmt}{way}"] = requantize, (h, row_of), used * inter * (2 + size)
                 moved = used * hidden * 2 + tokens * hidden * 2
                 cases["combine"] = functools.partial(combine, implementation=name), (rows, row_of, weights), moved
                 for case, (call, args, moved) in cases.items():
                     us = time_in_jit(call, args, 1)
                     share = moved / us / 1e3 / READ_GBPS
                     print(
-                        f"{model:13s} T={tokens:5d} {name:9s} {case:20s} {us:8.1f} us {moved / us / 1e3:6.0f} GB/s "
+                        f"{model:13s} T={tokens:5d} {name:9s} {case:27s} {us:8.1f} us {moved / us / 1e3:6.0f} GB/s "
                         f"{share:6.1%} of read limit",
                         flush=True,
                     )
