@@ -77,7 +77,7 @@ def measure_exchange(model: str, dispatch: str, size: int, tokens: int) -> dict:
     experts, top_k, hidden, _ = MODELS[model]
     dispatch, _, sums = dispatch.partition(":")
     parallel = ParallelConfig(mesh_of(size), expert_axis="expert", dispatch=dispatch)
-    if reason := why_not(dispatch, parallel.platform):
+    if reason := why_not(dispatch, parallel.mesh):
         raise NotImplementedError(reason)
     exchange = Exchange(
         axis="expert",

@@ -10,6 +10,7 @@ and alignment are one launch for up to 64 tokens, and combine writes the layer's
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from pallas_kernels.common.numerics import E4M3_MAX, divide, magnitude
 from pallas_kernels.grouped_gemm import choose_block_m, choose_config, config_error, grouped_gemm
 from pallas_kernels.grouped_gemm.config import GemmDesc
 from pallas_kernels.grouped_gemm.heuristics import describe as describe_config
+from pallas_kernels.push import Arrived, place_arrived
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, quantize_and_permute
 from pallas_kernels.quantize_and_permute import config_error as permute_error
 from pallas_kernels.route import route_and_align
@@ -122,6 +124,45 @@ def forward(
     plan = _plan(config, weights, x.shape[0], kernels)
     tiles = align(topk_ids, weights.num_experts, plan.block_m, implementation=kernels)
     return _experts(config, x, topk_weights, tiles, plan, weights, kernels, out_dtype=jnp.float32)
+
+
+def arriving_quantization(weights: ExpertWeights) -> str:
+    """How tokens are quantized before they travel to another device's experts: by row or group, where their scales come
+    from themselves, else "none".
+    """
+    if is_packed(weights.w13):
+        return _packed_experts.row_quantization(weights)
+    kind = _quantization(weights.scheme)
+    return "none" if kind is None or kind == "e4m3_tensor" else kind
+
+
+def forward_arrived(
+    config: MoEConfig,
+    arrived: Arrived,
+    first_slot: Array,
+    weights: ExpertWeights,
+    send_back: Callable[[Array, Array], Array],
+    *,
+    kernels: str = "mosaic",
+) -> Array:
+    """The experts of this device, slots from first_slot () int32 on, for tokens that came from several devices.
+
+    arrived: quantized as ``arriving_quantization`` says. send_back: ``(rows (Mp, H), row_of (N, top_k)) -> (T, H)``,
+    done in place of the sum over top_k. Raises NotImplementedError where a kernel refuses.
+    """
+    if _is_scaled_per_call(weights.scheme):  # rows that nobody sent must not raise the scale
+        index = arrived.slots - first_slot
+        is_here = ((index >= 0) & (index < weights.num_experts)).any(axis=1, keepdims=True)
+        arrived = dataclasses.replace(arrived, codes=jnp.where(is_here, arrived.codes, jnp.zeros_like(arrived.codes)))
+    plan = _plan(config, weights, arrived.slots.shape[0], kernels)
+    tiles = align(arrived.slots, weights.num_experts, plan.block_m, group_offset=first_slot, implementation=kernels)
+    x, scale = arrived.codes, arrived.scales
+    return _experts(config, x, None, tiles, plan, weights, kernels, out_dtype=None, x_scale=scale, send_back=send_back)
+
+
+def _is_scaled_per_call(scheme: Scheme) -> bool:
+    fmt = scheme.activations
+    return fmt is not None and fmt.dynamic and fmt.strategy is Strategy.TENSOR
 
 
 def why_not_layer(
@@ -235,7 +276,7 @@ def run_layer(config: MoEConfig, *arguments: Any) -> tuple[Array, Array, Array]:
 def _experts(
     config: MoEConfig,
     x: Array,
-    topk_weights: Array,
+    topk_weights: Array | None,
     tiles: TileMap,
     plan: "_Plan",
     weights: ExpertWeights,
@@ -243,20 +284,31 @@ def _experts(
     *,
     out_dtype: Any,
     shared: Array | None = None,
+    x_scale: Array | None = None,
+    send_back: Callable[[Array, Array], Array] | None = None,
 ) -> Array:
+    """x_scale: of x that is quantized already. send_back: in place of ``combine``."""
     if is_packed(weights.w13):
-        return _packed_experts.experts(
-            config,
-            x,
-            topk_weights,
-            tiles,
-            plan.block_m,
-            plan.configs,
-            weights,
-            kernels,
-            out_dtype=out_dtype,
-            shared=shared,
+        out = _packed_experts.expert_rows(
+            config, x, tiles, plan.block_m, plan.configs, weights, kernels, x_scale=x_scale
         )
+    else:
+        out = _expert_rows(config, x, tiles, plan, weights, kernels, x_scale)
+    if send_back is not None:
+        return send_back(out, tiles.row_of)
+    return combine(out, tiles.row_of, topk_weights, shared=shared, out_dtype=out_dtype, implementation=kernels)
+
+
+def _expert_rows(
+    config: MoEConfig,
+    x: Array,
+    tiles: TileMap,
+    plan: "_Plan",
+    weights: ExpertWeights,
+    kernels: str,
+    x_scale: Array | None,
+) -> Array:
+    """Both products: (Mp, H) in the layer's dtype."""
     gemm = functools.partial(
         grouped_gemm,
         tile_expert=tiles.tile_expert,
@@ -272,10 +324,14 @@ def _experts(
     kind = _quantization(weights.scheme)
     if kind is None:
         raise NotImplementedError(f"there is no kernel for scheme {weights.scheme.name!r} yet")
-    operand = x if weights.scheme.is_quantized else x.astype(config.dtype)
-    scale = _tensor_scale(weights.scheme.activations, weights.w13.input_scale, operand, None, config.call_axes)
     num_rows = tiles.tile_expert.size * plan.block_m
-    rows, row_scale = permute(operand, tiles.row_of, num_rows, quantization=kind, scale=scale)
+    if x_scale is not None:
+        scale = None
+        rows, row_scale = place_arrived(x, x_scale, tiles.row_of, num_rows, implementation=row_kernels)
+    else:
+        operand = x if weights.scheme.is_quantized else x.astype(config.dtype)
+        scale = _tensor_scale(weights.scheme.activations, weights.w13.input_scale, operand, None, config.call_axes)
+        rows, row_scale = permute(operand, tiles.row_of, num_rows, quantization=kind, scale=scale)
     hidden, hidden_scale = _hidden(
         config,
         weights,
@@ -287,8 +343,7 @@ def _experts(
         tiles,
     )
     gemm = functools.partial(gemm, config=plan.configs[1])
-    out = gemm(hidden, weights.w2.data, x_scale=hidden_scale, w_scale=weights.w2.scale, bias=weights.w2_bias)
-    return combine(out, tiles.row_of, topk_weights, shared=shared, out_dtype=out_dtype, implementation=kernels)
+    return gemm(hidden, weights.w2.data, x_scale=hidden_scale, w_scale=weights.w2.scale, bias=weights.w2_bias)
 
 
 def _hidden(

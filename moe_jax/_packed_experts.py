@@ -1,7 +1,7 @@
 """The mosaic implementation for packed weights.
 
     align -> quantize_and_permute -> packed grouped GEMM 1 (scales, bias, activation) -> row requantization
-    -> packed grouped GEMM 2 (scales, bias) -> combine in float32
+    -> packed grouped GEMM 2 (scales, bias) [-> combine in float32]
 
 Activations are left in 16 bits; or quantized per row to int8 or e4m3 (W4A8); or rounded to the weights' microscaling
 grid (NVFP4, MXFP4, MXFP8), or to codes less their zero points, either of which bfloat16 holds exactly.
@@ -9,7 +9,6 @@ grid (NVFP4, MXFP4, MXFP8), or to codes less their zero points, either of which 
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from moe_jax._align import row_capacity
 from moe_jax._config import MoEConfig
@@ -19,7 +18,6 @@ from moe_jax._typing import Array
 from moe_jax.activations import resolve_activation
 from moe_jax.quantization import ExpertWeights
 from pallas_kernels.align import TileMap
-from pallas_kernels.combine import combine
 from pallas_kernels.grouped_gemm_packed import (
     BLOCK_MS,
     PackedConfig,
@@ -31,26 +29,31 @@ from pallas_kernels.grouped_gemm_packed import (
     grouped_gemm_packed,
 )
 from pallas_kernels.grouped_gemm_packed import describe as describe_config
+from pallas_kernels.push import place_arrived
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
 _ROW_QUANTIZATION = {"int8": "int8_row", "float8_e4m3fn": "e4m3_row"}
 
 
-def experts(
+def row_quantization(weights: ExpertWeights) -> str:
+    """How tokens are quantized by themselves, before they are rows: by row for products of 8 bits, else "none"."""
+    fmt = as_packed(weights.w13).fmt
+    return _ROW_QUANTIZATION[fmt.operand] if fmt.is_8bit and weights.w13.g_idx is None else "none"
+
+
+def expert_rows(
     config: MoEConfig,
     x: Array,
-    topk_weights: Array,
     tiles: TileMap,
     tile: int,
     configs: Sequence[PackedConfig | None],
     weights: ExpertWeights,
     kernels: str,
     *,
-    out_dtype: Any,
-    shared: Array | None = None,
+    x_scale: Array | None = None,
 ) -> Array:
-    """From routed tokens to the layer's output (T, H) out_dtype; arguments as ``_experts_mosaic`` has them. tile: rows
-    of a tile. configs: of both products, None for their own choice.
+    """From routed tokens to the rows of their experts (Mp, H) in the layer's dtype; arguments as ``_experts_mosaic``
+    has them. tile: rows of a tile. configs: of both products, None for their own choice.
     """
     fmt = weights.scheme.activations
     w13, w2 = as_packed(weights.w13), as_packed(weights.w2)
@@ -71,7 +74,9 @@ def experts(
         to_rows = functools.partial(to_rows, columns=weights.w13.g_idx, tile_expert=tiles.tile_expert)
     if w13.fmt.is_8bit:
         kind = _ROW_QUANTIZATION[w13.fmt.operand]
-        if weights.w13.g_idx is None:
+        if x_scale is not None:
+            rows, scale = place_arrived(x, x_scale, tiles.row_of, num_rows, implementation=kernels)
+        elif weights.w13.g_idx is None:
             rows, scale = to_rows(x, quantization=kind)
         else:
             rows, scale = permute(to_rows(x, quantization="none")[0], quantization=kind, rows=tiles.row_of.reshape(-1))
@@ -99,8 +104,7 @@ def experts(
             quantize=functools.partial(quantize, rows=tiles.row_of.reshape(-1)),
             place=lambda x, scale: (x, scale),
         )
-    out = gemm(hidden, w=w2, x_scale=scale, bias=weights.w2_bias, config=configs[1])
-    return combine(out, tiles.row_of, topk_weights, shared=shared, out_dtype=out_dtype, implementation=kernels)
+    return gemm(hidden, w=w2, x_scale=scale, bias=weights.w2_bias, config=configs[1])
 
 
 def block_m(num_tokens: int, config: MoEConfig, weights: ExpertWeights) -> int:

@@ -13,7 +13,7 @@ FEW_TOKENS = 512
 def choose_dispatch(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) -> str:
     """The dispatch of a call with ``num_tokens`` tokens. Raises NotImplementedError for a named one that cannot run."""
     if parallel.dispatch is not None:
-        reason = why_not(parallel.dispatch, parallel.platform)
+        reason = why_not(parallel.dispatch, parallel.mesh)
         if reason is not None:
             raise NotImplementedError(reason)
         return parallel.dispatch

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax._arguments import check_array
 from moe_jax._config import MoEConfig
+from moe_jax._experts_mosaic import arriving_quantization, forward_arrived
 from moe_jax._implementations import Problem, choose
 from moe_jax._packed_weights import is_packed
 from moe_jax._typing import Array
@@ -25,6 +27,7 @@ from moe_jax.parallel._routing import route_tokens
 from moe_jax.parallel._weights import local_config, partition_specs, placed_config
 from moe_jax.quantization import ExpertWeights, Strategy
 from moe_jax.routing import RoutingParams
+from pallas_kernels.push import Arrived
 
 
 def fused_moe(
@@ -198,11 +201,16 @@ def _experts(
     if is_mosaic:  # chooses by the experts it is given
         planned /= parallel.expert_size
 
-    def run(x: Array, topk_weights: Array, ids: Array) -> Array:
+    def plan_for(top_k_here: int) -> MoEConfig:
         is_left = is_packed(weights.w13) and config.pinned_tokens is None  # to the kernel, which goes by the call
-        pinned = None if is_left else max(1, math.ceil(planned * top_k / ids.shape[1]))
-        plan = dataclasses.replace(own, pinned_tokens=pinned, top_k=ids.shape[1])
-        return weighted_experts(x, topk_weights, ids, weights, plan)
+        pinned = None if is_left else max(1, math.ceil(planned * top_k / top_k_here))
+        return dataclasses.replace(own, pinned_tokens=pinned, top_k=top_k_here)
+
+    def run(x: Array, topk_weights: Array, ids: Array) -> Array:
+        return weighted_experts(x, topk_weights, ids, weights, plan_for(ids.shape[1]))
+
+    def serve(arrived: Arrived, first_slot: Array, send_back: Callable[[Array, Array], Array]) -> Array:
+        return forward_arrived(plan_for(top_k), arrived, first_slot, weights, send_back)
 
     if parallel.expert_axis is None:
         return run(x, topk_weights, slots)
@@ -216,6 +224,8 @@ def _experts(
         sum_dtype=jnp.dtype(parallel.reduce_dtype),
         row_dtype=jnp.dtype(config.dtype if is_mosaic else jnp.float32),
         is_one_round=activations is not None and activations.dynamic and activations.strategy is Strategy.TENSOR,
+        serve=serve if is_mosaic else None,
+        quantization=arriving_quantization(weights) if is_mosaic else "none",
     )
     if not parallel.reduce_results:
         return run(x, topk_weights, exchange.local_ids(slots))

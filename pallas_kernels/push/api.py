@@ -54,8 +54,8 @@ def push_rows(
 
     x: (T, H) bfloat16, float16 or float32, T the same on all devices. slots: (T, top_k) int32; slot i is an expert of
     device i // slots_per_device along ``axis``, -1 is none. quantization: one of ``QUANTIZATIONS``, whose rules are
-    those of ``quantize_and_permute``. Inside ``jax.shard_map`` over a mesh with ``axis``; every device of the mesh takes
-    part. Raises ValueError or TypeError for a wrong call, NotImplementedError when no implementation can run it.
+    those of ``quantize_and_permute``. Inside ``jax.shard_map`` over a mesh with ``axis``; every device of the mesh
+    takes part. Raises ValueError or TypeError for a wrong call, NotImplementedError when no implementation can run it.
     """
     desc = _describe(x, slots, axis, slots_per_device, quantization)
     padded = jnp.pad(slots.reshape(-1), (0, desc.padded_pairs - desc.num_pairs), constant_values=-1)
@@ -122,8 +122,8 @@ def combine_pushed(
 
     rows: (Mp, H) bfloat16, float16 or float32. row_of: (size * T, top_k) int32, the row of each slot of each token that
     arrived, -1 for slots of other devices. slots: (T, top_k) int32 as in ``push_rows``. weights: (T, top_k) float32.
-    Returns (T, H) float32: the sum over top_k, in this order, of weight times row, as ``combine`` on one device gives it.
-    Inside ``jax.shard_map``, as ``push_rows``. Raises as that does.
+    Returns (T, H) float32: the sum over top_k, in this order, of weight times row, as ``combine`` gives it. Inside
+    ``jax.shard_map``, as ``push_rows``. Raises as that does.
     """
     desc = _describe(jax.ShapeDtypeStruct((slots.shape[0], rows.shape[1]), rows.dtype), slots, axis, slots_per_device)
     if row_of.shape != (desc.num_rows, desc.top_k) or row_of.dtype != jnp.int32:

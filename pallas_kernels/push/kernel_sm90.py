@@ -1,33 +1,33 @@
 """Rows to the devices of their experts and back, by stores into the other devices' memory over NVLink.
 
 dispatch, every block (one warpgroup), for each of its tokens:
-    load the row (16 bytes a thread) -> quantize -> for each device with an expert of this token: store codes and scales
-for each of its 128 slots of top-k: store them on every device
-block 0:   wait until all blocks of this device have stored -> signal every device -> wait for the signal of every device
+    load the row (16 bytes a thread) -> quantize -> for each device with an expert of this token: store codes, scales
+for each of its vectors of 128 slots: store them on every device
+block 0:   wait until all blocks of this device have stored -> signal every device -> wait for every device's signal
 
 combine, every block, for each of its pairs (arrived token, slot) that has a row here:
     load the row -> store it at its (token, slot) on the device the token came from
 block 0:   wait until all blocks of this device have stored -> signal every device
-all:       wait for the signal of every device -> for each of its tokens: weighted sum of the top_k rows, in float32, in
-           the order of the slots, as a single device adds them
+all:       wait for every device's signal -> for each of its tokens: weighted sum of the top_k rows, in float32, in the
+           order of the slots, as a single device adds them
 
 Where a row lands is known without asking: token t of device s is row s * T + t on every device, its slot k comes back
-to row t * top_k + k. So no counts are exchanged before rows travel, every buffer holds the worst case (one copy of every
-token; one row of every pair) and nothing is ever dropped. Rows that nobody sent are unspecified and have no slot of this
-device, so nobody reads them.
+to row t * top_k + k. So no counts are exchanged before rows travel, every buffer holds the worst case (one copy of
+every token; one row of every pair) and nothing is ever dropped. Rows that nobody sent are unspecified and have no slot
+of this device, so nobody reads them.
 
 Why a fast device never overwrites what a slow one still reads. The buffers that others store into are outputs of the
-launch itself: memory that XLA gives to this call on this device from its start to the last use of the output. Before the
-kernel XLA runs a barrier of all devices of the mesh on the kernels' streams (``uses_xla_collective_metadata``, jax 0.10
-and 0.11), behind the fill that zeroes the semaphores. So the first store of any device comes after every device has
-finished whatever used that memory before, the previous call included, and after its semaphores are zero. The kernel ends
-on a device when every device has signalled it, each behind all its stores: later launches read complete rows, and no
-store of this call is under way anywhere towards this device. The next call starts with its own barrier, which a device
-reaches behind its own reads.
+launch itself: memory that XLA gives to this call on this device from its start to the last use of the output. Before
+the kernel XLA runs a barrier of all devices of the mesh on the kernels' streams (jax 0.10 and 0.11 do so for every
+kernel with a remote reference), behind the fill that zeroes the semaphores. So the first store of any device comes
+after every device has finished whatever used that memory before, the previous call included, and after its semaphores
+are zero. The kernel ends on a device when every device has signalled it, each behind all its stores: later launches
+read complete rows, and no store of this call is still under way towards this device. The next call starts with its own
+barrier, which a device reaches behind its own reads.
 
 Why it cannot hang. Every device signals every device once, tokens or not; the number of signals does not depend on the
-routing. A signal waits only for blocks of its own device, which wait for nothing before they have stored. Blocks that
-wait (one in dispatch, all in combine) are all resident together (``BLOCKS_PER_SM``), so none of those they wait for is
+routing. A signal waits only for blocks of its own device, which wait for nothing before they have stored. In dispatch
+one block waits; in combine all do, and all are resident together (``BLOCKS_PER_SM``), so none of those they wait for is
 kept from running.
 
 Visibility: a block's stores come before its barrier, the barrier before the release of its semaphore, which block 0
@@ -35,6 +35,9 @@ acquires before it releases, at system scope, the semaphores of the other device
 
 The address of another device's buffer comes from a table of all arguments on all devices, which XLA fills before each
 execution (one process drives all devices); the device may be computed in the kernel.
+
+Not built: GEMM 1 on the rows of one device while those of another still travel. It learns that rows are there from the
+end of this launch; a flag for every tile would have to reach the loader of every grouped GEMM.
 """
 
 import functools
