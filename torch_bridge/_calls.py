@@ -17,7 +17,7 @@ import torch
 from moe_jax import ExpertWeights, MoEConfig, fused_experts, fused_moe
 from moe_jax.models._compiled import SMALLEST_BUCKET, bucket
 from moe_jax.routing import RoutingParams, route
-from torch_bridge._tensors import to_argument, to_torch
+from torch_bridge._tensors import to_arguments, to_torch
 
 
 @jax.tree_util.register_dataclass
@@ -99,13 +99,15 @@ class JaxCalls:
                 f"{self.layer_name}: a CUDA graph is being captured, and JAX's runtime launches on streams of its own; "
                 "build the layer with torch_kernels=True, or leave it out of the graph"
             )
-        with torch.cuda.device_of(first):  # torch hands over tensors of the current device only
-            return self._crossing(method, first, tensors, bias)
+        if first.is_cuda and first.device.index != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                return self._crossing(method, first, tensors, bias)
+        return self._crossing(method, first, tensors, bias)
 
     def _crossing(self, method: str, first: torch.Tensor, tensors: tuple[Any, ...], bias: int | None) -> Any:
         padded, mask = pad_tokens(tensors, bias)
-        arrays = [None if tensor is None else to_argument(tensor) for tensor in padded]
-        found = self.functions[method](self.leaves, arrays, None if mask is None else to_argument(mask))
+        *arrays, mask_array = to_arguments((*padded, mask))
+        found = self.functions[method](self.leaves, arrays, mask_array)
         if not isinstance(found, tuple):
             return _trimmed(found, first, mask)
         return tuple(_trimmed(one, first, mask) for one in found)

@@ -38,6 +38,7 @@ def convert(
     quant_config: Any = None,
     prefix: str = "",
     implementation: Any = None,
+    torch_kernels: bool = False,
 ) -> FusedMoE:
     """A processed ``FusedMoE`` with experts and routing of a MoE block of transformers, or of a layer of vLLM's kind.
 
@@ -46,6 +47,7 @@ def convert(
             of vLLM's names (``w13_weight``, ``w2_weight_scale``, ...), of one rank too. It is left as it is.
         quantize: what to quantize the experts of transformers to; None keeps them.
         quant_config: what the parameters of a layer of vLLM's kind are; None asks its ``quant_method``.
+        implementation, torch_kernels: as in ``FusedMoE``.
 
     Returns:
         The routed part: ``layer(x, router_logits)``. Router, shared experts and their weights stay the block's.
@@ -56,7 +58,8 @@ def convert(
     if is_vllm_style(block):
         if quantize is not None:
             raise ValueError(f"quantize={quantize!r}: {type(block).__name__} keeps its parameters; pass quant_config=")
-        return convert_vllm(block, quant_config, prefix=prefix, implementation=implementation)
+        options = dict(prefix=prefix, implementation=implementation, torch_kernels=torch_kernels)
+        return convert_vllm(block, quant_config, **options)
     experts: Any = getattr(block, "experts", None)
     family = _FAMILIES.get(type(experts).__name__)
     if family is None or experts is None:
@@ -81,6 +84,7 @@ def convert(
         prefix=prefix,
         has_bias=is_gpt_oss,
         implementation=implementation,
+        torch_kernels=torch_kernels,
         device=weight.device,
         **_routing(family, experts, router),
     )
@@ -97,6 +101,7 @@ def patch(
     *,
     quantize: "str | Scheme | Mapping[str, Any] | None" = None,
     implementation: Any = None,
+    torch_kernels: bool = False,
 ) -> list[str]:
     """Replace the experts of every MoE block of a transformers model, in place; ``generate()`` goes on working.
 
@@ -104,7 +109,7 @@ def patch(
     and block checks are those of ``convert``.
 
     State dicts of unquantized experts keep transformers' names, so that ``save_pretrained`` writes a checkpoint that
-    reads back; with ``quantize`` it refuses.
+    reads back; with ``quantize`` it refuses. implementation, torch_kernels: as in ``FusedMoE``.
 
     Returns:
         The names of the modules that were replaced.
@@ -128,7 +133,7 @@ def patch(
     Scheme.parse(quantize)
     for block in blocks.values():
         is_transposed = _FAMILIES[type(block.experts).__name__] == "gpt_oss"
-        layer = convert(block, quantize=quantize, implementation=implementation)
+        layer = convert(block, quantize=quantize, implementation=implementation, torch_kernels=torch_kernels)
         block.experts = PatchedExperts(layer, is_transposed=is_transposed)
     if Scheme.parse(quantize).is_quantized:
         refuse_saving(model, Scheme.parse(quantize).name)

@@ -27,6 +27,7 @@ class KernelCalls(JaxCalls):
         table = experts.expert_map
         self._expert_map = None if table is None else to_torch(table)
         config = experts.global_config if experts.expert_map is None else experts.config
+        self._is_cuda = self._weights.w13.data.is_cuda
         self._kernels: dict[str, Callable[..., Any]] = {
             "moe": as_torch_kernels(functools.partial(_moe, config), self._weights),
             "experts": as_torch_kernels(functools.partial(_experts, experts.config), self._weights),
@@ -38,7 +39,7 @@ class KernelCalls(JaxCalls):
             return super().run(method, *tensors, bias=bias)
         first = tensors[0]
         assert first is not None
-        if not first.is_cuda:
+        if not self._is_cuda:
             raise NotImplementedError(f"{self.layer_name}: torch_kernels=True needs CUDA tensors, found {first.device}")
         padded, mask = pad_tokens(tensors, bias)
         arguments = self._moe_arguments(padded, mask) if method == "moe" else self._expert_arguments(padded, mask)
@@ -46,7 +47,8 @@ class KernelCalls(JaxCalls):
             y = self._kernels[method](*arguments)
         except (NotImplementedError, RuntimeError) as error:
             raise type(error)(f"{self.layer_name}: torch_kernels=True: {error}") from None
-        self.is_captured |= torch.cuda.is_current_stream_capturing()
+        if torch.cuda.is_current_stream_capturing():
+            self.is_captured = True
         return y if mask is None else y[: first.shape[0]]
 
     def replace(self, experts: Experts) -> None:
@@ -63,7 +65,7 @@ class KernelCalls(JaxCalls):
             )
         for old, new in pairs:
             to_torch(old).copy_(to_torch(new))
-        if self._weights.w13.data.is_cuda:
+        if self._is_cuda:
             torch.cuda.synchronize()  # JAX's runtime does not know of these writes
 
     def _moe_arguments(self, tensors: tuple[Any, ...], mask: Any) -> tuple[Any, ...]:

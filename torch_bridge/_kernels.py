@@ -2,15 +2,13 @@
 
 A function of ``pallas_kernels`` is kernels with reshapes between them, a whole layer too. Its trace is walked once;
 every kernel in it is lowered and compiled by itself, by the launcher that ``plgpu.as_torch_kernel`` is made of, and a
-call is a few ``torch.empty`` and one launch per kernel. ``as_torch_kernel`` itself takes one kernel, has no float8
-results, and launches on torch's default stream whatever the current one is.
+call is one launch per kernel (``_launch``). ``as_torch_kernel`` itself takes one kernel, has no float8 results, and
+launches on torch's default stream whatever the current one is.
 """
 
-import ctypes
 import dataclasses
 import functools
 import math
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,13 +16,12 @@ import jax
 import jax.experimental.mosaic.gpu as mgpu
 import numpy as np
 import torch
-from jax.experimental.mosaic.gpu import core as mgpu_core
 from jax.extend import core
 from jax.extend.mlir import ir, passmanager
 
+from torch_bridge._launch import CompiledKernel, Launches, View
 from torch_bridge._tensors import numpy_dtype, torch_dtype
 
-ALIGNMENT = 16  # bytes; what bulk copies and vector loads of the kernels need of an array's start
 _KERNEL = "mpmd_map"  # the primitive of plgpu.kernel in JAX 0.10 and 0.11
 
 
@@ -44,7 +41,7 @@ def as_torch_kernels(function: Callable[..., Any], *bound: Any) -> Callable[...,
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = structure, leaves[0].device, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
         program = programs.get(key)
         if program is None:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -65,18 +62,9 @@ class Kernel:
     module: bytes
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
-    def load(self) -> Callable[..., list[torch.Tensor]]:
-        """Compile for the GPU of this process: a function of tensors that launches on the current stream."""
-        launch = on_current_stream(mgpu_core._compile_as_torch_gpu_kernel(self.module)[0])
-
-        def run(*operands: torch.Tensor) -> list[torch.Tensor]:
-            device = operands[0].device
-            results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results]
-            addresses = [tensor.data_ptr() for tensor in (*operands, *results)]
-            launch((ctypes.c_void_p * len(addresses))(*addresses), device)
-            return results
-
-        return run
+    def load(self) -> CompiledKernel:
+        """Compile for the current GPU of this process."""
+        return CompiledKernel.compile(self.module)
 
 
 class KernelProgram:
@@ -96,40 +84,26 @@ class KernelProgram:
         self._constants: list[tuple[int, Any]] = []
         self.steps: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = []
         self._results = self._walk(closed, list(range(self._num_slots)))
-        self._loaded: list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] | None = None
+        self._launches: Launches | None = None
 
     @property
     def kernels(self) -> list[Kernel]:
         return [run for run, _, _ in self.steps if isinstance(run, Kernel)]
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> Any:
-        """leaves: CUDA tensors, one for each leaf of the arguments."""
-        with torch.cuda.device_of(leaves[0]):
-            return self._run(leaves)
+        """leaves: CUDA tensors of one device, the same in every call, one for each leaf of the arguments."""
+        device = leaves[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(leaves)
+        if self._launches is None:
+            self._launches = self._load(len(leaves), device)
+        return jax.tree.unflatten(self._structure, self._launches(leaves))
 
-    def _run(self, leaves: Sequence[torch.Tensor]) -> Any:
-        if self._loaded is None:
-            self._load(len(leaves), leaves[0].device)
-        values = self._values.copy()
-        values[: len(leaves)] = [_aligned(leaf) for leaf in leaves]
-        for run, read, written in self._loaded or ():
-            for slot, result in zip(written, run(*[values[slot] for slot in read]), strict=True):
-                values[slot] = result
-        return jax.tree.unflatten(self._structure, [values[slot] for slot in self._results])
-
-    def _load(self, num_leaves: int, device: torch.device) -> None:
-        """Compile the kernels, and look at bound tensors once in the shapes that kernels want."""
-        self._values: list[Any] = [None] * self._num_slots
-        self._values[num_leaves : num_leaves + len(self._bound)] = self._bound
-        for slot, value in self._constants:
-            self._values[slot] = torch.as_tensor(value, device=device)
-        loaded = []
-        for run, read, written in self.steps:
-            if isinstance(run, View) and all(self._values[slot] is not None for slot in read):
-                [self._values[written[0]]] = run(*[self._values[slot] for slot in read])
-            else:
-                loaded.append((run.load() if isinstance(run, Kernel) else run, read, written))
-        self._loaded = loaded
+    def _load(self, num_leaves: int, device: torch.device) -> Launches:
+        fixed = dict(enumerate(self._bound, num_leaves))
+        fixed |= {slot: torch.as_tensor(value, device=device) for slot, value in self._constants}
+        return Launches(self.steps, num_leaves, fixed, self._results, device)
 
     def _new_slot(self, constant: Any = None) -> int:
         self._num_slots += 1
@@ -165,30 +139,9 @@ class KernelProgram:
         return read(closed.jaxpr.outvars)
 
 
-def on_current_stream(launch: Callable[..., None]) -> Callable[..., None]:
-    """JAX's launcher with torch's current stream in the place of the default one, which it names.
-
-    Raises NotImplementedError when the launcher of this JAX is made otherwise.
-    """
-    cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
-    if "torch" not in cells or "default_stream" not in launch.__code__.co_names:
-        raise NotImplementedError(
-            f"JAX {jax.__version__} launches kernels of torch in a way that is not known here; build the layer without "
-            "torch_kernels"
-        )
-    streams = types.SimpleNamespace(cuda=types.SimpleNamespace(default_stream=torch.cuda.current_stream))
-    closure = tuple(types.CellType(streams) if name == "torch" else cell for name, cell in cells.items())
-    return types.FunctionType(launch.__code__, launch.__globals__, launch.__name__, None, closure)
-
-
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
     dtype = numpy_dtype(leaf.dtype) if isinstance(leaf.dtype, torch.dtype) else leaf.dtype
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().contiguous()
-    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def _kernel(closed: Any) -> Kernel:
@@ -213,16 +166,6 @@ def _kernel(closed: Any) -> Kernel:
         code = call.attributes["mhlo.backend_config"]["module"].value_bytes
     results = tuple((tuple(v.aval.shape), torch_dtype(v.aval.dtype)) for v in jaxpr.outvars)
     return Kernel(bytes(code), results)
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """The same elements in another shape."""
-
-    shape: tuple[int, ...]
-
-    def __call__(self, tensor: torch.Tensor) -> tuple[torch.Tensor]:
-        return (tensor.reshape(self.shape),)
 
 
 def _reshape(equation: Any) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """``FusedMoE``: routed experts as a torch module with vLLM's constructor, parameters and verbs, over moe_jax."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -125,14 +126,12 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         if shared_expert_gate is not None and shared_experts is None:
             raise ValueError("shared_expert_gate is given without shared_experts; pass both or neither")
         self.device = torch.device(device) if device is not None else torch.get_default_device()
-        if self.device.type == "meta":  # a model built under torch.device("meta") runs where it is loaded
+        if self.device.type in ("meta", "cpu"):  # a model built under torch.device("meta") runs where it is loaded
             self.device = torch.device("cpu")
         if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.rank = Rank.current(num_experts, tp_size, ep_size, tp_rank, ep_rank, expert_placement_strategy)
-        if implementation is None and self.device.type == "cpu" and jax.default_backend() != "cpu":
-            implementation = "xla"  # the order of the default backend is that of another device
         self.torch_kernels = torch_kernels
         self.quant_method = resolve_method(quant_config, self, prefix, online=online)
         bias = None if e_score_correction_bias is None else np.zeros(e_score_correction_bias.shape, np.float32)
@@ -167,7 +166,8 @@ class FusedMoE(StateDictMixin, LoadingMixin):
             dtype=numpy_dtype(self.params_dtype),
             param_dtype=numpy_dtype(self.params_dtype),
         )
-        self.moe_config: MoEConfig = described.config
+        self._is_implementation_given = implementation is not None
+        self.moe_config: MoEConfig = self._on_device(described.config)
         if self.rank.tp_size > 1 and intermediate_size % self.rank.tp_size:
             raise ValueError(f"intermediate_size={intermediate_size} does not divide by tp_size={self.rank.tp_size}")
         self.local_config = local_config(self.moe_config, self.rank)
@@ -239,9 +239,8 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's router alone: topk_weights (T, top_k) float32 and global topk_ids (T, top_k)."""
-        weights, ids = _ops.select_experts_op(
-            hidden_states, router_logits, self.correction_bias, None, self.moe_config.top_k, self.layer_name
-        )
+        arguments = router_logits, self.correction_bias, None, self.moe_config.top_k, self.layer_name
+        weights, ids = _ops.call(_ops.select_experts_op, hidden_states, *arguments)
         dtype = self.quant_method.topk_indices_dtype
         return weights, ids if dtype is None else ids.to(dtype)
 
@@ -273,7 +272,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         if not x.is_floating_point():
             raise ValueError(f"{self.layer_name}: x has dtype {x.dtype}, expected a float dtype")
         for tensor in (x, *others):
-            if tensor.device.type != self.device.type or (tensor.device.index or 0) != (self.device.index or 0):
+            if tensor.device != self.device:
                 raise RuntimeError(
                     f"{self.layer_name}: expected all tensors on {self.device}, where the experts are, found one on "
                     f"{tensor.device}; move one of them with .to()"
@@ -282,8 +281,9 @@ class FusedMoE(StateDictMixin, LoadingMixin):
                 raise ValueError(
                     f"{self.layer_name}: x has {x.shape[0]} tokens, found {tensor.shape[0]} in {tuple(tensor.shape)}"
                 )
-        if any(p.requires_grad for p in self._parameters.values() if p is not None):
-            raise RuntimeError(_NOT_TRAINABLE.format(name=self.layer_name))
+        for parameter in self._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                raise RuntimeError(_NOT_TRAINABLE.format(name=self.layer_name))
         return self._calls
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "FusedMoE":
@@ -303,9 +303,20 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         if probe.device != self.device and not probe.is_meta:
             weights = None if self._experts is None else self.expert_weights
             self.device = probe.device
+            self.moe_config, self.local_config = self._on_device(self.moe_config), self._on_device(self.local_config)
             if weights is not None:
                 self.install(weights)
         return self
+
+    def _on_device(self, config: MoEConfig) -> MoEConfig:
+        """The configuration with the implementations of the layer's device, where none were named.
+
+        moe_jax takes the order of JAX's default backend, which the layer's device may not belong to.
+        """
+        if self._is_implementation_given:
+            return config
+        is_elsewhere = self.device.type == "cpu" and jax.default_backend() != "cpu"
+        return dataclasses.replace(config, implementation=("xla",) if is_elsewhere else None)
 
     # -- what vLLM asks a layer ---------------------------------------------------------------------------------------
 

@@ -21,14 +21,25 @@ layers: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
+# Whether torch.func is at work (vmap, grad), whose tensors hide others.
+_is_transformed = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
 def _operator(name: str) -> Any:
     return torch.library.custom_op(f"torch_bridge::{name}", mutates_args=(), tags=_TAGS)
 
 
 def call(operator: Any, x: torch.Tensor, *args: Any) -> Any:
-    """An operator on x and the rest; in inference its function alone, since the dispatcher costs more than crossing."""
-    is_traced = torch.compiler.is_compiling() or type(x) is not torch.Tensor or _get_current_dispatch_mode() is not None
-    if is_traced or torch.is_grad_enabled():
+    """An operator on x and the rest; its function alone where nobody looks on, since the dispatcher costs more than all
+    the rest of a call: nothing is traced or transformed, and no gradient is asked for.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or type(x) is not torch.Tensor
+        or _get_current_dispatch_mode() is not None
+        or _is_transformed()
+        or (torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (x, *args)))
+    ):
         return operator(x, *args)
     return operator._init_fn(x, *args)
 

@@ -5,13 +5,16 @@ copies in three cases only: 64-bit integers, which JAX holds in 32 bits; memory 
 bytes on the CPU, of 128 on a GPU; a tensor whose strides are no permutation of a dense one.
 """
 
-from collections.abc import Mapping
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
 import ml_dtypes
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportPrivateImportUsage]
 
 _NUMPY_OF_TORCH = {
     torch.float32: np.dtype(np.float32),
@@ -26,6 +29,7 @@ _NUMPY_OF_TORCH = {
     torch.int64: np.dtype(np.int64),
     torch.bool: np.dtype(np.bool_),
 }
+_DL_CUDA = 2  # what DLPack calls a GPU's memory
 CUDA_ALIGNMENT = 128  # bytes; what XLA's programs assume of an argument's start
 _TORCH_OF_NUMPY = {numpy: dtype for dtype, numpy in _NUMPY_OF_TORCH.items()}
 # NumPy has no such numbers of its own; torch hands them over as the bits of integers.
@@ -74,12 +78,48 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         return jax.dlpack.from_dlpack(tensor.contiguous())
 
 
-def to_argument(tensor: torch.Tensor) -> Any:
-    """The tensor as a jitted function takes it, over the same memory as ``to_jax``.
+def to_arguments(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Tensors of one device as a jitted function takes them, over the same memory as ``to_jax``; the first is not None.
 
-    On the CPU that is a NumPy array: reading one costs a tenth of DLPack there.
+    On the CPU they are NumPy arrays: reading one costs a tenth of DLPack there. On a GPU JAX waits for torch's current
+    stream, for all of them at once.
     """
-    return to_jax(tensor) if tensor.is_cuda else to_numpy(narrowed(tensor))
+    first = tensors[0]
+    assert first is not None
+    if not first.is_cuda:
+        return [None if tensor is None else to_numpy(narrowed(tensor)) for tensor in tensors]
+    import_dlpack = _importer()
+    if import_dlpack is None:
+        return [None if tensor is None else to_jax(tensor) for tensor in tensors]
+    device = jax_device(first.device)
+    stream = device.get_stream_for_external_ready_events()
+    tensors = [None if tensor is None else _importable(tensor) for tensor in tensors]
+    event = torch.cuda.Event()
+    event.record()
+    event.wait(_stream(stream, first.device))
+    return [None if t is None else import_dlpack(to_dlpack(t), device, stream, None, _DL_CUDA) for t in tensors]
+
+
+def _importable(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = narrowed(tensor.detach() if tensor.requires_grad else tensor)
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % CUDA_ALIGNMENT else tensor
+
+
+@functools.cache
+def _stream(handle: int, device: torch.device) -> Any:
+    return torch.cuda.ExternalStream(handle, device)
+
+
+@functools.cache
+def _importer() -> Callable[..., Any] | None:
+    """What ``jax.dlpack.from_dlpack`` ends in after its checks, where this JAX has it as we know it."""
+    try:
+        function = importlib.import_module("jaxlib._jax").dlpack_managed_tensor_to_buffer
+    except (ImportError, AttributeError):
+        return None
+    return function if "dl_device_type" in (function.__doc__ or "") else None
 
 
 def narrowed(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,9 +136,13 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     On CUDA torch's current stream waits for the array; on the CPU the caller does, since torch may write at once into
     memory that the computation still reads.
     """
-    if next(iter(array.devices())).platform == "cpu":
+    (device,) = array.devices()
+    if device.platform == "cpu":
         array.block_until_ready()
-    return torch.from_dlpack(array)
+        return torch.from_dlpack(array)
+    # Stream 0 is called 1 by DLPack.
+    stream = torch.cuda.current_stream(device.local_hardware_id).cuda_stream or 1
+    return from_dlpack(array.__dlpack__(stream=stream))  # pyright: ignore[reportCallIssue]
 
 
 def refuse_foreign(parameters: Mapping[str, Any]) -> None:
@@ -119,6 +163,7 @@ def refuse_foreign(parameters: Mapping[str, Any]) -> None:
         )
 
 
+@functools.cache
 def jax_device(device: torch.device) -> Any:
     """The ``jax.Device`` of a torch device. Raises RuntimeError when JAX does not see it."""
     platform = {"cpu": "cpu", "cuda": "cuda"}.get(device.type)

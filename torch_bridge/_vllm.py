@@ -47,11 +47,11 @@ def is_vllm_style(module: Any) -> bool:
     return any({f"w13_{kind}", f"w2_{kind}"} <= names.keys() for kind in ("weight", "weight_packed"))
 
 
-def convert_vllm(layer: Any, quant_config: Any, *, prefix: str, implementation: Any) -> FusedMoE:
+def convert_vllm(layer: Any, quant_config: Any, **options: Any) -> FusedMoE:
     """A processed ``FusedMoE`` with the parameters of a layer of vLLM's kind, and its sizes, routing and ranks.
 
     layer: loaded, not processed, or processed under a scheme whose layout that keeps (see ``_views``). quant_config:
-    what the parameters are; None asks the layer's quant_method.
+    what the parameters are; None asks the layer's quant_method. options: more arguments of ``FusedMoE``.
     """
     found = dict(layer.named_parameters(recurse=False)) if isinstance(layer, torch.nn.Module) else vars(layer)
     leaves = {n: p for n, p in found.items() if n.startswith(_PREFIXES) and isinstance(p, torch.Tensor)}
@@ -88,9 +88,8 @@ def convert_vllm(layer: Any, quant_config: Any, *, prefix: str, implementation: 
         activation=getattr(activation, "value", activation),
         is_act_and_mul=getattr(layer, "is_act_and_mul", True),
         has_bias="w2_bias" in leaves,
-        prefix=prefix,
-        implementation=implementation,
         device=weight.device,
+        **options,
         **{name: getattr(layer, name) for name in _ROUTING if getattr(layer, name, None) is not None},
     )
     weights = ours.moe_config.scheme.weights

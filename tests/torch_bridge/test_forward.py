@@ -27,7 +27,7 @@ from tests.torch_bridge.cases import (
     torch_pairs,
 )
 from torch_bridge import _ops
-from torch_bridge._tensors import to_argument, to_jax, to_torch
+from torch_bridge._tensors import to_arguments, to_jax, to_torch
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -70,7 +70,9 @@ def test_crossing_copies_nothing_that_it_need_not():
         back = to_torch(array)
         copied += tensor.nbytes * (array.unsafe_buffer_pointer() != tensor.data_ptr())
         copied += tensor.nbytes * (back.data_ptr() != array.unsafe_buffer_pointer())
-        copied += tensor.nbytes * (jax.device_put(to_argument(tensor)).unsafe_buffer_pointer() != tensor.data_ptr())
+        copied += tensor.nbytes * (
+            jax.device_put(to_arguments([tensor])[0]).unsafe_buffer_pointer() != tensor.data_ptr()
+        )
         assert back.dtype == dtype
     assert copied == 0
     for scheme in ONE_OF_EACH:

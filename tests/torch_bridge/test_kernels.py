@@ -2,18 +2,21 @@
 
 import ctypes
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from jax.experimental.mosaic.gpu import core as mgpu_core
 
 from moe_jax._packed_weights import pack_experts, packed_format
 from moe_jax.quantization import method_for
 from pallas_kernels.combine import combine
 from tests.torch_bridge.cases import E, config, inputs, loaded_bridge, plain_arrays, torch_pairs
-from torch_bridge import _kernel_calls
-from torch_bridge._kernels import Kernel, KernelProgram, as_torch_kernels, on_current_stream
+from torch_bridge import _kernel_calls, _launch
+from torch_bridge._kernels import Kernel, KernelProgram, as_torch_kernels
+from torch_bridge._launch import CompiledKernel
 from torch_bridge._tensors import torch_dtype
 
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
@@ -67,14 +70,19 @@ def test_programs_run_their_steps_in_order(monkeypatch):
     launched = []
 
     def load(kernel):
-        def run(*operands):
-            launched.append(operands)
+        def launch(address):
+            *inputs, result = read_launch(address, 4)[2]
+            launched.append(inputs)
             [(shape, dtype)] = kernel.results
-            return [torch.full(shape, len(launched), dtype=dtype)]
+            filled = torch.full(shape, len(launched), dtype=dtype)
+            ctypes.memmove(result, filled.data_ptr(), filled.nbytes)
+            weights.append((ctypes.c_float * 8).from_address(inputs[2])[:])
 
-        return run
+        return CompiledKernel(5, launch)
 
+    weights = []
     monkeypatch.setattr(Kernel, "load", load)
+    monkeypatch.setattr(_launch, "_current_stream", lambda device: 77)
     pair = {
         "x": torch.randn(16, 256).bfloat16(),
         "row_of": torch.arange(8, dtype=torch.int32).view(4, 2),
@@ -85,35 +93,59 @@ def test_programs_run_their_steps_in_order(monkeypatch):
     assert found["y"].shape == (8, 128) and found["y"].eq(1).all()
     assert found["z"].dtype == torch.float32 and found["z"].eq(2).all()
     assert torch.equal(found["w"], torch.tensor([[0.25, 0.75]] * 4))
-    assert len(launched) == 2 and all(torch.equal(operands[0], pair["x"]) for operands in launched)
-    assert all(torch.equal(operands[2], found["w"]) and operands[2].is_contiguous() for operands in launched)
+    assert [inputs[:2] for inputs in launched] == [[pair["x"].data_ptr(), pair["row_of"].data_ptr()]] * 2
     bound = as_torch_kernels(lambda row_of, rest: function(rest | dict(row_of=row_of)), {k: pair[k] for k in "xw"})
     again = bound(pair["row_of"])
     assert len(launched) == 4 and again["z"].eq(4).all() and torch.equal(again["w"], found["w"])
-    assert launched[2][0].data_ptr() == pair["x"].data_ptr()
+    assert launched[2][0] == pair["x"].data_ptr() and weights == [[0.25, 0.75] * 4] * 4
+    off = torch.cat([pair["row_of"].new_zeros(1), pair["row_of"].flatten()])[1:].view(4, 2)
+    assert off.data_ptr() % 16
+    bound(off)
+    assert launched[4][1] % 16 == 0 and launched[4][0] == pair["x"].data_ptr()
 
 
-def test_launches_name_the_current_stream(monkeypatch):
-    """JAX's launcher names the default stream; ours is the same code with the current one."""
+def read_launch(address, count):
+    """(context, stream, operands' addresses) as the compiled kernel reads them."""
+    context, stream, operands = (ctypes.c_uint64.from_address(address + 8 * i).value for i in range(3))
+    read = lambda at: ctypes.c_uint64.from_address(at).value  # noqa: E731
+    return read(context), read(stream), (ctypes.c_uint64 * count).from_address(read(operands))[:]
+
+
+def test_launches_give_what_jaxs_launcher_gives(monkeypatch):
+    """JAX's own launcher as judge: the same context, stream and operands, for every kernel of a program."""
     seen = []
+    record = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda address: seen.append(read_launch(address, 4)))
+    contexts = iter(range(1000, 1010))
 
-    def compiled():
-        from types import SimpleNamespace as torch
+    def library(path):
+        compiled = lambda module, length: [next(contexts), ctypes.cast(record, ctypes.c_void_p).value]  # noqa: E731
+        return SimpleNamespace(MosaicGpuCompile=compiled, MosaicGpuUnload=lambda: None)
 
-        torch = torch(cuda=torch(default_stream=lambda device: "the default stream"))
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    stream = SimpleNamespace(_as_parameter_=ctypes.c_void_p(77))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
+    monkeypatch.setattr(_launch, "_current_stream", lambda device: 77)
 
-        def launch(arguments, device):
-            seen.append((arguments, torch.cuda.default_stream(device)))
+    def function(x, row_of, weights):
+        twice = [combine(x, row_of, weights, out_dtype=jnp.float32, implementation="mosaic") for _ in range(2)]
+        return twice[1]
 
-        return launch
+    tensors = torch.randn(16, 256).bfloat16(), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
+    y = as_torch_kernels(function)(*tensors)
+    ours, addresses = seen.copy(), [tensor.data_ptr() for tensor in (*tensors, y)]
+    assert ours[1] == (1001, 77, addresses) and ours[0] == (1000, 77, [*addresses[:3], ours[0][2][3]])
+    assert ours[0][2][3] not in addresses
+    launch, _ = mgpu_core._compile_as_torch_gpu_kernel(b"")
+    launch((ctypes.c_void_p * 4)(*addresses), torch.device("cpu"))
+    assert seen[-1] == (1002, *ours[1][1:])
 
-    launch = compiled()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the current stream of {device}")
-    on_current_stream(launch)((1, 2), "cuda:0")
-    launch((1, 2), "cuda:0")
-    assert seen == [((1, 2), "the current stream of cuda:0"), ((1, 2), "the default stream")]
-    with pytest.raises(NotImplementedError, match="in a way that is not known here"):
-        on_current_stream(lambda arguments, device: None)
+
+def test_a_launcher_made_otherwise_is_refused(monkeypatch):
+    for other in (lambda arguments, device: None, print):
+        monkeypatch.setattr(mgpu_core, "_compile_as_torch_gpu_kernel", lambda module, other=other: (other, None))
+        with pytest.raises(NotImplementedError, match="in a way that is not known here"):
+            CompiledKernel.compile(b"")
 
 
 def test_the_launcher_of_this_jax_is_known(monkeypatch):

@@ -1,0 +1,217 @@
+"""Launching the kernels of a program: one block of addresses a call, one foreign call a kernel.
+
+What a launch reads is fixed but for the addresses of arguments, results and scratch memory, and the stream. So a
+program keeps frames in which everything else is written already, and a call fills in the rest. Memory between the
+kernels is one piece of torch's, let go when the call returns: freed memory is reused in stream order.
+"""
+
+import ctypes
+import dataclasses
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import torch
+from jax.experimental.mosaic.gpu import core as mgpu_core
+
+ALIGNMENT = 16  # bytes; what bulk copies and vector loads of the kernels need of an array's start
+_SCRATCH_ALIGNMENT = 256
+_WORD = ctypes.sizeof(ctypes.c_uint64)
+
+Step = tuple[Any, tuple[int, ...], tuple[int, ...]]
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel on the GPU of this process.
+
+    launch: a C function of the address of three pointers, to the context, to the stream, and to a pointer to the
+    operands' and results' addresses. It has read them all when it returns.
+    """
+
+    context: int
+    launch: Callable[[int], Any]
+
+    @classmethod
+    def compile(cls, module: bytes) -> "CompiledKernel":
+        """By JAX's own launcher, of which only the C function is used: it makes everything anew in every call, and
+        launches on torch's default stream. Raises NotImplementedError when the launcher of this JAX is made otherwise.
+        """
+        launch = mgpu_core._compile_as_torch_gpu_kernel(module)[0]
+        cells: Mapping[str, Any] = {}
+        if isinstance(launch, types.FunctionType):
+            cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
+        if not {"ctx_ptr_ptr", "launch_c"} <= cells.keys():
+            raise NotImplementedError(
+                f"JAX {jax.__version__} launches kernels of torch in a way that is not known here; build the layer "
+                "without torch_kernels"
+            )
+        return cls(cells["ctx_ptr_ptr"].cell_contents.contents.value, cells["launch_c"].cell_contents)
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The same elements in another shape."""
+
+    shape: tuple[int, ...]
+
+    def __call__(self, tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        return (tensor.reshape(self.shape),)
+
+
+class Launches:
+    """The steps of a program, loaded for one device: a function of leaves.
+
+    Args:
+        steps: (run, slots read, slots written); run is a kernel with ``load()`` and ``results``, a ``View``, or a
+            function of tensors.
+        num_leaves: slots 0 to num_leaves - 1 are what a call is given.
+        fixed: tensors that are the same in every call, by slot.
+        results: slots of what a call returns.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        num_leaves: int,
+        fixed: Mapping[int, torch.Tensor],
+        results: Sequence[int],
+        device: torch.device,
+    ):
+        self._device, self._results = device, tuple(results)
+        self._fixed = _with_views(steps, fixed)
+        roots = {written[0]: read[0] for run, read, written in steps if isinstance(run, View)}
+
+        def root(slot: int) -> int:
+            while slot in roots and slot not in self._fixed:
+                slot = roots[slot]
+            return slot
+
+        self._words = 1  # the stream comes first
+        self._constants: list[tuple[int, int]] = []  # word, value
+        self._pointers: list[tuple[int, int]] = []  # word, word whose address it holds
+        self._places: dict[int, list[int]] = {}  # slot -> words that hold its address
+        tensors = _seen_by_torch(steps, results)
+        self._scratch: list[tuple[int, int]] = []  # word, bytes into the scratch memory
+        self._scratch_bytes = 0
+        self._empty: list[tuple[int, tuple[int, ...], torch.dtype]] = []
+        self._actions: list[tuple[Callable[..., Any], int, tuple[int, ...], tuple[int, ...]]] = []
+        scratch: dict[int, int] = {}
+        for run, read, written in steps:
+            if isinstance(run, View) or not hasattr(run, "load"):
+                if written[0] not in self._fixed and (written[0] in tensors or not isinstance(run, View)):
+                    self._actions.append((run, -1, read, written))
+                continue
+            for slot, (shape, dtype) in zip(written, run.results, strict=True):
+                if slot in tensors:
+                    self._empty.append((slot, shape, dtype))
+                else:
+                    scratch[slot] = self._scratch_bytes
+                    size = torch.Size(shape).numel() * dtype.itemsize
+                    self._scratch_bytes += -(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+            kernel = run.load()
+            self._actions.append((kernel.launch, self._arrange(kernel, [root(s) for s in (*read, *written)]), (), ()))
+        for slot, offset in scratch.items():
+            self._scratch += [(word, offset) for word in self._places.pop(slot, ())]
+        for slot, tensor in self._fixed.items():
+            self._constants += [(word, tensor.data_ptr()) for word in self._places.pop(slot, ())]
+        self._leaves = [tuple(self._places.pop(slot, ())) for slot in range(num_leaves)]
+        self._frames: list[Any] = []
+
+    def _arrange(self, kernel: CompiledKernel, operands: Sequence[int]) -> int:
+        """Words for one launch; the first of the three pointers that it is given."""
+        first = self._words
+        context, addresses, start = first, first + 1, first + 2
+        self._words = start + 3 + len(operands)
+        self._constants.append((context, kernel.context))
+        self._pointers += [(addresses, start + 3), (start, context), (start + 1, 0), (start + 2, addresses)]
+        for word, slot in enumerate(operands, start + 3):
+            self._places.setdefault(slot, []).append(word)
+        return start
+
+    def _new_frame(self) -> Any:
+        frame = (ctypes.c_uint64 * self._words)()
+        address = ctypes.addressof(frame)
+        for word, value in self._constants:
+            frame[word] = value
+        for word, target in self._pointers:
+            frame[word] = address + target * _WORD
+        return frame, address
+
+    def __call__(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """leaves: tensors on the device, one for each leaf of the arguments. On torch's current stream."""
+        try:
+            frame, start = self._frames.pop()  # in use by this call alone: others may run in other threads
+        except IndexError:
+            frame, start = self._new_frame()
+        frame[0] = _current_stream(self._device)
+        leaves = [_aligned(leaf) for leaf in leaves]
+        for leaf, words in zip(leaves, self._leaves, strict=True):
+            address = leaf.data_ptr()
+            for word in words:
+                frame[word] = address
+        scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
+        address = scratch.data_ptr()
+        for word, offset in self._scratch:
+            frame[word] = address + offset
+        values: dict[int, torch.Tensor] = {}
+        for slot, shape, dtype in self._empty:
+            values[slot] = tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            self._point(frame, slot, tensor)
+        for run, word, read, written in self._actions:
+            if word >= 0:
+                run(start + word * _WORD)
+                continue
+            operands = [self._value(slot, values, leaves) for slot in read]
+            for slot, tensor in zip(written, run(*operands), strict=True):
+                values[slot] = tensor
+                self._point(frame, slot, tensor)
+        self._frames.append((frame, start))
+        return [self._value(slot, values, leaves) for slot in self._results]
+
+    def _point(self, frame: Any, slot: int, tensor: torch.Tensor) -> None:
+        for word in self._places.get(slot, ()):
+            frame[word] = tensor.data_ptr()
+
+    def _value(self, slot: int, values: Mapping[int, torch.Tensor], leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        if slot < len(leaves):
+            return leaves[slot]
+        return values[slot] if slot in values else self._fixed[slot]
+
+
+def _with_views(steps: Sequence[Step], fixed: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The fixed tensors and every view of one, contiguous as kernels read them."""
+    found = {slot: _aligned(tensor) for slot, tensor in fixed.items()}
+    for run, read, written in steps:
+        if isinstance(run, View) and read[0] in found:
+            [found[written[0]]] = run(found[read[0]])
+    return found
+
+
+def _seen_by_torch(steps: Sequence[Step], results: Sequence[int]) -> set[int]:
+    """Slots that have to be tensors: what is returned, what functions of tensors read, and what these are views of."""
+    seen = set(results)
+    for run, read, written in reversed(steps):
+        is_view, is_kernel = isinstance(run, View), hasattr(run, "load")
+        if not is_kernel and (not is_view or written[0] in seen):
+            seen |= set(read)
+    return seen
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def _stream_of(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _raw_stream_of(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)  # what torch's own compiled programs call
+
+
+_current_stream = _raw_stream_of if hasattr(torch._C, "_cuda_getCurrentRawStream") else _stream_of
