@@ -45,9 +45,10 @@ def test_is_the_public_function():
     assert moe_jax.generate is generate
 
 
-def test_padded_prompts_equal_single_ones(case, prompt):
+@pytest.mark.parametrize("name", ["mixtral_tied_window", *slow("gpt_oss", "deepseek_v3", "qwen2")])
+def test_padded_prompts_equal_single_ones(case, prompt, name):
     """One row padded left, one right."""
-    model, ids = case("mixtral_tied_window").model, prompt(2, 12)
+    model, ids = case(name).model, prompt(2, 12)
     mask = np.ones((2, 12), bool)
     mask[0, :5], mask[1, 7:] = False, False
     together = np.asarray(generate(model, np.where(mask, ids, -1), max_new_tokens=20, attention_mask=mask))

@@ -96,7 +96,7 @@ def test_gpt_oss_mxfp4_as_published(tmp_path, prompt, has_steps):
 
 
 @STEPS
-@pytest.mark.parametrize("name", ["deepseek_v3", *slow("gpt_oss", "qwen2", "olmoe")])
+@pytest.mark.parametrize("name", ["deepseek_v3", *slow("deepseek_v2", "gpt_oss", "qwen2", "olmoe")])
 def test_bfloat16(tmp_path, prompt, name, has_steps):
     """Rounded weights and activations stay near float32; prefill and decode steps agree with each other.
 

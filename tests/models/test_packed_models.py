@@ -18,12 +18,18 @@ from tests.models.cases import assert_logits_close
 GROUP = 16
 
 
+def is_packed(name, weight):
+    """What the tools pack: every Linear but routers, their gates, and the head, where its sizes are whole words."""
+    is_linear = weight.ndim == 2 and not name.endswith((".gate.weight", "lm_head.weight", "embed_tokens.weight"))
+    return is_linear and weight.shape[0] % 8 == 0 and weight.shape[1] % GROUP == 0
+
+
 def quantized(case, directory, config):
-    """The checkpoint with experts and query projections in 4 bits; returns {name: dequantized weight}."""
+    """The checkpoint in 4 bits; returns {name: dequantized weight}."""
     rng, tensors, plain, orders = np.random.default_rng(0), {}, {}, {}
     is_awq = config["quant_method"] == "awq"
     for name, weight in load_file(case.directory / "model.safetensors").items():
-        if not (".experts." in name or name.endswith("q_proj.weight")):
+        if not is_packed(name, weight):
             tensors[name] = weight
             continue
         module, k = name.removesuffix(".weight"), weight.shape[1]
@@ -68,16 +74,26 @@ def judge(case, plain, ids):
         model.load_state_dict(kept)
 
 
+CONFIGS = {
+    "gptq": gptq(sym=False, group_size=GROUP),
+    "gptq desc_act": gptq(sym=False, group_size=GROUP, desc_act=True),
+    "awq": AWQ | {"group_size": GROUP},
+}
+FAMILIES = [("qwen2", "gptq"), ("olmoe_clipped", "awq"), ("deepseek_v2_lite", "gptq"), ("deepseek_v3", "awq")]
+
+
 @pytest.mark.parametrize(
-    "config",
-    [gptq(sym=False, group_size=GROUP), gptq(sym=False, group_size=GROUP, desc_act=True), AWQ | {"group_size": GROUP}],
-    ids=["gptq", "gptq desc_act", "awq"],
+    "name, config",
+    [*(("qwen3", name) for name in CONFIGS), *(pytest.param(*row, marks=pytest.mark.slow) for row in FAMILIES)],
 )
-def test_logits(case, prompt, tmp_path, config):
+def test_logits(case, prompt, tmp_path, name, config):
     """Experts stay packed; then the same tensors one by one, shuffled, into the running model."""
-    source, ids = case("qwen3"), prompt(2, 40)
+    config, source, ids = CONFIGS[config], case(name), prompt(2, 40)
     before = source.torch_logits(ids)
     plain = quantized(source, tmp_path, config)
+    modules = {name.split(".")[-2] for name in plain}
+    shared = {key for key in load_file(source.directory / "model.safetensors") if "shared" in key and "_proj" in key}
+    assert {"o_proj", "up_proj"} <= modules and modules & {"q_proj", "q_b_proj"} and shared <= plain.keys()
     expected = judge(source, plain, ids)
     assert np.abs(expected - before).max() > 1e-2 * np.ptp(before)
     model = load_pretrained(tmp_path, dtype=jnp.float32)
