@@ -1,16 +1,21 @@
 """Expert parallelism on the GPUs of one host: each dispatch alone, the whole layer on 1 and N GPUs, NCCL beside it.
 
     python benchmarks/expert_parallel.py [--models dsv3,qwen3] [--tokens 16,64,256,1024,4096] [--schemes fp8_block]
-    [--dispatches replicate,all_gather,all_to_all,ragged_all_to_all] [--parts exchange,layer,strong,nccl] [--json FILE]
+    [--dispatches replicate,all_gather,all_to_all,ragged_all_to_all,push] [--parts exchange,layer,strong,nccl]
+    [--json FILE]
     XLA_FLAGS=--xla_force_host_platform_device_count=2 JAX_PLATFORMS=cpu python benchmarks/expert_parallel.py --toy
 
 Tokens are per GPU. Parts:
 
     exchange  dispatch and combine with nothing between them: us, and GB/s of the rows that a GPU must send and receive
-              at least (one copy of a token for each GPU that has experts of it, both ways, 16 bits)
-    layer     the whole layer: N GPUs on N * T tokens beside one GPU with all experts on T tokens
-    strong    N GPUs on the largest T in all, beside the layer on one GPU with that T
-    nccl      all_gather and reduce_scatter of the same tokens through torch.distributed, where torch has CUDA
+              at least (one copy of a token for each GPU that has experts of it, both ways, 16 bits), whatever it moves.
+              push sends e4m3 and a scale for every 128 columns; the rows it brings back are in a buffer already
+    layer     the whole layer: 2, 4, ... N GPUs on N * T tokens beside one GPU with all experts on T tokens
+    strong    the same GPUs on the largest T in all, beside the layer on one GPU with that T
+    nccl      the same exchange through torch.distributed, where torch has CUDA: all_gather and reduce_scatter of the
+              tokens; all_to_all there and back of one row for each of a token's experts, in equal shares
+
+Lines after the cells compare: push with the fastest of XLA's ways, and tokens per second with those of one GPU.
 
 A cell that cannot run has an "error" in the JSON and its reason in the text. Times are of one call inside jit.
 """
@@ -43,7 +48,15 @@ from moe_jax.quantization import Scheme
 # (experts, top_k, hidden, intermediate)
 MODELS = {"dsv3": (256, 8, 7168, 2048), "qwen3": (128, 8, 2048, 768), "toy": (8, 2, 64, 32)}
 # name, or name:dtype in which partial sums travel
-DISPATCHES = ("replicate", "replicate:bfloat16", "all_gather", "all_gather:bfloat16", "all_to_all", "ragged_all_to_all")
+DISPATCHES = (
+    "replicate",
+    "replicate:bfloat16",
+    "all_gather",
+    "all_gather:bfloat16",
+    "all_to_all",
+    "ragged_all_to_all",
+    "push",
+)
 
 
 def mesh_of(size: int) -> jax.sharding.Mesh:
@@ -88,6 +101,7 @@ def measure_exchange(model: str, dispatch: str, size: int, tokens: int) -> dict:
         run=lambda x, weights, ids: x.astype(jnp.float32) * (weights * (ids >= 0)).sum(axis=1, keepdims=True),
         row_dtype=jnp.dtype(jnp.bfloat16),
         is_one_round=False,
+        quantization="e4m3_group" if hidden % 512 == 0 else "none",
     )
     by_token = PartitionSpec(parallel.token_axes(dispatch) or None)
     total, rng = size * tokens, np.random.default_rng(0)
@@ -99,20 +113,64 @@ def measure_exchange(model: str, dispatch: str, size: int, tokens: int) -> dict:
         else rng.integers(0, experts, (total, top_k)).astype(np.int32)
         for _ in range(10)
     ]
-    run = jax.shard_map(
-        lambda x, weights, slots: WAYS[dispatch](x, weights, slots, exchange).astype(jnp.bfloat16),
-        mesh=parallel.mesh,
-        in_specs=(by_token,) * 3,
-        out_specs=by_token,
-        check_vma=False,
-    )
     (x, weights), slots = copies_on(parallel, [x, weights], by_token), copies_on(parallel, slots, by_token)
-    got, expected = np.asarray(run(x, weights, slots[0]), np.float32), np.asarray(x, np.float32)
-    if not np.allclose(got, expected, rtol=0.05, atol=0.05):
+
+    def exchange_with(serve: Any) -> Any:
+        def run(x: Any, weights: Any, varied: Any, *rows: Any) -> Any:
+            def one_device(x: Any, weights: Any, slots: Any, row_of: Any, *rows: Any) -> Any:
+                own = dataclasses.replace(exchange, serve=functools.partial(serve, row_of, *rows))
+                return WAYS[dispatch](x, weights, slots, own).astype(jnp.bfloat16)
+
+            specs = (by_token,) * (4 + len(rows))
+            mapped = jax.shard_map(one_device, mesh=parallel.mesh, in_specs=specs, out_specs=by_token, check_vma=False)
+            return mapped(x, weights, *varied, *rows)
+
+        return run
+
+    few = min(total, 64 * size)  # push holds a row of each of their experts once more
+    some = copies_on(parallel, [part[:few] for part in (x, weights, slots[0])], by_token)
+    got = jax.jit(exchange_with(functools.partial(rows_as_they_came, exchange.slots_per_device)))(
+        *some[:2], (some[2], some[2])
+    )
+    got, expected = np.asarray(got, np.float32), np.asarray(some[0], np.float32)
+    if not np.allclose(got, expected, rtol=0.08, atol=0.05):
         raise RuntimeError(f"the exchange is wrong: {np.abs(got - expected).max()}")
-    micros = time_in_jit(run, (x, weights, slots[0]), varied=2, variants=slots)
+    variants, rows = [(one, one) for one in slots], []
+    if dispatch == "push":
+        places = [places_of(np.asarray(one), size, exchange.slots_per_device) for one in slots]
+        most = max(int(one.max()) for one in places) + 1
+        variants = list(zip(slots, copies_on(parallel, places, by_token), strict=True))
+        rows = copies_on(parallel, [jnp.zeros((size * most, hidden), jnp.bfloat16)], by_token)
+    run = exchange_with(rows_there_already)
+    micros = time_in_jit(run, (x, weights, variants[0], *rows), varied=2, variants=variants)
     moved = 2 * 2 * tokens * hidden * least_rows(size, top_k)
     return dict(us=round(micros, 1), gbps=round(moved / micros / 1e3, 1))
+
+
+def places_of(slots: np.ndarray, size: int, slots_per_device: int) -> np.ndarray:
+    """(size * N, top_k): on each device in turn a row for each of its (token, slot) pairs, -1 for those of others."""
+    here = slots[None] // slots_per_device == np.arange(size)[:, None, None]
+    rank = np.cumsum(here.reshape(size, -1), axis=1).reshape(here.shape) - 1
+    return np.where(here, rank, -1).reshape(-1, slots.shape[1]).astype(np.int32)
+
+
+def rows_as_they_came(slots_per_device: int, unused: Any, arrived: Any, first_slot: Any, send_back: Any) -> Any:
+    """Experts that return their rows, one for each (token, slot) that arrived here."""
+    del unused
+    values = arrived.codes.astype(jnp.float32)
+    if arrived.scales is not None:
+        values = values * jnp.repeat(arrived.scales, 128, axis=1)
+    here = (arrived.slots >= first_slot) & (arrived.slots < first_slot + slots_per_device)
+    pair = jnp.arange(here.size, dtype=jnp.int32).reshape(here.shape)
+    rows = jnp.repeat(values.astype(jnp.bfloat16), here.shape[1], axis=0)
+    return send_back(rows, jnp.where(here, pair, -1))
+
+
+def rows_there_already(row_of: Any, rows: Any, arrived: Any, first_slot: Any, send_back: Any) -> Any:
+    """Rows that experts could have made of what arrived, without their time."""
+    del first_slot
+    rows, row_of, _, _ = jax.lax.optimization_barrier((rows, row_of, arrived.codes, arrived.scales))
+    return send_back(rows, row_of)
 
 
 def measure_layer(config: moe_jax.MoEConfig, dispatch: str | None, size: int, total: int, weights: Any) -> dict:
@@ -149,10 +207,12 @@ def cells_of(args: argparse.Namespace) -> Iterator[tuple[dict, Any]]:
         for scheme in args.schemes.split(","):
             yield from layer_cells(args, model, scheme, size, tokens)
     if "nccl" in args.parts:
-        for model in args.models.split(","):
-            for count in tokens:
-                key = dict(part="nccl", model=model, devices=size, tokens=count)
-                yield key, functools.partial(measure_nccl, MODELS[model][2], size, count)
+        pairs = [(model, count) for model in args.models.split(",") for count in tokens]
+        shapes = tuple((MODELS[model][2], count, MODELS[model][1]) for model, count in pairs)
+        for index, (model, count) in enumerate(pairs):
+            for way, name in enumerate(("nccl all_gather + reduce_scatter", "nccl all_to_all")):
+                key = dict(part="nccl", model=model, dispatch=name, devices=size, tokens=count)
+                yield key, functools.partial(measure_nccl, way, size, shapes, index)
 
 
 def layer_cells(
@@ -162,7 +222,7 @@ def layer_cells(
     if not {"layer", "strong"} & set(parts):
         return
     config = make_config(model, scheme)
-    for count_devices in (1, size):
+    for count_devices in [count for count in (1, 2, 4, 8) if count < size] + [size]:
         parallel = ParallelConfig(mesh_of(count_devices), expert_axis="expert")
         weights = functools.cache(
             functools.partial(make_weights, config, parallel, Placement.create(config.num_experts, count_devices))
@@ -179,8 +239,9 @@ def layer_cells(
         weights.cache_clear()
 
 
-def measure_nccl(hidden: int, size: int, tokens: int) -> dict:
-    """all_gather of bf16 rows and reduce_scatter of their sums through torch.distributed; torch must have CUDA."""
+@functools.cache
+def all_of_nccl(size: int, shapes: tuple[tuple[int, int, int], ...]) -> list[list[float]]:
+    """For each (hidden, tokens, top_k): microseconds of both ways. One set of processes times them all."""
     import tempfile
 
     import torch
@@ -188,32 +249,82 @@ def measure_nccl(hidden: int, size: int, tokens: int) -> dict:
     if not torch.cuda.is_available() or torch.cuda.device_count() < size:
         raise RuntimeError(f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices, expected {size}")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(nccl_rank, (size, hidden, tokens, folder), nprocs=size)
-        micros = json.load(open(os.path.join(folder, "0.json")))["us"]
-    moved = 2 * 2 * tokens * hidden * (size - 1)
+        torch.multiprocessing.spawn(nccl_rank, (size, shapes, folder), nprocs=size)
+        with open(os.path.join(folder, "0.json")) as file:
+            return json.load(file)
+
+
+def measure_nccl(way: int, size: int, shapes: tuple[tuple[int, int, int], ...], index: int) -> dict:
+    hidden, tokens, top_k = shapes[index]
+    micros = all_of_nccl(size, shapes)[index][way]
+    moved = 2 * 2 * tokens * hidden * least_rows(size, top_k)
     return dict(us=round(micros, 1), gbps=round(moved / micros / 1e3, 1))
 
 
-def nccl_rank(rank: int, size: int, hidden: int, tokens: int, folder: str) -> None:
+def nccl_rank(rank: int, size: int, shapes: tuple[tuple[int, int, int], ...], folder: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    x = torch.ones(tokens, hidden, dtype=torch.bfloat16, device="cuda")
-    gathered = torch.empty(size * tokens, hidden, dtype=x.dtype, device="cuda")
-    for repeats in (5, 50):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(repeats):
+    found = []
+    for hidden, tokens, top_k in shapes:
+        x = torch.ones(tokens, hidden, dtype=torch.bfloat16, device="cuda")
+        gathered = torch.empty(size * tokens, hidden, dtype=x.dtype, device="cuda")
+        pairs = torch.ones(tokens * top_k // size * size, hidden, dtype=x.dtype, device="cuda")
+        came = torch.empty_like(pairs)
+
+        def gather(x: Any = x, gathered: Any = gathered) -> None:
             dist.all_gather_into_tensor(gathered, x)
             dist.reduce_scatter_tensor(x, gathered)
-        torch.cuda.synchronize()
-        micros = (time.perf_counter() - start) / repeats * 1e6
+
+        def to_all(pairs: Any = pairs, came: Any = came) -> None:
+            dist.all_to_all_single(came, pairs)
+            dist.all_to_all_single(pairs, came)
+
+        micros = []
+        for way in (gather, to_all):
+            for repeats in (5, 50):
+                torch.cuda.synchronize()
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(repeats):
+                    way()
+                torch.cuda.synchronize()
+            micros.append((time.perf_counter() - start) / repeats * 1e6)
+        found.append(micros)
     if rank == 0:
-        json.dump(dict(us=micros), open(os.path.join(folder, "0.json"), "w"))
+        with open(os.path.join(folder, "0.json"), "w") as file:
+            json.dump(found, file)
     dist.destroy_process_group()
+
+
+def compare(cells: list[dict]) -> Iterator[str]:
+    """push beside the fastest of XLA's ways; tokens per second beside one GPU with all the experts."""
+    ran = [cell for cell in cells if "us" in cell]
+    for cell in ran:
+        same = [
+            c for c in ran if all(c.get(k) == cell.get(k) for k in ("part", "model", "scheme", "devices", "tokens"))
+        ]
+        others = [c for c in same if c.get("dispatch") not in ("push", cell.get("scheme"))]
+        if cell.get("dispatch") == "push" and others:
+            best = min(others, key=lambda c: c["us"])
+            yield (
+                f"{cell['part']} {cell['model']} T={cell['tokens']} on {cell['devices']}: push {cell['us']} us, "
+                f"{best['dispatch']} {best['us']} us = {best['us'] / cell['us']:.2f}"
+            )
+    for cell in ran:
+        if cell["part"] not in ("layer", "strong") or cell["devices"] == 1:
+            continue
+        wanted = cell["tokens"] if cell["part"] == "layer" else cell["total"]
+        for alone in ran:
+            is_same = all(alone.get(k) == cell[k] for k in ("model", "scheme"))
+            if is_same and alone["devices"] == 1 and alone["total"] == wanted and alone["part"] in ("layer", "strong"):
+                yield (
+                    f"{cell['part']} {cell['model']} {cell['scheme']} {cell['dispatch']}: {cell['total']} tokens on "
+                    f"{cell['devices']} {cell['tokens_per_s'] / alone['tokens_per_s']:.2f} times one with {wanted}"
+                )
+                break
 
 
 def main() -> int:
@@ -244,6 +355,8 @@ def main() -> int:
         if args.json:
             with open(args.json, "w") as file:
                 json.dump(cells, file, indent=0)
+    for line in compare(cells):
+        print(line, flush=True)
     return 0
 
 
