@@ -189,7 +189,7 @@ def from_nnx(layer: moe_jax.FusedMoE, *, prefix: str = "", **options: Any) -> Fu
     return built
 
 
-def load_tensors(path: str | os.PathLike) -> dict[str, torch.Tensor]:
+def load_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """The tensors of a torch file (.bin, .pt, .pth) or a safetensors file by name, ready for ``load_weights``.
 
     torch files are read with ``weights_only=True``: tensors and plain containers, nothing that runs code.

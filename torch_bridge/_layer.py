@@ -183,16 +183,32 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         self._experts: Experts | None = None
         self._calls: JaxCalls | None = None
         self._loader: RankLoader | None = None
+        self._create_weights()
+
+    def _create_weights(self) -> None:
+        config = self.moe_config
         self.quant_method.create_weights(
             layer=self,
             num_experts=self.local_num_experts,
-            hidden_size=hidden_size,
+            hidden_size=config.hidden_size,
             intermediate_size_per_partition=self.local_config.intermediate_size,
             params_dtype=self.params_dtype,
             weight_loader=self.weight_loader,
-            global_num_experts=num_experts,
-            intermediate_size_full=intermediate_size,
+            global_num_experts=config.num_experts,
+            intermediate_size_full=config.intermediate_size,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_calls": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a layer of its own: another name, and parameters that are views of its own weights."""
+        super().__setstate__(state)
+        self.layer_name = _ops.register(self, "")
+        if isinstance(self.quant_method, SchemeMoEMethod):
+            self._create_weights()
+            if self._experts is not None:
+                self.install(self.expert_weights)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class Rank:
     num_experts: int = 1
     strategy: str = "linear"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.tp_size > 1 and self.ep_size > 1:
             raise NotImplementedError(
                 f"tp_size={self.tp_size} with ep_size={self.ep_size}: a rank holds either whole "

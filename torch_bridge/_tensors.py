@@ -101,6 +101,7 @@ def to_arguments(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 def _importable(tensor: torch.Tensor) -> torch.Tensor:
+    numpy_dtype(tensor.dtype)
     tensor = narrowed(tensor.detach() if tensor.requires_grad else tensor)
     if not tensor.is_contiguous():
         return tensor.contiguous()

@@ -210,24 +210,47 @@ def test_torch_compile_with_graphs_of_its_own(layer):
     assert torch.equal(y, layer(x * 2, z) + x)
 
 
-def test_gradients():
-    """Right with the xla implementation, a clear error with the kernels, which are the default."""
-    x, z = (tensor.float() for tensor in cuda_inputs(4))
-    pairs = [(name, tensor.float()) for name, tensor in torch_pairs(plain_arrays())]
+def gradient_of(scheme, device, **options):
+    """Of the sum of squares of a layer's output with respect to x, in float32."""
+    x, z = inputs(4, dtype=torch.float32)
+    layer = torch_bridge.FusedMoE(
+        E, K, H, I, torch.float32, quant_config=scheme, online=scheme != "bf16", device=device, **options
+    )
+    layer.load_weights((name, tensor.float()) for name, tensor in torch_pairs(plain_arrays()))
+    layer.process_weights_after_loading()
+    leaf = x.to(device).requires_grad_()
+    layer(leaf, z.to(device)).square().sum().backward()
+    return leaf.grad.cpu()
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int8_w8a16"])
+def test_gradients(scheme):
+    """Those of the CPU, with the xla implementation; products in float32 round to TF32 on the way."""
+    found, expected = (gradient_of(scheme, device, implementation="xla") for device in ("cuda", "cpu"))
+    error = (found - expected).abs()
+    print(scheme, float(error.max()), float(expected.abs().max()))
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_gradients_where_the_kernels_have_none():
+    """By default the next implementation takes a call that is differentiated; the kernels alone say so."""
+    x, z = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16), cuda_inputs(4)[1]
     grads = []
-    for device in ("cuda", "cpu"):
-        layer = torch_bridge.FusedMoE(E, K, H, I, torch.float32, device=device, implementation="xla")
-        layer.load_weights(pairs)
-        layer.process_weights_after_loading()
-        leaf = x.clone().to(device).requires_grad_()
-        layer(leaf, z.to(device)).square().sum().backward()
-        grads.append(leaf.grad.cpu())
-    torch.testing.assert_close(*grads, rtol=1e-2, atol=1e-3 * float(grads[1].abs().max()))
-    layer = torch_bridge.FusedMoE(E, K, 512, 512, torch.bfloat16, quant_config="fp8_channel", device="cuda")
-    layer.load_dummy_weights()
-    leaf = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="has no gradient"):
-        layer(leaf, z).float().sum().backward()
+    for options in ({}, dict(torch_kernels=True), dict(implementation="xla"), dict(implementation="mosaic")):
+        layer = torch_bridge.FusedMoE(
+            E, K, 512, 512, torch.bfloat16, quant_config="fp8_channel", device="cuda", **options
+        )
+        layer.load_dummy_weights()
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf, z)
+        if options.get("implementation") == "mosaic":
+            with pytest.raises(NotImplementedError, match="has no gradient"):
+                y.backward(torch.ones_like(x))
+        else:
+            y.backward(torch.ones_like(x))
+            grads.append(leaf.grad)
+    assert grads[2].abs().max() > 0
+    assert torch.equal(grads[0], grads[2]) and torch.equal(grads[1], grads[2])
 
 
 def test_devices():

@@ -1,5 +1,6 @@
 """Loading through the torch layer: vLLM's names, attributes and calls end in the bits that moe_jax loads."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -348,6 +349,26 @@ def test_dummy_weights():
         layer.load_dummy_weights(), other.load_dummy_weights(), loaded.load_weights(pairs)
         assert_same_weights(layer.expert_weights, other.expert_weights)
         assert_same_weights(layer.expert_weights, loaded.expert_weights)
+
+
+def test_copies_are_layers_of_their_own():
+    """copy.deepcopy, processed or not: another name, other memory; loading one leaves the other alone."""
+    layer = loaded_bridge("fp8_channel", plain_arrays(0), online=True)
+    empty, twin = copy.deepcopy(bridge_layer("fp8_channel", online=True)), copy.deepcopy(layer)
+    assert len({layer.layer_name, empty.layer_name, twin.layer_name}) == 3
+    assert_same_weights(twin.expert_weights, layer.expert_weights)
+    assert twin.w13_weight.data_ptr() != layer.w13_weight.data_ptr()
+    twin.reload_weights(torch_pairs(plain_arrays(1)))
+    for name, tensor in torch_pairs(plain_arrays(1)):
+        *_, expert, word, _ = name.split(".")
+        shard = {word: shard for shard, word in WORDS.items()}[word]
+        param = empty.w2_weight if shard == "w2" else empty.w13_weight
+        param.weight_loader(param, tensor, name, shard, int(expert))
+    expected = [nnx_layer("fp8_channel", plain_arrays(seed)).weights.get_value() for seed in (0, 1, 1)]
+    for one, weights in zip((layer, twin, empty), expected, strict=True):
+        assert_same_weights(one.expert_weights, weights)
+    x, z = inputs(2)
+    assert torch.equal(twin(x, z), empty(x, z)) and not torch.equal(twin(x, z), layer(x, z))
 
 
 def test_one_expert_in_full_precision_at_a_time():
