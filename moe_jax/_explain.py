@@ -73,7 +73,8 @@ def _activations(fmt: QuantFormat | None, config: MoEConfig) -> str:
     when = "computed from the rows of the call" if fmt.dynamic else "fixed by the checkpoint"
     if fmt.global_scale is not None:
         when += ", the global scale " + ("fixed by the checkpoint" if fmt.needs_input_scale else "one for each row")
-    return f"quantized to {fmt.element} before both products, {_extent(fmt)}, {when}"
+    how = "approximated in" if fmt.approximate else "quantized to"
+    return f"{how} {fmt.element} before both products, {_extent(fmt)}, {when}"
 
 
 def _extent(fmt: QuantFormat) -> str:
@@ -90,6 +91,10 @@ def _notes(config: MoEConfig, weights: ExpertWeights) -> list[str]:
     fmt = weights.scheme.activations
     if fmt is not None and fmt.dynamic and fmt.strategy is Strategy.TENSOR:
         notes.append("one activation scale for all rows of the call: a token's output depends on the tokens beside it")
+    if fmt is not None and fmt.approximate:
+        notes.append(
+            "approximate: the checkpoint leaves activations in 16 bits; here each is rounded to e4m3, by up to 1/16"
+        )
     stored = jnp.dtype(weights.w13.data.dtype)
     if weights.scheme.weights is None and stored == jnp.float32 and config.dtype == jnp.bfloat16:
         notes.append("weights stored in float32 are rounded to bfloat16 for the products; dtype='float32' avoids it")

@@ -43,7 +43,14 @@ def _operand(weights: QuantFormat, activations: QuantFormat | None, dtype: str) 
     if activations.scale in ("e4m3", "e8m0"):
         # bfloat16 holds an activation rounded to the grid exactly.
         return "bfloat16" if weights.scale == activations.scale else None
-    if activations.strategy is not Strategy.TOKEN or weights.scale != "float32":
+    if activations.strategy is not Strategy.TOKEN:
+        return None
+    if weights.scale in ("e4m3", "e8m0"):
+        if weights.element != "e2m1" or not activations.approximate:
+            return None
+        # A step of the fp8 instruction takes one group of MXFP4, two of NVFP4: those are multiplied in bfloat16.
+        return "float8_e4m3fn" if weights.scale == "e8m0" else "bfloat16"
+    if weights.scale != "float32":
         return None
     is_float, bits = weights.element_type.is_float, weights.element_type.bits
     is_usual = activations.symmetric and not activations.amax_bound

@@ -159,6 +159,9 @@ PACKED: dict[str, dict[str, Any]] = {
     "int4 to int8 channel": dict(fmt=PackedFormat("int4", "int8"), lhs_scale="row", **_CHANNEL),
     "int4 to e4m3 g128": dict(fmt=PackedFormat("int4", "float8_e4m3fn", **_GROUPS), lhs_scale="row", **_SCALE16),
 }
+PACKED["mxfp4 to e4m3"] = dict(
+    fmt=PackedFormat("e2m1", "float8_e4m3fn", scale="e8m0", group_size=32), lhs_scale="row", **_CHANNEL
+)
 _PACKED_BASE = PackedDesc(rows=1024, n=512, k=512, num_experts=4, fmt=PackedFormat("int4"))
 
 

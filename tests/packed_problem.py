@@ -16,6 +16,7 @@ from kernel_tolerances import product_tolerance
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm_packed import PackedFormat, pack
+from pallas_kernels.grouped_gemm_packed.blocks import FOLDED_RANGE
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = np.concatenate([E2M1, -E2M1])
@@ -45,6 +46,7 @@ KINDS: dict[str, tuple[PackedFormat, str | None, bool]] = {
     "w4a8 fp8 channel": (PackedFormat("int4", "float8_e4m3fn"), None, True),
     "nvfp4": (PackedFormat("e2m1", scale="e4m3", group_size=16), None, True),
     "mxfp4": (PackedFormat("e2m1", scale="e8m0", group_size=32), None, False),
+    "mxfp4 fp8": (PackedFormat("e2m1", "float8_e4m3fn", "e8m0", 32), None, False),
     "mxfp8": (PackedFormat("e4m3", scale="e8m0", group_size=32), None, False),
 }
 
@@ -94,6 +96,8 @@ def make_stored(kind: str, lead: tuple[int, int], n: int, k: int, rng: Any) -> t
     elif fmt.scale == "e8m0":
         stored["scale"] = rng.integers(110, 131, (*lead, n, groups)).astype(np.uint8)
         values = values * np.exp2(spread(stored["scale"]) - 127)
+        if fmt.is_8bit:  # groups of far smaller scales than their channel's largest count as zeros
+            values[spread(stored["scale"]) < stored["scale"].max(-1, keepdims=True).astype(int) - FOLDED_RANGE] = 0
     if has_channel_scale:
         stored["channel_scale"] = rng.uniform(0.001, 1.5, (*lead, n)).astype(np.float32)
         values = values * stored["channel_scale"].astype(np.float64)[..., None]

@@ -90,7 +90,7 @@ class QuantFormat:
     with a zero point per scale, which is subtracted before scaling. actorder: columns belong to groups in an order that
     is stored (``g_idx``) instead of by position (integers, GROUP only). scale: key of ``SCALE_STORAGE``. global_scale:
     one of ``GLOBAL_SCALES``, exactly for NVFP4's e4m3 scales. amax_bound: activations beyond it saturate (e4m3 per
-    token; fbgemm's ``activation_scale_ub``).
+    token; fbgemm's ``activation_scale_ub``). approximate: activations that the checkpoint does not round.
     """
 
     element: str
@@ -104,6 +104,7 @@ class QuantFormat:
     scale: str = "float32"
     global_scale: str | None = None
     amax_bound: float | None = None
+    approximate: bool = False
 
     def __post_init__(self):
         if self.element in _REFUSED_ELEMENTS:

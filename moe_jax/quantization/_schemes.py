@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from moe_jax.quantization._approximate import APPROXIMATE_SUFFIX, with_approximate_fp8
 from moe_jax.quantization._format import ELEMENTS, QuantFormat, Scheme, Strategy
 from moe_jax.quantization._integer_schemes import (
     INTEGER_ALIASES,
@@ -102,6 +103,10 @@ def check_scheme(scheme: Scheme) -> Scheme:
     Any (rows, columns) is accepted as a weight block; activations are then quantized in groups of that many columns.
     """
     weights, activations = scheme.weights, scheme.activations
+    if activations is not None and activations.approximate:
+        approximate = with_approximate_fp8(check_scheme(Scheme("", weights)))
+        if approximate == scheme:
+            return dataclasses.replace(scheme, name=approximate.name)
     suffix = ""
     if weights is not None and weights.block_shape not in (None, _E4M3_BLOCK.block_shape):
         rows, columns = weights.block_shape
@@ -128,6 +133,8 @@ def check_scheme(scheme: Scheme) -> Scheme:
 
 
 def _scheme_by_name(name: str) -> Scheme:
+    if name.endswith(APPROXIMATE_SUFFIX):
+        return with_approximate_fp8(_scheme_by_name(name.removesuffix(APPROXIMATE_SUFFIX)))
     canonical = ALIASES.get(name, name)
     if canonical in SCHEMES:
         return SCHEMES[canonical]

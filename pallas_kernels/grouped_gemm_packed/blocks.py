@@ -19,6 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 BLOCK_N = 64
+# Operands of e4m3 hold e2m1 times a power of two exactly while that is at most 2**11 below the largest of its channel;
+# groups of smaller scales are multiplied as zeros.
+FOLDED_RANGE = 11
 _BITS = {"int4": 4, "int8": 8, "e2m1": 4, "e4m3": 8}
 
 
@@ -29,7 +32,8 @@ class PackedFormat:
     element: of the stored codes. "int4" and "int8" hold any integers of up to 4 and 8 bits.
     operand: dtype of both operands of the product; elements are converted to it exactly.
     scale: "none" (a factor per channel may follow in the epilogue), "group" (float arrays beside the blocks, applied to
-        the float32 partial sum of each group), "e4m3" or "e8m0" (bytes inside the blocks, multiplied in exactly).
+        the float32 partial sum of each group), "e4m3" or "e8m0" (bytes inside the blocks, multiplied in exactly; see
+        ``FOLDED_RANGE`` for operands of e4m3).
     group_size: elements of K per scale, None without one. has_zero_point: integers in groups or channels, subtracted.
     """
 
@@ -96,6 +100,15 @@ def _int8_places() -> np.ndarray:
     return np.array([[[8 * c + 4 * (1 - p) + b for b in range(4)] for c in range(4)] for p in range(2)])
 
 
+def _signed_table_places() -> np.ndarray:
+    """Magnitudes of four e2m1 in each half word, as PRMT takes its selectors; signs of the first four at the top of
+    their bytes, those of the second four nibbles below.
+    """
+    return np.array(
+        [[[16 * p + 4 * c + b for b in range(3)] + [8 * c + 7 - 4 * p] for c in range(4)] for p in range(2)]
+    )
+
+
 def _table_places() -> np.ndarray:
     """Four int4 in each half word, as PRMT takes its selectors."""
     return np.array([[[4 * (4 * p + c) + b for b in range(4)] for c in range(4)] for p in range(2)])
@@ -107,6 +120,8 @@ _PLACES_8BIT = {"int8": _int8_places(), "float8_e4m3fn": _table_places()}
 
 def _places(fmt: PackedFormat) -> np.ndarray:
     """Bit of a word that holds bit b of an element: (register, column, b), registers being 32 bits of operands."""
+    if fmt.is_8bit and fmt.element == "e2m1":
+        return _signed_table_places()
     return _PLACES_8BIT[fmt.operand] if fmt.is_8bit else _PLACES[fmt.element]
 
 
@@ -162,13 +177,14 @@ def _ordering(fmt: PackedFormat, lead: int) -> tuple[tuple[int, ...], tuple[int,
 
 
 def pack_scales(scales: Any, fmt: PackedFormat) -> Any:
-    """(..., N, K / group) uint8 -> (..., N / 64, K / 64, words) int32: the scales of a block, in the order of its rows.
+    """(..., N, K / group) uint8 -> (..., N / 64, K / block_k, words) int32: the scales of a block, in the order of its
+    rows.
 
-    A thread's scales are 8 bytes (groups of 16) or 4 (of 32): those of its row, then of the row 8 further down.
+    A thread's scales are 8 bytes (4 groups in a block) or 4 (2): those of its row, then of the row 8 further down.
     """
     xp = namespace(scales)
     lead, (n, groups) = scales.shape[:-2], scales.shape[-2:]
-    i, per_block = len(lead), 64 // fmt._group_size()
+    i, per_block = len(lead), fmt.block_k // fmt._group_size()
     split = scales.reshape(*lead, n // 64, 4, 2, 8, groups // per_block, per_block)
     nb, warp, row_half, row, kb, group = range(i, i + 6)
     ordered = split.transpose(*range(i), nb, kb, warp, row, row_half, group)
@@ -180,7 +196,7 @@ def unpack_scales(words: Any, fmt: PackedFormat) -> Any:
     """Inverse of ``pack_scales``."""
     xp = namespace(words)
     lead, (nb, kb) = words.shape[:-3], words.shape[-3:-1]
-    i, per_block = len(lead), 64 // fmt._group_size()
+    i, per_block = len(lead), fmt.block_k // fmt._group_size()
     shifts = xp.arange(4, dtype=xp.uint32) * xp.uint32(8)
     stream = ((words.view(xp.uint32)[..., None] >> shifts) & xp.uint32(255)).astype(xp.uint8)
     split = stream.reshape(*lead, nb, kb, 4, 8, 2, per_block)

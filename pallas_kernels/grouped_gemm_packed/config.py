@@ -57,7 +57,13 @@ class PackedDesc:
             return f"K={self.k}: x must come in whole blocks of {self.fmt.block_k} columns"
         if self.n % 8 or self.n * jnp.dtype(self.out_dtype).itemsize % 32:
             return f"N={self.n}: a row of the {self.out_dtype} output must be a multiple of 32 bytes and N of 8"
-        if self.fmt.is_8bit and self.fmt.element != "int4":
+        is_folded = (self.fmt.element, self.fmt.operand, self.fmt.scale) == ("e2m1", "float8_e4m3fn", "e8m0")
+        if self.fmt.element == "e2m1" and self.fmt.operand == "float8_e4m3fn" and not is_folded:
+            return (
+                f"float8_e4m3fn activations with e2m1 weights and {self.fmt.scale} scales: one step of that matrix "
+                f"instruction takes 32 of K, groups have {self.fmt.group_size}, and e4m3 does not hold e2m1 times e4m3"
+            )
+        if self.fmt.is_8bit and self.fmt.element != "int4" and not is_folded:
             return f"{self.fmt.operand} activations go with int4 weights, found {self.fmt.element}"
         if self.fmt.operand == "float8_e4m3fn" and self.fmt.has_zero_point:
             return "float8_e4m3fn activations go with symmetric int4 weights; zero points with int8 and 16 bits"
@@ -65,9 +71,9 @@ class PackedDesc:
             return f"K={self.k}: sums of int8 by 16 times int4 stay in 32 bits up to 131072"
         if self.fmt.is_8bit and self.fmt.scale == "group" and (self.fmt.group_size or 0) % 64:
             return f"groups of {self.fmt.group_size} with {self.fmt.operand} operands; a multiple of 64"
-        if self.fmt.element == "e2m1" and self.fmt.operand != "bfloat16":
+        if self.fmt.element == "e2m1" and self.fmt.operand != "bfloat16" and not is_folded:
             return f"e2m1 weights with {self.fmt.operand} activations; only bfloat16 holds their scales"
-        if self.fmt.scale == "e8m0" and self.fmt.operand != "bfloat16":
+        if self.fmt.scale == "e8m0" and self.fmt.operand != "bfloat16" and not is_folded:
             return f"powers of two as scales with {self.fmt.operand} activations; only bfloat16 holds them"
         if self.fmt.scale == "group" and self.fmt.group_size not in (32, 64) and (self.fmt.group_size or 0) % 128:
             return f"groups of {self.fmt.group_size}; 32, 64 or a multiple of 128"

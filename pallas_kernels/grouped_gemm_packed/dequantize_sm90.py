@@ -44,9 +44,13 @@ def load_block(
         words = _words(fmt, block, thread)
         per_group = [_per_channel(fmt, vector, thread, rows) for vector in vectors]
         offset = per_group.pop(0) if zeros is not None else None
-        factor = per_group.pop(0) if scales is not None else _block_scales(fmt, block, thread)
+        is_folded = fmt.is_8bit and fmt.scale_words > 0
+        if is_folded:
+            offset, factor = _tables(fmt, block, thread), None
+        else:
+            factor = per_group.pop(0) if scales is not None else _block_scales(fmt, block, thread)
         registers = [np.empty(layout.registers_shape((BLOCK_N, width)), dtype=object) for _ in result]
-        convert = _CONVERT_8BIT[fmt.operand] if fmt.is_8bit else _CONVERT[fmt.element]
+        convert = _CONVERT_8BIT[fmt.element, fmt.operand] if fmt.is_8bit else _CONVERT[fmt.element]
         for q, k_half, row_half in np.ndindex(4, 2, 2):
             if fmt.bits == 4 and not fmt.is_8bit:
                 word, pair = words[q], 2 * k_half + row_half
@@ -94,9 +98,7 @@ def _block_scales(fmt: PackedFormat, block: Any, thread: Any) -> Callable[[int, 
     first = rows * columns - fmt.scale_words
     made: dict[tuple[int, int], Any] = {}
     if fmt.scale == "e4m3":
-        offset = arith.addi(arith.muli(entry, _constant(2)), _constant(first))
-        loaded = llvm.load(ir.VectorType.get((2,), _i32()), _element(pointer, offset), alignment=8)
-        words = [vector.extract(loaded, [], [i]) for i in range(2)]
+        words = _scale_words(fmt, block, thread)
 
         def scale(q, row_half):
             # e5m3 << 4 is a bfloat16 with the exponent's low bits; the constant makes it 2**119 times the scale.
@@ -115,6 +117,47 @@ def _block_scales(fmt: PackedFormat, block: Any, thread: Any) -> Callable[[int, 
         return made[byte, 0]
 
     return power
+
+
+def _scale_words(fmt: PackedFormat, block: Any, thread: Any) -> list[Any]:
+    """The four scales of a thread's row, and of the row 8 further down."""
+    rows, columns = fmt.block_shape
+    entry = arith.shrui(thread, _constant(2))
+    offset = arith.addi(arith.muli(entry, _constant(2)), _constant(rows * columns - fmt.scale_words))
+    loaded = llvm.load(ir.VectorType.get((2,), _i32()), _element(mgpu.utils.memref_ptr(block), offset), alignment=8)
+    return [vector.extract(loaded, [], [i]) for i in range(2)]
+
+
+def _tables(fmt: PackedFormat, block: Any, thread: Any) -> Callable[[int, int], tuple[Any, Any]]:
+    """(step of K, half of the rows) -> the eight magnitudes of e2m1 in e4m3, times the group's power of two: 254 is the
+    channel's largest and stands for 2**6; under 2**-5 they are zeros.
+    """
+    words = _scale_words(fmt, block, thread)
+    made: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def table(q, row_half):
+        if (q, row_half) not in made:
+            made[q, row_half] = _asm_table(words[row_half], q)
+        return made[q, row_half]
+
+    return table
+
+
+def _asm_table(word: Any, byte: int) -> tuple[Any, Any]:
+    low, high = (_asm([word], _table_text(byte, each, step)) for each, step in _TABLE)
+    return low, high
+
+
+# 0, .5, 1, 1.5 and 2, 3, 4, 6 in e4m3, and what one more in their exponents adds.
+_TABLE = ((0x3C383000, 0x08080800), (0x4C484440, 0x08080808))
+
+
+def _table_text(byte: int, at_one: int, step: int) -> str:
+    start = (at_one - 248 * step) % (1 << 32)
+    return (
+        f"{{ .reg .b32 e, t; .reg .pred p; prmt.b32 e, $1, 0, 0x444{byte}; mad.lo.u32 t, e, {step:#x}, {start:#x};"
+        " setp.gt.u32 p, e, 242; selp.b32 $0, t, 0, p; }"
+    )
 
 
 def _per_channel(fmt: PackedFormat, vector: Any, thread: Any, rows: tuple[int, ...]) -> Callable[[int, int], Any]:
@@ -213,7 +256,22 @@ def _to_e4m3(operand: str, word: Any, part: int, offset: Any) -> Any:
     )
 
 
-_CONVERT_8BIT: dict[str, Callable[..., Any]] = {"int8": _to_int8, "float8_e4m3fn": _to_e4m3}
+def _from_e2m1_by_table(operand: str, word: Any, part: int, table: tuple[Any, Any]) -> Any:
+    """Magnitudes from the group's table; signs are moved to the top of their bytes."""
+    del operand
+    shift, sign = ("shr.u32 i, $1, 16;", "shl.b32 s, $1, 4;") if part else ("mov.b32 i, $1;", "mov.b32 s, $1;")
+    return _asm(
+        [word, *table],
+        f"{{ .reg .b32 i, s, m; {shift} {sign} and.b32 i, i, 0x7777; prmt.b32 m, $2, $3, i;"
+        " lop3.b32 $0, s, 0x80808080, m, 0xEA; }",
+    )
+
+
+_CONVERT_8BIT: dict[tuple[str, str], Callable[..., Any]] = {
+    ("int4", "int8"): _to_int8,
+    ("int4", "float8_e4m3fn"): _to_e4m3,
+    ("e2m1", "float8_e4m3fn"): _from_e2m1_by_table,
+}
 _CONVERT: dict[str, Callable[..., Any]] = {
     "int4": _from_int4,
     "int8": _from_int8,

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.microscaling import decode_e2m1, decode_e8m0
+from pallas_kernels.grouped_gemm_packed.blocks import FOLDED_RANGE
 from pallas_kernels.grouped_gemm_packed.config import PackedDesc
 from pallas_kernels.grouped_gemm_packed.weights import PackedWeights, unpack
 
@@ -63,6 +64,9 @@ def dequantized(w: PackedWeights) -> Any:
         values = values - spread(parts["zero_point"])
     if "scale" in parts:
         scale = parts["scale"]
+        if w.fmt.scale == "e8m0" and w.fmt.is_8bit:
+            top = jnp.asarray(scale).max(-1, keepdims=True).astype(jnp.float32)
+            values = jnp.where(spread(scale) < top - FOLDED_RANGE, 0.0, values)
         values = values * spread(decode_e8m0(jnp.asarray(scale)) if w.fmt.scale == "e8m0" else scale)
     if "channel_scale" in parts:
         values = values * jnp.asarray(parts["channel_scale"])[..., None]

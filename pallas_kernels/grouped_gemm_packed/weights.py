@@ -24,8 +24,9 @@ _E4M3 = np.zeros(256, np.uint8)
 _E4M3[_E5M3[1:127]] = np.arange(1, 127)
 
 # An operand of a block with scales is the real value times this power of two; under "e8m0" where the scale is the
-# largest of its matrix (see dequantize_sm90).
+# largest of its matrix, for operands of e4m3 of its channel (see dequantize_sm90).
 _SHIFT = {("e2m1", "e4m3"): -7, ("e2m1", "e8m0"): 1, ("e4m3", "e8m0"): 7}
+_SHIFT_8BIT = 6
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +69,8 @@ def pack(
     codes: (E, G, N, K) uint8. scale: (E, G, N, ceil(K / group)): floats for groups, bytes for "e4m3" and "e8m0".
     zero_point: int8 (E, G, N, groups), or (E, G, N, 1) for one a channel. channel_scale: (E, G, N) float32.
 
-    Under a zero scale in e4m3 codes become zeros; powers of two below 2**-253 of a matrix' largest become zero.
+    Under a zero scale in e4m3 codes become zeros; powers of two below 2**-253 of a matrix' (operands of e4m3: a
+    channel's) largest become zero.
     """
     xp = namespace(codes)
     n, k = codes.shape[-2:]
@@ -77,16 +79,16 @@ def pack(
     if fmt.scale == "e4m3":
         codes, scale = _sign_into_codes(codes, scale, fmt)
         ones = xp.ones((*codes.shape[:-1],), xp.float32) if channel_scale is None else channel_scale
-        channel_scale = ones * xp.float32(2.0 ** -_SHIFT[fmt.element, fmt.scale])
+        channel_scale = ones * xp.float32(2.0 ** -_shift(fmt))
     filler = 8 if fmt.element == "int4" else 0
-    if fmt.is_8bit:
+    if fmt.is_8bit and fmt.element == "int4":
         if not fmt.has_zero_point:  # two's complement
             codes, filler = codes ^ xp.uint8(8), 0
         scale, channel_scale = (_times(value, 1 / operand_unit(fmt)) for value in (scale, channel_scale))
     padded = pad_to(pad_to(codes, -1, fmt.block_k, filler), -2, BLOCK_N, filler)
     words = blocks.pack_words(padded, fmt)
     if fmt.scale == "e8m0":
-        scale, channel_scale = _normalized(scale, _SHIFT[fmt.element, fmt.scale])
+        scale, channel_scale = _normalized(scale, _shift(fmt), (-1,) if fmt.is_8bit else (-2, -1))
     if fmt.scale_words:
         per_block = fmt.block_k // (fmt.group_size or 1)
         block_scale = blocks.pack_scales(pad_to(pad_to(scale, -1, per_block), -2, BLOCK_N), fmt)
@@ -119,7 +121,7 @@ def unpack(weights: PackedWeights) -> dict[str, Any]:
     codes = blocks.unpack_words(flat[..., :split], fmt)[..., : weights.n, : weights.k]
     if fmt.element == "int8":
         codes = codes ^ xp.uint8(128)
-    if fmt.is_8bit and not fmt.has_zero_point:
+    if fmt.is_8bit and fmt.element == "int4" and not fmt.has_zero_point:
         codes = codes ^ xp.uint8(8)
     channel_scale = _times(weights.channel_scale, operand_unit(fmt))
     if channel_scale is not None:
@@ -129,12 +131,12 @@ def unpack(weights: PackedWeights) -> dict[str, Any]:
         groups = -(-weights.k // (fmt.group_size or 1))
         scale = blocks.unpack_scales(flat[..., split:], fmt)[..., : weights.n, :groups]
         if fmt.scale == "e8m0":
-            top = _exponent(channel_scale[..., :1, None]) + _SHIFT[fmt.element, fmt.scale]
+            top = _exponent(channel_scale[..., None]) + _shift(fmt)
             found["scale"] = xp.clip(scale.astype(xp.int32) + top - 254, 0, 254).astype(xp.uint8)
             found["channel_scale"] = None
         else:
             found["scale"] = xp.asarray(_E4M3)[scale].view(jnp.float8_e4m3fn)
-            found["channel_scale"] = channel_scale * xp.float32(2.0 ** _SHIFT[fmt.element, fmt.scale])
+            found["channel_scale"] = channel_scale * xp.float32(2.0 ** _shift(fmt))
     elif weights.scale is not None:
         found["scale"] = _times(_from_groups(weights.scale)[..., : weights.n, :], operand_unit(fmt))
     if weights.zero is not None:
@@ -146,6 +148,10 @@ def unpack(weights: PackedWeights) -> dict[str, Any]:
 def operand_unit(fmt: PackedFormat) -> float:
     """What one is as an operand of 8 bits; scales are stored divided by it."""
     return 16.0 if fmt.operand == "int8" and not fmt.has_zero_point else 1.0
+
+
+def _shift(fmt: PackedFormat) -> int:
+    return _SHIFT_8BIT if fmt.is_8bit else _SHIFT[fmt.element, fmt.scale]
 
 
 def _times(array: Any, factor: float) -> Any:
@@ -171,15 +177,15 @@ def _sign_into_codes(codes: Any, scale: Any, fmt: PackedFormat) -> tuple[Any, An
     return codes, xp.asarray(_E5M3)[stored & 127]
 
 
-def _normalized(scale: Any, shift: int) -> tuple[Any, Any]:
-    """Exponent bytes (E, G, N, groups) relative to the largest of their matrix, and the factor (E, G, N) it leaves.
+def _normalized(scale: Any, shift: int, axes: tuple[int, ...]) -> tuple[Any, Any]:
+    """Exponent bytes (E, G, N, groups) relative to the largest along axes, and the factor (E, G, N) it leaves.
 
     The largest becomes 254, the top exponent of a bfloat16; an operand is then 2**shift times a value whose scale is
     the largest's.
     """
     xp = namespace(scale)
     wide = scale.astype(xp.int32)
-    top = xp.maximum(wide.max((-2, -1), keepdims=True), 1 + shift)
+    top = xp.maximum(wide.max(axes, keepdims=True), 1 + shift)
     factor = xp.ldexp(xp.ones(top.shape, xp.float32), top - 127 - shift)
     return (
         xp.clip(wide - top + 254, 0, 254).astype(xp.uint8),

@@ -46,6 +46,7 @@ FORMATS = {
     "e4m3": PackedFormat("e4m3"),
     "int4 to int8": PackedFormat("int4", "int8"),
     "int4 to e4m3": PackedFormat("int4", "float8_e4m3fn"),
+    "e2m1 to e4m3": PackedFormat("e2m1", "float8_e4m3fn", "e8m0", 32),
 }
 
 
@@ -159,6 +160,11 @@ def _instruction(op: str, a: Any, b: Any = None, c: Any = None, d: Any = None) -
                     (source >> (np.uint64(8) * index) & np.uint64(255)).astype(np.uint32) << np.uint32(8 * byte)
                 )
             return out
+        case "setp":
+            assert op == "setp.gt.u32"
+            return a > b
+        case "selp":
+            return np.where(c, a, b)
         case "sub" if op == "sub.u32":
             return a - b
         case "sub" | "mul":
@@ -227,9 +233,21 @@ def test_conversions_to_8_bits(operand, on_numpy):
     fmt = PackedFormat("int4", operand)
     words, codes = words_with_codes(fmt)
     for part in range(2):
-        value = dequantize_sm90._CONVERT_8BIT[operand](operand, words, part, None)
+        value = dequantize_sm90._CONVERT_8BIT["int4", operand](operand, words, part, None)
         expected = ((codes[:, part] ^ 8) - 8.0) * (16 if operand == "int8" else 1)
         np.testing.assert_array_equal(in_registers(value, jnp.dtype(operand)), expected)
+
+
+def test_conversion_of_e2m1_with_its_scale_to_e4m3(on_numpy):
+    """Exact from the channel's largest scale (byte 254, which stands for 2**6) down to 2**-11 of it, zeros below."""
+    words, codes = words_with_codes(FORMATS["e2m1 to e4m3"])
+    scales = np.random.default_rng(4).integers(236, 255, (len(words), 4)).astype(np.uint8)
+    for byte, part in np.ndindex(4, 2):
+        table = dequantize_sm90._asm_table(scales.view(np.uint32)[:, 0], byte)
+        value = dequantize_sm90._from_e2m1_by_table("", words, part, table)
+        scale = scales[:, byte, None].astype(np.float64)
+        expected = E2M1[codes[:, part]] * np.where(scale < 254 - blocks.FOLDED_RANGE, 0, np.exp2(scale - 248))
+        np.testing.assert_array_equal(in_registers(value, jnp.dtype("float8_e4m3fn")), expected)
 
 
 def test_conversion_with_zero_points_to_8_bits(on_numpy):
@@ -260,7 +278,7 @@ def check_reference(kind, problem):
 REFERENCE_KINDS = (
     *("int4 channel asym", "int4 g32", "int4 g32 asym f16", "int8 g64 asym", "e4m3 g128"),
     *("nvfp4", "mxfp4", "mxfp8", "w4a8 int8 g128", "w4a8 fp8 channel"),
-    *("w4a8 int8 g128 asym", "w4a8 int8 channel asym"),
+    *("w4a8 int8 g128 asym", "w4a8 int8 channel asym", "mxfp4 fp8"),
 )
 
 
