@@ -45,7 +45,7 @@ _GEMMS: dict[str, tuple[str, dict[str, Any], GemmConfig | None]] = {
     "int8 gated": ("int8_row", dict(halves=2, activation=SILU, bias="bfloat16", with_tile_rows=True), None),
 }
 _PACKED = ("int4 g128", "int4 g128 asym", "int8 channel", "e4m3 g128", "nvfp4", "mxfp4", "mxfp8")
-_PACKED_8BIT = ("w4a8 int8 g128", "w4a8 int8 g128 asym", "w4a8 fp8 g128")
+_PACKED_8BIT = ("w4a8 int8 g128", "w4a8 int8 g128 asym", "w4a8 fp8 g128", "mxfp4 fp8")
 
 
 def small_calls() -> dict[str, Callable[[], Call]]:

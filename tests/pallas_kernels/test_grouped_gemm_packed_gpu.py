@@ -66,7 +66,9 @@ def test_gated_with_bias(kind, block_m):
 
 
 @pytest.mark.parametrize("block_m", [8, 32, 256])
-@pytest.mark.parametrize("kind", ["int4 g128", "int4 channel", "nvfp4", "mxfp4", "w4a8 int8 g128", "w4a8 fp8 g128"])
+@pytest.mark.parametrize(
+    "kind", ["int4 g128", "int4 channel", "nvfp4", "mxfp4", "w4a8 int8 g128", "w4a8 fp8 g128", "mxfp4 fp8"]
+)
 def test_alone(kind, block_m):
     problem = make_problem(kind, RAGGED, k=448, n=336, block_m=block_m, x_scale="row")
     for config in configurations(problem, block_m)[:1]:
@@ -91,7 +93,9 @@ def test_three_consumers(kind, block_m, options):
 
 
 @pytest.mark.parametrize(("consumers", "split", "step"), [(4, 2, 4), (4, 4, 4), (2, 2, 2)])
-@pytest.mark.parametrize("kind", ["int4 g128", "int4 g32", "nvfp4", "mxfp4", "w4a8 int8 g128", "int8 channel"])
+@pytest.mark.parametrize(
+    "kind", ["int4 g128", "int4 g32", "nvfp4", "mxfp4", "w4a8 int8 g128", "int8 channel", "mxfp4 fp8"]
+)
 def test_warpgroups_that_share_k(kind, consumers, split, step):
     for block_m, options in ((16, GATED), (32, dict(x_scale="row"))):
         problem = make_problem(kind, RAGGED, k=1024, n=336, block_m=block_m, **options)
@@ -126,7 +130,13 @@ def test_routings(kind, routing):
 
 @pytest.mark.parametrize(
     ("kind", "k", "n"),
-    [("mxfp4", 2880, 2880), ("int4 g32", 2880, 1440), ("nvfp4", 80, 48), ("w4a8 int8 g128", 320, 64)],
+    [
+        ("mxfp4", 2880, 2880),
+        ("mxfp4 fp8", 2880, 2880),
+        ("int4 g32", 2880, 1440),
+        ("nvfp4", 80, 48),
+        ("w4a8 int8 g128", 320, 64),
+    ],
 )
 def test_sizes_off_the_tile(kind, k, n):
     problem = make_problem(kind, [40, 1, 90], k=k, n=n, block_m=32, x_scale="row")
