@@ -35,7 +35,7 @@ class Experts:
     routing: RoutingParams
     expert_map: Any = None
 
-    def moe(self, x, logits, bias, token_ids, mask):
+    def moe(self, x: Any, logits: Any, bias: Any, token_ids: Any, mask: Any) -> Any:
         """Routing and experts."""
         config, routing = self.global_config, dataclasses.replace(self.routing, correction_bias=bias)
         if config == self.config:
@@ -44,14 +44,14 @@ class Experts:
         y = self.experts(x, routed.topk_weights, routed.topk_ids, mask)
         return y * jnp.asarray(config.routed_scaling_factor, y.dtype) if config.apply_routed_scale_to_output else y
 
-    def experts(self, x, topk_weights, topk_ids, mask):
+    def experts(self, x: Any, topk_weights: Any, topk_ids: Any, mask: Any) -> Any:
         """The experts of this rank for global ids."""
         if self.expert_map is not None:
             is_known = (topk_ids >= 0) & (topk_ids < self.expert_map.shape[0])
             topk_ids = jnp.where(is_known, self.expert_map[jnp.where(is_known, topk_ids, 0)], -1)
         return fused_experts(x, topk_weights, topk_ids, self.weights, self.config, token_mask=mask)
 
-    def select(self, x, logits, bias, token_ids, mask):
+    def select(self, x: Any, logits: Any, bias: Any, token_ids: Any, mask: Any) -> tuple[Any, Any]:
         """The router alone."""
         routing = dataclasses.replace(self.routing, correction_bias=bias)
         routed = route(
@@ -59,11 +59,11 @@ class Experts:
         )
         return routed.topk_weights, routed.topk_ids
 
-    def moe_gradients(self, grad, x, logits, *rest):
+    def moe_gradients(self, grad: Any, x: Any, logits: Any, *rest: Any) -> Any:
         """Of x and the logits."""
         return jax.vjp(lambda x, logits: self.moe(x, logits, *rest), x, logits)[1](grad)
 
-    def experts_gradients(self, grad, x, topk_weights, *rest):
+    def experts_gradients(self, grad: Any, x: Any, topk_weights: Any, *rest: Any) -> Any:
         """Of x and the weights."""
         return jax.vjp(lambda x, topk_weights: self.experts(x, topk_weights, *rest), x, topk_weights)[1](grad)
 
@@ -83,9 +83,10 @@ class JaxCalls:
     """The calls of a layer through JAX's runtime: any implementation, any device. Tensors in, tensors out."""
 
     def __init__(self, experts: Experts, layer_name: str):
-        self.experts_tree, self.layer_name = experts, layer_name
+        self.experts_tree: Experts = experts
+        self.layer_name: str = layer_name
         self.leaves, structure = jax.tree.flatten(experts)
-        self.functions = {
+        self.functions: dict[str, Callable[..., Any]] = {
             name: _compiled(structure, name)
             for name in ("moe", "experts", "select", "moe_gradients", "experts_gradients")
         }

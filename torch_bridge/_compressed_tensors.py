@@ -22,7 +22,9 @@ class _CompressedTensorsMoEMethod(SchemeMoEMethod):
         if self.stored_as is not None:
             group["format"] = self.stored_as
         super().__init__(Scheme.parse(group), moe)
-        self.weight_quant, self.input_quant, self.layer_name = weight_quant, input_quant, layer_name
+        self.weight_quant: Any = weight_quant
+        self.input_quant: Any = input_quant
+        self.layer_name: str | None = layer_name
         reason = self.refusal(self.scheme)
         if reason is not None:
             raise ValueError(f"{type(self).__name__}: {reason}, found scheme {self.scheme.name!r}")
@@ -120,7 +122,8 @@ class CompressedTensorsW4A4Nvfp4MoEMethod(SchemeMoEMethod):
 
     def __init__(self, moe: Any = None, layer_name: str | None = None, use_a16: bool = False):
         super().__init__("nvfp4_a16" if use_a16 else "nvfp4", moe)
-        self.layer_name, self.use_a16 = layer_name, use_a16
+        self.layer_name: str | None = layer_name
+        self.use_a16: bool = use_a16
 
 
 def quantization_arguments(quant: Any) -> dict[str, Any] | None:

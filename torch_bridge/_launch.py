@@ -7,6 +7,8 @@ kernels is one piece of torch's, let go when the call returns: freed memory is r
 
 import ctypes
 import dataclasses
+import functools
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,28 +29,41 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 class CompiledKernel:
     """A kernel on the GPU of this process.
 
-    launch: a C function of the address of three pointers, to the context, to the stream, and to a pointer to the
-    operands' and results' addresses. It has read them all when it returns.
+    launch: of function, a stream and the address of the operands' and results' addresses, all numbers. It has read
+    them when it returns.
     """
 
-    context: int
-    launch: Callable[[int], Any]
+    function: int
+    launch: Callable[[int, int, int], Any]
 
     @classmethod
     def compile(cls, module: bytes) -> "CompiledKernel":
-        """By JAX's own launcher, of which only the C function is used: it makes everything anew in every call, and
-        launches on torch's default stream. Raises NotImplementedError when the launcher of this JAX is made otherwise.
+        """By JAX's own launcher, of which only the C function is used: it launches on torch's default stream.
+
+        Raises NotImplementedError when the launcher of this JAX is made otherwise.
         """
         launch = mgpu_core._compile_as_torch_gpu_kernel(module)[0]
-        cells: Mapping[str, Any] = {}
+        cells: dict[str, Any] = {}
         if isinstance(launch, types.FunctionType):
-            cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
-        if not {"ctx_ptr_ptr", "launch_c"} <= cells.keys():
-            raise NotImplementedError(
-                f"JAX {jax.__version__} launches kernels of torch in a way that is not known here; build the layer "
-                "without torch_kernels"
-            )
-        return cls(cells["ctx_ptr_ptr"].cell_contents.contents.value, cells["launch_c"].cell_contents)
+            names = launch.__code__.co_freevars
+            cells = {n: c.cell_contents for n, c in zip(names, launch.__closure__ or (), strict=True)}
+        if {"function", "launch_c"} <= cells.keys():  # JAX 0.11
+            kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+            return cls(cells["function"], ctypes.cast(cells["launch_c"], kind))
+        if {"ctx_ptr_ptr", "launch_c"} <= cells.keys():  # JAX 0.10
+            return cls(cells["ctx_ptr_ptr"].contents.value, functools.partial(_launch_packed, cells["launch_c"]))
+        raise NotImplementedError(
+            f"JAX {jax.__version__} launches kernels of torch in a way that is not known here; build the layer without "
+            "torch_kernels"
+        )
+
+
+def _launch_packed(launch: Callable[[int], Any], function: int, stream: int, operands: int) -> None:
+    """A C function that takes pointers to its arguments."""
+    arguments = (ctypes.c_uint64 * 3)(function, stream, operands)
+    first = ctypes.addressof(arguments)
+    pointers = (ctypes.c_uint64 * 3)(first, first + _WORD, first + 2 * _WORD)
+    launch(ctypes.addressof(pointers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,30 +104,33 @@ class Launches:
                 slot = roots[slot]
             return slot
 
-        self._words = 1  # the stream comes first
+        self._words = 0
         self._constants: list[tuple[int, int]] = []  # word, value
-        self._pointers: list[tuple[int, int]] = []  # word, word whose address it holds
         self._places: dict[int, list[int]] = {}  # slot -> words that hold its address
         tensors = _seen_by_torch(steps, results)
         self._scratch: list[tuple[int, int]] = []  # word, bytes into the scratch memory
         self._scratch_bytes = 0
         self._empty: list[tuple[int, tuple[int, ...], torch.dtype]] = []
-        self._actions: list[tuple[Callable[..., Any], int, tuple[int, ...], tuple[int, ...]]] = []
+        # Of a kernel (launch, function, bytes into the frame), of a function of tensors (run, slots read, written).
+        self._actions: list[tuple[Callable[..., Any], Any, Any]] = []
         scratch: dict[int, int] = {}
         for run, read, written in steps:
-            if isinstance(run, View) or not hasattr(run, "load"):
+            if not hasattr(run, "load"):
                 if written[0] not in self._fixed and (written[0] in tensors or not isinstance(run, View)):
-                    self._actions.append((run, -1, read, written))
+                    self._actions.append((run, read, written))
                 continue
             for slot, (shape, dtype) in zip(written, run.results, strict=True):
                 if slot in tensors:
                     self._empty.append((slot, shape, dtype))
                 else:
                     scratch[slot] = self._scratch_bytes
-                    size = torch.Size(shape).numel() * dtype.itemsize
+                    size = math.prod(shape) * dtype.itemsize
                     self._scratch_bytes += -(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
             kernel = run.load()
-            self._actions.append((kernel.launch, self._arrange(kernel, [root(s) for s in (*read, *written)]), (), ()))
+            self._actions.append((kernel.launch, kernel.function, self._words * _WORD))
+            for slot in (*read, *written):
+                self._places.setdefault(root(slot), []).append(self._words)
+                self._words += 1
         for slot, offset in scratch.items():
             self._scratch += [(word, offset) for word in self._places.pop(slot, ())]
         for slot, tensor in self._fixed.items():
@@ -120,25 +138,11 @@ class Launches:
         self._leaves = [tuple(self._places.pop(slot, ())) for slot in range(num_leaves)]
         self._frames: list[Any] = []
 
-    def _arrange(self, kernel: CompiledKernel, operands: Sequence[int]) -> int:
-        """Words for one launch; the first of the three pointers that it is given."""
-        first = self._words
-        context, addresses, start = first, first + 1, first + 2
-        self._words = start + 3 + len(operands)
-        self._constants.append((context, kernel.context))
-        self._pointers += [(addresses, start + 3), (start, context), (start + 1, 0), (start + 2, addresses)]
-        for word, slot in enumerate(operands, start + 3):
-            self._places.setdefault(slot, []).append(word)
-        return start
-
     def _new_frame(self) -> Any:
         frame = (ctypes.c_uint64 * self._words)()
-        address = ctypes.addressof(frame)
         for word, value in self._constants:
             frame[word] = value
-        for word, target in self._pointers:
-            frame[word] = address + target * _WORD
-        return frame, address
+        return frame, ctypes.addressof(frame)
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """leaves: tensors on the device, one for each leaf of the arguments. On torch's current stream."""
@@ -146,26 +150,27 @@ class Launches:
             frame, start = self._frames.pop()  # in use by this call alone: others may run in other threads
         except IndexError:
             frame, start = self._new_frame()
-        frame[0] = _current_stream(self._device)
+        device = self._device
+        stream = _current_stream(device)
         leaves = [_aligned(leaf) for leaf in leaves]
         for leaf, words in zip(leaves, self._leaves, strict=True):
             address = leaf.data_ptr()
             for word in words:
                 frame[word] = address
-        scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
+        scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
         address = scratch.data_ptr()
         for word, offset in self._scratch:
             frame[word] = address + offset
         values: dict[int, torch.Tensor] = {}
         for slot, shape, dtype in self._empty:
-            values[slot] = tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            values[slot] = tensor = torch.empty(shape, dtype=dtype, device=device)
             self._point(frame, slot, tensor)
-        for run, word, read, written in self._actions:
-            if word >= 0:
-                run(start + word * _WORD)
+        for run, what, where in self._actions:
+            if type(where) is int:
+                run(what, stream, start + where)
                 continue
-            operands = [self._value(slot, values, leaves) for slot in read]
-            for slot, tensor in zip(written, run(*operands), strict=True):
+            operands = [self._value(slot, values, leaves) for slot in what]
+            for slot, tensor in zip(where, run(*operands), strict=True):
                 values[slot] = tensor
                 self._point(frame, slot, tensor)
         self._frames.append((frame, start))

@@ -130,7 +130,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
             self.device = torch.device("cpu")
         if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.params_dtype = params_dtype or torch.get_default_dtype()
+        self.params_dtype: torch.dtype = params_dtype or torch.get_default_dtype()
         self.rank = Rank.current(num_experts, tp_size, ep_size, tp_rank, ep_rank, expert_placement_strategy)
         self.torch_kernels = torch_kernels
         self.quant_method = resolve_method(quant_config, self, prefix, online=online)
@@ -173,8 +173,11 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         self.local_config = local_config(self.moe_config, self.rank)
         self.reduce_results = reduce_results
         self.expert_mapping = expert_mapping
-        self.gate, self.shared_experts, self.shared_expert_gate = gate, shared_experts, shared_expert_gate
-        self.routed_input_transform, self.routed_output_transform = routed_input_transform, routed_output_transform
+        self.gate: Any = gate
+        self.shared_experts: Any = shared_experts
+        self.shared_expert_gate: Any = shared_expert_gate
+        self.routed_input_transform: Any = routed_input_transform
+        self.routed_output_transform: Any = routed_output_transform
         self.layer_name = _ops.register(self, prefix)
         # In a list, so that torch does not register a parameter that belongs to the router.
         self._borrowed = [e_score_correction_bias]

@@ -195,10 +195,10 @@ class SchemeMoEMethod(FusedMoEMethodBase):
         layer.finish_loading()
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
 
-    def apply(self, layer, x, topk_weights, topk_ids, shared_experts_input=None):
+    def apply(self, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, shared_experts_input: Any = None) -> Any:
         return _ops.call(_ops.fused_experts_op, x, topk_weights, topk_ids, layer.layer_name)
 
-    def apply_monolithic(self, layer, x, router_logits, shared_experts_input=None):
+    def apply_monolithic(self, layer: Any, x: Any, router_logits: Any, shared_experts_input: Any = None) -> Any:
         return _ops.call(_ops.fused_moe_op, x, router_logits, layer.correction_bias, None, layer.layer_name)
 
     def get_fused_moe_quant_config(self, layer: "FusedMoE") -> FusedMoEQuantConfig | None:

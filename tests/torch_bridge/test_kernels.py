@@ -21,6 +21,7 @@ from torch_bridge._tensors import torch_dtype
 
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 STRUCT = jax.ShapeDtypeStruct
+ALIVE = []  # C functions, of which the bridge keeps addresses
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +71,9 @@ def test_programs_run_their_steps_in_order(monkeypatch):
     launched = []
 
     def load(kernel):
-        def launch(address):
-            *inputs, result = read_launch(address, 4)[2]
+        def launch(function, stream, address):
+            assert (function, stream) == (5, 77)
+            *inputs, result = words(address, 4)
             launched.append(inputs)
             [(shape, dtype)] = kernel.results
             filled = torch.full(shape, len(launched), dtype=dtype)
@@ -104,25 +106,60 @@ def test_programs_run_their_steps_in_order(monkeypatch):
     assert launched[4][1] % 16 == 0 and launched[4][0] == pair["x"].data_ptr()
 
 
-def read_launch(address, count):
-    """(context, stream, operands' addresses) as the compiled kernel reads them."""
-    context, stream, operands = (ctypes.c_uint64.from_address(address + 8 * i).value for i in range(3))
-    read = lambda at: ctypes.c_uint64.from_address(at).value  # noqa: E731
-    return read(context), read(stream), (ctypes.c_uint64 * count).from_address(read(operands))[:]
+def words(address, count):
+    return tuple((ctypes.c_uint64 * count).from_address(address))
 
 
-def test_launches_give_what_jaxs_launcher_gives(monkeypatch):
-    """JAX's own launcher as judge: the same context, stream and operands, for every kernel of a program."""
-    seen = []
-    record = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda address: seen.append(read_launch(address, 4)))
-    contexts = iter(range(1000, 1010))
+def launcher_of_0_10(record):
+    """(A C function that passes on what it is given, JAX's launch): pointers to the three arguments."""
 
-    def library(path):
-        compiled = lambda module, length: [next(contexts), ctypes.cast(record, ctypes.c_void_p).value]  # noqa: E731
-        return SimpleNamespace(MosaicGpuCompile=compiled, MosaicGpuUnload=lambda: None)
+    def called(address):
+        record(*(words(at, 1)[0] for at in words(address, 3)))
 
-    monkeypatch.setattr(ctypes, "CDLL", library)
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(called)
+
+
+def launcher_of_0_11(record):
+    pointer = ctypes.c_void_p
+    return ctypes.CFUNCTYPE(None, pointer, pointer, pointer)(record)
+
+
+def jaxs_launch(of_version, record, function):
+    """What JAX's ``_compile_as_torch_gpu_kernel`` returns first, with a stand-in for the compiled code."""
+    called = of_version(record)
+    ALIVE.append(called)
+    if of_version is launcher_of_0_11:
+
+        def compiled(function, launch_c):
+            def launch(arg_ptrs, device):
+                launch_c(function, torch.cuda.default_stream(device)._as_parameter_, arg_ptrs)
+
+            return launch
+
+        return compiled(function, called)
+
+    def compiled_before(ctx_ptr_ptr, launch_c):
+        def launch(arg_ptrs, device):
+            arguments = ctx_ptr_ptr.contents, torch.cuda.default_stream(device)._as_parameter_, ctypes.pointer(arg_ptrs)
+            launch_c((ctypes.c_void_p * 3)(*map(ctypes.addressof, arguments)))
+
+        return launch
+
+    return compiled_before(ctypes.pointer(ctypes.c_void_p(function)), called)
+
+
+@pytest.mark.parametrize("of_version", [launcher_of_0_10, launcher_of_0_11])
+def test_launches_give_what_jaxs_launcher_gives(of_version, monkeypatch):
+    """JAX's launchers as judge: the same function, stream and operands, for every kernel of a program."""
+    seen, functions = [], iter(range(1000, 1010))
+
+    def record(function, stream, operands):
+        seen.append((function, stream, words(operands, 4)))
+
+    def compile_kernel(module):
+        return jaxs_launch(of_version, record, next(functions)), None
+
+    monkeypatch.setattr(mgpu_core, "_compile_as_torch_gpu_kernel", compile_kernel)
     stream = SimpleNamespace(_as_parameter_=ctypes.c_void_p(77))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
     monkeypatch.setattr(_launch, "_current_stream", lambda device: 77)
@@ -133,11 +170,10 @@ def test_launches_give_what_jaxs_launcher_gives(monkeypatch):
 
     tensors = torch.randn(16, 256).bfloat16(), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
     y = as_torch_kernels(function)(*tensors)
-    ours, addresses = seen.copy(), [tensor.data_ptr() for tensor in (*tensors, y)]
-    assert ours[1] == (1001, 77, addresses) and ours[0] == (1000, 77, [*addresses[:3], ours[0][2][3]])
+    ours, addresses = seen.copy(), tuple(tensor.data_ptr() for tensor in (*tensors, y))
+    assert ours[1] == (1001, 77, addresses) and ours[0] == (1000, 77, (*addresses[:3], ours[0][2][3]))
     assert ours[0][2][3] not in addresses
-    launch, _ = mgpu_core._compile_as_torch_gpu_kernel(b"")
-    launch((ctypes.c_void_p * 4)(*addresses), torch.device("cpu"))
+    compile_kernel(b"")[0]((ctypes.c_void_p * 4)(*addresses), torch.device("cpu"))
     assert seen[-1] == (1002, *ours[1][1:])
 
 
