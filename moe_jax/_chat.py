@@ -48,8 +48,11 @@ class ChatTemplate:
             ValueError: the template refuses the conversation, or does what the sandbox forbids.
         """
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._tokens)
-        except (self._error, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            # Templates ask whether tools and documents are none, so they have to be defined.
+            return self._template.render(
+                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._tokens
+            )
+        except Exception as error:  # a template is a program: it may raise anything, and recurse without end
             raise ValueError(f"{self._path}: chat template: {error}") from None
 
     def _refuse(self, message: str) -> None:

@@ -53,10 +53,12 @@ class Text:
     def decode(self, ids: Ids) -> str:
         return self._tokenizer.decode(ids)
 
-    def stop(self, given: str) -> str:
+    def stop(self, given: str) -> str | int:
+        """A text to end before; the id of a special token, which never shows in a text."""
         if not given:
             raise ValueError("--stop is empty, expected a text")
-        return given
+        token = self._tokenizer.token_to_id(given)
+        return given if token is None or self.decode([token]) else token
 
 
 class Numbers:
@@ -126,6 +128,7 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
         given, where = (args.input_ids, "--input-ids") if is_ids else (args.prompt, "--prompt")
         prompts = [medium.prompt(given, where)]
     stops = [medium.stop(given) for given in args.stop]
+    stop_ids, stop_texts = [s for s in stops if isinstance(s, int)], [s for s in stops if isinstance(s, str)]
     end = _end_tokens(args.model)
     with progress_bar("loading") as progress:
         model = moe_jax.load_pretrained(
@@ -138,7 +141,7 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
             progress=progress,
         )
     vocab = model.config.vocab_size
-    end = sorted({*(model.config.eos_token_id if end is None else end), *(stop for stop in stops if is_ids)})
+    end = sorted({*(model.config.eos_token_id if end is None else end), *stop_ids})
     for name, ids in [("input id", prompt.ids) for prompt in prompts] + [("end token", end)]:
         if bad := [token for token in ids if not 0 <= token < vocab]:
             raise ValueError(f"{name} {bad[0]} is outside the vocabulary, expected 0 to {vocab - 1}")
@@ -148,7 +151,7 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
         clock, size = Clock(), min(args.batch_size, len(prompts))
         for start, (ids, mask) in enumerate_batches(prompts, size):
             batch = prompts[start : start + size]
-            answers = [Answer(medium.decode, end, () if is_ids else stops) for _ in batch]
+            answers = [Answer(medium.decode, end, stop_texts) for _ in batch]
             show = _show if args.prompts is None else None
             _generate(model, ids, mask, answers, args, end, start // size, show, clock)
             if args.prompts is not None:
@@ -289,7 +292,8 @@ def read_prompts(path: Path) -> Iterator[tuple[str, Any]]:
     if not path.is_file():
         raise ValueError(f"--prompts {path}: no such file")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # not splitlines: a text may hold other separators than line breaks
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts {path}: not UTF-8: {error}") from None
     found = [(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -366,9 +370,12 @@ def _load_tokenizer(directory: Path) -> Any:
             "text needs the package tokenizers: pip install 'moe-jax[chat]', or pass --input-ids"
         ) from None
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises plain Exception
         raise ValueError(f"{path}: not a readable tokenizer: {' '.join(str(error).split())}") from None
+    tokenizer.no_truncation()  # a file may hold settings of a training run
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _write_npy(path: Path, array: np.ndarray) -> None:

@@ -82,6 +82,17 @@ def test_templates_helpers(chat_dir):
     assert ChatTemplate(chat_dir).render([{"role": "<é>"}]) == '1{"role": "<é>"}4'
 
 
+def test_template_sees_what_transformers_defines(chat_dir):
+    text = (
+        "{{ tools is none }} {{ documents is none }} {{ other is defined }} {% if tools %}x{% endif %}{{ eos_token }}"
+    )
+    (chat_dir / "chat_template.jinja").write_text(text)
+    (expected,), _ = render_jinja_template(
+        [MESSAGES], chat_template=text, add_generation_prompt=True, eos_token="w8", bos_token="w9"
+    )
+    assert ChatTemplate(chat_dir).render(MESSAGES) == expected == "True True False w8"
+
+
 @pytest.mark.parametrize(
     "template, words",
     [
@@ -91,6 +102,11 @@ def test_templates_helpers(chat_dir):
         ("{% for %}", "chat template: "),
         ("{{ 1 / 0 }}", "division"),
         ("{{ messages[0].content + 1 }}", "chat template: "),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ ''.__class__.__subclasses__() }}", "unsafe"),
+        ("{% for i in range(999999999) %}{% endfor %}", "range"),
+        ("{% include '/etc/passwd' %}", "chat template: "),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
     ],
 )
 def test_templates_that_fail_are_one_line(chat_dir, capsys, template, words):
@@ -170,6 +186,32 @@ def test_stop(model_dir, greedy, capsys):  # noqa: F811
     assert capsys.readouterr().out.split() == words(free[:at]).split()
     assert run(model_dir, "--input-ids", "3,1,4", *args, str(free[3])) == 0
     assert capsys.readouterr().out == ",".join(map(str, free[: at + 1])) + "\n"
+
+
+def test_stop_tokens_that_no_text_shows(model_dir, tmp_path, greedy, capsys):  # noqa: F811
+    """A special token is skipped in texts: as --stop it counts by its id, and the other tokens are shown."""
+    from tokenizers import AddedToken, Tokenizer
+
+    free = greedy([3, 1, 4], 8)
+    directory = shutil.copytree(model_dir, tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(f"w{free[3]}", special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    assert run(directory, "--prompt", "w3 w1 w4", "--max-new-tokens", "8", "--stop", f"w{free[3]}", *F32) == 0
+    assert capsys.readouterr().out.split() == words(free[: free.index(free[3])]).split()
+
+
+def test_prompts_are_neither_truncated_nor_padded(model_dir, tmp_path, greedy, capsys):  # noqa: F811
+    """tokenizer.json may hold both, from a training run; transformers sets them aside too."""
+    from tokenizers import Tokenizer
+
+    directory = shutil.copytree(model_dir, tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=6)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    assert run(directory, "--prompt", "w3 w1 w4", "--max-new-tokens", "8", *F32) == 0
+    assert capsys.readouterr().out.split() == words(greedy([3, 1, 4], 8)).split()
 
 
 def test_prompts_from_a_file(chat_dir, tmp_path, greedy, capsys):
@@ -277,6 +319,17 @@ def test_bad_prompt_files(tmp_path, name, content, words):
     with pytest.raises(ValueError, match="prompts|line") as error:
         list(read_prompts(tmp_path / name))
     assert words in str(error.value)
+
+
+def test_prompt_files_as_others_write_them(tmp_path):
+    """A byte order mark, line ends of Windows, and separators within a text that are no line breaks."""
+    texts = ["a\u2028b", "c\x0bd\x85e", "f"]
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join([*texts, ""]).encode())
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "p.jsonl").write_bytes("\n".join(lines).encode())
+    for name in ("p.txt", "p.jsonl"):
+        assert [given for _, given in read_prompts(tmp_path / name)] == texts
+    assert [where.rpartition(" ")[2] for where, _ in read_prompts(tmp_path / "p.txt")] == ["1", "2", "3"]
 
 
 def test_messages_need_chat(model_dir, tmp_path, capsys):  # noqa: F811

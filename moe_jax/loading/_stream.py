@@ -72,10 +72,10 @@ class ExpertReader:
                     "alike in every checkpoint that a tool writes; the file is damaged"
                 )
             own.append(name)
-        self.layers = tuple(sorted(self._by_layer))
+        self.layers: tuple[int, ...] = tuple(sorted(self._by_layer))
         self._stored: dict[int, Scheme | None] = {}
         self._parsed: dict[tuple[int, bool], dict[str, ExpertTensor]] = {}
-        self.peak_staged_bytes = 0
+        self.peak_staged_bytes: int = 0
 
     def stored_scheme(self, layer: int) -> Scheme | None:
         """How the file stores this layer's experts, None for full precision.

@@ -106,7 +106,7 @@ class QuantFormat:
     amax_bound: float | None = None
     approximate: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.element in _REFUSED_ELEMENTS:
             raise NotImplementedError(f"element type {self.element!r} is not supported; FP8 means e4m3 (float8_e4m3fn)")
         if self.element not in ELEMENTS:

@@ -67,7 +67,7 @@ class MoEMethod(abc.ABC):
     # AutoRound writes symmetric integer scales of either sign; a negative FP8 scale can only be damage.
     allows_negative_scales: ClassVar[bool] = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "scheme", check_scheme(self.scheme))
 
     @property
