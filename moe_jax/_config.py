@@ -59,7 +59,7 @@ class MoEConfig:
     split_axes: tuple[str, ...] = ()
     call_axes: tuple[str, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:

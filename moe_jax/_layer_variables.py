@@ -15,15 +15,15 @@ from moe_jax.quantization import ExpertWeights, method_for
 CORRECTION_BIAS = "e_score_correction_bias"
 
 
-class QuantizedParam(nnx.Variable):
+class QuantizedParam(nnx.Variable[Any]):
     """Variable whose value is an ``ExpertWeights``; filter on it to keep an optimizer away from quantized leaves."""
 
 
-class RoutingParam(nnx.Variable):
+class RoutingParam(nnx.Variable[Any]):
     """Variable for what routing reads besides logits: correction bias and scale (E,), hash table (vocab, top_k)."""
 
 
-class WeightsVersion(nnx.Variable):
+class WeightsVersion(nnx.Variable[Any]):
     """() int32, raised by each reload. A leaf and not an attribute, so a reload never changes the jit cache key."""
 
 
@@ -54,7 +54,9 @@ def checked_bias(value: Any, config: MoEConfig) -> jax.Array:
     return bias
 
 
-def routing_table(value: Any, top_k: int) -> RoutingParam:
+def routing_table(value: Any, top_k: int) -> RoutingParam | None:
+    if value is None:
+        return None
     table = jnp.asarray(value)
     if table.ndim != 2 or table.shape[1] != top_k or not jnp.issubdtype(table.dtype, jnp.integer):
         raise ValueError(
@@ -63,7 +65,9 @@ def routing_table(value: Any, top_k: int) -> RoutingParam:
     return RoutingParam(table)
 
 
-def routing_scale(value: Any, num_experts: int) -> RoutingParam:
+def routing_scale(value: Any, num_experts: int) -> RoutingParam | None:
+    if value is None:
+        return None
     scale = jnp.asarray(value).astype(jnp.float32)
     if scale.shape != (num_experts,):
         raise ValueError(f"per_expert_scale has shape {scale.shape}, expected ({num_experts},)")

@@ -21,7 +21,15 @@ class MoEBlock(nnx.Module):
         self.router = router
         self.shared_experts = shared_experts
 
-    def __call__(self, x, *, token_mask=None, token_ids=None, replayed_ids=None, return_stats: bool = False):
+    def __call__(
+        self,
+        x: Any,
+        *,
+        token_mask: Any = None,
+        token_ids: Any = None,
+        replayed_ids: Any = None,
+        return_stats: bool = False,
+    ) -> Any:
         """x (..., H) -> (..., H) in x's dtype, with ``MoEStats`` when asked for; the rest as in ``FusedMoE``."""
         check_array("x", x, jnp.floating, f"(..., {self.experts.config.hidden_size})")
         x = without_padding(x, token_mask)

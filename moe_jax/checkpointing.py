@@ -34,7 +34,7 @@ _PATH = "."
 _FREE_SETTINGS = ("name", "implementation", "dtype", "param_dtype", "scheme", "split_axes", "call_axes")
 
 
-def save(module: nnx.Module, directory: str | os.PathLike) -> None:
+def save(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
     """Write all Variables of a processed layer or model under ``directory`` (created; must not hold a save already).
 
     Over a mesh every process writes what its devices hold; where experts lie is part of the record.
@@ -67,7 +67,7 @@ def save(module: nnx.Module, directory: str | os.PathLike) -> None:
     partial.replace(root / RECORD_NAME)
 
 
-def restore(module: nnx.Module, directory: str | os.PathLike) -> None:
+def restore(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
     """Fill ``module`` (abstract or not) in place with what ``save`` wrote for a module of the same shape.
 
     The module may lie on another mesh than the saved one, on none, or hold its experts in other places: experts go to

@@ -102,7 +102,7 @@ class CheckpointReport:
         return "\n".join([*lines, "", verdict, *(f"  {problem}" for problem in self.problems)])
 
 
-def inspect_checkpoint(directory: str | os.PathLike, *, num_tokens: int = 256) -> CheckpointReport:
+def inspect_checkpoint(directory: str | os.PathLike[str], *, num_tokens: int = 256) -> CheckpointReport:
     """Look at a checkpoint without reading its weights.
 
     Args:

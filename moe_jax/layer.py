@@ -31,8 +31,9 @@ from moe_jax._packed_weights import unpack_experts
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
 from moe_jax.experts import MoEStats, explain, fused_moe
 from moe_jax.loading import LayerLoader
+from moe_jax.parallel import ParallelConfig
 from moe_jax.parallel import fused_moe as fused_moe_over_mesh
-from moe_jax.parallel._layer import explain_parallel, make_parallel, make_placement
+from moe_jax.parallel._layer import PlacementParam, explain_parallel, make_parallel, make_placement
 from moe_jax.parallel._packing import lay_out, unpack_shares
 from moe_jax.parallel._weights import abstract_placed_weights, is_placed, replace_experts
 from moe_jax.quantization import ExpertWeights, Scheme, method_for
@@ -148,7 +149,7 @@ class FusedMoE(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         check_rngs(rngs)
-        self.parallel = make_parallel(
+        self.parallel: ParallelConfig | None = make_parallel(
             mesh,
             expert_axis=expert_axis,
             tensor_axis=tensor_axis,
@@ -157,7 +158,7 @@ class FusedMoE(nnx.Module):
             dispatch=dispatch,
             reduce_results=reduce_results,
         )
-        self.placement = make_placement(
+        self.placement: PlacementParam | None = make_placement(
             self.parallel, num_experts, placement, enable_eplb=enable_eplb, num_redundant_experts=num_redundant_experts
         )
         if shared_expert_gate is not None and shared_experts is None:
@@ -170,7 +171,8 @@ class FusedMoE(nnx.Module):
         if not reduce_results and routed_output_transform is not None:
             raise ValueError("reduce_results=False leaves sums to the caller, but routed_output_transform needs them")
         activation = parse_activation(activation, is_gated=is_act_and_mul)
-        self.config = MoEConfig(
+        names = [implementation] if isinstance(implementation, str) else implementation
+        self.config: MoEConfig = MoEConfig(
             num_experts=num_experts,
             top_k=top_k,
             hidden_size=hidden_size,
@@ -193,7 +195,7 @@ class FusedMoE(nnx.Module):
             swiglu_alpha=swiglu_alpha,
             swiglu_beta=swiglu_beta,
             has_bias=has_bias,
-            implementation=(implementation,) if isinstance(implementation, str) else _as_tuple(implementation),
+            implementation=None if names is None else tuple(names),
             pinned_tokens=pinned_tokens,
             dtype=dtype,
             param_dtype=param_dtype,
@@ -215,30 +217,31 @@ class FusedMoE(nnx.Module):
         self.shared_expert_gate = shared_expert_gate
         self.routed_input_transform = routed_input_transform
         self.routed_output_transform = routed_output_transform
-        self.loads_correction_bias = e_score_correction_bias is True
-        self.correction_bias = routing_bias(e_score_correction_bias, self.config, is_abstract=rngs is None)
-        self.hash_table = None if hash_indices_table is None else routing_table(hash_indices_table, top_k)
+        self.loads_correction_bias: bool = e_score_correction_bias is True
+        self.correction_bias: RoutingParam | None = routing_bias(
+            e_score_correction_bias, self.config, is_abstract=rngs is None
+        )
+        self.hash_table: RoutingParam | None = routing_table(hash_indices_table, top_k)
         if per_expert_scale is not None and custom_routing_function != "gemma4":
             raise ValueError("per_expert_scale is read by custom_routing_function='gemma4' only; drop one or name it")
-        self.per_expert_scale = None if per_expert_scale is None else routing_scale(per_expert_scale, num_experts)
-        self.version = WeightsVersion(np.zeros((), np.int32))
-        if rngs is None:
-            self.weights = QuantizedParam(self._abstract_weights())
-        else:
-            self.weights = QuantizedParam(self._laid_out(init_weights(self.config, rngs.params())))
+        self.per_expert_scale: RoutingParam | None = routing_scale(per_expert_scale, num_experts)
+        self.version: WeightsVersion = WeightsVersion(np.zeros((), np.int32))
+        self.weights: QuantizedParam = QuantizedParam(
+            self._abstract_weights() if rngs is None else self._laid_out(init_weights(self.config, rngs.params()))
+        )
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def __call__(
         self,
-        x,
-        router_logits=None,
+        x: Any,
+        router_logits: Any = None,
         *,
-        token_mask=None,
-        token_ids=None,
-        replayed_ids=None,
+        token_mask: Any = None,
+        token_ids: Any = None,
+        replayed_ids: Any = None,
         return_stats: bool = False,
-    ):
+    ) -> Any:
         """Route every token to its experts and return the weighted sum.
 
         Args:
@@ -491,10 +494,6 @@ class FusedMoE(nnx.Module):
             f"activation={c.activation!r}, dtype={jnp.dtype(c.dtype).name!r}, name={c.name!r}"
             f"{'' if self.parallel is None else f', {self.parallel}, {self.placement.get_value()}'})"
         )
-
-
-def _as_tuple(names: Iterable[str] | None) -> tuple[str, ...] | None:
-    return None if names is None else tuple(names)
 
 
 __all__ = ["FusedMoE", "MoEBlock", "MoEStats", "QuantizedParam", "RoutingParam", "WeightsVersion"]

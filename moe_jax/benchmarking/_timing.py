@@ -16,7 +16,7 @@ NUM_VARIANTS = _CALLS[1]
 
 def time_in_jit(
     call: Callable[..., Any],
-    args: tuple,
+    args: tuple[Any, ...],
     varied: int,
     *,
     variants: Sequence[Any] | None = None,

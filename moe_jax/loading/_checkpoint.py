@@ -41,11 +41,11 @@ class Checkpoint:
             quantization_config, one that names its method is filled in.
     """
 
-    def __init__(self, directory: str | os.PathLike):
-        self.directory = Path(directory)
+    def __init__(self, directory: str | os.PathLike[str]):
+        self.directory: Path = Path(directory)
         if not self.directory.is_dir():
             raise CheckpointError(_not_a_directory(self.directory))
-        self.config_path = self.directory / "config.json"
+        self.config_path: Path = self.directory / "config.json"
         if not self.config_path.exists():
             foreign = _foreign_weights(self.directory)  # a GGUF repository, for one, has no config.json at all
             missing = f"{self.config_path}: no such file; a checkpoint needs config.json beside its weights"

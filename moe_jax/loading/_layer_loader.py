@@ -129,7 +129,7 @@ class LayerLoader:
         self._strangers: list[str] = []  # of this layer or of others: its number may still be unknown
         self._is_finished = False
         self.correction_bias: np.ndarray | None = None
-        self.peak_staged_bytes = 0
+        self.peak_staged_bytes: int = 0
 
     # -- filling ------------------------------------------------------------------------------------------------------
 

@@ -78,8 +78,8 @@ class SafetensorsFile:
     threads. Views stay valid after ``close``. The file must not be truncated while it is mapped.
     """
 
-    def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path: Path = Path(path)
         self._lock = threading.Lock()
         self._bytes_read = 0
         if not self.path.is_file():
@@ -166,7 +166,9 @@ class SafetensorsFile:
         self.close()
 
 
-def save_safetensors(path: str | os.PathLike, tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> None:
+def save_safetensors(
+    path: str | os.PathLike[str], tensors: dict[str, Any], metadata: dict[str, str] | None = None
+) -> None:
     """Write arrays (NumPy or JAX, any dtype of the format) as one safetensors file, with the safetensors package."""
     from safetensors.numpy import save_file
 

@@ -74,7 +74,7 @@ class MoEBlockConfig:
     shared_intermediate_size: int = 0
     has_shared_expert_gate: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.top_k > self.num_experts:
             raise ValueError(f"num_experts_per_tok={self.top_k} exceeds the number of experts {self.num_experts}")
         groups = self.num_expert_group
@@ -132,7 +132,7 @@ class DecoderConfig(MoEBlockConfig):
     tie_word_embeddings: bool = False
     eos_token_id: tuple[int, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"

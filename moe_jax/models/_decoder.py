@@ -82,17 +82,18 @@ class CausalLM(MoEFamily, nnx.Module):
     ):
         check_rngs(rngs)
         self.config = config
-        self.max_seq_len = longest = config.rope.max_seq_len
+        longest = config.rope.max_seq_len
+        self.max_seq_len: int = longest
         if max_seq_len is not None:
             why = (
                 ", the length this model's rotary embedding was made for; a longer one needs a rope scaling in "
                 "config.json"
             )
             self.max_seq_len = integer("max_seq_len", max_seq_len, minimum=1, maximum=longest, why=why)
-        self.dtype = jnp.dtype(dtype)
+        self.dtype: Any = jnp.dtype(dtype)
         self.quantization_config = "null"  # JSON of the checkpoint's; reload_weights reads arrays by it
         options: dict[str, Any] = dict(dtype=self.dtype, rngs=rngs)
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **options)
+        self.embed_tokens: Embedding = Embedding(config.vocab_size, config.hidden_size, **options)
         layers = []
         for index in range(config.num_layers):
             if index in config.moe_layers:
@@ -101,9 +102,11 @@ class CausalLM(MoEFamily, nnx.Module):
             else:
                 mlp = GatedMLP(config.hidden_size, config.intermediate_size, **options)
             layers.append(DecoderLayer(config, index, mlp, **options))
-        self.layers = nnx.List(layers)
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **options)
-        self.lm_head = None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, **options)
+        self.layers: Any = nnx.List(layers)  # of DecoderLayer
+        self.norm: RMSNorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **options)
+        self.lm_head: Head | None = (
+            None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, **options)
+        )
 
     def dense_modules(self) -> dict[str, Any]:
         """Checkpoint name -> module for everything but the experts; parameters are named ``<name>.<attribute>``."""

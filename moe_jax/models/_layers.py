@@ -14,7 +14,7 @@ from moe_jax._typing import Array, Float, Int
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 
 
-def parameter(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs | None, init: Callable[..., Any]) -> nnx.Param:
+def parameter(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs | None, init: Callable[..., Any]) -> nnx.Param[Any]:
     """A parameter drawn from ``init``, or an abstract one when ``rngs`` is None."""
     if rngs is None:
         return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
@@ -31,7 +31,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, *, eps: float, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
         self.eps = eps
-        self.weight = parameter((size,), dtype, rngs, nnx.initializers.ones)
+        self.weight: nnx.Param[Any] = parameter((size,), dtype, rngs, nnx.initializers.ones)
 
     def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
         wide = x.astype(jnp.float32)
@@ -77,7 +77,7 @@ class Vocabulary(Partitioned):
     """A (vocab, H) weight; over a mesh split by the vocabulary where that divides, which adds nothing up, else by H."""
 
     def __init__(self, vocab_size: int, hidden_size: int, init: Callable[..., Any], dtype: Any, rngs: nnx.Rngs | None):
-        self.weight = parameter((vocab_size, hidden_size), dtype, rngs, init)
+        self.weight: nnx.Param[Any] = parameter((vocab_size, hidden_size), dtype, rngs, init)
 
     def splits(self, parts: int) -> dict[str, int]:
         return next(({"weight": axis} for axis in (0, 1) if self.weight.shape[axis] % parts == 0), {})

@@ -41,7 +41,7 @@ Values = list[tuple[Any, Any]]  # (Variable or FusedMoE, its new value)
 
 
 def load_pretrained(
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     *,
     quantize: str | Scheme | Mapping[str, Any] | None = None,
     mesh: Any = None,
@@ -100,7 +100,7 @@ def load_pretrained(
 
 
 def load_moe(
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     layer: int = 0,
     *,
     quantize: str | Scheme | Mapping[str, Any] | None = None,
@@ -147,7 +147,7 @@ def load_moe(
     return block
 
 
-def reload_weights(model: CausalLM, source: str | os.PathLike | Iterable[tuple[str, Any]]) -> LoadReport:
+def reload_weights(model: CausalLM, source: str | os.PathLike[str] | Iterable[tuple[str, Any]]) -> LoadReport:
     """Replace all weights of a model by others of the same shapes; see ``CausalLM.reload_weights``."""
     if isinstance(source, str | os.PathLike):
         with Checkpoint(source) as opened:

@@ -17,7 +17,7 @@ from moe_jax.parallel._weights import abstract_placed_weights, local_config, pla
 from moe_jax.quantization import ExpertWeights, method_for
 
 
-class PlacementParam(nnx.Variable):
+class PlacementParam(nnx.Variable[Any]):
     """Variable whose value is a ``Placement``: its arrays are leaves, so that another placement compiles nothing."""
 
 

@@ -32,7 +32,7 @@ class ParallelConfig:
     reduce_results: bool = True
     reduce_dtype: str = "float32"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
             raise TypeError(f"mesh has type {type(self.mesh).__name__}, expected jax.sharding.Mesh")
         names = {field: getattr(self, field) for field in ("expert_axis", "tensor_axis", "data_axis", "sequence_axis")}

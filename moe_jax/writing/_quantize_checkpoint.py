@@ -75,8 +75,8 @@ class WrittenCheckpoint:
 
 
 def quantize_checkpoint(
-    src: str | os.PathLike,
-    dst: str | os.PathLike,
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
     *,
     scheme: str | Scheme | Mapping[str, Any],
     modules: str = "experts",
