@@ -135,6 +135,8 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
             args.model,
             quantize=args.quantize,
             mesh=None if args.mesh is None else parse_mesh(args.mesh, "--mesh"),
+            enable_eplb=args.enable_eplb,
+            num_redundant_experts=args.num_redundant_experts,
             implementation=None if args.implementation is None else tuple(args.implementation.split(",")),
             dtype=jnp.dtype(args.dtype),
             max_seq_len=max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens,
@@ -149,16 +151,19 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
         _score(args, model, prompts[0].ids)
     if args.max_new_tokens:
         clock, size = Clock(), min(args.batch_size, len(prompts))
+        balancer = Balancer(model) if args.enable_eplb else None
         for start, (ids, mask) in enumerate_batches(prompts, size):
             batch = prompts[start : start + size]
             answers = [Answer(medium.decode, end, stop_texts) for _ in batch]
             show = _show if args.prompts is None else None
-            _generate(model, ids, mask, answers, args, end, start // size, show, clock)
+            _generate(model, ids, mask, answers, args, end, start // size, show, clock, balancer)
             if args.prompts is not None:
                 for prompt, answer in zip(batch, answers, strict=True):
                     print(json.dumps({"prompt": prompt.shown, "completion": answer.text}, ensure_ascii=False))
                 sys.stdout.flush()
         print(clock.line(sum(len(prompt.ids) for prompt in prompts)), file=sys.stderr)
+        if balancer is not None:
+            print(f"experts were moved in {balancer.num_moves} layers", file=sys.stderr)
     return 0
 
 
@@ -187,6 +192,28 @@ class Clock:
         return f"{text}; {rate:.1f} tokens/s after the first {count} and compilation ({then - self._began:.2f} s)"
 
 
+class Balancer:
+    """Load balancing of a model's experts between batches."""
+
+    def __init__(self, model: Any):
+        from moe_jax.parallel import EplbState
+
+        self._layers = [block.experts for block in model.moe_blocks()]
+        first = self._layers[0]
+        self._state = EplbState.create(len(self._layers), first.placement.get_value(), mesh=first.parallel)
+        self.num_moves = 0
+
+    def rebalance(self, load: np.ndarray) -> None:
+        """Take the load of a batch, (layers, S), into account, and move experts where that gains."""
+        from moe_jax.parallel import rebalance
+
+        self._state = self._state.record(load).next_step()
+        plan = rebalance(self._state)
+        for layer in plan.layers:
+            self._state = plan.apply(layer, self._layers[layer], self._state)
+        self.num_moves += len(plan.layers)
+
+
 def enumerate_batches(prompts: Sequence[Prompt], size: int) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
     """(index of the first prompt, (ids, mask)) for ``size`` prompts at a time, all of one shape: one compilation.
 
@@ -201,8 +228,9 @@ def enumerate_batches(prompts: Sequence[Prompt], size: int) -> Iterator[tuple[in
         yield start, (ids, mask)
 
 
-def _generate(model, ids, mask, answers, args, end, batch_index, show, clock) -> None:
-    """Fill the answers of one batch, whose further rows are left; show(text) gets each piece of a single answer."""
+def _generate(model, ids, mask, answers, args, end, batch_index, show, clock, balancer) -> None:
+    """Fill the answers of one batch, whose further rows are left; show(text) gets each piece of a single answer.
+    balancer: None, or the one that moves experts after it."""
     import jax
 
     from moe_jax.models import generate_stream
@@ -220,8 +248,11 @@ def _generate(model, ids, mask, answers, args, end, batch_index, show, clock) ->
         eos_token_id=end or None,
         rng=rng,
         attention_mask=mask,
+        return_load=balancer is not None,
     )
-    for tokens in parts:
+    load = None
+    for part in parts:
+        tokens, load = (part, None) if balancer is None else part
         before = sum(len(answer.ids) for answer in answers)
         pieces = [answer.add(row) for answer, row in zip(answers, tokens[: len(answers)].tolist(), strict=True)]
         clock.count(sum(len(answer.ids) for answer in answers) - before)
@@ -229,6 +260,8 @@ def _generate(model, ids, mask, answers, args, end, batch_index, show, clock) ->
             show(pieces[0])
         if all(answer.is_over for answer in answers):
             break
+    if balancer is not None:
+        balancer.rebalance(load)
     rest = [answer.finish() for answer in answers]
     if show is not None:
         show(rest[0] + "\n")
@@ -271,6 +304,12 @@ def _check_options(args: argparse.Namespace) -> None:
         idle = [flag for flag in ("top_p", "top_k", "seed") if getattr(args, flag) is not None]
         if idle:
             raise ValueError(f"--{idle[0].replace('_', '-')} has no effect on greedy choice; add --temperature T")
+    if args.num_redundant_experts and not args.enable_eplb:
+        raise ValueError("--num-redundant-experts needs --enable-eplb")
+    if args.num_redundant_experts < 0:
+        raise ValueError(f"--num-redundant-experts is {args.num_redundant_experts}, expected 0 or more")
+    if args.enable_eplb and (args.mesh is None or "expert" not in args.mesh):
+        raise ValueError("--enable-eplb balances the devices of an expert axis; add --mesh expert=N")
     if args.chat and args.input_ids is not None:
         raise ValueError("--chat needs text: give --prompt or --prompts instead of --input-ids")
     if args.prompts is not None and (args.logits_out is not None or args.max_new_tokens == 0):

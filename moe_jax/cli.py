@@ -131,6 +131,12 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--implementation", metavar="NAME[,NAME]", help="ordered implementations to try")
     run.add_argument("--mesh", metavar="expert=4,tensor=2", help="devices per axis")
     run.add_argument(
+        "--enable-eplb", action="store_true", help="move experts between batches, by load; needs an expert axis"
+    )
+    run.add_argument(
+        "--num-redundant-experts", type=int, default=0, metavar="N", help="slots for copies of busy experts (default 0)"
+    )
+    run.add_argument(
         "--logits-out", type=Path, metavar="FILE.npy", help="write float32 (S, vocab) logits of the prompt"
     )
     run.set_defaults(handler=_run)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 
 import jax
@@ -261,11 +262,26 @@ def test_speed_is_told_on_stderr(model_dir, capsys, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_mesh(model_dir, greedy, capsys):  # noqa: F811
-    """Two devices hold the experts, three each; the tokens are those of one device."""
-    args = ("--max-new-tokens", "8", "--mesh", "expert=2", *F32)
+@pytest.mark.parametrize("mesh", ["expert=4", "expert=2,tensor=2", "tensor=2"])
+def test_mesh(model_dir, greedy, capsys, mesh):  # noqa: F811
+    """Six experts on four devices or two, attention on two or four; the tokens are those of one device."""
+    args = ("--max-new-tokens", "8", "--mesh", mesh, *F32)
     assert run(model_dir, "--input-ids", "3,1,4", *args) == 0
     assert capsys.readouterr().out == ",".join(map(str, greedy([3, 1, 4], 8))) + "\n"
+
+
+@pytest.mark.slow
+def test_experts_move_between_batches(model_dir, tmp_path, capsys):  # noqa: F811
+    """Prompts one by one, experts rearranged in between: the same completions."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("w3 w1 w4\nw7 w7 w2\nw5 w9 w1\n")
+    args = ("--prompts", str(prompts), "--batch-size", "1", "--max-new-tokens", "8", "--mesh", "expert=2", *F32)
+    assert run(model_dir, *args) == 0
+    expected = capsys.readouterr().out
+    assert run(model_dir, *args, "--enable-eplb", "--num-redundant-experts", "2") == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected and len(expected.splitlines()) == 3
+    assert int(re.search(r"experts were moved in (\d+) layers", captured.err)[1]) >= 1
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -292,6 +308,8 @@ def test_mesh(model_dir, greedy, capsys):  # noqa: F811
         (["--prompt", "w1", "--mesh", "expert=2,expert=2"], "each axis of expert, tensor, data, sequence at most once"),
         (["--prompt", "w1", "--mesh", "rows=2"], "--mesh 'rows=2': expected AXIS=DEVICES"),
         (["--prompt", "w1", "--mesh", "expert=4096"], "--mesh expert=4096 takes 4096 devices, found 8"),
+        (["--prompt", "w1", "--enable-eplb"], "--enable-eplb balances the devices of an expert axis; add --mesh"),
+        (["--prompt", "w1", "--num-redundant-experts", "2"], "--num-redundant-experts needs --enable-eplb"),
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: no such file"),
         (["--prompts", "nowhere.txt", "--max-new-tokens", "0"], "score a single prompt"),
     ],

@@ -21,6 +21,7 @@ from moe_jax.loading._expert_names import CONTAINERS, is_expert_name
 from moe_jax.loading._packed_tensors import conform_words, stored_shapes
 from moe_jax.loading._safetensors import DTYPES
 from moe_jax.parallel import ParallelConfig
+from moe_jax.parallel._weights import intermediate_unit
 from moe_jax.quantization import Scheme, dequantize_tensor, method_for
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
@@ -174,16 +175,21 @@ class _Part:
     def read(self, source: Any, name: str) -> np.ndarray:
         return source.read(name, self.rows) if self.axis == 0 else source.read(name, None, self.rows)
 
-    def scaled(self, total: int, shape: tuple[int, ...]) -> "_Part | None":
-        """The same part of a leaf of this stored shape that belongs to a matrix with ``total`` entries along the axis;
-        None where the leaf has no such axis. Raises ValueError where the part has no whole number of its entries."""
-        count = shape[self.axis] if self.axis < len(shape) else 1
+    def divides(self, total: int, shape: tuple[int, ...]) -> bool:
+        """Whether a leaf of this stored shape, of a matrix with ``total`` entries along the axis, has whole entries for
+        the part."""
+        count = self._count(shape)
         if count == 1:
-            return None
-        unit, rest = divmod(total, count)
-        if rest or self.start % unit or self.stop % unit:
-            raise ValueError(f"{shape} has {count} entries for {total}, which {self} does not divide")
-        return _Part(self.axis, self.start // unit, self.stop // unit)
+            return True
+        return total % count == 0 and self.start % (total // count) == 0 and self.stop % (total // count) == 0
+
+    def scaled(self, total: int, shape: tuple[int, ...]) -> "_Part | None":
+        """The same part of such a leaf; None, all of it, where the leaf has one entry for all along the axis."""
+        count = self._count(shape)
+        return None if count == 1 else _Part(self.axis, self.start * count // total, self.stop * count // total)
+
+    def _count(self, shape: tuple[int, ...]) -> int:
+        return shape[self.axis] if self.axis < len(shape) else 1
 
 
 def _part_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> _Part | None:
@@ -200,14 +206,10 @@ def _can_cut(tensor: DenseTensor, source: Any, part: _Part) -> bool:
     if tensor.scheme is None:
         return True
     weights = tensor.scheme.weights
-    if weights is not None and weights.actorder:
+    if (weights is not None and weights.actorder) or (part.stop - part.start) % intermediate_unit(tensor.scheme):
         return False
-    try:
-        for name in tensor.leaves.values():
-            part.scaled(tensor.shape[part.axis], source.info(name).shape)
-    except ValueError:
-        return False
-    return True
+    shapes = [source.info(name).shape for name in tensor.leaves.values()]
+    return all(part.divides(tensor.shape[part.axis], shape) for shape in shapes)
 
 
 def dense_names(names: Iterable[str], num_layers: int) -> list[str]:

@@ -27,7 +27,8 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     rng: Any = None,
     attention_mask: Any = None,
-) -> jax.Array:
+    return_load: bool = False,
+) -> Any:
     """Continue prompts. Programs are compiled per batch size and bucket of lengths, one for the prompt and one for the
     loop; later calls reuse them.
 
@@ -43,21 +44,24 @@ def generate(
         rng: a key of ``jax.random.key``, used only when sampling.
         attention_mask: (B, S) bool or 0/1, False for padding, on the left or on the right; what stands in padding is
             ignored.
+        return_load: also return the rows that each slot of each layer served, ``MoEStats.load``, for ``EplbState``.
 
     Returns:
         (B, S + max_new_tokens) int32: the prompt as given, then the new tokens. The answer to a padded prompt is the
-        one it gets alone.
+        one it gets alone. With ``return_load`` the pair of that and (layers, slots) int32.
 
     Raises:
         ValueError: a value out of range, an id or end token outside the vocabulary, or prompt and new tokens exceed
             ``max_seq_len``. TypeError: an argument of another kind than said here; nothing is rounded or parsed.
     """
-    run = _Run(model, input_ids, max_new_tokens, temperature, top_p, top_k, eos_token_id, rng, attention_mask)
+    sampling = (temperature, top_p, top_k, eos_token_id, rng)
+    run = _Run(model, input_ids, max_new_tokens, *sampling, attention_mask, has_load=return_load)
     prompt = jnp.asarray(input_ids).astype(jnp.int32)
     if run.max_new_tokens == 0:
-        return prompt
-    new = run.until(run.start(), run.max_new_tokens)[3]
-    return jnp.concatenate([prompt, new[:, : run.max_new_tokens]], axis=1)
+        return (prompt, run.no_load) if return_load else prompt
+    state = run.until(run.start(), run.max_new_tokens)
+    tokens = jnp.concatenate([prompt, state[3][:, : run.max_new_tokens]], axis=1)
+    return (tokens, state[4]) if return_load else tokens
 
 
 def generate_stream(
@@ -72,19 +76,22 @@ def generate_stream(
     eos_token_id: int | Sequence[int] | None = None,
     rng: Any = None,
     attention_mask: Any = None,
-) -> Iterator[np.ndarray]:
+    return_load: bool = False,
+) -> Iterator[Any]:
     """What ``generate`` adds, while it is made: arrays (B, n) int32, the first of one token, later ones of up to
     ``tokens_at_once``. It ends after ``max_new_tokens``, or when every row has ended. Arguments and errors are those of
-    ``generate``, and so are the tokens.
+    ``generate``, and so are the tokens. With ``return_load`` pairs of tokens and the load so far.
     """
-    run = _Run(model, input_ids, max_new_tokens, temperature, top_p, top_k, eos_token_id, rng, attention_mask)
+    sampling = (temperature, top_p, top_k, eos_token_id, rng)
+    run = _Run(model, input_ids, max_new_tokens, *sampling, attention_mask, has_load=return_load)
     at_once = integer("tokens_at_once", tokens_at_once, minimum=1)
 
-    def tokens() -> Iterator[np.ndarray]:
+    def tokens() -> Iterator[Any]:
         made, state = 0, run.start() if run.max_new_tokens else None
         while state is not None:
             step = int(state[0])
-            yield np.asarray(state[3][:, made:step])
+            new = np.asarray(state[3][:, made:step])
+            yield (new, np.array(state[4])) if return_load else new  # a copy: the state is donated
             is_over = step == run.max_new_tokens or bool(state[2].all())
             made, state = step, None if is_over else run.until(state, min(step + at_once, run.max_new_tokens))
 
@@ -93,9 +100,22 @@ def generate_stream(
 
 class _Run:
     """One call's checked arguments. A state is (tokens made so far, latest token, rows that have ended, tokens
-    (B, room), cache)."""
+    (B, room), rows that each slot served (layers, S) or (0, 0) where nobody asks, cache)."""
 
-    def __init__(self, model, input_ids, max_new_tokens, temperature, top_p, top_k, eos_token_id, rng, attention_mask):
+    def __init__(
+        self,
+        model,
+        input_ids,
+        max_new_tokens,
+        temperature,
+        top_p,
+        top_k,
+        eos_token_id,
+        rng,
+        attention_mask,
+        *,
+        has_load,
+    ):
         if not isinstance(model, CausalLM):
             raise TypeError(f"model has type {type(model).__name__}, expected what moe_jax.load_pretrained returns")
         self.max_new_tokens = integer("max_new_tokens", max_new_tokens, minimum=0)
@@ -109,12 +129,16 @@ class _Run:
                 f"the model takes max_seq_len={model.max_seq_len}"
             )
         self._key = jax.random.key(0) if rng is None else rng
+        layers = [block.experts for block in model.moe_blocks()] if has_load else []
+        slots = [e.config.num_experts if e.placement is None else e.placement.get_value().num_slots for e in layers]
+        self.no_load = jnp.zeros((len(slots), max(slots, default=0)), jnp.int32)
         self._structure, self._leaves = split_model(model) if self.max_new_tokens else (None, [])
 
     def start(self) -> Any:
         """The state after the prompt, with the first new token."""
         room = bucket(self.max_new_tokens)
-        return _start(self._structure, room, self._leaves, self._ids, self._mask, self._sampler, self._stop, self._key)
+        tokens = (self._ids, self._mask, self.no_load)
+        return _start(self._structure, room, self._leaves, tokens, self._sampler, self._stop, self._key)
 
     def until(self, state: Any, limit: int) -> Any:
         """The state, which is used up, after ``limit`` new tokens, or fewer when all rows have ended."""
@@ -132,16 +156,16 @@ def _end_tokens(eos_token_id: Any, vocab_size: int) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _start(structure, room, leaves, ids, mask, sampler, stop, key):
-    model = merge_model(structure, leaves)
+def _start(structure, room, leaves, tokens, sampler, stop, key):
+    model, (ids, mask, load) = merge_model(structure, leaves), tokens
     batch, length = ids.shape
     cache = KVCache.zeros(model.config, batch, length + room, model.dtype)
-    hidden, cache = model.hidden_states(ids, attention_mask=mask, cache=cache)
+    hidden, cache, load = _with_load(model, ids, mask, cache, load)
     last = jnp.max(jnp.where(mask, jnp.arange(length), 0), axis=1)
     logits = model.next_logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
     is_done, tokens = jnp.zeros((batch,), jnp.bool), jnp.broadcast_to(stop[:1], (batch, room))
     is_done, tokens = on_mesh((is_done, tokens), model.parallel)
-    return jnp.int32(1), *_choose(jnp.int32(0), logits, is_done, tokens, sampler, stop, key), cache
+    return jnp.int32(1), *_choose(jnp.int32(0), logits, is_done, tokens, sampler, stop, key), load, cache
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -150,13 +174,21 @@ def _continue(structure, leaves, state, limit, sampler, stop, key):
     model = merge_model(structure, leaves)
 
     def turn(state):
-        step, token, is_done, tokens, cache = state
+        step, token, is_done, tokens, load, cache = state
         # Rows that have ended are masked: they reach no expert and cost nothing there.
-        hidden, cache = model.hidden_states(token[:, None], attention_mask=~is_done[:, None], cache=cache)
+        hidden, cache, load = _with_load(model, token[:, None], ~is_done[:, None], cache, load)
         logits = model.next_logits(hidden[:, 0])
-        return step + 1, *_choose(step, logits, is_done, tokens, sampler, stop, key), cache
+        return step + 1, *_choose(step, logits, is_done, tokens, sampler, stop, key), load, cache
 
     return jax.lax.while_loop(lambda s: (s[0] < limit) & ~jnp.all(s[2]), turn, state)
+
+
+def _with_load(model, ids, mask, cache, load):
+    """(hidden states, cache, load with this call's); no load is counted where it has no layers."""
+    if not load.size:
+        return *model.hidden_states(ids, attention_mask=mask, cache=cache), load
+    hidden, cache, stats = model.hidden_states(ids, attention_mask=mask, cache=cache, return_stats=True)
+    return hidden, cache, on_mesh(load, model.parallel) + stats.load
 
 
 def _choose(step, logits, is_done, tokens, sampler, stop, key):

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moe_jax._arguments import check_array, integer
 from moe_jax._typing import Array, Float, Int, Shaped
@@ -45,18 +45,19 @@ class EplbState:
     num_devices: int = dataclasses.field(metadata=dict(static=True))
 
     @classmethod
-    def create(cls, num_layers: int, placement: Placement, *, window_size: int = 1000) -> "EplbState":
-        """A state without load of ``num_layers`` layers, all placed alike, that remembers ``window_size`` steps."""
+    def create(cls, num_layers: int, placement: Placement, *, window_size: int = 1000, mesh: Any = None) -> "EplbState":
+        """A state without load of ``num_layers`` layers, all placed alike, that remembers ``window_size`` steps.
+
+        mesh: of the layers, a ``Mesh`` or their ``ParallelConfig``. The state then lies on it as a step leaves it, and
+        the first step compiles the only program; without a mesh the second one compiles another.
+        """
         num_layers = integer("num_layers", num_layers, minimum=1)
         window_size = integer("window_size", window_size, minimum=1)
         num_experts = placement.num_experts
-        return cls(
-            physical_to_logical=jnp.tile(jnp.asarray(placement.physical_to_logical), (num_layers, 1)),
-            window=jnp.zeros((window_size, num_layers, num_experts), jnp.int32),
-            pass_load=jnp.zeros((num_layers, num_experts), jnp.int32),
-            step=jnp.zeros((), jnp.int32),
-            num_devices=placement.num_devices,
-        )
+        slots = np.tile(np.asarray(placement.physical_to_logical), (num_layers, 1))
+        window = np.zeros((window_size, num_layers, num_experts), np.int32)
+        pass_load, step = np.zeros((num_layers, num_experts), np.int32), np.zeros((), np.int32)
+        return cls(*_placed((slots, window, pass_load, step), mesh), placement.num_devices)
 
     @property
     def num_layers(self) -> int:
@@ -109,13 +110,16 @@ class EplbState:
         zeros = jax.tree.map(jnp.zeros_like, (self.window, self.pass_load, self.step))
         return dataclasses.replace(self, window=zeros[0], pass_load=zeros[1], step=zeros[2])
 
-    def with_devices(self, placement: Placement) -> "EplbState":
-        """The state after a mesh change: all layers in this placement, with the load they had. Host only."""
+    def with_devices(self, placement: Placement, *, mesh: Any = None) -> "EplbState":
+        """The state after a mesh change: all layers in this placement, with the load they had. Host only.
+
+        mesh: the new one, as in ``create``.
+        """
         if placement.num_experts != self.num_experts:
             raise ValueError(f"placement is of {placement.num_experts} experts, expected {self.num_experts}")
-        slots = jnp.tile(jnp.asarray(placement.physical_to_logical), (self.num_layers, 1))
-        window, pass_load, step = (jnp.asarray(np.asarray(leaf)) for leaf in (self.window, self.pass_load, self.step))
-        return type(self)(slots, window, pass_load, step, placement.num_devices)
+        slots = np.tile(np.asarray(placement.physical_to_logical), (self.num_layers, 1))
+        load = map(np.asarray, (self.window, self.pass_load, self.step))
+        return type(self)(*_placed((slots, *load), mesh), placement.num_devices)
 
     def placement(self, layer: int) -> Placement:
         """Where the experts of one layer lie; host only."""
@@ -135,8 +139,24 @@ class EplbState:
         sharding = self.physical_to_logical.sharding
         is_spread = isinstance(sharding, NamedSharding)
         return dataclasses.replace(
-            self, physical_to_logical=jax.device_put(slots, sharding) if is_spread else jnp.asarray(slots)
+            self, physical_to_logical=_whole(slots, sharding) if is_spread else jnp.asarray(slots)
         )
+
+
+def _placed(leaves: tuple[np.ndarray, ...], mesh: Any) -> list[jax.Array]:
+    """Whole on every device of a mesh, under the names that programs give their outputs: Explicit axes are written out
+    for every dimension. jit compiles by names."""
+    if mesh is None:
+        return [jnp.asarray(leaf) for leaf in leaves]
+    mesh = getattr(mesh, "mesh", mesh)
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    specs = [PartitionSpec(*[None] * leaf.ndim) if is_explicit else PartitionSpec() for leaf in leaves]
+    return [_whole(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)]
+
+
+def _whole(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Every process brings its own copy of the same values."""
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: np.asarray(leaf[index]))
 
 
 def balancedness(load: Shaped[Array, "layers S"], num_devices: int) -> Float[Array, ""]:

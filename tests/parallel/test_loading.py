@@ -11,7 +11,7 @@ from mesh_cases import marked
 
 import moe_jax
 from moe_jax.loading import Checkpoint
-from moe_jax.parallel import ParallelConfig, Placement, _loading, _weights
+from moe_jax.parallel import EplbState, ParallelConfig, Placement, _loading, _weights, rebalance
 from moe_jax.parallel._loading import ShardedExpertReader
 from moe_jax.parallel._mesh import parse_mesh
 from tests.loading.conftest import written  # noqa: F401
@@ -163,9 +163,88 @@ def test_meshes_without_meaning(checkpoint):
     assert dataclasses.asdict(block.experts.config)["num_experts"] == EXPERTS
 
 
+def test_redundant_experts_are_loaded_and_moved(checkpoint):
+    """7 copies of 6 experts in 8 slots; after a move the layer gives the same bits by the same program."""
+    parallel = ParallelConfig(parse_mesh("expert=4"), expert_axis="expert", dispatch="all_to_all")
+    options = dict(mesh=parallel, enable_eplb=True, num_redundant_experts=1, dtype="float32")
+    block = moe_jax.load_moe(checkpoint("fp8_channel"), 0, **options)
+    expected = moe_jax.load_moe(checkpoint("fp8_channel"), 0, dtype="float32").experts.weights.get_value()
+    x = jax.random.normal(jax.random.key(1), (9, block.experts.config.hidden_size), "float32")
+    run = jax.jit(lambda block, x: block(x, return_stats=True))
+    y, stats = run(block, x)
+    old = block.experts.placement.get_value()
+    assert old.num_slots == 8 and int(stats.load.sum()) == 18
+    state = EplbState.create(1, old, window_size=1, mesh=parallel).record(stats.load[None]).next_step()
+    plan = rebalance(state, load=[[90, 1, 1, 1, 1, 60]])
+    state = plan.apply(0, block.experts, state)
+    slots = np.asarray(block.experts.placement.get_value().physical_to_logical)
+    assert (slots != np.asarray(old.physical_to_logical)).any() and np.bincount(slots)[0] == 2
+    for found, wanted in zip(
+        jax.tree.leaves(block.experts.weights.get_value()), jax.tree.leaves(expected), strict=True
+    ):
+        assert np.asarray(found).tobytes() == np.asarray(wanted)[slots].tobytes()
+    again, moved = run(block, x)
+    np.testing.assert_array_equal(again, y)
+    assert run._cache_size() == 1 and (np.asarray(moved.load) != np.asarray(stats.load)).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(enable_eplb=True), "enable_eplb=True balances the devices of an expert axis"),
+        (dict(enable_eplb=True, mesh="tensor=2"), "enable_eplb=True balances the devices of an expert axis"),
+        (dict(num_redundant_experts=2, mesh="expert=2"), "num_redundant_experts=2 needs enable_eplb=True"),
+    ],
+)
+def test_load_balancing_needs_its_axis(checkpoint, options, message):
+    mesh = parse_mesh(options["mesh"]) if "mesh" in options else None
+    for load in (moe_jax.load_moe, moe_jax.load_pretrained):
+        with pytest.raises(ValueError, match=message):
+            load(checkpoint(None), **options | dict(mesh=mesh))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_a_model_balances_while_it_serves(checkpoint, axis_type):
+    """Load goes in with every step, layers are rearranged between steps: the same logits to the bit, one program. A
+    reload then finds the experts where they are."""
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType[axis_type],))
+    parallel = ParallelConfig(mesh, expert_axis="expert", dispatch="all_to_all")
+    options = dict(mesh=parallel, enable_eplb=True, num_redundant_experts=2, dtype="float32")
+    model = moe_jax.load_pretrained(checkpoint("fp8_channel"), **options)
+    ids = np.asarray([[5, 17, 3, 60, 2, 9]], np.int32)
+    layers = [block.experts for block in model.moe_blocks()]
+    state = EplbState.create(len(layers), layers[0].placement.get_value(), window_size=4, mesh=parallel)
+
+    @jax.jit
+    def step(model, ids, state):
+        logits, stats = model(ids, return_stats=True)
+        return logits, stats.load, state.record(stats.load).next_step()
+
+    expected, load, state = step(model, ids, state)
+    assert load.shape == (1, 8) and int(load.sum()) == 2 * ids.size
+    for skew in ([[90, 1, 1, 1, 1, 60]], [[1, 1, 50, 1, 90, 1]]):
+        plan = rebalance(state, load=skew)
+        assert plan.layers == (0,)
+        state = plan.apply(0, layers[0], state)
+        logits, _, state = step(model, ids, state)
+        np.testing.assert_array_equal(logits, expected)
+    assert step._cache_size() == 1 and int(state.load().sum()) == 3 * 2 * ids.size
+    model.reload_weights(checkpoint("fp8_channel"))
+    np.testing.assert_array_equal(step(model, ids, state)[0], expected)
+    alone = moe_jax.load_pretrained(checkpoint("fp8_channel"), dtype="float32")
+    np.testing.assert_allclose(expected, alone(ids), rtol=1e-3, atol=1e-3)
+    tokens, load = moe_jax.generate(model, ids, max_new_tokens=4, return_load=True)
+    assert tokens.tolist() == moe_jax.generate(alone, ids, max_new_tokens=4).tolist()
+    assert load.shape == (1, 8) and int(load.sum()) == 2 * (ids.size + 3)
+    parts = list(moe_jax.models.generate_stream(model, ids, max_new_tokens=4, return_load=True))
+    assert np.concatenate([part for part, _ in parts], 1).tolist() == tokens[:, ids.size :].tolist()
+    np.testing.assert_array_equal(parts[-1][1], load)
+
+
 @pytest.mark.slow
 def test_a_model_over_a_mesh(checkpoint):
-    """Logits and tokens of one device; only the experts are in shares."""
+    """Logits and tokens of one device."""
     ids = np.asarray([[5, 17, 3, 60, 2, 9]], np.int32)
     alone = moe_jax.load_pretrained(checkpoint("fp8_channel"), dtype="float32")
     spread = moe_jax.load_pretrained(checkpoint("fp8_channel"), dtype="float32", mesh=parse_mesh("expert=2,tensor=2"))

@@ -1,0 +1,131 @@
+"""Whole models over a mesh: the answer of one device, dense weights in shares, and each byte range read once."""
+
+import collections
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import moe_jax
+from moe_jax.loading import Checkpoint
+from tests.models.cases import CASES, VOCAB, assert_logits_close
+
+
+def mesh_of(text, axis_type="Auto"):
+    sizes = {name: int(size) for name, size in (entry.split("=") for entry in text.split(","))}
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType[axis_type],) * len(sizes))
+
+
+def check_answers(case, mesh, axis_type):
+    alone = case.model
+    spread = moe_jax.load_pretrained(case.directory, dtype="float32", mesh=mesh_of(mesh, axis_type))
+    ids = np.random.default_rng(0).integers(0, VOCAB, (2, 20)).astype(np.int32)
+    mask = np.arange(20) < [[20], [13]]
+    assert_logits_close(np.asarray(spread.score(ids))[mask], np.asarray(alone.score(ids))[mask])
+    made = [moe_jax.generate(model, ids, max_new_tokens=3, attention_mask=mask).tolist() for model in (spread, alone)]
+    assert made[0] == made[1]
+    return spread
+
+
+def test_answers_of_one_device(case):
+    """Heads, vocabulary and inner width over the tensor axis: half of each on a device."""
+    model = check_answers(case("qwen3_dense_bias"), "expert=2,tensor=2", "Auto")
+    for name, split in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):
+        weight = getattr(model.layers[0].self_attn, name).weight.get_value()
+        assert (
+            weight.sharding.spec[split] == "tensor"
+            and weight.sharding.shard_shape(weight.shape)[split] * 2 == (weight.shape[split])
+        )
+    assert model.lm_head.weight.get_value().sharding.spec == P("tensor", None)
+    assert model.layers[0].mlp.down_proj.weight.get_value().sharding.spec == P(None, "tensor")
+    assert model.init_cache(2, 16).layers[0][0].sharding.spec == P(None, "tensor", None, None)
+
+
+# Four devices have two key heads to share.
+LAYOUTS = (("tensor=4", "Auto"), ("expert=2,tensor=2", "Explicit"), ("expert=2", "Auto"), ("data=2,expert=2", "Auto"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", [name for name in CASES if "rope" not in name and not name.startswith("qwen3_l")])
+def test_every_family(case, name, layout):
+    check_answers(case(name), *layout)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """What is read of each dense tensor: name -> sizes in bytes."""
+    found, read = collections.defaultdict(list), Checkpoint.read
+
+    def recorded(self, name, rows=None, columns=None):
+        array = read(self, name, rows, columns)
+        if ".experts." not in name:
+            found[name].append(array.nbytes)
+        return array
+
+    monkeypatch.setattr(Checkpoint, "read", recorded)
+    return found
+
+
+def values(model):
+    """Name -> bytes of every dense parameter."""
+    modules = model.dense_modules()
+    return {
+        f"{name}.{attribute}": np.asarray(variable.get_value()).tobytes()
+        for name, module in modules.items()
+        for attribute in ("weight", "bias")
+        if (variable := getattr(module, attribute, None)) is not None
+    }
+
+
+def sizes_of(directory):
+    with Checkpoint(directory) as opened:
+        return {name: opened.info(name).nbytes for name in opened.names if ".experts." not in name}
+
+
+ROWS_AND_COLUMNS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "embed_tokens",
+    "lm_head",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
+
+
+def test_each_byte_range_is_read_once(case, reads):
+    """Two devices take halves of what is split; what is whole on every device is read once as well."""
+    directory = case("qwen3_dense_bias").directory
+    reads.clear()
+    model = moe_jax.load_pretrained(directory, dtype="float32", mesh=mesh_of("expert=2,tensor=2"))
+    sizes = {name: size for name, size in sizes_of(directory).items() if not name.endswith("o_proj.bias")}
+    for name, size in sizes.items():
+        is_split = any(word in name for word in ROWS_AND_COLUMNS)
+        assert reads[name] == ([size // 2] * 2 if is_split else [size]), name
+    assert values(model) == values(moe_jax.load_pretrained(directory, dtype="float32"))
+    weight = model.embed_tokens.weight.get_value()
+    shards = {tuple(shard.data.shape) for shard in weight.addressable_shards}
+    assert shards == {(VOCAB // 2, weight.shape[1])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["fp8_channel", "w4a16_g32", "w4a16_g32_asym", "fp8_block"])
+def test_quantized_dense_weights(case, tmp_path, scheme, reads):
+    """Whole groups and words are read alone; blocks of 128, of which a device would get a part, are read whole."""
+    directory = tmp_path / scheme
+    moe_jax.quantize_checkpoint(case("mixtral").directory, directory, scheme=scheme, modules="all")
+    reads.clear()
+    model = moe_jax.load_pretrained(directory, dtype="float32", mesh=mesh_of("tensor=2"))
+    found, on_disk = dict(reads), sizes_of(directory)
+    assert values(model) == values(moe_jax.load_pretrained(directory, dtype="float32"))
+    name = next(name for name in on_disk if re.search(r"layers\.0\.self_attn\.q_proj\.weight(_packed)?$", name))
+    assert found[name] == ([on_disk[name]] if scheme == "fp8_block" else [on_disk[name] // 2] * 2)
+    ids = np.random.default_rng(0).integers(0, VOCAB, (2, 9)).astype(np.int32)
+    alone = moe_jax.load_pretrained(directory, dtype="float32")
+    assert_logits_close(model.score(ids), np.asarray(alone.score(ids)))
