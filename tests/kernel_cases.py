@@ -5,8 +5,11 @@ tool, since the compiler's environment has none.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import jax
 
 from pallas_kernels.align.config import AlignDesc, row_capacity
 from pallas_kernels.align.config import choose_config as choose_align
@@ -23,6 +26,12 @@ from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc, PackedF
 from pallas_kernels.grouped_gemm_packed import candidates as packed_candidates
 from pallas_kernels.grouped_gemm_packed.kernel_sm90 import grouped_gemm_packed_sm90
 from pallas_kernels.grouped_gemm_packed.kernel_sm90 import operand_names as packed_operand_names
+from pallas_kernels.push.config import QUANTIZATIONS as PUSH_QUANTIZATIONS
+from pallas_kernels.push.config import PlaceDesc, PushDesc, choose_dispatch, choose_place
+from pallas_kernels.push.config import choose_combine as choose_push_combine
+from pallas_kernels.push.kernel_sm90 import combine_sm90 as push_combine_sm90
+from pallas_kernels.push.kernel_sm90 import dispatch_sm90
+from pallas_kernels.push.place_sm90 import place_sm90
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, TAKES_SCALE, PermuteDesc, config_error
 from pallas_kernels.quantize_and_permute.config import choose_config as choose_permute
 from pallas_kernels.quantize_and_permute.gather_sm90 import gather_rows_sm90
@@ -73,12 +82,28 @@ GEMMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """name; function of ``shapes``' arrays; instruction: the matrix instruction in its SASS, None for a row kernel."""
+    """name; function of ``shapes``' arrays; instruction: the matrix instruction in its SASS, None for a row kernel.
+
+    mesh: (axis, size) of the devices that run it together, each with arrays of these shapes.
+    """
 
     name: str
     function: Callable[..., Any]
     shapes: tuple[Shape, ...]
     instruction: str | None = None
+    mesh: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(size for _, size in self.mesh)
+
+    def over(self, mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+        """The function on all devices of a mesh, and its arguments."""
+        spec = jax.sharding.PartitionSpec(mesh.axis_names)
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        shapes = [((self.num_devices * shape[0], *shape[1:]), dtype) for shape, dtype in self.shapes]
+        function = jax.shard_map(self.function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return function, [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes]
 
 
 def gemm(name: str) -> GemmDesc:
@@ -283,6 +308,34 @@ def route_cases() -> Iterator[Case]:
                 yield Case(f"route {name}", route_sm90(desc, config), tuple(shapes))
 
 
+def push_cases() -> Iterator[Case]:
+    """Dispatch in every quantization, combine and placing: few and many tokens, a mesh of one axis and of two."""
+    four, two_axes = (("e", 4),), (("t", 2), ("e", 2))
+    for number, quantization in enumerate(PUSH_QUANTIZATIONS):
+        for tokens, width in ((16, 7168), (4096, 2048)):
+            mesh = two_axes if number == 1 else four
+            desc = PushDesc(mesh, "e", tokens, width, 8, 32, "bfloat16", quantization)
+            shapes = (((tokens, width), "bfloat16"), ((desc.padded_pairs,), "int32"))
+            kernel = dispatch_sm90(desc, choose_dispatch(desc, H200_SMS))
+            yield Case(f"push dispatch {quantization} {tokens} x {width}", kernel, shapes, mesh=mesh)
+    for mesh, dtype, tokens, width in (
+        (four, "bfloat16", 16, 7168),
+        (four, "bfloat16", 4096, 7168),
+        (two_axes, "float16", 16, 2880),
+        ((("e", 8),), "bfloat16", 256, 2048),
+    ):
+        desc = PushDesc(mesh, "e", tokens, width, 8, 32, dtype)
+        pairs = desc.num_pairs
+        shapes = (((4096, width), dtype), ((desc.size * pairs,), "int32"), ((pairs,), "int32"), ((pairs,), "float32"))
+        kernel = push_combine_sm90(desc, choose_push_combine(desc, H200_SMS))
+        yield Case(f"push combine {dtype} {tokens} x {width}", kernel, shapes, mesh=mesh)
+    for width, groups in ((7168, 56), (2048, 16), (2880, 0)):
+        place = PlaceDesc(64, 1024, width, 8, groups)
+        scales = (64, groups) if groups else (64,)
+        shapes = (((64, width), "int8"), (scales, "float32"), ((64, 8), "int32"))
+        yield Case(f"push place {width}, {groups} groups", place_sm90(place, choose_place(place, H200_SMS)), shapes)
+
+
 def all_cases() -> Iterator[Case]:
     yield from gemm_cases()
     yield from packed_cases()
@@ -291,3 +344,4 @@ def all_cases() -> Iterator[Case]:
     yield from combine_cases()
     yield from align_cases()
     yield from route_cases()
+    yield from push_cases()

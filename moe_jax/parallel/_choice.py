@@ -1,7 +1,7 @@
 """Which dispatch a call takes where the caller named none, and what ``explain`` says about it."""
 
 from moe_jax._config import MoEConfig
-from moe_jax.parallel._dispatch import ROOM, why_not
+from moe_jax.parallel._dispatch import ROOM, why_no_push, why_not
 from moe_jax.parallel._parallel_config import ParallelConfig
 
 # Tokens of the devices that share experts up to which one psum of everything is cheaper than an all_gather and a
@@ -21,11 +21,16 @@ def choose_dispatch(parallel: ParallelConfig, config: MoEConfig, num_tokens: int
 
 
 def describe(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) -> str:
-    """The dispatch of a call and the reason for it, in one line."""
+    """The dispatch of a call and the reason for it, and what becomes of push, in one line."""
     if parallel.dispatch is not None:
-        return f"dispatch: {choose_dispatch(parallel, config, num_tokens)}, as the layer was told"
+        refusal = why_not(parallel.dispatch, parallel.mesh)
+        return f"dispatch: {parallel.dispatch}, as the layer was told" if not refusal else f"dispatch: none, {refusal}"
     name, reason = _rule(parallel, config, num_tokens)
-    return f"dispatch: {name}, {reason}"
+    if parallel.expert_size == 1:
+        return f"dispatch: {name}, {reason}"
+    refusal = why_no_push(list(parallel.mesh.devices.flat))
+    push = "push, not timed yet, runs where it is named" if refusal is None else f"not push, which {refusal}"
+    return f"dispatch: {name}, {reason}; {push}"
 
 
 def _rule(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) -> tuple[str, str]:

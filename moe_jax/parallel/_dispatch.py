@@ -22,7 +22,8 @@ collective, tokens or not, so none waits for another forever.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -170,8 +171,7 @@ def ragged_all_to_all(x: Array, weights: Array, slots: Array, exchange: Exchange
 
 def push(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
     """Two kernels that store into the memory of the other devices; the sum over k is that of a single device."""
-    if exchange.serve is None:
-        raise NotImplementedError("dispatch='push' needs the experts to run in the Hopper kernels")
+    assert exchange.serve is not None  # the caller refuses experts that run elsewhere
     where = dict(axis=exchange.axis, slots_per_device=exchange.slots_per_device, implementation=exchange.kernels)
     arrived = push_rows(x, slots, quantization=exchange.quantization, **where)
 
@@ -203,19 +203,17 @@ WAYS: dict[str, Callable[[Array, Array, Array, Exchange], Array]] = {
 
 def why_not(name: str, mesh: Mesh) -> str | None:
     """The reason for which a dispatch cannot run on the devices of a mesh, or None."""
-    if name == "push" and (reason := _why_no_push(mesh)) is not None:
+    if name == "push" and (reason := why_no_push(list(mesh.devices.flat))) is not None:
         return f"dispatch='push' {reason}; use 'all_gather' or 'all_to_all'"
     if name == "ragged_all_to_all" and mesh.devices.flat[0].platform == "cpu":
         return "dispatch='ragged_all_to_all': XLA has none on the CPU; use 'all_to_all', which sends the same rows"
     return None
 
 
-def _why_no_push(mesh: Mesh) -> str | None:
-    """What the devices of a mesh lack: stores from one into another's memory, at addresses that this process knows.
-
-    Mosaic takes a device's place in the mesh for its number.
+def why_no_push(devices: Sequence[Any]) -> str | None:
+    """What push does or needs that the devices of a mesh, in its order, cannot give, or None: stores from one into
+    another's memory, at addresses that this process knows. Mosaic takes a device's place in the mesh for its number.
     """
-    devices = list(mesh.devices.flat)
     kind = devices[0].device_kind
     if devices[0].platform != "gpu":
         return f"stores over NVLink from Hopper GPUs, the mesh is of {kind!r}"

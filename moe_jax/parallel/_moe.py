@@ -149,8 +149,13 @@ def _body(
         call_axes=parallel.used_axes,
     )
     weights = _own_share(weights, own, parallel)
-    chosen, _ = choose(Problem(own, weights, num_tokens, jax.default_backend()))
+    chosen, skipped = choose(Problem(own, weights, num_tokens, jax.default_backend()))
     is_mosaic = chosen is not None and chosen.name == "mosaic"
+    if name == "push" and not is_mosaic:
+        reason = dict(skipped).get("mosaic", f"implementation={config.implementation} leaves them out")
+        raise NotImplementedError(
+            f"dispatch='push' needs the experts in the Hopper kernels: {reason}; use 'all_gather' or 'all_to_all'"
+        )
     routed = route_tokens(
         x, router_logits, config, weights, routing, token_mask, token_ids, replayed_ids, by_kernel=is_mosaic
     )

@@ -63,12 +63,8 @@ def dispatch_sm90(desc: PushDesc, config: PushConfig) -> Callable[..., Any]:
 
     config must pass config_error. To be called inside ``jax.shard_map`` over ``desc.mesh``.
     """
-    split = (desc.width // GROUP, GROUP) if desc.is_grouped else (desc.width,)
-    out = [jax.ShapeDtypeStruct((desc.num_rows, *split), desc.code_dtype)]
-    if desc.scale_shape is not None:
-        out.append(jax.ShapeDtypeStruct(desc.scale_shape, jnp.float32))
-    out.append(jax.ShapeDtypeStruct((desc.size, desc.padded_pairs), jnp.int32))
-    call = _kernel(functools.partial(_dispatch, desc, config), out, config)
+    split, out = dispatch_shapes(desc)
+    call = _kernel(functools.partial(dispatch_body, desc, config, Devices), out, config)
 
     def run(x, slots):
         codes, *scales, slots = call(x.reshape(desc.num_tokens, *split), slots)
@@ -82,11 +78,8 @@ def combine_sm90(desc: PushDesc, config: PushConfig) -> Callable[..., Any]:
 
     rows: of ``desc.dtype``. config must pass config_error. To be called inside ``jax.shard_map`` over ``desc.mesh``.
     """
-    out = [
-        jax.ShapeDtypeStruct((desc.num_pairs, desc.width), desc.dtype),
-        jax.ShapeDtypeStruct((desc.num_tokens, desc.width), jnp.float32),
-    ]
-    call = _kernel(functools.partial(_combine, desc, config), out, config)
+    out = combine_shapes(desc)
+    call = _kernel(functools.partial(combine_body, desc, config, Devices), out, config)
     return lambda *operands: call(*operands)[1]
 
 
@@ -102,8 +95,29 @@ def _kernel(body: Callable[..., None], out: Any, config: PushConfig) -> Callable
     )
 
 
-class _Devices:
-    """The devices along ``desc.axis`` as this one sees them, by their index there."""
+def dispatch_shapes(desc: PushDesc) -> tuple[tuple[int, ...], list[jax.ShapeDtypeStruct]]:
+    """(a row as the kernel splits it, its outputs)."""
+    split = (desc.width // GROUP, GROUP) if desc.is_grouped else (desc.width,)
+    out = [jax.ShapeDtypeStruct((desc.num_rows, *split), desc.code_dtype)]
+    if desc.scale_shape is not None:
+        out.append(jax.ShapeDtypeStruct(desc.scale_shape, jnp.float32))
+    return split, [*out, jax.ShapeDtypeStruct((desc.size, desc.padded_pairs), jnp.int32)]
+
+
+def combine_shapes(desc: PushDesc) -> list[jax.ShapeDtypeStruct]:
+    """Outputs of the kernel: the rows that come back, and their sums."""
+    return [
+        jax.ShapeDtypeStruct((desc.num_pairs, desc.width), desc.dtype),
+        jax.ShapeDtypeStruct((desc.num_tokens, desc.width), jnp.float32),
+    ]
+
+
+class Devices:
+    """The devices along ``desc.axis`` as one of them, ``me``, sees them, by their index there.
+
+    Made in the kernel. All that the bodies below know of other devices is here, so that a test can put parts of one
+    device's memory in their place.
+    """
 
     def __init__(self, desc: PushDesc):
         self.desc = desc
@@ -113,20 +127,36 @@ class _Devices:
         """All devices, this one last, each device starting with another."""
         return [lax.rem(self.me + 1 + i, jnp.int32(self.desc.size)) for i in range(self.desc.size)]
 
-    def number(self, device: Any) -> Any:
+    def own(self, ref: Any) -> Any:
+        """An argument of the kernel on this device."""
+        return ref
+
+    def on(self, ref: Any, device: Any) -> Any:
+        """The same argument of the kernel on another device."""
+        return plgpu.remote_ref(ref, self._number(device), device_id_type=pl.DeviceIdType.LOGICAL)
+
+    def semaphore(self) -> Any:
+        """One on every device, zero at the start."""
+        return pl.get_global(plgpu.SemaphoreType.REGULAR)
+
+    def signal(self, semaphore: Any, device: Any = None) -> None:
+        """Add one to a semaphore of a device, of this one where none is given."""
+        if device is None:
+            pl.semaphore_signal(semaphore)
+        else:
+            pl.semaphore_signal(semaphore, device_id=self._number(device), device_id_type=pl.DeviceIdType.LOGICAL)
+
+    def wait(self, semaphore: Any, value: int) -> None:
+        """Until this device's semaphore has reached value."""
+        pl.semaphore_wait(semaphore, value, decrement=False)
+
+    def _number(self, device: Any) -> Any:
         """Of a device among all of the mesh."""
         total = device * self.desc.strides[self.desc.axis]
         for name, stride in self.desc.strides.items():
             if name != self.desc.axis:
                 total = total + lax.axis_index(name) * stride
         return total
-
-    def ref(self, ref: Any, device: Any) -> Any:
-        """The same argument of the kernel on another device."""
-        return plgpu.remote_ref(ref, self.number(device), device_id_type=pl.DeviceIdType.LOGICAL)
-
-    def signal(self, semaphore: Any, device: Any) -> None:
-        pl.semaphore_signal(semaphore, device_id=self.number(device), device_id_type=pl.DeviceIdType.LOGICAL)
 
 
 def _share(total: int, config: PushConfig, body: Callable[[Any], None]) -> None:
@@ -141,26 +171,25 @@ def _share(total: int, config: PushConfig, body: Callable[[Any], None]) -> None:
     lax.fori_loop(0, mine, step, 0)
 
 
-def _signal_when_all_stored(devices: _Devices, config: PushConfig, stored: Any, arrived: Any) -> None:
+def _signal_when_all_stored(devices: Devices, config: PushConfig, stored: Any, arrived: Any) -> None:
     """Tell every device, once, that all this one stores there is there."""
     simt.barrier()
-    pl.semaphore_signal(stored)
+    devices.signal(stored)
 
     @pl.when(lax.axis_index("block") == 0)
     def _():
-        pl.semaphore_wait(stored, config.num_blocks, decrement=False)
+        devices.wait(stored, config.num_blocks)
         for device in devices.each():
             devices.signal(arrived, device)
 
 
-def _semaphore() -> Any:
-    return pl.get_global(plgpu.SemaphoreType.REGULAR)
-
-
-def _dispatch(desc: PushDesc, config: PushConfig, x: Any, slots: Any, *outputs: Any) -> None:
+def dispatch_body(
+    desc: PushDesc, config: PushConfig, make_devices: Callable[[PushDesc], Devices], x: Any, slots: Any, *outputs: Any
+) -> None:
     codes, *scales, slots_out = outputs
-    stored, arrived = _semaphore(), _semaphore()
-    devices = _Devices(desc)
+    devices = make_devices(desc)
+    stored, arrived = devices.semaphore(), devices.semaphore()
+    x, slots = devices.own(x), devices.own(slots)
     process = _groups_of_token if desc.is_grouped else _row_of_token
 
     def one_token(token):
@@ -176,7 +205,7 @@ def _dispatch(desc: PushDesc, config: PushConfig, x: Any, slots: Any, *outputs: 
 
                 @pl.when(wanted)
                 def _(device=device):
-                    store(devices.ref(codes, device), devices.ref(scales[0], device) if scales else None, row)
+                    store(devices.on(codes, device), devices.on(scales[0], device) if scales else None, row)
 
         process(desc, x, token, send)
 
@@ -184,7 +213,7 @@ def _dispatch(desc: PushDesc, config: PushConfig, x: Any, slots: Any, *outputs: 
         part = pl.ds(index * WARPGROUP, WARPGROUP)
         values = mosaic.load(slots.at[part], layout=simt.LANES, optimized=False)
         for device in devices.each():
-            devices.ref(slots_out, device).at[devices.me, part][...] = values
+            devices.on(slots_out, device).at[devices.me, part][...] = values
 
     _share(desc.padded_pairs // WARPGROUP, config, one_vector)
     _share(desc.num_tokens, config, one_token)
@@ -192,7 +221,7 @@ def _dispatch(desc: PushDesc, config: PushConfig, x: Any, slots: Any, *outputs: 
 
     @pl.when(lax.axis_index("block") == 0)
     def _():
-        pl.semaphore_wait(arrived, desc.size, decrement=False)
+        devices.wait(arrived, desc.size)
 
 
 def _row_of_token(desc: PushDesc, x: Any, token: Any, send: Callable[..., None]) -> None:
@@ -247,11 +276,20 @@ def _groups_of_token(desc: PushDesc, x: Any, token: Any, send: Callable[..., Non
         send(store)
 
 
-def _combine(
-    desc: PushDesc, config: PushConfig, rows: Any, row_of: Any, slots: Any, weights: Any, back: Any, out: Any
+def combine_body(
+    desc: PushDesc,
+    config: PushConfig,
+    make_devices: Callable[[PushDesc], Devices],
+    rows: Any,
+    row_of: Any,
+    slots: Any,
+    weights: Any,
+    back: Any,
+    out: Any,
 ) -> None:
-    stored, arrived = _semaphore(), _semaphore()
-    devices = _Devices(desc)
+    devices = make_devices(desc)
+    stored, arrived = devices.semaphore(), devices.semaphore()
+    rows, row_of, slots, weights = map(devices.own, (rows, row_of, slots, weights))
     pairs, together = desc.num_pairs, config.pairs_at_once
     first = lax.rem(devices.me + 1, jnp.int32(desc.size)) * pairs
 
@@ -262,14 +300,15 @@ def _combine(
             @pl.when(row >= 0)
             def _(place=place, row=row):
                 device = lax.div(place, jnp.int32(pairs))
-                target = devices.ref(back, device)
+                target = devices.on(back, device)
                 loaded, starts, piece = _load_row(desc, rows, row)
                 for start, value in zip(starts, loaded, strict=True):
                     target.at[place - device * pairs, pl.ds(start, piece)][...] = value
 
     _share(desc.size * pairs // together, config, few_pairs)
     _signal_when_all_stored(devices, config, stored, arrived)
-    pl.semaphore_wait(arrived, desc.size, decrement=False)
+    devices.wait(arrived, desc.size)
+    back, out = devices.own(back), devices.own(out)
 
     vector = vector_length(desc.width, jnp.dtype(desc.dtype).itemsize)
     piece = WARPGROUP * vector

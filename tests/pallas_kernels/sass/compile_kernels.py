@@ -8,8 +8,10 @@ driver, no cuDNN, no cuBLAS. A compile-only topology made from a text descriptio
 
 import argparse
 import collections
+import functools
 import glob
 import json
+import math
 import os
 import re
 import sys
@@ -63,15 +65,23 @@ def main() -> None:
     from jax.experimental import topologies
     from kernel_cases import all_cases
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    @functools.cache
+    def mesh_of(axes: tuple[tuple[str, int], ...]) -> jax.sharding.Mesh:
+        names, sizes = zip(*axes, strict=True)
+        topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{math.prod(sizes)}")
+        return topologies.make_mesh(topo=topology, mesh_shape=sizes, axis_names=names)
+
     seen: set[str] = set()
     wanted = [case for case in all_cases() if case.name.startswith(options.prefix)]
     for case in wanted[options.start :: options.every]:
-        arguments = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in case.shapes]
         try:
-            jax.jit(case.function).lower(*arguments).compile()
+            if case.mesh:
+                function, arguments = case.over(mesh_of(case.mesh))
+            else:
+                alone = jax.sharding.NamedSharding(mesh_of((("x", 1),)), jax.sharding.PartitionSpec())
+                function = case.function
+                arguments = [jax.ShapeDtypeStruct(*shape, sharding=alone) for shape in case.shapes]
+            jax.jit(function).lower(*arguments).compile()
             new = sorted(set(glob.glob(f"{dump}/*.ptxas")) - seen)
             seen.update(new)
             found = [report(case.name, case.instruction, path.removesuffix(".ptxas")) for path in new]

@@ -1,0 +1,115 @@
+"""push: placing what arrived against NumPy, refusals, lowering for CUDA. The exchange: tests/parallel/test_push.py.
+
+Layout contract: scales lie row by row, (rows,) or (rows, groups), while they travel, and (rows,) or (groups, rows) once
+they are in expert order, as the grouped GEMM reads them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from kernel_cases import push_cases
+
+from pallas_kernels.push import PushConfig, PushDesc, combine_pushed, config_error, place_arrived, push_rows
+from pallas_kernels.push.config import PlaceDesc, choose_combine, choose_dispatch, place_error
+from pallas_kernels.quantize_and_permute import quantize_and_permute
+
+DESC = PushDesc((("e", 4),), "e", 16, 7168, 8, 32, "bfloat16", "e4m3_group")
+
+
+@pytest.mark.parametrize("quantization", ["e4m3_row", "e4m3_group", "int8_row"])
+def test_placed_rows_are_those_of_quantize_and_permute(quantization):
+    """Quantized first and placed later, bit for bit: the scales' layout included."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((9, 640)), jnp.bfloat16)
+    rows = rng.permutation(40)[:27].reshape(9, 3)
+    row_of = jnp.asarray(np.where(rng.random(rows.shape) < 0.7, rows, -1), jnp.int32)
+    options = dict(quantization=quantization, implementation="reference")
+    codes, scales = quantize_and_permute(x, **options)
+    placed = place_arrived(codes, scales.T, row_of, 40, implementation="reference")
+    expected = quantize_and_permute(x, row_of, 40, **options)
+    for found, wanted in zip(placed, expected, strict=True):
+        assert found.dtype == wanted.dtype
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("width", "groups"), [(7168, 56), (2048, 16), (2880, 0)])
+def test_place_on_the_gpu(width, groups):
+    rng = np.random.default_rng(1)
+    codes = jnp.asarray(rng.integers(-127, 128, (300, width)), jnp.int8)
+    scales = jnp.asarray(rng.random((300, groups) if groups else 300), jnp.float32)
+    rows = rng.permutation(2500)[:2400].reshape(300, 8)
+    row_of = np.where(rng.random(rows.shape) < 0.3, rows, -1).astype(np.int32)
+    found, wanted = (
+        place_arrived(codes, scales, jnp.asarray(row_of), 2500, implementation=name) for name in ("mosaic", "reference")
+    )
+    used = row_of[row_of >= 0]
+    np.testing.assert_array_equal(np.asarray(found[0])[used], np.asarray(wanted[0])[used])
+    np.testing.assert_array_equal(np.asarray(found[1])[..., used], np.asarray(wanted[1])[..., used])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(mesh=(("e", 1),)), "1 devices along axis 'e': 2 to 8"),
+        (dict(mesh=(("e", 16),)), "16 devices"),
+        (dict(num_tokens=0), "no tokens"),
+        (dict(dtype="int8"), "tokens are int8"),
+        (dict(width=640), "H=640: groups of 128"),
+        (dict(width=200, quantization="none"), "each of 128 threads"),
+    ],
+)
+def test_what_the_kernels_refuse(changes, reason):
+    assert config_error(DESC, PushConfig(4), 132) is None
+    assert reason in config_error(dataclasses.replace(DESC, **changes), PushConfig(4), 132)
+
+
+def test_configs():
+    for tokens in (1, 16, 4096):
+        desc = dataclasses.replace(DESC, num_tokens=tokens)
+        for choose in (choose_dispatch, choose_combine):
+            assert config_error(desc, choose(desc, 132), 132) is None
+    assert "resident" in config_error(DESC, PushConfig(529), 132)
+    assert "does not divide" in config_error(DESC, PushConfig(4, 7), 132)
+    assert "multiple of 4" in place_error(PlaceDesc(4, 8, 640, 2, 5))
+
+
+def test_refused_calls():
+    x, slots = jnp.zeros((4, 512)), jnp.zeros((4, 2), jnp.int32)
+    where = dict(axis="e", slots_per_device=2)
+    with pytest.raises(ValueError, match="is no axis of the mesh"):
+        push_rows(x, slots, **where)
+    with pytest.raises(ValueError, match=r"expected \(T, H\), \(T, top_k\)"):
+        push_rows(x, slots[:3], **where)
+    with pytest.raises(TypeError, match="slots is float32"):
+        push_rows(x, slots.astype(jnp.float32), **where)
+    with pytest.raises(ValueError, match="quantization='fp4' is not one of"):
+        push_rows(x, slots, quantization="fp4", **where)
+    with pytest.raises(ValueError, match="expected 8 bits"):
+        place_arrived(x, jnp.zeros(4), slots, 8)
+    with pytest.raises(ValueError, match="expected float32"):
+        place_arrived(x.astype(jnp.int8), jnp.zeros((3, 4)), slots, 8)
+    mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    spec = jax.sharding.PartitionSpec("e")
+
+    def combine(rows, row_of, slots, weights):
+        return combine_pushed(rows, row_of, slots, weights, **where)
+
+    with pytest.raises(ValueError, match="row_of is int32"):
+        jax.shard_map(combine, mesh=mesh, in_specs=spec, out_specs=spec)(x, slots, slots, jnp.zeros((4, 2)))
+
+
+@pytest.mark.parametrize("case", list(push_cases()), ids=lambda case: case.name)
+def test_lowers_for_cuda(case):
+    if case.mesh:
+        names, sizes = zip(*case.mesh, strict=True)
+        devices = jax.devices()[: case.num_devices]
+        function, arguments = case.over(jax.make_mesh(sizes, names, (AxisType.Auto,) * len(names), devices=devices))
+    else:
+        function, arguments = case.function, [jax.ShapeDtypeStruct(*shape) for shape in case.shapes]
+    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu_v2") == 1

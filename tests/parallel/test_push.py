@@ -1,0 +1,181 @@
+"""dispatch="push": the exchange against NumPy, the experts on rows that arrived, who is refused, lowering for CUDA.
+
+Layout contract: token t of device s is row s * T + t wherever it arrives; slot i is an expert of device
+i // slots_per_device. On CPU devices the exchange runs as its reference, with XLA's collectives, and the experts with
+the references of their kernels.
+"""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from experts_cases import make_config, make_stored_weights
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from moe_jax._experts_mosaic import arriving_quantization, forward, forward_arrived
+from moe_jax._packed_weights import pack_experts
+from moe_jax.parallel import ParallelConfig
+from moe_jax.parallel._choice import describe
+from moe_jax.parallel._dispatch import Exchange, push, why_no_push, why_not
+from pallas_kernels.push import combine_pushed, push_rows
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+ROUTINGS = ("random", "first", "last", "none", "idle", "holes")
+
+
+def mesh_of(size):
+    return jax.make_mesh((size,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+
+
+def over(size, function):
+    """function of one device's shares, over ``size`` devices."""
+    spec = PartitionSpec("e")
+    return jax.jit(jax.shard_map(function, mesh=mesh_of(size), in_specs=spec, out_specs=spec, check_vma=False))
+
+
+def make_slots(routing, size, tokens, num_slots, top_k, seed=0):
+    """(size * tokens, top_k). Hostile: all to the first or last device, none at all, one device without tokens."""
+    rng = np.random.default_rng(seed)
+    slots = np.argsort(rng.random((size * tokens, num_slots)), axis=1)[:, :top_k].astype(np.int32)
+    match routing:
+        case "first":
+            slots[:] = np.arange(top_k)
+        case "last":
+            slots[:] = num_slots - 1 - np.arange(top_k)
+        case "none":
+            slots[:] = -1
+        case "idle":
+            slots[:tokens] = -1
+        case "holes":
+            slots[rng.random(slots.shape) < 0.4] = -1
+    return slots
+
+
+@pytest.mark.parametrize(("size", "routing"), [(2, "random"), (4, "holes"), (8, "idle"), (4, "first"), (2, "none")])
+def test_every_row_arrives_and_comes_back(size, routing):
+    tokens, top_k, width, per_device = 5, 2, 512, 3
+    slots = make_slots(routing, size, tokens, size * per_device, top_k)
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((size * tokens, width)).astype(np.float32)
+    weights = rng.random(slots.shape).astype(np.float32)
+    where = dict(axis="e", slots_per_device=per_device, implementation="reference")
+
+    def there_and_back(x, slots, weights):
+        arrived = push_rows(x, slots, quantization="e4m3_group", **where)
+        mine = arrived.slots - lax.axis_index("e") * per_device
+        here = (mine >= 0) & (mine < per_device)
+        values = arrived.codes.astype(jnp.float32) * jnp.repeat(arrived.scales, 128, axis=1)
+        factor = (mine[..., None] + 1).astype(jnp.float32)  # of expert i of a device
+        rows = (values[:, None] * factor).reshape(-1, width)
+        row_of = jnp.where(here, jnp.arange(here.size, dtype=jnp.int32).reshape(here.shape), -1)
+        y = combine_pushed(rows, row_of, slots, weights, **where)
+        return arrived.codes.astype(jnp.float32)[None], arrived.slots[None], y
+
+    codes, all_slots, y = over(size, there_and_back)(x, slots, weights)
+    np.testing.assert_array_equal(all_slots, np.broadcast_to(slots, (size, *slots.shape)))
+    is_sent = ((slots[None] >= 0) & (slots[None] // per_device == np.arange(size)[:, None, None])).any(axis=2)
+    np.testing.assert_array_equal(np.isfinite(np.asarray(codes)).all(axis=2), is_sent)  # and none that nobody wants
+    factor = np.where(slots >= 0, weights * (slots % per_device + 1), 0.0).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(y, x * factor, rtol=0.07, atol=2e-2)
+    assert (np.asarray(y)[(slots < 0).all(axis=1)] == 0).all()
+
+
+def layer(scheme, dtype="float32", **options):
+    config = make_config(scheme, num_experts=8, top_k=3, hidden_size=512, intermediate_size=256, dtype=dtype, **options)
+    weights = make_stored_weights(config)
+    return config, weights
+
+
+LAYERS = [
+    ("bf16", 2, "random"),
+    ("fp8_block", 4, "holes"),
+    ("fp8_channel", 2, "last"),
+    ("int8_w8a8", 8, "idle"),
+    ("fp8_tensor", 4, "first"),
+    ("w4a16_g128", 4, "random"),
+    ("w4a8_int8", 2, "holes"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "size", "routing"), LAYERS)
+def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing):
+    """Bit for bit: rows are quantized by the same rule, and added in the same order."""
+    config, weights = layer(scheme, "bfloat16")
+    if scheme.startswith("w4"):
+        weights = pack_experts(weights, config)
+    tokens, per_device = 6, config.num_experts // size
+    slots = make_slots(routing, size, tokens, config.num_experts, config.top_k)
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.standard_normal((size * tokens, config.hidden_size)), jnp.bfloat16)
+    topk_weights = jnp.asarray(np.where(slots >= 0, rng.random(slots.shape), 0.0), jnp.float32)
+    plan = dataclasses.replace(config, pinned_tokens=32)
+    expected = forward(plan, x, topk_weights, jnp.asarray(slots), weights, kernels="reference")
+
+    def one_device(x, slots, topk_weights, weights):
+        own = dataclasses.replace(plan, call_axes=("e",))
+        serve = lambda arrived, first, back: forward_arrived(own, arrived, first, weights, back, kernels="reference")  # noqa: E731
+        exchange = Exchange(
+            axis="e",
+            size=size,
+            slots_per_device=per_device,
+            round_axes=("e",),
+            run=None,
+            sum_dtype=jnp.dtype("float32"),
+            row_dtype=jnp.dtype("bfloat16"),
+            is_one_round=False,
+            serve=serve,
+            quantization=arriving_quantization(weights),
+            kernels="reference",
+        )
+        return push(x, topk_weights, slots, exchange)
+
+    y = over(size, one_device)(x, slots, topk_weights, weights)
+    assert arriving_quantization(weights) == {
+        "fp8_block": "e4m3_group",
+        "fp8_channel": "e4m3_row",
+        "int8_w8a8": "int8_row",
+        "w4a8_int8": "int8_row",
+    }.get(scheme, "none")
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(expected))
+
+
+def fake_devices(count, ids=None, kind="NVIDIA H200", capability="9.0", processes=1):
+    return [
+        types.SimpleNamespace(
+            platform="gpu", device_kind=kind, compute_capability=capability, id=i, process_index=n % processes
+        )
+        for n, i in enumerate(ids or range(count))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "reason"),
+    [
+        (fake_devices(4), None),
+        (
+            fake_devices(4, capability="10.0", kind="NVIDIA B200"),
+            "compute capability 9.0, the mesh is of 'NVIDIA B200'",
+        ),
+        (fake_devices(4, processes=2), "one process"),
+        (fake_devices(2, ids=[1, 0]), "devices 0, 1, ... in this order, found [1, 0]"),
+        (fake_devices(16), "joins 2 to 8 devices, the mesh has 16"),
+    ],
+)
+def test_which_devices_can_push(devices, reason):
+    found = why_no_push(devices)
+    assert found is None if reason is None else reason in found
+
+
+def test_explain_says_what_becomes_of_push():
+    config = make_config("bf16", num_experts=8, top_k=2, hidden_size=64, intermediate_size=32)
+    parallel = ParallelConfig(mesh_of(4), expert_axis="e")
+    text = describe(parallel, config, 5)
+    assert text.startswith("dispatch: replicate, since")
+    assert text.endswith("; not push, which stores over NVLink from Hopper GPUs, the mesh is of 'cpu'")
+    named = describe(dataclasses.replace(parallel, dispatch="push"), config, 5)
+    assert named == f"dispatch: none, {why_not('push', parallel.mesh)}" and "use 'all_gather'" in named
