@@ -5,10 +5,12 @@ they are in expert order, as the grouped GEMM reads them.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import push_rehearsal
 import pytest
 from jax.sharding import AxisType
 from kernel_cases import push_cases
@@ -50,6 +52,92 @@ def test_place_on_the_gpu(width, groups):
     used = row_of[row_of >= 0]
     np.testing.assert_array_equal(np.asarray(found[0])[used], np.asarray(wanted[0])[used])
     np.testing.assert_array_equal(np.asarray(found[1])[..., used], np.asarray(wanted[1])[..., used])
+
+
+def hostile_slots(kind, size, tokens, num_slots, top_k):
+    """(size, tokens, top_k): all to the first or last device, none, no tokens on one device, holes, or random."""
+    rng = np.random.default_rng(3)
+    slots = np.argsort(rng.random((size, tokens, num_slots)), axis=-1)[..., :top_k].astype(np.int32)
+    match kind:
+        case "first":
+            slots[:] = np.arange(top_k)
+        case "last":
+            slots[:] = num_slots - 1 - np.arange(top_k)
+        case "none":
+            slots[:] = -1
+        case "idle":
+            slots[0] = -1
+        case "holes":
+            slots[rng.random(slots.shape) < 0.4] = -1
+    return slots
+
+
+REHEARSALS = [
+    (4, 13, 1024, 4, 3, "none", "random"),
+    (4, 13, 1024, 4, 3, "e4m3_row", "holes"),
+    (2, 16, 7168, 8, 32, "e4m3_group", "random"),
+    (4, 5, 2048, 8, 16, "e4m3_group_ue8m0", "idle"),
+    (4, 5, 2880, 4, 8, "int8_row", "last"),
+    (8, 7, 512, 2, 4, "e4m3_group", "first"),
+    (2, 1, 512, 2, 2, "e4m3_group", "none"),
+    (2, 900, 2048, 8, 16, "e4m3_group", "holes"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REHEARSALS, ids=lambda case: "-".join(map(str, case)))
+def test_exchange_rehearsed_on_one_gpu(case):
+    """The kernels' bodies, devices played by parts of one GPU: every row where it belongs, whatever the routing."""
+    size, tokens, width, top_k, per_device, quantization, routing = case
+    slots = hostile_slots(routing, size, tokens, size * per_device, top_k)
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.standard_normal((size, tokens, width)), jnp.bfloat16)
+    desc = PushDesc((("e", size),), "e", tokens, width, top_k, per_device, "bfloat16", quantization)
+    config = choose_dispatch(desc, 132 // size)
+    codes, scales, came = jax.jit(functools.partial(push_rehearsal.dispatch, desc, config))(x, jnp.asarray(slots))
+    whole = x.reshape(-1, width)
+    wanted, wanted_scales = quantize_and_permute(whole, quantization=quantization, implementation="reference")
+    assert (np.asarray(came) == slots.reshape(-1, top_k)).all()
+    for device in range(size):
+        is_sent = ((slots >= 0) & (slots // per_device == device)).any(axis=-1).reshape(-1)
+        found, expected = (np.asarray(a).astype(np.float32)[is_sent] for a in (codes[device], wanted))
+        step = {"none": 0.0, "int8": 1.0, "e4m3": 0.126}[quantization.partition("_")[0]]
+        off = np.abs(found - expected)
+        assert (off <= np.maximum(step * np.abs(expected), step / 64)).all() if step < 1 else off.max(initial=0) <= 1
+        assert (off > 0).mean() < 0.01 or not is_sent.any()
+        if scales is not None:
+            own = np.asarray(scales[device])[is_sent]
+            np.testing.assert_allclose(own, np.asarray(wanted_scales).T[is_sent], rtol=3e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REHEARSALS, ids=lambda case: "-".join(map(str, case)))
+def test_return_rehearsed_on_one_gpu(case):
+    size, tokens, width, top_k, per_device, _, routing = case
+    slots = hostile_slots(routing, size, tokens, size * per_device, top_k)
+    rng = np.random.default_rng(5)
+    num_rows = size * tokens * top_k + 8
+    rows = jnp.asarray(rng.standard_normal((size, num_rows, width)), jnp.bfloat16)
+    places = np.stack([rng.permutation(num_rows)[:-8].reshape(-1, top_k) for _ in range(size)])
+    flat = slots.reshape(-1, top_k)
+    here = (flat >= 0) & (flat // per_device == np.arange(size)[:, None, None])
+    row_of = np.where(here, places, -1).astype(np.int32)
+    weights = rng.random(slots.shape).astype(np.float32)
+    desc = PushDesc((("e", size),), "e", tokens, width, top_k, per_device, "bfloat16")
+    config = choose_combine(desc, 132 // size)
+    run = jax.jit(functools.partial(push_rehearsal.combine, desc, config))
+    y = np.asarray(run(rows, jnp.asarray(row_of), jnp.asarray(slots), jnp.asarray(weights))).reshape(-1, width)
+    expected = np.zeros_like(y)
+    owner = np.where(flat >= 0, flat // per_device, 0)
+    values = np.asarray(rows).astype(np.float32)
+    for j in range(top_k):
+        term = (
+            values[owner[:, j], places[owner[:, j], np.arange(len(flat)), j]] * weights.reshape(-1, top_k)[:, j, None]
+        )
+        expected += np.where(flat[:, j, None] >= 0, term, 0.0)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    again = run(rows, jnp.asarray(row_of), jnp.asarray(slots), jnp.asarray(weights))
+    np.testing.assert_array_equal(np.asarray(again).reshape(-1, width), y)
 
 
 @pytest.mark.parametrize(
