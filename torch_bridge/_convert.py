@@ -38,7 +38,7 @@ def convert(
     quant_config: Any = None,
     prefix: str = "",
     implementation: Any = None,
-    torch_kernels: bool = False,
+    torch_kernels: bool | None = None,
 ) -> FusedMoE:
     """A processed ``FusedMoE`` with experts and routing of a MoE block of transformers, or of a layer of vLLM's kind.
 
@@ -101,7 +101,7 @@ def patch(
     *,
     quantize: "str | Scheme | Mapping[str, Any] | None" = None,
     implementation: Any = None,
-    torch_kernels: bool = False,
+    torch_kernels: bool | None = None,
 ) -> list[str]:
     """Replace the experts of every MoE block of a transformers model, in place; ``generate()`` goes on working.
 

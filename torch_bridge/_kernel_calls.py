@@ -1,4 +1,4 @@
-"""The calls of a layer as Hopper kernels on torch's current stream: ``FusedMoE(torch_kernels=True)``."""
+"""The calls of a layer as Hopper kernels on torch's current stream: ``FusedMoE(torch_kernels=None)`` and True."""
 
 import functools
 from collections.abc import Callable
@@ -10,19 +10,23 @@ import torch
 from moe_jax import ExpertWeights, _experts_mosaic
 from moe_jax.routing import RoutingParams
 from torch_bridge._calls import Experts, JaxCalls, pad_tokens
-from torch_bridge._kernels import as_torch_kernels
+from torch_bridge._kernels import CaptureError, as_torch_kernels
 from torch_bridge._tensors import narrowed, to_torch
 
 
 class KernelCalls(JaxCalls):
     """Routing and experts without JAX's runtime: ordered as any operator of torch, and fit for CUDA graphs.
 
-    The weights are torch views of the JAX arrays. A layer that the kernels do not take is refused at its first call, by
-    name and with the reason. Gradients, and the router alone, go through JAX's runtime.
+    The weights are torch views of the JAX arrays. A call that is not kernels from end to end goes through JAX's
+    runtime, or is refused by name and with the reason where the layer was told to have kernels only. Gradients, and
+    the router alone, go through JAX's runtime.
     """
 
-    def __init__(self, experts: Experts, layer_name: str):
+    def __init__(self, experts: Experts, layer_name: str, *, is_strict: bool):
+        """is_strict: whether calls that are not kernels from end to end are refused."""
         super().__init__(experts, layer_name)
+        self._is_strict = is_strict
+        jax.block_until_ready(experts.weights)  # calls may come on any stream
         self._weights: ExpertWeights = jax.tree.map(to_torch, experts.weights)
         table = experts.expert_map
         self._expert_map = None if table is None else to_torch(table)
@@ -42,11 +46,15 @@ class KernelCalls(JaxCalls):
         if not self._is_cuda:
             raise NotImplementedError(f"{self.layer_name}: torch_kernels=True needs CUDA tensors, found {first.device}")
         padded, mask = pad_tokens(tensors, bias)
-        arguments = self._moe_arguments(padded, mask) if method == "moe" else self._expert_arguments(padded, mask)
         try:
+            arguments = self._moe_arguments(padded, mask) if method == "moe" else self._expert_arguments(padded, mask)
             y = self._kernels[method](*arguments)
-        except (NotImplementedError, RuntimeError) as error:
-            raise type(error)(f"{self.layer_name}: torch_kernels=True: {error}") from None
+        except NotImplementedError as error:
+            if not self._is_strict:
+                return super().run(method, *tensors, bias=bias)
+            raise NotImplementedError(f"{self.layer_name}: torch_kernels=True: {error}") from None
+        except CaptureError as error:
+            raise CaptureError(f"{self.layer_name}: {error}") from None
         if torch.cuda.is_current_stream_capturing():
             self.is_captured = True
         return y if mask is None else y[: first.shape[0]]
@@ -71,11 +79,10 @@ class KernelCalls(JaxCalls):
     def _moe_arguments(self, tensors: tuple[Any, ...], mask: Any) -> tuple[Any, ...]:
         x, logits, bias, token_ids = tensors
         if token_ids is not None or self.experts_tree.routing.hash_indices_table is not None:
-            raise NotImplementedError(f"{self.layer_name}: torch_kernels=True: hash routing has no kernel")
+            raise NotImplementedError("hash routing has no kernel")
         if self._expert_map is not None:
             raise NotImplementedError(
-                f"{self.layer_name}: torch_kernels=True: routing to experts of other ranks has no kernel; route first, "
-                "then call quant_method.apply"
+                "routing to experts of other ranks has no kernel; route first, then call quant_method.apply"
             )
         return x, logits, None if bias is None else bias.float(), mask
 

@@ -36,7 +36,7 @@ def as_torch_kernels(function: Callable[..., Any], *bound: Any) -> Callable[...,
     Raises NotImplementedError for a function that computes outside of kernels, by the operation's name, RuntimeError
     for a first call during capture, and what the function raises.
     """
-    programs: dict[Any, KernelProgram] = {}
+    programs: dict[Any, KernelProgram | NotImplementedError] = {}
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -45,14 +45,25 @@ def as_torch_kernels(function: Callable[..., Any], *bound: Any) -> Callable[...,
         program = programs.get(key)
         if program is None:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
+                raise CaptureError(
                     "a CUDA graph is being captured, in which kernels cannot be compiled: call once with the same "
                     "shapes before capturing"
                 )
-            program = programs[key] = KernelProgram(function, *args, bound=bound)
+            try:
+                program = KernelProgram(function, *args, bound=bound)
+                program.load(leaves[0].device)
+            except NotImplementedError as error:  # not to be found out again in every call
+                program = error.with_traceback(None)
+            programs[key] = program
+        if isinstance(program, NotImplementedError):
+            raise program
         return program(leaves)
 
     return call
+
+
+class CaptureError(RuntimeError):
+    """A call that cannot be captured in a CUDA graph yet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +88,7 @@ class KernelProgram:
     def __init__(self, function: Callable[..., Any], *args: Any, bound: tuple[Any, ...] = ()):
         """args and bound: tensors or ShapeDtypeStructs in any pytree. Raises as ``as_torch_kernels`` says."""
         structs = jax.tree.map(_struct, (*args, *bound))
-        self._bound = jax.tree.leaves(bound)
+        self._num_leaves, self._bound = len(jax.tree.leaves(args)), jax.tree.leaves(bound)
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*structs)
         self._structure = jax.tree.structure(shape)
         self._num_slots = len(closed.jaxpr.invars)
@@ -92,18 +103,23 @@ class KernelProgram:
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> Any:
         """leaves: CUDA tensors of one device, the same in every call, one for each leaf of the arguments."""
-        device = leaves[0].device
+        if self._launches is None:
+            self.load(leaves[0].device)
+        launches = self._launches
+        assert launches is not None
+        device = launches.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self(leaves)
-        if self._launches is None:
-            self._launches = self._load(len(leaves), device)
-        return jax.tree.unflatten(self._structure, self._launches(leaves))
+                return jax.tree.unflatten(self._structure, launches(leaves))
+        return jax.tree.unflatten(self._structure, launches(leaves))
 
-    def _load(self, num_leaves: int, device: torch.device) -> Launches:
+    def load(self, device: torch.device) -> None:
+        """Compile for a GPU. Raises NotImplementedError when JAX's launcher is not known here."""
+        num_leaves = self._num_leaves
         fixed = dict(enumerate(self._bound, num_leaves))
         fixed |= {slot: torch.as_tensor(value, device=device) for slot, value in self._constants}
-        return Launches(self.steps, num_leaves, fixed, self._results, device)
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            self._launches = Launches(self.steps, num_leaves, fixed, self._results, device)
 
     def _new_slot(self, constant: Any = None) -> int:
         self._num_slots += 1

@@ -95,7 +95,7 @@ class Launches:
         results: Sequence[int],
         device: torch.device,
     ):
-        self._device, self._results = device, tuple(results)
+        self.device, self._results = device, tuple(results)
         self._fixed = _with_views(steps, fixed)
         roots = {written[0]: read[0] for run, read, written in steps if isinstance(run, View)}
 
@@ -150,7 +150,7 @@ class Launches:
             frame, start = self._frames.pop()  # in use by this call alone: others may run in other threads
         except IndexError:
             frame, start = self._new_frame()
-        device = self._device
+        device = self.device
         stream = _current_stream(device)
         leaves = [_aligned(leaf) for leaf in leaves]
         for leaf, words in zip(leaves, self._leaves, strict=True):

@@ -10,6 +10,7 @@ import torch
 
 import moe_jax
 from moe_jax import ExpertWeights, MoEConfig
+from moe_jax._implementations import order_of
 from moe_jax._packed_weights import unpack_experts
 from moe_jax.experts import explain
 from moe_jax.routing import RoutingParams
@@ -55,7 +56,8 @@ class FusedMoE(StateDictMixin, LoadingMixin):
             in ``moe_jax.FusedMoE``.
         online: quantize a full-precision checkpoint while it is loaded.
         torch_kernels: launch the Hopper kernels on torch's current stream, without JAX's runtime, so that CUDA graphs
-            can capture a call; only for layers that are kernels from end to end, others refuse at their first call.
+            can capture a call. None does so for calls that are kernels from end to end and leaves others to JAX's
+            runtime, True refuses those, False leaves all to JAX's runtime. The numbers are the same bits.
         tp_rank, ep_rank: default to torch.distributed's, else 0. expert_placement_strategy: "linear" or "round_robin".
         implementation: names to try, see ``moe_jax.FusedMoE``.
         device: where the weights will be; None takes torch's default device at this moment.
@@ -108,7 +110,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         zero_expert_type: str | None = None,
         hash_indices_table: torch.Tensor | None = None,
         online: bool = False,
-        torch_kernels: bool = False,
+        torch_kernels: bool | None = None,
         tp_rank: int | None = None,
         ep_rank: int | None = None,
         expert_placement_strategy: str = "linear",
@@ -167,6 +169,11 @@ class FusedMoE(StateDictMixin, LoadingMixin):
             param_dtype=numpy_dtype(self.params_dtype),
         )
         self._is_implementation_given = implementation is not None
+        if torch_kernels and implementation is not None and order_of(described.config, "gpu")[0] != "mosaic":
+            raise ValueError(
+                f"torch_kernels=True launches the kernels of implementation 'mosaic', found {implementation=}; leave "
+                "one of them out"
+            )
         self.moe_config: MoEConfig = self._on_device(described.config)
         if self.rank.tp_size > 1 and intermediate_size % self.rank.tp_size:
             raise ValueError(f"intermediate_size={intermediate_size} does not divide by tp_size={self.rank.tp_size}")
@@ -226,14 +233,15 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         token_ids: (...,), needed by hash routing only. The result includes shared experts, if there are any; with
         several ranks it is the sum over them with ``reduce_results``, else this rank's part.
         """
-        if router_logits is None:
+        logits = router_logits
+        if logits is None:
             if self.gate is None:
                 raise ValueError(f"router_logits is None and {self.layer_name} owns no gate; pass logits or gate=")
-            router_logits = self.gate(hidden_states)
+            logits = self.gate(hidden_states)
         lead = hidden_states.shape[:-1]
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        tokens = hidden_states if len(lead) == 1 else hidden_states.reshape(-1, hidden_states.shape[-1])
         routed_in = tokens if self.routed_input_transform is None else self.routed_input_transform(tokens)
-        logits = router_logits.reshape(-1, router_logits.shape[-1])
+        logits = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
         y = self._routed(routed_in, logits, None if token_ids is None else token_ids.reshape(-1))
         if self.reduce_results:
             y = self.maybe_all_reduce(y)
@@ -244,7 +252,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
             if self.shared_expert_gate is not None:
                 shared = shared * torch.sigmoid(self.shared_expert_gate(tokens).float())
             y = (y.float() + shared).to(y.dtype)
-        return y.reshape(*lead, y.shape[-1])
+        return y if len(lead) == 1 else y.reshape(*lead, y.shape[-1])
 
     def _routed(self, x: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
         method = self.quant_method

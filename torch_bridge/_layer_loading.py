@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig, weight_loader
-from moe_jax._implementations import in_best_layout
+from moe_jax._implementations import in_best_layout, order_of
 from moe_jax._packed_weights import unpack_experts
 from moe_jax.loading import ExpertNames, ExpertTensor, Placement
 from moe_jax.loading._expert_names import map_expert_name
@@ -45,7 +45,7 @@ class LoadingMixin(torch.nn.Module):
     layer_name: str
     expert_mapping: Any
     _routing: RoutingParams
-    torch_kernels: bool
+    torch_kernels: bool | None
     _experts: Experts | None
     _calls: JaxCalls | None
     _loader: RankLoader | None
@@ -189,9 +189,16 @@ class LoadingMixin(torch.nn.Module):
             experts = self._calls.experts_tree
             weights = unpack_experts(experts.weights)
         else:
-            self._calls = (KernelCalls if self.torch_kernels else JaxCalls)(experts, self.layer_name)
+            self._calls = self._calls_of(experts)
         self._experts = experts
         self._show(stored_leaves(weights, self.local_config) if packed.w13.layout.is_plain else None)
+
+    def _calls_of(self, experts: Experts) -> JaxCalls:
+        """What runs calls on these weights, see ``torch_kernels``."""
+        wanted, names = self.torch_kernels, order_of(experts.config, "gpu")
+        if wanted or (wanted is None and self.device.type == "cuda" and names[0] == "mosaic"):
+            return KernelCalls(experts, self.layer_name, is_strict=bool(wanted))
+        return JaxCalls(experts, self.layer_name)
 
     def new_loader(self, *, online: bool | None = None, fused_layout: str | None = None) -> RankLoader:
         """An empty loader for this rank."""

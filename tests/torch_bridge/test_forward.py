@@ -277,6 +277,7 @@ def test_modules_around_the_experts():
         (dict(prefix="taken"), ValueError, "Duplicate layer name: taken"),
         (dict(shared_expert_gate=torch.nn.Identity()), ValueError, "without shared_experts"),
         (dict(tp_rank=1), ValueError, "outside tp_size=1"),
+        (dict(torch_kernels=True, implementation="xla"), ValueError, "torch_kernels=True launches .*'mosaic'"),
     ],
 )
 def test_constructor_refuses(options, error, message):

@@ -41,7 +41,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "uint8", "int8", "i
 @pytest.fixture(scope="module")
 def layer():
     """One FP8 layer with its programs for 1 and 4 tokens compiled, and an input with its output."""
-    layer = loaded_bridge("fp8_channel", stored_arrays("fp8_channel"), device="cuda")
+    layer = loaded_bridge("fp8_channel", stored_arrays("fp8_channel"), device="cuda", torch_kernels=False)
     for tokens in (1, 4):
         layer(*cuda_inputs(tokens))
     torch.cuda.synchronize()
@@ -236,7 +236,7 @@ def test_gradients_where_the_kernels_have_none():
     """By default the next implementation takes a call that is differentiated; the kernels alone say so."""
     x, z = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16), cuda_inputs(4)[1]
     grads = []
-    for options in ({}, dict(torch_kernels=True), dict(implementation="xla"), dict(implementation="mosaic")):
+    for options in ({}, dict(torch_kernels=False), dict(implementation="xla"), dict(implementation="mosaic")):
         layer = torch_bridge.FusedMoE(
             E, K, 512, 512, torch.bfloat16, quant_config="fp8_channel", device="cuda", **options
         )

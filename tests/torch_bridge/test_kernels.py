@@ -13,8 +13,8 @@ from jax.experimental.mosaic.gpu import core as mgpu_core
 from moe_jax._packed_weights import pack_experts, packed_format
 from moe_jax.quantization import method_for
 from pallas_kernels.combine import combine
-from tests.torch_bridge.cases import E, config, inputs, loaded_bridge, plain_arrays, torch_pairs
-from torch_bridge import _kernel_calls, _launch
+from tests.torch_bridge.cases import E, config, inputs, loaded_bridge, plain_arrays, stored_arrays, torch_pairs
+from torch_bridge import _kernel_calls, _kernels, _launch
 from torch_bridge._kernels import Kernel, KernelProgram, as_torch_kernels
 from torch_bridge._launch import CompiledKernel
 from torch_bridge._tensors import torch_dtype
@@ -53,10 +53,9 @@ def test_layers_lower_to_kernels(scheme, tokens, kernels):
     assert all(len(kernel.module) > 1000 for kernel in program.kernels)
 
 
-@pytest.mark.parametrize("scheme, reason", [("fp8_tensor", "outside of the kernels"), ("mxfp8", "outside of the")])
-def test_layers_with_more_than_kernels_are_refused(scheme, reason):
-    with pytest.raises(NotImplementedError, match=reason):
-        program_of_layer(scheme, 4)
+def test_layers_with_more_than_kernels_are_refused():
+    with pytest.raises(NotImplementedError, match="outside of the kernels"):
+        program_of_layer("fp8_tensor", 4)
 
 
 def test_programs_run_their_steps_in_order(monkeypatch):
@@ -208,6 +207,24 @@ def test_layers_refuse_what_kernels_cannot():
     with pytest.raises(NotImplementedError, match=r"torch_kernels=True needs CUDA tensors, found cpu"):
         layer(*inputs(2))
     assert isinstance(layer.calls_for(*inputs(2)), _kernel_calls.KernelCalls)
+
+
+def test_what_is_not_kernels_throughout_goes_to_jaxs_runtime(monkeypatch):
+    """Without torch_kernels=True: the layer's own answer, and what the trace found is not found out again."""
+    layer = loaded_bridge("fp8_tensor", stored_arrays("fp8_tensor"))
+    x, z = inputs(3)
+    expected, traced = layer(x, z), []
+    layer._calls = calls = _kernel_calls.KernelCalls(layer._experts, layer.layer_name, is_strict=False)
+    monkeypatch.setattr(calls, "_is_cuda", True)
+    program = _kernels.KernelProgram
+    monkeypatch.setattr(_kernels, "KernelProgram", lambda *args, **named: traced.append(1) or program(*args, **named))
+    assert all(torch.equal(layer(x, z), expected) for _ in range(2)) and len(traced) == 1
+    strict = loaded_bridge("fp8_tensor", stored_arrays("fp8_tensor"), torch_kernels=True)
+    monkeypatch.setattr(strict._calls, "_is_cuda", True)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=rf"{strict.layer_name}: torch_kernels=True: "):
+            strict(x, z)
+    assert len(traced) == 2
 
 
 def test_a_reload_of_a_captured_layer_keeps_its_memory():
