@@ -1,4 +1,4 @@
-"""docs/parity.md is one well-formed table over M1..M262, and every test it names exists."""
+"""docs/parity.md has well-formed rows for M1..M262 and for the sections on meshes, and every test it names exists."""
 
 import ast
 import re
@@ -9,14 +9,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 STATUSES = ("keep", "adapt", "not applicable", "not built")
 NUM_ROWS = 262
+# Sections by their paragraphs; faults of others by their section.
+SECTIONS = [f"4.{i}" for i in range(1, 13)] + [f"5.{i}" for i in range(1, 8)] + ["10.1"] * 11 + ["10.8"] * 7
 TEST_NAME = re.compile(r"(tests/[\w/]+\.py)::(\w+)(?:::(\w+))?")
 
 
-def parse_table(text):
+def parse_table(text, begins=r"\| M"):
     """Cells of every line that begins like a parity row: [row, capability, status, where, tests]."""
-    return [
-        [cell.strip() for cell in line.strip().strip("|").split("|")] for line in text.splitlines() if line[:3] == "| M"
-    ]
+    lines = [line for line in text.splitlines() if re.match(begins, line)]
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
 
 
 def collected_names(path):
@@ -75,6 +76,14 @@ def test_every_row_once_and_in_order(table):
 
 def test_rows_are_well_formed_and_their_tests_exist(table):
     faults = [fault for cells in table for fault in row_faults(cells)]
+    assert not faults, "\n".join(faults)
+
+
+def test_sections_on_meshes():
+    rows = parse_table((ROOT / "docs/parity.md").read_text(), r"\| \d")
+    assert [cells[0].split()[0] for cells in rows] == SECTIONS
+    assert len({cells[0] for cells in rows}) == len(rows)
+    faults = [fault for cells in rows for fault in row_faults(cells)]
     assert not faults, "\n".join(faults)
 
 
