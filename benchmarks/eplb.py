@@ -34,6 +34,8 @@ jax.config.update("jax_num_cpu_devices", DEVICES)
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--experts", type=int, default=256)
 parser.add_argument("--redundant", type=int, default=32)
+parser.add_argument("--nodes", type=int, default=2, help="of the hierarchical policy")
+parser.add_argument("--groups", type=int, default=8, help="of experts, under the hierarchical policy")
 parser.add_argument("--top-k", type=int, default=8)
 parser.add_argument("--layers", type=int, default=8)
 parser.add_argument("--tokens", type=int, default=1024, help="of one step")
@@ -82,8 +84,11 @@ def peak(load: np.ndarray) -> float:
     return float((per_device.max(axis=1) / per_device.mean(axis=1)).mean())
 
 
-def table(redundant: int) -> None:
+def table(redundant: int, num_nodes: int = 1) -> None:
+    """num_nodes: above 1 the hierarchical policy, under which a group of experts stays on one node."""
     say(f"\n{args.experts} experts, {redundant} redundant, {DEVICES} devices, {args.layers} layers, top_k {args.top_k}")
+    if num_nodes > 1:
+        say(f"hierarchical: {args.groups} groups of experts, each on one of {num_nodes} nodes")
     say(f"{'skew':>6}{'balancedness':>22}{'peak':>18}{'gain':>8}{'layers':>8}{'moved':>8}{'plan ms':>9}")
     say(f"{'':>6}{'before':>12}{'after':>10}{'before':>10}{'after':>8}")
     for skew in map(float, args.skews.split(",")):
@@ -91,7 +96,7 @@ def table(redundant: int) -> None:
         linear = Placement.create(args.experts, DEVICES, num_redundant_experts=redundant)
         state, before = serve(EplbState.create(args.layers, linear, window_size=args.steps), shares, seed=1)
         start = time.perf_counter()
-        plan = rebalance(state)
+        plan = rebalance(state, num_nodes=num_nodes, num_groups=args.groups if num_nodes > 1 else 1)
         plan_ms = 1e3 * (time.perf_counter() - start)
         old = np.asarray(state.physical_to_logical)
         for layer in plan.layers:
@@ -151,6 +156,7 @@ say(
 )
 for redundant in dict.fromkeys((0, args.redundant)):
     table(redundant)
+table(args.redundant, args.nodes)
 move_one_layer()
 if args.out:
     args.out.write_text("\n".join(lines) + "\n")

@@ -13,6 +13,7 @@ import pytest
 import writers
 
 import moe_jax
+from moe_jax.loading import Checkpoint
 
 EXPERTS = 4
 
@@ -41,8 +42,22 @@ def test_two_processes(tmp_path):
     x = np.random.default_rng(0).standard_normal((11, 512)).astype(np.float32)
     expected = np.asarray(block(jax.numpy.asarray(x)))
     layer_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(block.experts.weights.get_value()))
+    logits = np.asarray(
+        moe_jax.load_pretrained(directory, dtype="float32")(np.arange(12, dtype=np.int32).reshape(2, 6))
+    )
+    with Checkpoint(directory) as opened:
+        on_disk = {name: opened.info(name).nbytes for name in opened.names if ".experts." not in name}
     for rank, report in enumerate(reports):
         assert report["processes"] == 2
+        # The whole model: before and after its experts have moved; half of what is split, read once.
+        for found in report["logits"]:
+            np.testing.assert_allclose(np.asarray(found, np.float32), logits, rtol=1e-3, atol=1e-3)
+        assert report["load"] == 2 * 2 * 12 and report["slots"] != [0, 1, 2, 3, 0, 1]
+        assert dict(report["dense_read"]) == {
+            name: size // 2 if re.search("[qkvo]_proj|embed_tokens|lm_head", name) else size
+            for name, size in on_disk.items()
+        }
+        assert len(report["dense_read"]) == len(on_disk)
         for y in report["answers"].values():
             np.testing.assert_allclose(np.asarray(y, np.float32), expected, rtol=1e-4, atol=1e-4)
         experts = {int(re.search(r"experts\.(\d+)\.", name)[1]) for name, _ in report["read"]}
@@ -50,5 +65,5 @@ def test_two_processes(tmp_path):
         # bfloat16 on disk, float32 in memory: a process reads half of the bytes and holds half of the layer.
         assert sum(size for _, size in report["read"]) == layer_bytes // 4
         assert report["mine"] == report["total"] // 2
-        # Its own shares and at most one and a half layers in full precision beside them.
+        # At no time more than its own shares and one and a half layers in full precision beside them.
         assert report["held"] <= report["mine"] + 1.5 * layer_bytes
