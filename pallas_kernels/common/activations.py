@@ -6,6 +6,7 @@ Each clamp bounds the gate from above only and ``up`` on both sides.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,35 +14,35 @@ from jax import lax
 NOT_GATED_SUFFIX = "_no_mul"
 
 
-def silu(x):
+def silu(x: Any) -> Any:
     """x * sigmoid(x)."""
     return x * lax.logistic(x)
 
 
-def gelu(x):
+def gelu(x: Any) -> Any:
     """x/2 * (1 + erf(x / sqrt 2)). lax.erf rather than erfc, which kernels cannot lower: absolute error of |x| ulp."""
     return 0.5 * x * (1.0 + lax.erf(x * math.sqrt(0.5)))
 
 
-def gelu_tanh(x):
+def gelu_tanh(x: Any) -> Any:
     """x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))), with (1 + tanh y) / 2 = sigmoid(2y), which does not cancel."""
     return x * lax.logistic(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
 
 
-def relu2(x):
+def relu2(x: Any) -> Any:
     """max(x, 0)^2."""
     positive = jnp.maximum(x, 0.0)
     return positive * positive
 
 
-def swiglu(gate, up, *, limit: float | None = None, alpha: float = 1.0, beta: float = 0.0):
+def swiglu(gate: Any, up: Any, *, limit: float | None = None, alpha: float = 1.0, beta: float = 0.0) -> Any:
     """g * sigmoid(alpha * g) * (u + beta) with g = min(gate, limit) and u = clip(up, -limit, limit)."""
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * lax.logistic(alpha * gate) * (up + beta)
 
 
-def swiglu_step(gate, up, *, limit: float | None = None):
+def swiglu_step(gate: Any, up: Any, *, limit: float | None = None) -> Any:
     """min(silu(gate), limit) * clip(up, -limit, limit): the gate is clamped after its non-linearity."""
     gate = silu(gate)
     if limit is not None:
@@ -69,7 +70,7 @@ class Activation:
     def is_gated(self) -> bool:
         return not self.name.endswith(NOT_GATED_SUFFIX)
 
-    def __call__(self, gate, up=None):
+    def __call__(self, gate: Any, up: Any = None) -> Any:
         """gate: any shape; up: the same shape, exactly when gated."""
         match self.name:
             case "silu" | "swigluoai" | "swigluoai_uninterleave":

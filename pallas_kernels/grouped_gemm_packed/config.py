@@ -15,7 +15,7 @@ from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, PackedFormat
 _OUTPUTS = ("bfloat16", "float16", "float32")
 BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 256)
 # Warpgroups that enter with 65,536 registers between them, and what (consumers, producer) then ask for.
-REGISTERS = {1: None, 2: (232, 40), 3: (152, 56), 4: (104, 40)}
+REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (232, 40), 3: (152, 56), 4: (104, 40)}
 
 
 @dataclasses.dataclass(frozen=True)

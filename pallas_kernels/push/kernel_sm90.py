@@ -121,7 +121,7 @@ class Devices:
 
     def __init__(self, desc: PushDesc):
         self.desc = desc
-        self.me = lax.axis_index(desc.axis)
+        self.me: Any = lax.axis_index(desc.axis)
 
     def each(self) -> list[Any]:
         """All devices, this one last, each device starting with another."""
