@@ -85,7 +85,8 @@ class JaxCalls:
     def __init__(self, experts: Experts, layer_name: str):
         self.experts_tree: Experts = experts
         self.layer_name: str = layer_name
-        self.leaves, structure = jax.tree.flatten(experts)
+        leaves, structure = jax.tree.flatten(experts)
+        self.leaves: list[Any] = leaves
         self.functions: dict[str, Callable[..., Any]] = {
             name: _compiled(structure, name)
             for name in ("moe", "experts", "select", "moe_gradients", "experts_gradients")

@@ -59,7 +59,7 @@ class CompressedTensorsW8A8Fp8MoEMethod(_CompressedTensorsMoEMethod):
 class CompressedTensorsW4A8Int8MoEMethod(_CompressedTensorsMoEMethod):
     """int4 weights in int8 containers per channel or group, with dynamic int8 activations per token."""
 
-    stored_as = "int-quantized"
+    stored_as: str | None = "int-quantized"
 
     def __init__(self, weight_quant: Any, input_quant: Any, moe: Any = None, layer_name: str | None = None):
         inputs, weights = quantization_arguments(input_quant) or {}, quantization_arguments(weight_quant) or {}
@@ -85,7 +85,7 @@ class CompressedTensorsW4A8Int8MoEMethod(_CompressedTensorsMoEMethod):
 class CompressedTensorsWNA16MarlinMoEMethod(_CompressedTensorsMoEMethod):
     """Integer weights of 2 to 8 bits in int32 words, per channel or group, with zero points or without."""
 
-    stored_as = "pack-quantized"
+    stored_as: str | None = "pack-quantized"
 
     def refusal(self, scheme: Scheme) -> str | None:
         is_packed = scheme.weights is not None and scheme.weights.packing is Packing.WORDS

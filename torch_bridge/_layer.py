@@ -127,15 +127,15 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         )
         if shared_expert_gate is not None and shared_experts is None:
             raise ValueError("shared_expert_gate is given without shared_experts; pass both or neither")
-        self.device = torch.device(device) if device is not None else torch.get_default_device()
+        self.device: torch.device = torch.device(device) if device is not None else torch.get_default_device()
         if self.device.type in ("meta", "cpu"):  # a model built under torch.device("meta") runs where it is loaded
             self.device = torch.device("cpu")
         if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.params_dtype: torch.dtype = params_dtype or torch.get_default_dtype()
-        self.rank = Rank.current(num_experts, tp_size, ep_size, tp_rank, ep_rank, expert_placement_strategy)
+        self.rank: Rank = Rank.current(num_experts, tp_size, ep_size, tp_rank, ep_rank, expert_placement_strategy)
         self.torch_kernels = torch_kernels
-        self.quant_method = resolve_method(quant_config, self, prefix, online=online)
+        self.quant_method: Any = resolve_method(quant_config, self, prefix, online=online)
         bias = None if e_score_correction_bias is None else np.zeros(e_score_correction_bias.shape, np.float32)
         described = moe_jax.FusedMoE(
             num_experts,
@@ -177,7 +177,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         self.moe_config: MoEConfig = self._on_device(described.config)
         if self.rank.tp_size > 1 and intermediate_size % self.rank.tp_size:
             raise ValueError(f"intermediate_size={intermediate_size} does not divide by tp_size={self.rank.tp_size}")
-        self.local_config = local_config(self.moe_config, self.rank)
+        self.local_config: MoEConfig = local_config(self.moe_config, self.rank)
         self.reduce_results = reduce_results
         self.expert_mapping = expert_mapping
         self.gate: Any = gate
@@ -185,7 +185,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         self.shared_expert_gate: Any = shared_expert_gate
         self.routed_input_transform: Any = routed_input_transform
         self.routed_output_transform: Any = routed_output_transform
-        self.layer_name = _ops.register(self, prefix)
+        self.layer_name: str = _ops.register(self, prefix)
         # In a list, so that torch does not register a parameter that belongs to the router.
         self._borrowed = [e_score_correction_bias]
         table = described.hash_table

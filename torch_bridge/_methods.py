@@ -193,7 +193,7 @@ class SchemeMoEMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: "FusedMoE") -> None:
         layer.finish_loading()
-        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        self.moe_quant_config: FusedMoEQuantConfig | None = self.get_fused_moe_quant_config(layer)
 
     def apply(self, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, shared_experts_input: Any = None) -> Any:
         return _ops.call(_ops.fused_experts_op, x, topk_weights, topk_ids, layer.layer_name)
