@@ -7,7 +7,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-sass test-writers docs notebooks lint format clean
+.PHONY: help demo test test-slow test-sass test-writers docs docs-text notebooks lint format clean
 
 help:
 	@echo "make demo          write, quantize and run a small model; no torch needed"
@@ -15,7 +15,7 @@ help:
 	@echo "make test-slow     the long tests"
 	@echo "make test-sass     the Hopper kernels compiled to machine code, no GPU needed (downloads 230 MB)"
 	@echo "make test-writers  checkpoints written anew by llm-compressor, read by us"
-	@echo "make docs          the site, notebooks executed, into docs/_build      make notebooks   their figures anew"
+	@echo "make docs          the site, notebooks executed, into docs/_build/html  make notebooks   their figures anew"
 	@echo "make lint          ruff and pyright      make format   ruff's formatter      make clean"
 
 $(BIN)/python:
@@ -58,13 +58,17 @@ test: lint
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m 'slow and not gpu and not multi_gpu' $(ARGS)
 
-# Warnings are errors. Notebooks are executed where they changed; MOE_JAX_DOCS_EXECUTION=off shows them without output.
+# Warnings are errors, and so are figures that are not those committed. Notebooks whose code changed are executed, side
+# by side; docs-text shows them without output.
 docs: $(VENV)/.installed-docs
-	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build $(ARGS)
+	$(BIN)/python docs/_execute.py
+	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html $(ARGS)
 
-notebooks: $(VENV)/.installed-dev
-	cd notebooks; for notebook in 0*.py; do \
-	    JAX_PLATFORMS=cpu MPLBACKEND=agg MOE_JAX_FIGURES=figures ../$(BIN)/python $$notebook || exit 1; done
+docs-text: $(VENV)/.installed-docs
+	MOE_JAX_DOCS_EXECUTION=off $(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html $(ARGS)
+
+notebooks: $(VENV)/.installed-docs
+	$(BIN)/python docs/_execute.py --write-figures
 
 # llm-compressor pins its own transformers and compressed-tensors, hence the environment of its own.
 WRITERS := tests/data/writers

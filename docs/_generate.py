@@ -1,7 +1,8 @@
-"""Pages that are made from the code and from kept results: the format table, the API, raw benchmark output."""
+"""Pages that are made from the code and from kept results: format table, API, tables and raw output of benchmarks."""
 
 import importlib
 import importlib.util
+import json
 import shutil
 from pathlib import Path
 
@@ -28,7 +29,12 @@ def has_torch() -> bool:
 
 def write(directory: Path) -> None:
     """Write all generated pages below ``directory``, and only what changed, so that Sphinx rebuilds no more."""
-    pages = {"formats.md": formats(), "results.md": results(), "api/index.md": api_index()}
+    pages = {
+        "formats.md": formats(),
+        "measured.md": measured(),
+        "results.md": results(),
+        "api/index.md": api_index(),
+    }
     pages |= api_pages()
     for name, text in pages.items():
         path = directory / name
@@ -83,6 +89,60 @@ def activations(fmt) -> str:
     if fmt is None:
         return "as they are"
     return f"{element(fmt)}, {extent(fmt)}, {'dynamic' if fmt.dynamic else 'from the checkpoint'}"
+
+
+def measured() -> str:
+    """Tables of the results that are kept as JSON: layers beside vLLM's, and whole decoders."""
+    folder = ROOT / "benchmarks/results"
+    lines = [
+        "# Measured",
+        "",
+        "Made from the JSON files in `benchmarks/results/` when this site is built; what the",
+        "",
+    ]
+    lines[-1:] = ["figures mean, where we lose and why is on [](../performance.md).", ""]
+    for path in sorted(folder.glob("moe_layer_peers_*.json")):
+        lines += [f"## A layer of experts beside vLLM's ({path.name})", "", *layers(json.loads(path.read_text()))]
+    for path in sorted(folder.glob("generate_*.json")):
+        report = json.loads(path.read_text())
+        lines += [
+            f"## Whole decoders ({path.name})",
+            "",
+            f"{report['header'].lstrip('# ')}. {report['layers']} layers.",
+            "",
+        ]
+        lines += [
+            "| Model | Scheme | Call | Rows | Tokens a row | us | Outside of the experts |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {c['model']} | `{c['scheme']}` | {c['kind']} | {c['rows']} | {c['tokens']} | {c['us']:.0f} "
+            f"| {c['outside_us'] / c['us']:.0%} |"
+            for c in report["cells"]
+        ]
+    return "\n".join([*lines, ""])
+
+
+def layers(cells: list[dict]) -> list[str]:
+    """A table: model and scheme by tokens. us / us of the fastest peer = ratio, or us alone."""
+    tokens = sorted({cell["tokens"] for cell in cells})
+    found = {(cell["model"], cell["scheme"], cell["tokens"]): cell for cell in cells if "us" in cell}
+    lines = ["Microseconds: ours / the fastest peer's = ratio, above 1 ours is faster. -: not measured.", ""]
+    lines += [
+        "| Model | Scheme | " + " | ".join(f"T={t}" for t in tokens) + " |",
+        "|---|---" + "|---" * len(tokens) + "|",
+    ]
+    for model, scheme in dict.fromkeys(key[:2] for key in sorted(found)):
+        row = [_cell(found.get((model, scheme, t))) for t in tokens]
+        lines.append(f"| {model} | `{scheme}` | " + " | ".join(row) + " |")
+    return [*lines, ""]
+
+
+def _cell(cell: dict | None) -> str:
+    if cell is None:
+        return "-"
+    ours = f"{cell['us']:.0f}"
+    return f"{ours} / {cell['peer_us']:.0f} = **{cell['ratio']:.2f}**" if "ratio" in cell else ours
 
 
 def results() -> str:

@@ -21,6 +21,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
 exclude_patterns = [
     "_build",
     "conf.py",
+    "_execute.py",
     "_generate.py",
     "notebooks/plots.py",
     "notebooks/README.md",

@@ -19,11 +19,12 @@ from moe_jax.quantization import SCHEMES, ExpertWeights, method_for
 from pallas_kernels.common.device import hopper_sms
 
 REQUIRED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "safetensors", "absl-py")
-_DEMO = "pip install 'moe-jax[demo]'"
+_DEMO, _CHAT = "pip install 'moe-jax[demo]'", "pip install 'moe-jax[chat]'"
 # distribution: (what needs it, way to get it)
 OPTIONAL = {
     "torch": ("torch_bridge: layers as torch modules", "pip install 'moe-jax[torch]'"),
-    "tokenizers": ("moe-jax run --prompt", _DEMO),
+    "tokenizers": ("moe-jax run --prompt", _CHAT),
+    "jinja2": ("moe-jax run --chat", _CHAT),
     "matplotlib": ("the pictures of moe-jax demo and bench", _DEMO),
     "rich": ("colors in the table of moe-jax bench", _DEMO),
     "tqdm": ("progress bars", _DEMO),

@@ -83,13 +83,17 @@ for scheme in ("bf16", "fp8_channel", "fp8_block", "int8_w8a8", "int8_w8a16", "w
     print(f"{scheme:<12}{rows[-1][1] / 1e3:>9.0f} kB{100 * error:>9.2f} % error")
 
 # %%
-figure, axes = plt.subplots(figsize=(6, 3.4))
-for at, (scheme, nbytes, error) in enumerate(rows):
-    axes.plot(nbytes / rows[0][1], 100 * error, "o")
-    side = dict(xytext=(-6, -3), ha="right") if at in (2, 7) else dict(xytext=(6, -3))  # neighbours share a place
-    axes.annotate(scheme, (nbytes / rows[0][1], 100 * error), textcoords="offset points", fontsize=8, **side)
-axes.set(yscale="log", xlim=(0.1, 1.15), xlabel="bytes of the experts, bf16 = 1", ylabel="output error, %")
-axes.set_title("One layer, the same weights: smaller is worse, and by how much")
+figure, axes = plt.subplots(figsize=(7, 3.8))
+PLACE = {"mxfp4_a16": (-9, -3), "fp8_block": (-7, -3), "w4a16_g128": (4, 6), "w4a16_g32": (6, -7)}  # close neighbours
+for scheme, nbytes, error in rows:
+    look = dict(ms=10, mfc="none") if scheme == "mxfp4_a16" else {}  # a ring around the neighbour in the same place
+    axes.plot(nbytes / rows[0][1], 100 * error, "o", **look)
+    offset = PLACE.get(scheme, (7, -3))
+    side = "right" if offset[0] < 0 else "left"
+    axes.annotate(scheme, (nbytes / rows[0][1], 100 * error), offset, textcoords="offset points", fontsize=8, ha=side)
+axes.set(yscale="log", xlim=(0.1, 1.12), ylim=(0.15, 40), yticks=(0.3, 1, 3, 10, 30), yticklabels=(0.3, 1, 3, 10, 30))
+axes.set(xlabel="bytes of the experts (bf16 = 1)", ylabel="error of the output, %")
+axes.set_title("One layer, the same weights: what smaller costs")
 keep(figure, "01_bytes_and_error")
 
 # %% [markdown]

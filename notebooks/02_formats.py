@@ -27,6 +27,7 @@ from moe_jax import MoEConfig, Scheme
 from moe_jax.quantization import dequantize_tensor, method_for
 
 E, H, INNER = 8, 256, 128
+TAILS = ("normal", "heavy")  # of even and of odd experts
 SCHEMES = ("fp8_tensor", "fp8_channel", "fp8_block", "int8_w8a16", "w4a16_g32", "w4a16_g128", "nvfp4_a16", "mxfp4_a16")
 
 rng = np.random.default_rng(0)
@@ -59,18 +60,30 @@ for name in SCHEMES:
     sizes[name] = 8 * weights[name].nbytes() / (w13.size + w2.size)
 
 # %%
-figure, axes = plt.subplots(figsize=(7, 3.6))
+figure, (axes, bars) = plt.subplots(1, 2, figsize=(9, 3.8), width_ratios=(3, 1))
 shown = 100 * np.array([errors[name] for name in SCHEMES])
-image = axes.imshow(np.log10(shown), aspect="auto", cmap="magma_r")
+axes.imshow(np.log10(shown), aspect="auto", cmap="magma_r")
 for row, column in np.ndindex(shown.shape):
-    dark = shown[row, column] > 4
-    axes.text(
-        column, row, f"{shown[row, column]:.1f}", ha="center", va="center", fontsize=8, color="w" if dark else "k"
-    )
-axes.set_yticks(range(len(SCHEMES)), [f"{name}  ({sizes[name]:.2f} bits)" for name in SCHEMES])
-axes.set_xticks(range(E), [f"e{e}\n{'heavy' if e % 2 else 'normal'}" for e in range(E)])
-axes.set_title("Relative error of w13 in percent, per expert; bits a weight with scales")
+    color = "w" if shown[row, column] > 4 else "k"
+    axes.text(column, row, f"{shown[row, column]:.1f}", ha="center", va="center", fontsize=8, color=color)
+axes.set(yticks=range(len(SCHEMES)), yticklabels=SCHEMES, title="Relative error of w13 in each expert, %")
+axes.set_xticks(range(E), [f"e{e}\n{TAILS[e % 2]}" for e in range(E)])
+bars.barh(range(len(SCHEMES)), [weights[name].nbytes() / 1e3 for name in SCHEMES], color=BLUE)
+for row, name in enumerate(SCHEMES):
+    bars.text(weights[name].nbytes() / 1e3, row, f" {sizes[name]:.2f} bits", va="center", fontsize=8)
+bars.set(ylim=axes.get_ylim(), yticks=(), xlabel="kB, with scales", title="Size")
+bars.set_xlim(0, 1.5 * max(weights[name].nbytes() for name in SCHEMES) / 1e3)
 keep(figure, "02_error_per_expert")
+
+# %% [markdown]
+# Which experts suffer, and by how much:
+
+# %%
+for name in SCHEMES:
+    worst = int(errors[name].argmax())
+    print(
+        f"{name:<12} worst is e{worst} ({TAILS[worst % 2]}), {errors[name][worst] / errors[name].min():.2f} x the best"
+    )
 
 # %% [markdown]
 # - FP8 rounds relatively, so tails and sizes of experts do not matter to it.
@@ -80,21 +93,25 @@ keep(figure, "02_error_per_expert")
 #
 # ## Scales
 #
-# A scale follows the largest value it covers. Where the experts differ in size, so do their scales.
+# A scale follows the largest value it covers. Here is how many scales of each size an expert has: where experts differ
+# in size so do their scales, and heavy tails draw them out to the right: rounding is coarse there. NVFP4's are relative
+# to one global scale of a matrix, its largest value, so that a heavy tail pushes all the others down. MXFP4 has powers
+# of two only.
 
 # %%
-figure, panels = plt.subplots(1, 3, figsize=(9, 2.6), sharey=True)
-for axes, name in zip(panels, ("fp8_channel", "fp8_block", "w4a16_g128"), strict=True):
-    scale = np.asarray(weights[name].w13.scale, np.float64).reshape(E, -1)
-    logs = [np.log2(scale[e]) for e in range(E)]
+figure, panels = plt.subplots(1, 4, figsize=(9, 3.8), sharey=True)
+for axes, name in zip(panels, ("fp8_channel", "w4a16_g128", "nvfp4_a16", "mxfp4_a16"), strict=True):
+    leaf = weights[name].w13
+    scale = np.asarray(leaf.scale).astype(np.float64).reshape(E, -1)
+    if name.startswith("mxfp4"):
+        scale = 2.0 ** (scale - 127) if scale.max() > 2 else scale  # stored as exponents
+    logs = np.log2(scale)
+    edges = np.arange(np.floor(logs.min()), np.ceil(logs.max()) + 0.26, 0.25)
     for e in range(E):
-        low, middle, high = np.quantile(logs[e], (0, 0.5, 1))
-        axes.plot(
-            [e, e], [low - 0.05, high + 0.05], color=RED if e % 2 else BLUE, lw=5, alpha=0.5, solid_capstyle="butt"
-        )
-        axes.plot(e, middle, "k_", ms=8)
-    axes.set(title=name, xlabel="expert", xticks=range(E))
-panels[0].set_ylabel("log2 of the scales:\nleast, median, largest")
+        share = np.histogram(logs[e], edges)[0] / logs[e].size
+        axes.stairs(-e + 0.9 * share / share.max(), edges, baseline=-e, fill=True, color=(BLUE, RED)[e % 2], alpha=0.75)
+    axes.set(title=f"{name}\n{logs[0].size} scales an expert", xlabel="log2 of the scale")
+panels[0].set_yticks([0.3 - e for e in range(E)], [f"e{e} {TAILS[e % 2]}" for e in range(E)])
 keep(figure, "02_scales")
 
 # %% [markdown]
@@ -109,7 +126,7 @@ for axes, name in zip(panels, ("fp8_channel", "int8_w8a16", "nvfp4_a16"), strict
     back = np.asarray(dequantize_tensor(weights[name].w13), np.float64)[1].ravel()
     part = np.abs(one) > 0
     axes.plot(np.abs(one[part]), np.abs(back - one)[part] / np.abs(one[part]), ",", color=BLUE, alpha=0.3)
-    axes.set(xscale="log", title=name, xlabel="|weight|", ylim=(0, 1.05), xlim=(1e-4, None))
+    axes.set(xscale="log", title=name, xlabel="|weight|", ylim=(0, 1.05), xlim=(2e-4, 0.7))
 panels[0].set_ylabel("relative error of one weight")
 keep(figure, "02_error_by_size")
 

@@ -50,8 +50,8 @@ for layer in range(LAYERS):
 # %%
 figure, axes = plt.subplots(figsize=(9, 2.2))
 image = axes.imshow(counts / counts.mean(), aspect="auto", cmap="magma_r", vmin=0)
-axes.set(xlabel="expert", ylabel="layer", yticks=range(LAYERS), title="Tokens of each expert over the mean")
-figure.colorbar(image, ax=axes)
+axes.set(xlabel="expert", ylabel="layer", yticks=range(LAYERS), title="A few experts get most tokens")
+figure.colorbar(image, ax=axes, label="tokens / mean")
 keep(figure, "03_load")
 print("busiest expert over the mean, by layer:", np.round(counts.max(1) / counts.mean(1), 2))
 
@@ -100,7 +100,7 @@ for layer, axes in enumerate(panels):
     )
     axes.axhline(1, color=GREY, lw=0.8)
     axes.set(title=f"layer {layer}", xlabel="device", xticks=range(DEVICES))
-panels[0].set_ylabel("tokens over the mean")
+panels[0].set_ylabel("tokens of a device / mean")
 panels[-1].legend(fontsize=8)
 keep(figure, "03_eplb")
 
@@ -118,11 +118,12 @@ for spare in spares:
     after.append(rebalance(state, load=counts).balancedness_after)
 before = (counts.sum(1) / DEVICES) / counts[:, plain].sum(2).max(1)
 figure, axes = plt.subplots(figsize=(5, 3))
-axes.plot(spares, np.array(after).mean(1), "o-", label="EPLB, mean of layers")
+axes.plot(spares, np.array(after).mean(1), "o-", label="EPLB, mean and range of layers")
 axes.fill_between(spares, np.min(after, 1), np.max(after, 1), alpha=0.2)
 axes.axhline(before.mean(), color=RED, label="experts in order")
-axes.set(xlabel="spare slots", ylabel="balancedness", ylim=(0, 1.05), xticks=spares)
-axes.legend()
+axes.set(xlabel="spare slots", ylabel="balancedness (1: all equally busy)", ylim=(0, 1.05), xticks=spares)
+axes.set_title("A few copies balance 64 experts on 8 devices")
+axes.legend(loc="lower right")
 keep(figure, "03_spare_slots")
 
 # %% [markdown]

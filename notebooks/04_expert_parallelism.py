@@ -138,6 +138,7 @@ for axes, dispatch in zip(panels, DISPATCHES, strict=True):
         bottom += size
     axes.set(title=dispatch, xlabel="tokens in a call", xticks=range(len(TOKENS)), xticklabels=TOKENS)
 panels[0].set_ylabel("bytes received by a device,\nfor each token of the call")
+panels[0].set_ylim(0, 1.1 * panels[0].get_ylim()[1])
 panels[0].legend(fontsize=8, loc="upper left")
 keep(figure, "04_bytes")
 

@@ -102,7 +102,8 @@ figure, panels = plt.subplots(1, 1 + len(SCHEMES), figsize=(9, 3), sharex=True, 
 for axes, (name, values) in zip(panels, [("float32", ours), *logits.items()], strict=True):
     axes.plot(expected.ravel(), values.ravel(), ",", color=BLUE)
     axes.axline((0, 0), slope=1, color=RED, lw=0.5)
-    axes.set(title=name, xlabel="logit in torch", aspect="equal")
+    error = np.linalg.norm(values - expected) / np.linalg.norm(expected)
+    axes.set(title=f"{name}\nerror {error:.1%}", xlabel="logit in torch", aspect="equal")
 panels[0].set_ylabel("logit in moe_jax")
 keep(figure, "05_logits")
 

@@ -15,8 +15,8 @@
 # # How fast is it
 #
 # A layer of experts is limited by one of two things: reading weights, when there are few tokens, and multiplying, when
-# there are many. The roofline shows both. First the kept results of an H200, beside vLLM's layers on the same machine;
-# then the machine that runs this notebook.
+# there are many. The roofline shows both. First the kept results of an H200 (`benchmarks/results`), beside vLLM's
+# layers on the same machine in the same sitting; then the machine that runs this notebook.
 
 # %%
 import json
@@ -28,60 +28,75 @@ from plots import COLORS, GREY, keep
 
 root = next(path for path in (Path.cwd(), *Path.cwd().parents) if (path / "benchmarks/results").is_dir())
 cells = json.loads((root / "benchmarks/results/moe_layer_peers_h200.json").read_text())
-READ_GBPS, DENSE_TFLOPS = 4385.0, {"bf16": 789.0, "fp8": 1490.0}  # measured on that H200
-models = sorted({cell["model"] for cell in cells})
+READ_GBPS, DENSE_TFLOPS = 4385.0, {"16 bits": 789.0, "8 bits": 1490.0}  # measured on that H200
 cells = [cell for cell in cells if "us" in cell]
-print(f"{len(cells)} cells, {sum('ratio' in cell for cell in cells)} with a peer that ran; models: {', '.join(models)}")
+compared = [cell for cell in cells if "ratio" in cell]
+models = sorted({cell["model"] for cell in cells})
+alone = sorted({cell["scheme"] for cell in cells} - {cell["scheme"] for cell in compared})
+print(f"{len(cells)} cells, {len(compared)} with a peer that ran; models: {', '.join(models)}")
+print(f"no peer ran for: {', '.join(alone) or 'none of the schemes'}")
 
 # %% [markdown]
 # ## The roofline of an H200
 #
-# Each line is one scheme from 1 to 8192 tokens, from left to right.
+# Each line is one scheme of ours from 1 to 8192 tokens, from left to right; circles are the fastest peer with the same
+# format, at the same work and bytes. Under the slope memory is the limit, under the horizontals the multipliers are.
 
 # %%
-shown = ("bf16", "fp8_channel", "fp8_block", "int8_w8a8", "w4a16_g128", "mxfp4_a16")
-color = dict(zip(shown, COLORS, strict=False))
-figure, panels = plt.subplots(1, len(models), figsize=(3.4 * len(models), 3.4), sharey=True, squeeze=False)
+shown = ("bf16", "fp8_channel", "int8_w8a8", "w4a16_g128", "mxfp4_a16")
+color = dict(zip((*shown, "fp8_block"), COLORS, strict=False))
+LOW, HIGH = 0.7, 5e4  # FLOP per byte
+figure, panels = plt.subplots(1, len(models), figsize=(3.4 * len(models), 3.8), sharey=True, squeeze=False)
 for axes, model in zip(panels[0], models, strict=True):
-    axes.plot([1, 1e3 * 789 / READ_GBPS], [READ_GBPS / 1e3, 789], color="black", lw=1)
-    axes.plot([1e3 * 789 / READ_GBPS, 1e3 * 1490 / READ_GBPS], [789, 1490], color="black", lw=1)
+    top = max(DENSE_TFLOPS.values())
+    axes.plot([LOW, 1e3 * top / READ_GBPS], [LOW * READ_GBPS / 1e3, top], color="black", lw=1)
     for name, rate in DENSE_TFLOPS.items():
-        axes.plot([1e3 * rate / READ_GBPS, 1e4], [rate, rate], color="black", lw=1)
-        axes.annotate(name, (1e4, rate), (-2, -10), textcoords="offset points", ha="right", fontsize=7)
+        axes.plot([1e3 * rate / READ_GBPS, HIGH], [rate, rate], color="black", lw=1)
+        axes.annotate(f"{name}: {rate:.0f}", (HIGH, rate), (0, 2), textcoords="offset points", ha="right", fontsize=7)
+    axes.annotate(
+        f"{READ_GBPS:.0f} GB/s", (8, 8 * READ_GBPS / 1e3), (-6, 8), textcoords="offset points", ha="right", fontsize=7
+    )
     for scheme in shown:
-        own = [c for c in cells if (c["model"], c["scheme"]) == (model, scheme)]
-        own = sorted((c["tokens"], 1e3 * c["tflops"] / c["gbps"], c["tflops"]) for c in own)
-        if own:
-            _, intensity, rates = zip(*own, strict=True)
-            axes.plot(intensity, rates, "o-", ms=3, lw=1, color=color[scheme], label=scheme)
-    axes.set(title=model, xscale="log", yscale="log", xlabel="FLOP per byte moved")
+        own = sorted((c for c in cells if (c["model"], c["scheme"]) == (model, scheme)), key=lambda c: c["tokens"])
+        intensity = [1e3 * c["tflops"] / c["gbps"] for c in own]
+        axes.plot(intensity, [c["tflops"] for c in own], "-", lw=1.2, color=color[scheme], label=scheme)
+        theirs = [
+            (x, c["tflops"] * c["us"] / c["peer_us"]) for x, c in zip(intensity, own, strict=True) if "ratio" in c
+        ]
+        if theirs:
+            axes.plot(*zip(*theirs, strict=True), "o", ms=4, mfc="none", color=color[scheme])
+    axes.set(title=model, xscale="log", yscale="log", xlabel="FLOP per byte moved", xlim=(LOW, HIGH), ylim=(1.5, 3e3))
 panels[0][0].set_ylabel("TFLOP/s")
-panels[0][-1].legend(fontsize=7, loc="lower right")
+panels[0][0].plot([], [], "o", ms=4, mfc="none", color="black", label="fastest peer")
+panels[0][0].legend(fontsize=7, loc="lower right")
 keep(figure, "06_roofline_h200")
 
 # %% [markdown]
 # ## Beside the peers
 #
 # Time of the fastest vLLM layer of the same format that ran in that sitting, over ours: above 1 we are faster. Peers
-# replay a CUDA graph after routing; ours include routing. Peers that did not run are not shown, and 4-bit weights had
-# none: see the performance page for what is missing.
+# replay a CUDA graph after routing; ours include routing. Peers that did not run are not shown: the performance page
+# says which.
 
 # %%
-compared = [cell for cell in cells if "ratio" in cell]
-figure, panels = plt.subplots(1, len(models), figsize=(3.4 * len(models), 3), sharey=True, squeeze=False)
+figure, panels = plt.subplots(1, len(models), figsize=(3.4 * len(models), 3.4), sharey=True, squeeze=False)
+ticks = [tick for tick in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8) if tick <= 1.5 * max(c["ratio"] for c in compared)]
 for axes, model in zip(panels[0], models, strict=True):
     for scheme in dict.fromkeys(cell["scheme"] for cell in compared):
         own = sorted((c["tokens"], c["ratio"]) for c in compared if (c["model"], c["scheme"]) == (model, scheme))
         if own:
-            axes.plot(*zip(*own, strict=True), "o-", ms=3, lw=1, color=color.get(scheme, GREY), label=scheme)
+            axes.plot(*zip(*own, strict=True), "o-", ms=3, lw=1, color=color.get(scheme, GREY))
     axes.axhline(1, color="black", lw=0.8)
     axes.set(title=model, xscale="log", yscale="log", xlabel="tokens in a call")
-panels[0][0].set_ylabel("their time / ours")
-panels[0][-1].legend(fontsize=7)
+    axes.set_yticks(ticks, map(str, ticks), minor=False)
+    axes.set_yticks([], minor=True)
+for scheme in dict.fromkeys(cell["scheme"] for cell in compared):
+    panels[0][0].plot([], [], "o-", ms=3, lw=1, color=color.get(scheme, GREY), label=scheme)
+panels[0][0].set_ylabel("time of the fastest peer / ours")
+panels[0][0].legend(fontsize=7, loc="upper left")
 keep(figure, "06_peers_h200")
-worst = sorted(compared, key=lambda cell: cell["ratio"])[:5]
 print("where we lose most:")
-for cell in worst:
+for cell in sorted(compared, key=lambda cell: cell["ratio"])[:5]:
     print(f"  {cell['model']} {cell['scheme']} at {cell['tokens']} tokens: {cell['ratio']:.2f} of {cell['peer']}")
 for scheme in dict.fromkeys(cell["scheme"] for cell in compared):
     ratios = [cell["ratio"] for cell in compared if cell["scheme"] == scheme]
@@ -91,7 +106,7 @@ for scheme in dict.fromkeys(cell["scheme"] for cell in compared):
 # ## The machine that runs this notebook
 #
 # Limits measured now, with XLA's own matmul and copy, and a small layer beside them; `moe-jax bench` does the same on
-# the command line.
+# the command line, with JSON and a roofline.
 
 # %%
 from moe_jax.benchmarking import bench, render

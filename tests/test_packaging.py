@@ -1,5 +1,6 @@
 """The wheel: what is in it, and that it installs and runs without torch, or any other optional package."""
 
+import json
 import re
 import subprocess
 import sys
@@ -37,20 +38,42 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
     assert set(tracked) <= set(names), "tuning tables included"
 
 
-def test_installs_and_runs_without_optional_packages(wheel, tmp_path):
-    venv = tmp_path / "venv"
-    run(sys.executable, "-m", "venv", venv)
-    python = venv / "bin/python"
-    run(python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel)
-    look = f"import importlib.util as u; print(*[n for n in {ABSENT} if u.find_spec(n)])"
-    found = run(python, "-c", look, cwd=tmp_path)
-    assert not found.split()
-    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
-    options = dict(cwd=tmp_path, env=environment)
-    version = run(venv / "bin/moe-jax", "--version", **options)
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """installed(program, *arguments): run it in an environment that holds the wheel and what it requires."""
+    directory = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "venv", directory / "venv")
+    programs = directory / "venv/bin"
+    run(programs / "python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel)
+    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "HOME": str(directory)}
+    return lambda program, *arguments: run(programs / program, *arguments, cwd=directory, env=environment)
+
+
+def test_installs_and_runs_without_optional_packages(wheel, installed):
+    assert not installed(
+        "python", "-c", f"import importlib.util as u; print(*[n for n in {ABSENT} if u.find_spec(n)])"
+    ).split()
+    version = installed("moe-jax", "--version")
     assert re.fullmatch(r"moe-jax \d+\.\d+\.\d+\S*\n", version) and version.split()[1] in wheel.name
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert "(16, 64) bfloat16" in run(python, "-c", example, **options)
-    text = run(venv / "bin/moe-jax", "doctor", **options)
+    assert "(16, 64) bfloat16" in installed("python", "-c", example)
+    text = installed("moe-jax", "doctor")
     missing = {line.split()[0] for line in text.splitlines() if "  missing  " in line}
-    assert {"torch", "matplotlib", "tqdm"} <= missing and "no problems found" in text
+    assert {"torch", "matplotlib", "tqdm", "jinja2", "tokenizers"} <= missing and "no problems found" in text
+
+
+def test_import_takes_little_beyond_jax_and_flax(installed):
+    """Seconds of the processor, the least of five, with compiled files as pip leaves them."""
+    code = "import time, jax, flax.nnx; t = time.process_time(); import moe_jax; print(time.process_time() - t)"
+    assert min(float(installed("python", "-c", code)) for _ in range(5)) < 0.3
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_are_typed(package):
+    """What a type checker knows of a package that states py.typed."""
+    command = [sys.executable, "-m", "pyright", "--verifytypes", package, "--ignoreexternal", "--outputjson"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    symbols = json.loads(done.stdout)["typeCompleteness"]["symbols"]
+    exported = [symbol for symbol in symbols if symbol["isExported"]]
+    assert len(exported) > 20
+    assert [symbol["name"] for symbol in exported if not symbol["isTypeKnown"]] == []
