@@ -10,6 +10,7 @@ from pallas_kernels.common.sm90 import WARPGROUP
 
 QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "int8_row")
 GROUP = 128
+GROUPED_WIDTH = 4 * GROUP  # rows quantized in groups are whole numbers of these columns
 MAX_DEVICES = 8  # of one NVLink host
 # Blocks of one warpgroup that a multiprocessor holds at once with up to 128 registers a thread. All blocks of a combine
 # wait for other devices, so all must be resident.
@@ -96,8 +97,8 @@ def config_error(desc: PushDesc, config: PushConfig, num_sms: int) -> str | None
         return "no tokens: there is nothing to exchange"
     if desc.dtype not in ("bfloat16", "float16", "float32"):
         return f"tokens are {desc.dtype}; there are bfloat16, float16 and float32"
-    if desc.is_grouped and (desc.width % (4 * GROUP)):
-        return f"H={desc.width}: groups of {GROUP} take a multiple of {4 * GROUP}"
+    if desc.is_grouped and desc.width % GROUPED_WIDTH:
+        return f"H={desc.width}: groups of {GROUP} take a multiple of {GROUPED_WIDTH}"
     if not vector_length(desc.width, jnp.dtype(desc.dtype).itemsize):
         return f"H={desc.width}: a row must give each of 128 threads an element"
     if not 1 <= config.num_blocks <= BLOCKS_PER_SM * num_sms:
