@@ -1,12 +1,14 @@
-"""What the torch bridge costs: a call against the same JAX call, and a patched block against the block it replaces.
+"""What the torch bridge costs: a call against the same JAX call, and patched blocks against the block they replace.
 
     XLA_PYTHON_CLIENT_PREALLOCATE=false python benchmarks/bridge.py [--tokens 1 16 512] [--scheme fp8_channel]
-        [--sizes E TOP_K H I] [--repeats 200] [--block-sizes E TOP_K H I]
+        [--sizes E TOP_K H I] [--repeats 200] [--block-sizes E TOP_K H I] [--block-schemes fp8_channel int8_w8a8 ...]
+        [--only calls | blocks]
 
 First table, microseconds a call: "one" waits for every call, "row" is one of many queued in a row. jax is the jitted
-function on arrays, bridge the layer on tensors, and the difference the bridge's own cost. On a GPU also the layer as
-kernels on torch's stream (torch_kernels=True) and replayed from a CUDA graph. Second table: a block of Qwen3-MoE in
-bfloat16, patched and as it was; without transformers as it was is a reference block of this file, a loop over experts.
+function on arrays, bridge the layer on tensors as it is built by default, and the differences the bridge's own cost. On
+a GPU also the layer through JAX's runtime (torch_kernels=False) and replayed from a CUDA graph. Second table: a block
+of Qwen3-MoE in bfloat16, patched and as it was; without transformers as it was is a reference block of this file, a
+loop over experts. Everything runs under torch.no_grad().
 """
 
 import argparse
@@ -18,7 +20,7 @@ import jax
 import torch
 
 import torch_bridge
-from torch_bridge._tensors import to_jax
+from torch_bridge._tensors import to_arguments
 
 
 def one_us(call, wait, repeats):
@@ -103,67 +105,72 @@ def blocks(sizes, device):
         yield f"transformers, {implementation}", make
 
 
+@torch.no_grad()
 def calls_table(args, device, wait):
     experts, _, hidden, _ = args.sizes
     layer = torch_bridge.FusedMoE(*args.sizes, torch.bfloat16, quant_config=args.scheme, device=device)
     layer.load_dummy_weights()
-    kernels = None
+    through_jax = None
     if device == "cuda":
-        options = dict(quant_config=args.scheme, device=device, torch_kernels=True)
-        kernels = torch_bridge.FusedMoE(*args.sizes, torch.bfloat16, **options)
-        kernels.install(layer.expert_weights)
+        options = dict(quant_config=args.scheme, device=device, torch_kernels=False)
+        through_jax = torch_bridge.FusedMoE(*args.sizes, torch.bfloat16, **options)
+        through_jax.install(layer.expert_weights)
     print(f"calls, {args.scheme}, E TOP_K H I = {args.sizes}; microseconds")
-    print(f"{'T':>6}  {'path':<22} {'one':>9} {'row':>9} {'one - jax':>10} {'row - jax':>10}")
+    print(f"{'T':>6}  {'path':<22} {'one':>9} {'row':>9} {'one - jax':>10} {'row - jax':>10}", flush=True)
     for tokens in args.tokens:
         x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
         logits = torch.randn(tokens, experts, device=device)
-        arrays = [to_jax(x), to_jax(logits), None, None]
-        calls = layer.calls_for(x, logits)
+        arrays = to_arguments([x, logits, None, None])
+        calls = (through_jax or layer).calls_for(x, logits)
         function = calls.functions["moe"]
         paths = {
             "jax": (lambda f=function, a=arrays, c=calls: f(c.leaves, a, None), jax.block_until_ready),
             "bridge": (lambda x=x, z=logits: layer(x, z), wait),
         }
-        if kernels is not None:
-            paths["torch_kernels"] = (lambda x=x, z=logits: kernels(x, z), wait)
+        if through_jax is not None:
+            paths["torch_kernels=False"] = (lambda x=x, z=logits, f=through_jax: f(x, z), wait)
         shown = {}
         for name, (call, finish) in paths.items():
-            try:
-                finish(call())
-            except NotImplementedError as error:
-                print(f"{tokens:>6}  {name:<22} {error}")
-                continue
+            finish(call())
             shown[name] = one_us(call, finish, args.repeats), row_us(call, finish, args.repeats)
-        if "torch_kernels" in shown:
+        if through_jax is not None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                kernels(x, logits)
+                layer(x, logits)
             shown["replayed CUDA graph"] = (
                 one_us(graph.replay, wait, args.repeats),
                 row_us(graph.replay, wait, args.repeats),
             )
         for name, (one, row) in shown.items():
             by = "" if name == "jax" else f" {one - shown['jax'][0]:>10.1f} {row - shown['jax'][1]:>10.1f}"
-            print(f"{tokens:>6}  {name:<22} {one:>9.1f} {row:>9.1f}{by}")
+            print(f"{tokens:>6}  {name:<22} {one:>9.1f} {row:>9.1f}{by}", flush=True)
 
 
 @torch.no_grad()
 def blocks_table(args, device, wait):
-    print(f"blocks of Qwen3-MoE, bfloat16, E TOP_K H I = {args.block_sizes}; microseconds a call, waited for")
-    print(f"{'block':<34}" + "".join(f"{f'T={tokens}':>11}" for tokens in args.tokens))
-    variants = [(name, make, None, False) for name, make in blocks(args.block_sizes, device)]
-    make = variants[0][1]
-    variants += [("patched", make, None, True), (f"patched, {args.scheme}", make, args.scheme, True)]
-    for name, make, quantize, is_patched in variants:
+    print(
+        f"blocks of Qwen3-MoE, bfloat16, E TOP_K H I = {args.block_sizes}; microseconds a call, waited for / in a row"
+    )
+    print(f"{'block':<34}" + "".join(f"{f'T={tokens}':>19}" for tokens in args.tokens), flush=True)
+    made = [(name, make, None) for name, make in blocks(args.block_sizes, device)]
+    make = made[0][1]
+    made += [("patched", make, {})]
+    made += [(f"patched, {scheme}", make, dict(quantize=scheme)) for scheme in args.block_schemes]
+    if device == "cuda":
+        made += [("patched, torch_kernels=False", make, dict(torch_kernels=False))]
+    repeats = max(args.repeats // 10, 5)
+    for name, make, options in made:
         torch.manual_seed(0)
         block = torch.nn.ModuleDict({"mlp": make()}).requires_grad_(False)
-        if is_patched:
-            torch_bridge.patch(block, quantize=quantize)
-        times = []
+        if options is not None:
+            torch_bridge.patch(block, **options)
+        print(f"{name:<34}", end="")
         for tokens in args.tokens:
             x = torch.randn(1, tokens, args.block_sizes[2], device=device, dtype=torch.bfloat16)
-            times.append(one_us(lambda x=x, block=block: block["mlp"](x), wait, max(args.repeats // 10, 5)))
-        print(f"{name:<34}" + "".join(f"{us:>11.1f}" for us in times))
+            call = functools.partial(block["mlp"], x)
+            us = f"{one_us(call, wait, repeats):.1f} / {row_us(call, wait, repeats):.1f}"
+            print(f" {us:>18}", end="", flush=True)
+        print(flush=True)
 
 
 def main():
@@ -173,6 +180,8 @@ def main():
     parser.add_argument("--scheme", default="fp8_channel")
     parser.add_argument("--sizes", **sizes)
     parser.add_argument("--block-sizes", **sizes)
+    parser.add_argument("--block-schemes", nargs="+", default=["fp8_channel", "int8_w8a8", "int8_w8a16"])
+    parser.add_argument("--only", choices=("calls", "blocks"))
     parser.add_argument("--repeats", type=int, default=200)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and jax.default_backend() == "gpu" else "cpu"
@@ -181,9 +190,10 @@ def main():
     args.block_sizes = args.block_sizes or args.sizes
     wait = (lambda _: torch.cuda.synchronize()) if is_gpu else (lambda _: None)
     start = time.perf_counter()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, torch {torch.__version__}")
-    calls_table(args, device, wait)
-    blocks_table(args, device, wait)
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, torch {torch.__version__}", flush=True)
+    for name, table in (("calls", calls_table), ("blocks", blocks_table)):
+        if args.only in (None, name):
+            table(args, device, wait)
     print(f"{time.perf_counter() - start:.0f} s")
 
 

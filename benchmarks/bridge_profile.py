@@ -81,7 +81,8 @@ def calls(sizes, scheme, tokens, is_short):
     run: Any
     own: Any
     experts, _, hidden, _ = sizes
-    layer = torch_bridge.FusedMoE(*sizes, torch.bfloat16, quant_config=scheme, device="cuda")
+    options = dict(quant_config=scheme, device="cuda")
+    layer = torch_bridge.FusedMoE(*sizes, torch.bfloat16, torch_kernels=False, **options)
     layer.load_dummy_weights()
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     z = torch.randn(tokens, experts, device="cuda")
@@ -91,10 +92,10 @@ def calls(sizes, scheme, tokens, is_short):
     output = function(own.leaves, arrays, None)
     print(layer.explain(tokens), flush=True)
     show(f"jax alone, {scheme} T={tokens}", lambda: function(own.leaves, arrays, None))
-    show("bridge, grad mode", lambda: layer(x, z))
+    show("bridge through JAX's runtime, grad mode", lambda: layer(x, z))
     with torch.no_grad():
-        show("bridge, no_grad", lambda: layer(x, z))
-        show("bridge, fresh input each call", lambda: layer(x + 1, z))
+        show("bridge through JAX's runtime, no_grad", lambda: layer(x, z))
+        show("the same, another input each call", lambda: layer(x + 1, z))
         if is_short:
             return
         print(f"   host us: to_arguments {host_us(lambda: to_arguments([x, z, None, None])):.1f}, "
@@ -102,7 +103,7 @@ def calls(sizes, scheme, tokens, is_short):
               f"to_torch {host_us(lambda: to_torch(output)):.1f}, "
               f"calls.run {host_us(lambda: own.run('moe', x, z, None, None, bias=2)):.1f}", flush=True)  # fmt: skip
         profiled("bridge through JAX's runtime", lambda: layer(x, z))
-        kernels = torch_bridge.FusedMoE(*sizes, torch.bfloat16, quant_config=scheme, device="cuda", torch_kernels=True)
+        kernels = torch_bridge.FusedMoE(*sizes, torch.bfloat16, torch_kernels=True, **options)
         kernels.install(layer.expert_weights)
         show("torch_kernels", lambda: kernels(x, z))
         print("   equal:", torch.equal(kernels(x, z), layer(x, z)))
@@ -114,13 +115,13 @@ def calls(sizes, scheme, tokens, is_short):
         launches = program._launches
         leaves = [x, z]
         print(f"   host us: launches {host_us(lambda: launches(leaves)):.1f}", flush=True)
-        frame, start = launches._frames[-1]
-        keep = launches(leaves)
-        for fn, word, _, _ in launches._actions:
-            if word >= 0:
-                us = host_us(lambda fn=fn, word=word: fn(start + 8 * word), 100)
+        launches(leaves)
+        _, start = launches._frames[-1]  # with the addresses of this call, whose memory nobody else has yet
+        stream = torch.cuda.current_stream().cuda_stream
+        for launch, function, where in launches._actions:
+            if type(where) is int:
+                us = host_us(lambda f=launch, a=(function, stream, start + where): f(*a), 100)
                 print(f"   host us of one launch: {us:.1f}", flush=True)
-        del keep, frame
         profiled("torch_kernels", lambda: kernels(x, z))
         device_kernels("torch_kernels", lambda: kernels(x, z))
         graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,7 @@
-"""The bridge on a GPU through JAX's runtime: no copies, stream order, shared memory, the nnx layer's bits.
+"""The bridge on a GPU: the nnx layer's bits by default; through JAX's runtime no copies, stream order, shared memory.
 
-Run with both platforms and without preallocation:
-    XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_PLATFORMS=cuda,cpu pytest -m gpu tests/torch_bridge/test_gpu.py
+Run with both platforms, without preallocation and in several processes, since every scheme compiles its kernels twice:
+    XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_PLATFORMS=cuda,cpu pytest -n 12 -m gpu tests/torch_bridge/test_gpu.py
 Kernels on torch's own stream, and CUDA graphs, are in test_gpu_kernels.py.
 """
 
@@ -267,7 +267,7 @@ def test_devices():
 
 @pytest.mark.parametrize("scheme", ALL_SCHEMES)
 def test_output_is_the_nnx_layers_bit_for_bit(scheme):
-    """Last, since every scheme compiles its kernels twice."""
+    """As layers are built by default: kernels on torch's stream, or JAX's runtime where a call is more than kernels."""
     arrays = stored_arrays(scheme)
     layer, reference = loaded_bridge(scheme, arrays, device="cuda"), nnx_layer(scheme, arrays)
     x, z = cuda_inputs(3)

@@ -175,13 +175,15 @@ def tokens(count, seed=0):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_layers_of_kernels_are_those_of_jax(scheme):
-    """Bit for bit, with routing and from given experts, also for a padded number of tokens and unknown ids."""
+    """Bit for bit, with routing and from given experts, a padded number of tokens and unknown ids.
+
+    Few tokens: test_gpu.py, against the nnx layer.
+    """
     through_jax, of_kernels = layers(scheme)
-    for count in (1, 19):
-        x, z = tokens(count)
-        expected = through_jax(x, z)
-        assert expected.abs().max() > 0
-        assert torch.equal(of_kernels(x, z), expected), count
+    x, z = tokens(19)
+    expected = through_jax(x, z)
+    assert expected.abs().max() > 0
+    assert torch.equal(of_kernels(x, z), expected)
     weights, ids = through_jax.select_experts(x, z)
     ids[0, 0], ids[1, 1] = -1, E + 3
     for given in (ids, ids.long()):
