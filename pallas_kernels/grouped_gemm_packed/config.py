@@ -223,6 +223,8 @@ def _long_step_error(desc: PackedDesc, config: PackedConfig, sums: int) -> str |
         return "over two blocks a warpgroup with groups of 32 spill"
     if is_promoted(desc, config) and sums > 64:
         return f"over two blocks a warpgroup beside {sums} registers of sums spill"
+    if config.num_consumers == 3 and sums > 64:
+        return f"with {sums} registers of sums and 3 consumers ptxas serializes"
     if config.num_consumers == 4 and (sums > (12 if desc.fmt.scale == "e4m3" else 16) or desc.fmt.bits == 8):
         return f"with {sums} registers of sums and 4 consumers ptxas serializes"
     return None

@@ -52,14 +52,15 @@ def quantize_rows(desc: PermuteDesc, x: Any, scale: Any) -> tuple[Any, Any]:
         amax = jnp.max(jnp.abs(padded), axis=-1, keepdims=True)
         codes, scales = quantize_e4m3_group(padded, amax, desc.has_power_of_two_scales)
         return codes.reshape(desc.num_tokens, -1)[:, : desc.width], scales[..., 0].T
-    if (group := desc.microscaling_group) is not None:
+    if (kind := desc.microscaling_kind) is not None:
+        group = desc.microscaling_group
         groups = jnp.pad(values, ((0, 0), (0, -desc.width % group))).reshape(desc.num_tokens, -1, group)
         amax = jnp.max(magnitude(groups), axis=-1, keepdims=True, initial=0.0)
         row_scale = None
         if desc.quantization == "nvfp4_row":
             scale = nvfp4_global_scale(jnp.max(amax, axis=1, keepdims=True, initial=0.0))
             row_scale = divide(jnp.ones_like(scale), scale)[:, 0, 0]
-        rounded = fake_quantize(groups, amax, desc.microscaling_kind, scale)
+        rounded = fake_quantize(groups, amax, kind, scale)
         return rounded.reshape(desc.num_tokens, -1)[:, : desc.width].astype(desc.out_dtype), row_scale
     rule = quantize_e4m3_row if desc.quantization == "e4m3_row" else quantize_int8_token
     codes, scales = rule(values, jnp.max(jnp.abs(values), axis=-1, keepdims=True))

@@ -102,7 +102,8 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 def check(name: str) -> None:
     looks_for_races = name not in WITHOUT_RACES
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=looks_for_races)):
+    gpu: Any = plgpu  # names that jax 0.10 has not
+    with gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams(detect_races=looks_for_races)):
         found, expected = CASES[name]()
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         # One step of the type; sums beside a border of e4m3 go either way.

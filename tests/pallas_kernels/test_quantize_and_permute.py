@@ -65,7 +65,7 @@ def expected_values(x, quantization, scale):
                 127
             )
         case "nvfp4" | "nvfp4_row":
-            inverse = np.float32(scale)
+            inverse = np.full((1, 1), scale, np.float32)
             if quantization == "nvfp4_row":
                 largest = np.abs(v).max(1)
                 inverse = np.where(largest > 0, np.float32(2688) / np.where(largest > 0, largest, one), one)[:, None]
