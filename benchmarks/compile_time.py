@@ -1,6 +1,7 @@
 """Seconds that one layer takes to compile for a bucket of tokens, and to come back from the persistent cache.
 
     python benchmarks/compile_time.py [--model qwen3-30b-a3b] [--scheme fp8_channel] [--tokens 1,16,64] [--cache DIR]
+        [--implementation mosaic]
 
 Each bucket is traced, lowered and compiled in this process for the first time; "first call" runs it, which on a
 GPU loads its machine code. Run it twice with one --cache, an empty folder at first: the second run shows what the
@@ -14,10 +15,10 @@ import time
 import jax
 import jax.numpy as jnp
 from _timing import header
-from moe_layer import MODELS, random_weights
+from moe_layer import scheme_named
 
 import moe_jax
-from moe_jax.quantization import Scheme
+from moe_jax.benchmarking import layer_shape, random_weights
 
 
 def main() -> int:
@@ -26,15 +27,16 @@ def main() -> int:
     parser.add_argument("--scheme", default="fp8_channel")
     parser.add_argument("--tokens", default="1,16,64,256,1024,8192")
     parser.add_argument("--cache")
+    parser.add_argument("--implementation", default="mosaic")
     options = parser.parse_args()
-    experts, top_k, hidden, inner = MODELS[options.model]
-    config = moe_jax.MoEConfig(
-        experts, top_k, hidden, inner, scheme=Scheme.parse(options.scheme), implementation=("mosaic",)
-    )
-    weights = jax.block_until_ready(random_weights(config))
-    if options.cache:
+    if options.cache:  # before anything is compiled: JAX looks once
         jax.config.update("jax_compilation_cache_dir", options.cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    experts, top_k, hidden, inner = layer_shape(options.model)
+    config = moe_jax.MoEConfig(
+        experts, top_k, hidden, inner, scheme=scheme_named(options.scheme), implementation=(options.implementation,)
+    )
+    weights = jax.block_until_ready(random_weights(config))
     print(header(), options.model, options.scheme, flush=True)
     for tokens in map(int, options.tokens.split(",")):
         x, z = jnp.ones((tokens, hidden), jnp.bfloat16), jnp.ones((tokens, experts), jnp.float32)

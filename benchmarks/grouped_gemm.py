@@ -26,8 +26,9 @@ from _timing import DENSE_TFLOPS, READ_GBPS, header, time_in_jit
 from moe_jax.benchmarking import MODELS
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import choose_block_m, grouped_gemm
-from pallas_kernels.grouped_gemm_packed import PackedFormat, PackedWeights, grouped_gemm_packed
+from pallas_kernels.grouped_gemm_packed import PackedFormat, grouped_gemm_packed
 from pallas_kernels.grouped_gemm_packed import choose_block_m as choose_packed_block_m
+from pallas_kernels.tuning.operands import random_packed_weights
 
 FORMATS = {
     "bf16": ("bfloat16", None),
@@ -101,32 +102,15 @@ def operands(fmt: str, rows: Rows, n: int, k: int, halves: int, seed: int = 0):
 
 
 def packed_operands(fmt: PackedFormat, rows: Rows, n: int, k: int, halves: int, seed: int = 0):
-    """Arguments and keyword arguments of grouped_gemm_packed; the bits of weights are random, scales near 2**-7."""
-    experts, channel_blocks, blocks = len(rows.sizes), -(-n // 64), -(-k // fmt.block_k)
+    """Arguments and keyword arguments of grouped_gemm_packed; scales of groups are bfloat16."""
 
     @jax.jit
     def values(key):
-        keys = jax.random.split(key, 5)
-        bits = jax.random.bits(keys[0], (experts, channel_blocks, halves, blocks, *fmt.block_shape))
-        if fmt.element == "e4m3":
-            bits = bits & jnp.uint32(0xFEFEFEFE)  # no NaN
-        words = jax.lax.bitcast_convert_type(bits, jnp.int32)
-        if fmt.scale_words:
-            near_one = {"e4m3": 0x48484848, "e8m0": -0x0F0F0F10}[fmt.scale]
-            words = jnp.concatenate([words[..., :-1, :], (words[..., -1:, :] & 0x07070707) + near_one], axis=-2)
-        grouped = (experts, channel_blocks, halves, -(-k // (fmt.group_size or k)), 64)
-        scale = channel = None
-        if fmt.scale == "group":
-            scale = jax.random.uniform(keys[1], grouped, jnp.float32, 0.005, 0.015).astype(jnp.bfloat16)
-        else:
-            channel = jax.random.uniform(keys[2], (*grouped[:3], 64), jnp.float32, 0.005, 0.015)
-            if fmt.scale == "e8m0":
-                channel = jnp.full_like(channel, 2.0**-7)  # what packing takes out of a matrix is a power of two
         if fmt.operand == "int8":
-            x = jax.random.randint(keys[3], (rows.count, k), -127, 128, jnp.int8)
+            x = jax.random.randint(key, (rows.count, k), -127, 128, jnp.int8)
         else:
-            x = jax.random.normal(keys[3], (rows.count, k), jnp.bfloat16).astype(fmt.operand)
-        return x, PackedWeights(words, scale, None, channel, fmt, n, k)
+            x = jax.random.normal(key, (rows.count, k), jnp.bfloat16).astype(fmt.operand)
+        return x, random_packed_weights(fmt, (len(rows.sizes), halves, n, k), "bfloat16")
 
     x, w = values(jax.random.key(seed))
     kwargs = {}

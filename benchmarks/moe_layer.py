@@ -1,17 +1,21 @@
 """Time the whole layer after the router logits on a GPU: routing, alignment, both products, combine.
 
     python benchmarks/moe_layer.py [--models qwen3-30b-a3b,...] [--tokens 1,16,...] [--schemes fp8_block,...]
-    [--implementation mosaic] [--jobs 8] [--json FILE]
+    [--pairs gpt-oss-120b:mxfp4_a16,...] [--implementation mosaic] [--jobs 8] [--seconds 250] [--json FILE]
 
-With --jobs, several processes compile their cells at the same time and take turns on the GPU.
+With --jobs, each pair of a model and a scheme runs in a process of its own, in the order given: several compile at the
+same time and take turns on the GPU. FILE gets a JSON line per cell as soon as it is measured, so that a run that is
+ended loses nothing; --seconds ends it.
 
-Random weights of the model's sizes, silu, no biases, random logits, one call inside jit (see _timing.py). Reported per
-cell: microseconds, TFLOP/s over the routed rows, GB/s over the weights of the experts that were hit plus activations
-in and out, and the larger of the two as a fraction of the machine's measured limit.
+Random weights of the model's sizes, silu, no biases, random logits, one call inside jit (see _timing.py). Scales of
+groups are bfloat16, as checkpoints of bfloat16 models have them. Reported per cell: microseconds, TFLOP/s over the
+routed rows, GB/s over the weights of the experts that were hit plus activations in and out, and the larger of the two
+as a fraction of the machine's measured limit.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import json
@@ -19,18 +23,31 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import jax
 from _timing import H200, header
 
 import moe_jax
-from moe_jax.benchmarking import MODELS, measure_layer, random_weights
-from moe_jax.quantization import Scheme
+from moe_jax.benchmarking import MODELS, layer_shape, measure_layer, random_weights
+from moe_jax.quantization import Scheme, Strategy
 
 SCHEMES = (
     "bf16", "fp8_tensor", "fp8_channel", "fp8_block", "int8_w8a8", "w4a16_g128", "nvfp4_a16", "mxfp4_a16", "w4a8_int8"
 )  # fmt: skip
+_MAKERS = 6  # processes that make weights at the same time: temporaries of a large layer take 10 GB
+
+
+def scheme_named(name: str) -> Scheme:
+    """With scales of groups in bfloat16."""
+    scheme = Scheme.parse(name)
+    weights = scheme.weights
+    if weights is None or weights.strategy is not Strategy.GROUP or weights.scale != "float32":
+        return scheme
+    return dataclasses.replace(scheme, weights=dataclasses.replace(weights, group_scale_dtype="bfloat16"))
 
 
 def line(cell: dict) -> str:
@@ -51,51 +68,66 @@ def locked(path: str | None, mode: int = fcntl.LOCK_EX) -> Iterator[None]:
         yield
 
 
-def run_cells(pairs: list[tuple[str, str]], tokens: list[int], implementation: str, lock: str | None) -> list[dict]:
-    """Every (model, scheme) at every number of tokens; a cell that fails has an "error" instead of figures."""
-    cells = []
-    for model, name in pairs:
-        experts, top_k, hidden, inner = MODELS[model]
-        scheme = Scheme.parse(name)
-        config = moe_jax.MoEConfig(experts, top_k, hidden, inner, scheme=scheme, implementation=(implementation,))
-        turn = functools.partial(locked, lock)
+@contextlib.contextmanager
+def making(lock: str | None) -> Iterator[None]:
+    """One of ``_MAKERS`` places, and the lock shared: weights are made while nobody is timed."""
+    if lock is None:
+        yield
+        return
+    place = open(f"{lock}.{os.getpid() % _MAKERS}", "w")
+    with place:
+        fcntl.flock(place, fcntl.LOCK_EX)
+        with locked(lock, fcntl.LOCK_SH):
+            yield
+
+
+def run_pair(
+    model: str, name: str, tokens: list[int], implementation: str, lock: str | None, report: Callable[[dict], None]
+) -> None:
+    """A model and scheme at every number of tokens; a cell that fails is reported with an "error" for its figures."""
+    experts, top_k, hidden, inner = layer_shape(model)
+    config = moe_jax.MoEConfig(
+        experts, top_k, hidden, inner, scheme=scheme_named(name), implementation=(implementation,)
+    )
+    turn, weights, failed = functools.partial(locked, lock), None, ""
+    try:
+        with making(lock):
+            weights = jax.block_until_ready(random_weights(config))
+    except Exception as error:
+        failed = f"{type(error).__name__}: {str(error)[:200]}"
+    for count in tokens:
+        cell: dict[str, Any] = dict(model=model, scheme=name, tokens=count)
         try:
-            with locked(lock, fcntl.LOCK_SH):  # beside others that make weights, while nobody is timed
-                weights = jax.block_until_ready(random_weights(config))
-        except Exception as error:
-            weights, reason = None, f"{type(error).__name__}: {str(error)[:200]}"
-        for count in tokens:
-            try:
-                if weights is None:
-                    raise RuntimeError(reason)
-                cells.append(measure_layer(config, model, weights, count, H200, turn=turn))
-                print(line(cells[-1]), flush=True)
-            except Exception as error:  # one cell that fails must not hide the others
-                reason = f"{type(error).__name__}: {str(error)[:200]}"
-                cells.append(dict(model=model, scheme=name, tokens=count, error=reason))
-                print(f"{model} T={count} {name}: {reason}", flush=True)
-        del weights
-    return cells
+            if weights is None:
+                raise RuntimeError(failed)
+            samples = 3 if count >= 4096 else 5  # of tens of milliseconds each
+            cell |= measure_layer(config, model, weights, count, H200, turn=turn, samples=samples) | dict(scheme=name)
+            print(line(cell), flush=True)
+        except Exception as error:  # one cell that fails must not hide the others
+            cell["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+            print(f"{model} T={count} {name}: {cell['error']}", flush=True)
+        report(cell)
 
 
-def run_jobs(pairs: list[tuple[str, str]], args: argparse.Namespace) -> list[dict]:
-    """The cells in ``args.jobs`` processes."""
+def run_jobs(pairs: list[tuple[str, str]], args: argparse.Namespace) -> None:
+    """Each pair in a process, ``args.jobs`` of them at a time, until the time is over."""
+    until = time.time() + args.seconds
+    # Memory is taken as it is needed: layers differ by a factor of ten.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    running: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as folder:
-        workers = []
-        share = f"{0.9 / args.jobs:.3f}"
-        for job in range(args.jobs):
-            own = [f"{model}:{name}" for model, name in pairs[job :: args.jobs]]
-            if not own:
-                continue
-            command = [sys.executable, __file__, "--pairs", ",".join(own), "--tokens", args.tokens]
-            command += ["--implementation", args.implementation, "--lock", f"{folder}/lock"]
-            command += ["--json", f"{folder}/{job}.json"]
-            environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": share}
-            workers.append(subprocess.Popen(command, env=environment))
-        for worker in workers:
-            worker.wait()
-        files = [f"{folder}/{job}.json" for job in range(args.jobs)]
-        return [cell for file in files if os.path.exists(file) for cell in json.load(open(file))]
+        command = [sys.executable, __file__, "--tokens", args.tokens, "--implementation", args.implementation]
+        command += ["--lock", f"{folder}/lock", *(["--json", args.json] if args.json else [])]
+        try:
+            while (pairs or running) and time.time() < until:
+                running = [worker for worker in running if worker.poll() is None]
+                while pairs and len(running) < args.jobs:
+                    model, name = pairs.pop(0)
+                    running.append(subprocess.Popen([*command, "--pairs", f"{model}:{name}"], env=environment))
+                time.sleep(0.2)
+        finally:
+            for worker in running:
+                worker.kill()
 
 
 def main() -> int:
@@ -106,22 +138,31 @@ def main() -> int:
     parser.add_argument("--pairs", help="model:scheme,... instead of all of --models with all of --schemes")
     parser.add_argument("--implementation", default="mosaic")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="with --jobs: when to end")
     parser.add_argument("--lock", help="file that processes lock while they use the GPU")
-    parser.add_argument("--json", help="where to write the cells")
+    parser.add_argument("--json", help="file that a JSON line per cell is appended to")
     args = parser.parse_args()
     if args.pairs:
         pairs = [(model, name) for model, name in (pair.split(":") for pair in args.pairs.split(","))]
     else:
         pairs = [(model, name) for model in args.models.split(",") for name in args.schemes.split(",")]
     if args.jobs > 1:
-        cells = run_jobs(pairs, args)
-    else:
+        run_jobs(pairs, args)
+        return 0
+    failed = []
+
+    def report(cell: dict) -> None:
+        failed.extend([cell] if "error" in cell else [])
+        if args.json:
+            with Path(args.json).open("a") as file:
+                file.write(json.dumps(cell) + "\n")
+
+    if args.lock is None:
         print(header(), f"implementation {args.implementation}", flush=True)
-        cells = run_cells(pairs, [int(count) for count in args.tokens.split(",")], args.implementation, args.lock)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(cells, file, indent=0)
-    return 1 if any("error" in cell for cell in cells) else 0
+    for model, name in pairs:
+        tokens = [int(count) for count in args.tokens.split(",")]
+        run_pair(model, name, tokens, args.implementation, args.lock, report)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

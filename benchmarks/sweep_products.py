@@ -25,13 +25,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from grouped_gemm import SILU, packed_operands, route
+from grouped_gemm import SILU, route
 from sweep_space import PACKED, packed_space, rows_per_expert, shape, unpacked_space
 
-from pallas_kernels.autotune import _operands
 from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm_packed import describe_call, grouped_gemm_packed
 from pallas_kernels.tuning import FORMATS, LayerKey
+from pallas_kernels.tuning.operands import random_operands, random_packed_weights
 
 
 def calls_of(tokens: int) -> int:
@@ -76,9 +76,8 @@ class Group:
         return (self.inner, self.hidden, 2) if self.gemm == 1 else (self.hidden, self.inner, 1)
 
     def _make_packed(self) -> Any:
-        fmt, scale_dtype = PACKED[self.fmt]
-        w = packed_operands(fmt, self._rows(1, 16), *self._sizes())[0][1]
-        return w if w.scale is None else dataclasses.replace(w, scale=w.scale.astype(scale_dtype))
+        (fmt, scale_dtype), (n, k, halves) = PACKED[self.fmt], self._sizes()
+        return random_packed_weights(fmt, (self.experts, halves, n, k), scale_dtype)
 
     def program(self, tokens: int, config: Any, lock: str) -> tuple[Any, Any]:
         """(compiled program of ``calls_of`` calls, its arguments)."""
@@ -104,7 +103,7 @@ class Group:
     def _weights(self) -> Any:
         if self.fmt in PACKED:
             return self._make_packed()
-        return _operands(self.key().products(1, 64)[self.gemm - 1], 64, self.key(), 1)[0][1]
+        return random_operands(self.key().products(1, 64)[self.gemm - 1], 64, self.key(), 1)[0][1]
 
     def _rest(self, tokens: int, block_m: int) -> tuple[Any, ...]:
         """(x, tile_expert of each call, num_tiles, what goes by name)."""
@@ -116,7 +115,7 @@ class Group:
             tile_expert, num_tiles = jnp.asarray(rows.tile_expert), jnp.int32(len(rows.tile_expert))
         else:
             desc = self.key().products(tokens, block_m)[self.gemm - 1]
-            (x, _, tile_expert, num_tiles), rest = _operands(desc, block_m, self.key(), tokens)
+            (x, _, tile_expert, num_tiles), rest = random_operands(desc, block_m, self.key(), tokens)
         calls = calls_of(tokens)
         moved = [
             jnp.where(tile_expert < 0, -1, (tile_expert + i * self.experts // calls) % self.experts)

@@ -1,12 +1,13 @@
 """From the lines of ``sweep_products.py`` to a tuning table.
 
-    python benchmarks/table_from_sweep.py --device "NVIDIA H200" FILE [FILE ...] [--at-least 2] [--out FILE] [--print]
+    python benchmarks/table_from_sweep.py --device "NVIDIA H200" FILE [FILE ...] [--at-least 2] [--least] [--out FILE]
+        [--formats bf16,...] [--print] [--merge]
 
-Times of a configuration are averaged over all files, at one token, where a launch takes as long as a kernel, the least
-counts; those taken fewer than --at-least times are left out. For each
-layer, format and number of tokens: the tile height with the least sum of both products, and the fastest configuration
-of each at that height. int8 borrows the times of fp8_channel, whose bytes and rates are the same, beside its own.
-Packed weights have no table; --print shows their fastest ones too.
+Times of a configuration are averaged over all files; at one token, where a launch takes as long as a kernel, and with
+--least the least counts. Those taken fewer than --at-least times are left out. For each layer, format and number of
+tokens: the tile height with the least sum of both products, and the fastest configuration of each at that height.
+Formats of ``TWINS`` use the times of another one beside their own, and their entries say so. --merge keeps the entries
+of the table for which these files have none.
 """
 
 import argparse
@@ -17,13 +18,20 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from sweep_products import MODELS
+from sweep_space import shape
 
-from pallas_kernels.grouped_gemm import GemmConfig, config_error
-from pallas_kernels.tuning import FORMATS, Entry, LayerConfig, LayerKey, Table
-from pallas_kernels.tuning.table import path_for
+from pallas_kernels.grouped_gemm import GemmConfig
+from pallas_kernels.grouped_gemm_packed import PackedConfig
+from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, Entry, LayerConfig, LayerKey, PackedLayerKey, Table
+from pallas_kernels.tuning.table import load_table, path_for
 
-TWINS = {"int8": "fp8_channel"}
+# Formats whose bytes and rates are another's: int8 and fp8 products of two 8-bit operands; dtypes of group scales.
+TWINS = {
+    "int8": "fp8_channel",
+    "int4_g128_f32": "int4_g128",
+    "int4_g128_f16": "int4_g128",
+    "int4_int8_f32": "int4_int8",
+}
 # cell (model, format, tokens, GEMM) -> configuration as JSON -> microseconds
 Times = dict[tuple[str, str, int, int], dict[str, list[float]]]
 
@@ -38,33 +46,38 @@ def read(paths: list[Path]) -> Times:
     return times
 
 
-def fastest(times: Times, model: str, fmt: str, tokens: int, at_least: int) -> tuple[float, list[dict]] | None:
-    """(sum of both products, their configurations) at the best tile height, or None without enough times."""
-    best: dict[int, dict[int, tuple[float, dict[str, Any]]]] = defaultdict(dict)
+def key_of(model: str, fmt: str) -> Any:
+    if fmt in PACKED_FORMATS:
+        return PackedLayerKey(*shape(model), **PACKED_FORMATS[fmt])
+    how: Any = FORMATS[fmt]
+    return LayerKey(*shape(model), **how)
+
+
+def fastest(times: Times, model: str, fmt: str, tokens: int, at_least: int, typical: Any) -> Entry | None:
+    """The best entry of a cell, or None without enough times. typical: of several times of one configuration."""
+    key, twin = key_of(model, fmt), TWINS.get(fmt)
+    kind = PackedConfig if fmt in PACKED_FORMATS else GemmConfig
+    best: dict[int, dict[int, tuple[float, Any, bool]]] = defaultdict(dict)
     for gemm in (1, 2):
-        for text, own in times.get((model, fmt, tokens, gemm), {}).items():
-            twin = times.get((model, TWINS.get(fmt, ""), tokens, gemm), {}).get(text, [])
-            if len(own) + len(twin) < at_least:
+        own = times.get((model, fmt, tokens, gemm), {})
+        lent = {} if twin is None else times.get((model, twin, tokens, gemm), {})
+        for text in own.keys() | lent.keys():
+            found = own.get(text, []) + lent.get(text, [])
+            config = kind(**json.loads(text))
+            desc = key.products(tokens, config.block_m)[gemm - 1]
+            if len(found) < at_least or key.config_error(desc, config) is not None:
                 continue
-            config, micros = json.loads(text), (min if tokens == 1 else statistics.mean)(own + twin)
-            held = best[config["block_m"]]
+            micros = (min if tokens == 1 else typical)(found)
+            held = best[config.block_m]
             if gemm not in held or micros < held[gemm][0]:
-                held[gemm] = (micros, config)
-    sums = {height: sum(time for time, _ in held.values()) for height, held in best.items() if len(held) == 2}
+                held[gemm] = (micros, config, text in lent)
+    sums = {height: sum(time for time, *_ in held.values()) for height, held in best.items() if len(held) == 2}
     if not sums:
         return None
     height = min(sums, key=lambda height: sums[height])
-    return sums[height], [best[height][gemm][1] for gemm in (1, 2)]
-
-
-def entry(model: str, fmt: str, tokens: int, micros: float, configs: list[dict]) -> Entry:
-    how: Any = FORMATS[fmt]
-    key = LayerKey(*MODELS[model], **how)
-    gemm1, gemm2 = (GemmConfig(**config) for config in configs)
-    for desc, config in zip(key.products(tokens, gemm1.block_m), (gemm1, gemm2), strict=True):
-        if reason := config_error(desc, config):
-            raise ValueError(f"{model} {fmt} tokens={tokens}: {config} cannot run: {reason}")
-    return Entry(key, tokens, LayerConfig(gemm1.block_m, gemm1, gemm2), micros)
+    (_, gemm1, lent1), (_, gemm2, lent2) = (best[height][gemm] for gemm in (1, 2))
+    source = f"with times of {twin}" if lent1 or lent2 else None
+    return Entry(key, tokens, LayerConfig(height, gemm1, gemm2), round(sums[height], 1), source)
 
 
 def main() -> int:
@@ -72,20 +85,30 @@ def main() -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--device", required=True)
     parser.add_argument("--at-least", type=int, default=2)
+    parser.add_argument("--least", action="store_true")
+    parser.add_argument("--formats", default=",".join((*FORMATS, *PACKED_FORMATS)))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--merge", action="store_true")
     parser.add_argument("--print", action="store_true")
     options = parser.parse_args()
     times, entries = read(options.files), []
-    for model, fmt, tokens in sorted({cell[:3] for cell in times}):
-        found = fastest(times, model, fmt, tokens, options.at_least if fmt in FORMATS else 1)
+    cells = {cell[:3] for cell in times}
+    cells |= {(model, fmt, tokens) for model, held, tokens in cells for fmt, twin in TWINS.items() if twin == held}
+    for model, fmt, tokens in sorted(cell for cell in cells if cell[1] in options.formats.split(",")):
+        typical = min if options.least else statistics.mean
+        found = fastest(times, model, fmt, tokens, options.at_least, typical)
         if found is None:
             continue
-        if fmt in FORMATS:
-            entries.append(entry(model, fmt, tokens, *found))
+        entries.append(found)
         if options.print:
-            print(f"{model:14s} {fmt:11s} T={tokens:5d} {found[0]:8.1f} us {found[1]}")
-    Table(options.device, tuple(entries)).save(options.out or path_for(options.device))
-    print(f"{len(entries)} entries")
+            gemms = (found.config.gemm1, found.config.gemm2)
+            print(
+                f"{model:14s} {fmt:13s} T={tokens:5d} {found.micros:8.1f} us {found.source or ''}", *gemms, sep="\n  "
+            )
+    path = options.out or path_for(options.device)
+    held = load_table(path) if options.merge and path.exists() else Table(options.device)
+    held.merged(entries).save(path)
+    print(f"{len(entries)} entries, {len(held.merged(entries).entries)} in the table")
     return 0
 
 

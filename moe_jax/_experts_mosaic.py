@@ -19,6 +19,7 @@ import numpy as np
 
 from moe_jax import _packed_experts
 from moe_jax._config import MoEConfig
+from moe_jax._mosaic_plan import Plan, make_plan, row_kind
 from moe_jax._packed_weights import is_packed, packed_format, uneven_groups
 from moe_jax._typing import Array
 from moe_jax.activations import resolve_activation
@@ -27,20 +28,18 @@ from moe_jax.routing import RoutingParams, validate_routing
 from moe_jax.routing._route import groups_of
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.combine import combine
-from pallas_kernels.common.device import device_kind, hopper_sms
+from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.numerics import E4M3_MAX, divide, magnitude
-from pallas_kernels.grouped_gemm import choose_block_m, choose_config, config_error, grouped_gemm
-from pallas_kernels.grouped_gemm.config import GemmDesc
+from pallas_kernels.grouped_gemm import choose_config, grouped_gemm
 from pallas_kernels.grouped_gemm.heuristics import describe as describe_config
 from pallas_kernels.push import Arrived, place_arrived
+from pallas_kernels.push.config import GROUPED_WIDTH
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, quantize_and_permute
 from pallas_kernels.quantize_and_permute import config_error as permute_error
 from pallas_kernels.route import route_and_align
 from pallas_kernels.route.config import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
-from pallas_kernels.tuning import LayerKey, table_for
 
 _16_BIT = ("bfloat16", "float16")
-_LHS_SCALES = {"none": "none", "e4m3_tensor": "tensor", "e4m3_group": "group", "e4m3_group_ue8m0": "group"}
 
 
 class NoGradient(NotImplementedError):
@@ -51,7 +50,7 @@ def why_not(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str |
     """Why the kernels cannot run this layer on this device, or None."""
     if config.dtype.name not in _16_BIT:
         return f"computes in bfloat16 or float16, the layer in {config.dtype.name}"
-    if _quantization(weights.scheme) is None and not is_packed(weights.w13):
+    if row_kind(weights.scheme) is None and not is_packed(weights.w13):
         if packed_format(weights.scheme, config.dtype) is None:
             return f"there is no kernel for scheme {weights.scheme.name!r} yet"
         if (reason := uneven_groups(weights)) is not None:
@@ -89,13 +88,13 @@ def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list
     """Who routes, and the configuration of both products with where it comes from, for ``explain``."""
     reason = why_not_layer(config, weights, None, has_mask=False)
     lines = ["routing: by the kernel" if reason is None else f"routing: by XLA, since the kernel has no {reason}"]
+    plan = make_plan(config, weights, num_tokens)
     if is_packed(weights.w13):
-        return [*lines, *_packed_experts.describe(num_tokens, config, weights, hopper_sms())]
-    plan = _plan(config, weights, num_tokens)
+        return [*lines, *_packed_experts.describe(plan.products, plan.configs, plan.block_m, plan.source, weights)]
     for number, (desc, chosen) in enumerate(zip(plan.products, plan.configs, strict=True), 1):
         chosen = chosen or choose_config(desc, plan.block_m, hopper_sms())
         lines.append(f"GEMM {number}: {describe_config(desc, chosen)}, {plan.source}")
-    kind, hidden = _quantization(weights.scheme), plan.products[1]
+    kind, hidden = row_kind(weights.scheme), plan.products[1]
     rows = {"input": (num_tokens, weights.hidden_size, config.top_k)}
     if plan.products[0].requantize == "none" and kind != "none":
         rows["hidden"] = (hidden.rows, weights.intermediate_size, 0)
@@ -121,19 +120,21 @@ def forward(
     kernels: str = "mosaic",
 ) -> Array:
     """``run`` with the implementation of every kernel given by name; "reference" runs anywhere."""
-    plan = _plan(config, weights, x.shape[0], kernels)
+    plan = make_plan(config, weights, x.shape[0], kernels)
     tiles = align(topk_ids, weights.num_experts, plan.block_m, implementation=kernels)
     return _experts(config, x, topk_weights, tiles, plan, weights, kernels, out_dtype=jnp.float32)
 
 
 def arriving_quantization(weights: ExpertWeights) -> str:
     """How tokens are quantized before they travel to another device's experts: by row or group, where their scales come
-    from themselves, else "none".
+    from themselves, else "none", and where no kernel quantizes rows of this length in groups.
     """
     if is_packed(weights.w13):
         return _packed_experts.row_quantization(weights)
-    kind = _quantization(weights.scheme)
-    return "none" if kind is None or kind == "e4m3_tensor" else kind
+    kind = row_kind(weights.scheme) or "none"
+    if kind.startswith("e4m3_group") and weights.hidden_size % GROUPED_WIDTH:
+        return "none"
+    return "none" if kind == "e4m3_tensor" else kind
 
 
 def forward_arrived(
@@ -154,7 +155,7 @@ def forward_arrived(
         index = arrived.slots - first_slot
         is_here = ((index >= 0) & (index < weights.num_experts)).any(axis=1, keepdims=True)
         arrived = dataclasses.replace(arrived, codes=jnp.where(is_here, arrived.codes, jnp.zeros_like(arrived.codes)))
-    plan = _plan(config, weights, arrived.slots.shape[0], kernels)
+    plan = make_plan(config, weights, arrived.slots.shape[0], kernels)
     tiles = align(arrived.slots, weights.num_experts, plan.block_m, group_offset=first_slot, implementation=kernels)
     x, scale = arrived.codes, arrived.scales
     return _experts(config, x, None, tiles, plan, weights, kernels, out_dtype=None, x_scale=scale, send_back=send_back)
@@ -255,7 +256,7 @@ def forward_layer(
     validate_routing(config, router_logits.shape[1], has_correction_bias=bias is not None, has_hash_table=False)
     if config.router_logits_dtype is not None:
         router_logits = router_logits.astype(config.router_logits_dtype)
-    plan = _plan(config, weights, x.shape[0], kernels)
+    plan = make_plan(config, weights, x.shape[0], kernels)
     routed = route_and_align(
         router_logits,
         config.top_k,
@@ -278,7 +279,7 @@ def _experts(
     x: Array,
     topk_weights: Array | None,
     tiles: TileMap,
-    plan: "_Plan",
+    plan: Plan,
     weights: ExpertWeights,
     kernels: str,
     *,
@@ -303,7 +304,7 @@ def _expert_rows(
     config: MoEConfig,
     x: Array,
     tiles: TileMap,
-    plan: "_Plan",
+    plan: Plan,
     weights: ExpertWeights,
     kernels: str,
     x_scale: Array | None,
@@ -321,7 +322,7 @@ def _expert_rows(
     row_kernels = ("mosaic", "reference") if kernels == "mosaic" else kernels
     permute = functools.partial(quantize_and_permute, implementation=row_kernels)
 
-    kind = _quantization(weights.scheme)
+    kind = row_kind(weights.scheme)
     if kind is None:
         raise NotImplementedError(f"there is no kernel for scheme {weights.scheme.name!r} yet")
     num_rows = tiles.tile_expert.size * plan.block_m
@@ -400,104 +401,6 @@ def _tensor_scale(
     amax = jnp.max(values)
     amax = jax.lax.pmax(amax, axes) if axes else amax
     return jnp.maximum(divide(amax, E4M3_MAX), np.finfo(np.float32).tiny)
-
-
-def _quantization(scheme: Scheme) -> str | None:
-    """The kind of ``quantize_and_permute`` for a scheme's activations; None where no kernel fits the scheme."""
-    weights, activations = scheme.weights, scheme.activations
-    if weights is None:
-        return "none"
-    if activations is None:
-        return None
-    is_plain = weights.symmetric and weights.packing is None and weights.scale == "float32"
-    if (
-        not is_plain
-        or not activations.symmetric
-        or activations.scale not in ("float32", "ue8m0")
-        or activations.amax_bound is not None
-    ):
-        return None
-    kinds = {
-        ("e4m3", Strategy.TENSOR, "e4m3", Strategy.TENSOR): "e4m3_tensor",
-        ("e4m3", Strategy.TENSOR, "e4m3", Strategy.TOKEN): "e4m3_row",
-        ("e4m3", Strategy.CHANNEL, "e4m3", Strategy.TOKEN): "e4m3_row",
-        ("e4m3", Strategy.BLOCK, "e4m3", Strategy.GROUP): "e4m3_group",
-        ("int8", Strategy.CHANNEL, "int8", Strategy.TOKEN): "int8_row",
-    }
-    kind = kinds.get((weights.element, weights.strategy, activations.element, activations.strategy))
-    if kind == "e4m3_group" and (weights.block_shape, activations.group_size) != ((128, 128), 128):
-        return None
-    return "e4m3_group_ue8m0" if kind == "e4m3_group" and activations.scale == "ue8m0" else kind
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """How both products of a call run. configs: of the kernel that runs them, GemmConfig or PackedConfig; None leaves
-    the choice to it. source: where they come from.
-
-    products: empty for packed weights, whose configurations are the kernel's own choice unless pinned.
-    """
-
-    block_m: int
-    products: tuple[GemmDesc, ...]
-    configs: tuple[Any, ...]
-    source: str
-
-
-def _plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernels: str = "mosaic") -> _Plan:
-    """A measured configuration where the device's table has one for this layer, else the heuristic's."""
-    if is_packed(weights.w13):
-        planned = config.planned_tokens(num_tokens)
-        tile, chosen = _packed_experts.block_m(planned, config, weights), (None, None)
-        if config.pinned_tokens is not None and kernels == "mosaic":
-            chosen = _packed_experts.choose_configs(planned, config, weights, tile, hopper_sms())
-        return _Plan(tile, (), chosen, "by the heuristic")
-    key = _key(config, weights)
-    extra: dict[str, Any] = dict(
-        activation=resolve_activation(config),
-        bias_dtype=None if weights.w13_bias is None else jnp.dtype(weights.w13_bias.dtype).name,
-        out_dtype=config.dtype.name,
-    )
-    planned = config.planned_tokens(num_tokens)
-    entry = table_for(device_kind()).lookup(key, planned) if kernels == "mosaic" else None
-    if entry is not None:
-        tuned = entry.config
-        products = key.products(num_tokens, tuned.block_m, **extra)
-        configs = (tuned.gemm1, tuned.gemm2)
-        if all(config_error(desc, one) is None for desc, one in zip(products, configs, strict=True)):
-            return _Plan(tuned.block_m, products, configs, f"measured for {entry.tokens} tokens")
-    # Expected rows of an expert that is hit at all when routing is uniform.
-    hit = key.num_experts * (1 - (1 - min(key.top_k / key.num_experts, 1.0)) ** max(planned, 1))
-    block_m = choose_block_m(planned * key.top_k / hit, may_swap=key.may_swap)
-    products, configs, source = key.products(num_tokens, block_m, **extra), (None, None), "by the heuristic"
-    if config.pinned_tokens is not None and kernels == "mosaic":
-        configs = tuple(choose_config(d, block_m, hopper_sms()) for d in key.products(planned, block_m, **extra))
-        source += f", pinned to {planned} tokens"
-    return _Plan(block_m, products, configs, source)
-
-
-def _key(config: MoEConfig, weights: ExpertWeights) -> LayerKey:
-    """The layer as tuning tables know it."""
-    kind = _quantization(weights.scheme)
-    if kind is None:
-        raise NotImplementedError(f"there is no kernel for scheme {weights.scheme.name!r} yet")
-    fmt, activations = weights.scheme.weights, weights.scheme.activations
-    requantize = "none"
-    if kind.startswith("e4m3_group"):
-        requantize = "group"
-    elif kind == "e4m3_tensor" and not activations.dynamic:
-        requantize = "tensor"
-    return LayerKey(
-        num_experts=weights.num_experts,
-        top_k=config.top_k,
-        hidden=weights.hidden_size,
-        inner=weights.intermediate_size,
-        dtype=jnp.dtype(weights.w13.data.dtype).name,
-        lhs_scale=_LHS_SCALES.get(kind, "row"),
-        rhs_scale="none" if fmt is None else fmt.strategy.value,
-        requantize=requantize,
-        halves=config.num_halves,
-    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

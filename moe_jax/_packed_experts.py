@@ -10,6 +10,8 @@ grid (NVFP4, MXFP4, MXFP8), or to codes less their zero points, either of which 
 import functools
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from moe_jax._align import row_capacity
 from moe_jax._config import MoEConfig
 from moe_jax._packed_rows import of_rows, rows_on_grid
@@ -18,6 +20,7 @@ from moe_jax._typing import Array
 from moe_jax.activations import resolve_activation
 from moe_jax.quantization import ExpertWeights
 from pallas_kernels.align import TileMap
+from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.grouped_gemm_packed import (
     BLOCK_MS,
     PackedConfig,
@@ -31,6 +34,7 @@ from pallas_kernels.grouped_gemm_packed import (
 from pallas_kernels.grouped_gemm_packed import describe as describe_config
 from pallas_kernels.push import place_arrived
 from pallas_kernels.quantize_and_permute import quantize_and_permute
+from pallas_kernels.tuning import PackedLayerKey
 
 _ROW_QUANTIZATION = {"int8": "int8_row", "float8_e4m3fn": "e4m3_row"}
 
@@ -112,28 +116,22 @@ def block_m(num_tokens: int, config: MoEConfig, weights: ExpertWeights) -> int:
     num_experts = weights.num_experts
     hit = num_experts * (1 - (1 - min(config.top_k / num_experts, 1.0)) ** max(num_tokens, 1))
     wanted = choose_block_m(num_tokens * config.top_k / hit)
-    runs = lambda tile: all(any(candidates(d, tile, 1)) for d in _calls(num_tokens, config, weights, tile))  # noqa: E731
+    runs = lambda tile: all(any(candidates(d, tile, 1)) for d in products(num_tokens, config, weights, tile))  # noqa: E731
     return next((tile for tile in reversed(BLOCK_MS) if 16 <= tile <= wanted and runs(tile)), 16)
 
 
-def choose_configs(
-    num_tokens: int, config: MoEConfig, weights: ExpertWeights, tile: int, num_sms: int
-) -> tuple[PackedConfig, PackedConfig]:
-    """The configurations of both products for a number of tokens in tiles of ``tile`` rows."""
-    first, second = (choose_config(desc, tile, num_sms) for desc in _calls(num_tokens, config, weights, tile))
-    return first, second
-
-
-def describe(num_tokens: int, config: MoEConfig, weights: ExpertWeights, num_sms: int) -> list[str]:
-    """The configuration of both products, for ``explain``."""
-    planned = config.planned_tokens(num_tokens)
-    tile = block_m(planned, config, weights)
-    chosen = choose_configs(planned, config, weights, tile, num_sms)
-    source = "" if config.pinned_tokens is None else f", pinned to {planned} tokens"
-    lines = [
-        f"GEMM {number}: {describe_config(desc, one)}{source}"
-        for number, (desc, one) in enumerate(zip(_calls(planned, config, weights, tile), chosen, strict=True), 1)
-    ]
+def describe(
+    descs: Sequence[PackedDesc],
+    configs: Sequence[PackedConfig | None],
+    tile: int,
+    source: str,
+    weights: ExpertWeights,
+) -> list[str]:
+    """The configuration of both products, for ``explain``; arguments of their plan."""
+    lines = []
+    for number, (desc, config) in enumerate(zip(descs, configs, strict=True), 1):
+        chosen = config or choose_config(desc, tile, hopper_sms())
+        lines.append(f"GEMM {number}: {describe_config(desc, chosen)}, {source}")
     if weights.w13.g_idx is not None:
         lines.append("act-order: columns of each row gathered for its expert, w13's rows in the order of w2's columns")
     activations = weights.scheme.activations
@@ -142,7 +140,26 @@ def describe(num_tokens: int, config: MoEConfig, weights: ExpertWeights, num_sms
     return lines
 
 
-def _calls(num_tokens: int, config: MoEConfig, weights: ExpertWeights, tile: int) -> tuple[PackedDesc, PackedDesc]:
+def layer_key(config: MoEConfig, weights: ExpertWeights) -> PackedLayerKey:
+    """The layer as tuning tables know it."""
+    w13 = as_packed(weights.w13)
+    return PackedLayerKey(
+        num_experts=weights.num_experts,
+        top_k=config.top_k,
+        hidden=weights.hidden_size,
+        inner=weights.intermediate_size,
+        element=w13.fmt.element,
+        operand=w13.fmt.operand,
+        scale=w13.fmt.scale,
+        group_size=w13.fmt.group_size,
+        has_zero_point=w13.fmt.has_zero_point,
+        scale_dtype="float32" if w13.scale is None else jnp.dtype(w13.scale.dtype).name,
+        halves=config.num_halves,
+    )
+
+
+def products(num_tokens: int, config: MoEConfig, weights: ExpertWeights, tile: int) -> tuple[PackedDesc, PackedDesc]:
+    """What both products are asked in tiles of ``tile`` rows."""
     rows = row_capacity(max(num_tokens, 1), config.top_k, weights.num_experts, tile)
     fmt, activation = weights.scheme.activations, resolve_activation(config)
     lhs = "none" if fmt is None or fmt.scale == "e8m0" else "tensor"

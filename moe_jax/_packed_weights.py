@@ -74,8 +74,8 @@ def _format_for(weights: QuantFormat, operand: Any) -> PackedFormat:
 def pack_experts(weights: ExpertWeights, config: MoEConfig) -> ExpertWeights:
     """The same weights as the Hopper kernels for few bits read them. Exact; ``unpack_experts`` undoes it.
 
-    Scales of groups stay in float32 even where 16 bits would hold them: what compiled programs take must not depend on
-    values, which a reload replaces.
+    Scales of groups are kept in the dtype that the format names (``group_scale_dtype``), which holds them exactly, not
+    in one that follows from values: a reload replaces those and must not compile anything.
     Raises NotImplementedError when the scheme has no such layout, or act-order groups differ in size (concrete arrays).
     """
     fmt = packed_format(weights.scheme, config.dtype)
@@ -167,7 +167,9 @@ def _pack_tensor(
     arguments = dict(scale=tensor.scale, global_scale=tensor.global_scale, zero_point=tensor.zero_point)
     arguments |= dict(columns=columns, rows=rows)
     arguments = {name: value for name, value in arguments.items() if value is not None}
-    packed = _pack_stack(tensor.data, arguments, tensor.fmt, tensor.shape[-2:], fmt)
+    assert tensor.fmt is not None
+    held = _scale_dtype(tensor.fmt, fmt)
+    packed = _pack_stack(tensor.data, arguments, tensor.fmt, tensor.shape[-2:], fmt, held)
     scale = packed.scale if packed.scale is not None else packed.channel_scale
     layout = WeightLayout(f"{_PREFIX}{fmt.operand}", (BLOCK_N, fmt.block_k), tuple(tensor.shape[1:]))
     return dataclasses.replace(
@@ -175,9 +177,25 @@ def _pack_tensor(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _pack_stack(data: Any, leaves: dict[str, Any], stored: QuantFormat, shape: tuple[int, int], fmt: PackedFormat):
-    """One expert after another: codes of one number each are eight times what they are made from."""
+def _scale_dtype(stored: QuantFormat, fmt: PackedFormat) -> str:
+    """What packed group scales are kept in. Operands of int8 take a sixteenth of them, which float16 might round."""
+    is_divided = fmt.operand == "int8" and not fmt.has_zero_point
+    return "float32" if is_divided and stored.group_scale_dtype == "float16" else stored.group_scale_dtype
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _pack_stack(
+    data: Any,
+    leaves: dict[str, Any],
+    stored: QuantFormat,
+    shape: tuple[int, int],
+    fmt: PackedFormat,
+    held: str,
+) -> PackedWeights:
+    """One expert after another: codes of one number each are eight times what they are made from.
+
+    held: dtype of group scales; ``stored`` alone would not tell two of them apart.
+    """
 
     def one(expert):
         data, leaves = expert
@@ -192,6 +210,8 @@ def _pack_stack(data: Any, leaves: dict[str, Any], stored: QuantFormat, shape: t
             codes = codes[:, :, leaves["rows"]]
             given = {name: value[:, :, leaves["rows"]] for name, value in given.items()}
         packed = pack(fmt, codes, **given)
+        if fmt.scale == "group":
+            packed = dataclasses.replace(packed, scale=packed.scale.astype(held))
         return jax.tree.map(lambda leaf: leaf[0], packed)
 
     return jax.lax.map(one, (data, leaves))

@@ -20,10 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.common.device import device_kind, hopper_sms
-from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, grouped_gemm
-from pallas_kernels.tuning.layer import FORMATS, LayerKey
+from pallas_kernels.grouped_gemm import GemmDesc, grouped_gemm
+from pallas_kernels.grouped_gemm_packed import grouped_gemm_packed
+from pallas_kernels.tuning.layer import FORMATS, PACKED_FORMATS, LayerKey, PackedLayerKey
+from pallas_kernels.tuning.operands import random_operands
 from pallas_kernels.tuning.search import tune
-from pallas_kernels.tuning.table import Table, load_table, path_for
+from pallas_kernels.tuning.table import AnyKey, Table, load_table, path_for
 
 _SHORT, _LONG, _SAMPLES = 2, 10, 5
 
@@ -34,21 +36,22 @@ class GpuTimer:
     def __init__(self) -> None:
         self._held: tuple[Any, Any] = (None, None)
 
-    def __call__(self, desc: GemmDesc, config: GemmConfig, key: LayerKey, num_tokens: int) -> float:
+    def __call__(self, desc: Any, config: Any, key: AnyKey, num_tokens: int) -> float:
         if self._held[0] != (desc, config.block_m):
             self._held = (None, None)  # before the new ones are made: both may not fit
-            self._held = ((desc, config.block_m), _operands(desc, config.block_m, key, num_tokens))
+            self._held = ((desc, config.block_m), random_operands(desc, config.block_m, key, num_tokens))
         args, scales = self._held[1]
-        static: dict[str, Any] = dict(
-            activation=desc.activation, requantize=desc.requantize, out_dtype=desc.out_dtype, config=config
-        )
+        static: dict[str, Any] = dict(activation=desc.activation, out_dtype=desc.out_dtype, config=config)
+        if isinstance(desc, GemmDesc):
+            static["requantize"] = desc.requantize
+        gemm: Any = grouped_gemm if isinstance(desc, GemmDesc) else grouped_gemm_packed
 
         x, w, tile_expert, num_tiles = args
 
         def run(count):
             def calls(routings, scales):
                 return [
-                    grouped_gemm(x, w, experts, num_tiles, **scales, **static, implementation="mosaic")
+                    gemm(x, w, experts, num_tiles, **scales, **static, implementation="mosaic")
                     for x, w, experts, num_tiles in routings[:count]
                 ]
 
@@ -70,43 +73,10 @@ class GpuTimer:
         return float(np.median(differences)) / (_LONG - _SHORT) * 1e6
 
 
-def _operands(desc: GemmDesc, block_m: int, key: LayerKey, num_tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of ``grouped_gemm`` for uniform routing of num_tokens: (x, w, tile_expert, num_tiles), the rest."""
-    rng = np.random.default_rng(0)
-    ids = np.argsort(rng.random((num_tokens, key.num_experts)), axis=1)[:, : key.top_k]
-    sizes = np.bincount(ids.reshape(-1), minlength=key.num_experts)
-    tiles = desc.rows // block_m
-    tile_expert, tile_rows = np.full(tiles, -1, np.int32), np.zeros(tiles, np.int32)
-    used = np.repeat(np.arange(key.num_experts), -(-sizes // block_m))
-    tile_expert[: len(used)] = used
-    tile_rows[: len(used)] = np.concatenate([np.minimum(s - np.arange(0, s, block_m), block_m) for s in sizes])
-
-    def values(seed, shape):
-        random = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-        return (random * 40).astype(jnp.int8) if desc.dtype == "int8" else random.astype(desc.dtype)
-
-    matrices = (key.num_experts, desc.halves)
-    # One expert's values for all: routing decides what is read, not the values.
-    w = jnp.tile(values(0, (1, desc.halves, desc.n, desc.k)), (key.num_experts, 1, 1, 1))
-    k_groups, n_groups = -(-desc.k // 128), -(-desc.n // 128)
-    x_scale = {"tensor": (), "row": (desc.rows,), "group": (k_groups, desc.rows)}.get(desc.lhs_scale)
-    w_scale = {"tensor": matrices, "channel": (*matrices, desc.n), "block": (*matrices, n_groups, k_groups)}
-    rest = dict(
-        x_scale=None if x_scale is None else jnp.full(x_scale, 0.01, jnp.float32),
-        w_scale=None if desc.rhs_scale == "none" else jnp.full(w_scale[desc.rhs_scale], 0.01, jnp.float32),
-        out_scale=jnp.float32(0.1) if desc.requantize == "tensor" else None,
-        tile_rows=jnp.asarray(tile_rows),
-    )
-    if desc.activation is None:
-        w = w[:, 0]
-        rest["w_scale"] = None if rest["w_scale"] is None else rest["w_scale"][:, 0]
-    return (values(1, (desc.rows, desc.k)), w, jnp.asarray(tile_expert), jnp.int32(len(used))), rest
-
-
 def main(arguments: Sequence[str] | None = None, timer: Any = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layer", action="append", required=True, metavar="E,TOP_K,H,I")
-    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--formats", default=",".join((*FORMATS, *PACKED_FORMATS)))
     parser.add_argument("--tokens", default="1,16,64,256,1024,8192")
     parser.add_argument("--not-gated", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -118,10 +88,11 @@ def main(arguments: Sequence[str] | None = None, timer: Any = None) -> int:
         except ValueError:
             parser.error(f"--layer {layer}: expected four integers, experts,top_k,hidden,intermediate")
         for name in options.formats.split(","):
-            if name not in FORMATS:
-                parser.error(f"--formats {name}: there are {', '.join(FORMATS)}")
-            key: Any = dict(num_experts=experts, top_k=top_k, hidden=hidden, inner=inner, **FORMATS[name])
-            keys.append(LayerKey(**key, halves=1 if options.not_gated else 2))
+            if name not in FORMATS and name not in PACKED_FORMATS:
+                parser.error(f"--formats {name}: there are {', '.join((*FORMATS, *PACKED_FORMATS))}")
+            kind: Any = LayerKey if name in FORMATS else PackedLayerKey
+            how: dict[str, Any] = (FORMATS | PACKED_FORMATS)[name]
+            keys.append(kind(experts, top_k, hidden, inner, **how, halves=1 if options.not_gated else 2))
     try:
         num_sms = hopper_sms()
     except NotImplementedError as error:

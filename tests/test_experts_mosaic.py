@@ -10,7 +10,7 @@ from flax import nnx
 from kernel_tolerances import assert_layer_close
 
 import moe_jax
-from moe_jax import _experts_mosaic
+from moe_jax import _experts_mosaic, _mosaic_plan
 from moe_jax.experts import explain
 from moe_jax.quantization import Scheme, method_for
 from pallas_kernels.grouped_gemm import GemmConfig
@@ -162,7 +162,7 @@ def test_formats_close_to_those_of_a_kernel(name):
     them, or xla, and explain says so.
     """
     config = moe_jax.MoEConfig(E, K, H, I, scheme=FORMATS[name](), dtype="bfloat16", implementation=("mosaic", "xla"))
-    assert config.scheme.name == name and _experts_mosaic._quantization(config.scheme) is None
+    assert config.scheme.name == name and _mosaic_plan.row_kind(config.scheme) is None
     with on_hopper():
         text = explain(config, method_for(config.scheme).abstract_weights(config), 8, "gpu")
     expected = f"there is no kernel for scheme '{name}' yet" if name == "fp8_block_64x64" else "in layout 'plain'"
@@ -216,8 +216,8 @@ def test_measured_configurations_come_first(monkeypatch):
     layer = make_layer("int8_w8a8", implementation="mosaic")
     config, weights = layer.config, layer.weights.get_value()
     pair = LayerConfig(32, *[GemmConfig(32, 64, 5, is_swapped=True)] * 2)
-    table = Table("NVIDIA H200", (Entry(_experts_mosaic._key(config, weights), 16, pair, 1.0),))
-    monkeypatch.setattr(_experts_mosaic, "table_for", lambda device: table)
+    table = Table("NVIDIA H200", (Entry(_mosaic_plan.layer_key(config, weights), 16, pair, 1.0),))
+    monkeypatch.setattr(_mosaic_plan, "table_for", lambda device: table)
     with on_hopper():
         text = layer.explain(9)
         assert text.count("measured for 16 tokens") == 2 and "32 x 2 x 64 tiles, operands swapped, 5 stages" in text

@@ -17,7 +17,7 @@ import pytest
 from experts_numpy import experts_numpy
 from kernel_tolerances import assert_layer_close
 
-from moe_jax import _experts_mosaic, fused_experts
+from moe_jax import _mosaic_plan, fused_experts
 from moe_jax._packed_weights import pack_experts, packed_format
 from moe_jax.quantization import SCHEMES, Scheme
 
@@ -34,7 +34,7 @@ OTHERS = (
 
 def has_kernels(name, dtype="bfloat16"):
     scheme = Scheme.parse(name)
-    return packed_format(scheme, dtype) is not None or _experts_mosaic._quantization(scheme) is not None
+    return packed_format(scheme, dtype) is not None or _mosaic_plan.row_kind(scheme) is not None
 
 
 WITH_KERNELS = tuple(name for name in (*SCHEMES, *OTHERS) if has_kernels(name))

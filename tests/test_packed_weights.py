@@ -106,6 +106,40 @@ def test_layout_does_not_depend_on_values():
         assert packed.w13.scale.dtype == jnp.float32
 
 
+@pytest.mark.parametrize(
+    ("name", "stored", "held"),
+    [
+        ("w4a16_g32", "bfloat16", "bfloat16"),
+        ("w4a16_g32", "float16", "float16"),
+        ("w4a8_int8", "bfloat16", "bfloat16"),
+        ("w4a8_int8", "float16", "float32"),  # a sixteenth of a scale may be subnormal in float16
+    ],
+)
+def test_group_scales_stay_in_the_dtype_of_the_scheme(name, stored, held):
+    """Exactly; weights that it would round are refused, and both kinds of a scheme are one to whoever compares."""
+    plain = Scheme.parse(name)
+    scheme = Scheme.parse(
+        dataclasses.replace(plain, weights=dataclasses.replace(plain.weights, group_scale_dtype=stored))
+    )
+    assert scheme == plain and scheme.weights.group_scale_dtype == stored
+    config = moe_jax.MoEConfig(E, K, H, I, scheme=scheme, dtype="bfloat16", implementation=("mosaic", "xla"))
+    method = method_for(scheme)
+    rng = np.random.default_rng(0)
+    w13, w2 = (rng.standard_normal(s).astype(np.float32) for s in ((E, 2, I, H), (E, H, I)))
+    leaves = {n: np.asarray(leaf) for n, leaf in method.quantize_leaves(w13, w2, None, config).items()}
+    for make in (np.asarray, jnp.asarray):
+        with pytest.raises(ValueError, match=f"w13_weight_scale: scale .* at .* is not exact in {stored}"):
+            method.process_weights_after_loading({n: make(leaf) for n, leaf in leaves.items()}, config)
+    for n in ("w13_weight_scale", "w2_weight_scale"):
+        leaves[n] = leaves[n].astype(stored).astype(np.float32)
+    weights = method.process_weights_after_loading(leaves, config)
+    packed = pack_experts(weights, config)
+    assert packed.w13.scale.dtype == packed.w2.scale.dtype == held
+    for leaf, expected in zip(jax.tree.leaves(unpack_experts(packed)), jax.tree.leaves(weights), strict=True):
+        assert leaf.dtype == expected.dtype
+        np.testing.assert_array_equal(leaf, expected)
+
+
 # e4m3: a step is 1/16 of the value. e2m1: hidden values near a border fall to neighbouring codes, 1/4 of the value.
 TOLERANCE = {"w4a8_int8": 0.03, "mxfp8": 0.09, "nvfp4_dynamic": 0.25}
 

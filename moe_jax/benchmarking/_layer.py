@@ -42,20 +42,31 @@ def layer_shape(model: str) -> tuple[int, int, int, int]:
 
 
 def random_weights(config: MoEConfig) -> ExpertWeights:
-    """Normal values, made and quantized on the device, in the layout that the kernels read."""
+    """Normal values, made and quantized on the device, in the layout that the kernels read; scales of groups rounded to
+    the dtype that the scheme holds them in.
+    """
     method = method_for(config.scheme)
     inner, hidden = config.intermediate_size, config.hidden_size
+    fmt = config.scheme.weights
 
     def stack(key, lead, n, k):
-        values = jax.jit(lambda key: (jax.random.normal(key, (n, k), jnp.bfloat16) * k**-0.5).astype(jnp.bfloat16))
+        def values(key):
+            return (jax.random.normal(key, (n, k), jnp.bfloat16) * k**-0.5).astype(jnp.bfloat16)
+
         keys = jax.random.split(key, int(np.prod(lead)))
-        return jnp.stack([values(one) for one in keys]).reshape(*lead, n, k)
+        return jax.jit(lambda keys: jax.lax.map(values, keys).reshape(*lead, n, k))(keys)
 
     key13, key2 = jax.random.split(jax.random.key(0))
     w13 = stack(key13, (config.num_experts, 2), inner, hidden)
     w2 = stack(key2, (config.num_experts,), hidden, inner)
     leaves = method.quantize_leaves(w13, w2, None, config)
     del w13, w2
+    if fmt is not None and fmt.group_scale_dtype != "float32":
+        leaves |= {
+            name: leaf.astype(fmt.group_scale_dtype).astype(leaf.dtype)
+            for name, leaf in leaves.items()
+            if name.endswith("weight_scale")
+        }
     weights = method.process_weights_after_loading(leaves, config)
     return in_best_layout(config, weights)
 

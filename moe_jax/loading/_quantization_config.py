@@ -9,7 +9,7 @@ from moe_jax.loading._modules import is_normally_plain
 from moe_jax.loading._other_rules import ModelOptRules, fbgemm_rules, gpt_oss_rules
 from moe_jax.loading._safetensors import DTYPES
 from moe_jax.loading._scheme_rules import CompressedTensorsRules, Fp8Rules, Unquantized, supported_schemes
-from moe_jax.quantization import Packing, QuantFormat, Scheme
+from moe_jax.quantization import Packing, QuantFormat, Scheme, Strategy
 
 _COMPRESSED_TENSORS, _FP8, _MODELOPT = "compressed-tensors", "fp8", "modelopt"
 _MXFP4, _FBGEMM = "mxfp4", "fbgemm_fp8"
@@ -29,6 +29,7 @@ _FULL_PRECISION = ("BF16", "F16", "F32", "F64")
 # Any of these beside a module's name says that it is stored quantized, in whatever format.
 _EVIDENCE = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".weight_blocks")
 _FUSED_EVIDENCE = ("_scale", "_scale_inv", "_scales", "_blocks", "_weight_scale", "_weight_scale_inv", "_weight_packed")
+_GROUP_SCALE_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 _MARGIN = 32  # aliases are a few letters longer than the names in the file
 
 
@@ -127,7 +128,19 @@ class QuantizationConfig:
         scheme = self._in_container(module, scheme, scheme.weights, weight)
         if weight is not None and scheme.weights is not None:
             self._check_fit(module, scheme.weights, weight)
-        return scheme
+        return self._with_scale_dtype(module, scheme)
+
+    def _with_scale_dtype(self, module: str, scheme: Scheme) -> Scheme:
+        """With the 16-bit dtype that the file has scales of groups in."""
+        fmt = scheme.weights
+        if self._source is None or fmt is None or fmt.scale != "float32":
+            return scheme
+        names = (module + suffix for suffix in (".weight_scale", ".weight_scale_inv", *_FUSED_EVIDENCE))
+        dtypes = {self._source.info(name).dtype for name in names if name in self._source}
+        held = _GROUP_SCALE_DTYPES.get(next(iter(dtypes))) if len(dtypes) == 1 else None
+        if held is None or fmt.strategy not in (Strategy.GROUP, Strategy.BLOCK):
+            return scheme
+        return dataclasses.replace(scheme, weights=dataclasses.replace(fmt, group_scale_dtype=held))
 
     def _in_container(self, module: str, scheme: Scheme, fmt: QuantFormat, weight: Any) -> Scheme:
         """Integers may be packed in words or not whatever ``format`` says (W4AFP8 was written both ways)."""

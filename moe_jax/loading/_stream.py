@@ -86,14 +86,20 @@ class ExpertReader:
         if layer in self._stored:
             return self._stored[layer]
         seen: dict[Scheme | None, str] = {}
+        scale_dtypes = set()
         for tensor in self._tensors(layer).values():
             scheme = self._quantization.scheme_for(tensor.module)
+            if scheme is not None and scheme.weights is not None:
+                scale_dtypes.add(scheme.weights.group_scale_dtype)
             seen.setdefault(scheme if scheme is not None and scheme.is_quantized else None, tensor.module)
             if len(seen) > 1:
                 found = " and ".join(f"{module} is {s.name if s else 'unquantized'}" for s, module in seen.items())
                 raise CheckpointError(f"{self._where}: {found}; expected one scheme for all experts of a layer")
-        self._stored[layer] = next(iter(seen), None)
-        return self._stored[layer]
+        found = next(iter(seen), None)
+        if found is not None and found.weights is not None and len(scale_dtypes) > 1:
+            found = dataclasses.replace(found, weights=dataclasses.replace(found.weights, group_scale_dtype="float32"))
+        self._stored[layer] = found
+        return found
 
     def target_scheme(self, layer: int, scheme: Any) -> Scheme:
         """How this layer's experts come out when ``scheme`` (what ``Scheme.parse`` accepts) is asked for.
@@ -110,6 +116,7 @@ class ExpertReader:
         weights, held = target.weights, stored.weights
         if weights is not None and held is not None and not weights.element_type.is_float:
             if dataclasses.replace(weights, packing=held.packing) == held:
+                held = dataclasses.replace(held, group_scale_dtype=weights.group_scale_dtype)
                 target = Scheme.parse(dataclasses.replace(target, weights=held))
         needs_scales = any(s.activations is not None and s.activations.needs_input_scale for s in (stored, target))
         if target.weights != stored.weights or needs_scales:

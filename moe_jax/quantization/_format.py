@@ -70,6 +70,7 @@ SCALE_STORAGE = {
     "e4m3": np.dtype(jnp.float8_e4m3fn),
     "e8m0": np.dtype(np.uint8),
 }
+GROUP_SCALE_DTYPES = {name: np.dtype(name) for name in ("float32", "float16")} | {"bfloat16": np.dtype(jnp.bfloat16)}
 # How a second, coarse scale enters: value = code * (scale / global) or code * (scale * global); "token": it is computed
 # for each row of activations.
 GLOBAL_SCALES = ("divides", "multiplies", "token")
@@ -91,6 +92,10 @@ class QuantFormat:
     is stored (``g_idx``) instead of by position (integers, GROUP only). scale: key of ``SCALE_STORAGE``. global_scale:
     one of ``GLOBAL_SCALES``, exactly for NVFP4's e4m3 scales. amax_bound: activations beyond it saturate (e4m3 per
     token; fbgemm's ``activation_scale_ub``). approximate: activations that the checkpoint does not round.
+
+    group_scale_dtype: key of ``GROUP_SCALE_DTYPES``, where scales are "float32": what holds every scale of a group or
+    block, so that kernels may keep them in it. A checkpoint's headers say it; other weights have to fit it. It does not
+    tell formats apart.
     """
 
     element: str
@@ -105,6 +110,7 @@ class QuantFormat:
     global_scale: str | None = None
     amax_bound: float | None = None
     approximate: bool = False
+    group_scale_dtype: str = dataclasses.field(default="float32", compare=False)
 
     def __post_init__(self) -> None:
         if self.element in _REFUSED_ELEMENTS:
@@ -119,6 +125,8 @@ class QuantFormat:
             raise ValueError(f"group_size={self.group_size}, block_shape={self.block_shape}: sizes must be positive")
         if self.scale not in SCALE_STORAGE or self.global_scale not in (None, *GLOBAL_SCALES):
             raise ValueError(f"unknown scale={self.scale!r} or global_scale={self.global_scale!r}")
+        if self.group_scale_dtype not in GROUP_SCALE_DTYPES:
+            raise ValueError(f"unknown group_scale_dtype={self.group_scale_dtype!r}; {', '.join(GROUP_SCALE_DTYPES)}")
         if (self.scale == "e4m3") != (self.global_scale is not None):
             raise ValueError(f"global_scale={self.global_scale!r} does not fit scale={self.scale!r}")
         if self.amax_bound is not None and not (self.dynamic and self.strategy is Strategy.TOKEN):

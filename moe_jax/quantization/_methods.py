@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 from moe_jax.quantization._format import Packing, QuantFormat, Scheme, Strategy
-from moe_jax.quantization._scale_checks import check_scale_values, common_input_scale
+from moe_jax.quantization._scale_checks import check_held_exactly, check_scale_values, common_input_scale
 from moe_jax.quantization._schemes import check_scheme
 from moe_jax.quantization._tensors import ExpertWeights, QuantizedTensor
 
@@ -196,6 +196,8 @@ class MoEMethod(abc.ABC):
                 is_divisor=name.endswith("global_scale"),
                 largest=_greatest_code(self.scheme.weights, name),
             )
+            if spec.kind in ("group", "block") and self.scheme.weights is not None:
+                check_held_exactly(leaf, self.scheme.weights.group_scale_dtype, where + name)
         return checked
 
     def _assemble(

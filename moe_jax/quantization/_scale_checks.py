@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from moe_jax.quantization._format import QuantFormat
+from moe_jax.quantization._format import GROUP_SCALE_DTYPES, QuantFormat
 
 # compressed-tensors' global scale of an expert whose calibration saw no token.
 _UNCALIBRATED = 1.0
@@ -78,6 +78,31 @@ def _are_plain(values: Any, least: float, greatest: float) -> bool:
 def _greatest_exponent(greatest: float) -> int:
     """Of e8m0 bytes, which mean 2**(byte - 127)."""
     return 127 + math.floor(math.log2(greatest))
+
+
+def check_held_exactly(scale: Any, dtype: str, name: str) -> None:
+    """Raise ValueError naming the first of group scales (float32) that ``dtype``, of ``GROUP_SCALE_DTYPES``, rounds.
+
+    Under a trace values cannot be checked.
+    """
+    if dtype == "float32" or isinstance(scale, Tracer) or scale.dtype != np.float32:
+        return
+    if dtype == "bfloat16":  # the upper half of a float32
+        bits = (
+            scale.view(np.uint32) if isinstance(scale, np.ndarray) else jax.lax.bitcast_convert_type(scale, np.uint32)
+        )
+        bad = bits & np.uint32(0xFFFF) != 0
+    else:
+        bad = scale.astype(GROUP_SCALE_DTYPES[dtype]).astype(np.float32) != scale
+    if not bool(bad.any()):
+        return
+    values, bad = np.asarray(scale), np.asarray(bad)
+    index = tuple(int(i) for i in np.argwhere(bad)[0])
+    raise ValueError(
+        f"{name}: scale {values[index]} at {index} is not exact in {dtype}, in which this layer holds scales of groups "
+        f"since the checkpoint it was made for has them so ({int(bad.sum())} of {bad.size} are not); make the layer "
+        'from this checkpoint, or with group_scale_dtype="float32" in its scheme'
+    )
 
 
 def common_input_scale(values: Any, fmt: QuantFormat, name: str) -> Any:

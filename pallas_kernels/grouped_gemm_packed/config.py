@@ -207,7 +207,7 @@ def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
     if not is_promoted(desc, config):
         return room
     if desc.fmt.is_8bit and config.num_consumers == 4 and own_halves(desc, config) == 1:
-        return 48
+        return 40 if desc.fmt.has_zero_point else 48
     if desc.fmt.is_8bit or desc.fmt.has_zero_point:
         return min(room, 60 if config.num_consumers == 3 and desc.fmt.is_8bit else 96)
     if config.num_consumers == 4 and own_halves(desc, config) == 1:

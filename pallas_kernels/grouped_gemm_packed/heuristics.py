@@ -16,15 +16,22 @@ from pallas_kernels.grouped_gemm_packed.config import (
 )
 
 MAX_STAGES = 12
+_HALVES = 0  # in place of a k_split: the consumers that share channels take one half each
 # (consumers, k_split, blocks of K a step), preferred ones first where the machine is filled alike. Measured on an H200
 # for int4 g128, mxfp4 and nvfp4: long steps have fewer barriers; a gated tile's sums leave no room for long steps of
-# four consumers; tall tiles take so many registers that fewer consumers win. K of an odd number of blocks has steps of
-# 3 or 5. The last ones are for what refuses all others.
+# four consumers, which e2m1, dearer to unpack, wants all the same; tall tiles take so many registers that fewer
+# consumers win. K of an odd number of blocks has steps of 3 or 5. The last ones are for what refuses all others: scales
+# in float32 sums leave room in a gated tile of 128 rows where a consumer takes one half.
 _ANY = ((2, 1, 2), (2, 1, 3), (1, 1, 2), (1, 1, 3), (4, 1, 1), (2, 1, 1), (1, 1, 1))
-_LOW_GATED = ((2, 1, 4), (3, 1, 3), (4, 2, 4), (4, 1, 2), (4, 4, 8), (3, 1, 2), *_ANY)
-_LOW = ((4, 1, 4), (3, 1, 5), (3, 1, 4), (4, 1, 2), (2, 1, 4), (4, 2, 4), (4, 4, 8), (3, 1, 3), (3, 1, 2), *_ANY)
-_TALL_GATED = ((2, 1, 4), (3, 1, 3), *_ANY)
+_LOW_GATED = ((2, 1, 4), (3, 1, 3), (4, 2, 4), (4, 1, 2), (2, 2, 4), (4, 4, 8), (3, 1, 2), *_ANY)
+_LOW_GATED_E2M1 = ((3, 1, 3), (4, 1, 2), (4, 2, 4), (2, 1, 4), (2, 2, 4), (4, 4, 8), (3, 1, 2), *_ANY)
+_LOW = (
+    *((4, 1, 4), (3, 1, 5), (3, 1, 4), (4, 1, 2), (2, 1, 4), (4, 2, 4), (4, 4, 8), (2, 2, 4), (3, 1, 3), (3, 1, 2)),
+    *_ANY,
+)
+_TALL_GATED = ((2, 1, 4), (3, 1, 3), *_ANY, (2, _HALVES, 4), (2, _HALVES, 2), (2, _HALVES, 1))
 _TALL = ((4, 1, 2), (3, 1, 2), (3, 1, 3), (2, 1, 4), *_ANY)
+_FOLDED_FROM = 80  # rows of a tile from which scales in the operands measured 5 to 25% faster than in the sums (int4)
 
 
 def choose_block_m(rows_per_expert: float) -> int:
@@ -39,31 +46,39 @@ def candidates(desc: PackedDesc, block_m: int, num_sms: int) -> Iterator[PackedC
     """Configurations that can run ``desc`` in tiles of ``block_m`` rows, preferred ones first, each with as many stages
     as fit.
 
-    Partial sums in float32 first; scales folded into the operands where a tile's sums leave no room for them.
+    Scales of groups in float32 partial sums first; in tall tiles folded into the operands first, where they have their
+    dtype, and otherwise where a tile's sums leave no room.
     """
-    for folds in (False, True):
+    for folds in (True, False) if block_m >= _FOLDED_FROM else (False, True):
         for consumers, split, blocks in _shapes(desc, block_m >= 48):
             for stages in range(MAX_STAGES, 1, -1):
-                config = PackedConfig(block_m, consumers, blocks, stages, folds, _band(block_m), num_sms, k_split=split)
-                if config_error(desc, config) is None and _padded_k(desc, config) <= 1.03 * desc.k:
+                config = PackedConfig(
+                    block_m, consumers, blocks, stages, folds, _band(block_m), num_sms, split or 1, not split
+                )
+                if config_error(desc, config) is None and _fits_k(desc, config):
                     yield config
                     break
 
 
-def _padded_k(desc: PackedDesc, config: PackedConfig) -> int:
-    """K that is multiplied: whole steps."""
-    return -(-desc.k // block_k(desc, config)) * block_k(desc, config)
+def _fits_k(desc: PackedDesc, config: PackedConfig) -> bool:
+    """Whether steps divide K, or ones of an even number of blocks reach past it by little; by more where groups of
+    scales go with no odd number of blocks.
+    """
+    past = -(-desc.k // block_k(desc, config)) * block_k(desc, config) / desc.k
+    return past == 1 or (config.step_blocks % 2 == 0 and past <= (1.07 if desc.fmt.scale == "group" else 1.03))
 
 
 def _shapes(desc: PackedDesc, is_tall: bool) -> dict[tuple[int, int, int], None]:
     """(consumers, k_split, blocks) by preference. Blocks of 8-bit operands are twice as deep: half as many of them."""
     if is_tall:
         shapes = _TALL_GATED if desc.halves > 1 else _TALL
+    elif desc.halves > 1:
+        shapes = _LOW_GATED_E2M1 if desc.fmt.element == "e2m1" else _LOW_GATED
     else:
-        shapes = _LOW_GATED if desc.halves > 1 else _LOW
+        shapes = _LOW
     if not desc.fmt.is_8bit:
         return dict.fromkeys(shapes)
-    return dict.fromkeys((consumers, split, max(split, blocks // 2)) for consumers, split, blocks in shapes)
+    return dict.fromkeys((consumers, split, max(split, blocks // 2, 1)) for consumers, split, blocks in shapes)
 
 
 def choose_config(desc: PackedDesc, block_m: int, num_sms: int) -> PackedConfig:
@@ -97,8 +112,10 @@ def describe(desc: PackedDesc, config: PackedConfig) -> str:
     if desc.fmt.scale == "group":
         when = "in float32 per group" if is_promoted(desc, config) else f"rounded to {desc.fmt.operand}"
         weights += f", scales {when}"
+    shared = f" ({config.k_split} warpgroups split K)" if config.k_split > 1 else ""
+    shared += " (a warpgroup for each half)" if config.splits_halves else ""
+    memory = f"{config.num_stages} stages ({shared_memory(desc, config) >> 10} KiB shared memory)"
     return (
-        f"{weights}; {config.block_m} rows x {desc.halves} x {64 * config.channel_groups} channels, K steps of "
-        f"{block_k(desc, config)}, {config.num_stages} stages ({shared_memory(desc, config) >> 10} KiB shared memory), "
-        f"{config.num_sms} persistent blocks"
+        f"{weights}; {config.block_m} rows x {desc.halves} x {64 * config.channel_groups} channels{shared}, K steps of "
+        f"{block_k(desc, config)}, {memory}, {config.num_sms} persistent blocks"
     )

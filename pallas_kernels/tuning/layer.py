@@ -1,4 +1,4 @@
-"""What a tuning table is keyed by (``LayerKey``) and what it holds (``LayerConfig``)."""
+"""What a tuning table is keyed by (``LayerKey``, ``PackedLayerKey``) and what it holds (``LayerConfig``)."""
 
 import dataclasses
 from typing import Any
@@ -6,6 +6,11 @@ from typing import Any
 from pallas_kernels.align.config import row_capacity
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc
+from pallas_kernels.grouped_gemm import candidates as gemm_candidates
+from pallas_kernels.grouped_gemm import config_error as gemm_error
+from pallas_kernels.grouped_gemm_packed import BLOCK_MS, PackedConfig, PackedDesc, PackedFormat
+from pallas_kernels.grouped_gemm_packed import candidates as packed_candidates
+from pallas_kernels.grouped_gemm_packed import config_error as packed_error
 
 # name: fields of a LayerKey that say how the operands are stored and scaled
 FORMATS: dict[str, dict[str, str]] = {
@@ -14,6 +19,20 @@ FORMATS: dict[str, dict[str, str]] = {
     "fp8_channel": dict(dtype="float8_e4m3fn", lhs_scale="row", rhs_scale="channel"),
     "fp8_block": dict(dtype="float8_e4m3fn", lhs_scale="group", rhs_scale="block", requantize="group"),
     "int8": dict(dtype="int8", lhs_scale="row", rhs_scale="channel"),
+}
+# name: fields of a PackedLayerKey that say how the weights are stored and what they are multiplied with
+PACKED_FORMATS: dict[str, dict[str, Any]] = {
+    "int4_g128": dict(element="int4", scale="group", group_size=128, scale_dtype="bfloat16"),
+    "int4_g128_f16": dict(element="int4", scale="group", group_size=128, scale_dtype="float16"),
+    "int4_g128_f32": dict(element="int4", scale="group", group_size=128),
+    "nvfp4": dict(element="e2m1", scale="e4m3", group_size=16),
+    "mxfp4": dict(element="e2m1", scale="e8m0", group_size=32),
+    "int4_int8": dict(element="int4", operand="int8", scale="group", group_size=128, scale_dtype="bfloat16"),
+    "int4_int8_f32": dict(element="int4", operand="int8", scale="group", group_size=128),
+    "int4_fp8": dict(element="int4", operand="float8_e4m3fn", scale="group", group_size=128, scale_dtype="bfloat16"),
+    "int8_a16": dict(element="int8"),
+    "fp8_a16": dict(element="e4m3"),
+    "mxfp8": dict(element="e4m3", scale="e8m0", group_size=32),
 }
 
 
@@ -60,6 +79,22 @@ class LayerKey:
         first = dict(n=self.inner, k=self.hidden, halves=self.halves, activation=activation, requantize=self.requantize)
         return GemmDesc(**first, **common), GemmDesc(n=self.hidden, k=self.inner, **common)
 
+    @staticmethod
+    def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
+        """Why ``config`` cannot run a product of ``products``, or None."""
+        return gemm_error(desc, config)
+
+    @staticmethod
+    def candidates(desc: Any, block_m: int, num_sms: int) -> list[GemmConfig]:
+        """Configurations worth timing."""
+        return gemm_candidates(desc, block_m, num_sms)
+
+    def heights(self, num_tokens: int) -> list[int]:
+        """Tile heights worth a look: a token has an expert at most once, so none has more rows than tokens."""
+        swapped = [h for h in (8, 16, 32) if h < 2 * num_tokens or h == 8] if self.may_swap else []
+        average = num_tokens * self.top_k / self.num_experts
+        return [h for h in swapped if average <= 2 * h] + [64] + ([128] if num_tokens > 64 else [])
+
     @property
     def may_swap(self) -> bool:
         """Both products can run with swapped operands."""
@@ -67,9 +102,72 @@ class LayerKey:
 
 
 @dataclasses.dataclass(frozen=True)
+class PackedLayerKey:
+    """Sizes and format of a layer with packed weights, as far as its products' speed depends on them.
+
+    Sizes as in ``LayerKey``; element, operand, scale, group_size, has_zero_point as in ``PackedFormat``; scale_dtype of
+    group scales, "float32" without them.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    element: Any
+    operand: Any = "bfloat16"
+    scale: Any = "none"
+    group_size: int | None = None
+    has_zero_point: bool = False
+    scale_dtype: str = "float32"
+    halves: int = 2
+
+    def products(
+        self,
+        num_tokens: int,
+        block_m: int,
+        *,
+        activation: Activation | None = None,
+        bias_dtype: str | None = None,
+        out_dtype: str = "bfloat16",
+    ) -> tuple[PackedDesc, PackedDesc]:
+        """GEMM 1 and GEMM 2 for a number of tokens in tiles of block_m rows. activation: None for silu."""
+        if activation is None:
+            activation = Activation("silu" if self.halves == 2 else "silu_no_mul")
+        fmt = PackedFormat(self.element, self.operand, self.scale, self.group_size, self.has_zero_point)
+        common: dict[str, Any] = dict(
+            rows=row_capacity(max(num_tokens, 1) * self.top_k, self.num_experts, block_m),
+            num_experts=self.num_experts,
+            fmt=fmt,
+            out_dtype=out_dtype,
+            scale_dtype=self.scale_dtype,
+            has_channel_scale=self.scale != "group",
+            lhs_scale="row" if fmt.is_8bit else "none",
+            bias_dtype=bias_dtype,
+        )
+        inputs, inner = (-(-k // fmt.block_k) * fmt.block_k for k in (self.hidden, self.inner))
+        first = PackedDesc(n=self.inner, k=inputs, halves=self.halves, activation=activation, **common)
+        return first, PackedDesc(n=self.hidden, k=inner, **common)
+
+    @staticmethod
+    def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
+        """Why ``config`` cannot run a product of ``products``, or None."""
+        return packed_error(desc, config)
+
+    @staticmethod
+    def candidates(desc: Any, block_m: int, num_sms: int) -> list[PackedConfig]:
+        """Configurations worth timing."""
+        return list(packed_candidates(desc, block_m, num_sms))
+
+    def heights(self, num_tokens: int) -> list[int]:
+        """Tile heights worth a look: the first three that hold an average expert, the tallest where none does."""
+        average = num_tokens * self.top_k / self.num_experts
+        return [h for h in BLOCK_MS if 16 <= h <= 128 and h >= average][:3] or [128]
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """Rows of a tile, which both products share, and how each runs."""
+    """Rows of a tile, which both products share, and how each runs: two GemmConfig, or two PackedConfig."""
 
     block_m: int
-    gemm1: GemmConfig
-    gemm2: GemmConfig
+    gemm1: Any
+    gemm2: Any

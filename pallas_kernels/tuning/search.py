@@ -1,17 +1,17 @@
 """The search: every candidate of both products at every tile height, timed by whoever can."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
-from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
-from pallas_kernels.tuning.layer import LayerConfig, LayerKey
-from pallas_kernels.tuning.table import Entry
+from pallas_kernels.tuning.layer import LayerConfig
+from pallas_kernels.tuning.table import AnyKey, Entry
 
 # (product, configuration, key, tokens) -> microseconds; raises NotImplementedError for what cannot run after all
-Timer = Callable[[GemmDesc, GemmConfig, LayerKey, int], float]
+Timer = Callable[[Any, Any, AnyKey, int], float]
 
 
 def tune(
-    keys: Iterable[LayerKey],
+    keys: Iterable[AnyKey],
     tokens: Iterable[int],
     timer: Timer,
     num_sms: int,
@@ -27,10 +27,11 @@ def tune(
     for key in keys:
         for count in tokens:
             best: tuple[float, LayerConfig] | None = None
-            for block_m in _heights(key, count):
+            for block_m in key.heights(count):
                 products = key.products(count, block_m)
                 first, second = (
-                    _fastest(desc, candidates(desc, block_m, num_sms), key, count, timer, report) for desc in products
+                    _fastest(desc, key.candidates(desc, block_m, num_sms), key, count, timer, report)
+                    for desc in products
                 )
                 if first is None or second is None:
                     continue
@@ -44,14 +45,7 @@ def tune(
     return entries
 
 
-def _heights(key: LayerKey, num_tokens: int) -> list[int]:
-    """Tile heights worth a look: a token has an expert at most once, so that no expert has more rows than tokens."""
-    swapped = [height for height in (8, 16, 32) if height < 2 * num_tokens or height == 8] if key.may_swap else []
-    average = num_tokens * key.top_k / key.num_experts
-    return [h for h in swapped if average <= 2 * h] + [64] + ([128] if num_tokens > 64 else [])
-
-
-def _fastest(desc, configs, key, num_tokens, timer, report) -> tuple[float, GemmConfig] | None:
+def _fastest(desc, configs, key, num_tokens, timer, report) -> tuple[float, Any] | None:
     best = None
     for config in configs:
         try:

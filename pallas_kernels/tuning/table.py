@@ -8,23 +8,27 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.grouped_gemm import GemmConfig, config_error
-from pallas_kernels.tuning.layer import LayerConfig, LayerKey
+from pallas_kernels.grouped_gemm import GemmConfig
+from pallas_kernels.grouped_gemm_packed import PackedConfig
+from pallas_kernels.tuning.layer import LayerConfig, LayerKey, PackedLayerKey
 
 FOLDER = Path(__file__).parent / "tuned"
 FORMAT = 1
-_KEY_FIELDS = {field.name: field for field in dataclasses.fields(LayerKey)}
-_CONFIG_FIELDS = {field.name: field for field in dataclasses.fields(GemmConfig)}
+AnyKey = LayerKey | PackedLayerKey
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The best configuration of a layer for a number of tokens. micros: what both products took together."""
+    """The best configuration of a layer for a number of tokens. micros: what both products took together.
 
-    key: LayerKey
+    source: whose times decided, where they are not the layer's own, in words; None where they are.
+    """
+
+    key: AnyKey
     tokens: int
     config: LayerConfig
     micros: float
+    source: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +38,11 @@ class Table:
     device: str
     entries: tuple[Entry, ...] = ()
 
-    def buckets(self, key: LayerKey) -> tuple[int, ...]:
+    def buckets(self, key: AnyKey) -> tuple[int, ...]:
         """Numbers of tokens that were measured for ``key``, ascending."""
         return tuple(sorted(entry.tokens for entry in self.entries if entry.key == key))
 
-    def lookup(self, key: LayerKey, num_tokens: int) -> Entry | None:
+    def lookup(self, key: AnyKey, num_tokens: int) -> Entry | None:
         """The entry of the smallest bucket that holds ``num_tokens``, of the largest for more; None without any."""
         own = sorted((entry for entry in self.entries if entry.key == key), key=lambda entry: entry.tokens)
         return next((entry for entry in own if entry.tokens >= num_tokens), own[-1] if own else None)
@@ -50,8 +54,9 @@ class Table:
 
     def save(self, path: Path) -> None:
         """Write JSON, one entry a line, sorted, so that a difference reads well."""
-        lines = sorted((dataclasses.astuple(e.key), e.tokens, json.dumps(_as_json(e))) for e in self.entries)
-        body = ",\n".join(f"  {text}" for *_, text in lines)
+        stored = [(type(e.key).__name__, dataclasses.astuple(e.key), e.tokens, _as_json(e)) for e in self.entries]
+        lines = [json.dumps(text) for *_, text in sorted(stored, key=lambda one: one[:3])]
+        body = ",\n".join(f"  {text}" for text in lines)
         head = f'{{"format": {FORMAT}, "device": {json.dumps(self.device)}, "entries": ['
         path.write_text(f"{head}\n{body}\n]}}\n" if lines else f"{head}]}}\n")
 
@@ -92,34 +97,40 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         defaults = {field.name: field.default for field in dataclasses.fields(value)}
         return {name: v for name, v in dataclasses.asdict(value).items() if v != defaults[name]}
 
-    return {
+    stored = {
         "layer": changed(entry.key),
         "tokens": entry.tokens,
         "gemm1": changed(entry.config.gemm1),
         "gemm2": changed(entry.config.gemm2),
         "micros": round(entry.micros, 1),
     }
+    return stored if entry.source is None else stored | {"source": entry.source}
 
 
 def _entry(stored: Any, where: str) -> Entry:
     expected = {"layer", "tokens", "gemm1", "gemm2", "micros"}
-    if not isinstance(stored, dict) or stored.keys() != expected:
+    if not isinstance(stored, dict) or stored.keys() - {"source"} != expected:
         found = sorted(stored) if isinstance(stored, dict) else type(stored).__name__
         raise ValueError(f"{where}: found {found}, expected the fields {sorted(expected)}")
-    key = _build(LayerKey, _KEY_FIELDS, stored["layer"], f"{where}: layer")
-    gemm1, gemm2 = (_build(GemmConfig, _CONFIG_FIELDS, stored[name], f"{where}: {name}") for name in ("gemm1", "gemm2"))
-    tokens, micros = stored["tokens"], stored["micros"]
+    is_packed = isinstance(stored["layer"], dict) and "element" in stored["layer"]
+    kinds: Any = (PackedLayerKey, PackedConfig) if is_packed else (LayerKey, GemmConfig)
+    key = _build(kinds[0], stored["layer"], f"{where}: layer")
+    gemm1, gemm2 = (_build(kinds[1], stored[name], f"{where}: {name}") for name in ("gemm1", "gemm2"))
+    tokens, micros, source = stored["tokens"], stored["micros"], stored.get("source")
+    if not isinstance(source, str | None):
+        raise ValueError(f"{where}: source={source!r}, expected a string")
     if type(tokens) is not int or tokens < 1 or not isinstance(micros, int | float) or micros <= 0:
         raise ValueError(f"{where}: tokens={tokens!r} and micros={micros!r}, expected a positive integer and number")
     if gemm1.block_m != gemm2.block_m:
         raise ValueError(f"{where}: block_m is {gemm1.block_m} and {gemm2.block_m}; both products share their tiles")
     for name, desc, config in zip(("gemm1", "gemm2"), key.products(tokens, gemm1.block_m), (gemm1, gemm2), strict=True):
-        if reason := config_error(desc, config):
+        if reason := key.config_error(desc, config):
             raise ValueError(f"{where}: {name} cannot run: {reason}")
-    return Entry(key, tokens, LayerConfig(gemm1.block_m, gemm1, gemm2), float(micros))
+    return Entry(key, tokens, LayerConfig(gemm1.block_m, gemm1, gemm2), float(micros), source)
 
 
-def _build(kind: Any, fields: dict[str, Any], stored: Any, where: str) -> Any:
+def _build(kind: Any, stored: Any, where: str) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     if not isinstance(stored, dict) or stored.keys() - fields.keys():
         raise ValueError(f"{where} is {stored!r}, expected an object with fields of {', '.join(fields)}")
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in stored]

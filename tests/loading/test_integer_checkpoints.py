@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from moe_jax import MoEConfig, fused_experts, load_moe
 from moe_jax.loading import Checkpoint, CheckpointError, load_layer
 from moe_jax.loading._stream import ExpertReader
-from moe_jax.quantization import dequantize_tensor
+from moe_jax.quantization import Scheme, dequantize_tensor
 from pallas_kernels.common import packing
 
 SIZES = dict(hidden_size=96, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
@@ -254,6 +254,30 @@ def test_what_is_missing_or_damaged_is_named(written, tmp_path):
         load(short)
     with pytest.raises(ValueError, match="is stored as w4a16_g32_asym and cannot be loaded as w4a16_g32"):
         load(source, "w4a16_g32")
+
+
+def test_the_dtype_of_group_scales_is_the_files(written, tmp_path):
+    """Of all its experts; a layer that was made for it refuses others, one that was not takes all, in float32."""
+    source = written("w4a16_g32")
+    tensors = load_file(source / "model.safetensors")
+    stored = next(array.dtype for name, array in tensors.items() if name.endswith("experts.0.up_proj.weight_scale"))
+    assert load(source)[1].weights.group_scale_dtype == stored.name
+    halves = rewritten(source, tmp_path / "f16", lambda s, a: {s: a.astype(np.float16) if s == "weight_scale" else a})
+    weights, scheme = load(halves)
+    assert scheme.weights.group_scale_dtype == weights.w2.fmt.group_scale_dtype == "float16"
+    several = iter(range(100))
+    mixed = rewritten(
+        source,
+        tmp_path / "mixed",
+        lambda s, a: {s: a.astype(np.float32) if s == "weight_scale" and next(several) else a},
+    )
+    assert load(mixed)[1].weights.group_scale_dtype == "float32"
+    odd = rewritten(source, tmp_path / "odd", lambda s, a: {s: a * np.float32(1.1) if s == "weight_scale" else a})
+    with Checkpoint(odd) as checkpoint, pytest.raises(CheckpointError, match="weight_scale: .* not exact in float16"):
+        ExpertReader(checkpoint).load(0, config(scheme=scheme))
+    with Checkpoint(odd) as checkpoint:
+        asked = ExpertReader(checkpoint).load(0, config(scheme=Scheme.parse("w4a16_g32")))
+    assert asked.w13.fmt.group_scale_dtype == "float32"
 
 
 def test_online_quantization(written):

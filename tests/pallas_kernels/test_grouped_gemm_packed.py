@@ -424,5 +424,7 @@ def test_choices():
     assert (many.num_consumers, many.k_split) == (4, 1)
     gated = desc_of("int4 g128", halves=2, activation=SILU)
     assert choose_config(gated, 128, 132).folds_scales and not choose_config(gated, 64, 132).folds_scales
+    wide_scales = desc_of("int4 g128 f32", halves=2, activation=SILU)
+    assert choose_config(wide_scales, 128, 132).splits_halves
     with pytest.raises(NotImplementedError, match="registers of sums"):
-        choose_config(desc_of("int4 g128 f32", halves=2, activation=SILU), 128, 132)
+        choose_config(wide_scales, 256, 132)

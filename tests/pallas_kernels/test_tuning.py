@@ -8,10 +8,25 @@ import pytest
 
 from pallas_kernels import autotune
 from pallas_kernels.grouped_gemm import GemmConfig, candidates
-from pallas_kernels.tuning import FORMATS, Entry, LayerConfig, LayerKey, Table, load_table, table_for, tune
+from pallas_kernels.grouped_gemm_packed import PackedConfig, describe_call
+from pallas_kernels.tuning import (
+    FORMATS,
+    PACKED_FORMATS,
+    Entry,
+    LayerConfig,
+    LayerKey,
+    PackedLayerKey,
+    Table,
+    load_table,
+    table_for,
+    tune,
+)
+from pallas_kernels.tuning.operands import random_operands
 
 KEY = LayerKey(128, 8, 2048, 768, **FORMATS["fp8_channel"])
 PAIR = LayerConfig(16, *[GemmConfig(16, 128, 4, is_swapped=True)] * 2)
+PACKED_KEY = PackedLayerKey(128, 8, 2048, 768, **PACKED_FORMATS["int4_g128"])
+PACKED_PAIR = LayerConfig(16, PackedConfig(16, 4, 2, 5), PackedConfig(16, 4, 4, 5))
 GOOD = Table("NVIDIA H200", (Entry(KEY, 16, PAIR, 90.0), Entry(KEY, 64, PAIR, 150.0)))
 
 
@@ -21,7 +36,9 @@ def on_hopper():
 
 
 def fake_timer(desc, config, key, tokens):
-    """Fastest: swapped at 16 rows, 128 columns; the candidate of 64 columns refuses."""
+    """Fastest: swapped at 16 rows, 128 columns; the candidate of 64 columns refuses. Packed weights: any."""
+    if isinstance(config, PackedConfig):
+        return 5.0
     if config.block_n == 64:
         raise NotImplementedError("too narrow today")
     return abs(config.block_m - 16) + abs(config.block_n - 128) / 10 + (1.0 if config.is_swapped else 5.0)
@@ -58,6 +75,29 @@ def test_every_format_has_candidates(name):
             assert candidates(desc, block_m, 132)
 
 
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_every_packed_format_has_candidates_and_operands(name):
+    key = PackedLayerKey(8, 2, 512, 256, **PACKED_FORMATS[name])
+    for tokens in (1, 64, 8192):
+        for block_m in key.heights(tokens):
+            for desc in key.products(tokens, block_m):
+                assert key.candidates(desc, block_m, 132)
+    desc = key.products(16, 16)[0]
+    (x, w, tile_expert, _), rest = jax.eval_shape(lambda: random_operands(desc, 16, key, 16))
+    lhs = "row" if "x_scale" in rest else "none"
+    assert describe_call(x.shape[0], w, "bfloat16", lhs, None, desc.activation) == desc
+    assert x.shape == (desc.rows, 512) and tile_expert.shape == (desc.rows // 16,)
+
+
+def test_search_over_packed_weights():
+    def timer(desc, config, key, tokens):
+        return 1.0 + abs(config.block_m - 24) + config.num_consumers
+
+    (entry,) = tune([PACKED_KEY], [256], timer, 132)
+    assert entry.key == PACKED_KEY and entry.config.block_m == 24
+    assert {type(config) for config in (entry.config.gemm1, entry.config.gemm2)} == {PackedConfig}
+
+
 def test_lookup():
     assert GOOD.buckets(KEY) == (16, 64)
     assert [GOOD.lookup(KEY, t).tokens for t in (1, 16, 17, 64, 5000)] == [16, 16, 64, 64, 64]
@@ -69,9 +109,11 @@ def test_files_come_back_as_they_were(tmp_path):
     GOOD.save(path)
     assert load_table(path) == GOOD
     better = Entry(KEY, 16, PAIR, 80.0)
-    merged = GOOD.merged([better])
+    packed = [Entry(PACKED_KEY, 16, PACKED_PAIR, 70.0), Entry(PACKED_KEY, 1, PACKED_PAIR, 9.0, "with times of others")]
+    merged = GOOD.merged([better, *packed])
     merged.save(path)
-    assert set(load_table(path).entries) == {better, GOOD.entries[1]}
+    assert set(load_table(path).entries) == {better, GOOD.entries[1], *packed}
+    assert load_table(path).lookup(PACKED_KEY, 9).tokens == 16
     Table("NVIDIA H100").save(path)
     assert load_table(path) == Table("NVIDIA H100")
 
@@ -89,6 +131,8 @@ def test_files_come_back_as_they_were(tmp_path):
         (lambda t: t["entries"][0]["gemm1"].update(block_m=32), "block_m is 32 and 16"),
         (lambda t: t["entries"][0]["gemm2"].update(num_stages=99), "entry 0: gemm2 cannot run: needs"),
         (lambda t: t["entries"][0]["gemm2"].update(num_stages=[4]), r"num_stages is \[4\]"),
+        (lambda t: t["entries"][0].update(source=3), "source=3"),
+        (lambda t: t["entries"][0]["layer"].update(element="int4"), "entry 0: layer is"),
     ],
 )
 def test_damaged_files_are_refused_by_name(change, match, tmp_path):
@@ -119,7 +163,7 @@ def test_command(tmp_path, capsys):
         "--layer",
         "128,8,2048,768",
         "--formats",
-        "fp8_channel,fp8_block",
+        "fp8_channel,fp8_block,nvfp4",
         "--tokens",
         "1,64",
         "--out",
@@ -129,7 +173,10 @@ def test_command(tmp_path, capsys):
         assert autotune.main(arguments, timer=fake_timer) == 0
         assert autotune.main([*arguments[:3], "bf16", *arguments[4:]], timer=fake_timer) == 0
     table = load_table(path)
-    assert {(entry.key.dtype, entry.key.rhs_scale, entry.tokens) for entry in table.entries} == {
+    packed = [entry for entry in table.entries if isinstance(entry.key, PackedLayerKey)]
+    assert {(entry.key.element, entry.tokens) for entry in packed} == {("e2m1", 1), ("e2m1", 64)}
+    plain = [entry for entry in table.entries if entry not in packed]
+    assert {(entry.key.dtype, entry.key.rhs_scale, entry.tokens) for entry in plain} == {
         (dtype, scale, tokens)
         for dtype, scale in (("float8_e4m3fn", "channel"), ("float8_e4m3fn", "block"), ("bfloat16", "none"))
         for tokens in (1, 64)

@@ -1,0 +1,119 @@
+"""How a call of the mosaic implementation runs: rows of a tile, and a configuration for both of its products."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from moe_jax import _packed_experts
+from moe_jax._config import MoEConfig
+from moe_jax._packed_weights import is_packed
+from moe_jax.activations import resolve_activation
+from moe_jax.quantization import ExpertWeights, Scheme, Strategy
+from pallas_kernels.common.device import device_kind, hopper_sms
+from pallas_kernels.grouped_gemm import choose_block_m, choose_config
+from pallas_kernels.tuning import Entry, LayerKey, table_for
+
+_LHS_SCALES = {"none": "none", "e4m3_tensor": "tensor", "e4m3_group": "group", "e4m3_group_ue8m0": "group"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """products: what both are asked, GemmDesc or PackedDesc. configs: GemmConfig or PackedConfig, None for the kernel's
+    own choice. source: where they come from.
+    """
+
+    block_m: int
+    products: tuple[Any, ...]
+    configs: tuple[Any, ...]
+    source: str
+
+
+def make_plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernels: str = "mosaic") -> Plan:
+    """A measured configuration where the device's table has one for this layer, else the heuristic's."""
+    planned = config.planned_tokens(num_tokens)
+    if is_packed(weights.w13):
+        key: Any = _packed_experts.layer_key(config, weights)
+        products = lambda tokens, block_m: _packed_experts.products(tokens, config, weights, block_m)  # noqa: E731
+    else:
+        key = layer_key(config, weights)
+        extra: dict[str, Any] = dict(
+            activation=resolve_activation(config),
+            bias_dtype=None if weights.w13_bias is None else jnp.dtype(weights.w13_bias.dtype).name,
+            out_dtype=config.dtype.name,
+        )
+        products = lambda tokens, block_m: key.products(tokens, block_m, **extra)  # noqa: E731
+    entry = table_for(device_kind()).lookup(key, planned) if kernels == "mosaic" else None
+    if entry is not None:
+        tuned = entry.config
+        descs, configs = products(num_tokens, tuned.block_m), (tuned.gemm1, tuned.gemm2)
+        if all(key.config_error(desc, one) is None for desc, one in zip(descs, configs, strict=True)):
+            return Plan(tuned.block_m, descs, configs, _in_words(entry))
+    choose: Any
+    if is_packed(weights.w13):
+        block_m, choose = _packed_experts.block_m(planned, config, weights), _packed_experts.choose_config
+    else:
+        # Expected rows of an expert that is hit at all when routing is uniform.
+        hit = key.num_experts * (1 - (1 - min(key.top_k / key.num_experts, 1.0)) ** max(planned, 1))
+        block_m, choose = choose_block_m(planned * key.top_k / hit, may_swap=key.may_swap), choose_config
+    configs, source = (None, None), "by the heuristic"
+    if config.pinned_tokens is not None and kernels == "mosaic":
+        configs = tuple(choose(desc, block_m, hopper_sms()) for desc in products(planned, block_m))
+        source += f", pinned to {planned} tokens"
+    return Plan(block_m, products(num_tokens, block_m), configs, source)
+
+
+def _in_words(entry: Entry) -> str:
+    return f"measured for {entry.tokens} tokens" + ("" if entry.source is None else f" {entry.source}")
+
+
+def row_kind(scheme: Scheme) -> str | None:
+    """The kind of ``quantize_and_permute`` for a scheme's activations; None where no kernel fits the scheme."""
+    weights, activations = scheme.weights, scheme.activations
+    if weights is None:
+        return "none"
+    if activations is None:
+        return None
+    is_plain = weights.symmetric and weights.packing is None and weights.scale == "float32"
+    if (
+        not is_plain
+        or not activations.symmetric
+        or activations.scale not in ("float32", "ue8m0")
+        or activations.amax_bound is not None
+    ):
+        return None
+    kinds = {
+        ("e4m3", Strategy.TENSOR, "e4m3", Strategy.TENSOR): "e4m3_tensor",
+        ("e4m3", Strategy.TENSOR, "e4m3", Strategy.TOKEN): "e4m3_row",
+        ("e4m3", Strategy.CHANNEL, "e4m3", Strategy.TOKEN): "e4m3_row",
+        ("e4m3", Strategy.BLOCK, "e4m3", Strategy.GROUP): "e4m3_group",
+        ("int8", Strategy.CHANNEL, "int8", Strategy.TOKEN): "int8_row",
+    }
+    kind = kinds.get((weights.element, weights.strategy, activations.element, activations.strategy))
+    if kind == "e4m3_group" and (weights.block_shape, activations.group_size) != ((128, 128), 128):
+        return None
+    return "e4m3_group_ue8m0" if kind == "e4m3_group" and activations.scale == "ue8m0" else kind
+
+
+def layer_key(config: MoEConfig, weights: ExpertWeights) -> LayerKey:
+    """The layer as tuning tables know it."""
+    kind = row_kind(weights.scheme)
+    if kind is None:
+        raise NotImplementedError(f"there is no kernel for scheme {weights.scheme.name!r} yet")
+    fmt, activations = weights.scheme.weights, weights.scheme.activations
+    requantize = "none"
+    if kind.startswith("e4m3_group"):
+        requantize = "group"
+    elif kind == "e4m3_tensor" and not activations.dynamic:
+        requantize = "tensor"
+    return LayerKey(
+        num_experts=weights.num_experts,
+        top_k=config.top_k,
+        hidden=weights.hidden_size,
+        inner=weights.intermediate_size,
+        dtype=jnp.dtype(weights.w13.data.dtype).name,
+        lhs_scale=_LHS_SCALES.get(kind, "row"),
+        rhs_scale="none" if fmt is None else fmt.strategy.value,
+        requantize=requantize,
+        halves=config.num_halves,
+    )

@@ -1,0 +1,83 @@
+"""Random operands of a layer's products, for whoever times them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.grouped_gemm import GemmDesc
+from pallas_kernels.grouped_gemm_packed import PackedDesc, PackedFormat, PackedWeights
+from pallas_kernels.tuning.layer import LayerKey, PackedLayerKey
+
+
+def random_operands(
+    desc: GemmDesc | PackedDesc, block_m: int, key: LayerKey | PackedLayerKey, num_tokens: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of ``grouped_gemm`` or ``grouped_gemm_packed`` for uniform routing of num_tokens: (x, w, tile_expert,
+    num_tiles), the rest. Traceable.
+    """
+    rng = np.random.default_rng(0)
+    ids = np.argsort(rng.random((num_tokens, key.num_experts)), axis=1)[:, : key.top_k]
+    sizes = np.bincount(ids.reshape(-1), minlength=key.num_experts)
+    tiles = desc.rows // block_m
+    tile_expert, tile_rows = np.full(tiles, -1, np.int32), np.zeros(tiles, np.int32)
+    used = np.repeat(np.arange(key.num_experts), -(-sizes // block_m))
+    tile_expert[: len(used)] = used
+    tile_rows[: len(used)] = np.concatenate([np.minimum(s - np.arange(0, s, block_m), block_m) for s in sizes])
+    x_dtype = desc.dtype if isinstance(desc, GemmDesc) else desc.fmt.operand
+    x = _values(1, (desc.rows, desc.k), x_dtype)
+    routing = (jnp.asarray(tile_expert), jnp.int32(len(used)))
+    if isinstance(desc, PackedDesc):
+        w = random_packed_weights(desc.fmt, (key.num_experts, desc.halves, desc.n, desc.k), desc.scale_dtype)
+        scales = {"x_scale": jnp.full((desc.rows,), 0.01, jnp.float32)} if desc.lhs_scale == "row" else {}
+        return (x, w, *routing), scales
+
+    matrices = (key.num_experts, desc.halves)
+    # One expert's values for all: routing decides what is read, not the values.
+    w = jnp.tile(_values(0, (1, desc.halves, desc.n, desc.k), desc.dtype), (key.num_experts, 1, 1, 1))
+    k_groups, n_groups = -(-desc.k // 128), -(-desc.n // 128)
+    x_scale = {"tensor": (), "row": (desc.rows,), "group": (k_groups, desc.rows)}.get(desc.lhs_scale)
+    w_scale = {"tensor": matrices, "channel": (*matrices, desc.n), "block": (*matrices, n_groups, k_groups)}
+    rest: dict[str, Any] = dict(
+        x_scale=None if x_scale is None else jnp.full(x_scale, 0.01, jnp.float32),
+        w_scale=None if desc.rhs_scale == "none" else jnp.full(w_scale[desc.rhs_scale], 0.01, jnp.float32),
+        out_scale=jnp.float32(0.1) if desc.requantize == "tensor" else None,
+        tile_rows=jnp.asarray(tile_rows),
+    )
+    if desc.activation is None:
+        w = w[:, 0]
+        rest["w_scale"] = None if rest["w_scale"] is None else rest["w_scale"][:, 0]
+    return (x, w, *routing), rest
+
+
+def random_packed_weights(
+    fmt: PackedFormat, shape: tuple[int, int, int, int], scale_dtype: str = "float32"
+) -> PackedWeights:
+    """Random bits for matrices (E, G, N, K); scales near 2**-7 where they lie beside the words, near 1 inside."""
+    experts, halves, n, k = shape
+    channel_blocks = -(-n // 64)
+    keys = jax.random.split(jax.random.key(0), 4)
+    bits = jax.random.bits(keys[0], (experts, channel_blocks, halves, -(-k // fmt.block_k), *fmt.block_shape))
+    if fmt.element == "e4m3":
+        bits = bits & jnp.uint32(0xFEFEFEFE)  # no NaN
+    words = jax.lax.bitcast_convert_type(bits, jnp.int32)
+    if fmt.scale_words:
+        near_one = {"e4m3": 0x48484848, "e8m0": -0x0F0F0F10}[fmt.scale]
+        words = jnp.concatenate([words[..., :-1, :], (words[..., -1:, :] & 0x07070707) + near_one], axis=-2)
+    grouped = (experts, channel_blocks, halves, -(-k // (fmt.group_size or k)), 64)
+    scale = zero = channel = None
+    if fmt.has_zero_point:
+        zero = jax.random.randint(keys[3], grouped, 128, 144).astype(fmt.operand)
+    if fmt.scale == "group":
+        scale = jax.random.uniform(keys[1], grouped, jnp.float32, 0.005, 0.015).astype(scale_dtype)
+    else:
+        channel = jax.random.uniform(keys[2], (*grouped[:3], 64), jnp.float32, 0.005, 0.015)
+        if fmt.scale == "e8m0":
+            channel = jnp.full_like(channel, 2.0**-7)  # what packing takes out of a matrix is a power of two
+    return PackedWeights(words, scale, zero, channel, fmt, n, k)
+
+
+def _values(seed: int, shape: tuple[int, ...], dtype: str) -> Any:
+    random = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    return (random * 40).astype(jnp.int8) if dtype == "int8" else random.astype(dtype)
