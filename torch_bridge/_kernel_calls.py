@@ -13,6 +13,8 @@ from torch_bridge._calls import Experts, JaxCalls, pad_tokens
 from torch_bridge._kernels import CaptureError, as_torch_kernels
 from torch_bridge._tensors import narrowed, to_torch
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class KernelCalls(JaxCalls):
     """Routing and experts without JAX's runtime: ordered as any operator of torch, and fit for CUDA graphs.
@@ -39,7 +41,7 @@ class KernelCalls(JaxCalls):
         self.is_captured = False
 
     def run(self, method: str, *tensors: torch.Tensor | None, bias: int | None = None) -> Any:
-        if method not in self._kernels:
+        if method not in self._kernels or (method == "experts" and not _are_choices(*tensors[1:])):
             return super().run(method, *tensors, bias=bias)
         first = tensors[0]
         assert first is not None
@@ -95,6 +97,11 @@ class KernelCalls(JaxCalls):
         if mask is not None:
             ids = torch.where(mask[:, None], ids, -1)
         return x, weights.float(), ids
+
+
+def _are_choices(weights: Any, ids: Any) -> bool:
+    """Whether they are of the kinds and shapes that a call expects; moe_jax says what is wrong with others."""
+    return weights.is_floating_point() and ids.dtype in _INTEGERS and weights.shape == ids.shape and ids.ndim == 2
 
 
 def _moe(config, x, logits, bias, mask, weights):

@@ -69,11 +69,16 @@ def warn_of_preallocation() -> None:
 
 
 def _run(layer_name: str, method: str, *tensors: torch.Tensor | None, bias: int | None = None) -> Any:
-    """A method of ``Experts`` for the layer of this name; bias: the place of the tensor that has no tokens."""
+    """A method of ``Experts`` for the layer of this name, None for no tokens, which nothing is computed for.
+
+    bias: the place of the tensor that has no tokens.
+    """
     layer = layers.get(layer_name)
     if layer is None:
         raise RuntimeError(f"layer {layer_name!r} does not exist any more; a traced program needs its layers alive")
-    calls = layer.calls_for(*(t for place, t in enumerate(tensors) if t is not None and place != bias))
+    calls = layer.calls_for(*[t for place, t in enumerate(tensors) if t is not None and place != bias])
+    if tensors[0] is not None and tensors[0].shape[0] == 0:
+        return None
     return calls.run(method, *tensors, bias=bias)
 
 
@@ -86,9 +91,8 @@ def fused_moe_op(
     layer_name: str,
 ) -> torch.Tensor:
     """x (T, H), router_logits (T, E) -> (T, H) in x's dtype: routing and experts of the layer of this name."""
-    if x.shape[0] == 0:
-        return torch.empty_like(x)
-    return _run(layer_name, "moe", x, router_logits, e_score_correction_bias, token_ids, bias=2)
+    y = _run(layer_name, "moe", x, router_logits, e_score_correction_bias, token_ids, bias=2)
+    return torch.empty_like(x) if y is None else y
 
 
 @_operator("fused_moe_backward")
@@ -101,9 +105,8 @@ def fused_moe_backward_op(
     layer_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients with respect to x and router_logits; the forward pass is computed again."""
-    if x.shape[0] == 0:
-        return torch.empty_like(x), torch.empty_like(router_logits)
-    return _run(layer_name, "moe_gradients", grad, x, router_logits, e_score_correction_bias, token_ids, bias=3)
+    grads = _run(layer_name, "moe_gradients", grad, x, router_logits, e_score_correction_bias, token_ids, bias=3)
+    return (torch.empty_like(x), torch.empty_like(router_logits)) if grads is None else grads
 
 
 @_operator("fused_experts")
@@ -114,7 +117,8 @@ def fused_experts_op(
 
     ids are global; unknown ones contribute zero.
     """
-    return torch.empty_like(x) if x.shape[0] == 0 else _run(layer_name, "experts", x, topk_weights, topk_ids)
+    y = _run(layer_name, "experts", x, topk_weights, topk_ids)
+    return torch.empty_like(x) if y is None else y
 
 
 @_operator("fused_experts_backward")
@@ -122,9 +126,8 @@ def fused_experts_backward_op(
     grad: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients with respect to x and topk_weights; the forward pass is computed again."""
-    if x.shape[0] == 0:
-        return torch.empty_like(x), torch.empty_like(topk_weights)
-    return _run(layer_name, "experts_gradients", grad, x, topk_weights, topk_ids)
+    grads = _run(layer_name, "experts_gradients", grad, x, topk_weights, topk_ids)
+    return (torch.empty_like(x), torch.empty_like(topk_weights)) if grads is None else grads
 
 
 @_operator("select_experts")
@@ -137,9 +140,10 @@ def select_experts_op(
     layer_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer's router alone: topk_weights (T, top_k) float32 and topk_ids (T, top_k) int32, global."""
-    if x.shape[0] == 0:
+    routed = _run(layer_name, "select", x, router_logits, e_score_correction_bias, token_ids, bias=2)
+    if routed is None:
         return x.new_empty((0, top_k), dtype=torch.float32), x.new_empty((0, top_k), dtype=torch.int32)
-    return _run(layer_name, "select", x, router_logits, e_score_correction_bias, token_ids, bias=2)
+    return routed
 
 
 @fused_moe_op.register_fake

@@ -26,7 +26,8 @@ class PatchedExperts(torch.nn.Module):
     def __init__(self, experts: FusedMoE, *, is_transposed: bool = False):
         """is_transposed: whether transformers keeps the matrices (in, out)."""
         super().__init__()
-        self.experts, self._is_transposed = experts, is_transposed
+        self.experts: FusedMoE = experts
+        self._is_transposed = is_transposed
         if not experts.moe_config.scheme.is_quantized:
             self.register_state_dict_post_hook(_to_transformers)
             self.register_load_state_dict_pre_hook(_from_transformers)

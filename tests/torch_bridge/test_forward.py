@@ -309,6 +309,7 @@ def test_call_refuses():
         ((x, z[:2]), ValueError, "x has 3 tokens"),
         ((x.to(torch.int32), z), ValueError, "expected a float dtype"),
         ((x.to("meta"), z), RuntimeError, "expected all tensors on cpu"),
+        ((x[:0, :5], z[:0]), ValueError, r"expected \(T, 128\)"),
     ):
         with pytest.raises(error, match=message):
             _ops.fused_moe_op._init_fn(*arguments, None, None, layer.layer_name)

@@ -189,6 +189,9 @@ def test_layers_of_kernels_are_those_of_jax(scheme):
     for given in (ids, ids.long()):
         expected = through_jax.quant_method.apply(through_jax, x, weights, given)
         assert torch.equal(of_kernels.quant_method.apply(of_kernels, x, weights, given), expected)
+    for wrong, error in (((weights, ids.float()), TypeError), ((weights[:, :1], ids), ValueError)):
+        with pytest.raises(error, match="topk_"):
+            of_kernels.quant_method.apply(of_kernels, x, *wrong)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_channel", "w4a16_g32"])
