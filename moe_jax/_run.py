@@ -205,9 +205,11 @@ class Balancer:
 
     def rebalance(self, load: np.ndarray) -> None:
         """Take the load of a batch, (layers, S), into account, and move experts where that gains."""
+        import jax.numpy as jnp
+
         from moe_jax.parallel import rebalance
 
-        self._state = self._state.record(load).next_step()
+        self._state = self._state.record(jnp.asarray(load)).next_step()
         plan = rebalance(self._state)
         for layer in plan.layers:
             self._state = plan.apply(layer, self._layers[layer], self._state)

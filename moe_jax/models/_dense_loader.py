@@ -139,7 +139,7 @@ def _pieces(
         return [(_read(tensor, source, where).astype(dtype), [])]
     holders: dict[_Part | None, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
-        holders.setdefault(_part_of(index, tensor.shape), []).append(device)
+        holders.setdefault(_part_of(index or (), tensor.shape), []).append(device)
     pieces, whole = [], None
     for part, devices in holders.items():
         with jax.default_device(devices[0]):

@@ -118,7 +118,7 @@ def _in_auto_axes(function, graphdef, partition, splits, structure, state, args)
         entries = [lead] if split == WHOLE else [lead, *[None] * (split - 1), partition.axis]
         return NamedSharding(partition.mesh, PartitionSpec(*entries))
 
-    run = jax.sharding.auto_axes(
+    run: Any = jax.sharding.auto_axes(
         lambda state, args: function(nnx.merge(graphdef, state), *args),
         axes=partition.axis,
         out_sharding=structure.unflatten(map(sharding, splits)),

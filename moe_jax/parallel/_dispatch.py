@@ -172,7 +172,9 @@ def ragged_all_to_all(x: Array, weights: Array, slots: Array, exchange: Exchange
 def push(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
     """Two kernels that store into the memory of the other devices; the sum over k is that of a single device."""
     assert exchange.serve is not None  # the caller refuses experts that run elsewhere
-    where = dict(axis=exchange.axis, slots_per_device=exchange.slots_per_device, implementation=exchange.kernels)
+    where: dict[str, Any] = dict(
+        axis=exchange.axis, slots_per_device=exchange.slots_per_device, implementation=exchange.kernels
+    )
     arrived = push_rows(x, slots, quantization=exchange.quantization, **where)
 
     def send_back(rows: Array, row_of: Array) -> Array:

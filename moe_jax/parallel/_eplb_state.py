@@ -57,7 +57,7 @@ class EplbState:
         slots = np.tile(np.asarray(placement.physical_to_logical), (num_layers, 1))
         window = np.zeros((window_size, num_layers, num_experts), np.int32)
         pass_load, step = np.zeros((num_layers, num_experts), np.int32), np.zeros((), np.int32)
-        return cls(*_placed((slots, window, pass_load, step), mesh), placement.num_devices)
+        return cls(*_placed((slots, window, pass_load, step), mesh), num_devices=placement.num_devices)
 
     @property
     def num_layers(self) -> int:
@@ -119,7 +119,7 @@ class EplbState:
             raise ValueError(f"placement is of {placement.num_experts} experts, expected {self.num_experts}")
         slots = np.tile(np.asarray(placement.physical_to_logical), (self.num_layers, 1))
         load = map(np.asarray, (self.window, self.pass_load, self.step))
-        return type(self)(*_placed((slots, *load), mesh), placement.num_devices)
+        return type(self)(*_placed((slots, *load), mesh), num_devices=placement.num_devices)
 
     def placement(self, layer: int) -> Placement:
         """Where the experts of one layer lie; host only."""

@@ -37,6 +37,6 @@ def _quotients(x: Any, divisor: Any) -> Any:
     result = x
     for i in range(length):
         pair = [vector.extract(operand, [], [i]) for operand in (x, divisor)]
-        value = llvm.inline_asm(ir.F32Type.get(), pair, "div.rn.f32 $0, $1, $2;", "=f,f,f", asm_dialect=0)
+        value: Any = llvm.inline_asm(ir.F32Type.get(), pair, "div.rn.f32 $0, $1, $2;", "=f,f,f", asm_dialect=0)
         result = vector.insert(value, result, dynamic_position=[], static_position=[i])
     return result
