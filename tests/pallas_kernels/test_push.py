@@ -148,7 +148,7 @@ def test_return_rehearsed_on_one_gpu(case):
         (dict(num_tokens=0), "no tokens"),
         (dict(dtype="int8"), "tokens are int8"),
         (dict(width=640), "H=640: groups of 128"),
-        (dict(width=200, quantization="none"), "each of 128 threads"),
+        (dict(width=100, quantization="none"), "each of 128 threads"),
     ],
 )
 def test_what_the_kernels_refuse(changes, reason):
@@ -181,7 +181,7 @@ def test_refused_calls():
         place_arrived(x, jnp.zeros(4), slots, 8)
     with pytest.raises(ValueError, match="expected float32"):
         place_arrived(x.astype(jnp.int8), jnp.zeros((3, 4)), slots, 8)
-    mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec("e")
 
     def combine(rows, row_of, slots, weights):
