@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from moe_jax._align import row_capacity
 from moe_jax._config import MoEConfig
-from moe_jax._packed_rows import of_rows, rows_on_grid
+from moe_jax._packed_rows import of_rows, rounded_by_xla, rows_on_grid
 from moe_jax._packed_weights import as_packed
 from moe_jax._typing import Array
 from moe_jax.activations import resolve_activation
@@ -32,6 +32,7 @@ from pallas_kernels.grouped_gemm_packed import (
     grouped_gemm_packed,
 )
 from pallas_kernels.grouped_gemm_packed import describe as describe_config
+from pallas_kernels.grouped_gemm_packed.blocks import FOLDED_RANGE
 from pallas_kernels.push import place_arrived
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.tuning import PackedLayerKey
@@ -134,9 +135,16 @@ def describe(
         lines.append(f"GEMM {number}: {describe_config(desc, chosen)}, {source}")
     if weights.w13.g_idx is not None:
         lines.append("act-order: columns of each row gathered for its expert, w13's rows in the order of w2's columns")
-    activations = weights.scheme.activations
-    if activations is not None and not as_packed(weights.w13).fmt.is_8bit:
+    activations, fmt = weights.scheme.activations, as_packed(weights.w13).fmt
+    if activations is not None and not fmt.is_8bit:
         lines.append("activations rounded to their format's grid and multiplied in bfloat16, which holds it exactly")
+        widths = dict(input=weights.hidden_size, hidden=weights.intermediate_size)
+        lines += rounded_by_xla(activations, widths, descs[0].out_dtype)
+    if fmt.is_8bit and fmt.scale == "e8m0":
+        lines.append(
+            f"scales of groups folded into e4m3 operands: exact down to 2**-{FOLDED_RANGE} of their channel's largest, "
+            "zero below"
+        )
     return lines
 
 

@@ -4,7 +4,7 @@ Microscaling formats are rounded by the kernel that moves rows, or in place; oth
 holds, by XLA.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from moe_jax._typing import Array
 from moe_jax.quantization import QuantFormat, quantize_activations
 from pallas_kernels.common import microscaling, numerics
+from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, config_error
 
 
 def rows_on_grid(
@@ -47,6 +48,21 @@ def kernel_rule(fmt: QuantFormat | None, axes: tuple[str, ...]) -> str | None:
     if fmt.global_scale != "token":
         return "nvfp4"
     return None if axes else "nvfp4_row"
+
+
+def rounded_by_xla(fmt: QuantFormat, widths: Mapping[str, int], dtype: str) -> list[str]:
+    """What ``explain`` says where rows of one of ``widths`` columns (by name) are not rounded by the row kernel."""
+    rule = kernel_rule(fmt, ())
+    if rule is None:
+        return ["rows: rounded by XLA, since the row kernel has no such codes in 16 bits"]
+    reasons = {
+        name: config_error(PermuteDesc(1, width, 1, 1, dtype, rule), PermuteConfig(1)) for name, width in widths.items()
+    }
+    return [
+        f"{name} rows: rounded and moved by XLA, since the kernel refuses {reason}"
+        for name, reason in reasons.items()
+        if reason is not None
+    ]
 
 
 def _inverse(fmt: QuantFormat, input_scale: Any) -> Array:

@@ -79,14 +79,33 @@ def test_explain_names_it(scheme):
     assert "approximate" not in explain(*make("w4a8_fp8")[:2], 16, platform="cpu")
 
 
+def on_hopper():
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def test_explain_of_the_hopper_path():
+    def text(scheme, **sizes):
+        config = cases.make_config(scheme, dtype="bfloat16", **(dict(hidden_size=512, intermediate_size=256) | sizes))
+        packed = jax.eval_shape(lambda w: pack_experts(w, config), method_for(config.scheme).abstract_weights(config))
+        with on_hopper():
+            return "\n".join(_experts_mosaic.describe(config, packed, 16))
+
+    assert "exact down to 2**-11 of their channel's largest" in text("mxfp4_a16_approximate_fp8")
+    assert "rows: rounded by XLA" in text("nvfp4_a16_approximate_fp8")
+    assert "XLA" not in text("nvfp4_dynamic").partition("GEMM 1")[2]
+    assert "hidden rows: rounded and moved by XLA, since the kernel refuses H=128" in text(
+        "mxfp4", intermediate_size=128
+    )
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_lowers_for_hopper(scheme):
     config = cases.make_config(scheme, dtype="bfloat16", hidden_size=512, intermediate_size=256)
     packed = jax.eval_shape(lambda w: pack_experts(w, config), method_for(config.scheme).abstract_weights(config))
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     x = jax.ShapeDtypeStruct((16, 512), jnp.bfloat16)
     slots = [jax.ShapeDtypeStruct((16, config.top_k), dtype) for dtype in (jnp.float32, jnp.int32)]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    with on_hopper():
         run = jax.jit(functools.partial(_experts_mosaic.forward, config))
         text = run.trace(x, *slots, packed).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == (5 if scheme.startswith("nvfp4") else 6)

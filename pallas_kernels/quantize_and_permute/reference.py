@@ -53,7 +53,7 @@ def quantize_rows(desc: PermuteDesc, x: Any, scale: Any) -> tuple[Any, Any]:
         codes, scales = quantize_e4m3_group(padded, amax, desc.has_power_of_two_scales)
         return codes.reshape(desc.num_tokens, -1)[:, : desc.width], scales[..., 0].T
     if (kind := desc.microscaling_kind) is not None:
-        group = desc.microscaling_group
+        group = desc.microscaling_group or desc.width
         groups = jnp.pad(values, ((0, 0), (0, -desc.width % group))).reshape(desc.num_tokens, -1, group)
         amax = jnp.max(magnitude(groups), axis=-1, keepdims=True, initial=0.0)
         row_scale = None

@@ -160,11 +160,19 @@ def test_rows_equal_what_layers_elsewhere_multiply(quantization):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantization", MICROSCALING)
 def test_gpu_rounds_as_the_reference(quantization, dtype):
-    """The same bits, of random float bits among others, NaN and infinity included."""
+    """The same bits as on the CPU, of random float bits among others, NaN and infinity included. XLA on a GPU divides
+    up to 2 ulp off.
+    """
+    try:
+        cpu = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        pytest.skip("needs JAX_PLATFORMS=cuda,cpu")
     x, row_of = make(65, 1440, 2, 150, dtype)
     bits = np.random.default_rng(1).integers(0, 1 << 8 * x.itemsize, (32, 1440), np.uint64)
     x[:32] = bits.astype(f"u{x.itemsize}").view(x.dtype)
-    found, expected = (call(x, row_of, 150, quantization, name)[0] for name in ("mosaic", "reference"))
+    found = call(x, row_of, 150, quantization, "mosaic")[0]
+    with jax.default_device(cpu):
+        expected = call(x, row_of, 150, quantization, "reference")[0]
     used = row_of[row_of >= 0]
     for one, other in zip(found, expected, strict=True):
         if one is not None:
