@@ -206,12 +206,13 @@ def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
         return min(room, 80)  # twice as many scales and addresses beside them: 96 spill
     if not is_promoted(desc, config):
         return room
-    if desc.fmt.is_8bit and config.num_consumers == 4 and own_halves(desc, config) == 1:
-        return 40 if desc.fmt.has_zero_point else 48
+    is_lean = desc.fmt.bits == 4 and not desc.fmt.has_zero_point and (desc.fmt.group_size or 0) >= 128
+    if config.num_consumers == 4 and own_halves(desc, config) == 1 and is_lean:
+        if desc.fmt.is_8bit:
+            return 48
+        return 60 if desc.halves == 1 or config.part_blocks == 1 else 48 if config.block_m <= 48 else 40
     if desc.fmt.is_8bit or desc.fmt.has_zero_point:
         return min(room, 60 if config.num_consumers == 3 and desc.fmt.is_8bit else 96)
-    if config.num_consumers == 4 and own_halves(desc, config) == 1:
-        return 60 if desc.halves == 1 or config.part_blocks == 1 else 48 if config.block_m <= 48 else 40
     return {3: 96, 4: 40}.get(config.num_consumers, 104)
 
 
