@@ -60,6 +60,18 @@ def test_limits_are_operations_and_bytes_over_time(fixed_times):
     assert limits.gbps == pytest.approx(2 * 5 * (1 << 14) / (MICROS * 1e-6) / 1e9), "4 passes and the first copy"
 
 
+def test_limits_of_a_gpu_are_cublas(monkeypatch):
+    """XLA would try Triton's kernels first, for most of a minute in e4m3; its other programs keep their options."""
+    seen = []
+    monkeypatch.setattr(
+        _limits, "time_in_jit", lambda *args, compiler_options=None, **options: seen.append(compiler_options) or MICROS
+    )
+    monkeypatch.setattr(_limits.jax, "default_backend", lambda: "gpu")
+    limits = _limits.measure_limits({"float8_e4m3fn"}, size=16, copied_bytes=1 << 12)
+    assert set(limits.tflops) == {"bfloat16", "float8_e4m3fn"}
+    assert seen == [None] + [{"xla_gpu_enable_triton_gemm": False}] * 2
+
+
 def test_the_nearer_limit_counts():
     limits = Limits(100.0, {"bfloat16": 10.0, "int8": 40.0, "float8_e4m3fn": 5.0})
     assert limits.fraction(8.0, 10.0, "int8") == 0.2 and limits.fraction(8.0, 50.0, "int8") == 0.5

@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ def time_in_jit(
     turn: Callable[[], Any] = contextlib.nullcontext,
     budget_s: float = 0.02,
     calls: tuple[int, int] = _CALLS,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> float:
     """Microseconds one ``call(*args)`` takes on the device, launches inside one program included.
 
@@ -32,7 +33,7 @@ def time_in_jit(
     small argument ``args[varied]``, or one of the ``variants`` of it, at least calls[1]. Every result is returned, so
     that nothing is dead. Inputs of more than the L2 (60 MB) are cold by size; where the variants choose what is read of
     them, count what calls[1] calls read. Median over samples. turn: makes the context of everything that runs on the
-    device; programs are compiled outside of it.
+    device; programs are compiled outside of it, with XLA's ``compiler_options``.
 
     Raises RuntimeError when the longer program did not take longer: the machine is too busy, or the call too short.
     """
@@ -58,7 +59,11 @@ def time_in_jit(
         jax.block_until_ready(out)
         return (time.perf_counter() - start) / repeats
 
-    compiled = {count: program.lower(args, copies[:count]).compile() for count, program in programs.items()}
+    options = None if compiler_options is None else dict(compiler_options)
+    compiled = {
+        count: program.lower(args, copies[:count]).compile(compiler_options=options)
+        for count, program in programs.items()
+    }
     with turn():
         for count in compiled:
             seconds(count, 2)
