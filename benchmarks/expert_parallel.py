@@ -245,11 +245,12 @@ def all_of_nccl(size: int, shapes: tuple[tuple[int, int, int], ...]) -> list[lis
     import tempfile
 
     import torch
+    from torch.multiprocessing.spawn import spawn
 
     if not torch.cuda.is_available() or torch.cuda.device_count() < size:
         raise RuntimeError(f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices, expected {size}")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(nccl_rank, (size, shapes, folder), nprocs=size)
+        spawn(nccl_rank, (size, shapes, folder), nprocs=size)
         with open(os.path.join(folder, "0.json")) as file:
             return json.load(file)
 

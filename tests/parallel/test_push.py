@@ -7,6 +7,7 @@ the references of their kernels.
 
 import dataclasses
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ def test_every_row_arrives_and_comes_back(size, routing, kernels):
     rng = np.random.default_rng(1)
     x = rng.standard_normal((size * tokens, width)).astype(np.float32)
     weights = rng.random(slots.shape).astype(np.float32)
-    where = dict(axis="e", slots_per_device=per_device, implementation=kernels)
+    where: dict[str, Any] = dict(axis="e", slots_per_device=per_device, implementation=kernels)
 
     def there_and_back(x, slots, weights):
         arrived = push_rows(x, slots, quantization="e4m3_group", **where)
@@ -96,7 +97,7 @@ def test_rounds_back_to_back(kernels):
     size, tokens, top_k, width, per_device, rounds = 2, 40, 2, 512, 2, 12
     slots = np.stack([make_slots("holes", size, tokens, size * per_device, top_k, seed) for seed in range(rounds)], 1)
     x = np.random.default_rng(3).standard_normal((size * tokens, width)).astype(np.float32)
-    where = dict(axis="e", slots_per_device=per_device, implementation=kernels)
+    where: dict[str, Any] = dict(axis="e", slots_per_device=per_device, implementation=kernels)
 
     def one_round(i, x, slots):
         own = lax.dynamic_index_in_dim(slots, i, 1, keepdims=False)
