@@ -211,6 +211,8 @@ def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
         if desc.fmt.is_8bit:
             return 48
         return 60 if desc.halves == 1 or config.part_blocks == 1 else 48 if config.block_m <= 48 else 40
+    if desc.fmt.is_8bit and desc.fmt.has_zero_point and config.splits_halves:
+        return min(room, 80)
     if desc.fmt.is_8bit or desc.fmt.has_zero_point:
         return min(room, 60 if config.num_consumers == 3 and desc.fmt.is_8bit else 96)
     return {3: 96, 4: 40}.get(config.num_consumers, 104)

@@ -29,7 +29,7 @@ _LOW = (
     *((4, 1, 4), (3, 1, 5), (3, 1, 4), (4, 1, 2), (2, 1, 4), (4, 2, 4), (4, 4, 8), (2, 2, 4), (3, 1, 3), (3, 1, 2)),
     *_ANY,
 )
-_TALL_GATED = ((2, 1, 4), (3, 1, 3), *_ANY, (2, _HALVES, 4), (2, _HALVES, 2), (2, _HALVES, 1))
+_TALL_GATED = ((2, 1, 4), (3, 1, 3), *_ANY, (2, _HALVES, 2), (2, _HALVES, 1))
 _TALL = ((4, 1, 2), (3, 1, 2), (3, 1, 3), (2, 1, 4), *_ANY)
 _FOLDED_FROM = 80  # rows of a tile from which scales in the operands measured 5 to 25% faster than in the sums (int4)
 
@@ -78,7 +78,7 @@ def _shapes(desc: PackedDesc, is_tall: bool) -> dict[tuple[int, int, int], None]
         shapes = _LOW
     if not desc.fmt.is_8bit:
         return dict.fromkeys(shapes)
-    return dict.fromkeys((consumers, split, max(split, blocks // 2, 1)) for consumers, split, blocks in shapes)
+    return dict.fromkeys((c, split, max(split, blocks // 2, 1) if split else blocks) for c, split, blocks in shapes)
 
 
 def choose_config(desc: PackedDesc, block_m: int, num_sms: int) -> PackedConfig:
