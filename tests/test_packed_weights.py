@@ -181,8 +181,10 @@ def test_lowers_for_hopper_and_says_how(name):
         call = jax.jit(lambda x, p, ids, w: _experts_mosaic.run(x, p, ids, w, config)).trace(x, *slots, packed)
         text = explain(config, packed, 7, platform="gpu")
         plain = explain(config, weights, 7, platform="gpu")
-    # align, permute, two products, combine; for W4A8 also the requantization between the products
-    assert call.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 5 + (name == "w4a8_int8")
+    # align, permute, two products, combine; for W4A8 also the requantization between the products. NVFP4 rows of
+    # 160 columns are too short for the row kernel: XLA rounds and moves them.
+    kernels = {"w4a8_int8": 6, "nvfp4_dynamic": 4}.get(name, 5)
+    assert call.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == kernels
     assert "implementation: mosaic" in text and "weights unpacked to" in text
     assert ("rounded to their format's grid" in text) == (name == "nvfp4_dynamic")
     assert ("act-order: columns of each row gathered" in text) == (name == "w4a16_g64_actorder")
