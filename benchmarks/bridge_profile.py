@@ -110,9 +110,8 @@ def calls(sizes, scheme, tokens, is_short):
         run = kernels.calls_for(x, z)
         print(f"   host us: calls.run {host_us(lambda: run.run('moe', x, z, None, None, bias=2)):.1f}", flush=True)
         call = run._kernels["moe"]
-        programs = dict(zip(call.__code__.co_freevars, call.__closure__, strict=True))["programs"].cell_contents
-        program = next(iter(programs.values()))
-        launches = program._launches
+        known = dict(zip(call.__code__.co_freevars, call.__closure__, strict=True))["known"].cell_contents
+        [(_, launches)] = known.values()
         leaves = [x, z]
         print(f"   host us: launches {host_us(lambda: launches(leaves)):.1f}", flush=True)
         launches(leaves)

@@ -1,13 +1,14 @@
 """The calls of a layer as Hopper kernels on torch's current stream: ``FusedMoE(torch_kernels=None)`` and True."""
 
-import functools
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import torch
 
-from moe_jax import ExpertWeights, _experts_mosaic
+from moe_jax import ExpertWeights, MoEConfig, _experts_mosaic
 from moe_jax.routing import RoutingParams
 from torch_bridge._calls import Experts, JaxCalls, pad_tokens
 from torch_bridge._kernels import CaptureError, as_torch_kernels
@@ -35,10 +36,17 @@ class KernelCalls(JaxCalls):
         config = experts.global_config if experts.expert_map is None else experts.config
         self._is_cuda = self._weights.w13.data.is_cuda
         self._kernels: dict[str, Callable[..., Any]] = {
-            "moe": as_torch_kernels(functools.partial(_moe, config), self._weights),
-            "experts": as_torch_kernels(functools.partial(_experts, experts.config), self._weights),
+            "moe": as_torch_kernels(_Moe(config), self._weights),
+            "experts": as_torch_kernels(_Experts(experts.config), self._weights),
         }
         self.is_captured = False
+        self._has_run = False
+
+    def __del__(self):
+        """JAX gives the weights' memory to its own streams at once, so nothing on torch's may read it any more."""
+        if getattr(self, "_has_run", False):
+            with contextlib.suppress(Exception):  # while the interpreter ends, or a graph is captured
+                torch.cuda.synchronize()
 
     def run(self, method: str, *tensors: torch.Tensor | None, bias: int | None = None) -> Any:
         if method not in self._kernels or (method == "experts" and not _are_choices(*tensors[1:])):
@@ -57,6 +65,7 @@ class KernelCalls(JaxCalls):
             raise NotImplementedError(f"{self.layer_name}: torch_kernels=True: {error}") from None
         except CaptureError as error:
             raise CaptureError(f"{self.layer_name}: {error}") from None
+        self._has_run = True
         if torch.cuda.is_current_stream_capturing():
             self.is_captured = True
         return y if mask is None else y[: first.shape[0]]
@@ -104,17 +113,29 @@ def _are_choices(weights: Any, ids: Any) -> bool:
     return weights.is_floating_point() and ids.dtype in _INTEGERS and weights.shape == ids.shape and ids.ndim == 2
 
 
-def _moe(config, x, logits, bias, mask, weights):
-    params = RoutingParams(correction_bias=bias)
-    _refuse(_experts_mosaic.why_not(config, weights, x.shape[0]))
-    _refuse(_experts_mosaic.why_not_layer(config, weights, params, mask is not None))
-    return _experts_mosaic.forward_layer(config, x, logits, weights, params, mask)[0]
+@dataclasses.dataclass(frozen=True)
+class _Moe:
+    """Routing and experts as a function of arrays; equal for layers of one configuration, which share their kernels."""
+
+    config: MoEConfig
+
+    def __call__(self, x, logits, bias, mask, weights):
+        params = RoutingParams(correction_bias=bias)
+        _refuse(_experts_mosaic.why_not(self.config, weights, x.shape[0]))
+        _refuse(_experts_mosaic.why_not_layer(self.config, weights, params, mask is not None))
+        return _experts_mosaic.forward_layer(self.config, x, logits, weights, params, mask)[0]
 
 
-def _experts(config, x, topk_weights, topk_ids, weights):
-    _refuse(_experts_mosaic.why_not(config, weights, x.shape[0]))
-    _refuse("apply_router_weight_on_input" if config.apply_router_weight_on_input else None)
-    return _experts_mosaic.forward(config, x, topk_weights, topk_ids, weights).astype(x.dtype)
+@dataclasses.dataclass(frozen=True)
+class _Experts:
+    """The experts alone, for given ids and weights."""
+
+    config: MoEConfig
+
+    def __call__(self, x, topk_weights, topk_ids, weights):
+        _refuse(_experts_mosaic.why_not(self.config, weights, x.shape[0]))
+        _refuse("apply_router_weight_on_input" if self.config.apply_router_weight_on_input else None)
+        return _experts_mosaic.forward(self.config, x, topk_weights, topk_ids, weights).astype(x.dtype)
 
 
 def _refuse(reason: str | None) -> None:

@@ -19,7 +19,7 @@ import torch
 from jax.extend import core
 from jax.extend.mlir import ir, passmanager
 
-from torch_bridge._launch import CompiledKernel, Launches, View
+from torch_bridge._launch import CompiledKernel, Launches, Shapes, Step, View
 from torch_bridge._tensors import numpy_dtype, torch_dtype
 
 _KERNEL = "mpmd_map"  # the primitive of plgpu.kernel in JAX 0.10 and 0.11
@@ -36,30 +36,45 @@ def as_torch_kernels(function: Callable[..., Any], *bound: Any) -> Callable[...,
     Raises NotImplementedError for a function that computes outside of kernels, by the operation's name, RuntimeError
     for a first call during capture, and what the function raises.
     """
-    programs: dict[Any, KernelProgram | NotImplementedError] = {}
+    known: dict[Any, tuple[KernelProgram, Launches] | NotImplementedError] = {}
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        key = structure, leaves[0].device, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
-        program = programs.get(key)
-        if program is None:
+        device = leaves[0].device
+        key = structure, device, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+        found = known.get(key)
+        if found is None:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise CaptureError(
                     "a CUDA graph is being captured, in which kernels cannot be compiled: call once with the same "
                     "shapes before capturing"
                 )
+            structs, structure = jax.tree.flatten(jax.tree.map(_struct, (args, bound)))
+            program = _program(function, structure, tuple((struct.shape, struct.dtype) for struct in structs))
             try:
-                program = KernelProgram(function, *args, bound=bound)
-                program.load(leaves[0].device)
-            except NotImplementedError as error:  # not to be found out again in every call
-                program = error.with_traceback(None)
-            programs[key] = program
-        if isinstance(program, NotImplementedError):
-            raise program
-        return program(leaves)
+                found = program if isinstance(program, NotImplementedError) else (program, program.load(device, bound))
+            except NotImplementedError as error:
+                found = error.with_traceback(None)
+            known[key] = found
+        if isinstance(found, NotImplementedError):
+            raise found
+        program, launches = found
+        return jax.tree.unflatten(program.structure, launches(leaves))
 
     return call
+
+
+@functools.lru_cache(maxsize=128)
+def _program(
+    function: Callable[..., Any], structure: Any, shapes: tuple[Any, ...]
+) -> "KernelProgram | NotImplementedError":
+    """The program for (arguments, bound), which layers of one shape share, or the error of a function that has none."""
+    args, bound = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    try:
+        return KernelProgram(function, *args, bound=bound)
+    except NotImplementedError as error:
+        return error.with_traceback(None)
 
 
 class CaptureError(RuntimeError):
@@ -71,11 +86,11 @@ class Kernel:
     """One kernel of a program. module: what the launcher compiles. results: shape and dtype of each."""
 
     module: bytes
-    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    results: Shapes
 
     def load(self) -> CompiledKernel:
         """Compile for the current GPU of this process."""
-        return CompiledKernel.compile(self.module)
+        return CompiledKernel.compile(self.module, self.results)
 
 
 class KernelProgram:
@@ -86,40 +101,33 @@ class KernelProgram:
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any, bound: tuple[Any, ...] = ()):
-        """args and bound: tensors or ShapeDtypeStructs in any pytree. Raises as ``as_torch_kernels`` says."""
-        structs = jax.tree.map(_struct, (*args, *bound))
-        self._num_leaves, self._bound = len(jax.tree.leaves(args)), jax.tree.leaves(bound)
-        closed, shape = jax.make_jaxpr(function, return_shape=True)(*structs)
-        self._structure = jax.tree.structure(shape)
+        """args and bound: ShapeDtypeStructs in any pytree. Raises as ``as_torch_kernels`` says."""
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args, *bound)
+        self.structure = jax.tree.structure(shape)
+        self._num_leaves = len(jax.tree.leaves(args))
         self._num_slots = len(closed.jaxpr.invars)
         self._constants: list[tuple[int, Any]] = []
         self.steps: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = []
         self._results = self._walk(closed, list(range(self._num_slots)))
-        self._launches: Launches | None = None
+        self._loaded: dict[torch.device, list[Step]] = {}
 
     @property
     def kernels(self) -> list[Kernel]:
         return [run for run, _, _ in self.steps if isinstance(run, Kernel)]
 
-    def __call__(self, leaves: Sequence[torch.Tensor]) -> Any:
-        """leaves: CUDA tensors of one device, the same in every call, one for each leaf of the arguments."""
-        if self._launches is None:
-            self.load(leaves[0].device)
-        launches = self._launches
-        assert launches is not None
-        device = launches.device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return jax.tree.unflatten(self._structure, launches(leaves))
-        return jax.tree.unflatten(self._structure, launches(leaves))
+    def load(self, device: torch.device, bound: Any) -> Launches:
+        """What launches the program on a device over the tensors that are bound; kernels are compiled once for each.
 
-    def load(self, device: torch.device) -> None:
-        """Compile for a GPU. Raises NotImplementedError when JAX's launcher is not known here."""
-        num_leaves = self._num_leaves
-        fixed = dict(enumerate(self._bound, num_leaves))
+        Raises NotImplementedError when JAX's launcher is not known here.
+        """
+        fixed = dict(enumerate(jax.tree.leaves(bound), self._num_leaves))
         fixed |= {slot: torch.as_tensor(value, device=device) for slot, value in self._constants}
-        with torch.cuda.device(device if device.type == "cuda" else -1):
-            self._launches = Launches(self.steps, num_leaves, fixed, self._results, device)
+        if device not in self._loaded:
+            with torch.cuda.device(device if device.type == "cuda" else -1):
+                self._loaded[device] = [
+                    (run.load() if isinstance(run, Kernel) else run, read, written) for run, read, written in self.steps
+                ]
+        return Launches(self._loaded[device], self._num_leaves, fixed, self._results, device)
 
     def _new_slot(self, constant: Any = None) -> int:
         self._num_slots += 1

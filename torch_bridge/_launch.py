@@ -30,14 +30,15 @@ class CompiledKernel:
     """A kernel on the GPU of this process.
 
     launch: of function, a stream and the address of the operands' and results' addresses, all numbers. It has read
-    them when it returns.
+    them when it returns. results: shape and dtype of each.
     """
 
     function: int
     launch: Callable[[int, int, int], Any]
+    results: Shapes
 
     @classmethod
-    def compile(cls, module: bytes) -> "CompiledKernel":
+    def compile(cls, module: bytes, results: Shapes) -> "CompiledKernel":
         """By JAX's own launcher, of which only the C function is used: it launches on torch's default stream.
 
         Raises NotImplementedError when the launcher of this JAX is made otherwise.
@@ -49,9 +50,10 @@ class CompiledKernel:
             cells = {n: c.cell_contents for n, c in zip(names, launch.__closure__ or (), strict=True)}
         if {"function", "launch_c"} <= cells.keys():  # JAX 0.11
             kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-            return cls(cells["function"], ctypes.cast(cells["launch_c"], kind))
+            return cls(cells["function"], ctypes.cast(cells["launch_c"], kind), results)
         if {"ctx_ptr_ptr", "launch_c"} <= cells.keys():  # JAX 0.10
-            return cls(cells["ctx_ptr_ptr"].contents.value, functools.partial(_launch_packed, cells["launch_c"]))
+            launch = functools.partial(_launch_packed, cells["launch_c"])
+            return cls(cells["ctx_ptr_ptr"].contents.value, launch, results)
         raise NotImplementedError(
             f"JAX {jax.__version__} launches kernels of torch in a way that is not known here; build the layer without "
             "torch_kernels"
@@ -80,8 +82,7 @@ class Launches:
     """The steps of a program, loaded for one device: a function of leaves.
 
     Args:
-        steps: (run, slots read, slots written); run is a kernel with ``load()`` and ``results``, a ``View``, or a
-            function of tensors.
+        steps: (run, slots read, slots written); run is a ``CompiledKernel``, a ``View``, or a function of tensors.
         num_leaves: slots 0 to num_leaves - 1 are what a call is given.
         fixed: tensors that are the same in every call, by slot.
         results: slots of what a call returns.
@@ -115,7 +116,7 @@ class Launches:
         self._actions: list[tuple[Callable[..., Any], Any, Any]] = []
         scratch: dict[int, int] = {}
         for run, read, written in steps:
-            if not hasattr(run, "load"):
+            if not isinstance(run, CompiledKernel):
                 if written[0] not in self._fixed and (written[0] in tensors or not isinstance(run, View)):
                     self._actions.append((run, read, written))
                 continue
@@ -126,8 +127,7 @@ class Launches:
                     scratch[slot] = self._scratch_bytes
                     size = math.prod(shape) * dtype.itemsize
                     self._scratch_bytes += -(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
-            kernel = run.load()
-            self._actions.append((kernel.launch, kernel.function, self._words * _WORD))
+            self._actions.append((run.launch, run.function, self._words * _WORD))
             for slot in (*read, *written):
                 self._places.setdefault(root(slot), []).append(self._words)
                 self._words += 1
@@ -146,11 +146,14 @@ class Launches:
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """leaves: tensors on the device, one for each leaf of the arguments. On torch's current stream."""
+        device = self.device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(leaves)
         try:
             frame, start = self._frames.pop()  # in use by this call alone: others may run in other threads
         except IndexError:
             frame, start = self._new_frame()
-        device = self.device
         stream = _current_stream(device)
         leaves = [_aligned(leaf) for leaf in leaves]
         for leaf, words in zip(leaves, self._leaves, strict=True):
@@ -199,7 +202,7 @@ def _seen_by_torch(steps: Sequence[Step], results: Sequence[int]) -> set[int]:
     """Slots that have to be tensors: what is returned, what functions of tensors read, and what these are views of."""
     seen = set(results)
     for run, read, written in reversed(steps):
-        is_view, is_kernel = isinstance(run, View), hasattr(run, "load")
+        is_view, is_kernel = isinstance(run, View), isinstance(run, CompiledKernel)
         if not is_kernel and (not is_view or written[0] in seen):
             seen |= set(read)
     return seen

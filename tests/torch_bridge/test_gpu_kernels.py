@@ -253,3 +253,16 @@ def test_layers_that_are_not_kernels_throughout_are_refused():
     layer = layers("fp8_tensor")[1]
     with pytest.raises(NotImplementedError, match=rf"{layer.layer_name}: torch_kernels=True: .*outside of the kernels"):
         layer(*tokens(4))
+
+
+def test_weights_stay_until_kernels_have_read_them():
+    """A reload while calls are queued: they compute with the old weights, whose memory JAX would give away at once."""
+    _, layer = layers("bf16")
+    x, z = tokens(4)
+    expected = layer(x, z).clone()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP)
+    y = layer(x, z)
+    layer.reload_weights(checkpoint(seed=5))
+    fresh = layer(x, z)
+    assert torch.equal(y, expected) and not torch.equal(fresh, expected)

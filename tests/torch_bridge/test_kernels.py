@@ -10,6 +10,7 @@ import pytest
 import torch
 from jax.experimental.mosaic.gpu import core as mgpu_core
 
+import torch_bridge
 from moe_jax._packed_weights import pack_experts, packed_format
 from moe_jax.quantization import method_for
 from pallas_kernels.combine import combine
@@ -38,7 +39,7 @@ def program_of_layer(scheme, tokens):
     assert all(torch_dtype(leaf.dtype) is not None for leaf in jax.tree.leaves(weights))
     mask = STRUCT((tokens,), bool) if tokens > 16 else None
     arguments = STRUCT((tokens, 512), jnp.bfloat16), STRUCT((tokens, E), jnp.float32), None, mask, weights
-    return KernelProgram(functools.partial(_kernel_calls._moe, own), *arguments)
+    return KernelProgram(_kernel_calls._Moe(own), *arguments)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_programs_run_their_steps_in_order(monkeypatch):
             ctypes.memmove(result, filled.data_ptr(), filled.nbytes)
             weights.append((ctypes.c_float * 8).from_address(inputs[2])[:])
 
-        return CompiledKernel(5, launch)
+        return CompiledKernel(5, launch, kernel.results)
 
     weights = []
     monkeypatch.setattr(Kernel, "load", load)
@@ -180,7 +181,7 @@ def test_a_launcher_made_otherwise_is_refused(monkeypatch):
     for other in (lambda arguments, device: None, print):
         monkeypatch.setattr(mgpu_core, "_compile_as_torch_gpu_kernel", lambda module, other=other: (other, None))
         with pytest.raises(NotImplementedError, match="in a way that is not known here"):
-            CompiledKernel.compile(b"")
+            CompiledKernel.compile(b"", ())
 
 
 def test_the_launcher_of_this_jax_is_known(monkeypatch):
@@ -210,7 +211,8 @@ def test_layers_refuse_what_kernels_cannot():
 
 
 def test_what_is_not_kernels_throughout_goes_to_jaxs_runtime(monkeypatch):
-    """Without torch_kernels=True: the layer's own answer, and what the trace found is not found out again."""
+    """Without torch_kernels=True: the layer's own answer; what one trace found holds for all layers of the shape."""
+    _kernels._program.cache_clear()
     layer = loaded_bridge("fp8_tensor", stored_arrays("fp8_tensor"))
     x, z = inputs(3)
     expected, traced = layer(x, z), []
@@ -224,7 +226,38 @@ def test_what_is_not_kernels_throughout_goes_to_jaxs_runtime(monkeypatch):
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=rf"{strict.layer_name}: torch_kernels=True: "):
             strict(x, z)
-    assert len(traced) == 2
+    assert len(traced) == 1
+
+
+def test_layers_of_one_shape_and_reloads_share_their_kernels(monkeypatch):
+    """Each kernel is compiled once, whatever the number of layers; each layer launches over its own weights."""
+    compiled, launched = [], []
+
+    def load(kernel):
+        compiled.append(kernel)
+        count = 10  # words that the frame has from here on, more than enough to hold the weights of a product
+
+        def launch(function, stream, address):
+            launched.append(words(address, count))
+
+        return CompiledKernel(len(compiled), launch, kernel.results)
+
+    monkeypatch.setattr(Kernel, "load", load)
+    monkeypatch.setattr(_launch, "_current_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    x, z = torch.zeros(2, 512).bfloat16(), torch.zeros(2, E)
+    for turn in range(3):
+        if turn < 2:
+            layer = torch_bridge.FusedMoE(E, 2, 512, 512, torch.bfloat16, torch_kernels=True)
+            layer.load_dummy_weights()
+        else:
+            layer.install(jax.tree.map(jnp.array, layer.expert_weights))
+        monkeypatch.setattr(layer._calls, "_is_cuda", True)
+        launched.clear()
+        layer(x, z)
+        assert len(compiled) == len(launched) == 5
+        addresses = {word for operands in launched for word in operands}
+        assert {layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()} <= addresses
 
 
 def test_a_reload_of_a_captured_layer_keeps_its_memory():
