@@ -25,8 +25,10 @@ from pallas_kernels.grouped_gemm_packed import PackedConfig
 from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, Entry, LayerConfig, LayerKey, PackedLayerKey, Table
 from pallas_kernels.tuning.table import load_table, path_for
 
-# Formats whose bytes and rates are another's: int8 and fp8 products of two 8-bit operands; dtypes of group scales.
+# Formats whose bytes and rates are another's: products of two 8-bit operands whose scales follow the sum; dtypes of
+# group scales.
 TWINS = {
+    "fp8_tensor_dynamic": "fp8_channel",
     "int8": "fp8_channel",
     "int4_g128_f32": "int4_g128",
     "int4_g128_f16": "int4_g128",

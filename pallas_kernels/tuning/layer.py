@@ -16,6 +16,7 @@ from pallas_kernels.grouped_gemm_packed import config_error as packed_error
 FORMATS: dict[str, dict[str, str]] = {
     "bf16": dict(dtype="bfloat16"),
     "fp8_tensor": dict(dtype="float8_e4m3fn", lhs_scale="tensor", rhs_scale="tensor", requantize="tensor"),
+    "fp8_tensor_dynamic": dict(dtype="float8_e4m3fn", lhs_scale="tensor", rhs_scale="tensor"),
     "fp8_channel": dict(dtype="float8_e4m3fn", lhs_scale="row", rhs_scale="channel"),
     "fp8_block": dict(dtype="float8_e4m3fn", lhs_scale="group", rhs_scale="block", requantize="group"),
     "int8": dict(dtype="int8", lhs_scale="row", rhs_scale="channel"),
