@@ -55,7 +55,6 @@ def test_one_gpu(directory, capsys):
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.slow
 def test_mesh(directory, capsys):
     """Experts over four simulated devices, halves of them over two more: the tokens of one device."""
     args = ["--mesh", "expert=4,tensor=2", "--ids", "3,1,4", "--new-tokens", "5", "--dtype", "float32"]
