@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from experts_cases import make_config, make_stored_weights
+from helpers import assert_rows_close, tolerance
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
@@ -114,7 +115,7 @@ def test_rounds_back_to_back(kernels):
 
 
 def layer(scheme, dtype="float32", **options):
-    config = make_config(scheme, num_experts=8, top_k=3, hidden_size=512, intermediate_size=256, dtype=dtype, **options)
+    config = make_config(scheme, num_experts=8, top_k=3, hidden_size=512, intermediate_size=128, dtype=dtype, **options)
     weights = make_stored_weights(config)
     if not config.scheme.is_quantized:
         weights = jax.tree.map(lambda leaf: leaf.astype(config.dtype), weights)
@@ -124,17 +125,20 @@ def layer(scheme, dtype="float32", **options):
 LAYERS = [
     ("bf16", 2, "random"),
     ("fp8_block", 4, "holes"),
-    ("fp8_channel", 2, "last"),
     ("int8_w8a8", 8, "idle"),
-    ("fp8_tensor", 4, "first"),
-    ("w4a16_g128", 4, "random"),
     ("w4a8_int8", 2, "holes"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("fp8_channel", 2, "last"), ("fp8_tensor", 4, "first"), ("w4a16_g128", 4, "random"))
+    ),
 ]
 
 
 @pytest.mark.parametrize(("scheme", "size", "routing"), LAYERS)
 def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing):
-    """Bit for bit: rows are quantized by the same rule, and added in the same order."""
+    """Bit for bit where products are of 8 bits: rows are quantized by the same rule, and added in the same order. XLA's
+    products of 16 bits add up in another order where a device has fewer experts.
+    """
     config, weights = layer(scheme, "bfloat16")
     if scheme.startswith("w4"):
         weights = pack_experts(weights, config)
@@ -171,7 +175,10 @@ def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing):
         "int8_w8a8": "int8_row",
         "w4a8_int8": "int8_row",
     }.get(scheme, "none")
-    np.testing.assert_array_equal(np.asarray(y), np.asarray(expected))
+    if scheme in ("bf16", "w4a16_g128"):
+        assert_rows_close(y, expected, tolerance(scheme, jnp.bfloat16))
+    else:
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(expected))
 
 
 def fake_devices(count, ids=None, kind="NVIDIA H200", capability="9.0", processes=1):
