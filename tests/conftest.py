@@ -3,6 +3,7 @@
 GPU tests (markers gpu, multi_gpu) are deselected by default; they run with ``JAX_PLATFORMS=cuda pytest -m gpu``.
 """
 
+import itertools
 import os
 from pathlib import Path
 
@@ -18,6 +19,7 @@ install_import_hook(["moe_jax", "pallas_kernels", "torch_bridge"], "beartype.bea
 
 import jax
 import pytest
+from sweeps import ONE_IN
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -25,6 +27,20 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def pytest_addoption(parser):
     default = Path(__file__).parent / "data"
     parser.addoption("--writers-dir", default=default, help="checkpoints for test_llm_compressor_files.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """The cases of a sweep that the default suite leaves out are slow."""
+    cases = {}
+    for item in items:
+        module, _, test = item.nodeid.partition("::")
+        one_in = ONE_IN.get(module, {}).get(test.partition("[")[0], 1)
+        if one_in == 1 or any(item.get_closest_marker(mark) for mark in ("slow", "gpu", "multi_gpu")):
+            continue
+        index = cases.setdefault((module, test.partition("[")[0]), itertools.count())
+        if next(index) % one_in:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

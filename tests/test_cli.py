@@ -121,6 +121,7 @@ def test_module_entry_point(model_dir):
     assert done.returncode == 2 and "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_demo(tmp_path, capsys, monkeypatch, quick_compilation):
     from moe_jax import _demo
 

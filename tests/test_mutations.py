@@ -119,7 +119,8 @@ def verdict(code, stderr, logits, expectation, expected, seconds):
     return None if np.array_equal(np.load(logits), expected) else "was accepted with other logits"
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [4, 20])
 def test_real_command(count, bases, tmp_path):
     """Cases from all over the list through the command in a process of its own."""
     chosen = CASES[:: len(CASES) // count][:count]

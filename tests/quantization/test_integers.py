@@ -230,6 +230,7 @@ def test_actorder_is_not_made_online():
         cases.make_weights(config)
 
 
+@pytest.mark.slow
 def test_gradients_stop_at_integers():
     config = cases.make_config("w4a16_g32_asym", implementation=("xla",))
     weights, x = cases.make_weights(config), cases.make_tokens(9, config)
