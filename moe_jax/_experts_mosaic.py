@@ -118,11 +118,12 @@ def forward(
     weights: ExpertWeights,
     *,
     kernels: str = "mosaic",
+    out_dtype: Any = jnp.float32,
 ) -> Array:
-    """``run`` with the implementation of every kernel given by name; "reference" runs anywhere."""
+    """``run`` with the implementation of every kernel given by name; "reference" runs anywhere. Rounds to out_dtype."""
     plan = make_plan(config, weights, x.shape[0], kernels)
     tiles = align(topk_ids, weights.num_experts, plan.block_m, implementation=kernels)
-    return _experts(config, x, topk_weights, tiles, plan, weights, kernels, out_dtype=jnp.float32)
+    return _experts(config, x, topk_weights, tiles, plan, weights, kernels, out_dtype=out_dtype)
 
 
 def arriving_quantization(weights: ExpertWeights) -> str:

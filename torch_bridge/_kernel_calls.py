@@ -135,7 +135,7 @@ class _Experts:
     def __call__(self, x, topk_weights, topk_ids, weights):
         _refuse(_experts_mosaic.why_not(self.config, weights, x.shape[0]))
         _refuse("apply_router_weight_on_input" if self.config.apply_router_weight_on_input else None)
-        return _experts_mosaic.forward(self.config, x, topk_weights, topk_ids, weights).astype(x.dtype)
+        return _experts_mosaic.forward(self.config, x, topk_weights, topk_ids, weights, out_dtype=x.dtype)
 
 
 def _refuse(reason: str | None) -> None:
