@@ -16,7 +16,6 @@ from moe_jax._arguments import check_array
 from moe_jax._config import MoEConfig
 from moe_jax._experts_mosaic import arriving_quantization, forward_arrived
 from moe_jax._implementations import Problem, choose
-from moe_jax._packed_weights import is_packed
 from moe_jax._typing import Array
 from moe_jax.experts import MoEStats, finish, stats_of, weighted_experts
 from moe_jax.parallel._choice import choose_dispatch
@@ -207,8 +206,7 @@ def _experts(
         planned /= parallel.expert_size
 
     def plan_for(top_k_here: int) -> MoEConfig:
-        is_left = is_packed(weights.w13) and config.pinned_tokens is None  # to the kernel, which goes by the call
-        pinned = None if is_left else max(1, math.ceil(planned * top_k / top_k_here))
+        pinned = max(1, math.ceil(planned * top_k / top_k_here))
         return dataclasses.replace(own, pinned_tokens=pinned, top_k=top_k_here)
 
     def run(x: Array, topk_weights: Array, ids: Array) -> Array:
