@@ -76,5 +76,8 @@ def dispatch(desc: PushDesc, config: PushConfig, x: Any, slots: Any) -> tuple[An
 
 def combine(desc: PushDesc, config: PushConfig, rows: Any, row_of: Any, slots: Any, weights: Any) -> Any:
     """rows: (size, Mp, H). row_of: (size, size * T, top_k). slots, weights: (size, T, top_k). Returns (size, T, H)."""
+    split, _ = dispatch_shapes(desc)
     flat = (part.reshape(desc.size, -1) for part in (row_of, slots, weights))
-    return _kernel(combine_body, combine_shapes(desc), desc, config)(rows, *flat)[1]
+    rows = rows.reshape(desc.size, -1, *split)
+    y = _kernel(combine_body, combine_shapes(desc), desc, config)(rows, *flat)[1]
+    return y.reshape(desc.size, desc.num_tokens, desc.width)
