@@ -122,8 +122,8 @@ class _Row:
 
     A row of whole pieces is split into runs of 32 vectors, one a warp: of such a layout Mosaic stores whole vectors
     into another device's memory, whose alignment it does not know. Of a plain vector it stores single elements there,
-    at 49 to 65 GB/s on two H200s. Rows of other lengths, and rows with one scale, whose maximum over such a layout Mosaic
-    cannot place, keep to that.
+    at 49 to 65 GB/s on two H200s. Rows of other lengths, and rows with one scale, whose maximum over such a layout
+    Mosaic cannot place, keep to that.
     """
 
     def __init__(self, desc: PushDesc):
