@@ -29,7 +29,7 @@ def describe(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) -> st
     if parallel.expert_size == 1:
         return f"dispatch: {name}, {reason}"
     refusal = why_no_push(list(parallel.mesh.devices.flat))
-    push = "push, which has not been faster yet, runs where it is named" if refusal is None else f"not push, which {refusal}"
+    push = "push, not faster yet, runs where it is named" if refusal is None else f"not push, which {refusal}"
     return f"dispatch: {name}, {reason}; {push}"
 
 
