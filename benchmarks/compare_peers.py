@@ -147,16 +147,22 @@ def plot(rows: list[dict], path: Path) -> None:
 
     compared = [row for row in rows if "ratio" in row]
     models = list(dict.fromkeys(row["model"] for row in compared))
-    figure, axes = pyplot.subplots(1, len(models), figsize=(4 * len(models), 3.6), sharey=True, squeeze=False)
+    colors = {scheme: f"C{i}" for i, scheme in enumerate(dict.fromkeys(row["scheme"] for row in compared))}
+    figure, axes = pyplot.subplots(
+        1, len(models), figsize=(3.6 * len(models), 4), sharey=True, squeeze=False, layout="constrained"
+    )
     for axis, model in zip(axes[0], models, strict=True):
-        for scheme in dict.fromkeys(row["scheme"] for row in compared if row["model"] == model):
+        for scheme, color in colors.items():
             own = sorted((r["tokens"], r["ratio"]) for r in compared if (r["model"], r["scheme"]) == (model, scheme))
-            axis.plot(*zip(*own, strict=True), marker="o", label=scheme)
+            if own:
+                axis.plot(*zip(*own, strict=True), marker="o", markersize=4, color=color)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(title=model, xscale="log", yscale="log", xlabel="tokens")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
     axes[0][0].set_ylabel("time of the best peer / ours")
-    axes[0][-1].legend(fontsize=7)
-    figure.tight_layout()
+    lines = [pyplot.Line2D([], [], color=color, marker="o", markersize=4, label=name) for name, color in colors.items()]
+    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
 
 
