@@ -44,7 +44,9 @@ print(f"no peer ran for: {', '.join(alone) or 'none of the schemes'}")
 
 # %%
 shown = ("bf16", "fp8_channel", "int8_w8a8", "w4a16_g128", "mxfp4_a16")
-color = dict(zip((*shown, "fp8_block", "w4a8_int8", "nvfp4_a16"), (*COLORS, "black"), strict=True))
+color = dict(
+    zip((*shown, "fp8_block", "w4a8_int8", "nvfp4_a16", "fp8_tensor"), (*COLORS, "black", "saddlebrown"), strict=True)
+)
 LOW, HIGH = 0.7, 5e4  # FLOP per byte
 figure, panels = plt.subplots(1, len(models), figsize=(3.4 * len(models), 3.8), sharey=True, squeeze=False)
 for axes, model in zip(panels[0], models, strict=True):
