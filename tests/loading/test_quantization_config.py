@@ -282,6 +282,7 @@ def test_a_container_in_ignore_does_not_hide_quantized_experts(tmp_path):
     assert resolve(tmp_path, config, quantized()).name == "fp8_channel"
 
 
+@pytest.mark.slow
 def test_twenty_thousand_modules_are_resolved_quickly(tmp_path):
     """0.2 s without the annotation checks of the tests; rule by rule it would take minutes."""
     names = [
