@@ -130,7 +130,9 @@ def round_element(x: jax.Array, kind: str) -> jax.Array:
 
 
 def _nvfp4_factors(amax: jax.Array, global_scale: jax.Array, divide: Divide) -> tuple[jax.Array, jax.Array]:
-    scale = round_e4m3(global_scale * (amax * np.float32(1.0 / E2M1_MAX)))
+    # Selected per element, since XLA would multiply global_scale by a constant first: one ulp off, which decides ties.
+    sixth = jnp.where(amax == amax, np.float32(1.0 / E2M1_MAX), np.float32(1.0))
+    scale = round_e4m3(global_scale * (amax * sixth))
     scale = jnp.where(amax < jnp.inf, scale, jnp.nan)
     spread = jnp.broadcast_to(global_scale, scale.shape)
     return scale, jnp.where(scale == 0.0, 0.0, divide(spread, scale))

@@ -12,6 +12,7 @@ import pytest
 from kernel_cases import gather_cases, permute_cases
 
 from moe_jax.quantization import QuantFormat, Strategy, dequantize, quantize_activations
+from pallas_kernels.common.microscaling import decode_e2m1, encode_e2m1
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, config_error, quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import MICROSCALING, QUANTIZATIONS, TAKES_SCALE
 
@@ -311,3 +312,16 @@ def test_gpu_in_place(quantization, dtype):
 )
 def test_gpu_columns_in_the_order_of_each_expert(problem):
     check_gathered("mosaic", *problem)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scales_of_nvfp4_at_ties(dtype):
+    """16-bit maxima make ``G * (amax * (1 / 6))`` fall between two e4m3 numbers exactly; one ulp decides."""
+    x = np.random.default_rng(0).standard_normal((65, 1440)).astype(dtype)
+    groups = x.astype(np.float32).reshape(65, 90, 16)
+    amax = np.abs(groups).max(-1, keepdims=True)
+    large = np.float32(2688) / amax.max(1, keepdims=True)
+    scale = (large * (amax * np.float32(1 / 6))).astype("float8_e4m3fn").astype(np.float32)
+    expected = decode_e2m1(encode_e2m1(jnp.asarray(groups * (large / scale)))) * scale
+    found = call(x, np.arange(65, dtype=np.int32)[:, None], 65, "nvfp4_row", "reference")[0][0]
+    np.testing.assert_array_equal(np.asarray(found).astype(np.float32), np.asarray(expected).reshape(x.shape))
