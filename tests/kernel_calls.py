@@ -2,7 +2,8 @@
 
     compute-sanitizer --tool memcheck python tests/kernel_calls.py [NAME ...]
 
-runs the calls (all, or those whose names start with one of the arguments) and prints their names.
+runs the calls (all, or those whose names start with one of the arguments, or for "=NAME" that one) and prints their
+names; --list only names them.
 """
 
 import functools
@@ -19,12 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packed_problem
+import push_rehearsal
 
 from pallas_kernels.align import align
 from pallas_kernels.combine import combine
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
-from pallas_kernels.grouped_gemm_packed import grouped_gemm_packed
+from pallas_kernels.grouped_gemm_packed import PackedConfig, grouped_gemm_packed
+from pallas_kernels.push import PushDesc, place_arrived
+from pallas_kernels.push.config import choose_combine, choose_dispatch
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, TAKES_SCALE
 from pallas_kernels.route import route_and_align
@@ -43,9 +47,63 @@ _GEMMS: dict[str, tuple[str, dict[str, Any], GemmConfig | None]] = {
         None,
     ),
     "int8 gated": ("int8_row", dict(halves=2, activation=SILU, bias="bfloat16", with_tile_rows=True), None),
+    "f16": ("f16", dict(out_dtype=jnp.float16), None),
+    "bf16, 128 x 256": ("bf16", dict(block_m=128), GemmConfig(128, 256, 4)),
+    "bf16, 128 x 2 x 96 in chunks of rows": (
+        "bf16",
+        dict(block_m=128, halves=2, activation=SILU, with_tile_rows=True),
+        GemmConfig(128, 96, 4, row_chunk=16),
+    ),
+    "fp8 block, 128 x 256": ("fp8_block", dict(block_m=128), GemmConfig(128, 256, 4)),
+    "fp8 tensor, requantized": ("fp8_tensor", dict(halves=2, activation=SILU, requantize="tensor"), None),
+    "fp8 tensor swapped, 64 x 256": ("fp8_tensor", dict(block_m=64), GemmConfig(64, 256, 4, is_swapped=True)),
+    "fp8 row swapped, 96 x 2 x 128": (
+        "fp8_row",
+        dict(block_m=96, halves=2, activation=SILU, bias="bfloat16"),
+        GemmConfig(96, 128, 3, is_swapped=True),
+    ),
+    "bf16 swapped, 80 x 256": ("bf16", dict(block_m=80), GemmConfig(80, 256, 3, is_swapped=True)),
+    "int8 swapped, 48 x 2 x 192": (
+        "int8_row",
+        dict(block_m=48, halves=2, activation=SILU),
+        GemmConfig(48, 192, 3, is_swapped=True),
+    ),
 }
 _PACKED = ("int4 g128", "int4 g128 asym", "int8 channel", "e4m3 g128", "nvfp4", "mxfp4", "mxfp8")
 _PACKED_8BIT = ("w4a8 int8 g128", "w4a8 int8 g128 asym", "w4a8 fp8 g128", "mxfp4 fp8")
+# Tiles whose warpgroups share halves or K, long and short steps, scales folded into operands, heights between powers.
+_PACKED_TILES = {
+    "int4 g128": (
+        PackedConfig(128, 2, 2, 2, splits_halves=True),
+        PackedConfig(80, 4, 2, 2, True, splits_halves=True),
+        PackedConfig(64, 4, 1, 2, splits_halves=True),
+        PackedConfig(16, 4, 4, 2, splits_halves=True),
+        PackedConfig(16, 4, 4, 2, k_split=4),
+        PackedConfig(128, 2, 4, 2, True),
+        PackedConfig(48, 3, 2, 2),
+        PackedConfig(24, 3, 4, 2),
+    ),
+    "nvfp4": (
+        PackedConfig(128, 2, 2, 2, splits_halves=True),
+        PackedConfig(16, 4, 4, 2, k_split=2),
+        PackedConfig(48, 4, 2, 2, splits_halves=True),
+        PackedConfig(16, 2, 5, 2),
+    ),
+    "mxfp4": (
+        PackedConfig(80, 4, 2, 2, splits_halves=True),
+        PackedConfig(96, 2, 2, 2, splits_halves=True),
+        PackedConfig(24, 4, 4, 2, k_split=2),
+    ),
+    "w4a8 int8 g128": (
+        PackedConfig(96, 2, 1, 2, splits_halves=True),
+        PackedConfig(48, 4, 1, 2, splits_halves=True),
+        PackedConfig(32, 2, 2, 2, k_split=2),
+        PackedConfig(24, 3, 1, 2),
+    ),
+    "mxfp4 fp8": (PackedConfig(64, 2, 1, 2, splits_halves=True), PackedConfig(16, 4, 4, 2, k_split=4)),
+    "int8 channel": (PackedConfig(16, 4, 4, 2, k_split=4), PackedConfig(64, 4, 1, 2, splits_halves=True)),
+}
+_PUSHED = ("none", "e4m3_row", "e4m3_group", "int8_row")
 
 
 def small_calls() -> dict[str, Callable[[], Call]]:
@@ -53,6 +111,7 @@ def small_calls() -> dict[str, Callable[[], Call]]:
     calls: dict[str, Callable[[], Call]] = {
         "route_and_align in one launch": lambda: _routing(60),
         "route_and_align in two": lambda: _routing(300),
+        "route_and_align, groups and a bias": lambda: _routing(60, bias=True, num_groups=5, groups_kept=2),
         "align": lambda: (lambda ids: align(ids, 5, 16, implementation="mosaic"), (_ids(33),)),
         "align of a shard": lambda: (
             lambda ids: align(ids, 2, 16, group_offset=2, implementation="mosaic"),
@@ -60,14 +119,30 @@ def small_calls() -> dict[str, Callable[[], Call]]:
         ),
         "quantize_and_permute with columns in an order": _gathering,
         "combine": _combining,
+        "combine_pushed": _bringing_back,
     }
     for quantization in QUANTIZATIONS:
         calls[f"quantize_and_permute {quantization}"] = functools.partial(_permuting, quantization)
+        calls[f"quantize_and_permute {quantization} in place"] = functools.partial(_in_place, quantization)
     for name, (kind, options, config) in _GEMMS.items():
         calls[f"grouped_gemm {name}"] = functools.partial(_multiplying, kind, options, config)
     for kind in (*_PACKED, *_PACKED_8BIT):
         calls[f"grouped_gemm_packed {kind}"] = functools.partial(_multiplying_packed, kind)
+    for kind, configs in _PACKED_TILES.items():
+        for config in configs:
+            calls[f"grouped_gemm_packed {kind}, {_words(config)}"] = functools.partial(_multiplying_tiles, kind, config)
+    for quantization in _PUSHED:
+        calls[f"push_rows {quantization}"] = functools.partial(_pushing, quantization)
+        if quantization != "none":
+            calls[f"place_arrived {quantization}"] = functools.partial(_placing, quantization)
     return calls
+
+
+def _words(config: PackedConfig) -> str:
+    shared = " halves shared" * config.splits_halves + f" K in {config.k_split}" * (config.k_split > 1)
+    return (
+        f"{config.block_m} rows {config.num_consumers} x {config.step_blocks}{shared}{' folded' * config.folds_scales}"
+    )
 
 
 def _rng() -> np.random.Generator:
@@ -78,14 +153,15 @@ def _ids(tokens: int, experts: int = 5) -> jax.Array:
     return jnp.asarray(_rng().integers(-1, experts + 1, (tokens, 2)), jnp.int32)
 
 
-def _routing(tokens: int) -> Call:
-    logits = jnp.asarray(_rng().standard_normal((tokens, 40)), jnp.float32)
+def _routing(tokens: int, bias: bool = False, **options: Any) -> Call:
+    logits, biases = (jnp.asarray(_rng().standard_normal(shape), jnp.float32) for shape in ((tokens, 40), 40))
+    options = dict(scoring="sigmoid" if bias else "softmax", implementation="mosaic") | options
 
-    def run(logits):
-        routed = route_and_align(logits, 4, 16, scoring="softmax", renormalize=True, implementation="mosaic")
+    def run(logits, biases):
+        routed = route_and_align(logits, 4, 16, bias=biases if bias else None, **options)
         return routed.weights, routed.ids, routed.tiles
 
-    return run, (logits,)
+    return run, (logits, biases)
 
 
 def _rows(tokens: int, top_k: int, num_rows: int) -> np.ndarray:
@@ -101,6 +177,16 @@ def _permuting(quantization: str) -> Call:
         return quantize_and_permute(x, row_of, 40, quantization=quantization, scale=scale, implementation="mosaic")
 
     return run, (x, jnp.asarray(row_of))
+
+
+def _in_place(quantization: str) -> Call:
+    x, rows = jnp.asarray(_rng().standard_normal((40, 640)), jnp.bfloat16), _rng().permutation(40)[:27]
+    scale = jnp.float32(0.03) if quantization in TAKES_SCALE else None
+
+    def run(x, rows):
+        return quantize_and_permute(x, quantization=quantization, rows=rows, scale=scale, implementation="mosaic")
+
+    return run, (x, jnp.asarray(np.where(_rng().random(27) < 0.75, rows, -1), jnp.int32))
 
 
 def _gathering() -> Call:
@@ -121,6 +207,35 @@ def _combining() -> Call:
     return functools.partial(combine, implementation="mosaic"), (rows, jnp.asarray(row_of), weights)
 
 
+def _placing(quantization: str) -> Call:
+    x, row_of = jnp.asarray(_rng().standard_normal((9, 1024)), jnp.bfloat16), _rows(9, 3, 40)
+    codes, scales = quantize_and_permute(x, quantization=quantization, implementation="reference")
+
+    def run(codes, scales, row_of):
+        return place_arrived(codes, scales, row_of, 40, implementation="mosaic")
+
+    return run, (codes, jnp.asarray(np.asarray(scales).T), jnp.asarray(row_of))
+
+
+def _pushing(quantization: str) -> Call:
+    """Devices are parts of one GPU (push_rehearsal.py)."""
+    desc = PushDesc((("e", 2),), "e", 9, 1024, 3, 4, "bfloat16", quantization)
+    x = jnp.asarray(_rng().standard_normal((2, 9, 1024)), jnp.bfloat16)
+    slots = jnp.asarray(_rng().integers(-1, 8, (2, 9, 3)), jnp.int32)
+    return functools.partial(push_rehearsal.dispatch, desc, choose_dispatch(desc, 8)), (x, slots)
+
+
+def _bringing_back() -> Call:
+    desc = PushDesc((("e", 2),), "e", 9, 1024, 3, 4, "bfloat16")
+    rows, slots = _rng().standard_normal((2, 60, 1024)), _rng().integers(-1, 8, (2, 9, 3))
+    here = slots.reshape(-1, 3) // 4 == np.arange(2)[:, None, None]
+    places = np.stack([_rng().permutation(60)[:54].reshape(-1, 3)] * 2)
+    arrays = jnp.asarray(rows, jnp.bfloat16), np.where(here, places, -1), slots, _rng().random(slots.shape)
+    dtypes = jnp.bfloat16, jnp.int32, jnp.int32, jnp.float32
+    run = functools.partial(push_rehearsal.combine, desc, choose_combine(desc, 8))
+    return run, tuple(jnp.asarray(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True))
+
+
 def _multiplying(kind: str, options: dict[str, Any], config: GemmConfig | None) -> Call:
     problem = gemm_problem.make_problem(kind, SIZES, k=640, n=384, **options)
     return _bound(functools.partial(grouped_gemm, config=config), problem)
@@ -131,6 +246,12 @@ def _multiplying_packed(kind: str) -> Call:
         kind, SIZES, k=320, n=336, block_m=32, activation=SILU, bias="bfloat16", x_scale="row"
     )
     return _bound(grouped_gemm_packed, problem)
+
+
+def _multiplying_tiles(kind: str, config: PackedConfig) -> Call:
+    options: dict[str, Any] = dict(block_m=config.block_m, activation=SILU, bias="bfloat16", x_scale="row")
+    problem = packed_problem.make_problem(kind, SIZES, k=1024, n=336, **options)
+    return _bound(functools.partial(grouped_gemm_packed, config=config), problem)
 
 
 def _bound(op: Callable[..., Any], problem: Any) -> Call:
@@ -145,8 +266,12 @@ def _bound(op: Callable[..., Any], problem: Any) -> Call:
 
 
 def main(wanted: list[str]) -> None:
-    for name, make in small_calls().items():
-        if not wanted or name.startswith(tuple(wanted)):
+    calls = small_calls()
+    if wanted == ["--list"]:
+        print("\n".join(calls))
+        return
+    for name, make in calls.items():
+        if not wanted or name.startswith(tuple(wanted)) or f"={name}" in wanted:
             function, arguments = make()
             jax.block_until_ready(jax.jit(function)(*arguments))
             print("ran", name, flush=True)
