@@ -195,7 +195,7 @@ def _gathering() -> Call:
     tile_expert = _rng().integers(0, 5, 5).astype(np.int32)
 
     def run(x, row_of, columns, tile_expert):
-        options = dict(columns=columns, tile_expert=tile_expert, implementation="mosaic")
+        options: dict[str, Any] = dict(columns=columns, tile_expert=tile_expert, implementation="mosaic")
         return quantize_and_permute(x, row_of, 40, quantization="none", **options)
 
     return run, tuple(map(jnp.asarray, (x, row_of, columns, tile_expert)))
