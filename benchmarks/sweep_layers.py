@@ -241,10 +241,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=220)
     parser.add_argument("--only")
     parser.add_argument("--out", required=True)
-    parser.add_argument("--lock", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", help="file that processes lock while they use the GPU")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.lock:
+    if options.until:
         try:
             run_cell(options.cells, options, options.until)
         except Exception:
@@ -254,7 +254,7 @@ def main() -> int:
     cells, running, until = options.cells.split(","), [], time.time() + options.seconds
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-u", __file__, "--out", options.out, "--lock", f"{folder}/lock"]
+        command = [sys.executable, "-u", __file__, "--out", options.out, "--lock", options.lock or f"{folder}/lock"]
         command += ["--until", str(until), *(["--only", options.only] if options.only else [])]
         start = functools.partial(subprocess.Popen, env=environment)
         while running or (cells and time.time() < until - 40):
