@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packed_problem
-import push_rehearsal
 
 from pallas_kernels.align import align
 from pallas_kernels.combine import combine
@@ -28,7 +27,6 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 from pallas_kernels.grouped_gemm_packed import PackedConfig, grouped_gemm_packed
 from pallas_kernels.push import PushDesc, place_arrived
-from pallas_kernels.push.config import choose_combine, choose_dispatch
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, TAKES_SCALE
 from pallas_kernels.route import route_and_align
@@ -218,7 +216,11 @@ def _placing(quantization: str) -> Call:
 
 
 def _pushing(quantization: str) -> Call:
-    """Devices are parts of one GPU (push_rehearsal.py)."""
+    """Devices are parts of one GPU (push_rehearsal.py, whose kernels are only loaded where they run)."""
+    import push_rehearsal
+
+    from pallas_kernels.push.config import choose_dispatch
+
     desc = PushDesc((("e", 2),), "e", 9, 1024, 3, 4, "bfloat16", quantization)
     x = jnp.asarray(_rng().standard_normal((2, 9, 1024)), jnp.bfloat16)
     slots = jnp.asarray(_rng().integers(-1, 8, (2, 9, 3)), jnp.int32)
@@ -226,6 +228,10 @@ def _pushing(quantization: str) -> Call:
 
 
 def _bringing_back() -> Call:
+    import push_rehearsal
+
+    from pallas_kernels.push.config import choose_combine
+
     desc = PushDesc((("e", 2),), "e", 9, 1024, 3, 4, "bfloat16")
     rows, slots = _rng().standard_normal((2, 60, 1024)), _rng().integers(-1, 8, (2, 9, 3))
     here = slots.reshape(-1, 3) // 4 == np.arange(2)[:, None, None]
