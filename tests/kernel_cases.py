@@ -26,11 +26,11 @@ from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc, PackedF
 from pallas_kernels.grouped_gemm_packed import candidates as packed_candidates
 from pallas_kernels.grouped_gemm_packed.kernel_sm90 import grouped_gemm_packed_sm90
 from pallas_kernels.grouped_gemm_packed.kernel_sm90 import operand_names as packed_operand_names
+from pallas_kernels.push.combine_sm90 import combine_sm90 as push_combine_sm90
 from pallas_kernels.push.config import QUANTIZATIONS as PUSH_QUANTIZATIONS
 from pallas_kernels.push.config import PlaceDesc, PushDesc, choose_dispatch, choose_place
 from pallas_kernels.push.config import choose_combine as choose_push_combine
-from pallas_kernels.push.kernel_sm90 import combine_sm90 as push_combine_sm90
-from pallas_kernels.push.kernel_sm90 import dispatch_sm90
+from pallas_kernels.push.dispatch_sm90 import dispatch_sm90
 from pallas_kernels.push.place_sm90 import place_sm90
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, TAKES_SCALE, PermuteDesc, config_error
 from pallas_kernels.quantize_and_permute.config import choose_config as choose_permute
@@ -314,21 +314,27 @@ def push_cases() -> Iterator[Case]:
     for number, quantization in enumerate(PUSH_QUANTIZATIONS):
         for tokens, width in ((16, 7168), (4096, 2048)):
             mesh = two_axes if number == 1 else four
-            desc = PushDesc(mesh, "e", tokens, width, 8, 32, "bfloat16", quantization)
+            sums = "bfloat16" if tokens > 16 else None
+            desc = PushDesc(mesh, "e", tokens, width, 8, 32, "bfloat16", quantization, sum_dtype=sums)
             shapes = (((tokens, width), "bfloat16"), ((desc.padded_pairs,), "int32"))
+            shapes += (((desc.padded_pairs,), "float32"),) if sums else ()
             kernel = dispatch_sm90(desc, choose_dispatch(desc, H200_SMS))
             yield Case(f"push dispatch {quantization} {tokens} x {width}", kernel, shapes, mesh=mesh)
-    for mesh, dtype, tokens, width in (
-        (four, "bfloat16", 16, 7168),
-        (four, "bfloat16", 4096, 7168),
-        (two_axes, "float16", 16, 2880),
-        ((("e", 8),), "bfloat16", 256, 2048),
+    for mesh, dtype, sums, tokens, width in (
+        (four, "bfloat16", None, 16, 7168),
+        (four, "bfloat16", "bfloat16", 16, 7168),
+        (four, "bfloat16", None, 4096, 7168),
+        (four, "bfloat16", "bfloat16", 4096, 7168),
+        (two_axes, "float16", None, 16, 2880),
+        ((("e", 8),), "bfloat16", "float32", 256, 2048),
     ):
-        desc = PushDesc(mesh, "e", tokens, width, 8, 32, dtype)
+        desc = PushDesc(mesh, "e", tokens, width, 8, 32, dtype, row_dtype=dtype, sum_dtype=sums)
         pairs = desc.num_pairs
-        shapes = (((4096, width), dtype), ((desc.size * pairs,), "int32"), ((pairs,), "int32"), ((pairs,), "float32"))
+        shapes = (((4096, width), dtype), ((desc.size * pairs,), "int32"), ((pairs,), "int32"))
+        shapes += (((desc.size, desc.padded_pairs) if sums else (pairs,), "float32"),)
+        shapes += (((desc.mailbox_rows, width), desc.mailbox_dtype), ((desc.size + 1, 128), "int32"))
         kernel = push_combine_sm90(desc, choose_push_combine(desc, H200_SMS))
-        yield Case(f"push combine {dtype} {tokens} x {width}", kernel, shapes, mesh=mesh)
+        yield Case(f"push combine {dtype} to {sums} {tokens} x {width}", kernel, shapes, mesh=mesh)
     for width, groups in ((7168, 56), (2048, 16), (2880, 0)):
         place = PlaceDesc(64, 1024, width, 8, groups)
         scales = (64, groups) if groups else (64,)

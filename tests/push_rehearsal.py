@@ -14,14 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.push.combine_sm90 import combine_body, combine_shape
 from pallas_kernels.push.config import PushConfig, PushDesc
-from pallas_kernels.push.kernel_sm90 import (
-    Devices,
-    combine_body,
-    combine_shapes,
-    dispatch_body,
-    dispatch_shapes,
-)
+from pallas_kernels.push.devices_sm90 import Devices
+from pallas_kernels.push.dispatch_sm90 import dispatch_body, dispatch_scratch, dispatch_shapes
 
 
 class Parts(Devices):
@@ -40,8 +36,7 @@ class Parts(Devices):
     def semaphore(self) -> Any:
         return [pl.get_global(plgpu.SemaphoreType.REGULAR) for _ in range(self.desc.size)]
 
-    def signal(self, semaphore: Any, device: Any = None) -> None:
-        device = self.me if device is None else device
+    def signal(self, semaphore: Any, device: Any) -> None:
         for number, one in enumerate(semaphore):
             pl.when(device == number)(functools.partial(pl.semaphore_signal, one))
 
@@ -50,34 +45,41 @@ class Parts(Devices):
             pl.when(self.me == number)(functools.partial(pl.semaphore_wait, one, value, decrement=False))
 
 
-def _kernel(body: Any, out: list[jax.ShapeDtypeStruct], desc: PushDesc, config: PushConfig) -> Any:
-    return plgpu.kernel(
+def _kernel(body: Any, out: Any, desc: PushDesc, config: PushConfig, scratch: tuple[Any, ...] = ()) -> Any:
+    leaves, structure = jax.tree.flatten(out)
+    call = plgpu.kernel(
         functools.partial(body, desc, config, Parts),
-        out_type=[jax.ShapeDtypeStruct((desc.size, *one.shape), one.dtype) for one in out],
+        out_type=[jax.ShapeDtypeStruct((desc.size, *one.shape), one.dtype) for one in leaves],
         grid=(desc.size, config.num_blocks),
         grid_names=("device", "block"),
         num_threads=1,
         thread_name="warpgroup",
+        scratch_types=scratch,
         compiler_params=mosaic.compiler_params(),
     )
+    return lambda *operands: jax.tree.unflatten(structure, call(*operands))
 
 
-def dispatch(desc: PushDesc, config: PushConfig, x: Any, slots: Any) -> tuple[Any, Any, Any]:
-    """x: (size, T, H). slots: (size, T, top_k). Returns codes (size, size * T, H), scales or None, slots, by device."""
+def dispatch(desc: PushDesc, config: PushConfig, x: Any, slots: Any, weights: Any = None) -> Any:
+    """x: (size, T, H). slots, weights: (size, T, top_k). Returns what ``dispatch_sm90`` does, by device."""
     split, out = dispatch_shapes(desc)
     padding = ((0, 0), (0, desc.padded_pairs - desc.num_pairs))
-    padded = jnp.pad(slots.reshape(desc.size, -1), padding, constant_values=-1)
-    codes, *scales, came = _kernel(dispatch_body, out, desc, config)(
-        x.reshape(desc.size, desc.num_tokens, *split), padded
-    )
+    padded = [
+        jnp.pad(part.reshape(desc.size, -1), padding, constant_values=fill)
+        for part, fill in ((slots, -1), (weights, 0))
+        if part is not None
+    ]
+    kernel = _kernel(dispatch_body, out, desc, config, dispatch_scratch(desc))
+    codes, scales, came, *rest = kernel(x.reshape(desc.size, desc.num_tokens, *split), *padded)
     came = came[..., : desc.num_pairs].reshape(desc.size, desc.num_rows, desc.top_k)
-    return codes.reshape(desc.size, desc.num_rows, desc.width), scales[0] if scales else None, came
+    return codes.reshape(desc.size, desc.num_rows, desc.width), scales, came, *rest
 
 
-def combine(desc: PushDesc, config: PushConfig, rows: Any, row_of: Any, slots: Any, weights: Any) -> Any:
-    """rows: (size, Mp, H). row_of: (size, size * T, top_k). slots, weights: (size, T, top_k). Returns (size, T, H)."""
-    split, _ = dispatch_shapes(desc)
-    flat = (part.reshape(desc.size, -1) for part in (row_of, slots, weights))
-    rows = rows.reshape(desc.size, -1, *split)
-    y = _kernel(combine_body, combine_shapes(desc), desc, config)(rows, *flat)[1]
-    return y.reshape(desc.size, desc.num_tokens, desc.width)
+def combine(desc: PushDesc, config: PushConfig, rows: Any, row_of: Any, slots: Any, weights: Any, *mail: Any) -> Any:
+    """rows: (size, Mp, H). row_of: (size, size * T, top_k). slots: (size, T, top_k). weights: of these, or all that
+    arrived. mail: mailbox and table, by device. Returns (size, T, H).
+    """
+    row_of, slots = (part.reshape(desc.size, -1) for part in (row_of, slots))
+    if desc.sum_dtype is None:
+        weights = weights.reshape(desc.size, -1)
+    return _kernel(combine_body, combine_shape(desc), desc, config)(rows, row_of, slots, weights, *mail)

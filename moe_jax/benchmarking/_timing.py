@@ -25,6 +25,7 @@ def time_in_jit(
     budget_s: float = 0.02,
     calls: tuple[int, int] = _CALLS,
     compiler_options: Mapping[str, Any] | None = None,
+    link: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] | None = None,
 ) -> float:
     """Microseconds one ``call(*args)`` takes on the device, launches inside one program included.
 
@@ -33,7 +34,8 @@ def time_in_jit(
     small argument ``args[varied]``, or one of the ``variants`` of it, at least calls[1]. Every result is returned, so
     that nothing is dead. Inputs of more than the L2 (60 MB) are cold by size; where the variants choose what is read of
     them, count what calls[1] calls read. Median over samples. turn: makes the context of everything that runs on the
-    device; programs are compiled outside of it, with XLA's ``compiler_options``.
+    device; programs are compiled outside of it, with XLA's ``compiler_options``. link: ``(args, result) -> args`` of the
+    next call, which then waits for the result; without it XLA may run calls beside one another, and merges collectives.
 
     Raises RuntimeError when the longer program did not take longer: the machine is too busy, or the call too short.
     """
@@ -45,7 +47,12 @@ def time_in_jit(
 
     def program(count):
         def run(args, copies):
-            return [inner(*args[:varied], copies[i], *args[varied + 1 :]) for i in range(count)]
+            results = []
+            for i in range(count):
+                results.append(inner(*args[:varied], copies[i], *args[varied + 1 :]))
+                if link is not None:
+                    args = link(args, results[-1])
+            return results
 
         return jax.jit(run)
 

@@ -14,7 +14,9 @@ all_to_all         all_to_all of rows, a fixed number for each pair of         a
 ragged_all_to_all  the same rows in one exchange of just as many as there are  the same
 push               one copy of a token, quantized, for each device with an     the rows of its experts into
                    expert of it, stored into that device's memory              this device's memory, sum
-                                                                               over k as all_to_all
+                                                                               over k as all_to_all; with
+                                                                               bfloat16 partial sums one
+                                                                               row of each device
 =================  ==========================================================  ===========================
 
 Nothing here is bounded by a capacity: no token is dropped under any routing. Each device takes part in every
@@ -175,10 +177,14 @@ def push(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
     where: dict[str, Any] = dict(
         axis=exchange.axis, slots_per_device=exchange.slots_per_device, implementation=exchange.kernels
     )
-    arrived = push_rows(x, slots, quantization=exchange.quantization, **where)
+    # Sums in float32 would move more bytes than most tokens' rows, and rows are added up as on one device.
+    if returns_sums := exchange.sum_dtype != jnp.float32:
+        where |= dict(sum_dtype=exchange.sum_dtype)
+    told = weights if returns_sums else None
+    arrived = push_rows(x, slots, told, quantization=exchange.quantization, row_dtype=exchange.row_dtype, **where)
 
     def send_back(rows: Array, row_of: Array) -> Array:
-        return combine_pushed(rows, row_of, slots, weights, **where)
+        return combine_pushed(rows, row_of, slots, weights, arrived, **where)
 
     return exchange.serve(arrived, lax.axis_index(exchange.axis) * exchange.slots_per_device, send_back)
 

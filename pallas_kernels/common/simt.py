@@ -28,17 +28,18 @@ _FLOAT_LOADS = {
 }
 
 
-def _inline(*arguments: Any, result: Any = None) -> Any:
+def inline(*arguments: Any, result: Any = None) -> Any:
+    """``plgpu.inline_mgpu`` of functions (ctx, *arguments)."""
     return plgpu.inline_mgpu(arg_types=arguments, return_type=result)
 
 
 def thread_index() -> Any:
     """Index of each thread in its block: warpgroup * 128 + lane."""
 
-    @_inline(result=_RESULT)
+    @inline(result=_RESULT)
     def read(ctx):
         del ctx
-        return _wrap(_asm([], "mov.u32 $0, %tid.x;", "=r", has_result=True))
+        return wrap(asm([], "mov.u32 $0, %tid.x;", "=r", has_result=True))
 
     return read()
 
@@ -46,10 +47,10 @@ def thread_index() -> Any:
 def constant(value: int) -> Any:
     """``value`` in every thread. (A constant of jnp has no layout of its own and cannot be handed to inline code.)"""
 
-    @_inline(result=_RESULT)
+    @inline(result=_RESULT)
     def make(ctx):
         del ctx
-        return _wrap(_asm([], f"mov.b32 $0, {value};", "=r", has_result=True))
+        return wrap(asm([], f"mov.b32 $0, {value};", "=r", has_result=True))
 
     return make()
 
@@ -57,10 +58,10 @@ def constant(value: int) -> Any:
 def barrier() -> None:
     """Wait for all threads of the block; their memory accesses before it are visible after it."""
 
-    @_inline()
+    @inline()
     def wait(ctx):
         del ctx
-        _asm([], "bar.sync 0;", "~{memory}")
+        asm([], "bar.sync 0;", "~{memory}")
 
     wait()
 
@@ -68,12 +69,12 @@ def barrier() -> None:
 def load(ref: Any, index: Any, mask: Any, default: int) -> Any:
     """ref[index] where mask, else default. ref: (n,) int32 in shared or global memory."""
 
-    @_inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
+    @inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
     def read(ctx, ref, index, mask):
         del ctx
         space, address, constraint = _address(ref, index)
         text = f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, {default}; @p ld.{space}.b32 $0, [$1]; }}"
-        return _wrap(_asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
+        return wrap(asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
 
     return read(ref, index, _as_int(mask))
 
@@ -84,14 +85,14 @@ def load_float(ref: Any, index: Any, mask: Any, dtype: Any, default: float) -> A
     fetch, widen = _FLOAT_LOADS[dtype.name]
     bits = int(np.float32(default).view(np.uint32))
 
-    @_inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
+    @inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
     def read(ctx, ref, index, mask):
         del ctx
         space, address, constraint = _address(ref, index, dtype.itemsize)
         text = (
             f"{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, {bits}; @p ld.{space}.{fetch}; {widen} }}"
         )
-        return _wrap(_asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
+        return wrap(asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
 
     return lax.bitcast_convert_type(read(ref, index, _as_int(mask)), jnp.float32)
 
@@ -100,12 +101,12 @@ def load_bits(ref: Any, index: Any, mask: Any, itemsize: int) -> Any:
     """The 2 or 4 bytes of ref[index], zeros above, where mask; else 0. ref: (n,) in global memory."""
     fetch = {2: "ld.{}.u16 h, [$1]; @p cvt.u32.u16 $0, h;", 4: "ld.{}.b32 $0, [$1];"}[itemsize]
 
-    @_inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
+    @inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
     def read(ctx, ref, index, mask):
         del ctx
         space, address, constraint = _address(ref, index, itemsize)
         text = f"{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p {fetch.format(space)} }}"
-        return _wrap(_asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
+        return wrap(asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
 
     return read(ref, index, _as_int(mask))
 
@@ -114,12 +115,12 @@ def store_bits(ref: Any, index: Any, value: Any, mask: Any, itemsize: int) -> No
     """The lower 2 or all 4 bytes of value to ref[index] where mask. ref: (n,) in global memory."""
     put = {2: "cvt.u16.u32 h, $1; @p st.{}.u16 [$0], h;", 4: "@p st.{}.b32 [$0], $1;"}[itemsize]
 
-    @_inline(plgpu.RefType(), LANES, LANES, LANES)
+    @inline(plgpu.RefType(), LANES, LANES, LANES)
     def write(ctx, ref, index, value, mask):
         del ctx
         space, address, constraint = _address(ref, index, itemsize)
         text = f"{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; {put.format(space)} }}"
-        _asm([address, _value(value), _value(mask)], text, f"{constraint},r,r,~{{memory}}")
+        asm([address, _value(value), _value(mask)], text, f"{constraint},r,r,~{{memory}}")
 
     write(ref, index, value, _as_int(mask))
 
@@ -135,10 +136,10 @@ def warp_min(value: Any) -> Any:
 
 
 def _warp_reduce(value: Any, op: str) -> Any:
-    @_inline(LANES, result=_RESULT)
+    @inline(LANES, result=_RESULT)
     def reduce(ctx, value):
         del ctx
-        return _wrap(_asm([_value(value)], f"redux.sync.{op}.s32 $0, $1, 0xffffffff;", "=r,r", has_result=True))
+        return wrap(asm([_value(value)], f"redux.sync.{op}.s32 $0, $1, 0xffffffff;", "=r,r", has_result=True))
 
     return reduce(value)
 
@@ -148,11 +149,11 @@ def warp_sum(value: Any) -> Any:
 
     for distance in (16, 8, 4, 2, 1):
 
-        @_inline(LANES, result=_RESULT)
+        @inline(LANES, result=_RESULT)
         def other(ctx, value, distance=distance):
             del ctx
             text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
-            return _wrap(_asm([_value(value)], text, "=r,r", has_result=True))
+            return wrap(asm([_value(value)], text, "=r,r", has_result=True))
 
         value = value + lax.bitcast_convert_type(other(lax.bitcast_convert_type(value, jnp.int32)), jnp.float32)
     return value
@@ -161,12 +162,12 @@ def warp_sum(value: Any) -> Any:
 def store(ref: Any, index: Any, value: Any, mask: Any) -> None:
     """ref[index] = value where mask. ref: 32 bits an element; a float32 is given as its bits."""
 
-    @_inline(plgpu.RefType(), LANES, LANES, LANES)
+    @inline(plgpu.RefType(), LANES, LANES, LANES)
     def write(ctx, ref, index, value, mask):
         del ctx
         space, address, constraint = _address(ref, index)
         text = f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.{space}.b32 [$0], $1; }}"
-        _asm([address, _value(value), _value(mask)], text, f"{constraint},r,r,~{{memory}}")
+        asm([address, _value(value), _value(mask)], text, f"{constraint},r,r,~{{memory}}")
 
     write(ref, index, value, _as_int(mask))
 
@@ -176,12 +177,12 @@ def count(ref: Any, index: Any, mask: Any) -> Any:
     memory.
     """
 
-    @_inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
+    @inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
     def add(ctx, ref, index, mask):
         del ctx
         space, address, constraint = _address(ref, index)
         text = f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p atom.{space}.add.u32 $0, [$1], 1; }}"
-        return _wrap(_asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
+        return wrap(asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
 
     return add(ref, index, _as_int(mask))
 
@@ -190,8 +191,9 @@ def _as_int(mask: Any) -> Any:
     return jnp.where(mask, jnp.ones(mask.shape, jnp.int32), jnp.zeros(mask.shape, jnp.int32))
 
 
-def _asm(operands: list[Any], text: str, constraints: str, *, has_result: bool = False) -> Any:
-    kind = ir.IntegerType.get_signless(32) if has_result else ir.Type.parse("!llvm.void")
+def asm(operands: list[Any], text: str, constraints: str, *, has_result: bool = False, bits: int = 32) -> Any:
+    """Inline PTX that is neither dropped nor moved past another. bits: of its result."""
+    kind = ir.IntegerType.get_signless(bits) if has_result else ir.Type.parse("!llvm.void")
     return llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True, asm_dialect=0)
 
 
@@ -200,7 +202,8 @@ def _value(array: Any) -> Any:
     return vector.extract(register, [], [0])
 
 
-def _wrap(value: Any) -> Any:
+def wrap(value: Any) -> Any:
+    """A result in layout ``LANES`` of each thread's value."""
     register = vector.broadcast(ir.VectorType.get((1,), value.type), value)
     layout = mgpu.WGStridedFragLayout((WARPGROUP,), 1)
     return mgpu.FragmentedArray(_registers=np.array([register], dtype=object), _layout=layout, _is_signed=True)

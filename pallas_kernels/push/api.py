@@ -32,21 +32,29 @@ class Arrived:
 
     codes: (size * T, H), unspecified where no slot of the row is of this device. scales: (size * T,) or, a scale for
     every 128 columns, (size * T, H / 128) float32, which multiplies the codes; None for codes that are the values.
-    slots: (size * T, top_k) int32 of the whole mesh, -1 for none.
+    slots: (size * T, top_k) int32 of the whole mesh, -1 for none. weights: (size, padded T * top_k) float32 of their
+    tokens, where each device returns one sum; else None. mailbox, table: where rows come back to this device, and where
+    to each other one, for ``combine_pushed``; None where XLA's collectives bring them.
     """
 
     codes: Any
     scales: Any
     slots: Any
+    weights: Any = None
+    mailbox: Any = None
+    table: Any = None
 
 
 def push_rows(
     x: Any,
     slots: Any,
+    weights: Any = None,
     *,
     axis: str,
     slots_per_device: int,
     quantization: str = "none",
+    row_dtype: Any = None,
+    sum_dtype: Any = None,
     config: PushConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Arrived:
@@ -54,11 +62,18 @@ def push_rows(
 
     x: (T, H) bfloat16, float16 or float32, T the same on all devices. slots: (T, top_k) int32; slot i is an expert of
     device i // slots_per_device along ``axis``, -1 is none. quantization: one of ``QUANTIZATIONS``, whose rules are
-    those of ``quantize_and_permute``. Inside ``jax.shard_map`` over a mesh with ``axis``; every device of the mesh
-    takes part. Raises ValueError or TypeError for a wrong call, NotImplementedError when no implementation can run it.
+    those of ``quantize_and_permute``. row_dtype: of the rows that ``combine_pushed`` will send back, of x by default.
+    sum_dtype: None, or the dtype in which each device returns one sum for a token in place of its experts' rows;
+    then weights, (T, top_k) float32, travel with the slots. Inside ``jax.shard_map`` over a mesh with ``axis``; every
+    device of the mesh takes part, and calls ``combine_pushed`` with what arrived. Raises ValueError or TypeError for a
+    wrong call, NotImplementedError when no implementation can run it.
     """
-    desc = _describe(x, slots, axis, slots_per_device, quantization)
-    padded = jnp.pad(slots.reshape(-1), (0, desc.padded_pairs - desc.num_pairs), constant_values=-1)
+    desc = _describe(x.shape, x.dtype, slots, axis, slots_per_device, row_dtype or x.dtype, sum_dtype, quantization)
+    if (weights is None) != (sum_dtype is None):
+        raise ValueError("weights are given where each device returns one sum (sum_dtype), and only there")
+    if weights is not None:
+        _check_weights(weights, slots)
+    padded = [_pad(desc, slots, -1), *([] if weights is None else [_pad(desc, weights, 0)])]
 
     def mosaic():
         num_sms = hopper_sms()
@@ -66,13 +81,14 @@ def push_rows(
         if reason := config_error(desc, chosen, num_sms):
             raise NotImplementedError(reason)
 
-        from pallas_kernels.push.kernel_sm90 import dispatch_sm90  # here: importing it loads Pallas
+        from pallas_kernels.push.dispatch_sm90 import dispatch_sm90  # here: importing it loads Pallas
 
-        return dispatch_sm90(desc, chosen)(x, padded)
+        return dispatch_sm90(desc, chosen)(x, *padded)
 
-    runs = dict(mosaic=mosaic, reference=lambda: dispatch_ref(desc, x, padded))
-    codes, scales, came = first_that_runs("push_rows", runs, implementation)
-    return Arrived(codes, scales, came[:, : desc.num_pairs].reshape(desc.num_rows, desc.top_k))
+    runs = dict(mosaic=mosaic, reference=lambda: dispatch_ref(desc, x, *padded))
+    codes, scales, came, came_weights, mailbox, table = first_that_runs("push_rows", runs, implementation)
+    came = came[:, : desc.num_pairs].reshape(desc.num_rows, desc.top_k)
+    return Arrived(codes, scales, came, came_weights, mailbox, table)
 
 
 def place_arrived(
@@ -112,43 +128,73 @@ def combine_pushed(
     row_of: Any,
     slots: Any,
     weights: Any,
+    arrived: Arrived,
     *,
     axis: str,
     slots_per_device: int,
+    sum_dtype: Any = None,
     config: PushConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
-    """Send the rows of this device's experts back to their tokens and add them up there.
+    """Send the rows of this device's experts back to their tokens and add them up there. Once for each ``push_rows``.
 
     rows: (Mp, H) bfloat16, float16 or float32. row_of: (size * T, top_k) int32, the row of each slot of each token that
     arrived, -1 for slots of other devices. slots: (T, top_k) int32 as in ``push_rows``. weights: (T, top_k) float32.
-    Returns (T, H) float32: the sum over top_k, in this order, of weight times row, as ``combine`` gives it. Inside
-    ``jax.shard_map``, as ``push_rows``. Raises as that does.
+    arrived: of ``push_rows`` with the same sum_dtype, and row_dtype that of rows. Returns (T, H) float32: the sum over
+    top_k, in this order, of weight times row, as ``combine`` gives it; or, with sum_dtype, the sum over the devices, in
+    their order, of each one's sum over its own slots, rounded to that dtype. Inside ``jax.shard_map``; raises as
+    ``push_rows`` does.
     """
-    desc = _describe(jax.ShapeDtypeStruct((slots.shape[0], rows.shape[1]), rows.dtype), slots, axis, slots_per_device)
+    shape = (slots.shape[0], rows.shape[1])
+    desc = _describe(shape, rows.dtype, slots, axis, slots_per_device, rows.dtype, sum_dtype)
     if row_of.shape != (desc.num_rows, desc.top_k) or row_of.dtype != jnp.int32:
         raise ValueError(f"row_of is {row_of.dtype}{row_of.shape}, expected int32{(desc.num_rows, desc.top_k)}")
-    if weights.shape != slots.shape or weights.dtype != jnp.float32:
-        raise ValueError(f"weights is {weights.dtype}{weights.shape}, expected float32{slots.shape}")
-    operands = (rows, row_of.reshape(-1), slots.reshape(-1), weights.reshape(-1))
+    _check_weights(weights, slots)
+    if (arrived.weights is None) != (sum_dtype is None):
+        raise ValueError(f"sum_dtype={sum_dtype}: push_rows was called with another")
+    operands = (rows, row_of.reshape(-1), slots.reshape(-1))
+    factors = weights.reshape(-1) if sum_dtype is None else arrived.weights
 
     def mosaic():
+        if arrived.mailbox is None:
+            raise NotImplementedError("the rows were not pushed by the Hopper kernels: there is no mailbox")
+        mailbox = (desc.mailbox_rows, desc.width), jnp.dtype(desc.mailbox_dtype)
+        if (arrived.mailbox.shape, arrived.mailbox.dtype) != mailbox:
+            raise ValueError(f"the mailbox is {arrived.mailbox}, expected {mailbox}: push_rows had another row_dtype")
         num_sms = hopper_sms()
         chosen = config or choose_combine(desc, num_sms)
         if reason := config_error(desc, chosen, num_sms):
             raise NotImplementedError(reason)
 
-        from pallas_kernels.push.kernel_sm90 import combine_sm90  # here: importing it loads Pallas
+        from pallas_kernels.push.combine_sm90 import combine_sm90  # here: importing it loads Pallas
 
-        return combine_sm90(desc, chosen)(*operands)
+        return combine_sm90(desc, chosen)(*operands, factors, arrived.mailbox, arrived.table)
 
-    runs = dict(mosaic=mosaic, reference=lambda: combine_ref(desc, *operands))
+    runs = dict(mosaic=mosaic, reference=lambda: combine_ref(desc, *operands, factors))
     return first_that_runs("combine_pushed", runs, implementation)
 
 
-def _describe(x: Any, slots: Any, axis: str, slots_per_device: int, quantization: str = "none") -> PushDesc:
-    if x.ndim != 2 or slots.ndim != 2 or slots.shape[0] != x.shape[0]:
-        raise ValueError(f"x {x.shape}, slots {slots.shape}; expected (T, H), (T, top_k)")
+def _pad(desc: PushDesc, part: Any, fill: int) -> Any:
+    return jnp.pad(part.reshape(-1), (0, desc.padded_pairs - desc.num_pairs), constant_values=fill)
+
+
+def _check_weights(weights: Any, slots: Any) -> None:
+    if weights.shape != slots.shape or weights.dtype != jnp.float32:
+        raise ValueError(f"weights is {weights.dtype}{weights.shape}, expected float32{slots.shape}")
+
+
+def _describe(
+    shape: tuple[int, ...],
+    dtype: Any,
+    slots: Any,
+    axis: str,
+    slots_per_device: int,
+    row_dtype: Any,
+    sum_dtype: Any,
+    quantization: str = "none",
+) -> PushDesc:
+    if len(shape) != 2 or slots.ndim != 2 or slots.shape[0] != shape[0]:
+        raise ValueError(f"x {shape}, slots {slots.shape}; expected (T, H), (T, top_k)")
     if slots.dtype != jnp.int32:
         raise TypeError(f"slots is {slots.dtype}, expected int32")
     if quantization not in QUANTIZATIONS:
@@ -159,10 +205,12 @@ def _describe(x: Any, slots: Any, axis: str, slots_per_device: int, quantization
     return PushDesc(
         mesh=mesh,
         axis=axis,
-        num_tokens=x.shape[0],
-        width=x.shape[1],
+        num_tokens=shape[0],
+        width=shape[1],
         top_k=slots.shape[1],
         slots_per_device=slots_per_device,
-        dtype=jnp.dtype(x.dtype).name,
+        dtype=jnp.dtype(dtype).name,
         quantization=quantization,
+        row_dtype=jnp.dtype(row_dtype).name,
+        sum_dtype=None if sum_dtype is None else jnp.dtype(sum_dtype).name,
     )

@@ -5,7 +5,7 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_kernels.common.rows import vector_length
+from pallas_kernels.common.rows import pieces, vector_length
 from pallas_kernels.common.sm90 import WARPGROUP
 
 QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "int8_row")
@@ -23,7 +23,8 @@ class PushDesc:
 
     mesh: (axis, size) of the whole mesh, in its order. axis: the one that splits the experts. num_tokens: T, tokens of
     each device. width: H. top_k: experts of a token. slots_per_device: experts of a device. dtype: of the tokens.
-    quantization: of rows on their way to the experts, one of ``QUANTIZATIONS``.
+    quantization: of rows on their way to the experts, one of ``QUANTIZATIONS``. row_dtype: of the experts' rows.
+    sum_dtype: in which each device returns one sum for a token, over its own experts; None: it returns their rows.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -34,6 +35,8 @@ class PushDesc:
     slots_per_device: int
     dtype: str
     quantization: str = "none"
+    row_dtype: str = "bfloat16"
+    sum_dtype: str | None = None
 
     @property
     def size(self) -> int:
@@ -62,6 +65,11 @@ class PushDesc:
         return -(-self.num_pairs // WARPGROUP) * WARPGROUP
 
     @property
+    def num_vectors(self) -> int:
+        """Vectors of slots, and of weights where sums return, that a device tells all others."""
+        return self.padded_pairs // WARPGROUP * (1 if self.sum_dtype is None else 2)
+
+    @property
     def is_grouped(self) -> bool:
         """Whether every 128 columns have a scale."""
         return self.quantization.startswith("e4m3_group")
@@ -79,14 +87,30 @@ class PushDesc:
             return None
         return (self.num_rows, self.width // GROUP) if self.is_grouped else (self.num_rows,)
 
+    @property
+    def mailbox_rows(self) -> int:
+        """Rows that may come back: one of every pair, or one of every device for each token."""
+        return self.num_pairs if self.sum_dtype is None else self.num_rows
+
+    @property
+    def mailbox_dtype(self) -> str:
+        """Of rows or sums on their way back."""
+        return self.row_dtype if self.sum_dtype is None else self.sum_dtype
+
+    @property
+    def return_vector(self) -> int:
+        """Elements of a row on its way back that a thread holds together."""
+        return vector_length(self.width, max(jnp.dtype(d).itemsize for d in (self.row_dtype, self.mailbox_dtype)))
+
 
 @dataclasses.dataclass(frozen=True)
 class PushConfig:
-    """num_blocks: persistent blocks of one warpgroup. pairs_at_once: slots whose rows a block of a combine looks up
-    together."""
+    """num_blocks: persistent blocks of one warpgroup. takes_whole_rows: whether a block of a combine takes all columns
+    of a token's rows, or one piece of 128 vectors.
+    """
 
     num_blocks: int
-    pairs_at_once: int = 1
+    takes_whole_rows: bool = True
 
 
 def config_error(desc: PushDesc, config: PushConfig, num_sms: int) -> str | None:
@@ -95,28 +119,30 @@ def config_error(desc: PushDesc, config: PushConfig, num_sms: int) -> str | None
         return f"{desc.size} devices along axis {desc.axis!r}: 2 to {MAX_DEVICES}"
     if desc.num_tokens < 1 or desc.top_k < 1:
         return "no tokens: there is nothing to exchange"
-    if desc.dtype not in ("bfloat16", "float16", "float32"):
-        return f"tokens are {desc.dtype}; there are bfloat16, float16 and float32"
+    for what, dtype in (("tokens", desc.dtype), ("rows", desc.row_dtype), ("sums", desc.sum_dtype or "float32")):
+        if dtype not in ("bfloat16", "float16", "float32"):
+            return f"{what} are {dtype}; there are bfloat16, float16 and float32"
     if desc.is_grouped and desc.width % GROUPED_WIDTH:
         return f"H={desc.width}: groups of {GROUP} take a multiple of {GROUPED_WIDTH}"
-    if not vector_length(desc.width, jnp.dtype(desc.dtype).itemsize):
+    if not vector_length(desc.width, jnp.dtype(desc.dtype).itemsize) or not desc.return_vector:
         return f"H={desc.width}: a row must give each of 128 threads an element"
     if not 1 <= config.num_blocks <= BLOCKS_PER_SM * num_sms:
         return f"num_blocks={config.num_blocks}: 1 to {BLOCKS_PER_SM * num_sms}, all of which are resident"
-    if (desc.size * desc.num_pairs) % config.pairs_at_once:
-        return f"pairs_at_once={config.pairs_at_once} does not divide {desc.size * desc.num_pairs} pairs"
+    if desc.mailbox_rows * desc.width >= 1 << 31:
+        return f"{desc.mailbox_rows} rows of {desc.width} come back: more elements than 32 bits count"
     return None
 
 
 def choose_dispatch(desc: PushDesc, num_sms: int) -> PushConfig:
-    """A token a block, up to four blocks a multiprocessor."""
-    return PushConfig(max(1, min(desc.num_tokens, BLOCKS_PER_SM * num_sms)))
+    """A token, or a vector of slots, a block, up to four blocks a multiprocessor."""
+    return PushConfig(max(1, min(desc.num_tokens + desc.num_vectors, BLOCKS_PER_SM * num_sms)))
 
 
 def choose_combine(desc: PushDesc, num_sms: int) -> PushConfig:
-    """A row a block where there are few, else a token's rows together: most of them are not here."""
-    most, pairs = BLOCKS_PER_SM * num_sms, desc.size * desc.num_pairs
-    return PushConfig(min(pairs, most), 1 if pairs <= 2 * most else desc.top_k)
+    """A piece of a token a block where there are few, else whole tokens."""
+    most, parts = BLOCKS_PER_SM * num_sms, len(pieces(desc.width, WARPGROUP * desc.return_vector))
+    is_few = desc.num_rows * parts <= 2 * most
+    return PushConfig(min(desc.num_rows * (parts if is_few else 1), most), not is_few)
 
 
 @dataclasses.dataclass(frozen=True)

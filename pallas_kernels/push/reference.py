@@ -10,14 +10,14 @@ from pallas_kernels.quantize_and_permute.config import PermuteDesc
 from pallas_kernels.quantize_and_permute.reference import quantize_rows
 
 
-def dispatch_ref(desc: PushDesc, x: Any, slots: Any) -> tuple[Any, Any, Any]:
-    """What ``dispatch_sm90`` computes; rows that nobody sent hold NaN, or -128, and scales NaN."""
+def dispatch_ref(desc: PushDesc, x: Any, slots: Any, weights: Any = None) -> tuple[Any, ...]:
+    """What ``dispatch_sm90`` computes, without a mailbox; rows that nobody sent hold NaN, or -128, and scales NaN."""
     kind = PermuteDesc(desc.num_tokens, desc.width, 0, desc.num_tokens, desc.dtype, desc.quantization)
     codes, scales = quantize_rows(kind, x, None)
     if desc.is_grouped:
         scales = scales.T
     gathered = [None if part is None else lax.all_gather(part, desc.axis, tiled=True) for part in (codes, scales)]
-    all_slots = lax.all_gather(slots, desc.axis)
+    all_slots, all_weights = (None if p is None else lax.all_gather(p, desc.axis) for p in (slots, weights))
     own = all_slots[:, : desc.num_pairs].reshape(desc.num_rows, desc.top_k)
     owner = jnp.where(own >= 0, own // desc.slots_per_device, -1)
     is_sent = (owner == lax.axis_index(desc.axis)).any(axis=1)
@@ -28,23 +28,36 @@ def dispatch_ref(desc: PushDesc, x: Any, slots: Any) -> tuple[Any, Any, Any]:
         mask = is_sent.reshape(-1, *[1] * (part.ndim - 1))
         return jnp.where(mask, part, jnp.full_like(part, -128 if part.dtype == jnp.int8 else jnp.nan))
 
-    return only_sent(gathered[0]), only_sent(gathered[1]), all_slots
+    return only_sent(gathered[0]), only_sent(gathered[1]), all_slots, all_weights, None, None
 
 
 def combine_ref(desc: PushDesc, rows: Any, row_of: Any, slots: Any, weights: Any) -> Any:
     """What ``combine_sm90`` computes."""
     sent = rows.at[jnp.where(row_of < 0, rows.shape[0], row_of)].get(mode="fill", fill_value=0)
-    sent = sent.reshape(desc.size, desc.num_pairs, desc.width)
-    came = lax.all_to_all(sent, desc.axis, 0, 0)
-    # Of the devices exactly one has the row of a pair.
-    owner = jnp.where(slots >= 0, slots // desc.slots_per_device, 0)
-    back = jnp.take_along_axis(came, owner[None, :, None], axis=0)[0]
-    back = back.reshape(desc.num_tokens, desc.top_k, desc.width)
-    total = jnp.zeros((desc.num_tokens, desc.width), jnp.float32)
-    for j in range(desc.top_k):
-        weight = weights.reshape(desc.num_tokens, desc.top_k)[:, j]
-        routed = slots.reshape(desc.num_tokens, desc.top_k)[:, j] >= 0
-        total = total + jnp.where(routed[:, None], back[:, j].astype(jnp.float32) * weight[:, None], 0.0)
+    owner = jnp.where(slots >= 0, slots // desc.slots_per_device, -1).reshape(desc.num_tokens, desc.top_k)
+    if desc.sum_dtype is None:
+        came = lax.all_to_all(sent.reshape(desc.size, desc.num_pairs, desc.width), desc.axis, 0, 0)
+        # Of the devices exactly one has the row of a pair.
+        back = jnp.take_along_axis(came, jnp.maximum(owner, 0).reshape(1, -1, 1), axis=0)[0]
+        back = back.reshape(desc.num_tokens, desc.top_k, desc.width).astype(jnp.float32)
+        terms = back * weights.reshape(desc.num_tokens, desc.top_k, 1)
+        is_there = owner >= 0
+    else:
+        sent = sent.reshape(desc.num_rows, desc.top_k, desc.width).astype(jnp.float32)
+        factors = weights[:, : desc.num_pairs].reshape(desc.num_rows, desc.top_k)
+        here = row_of.reshape(desc.num_rows, desc.top_k) >= 0
+        sums = _sum_in_order(sent * factors[..., None], here).astype(desc.sum_dtype)
+        came = lax.all_to_all(sums.reshape(desc.size, desc.num_tokens, desc.width), desc.axis, 0, 0)
+        terms = came.astype(jnp.float32).transpose(1, 0, 2)
+        is_there = (owner[..., None] == jnp.arange(desc.size)).any(axis=1)
+    return _sum_in_order(terms, is_there)
+
+
+def _sum_in_order(terms: Any, is_there: Any) -> Any:
+    """(N, H) float32: the sum over the middle axis of terms (N, k, H), in its order, where is_there (N, k)."""
+    total = jnp.zeros((terms.shape[0], terms.shape[2]), jnp.float32)
+    for j in range(terms.shape[1]):
+        total = total + jnp.where(is_there[:, j, None], terms[:, j], 0.0)
     return total
 
 

@@ -6,6 +6,7 @@ they are in expert order, as the grouped GEMM reads them.
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import AxisType
 from kernel_cases import push_cases
 from push_slots import make_slots
 
-from pallas_kernels.push import PushConfig, PushDesc, combine_pushed, config_error, place_arrived, push_rows
+from pallas_kernels.push import Arrived, PushConfig, PushDesc, combine_pushed, config_error, place_arrived, push_rows
 from pallas_kernels.push.config import PlaceDesc, choose_combine, choose_dispatch, place_error
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
@@ -78,7 +79,7 @@ def test_exchange_rehearsed_on_one_gpu(case):
     x = jnp.asarray(rng.standard_normal((size, tokens, width)), jnp.bfloat16)
     desc = PushDesc((("e", size),), "e", tokens, width, top_k, per_device, "bfloat16", quantization)
     config = choose_dispatch(desc, 132 // size)
-    codes, scales, came = jax.jit(functools.partial(push_rehearsal.dispatch, desc, config))(x, jnp.asarray(slots))
+    codes, scales, came, *_ = jax.jit(functools.partial(push_rehearsal.dispatch, desc, config))(x, jnp.asarray(slots))
     whole = x.reshape(-1, width)
     wanted, wanted_scales = quantize_and_permute(whole, quantization=quantization, implementation="reference")
     assert (np.asarray(came) == slots.reshape(-1, top_k)).all()
@@ -95,8 +96,10 @@ def test_exchange_rehearsed_on_one_gpu(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sum_dtype", [None, "bfloat16", "float32"])
 @pytest.mark.parametrize("case", REHEARSALS, ids=lambda case: "-".join(map(str, case)))
-def test_return_rehearsed_on_one_gpu(case):
+def test_return_rehearsed_on_one_gpu(case, sum_dtype):
+    """Into the mailboxes of a dispatch: rows, or the sums of each device, in the order of the reference."""
     size, tokens, width, top_k, per_device, _, routing = case
     slots = make_slots(routing, size, tokens, size * per_device, top_k)
     rng = np.random.default_rng(5)
@@ -107,19 +110,36 @@ def test_return_rehearsed_on_one_gpu(case):
     here = (flat >= 0) & (flat // per_device == np.arange(size)[:, None, None])
     row_of = np.where(here, places, -1).astype(np.int32)
     weights = rng.random(slots.shape).astype(np.float32)
-    desc = PushDesc((("e", size),), "e", tokens, width, top_k, per_device, "bfloat16")
-    config = choose_combine(desc, 132 // size)
-    run = jax.jit(functools.partial(push_rehearsal.combine, desc, config))
+    desc = PushDesc((("e", size),), "e", tokens, width, top_k, per_device, "bfloat16", sum_dtype=sum_dtype)
+    there, back = choose_dispatch(desc, 132 // size), choose_combine(desc, 132 // size)
+
+    @jax.jit
+    def run(rows, row_of, slots, weights):
+        x = jnp.zeros((size, tokens, width), jnp.bfloat16)
+        told = None if sum_dtype is None else weights
+        *_, came_weights, mailbox, table = push_rehearsal.dispatch(desc, there, x, slots, told)
+        factors = weights if sum_dtype is None else came_weights
+        return push_rehearsal.combine(desc, back, rows, row_of, slots, factors, mailbox, table)
+
     y = np.asarray(run(rows, jnp.asarray(row_of), jnp.asarray(slots), jnp.asarray(weights))).reshape(-1, width)
-    expected = np.zeros_like(y)
     owner = np.where(flat >= 0, flat // per_device, 0)
     values = np.asarray(rows).astype(np.float32)
+    sums = np.zeros((size, *y.shape), np.float32)
+    expected = np.zeros_like(y)
     for j in range(top_k):
         term = (
             values[owner[:, j], places[owner[:, j], np.arange(len(flat)), j]] * weights.reshape(-1, top_k)[:, j, None]
         )
         expected += np.where(flat[:, j, None] >= 0, term, 0.0)
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+        for device in range(size):
+            sums[device] += np.where((flat[:, j, None] >= 0) & (owner[:, j, None] == device), term, 0.0)
+    if sum_dtype is not None:
+        expected = np.asarray(jnp.asarray(sums).astype(sum_dtype).astype(jnp.float32)).sum(axis=0)
+    # A product added without a rounding in between may fall on the other side of a bfloat16.
+    step = 2.0**-7 if sum_dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(y, expected, rtol=step, atol=step)
+    if sum_dtype == "bfloat16":
+        assert (np.abs(y - expected) > 1e-5).mean() < 0.01
     again = run(rows, jnp.asarray(row_of), jnp.asarray(slots), jnp.asarray(weights))
     np.testing.assert_array_equal(np.asarray(again).reshape(-1, width), y)
 
@@ -133,6 +153,9 @@ def test_return_rehearsed_on_one_gpu(case):
         (dict(dtype="int8"), "tokens are int8"),
         (dict(width=640), "H=640: groups of 128"),
         (dict(width=100, quantization="none"), "each of 128 threads"),
+        (dict(row_dtype="int8"), "rows are int8"),
+        (dict(sum_dtype="int8"), "sums are int8"),
+        (dict(num_tokens=1 << 20), "more elements than 32 bits count"),
     ],
 )
 def test_what_the_kernels_refuse(changes, reason):
@@ -141,12 +164,11 @@ def test_what_the_kernels_refuse(changes, reason):
 
 
 def test_configs():
-    for tokens in (1, 16, 4096):
-        desc = dataclasses.replace(DESC, num_tokens=tokens)
+    for tokens, sum_dtype in itertools.product((1, 16, 4096), (None, "bfloat16")):
+        desc = dataclasses.replace(DESC, num_tokens=tokens, sum_dtype=sum_dtype)
         for choose in (choose_dispatch, choose_combine):
             assert config_error(desc, choose(desc, 132), 132) is None
     assert "resident" in str(config_error(DESC, PushConfig(529), 132))
-    assert "does not divide" in str(config_error(DESC, PushConfig(4, 7), 132))
     assert "multiple of 4" in str(place_error(PlaceDesc(4, 8, 640, 2, 5)))
 
 
@@ -168,11 +190,29 @@ def test_refused_calls():
     mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec("e")
 
-    def combine(rows, row_of, slots, weights):
-        return combine_pushed(rows, row_of, slots, weights, **where)
+    arrived = Arrived(x, None, slots)
+    weights, row_of = jnp.zeros((4, 2)), jnp.zeros((8, 2), jnp.int32)
+
+    def combine(rows, row_of, slots, weights, **options):
+        call = functools.partial(combine_pushed, arrived=arrived, **where | options)
+        over = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
+        return over(rows, row_of, slots, weights)
 
     with pytest.raises(ValueError, match="row_of is int32"):
-        jax.shard_map(combine, mesh=mesh, in_specs=spec, out_specs=spec)(x, slots, slots, jnp.zeros((4, 2)))
+        combine(x, slots, slots, weights)
+    with pytest.raises(ValueError, match="push_rows was called with another"):
+        combine(x, row_of, slots, weights, sum_dtype="bfloat16")
+    with pytest.raises(NotImplementedError, match="there is no mailbox"):
+        combine(x, row_of, slots, weights, implementation="mosaic")
+
+    def push(x, slots, weights, **options):
+        call = functools.partial(push_rows, **where | options)
+        return jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)(x, slots, weights)
+
+    with pytest.raises(ValueError, match="weights are given where each device returns one sum"):
+        push(x, slots, weights)
+    with pytest.raises(ValueError, match="weights is float32"):
+        push(x, slots, weights[:, :1], sum_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("case", list(push_cases()), ids=lambda case: case.name)

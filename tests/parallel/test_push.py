@@ -49,8 +49,17 @@ def slots_of_all(routing, size, tokens, num_slots, top_k, seed=0):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(("size", "routing"), [(2, "random"), (4, "holes"), (8, "idle"), (4, "first"), (2, "none")])
-def test_every_row_arrives_and_comes_back(size, routing, kernels):
+@pytest.mark.parametrize(
+    ("size", "routing", "sum_dtype"),
+    [
+        (2, "random", None),
+        (4, "holes", "bfloat16"),
+        (8, "idle", "float32"),
+        (4, "first", None),
+        (2, "none", "bfloat16"),
+    ],
+)
+def test_every_row_arrives_and_comes_back(size, routing, sum_dtype, kernels):
     tokens, top_k, width, per_device = 5, 2, 512, 3
     slots = slots_of_all(routing, size, tokens, size * per_device, top_k)
     rng = np.random.default_rng(1)
@@ -59,14 +68,15 @@ def test_every_row_arrives_and_comes_back(size, routing, kernels):
     where: dict[str, Any] = dict(axis="e", slots_per_device=per_device, implementation=kernels)
 
     def there_and_back(x, slots, weights):
-        arrived = push_rows(x, slots, quantization="e4m3_group", **where)
+        told = None if sum_dtype is None else weights
+        arrived = push_rows(x, slots, told, quantization="e4m3_group", sum_dtype=sum_dtype, **where)
         mine = arrived.slots - lax.axis_index("e") * per_device
         here = (mine >= 0) & (mine < per_device)
         values = arrived.codes.astype(jnp.float32) * jnp.repeat(arrived.scales, 128, axis=1)
         factor = (mine[..., None] + 1).astype(jnp.float32)  # of expert i of a device
         rows = (values[:, None] * factor).reshape(-1, width)
         row_of = jnp.where(here, jnp.arange(here.size, dtype=jnp.int32).reshape(here.shape), -1)
-        y = combine_pushed(rows, row_of, slots, weights, **where)
+        y = combine_pushed(rows, row_of, slots, weights, arrived, sum_dtype=sum_dtype, **where)
         return arrived.codes.astype(jnp.float32)[None], arrived.slots[None], y
 
     codes, all_slots, y = over(size, there_and_back)(x, slots, weights)
@@ -93,7 +103,8 @@ def test_rounds_back_to_back(kernels):
         arrived = push_rows(x, own, **where)
         here = arrived.slots // per_device == lax.axis_index("e")
         row_of = jnp.where(here & (arrived.slots >= 0), jnp.arange(len(here), dtype=jnp.int32)[:, None], -1)
-        return 0.5 * combine_pushed(arrived.codes, row_of, own, jnp.ones(own.shape, jnp.float32), **where) + 0.5 * x
+        ones = jnp.ones(own.shape, jnp.float32)
+        return 0.5 * combine_pushed(arrived.codes, row_of, own, ones, arrived, **where) + 0.5 * x
 
     y = over(size, lambda x, slots: lax.fori_loop(0, rounds, lambda i, x: one_round(i, x, slots), x))(x, slots)
     for i in range(rounds):
@@ -122,10 +133,11 @@ LAYERS = [
 ]
 
 
+@pytest.mark.parametrize("sum_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("scheme", "size", "routing"), LAYERS)
-def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing):
+def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing, sum_dtype):
     """Bit for bit where products are of 8 bits: rows are quantized by the same rule, and added in the same order. XLA's
-    products of 16 bits add up in another order where a device has fewer experts.
+    products of 16 bits add up in another order where a device has fewer experts; bfloat16 sums are sums of sums.
     """
     config, weights = layer(scheme, "bfloat16")
     if scheme.startswith("w4"):
@@ -147,7 +159,7 @@ def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing):
             slots_per_device=per_device,
             round_axes=("e",),
             run=lambda *_: pytest.fail("rows of push are served as they arrived"),
-            sum_dtype=jnp.dtype("float32"),
+            sum_dtype=jnp.dtype(sum_dtype),
             row_dtype=jnp.dtype("bfloat16"),
             is_one_round=False,
             serve=serve,
@@ -163,7 +175,7 @@ def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing):
         "int8_w8a8": "int8_row",
         "w4a8_int8": "int8_row",
     }.get(scheme, "none")
-    if scheme in ("bf16", "w4a16_g128"):
+    if scheme in ("bf16", "w4a16_g128") or sum_dtype == "bfloat16":
         assert_rows_close(y, expected, tolerance(scheme, jnp.bfloat16))
     else:
         np.testing.assert_array_equal(np.asarray(y), np.asarray(expected))

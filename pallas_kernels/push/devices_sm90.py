@@ -1,0 +1,82 @@
+"""The devices of an exchange as one of them sees them, and how its blocks share the work."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import mosaic
+from pallas_kernels.push.config import PushConfig, PushDesc
+
+
+class Devices:
+    """The devices along ``desc.axis`` as one of them, ``me``, sees them, by their index there.
+
+    Made in the kernel. All that the kernels' bodies know of other devices is here, so that a test can put parts of one
+    device's memory in their place.
+    """
+
+    def __init__(self, desc: PushDesc):
+        self.desc = desc
+        self.me: Any = lax.axis_index(desc.axis)
+
+    def each(self) -> list[Any]:
+        """All devices, this one last, each device starting with another."""
+        return [lax.rem(self.me + 1 + i, jnp.int32(self.desc.size)) for i in range(self.desc.size)]
+
+    def own(self, ref: Any) -> Any:
+        """An argument of the kernel on this device."""
+        return ref
+
+    def on(self, ref: Any, device: Any) -> Any:
+        """The same argument of the kernel on another device."""
+        return plgpu.remote_ref(ref, self._number(device), device_id_type=pl.DeviceIdType.LOGICAL)
+
+    def semaphore(self) -> Any:
+        """One on every device, zero at the start."""
+        return pl.get_global(plgpu.SemaphoreType.REGULAR)
+
+    def signal(self, semaphore: Any, device: Any) -> None:
+        """Add one to a semaphore of a device."""
+        pl.semaphore_signal(semaphore, device_id=self._number(device), device_id_type=pl.DeviceIdType.LOGICAL)
+
+    def wait(self, semaphore: Any, value: int) -> None:
+        """Until this device's semaphore has reached value."""
+        pl.semaphore_wait(semaphore, value, decrement=False)
+
+    def _number(self, device: Any) -> Any:
+        """Of a device among all of the mesh."""
+        total = device * self.desc.strides[self.desc.axis]
+        for name, stride in self.desc.strides.items():
+            if name != self.desc.axis:
+                total = total + lax.axis_index(name) * stride
+        return total
+
+
+def share(total: int, config: PushConfig, body: Callable[[Any], None]) -> None:
+    """body(item) for every num_blocks-th item below total, from the block's own on."""
+    block = lax.axis_index("block")
+
+    def step(i, _):
+        body(block + i * config.num_blocks)
+        return 0
+
+    mine = lax.div(total - block + (config.num_blocks - 1), jnp.int32(config.num_blocks))
+    lax.fori_loop(0, mine, step, 0)
+
+
+def block_kernel(body: Callable[..., None], out: Any, config: PushConfig, scratch: tuple[Any, ...] = ()) -> Any:
+    """A kernel of num_blocks blocks of one warpgroup."""
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        grid=(config.num_blocks,),
+        grid_names=("block",),
+        num_threads=1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=mosaic.compiler_params(),
+    )

@@ -1,0 +1,248 @@
+"""Tokens to the devices of their experts, by stores into those devices' memory over NVLink.
+
+Every block (one warpgroup):
+
+    for each of its vectors of 128 slots (or weights): store it on every device
+    for each of its tokens:
+        load the row (16 bytes a thread) -> quantize -> store codes and scales on each device with an expert of it
+    behind all that: signal every device
+block 0, first:  zero the counter of this device's mailbox, tell every device where both are
+block 0, last:   wait for every block of every device
+
+Where a row lands is known without asking: token t of device s is row s * T + t on every device. So no counts are
+exchanged before rows travel, every buffer holds the worst case (one copy of every token) and nothing is ever dropped.
+Rows that nobody sent are unspecified and have no slot of this device, so nobody reads them.
+
+Why a fast device never overwrites what a slow one still reads. The buffers that others store into are outputs of the
+launch itself: memory that XLA gives to this call on this device from its start to the last use of the output. Before
+the kernel XLA runs a barrier of all devices of the mesh on the kernels' streams (jax 0.10 and 0.11 do so for every
+kernel with a remote reference), behind the fill that zeroes the semaphore. So the first store of any device comes
+after every device has finished whatever used that memory before, the previous call included, and after its semaphore
+is zero. The kernel ends on a device when all blocks of all devices have signalled it, each behind all its stores: later
+launches read complete rows, and no store of this launch is still under way towards this device. The mailbox is an
+output too: the combine of the same call, combine_sm90.py, is its last use.
+
+Why it cannot hang. Every block signals every device once, tokens or not; the number of signals does not depend on the
+routing. One block waits; the others wait for nothing.
+
+Visibility: a block's stores come before its barrier, the barrier before the release of the other devices' semaphores at
+system scope, which their block 0 acquires.
+
+The address of another device's buffer comes from a table of all arguments on all devices, which XLA fills before each
+execution (one process drives all devices); the device may be computed in the kernel.
+
+Not built: GEMM 1 on the rows of one device while those of another still travel. It learns that rows are there from the
+end of this launch; a flag for every tile would have to reach the loader of every grouped GEMM.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import mosaic, simt
+from pallas_kernels.common.numerics import quantize_e4m3_group, quantize_e4m3_row, quantize_int8_token
+from pallas_kernels.common.rows import pieces, vector_length
+from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.push.config import GROUP, PushConfig, PushDesc
+from pallas_kernels.push.devices_sm90 import Devices, block_kernel, share
+from pallas_kernels.push.mailbox_sm90 import TABLE_ROW, own_entry
+from pallas_kernels.quantize_and_permute.kernel_sm90 import GROUP_LAYOUT
+
+
+def dispatch_sm90(desc: PushDesc, config: PushConfig) -> Callable[..., Any]:
+    """The kernel: (x (T, H), slots (padded_pairs,) int32, [weights (padded_pairs,) float32]) -> (codes, scales or None,
+    slots (size, padded_pairs), weights so or None, mailbox (mailbox_rows, H), table).
+
+    Weights where sums return. config must pass config_error. To be called inside ``jax.shard_map`` over ``desc.mesh``.
+    """
+    split, out = dispatch_shapes(desc)
+    leaves, structure = jax.tree.flatten(out)
+
+    def push_dispatch(*refs):  # the name that profilers show
+        dispatch_body(desc, config, Devices, *refs)
+
+    call = block_kernel(push_dispatch, leaves, config, dispatch_scratch(desc))
+
+    def run(x, slots, weights=None):
+        told = (slots,) if weights is None else (slots, weights)
+        codes, *rest = jax.tree.unflatten(structure, call(x.reshape(desc.num_tokens, *split), *told))
+        return codes.reshape(desc.num_rows, desc.width), *rest
+
+    return run
+
+
+def dispatch_shapes(desc: PushDesc) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """(a row as the kernel splits it, its outputs and None where there is none)."""
+    split = (desc.width // GROUP, GROUP) if desc.is_grouped else _Row(desc).split
+    has_sums = desc.sum_dtype is not None
+    return split, (
+        jax.ShapeDtypeStruct((desc.num_rows, *split), desc.code_dtype),
+        None if desc.scale_shape is None else jax.ShapeDtypeStruct(desc.scale_shape, jnp.float32),
+        jax.ShapeDtypeStruct((desc.size, desc.padded_pairs), jnp.int32),
+        jax.ShapeDtypeStruct((desc.size, desc.padded_pairs), jnp.float32) if has_sums else None,
+        jax.ShapeDtypeStruct((desc.mailbox_rows, desc.width), desc.mailbox_dtype),
+        jax.ShapeDtypeStruct((desc.size + 1, TABLE_ROW), jnp.int32),
+    )
+
+
+def dispatch_scratch(desc: PushDesc) -> tuple[Any, ...]:
+    """Memory of a block: the largest magnitude of each warp, where rows have one scale."""
+    has_one_scale = desc.quantization != "none" and not desc.is_grouped
+    return (plgpu.SMEM((WARPGROUP // 32,), jnp.float32),) if has_one_scale else ()
+
+
+class _Row:
+    """A row as the warpgroup holds it: in pieces of a vector of up to 16 bytes a thread.
+
+    Rows of whole pieces are split into runs of 32 vectors, one a warp: of such a layout Mosaic stores whole vectors
+    into another device's memory, whose alignment it does not know. Of a plain vector it stores single elements there,
+    at 49 to 65 GB/s on two H200s; rows of other lengths keep to that.
+    """
+
+    def __init__(self, desc: PushDesc):
+        itemsize = jnp.dtype(desc.dtype).itemsize
+        vector = 16 // itemsize
+        while vector > 1 and desc.width % (WARPGROUP * vector):
+            vector //= 2
+        self.is_split = desc.width % (WARPGROUP * vector) == 0
+        if self.is_split:
+            run = 32 * vector
+            self.split: tuple[int, ...] = (desc.width // run, run)
+            tiling = plgpu.Tiling(((4, run), (vector,)))
+            self.layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+            self.starts, self.shape = list(range(0, desc.width // run, 4)), (4, run)
+        else:
+            vector = vector_length(desc.width, itemsize)
+            self.split = (desc.width,)
+            self.layout = plgpu.Layout.WG_STRIDED((WARPGROUP * vector,), vec_size=vector)
+            self.starts, self.shape = pieces(desc.width, WARPGROUP * vector), (WARPGROUP * vector,)
+
+    def load_all(self, rows: Any, row: Any) -> list[Any]:
+        return [mosaic.load(rows.at[row, self.part(s)], layout=self.layout, optimized=False) for s in self.starts]
+
+    def store_all(self, rows: Any, row: Any, values: Any) -> None:
+        for start, value in zip(self.starts, values, strict=True):
+            rows.at[row, self.part(start)][...] = value
+
+    def part(self, start: Any) -> Any:
+        return pl.ds(start, self.shape[0])
+
+    def amax(self, values: list[Any], scratch: Any) -> Any:
+        """The largest magnitude of a row, the same in all threads."""
+        most = functools.reduce(jnp.maximum, [jnp.abs(v) for v in values])
+        if not self.is_split:
+            return jnp.max(most)
+        simt.barrier()  # who reads the row before
+        scratch[...] = jnp.max(most, axis=1)
+        simt.barrier()
+        return functools.reduce(lax.max, [scratch[i] for i in range(WARPGROUP // 32)])
+
+
+def dispatch_body(
+    desc: PushDesc, config: PushConfig, make_devices: Callable[[PushDesc], Devices], x: Any, *refs: Any
+) -> None:
+    has_sums, has_scales = desc.sum_dtype is not None, desc.scale_shape is not None
+    told, refs = refs[: 1 + has_sums], refs[1 + has_sums :]
+    codes, refs = refs[0], refs[1:]
+    scales, refs = (refs[0], refs[1:]) if has_scales else (None, refs)
+    told_out, refs = refs[: 1 + has_sums], refs[1 + has_sums :]
+    mailbox, table, *scratch = refs
+    devices = make_devices(desc)
+    arrived = devices.semaphore()
+    x, told = devices.own(x), [devices.own(one) for one in told]
+    slots = told[0]
+    process = _groups_of_token if desc.is_grouped else _row_of_token
+
+    @pl.when(lax.axis_index("block") == 0)
+    def _():
+        own = devices.own(table)
+        own.at[desc.size][...] = simt.constant(0)
+        entry = own_entry(devices.own(mailbox), own, desc.size)
+        for device in devices.each():
+            devices.on(table, device).at[devices.me][...] = entry
+
+    def one_token(token):
+        mine = [slots[token * desc.top_k + j] for j in range(desc.top_k)]
+        owners = [lax.div(slot, jnp.int32(desc.slots_per_device)) for slot in mine]
+        row = devices.me * desc.num_tokens + token
+
+        def send(store):
+            for device in devices.each():
+                wanted = functools.reduce(
+                    lambda a, b: a | b, [(o == device) & (s >= 0) for o, s in zip(owners, mine, strict=True)]
+                )
+
+                @pl.when(wanted)
+                def _(device=device):
+                    store(devices.on(codes, device), devices.on(scales, device) if has_scales else None, row)
+
+        process(desc, x, token, send, *scratch)
+
+    def one_vector(index, source, target):
+        part = pl.ds(index * WARPGROUP, WARPGROUP)
+        values = mosaic.load(source.at[part], layout=simt.LANES, optimized=False)
+        for device in devices.each():
+            devices.on(target, device).at[devices.me, part][...] = values
+
+    vectors = desc.padded_pairs // WARPGROUP
+
+    def one_item(item):
+        for number, (source, target) in enumerate(zip(told, told_out, strict=True)):
+            first = number * vectors
+            pl.when((item >= first) & (item < first + vectors))(
+                functools.partial(one_vector, item - first, source, target)
+            )
+        pl.when(item >= desc.num_vectors)(functools.partial(one_token, item - desc.num_vectors))
+
+    share(desc.num_vectors + desc.num_tokens, config, one_item)
+    simt.barrier()
+    for device in devices.each():
+        devices.signal(arrived, device)
+
+    @pl.when(lax.axis_index("block") == 0)
+    def _():
+        devices.wait(arrived, desc.size * config.num_blocks)
+
+
+def _row_of_token(desc: PushDesc, x: Any, token: Any, send: Callable[..., None], *scratch: Any) -> None:
+    """Quantize a token with one scale, or none, and send it."""
+    whole = _Row(desc)
+    loaded, scale = whole.load_all(x, token), None
+    if desc.quantization != "none":
+        values = [v.astype(jnp.float32) for v in loaded]
+        amax = whole.amax(values, *scratch)
+        rule = quantize_e4m3_row if desc.quantization == "e4m3_row" else quantize_int8_token
+        loaded, scales = zip(*(rule(v, amax) for v in values), strict=True)
+        scale = scales[0]
+
+    def store(codes, scales, row):
+        whole.store_all(codes, row, loaded)
+        if scale is not None:
+            scales[row] = scale
+
+    send(store)
+
+
+def _groups_of_token(desc: PushDesc, x: Any, token: Any, send: Callable[..., None]) -> None:
+    """Quantize a token with a scale for every 128 columns and send it, at most 64 groups at a time."""
+    groups = desc.width // GROUP
+    piece = groups if groups <= 64 else 4
+    is_power_of_two = desc.quantization.endswith("_ue8m0")
+    for start in range(0, groups, piece):
+        part = pl.ds(start, piece)
+        values = mosaic.load(x.at[token, part], layout=GROUP_LAYOUT, optimized=False).astype(jnp.float32)
+        amax = jnp.max(jnp.abs(values), axis=1)
+        _, scale = quantize_e4m3_group(amax, amax, is_power_of_two)
+        quantized, _ = quantize_e4m3_group(values, lax.broadcast_in_dim(amax, values.shape, [0]), is_power_of_two)
+
+        def store(codes, scales, row, part=part, quantized=quantized, scale=scale):
+            codes.at[row, part][...] = quantized
+            scales.at[row, part][...] = scale
+
+        send(store)
