@@ -35,7 +35,7 @@ def time_in_jit(
     that nothing is dead. Inputs of more than the L2 (60 MB) are cold by size; where the variants choose what is read of
     them, count what calls[1] calls read. Median over samples. turn: makes the context of everything that runs on the
     device; programs are compiled outside of it, with XLA's ``compiler_options``. link: ``(args, result) -> args`` of the
-    next call, which then waits for the result; without it XLA may run calls beside one another, and merges collectives.
+    next call, which then waits for the result; without it XLA may overlap calls, and merges collectives.
 
     Raises RuntimeError when the longer program did not take longer: the machine is too busy, or the call too short.
     """
