@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import moe_jax
 from moe_jax.loading import Checkpoint
-from tests.models.cases import CASES, VOCAB, assert_logits_close
+from tests.models.cases import CASES, VOCAB, assert_logits_close, write_checkpoint
 
 
 def mesh_of(text, axis_type="Auto"):
@@ -116,16 +116,18 @@ def test_each_byte_range_is_read_once(case, reads):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["fp8_channel", "w4a16_g32", "w4a16_g32_asym", "fp8_block"])
-def test_quantized_dense_weights(case, tmp_path, scheme, reads):
+def test_quantized_dense_weights(tmp_path, scheme, reads):
     """Whole groups and words are read alone; blocks of 128, of which a device would get a part, are read whole."""
     directory = tmp_path / scheme
-    moe_jax.quantize_checkpoint(case("mixtral").directory, directory, scheme=scheme, modules="all")
+    write_checkpoint("mixtral", tmp_path / "source", intermediate_size=64)
+    moe_jax.quantize_checkpoint(tmp_path / "source", directory, scheme=scheme, modules="all")
     reads.clear()
     model = moe_jax.load_pretrained(directory, dtype="float32", mesh=mesh_of("tensor=2"))
-    found, on_disk = dict(reads), sizes_of(directory)
-    assert values(model) == values(moe_jax.load_pretrained(directory, dtype="float32"))
-    name = next(name for name in on_disk if re.search(r"layers\.0\.self_attn\.q_proj\.weight(_packed)?$", name))
-    assert found[name] == ([on_disk[name]] if scheme == "fp8_block" else [on_disk[name] // 2] * 2)
-    ids = np.random.default_rng(0).integers(0, VOCAB, (2, 9)).astype(np.int32)
+    found, on_disk = {name: list(sizes) for name, sizes in reads.items()}, sizes_of(directory)
     alone = moe_jax.load_pretrained(directory, dtype="float32")
+    assert values(model) == values(alone)
+    for projection in ("q_proj", "o_proj"):  # split by rows, by columns
+        (name,) = (n for n in on_disk if re.search(rf"layers\.0\.self_attn\.{projection}\.weight(_packed)?$", n))
+        assert found[name] == ([on_disk[name]] if scheme == "fp8_block" else [on_disk[name] // 2] * 2), name
+    ids = np.random.default_rng(0).integers(0, VOCAB, (2, 9)).astype(np.int32)
     assert_logits_close(model.score(ids), np.asarray(alone.score(ids)))
