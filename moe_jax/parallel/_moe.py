@@ -19,7 +19,7 @@ from moe_jax._implementations import Problem, choose
 from moe_jax._typing import Array
 from moe_jax.experts import MoEStats, finish, stats_of, weighted_experts
 from moe_jax.parallel._choice import choose_dispatch
-from moe_jax.parallel._dispatch import WAYS, Exchange
+from moe_jax.parallel._dispatch import WAYS, Exchange, rows_per_round
 from moe_jax.parallel._parallel_config import ParallelConfig
 from moe_jax.parallel._placement import Placement
 from moe_jax.parallel._routing import route_tokens
@@ -63,11 +63,11 @@ def fused_moe(
     if num_tokens == 0:
         return _nothing(x, config, placement, parallel, return_stats)
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((tokens, weights, placement))):
-        y, stats = _forward(name, parallel, config, tokens, weights, placement, routing)
+        y, stats = _compiled(name, parallel, config, tokens, weights, placement, routing)
         y = _as_it_came(y, x, parallel)
     else:
         tokens = jax.tree.map(functools.partial(_on_mesh, parallel=parallel), tokens)
-        y, stats = _jitted(name, parallel, config, tokens, weights, placement, routing)
+        y, stats = _compiled(name, parallel, config, tokens, weights, placement, routing)
         if x.shape == y.shape and isinstance(x, jax.Array) and x.sharding.device_set == y.sharding.device_set:
             y = jax.device_put(y, x.sharding)
     return (y, stats) if return_stats else y
@@ -123,8 +123,9 @@ def _forward(
     return y, MoEStats(load=load, topk_ids=topk_ids)
 
 
-# Compiled by itself outside ``jax.jit``.
-_jitted = jax.jit(_forward, static_argnums=(0, 1, 2))
+# One program outside ``jax.jit``, also under ``jax.grad`` and ``jax.vmap``, which JAX cannot apply to a ``shard_map``
+# over a custom gradient that it runs step by step; a part of the caller's program inside.
+_compiled = jax.jit(_forward, static_argnums=(0, 1, 2), inline=True)
 
 
 def _body(
@@ -232,7 +233,22 @@ def _experts(
     )
     if not parallel.reduce_results:
         return run(x, topk_weights, exchange.local_ids(slots))
+    if name == "push" or (name == "all_to_all" and rows_per_round(slots.size, exchange) < slots.size):
+        x, topk_weights, weights = _refusing_gradients(name, (x, topk_weights, weights))
     return WAYS[name](x, topk_weights, slots, exchange)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _refusing_gradients(name: str, values: Any) -> Any:
+    """What a way without a gradient is given: loops of as many rounds as it takes, stores into other memories."""
+    return values
+
+
+@_refusing_gradients.defjvp
+def _refuse_gradients(name: str, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        f"dispatch={name!r} has no gradient here; differentiate a layer with dispatch='all_gather' or 'replicate'"
+    )
 
 
 def _own_share(weights: ExpertWeights, own: MoEConfig, parallel: ParallelConfig) -> ExpertWeights:

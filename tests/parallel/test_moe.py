@@ -5,6 +5,7 @@ tokens: XLA fuses product and sum over experts differently for many). Else withi
 another order, for quantized schemes too: activations are rounded by the same scales, those of a whole row or call.
 """
 
+import contextlib
 import dataclasses
 
 import jax
@@ -151,6 +152,61 @@ def test_gradients(dispatch):
     )(x, logits)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
+
+
+def per_layer(dispatch, axis_type):
+    """(layer over a mesh, layer of one device), functions of x and logits, and arguments with an axis in front."""
+    config, placement = case_config("bf16"), Placement.create(EXPERTS, 2)
+    (x, logits), weights, _, _ = reference(config, 12, "random")
+    parallel = make_parallel("ep2-tp2", axis_type, dispatch=dispatch)
+    placed = place_weights(weights, config, placement, parallel)
+    batches = x.reshape(3, 4, -1), logits.reshape(3, 4, -1)
+    return (
+        lambda x, z: fused_moe(x, z, placed, config, parallel, placement=placement),
+        lambda x, z: on_one_device(x, z, weights, config),
+        batches,
+    )
+
+
+@pytest.mark.parametrize("case", marked([("all_gather", "Auto"), ("all_to_all", "Explicit")], {0}), ids=str)
+def test_vmap(case):
+    """Batches, each with routing and exchange of its own, inside ``jax.jit`` and outside."""
+    spread, alone, batches = per_layer(*case)
+    expected = np.stack([alone(*batch) for batch in zip(*batches, strict=True)])
+    for function in (jax.vmap(spread), jax.jit(jax.vmap(spread))):
+        assert_rows_close(function(*batches), expected, tolerance("bf16", np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_gradients_outside_jit(axis_type):
+    """JAX wants the mesh of Explicit axes to be set there, whatever the function."""
+    spread, alone, batches = per_layer("all_gather", axis_type)
+
+    def gradients(function):
+        return jax.vmap(jax.grad(lambda x, z: (function(x, z) ** 2).sum(), (0, 1)))
+
+    expected = jax.jit(gradients(alone))(*batches)
+    with contextlib.nullcontext() if axis_type == "Auto" else jax.set_mesh(make_parallel("ep2-tp2", axis_type).mesh):
+        found = gradients(spread)(*batches)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
+
+
+def test_rounds_have_no_gradient():
+    """Of x, of logits and of weights; few tokens, which travel at once, have one."""
+    config, placement = case_config("bf16"), Placement.create(EXPERTS, 4)
+    parallel = make_parallel("ep4", dispatch="all_to_all")
+    (x, logits), weights, *_ = reference(config, 301, "one")
+    placed = place_weights(weights, config, placement, parallel)
+
+    def total(num_tokens, x, z, w):
+        return fused_moe(x[:num_tokens], z[:num_tokens], w, config, parallel, placement=placement).sum()
+
+    for argument in (1, 2, 3):
+        with pytest.raises(NotImplementedError, match="'all_to_all' has no gradient .* dispatch='all_gather'"):
+            jax.eval_shape(lambda *values, n=argument: jax.grad(total, n)(301, *values), x, logits, placed)
+        jax.eval_shape(lambda *values, n=argument: jax.grad(total, n)(9, *values), x, logits, placed)
 
 
 @pytest.mark.slow
