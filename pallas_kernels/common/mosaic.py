@@ -6,15 +6,19 @@ Everything here is static or emits code inside a kernel; nothing asks a device. 
 import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import nvvm
 
 WGMMA = plgpu.Layout.WGMMA
 Accumulator = plgpu.WGMMAAccumulatorRef
 ROWS = WGMMA.reduce(1)  # one value per row of an accumulator
 COLUMNS = WGMMA.reduce(0)  # one value per column of an accumulator
 
+# Whether inline code may be handed a reference to another device's memory.
+INLINE_TAKES_REMOTE = jax.__version_info__ >= (0, 11)
 _LOAD_NEEDS_INDEX = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
 
 
@@ -37,6 +41,23 @@ def load(ref: Any, *, layout: Any = None, optimized: bool = True) -> Any:
     """``plgpu.load`` of a whole ref; 0.10 requires an index, 0.11 deprecates it."""
     index = ((),) if _LOAD_NEEDS_INDEX else ()
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+
+
+def release(barrier: Any) -> None:
+    """Arrive on ``barrier`` when this warpgroup has itself read shared memory that a bulk copy overwrites next.
+
+    The arrival alone orders the reads before other threads' accesses, but not before bulk copies, which take another
+    path to memory (PTX: the async proxy). A warpgroup whose matrix instructions did all the reading needs no fence.
+    """
+    inline: Any = plgpu.inline_mgpu(arg_types=())
+    inline(fence_async_shared_cta)()
+    plgpu.barrier_arrive(barrier)
+
+
+def fence_async_shared_cta(ctx: Any) -> None:
+    """The name is the one by which the GPU interpreter of JAX knows it."""
+    del ctx
+    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
 
 def tiled(dtype: Any, swizzle: int | None) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:

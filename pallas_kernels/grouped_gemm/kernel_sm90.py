@@ -92,7 +92,7 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
                 in_use=in_use,
             )
             if scratch.vectors_full is not None:
-                plgpu.barrier_arrive(scratch.vectors_empty)
+                mosaic.release(scratch.vectors_empty)
 
         if desc.has_tile_rows and config.num_consumers > 1:
             # The second half of an expert's last tile is often empty: leave the tensor core to the first.

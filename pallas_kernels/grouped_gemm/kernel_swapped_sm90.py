@@ -52,7 +52,7 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
             plgpu.barrier_wait(scratch.vectors_full)
         value = _epilogue(desc, operands, scratch, parts, warpgroup, e)
         if scratch.vectors_full is not None:
-            plgpu.barrier_arrive(scratch.vectors_empty)
+            mosaic.release(scratch.vectors_empty)
         staging = scratch.staging.at[warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staging.transpose((1, 0))[...] = plgpu.layout_cast(

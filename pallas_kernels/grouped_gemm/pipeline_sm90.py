@@ -284,7 +284,7 @@ def multiply_promoted(
                 lambda fresh, w_piece=w_piece: plgpu.wgmma(fresh, scratch.x.at[slot, rows], w_piece.transpose((1, 0))),
             )
             if index == pieces - 1:
-                plgpu.barrier_arrive(scratch.empty.at[slot])
+                mosaic.release(scratch.empty.at[slot])
             for offset in range(0, piece, width):
                 i = (index * piece + offset) // width
                 columns = product if width == piece else product[:, offset : offset + width]

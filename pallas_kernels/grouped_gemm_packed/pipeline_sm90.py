@@ -189,7 +189,7 @@ def multiply(
                         plgpu.wgmma(accumulators[half], weights, x.transpose((1, 0)))
                 # Operands in registers must not be in flight when the loop comes round and rewrites them.
                 plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch.empty.at[slot])
+            mosaic.release(scratch.empty.at[slot])
             return count + 1
 
         lax.fori_loop(0, steps, one_step, count)
@@ -244,7 +244,7 @@ def multiply_promoted(
                     found = pl.run_scoped(products, *[shape] * len(halves))
                     for half, factor, product in zip(halves, factors, found, strict=True):
                         sums[half][piece] = sums[half][piece] + _to_float32(product) * factor
-        plgpu.barrier_arrive(scratch.empty.at[slot])
+        mosaic.release(scratch.empty.at[slot])
         return count + 1, tuple(tuple(half) for half in sums)
 
     zeros = plgpu.layout_cast(jnp.zeros((BLOCK_N, rows), jnp.float32), mosaic.WGMMA)

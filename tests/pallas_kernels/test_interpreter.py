@@ -7,14 +7,12 @@ a layout). It simulates threads, which wait for ever where one has failed: each 
     PYTHONPATH=. python tests/pallas_kernels/test_interpreter.py NAME
 """
 
-import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -87,12 +85,6 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict
     return _rows(found, own, 4 * block_m), _rows(expected, own, 4 * block_m)
 
 
-# Consumers of these read a slot's scales themselves and then free it. Every thread arrives after its reads (SASS of all
-# tile classes: the loads' values are waited for before SYNCS.ARRIVE), and the arrival releases, the producer's wait
-# acquires. The detector's model also wants a proxy fence before the next bulk copy into the slot, which CUTLASS,
-# DeepGEMM and Pallas' own pipelines do without when reads alone go before (docs/performance.md, "Memory checks"). Here
-# each arrival has that fence, so that an arrival before a read is still found.
-FENCED = ("fp8 blocks gated",)
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "combine": combining,
     **{f"permute {kind}": lambda kind=kind: permuting(kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
@@ -107,12 +99,9 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 def check(name: str) -> None:
     gpu: Any = plgpu  # names that jax 0.10 has not
-    arrive = gpu.barrier_arrive
-    fenced = mock.patch.object(gpu, "barrier_arrive", lambda barrier: (gpu.commit_smem(), arrive(barrier)))
-    with (
-        gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams(detect_races=True)),
-        fenced if name in FENCED else contextlib.nullcontext(),
-    ):
+    # By default it refuses every inline_mgpu; so it knows fences by their names.
+    params = gpu.InterpretGPUParams(detect_races=True, inline_mgpu="_hack_model_inline_mgpu_tokamax")
+    with gpu.force_gpu_interpret_mode(params):
         found, expected = CASES[name]()
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         # One step of the type; sums beside a border of e4m3 go either way.
