@@ -117,7 +117,8 @@ def small_calls() -> dict[str, Callable[[], Call]]:
         ),
         "quantize_and_permute with columns in an order": _gathering,
         "combine": _combining,
-        "combine_pushed": _bringing_back,
+        "combine_pushed": lambda: _bringing_back(None),
+        "combine_pushed, sums of a device": lambda: _bringing_back("bfloat16"),
     }
     for quantization in QUANTIZATIONS:
         calls[f"quantize_and_permute {quantization}"] = functools.partial(_permuting, quantization)
@@ -227,18 +228,26 @@ def _pushing(quantization: str) -> Call:
     return functools.partial(push_rehearsal.dispatch, desc, choose_dispatch(desc, 8)), (x, slots)
 
 
-def _bringing_back() -> Call:
+def _bringing_back(sum_dtype: str | None) -> Call:
+    """Into the mailboxes of a dispatch of zeros."""
     import push_rehearsal
 
-    from pallas_kernels.push.config import choose_combine
+    from pallas_kernels.push.config import choose_combine, choose_dispatch
 
-    desc = PushDesc((("e", 2),), "e", 9, 1024, 3, 4, "bfloat16")
+    desc = PushDesc((("e", 2),), "e", 9, 1024, 3, 4, "bfloat16", sum_dtype=sum_dtype)
+    there, back = choose_dispatch(desc, 8), choose_combine(desc, 8)
     rows, slots = _rng().standard_normal((2, 60, 1024)), _rng().integers(-1, 8, (2, 9, 3))
     here = slots.reshape(-1, 3) // 4 == np.arange(2)[:, None, None]
     places = np.stack([_rng().permutation(60)[:54].reshape(-1, 3)] * 2)
     arrays = jnp.asarray(rows, jnp.bfloat16), np.where(here, places, -1), slots, _rng().random(slots.shape)
     dtypes = jnp.bfloat16, jnp.int32, jnp.int32, jnp.float32
-    run = functools.partial(push_rehearsal.combine, desc, choose_combine(desc, 8))
+
+    def run(rows, row_of, slots, weights):
+        x, told = jnp.zeros((2, 9, 1024), jnp.bfloat16), None if sum_dtype is None else weights
+        *_, came, mailbox, table = push_rehearsal.dispatch(desc, there, x, slots, told)
+        factors = weights if sum_dtype is None else came
+        return push_rehearsal.combine(desc, back, rows, row_of, slots, factors, mailbox, table)
+
     return run, tuple(jnp.asarray(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True))
 
 
