@@ -7,10 +7,10 @@ With --jobs, each pair of a model and a scheme runs in a process of its own, in 
 same time and take turns on the GPU. FILE gets a JSON line per cell as soon as it is measured, so that a run that is
 ended loses nothing; --seconds ends it.
 
-Random weights of the model's sizes, silu, no biases, random logits, one call inside jit (see _timing.py). Scales of
-groups are bfloat16, as checkpoints of bfloat16 models have them. Reported per cell: microseconds, TFLOP/s over the
-routed rows, GB/s over the weights of the experts that were hit plus activations in and out, and the larger of the two
-as a fraction of the machine's measured limit.
+Random weights of the model's sizes, silu, no biases, random logits, calls inside jit (``timing_of``, _timing.py).
+Scales of groups are bfloat16, as checkpoints of bfloat16 models have them. Reported per cell: microseconds, TFLOP/s
+over the routed rows, GB/s over the weights of the experts that were hit plus activations in and out, and the larger of
+the two as a fraction of the machine's measured limit.
 """
 
 import argparse
@@ -57,6 +57,16 @@ def line(cell: dict) -> str:
     )
 
 
+def timing_of(tokens: int) -> dict[str, Any]:
+    """For ``time_in_jit``: what starting a program costs is 1% of a sample at most. At one token a program must be long
+    enough for the host to stay ahead; where the card reaches its power limit it rests before each sample, as it does
+    between the peers' cells, which run for a tenth of a second each.
+    """
+    if tokens >= 4096:
+        return dict(calls=(0, 10), samples=3, rest_s=0.2, budget_s=0.05)
+    return dict(calls=(0, 40 if tokens == 1 else 10), budget_s=0.1)
+
+
 @contextlib.contextmanager
 def locked(path: str | None, mode: int = fcntl.LOCK_EX) -> Iterator[None]:
     """Hold the lock file at path, alone or with ``LOCK_SH`` beside others that share it. None: there is no lock."""
@@ -100,8 +110,8 @@ def run_pair(
         try:
             if weights is None:
                 raise RuntimeError(failed)
-            samples = 3 if count >= 4096 else 5  # of tens of milliseconds each
-            cell |= measure_layer(config, model, weights, count, H200, turn=turn, samples=samples) | dict(scheme=name)
+            cell |= measure_layer(config, model, weights, count, H200, turn=turn, **timing_of(count))
+            cell["scheme"] = name
             print(line(cell), flush=True)
         except Exception as error:  # one cell that fails must not hide the others
             cell["error"] = f"{type(error).__name__}: {str(error)[:200]}"

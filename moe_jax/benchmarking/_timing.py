@@ -23,6 +23,7 @@ def time_in_jit(
     samples: int = 5,
     turn: Callable[[], Any] = contextlib.nullcontext,
     budget_s: float = 0.02,
+    rest_s: float = 0.0,
     calls: tuple[int, int] = _CALLS,
     compiler_options: Mapping[str, Any] | None = None,
     link: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] | None = None,
@@ -30,12 +31,15 @@ def time_in_jit(
     """Microseconds one ``call(*args)`` takes on the device, launches inside one program included.
 
     Programs of ``calls[0]`` and of ``calls[1]`` calls run back to back; the difference is what 8 calls take (of 2 and
-    10), and what a program costs on the host drops out. XLA would merge equal calls, so each gets its own copy of the
-    small argument ``args[varied]``, or one of the ``variants`` of it, at least calls[1]. Every result is returned, so
-    that nothing is dead. Inputs of more than the L2 (60 MB) are cold by size; where the variants choose what is read of
+    10), and what a program costs on the host drops out. With calls[0] = 0 the longer one runs alone, and what its start
+    costs is spread over about ``budget_s`` seconds. XLA would merge equal calls, so each gets its own copy of the small
+    argument ``args[varied]``, or one of the ``variants`` of it, at least calls[1]. Every result is returned, so that
+    nothing is dead. Inputs of more than the L2 (60 MB) are cold by size; where the variants choose what is read of
     them, count what calls[1] calls read. Median over samples. turn: makes the context of everything that runs on the
-    device; programs are compiled outside of it, with XLA's ``compiler_options``. link: ``(args, result) -> args`` of the
-    next call, which then waits for the result; without it XLA may overlap calls, and merges collectives.
+    device; programs are compiled outside of it, with XLA's ``compiler_options``. rest_s: idle time before each sample,
+    which then begins with a program that is not counted, for calls that bring the device to its power limit, where its
+    clocks fall within tens of milliseconds. link: ``(args, result) -> args`` of the next call, which then waits for the
+    result; without it XLA may overlap calls, and merges collectives.
 
     Raises RuntimeError when the longer program did not take longer: the machine is too busy, or the call too short.
     """
@@ -70,12 +74,18 @@ def time_in_jit(
     compiled = {
         count: program.lower(args, copies[:count]).compile(compiler_options=options)
         for count, program in programs.items()
+        if count
     }
     with turn():
         for count in compiled:
             seconds(count, 2)
-        repeats = int(np.clip(budget_s / seconds(long, 3), 2, 40))
-        differences = [seconds(long, repeats) - seconds(short, repeats) for _ in range(samples)]
+        repeats = int(np.clip(budget_s / seconds(long, 3), 1 if rest_s else 2, 40))
+        differences = []
+        for _ in range(samples):
+            if rest_s:
+                time.sleep(rest_s)
+                seconds(long, 1)
+            differences.append(seconds(long, repeats) - (seconds(short, repeats) if short else 0.0))
     found = float(np.median(differences)) / (long - short) * 1e6
     if found <= 0:
         raise RuntimeError(
