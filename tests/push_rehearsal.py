@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import mosaic
+from pallas_kernels.common import mosaic, simt
 from pallas_kernels.push.combine_sm90 import combine_body, combine_shape
 from pallas_kernels.push.config import PushConfig, PushDesc
 from pallas_kernels.push.devices_sm90 import Devices
@@ -23,9 +23,9 @@ from pallas_kernels.push.dispatch_sm90 import dispatch_body, dispatch_scratch, d
 class Parts(Devices):
     """Device d's arguments are part d of arrays with one more leading axis; its semaphores the d-th of a list."""
 
-    def __init__(self, desc: PushDesc):
-        self.desc = desc
-        self.me = lax.axis_index("device")
+    @property
+    def me(self) -> Any:
+        return lax.axis_index("device")
 
     def own(self, ref: Any) -> Any:
         return ref.at[self.me]
@@ -36,9 +36,10 @@ class Parts(Devices):
     def semaphore(self) -> Any:
         return [pl.get_global(plgpu.SemaphoreType.REGULAR) for _ in range(self.desc.size)]
 
-    def signal(self, semaphore: Any, device: Any) -> None:
-        for number, one in enumerate(semaphore):
-            pl.when(device == number)(functools.partial(pl.semaphore_signal, one))
+    def signal_each(self, semaphore: Any) -> None:
+        simt.barrier()
+        for one in semaphore:
+            pl.semaphore_signal(one)
 
     def wait(self, semaphore: Any, value: int) -> None:
         for number, one in enumerate(semaphore):

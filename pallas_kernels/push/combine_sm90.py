@@ -73,6 +73,7 @@ def combine_body(
     devices = make_devices(desc)
     rows, row_of, slots, weights = map(devices.own, (rows, row_of, slots, weights))
     mailbox, table, out = map(devices.own, (mailbox, table, out))
+    me = mailbox_sm90.index(table, desc.size)
     length = WARPGROUP * desc.return_vector
     layout = plgpu.Layout.WG_STRIDED((length,), vec_size=desc.return_vector)
     starts = pieces(desc.width, length)
@@ -89,19 +90,19 @@ def combine_body(
         mailbox_sm90.store(table, device, row * desc.width + start, values, layout)
 
     parts = 1 if config.takes_whole_rows else len(starts)
-    first = lax.rem(devices.me + 1, jnp.int32(desc.size)) * desc.num_tokens
 
     def one_arrived(item):
-        arrived = lax.rem(first + lax.div(item, jnp.int32(parts)), jnp.int32(desc.num_rows))
+        number = lax.div(item, jnp.int32(parts))
         here = starts if config.takes_whole_rows else [start_of(lax.rem(item, jnp.int32(parts)))]
+        token = lax.div(number, jnp.int32(desc.size))  # blocks side by side send to different devices
+        device = lax.rem(me + 1 + number, jnp.int32(desc.size))
+        arrived = device * desc.num_tokens + token
         places = [row_of[arrived * desc.top_k + j] for j in range(desc.top_k)]
-        device = lax.div(arrived, jnp.int32(desc.num_tokens))
-        token = arrived - device * desc.num_tokens
 
         @pl.when(functools.reduce(lax.max, places) >= 0)
         def _():
             loads = functools.partial(load, rows)
-            send(desc, devices, device, token, places, here, weights, loads, functools.partial(store, device))
+            send(desc, me, device, token, places, here, weights, loads, functools.partial(store, device))
 
     share(desc.num_rows * parts, config, one_arrived)
     mailbox_sm90.signal(table, desc.size)
@@ -116,8 +117,8 @@ def combine_body(
     share(desc.num_tokens * len(starts), config, one_piece)
 
 
-def _send_rows(desc, devices, device, token, places, starts, weights, load, store):
-    del devices, device, weights
+def _send_rows(desc, me, device, token, places, starts, weights, load, store):
+    del me, device, weights
     for j, place in enumerate(places):
 
         @pl.when(place >= 0)
@@ -127,7 +128,7 @@ def _send_rows(desc, devices, device, token, places, starts, weights, load, stor
                 store(token * desc.top_k + j, start, value)
 
 
-def _send_sums(desc, devices, device, token, places, starts, weights, load, store):
+def _send_sums(desc, me, device, token, places, starts, weights, load, store):
     zero = jnp.zeros((WARPGROUP * desc.return_vector,), jnp.float32)
     sums = [zero for _ in starts]
     for j, place in enumerate(places):
@@ -138,7 +139,7 @@ def _send_sums(desc, devices, device, token, places, starts, weights, load, stor
 
         sums = lax.cond(place >= 0, add, lambda *sums: list(sums), *sums)
     for start, value in zip(starts, sums, strict=True):
-        store(devices.me * desc.num_tokens + token, start, value.astype(desc.sum_dtype))
+        store(me * desc.num_tokens + token, start, value.astype(desc.sum_dtype))
 
 
 def _total_of_rows(desc, token, slots, weights, load):

@@ -8,7 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import mosaic
+from pallas_kernels.common import mosaic, simt
+from pallas_kernels.push import mailbox_sm90
 from pallas_kernels.push.config import PushConfig, PushDesc
 
 
@@ -21,7 +22,11 @@ class Devices:
 
     def __init__(self, desc: PushDesc):
         self.desc = desc
-        self.me: Any = lax.axis_index(desc.axis)
+
+    @property
+    def me(self) -> Any:
+        """Asking makes the launch one that waits for all devices; so do ``on`` and ``signal_each``."""
+        return lax.axis_index(self.desc.axis)
 
     def each(self) -> list[Any]:
         """All devices, this one last, each device starting with another."""
@@ -39,9 +44,14 @@ class Devices:
         """One on every device, zero at the start."""
         return pl.get_global(plgpu.SemaphoreType.REGULAR)
 
-    def signal(self, semaphore: Any, device: Any) -> None:
-        """Add one to a semaphore of a device."""
-        pl.semaphore_signal(semaphore, device_id=self._number(device), device_id_type=pl.DeviceIdType.LOGICAL)
+    def signal_each(self, semaphore: Any) -> None:
+        """Add one to the semaphore of every device, behind all stores of this block."""
+        simt.barrier()
+        if mosaic.INLINE_TAKES_REMOTE:
+            mailbox_sm90.signal_semaphores([self.on(semaphore, device) for device in self.each()])
+            return
+        for device in self.each():  # a fence each
+            pl.semaphore_signal(semaphore, device_id=self._number(device), device_id_type=pl.DeviceIdType.LOGICAL)
 
     def wait(self, semaphore: Any, value: int) -> None:
         """Until this device's semaphore has reached value."""

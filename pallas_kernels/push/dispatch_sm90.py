@@ -25,8 +25,8 @@ output too: the combine of the same call, combine_sm90.py, is its last use.
 Why it cannot hang. Every block signals every device once, tokens or not; the number of signals does not depend on the
 routing. One block waits; the others wait for nothing.
 
-Visibility: a block's stores come before its barrier, the barrier before the release of the other devices' semaphores at
-system scope, which their block 0 acquires.
+Visibility: a block's stores come before its barrier, the barrier before a fence of the system and the semaphores of all
+devices, which their block 0 acquires.
 
 The address of another device's buffer comes from a table of all arguments on all devices, which XLA fills before each
 execution (one process drives all devices); the device may be computed in the kernel.
@@ -49,10 +49,13 @@ from pallas_kernels.common import mosaic, simt
 from pallas_kernels.common.numerics import quantize_e4m3_group, quantize_e4m3_row, quantize_int8_token
 from pallas_kernels.common.rows import pieces, vector_length
 from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.push import mailbox_sm90
 from pallas_kernels.push.config import GROUP, PushConfig, PushDesc
 from pallas_kernels.push.devices_sm90 import Devices, block_kernel, share
-from pallas_kernels.push.mailbox_sm90 import TABLE_ROW, own_entry
 from pallas_kernels.quantize_and_permute.kernel_sm90 import GROUP_LAYOUT
+
+# Eight groups of 128 columns: two a warp, eight columns a thread.
+PAIRS_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((8, 128), (2, 8))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1)
 
 
 def dispatch_sm90(desc: PushDesc, config: PushConfig) -> Callable[..., Any]:
@@ -87,7 +90,7 @@ def dispatch_shapes(desc: PushDesc) -> tuple[tuple[int, ...], tuple[Any, ...]]:
         jax.ShapeDtypeStruct((desc.size, desc.padded_pairs), jnp.int32),
         jax.ShapeDtypeStruct((desc.size, desc.padded_pairs), jnp.float32) if has_sums else None,
         jax.ShapeDtypeStruct((desc.mailbox_rows, desc.width), desc.mailbox_dtype),
-        jax.ShapeDtypeStruct((desc.size + 1, TABLE_ROW), jnp.int32),
+        jax.ShapeDtypeStruct((desc.size + 1, mailbox_sm90.TABLE_ROW), jnp.int32),
     )
 
 
@@ -162,8 +165,8 @@ def dispatch_body(
     @pl.when(lax.axis_index("block") == 0)
     def _():
         own = devices.own(table)
-        own.at[desc.size][...] = simt.constant(0)
-        entry = own_entry(devices.own(mailbox), own, desc.size)
+        mailbox_sm90.start(own, desc.size, devices.me)
+        entry = mailbox_sm90.own_entry(devices.own(mailbox), own, desc.size)
         for device in devices.each():
             devices.on(table, device).at[devices.me][...] = entry
 
@@ -201,9 +204,7 @@ def dispatch_body(
         pl.when(item >= desc.num_vectors)(functools.partial(one_token, item - desc.num_vectors))
 
     share(desc.num_vectors + desc.num_tokens, config, one_item)
-    simt.barrier()
-    for device in devices.each():
-        devices.signal(arrived, device)
+    devices.signal_each(arrived)
 
     @pl.when(lax.axis_index("block") == 0)
     def _():
@@ -232,11 +233,12 @@ def _row_of_token(desc: PushDesc, x: Any, token: Any, send: Callable[..., None],
 def _groups_of_token(desc: PushDesc, x: Any, token: Any, send: Callable[..., None]) -> None:
     """Quantize a token with a scale for every 128 columns and send it, at most 64 groups at a time."""
     groups = desc.width // GROUP
-    piece = groups if groups <= 64 else 4
+    layout, least = (PAIRS_LAYOUT, 8) if groups % 8 == 0 else (GROUP_LAYOUT, 4)
+    piece = groups if groups <= 64 else least
     is_power_of_two = desc.quantization.endswith("_ue8m0")
     for start in range(0, groups, piece):
         part = pl.ds(start, piece)
-        values = mosaic.load(x.at[token, part], layout=GROUP_LAYOUT, optimized=False).astype(jnp.float32)
+        values = mosaic.load(x.at[token, part], layout=layout, optimized=False).astype(jnp.float32)
         amax = jnp.max(jnp.abs(values), axis=1)
         _, scale = quantize_e4m3_group(amax, amax, is_power_of_two)
         quantized, _ = quantize_e4m3_group(values, lax.broadcast_in_dim(amax, values.shape, [0]), is_power_of_two)

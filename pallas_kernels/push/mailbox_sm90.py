@@ -5,7 +5,8 @@ one another's addresses. A launch that was told the addresses as data needs neit
 an address means the same on each of them.
 
 A table is (size + 1, 128) int32 in global memory. Row d, written by device d: bytes 0 to 7 the address of its mailbox,
-8 to 15 that of its counter. The last row starts with this device's own counter. Blocks are of one warpgroup.
+8 to 15 that of its counter. The last row starts with this device's own counter, and its index. Blocks are of one
+warpgroup.
 """
 
 from typing import Any
@@ -20,6 +21,16 @@ from pallas_kernels.common import simt
 from pallas_kernels.common.sm90 import WARPGROUP
 
 TABLE_ROW = 128  # int32
+
+
+def start(table: Any, size: int, me: Any) -> None:
+    """This device's counter at zero, and its index behind it."""
+    table.at[size][...] = jnp.where(simt.thread_index() == 1, me, 0)
+
+
+def index(table: Any, size: int) -> Any:
+    """What ``start`` was told, where nothing else says which device this is."""
+    return table[size, 1]
 
 
 def own_entry(mailbox: Any, table: Any, size: int) -> Any:
@@ -84,6 +95,22 @@ def signal(table: Any, size: int) -> None:
         simt.asm([_address(table)], text, "l,~{memory}")
 
     add(table)
+
+
+def signal_semaphores(semaphores: list[Any]) -> None:
+    """Add one to each, on whatever device it is, behind what this thread block has stored and a barrier."""
+
+    @simt.inline(*[plgpu.RefType()] * len(semaphores))
+    def add(ctx, *semaphores):
+        del ctx
+        operands = [f"@p red.relaxed.sys.global.add.u32 [${i}], 1;" for i in range(len(semaphores))]
+        text = (
+            "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p fence.acq_rel.sys; "
+            f"{' '.join(operands)} }}"
+        )
+        simt.asm([_address(one) for one in semaphores], text, "l," * len(semaphores) + "~{memory}")
+
+    add(*semaphores)
 
 
 def wait(table: Any, size: int, count: int) -> None:
