@@ -186,7 +186,7 @@ class Cell:
         repeats = {}
         for name, program in programs.items():
             micros(program, 2)
-            repeats[name] = int(np.clip(15e3 / (micros(program, 2) * calls), 2, 20))
+            repeats[name] = int(np.clip(60e3 / (micros(program, 2) * calls), 2, 20))
         for _ in range(ROUNDS):
             for name, program in programs.items():
                 found[name]["us"].append(round(micros(program, repeats[name]), 2))
