@@ -4,6 +4,7 @@ Layout contract: see gemm_problem.py. The numerics of the Hopper kernel are in t
 """
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from gemm_problem import KINDS, ROUTINGS, dequantized, gemm_tolerance, make_problem
 from helpers import Tolerance, assert_rows_close
-from kernel_cases import GEMMS, gemm, gemm_case
+from kernel_cases import GEMMS, PACKED, gemm, gemm_case, packed_case
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, choose_config, config_error, grouped_gemm
@@ -19,6 +20,7 @@ from pallas_kernels.grouped_gemm.api import _describe
 from pallas_kernels.grouped_gemm.config import shared_memory
 from pallas_kernels.grouped_gemm.heuristics import choose_block_m, space, why_not
 from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
+from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc
 
 SILU = Activation("silu")
 OAI = Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)
@@ -142,6 +144,33 @@ def test_lowers_for_cuda(name, block_m):
     desc = gemm(name)
     config = candidates(desc, block_m, 132)[0]
     assert lower(name, desc, config).count("mosaic_gpu_v2") == 1
+
+
+def arrivals(case):
+    """Whether each arrival on a barrier has a fence before it, in the order of the kernel's text."""
+    jaxpr = str(jax.make_jaxpr(case.function)(*[jax.ShapeDtypeStruct(*shape) for shape in case.shapes]))
+    fence = re.compile(r"mgpu_fn=<function fence_async_shared_cta [^=]*(=[^=]*){3}\]\s*$")
+    return [fence.search(part) is not None for part in jaxpr.split("barrier_arrive ")[:-1]]
+
+
+READ_BY_WARPGROUPS = ("fp8 block", "fp8 block, bias", "int4 channel", "int4 to int8 g64, zero points", "mxfp4 to e4m3")
+
+
+@pytest.mark.parametrize("name", READ_BY_WARPGROUPS)
+def test_what_warpgroups_read_themselves_is_freed_behind_a_fence(name):
+    """Bulk copies overwrite it. Matrix instructions alone read the slots of the other formats."""
+    if name in PACKED:
+        desc = PackedDesc(**dict(rows=1024, n=512, k=512, num_experts=4) | PACKED[name])
+        case = packed_case(name, desc, PackedConfig(64, 2, 1, 2))
+    else:
+        case = gemm_case(name, gemm(name), GemmConfig(128, 128, 3))
+    found = arrivals(case)
+    assert found and all(found)
+
+
+def test_slots_that_matrix_instructions_read_are_freed_without_a_fence():
+    """The slot, then the tile's vectors."""
+    assert arrivals(gemm_case("fp8 row", gemm("fp8 row"), GemmConfig(128, 128, 3))) == [False, True]
 
 
 @pytest.mark.parametrize("name", GEMMS)
