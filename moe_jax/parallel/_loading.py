@@ -21,7 +21,7 @@ from moe_jax.loading._expert_names import ExpertTensor, is_expert_name, layer_of
 from moe_jax.loading._weight_loader import RULES
 from moe_jax.parallel._parallel_config import ParallelConfig
 from moe_jax.parallel._placement import Placement
-from moe_jax.parallel._weights import assemble, in_slots, local_config, tensor_axes
+from moe_jax.parallel._weights import abstract_share, assemble, in_slots, local_config, tensor_axes
 from moe_jax.quantization import ExpertWeights, method_for
 from moe_jax.quantization._methods import input_scale_name
 from moe_jax.quantization._scale_checks import check_scale_values, common_input_scale
@@ -44,7 +44,7 @@ class ShardedExpertReader:
         config: its scheme is how the weights come out. Raises as ``ExpertReader.load``.
         """
         tensors = self._tensors(layer, config)
-        own = local_config(config, placement, parallel)
+        own, target = local_config(config, placement, parallel), abstract_share(config, placement, parallel)
         is_kept = self._reader(self._source).stored_scheme(layer) is not None or not config.scheme.is_quantized
         cuts = None
         if parallel.tensor_size > 1 and is_kept and isinstance(self._source, Checkpoint):
@@ -55,17 +55,16 @@ class ShardedExpertReader:
             slots = placement.experts_of(expert_rank)
             ids = np.unique(slots[slots >= 0]).tolist()
             if not ids:
-                target = method_for(own.scheme).abstract_weights(own)
                 return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), target)
             if cuts is not None:
                 of_rank = {name: cut.of_rank(tensor_rank) for name, cut in cuts.items()}
                 share = _Share(self._source, tensors, ids, of_rank)
                 wanted = dataclasses.replace(own, num_experts=config.num_experts)
-                return _placed_share(self._load(share, layer, wanted, ids), ids, slots, own, 0)
+                return _placed_share(self._load(share, layer, wanted, ids), ids, slots, target, 0)
             if expert_rank not in whole:
                 whole.clear()
                 whole[expert_rank] = self._load(_Share(self._source, tensors, ids, {}), layer, config, ids)
-            return _placed_share(whole[expert_rank], ids, slots, own, tensor_rank)
+            return _placed_share(whole[expert_rank], ids, slots, target, tensor_rank)
 
         scales = self._input_scales(tensors, config)
         return assemble(config, placement, parallel, lambda *ranks: _with_input_scales(read(*ranks), scales))
@@ -211,10 +210,9 @@ class _Share:
 
 
 def _placed_share(
-    weights: ExpertWeights, ids: Sequence[int], slots: np.ndarray, own: MoEConfig, tensor_rank: int
+    weights: ExpertWeights, ids: Sequence[int], slots: np.ndarray, target: ExpertWeights, tensor_rank: int
 ) -> ExpertWeights:
-    """A device's share: the experts ``ids`` in its slots, and of I the part of ``tensor_rank``."""
-    target = method_for(own.scheme).abstract_weights(own)
+    """A share with the shapes of ``target``: the experts ``ids`` in its slots, and of I the part of ``tensor_rank``."""
     order = np.where(slots >= 0, np.searchsorted(ids, slots), -1)
 
     def place(leaf: Any, wanted: Any, axis: int) -> Any:

@@ -134,6 +134,14 @@ def abstract_placed_weights(config: MoEConfig, placement: Placement, parallel: P
     )
 
 
+def abstract_share(config: MoEConfig, placement: Placement, parallel: ParallelConfig) -> ExpertWeights:
+    """What one device holds of placed weights, as ShapeDtypeStructs."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype),
+        abstract_placed_weights(config, placement, parallel),
+    )
+
+
 def place_weights(
     weights: ExpertWeights, config: MoEConfig, placement: Placement, parallel: ParallelConfig
 ) -> ExpertWeights:

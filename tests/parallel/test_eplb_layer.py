@@ -253,12 +253,13 @@ def test_slots_that_would_be_empty_take_copies():
 # -- another mesh -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", [(2, 2), None])
-def test_experts_move_to_another_mesh(target):
-    """Fewer devices, tensor parallelism as well, no mesh at all: the same experts, the same recorded load."""
-    source = make_layer("w4a16_g32_asym", has_bias=True)
-    slots = np.random.default_rng(0).permutation(np.arange(16) % E).astype(np.int32)
-    rearrange_expert_weights(source, Placement.from_slots(slots, E, 8))
+@pytest.mark.parametrize(("shape", "target"), [((8,), (2, 2)), ((2,), (8,)), ((8,), None)])
+def test_experts_move_to_another_mesh(shape, target):
+    """Fewer devices, with tensor parallelism as well, more devices, no mesh at all: the same experts and load."""
+    source = make_layer("w4a16_g32_asym", shape, has_bias=True)
+    num_slots = source.placement.get_value().num_slots
+    slots = np.random.default_rng(0).permutation(np.arange(num_slots) % E).astype(np.int32)
+    rearrange_expert_weights(source, Placement.from_slots(slots, E, shape[0]))
     x, logits = make_tokens()
     expected, stats = source(x, logits, return_stats=True)
     assert_same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
@@ -283,7 +284,7 @@ def test_experts_move_to_another_mesh(target):
     np.testing.assert_array_equal(resized.load(), state.load())
     plan = rebalance(resized)
     resized = plan.apply(0, other, resized)
-    assert resized.num_devices == 2 and resized.num_slots == 12
+    assert (resized.num_devices, resized.num_slots) == {(2, 2): (2, 12), (8,): (8, 16)}[target]
     np.testing.assert_allclose(other(x, logits), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 

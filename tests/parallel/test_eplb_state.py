@@ -171,6 +171,7 @@ def test_when_a_rebalance_is_due():
     due = [step for step in range(10_000) if is_rebalance_due(step)]
     assert due == [750, 3750, 6750, 9750]
     assert [step for step in range(6) if is_rebalance_due(step, 2)] == [1, 3, 5]
+    assert make_state().window.shape[0] == 1000
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------
