@@ -8,35 +8,18 @@ command buffers. Random weights, each call routed anew (see moe_layer.py).
 """
 
 import argparse
-import glob
-import os
 import sys
-import tempfile
-
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _trace import NO_COMMAND_BUFFERS, traced
 from moe_layer import MODELS, locked, random_weights
 
 import moe_jax
 from moe_jax.quantization import Scheme
 
 CALLS = 10
-
-
-def kernels(folder: str) -> list[tuple[float, float, str]]:
-    """(start us, duration us, name) of all kernels in a trace, by start."""
-    found = []
-    for path in glob.glob(f"{folder}/**/*.xplane.pb", recursive=True):
-        for plane in jax.profiler.ProfileData.from_file(path).planes:
-            if "GPU" not in plane.name:
-                continue
-            for row in plane.lines:
-                if "Stream" in row.name:
-                    found += [(e.start_ns / 1e3, e.duration_ns / 1e3, e.name) for e in row.events]
-    return sorted(found)
 
 
 def main() -> int:
@@ -56,13 +39,12 @@ def main() -> int:
             x = jax.random.normal(kx, (tokens, hidden), jnp.bfloat16)
             logits = list(jax.random.normal(kz, (CALLS, tokens, experts), jnp.float32))
             program = jax.jit(lambda w, x, logits, layer=layer: [layer(w, x, z) for z in logits])
-            compiled = program.lower(weights, x, logits).compile()
-            with locked(options.lock), tempfile.TemporaryDirectory() as folder:
+            compiled = program.lower(weights, x, logits).compile(compiler_options=NO_COMMAND_BUFFERS)
+            with locked(options.lock):
                 for _ in range(2):
                     jax.block_until_ready(compiled(weights, x, logits))
-                with jax.profiler.trace(folder):
+                with traced() as found:
                     jax.block_until_ready(compiled(weights, x, logits))
-                found = kernels(folder)
             each, rest = divmod(len(found), CALLS)
             total = found[-1][0] + found[-1][1] - found[0][0] if found else float("nan")
             print(f"{model} {name} T={tokens}: {len(found)} kernels, {total / CALLS:.1f} us a call", flush=True)

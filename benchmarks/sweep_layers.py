@@ -14,7 +14,6 @@ of its kernels by JAX's profiler; of the present choice also with command buffer
 import argparse
 import dataclasses
 import functools
-import glob
 import json
 import os
 import re
@@ -30,6 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _trace import NO_COMMAND_BUFFERS, PAUSE, Kernel, split, traced
 from moe_layer import locked, making, scheme_named
 from sweep_space import H200_SMS, rows_per_expert
 
@@ -41,9 +41,7 @@ from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc
 from pallas_kernels.grouped_gemm.config import SWAPPED_BLOCK_MS, config_error, shared_memory
 from pallas_kernels.tuning import Entry, LayerConfig, LayerKey, Table, table_for
 
-NO_GRAPHS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
 ROUNDS = 3
-_PAUSE = 0.004  # seconds between two layers of a trace, which tells them apart
 
 
 def calls_of(tokens: int) -> int:
@@ -103,38 +101,15 @@ def parse(text: str) -> LayerConfig:
     return LayerConfig(int(height), *found)
 
 
-def kernels(folder: str) -> list[tuple[float, float, str]]:
-    """(start us, duration us, name) of all kernels in a trace, by start."""
-    found = []
-    for path in glob.glob(f"{folder}/**/*.xplane.pb", recursive=True):
-        for plane in jax.profiler.ProfileData.from_file(path).planes:
-            for row in plane.lines if "GPU" in plane.name else ():
-                if "Stream" in row.name:
-                    found += [(e.start_ns / 1e3, e.duration_ns / 1e3, e.name) for e in row.events]
-    return sorted(found)
-
-
-def split(found: list[tuple[float, float, str]]) -> list[list[tuple[float, float, str]]]:
-    """The kernels of each program: between two of them there is a pause."""
-    parts: list[list[tuple[float, float, str]]] = [[]]
-    end = found[0][0] if found else 0.0
-    for kernel in found:
-        if kernel[0] - end > _PAUSE * 0.5e6:
-            parts.append([])
-        parts[-1].append(kernel)
-        end = kernel[0] + kernel[1]
-    return parts
-
-
-def per_call(part: list[tuple[float, float, str]], calls: int) -> dict[str, Any]:
+def per_call(part: list[Kernel], calls: int) -> dict[str, Any]:
     """Median microseconds of each kernel of a call, and of the gap before it."""
     each, rest = divmod(len(part), calls)
     if rest or not each:
-        return dict(kernels=f"{len(part)} kernels in {calls} calls: {sorted({k[2][:40] for k in part})[:8]}")
+        return dict(kernels=f"{len(part)} kernels in {calls} calls: {sorted({k.name[:40] for k in part})[:8]}")
     starts, durations = (np.array([k[i] for k in part]).reshape(calls, each) for i in (0, 1))
     flat = starts.ravel()[1:] - (starts + durations).ravel()[:-1]
     gaps = np.append(np.nan, flat).reshape(calls, each)
-    names = [kernel[2][:24] for kernel in part[:each]]
+    names = [kernel.name[:24] for kernel in part[:each]]
     return dict(
         kernels=[round(float(value), 2) for value in np.median(durations, axis=0)],
         gaps=[round(float(value), 2) for value in np.nanmedian(gaps, axis=0)],
@@ -190,17 +165,14 @@ class Cell:
         for _ in range(ROUNDS):
             for name, program in programs.items():
                 found[name]["us"].append(round(micros(program, repeats[name]), 2))
-        traced = [name for name in programs if name != "graph"]
-        options: Any = jax.profiler.ProfileOptions()
-        options.python_tracer_level = options.host_tracer_level = 0
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=options):
-                for name in traced:
-                    jax.block_until_ready(programs[name](*args))
-                    time.sleep(_PAUSE)
-            parts = split(kernels(folder))
-        if len(parts) == len(traced):
-            for name, part in zip(traced, parts, strict=True):
+        apart = [name for name in programs if name != "graph"]
+        with traced() as kernels:
+            for name in apart:
+                jax.block_until_ready(programs[name](*args))
+                time.sleep(PAUSE)
+        parts = split(kernels)
+        if len(parts) == len(apart):
+            for name, part in zip(apart, parts, strict=True):
                 found[name] |= per_call(part, calls)
         return found
 
@@ -219,7 +191,7 @@ def run_cell(text: str, options: argparse.Namespace, until: float) -> None:
             break
         record = records[str(number)] = dict(base) if one is None else base | dataclasses.asdict(one)
         try:
-            programs[str(number)] = cell.compiled(number, one, NO_GRAPHS)
+            programs[str(number)] = cell.compiled(number, one, NO_COMMAND_BUFFERS)
             if one is None:
                 programs["graph"] = cell.compiled(number, None, {})
         except Exception as error:

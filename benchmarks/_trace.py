@@ -1,0 +1,50 @@
+"""Kernels of a GPU by JAX's profiler: what ran when, and for how long."""
+
+import contextlib
+import glob
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+# In compiler_options: launches outside of command buffers, whose kernels are not traced one by one.
+NO_COMMAND_BUFFERS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
+PAUSE = 0.004  # seconds to sleep between two programs of a trace, so that ``split`` tells them apart
+
+
+class Kernel(NamedTuple):
+    """start, duration: microseconds."""
+
+    start: float
+    duration: float
+    name: str
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[list[Kernel]]:
+    """A list that holds the kernels of the block, by start, once it is over."""
+    found: list[Kernel] = []
+    options: Any = jax.profiler.ProfileOptions()
+    options.python_tracer_level = options.host_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            yield found
+        for path in glob.glob(f"{folder}/**/*.xplane.pb", recursive=True):
+            for plane in jax.profiler.ProfileData.from_file(path).planes:
+                for row in plane.lines if "GPU" in plane.name else ():
+                    if "Stream" in row.name:
+                        found += [Kernel(e.start_ns / 1e3, e.duration_ns / 1e3, e.name) for e in row.events]
+    found.sort()
+
+
+def split(found: list[Kernel]) -> list[list[Kernel]]:
+    """The kernels of each program, where ``PAUSE`` lay between them."""
+    parts: list[list[Kernel]] = []
+    end = -float("inf")
+    for kernel in found:
+        if kernel.start - end > PAUSE * 0.5e6:
+            parts.append([])
+        parts[-1].append(kernel)
+        end = kernel.start + kernel.duration
+    return parts
