@@ -10,6 +10,7 @@ these kernels at few tokens, and the gaps between kernels are not in them.
 
 import argparse
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ def main() -> None:
                     if fmt == "e4m3_group" and hidden % 128:
                         continue
                     size = 1 if fmt.startswith(("e4m3", "int8")) else 2
-                    ways = {"": (_permute, _requantize)}
+                    ways: dict[str, Any] = {"": (_permute, _requantize)}
                     if fmt in MICROSCALING:
                         ways[" by XLA"] = (_permute_by_xla, _requantize_by_xla)
                     for way, functions in ways.items():
