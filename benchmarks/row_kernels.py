@@ -66,6 +66,8 @@ def device_time(call, args: tuple) -> tuple[float, int]:
         jax.block_until_ready(compiled(values, args[1:]))
     with traced() as found:
         jax.block_until_ready(compiled(values, args[1:]))
+    if not found:
+        raise RuntimeError("the profiler saw no kernel of a GPU; this script needs one")
     return sum(kernel.duration for kernel in found) / calls, round(len(found) / calls)
 
 
