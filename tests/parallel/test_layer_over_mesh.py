@@ -47,6 +47,36 @@ def test_jit_and_shapes():
         assert_rows_close(y, expected, tolerance("fp8_channel", np.float32))
 
 
+ROUTERS = [
+    dict(zero_expert_type="identity", e_score_correction_bias=jnp.linspace(0.3, -0.3, E + 2)),
+    dict(
+        scoring_func="sigmoid",
+        use_grouped_topk=True,
+        num_expert_group=3,
+        topk_group=2,
+        e_score_correction_bias=jnp.linspace(-0.5, 0.5, E),
+    ),
+    dict(scoring_func="sqrtsoftplus", hash_indices_table=jnp.array([[0, 3], [5, 1], [2, 4]])),
+]
+
+
+@pytest.mark.parametrize("router", marked(ROUTERS, ()), ids=lambda router: next(iter(router)))
+def test_what_a_router_takes_beside_logits(router):
+    """Correction biases and tables are on every device, ids are split with the tokens; x is added for zero experts
+    once."""
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.standard_normal((9, H)), jnp.float32)
+    z = jnp.asarray(rng.standard_normal((9, E + 2 if "zero_expert_type" in router else E)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, 3, 9)) if "hash_indices_table" in router else None
+    expected, expected_stats = make_layer(**router)(x, z, token_ids=ids, return_stats=True)
+    mesh = mesh_of(e=4, t=2)
+    for options in (dict(data_axis="e", dispatch="all_gather"), dict(reduce_results=False)):
+        layer = make_layer(mesh, expert_axis="e", tensor_axis="t", **router, **options)
+        y, stats = layer(x, z, token_ids=ids, return_stats=True)
+        assert_rows_close(y if y.ndim == 2 else y.sum(axis=0), expected, tolerance("fp8_channel", np.float32))
+        np.testing.assert_array_equal(stats.topk_ids, expected_stats.topk_ids)
+
+
 @pytest.mark.parametrize("axis_type", marked(["Auto", "Explicit"], {1}))
 def test_the_callers_sharding_returns(axis_type):
     mesh = mesh_of(axis_type, d=2, e=4)
