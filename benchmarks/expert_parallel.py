@@ -17,8 +17,8 @@ Tokens are per GPU. Parts:
 
 Lines after the cells compare: push with the fastest of XLA's ways, and tokens per second with those of one GPU.
 
-A cell that cannot run has an "error" in the JSON and its reason in the text. Times are of one call of several in a row
-inside jit, each of which waits for the one before, as layers do (a small kernel sees to that, in every cell alike).
+A cell that cannot run has an "error" in the JSON and its reason in the text. Times are of one call in a loop inside
+jit, each of which waits for the one before, as layers do under scan; those of the loop without the call are taken off.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _timing import header, time_in_jit
+from _timing import header, time_in_loop
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import moe_jax
@@ -82,14 +82,9 @@ def copies_on(parallel: ParallelConfig, values: list[Any], spec: PartitionSpec) 
     return [jax.device_put(value, NamedSharding(parallel.mesh, spec)) for value in values]
 
 
-def after(parallel: ParallelConfig, spec: PartitionSpec, position: int) -> Any:
-    """``link`` of ``time_in_jit``: the tokens, argument ``position``, with a trace of the result before."""
-
-    def touch(x: Any, y: Any) -> Any:
-        return x.at[:1, :128].add((y[:1, :128] * 1e-30).astype(x.dtype))
-
-    touched = jax.shard_map(touch, mesh=parallel.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
-    return lambda args, y: (*args[:position], touched(args[position], y), *args[position + 1 :])
+def trace_of(y: Any) -> Any:
+    """(T, 1) float32 for the next round, of a result that is computed whole."""
+    return jax.lax.optimization_barrier(y)[:, :1].astype(jnp.float32) * 1e-30
 
 
 def least_rows(size: int, top_k: int) -> float:
@@ -119,43 +114,41 @@ def measure_exchange(model: str, dispatch: str, size: int, tokens: int) -> dict:
     total, rng = size * tokens, np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((total, hidden), np.float32)).astype(jnp.bfloat16)
     weights = jnp.full((total, top_k), 1 / top_k, jnp.float32)
-    slots = [
-        np.argsort(rng.random((total, experts)), axis=1)[:, :top_k].astype(np.int32)
-        if total * experts < 1 << 22
-        else rng.integers(0, experts, (total, top_k)).astype(np.int32)
-        for _ in range(10)
-    ]
-    (x, weights), slots = copies_on(parallel, [x, weights], by_token), copies_on(parallel, slots, by_token)
+    slots = np.argsort(rng.random((total, experts)), axis=1)[:, :top_k].astype(np.int32)
+    x, weights, slots = copies_on(parallel, [x, weights, slots], by_token)
 
-    def exchange_with(serve: Any) -> Any:
-        def run(x: Any, weights: Any, varied: Any, *rows: Any) -> Any:
-            def one_device(x: Any, weights: Any, slots: Any, row_of: Any, *rows: Any) -> Any:
-                own = dataclasses.replace(exchange, serve=functools.partial(serve, row_of, *rows))
-                return WAYS[dispatch](x, weights, slots, own).astype(jnp.bfloat16)
+    def one_device(serve: Any, x: Any, weights: Any, slots: Any) -> Any:
+        own = dataclasses.replace(exchange, serve=serve)
+        return WAYS[dispatch](x, weights, slots, own).astype(jnp.bfloat16)
 
-            specs = (by_token,) * (4 + len(rows))
-            mapped = jax.shard_map(one_device, mesh=parallel.mesh, in_specs=specs, out_specs=by_token, check_vma=False)
-            return mapped(x, weights, *varied, *rows)
-
-        return run
+    def over(function: Any, count: int) -> Any:
+        specs = (by_token,) * count
+        return jax.shard_map(function, mesh=parallel.mesh, in_specs=specs, out_specs=by_token, check_vma=False)
 
     few = min(total, 64 * size)  # push holds a row of each of their experts once more
-    some = copies_on(parallel, [part[:few] for part in (x, weights, slots[0])], by_token)
-    got = jax.jit(exchange_with(functools.partial(rows_as_they_came, exchange.slots_per_device)))(
-        *some[:2], (some[2], some[2])
-    )
+    some = copies_on(parallel, [part[:few] for part in (x, weights, slots)], by_token)
+    as_they_came = functools.partial(rows_as_they_came, exchange.slots_per_device)
+    got = jax.jit(over(functools.partial(one_device, as_they_came), 3))(*some)
     got, expected = np.asarray(got, np.float32), np.asarray(some[0], np.float32)
     if not np.allclose(got, expected, rtol=0.08, atol=0.05):
         raise RuntimeError(f"the exchange is wrong: {np.abs(got - expected).max()}")
-    variants, rows = [(one, one) for one in slots], []
+    args = [x, weights, slots]
     if dispatch == "push":
-        places = [places_of(np.asarray(one), size, exchange.slots_per_device) for one in slots]
-        most = max(int(one.max()) for one in places) + 1
-        variants = list(zip(slots, copies_on(parallel, places, by_token), strict=True))
-        rows = copies_on(parallel, [jnp.zeros((size * most, hidden), jnp.bfloat16)], by_token)
-    run = exchange_with(rows_there_already)
-    link = after(parallel, by_token, 0)
-    micros = time_in_jit(run, (x, weights, variants[0], *rows), varied=2, variants=variants, link=link)
+        places = places_of(np.asarray(slots), size, exchange.slots_per_device)
+        rows = jnp.zeros((size * (int(places.max()) + 1), hidden), jnp.bfloat16)
+        args += copies_on(parallel, [places, rows], by_token)
+
+    def one_round(carry: Any, x: Any, weights: Any, slots: Any, *there: Any) -> Any:
+        x, slots, carry = jax.lax.optimization_barrier((x, slots, carry))  # or XLA moves work out of the loop
+        y = one_device(functools.partial(rows_there_already, *there), x, weights + carry, slots)
+        return trace_of(y)
+
+    def empty_round(carry: Any, x: Any, weights: Any, *_: Any) -> Any:
+        return trace_of(x) + (weights + carry)[:, :1] * 1e-30
+
+    once, empty = (over(one, 1 + len(args)) for one in (one_round, empty_round))
+    carry = copies_on(parallel, [jnp.zeros((total, 1), jnp.float32)], by_token)[0]
+    micros = time_in_loop(lambda i, args, c: once(c, *args), lambda i, args, c: empty(c, *args), args, carry)
     moved = 2 * 2 * tokens * hidden * least_rows(size, top_k)
     return dict(us=round(micros, 1), gbps=round(moved / micros / 1e3, 1))
 
@@ -195,16 +188,21 @@ def measure_layer(config: moe_jax.MoEConfig, dispatch: str | None, size: int, to
     placement = Placement.create(config.num_experts, size)
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((total, config.hidden_size), np.float32)).astype(config.dtype)
-    logits = [rng.standard_normal((total, config.num_experts), np.float32) for _ in range(10)]
+    logits = rng.standard_normal((total, config.num_experts), np.float32)
     name = dispatch or "replicate"
     by_token = PartitionSpec(parallel.token_axes(name) or None)
-    (x,), logits = copies_on(parallel, [x], by_token), copies_on(parallel, logits, by_token)
+    x, logits, carry = copies_on(parallel, [x, logits, np.zeros((total, 1), np.float32)], by_token)
 
-    def run(weights: Any, placement: Placement, x: Any, logits: Any) -> Any:
-        return fused_moe(x, logits, weights, config, parallel, placement=placement)
+    def once(i: Any, args: Any, carry: Any) -> Any:
+        weights, placement, x, logits = args
+        x, carry = jax.lax.optimization_barrier((x, carry))
+        return trace_of(fused_moe(x, logits + carry, weights, config, parallel, placement=placement))
 
-    link = after(parallel, by_token, 2)
-    micros = time_in_jit(run, (weights, placement, x, logits[0]), varied=3, variants=logits, link=link)
+    def empty(i: Any, args: Any, carry: Any) -> Any:
+        _, _, x, logits = args
+        return trace_of(x) + (logits + carry)[:, :1] * 1e-30
+
+    micros = time_in_loop(once, empty, (weights, placement, x, logits), carry)
     default = describe(dataclasses.replace(parallel, dispatch=None), config, total)
     return dict(us=round(micros, 1), tokens_per_s=round(total / micros * 1e6), default=default)
 

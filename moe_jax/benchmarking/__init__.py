@@ -4,7 +4,7 @@ from moe_jax.benchmarking._bench import BenchReport, bench
 from moe_jax.benchmarking._layer import MODELS, SHAPES, layer_shape, measure_layer, operand_of, random_weights
 from moe_jax.benchmarking._limits import Limits, measure_limits
 from moe_jax.benchmarking._report import draw_roofline, render
-from moe_jax.benchmarking._timing import NUM_VARIANTS, header, time_in_jit
+from moe_jax.benchmarking._timing import NUM_VARIANTS, header, time_in_jit, time_in_loop
 
 __all__ = [
     "MODELS",
@@ -22,4 +22,5 @@ __all__ = [
     "random_weights",
     "render",
     "time_in_jit",
+    "time_in_loop",
 ]

@@ -26,7 +26,6 @@ def time_in_jit(
     rest_s: float = 0.0,
     calls: tuple[int, int] = _CALLS,
     compiler_options: Mapping[str, Any] | None = None,
-    link: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] | None = None,
 ) -> float:
     """Microseconds one ``call(*args)`` takes on the device, launches inside one program included.
 
@@ -38,8 +37,8 @@ def time_in_jit(
     them, count what calls[1] calls read. Median over samples. turn: makes the context of everything that runs on the
     device; programs are compiled outside of it, with XLA's ``compiler_options``. rest_s: idle time before each sample,
     which then begins with a program that is not counted, for calls that bring the device to its power limit, where its
-    clocks fall within tens of milliseconds. link: ``(args, result) -> args`` of the next call, which then waits for the
-    result; without it XLA may overlap calls, and merges collectives.
+    clocks fall within tens of milliseconds. Calls do not wait for one another: XLA may overlap them, and merges their
+    collectives (``time_in_loop`` is for those).
 
     Raises RuntimeError when the longer program did not take longer: the machine is too busy, or the call too short.
     """
@@ -51,12 +50,7 @@ def time_in_jit(
 
     def program(count):
         def run(args, copies):
-            results = []
-            for i in range(count):
-                results.append(inner(*args[:varied], copies[i], *args[varied + 1 :]))
-                if link is not None:
-                    args = link(args, results[-1])
-            return results
+            return [inner(*args[:varied], copies[i], *args[varied + 1 :]) for i in range(count)]
 
         return jax.jit(run)
 
@@ -92,6 +86,35 @@ def time_in_jit(
             f"{long} calls did not take longer than {short}: the machine is too busy, or the call too short"
         )
     return found
+
+
+def time_in_loop(
+    body: Callable[..., Any], empty: Callable[..., Any], args: Any, carry: Any, *, rounds: int = 40, samples: int = 7
+) -> float:
+    """Microseconds one ``body(i, args, carry) -> carry`` takes on the device in a loop, as layers run under ``scan``.
+
+    Each round waits for the carry of the one before. What the loop itself costs, ``empty`` in place of body, is taken
+    off, so that body should do all that empty does. Median over samples of each.
+    """
+
+    def seconds(one: Callable[..., Any]) -> float:
+        def loop(count):
+            run = jax.jit(lambda args, carry: jax.lax.fori_loop(0, count, lambda i, c: one(i, args, c), carry))
+            return run.lower(args, carry).compile()
+
+        short, long = loop(4), loop(4 + rounds)
+        found = []
+        for sample in range(samples + 2):
+            times = []
+            for program in (short, long):
+                start = time.perf_counter()
+                jax.block_until_ready(program(args, carry))
+                times.append(time.perf_counter() - start)
+            if sample >= 2:
+                found.append((times[1] - times[0]) / rounds)
+        return float(np.median(found))
+
+    return (seconds(body) - seconds(empty)) * 1e6
 
 
 def header() -> str:

@@ -6,21 +6,23 @@ Every block (one warpgroup):
         rows return:  load each row -> store it at its (token, slot) in the mailbox of the token's device
         sums return:  load the rows, add them up times their weights in float32 in the order of the slots, round ->
                       store the sum at (this device, token) in that mailbox
-    behind all that: signal every device; wait for every block of every device
+    the last block to come here: signal every device, behind what all have stored
+    wait for every device
     for each of its own tokens' pieces: weighted sum of its rows in the order of the slots, as a single device adds
         them; or sum of the devices' sums in their order; in float32
 
 The mailboxes are outputs of the dispatch of the same call, and inputs here. A device's mailbox is its own from the
 start of its dispatch until this launch ends on it. Another device learns its address, and that its counter is zero,
 from that dispatch, which ends behind the signals of all; so no store and no signal comes too early. This launch ends on
-a device when every block of every device has signalled it, behind its stores: none comes too late. So there is no
+a device when every device has signalled it, behind the stores of all its blocks: none comes too late. So there is no
 barrier before the launch, and no memory to fill.
 
-Why it cannot hang. Every block signals every device once and waits for all; all blocks of a device are resident
-together (``BLOCKS_PER_SM``), so none of those that others wait for is kept from running.
+Why it cannot hang. Every device signals every device once; all blocks of a device wait, and are resident together
+(``BLOCKS_PER_SM``), so none of those that others wait for is kept from running.
 
-Visibility: a block's stores come before its barrier, the barrier before a fence of the system and the count; a waiting
-block acquires the count at system scope and passes a barrier before it reads. It has not read its mailbox before.
+Visibility: a block's stores come before its barrier, the barrier before a fence of the system and the count of blocks;
+the last block passes another fence before it signals; a waiting block acquires the signals at system scope and passes
+a barrier before it reads. It has not read its mailbox before.
 """
 
 import functools
@@ -105,8 +107,8 @@ def combine_body(
             send(desc, me, device, token, places, here, weights, loads, functools.partial(store, device))
 
     share(desc.num_rows * parts, config, one_arrived)
-    mailbox_sm90.signal(table, desc.size)
-    mailbox_sm90.wait(table, desc.size, desc.size * config.num_blocks)
+    mailbox_sm90.signal(table, desc.size, config.num_blocks)
+    mailbox_sm90.wait(table, desc.size)
 
     def one_piece(item):
         token = lax.div(item, jnp.int32(len(starts)))
@@ -155,12 +157,18 @@ def _total_of_sums(desc, token, slots, weights, load):
     del weights
     owned = [slots[token * desc.top_k + j] for j in range(desc.top_k)]
     owners = [lax.div(slot, jnp.int32(desc.slots_per_device)) for slot in owned]
-    total = None
-    for device in range(desc.size):
-        sent = functools.reduce(
+    sent = [
+        functools.reduce(
             lambda a, b: a | b, [(owner == device) & (slot >= 0) for owner, slot in zip(owners, owned, strict=True)]
         )
-        total = _add(total, load(device * desc.num_tokens + token), sent)
+        for device in range(desc.size)
+    ]
+    some = functools.reduce(lax.max, [jnp.where(is_sent, device, 0) for device, is_sent in enumerate(sent)])
+    total = None
+    for device, is_sent in enumerate(sent):
+        # In place of a row that nobody sent one that is read anyhow, without a branch in front of the next load.
+        row = jnp.where(is_sent, device, some) * desc.num_tokens + token
+        total = _add(total, load(row), is_sent)
     return total
 
 

@@ -5,8 +5,8 @@ one another's addresses. A launch that was told the addresses as data needs neit
 an address means the same on each of them.
 
 A table is (size + 1, 128) int32 in global memory. Row d, written by device d: bytes 0 to 7 the address of its mailbox,
-8 to 15 that of its counter. The last row starts with this device's own counter, and its index. Blocks are of one
-warpgroup.
+8 to 15 that of its counter. The last row: this device's counter, its index, and how many of its blocks are done. Blocks
+are of one warpgroup.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ TABLE_ROW = 128  # int32
 
 
 def start(table: Any, size: int, me: Any) -> None:
-    """This device's counter at zero, and its index behind it."""
+    """This device's last row, before any of its blocks or other devices count."""
     table.at[size][...] = jnp.where(simt.thread_index() == 1, me, 0)
 
 
@@ -80,17 +80,24 @@ def store(table: Any, device: Any, start: Any, values: Any, layout: Any) -> None
     write(table, device, start, values)
 
 
-def signal(table: Any, size: int) -> None:
-    """Add one to the counter of each device, behind all stores of this block. All its threads call."""
+def signal(table: Any, size: int, num_blocks: int) -> None:
+    """Add one to the counter of each device, behind all stores of all num_blocks blocks, each of which calls once. The
+    last one to come does, so that counters of other devices see few additions. All threads of a block call.
+    """
     simt.barrier()
 
     @simt.inline(plgpu.RefType())
     def add(ctx, table):
         del ctx
+        own = 4 * TABLE_ROW * size + 8
+        each = " ".join(
+            f"ld.global.b64 a, [$0+{4 * TABLE_ROW * device + 8}]; red.relaxed.sys.global.add.u32 [a], 1;"
+            for device in range(size)
+        )
         text = (
-            f"{{ .reg .pred p; .reg .b32 t; .reg .b64 a; mov.u32 t, %tid.x; setp.lt.u32 p, t, {size}; "
-            f"mad.wide.u32 a, t, {4 * TABLE_ROW}, $0; @p ld.global.b64 a, [a+8]; @p fence.acq_rel.sys; "
-            "@p red.relaxed.sys.global.add.u32 [a], 1; }"
+            "{ .reg .pred p; .reg .b32 t; .reg .b64 a; mov.u32 t, %tid.x; setp.ne.u32 p, t, 0; @p bra DONE; "
+            f"fence.acq_rel.sys; atom.relaxed.gpu.global.add.u32 t, [$0+{own}], 1; "
+            f"setp.ne.u32 p, t, {num_blocks - 1}; @p bra DONE; fence.acq_rel.sys; {each} DONE: }}"
         )
         simt.asm([_address(table)], text, "l,~{memory}")
 
@@ -113,15 +120,15 @@ def signal_semaphores(semaphores: list[Any]) -> None:
     add(*semaphores)
 
 
-def wait(table: Any, size: int, count: int) -> None:
-    """Until this device's counter has reached count; what came before each signal is visible then. All threads call."""
+def wait(table: Any, size: int) -> None:
+    """Until all devices have signalled this one; what came before each signal is visible then. All threads call."""
 
     @simt.inline(plgpu.RefType())
     def spin(ctx, table):
         del ctx
         text = (
             "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.ne.u32 p, t, 0; @p bra DONE; "
-            f"AGAIN: ld.acquire.sys.global.u32 t, [$0]; setp.lt.u32 p, t, {count}; @p bra AGAIN; "
+            f"AGAIN: ld.acquire.sys.global.u32 t, [$0]; setp.lt.u32 p, t, {size}; @p bra AGAIN; "
             "DONE: bar.sync 0; }"
         )
         counter = arith.addi(_address(table), _constant(4 * TABLE_ROW * size))
