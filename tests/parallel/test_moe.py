@@ -138,19 +138,42 @@ def test_partial_sums():
     assert_rows_close(y, expected + np.asarray(shared), tolerance("bf16", np.float32))
 
 
-@pytest.mark.parametrize("dispatch", marked(["replicate", "all_gather"], ()))
-def test_gradients(dispatch):
-    config = case_config("bf16")
-    (x, logits), weights, _, _ = reference(config, 6, "random")
-    parallel = make_parallel("ep2-tp2", dispatch=dispatch)
-    placement = Placement.create(EXPERTS, 2)
+GRADIENTS = [
+    ("ep2-tp2", "replicate", "Auto"),
+    ("ep2-tp2", "all_gather", "Explicit"),
+    ("dp2-ep4", "all_gather", "Auto"),
+    ("sp=tp2-ep2-dp2", "all_gather", "Explicit"),
+    ("ep4-tp2", "all_to_all", "Auto"),
+    ("dp4", "replicate", "Explicit"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_gradients(case):
+    """Of tokens, logits and experts, with the forward pass computed anew (``jax.checkpoint``)."""
+    layout, dispatch, axis_type = case
+    config = case_config("bf16", has_bias=True)
+    (x, logits), weights, _, _ = reference(config, 12, "random")
+    parallel = make_parallel(layout, axis_type, dispatch=dispatch)
+    placement = Placement.create(EXPERTS, parallel.expert_size)
     placed = place_weights(weights, config, placement, parallel)
     target = jnp.asarray(np.random.default_rng(7).standard_normal(x.shape), jnp.float32)
-    expected = jax.grad(lambda x, z: (on_one_device(x, z, weights, config) * target).sum(), (0, 1))(x, logits)
-    found = jax.jit(
-        jax.grad(lambda x, z: (fused_moe(x, z, placed, config, parallel, placement=placement) * target).sum(), (0, 1))
-    )(x, logits)
-    for one, other in zip(found, expected, strict=True):
+
+    def gradients(function, *arguments):
+        return jax.jit(jax.grad(lambda *a: (jax.checkpoint(function)(*a) * target).sum(), (0, 1, 2)))(*arguments)
+
+    expected = gradients(lambda x, z, w: on_one_device(x, z, w, config), x, logits, weights)
+    dx, dz, placed_dw = gradients(
+        lambda x, z, w: fused_moe(x, z, w, config, parallel, placement=placement), x, logits, placed
+    )
+    slots = placement.logical_to_physical[:, 0]
+    dw = jax.tree.map(
+        lambda found, wanted: np.asarray(found)[slots][tuple(slice(0, n) for n in wanted.shape)],
+        jax.tree.leaves(placed_dw),
+        jax.tree.leaves(expected[2]),
+    )
+    for one, other in zip((dx, dz, *dw), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
 
 
