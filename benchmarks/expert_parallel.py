@@ -1,8 +1,8 @@
 """Expert parallelism on the GPUs of one host: each dispatch alone, the whole layer on 1 and N GPUs, NCCL beside it.
 
     python benchmarks/expert_parallel.py [--models dsv3,qwen3] [--tokens 16,64,256,1024,4096] [--schemes fp8_block]
-    [--dispatches replicate,all_gather,all_to_all,ragged_all_to_all,push] [--parts exchange,layer,strong,nccl]
-    [--json FILE]
+    [--dispatches replicate,all_gather,all_to_all,ragged_all_to_all,push] [--parts exchange,layer,nccl]
+    [--jobs 14] [--json FILE]
     XLA_FLAGS=--xla_force_host_platform_device_count=2 JAX_PLATFORMS=cpu python benchmarks/expert_parallel.py --toy
 
 Tokens are per GPU. Parts:
@@ -10,12 +10,12 @@ Tokens are per GPU. Parts:
     exchange  dispatch and combine with nothing between them: us, and GB/s of the rows that a GPU must send and receive
               at least (one copy of a token for each GPU that has experts of it, both ways, 16 bits), whatever it moves.
               push sends e4m3 and a scale for every 128 columns; the rows it brings back are in a buffer already
-    layer     the whole layer: 2, 4, ... N GPUs on N * T tokens beside one GPU with all experts on T tokens
-    strong    the same GPUs on the largest T in all, beside the layer on one GPU with that T
+    layer     the whole layer: 2, 4, ... N GPUs on N * T tokens beside one GPU with all experts on T, and on N * T, tokens
     nccl      the same exchange through torch.distributed, where torch has CUDA: all_gather and reduce_scatter of the
               tokens; all_to_all there and back of one row for each of a token's experts, in equal shares
 
-Lines after the cells compare: push with the fastest of XLA's ways, and tokens per second with those of one GPU.
+Lines after the cells compare: push with the fastest of XLA's ways, and tokens per second with those of one GPU. With
+--jobs processes compile beside one another and time one at a time.
 
 A cell that cannot run has an "error" in the JSON and its reason in the text. Times are of one call in a loop inside
 jit, each of which waits for the one before, as layers do under scan; those of the loop without the call are taken off.
@@ -26,9 +26,12 @@ import dataclasses
 import functools
 import json
 import os
+import selectors
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -36,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from _timing import header, time_in_loop
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from moe_layer import locked, making
 
 import moe_jax
 from moe_jax.benchmarking import random_weights
@@ -59,6 +63,10 @@ DISPATCHES = (
     "push",
     "push:bfloat16",
 )
+
+
+Turn = Callable[[], Any]
+Measures = Iterator[tuple[int, Callable[[], dict]]]
 
 
 def mesh_of(size: int) -> jax.sharding.Mesh:
@@ -92,7 +100,7 @@ def least_rows(size: int, top_k: int) -> float:
     return (size - 1) * (1 - (1 - 1 / size) ** top_k)
 
 
-def measure_exchange(model: str, dispatch: str, size: int, tokens: int) -> dict:
+def measure_exchange(turn: Turn, model: str, dispatch: str, size: int, tokens: int) -> dict:
     """Dispatch and combine of ``tokens`` tokens per device; experts return their rows."""
     experts, top_k, hidden, _ = MODELS[model]
     dispatch, _, sums = dispatch.partition(":")
@@ -128,8 +136,9 @@ def measure_exchange(model: str, dispatch: str, size: int, tokens: int) -> dict:
     few = min(total, 64 * size)  # push holds a row of each of their experts once more
     some = copies_on(parallel, [part[:few] for part in (x, weights, slots)], by_token)
     as_they_came = functools.partial(rows_as_they_came, exchange.slots_per_device)
-    got = jax.jit(over(functools.partial(one_device, as_they_came), 3))(*some)
-    got, expected = np.asarray(got, np.float32), np.asarray(some[0], np.float32)
+    with turn():
+        got = np.asarray(jax.jit(over(functools.partial(one_device, as_they_came), 3))(*some), np.float32)
+    expected = np.asarray(some[0], np.float32)
     if not np.allclose(got, expected, rtol=0.08, atol=0.05):
         raise RuntimeError(f"the exchange is wrong: {np.abs(got - expected).max()}")
     args = [x, weights, slots]
@@ -148,7 +157,14 @@ def measure_exchange(model: str, dispatch: str, size: int, tokens: int) -> dict:
 
     once, empty = (over(one, 1 + len(args)) for one in (one_round, empty_round))
     carry = copies_on(parallel, [jnp.zeros((total, 1), jnp.float32)], by_token)[0]
-    micros = time_in_loop(lambda i, args, c: once(c, *args), lambda i, args, c: empty(c, *args), args, carry)
+    micros = time_in_loop(
+        lambda i, args, c: once(c, *args),
+        lambda i, args, c: empty(c, *args),
+        args,
+        carry,
+        rounds=8 if dispatch.startswith("ragged") else 40,
+        turn=turn,
+    )
     moved = 2 * 2 * tokens * hidden * least_rows(size, top_k)
     return dict(us=round(micros, 1), gbps=round(moved / micros / 1e3, 1))
 
@@ -179,7 +195,9 @@ def rows_there_already(row_of: Any, rows: Any, arrived: Any, first_slot: Any, se
     return send_back(rows, row_of)
 
 
-def measure_layer(config: moe_jax.MoEConfig, dispatch: str | None, size: int, total: int, weights: Any) -> dict:
+def measure_layer(
+    turn: Turn, config: moe_jax.MoEConfig, dispatch: str | None, size: int, total: int, weights: Any
+) -> dict:
     """The whole layer on ``size`` devices for ``total`` tokens in all."""
     dispatch, _, sums = (dispatch or "").partition(":")
     parallel = ParallelConfig(
@@ -202,60 +220,60 @@ def measure_layer(config: moe_jax.MoEConfig, dispatch: str | None, size: int, to
         _, _, x, logits = args
         return trace_of(x) + (logits + carry)[:, :1] * 1e-30
 
-    micros = time_in_loop(once, empty, (weights, placement, x, logits), carry)
+    micros = time_in_loop(once, empty, (weights, placement, x, logits), carry, turn=turn)
     default = describe(dataclasses.replace(parallel, dispatch=None), config, total)
     return dict(us=round(micros, 1), tokens_per_s=round(total / micros * 1e6), default=default)
 
 
-def cells_of(args: argparse.Namespace) -> Iterator[tuple[dict, Any]]:
-    """(what the cell is, a function that measures it)."""
-    size, tokens = args.devices, [int(count) for count in args.tokens.split(",")]
-    for model in args.models.split(","):
-        if "exchange" in args.parts:
-            for count in tokens:
-                for dispatch in args.dispatches.split(","):
-                    key = dict(part="exchange", model=model, dispatch=dispatch, devices=size, tokens=count)
-                    yield key, functools.partial(measure_exchange, model, dispatch, size, count)
+def groups_of(args: argparse.Namespace) -> list[tuple[dict, Any]]:
+    """(what the cells of a group have in common, a function of a turn that yields (number of tokens, measure))."""
+    size, tokens, parts = args.devices, [int(count) for count in args.tokens.split(",")], args.parts.split(",")
+    models, dispatches, groups = args.models.split(","), args.dispatches.split(","), []
+    for model in models if "layer" in parts else ():
         for scheme in args.schemes.split(","):
-            yield from layer_cells(args, model, scheme, size, tokens)
-    if "nccl" in args.parts:
-        pairs = [(model, count) for model in args.models.split(",") for count in tokens]
-        shapes = tuple((MODELS[model][2], count, MODELS[model][1]) for model, count in pairs)
-        for index, (model, count) in enumerate(pairs):
-            for way, name in enumerate(("nccl all_gather + reduce_scatter", "nccl all_to_all")):
-                key = dict(part="nccl", model=model, dispatch=name, devices=size, tokens=count)
-                yield key, functools.partial(measure_nccl, way, size, shapes, index)
+            config = make_config(model, scheme)
+            for count in [count for count in (1, 2, 4, 8) if count < size] + [size]:
+                for dispatch in [None] if count == 1 else dispatches:
+                    key = dict(part="layer", model=model, scheme=scheme, dispatch=dispatch or "one device")
+                    groups.append(
+                        (key | dict(devices=count), functools.partial(layers, config, dispatch, count, tokens))
+                    )
+    for model in models if "exchange" in parts else ():
+        for dispatch in dispatches:
+            key = dict(part="exchange", model=model, dispatch=dispatch, devices=size)
+            groups.append((key, functools.partial(exchanges, model, dispatch, size, tokens)))
+    for model in models if "nccl" in parts else ():
+        for way, name in enumerate(("nccl all_gather + reduce_scatter", "nccl all_to_all")):
+            key = dict(part="nccl", model=model, dispatch=name, devices=size)
+            groups.append((key, functools.partial(nccl_exchanges, model, way, size, tokens)))
+    return groups
 
 
-def layer_cells(
-    args: argparse.Namespace, model: str, scheme: str, size: int, tokens: list[int]
-) -> Iterator[tuple[dict, Any]]:
-    parts = args.parts.split(",")
-    if not {"layer", "strong"} & set(parts):
-        return
-    config = make_config(model, scheme)
-    for count_devices in [count for count in (1, 2, 4, 8) if count < size] + [size]:
-        parallel = ParallelConfig(mesh_of(count_devices), expert_axis="expert")
-        weights = functools.cache(
-            functools.partial(make_weights, config, parallel, Placement.create(config.num_experts, count_devices))
-        )
-        dispatches = [None] if count_devices == 1 else args.dispatches.split(",")
-        cells = [("layer", count * count_devices, count) for count in tokens if "layer" in parts]
-        if "strong" in parts and (count_devices > 1 or "layer" not in parts):
-            cells.append(("strong", max(tokens), max(tokens) // count_devices))
-        for part, total, per_device in cells:
-            for dispatch in dispatches:
-                key = dict(part=part, model=model, scheme=scheme, dispatch=dispatch or "one device")
-                key |= dict(devices=count_devices, tokens=per_device, total=total)
-                yield key, lambda d=dispatch, n=count_devices, t=total, w=weights: measure_layer(config, d, n, t, w())
-        weights.cache_clear()
+def layers(
+    config: moe_jax.MoEConfig, dispatch: str | None, size: int, tokens: list[int], lock: str | None, turn: Turn
+) -> Measures:
+    placement = Placement.create(config.num_experts, size)
+    with making(lock):
+        weights = make_weights(config, ParallelConfig(mesh_of(size), expert_axis="expert"), placement)
+    for count in tokens:
+        yield count, functools.partial(measure_layer, turn, config, dispatch, size, count * size, weights)
+
+
+def exchanges(model: str, dispatch: str, size: int, tokens: list[int], turn: Turn) -> Measures:
+    for count in tokens:
+        yield count, functools.partial(measure_exchange, turn, model, dispatch, size, count)
+
+
+def nccl_exchanges(model: str, way: int, size: int, tokens: list[int], turn: Turn) -> Measures:
+    _, top_k, hidden, _ = MODELS[model]
+    for index, count in enumerate(tokens):
+        shapes = tuple((hidden, each, top_k) for each in tokens)
+        yield count, functools.partial(measure_nccl, turn, way, size, shapes, index)
 
 
 @functools.cache
 def all_of_nccl(size: int, shapes: tuple[tuple[int, int, int], ...]) -> list[list[float]]:
     """For each (hidden, tokens, top_k): microseconds of both ways. One set of processes times them all."""
-    import tempfile
-
     import torch
     from torch.multiprocessing.spawn import spawn
 
@@ -267,9 +285,10 @@ def all_of_nccl(size: int, shapes: tuple[tuple[int, int, int], ...]) -> list[lis
             return json.load(file)
 
 
-def measure_nccl(way: int, size: int, shapes: tuple[tuple[int, int, int], ...], index: int) -> dict:
+def measure_nccl(turn: Turn, way: int, size: int, shapes: tuple[tuple[int, int, int], ...], index: int) -> dict:
     hidden, tokens, top_k = shapes[index]
-    micros = all_of_nccl(size, shapes)[index][way]
+    with turn():
+        micros = all_of_nccl(size, shapes)[index][way]
     moved = 2 * 2 * tokens * hidden * least_rows(size, top_k)
     return dict(us=round(micros, 1), gbps=round(moved / micros / 1e3, 1))
 
@@ -327,17 +346,56 @@ def compare(cells: list[dict]) -> Iterator[str]:
                 f"{cell['us']} us, {best['dispatch']} {best['us']} us = {best['us'] / cell['us']:.2f}"
             )
     for cell in ran:
-        if cell["part"] not in ("layer", "strong") or cell["devices"] == 1:
+        if cell["part"] != "layer" or cell["devices"] == 1:
             continue
-        wanted = cell["tokens"] if cell["part"] == "layer" else cell["total"]
         for alone in ran:
             is_same = all(alone.get(k) == cell[k] for k in ("model", "scheme"))
-            if is_same and alone["devices"] == 1 and alone["total"] == wanted and alone["part"] in ("layer", "strong"):
+            if (
+                is_same
+                and alone["devices"] == 1
+                and alone["tokens"] in (cell["tokens"], cell["tokens"] * cell["devices"])
+            ):
+                times = cell["tokens"] * cell["devices"] / cell["us"] / (alone["tokens"] / alone["us"])
                 yield (
-                    f"{cell['part']} {cell['model']} {cell['scheme']} {cell['dispatch']}: {cell['total']} tokens on "
-                    f"{cell['devices']} {cell['tokens_per_s'] / alone['tokens_per_s']:.2f} times one with {wanted}"
+                    f"layer {cell['model']} {cell['scheme']} {cell['dispatch']}: {cell['tokens']} tokens on each of "
+                    f"{cell['devices']} {times:.2f} times one with {alone['tokens']}"
                 )
-                break
+
+
+def run_groups(args: argparse.Namespace, report: Callable[[dict], None]) -> None:
+    """Every args.share-th group of cells, in this process."""
+    turn = functools.partial(locked, args.lock)
+    first, step = args.share
+    for key, measures in groups_of(args)[first::step]:
+        count = 0
+        try:
+            for count, measure in measures(turn):
+                report(key | dict(tokens=count) | measure())
+        except Exception as error:  # one group that fails must not hide the others
+            report(key | dict(tokens=count, error=f"{type(error).__name__}: {str(error)[:200]}"))
+
+
+def run_jobs(args: argparse.Namespace, report: Callable[[dict], None]) -> None:
+    """The groups in ``args.jobs`` processes; their cells as they come."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, *sys.argv[1:], "--lock", f"{folder}/lock"]
+        workers = [
+            subprocess.Popen([*command, "--share", str(i), str(args.jobs)], env=environment, stdout=subprocess.PIPE)
+            for i in range(args.jobs)
+        ]
+        with selectors.DefaultSelector() as waiting:
+            for worker in workers:
+                assert worker.stdout is not None
+                waiting.register(worker.stdout, selectors.EVENT_READ)
+            while waiting.get_map():
+                for ready, _ in waiting.select():
+                    stream: Any = ready.fileobj
+                    text = stream.readline()
+                    if not text:
+                        waiting.unregister(ready.fileobj)
+                    elif text.startswith(b"{"):
+                        report(json.loads(text))
 
 
 def main() -> int:
@@ -346,28 +404,32 @@ def main() -> int:
     parser.add_argument("--tokens", default="16,64,256,1024,4096")
     parser.add_argument("--schemes", default="fp8_block")
     parser.add_argument("--dispatches", default=",".join(DISPATCHES))
-    parser.add_argument("--parts", default="exchange,layer,strong,nccl")
+    parser.add_argument("--parts", default="exchange,layer,nccl")
     parser.add_argument("--devices", type=int, default=0, help="how many; 0 for all")
     parser.add_argument("--toy", action="store_true", help="a shape for simulated CPU devices")
     parser.add_argument("--json", help="where to write the cells")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--share", type=int, nargs=2, help="(of a job) which groups of cells: first, step")
+    parser.add_argument("--lock", help="(of a job) the file that whoever is timed locks")
     args = parser.parse_args()
     args.devices = args.devices or len(jax.devices())
     if args.toy:
         args.models, args.tokens, args.schemes = "toy", "4,16", "fp8_channel"
+    if args.share:
+        run_groups(args, lambda cell: print(json.dumps(cell), flush=True))
+        return 0
+    args.share = (0, 1)
     print(header(), f"{args.devices} devices", flush=True)
-    cells = []
-    for key, measure in cells_of(args):
-        try:
-            cell = key | measure()
-            text = ", ".join(f"{name} {cell[name]}" for name in cell if name not in key)
-        except Exception as error:  # one cell that fails must not hide the others
-            cell = key | dict(error=f"{type(error).__name__}: {str(error)[:200]}")
-            text = cell["error"]
+    cells: list[dict] = []
+
+    def report(cell: dict) -> None:
         cells.append(cell)
-        print(" ".join(f"{value!s:>10s}" for value in key.values()), " ", text, flush=True)
+        print(", ".join(f"{name} {value}" for name, value in cell.items()), flush=True)
         if args.json:
             with open(args.json, "w") as file:
                 json.dump(cells, file, indent=0)
+
+    (run_groups if args.jobs == 1 else run_jobs)(args, report)
     for line in compare(cells):
         print(line, flush=True)
     return 0

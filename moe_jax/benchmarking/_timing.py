@@ -89,32 +89,40 @@ def time_in_jit(
 
 
 def time_in_loop(
-    body: Callable[..., Any], empty: Callable[..., Any], args: Any, carry: Any, *, rounds: int = 40, samples: int = 7
+    body: Callable[..., Any],
+    empty: Callable[..., Any],
+    args: Any,
+    carry: Any,
+    *,
+    rounds: int = 40,
+    samples: int = 7,
+    turn: Callable[[], Any] = contextlib.nullcontext,
 ) -> float:
     """Microseconds one ``body(i, args, carry) -> carry`` takes on the device in a loop, as layers run under ``scan``.
 
     Each round waits for the carry of the one before. What the loop itself costs, ``empty`` in place of body, is taken
-    off, so that body should do all that empty does. Median over samples of each.
+    off, so that body should do all that empty does. Median over samples of each. turn: as for ``time_in_jit``.
     """
 
-    def seconds(one: Callable[..., Any]) -> float:
-        def loop(count):
-            run = jax.jit(lambda args, carry: jax.lax.fori_loop(0, count, lambda i, c: one(i, args, c), carry))
-            return run.lower(args, carry).compile()
+    def program(one: Callable[..., Any], count: int) -> Any:
+        run = jax.jit(lambda args, carry: jax.lax.fori_loop(0, count, lambda i, c: one(i, args, c), carry))
+        return run.lower(args, carry).compile()
 
-        short, long = loop(4), loop(4 + rounds)
-        found = []
-        for sample in range(samples + 2):
-            times = []
-            for program in (short, long):
-                start = time.perf_counter()
-                jax.block_until_ready(program(args, carry))
-                times.append(time.perf_counter() - start)
-            if sample >= 2:
-                found.append((times[1] - times[0]) / rounds)
-        return float(np.median(found))
-
-    return (seconds(body) - seconds(empty)) * 1e6
+    programs = [[program(one, count) for count in (4, 4 + rounds)] for one in (body, empty)]
+    found = []
+    with turn():
+        for pair in programs:
+            differences = []
+            for sample in range(samples + 2):
+                times = []
+                for run in pair:
+                    start = time.perf_counter()
+                    jax.block_until_ready(run(args, carry))
+                    times.append(time.perf_counter() - start)
+                if sample >= 2:
+                    differences.append((times[1] - times[0]) / rounds)
+            found.append(float(np.median(differences)))
+    return (found[0] - found[1]) * 1e6
 
 
 def header() -> str:
