@@ -10,7 +10,7 @@ Tokens are per GPU. Parts:
     exchange  dispatch and combine with nothing between them: us, and GB/s of the rows that a GPU must send and receive
               at least (one copy of a token for each GPU that has experts of it, both ways, 16 bits), whatever it moves.
               push sends e4m3 and a scale for every 128 columns; the rows it brings back are in a buffer already
-    layer     the whole layer: 2, 4, ... N GPUs on N * T tokens beside one GPU with all experts on T, and on N * T, tokens
+    layer     the whole layer: 2, 4, ... N GPUs on N * T tokens beside one GPU with all experts on T, and on N * T
     nccl      the same exchange through torch.distributed, where torch has CUDA: all_gather and reduce_scatter of the
               tokens; all_to_all there and back of one row for each of a token's experts, in equal shares
 
@@ -236,7 +236,10 @@ def groups_of(args: argparse.Namespace) -> list[tuple[dict, Any]]:
                 for dispatch in [None] if count == 1 else dispatches:
                     key = dict(part="layer", model=model, scheme=scheme, dispatch=dispatch or "one device")
                     groups.append(
-                        (key | dict(devices=count), functools.partial(layers, config, dispatch, count, tokens))
+                        (
+                            key | dict(devices=count),
+                            functools.partial(layers, config, dispatch, count, tokens, args.lock),
+                        )
                     )
     for model in models if "exchange" in parts else ():
         for dispatch in dispatches:
