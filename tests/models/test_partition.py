@@ -4,6 +4,7 @@ import collections
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import moe_jax
 from moe_jax.loading import Checkpoint
 from tests.models.cases import CASES, VOCAB, assert_logits_close, write_checkpoint
+from tests.models.families import FAMILIES, H, assert_rows_close
 
 
 def mesh_of(text, axis_type="Auto"):
@@ -53,6 +55,19 @@ LAYOUTS = (("tensor=4", "Auto"), ("expert=2,tensor=2", "Explicit"), ("expert=2",
 @pytest.mark.parametrize("name", [name for name in CASES if "rope" not in name and not name.startswith("qwen3_l")])
 def test_every_family(case, name, layout):
     check_answers(case(name), *layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_blocks_of_every_family(tmp_path, name):
+    """Also of families whose whole models are not built: routers, correction biases and shared experts around experts
+    that lie one by one or in one tensor."""
+    FAMILIES[name].write(tmp_path)
+    layer, x = FAMILIES[name].moe_layers[0], np.random.default_rng(0).standard_normal((9, H)).astype(np.float32)
+    expected = np.asarray(moe_jax.load_moe(tmp_path, layer, dtype="float32")(jnp.asarray(x)))
+    for layout in LAYOUTS:
+        block = moe_jax.load_moe(tmp_path, layer, dtype="float32", mesh=mesh_of(*layout))
+        assert_rows_close(block(jnp.asarray(x)), expected)
 
 
 @pytest.fixture
