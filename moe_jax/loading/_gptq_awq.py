@@ -172,10 +172,14 @@ class PackedView:
             shape = (8 * shape[0], packing.words_per_row(shape[1], 4))
         return stored._replace(name=name, shape=shape)
 
-    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+    def is_converted(self, name: str) -> bool:
+        """Whether ``read`` makes the tensor out of others, all of it whatever part is asked for."""
+        return name in self._sources
+
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> np.ndarray:
         """As ``Checkpoint.read``. Raises CheckpointError for values that have no counterpart, naming the tensor."""
         if name not in self._sources:
-            return self._checkpoint.read(name, rows)
+            return self._checkpoint.read(name, rows, columns)
         module, suffix = self._sources[name]
         source = f"{module}.{_SOURCES[suffix]}"
         stored = self._checkpoint.read(source)
@@ -196,7 +200,8 @@ class PackedView:
             stored = stored.T
         result = np.ascontiguousarray(stored)
         result.flags.writeable = False
-        return result if rows is None else result[rows]
+        result = result if rows is None else result[rows]
+        return result if columns is None else result[:, columns]
 
     def _matrix(self, words: np.ndarray) -> np.ndarray:
         if self._container.method == "gptq":

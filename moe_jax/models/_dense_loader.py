@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from moe_jax.loading import CheckpointError, QuantizationConfig, layer_of
 from moe_jax.loading._errors import listed
 from moe_jax.loading._expert_names import CONTAINERS, is_expert_name
+from moe_jax.loading._gptq_awq import PackedView
 from moe_jax.loading._packed_tensors import conform_words, stored_shapes
 from moe_jax.loading._safetensors import DTYPES
 from moe_jax.parallel import ParallelConfig
@@ -202,11 +203,14 @@ def _part_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> _Part | None:
 
 
 def _can_cut(tensor: DenseTensor, source: Any, part: _Part) -> bool:
-    """Whether the part can be read alone: of a quantized matrix whole blocks, groups and words, in their order."""
+    """Whether the part can be read alone: of a quantized matrix whole blocks, groups and words, in their order, as they
+    are in the file."""
     if tensor.scheme is None:
         return True
     weights = tensor.scheme.weights
     if (weights is not None and weights.actorder) or (part.stop - part.start) % intermediate_unit(tensor.scheme):
+        return False
+    if isinstance(source, PackedView) and any(map(source.is_converted, tensor.leaves.values())):
         return False
     shapes = [source.info(name).shape for name in tensor.leaves.values()]
     return all(part.divides(tensor.shape[part.axis], shape) for shape in shapes)

@@ -11,6 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from moe_jax.models import load_pretrained
+from moe_jax.parallel._mesh import parse_mesh
 from pallas_kernels.common import packing
 from tests.loading.test_gptq_awq import AWQ, awq_words, gptq, stream
 from tests.models.cases import assert_logits_close
@@ -105,6 +106,22 @@ def test_logits(case, prompt, tmp_path, name, config):
     names = np.random.default_rng(1).permutation(list(tensors))
     model.reload_weights((name, tensors[name]) for name in names)
     assert_logits_close(model.score(ids), expected, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["expert=2,tensor=2", "tensor=4"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_over_a_mesh(case, prompt, tmp_path, config, mesh):
+    """Matrices are converted whole, then cut: the same values and logits, and again after a reload."""
+    quantized(case("qwen3"), tmp_path, CONFIGS[config])
+    alone = load_pretrained(tmp_path, dtype=jnp.float32)
+    spread = load_pretrained(tmp_path, dtype=jnp.float32, mesh=parse_mesh(mesh))
+    for name, module in alone.dense_modules().items():
+        np.testing.assert_array_equal(spread.dense_modules()[name].weight.get_value(), module.weight.get_value())
+    ids = prompt(2, 40)
+    assert_logits_close(spread.score(ids), np.asarray(alone.score(ids)))
+    spread.reload_weights(tmp_path)
+    assert_logits_close(spread.score(ids), np.asarray(alone.score(ids)))
 
 
 def test_three_bits_in_padded_words_and_plain_zero_points(case, prompt, tmp_path):
