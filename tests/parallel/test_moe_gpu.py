@@ -43,7 +43,7 @@ def test_tensor_and_expert_axes_on_gpus():
     shape = (2, 2) if len(jax.devices()) >= 4 else (1, 2)
     mesh = jax.make_mesh(shape, ("e", "t"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: shape[0] * 2])
     x = jnp.asarray(np.random.default_rng(0).standard_normal((64, H)), jnp.bfloat16)
-    logits = np.random.default_rng(1).standard_normal((64, E)).astype(np.float32)
+    logits = jnp.asarray(np.random.default_rng(1).standard_normal((64, E)), jnp.float32)
     for scheme in ("bf16", "fp8_block", "w4a16_g128"):
         layer = make_layer(scheme, mesh, expert_axis="e", tensor_axis="t")
         assert_rows_close(layer(x, logits), make_layer(scheme)(x, logits), tolerance(scheme, jnp.bfloat16))
