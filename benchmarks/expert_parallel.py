@@ -176,9 +176,8 @@ def places_of(slots: np.ndarray, size: int, slots_per_device: int) -> np.ndarray
     return np.where(here, rank, -1).reshape(-1, slots.shape[1]).astype(np.int32)
 
 
-def rows_as_they_came(slots_per_device: int, unused: Any, arrived: Any, first_slot: Any, send_back: Any) -> Any:
+def rows_as_they_came(slots_per_device: int, arrived: Any, first_slot: Any, send_back: Any) -> Any:
     """Experts that return their rows, one for each (token, slot) that arrived here."""
-    del unused
     values = arrived.codes.astype(jnp.float32)
     if arrived.scales is not None:
         values = values * jnp.repeat(arrived.scales, 128, axis=1)

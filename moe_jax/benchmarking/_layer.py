@@ -1,6 +1,7 @@
 """One layer of experts with random weights: its shapes, and the time of a call after the router logits."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -41,13 +42,17 @@ def layer_shape(model: str) -> tuple[int, int, int, int]:
     return experts, top_k, hidden, inner
 
 
+_TEMPORARY_BYTES = 1 << 30  # of 16-bit values while weights are made
+
+
 def random_weights(config: MoEConfig) -> ExpertWeights:
-    """Normal values, made and quantized on the device, in the layout that the kernels read; scales of groups rounded to
-    the dtype that the scheme holds them in.
+    """Normal values, made and quantized on the device some experts at a time, in the layout that the kernels read;
+    scales of groups rounded to the dtype that the scheme holds them in.
     """
     method = method_for(config.scheme)
     inner, hidden = config.intermediate_size, config.hidden_size
     fmt = config.scheme.weights
+    most = max(1, _TEMPORARY_BYTES // (6 * inner * hidden))  # experts whose 16-bit values fit
 
     def stack(key, lead, n, k):
         def values(key):
@@ -56,11 +61,15 @@ def random_weights(config: MoEConfig) -> ExpertWeights:
         keys = jax.random.split(key, int(np.prod(lead)))
         return jax.jit(lambda keys: jax.lax.map(values, keys).reshape(*lead, n, k))(keys)
 
-    key13, key2 = jax.random.split(jax.random.key(0))
-    w13 = stack(key13, (config.num_experts, 2), inner, hidden)
-    w2 = stack(key2, (config.num_experts,), hidden, inner)
-    leaves = method.quantize_leaves(w13, w2, None, config)
-    del w13, w2
+    def some_experts(first):
+        part = dataclasses.replace(config, num_experts=min(most, config.num_experts - first))
+        key13, key2 = jax.random.split(jax.random.fold_in(jax.random.key(0), first))
+        w13 = stack(key13, (part.num_experts, 2), inner, hidden)
+        w2 = stack(key2, (part.num_experts,), hidden, inner)
+        return method.quantize_leaves(w13, w2, None, part)
+
+    parts = [some_experts(first) for first in range(0, config.num_experts, most)]
+    leaves = {name: jnp.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     if fmt is not None and fmt.group_scale_dtype != "float32":
         leaves |= {
             name: leaf.astype(fmt.group_scale_dtype).astype(leaf.dtype)
