@@ -85,3 +85,30 @@ def run(parallel, config, num_tokens, routing, *, placement="linear", redundant=
     placed = place_weights(weights, config, placement, parallel)
     y, stats = fused_moe(x, logits, placed, config, parallel, placement=placement, return_stats=True, **options)
     return np.asarray(y), jax.tree.map(np.asarray, stats), placement
+
+
+def nonzero_bytes(array):
+    return np.count_nonzero(np.ascontiguousarray(array).view(np.uint8))
+
+
+def unplaced(weights, like, placement):
+    """Placed weights as one device holds them: slots to experts, padding cut off after checking that it is zeros."""
+
+    def leaf(placed, wanted):
+        placed = np.asarray(placed)
+        if placed.ndim == 0:
+            return placed
+        rows = placed[placement.logical_to_physical[:, 0]]
+        kept = rows[tuple(slice(0, n) for n in wanted.shape)]
+        assert nonzero_bytes(rows) == nonzero_bytes(kept)
+        assert not nonzero_bytes(placed[placement.physical_to_logical < 0])
+        return kept
+
+    return [leaf(a, b) for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(like), strict=True)]
+
+
+def assert_same_experts(block, expected):
+    """A block over a mesh holds, in its slots and shares, the bits of ``expected``, all experts of one device."""
+    found = unplaced(block.experts.weights.get_value(), expected, block.experts.placement.get_value())
+    for a, b in zip(found, jax.tree.leaves(expected), strict=True):
+        assert a.tobytes() == np.asarray(b).tobytes()

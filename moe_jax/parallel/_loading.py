@@ -212,18 +212,21 @@ class _Share:
 def _placed_share(
     weights: ExpertWeights, ids: Sequence[int], slots: np.ndarray, target: ExpertWeights, tensor_rank: int
 ) -> ExpertWeights:
-    """A share with the shapes of ``target``: the experts ``ids`` in its slots, and of I the part of ``tensor_rank``."""
+    """A share with the shapes of ``target``: the experts ``ids`` in its slots, and of I the part of ``tensor_rank``.
+
+    weights: all of I, or that part already, with rank 0. What reaches past the end of I is zeros.
+    """
     order = np.where(slots >= 0, np.searchsorted(ids, slots), -1)
 
     def place(leaf: Any, wanted: Any, axis: int) -> Any:
-        if leaf.shape == wanted.shape and (order == np.arange(order.size)).all():
-            return leaf
         if not leaf.shape:
+            return leaf
+        start = min(tensor_rank * wanted.shape[axis], leaf.shape[axis]) if axis >= 0 else 0
+        if start == 0 and leaf.shape == wanted.shape and (order == np.arange(order.size)).all():
             return leaf
         on_cpu = isinstance(leaf, np.ndarray) or next(iter(leaf.devices())).platform == "cpu"
         leaf = np.asarray(leaf) if on_cpu else leaf
-        if axis >= 0 and leaf.shape[axis] != wanted.shape[axis]:
-            start = min(tensor_rank * wanted.shape[axis], leaf.shape[axis])
+        if axis >= 0:
             leaf = leaf[(*(slice(None),) * axis, slice(start, start + wanted.shape[axis]))]
         return in_slots(np if on_cpu else jnp, leaf, order, wanted.shape)
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from mesh_cases import assert_same_experts
 
 import moe_jax
 from moe_jax.loading import Checkpoint
 from tests.models.cases import CASES, VOCAB, assert_logits_close, write_checkpoint
-from tests.models.families import FAMILIES, H, assert_rows_close
+from tests.models.families import FAMILIES, H, as_mxfp4, assert_rows_close
 
 
 def mesh_of(text, axis_type="Auto"):
@@ -68,6 +69,15 @@ def test_blocks_of_every_family(tmp_path, name):
     for layout in LAYOUTS:
         block = moe_jax.load_moe(tmp_path, layer, dtype="float32", mesh=mesh_of(*layout))
         assert_rows_close(block(jnp.asarray(x)), expected)
+
+
+def test_a_share_as_wide_as_all_columns(tmp_path):
+    """MXFP4 in blocks of 32 and I = 32: the first device of the tensor axis has all columns, the others zeros."""
+    as_mxfp4(tmp_path, FAMILIES["gpt_oss"].write(tmp_path, hidden_size=64))
+    alone = moe_jax.load_moe(tmp_path, 1, dtype="float32")
+    spread = moe_jax.load_moe(tmp_path, 1, dtype="float32", mesh=mesh_of("tensor=2"))
+    assert spread.experts.weights.get_value().w13.shape[2] == 2 * alone.experts.config.intermediate_size
+    assert_same_experts(spread, alone.experts.weights.get_value())
 
 
 @pytest.fixture

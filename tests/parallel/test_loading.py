@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import writers
 from jax.sharding import AxisType
-from mesh_cases import marked
+from mesh_cases import assert_same_experts, marked
 from safetensors.numpy import load_file, save_file
 
 import moe_jax
@@ -65,31 +65,6 @@ def checkpoint(tmp_path_factory):
         return target
 
     return directory
-
-
-def nonzero(array):
-    return np.count_nonzero(np.ascontiguousarray(array).view(np.uint8))
-
-
-def unplaced(weights, like, placement):
-    """Placed weights as one device holds them: slots to experts, padding cut off after checking that it is zeros."""
-
-    def leaf(placed, wanted):
-        placed = np.asarray(placed)
-        if placed.ndim == 0:
-            return placed
-        rows = placed[placement.logical_to_physical[:, 0]]
-        kept = rows[tuple(slice(0, n) for n in wanted.shape)]
-        assert nonzero(rows) == nonzero(kept) and not nonzero(placed[placement.physical_to_logical < 0])
-        return kept
-
-    return [leaf(a, b) for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(like), strict=True)]
-
-
-def assert_same_experts(block, expected):
-    found = unplaced(block.experts.weights.get_value(), expected, block.experts.placement.get_value())
-    for a, b in zip(found, jax.tree.leaves(expected), strict=True):
-        assert a.tobytes() == np.asarray(b).tobytes()
 
 
 LOADS = [
