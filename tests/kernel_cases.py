@@ -131,8 +131,9 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
     names = operand_names(desc)
     kernel = (grouped_gemm_swapped_sm90 if config.is_swapped else grouped_gemm_sm90)(desc, config)
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
+    form = " swapped" * config.is_swapped + f", steps of {config.step_blocks}" * (config.step_blocks > 1)
     return Case(
-        f"grouped_gemm {name}, {config.block_m} x {desc.halves} x {config.block_n}{' swapped' * config.is_swapped}",
+        f"grouped_gemm {name}, {config.block_m} x {desc.halves} x {config.block_n}{form}",
         lambda *arrays: kernel(dict(zip(names, arrays, strict=True))),
         tuple(shapes[n] for n in names),
         instruction,

@@ -89,11 +89,13 @@ class GemmConfig:
 
     block_m: rows of a tile, all of one expert (64 or 128: one or two multiplying warpgroups of 64 rows). block_n:
     output columns of a tile; a tile multiplies with halves * block_n weight rows. num_stages: slots of the
-    shared-memory ring, each one K step of 128 bytes. band: row tiles walked together, so that blocks running at the
-    same time share weights and activations in L2. row_chunk: rows of one activation load and of one output store;
-    chunks without a row in use are left out, which needs ``has_tile_rows``. None moves whole tiles. num_sms:
-    persistent blocks, one per multiprocessor. is_swapped: weights are the left operand of the product: block_m is
-    one of SWAPPED_BLOCK_MS, and one to four warpgroups multiply 64 channels (of each half) each, together block_n.
+    shared-memory ring, each one K step. band: row tiles walked together, so that blocks running at the same time share
+    weights and activations in L2. row_chunk: rows of one activation load and of one output store; chunks without a row
+    in use are left out, which needs ``has_tile_rows``. None moves whole tiles. num_sms: persistent blocks, one per
+    multiprocessor. is_swapped: weights are the left operand of the product: block_m is one of SWAPPED_BLOCK_MS, and one
+    to four warpgroups multiply 64 channels (of each half) each, together block_n.
+    step_blocks: blocks of 128 bytes of K in a step. Rows of K that are no multiple of 128 bytes are brought in boxes 64
+    or 32 bytes wide, which then come in larger batches.
     """
 
     block_m: int
@@ -103,6 +105,7 @@ class GemmConfig:
     row_chunk: int | None = None
     num_sms: int = 132
     is_swapped: bool = False
+    step_blocks: int = 1
 
     @property
     def num_consumers(self) -> int:
@@ -114,9 +117,9 @@ class GemmConfig:
         return self.block_m if self.row_chunk is None else self.row_chunk
 
 
-def block_k(desc: GemmDesc) -> int:
-    """Elements of K per step: 128 bytes, one scale group where operands are 8 bit wide."""
-    return 128 // desc.itemsize
+def block_k(desc: GemmDesc, config: GemmConfig) -> int:
+    """Elements of K per step. A block of 128 bytes is one scale group where operands are 8 bit wide."""
+    return config.step_blocks * 128 // desc.itemsize
 
 
 def piece_n(desc: GemmDesc, config: GemmConfig) -> int:
@@ -157,7 +160,7 @@ def store_swizzle(desc: GemmDesc, config: GemmConfig) -> int | None:
 def shared_memory(desc: GemmDesc, config: GemmConfig) -> int:
     """Bytes of shared memory a block uses: the ring, the output staging, per-tile vectors, barriers."""
     tile_rows = desc.halves * config.block_n
-    step = block_k(desc)
+    step = block_k(desc, config)
     total = smem_bytes((config.num_stages, config.block_m, step), desc.dtype)
     total += smem_bytes((config.num_stages, tile_rows, step), desc.dtype)
     total += smem_bytes(staging_shape(desc, config), desc.stored_dtype)
@@ -203,6 +206,8 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
     for name, dtype in (("w_scale", "float32" if desc.rhs_scale == "channel" else None), ("bias", desc.bias_dtype)):
         if dtype is not None and desc.halves > 1 and config.block_n * jnp.dtype(dtype).itemsize % TMA_ALIGN:
             return f"block_n={config.block_n}: the second half's {name} would not start on {TMA_ALIGN} bytes"
+    if config.step_blocks not in (1, 2, 4) or (config.step_blocks > 1 and desc.is_block_scaled):
+        return f"step_blocks={config.step_blocks}: 1, 2 or 4, and 1 where every 128 of K are scaled"
     if config.num_stages < 2:
         return f"num_stages={config.num_stages}: at least 2, one loading while one is multiplied"
     if (needed := shared_memory(desc, config)) > SMEM_BYTES:

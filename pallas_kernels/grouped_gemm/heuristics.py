@@ -36,14 +36,17 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
     A block reads (block_m + weight rows) * K bytes for block_m * weight rows products, and fp8 products at full rate
     leave room for about 64 bytes a clock: hence wide tiles. Narrow ones follow for calls with few tiles, where more
     blocks can read weights at once, and come first where 128 columns make fewer than two rounds of the machine.
-    With up to 96 rows 256 columns come last: fewer stages, and no faster. Each tile has as many stages as fit.
+    With up to 96 rows 256 columns come last: fewer stages, and no faster. Each tile has as many stages as fit. Steps of
+    four blocks of K follow where rows of K are no multiple of 128 bytes: 6 to 10% faster there (H200, one shape).
     """
     rows, tiles = _expected(desc, block_m)
     is_short = tiles * -(-desc.n // 128) < 1.8 * num_sms and block_m in (8, 16, 64)
     widths = (64, 128, 256) if is_short else (128, 64, 256)
     if block_m <= 96:
-        for block_n in widths:
-            yield _deepest(desc, GemmConfig(block_m, block_n, 2, num_sms=num_sms, is_swapped=True))
+        for blocks in (1, 4) if desc.k * desc.itemsize % 128 else (1,):
+            for block_n in widths:
+                config = GemmConfig(block_m, block_n, 2, num_sms=num_sms, is_swapped=True, step_blocks=blocks)
+                yield _deepest(desc, config)
     if block_m in (64, 128):
         # A tile that is nearly full is moved at once: eight copies a step hold up the producer.
         chunk = 16 if desc.has_tile_rows and rows / tiles < 0.75 * block_m else None
@@ -67,7 +70,7 @@ def why_not(desc: GemmDesc, config: GemmConfig) -> str | None:
         return reason
     if config.block_m == 64 and config.is_swapped:
         return "64 rows swapped: weights then pass the tensor core no faster than rows do, and one more layout to run"
-    if config.is_swapped and config.num_stages < 4:
+    if config.is_swapped and config.num_stages * config.step_blocks < 4:
         return f"{config.num_stages} stages: too few bytes on their way for tiles that wait for memory"
     if config.block_m == 128 and config.block_n < 64:
         return f"block_n={config.block_n}: for filling the machine at few rows"
@@ -120,7 +123,8 @@ def _expected(desc: Any, block_m: int) -> tuple[float, float]:
 def describe(desc: GemmDesc, config: GemmConfig) -> str:
     """One line for ``explain``."""
     swapped = ", operands swapped" if config.is_swapped else ""
+    step = f" of {config.step_blocks * 128} bytes of K" if config.step_blocks > 1 else ""
     return (
-        f"{config.block_m} x {desc.halves} x {config.block_n} tiles{swapped}, {config.num_stages} stages "
+        f"{config.block_m} x {desc.halves} x {config.block_n} tiles{swapped}, {config.num_stages} stages{step} "
         f"({shared_memory(desc, config) >> 10} KiB shared memory), {config.num_sms} persistent blocks"
     )

@@ -69,7 +69,7 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
     out, *out_scale = refs[len(names) :]
     scratch = Scratch(**allocated)
     warpgroup = lax.axis_index("warpgroup")
-    steps = k_steps(desc, operands["num_tiles"][0])
+    steps = k_steps(desc, config, operands["num_tiles"][0])
 
     def consume(m, n, e, count):
         in_use = operands["tile_rows"][m] - warpgroup * 64 if desc.has_tile_rows else None

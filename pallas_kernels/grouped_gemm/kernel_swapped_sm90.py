@@ -44,7 +44,7 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
     out = refs[-1]
     scratch = Scratch(**allocated)
     warpgroup = lax.axis_index("warpgroup")
-    steps = k_steps(desc, operands["num_tiles"][0])
+    steps = k_steps(desc, config, operands["num_tiles"][0])
 
     def consume(m, n, e, count):
         parts = _multiply(desc, config, scratch, warpgroup, steps, count)

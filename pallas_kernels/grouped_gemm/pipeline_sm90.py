@@ -47,7 +47,7 @@ class Scratch:
 def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     """Allocations for ``Scratch``, by field name."""
     stages, consumers = config.num_stages, config.num_consumers
-    step, tile_rows = block_k(desc), desc.halves * config.block_n
+    step, tile_rows = block_k(desc, config), desc.halves * config.block_n
     operand = mosaic.tiled(desc.dtype, sm90.swizzle_bytes(desc.k * desc.itemsize))
     staged = staging_shape(desc, config)
     stored = mosaic.tiled(desc.stored_dtype, store_swizzle(desc, config))
@@ -80,13 +80,13 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     return types
 
 
-def k_steps(desc: GemmDesc, row_tiles: Any) -> Any:
+def k_steps(desc: GemmDesc, config: GemmConfig, row_tiles: Any) -> Any:
     """Slots of the ring that one tile passes through; ``row_tiles``, a value >= 0 read on the device, changes nothing.
 
     It hides the number from LLVM, which unrolls loops of up to about eight steps: 32 bulk copies in the producer, and
     spills in both roles.
     """
-    steps = -(-desc.k // block_k(desc))
+    steps = -(-desc.k // block_k(desc, config))
     return lax.min(jnp.int32(steps), row_tiles + steps)
 
 
@@ -105,7 +105,7 @@ def produce(
     tile: Callable[[Any], tuple[Any, Any, Any]],
 ) -> None:
     """The producer warpgroup: keep the ring full over all tiles, without a break between two of them."""
-    stages, step = config.num_stages, block_k(desc)
+    stages, step = config.num_stages, block_k(desc, config)
     piece = piece_n(desc, config)
     copied = min(piece, config.block_n)
     pieces = desc.halves * config.block_n // piece

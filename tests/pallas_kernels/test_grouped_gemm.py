@@ -245,6 +245,8 @@ def test_shared_memory_is_not_underestimated():
         (BLOCK, dict(block_n=96), "tile's blocks are whole"),
         (dict(requantize="group", **ROW), dict(block_n=64), "one group per tile"),
         ({}, dict(num_stages=1), "at least 2"),
+        ({}, dict(step_blocks=3), "1, 2 or 4"),
+        (dict(lhs_scale="group", rhs_scale="block"), dict(step_blocks=2), "every 128 of K are scaled"),
         ({}, dict(row_chunk=16), "needs tile_rows"),
         (dict(has_tile_rows=True), dict(row_chunk=12), "8, 16, 32 or 64"),
         (dict(halves=2, activation=SILU, **ROW), dict(block_n=48), "second half's w_scale would not start on 128"),

@@ -174,6 +174,8 @@ CONFIGS = [
     GemmConfig(64, 256, 3, band=1),
     GemmConfig(64, 48, 4),
     GemmConfig(64, 96, 4),
+    GemmConfig(64, 64, 3, step_blocks=2),
+    GemmConfig(8, 64, 3, is_swapped=True, step_blocks=4),
 ]
 
 
@@ -184,12 +186,12 @@ CONFIGS = [
         (k, c)
         for k in ("fp8_row", "fp8_block", "f16")
         for c in CONFIGS
-        if k != "fp8_block" or c.block_n in (64, 128, 256)
+        if k != "fp8_block" or (c.block_n in (64, 128, 256) and c.step_blocks == 1)
     ],
     ids=str,
 )
 def test_configs(kind, config):
-    problem = make_problem(kind, [90, 1, 200], k=640, n=640)
+    problem = make_problem(kind, [90, 1, 200], k=640, n=640, block_m=config.block_m)
     check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
