@@ -1,8 +1,11 @@
 """Which dispatch a call takes where the caller named none, and what ``explain`` says about it."""
 
+import math
+
 from moe_jax._config import MoEConfig
 from moe_jax.parallel._dispatch import ROOM, why_no_push, why_not
 from moe_jax.parallel._parallel_config import ParallelConfig
+from pallas_kernels.push import PushConfig, PushDesc, config_error
 
 # Tokens of the devices that share experts up to which one psum of everything is cheaper than an all_gather and a
 # psum_scatter: a collective costs 32 to 50 us on four H200s whatever it carries, and psum moves 240 GB/s; with H = 7168
@@ -28,9 +31,28 @@ def describe(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) -> st
     name, reason = _rule(parallel, config, num_tokens)
     if parallel.expert_size == 1:
         return f"dispatch: {name}, {reason}"
-    refusal = why_no_push(list(parallel.mesh.devices.flat))
-    push = "push, not faster yet, runs where it is named" if refusal is None else f"not push, which {refusal}"
-    return f"dispatch: {name}, {reason}; {push}"
+    refusal = _push_refusal(parallel, config, num_tokens)
+    return f"dispatch: {name}, {reason}" + ("" if refusal is None else f"; not push, which {refusal}")
+
+
+def _push_refusal(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) -> str | None:
+    """What push does or needs that this call cannot give, whatever its experts run in; or None."""
+    reason = why_no_push(list(parallel.mesh.devices.flat))
+    if reason is not None:
+        return reason
+    axes = parallel.token_axes("push")
+    desc = PushDesc(
+        mesh=tuple(parallel.mesh.shape.items()),
+        axis=str(parallel.expert_axis),
+        num_tokens=-(-num_tokens // math.prod(map(parallel.size, axes))),
+        width=config.hidden_size,
+        top_k=config.top_k,
+        slots_per_device=1,
+        dtype=config.dtype.name,
+        row_dtype=config.dtype.name,
+    )
+    reason = config_error(desc, PushConfig(1), 1)
+    return None if reason is None else f"cannot run {reason}"
 
 
 def _rule(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) -> tuple[str, str]:
@@ -45,6 +67,14 @@ def _rule(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) -> tuple
     sharing = -(-num_tokens // groups)
     if sharing <= FEW_TOKENS:
         return "replicate", f"since {sharing} tokens on the devices that share experts are at most {FEW_TOKENS}"
+    if _push_refusal(parallel, config, num_tokens) is None:
+        without, _ = without_push(parallel, config)
+        return "push", f"since rows go over NVLink ({without} where the experts are not in the Hopper kernels)"
+    return without_push(parallel, config)
+
+
+def without_push(parallel: ParallelConfig, config: MoEConfig) -> tuple[str, str]:
+    """The dispatch of many tokens by XLA's collectives, and the reason for it."""
     if parallel.expert_size - 1 > ROOM * config.top_k:
         return "all_to_all", f"since {config.top_k} rows a token are fewer than {parallel.expert_size - 1} copies of it"
     return (

@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax._arguments import check_array
 from moe_jax._config import MoEConfig
-from moe_jax._experts_mosaic import arriving_quantization, forward_arrived
+from moe_jax._experts_mosaic import NoGradient, arriving_quantization, forward_arrived
 from moe_jax._implementations import Problem, choose
 from moe_jax._typing import Array
 from moe_jax.experts import MoEStats, finish, stats_of, weighted_experts
-from moe_jax.parallel._choice import choose_dispatch
+from moe_jax.parallel._choice import choose_dispatch, without_push
 from moe_jax.parallel._dispatch import WAYS, Exchange, rows_per_round
 from moe_jax.parallel._parallel_config import ParallelConfig
 from moe_jax.parallel._placement import Placement
@@ -151,6 +151,8 @@ def _body(
     weights = _own_share(weights, own, parallel)
     chosen, skipped = choose(Problem(own, weights, num_tokens, jax.default_backend()))
     is_mosaic = chosen is not None and chosen.name == "mosaic"
+    if name == "push" and not is_mosaic and parallel.dispatch is None:
+        name, _ = without_push(parallel, config)
     if name == "push" and not is_mosaic:
         reason = dict(skipped).get("mosaic", f"implementation={config.implementation} leaves them out")
         raise NotImplementedError(
@@ -234,7 +236,12 @@ def _experts(
     if not parallel.reduce_results:
         return run(x, topk_weights, exchange.local_ids(slots))
     if name == "push" or (name == "all_to_all" and rows_per_round(slots.size, exchange) < slots.size):
-        x, topk_weights, weights = _refusing_gradients(name, (x, topk_weights, weights))
+        try:
+            x, topk_weights, weights = _refusing_gradients(name, (x, topk_weights, weights))
+        except NoGradient:
+            if parallel.dispatch is not None:
+                raise
+            name = "all_gather"
     return WAYS[name](x, topk_weights, slots, exchange)
 
 
@@ -246,7 +253,7 @@ def _refusing_gradients(name: str, values: Any) -> Any:
 
 @_refusing_gradients.defjvp
 def _refuse_gradients(name: str, primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
+    raise NoGradient(
         f"dispatch={name!r} has no gradient here; differentiate a layer with dispatch='all_gather' or 'replicate'"
     )
 

@@ -22,7 +22,7 @@ def make_layer(scheme, mesh=None, **options):
     return moe_jax.FusedMoE(E, H, I, top_k=K, scheme=scheme, mesh=mesh, rngs=nnx.Rngs(0), **options)
 
 
-@pytest.mark.parametrize("dispatch", ["replicate", "all_gather", "all_to_all", "ragged_all_to_all", "push"])
+@pytest.mark.parametrize("dispatch", ["replicate", "all_gather", "all_to_all", "ragged_all_to_all", "push", None])
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "fp8_channel", "w4a16_g128"])
 @pytest.mark.parametrize("tokens", [3, 1024])
 def test_every_dispatch_on_gpus(scheme, dispatch, tokens):
@@ -35,6 +35,8 @@ def test_every_dispatch_on_gpus(scheme, dispatch, tokens):
     expected = jax.jit(lambda layer, x, z: layer(x, z))(make_layer(scheme), x, logits)
     layer = make_layer(scheme, mesh, expert_axis="e", dispatch=dispatch)
     assert "implementation: mosaic" in layer.explain(tokens)
+    if dispatch is None:
+        assert f"dispatch: {'push' if tokens > 512 else 'replicate'}, since" in layer.explain(tokens)
     y = jax.jit(lambda layer, x, z: layer(x, z))(layer, x, logits)
     assert_rows_close(y, expected, tolerance(scheme, jnp.bfloat16))
 

@@ -21,8 +21,8 @@ from push_slots import make_slots
 
 from moe_jax._experts_mosaic import arriving_quantization, forward, forward_arrived
 from moe_jax._packed_weights import pack_experts
-from moe_jax.parallel import ParallelConfig
-from moe_jax.parallel._choice import describe
+from moe_jax.parallel import ParallelConfig, Placement, fused_moe, place_weights
+from moe_jax.parallel._choice import FEW_TOKENS, choose_dispatch, describe
 from moe_jax.parallel._dispatch import Exchange, push, why_no_push, why_not
 from pallas_kernels.push import combine_pushed, push_rows
 
@@ -214,5 +214,38 @@ def test_explain_says_what_becomes_of_push():
     text = describe(parallel, config, 5)
     assert text.startswith("dispatch: replicate, since")
     assert text.endswith("; not push, which stores over NVLink from Hopper GPUs, the mesh is of 'cpu'")
+    assert "not push, which stores" in describe(parallel, config, 5000)
     named = describe(dataclasses.replace(parallel, dispatch="push"), config, 5)
     assert named == f"dispatch: none, {why_not('push', parallel.mesh)}" and "use 'all_gather'" in named
+
+
+def test_which_calls_push_by_default(monkeypatch):
+    """On GPUs of one NVLink host: those of many tokens whose rows the kernels take, unless experts are elsewhere."""
+    monkeypatch.setattr("moe_jax.parallel._choice.why_no_push", lambda devices: None)
+    parallel = ParallelConfig(mesh_of(4), expert_axis="e")
+    wide, narrow = (
+        make_config("bf16", num_experts=8, top_k=3, hidden_size=size, intermediate_size=32) for size in (512, 100)
+    )
+    assert choose_dispatch(parallel, wide, FEW_TOKENS) == "replicate"
+    assert choose_dispatch(parallel, wide, FEW_TOKENS + 1) == "push"
+    assert describe(parallel, wide, 5000).startswith("dispatch: push, since rows go over NVLink (all_gather where")
+    assert choose_dispatch(parallel, narrow, 5000) == "all_gather"
+    assert "not push, which cannot run H=100: a row must give each of 128 threads" in describe(parallel, narrow, 5000)
+
+    weights = make_stored_weights(wide)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((FEW_TOKENS + 4, 512)), jnp.float32)
+    logits = jnp.asarray(rng.standard_normal((FEW_TOKENS + 4, 8)), jnp.float32)
+    config = dataclasses.replace(wide, dtype=jnp.dtype("float32"))
+    placement = Placement.create(8, 4)
+    placed = place_weights(weights, config, placement, parallel)
+
+    def loss(x, config_of_mesh):
+        return (fused_moe(x, logits, placed, config, config_of_mesh, placement=placement) ** 2).sum()
+
+    gathered = dataclasses.replace(parallel, dispatch="all_gather")
+    for found, wanted in (
+        (loss(x, parallel), loss(x, gathered)),
+        (jax.grad(loss)(x, parallel), jax.grad(loss)(x, gathered)),
+    ):
+        np.testing.assert_array_equal(found, wanted)
