@@ -5,10 +5,10 @@
 
 A cell is model:scheme:tokens (16- and 8-bit schemes). Each is run by one process: the present choice, then layers over
 the spread of ``spread_of``; ":brief" behind a cell leaves the spread out, --only gives it, a configuration of a product
-written as "n128,s6,b8,c16" (block_n, num_stages, band, row_chunk; "sw" for swapped operands, "p264" for num_sms). A
-cell's layers are compiled first, then timed one after another with the GPU locked, in three rounds, and traced once. A
-JSON line per layer: microseconds of a call in each round, without command buffers, and the median microseconds of each
-of its kernels by JAX's profiler; of the present choice also with command buffers ("graph_us").
+written as "n128,s6,b8,c16,k2" (block_n, num_stages, band, row_chunk, step_blocks; "sw" for swapped operands, "p264" for
+num_sms). A cell's layers are compiled first, then timed one after another with the GPU locked, in three rounds, and
+traced once. A JSON line per layer: microseconds of a call in each round, without command buffers, and the median
+microseconds of each of its kernels by JAX's profiler; of the present choice also with command buffers ("graph_us").
 """
 
 import argparse
@@ -97,7 +97,8 @@ def parse(text: str) -> LayerConfig:
         fields = dict(re.findall(r"([a-z]+)(\d*)", product))
         chunk = int(fields["c"]) if "c" in fields else None
         sizes = (int(height), int(fields["n"]), int(fields["s"]), int(fields.get("b", 8)))
-        found.append(GemmConfig(*sizes, chunk, int(fields.get("p", H200_SMS)), is_swapped="sw" in fields))
+        blocks, step = int(fields.get("p", H200_SMS)), int(fields.get("k", 1))
+        found.append(GemmConfig(*sizes, chunk, blocks, is_swapped="sw" in fields, step_blocks=step))
     return LayerConfig(int(height), *found)
 
 
