@@ -63,7 +63,11 @@ def fused_moe(
     if num_tokens == 0:
         return _nothing(x, config, placement, parallel, return_stats)
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((tokens, weights, placement))):
-        y, stats = _compiled(name, parallel, config, tokens, weights, placement, routing)
+        arguments = (name, parallel, config, tokens, weights, placement, routing)
+        try:
+            y, stats = _compiled(*arguments)
+        except NoGradient:  # known where the call itself is differentiated: another way or implementation may have one
+            y, stats = _forward(*arguments)
         y = _as_it_came(y, x, parallel)
     else:
         tokens = jax.tree.map(functools.partial(_on_mesh, parallel=parallel), tokens)

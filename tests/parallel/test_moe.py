@@ -7,6 +7,7 @@ another order, for quantized schemes too: activations are rounded by the same sc
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from mesh_cases import EXPERTS, LAYOUTS, case_config, make_parallel, marked, ref
 from moe_jax import fused_moe as on_one_device
 from moe_jax._experts_mosaic import forward as mosaic_forward
 from moe_jax.parallel import Placement, fused_moe, place_weights
+from moe_jax.parallel._choice import FEW_TOKENS, choose_dispatch
 from moe_jax.parallel._routing import route_tokens
 from moe_jax.quantization import SCHEMES
 from moe_jax.routing import RoutingParams
@@ -223,13 +225,27 @@ def test_rounds_have_no_gradient():
     (x, logits), weights, *_ = reference(config, 301, "one")
     placed = place_weights(weights, config, placement, parallel)
 
-    def total(num_tokens, x, z, w):
+    def total(x, z, w, num_tokens=301):
         return fused_moe(x[:num_tokens], z[:num_tokens], w, config, parallel, placement=placement).sum()
 
-    for argument in (1, 2, 3):
+    for argument in (0, 1, 2):
+        gradient = jax.grad(total, argument)
         with pytest.raises(NotImplementedError, match="'all_to_all' has no gradient .* dispatch='all_gather'"):
-            jax.eval_shape(lambda *values, n=argument: jax.grad(total, n)(301, *values), x, logits, placed)
-        jax.eval_shape(lambda *values, n=argument: jax.grad(total, n)(9, *values), x, logits, placed)
+            jax.eval_shape(gradient, x, logits, placed)
+        jax.eval_shape(functools.partial(gradient, num_tokens=9), x, logits, placed)
+
+
+@pytest.mark.slow
+def test_a_dispatch_that_nobody_named_has_a_gradient():
+    config, placement, parallel = case_config("bf16"), Placement.create(EXPERTS, 4), make_parallel("ep4")
+    (x, logits), weights, *_ = reference(config, FEW_TOKENS + 4, "random")
+    assert choose_dispatch(parallel, config, len(x)) == "all_to_all"
+    placed = place_weights(weights, config, placement, parallel)
+    found, wanted = (
+        jax.jit(jax.grad(lambda x, p=p: fused_moe(x, logits, placed, config, p, placement=placement).sum()))(x)
+        for p in (parallel, dataclasses.replace(parallel, dispatch="all_gather"))
+    )
+    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.slow
