@@ -7,9 +7,11 @@
 
 Tokens are per GPU. Parts:
 
-    exchange  dispatch and combine with nothing between them: us, and GB/s of the rows that a GPU must send and receive
-              at least (one copy of a token for each GPU that has experts of it, both ways, 16 bits), whatever it moves.
-              push sends e4m3 and a scale for every 128 columns; the rows it brings back are in a buffer already
+    exchange  dispatch and combine with nothing between them: us, us of the kernels alone (by the profiler, mean of the
+              GPUs, waiting for one another and about 4 us of the loop included), and GB/s of the rows that a GPU must
+              send and receive at least (one copy of a token for each GPU that has experts of it, both ways, 16 bits),
+              whatever it moves. push sends e4m3 and a scale for every 128 columns; the rows it brings back are in a
+              buffer already
     layer     the whole layer: 2, 4, ... N GPUs on N * T tokens beside one GPU with all experts on T, and on N * T
     nccl      the same exchange through torch.distributed, where torch has CUDA: all_gather and reduce_scatter of the
               tokens; all_to_all there and back of one row for each of a token's experts, in equal shares
@@ -18,10 +20,12 @@ Lines after the cells compare: push with the fastest of XLA's ways, and tokens p
 --jobs processes compile beside one another and time one at a time.
 
 A cell that cannot run has an "error" in the JSON and its reason in the text. Times are of one call in a loop inside
-jit, each of which waits for the one before, as layers do under scan; those of the loop without the call are taken off.
+jit, each of which waits for the one before, as layers do under scan. A loop of little costs the host about 35 us a
+round on four GPUs, whatever its kernels take.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -38,6 +42,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _timing import header, time_in_loop
+from _trace import traced
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from moe_layer import locked, making
 
@@ -66,7 +71,7 @@ DISPATCHES = (
 
 
 Turn = Callable[[], Any]
-Measures = Iterator[tuple[int, Callable[[], dict]]]
+Measures = Iterator[tuple[dict, Callable[[], dict]]]
 
 
 def mesh_of(size: int) -> jax.sharding.Mesh:
@@ -152,21 +157,21 @@ def measure_exchange(turn: Turn, model: str, dispatch: str, size: int, tokens: i
         y = one_device(functools.partial(rows_there_already, *there), x, weights + carry, slots)
         return trace_of(y)
 
-    def empty_round(carry: Any, x: Any, weights: Any, *_: Any) -> Any:
-        return trace_of(x) + (weights + carry)[:, :1] * 1e-30
-
-    once, empty = (over(one, 1 + len(args)) for one in (one_round, empty_round))
+    once = over(one_round, 1 + len(args))
     carry = copies_on(parallel, [jnp.zeros((total, 1), jnp.float32)], by_token)[0]
-    micros = time_in_loop(
-        lambda i, args, c: once(c, *args),
-        lambda i, args, c: empty(c, *args),
-        args,
-        carry,
-        rounds=8 if dispatch.startswith("ragged") else 40,
-        turn=turn,
-    )
+    kernels: list[Any] = []
+
+    @contextlib.contextmanager
+    def watch() -> Iterator[None]:
+        with traced() as found:
+            yield
+        kernels.extend(found)
+
+    rounds = 8 if dispatch.startswith("ragged") else 40
+    micros = time_in_loop(lambda i, args, c: once(c, *args), args, carry, rounds=rounds, turn=turn, watch=watch)
+    alone = sum(kernel.duration for kernel in kernels) / (4 + rounds) / size
     moved = 2 * 2 * tokens * hidden * least_rows(size, top_k)
-    return dict(us=round(micros, 1), gbps=round(moved / micros / 1e3, 1))
+    return dict(us=round(micros, 1), kernels_us=round(alone, 1), gbps=round(moved / micros / 1e3, 1))
 
 
 def places_of(slots: np.ndarray, size: int, slots_per_device: int) -> np.ndarray:
@@ -215,31 +220,22 @@ def measure_layer(
         x, carry = jax.lax.optimization_barrier((x, carry))
         return trace_of(fused_moe(x, logits + carry, weights, config, parallel, placement=placement))
 
-    def empty(i: Any, args: Any, carry: Any) -> Any:
-        _, _, x, logits = args
-        return trace_of(x) + (logits + carry)[:, :1] * 1e-30
-
-    micros = time_in_loop(once, empty, (weights, placement, x, logits), carry, turn=turn)
+    micros = time_in_loop(once, (weights, placement, x, logits), carry, turn=turn)
     default = describe(dataclasses.replace(parallel, dispatch=None), config, total)
     return dict(us=round(micros, 1), tokens_per_s=round(total / micros * 1e6), default=default)
 
 
 def groups_of(args: argparse.Namespace) -> list[tuple[dict, Any]]:
-    """(what the cells of a group have in common, a function of a turn that yields (number of tokens, measure))."""
+    """(what the cells of a group have in common, a function of a turn that yields (what else a cell is, measure))."""
     size, tokens, parts = args.devices, [int(count) for count in args.tokens.split(",")], args.parts.split(",")
     models, dispatches, groups = args.models.split(","), args.dispatches.split(","), []
     for model in models if "layer" in parts else ():
         for scheme in args.schemes.split(","):
             config = make_config(model, scheme)
             for count in [count for count in (1, 2, 4, 8) if count < size] + [size]:
-                for dispatch in [None] if count == 1 else dispatches:
-                    key = dict(part="layer", model=model, scheme=scheme, dispatch=dispatch or "one device")
-                    groups.append(
-                        (
-                            key | dict(devices=count),
-                            functools.partial(layers, config, dispatch, count, tokens, args.lock),
-                        )
-                    )
+                key = dict(part="layer", model=model, scheme=scheme, devices=count)
+                ways: list[str | None] = [None] if count == 1 else [*dispatches]
+                groups.append((key, functools.partial(layers, config, ways, count, tokens, args.lock)))
     for model in models if "exchange" in parts else ():
         for dispatch in dispatches:
             key = dict(part="exchange", model=model, dispatch=dispatch, devices=size)
@@ -252,25 +248,27 @@ def groups_of(args: argparse.Namespace) -> list[tuple[dict, Any]]:
 
 
 def layers(
-    config: moe_jax.MoEConfig, dispatch: str | None, size: int, tokens: list[int], lock: str | None, turn: Turn
+    config: moe_jax.MoEConfig, ways: list[str | None], size: int, tokens: list[int], lock: str | None, turn: Turn
 ) -> Measures:
     placement = Placement.create(config.num_experts, size)
     with making(lock):
         weights = make_weights(config, ParallelConfig(mesh_of(size), expert_axis="expert"), placement)
     for count in tokens:
-        yield count, functools.partial(measure_layer, turn, config, dispatch, size, count * size, weights)
+        for way in ways:
+            key = dict(tokens=count, dispatch=way or "one device")
+            yield key, functools.partial(measure_layer, turn, config, way, size, count * size, weights)
 
 
 def exchanges(model: str, dispatch: str, size: int, tokens: list[int], turn: Turn) -> Measures:
     for count in tokens:
-        yield count, functools.partial(measure_exchange, turn, model, dispatch, size, count)
+        yield dict(tokens=count), functools.partial(measure_exchange, turn, model, dispatch, size, count)
 
 
 def nccl_exchanges(model: str, way: int, size: int, tokens: list[int], turn: Turn) -> Measures:
     _, top_k, hidden, _ = MODELS[model]
     for index, count in enumerate(tokens):
         shapes = tuple((hidden, each, top_k) for each in tokens)
-        yield count, functools.partial(measure_nccl, turn, way, size, shapes, index)
+        yield dict(tokens=count), functools.partial(measure_nccl, turn, way, size, shapes, index)
 
 
 @functools.cache
@@ -369,12 +367,15 @@ def run_groups(args: argparse.Namespace, report: Callable[[dict], None]) -> None
     turn = functools.partial(locked, args.lock)
     first, step = args.share
     for key, measures in groups_of(args)[first::step]:
-        count = 0
+        cell: dict = {}
         try:
-            for count, measure in measures(turn):
-                report(key | dict(tokens=count) | measure())
+            for cell, measure in measures(turn):
+                try:
+                    report(key | cell | measure())
+                except NotImplementedError as error:  # this dispatch cannot run here
+                    report(key | cell | dict(error=str(error)[:200]))
         except Exception as error:  # one group that fails must not hide the others
-            report(key | dict(tokens=count, error=f"{type(error).__name__}: {str(error)[:200]}"))
+            report(key | cell | dict(error=f"{type(error).__name__}: {str(error)[:200]}"))
 
 
 def run_jobs(args: argparse.Namespace, report: Callable[[dict], None]) -> None:
