@@ -7,11 +7,9 @@
 
 Tokens are per GPU. Parts:
 
-    exchange  dispatch and combine with nothing between them: us, us of the kernels alone (by the profiler, mean of the
-              GPUs, waiting for one another and about 4 us of the loop included), and GB/s of the rows that a GPU must
-              send and receive at least (one copy of a token for each GPU that has experts of it, both ways, 16 bits),
-              whatever it moves. push sends e4m3 and a scale for every 128 columns; the rows it brings back are in a
-              buffer already
+    exchange  dispatch and combine with nothing between them: us, and GB/s of the rows that a GPU must send and receive
+              at least (one copy of a token for each GPU that has experts of it, both ways, 16 bits), whatever it moves.
+              push sends e4m3 and a scale for every 128 columns; the rows it brings back are in a buffer already
     layer     the whole layer: 2, 4, ... N GPUs on N * T tokens beside one GPU with all experts on T, and on N * T
     nccl      the same exchange through torch.distributed, where torch has CUDA: all_gather and reduce_scatter of the
               tokens; all_to_all there and back of one row for each of a token's experts, in equal shares
@@ -20,12 +18,10 @@ Lines after the cells compare: push with the fastest of XLA's ways, and tokens p
 --jobs processes compile beside one another and time one at a time.
 
 A cell that cannot run has an "error" in the JSON and its reason in the text. Times are of one call in a loop inside
-jit, each of which waits for the one before, as layers do under scan. A loop of little costs the host about 35 us a
-round on four GPUs, whatever its kernels take.
+jit, each of which waits for the one before, as layers do under scan.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
@@ -42,7 +38,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _timing import header, time_in_loop
-from _trace import traced
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from moe_layer import locked, making
 
@@ -159,19 +154,10 @@ def measure_exchange(turn: Turn, model: str, dispatch: str, size: int, tokens: i
 
     once = over(one_round, 1 + len(args))
     carry = copies_on(parallel, [jnp.zeros((total, 1), jnp.float32)], by_token)[0]
-    kernels: list[Any] = []
-
-    @contextlib.contextmanager
-    def watch() -> Iterator[None]:
-        with traced() as found:
-            yield
-        kernels.extend(found)
-
     rounds = 8 if dispatch.startswith("ragged") else 40
-    micros = time_in_loop(lambda i, args, c: once(c, *args), args, carry, rounds=rounds, turn=turn, watch=watch)
-    alone = sum(kernel.duration for kernel in kernels) / (4 + rounds) / size
+    micros = time_in_loop(lambda i, args, c: once(c, *args), args, carry, rounds=rounds, turn=turn)
     moved = 2 * 2 * tokens * hidden * least_rows(size, top_k)
-    return dict(us=round(micros, 1), kernels_us=round(alone, 1), gbps=round(moved / micros / 1e3, 1))
+    return dict(us=round(micros, 1), gbps=round(moved / micros / 1e3, 1))
 
 
 def places_of(slots: np.ndarray, size: int, slots_per_device: int) -> np.ndarray:

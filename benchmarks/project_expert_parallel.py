@@ -9,18 +9,19 @@ GPU. Every token goes to top_k of E experts, uniformly; a GPU has E / P experts.
     hosts  once to every other host that has experts of it, to one GPU there, which passes it on over NVLink
     groups as hosts, where the router keeps to some groups of experts and a group lies on hosts of its own (placement)
 
-and comes back as one row for each expert (``push``, ``all_to_all``: sums in the order of one device) or as one partial
-sum for each GPU, or host, that has experts of it. NVLink and the fabric work at the same time; the slower one counts.
+and comes back as one row for each expert (``push`` in float32, ``all_to_all``: sums in the order of one device) or as
+one partial sum for each GPU (``push`` in bfloat16), or host, that has experts of it. NVLink and the fabric work at the
+same time; the slower one counts.
 
-Measured: NVLink's rate at size and the fixed cost of an exchange inside jit (4 H200s: ``ep-*-x4-h200.txt``). Counted:
+Measured: NVLink's rate at size and the fixed cost of an exchange inside jit (4 H200s: ``ep_x4_h200.json``). Counted:
 bytes. Assumed: the fabric's rate (its datasheet) and its fixed cost, ``FABRIC_US``. Experts: reads of weights at
 the measured rate, or products at the rate measured for FP8 at size, whichever takes longer.
 """
 
 import argparse
 import dataclasses
+import json
 import math
-import re
 import sys
 from pathlib import Path
 
@@ -46,11 +47,17 @@ class Rates:
 
 
 def measured(results: Path, fabric: float) -> Rates:
-    """From the result files: the best rate that a push or a collective reached, the least an exchange took."""
-    lines = [line for path in sorted(results.glob("ep-*-x4-h200.txt")) for line in path.read_text().splitlines()]
-    found = [re.search(r"([\d.]+) us\s+([\d.]+) GB/s", line) for line in lines if "psum " not in line]
-    pairs = [(float(match[1]), float(match[2])) for match in found if match]
-    return Rates(max(rate for _, rate in pairs), fabric, min(micros for micros, _ in pairs))
+    """What push with bfloat16 sums reached for DeepSeek-V3: its bytes over its time at the most tokens; half of what
+    both ways took at the fewest, less the time of their bytes.
+    """
+    cells = json.loads((results / "ep_x4_h200.json").read_text())
+    key = dict(part="exchange", model="dsv3", dispatch="push:bfloat16")
+    cells = sorted((c["tokens"], c["us"], c["devices"]) for c in cells if key.items() <= c.items())
+    (few, least_us, gpus), (many, most_us, _) = cells[0], cells[-1]
+    experts, top_k, hidden, _ = MODELS["dsv3"]
+    per_token = (gpus - 1) * hit(experts, top_k, gpus) * hidden * (1 + 4 / 128 + 2)
+    nvlink = many * per_token / most_us / 1e3
+    return Rates(nvlink, fabric, (least_us - few * per_token / nvlink / 1e3) / 2)
 
 
 def hit(experts: int, top_k: int, parts: int) -> float:

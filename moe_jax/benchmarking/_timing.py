@@ -96,13 +96,11 @@ def time_in_loop(
     rounds: int = 40,
     samples: int = 7,
     turn: Callable[[], Any] = contextlib.nullcontext,
-    watch: Callable[[], Any] = contextlib.nullcontext,
 ) -> float:
     """Microseconds a round ``body(i, args, carry) -> carry`` takes in a loop inside jit, as layers run under ``scan``.
 
     Each round waits for the carry of the one before, so nothing overlaps; what the loop costs the host is in it. Of
-    programs of 4 and of ``4 + rounds`` rounds the difference, median over samples. turn: as for ``time_in_jit``. watch:
-    makes the context of one more run of the longer program, in the same turn.
+    programs of 4 and of ``4 + rounds`` rounds the difference, median over samples. turn: as for ``time_in_jit``.
     """
 
     def program(count: int) -> Any:
@@ -119,8 +117,6 @@ def time_in_loop(
                 times.append(time.perf_counter() - start)
             if sample >= 2:
                 differences.append((times[1] - times[0]) / rounds)
-        with watch():
-            jax.block_until_ready(pair[1](args, carry))
     return float(np.median(differences)) * 1e6
 
 
