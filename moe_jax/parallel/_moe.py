@@ -68,6 +68,10 @@ def fused_moe(
             y, stats = _compiled(*arguments)
         except NoGradient:  # known where the call itself is differentiated: another way or implementation may have one
             y, stats = _forward(*arguments)
+        except NoBatches:
+            if parallel.dispatch is not None:
+                raise
+            y, stats = _compiled(without_push(parallel, config)[0], *arguments[1:])
         y = _as_it_came(y, x, parallel)
     else:
         tokens = jax.tree.map(functools.partial(_on_mesh, parallel=parallel), tokens)
@@ -242,6 +246,8 @@ def _experts(
     if name == "push" or (name == "all_to_all" and rows_per_round(slots.size, exchange) < slots.size):
         try:
             x, topk_weights, weights = _refusing_gradients(name, (x, topk_weights, weights))
+            if name == "push":
+                x, topk_weights, slots, weights = _refusing_batches((x, topk_weights, slots, weights))
         except NoGradient:
             if parallel.dispatch is not None:
                 raise
@@ -260,6 +266,21 @@ def _refuse_gradients(name: str, primals: Any, tangents: Any) -> Any:
     raise NoGradient(
         f"dispatch={name!r} has no gradient here; differentiate a layer with dispatch='all_gather' or 'replicate'"
     )
+
+
+class NoBatches(NotImplementedError):
+    """Somebody maps the kernels of push over a batch, which only shows while they are called."""
+
+
+@jax.custom_batching.custom_vmap
+def _refusing_batches(values: Any) -> Any:
+    """What push is given: one launch of it is one exchange."""
+    return values
+
+
+@_refusing_batches.def_vmap
+def _refuse_batches(axis_size: int, in_batched: Any, values: Any) -> Any:
+    raise NoBatches("dispatch='push' takes no jax.vmap; use jax.lax.map, or a layer with dispatch='all_gather'")
 
 
 def _own_share(weights: ExpertWeights, own: MoEConfig, parallel: ParallelConfig) -> ExpertWeights:

@@ -3,10 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+from jaxlib.mlir import ir
 
 from pallas_kernels.common import mosaic, simt
 from pallas_kernels.push import mailbox_sm90
@@ -79,8 +83,10 @@ def share(total: int, config: PushConfig, body: Callable[[Any], None]) -> None:
 
 
 def block_kernel(body: Callable[..., None], out: Any, config: PushConfig, scratch: tuple[Any, ...] = ()) -> Any:
-    """A kernel of num_blocks blocks of one warpgroup."""
-    return plgpu.kernel(
+    """A kernel of num_blocks blocks of one warpgroup, run once for each call. ``jax.vmap`` of it is an error: Pallas
+    would put all batches into one launch, which has one semaphore, and more blocks that wait than are resident.
+    """
+    kernel = plgpu.kernel(
         body,
         out_type=out,
         grid=(config.num_blocks,),
@@ -90,3 +96,31 @@ def block_kernel(body: Callable[..., None], out: Any, config: PushConfig, scratc
         scratch_types=scratch,
         compiler_params=mosaic.compiler_params(),
     )
+
+    def call(*operands):
+        results = _once_each.bind(*operands, kernel=jax.make_jaxpr(kernel)(*operands))
+        return results if isinstance(out, list) else results[0]
+
+    return call
+
+
+# A launch that XLA may not merge with one of equal operands, nor repeat. Two layers of the same tokens would else share
+# a dispatch and so its mailbox, which serves one combine. Pallas says so of a kernel for TPUs alone.
+_once_each = Primitive("once_each")
+_once_each.multiple_results = True
+_once_each.def_abstract_eval(lambda *operands, kernel: kernel.out_avals)
+
+
+def _lower_once_each(ctx: Any, *operands: Any, kernel: Any) -> Any:
+    results = mlir.lower_fun(jaxpr_as_fun(kernel), multiple_results=True)(ctx, *operands)
+    results[0].owner.attributes["has_side_effect"] = ir.BoolAttr.get(True)
+    return results
+
+
+def _refuse_batches(operands: Any, axes: Any, *, kernel: Any) -> Any:
+    del operands, axes, kernel
+    raise NotImplementedError("no jax.vmap over an exchange of rows between devices; jax.lax.map does one by one")
+
+
+mlir.register_lowering(_once_each, _lower_once_each)
+batching.primitive_batchers[_once_each] = _refuse_batches

@@ -20,6 +20,7 @@ from push_slots import make_slots
 
 from pallas_kernels.push import Arrived, PushConfig, PushDesc, combine_pushed, config_error, place_arrived, push_rows
 from pallas_kernels.push.config import PlaceDesc, choose_combine, choose_dispatch, place_error
+from pallas_kernels.push.dispatch_sm90 import dispatch_sm90
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
 DESC = PushDesc((("e", 4),), "e", 16, 7168, 8, 32, "bfloat16", "e4m3_group")
@@ -225,3 +226,18 @@ def test_lowers_for_cuda(case):
         function, arguments = case.function, [jax.ShapeDtypeStruct(*shape) for shape in case.shapes]
     lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("mosaic_gpu_v2") == 1
+    # Else XLA makes one call of two with equal operands: two layers of the same tokens then share a mailbox.
+    assert ("has_side_effect = true" in lowered.as_text()) == bool(case.mesh)
+
+
+def test_a_batch_of_exchanges_is_refused():
+    """Pallas would make one launch of it, which hangs, or reads rows that are not there."""
+    mesh = jax.make_mesh((4,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    desc = dataclasses.replace(DESC, sum_dtype=None)
+    spec = jax.sharding.PartitionSpec("e")
+    first = lambda x, slots: dispatch_sm90(desc, PushConfig(4))(x, slots)[0]  # noqa: E731
+    exchange = jax.shard_map(first, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x = jax.ShapeDtypeStruct((2, 4 * desc.num_tokens, desc.width), jnp.bfloat16)
+    slots = jax.ShapeDtypeStruct((4 * desc.padded_pairs,), jnp.int32)
+    with pytest.raises(NotImplementedError, match="no jax.vmap over an exchange"):
+        jax.eval_shape(jax.vmap(exchange, in_axes=(0, None)), x, slots)

@@ -6,6 +6,7 @@ the references of their kernels.
 """
 
 import dataclasses
+import functools
 import types
 from typing import Any
 
@@ -23,7 +24,7 @@ from moe_jax._experts_mosaic import arriving_quantization, forward, forward_arri
 from moe_jax._packed_weights import pack_experts
 from moe_jax.parallel import ParallelConfig, Placement, fused_moe, place_weights
 from moe_jax.parallel._choice import FEW_TOKENS, choose_dispatch, describe
-from moe_jax.parallel._dispatch import Exchange, push, why_no_push, why_not
+from moe_jax.parallel._dispatch import WAYS, Exchange, push, why_no_push, why_not
 from pallas_kernels.push import combine_pushed, push_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -249,3 +250,28 @@ def test_which_calls_push_by_default(monkeypatch):
         (jax.grad(loss)(x, parallel), jax.grad(loss)(x, gathered)),
     ):
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_batch_of_calls_does_not_push_by_default(monkeypatch):
+    """One launch of push is one exchange. The experts are said to be in the Hopper kernels, and computed by XLA."""
+    monkeypatch.setattr("moe_jax.parallel._choice.why_no_push", lambda devices: None)
+    monkeypatch.setattr("moe_jax.parallel._dispatch.why_no_push", lambda devices: None)
+    monkeypatch.setattr("moe_jax.parallel._moe.choose", lambda problem: (types.SimpleNamespace(name="mosaic"), ()))
+    monkeypatch.setitem(WAYS, "push", lambda *arguments: jnp.nan * WAYS["all_gather"](*arguments))
+    config, weights = layer("bf16")
+    parallel, placement = ParallelConfig(mesh_of(2), expert_axis="e"), Placement.create(8, 2)
+    placed = place_weights(weights, config, placement, parallel)
+    rng = np.random.default_rng(6)
+    x = jnp.asarray(rng.standard_normal((2, FEW_TOKENS + 2, 512)), jnp.float32)
+    logits = jnp.asarray(rng.standard_normal((2, FEW_TOKENS + 2, 8)), jnp.float32)
+
+    def spread(x, logits, dispatch=None):
+        over_mesh = dataclasses.replace(parallel, dispatch=dispatch)
+        return fused_moe(x, logits, placed, config, over_mesh, placement=placement)
+
+    assert choose_dispatch(parallel, config, FEW_TOKENS + 2) == "push"
+    wanted = np.stack([spread(*batch, "all_gather") for batch in zip(x, logits, strict=True)])
+    for mapped in (jax.vmap(spread), jax.jit(jax.vmap(spread))):
+        assert_rows_close(mapped(x, logits), wanted, tolerance("bf16", np.float32))
+    with pytest.raises(NotImplementedError, match="dispatch='push' takes no jax.vmap; use jax.lax.map"):
+        jax.vmap(functools.partial(spread, dispatch="push"))(x, logits)
