@@ -40,16 +40,17 @@ def _push_refusal(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) 
     reason = why_no_push(list(parallel.mesh.devices.flat))
     if reason is not None:
         return reason
-    axes = parallel.token_axes("push")
+    num_tokens = -(-num_tokens // math.prod(map(parallel.size, parallel.token_axes("push"))))
     desc = PushDesc(
         mesh=tuple(parallel.mesh.shape.items()),
         axis=str(parallel.expert_axis),
-        num_tokens=-(-num_tokens // math.prod(map(parallel.size, axes))),
+        num_tokens=num_tokens * (parallel.tensor_size if parallel.gathers_tokens else 1),
         width=config.hidden_size,
         top_k=config.top_k,
         slots_per_device=1,
         dtype=config.dtype.name,
         row_dtype=config.dtype.name,
+        sum_dtype=None if parallel.reduce_dtype == "float32" else parallel.reduce_dtype,
     )
     reason = config_error(desc, PushConfig(1), 1)
     return None if reason is None else f"cannot run {reason}"

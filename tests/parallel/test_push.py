@@ -232,6 +232,14 @@ def test_which_calls_push_by_default(monkeypatch):
     assert describe(parallel, wide, 5000).startswith("dispatch: push, since rows go over NVLink (all_gather where")
     assert choose_dispatch(parallel, narrow, 5000) == "all_gather"
     assert "not push, which cannot run H=100: a row must give each of 128 threads" in describe(parallel, narrow, 5000)
+    # 32 bits count the elements that come back: top_k rows of a token, or one of each device, and of gathered tokens.
+    many = 4 * ((1 << 31) // (512 * 3))
+    assert choose_dispatch(parallel, wide, many) == "push"
+    assert "more elements than 32 bits" in describe(parallel, wide, many + 4)
+    assert "more elements than 32 bits" in describe(dataclasses.replace(parallel, reduce_dtype="bfloat16"), wide, many)
+    mesh = jax.make_mesh((2, 2), ("e", "t"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    gathering = ParallelConfig(mesh, expert_axis="e", tensor_axis="t", sequence_axis="t")
+    assert "more elements than 32 bits" in describe(gathering, wide, many)
 
     weights = make_stored_weights(wide)
     rng = np.random.default_rng(0)
