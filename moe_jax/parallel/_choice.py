@@ -8,8 +8,8 @@ from moe_jax.parallel._parallel_config import ParallelConfig
 from pallas_kernels.push import PushConfig, PushDesc, config_error
 
 # Tokens of the devices that share experts up to which one psum of everything is as cheap as sending tokens to their
-# experts: on four H200s 33 us at 64 tokens where all_gather and psum_scatter take 62 and push 23, and whole layers of 64
-# tokens take the same with psum and with push. From 1024 tokens on push is ahead (benchmarks/results/ep_x4_h200.txt).
+# experts: on four H200s 33 us at 64 tokens, where all_gather and psum_scatter take 62 and push 23; layers of 64 tokens
+# take the same with psum and with push. From 1024 tokens on push is ahead (benchmarks/results/ep_x4_h200.txt).
 FEW_TOKENS = 512
 
 
