@@ -114,6 +114,27 @@ def test_rounds_back_to_back(kernels):
     np.testing.assert_array_equal(np.asarray(y), x)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_two_exchanges_of_the_same_tokens(kernels):
+    """Each has a mailbox: XLA must not make one dispatch of two with equal operands."""
+    size, tokens, top_k, width, per_device = 2, 600, 2, 512, 2
+    slots = slots_of_all("holes", size, tokens, size * per_device, top_k)
+    x = np.random.default_rng(7).standard_normal((size * tokens, width)).astype(np.float32)
+    where: dict[str, Any] = dict(axis="e", slots_per_device=per_device, implementation=kernels)
+
+    def exchange(x, slots, factor):
+        arrived = push_rows(x, slots, **where)
+        here = (arrived.slots >= 0) & (arrived.slots // per_device == lax.axis_index("e"))
+        row_of = jnp.where(here, jnp.arange(len(here), dtype=jnp.int32)[:, None], -1)
+        ones = jnp.ones(slots.shape, jnp.float32)
+        return combine_pushed(factor * arrived.codes, row_of, slots, ones, arrived, **where)
+
+    found = over(size, lambda x, slots: [exchange(x, slots, factor) for factor in (1.0, 2.0, 4.0)])(x, slots)
+    served = (slots >= 0).sum(axis=1, keepdims=True).astype(np.float32)
+    for factor, y in zip((1.0, 2.0, 4.0), found, strict=True):
+        np.testing.assert_array_equal(np.asarray(y), np.float32(factor) * served * x)
+
+
 def layer(scheme, dtype="float32", **options):
     config = make_config(scheme, num_experts=8, top_k=3, hidden_size=512, intermediate_size=128, dtype=dtype, **options)
     weights = make_stored_weights(config)
