@@ -20,7 +20,8 @@ kernel with a remote reference), behind the fill that zeroes the semaphore. So t
 after every device has finished whatever used that memory before, the previous call included, and after its semaphore
 is zero. The kernel ends on a device when all blocks of all devices have signalled it, each behind all its stores: later
 launches read complete rows, and no store of this launch is still under way towards this device. The mailbox is an
-output too: the combine of the same call, combine_sm90.py, is its last use.
+output too: the combine of the same call, combine_sm90.py, is its one use. XLA is told of a side effect
+(devices_sm90.py), so that it never makes one launch of two with equal operands, nor repeats one.
 
 Why it cannot hang. Every block signals every device once, tokens or not; the number of signals does not depend on the
 routing. One block waits; the others wait for nothing.
