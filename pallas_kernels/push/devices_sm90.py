@@ -113,7 +113,9 @@ _once_each.def_abstract_eval(lambda *operands, kernel: kernel.out_avals)
 
 def _lower_once_each(ctx: Any, *operands: Any, kernel: Any) -> Any:
     results = mlir.lower_fun(jaxpr_as_fun(kernel), multiple_results=True)(ctx, *operands)
-    results[0].owner.attributes["has_side_effect"] = ir.BoolAttr.get(True)
+    launch = results[0].owner
+    assert launch.name == "stablehlo.custom_call", f"{launch.name} holds the launch, which cannot be marked"
+    launch.attributes["has_side_effect"] = ir.BoolAttr.get(True)
     return results
 
 
