@@ -1,12 +1,11 @@
 """Our layer beside vLLM's, from one sitting on one machine: ratios, goals, JSON and a plot.
 
     python benchmarks/moe_layer.py --jobs 8 --json ours.jsonl
-    python bench_vllm.py MODELS FORMATS > peers.txt          # vLLM 0.24 and its kernels, same machine, same sitting
+    python benchmarks/time_peers.py MODEL FORMAT LOCK >> peers.txt   # vLLM 0.24, same machine, same sitting
     python benchmarks/compare_peers.py ours.jsonl peers.txt [peers2.txt ...] [--json FILE] [--png FILE]
 
 Lines of peers.txt read "model  backend format  T= N  time us ...". A ratio is the time of the fastest peer of the same
-format over ours: above 1 we are faster. Peers replay a CUDA graph of one routing, so that at T = 1 their weights may
-stay in the L2; ours are routed anew in each call.
+format over ours: above 1 we are faster.
 """
 
 import argparse

@@ -58,13 +58,13 @@ def line(cell: dict) -> str:
 
 
 def timing_of(tokens: int) -> dict[str, Any]:
-    """For ``time_in_jit``: what starting a program costs is 1% of a sample at most. At one token a program must be long
-    enough for the host to stay ahead; where the card reaches its power limit it rests before each sample, as it does
-    between the peers' cells, which run for a tenth of a second each.
+    """For ``time_in_jit``: calls in a loop, as layers run under ``scan``, for a tenth of a second without a pause. At
+    one token a round holds more calls than weights fit into the L2. Where the card reaches its power limit it rests
+    before each sample. Peers are timed by the same rule.
     """
     if tokens >= 4096:
-        return dict(calls=(0, 10), samples=3, rest_s=0.2, budget_s=0.05)
-    return dict(calls=(0, 40 if tokens == 1 else 10), budget_s=0.1)
+        return dict(calls=(0, 10), samples=3, rest_s=0.2, budget_s=0.1)
+    return dict(calls=(0, 40 if tokens == 1 else 10), rounds=10 if tokens <= 64 else 4, budget_s=0.1)
 
 
 @contextlib.contextmanager

@@ -50,6 +50,8 @@ def test_the_time_of_one_call(monkeypatch):
     assert _timing.time_in_jit(call, args, 1, calls=(1, 3), samples=3) == pytest.approx(1000, rel=1e-6)
     alone = _timing.time_in_jit(call, args, 1, calls=(0, 3), samples=3, budget_s=10.0)  # 40 programs, one start
     assert alone == pytest.approx((40 * 3 + 5) / (40 * 3) * 1000, rel=1e-6)
+    looped = _timing.time_in_jit(call, args, 1, calls=(0, 3), rounds=7, samples=3, budget_s=10.0)
+    assert looped == pytest.approx((40 * 21 + 5) / (40 * 21) * 1000, rel=1e-6)
     monkeypatch.setattr(_timing.time, "perf_counter", lambda: next(ticks) * 5e-3)  # however many calls there are
     with pytest.raises(RuntimeError, match="3 calls did not take longer than 1"):
         _timing.time_in_jit(call, args, 1, calls=(1, 3), samples=3)

@@ -2,12 +2,14 @@
 
 import contextlib
 import datetime
+import functools
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 _CALLS = (2, 10)
@@ -25,6 +27,7 @@ def time_in_jit(
     budget_s: float = 0.02,
     rest_s: float = 0.0,
     calls: tuple[int, int] = _CALLS,
+    rounds: int = 1,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> float:
     """Microseconds one ``call(*args)`` takes on the device, launches inside one program included.
@@ -40,6 +43,9 @@ def time_in_jit(
     clocks fall within tens of milliseconds. Calls do not wait for one another: XLA may overlap them, and merges their
     collectives (``time_in_loop`` is for those).
 
+    rounds: how often a program runs its calls, in a loop; a loop's arrays stay where they are, so that XLA records its
+    launches once (a CUDA graph) and replays them, where those of a program's results are recorded anew each time.
+
     Raises RuntimeError when the longer program did not take longer: the machine is too busy, or the call too short.
     """
     short, long = calls
@@ -49,10 +55,19 @@ def time_in_jit(
     copies = [jax.device_put(one) for one in variants]
 
     def program(count):
-        def run(args, copies):
+        def once(args, copies):
             return [inner(*args[:varied], copies[i], *args[varied + 1 :]) for i in range(count)]
 
-        return jax.jit(run)
+        def one_round(_, carry, args, copies):
+            copies, carry = jax.lax.optimization_barrier((copies, carry))  # else XLA may move calls out of the loop
+            firsts = [leaf.ravel()[:1] for leaf in jax.tree.leaves(jax.lax.optimization_barrier(once(args, copies)))]
+            return carry + sum(first.astype(carry.dtype) for first in firsts)
+
+        def run(args, copies):
+            body = functools.partial(one_round, args=args, copies=copies)
+            return jax.lax.fori_loop(0, rounds, body, jnp.zeros(1))
+
+        return jax.jit(once if rounds == 1 else run)
 
     programs = {count: program(count) for count in calls}
 
@@ -80,7 +95,7 @@ def time_in_jit(
                 time.sleep(rest_s)
                 seconds(long, 1)
             differences.append(seconds(long, repeats) - (seconds(short, repeats) if short else 0.0))
-    found = float(np.median(differences)) / (long - short) * 1e6
+    found = float(np.median(differences)) / (rounds * (long - short)) * 1e6
     if found <= 0:
         raise RuntimeError(
             f"{long} calls did not take longer than {short}: the machine is too busy, or the call too short"
