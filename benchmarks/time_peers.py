@@ -2,9 +2,9 @@
 
     PYTHONPATH=PEERS python benchmarks/time_peers.py MODEL FORMAT LOCK
 
-PEERS: the folder of bench_vllm.py, which builds the layers of vLLM 0.24; only its timer is replaced. A CUDA graph of one
-call, or of several calls with a routing of their own up to 64 tokens, is replayed without a pause for a tenth of a
-second; median of five samples, from 4096 tokens on of three with a rest before each. What it takes to change the routing
+PEERS: the folder of bench_vllm.py, which builds the layers of vLLM 0.24; only its timer is replaced. A CUDA graph of
+one call, or of several with a routing of their own up to 64 tokens, is replayed without a pause for a tenth of a
+second; median of five samples, from 4096 tokens on of three with a rest before each. What changes the routing
 is timed alone and taken off. A second line "(single replays)" has bench_vllm.py's own figure: one routing, the host
 waiting after each replay. Compiling goes on beside other processes; what is timed holds the file LOCK alone, large
 random arrays are made while it is shared.
