@@ -52,6 +52,7 @@ def align_scratch(desc: AlignDesc) -> dict[str, Any]:
 
 
 def _kernel(desc: AlignDesc, config: AlignConfig, ids: Any, *refs: Any, **scratch: Any) -> None:
+    mosaic.begin()
     offset, outputs = (refs[0], refs[1:]) if desc.has_offset else (None, refs)
     align_pairs(desc, config, ids, offset, *outputs, **scratch)
 

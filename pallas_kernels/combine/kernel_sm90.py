@@ -33,6 +33,7 @@ def combine_sm90(desc: CombineDesc, config: CombineConfig) -> Callable[..., Any]
 
 
 def _kernel(desc: CombineDesc, config: CombineConfig, rows: Any, row_of: Any, weights: Any, *rest: Any) -> None:
+    mosaic.begin()
     *shared, out = rest
     block = lax.axis_index("block")
     layout = plgpu.Layout.WG_STRIDED((desc.piece,), vec_size=desc.piece // sm90.WARPGROUP)

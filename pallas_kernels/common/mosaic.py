@@ -4,6 +4,7 @@ Everything here is static or emits code inside a kernel; nothing asks a device. 
 """
 
 import inspect
+import os
 from typing import Any
 
 import jax
@@ -19,6 +20,9 @@ COLUMNS = WGMMA.reduce(0)  # one value per column of an accumulator
 
 # Whether inline code may be handed a reference to another device's memory.
 INLINE_TAKES_REMOTE = jax.__version_info__ >= (0, 11)
+# Whether a kernel may be started while the one before it runs (``begin``). MOE_JAX_PDL=0 in the environment turns it
+# off, for measurements; it is read once, at import.
+USES_PDL = os.environ.get("MOE_JAX_PDL") != "0"
 _LOAD_NEEDS_INDEX = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
 
 
@@ -35,6 +39,21 @@ def compiler_params(**overrides: Any) -> plgpu.CompilerParams:
         approx_math=True,
         **overrides,
     )
+
+
+def begin() -> None:
+    """Wait for the kernels before this one: the first statement of every kernel body, in all of its warpgroups.
+
+    A kernel with this statement is launched with programmatic stream serialization (programmatic dependent launch,
+    PDL; jax 0.11: jax 0.10 emits the instructions alone, which then do nothing). Its blocks may be placed, and its
+    barriers and descriptors set up, while the last blocks of the kernel before it still run; so nothing in front of it
+    may read or write global memory. The wait returns when all earlier work of the stream is complete and visible. Only
+    behind it the next kernel is let in, so that two kernels overlap at most, and all before them are complete. A kernel
+    launched as usual, as XLA's are, waits for all of the one before it, and is waited for.
+    """
+    if USES_PDL:
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
 
 
 def load(ref: Any, *, layout: Any = None, optimized: bool = True) -> Any:

@@ -16,8 +16,13 @@ def launch(body: Callable[..., Any], config: Any, out_type: Any, scratch_types: 
     """The kernel that runs ``body``: config.num_sms blocks of config.num_consumers + 1 warpgroups, the last of which
     is the producer.
     """
+
+    def begin_and_run(*refs, **scratch):
+        mosaic.begin()
+        body(*refs, **scratch)
+
     return plgpu.kernel(
-        body,
+        begin_and_run,
         out_type=out_type,
         grid=(config.num_sms,),
         grid_names=("block",),

@@ -45,6 +45,7 @@ def gather_rows_sm90(desc: PermuteDesc, config: PermuteConfig) -> Callable[..., 
 def _kernel(
     desc: PermuteDesc, config: PermuteConfig, x: Any, row_of: Any, columns: Any, tile_expert: Any, out: Any
 ) -> None:
+    mosaic.begin()
     block, lane = lax.axis_index("block"), simt.thread_index()
     itemsize = jnp.dtype(desc.dtype).itemsize
     pieces = -(-desc.width // GATHERED)

@@ -70,6 +70,7 @@ def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Calla
 
 
 def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Any) -> None:
+    mosaic.begin()
     pending = list(refs)
     x = pending.pop(0)
     row_of = pending.pop(0) if desc.top_k else None

@@ -61,10 +61,12 @@ def _outputs(desc: RouteDesc) -> list[jax.ShapeDtypeStruct]:
 
 
 def _route_kernel(desc: RouteDesc, config: RouteConfig, *refs: Any) -> None:
+    mosaic.begin()
     route_tokens(desc, config, refs, lax.axis_index("block"))
 
 
 def _fused_kernel(desc: RouteDesc, config: RouteConfig, align: AlignDesc, *refs: Any, **scratch: Any) -> None:
+    mosaic.begin()
     given = 1 + desc.has_bias + desc.has_mask
     offset = refs[given] if align.has_offset else None
     weights, ids, *outputs = refs[given + align.has_offset :]
