@@ -132,6 +132,7 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
     kernel = (grouped_gemm_swapped_sm90 if config.is_swapped else grouped_gemm_sm90)(desc, config)
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
     form = " swapped" * config.is_swapped + f", steps of {config.step_blocks}" * (config.step_blocks > 1)
+    form += f", clusters of {config.cluster}" * (config.cluster > 1)
     return Case(
         f"grouped_gemm {name}, {config.block_m} x {desc.halves} x {config.block_n}{form}",
         lambda *arrays: kernel(dict(zip(names, arrays, strict=True))),
@@ -154,6 +155,25 @@ def gemm_cases() -> Iterator[Case]:
             # The other heights differ in one extent of an instruction: the most registers at each will do.
             for config in found if block_m in (16, 64, 128) else sorted(found, key=lambda c: -c.block_n)[:1]:
                 yield gemm_case(name, desc, config)
+
+
+def cluster_cases() -> Iterator[Case]:
+    """Blocks in pairs: both ways to multiply, columns in an odd number of tiles, tiles of which halves are empty."""
+    for name, sizes in (
+        ("bf16", ((128, 256), (64, 128))),
+        ("bf16 2880", ((128, 128),)),
+        ("fp8 row ragged", ((128, 256),)),
+        ("int8 row gated ragged", ((128, 128),)),
+        ("fp8 block ragged", ((128, 256), (128, 128))),
+        ("fp8 block 2880 gated, requantized", ((128, 128),)),
+        ("fp8 block gated", ((64, 64),)),
+    ):
+        for block_m, block_n in sizes:
+            desc = _in_tiles(gemm(name), block_m)
+            plain = next(
+                c for c in candidates(desc, block_m, H200_SMS) if (c.block_n, c.is_swapped) == (block_n, False)
+            )
+            yield gemm_case(name, desc, dataclasses.replace(plain, row_chunk=None, cluster=2))
 
 
 _GROUPS: dict[str, Any] = dict(scale="group", group_size=128)
@@ -345,6 +365,7 @@ def push_cases() -> Iterator[Case]:
 
 def all_cases() -> Iterator[Case]:
     yield from gemm_cases()
+    yield from cluster_cases()
     yield from packed_cases()
     yield from permute_cases()
     yield from gather_cases()

@@ -95,7 +95,8 @@ class GemmConfig:
     multiprocessor. is_swapped: weights are the left operand of the product: block_m is one of SWAPPED_BLOCK_MS, and one
     to four warpgroups multiply 64 channels (of each half) each, together block_n.
     step_blocks: blocks of 128 bytes of K in a step. Rows of K that are no multiple of 128 bytes are brought in boxes 64
-    or 32 bytes wide, which then come in larger batches.
+    or 32 bytes wide, which then come in larger batches. cluster: blocks of a thread block cluster, 1 or 2. Two work on
+    neighbouring column tiles of one row tile, and each loads half of its rows for both (multicast).
     """
 
     block_m: int
@@ -106,6 +107,7 @@ class GemmConfig:
     num_sms: int = 132
     is_swapped: bool = False
     step_blocks: int = 1
+    cluster: int = 1
 
     @property
     def num_consumers(self) -> int:
@@ -208,10 +210,22 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
             return f"block_n={config.block_n}: the second half's {name} would not start on {TMA_ALIGN} bytes"
     if config.step_blocks not in (1, 2, 4) or (config.step_blocks > 1 and desc.is_block_scaled):
         return f"step_blocks={config.step_blocks}: 1, 2 or 4, and 1 where every 128 of K are scaled"
+    if reason := _cluster_error(config):
+        return reason
     if config.num_stages < 2:
         return f"num_stages={config.num_stages}: at least 2, one loading while one is multiplied"
     if (needed := shared_memory(desc, config)) > SMEM_BYTES:
         return f"needs {needed} bytes of shared memory with {config.num_stages} stages, a block has {SMEM_BYTES}"
+    return None
+
+
+def _cluster_error(config: GemmConfig) -> str | None:
+    if config.cluster not in (1, 2):
+        return f"cluster={config.cluster}: 1 or 2 blocks"
+    if config.cluster == 2 and config.num_sms % 2:
+        return f"num_sms={config.num_sms} blocks do not pair up; cluster=2 needs an even number"
+    if config.cluster == 2 and (config.is_swapped or config.row_chunk is not None):
+        return "cluster=2 with swapped operands or row_chunk: rows are shared as whole tiles of the left operand"
     return None
 
 

@@ -63,6 +63,17 @@ def _across_rows(vector: Any, shape: tuple[int, int]) -> Any:
     return lax.broadcast_in_dim(loaded, shape, [1])
 
 
+def _store_scale(desc: GemmDesc, config: GemmConfig, out_scale: Any, column_tile: Any, rows: Any, scale: Any) -> None:
+    def store():
+        out_scale.at[column_tile, rows][...] = scale
+
+    column_tiles = -(-desc.n // config.block_n)
+    if column_tiles % config.cluster:
+        pl.when(column_tile < column_tiles)(store)
+    else:
+        store()
+
+
 def store_tile(
     desc: GemmDesc,
     config: GemmConfig,
@@ -91,7 +102,7 @@ def store_tile(
         scale = e4m3_group_scale(jnp.max(jnp.abs(whole), axis=1))
         if desc.has_power_of_two_scales:
             scale = power_of_two_scale(scale)
-        out_scale.at[column_tile, rows][...] = scale
+        _store_scale(desc, config, out_scale, column_tile, rows, scale)
         whole = whole * lax.broadcast_in_dim(1.0 / scale, whole.shape, [0])
 
     for index, start in enumerate(range(0, config.block_n, columns)):
@@ -107,7 +118,7 @@ def store_tile(
         plgpu.commit_smem()
         first_column = column_tile * config.block_n + start
         target = out.at[rows, pl.ds(first_column, columns)]
-        inside = mosaic.column_predicate(desc.n, config.block_n, first_column)
+        inside = mosaic.column_predicate(desc.n, config.cluster * config.block_n, first_column)
         if config.row_chunk is None:
             plgpu.copy_smem_to_gmem(staging.at[slot], target, predicate=inside)
             continue

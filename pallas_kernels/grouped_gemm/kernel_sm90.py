@@ -15,6 +15,10 @@ With per-tensor, per-channel and per-row scales one accumulator runs over all of
 epilogue. With 128x128 weight blocks and 1x128 activation groups the product of each K step is scaled and added in
 float32.
 
+With cluster=2 the blocks of a cluster work on neighbouring column tiles of one row tile. Each loads half of the rows
+of a K step into the slots of both, so ``empty`` counts the consumers of both: neither runs more than a ring ahead of
+the other, and neither ends while the other still writes or signals.
+
 Registers a thread with two consumers: 168 at entry, then 240 (consumers) and 24 (producer); no spills at 128 x 256
 tiles (jax 0.11.2, ptxas 13.0). Shared memory at that tile: 4 stages of 48 KiB and 32 KiB of staging.
 """
@@ -59,7 +63,8 @@ def grouped_gemm_sm90(desc: GemmDesc, config: GemmConfig) -> Callable[[Mapping[s
     out: Any = jax.ShapeDtypeStruct((desc.rows, desc.n), desc.stored_dtype)
     if desc.requantize == "group":
         out = (out, jax.ShapeDtypeStruct((-(-desc.n // SCALE_GROUP), desc.rows), jnp.float32))
-    call = launch(functools.partial(_kernel, desc, config), config, out, scratch_types(desc, config))
+    body = functools.partial(_kernel, desc, config)
+    call = launch(body, config, out, scratch_types(desc, config), cluster=config.cluster)
     return lambda operands: call(*(operands[name] for name in operand_names(desc)))
 
 
@@ -109,6 +114,7 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
         registers=_REGISTERS[config.num_consumers],
         produce=functools.partial(produce, desc, config, operands, scratch, steps),
         consume=consume,
+        cluster=config.cluster,
     )
 
 

@@ -11,11 +11,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import mosaic
 from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
 
+PAIR = "pair"  # axis over the blocks of a cluster
 
-def launch(body: Callable[..., Any], config: Any, out_type: Any, scratch_types: Any) -> Callable[..., Any]:
+
+def launch(
+    body: Callable[..., Any], config: Any, out_type: Any, scratch_types: Any, *, cluster: int = 1
+) -> Callable[..., Any]:
     """The kernel that runs ``body``: config.num_sms blocks of config.num_consumers + 1 warpgroups, the last of which
-    is the producer.
+    is the producer. cluster: of how many blocks a cluster consists, by ``PAIR``.
     """
+    clusters: dict[str, Any] = dict(cluster=(cluster,), cluster_names=(PAIR,)) if cluster > 1 else {}
 
     def begin_and_run(*refs, **scratch):
         mosaic.begin()
@@ -24,8 +29,9 @@ def launch(body: Callable[..., Any], config: Any, out_type: Any, scratch_types: 
     return plgpu.kernel(
         begin_and_run,
         out_type=out_type,
-        grid=(config.num_sms,),
+        grid=(config.num_sms // cluster,),
         grid_names=("block",),
+        **clusters,
         num_threads=config.num_consumers + 1,
         thread_name="warpgroup",
         scratch_types=scratch_types,
@@ -42,20 +48,24 @@ def run_tiles(
     registers: tuple[int, int] | None,
     produce: Callable[[Any, Callable[[Any], tuple[Any, Any, Any]]], None],
     consume: Callable[[Any, Any, Any, Any], None],
+    cluster: int = 1,
 ) -> None:
     """Walk this block's tiles in both roles; inside a ``launch``ed body.
 
     operands: with num_tiles (1,) and tile_expert (row tiles,). steps: ring slots that one tile takes. registers: a
     thread's (consumer, producer), None to leave them. produce: called as ``produce(num_tiles, tile)``, where
     ``tile(t)`` is (row tile, column tile, expert). consume: called for each tile as ``consume(m, n, e, count)``, count
-    being the slots that earlier tiles took.
+    being the slots that earlier tiles took. cluster: as many neighbouring column tiles of one row tile go to the blocks
+    of a cluster, the last of them past the last column where they do not divide ``column_tiles``.
     """
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     row_tiles = operands["num_tiles"][0]
-    num_tiles = tiles_of_block(block, row_tiles * column_tiles, config.num_sms)
+    clusters, column_groups = config.num_sms // cluster, -(-column_tiles // cluster)
+    num_tiles = tiles_of_block(block, row_tiles * column_groups, clusters)
 
     def tile(t):
-        m, n = tile_index(block + t * config.num_sms, row_tiles, column_tiles, config.band)
+        m, n = tile_index(block + t * clusters, row_tiles, column_groups, config.band)
+        n = n * cluster + lax.axis_index(PAIR) if cluster > 1 else n
         return m, n, operands["tile_expert"][m]
 
     @pl.when(warpgroup == config.num_consumers)

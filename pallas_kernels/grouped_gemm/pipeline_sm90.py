@@ -19,6 +19,7 @@ from pallas_kernels.grouped_gemm.config import (
     staging_shape,
     store_swizzle,
 )
+from pallas_kernels.grouped_gemm.persistent_sm90 import PAIR
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
         full=plgpu.Barrier(
             num_arrivals=config.block_m // config.rows_moved + desc.is_block_scaled + copies, num_barriers=stages
         ),
-        empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        empty=_empty_type(config),
         staging=plgpu.SMEM(staged, desc.stored_dtype, transforms=stored),
     )
     if pieces > 1:
@@ -78,6 +79,18 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
         types["vectors_full"] = plgpu.Barrier(num_arrivals=vectors)
         types["vectors_empty"] = plgpu.Barrier(num_arrivals=consumers)
     return types
+
+
+def _empty_type(config: GemmConfig) -> Any:
+    """Barriers by which consumers hand slots back, in a cluster to the producers of both blocks.
+
+    At the latter one thread arrives for its warpgroup, whose warps have come together in a matrix instruction, or by
+    ``commit_smem`` where they waited or read by themselves.
+    """
+    counts: dict[str, Any] = dict(num_arrivals=config.num_consumers, num_barriers=config.num_stages)
+    if config.cluster == 1:
+        return plgpu.Barrier(**counts)
+    return plgpu.ClusterBarrier(collective_axes=(PAIR,), **counts)
 
 
 def k_steps(desc: GemmDesc, config: GemmConfig, row_tiles: Any) -> Any:
@@ -109,6 +122,8 @@ def produce(
     piece = piece_n(desc, config)
     copied = min(piece, config.block_n)
     pieces = desc.halves * config.block_n // piece
+    # Each block of a cluster then copies its part of the rows, to all.
+    shared: dict[str, Any] = dict(collective_axes=PAIR) if config.cluster > 1 else {}
 
     def one_tile(t, count):
         m, n, e = tile(t)
@@ -120,7 +135,7 @@ def produce(
                 chunk = pl.ds(start, config.rows_moved)
                 source = operands["x"].at[rows, depth].at[chunk]
                 if config.row_chunk is None or start == 0:
-                    plgpu.copy_gmem_to_smem(source, scratch.x.at[slot, chunk], scratch.full.at[slot])
+                    plgpu.copy_gmem_to_smem(source, scratch.x.at[slot, chunk], scratch.full.at[slot], **shared)
                     continue
 
                 # What lies in the slot from before is multiplied instead, into rows that nobody reads.
@@ -231,6 +246,8 @@ def skip(desc: GemmDesc, config: GemmConfig, scratch: Scratch, steps: Any, count
         plgpu.barrier_wait(scratch.full.at[slot])
         for index in range(pieces - 1):
             plgpu.barrier_wait(scratch.full_pieces.at[slot * (pieces - 1) + index])
+        if config.cluster > 1:
+            plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.empty.at[slot])
         return count + 1
 
@@ -283,7 +300,10 @@ def multiply_promoted(
                 jnp.float32,
                 lambda fresh, w_piece=w_piece: plgpu.wgmma(fresh, scratch.x.at[slot, rows], w_piece.transpose((1, 0))),
             )
-            if index == pieces - 1:
+            if index == pieces - 1 and config.cluster > 1:
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(scratch.empty.at[slot])
+            elif index == pieces - 1:
                 mosaic.release(scratch.empty.at[slot])
             for offset in range(0, piece, width):
                 i = (index * piece + offset) // width

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gemm_problem import KINDS, ROUTINGS, dequantized, gemm_tolerance, make_problem
 from helpers import Tolerance, assert_rows_close
-from kernel_cases import GEMMS, PACKED, gemm, gemm_case, packed_case
+from kernel_cases import GEMMS, PACKED, cluster_cases, gemm, gemm_case, packed_case
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, choose_config, config_error, grouped_gemm
@@ -153,6 +153,14 @@ def arrivals(case):
     return [fence.search(part) is not None for part in jaxpr.split("barrier_arrive ")[:-1]]
 
 
+@pytest.mark.parametrize("case", cluster_cases(), ids=lambda case: case.name)
+def test_clusters_lower_for_cuda(case):
+    """Rows are the one copy of a step that goes to both blocks."""
+    traced = jax.jit(case.function).trace(*[jax.ShapeDtypeStruct(*shape) for shape in case.shapes])
+    assert str(traced.jaxpr).count("collective_axes=('pair',)") == 1
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
+
+
 READ_BY_WARPGROUPS = ("fp8 block", "fp8 block, bias", "int4 channel", "int4 to int8 g64, zero points", "mxfp4 to e4m3")
 
 
@@ -257,6 +265,10 @@ def test_shared_memory_is_not_underestimated():
         ({}, dict(is_swapped=True, block_m=16, row_chunk=8), "moved whole"),
         (BLOCK, dict(is_swapped=True, block_m=16), "neither is built"),
         (dict(out_dtype="float32"), dict(is_swapped=True, block_m=16), "16-bit rows"),
+        ({}, dict(cluster=3), "1 or 2 blocks"),
+        ({}, dict(cluster=2, num_sms=131), "an even number"),
+        ({}, dict(cluster=2, is_swapped=True, block_m=16), "shared as whole tiles"),
+        (dict(has_tile_rows=True), dict(cluster=2, row_chunk=16), "shared as whole tiles"),
     ],
 )
 def test_config_error(change, config, match):
