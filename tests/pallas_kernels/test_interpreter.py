@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.combine import combine
 from pallas_kernels.combine.config import CombineConfig, CombineDesc
 from pallas_kernels.combine.kernel_sm90 import combine_sm90
+from pallas_kernels.common import mosaic
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 from pallas_kernels.quantize_and_permute import PermuteConfig, quantize_and_permute
@@ -99,6 +100,7 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 def check(name: str) -> None:
     gpu: Any = plgpu  # names that jax 0.10 has not
+    mosaic.USES_PDL = False  # it runs one kernel at a time, and knows neither instruction
     # By default it refuses every inline_mgpu; so it knows fences by their names.
     params = gpu.InterpretGPUParams(detect_races=True, inline_mgpu="_hack_model_inline_mgpu_tokamax")
     with gpu.force_gpu_interpret_mode(params):

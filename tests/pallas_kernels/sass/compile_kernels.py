@@ -32,10 +32,16 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 patch: 0 } device_de
 """
 
 
+# ACQBULK and PREEXIT are griddepcontrol's wait and launch_dependents.
+GLOBAL_MEMORY = set("LD LDG LDGSTS ST STG RED REDG ATOM ATOMG UTMALDG UTMASTG UTMAREDG UBLKCP UBLKRED LDGMC".split())
+
+
 def report(name: str, instruction: str | None, base: str) -> dict:
     log, ptx, sass = (Path(base + end).read_text() for end in (".ptxas", ".ptx", ".sass_ctrl"))
     spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    counts = collections.Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]*)", sass))
+    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]*)", sass)
+    counts = collections.Counter(operations)
+    starts = [op for op in operations if op == "ACQBULK" or op in GLOBAL_MEMORY]
     return dict(
         name=name,
         instruction=instruction,
@@ -46,6 +52,7 @@ def report(name: str, instruction: str | None, base: str) -> dict:
         wgmma=sorted(set(re.findall(r"wgmma.mma_async.sync.aligned.(m64n\d+k\d+\.\w+\.\w+\.\w+)", ptx))),
         register_limits=[int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)],
         threads=int(re.search(r"\.maxntid (\d+)", ptx).group(1)),
+        waits_first=starts[0] == "ACQBULK" and "PREEXIT" in counts,
         sass={op: counts[op] for op in ("HGMMA", "QGMMA", "IGMMA", "USETMAXREG", "LDL", "STL") if counts[op]},
     )
 

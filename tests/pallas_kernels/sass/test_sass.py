@@ -53,6 +53,10 @@ def test_nothing_is_serialized_or_ignored(kernels):
     assert not failing(kernels, lambda k: k["serialized"] or set(k["notes"]) - HARMLESS)
 
 
+def test_layers_wait_for_the_kernel_before_them_first(kernels):
+    assert not failing(kernels, lambda k: k["waits_first"] == k["name"].startswith("push "))
+
+
 def test_the_matrix_instruction_is_the_one_meant(kernels):
     def is_wrong(k):
         used = {"HGMMA", "QGMMA", "IGMMA"} & k["sass"].keys()
