@@ -132,7 +132,7 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
     kernel = (grouped_gemm_swapped_sm90 if config.is_swapped else grouped_gemm_sm90)(desc, config)
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
     form = " swapped" * config.is_swapped + f", steps of {config.step_blocks}" * (config.step_blocks > 1)
-    form += f", clusters of {config.cluster}" * (config.cluster > 1)
+    form += f", clusters of {config.cluster}" * (config.cluster > 1) + " sharing weights" * config.shares_weights
     return Case(
         f"grouped_gemm {name}, {config.block_m} x {desc.halves} x {config.block_n}{form}",
         lambda *arrays: kernel(dict(zip(names, arrays, strict=True))),
@@ -149,11 +149,20 @@ def _in_tiles(desc: Any, block_m: int) -> Any:
 def gemm_cases() -> Iterator[Case]:
     """Each description at each tile height with every width the heuristic may choose."""
     for name in GEMMS:
-        for block_m in (8, 16, 32, 64, 80, 128):
+        for block_m in (8, 16, 32, 64, 80, 128, 192):
             desc = _in_tiles(gemm(name), block_m)
             found = candidates(desc, block_m, H200_SMS)
             # The other heights differ in one extent of an instruction: the most registers at each will do.
             for config in found if block_m in (16, 64, 128) else sorted(found, key=lambda c: -c.block_n)[:1]:
+                yield gemm_case(name, desc, config)
+
+
+def tall_cases() -> Iterator[Case]:
+    """The other tall tiles of swapped operands, in every width."""
+    for name in ("bf16 gated bias", "fp8 row", "int8 row gated"):
+        for block_m in (112, 144, 160, 176):
+            desc = _in_tiles(gemm(name), block_m)
+            for config in candidates(desc, block_m, H200_SMS):
                 yield gemm_case(name, desc, config)
 
 
@@ -173,7 +182,9 @@ def cluster_cases() -> Iterator[Case]:
             plain = next(
                 c for c in candidates(desc, block_m, H200_SMS) if (c.block_n, c.is_swapped) == (block_n, False)
             )
-            yield gemm_case(name, desc, dataclasses.replace(plain, row_chunk=None, cluster=2))
+            pair = dataclasses.replace(plain, row_chunk=None, cluster=2)
+            yield gemm_case(name, desc, pair)
+            yield gemm_case(name, desc, dataclasses.replace(pair, shares_weights=True))
 
 
 _GROUPS: dict[str, Any] = dict(scale="group", group_size=128)
@@ -365,6 +376,7 @@ def push_cases() -> Iterator[Case]:
 
 def all_cases() -> Iterator[Case]:
     yield from gemm_cases()
+    yield from tall_cases()
     yield from cluster_cases()
     yield from packed_cases()
     yield from permute_cases()

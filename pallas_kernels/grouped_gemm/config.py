@@ -11,9 +11,11 @@ from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_ALIGN, TMA_BOX, smem_byte
 SCALE_GROUP = 128  # K per activation group, and both sides of a weight block
 _OPERANDS = {"bfloat16": "float32", "float16": "float32", "float8_e4m3fn": "float32", "int8": "int32"}
 _OUTPUTS = ("bfloat16", "float16", "float32")
-SWAPPED_BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96)
-# Sums a thread has room for with swapped operands, by number of consumers: all warpgroups keep what they enter with.
-_SWAPPED_SUMS = {1: 96, 2: 96, 3: 64, 4: 40}
+SWAPPED_BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192)
+# Sums a thread has room for with swapped operands, by number of consumers: with what all warpgroups enter with, and
+# with what remains for a consumer when the producer gives registers away.
+_SWAPPED_SUMS = {1: 192, 2: 96, 3: 64, 4: 40}
+_SWAPPED_SUMS_REASSIGNED = {1: 192, 2: 192, 3: 104, 4: 40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +95,12 @@ class GemmConfig:
     weights and activations in L2. row_chunk: rows of one activation load and of one output store; chunks without a row
     in use are left out, which needs ``has_tile_rows``. None moves whole tiles. num_sms: persistent blocks, one per
     multiprocessor. is_swapped: weights are the left operand of the product: block_m is one of SWAPPED_BLOCK_MS, and one
-    to four warpgroups multiply 64 channels (of each half) each, together block_n.
+    to four warpgroups multiply 64 channels (of each half) each, together block_n; of tall tiles of 256 columns two
+    multiply 128 each.
     step_blocks: blocks of 128 bytes of K in a step. Rows of K that are no multiple of 128 bytes are brought in boxes 64
     or 32 bytes wide, which then come in larger batches. cluster: blocks of a thread block cluster, 1 or 2. Two work on
-    neighbouring column tiles of one row tile, and each loads half of its rows for both (multicast).
+    neighbouring column tiles of one row tile, and each loads half of its rows for both (multicast). shares_weights: two
+    work on neighbouring row tiles instead, and share the weights where both tiles are of one expert.
     """
 
     block_m: int
@@ -108,10 +112,21 @@ class GemmConfig:
     is_swapped: bool = False
     step_blocks: int = 1
     cluster: int = 1
+    shares_weights: bool = False
 
     @property
     def num_consumers(self) -> int:
-        return self.block_n // 64 if self.is_swapped else self.block_m // 64
+        return self.block_n // self.consumer_channels if self.is_swapped else self.block_m // 64
+
+    @property
+    def is_tall(self) -> bool:
+        """Swapped operands with more rows than their kernel stores at once."""
+        return self.is_swapped and self.block_m > 96
+
+    @property
+    def consumer_channels(self) -> int:
+        """Output columns of one warpgroup with swapped operands. Sums of tall tiles leave no room for a fourth one."""
+        return 128 if self.is_tall and self.block_n == 256 else 64
 
     @property
     def rows_moved(self) -> int:
@@ -134,10 +149,29 @@ def piece_n(desc: GemmDesc, config: GemmConfig) -> int:
     return min(rows, SCALE_GROUP) if desc.is_block_scaled else rows
 
 
+def swapped_sums(desc: GemmDesc, config: GemmConfig) -> int:
+    """Sums of a tile that each thread of a consumer holds with swapped operands."""
+    return desc.halves * config.consumer_channels * config.block_m // 128
+
+
+def reassigns_registers(desc: GemmDesc, config: GemmConfig) -> bool:
+    """Whether the sums of swapped operands need registers of the producer."""
+    return swapped_sums(desc, config) > _SWAPPED_SUMS[config.num_consumers]
+
+
+def store_rows(config: GemmConfig) -> int:
+    """Rows of one staged output store with swapped operands: the tile, or of taller ones pieces of 16 KiB with all
+    slots of all consumers, since what staging takes the ring lacks.
+    """
+    return 64 // config.num_consumers // 16 * 16 if config.is_tall else config.block_m
+
+
 def staging_shape(desc: GemmDesc, config: GemmConfig) -> tuple[int, ...]:
-    """Shared memory in which the output is staged: (consumers, slots, 64, columns), swapped (consumers, rows, 64)."""
+    """Shared memory in which the output is staged: (consumers, slots, 64, columns), swapped (consumers, slots, rows,
+    64).
+    """
     if config.is_swapped:
-        return (config.num_consumers, config.block_m, 64)
+        return (config.num_consumers, 2 if config.is_tall else 1, store_rows(config), 64)
     columns = store_columns(desc, config)
     return (config.num_consumers, 1 if columns == config.block_n else 2, 64, columns)
 
@@ -222,10 +256,12 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
 def _cluster_error(config: GemmConfig) -> str | None:
     if config.cluster not in (1, 2):
         return f"cluster={config.cluster}: 1 or 2 blocks"
+    if config.shares_weights and config.cluster == 1:
+        return "shares_weights with cluster=1: it takes two blocks to share; cluster=2"
     if config.cluster == 2 and config.num_sms % 2:
         return f"num_sms={config.num_sms} blocks do not pair up; cluster=2 needs an even number"
     if config.cluster == 2 and (config.is_swapped or config.row_chunk is not None):
-        return "cluster=2 with swapped operands or row_chunk: rows are shared as whole tiles of the left operand"
+        return "cluster=2 with swapped operands or row_chunk: neither is built; both blocks load whole tiles"
     return None
 
 
@@ -234,8 +270,8 @@ def _swapped_error(desc: GemmDesc, config: GemmConfig) -> str | None:
         return f"block_m={config.block_m} is not one of {SWAPPED_BLOCK_MS}, the heights with swapped operands"
     if config.block_n not in (64, 128, 192, 256):
         return f"block_n={config.block_n}: one to four warpgroups of 64 channels with swapped operands"
-    room = _SWAPPED_SUMS[config.num_consumers]
-    if (sums := desc.halves * config.block_m // 2) > room:
+    room = _SWAPPED_SUMS_REASSIGNED[config.num_consumers]
+    if (sums := swapped_sums(desc, config)) > room:
         return f"block_m={config.block_m}: {sums} registers of sums, {room} with {config.num_consumers} consumers"
     if config.row_chunk is not None:
         return f"row_chunk={config.row_chunk}: a tile of swapped operands is moved whole"

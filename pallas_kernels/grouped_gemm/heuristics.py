@@ -24,10 +24,38 @@ def height_for(rows_per_expert: float, heights: Iterable[int]) -> int | None:
 def choose_block_m(rows_per_expert: float, *, may_swap: bool = False) -> int:
     """Rows of a tile for an expected number of rows per expert in use: just above them while weights bind, and above
     that 128, where two warpgroups share each weight tile. may_swap: every product of the layer can run with swapped
-    operands, whose tiles have more heights. Tiles of 8 rows are at most 3% faster than those of 16 (H200).
+    operands, whose tiles have more heights: tall ones where they save a twentieth of the work. Tiles of 8 rows are at
+    most 3% faster than those of 16 (H200).
     """
-    heights = [height for height in SWAPPED_BLOCK_MS if height >= 16] if may_swap else [64]
-    return height_for(rows_per_expert, heights) or 128
+    heights = [height for height in SWAPPED_BLOCK_MS if 16 <= height <= 96] if may_swap else [64]
+    if height := height_for(rows_per_expert, heights):
+        return height
+    best = tall_heights(rows_per_expert)[0]
+    saves = tile_work(rows_per_expert, best) < 0.95 * tile_work(rows_per_expert, 128)
+    return best if may_swap and saves else 128
+
+
+def tall_heights(rows_per_expert: float) -> list[int]:
+    """Heights above 96 rows that only swapped operands have, least expected work first."""
+    tall = (height for height in SWAPPED_BLOCK_MS if height > 96 and height != 128)
+    return sorted(tall, key=lambda height: tile_work(rows_per_expert, height))
+
+
+def tile_work(rows_per_expert: float, block_m: int) -> float:
+    """Time of an expert's tiles of 256 weight rows under uniform routing, in rows that pass the L2.
+
+    Rows and weights of a step pass at about 40 bytes a clock and multiprocessor, 128 each; products of 256 weight rows
+    take as long as 2.5 rows pass.
+    """
+    return _tiles_of_expert(rows_per_expert, block_m) * max(block_m + 256, 2.5 * block_m)
+
+
+def _tiles_of_expert(rows: float, block_m: int) -> float:
+    """Expected tiles of an expert that is hit: its rows are about normal, with their mean as variance."""
+    deviation = math.sqrt(2 * rows)
+    most = math.ceil((rows + 4 * deviation) / block_m)
+    # Tile i is there with more than i * block_m rows.
+    return 1.0 + sum(0.5 * math.erfc((i * block_m + 0.5 - rows) / deviation) for i in range(1, most))
 
 
 def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
@@ -37,14 +65,16 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
     leave room for about 64 bytes a clock: hence wide tiles. Narrow ones follow for calls with few tiles, where more
     blocks can read weights at once, and come first where 128 columns make fewer than two rounds of the machine.
     With up to 96 rows 256 columns come last: fewer stages, and no faster. Each tile has as many stages as fit. Steps of
-    four blocks of K follow where rows of K are no multiple of 128 bytes: 6 to 10% faster there (H200, one shape).
+    four blocks of K (of two in tall tiles) follow where rows of K are no multiple of 128 bytes: 6 to 10% faster there
+    (H200, one shape, low tiles).
     """
     rows, tiles = _expected(desc, block_m)
     is_short = tiles * -(-desc.n // 128) < 1.8 * num_sms and block_m in (8, 16, 64)
     widths = (64, 128, 256) if is_short else (128, 64, 256)
-    if block_m <= 96:
-        for blocks in (1, 4) if desc.k * desc.itemsize % 128 else (1,):
-            for block_n in widths:
+    if block_m in SWAPPED_BLOCK_MS:
+        is_tall = block_m > 96
+        for blocks in (1, 2 if is_tall else 4) if desc.k * desc.itemsize % 128 else (1,):
+            for block_n in (256, 128, 192, 64) if is_tall else widths:
                 config = GemmConfig(block_m, block_n, 2, num_sms=num_sms, is_swapped=True, step_blocks=blocks)
                 yield _deepest(desc, config)
     if block_m in (64, 128):
@@ -70,7 +100,9 @@ def why_not(desc: GemmDesc, config: GemmConfig) -> str | None:
         return reason
     if config.block_m == 64 and config.is_swapped:
         return "64 rows swapped: weights then pass the tensor core no faster than rows do, and one more layout to run"
-    if config.is_swapped and config.num_stages * config.step_blocks < 4:
+    if config.block_m == 128 and config.is_swapped:
+        return "128 rows swapped: the tile that is there without, which leaves out chunks that nobody uses"
+    if config.is_swapped and config.num_stages * config.step_blocks < (3 if config.is_tall else 4):
         return f"{config.num_stages} stages: too few bytes on their way for tiles that wait for memory"
     if config.block_m == 128 and config.block_n < 64:
         return f"block_n={config.block_n}: for filling the machine at few rows"

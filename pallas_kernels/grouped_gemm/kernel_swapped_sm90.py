@@ -1,16 +1,19 @@
-"""Grouped GEMM on Hopper for few rows per expert, weights as the left operand: tiles of 64 channels by 8 to 64 rows.
+"""Grouped GEMM on Hopper with weights as the left operand: tiles of 64 channels by 8 to 192 rows.
 
 A tile's product is computed transposed, W X^T: weights fill the 64 rows of a wgmma whatever the number of tokens, which
-are its N. One persistent block per multiprocessor takes every num_sms-th tile. Its warpgroups, by role:
+are its N. Low tiles serve few rows an expert, tall ones have heights between the multiples of 64. One persistent block
+per multiprocessor takes every num_sms-th tile. Its warpgroups, by role:
 
     producer (1)          as in kernel_sm90.py: rings of weights and rows, then the tile's scales and bias
     consumers (1 to 4)    for each tile, for each K step:
       64 channels each        wait full[slot] -> wgmma w[slot, half] x[slot]^T for each half -> empty[slot]
                           after a tile's last step:
-                              wait vectors_full -> scales, bias, activation -> transposed staging -> bulk store
+                              wait vectors_full -> for each piece of rows:
+                                  scales, bias, activation -> transposed staging -> bulk store
 
-Registers: a consumer accumulates halves * 64 * block_m / 128 values a thread; what all enter with is enough (50 used at
-2 x 64 channels by 16 rows). Shared memory goes to the ring: at 2 x 128 channels and 16 rows, 6 stages of 34 KiB.
+Registers: a consumer accumulates halves * 64 * block_m / 128 values a thread. What all enter with is enough for low
+tiles (50 used at 2 x 64 channels by 16 rows); for tall ones the producer gives up most of its own. Shared memory goes
+to the ring: at 2 x 128 channels and 16 rows 6 stages of 34 KiB, at 144 rows 4 of 50 KiB beside 16 KiB of staging.
 """
 
 import functools
@@ -24,12 +27,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
-from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc
+from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc, reassigns_registers, store_rows
 from pallas_kernels.grouped_gemm.operands import operand_names
 from pallas_kernels.grouped_gemm.persistent_sm90 import launch, run_tiles
 from pallas_kernels.grouped_gemm.pipeline_sm90 import Scratch, k_steps, produce, scratch_types
 
-CHANNELS = 64  # of a consumer, in each half
+CHANNELS = 64  # of one matrix instruction
+# (consumer, producer) registers a thread, by number of consumers, for tiles whose sums do not leave room for the rest
+# in what all enter with. Asking for more than that together never returns; one consumer enters with up to 255.
+_REGISTERS = {1: None, 2: (240, 24), 3: (160, 32), 4: (112, 32)}
 
 
 def grouped_gemm_swapped_sm90(desc: GemmDesc, config: GemmConfig) -> Callable[[Mapping[str, Any]], Any]:
@@ -50,42 +56,58 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
         parts = _multiply(desc, config, scratch, warpgroup, steps, count)
         if scratch.vectors_full is not None:
             plgpu.barrier_wait(scratch.vectors_full)
-        value = _epilogue(desc, operands, scratch, parts, warpgroup, e)
-        if scratch.vectors_full is not None:
-            mosaic.release(scratch.vectors_empty)
-        staging = scratch.staging.at[warpgroup]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staging.transpose((1, 0))[...] = plgpu.layout_cast(
-            value.astype(desc.stored_dtype), plgpu.Layout.WGMMA_TRANSPOSED
-        )
-        plgpu.commit_smem()
-        first = n * config.block_n + warpgroup * CHANNELS
-        target = out.at[pl.ds(m * config.block_m, config.block_m), pl.ds(first, CHANNELS)]
-        inside = mosaic.column_predicate(desc.n, config.block_n, first)
-        plgpu.copy_smem_to_gmem(staging, target, predicate=inside)
+        pieces = _pieces(config)
+        num_slots = scratch.staging.shape[1]
+        for index, (block, start, rows) in enumerate(pieces):
+            channels = warpgroup * config.consumer_channels + block * CHANNELS
+            piece = pl.ds(start, rows)
+            value = _epilogue(desc, operands, scratch, parts[block], pl.ds(channels, CHANNELS), piece, e)
+            if scratch.vectors_full is not None and index == len(pieces) - 1:
+                mosaic.release(scratch.vectors_empty)
+            staging = scratch.staging.at[warpgroup, index % num_slots, pl.ds(0, rows)]
+            plgpu.wait_smem_to_gmem(num_slots - 1, wait_read_only=True)
+            staging.transpose((1, 0))[...] = plgpu.layout_cast(
+                value.astype(desc.stored_dtype), plgpu.Layout.WGMMA_TRANSPOSED
+            )
+            plgpu.commit_smem()
+            first = n * config.block_n + channels
+            target = out.at[pl.ds(m * config.block_m, config.block_m), pl.ds(first, CHANNELS)].at[piece]
+            inside = mosaic.column_predicate(desc.n, config.block_n, first)
+            plgpu.copy_smem_to_gmem(staging, target, predicate=inside)
 
     run_tiles(
         config,
         operands,
         -(-desc.n // config.block_n),
         steps,
-        registers=None,
+        registers=_REGISTERS[config.num_consumers] if reassigns_registers(desc, config) else None,
         produce=functools.partial(produce, desc, config, operands, scratch, steps),
         consume=consume,
     )
 
 
+def _pieces(config: GemmConfig) -> list[tuple[int, int, int]]:
+    """What a consumer stores at a time: (block of 64 channels, first row, rows)."""
+    step = store_rows(config)
+    starts = range(0, config.block_m, step)
+    blocks = range(config.consumer_channels // CHANNELS)
+    return [(block, start, min(step, config.block_m - start)) for block in blocks for start in starts]
+
+
 def _multiply(
     desc: GemmDesc, config: GemmConfig, scratch: Scratch, warpgroup: Any, steps: Any, count: Any
-) -> list[Any]:
-    """This warpgroup's channels of one tile, (64, block_m) for each half."""
+) -> list[list[Any]]:
+    """This warpgroup's channels of one tile: for each 64 of them, (64, block_m) of each half."""
+    blocks = config.consumer_channels // CHANNELS
 
     def scope(*accumulators):
         def one_step(k, count):
             slot = lax.rem(count, jnp.int32(config.num_stages))
             plgpu.barrier_wait(scratch.full.at[slot])
-            for half, accumulator in enumerate(accumulators):
-                channels = pl.ds(half * config.block_n + warpgroup * CHANNELS, CHANNELS)
+            for index, accumulator in enumerate(accumulators):
+                block, half = divmod(index, desc.halves)
+                first = half * config.block_n + warpgroup * config.consumer_channels + block * CHANNELS
+                channels = pl.ds(first, CHANNELS)
                 plgpu.wgmma(accumulator, scratch.w.at[slot, channels], scratch.x.at[slot].transpose((1, 0)))
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(scratch.empty.at[slot])
@@ -94,25 +116,34 @@ def _multiply(
         lax.fori_loop(0, steps, one_step, count)
         return [accumulator[...] for accumulator in accumulators]
 
-    shape = (CHANNELS, config.block_m)
-    return pl.run_scoped(scope, *[mosaic.Accumulator(shape, jnp.dtype(desc.accumulator))] * desc.halves)
+    accumulator = mosaic.Accumulator((CHANNELS, config.block_m), jnp.dtype(desc.accumulator))
+    parts = pl.run_scoped(scope, *[accumulator] * (blocks * desc.halves))
+    return [parts[first : first + desc.halves] for first in range(0, len(parts), desc.halves)]
 
 
 def _epilogue(
-    desc: GemmDesc, operands: Mapping[str, Any], scratch: Scratch, parts: list[Any], warpgroup: Any, e: Any
+    desc: GemmDesc,
+    operands: Mapping[str, Any],
+    scratch: Scratch,
+    parts: list[Any],
+    channels: Any,
+    piece: Any,
+    e: Any,
 ) -> Any:
-    """Channels by rows, float32: scales, bias, activation."""
-    channels = pl.ds(warpgroup * CHANNELS, CHANNELS)
+    """64 channels by the rows of ``piece``, float32: scales, bias, activation. parts: (64, block_m) of each half."""
 
     def half(h: int) -> Any:
-        value = parts[h].astype(jnp.float32)
+        part = parts[h]
+        if piece.size < part.shape[1]:
+            part = part[:, piece.start : piece.start + piece.size]
+        value = part.astype(jnp.float32)
 
         def of_channels(ref):
             loaded = mosaic.load(ref.at[h, channels], layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
             return lax.broadcast_in_dim(loaded, value.shape, [0])
 
         if desc.lhs_scale == "row":
-            rows = mosaic.load(scratch.rows, layout=mosaic.COLUMNS, optimized=False)
+            rows = mosaic.load(scratch.rows.at[piece], layout=mosaic.COLUMNS, optimized=False)
             value = value * lax.broadcast_in_dim(rows, value.shape, [1])
         elif desc.lhs_scale == "tensor":
             value = value * operands["x_scale"][0]

@@ -18,7 +18,7 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, choose_config, config_error, grouped_gemm
 from pallas_kernels.grouped_gemm.api import _describe
 from pallas_kernels.grouped_gemm.config import shared_memory
-from pallas_kernels.grouped_gemm.heuristics import choose_block_m, space, why_not
+from pallas_kernels.grouped_gemm.heuristics import choose_block_m, space, tall_heights, tile_work, why_not
 from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
 from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc
 
@@ -155,9 +155,10 @@ def arrivals(case):
 
 @pytest.mark.parametrize("case", cluster_cases(), ids=lambda case: case.name)
 def test_clusters_lower_for_cuda(case):
-    """Rows are the one copy of a step that goes to both blocks."""
+    """Rows, or weights, are what goes to both blocks in a step: one copy, or one of each half or piece."""
     traced = jax.jit(case.function).trace(*[jax.ShapeDtypeStruct(*shape) for shape in case.shapes])
-    assert str(traced.jaxpr).count("collective_axes=('pair',)") == 1
+    shared = 2 if "sharing weights" in case.name and ("x 256" in case.name or "x 2 x" in case.name) else 1
+    assert str(traced.jaxpr).count("collective_axes=('pair',)") == shared
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
 
 
@@ -203,19 +204,39 @@ def test_rows_of_a_tile():
     assert rows == [16, 16, 24, 24, 48, 80, 96, 128]
 
 
+def test_rows_of_tall_tiles():
+    # The fewest tiles count, and of equal ones the lowest: mean and two deviations are 288 rows for 256.
+    rows = [choose_block_m(r, may_swap=True) for r in (110.0, 128.0, 256.0, 280.0, 384.0)]
+    assert rows == [128, 160, 144, 160, 192]
+    assert 128 not in tall_heights(256.0)
+    rng = np.random.default_rng(0)
+    for mean, block_m in ((100.0, 112), (256.0, 128), (512.0, 176)):
+        drawn = -(-rng.poisson(mean, 20_000) // block_m)
+        assert tile_work(mean, block_m) == pytest.approx(drawn.mean() * max(block_m + 256, 2.5 * block_m), rel=0.01)
+
+
 def test_every_prune_has_a_reason():
     desc = gemm("fp8 block gated, requantized, ragged")
     pruned = {c.block_n: why_not(desc, c) for c in space(desc, 64, 132) if not c.is_swapped}
     assert pruned.pop(128) is None
     assert "tile's blocks are whole" in pruned[96] and "one group per tile" in pruned[64]
     assert "neither is built" in why_not(desc, next(space(desc, 16, 132)))
-    assert "64 rows swapped" in why_not(gemm("fp8 row"), next(space(gemm("fp8 row"), 64, 132)))
+    for block_m in (64, 128):
+        assert f"{block_m} rows swapped" in why_not(gemm("fp8 row"), next(space(gemm("fp8 row"), block_m, 132)))
 
 
 @pytest.mark.parametrize("name", ["bf16 gated bias", "int8 row", "fp8 tensor"])
 def test_swapped_lowers_for_cuda(name):
     desc = gemm(name)
     assert lower(name, desc, choose_config(desc, 8, 132)).count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize(("name", "block_m", "block_n"), [("bf16 gated bias", 144, 128), ("int8 2880", 176, 256)])
+def test_tall_tiles_lower_for_cuda(name, block_m, block_n):
+    desc = dataclasses.replace(gemm(name), rows=8 * block_m)
+    config = candidates(desc, block_m, 132)[0]
+    assert (config.block_n, config.num_consumers, config.is_tall) == (block_n, 2, True)
+    assert lower(name, desc, config).count("mosaic_gpu_v2") == 1
 
 
 def test_narrow_candidates_lower():
@@ -259,7 +280,12 @@ def test_shared_memory_is_not_underestimated():
         (dict(has_tile_rows=True), dict(row_chunk=12), "8, 16, 32 or 64"),
         (dict(halves=2, activation=SILU, **ROW), dict(block_n=48), "second half's w_scale would not start on 128"),
         (dict(halves=2, activation=SILU, bias_dtype="bfloat16"), dict(block_n=96), "second half's bias"),
-        ({}, dict(is_swapped=True), "the heights with swapped operands"),
+        ({}, dict(is_swapped=True, block_m=256), "the heights with swapped operands"),
+        (
+            dict(rows=1008, halves=2, activation=SILU),
+            dict(is_swapped=True, block_m=144, block_n=256),
+            "288 registers of sums, 192 with 2",
+        ),
         (dict(halves=2, activation=SILU), dict(is_swapped=True, block_m=80, block_n=256), "80 registers of sums"),
         ({}, dict(is_swapped=True, block_m=16, block_n=96), "four warpgroups of 64 channels"),
         ({}, dict(is_swapped=True, block_m=16, row_chunk=8), "moved whole"),
@@ -267,8 +293,9 @@ def test_shared_memory_is_not_underestimated():
         (dict(out_dtype="float32"), dict(is_swapped=True, block_m=16), "16-bit rows"),
         ({}, dict(cluster=3), "1 or 2 blocks"),
         ({}, dict(cluster=2, num_sms=131), "an even number"),
-        ({}, dict(cluster=2, is_swapped=True, block_m=16), "shared as whole tiles"),
-        (dict(has_tile_rows=True), dict(cluster=2, row_chunk=16), "shared as whole tiles"),
+        ({}, dict(cluster=2, is_swapped=True, block_m=16), "both blocks load whole tiles"),
+        (dict(has_tile_rows=True), dict(cluster=2, row_chunk=16), "both blocks load whole tiles"),
+        ({}, dict(shares_weights=True), "two blocks to share"),
     ],
 )
 def test_config_error(change, config, match):

@@ -62,12 +62,13 @@ def _rows(tree: Any, own: Any, count: int) -> list[Any]:
 
 def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict[str, Any]) -> tuple[Any, Any]:
     """Three experts of 3, 0 and block_m + 6 rows; the last tile of four is not in use."""
-    rng, (k, n), halves = np.random.default_rng(0), (256, 128), 2 if "activation" in options else 1
+    rng, (k, n), halves = np.random.default_rng(0), (256, options.pop("n", 128)), 2 if "activation" in options else 1
     tile_expert, num_tiles = jnp.asarray([0, 2, 2, -1], jnp.int32), jnp.int32(3)
     numbers = [rng.standard_normal(shape) * 2 for shape in ((4 * block_m, k), (3, halves, n, k))]
     x, w = (jnp.asarray(np.rint(8 * v) if dtype == "int8" else v, dtype) for v in numbers)
     x_scale, w_scale = (None if s is None else jnp.asarray(rng.uniform(0.5, 2, s), jnp.float32) for s in scales)
-    config = GemmConfig(block_m, 128, 2, num_sms=2, is_swapped=options.pop("is_swapped", False))
+    block_n = options.pop("block_n", 128)
+    config = GemmConfig(block_m, block_n, 2, num_sms=2, is_swapped=options.pop("is_swapped", False))
     found, expected = (
         grouped_gemm(
             x,
@@ -91,6 +92,10 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     **{f"permute {kind}": lambda kind=kind: permuting(kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
     "bf16": lambda: multiplying("bfloat16", (None, None), 64, {}),
     "bf16 swapped": lambda: multiplying("bfloat16", (None, None), 16, dict(is_swapped=True)),
+    "bf16 tall gated": lambda: multiplying(
+        "bfloat16", (None, None), 112, dict(is_swapped=True, activation=SILU, n=256)
+    ),
+    "int8 rows tall": lambda: multiplying("int8", ((576,), (3, 256)), 144, dict(is_swapped=True, block_n=256, n=256)),
     "int8 rows": lambda: multiplying("int8", ((256,), (3, 128)), 64, {}),
     "fp8 blocks gated": lambda: multiplying(
         "float8_e4m3fn", ((2, 256), (3, 2, 1, 2)), 64, dict(activation=SILU, requantize="group")
