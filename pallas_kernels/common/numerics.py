@@ -80,9 +80,14 @@ def quantize_e4m3_tensor(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.
     return cast_e4m3(x * reciprocal(scale)), scale
 
 
+def e4m3_row_scale(amax: jax.Array) -> jax.Array:
+    """Scale of a token or output channel: ``max(amax / 448, 1 / (448 * 512))``."""
+    return jnp.maximum(divide(amax, E4M3_MAX), _E4M3_ROW_FLOOR)
+
+
 def quantize_e4m3_row(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One scale per token or output channel: ``s = max(amax / 448, 1 / (448 * 512))``, ``q = x / s``."""
-    scale = jnp.maximum(divide(amax, E4M3_MAX), _E4M3_ROW_FLOOR)
+    scale = e4m3_row_scale(amax)
     return cast_e4m3(divide(x, scale)), scale
 
 

@@ -47,7 +47,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic, simt
-from pallas_kernels.common.numerics import quantize_e4m3_group, quantize_e4m3_row, quantize_int8_token
+from pallas_kernels.common.e4m3_sm90 import e4m3_in_groups, e4m3_of_row
+from pallas_kernels.common.numerics import quantize_int8_token
 from pallas_kernels.common.rows import pieces, vector_length
 from pallas_kernels.common.sm90 import WARPGROUP
 from pallas_kernels.push import mailbox_sm90
@@ -219,7 +220,7 @@ def _row_of_token(desc: PushDesc, x: Any, token: Any, send: Callable[..., None],
     if desc.quantization != "none":
         values = [v.astype(jnp.float32) for v in loaded]
         amax = whole.amax(values, *scratch)
-        rule = quantize_e4m3_row if desc.quantization == "e4m3_row" else quantize_int8_token
+        rule = e4m3_of_row if desc.quantization == "e4m3_row" else quantize_int8_token
         loaded, scales = zip(*(rule(v, amax) for v in values), strict=True)
         scale = scales[0]
 
@@ -241,8 +242,7 @@ def _groups_of_token(desc: PushDesc, x: Any, token: Any, send: Callable[..., Non
         part = pl.ds(start, piece)
         values = mosaic.load(x.at[token, part], layout=layout, optimized=False).astype(jnp.float32)
         amax = jnp.max(jnp.abs(values), axis=1)
-        _, scale = quantize_e4m3_group(amax, amax, is_power_of_two)
-        quantized, _ = quantize_e4m3_group(values, lax.broadcast_in_dim(amax, values.shape, [0]), is_power_of_two)
+        quantized, scale = e4m3_in_groups(values, amax, is_power_of_two)
 
         def store(codes, scales, row, part=part, quantized=quantized, scale=scale):
             codes.at[row, part][...] = quantized

@@ -22,14 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic, simt, sm90
 from pallas_kernels.common.division_sm90 import divide_in
+from pallas_kernels.common.e4m3_sm90 import e4m3_in_groups, e4m3_of_row
 from pallas_kernels.common.microscaling import group_factors, nvfp4_global_scale, round_element
-from pallas_kernels.common.numerics import (
-    magnitude,
-    quantize_e4m3_group,
-    quantize_e4m3_row,
-    quantize_e4m3_static,
-    quantize_int8_token,
-)
+from pallas_kernels.common.numerics import magnitude, quantize_e4m3_static, quantize_int8_token
 from pallas_kernels.common.rows import pieces, vector_length
 from pallas_kernels.quantize_and_permute.config import (
     GROUP,
@@ -117,7 +112,7 @@ def _process_row(desc, x, given, token, targets, codes, scales, *, always):
     else:
         values = [v.astype(jnp.float32) for v in loaded]
         amax = jnp.max(functools.reduce(jnp.maximum, [jnp.abs(v) for v in values]))
-        rule = quantize_e4m3_row if desc.quantization == "e4m3_row" else quantize_int8_token
+        rule = e4m3_of_row if desc.quantization == "e4m3_row" else quantize_int8_token
         quantized, all_scales = zip(*(rule(v, amax) for v in values), strict=True)
         scale = all_scales[0]
 
@@ -138,7 +133,7 @@ def _process_groups(desc, x, given, token, targets, codes, scales, *, always):
         part = pl.ds(start, piece)
         values = mosaic.load(x.at[token, part], layout=GROUP_LAYOUT, optimized=False).astype(jnp.float32)
         amax = jnp.max(jnp.abs(values), axis=1)
-        quantized, scale = _quantize_groups(values, amax, desc.has_power_of_two_scales)
+        quantized, scale = e4m3_in_groups(values, amax, desc.has_power_of_two_scales)
 
         def store(row, part=part, quantized=quantized, scale=scale):
             codes.at[row, part][...] = quantized
@@ -199,13 +194,6 @@ def _small_group_layout(group: int, vector: int) -> Any:
     groups = 32 * vector // group
     tiling = plgpu.Tiling(((4 * groups, group), (groups, group), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-
-
-def _quantize_groups(values, amax, is_power_of_two):
-    # The rule takes the maximum broadcast over its group; the scale of a group is that of any of its elements.
-    _, scale = quantize_e4m3_group(amax, amax, is_power_of_two)
-    quantized, _ = quantize_e4m3_group(values, lax.broadcast_in_dim(amax, values.shape, [0]), is_power_of_two)
-    return quantized, scale
 
 
 def _for_targets(targets, store, always):
