@@ -17,7 +17,8 @@ float32.
 
 With cluster=2 the blocks of a cluster work on neighbouring column tiles of one row tile. Each loads half of the rows
 of a K step into the slots of both, so ``empty`` counts the consumers of both: neither runs more than a ring ahead of
-the other, and neither ends while the other still writes or signals.
+the other, and neither ends while the other still writes or signals. With shares_weights they work on neighbouring row
+tiles, and where both are of one expert each loads half of the weights; where not, each its own, still in step.
 
 Registers a thread with two consumers: 168 at entry, then 240 (consumers) and 24 (producer); no spills at 128 x 256
 tiles (jax 0.11.2, ptxas 13.0). Shared memory at that tile: 4 stages of 48 KiB and 32 KiB of staging.
@@ -77,7 +78,12 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
     steps = k_steps(desc, config, operands["num_tiles"][0])
 
     def consume(m, n, e, count):
-        in_use = operands["tile_rows"][m] - warpgroup * 64 if desc.has_tile_rows else None
+        last_tile = operands["num_tiles"][0] - 1
+        known = lax.min(m, last_tile) if config.shares_weights else m
+        in_use = operands["tile_rows"][known] - warpgroup * 64 if desc.has_tile_rows else None
+        is_wanted = in_use > 0 if desc.has_tile_rows and config.num_consumers > 1 else None
+        if config.shares_weights:
+            is_wanted = m <= last_tile if is_wanted is None else is_wanted & (m <= last_tile)
 
         def compute():
             multiply_tile = multiply_promoted if desc.is_block_scaled else multiply
@@ -99,12 +105,12 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
             if scratch.vectors_full is not None:
                 mosaic.release(scratch.vectors_empty)
 
-        if desc.has_tile_rows and config.num_consumers > 1:
-            # The second half of an expert's last tile is often empty: leave the tensor core to the first.
-            pl.when(in_use > 0)(compute)
-            pl.when(in_use <= 0)(lambda: skip(desc, config, scratch, steps, count))
-        else:
+        if is_wanted is None:
             compute()
+        else:
+            # The second half of an expert's last tile is often empty: leave the tensor core to the first.
+            pl.when(is_wanted)(compute)
+            pl.when(jnp.logical_not(is_wanted))(lambda: skip(desc, config, scratch, steps, count))
 
     run_tiles(
         config,
@@ -115,6 +121,7 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
         produce=functools.partial(produce, desc, config, operands, scratch, steps),
         consume=consume,
         cluster=config.cluster,
+        pairs_rows=config.shares_weights,
     )
 
 

@@ -49,6 +49,7 @@ def run_tiles(
     produce: Callable[[Any, Callable[[Any], tuple[Any, Any, Any]]], None],
     consume: Callable[[Any, Any, Any, Any], None],
     cluster: int = 1,
+    pairs_rows: bool = False,
 ) -> None:
     """Walk this block's tiles in both roles; inside a ``launch``ed body.
 
@@ -56,15 +57,23 @@ def run_tiles(
     thread's (consumer, producer), None to leave them. produce: called as ``produce(num_tiles, tile)``, where
     ``tile(t)`` is (row tile, column tile, expert). consume: called for each tile as ``consume(m, n, e, count)``, count
     being the slots that earlier tiles took. cluster: as many neighbouring column tiles of one row tile go to the blocks
-    of a cluster, the last of them past the last column where they do not divide ``column_tiles``.
+    of a cluster, or with pairs_rows row tiles of one column tile. Where they do not divide evenly, the last tile lies
+    past the last column, or past the last row tile in use and is of that one's expert.
     """
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     row_tiles = operands["num_tiles"][0]
-    clusters, column_groups = config.num_sms // cluster, -(-column_tiles // cluster)
-    num_tiles = tiles_of_block(block, row_tiles * column_groups, clusters)
+    clusters, row_groups, column_groups, band = config.num_sms // cluster, row_tiles, column_tiles, config.band
+    if pairs_rows:
+        row_groups, band = lax.div(row_tiles + (cluster - 1), jnp.int32(cluster)), max(band // cluster, 1)
+    else:
+        column_groups = -(-column_tiles // cluster)
+    num_tiles = tiles_of_block(block, row_groups * column_groups, clusters)
 
     def tile(t):
-        m, n = tile_index(block + t * clusters, row_tiles, column_groups, config.band)
+        m, n = tile_index(block + t * clusters, row_groups, column_groups, band)
+        if pairs_rows:
+            m = m * cluster + lax.axis_index(PAIR)
+            return m, n, operands["tile_expert"][lax.min(m, row_tiles - 1)]
         n = n * cluster + lax.axis_index(PAIR) if cluster > 1 else n
         return m, n, operands["tile_expert"][m]
 

@@ -1,6 +1,7 @@
 """The shared-memory ring of the Hopper kernel: what is allocated, who fills it, two ways to multiply from it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -122,20 +123,24 @@ def produce(
     piece = piece_n(desc, config)
     copied = min(piece, config.block_n)
     pieces = desc.halves * config.block_n // piece
-    # Each block of a cluster then copies its part of the rows, to all.
-    shared: dict[str, Any] = dict(collective_axes=PAIR) if config.cluster > 1 else {}
+    # Each block of a cluster then copies its part, to all.
+    to_all: dict[str, Any] = dict(collective_axes=PAIR)
+    of_rows = to_all if config.cluster > 1 and not config.shares_weights else {}
 
     def one_tile(t, count):
         m, n, e = tile(t)
         rows = pl.ds(m * config.block_m, config.block_m)
         in_use = operands["tile_rows"][m] if config.row_chunk is not None else config.block_m
+        if config.shares_weights:
+            other = lax.min(lax.bitwise_xor(m, jnp.int32(1)), operands["num_tiles"][0] - 1)
+            is_shared = operands["tile_expert"][other] == e
 
         def load_rows(depth, slot):
             for start in range(0, config.block_m, config.rows_moved):
                 chunk = pl.ds(start, config.rows_moved)
                 source = operands["x"].at[rows, depth].at[chunk]
                 if config.row_chunk is None or start == 0:
-                    plgpu.copy_gmem_to_smem(source, scratch.x.at[slot, chunk], scratch.full.at[slot], **shared)
+                    plgpu.copy_gmem_to_smem(source, scratch.x.at[slot, chunk], scratch.full.at[slot], **of_rows)
                     continue
 
                 # What lies in the slot from before is multiplied instead, into rows that nobody reads.
@@ -164,11 +169,17 @@ def produce(
                 half, column = divmod(start, config.block_n)
                 index = start // piece
                 full = scratch.full.at[slot] if index == 0 else scratch.full_pieces.at[slot * (pieces - 1) + index - 1]
-                plgpu.copy_gmem_to_smem(
+                copy_weights = functools.partial(
+                    plgpu.copy_gmem_to_smem,
                     operands["w"].at[e * desc.halves + half, pl.ds(n * config.block_n + column, copied), depth],
                     scratch.w.at[slot, pl.ds(start, copied)],
                     full,
                 )
+                if config.shares_weights:
+                    pl.when(is_shared)(functools.partial(copy_weights, **to_all))
+                    pl.when(jnp.logical_not(is_shared))(copy_weights)
+                else:
+                    copy_weights()
             return count + 1
 
         count = lax.fori_loop(0, steps, one_step, count)
