@@ -254,7 +254,7 @@ def packed_cases() -> Iterator[Case]:
     for name, options in PACKED.items():
         variants: tuple[dict[str, Any], ...] = (dict(bias_dtype="bfloat16", **_GATED), {})
         for gated in variants:
-            for block_m in (16, 64, 80, 128):
+            for block_m in (16, 64, 80, 128, 144, 176):
                 desc = _in_tiles(dataclasses.replace(_PACKED_BASE, **options, **gated), block_m)
                 found = list(packed_candidates(desc, block_m, H200_SMS))
                 for config in found if name in ("int4 g128", "nvfp4") else found[:1]:

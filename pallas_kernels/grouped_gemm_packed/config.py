@@ -13,9 +13,13 @@ from pallas_kernels.common.sm90 import SMEM_BYTES, smem_bytes
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, PackedFormat
 
 _OUTPUTS = ("bfloat16", "float16", "float32")
-BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 256)
+BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
+# Heights that fit around an expert's rows where powers of two do not. Two or three consumers take them; of group scales
+# in float32 sums two, which have a whole tile's partial sums in flight: with them in pieces ptxas spills.
+TALL = (112, 144, 160, 176, 192)
 # Warpgroups that enter with 65,536 registers between them, and what (consumers, producer) then ask for.
-REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (232, 40), 3: (152, 56), 4: (104, 40)}
+_REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (232, 40), 3: (152, 56), 4: (104, 40)}
+_TALL_REGISTERS = {2: (240, 24), 3: (152, 56)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +127,11 @@ class PackedConfig:
         return self.step_blocks // self.k_split
 
 
+def registers(config: PackedConfig) -> tuple[int, int] | None:
+    """Registers that a thread of a consumer and one of the producer ask for, None where they keep what they have."""
+    return (_TALL_REGISTERS if config.block_m in TALL else _REGISTERS)[config.num_consumers]
+
+
 def is_promoted(desc: PackedDesc, config: PackedConfig) -> bool:
     """Whether partial sums of groups are scaled and added in float32."""
     return desc.fmt.scale == "group" and not config.folds_scales
@@ -178,6 +187,8 @@ def partial_shape(desc: PackedDesc, config: PackedConfig) -> tuple[int, ...]:
 
 def promoted_rows(config: PackedConfig) -> int:
     """Rows of x whose partial sums are in flight at a time; those of a whole tile may not fit beside its sums."""
+    if config.block_m in TALL:
+        return config.block_m
     if config.block_m == 64 and config.num_consumers == 4:
         return 32
     return {80: 40, 96: 32}.get(config.block_m, min(config.block_m, 64))
@@ -199,8 +210,18 @@ def sum_registers(desc: PackedDesc, config: PackedConfig) -> int:
     return registers
 
 
+def _room_in_tall_tile(desc: PackedDesc, config: PackedConfig) -> int:
+    """``_room_for_sums`` where operands count too: 16 registers for every block of K multiplied together."""
+    room = {2: 208, 3: 120}[config.num_consumers]
+    if is_promoted(desc, config) and (fragment_k(desc, config) == 32 or (desc.fmt.is_8bit and desc.fmt.has_zero_point)):
+        room -= 48
+    return room - 16 * config.part_blocks
+
+
 def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
     """Registers a thread of a consumer has for sums; with more of them ptxas spills."""
+    if config.block_m in TALL:
+        return _room_in_tall_tile(desc, config)
     room = {1: 128, 2: 128, 3: 80, 4: 40}[config.num_consumers]
     if fragment_k(desc, config) == 32:
         return min(room, 80)  # twice as many scales and addresses beside them: 96 spill
@@ -241,8 +262,9 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
         return f"block_m={config.block_m} is not one of {BLOCK_MS}"
     if desc.rows % config.block_m:
         return f"rows={desc.rows} is not a multiple of block_m={config.block_m}"
-    if config.num_consumers not in REGISTERS:
-        return f"num_consumers={config.num_consumers} is not one of {tuple(REGISTERS)}"
+    allowed = tuple(_TALL_REGISTERS if config.block_m in TALL else _REGISTERS)
+    if config.num_consumers not in allowed:
+        return f"block_m={config.block_m}: num_consumers={config.num_consumers} is not one of {allowed}"
     step = block_k(desc, config)
     if step > desc.k:
         return f"step_blocks={config.step_blocks}: steps of {step} are longer than K={desc.k}"
@@ -262,6 +284,8 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
         return f"block_m={config.block_m}: sums of 40 rows, which the integer matrix instruction does not take"
     if config.folds_scales and (desc.fmt.scale != "group" or desc.scale_dtype != desc.fmt.operand):
         return f"folds_scales: needs group scales in {desc.fmt.operand}, found {desc.fmt.scale} in {desc.scale_dtype}"
+    if config.block_m in TALL and is_promoted(desc, config) and own_halves(desc, config) > 1:
+        return f"block_m={config.block_m}: partial sums of groups of both halves spill; splits_halves"
     needed, room = sum_registers(desc, config), _room_for_sums(desc, config)
     if needed > room:
         return f"block_m={config.block_m}: {needed} registers of sums, {room} with {config.num_consumers} consumers"

@@ -7,6 +7,7 @@ from pallas_kernels.common.sm90 import SMEM_BYTES
 from pallas_kernels.grouped_gemm.heuristics import expected_tiles, height_for, rounds_of
 from pallas_kernels.grouped_gemm_packed.config import (
     BLOCK_MS,
+    TALL,
     PackedConfig,
     PackedDesc,
     block_k,
@@ -31,15 +32,25 @@ _LOW = (
 )
 _TALL_GATED = ((2, 1, 4), (3, 1, 3), *_ANY, (2, _HALVES, 2), (2, _HALVES, 1))
 _TALL = ((4, 1, 2), (3, 1, 2), (3, 1, 3), (2, 1, 4), *_ANY)
+_LOW_TO = 96  # rows up to which one tile has to hold nearly every expert; above, experts may take several
+_UNPACKING = 32.0  # rows whose products take as long as a tile's unpacking that no product hides: a guess
 _FOLDED_FROM = 80  # rows of a tile from which scales in the operands measured 5 to 25% faster than in the sums (int4)
 
 
 def choose_block_m(rows_per_expert: float) -> int:
     """Rows of a tile for an expected number of rows per expert in use: few, since every column of the matrix
-    instruction is paid for, but at least 16, since with 8 it is no faster; at most 128, which a gated product's sums
-    leave room for.
+    instruction is paid for, but at least 16, since with 8 it is no faster. Experts of more rows than the lower tiles
+    hold take the height of the least expected work, padding and unpacking included.
     """
-    return height_for(rows_per_expert, (m for m in BLOCK_MS if 16 <= m < 128)) or 128
+    low = height_for(rows_per_expert, (m for m in BLOCK_MS if 16 <= m <= _LOW_TO))
+    return low or min((*TALL[:-1], 128), key=lambda height: _work(rows_per_expert, height))
+
+
+def _work(rows_per_expert: float, height: int) -> float:
+    """Rows that an expert's tiles of ``height`` multiply, unpacking counted as rows: expected, uniform routing."""
+    most = math.ceil((rows_per_expert + 5 * math.sqrt(rows_per_expert)) / height)
+    past = (math.erfc((height * n - rows_per_expert) / math.sqrt(2 * rows_per_expert)) / 2 for n in range(most))
+    return sum(past) * (height + _UNPACKING)
 
 
 def candidates(desc: PackedDesc, block_m: int, num_sms: int) -> Iterator[PackedConfig]:
@@ -87,7 +98,7 @@ def choose_config(desc: PackedDesc, block_m: int, num_sms: int) -> PackedConfig:
     """
     found = list(candidates(desc, block_m, num_sms))
     if not found:
-        smallest = PackedConfig(block_m, 1, 1, 2, num_sms=num_sms)
+        smallest = PackedConfig(block_m, 2 if block_m in TALL else 1, 1, 2, num_sms=num_sms)
         raise NotImplementedError(config_error(desc, smallest) or f"no configuration of {desc} fits {SMEM_BYTES} bytes")
     found = [config for config in found if config.folds_scales == found[0].folds_scales]
     tiles = expected_tiles(desc, block_m)

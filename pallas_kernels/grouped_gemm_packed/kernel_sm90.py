@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import mosaic
 from pallas_kernels.grouped_gemm.persistent_sm90 import launch, run_tiles
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
-from pallas_kernels.grouped_gemm_packed.config import REGISTERS, PackedConfig, PackedDesc, is_promoted
+from pallas_kernels.grouped_gemm_packed.config import PackedConfig, PackedDesc, is_promoted, registers
 from pallas_kernels.grouped_gemm_packed.pipeline_sm90 import (
     Scratch,
     gather_sums,
@@ -103,7 +103,7 @@ def _kernel(desc: PackedDesc, config: PackedConfig, *refs: Any, **allocated: Any
         operands,
         -(-desc.channel_blocks // config.channel_groups),
         steps,
-        registers=REGISTERS[config.num_consumers],
+        registers=registers(config),
         produce=functools.partial(produce, desc, config, operands, scratch, steps),
         consume=consume,
     )

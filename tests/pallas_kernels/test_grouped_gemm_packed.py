@@ -356,10 +356,16 @@ def test_lowers_for_cuda(kind):
     assert lower(desc, next(candidates(desc, block_m, 132))).count("mosaic_gpu_v2") == 1
 
 
+@pytest.mark.parametrize("kind", ["nvfp4", "w4a8 int8 g128"])
+def test_tall_tiles_lower_for_cuda(kind):
+    desc = desc_of(kind, rows=1152, halves=2, activation=SILU)
+    assert lower(desc, next(candidates(desc, 144, 132))).count("mosaic_gpu_v2") == 1
+
+
 @pytest.mark.parametrize("kind", ["int4 g128", "int4 g128 f32", "nvfp4", "w4a8 int8 g128"])
 def test_candidates_are_valid_and_deepest(kind):
-    desc = desc_of(kind)
-    for block_m in (8, 32, 128):
+    desc = desc_of(kind, rows=1152)
+    for block_m in (8, 32, 128, 144):
         found = list(candidates(desc, block_m, 132))
         assert found
         for config in found:
@@ -397,6 +403,9 @@ def test_shared_memory_is_not_underestimated():
         (dict(halves=2, activation=Activation("silu")), dict(splits_halves=True, num_consumers=3), "even number"),
         (dict(k=960), dict(step_blocks=3), "do not fit each other"),
         ({}, dict(block_m=128), "registers of sums"),
+        (dict(rows=1152), dict(block_m=144), "num_consumers=4 is not one of (2, 3)"),
+        (dict(rows=1152, halves=2, activation=SILU), dict(block_m=144, num_consumers=2), "of both halves spill"),
+        (dict(rows=1152), dict(block_m=192, num_consumers=2), "192 registers of sums, 176 with 2 consumers"),
         ({}, dict(folds_scales=True), "needs group scales in bfloat16"),
         ({}, dict(num_stages=1), "at least 2"),
     ],
@@ -408,15 +417,9 @@ def test_config_error(change, config, match):
 
 
 def test_choices():
-    assert [choose_block_m(rows) for rows in (1.0, 9.0, 16.0, 32.0, 64.0, 79.0, 1000.0)] == [
-        16,
-        16,
-        24,
-        48,
-        80,
-        96,
-        128,
-    ]
+    expected = {1.0: 16, 9.0: 16, 16.0: 24, 32.0: 48, 64.0: 80, 79.0: 96, 90.0: 112, 256.0: 144, 1000.0: 176}
+    for rows, height in expected.items():
+        assert choose_block_m(rows) == height
     few = choose_config(dataclasses.replace(DESC, rows=16, k=1024), 16, 132)
     assert few.channel_groups == 1  # one row tile: narrow tiles reach more blocks
     assert few.k_split == few.num_consumers == 4  # whose warpgroups share K then
@@ -426,5 +429,14 @@ def test_choices():
     assert choose_config(gated, 128, 132).folds_scales and not choose_config(gated, 64, 132).folds_scales
     wide_scales = desc_of("int4 g128 f32", halves=2, activation=SILU)
     assert choose_config(wide_scales, 128, 132).splits_halves
+    assert choose_config(dataclasses.replace(wide_scales, rows=1152), 144, 132).splits_halves
     with pytest.raises(NotImplementedError, match="registers of sums"):
         choose_config(wide_scales, 256, 132)
+
+
+@pytest.mark.parametrize("mean", [100.0, 128.0, 200.0, 256.0, 512.0, 2048.0])
+def test_taller_tiles_where_they_multiply_least(mean):
+    """Against rows of experts drawn at random: as good as the best height, each tile's unpacking counted as 32 rows."""
+    rows = np.random.default_rng(0).poisson(mean, 100_000)
+    work = {height: (-(-rows // height) * (height + 32)).mean() for height in (112, 128, 144, 160, 176)}
+    assert work[choose_block_m(mean)] < 1.01 * min(work.values())

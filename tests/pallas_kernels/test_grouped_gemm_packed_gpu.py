@@ -16,7 +16,7 @@ from packed_problem import KINDS, make_problem, packed_tolerance
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm_packed import PackedConfig, candidates, describe_call, grouped_gemm_packed
-from pallas_kernels.grouped_gemm_packed.config import config_error
+from pallas_kernels.grouped_gemm_packed.config import TALL, config_error
 
 pytestmark = pytest.mark.gpu
 
@@ -24,15 +24,24 @@ GATED: dict[str, Any] = dict(activation=Activation("silu"), bias="bfloat16", x_s
 RAGGED = [3, 0, 130, 1, 64, 17]
 
 
-def run(problem, config=None):
+def compiled(problem, config=None):
+    """A function of nothing that runs the kernel."""
     arrays = {k: v for k, v in problem.kwargs.items() if isinstance(v, jax.Array)}
     static = {k: v for k, v in problem.kwargs.items() if not isinstance(v, jax.Array)}
     call = jax.jit(
         lambda args, arrays: grouped_gemm_packed(*args, **arrays, **static, config=config, implementation="mosaic")
     )
     call = call.lower(problem.args, arrays).compile()
-    jnp.full(call.out_info.shape, jnp.nan, call.out_info.dtype).block_until_ready()
-    return np.asarray(call(problem.args, arrays))
+
+    def once():
+        jnp.full(call.out_info.shape, jnp.nan, call.out_info.dtype).block_until_ready()
+        return np.asarray(call(problem.args, arrays))
+
+    return once
+
+
+def run(problem, config=None):
+    return compiled(problem, config)()
 
 
 def check(kind, problem, out, *, folded=False):
@@ -119,6 +128,44 @@ def test_warpgroups_that_share_halves(kind, block_m, consumers, step):
         out = run(problem, config)
         check(kind, problem, out, folded=config.folds_scales)
         np.testing.assert_array_equal(out[problem.row_expert >= 0], run(problem, config)[problem.row_expert >= 0])
+
+
+TALL_FORMATS = ("int4 g128", "int4 g128 f32", "nvfp4", "mxfp4", "w4a8 int8 g128")
+
+
+def check_tall(kind, block_m, options, shapes, k):
+    """(consumers, blocks of K a step, whether halves are shared), with and without folded scales: those that fit."""
+    problem = make_problem(kind, [3, 0, 400, 1, block_m, 150], k=k, n=336, block_m=block_m, **options)
+    own = problem.row_expert >= 0
+    configs = [PackedConfig(block_m, c, step, 2, fold, 4, 5, 1, h) for c, step, h in shapes for fold in (False, True)]
+    configs = [config for config in configs if config_error(describe(problem), config) is None]
+    assert configs
+    for config in configs:
+        once = compiled(problem, config)
+        out = once()
+        check(kind, problem, out, folded=config.folds_scales)
+        np.testing.assert_array_equal(out[own], once()[own])
+
+
+@pytest.mark.parametrize("block_m", TALL)
+@pytest.mark.parametrize("kind", TALL_FORMATS)
+def test_tall_gated(kind, block_m):
+    """Experts of none, one and several tiles; rows in one tile's sums, one consumer a half where it needs both."""
+    step = 2 if block_m < 192 else 1
+    check_tall(kind, block_m, GATED, [(2, step, False), (2, step, True)], k=512)
+
+
+@pytest.mark.parametrize("block_m", TALL)
+@pytest.mark.parametrize("kind", TALL_FORMATS)
+def test_tall_alone(kind, block_m):
+    """A last step past K, 192 channels a tile, which 336 are no multiple of."""
+    step = 2 if block_m < 192 else 1
+    check_tall(kind, block_m, dict(x_scale="row"), [(2, step, False), (3, step, False)], k=320)
+
+
+@pytest.mark.parametrize("kind", ["int4 channel asym", "int4 g128 asym", "e4m3 channel", "mxfp8", "w4a8 fp8 g128"])
+def test_tall_in_other_formats(kind):
+    check_tall(kind, 144, GATED, [(2, 2, False), (2, 2, True)], k=512)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
