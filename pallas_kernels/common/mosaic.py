@@ -23,6 +23,8 @@ INLINE_TAKES_REMOTE = jax.__version_info__ >= (0, 11)
 # Whether a kernel may be started while the one before it runs (``begin``). MOE_JAX_PDL=0 in the environment turns it
 # off, for measurements; it is read once, at import.
 USES_PDL = os.environ.get("MOE_JAX_PDL") != "0"
+# Whether a grouped GEMM fetches weights into L2 in front of its wait; "wait" as MOE_JAX_PDL turns this off alone.
+PREFETCHES = jax.__version_info__ >= (0, 11) and os.environ.get("MOE_JAX_PDL") not in ("0", "wait")
 _LOAD_NEEDS_INDEX = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
 
 

@@ -16,6 +16,7 @@ from moe_jax.quantization import Scheme
 from pallas_kernels.common import mosaic
 
 WAIT, LAUNCH = "griddepcontrol_wait", "griddepcontrol_launch_dependents"
+PREFETCH = "async_prefetch"
 MARK = "mosaic_gpu.uses_pdl"  # jax 0.10 has it not
 KINDS = ("gemm", "cluster", "packed", "permute", "gather", "combine", "align", "route")
 KERNEL_CALL = "mosaic_gpu_v2"
@@ -38,12 +39,26 @@ def traced(case):
     return jax.jit(lambda *arrays: case.function(*arrays)).trace(*structs)
 
 
+def effects_of(kind):
+    """Names of what a kernel does beside arithmetic, in order."""
+    found = equations(traced(case_of(kind)).jaxpr.jaxpr)
+    return [e.primitive.name for e in found if e.effects and e.primitive.name != "axis_index"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_wait_comes_before_all_that_touches_memory(kind):
-    trace = traced(case_of(kind))
-    names = [equation.primitive.name for equation in equations(trace.jaxpr.jaxpr) if equation.effects]
+def test_the_wait_comes_before_all_that_touches_memory(kind, monkeypatch):
+    monkeypatch.setattr(mosaic, "PREFETCHES", False)
+    names = effects_of(kind)
     assert names[:2] == [WAIT, LAUNCH] and len(names) > 4
     assert names.count(WAIT) == names.count(LAUNCH) == 1
+
+
+@pytest.mark.parametrize("kind", ["gemm", "packed"])
+def test_prefetches_alone_come_before_the_wait(kind, monkeypatch):
+    monkeypatch.setattr(mosaic, "PREFETCHES", True)
+    names = effects_of(kind)
+    before, after = names[: names.index(WAIT)], names[names.index(WAIT) :]
+    assert {*before} == {"get", PREFETCH} and before.count("get") == 2 and PREFETCH not in after
 
 
 def test_both_kernels_of_the_router():

@@ -52,7 +52,7 @@ def report(name: str, instruction: str | None, base: str) -> dict:
         wgmma=sorted(set(re.findall(r"wgmma.mma_async.sync.aligned.(m64n\d+k\d+\.\w+\.\w+\.\w+)", ptx))),
         register_limits=[int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)],
         threads=int(re.search(r"\.maxntid (\d+)", ptx).group(1)),
-        waits_first=starts[0] == "ACQBULK" and "PREEXIT" in counts,
+        before_wait=sorted(set(starts[: starts.index("ACQBULK")])) if "PREEXIT" in counts else None,
         sass={op: counts[op] for op in ("HGMMA", "QGMMA", "IGMMA", "USETMAXREG", "LDL", "STL") if counts[op]},
     )
 
