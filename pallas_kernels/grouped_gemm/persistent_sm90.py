@@ -30,7 +30,7 @@ def launch(
     clusters: dict[str, Any] = dict(cluster=(cluster,), cluster_names=(PAIR,)) if cluster > 1 else {}
 
     def begin_and_run(*refs, **scratch):
-        if mosaic.PREFETCHES and cluster == 1:
+        if mosaic.USES_PDL and mosaic.PREFETCHES and cluster == 1:
             prefetch(*refs)
         mosaic.begin()
         body(*refs, **scratch)
