@@ -48,7 +48,6 @@ from pallas_kernels.grouped_gemm.pipeline_sm90 import (
     scratch_types,
     skip,
 )
-from pallas_kernels.grouped_gemm.prefetch_sm90 import prefetch_weights
 
 # (consumer, producer) registers a thread, by number of consumers. Asking for more than 3 x 168 together never returns;
 # with one consumer every thread enters with up to 255 and keeps them.
@@ -66,8 +65,7 @@ def grouped_gemm_sm90(desc: GemmDesc, config: GemmConfig) -> Callable[[Mapping[s
     if desc.requantize == "group":
         out = (out, jax.ShapeDtypeStruct((-(-desc.n // SCALE_GROUP), desc.rows), jnp.float32))
     body = functools.partial(_kernel, desc, config)
-    prefetch = functools.partial(prefetch_weights, desc, config)
-    call = launch(body, config, out, scratch_types(desc, config), prefetch=prefetch, cluster=config.cluster)
+    call = launch(body, config, out, scratch_types(desc, config), cluster=config.cluster)
     return lambda operands: call(*(operands[name] for name in operand_names(desc)))
 
 
@@ -80,12 +78,10 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
     steps = k_steps(desc, config, operands["num_tiles"][0])
 
     def consume(m, n, e, count):
-        last_tile = operands["num_tiles"][0] - 1
-        known = lax.min(m, last_tile) if config.shares_weights else m
+        known = lax.min(m, operands["num_tiles"][0] - 1) if config.shares_weights else m
         in_use = operands["tile_rows"][known] - warpgroup * 64 if desc.has_tile_rows else None
-        is_wanted = in_use > 0 if desc.has_tile_rows and config.num_consumers > 1 else None
         if config.shares_weights:
-            is_wanted = m <= last_tile if is_wanted is None else is_wanted & (m <= last_tile)
+            in_use = jnp.where(known == m, 64 if in_use is None else in_use, 0)
 
         def compute():
             multiply_tile = multiply_promoted if desc.is_block_scaled else multiply
@@ -107,12 +103,12 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
             if scratch.vectors_full is not None:
                 mosaic.release(scratch.vectors_empty)
 
-        if is_wanted is None:
-            compute()
-        else:
+        if config.shares_weights or (desc.has_tile_rows and config.num_consumers > 1):
             # The second half of an expert's last tile is often empty: leave the tensor core to the first.
-            pl.when(is_wanted)(compute)
-            pl.when(jnp.logical_not(is_wanted))(lambda: skip(desc, config, scratch, steps, count))
+            pl.when(in_use > 0)(compute)
+            pl.when(in_use <= 0)(lambda: skip(desc, config, scratch, steps, count))
+        else:
+            compute()
 
     run_tiles(
         config,
