@@ -15,11 +15,15 @@ import pytest
 import moe_jax
 from moe_jax.benchmarking import random_weights
 from moe_jax.quantization import Scheme
+from pallas_kernels.align import align
+from pallas_kernels.align.config import row_capacity
 from pallas_kernels.common import mosaic
+from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 
 pytestmark = pytest.mark.gpu
 
 LAYERS = 50
+APART: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
 WAIT = "griddepcontrol.wait"
 # Routing and alignment apart and in one launch; requantization in place, in the epilogue and none.
 CELLS = (("fp8_channel", 1), ("w4a16_g128", 16), ("bf16", 64), ("fp8_block", 300), ("int8_w8a8", 300))
@@ -51,13 +55,12 @@ def results(scheme, tokens, in_loop, options):
 
 @pytest.mark.parametrize(("scheme", "tokens"), CELLS)
 def test_layers_give_the_bits_of_layers_that_do_not_overlap(scheme, tokens, monkeypatch):
-    apart: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
     found = {}
     for is_on in (True, False):
         monkeypatch.setattr(mosaic, "USES_PDL", is_on)
         jax.clear_caches()
         for in_loop in (False, True):
-            for name, options in (("one by one", apart), ("buffers", {})):
+            for name, options in (("one by one", APART), ("buffers", {})):
                 found[is_on, in_loop, name], waits = results(scheme, tokens, in_loop, options)
                 assert waits == is_on
     for in_loop in (False, True):
@@ -67,3 +70,33 @@ def test_layers_give_the_bits_of_layers_that_do_not_overlap(scheme, tokens, monk
             if other == in_loop:
                 for y in many:
                     np.testing.assert_array_equal(y, expected, err_msg=f"on: {is_on}, in a loop: {in_loop}, {name}")
+
+
+def test_a_product_right_behind_the_alignment_that_lists_its_tiles(monkeypatch):
+    """It looks the tiles up twice: for what it prefetches, when they may be those of the call before, and then anew."""
+    kx, kw, kz = jax.random.split(jax.random.key(0), 3)
+    ids = jax.lax.top_k(jax.random.normal(kz, (LAYERS, 40, 16)), 4)[1]
+    ids = jnp.where(jnp.arange(40)[:, None] < 5 + jnp.arange(LAYERS)[:, None, None] % 35, ids, -1)
+    w = jax.random.normal(kw, (16, 512, 512), jnp.bfloat16)
+    config = GemmConfig(16, 128, 6, is_swapped=True)
+
+    def run(x, w, ids):
+        products = []
+        for one in ids:
+            tiles = align(one, 16, 16, implementation="mosaic")
+            product = grouped_gemm(x, w, tiles.tile_expert, tiles.num_tiles, config=config, implementation="mosaic")
+            products.append((product, tiles.num_tiles))
+        in_use = [jnp.arange(len(x)) < count.reshape(()) * 16 for _, count in products]
+        return jnp.stack([jnp.where(rows[:, None], y, 0) for rows, (y, _) in zip(in_use, products, strict=True)])
+
+    x = jax.random.normal(kx, (row_capacity(160, 16, 16), 512), jnp.bfloat16)
+    found = {}
+    for is_on in (True, False):
+        monkeypatch.setattr(mosaic, "USES_PDL", is_on)
+        monkeypatch.setattr(mosaic, "PREFETCHES", is_on)
+        jax.clear_caches()
+        compiled = jax.jit(run).lower(x, w, ids).compile(compiler_options=APART)
+        found[is_on] = [np.asarray(compiled(x, w, ids).astype(jnp.float32)) for _ in range(20)]
+    assert np.abs(found[False][0]).max() > 0
+    for y in (*found[True], *found[False]):
+        np.testing.assert_array_equal(y, found[False][0])
