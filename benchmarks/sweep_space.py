@@ -15,10 +15,11 @@ from grouped_gemm import PACKED as PACKED_FORMATS
 from moe_jax.benchmarking import SHAPES
 from pallas_kernels.grouped_gemm import candidates as unpacked_candidates
 from pallas_kernels.grouped_gemm.config import SWAPPED_BLOCK_MS, config_error
-from pallas_kernels.grouped_gemm.heuristics import height_for
+from pallas_kernels.grouped_gemm.heuristics import height_for, tall_heights
 from pallas_kernels.grouped_gemm_packed import BLOCK_MS, PackedConfig, PackedDesc
 from pallas_kernels.grouped_gemm_packed import config_error as packed_error
 from pallas_kernels.grouped_gemm_packed.heuristics import MAX_STAGES
+from pallas_kernels.tuning import table_for
 
 _SHAPES = SHAPES | {"dsv3-tp8": (256, 8, 7168, 256)}
 H200_SMS = 132
@@ -129,7 +130,10 @@ def _deepest(desc: PackedDesc, config: PackedConfig) -> PackedConfig | None:
 def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any]:
     mean = rows_per_expert(tokens, key.num_experts, key.top_k)
     found = []
-    swapped = heights(mean, SWAPPED_BLOCK_MS[1:], is_brief) if key.may_swap else []
+    low = tuple(height for height in SWAPPED_BLOCK_MS[1:] if height <= 96)
+    swapped = heights(mean, low, is_brief) if key.may_swap else []
+    if mean > 64 and not is_brief:
+        found += tall_space(key, gemm, tokens)
     for block_m in swapped:
         own = unpacked_candidates(key.products(tokens, block_m)[gemm - 1], block_m, H200_SMS)
         found += [config for config in own if config.is_swapped]
@@ -144,3 +148,24 @@ def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any
             configs += [dataclasses.replace(c, band=16) for c in configs[:2]]
         found += configs[:2] if is_brief else configs
     return [c for c in found if config_error(key.products(tokens, c.block_m)[gemm - 1], c) is None]
+
+
+def tall_space(key: Any, gemm: int, tokens: int) -> list[Any]:
+    """Tall tiles of swapped operands: the likeliest height in every width, two more in the widest."""
+    found: list[Any] = []
+    if not key.may_swap:
+        return found
+    for rank, block_m in enumerate(tall_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:3]):
+        own = unpacked_candidates(key.products(tokens, block_m)[gemm - 1], block_m, H200_SMS)
+        wide = [config for config in own if config.block_n > 64]
+        found += wide if rank == 0 else wide[:1]
+        if rank == 0 and tokens >= 8192:
+            found.append(dataclasses.replace(wide[0], band=16))
+    return found
+
+
+def beside_table(key: Any, gemm: int, tokens: int) -> list[Any]:
+    """The configuration that the H200's table has for a layer, if any, then ``tall_space``."""
+    entry = table_for("NVIDIA H200").lookup(key, tokens)
+    own = [] if entry is None else [(entry.config.gemm1, entry.config.gemm2)[gemm - 1]]
+    return own + tall_space(key, gemm, tokens)

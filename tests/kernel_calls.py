@@ -61,6 +61,12 @@ _GEMMS: dict[str, tuple[str, dict[str, Any], GemmConfig | None]] = {
         GemmConfig(96, 128, 3, is_swapped=True),
     ),
     "bf16 swapped, 80 x 256": ("bf16", dict(block_m=80), GemmConfig(80, 256, 3, is_swapped=True)),
+    "bf16 tall, 144 x 256": ("bf16", dict(block_m=144), GemmConfig(144, 256, 3, is_swapped=True)),
+    "fp8 row tall, 160 x 2 x 128": (
+        "fp8_row",
+        dict(block_m=160, halves=2, activation=SILU, bias="bfloat16"),
+        GemmConfig(160, 128, 3, is_swapped=True),
+    ),
     "int8 swapped, 48 x 2 x 192": (
         "int8_row",
         dict(block_m=48, halves=2, activation=SILU),

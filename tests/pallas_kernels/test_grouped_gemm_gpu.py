@@ -63,6 +63,54 @@ def test_swapped_heights_between(kind, block_m):
     check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
+@pytest.mark.parametrize(("halves", "block_n"), [(0, 256), (2, 128)])
+@pytest.mark.parametrize("block_m", [112, 144, 160, 192])
+@pytest.mark.parametrize("kind", ["bf16", "fp8_tensor", "fp8_row", "int8_row"])
+def test_swapped_tall(kind, block_m, halves, block_n):
+    options = dict(halves=halves, activation=SILU if halves else None, padding=np.nan)
+    problem = make_problem(kind, [3, 200, 0, 145, 1], k=1152, n=704, block_m=block_m, **options)
+    config = GemmConfig(block_m, block_n, 3, num_sms=7, is_swapped=True)
+    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmConfig(128, 128, 4, is_swapped=True),
+        GemmConfig(144, 128, 2, is_swapped=True, step_blocks=2),
+        GemmConfig(144, 64, 4, num_sms=3, is_swapped=True),
+        GemmConfig(176, 128, 3, is_swapped=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["bf16", "f16", "fp8_row", "int8_row"])
+def test_swapped_tall_gated_with_bias(kind, config):
+    options = dict(halves=2, activation=OAI, bias="bfloat16", with_tile_rows=True)
+    problem = make_problem(kind, [150, 0, 3], k=2880, n=720, block_m=config.block_m, **options)
+    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
+@pytest.mark.parametrize("block_n", [64, 192, 256])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("kind", ["bf16", "int8_row"])
+def test_swapped_tall_routings(kind, routing, block_n):
+    problem = make_problem(kind, ROUTINGS[routing], k=2880, n=208, block_m=144, bias="float32")
+    config = GemmConfig(144, block_n, 3, is_swapped=True)
+    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
+def test_bits_of_tall_tiles_repeat():
+    problem = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=160, halves=2, activation=SILU)
+    own, config = problem.row_expert >= 0, GemmConfig(160, 128, 4, is_swapped=True)
+    first, second = (np.asarray(run(problem, config))[own] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    low = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=96, halves=2, activation=SILU)
+    lows = (low.args[0].at[np.flatnonzero(low.row_expert >= 0)].set(problem.args[0][own]), problem.args[1])
+    low.args = (*lows, *low.args[2:])
+    other = np.asarray(run(low, GemmConfig(96, 128, 4, is_swapped=True)))[low.row_expert >= 0]
+    np.testing.assert_array_equal(first, other)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp8_row", "fp8_block"])
 def test_tall_tiles_moved_in_chunks(kind):
     problem = make_problem(kind, [3, 200, 0, 129, 1, 64], k=1152, n=768, block_m=128, with_tile_rows=True)
@@ -158,7 +206,12 @@ def test_sizes_off_the_tile(kind, k, n):
 @pytest.mark.parametrize("kind", ["bf16", "int8_row"])
 @pytest.mark.parametrize(
     "config",
-    [GemmConfig(64, 256, 3), GemmConfig(64, 256, 3, row_chunk=16), GemmConfig(16, 256, 4, is_swapped=True)],
+    [
+        GemmConfig(64, 256, 3),
+        GemmConfig(64, 256, 3, row_chunk=16),
+        GemmConfig(16, 256, 4, is_swapped=True),
+        GemmConfig(144, 256, 4, is_swapped=True),
+    ],
     ids=str,
 )
 def test_one_tile_wider_than_the_output(kind, n, config):
