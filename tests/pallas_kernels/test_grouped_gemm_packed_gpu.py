@@ -133,7 +133,7 @@ def test_warpgroups_that_share_halves(kind, block_m, consumers, step):
 TALL_FORMATS = ("int4 g128", "int4 g128 f32", "nvfp4", "mxfp4", "w4a8 int8 g128")
 
 
-def check_tall(kind, block_m, options, shapes, k):
+def check_tall(kind, block_m, options: dict[str, Any], shapes, k):
     """(consumers, blocks of K a step, whether halves are shared), with and without folded scales: those that fit."""
     problem = make_problem(kind, [3, 0, 400, 1, block_m, 150], k=k, n=336, block_m=block_m, **options)
     own = problem.row_expert >= 0
