@@ -8,6 +8,7 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc
 from pallas_kernels.grouped_gemm import candidates as gemm_candidates
 from pallas_kernels.grouped_gemm import config_error as gemm_error
+from pallas_kernels.grouped_gemm.heuristics import tall_heights
 from pallas_kernels.grouped_gemm_packed import BLOCK_MS, PackedConfig, PackedDesc, PackedFormat
 from pallas_kernels.grouped_gemm_packed import candidates as packed_candidates
 from pallas_kernels.grouped_gemm_packed import config_error as packed_error
@@ -94,7 +95,8 @@ class LayerKey:
         """Tile heights worth a look: a token has an expert at most once, so none has more rows than tokens."""
         swapped = [h for h in (8, 16, 32) if h < 2 * num_tokens or h == 8] if self.may_swap else []
         average = num_tokens * self.top_k / self.num_experts
-        return [h for h in swapped if average <= 2 * h] + [64] + ([128] if num_tokens > 64 else [])
+        tall = tall_heights(average)[:2] if self.may_swap and average > 96 else []
+        return [h for h in swapped if average <= 2 * h] + [64] + ([128] if num_tokens > 64 else []) + tall
 
     @property
     def may_swap(self) -> bool:
