@@ -18,6 +18,7 @@ from pallas_kernels.grouped_gemm.config import SWAPPED_BLOCK_MS, config_error
 from pallas_kernels.grouped_gemm.heuristics import height_for, tall_heights
 from pallas_kernels.grouped_gemm_packed import BLOCK_MS, PackedConfig, PackedDesc
 from pallas_kernels.grouped_gemm_packed import config_error as packed_error
+from pallas_kernels.grouped_gemm_packed.config import TALL
 from pallas_kernels.grouped_gemm_packed.heuristics import MAX_STAGES
 from pallas_kernels.tuning import table_for
 
@@ -45,8 +46,10 @@ _ONE_GATED = [
 _ONE = [(4, 4, 8, 0), (1, 1, 2, 0), (4, 2, 2, 0), (4, 1, 2, 0), (2, 1, 4, 0), (2, 2, 4, 0), (4, 4, 4, 0)]
 _LOW_GATED = [(2, 1, 4, 0), (4, 1, 4, 1), (4, 1, 2, 0), (3, 1, 2, 0), (4, 2, 4, 0), (4, 1, 2, 1)]
 _LOW = [(4, 1, 4, 0), (3, 1, 4, 0), (4, 1, 2, 0), (2, 1, 4, 0), (3, 1, 2, 0)]
-_TALL_GATED = [(2, 1, 4, 0), (4, 1, 2, 1), (2, 1, 2, 0), (2, 1, 4, 1), (2, 1, 2, 1), (3, 1, 2, 0), (4, 1, 1, 1)]
-_TALL = [(4, 1, 2, 0), (2, 1, 2, 0), (3, 1, 2, 0), (2, 1, 4, 0), (4, 1, 1, 0)]
+_TALL_GATED = [
+    (2, 1, 4, 0), (4, 1, 2, 1), (2, 1, 2, 0), (2, 1, 4, 1), (2, 1, 2, 1), (3, 1, 2, 0), (4, 1, 1, 1), (2, 1, 1, 0)
+]  # fmt: skip
+_TALL = [(4, 1, 2, 0), (2, 1, 2, 0), (3, 1, 2, 0), (2, 1, 4, 0), (4, 1, 1, 0), (2, 1, 1, 0)]
 
 
 def shape(name: str) -> tuple[int, int, int, int]:
@@ -81,8 +84,8 @@ def packed_space(desc: PackedDesc, mean: float, tokens: int, is_brief: bool) -> 
     tiles = heights(mean, allowed, is_brief) or [128]
     if desc.fmt.operand == "int8" and 48 < mean < 72 and not is_brief:
         tiles = [64, *tiles]  # few experts need a second one
-    if mean >= 256 and not is_brief:
-        tiles = [128, 256]
+    if mean > 96 and not is_brief:
+        tiles = [128, *TALL, 256] if mean >= 256 else [128, *(height for height in TALL if height >= mean)]
     return list(dict.fromkeys(config for block_m in tiles for config in _at_height(desc, block_m, tokens, is_brief)))
 
 
