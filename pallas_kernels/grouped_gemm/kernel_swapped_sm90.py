@@ -13,7 +13,7 @@ per multiprocessor takes every num_sms-th tile. Its warpgroups, by role:
 
 Registers: a consumer accumulates halves * 64 * block_m / 128 values a thread. What all enter with is enough for low
 tiles (50 used at 2 x 64 channels by 16 rows); for tall ones the producer gives up most of its own. Shared memory goes
-to the ring: at 2 x 128 channels and 16 rows 6 stages of 34 KiB, at 144 rows 4 of 50 KiB beside 16 KiB of staging.
+to the ring: at 2 x 128 channels and 16 rows 6 stages of 34 KiB, at 144 rows 4 of 50 KiB beside 12 KiB of staging.
 """
 
 import functools

@@ -239,6 +239,17 @@ def test_tall_tiles_lower_for_cuda(name, block_m, block_n):
     assert lower(name, desc, config).count("mosaic_gpu_v2") == 1
 
 
+def test_tall_tiles_have_four_stages():
+    everything = dict(dtype="int8", bias_dtype="bfloat16", **ROW)
+    for block_m, stages in ((144, 4), (160, 4), (192, 3)):
+        for halves, block_n in ((1, 256), (2, 128)):
+            desc = dataclasses.replace(DESC, rows=8 * block_m, halves=halves, activation=None, **everything)
+            if halves == 2:
+                desc = dataclasses.replace(desc, activation=OAI)
+            assert candidates(desc, block_m, 132)[0].block_n == block_n
+            assert candidates(desc, block_m, 132)[0].num_stages == stages
+
+
 def test_narrow_candidates_lower():
     for name in ("fp8 row gated", "fp8 block gated", "bf16"):
         desc = gemm(name)
