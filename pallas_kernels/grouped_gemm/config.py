@@ -161,7 +161,7 @@ def reassigns_registers(desc: GemmDesc, config: GemmConfig) -> bool:
 
 def store_rows(config: GemmConfig) -> int:
     """Rows of one staged output store with swapped operands: the tile, or pieces of tall ones, 12 KiB with both slots
-    of all consumers. What staging takes the ring lacks: with 16 KiB, 160 rows with scales and bias lose a stage of four.
+    of all consumers. What staging takes the ring lacks: with 16 KiB, 160 rows with scales and bias get three stages.
     """
     return 48 // config.num_consumers if config.is_tall else config.block_m
 
