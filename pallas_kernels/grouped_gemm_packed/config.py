@@ -213,9 +213,11 @@ def sum_registers(desc: PackedDesc, config: PackedConfig) -> int:
 def _room_in_tall_tile(desc: PackedDesc, config: PackedConfig) -> int:
     """``_room_for_sums`` where operands count too: 16 registers for every block of K multiplied together."""
     room = {2: 208, 3: 120}[config.num_consumers] - 16 * config.part_blocks
-    if is_promoted(desc, config) and (fragment_k(desc, config) == 32 or (desc.fmt.is_8bit and desc.fmt.has_zero_point)):
-        room = min(room, 144 if config.part_blocks == 1 else 96)  # more scales, or zero points, beside them
-    return room
+    if not is_promoted(desc, config):
+        return room
+    if fragment_k(desc, config) == 32 or (desc.fmt.is_8bit and desc.fmt.has_zero_point):
+        return min(room, 144 if config.part_blocks == 1 else 96)  # more scales, or zero points, beside them
+    return room - 16 if desc.fmt.has_zero_point or desc.fmt.operand == "float8_e4m3fn" else room
 
 
 def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
