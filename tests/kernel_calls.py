@@ -53,6 +53,17 @@ _GEMMS: dict[str, tuple[str, dict[str, Any], GemmConfig | None]] = {
         GemmConfig(128, 96, 4, row_chunk=16),
     ),
     "fp8 block, 128 x 256": ("fp8_block", dict(block_m=128), GemmConfig(128, 256, 4)),
+    "bf16 clusters, 128 x 128": ("bf16", dict(block_m=128), GemmConfig(128, 128, 3, cluster=2)),
+    "bf16 clusters sharing weights, 128 x 128": (
+        "bf16",
+        dict(block_m=128),
+        GemmConfig(128, 128, 3, cluster=2, shares_weights=True),
+    ),
+    "fp8 block, requantized, clusters": (
+        "fp8_block",
+        dict(block_m=128, halves=2, activation=SILU, requantize="group", with_tile_rows=True),
+        GemmConfig(128, 128, 3, cluster=2),
+    ),
     "fp8 tensor, requantized": ("fp8_tensor", dict(halves=2, activation=SILU, requantize="tensor"), None),
     "fp8 tensor swapped, 64 x 256": ("fp8_tensor", dict(block_m=64), GemmConfig(64, 256, 4, is_swapped=True)),
     "fp8 row swapped, 96 x 2 x 128": (

@@ -77,8 +77,9 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict
     numbers = [rng.standard_normal(shape) * 2 for shape in ((4 * block_m, k), (3, halves, n, k))]
     x, w = (jnp.asarray(np.rint(8 * v) if dtype == "int8" else v, dtype) for v in numbers)
     x_scale, w_scale = (None if s is None else jnp.asarray(rng.uniform(0.5, 2, s), jnp.float32) for s in scales)
-    block_n = options.pop("block_n", 128)
-    config = GemmConfig(block_m, block_n, 2, num_sms=2, is_swapped=options.pop("is_swapped", False))
+    names = ("block_n", "is_swapped", "cluster", "shares_weights")
+    form: dict[str, Any] = dict(block_n=128) | {name: options.pop(name) for name in names if name in options}
+    config = GemmConfig(block_m, num_stages=2, num_sms=2, **form)
     found, expected = (
         grouped_gemm(
             x,
@@ -109,6 +110,16 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "int8 rows tall": lambda: multiplying("int8", ((576,), (3, 256)), 144, dict(is_swapped=True, block_n=256, n=256)),
     "int8 rows": lambda: multiplying("int8", ((256,), (3, 128)), 64, {}),
+    "bf16 clusters": lambda: multiplying("bfloat16", (None, None), 64, dict(n=256, cluster=2)),
+    "int8 rows, clusters sharing weights": lambda: multiplying(
+        "int8", ((256,), (3, 256)), 64, dict(n=256, cluster=2, shares_weights=True)
+    ),
+    "fp8 blocks gated, clusters sharing weights": lambda: multiplying(
+        "float8_e4m3fn",
+        ((2, 256), (3, 2, 2, 2)),
+        64,
+        dict(activation=SILU, requantize="group", n=256, cluster=2, shares_weights=True),
+    ),
     "fp8 blocks gated": lambda: multiplying(
         "float8_e4m3fn", ((2, 256), (3, 2, 1, 2)), 64, dict(activation=SILU, requantize="group")
     ),
@@ -138,7 +149,8 @@ def check(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(name):
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | dict(PYTHONPATH=path, JAX_PLATFORMS="cpu")
+    # NPROC: threads of XLA's pool, in which those of a cluster's blocks wait for each other.
+    environment = os.environ | dict(PYTHONPATH=path, JAX_PLATFORMS="cpu", NPROC="16")
     command = [sys.executable, __file__, name]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert run.returncode == 0 and f"checked {name}" in run.stdout, run.stdout[-2000:] + run.stderr[-4000:]
