@@ -154,14 +154,19 @@ def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any
 
 
 def tall_space(key: Any, gemm: int, tokens: int) -> list[Any]:
-    """Tall tiles of swapped operands: the likeliest height in every width, two more in the widest."""
+    """Tall tiles of swapped operands: the likeliest height in every width, two more in the widest; the first two heights
+    also in clusters whose blocks share weights, which needs an expert's tiles side by side.
+    """
     found: list[Any] = []
     if not key.may_swap:
         return found
     for rank, block_m in enumerate(tall_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:3]):
-        own = unpacked_candidates(key.products(tokens, block_m)[gemm - 1], block_m, H200_SMS)
-        wide = [config for config in own if config.block_n > 64]
+        desc = key.products(tokens, block_m)[gemm - 1]
+        wide = [config for config in unpacked_candidates(desc, block_m, H200_SMS) if config.block_n > 64]
         found += wide if rank == 0 else wide[:1]
+        pair = dataclasses.replace(wide[0], cluster=2, shares_weights=True)
+        if rank < 2 and config_error(desc, pair) is None:
+            found.append(pair)
         if rank == 0 and tokens >= 8192:
             found.append(dataclasses.replace(wide[0], band=16))
     return found
