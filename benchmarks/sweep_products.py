@@ -3,8 +3,8 @@
     python benchmarks/sweep_products.py --cells qwen3-30b-a3b:int4_g128,mixtral-8x7b/tp2:fp8_channel:brief,...
         [--tokens 64,256,...] [--jobs 15] [--seconds 300] --out FILE
 
-A cell is shape:format (sweep_space.py), with ":brief" behind it for two configurations instead of all, or ":tall" for
-the table's and tall tiles; @16;64 behind that for tokens of its own. Processes take (cell, GEMM) in the order given,
+A cell is shape:format (sweep_space.py), with ":brief" behind it for two configurations instead of all, ":tall" for the
+table's and tall tiles, ":pairs" for tall tiles in clusters; @16;64 behind that for tokens of its own. Processes take (cell, GEMM) in the order given,
 keep its weights, and append a JSON line per configuration: the microseconds of one product with what is fused around
 it. They hold a lock while they time. What FILE holds already is not timed again. A process that takes longer than
 --stuck seconds over one configuration is ended and its work taken, without that configuration, by another.
@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from grouped_gemm import SILU, route
-from sweep_space import PACKED, beside_table, packed_space, rows_per_expert, shape, unpacked_space
+from sweep_space import PACKED, beside_table, packed_space, pairs_space, rows_per_expert, shape, unpacked_space
 
 from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm_packed import describe_call, grouped_gemm_packed
@@ -45,7 +45,8 @@ class Group:
     def __init__(self, text: str):
         cell, _, own = text.partition("@")
         self.name, self.fmt, *rest, gemm = cell.split(":")
-        self.gemm, self.is_brief, self.is_tall = int(gemm), "brief" in rest, "tall" in rest
+        self.gemm, self.rest = int(gemm), rest
+        self.is_brief = "brief" in rest
         self.tokens = [int(count) for count in own.split(";")] if own else None
         self.experts, self.top_k, self.hidden, self.inner = shape(self.name)
         self.w: Any = None
@@ -57,8 +58,9 @@ class Group:
             desc = self.packed_desc(tokens, 128)
             mean = rows_per_expert(tokens, self.experts, self.top_k)
             return packed_space(desc, mean, tokens, self.is_brief)
-        if self.is_tall:
-            return beside_table(self.key(), self.gemm, tokens)
+        for name, configs in (("tall", beside_table), ("pairs", pairs_space)):
+            if name in self.rest:
+                return configs(self.key(), self.gemm, tokens)
         return unpacked_space(self.key(), self.gemm, tokens, self.is_brief)
 
     def key(self) -> LayerKey:

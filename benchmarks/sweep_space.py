@@ -154,9 +154,7 @@ def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any
 
 
 def tall_space(key: Any, gemm: int, tokens: int) -> list[Any]:
-    """Tall tiles of swapped operands: the likeliest height in every width, two more in the widest; the first two heights
-    also in clusters whose blocks share weights, which needs an expert's tiles side by side.
-    """
+    """Tall tiles of swapped operands: the likeliest height in every width, two more in the widest."""
     found: list[Any] = []
     if not key.may_swap:
         return found
@@ -164,9 +162,6 @@ def tall_space(key: Any, gemm: int, tokens: int) -> list[Any]:
         desc = key.products(tokens, block_m)[gemm - 1]
         wide = [config for config in unpacked_candidates(desc, block_m, H200_SMS) if config.block_n > 64]
         found += wide if rank == 0 else wide[:1]
-        pair = dataclasses.replace(wide[0], cluster=2, shares_weights=True)
-        if rank < 2 and config_error(desc, pair) is None:
-            found.append(pair)
         if rank == 0 and tokens >= 8192:
             found.append(dataclasses.replace(wide[0], band=16))
     return found
@@ -177,3 +172,13 @@ def beside_table(key: Any, gemm: int, tokens: int) -> list[Any]:
     entry = table_for("NVIDIA H200").lookup(key, tokens)
     own = [] if entry is None else [(entry.config.gemm1, entry.config.gemm2)[gemm - 1]]
     return own + tall_space(key, gemm, tokens)
+
+
+def pairs_space(key: Any, gemm: int, tokens: int) -> list[Any]:
+    """The widest of the two likeliest heights of ``tall_space``, in clusters whose blocks share weights."""
+    found = []
+    for block_m in tall_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:2]:
+        desc = key.products(tokens, block_m)[gemm - 1]
+        pair = dataclasses.replace(unpacked_candidates(desc, block_m, H200_SMS)[0], cluster=2, shares_weights=True)
+        found += [pair] if config_error(desc, pair) is None else []
+    return found
