@@ -217,7 +217,9 @@ def _room_in_tall_tile(desc: PackedDesc, config: PackedConfig) -> int:
         return room
     if fragment_k(desc, config) == 32 or (desc.fmt.is_8bit and desc.fmt.has_zero_point):
         return min(room, 144 if config.part_blocks == 1 else 96)  # more scales, or zero points, beside them
-    return room - 16 if desc.fmt.has_zero_point or desc.fmt.operand == "float8_e4m3fn" else room
+    if desc.fmt.has_zero_point or desc.fmt.operand == "float8_e4m3fn":
+        return min(room, 176 if config.part_blocks == 1 else 144)
+    return room
 
 
 def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
