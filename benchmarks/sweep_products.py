@@ -4,10 +4,11 @@
         [--tokens 64,256,...] [--jobs 15] [--seconds 300] --out FILE
 
 A cell is shape:format (sweep_space.py), with ":brief" behind it for two configurations instead of all, ":tall" for the
-table's and tall tiles, ":pairs" for tall tiles in clusters; @16;64 behind that for tokens of its own. Processes take (cell, GEMM) in the order given,
-keep its weights, and append a JSON line per configuration: the microseconds of one product with what is fused around
-it. They hold a lock while they time. What FILE holds already is not timed again. A process that takes longer than
---stuck seconds over one configuration is ended and its work taken, without that configuration, by another.
+table's and tall tiles, ":pairs" for tall tiles in clusters; @16;64 behind that for tokens of its own. Processes take
+(cell, GEMM) in the order given, keep its weights, and append a JSON line per configuration: the microseconds of one
+product with what is fused around it. They hold a lock while they time. What FILE holds already is not timed again. A
+process that takes longer than --stuck seconds over one configuration is ended and its work taken, without that
+configuration, by another.
 """
 
 import argparse
