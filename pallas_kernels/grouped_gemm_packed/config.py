@@ -215,7 +215,8 @@ def _room_in_tall_tile(desc: PackedDesc, config: PackedConfig) -> int:
     room = {2: 208, 3: 120}[config.num_consumers] - 16 * config.part_blocks
     if not is_promoted(desc, config):
         return room
-    if fragment_k(desc, config) == 32 or (desc.fmt.has_zero_point and "int8" in (desc.fmt.element, desc.fmt.operand)):
+    has_int8_zeros = desc.fmt.has_zero_point and "int8" in (desc.fmt.element, desc.fmt.operand)
+    if fragment_k(desc, config) < desc.fmt.block_k or has_int8_zeros:
         return min(room, 144 if config.part_blocks == 1 else 96)  # more scales, or zero points, beside them
     if desc.fmt.has_zero_point or desc.fmt.operand == "float8_e4m3fn":
         return min(room, 176 if config.part_blocks == 1 else 144)
