@@ -114,6 +114,17 @@ def candidates(desc: GemmDesc, block_m: int, num_sms: int) -> list[GemmConfig]:
     return [c for c in space(desc, block_m, num_sms) if why_not(desc, c) is None]
 
 
+def in_clusters(desc: GemmDesc, found: Iterable[GemmConfig]) -> list[GemmConfig]:
+    """The two widest of ``found`` by blocks in pairs, sharing rows and sharing weights, where tiles are high and make
+    two rounds of the machine. For whoever times them: ``choose_config`` takes none.
+    """
+    wide = sorted((config for config in found if config.block_m >= 96), key=lambda config: -config.block_n)[:2]
+    wide = [c for c in wide if expected_tiles(desc, c.block_m) * -(-desc.n // c.block_n) >= 2 * c.num_sms]
+    pairs = [dataclasses.replace(config, row_chunk=None, cluster=2) for config in wide]
+    pairs += [dataclasses.replace(pair, shares_weights=True) for pair in pairs]
+    return [pair for pair in pairs if config_error(desc, pair) is None]
+
+
 def choose_config(desc: GemmDesc, block_m: int, num_sms: int) -> GemmConfig:
     """The candidate that needs the fewest columns one after another: rounds of the machine times columns a tile.
 

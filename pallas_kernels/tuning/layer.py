@@ -8,7 +8,7 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc
 from pallas_kernels.grouped_gemm import candidates as gemm_candidates
 from pallas_kernels.grouped_gemm import config_error as gemm_error
-from pallas_kernels.grouped_gemm.heuristics import tall_heights
+from pallas_kernels.grouped_gemm.heuristics import in_clusters, tall_heights
 from pallas_kernels.grouped_gemm_packed import BLOCK_MS, PackedConfig, PackedDesc, PackedFormat
 from pallas_kernels.grouped_gemm_packed import candidates as packed_candidates
 from pallas_kernels.grouped_gemm_packed import config_error as packed_error
@@ -89,7 +89,8 @@ class LayerKey:
     @staticmethod
     def candidates(desc: Any, block_m: int, num_sms: int) -> list[GemmConfig]:
         """Configurations worth timing."""
-        return gemm_candidates(desc, block_m, num_sms)
+        found = gemm_candidates(desc, block_m, num_sms)
+        return found + in_clusters(desc, found)
 
     def heights(self, num_tokens: int) -> list[int]:
         """Tile heights worth a look: a token has an expert at most once, so none has more rows than tokens."""

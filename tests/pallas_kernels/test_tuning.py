@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from pallas_kernels import autotune
-from pallas_kernels.grouped_gemm import GemmConfig, candidates
+from pallas_kernels.grouped_gemm import GemmConfig, candidates, choose_config
 from pallas_kernels.grouped_gemm_packed import PackedConfig, describe_call
 from pallas_kernels.tuning import (
     FORMATS,
@@ -79,6 +79,16 @@ def test_every_format_has_candidates(name):
     for block_m in (16, 64) if key.may_swap else (64,):
         for desc in key.products(7, block_m):
             assert candidates(desc, block_m, 132)
+
+
+def test_clusters_are_timed_for_many_tokens_alone():
+    key = LayerKey(8, 2, 4096, 14336, **FORMATS["fp8_block"])
+    for desc in key.products(8192, 128):
+        pairs = [c for c in key.candidates(desc, 128, 132) if c.cluster == 2]
+        assert {c.shares_weights for c in pairs} == {False, True}
+        assert choose_config(desc, 128, 132).cluster == 1
+        assert not any(c.cluster == 2 for c in key.candidates(desc, 128, 131))
+    assert not any(c.cluster == 2 for c in key.candidates(key.products(16, 64)[0], 64, 132))
 
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)
