@@ -19,6 +19,7 @@ from pallas_kernels.combine.config import choose_config as choose_combine
 from pallas_kernels.combine.kernel_sm90 import combine_sm90
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
+from pallas_kernels.grouped_gemm.heuristics import deepest
 from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
 from pallas_kernels.grouped_gemm.kernel_swapped_sm90 import grouped_gemm_swapped_sm90
 from pallas_kernels.grouped_gemm.operands import operand_names
@@ -185,6 +186,19 @@ def cluster_cases() -> Iterator[Case]:
             pair = dataclasses.replace(plain, row_chunk=None, cluster=2)
             yield gemm_case(name, desc, pair)
             yield gemm_case(name, desc, dataclasses.replace(pair, shares_weights=True))
+    for name, block_m, block_n in (
+        ("bf16", 144, 256),
+        ("bf16", 176, 128),
+        ("bf16 2880", 192, 192),
+        ("fp8 row ragged", 160, 256),
+        ("int8 row gated ragged", 144, 128),
+        ("int8 row gated ragged", 192, 128),
+        ("int8 row gated ragged", 96, 64),
+    ):
+        desc = _in_tiles(gemm(name), block_m)
+        pair = dataclasses.replace(deepest(desc, GemmConfig(block_m, block_n, 2, is_swapped=True)), cluster=2)
+        yield gemm_case(name, desc, pair)
+        yield gemm_case(name, desc, dataclasses.replace(pair, shares_weights=True))
 
 
 _GROUPS: dict[str, Any] = dict(scale="group", group_size=128)

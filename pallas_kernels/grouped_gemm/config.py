@@ -260,8 +260,10 @@ def _cluster_error(config: GemmConfig) -> str | None:
         return "shares_weights with cluster=1: it takes two blocks to share; cluster=2"
     if config.cluster == 2 and config.num_sms % 2:
         return f"num_sms={config.num_sms} blocks do not pair up; cluster=2 needs an even number"
-    if config.cluster == 2 and (config.is_swapped or config.row_chunk is not None):
-        return "cluster=2 with swapped operands or row_chunk: neither is built; both blocks load whole tiles"
+    if config.cluster == 2 and config.row_chunk is not None:
+        return f"cluster=2 with row_chunk={config.row_chunk}: both blocks load whole tiles"
+    if config.cluster == 2 and not config.shares_weights and config.block_m % 16:
+        return f"cluster=2 with block_m={config.block_m}: each block loads half of the rows, a multiple of 8"
     return None
 
 

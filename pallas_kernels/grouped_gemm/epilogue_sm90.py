@@ -74,6 +74,16 @@ def _store_scale(desc: GemmDesc, config: GemmConfig, out_scale: Any, column_tile
         store()
 
 
+def stores_under_way(index: int, num_pieces: int, num_slots: int) -> int:
+    """How many stores of a warpgroup may still be reading when piece ``index`` of a tile is staged in slot
+    ``index % num_slots``: as many as followed the last one out of that slot, in this tile or in the one before.
+    """
+    if index >= num_slots:
+        return num_slots - 1
+    last = max(j for j in range(num_pieces) if j % num_slots == index)
+    return min(num_slots - 1, num_pieces - 1 - last + index)
+
+
 def store_tile(
     desc: GemmDesc,
     config: GemmConfig,
@@ -105,7 +115,8 @@ def store_tile(
         _store_scale(desc, config, out_scale, column_tile, rows, scale)
         whole = whole * lax.broadcast_in_dim(1.0 / scale, whole.shape, [0])
 
-    for index, start in enumerate(range(0, config.block_n, columns)):
+    starts = range(0, config.block_n, columns)
+    for index, start in enumerate(starts):
         if whole is None:
             value = tile_values(desc, config, parts, vectors, start, columns)
             if vectors.requantize is not None:
@@ -113,7 +124,7 @@ def store_tile(
         else:
             value = whole if columns == config.block_n else whole[:, start : start + columns]
         slot = index % num_slots
-        plgpu.wait_smem_to_gmem(num_slots - 1, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(stores_under_way(index, len(starts), num_slots), wait_read_only=True)
         staging[slot] = value.astype(desc.stored_dtype)
         plgpu.commit_smem()
         first_column = column_tile * config.block_n + start

@@ -76,15 +76,15 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
         for blocks in (1, 2 if is_tall else 4) if desc.k * desc.itemsize % 128 else (1,):
             for block_n in (256, 128, 192, 64) if is_tall else widths:
                 config = GemmConfig(block_m, block_n, 2, num_sms=num_sms, is_swapped=True, step_blocks=blocks)
-                yield _deepest(desc, config)
+                yield deepest(desc, config)
     if block_m in (64, 128):
         # A tile that is nearly full is moved at once: eight copies a step hold up the producer.
         chunk = 16 if desc.has_tile_rows and rows / tiles < 0.75 * block_m else None
         for block_n in (256, 128, 96, 64, 48, 32) if block_m == 128 else (*widths, 96, 48, 32):
-            yield _deepest(desc, GemmConfig(block_m, block_n, 2, row_chunk=chunk, num_sms=num_sms))
+            yield deepest(desc, GemmConfig(block_m, block_n, 2, row_chunk=chunk, num_sms=num_sms))
 
 
-def _deepest(desc: GemmDesc, config: GemmConfig) -> GemmConfig:
+def deepest(desc: GemmDesc, config: GemmConfig) -> GemmConfig:
     """``config`` with the most stages that fit, or with two when none does."""
     most = MAX_SWAPPED_STAGES if config.is_swapped else MAX_STAGES
     for stages in range(most, 2, -1):

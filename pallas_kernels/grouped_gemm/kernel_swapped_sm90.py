@@ -11,6 +11,8 @@ per multiprocessor takes every num_sms-th tile. Its warpgroups, by role:
                               wait vectors_full -> for each piece of rows:
                                   scales, bias, activation -> transposed staging -> bulk store
 
+Clusters of two blocks share rows or weights as in kernel_sm90.py.
+
 Registers: a consumer accumulates halves * 64 * block_m / 128 values a thread. What all enter with is enough for low
 tiles (50 used at 2 x 64 channels by 16 rows); for tall ones the producer gives up most of its own. Shared memory goes
 to the ring: at 2 x 128 channels and 16 rows 6 stages of 34 KiB, at 144 rows 4 of 50 KiB beside 12 KiB of staging.
@@ -28,9 +30,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
 from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc, reassigns_registers, store_rows
+from pallas_kernels.grouped_gemm.epilogue_sm90 import stores_under_way
 from pallas_kernels.grouped_gemm.operands import operand_names
 from pallas_kernels.grouped_gemm.persistent_sm90 import launch, run_tiles
-from pallas_kernels.grouped_gemm.pipeline_sm90 import Scratch, k_steps, produce, scratch_types
+from pallas_kernels.grouped_gemm.pipeline_sm90 import Scratch, k_steps, produce, scratch_types, skip
 from pallas_kernels.grouped_gemm.prefetch_sm90 import prefetch_weights
 
 CHANNELS = 64  # of one matrix instruction
@@ -43,7 +46,7 @@ def grouped_gemm_swapped_sm90(desc: GemmDesc, config: GemmConfig) -> Callable[[M
     """The kernel for ``desc``, a function of the operands by name. config must pass ``config_error``."""
     out = jax.ShapeDtypeStruct((desc.rows, desc.n), desc.stored_dtype)
     body, prefetch = functools.partial(_kernel, desc, config), functools.partial(prefetch_weights, desc, config)
-    call = launch(body, config, out, scratch_types(desc, config), prefetch=prefetch)
+    call = launch(body, config, out, scratch_types(desc, config), prefetch=prefetch, cluster=config.cluster)
     return lambda operands: call(*(operands[name] for name in operand_names(desc)))
 
 
@@ -54,7 +57,7 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
     warpgroup = lax.axis_index("warpgroup")
     steps = k_steps(desc, config, operands["num_tiles"][0])
 
-    def consume(m, n, e, count):
+    def compute(m, n, e, count):
         parts = _multiply(desc, config, scratch, warpgroup, steps, count)
         if scratch.vectors_full is not None:
             plgpu.barrier_wait(scratch.vectors_full)
@@ -67,7 +70,7 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
             if scratch.vectors_full is not None and index == len(pieces) - 1:
                 mosaic.release(scratch.vectors_empty)
             staging = scratch.staging.at[warpgroup, index % num_slots, pl.ds(0, rows)]
-            plgpu.wait_smem_to_gmem(num_slots - 1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(stores_under_way(index, len(pieces), num_slots), wait_read_only=True)
             staging.transpose((1, 0))[...] = plgpu.layout_cast(
                 value.astype(desc.stored_dtype), plgpu.Layout.WGMMA_TRANSPOSED
             )
@@ -77,6 +80,15 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
             inside = mosaic.column_predicate(desc.n, config.block_n, first)
             plgpu.copy_smem_to_gmem(staging, target, predicate=inside)
 
+    def consume(m, n, e, count):
+        if not config.shares_weights:
+            compute(m, n, e, count)
+            return
+        # The last row tile may have no partner: its cluster's other block keeps in step.
+        is_tile = m < operands["num_tiles"][0]
+        pl.when(is_tile)(lambda: compute(m, n, e, count))
+        pl.when(jnp.logical_not(is_tile))(lambda: skip(desc, config, scratch, steps, count))
+
     run_tiles(
         config,
         operands,
@@ -85,6 +97,8 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
         registers=_REGISTERS[config.num_consumers] if reassigns_registers(desc, config) else None,
         produce=functools.partial(produce, desc, config, operands, scratch, steps),
         consume=consume,
+        cluster=config.cluster,
+        pairs_rows=config.shares_weights,
     )
 
 

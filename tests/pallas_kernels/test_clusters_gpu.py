@@ -98,3 +98,25 @@ def test_many_tiles_many_times():
     for change in WAYS.values():
         config = GemmConfig(128, 256, 4, **change)
         assert all(bits(run(problem, config), own) == alone for _ in range(20))
+
+
+@pytest.mark.parametrize("num_sms", [2, 132])
+@pytest.mark.parametrize(("block_m", "block_n", "halves"), [(96, 64, 2), (144, 256, 1), (176, 128, 1), (192, 128, 2)])
+@pytest.mark.parametrize("kind", ["bf16", "fp8_row", "int8_row"])
+def test_swapped(kind, block_m, block_n, halves, num_sms):
+    """Columns in an odd number of tiles, row tiles without a partner."""
+    gated: dict[str, Any] = dict(halves=2, activation=SILU) if halves == 2 else {}
+    problem = make_problem(kind, [3, 400, 0, 193, 1, 145], k=1152, n=640, block_m=block_m, padding=np.nan, **gated)
+    config = GemmConfig(block_m, block_n, 3, num_sms=num_sms, is_swapped=True)
+    check(problem, config, gemm_tolerance(kind, problem.kwargs["out_dtype"], tensor_core=True))
+
+
+@pytest.mark.parametrize(("block_m", "num_stages"), [(144, 4), (192, 3)])
+def test_swapped_many_times(block_m, num_stages):
+    problem = make_problem("bf16", [130, 270, 1, 257, 1000] * 4, k=2048, n=1024, block_m=block_m)
+    own = problem.row_expert >= 0
+    config = GemmConfig(block_m, 256, num_stages, is_swapped=True)
+    alone = bits(run(problem, config), own)
+    for change in WAYS.values():
+        pair = dataclasses.replace(config, **change)
+        assert all(bits(run(problem, pair), own) == alone for _ in range(20))

@@ -305,7 +305,7 @@ def test_shared_memory_is_not_underestimated():
         (dict(out_dtype="float32"), dict(is_swapped=True, block_m=16), "16-bit rows"),
         ({}, dict(cluster=3), "1 or 2 blocks"),
         ({}, dict(cluster=2, num_sms=131), "an even number"),
-        ({}, dict(cluster=2, is_swapped=True, block_m=16), "both blocks load whole tiles"),
+        ({}, dict(cluster=2, is_swapped=True, block_m=8), "each block loads half of the rows"),
         (dict(has_tile_rows=True), dict(cluster=2, row_chunk=16), "both blocks load whole tiles"),
         ({}, dict(shares_weights=True), "two blocks to share"),
     ],

@@ -110,9 +110,17 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "int8 rows tall": lambda: multiplying("int8", ((576,), (3, 256)), 144, dict(is_swapped=True, block_n=256, n=256)),
     "int8 rows": lambda: multiplying("int8", ((256,), (3, 128)), 64, {}),
+    "bf16 in three pieces": lambda: multiplying("bfloat16", (None, None), 64, dict(block_n=96, n=384)),
     "bf16 clusters": lambda: multiplying("bfloat16", (None, None), 64, dict(n=256, cluster=2)),
     "int8 rows, clusters sharing weights": lambda: multiplying(
         "int8", ((256,), (3, 256)), 64, dict(n=256, cluster=2, shares_weights=True)
+    ),
+    "bf16 tall, clusters": lambda: multiplying("bfloat16", (None, None), 112, dict(is_swapped=True, n=256, cluster=2)),
+    "int8 rows tall gated, clusters sharing weights": lambda: multiplying(
+        "int8",
+        ((448,), (3, 2, 256)),
+        112,
+        dict(is_swapped=True, activation=SILU, n=256, cluster=2, shares_weights=True),
     ),
     "fp8 blocks gated, clusters sharing weights": lambda: multiplying(
         "float8_e4m3fn",
