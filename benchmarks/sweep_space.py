@@ -175,10 +175,11 @@ def beside_table(key: Any, gemm: int, tokens: int) -> list[Any]:
 
 
 def pairs_space(key: Any, gemm: int, tokens: int) -> list[Any]:
-    """The widest of the two likeliest heights of ``tall_space``, in clusters whose blocks share weights."""
+    """The widest of the two likeliest heights of ``tall_space``, in clusters whose blocks share weights, or rows."""
     found = []
-    for block_m in tall_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:2]:
+    for block_m in tall_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:2] if key.may_swap else ():
         desc = key.products(tokens, block_m)[gemm - 1]
-        pair = dataclasses.replace(unpacked_candidates(desc, block_m, H200_SMS)[0], cluster=2, shares_weights=True)
-        found += [pair] if config_error(desc, pair) is None else []
+        pair = dataclasses.replace(unpacked_candidates(desc, block_m, H200_SMS)[0], cluster=2)
+        ways = (dataclasses.replace(pair, shares_weights=True), pair)
+        found += [way for way in ways if config_error(desc, way) is None]
     return found
