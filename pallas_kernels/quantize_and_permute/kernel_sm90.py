@@ -148,7 +148,7 @@ def _shared_scratch(config: PermuteConfig) -> dict[str, Any]:
 
 def _process_shared_row(config, desc, x, given, token, targets, codes, scales, done, *, always, maxima, is_known):
     """x, codes: rows of runs of 32 vectors, one a warp. Warpgroup w takes the pieces w, w + num_warpgroups, ... of four
-    runs; one with a piece less computes the last one too, without storing it. done: rows before this.
+    runs; where they are not as many for all, the last piece is done twice, with the same bits. done: rows before this.
     """
     del given
     vector, warpgroup, last = _vector16(desc), lax.axis_index("warpgroup"), shared_pieces(desc) - 1
@@ -169,15 +169,9 @@ def _process_shared_row(config, desc, x, given, token, targets, codes, scales, d
     quantized, all_scales = zip(*(rule(v, amax) for v in values), strict=True)
 
     def store(row):
-        for first, part, value in zip(firsts, parts, quantized, strict=True):
-
-            @pl.when(first + warpgroup <= last)
-            def _(part=part, value=value):
-                codes.at[row, part][...] = value
-
-        @pl.when(warpgroup == 0)
-        def _():
-            scales[row] = all_scales[0]
+        for part, value in zip(parts, quantized, strict=True):
+            codes.at[row, part][...] = value
+        scales[row] = all_scales[0]
 
     _for_targets(targets, store, always)
 
