@@ -289,11 +289,7 @@ def permute_cases() -> Iterator[Case]:
                 shapes += [((1,), "float32") if quantization in TAKES_SCALE else None]
                 shapes += [None if top_k else ((48,), "int32")]
                 name = f"quantize_and_permute {quantization} {width}{'' if top_k else ' in place'}"
-                for shared in (1, 2, 4):
-                    own = dataclasses.replace(config, num_warpgroups=shared)
-                    if not config_error(desc, own):
-                        case = f"{name}{f' by {shared}' if shared > 1 else ''}"
-                        yield Case(case, quantize_and_permute_sm90(desc, own), tuple(s for s in shapes if s))
+                yield Case(name, quantize_and_permute_sm90(desc, config), tuple(s for s in shapes if s))
 
 
 def gather_cases() -> Iterator[Case]:

@@ -78,10 +78,9 @@ class PermuteDesc:
 
 @dataclasses.dataclass(frozen=True)
 class PermuteConfig:
-    """num_blocks: persistent blocks; a row at a time each. num_warpgroups: of a block; more than one share a row."""
+    """num_blocks: persistent blocks of one warpgroup; a row at a time each."""
 
     num_blocks: int
-    num_warpgroups: int = 1
 
 
 def config_error(desc: PermuteDesc, config: PermuteConfig) -> str | None:
@@ -103,19 +102,7 @@ def config_error(desc: PermuteDesc, config: PermuteConfig) -> str | None:
         return f"H={desc.width}: a row must give each of 128 threads an element"
     if config.num_blocks < 1:
         return f"num_blocks={config.num_blocks}: at least 1"
-    if config.num_warpgroups != 1 and not 1 < config.num_warpgroups <= shared_pieces(desc):
-        return (
-            f"num_warpgroups={config.num_warpgroups}: 1, or up to the {shared_pieces(desc)} pieces of a row of H="
-            f"{desc.width} that is quantized with one scale"
-        )
     return None
-
-
-def shared_pieces(desc: PermuteDesc) -> int:
-    """Pieces, a vector of 16 bytes a thread each, of a row with one scale of its own that warpgroups may share."""
-    piece = WARPGROUP * 16 // jnp.dtype(desc.dtype).itemsize
-    is_whole = desc.quantization in ("e4m3_row", "int8_row") and desc.width % piece == 0
-    return desc.width // piece if is_whole else 0
 
 
 def grid_vector(desc: PermuteDesc) -> int:

@@ -1,6 +1,6 @@
 """Quantize each token once and write it to the rows of its experts.
 
-Each block takes every num_blocks-th token; it is one warpgroup, or some that share long rows:
+Each block is one warpgroup and takes every num_blocks-th token:
 
     load the row (16 bytes a thread at a time), keep it in registers -> largest magnitude -> codes
     for each of the token's top_k rows: store codes and scale
@@ -32,7 +32,6 @@ from pallas_kernels.quantize_and_permute.config import (
     PermuteConfig,
     PermuteDesc,
     grid_vector,
-    shared_pieces,
 )
 
 PART_ELEMENTS = 64  # of a row that a thread holds at once
@@ -44,8 +43,6 @@ GROUP_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,
 def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Callable[..., Any]:
     """The kernel: (x, [row_of], [scale (1,)], [rows (n,)]) -> (codes, scales or None). For configs without error."""
     group = GROUP if desc.is_grouped else desc.microscaling_group
-    if config.num_warpgroups > 1:
-        group = 32 * _vector16(desc)
     split = (desc.width,) if group is None else (desc.width // group, group)
     out: Any = [jax.ShapeDtypeStruct((desc.num_rows, *split), desc.out_dtype)]
     if desc.scale_shape is not None:
@@ -55,9 +52,8 @@ def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Calla
         out_type=out,
         grid=(config.num_blocks,),
         grid_names=("block",),
-        num_threads=config.num_warpgroups,
+        num_threads=1,
         thread_name="warpgroup",
-        scratch_types=_shared_scratch(config) if config.num_warpgroups > 1 else {},
         compiler_params=mosaic.compiler_params(),
     )
 
@@ -68,7 +64,7 @@ def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Calla
     return run
 
 
-def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Any, **scratch: Any) -> None:
+def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Any) -> None:
     mosaic.begin()
     pending = list(refs)
     x = pending.pop(0)
@@ -80,33 +76,29 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Any, **scratch: Any
     process = _process_groups if desc.is_grouped else _process_row
     if desc.microscaling_group is not None:
         process = _process_small_groups
-    if config.num_warpgroups > 1:
-        process = functools.partial(_process_shared_row, config, **scratch)
 
     scales = scales[0] if scales else None
 
     def one_token(i, _):
         token = block + i * config.num_blocks
         targets = [token] if row_of is None else [row_of[token, j] for j in range(desc.top_k)]
-        process(desc, x, given, token, targets, codes, scales, i, always=row_of is None)
+        process(desc, x, given, token, targets, codes, scales, always=row_of is None)
         return 0
 
-    def one_named(i, carry):
-        row, done = carry
+    def one_named(i, row):
         # The next name is on its way while this row is worked on.
         following = named[lax.min(block + (i + 1) * config.num_blocks, jnp.int32(desc.num_items - 1))]
-        pl.when(row >= 0)(functools.partial(process, desc, x, given, row, [row], codes, scales, done, always=True))
-        return following, done + (row >= 0).astype(jnp.int32)
+        pl.when(row >= 0)(functools.partial(process, desc, x, given, row, [row], codes, scales, always=True))
+        return following
 
     mine = lax.div(desc.num_items - block + (config.num_blocks - 1), jnp.int32(config.num_blocks))
     if named is None:
         lax.fori_loop(0, mine, one_token, 0)
     else:
-        lax.fori_loop(0, mine, one_named, (named[block], jnp.int32(0)))
+        lax.fori_loop(0, mine, one_named, named[block])
 
 
-def _process_row(desc, x, given, token, targets, codes, scales, done, *, always):
-    del done
+def _process_row(desc, x, given, token, targets, codes, scales, *, always):
     vector = vector_length(desc.width, jnp.dtype(desc.dtype).itemsize)
     piece = sm90.WARPGROUP * vector
     starts = pieces(desc.width, piece)
@@ -133,51 +125,8 @@ def _process_row(desc, x, given, token, targets, codes, scales, done, *, always)
     _for_targets(targets, store, always)
 
 
-def _vector16(desc: PermuteDesc) -> int:
-    """Elements in 16 bytes."""
-    return 16 // jnp.dtype(desc.dtype).itemsize
-
-
-def _shared_scratch(config: PermuteConfig) -> dict[str, Any]:
-    """maxima: of the warps, of this row and of the one before it."""
-    return dict(
-        maxima=plgpu.SMEM((2, config.num_warpgroups, sm90.WARPGROUP // 32), jnp.float32),
-        is_known=plgpu.Barrier(num_arrivals=config.num_warpgroups),
-    )
-
-
-def _process_shared_row(config, desc, x, given, token, targets, codes, scales, done, *, always, maxima, is_known):
-    """x, codes: rows of runs of 32 vectors, one a warp. Warpgroup w takes the pieces w, w + num_warpgroups, ... of four
-    runs; where they are not as many for all, the last piece is done twice, with the same bits. done: rows before this.
-    """
+def _process_groups(desc, x, given, token, targets, codes, scales, *, always):
     del given
-    vector, warpgroup, last = _vector16(desc), lax.axis_index("warpgroup"), shared_pieces(desc) - 1
-    tiling = plgpu.Tiling(((4, 32 * vector), (vector,)))
-    layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-    firsts = range(0, last + 1, config.num_warpgroups)
-    parts = [pl.ds(lax.min(first + warpgroup, jnp.int32(last)) * 4, 4) for first in firsts]
-    values = [mosaic.load(x.at[token, part], layout=layout, optimized=False).astype(jnp.float32) for part in parts]
-    most = functools.reduce(jnp.maximum, [jnp.abs(v) for v in values])
-    # A slot is written again two rows later, when all have arrived at the row between and so have read it.
-    slot = lax.rem(done, jnp.int32(2))
-    maxima.at[slot, warpgroup][...] = jnp.max(most, axis=1)
-    plgpu.barrier_arrive(is_known)
-    plgpu.barrier_wait(is_known)
-    warps = [(w, i) for w in range(config.num_warpgroups) for i in range(sm90.WARPGROUP // 32)]
-    amax = functools.reduce(lax.max, [maxima[slot, w, i] for w, i in warps])
-    rule = e4m3_of_row if desc.quantization == "e4m3_row" else quantize_int8_token
-    quantized, all_scales = zip(*(rule(v, amax) for v in values), strict=True)
-
-    def store(row):
-        for part, value in zip(parts, quantized, strict=True):
-            codes.at[row, part][...] = value
-        scales[row] = all_scales[0]
-
-    _for_targets(targets, store, always)
-
-
-def _process_groups(desc, x, given, token, targets, codes, scales, done, *, always):
-    del given, done
     groups = desc.width // GROUP
     piece = groups if groups % 4 == 0 and groups <= 64 else 4
     for start in pieces(groups, piece):
@@ -193,8 +142,7 @@ def _process_groups(desc, x, given, token, targets, codes, scales, done, *, alwa
         _for_targets(targets, store, always)
 
 
-def _process_small_groups(desc, x, given, token, targets, codes, scales, done, *, always):
-    del done
+def _process_small_groups(desc, x, given, token, targets, codes, scales, *, always):
     group, vector = desc.microscaling_group, grid_vector(desc)
     layout = _small_group_layout(group, vector)
     parts = [pl.ds(*part) for part in _parts(desc.width // group, sm90.WARPGROUP * vector // group, vector)]

@@ -44,25 +44,15 @@ def combining() -> tuple[Any, Any]:
     return found, combine(rows, jnp.asarray(ROW_OF), weights, out_dtype=jnp.bfloat16, implementation="reference")
 
 
-def permuting(quantization: str, width: int = 512, shared: int = 1) -> tuple[Any, Any]:
-    config = PermuteConfig(2, shared)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, width)), jnp.bfloat16)
+def permuting(quantization: str) -> tuple[Any, Any]:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 512)), jnp.bfloat16)
     found, expected = (
-        quantize_and_permute(x, jnp.asarray(ROW_OF), 16, quantization=quantization, implementation=name, config=config)
+        quantize_and_permute(
+            x, jnp.asarray(ROW_OF), 16, quantization=quantization, implementation=name, config=PermuteConfig(2)
+        )
         for name in ("mosaic", "reference")
     )
     return _rows(found, ROW_OF[ROW_OF >= 0], 16), _rows(expected, ROW_OF[ROW_OF >= 0], 16)
-
-
-def requantizing(quantization: str) -> tuple[Any, Any]:
-    """In place by warpgroups that share rows, one row in two of a block not in use."""
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 3072)) * 2.0 ** np.arange(8)[:, None], jnp.bfloat16)
-    named, own = jnp.asarray([3, -1, 7, 1, -1, 0, 2, 5, 6], jnp.int32), np.asarray([0, 1, 2, 3, 5, 6, 7])
-    found, expected = (
-        quantize_and_permute(x, rows=named, quantization=quantization, implementation=name, config=PermuteConfig(2, 2))
-        for name in ("mosaic", "reference")
-    )
-    return _rows(found, own, 8), _rows(expected, own, 8)
 
 
 def _rows(tree: Any, own: Any, count: int) -> list[Any]:
@@ -101,8 +91,6 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "combine": combining,
     **{f"permute {kind}": lambda kind=kind: permuting(kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
-    "permute e4m3_row shared": lambda: permuting("e4m3_row", 2048, 2),
-    **{f"requantize {kind} shared": lambda kind=kind: requantizing(kind) for kind in ("e4m3_row", "int8_row")},
     "bf16": lambda: multiplying("bfloat16", (None, None), 64, {}),
     "bf16 swapped": lambda: multiplying("bfloat16", (None, None), 16, dict(is_swapped=True)),
     "bf16 tall gated": lambda: multiplying(
