@@ -54,6 +54,6 @@ def config_error(desc: CombineDesc, config: CombineConfig) -> str | None:
 
 
 def choose_config(desc: CombineDesc, num_sms: int) -> CombineConfig:
-    """Eight blocks a multiprocessor keep top_k loads of 16 bytes a thread in flight each."""
+    """Sixteen blocks a multiprocessor keep top_k loads of 16 bytes a thread in flight each."""
     items = desc.num_tokens * len(desc.starts) if vector_length(desc.width, jnp.dtype(desc.dtype).itemsize) else 1
-    return CombineConfig(max(1, min(items, 8 * num_sms)))
+    return CombineConfig(max(1, min(items, 16 * num_sms)))

@@ -112,9 +112,7 @@ def grid_vector(desc: PermuteDesc) -> int:
 
 
 def choose_config(desc: PermuteDesc, num_sms: int) -> PermuteConfig:
-    """Four rows in flight on each multiprocessor hide the latency of a load, its reduction and its stores.
-
-    Eight where rows are named, since those of an intermediate are shorter, and of pieces of gathered rows.
+    """As many blocks as a multiprocessor holds, and some to follow: rows in flight hide the latency of loads, their
+    reduction and their stores. On an H200, 24 blocks against 4 and 8: 8192 tokens of Mixtral in e4m3 37 us, 55 and 45.
     """
-    is_short = desc.num_named is not None or desc.num_experts
-    return PermuteConfig(max(1, min(desc.num_items, (8 if is_short else 4) * num_sms)))
+    return PermuteConfig(max(1, min(desc.num_items, 24 * num_sms)))

@@ -13,7 +13,7 @@ from pallas_kernels.align.config import OUTPUTS, AlignConfig, AlignDesc, row_cap
 from pallas_kernels.align.config import config_error as align_error
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.route.config import FUSED_TOKENS, RouteConfig, RouteDesc, choose_config, config_error
+from pallas_kernels.route.config import RouteConfig, RouteDesc, choose_config, config_error, fused_tokens
 from pallas_kernels.route.reference import route_ref
 
 
@@ -85,7 +85,7 @@ def route_and_align(
     group_offset: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Routed:
-    """``route`` followed by ``align`` in tiles of block_m rows: one launch for up to 64 tokens, else two.
+    """``route`` followed by ``align`` in tiles of block_m rows: one launch for few tokens (``fused_tokens``), else two.
 
     Arguments and errors as there. Masked tokens get no row. num_local_experts, group_offset: the experts that get rows
     are this many from the offset on, where the others live on other shards; None for all. Ids stay global.
@@ -112,7 +112,7 @@ def route_and_align(
         config = choose_config(desc, in_one_block=True)
         if reason := config_error(desc, config) or align_error(tiles, AlignConfig(config.num_warpgroups)):
             raise NotImplementedError(reason)
-        if num_tokens > FUSED_TOKENS:
+        if num_tokens > fused_tokens(desc.num_experts):
             return apart("mosaic")
 
         from pallas_kernels.route.kernel_sm90 import route_and_align_sm90  # here: importing it loads Pallas
