@@ -34,6 +34,7 @@ TWINS = {
     "int4_g128_f16": "int4_g128",
     "int4_int8_f32": "int4_int8",
 }
+_CLUSTER_MARGIN = 1.02  # two blocks that wait for one another must be clearly faster than one
 # cell (model, format, tokens, GEMM) -> configuration as JSON -> microseconds
 Times = dict[tuple[str, str, int, int], dict[str, list[float]]]
 
@@ -70,6 +71,8 @@ def fastest(times: Times, model: str, fmt: str, tokens: int, at_least: int, typi
             if len(found) < at_least or key.config_error(desc, config) is not None:
                 continue
             micros = (min if tokens == 1 else typical)(found)
+            if getattr(config, "cluster", 1) > 1:
+                micros *= _CLUSTER_MARGIN
             held = best[config.block_m]
             if gemm not in held or micros < held[gemm][0]:
                 held[gemm] = (micros, config, text in lent)

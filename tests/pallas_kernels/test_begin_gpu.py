@@ -1,6 +1,6 @@
 """Layers whose kernels overlap at their ends, on a GPU: the same bits as layers whose kernels do not.
 
-Fifty layers one behind the other, as they are and in a loop whose rounds wait for one another, launched by XLA one by
+Two dozen layers one behind the other, as they are and in a loop whose rounds wait for one another, launched by XLA one by
 one and from command buffers. XLA reuses the memory between kernels, so that a kernel which reads or writes too early
 shows in the sums of a neighbour.
 """
@@ -22,7 +22,7 @@ from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 
 pytestmark = pytest.mark.gpu
 
-LAYERS = 50
+LAYERS = 24
 APART: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
 WAIT = "griddepcontrol.wait"
 # Routing and alignment apart and in one launch; requantization in place, in the epilogue and none.
@@ -43,7 +43,8 @@ def results(scheme, tokens, in_loop, options):
     layer = jax.jit(lambda w, x, z: moe_jax.fused_moe(x, z, w, config))
 
     def loop(w, x, z):
-        return jax.lax.fori_loop(0, LAYERS, lambda i, x: x + layer(w, x, z[i]) * jnp.bfloat16(0.25), x)
+        # Experts are quadratic in large x, so rounds must keep it small.
+        return jax.lax.fori_loop(0, LAYERS, lambda i, x: jnp.tanh(x + layer(w, x, z[i])), x)
 
     def chain(w, x, z):
         return jnp.stack([layer(w, x, one) for one in z])

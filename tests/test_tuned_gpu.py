@@ -1,0 +1,38 @@
+"""Layers at true sizes with the configurations of the tuning table, on a GPU: every token as with other tiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moe_jax
+from moe_jax.benchmarking import MODELS, random_weights
+from moe_jax.quantization import Scheme
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+OTHER = 64  # tokens for which the tiles it is compared with are chosen
+TOKENS = (300, 1000, 2048, 4096, 8192)
+SCHEMES = ("bf16", "fp8_channel", "fp8_tensor", "int8_w8a8", "w4a16_g128", "nvfp4_a16", "mxfp4_a16", "w4a8_int8")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("model", MODELS)
+def test_tuned_tiles_give_what_others_give(model, scheme):
+    """Sums in another order move roundings: of the output by half a step of bfloat16, of hidden values by one code."""
+    sizes = dict(scheme=Scheme.parse(scheme), implementation=("mosaic",))
+    config = moe_jax.MoEConfig(*MODELS[model], **sizes)
+    other = moe_jax.MoEConfig(*MODELS[model], pinned_tokens=OTHER, **sizes)
+    weights = random_weights(config)
+    for tokens in TOKENS:
+        kx, kz = jax.random.split(jax.random.key(tokens))
+        x = jax.random.normal(kx, (tokens, config.hidden_size), jnp.bfloat16)
+        logits = jax.random.normal(kz, (tokens, config.num_experts), jnp.float32)
+        found, expected = (
+            np.asarray(jax.jit(lambda w, c=c: moe_jax.fused_moe(x, logits, w, c))(weights).astype(jnp.float32))
+            for c in (config, other)
+        )
+        size = np.sqrt((expected**2).mean(axis=1))
+        assert (size > 0).all()
+        assert (np.sqrt(((found - expected) ** 2).mean(axis=1)) <= 0.02 * size).all(), tokens
+        assert (np.abs(found - expected).max(axis=1) <= 0.15 * size).all(), tokens
