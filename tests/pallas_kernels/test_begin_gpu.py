@@ -1,7 +1,7 @@
 """Layers whose kernels overlap at their ends, on a GPU: the same bits as layers whose kernels do not.
 
-Two dozen layers one behind the other, as they are and in a loop whose rounds wait for one another, launched by XLA one by
-one and from command buffers. XLA reuses the memory between kernels, so that a kernel which reads or writes too early
+Two dozen layers one behind the other, as they are and in a loop whose rounds wait for one another, launched by XLA one
+by one and from command buffers. XLA reuses the memory between kernels, so that a kernel which reads or writes too early
 shows in the sums of a neighbour.
 """
 
