@@ -48,7 +48,6 @@ from pallas_kernels.grouped_gemm.pipeline_sm90 import (
     scratch_types,
     skip,
 )
-from pallas_kernels.grouped_gemm.prefetch_sm90 import prefetch_weights
 
 # (consumer, producer) registers a thread, by number of consumers. Asking for more than 3 x 168 together never returns;
 # with one consumer every thread enters with up to 255 and keeps them.
@@ -66,8 +65,7 @@ def grouped_gemm_sm90(desc: GemmDesc, config: GemmConfig) -> Callable[[Mapping[s
     if desc.requantize == "group":
         out = (out, jax.ShapeDtypeStruct((-(-desc.n // SCALE_GROUP), desc.rows), jnp.float32))
     body = functools.partial(_kernel, desc, config)
-    prefetch = functools.partial(prefetch_weights, desc, config)
-    call = launch(body, config, out, scratch_types(desc, config), prefetch=prefetch, cluster=config.cluster)
+    call = launch(body, config, out, scratch_types(desc, config), cluster=config.cluster)
     return lambda operands: call(*(operands[name] for name in operand_names(desc)))
 
 

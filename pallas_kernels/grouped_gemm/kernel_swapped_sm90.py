@@ -34,7 +34,6 @@ from pallas_kernels.grouped_gemm.epilogue_sm90 import stores_under_way
 from pallas_kernels.grouped_gemm.operands import operand_names
 from pallas_kernels.grouped_gemm.persistent_sm90 import launch, run_tiles
 from pallas_kernels.grouped_gemm.pipeline_sm90 import Scratch, k_steps, produce, scratch_types, skip
-from pallas_kernels.grouped_gemm.prefetch_sm90 import prefetch_weights
 
 CHANNELS = 64  # of one matrix instruction
 # (consumer, producer) registers a thread, by number of consumers, for tiles whose sums do not leave room for the rest
@@ -45,8 +44,8 @@ _REGISTERS = {1: None, 2: (240, 24), 3: (160, 32), 4: (112, 32)}
 def grouped_gemm_swapped_sm90(desc: GemmDesc, config: GemmConfig) -> Callable[[Mapping[str, Any]], Any]:
     """The kernel for ``desc``, a function of the operands by name. config must pass ``config_error``."""
     out = jax.ShapeDtypeStruct((desc.rows, desc.n), desc.stored_dtype)
-    body, prefetch = functools.partial(_kernel, desc, config), functools.partial(prefetch_weights, desc, config)
-    call = launch(body, config, out, scratch_types(desc, config), prefetch=prefetch, cluster=config.cluster)
+    body = functools.partial(_kernel, desc, config)
+    call = launch(body, config, out, scratch_types(desc, config), cluster=config.cluster)
     return lambda operands: call(*(operands[name] for name in operand_names(desc)))
 
 

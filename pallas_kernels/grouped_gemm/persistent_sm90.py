@@ -19,19 +19,14 @@ def launch(
     config: Any,
     out_type: Any,
     scratch_types: Any,
-    *,
-    prefetch: Callable[..., None],
     cluster: int = 1,
 ) -> Callable[..., Any]:
     """The kernel that runs ``body``: config.num_sms blocks of config.num_consumers + 1 warpgroups, the last of which
-    is the producer. prefetch: called with the same references in front of it, see prefetch_sm90.py. cluster: of how
-    many blocks a cluster consists, by ``PAIR``.
+    is the producer. cluster: of how many blocks a cluster consists, by ``PAIR``.
     """
     clusters: dict[str, Any] = dict(cluster=(cluster,), cluster_names=(PAIR,)) if cluster > 1 else {}
 
     def begin_and_run(*refs, **scratch):
-        if mosaic.USES_PDL and mosaic.PREFETCHES and cluster == 1:
-            prefetch(*refs)
         mosaic.begin()
         body(*refs, **scratch)
 

@@ -39,7 +39,6 @@ from pallas_kernels.grouped_gemm_packed.pipeline_sm90 import (
     produce,
     scratch_types,
 )
-from pallas_kernels.grouped_gemm_packed.prefetch_sm90 import prefetch_weights
 
 
 def grouped_gemm_packed_sm90(desc: PackedDesc, config: PackedConfig) -> Callable[[Mapping[str, Any]], Any]:
@@ -47,8 +46,7 @@ def grouped_gemm_packed_sm90(desc: PackedDesc, config: PackedConfig) -> Callable
     must pass ``config_error``. Rows of tiles from num_tiles on are not written.
     """
     out = jax.ShapeDtypeStruct((desc.rows, desc.n), desc.out_dtype)
-    body, prefetch = functools.partial(_kernel, desc, config), functools.partial(prefetch_weights, desc, config)
-    call = launch(body, config, out, scratch_types(desc, config), prefetch=prefetch)
+    call = launch(functools.partial(_kernel, desc, config), config, out, scratch_types(desc, config))
     return lambda operands: call(*(operands[name] for name in operand_names(desc)))
 
 

@@ -16,7 +16,6 @@ from moe_jax.quantization import Scheme
 from pallas_kernels.common import mosaic
 
 WAIT, LAUNCH = "griddepcontrol_wait", "griddepcontrol_launch_dependents"
-PREFETCH = "async_prefetch"
 MARK = "mosaic_gpu.uses_pdl"  # jax 0.10 has it not
 KINDS = ("gemm", "cluster", "packed", "permute", "gather", "combine", "align", "route")
 KERNEL_CALL = "mosaic_gpu_v2"
@@ -46,19 +45,10 @@ def effects_of(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_wait_comes_before_all_that_touches_memory(kind, monkeypatch):
-    monkeypatch.setattr(mosaic, "PREFETCHES", False)
+def test_the_wait_comes_before_all_that_touches_memory(kind):
     names = effects_of(kind)
     assert names[:2] == [WAIT, LAUNCH] and len(names) > 4
     assert names.count(WAIT) == names.count(LAUNCH) == 1
-
-
-@pytest.mark.parametrize("kind", ["gemm", "packed"])
-def test_prefetches_alone_come_before_the_wait(kind, monkeypatch):
-    monkeypatch.setattr(mosaic, "PREFETCHES", True)
-    names = effects_of(kind)
-    before, after = names[: names.index(WAIT)], names[names.index(WAIT) :]
-    assert {*before} == {"get", PREFETCH} and before.count("get") == 2 and PREFETCH not in after
 
 
 def test_both_kernels_of_the_router():

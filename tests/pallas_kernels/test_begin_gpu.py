@@ -74,7 +74,7 @@ def test_layers_give_the_bits_of_layers_that_do_not_overlap(scheme, tokens, monk
 
 
 def test_a_product_right_behind_the_alignment_that_lists_its_tiles(monkeypatch):
-    """It looks the tiles up twice: for what it prefetches, when they may be those of the call before, and then anew."""
+    """Which tiles there are changes from call to call, and nothing stands between who writes it and who reads it."""
     kx, kw, kz = jax.random.split(jax.random.key(0), 3)
     ids = jax.lax.top_k(jax.random.normal(kz, (LAYERS, 40, 16)), 4)[1]
     ids = jnp.where(jnp.arange(40)[:, None] < 5 + jnp.arange(LAYERS)[:, None, None] % 35, ids, -1)
@@ -94,7 +94,6 @@ def test_a_product_right_behind_the_alignment_that_lists_its_tiles(monkeypatch):
     found = {}
     for is_on in (True, False):
         monkeypatch.setattr(mosaic, "USES_PDL", is_on)
-        monkeypatch.setattr(mosaic, "PREFETCHES", is_on)
         jax.clear_caches()
         compiled = jax.jit(run).lower(x, w, ids).compile(compiler_options=APART)
         found[is_on] = [np.asarray(compiled(x, w, ids).astype(jnp.float32)) for _ in range(20)]
