@@ -47,11 +47,11 @@ def begin() -> None:
     A kernel with this statement is launched with programmatic stream serialization (programmatic dependent launch,
     PDL; jax 0.11: jax 0.10 emits the instructions alone, which then do nothing). Its blocks may be placed, and its
     barriers and descriptors set up, while the last blocks of the kernel before it still run; so nothing in front of it
-    may read or write global memory. The wait returns when all earlier work of the stream is complete and visible. (To
-    fetch weights into L2 in front of it cost more than it gained.) Only behind it the next kernel is let in, so that two kernels overlap at most, and all before
-    them are complete. A kernel launched as usual, as XLA's are, waits for all of the one before it, and is waited for.
-    In XLA's command buffers each call is a graph of its own, and nothing overlaps (jaxlib 0.11.2); torch_bridge
-    launches as XLA does without them.
+    may read or write global memory. The wait returns when all earlier work of the stream is complete and visible. Only
+    behind it the next kernel is let in, so that two kernels overlap at most, and all before them are complete. A kernel
+    launched as usual, as XLA's are, waits for all of the one before it, and is waited for. In XLA's command buffers
+    each call is a graph of its own, and nothing overlaps (jaxlib 0.11.2); torch_bridge launches as XLA does without
+    them.
     """
     if USES_PDL:
         plgpu.griddepcontrol_wait()
