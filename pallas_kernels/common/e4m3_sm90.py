@@ -30,7 +30,8 @@ def _divisor(scale: Any) -> tuple[Any, Any]:
 def _codes(x: Any, inverse: Any, scale: Any) -> Any:
     """x / scale in e4m3. The product with the inverse is corrected once by its remainder, which is exact where the
     compiler fuses a product and a sum (Markstein): then only a quotient within 2**-20 ulp of a tie may be one ulp off.
-    No quotient comes near 465, from where the conversion would have to saturate: |x| is at most 448 scales.
+    The remainder is subtracted, not added, which keeps -0. No quotient comes near 465, from where the conversion would
+    have to saturate: |x| is at most 448 scales.
     """
     quotient = x * inverse
-    return (quotient + (x - quotient * scale) * inverse).astype(jnp.float8_e4m3fn)
+    return (quotient - (quotient * scale - x) * inverse).astype(jnp.float8_e4m3fn)
