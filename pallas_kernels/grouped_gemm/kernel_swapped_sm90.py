@@ -76,7 +76,7 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
             plgpu.commit_smem()
             first = n * config.block_n + channels
             target = out.at[pl.ds(m * config.block_m, config.block_m), pl.ds(first, CHANNELS)].at[piece]
-            inside = mosaic.column_predicate(desc.n, config.block_n, first)
+            inside = mosaic.column_predicate(desc.n, config.cluster * config.block_n, first)
             plgpu.copy_smem_to_gmem(staging, target, predicate=inside)
 
     def consume(m, n, e, count):

@@ -163,6 +163,19 @@ def test_clusters_lower_for_cuda(case):
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
 
 
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_stores_of_a_column_tile_past_the_last_are_off(is_swapped):
+    """The second block of a pair has one where there is an odd number; of an output one tile wide it is column 0."""
+
+    def stores(cluster, n):
+        config = GemmConfig(64, 64, 3, is_swapped=is_swapped, cluster=cluster)
+        case = gemm_case("bf16", dataclasses.replace(gemm("bf16"), n=n), config)
+        jaxpr = str(jax.make_jaxpr(case.function)(*[jax.ShapeDtypeStruct(*shape) for shape in case.shapes]))
+        return jaxpr.count("copy_smem_to_gmem"), jaxpr.count("copy_smem_to_gmem[user_predicate=")
+
+    assert [stores(1, 64), stores(2, 64), stores(2, 128)] == [(1, 0), (1, 1), (1, 0)]
+
+
 READ_BY_WARPGROUPS = ("fp8 block", "fp8 block, bias", "int4 channel", "int4 to int8 g64, zero points", "mxfp4 to e4m3")
 
 
