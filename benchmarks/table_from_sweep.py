@@ -60,7 +60,7 @@ def fastest(times: Times, model: str, fmt: str, tokens: int, at_least: int, typi
     """The best entry of a cell, or None without enough times. typical: of several times of one configuration."""
     key, twin = key_of(model, fmt), TWINS.get(fmt)
     kind = PackedConfig if fmt in PACKED_FORMATS else GemmConfig
-    best: dict[int, dict[int, tuple[float, Any, bool]]] = defaultdict(dict)
+    best: dict[int, dict[int, tuple[float, float, Any, bool]]] = defaultdict(dict)
     for gemm in (1, 2):
         own = times.get((model, fmt, tokens, gemm), {})
         lent = {} if twin is None else times.get((model, twin, tokens, gemm), {})
@@ -71,18 +71,17 @@ def fastest(times: Times, model: str, fmt: str, tokens: int, at_least: int, typi
             if len(found) < at_least or key.config_error(desc, config) is not None:
                 continue
             micros = (min if tokens == 1 else typical)(found)
-            if getattr(config, "cluster", 1) > 1:
-                micros *= _CLUSTER_MARGIN
+            rated = micros * _CLUSTER_MARGIN if getattr(config, "cluster", 1) > 1 else micros
             held = best[config.block_m]
-            if gemm not in held or micros < held[gemm][0]:
-                held[gemm] = (micros, config, text in lent)
-    sums = {height: sum(time for time, *_ in held.values()) for height, held in best.items() if len(held) == 2}
+            if gemm not in held or rated < held[gemm][0]:
+                held[gemm] = (rated, micros, config, text in lent)
+    sums = {height: sum(rated for rated, *_ in held.values()) for height, held in best.items() if len(held) == 2}
     if not sums:
         return None
     height = min(sums, key=lambda height: sums[height])
-    (_, gemm1, lent1), (_, gemm2, lent2) = (best[height][gemm] for gemm in (1, 2))
+    (_, micros1, gemm1, lent1), (_, micros2, gemm2, lent2) = (best[height][gemm] for gemm in (1, 2))
     source = f"with times of {twin}" if lent1 or lent2 else None
-    return Entry(key, tokens, LayerConfig(height, gemm1, gemm2), round(sums[height], 1), source)
+    return Entry(key, tokens, LayerConfig(height, gemm1, gemm2), round(micros1 + micros2, 1), source)
 
 
 def main() -> int:
