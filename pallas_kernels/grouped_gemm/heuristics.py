@@ -167,7 +167,8 @@ def describe(desc: GemmDesc, config: GemmConfig) -> str:
     """One line for ``explain``."""
     swapped = ", operands swapped" if config.is_swapped else ""
     step = f" of {config.step_blocks * 128} bytes of K" if config.step_blocks > 1 else ""
+    pairs = f" in pairs that share {'weights' if config.shares_weights else 'rows'}" if config.cluster > 1 else ""
     return (
         f"{config.block_m} x {desc.halves} x {config.block_n} tiles{swapped}, {config.num_stages} stages{step} "
-        f"({shared_memory(desc, config) >> 10} KiB shared memory), {config.num_sms} persistent blocks"
+        f"({shared_memory(desc, config) >> 10} KiB shared memory), {config.num_sms} persistent blocks{pairs}"
     )

@@ -18,7 +18,7 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, choose_config, config_error, grouped_gemm
 from pallas_kernels.grouped_gemm.api import _describe
 from pallas_kernels.grouped_gemm.config import shared_memory
-from pallas_kernels.grouped_gemm.heuristics import choose_block_m, space, tall_heights, tile_work, why_not
+from pallas_kernels.grouped_gemm.heuristics import choose_block_m, describe, space, tall_heights, tile_work, why_not
 from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
 from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc
 
@@ -227,6 +227,17 @@ def test_rows_of_tall_tiles():
     for mean, block_m in ((100.0, 112), (256.0, 128), (512.0, 176)):
         drawn = -(-rng.poisson(mean, 20_000) // block_m)
         assert tile_work(mean, block_m) == pytest.approx(drawn.mean() * max(block_m + 256, 2.5 * block_m), rel=0.01)
+
+
+def test_blocks_in_words():
+    alone = GemmConfig(128, 256, 4)
+    pair = dataclasses.replace(alone, cluster=2)
+    said = [describe(DESC, one) for one in (alone, pair, dataclasses.replace(pair, shares_weights=True))]
+    assert [text.rpartition(" persistent ")[2] for text in said] == [
+        "blocks",
+        "blocks in pairs that share rows",
+        "blocks in pairs that share weights",
+    ]
 
 
 def test_every_prune_has_a_reason():
