@@ -1,7 +1,7 @@
 """Time every candidate configuration of layers on the GPU at hand and write the fastest to a table.
 
     python -m pallas_kernels.autotune --layer 128,8,2048,768 --layer 8,2,4096,14336 --formats fp8_channel,fp8_block \
-        --tokens 1,16,64,256,1024,8192 [--out FILE]
+        --tokens 1,16,64,256,512,1024,2048,4096,8192 [--out FILE]
 
 A layer is experts,top_k,hidden,intermediate of one device's shard. Random values, uniform routing. The table of this
 kind of device is extended in place; --out names another file.
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None, timer: Any = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layer", action="append", required=True, metavar="E,TOP_K,H,I")
     parser.add_argument("--formats", default=",".join((*FORMATS, *PACKED_FORMATS)))
-    parser.add_argument("--tokens", default="1,16,64,256,1024,8192")
+    parser.add_argument("--tokens", default="1,16,64,256,512,1024,2048,4096,8192")
     parser.add_argument("--not-gated", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
