@@ -31,7 +31,8 @@ from sweep_products import Group, append, calls_of, locked
 from sweep_space import H200_SMS
 
 from pallas_kernels.grouped_gemm import candidates, config_error
-from pallas_kernels.tuning.table import FOLDER, load_table
+from pallas_kernels.grouped_gemm.heuristics import deepest
+from pallas_kernels.tuning import table_for
 
 SAMPLES = 9
 WAYS: dict[str, dict[str, Any]] = {
@@ -46,7 +47,7 @@ def tiles(group: Group, tokens: int, columns: list[int]) -> list[Any]:
     table's as it is where that is another.
     """
     desc = group.key().products(tokens, 128)[group.gemm - 1]
-    entry = load_table(FOLDER / "nvidia_h200.json").lookup(group.key(), tokens)
+    entry = table_for("NVIDIA H200").lookup(group.key(), tokens)
     tuned = None if entry is None else (entry.config.gemm1, entry.config.gemm2)[group.gemm - 1]
     found = [] if tuned is None or tuned.block_m != 128 or tuned.is_swapped else [tuned]
     own = {desc.halves * config.block_n: config for config in candidates(desc, 128, H200_SMS)}
@@ -54,12 +55,6 @@ def tiles(group: Group, tokens: int, columns: list[int]) -> list[Any]:
     band = tuned.band if tuned is not None else 8
     whole = [deepest(desc, dataclasses.replace(config, band=band, row_chunk=None)) for config in found]
     return list(dict.fromkeys(found[:1] + whole))
-
-
-def deepest(desc: Any, config: Any) -> Any:
-    """With the most stages that fit."""
-    fitting = [dataclasses.replace(config, num_stages=stages) for stages in range(8, 1, -1)]
-    return next(one for one in fitting if config_error(desc, one) is None)
 
 
 def count_differing(block_m: int, one: Any, other: Any, tile_rows: Any) -> Any:

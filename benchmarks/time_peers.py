@@ -50,17 +50,12 @@ def routed_anew(f: Callable[[], Any], experts: int) -> tuple[int, list[Callable[
 
 
 def graph_of(calls: list[Callable[[], Any]]) -> Callable[[], Any]:
-    """Runs the calls as one CUDA graph; one by one where they cannot be captured."""
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        return graph.replay
-    except Exception as error:
-        torch.cuda.synchronize()
-        print("not captured:", repr(error)[:200], flush=True)
-        return lambda: [call() for call in calls]
+    """Runs the calls as one CUDA graph. What cannot be captured fails: its time would be of another kind."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
 
 
 def sustained(run: Callable[[], Any], rest_s: float) -> float:

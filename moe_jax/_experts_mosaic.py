@@ -5,7 +5,7 @@
 
 Group sizes stay on the device. Hidden activations are rounded to the layer's dtype before they are requantized per row
 or per tensor, as the rounding points of vLLM's kernels have it. From the router logits on (``forward_layer``) routing
-and alignment are one launch for up to 16 to 64 tokens, and combine writes the layer's output, shared experts included.
+and alignment are one launch for few tokens, and combine writes the layer's output, shared experts included.
 """
 
 import dataclasses

@@ -47,10 +47,10 @@ def tile_work(rows_per_expert: float, block_m: int) -> float:
     Rows and weights of a step pass at about 40 bytes a clock and multiprocessor, 128 each; products of 256 weight rows
     take as long as 2.5 rows pass.
     """
-    return _tiles_of_expert(rows_per_expert, block_m) * max(block_m + 256, 2.5 * block_m)
+    return tiles_of_expert(rows_per_expert, block_m) * max(block_m + 256, 2.5 * block_m)
 
 
-def _tiles_of_expert(rows: float, block_m: int) -> float:
+def tiles_of_expert(rows: float, block_m: int) -> float:
     """Expected tiles of an expert that is hit: its rows are about normal, with their mean as variance."""
     deviation = math.sqrt(2 * rows)
     most = math.ceil((rows + 4 * deviation) / block_m)

@@ -37,8 +37,9 @@ from pallas_kernels.grouped_gemm.pipeline_sm90 import Scratch, k_steps, produce,
 
 CHANNELS = 64  # of one matrix instruction
 # (consumer, producer) registers a thread, by number of consumers, for tiles whose sums do not leave room for the rest
-# in what all enter with. Asking for more than that together never returns; one consumer enters with up to 255.
-_REGISTERS = {1: None, 2: (240, 24), 3: (160, 32), 4: (112, 32)}
+# in what all enter with. Asking for more than that together never returns. One consumer enters with up to 255; four
+# have no tiles that high.
+_REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
 def grouped_gemm_swapped_sm90(desc: GemmDesc, config: GemmConfig) -> Callable[[Mapping[str, Any]], Any]:

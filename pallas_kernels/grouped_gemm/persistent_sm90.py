@@ -15,11 +15,7 @@ PAIR = "pair"  # axis over the blocks of a cluster
 
 
 def launch(
-    body: Callable[..., Any],
-    config: Any,
-    out_type: Any,
-    scratch_types: Any,
-    cluster: int = 1,
+    body: Callable[..., Any], config: Any, out_type: Any, scratch_types: Any, cluster: int = 1
 ) -> Callable[..., Any]:
     """The kernel that runs ``body``: config.num_sms blocks of config.num_consumers + 1 warpgroups, the last of which
     is the producer. cluster: of how many blocks a cluster consists, by ``PAIR``.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from pallas_kernels.common.sm90 import SMEM_BYTES
-from pallas_kernels.grouped_gemm.heuristics import expected_tiles, height_for, rounds_of
+from pallas_kernels.grouped_gemm.heuristics import expected_tiles, height_for, rounds_of, tiles_of_expert
 from pallas_kernels.grouped_gemm_packed.config import (
     BLOCK_MS,
     TALL,
@@ -48,9 +48,7 @@ def choose_block_m(rows_per_expert: float) -> int:
 
 def _work(rows_per_expert: float, height: int) -> float:
     """Rows that an expert's tiles of ``height`` multiply, unpacking counted as rows: expected, uniform routing."""
-    most = math.ceil((rows_per_expert + 5 * math.sqrt(rows_per_expert)) / height)
-    past = (math.erfc((height * n - rows_per_expert) / math.sqrt(2 * rows_per_expert)) / 2 for n in range(most))
-    return sum(past) * (height + _UNPACKING)
+    return tiles_of_expert(rows_per_expert, height) * (height + _UNPACKING)
 
 
 def candidates(desc: PackedDesc, block_m: int, num_sms: int) -> Iterator[PackedConfig]:
