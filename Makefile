@@ -58,8 +58,8 @@ test: lint
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m 'slow and not gpu and not multi_gpu' $(ARGS)
 
-# Warnings are errors, and so are figures that are not those committed. Notebooks whose code changed are executed, side
-# by side; docs-text shows them without output.
+# Warnings are errors, and so are figures that are not those committed. Notebooks are executed side by side, again only
+# when they or what they read changed; docs-text shows them without output.
 docs: $(VENV)/.installed-docs
 	$(BIN)/python docs/_execute.py
 	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html $(ARGS)

@@ -2,11 +2,13 @@
 
     python docs/_execute.py [--write-figures]
 
-A notebook whose code is in the cache does not run again. The figures drawn must be those of notebooks/figures;
---write-figures runs every notebook and replaces them.
+A notebook whose code is in the cache does not run again, as long as the library and the results it reads are those of
+the last time. The figures drawn must be those of notebooks/figures; --write-figures runs every notebook and replaces
+them.
 """
 
 import argparse
+import hashlib
 import os
 import shutil
 import sys
@@ -24,6 +26,13 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("0*.py"))
 COMMITTED, BUILD = ROOT / "notebooks/figures", ROOT / "docs/_build"
+READ = (
+    "docs/notebooks/plots.py",
+    "benchmarks/results/*.json*",
+    "moe_jax/**/*",
+    "torch_bridge/*",
+    "pallas_kernels/**/*",
+)
 TIMEOUT = 600
 # Programs here run once or twice; compiling them is most of the work. The last notebook takes times, and runs alone.
 ENVIRONMENT = {
@@ -40,7 +49,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write-figures", action="store_true")
     args = parser.parse_args()
-    if args.write_figures:
+    digest, kept = _digest(), BUILD / "inputs.sha256"
+    if args.write_figures or not kept.is_file() or kept.read_text() != digest:
         for name in (".jupyter_cache", "figures"):
             shutil.rmtree(BUILD / name, ignore_errors=True)
     (BUILD / "figures").mkdir(parents=True, exist_ok=True)
@@ -55,6 +65,7 @@ def main() -> int:
         bundle = CacheBundleIn(notebook, str(path), data={"execution_seconds": seconds})
         cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
         print(f"{path.name}: {seconds:.0f} s")
+    kept.write_text(digest)
     print(f"{len(done)} notebooks in {time.perf_counter() - began:.0f} s")
     if args.write_figures:
         shutil.rmtree(COMMITTED)
@@ -63,6 +74,15 @@ def main() -> int:
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0
+
+
+def _digest() -> str:
+    """Of every file the notebooks read: the cache knows their own code alone."""
+    files = sorted(
+        path for glob in READ for path in ROOT.glob(glob) if path.is_file() and "__pycache__" not in path.parts
+    )
+    each = (f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in files)
+    return hashlib.sha256("".join(each).encode()).hexdigest()
 
 
 def _read(path: Path):
