@@ -44,11 +44,17 @@ def make_plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernel
         )
         products = lambda tokens, block_m: key.products(tokens, block_m, **extra)  # noqa: E731
     entry = table_for(device_kind()).lookup(key, planned) if kernels == "mosaic" else None
+    source = "by the heuristic"
     if entry is not None:
-        tuned = entry.config
-        descs, configs = products(num_tokens, tuned.block_m), (tuned.gemm1, tuned.gemm2)
-        if all(key.config_error(desc, one) is None for desc, one in zip(descs, configs, strict=True)):
-            return Plan(tuned.block_m, descs, configs, _in_words(entry))
+        measured = (entry.config.gemm1, entry.config.gemm2)
+        descs = products(num_tokens, entry.config.block_m)
+        found = [_fitting(key, desc, one) for desc, one in zip(descs, measured, strict=True)]
+        if not (refusals := [one for one in found if isinstance(one, str)]):
+            fewer = ""
+            if tuple(found) != measured:
+                fewer = ", with fewer stages, since this layer keeps more in shared memory"
+            return Plan(entry.config.block_m, descs, tuple(found), _in_words(entry) + fewer)
+        source += f", since what was measured for {entry.tokens} tokens cannot run it: {'; '.join(refusals)}"
     choose: Any
     if is_packed(weights.w13):
         block_m, choose = _packed_experts.block_m(planned, config, weights), _packed_experts.choose_config
@@ -56,11 +62,23 @@ def make_plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernel
         # Expected rows of an expert that is hit at all when routing is uniform.
         hit = key.num_experts * (1 - (1 - min(key.top_k / key.num_experts, 1.0)) ** max(planned, 1))
         block_m, choose = choose_block_m(planned * key.top_k / hit, may_swap=key.may_swap), choose_config
-    configs, source = (None, None), "by the heuristic"
+    configs = (None, None)
     if config.pinned_tokens is not None and kernels == "mosaic":
         configs = tuple(choose(desc, block_m, hopper_sms()) for desc in products(planned, block_m))
         source += f", pinned to {planned} tokens"
     return Plan(block_m, products(num_tokens, block_m), configs, source)
+
+
+def _fitting(key: Any, desc: Any, config: Any) -> Any:
+    """``config`` with as many of its stages as fit ``desc``, or why it cannot run it. Measured layers have no biases,
+    which take shared memory from the ring; the bits do not depend on its length.
+    """
+    reason = key.config_error(desc, config)
+    for stages in range(config.num_stages - 1, 1, -1) if reason else ():
+        fewer = dataclasses.replace(config, num_stages=stages)
+        if key.config_error(desc, fewer) is None:
+            return fewer
+    return reason or config
 
 
 def _in_words(entry: Entry) -> str:

@@ -1,8 +1,8 @@
 """Expert weights in the layout of ``grouped_gemm_packed``, exactly and back: which schemes have one, and what it holds.
 
 A packed ``QuantizedTensor`` keeps its scheme's leaves under other shapes: data is (E, NB, G, KB, ...) int32 blocks,
-scale the group scales (E, NB, G, groups, 64) or the factors of channels (E, NB, G, 64), zero_point what the kernel
-subtracts from codes; global_scale and input_scale stay as they were. Its layout names the operands' dtype.
+scale the group scales (E, NB, G, groups, 64) or the factors of channels (E, NB, G, 64), zero_point the kernel's
+``zero_term``; global_scale and input_scale stay as they were. Its layout names the operands' dtype.
 
 Under act-order columns lie sorted by their groups, and g_idx (E, K) holds the order: where column c comes from. Rows of
 w13, and its bias, lie in the order of w2's columns, so that hidden values leave the first product as w2 wants them.
@@ -23,7 +23,7 @@ from pallas_kernels.common.numerics import divide
 from pallas_kernels.grouped_gemm_packed import PackedFormat, PackedWeights, pack, unpack
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
 
-_PREFIX = "packed_"
+_PREFIX = "packed2_"  # another number when the order of bits changes: saved layers name their layout
 
 
 def packed_format(scheme: Scheme, dtype: Any) -> PackedFormat | None:

@@ -201,6 +201,18 @@ def cluster_cases() -> Iterator[Case]:
         yield gemm_case(name, desc, dataclasses.replace(pair, shares_weights=True))
 
 
+def narrow_cases() -> Iterator[Case]:
+    """Gated tiles so narrow that scales and biases of a half end where no bulk copy may start."""
+    for name, options in (
+        ("bf16 gated bias", dict(n=2880, k=2880)),
+        ("fp8 row gated", {}),
+        ("fp8 row gated", dict(bias_dtype="bfloat16")),
+    ):
+        desc = _in_tiles(dataclasses.replace(gemm(name), **options), 64)
+        for block_n in (48, 96):
+            yield gemm_case(f"{name} narrow", desc, deepest(desc, GemmConfig(64, block_n, 2)))
+
+
 _GROUPS: dict[str, Any] = dict(scale="group", group_size=128)
 _CHANNEL: dict[str, Any] = dict(has_channel_scale=True)
 _SCALE16: dict[str, Any] = dict(scale_dtype="bfloat16")
@@ -392,6 +404,7 @@ def all_cases() -> Iterator[Case]:
     yield from gemm_cases()
     yield from tall_cases()
     yield from cluster_cases()
+    yield from narrow_cases()
     yield from packed_cases()
     yield from permute_cases()
     yield from gather_cases()

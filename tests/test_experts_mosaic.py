@@ -14,7 +14,7 @@ from moe_jax import _experts_mosaic, _mosaic_plan
 from moe_jax.experts import explain
 from moe_jax.quantization import Scheme, method_for
 from pallas_kernels.grouped_gemm import GemmConfig
-from pallas_kernels.tuning import Entry, LayerConfig, Table
+from pallas_kernels.tuning import Entry, LayerConfig, Table, table_for
 
 E, H, I, K = 6, 512, 256, 2  # noqa: E741
 SCHEMES = ("bf16", "fp8_tensor", "fp8_tensor_token", "fp8_channel", "fp8_block", "int8_w8a8")
@@ -225,6 +225,33 @@ def test_measured_configurations_come_first(monkeypatch):
         x, z = inputs(9)
         lowered = jax.jit(layer).trace(x, z).lower(lowering_platforms=("cuda",)).as_text()
         assert lowered.count("mosaic_gpu_v2") == 6
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (GemmConfig(32, 64, 15, is_swapped=True), "measured for 16 tokens, with fewer stages"),
+        (GemmConfig(32, 64, 5), "by the heuristic, since what was measured for 16 tokens cannot run it: block_m=32"),
+    ],
+)
+def test_measured_configurations_that_do_not_fit(config, words, monkeypatch):
+    layer = make_layer("int8_w8a8", implementation="mosaic")
+    key = _mosaic_plan.layer_key(layer.config, layer.weights.get_value())
+    table = Table("NVIDIA H200", (Entry(key, 16, LayerConfig(32, config, config), 1.0),))
+    monkeypatch.setattr(_mosaic_plan, "table_for", lambda device: table)
+    with on_hopper():
+        assert words in layer.explain(9)
+
+
+@pytest.mark.parametrize("bias_dtype", [None, "bfloat16", "float32"])
+def test_every_shipped_entry_runs_layers_with_biases(bias_dtype):
+    for entry in table_for("NVIDIA H200").entries:
+        config = entry.config
+        products = entry.key.products(entry.tokens, config.block_m, bias_dtype=bias_dtype)
+        for desc, measured in zip(products, (config.gemm1, config.gemm2), strict=True):
+            found = _mosaic_plan._fitting(entry.key, desc, measured)
+            assert not isinstance(found, str), (entry, found)
+            assert measured.num_stages - found.num_stages <= (bias_dtype is not None)
 
 
 def test_pinned_configurations_do_not_follow_the_call():

@@ -205,11 +205,17 @@ def shared_memory(desc: GemmDesc, config: GemmConfig) -> int:
     if desc.lhs_scale == "row":
         total += smem_bytes((config.block_m,), "float32")
     if desc.rhs_scale == "channel":
-        total += smem_bytes((tile_rows,), "float32")
+        total += smem_bytes(vector_shape(desc, config, "float32"), "float32")
     if desc.bias_dtype is not None:
-        total += smem_bytes((tile_rows,), desc.bias_dtype)
+        total += smem_bytes(vector_shape(desc, config, desc.bias_dtype), desc.bias_dtype)
     pieces = tile_rows // piece_n(desc, config)
     return total + 8 * (config.num_stages * (1 + pieces) + 2)
+
+
+def vector_shape(desc: GemmDesc, config: GemmConfig, dtype: str) -> tuple[int, int]:
+    """Shared memory for numbers of columns: (halves, columns of a tile), each half where a bulk copy may start."""
+    multiple = TMA_ALIGN // jnp.dtype(dtype).itemsize if desc.halves > 1 else 1
+    return desc.halves, -(-config.block_n // multiple) * multiple
 
 
 def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
@@ -239,9 +245,6 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
             return f"row_chunk={config.row_chunk} needs tile_rows"
         if config.row_chunk not in (8, 16, 32, 64):
             return f"row_chunk={config.row_chunk}: 8, 16, 32 or 64, so that chunks start on rows of a swizzle tile"
-    for name, dtype in (("w_scale", "float32" if desc.rhs_scale == "channel" else None), ("bias", desc.bias_dtype)):
-        if dtype is not None and desc.halves > 1 and config.block_n * jnp.dtype(dtype).itemsize % TMA_ALIGN:
-            return f"block_n={config.block_n}: the second half's {name} would not start on {TMA_ALIGN} bytes"
     if config.step_blocks not in (1, 2, 4) or (config.step_blocks > 1 and desc.is_block_scaled):
         return f"step_blocks={config.step_blocks}: 1, 2 or 4, and 1 where every 128 of K are scaled"
     if reason := _cluster_error(config):

@@ -19,6 +19,7 @@ from pallas_kernels.grouped_gemm.config import (
     piece_n,
     staging_shape,
     store_swizzle,
+    vector_shape,
 )
 from pallas_kernels.grouped_gemm.persistent_sm90 import PAIR
 
@@ -71,10 +72,10 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     if desc.lhs_scale == "row":
         types["rows"], vectors = plgpu.SMEM((config.block_m,), jnp.float32), vectors + 1
     if desc.rhs_scale == "channel":
-        types["columns"] = plgpu.SMEM((desc.halves, config.block_n), jnp.float32)
+        types["columns"] = plgpu.SMEM(vector_shape(desc, config, "float32"), jnp.float32)
         vectors += desc.halves
     if desc.bias_dtype is not None:
-        types["bias"] = plgpu.SMEM((desc.halves, config.block_n), desc.bias_dtype)
+        types["bias"] = plgpu.SMEM(vector_shape(desc, config, desc.bias_dtype), desc.bias_dtype)
         vectors += desc.halves
     if vectors:
         types["vectors_full"] = plgpu.Barrier(num_arrivals=vectors)
@@ -214,7 +215,8 @@ def _load_vectors(desc, config, operands, scratch, rows, n, e):
     for name, target in (("w_scale", scratch.columns), ("bias", scratch.bias)):
         for half in range(desc.halves) if target is not None else ():
             source = operands[name].at[e * desc.halves + half, columns]
-            plgpu.copy_gmem_to_smem(source, target.at[half], scratch.vectors_full)
+            own = target.at[half, pl.ds(0, config.block_n)]
+            plgpu.copy_gmem_to_smem(source, own, scratch.vectors_full)
 
 
 def multiply(

@@ -53,6 +53,17 @@ class PackedFormat:
         return jnp.dtype(self.operand).itemsize == 1
 
     @property
+    def unit(self) -> float:
+        """The operand of a 1, a power of two by which sums are divided; where scales are in the blocks, the factors of
+        channels hold it.
+        """
+        if self.element not in ("int4", "int8"):
+            return 1.0
+        if self.operand == "bfloat16":
+            return 2.0**-6  # bits 7 to 0 of a bfloat16 count 2**-133, which multiplied with 2**127 is 2**-6
+        return 16.0 if self.operand == "int8" and not self.has_zero_point else 1.0
+
+    @property
     def block_k(self) -> int:
         """K of one block: 128 bytes of operands."""
         return 128 // jnp.dtype(self.operand).itemsize
@@ -75,18 +86,49 @@ class PackedFormat:
         return self.group_size
 
 
-def _e2m1_places() -> np.ndarray:
-    """Bit of the word that holds bit b of element (pair, column): (4, 2, 4).
-
-    An operand is sign at bit 15 and magnitude at 8-6 of a half word, which makes 2**-126 times the value in bfloat16.
-    Pair 0 lies there already, pairs 1 and 2 one shift away; pair 3 takes what is left.
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Where a half word has the bits of an element, lowest first and sign last, and by how many bits its word turns to
+    the left to bring them there, by pair. Those of one pair lie there already; few other turns use every bit once.
     """
-    pairs = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (11, 13, 14, 10))
-    return np.array([[[bit + 16 * column for bit in pair] for column in range(2)] for pair in pairs])
+
+    places: tuple[int, ...]
+    by: tuple[tuple[int, ...], ...]
+
+    @property
+    def wrap(self) -> int:
+        """The least turn that brings bits around; what turns less is a shift, more one turn and a shift."""
+        return min((r for pair in self.by for r, at in zip(pair, self.places, strict=True) if r > at), default=32)
+
+    def masks(self, pair: int) -> dict[int, int]:
+        """Turn -> the bits it brings, of both halves of a register."""
+        found: dict[int, int] = {}
+        for r, at in zip(self.by[pair], self.places, strict=True):
+            found[r] = found.get(r, 0) | 0x10001 << at
+        return found
+
+    def bits(self) -> np.ndarray:
+        """Bit of the word that holds bit b of element (pair, column): (pairs, 2, bits)."""
+        columns = [[at + 16 * column for at in self.places] for column in range(2)]
+        return np.array([[[(at - r) % 32 for at, r in zip(c, by, strict=True)] for c in columns] for by in self.by])
+
+
+# With the sign at bit 15 and the magnitude where the exponent ends and the mantissa begins, e2m1 as bfloat16 means
+# 2**-126 times its value, e4m3 2**-120 times, as float16 2**-8 times.
+_E2M1_TURNS = Turns((6, 7, 8, 15), ((0,) * 4, (4,) * 4, (10,) * 4, (6, 6, 14, 6)))
+_E4M3_TURNS = {
+    "bfloat16": Turns((*range(4, 11), 15), ((0,) * 8, (4,) * 3 + (12,) * 5)),
+    "float16": Turns((*range(7, 14), 15), ((0,) * 8, (7,) * 7 + (1,))),
+}
+
+
+def turns_of(fmt: PackedFormat) -> Turns:
+    """Of floats with operands of 16 bits."""
+    return _E2M1_TURNS if fmt.element == "e2m1" else _E4M3_TURNS[fmt.operand]
 
 
 def _nibble_places() -> np.ndarray:
-    """Pair p in nibbles p and p + 4: a shift and one LOP3 away from two bfloat16 numbers 128 + u."""
+    """Pair p in nibbles p and p + 4: pairs 0 and 1, and 2 and 3 after a shift by 8, are masks away from two numbers."""
     return np.array([[[4 * (p + 4 * c) + b for b in range(4)] for c in range(2)] for p in range(4)])
 
 
@@ -114,7 +156,7 @@ def _table_places() -> np.ndarray:
     return np.array([[[4 * (4 * p + c) + b for b in range(4)] for c in range(4)] for p in range(2)])
 
 
-_PLACES = {"int4": _nibble_places(), "e2m1": _e2m1_places(), "int8": _byte_places(), "e4m3": _byte_places()}
+_PLACES = {"int4": _nibble_places(), "int8": _byte_places()}
 _PLACES_8BIT = {"int8": _int8_places(), "float8_e4m3fn": _table_places()}
 
 
@@ -122,7 +164,9 @@ def _places(fmt: PackedFormat) -> np.ndarray:
     """Bit of a word that holds bit b of an element: (register, column, b), registers being 32 bits of operands."""
     if fmt.is_8bit and fmt.element == "e2m1":
         return _signed_table_places()
-    return _PLACES_8BIT[fmt.operand] if fmt.is_8bit else _PLACES[fmt.element]
+    if fmt.is_8bit:
+        return _PLACES_8BIT[fmt.operand]
+    return _PLACES[fmt.element] if fmt.element in _PLACES else turns_of(fmt).bits()
 
 
 def pack_words(codes: Any, fmt: PackedFormat) -> Any:
@@ -180,7 +224,8 @@ def pack_scales(scales: Any, fmt: PackedFormat) -> Any:
     """(..., N, K / group) uint8 -> (..., N / 64, K / block_k, words) int32: the scales of a block, in the order of its
     rows.
 
-    A thread's scales are 8 bytes (4 groups in a block) or 4 (2): those of its row, then of the row 8 further down.
+    A thread's scales are 8 bytes (4 groups in a block) or 4 (2): those of its row, then of the row 8 further down; a
+    word of them is turned to the left by ``scale_rotation``.
     """
     xp = namespace(scales)
     lead, (n, groups) = scales.shape[:-2], scales.shape[-2:]
@@ -189,7 +234,8 @@ def pack_scales(scales: Any, fmt: PackedFormat) -> Any:
     nb, warp, row_half, row, kb, group = range(i, i + 6)
     ordered = split.transpose(*range(i), nb, kb, warp, row, row_half, group)
     stream = ordered.reshape(*lead, n // 64, groups // per_block, -1, 4).astype(xp.uint32)
-    return (stream << (xp.arange(4, dtype=xp.uint32) * xp.uint32(8))).sum(-1, dtype=xp.uint32).view(xp.int32)
+    words = (stream << (xp.arange(4, dtype=xp.uint32) * xp.uint32(8))).sum(-1, dtype=xp.uint32)
+    return _turned(words, scale_rotation(fmt)).view(xp.int32)
 
 
 def unpack_scales(words: Any, fmt: PackedFormat) -> Any:
@@ -198,11 +244,25 @@ def unpack_scales(words: Any, fmt: PackedFormat) -> Any:
     lead, (nb, kb) = words.shape[:-3], words.shape[-3:-1]
     i, per_block = len(lead), fmt.block_k // fmt._group_size()
     shifts = xp.arange(4, dtype=xp.uint32) * xp.uint32(8)
-    stream = ((words.view(xp.uint32)[..., None] >> shifts) & xp.uint32(255)).astype(xp.uint8)
+    flat = _turned(words.view(xp.uint32), 32 - scale_rotation(fmt))
+    stream = ((flat[..., None] >> shifts) & xp.uint32(255)).astype(xp.uint8)
     split = stream.reshape(*lead, nb, kb, 4, 8, 2, per_block)
     n, k, warp, row, row_half, group = range(i, i + 6)
     ordered = split.transpose(*range(i), n, warp, row_half, row, k, group)
     return ordered.reshape(*lead, nb * 64, kb * per_block)
+
+
+def scale_rotation(fmt: PackedFormat) -> int:
+    """Bits by which a word of four scales is turned: bytes 0 and 2 then lie as exponents, or as exponents and the three
+    bits after them, of two bfloat16 numbers, bytes 1 and 3 eight bits away.
+    """
+    return 0 if fmt.is_8bit else {"e4m3": 4, "e8m0": 7}[fmt.scale]
+
+
+def _turned(words: Any, bits: int) -> Any:
+    """uint32 words turned to the left."""
+    xp = namespace(words)
+    return words if bits % 32 == 0 else words << xp.uint32(bits) | words >> xp.uint32(32 - bits)
 
 
 def pad_to(array: Any, axis: int, multiple: int, value: Any = 0) -> Any:

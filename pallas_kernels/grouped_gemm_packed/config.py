@@ -201,6 +201,16 @@ def are_halves_together(desc: PackedDesc, config: PackedConfig) -> bool:
     return config.num_consumers < 4 and own_halves(desc, config) * config.block_m <= 64
 
 
+def are_groups_together(desc: PackedDesc, config: PackedConfig) -> bool:
+    """Whether the partial sums of all groups of a step are in flight together, with one wait for all. Then the operands
+    of a whole step are, 16 registers a block.
+    """
+    if not is_promoted(desc, config) or config.num_consumers > 2 or not are_halves_together(desc, config):
+        return False
+    halves, groups = own_halves(desc, config), desc.fmt.block_k * config.part_blocks // promoted_k(desc, config)
+    return halves * groups * promoted_rows(config) <= 64 and 16 * halves * config.part_blocks <= 128
+
+
 def sum_registers(desc: PackedDesc, config: PackedConfig) -> int:
     """32-bit registers a thread of a consumer needs for sums alone."""
     registers = own_halves(desc, config) * config.block_m // 2

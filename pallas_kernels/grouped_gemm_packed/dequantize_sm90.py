@@ -13,20 +13,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, PackedFormat
-
-# 128 and 1024 twice: numbers whose last mantissa bits count ones.
-_MAGIC = {"bfloat16": 0x43004300, "float16": 0x64006400}
+from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, PackedFormat, turns_of
+from pallas_kernels.grouped_gemm_packed.zero_points import zero_term
 
 
 def load_block(
     fmt: PackedFormat, block: Any, width: int, rows: tuple[int, ...] = (), zeros: Any = None, scales: Any = None
 ) -> Any:
-    """The operands of one block: block_k / width arrays (64, width) of ``fmt.operand``, side by side along K.
+    """The operands of one block, ``fmt.unit`` each 1: block_k / width arrays (64, width) of ``fmt.operand``, side by
+    side along K.
 
-    block: shared memory, ``fmt.block_shape`` int32. zeros, scales: shared memory (groups, 64) of ``fmt.operand``: what
-    is subtracted from the codes of each channel (``zero_offset``), what the difference is multiplied with, rounding
-    once. rows: their row for each 16 of K.
+    block: shared memory, ``fmt.block_shape`` int32. zeros, scales: shared memory (groups, 64) of ``fmt.operand``:
+    ``zero_term`` of each channel, what the numbers are multiplied with, rounding once. rows: their row for each 16 of
+    K.
     """
     layout, plgpu_layout, columns = (
         (mgpu.WGMMA_LAYOUT_8BIT, plgpu.Layout.WGMMA_8BIT, 16)
@@ -56,7 +55,7 @@ def load_block(
                 word, pair = words[q], 2 * k_half + row_half
             else:
                 word, pair = words[2 * q + k_half], row_half
-            value = convert(fmt.operand, word, pair, None if offset is None else offset(q, row_half))
+            value = convert(fmt, word, pair, None if offset is None else offset(q, row_half))
             if factor is not None:
                 value = _binary(fmt.operand, "mul", value, factor(q, row_half))
             place, index = divmod(2 * q + k_half, width // columns)
@@ -92,40 +91,43 @@ def _block_scales(fmt: PackedFormat, block: Any, thread: Any) -> Callable[[int, 
         return lambda q, row_half: shift
     if not fmt.scale_words:
         return None
-    rows, columns = fmt.block_shape
-    pointer = mgpu.utils.memref_ptr(block)
-    entry = arith.shrui(thread, _constant(2))
-    first = rows * columns - fmt.scale_words
+    words = _scale_words(fmt, block, thread)
     made: dict[tuple[int, int], Any] = {}
-    if fmt.scale == "e4m3":
-        words = _scale_words(fmt, block, thread)
 
-        def scale(q, row_half):
-            # e5m3 << 4 is a bfloat16 with the exponent's low bits; the constant makes it 2**119 times the scale.
-            if (q, row_half) not in made:
-                text = f"{{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4{q}4{q}; mad.lo.u32 $0, t, 16, 0x76807680; }}"
-                made[q, row_half] = _asm([words[row_half]], text)
-            return made[q, row_half]
+    def scale(q, row_half):
+        byte = q if fmt.scale == "e4m3" else 2 * row_half + q // 2
+        word, place = row_half % len(words), byte % 2
+        if (word, place) not in made:
+            made[word, place] = _two_scales(fmt, words[word], place)
+        return _one_of(made[word, place], byte // 2)
 
-        return scale
-    word = llvm.load(_i32(), _element(pointer, arith.addi(entry, _constant(first))), alignment=4)
+    return scale
 
-    def power(q, row_half):
-        byte = 2 * row_half + q // 2
-        if (byte, 0) not in made:
-            made[byte, 0] = _asm([word], f"{{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4{byte}4{byte}; shl.b32 $0, t, 7; }}")
-        return made[byte, 0]
 
-    return power
+def _two_scales(fmt: PackedFormat, word: Any, place: int) -> Any:
+    """Scales place and place + 2 of a word of four as bfloat16: powers of two as they are, e5m3 with exponents from 224
+    on, which is 2**106 times the scale.
+    """
+    if place:
+        word = _asm([word], "shf.r.wrap.b32 $0, $1, $1, 8;")
+    mask, exponent = {"e4m3": (0x0FF00FF0, 0x70007000), "e8m0": (0x7F807F80, 0)}[fmt.scale]
+    return _asm([word], f"lop3.b32 $0, $1, {mask:#x}, {exponent:#x}, 0xEA;")
+
+
+def _one_of(two: Any, half: int) -> Any:
+    """One half of a register in both; ptxas makes it part of the instruction that multiplies."""
+    return _asm([two], f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; mov.b32 $0, {{{'lh'[half]}, {'lh'[half]}}}; }}")
 
 
 def _scale_words(fmt: PackedFormat, block: Any, thread: Any) -> list[Any]:
-    """The four scales of a thread's row, and of the row 8 further down."""
+    """The scales of a thread's row and of the row 8 further down: a word each of four, or one of two and two."""
     rows, columns = fmt.block_shape
-    entry = arith.shrui(thread, _constant(2))
-    offset = arith.addi(arith.muli(entry, _constant(2)), _constant(rows * columns - fmt.scale_words))
-    loaded = llvm.load(ir.VectorType.get((2,), _i32()), _element(mgpu.utils.memref_ptr(block), offset), alignment=8)
-    return [vector.extract(loaded, [], [i]) for i in range(2)]
+    count = fmt.scale_words // 32
+    entry = arith.muli(arith.shrui(thread, _constant(2)), _constant(count))
+    offset = arith.addi(entry, _constant(rows * columns - fmt.scale_words))
+    kind = ir.VectorType.get((count,), _i32())
+    loaded = llvm.load(kind, _element(mgpu.utils.memref_ptr(block), offset), alignment=4 * count)
+    return [vector.extract(loaded, [], [i]) for i in range(count)]
 
 
 def _tables(fmt: PackedFormat, block: Any, thread: Any) -> Callable[[int, int], tuple[Any, Any]]:
@@ -180,62 +182,59 @@ def _per_channel(fmt: PackedFormat, vector: Any, thread: Any, rows: tuple[int, .
     return number
 
 
-def _from_int4(operand: str, word: Any, pair: int, offset: Any) -> Any:
-    """Unsigned codes u = q + 8 -> 128 + u by its bits, minus 136 or 136 + zero point."""
-    if pair:
-        word = arith.shrui(word, _constant(4 * pair))
-    placed = _asm([word], f"lop3.b32 $0, $1, 0x000F000F, {_MAGIC[operand]:#x}, 0xEA;")
-    if offset is None:
-        offset = _asm([], f"mov.b32 $0, {_SIGN_OFFSET[operand]:#x};")
-    return _binary(operand, "sub", placed, offset)
-
-
-def _from_int8(operand: str, word: Any, pair: int, offset: Any) -> Any:
-    """Two's complement bytes: 128 + low seven bits, minus 128 or 256, which is the sign bit at the exponent's end."""
-    if pair:
+def _from_integer(fmt: PackedFormat, word: Any, pair: int, term: Any) -> Any:
+    """Unsigned codes by masks, then one sum or product and sum: (u + zero_term) * fmt.unit."""
+    byte, place = divmod(pair, 8 // fmt.bits)
+    if byte:
         word = arith.shrui(word, _constant(8))
-    if operand == "float16":
-        # Unsigned by flipping the sign bit: 1024 + (q + 128), minus 1152.
-        placed = _asm([word], "{ .reg .b32 t; and.b32 t, $1, 0x00FF00FF; xor.b32 $0, t, 0x64806480; }")
-        value = _binary(operand, "sub", placed, _asm([], "mov.b32 $0, 0x64806480;"))
-    else:
-        low = _asm([word], "lop3.b32 $0, $1, 0x007F007F, 0x43004300, 0xEA;")
-        sign = _asm([word], "lop3.b32 $0, $1, 0x00800080, 0x43004300, 0xEA;")
-        value = _binary(operand, "sub", low, sign)
-    return value if offset is None else _binary(operand, "sub", value, offset)
+    mask = ((1 << fmt.bits) - 1 << fmt.bits * place) * 0x10001
+    if term is None:
+        term = _asm([], f"mov.b32 $0, {_twice(fmt.operand, zero_term(fmt, 0.0)):#x};")
+    if fmt.operand == "bfloat16":
+        # The last bit of the exponent is where the mantissa's eighth would be: the least normal numbers go on counting.
+        unit = _twice(fmt.operand, 2.0 ** (127 - fmt.bits * place))
+        text = f"{{ .reg .b32 t, u; and.b32 t, $1, {mask:#x}; mov.b32 u, {unit:#x}; fma.rn.bf16x2 $0, t, u, $2; }}"
+        return _asm([word, term], text)
+    placed = _asm([word], f"lop3.b32 $0, $1, {mask:#x}, 0x64006400, 0xEA;")  # 1024 and what the last bits count
+    if not place:
+        return _asm([placed, term], "add.rn.f16x2 $0, $1, $2;")
+    # A code counts 16 here, but 1024 / 16 is 960 less.
+    less, unit = _twice(fmt.operand, 960.0), _twice(fmt.operand, 1 / 16)
+    other = _asm([term], f"{{ .reg .b32 t; mov.b32 t, {less:#x}; add.rn.f16x2 $0, $1, t; }}")
+    return _asm([placed, other], f"{{ .reg .b32 u; mov.b32 u, {unit:#x}; fma.rn.f16x2 $0, $1, u, $2; }}")
 
 
-def _from_e2m1(operand: str, word: Any, pair: int, offset: Any) -> Any:
-    """Sign and magnitude moved to where they mean 2**-126 times the value."""
-    del operand, offset
-    if pair < 3:
-        text = {0: "", 1: "shl.b32 t, $1, 3;", 2: "shl.b32 t, $1, 6;"}[pair]
-        source = "t" if text else "$1"
-        return _asm([word], f"{{ .reg .b32 t; {text} and.b32 $0, {source}, 0x81C081C0; }}")
-    return _asm(
-        [word],
-        "{ .reg .b32 a, b, s; shr.u32 a, $1, 5; shr.u32 b, $1, 6; shl.b32 s, $1, 5; and.b32 a, a, 0x00400040;"
-        " lop3.b32 a, b, 0x01800180, a, 0xEA; lop3.b32 $0, s, 0x80008000, a, 0xEA; }",
-    )
+def _twice(dtype: str, value: float) -> int:
+    """A number in both halves of a register."""
+    return int(np.asarray(value, jnp.dtype(dtype)).view(np.uint16)) * 0x10001
 
 
-def _from_e4m3(operand: str, word: Any, pair: int, offset: Any) -> Any:
-    """Sign kept, seven bits moved to where they mean 2**-120 (bfloat16) or 2**-8 (float16) times the value."""
-    del offset
-    if not pair:
-        word = _asm([word], "shl.b32 $0, $1, 8;")
-    shift, mask = (4, 0x07F007F0) if operand == "bfloat16" else (1, 0x3F803F80)
-    return _asm(
-        [word],
-        f"{{ .reg .b32 t; shr.u32 t, $1, {shift}; and.b32 t, t, {mask:#x}; lop3.b32 $0, $1, 0x80008000, t, 0xEA; }}",
-    )
+def _from_float(fmt: PackedFormat, word: Any, pair: int, term: Any) -> Any:
+    """Sign and magnitude turned to their places, where they mean ``_EXPONENT_SHIFT`` less than the value."""
+    del term
+    turns = turns_of(fmt)
+    value = None
+    for turn, mask in turns.masks(pair).items():
+        turned = _turned(word, turn, turns.wrap)
+        if value is None:
+            value = _asm([turned], f"and.b32 $0, $1, {mask:#x};")
+        else:
+            value = _asm([turned, value], f"lop3.b32 $0, $1, {mask:#x}, $2, 0xEA;")
+    return value
 
 
-def _to_int8(operand: str, word: Any, part: int, offset: Any) -> Any:
+def _turned(word: Any, bits: int, wrap: int) -> Any:
+    """The word turned to the left, but for low bits that nobody takes: a shift takes another pipe than a turn."""
+    if bits >= wrap:
+        word, bits = _asm([word], f"shf.l.wrap.b32 $0, $1, $1, {wrap};"), bits - wrap
+    return _asm([word], f"shl.b32 $0, $1, {bits};") if bits else word
+
+
+def _to_int8(fmt: PackedFormat, word: Any, part: int, offset: Any) -> Any:
     """Nibbles at the top of their bytes: 16 times the value. With zero points unsigned codes less theirs, -15 to 15,
     byte by byte, where 128 keeps each difference from borrowing.
     """
-    del operand
+    del fmt
     if offset is not None:
         word = _asm([word], "shr.u32 $0, $1, 4;") if not part else word
         high = _asm([word], "lop3.b32 $0, $1, 0x0F0F0F0F, 0x80808080, 0xEA;")
@@ -245,9 +244,9 @@ def _to_int8(operand: str, word: Any, part: int, offset: Any) -> Any:
     )
 
 
-def _to_e4m3(operand: str, word: Any, part: int, offset: Any) -> Any:
+def _to_e4m3(fmt: PackedFormat, word: Any, part: int, offset: Any) -> Any:
     """Two's complement nibbles by two tables of eight bytes, 0 to 7 and -8 to -1; the sign bit chooses between them."""
-    del operand, offset
+    del fmt, offset
     return _asm(
         [word],
         f"{{ .reg .b32 x, i, p, n, s; {'shr.u32 x, $1, 16;' if part else 'mov.b32 x, $1;'} and.b32 i, x, 0x77777777;"
@@ -256,9 +255,9 @@ def _to_e4m3(operand: str, word: Any, part: int, offset: Any) -> Any:
     )
 
 
-def _from_e2m1_by_table(operand: str, word: Any, part: int, table: tuple[Any, Any]) -> Any:
+def _from_e2m1_by_table(fmt: PackedFormat, word: Any, part: int, table: tuple[Any, Any]) -> Any:
     """Magnitudes from the group's table; signs are moved to the top of their bytes."""
-    del operand
+    del fmt
     shift, sign = ("shr.u32 i, $1, 16;", "shl.b32 s, $1, 4;") if part else ("mov.b32 i, $1;", "mov.b32 s, $1;")
     return _asm(
         [word, *table],
@@ -273,14 +272,13 @@ _CONVERT_8BIT: dict[tuple[str, str], Callable[..., Any]] = {
     ("e2m1", "float8_e4m3fn"): _from_e2m1_by_table,
 }
 _CONVERT: dict[str, Callable[..., Any]] = {
-    "int4": _from_int4,
-    "int8": _from_int8,
-    "e2m1": _from_e2m1,
-    "e4m3": _from_e4m3,
+    "int4": _from_integer,
+    "int8": _from_integer,
+    "e2m1": _from_float,
+    "e4m3": _from_float,
 }
 # 2**126 and 2**120 in bfloat16, 2**8 in float16: from the moved bits to the value.
 _EXPONENT_SHIFT = {"e2m1": {"bfloat16": 0x7E807E80}, "e4m3": {"bfloat16": 0x7B807B80, "float16": 0x5C005C00}}
-_SIGN_OFFSET = {"bfloat16": 0x43084308, "float16": 0x64086408}  # 128 + 8 and 1024 + 8, twice
 
 
 def _binary(operand: str, op: str, a: Any, b: Any) -> Any:

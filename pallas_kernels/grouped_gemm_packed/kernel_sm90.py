@@ -133,15 +133,15 @@ def _epilogue(
     """
     shape = sums[0].shape
     values = []
-    factor = None
+    factor = 1 / desc.fmt.unit
     if desc.lhs_scale == "row":
         rows = pl.ds(first, shape[1])
-        factor = mosaic.load(operands["x_scale"].at[rows], layout=mosaic.COLUMNS, optimized=False)
-        factor = lax.broadcast_in_dim(factor, shape, [1])
+        row_scale = mosaic.load(operands["x_scale"].at[rows], layout=mosaic.COLUMNS, optimized=False)
+        factor = lax.broadcast_in_dim(row_scale * factor, shape, [1])
     elif desc.lhs_scale == "tensor":
-        factor = operands["x_scale"][0]
+        factor = operands["x_scale"][0] * factor
     for value, vector in zip(sums, vectors, strict=True):
-        if factor is not None:
+        if desc.lhs_scale != "none" or desc.fmt.unit != 1:
             value = value * factor
         if "channel_scale" in vector:
             value = value * lax.broadcast_in_dim(vector["channel_scale"], shape, [0])

@@ -14,6 +14,7 @@ from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
 from pallas_kernels.grouped_gemm_packed.config import (
     PackedConfig,
     PackedDesc,
+    are_groups_together,
     are_halves_together,
     block_k,
     fragment_k,
@@ -202,7 +203,7 @@ def multiply(
 def multiply_promoted(
     desc: PackedDesc, config: PackedConfig, scratch: Scratch, warpgroup: Any, steps: Any, count: Any
 ) -> list[list[Any]]:
-    """One tile with the partial sum of every group scaled and added in float32.
+    """One tile with the partial sum of every group scaled and added in float32, groups in their order.
 
     Returns for each half of its own the pieces (64, promoted_rows), rows of x side by side.
     """
@@ -212,6 +213,8 @@ def multiply_promoted(
     channels, first_half, part = place(config, warpgroup)
     part_k = config.part_blocks * desc.fmt.block_k
     first_group = lax.div(part * part_k, jnp.int32(desc.fmt.group_size)) if config.k_split > 1 else 0
+    # Where one product takes all of a block, that is unpacked right before it, behind products in flight.
+    is_late = len(pieces) == 1 and chunk >= desc.fmt.block_k
 
     def one_step(k, carry):
         count, sums = carry
@@ -220,29 +223,37 @@ def multiply_promoted(
         plgpu.barrier_wait(scratch.full.at[slot])
         for batch in _batches(desc, config):
             halves = sorted({half for half, _ in batch})
-            operands = {
-                (half, column): weights
-                for half, depth in batch
-                for column, weights in _fragments(desc, config, scratch, slot, warpgroup, half, depth)
-            }
-            for index, first in enumerate(range(0, part_k, chunk)):
+            operands: dict[tuple[int, int], Any] = {}
+
+            def unpack(half, depth, operands=operands):
+                found = _fragments(desc, config, scratch, slot, warpgroup, half, depth)
+                operands.update({(half, column): weights for column, weights in found})
+
+            if not is_late:
+                for half, depth in batch:
+                    unpack(half, depth)
+            groups = list(enumerate(range(0, part_k, chunk)))
+            for together in [groups] if are_groups_together(desc, config) else [[one] for one in groups]:
+                parts = [(index, first, half) for index, first in together for half in halves]
                 factors = []
-                for half in halves:
+                for index, _, half in parts:
                     block = channels * desc.halves + first_half + half
                     scale = scratch.scale.at[slot, block, first_group + index]
                     scale = mosaic.load(scale, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
                     factors.append(lax.broadcast_in_dim(scale, (BLOCK_N, rows), [0]))
                 for piece in pieces:
 
-                    def products(*fresh, first=first, piece=piece, halves=halves, operands=operands):
-                        for half, accumulator in zip(halves, fresh, strict=True):
+                    def products(*fresh, parts=parts, piece=piece, operands=operands, unpack=unpack):
+                        for (_, first, half), accumulator in zip(parts, fresh, strict=True):
                             for column in range(first, first + chunk, width):
+                                if is_late and column % desc.fmt.block_k == 0:
+                                    unpack(half, column // desc.fmt.block_k)
                                 x = scratch.x.at[slot, part, pl.ds(piece * rows, rows), pl.ds(column, width)]
                                 plgpu.wgmma(accumulator, operands[half, column], x.transpose((1, 0)))
                         return [accumulator[...] for accumulator in fresh]
 
-                    found = pl.run_scoped(products, *[shape] * len(halves))
-                    for half, factor, product in zip(halves, factors, found, strict=True):
+                    found = pl.run_scoped(products, *[shape] * len(parts))
+                    for (_, _, half), factor, product in zip(parts, factors, found, strict=True):
                         sums[half][piece] = sums[half][piece] + _to_float32(product) * factor
         mosaic.release(scratch.empty.at[slot])
         return count + 1, tuple(tuple(half) for half in sums)

@@ -12,20 +12,20 @@ import numpy as np
 
 from pallas_kernels.grouped_gemm_packed import blocks
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, PackedFormat, interleave, namespace, pad_to, separate
-from pallas_kernels.grouped_gemm_packed.zero_points import zero_offset
+from pallas_kernels.grouped_gemm_packed.zero_points import zero_point_of, zero_term
 
 # What an e4m3 scale is inside a block: e5m3, exponents -9 to 8 as 0 to 17; normal numbers keep their bits.
 _E5M3 = np.zeros(256, np.uint8)
 _E5M3[8:127] = np.arange(8, 127) + 16
 _E5M3[1:8] = [0, 8, 12, 16, 18, 20, 22]
-_ZERO_SCALE = 255  # any finite number: the codes beside it are zeros
+_ZERO_SCALE = 18 << 3  # any other number: the codes beside it are zeros
 _E5M3[0] = _E5M3[128] = _ZERO_SCALE
 _E4M3 = np.zeros(256, np.uint8)
 _E4M3[_E5M3[1:127]] = np.arange(1, 127)
 
 # An operand of a block with scales is the real value times this power of two; under "e8m0" where the scale is the
 # largest of its matrix, for operands of e4m3 of its channel (see dequantize_sm90).
-_SHIFT = {("e2m1", "e4m3"): -7, ("e2m1", "e8m0"): 1, ("e4m3", "e8m0"): 7}
+_SHIFT = {("e2m1", "e4m3"): -20, ("e2m1", "e8m0"): 1, ("e4m3", "e8m0"): 7}
 _SHIFT_8BIT = 6
 
 
@@ -35,7 +35,7 @@ class PackedWeights:
     """Matrices (E, G, N, K), or (E, N, K) with G = 1, in blocks of 64 channels; NB = ceil(N / 64), KB blocks of K.
 
     words: (E, NB, G, KB, *fmt.block_shape) int32. scale: (E, NB, G, groups, 64) float32, bfloat16 or float16, the
-    scales of groups. zero: same shape, fmt.operand, what is subtracted from the codes. channel_scale: (E, NB, G, 64)
+    scales of groups. zero: same shape, fmt.operand, see ``zero_term``. channel_scale: (E, NB, G, 64)
     float32, multiplies the sum. What a format has not is None. n, k: of the real matrix, static.
     """
 
@@ -74,17 +74,13 @@ def pack(
     """
     xp = namespace(codes)
     n, k = codes.shape[-2:]
-    if fmt.element == "int8":
-        codes = codes ^ xp.uint8(128)
     if fmt.scale == "e4m3":
         codes, scale = _sign_into_codes(codes, scale, fmt)
         ones = xp.ones((*codes.shape[:-1],), xp.float32) if channel_scale is None else channel_scale
         channel_scale = ones * xp.float32(2.0 ** -_shift(fmt))
     filler = 8 if fmt.element == "int4" else 0
-    if fmt.is_8bit and fmt.element == "int4":
-        if not fmt.has_zero_point:  # two's complement
-            codes, filler = codes ^ xp.uint8(8), 0
-        scale, channel_scale = (_times(value, 1 / operand_unit(fmt)) for value in (scale, channel_scale))
+    if _is_signed(fmt):
+        codes, filler = codes ^ xp.uint8(8), 0
     padded = pad_to(pad_to(codes, -1, fmt.block_k, filler), -2, BLOCK_N, filler)
     words = blocks.pack_words(padded, fmt)
     if fmt.scale == "e8m0":
@@ -97,7 +93,7 @@ def pack(
     words = words.reshape(*words.shape[:-1], *fmt.block_shape)
     moved = words.transpose(0, 2, 1, *range(3, words.ndim))
     if zero_point is not None:
-        zero_point = zero_offset(fmt, zero_point.astype(xp.float32)).astype(fmt.operand)
+        zero_point = zero_term(fmt, zero_point.astype(xp.float32)).astype(fmt.operand)
     return PackedWeights(
         moved,
         _by_group(scale),
@@ -119,13 +115,9 @@ def unpack(weights: PackedWeights) -> dict[str, Any]:
     flat = flat.reshape(*flat.shape[:4], -1)
     split = flat.shape[-1] - fmt.scale_words
     codes = blocks.unpack_words(flat[..., :split], fmt)[..., : weights.n, : weights.k]
-    if fmt.element == "int8":
-        codes = codes ^ xp.uint8(128)
-    if fmt.is_8bit and fmt.element == "int4" and not fmt.has_zero_point:
+    if _is_signed(fmt):
         codes = codes ^ xp.uint8(8)
-    channel_scale = _times(weights.channel_scale, operand_unit(fmt))
-    if channel_scale is not None:
-        channel_scale = separate(channel_scale)[..., : weights.n]
+    channel_scale = None if weights.channel_scale is None else separate(weights.channel_scale)[..., : weights.n]
     found = dict(codes=codes, channel_scale=channel_scale)
     if fmt.scale_words:
         groups = -(-weights.k // (fmt.group_size or 1))
@@ -138,25 +130,20 @@ def unpack(weights: PackedWeights) -> dict[str, Any]:
             found["scale"] = xp.asarray(_E4M3)[scale].view(jnp.float8_e4m3fn)
             found["channel_scale"] = channel_scale * xp.float32(2.0 ** _shift(fmt))
     elif weights.scale is not None:
-        found["scale"] = _times(_from_groups(weights.scale)[..., : weights.n, :], operand_unit(fmt))
+        found["scale"] = _from_groups(weights.scale)[..., : weights.n, :]
     if weights.zero is not None:
         zero = _from_groups(weights.zero)[..., : weights.n, :].astype(xp.float32)
-        found["zero_point"] = (zero - zero_offset(fmt, xp.float32(0))).astype(xp.int8)
+        found["zero_point"] = zero_point_of(fmt, zero).astype(xp.int8)
     return {name: value for name, value in found.items() if value is not None}
 
 
-def operand_unit(fmt: PackedFormat) -> float:
-    """What one is as an operand of 8 bits; scales are stored divided by it."""
-    return 16.0 if fmt.operand == "int8" and not fmt.has_zero_point else 1.0
+def _is_signed(fmt: PackedFormat) -> bool:
+    """Whether words hold two's complement, which operands of 8 bits are made of."""
+    return fmt.is_8bit and fmt.element == "int4" and not fmt.has_zero_point
 
 
 def _shift(fmt: PackedFormat) -> int:
     return _SHIFT_8BIT if fmt.is_8bit else _SHIFT[fmt.element, fmt.scale]
-
-
-def _times(array: Any, factor: float) -> Any:
-    """``array`` times a power of two."""
-    return array if array is None or factor == 1.0 else array * np.asarray(factor, array.dtype)
 
 
 def _by_group(array: Any) -> Any:

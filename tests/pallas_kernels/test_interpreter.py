@@ -88,6 +88,10 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict
     return _rows(found, own, 4 * block_m), _rows(expected, own, 4 * block_m)
 
 
+def bias(shape: tuple[int, ...]) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).standard_normal(shape), jnp.bfloat16)
+
+
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "combine": combining,
     **{f"permute {kind}": lambda kind=kind: permuting(kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
@@ -99,6 +103,9 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "int8 rows tall": lambda: multiplying("int8", ((576,), (3, 256)), 144, dict(is_swapped=True, block_n=256, n=256)),
     "int8 rows": lambda: multiplying("int8", ((256,), (3, 128)), 64, {}),
     "bf16 in three pieces": lambda: multiplying("bfloat16", (None, None), 64, dict(block_n=96, n=384)),
+    "int8 rows gated, halves of 48 columns": lambda: multiplying(
+        "int8", ((256,), (3, 2, 192)), 64, dict(n=192, block_n=48, activation=SILU, bias=bias((3, 2, 192)))
+    ),
     "bf16 clusters": lambda: multiplying("bfloat16", (None, None), 64, dict(n=256, cluster=2)),
     "int8 rows, clusters sharing weights": lambda: multiplying(
         "int8", ((256,), (3, 256)), 64, dict(n=256, cluster=2, shares_weights=True)

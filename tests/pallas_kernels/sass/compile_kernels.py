@@ -33,6 +33,9 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 patch: 0 } device_de
 
 
 # ACQBULK and PREEXIT are griddepcontrol's wait and launch_dependents.
+MATRIX = {"HGMMA", "QGMMA", "IGMMA"}
+# What runs at half rate in the pipe of integers and bits.
+BITS = set("LOP3 SHF PRMT LEA SEL ISETP IADD3 VIADD VIMNMX IMNMX MOV PLOP3".split())
 GLOBAL_MEMORY = set("LD LDG LDGSTS ST STG RED REDG ATOM ATOMG UTMALDG UTMASTG UTMAREDG UBLKCP UBLKRED LDGMC".split())
 
 
@@ -53,8 +56,31 @@ def report(name: str, instruction: str | None, base: str) -> dict:
         register_limits=[int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)],
         threads=int(re.search(r"\.maxntid (\d+)", ptx).group(1)),
         before_wait=sorted(set(starts[: starts.index("ACQBULK")])) if "PREEXIT" in counts else None,
+        loop=of_loop(sass),
         sass={op: counts[op] for op in ("HGMMA", "QGMMA", "IGMMA", "USETMAXREG", "LDL", "STL") if counts[op]},
     )
+
+
+def of_loop(sass: str) -> dict[str, int] | None:
+    """Instructions of the shortest loop that multiplies matrices: all, those that multiply, those of ``BITS``."""
+    labels: dict[str, int] = {}
+    found: list[tuple[str, str]] = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label.group(1)] = len(found)
+        elif one := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]*)(.*)", line):
+            found.append((one.group(1), one.group(2)))
+    loops = []
+    for at, (operation, rest) in enumerate(found):
+        target = re.search(r"\.L_x_\d+", rest) if operation == "BRA" else None
+        first = labels.get(target.group(), at) if target else at
+        body = [name for name, _ in found[first : at + 1]] if first < at else []
+        if MATRIX & set(body):
+            loops.append(body)
+    if not loops:
+        return None
+    body = min(loops, key=len)
+    return dict(all=len(body), matrix=sum(op in MATRIX for op in body), bits=sum(op in BITS for op in body))
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ each eighth kernel: all of them take some 12 minutes of one core, two seconds ea
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -64,6 +65,21 @@ def test_the_matrix_instruction_is_the_one_meant(kernels):
     def is_wrong(k):
         used = {"HGMMA", "QGMMA", "IGMMA"} & k["sass"].keys()
         return used != ({k["instruction"]} if k["instruction"] else set())
+
+    assert not failing(kernels, is_wrong)
+
+
+def test_few_instructions_unpack_weights(kernels):
+    """Of bits and integers, for each product of 64 x 16 weights, 8 to a thread, in tiles of 16 rows: what masks, turned
+    words and scales take, and one for all else.
+    """
+    limits = {"int4 g128": 6.2, "int4 channel": 6.2, "mxfp4": 8.3, "nvfp4": 9.0}
+
+    def is_wrong(k):
+        kind = re.match(r"grouped_gemm_packed ([^,]*?)(?: gated)?, PackedConfig\(block_m=16,", k["name"])
+        if kind is None or kind.group(1) not in limits:
+            return False
+        return k["loop"]["bits"] > limits[kind.group(1)] * k["loop"]["matrix"]
 
     assert not failing(kernels, is_wrong)
 

@@ -1,0 +1,185 @@
+"""The arithmetic of the packed kernel's consumers, run in NumPy: which products are added up, in what order, with which
+scale. Barriers, copies and layouts are stubs; the kernel itself runs in test_grouped_gemm_packed_gpu.py.
+"""
+
+import types
+
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels.common.activations import Activation
+from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc, PackedFormat, config_error, pipeline_sm90
+from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
+from pallas_kernels.grouped_gemm_packed.config import (
+    are_groups_together,
+    block_k,
+    is_promoted,
+    own_halves,
+    promoted_k,
+    promoted_rows,
+    scale_rows,
+)
+
+
+class Ref:
+    """An array with the indexing of a reference."""
+
+    def __init__(self, array):
+        self.array = np.asarray(array)
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, index):
+        return self.array if index is Ellipsis else Ref(self.array[index])
+
+    def transpose(self, order):
+        return Ref(self.array.transpose(order))
+
+
+class Accumulator(Ref):
+    """Reads before the products are there are counted: each waits for all that are in flight."""
+
+    waits = 0
+
+    def __getitem__(self, index):
+        assert index is Ellipsis
+        return self.array
+
+
+def run_scoped(function, *shapes):
+    found = function(*[Accumulator(np.zeros(shape, dtype)) for shape, dtype in shapes])
+    Accumulator.waits += 1
+    return found
+
+
+def wgmma(accumulator, weights, x):
+    accumulator.array += (weights.astype(np.float64) @ x.array.astype(np.float64)).astype(accumulator.array.dtype)
+
+
+def in_turn(first, last, body, carry):
+    for index in range(first, last):
+        carry = body(index, carry)
+    return carry
+
+
+@pytest.fixture
+def on_numpy(monkeypatch):
+    nothing = lambda *_, **__: None  # noqa: E731
+    for name, stub in {
+        "lax": types.SimpleNamespace(
+            rem=lambda a, b: int(a) % int(b),
+            div=lambda a, b: int(a) // int(b),
+            fori_loop=in_turn,
+            broadcast_in_dim=lambda a, shape, axes: np.broadcast_to(a[:, None] if list(axes) == [0] else a, shape),
+            bitcast_convert_type=lax.bitcast_convert_type,
+        ),
+        "pl": types.SimpleNamespace(ds=lambda first, size: slice(int(first), int(first) + size), run_scoped=run_scoped),
+        "plgpu": types.SimpleNamespace(
+            barrier_wait=nothing, wgmma_wait=nothing, wgmma=wgmma, layout_cast=lambda value, layout: np.asarray(value)
+        ),
+        "mosaic": types.SimpleNamespace(
+            Accumulator=lambda shape, dtype: (shape, dtype),
+            WGMMA=None,
+            ROWS=None,
+            release=nothing,
+            load=lambda ref, **_: ref.array,
+        ),
+    }.items():
+        monkeypatch.setattr(pipeline_sm90, name, stub)
+    return monkeypatch
+
+
+SILU = Activation("silu")
+G = {g: PackedFormat("int4", scale="group", group_size=g) for g in (32, 64, 128, 256)}
+INT8 = PackedFormat("int4", "int8", "group", 128)
+# format, halves, block_m, consumers, step_blocks, and of the configuration what is not the default
+CASES = [
+    (G[128], 2, 16, 2, 4, {}),
+    (G[128], 1, 16, 4, 4, {}),
+    (G[128], 1, 8, 2, 8, {}),
+    (G[128], 2, 24, 2, 4, {}),
+    (G[128], 2, 16, 4, 4, dict(splits_halves=True)),
+    (G[128], 2, 16, 4, 4, dict(k_split=2)),
+    (G[128], 1, 16, 4, 4, dict(k_split=4)),
+    (G[128], 1, 128, 2, 2, {}),
+    (G[128], 1, 80, 3, 2, {}),
+    (G[128], 2, 144, 2, 1, dict(splits_halves=True)),
+    (G[256], 2, 16, 2, 2, {}),
+    (G[64], 2, 16, 2, 2, {}),
+    (G[64], 1, 128, 2, 2, {}),
+    (G[32], 2, 16, 2, 2, {}),
+    (G[128], 2, 16, 2, 2, dict(folds_scales=True)),
+    (INT8, 2, 16, 2, 2, {}),
+    (INT8, 1, 64, 2, 2, {}),
+    (PackedFormat("int4"), 2, 16, 4, 2, {}),
+    (PackedFormat("e2m1", scale="e4m3", group_size=16), 2, 16, 2, 4, {}),
+]
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: f"{c[0].operand} g{c[0].group_size} x{c[1]} rows {c[2]} wg {c[3]} steps {c[4]} {c[5]}"
+)
+def test_products_and_scales(case, on_numpy):
+    fmt, halves, block_m, consumers, step_blocks, options = case
+    config = PackedConfig(block_m, consumers, step_blocks, num_stages=3, **options)
+    k = 3 * fmt.block_k * step_blocks
+    desc = PackedDesc(
+        rows=block_m,
+        n=1024,
+        k=k,
+        num_experts=1,
+        fmt=fmt,
+        halves=halves,
+        activation=SILU if halves == 2 else None,
+        scale_dtype="bfloat16" if config.folds_scales else "float32",
+        has_channel_scale=fmt.scale != "group",
+        lhs_scale="row" if fmt.is_8bit else "none",
+    )
+    assert config_error(desc, config) is None
+    rng = np.random.default_rng(0)
+    blocks, step = config.channel_groups * halves, block_k(desc, config)
+    w = rng.integers(-8, 8, (blocks, BLOCK_N, k)).astype(np.float64)
+    x = rng.integers(-100, 101, (block_m, k)).astype(np.float64)
+    group = fmt.group_size or k
+    scale = rng.integers(1, 64, (blocks, -(-k // group), BLOCK_N)) / 64.0  # products of all are exact
+    grouped = np.repeat(scale, group, 1)[:, :k].transpose(0, 2, 1) if is_promoted(desc, config) else 1.0
+
+    names = {index: number for number, index in enumerate(np.ndindex(3, blocks, step_blocks))}
+    places = {number: index for index, number in names.items()}
+
+    def load_block(fmt, ref, width, *_):
+        slot, block, depth = places[int(ref.array)]
+        first = slot * step + depth * fmt.block_k
+        return [w[block, :, first + i : first + i + width] for i in range(0, fmt.block_k, width)]
+
+    on_numpy.setattr(pipeline_sm90, "load_block", load_block)
+    rows_of_scale = scale_rows(desc, config)
+    slots = [[(slot * step // group) + r for r in range(rows_of_scale)] for slot in range(3)]
+    parts = x.reshape(block_m, 3, config.k_split, -1).transpose(1, 2, 0, 3)
+    scratch = pipeline_sm90.Scratch(
+        w=Ref(np.array(list(names.values())).reshape(3, blocks, step_blocks)),
+        x=Ref(parts),
+        full=Ref(np.zeros(3)),
+        empty=Ref(np.zeros(3)),
+        staging=None,
+        scale=Ref(np.stack([scale[:, r] for r in slots])) if fmt.scale == "group" else None,
+    )
+    multiply = pipeline_sm90.multiply_promoted if is_promoted(desc, config) else pipeline_sm90.multiply
+    total = np.zeros((config.channel_groups, halves, BLOCK_N, block_m))
+    for warpgroup in range(consumers):
+        channels, first_half, _ = (int(v) for v in pipeline_sm90.place(config, warpgroup))
+        Accumulator.waits = 0
+        sums = multiply(desc, config, scratch, warpgroup, 3, 0)
+        assert len(sums) == own_halves(desc, config)
+        for half, pieces in enumerate(sums):
+            total[channels, first_half + half] += np.concatenate([np.asarray(p, np.float64) for p in pieces], axis=1)
+        if is_promoted(desc, config):
+            groups = fmt.block_k * config.part_blocks // promoted_k(desc, config)
+            batches = len(pipeline_sm90._batches(desc, config))
+            each = 1 if are_groups_together(desc, config) else groups * (block_m // promoted_rows(config)) * batches
+            assert Accumulator.waits == 3 * each
+    expected = ((w * grouped) @ x.T).reshape(config.channel_groups, halves, BLOCK_N, block_m)
+    np.testing.assert_array_equal(total, expected)
