@@ -40,6 +40,7 @@ from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute
 from pallas_kernels.route.config import RouteDesc
 from pallas_kernels.route.config import choose_config as choose_route
 from pallas_kernels.route.kernel_sm90 import route_and_align_sm90, route_sm90
+from pallas_kernels.tuning import table_for
 
 H200_SMS = 132
 Shape = tuple[tuple[int, ...], str]
@@ -287,6 +288,22 @@ def packed_cases() -> Iterator[Case]:
                     yield packed_case(f"{name}{' gated' if gated else ''}", desc, config)
 
 
+def tuned_cases() -> Iterator[Case]:
+    """What the shipped table names, each form once: sizes and numbers of stages hardly change the code."""
+    seen = set()
+    for entry in table_for("NVIDIA H200").entries:
+        products = entry.key.products(entry.tokens, entry.config.block_m)
+        for whole, config in zip(products, (entry.config.gemm1, entry.config.gemm2), strict=True):
+            desc = dataclasses.replace(whole, rows=64 * config.block_m, num_experts=4)
+            is_packed = isinstance(desc, PackedDesc)
+            same = dict(n=0, k=0) if is_packed else dict(n=desc.n % config.block_n, k=0)
+            form = (dataclasses.replace(desc, **same), dataclasses.replace(config, num_stages=2))
+            if form not in seen:
+                seen.add(form)
+                name = f"tuned {desc.fmt if is_packed else desc.dtype} {desc.halves} halves {desc.n} x {desc.k}"
+                yield (packed_case if is_packed else gemm_case)(name, desc, config)
+
+
 def permute_cases() -> Iterator[Case]:
     for quantization in QUANTIZATIONS:
         for width in (7168, 2880, 768):
@@ -406,6 +423,7 @@ def all_cases() -> Iterator[Case]:
     yield from cluster_cases()
     yield from narrow_cases()
     yield from packed_cases()
+    yield from tuned_cases()
     yield from permute_cases()
     yield from gather_cases()
     yield from combine_cases()

@@ -211,6 +211,11 @@ def are_groups_together(desc: PackedDesc, config: PackedConfig) -> bool:
     return halves * groups * promoted_rows(config) <= 64 and 16 * halves * config.part_blocks <= 128
 
 
+def products_in_flight(config: PackedConfig) -> int:
+    """Blocks whose products may be in flight, each holding 16 registers of operands; with more ptxas serializes."""
+    return {4: 4}.get(config.num_consumers, 16)
+
+
 def sum_registers(desc: PackedDesc, config: PackedConfig) -> int:
     """32-bit registers a thread of a consumer needs for sums alone."""
     registers = own_halves(desc, config) * config.block_m // 2

@@ -20,6 +20,7 @@ from pallas_kernels.grouped_gemm_packed.config import (
     fragment_k,
     own_halves,
     partial_shape,
+    products_in_flight,
     promoted_k,
     promoted_rows,
     scale_rows,
@@ -178,16 +179,19 @@ def multiply(
     Returns for each half of its own [(64, block_m)].
     """
     width, (_, _, part) = fragment_k(desc, config), place(config, warpgroup)
+    in_flight = products_in_flight(config)
 
     def scope(*accumulators):
         def one_step(k, count):
             slot = lax.rem(count, jnp.int32(config.num_stages))
             plgpu.barrier_wait(scratch.full.at[slot])
             for batch in _batches(desc, config):
-                for half, depth in batch:
-                    for column, weights in _fragments(desc, config, scratch, slot, warpgroup, half, depth):
-                        x = scratch.x.at[slot, part, :, pl.ds(column, width)]
-                        plgpu.wgmma(accumulators[half], weights, x.transpose((1, 0)))
+                for index, (half, depth) in enumerate(batch):
+                    if index >= in_flight:
+                        plgpu.wgmma_wait(in_flight - 1)
+                    ((column, weights),) = _fragments(desc, config, scratch, slot, warpgroup, half, depth)
+                    x = scratch.x.at[slot, part, :, pl.ds(column, width)]
+                    plgpu.wgmma(accumulators[half], weights, x.transpose((1, 0)))
                 # Operands in registers must not be in flight when the loop comes round and rewrites them.
                 plgpu.wgmma_wait(0)
             mosaic.release(scratch.empty.at[slot])

@@ -16,6 +16,7 @@ from pallas_kernels.grouped_gemm_packed.config import (
     block_k,
     is_promoted,
     own_halves,
+    products_in_flight,
     promoted_k,
     promoted_rows,
     scale_rows,
@@ -39,24 +40,27 @@ class Ref:
         return Ref(self.array.transpose(order))
 
 
-class Accumulator(Ref):
-    """Reads before the products are there are counted: each waits for all that are in flight."""
+class Flight:
+    """Products in flight, the most there were, and how often all were waited for."""
 
-    waits = 0
+    now = most = waits = 0
 
-    def __getitem__(self, index):
-        assert index is Ellipsis
-        return self.array
+    @classmethod
+    def wait(cls, left):
+        cls.now = min(cls.now, left)
+        cls.waits += left == 0
 
 
 def run_scoped(function, *shapes):
-    found = function(*[Accumulator(np.zeros(shape, dtype)) for shape, dtype in shapes])
-    Accumulator.waits += 1
+    found = function(*[Ref(np.zeros(shape, dtype)) for shape, dtype in shapes])
+    Flight.wait(0)
     return found
 
 
 def wgmma(accumulator, weights, x):
     accumulator.array += (weights.astype(np.float64) @ x.array.astype(np.float64)).astype(accumulator.array.dtype)
+    Flight.now += 1
+    Flight.most = max(Flight.most, Flight.now)
 
 
 def in_turn(first, last, body, carry):
@@ -78,7 +82,10 @@ def on_numpy(monkeypatch):
         ),
         "pl": types.SimpleNamespace(ds=lambda first, size: slice(int(first), int(first) + size), run_scoped=run_scoped),
         "plgpu": types.SimpleNamespace(
-            barrier_wait=nothing, wgmma_wait=nothing, wgmma=wgmma, layout_cast=lambda value, layout: np.asarray(value)
+            barrier_wait=nothing,
+            wgmma_wait=Flight.wait,
+            wgmma=wgmma,
+            layout_cast=lambda value, layout: np.asarray(value),
         ),
         "mosaic": types.SimpleNamespace(
             Accumulator=lambda shape, dtype: (shape, dtype),
@@ -116,6 +123,8 @@ CASES = [
     (INT8, 1, 64, 2, 2, {}),
     (PackedFormat("int4"), 2, 16, 4, 2, {}),
     (PackedFormat("e2m1", scale="e4m3", group_size=16), 2, 16, 2, 4, {}),
+    (PackedFormat("e2m1", scale="e8m0", group_size=32), 1, 16, 4, 5, {}),
+    (PackedFormat("e2m1", scale="e8m0", group_size=32), 2, 16, 4, 5, dict(splits_halves=True)),
 ]
 
 
@@ -171,7 +180,7 @@ def test_products_and_scales(case, on_numpy):
     total = np.zeros((config.channel_groups, halves, BLOCK_N, block_m))
     for warpgroup in range(consumers):
         channels, first_half, _ = (int(v) for v in pipeline_sm90.place(config, warpgroup))
-        Accumulator.waits = 0
+        Flight.now = Flight.most = Flight.waits = 0
         sums = multiply(desc, config, scratch, warpgroup, 3, 0)
         assert len(sums) == own_halves(desc, config)
         for half, pieces in enumerate(sums):
@@ -180,6 +189,9 @@ def test_products_and_scales(case, on_numpy):
             groups = fmt.block_k * config.part_blocks // promoted_k(desc, config)
             batches = len(pipeline_sm90._batches(desc, config))
             each = 1 if are_groups_together(desc, config) else groups * (block_m // promoted_rows(config)) * batches
-            assert Accumulator.waits == 3 * each
+            assert Flight.waits == 3 * each
+        else:
+            assert Flight.most <= products_in_flight(config)
+        assert Flight.now == 0
     expected = ((w * grouped) @ x.T).reshape(config.channel_groups, halves, BLOCK_N, block_m)
     np.testing.assert_array_equal(total, expected)
