@@ -258,7 +258,7 @@ def multiply_promoted(
 
                     found = pl.run_scoped(products, *[shape] * len(parts))
                     for (_, _, half), factor, product in zip(parts, factors, found, strict=True):
-                        sums[half][piece] = sums[half][piece] + _to_float32(product) * factor
+                        sums[half][piece] = sums[half][piece] + product.astype(jnp.float32) * factor
         mosaic.release(scratch.empty.at[slot])
         return count + 1, tuple(tuple(half) for half in sums)
 
@@ -316,15 +316,6 @@ def gather_sums(
                     pieces[index] = pieces[index] + passed(other, half, index)
         plgpu.barrier_arrive(scratch.partial_empty.at[group])
         store(total)
-
-
-def _to_float32(partial: Any) -> Any:
-    """Partial sums as float32. Integers below 2**22 in magnitude become the mantissa of 1.5 * 2**23, which takes no
-    conversion instruction; those of 128 products of int8 by 16 times int4 do not exceed 2**21.
-    """
-    if partial.dtype == jnp.float32:
-        return partial
-    return lax.bitcast_convert_type(partial + jnp.int32(0x4B400000), jnp.float32) - jnp.float32(3 << 22)
 
 
 def _batches(desc: PackedDesc, config: PackedConfig) -> list[list[tuple[int, int]]]:

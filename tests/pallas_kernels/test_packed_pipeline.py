@@ -6,7 +6,6 @@ import types
 
 import numpy as np
 import pytest
-from jax import lax
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc, PackedFormat, config_error, pipeline_sm90
@@ -78,7 +77,6 @@ def on_numpy(monkeypatch):
             div=lambda a, b: int(a) // int(b),
             fori_loop=in_turn,
             broadcast_in_dim=lambda a, shape, axes: np.broadcast_to(a[:, None] if list(axes) == [0] else a, shape),
-            bitcast_convert_type=lax.bitcast_convert_type,
         ),
         "pl": types.SimpleNamespace(ds=lambda first, size: slice(int(first), int(first) + size), run_scoped=run_scoped),
         "plgpu": types.SimpleNamespace(

@@ -35,7 +35,7 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 patch: 0 } device_de
 # ACQBULK and PREEXIT are griddepcontrol's wait and launch_dependents.
 MATRIX = {"HGMMA", "QGMMA", "IGMMA"}
 # What runs at half rate in the pipe of integers and bits.
-BITS = set("LOP3 SHF PRMT LEA SEL ISETP IADD3 VIADD VIMNMX IMNMX MOV PLOP3".split())
+BITS = set("I2FP LOP3 SHF PRMT LEA SEL ISETP IADD3 VIADD VIMNMX IMNMX MOV PLOP3".split())
 GLOBAL_MEMORY = set("LD LDG LDGSTS ST STG RED REDG ATOM ATOMG UTMALDG UTMASTG UTMAREDG UBLKCP UBLKRED LDGMC".split())
 
 
