@@ -298,12 +298,16 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
             "halves, an even number of consumers and k_split=1"
         )
     group = desc.fmt.group_size if desc.fmt.scale == "group" else None
-    if group and step % group and group % step:
-        return f"step_blocks={config.step_blocks}: steps of {step} and groups of {group} do not fit each other"
+    part = step // config.k_split
+    if group and part % group and group % part:
+        whose = "steps" if config.k_split == 1 else "a warpgroup's parts of steps"
+        return f"step_blocks={config.step_blocks}: {whose} of {part} and groups of {group} do not fit each other"
     if desc.fmt.operand == "int8" and is_promoted(desc, config) and promoted_rows(config) == 40:
         return f"block_m={config.block_m}: sums of 40 rows, which the integer matrix instruction does not take"
     if config.folds_scales and (desc.fmt.scale != "group" or desc.scale_dtype != desc.fmt.operand):
         return f"folds_scales: needs group scales in {desc.fmt.operand}, found {desc.fmt.scale} in {desc.scale_dtype}"
+    if config.folds_scales and desc.fmt.element == "e4m3":
+        return "folds_scales: e4m3 weights spend the one multiplication on their exponents"
     if config.block_m in TALL and is_promoted(desc, config) and own_halves(desc, config) > 1:
         return f"block_m={config.block_m}: partial sums of groups of both halves spill; splits_halves"
     needed, room = sum_registers(desc, config), _room_for_sums(desc, config)

@@ -463,11 +463,17 @@ def test_shared_memory_is_not_underestimated():
         ({}, dict(splits_halves=True), "two halves"),
         (dict(halves=2, activation=Activation("silu")), dict(splits_halves=True, num_consumers=3), "even number"),
         (dict(k=960), dict(step_blocks=3), "do not fit each other"),
+        (dict(k=768), dict(step_blocks=6, k_split=2, num_consumers=2), "parts of steps of 192 and groups of 128 do not"),
         ({}, dict(block_m=128), "registers of sums"),
         (dict(rows=1152), dict(block_m=144), "num_consumers=4 is not one of (2, 3)"),
         (dict(rows=1152, halves=2, activation=SILU), dict(block_m=144, num_consumers=2), "of both halves spill"),
         (dict(rows=1152), dict(block_m=192, num_consumers=2), "192 registers of sums, 176 with 2 consumers"),
         ({}, dict(folds_scales=True), "needs group scales in bfloat16"),
+        (
+            dict(fmt=PackedFormat("e4m3", scale="group", group_size=128), scale_dtype="bfloat16"),
+            dict(folds_scales=True, num_consumers=2),
+            "e4m3 weights spend the one multiplication on their exponents",
+        ),
         ({}, dict(num_stages=1), "at least 2"),
     ],
 )
@@ -488,6 +494,8 @@ def test_choices():
     assert (many.num_consumers, many.k_split) == (4, 1)
     gated = desc_of("int4 g128", halves=2, activation=SILU)
     assert choose_config(gated, 128, 132).folds_scales and not choose_config(gated, 64, 132).folds_scales
+    of_blocks = dataclasses.replace(desc_of("e4m3 g128"), scale_dtype="bfloat16")
+    assert not choose_config(of_blocks, 128, 132).folds_scales
     wide_scales = desc_of("int4 g128 f32", halves=2, activation=SILU)
     assert choose_config(wide_scales, 128, 132).splits_halves
     assert choose_config(dataclasses.replace(wide_scales, rows=1152), 144, 132).splits_halves
