@@ -463,7 +463,7 @@ def test_shared_memory_is_not_underestimated():
         ({}, dict(splits_halves=True), "two halves"),
         (dict(halves=2, activation=Activation("silu")), dict(splits_halves=True, num_consumers=3), "even number"),
         (dict(k=960), dict(step_blocks=3), "do not fit each other"),
-        (dict(k=768), dict(step_blocks=6, k_split=2, num_consumers=2), "parts of steps of 192 and groups of 128 do not"),
+        (dict(k=768), dict(step_blocks=6, k_split=2, num_consumers=2), "parts of steps of 192 and groups of 128 do"),
         ({}, dict(block_m=128), "registers of sums"),
         (dict(rows=1152), dict(block_m=144), "num_consumers=4 is not one of (2, 3)"),
         (dict(rows=1152, halves=2, activation=SILU), dict(block_m=144, num_consumers=2), "of both halves spill"),
