@@ -134,6 +134,15 @@ def test_gated_with_bias(kind):
     check(problem, run(problem), gemm_tolerance(kind, jnp.float32, tensor_core=True))
 
 
+@pytest.mark.parametrize("bias", ["bfloat16", "float32"])
+@pytest.mark.parametrize("block_n", [16, 48, 80, 96])
+@pytest.mark.parametrize("kind", ["bf16", "fp8_row", "int8_row"])
+def test_halves_of_biases_that_do_not_end_where_a_bulk_copy_may_start(kind, block_n, bias):
+    options = dict(halves=2, activation=OAI, bias=bias)
+    problem = make_problem(kind, [150, 0, 3, 64], k=384, n=720, block_m=64, **options)
+    check(problem, run(problem, GemmConfig(64, block_n, 3)), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+
+
 @pytest.mark.parametrize("block_n", [32, 64, 96, 128])
 @pytest.mark.parametrize("kind", ["bf16", "fp8_row", "int8_row"])
 def test_gated_widths(kind, block_n):

@@ -1,23 +1,20 @@
-"""grouped_gemm_packed: order of fragments, bit moves run from their PTX text, the reference against NumPy float64,
-refusals, and lowering for CUDA without a GPU.
+"""grouped_gemm_packed: order of fragments, the reference against NumPy float64, refusals, and lowering for CUDA without
+a GPU.
 
-Layout contract: see packed_problem.py. The numerics of the Hopper kernel are in test_grouped_gemm_packed_gpu.py.
+Layout contract: see packed_problem.py. How words become operands: test_packed_operands.py. The numerics of the Hopper
+kernel are in test_grouped_gemm_packed_gpu.py.
 """
 
 import dataclasses
-import re
-import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from gemm_problem import ROUTINGS
 from helpers import assert_rows_close
 from kernel_cases import packed_case
-from packed_problem import E2M1, KINDS, make_problem, make_stored, packed_tolerance
+from packed_problem import KINDS, make_problem, make_stored, packed_tolerance
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm_packed import (
@@ -29,13 +26,11 @@ from pallas_kernels.grouped_gemm_packed import (
     choose_block_m,
     choose_config,
     config_error,
-    dequantize_sm90,
     grouped_gemm_packed,
     pack,
     unpack,
 )
 from pallas_kernels.grouped_gemm_packed.config import shared_memory
-from pallas_kernels.grouped_gemm_packed.zero_points import zero_point_of, zero_term
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -115,208 +110,6 @@ def test_powers_of_two_far_apart_survive_packing():
     scale = np.array([[[[0, 1], [127, 254]]]], np.uint8)
     found = unpack(pack(fmt, codes=np.full((1, 1, 2, 64), 3, np.uint8), scale=scale))["scale"]
     np.testing.assert_array_equal(found, [[[[0, 1], [127, 254]]]])
-
-
-# The conversions, run from the PTX they emit.
-
-
-def run_ptx(operands, text):
-    """A NumPy machine for the few instructions the conversions use; operands and the result are uint32 arrays."""
-    registers: dict[str, Any] = {f"${i}": np.asarray(operand, np.uint32) for i, operand in enumerate(operands, 1)}
-
-    def value(token):
-        return registers[token] if token in registers else np.uint32(int(token, 0))
-
-    text = re.sub(r"\.reg[^;]*;", "", text)
-    # Two halves of a register by name.
-    text = re.sub(r"mov\.b32 \{(\w+), (\w+)\}, (\S+);", r"and.b32 \1, \3, 0xFFFF; shr.u32 \2, \3, 16;", text)
-    text = re.sub(r"mov\.b32 (\S+), \{(\w+), (\w+)\};", r"mad.lo.u32 \1, \3, 0x10000, \2;", text)
-    for line in re.findall(r"([a-z][\w.]+ [^;{}]+);", text):
-        op, rest = line.split(" ", 1)
-        target, *names = [token.strip() for token in rest.split(",")]
-        args = [value(name) for name in names]
-        registers[target] = _instruction(op, *args)
-    return registers["$0"]
-
-
-def _instruction(op: str, a: Any, b: Any = None, c: Any = None, d: Any = None) -> Any:
-    match op.split(".")[0]:
-        case "mov":
-            return a
-        case "and":
-            return a & b
-        case "xor":
-            return a ^ b
-        case "shl":
-            return a << b
-        case "shr":
-            return a >> b
-        case "shf":
-            assert op in ("shf.l.wrap.b32", "shf.r.wrap.b32")
-            left = c if ".l." in op else np.uint32(32) - c
-            return b << left | a >> np.uint32(32) - left
-        case "mad":
-            return (a.astype(np.uint64) * b + c).astype(np.uint32)
-        case "lop3":
-            assert d == 0xEA  # (a & b) | c
-            return (a & b) | c
-        case "prmt":
-            source = a.astype(np.uint64) | (np.asarray(b).astype(np.uint64) << np.uint64(32))
-            out = np.uint32(0)
-            for byte in range(4):
-                index = (c >> np.uint32(4 * byte) & np.uint32(7)).astype(np.uint64)
-                out = out | (
-                    (source >> (np.uint64(8) * index) & np.uint64(255)).astype(np.uint32) << np.uint32(8 * byte)
-                )
-            return out
-        case "setp":
-            assert op == "setp.gt.u32"
-            return a > b
-        case "selp":
-            return np.where(c, a, b)
-        case "sub" if op == "sub.u32":
-            return a - b
-        case "add" | "mul" | "fma":
-            dtype = ml_dtypes.bfloat16 if "bf16" in op else np.float16
-            x, y, *z = (
-                np.ascontiguousarray(v).reshape(-1, 1).view(dtype).astype(np.float64)
-                for v in np.broadcast_arrays(*(v for v in (a, b, c) if v is not None))
-            )
-            exact = x + y if op.startswith("add") else x * y + z[0] if z else x * y
-            assert (exact.astype(dtype).astype(np.float64) == exact).all(), "every step is exact"
-            return exact.astype(dtype).view(np.uint32).reshape(-1)
-    raise NotImplementedError(op)
-
-
-@pytest.fixture
-def on_numpy(monkeypatch):
-    monkeypatch.setattr(dequantize_sm90, "_asm", run_ptx)
-    monkeypatch.setattr(dequantize_sm90, "_constant", np.uint32)
-    monkeypatch.setattr(dequantize_sm90, "arith", types.SimpleNamespace(shrui=lambda a, b: a >> b))
-
-
-def words_with_codes(fmt) -> tuple[Any, Any]:
-    """Random words, and the codes in them: (words, registers, columns)."""
-    words = np.random.default_rng(2).integers(0, 1 << 32, 4096, dtype=np.uint64).astype(np.uint32)
-    places = blocks._places(fmt)
-    codes = sum((words[:, None, None] >> places[..., bit].astype(np.uint32) & 1) << bit for bit in range(fmt.bits))
-    return words, codes
-
-
-def in_registers(register, dtype):
-    return np.ascontiguousarray(register).reshape(-1, 1).view(dtype).astype(np.float64)
-
-
-@pytest.mark.parametrize(
-    ("element", "operand"),
-    [
-        (e, o)
-        for e in ("int4", "int8", "e4m3", "e2m1")
-        for o in ("bfloat16", "float16")
-        if (e, o) != ("e2m1", "float16")
-    ],
-)
-def test_conversions_to_16_bits(element, operand, on_numpy):
-    fmt = PackedFormat(element, operand)
-    words, codes = words_with_codes(fmt)
-    dtype = jnp.dtype(operand)
-    shift = dequantize_sm90._EXPONENT_SHIFT.get(element, {}).get(operand)
-    for pair in range(codes.shape[1]):
-        value = dequantize_sm90._CONVERT[element](fmt, words, pair, None)
-        if shift is not None:
-            value = _instruction("mul.bf16x2" if operand == "bfloat16" else "mul.f16x2", value, np.uint32(shift))
-        match element:
-            case "int4":
-                expected = (codes[:, pair] - 8.0) * fmt.unit
-            case "int8":
-                expected = (codes[:, pair] - 128.0) * fmt.unit
-            case "e2m1":
-                expected = E2M1[codes[:, pair]]
-            case _:
-                expected = codes[:, pair].astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        real = np.isfinite(expected)
-        np.testing.assert_array_equal(in_registers(value, dtype)[real], np.asarray(expected, np.float64)[real])
-
-
-@pytest.mark.parametrize("operand", ["int8", "float8_e4m3fn"])
-def test_conversions_to_8_bits(operand, on_numpy):
-    fmt = PackedFormat("int4", operand)
-    words, codes = words_with_codes(fmt)
-    for part in range(2):
-        value = dequantize_sm90._CONVERT_8BIT["int4", operand](fmt, words, part, None)
-        expected = ((codes[:, part] ^ 8) - 8.0) * fmt.unit
-        np.testing.assert_array_equal(in_registers(value, jnp.dtype(operand)), expected)
-
-
-@pytest.mark.parametrize("operand", ["bfloat16", "float16"])
-@pytest.mark.parametrize("element", ["int4", "int8"])
-def test_conversions_with_zero_points_to_16_bits(element, operand, on_numpy):
-    fmt = PackedFormat(element, operand, has_zero_point=True)
-    words, codes = words_with_codes(fmt)
-    dtype = jnp.dtype(operand)
-    half = 1 << (fmt.bits - 1)
-    zero = np.random.default_rng(3).integers(-half, half, len(words))
-    zero[:2] = -half, half - 1
-    term = zero_term(fmt, zero.astype(np.float32)).astype(dtype)
-    np.testing.assert_array_equal(zero_point_of(fmt, term.astype(np.float32)), zero)
-    for pair in range(codes.shape[1]):
-        in_both = term.view(np.uint16).astype(np.uint32) * np.uint32(0x10001)
-        value = dequantize_sm90._CONVERT[element](fmt, words, pair, in_both)
-        expected = (codes[:, pair].astype(np.float64) - half - zero[:, None]) * fmt.unit
-        np.testing.assert_array_equal(in_registers(value, dtype), expected)
-
-
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "mxfp8"])
-def test_scales_of_blocks(kind, on_numpy, monkeypatch):
-    """Every scale of a packed matrix, as its thread makes it from the block's last words, times what the factor of its
-    channel leaves, is the one stored.
-    """
-    fmt = KINDS[kind][0]
-    stored, _ = make_stored(kind, (1, 1), 64, fmt.block_k, np.random.default_rng(5))
-    packed = pack(fmt, **stored)
-    last = packed.words.reshape(-1)[-fmt.scale_words :].view(np.uint32)
-    rows = np.arange(64).reshape(4, 2, 8)  # by warp, half and row, as fragments have them
-    found = np.zeros((64, fmt.block_k // fmt.group_size))
-    for warp, row in np.ndindex(4, 8):
-        words = last.reshape(32, -1)[8 * warp + row]
-        monkeypatch.setattr(dequantize_sm90, "_scale_words", lambda *_, words=words: [w[None] for w in words])
-        scale = dequantize_sm90._block_scales(fmt, None, None)
-        for q, row_half in np.ndindex(4, 2):
-            number = in_registers(scale(q, row_half), jnp.bfloat16)
-            assert number[0, 0] == number[0, 1]
-            found[rows[warp, row_half, row], q * fmt.block_k // 4 // fmt.group_size] = number[0, 0]
-    factor = packed.channel_scale.reshape(64, 1).astype(np.float64)
-    if fmt.scale == "e4m3":
-        expected = np.abs(stored["scale"].astype(np.float64)) * stored["channel_scale"].reshape(1, 1, 64, 1)
-        bits = -126
-    else:
-        expected = np.exp2(stored["scale"].astype(np.float64) - 127)
-        bits = {"e2m1": -126, "e4m3": -120}[fmt.element]  # what moved bits lack
-    expected = expected.reshape(found.shape)
-    has_scale = expected != 0  # beside a zero scale codes are zeros
-    np.testing.assert_array_equal((found * factor * 2.0**bits)[has_scale], expected[has_scale])
-    assert np.isfinite(found).all()
-
-
-def test_conversion_of_e2m1_with_its_scale_to_e4m3(on_numpy):
-    """Exact from the channel's largest scale (byte 254, which stands for 2**6) down to 2**-11 of it, zeros below."""
-    words, codes = words_with_codes(FORMATS["e2m1 to e4m3"])
-    scales = np.random.default_rng(4).integers(236, 255, (len(words), 4)).astype(np.uint8)
-    for byte, part in np.ndindex(4, 2):
-        table = dequantize_sm90._asm_table(scales.view(np.uint32)[:, 0], byte)
-        value = dequantize_sm90._from_e2m1_by_table(FORMATS["e2m1 to e4m3"], words, part, table)
-        scale = scales[:, byte, None].astype(np.float64)
-        expected = E2M1[codes[:, part]] * np.where(scale < 254 - blocks.FOLDED_RANGE, 0, np.exp2(scale - 248))
-        np.testing.assert_array_equal(in_registers(value, jnp.dtype("float8_e4m3fn")), expected)
-
-
-def test_conversion_with_zero_points_to_8_bits(on_numpy):
-    fmt = PackedFormat("int4", "int8", has_zero_point=True)
-    words, codes = words_with_codes(fmt)
-    zero = np.random.default_rng(3).integers(0, 16, len(words)).astype(np.uint32)
-    for part in range(2):
-        value = dequantize_sm90._to_int8(fmt, words, part, zero * np.uint32(0x01010101))
-        np.testing.assert_array_equal(in_registers(value, np.int8), codes[:, part] - zero[:, None].astype(np.float64))
 
 
 # The reference.
