@@ -235,7 +235,7 @@ def pack_scales(scales: Any, fmt: PackedFormat) -> Any:
     ordered = split.transpose(*range(i), nb, kb, warp, row, row_half, group)
     stream = ordered.reshape(*lead, n // 64, groups // per_block, -1, 4).astype(xp.uint32)
     words = (stream << (xp.arange(4, dtype=xp.uint32) * xp.uint32(8))).sum(-1, dtype=xp.uint32)
-    return _turned(words, scale_rotation(fmt)).view(xp.int32)
+    return turned(words, scale_rotation(fmt)).view(xp.int32)
 
 
 def unpack_scales(words: Any, fmt: PackedFormat) -> Any:
@@ -244,7 +244,7 @@ def unpack_scales(words: Any, fmt: PackedFormat) -> Any:
     lead, (nb, kb) = words.shape[:-3], words.shape[-3:-1]
     i, per_block = len(lead), fmt.block_k // fmt._group_size()
     shifts = xp.arange(4, dtype=xp.uint32) * xp.uint32(8)
-    flat = _turned(words.view(xp.uint32), 32 - scale_rotation(fmt))
+    flat = turned(words.view(xp.uint32), 32 - scale_rotation(fmt))
     stream = ((flat[..., None] >> shifts) & xp.uint32(255)).astype(xp.uint8)
     split = stream.reshape(*lead, nb, kb, 4, 8, 2, per_block)
     n, k, warp, row, row_half, group = range(i, i + 6)
@@ -259,7 +259,7 @@ def scale_rotation(fmt: PackedFormat) -> int:
     return 0 if fmt.is_8bit else {"e4m3": 4, "e8m0": 7}[fmt.scale]
 
 
-def _turned(words: Any, bits: int) -> Any:
+def turned(words: Any, bits: int) -> Any:
     """uint32 words turned to the left."""
     xp = namespace(words)
     return words if bits % 32 == 0 else words << xp.uint32(bits) | words >> xp.uint32(32 - bits)

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.grouped_gemm import GemmDesc
-from pallas_kernels.grouped_gemm_packed import PackedDesc, PackedFormat, PackedWeights
+from pallas_kernels.grouped_gemm_packed import PackedDesc, PackedFormat, PackedWeights, pack
+from pallas_kernels.grouped_gemm_packed.blocks import pack_words, scale_rotation, turned
+from pallas_kernels.grouped_gemm_packed.zero_points import zero_term
 from pallas_kernels.tuning.layer import LayerKey, PackedLayerKey
 
 
@@ -54,28 +56,41 @@ def random_operands(
 def random_packed_weights(
     fmt: PackedFormat, shape: tuple[int, int, int, int], scale_dtype: str = "float32"
 ) -> PackedWeights:
-    """Random bits for matrices (E, G, N, K); scales near 2**-7 where they lie beside the words, near 1 inside."""
+    """Random codes for matrices (E, G, N, K), zero points around 0. Scales near 2**-7; those inside blocks are near
+    1 or, powers of two, at most 2**-7.
+    """
     experts, halves, n, k = shape
     channel_blocks = -(-n // 64)
     keys = jax.random.split(jax.random.key(0), 4)
     bits = jax.random.bits(keys[0], (experts, channel_blocks, halves, -(-k // fmt.block_k), *fmt.block_shape))
     if fmt.element == "e4m3":
-        bits = bits & jnp.uint32(0xFEFEFEFE)  # no NaN
-    words = jax.lax.bitcast_convert_type(bits, jnp.int32)
+        even = pack_words(np.full((64, fmt.block_k), 0xFE, np.uint8), fmt)  # the same in every word; no NaN is even
+        bits = bits & even.view(np.uint32).flat[0]
     if fmt.scale_words:
-        near_one = {"e4m3": 0x48484848, "e8m0": -0x0F0F0F10}[fmt.scale]
-        words = jnp.concatenate([words[..., :-1, :], (words[..., -1:, :] & 0x07070707) + near_one], axis=-2)
+        near_one = {"e4m3": 0x48484848, "e8m0": 0xF0F0F0F0}[fmt.scale]
+        inside = turned(bits[..., -1:, :] & jnp.uint32(0x07070707) | jnp.uint32(near_one), scale_rotation(fmt))
+        bits = jnp.concatenate([bits[..., :-1, :], inside], axis=-2)
     grouped = (experts, channel_blocks, halves, -(-k // (fmt.group_size or k)), 64)
     scale = zero = channel = None
     if fmt.has_zero_point:
-        zero = jax.random.randint(keys[3], grouped, 128, 144).astype(fmt.operand)
+        zero = zero_term(fmt, jax.random.randint(keys[3], grouped, -8, 8).astype(jnp.float32)).astype(fmt.operand)
     if fmt.scale == "group":
         scale = jax.random.uniform(keys[1], grouped, jnp.float32, 0.005, 0.015).astype(scale_dtype)
     else:
         channel = jax.random.uniform(keys[2], (*grouped[:3], 64), jnp.float32, 0.005, 0.015)
         if fmt.scale == "e8m0":
-            channel = jnp.full_like(channel, 2.0**-7)  # what packing takes out of a matrix is a power of two
-    return PackedWeights(words, scale, zero, channel, fmt, n, k)
+            channel = jnp.ones_like(channel)
+        if fmt.scale_words:
+            channel = channel * _left_by_scales_of_one(fmt)
+    return PackedWeights(jax.lax.bitcast_convert_type(bits, jnp.int32), scale, zero, channel, fmt, n, k)
+
+
+def _left_by_scales_of_one(fmt: PackedFormat) -> Any:
+    """The factor of a channel that packing makes where all scales inside the blocks are 1."""
+    one = {"e4m3": np.ones((), jnp.float8_e4m3fn), "e8m0": np.uint8(127)}[fmt.scale]
+    codes = np.zeros((1, 1, 64, fmt.block_k), np.uint8)
+    scales = np.full((1, 1, 64, fmt.block_k // (fmt.group_size or 1)), one)
+    return pack(fmt, codes, scale=scales).channel_scale.flat[0]
 
 
 def _values(seed: int, shape: tuple[int, ...], dtype: str) -> Any:

@@ -4,11 +4,15 @@ import dataclasses
 import json
 
 import jax
+import numpy as np
 import pytest
+from kernel_cases import PACKED
 
 from pallas_kernels import autotune
 from pallas_kernels.grouped_gemm import GemmConfig, candidates, choose_config
 from pallas_kernels.grouped_gemm_packed import PackedConfig, describe_call
+from pallas_kernels.grouped_gemm_packed.reference import dequantized
+from pallas_kernels.grouped_gemm_packed.zero_points import zero_point_of
 from pallas_kernels.tuning import (
     FORMATS,
     PACKED_FORMATS,
@@ -21,7 +25,7 @@ from pallas_kernels.tuning import (
     table_for,
     tune,
 )
-from pallas_kernels.tuning.operands import random_operands
+from pallas_kernels.tuning.operands import random_operands, random_packed_weights
 
 KEY = LayerKey(128, 8, 2048, 768, **FORMATS["fp8_channel"])
 PAIR = LayerConfig(16, *[GemmConfig(16, 128, 4, is_swapped=True)] * 2)
@@ -103,6 +107,30 @@ def test_every_packed_format_has_candidates_and_operands(name):
     lhs = "row" if "x_scale" in rest else "none"
     assert describe_call(x.shape[0], w, "bfloat16", lhs, None, desc.activation) == desc
     assert x.shape == (desc.rows, 512) and tile_expert.shape == (desc.rows // 16,)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("int4 g128, zero points", "int8 g64, zero points", "int4 to int8 g64, zero points"),
+        *("e4m3 g128", "nvfp4", "mxfp4", "mxfp8", "mxfp4 to e4m3"),
+    ],
+)
+def test_random_packed_weights_are_ordinary_ones(name):
+    """Times must not come from bits that no checkpoint gives: huge scales, zero points far from all codes."""
+    fmt, scale_dtype = PACKED[name]["fmt"], PACKED[name].get("scale_dtype", "float32")
+
+    @jax.jit
+    def make():
+        w = random_packed_weights(fmt, (2, 1, 64, 512), scale_dtype)
+        return w.zero, dequantized(w)
+
+    zero, values = jax.device_get(make())
+    if fmt.has_zero_point:
+        assert np.abs(zero_point_of(fmt, zero.astype(np.float32))).max() <= 8
+    assert np.isfinite(values).all() and np.abs(values).max() < 8
+    assert 1e-5 < np.median(np.abs(values[values != 0]))
 
 
 def test_search_over_packed_weights():
