@@ -280,11 +280,12 @@ def packed_cases() -> Iterator[Case]:
     """
     for name, options in PACKED.items():
         variants: tuple[dict[str, Any], ...] = (dict(bias_dtype="bfloat16", **_GATED), {})
+        is_common = name in ("int4 g128", "nvfp4")
         for gated in variants:
-            for block_m in (16, 64, 80, 128, 144, 176):
+            for block_m in (16, *((24,) if is_common else ()), 64, 80, 128, 144, 176):
                 desc = _in_tiles(dataclasses.replace(_PACKED_BASE, **options, **gated), block_m)
                 found = list(packed_candidates(desc, block_m, H200_SMS))
-                for config in found if name in ("int4 g128", "nvfp4") else found[:1]:
+                for config in found if is_common else found[:1]:
                     yield packed_case(f"{name}{' gated' if gated else ''}", desc, config)
 
 

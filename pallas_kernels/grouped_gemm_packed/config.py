@@ -211,6 +211,22 @@ def are_groups_together(desc: PackedDesc, config: PackedConfig) -> bool:
     return halves * groups * promoted_rows(config) <= 64 and 16 * halves * config.part_blocks <= 128
 
 
+def unpacks_late(desc: PackedDesc, config: PackedConfig) -> bool:
+    """Whether a group-scaled block is unpacked right before it is multiplied, behind products in flight: where one
+    product takes all of it, and four consumers' sums of both halves leave registers for that.
+    """
+    is_whole = config.block_m == promoted_rows(config) and promoted_k(desc, config) >= desc.fmt.block_k
+    is_tight = config.num_consumers == 4 and own_halves(desc, config) > 1 and sum_registers(desc, config) > 32
+    return is_whole and not is_tight
+
+
+def converts_sums(desc: PackedDesc, config: PackedConfig) -> bool:
+    """Whether integer sums of groups are converted by the instruction for it; beside zero points, and two blocks in tiles
+    of 176 rows and more, ptxas spills its results.
+    """
+    return not desc.fmt.has_zero_point and (config.block_m < 176 or config.part_blocks == 1)
+
+
 def products_in_flight(config: PackedConfig) -> int:
     """Blocks whose products may be in flight, each holding 16 registers of operands; with more ptxas serializes."""
     return {4: 4}.get(config.num_consumers, 16)
@@ -256,7 +272,7 @@ def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
         return min(room, 80)
     if desc.fmt.is_8bit or desc.fmt.has_zero_point:
         return min(room, 60 if config.num_consumers == 3 and desc.fmt.is_8bit else 96)
-    return {3: 96, 4: 40}.get(config.num_consumers, 104)
+    return {3: 96, 4: 32 if config.k_split == 4 else 40}.get(config.num_consumers, 104)
 
 
 def _long_step_error(desc: PackedDesc, config: PackedConfig, sums: int) -> str | None:

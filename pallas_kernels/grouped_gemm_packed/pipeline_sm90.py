@@ -17,6 +17,7 @@ from pallas_kernels.grouped_gemm_packed.config import (
     are_groups_together,
     are_halves_together,
     block_k,
+    converts_sums,
     fragment_k,
     own_halves,
     partial_shape,
@@ -24,6 +25,7 @@ from pallas_kernels.grouped_gemm_packed.config import (
     promoted_k,
     promoted_rows,
     scale_rows,
+    unpacks_late,
 )
 from pallas_kernels.grouped_gemm_packed.dequantize_sm90 import load_block
 
@@ -217,8 +219,7 @@ def multiply_promoted(
     channels, first_half, part = place(config, warpgroup)
     part_k = config.part_blocks * desc.fmt.block_k
     first_group = lax.div(part * part_k, jnp.int32(desc.fmt.group_size)) if config.k_split > 1 else 0
-    # Where one product takes all of a block, that is unpacked right before it, behind products in flight.
-    is_late = len(pieces) == 1 and chunk >= desc.fmt.block_k
+    is_late = unpacks_late(desc, config)
 
     def one_step(k, carry):
         count, sums = carry
@@ -258,7 +259,7 @@ def multiply_promoted(
 
                     found = pl.run_scoped(products, *[shape] * len(parts))
                     for (_, _, half), factor, product in zip(parts, factors, found, strict=True):
-                        sums[half][piece] = sums[half][piece] + product.astype(jnp.float32) * factor
+                        sums[half][piece] = sums[half][piece] + _to_float32(desc, config, product) * factor
         mosaic.release(scratch.empty.at[slot])
         return count + 1, tuple(tuple(half) for half in sums)
 
@@ -316,6 +317,16 @@ def gather_sums(
                     pieces[index] = pieces[index] + passed(other, half, index)
         plgpu.barrier_arrive(scratch.partial_empty.at[group])
         store(total)
+
+
+def _to_float32(desc: PackedDesc, config: PackedConfig, partial: Any) -> Any:
+    """Partial sums as float32. A conversion takes one instruction and a register of its own; without room for that,
+    integers below 2**22 in magnitude become the mantissa of 1.5 * 2**23, those of 128 products of int8 by 16 times int4
+    not exceeding 2**21.
+    """
+    if partial.dtype == jnp.float32 or converts_sums(desc, config):
+        return partial.astype(jnp.float32)
+    return lax.bitcast_convert_type(partial + jnp.int32(0x4B400000), jnp.float32) - jnp.float32(3 << 22)
 
 
 def _batches(desc: PackedDesc, config: PackedConfig) -> list[list[tuple[int, int]]]:

@@ -258,6 +258,11 @@ def test_shared_memory_is_not_underestimated():
         (dict(k=960), dict(step_blocks=3), "do not fit each other"),
         (dict(k=768), dict(step_blocks=6, k_split=2, num_consumers=2), "parts of steps of 192 and groups of 128 do"),
         ({}, dict(block_m=128), "registers of sums"),
+        (
+            dict(rows=960, halves=2, activation=SILU),
+            dict(block_m=24, step_blocks=8, k_split=4),
+            "36 registers of sums, 32 with 4 consumers",
+        ),
         (dict(rows=1152), dict(block_m=144), "num_consumers=4 is not one of (2, 3)"),
         (dict(rows=1152, halves=2, activation=SILU), dict(block_m=144, num_consumers=2), "of both halves spill"),
         (dict(rows=1152), dict(block_m=192, num_consumers=2), "192 registers of sums, 176 with 2 consumers"),
