@@ -93,7 +93,10 @@ def restore(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"{root} was saved from another module: " + "; ".join(wrong[:3]) + (" ..." if wrong[3:] else "")
+            f"{root} was saved from another module: "
+            + "; ".join(wrong[:3])
+            + (" ..." if wrong[3:] else "")
+            + _way_out(saved["weights"], expected["weights"])
         )
     moved = [
         (path, layer)
@@ -113,6 +116,16 @@ def restore(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
         parent = _parent_of(state, path)
         parent["weights"] = _as_held(parent["weights"], saved["placements"].get(path), layer)
     nnx.update(module, state)
+
+
+def _way_out(saved: dict[str, str], expected: dict[str, str]) -> str:
+    """What to do where the same quantized weights lie in another layout, which follows from device and version."""
+
+    def without_layouts(records: dict[str, str]) -> dict[str, str]:
+        return {path: text.partition('"w13"')[0] for path, text in records.items()}
+
+    is_alone = saved != expected and without_layouts(saved) == without_layouts(expected)
+    return "; the layout of weights depends on device and version: load their checkpoint again" if is_alone else ""
 
 
 def _state_of(module: nnx.Module) -> Any:

@@ -187,6 +187,7 @@ def test_damaged_and_interrupted_saves(tmp_path):
         ("{}", "'settings' is missing or damaged"),
         ('{"settings": {}, "weights": {}, "leaves": 3}', "'leaves' is missing or damaged"),
         ('{"settings": {}, "weights": {}, "leaves": {}}', "saved from another module"),
+        (written.replace("plain", "packed_bfloat16"), "packed_bfloat16.* on device and version: load their checkpoint"),
     ):
         record.write_text(damaged)
         with pytest.raises(ValueError, match=words) as caught:

@@ -221,8 +221,8 @@ def unpacks_late(desc: PackedDesc, config: PackedConfig) -> bool:
 
 
 def converts_sums(desc: PackedDesc, config: PackedConfig) -> bool:
-    """Whether integer sums of groups are converted by the instruction for it; beside zero points, and two blocks in tiles
-    of 176 rows and more, ptxas spills its results.
+    """Whether integer sums of groups are converted by the instruction for it; beside zero points, and two blocks in
+    tiles of 176 rows and more, ptxas spills its results.
     """
     return not desc.fmt.has_zero_point and (config.block_m < 176 or config.part_blocks == 1)
 
@@ -259,6 +259,8 @@ def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
     if config.block_m in TALL:
         return _room_in_tall_tile(desc, config)
     room = {1: 128, 2: 128, 3: 80, 4: 40}[config.num_consumers]
+    if config.k_split == 4 and own_halves(desc, config) > 1 and is_promoted(desc, config):
+        return 32  # with steps of eight blocks 36 spill
     if fragment_k(desc, config) == 32:
         return min(room, 80)  # twice as many scales and addresses beside them: 96 spill
     if not is_promoted(desc, config):
@@ -272,7 +274,7 @@ def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
         return min(room, 80)
     if desc.fmt.is_8bit or desc.fmt.has_zero_point:
         return min(room, 60 if config.num_consumers == 3 and desc.fmt.is_8bit else 96)
-    return {3: 96, 4: 32 if config.k_split == 4 else 40}.get(config.num_consumers, 104)
+    return {3: 96, 4: 40}.get(config.num_consumers, 104)
 
 
 def _long_step_error(desc: PackedDesc, config: PackedConfig, sums: int) -> str | None:
