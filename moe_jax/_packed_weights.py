@@ -178,9 +178,11 @@ def _pack_tensor(
 
 
 def _scale_dtype(stored: QuantFormat, fmt: PackedFormat) -> str:
-    """What packed group scales are kept in. Operands of int8 take a sixteenth of them, which float16 might round."""
-    is_divided = fmt.operand == "int8" and not fmt.has_zero_point
-    return "float32" if is_divided and stored.group_scale_dtype == "float16" else stored.group_scale_dtype
+    """What packed group scales are kept in: float32 in place of float16 beside operands of int8 without zero points, as
+    the tuning table knows those layers.
+    """
+    is_known_wide = fmt.operand == "int8" and not fmt.has_zero_point
+    return "float32" if is_known_wide and stored.group_scale_dtype == "float16" else stored.group_scale_dtype
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))

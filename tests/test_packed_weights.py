@@ -112,7 +112,7 @@ def test_layout_does_not_depend_on_values():
         ("w4a16_g32", "bfloat16", "bfloat16"),
         ("w4a16_g32", "float16", "float16"),
         ("w4a8_int8", "bfloat16", "bfloat16"),
-        ("w4a8_int8", "float16", "float32"),  # a sixteenth of a scale may be subnormal in float16
+        ("w4a8_int8", "float16", "float32"),  # as the tuning table knows such layers
     ],
 )
 def test_group_scales_stay_in_the_dtype_of_the_scheme(name, stored, held):
