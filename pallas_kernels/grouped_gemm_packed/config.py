@@ -213,18 +213,19 @@ def are_groups_together(desc: PackedDesc, config: PackedConfig) -> bool:
 
 def unpacks_late(desc: PackedDesc, config: PackedConfig) -> bool:
     """Whether a group-scaled block is unpacked right before it is multiplied, behind products in flight: where one
-    product takes all of it, and four consumers' sums of both halves leave registers for that.
+    product takes all of it, and sums leave registers for that: late, ptxas spills some.
     """
     is_whole = config.block_m == promoted_rows(config) and promoted_k(desc, config) >= desc.fmt.block_k
     is_tight = config.num_consumers == 4 and own_halves(desc, config) > 1 and sum_registers(desc, config) > 32
+    is_tight |= desc.fmt.is_8bit and config.block_m >= 176 and config.part_blocks > 1
     return is_whole and not is_tight
 
 
-def converts_sums(desc: PackedDesc, config: PackedConfig) -> bool:
-    """Whether integer sums of groups are converted by the instruction for it; beside zero points, and two blocks in
-    tiles of 176 rows and more, ptxas spills its results.
+def converts_sums(desc: PackedDesc) -> bool:
+    """Whether integer sums of groups are converted by the instruction for it, whose results ptxas spills beside zero
+    points.
     """
-    return not desc.fmt.has_zero_point and (config.block_m < 176 or config.part_blocks == 1)
+    return not desc.fmt.has_zero_point
 
 
 def products_in_flight(config: PackedConfig) -> int:

@@ -259,7 +259,7 @@ def multiply_promoted(
 
                     found = pl.run_scoped(products, *[shape] * len(parts))
                     for (_, _, half), factor, product in zip(parts, factors, found, strict=True):
-                        sums[half][piece] = sums[half][piece] + _to_float32(desc, config, product) * factor
+                        sums[half][piece] = sums[half][piece] + _to_float32(desc, product) * factor
         mosaic.release(scratch.empty.at[slot])
         return count + 1, tuple(tuple(half) for half in sums)
 
@@ -319,12 +319,12 @@ def gather_sums(
         store(total)
 
 
-def _to_float32(desc: PackedDesc, config: PackedConfig, partial: Any) -> Any:
+def _to_float32(desc: PackedDesc, partial: Any) -> Any:
     """Partial sums as float32. A conversion takes one instruction and a register of its own; without room for that,
     integers below 2**22 in magnitude become the mantissa of 1.5 * 2**23, those of 128 products of int8 by 16 times int4
     not exceeding 2**21.
     """
-    if partial.dtype == jnp.float32 or converts_sums(desc, config):
+    if partial.dtype == jnp.float32 or converts_sums(desc):
         return partial.astype(jnp.float32)
     return lax.bitcast_convert_type(partial + jnp.int32(0x4B400000), jnp.float32) - jnp.float32(3 << 22)
 
