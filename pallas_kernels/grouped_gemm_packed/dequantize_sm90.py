@@ -167,7 +167,7 @@ def _per_channel(fmt: PackedFormat, vector: Any, thread: Any, rows: tuple[int, .
     pointer = mgpu.utils.memref_ptr(vector)
     warp, row = arith.shrui(thread, _constant(5)), arith.andi(arith.shrui(thread, _constant(2)), _constant(7))
     channel = arith.addi(arith.muli(warp, _constant(16)), row)
-    bits, spread = (8, 0) if fmt.is_8bit else (16, 0x1010)
+    bits = 8 if fmt.is_8bit else 16
     kind = ir.IntegerType.get_signless(bits)
     made: dict[tuple[int, int], Any] = {}
 
@@ -175,8 +175,8 @@ def _per_channel(fmt: PackedFormat, vector: Any, thread: Any, rows: tuple[int, .
         key = (rows[q], row_half)
         if key not in made:
             at = arith.addi(channel, _constant(BLOCK_N * rows[q] + 8 * row_half))
-            loaded = llvm.load(kind, _element(pointer, at, kind), alignment=bits // 8)
-            made[key] = _asm([arith.extui(_i32(), loaded)], f"prmt.b32 $0, $1, 0, {spread:#x};")
+            loaded = arith.extui(_i32(), llvm.load(kind, _element(pointer, at, kind), alignment=bits // 8))
+            made[key] = _asm([loaded], "prmt.b32 $0, $1, 0, 0;") if fmt.is_8bit else _one_of(loaded, 0)
         return made[key]
 
     return number
