@@ -229,8 +229,10 @@ def converts_sums(desc: PackedDesc) -> bool:
 
 
 def products_in_flight(config: PackedConfig) -> int:
-    """Blocks whose products may be in flight, each holding 16 registers of operands; with more ptxas serializes."""
-    return {4: 4}.get(config.num_consumers, 16)
+    """Blocks whose products may be in flight, each holding 16 registers of operands; with more ptxas serializes where
+    four consumers share the registers.
+    """
+    return 4 if config.num_consumers == 4 else config.part_blocks * 2
 
 
 def sum_registers(desc: PackedDesc, config: PackedConfig) -> int:

@@ -33,7 +33,8 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 patch: 0 } device_de
 
 
 # ACQBULK and PREEXIT are griddepcontrol's wait and launch_dependents.
-MATRIX = {"HGMMA", "QGMMA", "IGMMA"}
+MATRIX = ("HGMMA", "QGMMA", "IGMMA")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]*)(.*)")
 # What runs at half rate in the pipe of integers and bits.
 BITS = set("I2FP LOP3 SHF PRMT LEA SEL ISETP IADD3 VIADD VIMNMX IMNMX MOV PLOP3".split())
 GLOBAL_MEMORY = set("LD LDG LDGSTS ST STG RED REDG ATOM ATOMG UTMALDG UTMASTG UTMAREDG UBLKCP UBLKRED LDGMC".split())
@@ -42,7 +43,7 @@ GLOBAL_MEMORY = set("LD LDG LDGSTS ST STG RED REDG ATOM ATOMG UTMALDG UTMASTG UT
 def report(name: str, instruction: str | None, base: str) -> dict:
     log, ptx, sass = (Path(base + end).read_text() for end in (".ptxas", ".ptx", ".sass_ctrl"))
     spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]*)", sass)
+    operations = [operation for operation, _ in INSTRUCTION.findall(sass)]
     counts = collections.Counter(operations)
     starts = [op for op in operations if op == "ACQBULK" or op in GLOBAL_MEMORY]
     return dict(
@@ -57,7 +58,7 @@ def report(name: str, instruction: str | None, base: str) -> dict:
         threads=int(re.search(r"\.maxntid (\d+)", ptx).group(1)),
         before_wait=sorted(set(starts[: starts.index("ACQBULK")])) if "PREEXIT" in counts else None,
         loop=of_loop(sass),
-        sass={op: counts[op] for op in ("HGMMA", "QGMMA", "IGMMA", "USETMAXREG", "LDL", "STL") if counts[op]},
+        sass={op: counts[op] for op in (*MATRIX, "USETMAXREG", "LDL", "STL") if counts[op]},
     )
 
 
@@ -68,14 +69,14 @@ def of_loop(sass: str) -> dict[str, int] | None:
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label.group(1)] = len(found)
-        elif one := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]*)(.*)", line):
+        elif one := INSTRUCTION.search(line):
             found.append((one.group(1), one.group(2)))
     loops = []
     for at, (operation, rest) in enumerate(found):
         target = re.search(r"\.L_x_\d+", rest) if operation == "BRA" else None
         first = labels.get(target.group(), at) if target else at
         body = [name for name, _ in found[first : at + 1]] if first < at else []
-        if MATRIX & set(body):
+        if set(MATRIX) & set(body):
             loops.append(body)
     if not loops:
         return None
