@@ -16,8 +16,11 @@ from moe_jax.quantization import Strategy
 _erf = np.vectorize(math.erf)
 
 
-def experts_numpy(x, topk_weights, topk_ids, weights, config):
-    """x (T, H), topk_weights and topk_ids (T, k), weights an ExpertWeights -> y (T, H) float64."""
+def experts_numpy(x, topk_weights, topk_ids, weights, config, *, hidden_dtype="float64"):
+    """x (T, H), topk_weights and topk_ids (T, k), weights an ExpertWeights -> y (T, H) float64.
+
+    hidden_dtype: hidden values are rounded to it before they are quantized, as kernels do that pass them in 16 bits.
+    """
     x, p, ids = np.asarray(x).astype(np.float64), np.asarray(topk_weights).astype(np.float64), np.asarray(topk_ids)
     acts = weights.scheme.activations
     pairs = [(t, k) for t in range(ids.shape[0]) for k in range(ids.shape[1]) if 0 <= ids[t, k] < config.num_experts]
@@ -29,7 +32,8 @@ def experts_numpy(x, topk_weights, topk_ids, weights, config):
         h = np.moveaxis(_matrix(weights.w13, e) @ np.stack([inputs[tk] for tk in own]).T, -1, 1)  # (G, rows, I)
         if weights.w13_bias is not None:
             h = h + np.asarray(weights.w13_bias[e]).astype(np.float64)[:, None]
-        hidden |= dict(zip(own, activation_numpy(h, config), strict=True))
+        h = activation_numpy(h, config).astype(hidden_dtype).astype(np.float64)
+        hidden |= dict(zip(own, h, strict=True))
     hidden = _quantized(hidden, acts, weights.w2.input_scale)
     y = np.zeros_like(x)
     for e, own in experts.items():

@@ -93,10 +93,11 @@ def test_heights_between(kind, block_m):
         check(kind, problem, run(problem, config), folded=config.folds_scales)
 
 
-@pytest.mark.parametrize(("block_m", "options"), [(24, GATED), (128, dict(x_scale="row"))])
-@pytest.mark.parametrize("kind", ["int4 g128", "nvfp4", "w4a8 int8 g128"])
-def test_three_consumers(kind, block_m, options):
+@pytest.mark.parametrize("is_tall", [False, True])
+@pytest.mark.parametrize(("kind", "tallest"), [("int4 g128", 128), ("nvfp4", 128), ("w4a8 int8 g128", 80)])
+def test_three_consumers(kind, tallest, is_tall):
     """192 channels a tile, which 336 are no multiple of."""
+    block_m, options = (tallest, dict(x_scale="row")) if is_tall else (24, GATED)
     problem = make_problem(kind, RAGGED, k=512, n=336, block_m=block_m, **options)
     check(kind, problem, run(problem, PackedConfig(block_m, 3, 1, 2, num_sms=5)))
 
