@@ -1,14 +1,15 @@
 """Time many configurations of the grouped GEMMs on a GPU, in several processes that compile at the same time.
 
     python benchmarks/sweep_products.py --cells qwen3-30b-a3b:int4_g128,mixtral-8x7b/tp2:fp8_channel:brief,...
-        [--tokens 64,256,...] [--jobs 15] [--seconds 300] --out FILE
+        [--tokens 64,256,...] [--jobs 15] [--seconds 300] [--earlier FILE FILE ...] --out FILE
 
 A cell is shape:format (sweep_space.py), with ":brief" behind it for two configurations instead of all, ":tall" for the
-table's and tall tiles, ":pairs" for tall tiles in clusters; @16;64 behind that for tokens of its own. Processes take
-(cell, GEMM) in the order given, keep its weights, and append a JSON line per configuration: the microseconds of one
-product with what is fused around it. They hold a lock while they time. What FILE holds already is not timed again. A
-process that takes longer than --stuck seconds over one configuration is ended and its work taken, without that
-configuration, by another.
+table's and tall tiles, ":pairs" for tall tiles in clusters, ":near1.1" for the table's and those that the files of
+--earlier hold with at most 1.1 times the least time, or not at all; @16;64 behind that for tokens of its own.
+Processes take (cell, GEMM) in the order given, keep its weights, and append a JSON line per configuration: the
+microseconds of one product with what is fused around it. They hold a lock while they time. What FILE holds already is
+not timed again. A process that takes longer than --stuck seconds over one configuration is ended and its work taken,
+without that configuration, by another.
 """
 
 import argparse
@@ -17,21 +18,32 @@ import dataclasses
 import fcntl
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from grouped_gemm import SILU, route
-from sweep_space import PACKED, beside_table, packed_space, pairs_space, rows_per_expert, shape, unpacked_space
+from sweep_space import (
+    PACKED,
+    beside_table,
+    of_table,
+    packed_space,
+    pairs_space,
+    rows_per_expert,
+    shape,
+    unpacked_space,
+)
 
 from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm_packed import describe_call, grouped_gemm_packed
-from pallas_kernels.tuning import FORMATS, LayerKey
+from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, LayerKey, PackedLayerKey
 from pallas_kernels.tuning.operands import random_operands, random_packed_weights
 
 
@@ -41,20 +53,30 @@ def calls_of(tokens: int) -> int:
 
 
 class Group:
-    """One (cell, GEMM): its weights, and what there is to time."""
+    """One (cell, GEMM): its weights, and what there is to time. earlier: what ``read_earlier`` returned."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, earlier: Mapping[str, Mapping[str, float]] | None = None):
         cell, _, own = text.partition("@")
         self.name, self.fmt, *rest, gemm = cell.split(":")
         self.gemm, self.rest = int(gemm), rest
         self.is_brief = "brief" in rest
         self.tokens = [int(count) for count in own.split(";")] if own else None
         self.experts, self.top_k, self.hidden, self.inner = shape(self.name)
+        self.earlier = earlier or {}
         self.w: Any = None
         self.held: tuple[Any, Any] = (None, None)
 
     def problems(self, tokens: int) -> list[Any]:
         """Configurations."""
+        near = next((float(word[4:]) for word in self.rest if word.startswith("near")), None)
+        if near is None:
+            return self._all_problems(tokens)
+        known = self.earlier.get(json.dumps([self.name, self.fmt, self.gemm, tokens]), {})
+        bound = near * min(known.values(), default=0)
+        others = [one for one in self._all_problems(tokens) if known.get(config_label(one), 0) <= bound]
+        return list(dict.fromkeys(of_table(self.key(), self.gemm, tokens) + others))
+
+    def _all_problems(self, tokens: int) -> list[Any]:
         if self.fmt in PACKED:
             desc = self.packed_desc(tokens, 128)
             mean = rows_per_expert(tokens, self.experts, self.top_k)
@@ -64,7 +86,9 @@ class Group:
                 return configs(self.key(), self.gemm, tokens)
         return unpacked_space(self.key(), self.gemm, tokens, self.is_brief)
 
-    def key(self) -> LayerKey:
+    def key(self) -> Any:
+        if self.fmt in PACKED:
+            return PackedLayerKey(self.experts, self.top_k, self.hidden, self.inner, **PACKED_FORMATS[self.fmt])
         how: Any = FORMATS[self.fmt]
         return LayerKey(self.experts, self.top_k, self.hidden, self.inner, **how)
 
@@ -161,16 +185,31 @@ def claim(folder: Path, groups: list[str]) -> str | None:
     return None
 
 
+def config_label(config: Any) -> str:
+    return json.dumps(config if isinstance(config, dict) else dataclasses.asdict(config), sort_keys=True)
+
+
+def read_earlier(paths: list[Path]) -> dict[str, dict[str, float]]:
+    """(model, format, GEMM, tokens) as JSON -> configuration as JSON -> the least microseconds."""
+    found: dict[str, dict[str, float]] = {}
+    for record in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
+        if "us" in record:
+            cell = json.dumps([record[name] for name in ("model", "format", "gemm", "tokens")])
+            held, label = found.setdefault(cell, {}), config_label(record["config"])
+            held[label] = min(record["us"], held.get(label, math.inf))
+    return found
+
+
 def label_of(record: dict[str, Any]) -> str:
     return json.dumps([record[name] for name in ("model", "format", "gemm", "tokens", "config")], sort_keys=True)
 
 
 def work(options: argparse.Namespace) -> None:
     folder, deadline = Path(options.claims), float(options.until)
-    out = Path(options.out)
+    out, earlier = Path(options.out), read_earlier(options.earlier)
     while time.time() < deadline and (text := claim(folder, options.cells.split(","))) is not None:
         print("group", text, flush=True)
-        group = Group(text)
+        group = Group(text, earlier)
         known = {label_of(json.loads(line)) for line in out.read_text().splitlines()} if out.exists() else set()
         for tokens in group.tokens or map(int, options.tokens.split(",")):
             for config in group.problems(tokens):
@@ -203,6 +242,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--stuck", type=float, default=60)
     parser.add_argument("--out", required=True)
+    parser.add_argument("--earlier", nargs="+", type=Path, default=[])
     parser.add_argument("--lock", default="/tmp/gpu_lock")
     parser.add_argument("--list", action="store_true", help="print how many configurations each cell has, time nothing")
     parser.add_argument("--claims", help=argparse.SUPPRESS)
@@ -216,8 +256,9 @@ def main() -> int:
         head, at, own = cell.partition("@")
         groups += [f"{head}:{gemm}{at}{own}" for gemm in (1, 2)]
     if options.list:
+        earlier = read_earlier(options.earlier)
         for text in groups:
-            group = Group(text)
+            group = Group(text, earlier)
             counts = {t: len(group.problems(t)) for t in group.tokens or map(int, options.tokens.split(","))}
             print(text, sum(counts.values()), counts)
         return 0
@@ -232,6 +273,8 @@ def run(options: argparse.Namespace, groups: list[str]) -> None:
     for left in claims.iterdir():
         left.unlink()
     command = [sys.executable, __file__, "--cells", ",".join(groups), "--tokens", options.tokens, "--out", options.out]
+    if options.earlier:
+        command += ["--earlier", *map(str, options.earlier)]
     command += ["--lock", options.lock, "--claims", str(claims), "--until", str(until)]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     running: list[tuple[Any, Any]] = []

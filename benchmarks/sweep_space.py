@@ -167,11 +167,15 @@ def tall_space(key: Any, gemm: int, tokens: int) -> list[Any]:
     return found
 
 
-def beside_table(key: Any, gemm: int, tokens: int) -> list[Any]:
-    """The configuration that the H200's table has for a layer, if any, then ``tall_space``."""
+def of_table(key: Any, gemm: int, tokens: int) -> list[Any]:
+    """The configuration that the H200's table has for a layer, if any."""
     entry = table_for("NVIDIA H200").lookup(key, tokens)
-    own = [] if entry is None else [(entry.config.gemm1, entry.config.gemm2)[gemm - 1]]
-    return own + tall_space(key, gemm, tokens)
+    return [] if entry is None else [(entry.config.gemm1, entry.config.gemm2)[gemm - 1]]
+
+
+def beside_table(key: Any, gemm: int, tokens: int) -> list[Any]:
+    """``of_table``, then ``tall_space``."""
+    return of_table(key, gemm, tokens) + tall_space(key, gemm, tokens)
 
 
 def pairs_space(key: Any, gemm: int, tokens: int) -> list[Any]:
