@@ -3,9 +3,9 @@
     python benchmarks/sweep_products.py --cells qwen3-30b-a3b:int4_g128,mixtral-8x7b/tp2:fp8_channel:brief,...
         [--tokens 64,256,...] [--jobs 15] [--seconds 300] [--earlier FILE FILE ...] --out FILE
 
-A cell is shape:format (sweep_space.py), with ":brief" behind it for two configurations instead of all, ":tall" for the
+A cell is shape:format (sweep_space.py), with ":brief" behind it for few configurations instead of all, ":tall" for the
 table's and tall tiles, ":pairs" for tall tiles in clusters, ":near1.1" for the table's and those that the files of
---earlier hold with at most 1.1 times the least time, or not at all; @16;64 behind that for tokens of its own.
+--earlier hold with at most 1.1 times the least time; @16;64 behind that for tokens of its own.
 Processes take (cell, GEMM) in the order given, keep its weights, and append a JSON line per configuration: the
 microseconds of one product with what is fused around it. They hold a lock while they time. What FILE holds already is
 not timed again. A process that takes longer than --stuck seconds over one configuration is ended and its work taken,
@@ -73,7 +73,7 @@ class Group:
             return self._all_problems(tokens)
         known = self.earlier.get(json.dumps([self.name, self.fmt, self.gemm, tokens]), {})
         bound = near * min(known.values(), default=0)
-        others = [one for one in self._all_problems(tokens) if known.get(config_label(one), 0) <= bound]
+        others = [one for one in self._all_problems(tokens) if known.get(config_label(one), math.inf) <= bound]
         return list(dict.fromkeys(of_table(self.key(), self.gemm, tokens) + others))
 
     def _all_problems(self, tokens: int) -> list[Any]:

@@ -19,7 +19,7 @@ from pallas_kernels.grouped_gemm.heuristics import height_for, tall_heights
 from pallas_kernels.grouped_gemm_packed import BLOCK_MS, PackedConfig, PackedDesc
 from pallas_kernels.grouped_gemm_packed import config_error as packed_error
 from pallas_kernels.grouped_gemm_packed.config import TALL
-from pallas_kernels.grouped_gemm_packed.heuristics import MAX_STAGES
+from pallas_kernels.grouped_gemm_packed.heuristics import MAX_STAGES, choose_block_m
 from pallas_kernels.tuning import table_for
 
 _SHAPES = SHAPES | {"dsv3-tp8": (256, 8, 7168, 256)}
@@ -44,8 +44,10 @@ _ONE_GATED = [
     (4, 4, 8, 0), (2, 2, 4, 0), (2, 1, 2, 0), (4, 2, 4, 0), (1, 1, 2, 0), (2, 1, 4, 0), (4, 1, 4, 1), (2, 1, 4, 1)
 ]  # fmt: skip
 _ONE = [(4, 4, 8, 0), (1, 1, 2, 0), (4, 2, 2, 0), (4, 1, 2, 0), (2, 1, 4, 0), (2, 2, 4, 0), (4, 4, 4, 0)]
-_LOW_GATED = [(2, 1, 4, 0), (4, 1, 4, 1), (4, 1, 2, 0), (3, 1, 2, 0), (4, 2, 4, 0), (4, 1, 2, 1)]
-_LOW = [(4, 1, 4, 0), (3, 1, 4, 0), (4, 1, 2, 0), (2, 1, 4, 0), (3, 1, 2, 0)]
+_LOW_GATED = [
+    (4, 1, 2, 0), (4, 2, 4, 0), (2, 1, 4, 0), (3, 1, 2, 0), (4, 1, 4, 1), (4, 1, 2, 1), (2, 2, 4, 0), (4, 4, 8, 0)
+]  # fmt: skip
+_LOW = [(4, 1, 4, 0), (3, 1, 4, 0), (4, 1, 2, 0), (2, 1, 4, 0), (3, 1, 2, 0), (4, 2, 4, 0)]
 _TALL_GATED = [
     (2, 1, 4, 0), (4, 1, 2, 1), (2, 1, 2, 0), (2, 1, 4, 1), (2, 1, 2, 1), (3, 1, 2, 0), (4, 1, 1, 1), (2, 1, 1, 0)
 ]  # fmt: skip
@@ -77,11 +79,13 @@ def heights(mean: float, allowed: tuple[int, ...], is_brief: bool = False) -> li
 
 
 def packed_space(desc: PackedDesc, mean: float, tokens: int, is_brief: bool) -> list[PackedConfig]:
-    """desc: at any height. mean: rows of an expert that is hit. is_brief: two shapes at the heuristic's height."""
-    allowed = BLOCK_MS[1:8]
+    """desc: at any height. mean: rows of an expert that is hit. is_brief: four shapes at the heuristic's height."""
+    allowed = BLOCK_MS[:8]
+    tiles = [choose_block_m(mean)] if is_brief else heights(mean, allowed) or [128]
     if desc.fmt.operand == "int8":  # 80 rows are summed in pieces that its matrix instruction does not take
-        allowed = tuple(m for m in allowed if m != 80)
-    tiles = heights(mean, allowed, is_brief) or [128]
+        tiles = sorted({96 if block_m == 80 else block_m for block_m in tiles})
+    if tiles == [8]:
+        tiles = [8, 16]
     if desc.fmt.operand == "int8" and 48 < mean < 72 and not is_brief:
         tiles = [64, *tiles]  # few experts need a second one
     if mean > 96 and not is_brief:
@@ -98,7 +102,7 @@ def _at_height(desc: PackedDesc, block_m: int, tokens: int, is_brief: bool) -> I
             band = 16 if block_m >= 128 else 8
             config = PackedConfig(block_m, consumers, blocks, 2, folds, band, H200_SMS, split, halves)
             config = _deepest(here, config)
-            if config is None or (is_brief and count >= 2):
+            if config is None or (is_brief and count >= 4):
                 continue
             count += 1
             yield config
