@@ -12,7 +12,7 @@ from moe_jax.quantization import Scheme
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 OTHER = 64  # tokens for which the tiles it is compared with are chosen
-TOKENS = (300, 1000, 2048, 4096, 8192)
+TOKENS = (1, 16, 300, 1000, 2048, 4096, 8192)
 SCHEMES = (
     "bf16", "fp8_channel", "fp8_tensor", "fp8_block", "int8_w8a8", "w4a16_g128", "nvfp4_a16", "mxfp4_a16", "w4a8_int8"
 )  # fmt: skip

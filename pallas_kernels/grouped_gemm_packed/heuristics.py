@@ -39,10 +39,10 @@ _FOLDED_FROM = 80  # rows of a tile from which scales in the operands measured 5
 
 def choose_block_m(rows_per_expert: float) -> int:
     """Rows of a tile for an expected number of rows per expert in use: few, since every column of the matrix
-    instruction is paid for, but at least 16, since with 8 it is no faster. Experts of more rows than the lower tiles
-    hold take the height of the least expected work, padding and unpacking included.
+    instruction is paid for. Experts of more rows than the lower tiles hold take the height of the least expected work,
+    padding and unpacking included.
     """
-    low = height_for(rows_per_expert, (m for m in BLOCK_MS if 16 <= m <= _LOW_TO))
+    low = height_for(rows_per_expert, (m for m in BLOCK_MS if m <= _LOW_TO))
     return low or min((*TALL[:-1], 128), key=lambda height: _work(rows_per_expert, height))
 
 

@@ -282,7 +282,7 @@ def test_config_error(change, config, match):
 
 
 def test_choices():
-    expected = {1.0: 16, 9.0: 16, 16.0: 24, 32.0: 48, 64.0: 80, 79.0: 96, 90.0: 112, 256.0: 144, 1000.0: 176}
+    expected = {1.0: 8, 4.0: 8, 9.0: 16, 16.0: 24, 32.0: 48, 64.0: 80, 79.0: 96, 90.0: 112, 256.0: 144, 1000.0: 176}
     for rows, height in expected.items():
         assert choose_block_m(rows) == height
     few = choose_config(dataclasses.replace(DESC, rows=16, k=1024), 16, 132)
