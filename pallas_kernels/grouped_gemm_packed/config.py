@@ -262,8 +262,8 @@ def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
     if config.block_m in TALL:
         return _room_in_tall_tile(desc, config)
     room = {1: 128, 2: 128, 3: 80, 4: 40}[config.num_consumers]
-    if config.k_split == 4 and own_halves(desc, config) > 1 and is_promoted(desc, config):
-        return 32  # with steps of eight blocks 36 spill
+    if config.k_split > 1 and own_halves(desc, config) > 1 and is_promoted(desc, config):
+        return 32  # 36 spill
     if fragment_k(desc, config) == 32:
         return min(room, 80)  # twice as many scales and addresses beside them: 96 spill
     if not is_promoted(desc, config):
