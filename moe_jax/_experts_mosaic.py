@@ -52,7 +52,10 @@ def why_not(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str |
         return f"computes in bfloat16 or float16, the layer in {config.dtype.name}"
     if row_kind(weights.scheme) is None and not is_packed(weights.w13):
         if packed_format(weights.scheme, config.dtype) is None:
-            return f"there is no kernel for scheme {weights.scheme.name!r} yet"
+            name = f"scheme {weights.scheme.name!r}"
+            if packed_format(weights.scheme, "bfloat16") is not None:
+                return f"the kernel for {name} multiplies in bfloat16, the layer in {config.dtype.name}"
+            return f"there is no kernel for {name} yet"
         if (reason := uneven_groups(weights)) is not None:
             return reason
         return (

@@ -85,10 +85,18 @@ def test_routing_in_the_kernels():
     assert (np.abs(y - expected).max(1) <= 0.02 * np.abs(expected).max(1)).all()
 
 
-def test_explain_names_what_no_kernel_serves():
-    config = cases.make_config(BLOCKS_OF_64, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "reason"),
+    [
+        (BLOCKS_OF_64, "bfloat16", "there is no kernel for scheme 'fp8_block_64x64' yet"),
+        ("nvfp4_a16", "float16", "the kernel for scheme 'nvfp4_a16' multiplies in bfloat16, the layer in float16"),
+        ("mxfp8_a16", "float16", "the kernel for scheme 'mxfp8_a16' multiplies in bfloat16, the layer in float16"),
+    ],
+)
+def test_explain_names_what_no_kernel_serves(scheme, dtype, reason):
+    config = cases.make_config(scheme, dtype=dtype)
     text = explain(config, method_for(config.scheme).abstract_weights(config), 64, "gpu")
-    assert "implementation: xla" in text and "there is no kernel for scheme 'fp8_block_64x64' yet" in text
+    assert "implementation: xla" in text and reason in text
 
 
 def test_what_has_no_packed_layout_is_refused():
