@@ -10,7 +10,7 @@ ended loses nothing; --seconds ends it.
 Random weights of the model's sizes, silu, no biases, random logits, calls inside jit (``timing_of``, _timing.py).
 Scales of groups are bfloat16, as checkpoints of bfloat16 models have them. Reported per cell: microseconds, TFLOP/s
 over the routed rows, GB/s over the weights of the experts that were hit plus activations in and out, and the larger of
-the two as a fraction of the machine's measured limit.
+the two as a fraction of the machine's measured limit. sitting.py runs this and vLLM's layers and gives the ratios.
 """
 
 import argparse
