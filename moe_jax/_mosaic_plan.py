@@ -45,7 +45,9 @@ def make_plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernel
         products = lambda tokens, block_m: key.products(tokens, block_m, **extra)  # noqa: E731
     entry = table_for(device_kind()).lookup(key, planned) if kernels == "mosaic" else None
     source = "by the heuristic"
-    if entry is not None:
+    if entry is not None and not entry.reaches(planned):
+        source += f", since the nearest measurement is for {entry.tokens} tokens"
+    elif entry is not None:
         measured = (entry.config.gemm1, entry.config.gemm2)
         descs = products(num_tokens, entry.config.block_m)
         found = [_fitting(key, desc, one) for desc, one in zip(descs, measured, strict=True)]

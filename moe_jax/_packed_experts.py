@@ -118,7 +118,7 @@ def block_m(num_tokens: int, config: MoEConfig, weights: ExpertWeights) -> int:
     hit = num_experts * (1 - (1 - min(config.top_k / num_experts, 1.0)) ** max(num_tokens, 1))
     wanted = choose_block_m(num_tokens * config.top_k / hit)
     runs = lambda tile: all(any(candidates(d, tile, 1)) for d in products(num_tokens, config, weights, tile))  # noqa: E731
-    return next((tile for tile in reversed(BLOCK_MS) if 16 <= tile <= wanted and runs(tile)), 16)
+    return next((tile for tile in reversed(BLOCK_MS) if tile <= wanted and runs(tile)), BLOCK_MS[0])
 
 
 def describe(

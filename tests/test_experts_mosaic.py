@@ -227,6 +227,19 @@ def test_measured_configurations_come_first(monkeypatch):
         assert lowered.count("mosaic_gpu_v2") == 6
 
 
+def test_measurements_for_far_more_or_fewer_tokens_are_left_alone(monkeypatch):
+    """Tiles chosen for 24 tokens stay nearly empty at two, and at 49 experts may take several."""
+    layer = make_layer("int8_w8a8", implementation="mosaic")
+    key = _mosaic_plan.layer_key(layer.config, layer.weights.get_value())
+    pair = LayerConfig(32, *[GemmConfig(32, 64, 5, is_swapped=True)] * 2)
+    monkeypatch.setattr(_mosaic_plan, "table_for", lambda device: Table("NVIDIA H200", (Entry(key, 24, pair, 1.0),)))
+    with on_hopper():
+        for tokens, is_near in ((1, False), (2, False), (3, True), (24, True), (48, True), (49, False)):
+            text = layer.explain(tokens)
+            assert ("by the heuristic, since the nearest measurement is for 24 tokens" in text) != is_near
+            assert ("measured for 24 tokens" in text) == is_near
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

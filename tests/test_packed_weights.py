@@ -191,6 +191,17 @@ def test_lowers_for_hopper_and_says_how(name):
     assert "are in layout 'plain'" in plain and "implementation: xla" in plain
 
 
+@pytest.mark.parametrize("name", ["w4a16_g32_asym", "nvfp4_dynamic", "w4a8_int8_g64_actorder"])
+def test_few_rows_an_expert_have_tiles_of_eight(name):
+    """Layers that no table has: the heuristic's height, not a taller one, whatever the format."""
+    config, weights = make_weights(name, has_bias=True)
+    packed = jax.eval_shape(lambda w: pack_experts(w, config), weights)
+    with on_hopper():
+        for tokens, height in ((1, 8), (6, 8), (13, 16)):
+            text = explain(config, packed, tokens, platform="gpu")
+            assert text.count(f"{height} rows x ") == text.count("by the heuristic") == 2, text
+
+
 def test_the_best_layout_depends_on_the_device_and_the_layer(monkeypatch):
     config, weights = make_weights("w4a16_g64", implementation=None)
     assert in_best_layout(config, weights) is weights  # on a CPU

@@ -165,7 +165,7 @@ class PackedLayerKey:
     def heights(self, num_tokens: int) -> list[int]:
         """Tile heights worth a look: the first three that hold an average expert, the taller ones where none does."""
         average = num_tokens * self.top_k / self.num_experts
-        return [h for h in BLOCK_MS if 16 <= h <= 128 and h >= average][:3] or [128, 144, 160, 176]
+        return [h for h in BLOCK_MS if average <= h <= 128][:3] or [128, 144, 160, 176]
 
 
 @dataclasses.dataclass(frozen=True)

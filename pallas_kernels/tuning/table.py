@@ -15,6 +15,8 @@ from pallas_kernels.tuning.layer import LayerConfig, LayerKey, PackedLayerKey
 FOLDER = Path(__file__).parent / "tuned"
 FORMAT = 1
 AnyKey = LayerKey | PackedLayerKey
+_FEWEST = 8  # times fewer tokens: buckets are four or eight times apart, but for layers that were timed at few of them
+_MANY_ROWS = 128  # of an expert, from which on more tokens are more tiles of the same height
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,13 @@ class Entry:
     config: LayerConfig
     micros: float
     source: str | None = None
+
+    def reaches(self, num_tokens: int) -> bool:
+        """Whether tiles chosen for ``tokens`` suit ``num_tokens``: neither fewer than an eighth, whose experts would
+        leave them nearly empty, nor more than twice as many, unless experts have many rows already.
+        """
+        rows_per_expert = self.tokens * self.key.top_k / self.key.num_experts
+        return self.tokens <= _FEWEST * num_tokens and (num_tokens <= 2 * self.tokens or rows_per_expert >= _MANY_ROWS)
 
 
 @dataclasses.dataclass(frozen=True)

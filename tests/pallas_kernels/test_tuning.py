@@ -148,6 +148,31 @@ def test_lookup():
     assert GOOD.lookup(dataclasses.replace(KEY, inner=512), 16) is None
 
 
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "near", "far"),
+    [
+        (64, 128, (8, 64, 128), (1, 7, 129, 8192)),  # 1 row an expert
+        (64, 4, (8, 64, 128), (1, 7, 129, 8192)),  # 32 rows
+        (1024, 8, (128, 1024, 1 << 17), (1, 127)),  # 256 rows
+        (16, 128, (2, 16, 32), (1, 33)),
+    ],
+)
+def test_entries_reach_tokens_like_theirs(tokens, num_experts, near, far):
+    entry = Entry(dataclasses.replace(KEY, num_experts=num_experts, top_k=2), tokens, PAIR, 1.0)
+    assert all(entry.reaches(t) for t in near) and not any(entry.reaches(t) for t in far)
+
+
+def test_shipped_entries_reach_what_lies_between_their_buckets():
+    """Of layers that were timed at every usual number of tokens, all that is in between and above."""
+    table, checked = table_for("NVIDIA H200"), 0
+    for key in {entry.key for entry in table.entries}:
+        if {1, 16, 64, 256, 1024, 8192} <= set(table.buckets(key)):
+            checked += 1
+            for tokens in (1, 2, 15, 16, 17, 63, 65, 255, 257, 1023, 1025, 4097, 8192, 16384, 1 << 17):
+                assert table.lookup(key, tokens).reaches(tokens), (key, tokens)
+    assert checked > 100
+
+
 def test_files_come_back_as_they_were(tmp_path):
     path = tmp_path / "table.json"
     GOOD.save(path)
