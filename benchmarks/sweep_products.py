@@ -20,6 +20,7 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -47,6 +48,9 @@ from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, LayerKey, PackedLayer
 from pallas_kernels.tuning.operands import random_operands, random_packed_weights
 
 
+_MODE = re.compile(r"brief|tall|pairs|near\d+(\.\d+)?")
+
+
 def calls_of(tokens: int) -> int:
     """Calls in a program, each of which reads other experts: those of one routing would stay in the L2."""
     return 40 if tokens == 1 else 20 if tokens <= 16 else 10 if tokens <= 1024 else 3
@@ -58,6 +62,10 @@ class Group:
     def __init__(self, text: str, earlier: Mapping[str, Mapping[str, float]] | None = None):
         cell, _, own = text.partition("@")
         self.name, self.fmt, *rest, gemm = cell.split(":")
+        if self.fmt not in PACKED and self.fmt not in FORMATS:
+            raise SystemExit(f"cell {text!r}: format {self.fmt!r}, expected one of {', '.join((*FORMATS, *PACKED))}")
+        if unknown := [word for word in rest if not _MODE.fullmatch(word)]:
+            raise SystemExit(f"cell {text!r}: {unknown[0]!r}, expected brief, tall, pairs or near and a factor")
         self.gemm, self.rest = int(gemm), rest
         self.is_brief = "brief" in rest
         self.tokens = [int(count) for count in own.split(";")] if own else None

@@ -245,6 +245,8 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
             return f"row_chunk={config.row_chunk} needs tile_rows"
         if config.row_chunk not in (8, 16, 32, 64):
             return f"row_chunk={config.row_chunk}: 8, 16, 32 or 64, so that chunks start on rows of a swizzle tile"
+        if config.row_chunk < least_chunk(desc, config.block_m, config.block_n):
+            return f"row_chunk={config.row_chunk}: that many stores of 2 x 128 columns of 16 bits spill; 32 or 64"
     if config.step_blocks not in (1, 2, 4) or (config.step_blocks > 1 and desc.is_block_scaled):
         return f"step_blocks={config.step_blocks}: 1, 2 or 4, and 1 where every 128 of K are scaled"
     if reason := _cluster_error(config):
@@ -254,6 +256,13 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
     if (needed := shared_memory(desc, config)) > SMEM_BYTES:
         return f"needs {needed} bytes of shared memory with {config.num_stages} stages, a block has {SMEM_BYTES}"
     return None
+
+
+def least_chunk(desc: GemmDesc, block_m: int, block_n: int) -> int:
+    """The least ``row_chunk``: beside 128 sums a thread what eight stores of 16 rows ask spills, with operands of
+    16 bits.
+    """
+    return 32 if block_m == 128 and desc.halves * block_n == 256 and desc.halves == 2 and desc.itemsize == 2 else 8
 
 
 def _cluster_error(config: GemmConfig) -> str | None:

@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pallas_kernels.common.sm90 import SMEM_BYTES
-from pallas_kernels.grouped_gemm.config import SWAPPED_BLOCK_MS, GemmConfig, GemmDesc, config_error, shared_memory
+from pallas_kernels.grouped_gemm.config import (
+    SWAPPED_BLOCK_MS,
+    GemmConfig,
+    GemmDesc,
+    config_error,
+    least_chunk,
+    shared_memory,
+)
 
 MAX_STAGES = 8
 MAX_SWAPPED_STAGES = 12  # smaller slots: more of them keep as many bytes on their way
@@ -79,8 +86,9 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
                 yield deepest(desc, config)
     if block_m in (64, 128):
         # A tile that is nearly full is moved at once: eight copies a step hold up the producer.
-        chunk = 16 if desc.has_tile_rows and rows / tiles < 0.75 * block_m else None
+        is_chunked = desc.has_tile_rows and rows / tiles < 0.75 * block_m
         for block_n in (256, 128, 96, 64, 48, 32) if block_m == 128 else (*widths, 96, 48, 32):
+            chunk = max(16, least_chunk(desc, block_m, block_n)) if is_chunked else None
             yield deepest(desc, GemmConfig(block_m, block_n, 2, row_chunk=chunk, num_sms=num_sms))
 
 
