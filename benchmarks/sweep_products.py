@@ -47,7 +47,6 @@ from pallas_kernels.grouped_gemm_packed import describe_call, grouped_gemm_packe
 from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, LayerKey, PackedLayerKey
 from pallas_kernels.tuning.operands import random_operands, random_packed_weights
 
-
 _MODE = re.compile(r"brief|tall|pairs|near\d+(\.\d+)?")
 
 
