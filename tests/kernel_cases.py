@@ -282,7 +282,7 @@ def packed_cases() -> Iterator[Case]:
         variants: tuple[dict[str, Any], ...] = (dict(bias_dtype="bfloat16", **_GATED), {})
         is_common = name in ("int4 g128", "nvfp4")
         for gated in variants:
-            for block_m in (16, *((24,) if is_common else ()), 64, 80, 128, 144, 176):
+            for block_m in (8, 16, *((24,) if is_common else ()), 64, 80, 128, 144, 176):
                 desc = _in_tiles(dataclasses.replace(_PACKED_BASE, **options, **gated), block_m)
                 found = list(packed_candidates(desc, block_m, H200_SMS))
                 for config in found if is_common else found[:1]:

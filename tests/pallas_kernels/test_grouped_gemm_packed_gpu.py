@@ -65,7 +65,7 @@ def out_dtype(kind):
     return jnp.float16 if KINDS[kind][0].operand == "float16" else jnp.bfloat16
 
 
-@pytest.mark.parametrize("block_m", [16, 64, 128])
+@pytest.mark.parametrize("block_m", [8, 16, 64, 128])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_with_bias(kind, block_m):
     """With every number of consumers, scales applied to partial sums and folded into operands."""
