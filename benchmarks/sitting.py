@@ -115,14 +115,8 @@ def run_ours(args: argparse.Namespace, gpus: Sequence[str]) -> None:
     for index in range(len(gpus)):
         own = ",".join(pairs[index :: len(gpus)])
         command = [sys.executable, str(_HERE / "moe_layer.py"), "--pairs", own, "--tokens", args.tokens]
-        command += [
-            "--jobs",
-            str(max(args.jobs, 2)),
-            "--seconds",
-            str(args.seconds),
-            "--json",
-            str(args.out / "ours.jsonl"),
-        ]
+        command += ["--jobs", str(max(args.jobs, 2)), "--seconds", str(args.seconds)]
+        command += ["--json", str(args.out / "ours.jsonl")]
         commands.append((f"ours.{index}", command))
     until = time.time() + args.seconds + 20  # it ends by itself, and its processes with it
     told = lambda name, code: print(f"{name}: exit {code}", flush=True)  # noqa: E731
@@ -183,6 +177,9 @@ def main() -> int:
     (args.out / "ratios.json").write_text(json.dumps(rows, indent=0))
     if any("ratio" in row for row in rows):
         plot(rows, args.out / "ratios.png")
+    for row in rows:
+        if "error" in row:
+            print(f"ours {row['model']} {row['scheme']} T={row['tokens']}: {row['error']}")
     print(f"{sum('us' in row for row in rows)} cells of ours, {sum('ratio' in row for row in rows)} beside a peer")
     return 0
 

@@ -24,7 +24,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from sweep_space import (
     shape,
     unpacked_space,
 )
+from table_from_sweep import Times, read
 
 from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm_packed import describe_call, grouped_gemm_packed
@@ -56,9 +56,9 @@ def calls_of(tokens: int) -> int:
 
 
 class Group:
-    """One (cell, GEMM): its weights, and what there is to time. earlier: what ``read_earlier`` returned."""
+    """One (cell, GEMM): its weights, and what there is to time. earlier: times of ``read``."""
 
-    def __init__(self, text: str, earlier: Mapping[str, Mapping[str, float]] | None = None):
+    def __init__(self, text: str, earlier: Times | None = None):
         cell, _, own = text.partition("@")
         self.name, self.fmt, *rest, gemm = cell.split(":")
         if self.fmt not in PACKED and self.fmt not in FORMATS:
@@ -78,7 +78,8 @@ class Group:
         near = next((float(word[4:]) for word in self.rest if word.startswith("near")), None)
         if near is None:
             return self._all_problems(tokens)
-        known = self.earlier.get(json.dumps([self.name, self.fmt, self.gemm, tokens]), {})
+        found = self.earlier.get((self.name, self.fmt, tokens, self.gemm), {})
+        known = {label: min(times) for label, times in found.items()}
         bound = near * min(known.values(), default=0)
         others = [one for one in self._all_problems(tokens) if known.get(config_label(one), math.inf) <= bound]
         return list(dict.fromkeys(of_table(self.key(), self.gemm, tokens) + others))
@@ -193,18 +194,7 @@ def claim(folder: Path, groups: list[str]) -> str | None:
 
 
 def config_label(config: Any) -> str:
-    return json.dumps(config if isinstance(config, dict) else dataclasses.asdict(config), sort_keys=True)
-
-
-def read_earlier(paths: list[Path]) -> dict[str, dict[str, float]]:
-    """(model, format, GEMM, tokens) as JSON -> configuration as JSON -> the least microseconds."""
-    found: dict[str, dict[str, float]] = {}
-    for record in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
-        if "us" in record:
-            cell = json.dumps([record[name] for name in ("model", "format", "gemm", "tokens")])
-            held, label = found.setdefault(cell, {}), config_label(record["config"])
-            held[label] = min(record["us"], held.get(label, math.inf))
-    return found
+    return json.dumps(dataclasses.asdict(config), sort_keys=True)
 
 
 def label_of(record: dict[str, Any]) -> str:
@@ -213,7 +203,7 @@ def label_of(record: dict[str, Any]) -> str:
 
 def work(options: argparse.Namespace) -> None:
     folder, deadline = Path(options.claims), float(options.until)
-    out, earlier = Path(options.out), read_earlier(options.earlier)
+    out, earlier = Path(options.out), read(options.earlier)
     while time.time() < deadline and (text := claim(folder, options.cells.split(","))) is not None:
         print("group", text, flush=True)
         group = Group(text, earlier)
@@ -263,7 +253,7 @@ def main() -> int:
         head, at, own = cell.partition("@")
         groups += [f"{head}:{gemm}{at}{own}" for gemm in (1, 2)]
     if options.list:
-        earlier = read_earlier(options.earlier)
+        earlier = read(options.earlier)
         for text in groups:
             group = Group(text, earlier)
             counts = {t: len(group.problems(t)) for t in group.tokens or map(int, options.tokens.split(","))}

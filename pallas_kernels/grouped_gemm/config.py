@@ -262,7 +262,7 @@ def least_chunk(desc: GemmDesc, block_m: int, block_n: int) -> int:
     """The least ``row_chunk``: beside 128 sums a thread what eight stores of 16 rows ask spills, with operands of
     16 bits.
     """
-    return 32 if block_m == 128 and desc.halves * block_n == 256 and desc.halves == 2 and desc.itemsize == 2 else 8
+    return 32 if block_m == 128 and desc.halves == 2 and block_n == 128 and desc.itemsize == 2 else 8
 
 
 def _cluster_error(config: GemmConfig) -> str | None:
