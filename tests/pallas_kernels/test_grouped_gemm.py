@@ -314,6 +314,18 @@ def test_shared_memory_is_not_underestimated():
         (dict(lhs_scale="group", rhs_scale="block"), dict(step_blocks=2), "every 128 of K are scaled"),
         ({}, dict(row_chunk=16), "needs tile_rows"),
         (dict(has_tile_rows=True), dict(row_chunk=12), "8, 16, 32 or 64"),
+        (
+            dict(
+                has_tile_rows=True,
+                halves=2,
+                activation=Activation("silu"),
+                dtype="bfloat16",
+                lhs_scale="none",
+                rhs_scale="none",
+            ),
+            dict(block_m=128, block_n=128, num_stages=2, row_chunk=16),
+            "2 x 128 columns of 16 bits spill",
+        ),
         ({}, dict(is_swapped=True, block_m=256), "the heights with swapped operands"),
         (
             dict(rows=1008, halves=2, activation=SILU),

@@ -260,6 +260,11 @@ def test_shared_memory_is_not_underestimated():
         ({}, dict(block_m=128), "registers of sums"),
         (
             dict(rows=960, halves=2, activation=SILU),
+            dict(block_m=24, num_consumers=4, step_blocks=4, k_split=2),
+            "36 registers of sums, 32 with 4",
+        ),
+        (
+            dict(rows=960, halves=2, activation=SILU),
             dict(block_m=24, step_blocks=8, k_split=4),
             "36 registers of sums, 32 with 4 consumers",
         ),
