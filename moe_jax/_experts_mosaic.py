@@ -3,6 +3,9 @@
     [route] -> align -> quantize_and_permute -> grouped GEMM 1 (scales, bias, activation, requantization where the scale
     is local) -> row requantization where it is not -> grouped GEMM 2 (scales, bias) -> combine in float32
 
+Few tokens that are not quantized are not moved: each expert's tile has all of them as its rows, and grouped GEMM 1
+takes the tokens themselves.
+
 Group sizes stay on the device. Hidden activations are rounded to the layer's dtype before they are requantized per row
 or per tensor, as the rounding points of vLLM's kernels have it. From the router logits on (``forward_layer``) routing
 and alignment are one launch for few tokens, and combine writes the layer's output, shared experts included.
@@ -92,6 +95,8 @@ def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list
     reason = why_not_layer(config, weights, None, has_mask=False)
     lines = ["routing: by the kernel" if reason is None else f"routing: by XLA, since the kernel has no {reason}"]
     plan = make_plan(config, weights, num_tokens)
+    if plan.by_token:
+        lines.append("rows: none are moved, GEMM 1 takes all tokens as the rows of every tile")
     if is_packed(weights.w13):
         return [*lines, *_packed_experts.describe(plan.products, plan.configs, plan.block_m, plan.source, weights)]
     for number, (desc, chosen) in enumerate(zip(plan.products, plan.configs, strict=True), 1):
@@ -99,6 +104,8 @@ def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list
         lines.append(f"GEMM {number}: {describe_config(desc, chosen)}, {plan.source}")
     kind, hidden = row_kind(weights.scheme), plan.products[1]
     rows = {"input": (num_tokens, weights.hidden_size, config.top_k)}
+    if plan.by_token:
+        rows = {}
     if plan.products[0].requantize == "none" and kind != "none":
         rows["hidden"] = (hidden.rows, weights.intermediate_size, 0)
     for name, (count, width, top_k) in rows.items():
@@ -125,7 +132,7 @@ def forward(
 ) -> Array:
     """``run`` with the implementation of every kernel given by name; "reference" runs anywhere. Rounds to out_dtype."""
     plan = make_plan(config, weights, x.shape[0], kernels)
-    tiles = align(topk_ids, weights.num_experts, plan.block_m, implementation=kernels)
+    tiles = align(topk_ids, weights.num_experts, plan.block_m, by_token=plan.by_token, implementation=kernels)
     return _experts(config, x, topk_weights, tiles, plan, weights, kernels, out_dtype=out_dtype)
 
 
@@ -160,7 +167,14 @@ def forward_arrived(
         is_here = ((index >= 0) & (index < weights.num_experts)).any(axis=1, keepdims=True)
         arrived = dataclasses.replace(arrived, codes=jnp.where(is_here, arrived.codes, jnp.zeros_like(arrived.codes)))
     plan = make_plan(config, weights, arrived.slots.shape[0], kernels)
-    tiles = align(arrived.slots, weights.num_experts, plan.block_m, group_offset=first_slot, implementation=kernels)
+    tiles = align(
+        arrived.slots,
+        weights.num_experts,
+        plan.block_m,
+        group_offset=first_slot,
+        by_token=plan.by_token,
+        implementation=kernels,
+    )
     x, scale = arrived.codes, arrived.scales
     return _experts(config, x, None, tiles, plan, weights, kernels, out_dtype=None, x_scale=scale, send_back=send_back)
 
@@ -267,6 +281,7 @@ def forward_layer(
         plan.block_m,
         **router_arguments(config, params),
         token_mask=token_mask,
+        by_token=plan.by_token,
         implementation=kernels,
     )
     y = _experts(config, x, routed.weights, routed.tiles, plan, weights, kernels, shared=shared, out_dtype=x.dtype)
@@ -295,7 +310,7 @@ def _experts(
     """x_scale: of x that is quantized already. send_back: in place of ``combine``."""
     if is_packed(weights.w13):
         out = _packed_experts.expert_rows(
-            config, x, tiles, plan.block_m, plan.configs, weights, kernels, x_scale=x_scale
+            config, x, tiles, plan.block_m, plan.configs, weights, kernels, x_scale=x_scale, by_token=plan.by_token
         )
     else:
         out = _expert_rows(config, x, tiles, plan, weights, kernels, x_scale)
@@ -330,7 +345,11 @@ def _expert_rows(
     if kind is None:
         raise NotImplementedError(f"there is no kernel for scheme {weights.scheme.name!r} yet")
     num_rows = tiles.tile_expert.size * plan.block_m
-    if x_scale is not None:
+    first = functools.partial(gemm, config=plan.configs[0])
+    if plan.by_token:
+        scale = row_scale = None
+        rows, first = x.astype(config.dtype), functools.partial(first, block_m=plan.block_m)
+    elif x_scale is not None:
         scale = None
         rows, row_scale = place_arrived(x, x_scale, tiles.row_of, num_rows, implementation=row_kernels)
     else:
@@ -340,7 +359,7 @@ def _expert_rows(
     hidden, hidden_scale = _hidden(
         config,
         weights,
-        functools.partial(gemm, config=plan.configs[0]),
+        first,
         permute,
         kind,
         rows,

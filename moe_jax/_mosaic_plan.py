@@ -11,22 +11,27 @@ from moe_jax._packed_weights import is_packed
 from moe_jax.activations import resolve_activation
 from moe_jax.quantization import ExpertWeights, Scheme, Strategy
 from pallas_kernels.common.device import device_kind, hopper_sms
+from pallas_kernels.common.rows import same_rows_error
 from pallas_kernels.grouped_gemm import choose_block_m, choose_config
 from pallas_kernels.tuning import Entry, LayerKey, table_for
 
+# Whether few tokens that are not quantized are left where they are; False, for measurements, moves all to rows.
+PLACES_BY_TOKEN = True
 _LHS_SCALES = {"none": "none", "e4m3_tensor": "tensor", "e4m3_group": "group", "e4m3_group_ue8m0": "group"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """products: what both are asked, GemmDesc or PackedDesc. configs: GemmConfig or PackedConfig, None for the kernel's
-    own choice. source: where they come from.
+    own choice. source: where they come from. by_token: row t of every expert's tile is token t, so that GEMM 1 takes
+    the tokens themselves.
     """
 
     block_m: int
     products: tuple[Any, ...]
     configs: tuple[Any, ...]
     source: str
+    by_token: bool = False
 
 
 def make_plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernels: str = "mosaic") -> Plan:
@@ -43,6 +48,13 @@ def make_plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernel
             out_dtype=config.dtype.name,
         )
         products = lambda tokens, block_m: key.products(tokens, block_m, **extra)  # noqa: E731
+
+    def plan(block_m: int, configs: tuple[Any, ...], source: str) -> Plan:
+        by_token = PLACES_BY_TOKEN and _may_be_by_token(weights, num_tokens, block_m)
+        first, second = products(num_tokens, block_m)
+        first = dataclasses.replace(first, same_rows=num_tokens if by_token else 0)
+        return Plan(block_m, (first, second), configs, source, by_token)
+
     entry = table_for(device_kind()).lookup(key, planned) if kernels == "mosaic" else None
     source = "by the heuristic"
     if entry is not None and not entry.reaches(planned):
@@ -55,7 +67,7 @@ def make_plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernel
             fewer = ""
             if tuple(found) != measured:
                 fewer = ", with fewer stages, since this layer keeps more in shared memory"
-            return Plan(entry.config.block_m, descs, tuple(found), _in_words(entry) + fewer)
+            return plan(entry.config.block_m, tuple(found), _in_words(entry) + fewer)
         source += f", since what was measured for {entry.tokens} tokens cannot run it: {'; '.join(refusals)}"
     choose: Any
     if is_packed(weights.w13):
@@ -68,7 +80,14 @@ def make_plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernel
     if config.pinned_tokens is not None and kernels == "mosaic":
         configs = tuple(choose(desc, block_m, hopper_sms()) for desc in products(planned, block_m))
         source += f", pinned to {planned} tokens"
-    return Plan(block_m, products(num_tokens, block_m), configs, source)
+    return plan(block_m, configs, source)
+
+
+def _may_be_by_token(weights: ExpertWeights, num_tokens: int, block_m: int) -> bool:
+    """Whether a tile holds all tokens, and rows are the tokens as they are."""
+    if weights.scheme.activations is not None or weights.w13.g_idx is not None or num_tokens < 1:
+        return False
+    return same_rows_error(num_tokens, block_m) is None
 
 
 def _fitting(key: Any, desc: Any, config: Any) -> Any:

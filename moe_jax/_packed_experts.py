@@ -56,9 +56,11 @@ def expert_rows(
     kernels: str,
     *,
     x_scale: Array | None = None,
+    by_token: bool = False,
 ) -> Array:
     """From routed tokens to the rows of their experts (Mp, H) in the layer's dtype; arguments as ``_experts_mosaic``
-    has them. tile: rows of a tile. configs: of both products, None for their own choice.
+    has them. tile: rows of a tile. configs: of both products, None for their own choice. by_token: row t of every tile
+    is token t.
     """
     fmt = weights.scheme.activations
     w13, w2 = as_packed(weights.w13), as_packed(weights.w2)
@@ -77,7 +79,9 @@ def expert_rows(
     to_rows = functools.partial(permute, row_of=tiles.row_of, num_rows=num_rows)
     if weights.w13.g_idx is not None:
         to_rows = functools.partial(to_rows, columns=weights.w13.g_idx, tile_expert=tiles.tile_expert)
-    if w13.fmt.is_8bit:
+    if by_token:
+        hidden, scale = first(x.astype(w13.fmt.operand), block_m=tile), None
+    elif w13.fmt.is_8bit:
         kind = _ROW_QUANTIZATION[w13.fmt.operand]
         if x_scale is not None:
             rows, scale = place_arrived(x, x_scale, tiles.row_of, num_rows, implementation=kernels)

@@ -117,7 +117,7 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
     matrices, groups_k, groups_n = desc.num_experts * desc.halves, -(-desc.k // 128), -(-desc.n // 128)
     tiles = ((desc.rows // config.block_m,), "int32")
     shapes = {
-        "x": ((desc.rows, desc.k), desc.dtype),
+        "x": ((desc.same_rows or desc.rows, desc.k), desc.dtype),
         "w": ((matrices, desc.n, desc.k), desc.dtype),
         "tile_expert": tiles,
         "num_tiles": ((1,), "int32"),
@@ -249,12 +249,26 @@ PACKED["mxfp4 to e4m3"] = dict(
 _PACKED_BASE = PackedDesc(rows=1024, n=512, k=512, num_experts=4, fmt=PackedFormat("int4"))
 
 
+def same_rows_cases() -> Iterator[Case]:
+    """GEMM 1 of few tokens, which are the rows of every tile: one, five, and all that a tile holds."""
+    for name, tokens, block_m in (("bf16 gated bias", 1, 8), ("bf16 2880", 5, 8), ("bf16 gelu_tanh", 16, 16)):
+        desc = _in_tiles(dataclasses.replace(gemm(name), same_rows=tokens), block_m)
+        yield gemm_case(f"same {tokens} rows, {name}", desc, candidates(desc, block_m, H200_SMS)[0])
+    ragged = dataclasses.replace(gemm("bf16 ragged"), same_rows=3)
+    yield gemm_case("same 3 rows, bf16 ragged", ragged, GemmConfig(64, 128, 4, row_chunk=16))
+    for name, tokens, block_m in (("int4 g128", 1, 8), ("nvfp4", 5, 16), ("mxfp4", 16, 16), ("int8 channel", 8, 24)):
+        desc = dataclasses.replace(_PACKED_BASE, **PACKED[name], **_GATED, same_rows=tokens)
+        desc = _in_tiles(desc, block_m)
+        config = next(packed_candidates(desc, block_m, H200_SMS))
+        yield packed_case(f"same {tokens} rows, {name} gated", desc, config)
+
+
 def packed_case(name: str, desc: PackedDesc, config: PackedConfig) -> Case:
     """The Hopper grouped GEMM with packed weights on its flat operands."""
     fmt, blocks = desc.fmt, desc.num_experts * desc.channel_blocks * desc.halves
     grouped = (blocks, -(-desc.k // fmt.group_size) if fmt.group_size else 1, 64)
     shapes = {
-        "x": ((desc.rows, desc.k), fmt.operand),
+        "x": ((desc.same_rows or desc.rows, desc.k), fmt.operand),
         "w": ((blocks, desc.k // fmt.block_k, *fmt.block_shape), "int32"),
         "tile_expert": ((desc.rows // config.block_m,), "int32"),
         "num_tiles": ((1,), "int32"),
@@ -342,6 +356,8 @@ def align_cases() -> Iterator[Case]:
     for pairs, experts, block_m in ((8, 128, 64), (512, 128, 64), (65536, 256, 128), (16384, 8, 128), (100, 300, 16)):
         desc = AlignDesc(pairs, experts, block_m, row_capacity(pairs, experts, block_m))
         yield Case(f"align {pairs} to {experts}", align_sm90(desc, choose_align(desc)), (((pairs,), "int32"),))
+    by_token = AlignDesc(128, 128, 16, row_capacity(128, 128, 16), top_k=8)
+    yield Case("align by token", align_sm90(by_token, choose_align(by_token)), (((128,), "int32"),))
     shard = AlignDesc(512, 32, 64, row_capacity(512, 32, 64), has_offset=True)
     yield Case("align of a shard", align_sm90(shard, choose_align(shard)), (((512,), "int32"), ((1,), "int32")))
 
@@ -377,6 +393,12 @@ def route_cases() -> Iterator[Case]:
                 tiles = AlignDesc(pairs, desc.num_experts, 64, row_capacity(pairs, desc.num_experts, 64))
                 yield Case(f"route_and_align {name}", route_and_align_sm90(desc, config, tiles), tuple(shapes))
                 if name == "softmax 128":
+                    few = RouteDesc(
+                        **dict(num_tokens=16, dtype="float32", scoring="softmax", renormalize=True) | options
+                    )
+                    by_token = AlignDesc(128, 128, 16, row_capacity(128, 128, 16), top_k=8)
+                    kernel = route_and_align_sm90(few, choose_route(few, in_one_block=True), by_token)
+                    yield Case("route_and_align by token", kernel, (((16 * 128,), "float32"),))
                     tiles = AlignDesc(pairs, 32, 64, row_capacity(pairs, 32, 64), has_offset=True)
                     kernel = route_and_align_sm90(desc, config, tiles)
                     yield Case("route_and_align of a shard", kernel, (*shapes, ((1,), "int32")))
@@ -424,6 +446,7 @@ def all_cases() -> Iterator[Case]:
     yield from cluster_cases()
     yield from narrow_cases()
     yield from packed_cases()
+    yield from same_rows_cases()
     yield from tuned_cases()
     yield from permute_cases()
     yield from gather_cases()

@@ -143,7 +143,8 @@ def test_lowers_for_hopper(scheme, tokens):
     with on_hopper():
         lowered = jax.jit(run).trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
     requantizes_apart = scheme in ("fp8_tensor", "fp8_tensor_token", "fp8_channel", "int8_w8a8")
-    assert lowered.count("mosaic_gpu_v2") == (6 if requantizes_apart else 5)
+    moves_nothing = scheme == "bf16" and tokens == 1
+    assert lowered.count("mosaic_gpu_v2") == (6 if requantizes_apart else 5 - moves_nothing)
 
 
 FORMATS = {

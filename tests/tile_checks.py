@@ -1,7 +1,8 @@
 """The layout contract of rows in expert order, checked by a loop over experts.
 
 Expert e owns ceil(size / block_m) consecutive tiles, experts ascending; its rows are the first ``size`` rows of its
-tiles, one for each pair that names it, in any order. Ids outside [0, E) own nothing.
+tiles, one for each pair that names it, in any order. Ids outside [0, E) own nothing. By token, an expert that a pair
+names owns one tile, whose row t is token t's.
 """
 
 import jax
@@ -30,4 +31,21 @@ def check_tiles(ids, num_experts, block_m, found):
     np.testing.assert_array_equal(found.tile_expert, tile_expert + [-1] * spare)
     np.testing.assert_array_equal(found.tile_rows, tile_rows + [0] * spare)
     np.testing.assert_array_equal(found.num_tiles, [len(tile_expert)])
+    assert all(leaf.dtype == np.int32 for leaf in jax.tree.leaves(found))
+
+
+def check_tiles_by_token(ids, num_experts, block_m, found):
+    ids, found = np.asarray(ids, np.int32), jax.tree.map(np.asarray, found)
+    tiles = row_capacity(ids.size, num_experts, block_m) // block_m
+    is_routed = (ids >= 0) & (ids < num_experts)
+    sizes = np.bincount(ids[is_routed], minlength=num_experts)
+    named = [e for e in range(num_experts) if sizes[e]]
+    spare = tiles - len(named)
+    assert spare >= 0
+    row_of = [[named.index(e) * block_m + t if 0 <= e < num_experts else -1 for e in ids[t]] for t in range(len(ids))]
+    np.testing.assert_array_equal(found.row_of, row_of)
+    np.testing.assert_array_equal(found.group_sizes, sizes)
+    np.testing.assert_array_equal(found.tile_expert, named + [-1] * spare)
+    np.testing.assert_array_equal(found.tile_rows, [len(ids)] * len(named) + [0] * spare)
+    np.testing.assert_array_equal(found.num_tiles, [len(named)])
     assert all(leaf.dtype == np.int32 for leaf in jax.tree.leaves(found))

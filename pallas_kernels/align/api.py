@@ -18,7 +18,7 @@ from pallas_kernels.common.implementations import first_that_runs
 class TileMap:
     """Where the rows of a routing lie. All int32, on the device.
 
-    row_of: (T, top_k) row of each (token, slot), -1 where it is not routed. group_sizes: (E,) rows per expert.
+    row_of: (T, top_k) row of each (token, slot), -1 where it is not routed. group_sizes: (E,) pairs per expert.
     tile_expert: (Mp / block_m,) expert of each tile, -1 past the last. tile_rows: (Mp / block_m,) rows in use of each
     tile. num_tiles: (1,) tiles in use. Expert e's rows start at a tile of their own, experts ascending.
     """
@@ -36,6 +36,7 @@ def align(
     block_m: int,
     *,
     group_offset: Any = None,
+    by_token: bool = False,
     config: AlignConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> TileMap:
@@ -45,15 +46,22 @@ def align(
     the device: the id of the first of the num_experts experts, where they are a shard of more; ids of other shards are
     not routed and cost nothing. The number of rows Mp is ``row_capacity``,
     whatever the ids are. Inside a group the order of rows is unspecified and may differ between implementations and
-    calls. Raises ValueError or TypeError for a wrong call, NotImplementedError when no implementation can run it.
+    calls. by_token: row t of an expert's tile is that of token t, so that all tiles have the same rows, the T tokens;
+    T <= block_m. A token that names an expert twice then has one row of it. Raises ValueError or TypeError for a wrong
+    call, NotImplementedError when no implementation can run it.
     """
     if topk_ids.ndim != 2 or topk_ids.dtype != jnp.int32:
         raise ValueError(f"topk_ids is {topk_ids.dtype}{topk_ids.shape}, expected int32 (T, top_k)")
     if num_experts < 1 or block_m < 1:
         raise ValueError(f"num_experts={num_experts} and block_m={block_m} must both be at least 1")
-    pairs = topk_ids.size
-    rows = row_capacity(pairs, num_experts, block_m)
-    desc = AlignDesc(pairs, num_experts, block_m, rows, has_offset=group_offset is not None)
+    desc = describe(
+        topk_ids.shape[0],
+        topk_ids.shape[1],
+        num_experts,
+        block_m,
+        has_offset=group_offset is not None,
+        by_token=by_token,
+    )
     operands = [topk_ids.reshape(-1), *as_operands(group_offset)]
 
     def mosaic():
@@ -68,6 +76,17 @@ def align(
 
     found = first_that_runs("align", dict(mosaic=mosaic, reference=lambda: align_ref(desc, *operands)), implementation)
     return TileMap(**dict(found, row_of=found["row_of"].reshape(topk_ids.shape)))
+
+
+def describe(
+    num_tokens: int, top_k: int, num_experts: int, block_m: int, *, has_offset: bool, by_token: bool
+) -> AlignDesc:
+    """The description of a call. Raises ValueError for more tokens by_token than a tile has rows."""
+    if by_token and num_tokens > block_m:
+        raise ValueError(f"by_token with {num_tokens} tokens in tiles of block_m={block_m} rows, expected T <= block_m")
+    pairs = num_tokens * top_k
+    rows = row_capacity(pairs, num_experts, block_m)
+    return AlignDesc(pairs, num_experts, block_m, rows, has_offset, top_k if by_token else 0)
 
 
 def as_operands(group_offset: Any) -> list[jax.Array]:

@@ -11,7 +11,8 @@ MAX_WARPGROUPS = 8  # 1024 threads, the most a block has
 class AlignDesc:
     """Static description: num_pairs = T * top_k ids of num_experts experts; num_rows rows in tiles of block_m.
 
-    has_offset: the id of the first expert is given, as on the shards of an expert-parallel layer.
+    has_offset: the id of the first expert is given, as on the shards of an expert-parallel layer. top_k: with it, row t
+    of an expert's one tile is that of token t, which needs T <= block_m; 0 where its rows follow each other.
     """
 
     num_pairs: int
@@ -19,6 +20,12 @@ class AlignDesc:
     block_m: int
     num_rows: int
     has_offset: bool = False
+    top_k: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of every tile in use that are those of tokens; 0 where an expert's rows follow each other."""
+        return self.num_pairs // self.top_k if self.top_k else 0
 
     @property
     def num_tiles(self) -> int:

@@ -6,6 +6,8 @@
     for every pair:                    row_of = first row of its expert + rank
     for every tile:                    its expert is the first whose end lies behind it (binary search)
 
+By token, rank is the token instead, and an expert in use has one tile.
+
 The order of an expert's rows is the order in which threads reach its counter, so it may differ from call to call; a
 row's values do not depend on its place, and ``combine`` adds by slot, so results do not.
 """
@@ -98,6 +100,8 @@ def align_pairs(
 
     def take_ranks(pairs, owners, are_routed):
         ranks = [simt.count(counts, owner, routed) for owner, routed in zip(owners, are_routed, strict=True)]
+        if desc.top_k:
+            return
         for pair, rank in zip(pairs, ranks, strict=True):
             simt.store(row_of, pair, rank, pair < desc.num_pairs)
 
@@ -107,17 +111,20 @@ def align_pairs(
     def to_tiles(e, is_expert):
         size = simt.load(counts, e, is_expert, 0)
         simt.store(group_sizes, e, size, is_expert)
-        simt.store(ends, e, _tiles(size, desc.block_m), is_expert)
+        simt.store(ends, e, _tiles(desc, size), is_expert)
 
     each(experts, to_tiles)
     simt.barrier()
     _sum_up(ends, thread, threads, experts)
 
     def first_tile(e, mask):
-        return simt.load(ends, e, mask, 0) - _tiles(simt.load(counts, e, mask, 0), desc.block_m)
+        return simt.load(ends, e, mask, 0) - _tiles(desc, simt.load(counts, e, mask, 0))
 
     def place(pairs, owners, are_routed):
-        ranks = [simt.load(row_of, pair, routed, 0) for pair, routed in zip(pairs, are_routed, strict=True)]
+        if desc.top_k:
+            ranks = [lax.div(pair, jnp.full_like(pair, desc.top_k)) for pair in pairs]
+        else:
+            ranks = [simt.load(row_of, pair, routed, 0) for pair, routed in zip(pairs, are_routed, strict=True)]
         for pair, owner, routed, rank in zip(pairs, owners, are_routed, ranks, strict=True):
             row = first_tile(owner, routed) * desc.block_m + rank
             simt.store(row_of, pair, jnp.where(routed, row, simt.constant(-1)), pair < desc.num_pairs)
@@ -127,8 +134,11 @@ def align_pairs(
     def describe(tile, is_tile):
         expert = _first_end_behind(ends, tile, is_tile, experts)
         in_use = is_tile & (expert < experts)
-        past = (tile - first_tile(expert, in_use)) * desc.block_m
-        rows = jnp.minimum(simt.load(counts, expert, in_use, 0) - past, desc.block_m)
+        if desc.top_k:
+            rows = simt.constant(desc.num_tokens)
+        else:
+            past = (tile - first_tile(expert, in_use)) * desc.block_m
+            rows = jnp.minimum(simt.load(counts, expert, in_use, 0) - past, desc.block_m)
         simt.store(tile_expert, tile, jnp.where(in_use, expert, simt.constant(-1)), is_tile)
         simt.store(tile_rows, tile, jnp.where(in_use, rows, simt.constant(0)), is_tile)
 
@@ -137,8 +147,10 @@ def align_pairs(
     simt.store(num_tiles, simt.constant(0), last, thread == 0)
 
 
-def _tiles(size: Any, block_m: int) -> Any:
-    return lax.div(size + (block_m - 1), jnp.full_like(size, block_m))
+def _tiles(desc: AlignDesc, size: Any) -> Any:
+    if desc.top_k:
+        return jnp.minimum(size, 1)
+    return lax.div(size + (desc.block_m - 1), jnp.full_like(size, desc.block_m))
 
 
 def _sum_up(values: Any, thread: Any, threads: int, length: int) -> None:

@@ -1,5 +1,9 @@
 """Rows of a matrix as the row kernels walk them: one warpgroup, whole vectors a thread, a few pieces a row."""
 
+from typing import Any
+
+import jax.numpy as jnp
+
 from pallas_kernels.common.sm90 import WARPGROUP
 
 
@@ -9,6 +13,30 @@ def pieces(width: int, piece: int) -> list[int]:
     What two pieces share is computed twice and written twice, with the same bits.
     """
     return [min(start, width - piece) for start in range(0, width, piece)]
+
+
+def in_every_tile(x: Any, tiles: int, block_m: int) -> Any:
+    """(T, K), T <= block_m -> (tiles * block_m, K): tiles that all have the same rows, zeros below them."""
+    return jnp.tile(jnp.pad(x, ((0, block_m - x.shape[0]), (0, 0))), (tiles, 1))
+
+
+def check_same_rows(num_rows: int, block_m: int, x_scale: Any) -> None:
+    """Raise ValueError where x (num_rows, K) and its scale cannot be those of every tile of block_m rows."""
+    if not 1 <= num_rows <= block_m:
+        raise ValueError(f"x has {num_rows} rows, expected 1 to block_m={block_m}, the first of every tile")
+    if x_scale is not None and x_scale.shape != ():
+        raise ValueError(f"x_scale has shape {x_scale.shape}, expected None or () with the same rows in every tile")
+
+
+def same_rows_error(same_rows: int, block_m: int) -> str | None:
+    """Why bulk copies cannot bring the same rows into every tile of block_m, or None: their boxes are 8 rows high, and
+    Mosaic cuts an array into whole ones, or is content with a part of one. 0 for tiles with rows of their own.
+    """
+    if same_rows > block_m:
+        return f"the same {same_rows} rows in every tile: a tile has {block_m}"
+    if same_rows > 8 and same_rows % 8:
+        return f"the same {same_rows} rows in every tile: up to 8, or a multiple of 8"
+    return None
 
 
 def vector_length(width: int, itemsize: int) -> int:

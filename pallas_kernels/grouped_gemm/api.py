@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.common.rows import check_same_rows, in_every_tile
 from pallas_kernels.grouped_gemm.config import SCALE_GROUP, GemmConfig, GemmDesc, config_error
 from pallas_kernels.grouped_gemm.heuristics import choose_config
 from pallas_kernels.grouped_gemm.reference import grouped_gemm_ref
@@ -28,6 +29,7 @@ def grouped_gemm(
     requantize: Literal["none", "group", "group_ue8m0", "tensor"] = "none",
     out_scale: Any = None,
     tile_rows: Any = None,
+    block_m: int | None = None,
     config: GemmConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
@@ -46,13 +48,27 @@ def grouped_gemm(
     scales (ceil(N/128), Mp) f32, one per row and 128 columns, "group_ue8m0" with scales rounded up to powers of two;
     "tensor" returns codes for the given out_scale ().
     tile_rows: (Mp / block_m,) int32, rows in use of each tile: the others may then be neither read nor written.
+    block_m: with it x is (T, K), T <= block_m: the first rows of every tile, as ``align`` places them by_token; x_scale
+    is then None or ().
 
     Returns (Mp, N) out_dtype, or codes, or (codes, scales). Rows of tiles from num_tiles on, and rows past tile_rows,
     are unspecified. Raises ValueError or TypeError for a wrong call and NotImplementedError, with one reason for each
     implementation tried, when none can run it. config: of the mosaic implementation; chosen when None.
     """
     desc, operands = _describe(
-        x, w, tile_expert, num_tiles, x_scale, w_scale, bias, activation, out_dtype, requantize, out_scale, tile_rows
+        x,
+        w,
+        tile_expert,
+        num_tiles,
+        x_scale,
+        w_scale,
+        bias,
+        activation,
+        out_dtype,
+        requantize,
+        out_scale,
+        tile_rows,
+        block_m,
     )
     runs = {name: functools.partial(run, desc, config, operands) for name, run in _RUN.items()}
     return first_that_runs("grouped_gemm", runs, implementation)
@@ -85,6 +101,9 @@ def _run_mosaic(desc: GemmDesc, config: GemmConfig | None, operands: dict[str, A
 
 def _run_reference(desc: GemmDesc, config: GemmConfig | None, operands: dict[str, Any]) -> Any:
     del config
+    if desc.same_rows:
+        tiles = operands["tile_expert"].shape[0]
+        operands = dict(operands, x=in_every_tile(operands["x"], tiles, desc.rows // tiles))
     names = ("x", "w", "tile_expert", "num_tiles", "x_scale", "w_scale", "bias", "out_scale")
     x, w, tile_expert, num_tiles, x_scale, w_scale, bias, out_scale = (operands[name] for name in names)
     return grouped_gemm_ref(
@@ -96,7 +115,19 @@ _RUN = {"mosaic": _run_mosaic, "reference": _run_reference}
 
 
 def _describe(
-    x, w, tile_expert, num_tiles, x_scale, w_scale, bias, activation, out_dtype, requantize, out_scale, tile_rows
+    x,
+    w,
+    tile_expert,
+    num_tiles,
+    x_scale,
+    w_scale,
+    bias,
+    activation,
+    out_dtype,
+    requantize,
+    out_scale,
+    tile_rows,
+    block_m,
 ) -> tuple[GemmDesc, dict[str, Any]]:
     """Check shapes and dtypes once, and bring weights and their leaves to (E, G, ...)."""
     if x.ndim != 2 or w.ndim not in (3, 4):
@@ -120,6 +151,10 @@ def _describe(
     if x.dtype != w.dtype:
         raise TypeError(f"x is {x.dtype} and w is {w.dtype}; both operands have one dtype")
     tiles = tile_expert.shape[0] if tile_expert.ndim == 1 else 0
+    same_rows = 0
+    if block_m is not None:
+        check_same_rows(rows, block_m, x_scale)
+        same_rows, rows = rows, tiles * block_m
     if tile_expert.ndim != 1 or tiles == 0 or rows % tiles:
         raise ValueError(f"tile_expert has shape {tile_expert.shape}, expected (Mp / block_m,) for Mp={rows} rows")
     if num_tiles.size != 1:
@@ -158,6 +193,7 @@ def _describe(
         requantize="group" if requantize == "group_ue8m0" else requantize,
         has_tile_rows=tile_rows is not None,
         has_power_of_two_scales=requantize == "group_ue8m0",
+        same_rows=same_rows,
     )
     operands = dict(
         x=x,

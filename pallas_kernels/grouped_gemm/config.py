@@ -6,6 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from pallas_kernels.common.activations import Activation
+from pallas_kernels.common.rows import same_rows_error
 from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_ALIGN, TMA_BOX, smem_bytes, swizzle_bytes
 
 SCALE_GROUP = 128  # K per activation group, and both sides of a weight block
@@ -27,7 +28,8 @@ class GemmDesc:
     lhs_scale: "none", "tensor", "row" or "group" (1 x 128 of K). rhs_scale: "none", "tensor" (one per half), "channel"
     or "block" (128 x 128). requantize: "none", "group" (e4m3 with a scale per row and 128 columns) or "tensor" (e4m3,
     given scale). has_tile_rows: the number of rows in use is known for each tile. has_power_of_two_scales: those of
-    requantize "group" are rounded up to powers of two.
+    requantize "group" are rounded up to powers of two. same_rows: of x, which every tile starts with; 0 where x has a
+    row for each of a tile.
     """
 
     rows: int
@@ -44,6 +46,7 @@ class GemmDesc:
     requantize: Literal["none", "group", "tensor"] = "none"
     has_tile_rows: bool = False
     has_power_of_two_scales: bool = False
+    same_rows: int = 0
 
     @property
     def is_block_scaled(self) -> bool:
@@ -230,6 +233,8 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
         return f"block_m={config.block_m}: one or two warpgroups of 64 rows multiply, so 64 or 128"
     if desc.rows % config.block_m:
         return f"rows={desc.rows} is not a multiple of block_m={config.block_m}"
+    if reason := same_rows_error(desc.same_rows, config.block_m):
+        return reason
     if config.block_n % 16 or (config.block_n if config.is_swapped else tile_rows) > TMA_BOX:
         return f"block_n={config.block_n} with {desc.halves} halves: a multiple of 16, at most {TMA_BOX} weight rows"
     if desc.is_block_scaled and config.block_n not in (64, 128, 256):

@@ -1,5 +1,6 @@
 """``grouped_gemm_packed``: rows in expert order times packed weights of their experts."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.common.rows import check_same_rows, in_every_tile
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, pad_to
 from pallas_kernels.grouped_gemm_packed.config import PackedConfig, PackedDesc, config_error
 from pallas_kernels.grouped_gemm_packed.heuristics import choose_config
@@ -27,6 +29,7 @@ def grouped_gemm_packed(
     bias: Any = None,
     activation: Activation | None = None,
     out_dtype: Any = jnp.bfloat16,
+    block_m: int | None = None,
     config: PackedConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
@@ -35,7 +38,8 @@ def grouped_gemm_packed(
     x: (Mp, K) of ``w.fmt.operand``. tile_expert: (Mp / block_m,) int32, the expert of each tile of rows, and so the
     tile size. num_tiles: () or (1,) int32, tiles in use. x_scale: None, () per tensor or (Mp,) per row, float32; it
     multiplies the product. bias: (E[, G], N), added before the activation. activation: applied to the product; gated
-    ones need G = 2 stacked halves.
+    ones need G = 2 stacked halves. block_m: with it x is (T, K), T <= block_m: the first rows of every tile, as
+    ``align`` places them by_token; x_scale is then None or ().
 
     Returns (Mp, N) out_dtype; rows of tiles from num_tiles on are unspecified. Raises ValueError or TypeError for a
     wrong call and NotImplementedError, with one reason for each implementation tried, when none can run it. config: of
@@ -50,10 +54,12 @@ def grouped_gemm_packed(
         name = "no activation" if activation is None else activation.name
         raise ValueError(f"w has {w.halves} halves; {name} needs {expected_halves}")
     tiles = tile_expert.shape[0] if tile_expert.ndim == 1 else 0
-    if not tiles or x.shape[0] % tiles:
-        raise ValueError(
-            f"tile_expert has shape {tile_expert.shape}, expected (Mp / block_m,) for Mp={x.shape[0]} rows"
-        )
+    rows, same_rows = x.shape[0], 0
+    if block_m is not None:
+        check_same_rows(rows, block_m, x_scale)
+        same_rows, rows = rows, tiles * block_m
+    if not tiles or rows % tiles:
+        raise ValueError(f"tile_expert has shape {tile_expert.shape}, expected (Mp / block_m,) for Mp={rows} rows")
     for name, value in (("tile_expert", tile_expert), ("num_tiles", num_tiles)):
         if value.dtype != jnp.int32:
             raise TypeError(f"{name} is {value.dtype}, expected int32")
@@ -63,10 +69,10 @@ def grouped_gemm_packed(
         bias = bias.reshape(w.num_experts, w.halves, w.n)
     lhs_scale = "none"
     if x_scale is not None:
-        if x_scale.shape not in ((), (x.shape[0],)) or x_scale.dtype != jnp.float32:
-            raise ValueError(f"x_scale is {x_scale.dtype} {x_scale.shape}, expected float32 () or {(x.shape[0],)}")
+        if x_scale.shape not in ((), (rows,)) or x_scale.dtype != jnp.float32:
+            raise ValueError(f"x_scale is {x_scale.dtype} {x_scale.shape}, expected float32 () or {(rows,)}")
         lhs_scale = "row" if x_scale.ndim else "tensor"
-    desc = describe_call(x.shape[0], w, out_dtype, lhs_scale, bias, activation)
+    desc = dataclasses.replace(describe_call(rows, w, out_dtype, lhs_scale, bias, activation), same_rows=same_rows)
     operands = dict(x=x, w=w, tile_expert=tile_expert, num_tiles=num_tiles, x_scale=x_scale, bias=bias)
     runs = {name: functools.partial(run, desc, config, operands) for name, run in _RUN.items()}
     return first_that_runs("grouped_gemm_packed", runs, implementation)
@@ -128,6 +134,9 @@ def _flat(array: Any) -> Any:
 
 def _run_reference(desc: PackedDesc, config: PackedConfig | None, operands: dict[str, Any]) -> Any:
     del config
+    if desc.same_rows:
+        tiles = operands["tile_expert"].shape[0]
+        operands = dict(operands, x=in_every_tile(operands["x"], tiles, desc.rows // tiles))
     return grouped_gemm_packed_ref(desc, **operands)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from pallas_kernels.common.activations import Activation
+from pallas_kernels.common.rows import same_rows_error
 from pallas_kernels.common.sm90 import SMEM_BYTES, smem_bytes
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, PackedFormat
 
@@ -28,7 +29,8 @@ class PackedDesc:
 
     rows: Mp. n: output columns (channels of one half). k: columns of x, whole blocks of K. fmt: of the weights.
     scale_dtype: of group scales. has_channel_scale: a float32 factor per channel follows the sum. halves: 2 when the
-    product feeds a gated activation. lhs_scale: "none", "tensor" or "row" factors of x, applied to the sum.
+    product feeds a gated activation. lhs_scale: "none", "tensor" or "row" factors of x, applied to the sum. same_rows:
+    of x, which every tile starts with; 0 where x has a row for each of a tile.
     """
 
     rows: int
@@ -43,6 +45,7 @@ class PackedDesc:
     lhs_scale: Literal["none", "tensor", "row"] = "none"
     bias_dtype: str | None = None
     activation: Activation | None = None
+    same_rows: int = 0
 
     @property
     def accumulator(self) -> str:
@@ -303,6 +306,8 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
         return f"block_m={config.block_m} is not one of {BLOCK_MS}"
     if desc.rows % config.block_m:
         return f"rows={desc.rows} is not a multiple of block_m={config.block_m}"
+    if reason := same_rows_error(desc.same_rows, config.block_m):
+        return reason
     allowed = tuple(_TALL_REGISTERS if config.block_m in TALL else _REGISTERS)
     if config.num_consumers not in allowed:
         return f"block_m={config.block_m}: num_consumers={config.num_consumers} is not one of {allowed}"

@@ -53,10 +53,9 @@ def grouped_gemm_packed_sm90(desc: PackedDesc, config: PackedConfig) -> Callable
 def operand_names(desc: PackedDesc) -> list[str]:
     """Names of the arrays the kernel takes, in order; B = E * channel_blocks * halves counts blocks of 64 channels.
 
-    x (rows, K); w (B, K / block_k, *block_shape) i32; tile_expert (rows / block_m,) i32; num_tiles (1,) i32;
-    scale (B, groups, 64); zero (B, groups, 64) of the operand's dtype; channel_scale (B, 64) f32; bias
-    (B, 64), all blocks of a half together;
-    x_scale (1,) or (rows,) f32.
+    x (rows or same_rows, K); w (B, K / block_k, *block_shape) i32; tile_expert (rows / block_m,) i32; num_tiles (1,)
+    i32; scale (B, groups, 64); zero (B, groups, 64) of the operand's dtype; channel_scale (B, 64) f32; bias (B, 64),
+    all blocks of a half together; x_scale (1,) or (rows,) f32.
     """
     names = ["x", "w", "tile_expert", "num_tiles"]
     names += ["scale"] if desc.fmt.scale == "group" else []

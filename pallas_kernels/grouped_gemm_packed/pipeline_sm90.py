@@ -111,7 +111,8 @@ def produce(
 
     def one_tile(t, count):
         m, n, e = tile(t)
-        rows = pl.ds(m * config.block_m, config.block_m)
+        # Past the last of the same rows a bulk copy brings zeros.
+        rows = pl.ds(0 if desc.same_rows else m * config.block_m, config.block_m)
         channels = pl.ds((e * desc.channel_blocks + n * config.channel_groups) * desc.halves, blocks)
 
         def one_step(k, count):

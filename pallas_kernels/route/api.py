@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.align.api import as_operands
-from pallas_kernels.align.config import OUTPUTS, AlignConfig, AlignDesc, row_capacity
+from pallas_kernels.align.api import describe as describe_align
+from pallas_kernels.align.config import OUTPUTS, AlignConfig
 from pallas_kernels.align.config import config_error as align_error
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
@@ -83,12 +84,14 @@ def route_and_align(
     token_mask: Any = None,
     num_local_experts: int | None = None,
     group_offset: Any = None,
+    by_token: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> Routed:
     """``route`` followed by ``align`` in tiles of block_m rows: one launch for few tokens (``fused_tokens``), else two.
 
     Arguments and errors as there. Masked tokens get no row. num_local_experts, group_offset: the experts that get rows
-    are this many from the offset on, where the others live on other shards; None for all. Ids stay global.
+    are this many from the offset on, where the others live on other shards; None for all. Ids stay global. by_token: as
+    in ``align``.
     """
     options = (scoring, renormalize, scale, bias, num_groups, groups_kept, token_mask)
     desc, operands = _describe(logits, top_k, *options)
@@ -101,14 +104,15 @@ def route_and_align(
         names = ("scoring", "renormalize", "scale", "bias", "num_groups", "groups_kept", "token_mask")
         chosen: dict[str, Any] = dict(zip(names, options, strict=True))
         weights, ids = route(logits, top_k, implementation=implementation, **chosen)
-        tiles = align(ids, num_experts, block_m, group_offset=group_offset, implementation=implementation)
+        tiles = align(
+            ids, num_experts, block_m, group_offset=group_offset, by_token=by_token, implementation=implementation
+        )
         return Routed(weights, ids, tiles)
 
     def mosaic():
         hopper_sms()
-        pairs = num_tokens * top_k
-        rows = row_capacity(pairs, num_experts, block_m)
-        tiles = AlignDesc(pairs, num_experts, block_m, rows, has_offset=group_offset is not None)
+        has_offset = group_offset is not None
+        tiles = describe_align(num_tokens, top_k, num_experts, block_m, has_offset=has_offset, by_token=by_token)
         config = choose_config(desc, in_one_block=True)
         if reason := config_error(desc, config) or align_error(tiles, AlignConfig(config.num_warpgroups)):
             raise NotImplementedError(reason)

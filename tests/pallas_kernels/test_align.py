@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import align_cases
-from tile_checks import check_tiles
+from tile_checks import check_tiles, check_tiles_by_token
 
 from pallas_kernels.align import AlignConfig, AlignDesc, align, config_error
 
@@ -27,8 +27,11 @@ ROUTINGS = {
 }
 
 
-def run(ids, num_experts, block_m, implementation, config=None, offset=None):
-    options = dict(implementation=implementation, config=config)
+FEW = [name for name, (ids, _) in ROUTINGS.items() if len(ids) <= 8]
+
+
+def run(ids, num_experts, block_m, implementation, config=None, offset=None, by_token=False):
+    options = dict(implementation=implementation, config=config, by_token=by_token)
     call = jax.jit(lambda ids, offset: align(ids, num_experts, block_m, group_offset=offset, **options))
     return call(jnp.asarray(ids, jnp.int32), None if offset is None else jnp.int32(offset))
 
@@ -56,8 +59,23 @@ def test_reference(routing, block_m):
     check_tiles(ids, num_experts, block_m, run(ids, num_experts, block_m, "reference"))
 
 
+def check_by_token(routing, implementation):
+    ids, num_experts = ROUTINGS[routing]
+    for block_m in (8, len(ids)):
+        check_tiles_by_token(ids, num_experts, block_m, run(ids, num_experts, block_m, implementation, by_token=True))
+    shard = run(ids + 3, num_experts, 8, implementation, offset=3, by_token=True)
+    check_tiles_by_token(ids, num_experts, 8, shard)
+
+
+@pytest.mark.parametrize("routing", FEW)
+def test_by_token(routing):
+    check_by_token(routing, "reference")
+
+
 def test_wrong_calls():
     ids = jnp.zeros((4, 2), jnp.int32)
+    with pytest.raises(ValueError, match="4 tokens in tiles of block_m=3 rows"):
+        align(ids, 3, 3, by_token=True)
     with pytest.raises(ValueError, match=r"topk_ids is int32\(4,\)"):
         align(ids[:, 0], 3, 16)
     with pytest.raises(ValueError, match="topk_ids is int16"):
@@ -101,6 +119,12 @@ def test_gpu(routing, block_m):
 def test_gpu_sizes(shape, num_experts):
     ids = np.random.default_rng(1).integers(0, num_experts, shape)
     check_tiles(ids, num_experts, 128, run(ids, num_experts, 128, "mosaic"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("routing", FEW)
+def test_gpu_by_token(routing):
+    check_by_token(routing, "mosaic")
 
 
 @pytest.mark.gpu

@@ -88,6 +88,18 @@ def test_padding_and_tiles_out_of_use_do_not_matter():
     np.testing.assert_array_equal(np.asarray(reference(clean))[own], np.asarray(reference(dirty))[own])
 
 
+def test_the_same_rows_in_every_tile():
+    """Small integers, so that every sum is exact."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((5, 64), (3, 48, 64)))
+    tile_expert = jnp.asarray([2, 0, -1], jnp.int32)
+    operands = (jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), tile_expert, jnp.int32(2))
+    out = grouped_gemm(*operands, block_m=8, out_dtype=jnp.float32, implementation="reference")
+    assert out.shape == (24, 48)
+    for tile, expert in enumerate((2, 0)):
+        np.testing.assert_array_equal(out[8 * tile : 8 * tile + 5], x @ w[expert].T)
+
+
 def test_wrong_calls():
     good = make_problem("fp8_row", [3, 65], k=64, n=64)
     x, w, tile_expert, num_tiles = good.args
@@ -116,6 +128,10 @@ def test_wrong_calls():
         call(bias=jnp.ones(64))
     with pytest.raises(ValueError, match="out_scale is given exactly when"):
         call(requantize="tensor")
+    with pytest.raises(ValueError, match="x has 320 rows, expected 1 to block_m=64"):
+        call(block_m=64)
+    with pytest.raises(ValueError, match=r"x_scale has shape \(9,\), expected None or \(\)"):
+        call(x=x[:9], block_m=64, x_scale=jnp.ones(9))
     with pytest.raises(ValueError, match="implementation 'triton' of grouped_gemm is not one of"):
         call(implementation="triton")
     with pytest.raises(NotImplementedError, match="mosaic: needs a Hopper GPU"):
@@ -305,6 +321,8 @@ def test_shared_memory_is_not_underestimated():
         (dict(dtype="int8", **BLOCK), {}, "only float8_e4m3fn is promoted"),
         (dict(activation=Activation("gelu"), halves=2), {}, "erf has no layout rule"),
         (dict(rows=1000), {}, "not a multiple of block_m"),
+        (dict(same_rows=136), {}, "a tile has 128"),
+        (dict(same_rows=9), {}, "up to 8, or a multiple of 8"),
         ({}, dict(block_m=32), "64 or 128"),
         ({}, dict(block_n=512), "at most 256 weight rows"),
         (BLOCK, dict(block_n=96), "tile's blocks are whole"),

@@ -66,6 +66,9 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict
     tile_expert, num_tiles = jnp.asarray([0, 2, 2, -1], jnp.int32), jnp.int32(3)
     numbers = [rng.standard_normal(shape) * 2 for shape in ((4 * block_m, k), (3, halves, n, k))]
     x, w = (jnp.asarray(np.rint(8 * v) if dtype == "int8" else v, dtype) for v in numbers)
+    same_rows = options.pop("same_rows", 0)
+    if same_rows:
+        x, options["block_m"] = x[:same_rows], block_m
     x_scale, w_scale = (None if s is None else jnp.asarray(rng.uniform(0.5, 2, s), jnp.float32) for s in scales)
     names = ("block_n", "is_swapped", "cluster", "shares_weights")
     form: dict[str, Any] = dict(block_n=128) | {name: options.pop(name) for name in names if name in options}
@@ -85,6 +88,8 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict
         for name in ("mosaic", "reference")
     )
     own = np.r_[0:3, block_m : 2 * block_m + 6]
+    if same_rows:
+        own = np.concatenate([np.arange(same_rows) + tile * block_m for tile in range(3)])
     return _rows(found, own, 4 * block_m), _rows(expected, own, 4 * block_m)
 
 
@@ -97,6 +102,12 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     **{f"permute {kind}": lambda kind=kind: permuting(kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
     "bf16": lambda: multiplying("bfloat16", (None, None), 64, {}),
     "bf16 swapped": lambda: multiplying("bfloat16", (None, None), 16, dict(is_swapped=True)),
+    **{
+        f"bf16 swapped, the same {n} rows": lambda n=n: multiplying(
+            "bfloat16", (None, None), 16, dict(is_swapped=True, same_rows=n)
+        )
+        for n in (1, 5, 16)
+    },
     "bf16 tall gated": lambda: multiplying(
         "bfloat16", (None, None), 112, dict(is_swapped=True, activation=SILU, n=256)
     ),

@@ -44,10 +44,12 @@ def program_of_layer(scheme, tokens):
 
 @pytest.mark.parametrize(
     "scheme, tokens, kernels",
-    [("fp8_channel", 4, 6), ("fp8_block", 32, 5), ("w4a16_g32", 1, 5)],
+    [("fp8_channel", 4, 6), ("fp8_block", 32, 5), ("w4a16_g32", 1, 4)],
 )
 def test_layers_lower_to_kernels(scheme, tokens, kernels):
-    """Route, permute, two products, requantization where the scale is not local, combine; the last gives (T, H)."""
+    """Route, permute but for few tokens in 16 bits, two products, requantization where the scale is not local, combine;
+    the last gives (T, H).
+    """
     program = program_of_layer(scheme, tokens)
     assert len(program.kernels) == kernels
     assert program.kernels[-1].results == (((tokens, 512), torch.bfloat16),)
@@ -255,7 +257,7 @@ def test_layers_of_one_shape_and_reloads_share_their_kernels(monkeypatch):
         monkeypatch.setattr(layer._calls, "_is_cuda", True)
         launched.clear()
         layer(x, z)
-        assert len(compiled) == len(launched) == 5
+        assert len(compiled) == len(launched) == 4
         addresses = {word for operands in launched for word in operands}
         assert {layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()} <= addresses
 

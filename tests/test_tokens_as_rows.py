@@ -1,0 +1,121 @@
+"""Few tokens that are not quantized stay where they are: every tile has all of them as its rows, on the references of
+the kernels against float64 and against the layer that moves them.
+"""
+
+import functools
+
+import experts_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from experts_numpy import experts_numpy
+from kernel_tolerances import assert_layer_close
+
+from moe_jax import _experts_mosaic, _mosaic_plan
+from moe_jax._packed_weights import pack_experts, packed_format
+from moe_jax.experts import explain
+from moe_jax.quantization import Scheme, method_for
+
+HOPPER = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+ON_HOPPER = jax.sharding.AbstractMesh((), (), abstract_device=HOPPER)
+
+
+@functools.cache
+def layer(scheme, **options):
+    """(config, weights, weights as the kernels read them)."""
+    stored = "float32" if Scheme.parse(scheme).is_quantized else options.get("dtype", "bfloat16")
+    sizes = dict(hidden_size=96, intermediate_size=64, param_dtype=stored)
+    config = cases.make_config(scheme, **({"dtype": "bfloat16"} | sizes | options))
+    weights = cases.make_stored_weights(config)
+    is_packed = packed_format(config.scheme, config.dtype) is not None
+    return config, weights, pack_experts(weights, config) if is_packed else weights
+
+
+def compiled(config, arguments, by_token, kernels="reference"):
+    """The layer on kernels by name, once it is sure that its plan is by token, or is not."""
+    x, *_, weights = arguments
+    assert _mosaic_plan.make_plan(config, weights, len(x), kernels).by_token == by_token
+    call = jax.jit(lambda *arrays: _experts_mosaic.forward(config, *arrays, kernels=kernels))
+    return call.lower(*arguments).compile()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "options"),
+    [
+        ("bf16", 1, {}),
+        ("bf16", 16, dict(has_bias=True)),
+        ("bf16", 6, dict(dtype="float16", is_act_and_mul=False, activation="relu2")),
+        ("w4a16_g32_asym", 8, dict(has_bias=True)),
+        ("nvfp4_a16", 5, {}),
+    ],
+)
+def test_bits_are_those_of_moved_rows(scheme, tokens, options, monkeypatch, quick_compilation):
+    check_bits(layer(scheme, **options), tokens, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 8, 16])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16_g128", "w4a16_g32_asym", "nvfp4_a16", "mxfp4_a16", "w8a16_g64_asym"])
+def test_bits_on_gpu(scheme, tokens, monkeypatch):
+    for inner in (288, 1024):
+        found = layer(scheme, hidden_size=544, intermediate_size=inner, has_bias=tokens == 5)
+        check_bits(found, tokens, monkeypatch, "mosaic")
+
+
+def check_bits(found, tokens, monkeypatch, kernels="reference"):
+    config, weights, packed = found
+    x = cases.make_tokens(tokens + 2, config, dtype=config.dtype.name)[:tokens]
+    p, ids = cases.make_routing(tokens)
+    # An expert twice, a token of infinities that is routed nowhere, one expert for all.
+    p, ids = jnp.where(jnp.isfinite(p), p, 0.5), ids.at[0].set(1)
+    x, ids = (x.at[1].set(jnp.inf), ids.at[1].set(-1)) if tokens > 1 else (x, ids)
+    in_place = compiled(config, (x, p, ids, packed), True, kernels)
+    with monkeypatch.context() as patched:
+        patched.setattr(_mosaic_plan, "PLACES_BY_TOKEN", False)
+        moved = compiled(config, (x, p, ids, packed), False, kernels)
+    for slots in (ids, jnp.where(ids >= 0, 2, -1)):
+        is_routed = (slots >= 0) & (slots < cases.E)
+        arguments = (x, jnp.where(is_routed, p, 0), slots, packed)
+        y = np.asarray(in_place(*arguments))
+        np.testing.assert_array_equal(y, moved(*arguments))
+        keep = np.asarray(is_routed.any(1))
+        expected = experts_numpy(x[keep], p[keep], slots[keep], weights, config)
+        assert_layer_close(y[keep], expected, config.scheme.activations, on_gpu=kernels == "mosaic")
+        assert not y[~keep].any()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "expected"),
+    [
+        ("bf16", 16, True),
+        ("w8a16_g64_asym", 8, True),
+        ("mxfp4_a16", 3, True),
+        ("bf16", 0, False),
+        ("bf16", 9, False),  # no whole boxes
+        ("bf16", 24, False),  # more than a tile
+        ("fp8_channel", 1, False),  # quantized on the way
+        ("mxfp4", 1, False),
+        ("w4a16_g32_asym_actorder", 1, False),  # columns in another order
+    ],
+)
+def test_which_layers(scheme, tokens, expected):
+    config, _, weights = layer(scheme)
+    plan = _mosaic_plan.make_plan(config, weights, tokens, "reference")
+    assert plan.by_token == expected and plan.products[0].same_rows == (tokens if expected else 0)
+    assert not plan.products[1].same_rows
+
+
+@pytest.mark.parametrize("tokens", [5, 9])
+def test_explain_and_launches(tokens):
+    """Route and align, both products, combine; nine tokens take one more."""
+    sizes = dict(hidden_size=512, intermediate_size=256)
+    config = cases.make_config("bf16", dtype="bfloat16", param_dtype="bfloat16", **sizes)
+    weights = method_for(config.scheme).abstract_weights(config)
+    x, z = (jax.ShapeDtypeStruct((tokens, n), dtype) for n, dtype in ((512, "bfloat16"), (cases.E, "float32")))
+    with jax.sharding.use_abstract_mesh(ON_HOPPER):
+        text = explain(config, weights, tokens, "gpu")
+        call = jax.jit(lambda *arrays: _experts_mosaic.forward_layer(config, *arrays))
+        lowered = call.trace(x, z, weights).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("none are moved, GEMM 1 takes all tokens" in text) == (tokens == 5)
+    assert lowered.count("mosaic_gpu_v2") == (4 if tokens == 5 else 5)
