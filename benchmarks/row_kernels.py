@@ -1,7 +1,9 @@
-"""Time quantize_and_permute and combine at the sizes of four models, beside the bytes they must move.
+"""Time quantize_and_permute, combine and align at the sizes of four models, beside the bytes they must move.
 
 python benchmarks/row_kernels.py [--models ...] [--tokens 1,1024,8192] [--implementations mosaic,reference]
-       [--formats none,e4m3_row,...]
+       [--formats none,e4m3_row,...] [--rows-at-once 1,4] [--align-blocks 1,16,32,64]
+
+--rows-at-once and --align-blocks time the kernels' forms side by side, where they can run, instead of the one chosen.
 
 Of microscaling formats also "by XLA": rounded by XLA, then moved by the kernel (tokens) or left in place. Microseconds
 that the GPU's kernels of a call take by JAX's profiler, and how many they are; launches, which cost the host more than
@@ -19,8 +21,10 @@ from _timing import READ_GBPS, header
 from _trace import NO_COMMAND_BUFFERS, traced
 from grouped_gemm import MODELS, route
 
+from pallas_kernels.align import AlignConfig, align
 from pallas_kernels.combine import combine
-from pallas_kernels.quantize_and_permute import quantize_and_permute
+from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, config_error, quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import MICROSCALING
 
 
@@ -56,10 +60,33 @@ def _requantize_by_xla(h, row_of, *, quantization, implementation):
     return quantize_and_permute(h, quantization=quantization, implementation="reference")
 
 
+def _forms(name: str, width: int, used: int, top_k: int, fmt: str, rows_at_once: str) -> dict[str, Any]:
+    """Options by label: the choice, or each of the numbers of rows that a block may take at once."""
+    if name != "mosaic" or not rows_at_once:
+        return {"": {}}
+    desc, found = PermuteDesc(used, width, top_k, used, "bfloat16", fmt), {}
+    for rows in map(int, rows_at_once.split(",")):
+        config = PermuteConfig(max(1, min(-(-used // rows), 24 * hopper_sms())), rows)
+        if not config_error(desc, config):
+            found[f" {rows} at once"] = dict(config=config)
+    return found
+
+
+def _align_forms(name: str, blocks: str) -> dict[str, Any]:
+    if name != "mosaic" or not blocks:
+        return {"": {}}
+    return {f" {n} blocks": dict(config=AlignConfig(8 if n == 1 else 4, n)) for n in map(int, blocks.split(","))}
+
+
+def _vary(values: jax.Array, i: int) -> jax.Array:
+    """Other values, the i-th: of expert ids other tokens'."""
+    return jnp.roll(values, i, 0) if values.dtype == jnp.int32 else values + i
+
+
 def device_time(call, args: tuple) -> tuple[float, int]:
     """(microseconds, kernels) of a call on other values of its first argument each time."""
     calls = 10 if args[0].size < 1 << 24 else 3
-    inner, values = jax.jit(call), [args[0] + i for i in range(calls)]
+    inner, values = jax.jit(call), [_vary(args[0], i) for i in range(calls)]
     program = jax.jit(lambda values, rest: [inner(value, *rest) for value in values])
     compiled = program.lower(values, args[1:]).compile(compiler_options=NO_COMMAND_BUFFERS)
     for _ in range(2):
@@ -77,6 +104,8 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,64,1024,8192")
     parser.add_argument("--implementations", default="mosaic")
     parser.add_argument("--formats", default="none,e4m3_row,e4m3_group,int8_row")
+    parser.add_argument("--rows-at-once", default="")
+    parser.add_argument("--align-blocks", default="")
     options = parser.parse_args()
     print(header(), flush=True)
     for model in options.models.split(","):
@@ -101,11 +130,26 @@ def main() -> None:
                         static = dict(quantization=fmt, implementation=name)
                         permute, requantize = (functools.partial(function, **static) for function in functions)
                         permute = functools.partial(permute, num_rows=num_rows)
-                        cases[f"permute {fmt}{way}"] = permute, (x, row_of), tokens * hidden * 2 + used * hidden * size
-                        if fmt != "none":
-                            cases[f"requantize {fmt}{way}"] = requantize, (h, row_of), used * inter * (2 + size)
+                        moved = tokens * hidden * 2 + used * hidden * size
+                        given = "" if way else options.rows_at_once
+                        for form, config in _forms(name, hidden, tokens, top_k, fmt, given).items():
+                            case = f"permute {fmt}{way}{form}"
+                            cases[case] = functools.partial(permute, **config), (x, row_of), moved
+                        if fmt == "none":
+                            continue
+                        for form, config in _forms(name, inter, used, 0, fmt, given).items():
+                            case = f"requantize {fmt}{way}{form}"
+                            cases[case] = (
+                                functools.partial(requantize, **config),
+                                (h, row_of),
+                                used * inter * (2 + size),
+                            )
                 moved = used * hidden * 2 + tokens * hidden * 2
                 cases["combine"] = functools.partial(combine, implementation=name), (rows, row_of, weights), moved
+                ids = jax.random.randint(jax.random.key(4), row_of.shape, 0, experts)
+                for form, config in _align_forms(name, options.align_blocks).items():
+                    call = functools.partial(align, num_experts=experts, block_m=128, implementation=name, **config)
+                    cases[f"align{form}"] = call, (ids,), 8 * used
                 for case, (call, args, moved) in cases.items():
                     us, count = device_time(call, args)
                     share = moved / us / 1e3 / READ_GBPS

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 import packed_problem
 
-from pallas_kernels.align import align
+from pallas_kernels.align import AlignConfig, align
 from pallas_kernels.combine import combine
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 from pallas_kernels.grouped_gemm_packed import PackedConfig, grouped_gemm_packed
 from pallas_kernels.push import PushDesc, place_arrived
-from pallas_kernels.quantize_and_permute import quantize_and_permute
+from pallas_kernels.quantize_and_permute import PermuteConfig, quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, TAKES_SCALE
 from pallas_kernels.route import route_and_align
 
@@ -138,6 +138,10 @@ def small_calls() -> dict[str, Callable[[], Call]]:
             lambda ids: align(ids, 2, 16, group_offset=2, implementation="mosaic"),
             (_ids(33),),
         ),
+        "align, pairs shared by blocks": lambda: (
+            lambda ids: align(ids, 5, 16, config=AlignConfig(1, 3), implementation="mosaic"),
+            (_ids(300),),
+        ),
         "quantize_and_permute with columns in an order": _gathering,
         "combine": _combining,
         "combine_pushed": lambda: _bringing_back(None),
@@ -146,6 +150,10 @@ def small_calls() -> dict[str, Callable[[], Call]]:
     for quantization in QUANTIZATIONS:
         calls[f"quantize_and_permute {quantization}"] = functools.partial(_permuting, quantization)
         calls[f"quantize_and_permute {quantization} in place"] = functools.partial(_in_place, quantization)
+        if quantization in ("e4m3_row", "int8_row"):
+            for name, maker in ((" in place", _in_place), ("", _permuting)):
+                name = f"quantize_and_permute {quantization}{name}, four rows at once"
+                calls[name] = functools.partial(maker, quantization, PermuteConfig(2, 4))
     for name, (kind, options, config) in _GEMMS.items():
         calls[f"grouped_gemm {name}"] = functools.partial(_multiplying, kind, options, config)
     for kind in (*_PACKED, *_PACKED_8BIT):
@@ -191,22 +199,24 @@ def _rows(tokens: int, top_k: int, num_rows: int) -> np.ndarray:
     return np.where(_rng().random(rows.shape) < 0.75, rows, -1).astype(np.int32)
 
 
-def _permuting(quantization: str) -> Call:
+def _permuting(quantization: str, config: PermuteConfig | None = None) -> Call:
     x, row_of = jnp.asarray(_rng().standard_normal((9, 640)), jnp.bfloat16), _rows(9, 3, 40)
     scale = jnp.float32(0.03) if quantization in TAKES_SCALE else None
 
     def run(x, row_of):
-        return quantize_and_permute(x, row_of, 40, quantization=quantization, scale=scale, implementation="mosaic")
+        options: dict[str, Any] = dict(quantization=quantization, scale=scale, config=config, implementation="mosaic")
+        return quantize_and_permute(x, row_of, 40, **options)
 
     return run, (x, jnp.asarray(row_of))
 
 
-def _in_place(quantization: str) -> Call:
+def _in_place(quantization: str, config: PermuteConfig | None = None) -> Call:
     x, rows = jnp.asarray(_rng().standard_normal((40, 640)), jnp.bfloat16), _rng().permutation(40)[:27]
     scale = jnp.float32(0.03) if quantization in TAKES_SCALE else None
 
     def run(x, rows):
-        return quantize_and_permute(x, quantization=quantization, rows=rows, scale=scale, implementation="mosaic")
+        options: dict[str, Any] = dict(quantization=quantization, scale=scale, config=config, implementation="mosaic")
+        return quantize_and_permute(x, rows=rows, **options)
 
     return run, (x, jnp.asarray(np.where(_rng().random(27) < 0.75, rows, -1), jnp.int32))
 

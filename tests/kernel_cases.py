@@ -13,7 +13,7 @@ import jax
 
 from pallas_kernels.align.config import AlignDesc, row_capacity
 from pallas_kernels.align.config import choose_config as choose_align
-from pallas_kernels.align.kernel_sm90 import align_sm90
+from pallas_kernels.align.kernel_sm90 import align_sm90, ranks_sm90, rows_sm90
 from pallas_kernels.combine.config import CombineDesc
 from pallas_kernels.combine.config import choose_config as choose_combine
 from pallas_kernels.combine.kernel_sm90 import combine_sm90
@@ -37,6 +37,7 @@ from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, TAKES_SCAL
 from pallas_kernels.quantize_and_permute.config import choose_config as choose_permute
 from pallas_kernels.quantize_and_permute.gather_sm90 import gather_rows_sm90
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
+from pallas_kernels.quantize_and_permute.narrow_sm90 import quantize_narrow_rows_sm90
 from pallas_kernels.route.config import RouteDesc
 from pallas_kernels.route.config import choose_config as choose_route
 from pallas_kernels.route.kernel_sm90 import route_and_align_sm90, route_sm90
@@ -323,17 +324,31 @@ def permute_cases() -> Iterator[Case]:
     for quantization in QUANTIZATIONS:
         for width in (7168, 2880, 768):
             for top_k in (8, 0):
-                desc = PermuteDesc(
-                    64, width, top_k, 4096 if top_k else 64, "bfloat16", quantization, None if top_k else 48
-                )
-                config = choose_permute(desc, H200_SMS)
-                if config_error(desc, config):
-                    continue
-                shapes = [((64, width), "bfloat16"), ((64, 8), "int32") if top_k else None]
-                shapes += [((1,), "float32") if quantization in TAKES_SCALE else None]
-                shapes += [None if top_k else ((48,), "int32")]
-                name = f"quantize_and_permute {quantization} {width}{'' if top_k else ' in place'}"
-                yield Case(name, quantize_and_permute_sm90(desc, config), tuple(s for s in shapes if s))
+                yield from _permute_case(quantization, width, top_k)
+    for quantization in ("e4m3_row", "int8_row"):
+        for width, top_k, dtype in (
+            (768, 8, "bfloat16"),
+            (768, 0, "bfloat16"),
+            (1024, 0, "float32"),
+            (704, 0, "float16"),
+        ):
+            yield from _permute_case(quantization, width, top_k, dtype, rows_at_once=4)
+
+
+def _permute_case(
+    quantization: str, width: int, top_k: int, dtype: str = "bfloat16", rows_at_once: int = 1
+) -> Iterator[Case]:
+    desc = PermuteDesc(64, width, top_k, 4096 if top_k else 64, dtype, quantization, None if top_k else 48)
+    config = dataclasses.replace(choose_permute(desc, H200_SMS), rows_at_once=rows_at_once)
+    if config_error(desc, config):
+        return
+    shapes = [((64, width), dtype), ((64, 8), "int32") if top_k else None]
+    shapes += [((1,), "float32") if quantization in TAKES_SCALE else None]
+    shapes += [None if top_k else ((48,), "int32")]
+    kernel = quantize_and_permute_sm90 if rows_at_once == 1 else quantize_narrow_rows_sm90
+    several = "" if rows_at_once == 1 else f", {dtype}, {rows_at_once} rows at once"
+    name = f"quantize_and_permute {quantization} {width}{'' if top_k else ' in place'}{several}"
+    yield Case(name, kernel(desc, config), tuple(s for s in shapes if s))
 
 
 def gather_cases() -> Iterator[Case]:
@@ -355,7 +370,14 @@ def combine_cases() -> Iterator[Case]:
 def align_cases() -> Iterator[Case]:
     for pairs, experts, block_m in ((8, 128, 64), (512, 128, 64), (65536, 256, 128), (16384, 8, 128), (100, 300, 16)):
         desc = AlignDesc(pairs, experts, block_m, row_capacity(pairs, experts, block_m))
-        yield Case(f"align {pairs} to {experts}", align_sm90(desc, choose_align(desc)), (((pairs,), "int32"),))
+        config = dataclasses.replace(choose_align(desc), num_blocks=1)
+        yield Case(f"align {pairs} to {experts}", align_sm90(desc, config), (((pairs,), "int32"),))
+    for pairs, experts, has_offset in ((65536, 128, False), (40000, 32, True)):
+        desc = AlignDesc(pairs, experts, 128, row_capacity(pairs, experts, 128), has_offset)
+        config, offset = choose_align(desc), (((1,), "int32"),) if has_offset else ()
+        ids, by_block = ((pairs,), "int32"), ((config.num_blocks * experts,), "int32")
+        yield Case(f"align {pairs} to {experts}, ranks", ranks_sm90(desc, config), (ids, *offset))
+        yield Case(f"align {pairs} to {experts}, rows", rows_sm90(desc, config), (ids, by_block, ids, *offset))
     by_token = AlignDesc(128, 128, 16, row_capacity(128, 128, 16), top_k=8)
     yield Case("align by token", align_sm90(by_token, choose_align(by_token)), (((128,), "int32"),))
     shard = AlignDesc(512, 32, 64, row_capacity(512, 32, 64), has_offset=True)

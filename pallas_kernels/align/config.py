@@ -5,6 +5,8 @@ import dataclasses
 OUTPUTS = ("row_of", "group_sizes", "tile_expert", "tile_rows", "num_tiles")  # of the kernel, in this order
 MAX_EXPERTS = 1024
 MAX_WARPGROUPS = 8  # 1024 threads, the most a block has
+MAX_BLOCKS = 64  # whose counters of an expert one thread loads at once
+MANY_PAIRS = 32_768  # that several blocks share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +37,10 @@ class AlignDesc:
 
 @dataclasses.dataclass(frozen=True)
 class AlignConfig:
-    """num_warpgroups: of the one block that does it all, 128 threads each."""
+    """num_warpgroups: of a block, 128 threads each. num_blocks: 1 does it all in one launch, more take two."""
 
     num_warpgroups: int
+    num_blocks: int = 1
 
 
 def row_capacity(num_pairs: int, num_experts: int, block_m: int) -> int:
@@ -54,10 +57,18 @@ def config_error(desc: AlignDesc, config: AlignConfig) -> str | None:
         return "no pairs: there is nothing to align"
     if not 1 <= config.num_warpgroups <= MAX_WARPGROUPS:
         return f"num_warpgroups={config.num_warpgroups}: 1 to {MAX_WARPGROUPS}"
+    if not 1 <= config.num_blocks <= MAX_BLOCKS:
+        return f"num_blocks={config.num_blocks}: 1 to {MAX_BLOCKS}"
     return None
 
 
 def choose_config(desc: AlignDesc) -> AlignConfig:
-    """A thread per pair and per expert up to a full block; more than the work needs only slows the barriers."""
+    """A thread per pair and per expert up to a full block; more than the work needs only slows the barriers.
+
+    Many pairs go to 32 blocks of half the threads: four pairs a thread where 8192 tokens choose 8 experts each. One
+    block would read and write 1.3 MB, some 20 us of one multiprocessor; two short launches should take half of that.
+    """
+    if desc.num_pairs >= MANY_PAIRS:
+        return AlignConfig(4, 32)
     threads = max(desc.num_pairs, desc.num_experts)
     return AlignConfig(min(MAX_WARPGROUPS, max(1, -(-threads // 128))))

@@ -8,6 +8,12 @@
 
 By token, rank is the token instead, and an expert in use has one tile.
 
+Many pairs are shared by several blocks, in two launches, since one multiprocessor reads and writes too slowly for them:
+
+    first, each block its pairs:       rank among those of the block, and its counters to memory
+    then, each block:                  every expert's pairs in all blocks, and in those before it
+                                       tiles, rows of the block's pairs, a share of the tiles as above
+
 The order of an expert's rows is the order in which threads reach its counter, so it may differ from call to call; a
 row's values do not depend on its place, and ``combine`` adds by slot, so results do not.
 """
@@ -28,17 +34,26 @@ _TOGETHER = 8  # pairs a thread has in flight
 
 
 def align_sm90(desc: AlignDesc, config: AlignConfig) -> Callable[..., list[Any]]:
-    """The kernel: (ids (P,) int32, [offset (1,) int32]) -> ``OUTPUTS``, flat. config must pass config_error."""
-    return plgpu.kernel(
-        functools.partial(_kernel, desc, config),
-        out_type=align_outputs(desc),
-        grid=(1,),
-        grid_names=("block",),
-        num_threads=config.num_warpgroups,
-        thread_name="warpgroup",
-        scratch_types=align_scratch(desc),
-        compiler_params=mosaic.compiler_params(),
-    )
+    """The kernel, or both: (ids (P,) int32, [offset (1,) int32]) -> ``OUTPUTS``, flat. For configs without error."""
+    if config.num_blocks == 1:
+        return _kernel(_align, desc, config, align_outputs(desc), align_scratch(desc))
+    rank, place = ranks_sm90(desc, config), rows_sm90(desc, config)
+    return lambda *operands: place(*rank(*operands), *operands)
+
+
+def ranks_sm90(desc: AlignDesc, config: AlignConfig) -> Callable[..., list[Any]]:
+    """The first of two kernels: operands of ``align_sm90`` -> each pair's rank among those of its expert in its block
+    (P,), pairs of each expert in each block (num_blocks * E,), both int32.
+    """
+    lengths = (desc.num_pairs, config.num_blocks * desc.num_experts)
+    outputs = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in lengths]
+    return _kernel(_ranks, desc, config, outputs, dict(counts=align_scratch(desc)["counts"]))
+
+
+def rows_sm90(desc: AlignDesc, config: AlignConfig) -> Callable[..., list[Any]]:
+    """The second: (outputs of ``ranks_sm90``, operands of ``align_sm90``) -> ``OUTPUTS``."""
+    scratch = align_scratch(desc)
+    return _kernel(_rows, desc, config, align_outputs(desc), dict(scratch, before=scratch["counts"]))
 
 
 def align_outputs(desc: AlignDesc) -> list[jax.ShapeDtypeStruct]:
@@ -53,10 +68,56 @@ def align_scratch(desc: AlignDesc) -> dict[str, Any]:
     return dict(counts=plgpu.SMEM((experts,), jnp.int32), ends=plgpu.SMEM((experts,), jnp.int32))
 
 
-def _kernel(desc: AlignDesc, config: AlignConfig, ids: Any, *refs: Any, **scratch: Any) -> None:
+def _kernel(body: Any, desc: AlignDesc, config: AlignConfig, outputs: Any, scratch: Any) -> Callable[..., list[Any]]:
+    return plgpu.kernel(
+        functools.partial(body, desc, config),
+        out_type=outputs,
+        grid=(config.num_blocks,),
+        grid_names=("block",),
+        num_threads=config.num_warpgroups,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=mosaic.compiler_params(),
+    )
+
+
+def _align(desc: AlignDesc, config: AlignConfig, ids: Any, *refs: Any, **scratch: Any) -> None:
     mosaic.begin()
     offset, outputs = (refs[0], refs[1:]) if desc.has_offset else (None, refs)
     align_pairs(desc, config, ids, offset, *outputs, **scratch)
+
+
+def _ranks(desc: AlignDesc, config: AlignConfig, ids: Any, *refs: Any, counts: Any) -> None:
+    mosaic.begin()
+    *offset, ranks, by_block = refs
+    block = _Block(desc, config, ids, *offset, index=lax.axis_index("block"))
+    block.take_ranks(counts, ranks)
+
+    def publish(e, is_expert):
+        simt.store(by_block, block.index * desc.num_experts + e, simt.load(counts, e, is_expert, 0), is_expert)
+
+    block.each_expert(publish)
+
+
+def _rows(
+    desc: AlignDesc, config: AlignConfig, ranks: Any, by_block: Any, ids: Any, *refs: Any, before: Any, **scratch: Any
+) -> None:
+    mosaic.begin()
+    offset, outputs = (refs[:1], refs[1:]) if desc.has_offset else ((), refs)
+    block = _Block(desc, config, ids, *offset, index=lax.axis_index("block"))
+
+    def add_up(e, is_expert):
+        total = own = simt.constant(0)
+        found = [simt.load(by_block, e + b * desc.num_experts, is_expert, 0) for b in range(config.num_blocks)]
+        for b, count in enumerate(found):
+            own = own + count * jnp.where(b < block.index, 1, 0)
+            total = total + count
+        simt.store(scratch["counts"], e, total, is_expert)
+        simt.store(before, e, own, is_expert)
+
+    block.each_expert(add_up)
+    simt.barrier()
+    block.finish(ranks, before, outputs, **scratch)
 
 
 def align_pairs(
@@ -65,86 +126,111 @@ def align_pairs(
     """The work of one block of config.num_warpgroups warpgroups. ids: (P,) int32, offset: (1,) int32 or None, both in
     global memory.
     """
-    first_expert = None if offset is None else offset[0]
-    row_of, group_sizes, tile_expert, tile_rows, num_tiles = outputs
-    thread = simt.thread_index()
-    threads = config.num_warpgroups * sm90.WARPGROUP
-    experts = desc.num_experts
+    block = _Block(desc, config, ids, offset)
+    block.take_ranks(counts, outputs[0])
+    block.finish(outputs[0], None, outputs, counts, ends)
 
-    def each(total: int, body: Callable[[Any, Any], None]) -> None:
-        """body(index, is in range) for every index below total, one a thread at a time."""
 
-        def step(i, _):
-            index = thread + i * threads
-            body(index, index < total)
-            return 0
+class _Block:
+    """A block's share of the work, all of its threads: pairs and tiles by turns with the other blocks, every expert."""
 
-        lax.fori_loop(0, -(-total // threads), step, 0)
+    def __init__(self, desc: AlignDesc, config: AlignConfig, ids: Any, offset: Any = None, index: Any = 0):
+        self.desc, self.ids, self.index = desc, ids, index
+        self.first_expert = None if offset is None else offset[0]
+        self.thread = simt.thread_index()
+        self.threads = config.num_warpgroups * sm90.WARPGROUP
+        self.first = self.thread if config.num_blocks == 1 else self.thread + index * self.threads  # pair and tile
+        self.stride = config.num_blocks * self.threads
 
-    def each_pair(body: Callable[[list[Any], list[Any], list[Any]], None]) -> None:
+    def each_expert(self, body: Callable[[Any, Any], None]) -> None:
+        """body(index, is in range) for every expert, one a thread at a time."""
+        _each(self.desc.num_experts, self.thread, self.threads, body)
+
+    def each_pair(self, body: Callable[[list[Any], list[Any], list[Any]], None]) -> None:
         """body(pairs, experts, are routed), a few at a time, so that their ids are fetched together."""
-        together = min(_TOGETHER, -(-desc.num_pairs // threads))
+        together = min(_TOGETHER, -(-self.desc.num_pairs // self.stride))
 
         def step(i, _):
-            pairs = [thread + (i * together + j) * threads for j in range(together)]
-            owners = [simt.load(ids, pair, pair < desc.num_pairs, -1) for pair in pairs]
-            if first_expert is not None:
-                owners = [owner - first_expert for owner in owners]
-            body(pairs, owners, [(owner >= 0) & (owner < experts) for owner in owners])
+            pairs = [self.first + (i * together + j) * self.stride for j in range(together)]
+            owners = [simt.load(self.ids, pair, pair < self.desc.num_pairs, -1) for pair in pairs]
+            if self.first_expert is not None:
+                owners = [owner - self.first_expert for owner in owners]
+            body(pairs, owners, [(owner >= 0) & (owner < self.desc.num_experts) for owner in owners])
             return 0
 
-        lax.fori_loop(0, -(-desc.num_pairs // (threads * together)), step, 0)
+        lax.fori_loop(0, -(-self.desc.num_pairs // (self.stride * together)), step, 0)
 
-    each(experts, lambda e, is_expert: simt.store(counts, e, simt.constant(0), is_expert))
-    simt.barrier()
+    def take_ranks(self, counts: Any, ranks: Any) -> None:
+        """Count the block's pairs by expert; the rank of each, in the order of arrival, to ``ranks``."""
+        self.each_expert(lambda e, is_expert: simt.store(counts, e, simt.constant(0), is_expert))
+        simt.barrier()
 
-    def take_ranks(pairs, owners, are_routed):
-        ranks = [simt.count(counts, owner, routed) for owner, routed in zip(owners, are_routed, strict=True)]
-        if desc.top_k:
-            return
-        for pair, rank in zip(pairs, ranks, strict=True):
-            simt.store(row_of, pair, rank, pair < desc.num_pairs)
+        def take(pairs, owners, are_routed):
+            taken = [simt.count(counts, owner, routed) for owner, routed in zip(owners, are_routed, strict=True)]
+            if self.desc.top_k:
+                return
+            for pair, rank in zip(pairs, taken, strict=True):
+                simt.store(ranks, pair, rank, pair < self.desc.num_pairs)
 
-    each_pair(take_ranks)
-    simt.barrier()
+        self.each_pair(take)
+        simt.barrier()
 
-    def to_tiles(e, is_expert):
-        size = simt.load(counts, e, is_expert, 0)
-        simt.store(group_sizes, e, size, is_expert)
-        simt.store(ends, e, _tiles(desc, size), is_expert)
+    def finish(self, ranks: Any, before: Any, outputs: Any, counts: Any, ends: Any) -> None:
+        """Write ``OUTPUTS``. counts: pairs of each expert; before: those of them in blocks before this one, or None."""
+        desc, experts = self.desc, self.desc.num_experts
+        row_of, group_sizes, tile_expert, tile_rows, num_tiles = outputs
 
-    each(experts, to_tiles)
-    simt.barrier()
-    _sum_up(ends, thread, threads, experts)
+        def to_tiles(e, is_expert):
+            size = simt.load(counts, e, is_expert, 0)
+            simt.store(ends, e, _tiles(desc, size), is_expert)
+            is_mine = is_expert if before is None else is_expert & (self.first < self.threads)  # the first block's
+            simt.store(group_sizes, e, size, is_mine)
 
-    def first_tile(e, mask):
-        return simt.load(ends, e, mask, 0) - _tiles(desc, simt.load(counts, e, mask, 0))
+        self.each_expert(to_tiles)
+        simt.barrier()
+        _sum_up(ends, self.thread, self.threads, experts)
 
-    def place(pairs, owners, are_routed):
-        if desc.top_k:
-            ranks = [lax.div(pair, jnp.full_like(pair, desc.top_k)) for pair in pairs]
-        else:
-            ranks = [simt.load(row_of, pair, routed, 0) for pair, routed in zip(pairs, are_routed, strict=True)]
-        for pair, owner, routed, rank in zip(pairs, owners, are_routed, ranks, strict=True):
-            row = first_tile(owner, routed) * desc.block_m + rank
-            simt.store(row_of, pair, jnp.where(routed, row, simt.constant(-1)), pair < desc.num_pairs)
+        def first_tile(e, mask):
+            return simt.load(ends, e, mask, 0) - _tiles(desc, simt.load(counts, e, mask, 0))
 
-    each_pair(place)
+        def place(pairs, owners, are_routed):
+            if desc.top_k:
+                own = [lax.div(pair, jnp.full_like(pair, desc.top_k)) for pair in pairs]
+            else:
+                own = [simt.load(ranks, pair, routed, 0) for pair, routed in zip(pairs, are_routed, strict=True)]
+            for pair, owner, routed, rank in zip(pairs, owners, are_routed, own, strict=True):
+                row = first_tile(owner, routed) * desc.block_m + rank
+                if before is not None and not desc.top_k:
+                    row = row + simt.load(before, owner, routed, 0)
+                simt.store(row_of, pair, jnp.where(routed, row, simt.constant(-1)), pair < desc.num_pairs)
 
-    def describe(tile, is_tile):
-        expert = _first_end_behind(ends, tile, is_tile, experts)
-        in_use = is_tile & (expert < experts)
-        if desc.top_k:
-            rows = simt.constant(desc.num_tokens)
-        else:
-            past = (tile - first_tile(expert, in_use)) * desc.block_m
-            rows = jnp.minimum(simt.load(counts, expert, in_use, 0) - past, desc.block_m)
-        simt.store(tile_expert, tile, jnp.where(in_use, expert, simt.constant(-1)), is_tile)
-        simt.store(tile_rows, tile, jnp.where(in_use, rows, simt.constant(0)), is_tile)
+        self.each_pair(place)
 
-    each(desc.num_tiles, describe)
-    last = simt.load(ends, simt.constant(experts - 1), thread == 0, 0)
-    simt.store(num_tiles, simt.constant(0), last, thread == 0)
+        def describe(tile, is_tile):
+            expert = _first_end_behind(ends, tile, is_tile, experts)
+            in_use = is_tile & (expert < experts)
+            if desc.top_k:
+                rows = simt.constant(desc.num_tokens)
+            else:
+                past = (tile - first_tile(expert, in_use)) * desc.block_m
+                rows = jnp.minimum(simt.load(counts, expert, in_use, 0) - past, desc.block_m)
+            simt.store(tile_expert, tile, jnp.where(in_use, expert, simt.constant(-1)), is_tile)
+            simt.store(tile_rows, tile, jnp.where(in_use, rows, simt.constant(0)), is_tile)
+
+        _each(desc.num_tiles, self.first, self.stride, describe)
+        is_it = self.first == 0
+        simt.store(num_tiles, simt.constant(0), simt.load(ends, simt.constant(experts - 1), is_it, 0), is_it)
+
+
+def _each(total: int, first: Any, stride: int, body: Callable[[Any, Any], None]) -> None:
+    """body(index, is in range) for the indices first, first + stride, ..., as many steps in every thread."""
+
+    def step(i, _):
+        index = first + i * stride
+        body(index, index < total)
+        return 0
+
+    lax.fori_loop(0, -(-total // stride), step, 0)
 
 
 def _tiles(desc: AlignDesc, size: Any) -> Any:

@@ -14,11 +14,20 @@ def e4m3_of_row(x: Any, amax: Any) -> tuple[Any, Any]:
     return _codes(x, *_divisor(scale)), scale
 
 
+def e4m3_of_rows(x: Any, amax: Any) -> tuple[Any, Any]:
+    """``quantize_e4m3_row`` of several rows: codes of float32 x (rows, columns) and their scales; amax: (rows,)."""
+    return _codes_by_group(x, e4m3_row_scale(amax))
+
+
 def e4m3_in_groups(x: Any, amax: Any, is_power_of_two: bool) -> tuple[Any, Any]:
     """``quantize_e4m3_group``: codes of float32 x (groups, columns) and their scales; amax: (groups,) float32."""
     scale = e4m3_group_scale(amax)
     if is_power_of_two:
         scale = power_of_two_scale(scale)
+    return _codes_by_group(x, scale)
+
+
+def _codes_by_group(x: Any, scale: Any) -> tuple[Any, Any]:
     return _codes(x, *(lax.broadcast_in_dim(one, x.shape, [0]) for one in _divisor(scale))), scale
 
 

@@ -148,8 +148,14 @@ def quantize_int8_token(x: jax.Array, amax: jax.Array, rounding: Rounding = "hal
 
     Ties to even as in vLLM's CUDA quantizer; its Triton quantizer rounds half away from zero.
     """
+    inverse, scale = int8_token_factors(amax)
+    return cast_int8(x * inverse, rounding), scale
+
+
+def int8_token_factors(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a token's values are multiplied by before they are rounded, and their scale."""
     amax = jnp.maximum(amax, _GROUP_AMAX_FLOOR)
-    return cast_int8(x * (INT8_MAX / amax), rounding), divide(amax, INT8_MAX)
+    return INT8_MAX / amax, divide(amax, INT8_MAX)
 
 
 def quantize_int_min_max(

@@ -74,7 +74,7 @@ def load(ref: Any, index: Any, mask: Any, default: int) -> Any:
         del ctx
         space, address, constraint = _address(ref, index)
         text = f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, {default}; @p ld.{space}.b32 $0, [$1]; }}"
-        return wrap(asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
+        return wrap(asm([address, value_of(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
 
     return read(ref, index, _as_int(mask))
 
@@ -92,7 +92,7 @@ def load_float(ref: Any, index: Any, mask: Any, dtype: Any, default: float) -> A
         text = (
             f"{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, {bits}; @p ld.{space}.{fetch}; {widen} }}"
         )
-        return wrap(asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
+        return wrap(asm([address, value_of(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
 
     return lax.bitcast_convert_type(read(ref, index, _as_int(mask)), jnp.float32)
 
@@ -106,7 +106,7 @@ def load_bits(ref: Any, index: Any, mask: Any, itemsize: int) -> Any:
         del ctx
         space, address, constraint = _address(ref, index, itemsize)
         text = f"{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p {fetch.format(space)} }}"
-        return wrap(asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
+        return wrap(asm([address, value_of(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
 
     return read(ref, index, _as_int(mask))
 
@@ -120,7 +120,7 @@ def store_bits(ref: Any, index: Any, value: Any, mask: Any, itemsize: int) -> No
         del ctx
         space, address, constraint = _address(ref, index, itemsize)
         text = f"{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; {put.format(space)} }}"
-        asm([address, _value(value), _value(mask)], text, f"{constraint},r,r,~{{memory}}")
+        asm([address, value_of(value), value_of(mask)], text, f"{constraint},r,r,~{{memory}}")
 
     write(ref, index, value, _as_int(mask))
 
@@ -139,7 +139,7 @@ def _warp_reduce(value: Any, op: str) -> Any:
     @inline(LANES, result=_RESULT)
     def reduce(ctx, value):
         del ctx
-        return wrap(asm([_value(value)], f"redux.sync.{op}.s32 $0, $1, 0xffffffff;", "=r,r", has_result=True))
+        return wrap(asm([value_of(value)], f"redux.sync.{op}.s32 $0, $1, 0xffffffff;", "=r,r", has_result=True))
 
     return reduce(value)
 
@@ -153,7 +153,7 @@ def warp_sum(value: Any) -> Any:
         def other(ctx, value, distance=distance):
             del ctx
             text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
-            return wrap(asm([_value(value)], text, "=r,r", has_result=True))
+            return wrap(asm([value_of(value)], text, "=r,r", has_result=True))
 
         value = value + lax.bitcast_convert_type(other(lax.bitcast_convert_type(value, jnp.int32)), jnp.float32)
     return value
@@ -167,7 +167,7 @@ def store(ref: Any, index: Any, value: Any, mask: Any) -> None:
         del ctx
         space, address, constraint = _address(ref, index)
         text = f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.{space}.b32 [$0], $1; }}"
-        asm([address, _value(value), _value(mask)], text, f"{constraint},r,r,~{{memory}}")
+        asm([address, value_of(value), value_of(mask)], text, f"{constraint},r,r,~{{memory}}")
 
     write(ref, index, value, _as_int(mask))
 
@@ -182,7 +182,7 @@ def count(ref: Any, index: Any, mask: Any) -> Any:
         del ctx
         space, address, constraint = _address(ref, index)
         text = f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p atom.{space}.add.u32 $0, [$1], 1; }}"
-        return wrap(asm([address, _value(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
+        return wrap(asm([address, value_of(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
 
     return add(ref, index, _as_int(mask))
 
@@ -197,7 +197,8 @@ def asm(operands: list[Any], text: str, constraints: str, *, has_result: bool = 
     return llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True, asm_dialect=0)
 
 
-def _value(array: Any) -> Any:
+def value_of(array: Any) -> Any:
+    """Each thread's value of an array of one element a thread."""
     (register,) = array.registers.flat
     return vector.extract(register, [], [0])
 
@@ -214,7 +215,7 @@ def _address(ref: Any, index: Any, itemsize: int = 4) -> tuple[str, Any, str]:
     is_shared = mgpu.utils.is_smem_ref(ref)
     width = ir.IntegerType.get_signless(32 if is_shared else 64)
     base = llvm.ptrtoint(width, mgpu.utils.memref_ptr(ref))
-    offset = _value(index)
+    offset = value_of(index)
     if not is_shared:
         offset = arith.extsi(width, offset)
     size = arith.constant(width, ir.IntegerAttr.get(width, itemsize))

@@ -67,8 +67,11 @@ def quantize_and_permute(
         # here: importing it loads Pallas
         from pallas_kernels.quantize_and_permute.gather_sm90 import gather_rows_sm90
         from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
+        from pallas_kernels.quantize_and_permute.narrow_sm90 import quantize_narrow_rows_sm90
 
-        kernel = gather_rows_sm90 if desc.num_experts else quantize_and_permute_sm90
+        kernel = quantize_narrow_rows_sm90 if chosen.rows_at_once > 1 else quantize_and_permute_sm90
+        if desc.num_experts:
+            kernel = gather_rows_sm90
         return kernel(desc, chosen)(*operands)
 
     runs = dict(mosaic=mosaic, reference=lambda: quantize_and_permute_ref(desc, x, row_of, scale, columns, tile_expert))

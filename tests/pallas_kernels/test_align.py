@@ -3,14 +3,18 @@
 The layout contract is that of tile_checks.py.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_lockstep import Memory, simt_of
 from kernel_cases import align_cases
 from tile_checks import check_tiles, check_tiles_by_token
 
-from pallas_kernels.align import AlignConfig, AlignDesc, align, config_error
+from pallas_kernels.align import AlignConfig, AlignDesc, TileMap, align, config_error, kernel_sm90, row_capacity
+from pallas_kernels.align.config import OUTPUTS, choose_config
 
 RNG = np.random.default_rng(0)
 ROUTINGS = {
@@ -92,8 +96,40 @@ def test_config_error():
     desc = AlignDesc(8, 4, 16, 64)
     assert config_error(desc, AlignConfig(1)) is None
     assert "1 to 8" in config_error(desc, AlignConfig(9))
+    assert "num_blocks=65: 1 to 64" in config_error(desc, AlignConfig(1, 65))
     assert "nothing to align" in config_error(AlignDesc(0, 4, 16, 0), AlignConfig(1))
     assert "1 to 1024" in config_error(AlignDesc(8, 2000, 16, 64), AlignConfig(1))
+
+
+@pytest.mark.parametrize("offset", [None, 5])
+@pytest.mark.parametrize(("num_warpgroups", "num_blocks"), [(1, 1), (2, 1), (1, 5), (2, 3)])
+def test_kernels_in_lockstep(monkeypatch, num_warpgroups, num_blocks, offset):
+    """The kernels' own statements, a block after the other: every pair and tile is some block's, none is two's."""
+    ids = np.random.default_rng(2).integers(-3, 150, (700, 3)).astype(np.int32)
+    desc = AlignDesc(ids.size, 131, 16, row_capacity(ids.size, 131, 16), has_offset=offset is not None)
+    config = AlignConfig(num_warpgroups, num_blocks)
+    monkeypatch.setattr(kernel_sm90, "simt", simt_of(128 * num_warpgroups))
+    monkeypatch.setattr(kernel_sm90.mosaic, "begin", lambda: None)
+    operands = [Memory(ids.size, ids.reshape(-1)), *([] if offset is None else [Memory(1, [offset])])]
+    outputs = [Memory(out.shape[0]) for out in kernel_sm90.align_outputs(desc)]
+
+    def launch(body, *refs, names):
+        for index in range(num_blocks):
+            monkeypatch.setattr(kernel_sm90.lax, "axis_index", lambda name, index=index: jnp.int32(index))
+            body(desc, config, *refs, **{name: Memory(256) for name in names})
+
+    with jax.disable_jit():
+        if num_blocks == 1:
+            launch(kernel_sm90._align, *operands, *outputs, names=("counts", "ends"))
+        else:
+            between = [Memory(ids.size), Memory(num_blocks * 131)]
+            launch(kernel_sm90._ranks, *operands, *between, names=("counts",))
+            launch(kernel_sm90._rows, *between, *operands, *outputs, names=("counts", "ends", "before"))
+    assert all(out.is_written.all() for out in outputs)
+    local = ids - (offset or 0)
+    found = TileMap(**{name: out.values for name, out in zip(OUTPUTS, outputs, strict=True)})
+    found = dataclasses.replace(found, row_of=found.row_of.reshape(ids.shape))
+    check_tiles(np.where((local >= 0) & (local < 131), local, -1), 131, 16, found)
 
 
 @pytest.mark.parametrize("case", align_cases(), ids=lambda case: case.name)
@@ -108,7 +144,7 @@ def test_lowers_for_cuda(case):
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_gpu(routing, block_m):
     ids, num_experts = ROUTINGS[routing]
-    for config in (None, AlignConfig(1), AlignConfig(8)):
+    for config in (None, AlignConfig(1), AlignConfig(8), AlignConfig(1, 3), AlignConfig(4, 32), AlignConfig(2, 64)):
         check_tiles(ids, num_experts, block_m, run(ids, num_experts, block_m, "mosaic", config))
 
 
@@ -125,6 +161,19 @@ def test_gpu_sizes(shape, num_experts):
 @pytest.mark.parametrize("routing", FEW)
 def test_gpu_by_token(routing):
     check_by_token(routing, "mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_experts", [1, 128, 1000])
+def test_gpu_pairs_shared_by_blocks(num_experts):
+    """As many as a layer of 8192 tokens has, and one more; all to one expert; a shard whose offset is on the device."""
+    rng = np.random.default_rng(3)
+    for ids in (rng.integers(-1, num_experts, (65536, 1)), rng.integers(0, num_experts + 9, (65537, 1))):
+        assert choose_config(AlignDesc(ids.size, num_experts, 128, 0)).num_blocks > 1
+        for repeat in range(3):
+            check_tiles(ids, num_experts, 128, run(ids + repeat, num_experts, 128, "mosaic", offset=repeat))
+    ids = np.full((65536, 1), num_experts - 1)
+    check_tiles(ids, num_experts, 128, run(ids, num_experts, 128, "mosaic"))
 
 
 @pytest.mark.gpu

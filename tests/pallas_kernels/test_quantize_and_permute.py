@@ -4,17 +4,28 @@ Layout contract: row_of[t, j] is the output row of token t for its j-th expert, 
 multiply the codes: one per row, or (groups, rows) with a group of 128 columns each.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from in_lockstep import Memory, simt_of
+from jax import lax
 from kernel_cases import gather_cases, permute_cases
 
 from moe_jax.quantization import QuantFormat, Strategy, dequantize, quantize_activations
 from pallas_kernels.common.microscaling import decode_e2m1, encode_e2m1
-from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, config_error, quantize_and_permute
-from pallas_kernels.quantize_and_permute.config import MICROSCALING, QUANTIZATIONS, TAKES_SCALE
+from pallas_kernels.common.numerics import cast_int8
+from pallas_kernels.quantize_and_permute import (
+    PermuteConfig,
+    PermuteDesc,
+    config_error,
+    narrow_sm90,
+    quantize_and_permute,
+)
+from pallas_kernels.quantize_and_permute.config import MICROSCALING, QUANTIZATIONS, TAKES_SCALE, choose_config
 
 # For 0.03 one bfloat16 value in 128 is a tie of e4m3, decided by the last bit of 1 / scale.
 SCALE = 0.03137
@@ -182,6 +193,50 @@ def test_gpu_rounds_as_the_reference(quantization, dtype):
             np.testing.assert_array_equal(one[is_normal], other[is_normal])
 
 
+@pytest.mark.parametrize("quantization", ["e4m3_row", "int8_row"])
+@pytest.mark.parametrize("form", ["named", "all in place", "gathered"])
+def test_narrow_rows_in_lockstep(monkeypatch, form, quantization):
+    """The kernel's own statements, a block after the other, but for its inline PTX: which rows each warp takes, and
+    where they go. A four of unnamed rows among them, and a last four that is not full.
+    """
+    x, row_of = make(30, 128, 3 if form == "gathered" else 1, 100 if form == "gathered" else 30)
+    names = np.where(np.arange(30) // 4 == 2, -1, np.where(row_of[:, 0] < 0, -1, np.arange(30)))
+    num_named = 30 if form == "named" else None
+    rows, top_k = (100, 3) if form == "gathered" else (30, 0)
+    desc = PermuteDesc(30, 128, top_k, rows, "bfloat16", quantization, num_named)
+    codes, scales = np.zeros((rows, 128), desc.out_dtype), Memory(rows)
+
+    def own(row):
+        by_warp = np.asarray(row).reshape(4, 32)
+        assert np.all(by_warp == by_warp[:, :1])
+        return by_warp[:, 0]
+
+    def store(codes, quantized, row, thread, desc):
+        del thread, desc
+        used = own(row) >= 0
+        codes[own(row)[used]] = np.asarray(quantized)[used]
+
+    def bits(values, desc):
+        del desc
+        return jnp.repeat(lax.bitcast_convert_type(values, jnp.int32), 32)
+
+    stand_ins = dict(_load=lambda x, row, thread, desc: jnp.asarray(x[own(row)]), _store=store, _by_thread=bits)
+    stand_ins |= dict(simt=simt_of(128), cast_int8_in=lambda x, layout: cast_int8(x))
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(narrow_sm90, name, stand_in)
+    monkeypatch.setattr(narrow_sm90.mosaic, "begin", lambda: None)
+    monkeypatch.setattr(narrow_sm90.plgpu, "layout_cast", lambda values, layout: values)
+    places = {"named": [names], "all in place": [], "gathered": [row_of]}[form]
+    with jax.disable_jit():
+        for block in range(3):
+            monkeypatch.setattr(narrow_sm90.lax, "axis_index", lambda name, block=block: jnp.int32(block))
+            refs = [Memory(place.size, place.reshape(-1)) for place in places]
+            narrow_sm90._kernel(desc, PermuteConfig(3, 4), x, *refs, codes, scales)
+    expected = dict(named=names[:, None], gathered=row_of).get(form, np.arange(30)[:, None])
+    np.testing.assert_array_equal(np.flatnonzero(scales.is_written), np.sort(expected[expected >= 0]))
+    check(x, expected, rows, quantization, (codes, scales.values.view(np.float32)), None, flips=1e-3)
+
+
 def test_reference_in_place_and_dtypes():
     x, _ = make(6, 256, 1, 6, "float16")
     codes, scales = quantize_and_permute(jnp.asarray(x), quantization="e4m3_group", implementation="reference")
@@ -273,6 +328,11 @@ def test_config_error():
     assert "nvfp4 takes a multiple of 16" in config_error(
         PermuteDesc(4, 2888, 2, 8, "bfloat16", "nvfp4"), PermuteConfig(1)
     )
+    for width, quantization in ((768, "e4m3_group"), (1040, "e4m3_row"), (2048, "int8_row"), (770, "e4m3_row")):
+        desc = PermuteDesc(4, width, 2, 8, "bfloat16", quantization)
+        assert "rows_at_once=4 of" in config_error(desc, PermuteConfig(1, 4)), desc
+    assert config_error(PermuteDesc(4, 704, 0, 8, "float16", "int8_row"), PermuteConfig(1, 4)) is None
+    assert "rows_at_once=2: 1 or 4" in config_error(good, PermuteConfig(1, 2))
     assert "x is int8" in config_error(PermuteDesc(4, 512, 2, 8, "int8", "none"), PermuteConfig(1))
 
 
@@ -303,6 +363,50 @@ def test_gpu_in_place(quantization, dtype):
     row_of = np.where(np.arange(300) < 257, np.arange(300), -1)[:, None]
     out = run(jnp.asarray(x), jnp.asarray(np.random.default_rng(0).permutation(row_of[:, 0]), jnp.int32))
     check(x, row_of, 300, quantization, out, None, flips=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [128, 704, 768, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quantization", ["e4m3_row", "int8_row"])
+def test_gpu_narrow_rows_have_the_bits_of_others(quantization, dtype, width):
+    """Four rows at once against one: named ones in place and gathered ones, NaN, infinities and zeros among them."""
+    x, row_of = make(1003, width, 3, 4000, dtype)
+    x[5, 7], x[6, 0], x[7, width - 1], x[8, 3:5] = np.nan, np.inf, -np.inf, [np.inf, -np.inf]
+    bits = np.random.default_rng(1).integers(0, 1 << 8 * x.itemsize, (64, width), np.uint64)
+    x[16:80] = bits.astype(f"u{x.itemsize}").view(x.dtype)
+    names = np.random.default_rng(2).permutation(np.where(row_of[:, 0] < 0, -1, np.arange(1003)))
+    names[40:48] = -1
+    named = jnp.asarray(names, jnp.int32)
+
+    def run(x, row_of, rows, *, config):
+        return quantize_and_permute(
+            x, row_of, 4000 if rows is None else None, quantization=quantization, rows=rows, config=config,
+            implementation="mosaic",
+        )  # fmt: skip
+
+    for places, used in (((None, named), names[names >= 0]), ((jnp.asarray(row_of), None), row_of[row_of >= 0])):
+        one, four = (
+            jax.jit(functools.partial(run, config=PermuteConfig(37, rows)))(jnp.asarray(x), *places) for rows in (1, 4)
+        )
+        for a, b in zip(one, four, strict=True):
+            a, b = (np.asarray(v)[used] for v in (a, b))
+            np.testing.assert_array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["e4m3_row", "int8_row"])
+def test_gpu_many_narrow_rows(quantization):
+    """As many as 8192 tokens have, where four at a time are the choice."""
+    desc = PermuteDesc(70000, 768, 0, 70000, "bfloat16", quantization, 65536)
+    assert choose_config(desc, 132).rows_at_once == 4
+    x, _ = make(70000, 768, 1, 70000)
+    names = np.random.default_rng(0).permutation(70000)[:65536].astype(np.int32)
+    names[::9] = -1
+    row_of = np.full((70000, 1), -1)
+    row_of[names[names >= 0], 0] = names[names >= 0]
+    run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="mosaic"))
+    check(x, row_of, 70000, quantization, run(jnp.asarray(x), jnp.asarray(names)), None, flips=1e-3)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,65 @@
+"""The words of common/simt.py in NumPy: all threads of a block take each statement together.
+
+For kernels made of them alone, whose indices and masks can so be checked without a GPU; what threads race for cannot.
+Run under ``jax.disable_jit``. An access out of bounds, and a read of what nobody has written, fail.
+"""
+
+import types
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class Memory:
+    """A flat int32 array, nothing written yet where no values are given."""
+
+    def __init__(self, size: int, values: Any = None):
+        self.values = np.zeros(size, np.int32) if values is None else np.array(values, np.int32)
+        self.is_written = np.full(size, values is not None)
+
+    def __getitem__(self, index: int) -> Any:
+        return jnp.int32(self.values[index])
+
+    def _at(self, index: Any, mask: Any) -> tuple[np.ndarray, np.ndarray]:
+        mask = np.asarray(mask)
+        index = np.asarray(index)[mask]
+        assert np.all((index >= 0) & (index < len(self.values))), "out of bounds"
+        return index, mask
+
+    def load(self, index: Any, mask: Any, default: int) -> Any:
+        index, mask = self._at(index, mask)
+        assert np.all(self.is_written[index]), "read before it was written"
+        found = np.full(mask.shape, default, np.int32)
+        found[mask] = self.values[index]
+        return jnp.asarray(found)
+
+    def store(self, index: Any, value: Any, mask: Any) -> None:
+        index, mask = self._at(index, mask)
+        self.values[index], self.is_written[index] = np.asarray(value)[mask], True
+
+    def count(self, index: Any, mask: Any) -> Any:
+        index, mask = self._at(index, mask)
+        assert np.all(self.is_written[index]), "counted before it was cleared"
+        found = np.zeros(mask.shape, np.int32)
+        taken = []
+        for i in np.random.default_rng(0).permutation(len(index)):
+            taken.append((i, self.values[index[i]]))
+            self.values[index[i]] += 1
+        places = np.flatnonzero(mask)
+        for i, value in taken:
+            found[places[i]] = value
+        return jnp.asarray(found)
+
+
+def simt_of(threads: int) -> Any:
+    """What stands for the module, for blocks of so many threads."""
+    return types.SimpleNamespace(
+        LANES=None,
+        thread_index=lambda: jnp.arange(threads, dtype=jnp.int32),
+        constant=lambda value: jnp.full(threads, value, jnp.int32),
+        barrier=lambda: None,
+        load=lambda ref, index, mask, default: ref.load(index, mask, default),
+        store=lambda ref, index, value, mask: ref.store(index, value, mask),
+        count=lambda ref, index, mask: ref.count(index, mask),
+    )
