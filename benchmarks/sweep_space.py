@@ -139,8 +139,9 @@ def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any
     found = []
     low = tuple(height for height in SWAPPED_BLOCK_MS[1:] if height <= 96)
     swapped = heights(mean, low, is_brief) if key.may_swap else []
-    if mean > 64 and not is_brief:
-        found += tall_space(key, gemm, tokens)
+    if mean > 64:
+        tall = tall_space(key, gemm, tokens)
+        found += tall[:3] if is_brief else tall
     for block_m in swapped:
         own = unpacked_candidates(key.products(tokens, block_m)[gemm - 1], block_m, H200_SMS)
         found += [config for config in own if config.is_swapped]
@@ -150,7 +151,7 @@ def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any
         desc = key.products(tokens, block_m)[gemm - 1]
         configs = [c for c in unpacked_candidates(desc, block_m, H200_SMS) if not c.is_swapped and c.block_n > 48]
         if block_m == 128 and mean < 200:
-            configs = [c for c in configs if c.row_chunk is not None]
+            configs = [c for c in configs if c.row_chunk is not None] or configs
         elif block_m == 128 and not is_brief:
             configs += [dataclasses.replace(c, band=16) for c in configs[:2]]
         found += configs[:2] if is_brief else configs
@@ -166,7 +167,7 @@ def tall_space(key: Any, gemm: int, tokens: int) -> list[Any]:
         desc = key.products(tokens, block_m)[gemm - 1]
         wide = [config for config in unpacked_candidates(desc, block_m, H200_SMS) if config.block_n > 64]
         found += wide if rank == 0 else wide[:1]
-        if rank == 0 and tokens >= 8192:
+        if rank == 0 and wide and tokens >= 8192:
             found.append(dataclasses.replace(wide[0], band=16))
     return found
 

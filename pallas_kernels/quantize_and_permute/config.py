@@ -136,7 +136,8 @@ def grid_vector(desc: PermuteDesc) -> int:
 def choose_config(desc: PermuteDesc, num_sms: int) -> PermuteConfig:
     """As many blocks as a multiprocessor holds, and some to follow: rows in flight hide the latency of loads, their
     reduction and their stores. On an H200, 24 blocks against 4 and 8: 8192 tokens of Mixtral in e4m3 37 us, 55 and 45.
-    Narrow rows four at a time where every multiprocessor gets four such blocks or more.
+    Narrow rows four at a time from three of them a multiprocessor on: 512 rows of Qwen3 in e4m3 1.5 us, one by one 1.7,
+    65536 rows 46 and 58.
     """
-    rows_at_once = WARPS if narrow_vector(desc) and desc.num_items >= 4 * WARPS * num_sms else 1
+    rows_at_once = WARPS if narrow_vector(desc) and desc.num_items > 3 * num_sms else 1
     return PermuteConfig(max(1, min(-(-desc.num_items // rows_at_once), 24 * num_sms)), rows_at_once)
