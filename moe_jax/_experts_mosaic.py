@@ -3,8 +3,8 @@
     [route] -> align -> quantize_and_permute -> grouped GEMM 1 (scales, bias, activation, requantization where the scale
     is local) -> row requantization where it is not -> grouped GEMM 2 (scales, bias) -> combine in float32
 
-Few tokens that are not quantized are not moved: each expert's tile has all of them as its rows, and grouped GEMM 1
-takes the tokens themselves.
+Few tokens are not moved: each expert's tile has all of them as its rows, and grouped GEMM 1 takes the tokens
+themselves, quantized in the launch that routes and aligns them where the layer quantizes them.
 
 Group sizes stay on the device. Hidden activations are rounded to the layer's dtype before they are requantized per row
 or per tensor, as the rounding points of vLLM's kernels have it. From the router logits on (``forward_layer``) routing
@@ -96,7 +96,8 @@ def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list
     lines = ["routing: by the kernel" if reason is None else f"routing: by XLA, since the kernel has no {reason}"]
     plan = make_plan(config, weights, num_tokens)
     if plan.by_token:
-        lines.append("rows: none are moved, GEMM 1 takes all tokens as the rows of every tile")
+        quantized = "" if plan.quantization == "none" else "tokens are quantized where they are, "
+        lines.append(f"rows: none are moved, {quantized}GEMM 1 takes all tokens as the rows of every tile")
     if is_packed(weights.w13):
         return [*lines, *_packed_experts.describe(plan.products, plan.configs, plan.block_m, plan.source, weights)]
     for number, (desc, chosen) in enumerate(zip(plan.products, plan.configs, strict=True), 1):
@@ -133,7 +134,22 @@ def forward(
     """``run`` with the implementation of every kernel given by name; "reference" runs anywhere. Rounds to out_dtype."""
     plan = make_plan(config, weights, x.shape[0], kernels)
     tiles = align(topk_ids, weights.num_experts, plan.block_m, by_token=plan.by_token, implementation=kernels)
-    return _experts(config, x, topk_weights, tiles, plan, weights, kernels, out_dtype=out_dtype)
+    x, x_scale = _quantized(x, plan, weights, kernels)
+    return _experts(config, x, topk_weights, tiles, plan, weights, kernels, out_dtype=out_dtype, x_scale=x_scale)
+
+
+def _quantized(x: Array, plan: Plan, weights: ExpertWeights, kernels: str) -> tuple[Array, Array | None]:
+    """x and no scales; or where tokens are quantized where they are, its codes and their scales."""
+    tokens = _to_quantize(x, plan, weights)
+    return (x, None) if tokens is None else quantize_and_permute(**tokens, implementation=kernels)
+
+
+def _to_quantize(x: Array, plan: Plan, weights: ExpertWeights) -> dict[str, Any] | None:
+    """Arguments of ``quantize_and_permute`` for tokens that are quantized where they are; None for others."""
+    if plan.quantization == "none":
+        return None
+    scale = weights.w13.input_scale if plan.quantization == "e4m3_tensor" else None
+    return dict(x=x, quantization=plan.quantization, scale=scale, scale_rows=plan.scale_rows)
 
 
 def arriving_quantization(weights: ExpertWeights) -> str:
@@ -166,7 +182,8 @@ def forward_arrived(
         index = arrived.slots - first_slot
         is_here = ((index >= 0) & (index < weights.num_experts)).any(axis=1, keepdims=True)
         arrived = dataclasses.replace(arrived, codes=jnp.where(is_here, arrived.codes, jnp.zeros_like(arrived.codes)))
-    plan = make_plan(config, weights, arrived.slots.shape[0], kernels)
+    are_quantized = arrived.scales is not None
+    plan = make_plan(config, weights, arrived.slots.shape[0], kernels, are_quantized=are_quantized)
     tiles = align(
         arrived.slots,
         weights.num_experts,
@@ -175,7 +192,7 @@ def forward_arrived(
         by_token=plan.by_token,
         implementation=kernels,
     )
-    x, scale = arrived.codes, arrived.scales
+    x, scale = (arrived.codes, arrived.scales) if are_quantized else _quantized(arrived.codes, plan, weights, kernels)
     return _experts(config, x, None, tiles, plan, weights, kernels, out_dtype=None, x_scale=scale, send_back=send_back)
 
 
@@ -282,9 +299,21 @@ def forward_layer(
         **router_arguments(config, params),
         token_mask=token_mask,
         by_token=plan.by_token,
+        tokens=_to_quantize(x, plan, weights),
         implementation=kernels,
     )
-    y = _experts(config, x, routed.weights, routed.tiles, plan, weights, kernels, shared=shared, out_dtype=x.dtype)
+    y = _experts(
+        config,
+        x if routed.codes is None else routed.codes,
+        routed.weights,
+        routed.tiles,
+        plan,
+        weights,
+        kernels,
+        shared=shared,
+        out_dtype=x.dtype,
+        x_scale=routed.scales,
+    )
     return y, routed.ids, routed.tiles.group_sizes
 
 
@@ -347,8 +376,9 @@ def _expert_rows(
     num_rows = tiles.tile_expert.size * plan.block_m
     first = functools.partial(gemm, config=plan.configs[0])
     if plan.by_token:
-        scale = row_scale = None
-        rows, first = x.astype(config.dtype), functools.partial(first, block_m=plan.block_m)
+        scale, row_scale = weights.w13.input_scale, x_scale
+        rows = x.astype(config.dtype) if kind == "none" else x
+        first = functools.partial(first, block_m=plan.block_m)
     elif x_scale is not None:
         scale = None
         rows, row_scale = place_arrived(x, x_scale, tiles.row_of, num_rows, implementation=row_kernels)

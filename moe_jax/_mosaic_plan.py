@@ -13,9 +13,11 @@ from moe_jax.quantization import ExpertWeights, Scheme, Strategy
 from pallas_kernels.common.device import device_kind, hopper_sms
 from pallas_kernels.common.rows import same_rows_error
 from pallas_kernels.grouped_gemm import choose_block_m, choose_config
+from pallas_kernels.quantize_and_permute.config import PermuteDesc
+from pallas_kernels.route.config import fused_tokens, quantizes_beside
 from pallas_kernels.tuning import Entry, LayerKey, table_for
 
-# Whether few tokens that are not quantized are left where they are; False, for measurements, moves all to rows.
+# Whether few tokens are left where they are; False, for measurements, moves all to rows.
 PLACES_BY_TOKEN = True
 _LHS_SCALES = {"none": "none", "e4m3_tensor": "tensor", "e4m3_group": "group", "e4m3_group_ue8m0": "group"}
 
@@ -24,7 +26,8 @@ _LHS_SCALES = {"none": "none", "e4m3_tensor": "tensor", "e4m3_group": "group", "
 class Plan:
     """products: what both are asked, GemmDesc or PackedDesc. configs: GemmConfig or PackedConfig, None for the kernel's
     own choice. source: where they come from. by_token: row t of every expert's tile is token t, so that GEMM 1 takes
-    the tokens themselves.
+    the tokens themselves. quantization: how they are quantized for it where they are, a kind of
+    ``quantize_and_permute``; "none" where they are not, or are moved.
     """
 
     block_m: int
@@ -32,10 +35,25 @@ class Plan:
     configs: tuple[Any, ...]
     source: str
     by_token: bool = False
+    quantization: str = "none"
+
+    @property
+    def scale_rows(self) -> int | None:
+        """Of tokens that are quantized where they are: for how many rows GEMM 1 takes scales."""
+        return None if self.quantization == "none" else self.block_m
 
 
-def make_plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernels: str = "mosaic") -> Plan:
-    """A measured configuration where the device's table has one for this layer, else the heuristic's."""
+def make_plan(
+    config: MoEConfig,
+    weights: ExpertWeights,
+    num_tokens: int,
+    kernels: str = "mosaic",
+    *,
+    are_quantized: bool = False,
+) -> Plan:
+    """A measured configuration where the device's table has one for this layer, else the heuristic's. are_quantized:
+    tokens come as codes and scales.
+    """
     planned = config.planned_tokens(num_tokens)
     if is_packed(weights.w13):
         key: Any = _packed_experts.layer_key(config, weights)
@@ -50,10 +68,12 @@ def make_plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernel
         products = lambda tokens, block_m: key.products(tokens, block_m, **extra)  # noqa: E731
 
     def plan(block_m: int, configs: tuple[Any, ...], source: str) -> Plan:
-        by_token = PLACES_BY_TOKEN and _may_be_by_token(weights, num_tokens, block_m)
+        kind = _kind_by_token(config, weights, num_tokens, block_m)
+        if are_quantized or not PLACES_BY_TOKEN:
+            kind = None
         first, second = products(num_tokens, block_m)
-        first = dataclasses.replace(first, same_rows=num_tokens if by_token else 0)
-        return Plan(block_m, (first, second), configs, source, by_token)
+        first = dataclasses.replace(first, same_rows=0 if kind is None else num_tokens)
+        return Plan(block_m, (first, second), configs, source, kind is not None, kind or "none")
 
     entry = table_for(device_kind()).lookup(key, planned) if kernels == "mosaic" else None
     source = "by the heuristic"
@@ -83,11 +103,23 @@ def make_plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, kernel
     return plan(block_m, configs, source)
 
 
-def _may_be_by_token(weights: ExpertWeights, num_tokens: int, block_m: int) -> bool:
-    """Whether a tile holds all tokens, and rows are the tokens as they are."""
-    if weights.scheme.activations is not None or weights.w13.g_idx is not None or num_tokens < 1:
-        return False
-    return same_rows_error(num_tokens, block_m) is None
+def _kind_by_token(config: MoEConfig, weights: ExpertWeights, num_tokens: int, block_m: int) -> str | None:
+    """How tokens are quantized where they stay, "none" for not at all; None where they are moved: a tile does not hold
+    all of them, columns have an order of each expert, or their quantization is more than a part of routing's launch.
+    """
+    if weights.w13.g_idx is not None or num_tokens < 1 or same_rows_error(num_tokens, block_m):
+        return None
+    activations = weights.scheme.activations
+    if activations is None:
+        return "none"
+    if is_packed(weights.w13):
+        kind = _packed_experts.row_quantization(weights)
+    else:
+        kind = row_kind(weights.scheme) or "none"
+    if kind == "none" or (kind == "e4m3_tensor" and activations.dynamic):
+        return None
+    rows = PermuteDesc(num_tokens, weights.hidden_size, 0, num_tokens, config.dtype.name, kind)
+    return kind if num_tokens <= fused_tokens(config.num_experts) and quantizes_beside(rows) else None
 
 
 def _fitting(key: Any, desc: Any, config: Any) -> Any:

@@ -80,10 +80,12 @@ def expert_rows(
     if weights.w13.g_idx is not None:
         to_rows = functools.partial(to_rows, columns=weights.w13.g_idx, tile_expert=tiles.tile_expert)
     if by_token:
-        hidden, scale = first(x.astype(w13.fmt.operand), block_m=tile), None
-    elif w13.fmt.is_8bit:
+        first = functools.partial(first, block_m=tile)
+    if w13.fmt.is_8bit:
         kind = _ROW_QUANTIZATION[w13.fmt.operand]
-        if x_scale is not None:
+        if by_token:
+            rows, scale = x, x_scale
+        elif x_scale is not None:
             rows, scale = place_arrived(x, x_scale, tiles.row_of, num_rows, implementation=kernels)
         elif weights.w13.g_idx is None:
             rows, scale = to_rows(x, quantization=kind)
@@ -91,6 +93,8 @@ def expert_rows(
             rows, scale = permute(to_rows(x, quantization="none")[0], quantization=kind, rows=tiles.row_of.reshape(-1))
         hidden = first(rows, x_scale=scale)
         hidden, scale = permute(hidden, quantization=kind, rows=tiles.row_of.reshape(-1))
+    elif by_token:
+        hidden, scale = first(x.astype(w13.fmt.operand)), None
     else:
         # Rows that the kernel refuses (short ones, ragged groups) are XLA's business; the products stay in the kernels.
         row_kernels = ("mosaic", "reference") if kernels == "mosaic" else kernels

@@ -117,12 +117,13 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
     """The Hopper grouped GEMM on its flat operands."""
     matrices, groups_k, groups_n = desc.num_experts * desc.halves, -(-desc.k // 128), -(-desc.n // 128)
     tiles = ((desc.rows // config.block_m,), "int32")
+    scaled = config.block_m if desc.same_rows else desc.rows
     shapes = {
         "x": ((desc.same_rows or desc.rows, desc.k), desc.dtype),
         "w": ((matrices, desc.n, desc.k), desc.dtype),
         "tile_expert": tiles,
         "num_tiles": ((1,), "int32"),
-        "x_scale": ({"tensor": (1,), "row": (desc.rows,)}.get(desc.lhs_scale, (groups_k, desc.rows)), "float32"),
+        "x_scale": ({"tensor": (1,), "row": (scaled,)}.get(desc.lhs_scale, (groups_k, scaled)), "float32"),
         "w_scale": (
             {"tensor": (matrices,), "channel": (matrices, desc.n)}.get(desc.rhs_scale, (matrices, groups_n, groups_k)),
             "float32",
@@ -250,6 +251,9 @@ PACKED["mxfp4 to e4m3"] = dict(
 _PACKED_BASE = PackedDesc(rows=1024, n=512, k=512, num_experts=4, fmt=PackedFormat("int4"))
 
 
+_ROWS_OF_8_BITS = (("int4 to int8 g128", 1, 8), ("int4 to e4m3 g128", 5, 16), ("mxfp4 to e4m3", 16, 16))
+
+
 def same_rows_cases() -> Iterator[Case]:
     """GEMM 1 of few tokens, which are the rows of every tile: one, five, and all that a tile holds."""
     for name, tokens, block_m in (("bf16 gated bias", 1, 8), ("bf16 2880", 5, 8), ("bf16 gelu_tanh", 16, 16)):
@@ -257,7 +261,25 @@ def same_rows_cases() -> Iterator[Case]:
         yield gemm_case(f"same {tokens} rows, {name}", desc, candidates(desc, block_m, H200_SMS)[0])
     ragged = dataclasses.replace(gemm("bf16 ragged"), same_rows=3)
     yield gemm_case("same 3 rows, bf16 ragged", ragged, GemmConfig(64, 128, 4, row_chunk=16))
-    for name, tokens, block_m in (("int4 g128", 1, 8), ("nvfp4", 5, 16), ("mxfp4", 16, 16), ("int8 channel", 8, 24)):
+    for name, tokens, block_m in (
+        ("fp8 row gated", 1, 16),
+        ("int8 row gated", 5, 8),
+        ("int8 2880", 16, 16),
+        ("fp8 tensor gated, requantized", 8, 64),
+        ("fp8 block gated, requantized", 1, 64),
+    ):
+        desc = _in_tiles(dataclasses.replace(gemm(name), same_rows=tokens), block_m)
+        yield gemm_case(f"same {tokens} rows, {name}", desc, candidates(desc, block_m, H200_SMS)[0])
+    for name, tokens in (("int8 row gated ragged", 3), ("fp8 block gated, requantized, ragged", 16)):
+        ragged = dataclasses.replace(gemm(name), same_rows=tokens)
+        yield gemm_case(f"same {tokens} rows, {name}", ragged, GemmConfig(64, 128, 4, row_chunk=16))
+    for name, tokens, block_m in (
+        ("int4 g128", 1, 8),
+        ("nvfp4", 5, 16),
+        ("mxfp4", 16, 16),
+        ("int8 channel", 8, 24),
+        *_ROWS_OF_8_BITS,
+    ):
         desc = dataclasses.replace(_PACKED_BASE, **PACKED[name], **_GATED, same_rows=tokens)
         desc = _in_tiles(desc, block_m)
         config = next(packed_candidates(desc, block_m, H200_SMS))
@@ -268,6 +290,7 @@ def packed_case(name: str, desc: PackedDesc, config: PackedConfig) -> Case:
     """The Hopper grouped GEMM with packed weights on its flat operands."""
     fmt, blocks = desc.fmt, desc.num_experts * desc.channel_blocks * desc.halves
     grouped = (blocks, -(-desc.k // fmt.group_size) if fmt.group_size else 1, 64)
+    scaled = config.block_m if desc.same_rows else desc.rows
     shapes = {
         "x": ((desc.same_rows or desc.rows, desc.k), fmt.operand),
         "w": ((blocks, desc.k // fmt.block_k, *fmt.block_shape), "int32"),
@@ -277,7 +300,7 @@ def packed_case(name: str, desc: PackedDesc, config: PackedConfig) -> Case:
         "zero": (grouped, fmt.operand),
         "channel_scale": ((blocks, 64), "float32"),
         "bias": ((blocks, 64), desc.bias_dtype or "float32"),
-        "x_scale": ((1,) if desc.lhs_scale == "tensor" else (desc.rows,), "float32"),
+        "x_scale": ((1,) if desc.lhs_scale == "tensor" else (scaled,), "float32"),
     }
     names = packed_operand_names(desc)
     kernel = grouped_gemm_packed_sm90(desc, config)
@@ -428,6 +451,36 @@ def route_cases() -> Iterator[Case]:
                 yield Case(f"route {name}", route_sm90(desc, config), tuple(shapes))
 
 
+def quantizing_route_cases() -> Iterator[Case]:
+    """Tokens that are quantized while they are routed: blocks of one, two and four warpgroups, wide rows."""
+    for quantization, tokens, width, router in (
+        ("e4m3_row", 1, 2048, {}),
+        ("int8_row", 5, 2880, {}),
+        ("e4m3_row", 16, 7168, dict(num_experts=256, scoring="sigmoid", has_bias=True, num_groups=8, groups_kept=4)),
+        ("int8_row", 16, 7168, dict(has_mask=True)),
+        ("e4m3_row", 16, 8192, {}),
+        ("e4m3_tensor", 16, 4096, dict(num_experts=8, top_k=2)),
+        ("e4m3_group", 1, 2048, {}),
+        ("e4m3_group", 16, 7168, {}),
+        ("e4m3_group_ue8m0", 8, 2944, {}),
+    ):
+        base = dict(num_experts=128, top_k=8, dtype="float32", scoring="softmax", renormalize=True)
+        desc = RouteDesc(tokens, **base | router)
+        pairs, has_offset = tokens * desc.top_k, desc.has_mask
+        local = 32 if has_offset else desc.num_experts
+        tiles = AlignDesc(pairs, local, 16, row_capacity(pairs, local, 16), has_offset, desc.top_k)
+        rows = PermuteDesc(tokens, width, 0, tokens, "bfloat16", quantization, scale_rows=16)
+        shapes = [
+            ((tokens * desc.num_experts,), desc.dtype),
+            ((desc.num_experts,), "float32") if desc.has_bias else None,
+        ]
+        shapes += [((tokens,), "int32") if desc.has_mask else None, ((1,), "int32") if has_offset else None]
+        shapes += [((tokens, width), "bfloat16"), ((1,), "float32") if quantization in TAKES_SCALE else None]
+        kernel = route_and_align_sm90(desc, choose_route(desc, in_one_block=True), tiles, rows)
+        name = f"route_and_align of {tokens} tokens, {quantization} {width}"
+        yield Case(name, kernel, tuple(s for s in shapes if s))
+
+
 def push_cases() -> Iterator[Case]:
     """Dispatch in every quantization, combine and placing: few and many tokens, a mesh of one axis and of two."""
     four, two_axes = (("e", 4),), (("t", 2), ("e", 2))
@@ -475,4 +528,5 @@ def all_cases() -> Iterator[Case]:
     yield from combine_cases()
     yield from align_cases()
     yield from route_cases()
+    yield from quantizing_route_cases()
     yield from push_cases()

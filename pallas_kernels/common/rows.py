@@ -20,12 +20,17 @@ def in_every_tile(x: Any, tiles: int, block_m: int) -> Any:
     return jnp.tile(jnp.pad(x, ((0, block_m - x.shape[0]), (0, 0))), (tiles, 1))
 
 
-def check_same_rows(num_rows: int, block_m: int, x_scale: Any) -> None:
-    """Raise ValueError where x (num_rows, K) and its scale cannot be those of every tile of block_m rows."""
+def scales_in_every_tile(x_scale: Any, tiles: int) -> Any:
+    """Scales (block_m,) or (groups, block_m) of a tile's rows -> of the rows of all tiles; None and () as they are."""
+    if x_scale is None or not x_scale.ndim:
+        return x_scale
+    return jnp.tile(x_scale, tiles)
+
+
+def check_same_rows(num_rows: int, block_m: int) -> None:
+    """Raise ValueError where x (num_rows, K) cannot be the first rows of every tile of block_m rows."""
     if not 1 <= num_rows <= block_m:
         raise ValueError(f"x has {num_rows} rows, expected 1 to block_m={block_m}, the first of every tile")
-    if x_scale is not None and x_scale.shape != ():
-        raise ValueError(f"x_scale has shape {x_scale.shape}, expected None or () with the same rows in every tile")
 
 
 def same_rows_error(same_rows: int, block_m: int) -> str | None:

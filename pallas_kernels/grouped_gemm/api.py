@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.common.rows import check_same_rows, in_every_tile
+from pallas_kernels.common.rows import check_same_rows, in_every_tile, scales_in_every_tile
 from pallas_kernels.grouped_gemm.config import SCALE_GROUP, GemmConfig, GemmDesc, config_error
 from pallas_kernels.grouped_gemm.heuristics import choose_config
 from pallas_kernels.grouped_gemm.reference import grouped_gemm_ref
@@ -48,8 +48,8 @@ def grouped_gemm(
     scales (ceil(N/128), Mp) f32, one per row and 128 columns, "group_ue8m0" with scales rounded up to powers of two;
     "tensor" returns codes for the given out_scale ().
     tile_rows: (Mp / block_m,) int32, rows in use of each tile: the others may then be neither read nor written.
-    block_m: with it x is (T, K), T <= block_m: the first rows of every tile, as ``align`` places them by_token; x_scale
-    is then None or ().
+    block_m: with it x is (T, K), T <= block_m: the first rows of every tile, as ``align`` places them by_token. Scales
+    of rows are then those of one tile, (block_m,) or (ceil(K/128), block_m), of any value past T.
 
     Returns (Mp, N) out_dtype, or codes, or (codes, scales). Rows of tiles from num_tiles on, and rows past tile_rows,
     are unspecified. Raises ValueError or TypeError for a wrong call and NotImplementedError, with one reason for each
@@ -103,7 +103,8 @@ def _run_reference(desc: GemmDesc, config: GemmConfig | None, operands: dict[str
     del config
     if desc.same_rows:
         tiles = operands["tile_expert"].shape[0]
-        operands = dict(operands, x=in_every_tile(operands["x"], tiles, desc.rows // tiles))
+        x_scale = scales_in_every_tile(operands["x_scale"], tiles)
+        operands = dict(operands, x=in_every_tile(operands["x"], tiles, desc.rows // tiles), x_scale=x_scale)
     names = ("x", "w", "tile_expert", "num_tiles", "x_scale", "w_scale", "bias", "out_scale")
     x, w, tile_expert, num_tiles, x_scale, w_scale, bias, out_scale = (operands[name] for name in names)
     return grouped_gemm_ref(
@@ -153,7 +154,7 @@ def _describe(
     tiles = tile_expert.shape[0] if tile_expert.ndim == 1 else 0
     same_rows = 0
     if block_m is not None:
-        check_same_rows(rows, block_m, x_scale)
+        check_same_rows(rows, block_m)
         same_rows, rows = rows, tiles * block_m
     if tile_expert.ndim != 1 or tiles == 0 or rows % tiles:
         raise ValueError(f"tile_expert has shape {tile_expert.shape}, expected (Mp / block_m,) for Mp={rows} rows")
@@ -166,7 +167,8 @@ def _describe(
         raise ValueError(f"tile_rows has shape {tile_rows.shape}, expected {(tiles,)}")
 
     k_groups, n_groups = -(-k // SCALE_GROUP), -(-n // SCALE_GROUP)
-    lhs_scale = _kind("x_scale", x_scale, {(): "tensor", (rows,): "row", (k_groups, rows): "group"})
+    scaled = rows if block_m is None else block_m
+    lhs_scale = _kind("x_scale", x_scale, {(): "tensor", (scaled,): "row", (k_groups, scaled): "group"})
     w_shapes = {lead: "tensor", (*lead, n): "channel", (*lead, n_groups, k_groups): "block"}
     rhs_scale = _kind("w_scale", w_scale, w_shapes)
     if bias is not None and bias.shape != (*lead, n):

@@ -7,8 +7,9 @@ def operand_names(desc: GemmDesc) -> list[str]:
     """Names of the arrays the kernel takes, in order.
 
     x (rows or same_rows, K); w (E * halves, N, K); tile_expert (rows / block_m,) i32; num_tiles (1,) i32; x_scale f32
-    (1,), (rows,) or (ceil(K / 128), rows); w_scale f32 (E * halves,), (E * halves, N) or (E * halves, ceil(N / 128),
-    ceil(K / 128)); bias (E * halves, N); out_scale (1,) f32; tile_rows (rows / block_m,) i32.
+    (1,), (rows,) or (ceil(K / 128), rows), with same_rows block_m of them; w_scale f32 (E * halves,), (E * halves, N)
+    or (E * halves, ceil(N / 128), ceil(K / 128)); bias (E * halves, N); out_scale (1,) f32; tile_rows
+    (rows / block_m,) i32.
     """
     names = ["x", "w", "tile_expert", "num_tiles"]
     names += ["x_scale"] if desc.lhs_scale != "none" else []

@@ -130,9 +130,8 @@ def produce(
 
     def one_tile(t, count):
         m, n, e = tile(t)
-        rows = pl.ds(m * config.block_m, config.block_m)
-        # Past the last of the same rows a bulk copy brings zeros.
-        x_rows = pl.ds(0, config.block_m) if desc.same_rows else rows
+        # Past the last of the same rows a bulk copy of x brings zeros; they have scales of a whole tile.
+        rows = pl.ds(0 if desc.same_rows else m * config.block_m, config.block_m)
         in_use = operands["tile_rows"][m] if config.row_chunk is not None else config.block_m
         if config.shares_weights:
             other = lax.min(lax.bitwise_xor(m, jnp.int32(1)), operands["num_tiles"][0] - 1)
@@ -141,7 +140,7 @@ def produce(
         def load_rows(depth, slot):
             for start in range(0, config.block_m, config.rows_moved):
                 chunk = pl.ds(start, config.rows_moved)
-                source = operands["x"].at[x_rows, depth].at[chunk]
+                source = operands["x"].at[rows, depth].at[chunk]
                 if config.row_chunk is None or start == 0:
                     plgpu.copy_gmem_to_smem(source, scratch.x.at[slot, chunk], scratch.full.at[slot], **of_rows)
                     continue

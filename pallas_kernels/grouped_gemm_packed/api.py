@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.common.rows import check_same_rows, in_every_tile
+from pallas_kernels.common.rows import check_same_rows, in_every_tile, scales_in_every_tile
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, pad_to
 from pallas_kernels.grouped_gemm_packed.config import PackedConfig, PackedDesc, config_error
 from pallas_kernels.grouped_gemm_packed.heuristics import choose_config
@@ -39,7 +39,7 @@ def grouped_gemm_packed(
     tile size. num_tiles: () or (1,) int32, tiles in use. x_scale: None, () per tensor or (Mp,) per row, float32; it
     multiplies the product. bias: (E[, G], N), added before the activation. activation: applied to the product; gated
     ones need G = 2 stacked halves. block_m: with it x is (T, K), T <= block_m: the first rows of every tile, as
-    ``align`` places them by_token; x_scale is then None or ().
+    ``align`` places them by_token. Scales of rows are then those of one tile, (block_m,), of any value past T.
 
     Returns (Mp, N) out_dtype; rows of tiles from num_tiles on are unspecified. Raises ValueError or TypeError for a
     wrong call and NotImplementedError, with one reason for each implementation tried, when none can run it. config: of
@@ -56,7 +56,7 @@ def grouped_gemm_packed(
     tiles = tile_expert.shape[0] if tile_expert.ndim == 1 else 0
     rows, same_rows = x.shape[0], 0
     if block_m is not None:
-        check_same_rows(rows, block_m, x_scale)
+        check_same_rows(rows, block_m)
         same_rows, rows = rows, tiles * block_m
     if not tiles or rows % tiles:
         raise ValueError(f"tile_expert has shape {tile_expert.shape}, expected (Mp / block_m,) for Mp={rows} rows")
@@ -69,8 +69,9 @@ def grouped_gemm_packed(
         bias = bias.reshape(w.num_experts, w.halves, w.n)
     lhs_scale = "none"
     if x_scale is not None:
-        if x_scale.shape not in ((), (rows,)) or x_scale.dtype != jnp.float32:
-            raise ValueError(f"x_scale is {x_scale.dtype} {x_scale.shape}, expected float32 () or {(rows,)}")
+        scaled = rows if block_m is None else block_m
+        if x_scale.shape not in ((), (scaled,)) or x_scale.dtype != jnp.float32:
+            raise ValueError(f"x_scale is {x_scale.dtype} {x_scale.shape}, expected float32 () or {(scaled,)}")
         lhs_scale = "row" if x_scale.ndim else "tensor"
     desc = dataclasses.replace(describe_call(rows, w, out_dtype, lhs_scale, bias, activation), same_rows=same_rows)
     operands = dict(x=x, w=w, tile_expert=tile_expert, num_tiles=num_tiles, x_scale=x_scale, bias=bias)
@@ -136,7 +137,8 @@ def _run_reference(desc: PackedDesc, config: PackedConfig | None, operands: dict
     del config
     if desc.same_rows:
         tiles = operands["tile_expert"].shape[0]
-        operands = dict(operands, x=in_every_tile(operands["x"], tiles, desc.rows // tiles))
+        x_scale = scales_in_every_tile(operands["x_scale"], tiles)
+        operands = dict(operands, x=in_every_tile(operands["x"], tiles, desc.rows // tiles), x_scale=x_scale)
     return grouped_gemm_packed_ref(desc, **operands)
 
 

@@ -55,7 +55,7 @@ def operand_names(desc: PackedDesc) -> list[str]:
 
     x (rows or same_rows, K); w (B, K / block_k, *block_shape) i32; tile_expert (rows / block_m,) i32; num_tiles (1,)
     i32; scale (B, groups, 64); zero (B, groups, 64) of the operand's dtype; channel_scale (B, 64) f32; bias (B, 64),
-    all blocks of a half together; x_scale (1,) or (rows,) f32.
+    all blocks of a half together; x_scale (1,) or (rows,) f32, with same_rows (block_m,).
     """
     names = ["x", "w", "tile_expert", "num_tiles"]
     names += ["scale"] if desc.fmt.scale == "group" else []
@@ -86,7 +86,7 @@ def _kernel(desc: PackedDesc, config: PackedConfig, *refs: Any, **allocated: Any
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             rows = config.block_m // len(sums[0])
             for index, piece in enumerate(zip(*sums, strict=True)):
-                first = m * config.block_m + index * rows
+                first = (0 if desc.same_rows else m * config.block_m) + index * rows
                 value = _epilogue(desc, piece, vectors, operands, first).astype(desc.out_dtype)
                 staging = scratch.staging.at[group, pl.ds(index * rows, rows)]
                 staging.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -128,7 +128,7 @@ def _epilogue(
 ) -> Any:
     """Scales, bias and activation of the sums (64, rows) of each half; float32, before any rounding.
 
-    first: row of x that the first column belongs to.
+    first: row of x, among those with a scale, that the first column belongs to.
     """
     shape = sums[0].shape
     values = []

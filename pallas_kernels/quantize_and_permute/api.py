@@ -30,6 +30,7 @@ def quantize_and_permute(
     rows: Any = None,
     columns: Any = None,
     tile_expert: Any = None,
+    scale_rows: int | None = None,
     config: PermuteConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Any, Any]:
@@ -48,13 +49,16 @@ def quantize_and_permute(
 
     columns: (E, H) int32, an order of x's columns for each expert: column c of a row of expert e is column
     columns[e, c] of its token. Such rows are copied, not quantized. tile_expert: (Mp / block_m,) int32, goes with it
-    and says whose a row is.
+    and says whose a row is. scale_rows: with row_of None, the scales have room for this many rows, at least T; those
+    past T are unspecified.
 
     Returns (codes (Mp, H), scales): scales, which multiply, are (Mp,) per row, (ceil(H / 128), Mp) per group of 128,
     else None. Rows that no token fills are unspecified. Raises ValueError or TypeError for a wrong call and
     NotImplementedError when no implementation can run it.
     """
-    desc, operands = _describe(x, row_of, num_rows, quantization, scale, rows)
+    desc, operands = describe(
+        x, row_of, num_rows, quantization=quantization, scale=scale, rows=rows, scale_rows=scale_rows
+    )
     if columns is not None or tile_expert is not None:
         desc = _with_columns(desc, columns, tile_expert)
         operands += [columns, tile_expert]
@@ -91,7 +95,17 @@ def _with_columns(desc: PermuteDesc, columns: Any, tile_expert: Any) -> PermuteD
     return dataclasses.replace(desc, num_experts=columns.shape[0], block_m=desc.num_rows // max(tile_expert.size, 1))
 
 
-def _describe(x, row_of, num_rows, quantization, scale, rows) -> tuple[PermuteDesc, list[jax.Array]]:
+def describe(
+    x: Any,
+    row_of: Any = None,
+    num_rows: int | None = None,
+    *,
+    quantization: str,
+    scale: Any = None,
+    rows: Any = None,
+    scale_rows: int | None = None,
+) -> tuple[PermuteDesc, list[jax.Array]]:
+    """The description of a call without columns, and the kernel's operands. Raises ValueError or TypeError."""
     if x.ndim != 2:
         raise ValueError(f"x has shape {x.shape}, expected (T, H)")
     if quantization not in QUANTIZATIONS:
@@ -101,11 +115,13 @@ def _describe(x, row_of, num_rows, quantization, scale, rows) -> tuple[PermuteDe
     if scale is not None and scale.shape != ():
         raise ValueError(f"scale has shape {scale.shape}, expected ()")
     num_tokens, width = x.shape
+    if scale_rows is not None and (row_of is not None or scale_rows < num_tokens):
+        raise ValueError(f"scale_rows={scale_rows} goes with row_of=None and is at least T={num_tokens}")
     operands, top_k = [x], 0
     if row_of is None:
         if num_rows not in (None, num_tokens):
             raise ValueError(f"num_rows={num_rows} with row_of=None: rows keep their places, {num_tokens} of them")
-        num_rows = num_tokens
+        out_rows = num_tokens
     else:
         if row_of.ndim != 2 or row_of.shape[0] != num_tokens:
             raise ValueError(f"row_of has shape {row_of.shape}, expected ({num_tokens}, top_k)")
@@ -115,7 +131,7 @@ def _describe(x, row_of, num_rows, quantization, scale, rows) -> tuple[PermuteDe
             raise ValueError("num_rows is needed with row_of")
         if rows is not None:
             raise ValueError("rows goes with row_of=None: row_of says which rows are in use")
-        top_k = row_of.shape[1]
+        out_rows, top_k = num_rows, row_of.shape[1]
         operands.append(row_of)
     if scale is not None:
         operands.append(scale.reshape(1))
@@ -127,9 +143,10 @@ def _describe(x, row_of, num_rows, quantization, scale, rows) -> tuple[PermuteDe
         num_tokens=num_tokens,
         width=width,
         top_k=top_k,
-        num_rows=num_rows,
+        num_rows=out_rows,
         dtype=jnp.dtype(x.dtype).name,
         quantization=quantization,
         num_named=None if rows is None else rows.size,
+        scale_rows=scale_rows or 0,
     )
     return desc, operands

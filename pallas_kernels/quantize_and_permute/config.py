@@ -24,7 +24,8 @@ class PermuteDesc:
     num_tokens: T, rows of the input. width: H. top_k: copies of each token, 0 when rows keep their places. num_rows:
     Mp, rows of the output. dtype: of the input. quantization: one of ``QUANTIZATIONS``. num_named: with top_k = 0, how
     many rows are named as in use, None for all. num_experts: that have an order of columns each, 0 where columns keep
-    their places. block_m: rows of a tile, which says the expert of a row; 0 without such orders.
+    their places. block_m: rows of a tile, which says the expert of a row; 0 without such orders. scale_rows: for how
+    many rows the scales have room, 0 for num_rows.
     """
 
     num_tokens: int
@@ -36,6 +37,7 @@ class PermuteDesc:
     num_named: int | None = None
     num_experts: int = 0
     block_m: int = 0
+    scale_rows: int = 0
 
     @property
     def num_items(self) -> int:
@@ -73,9 +75,10 @@ class PermuteDesc:
     @property
     def scale_shape(self) -> tuple[int, ...] | None:
         """Shape of the scales that are computed, or None."""
+        rows = self.scale_rows or self.num_rows
         if self.is_grouped:
-            return (-(-self.width // GROUP), self.num_rows)
-        return (self.num_rows,) if self.quantization.endswith("_row") else None
+            return (-(-self.width // GROUP), rows)
+        return (rows,) if self.quantization.endswith("_row") else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,14 +42,9 @@ GROUP_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,
 
 def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Callable[..., Any]:
     """The kernel: (x, [row_of], [scale (1,)], [rows (n,)]) -> (codes, scales or None). For configs without error."""
-    group = GROUP if desc.is_grouped else desc.microscaling_group
-    split = (desc.width,) if group is None else (desc.width // group, group)
-    out: Any = [jax.ShapeDtypeStruct((desc.num_rows, *split), desc.out_dtype)]
-    if desc.scale_shape is not None:
-        out.append(jax.ShapeDtypeStruct(desc.scale_shape, jnp.float32))
     call = plgpu.kernel(
         functools.partial(_kernel, desc, config),
-        out_type=out,
+        out_type=quantized_outputs(desc),
         grid=(config.num_blocks,),
         grid_names=("block",),
         num_threads=1,
@@ -58,10 +53,22 @@ def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Calla
     )
 
     def run(x, *rest):
-        codes, *scales = call(x.reshape(desc.num_tokens, *split), *rest)
+        codes, *scales = call(x.reshape(desc.num_tokens, *split_columns(desc)), *rest)
         return codes.reshape(desc.num_rows, desc.width), scales[0] if scales else None
 
     return run
+
+
+def split_columns(desc: PermuteDesc) -> tuple[int, ...]:
+    """Columns of a row as the kernel takes and writes them: those of a group along an axis of their own."""
+    group = GROUP if desc.is_grouped else desc.microscaling_group
+    return (desc.width,) if group is None else (desc.width // group, group)
+
+
+def quantized_outputs(desc: PermuteDesc) -> list[jax.ShapeDtypeStruct]:
+    """Codes, and scales where the kernel computes them."""
+    out = [jax.ShapeDtypeStruct((desc.num_rows, *split_columns(desc)), jnp.dtype(desc.out_dtype))]
+    return out if desc.scale_shape is None else [*out, jax.ShapeDtypeStruct(desc.scale_shape, jnp.float32)]
 
 
 def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Any) -> None:
@@ -73,22 +80,18 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Any) -> None:
     named = pending.pop(0) if desc.num_named is not None else None
     codes, *scales = pending
     block = lax.axis_index("block")
-    process = _process_groups if desc.is_grouped else _process_row
-    if desc.microscaling_group is not None:
-        process = _process_small_groups
-
     scales = scales[0] if scales else None
 
     def one_token(i, _):
         token = block + i * config.num_blocks
         targets = [token] if row_of is None else [row_of[token, j] for j in range(desc.top_k)]
-        process(desc, x, given, token, targets, codes, scales, always=row_of is None)
+        quantize_token(desc, x, given, token, targets, codes, scales, always=row_of is None)
         return 0
 
     def one_named(i, row):
         # The next name is on its way while this row is worked on.
         following = named[lax.min(block + (i + 1) * config.num_blocks, jnp.int32(desc.num_items - 1))]
-        pl.when(row >= 0)(functools.partial(process, desc, x, given, row, [row], codes, scales, always=True))
+        pl.when(row >= 0)(functools.partial(quantize_token, desc, x, given, row, [row], codes, scales, always=True))
         return following
 
     mine = lax.div(desc.num_items - block + (config.num_blocks - 1), jnp.int32(config.num_blocks))
@@ -96,6 +99,19 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Any) -> None:
         lax.fori_loop(0, mine, one_token, 0)
     else:
         lax.fori_loop(0, mine, one_named, named[block])
+
+
+def quantize_token(
+    desc: PermuteDesc, x: Any, given: Any, token: Any, targets: list[Any], codes: Any, scales: Any, *, always: bool
+) -> None:
+    """Quantize row ``token`` of x by one warpgroup, alone at this in its block, and write it to the rows ``targets``,
+    those below 0 left out unless ``always``. given: ref of the given scale, or None. codes, scales: refs of
+    ``quantized_outputs``, scales None where there are none.
+    """
+    process = _process_groups if desc.is_grouped else _process_row
+    if desc.microscaling_group is not None:
+        process = _process_small_groups
+    process(desc, x, given, token, targets, codes, scales, always=always)
 
 
 def _process_row(desc, x, given, token, targets, codes, scales, *, always):

@@ -37,7 +37,7 @@ def quantize_narrow_rows_sm90(desc: PermuteDesc, config: PermuteConfig) -> Calla
         functools.partial(_kernel, desc, config),
         out_type=[
             jax.ShapeDtypeStruct((desc.num_rows * desc.width,), desc.out_dtype),
-            jax.ShapeDtypeStruct((desc.num_rows,), jnp.float32),
+            jax.ShapeDtypeStruct(desc.scale_shape, jnp.float32),
         ],
         grid=(config.num_blocks,),
         grid_names=("block",),

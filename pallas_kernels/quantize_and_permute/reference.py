@@ -29,6 +29,8 @@ def quantize_and_permute_ref(
         empty = jnp.zeros((desc.num_rows, desc.width), codes.dtype)
         return empty.at[jnp.where(row < 0, desc.num_rows, row)].set(gathered, mode="drop"), scales
     if row_of is None:
+        if scales is not None and desc.scale_rows:
+            scales = jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, desc.scale_rows - desc.num_rows),))
         return codes, scales
     target = jnp.where(row_of < 0, desc.num_rows, row_of).reshape(-1)
 

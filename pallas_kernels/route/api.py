@@ -1,7 +1,7 @@
 """``route``: router scores to the experts and weights of tokens; ``route_and_align``: and to rows in expert order."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,18 +14,31 @@ from pallas_kernels.align.config import OUTPUTS, AlignConfig
 from pallas_kernels.align.config import config_error as align_error
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.route.config import RouteConfig, RouteDesc, choose_config, config_error, fused_tokens
+from pallas_kernels.quantize_and_permute import quantize_and_permute
+from pallas_kernels.quantize_and_permute.api import describe as describe_rows
+from pallas_kernels.route.config import (
+    RouteConfig,
+    RouteDesc,
+    choose_config,
+    config_error,
+    fused_tokens,
+    quantizes_beside,
+)
 from pallas_kernels.route.reference import route_ref
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """weights: (T, top_k) float32. ids: (T, top_k) int32, -1 for a masked token. tiles: where their rows lie."""
+    """weights: (T, top_k) float32. ids: (T, top_k) int32, -1 for a masked token. tiles: where their rows lie. codes,
+    scales: of tokens that were quantized as well, else None.
+    """
 
     weights: Any
     ids: Any
     tiles: TileMap
+    codes: Any = None
+    scales: Any = None
 
 
 def route(
@@ -85,17 +98,22 @@ def route_and_align(
     num_local_experts: int | None = None,
     group_offset: Any = None,
     by_token: bool = False,
+    tokens: Mapping[str, Any] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Routed:
     """``route`` followed by ``align`` in tiles of block_m rows: one launch for few tokens (``fused_tokens``), else two.
 
     Arguments and errors as there. Masked tokens get no row. num_local_experts, group_offset: the experts that get rows
     are this many from the offset on, where the others live on other shards; None for all. Ids stay global. by_token: as
-    in ``align``.
+    in ``align``. tokens: arguments of a ``quantize_and_permute`` of the T tokens that leaves them where they are: x,
+    quantization, and where needed scale and scale_rows. For few tokens it takes no launch of its own
+    (``quantizes_beside``).
     """
     options = (scoring, renormalize, scale, bias, num_groups, groups_kept, token_mask)
     desc, operands = _describe(logits, top_k, *options)
     num_tokens = logits.shape[0]
+    if tokens is not None and tokens["x"].shape[0] != num_tokens:
+        raise ValueError(f"tokens has x{tokens['x'].shape}, logits are of {num_tokens} tokens; expected as many")
     if (num_local_experts is None) != (group_offset is None):
         raise ValueError("num_local_experts and group_offset go together")
     num_experts = num_local_experts or logits.shape[1]
@@ -107,7 +125,10 @@ def route_and_align(
         tiles = align(
             ids, num_experts, block_m, group_offset=group_offset, by_token=by_token, implementation=implementation
         )
-        return Routed(weights, ids, tiles)
+        return Routed(weights, ids, tiles, *quantized(implementation))
+
+    def quantized(implementation: str) -> tuple[Any, Any]:
+        return (None, None) if tokens is None else quantize_and_permute(**tokens, implementation=implementation)
 
     def mosaic():
         hopper_sms()
@@ -121,10 +142,14 @@ def route_and_align(
 
         from pallas_kernels.route.kernel_sm90 import route_and_align_sm90  # here: importing it loads Pallas
 
-        weights, ids, *found = route_and_align_sm90(desc, config, tiles)(*operands, *as_operands(group_offset))
-        found = dict(zip(OUTPUTS, found, strict=True))
+        rows, row_operands = (None, []) if tokens is None else describe_rows(**tokens)
+        if rows is not None and not quantizes_beside(rows):
+            rows, row_operands = None, []
+        kernel = route_and_align_sm90(desc, config, tiles, rows)
+        weights, ids, *found = kernel(*operands, *as_operands(group_offset), *row_operands)
+        found, codes_and_scales = dict(zip(OUTPUTS, found, strict=False)), found[len(OUTPUTS) :]
         weights, ids, found["row_of"] = (a.reshape(-1, top_k) for a in (weights, ids, found["row_of"]))
-        return Routed(weights, ids, TileMap(**found))
+        return Routed(weights, ids, TileMap(**found), *(codes_and_scales if rows else quantized("mosaic")))
 
     runs = dict(mosaic=mosaic, reference=lambda: apart("reference"))
     return first_that_runs("route_and_align", runs, implementation)

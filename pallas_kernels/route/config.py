@@ -3,6 +3,9 @@
 import dataclasses
 from typing import Literal
 
+from pallas_kernels.quantize_and_permute.config import PermuteConfig, PermuteDesc
+from pallas_kernels.quantize_and_permute.config import config_error as permute_error
+
 MAX_EXPERTS = 512  # sixteen scores a thread
 MAX_TOP_K = 16
 MAX_GROUPS = 32  # one a thread of a warp
@@ -69,6 +72,16 @@ def fused_tokens(num_experts: int) -> int:
     64 of 128 experts, two launches 3.1 and 3.5 and about 1 between them; for 64 of 8 experts 3.1 against 2.4.
     """
     return 64 if num_experts <= 16 else 32 if num_experts <= 64 else 16
+
+
+def quantizes_beside(rows: PermuteDesc) -> bool:
+    """Whether tokens are quantized in the launch that routes and aligns them. 16 tokens go with blocks of four
+    warpgroups, whose threads have the registers for 8192 columns: 119 of 128 at 7168, spills at 16384. More are left to
+    a launch of their own, as are microscaling formats, and what no launch quantizes.
+    """
+    if rows.num_tokens > 16 or rows.width > 8192 or rows.microscaling_kind or rows.top_k:
+        return False
+    return permute_error(rows, PermuteConfig(1)) is None
 
 
 def choose_config(desc: RouteDesc, *, in_one_block: bool = False) -> RouteConfig:

@@ -7,6 +7,9 @@ route_tokens, for each token of a warp:
     renormalize, scale; thread j of the warp stores slot j
 
 route_and_align, one block: route_tokens -> barrier -> align_pairs, which reads the ids just stored
+
+Tokens that stay where they are may be quantized in the same launch, which routing has no part in: further blocks take
+one each, by the arithmetic of quantize_and_permute, while the first one routes.
 """
 
 import functools
@@ -17,11 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.align.config import AlignConfig, AlignDesc
 from pallas_kernels.align.kernel_sm90 import align_outputs, align_pairs, align_scratch
 from pallas_kernels.common import mosaic, simt
+from pallas_kernels.quantize_and_permute.config import TAKES_SCALE, PermuteDesc
+from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_token, quantized_outputs, split_columns
 from pallas_kernels.route.config import WARPS, RouteConfig, RouteDesc
 
 _TAKEN = np.int32(-(2**31))  # below the key of -inf
@@ -41,18 +47,40 @@ def route_sm90(desc: RouteDesc, config: RouteConfig) -> Callable[..., Any]:
     )
 
 
-def route_and_align_sm90(desc: RouteDesc, config: RouteConfig, align: AlignDesc) -> Callable[..., Any]:
-    """The kernel: operands of ``route_sm90``, [offset (1,) int32] -> (weights, ids, *align.OUTPUTS), by one block."""
-    return plgpu.kernel(
-        functools.partial(_fused_kernel, desc, config, align),
-        out_type=[*_outputs(desc), *align_outputs(align)],
-        grid=(1,),
+def route_and_align_sm90(
+    desc: RouteDesc, config: RouteConfig, align: AlignDesc, tokens: PermuteDesc | None = None
+) -> Callable[..., Any]:
+    """The kernel: operands of ``route_sm90``, [offset (1,) int32] -> (weights, ids, *align.OUTPUTS), by one block.
+
+    tokens: what is quantized beside that, by a block each; then after the offset (x (T, H), [scale (1,)]) are operands,
+    and the last results (codes (T, H), [scales]).
+    """
+    call = plgpu.kernel(
+        functools.partial(_fused_kernel, desc, config, align, tokens),
+        out_type=[*_outputs(desc), *align_outputs(align), *(quantized_outputs(tokens) if tokens else ())],
+        grid=(1 if tokens is None else 1 + tokens.num_tokens,),
         grid_names=("block",),
         num_threads=config.num_warpgroups,
         thread_name="warpgroup",
         scratch_types=align_scratch(align),
         compiler_params=mosaic.compiler_params(),
     )
+    if tokens is None:
+        return call
+    first = _num_operands(desc, align)
+
+    def run(*operands):
+        x, *scale = operands[first:]
+        found = call(*operands[:first], x.reshape(tokens.num_tokens, *split_columns(tokens)), *scale)
+        codes = 2 + len(align_outputs(align))
+        return *found[:codes], found[codes].reshape(tokens.num_tokens, tokens.width), *found[codes + 1 :]
+
+    return run
+
+
+def _num_operands(desc: RouteDesc, align: AlignDesc) -> int:
+    """Of routing and alignment."""
+    return 1 + desc.has_bias + desc.has_mask + align.has_offset
 
 
 def _outputs(desc: RouteDesc) -> list[jax.ShapeDtypeStruct]:
@@ -65,14 +93,36 @@ def _route_kernel(desc: RouteDesc, config: RouteConfig, *refs: Any) -> None:
     route_tokens(desc, config, refs, lax.axis_index("block"))
 
 
-def _fused_kernel(desc: RouteDesc, config: RouteConfig, align: AlignDesc, *refs: Any, **scratch: Any) -> None:
+def _fused_kernel(
+    desc: RouteDesc, config: RouteConfig, align: AlignDesc, tokens: PermuteDesc | None, *refs: Any, **scratch: Any
+) -> None:
     mosaic.begin()
-    given = 1 + desc.has_bias + desc.has_mask
-    offset = refs[given] if align.has_offset else None
-    weights, ids, *outputs = refs[given + align.has_offset :]
-    route_tokens(desc, config, (*refs[:given], weights, ids), jnp.int32(0))
-    simt.barrier()
-    align_pairs(align, AlignConfig(config.num_warpgroups), ids, offset, *outputs, **scratch)
+    pending = list(refs)
+    operands = [pending.pop(0) for _ in range(_num_operands(desc, align))]
+    offset = operands.pop() if align.has_offset else None
+    x = pending.pop(0) if tokens else None
+    given = pending.pop(0) if tokens and tokens.quantization in TAKES_SCALE else None
+    weights, ids, *pending = pending
+    count = len(align_outputs(align))
+    outputs, quantized = pending[:count], pending[count:]
+
+    def route_and_align():
+        route_tokens(desc, config, (*operands, weights, ids), jnp.int32(0))
+        simt.barrier()
+        align_pairs(align, AlignConfig(config.num_warpgroups), ids, offset, *outputs, **scratch)
+
+    if tokens is None:
+        route_and_align()
+        return
+    block = lax.axis_index("block")
+    codes, scales = quantized if tokens.scale_shape else (*quantized, None)
+    pl.when(block == 0)(route_and_align)
+
+    # A row is one warpgroup's work; the others of its block have none.
+    @pl.when((block > 0) & (lax.axis_index("warpgroup") == 0))
+    def _():
+        token = block - 1
+        quantize_token(tokens, x, given, token, [token], codes, scales, always=True)
 
 
 def route_tokens(desc: RouteDesc, config: RouteConfig, refs: Sequence[Any], block: Any) -> None:

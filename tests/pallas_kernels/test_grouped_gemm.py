@@ -94,10 +94,17 @@ def test_the_same_rows_in_every_tile():
     x, w = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((5, 64), (3, 48, 64)))
     tile_expert = jnp.asarray([2, 0, -1], jnp.int32)
     operands = (jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), tile_expert, jnp.int32(2))
-    out = grouped_gemm(*operands, block_m=8, out_dtype=jnp.float32, implementation="reference")
-    assert out.shape == (24, 48)
+    options = dict(block_m=8, out_dtype=jnp.float32, implementation="reference")
+    scales = np.exp2(rng.integers(-2, 3, 8)).astype(np.float32)
+    scales[5:] = np.nan  # of no row
+    w_scale = np.exp2(rng.integers(-2, 3, (3, 48))).astype(np.float32)
+    out = grouped_gemm(*operands, **options)
+    scaled = grouped_gemm(*operands, x_scale=jnp.asarray(scales), w_scale=jnp.asarray(w_scale), **options)
+    assert out.shape == scaled.shape == (24, 48)
     for tile, expert in enumerate((2, 0)):
-        np.testing.assert_array_equal(out[8 * tile : 8 * tile + 5], x @ w[expert].T)
+        rows, expected = slice(8 * tile, 8 * tile + 5), x @ w[expert].T
+        np.testing.assert_array_equal(out[rows], expected)
+        np.testing.assert_array_equal(scaled[rows], expected * scales[:5, None] * w_scale[expert])
 
 
 def test_wrong_calls():
@@ -130,7 +137,7 @@ def test_wrong_calls():
         call(requantize="tensor")
     with pytest.raises(ValueError, match="x has 320 rows, expected 1 to block_m=64"):
         call(block_m=64)
-    with pytest.raises(ValueError, match=r"x_scale has shape \(9,\), expected None or \(\)"):
+    with pytest.raises(ValueError, match=r"x_scale has shape \(9,\), expected one of \(\) \(tensor\), \(64,\) \(row\)"):
         call(x=x[:9], block_m=64, x_scale=jnp.ones(9))
     with pytest.raises(ValueError, match="implementation 'triton' of grouped_gemm is not one of"):
         call(implementation="triton")
