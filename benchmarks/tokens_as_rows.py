@@ -1,4 +1,5 @@
-"""Layers of few tokens that are not quantized, with the tokens as the rows of every tile and with tokens moved to rows.
+"""Layers of few tokens, with the tokens as the rows of every tile and with tokens moved to rows. Where a layer
+quantizes them, that is a part of the launch that routes, or a launch of its own.
 
     python benchmarks/tokens_as_rows.py [--models qwen3-30b-a3b,...] [--tokens 1,4,8,16] [--schemes bf16,w4a16_g128,...]
     [--rounds 2] [--json FILE]
@@ -22,7 +23,10 @@ import moe_jax
 from moe_jax import _mosaic_plan
 from moe_jax.benchmarking import MODELS, layer_shape, measure_layer, random_weights
 
-SCHEMES = ("bf16", "w4a16_g128", "nvfp4_a16", "mxfp4_a16")
+SCHEMES = (
+    *("bf16", "w4a16_g128", "nvfp4_a16", "mxfp4_a16"),
+    *("fp8_channel", "int8_w8a8", "fp8_block", "w4a8_int8", "w4a8_fp8"),
+)
 
 
 def switch(by_token: bool) -> None:

@@ -133,6 +133,10 @@ def small_calls() -> dict[str, Callable[[], Call]]:
         "route_and_align in one launch": lambda: _routing(60),
         "route_and_align in two": lambda: _routing(300),
         "route_and_align, groups and a bias": lambda: _routing(60, bias=True, num_groups=5, groups_kept=2),
+        **{
+            f"route_and_align, {kind} of its tokens": functools.partial(_routing_and_quantizing, kind)
+            for kind in ("e4m3_row", "int8_row", "e4m3_tensor", "e4m3_group")
+        },
         "align": lambda: (lambda ids: align(ids, 5, 16, implementation="mosaic"), (_ids(33),)),
         "align of a shard": lambda: (
             lambda ids: align(ids, 2, 16, group_offset=2, implementation="mosaic"),
@@ -192,6 +196,22 @@ def _routing(tokens: int, bias: bool = False, **options: Any) -> Call:
         return routed.weights, routed.ids, routed.tiles
 
     return run, (logits, biases)
+
+
+def _routing_and_quantizing(quantization: str) -> Call:
+    """All rows of the scales named, so that all that is returned is written."""
+    logits, x = (
+        jnp.asarray(_rng().standard_normal(shape), dtype)
+        for shape, dtype in (((16, 40), "float32"), ((16, 640), "bfloat16"))
+    )
+    scale = jnp.float32(0.03) if quantization in TAKES_SCALE else None
+
+    def run(logits, x):
+        tokens = dict(x=x, quantization=quantization, scale=scale)
+        routed = route_and_align(logits, 4, 16, by_token=True, tokens=tokens, implementation="mosaic")
+        return routed.weights, routed.ids, routed.tiles, routed.codes, routed.scales
+
+    return run, (logits, x)
 
 
 def _rows(tokens: int, top_k: int, num_rows: int) -> np.ndarray:

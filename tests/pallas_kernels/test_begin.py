@@ -17,7 +17,7 @@ from pallas_kernels.common import mosaic
 
 WAIT, LAUNCH = "griddepcontrol_wait", "griddepcontrol_launch_dependents"
 MARK = "mosaic_gpu.uses_pdl"  # jax 0.10 has it not
-KINDS = ("gemm", "cluster", "packed", "permute", "gather", "combine", "align", "route")
+KINDS = ("gemm", "cluster", "packed", "permute", "gather", "combine", "align", "route", "quantizing_route")
 KERNEL_CALL = "mosaic_gpu_v2"
 
 

@@ -108,6 +108,13 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
         )
         for n in (1, 5, 16)
     },
+    "int8 rows swapped, the same 5 rows": lambda: multiplying(
+        "int8", ((16,), (3, 128)), 16, dict(is_swapped=True, same_rows=5)
+    ),
+    "int8 rows, the same 8 rows": lambda: multiplying("int8", ((64,), (3, 128)), 64, dict(same_rows=8)),
+    "fp8 blocks gated, the same 3 rows": lambda: multiplying(
+        "float8_e4m3fn", ((2, 64), (3, 2, 1, 2)), 64, dict(activation=SILU, requantize="group", same_rows=3)
+    ),
     "bf16 tall gated": lambda: multiplying(
         "bfloat16", (None, None), 112, dict(is_swapped=True, activation=SILU, n=256)
     ),

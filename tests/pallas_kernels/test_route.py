@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import ROUTERS, route_cases
-from tile_checks import check_tiles
+from kernel_cases import ROUTERS, quantizing_route_cases, route_cases
+from tile_checks import check_tiles, check_tiles_by_token
 
+from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.route import RouteConfig, RouteDesc, config_error, route, route_and_align
 
 # Weights: exponentials of 2 ulp on the GPU, XLA's on the CPU, sums of up to 512 terms.
@@ -101,6 +102,38 @@ def run_aligned(name, tokens, implementation, block_m=16, shard=None):
     check_tiles(ids, num_local or z.shape[1], block_m, routed.tiles)
 
 
+def run_quantizing(name, tokens, quantization, width, implementation, *, dtype="bfloat16", shard=None):
+    """Routed by token, and quantized: each has the bits that it has alone."""
+    z, top_k, bias, mask, options = make(name, tokens, seed=tokens)
+    arrays = jax.tree.map(jnp.asarray, dict(bias=bias, token_mask=mask))
+    num_local, offset = shard or (None, None)
+    arrays |= dict(group_offset=None if offset is None else jnp.int32(offset))
+    static = dict(options, implementation=implementation, num_local_experts=num_local, by_token=True)
+    rng = np.random.default_rng(tokens)
+    x = rng.standard_normal((tokens, width)) * np.exp2(rng.integers(-8, 8, (tokens, 1)))
+    if tokens > 4:
+        x[0, width - 1], x[1], x[2], x[3] = np.nan, 0.0, 3e38, -np.inf
+    rows = dict(x=jnp.asarray(x, dtype), scale=jnp.float32(0.03) if quantization == "e4m3_tensor" else None)
+    room = dict(quantization=quantization, scale_rows=16)
+
+    def together(z, arrays, rows):
+        return route_and_align(z, top_k, 16, tokens=rows | room, **arrays, **static)
+
+    found = jax.jit(together)(z, arrays, rows)
+    judge(z, top_k, bias, mask, options, found.weights, found.ids)
+    ids = np.asarray(found.ids)
+    if shard is not None:
+        ids = np.where((ids >= offset) & (ids < offset + num_local), ids - offset, -1)
+    check_tiles_by_token(ids, num_local or z.shape[1], 16, found.tiles)
+    codes, scales = jax.jit(lambda rows: quantize_and_permute(**rows, **room, implementation=implementation))(rows)
+    assert found.codes.shape == (tokens, width) and found.codes.dtype == codes.dtype
+    assert np.asarray(found.codes).tobytes() == np.asarray(codes).tobytes()
+    assert (scales is None) == (found.scales is None) == (quantization == "e4m3_tensor")
+    if scales is not None:
+        assert found.scales.shape == scales.shape == ((16,) if scales.ndim == 1 else (-(-width // 128), 16))
+        assert np.asarray(found.scales)[..., :tokens].tobytes() == np.asarray(scales)[..., :tokens].tobytes()
+
+
 @pytest.mark.parametrize("name", ROUTERS)
 def test_reference(name, quick_compilation):
     run(name, 37, "reference")
@@ -109,6 +142,11 @@ def test_reference(name, quick_compilation):
 def test_reference_aligned(quick_compilation):
     run_aligned("softmax 512, top 16, masked", 9, "reference")
     run_aligned("softmax 128", 9, "reference", shard=(32, 64))
+
+
+def test_reference_quantizing(quick_compilation):
+    run_quantizing("softmax 512, top 16, masked", 5, "e4m3_group", 512, "reference", shard=(32, 64))
+    run_quantizing("sigmoid 32, top 1", 16, "e4m3_tensor", 128, "reference")
 
 
 def test_wrong_calls():
@@ -127,6 +165,8 @@ def test_wrong_calls():
         route(z, 2, num_groups=3, groups_kept=1)
     with pytest.raises(ValueError, match="num_local_experts and group_offset go together"):
         route_and_align(z, 2, 8, num_local_experts=4)
+    with pytest.raises(ValueError, match=r"x\(3, 128\), logits are of 4 tokens"):
+        route_and_align(z, 2, 8, tokens=dict(x=jnp.zeros((3, 128)), quantization="int8_row"))
     with pytest.raises(ValueError, match="groups_kept=1 of 4 groups hold 2 experts, top_k is 3"):
         route(z, 3, num_groups=4, groups_kept=1)
     for call in (
@@ -147,11 +187,15 @@ def test_config_error():
     assert "1 to 8 warpgroups" in config_error(desc, RouteConfig(1, 9))
 
 
-LOWERED = ("route softmax 8, bf16", "route sigmoid 256, bias, 8 groups", "route_and_align softmax 128")
+LOWERED = (
+    *("route softmax 8, bf16", "route sigmoid 256, bias, 8 groups", "route_and_align softmax 128"),
+    "route_and_align of 5 tokens, int8_row 2880",
+)
+CASES = [case for case in (*route_cases(), *quantizing_route_cases()) if case.name in LOWERED]
 
 
 # The rest is lowered by the SASS tests: a second and more each.
-@pytest.mark.parametrize("case", [c for c in route_cases() if c.name in LOWERED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_lowers_for_cuda(case):
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in case.shapes]
     lowered = jax.jit(case.function).trace(*arguments).lower(lowering_platforms=("cuda",))
@@ -176,3 +220,24 @@ def test_gpu_many_tokens():
 def test_gpu_shard_of_experts(tokens):
     run_aligned("softmax 128", tokens, "mosaic", shard=(32, 64))
     run_aligned("softmax 512, top 16, masked", tokens, "mosaic", shard=(128, 384))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 5, 8, 16])
+@pytest.mark.parametrize("quantization", ["e4m3_row", "int8_row", "e4m3_tensor", "e4m3_group", "e4m3_group_ue8m0"])
+def test_gpu_quantizing(quantization, tokens):
+    run_quantizing("softmax 128", tokens, quantization, 2048, "mosaic")
+    run_quantizing("softmax 512, top 16, masked", tokens, quantization, 7168, "mosaic", dtype="float16")
+    run_quantizing("sigmoid 256, bias, 8 groups", tokens, quantization, 640, "mosaic", dtype="float32", shard=(32, 64))
+
+
+@pytest.mark.gpu
+def test_gpu_quantizing_in_a_launch_of_its_own():
+    """More tokens than one launch routes, rows too wide for it, a format that it has not."""
+    run_quantizing("softmax 128", 16, "int8_row", 16384, "mosaic")
+    z, x = jnp.zeros((60, 8)), jnp.asarray(np.random.default_rng(0).standard_normal((60, 512)), jnp.bfloat16)
+    for quantization in ("mxfp8", "e4m3_row"):
+        tokens = dict(x=x, quantization=quantization)
+        found = jax.jit(lambda z, tokens=tokens: route_and_align(z, 2, 64, tokens=tokens, implementation="mosaic"))(z)
+        codes, _ = quantize_and_permute(x, quantization=quantization, implementation="mosaic")
+        assert np.asarray(found.codes).tobytes() == np.asarray(codes).tobytes()
