@@ -1,15 +1,16 @@
 """Time many configurations of the grouped GEMMs on a GPU, in several processes that compile at the same time.
 
     python benchmarks/sweep_products.py --cells qwen3-30b-a3b:int4_g128,mixtral-8x7b/tp2:fp8_channel:brief,...
-        [--tokens 64,256,...] [--jobs 15] [--seconds 300] [--earlier FILE FILE ...] --out FILE
+        [--tokens 64,256,...] [--jobs 15] [--seconds 300] [--earlier FILE FILE ...] [--sustained 0.4] --out FILE
 
 A cell is shape:format (sweep_space.py), with ":brief" behind it for few configurations instead of all, ":tall" for the
 table's and tall tiles, ":pairs" for tall tiles in clusters, ":near1.1" for the table's and those that the files of
 --earlier hold with at most 1.1 times the least time; @16;64 behind that for tokens of its own.
 Processes take (cell, GEMM) in the order given, keep its weights, and append a JSON line per configuration: the
-microseconds of one product with what is fused around it. They hold a lock while they time. What FILE holds already is
-not timed again. A process that takes longer than --stuck seconds over one configuration is ended and its work taken,
-without that configuration, by another.
+microseconds of one product with what is fused around it. They hold a lock while they time: the least of five bursts, or
+with --sustained calls without a pause for so many seconds, the median of the later half, when power has settled. What
+FILE holds already is not timed again. A process that takes longer than --stuck seconds over one configuration is ended
+and its work taken, without that configuration, by another.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -168,7 +170,7 @@ def locked(path: str, mode: int = fcntl.LOCK_EX):
         yield
 
 
-def time_program(compiled: Any, args: Any, calls: int, lock: str) -> float:
+def time_program(compiled: Any, args: Any, calls: int, lock: str, sustained: float) -> float:
     with locked(lock):
 
         def seconds(repeats):
@@ -181,7 +183,12 @@ def time_program(compiled: Any, args: Any, calls: int, lock: str) -> float:
 
         seconds(1)
         repeats = max(1, min(20, int(0.006 / seconds(2))))
-        return min(seconds(repeats) for _ in range(5)) / calls * 1e6
+        if not sustained:
+            return min(seconds(repeats) for _ in range(5)) / calls * 1e6
+        until, found = time.perf_counter() + sustained, []
+        while time.perf_counter() < until:
+            found.append(seconds(repeats))
+        return statistics.median(found[len(found) // 2 :]) / calls * 1e6
 
 
 def claim(folder: Path, groups: list[str]) -> str | None:
@@ -220,7 +227,8 @@ def work(options: argparse.Namespace) -> None:
                 compiled = args = None
                 try:
                     compiled, args = group.program(tokens, config, options.lock)
-                    record["us"] = round(time_program(compiled, args, calls_of(tokens), options.lock), 2)
+                    micros = time_program(compiled, args, calls_of(tokens), options.lock, options.sustained)
+                    record["us"] = round(micros, 2)
                 except Exception as error:
                     record["error"] = f"{type(error).__name__}: {str(error)[:200]}"
                 append(out, record)
@@ -239,6 +247,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--stuck", type=float, default=60)
     parser.add_argument("--out", required=True)
+    parser.add_argument("--sustained", type=float, default=0.0)
     parser.add_argument("--earlier", nargs="+", type=Path, default=[])
     parser.add_argument("--lock", default="/tmp/gpu_lock")
     parser.add_argument("--list", action="store_true", help="print how many configurations each cell has, time nothing")
@@ -272,7 +281,8 @@ def run(options: argparse.Namespace, groups: list[str]) -> None:
     command = [sys.executable, __file__, "--cells", ",".join(groups), "--tokens", options.tokens, "--out", options.out]
     if options.earlier:
         command += ["--earlier", *map(str, options.earlier)]
-    command += ["--lock", options.lock, "--claims", str(claims), "--until", str(until)]
+    command += ["--sustained", str(options.sustained), "--lock", options.lock]
+    command += ["--claims", str(claims), "--until", str(until)]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     running: list[tuple[Any, Any]] = []
     started = 0

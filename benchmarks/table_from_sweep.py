@@ -6,8 +6,8 @@
 Times of a configuration are averaged over all files; at one token, where a launch takes as long as a kernel, and with
 --least the least counts. Those taken fewer than --at-least times are left out. For each layer, format and number of
 tokens: the tile height with the least sum of both products, and the fastest configuration of each at that height.
-Formats of ``TWINS`` use the times of another one beside their own, and their entries say so. --merge keeps the entries
-of the table for which these files have none.
+Formats use the times of their keys' lender beside their own, and their entries say so. --merge keeps the entries of the
+table for which these files have none.
 """
 
 import argparse
@@ -25,15 +25,6 @@ from pallas_kernels.grouped_gemm_packed import PackedConfig
 from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, Entry, LayerConfig, LayerKey, PackedLayerKey, Table
 from pallas_kernels.tuning.table import load_table, path_for
 
-# Formats whose bytes and rates are another's: products of two 8-bit operands whose scales follow the sum; dtypes of
-# group scales.
-TWINS = {
-    "fp8_tensor_dynamic": "fp8_channel",
-    "int8": "fp8_channel",
-    "int4_g128_f32": "int4_g128",
-    "int4_g128_f16": "int4_g128",
-    "int4_int8_f32": "int4_int8",
-}
 _CLUSTER_MARGIN = 1.02  # two blocks that wait for one another must be clearly faster than one
 # cell (model, format, tokens, GEMM) -> configuration as JSON -> microseconds
 Times = dict[tuple[str, str, int, int], dict[str, list[float]]]
@@ -56,31 +47,40 @@ def key_of(model: str, fmt: str) -> Any:
     return LayerKey(*shape(model), **how)
 
 
+def lenders_of(model: str, fmt: str) -> list[str]:
+    """The formats whose times serve this one too, nearest first."""
+    names, key = [], key_of(model, fmt).lender
+    while key is not None:
+        names.append(key.format_name)
+        key = key.lender
+    return names
+
+
 def fastest(times: Times, model: str, fmt: str, tokens: int, at_least: int, typical: Any) -> Entry | None:
     """The best entry of a cell, or None without enough times. typical: of several times of one configuration."""
-    key, twin = key_of(model, fmt), TWINS.get(fmt)
+    key, lenders = key_of(model, fmt), lenders_of(model, fmt)
     kind = PackedConfig if fmt in PACKED_FORMATS else GemmConfig
-    best: dict[int, dict[int, tuple[float, float, Any, bool]]] = defaultdict(dict)
+    best: dict[int, dict[int, tuple[float, float, Any, str | None]]] = defaultdict(dict)
     for gemm in (1, 2):
-        own = times.get((model, fmt, tokens, gemm), {})
-        lent = {} if twin is None else times.get((model, twin, tokens, gemm), {})
-        for text in own.keys() | lent.keys():
-            found = own.get(text, []) + lent.get(text, [])
+        held = {name: times.get((model, name, tokens, gemm), {}) for name in (fmt, *lenders)}
+        for text in sorted({text for known in held.values() for text in known}):
+            found = [micros for known in held.values() for micros in known.get(text, [])]
+            lender = next((name for name in lenders if text in held[name]), None)
             config = kind(**json.loads(text))
             desc = key.products(tokens, config.block_m)[gemm - 1]
             if len(found) < at_least or key.config_error(desc, config) is not None:
                 continue
             micros = (min if tokens == 1 else typical)(found)
             rated = micros * _CLUSTER_MARGIN if getattr(config, "cluster", 1) > 1 else micros
-            held = best[config.block_m]
-            if gemm not in held or rated < held[gemm][0]:
-                held[gemm] = (rated, micros, config, text in lent)
+            at_height = best[config.block_m]
+            if gemm not in at_height or rated < at_height[gemm][0]:
+                at_height[gemm] = (rated, micros, config, lender)
     sums = {height: sum(rated for rated, *_ in held.values()) for height, held in best.items() if len(held) == 2}
     if not sums:
         return None
     height = min(sums, key=lambda height: sums[height])
-    (_, micros1, gemm1, lent1), (_, micros2, gemm2, lent2) = (best[height][gemm] for gemm in (1, 2))
-    source = f"with times of {twin}" if lent1 or lent2 else None
+    (_, micros1, gemm1, lender1), (_, micros2, gemm2, lender2) = (best[height][gemm] for gemm in (1, 2))
+    source = f"with times of {lender1 or lender2}" if lender1 or lender2 else None
     return Entry(key, tokens, LayerConfig(height, gemm1, gemm2), round(micros1 + micros2, 1), source)
 
 
@@ -97,8 +97,11 @@ def main() -> int:
     options = parser.parse_args()
     times, entries = read(options.files), []
     cells = {cell[:3] for cell in times}
-    cells |= {(model, fmt, tokens) for model, held, tokens in cells for fmt, twin in TWINS.items() if twin == held}
-    for model, fmt, tokens in sorted(cell for cell in cells if cell[1] in options.formats.split(",")):
+    formats = options.formats.split(",")
+    cells |= {
+        (model, fmt, tokens) for model, lender, tokens in cells for fmt in formats if lender in lenders_of(model, fmt)
+    }
+    for model, fmt, tokens in sorted(cell for cell in cells if cell[1] in formats):
         typical = min if options.least else statistics.mean
         found = fastest(times, model, fmt, tokens, options.at_least, typical)
         if found is None:

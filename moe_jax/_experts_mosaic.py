@@ -118,7 +118,7 @@ def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list
 
 def run(x: Array, topk_weights: Array, topk_ids: Array, weights: ExpertWeights, config: MoEConfig) -> Array:
     """Routed output in float32, before any rounding. Arguments as ``Implementation.run`` states them."""
-    return _refusing_gradients(config, x, topk_weights, topk_ids, weights)
+    return _refusing_gradients(_forward, dataclasses.replace(config, name=""), x, topk_weights, topk_ids, weights)
 
 
 def forward(
@@ -319,7 +319,7 @@ def forward_layer(
 
 def run_layer(config: MoEConfig, *arguments: Any) -> tuple[Array, Array, Array]:
     """``forward_layer``; a gradient raises ``NoGradient``."""
-    return _refusing_gradients_layer(config, *arguments)
+    return _refusing_gradients(_forward_layer, dataclasses.replace(config, name=""), *arguments)
 
 
 def _experts(
@@ -456,19 +456,18 @@ def _tensor_scale(
     return jnp.maximum(divide(amax, E4M3_MAX), np.finfo(np.float32).tiny)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _refusing_gradients(config, x, topk_weights, topk_ids, weights):
-    return forward(config, x, topk_weights, topk_ids, weights)
+# Jitted, so that a program has equal layers of a model once: 24 layers of Qwen3 lowered in 2 s instead of 96.
+_forward = jax.jit(forward, static_argnums=0)
+_forward_layer = jax.jit(forward_layer, static_argnums=0)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _refusing_gradients_layer(config, *arguments):
-    return forward_layer(config, *arguments)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _refusing_gradients(function, config, *arguments):
+    return function(config, *arguments)
 
 
 @_refusing_gradients.defjvp
-@_refusing_gradients_layer.defjvp
-def _refuse(config, primals, tangents):
+def _refuse(function, config, primals, tangents):
     raise NoGradient(
         "the mosaic implementation has no gradient; differentiate a layer with implementation='xla' or 'reference'"
     )

@@ -87,7 +87,7 @@ _GEMMS: dict[str, tuple[str, dict[str, Any], GemmConfig | None]] = {
 _PACKED = ("int4 g128", "int4 g128 asym", "int8 channel", "e4m3 g128", "nvfp4", "mxfp4", "mxfp8")
 _PACKED_8BIT = ("w4a8 int8 g128", "w4a8 int8 g128 asym", "w4a8 fp8 g128", "mxfp4 fp8")
 # Tiles whose warpgroups share halves or K, long and short steps, scales folded into operands, heights between powers.
-_PACKED_TILES = {
+PACKED_TILES = {
     "int4 g128": (
         PackedConfig(128, 2, 2, 2, splits_halves=True),
         PackedConfig(80, 4, 2, 2, True, splits_halves=True),
@@ -117,7 +117,7 @@ _PACKED_TILES = {
     "w4a8 int8 g128": (
         PackedConfig(96, 2, 1, 2, splits_halves=True),
         PackedConfig(48, 4, 1, 2, splits_halves=True),
-        PackedConfig(32, 2, 2, 2, k_split=2),
+        PackedConfig(16, 2, 2, 2, k_split=2),
         PackedConfig(24, 3, 1, 2),
         PackedConfig(144, 2, 1, 2, splits_halves=True),
     ),
@@ -162,7 +162,7 @@ def small_calls() -> dict[str, Callable[[], Call]]:
         calls[f"grouped_gemm {name}"] = functools.partial(_multiplying, kind, options, config)
     for kind in (*_PACKED, *_PACKED_8BIT):
         calls[f"grouped_gemm_packed {kind}"] = functools.partial(_multiplying_packed, kind)
-    for kind, configs in _PACKED_TILES.items():
+    for kind, configs in PACKED_TILES.items():
         for config in configs:
             calls[f"grouped_gemm_packed {kind}, {_words(config)}"] = functools.partial(_multiplying_tiles, kind, config)
     for quantization in _PUSHED:

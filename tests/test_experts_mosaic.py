@@ -11,6 +11,7 @@ from kernel_tolerances import assert_layer_close
 
 import moe_jax
 from moe_jax import _experts_mosaic, _mosaic_plan
+from moe_jax._packed_weights import pack_experts, packed_format
 from moe_jax.experts import explain
 from moe_jax.quantization import Scheme, method_for
 from pallas_kernels.grouped_gemm import GemmConfig
@@ -129,6 +130,32 @@ def test_whole_layer_lowers_for_hopper(tokens):
         lowered = run.trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
         assert "routing: by the kernel" in layer.explain(tokens)
     assert lowered.count("mosaic_gpu_v2") == (4 if tokens == 1 else 6)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_channel", "w4a16_g128"])
+def test_equal_layers_of_a_model_are_lowered_once(scheme):
+    """Whatever they are called: the kernels of 48 layers lowered one by one would take minutes."""
+    configs = [
+        moe_jax.MoEConfig(
+            E, K, H, I, scheme=Scheme.parse(scheme), implementation=("mosaic",), dtype="bfloat16", name=name
+        )
+        for name in ("layers.0.mlp", "layers.1.mlp")
+    ]
+    weights = method_for(configs[0].scheme).abstract_weights(configs[0])
+    if packed_format(configs[0].scheme, "bfloat16") is not None:
+        weights = jax.eval_shape(lambda weights: pack_experts(weights, configs[0]), weights)
+
+    def run(configs, weights, x, z):
+        for config, own in zip(configs, weights, strict=True):
+            x = moe_jax.fused_moe(x, z, own, config)
+        return x
+
+    counts = []
+    for number in (1, 2):
+        with on_hopper():
+            traced = jax.jit(run, static_argnums=0).trace(tuple(configs[:number]), [weights] * number, *inputs(300))
+            counts.append(traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2"))
+    assert counts[0] == counts[1] > 4
 
 
 @pytest.mark.parametrize("tokens", [1, 300])
@@ -334,7 +361,7 @@ def test_a_whole_layer_is_refused_beforehand_or_loudly(monkeypatch):
     def refuse(*args, **kwargs):
         raise NotImplementedError("broken")
 
-    monkeypatch.setattr(_experts_mosaic, "forward_layer", refuse)
+    monkeypatch.setattr(_experts_mosaic, "_forward_layer", refuse)
     monkeypatch.setattr(_experts_mosaic, "_call_refusal", lambda *args: None)
     with on_hopper(), pytest.raises(NotImplementedError, match="broken"):
         jax.eval_shape(lambda x, z: layer(x, z), x, z)

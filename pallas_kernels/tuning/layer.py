@@ -27,6 +27,11 @@ PACKED_FORMATS: dict[str, dict[str, Any]] = {
     "int4_g128": dict(element="int4", scale="group", group_size=128, scale_dtype="bfloat16"),
     "int4_g128_f16": dict(element="int4", scale="group", group_size=128, scale_dtype="float16"),
     "int4_g128_f32": dict(element="int4", scale="group", group_size=128),
+    "int4_g128_asym": dict(element="int4", scale="group", group_size=128, has_zero_point=True, scale_dtype="bfloat16"),
+    "int4_g128_asym_f16": dict(
+        element="int4", scale="group", group_size=128, has_zero_point=True, scale_dtype="float16"
+    ),
+    "int4_g128_asym_f32": dict(element="int4", scale="group", group_size=128, has_zero_point=True),
     "nvfp4": dict(element="e2m1", scale="e4m3", group_size=16),
     "mxfp4": dict(element="e2m1", scale="e8m0", group_size=32),
     "int4_int8": dict(element="int4", operand="int8", scale="group", group_size=128, scale_dtype="bfloat16"),
@@ -104,6 +109,22 @@ class LayerKey:
         """Both products can run with swapped operands."""
         return self.rhs_scale != "block" and self.requantize == "none"
 
+    @property
+    def lender(self) -> "LayerKey | None":
+        """The same layer in another format whose products read as many bytes and multiply at the same rate, so that its
+        times tell of this one's; None without one. Of 8-bit operands those whose scales follow the sum.
+        """
+        if self.dtype == "float16":
+            return dataclasses.replace(self, dtype="bfloat16")
+        channels = dataclasses.replace(self, dtype="float8_e4m3fn", lhs_scale="row", rhs_scale="channel")
+        scales_follow = self.lhs_scale in ("row", "tensor") and self.rhs_scale in ("channel", "tensor")
+        return channels if scales_follow and self.may_swap and self != channels else None
+
+    @property
+    def format_name(self) -> str | None:
+        """The key's format in ``FORMATS``."""
+        return _name_among(FORMATS, self)
+
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayerKey:
@@ -166,6 +187,30 @@ class PackedLayerKey:
         """Tile heights worth a look: the first three that hold an average expert, the taller ones where none does."""
         average = num_tokens * self.top_k / self.num_experts
         return [h for h in BLOCK_MS if average <= h <= 128][:3] or [128, 144, 160, 176]
+
+    @property
+    def lender(self) -> "PackedLayerKey | None":
+        """As ``LayerKey.lender``: float16 from bfloat16, operands of 16 bits from those without zero points, which the
+        same instructions subtract, and group scales from bfloat16 ones.
+        """
+        if self.operand == "float16":
+            scale_dtype = {"float16": "bfloat16", "bfloat16": "float16"}.get(self.scale_dtype, self.scale_dtype)
+            return dataclasses.replace(self, operand="bfloat16", scale_dtype=scale_dtype)
+        if self.has_zero_point and self.operand == "bfloat16":
+            return dataclasses.replace(self, has_zero_point=False)
+        if self.scale == "group" and self.scale_dtype != "bfloat16":
+            return dataclasses.replace(self, scale_dtype="bfloat16")
+        return None
+
+    @property
+    def format_name(self) -> str | None:
+        """The key's format in ``PACKED_FORMATS``."""
+        return _name_among(PACKED_FORMATS, self)
+
+
+def _name_among(formats: dict[str, dict[str, Any]], key: Any) -> str | None:
+    sizes = {name: getattr(key, name) for name in ("num_experts", "top_k", "hidden", "inner", "halves")}
+    return next((name for name, how in formats.items() if type(key)(**sizes, **how) == key), None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,14 +47,28 @@ class Table:
     device: str
     entries: tuple[Entry, ...] = ()
 
+    @functools.cached_property
+    def _by_key(self) -> dict[AnyKey, list[Entry]]:
+        found: dict[AnyKey, list[Entry]] = {}
+        for entry in sorted(self.entries, key=lambda entry: entry.tokens):
+            found.setdefault(entry.key, []).append(entry)
+        return found
+
     def buckets(self, key: AnyKey) -> tuple[int, ...]:
         """Numbers of tokens that were measured for ``key``, ascending."""
-        return tuple(sorted(entry.tokens for entry in self.entries if entry.key == key))
+        return tuple(entry.tokens for entry in self._by_key.get(key, ()))
 
     def lookup(self, key: AnyKey, num_tokens: int) -> Entry | None:
-        """The entry of the smallest bucket that holds ``num_tokens``, of the largest for more; None without any."""
-        own = sorted((entry for entry in self.entries if entry.key == key), key=lambda entry: entry.tokens)
-        return next((entry for entry in own if entry.tokens >= num_tokens), own[-1] if own else None)
+        """The entry of the smallest bucket that holds ``num_tokens``, of the largest for more. A layer without entries
+        gets those of its format's ``lender``, and their source says so. None without any.
+        """
+        own = self._by_key.get(key)
+        if own is not None:
+            return next((entry for entry in own if entry.tokens >= num_tokens), own[-1])
+        lent = None if key.lender is None else self.lookup(key.lender, num_tokens)
+        if lent is None:
+            return None
+        return dataclasses.replace(lent, key=key, source=lent.source or f"with times of {lent.key.format_name}")
 
     def merged(self, entries: Iterable[Entry]) -> "Table":
         """With ``entries`` in place of those of the same key and number of tokens."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from gemm_problem import ROUTINGS
 from helpers import assert_rows_close
+from kernel_calls import PACKED_TILES
 from kernel_cases import packed_case
 from packed_problem import KINDS, make_problem, make_stored, packed_tolerance
 
@@ -312,3 +313,24 @@ def test_taller_tiles_where_they_multiply_least(mean):
     rows = np.random.default_rng(0).poisson(mean, 100_000)
     work = {height: (-(-rows // height) * (height + 32)).mean() for height in (112, 128, 144, 160, 176)}
     assert work[choose_block_m(mean)] < 1.01 * min(work.values())
+
+
+@pytest.mark.parametrize("kind", PACKED_TILES)
+def test_tiles_of_small_calls_can_run(kind):
+    """Those that the sanitizer and the guards see on a GPU (kernel_calls.py): a refusal would show nowhere else."""
+    fmt, scale_dtype, has_channel_scale = KINDS[kind]
+    for config in PACKED_TILES[kind]:
+        desc = PackedDesc(
+            rows=8 * config.block_m,
+            n=336,
+            k=1024,
+            num_experts=4,
+            fmt=fmt,
+            halves=2,
+            scale_dtype=scale_dtype or "float32",
+            has_channel_scale=has_channel_scale,
+            lhs_scale="row",
+            bias_dtype="bfloat16",
+            activation=SILU,
+        )
+        assert config_error(desc, config) is None, config

@@ -149,6 +149,67 @@ def test_lookup():
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        dict(dtype="int8"),
+        dict(rhs_scale="tensor"),
+        dict(lhs_scale="tensor", rhs_scale="tensor"),
+        dict(dtype="int8", lhs_scale="tensor"),
+    ],
+)
+def test_layers_without_entries_take_those_of_a_format_like_theirs(changes):
+    key = dataclasses.replace(KEY, **changes)
+    assert GOOD.lookup(key, 9) == Entry(key, 16, PAIR, 90.0, "with times of fp8_channel")
+    own = Entry(key, 64, PAIR, 70.0)
+    assert GOOD.merged([own]).lookup(key, 9) is own and GOOD.buckets(key) == ()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(dtype="bfloat16", lhs_scale="none", rhs_scale="none"),
+        dict(lhs_scale="group", rhs_scale="block"),
+        dict(lhs_scale="tensor", rhs_scale="tensor", requantize="tensor"),
+        dict(dtype="int8", inner=512),
+    ],
+)
+def test_layers_that_nobody_lends_to(changes):
+    assert GOOD.lookup(dataclasses.replace(KEY, **changes), 16) is None
+
+
+def test_packed_layers_borrow_step_by_step():
+    """float16 from bfloat16, each with scales of its own dtype; then without zero points; then bfloat16 scales."""
+    entry = Entry(PACKED_KEY, 16, PACKED_PAIR, 70.0)
+    table = Table("NVIDIA H200", (entry,))
+    for operand in ("bfloat16", "float16"):
+        for scale_dtype in ("bfloat16", "float16", "float32"):
+            for zeros in (False, True):
+                changes = dict(operand=operand, scale_dtype=scale_dtype, has_zero_point=zeros)
+                key = dataclasses.replace(PACKED_KEY, **changes)
+                found = table.lookup(key, 16)
+                lent = dataclasses.replace(entry, key=key, source="with times of int4_g128")
+                assert found == (entry if key == PACKED_KEY else lent)
+    for changes in (
+        dict(group_size=64),
+        dict(operand="int8"),
+        dict(element="int8"),
+        dict(scale="none", group_size=None),
+    ):
+        assert table.lookup(dataclasses.replace(PACKED_KEY, **changes), 16) is None
+    half = dataclasses.replace(PACKED_KEY, operand="float16", scale_dtype="float16")
+    assert half.lender == PACKED_KEY
+    assert dataclasses.replace(PACKED_KEY, operand="int8", has_zero_point=True).lender is None
+
+
+@pytest.mark.parametrize("name", (*FORMATS, *PACKED_FORMATS))
+def test_formats_know_their_names(name):
+    key = PackedLayerKey(8, 2, 512, 256, **PACKED_FORMATS[name]) if name in PACKED_FORMATS else None
+    key = key or LayerKey(8, 2, 512, 256, halves=1, **FORMATS[name])
+    assert key.format_name == name
+    assert key.lender is None or key.lender.format_name is not None
+
+
+@pytest.mark.parametrize(
     ("tokens", "num_experts", "near", "far"),
     [
         (64, 128, (8, 64, 128), (1, 7, 129, 8192)),  # 1 row an expert

@@ -1,0 +1,53 @@
+"""Which schemes run as the shipped table of the H200 has it, by their own measurements or those of a like format."""
+
+import jax
+import pytest
+
+import moe_jax
+from moe_jax import _mosaic_plan
+from moe_jax._packed_weights import packed_format
+from moe_jax.quantization import SCHEMES, Scheme, method_for
+from pallas_kernels.tuning import PackedLayerKey, table_for
+
+# Of no layer like these anything was measured, nor in a format whose products are alike.
+NOT_MEASURED = {
+    *("fp8_block_a16", "w8a16_g128", "w4a8_int8_channel", "mxfp4_a16_approximate_fp8"),
+    *(f"w4a16_{extent}{zeros}" for extent in ("g32", "g64", "channel") for zeros in ("", "_asym")),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_which_named_schemes_run_as_measured(dtype):
+    """At the sizes of Mixtral, with scales in float32; float16 borrows from bfloat16."""
+    found = {}
+    for name in (*SCHEMES, "w4a16_g128_approximate_fp8", "mxfp4_a16_approximate_fp8"):
+        scheme = Scheme.parse(name)
+        config = moe_jax.MoEConfig(8, 2, 4096, 14336, scheme=scheme, dtype=dtype, param_dtype=dtype)
+        if (fmt := packed_format(scheme, dtype)) is not None:
+            how = (fmt.element, fmt.operand, fmt.scale, fmt.group_size, fmt.has_zero_point)
+            key = PackedLayerKey(8, 2, 4096, 14336, *how)
+        elif _mosaic_plan.row_kind(scheme) is not None:
+            key = _mosaic_plan.layer_key(config, method_for(scheme).abstract_weights(config))
+        else:
+            continue  # microscaling in float16
+        entry = table_for("NVIDIA H200").lookup(key, 64)
+        found[name] = entry and (entry.source or "its own")
+        if entry is None:
+            continue
+        c = entry.config
+        for desc, measured in zip(key.products(64, c.block_m), (c.gemm1, c.gemm2), strict=True):
+            assert not isinstance(_mosaic_plan._fitting(key, desc, measured), str), name
+    assert len(found) == (39 if dtype == "bfloat16" else 35)
+    assert {name for name, source in found.items() if source is None} == NOT_MEASURED
+    lent = {"w4a8_fp8": "int4_fp8", "fp8_tensor_token": "fp8_channel", "w4a16_g128_asym": "int4_g128"}
+    lent |= {"bf16": "bf16", "int8_w8a16": "int8_a16"} if dtype == "float16" else {}
+    assert {name: found[name] for name in lent} == {name: f"with times of {format}" for name, format in lent.items()}
+
+
+def test_a_borrowed_configuration_is_said_to_be_one():
+    scheme = Scheme.parse("fp8_tensor_token")
+    config = moe_jax.MoEConfig(8, 2, 4096, 14336, scheme=scheme, dtype="bfloat16")
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        plan = _mosaic_plan.make_plan(config, method_for(scheme).abstract_weights(config), 64)
+    assert plan.source == "measured for 64 tokens with times of fp8_channel"
