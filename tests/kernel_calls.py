@@ -6,6 +6,7 @@ runs the calls (all, or those whose names start with one of the arguments, or fo
 names; --list only names them.
 """
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -160,6 +161,9 @@ def small_calls() -> dict[str, Callable[[], Call]]:
                 calls[name] = functools.partial(maker, quantization, PermuteConfig(2, 4))
     for name, (kind, options, config) in _GEMMS.items():
         calls[f"grouped_gemm {name}"] = functools.partial(_multiplying, kind, options, config)
+    for kind in ("fp8_row", "fp8_block"):
+        calls[f"grouped_gemm {kind}, the same rows"] = functools.partial(_multiplying_the_same_rows, kind)
+    calls["grouped_gemm_packed, the same rows"] = _multiplying_the_same_rows_packed
     for kind in (*_PACKED, *_PACKED_8BIT):
         calls[f"grouped_gemm_packed {kind}"] = functools.partial(_multiplying_packed, kind)
     for kind, configs in PACKED_TILES.items():
@@ -320,6 +324,23 @@ def _multiplying_tiles(kind: str, config: PackedConfig) -> Call:
     options: dict[str, Any] = dict(block_m=config.block_m, activation=SILU, bias="bfloat16", x_scale="row")
     problem = packed_problem.make_problem(kind, SIZES, k=1024, n=336, **options)
     return _bound(functools.partial(grouped_gemm_packed, config=config), problem)
+
+
+def _multiplying_the_same_rows(kind: str) -> Call:
+    return _of_one_tile(grouped_gemm, gemm_problem.make_problem(kind, SIZES, k=640, n=384, block_m=64))
+
+
+def _multiplying_the_same_rows_packed() -> Call:
+    problem = packed_problem.make_problem("w4a8 int8 g128", SIZES, k=320, n=336, block_m=32, x_scale="row")
+    return _of_one_tile(grouped_gemm_packed, problem)
+
+
+def _of_one_tile(op: Callable[..., Any], problem: Any) -> Call:
+    """With five rows in every tile, and as many scales as a tile has rows."""
+    x, w, tile_expert, num_tiles = problem.args
+    block_m = x.shape[0] // tile_expert.size
+    kwargs = dict(problem.kwargs, block_m=block_m, x_scale=problem.kwargs["x_scale"][..., :block_m])
+    return _bound(op, dataclasses.replace(problem, args=(x[:5], w, tile_expert, num_tiles), kwargs=kwargs))
 
 
 def _bound(op: Callable[..., Any], problem: Any) -> Call:

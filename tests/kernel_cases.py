@@ -453,7 +453,8 @@ def route_cases() -> Iterator[Case]:
 
 def quantizing_route_cases() -> Iterator[Case]:
     """Tokens that are quantized while they are routed: blocks of one, two and four warpgroups, wide rows."""
-    for quantization, tokens, width, router in (
+    options: dict[str, Any]
+    for quantization, tokens, width, options in (
         ("e4m3_row", 1, 2048, {}),
         ("int8_row", 5, 2880, {}),
         ("e4m3_row", 16, 7168, dict(num_experts=256, scoring="sigmoid", has_bias=True, num_groups=8, groups_kept=4)),
@@ -464,8 +465,8 @@ def quantizing_route_cases() -> Iterator[Case]:
         ("e4m3_group", 16, 7168, {}),
         ("e4m3_group_ue8m0", 8, 2944, {}),
     ):
-        base = dict(num_experts=128, top_k=8, dtype="float32", scoring="softmax", renormalize=True)
-        desc = RouteDesc(tokens, **base | router)
+        options = dict(num_experts=128, top_k=8, dtype="float32", scoring="softmax", renormalize=True) | options
+        desc = RouteDesc(tokens, **options)
         pairs, has_offset = tokens * desc.top_k, desc.has_mask
         local = 32 if has_offset else desc.num_experts
         tiles = AlignDesc(pairs, local, 16, row_capacity(pairs, local, 16), has_offset, desc.top_k)
