@@ -1,14 +1,16 @@
 """Seconds that one layer takes to compile for a bucket of tokens, and to come back from the persistent cache.
 
     python benchmarks/compile_time.py [--model qwen3-30b-a3b] [--scheme fp8_channel] [--tokens 1,16,64] [--cache DIR]
-        [--implementation mosaic]
+        [--layers 1] [--implementation mosaic]
 
 Each bucket is traced, lowered and compiled in this process for the first time; "first call" runs it, which on a
 GPU loads its machine code. Run it twice with one --cache, an empty folder at first: the second run shows what the
-cache saves. Random weights, made by moe_layer.py.
+cache saves. --layers: so many layers after each other in one program, each with a name of its own, as a model has them;
+all read the same random weights, made by moe_layer.py.
 """
 
 import argparse
+import dataclasses
 import sys
 import time
 
@@ -26,6 +28,7 @@ def main() -> int:
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--scheme", default="fp8_channel")
     parser.add_argument("--tokens", default="1,16,64,256,1024,8192")
+    parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--cache")
     parser.add_argument("--implementation", default="mosaic")
     options = parser.parse_args()
@@ -37,20 +40,27 @@ def main() -> int:
         experts, top_k, hidden, inner, scheme=scheme_named(options.scheme), implementation=(options.implementation,)
     )
     weights = jax.block_until_ready(random_weights(config))
-    print(header(), options.model, options.scheme, flush=True)
+    configs = [dataclasses.replace(config, name=f"layers.{i}.mlp") for i in range(options.layers)]
+
+    def call(x, z, weights):
+        for one in configs:
+            x = moe_jax.fused_moe(x, z, weights, one)
+        return x
+
+    print(header(), options.model, options.scheme, f"layers: {options.layers}", flush=True)
     for tokens in map(int, options.tokens.split(",")):
         x, z = jnp.ones((tokens, hidden), jnp.bfloat16), jnp.ones((tokens, experts), jnp.float32)
         jax.block_until_ready((x, z))
         marks = [time.perf_counter()]
-        lowered = jax.jit(lambda x, z, w: moe_jax.fused_moe(x, z, w, config)).lower(x, z, weights)
+        lowered = jax.jit(call).lower(x, z, weights)
         marks.append(time.perf_counter())
         compiled = lowered.compile()
         marks.append(time.perf_counter())
         jax.block_until_ready(compiled(x, z, weights))
         marks.append(time.perf_counter())
-        lower, compile_, call = (after - before for before, after in zip(marks, marks[1:], strict=False))
+        lower, compile_, first = (after - before for before, after in zip(marks, marks[1:], strict=False))
         print(
-            f"T={tokens:5d}: trace and lower {lower:.2f} s, compile {compile_:.2f} s, first call {call:.2f} s",
+            f"T={tokens:5d}: trace and lower {lower:.2f} s, compile {compile_:.2f} s, first call {first:.2f} s",
             flush=True,
         )
     return 0

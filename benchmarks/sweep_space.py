@@ -10,33 +10,26 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from grouped_gemm import PACKED as PACKED_FORMATS
-
 from moe_jax.benchmarking import SHAPES
 from pallas_kernels.grouped_gemm import candidates as unpacked_candidates
 from pallas_kernels.grouped_gemm.config import SWAPPED_BLOCK_MS, config_error
 from pallas_kernels.grouped_gemm.heuristics import height_for, tall_heights
-from pallas_kernels.grouped_gemm_packed import BLOCK_MS, PackedConfig, PackedDesc
+from pallas_kernels.grouped_gemm_packed import BLOCK_MS, PackedConfig, PackedDesc, PackedFormat
 from pallas_kernels.grouped_gemm_packed import config_error as packed_error
 from pallas_kernels.grouped_gemm_packed.config import TALL
 from pallas_kernels.grouped_gemm_packed.heuristics import MAX_STAGES, choose_block_m
-from pallas_kernels.tuning import table_for
+from pallas_kernels.tuning import PACKED_FORMATS, table_for
 
 _SHAPES = SHAPES | {"dsv3-tp8": (256, 8, 7168, 256)}
 H200_SMS = 132
 
+
+def _packed(element: Any, scale_dtype: str = "float32", **how: Any) -> tuple[PackedFormat, str]:
+    return PackedFormat(element, **how), scale_dtype
+
+
 # name: (format of the packed kernel, dtype of group scales)
-PACKED: dict[str, tuple[Any, str]] = {
-    "int4_g128": (PACKED_FORMATS["int4_g128"], "bfloat16"),
-    "int4_g128_f32": (PACKED_FORMATS["int4_g128"], "float32"),
-    "nvfp4": (PACKED_FORMATS["nvfp4"], "float32"),
-    "mxfp4": (PACKED_FORMATS["mxfp4"], "float32"),
-    "int4_int8": (PACKED_FORMATS["int4_int8"], "bfloat16"),
-    "int4_fp8": (PACKED_FORMATS["int4_fp8"], "bfloat16"),
-    "int8_a16": (PACKED_FORMATS["int8_a16"], "float32"),
-    "fp8_a16": (PACKED_FORMATS["fp8_a16"], "float32"),
-    "mxfp8": (PACKED_FORMATS["mxfp8"], "float32"),
-}
+PACKED = {name: _packed(**how) for name, how in PACKED_FORMATS.items()}
 
 # (consumers, k_split, blocks of K a step, whether consumers take one half each), by halves, height and tokens
 _Shape = tuple[int, int, int, bool]

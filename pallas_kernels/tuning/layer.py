@@ -32,13 +32,20 @@ PACKED_FORMATS: dict[str, dict[str, Any]] = {
         element="int4", scale="group", group_size=128, has_zero_point=True, scale_dtype="float16"
     ),
     "int4_g128_asym_f32": dict(element="int4", scale="group", group_size=128, has_zero_point=True),
+    "int4_g32": dict(element="int4", scale="group", group_size=32, scale_dtype="bfloat16"),
+    "int4_g64": dict(element="int4", scale="group", group_size=64, scale_dtype="bfloat16"),
+    "int4_channel": dict(element="int4"),
     "nvfp4": dict(element="e2m1", scale="e4m3", group_size=16),
     "mxfp4": dict(element="e2m1", scale="e8m0", group_size=32),
+    "mxfp4_fp8": dict(element="e2m1", operand="float8_e4m3fn", scale="e8m0", group_size=32),
     "int4_int8": dict(element="int4", operand="int8", scale="group", group_size=128, scale_dtype="bfloat16"),
     "int4_int8_f32": dict(element="int4", operand="int8", scale="group", group_size=128),
+    "int4_int8_channel": dict(element="int4", operand="int8"),
     "int4_fp8": dict(element="int4", operand="float8_e4m3fn", scale="group", group_size=128, scale_dtype="bfloat16"),
     "int8_a16": dict(element="int8"),
+    "int8_g128_a16": dict(element="int8", scale="group", group_size=128, scale_dtype="bfloat16"),
     "fp8_a16": dict(element="e4m3"),
+    "fp8_g128_a16": dict(element="e4m3", scale="group", group_size=128),
     "mxfp8": dict(element="e4m3", scale="e8m0", group_size=32),
 }
 
@@ -191,14 +198,14 @@ class PackedLayerKey:
     @property
     def lender(self) -> "PackedLayerKey | None":
         """As ``LayerKey.lender``: float16 from bfloat16, operands of 16 bits from those without zero points, which the
-        same instructions subtract, and group scales from bfloat16 ones.
+        same instructions subtract, and group scales of integers from bfloat16 ones.
         """
         if self.operand == "float16":
             scale_dtype = {"float16": "bfloat16", "bfloat16": "float16"}.get(self.scale_dtype, self.scale_dtype)
             return dataclasses.replace(self, operand="bfloat16", scale_dtype=scale_dtype)
         if self.has_zero_point and self.operand == "bfloat16":
             return dataclasses.replace(self, has_zero_point=False)
-        if self.scale == "group" and self.scale_dtype != "bfloat16":
+        if self.scale == "group" and self.scale_dtype != "bfloat16" and self.element != "e4m3":
             return dataclasses.replace(self, scale_dtype="bfloat16")
         return None
 
