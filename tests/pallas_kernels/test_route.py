@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import ROUTERS, quantizing_route_cases, route_cases
+from router_cases import ROUTERS, quantizing_route_cases, route_cases
 from tile_checks import check_tiles, check_tiles_by_token
 
 from pallas_kernels.quantize_and_permute import quantize_and_permute
