@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,37 +40,31 @@ class GpuTimer:
         if self._held[0] != (desc, config.block_m):
             self._held = (None, None)  # before the new ones are made: both may not fit
             self._held = ((desc, config.block_m), random_operands(desc, config.block_m, key, num_tokens))
-        args, scales = self._held[1]
-        static: dict[str, Any] = dict(activation=desc.activation, out_dtype=desc.out_dtype, config=config)
-        if isinstance(desc, GemmDesc):
-            static["requantize"] = desc.requantize
-        gemm: Any = grouped_gemm if isinstance(desc, GemmDesc) else grouped_gemm_packed
-
-        x, w, tile_expert, num_tiles = args
-
-        def run(count):
-            def calls(routings, scales):
-                return [
-                    gemm(x, w, experts, num_tiles, **scales, **static, implementation="mosaic")
-                    for x, w, experts, num_tiles in routings[:count]
-                ]
-
-            return jax.jit(calls)
-
+        (x, w, tile_expert, num_tiles), scales = self._held[1]
         # Each call reads other experts' weights: those of one routing would stay in the L2 at few tokens.
         moved = [(tile_expert + call * key.num_experts // _LONG) % key.num_experts for call in range(_LONG)]
         routings = [(x, w, jnp.where(tile_expert < 0, -1, experts), num_tiles) for experts in moved]
-        programs = {count: run(count) for count in (_SHORT, _LONG)}
+        run = jax.jit(calls_of(desc, config))
 
         def seconds(count: int) -> float:
             start = time.perf_counter()
-            jax.block_until_ready([programs[count](routings, scales) for _ in range(4)])
+            jax.block_until_ready([run(routings[:count], scales) for _ in range(4)])
             return (time.perf_counter() - start) / 4
 
-        for count in programs:
+        for count in (_SHORT, _LONG):
             seconds(count)
         differences = [seconds(_LONG) - seconds(_SHORT) for _ in range(_SAMPLES)]
         return float(np.median(differences)) / (_LONG - _SHORT) * 1e6
+
+
+def calls_of(desc: Any, config: Any) -> Callable[[list[Any], dict[str, Any]], list[Any]]:
+    """(routings (x, w, tile_expert, num_tiles), scales by name) -> each one's product; the kernel is lowered once."""
+    static: dict[str, Any] = dict(activation=desc.activation, out_dtype=desc.out_dtype, config=config)
+    if isinstance(desc, GemmDesc):
+        static["requantize"] = desc.requantize
+    gemm: Any = grouped_gemm if isinstance(desc, GemmDesc) else grouped_gemm_packed
+    one = jax.jit(lambda routing, scales: gemm(*routing, **scales, **static, implementation="mosaic"))
+    return lambda routings, scales: [one(routing, scales) for routing in routings]
 
 
 def main(arguments: Sequence[str] | None = None, timer: Any = None) -> int:

@@ -314,6 +314,15 @@ def test_command(tmp_path, capsys):
     assert "tokens=64" in capsys.readouterr().out
 
 
+def test_a_kernel_is_lowered_once_for_all_calls_that_are_timed():
+    """Lowering takes longer than everything else of a configuration."""
+    desc, config = KEY.products(16, 16)[0], PAIR.gemm1
+    routing, scales = jax.eval_shape(lambda: random_operands(desc, 16, KEY, 16))
+    with on_hopper():
+        traced = jax.jit(autotune.calls_of(desc, config)).trace([routing] * 3, scales)
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
