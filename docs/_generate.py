@@ -98,9 +98,9 @@ def measured() -> str:
         "# Measured",
         "",
         "Made from the JSON files in `benchmarks/results/` when this site is built; what the",
+        "figures mean, where we lose and why is on [](../performance.md).",
         "",
     ]
-    lines[-1:] = ["figures mean, where we lose and why is on [](../performance.md).", ""]
     for path in sorted(folder.glob("moe_layer_peers_*.json")):
         lines += [f"## A layer of experts beside vLLM's ({path.name})", "", *layers(json.loads(path.read_text()))]
     for path in sorted(folder.glob("generate_*.json")):
@@ -120,6 +120,7 @@ def measured() -> str:
             f"| {c['outside_us'] / c['us']:.0%} |"
             for c in report["cells"]
         ]
+        lines.append("")
     return "\n".join([*lines, ""])
 
 
