@@ -111,9 +111,7 @@ def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list
         chosen = chosen or choose_config(desc, plan.block_m, hopper_sms())
         lines.append(f"GEMM {number}: {describe_config(desc, chosen)}, {plan.source}")
     kind, hidden = row_kind(weights.scheme), plan.products[1]
-    rows = {"input": (num_tokens, weights.hidden_size, config.top_k)}
-    if plan.by_token:
-        rows = {}
+    rows = {} if plan.by_token else {"input": (num_tokens, weights.hidden_size, config.top_k)}
     if plan.products[0].requantize == "none" and kind != "none":
         rows["hidden"] = (hidden.rows, weights.intermediate_size, 0)
     for name, (count, width, top_k) in rows.items():
