@@ -135,14 +135,14 @@ class Cell:
         self.args = (self.weights, x, list(jax.random.normal(kz, shape, jnp.float32)))
         self.key = _mosaic_plan.layer_key(self.config, self.weights)
 
-    def compiled(self, number: int, chosen: LayerConfig | None, options: dict[str, str | bool]) -> Any:
+    def compiled(self, chosen: LayerConfig | None, options: dict[str, str | bool]) -> Any:
         """A program of several calls in the configuration given; None for the table's."""
         table = table_for("NVIDIA H200")
         if chosen is not None:
             table = Table(table.device, (Entry(self.key, self.tokens, chosen, 1.0),))
         _mosaic_plan.table_for = lambda device: table
-        config = dataclasses.replace(self.config, name=f"layer{number}")  # a name is part of every cache's key
-        layer = jax.jit(lambda w, x, z: moe_jax.fused_moe(x, z, w, config))
+        jax.clear_caches()  # the table is read while a layer is traced, and equal layers are traced once
+        layer = jax.jit(lambda w, x, z: moe_jax.fused_moe(x, z, w, self.config))
         program = jax.jit(lambda w, x, logits: [layer(w, x, z) for z in logits])
         return program.lower(*self.args).compile(compiler_options=options)
 
@@ -192,9 +192,9 @@ def run_cell(text: str, options: argparse.Namespace, until: float) -> None:
             break
         record = records[str(number)] = dict(base) if one is None else base | dataclasses.asdict(one)
         try:
-            programs[str(number)] = cell.compiled(number, one, NO_COMMAND_BUFFERS)
+            programs[str(number)] = cell.compiled(one, NO_COMMAND_BUFFERS)
             if one is None:
-                programs["graph"] = cell.compiled(number, None, {})
+                programs["graph"] = cell.compiled(None, {})
         except Exception as error:
             record["error"] = f"{type(error).__name__}: {str(error)[:200]}"
     with locked(options.lock):

@@ -9,8 +9,9 @@ table's and tall tiles, ":pairs" for tall tiles in clusters, ":near1.1" for the 
 Processes take (cell, GEMM) in the order given, keep its weights, and append a JSON line per configuration: the
 microseconds of one product with what is fused around it. They hold a lock while they time: the least of five bursts, or
 with --sustained calls without a pause for so many seconds, the median of the later half, when power has settled. What
-FILE holds already is not timed again. A process that takes longer than --stuck seconds over one configuration is ended
-and its work taken, without that configuration, by another.
+FILE holds already is not timed again; its lines do not say which of both they are, so each takes a FILE of its own. A
+process that takes longer than --stuck seconds over one configuration is ended and its work taken, without that
+configuration, by another.
 """
 
 import argparse

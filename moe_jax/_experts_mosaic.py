@@ -72,7 +72,14 @@ def why_not(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str |
         return str(error)
     leaves, structure = jax.tree.flatten(weights)
     shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
-    return _refusal(dataclasses.replace(config, name=""), structure, shapes, num_tokens, num_sms)
+    return _refusal(_shared(config), structure, shapes, num_tokens, num_sms)
+
+
+def _shared(config: MoEConfig) -> MoEConfig:
+    """What layers have in common that differ by name, or in a routing function of their own, which XLA runs; caches
+    would also keep alive what it holds.
+    """
+    return dataclasses.replace(config, name="", custom_routing_function=None)
 
 
 @functools.lru_cache(maxsize=256)
@@ -104,9 +111,7 @@ def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list
         chosen = chosen or choose_config(desc, plan.block_m, hopper_sms())
         lines.append(f"GEMM {number}: {describe_config(desc, chosen)}, {plan.source}")
     kind, hidden = row_kind(weights.scheme), plan.products[1]
-    rows = {"input": (num_tokens, weights.hidden_size, config.top_k)}
-    if plan.by_token:
-        rows = {}
+    rows = {} if plan.by_token else {"input": (num_tokens, weights.hidden_size, config.top_k)}
     if plan.products[0].requantize == "none" and kind != "none":
         rows["hidden"] = (hidden.rows, weights.intermediate_size, 0)
     for name, (count, width, top_k) in rows.items():
@@ -118,7 +123,7 @@ def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list
 
 def run(x: Array, topk_weights: Array, topk_ids: Array, weights: ExpertWeights, config: MoEConfig) -> Array:
     """Routed output in float32, before any rounding. Arguments as ``Implementation.run`` states them."""
-    return _refusing_gradients(_forward, dataclasses.replace(config, name=""), x, topk_weights, topk_ids, weights)
+    return _refusing_gradients(_forward, _shared(config), x, topk_weights, topk_ids, weights)
 
 
 def forward(
@@ -241,7 +246,7 @@ def why_not_call(
         return reason
     leaves, structure = jax.tree.flatten((x, router_logits, weights, params, token_mask, shared))
     shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
-    return _call_refusal(dataclasses.replace(config, name=""), structure, shapes, hopper_sms())
+    return _call_refusal(_shared(config), structure, shapes, hopper_sms())
 
 
 @functools.lru_cache(maxsize=256)
@@ -319,7 +324,7 @@ def forward_layer(
 
 def run_layer(config: MoEConfig, *arguments: Any) -> tuple[Array, Array, Array]:
     """``forward_layer``; a gradient raises ``NoGradient``."""
-    return _refusing_gradients(_forward_layer, dataclasses.replace(config, name=""), *arguments)
+    return _refusing_gradients(_forward_layer, _shared(config), *arguments)
 
 
 def _experts(

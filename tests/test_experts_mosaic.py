@@ -158,6 +158,25 @@ def test_equal_layers_of_a_model_are_lowered_once(scheme):
     assert counts[0] == counts[1] > 4
 
 
+def test_layers_with_routers_of_their_own_are_traced_once(monkeypatch):
+    """XLA runs those, and no cache keeps them."""
+    plans = []
+    monkeypatch.setattr(_experts_mosaic, "make_plan", lambda *args: plans.append(args) or _mosaic_plan.make_plan(*args))
+    layer, (x, z) = make_layer("bf16", implementation="mosaic"), inputs(11)
+
+    def own_router():
+        return lambda hidden_states, gating_output, topk, renormalize: jax.lax.top_k(gating_output, topk)
+
+    counts = []
+    for _ in range(2):
+        config = dataclasses.replace(layer.config, custom_routing_function=own_router())
+        with on_hopper():
+            jax.eval_shape(lambda x, z, c=config: moe_jax.fused_moe(x, z, layer.weights.get_value(), c), x, z)
+        counts.append(len(plans))
+    assert counts[0] == counts[1] == 2  # asked whether the kernels take it, and traced
+    assert all(config.custom_routing_function is None for config, *_ in plans)
+
+
 @pytest.mark.parametrize("tokens", [1, 300])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_lowers_for_hopper(scheme, tokens):

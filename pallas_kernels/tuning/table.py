@@ -59,15 +59,17 @@ class Table:
         return tuple(entry.tokens for entry in self._by_key.get(key, ()))
 
     def lookup(self, key: AnyKey, num_tokens: int) -> Entry | None:
-        """The entry of the smallest bucket that holds ``num_tokens``, of the largest for more. A layer without entries
-        gets those of its format's ``lender``, and their source says so. None without any.
+        """The entry of the smallest bucket that holds ``num_tokens``, of the largest for more. Where none of a layer's
+        own reaches so many, its format's ``lender`` may have one that does, or that is the only one; its source says
+        so. None without any.
         """
-        own = self._by_key.get(key)
-        if own is not None:
-            return next((entry for entry in own if entry.tokens >= num_tokens), own[-1])
-        lent = None if key.lender is None else self.lookup(key.lender, num_tokens)
-        if lent is None:
-            return None
+        own = self._by_key.get(key, ())
+        nearest = next((entry for entry in own if entry.tokens >= num_tokens), own[-1] if own else None)
+        if key.lender is None or (nearest is not None and nearest.reaches(num_tokens)):
+            return nearest
+        lent = self.lookup(key.lender, num_tokens)
+        if lent is None or (nearest is not None and not lent.reaches(num_tokens)):
+            return nearest
         return dataclasses.replace(lent, key=key, source=lent.source or f"with times of {lent.key.format_name}")
 
     def merged(self, entries: Iterable[Entry]) -> "Table":

@@ -164,6 +164,14 @@ def test_layers_without_entries_take_those_of_a_format_like_theirs(changes):
     assert GOOD.merged([own]).lookup(key, 9) is own and GOOD.buckets(key) == ()
 
 
+def test_entries_that_do_not_reach_give_way_to_lent_ones_that_do():
+    own = Entry(dataclasses.replace(KEY, dtype="int8"), 2, PAIR, 9.0)
+    table = GOOD.merged([own])
+    assert [table.lookup(own.key, tokens).tokens for tokens in (1, 4, 5, 64, 128)] == [2, 2, 16, 64, 64]
+    assert table.lookup(own.key, 5).source == "with times of fp8_channel"
+    assert table.lookup(own.key, 129) is own  # nobody's reaches so many
+
+
 @pytest.mark.parametrize(
     "changes",
     [
