@@ -434,6 +434,7 @@ def test_description_of_a_call():
         "none",
         None,
         k["tile_rows"],
+        None,
     )
     assert desc == GemmDesc(
         rows=192,
