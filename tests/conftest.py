@@ -3,6 +3,7 @@
 GPU tests (markers gpu, multi_gpu) are deselected by default; they run with ``JAX_PLATFORMS=cuda pytest -m gpu``.
 """
 
+import gc
 import itertools
 import os
 from pathlib import Path
@@ -19,6 +20,7 @@ install_import_hook(["moe_jax", "pallas_kernels", "torch_bridge"], "beartype.bea
 
 import jax
 import pytest
+from jax._src import compiler
 from sweeps import ONE_IN
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -43,6 +45,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish():
+    """What is imported and collected by now lives to the end; the collector need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
+
+
 @pytest.fixture
 def key():
     """One fixed jax.random key; split it for more."""
@@ -58,7 +67,19 @@ def let_go_of_programs():
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-    """For modules whose programs run once: half their time is XLA optimizing. Numerics have tests of their own."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    """For modules whose programs run once: half their time is XLA compiling. Numerics have tests of their own.
+
+    LLVM optimizes less, and fused operations go straight to it instead of through MLIR. jax.jit takes compiler
+    options for one function; for all of them there is only the place where jax puts them together.
+    """
+    usual = compiler.get_compile_options
+
+    def quick(*args, env_options_overrides=None, **options):
+        overrides = {"xla_cpu_use_fusion_emitters": False} | (env_options_overrides or {})
+        return usual(*args, env_options_overrides=overrides, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", quick)
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
