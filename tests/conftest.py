@@ -13,10 +13,12 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}=8".strip()
 
-from jaxtyping import install_import_hook
+import annotations
+import jaxtyping
 
 # Before the packages are imported: every annotated public function then checks shapes and dtypes in the tests.
-install_import_hook(["moe_jax", "pallas_kernels", "torch_bridge"], "beartype.beartype")
+jaxtyping.jaxtyped = annotations.jaxtyped
+jaxtyping.install_import_hook(["moe_jax", "pallas_kernels", "torch_bridge"], "beartype.beartype")
 
 import jax
 import pytest
