@@ -3,6 +3,7 @@
 GPU tests (markers gpu, multi_gpu) are deselected by default; they run with ``JAX_PLATFORMS=cuda pytest -m gpu``.
 """
 
+import gc
 import itertools
 import os
 from pathlib import Path
@@ -12,13 +13,16 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}=8".strip()
 
-from jaxtyping import install_import_hook
+import annotations
+import jaxtyping
 
 # Before the packages are imported: every annotated public function then checks shapes and dtypes in the tests.
-install_import_hook(["moe_jax", "pallas_kernels", "torch_bridge"], "beartype.beartype")
+jaxtyping.jaxtyped = annotations.jaxtyped
+jaxtyping.install_import_hook(["moe_jax", "pallas_kernels", "torch_bridge"], "beartype.beartype")
 
 import jax
 import pytest
+from jax._src import compiler
 from sweeps import ONE_IN
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -43,6 +47,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish():
+    """What is imported and collected by now lives to the end; the collector need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
+
+
 @pytest.fixture
 def key():
     """One fixed jax.random key; split it for more."""
@@ -58,7 +69,19 @@ def let_go_of_programs():
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-    """For modules whose programs run once: half their time is XLA optimizing. Numerics have tests of their own."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    """For modules whose programs run once: half their time is XLA compiling. Numerics have tests of their own.
+
+    LLVM optimizes less, and fused operations go straight to it instead of through MLIR. jax.jit takes compiler
+    options for one function; for all of them there is only the place where jax puts them together.
+    """
+    usual = compiler.get_compile_options
+
+    def quick(*args, env_options_overrides=None, **options):
+        overrides = {"xla_cpu_use_fusion_emitters": False} | (env_options_overrides or {})
+        return usual(*args, env_options_overrides=overrides, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", quick)
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from moe_jax._align import align, row_capacity, sort_by_expert
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def align_numpy(ids, num_experts, tile):
     """Plain version: walk the experts, append their pairs in order, pad. Returns the five fields, without the tail."""

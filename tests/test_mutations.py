@@ -127,7 +127,8 @@ def test_real_command(count, bases, tmp_path):
     assert len(chosen) == count
     failures = []
     # as the fixture quick_compilation: programs compiled in another way round differently
-    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_cpu_use_fusion_emitters=false"
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": flags}
     for base, name, expectation, mutate, seed in chosen:
         source, expected = bases[base]
         directory, logits = tmp_path / "mutated", tmp_path / "logits.npy"

@@ -72,7 +72,7 @@ def check_by_token(routing, implementation):
 
 
 @pytest.mark.parametrize("routing", FEW)
-def test_by_token(routing):
+def test_by_token(routing, quick_compilation):
     check_by_token(routing, "reference")
 
 

@@ -9,6 +9,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 
 from pallas_kernels.common import packing
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 KINDS = [np.asarray, jnp.asarray]
 
 
