@@ -268,7 +268,8 @@ def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
     if config.k_split > 1 and own_halves(desc, config) > 1 and is_promoted(desc, config):
         return 32  # 36 spill
     if fragment_k(desc, config) == 32:
-        return min(room, 80)  # twice as many scales and addresses beside them: 96 spill
+        # twice as many scales and addresses beside them: 96 spill, and with four consumers 36 of two halves
+        return 32 if config.num_consumers == 4 and own_halves(desc, config) > 1 else min(room, 80)
     if not is_promoted(desc, config):
         return room
     is_lean = desc.fmt.bits == 4 and not desc.fmt.has_zero_point and (desc.fmt.group_size or 0) >= 128
