@@ -27,12 +27,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sweep_products import Group, append, calls_of, locked
+from sweep_products import Group, append, locked
 from sweep_space import H200_SMS
 
 from pallas_kernels.grouped_gemm import candidates, config_error
 from pallas_kernels.grouped_gemm.heuristics import deepest
 from pallas_kernels.tuning import table_for
+from pallas_kernels.tuning.timing import calls_of
 
 SAMPLES = 9
 WAYS: dict[str, dict[str, Any]] = {

@@ -49,13 +49,9 @@ from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm_packed import describe_call, grouped_gemm_packed
 from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, LayerKey, PackedLayerKey
 from pallas_kernels.tuning.operands import random_operands, random_packed_weights
+from pallas_kernels.tuning.timing import burst_length, calls_of, least_of_bursts, other_experts, seconds
 
 _MODE = re.compile(r"brief|tall|pairs|near\d+(\.\d+)?")
-
-
-def calls_of(tokens: int) -> int:
-    """Calls in a program, each of which reads other experts: those of one routing would stay in the L2."""
-    return 40 if tokens == 1 else 20 if tokens <= 16 else 10 if tokens <= 1024 else 3
 
 
 class Group:
@@ -156,11 +152,7 @@ class Group:
         else:
             desc = self.key().products(tokens, block_m)[self.gemm - 1]
             (x, _, tile_expert, num_tiles), rest = random_operands(desc, block_m, self.key(), tokens)
-        calls = calls_of(tokens)
-        moved = [
-            jnp.where(tile_expert < 0, -1, (tile_expert + i * self.experts // calls) % self.experts)
-            for i in range(calls)
-        ]
+        moved = other_experts(tile_expert, self.experts, calls_of(tokens))
         return x, moved, num_tiles, rest
 
 
@@ -172,23 +164,15 @@ def locked(path: str, mode: int = fcntl.LOCK_EX):
 
 
 def time_program(compiled: Any, args: Any, calls: int, lock: str, sustained: float) -> float:
+    def run():
+        return compiled(*args)
+
     with locked(lock):
-
-        def seconds(repeats):
-            start = time.perf_counter()
-            out = None
-            for _ in range(repeats):
-                out = compiled(*args)
-            jax.block_until_ready(out)
-            return (time.perf_counter() - start) / repeats
-
-        seconds(1)
-        repeats = max(1, min(20, int(0.006 / seconds(2))))
         if not sustained:
-            return min(seconds(repeats) for _ in range(5)) / calls * 1e6
-        until, found = time.perf_counter() + sustained, []
+            return least_of_bursts(run) / calls * 1e6
+        repeats, until, found = burst_length(run), time.perf_counter() + sustained, []
         while time.perf_counter() < until:
-            found.append(seconds(repeats))
+            found.append(seconds(run, repeats))
         return statistics.median(found[len(found) // 2 :]) / calls * 1e6
 
 

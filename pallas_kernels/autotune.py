@@ -10,24 +10,20 @@ kind of device is extended in place; --out names another file.
 import argparse
 import dataclasses
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.common.device import device_kind, hopper_sms
 from pallas_kernels.grouped_gemm import GemmDesc, grouped_gemm
 from pallas_kernels.grouped_gemm_packed import grouped_gemm_packed
+from pallas_kernels.tuning import timing
 from pallas_kernels.tuning.layer import FORMATS, PACKED_FORMATS, LayerKey, PackedLayerKey
 from pallas_kernels.tuning.operands import random_operands
 from pallas_kernels.tuning.search import tune
 from pallas_kernels.tuning.table import AnyKey, Table, load_table, path_for
-
-_SHORT, _LONG, _SAMPLES = 2, 10, 5
 
 
 class GpuTimer:
@@ -41,23 +37,13 @@ class GpuTimer:
             self._held = (None, None)  # before the new ones are made: both may not fit
             self._held = ((desc, config.block_m), random_operands(desc, config.block_m, key, num_tokens))
         (x, w, tile_expert, num_tiles), scales = self._held[1]
-        # Each call reads other experts' weights: those of one routing would stay in the L2 at few tokens.
-        moved = [(tile_expert + call * key.num_experts // _LONG) % key.num_experts for call in range(_LONG)]
-        routings = [(x, w, jnp.where(tile_expert < 0, -1, experts), num_tiles) for experts in moved]
-        run = jax.jit(calls_of(desc, config))
-
-        def seconds(count: int) -> float:
-            start = time.perf_counter()
-            jax.block_until_ready([run(routings[:count], scales) for _ in range(4)])
-            return (time.perf_counter() - start) / 4
-
-        for count in (_SHORT, _LONG):
-            seconds(count)
-        differences = [seconds(_LONG) - seconds(_SHORT) for _ in range(_SAMPLES)]
-        return float(np.median(differences)) / (_LONG - _SHORT) * 1e6
+        calls = timing.calls_of(num_tokens)
+        routings = [(x, w, moved, num_tiles) for moved in timing.other_experts(tile_expert, key.num_experts, calls)]
+        run = jax.jit(products_of(desc, config))
+        return timing.least_of_bursts(lambda: run(routings, scales)) / calls * 1e6
 
 
-def calls_of(desc: Any, config: Any) -> Callable[[list[Any], dict[str, Any]], list[Any]]:
+def products_of(desc: Any, config: Any) -> Callable[[list[Any], dict[str, Any]], list[Any]]:
     """(routings (x, w, tile_expert, num_tiles), scales by name) -> each one's product; the kernel is lowered once."""
     static: dict[str, Any] = dict(activation=desc.activation, out_dtype=desc.out_dtype, config=config)
     if isinstance(desc, GemmDesc):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import PACKED
@@ -23,6 +24,7 @@ from pallas_kernels.tuning import (
     Table,
     load_table,
     table_for,
+    timing,
     tune,
 )
 from pallas_kernels.tuning.operands import random_operands, random_packed_weights
@@ -327,7 +329,7 @@ def test_a_kernel_is_lowered_once_for_all_calls_that_are_timed():
     desc, config = KEY.products(16, 16)[0], PAIR.gemm1
     routing, scales = jax.eval_shape(lambda: random_operands(desc, 16, KEY, 16))
     with on_hopper():
-        traced = jax.jit(autotune.calls_of(desc, config)).trace([routing] * 3, scales)
+        traced = jax.jit(autotune.products_of(desc, config)).trace([routing] * 3, scales)
         assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
 
 
@@ -343,3 +345,25 @@ def test_command_says_what_is_wrong(arguments, match, capsys):
     with pytest.raises(SystemExit):
         autotune.main(arguments, timer=fake_timer)
     assert match in capsys.readouterr().err
+
+
+def test_calls_of_a_program_read_other_experts_each():
+    tile_expert = jnp.array([0, 3, 3, 7, -1, -1], jnp.int32)
+    moved = np.array(timing.other_experts(tile_expert, 8, 4))
+    assert (moved[0] == tile_expert).all()
+    assert (moved[:, 4:] == -1).all()
+    assert (moved[:, :4] == (np.array([0, 3, 3, 7]) + 2 * np.arange(4)[:, None]) % 8).all()
+
+
+def test_the_least_burst_counts_and_short_calls_are_repeated(monkeypatch):
+    clock, calls = [0.0], []
+
+    def run():
+        calls.append(0)
+        clock[0] += 0.001 if 11 < len(calls) <= 15 else 0.00125  # the third burst is the fast one
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    found = timing.least_of_bursts(run)
+    repeats = (len(calls) - 3) // timing.BURSTS
+    assert repeats == int(0.006 / 0.00125) == 4
+    assert found == pytest.approx(0.001)
