@@ -269,6 +269,11 @@ def test_shared_memory_is_not_underestimated():
             dict(block_m=24, step_blocks=8, k_split=4),
             "36 registers of sums, 32 with 4 consumers",
         ),
+        (
+            dict(rows=960, fmt=PackedFormat("int4", scale="group", group_size=32), halves=2, activation=SILU),
+            dict(block_m=24),
+            "36 registers of sums, 32 with 4 consumers",
+        ),
         (dict(rows=1152), dict(block_m=144), "num_consumers=4 is not one of (2, 3)"),
         (dict(rows=1152, halves=2, activation=SILU), dict(block_m=144, num_consumers=2), "of both halves spill"),
         (dict(rows=1152), dict(block_m=192, num_consumers=2), "192 registers of sums, 176 with 2 consumers"),
