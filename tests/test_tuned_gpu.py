@@ -1,5 +1,7 @@
 """Layers at true sizes with the configurations of the tuning table, on a GPU: every token as with other tiles."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 import moe_jax
 from moe_jax.benchmarking import MODELS, random_weights
-from moe_jax.quantization import Scheme
+from moe_jax.quantization import Scheme, Strategy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -16,18 +18,32 @@ TOKENS = (1, 16, 300, 1000, 2048, 4096, 8192)
 SCHEMES = (
     "bf16", "fp8_channel", "fp8_tensor", "fp8_block", "int8_w8a8", "w4a16_g128", "nvfp4_a16", "mxfp4_a16", "w4a8_int8"
 )  # fmt: skip
+MORE_SCHEMES = (
+    "w4a16_g32", "w4a16_g64_asym", "w4a16_channel", "w8a16_g128", "fp8_block_a16", "w4a8_int8_channel",
+    "mxfp4_a16_approximate_fp8",
+)  # fmt: skip
 CELLS = [
     (model, scheme)
     for model, sizes in MODELS.items()
     for scheme in SCHEMES
     if scheme != "fp8_block" or sizes[2] % 128 == 0
 ]
+# Group scales in bfloat16, as the table has most of these.
+CELLS += [("qwen3-30b-a3b", scheme) for scheme in MORE_SCHEMES]
+
+
+# Sums of e4m3 products keep some 13 bits in the tensor core. Where K is split they come in another order, a thousandth
+# of a hidden value away, and its codes follow: emulated so in float32, the worst of 300 tokens is 0.027 away.
+RMS = {"mxfp4_a16_approximate_fp8": 0.04}
 
 
 @pytest.mark.parametrize(("model", "scheme"), CELLS)
 def test_tuned_tiles_give_what_others_give(model, scheme):
     """Sums in another order move roundings: of the output by half a step of bfloat16, of hidden values by one code."""
-    sizes = dict(scheme=Scheme.parse(scheme), implementation=("mosaic",))
+    parsed = Scheme.parse(scheme)
+    if scheme in MORE_SCHEMES and parsed.weights.strategy is Strategy.GROUP and parsed.weights.scale == "float32":
+        parsed = dataclasses.replace(parsed, weights=dataclasses.replace(parsed.weights, group_scale_dtype="bfloat16"))
+    sizes = dict(scheme=parsed, implementation=("mosaic",))
     config = moe_jax.MoEConfig(*MODELS[model], **sizes)
     other = moe_jax.MoEConfig(*MODELS[model], pinned_tokens=OTHER, **sizes)
     weights = random_weights(config)
@@ -41,5 +57,5 @@ def test_tuned_tiles_give_what_others_give(model, scheme):
         )
         size = np.sqrt((expected**2).mean(axis=1))
         assert (size > 0).all()
-        assert (np.sqrt(((found - expected) ** 2).mean(axis=1)) <= 0.02 * size).all(), tokens
+        assert (np.sqrt(((found - expected) ** 2).mean(axis=1)) <= RMS.get(scheme, 0.02) * size).all(), tokens
         assert (np.abs(found - expected).max(axis=1) <= 0.15 * size).all(), tokens

@@ -281,7 +281,8 @@ def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
         return min(room, 80)
     if desc.fmt.is_8bit or desc.fmt.has_zero_point:
         return min(room, 60 if config.num_consumers == 3 and desc.fmt.is_8bit else 96)
-    return {3: 96, 4: 40}.get(config.num_consumers, 104)
+    most = 104 if (desc.fmt.group_size or 0) >= 128 else 96  # with twice the scales 100 spill
+    return {3: 96, 4: 40}.get(config.num_consumers, most)
 
 
 def _long_step_error(desc: PackedDesc, config: PackedConfig, sums: int) -> str | None:
@@ -290,7 +291,7 @@ def _long_step_error(desc: PackedDesc, config: PackedConfig, sums: int) -> str |
         return "over two blocks of 128 a warpgroup spill"
     if fragment_k(desc, config) == 32:
         return "over two blocks a warpgroup with groups of 32 spill"
-    if is_promoted(desc, config) and sums > 64:
+    if is_promoted(desc, config) and sums > (64 if (desc.fmt.group_size or 0) >= 128 else 48):
         return f"over two blocks a warpgroup beside {sums} registers of sums spill"
     if config.num_consumers == 3 and sums > 64:
         return f"with {sums} registers of sums and 3 consumers ptxas serializes"

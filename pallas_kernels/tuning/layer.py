@@ -34,7 +34,14 @@ PACKED_FORMATS: dict[str, dict[str, Any]] = {
     "int4_g128_asym_f32": dict(element="int4", scale="group", group_size=128, has_zero_point=True),
     "int4_g32": dict(element="int4", scale="group", group_size=32, scale_dtype="bfloat16"),
     "int4_g64": dict(element="int4", scale="group", group_size=64, scale_dtype="bfloat16"),
+    "int4_g32_f32": dict(element="int4", scale="group", group_size=32),
+    "int4_g64_f32": dict(element="int4", scale="group", group_size=64),
+    "int4_g32_asym": dict(element="int4", scale="group", group_size=32, has_zero_point=True, scale_dtype="bfloat16"),
+    "int4_g64_asym": dict(element="int4", scale="group", group_size=64, has_zero_point=True, scale_dtype="bfloat16"),
+    "int4_g32_asym_f32": dict(element="int4", scale="group", group_size=32, has_zero_point=True),
+    "int4_g64_asym_f32": dict(element="int4", scale="group", group_size=64, has_zero_point=True),
     "int4_channel": dict(element="int4"),
+    "int4_channel_asym": dict(element="int4", has_zero_point=True),
     "nvfp4": dict(element="e2m1", scale="e4m3", group_size=16),
     "mxfp4": dict(element="e2m1", scale="e8m0", group_size=32),
     "mxfp4_fp8": dict(element="e2m1", operand="float8_e4m3fn", scale="e8m0", group_size=32),
@@ -44,6 +51,7 @@ PACKED_FORMATS: dict[str, dict[str, Any]] = {
     "int4_fp8": dict(element="int4", operand="float8_e4m3fn", scale="group", group_size=128, scale_dtype="bfloat16"),
     "int8_a16": dict(element="int8"),
     "int8_g128_a16": dict(element="int8", scale="group", group_size=128, scale_dtype="bfloat16"),
+    "int8_g128_a16_f32": dict(element="int8", scale="group", group_size=128),
     "fp8_a16": dict(element="e4m3"),
     "fp8_g128_a16": dict(element="e4m3", scale="group", group_size=128),
     "mxfp8": dict(element="e4m3", scale="e8m0", group_size=32),
@@ -191,9 +199,14 @@ class PackedLayerKey:
         return list(packed_candidates(desc, block_m, num_sms))
 
     def heights(self, num_tokens: int) -> list[int]:
-        """Tile heights worth a look: the first three that hold an average expert, the taller ones where none does."""
+        """Tile heights worth a look: the first three that hold an average expert, the taller ones where none does; or,
+        where none of those runs, the tallest that does.
+        """
         average = num_tokens * self.top_k / self.num_experts
-        return [h for h in BLOCK_MS if average <= h <= 128][:3] or [128, 144, 160, 176]
+        wanted = [h for h in BLOCK_MS if average <= h <= 128][:3] or [128, 144, 160, 176]
+        runs = lambda h: all(self.candidates(desc, h, 1) for desc in self.products(num_tokens, h))  # noqa: E731
+        found = [h for h in wanted if runs(h)]
+        return found or [next(h for h in reversed(BLOCK_MS) if runs(h))]
 
     @property
     def lender(self) -> "PackedLayerKey | None":
