@@ -5,9 +5,9 @@
 
 Times of a configuration are averaged over all files; at one token, where a launch takes as long as a kernel, and with
 --least the least counts. Those taken fewer than --at-least times are left out. For each layer, format and number of
-tokens: the tile height with the least sum of both products, and the fastest configuration of each at that height.
-Formats use the times of their keys' lender beside their own, and their entries say so. --merge keeps the entries of the
-table for which these files have none.
+tokens: the tile height with the least sum of both products, and the fastest configuration of each at that height. A
+product without times of its format's own takes those of its key's lender, and the entry says so. --merge keeps the
+entries of the table for which these files have none.
 """
 
 import argparse
@@ -62,10 +62,12 @@ def fastest(times: Times, model: str, fmt: str, tokens: int, at_least: int, typi
     kind = PackedConfig if fmt in PACKED_FORMATS else GemmConfig
     best: dict[int, dict[int, tuple[float, float, Any, str | None]]] = defaultdict(dict)
     for gemm in (1, 2):
-        held = {name: times.get((model, name, tokens, gemm), {}) for name in (fmt, *lenders)}
+        own = times.get((model, fmt, tokens, gemm), {})
+        held = {fmt: own} | {name: {} if own else times.get((model, name, tokens, gemm), {}) for name in lenders}
         for text in sorted({text for known in held.values() for text in known}):
-            found = [micros for known in held.values() for micros in known.get(text, [])]
-            lender = next((name for name in lenders if text in held[name]), None)
+            # Times of a format itself count alone; a lender's products may do less.
+            found = held[fmt].get(text) or [micros for name in lenders for micros in held[name].get(text, [])]
+            lender = None if text in held[fmt] else next(name for name in lenders if text in held[name])
             config = kind(**json.loads(text))
             desc = key.products(tokens, config.block_m)[gemm - 1]
             if len(found) < at_least or key.config_error(desc, config) is not None:

@@ -16,7 +16,9 @@ _jaxtyped = jaxtyping.jaxtyped
 
 
 def jaxtyped(function=None, *, typechecker):
-    """In place of jaxtyping's: the same checks."""
+    """In place of jaxtyping's: the same checks of what the packages have, but for trees of arrays (PyTree), which they
+    do not.
+    """
     if function is None:
         return functools.partial(jaxtyped, typechecker=typechecker)
     if dataclasses.is_dataclass(function) and "__init__" in vars(function):

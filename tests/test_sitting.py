@@ -79,3 +79,20 @@ def test_routings_of_the_peers_hit_what_is_expected(load):
         hit = sum(len(values.topk(top_k).indices.unique()) for values in drawn) / 10
         assert hit == pytest.approx(experts * (1 - (1 - top_k / experts) ** tokens), rel=0.005)
         assert len({values.sum().item() for values in drawn}) == 10
+
+
+def test_a_lenders_times_never_count_beside_own_ones(load):
+    """Products without zero points do less: a tile that is faster there is not taken for those with them."""
+    making, json_of = load("table_from_sweep"), lambda config: json.dumps(config, sort_keys=True)
+    tile = dict(block_m=16, num_consumers=2, step_blocks=2, num_stages=4)
+    ours, theirs = dict(tile), dict(tile, num_stages=5)
+    times = {
+        ("qwen3-30b-a3b", fmt, 64, gemm): {json_of(config): [us] for config, us in known}
+        for gemm in (1, 2)
+        for fmt, known in (("int4_g64_asym", [(ours, 50.0)]), ("int4_g64", [(ours, 20.0), (theirs, 10.0)]))
+    }
+    entry = making.fastest(times, "qwen3-30b-a3b", "int4_g64_asym", 64, 1, min)
+    assert (entry.config.gemm1.num_stages, entry.micros, entry.source) == (4, 100.0, None)
+    lent = {cell: known for cell, known in times.items() if cell[1] == "int4_g64"}
+    entry = making.fastest(lent, "qwen3-30b-a3b", "int4_g64_asym", 64, 1, min)
+    assert (entry.config.gemm1.num_stages, entry.micros, entry.source) == (5, 20.0, "with times of int4_g64")

@@ -28,12 +28,11 @@ CELLS = [
     for scheme in SCHEMES
     if scheme != "fp8_block" or sizes[2] % 128 == 0
 ]
-# Group scales in bfloat16, as the table has most of these.
 CELLS += [("qwen3-30b-a3b", scheme) for scheme in MORE_SCHEMES]
 
 
 # Sums of e4m3 products keep some 13 bits in the tensor core. Where K is split they come in another order, a thousandth
-# of a hidden value away, and its codes follow: emulated so in float32, the worst of 300 tokens is 0.027 away.
+# of a hidden value away, and its codes follow: the worst of 300 tokens is 0.027 away (benchmarks/fp8_sum_order.py).
 RMS = {"mxfp4_a16_approximate_fp8": 0.04}
 
 
@@ -41,6 +40,7 @@ RMS = {"mxfp4_a16_approximate_fp8": 0.04}
 def test_tuned_tiles_give_what_others_give(model, scheme):
     """Sums in another order move roundings: of the output by half a step of bfloat16, of hidden values by one code."""
     parsed = Scheme.parse(scheme)
+    # Group scales in bfloat16, as the table has most of these.
     if scheme in MORE_SCHEMES and parsed.weights.strategy is Strategy.GROUP and parsed.weights.scale == "float32":
         parsed = dataclasses.replace(parsed, weights=dataclasses.replace(parsed.weights, group_scale_dtype="bfloat16"))
     sizes = dict(scheme=parsed, implementation=("mosaic",))

@@ -204,9 +204,11 @@ class PackedLayerKey:
         """
         average = num_tokens * self.top_k / self.num_experts
         wanted = [h for h in BLOCK_MS if average <= h <= 128][:3] or [128, 144, 160, 176]
-        runs = lambda h: all(self.candidates(desc, h, 1) for desc in self.products(num_tokens, h))  # noqa: E731
-        found = [h for h in wanted if runs(h)]
-        return found or [next(h for h in reversed(BLOCK_MS) if runs(h))]
+
+        def runs(height: int) -> bool:
+            return all(self.candidates(desc, height, 1) for desc in self.products(num_tokens, height))
+
+        return [h for h in wanted if runs(h)] or [h for h in reversed(BLOCK_MS) if runs(h)][:1] or wanted
 
     @property
     def lender(self) -> "PackedLayerKey | None":

@@ -16,6 +16,8 @@ from tile_checks import check_tiles, check_tiles_by_token
 from pallas_kernels.align import AlignConfig, AlignDesc, TileMap, align, config_error, kernel_sm90, row_capacity
 from pallas_kernels.align.config import OUTPUTS, choose_config
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 RNG = np.random.default_rng(0)
 ROUTINGS = {
     "random": (RNG.integers(0, 5, (7, 3)), 5),
@@ -72,7 +74,7 @@ def check_by_token(routing, implementation):
 
 
 @pytest.mark.parametrize("routing", FEW)
-def test_by_token(routing, quick_compilation):
+def test_by_token(routing):
     check_by_token(routing, "reference")
 
 

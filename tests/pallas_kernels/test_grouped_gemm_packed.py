@@ -274,6 +274,16 @@ def test_shared_memory_is_not_underestimated():
             dict(block_m=24),
             "36 registers of sums, 32 with 4 consumers",
         ),
+        (
+            dict(rows=960, fmt=PackedFormat("int4", scale="group", group_size=64), halves=2, activation=SILU),
+            dict(block_m=80, num_consumers=2),
+            "100 registers of sums, 96 with 2 consumers",
+        ),
+        (
+            dict(rows=960, fmt=PackedFormat("int4", scale="group", group_size=64)),
+            dict(block_m=80, num_consumers=2, step_blocks=4),
+            "beside 60 registers of sums spill",
+        ),
         (dict(rows=1152), dict(block_m=144), "num_consumers=4 is not one of (2, 3)"),
         (dict(rows=1152, halves=2, activation=SILU), dict(block_m=144, num_consumers=2), "of both halves spill"),
         (dict(rows=1152), dict(block_m=192, num_consumers=2), "192 registers of sums, 176 with 2 consumers"),

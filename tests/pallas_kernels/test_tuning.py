@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,8 @@ def test_search_leaves_out_what_no_candidate_runs():
     lines = []
     odd = dataclasses.replace(KEY, hidden=2050)
     assert tune([odd], [1], fake_timer, 132, lines.append) == []
+    ragged = PackedLayerKey(8, 2, 4096, 100, **PACKED_FORMATS["int4_g128"])
+    assert tune([ragged], [16], fake_timer, 132, lines.append) == []
     assert "no candidate runs" in lines[-1]
 
 
@@ -362,7 +365,7 @@ def test_the_least_burst_counts_and_short_calls_are_repeated(monkeypatch):
         calls.append(0)
         clock[0] += 0.001 if 11 < len(calls) <= 15 else 0.00125  # the third burst is the fast one
 
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     found = timing.least_of_bursts(run)
     repeats = (len(calls) - 3) // timing.BURSTS
     assert repeats == int(0.006 / 0.00125) == 4
