@@ -31,11 +31,6 @@ CELLS = [
 CELLS += [("qwen3-30b-a3b", scheme) for scheme in MORE_SCHEMES]
 
 
-# Sums of e4m3 products keep some 13 bits in the tensor core. Where K is split they come in another order, a thousandth
-# of a hidden value away, and its codes follow: the worst of 300 tokens is 0.027 away (benchmarks/fp8_sum_order.py).
-RMS = {"mxfp4_a16_approximate_fp8": 0.04}
-
-
 @pytest.mark.parametrize(("model", "scheme"), CELLS)
 def test_tuned_tiles_give_what_others_give(model, scheme):
     """Sums in another order move roundings: of the output by half a step of bfloat16, of hidden values by one code."""
@@ -57,5 +52,5 @@ def test_tuned_tiles_give_what_others_give(model, scheme):
         )
         size = np.sqrt((expected**2).mean(axis=1))
         assert (size > 0).all()
-        assert (np.sqrt(((found - expected) ** 2).mean(axis=1)) <= RMS.get(scheme, 0.02) * size).all(), tokens
+        assert (np.sqrt(((found - expected) ** 2).mean(axis=1)) <= 0.02 * size).all(), tokens
         assert (np.abs(found - expected).max(axis=1) <= 0.15 * size).all(), tokens

@@ -11,6 +11,12 @@ from moe_jax.quantization import SCHEMES, Scheme, method_for
 from pallas_kernels.tuning import PACKED_FORMATS, PackedLayerKey, table_for
 
 
+def fits(key, entry, tokens):
+    c = entry.config
+    pairs = zip(key.products(tokens, c.block_m), (c.gemm1, c.gemm2), strict=True)
+    return not any(isinstance(_mosaic_plan._fitting(key, desc, measured), str) for desc, measured in pairs)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_which_named_schemes_run_as_measured(dtype):
     """At the sizes of Mixtral, with scales in float32; float16 borrows from bfloat16."""
@@ -27,12 +33,7 @@ def test_which_named_schemes_run_as_measured(dtype):
             continue  # microscaling in float16
         entry = table_for("NVIDIA H200").lookup(key, 64)
         assert entry is not None, name
-        c = entry.config
-        fitting = [
-            _mosaic_plan._fitting(key, desc, measured)
-            for desc, measured in zip(key.products(64, c.block_m), (c.gemm1, c.gemm2), strict=True)
-        ]
-        found[name] = None if any(isinstance(one, str) for one in fitting) else entry.source or "its own"
+        found[name] = (entry.source or "its own") if fits(key, entry, 64) else None
     assert len(found) == (39 if dtype == "bfloat16" else 35)
     assert [name for name, source in found.items() if source is None] == []
     lent = {
@@ -59,12 +60,7 @@ def test_layers_of_the_four_models_run_as_measured(name):
         key = PackedLayerKey(*sizes, **PACKED_FORMATS[name])
         for tokens in (1, 16, 64, 256, 1024, 8192):
             entry = table_for("NVIDIA H200").lookup(key, tokens)
-            c = entry.config
-            fitting = [
-                _mosaic_plan._fitting(key, desc, measured)
-                for desc, measured in zip(key.products(tokens, c.block_m), (c.gemm1, c.gemm2), strict=True)
-            ]
-            runs = entry.reaches(tokens) and not any(isinstance(one, str) for one in fitting)
+            runs = entry.reaches(tokens) and fits(key, entry, tokens)
             cell = (next(short for short in ("qwen3", "dsv3", "mixtral", "gpt-oss") if model.startswith(short)), tokens)
             assert runs == (cell not in SMALL_GROUPS.get(name, ())), cell
 
