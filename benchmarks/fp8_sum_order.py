@@ -4,8 +4,8 @@
 
 GEMM 1 of Qwen3-30B-A3B's experts is computed once in float32, and once with normal noise of the given size, as a
 fraction of the mean magnitude, before its activation; both are rounded to bfloat16, requantized per row, multiplied and
-combined. Weights are on MXFP4's grid. The noise stands for sums in another order, as of tiles that split K; how large it
-is on a tensor core is an assumption. Printed: of all tokens the largest RMS difference over the RMS of the row, the
+combined. Weights are on MXFP4's grid. The noise stands for sums in another order, as of tiles that split K; how large
+it is on a tensor core is an assumption. Printed: of all tokens the largest RMS difference over the RMS of the row, the
 median, and the largest difference of an element over the RMS of its row.
 """
 
