@@ -62,11 +62,9 @@ def deepest(desc: GemmDesc, config: GemmConfig) -> GemmConfig | None:
 def spread_of(key: LayerKey, tokens: int) -> Iterator[LayerConfig]:
     """Layers of every height worth a look; both products change from one to the next, each through its own list."""
     mean = rows_per_expert(tokens, key.num_experts, key.top_k)
-    heights: list[tuple[int, bool]] = []
-    if key.may_swap:
-        fits = [next((h for h in SWAPPED_BLOCK_MS if h >= mean + s * mean**0.5), None) for s in (0.9, 1.9, 3.0)]
-        fits += [8, 16] if mean < 6 else [80, 96] if 150 < mean < 600 else []
-        heights += [(h, True) for h in dict.fromkeys(fits) if h]
+    fits = [next((h for h in SWAPPED_BLOCK_MS if h >= mean + s * mean**0.5), None) for s in (0.9, 1.9, 3.0)]
+    fits += [8, 16] if mean < 6 else [80, 96] if 150 < mean < 600 else []
+    heights = [(h, True) for h in dict.fromkeys(fits) if h and key.may_swap]
     heights += [(64, False)] if mean < 100 else []
     heights += [(128, False)] if mean > 24 else []
     for block_m, is_swapped in heights:

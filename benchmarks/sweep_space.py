@@ -154,7 +154,7 @@ def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any
 def tall_space(key: Any, gemm: int, tokens: int) -> list[Any]:
     """Tall tiles of swapped operands: the likeliest height in every width, two more in the widest."""
     found: list[Any] = []
-    if not key.may_swap:
+    if not key.may_be_tall:
         return found
     for rank, block_m in enumerate(tall_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:3]):
         desc = key.products(tokens, block_m)[gemm - 1]
@@ -179,7 +179,7 @@ def beside_table(key: Any, gemm: int, tokens: int) -> list[Any]:
 def pairs_space(key: Any, gemm: int, tokens: int) -> list[Any]:
     """The widest of the two likeliest heights of ``tall_space``, in clusters whose blocks share weights, or rows."""
     found = []
-    for block_m in tall_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:2] if key.may_swap else ():
+    for block_m in tall_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:2] if key.may_be_tall else ():
         desc = key.products(tokens, block_m)[gemm - 1]
         pair = dataclasses.replace(unpacked_candidates(desc, block_m, H200_SMS)[0], cluster=2)
         ways = (dataclasses.replace(pair, shares_weights=True), pair)

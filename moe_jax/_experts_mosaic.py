@@ -400,6 +400,7 @@ def _expert_rows(
         rows,
         scale if kind == "e4m3_tensor" else row_scale,
         tiles,
+        plan.products[0].requantize != "none",
     )
     gemm = functools.partial(gemm, config=plan.configs[1])
     return gemm(hidden, weights.w2.data, x_scale=hidden_scale, w_scale=weights.w2.scale, bias=weights.w2_bias)
@@ -414,8 +415,11 @@ def _hidden(
     rows: Array,
     row_scale: Array | None,
     tiles: TileMap,
+    requantizes: bool,
 ) -> tuple[Array, Array | None]:
-    """GEMM 1 with its activation, and the operand of GEMM 2: (codes or values (Mp, I), scale)."""
+    """GEMM 1 with its activation, and the operand of GEMM 2: (codes or values (Mp, I), scale). requantizes: GEMM 1 does
+    so itself.
+    """
     first = functools.partial(
         gemm,
         rows,
@@ -426,16 +430,14 @@ def _hidden(
         activation=resolve_activation(config),
     )
     fmt = weights.scheme.activations
-    if kind == "e4m3_group":
-        return first(requantize="group")
-    if kind == "e4m3_group_ue8m0":
-        return first(requantize="group_ue8m0")
-    if kind == "e4m3_tensor" and not fmt.dynamic:
+    if requantizes and kind == "e4m3_tensor":
         return first(requantize="tensor", out_scale=weights.w2.input_scale), weights.w2.input_scale
+    if requantizes:
+        return first(requantize=kind.removeprefix("e4m3_"))
     hidden = first()
     if kind == "none":
         return hidden, None
-    scale = _tensor_scale(fmt, None, hidden, tiles, config.call_axes)
+    scale = _tensor_scale(fmt, weights.w2.input_scale, hidden, tiles, config.call_axes)
     codes, code_scale = permute(hidden, quantization=kind, scale=scale, rows=tiles.row_of.reshape(-1))
     return codes, code_scale if scale is None else scale
 

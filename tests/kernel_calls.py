@@ -72,6 +72,12 @@ _GEMMS: dict[str, tuple[str, dict[str, Any], GemmConfig | None]] = {
         dict(block_m=96, halves=2, activation=SILU, bias="bfloat16"),
         GemmConfig(96, 128, 3, is_swapped=True),
     ),
+    "fp8 block swapped, 16 x 256": ("fp8_block", dict(block_m=16), GemmConfig(16, 256, 3, is_swapped=True)),
+    "fp8 block swapped, 96 x 2 x 128": (
+        "fp8_block",
+        dict(block_m=96, halves=2, activation=SILU, bias="bfloat16"),
+        GemmConfig(96, 128, 3, is_swapped=True),
+    ),
     "bf16 swapped, 80 x 256": ("bf16", dict(block_m=80), GemmConfig(80, 256, 3, is_swapped=True)),
     "bf16 tall, 144 x 256": ("bf16", dict(block_m=144), GemmConfig(144, 256, 3, is_swapped=True)),
     "fp8 row tall, 160 x 2 x 128": (

@@ -140,6 +140,15 @@ def tall_cases() -> Iterator[Case]:
                 yield gemm_case(name, desc, config)
 
 
+def swapped_block_cases() -> Iterator[Case]:
+    """Block scales with swapped operands at the heights that ``gemm_cases`` leaves out."""
+    for name in ("fp8 block, bias", "fp8 block gated"):
+        for block_m in (24, 48, 96):
+            desc = _in_tiles(gemm(name), block_m)
+            for config in candidates(desc, block_m, H200_SMS):
+                yield gemm_case(name, desc, config)
+
+
 def cluster_cases() -> Iterator[Case]:
     """Blocks in pairs: both ways to multiply, columns in an odd number of tiles, tiles of which halves are empty."""
     for name, sizes in (
@@ -414,6 +423,7 @@ def push_cases() -> Iterator[Case]:
 def all_cases() -> Iterator[Case]:
     yield from gemm_cases()
     yield from tall_cases()
+    yield from swapped_block_cases()
     yield from cluster_cases()
     yield from narrow_cases()
     yield from packed_cases()

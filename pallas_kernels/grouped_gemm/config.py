@@ -13,6 +13,8 @@ SCALE_GROUP = 128  # K per activation group, and both sides of a weight block
 _OPERANDS = {"bfloat16": "float32", "float16": "float32", "float8_e4m3fn": "float32", "int8": "int32"}
 _OUTPUTS = ("bfloat16", "float16", "float32")
 SWAPPED_BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192)
+# At most, with block scales: each row's is loaded and multiplied in every step.
+SWAPPED_BLOCK_ROWS = 96
 # Sums a thread has room for with swapped operands, by number of consumers: with what all warpgroups enter with, and
 # with what remains for a consumer when the producer gives registers away.
 _SWAPPED_SUMS = {1: 192, 2: 96, 3: 64, 4: 40}
@@ -149,17 +151,26 @@ def piece_n(desc: GemmDesc, config: GemmConfig) -> int:
     tiles of 256 weight rows in pieces of 128, where pieces of 256 spill.
     """
     rows = desc.halves * config.block_n
-    return min(rows, SCALE_GROUP) if desc.is_block_scaled else rows
+    return min(rows, SCALE_GROUP) if desc.is_block_scaled and not config.is_swapped else rows
 
 
 def swapped_sums(desc: GemmDesc, config: GemmConfig) -> int:
-    """Sums of a tile that each thread of a consumer holds with swapped operands."""
-    return desc.halves * config.consumer_channels * config.block_m // 128
+    """Sums of a tile that each thread of a consumer holds with swapped operands; with block scales as many again are
+    products of the current K step.
+    """
+    sums = desc.halves * config.consumer_channels * config.block_m // 128
+    return 2 * sums if desc.is_block_scaled else sums
 
 
 def reassigns_registers(desc: GemmDesc, config: GemmConfig) -> bool:
     """Whether the sums of swapped operands need registers of the producer."""
     return swapped_sums(desc, config) > _SWAPPED_SUMS[config.num_consumers]
+
+
+def row_scales_shape(config: GemmConfig) -> tuple[int, int]:
+    """Shared memory for one K step's activation scales of each slot: each slot's where a bulk copy may start."""
+    multiple = TMA_ALIGN // 4
+    return config.num_stages, -(-config.block_m // multiple) * multiple
 
 
 def store_rows(config: GemmConfig) -> int:
@@ -204,7 +215,7 @@ def shared_memory(desc: GemmDesc, config: GemmConfig) -> int:
     total += smem_bytes((config.num_stages, tile_rows, step), desc.dtype)
     total += smem_bytes(staging_shape(desc, config), desc.stored_dtype)
     if desc.is_block_scaled:
-        total += smem_bytes((config.num_stages, config.block_m), "float32")
+        total += smem_bytes(row_scales_shape(config), "float32")
     if desc.lhs_scale == "row":
         total += smem_bytes((config.block_m,), "float32")
     if desc.rhs_scale == "channel":
@@ -294,8 +305,12 @@ def _swapped_error(desc: GemmDesc, config: GemmConfig) -> str | None:
         return f"block_m={config.block_m}: {sums} registers of sums, {room} with {config.num_consumers} consumers"
     if config.row_chunk is not None:
         return f"row_chunk={config.row_chunk}: a tile of swapped operands is moved whole"
-    if desc.is_block_scaled or desc.requantize != "none":
-        return f"swapped operands with rhs_scale {desc.rhs_scale!r}, requantize {desc.requantize!r}: neither is built"
+    if desc.requantize != "none":
+        return f"swapped operands with requantize {desc.requantize!r}: not built, rows are requantized apart"
+    if desc.is_block_scaled and config.block_m > SWAPPED_BLOCK_ROWS:
+        return f"block_m={config.block_m}: with 128x128 weight blocks at most {SWAPPED_BLOCK_ROWS} where swapped"
+    if desc.is_block_scaled and config.cluster > 1:
+        return "cluster=2 with swapped operands and 128x128 weight blocks: not built"
     if jnp.dtype(desc.stored_dtype).itemsize != 2:
         return f"swapped operands store 16-bit rows, not {desc.stored_dtype}"
     return None

@@ -28,18 +28,18 @@ def height_for(rows_per_expert: float, heights: Iterable[int]) -> int | None:
     return next((height for height in heights if height >= enough), None)
 
 
-def choose_block_m(rows_per_expert: float, *, may_swap: bool = False) -> int:
+def choose_block_m(rows_per_expert: float, *, may_swap: bool = False, may_be_tall: bool = True) -> int:
     """Rows of a tile for an expected number of rows per expert in use: just above them while weights bind, and above
     that 128, where two warpgroups share each weight tile. may_swap: every product of the layer can run with swapped
-    operands, whose tiles have more heights: tall ones where they save a twentieth of the work. Tiles of 8 rows are at
-    most 3% faster than those of 16 (H200).
+    operands, whose tiles have more heights: tall ones, unless may_be_tall is false, where they save a twentieth of the
+    work. Tiles of 8 rows are at most 3% faster than those of 16 (H200).
     """
     heights = [height for height in SWAPPED_BLOCK_MS if 16 <= height <= 96] if may_swap else [64]
     if height := height_for(rows_per_expert, heights):
         return height
     best = tall_heights(rows_per_expert)[0]
     saves = tile_work(rows_per_expert, best) < 0.95 * tile_work(rows_per_expert, 128)
-    return best if may_swap and saves else 128
+    return best if may_swap and may_be_tall and saves else 128
 
 
 def tall_heights(rows_per_expert: float) -> list[int]:

@@ -11,7 +11,8 @@ per multiprocessor takes every num_sms-th tile. Its warpgroups, by role:
                               wait vectors_full -> for each piece of rows:
                                   scales, bias, activation -> transposed staging -> bulk store
 
-Clusters of two blocks share rows or weights as in kernel_sm90.py.
+Clusters of two blocks share rows or weights as in kernel_sm90.py. With block scales the products of each K step are
+scaled and added in float32, as there.
 
 Registers: a consumer accumulates halves * 64 * block_m / 128 values a thread. What all enter with is enough for low
 tiles (50 used at 2 x 64 channels by 16 rows); for tall ones the producer gives up most of its own. Shared memory goes
@@ -33,7 +34,7 @@ from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc, reassigns_r
 from pallas_kernels.grouped_gemm.epilogue_sm90 import stores_under_way
 from pallas_kernels.grouped_gemm.operands import operand_names
 from pallas_kernels.grouped_gemm.persistent_sm90 import launch, run_tiles
-from pallas_kernels.grouped_gemm.pipeline_sm90 import Scratch, k_steps, produce, scratch_types, skip
+from pallas_kernels.grouped_gemm.pipeline_sm90 import Scratch, block_scales, k_steps, produce, scratch_types, skip
 
 CHANNELS = 64  # of one matrix instruction
 # (consumer, producer) registers a thread, by number of consumers, for tiles whose sums do not leave room for the rest
@@ -58,7 +59,10 @@ def _kernel(desc: GemmDesc, config: GemmConfig, *refs: Any, **allocated: Any) ->
     steps = k_steps(desc, config, operands["num_tiles"][0])
 
     def compute(m, n, e, count):
-        parts = _multiply(desc, config, scratch, warpgroup, steps, count)
+        if desc.is_block_scaled:
+            parts = _multiply_promoted(desc, config, operands, scratch, warpgroup, steps, count, n, e)
+        else:
+            parts = _multiply(desc, config, scratch, warpgroup, steps, count)
         if scratch.vectors_full is not None:
             plgpu.barrier_wait(scratch.vectors_full)
         pieces = _pieces(config)
@@ -135,6 +139,47 @@ def _multiply(
     accumulator = mosaic.Accumulator((CHANNELS, config.block_m), jnp.dtype(desc.accumulator))
     parts = pl.run_scoped(scope, *[accumulator] * (blocks * desc.halves))
     return [parts[first : first + desc.halves] for first in range(0, len(parts), desc.halves)]
+
+
+def _multiply_promoted(
+    desc: GemmDesc,
+    config: GemmConfig,
+    operands: Mapping[str, Any],
+    scratch: Scratch,
+    warpgroup: Any,
+    steps: Any,
+    count: Any,
+    n: Any,
+    e: Any,
+) -> list[list[Any]]:
+    """As ``_multiply``, with every K step of 128 scaled and added in float32. A consumer's 64 channels lie in one
+    weight block.
+    """
+    shape, channels = (CHANNELS, config.block_m), warpgroup * CHANNELS
+    columns = [(half, n * config.block_n + channels) for half in range(desc.halves)]
+
+    def one_step(k, carry):
+        count, parts = carry
+        slot = lax.rem(count, jnp.int32(config.num_stages))
+        factors = block_scales(desc, operands, e, columns, k)
+        plgpu.barrier_wait(scratch.full.at[slot])
+        own = scratch.x_scale.at[slot, pl.ds(0, config.block_m)]
+        row_scales = mosaic.load(own, layout=mosaic.COLUMNS, optimized=False)
+
+        def products(*fresh):
+            for half, accumulator in enumerate(fresh):
+                w = scratch.w.at[slot, pl.ds(half * config.block_n + channels, CHANNELS)]
+                plgpu.wgmma(accumulator, w, scratch.x.at[slot].transpose((1, 0)))
+            return [accumulator[...] for accumulator in fresh]
+
+        found = pl.run_scoped(products, *[mosaic.Accumulator(shape, jnp.float32)] * desc.halves)
+        mosaic.release(scratch.empty.at[slot])
+        scales = [lax.broadcast_in_dim(row_scales * factor, shape, [1]) for factor in factors]
+        return count + 1, tuple(p + f * s for p, f, s in zip(parts, found, scales, strict=True))
+
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.WGMMA)
+    _, parts = lax.fori_loop(0, steps, one_step, (count, (zeros,) * desc.halves))
+    return [list(parts)]
 
 
 def _epilogue(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from pallas_kernels.grouped_gemm.config import (
     GemmDesc,
     block_k,
     piece_n,
+    row_scales_shape,
     staging_shape,
     store_swizzle,
     vector_shape,
@@ -28,7 +29,7 @@ from pallas_kernels.grouped_gemm.persistent_sm90 import PAIR
 class Scratch:
     """Shared memory and barriers of a block; what a call does not need is None.
 
-    x, w: (stages, rows, block_k) operands. x_scale: (stages, block_m), one K step's activation scales. full, empty:
+    x, w: (stages, rows, block_k) operands. x_scale: (stages, >= block_m), one K step's activation scales. full, empty:
     per stage. full_pieces: per stage and weight piece after the first. rows, columns, bias, vectors_full,
     vectors_empty: vectors of the current tile. staging: see ``staging_shape``.
     """
@@ -67,7 +68,7 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     if pieces > 1:
         types["full_pieces"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages * (pieces - 1))
     if desc.is_block_scaled:
-        types["x_scale"] = plgpu.SMEM((stages, config.block_m), jnp.float32)
+        types["x_scale"] = plgpu.SMEM(row_scales_shape(config), jnp.float32)
     vectors = 0
     if desc.lhs_scale == "row":
         types["rows"], vectors = plgpu.SMEM((config.block_m,), jnp.float32), vectors + 1
@@ -164,9 +165,8 @@ def produce(
 
             load_rows(depth, slot)
             if desc.is_block_scaled:
-                plgpu.copy_gmem_to_smem(
-                    operands["x_scale"].at[k, rows], scratch.x_scale.at[slot], scratch.full.at[slot]
-                )
+                own = scratch.x_scale.at[slot, pl.ds(0, config.block_m)]
+                plgpu.copy_gmem_to_smem(operands["x_scale"].at[k, rows], own, scratch.full.at[slot])
             for start in range(0, desc.halves * config.block_n, copied):
                 half, column = divmod(start, config.block_n)
                 index = start // piece
@@ -271,6 +271,13 @@ def skip(desc: GemmDesc, config: GemmConfig, scratch: Scratch, steps: Any, count
         plgpu.barrier_arrive(scratch.vectors_empty)
 
 
+def block_scales(desc: GemmDesc, operands: Mapping[str, Any], e: Any, columns: Sequence[tuple[int, Any]], k: Any):
+    """The weight scale () of one K step for each (half, column) asked for. Columns past N have those of the last."""
+    last = -(-desc.n // SCALE_GROUP) - 1
+    blocks = [lax.min(lax.div(column, jnp.int32(SCALE_GROUP)), jnp.int32(last)) for _, column in columns]
+    return [operands["w_scale"][e * desc.halves + h, b, k] for (h, _), b in zip(columns, blocks, strict=True)]
+
+
 def multiply_promoted(
     desc: GemmDesc,
     config: GemmConfig,
@@ -292,16 +299,12 @@ def multiply_promoted(
     width = min(config.block_n, SCALE_GROUP)
     starts = range(0, desc.halves * config.block_n, width)
     pieces = desc.halves * config.block_n // piece
-    last_block = -(-desc.n // SCALE_GROUP) - 1
+    columns = [(start // config.block_n, n * config.block_n + start % config.block_n) for start in starts]
 
     def one_step(k, carry):
         count, parts = carry
         slot = lax.rem(count, jnp.int32(config.num_stages))
-        block_scales = []
-        for start in starts:
-            half, column = divmod(start, config.block_n)
-            block = lax.min(lax.div(n * config.block_n + column, jnp.int32(SCALE_GROUP)), jnp.int32(last_block))
-            block_scales.append(operands["w_scale"][e * desc.halves + half, block, k])
+        factors = block_scales(desc, operands, e, columns, k)
         plgpu.barrier_wait(scratch.full.at[slot])
         row_scales = mosaic.load(scratch.x_scale.at[slot, rows], layout=mosaic.ROWS, optimized=False)
         parts = list(parts)
@@ -321,9 +324,9 @@ def multiply_promoted(
                 mosaic.release(scratch.empty.at[slot])
             for offset in range(0, piece, width):
                 i = (index * piece + offset) // width
-                columns = product if width == piece else product[:, offset : offset + width]
-                scale = lax.broadcast_in_dim(row_scales * block_scales[i], columns.shape, [0])
-                parts[i] = parts[i] + columns * scale
+                value = product if width == piece else product[:, offset : offset + width]
+                scale = lax.broadcast_in_dim(row_scales * factors[i], value.shape, [0])
+                parts[i] = parts[i] + value * scale
         return count + 1, tuple(parts)
 
     zeros = plgpu.layout_cast(jnp.zeros((64, width), jnp.float32), mosaic.WGMMA)

@@ -12,6 +12,8 @@ from pallas_kernels.grouped_gemm.heuristics import in_clusters, tall_heights
 from pallas_kernels.grouped_gemm_packed import BLOCK_MS, PackedConfig, PackedDesc, PackedFormat
 from pallas_kernels.grouped_gemm_packed import candidates as packed_candidates
 from pallas_kernels.grouped_gemm_packed import config_error as packed_error
+from pallas_kernels.quantize_and_permute.config import PermuteConfig, PermuteDesc
+from pallas_kernels.quantize_and_permute.config import config_error as permute_error
 
 # name: fields of a LayerKey that say how the operands are stored and scaled
 FORMATS: dict[str, dict[str, str]] = {
@@ -63,7 +65,7 @@ class LayerKey:
     """Sizes and formats of a layer of experts, as far as its products' speed depends on them.
 
     inner: intermediate size I of one expert (of one shard). halves: 2 when gated. The rest as in ``GemmDesc``;
-    requantize: what GEMM 1 does to its result.
+    requantize: what GEMM 1 does to its result in tiles that have operands in their order.
     """
 
     num_experts: int
@@ -88,6 +90,8 @@ class LayerKey:
         """GEMM 1 and GEMM 2 for a number of tokens in tiles of block_m rows. activation: None for silu."""
         if activation is None:
             activation = Activation("silu" if self.halves == 2 else "silu_no_mul")
+        # Swapped operands store 16 bits, and their rows are requantized apart.
+        requantize = self.requantize if block_m in (64, 128) else "none"
         common: dict[str, Any] = dict(
             rows=row_capacity(max(num_tokens, 1) * self.top_k, self.num_experts, block_m),
             num_experts=self.num_experts,
@@ -98,7 +102,7 @@ class LayerKey:
             bias_dtype=bias_dtype,
             has_tile_rows=True,
         )
-        first = dict(n=self.inner, k=self.hidden, halves=self.halves, activation=activation, requantize=self.requantize)
+        first = dict(n=self.inner, k=self.hidden, halves=self.halves, activation=activation, requantize=requantize)
         return GemmDesc(**first, **common), GemmDesc(n=self.hidden, k=self.inner, **common)
 
     @staticmethod
@@ -112,17 +116,33 @@ class LayerKey:
         found = gemm_candidates(desc, block_m, num_sms)
         return found + in_clusters(desc, found)
 
+    def apart_micros(self, num_tokens: int, block_m: int) -> float:
+        """About how long rows are requantized that tiles of this height leave to a launch of its own: the launch, and
+        three bytes a value at the speed of 65536 rows of 768 on an H200 (row_kernels_narrow_h200.txt).
+        """
+        if self.requantize == "none" or self.products(num_tokens, block_m)[0].requantize != "none":
+            return 0.0
+        return 2.5 + num_tokens * self.top_k * self.inner * 3 / 3.3e6
+
     def heights(self, num_tokens: int) -> list[int]:
         """Tile heights worth a look: a token has an expert at most once, so none has more rows than tokens."""
         swapped = [h for h in (8, 16, 32) if h < 2 * num_tokens or h == 8] if self.may_swap else []
         average = num_tokens * self.top_k / self.num_experts
-        tall = tall_heights(average)[:2] if self.may_swap and average > 96 else []
+        tall = tall_heights(average)[:2] if self.may_be_tall and average > 96 else []
         return [h for h in swapped if average <= 2 * h] + [64] + ([128] if num_tokens > 64 else []) + tall
 
     @property
     def may_swap(self) -> bool:
-        """Both products can run with swapped operands."""
-        return self.rhs_scale != "block" and self.requantize == "none"
+        """Tiles may have heights that only swapped operands have: a kernel requantizes rows in between."""
+        if self.requantize == "none":
+            return True
+        rows = PermuteDesc(1, self.inner, 0, 1, "bfloat16", f"e4m3_{self.requantize}")
+        return permute_error(rows, PermuteConfig(1)) is None
+
+    @property
+    def may_be_tall(self) -> bool:
+        """They may be higher than 96 rows."""
+        return self.may_swap and self.rhs_scale != "block"
 
     @property
     def lender(self) -> "LayerKey | None":
@@ -131,9 +151,11 @@ class LayerKey:
         """
         if self.dtype == "float16":
             return dataclasses.replace(self, dtype="bfloat16")
-        channels = dataclasses.replace(self, dtype="float8_e4m3fn", lhs_scale="row", rhs_scale="channel")
+        channels = dataclasses.replace(
+            self, dtype="float8_e4m3fn", lhs_scale="row", rhs_scale="channel", requantize="none"
+        )
         scales_follow = self.lhs_scale in ("row", "tensor") and self.rhs_scale in ("channel", "tensor")
-        return channels if scales_follow and self.may_swap and self != channels else None
+        return channels if scales_follow and self != channels else None
 
     @property
     def format_name(self) -> str | None:
@@ -197,6 +219,10 @@ class PackedLayerKey:
     def candidates(desc: Any, block_m: int, num_sms: int) -> list[PackedConfig]:
         """Configurations worth timing."""
         return list(packed_candidates(desc, block_m, num_sms))
+
+    def apart_micros(self, num_tokens: int, block_m: int) -> float:
+        """As of a ``LayerKey``: rows are requantized by the same launch at every height."""
+        return 0.0
 
     def heights(self, num_tokens: int) -> list[int]:
         """Tile heights worth a look: the first three that hold an average expert, the taller ones where none does; or,

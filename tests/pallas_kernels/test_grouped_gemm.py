@@ -231,7 +231,7 @@ def test_candidates_are_valid_and_deepest(name):
             assert config.num_stages == 8 or "shared memory" in config_error(desc, deeper)
     swapped = candidates(desc, 16, 132)
     assert all(config.is_swapped and config_error(desc, config) is None for config in swapped)
-    assert bool(swapped) == (not desc.is_block_scaled and desc.requantize == "none" and desc.out_dtype != "float32")
+    assert bool(swapped) == (desc.requantize == "none" and desc.out_dtype != "float32")
 
 
 def test_rows_of_a_tile():
@@ -245,6 +245,8 @@ def test_rows_of_tall_tiles():
     # The fewest tiles count, and of equal ones the lowest: mean and two deviations are 288 rows for 256.
     rows = [choose_block_m(r, may_swap=True) for r in (110.0, 128.0, 256.0, 280.0, 384.0)]
     assert rows == [128, 160, 144, 160, 192]
+    rows = [choose_block_m(r, may_swap=True, may_be_tall=False) for r in (64.0, 128.0, 256.0)]
+    assert rows == [80, 128, 128]
     assert 128 not in tall_heights(256.0)
     rng = np.random.default_rng(0)
     for mean, block_m in ((100.0, 112), (256.0, 128), (512.0, 176)):
@@ -268,12 +270,12 @@ def test_every_prune_has_a_reason():
     pruned = {c.block_n: why_not(desc, c) for c in space(desc, 64, 132) if not c.is_swapped}
     assert pruned.pop(128) is None
     assert "tile's blocks are whole" in pruned[96] and "one group per tile" in pruned[64]
-    assert "neither is built" in why_not(desc, next(space(desc, 16, 132)))
+    assert "requantized apart" in why_not(desc, next(space(desc, 16, 132)))
     for block_m in (64, 128):
         assert f"{block_m} rows swapped" in why_not(gemm("fp8 row"), next(space(gemm("fp8 row"), block_m, 132)))
 
 
-@pytest.mark.parametrize("name", ["bf16 gated bias", "int8 row", "fp8 tensor"])
+@pytest.mark.parametrize("name", ["bf16 gated bias", "int8 row", "fp8 tensor", "fp8 block gated"])
 def test_swapped_lowers_for_cuda(name):
     desc = gemm(name)
     assert lower(name, desc, choose_config(desc, 8, 132)).count("mosaic_gpu_v2") == 1
@@ -360,7 +362,10 @@ def test_shared_memory_is_not_underestimated():
         (dict(halves=2, activation=SILU), dict(is_swapped=True, block_m=80, block_n=256), "80 registers of sums"),
         ({}, dict(is_swapped=True, block_m=16, block_n=96), "four warpgroups of 64 channels"),
         ({}, dict(is_swapped=True, block_m=16, row_chunk=8), "moved whole"),
-        (BLOCK, dict(is_swapped=True, block_m=16), "neither is built"),
+        (dict(requantize="tensor"), dict(is_swapped=True, block_m=16), "requantized apart"),
+        (dict(rows=1008, **BLOCK), dict(is_swapped=True, block_m=144), "at most 96"),
+        (BLOCK, dict(is_swapped=True, block_m=16, cluster=2), "128x128 weight blocks: not built"),
+        (BLOCK, dict(is_swapped=True, block_m=64, block_n=256), "64 registers of sums, 40 with 4"),
         (dict(out_dtype="float32"), dict(is_swapped=True, block_m=16), "16-bit rows"),
         ({}, dict(cluster=3), "1 or 2 blocks"),
         ({}, dict(cluster=2, num_sms=131), "an even number"),

@@ -141,6 +141,12 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
         64,
         dict(activation=SILU, requantize="group", n=256, cluster=2, shares_weights=True),
     ),
+    "fp8 blocks gated, swapped": lambda: multiplying(
+        "float8_e4m3fn", ((2, 64), (3, 2, 2, 2)), 16, dict(activation=SILU, is_swapped=True, n=256)
+    ),
+    "fp8 blocks swapped, the same 5 rows": lambda: multiplying(
+        "float8_e4m3fn", ((2, 16), (3, 1, 2)), 16, dict(is_swapped=True, same_rows=5)
+    ),
     "fp8 blocks gated": lambda: multiplying(
         "float8_e4m3fn", ((2, 256), (3, 2, 1, 2)), 64, dict(activation=SILU, requantize="group")
     ),

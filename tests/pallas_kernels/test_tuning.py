@@ -66,6 +66,21 @@ def test_search_looks_at_tall_tiles_where_experts_have_many_rows():
     key = LayerKey(8, 2, 512, 256, **FORMATS["fp8_channel"])
     assert key.heights(1024) == [64, 128, 144, 160]
     assert dataclasses.replace(key, rhs_scale="block").heights(1024) == [64, 128]
+    blocks = dataclasses.replace(key, **FORMATS["fp8_block"])
+    assert dataclasses.replace(blocks, inner=512).heights(16) == [8, 16, 64]
+    assert blocks.heights(16) == [64]  # no kernel requantizes rows of 256 in groups
+
+
+def test_rows_requantized_apart_count():
+    """A tile of 8 rows leaves requantization to a launch of its own, which the sum of its products has to make good."""
+    key = LayerKey(8, 2, 512, 512, **FORMATS["fp8_block"])
+    assert [key.products(16, height)[0].requantize for height in (8, 64, 96, 128)] == ["none", "group", "none", "group"]
+    assert key.apart_micros(16, 64) == 0.0 and 2.5 < key.apart_micros(16, 8) < 2.6
+    for gain, height in ((1.0, 64), (2.0, 8)):
+        timer = lambda desc, config, key, tokens: 10.0 - gain * (config.block_m == 8)  # noqa: B023, E731
+        (entry,) = tune([key], [16], timer, 132)
+        assert entry.config.block_m == height
+        assert entry.micros == pytest.approx(20.0 if height == 64 else 16.0 + key.apart_micros(16, 8))
 
 
 def _config_of(line):
@@ -84,8 +99,9 @@ def test_search_leaves_out_what_no_candidate_runs():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_has_candidates(name):
-    key = LayerKey(8, 2, 512, 256, **FORMATS[name])
-    for block_m in (16, 64) if key.may_swap else (64,):
+    key = LayerKey(8, 2, 512, 512, **FORMATS[name])
+    assert key.may_swap
+    for block_m in (16, 64):
         for desc in key.products(7, block_m):
             assert candidates(desc, block_m, 132)
 
@@ -159,6 +175,7 @@ def test_lookup():
         dict(dtype="int8"),
         dict(rhs_scale="tensor"),
         dict(lhs_scale="tensor", rhs_scale="tensor"),
+        dict(lhs_scale="tensor", rhs_scale="tensor", requantize="tensor"),
         dict(dtype="int8", lhs_scale="tensor"),
     ],
 )
@@ -182,7 +199,6 @@ def test_entries_that_do_not_reach_give_way_to_lent_ones_that_do():
     [
         dict(dtype="bfloat16", lhs_scale="none", rhs_scale="none"),
         dict(lhs_scale="group", rhs_scale="block"),
-        dict(lhs_scale="tensor", rhs_scale="tensor", requantize="tensor"),
         dict(dtype="int8", inner=512),
     ],
 )
