@@ -14,6 +14,7 @@ TAKES_SCALE = ("e4m3_tensor", "nvfp4")
 GROUP = 128
 WARPS, LANES = 4, 32  # of a warpgroup
 NARROW = 1024  # columns of a row that a warp holds, 32 values a thread
+PART_GROUPS = 16  # groups of a row that a warpgroup holds at once, 16 values a thread
 GATHERED = 2048  # columns of a row that a warpgroup gathers at a time, sixteen loads in flight a thread
 
 
@@ -44,7 +45,17 @@ class PermuteDesc:
         """What blocks take in turn: rows of the input, or pieces of rows of the output where columns are gathered."""
         if self.num_experts:
             return self.num_tokens * self.top_k * -(-self.width // GATHERED)
-        return self.num_tokens if self.num_named is None else self.num_named
+        return self.num_tokens if self.num_named is None else self.num_named * self.parts
+
+    @property
+    def parts(self) -> int:
+        """Into how many equal parts wide rows that keep their places are split, each a block's work: 1 but for groups,
+        which have scales of their own.
+        """
+        groups = self.width // GROUP
+        if not self.is_grouped or self.num_named is None or groups <= PART_GROUPS:
+            return 1
+        return groups // next((size for size in range(PART_GROUPS, 3, -4) if groups % size == 0), groups)
 
     @property
     def is_grouped(self) -> bool:

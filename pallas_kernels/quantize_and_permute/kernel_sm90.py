@@ -88,27 +88,43 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Any) -> None:
         quantize_token(desc, x, given, token, targets, codes, scales, always=row_of is None)
         return 0
 
+    def name(item):
+        return named[item if desc.parts == 1 else lax.div(item, jnp.int32(desc.parts))]
+
     def one_named(i, row):
         # The next name is on its way while this row is worked on.
-        following = named[lax.min(block + (i + 1) * config.num_blocks, jnp.int32(desc.num_items - 1))]
-        pl.when(row >= 0)(functools.partial(quantize_token, desc, x, given, row, [row], codes, scales, always=True))
+        item = block + i * config.num_blocks
+        following = name(lax.min(item + config.num_blocks, jnp.int32(desc.num_items - 1)))
+        quantize = functools.partial(quantize_token, desc, x, given, row, [row], codes, scales, always=True)
+        if desc.parts > 1:
+            quantize = functools.partial(quantize, part=lax.rem(item, jnp.int32(desc.parts)))
+        pl.when(row >= 0)(quantize)
         return following
 
     mine = lax.div(desc.num_items - block + (config.num_blocks - 1), jnp.int32(config.num_blocks))
     if named is None:
         lax.fori_loop(0, mine, one_token, 0)
     else:
-        lax.fori_loop(0, mine, one_named, named[block])
+        lax.fori_loop(0, mine, one_named, name(block))
 
 
 def quantize_token(
-    desc: PermuteDesc, x: Any, given: Any, token: Any, targets: list[Any], codes: Any, scales: Any, *, always: bool
+    desc: PermuteDesc,
+    x: Any,
+    given: Any,
+    token: Any,
+    targets: list[Any],
+    codes: Any,
+    scales: Any,
+    *,
+    always: bool,
+    part: Any = None,
 ) -> None:
     """Quantize row ``token`` of x by one warpgroup, alone at this in its block, and write it to the rows ``targets``,
     those below 0 left out unless ``always``. given: ref of the given scale, or None. codes, scales: refs of
-    ``quantized_outputs``, scales None where there are none.
+    ``quantized_outputs``, scales None where there are none. part: of the row's ``desc.parts`` alone.
     """
-    process = _process_groups if desc.is_grouped else _process_row
+    process = functools.partial(_process_groups, part=part) if desc.is_grouped else _process_row
     if desc.microscaling_group is not None:
         process = _process_small_groups
     process(desc, x, given, token, targets, codes, scales, always=always)
@@ -141,11 +157,13 @@ def _process_row(desc, x, given, token, targets, codes, scales, *, always):
     _for_targets(targets, store, always)
 
 
-def _process_groups(desc, x, given, token, targets, codes, scales, *, always):
+def _process_groups(desc, x, given, token, targets, codes, scales, *, always, part):
     del given
     groups = desc.width // GROUP
     piece = groups if groups % 4 == 0 and groups <= 64 else 4
-    for start in pieces(groups, piece):
+    if part is not None:
+        piece = groups // desc.parts
+    for start in pieces(groups, piece) if part is None else [part * piece]:
         part = pl.ds(start, piece)
         values = mosaic.load(x.at[token, part], layout=GROUP_LAYOUT, optimized=False).astype(jnp.float32)
         amax = jnp.max(jnp.abs(values), axis=1)

@@ -55,6 +55,23 @@ def permuting(quantization: str) -> tuple[Any, Any]:
     return _rows(found, ROW_OF[ROW_OF >= 0], 16), _rows(expected, ROW_OF[ROW_OF >= 0], 16)
 
 
+def permuting_in_parts() -> tuple[Any, Any]:
+    """Four rows of 32 groups, two parts each, over three blocks; one row is in no use."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 4096)), jnp.bfloat16)
+    found, expected = (
+        quantize_and_permute(
+            x,
+            quantization="e4m3_group",
+            rows=jnp.asarray([2, -1, 0, 3], jnp.int32),
+            implementation=name,
+            config=PermuteConfig(3),
+        )
+        for name in ("mosaic", "reference")
+    )
+    own = np.array([0, 2, 3])
+    return _rows(found, own, 4), _rows(expected, own, 4)
+
+
 def _rows(tree: Any, own: Any, count: int) -> list[Any]:
     """Of arrays (count, ...) and of scales (groups, count)."""
     return [leaf[own] if leaf.shape[0] == count else leaf[:, own] for leaf in jax.tree.leaves(tree)]
@@ -100,6 +117,7 @@ def bias(shape: tuple[int, ...]) -> jax.Array:
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "combine": combining,
     **{f"permute {kind}": lambda kind=kind: permuting(kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
+    "permute e4m3_group in parts": permuting_in_parts,
     "bf16": lambda: multiplying("bfloat16", (None, None), 64, {}),
     "bf16 swapped": lambda: multiplying("bfloat16", (None, None), 16, dict(is_swapped=True)),
     **{

@@ -4,6 +4,7 @@ Layout contract: row_of[t, j] is the output row of token t for its j-th expert, 
 multiply the codes: one per row, or (groups, rows) with a group of 128 columns each.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -320,6 +321,10 @@ def test_lowers_for_cuda(case):
 
 
 def test_config_error():
+    for width, parts in ((2048, 1), (2176, 1), (2304, 1), (2560, 5), (4096, 2), (7168, 7), (14336, 7)):
+        wide = PermuteDesc(4, width, 0, 4, "bfloat16", "e4m3_group", 4)
+        assert (wide.parts, wide.num_items) == (parts, 4 * parts)
+    assert dataclasses.replace(wide, num_named=None).parts == dataclasses.replace(wide, quantization="none").parts == 1
     good = PermuteDesc(4, 512, 2, 8, "bfloat16", "e4m3_row")
     assert config_error(good, PermuteConfig(1)) is None
     assert "at least 1" in config_error(good, PermuteConfig(0))
@@ -392,6 +397,20 @@ def test_gpu_narrow_rows_have_the_bits_of_others(quantization, dtype, width):
         for a, b in zip(one, four, strict=True):
             a, b = (np.asarray(v)[used] for v in (a, b))
             np.testing.assert_array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["e4m3_group", "e4m3_group_ue8m0"])
+@pytest.mark.parametrize(("rows", "width", "parts"), [(3, 14336, 7), (300, 7168, 7), (40, 2048, 1), (40, 3584, 7)])
+def test_gpu_wide_rows_in_parts(rows, width, parts, quantization):
+    assert PermuteDesc(rows, width, 0, rows, "bfloat16", quantization, rows).parts == parts
+    x, _ = make(rows, width, 1, rows)
+    names = np.random.default_rng(0).permutation(rows).astype(np.int32)
+    names[::3] = -1
+    row_of = np.full((rows, 1), -1)
+    row_of[names[names >= 0], 0] = names[names >= 0]
+    run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="mosaic"))
+    check(x, row_of, rows, quantization, run(jnp.asarray(x), jnp.asarray(names)), None)
 
 
 @pytest.mark.gpu
