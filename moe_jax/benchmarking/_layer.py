@@ -43,13 +43,21 @@ def layer_shape(model: str) -> tuple[int, int, int, int]:
 
 
 _TEMPORARY_BYTES = 1 << 30  # of 16-bit values while weights are made
+# Of normal inputs, and of hidden values of weights as random_weights makes them: for activations with given scales.
+_LARGEST = {"w13": 6.0, "w2": 12.0}
 
 
 def random_weights(config: MoEConfig) -> ExpertWeights:
     """Normal values, made and quantized on the device some experts at a time, in the layout that the kernels read;
-    scales of groups rounded to the dtype that the scheme holds them in.
+    scales of groups rounded to the dtype that the scheme holds them in. Given scales of activations reach 6 for inputs
+    and 12 for hidden values; global ones are 1.
     """
     method = method_for(config.scheme)
+    activations = config.scheme.activations
+    if activations is not None and activations.needs_input_scale:
+        quantizing = method_for(dataclasses.replace(config.scheme, activations=None))
+    else:
+        quantizing = method
     inner, hidden = config.intermediate_size, config.hidden_size
     fmt = config.scheme.weights
     most = max(1, _TEMPORARY_BYTES // (6 * inner * hidden))  # experts whose 16-bit values fit
@@ -66,7 +74,7 @@ def random_weights(config: MoEConfig) -> ExpertWeights:
         key13, key2 = jax.random.split(jax.random.fold_in(jax.random.key(0), first))
         w13 = stack(key13, (part.num_experts, 2), inner, hidden)
         w2 = stack(key2, (part.num_experts,), hidden, inner)
-        return method.quantize_leaves(w13, w2, None, part)
+        return quantizing.quantize_leaves(w13, w2, None, part)
 
     parts = [some_experts(first) for first in range(0, config.num_experts, most)]
     leaves = {name: jnp.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
@@ -76,6 +84,11 @@ def random_weights(config: MoEConfig) -> ExpertWeights:
             for name, leaf in leaves.items()
             if name.endswith("weight_scale")
         }
+    for name, spec in method.create_weights(config).items() if quantizing is not method else ():
+        if spec.kind == "input_scale":
+            is_global = activations.global_scale is not None
+            scale = 1.0 if is_global else _LARGEST[name.split("_")[0]] / activations.element_type.max
+            leaves[name] = jnp.full(spec.shape, scale, spec.dtype)
     weights = method.process_weights_after_loading(leaves, config)
     return in_best_layout(config, weights)
 
