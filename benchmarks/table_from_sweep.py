@@ -8,7 +8,8 @@ Times of a configuration are averaged over all files; at one token, where a laun
 tokens: the tile height with the least sum of both products and of what that height leaves to a launch of its own, and
 the fastest configuration of each at that height. A product without times of its format's own takes those of its key's
 lender, and the entry says so. --merge keeps the entries of the table for which these files have none. FP8 with scales
-of tensors is left out unless named: whole layers chose between fp8_channel's entries and its own (fp8_swapped_h200.txt).
+of tensors is left out unless named: whole layers chose its entries among fp8_channel's and its own
+(fp8_swapped_h200.txt).
 """
 
 import argparse

@@ -45,10 +45,6 @@ from pallas_kernels.route.config import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 _16_BIT = ("bfloat16", "float16")
 
 
-class NoGradient(NotImplementedError):
-    """Somebody differentiates the kernels, which only shows while they are called."""
-
-
 def why_not(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str | None:
     """Why the kernels cannot run this layer on this device, or None."""
     if config.dtype.name not in _16_BIT:
@@ -122,8 +118,10 @@ def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list
 
 
 def run(x: Array, topk_weights: Array, topk_ids: Array, weights: ExpertWeights, config: MoEConfig) -> Array:
-    """Routed output in float32, before any rounding. Arguments as ``Implementation.run`` states them."""
-    return _refusing_gradients(_forward, _shared(config), x, topk_weights, topk_ids, weights)
+    """Routed output in float32, before any rounding. Arguments as ``Implementation.run`` states them. It has no
+    gradient.
+    """
+    return _forward(_shared(config), x, topk_weights, topk_ids, weights)
 
 
 def forward(
@@ -323,8 +321,8 @@ def forward_layer(
 
 
 def run_layer(config: MoEConfig, *arguments: Any) -> tuple[Array, Array, Array]:
-    """``forward_layer``; a gradient raises ``NoGradient``."""
-    return _refusing_gradients(_forward_layer, _shared(config), *arguments)
+    """``forward_layer``, which has no gradient."""
+    return _forward_layer(_shared(config), *arguments)
 
 
 def _experts(
@@ -466,15 +464,3 @@ def _tensor_scale(
 # Jitted, so that a program has equal layers of a model once: 24 layers of Qwen3 lowered in 2 s instead of 96.
 _forward = jax.jit(forward, static_argnums=0)
 _forward_layer = jax.jit(forward_layer, static_argnums=0)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _refusing_gradients(function, config, *arguments):
-    return function(config, *arguments)
-
-
-@_refusing_gradients.defjvp
-def _refuse(function, config, primals, tangents):
-    raise NoGradient(
-        "the mosaic implementation has no gradient; differentiate a layer with implementation='xla' or 'reference'"
-    )

@@ -1,7 +1,8 @@
 """The implementations of a layer of experts: names, the order in which they are tried, and why one was skipped."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.core import Tracer
 
 from moe_jax import _experts_mosaic, _experts_reference, _experts_xla
 from moe_jax._config import MoEConfig
+from moe_jax._gradient import NoGradient, with_gradient_of
 from moe_jax._packed_weights import is_packed, pack_experts, packed_format, uneven_groups, unpack_experts
 from moe_jax._typing import Array
 from moe_jax.quantization import ExpertWeights
@@ -32,9 +34,9 @@ class Implementation:
     run: ``(x (T, H) float, topk_weights (T, k) f32, topk_ids (T, k) i32, weights, config) -> (T, H) float32``, before
         any rounding. Ids are in [0, E) or -1; where an id is -1 its weight is 0, and a token without any expert has
         x = 0. May raise NotImplementedError, which means the same as a reason from why_not.
+    has_gradient: whether run can be differentiated.
     run_layer: None, or ``(config, x, router_logits, weights, params, token_mask, shared) -> (y in x's dtype, topk_ids,
-        rows per expert)``: routing, experts, shared output and the one rounding in one. Raises ``NoGradient`` where it
-        is differentiated.
+        rows per expert)``: routing, experts, shared output and the one rounding in one. It has no gradient.
     why_not_layer: the reason for which run_layer cannot run these arguments, or None.
     """
 
@@ -42,6 +44,7 @@ class Implementation:
     why_not: Callable[[Problem], str | None]
     describe: Callable[[Problem], list[str]]
     run: Callable[..., Array]
+    has_gradient: bool = True
     run_layer: Callable[..., tuple[Array, Array, Array]] | None = None
     why_not_layer: Callable[..., str | None] | None = None
 
@@ -96,6 +99,7 @@ IMPLEMENTATIONS = {
             _mosaic_why_not,
             _describe_mosaic,
             _experts_mosaic.run,
+            False,
             _experts_mosaic.run_layer,
             _experts_mosaic.why_not_call,
         ),
@@ -129,36 +133,72 @@ def choose(problem: Problem) -> tuple[Implementation | None, list[tuple[str, str
 
 
 def run_first(problem: Problem, *args: Any) -> Array:
-    """Run the first implementation that can. Raises NotImplementedError with every reason when none can."""
-    skipped = []
-    for name in order_of(problem.config, problem.platform):
-        implementation = IMPLEMENTATIONS[name]
-        reason = implementation.why_not(problem)
+    """Run the first implementation that can; where it is differentiated, the first of these with a gradient. Raises
+    NotImplementedError with every reason when none can.
+    """
+    return _run_one_of(order_of(problem.config, problem.platform), (), problem, args)
+
+
+def _run_one_of(
+    names: tuple[str, ...], skipped: tuple[tuple[str, str], ...], problem: Problem, args: tuple[Any, ...]
+) -> Array:
+    for index, name in enumerate(names):
+        reason = IMPLEMENTATIONS[name].why_not(problem)
         if reason is None:
             try:
-                return implementation.run(*args, problem.weights, problem.config)
+                return _run(IMPLEMENTATIONS[name], names[index + 1 :], skipped, problem, args)
+            except NoGradient:
+                raise
             except NotImplementedError as error:
                 reason = str(error)
-        skipped.append((name, reason))
+        skipped = (*skipped, (name, reason))
     raise NotImplementedError(nothing_runs(skipped))
 
 
+def _run(
+    implementation: Implementation,
+    later: tuple[str, ...],
+    skipped: tuple[tuple[str, str], ...],
+    problem: Problem,
+    args: tuple[Any, ...],
+) -> Array:
+    """Run ``implementation``; where it is differentiated without a gradient, one of those ``later``."""
+    config, num_tokens, platform = problem.config, problem.num_tokens, problem.platform
+    if implementation.has_gradient:
+        return implementation.run(*args, problem.weights, config)
+
+    def run(weights: ExpertWeights, *args: Array) -> Array:
+        return implementation.run(*args, weights, config)
+
+    def run_later(weights: ExpertWeights, *args: Array) -> Array:
+        reasons = (*skipped, (implementation.name, "has no gradient"))
+        try:
+            return _run_one_of(later, reasons, Problem(config, weights, num_tokens, platform), args)
+        except NotImplementedError as error:
+            raise NoGradient(str(error)) from None
+
+    return with_gradient_of(run, run_later, problem.weights, *args)
+
+
 def run_layer_first(
-    problem: Problem, x: Array, router_logits: Array, params: Any, token_mask: Array | None, shared: Array | None
+    problem: Problem,
+    x: Array,
+    router_logits: Array,
+    params: Any,
+    token_mask: Array | None,
+    shared: Array | None,
+    in_steps: Callable[..., tuple[Array, Array, Array]],
 ) -> tuple[Array, Array, Array] | None:
-    """The whole layer, by the implementation that ``choose`` names; None when that one leaves routing to others, or is
-    differentiated and has no gradient, which the next one may have.
+    """The whole layer, by the implementation that ``choose`` names; None when that one leaves routing to others.
+    in_steps: what it computes, of the same arguments, for whoever differentiates it.
     """
     chosen, _ = choose(problem)
     if chosen is None or chosen.run_layer is None or chosen.why_not_layer is None:
         return None
-    arguments = (problem.config, x, router_logits, problem.weights, params, token_mask, shared)
-    if chosen.why_not_layer(*arguments) is not None:
+    arguments = (x, router_logits, problem.weights, params, token_mask, shared)
+    if chosen.why_not_layer(problem.config, *arguments) is not None:
         return None
-    try:
-        return chosen.run_layer(*arguments)
-    except _experts_mosaic.NoGradient:
-        return None
+    return with_gradient_of(functools.partial(chosen.run_layer, problem.config), in_steps, *arguments)
 
 
 def in_best_layout(config: MoEConfig, weights: ExpertWeights) -> ExpertWeights:
@@ -181,11 +221,11 @@ def in_best_layout(config: MoEConfig, weights: ExpertWeights) -> ExpertWeights:
     return pack_experts(weights, config)
 
 
-def nothing_runs(skipped: list[tuple[str, str]]) -> str:
+def nothing_runs(skipped: Sequence[tuple[str, str]]) -> str:
     reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped)
     return f"no implementation can run this layer ({reasons}); others are {_others(skipped)}"
 
 
-def _others(skipped: list[tuple[str, str]]) -> str:
+def _others(skipped: Sequence[tuple[str, str]]) -> str:
     tried = [name for name, _ in skipped]
     return ", ".join(repr(name) for name in IMPLEMENTATIONS if name not in tried) or "none"

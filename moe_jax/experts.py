@@ -73,7 +73,8 @@ def fused_moe(
         raise ValueError(f"shared_output has shape {shared_output.shape}, expected {x.shape} as x")
     if x.shape[0] > 0 and placement is None and replayed_ids is None:
         problem = Problem(config, _without_gradient(weights), x.shape[0], jax.default_backend())
-        whole = run_layer_first(problem, x, router_logits, routing, token_mask, shared_output)
+        in_steps = functools.partial(_in_steps, config)
+        whole = run_layer_first(problem, x, router_logits, routing, token_mask, shared_output, in_steps)
         if whole is not None:
             y, topk_ids, load = whole
             return (y, MoEStats(load, topk_ids)) if return_stats else y
@@ -90,6 +91,22 @@ def fused_moe(
     y = weighted_experts(x, routed.topk_weights, slots, weights, config)
     y = finish(y, x, routed, config, shared_output)
     return (y, stats_of(routed.topk_ids, slots, weights.num_experts)) if return_stats else y
+
+
+def _in_steps(
+    config: MoEConfig,
+    x: Array,
+    router_logits: Array,
+    weights: ExpertWeights,
+    routing: RoutingParams | None,
+    token_mask: Array | None,
+    shared_output: Array | None,
+) -> tuple[Array, Array, Array]:
+    """What an implementation's ``run_layer`` computes, with a gradient: routing, then experts, then the sum."""
+    routed = route(router_logits, config, params=routing, hidden_states=x, token_mask=token_mask)
+    y = weighted_experts(x, routed.topk_weights, routed.topk_ids, weights, config)
+    load = stats_of(routed.topk_ids, routed.topk_ids, weights.num_experts).load
+    return finish(y, x, routed, config, shared_output), routed.topk_ids, load
 
 
 def finish(y: Array, x: Array, routed: Routing, config: MoEConfig, shared_output: Array | None) -> Float[Array, "T H"]:

@@ -1,6 +1,7 @@
 """The mosaic implementation: its plumbing on kernel references anywhere, its lowering for CUDA, its values on a GPU."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -360,17 +361,55 @@ def test_alone_it_refuses_with_its_reason():
         layer(x, z)
 
 
-def test_gradients_are_refused_by_name():
-    layer, (x, z) = make_layer("bf16"), inputs(3)
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param("bf16", marks=pytest.mark.slow), "fp8_channel", pytest.param("w4a16_g128", marks=pytest.mark.slow)],
+)
+def test_gradients_are_those_of_the_next_implementation(scheme):
+    """In every order of jit and grad, with routing in the kernel and before it; no kernel is left in the program."""
+    layer = make_layer(scheme, implementation=("mosaic", "xla"))
+    plain, (x, z) = make_layer(scheme, implementation="xla"), inputs(3)
     ids = jax.lax.top_k(z, K)[1].astype(jnp.int32)
 
-    def loss(x):
-        return _experts_mosaic.run(x, z[:, :K], ids, layer.weights.get_value(), layer.config).sum()
+    def whole(layer, x, z):
+        return jnp.sin(layer(x, z).astype(jnp.float32)).sum()
 
-    whole = make_layer("bf16", implementation="mosaic")
-    for function in (loss, lambda x: whole(x, z).sum()):
-        with on_hopper(), pytest.raises(NotImplementedError, match="no gradient"):
-            jax.grad(function)(x)
+    def experts(layer, x, z):
+        weights = layer.weights.get_value()
+        return jnp.sin(moe_jax.fused_experts(x, z[:, :K], ids, weights, layer.config).astype(jnp.float32)).sum()
+
+    def remat(layer, x, z):
+        return jax.checkpoint(functools.partial(whole, layer))(x, z)
+
+    for loss in (whole, experts, remat):
+        expected = jax.jit(jax.grad(functools.partial(loss, plain), (0, 1)))(x, z)
+        mine = functools.partial(loss, layer)
+        for gradient in (jax.jit(jax.grad(mine, (0, 1))), jax.grad(jax.jit(mine), (0, 1)), jax.grad(mine, (0, 1))):
+            with on_hopper():
+                found = gradient(x, z)
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(one, other)
+        with on_hopper():
+            assert "pallas_call" not in str(jax.make_jaxpr(jax.grad(jax.jit(mine)))(x, z))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 700])
+def test_gradients_on_a_gpu(tokens):
+    (x, z), layers = inputs(tokens), [make_layer("fp8_block", implementation=i) for i in (None, "xla")]
+    assert "implementation: mosaic" in layers[0].explain(tokens)
+    mine, plain = (lambda x, z, l=l: (l(x, z).astype(jnp.float32) ** 2).sum() for l in layers)  # noqa: E741
+    expected = jax.jit(jax.grad(plain, (0, 1)))(x, z)
+    for gradient in (jax.jit(jax.grad(mine, (0, 1))), jax.grad(jax.jit(mine), (0, 1))):
+        for one, other in zip(gradient(x, z), expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_gradients_are_refused_where_no_other_implementation_may_run():
+    layer, (x, z) = make_layer("bf16", implementation="mosaic"), inputs(3)
+    for wrap in (lambda f: f, jax.jit):
+        with on_hopper(), pytest.raises(NotImplementedError, match="mosaic: has no gradient.*others are 'xla'"):
+            jax.grad(wrap(lambda x: layer(x, z).sum()))(x)
 
 
 def test_a_whole_layer_is_refused_beforehand_or_loudly(monkeypatch):

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax._arguments import check_array
 from moe_jax._config import MoEConfig
-from moe_jax._experts_mosaic import NoGradient, arriving_quantization, forward_arrived
+from moe_jax._experts_mosaic import arriving_quantization, forward_arrived
+from moe_jax._gradient import NoGradient, with_gradient_of
 from moe_jax._implementations import Problem, choose
 from moe_jax._typing import Array
 from moe_jax.experts import MoEStats, finish, stats_of, weighted_experts
@@ -66,8 +67,6 @@ def fused_moe(
         arguments = (name, parallel, config, tokens, weights, placement, routing)
         try:
             y, stats = _compiled(*arguments)
-        except NoGradient:  # known where the call itself is differentiated: another way or implementation may have one
-            y, stats = _forward(*arguments)
         except NoBatches:
             if parallel.dispatch is not None:
                 raise
@@ -220,52 +219,50 @@ def _experts(
         pinned = max(1, math.ceil(planned * top_k / top_k_here))
         return dataclasses.replace(own, pinned_tokens=pinned, top_k=top_k_here)
 
-    def run(x: Array, topk_weights: Array, ids: Array) -> Array:
+    def run(weights: ExpertWeights, x: Array, topk_weights: Array, ids: Array) -> Array:
         return weighted_experts(x, topk_weights, ids, weights, plan_for(ids.shape[1]))
 
-    def serve(arrived: Arrived, first_slot: Array, send_back: Callable[[Array, Array], Array]) -> Array:
+    def serve(
+        weights: ExpertWeights, arrived: Arrived, first_slot: Array, send_back: Callable[[Array, Array], Array]
+    ) -> Array:
         return forward_arrived(plan_for(top_k), arrived, first_slot, weights, send_back)
 
+    def exchange_of(weights: ExpertWeights) -> Exchange:
+        activations = config.scheme.activations
+        return Exchange(
+            axis=str(parallel.expert_axis),
+            size=parallel.expert_size,
+            slots_per_device=slots_per_device,
+            round_axes=parallel.used_axes,
+            run=functools.partial(run, weights),
+            sum_dtype=jnp.dtype(parallel.reduce_dtype),
+            row_dtype=jnp.dtype(config.dtype if is_mosaic else jnp.float32),
+            is_one_round=activations is not None and activations.dynamic and activations.strategy is Strategy.TENSOR,
+            serve=functools.partial(serve, weights) if is_mosaic else None,
+            quantization=arriving_quantization(weights) if is_mosaic else "none",
+        )
+
+    def way(name: str, x: Array, topk_weights: Array, slots: Array, weights: ExpertWeights) -> Array:
+        if name == "push":
+            x, topk_weights, slots, weights = _refusing_batches((x, topk_weights, slots, weights))
+        return WAYS[name](x, topk_weights, slots, exchange_of(weights))
+
+    def refuse(*arguments: Any) -> Array:
+        raise NoGradient(
+            f"dispatch={name!r} has no gradient here; differentiate a layer with dispatch='all_gather' or 'replicate'"
+        )
+
     if parallel.expert_axis is None:
-        return run(x, topk_weights, slots)
-    activations = config.scheme.activations
-    exchange = Exchange(
-        axis=parallel.expert_axis,
-        size=parallel.expert_size,
-        slots_per_device=slots_per_device,
-        round_axes=parallel.used_axes,
-        run=run,
-        sum_dtype=jnp.dtype(parallel.reduce_dtype),
-        row_dtype=jnp.dtype(config.dtype if is_mosaic else jnp.float32),
-        is_one_round=activations is not None and activations.dynamic and activations.strategy is Strategy.TENSOR,
-        serve=serve if is_mosaic else None,
-        quantization=arriving_quantization(weights) if is_mosaic else "none",
-    )
+        return run(weights, x, topk_weights, slots)
+    exchange = exchange_of(weights)
     if not parallel.reduce_results:
-        return run(x, topk_weights, exchange.local_ids(slots))
+        return run(weights, x, topk_weights, exchange.local_ids(slots))
+    own_way = functools.partial(way, name)
     if name == "push" or (name == "all_to_all" and rows_per_round(slots.size, exchange) < slots.size):
-        try:
-            x, topk_weights, weights = _refusing_gradients(name, (x, topk_weights, weights))
-            if name == "push":
-                x, topk_weights, slots, weights = _refusing_batches((x, topk_weights, slots, weights))
-        except NoGradient:
-            if parallel.dispatch is not None:
-                raise
-            name = "all_gather"
-    return WAYS[name](x, topk_weights, slots, exchange)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _refusing_gradients(name: str, values: Any) -> Any:
-    """What a way without a gradient is given: loops of as many rounds as it takes, stores into other memories."""
-    return values
-
-
-@_refusing_gradients.defjvp
-def _refuse_gradients(name: str, primals: Any, tangents: Any) -> Any:
-    raise NoGradient(
-        f"dispatch={name!r} has no gradient here; differentiate a layer with dispatch='all_gather' or 'replicate'"
-    )
+        # Loops of as many rounds as it takes, and stores into other memories, have no gradient.
+        other = functools.partial(way, "all_gather") if parallel.dispatch is None else refuse
+        return with_gradient_of(own_way, other, x, topk_weights, slots, weights)
+    return own_way(x, topk_weights, slots, weights)
 
 
 class NoBatches(NotImplementedError):

@@ -241,11 +241,19 @@ def test_a_dispatch_that_nobody_named_has_a_gradient():
     (x, logits), weights, *_ = reference(config, FEW_TOKENS + 4, "random")
     assert choose_dispatch(parallel, config, len(x)) == "all_to_all"
     placed = place_weights(weights, config, placement, parallel)
-    found, wanted = (
-        jax.jit(jax.grad(lambda x, p=p: fused_moe(x, logits, placed, config, p, placement=placement).sum()))(x)
-        for p in (parallel, dataclasses.replace(parallel, dispatch="all_gather"))
-    )
-    np.testing.assert_array_equal(found, wanted)
+
+    def total(parallel, x):
+        return fused_moe(x, logits, placed, config, parallel, placement=placement).sum()
+
+    def twice(parallel, x):
+        layer = jax.checkpoint(lambda x: fused_moe(x, logits, placed, config, parallel, placement=placement))
+        return jax.lax.scan(lambda x, _: (layer(x), None), x, length=2)[0].sum()
+
+    for loss in (total, twice):
+        mine = functools.partial(loss, parallel)
+        wanted = jax.jit(jax.grad(functools.partial(loss, dataclasses.replace(parallel, dispatch="all_gather"))))(x)
+        for gradient in (jax.jit(jax.grad(mine)), jax.grad(jax.jit(mine))):
+            np.testing.assert_array_equal(gradient(x), wanted)
 
 
 @pytest.mark.slow

@@ -41,6 +41,29 @@ def test_every_dispatch_on_gpus(scheme, dispatch, tokens):
     assert_rows_close(y, expected, tolerance(scheme, jnp.bfloat16))
 
 
+@pytest.mark.parametrize("tokens", [3, 1024])
+def test_gradients_on_gpus(tokens):
+    """Through router, dispatch and experts, whatever kernels the call takes otherwise; around jit and inside."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("e",), axis_types=(AxisType.Auto,))
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.standard_normal((tokens, H)), jnp.bfloat16)
+    router = jnp.asarray(rng.standard_normal((H, E)) * H**-0.5, jnp.float32)
+
+    def gradients(layer, is_inside):
+        def loss(x, router):
+            return (layer(x, x.astype(jnp.float32) @ router).astype(jnp.float32) ** 2).sum()
+
+        wrt = (0, 1)
+        return (jax.jit(jax.grad(loss, wrt)) if is_inside else jax.grad(jax.jit(loss), wrt))(x, router)
+
+    expected = gradients(make_layer("fp8_channel", implementation="xla"), True)
+    layer = make_layer("fp8_channel", mesh, expert_axis="e")
+    assert "implementation: mosaic" in layer.explain(tokens)
+    for is_inside in (True, False):
+        for found, wanted in zip(gradients(layer, is_inside), expected, strict=True):
+            assert_rows_close(found, wanted, tolerance("fp8_channel", jnp.bfloat16))
+
+
 def test_tensor_and_expert_axes_on_gpus():
     shape = (2, 2) if len(jax.devices()) >= 4 else (1, 2)
     mesh = jax.make_mesh(shape, ("e", "t"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: shape[0] * 2])
