@@ -1,72 +1,108 @@
-"""How far the rows of a layer with e4m3 activations lie apart when sums of GEMM 1 come in another order: an emulation.
+"""How far rows of a layer with FP8 operands lie apart when K is summed in another order, on a GPU.
 
-    python benchmarks/fp8_sum_order.py [--tokens 300] [--noise 1e-4,3e-4,1e-3]
+    python benchmarks/fp8_sum_order.py [--scheme mxfp4_a16_approximate_fp8] [--tokens 300,1000,2048] [--pinned 16,64]
 
-GEMM 1 of Qwen3-30B-A3B's experts is computed once in float32, and once with normal noise of the given size, as a
-fraction of the mean magnitude, before its activation; both are rounded to bfloat16, requantized per row, multiplied and
-combined. Weights are on MXFP4's grid. The noise stands for sums in another order, as of tiles that split K; how large
-it is on a tensor core is an assumption. Printed: of all tokens the largest RMS difference over the RMS of the row, the
-median, and the largest difference of an element over the RMS of its row.
+A layer of Qwen3-30B-A3B's sizes runs with the tuned tiles, with those of other numbers of tokens, and by the references
+of its kernels in float32. For each pair: of all tokens the largest, 99th percentile and median RMS difference over the
+RMS of the row, and the largest difference of a value over the RMS of its row; the fractions of hidden values, of their
+codes and of their scales that differ; and for the token that is farthest off, what differs in the row of each expert.
 """
 
 import argparse
+import dataclasses
+import itertools
 import sys
+from typing import Any
+from unittest import mock
 
-import torch
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _timing import header
 
-HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
-_GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-
-
-def e4m3_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of rows (R, C) as float32, and their scales (R, 1)."""
-    scale = (x.abs().amax(1, keepdim=True) / 448).clamp_min(1e-12)
-    return (x / scale).to(torch.float8_e4m3fn).float(), scale
-
-
-def on_mxfp4_grid(w: torch.Tensor) -> torch.Tensor:
-    groups = w.view(w.shape[0], -1, 32)
-    scale = torch.exp2(torch.floor(torch.log2(groups.abs().amax(2, keepdim=True))) - 2)
-    nearest = _GRID[((groups / scale).abs()[..., None] - _GRID).abs().argmin(-1)]
-    return (nearest * groups.sign() * scale).view_as(w)
+import moe_jax
+from moe_jax import _experts_mosaic, _packed_experts
+from moe_jax._packed_weights import is_packed
+from moe_jax.benchmarking import MODELS, random_weights
+from moe_jax.quantization import Scheme
 
 
-def differences(tokens: int, noise: float) -> tuple[float, float, float]:
-    """(largest, median) relative RMS of rows, largest element over its row's RMS."""
-    torch.manual_seed(0)
-    x = torch.randn(tokens, HIDDEN).bfloat16().float()
-    weights, ids = torch.softmax(torch.randn(tokens, EXPERTS), 1).topk(TOP_K, 1)
-    weights = weights / weights.sum(1, keepdim=True)
-    codes, scale = e4m3_rows(x)
-    outs = [torch.zeros(tokens, HIDDEN) for _ in range(2)]
-    for expert in range(EXPERTS):
-        token, slot = (ids == expert).nonzero(as_tuple=True)
-        w13 = on_mxfp4_grid(torch.randn(2 * INNER, HIDDEN) * HIDDEN**-0.5)
-        w2 = on_mxfp4_grid(torch.randn(HIDDEN, INNER) * INNER**-0.5)
-        sums = (codes[token] @ w13.T) * scale[token]
-        noisy = sums + torch.randn_like(sums) * noise * sums.abs().mean()
-        for out, value in zip(outs, (sums, noisy), strict=True):
-            hidden = (torch.nn.functional.silu(value[:, :INNER]) * value[:, INNER:]).bfloat16().float()
-            hidden_codes, hidden_scale = e4m3_rows(hidden)
-            rows = ((hidden_codes @ w2.T) * hidden_scale).bfloat16().float()
-            out.index_add_(0, token, rows * weights[token, slot][:, None])
-    one, other = (out.bfloat16().float() for out in outs)
-    size = one.square().mean(1).sqrt()
-    apart = (one - other).square().mean(1).sqrt() / size
-    return apart.max().item(), apart.median().item(), ((one - other).abs().amax(1) / size).max().item()
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """y: (T, H). hidden, codes: (T, top_k, I). scales: (T, top_k). tiles: of both products, in words."""
+
+    y: np.ndarray
+    hidden: np.ndarray
+    codes: np.ndarray
+    scales: np.ndarray
+    tiles: str
+
+
+def run(config: moe_jax.MoEConfig, x: Any, logits: Any, weights: Any, kernels: str) -> Run:
+    """The layer op by op, and what it requantized last."""
+    permuted, routed = [], []
+    module = _packed_experts if is_packed(weights.w13) else _experts_mosaic
+
+    def permute(x, *args, **options):
+        permuted.append((x, original(x, *args, **options)))
+        return permuted[-1][1]
+
+    def route(*args, **options):
+        routed.append(original_route(*args, **options))
+        return routed[-1]
+
+    original, original_route = module.quantize_and_permute, _experts_mosaic.route_and_align
+    with (
+        mock.patch.object(module, "quantize_and_permute", permute),
+        mock.patch.object(_experts_mosaic, "route_and_align", route),
+    ):
+        y = _experts_mosaic.forward_layer(config, x, logits, weights, kernels=kernels)[0]
+    hidden, (codes, scales) = permuted[-1]
+    rows = np.asarray(routed[-1].tiles.row_of)
+    hidden, codes, scales = (np.asarray(part.astype(jnp.float32))[rows] for part in (hidden, codes, scales))
+    plan = _experts_mosaic.make_plan(config, weights, x.shape[0], kernels)
+    return Run(np.asarray(y.astype(jnp.float32)), hidden, codes, scales, "; ".join(map(str, plan.configs)))
+
+
+def compare(one: Run, other: Run) -> str:
+    size = np.sqrt((other.y**2).mean(1))
+    rows = np.sqrt(((one.y - other.y) ** 2).mean(1)) / size
+    values = (np.abs(one.y - other.y).max(1) / size).max()
+    hidden, codes, scales = (getattr(one, name) != getattr(other, name) for name in ("hidden", "codes", "scales"))
+    worst = int(rows.argmax())
+    if (one.y == other.y).all():
+        return "the same bits"
+    return (
+        f"rows {rows.max():.4f} at most, {np.quantile(rows, 0.99):.4f} of 99%, {np.median(rows):.4f} median; "
+        f"values {values:.3f}; differ: hidden values {hidden.mean():.4f}, codes {codes.mean():.4f}, "
+        f"scales {scales.mean():.4f}; row {worst}: scales {scales[worst].sum()} of {scales.shape[1]}, "
+        f"codes {np.round(codes[worst].mean(-1), 3)}"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--noise", default="1e-4,3e-4,1e-3")
+    parser.add_argument("--scheme", default="mxfp4_a16_approximate_fp8")
+    parser.add_argument("--tokens", default="300,1000,2048")
+    parser.add_argument("--pinned", default="16,64")
     options = parser.parse_args()
-    for noise in map(float, options.noise.split(",")):
-        worst, median, element = differences(options.tokens, noise)
-        print(
-            f"noise {noise:.0e}: rows {worst:.4f} apart at most, {median:.4f} median; elements {element:.3f}",
-            flush=True,
-        )
+    print(header())
+    sizes = MODELS["qwen3-30b-a3b"]
+    config = moe_jax.MoEConfig(*sizes, scheme=Scheme.parse(options.scheme), implementation=("mosaic",))
+    weights = random_weights(config)
+    for tokens in map(int, options.tokens.split(",")):
+        kx, kz = jax.random.split(jax.random.key(tokens))
+        x = jax.random.normal(kx, (tokens, config.hidden_size), jnp.bfloat16)
+        logits = jax.random.normal(kz, (tokens, config.num_experts), jnp.float32)
+        found = {"tuned": run(config, x, logits, weights, "mosaic")}
+        for pinned in map(int, options.pinned.split(",")):
+            own = dataclasses.replace(config, pinned_tokens=pinned)
+            found[f"of {pinned} tokens"] = run(own, x, logits, weights, "mosaic")
+        found["float32"] = run(config, x, logits, weights, "reference")
+        for name, one in found.items():
+            print(f"T={tokens} {name}: {one.tiles}", flush=True)
+        for a, b in itertools.combinations(found, 2):
+            print(f"T={tokens} {a} beside {b}: {compare(found[a], found[b])}", flush=True)
     return 0
 
 

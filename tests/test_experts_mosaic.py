@@ -402,7 +402,9 @@ def test_gradients_on_a_gpu(tokens):
     expected = jax.jit(jax.grad(plain, (0, 1)))(x, z)
     for gradient in (jax.jit(jax.grad(mine, (0, 1))), jax.grad(jax.jit(mine), (0, 1))):
         for one, other in zip(gradient(x, z), expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+            # The same products, whose rows XLA's scatter adds in an order of its own on a GPU.
+            one, other = (np.asarray(value, np.float32) for value in (one, other))
+            np.testing.assert_allclose(one, other, rtol=2**-7, atol=2**-10 * np.abs(other).max())
 
 
 def test_gradients_are_refused_where_no_other_implementation_may_run():
