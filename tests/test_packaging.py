@@ -85,7 +85,7 @@ def verify_types(wheel, tmp_path_factory):
 
     def report(package):
         command = [sys.executable, "-m", "pyright", "--verifytypes", package, "--ignoreexternal", "--outputjson"]
-        options = dict(cwd=directory, env=os.environ | {"PATH": path}, timeout=900)
+        options = dict(cwd=directory, env=os.environ | {"PATH": path, "PYTHONPATH": ""}, timeout=900)
         found = json.loads(subprocess.run(command, capture_output=True, text=True, **options).stdout)
         assert found["typeCompleteness"].get("packageRootDirectory") == str(site / package), found["generalDiagnostics"]
         return found["typeCompleteness"]
