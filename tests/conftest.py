@@ -62,7 +62,8 @@ TESTS_DONE = itertools.count(1)
 def pytest_runtest_teardown():
     """Compiled programs end early where a module has very many of them.
 
-    XLA's CPU compiler loads each as 20 to 150 memory maps. A process may have 65530; the next program then aborts it.
+    XLA's CPU compiler loads each as 15 to 150 memory maps. Linux lets a process have 65530; with more, LLVM crashes
+    ("Cannot allocate memory"). Eight tests add 6000 at most.
     """
     if next(TESTS_DONE) % 8 == 0 and MAPS.exists():
         if MAPS.read_bytes().count(b"\n") > int(MOST_MAPS.read_text()) // 2:
