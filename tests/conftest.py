@@ -63,7 +63,7 @@ def pytest_runtest_teardown():
     """Compiled programs end early where a module has very many of them.
 
     XLA's CPU compiler loads each as 15 to 150 memory maps. Linux lets a process have 65530; with more, LLVM crashes
-    ("Cannot allocate memory"). Eight tests add 6000 at most.
+    ("Cannot allocate memory"). Eight tests add some 6300 at most.
     """
     if next(TESTS_DONE) % 8 == 0 and MAPS.exists():
         if MAPS.read_bytes().count(b"\n") > int(MOST_MAPS.read_text()) // 2:
