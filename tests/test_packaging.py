@@ -1,9 +1,11 @@
 """The wheel: what is in it, and that it installs and runs without torch, or any other optional package."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -68,12 +70,32 @@ def test_import_takes_little_beyond_jax_and_flax(installed):
     assert min(float(installed("python", "-c", code)) for _ in range(5)) < 0.3
 
 
+@pytest.fixture(scope="module")
+def verify_types(wheel, tmp_path_factory):
+    """verify_types(package): pyright's report on the package in the wheel, beside all that is installed here.
+
+    Pyright asks the first python of PATH where packages are, whatever --pythonpath says.
+    """
+    directory = tmp_path_factory.mktemp("typed")
+    run(sys.executable, "-m", "venv", "--without-pip", directory / "venv")
+    (site,) = (directory / "venv").glob("lib/python*/site-packages")
+    zipfile.ZipFile(wheel).extractall(site)
+    (site / "installed_here.pth").write_text(sysconfig.get_path("purelib"))
+    path = os.pathsep.join([str(directory / "venv/bin"), os.environ["PATH"]])
+
+    def report(package):
+        command = [sys.executable, "-m", "pyright", "--verifytypes", package, "--ignoreexternal", "--outputjson"]
+        options = dict(cwd=directory, env=os.environ | {"PATH": path, "PYTHONPATH": ""}, timeout=900)
+        found = json.loads(subprocess.run(command, capture_output=True, text=True, **options).stdout)
+        assert found["typeCompleteness"].get("packageRootDirectory") == str(site / package), found["generalDiagnostics"]
+        return found["typeCompleteness"]
+
+    return report
+
+
 @pytest.mark.parametrize("package", PACKAGES)
-def test_public_names_are_typed(package):
+def test_public_names_are_typed(package, verify_types):
     """What a type checker knows of a package that states py.typed."""
-    command = [sys.executable, "-m", "pyright", "--verifytypes", package, "--ignoreexternal", "--outputjson"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    symbols = json.loads(done.stdout)["typeCompleteness"]["symbols"]
-    exported = [symbol for symbol in symbols if symbol["isExported"]]
+    exported = [symbol for symbol in verify_types(package)["symbols"] if symbol["isExported"]]
     assert len(exported) > 20
     assert [symbol["name"] for symbol in exported if not symbol["isTypeKnown"]] == []
