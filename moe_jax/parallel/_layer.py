@@ -110,7 +110,7 @@ def explain_parallel(
     if placed.intermediate_size != config.intermediate_size:
         lines.append(
             f"padding: intermediate {config.intermediate_size} to {placed.intermediate_size}, for "
-            f"{parallel.tensor_size} equal shares of whole groups, blocks and packed words"
+            f"{parallel.tensor_size} equal shares of whole groups, blocks, packed words and rows of the kernels"
         )
     own = dataclasses.replace(own, num_experts=config.num_experts)  # tiles are chosen by the whole layer
     return "\n".join(["on one device:", explain(own, share, num_tokens, parallel.platform), *lines])

@@ -2,8 +2,9 @@
 how a device's share is made.
 
 Placed weights have the slots of a ``Placement`` as their first axis, split over the expert axis, and I rounded up so
-that each device of the tensor axis has a whole number of groups, blocks and packed words. Padding is zero bytes: its
-rows of w13 are zeros through their scales, so hidden activations there are zero, and its columns of w2 multiply these.
+that each device of the tensor axis has a whole number of groups, blocks and packed words, and where the Hopper kernels
+are tried first, of the rows they read. Padding is zero bytes: its rows of w13 are zeros through their scales, so hidden
+activations there are zero, and its columns of w2 multiply these.
 """
 
 import dataclasses
@@ -18,9 +19,12 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax._config import MoEConfig
+from moe_jax._implementations import order_of
+from moe_jax._mosaic_plan import row_kind
 from moe_jax.parallel._parallel_config import ParallelConfig
 from moe_jax.parallel._placement import Placement
 from moe_jax.quantization import ExpertWeights, QuantizedTensor, Scheme, Strategy, method_for
+from pallas_kernels.grouped_gemm.config import ROW_BYTES
 
 # Axis of a leaf in layout "plain" that counts outputs (w13) or inputs (w2) I of an expert; None: no such axis.
 _W13_AXES = {"data": 2, "scale": 2, "zero_point": 2, "global_scale": None, "g_idx": None}
@@ -97,11 +101,22 @@ def intermediate_unit(scheme: Scheme) -> int:
     return math.lcm(*sizes)
 
 
-def padded_intermediate(config: MoEConfig, tensor_size: int) -> int:
-    """I of placed weights: the next multiple of ``tensor_size`` units; I itself where nothing is split."""
-    if tensor_size == 1:
+def _kernel_unit(config: MoEConfig, parallel: ParallelConfig) -> int:
+    """The same for the Hopper kernels that take weights as they are stored, where those are tried first."""
+    scheme = config.scheme
+    if order_of(config, parallel.platform)[0] != "mosaic" or row_kind(scheme) is None:
+        return 1
+    element = config.dtype if scheme.weights is None else scheme.weights.storage
+    return ROW_BYTES // np.dtype(element).itemsize
+
+
+def padded_intermediate(config: MoEConfig, parallel: ParallelConfig) -> int:
+    """I of placed weights: the next multiple of as many units as the tensor axis has devices; I itself where nothing is
+    split.
+    """
+    if parallel.tensor_size == 1:
         return config.intermediate_size
-    step = tensor_size * intermediate_unit(config.scheme)
+    step = parallel.tensor_size * math.lcm(intermediate_unit(config.scheme), _kernel_unit(config, parallel))
     return -(-config.intermediate_size // step) * step
 
 
@@ -110,7 +125,7 @@ def placed_config(config: MoEConfig, placement: Placement, parallel: ParallelCon
     return dataclasses.replace(
         config,
         num_experts=placement.num_slots,
-        intermediate_size=padded_intermediate(config, parallel.tensor_size),
+        intermediate_size=padded_intermediate(config, parallel),
     )
 
 

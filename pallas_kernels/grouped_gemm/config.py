@@ -12,6 +12,7 @@ from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_ALIGN, TMA_BOX, smem_byte
 SCALE_GROUP = 128  # K per activation group, and both sides of a weight block
 _OPERANDS = {"bfloat16": "float32", "float16": "float32", "float8_e4m3fn": "float32", "int8": "int32"}
 _OUTPUTS = ("bfloat16", "float16", "float32")
+ROW_BYTES = 32  # a row of K is a multiple of: the narrowest swizzle of a bulk copy
 SWAPPED_BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192)
 # At most, with block scales: each row's is loaded and multiplied in every step.
 SWAPPED_BLOCK_ROWS = 96
@@ -77,8 +78,8 @@ class GemmDesc:
             return f"lhs_scale {self.lhs_scale!r} with rhs_scale {self.rhs_scale!r}: 1x128 goes with 128x128"
         if self.is_block_scaled and self.dtype != "float8_e4m3fn":
             return f"block scales of {self.dtype}; only float8_e4m3fn is promoted every 128 of K"
-        if self.k * self.itemsize % 32:
-            return f"K={self.k} of {self.dtype}: a row of K must be a multiple of 32 bytes"
+        if self.k * self.itemsize % ROW_BYTES:
+            return f"K={self.k} of {self.dtype}: a row of K must be a multiple of {ROW_BYTES} bytes"
         if self.n % 8 or self.n * jnp.dtype(self.stored_dtype).itemsize % 32:
             return f"N={self.n}: a row of the {self.stored_dtype} output must be a multiple of 32 bytes and N of 8"
         if (
