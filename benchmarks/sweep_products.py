@@ -7,7 +7,8 @@ A cell is shape:format (sweep_space.py), with ":brief" behind it for few configu
 table's and tall tiles, ":pairs" for tall tiles in clusters, ":near1.1" for the table's and those that the files of
 --earlier hold with at most 1.1 times the least time; @16;64 behind that for tokens of its own.
 Processes take (cell, GEMM) in the order given, keep its weights, and append a JSON line per configuration: the
-microseconds of one product with what is fused around it. They hold a lock while they time: the least of five bursts, or
+microseconds of one product with what is fused around it; the first line, or two that started together, say on what and
+when. They hold a lock while they time: the least of five bursts, or
 with --sustained calls without a pause for so many seconds, the median of the later half, when power has settled. What
 FILE holds already is not timed again; its lines do not say which of both they are, so each takes a FILE of its own. A
 process that takes longer than --stuck seconds over one configuration is ended and its work taken, without that
@@ -32,6 +33,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from _timing import header
 from grouped_gemm import SILU, route
 from sweep_space import (
     PACKED,
@@ -199,7 +201,10 @@ def work(options: argparse.Namespace) -> None:
     while time.time() < deadline and (text := claim(folder, options.cells.split(","))) is not None:
         print("group", text, flush=True)
         group = Group(text, earlier)
-        known = {label_of(json.loads(line)) for line in out.read_text().splitlines()} if out.exists() else set()
+        if not out.exists():
+            append(out, {"about": header()})
+        lines = map(json.loads, out.read_text().splitlines())
+        known = {label_of(record) for record in lines if "about" not in record}
         for tokens in group.tokens or map(int, options.tokens.split(",")):
             for config in group.problems(tokens):
                 record: dict[str, Any] = dict(model=group.name, format=group.fmt, gemm=group.gemm, tokens=tokens)

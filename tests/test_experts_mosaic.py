@@ -19,6 +19,7 @@ from pallas_kernels.grouped_gemm import GemmConfig
 from pallas_kernels.tuning import Entry, LayerConfig, Table, table_for
 
 E, H, I, K = 6, 512, 256, 2  # noqa: E741
+BLOCKS = ("fp8_block", "fp8_block_ue8m0")
 SCHEMES = ("bf16", "fp8_tensor", "fp8_tensor_token", "fp8_channel", "fp8_block", "int8_w8a8")
 
 
@@ -28,9 +29,9 @@ def on_hopper():
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
-def make_layer(scheme, **options):
+def make_layer(scheme, inner=I, **options):
     options = {"top_k": K, "scheme": scheme, "rngs": nnx.Rngs(0), **options}
-    return moe_jax.FusedMoE(E, H, I, **options)
+    return moe_jax.FusedMoE(E, H, inner, **options)
 
 
 def inputs(tokens, seed=1, experts=E):
@@ -44,15 +45,22 @@ def compare(scheme, actual, expected):
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("scheme", (*SCHEMES, "fp8_block_ue8m0"))
-def test_plumbing_on_kernel_references(scheme, has_bias, quick_compilation):
-    layer = make_layer(scheme, has_bias=has_bias, implementation="reference")
+@pytest.mark.parametrize(
+    ("scheme", "inner"),
+    [(name, I) for name in (*SCHEMES, "fp8_block_ue8m0")] + [("fp8_block", 512), ("fp8_block_ue8m0", 512)],
+)
+def test_plumbing_on_kernel_references(scheme, inner, has_bias, quick_compilation):
+    """Rows of 512 columns are requantized in groups by a launch of their own, where tiles are low; those of 256 not."""
+    layer = make_layer(scheme, inner, has_bias=has_bias, implementation="reference")
     x, z = inputs(37)
     ids = np.asarray(jax.lax.top_k(z, K)[1]).copy()
     ids[3] = -1
     ids[:, 0][20:] = 2  # one expert takes most
     p = jax.nn.softmax(z)[:, :K]
     weights, config = layer.weights.get_value(), layer.config
+    if scheme.startswith("fp8_block"):
+        first = _mosaic_plan.make_plan(config, weights, 37, "reference").products[0]
+        assert first.requantize == ("none" if inner == 512 else "group")
     expected = moe_jax.fused_experts(x, p, jnp.asarray(ids), weights, config)
     run = jax.jit(lambda x, p, ids, w: _experts_mosaic.forward(config, x, p, ids, w, kernels="reference"))
     actual = run(x, jnp.where(ids >= 0, p, 0.0), jnp.asarray(ids), weights)
@@ -179,9 +187,9 @@ def test_layers_with_routers_of_their_own_are_traced_once(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 300])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_lowers_for_hopper(scheme, tokens):
-    layer, (x, z) = make_layer(scheme), inputs(tokens)
+@pytest.mark.parametrize(("scheme", "inner"), [(name, I) for name in SCHEMES] + [("fp8_block", 512)])
+def test_lowers_for_hopper(scheme, inner, tokens):
+    layer, (x, z) = make_layer(scheme, inner), inputs(tokens)
     graphdef, state = nnx.split(layer)
 
     def run(state, x, z):
@@ -192,6 +200,7 @@ def test_lowers_for_hopper(scheme, tokens):
     with on_hopper():
         lowered = jax.jit(run).trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
     requantizes_apart = scheme in ("fp8_tensor", "fp8_tensor_token", "fp8_channel", "int8_w8a8")
+    requantizes_apart |= inner == 512 and tokens == 1
     moves_nothing = scheme == "bf16" and tokens == 1
     assert lowered.count("mosaic_gpu_v2") == (6 if requantizes_apart else 5 - moves_nothing)
 

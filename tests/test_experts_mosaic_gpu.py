@@ -112,6 +112,17 @@ def test_every_scheme(scheme, tokens):
     check(scheme, tokens, has_bias=WITH_KERNELS.index(scheme) % 2 == 0)
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 60, 129, 2048])
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_block_ue8m0", "fp8_tensor_static"])
+def test_rows_requantized_apart_or_not(scheme, tokens):
+    """Low tiles have swapped operands and leave requantization to another launch; 1152 columns: nine groups of 128."""
+    sizes = dict(hidden_size=640, intermediate_size=1152, num_experts=12, top_k=4)
+    check(scheme, tokens, has_bias=tokens == 60, **sizes)
+    config, _, packed = layer(scheme, has_bias=tokens == 60, **sizes)
+    apart = _mosaic_plan.make_plan(config, packed, tokens).products[0].requantize == "none"
+    assert apart == (tokens < 2048)
+
+
 @pytest.mark.parametrize("scheme", KINDS)
 def test_not_gated(scheme):
     check(scheme, 37, is_act_and_mul=False, activation="relu2", has_bias=True)
