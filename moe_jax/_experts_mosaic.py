@@ -1,13 +1,15 @@
 """The mosaic implementation: Pallas kernels for Hopper GPUs.
 
-    [route] -> align -> quantize_and_permute -> grouped GEMM 1 (scales, bias, activation, requantization where the scale
-    is local) -> row requantization where it is not -> grouped GEMM 2 (scales, bias) -> combine in float32
+    [route] -> align -> quantize_and_permute -> grouped GEMM 1 (scales, bias, activation, in tiles of 64 and 128 rows
+    requantization where the scale is local) -> else row requantization -> grouped GEMM 2 (scales, bias) -> combine in
+    float32
 
 Few tokens are not moved: each expert's tile has all of them as its rows, and grouped GEMM 1 takes the tokens
 themselves, quantized in the launch that routes and aligns them where the layer quantizes them.
 
-Group sizes stay on the device. Hidden activations are rounded to the layer's dtype before they are requantized per row
-or per tensor, as the rounding points of vLLM's kernels have it. From the router logits on (``forward_layer``) routing
+Group sizes stay on the device. Hidden activations are rounded to the layer's dtype before rows are requantized, as the
+rounding points of vLLM's kernels have it; GEMM 1 rounds but once where it requantizes itself, as it always does where
+float16 might overflow. From the router logits on (``forward_layer``) routing
 and alignment are one launch for few tokens, and combine writes the layer's output, shared experts included.
 """
 

@@ -1,38 +1,66 @@
 """Functions without a gradient, beside others that compute the same and have one."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.custom_derivatives import SymbolicZero
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 
 class NoGradient(NotImplementedError):
     """Somebody differentiates what has no gradient, which only shows while it is called."""
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def with_gradient_of(function: Callable[..., Any], other: Callable[..., Any], *arguments: Any) -> Any:
     """``function(*arguments)``; where that is differentiated, ``other(*arguments)`` takes its place, value and all.
 
-    Both are given the same pytrees of arrays, must close over none, and return the same shapes and dtypes. Also under
-    ``jax.jit``, ``jax.vmap`` and ``jax.lax.scan`` inside ``jax.grad``. Nothing is computed for arguments of which
-    nobody asked for a gradient.
+    Both are given the same pytrees of arrays, must close over none, and return the same shapes and dtypes. Nothing is
+    computed for arguments of which nobody asked for a gradient. In reverse mode alone, as ``_experts_xla`` has it:
+    ``jax.grad`` and ``jax.vjp`` around and inside ``jax.jit``, ``jax.vmap``, ``jax.lax.scan`` and ``jax.checkpoint``.
     """
     del other
     return function(*arguments)
 
 
-@functools.partial(with_gradient_of.defjvp, symbolic_zeros=True)
-def _differentiate(function, other, primals, tangents):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Pullback:
+    """From a result's cotangents to those of the arguments' leaves ``moved``. structure: of all arguments."""
+
+    function: Any
+    moved: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
+    structure: Any = dataclasses.field(metadata=dict(static=True))
+
+
+def _save_for_backward(function, other, *arguments):
     del function
-    leaves, structure = jax.tree.flatten(primals)
-    directions = jax.tree.leaves(tangents)
-    moved = [index for index, direction in enumerate(directions) if not isinstance(direction, SymbolicZero)]
+    primals, structure = jax.tree.flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, CustomVJPPrimal))
+    moved = tuple(index for index, primal in enumerate(primals) if primal.perturbed)
 
     def of_moved(*values):
         found = dict(zip(moved, values, strict=True))
-        return other(*structure.unflatten([found.get(index, leaf) for index, leaf in enumerate(leaves)]))
+        return other(*structure.unflatten([found.get(index, primal.value) for index, primal in enumerate(primals)]))
 
-    return jax.jvp(of_moved, [leaves[i] for i in moved], [directions[i] for i in moved])
+    out, pullback = jax.vjp(of_moved, *(primals[index].value for index in moved))
+    return out, _Pullback(pullback, moved, structure)
+
+
+def _backward(function, other, pullback, out_bar):
+    del function, other
+    found = dict(zip(pullback.moved, pullback.function(jax.tree.map(_whole, out_bar)), strict=True))
+    return pullback.structure.unflatten([found.get(index) for index in range(pullback.structure.num_leaves)])
+
+
+def _whole(cotangent):
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    zeros: Any = np.zeros if cotangent.dtype == jax.dtypes.float0 else jnp.zeros
+    return zeros(cotangent.shape, cotangent.dtype)
+
+
+with_gradient_of.defvjp(_save_for_backward, _backward, symbolic_zeros=True)

@@ -96,7 +96,8 @@ def make_plan(
         # Expected rows of an expert that is hit at all when routing is uniform.
         hit = key.num_experts * (1 - (1 - min(key.top_k / key.num_experts, 1.0)) ** max(planned, 1))
         rows = planned * key.top_k / hit
-        block_m, choose = choose_block_m(rows, may_swap=key.may_swap, may_be_tall=key.may_be_tall), choose_config
+        may_swap = key.may_swap and (key.requantize == "none" or config.dtype.name != "float16")
+        block_m, choose = choose_block_m(rows, may_swap=may_swap, may_be_tall=key.may_be_tall), choose_config
     configs = (None, None)
     if config.pinned_tokens is not None and kernels == "mosaic":
         configs = tuple(choose(desc, block_m, hopper_sms()) for desc in products(planned, block_m))

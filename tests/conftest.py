@@ -87,13 +87,15 @@ def let_go_of_programs():
 def quick_compilation():
     """For modules whose programs run once: half their time is XLA compiling. Numerics have tests of their own.
 
-    LLVM optimizes less, and fused operations go straight to it instead of through MLIR. jax.jit takes compiler
-    options for one function; for all of them there is only the place where jax puts them together.
+    LLVM optimizes less, and fused operations go straight to it instead of through MLIR, for which XLA has no option
+    any more in jax 0.11. jax.jit takes compiler options for one function; for all of them there is only the place where
+    jax puts them together.
     """
     usual = compiler.get_compile_options
+    own = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
 
     def quick(*args, env_options_overrides=None, **options):
-        overrides = {"xla_cpu_use_fusion_emitters": False} | (env_options_overrides or {})
+        overrides = own | (env_options_overrides or {})
         return usual(*args, env_options_overrides=overrides, **options)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -154,6 +154,7 @@ def small_calls() -> dict[str, Callable[[], Call]]:
             (_ids(300),),
         ),
         "quantize_and_permute with columns in an order": _gathering,
+        "quantize_and_permute e4m3_group in place, in parts": functools.partial(_in_place, "e4m3_group", width=3584),
         "combine": _combining,
         "combine_pushed": lambda: _bringing_back(None),
         "combine_pushed, sums of a device": lambda: _bringing_back("bfloat16"),
@@ -240,8 +241,8 @@ def _permuting(quantization: str, config: PermuteConfig | None = None) -> Call:
     return run, (x, jnp.asarray(row_of))
 
 
-def _in_place(quantization: str, config: PermuteConfig | None = None) -> Call:
-    x, rows = jnp.asarray(_rng().standard_normal((40, 640)), jnp.bfloat16), _rng().permutation(40)[:27]
+def _in_place(quantization: str, config: PermuteConfig | None = None, width: int = 640) -> Call:
+    x, rows = jnp.asarray(_rng().standard_normal((40, width)), jnp.bfloat16), _rng().permutation(40)[:27]
     scale = jnp.float32(0.03) if quantization in TAKES_SCALE else None
 
     def run(x, rows):

@@ -19,12 +19,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 OTHER = 64  # tokens for which the tiles it is compared with are chosen
 # Those of 16 tokens do not split K, and have the same bits: with parts of K another sum of an FP8 tensor core moves the
-# largest hidden value of one row in fifteen, and its scale with it (benchmarks/fp8_sum_order.py).
+# largest hidden value of one row in fourteen, and its scale with it (benchmarks/fp8_sum_order.py).
 SAME_BITS = {"mxfp4_a16_approximate_fp8": 16}
 IN_FLOAT32 = (1, 300, 1000)
 TOKENS = (1, 16, 300, 1000, 2048, 4096, 8192)
 SCHEMES = (
-    "bf16", "fp8_channel", "fp8_tensor", "fp8_block", "int8_w8a8", "w4a16_g128", "nvfp4_a16", "mxfp4_a16", "w4a8_int8"
+    "bf16", "fp8_channel", "fp8_tensor", "fp8_tensor_static", "fp8_block", "int8_w8a8", "w4a16_g128", "nvfp4_a16",
+    "mxfp4_a16", "w4a8_int8",
 )  # fmt: skip
 MORE_SCHEMES = (
     "w4a16_channel", "w4a16_channel_asym", "fp8_block_a16", "w4a8_int8_channel", "mxfp4_a16_approximate_fp8"

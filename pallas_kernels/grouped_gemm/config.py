@@ -13,6 +13,7 @@ SCALE_GROUP = 128  # K per activation group, and both sides of a weight block
 _OPERANDS = {"bfloat16": "float32", "float16": "float32", "float8_e4m3fn": "float32", "int8": "int32"}
 _OUTPUTS = ("bfloat16", "float16", "float32")
 ROW_BYTES = 32  # a row of K is a multiple of: the narrowest swizzle of a bulk copy
+BLOCK_MS = (64, 128)  # rows of a tile with operands in their order: one or two warpgroups of 64
 SWAPPED_BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192)
 # At most, with block scales: each row's is loaded and multiplied in every step.
 SWAPPED_BLOCK_ROWS = 96
@@ -241,7 +242,7 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
     if config.is_swapped:
         if reason := _swapped_error(desc, config):
             return reason
-    elif config.block_m not in (64, 128):
+    elif config.block_m not in BLOCK_MS:
         return f"block_m={config.block_m}: one or two warpgroups of 64 rows multiply, so 64 or 128"
     if desc.rows % config.block_m:
         return f"rows={desc.rows} is not a multiple of block_m={config.block_m}"

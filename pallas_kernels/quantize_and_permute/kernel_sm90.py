@@ -164,14 +164,14 @@ def _process_groups(desc, x, given, token, targets, codes, scales, *, always, pa
     if part is not None:
         piece = groups // desc.parts
     for start in pieces(groups, piece) if part is None else [part * piece]:
-        part = pl.ds(start, piece)
-        values = mosaic.load(x.at[token, part], layout=GROUP_LAYOUT, optimized=False).astype(jnp.float32)
+        own = pl.ds(start, piece)
+        values = mosaic.load(x.at[token, own], layout=GROUP_LAYOUT, optimized=False).astype(jnp.float32)
         amax = jnp.max(jnp.abs(values), axis=1)
         quantized, scale = e4m3_in_groups(values, amax, desc.has_power_of_two_scales)
 
-        def store(row, part=part, quantized=quantized, scale=scale):
-            codes.at[row, part][...] = quantized
-            scales.at[part, row][...] = scale
+        def store(row, own=own, quantized=quantized, scale=scale):
+            codes.at[row, own][...] = quantized
+            scales.at[own, row][...] = scale
 
         _for_targets(targets, store, always)
 

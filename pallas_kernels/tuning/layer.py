@@ -8,8 +8,10 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc
 from pallas_kernels.grouped_gemm import candidates as gemm_candidates
 from pallas_kernels.grouped_gemm import config_error as gemm_error
+from pallas_kernels.grouped_gemm.config import BLOCK_MS
 from pallas_kernels.grouped_gemm.heuristics import in_clusters, tall_heights
-from pallas_kernels.grouped_gemm_packed import BLOCK_MS, PackedConfig, PackedDesc, PackedFormat
+from pallas_kernels.grouped_gemm_packed import BLOCK_MS as PACKED_BLOCK_MS
+from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc, PackedFormat
 from pallas_kernels.grouped_gemm_packed import candidates as packed_candidates
 from pallas_kernels.grouped_gemm_packed import config_error as packed_error
 from pallas_kernels.quantize_and_permute.config import PermuteConfig, PermuteDesc
@@ -90,8 +92,9 @@ class LayerKey:
         """GEMM 1 and GEMM 2 for a number of tokens in tiles of block_m rows. activation: None for silu."""
         if activation is None:
             activation = Activation("silu" if self.halves == 2 else "silu_no_mul")
-        # Swapped operands store 16 bits, and their rows are requantized apart.
-        requantize = self.requantize if block_m in (64, 128) else "none"
+        # Swapped operands store 16 bits, and their rows are requantized apart: not where float16 would overflow.
+        is_swapped = block_m not in BLOCK_MS and out_dtype != "float16"
+        requantize = "none" if is_swapped else self.requantize
         common: dict[str, Any] = dict(
             rows=row_capacity(max(num_tokens, 1) * self.top_k, self.num_experts, block_m),
             num_experts=self.num_experts,
@@ -133,7 +136,9 @@ class LayerKey:
 
     @property
     def may_swap(self) -> bool:
-        """Tiles may have heights that only swapped operands have: a kernel requantizes rows in between."""
+        """Tiles may have heights that only swapped operands have: a kernel requantizes rows in between. Where these are
+        float16 and GEMM 1 would have stored 8 bits, ``products`` says otherwise.
+        """
         if self.requantize == "none":
             return True
         rows = PermuteDesc(1, self.inner, 0, 1, "bfloat16", f"e4m3_{self.requantize}")
@@ -229,12 +234,12 @@ class PackedLayerKey:
         where none of those runs, the tallest that does.
         """
         average = num_tokens * self.top_k / self.num_experts
-        wanted = [h for h in BLOCK_MS if average <= h <= 128][:3] or [128, 144, 160, 176]
+        wanted = [h for h in PACKED_BLOCK_MS if average <= h <= 128][:3] or [128, 144, 160, 176]
 
         def runs(height: int) -> bool:
             return all(self.candidates(desc, height, 1) for desc in self.products(num_tokens, height))
 
-        return [h for h in wanted if runs(h)] or [h for h in reversed(BLOCK_MS) if runs(h)][:1] or wanted
+        return [h for h in wanted if runs(h)] or [h for h in reversed(PACKED_BLOCK_MS) if runs(h)][:1] or wanted
 
     @property
     def lender(self) -> "PackedLayerKey | None":

@@ -280,7 +280,10 @@ def test_a_dispatch_that_nobody_named_has_a_gradient():
         layer = jax.checkpoint(lambda x: fused_moe(x, logits, placed, config, parallel, placement=placement))
         return jax.lax.scan(lambda x, _: (layer(x), None), x, length=2)[0].sum()
 
-    for loss in (total, twice):
+    def batch(parallel, x):
+        return jax.vmap(functools.partial(total, parallel))(jnp.stack([x, 2 * x])).sum()
+
+    for loss in (total, twice, batch):
         mine = functools.partial(loss, parallel)
         wanted = jax.jit(jax.grad(functools.partial(loss, dataclasses.replace(parallel, dispatch="all_gather"))))(x)
         for gradient in (jax.jit(jax.grad(mine)), jax.grad(jax.jit(mine))):
