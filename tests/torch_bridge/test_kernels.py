@@ -44,11 +44,11 @@ def program_of_layer(scheme, tokens):
 
 @pytest.mark.parametrize(
     "scheme, tokens, kernels",
-    [("fp8_channel", 4, 5), ("fp8_channel", 32, 6), ("fp8_block", 32, 5), ("w4a16_g32", 1, 4)],
+    [("fp8_channel", 4, 5), ("fp8_channel", 32, 6), ("fp8_block", 32, 6), ("fp8_block", 1000, 6), ("w4a16_g32", 1, 4)],
 )
 def test_layers_lower_to_kernels(scheme, tokens, kernels):
-    """Route, permute but for few tokens, two products, requantization where the scale is not local, combine;
-    the last gives (T, H).
+    """Route, permute but for few tokens, two products, requantization where the scale is not local or tiles are low,
+    combine; for many tokens alignment apart. The last gives (T, H).
     """
     program = program_of_layer(scheme, tokens)
     assert len(program.kernels) == kernels
