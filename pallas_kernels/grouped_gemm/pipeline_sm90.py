@@ -271,7 +271,9 @@ def skip(desc: GemmDesc, config: GemmConfig, scratch: Scratch, steps: Any, count
         plgpu.barrier_arrive(scratch.vectors_empty)
 
 
-def block_scales(desc: GemmDesc, operands: Mapping[str, Any], e: Any, columns: Sequence[tuple[int, Any]], k: Any):
+def block_scales(
+    desc: GemmDesc, operands: Mapping[str, Any], e: Any, columns: Sequence[tuple[int, Any]], k: Any
+) -> list[Any]:
     """The weight scale () of one K step for each (half, column) asked for. Columns past N have those of the last."""
     last = -(-desc.n // SCALE_GROUP) - 1
     blocks = [lax.min(lax.div(column, jnp.int32(SCALE_GROUP)), jnp.int32(last)) for _, column in columns]
