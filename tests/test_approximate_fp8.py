@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from experts_numpy import experts_numpy
+from hopper_layers import on_hopper
 from kernel_tolerances import assert_layer_close
 
 import moe_jax
@@ -77,11 +78,6 @@ def test_explain_names_it(scheme):
     assert f"method: {scheme}" in text and "activations: approximated in e4m3" in text
     assert "note: approximate: the checkpoint leaves activations in 16 bits" in text
     assert "approximate" not in explain(*make("w4a8_fp8")[:2], 16, platform="cpu")
-
-
-def on_hopper():
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def test_explain_of_the_hopper_path():

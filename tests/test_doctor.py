@@ -5,6 +5,7 @@ from importlib import metadata
 
 import jax
 import pytest
+from hopper_layers import on_hopper
 
 from moe_jax import __version__, cli, doctor
 from moe_jax._implementations import IMPLEMENTATIONS
@@ -16,12 +17,6 @@ def on_a_cpu(monkeypatch):
     """No NVIDIA GPU beside us, so that a machine with one reports the same."""
     monkeypatch.setattr(doctor, "has_nvidia_gpu", lambda: False)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-
-
-def on_hopper():
-    """Trace for an H200 that is not here."""
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def without(monkeypatch, *missing, **other):

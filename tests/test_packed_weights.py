@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper_layers import on_hopper
 
 import moe_jax
 from moe_jax import _experts_mosaic
@@ -27,12 +28,6 @@ PACKED = (
     *("nvfp4_a16", "nvfp4_a16_modelopt", "nvfp4_dynamic", "mxfp4", "mxfp4_a16", "mxfp8", "mxfp8_a16"),
     *("w4a8_int8", "w4a8_int8_channel", "w4a8_int8_asym_inputs", "w4a8_fp8"),
 )
-
-
-def on_hopper():
-    """Trace for an H200 that is not here."""
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def make_weights(name, implementation=("mosaic", "xla"), **options):

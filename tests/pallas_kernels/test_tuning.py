@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper_layers import on_hopper
 from kernel_cases import PACKED
 
 from pallas_kernels import autotune
@@ -35,11 +36,6 @@ PAIR = LayerConfig(16, *[GemmConfig(16, 128, 4, is_swapped=True)] * 2)
 PACKED_KEY = PackedLayerKey(128, 8, 2048, 768, **PACKED_FORMATS["int4_g128"])
 PACKED_PAIR = LayerConfig(16, PackedConfig(16, 4, 2, 5), PackedConfig(16, 4, 4, 5))
 GOOD = Table("NVIDIA H200", (Entry(KEY, 16, PAIR, 90.0), Entry(KEY, 64, PAIR, 150.0)))
-
-
-def on_hopper():
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def fake_timer(desc, config, key, tokens):

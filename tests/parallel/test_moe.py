@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from experts_cases import make_stored_weights
 from helpers import assert_rows_close, tolerance
+from hopper_layers import on_hopper
 from mesh_cases import EXPERTS, LAYOUTS, case_config, make_parallel, marked, reference, run
 
 from moe_jax import MoEConfig, _experts_mosaic
@@ -112,8 +113,7 @@ def test_shares_of_gpt_oss_are_taken_by_the_kernels(scheme, monkeypatch):
     placement = Placement.create(128, 1)
     own, share = local_config(config, placement, parallel), abstract_share(config, placement, parallel)
     assert share.w2.shape == (128, 2880, 720 if scheme == "bf16" else 736)
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    with on_hopper():
         for tokens in (1, 64, 8192):
             assert _experts_mosaic.why_not(own, share, tokens) is None
 
