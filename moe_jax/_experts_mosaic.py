@@ -7,10 +7,10 @@
 Few tokens are not moved: each expert's tile has all of them as its rows, and grouped GEMM 1 takes the tokens
 themselves, quantized in the launch that routes and aligns them where the layer quantizes them.
 
-Group sizes stay on the device. Hidden activations are rounded to the layer's dtype before rows are requantized, as the
-rounding points of vLLM's kernels have it; GEMM 1 rounds but once where it requantizes itself, as it always does where
-float16 might overflow. From the router logits on (``forward_layer``) routing
-and alignment are one launch for few tokens, and combine writes the layer's output, shared experts included.
+Group sizes stay on the device. Hidden activations are rounded to bfloat16 before rows are requantized, whoever does it,
+as the rounding points of vLLM's kernels have it. Those of float16 layers might overflow: GEMM 1 requantizes them itself
+where the scale is local, without rounding first. From the router logits on (``forward_layer``) routing and alignment
+are one launch for few tokens, and combine writes the layer's output, shared experts included.
 """
 
 import dataclasses

@@ -155,6 +155,7 @@ def small_calls() -> dict[str, Callable[[], Call]]:
         ),
         "quantize_and_permute with columns in an order": _gathering,
         "quantize_and_permute e4m3_group in place, in parts": functools.partial(_in_place, "e4m3_group", width=3584),
+        "quantize_and_permute e4m3_group in place, few groups": functools.partial(_in_place, "e4m3_group", width=384),
         "combine": _combining,
         "combine_pushed": lambda: _bringing_back(None),
         "combine_pushed, sums of a device": lambda: _bringing_back("bfloat16"),

@@ -324,7 +324,7 @@ def tuned_cases() -> Iterator[Case]:
 
 def permute_cases() -> Iterator[Case]:
     for quantization in QUANTIZATIONS:
-        for width in (7168, 2880, 768):
+        for width in (7168, 2880, 768, 256):
             for top_k in (8, 0):
                 yield from _permute_case(quantization, width, top_k)
     for quantization in ("e4m3_row", "int8_row"):

@@ -46,7 +46,7 @@ def grouped_gemm(
 
     activation: applied to the product, (E, G, N, K) weights only. requantize: "group" returns e4m3 codes and their
     scales (ceil(N/128), Mp) f32, one per row and 128 columns, "group_ue8m0" with scales rounded up to powers of two;
-    "tensor" returns codes for the given out_scale ().
+    "tensor" returns codes for the given out_scale (). With out_dtype bfloat16 values are rounded to it first.
     tile_rows: (Mp / block_m,) int32, rows in use of each tile: the others may then be neither read nor written.
     block_m: with it x is (T, K), T <= block_m: the first rows of every tile, as ``align`` places them by_token. Scales
     of rows are then those of one tile, (block_m,) or (ceil(K/128), block_m), of any value past T.

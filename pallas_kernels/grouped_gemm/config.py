@@ -28,7 +28,8 @@ class GemmDesc:
     """Static description of one call; the shape letters are those of ``grouped_gemm``.
 
     rows: Mp. n: output columns (weight rows of one half). halves: G, 2 when the product feeds a gated activation.
-    dtype: element type of both operands. out_dtype: of the result before requantization.
+    dtype: element type of both operands. out_dtype: of the result before requantization, which rounds to bfloat16
+    first, as a launch of its own finds its rows, but not to float16, which would overflow.
     lhs_scale: "none", "tensor", "row" or "group" (1 x 128 of K). rhs_scale: "none", "tensor" (one per half), "channel"
     or "block" (128 x 128). requantize: "none", "group" (e4m3 with a scale per row and 128 columns) or "tensor" (e4m3,
     given scale). has_tile_rows: the number of rows in use is known for each tile. has_power_of_two_scales: those of
@@ -63,6 +64,11 @@ class GemmDesc:
     @property
     def accumulator(self) -> str:
         return _OPERANDS[self.dtype]
+
+    @property
+    def is_rounded_first(self) -> bool:
+        """Whether values are rounded to bfloat16 before they are requantized."""
+        return self.requantize != "none" and self.out_dtype == "bfloat16"
 
     @property
     def stored_dtype(self) -> str:

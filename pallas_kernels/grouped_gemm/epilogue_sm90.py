@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
-from pallas_kernels.common.numerics import e4m3_group_scale, power_of_two_scale
+from pallas_kernels.common.e4m3_sm90 import e4m3_in_groups
 from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc, store_columns
 
 
@@ -32,7 +32,7 @@ class TileVectors:
 def tile_values(
     desc: GemmDesc, config: GemmConfig, parts: Sequence[Any], vectors: TileVectors, start: int, width: int
 ) -> Any:
-    """Columns [start, start + width) of the output tile, (64, width) float32, before any rounding.
+    """Columns [start, start + width) of the output tile, (64, width) float32, rounded if they are to be requantized.
 
     parts: accumulators of equal width side by side, together (64, halves * block_n); the columns asked for lie in one
     part per half.
@@ -55,7 +55,8 @@ def tile_values(
         return value
 
     values = [half(h) for h in range(desc.halves)]
-    return values[0] if desc.activation is None else desc.activation(*values)
+    value = values[0] if desc.activation is None else desc.activation(*values)
+    return value.astype(jnp.bfloat16).astype(jnp.float32) if desc.is_rounded_first else value
 
 
 def _across_rows(vector: Any, shape: tuple[int, int]) -> Any:
@@ -109,11 +110,8 @@ def store_tile(
     whole = None
     if desc.requantize == "group":
         whole = tile_values(desc, config, parts, vectors, 0, config.block_n)
-        scale = e4m3_group_scale(jnp.max(jnp.abs(whole), axis=1))
-        if desc.has_power_of_two_scales:
-            scale = power_of_two_scale(scale)
+        whole, scale = e4m3_in_groups(whole, jnp.max(jnp.abs(whole), axis=1), desc.has_power_of_two_scales)
         _store_scale(desc, config, out_scale, column_tile, rows, scale)
-        whole = whole * lax.broadcast_in_dim(1.0 / scale, whole.shape, [0])
 
     starts = range(0, config.block_n, columns)
     for index, start in enumerate(starts):

@@ -64,6 +64,8 @@ def grouped_gemm_ref(
         return jnp.where(index < num_tiles.reshape(()), h, 0.0)
 
     h = lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32)).reshape(desc.rows, desc.n)
+    if desc.is_rounded_first:
+        h = lax.reduce_precision(h, exponent_bits=8, mantissa_bits=7)
     if desc.requantize == "tensor":
         return quantize_e4m3_static(h, out_scale)
     if desc.requantize == "group":

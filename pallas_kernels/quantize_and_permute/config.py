@@ -110,8 +110,8 @@ def config_error(desc: PermuteDesc, config: PermuteConfig) -> str | None:
         if max(desc.num_rows, desc.num_tokens, desc.num_experts) * desc.width >= 1 << 31:
             return f"{desc.num_rows} rows of {desc.width} columns: gathered columns are counted in 31 bits"
     elif desc.is_grouped:
-        if desc.width % GROUP or desc.width < 4 * GROUP:
-            return f"H={desc.width}: groups of {GROUP} take a multiple of {GROUP}, at least {4 * GROUP}"
+        if desc.width % GROUP or not desc.width:
+            return f"H={desc.width}: groups of {GROUP} take a multiple of {GROUP}"
     elif (group := desc.microscaling_group) is not None:
         if desc.width % group or not grid_vector(desc):
             return f"H={desc.width}: {desc.quantization} takes a multiple of {group}, at least {2 * WARPGROUP}"

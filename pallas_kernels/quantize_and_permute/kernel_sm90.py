@@ -39,6 +39,11 @@ PART_ELEMENTS = 64  # of a row that a thread holds at once
 # Four groups of 128 columns: one a warp, four columns a thread.
 GROUP_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
+# Rows of fewer: every warp works on all of them, and all store the same.
+FEW_GROUPS_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((1, 128), (4,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+)
+
 
 def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Callable[..., Any]:
     """The kernel: (x, [row_of], [scale (1,)], [rows (n,)]) -> (codes, scales or None). For configs without error."""
@@ -160,12 +165,14 @@ def _process_row(desc, x, given, token, targets, codes, scales, *, always):
 def _process_groups(desc, x, given, token, targets, codes, scales, *, always, part):
     del given
     groups = desc.width // GROUP
-    piece = groups if groups % 4 == 0 and groups <= 64 else 4
+    layout, piece = GROUP_LAYOUT, groups if groups % 4 == 0 and groups <= 64 else 4
+    if groups < 4:
+        layout, piece = FEW_GROUPS_LAYOUT, groups
     if part is not None:
         piece = groups // desc.parts
     for start in pieces(groups, piece) if part is None else [part * piece]:
         own = pl.ds(start, piece)
-        values = mosaic.load(x.at[token, own], layout=GROUP_LAYOUT, optimized=False).astype(jnp.float32)
+        values = mosaic.load(x.at[token, own], layout=layout, optimized=False).astype(jnp.float32)
         amax = jnp.max(jnp.abs(values), axis=1)
         quantized, scale = e4m3_in_groups(values, amax, desc.has_power_of_two_scales)
 

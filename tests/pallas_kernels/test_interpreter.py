@@ -44,8 +44,8 @@ def combining() -> tuple[Any, Any]:
     return found, combine(rows, jnp.asarray(ROW_OF), weights, out_dtype=jnp.bfloat16, implementation="reference")
 
 
-def permuting(quantization: str) -> tuple[Any, Any]:
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 512)), jnp.bfloat16)
+def permuting(quantization: str, width: int = 512) -> tuple[Any, Any]:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, width)), jnp.bfloat16)
     found, expected = (
         quantize_and_permute(
             x, jnp.asarray(ROW_OF), 16, quantization=quantization, implementation=name, config=PermuteConfig(2)
@@ -117,6 +117,7 @@ def bias(shape: tuple[int, ...]) -> jax.Array:
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "combine": combining,
     **{f"permute {kind}": lambda kind=kind: permuting(kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
+    **{f"permute e4m3_group, {width}": lambda width=width: permuting("e4m3_group", width) for width in (128, 384)},
     "permute e4m3_group in parts": permuting_in_parts,
     "bf16": lambda: multiplying("bfloat16", (None, None), 64, {}),
     "bf16 swapped": lambda: multiplying("bfloat16", (None, None), 16, dict(is_swapped=True)),

@@ -347,6 +347,7 @@ GPU_SIZES = [
     for size in ((1, 2048), (37, 2880), (600, 768), (16384, 640), (130, 7168))
     if not ("group" in quantization and size[1] % 128)
 ]
+GPU_SIZES += [(f"e4m3_group{kind}", *size) for kind in ("", "_ue8m0") for size in ((5, 128), (600, 256), (37, 384))]
 
 
 @pytest.mark.gpu

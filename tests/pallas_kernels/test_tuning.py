@@ -63,8 +63,8 @@ def test_search_looks_at_tall_tiles_where_experts_have_many_rows():
     assert key.heights(1024) == [64, 128, 144, 160]
     assert dataclasses.replace(key, rhs_scale="block").heights(1024) == [64, 128]
     blocks = dataclasses.replace(key, **FORMATS["fp8_block"])
-    assert dataclasses.replace(blocks, inner=512).heights(16) == [8, 16, 64]
-    assert blocks.heights(16) == [64]  # no kernel requantizes rows of 256 in groups
+    assert blocks.heights(16) == [8, 16, 64]
+    assert dataclasses.replace(blocks, inner=192).heights(16) == [64]  # no kernel requantizes a group and a half
 
 
 def test_rows_requantized_apart_count():

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from helpers import assert_rows_close, tolerance
 from jax.sharding import AxisType
+from kernel_tolerances import assert_layer_close
 
 import moe_jax
 
@@ -72,3 +73,19 @@ def test_tensor_and_expert_axes_on_gpus():
     for scheme in ("bf16", "fp8_block", "w4a16_g128"):
         layer = make_layer(scheme, mesh, expert_axis="e", tensor_axis="t")
         assert_rows_close(layer(x, logits), make_layer(scheme)(x, logits), tolerance(scheme, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("scheme", ["fp8_channel", "int8_w8a8", "fp8_tensor"])
+def test_shards_padded_to_what_kernels_take(scheme):
+    """A half of 1440 columns, like a quarter of gpt-oss' 2880: 720 bytes a row, which are padded to 736."""
+    mesh = jax.make_mesh((2,), ("t",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    options = dict(top_k=K, scheme=scheme, rngs=nnx.Rngs(0), activation="swigluoai", has_bias=True)
+    one = moe_jax.FusedMoE(E, 2880, 1440, implementation="xla", **options)
+    layer = moe_jax.FusedMoE(E, 2880, 1440, mesh=mesh, tensor_axis="t", **options | dict(rngs=nnx.Rngs(0)))
+    for tokens in (1, 64, 1000):
+        assert "implementation: mosaic" in layer.explain(tokens)
+        x = jnp.asarray(np.random.default_rng(tokens).standard_normal((tokens, 2880)), jnp.bfloat16)
+        logits = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, E)), jnp.float32)
+        y, expected = (jax.jit(lambda layer, x, z: layer(x, z))(each, x, logits) for each in (layer, one))
+        activations = layer.config.scheme.activations
+        assert_layer_close(y, np.asarray(expected, np.float64), activations, on_gpu=True)
