@@ -5,6 +5,7 @@ an expert's last tile, and all rows past the last tile, are padding. Weights are
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from helpers import Tolerance
 from kernel_tolerances import product_tolerance
 
 from pallas_kernels.common.activations import Activation
+from pallas_kernels.quantize_and_permute import quantize_and_permute
 
 # kind -> (element type, shape of x's scale, shape of w's scale)
 KINDS = {
@@ -173,3 +175,25 @@ def dequantized(out: Any, columns: int = 128) -> np.ndarray:
     """(codes, scales (groups, rows)) -> float64 values."""
     codes, scale = (np.asarray(a).astype(np.float64) for a in out)
     return codes * np.repeat(scale.T, columns, axis=1)[:, : codes.shape[1]]
+
+
+def together_and_apart(problem: Problem, run: Callable[[Problem], Any], implementation: str) -> tuple[Any, Any]:
+    """(codes as bytes, scales) of the rows in use: as the product requantizes them, and as ``quantize_and_permute`` does
+    with its bfloat16 result. Scales are None where the problem gives one.
+    """
+    requantize, own = problem.kwargs["requantize"], problem.row_expert >= 0
+    plain = dataclasses.replace(problem, kwargs=problem.kwargs | dict(requantize="none", out_scale=None))
+    apart = quantize_and_permute(
+        run(plain),
+        quantization=f"e4m3_{requantize}",
+        scale=problem.kwargs["out_scale"],
+        rows=jnp.asarray(np.where(own, np.arange(len(own)), -1), jnp.int32),
+        implementation=implementation,
+    )
+    together = run(problem)
+    pairs = [(together, None) if requantize == "tensor" else together, apart]
+    together, apart = (
+        (np.asarray(codes)[own].view(np.uint8), None if scales is None else np.asarray(scales)[:, own])
+        for codes, scales in pairs
+    )
+    return together, apart

@@ -113,14 +113,17 @@ def test_every_scheme(scheme, tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 60, 129, 2048])
-@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_block_ue8m0", "fp8_tensor_static"])
-def test_rows_requantized_apart_or_not(scheme, tokens):
-    """Low tiles have swapped operands and leave requantization to another launch; 1152 columns: nine groups of 128."""
+@pytest.mark.parametrize(
+    ("scheme", "apart"),
+    [("fp8_block", (1, 16, 60)), ("fp8_block_ue8m0", (1, 16, 60)), ("fp8_tensor_static", (1, 16, 60, 2048))],
+)
+def test_rows_requantized_apart_or_not(scheme, apart, tokens):
+    """Tiles with swapped operands, low or tall, leave requantization to another launch; 1152 columns: nine groups."""
     sizes = dict(hidden_size=640, intermediate_size=1152, num_experts=12, top_k=4)
     check(scheme, tokens, has_bias=tokens == 60, **sizes)
     config, _, packed = layer(scheme, has_bias=tokens == 60, **sizes)
-    apart = _mosaic_plan.make_plan(config, packed, tokens).products[0].requantize == "none"
-    assert apart == (tokens < 2048)
+    plan = _mosaic_plan.make_plan(config, packed, tokens)
+    assert (plan.products[0].requantize == "none") == (plan.block_m not in (64, 128)) == (tokens in apart)
 
 
 @pytest.mark.parametrize("scheme", KINDS)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gemm_problem import KINDS, ROUTINGS, dequantized, gemm_tolerance, make_problem
+from gemm_problem import KINDS, ROUTINGS, dequantized, gemm_tolerance, make_problem, together_and_apart
 from helpers import Tolerance, assert_rows_close
 from kernel_cases import GEMMS, PACKED, cluster_cases, gemm, gemm_case, packed_case
 
@@ -79,6 +79,15 @@ def test_reference_requantized():
     codes = np.asarray(reference(static)).astype(np.float64)
     clipped = dataclasses.replace(static, expected=np.clip(static.expected, -448 * scale, 448 * scale))
     assert_close(clipped, codes * scale, Tolerance(np.float32, 64.0, 1 / 16))
+
+
+@pytest.mark.parametrize("requantize", ["group", "group_ue8m0", "tensor"])
+def test_reference_requantizes_as_rows_are_apart(requantize):
+    kind = "fp8_tensor" if requantize == "tensor" else "fp8_block"
+    problem = make_problem(kind, [5, 66], k=128, n=256, halves=2, activation=SILU, requantize=requantize)
+    (codes, scales), (apart, apart_scales) = together_and_apart(problem, reference, "reference")
+    np.testing.assert_array_equal(codes, apart)
+    np.testing.assert_array_equal(scales, apart_scales)
 
 
 def test_padding_and_tiles_out_of_use_do_not_matter():
