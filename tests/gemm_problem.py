@@ -178,8 +178,8 @@ def dequantized(out: Any, columns: int = 128) -> np.ndarray:
 
 
 def together_and_apart(problem: Problem, run: Callable[[Problem], Any], implementation: str) -> tuple[Any, Any]:
-    """(codes as bytes, scales) of the rows in use: as the product requantizes them, and as ``quantize_and_permute`` does
-    with its bfloat16 result. Scales are None where the problem gives one.
+    """(codes as bytes, scales) of the rows in use: as the product requantizes them, and as ``quantize_and_permute``
+    does with its bfloat16 result. Scales are None where the problem gives one.
     """
     requantize, own = problem.kwargs["requantize"], problem.row_expert >= 0
     plain = dataclasses.replace(problem, kwargs=problem.kwargs | dict(requantize="none", out_scale=None))

@@ -35,7 +35,7 @@ def compare(scheme, actual, expected):
     [(name, I) for name in (*SCHEMES, "fp8_block_ue8m0")] + [("fp8_block", 192), ("fp8_block_ue8m0", 192)],
 )
 def test_plumbing_on_kernel_references(scheme, inner, has_bias, quick_compilation):
-    """Rows are requantized in groups by a launch of their own, where tiles are low; those of one group and a half not."""
+    """In low tiles rows are requantized in groups by a launch of their own; those of one group and a half are not."""
     layer = make_layer(scheme, inner, has_bias=has_bias, implementation="reference")
     x, z = inputs(37)
     ids = np.asarray(jax.lax.top_k(z, K)[1]).copy()
@@ -114,8 +114,8 @@ def test_routing_left_to_xla(options, has_mask, reason):
 
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_whole_layer_lowers_for_hopper(tokens):
-    """Two launches less for few tokens, which are aligned and quantized in that of routing, and one more for their hidden
-    rows; the caller's path, not the module's.
+    """Two launches less for few tokens, which are aligned and quantized in that of routing, and one more for their
+    hidden rows; the caller's path, not the module's.
     """
     layer, (x, z) = make_layer("fp8_block", implementation="mosaic"), inputs(tokens)
     graphdef, state = nnx.split(layer)

@@ -1,15 +1,28 @@
 """One tile against one expert: exact integer sums, operand types, the tile loop."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experts_cases import make_config, make_routing, make_stored_weights, make_tokens
 from helpers import assert_rows_close, tolerance
+from traces import equations
 
+from moe_jax import fused_experts
 from moe_jax._align import align
 from moe_jax._experts_xla import MAX_TILE, choose_tile
-from moe_jax._grouped_gemm import for_each_tile, plan_product, quantize_rows, tile_gemm, widen
+from moe_jax._grouped_gemm import (
+    dot_in_bfloat16,
+    dot_of_integers,
+    for_each_tile,
+    plan_product,
+    quantize_rows,
+    tile_gemm,
+)
 from moe_jax.quantization import SCHEMES, QuantizedTensor, quantize_weight
+from pallas_kernels.common.numerics import widen
 
 
 @pytest.mark.parametrize("k", [1, 127, 4096])
@@ -23,6 +36,30 @@ def test_int8_sums_are_exact(k):
     y = jax.jit(lambda rows, weight: tile_gemm(rows, jnp.ones(5), weight, None, product))(codes, weight)
     exact = np.einsum("rk,gnk->rgn", codes.astype(np.int64), w.astype(np.int64))
     np.testing.assert_array_equal(y, exact.astype(np.float32))
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("int8", 128), ("int16", 256)])
+@pytest.mark.parametrize("k", [1, 256, 257, 1024, 1025, 7168])
+def test_sums_of_integers_are_exact_in_bfloat16(k, dtype, most):
+    rng = np.random.default_rng(k)
+    rows, matrix = (rng.integers(-most, most, (n, k)).astype(dtype) for n in (5, 9))
+    rows[0], matrix[0], matrix[1] = -most, -most, most - 1
+    found = jax.jit(dot_in_bfloat16)(rows, matrix)
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(found, rows.astype(np.int64) @ matrix.astype(np.int64).T)
+    lowered = jax.jit(dot_of_integers).trace(rows, matrix).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("dot_general") == 1 and "xbf16>, tensor<" in lowered
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_cast_back_from_e4m3(scheme):
+    """XLA drops a cast to e4m3 and the one back from GPU programs, and activations would not be quantized there."""
+    config = make_config(scheme, implementation=("xla",))
+    weights, x = make_stored_weights(config), make_tokens(4, config)
+    jaxpr = jax.make_jaxpr(functools.partial(fused_experts, config=config))(x, *make_routing(4), weights)
+    casts = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "convert_element_type"]
+    assert casts
+    assert not [e for e in casts if e.invars[0].aval.dtype == jnp.float8_e4m3fn]
 
 
 @pytest.mark.parametrize("k", [1, 127, 2048])

@@ -46,6 +46,6 @@ def _requantized(w13: QuantizedTensor) -> QuantizedTensor:
     """Both halves of each expert with the larger of their scales, by way of float16."""
     scale = jnp.asarray(w13.scale)
     common = jnp.broadcast_to(scale.max(axis=1, keepdims=True), scale.shape)
-    values = (jnp.asarray(w13.data).astype(jnp.float32) * scale[..., None, None]).astype(jnp.float16)
-    data = numerics.cast_e4m3(values.astype(jnp.float32) * numerics.reciprocal(common)[..., None, None])
+    values = numerics.round_to_float(jnp.asarray(w13.data).astype(jnp.float32) * scale[..., None, None], jnp.float16)
+    data = numerics.cast_e4m3(values * numerics.reciprocal(common)[..., None, None])
     return dataclasses.replace(w13, data=data, scale=common)

@@ -117,7 +117,7 @@ def quantize_activations(
         codes, scale = _quantize_groups(x, fmt, global_scale)
         if global_scale is None:
             return codes, real_scale(scale, fmt)
-        return codes, numerics.divide(scale.astype(jnp.float32), global_scale[..., None])
+        return codes, numerics.divide(numerics.widen(scale, jnp.float32), global_scale[..., None])
     match fmt.element, fmt.strategy:
         case "e4m3", Strategy.TENSOR if not fmt.dynamic:
             scale = jnp.asarray(input_scale, jnp.float32)
@@ -157,7 +157,7 @@ def dequantize(q: Shaped[Array, "..."], scale: Shaped[Array, "..."], fmt: QuantF
         case _:
             # The scale's shape is a prefix of q's: () or lead per tensor, all but K per row.
             scale = scale.reshape(scale.shape + (1,) * (q.ndim - scale.ndim))
-    values = microscaling.decode_e2m1(q) if fmt.element == "e2m1" else q.astype(jnp.float32)
+    values = microscaling.decode_e2m1(q) if fmt.element == "e2m1" else numerics.widen(q, jnp.float32)
     return values * scale
 
 
@@ -167,9 +167,9 @@ def real_scale(scale: Shaped[Array, "..."], fmt: QuantFormat, global_scale: Any 
         case "e8m0", _:
             return microscaling.decode_e8m0(scale)
         case "e4m3", "multiplies":
-            return scale.astype(jnp.float32) * global_scale
+            return numerics.widen(scale, jnp.float32) * global_scale
         case "e4m3", _:
-            return numerics.divide(scale.astype(jnp.float32), global_scale)
+            return numerics.divide(numerics.widen(scale, jnp.float32), global_scale)
     return scale.astype(jnp.float32)
 
 

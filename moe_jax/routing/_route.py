@@ -14,6 +14,7 @@ from moe_jax.routing._presets import ROUTING_PRESETS
 from moe_jax.routing._replay import check_replay, replayed_top_k
 from moe_jax.routing._select import Selection, biased_top_k, grouped_top_k, hashed_top_k, is_valid_grouping, plain_top_k
 from moe_jax.routing._validate import validate_routing
+from pallas_kernels.common.numerics import round_to_float
 
 
 @jax.tree_util.register_dataclass
@@ -109,9 +110,8 @@ def route(
 
 
 def _to_float32(logits: Array, dtype: Any) -> Array:
-    if dtype is not None:
-        logits = logits.astype(dtype)
-    return logits.astype(jnp.float32)
+    logits = logits.astype(jnp.float32)
+    return logits if dtype is None else round_to_float(logits, dtype)
 
 
 def _check_shape(name: str, array: Any, expected: tuple[int, ...]) -> None:

@@ -35,7 +35,7 @@ def magnitude(x: jax.Array) -> jax.Array:
 
 
 def divide(x: jax.Array, divisor: jax.Array | float) -> jax.Array:
-    """Correctly rounded ``x / divisor``; the divisor broadcasts against x.
+    """Correctly rounded ``x / divisor``, on a GPU as far as XLA's own division is (2 ulp); the divisor broadcasts.
 
     Under jit XLA turns a division by a constant or by a broadcast operand into a multiplication by the reciprocal, one
     ulp off for a quarter to half of all quotients. A divisor selected per element is neither, under vmap as well.
@@ -57,6 +57,30 @@ def cast_e4m3(x: jax.Array) -> jax.Array:
     The clip is needed: XLA's conversion makes everything from 465 on NaN.
     """
     return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+
+
+def widen(codes: jax.Array, dtype: Any) -> jax.Array:
+    """``codes.astype(dtype)``, for a dtype that holds every code; e4m3 to float32 or bfloat16 goes by its bits.
+
+    XLA drops a cast to e4m3 and the one back from a GPU program, and what was quantized there would not be. On the CPU
+    a cast of 16.8 million codes to float32 takes 4.0 ms, and this 2.1.
+    """
+    if codes.dtype != jnp.float8_e4m3fn:
+        return codes.astype(dtype)
+    bits = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint16)
+    # Sign, exponent and mantissa in the fields of a float16, whose exponent bias is larger by 8; subnormals included.
+    half = lax.bitcast_convert_type(((bits & 0x80) << 8) | ((bits & 0x7F) << 7), jnp.float16)
+    return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, half.astype(jnp.float32) * 256.0).astype(dtype)
+
+
+def round_to_float(x: jax.Array, dtype: Any) -> jax.Array:
+    """float32 values rounded to float32, float16 or bfloat16, in float32. XLA may drop a cast and the one back."""
+    info = jnp.finfo(dtype)
+    rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.nexp == 8:
+        return rounded
+    step = float(info.smallest_subnormal)  # of float16, whose subnormals reduce_precision makes zero
+    return jnp.where(jnp.abs(x) < float(info.smallest_normal), jnp.round(x * (1 / step)) * step, rounded)
 
 
 def round_to_int(x: jax.Array, rounding: Rounding = "half_even") -> jax.Array:
@@ -133,13 +157,8 @@ def quantize_int8_channel(
     arithmetic_dtype: float32, or the 16-bit dtype of the weights: then scale and quotient are rounded to it, which is
     what vLLM's online quantizer computes. An all-zero row keeps scale 0 and gets code 0.
     """
-
-    def rounded(value):
-        # The barrier stays: XLA may drop a cast to a narrower type and back.
-        return lax.optimization_barrier(value.astype(arithmetic_dtype)).astype(jnp.float32)
-
-    scale = rounded(divide(amax, INT8_MAX))
-    quotient = rounded(divide(x, jnp.where(scale == 0.0, 1.0, scale)))
+    scale = round_to_float(divide(amax, INT8_MAX), arithmetic_dtype)
+    quotient = round_to_float(divide(x, jnp.where(scale == 0.0, 1.0, scale)), arithmetic_dtype)
     return cast_int8(quotient), scale
 
 

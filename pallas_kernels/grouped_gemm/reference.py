@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.numerics import quantize_e4m3_group, quantize_e4m3_static
+from pallas_kernels.common.numerics import quantize_e4m3_group, quantize_e4m3_static, round_to_float, widen
 from pallas_kernels.grouped_gemm.config import SCALE_GROUP, GemmDesc
 
 
@@ -39,8 +39,8 @@ def grouped_gemm_ref(
         row_factor, block_factor = 1.0, 1.0
         if desc.lhs_scale == "group":
             groups = lax.dynamic_slice_in_dim(x_scale, first, block_m, axis=1)
-            rows = rows.astype(jnp.float32) * _spread(groups.T, (desc.k,))
-            weights = weights.astype(jnp.float32) * _spread(w_scale[expert], (desc.n, desc.k))
+            rows = widen(rows, jnp.float32) * _spread(groups.T, (desc.k,))
+            weights = widen(weights, jnp.float32) * _spread(w_scale[expert], (desc.n, desc.k))
         elif desc.lhs_scale == "row":
             row_factor = lax.dynamic_slice_in_dim(x_scale, first, block_m)[:, None, None]
         elif desc.lhs_scale == "tensor":
@@ -52,8 +52,8 @@ def grouped_gemm_ref(
         exact = accumulator if accumulator == jnp.int32 else jnp.float32
         sums = jnp.einsum(
             "mk,gnk->mgn",
-            rows.astype(exact),
-            weights.astype(exact),
+            widen(rows, exact),
+            widen(weights, exact),
             precision=lax.Precision.HIGHEST,
             preferred_element_type=exact,
         )
@@ -65,7 +65,7 @@ def grouped_gemm_ref(
 
     h = lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32)).reshape(desc.rows, desc.n)
     if desc.is_rounded_first:
-        h = lax.reduce_precision(h, exponent_bits=8, mantissa_bits=7)
+        h = round_to_float(h, jnp.bfloat16)
     if desc.requantize == "tensor":
         return quantize_e4m3_static(h, out_scale)
     if desc.requantize == "group":

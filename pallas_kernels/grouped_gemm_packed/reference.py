@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.microscaling import decode_e2m1, decode_e8m0
+from pallas_kernels.common.numerics import widen
 from pallas_kernels.grouped_gemm_packed.blocks import FOLDED_RANGE
 from pallas_kernels.grouped_gemm_packed.config import PackedDesc
 from pallas_kernels.grouped_gemm_packed.weights import PackedWeights, unpack
@@ -30,7 +31,7 @@ def grouped_gemm_packed_ref(
 
     def one_tile(index):
         expert = jnp.maximum(tile_expert[index], 0)
-        rows = lax.dynamic_slice_in_dim(x, index * block_m, block_m).astype(jnp.float32)
+        rows = widen(lax.dynamic_slice_in_dim(x, index * block_m, block_m), jnp.float32)
         h = jnp.einsum("mk,gnk->mgn", rows[:, : w.k], matrices[expert], precision=lax.Precision.HIGHEST)
         if desc.lhs_scale == "row":
             h = h * lax.dynamic_slice_in_dim(x_scale, index * block_m, block_m)[:, None, None]
@@ -54,7 +55,7 @@ def dequantized(w: PackedWeights) -> Any:
     elif w.fmt.element == "int8":
         values = codes.astype(jnp.float32) - 128.0
     else:
-        values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+        values = widen(lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), jnp.float32)
 
     def spread(array):
         size = w.fmt.group_size or w.k

@@ -1,14 +1,12 @@
 """Every kernel of a layer first waits for the one before it and then lets the next one in, as ``mosaic.begin`` says."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import kernel_cases
 import pytest
-from jax.extend import core
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from traces import equations
 
 import moe_jax
 from moe_jax.benchmarking import random_weights
@@ -23,14 +21,6 @@ KERNEL_CALL = "mosaic_gpu_v2"
 
 def case_of(kind):
     return next(iter(getattr(kernel_cases, f"{kind}_cases")()))
-
-
-def equations(jaxpr):
-    """All of a trace, in order, a kernel's body in the place of its launch."""
-    for equation in jaxpr.eqns:
-        inner = [getattr(v, "jaxpr", v) for p in equation.params.values() for v in (p if type(p) is tuple else (p,))]
-        inner = [v for v in inner if isinstance(v, core.Jaxpr)]
-        yield from itertools.chain(*map(equations, inner)) if inner else (equation,)
 
 
 def traced(case):
