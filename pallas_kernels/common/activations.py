@@ -6,6 +6,7 @@ Each clamp bounds the gate from above only and ``up`` on both sides.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,10 +14,12 @@ from jax import lax
 
 NOT_GATED_SUFFIX = "_no_mul"
 
+Function = Callable[[Any], Any]
 
-def silu(x: Any) -> Any:
+
+def silu(x: Any, sigmoid: Function = lax.logistic) -> Any:
     """x * sigmoid(x)."""
-    return x * lax.logistic(x)
+    return x * sigmoid(x)
 
 
 def gelu(x: Any) -> Any:
@@ -24,9 +27,9 @@ def gelu(x: Any) -> Any:
     return 0.5 * x * (1.0 + lax.erf(x * math.sqrt(0.5)))
 
 
-def gelu_tanh(x: Any) -> Any:
+def gelu_tanh(x: Any, sigmoid: Function = lax.logistic) -> Any:
     """x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))), with (1 + tanh y) / 2 = sigmoid(2y), which does not cancel."""
-    return x * lax.logistic(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
+    return x * sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
 
 
 def relu2(x: Any) -> Any:
@@ -35,22 +38,27 @@ def relu2(x: Any) -> Any:
     return positive * positive
 
 
-def swiglu(gate: Any, up: Any, *, limit: float | None = None, alpha: float = 1.0, beta: float = 0.0) -> Any:
+def swiglu(
+    gate: Any,
+    up: Any,
+    *,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    sigmoid: Function = lax.logistic,
+) -> Any:
     """g * sigmoid(alpha * g) * (u + beta) with g = min(gate, limit) and u = clip(up, -limit, limit)."""
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return gate * lax.logistic(alpha * gate) * (up + beta)
+    return gate * sigmoid(alpha * gate) * (up + beta)
 
 
-def swiglu_step(gate: Any, up: Any, *, limit: float | None = None) -> Any:
+def swiglu_step(gate: Any, up: Any, *, limit: float | None = None, sigmoid: Function = lax.logistic) -> Any:
     """min(silu(gate), limit) * clip(up, -limit, limit): the gate is clamped after its non-linearity."""
-    gate = silu(gate)
+    gate = silu(gate, sigmoid)
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * up
-
-
-_ELEMENTWISE = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +78,21 @@ class Activation:
     def is_gated(self) -> bool:
         return not self.name.endswith(NOT_GATED_SUFFIX)
 
-    def __call__(self, gate: Any, up: Any = None) -> Any:
-        """gate: any shape; up: the same shape, exactly when gated."""
+    def __call__(self, gate: Any, up: Any = None, sigmoid: Function = lax.logistic) -> Any:
+        """gate: any shape; up: the same shape, exactly when gated. sigmoid: how a kernel computes it."""
         match self.name:
             case "silu" | "swigluoai" | "swigluoai_uninterleave":
-                return swiglu(gate, up, limit=self.limit, alpha=self.alpha, beta=self.beta)
+                limits = dict(limit=self.limit, alpha=self.alpha, beta=self.beta)
+                return swiglu(gate, up, **limits, sigmoid=sigmoid)
             case "swiglustep":
-                return swiglu_step(gate, up, limit=self.limit)
-            case "gelu" | "gelu_tanh":
-                return _ELEMENTWISE[self.name](gate) * up
-        return _ELEMENTWISE[self.name.removesuffix(NOT_GATED_SUFFIX)](gate)
+                return swiglu_step(gate, up, limit=self.limit, sigmoid=sigmoid)
+        match self.name.removesuffix(NOT_GATED_SUFFIX):
+            case "gelu":
+                value = gelu(gate)
+            case "gelu_tanh":
+                value = gelu_tanh(gate, sigmoid)
+            case "relu2":
+                value = relu2(gate)
+            case _:
+                value = silu(gate, sigmoid)
+        return value * up if self.is_gated else value

@@ -23,6 +23,7 @@ INLINE_TAKES_REMOTE = jax.__version_info__ >= (0, 11)
 # Whether a kernel may be started while the one before it runs (``begin``). MOE_JAX_PDL=0 in the environment turns it
 # off, for measurements; it is read once, at import.
 USES_PDL = os.environ.get("MOE_JAX_PDL") != "0"
+RUNS_PTX = True  # JAX's GPU interpreter does not: where Pallas has words too, its tests ask for these
 _LOAD_NEEDS_INDEX = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
 
 

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.common.accumulator_math_sm90 import round_to_bfloat16, sigmoid
 from pallas_kernels.common.e4m3_sm90 import e4m3_in_groups
 from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc, store_columns
 
@@ -55,8 +56,8 @@ def tile_values(
         return value
 
     values = [half(h) for h in range(desc.halves)]
-    value = values[0] if desc.activation is None else desc.activation(*values)
-    return value.astype(jnp.bfloat16).astype(jnp.float32) if desc.is_rounded_first else value
+    value = values[0] if desc.activation is None else desc.activation(*values, sigmoid=sigmoid)
+    return round_to_bfloat16(value) if desc.is_rounded_first else value
 
 
 def _across_rows(vector: Any, shape: tuple[int, int]) -> Any:

@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.common.accumulator_math_sm90 import sigmoid
 from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc, reassigns_registers, store_rows
 from pallas_kernels.grouped_gemm.epilogue_sm90 import stores_under_way
 from pallas_kernels.grouped_gemm.operands import operand_names
@@ -215,4 +216,4 @@ def _epilogue(
         return value if desc.bias_dtype is None else value + of_channels(scratch.bias)
 
     values = [half(h) for h in range(desc.halves)]
-    return values[0] if desc.activation is None else desc.activation(*values)
+    return values[0] if desc.activation is None else desc.activation(*values, sigmoid=sigmoid)

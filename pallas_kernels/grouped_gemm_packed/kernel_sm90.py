@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.common.accumulator_math_sm90 import sigmoid
 from pallas_kernels.grouped_gemm.persistent_sm90 import launch, run_tiles
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
 from pallas_kernels.grouped_gemm_packed.config import PackedConfig, PackedDesc, is_promoted, registers
@@ -147,4 +148,4 @@ def _epilogue(
         if "bias" in vector:
             value = value + lax.broadcast_in_dim(vector["bias"], shape, [0])
         values.append(value)
-    return values[0] if desc.activation is None else desc.activation(*values)
+    return values[0] if desc.activation is None else desc.activation(*values, sigmoid=sigmoid)

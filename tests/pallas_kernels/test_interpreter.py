@@ -175,6 +175,7 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
 def check(name: str) -> None:
     gpu: Any = plgpu  # names that jax 0.10 has not
     mosaic.USES_PDL = False  # it runs one kernel at a time, and knows neither instruction
+    mosaic.RUNS_PTX = False
     # By default it refuses every inline_mgpu; so it knows fences by their names.
     params = gpu.InterpretGPUParams(detect_races=True, inline_mgpu="_hack_model_inline_mgpu_tokamax")
     with gpu.force_gpu_interpret_mode(params):
