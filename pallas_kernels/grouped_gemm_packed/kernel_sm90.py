@@ -29,7 +29,7 @@ from pallas_kernels.common import mosaic
 from pallas_kernels.common.accumulator_math_sm90 import sigmoid
 from pallas_kernels.grouped_gemm.persistent_sm90 import launch, run_tiles
 from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
-from pallas_kernels.grouped_gemm_packed.config import PackedConfig, PackedDesc, is_promoted, registers
+from pallas_kernels.grouped_gemm_packed.config import PackedConfig, PackedDesc, is_promoted, registers, sum_registers
 from pallas_kernels.grouped_gemm_packed.pipeline_sm90 import (
     Scratch,
     gather_sums,
@@ -88,7 +88,7 @@ def _kernel(desc: PackedDesc, config: PackedConfig, *refs: Any, **allocated: Any
             rows = config.block_m // len(sums[0])
             for index, piece in enumerate(zip(*sums, strict=True)):
                 first = (0 if desc.same_rows else m * config.block_m) + index * rows
-                value = _epilogue(desc, piece, vectors, operands, first).astype(desc.out_dtype)
+                value = _epilogue(desc, config, piece, vectors, operands, first).astype(desc.out_dtype)
                 staging = scratch.staging.at[group, pl.ds(index * rows, rows)]
                 staging.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.commit_smem()
@@ -125,7 +125,12 @@ def _vectors(desc: PackedDesc, operands: Mapping[str, Any], e: Any, block: Any) 
 
 
 def _epilogue(
-    desc: PackedDesc, sums: Sequence[Any], vectors: list[dict[str, Any]], operands: Mapping[str, Any], first: Any
+    desc: PackedDesc,
+    config: PackedConfig,
+    sums: Sequence[Any],
+    vectors: list[dict[str, Any]],
+    operands: Mapping[str, Any],
+    first: Any,
 ) -> Any:
     """Scales, bias and activation of the sums (64, rows) of each half; float32, before any rounding.
 
@@ -148,4 +153,8 @@ def _epilogue(
         if "bias" in vector:
             value = value + lax.broadcast_in_dim(vector["bias"], shape, [0])
         values.append(value)
-    return values[0] if desc.activation is None else desc.activation(*values, sigmoid=sigmoid)
+    if desc.activation is None:
+        return values[0]
+    # Beside so many registers of sums ptxas spills three in the shorter one.
+    is_full = is_promoted(desc, config) and sum_registers(desc, config) >= 176
+    return desc.activation(*values, sigmoid=lax.logistic if is_full else sigmoid)
