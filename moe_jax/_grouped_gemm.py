@@ -132,12 +132,13 @@ def dot_in_bfloat16(rows: jax.Array, matrix: jax.Array) -> jax.Array:
     """``dot_of_integers`` by products of bfloat16, which holds nine bits, over parts of K whose sums, up to 2**24, are
     exact in float32.
     """
-    part = 1024 if rows.dtype == jnp.int8 else 256
-    padding = -rows.shape[1] % part if rows.shape[1] > part else 0
+    k = rows.shape[1]
+    part = min(1024 if rows.dtype == jnp.int8 else 256, max(k, 1))
+    count = -(-k // part)
 
     def parts(values):
-        values = jnp.pad(values, ((0, 0), (0, padding))).astype(jnp.bfloat16)
-        return values.reshape(values.shape[0], -1, min(part, values.shape[1]))
+        padded = jnp.pad(values, ((0, 0), (0, count * part - k))).astype(jnp.bfloat16)
+        return padded.reshape(values.shape[0], count, part)
 
     sums = jnp.einsum("mpk,npk->pmn", parts(rows), parts(matrix), preferred_element_type=jnp.float32)
     return jnp.sum(sums.astype(jnp.int32), axis=0)

@@ -38,12 +38,14 @@ def test_int8_sums_are_exact(k):
     np.testing.assert_array_equal(y, exact.astype(np.float32))
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("int8", 128), ("int16", 256)])
-@pytest.mark.parametrize("k", [1, 256, 257, 1024, 1025, 7168])
-def test_sums_of_integers_are_exact_in_bfloat16(k, dtype, most):
+@pytest.mark.parametrize(("dtype", "least", "most"), [("int8", -128, 127), ("int16", -255, 255)])
+@pytest.mark.parametrize("k", [0, 1, 256, 257, 1024, 1025, 7168])
+def test_sums_of_integers_are_exact_in_bfloat16(k, dtype, least, most):
+    """Random signs, the largest codes, and large ones of one sign, whose sums pass 2**24 by odd steps."""
     rng = np.random.default_rng(k)
-    rows, matrix = (rng.integers(-most, most, (n, k)).astype(dtype) for n in (5, 9))
-    rows[0], matrix[0], matrix[1] = -most, -most, most - 1
+    rows, matrix = (rng.integers(least, most + 1, (n, k)).astype(dtype) for n in (5, 9))
+    rows[0], matrix[0], matrix[1] = least, least, most
+    rows[1:3], matrix[2:5] = (rng.integers(most // 2, most + 1, (n, k)) for n in (2, 3))
     found = jax.jit(dot_in_bfloat16)(rows, matrix)
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, rows.astype(np.int64) @ matrix.astype(np.int64).T)

@@ -45,6 +45,18 @@ def check_gradient(weights_of_row, z, top_k, c, params=None):
     assert (np.abs(numeric).max(axis=1) > 1e-3).all()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounded_logits_pass_gradients_of_any_size(dtype):
+    """As of the rounded logits themselves: zeros and float16's subnormals have one, and small ones are not lost."""
+    rng = np.random.default_rng(5)
+    z = jnp.asarray(rng.normal(size=(6, E)), jnp.float32).at[1].set(0.0).at[2].multiply(1e-5)
+    coefficients = jnp.asarray(rng.normal(size=(6, K)) * 1e-7, jnp.float32)
+    found = gradient(z, coefficients, config(router_logits_dtype=dtype), None)
+    expected = gradient(z.astype(dtype).astype(jnp.float32), coefficients, config(), None)
+    np.testing.assert_array_equal(found, expected)
+    assert (np.abs(expected).max(axis=1) > 0).all()
+
+
 @pytest.mark.parametrize(("router", "scoring", "renormalize"), MATRIX)
 def test_gradient(router, scoring, renormalize):
     def weights_of_row(row, values):

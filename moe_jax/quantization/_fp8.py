@@ -46,6 +46,8 @@ def _requantized(w13: QuantizedTensor) -> QuantizedTensor:
     """Both halves of each expert with the larger of their scales, by way of float16."""
     scale = jnp.asarray(w13.scale)
     common = jnp.broadcast_to(scale.max(axis=1, keepdims=True), scale.shape)
-    values = numerics.round_to_float(jnp.asarray(w13.data).astype(jnp.float32) * scale[..., None, None], jnp.float16)
+    values = numerics.round_to_float(
+        numerics.widen(jnp.asarray(w13.data), jnp.float32) * scale[..., None, None], jnp.float16
+    )
     data = numerics.cast_e4m3(values * numerics.reciprocal(common)[..., None, None])
     return dataclasses.replace(w13, data=data, scale=common)

@@ -49,9 +49,17 @@ def _sqrt_softplus(z: Array) -> Array:
 
 def top_k(values: Float[Array, "*lead E"], k: int) -> tuple[Float[Array, "*lead k"], Int[Array, "*lead k"]]:
     """The k largest of the last axis, descending, and their int32 indices; equal values go to the lower index."""
-    # lax.top_k orders -0.0 below 0.0; equal they are, so they have to tie.
-    chosen, ids = lax.top_k(jnp.where(values == 0.0, 0.0, values), k)
+    chosen, ids = lax.top_k(_with_one_zero(values), k)
     return chosen, ids
+
+
+@jax.custom_jvp
+def _with_one_zero(values: Array) -> Array:
+    """lax.top_k orders -0.0 below 0.0; equal they are, so they have to tie. Zeros keep their derivative."""
+    return jnp.where(values == 0.0, 0.0, values)
+
+
+_with_one_zero.defjvps(lambda tangent, _, values: tangent)
 
 
 def divide_by_sum(weights: Float[Array, "*lead k"], floor: float) -> Float[Array, "*lead k"]:

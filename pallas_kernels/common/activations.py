@@ -91,8 +91,10 @@ class Activation:
                 value = gelu(gate)
             case "gelu_tanh":
                 value = gelu_tanh(gate, sigmoid)
-            case "relu2":
+            case "relu2" if not self.is_gated:
                 value = relu2(gate)
-            case _:
+            case "silu":
                 value = silu(gate, sigmoid)
+            case _:
+                raise ValueError(f"activation {self.name!r} has no formula")
         return value * up if self.is_gated else value

@@ -13,6 +13,7 @@ from kernel_cases import PACKED
 
 from pallas_kernels import autotune
 from pallas_kernels.grouped_gemm import GemmConfig, candidates, choose_config
+from pallas_kernels.grouped_gemm.heuristics import why_not
 from pallas_kernels.grouped_gemm_packed import PackedConfig, describe_call
 from pallas_kernels.grouped_gemm_packed.reference import dequantized
 from pallas_kernels.grouped_gemm_packed.zero_points import zero_point_of
@@ -100,6 +101,16 @@ def test_every_format_has_candidates(name):
     for block_m in (16, 64):
         for desc in key.products(7, block_m):
             assert candidates(desc, block_m, 132)
+
+
+def test_tiles_of_the_table_are_worth_timing():
+    """What ``why_not`` leaves out no sweep finds again."""
+    entries = [entry for entry in table_for("NVIDIA H200").entries if isinstance(entry.key, LayerKey)]
+    assert len(entries) > 400
+    for entry in entries:
+        gemms = (entry.config.gemm1, entry.config.gemm2)
+        for desc, config in zip(entry.key.products(entry.tokens, entry.config.block_m), gemms, strict=True):
+            assert why_not(desc, config) is None, (entry.key, entry.tokens)
 
 
 def test_clusters_are_timed_for_many_tokens_alone():
