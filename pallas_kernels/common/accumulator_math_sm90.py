@@ -61,7 +61,7 @@ def _rounded(values: list[Any]) -> list[Any]:
 
     found = []
     for low, high in zip(values[::2], values[1::2], strict=True):
-        pair = llvm.inline_asm(i32, [high, low], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", asm_dialect=0)
+        pair: Any = llvm.inline_asm(i32, [high, low], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", asm_dialect=0)
         bits = arith.shli(pair, constant(16)), arith.andi(pair, constant(-(1 << 16)))
         found += [arith.bitcast(ir.F32Type.get(), half) for half in bits]
     return found

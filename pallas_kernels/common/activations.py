@@ -82,8 +82,7 @@ class Activation:
         """gate: any shape; up: the same shape, exactly when gated. sigmoid: how a kernel computes it."""
         match self.name:
             case "silu" | "swigluoai" | "swigluoai_uninterleave":
-                limits = dict(limit=self.limit, alpha=self.alpha, beta=self.beta)
-                return swiglu(gate, up, **limits, sigmoid=sigmoid)
+                return swiglu(gate, up, limit=self.limit, alpha=self.alpha, beta=self.beta, sigmoid=sigmoid)
             case "swiglustep":
                 return swiglu_step(gate, up, limit=self.limit, sigmoid=sigmoid)
         match self.name.removesuffix(NOT_GATED_SUFFIX):
