@@ -158,8 +158,9 @@ LAYERS = [
 @pytest.mark.parametrize("sum_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("scheme", "size", "routing"), LAYERS)
 def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing, sum_dtype):
-    """Bit for bit where products are of 8 bits: rows are quantized by the same rule, and added in the same order. XLA's
-    products of 16 bits add up in another order where a device has fewer experts; bfloat16 sums are sums of sums.
+    """Bit for bit where products are of integers: rows are quantized by the same rule, and added in the same order.
+    XLA's float32 sums may be in another order where a device has fewer experts, which turns the last bit of one in ten
+    thousand bfloat16 values of FP8's rows; bfloat16 sums are sums of sums.
     """
     config, weights = layer(scheme, "bfloat16")
     if scheme.startswith("w4"):
@@ -197,10 +198,12 @@ def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing, su
         "int8_w8a8": "int8_row",
         "w4a8_int8": "int8_row",
     }.get(scheme, "none")
-    if scheme in ("bf16", "w4a16_g128") or sum_dtype == "bfloat16":
-        assert_rows_close(y, expected, tolerance(scheme, jnp.bfloat16))
+    differ = (np.asarray(y) != np.asarray(expected)).mean()
+    if sum_dtype == "float32" and "int8" in scheme:
+        assert differ == 0.0
     else:
-        np.testing.assert_array_equal(np.asarray(y), np.asarray(expected))
+        assert_rows_close(y, expected, tolerance(scheme, jnp.bfloat16))
+        assert sum_dtype == "bfloat16" or not scheme.startswith("fp8") or differ < 1e-3
 
 
 def fake_devices(count, ids=None, kind="NVIDIA H200", capability="9.0", processes=1):
