@@ -53,7 +53,7 @@ def test_sums_of_integers_are_exact_in_bfloat16(k, dtype, least, most):
     assert lowered.count("dot_general") == 1 and "xbf16>, tensor<" in lowered
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if "e4m3" in str(SCHEMES[name])])
 def test_no_cast_back_from_e4m3(scheme):
     """XLA drops a cast to e4m3 and the one back from GPU programs, and activations would not be quantized there."""
     config = make_config(scheme, implementation=("xla",))
