@@ -1,22 +1,28 @@
-# Everything runs in a virtual environment of its own, made on first use and reused until pyproject.toml or
-# constraints.txt change. PYTHON chooses the interpreter, ARGS adds arguments to moe-jax demo or to pytest.
+# Every target makes the virtual environment it needs on first use, and again when pyproject.toml or constraints.txt
+# change. PYTHON chooses the interpreter. ARGS adds arguments to `moe-jax demo`, pytest or Sphinx.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PINS := pyproject.toml constraints.txt
+TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-sass test-writers docs docs-text notebooks lint format clean
+.PHONY: help demo test test-slow nightly test-sass test-writers docs docs-text notebooks lint format clean
 
 help:
 	@echo "make demo          write, quantize and run a small model; no torch needed"
 	@echo "make test          lint, type check and the fast tests"
-	@echo "make test-slow     the long tests"
-	@echo "make test-sass     the Hopper kernels compiled to machine code, no GPU needed (downloads 230 MB)"
-	@echo "make test-writers  checkpoints written anew by llm-compressor, read by us"
-	@echo "make docs          the site, notebooks executed, into docs/_build/html  make notebooks   their figures anew"
-	@echo "make lint          ruff and pyright      make format   ruff's formatter      make clean"
+	@echo "make test-slow     the slow tests alone"
+	@echo "make nightly       lint, type check, the fast and the slow tests, all kernels compiled; takes hours"
+	@echo "make test-sass     compile the Hopper kernels to machine code; no GPU needed (downloads 230 MB)"
+	@echo "make test-writers  write checkpoints with llm-compressor, read them with moe_jax"
+	@echo "make lint          ruff and pyright"
+	@echo "make format        apply ruff's fixes and formatter"
+	@echo "make docs          run the notebooks and build the site into docs/_build/html"
+	@echo "make docs-text     build the site without running the notebooks"
+	@echo "make notebooks     run the notebooks and replace the committed figures"
+	@echo "make clean         remove environments and build outputs"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -27,9 +33,9 @@ $(VENV)/.installed-demo: $(PINS) | $(BIN)/python
 	$(PIP_INSTALL) --editable '.[demo]'
 	@touch $@
 
-# torch first and by its exact version: where pip has been given a CPU wheel of it, later ranges then add nothing
+# torch first and by its exact version: where pip was pointed at a CPU wheel of torch, the ranges that follow keep it.
 $(VENV)/.installed-dev: $(PINS) | $(BIN)/python
-	$(PIP_INSTALL) torch==2.13.0
+	$(PIP_INSTALL) $(TORCH)
 	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.installed-demo
 
@@ -49,32 +55,33 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# a module's tests stay in one process: they share fixtures
+# The tests of one module share fixtures, so they stay in one process.
 WORKERS := -n auto --maxprocesses 4 --dist loadfile
+ON_CPU := not gpu and not multi_gpu
 
 test: lint
 	$(BIN)/python -m pytest -q $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -m 'slow and not gpu and not multi_gpu' $(ARGS)
+	$(BIN)/python -m pytest -q -m 'slow and $(ON_CPU)' $(ARGS)
 
-# Warnings are errors, and so are figures that are not those committed. Notebooks are executed side by side, again only
-# when they or what they read changed; docs-text shows them without output.
+# Warnings are errors, and so is a figure that differs from the committed one. A notebook runs again only when it or
+# what it reads changed.
 docs: $(VENV)/.installed-docs
 	$(BIN)/python docs/_execute.py
-	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html $(ARGS)
+	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
 
 docs-text: $(VENV)/.installed-docs
-	MOE_JAX_DOCS_EXECUTION=off $(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html $(ARGS)
+	MOE_JAX_DOCS_EXECUTION=off $(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
 
 notebooks: $(VENV)/.installed-docs
 	$(BIN)/python docs/_execute.py --write-figures
 
-# llm-compressor pins its own transformers and compressed-tensors, hence the environment of its own.
+# llm-compressor pins its own transformers and compressed-tensors, so it gets an environment of its own.
 WRITERS := tests/data/writers
-.venv-writers/.installed: $(WRITERS)/requirements.txt | $(BIN)/python
+.venv-writers/.installed: $(WRITERS)/requirements.txt constraints.txt | $(BIN)/python
 	$(PYTHON) -m venv .venv-writers
-	.venv-writers/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-writers/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	.venv-writers/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
@@ -82,8 +89,8 @@ test-writers: .venv-writers/.installed $(VENV)/.installed-dev
 	.venv-writers/bin/python $(WRITERS)/write.py build/writers
 	$(BIN)/python -m pytest -q tests/test_llm_compressor_files.py --writers-dir=build/writers $(ARGS)
 
-# jax's CUDA plugin and NVIDIA's compiler without a driver, cuDNN or cuBLAS; apart from $(VENV), where the plugin complains
-# SASS_JAX=0.11.2 SASS_PYTHON=python3.12 takes another jax (which needs that Python) in an environment of its own
+# jax's CUDA plugin and NVIDIA's compiler, without a driver, cuDNN or cuBLAS. In $(VENV) the plugin would complain.
+# SASS_JAX=0.11.2 SASS_PYTHON=python3.12 takes another jax, in an environment of its own.
 SASS_JAX ?=
 SASS_PYTHON ?= $(PYTHON)
 SASS := .venv-sass$(SASS_JAX)
@@ -100,8 +107,12 @@ $(SASS)/.installed: constraints.txt
 
 # EVERY=8 compiles each eighth kernel
 EVERY ?= 1
+USE_SASS := MOE_JAX_SASS_EVERY=$(EVERY) MOE_JAX_SASS_PYTHON=$(SASS)/bin/python
 test-sass: $(VENV)/.installed-dev $(SASS)/.installed
-	MOE_JAX_SASS_EVERY=$(EVERY) MOE_JAX_SASS_PYTHON=$(SASS)/bin/python $(BIN)/python -m pytest -q -m slow tests/pallas_kernels/sass $(ARGS)
+	$(USE_SASS) $(BIN)/python -m pytest -q -m slow tests/pallas_kernels/sass $(ARGS)
+
+nightly: lint $(SASS)/.installed
+	$(USE_SASS) $(BIN)/python -m pytest -q -m '$(ON_CPU)' $(WORKERS) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-sass* .venv-writers build dist docs/_build docs/_generated .pytest_cache .ruff_cache .hypothesis demo_out
