@@ -26,8 +26,8 @@ from _timing import DENSE_TFLOPS, READ_GBPS, header, time_in_jit
 from moe_jax.benchmarking import MODELS
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import choose_block_m, grouped_gemm
-from pallas_kernels.grouped_gemm_packed import PackedFormat, grouped_gemm_packed
-from pallas_kernels.grouped_gemm_packed import choose_block_m as choose_packed_block_m
+from pallas_kernels.grouped_gemm.packed import PackedFormat, grouped_gemm_packed
+from pallas_kernels.grouped_gemm.packed import choose_block_m as choose_packed_block_m
 from pallas_kernels.tuning.operands import random_packed_weights
 
 FORMATS = {

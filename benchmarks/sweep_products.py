@@ -48,7 +48,7 @@ from sweep_space import (
 from table_from_sweep import Times, read
 
 from pallas_kernels.grouped_gemm import grouped_gemm
-from pallas_kernels.grouped_gemm_packed import describe_call, grouped_gemm_packed
+from pallas_kernels.grouped_gemm.packed import describe_call, grouped_gemm_packed
 from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, LayerKey, PackedLayerKey
 from pallas_kernels.tuning.operands import random_operands, random_packed_weights
 from pallas_kernels.tuning.timing import burst_length, calls_of, least_of_bursts, other_experts, seconds

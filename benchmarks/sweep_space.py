@@ -14,10 +14,10 @@ from moe_jax.benchmarking import SHAPES
 from pallas_kernels.grouped_gemm import candidates as unpacked_candidates
 from pallas_kernels.grouped_gemm.config import SWAPPED_BLOCK_MS, config_error
 from pallas_kernels.grouped_gemm.heuristics import height_for, tall_heights
-from pallas_kernels.grouped_gemm_packed import BLOCK_MS, PackedConfig, PackedDesc, PackedFormat
-from pallas_kernels.grouped_gemm_packed import config_error as packed_error
-from pallas_kernels.grouped_gemm_packed.config import TALL
-from pallas_kernels.grouped_gemm_packed.heuristics import MAX_STAGES, choose_block_m
+from pallas_kernels.grouped_gemm.packed import BLOCK_MS, PackedConfig, PackedDesc, PackedFormat
+from pallas_kernels.grouped_gemm.packed import config_error as packed_error
+from pallas_kernels.grouped_gemm.packed.config import TALL
+from pallas_kernels.grouped_gemm.packed.heuristics import MAX_STAGES, choose_block_m
 from pallas_kernels.tuning import PACKED_FORMATS, table_for
 
 _SHAPES = SHAPES | {"dsv3-tp8": (256, 8, 7168, 256)}

@@ -23,7 +23,7 @@ from typing import Any
 from sweep_space import shape
 
 from pallas_kernels.grouped_gemm import GemmConfig
-from pallas_kernels.grouped_gemm_packed import PackedConfig
+from pallas_kernels.grouped_gemm.packed import PackedConfig
 from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, Entry, LayerConfig, LayerKey, PackedLayerKey, Table
 from pallas_kernels.tuning.table import load_table, path_for
 

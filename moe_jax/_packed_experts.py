@@ -21,7 +21,7 @@ from moe_jax.activations import resolve_activation
 from moe_jax.quantization import ExpertWeights
 from pallas_kernels.align import TileMap
 from pallas_kernels.common.device import hopper_sms
-from pallas_kernels.grouped_gemm_packed import (
+from pallas_kernels.grouped_gemm.packed import (
     BLOCK_MS,
     PackedConfig,
     PackedDesc,
@@ -31,8 +31,8 @@ from pallas_kernels.grouped_gemm_packed import (
     describe_call,
     grouped_gemm_packed,
 )
-from pallas_kernels.grouped_gemm_packed import describe as describe_config
-from pallas_kernels.grouped_gemm_packed.blocks import FOLDED_RANGE
+from pallas_kernels.grouped_gemm.packed import describe as describe_config
+from pallas_kernels.grouped_gemm.packed.format import FOLDED_RANGE
 from pallas_kernels.push import place_arrived
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.tuning import PackedLayerKey

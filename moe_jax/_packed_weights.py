@@ -20,8 +20,8 @@ from moe_jax._config import MoEConfig
 from moe_jax.quantization import ExpertWeights, Packing, QuantFormat, QuantizedTensor, Scheme, Strategy
 from pallas_kernels.common import PLAIN, WeightLayout, packing
 from pallas_kernels.common.numerics import divide
-from pallas_kernels.grouped_gemm_packed import PackedFormat, PackedWeights, pack, unpack
-from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
+from pallas_kernels.grouped_gemm.packed import PackedFormat, PackedWeights, pack, unpack
+from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 
 _PREFIX = "packed2_"  # another number when the order of bits changes: saved layers name their layout
 

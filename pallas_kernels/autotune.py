@@ -18,7 +18,7 @@ import jax
 
 from pallas_kernels.common.device import device_kind, hopper_sms
 from pallas_kernels.grouped_gemm import GemmDesc, grouped_gemm
-from pallas_kernels.grouped_gemm_packed import grouped_gemm_packed
+from pallas_kernels.grouped_gemm.packed import grouped_gemm_packed
 from pallas_kernels.tuning import timing
 from pallas_kernels.tuning.layer import FORMATS, PACKED_FORMATS, LayerKey, PackedLayerKey
 from pallas_kernels.tuning.operands import random_operands

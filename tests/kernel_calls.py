@@ -26,7 +26,7 @@ from pallas_kernels.align import AlignConfig, align
 from pallas_kernels.combine import combine
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
-from pallas_kernels.grouped_gemm_packed import PackedConfig, grouped_gemm_packed
+from pallas_kernels.grouped_gemm.packed import PackedConfig, grouped_gemm_packed
 from pallas_kernels.push import PushDesc, place_arrived
 from pallas_kernels.quantize_and_permute import PermuteConfig, quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, TAKES_SCALE

@@ -23,10 +23,10 @@ from pallas_kernels.grouped_gemm.heuristics import deepest
 from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
 from pallas_kernels.grouped_gemm.kernel_swapped_sm90 import grouped_gemm_swapped_sm90
 from pallas_kernels.grouped_gemm.operands import operand_names
-from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc, PackedFormat
-from pallas_kernels.grouped_gemm_packed import candidates as packed_candidates
-from pallas_kernels.grouped_gemm_packed.kernel_sm90 import grouped_gemm_packed_sm90
-from pallas_kernels.grouped_gemm_packed.kernel_sm90 import operand_names as packed_operand_names
+from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat
+from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
+from pallas_kernels.grouped_gemm.packed.kernel_sm90 import grouped_gemm_packed_sm90
+from pallas_kernels.grouped_gemm.packed.kernel_sm90 import operand_names as packed_operand_names
 from pallas_kernels.push.combine_sm90 import combine_sm90 as push_combine_sm90
 from pallas_kernels.push.config import QUANTIZATIONS as PUSH_QUANTIZATIONS
 from pallas_kernels.push.config import PlaceDesc, PushDesc, choose_dispatch, choose_place

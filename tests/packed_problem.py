@@ -15,8 +15,8 @@ from helpers import Tolerance
 from kernel_tolerances import product_tolerance
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm_packed import PackedFormat, pack
-from pallas_kernels.grouped_gemm_packed.blocks import FOLDED_RANGE
+from pallas_kernels.grouped_gemm.packed import PackedFormat, pack
+from pallas_kernels.grouped_gemm.packed.format import FOLDED_RANGE
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = np.concatenate([E2M1, -E2M1])

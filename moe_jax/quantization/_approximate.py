@@ -2,7 +2,7 @@
 
 ``<scheme>_approximate_fp8`` is a weight-only scheme of at most 4 bits with rows rounded to e4m3, one scale a row. That
 is no checkpoint's scheme: every activation loses up to 1/16 of itself, which calibration never saw. Weights keep their
-values but for MXFP4 on Hopper, see ``pallas_kernels.grouped_gemm_packed``.
+values but for MXFP4 on Hopper, see ``pallas_kernels.grouped_gemm.packed``.
 """
 
 from moe_jax.quantization._format import QuantFormat, Scheme, Strategy

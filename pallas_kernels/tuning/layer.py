@@ -10,10 +10,10 @@ from pallas_kernels.grouped_gemm import candidates as gemm_candidates
 from pallas_kernels.grouped_gemm import config_error as gemm_error
 from pallas_kernels.grouped_gemm.config import BLOCK_MS
 from pallas_kernels.grouped_gemm.heuristics import in_clusters, tall_heights
-from pallas_kernels.grouped_gemm_packed import BLOCK_MS as PACKED_BLOCK_MS
-from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc, PackedFormat
-from pallas_kernels.grouped_gemm_packed import candidates as packed_candidates
-from pallas_kernels.grouped_gemm_packed import config_error as packed_error
+from pallas_kernels.grouped_gemm.packed import BLOCK_MS as PACKED_BLOCK_MS
+from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat
+from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
+from pallas_kernels.grouped_gemm.packed import config_error as packed_error
 from pallas_kernels.quantize_and_permute.config import PermuteConfig, PermuteDesc
 from pallas_kernels.quantize_and_permute.config import config_error as permute_error
 

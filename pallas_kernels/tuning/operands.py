@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.grouped_gemm import GemmDesc
-from pallas_kernels.grouped_gemm_packed import PackedDesc, PackedFormat, PackedWeights, pack
-from pallas_kernels.grouped_gemm_packed.blocks import pack_words, scale_rotation, turned
-from pallas_kernels.grouped_gemm_packed.zero_points import zero_term
+from pallas_kernels.grouped_gemm.packed import PackedDesc, PackedFormat, PackedWeights, pack
+from pallas_kernels.grouped_gemm.packed.format import pack_words, scale_rotation, turned
+from pallas_kernels.grouped_gemm.packed.zero_points import zero_term
 from pallas_kernels.tuning.layer import LayerKey, PackedLayerKey
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.grouped_gemm import GemmConfig
-from pallas_kernels.grouped_gemm_packed import PackedConfig
+from pallas_kernels.grouped_gemm.packed import PackedConfig
 from pallas_kernels.tuning.layer import LayerConfig, LayerKey, PackedLayerKey
 
 FOLDER = Path(__file__).parent / "tuned"

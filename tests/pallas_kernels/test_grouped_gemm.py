@@ -19,8 +19,8 @@ from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, choose
 from pallas_kernels.grouped_gemm.api import _describe
 from pallas_kernels.grouped_gemm.config import shared_memory, vector_shape
 from pallas_kernels.grouped_gemm.heuristics import choose_block_m, describe, space, tall_heights, tile_work, why_not
+from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc
 from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
-from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc
 
 SILU = Activation("silu")
 OAI = Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)

@@ -18,11 +18,10 @@ from kernel_cases import packed_case
 from packed_problem import KINDS, make_problem, make_stored, packed_tolerance
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm_packed import (
+from pallas_kernels.grouped_gemm.packed import (
     PackedConfig,
     PackedDesc,
     PackedFormat,
-    blocks,
     candidates,
     choose_block_m,
     choose_config,
@@ -31,7 +30,8 @@ from pallas_kernels.grouped_gemm_packed import (
     pack,
     unpack,
 )
-from pallas_kernels.grouped_gemm_packed.config import shared_memory
+from pallas_kernels.grouped_gemm.packed import format as blocks
+from pallas_kernels.grouped_gemm.packed.config import shared_memory
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -15,8 +15,8 @@ from helpers import assert_rows_close
 from packed_problem import KINDS, make_problem, packed_tolerance
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm_packed import PackedConfig, candidates, describe_call, grouped_gemm_packed
-from pallas_kernels.grouped_gemm_packed.config import TALL, config_error
+from pallas_kernels.grouped_gemm.packed import PackedConfig, candidates, describe_call, grouped_gemm_packed
+from pallas_kernels.grouped_gemm.packed.config import TALL, config_error
 
 pytestmark = pytest.mark.gpu
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm_packed import PackedConfig, PackedDesc, PackedFormat, config_error, pipeline_sm90
-from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
-from pallas_kernels.grouped_gemm_packed.config import (
+from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat, config_error, pipeline_sm90
+from pallas_kernels.grouped_gemm.packed.config import (
     are_groups_together,
     block_k,
     is_promoted,
@@ -20,6 +19,7 @@ from pallas_kernels.grouped_gemm_packed.config import (
     promoted_rows,
     scale_rows,
 )
+from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 
 
 class Ref:

@@ -14,9 +14,9 @@ from kernel_cases import PACKED
 from pallas_kernels import autotune
 from pallas_kernels.grouped_gemm import GemmConfig, candidates, choose_config
 from pallas_kernels.grouped_gemm.heuristics import why_not
-from pallas_kernels.grouped_gemm_packed import PackedConfig, describe_call
-from pallas_kernels.grouped_gemm_packed.reference import dequantized
-from pallas_kernels.grouped_gemm_packed.zero_points import zero_point_of
+from pallas_kernels.grouped_gemm.packed import PackedConfig, describe_call
+from pallas_kernels.grouped_gemm.packed.reference import dequantized
+from pallas_kernels.grouped_gemm.packed.zero_points import zero_point_of
 from pallas_kernels.tuning import (
     FORMATS,
     PACKED_FORMATS,

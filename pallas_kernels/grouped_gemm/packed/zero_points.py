@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pallas_kernels.grouped_gemm_packed.blocks import PackedFormat
+from pallas_kernels.grouped_gemm.packed.format import PackedFormat
 
 
 def zero_term(fmt: PackedFormat, zero_point: Any) -> Any:

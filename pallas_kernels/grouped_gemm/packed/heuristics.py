@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from pallas_kernels.common.sm90 import SMEM_BYTES
 from pallas_kernels.grouped_gemm.heuristics import expected_tiles, height_for, rounds_of, tiles_of_expert
-from pallas_kernels.grouped_gemm_packed.config import (
+from pallas_kernels.grouped_gemm.packed.config import (
     BLOCK_MS,
     TALL,
     PackedConfig,

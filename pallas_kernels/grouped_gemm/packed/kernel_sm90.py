@@ -27,10 +27,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.accumulator_math_sm90 import sigmoid
-from pallas_kernels.grouped_gemm.persistent_sm90 import launch, run_tiles
-from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
-from pallas_kernels.grouped_gemm_packed.config import PackedConfig, PackedDesc, is_promoted, registers, sum_registers
-from pallas_kernels.grouped_gemm_packed.pipeline_sm90 import (
+from pallas_kernels.grouped_gemm.packed.config import PackedConfig, PackedDesc, is_promoted, registers, sum_registers
+from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
+from pallas_kernels.grouped_gemm.packed.pipeline_sm90 import (
     Scratch,
     gather_sums,
     k_steps,
@@ -40,6 +39,7 @@ from pallas_kernels.grouped_gemm_packed.pipeline_sm90 import (
     produce,
     scratch_types,
 )
+from pallas_kernels.grouped_gemm.persistent_sm90 import launch, run_tiles
 
 
 def grouped_gemm_packed_sm90(desc: PackedDesc, config: PackedConfig) -> Callable[[Mapping[str, Any]], Any]:

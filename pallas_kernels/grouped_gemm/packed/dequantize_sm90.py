@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, PackedFormat, turns_of
-from pallas_kernels.grouped_gemm_packed.zero_points import zero_term
+from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat, turns_of
+from pallas_kernels.grouped_gemm.packed.zero_points import zero_term
 
 
 def load_block(

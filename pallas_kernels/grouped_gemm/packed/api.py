@@ -12,11 +12,11 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.common.rows import check_same_rows, in_every_tile, scales_in_every_tile
-from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, pad_to
-from pallas_kernels.grouped_gemm_packed.config import PackedConfig, PackedDesc, config_error
-from pallas_kernels.grouped_gemm_packed.heuristics import choose_config
-from pallas_kernels.grouped_gemm_packed.reference import grouped_gemm_packed_ref
-from pallas_kernels.grouped_gemm_packed.weights import PackedWeights
+from pallas_kernels.grouped_gemm.packed.config import PackedConfig, PackedDesc, config_error
+from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, pad_to
+from pallas_kernels.grouped_gemm.packed.heuristics import choose_config
+from pallas_kernels.grouped_gemm.packed.layout import PackedWeights
+from pallas_kernels.grouped_gemm.packed.reference import grouped_gemm_packed_ref
 
 
 def grouped_gemm_packed(
@@ -123,7 +123,7 @@ def _run_mosaic(desc: PackedDesc, config: PackedConfig | None, operands: dict[st
         flat["x_scale"] = operands["x_scale"].reshape(1)
 
     # here: importing it loads Pallas
-    from pallas_kernels.grouped_gemm_packed.kernel_sm90 import grouped_gemm_packed_sm90
+    from pallas_kernels.grouped_gemm.packed.kernel_sm90 import grouped_gemm_packed_sm90
 
     return grouped_gemm_packed_sm90(desc, config)(flat)
 

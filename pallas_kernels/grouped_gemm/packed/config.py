@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.rows import same_rows_error
 from pallas_kernels.common.sm90 import SMEM_BYTES, smem_bytes
-from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, PackedFormat
+from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
 
 _OUTPUTS = ("bfloat16", "float16", "float32")
 BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256)

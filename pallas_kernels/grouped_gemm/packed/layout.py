@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.grouped_gemm_packed import blocks
-from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N, PackedFormat, interleave, namespace, pad_to, separate
-from pallas_kernels.grouped_gemm_packed.zero_points import zero_point_of, zero_term
+from pallas_kernels.grouped_gemm.packed import format as blocks
+from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat, interleave, namespace, pad_to, separate
+from pallas_kernels.grouped_gemm.packed.zero_points import zero_point_of, zero_term
 
 # What an e4m3 scale is inside a block: e5m3, exponents -9 to 8 as 0 to 17; normal numbers keep their bits.
 _E5M3 = np.zeros(256, np.uint8)

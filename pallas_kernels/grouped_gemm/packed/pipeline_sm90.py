@@ -10,8 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic, sm90
-from pallas_kernels.grouped_gemm_packed.blocks import BLOCK_N
-from pallas_kernels.grouped_gemm_packed.config import (
+from pallas_kernels.grouped_gemm.packed.config import (
     PackedConfig,
     PackedDesc,
     are_groups_together,
@@ -27,7 +26,8 @@ from pallas_kernels.grouped_gemm_packed.config import (
     scale_rows,
     unpacks_late,
 )
-from pallas_kernels.grouped_gemm_packed.dequantize_sm90 import load_block
+from pallas_kernels.grouped_gemm.packed.dequantize_sm90 import load_block
+from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 
 
 @dataclasses.dataclass(frozen=True)

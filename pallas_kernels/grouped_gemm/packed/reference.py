@@ -7,9 +7,9 @@ from jax import lax
 
 from pallas_kernels.common.microscaling import decode_e2m1, decode_e8m0
 from pallas_kernels.common.numerics import widen
-from pallas_kernels.grouped_gemm_packed.blocks import FOLDED_RANGE
-from pallas_kernels.grouped_gemm_packed.config import PackedDesc
-from pallas_kernels.grouped_gemm_packed.weights import PackedWeights, unpack
+from pallas_kernels.grouped_gemm.packed.config import PackedDesc
+from pallas_kernels.grouped_gemm.packed.format import FOLDED_RANGE
+from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, unpack
 
 
 def grouped_gemm_packed_ref(

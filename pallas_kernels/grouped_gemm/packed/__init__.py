@@ -1,0 +1,26 @@
+"""Grouped GEMM over rows in expert order with weights of few bits, packed for the matrix instruction's registers."""
+
+from pallas_kernels.grouped_gemm.packed.api import describe_call, grouped_gemm_packed
+from pallas_kernels.grouped_gemm.packed.config import BLOCK_MS, PackedConfig, PackedDesc, config_error
+from pallas_kernels.grouped_gemm.packed.format import PackedFormat
+from pallas_kernels.grouped_gemm.packed.heuristics import candidates, choose_block_m, choose_config, describe
+from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, pack, unpack
+from pallas_kernels.grouped_gemm.packed.reference import grouped_gemm_packed_ref
+
+__all__ = [
+    "BLOCK_MS",
+    "PackedConfig",
+    "PackedDesc",
+    "PackedFormat",
+    "PackedWeights",
+    "candidates",
+    "choose_block_m",
+    "choose_config",
+    "config_error",
+    "describe",
+    "describe_call",
+    "grouped_gemm_packed",
+    "grouped_gemm_packed_ref",
+    "pack",
+    "unpack",
+]
