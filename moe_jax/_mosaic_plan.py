@@ -182,11 +182,11 @@ def layer_key(config: MoEConfig, weights: ExpertWeights) -> LayerKey:
     return LayerKey(
         num_experts=weights.num_experts,
         top_k=config.top_k,
-        hidden=weights.hidden_size,
-        inner=weights.intermediate_size,
+        hidden_size=weights.hidden_size,
+        intermediate_size=weights.intermediate_size,
         dtype=jnp.dtype(weights.w13.data.dtype).name,
         lhs_scale=_LHS_SCALES.get(kind, "row"),
         rhs_scale="none" if fmt is None else fmt.strategy.value,
         requantize=requantize,
-        halves=config.num_halves,
+        projections=config.num_halves,
     )

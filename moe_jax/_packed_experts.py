@@ -162,15 +162,15 @@ def layer_key(config: MoEConfig, weights: ExpertWeights) -> PackedLayerKey:
     return PackedLayerKey(
         num_experts=weights.num_experts,
         top_k=config.top_k,
-        hidden=weights.hidden_size,
-        inner=weights.intermediate_size,
+        hidden_size=weights.hidden_size,
+        intermediate_size=weights.intermediate_size,
         element=w13.fmt.element,
         operand=w13.fmt.operand,
         scale=w13.fmt.scale,
         group_size=w13.fmt.group_size,
         has_zero_point=w13.fmt.has_zero_point,
         scale_dtype="float32" if w13.scale is None else jnp.dtype(w13.scale.dtype).name,
-        halves=config.num_halves,
+        projections=config.num_halves,
     )
 
 

@@ -20,10 +20,10 @@ from pallas_kernels.common.device import device_kind, hopper_sms
 from pallas_kernels.grouped_gemm import GemmDesc, grouped_gemm
 from pallas_kernels.grouped_gemm.packed import grouped_gemm_packed
 from pallas_kernels.tuning import timing
-from pallas_kernels.tuning.layer import FORMATS, PACKED_FORMATS, LayerKey, PackedLayerKey
+from pallas_kernels.tuning.layer import FORMATS, PACKED_FORMATS, AnyConfig, AnyDesc, AnyKey, LayerKey, PackedLayerKey
 from pallas_kernels.tuning.operands import random_operands
-from pallas_kernels.tuning.search import tune
-from pallas_kernels.tuning.table import AnyKey, Table, load_table, path_for
+from pallas_kernels.tuning.search import Timer, tune
+from pallas_kernels.tuning.table import Table, load_table, path_for
 
 
 class GpuTimer:
@@ -32,7 +32,7 @@ class GpuTimer:
     def __init__(self) -> None:
         self._held: tuple[Any, Any] = (None, None)
 
-    def __call__(self, desc: Any, config: Any, key: AnyKey, num_tokens: int) -> float:
+    def __call__(self, desc: AnyDesc, config: AnyConfig, key: AnyKey, num_tokens: int) -> float:
         if self._held[0] != (desc, config.block_m):
             self._held = (None, None)  # before the new ones are made: both may not fit
             self._held = ((desc, config.block_m), random_operands(desc, config.block_m, key, num_tokens))
@@ -43,7 +43,7 @@ class GpuTimer:
         return timing.least_of_bursts(lambda: run(routings, scales)) / calls * 1e6
 
 
-def products_of(desc: Any, config: Any) -> Callable[[list[Any], dict[str, Any]], list[Any]]:
+def products_of(desc: AnyDesc, config: AnyConfig) -> Callable[[list[Any], dict[str, Any]], list[Any]]:
     """(routings (x, w, tile_expert, num_tiles), scales by name) -> each one's product; the kernel is lowered once."""
     static: dict[str, Any] = dict(activation=desc.activation, out_dtype=desc.out_dtype, config=config)
     if isinstance(desc, GemmDesc):
@@ -53,7 +53,7 @@ def products_of(desc: Any, config: Any) -> Callable[[list[Any], dict[str, Any]],
     return lambda routings, scales: [one(routing, scales) for routing in routings]
 
 
-def main(arguments: Sequence[str] | None = None, timer: Any = None) -> int:
+def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layer", action="append", required=True, metavar="E,TOP_K,H,I")
     parser.add_argument("--formats", default=",".join((*FORMATS, *PACKED_FORMATS)))
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, timer: Any = None) -> int:
     keys = []
     for layer in options.layer:
         try:
-            experts, top_k, hidden, inner = (int(size) for size in layer.split(","))
+            experts, top_k, hidden_size, intermediate_size = (int(size) for size in layer.split(","))
         except ValueError:
             parser.error(f"--layer {layer}: expected four integers, experts,top_k,hidden,intermediate")
         for name in options.formats.split(","):
@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None, timer: Any = None) -> int:
                 parser.error(f"--formats {name}: there are {', '.join((*FORMATS, *PACKED_FORMATS))}")
             kind: Any = LayerKey if name in FORMATS else PackedLayerKey
             how: dict[str, Any] = (FORMATS | PACKED_FORMATS)[name]
-            keys.append(kind(experts, top_k, hidden, inner, **how, halves=1 if options.not_gated else 2))
+            projections = 1 if options.not_gated else 2
+            keys.append(kind(experts, top_k, hidden_size, intermediate_size, **how, projections=projections))
     try:
         num_sms = hopper_sms()
     except NotImplementedError as error:

@@ -1,7 +1,7 @@
 """What a tuning table is keyed by (``LayerKey``, ``PackedLayerKey``) and what it holds (``LayerConfig``)."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from pallas_kernels.align.config import row_capacity
 from pallas_kernels.common.activations import Activation
@@ -17,6 +17,9 @@ from pallas_kernels.grouped_gemm.packed import config_error as packed_error
 from pallas_kernels.quantize_and_permute.config import PermuteConfig, PermuteDesc
 from pallas_kernels.quantize_and_permute.config import config_error as permute_error
 
+SIZES = ("num_experts", "top_k", "hidden_size", "intermediate_size", "projections")  # fields of either key
+AnyDesc = GemmDesc | PackedDesc
+AnyConfig = GemmConfig | PackedConfig
 # name: fields of a LayerKey that say how the operands are stored and scaled
 FORMATS: dict[str, dict[str, str]] = {
     "bf16": dict(dtype="bfloat16"),
@@ -66,19 +69,21 @@ PACKED_FORMATS: dict[str, dict[str, Any]] = {
 class LayerKey:
     """Sizes and formats of a layer of experts, as far as its products' speed depends on them.
 
-    inner: intermediate size I of one expert (of one shard). halves: 2 when gated. The rest as in ``GemmDesc``;
-    requantize: what GEMM 1 does to its result in tiles that have operands in their order.
+    intermediate_size: I of one expert, or of one shard of it.
+    requantize: what GEMM 1 does to its result in tiles whose operands are not swapped.
+    projections: of GEMM 1; 2 (gate and up) when gated, else 1.
+    The rest as in ``GemmDesc``.
     """
 
     num_experts: int
     top_k: int
-    hidden: int
-    inner: int
+    hidden_size: int
+    intermediate_size: int
     dtype: str
-    lhs_scale: Any = "none"
-    rhs_scale: Any = "none"
-    requantize: Any = "none"
-    halves: int = 2
+    lhs_scale: str = "none"
+    rhs_scale: str = "none"
+    requantize: Literal["none", "group", "tensor"] = "none"
+    projections: int = 2
 
     def products(
         self,
@@ -91,7 +96,7 @@ class LayerKey:
     ) -> tuple[GemmDesc, GemmDesc]:
         """GEMM 1 and GEMM 2 for a number of tokens in tiles of block_m rows. activation: None for silu."""
         if activation is None:
-            activation = Activation("silu" if self.halves == 2 else "silu_no_mul")
+            activation = Activation("silu" if self.projections == 2 else "silu_no_mul")
         # Swapped operands store 16 bits, and their rows are requantized apart: not where float16 would overflow.
         is_swapped = block_m not in BLOCK_MS and out_dtype != "float16"
         requantize = "none" if is_swapped else self.requantize
@@ -105,11 +110,18 @@ class LayerKey:
             bias_dtype=bias_dtype,
             has_tile_rows=True,
         )
-        first = dict(n=self.inner, k=self.hidden, halves=self.halves, activation=activation, requantize=requantize)
-        return GemmDesc(**first, **common), GemmDesc(n=self.hidden, k=self.inner, **common)
+        first = GemmDesc(
+            n=self.intermediate_size,
+            k=self.hidden_size,
+            halves=self.projections,
+            activation=activation,
+            requantize=requantize,
+            **common,
+        )
+        return first, GemmDesc(n=self.hidden_size, k=self.intermediate_size, **common)
 
     @staticmethod
-    def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
+    def config_error(desc: Any, config: Any) -> str | None:
         """Why ``config`` cannot run a product of ``products``, or None."""
         return gemm_error(desc, config)
 
@@ -125,7 +137,7 @@ class LayerKey:
         """
         if self.requantize == "none" or self.products(num_tokens, block_m)[0].requantize != "none":
             return 0.0
-        return 2.5 + num_tokens * self.top_k * self.inner * 3 / 3.3e6
+        return 2.5 + num_tokens * self.top_k * self.intermediate_size * 3 / 3.3e6
 
     def heights(self, num_tokens: int) -> list[int]:
         """Tile heights worth a look: a token has an expert at most once, so none has more rows than tokens."""
@@ -141,7 +153,7 @@ class LayerKey:
         """
         if self.requantize == "none":
             return True
-        rows = PermuteDesc(1, self.inner, 0, 1, "bfloat16", f"e4m3_{self.requantize}")
+        rows = PermuteDesc(1, self.intermediate_size, 0, 1, "bfloat16", f"e4m3_{self.requantize}")
         return permute_error(rows, PermuteConfig(1)) is None
 
     @property
@@ -172,21 +184,22 @@ class LayerKey:
 class PackedLayerKey:
     """Sizes and format of a layer with packed weights, as far as its products' speed depends on them.
 
-    Sizes as in ``LayerKey``; element, operand, scale, group_size, has_zero_point as in ``PackedFormat``; scale_dtype of
-    group scales, "float32" without them.
+    Sizes as in ``LayerKey``.
+    element, operand, scale, group_size, has_zero_point: as in ``PackedFormat``.
+    scale_dtype: of group scales, "float32" without them.
     """
 
     num_experts: int
     top_k: int
-    hidden: int
-    inner: int
-    element: Any
-    operand: Any = "bfloat16"
-    scale: Any = "none"
+    hidden_size: int
+    intermediate_size: int
+    element: Literal["int4", "int8", "e2m1", "e4m3"]
+    operand: Literal["bfloat16", "float16", "int8", "float8_e4m3fn"] = "bfloat16"
+    scale: Literal["none", "group", "e4m3", "e8m0"] = "none"
     group_size: int | None = None
     has_zero_point: bool = False
     scale_dtype: str = "float32"
-    halves: int = 2
+    projections: int = 2
 
     def products(
         self,
@@ -199,7 +212,7 @@ class PackedLayerKey:
     ) -> tuple[PackedDesc, PackedDesc]:
         """GEMM 1 and GEMM 2 for a number of tokens in tiles of block_m rows. activation: None for silu."""
         if activation is None:
-            activation = Activation("silu" if self.halves == 2 else "silu_no_mul")
+            activation = Activation("silu" if self.projections == 2 else "silu_no_mul")
         fmt = PackedFormat(self.element, self.operand, self.scale, self.group_size, self.has_zero_point)
         common: dict[str, Any] = dict(
             rows=row_capacity(max(num_tokens, 1) * self.top_k, self.num_experts, block_m),
@@ -211,12 +224,12 @@ class PackedLayerKey:
             lhs_scale="row" if fmt.is_8bit else "none",
             bias_dtype=bias_dtype,
         )
-        inputs, inner = (-(-k // fmt.block_k) * fmt.block_k for k in (self.hidden, self.inner))
-        first = PackedDesc(n=self.inner, k=inputs, halves=self.halves, activation=activation, **common)
-        return first, PackedDesc(n=self.hidden, k=inner, **common)
+        k1, k2 = (-(-k // fmt.block_k) * fmt.block_k for k in (self.hidden_size, self.intermediate_size))
+        first = PackedDesc(n=self.intermediate_size, k=k1, halves=self.projections, activation=activation, **common)
+        return first, PackedDesc(n=self.hidden_size, k=k2, **common)
 
     @staticmethod
-    def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
+    def config_error(desc: Any, config: Any) -> str | None:
         """Why ``config`` cannot run a product of ``products``, or None."""
         return packed_error(desc, config)
 
@@ -261,15 +274,22 @@ class PackedLayerKey:
         return _name_among(PACKED_FORMATS, self)
 
 
-def _name_among(formats: dict[str, dict[str, Any]], key: Any) -> str | None:
-    sizes = {name: getattr(key, name) for name in ("num_experts", "top_k", "hidden", "inner", "halves")}
+AnyKey = LayerKey | PackedLayerKey
+
+
+def _name_among(formats: dict[str, dict[str, Any]], key: "AnyKey") -> str | None:
+    sizes = {name: getattr(key, name) for name in SIZES}
     return next((name for name, how in formats.items() if type(key)(**sizes, **how) == key), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """Rows of a tile, which both products share, and how each runs: two GemmConfig, or two PackedConfig."""
+    """How both products of a layer run.
+
+    block_m: rows of a tile, which both share.
+    gemm1, gemm2: two ``GemmConfig``, or two ``PackedConfig``.
+    """
 
     block_m: int
-    gemm1: Any
-    gemm2: Any
+    gemm1: AnyConfig
+    gemm2: AnyConfig

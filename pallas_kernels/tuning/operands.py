@@ -10,11 +10,11 @@ from pallas_kernels.grouped_gemm import GemmDesc
 from pallas_kernels.grouped_gemm.packed import PackedDesc, PackedFormat, PackedWeights, pack
 from pallas_kernels.grouped_gemm.packed.format import pack_words, scale_rotation, turned
 from pallas_kernels.grouped_gemm.packed.zero_points import zero_term
-from pallas_kernels.tuning.layer import LayerKey, PackedLayerKey
+from pallas_kernels.tuning.layer import AnyDesc, AnyKey
 
 
 def random_operands(
-    desc: GemmDesc | PackedDesc, block_m: int, key: LayerKey | PackedLayerKey, num_tokens: int
+    desc: AnyDesc, block_m: int, key: AnyKey, num_tokens: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of ``grouped_gemm`` or ``grouped_gemm_packed`` for uniform routing of num_tokens: (x, w, tile_expert,
     num_tiles), the rest. Traceable.
@@ -85,7 +85,7 @@ def random_packed_weights(
     return PackedWeights(jax.lax.bitcast_convert_type(bits, jnp.int32), scale, zero, channel, fmt, n, k)
 
 
-def _left_by_scales_of_one(fmt: PackedFormat) -> Any:
+def _left_by_scales_of_one(fmt: PackedFormat) -> np.floating:
     """The factor of a channel that packing makes where all scales inside the blocks are 1."""
     one = {"e4m3": np.ones((), jnp.float8_e4m3fn), "e8m0": np.uint8(127)}[fmt.scale]
     codes = np.zeros((1, 1, 64, fmt.block_k), np.uint8)
@@ -93,6 +93,6 @@ def _left_by_scales_of_one(fmt: PackedFormat) -> Any:
     return pack(fmt, codes, scale=scales).channel_scale.flat[0]
 
 
-def _values(seed: int, shape: tuple[int, ...], dtype: str) -> Any:
+def _values(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
     random = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
     return (random * 40).astype(jnp.int8) if dtype == "int8" else random.astype(dtype)

@@ -1,13 +1,12 @@
 """The search: every candidate of both products at every tile height, timed by whoever can."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
-from pallas_kernels.tuning.layer import LayerConfig
-from pallas_kernels.tuning.table import AnyKey, Entry
+from pallas_kernels.tuning.layer import AnyConfig, AnyDesc, AnyKey, LayerConfig
+from pallas_kernels.tuning.table import Entry
 
 # (product, configuration, key, tokens) -> microseconds; raises NotImplementedError for what cannot run after all
-Timer = Callable[[Any, Any, AnyKey, int], float]
+Timer = Callable[[AnyDesc, AnyConfig, AnyKey, int], float]
 
 
 def tune(
@@ -47,7 +46,14 @@ def tune(
     return entries
 
 
-def _fastest(desc, configs, key, num_tokens, timer, report) -> tuple[float, Any] | None:
+def _fastest(
+    desc: AnyDesc,
+    configs: Iterable[AnyConfig],
+    key: AnyKey,
+    num_tokens: int,
+    timer: Timer,
+    report: Callable[[str], None],
+) -> tuple[float, AnyConfig] | None:
     best = None
     for config in configs:
         try:

@@ -4,19 +4,37 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from pallas_kernels.grouped_gemm import GemmConfig
 from pallas_kernels.grouped_gemm.packed import PackedConfig
-from pallas_kernels.tuning.layer import LayerConfig, LayerKey, PackedLayerKey
+from pallas_kernels.tuning.layer import (
+    FORMATS,
+    PACKED_FORMATS,
+    SIZES,
+    AnyConfig,
+    AnyKey,
+    LayerConfig,
+    LayerKey,
+    PackedLayerKey,
+)
 
 FOLDER = Path(__file__).parent / "tuned"
-FORMAT = 1
-AnyKey = LayerKey | PackedLayerKey
-_FEWEST = 8  # times fewer tokens: buckets are four or eight times apart, but for layers that were timed at few of them
-_MANY_ROWS = 128  # of an expert, from which on more tokens are more tiles of the same height
+FORMAT = 2
+_FEWEST = 8  # An entry serves down to an eighth of its tokens: measured numbers are four or eight times apart.
+_MANY_ROWS = 128  # Above so many rows per expert, more tokens only add tiles of the same height.
+_GEMMS = ("gemm1", "gemm2")
+# Fields by the names that saved files may have.
+_RENAMED = {
+    "hidden": "hidden_size",
+    "inner": "intermediate_size",
+    "halves": "projections",
+    "is_swapped": "swap_ab",
+    "band": "raster_group_m",
+}
+_Built = TypeVar("_Built", bound=AnyKey | AnyConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,28 +96,49 @@ class Table:
         return Table(self.device, tuple(found.values()))
 
     def save(self, path: Path) -> None:
-        """Write JSON, one entry a line, sorted, so that a difference reads well."""
-        stored = [(type(e.key).__name__, dataclasses.astuple(e.key), e.tokens, _as_json(e)) for e in self.entries]
-        lines = [json.dumps(text) for *_, text in sorted(stored, key=lambda one: one[:3])]
-        body = ",\n".join(f"  {text}" for text in lines)
-        head = f'{{"format": {FORMAT}, "device": {json.dumps(self.device)}, "entries": ['
-        path.write_text(f"{head}\n{body}\n]}}\n" if lines else f"{head}]}}\n")
+        """Write JSON: a line for each shape of a layer, below it one for each format, below that one for each number of
+        tokens, sorted, so that a difference reads well. A field of both products stands once, or as the pair of their
+        values; what is a default in both stands nowhere.
+        """
+        layers: dict[str, dict[str, list[str]]] = {}
+        for entry in sorted(self.entries, key=lambda e: (_sizes(e.key), str(_format(e.key)), e.tokens)):
+            formats = layers.setdefault(_json(_sizes_as_json(entry.key)), {})
+            formats.setdefault(_json(_format(entry.key)), []).append(_json(_as_json(entry)))
+        body = ",\n".join(
+            f'{sizes[:-1]}, "formats": [\n'
+            + ",\n".join(
+                f' {{"format": {name}, "entries": [\n' + ",\n".join(f"  {line}" for line in lines) + "]}"
+                for name, lines in formats.items()
+            )
+            + "]}"
+            for sizes, formats in layers.items()
+        )
+        path.write_text(f'{{"format": {FORMAT}, "device": {_json(self.device)}, "layers": [\n{body}]}}\n')
 
 
 def load_table(path: Path) -> Table:
-    """Read and check a table. Raises ValueError, naming file and entry, for anything that ``save`` did not write."""
+    """Read and check a table. Raises ValueError, naming file and entry, for anything that ``save`` did not write.
+
+    A file of format 1, which repeats the layer in every entry, is read as well.
+    """
     try:
         stored = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON ({error}); write it anew with python -m pallas_kernels.autotune") from None
-    if not isinstance(stored, dict) or stored.keys() != {"format", "device", "entries"} or stored["format"] != FORMAT:
+    version = stored.get("format") if isinstance(stored, dict) else None
+    body = {1: "entries", FORMAT: "layers"}.get(version) if isinstance(version, int) else None
+    if body is None or stored.keys() != {"format", "device", body}:
         raise ValueError(
-            f"{path}: expected an object of format {FORMAT}, device and entries; write it anew with "
+            f"{path}: expected an object of format {FORMAT}, device and layers; write it anew with "
             "python -m pallas_kernels.autotune"
         )
-    if not isinstance(stored["device"], str) or not isinstance(stored["entries"], list):
-        raise ValueError(f"{path}: device is {stored['device']!r} and entries a {type(stored['entries']).__name__}")
-    entries = tuple(_entry(one, f"{path}: entry {index}") for index, one in enumerate(stored["entries"]))
+    if not isinstance(stored["device"], str) or not isinstance(stored[body], list):
+        raise ValueError(f"{path}: device is {stored['device']!r} and {body} a {type(stored[body]).__name__}")
+    if version == 1:
+        flat = ((f"{path}: entry {index}", one) for index, one in enumerate(stored[body]))
+    else:
+        flat = _flat(stored[body], path)
+    entries = tuple(_entry(one, where) for where, one in flat)
     if len({(entry.key, entry.tokens) for entry in entries}) < len(entries):
         raise ValueError(f"{path}: two entries for one layer and number of tokens; remove one")
     return Table(stored["device"], entries)
@@ -117,30 +156,84 @@ def table_for(device: str) -> Table:
     return load_table(path) if path.exists() else Table(device)
 
 
-def _as_json(entry: Entry) -> dict[str, Any]:
-    def changed(value):
-        defaults = {field.name: field.default for field in dataclasses.fields(value)}
-        return {name: v for name, v in dataclasses.asdict(value).items() if v != defaults[name]}
+def _json(value: object) -> str:
+    return json.dumps(value)
 
-    stored = {
-        "layer": changed(entry.key),
-        "tokens": entry.tokens,
-        "gemm1": changed(entry.config.gemm1),
-        "gemm2": changed(entry.config.gemm2),
-        "micros": round(entry.micros, 1),
-    }
+
+def _changed(value: AnyKey) -> dict[str, object]:
+    """The fields that are not their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(value)}
+    return {name: v for name, v in dataclasses.asdict(value).items() if v != defaults[name]}
+
+
+def _sizes(key: AnyKey) -> tuple[int, ...]:
+    return tuple(getattr(key, name) for name in SIZES)
+
+
+def _sizes_as_json(key: AnyKey) -> dict[str, object]:
+    return {name: value for name, value in _changed(key).items() if name in SIZES}
+
+
+def _format(key: AnyKey) -> str | dict[str, object]:
+    """Its name, or its fields where it has none."""
+    fields: dict[str, object] = {name: value for name, value in _changed(key).items() if name not in SIZES}
+    return key.format_name or fields
+
+
+def _as_json(entry: Entry) -> dict[str, object]:
+    stored: dict[str, object] = {"tokens": entry.tokens}
+    for field in dataclasses.fields(entry.config.gemm1):
+        pair = [getattr(gemm, field.name) for gemm in (entry.config.gemm1, entry.config.gemm2)]
+        if pair != [field.default] * 2:
+            stored[field.name] = pair[0] if pair[0] == pair[1] else pair
+    stored["micros"] = round(entry.micros, 1)
     return stored if entry.source is None else stored | {"source": entry.source}
 
 
-def _entry(stored: Any, where: str) -> Entry:
+def _flat(layers: list[object], path: Path) -> Iterator[tuple[str, dict[str, object]]]:
+    """Where it stands, and an entry as format 1 has it."""
+    for index, layer in enumerate(layers):
+        sizes = _object(layer, f"{path}: layer {index}", "formats")
+        for stored in _list(sizes.pop("formats"), f"{path}: layer {index}: formats"):
+            how = _object(stored, f"{path}: layer {index}: a format", "format", "entries")
+            name, where = how["format"], f"{path}: layer {index}, {how['format']}"
+            known = (FORMATS | PACKED_FORMATS).get(name) if isinstance(name, str) else _object(name, where)
+            if known is None or how.keys() != {"format", "entries"}:
+                raise ValueError(f"{where}: expected entries and a format of {', '.join((*FORMATS, *PACKED_FORMATS))}")
+            for number, one in enumerate(_list(how["entries"], where)):
+                fields = _object(one, f"{where}, entry {number}")
+                entry = {name: fields.pop(name) for name in ("tokens", "micros", "source") if name in fields}
+                gemms = {name: {n: _of_pair(v, at) for n, v in fields.items()} for at, name in enumerate(_GEMMS)}
+                yield f"{where}, entry {number}", {"layer": {**sizes, **known}, **entry, **gemms}
+
+
+def _of_pair(value: object, at: int) -> object:
+    return value[at] if isinstance(value, list) and len(value) == len(_GEMMS) else value
+
+
+def _object(stored: object, where: str, *names: str) -> dict[str, object]:
+    """A copy of a JSON object that has at least the fields ``names``."""
+    if not isinstance(stored, dict) or not stored.keys() >= set(names):
+        found = sorted(stored) if isinstance(stored, dict) else type(stored).__name__
+        raise ValueError(f"{where}: found {found}, expected an object with {', '.join(names) or 'fields'}")
+    return dict(stored)
+
+
+def _list(stored: object, where: str) -> list[object]:
+    if not isinstance(stored, list):
+        raise ValueError(f"{where} is a {type(stored).__name__}, expected a list")
+    return stored
+
+
+def _entry(stored: object, where: str) -> Entry:
     expected = {"layer", "tokens", "gemm1", "gemm2", "micros"}
     if not isinstance(stored, dict) or stored.keys() - {"source"} != expected:
         found = sorted(stored) if isinstance(stored, dict) else type(stored).__name__
         raise ValueError(f"{where}: found {found}, expected the fields {sorted(expected)}")
     is_packed = isinstance(stored["layer"], dict) and "element" in stored["layer"]
-    kinds: Any = (PackedLayerKey, PackedConfig) if is_packed else (LayerKey, GemmConfig)
-    key = _build(kinds[0], stored["layer"], f"{where}: layer")
-    gemm1, gemm2 = (_build(kinds[1], stored[name], f"{where}: {name}") for name in ("gemm1", "gemm2"))
+    key = _build(PackedLayerKey if is_packed else LayerKey, stored["layer"], f"{where}: layer")
+    config_kind = PackedConfig if is_packed else GemmConfig
+    gemm1, gemm2 = (_build(config_kind, stored[name], f"{where}: {name}") for name in _GEMMS)
     tokens, micros, source = stored["tokens"], stored["micros"], stored.get("source")
     if not isinstance(source, str | None):
         raise ValueError(f"{where}: source={source!r}, expected a string")
@@ -148,14 +241,16 @@ def _entry(stored: Any, where: str) -> Entry:
         raise ValueError(f"{where}: tokens={tokens!r} and micros={micros!r}, expected a positive integer and number")
     if gemm1.block_m != gemm2.block_m:
         raise ValueError(f"{where}: block_m is {gemm1.block_m} and {gemm2.block_m}; both products share their tiles")
-    for name, desc, config in zip(("gemm1", "gemm2"), key.products(tokens, gemm1.block_m), (gemm1, gemm2), strict=True):
+    for name, desc, config in zip(_GEMMS, key.products(tokens, gemm1.block_m), (gemm1, gemm2), strict=True):
         if reason := key.config_error(desc, config):
             raise ValueError(f"{where}: {name} cannot run: {reason}")
     return Entry(key, tokens, LayerConfig(gemm1.block_m, gemm1, gemm2), float(micros), source)
 
 
-def _build(kind: Any, stored: Any, where: str) -> Any:
+def _build(kind: type[_Built], stored: object, where: str) -> _Built:
     fields = {field.name: field for field in dataclasses.fields(kind)}
+    if isinstance(stored, dict):
+        stored = {_RENAMED[name] if _RENAMED.get(name) in fields else name: v for name, v in stored.items()}
     if not isinstance(stored, dict) or stored.keys() - fields.keys():
         raise ValueError(f"{where} is {stored!r}, expected an object with fields of {', '.join(fields)}")
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in stored]

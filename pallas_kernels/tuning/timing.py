@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +15,14 @@ def calls_of(tokens: int) -> int:
     return 40 if tokens == 1 else 20 if tokens <= 16 else 10 if tokens <= 1024 else 3
 
 
-def other_experts(tile_expert: Any, num_experts: int, calls: int) -> list[Any]:
+def other_experts(tile_expert: jax.Array, num_experts: int, calls: int) -> list[jax.Array]:
     """tile_expert (row tiles,) int32 of each call: the experts move on, -1 stays."""
     return [
         jnp.where(tile_expert < 0, -1, (tile_expert + i * num_experts // calls) % num_experts) for i in range(calls)
     ]
 
 
-def seconds(run: Callable[[], Any], repeats: int) -> float:
+def seconds(run: Callable[[], object], repeats: int) -> float:
     """Of one ``run()`` among so many in a row, their results waited for at the end."""
     start = time.perf_counter()
     out = None
@@ -33,13 +32,13 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def burst_length(run: Callable[[], Any]) -> int:
+def burst_length(run: Callable[[], object]) -> int:
     """Repeats that take some milliseconds; the first ones warm up."""
     seconds(run, 1)
     return max(1, min(20, int(_BURST_S / seconds(run, 2))))
 
 
-def least_of_bursts(run: Callable[[], Any]) -> float:
+def least_of_bursts(run: Callable[[], object]) -> float:
     """Seconds of one ``run()``: what others on the machine add to a burst is not its own."""
     repeats = burst_length(run)
     return min(seconds(run, repeats) for _ in range(BURSTS))

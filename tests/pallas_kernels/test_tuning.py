@@ -65,7 +65,9 @@ def test_search_looks_at_tall_tiles_where_experts_have_many_rows():
     assert dataclasses.replace(key, rhs_scale="block").heights(1024) == [64, 128]
     blocks = dataclasses.replace(key, **FORMATS["fp8_block"])
     assert blocks.heights(16) == [8, 16, 64]
-    assert dataclasses.replace(blocks, inner=192).heights(16) == [64]  # no kernel requantizes a group and a half
+    assert dataclasses.replace(blocks, intermediate_size=192).heights(16) == [
+        64
+    ]  # no kernel requantizes a group and a half
 
 
 def test_rows_requantized_apart_count():
@@ -87,7 +89,7 @@ def _config_of(line):
 
 def test_search_leaves_out_what_no_candidate_runs():
     lines = []
-    odd = dataclasses.replace(KEY, hidden=2050)
+    odd = dataclasses.replace(KEY, hidden_size=2050)
     assert tune([odd], [1], fake_timer, 132, lines.append) == []
     ragged = PackedLayerKey(8, 2, 4096, 100, **PACKED_FORMATS["int4_g128"])
     assert tune([ragged], [16], fake_timer, 132, lines.append) == []
@@ -173,7 +175,7 @@ def test_search_over_packed_weights():
 def test_lookup():
     assert GOOD.buckets(KEY) == (16, 64)
     assert [GOOD.lookup(KEY, t).tokens for t in (1, 16, 17, 64, 5000)] == [16, 16, 64, 64, 64]
-    assert GOOD.lookup(dataclasses.replace(KEY, inner=512), 16) is None
+    assert GOOD.lookup(dataclasses.replace(KEY, intermediate_size=512), 16) is None
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,7 @@ def test_entries_that_do_not_reach_give_way_to_lent_ones_that_do():
     [
         dict(dtype="bfloat16", lhs_scale="none", rhs_scale="none"),
         dict(lhs_scale="group", rhs_scale="block"),
-        dict(dtype="int8", inner=512),
+        dict(dtype="int8", intermediate_size=512),
     ],
 )
 def test_layers_that_nobody_lends_to(changes):
@@ -240,7 +242,7 @@ def test_packed_layers_borrow_step_by_step():
 @pytest.mark.parametrize("name", (*FORMATS, *PACKED_FORMATS))
 def test_formats_know_their_names(name):
     key = PackedLayerKey(8, 2, 512, 256, **PACKED_FORMATS[name]) if name in PACKED_FORMATS else None
-    key = key or LayerKey(8, 2, 512, 256, halves=1, **FORMATS[name])
+    key = key or LayerKey(8, 2, 512, 256, projections=1, **FORMATS[name])
     assert key.format_name == name
     assert key.lender is None or key.lender.format_name is not None
 
@@ -284,21 +286,63 @@ def test_files_come_back_as_they_were(tmp_path):
     assert load_table(path) == Table("NVIDIA H100")
 
 
+def test_layers_stand_once_in_a_file(tmp_path):
+    """Formats by name, or by their fields where they have none; fields of both products once, or in pairs."""
+    path = tmp_path / "table.json"
+    unnamed = dataclasses.replace(KEY, dtype="float16", lhs_scale="none", rhs_scale="none", projections=1)
+    table = GOOD.merged([Entry(unnamed, 1, PAIR, 8.0), Entry(PACKED_KEY, 16, PACKED_PAIR, 70.0)])
+    table.save(path)
+    assert set(load_table(path).entries) == set(table.entries)
+    plain, gated = json.loads(path.read_text())["layers"]
+    assert plain["projections"] == 1 and plain["formats"][0]["format"] == {"dtype": "float16"}
+    assert [stored["format"] for stored in gated["formats"]] == ["fp8_channel", "int4_g128"]
+    (packed,) = gated["formats"][1]["entries"]
+    assert packed == dict(tokens=16, block_m=16, num_consumers=4, step_blocks=[2, 4], num_stages=5, micros=70.0)
+
+
+def test_files_of_format_1_are_read(tmp_path):
+    """One entry a line, each with its layer; fields by the names of their time."""
+    path = tmp_path / "table.json"
+    sizes = {"num_experts": 128, "top_k": 8, "hidden": 2048, "inner": 768}
+    plain = sizes | {"dtype": "float8_e4m3fn", "lhs_scale": "row", "rhs_scale": "channel", "halves": 2}
+    packed = sizes | {"element": "int4", "scale": "group", "group_size": 128, "scale_dtype": "bfloat16"}
+    swapped = {"block_m": 16, "block_n": 128, "num_stages": 4, "band": 8, "is_swapped": True}
+    first, second = ({"block_m": 16, "num_consumers": 4, "step_blocks": k, "num_stages": 5} for k in (2, 4))
+    entries = [
+        {"layer": plain, "tokens": 16, "gemm1": swapped, "gemm2": swapped, "micros": 90.0},
+        {"layer": packed, "tokens": 1, "gemm1": first, "gemm2": second, "micros": 9, "source": "with times of others"},
+    ]
+    path.write_text(json.dumps({"format": 1, "device": "NVIDIA H200", "entries": entries}))
+    own = (GOOD.entries[0], Entry(PACKED_KEY, 1, PACKED_PAIR, 9.0, "with times of others"))
+    assert load_table(path) == Table("NVIDIA H200", own)
+
+
+def _stored(table):
+    """Entries of the first format of the first layer."""
+    return table["layers"][0]["formats"][0]["entries"]
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda t: t.update(format=2), "expected an object of format 1"),
+        (lambda t: t.update(format=3), "expected an object of format 2"),
+        (lambda t: t.update(format=1), "expected an object of format 2"),
         (lambda t: t.update(device=3), "device is 3"),
-        (lambda t: t["entries"].append(t["entries"][0]), "two entries for one layer"),
-        (lambda t: t["entries"][1].pop("micros"), r"entry 1: found \["),
-        (lambda t: t["entries"][0].update(tokens=0), "entry 0: tokens=0"),
-        (lambda t: t["entries"][0]["layer"].update(experts=3), "entry 0: layer is"),
-        (lambda t: t["entries"][0]["layer"].pop("hidden"), "entry 0: layer lacks hidden"),
-        (lambda t: t["entries"][0]["gemm1"].update(block_m=32), "block_m is 32 and 16"),
-        (lambda t: t["entries"][0]["gemm2"].update(num_stages=99), "entry 0: gemm2 cannot run: needs"),
-        (lambda t: t["entries"][0]["gemm2"].update(num_stages=[4]), r"num_stages is \[4\]"),
-        (lambda t: t["entries"][0].update(source=3), "source=3"),
-        (lambda t: t["entries"][0]["layer"].update(element="int4"), "entry 0: layer is"),
+        (lambda t: t["layers"].append(t["layers"][0]), "two entries for one layer"),
+        (lambda t: t["layers"].append(3), r"layer 1: found int, expected an object with formats"),
+        (lambda t: t["layers"][0].update(formats={}), "layer 0: formats is a dict"),
+        (lambda t: t["layers"][0]["formats"][0].pop("entries"), r"a format: found \['format'\]"),
+        (lambda t: t["layers"][0]["formats"][0].update(format="fp9"), "layer 0, fp9: expected entries and a format of"),
+        (lambda t: _stored(t)[1].pop("micros"), r"layer 0, fp8_channel, entry 1: found \["),
+        (lambda t: _stored(t).append(3), r"entry 2: found int"),
+        (lambda t: _stored(t)[0].update(tokens=0), "entry 0: tokens=0"),
+        (lambda t: t["layers"][0].update(experts=3), "entry 0: layer is"),
+        (lambda t: t["layers"][0].pop("hidden_size"), "entry 0: layer lacks hidden_size"),
+        (lambda t: _stored(t)[0].update(block_m=[32, 16]), "block_m is 32 and 16"),
+        (lambda t: _stored(t)[0].update(num_stages=[4, 99]), "entry 0: gemm2 cannot run: needs"),
+        (lambda t: _stored(t)[0].update(num_stages=[4]), r"num_stages is \[4\]"),
+        (lambda t: _stored(t)[0].update(source=3), "source=3"),
+        (lambda t: t["layers"][0]["formats"][0].update(format={"element": "int4", "dtype": "int8"}), "layer is"),
     ],
 )
 def test_damaged_files_are_refused_by_name(change, match, tmp_path):
