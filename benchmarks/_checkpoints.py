@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from moe_jax.loading._safetensors import DTYPES
+from moe_jax.loading.files._safetensors import DTYPES
 from moe_jax.quantization import method_for
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

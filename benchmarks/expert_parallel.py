@@ -46,7 +46,7 @@ from moe_jax.benchmarking import random_weights
 from moe_jax.parallel import ParallelConfig, Placement, fused_moe
 from moe_jax.parallel._choice import describe
 from moe_jax.parallel._dispatch import WAYS, Exchange, why_not
-from moe_jax.parallel._packing import lay_out
+from moe_jax.parallel._sharding import lay_out
 from moe_jax.parallel._weights import assemble, local_config
 from moe_jax.quantization import Scheme
 

@@ -21,9 +21,10 @@ import numpy as np
 from _timing import header
 
 import moe_jax
-from moe_jax import _experts_mosaic, _packed_experts
-from moe_jax._packed_weights import is_packed
 from moe_jax.benchmarking import MODELS, random_weights
+from moe_jax.experts.hopper import _experts as _experts_mosaic
+from moe_jax.experts.hopper import _packed_experts
+from moe_jax.experts.hopper._kernel_layout import is_packed
 from moe_jax.quantization import Scheme
 
 

@@ -34,8 +34,8 @@ from moe_layer import locked, making, scheme_named
 from sweep_space import H200_SMS, rows_per_expert
 
 import moe_jax
-from moe_jax import _mosaic_plan
 from moe_jax.benchmarking import layer_shape, random_weights
+from moe_jax.experts.hopper import _plan as _mosaic_plan
 from pallas_kernels.common.sm90 import SMEM_BYTES
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc
 from pallas_kernels.grouped_gemm.config import SWAPPED_BLOCK_MS, config_error, shared_memory

@@ -20,8 +20,8 @@ from _timing import H200, header
 from moe_layer import scheme_named, timing_of
 
 import moe_jax
-from moe_jax import _mosaic_plan
 from moe_jax.benchmarking import MODELS, layer_shape, measure_layer, random_weights
+from moe_jax.experts.hopper import _plan as _mosaic_plan
 
 SCHEMES = (
     *("bf16", "w4a16_g128", "nvfp4_a16", "mxfp4_a16"),

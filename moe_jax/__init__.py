@@ -1,18 +1,43 @@
 """Quantized Mixture-of-Experts for JAX on NVIDIA GPUs."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from moe_jax import _compat
+from moe_jax._version import __version__
 
 _compat.check_versions()  # before the imports that a wrong version would break
 
-from moe_jax._config import MoEConfig
-from moe_jax._token_buckets import in_token_buckets, token_bucket
-from moe_jax._version import __version__
-from moe_jax.experts import MoEStats, fused_experts, fused_moe
-from moe_jax.layer import FusedMoE, MoEBlock
-from moe_jax.loading import make_expert_params_mapping, weight_loader
-from moe_jax.models import generate, load_moe, load_pretrained
-from moe_jax.quantization import ExpertWeights, QuantFormat, Scheme
-from moe_jax.writing import quantize_checkpoint
+if TYPE_CHECKING:
+    from moe_jax._config import MoEConfig
+    from moe_jax.experts import MoEStats, fused_experts, fused_moe
+    from moe_jax.loading import make_expert_params_mapping, weight_loader
+    from moe_jax.models import generate, load_moe, load_pretrained
+    from moe_jax.nn import FusedMoE, MoEBlock, in_token_buckets, token_bucket
+    from moe_jax.quantization import ExpertWeights, QuantFormat, Scheme
+    from moe_jax.writing import quantize_checkpoint
+
+# Where each public name lives; it is imported when it is first asked for.
+_HOMES = {
+    "ExpertWeights": "quantization",
+    "FusedMoE": "nn",
+    "MoEBlock": "nn",
+    "MoEConfig": "_config",
+    "MoEStats": "experts",
+    "QuantFormat": "quantization",
+    "Scheme": "quantization",
+    "fused_experts": "experts",
+    "fused_moe": "experts",
+    "generate": "models",
+    "in_token_buckets": "nn",
+    "load_moe": "models",
+    "load_pretrained": "models",
+    "make_expert_params_mapping": "loading",
+    "quantize_checkpoint": "writing",
+    "token_bucket": "nn",
+    "weight_loader": "loading",
+}
+_PACKAGES = ("experts", "loading", "models", "nn", "parallel", "quantization", "routing", "writing")
 
 __all__ = [
     "ExpertWeights",
@@ -34,3 +59,17 @@ __all__ = [
     "token_bucket",
     "weight_loader",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"moe_jax.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _PACKAGES:
+        return importlib.import_module(f"moe_jax.{name}")
+    raise AttributeError(f"module 'moe_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_PACKAGES})

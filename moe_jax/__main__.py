@@ -2,6 +2,6 @@
 
 import sys
 
-from moe_jax.cli import main
+from moe_jax.cli._main import main
 
 sys.exit(main())

@@ -16,11 +16,11 @@ import numpy as np
 from flax import nnx
 
 from moe_jax._arguments import check_not_traced
-from moe_jax._implementations import in_best_layout
-from moe_jax.layer import FusedMoE
+from moe_jax.experts._backend import in_best_layout
 from moe_jax.loading._errors import read_json
+from moe_jax.nn import FusedMoE
 from moe_jax.parallel._layer import PlacementParam
-from moe_jax.parallel._packing import lay_out
+from moe_jax.parallel._sharding import lay_out
 from moe_jax.quantization import ExpertWeights, method_for
 
 RECORD_NAME = "moe_jax.json"

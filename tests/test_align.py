@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax._align import align, row_capacity, sort_by_expert
+from moe_jax.experts.xla._align import align, row_capacity, sort_by_expert
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -12,9 +12,10 @@ from hopper_layers import on_hopper
 from kernel_tolerances import assert_layer_close
 
 import moe_jax
-from moe_jax import Scheme, _experts_mosaic, fused_experts
-from moe_jax._explain import explain
-from moe_jax._packed_weights import pack_experts, packed_format, unpack_experts
+from moe_jax import Scheme, fused_experts
+from moe_jax.experts._explain import explain
+from moe_jax.experts.hopper import _experts as _experts_mosaic
+from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format, unpack_experts
 from moe_jax.quantization import method_for
 
 SCHEMES = ("w4a16_g128_approximate_fp8", "mxfp4_a16_approximate_fp8", "nvfp4_a16_approximate_fp8")

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from moe_jax import cli
-from moe_jax.benchmarking import SHAPES, BenchReport, Limits, _layer, _limits, _timing, layer_shape, render
+from moe_jax.benchmarking import SHAPES, BenchReport, Limits, layer_shape, render
 from moe_jax.benchmarking import bench as run_bench
+from moe_jax.cli.bench import _layer, _limits, _timing
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 E, K, H, I = SHAPE = (4, 2, 64, 32)  # noqa: E741
@@ -31,7 +32,7 @@ def fixed_times(monkeypatch):
         monkeypatch.setattr(module, "time_in_jit", time_in_jit)
     real = _limits.measure_limits
     monkeypatch.setattr(
-        "moe_jax.benchmarking._bench.measure_limits", lambda operands: real(operands, size=32, copied_bytes=1 << 12)
+        "moe_jax.cli.bench._bench.measure_limits", lambda operands: real(operands, size=32, copied_bytes=1 << 12)
     )
 
 
@@ -147,7 +148,7 @@ def test_rich_table_says_the_same():
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_measured(monkeypatch, capsys, args, words):
-    monkeypatch.setattr("moe_jax.benchmarking._bench.measure_limits", lambda operands: pytest.fail("measured"))
+    monkeypatch.setattr("moe_jax.cli.bench._bench.measure_limits", lambda operands: pytest.fail("measured"))
     assert cli.main(["bench", "--model", MODEL, "--tokens", "1", *args]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and len(captured.err.splitlines()) == 1

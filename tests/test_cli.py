@@ -123,7 +123,7 @@ def test_module_entry_point(model_dir):
 
 @pytest.mark.slow
 def test_demo(tmp_path, capsys, monkeypatch, quick_compilation):
-    from moe_jax import _demo
+    from moe_jax.cli import _demo
 
     small = dict(
         _demo.CONFIG, num_hidden_layers=1, num_experts=4, hidden_size=64, moe_intermediate_size=48, vocab_size=64

@@ -8,7 +8,7 @@ import pytest
 from hopper_layers import on_hopper
 
 from moe_jax import __version__, cli, doctor
-from moe_jax._implementations import IMPLEMENTATIONS
+from moe_jax.experts._backend import IMPLEMENTATIONS
 from moe_jax.quantization import SCHEMES
 
 

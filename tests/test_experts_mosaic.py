@@ -13,9 +13,10 @@ from hopper_layers import E, H, I, K, inputs, make_layer, on_hopper
 from kernel_tolerances import assert_layer_close
 
 import moe_jax
-from moe_jax import _experts_mosaic, _mosaic_plan
-from moe_jax._packed_weights import pack_experts, packed_format
 from moe_jax.experts import explain
+from moe_jax.experts.hopper import _experts as _experts_mosaic
+from moe_jax.experts.hopper import _plan as _mosaic_plan
+from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
 from moe_jax.quantization import Scheme, method_for
 from pallas_kernels.grouped_gemm import GemmConfig
 from pallas_kernels.tuning import Entry, LayerConfig, Table, table_for

@@ -17,8 +17,9 @@ import pytest
 from experts_numpy import experts_numpy
 from kernel_tolerances import assert_layer_close
 
-from moe_jax import _mosaic_plan, fused_experts
-from moe_jax._packed_weights import pack_experts, packed_format
+from moe_jax import fused_experts
+from moe_jax.experts.hopper import _plan as _mosaic_plan
+from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
 from moe_jax.quantization import SCHEMES, Scheme
 
 pytestmark = pytest.mark.gpu

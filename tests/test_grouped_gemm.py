@@ -11,9 +11,9 @@ from helpers import assert_rows_close, tolerance
 from traces import equations
 
 from moe_jax import fused_experts
-from moe_jax._align import align
-from moe_jax._experts_xla import MAX_TILE, choose_tile
-from moe_jax._grouped_gemm import (
+from moe_jax.experts.xla._align import align
+from moe_jax.experts.xla._experts import MAX_TILE, choose_tile
+from moe_jax.experts.xla._grouped_gemm import (
     dot_in_bfloat16,
     dot_of_integers,
     for_each_tile,

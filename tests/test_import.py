@@ -71,5 +71,5 @@ def test_import_brings_own_modules_only(loaded_modules):
     assert not foreign and not worlds(by_moe_jax) & {"torch_bridge"}
     kernels = {name for name in added if name.startswith("pallas_kernels.") and name.endswith("_sm90")}
     assert "pallas_kernels.grouped_gemm.api" in added and not kernels
-    diagnosing = {"moe_jax.cli", "moe_jax.doctor", "moe_jax.inspection", "moe_jax._demo", "moe_jax.benchmarking"}
+    diagnosing = {"moe_jax.cli", "moe_jax.doctor", "moe_jax.inspection", "moe_jax.cli._demo", "moe_jax.benchmarking"}
     assert not added & diagnosing

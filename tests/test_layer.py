@@ -13,8 +13,8 @@ from layer_cases import E, H, I, K, call, checkpoint_pairs, inputs, make_layer
 
 import moe_jax
 from moe_jax.layer import QuantizedParam
-from moe_jax.loading._pairs import checked_pairs
-from moe_jax.parallel._parallel_config import ParallelConfig
+from moe_jax.loading.files._pairs import checked_pairs
+from moe_jax.parallel._config import ParallelConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -118,7 +118,7 @@ def test_what_needs_values_is_refused_inside_jit(method):
 
 def test_calls_outside_jit_compile_once(monkeypatch):
     """The loop over tiles is a program of its own; made anew by each call it would also stay in memory."""
-    from moe_jax import _experts_xla
+    from moe_jax.experts.xla import _experts as _experts_xla
 
     layer, (x, z), traces = make_layer("fp8_block"), inputs(5), []
     tile_gemm = _experts_xla.tile_gemm

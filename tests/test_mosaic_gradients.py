@@ -9,7 +9,7 @@ import pytest
 from hopper_layers import K, inputs, make_layer, on_hopper
 
 import moe_jax
-from moe_jax._packed_weights import pack_experts, packed_format
+from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
 
 
 def same_gradients(found, expected):

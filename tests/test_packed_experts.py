@@ -14,9 +14,10 @@ import pytest
 from experts_numpy import experts_numpy
 from kernel_tolerances import assert_layer_close
 
-from moe_jax import _experts_mosaic, fused_moe
-from moe_jax._packed_weights import pack_experts, packed_format, unpack_experts
+from moe_jax import fused_moe
 from moe_jax.experts import explain
+from moe_jax.experts.hopper import _experts as _experts_mosaic
+from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format, unpack_experts
 from moe_jax.quantization import SCHEMES, QuantFormat, Scheme, Strategy, method_for
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -11,10 +11,10 @@ import pytest
 from hopper_layers import on_hopper
 
 import moe_jax
-from moe_jax import _experts_mosaic
-from moe_jax._implementations import in_best_layout
-from moe_jax._packed_weights import is_packed, pack_experts, packed_format, unpack_experts
 from moe_jax.experts import explain, fused_experts
+from moe_jax.experts._backend import in_best_layout
+from moe_jax.experts.hopper import _experts as _experts_mosaic
+from moe_jax.experts.hopper._kernel_layout import is_packed, pack_experts, packed_format, unpack_experts
 from moe_jax.quantization import SCHEMES, Scheme, method_for
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -12,7 +12,7 @@ from expert_tensors import BF16, INTER, PROJECTIONS, E, H, assert_same, config, 
 import moe_jax
 from moe_jax.loading import CheckpointError, ExpertStream, LayerLoader, packed_pairs
 from moe_jax.loading import _layer_loader as layer_loader
-from moe_jax.loading._pairs import checked_experts
+from moe_jax.loading.files._pairs import checked_experts
 from moe_jax.quantization import method_for
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

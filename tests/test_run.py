@@ -13,8 +13,8 @@ from test_cli import model_dir, run  # noqa: F401  (a fixture)
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import moe_jax
-from moe_jax._chat import ChatTemplate
-from moe_jax._run import Answer, Clock, read_prompts
+from moe_jax.cli._chat import ChatTemplate
+from moe_jax.cli._run import Answer, Clock, read_prompts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

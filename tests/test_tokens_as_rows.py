@@ -12,9 +12,10 @@ import pytest
 from experts_numpy import experts_numpy
 from kernel_tolerances import assert_layer_close
 
-from moe_jax import _experts_mosaic, _mosaic_plan
-from moe_jax._packed_weights import pack_experts, packed_format
 from moe_jax.experts import explain
+from moe_jax.experts.hopper import _experts as _experts_mosaic
+from moe_jax.experts.hopper import _plan as _mosaic_plan
+from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
 from moe_jax.quantization import Scheme, method_for
 
 HOPPER = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)

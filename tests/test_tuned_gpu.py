@@ -10,8 +10,8 @@ import pytest
 from kernel_tolerances import assert_layer_close
 
 import moe_jax
-from moe_jax import _experts_mosaic
 from moe_jax.benchmarking import MODELS, random_weights
+from moe_jax.experts.hopper import _experts as _experts_mosaic
 from moe_jax.quantization import Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -4,9 +4,9 @@ import jax
 import pytest
 
 import moe_jax
-from moe_jax import _mosaic_plan
-from moe_jax._packed_weights import packed_format
 from moe_jax.benchmarking import MODELS
+from moe_jax.experts.hopper import _plan as _mosaic_plan
+from moe_jax.experts.hopper._kernel_layout import packed_format
 from moe_jax.quantization import SCHEMES, Scheme, method_for
 from pallas_kernels.tuning import PACKED_FORMATS, PackedLayerKey, table_for
 

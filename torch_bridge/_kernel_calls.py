@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import torch
 
-from moe_jax import ExpertWeights, MoEConfig, _experts_mosaic
+from moe_jax import ExpertWeights, MoEConfig
+from moe_jax.experts.hopper import _experts as _experts_mosaic
 from moe_jax.routing import RoutingParams
 from torch_bridge._calls import Experts, JaxCalls, pad_tokens
 from torch_bridge._kernels import CaptureError, as_torch_kernels

@@ -10,9 +10,9 @@ import torch
 
 import moe_jax
 from moe_jax import ExpertWeights, MoEConfig
-from moe_jax._implementations import order_of
-from moe_jax._packed_weights import unpack_experts
 from moe_jax.experts import explain
+from moe_jax.experts._backend import order_of
+from moe_jax.experts.hopper._kernel_layout import unpack_experts
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
 from torch_bridge._calls import Experts, JaxCalls

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig, weight_loader
-from moe_jax._implementations import in_best_layout, order_of
-from moe_jax._packed_weights import unpack_experts
+from moe_jax.experts._backend import in_best_layout, order_of
+from moe_jax.experts.hopper._kernel_layout import unpack_experts
 from moe_jax.loading import ExpertNames, ExpertTensor, Placement
-from moe_jax.loading._expert_names import map_expert_name
+from moe_jax.loading.layer._names import map_expert_name
 from moe_jax.quantization import LeafSpec, method_for
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops

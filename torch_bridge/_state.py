@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig
-from moe_jax._packed_weights import unpack_experts
+from moe_jax.experts.hopper._kernel_layout import unpack_experts
 from moe_jax.quantization import LeafSpec, method_for
 from torch_bridge._tensors import to_torch
 

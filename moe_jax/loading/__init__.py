@@ -1,21 +1,21 @@
 """Checkpoints on disk: reading files, understanding names and quantization configs, filling the leaves of a layer."""
 
-from moe_jax.loading._checkpoint import Checkpoint
 from moe_jax.loading._errors import CheckpointError
-from moe_jax.loading._expert_names import (
+from moe_jax.loading.config._quantization_config import QuantizationConfig
+from moe_jax.loading.files._checkpoint import Checkpoint
+from moe_jax.loading.files._gptq_awq import as_packed, packed_pairs
+from moe_jax.loading.files._safetensors import SafetensorsFile, TensorInfo, save_safetensors
+from moe_jax.loading.layer._expert_stream import ExpertStream, LoadReport
+from moe_jax.loading.layer._layer_loader import LayerLoader
+from moe_jax.loading.layer._names import (
     ExpertNames,
     ExpertTensor,
     expert_names,
     layer_of,
     make_expert_params_mapping,
 )
-from moe_jax.loading._expert_stream import ExpertStream, LoadReport
-from moe_jax.loading._gptq_awq import as_packed, packed_pairs
-from moe_jax.loading._layer_loader import LayerLoader
-from moe_jax.loading._quantization_config import QuantizationConfig
-from moe_jax.loading._safetensors import SafetensorsFile, TensorInfo, save_safetensors
-from moe_jax.loading._stream import ExpertReader, load_layer, stream_layers
-from moe_jax.loading._weight_loader import Placement, weight_loader
+from moe_jax.loading.layer._stream import ExpertReader, load_layer, stream_layers
+from moe_jax.loading.layer._weight_loader import Placement, weight_loader
 
 __all__ = [
     "Checkpoint",

@@ -3,13 +3,13 @@
 from moe_jax.models._cache import KVCache
 from moe_jax.models._config import DecoderConfig, MLAConfig, MoEBlockConfig
 from moe_jax.models._decoder import CausalLM
-from moe_jax.models._families import FAMILIES, read_family
 from moe_jax.models._generate import generate, generate_stream
-from moe_jax.models._moe_family import MoEFamily
-from moe_jax.models._pretrained import load_moe, load_pretrained
-from moe_jax.models._rope import RopeConfig
-from moe_jax.models.mixtral import MixtralForCausalLM
-from moe_jax.models.qwen3_moe import Qwen3MoeForCausalLM
+from moe_jax.models._loading import load_moe, load_pretrained
+from moe_jax.models.attention._rope import RopeConfig
+from moe_jax.models.families._moe_family import MoEFamily
+from moe_jax.models.families._registry import FAMILIES, read_family
+from moe_jax.models.families.mixtral import MixtralForCausalLM
+from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
 
 __all__ = [
     "FAMILIES",

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from moe_jax.loading import TensorInfo
-from moe_jax.loading._pairs import checked_pairs
-from moe_jax.loading._safetensors import DTYPES
+from moe_jax.loading.files._pairs import checked_pairs
+from moe_jax.loading.files._safetensors import DTYPES
 
 
 class ArraySource:

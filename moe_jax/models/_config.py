@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_jax.loading._errors import shown
-from moe_jax.models._rope import RopeConfig
+from moe_jax.models.attention._rope import RopeConfig
 
 # Features of neighbouring families. The value is the one under which the key changes nothing; any other is refused by
 # families that do not look the key up, since a model that ignored it would answer wrongly without a word.

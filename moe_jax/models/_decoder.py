@@ -12,18 +12,19 @@ from flax import nnx
 
 from moe_jax._arguments import check_array, check_not_traced, check_rngs, integer
 from moe_jax._typing import Array, Float, Int
-from moe_jax.layer import MoEBlock, MoEStats
+from moe_jax.experts import MoEStats
 from moe_jax.loading import LoadReport
-from moe_jax.models._attention import Attention, AttentionInputs
 from moe_jax.models._cache import KVCache
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._inputs import check_cache, check_ids
 from moe_jax.models._layers import Embedding, GatedMLP, Head, RMSNorm
-from moe_jax.models._mla import LatentAttention
-from moe_jax.models._moe_family import MoEFamily
 from moe_jax.models._partition import WHOLE, on_mesh, whole
-from moe_jax.models._rope import rotary_angles
+from moe_jax.models.attention._attention import Attention, AttentionInputs
+from moe_jax.models.attention._mla import LatentAttention
+from moe_jax.models.attention._rope import rotary_angles
+from moe_jax.models.families._moe_family import MoEFamily
+from moe_jax.nn import MoEBlock
 from moe_jax.parallel import ParallelConfig
 from moe_jax.quantization import Scheme
 
@@ -257,7 +258,7 @@ class CausalLM(MoEFamily, nnx.Module):
             ValueError: as ``load_pretrained``, or another model's config; the old weights are then untouched.
             TypeError: inside ``jax.jit``, where only a copy would change.
         """
-        from moe_jax.models._pretrained import reload_weights  # which imports this class
+        from moe_jax.models._loading import reload_weights  # which imports this class
 
         check_not_traced("reload_weights", self)
         return reload_weights(self, source)

@@ -1,10 +1,6 @@
 """Layers of experts over a device mesh: where experts lie, and how tokens get to them and back."""
 
-from moe_jax.parallel._eplb import EplbPlan, is_rebalance_due, rearrange_expert_weights, rebalance
-from moe_jax.parallel._eplb_mesh import logical_weights, transfer_experts
-from moe_jax.parallel._eplb_policy import rebalance_experts
-from moe_jax.parallel._eplb_state import EplbState, balancedness
-from moe_jax.parallel._eplb_weights import move_experts, place_experts
+from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._expert_map import (
     RoutingTables,
     determine_expert_map,
@@ -13,11 +9,15 @@ from moe_jax.parallel._expert_map import (
     physical_to_logical,
     routing_tables,
 )
+from moe_jax.parallel._experts import fused_moe
 from moe_jax.parallel._mesh import parse_mesh
-from moe_jax.parallel._moe import fused_moe
-from moe_jax.parallel._parallel_config import ParallelConfig
 from moe_jax.parallel._placement import Placement
 from moe_jax.parallel._weights import place_weights
+from moe_jax.parallel.eplb._mesh import logical_weights, transfer_experts
+from moe_jax.parallel.eplb._policy import rebalance_experts
+from moe_jax.parallel.eplb._rebalance import EplbPlan, is_rebalance_due, rearrange_expert_weights, rebalance
+from moe_jax.parallel.eplb._state import EplbState, balancedness
+from moe_jax.parallel.eplb._weights import move_experts, place_experts
 
 __all__ = [
     "EplbPlan",

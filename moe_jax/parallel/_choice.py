@@ -3,8 +3,8 @@
 import math
 
 from moe_jax._config import MoEConfig
+from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._dispatch import ROOM, why_no_push, why_not
-from moe_jax.parallel._parallel_config import ParallelConfig
 from pallas_kernels.push import PushConfig, PushDesc, config_error
 
 # Tokens of the devices that share experts up to which one psum of everything is as cheap as sending tokens to their

@@ -32,8 +32,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from moe_jax._align import sort_by_expert
 from moe_jax._typing import Array
+from moe_jax.experts.xla._align import sort_by_expert
 from pallas_kernels.push import Arrived, combine_pushed, push_rows
 from pallas_kernels.push.config import MAX_DEVICES
 
@@ -50,8 +50,8 @@ class Exchange:
     this device. sum_dtype: in which partial sums are added. row_dtype: of rows on their way back; holds what ``run``
     gives for one expert of weight 1. is_one_round: one exchange must bring all rows, since activation scales are common
     to a call. serve: for ``push``, ``(what arrived, first slot of this device, send_back) -> (M, H) float32`` as
-    ``moe_jax._experts_mosaic.forward_arrived`` has it; tokens travel in ``quantization``, and ``kernels`` names the
-    implementation of the exchange.
+    ``forward_arrived`` of a backend has it; tokens travel in ``quantization``, and ``kernels`` names the implementation
+    of the exchange.
     """
 
     axis: str

@@ -7,12 +7,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from moe_jax._config import MoEConfig
-from moe_jax._explain import explain
+from moe_jax.experts._explain import explain
 from moe_jax.parallel._choice import describe
+from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._expert_map import STRATEGIES
-from moe_jax.parallel._packing import packed_share
-from moe_jax.parallel._parallel_config import ParallelConfig
 from moe_jax.parallel._placement import Placement
+from moe_jax.parallel._sharding import packed_share
 from moe_jax.parallel._weights import abstract_placed_weights, local_config, placed_config
 from moe_jax.quantization import ExpertWeights, method_for
 

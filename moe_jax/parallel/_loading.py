@@ -16,10 +16,10 @@ import numpy as np
 
 from moe_jax._config import MoEConfig
 from moe_jax.loading import ExpertNames, ExpertReader, QuantizationConfig
-from moe_jax.loading._checkpoint import Checkpoint
-from moe_jax.loading._expert_names import ExpertTensor, is_expert_name, layer_of
-from moe_jax.loading._weight_loader import RULES
-from moe_jax.parallel._parallel_config import ParallelConfig
+from moe_jax.loading.files._checkpoint import Checkpoint
+from moe_jax.loading.layer._names import ExpertTensor, is_expert_name, layer_of
+from moe_jax.loading.layer._weight_loader import RULES
+from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._placement import Placement
 from moe_jax.parallel._weights import abstract_share, assemble, in_slots, local_config, tensor_axes
 from moe_jax.quantization import ExpertWeights, method_for

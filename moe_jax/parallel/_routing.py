@@ -4,9 +4,9 @@ import functools
 from typing import Any
 
 from moe_jax._config import MoEConfig
-from moe_jax._experts_mosaic import router_arguments, why_not_layer
-from moe_jax._gradient import with_gradient_of
 from moe_jax._typing import Array
+from moe_jax.experts._gradient import with_gradient_of
+from moe_jax.experts.hopper._experts import router_arguments, why_not_layer
 from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import Routing, RoutingParams, route
 from pallas_kernels.route import route as route_by_kernel

@@ -19,9 +19,9 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax._config import MoEConfig
-from moe_jax._implementations import order_of
-from moe_jax._mosaic_plan import row_kind
-from moe_jax.parallel._parallel_config import ParallelConfig
+from moe_jax.experts._backend import order_of
+from moe_jax.experts.hopper._plan import row_kind
+from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._placement import Placement
 from moe_jax.quantization import ExpertWeights, QuantizedTensor, Scheme, Strategy, method_for
 from pallas_kernels.grouped_gemm.config import ROW_BYTES

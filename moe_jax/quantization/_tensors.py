@@ -20,7 +20,7 @@ input_scale        () f32, static activations      () f32
 bias               (E, G, I)                       (E, H)
 =================  ==============================  ====================================
 
-These are the shapes of layout "plain"; others belong to kernels (moe_jax/_packed_weights.py).
+These are the shapes of layout "plain"; others belong to kernels (moe_jax/experts/hopper/_kernel_layout.py).
 """
 
 import dataclasses

@@ -15,8 +15,8 @@ import numpy as np
 
 from moe_jax.loading import Checkpoint, CheckpointError, ExpertReader, QuantizationConfig, as_packed
 from moe_jax.loading._errors import listed
-from moe_jax.loading._modules import is_normally_plain
-from moe_jax.loading._safetensors import DTYPES
+from moe_jax.loading.config._modules import is_normally_plain
+from moe_jax.loading.files._safetensors import DTYPES
 from moe_jax.quantization import (
     ExpertWeights,
     MoEMethod,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.loading._checkpoint import INDEX_FILE, SINGLE_FILE
-from moe_jax.loading._safetensors import DTYPES
+from moe_jax.loading.files._checkpoint import INDEX_FILE, SINGLE_FILE
+from moe_jax.loading.files._safetensors import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

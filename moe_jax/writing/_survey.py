@@ -9,8 +9,8 @@ import numpy as np
 from moe_jax._config import MoEConfig
 from moe_jax.loading import CheckpointError, ExpertNames, ExpertReader, ExpertTensor, QuantizationConfig
 from moe_jax.loading._errors import shorten
-from moe_jax.loading._expert_names import is_expert_name
-from moe_jax.loading._modules import classes_of, is_normally_plain
+from moe_jax.loading.config._modules import classes_of, is_normally_plain
+from moe_jax.loading.layer._names import is_expert_name
 from moe_jax.quantization import Packing, Scheme, method_for
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

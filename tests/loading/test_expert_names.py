@@ -4,7 +4,7 @@ import pytest
 from safetensors import safe_open
 
 from moe_jax.loading import ExpertNames, expert_names, layer_of, make_expert_params_mapping
-from moe_jax.loading._expert_names import is_expert_name, map_expert_name
+from moe_jax.loading.layer._names import is_expert_name, map_expert_name
 
 NAMES = ExpertNames()
 

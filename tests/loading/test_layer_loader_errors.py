@@ -10,7 +10,7 @@ from expert_tensors import BF16, INTER, E, H, assert_same, config, fused, loaded
 
 from moe_jax import Scheme
 from moe_jax.loading import LayerLoader
-from moe_jax.loading._host_copies import TensorError
+from moe_jax.loading.layer._host_copies import TensorError
 from moe_jax.quantization import LeafSpec, method_for
 
 

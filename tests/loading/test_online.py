@@ -11,7 +11,7 @@ from moe_jax import FusedMoE, Scheme
 from moe_jax.loading import LayerLoader
 from moe_jax.loading import _layer_loader as layer_loader
 from moe_jax.loading import _online as online
-from moe_jax.loading._online import OnlineExperts, _is_traceable
+from moe_jax.loading.layer._online import OnlineExperts, _is_traceable
 from moe_jax.quantization import dequantize_tensor, method_for, online_scheme
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from moe_jax.loading._patterns import MAX_PATTERNS, BoundedPatterns, count_ways
+from moe_jax.loading.config._patterns import MAX_PATTERNS, BoundedPatterns, count_ways
 
 NAMES = [
     "lm_head",
@@ -159,7 +159,7 @@ def brute_force_ways(pattern, word):
 
 def test_slow_matches_share_a_budget(monkeypatch):
     """A pattern just inside the bound, matched again and again, is stopped."""
-    monkeypatch.setattr("moe_jax.loading._patterns.TIME_LIMIT", 0.1)
+    monkeypatch.setattr("moe_jax.loading.config._patterns.TIME_LIMIT", 0.1)
     patterns = BoundedPatterns(longest_name=100)
     patterns.add(".*a.*a.*a.*a!")
     start = time.process_time()

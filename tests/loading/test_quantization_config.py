@@ -133,8 +133,8 @@ def test_output_activations_are_refused():
 
 
 def test_a_pattern_that_uses_up_its_time_is_an_error(monkeypatch):
-    monkeypatch.setattr("moe_jax.loading._patterns.TIME_LIMIT", -1.0)
-    monkeypatch.setattr("moe_jax.loading._patterns._SLOW", -1.0)
+    monkeypatch.setattr("moe_jax.loading.config._patterns.TIME_LIMIT", -1.0)
+    monkeypatch.setattr("moe_jax.loading.config._patterns._SLOW", -1.0)
     with pytest.raises(CheckpointError, match="took over"):
         scheme_name(config_of(ignore=["re:.*x"]))
 

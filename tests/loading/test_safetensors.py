@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 from moe_jax.loading import CheckpointError, SafetensorsFile, save_safetensors
-from moe_jax.loading._safetensors import DTYPES, PACKED_BITS
+from moe_jax.loading.files._safetensors import DTYPES, PACKED_BITS
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
-from moe_jax.models._families import read_family
-from moe_jax.models.mixtral import MixtralForCausalLM
-from moe_jax.models.qwen3_moe import Qwen3MoeForCausalLM
+from moe_jax.models.families._registry import read_family
+from moe_jax.models.families.mixtral import MixtralForCausalLM
+from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
 
 # As the hub has them (transformers 4).
 QWEN3_HUB = {

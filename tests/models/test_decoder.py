@@ -11,10 +11,11 @@ import pytest
 import torch
 from flax import nnx
 
-from moe_jax.models import MLAConfig, _attention
+from moe_jax.models import MLAConfig
 from moe_jax.models._decoder import CausalLM
-from moe_jax.models._mla import is_cheaper_absorbed
-from moe_jax.models.qwen3_moe import Qwen3MoeForCausalLM
+from moe_jax.models.attention import _attention
+from moe_jax.models.attention._mla import is_cheaper_absorbed
+from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from tests.models.cases import CASES, ROPES, SLOW, VOCAB, assert_logits_close, slow
 
 # Frequencies that change with the length leave earlier keys in the cache as they were, in transformers too.
@@ -286,7 +287,7 @@ def test_max_seq_len_errors(case, length):
 
 def test_families_have_one_shape():
     """What a family file must define, so that adding one stays one file."""
-    from moe_jax.models._families import FAMILIES
+    from moe_jax.models.families._registry import FAMILIES
 
     for model_type, family in FAMILIES.items():
         assert model_type == family.model_type and family.moe_module and callable(family.read_config)

@@ -319,7 +319,7 @@ def test_gpt_oss_halves_that_cannot_be_told(copied, version, is_doubtful):
 def test_the_family_file_shown_in_the_guide_is_the_package_s():
     root = Path(__file__).parents[2]
     shown = (root / "docs/models.md").read_text().partition("```python\n")[2].partition("```")[0]
-    assert shown == (root / "moe_jax/models/olmoe.py").read_text()
+    assert shown == (root / "moe_jax/models/families/olmoe.py").read_text()
 
 
 def test_families_have_one_shape():

@@ -8,7 +8,7 @@ from transformers import Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding, apply_rotary_pos_emb
 
-from moe_jax.models._rope import RopeConfig, rotary_angles, rotate
+from moe_jax.models.attention._rope import RopeConfig, rotary_angles, rotate
 
 D = 32
 HALF = D // 2

@@ -11,10 +11,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax import Scheme, fused_moe
-from moe_jax._packed_weights import is_packed, pack_experts
+from moe_jax.experts.hopper._kernel_layout import is_packed, pack_experts
 from moe_jax.parallel import Placement, move_experts, place_experts
 from moe_jax.parallel import _eplb_weights as eplb_weights
-from moe_jax.parallel._eplb_weights import exchange_tables, source_slots
+from moe_jax.parallel.eplb._weights import exchange_tables, source_slots
 from moe_jax.quantization import SCHEMES
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

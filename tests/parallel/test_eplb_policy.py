@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.parallel import rebalance_experts
-from moe_jax.parallel._eplb_policy import balanced_packing, keep_slots, replicate_experts, share_of_slots, spread_copies
+from moe_jax.parallel.eplb._policy import balanced_packing, keep_slots, replicate_experts, share_of_slots, spread_copies
 
 TWO_LAYERS = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],

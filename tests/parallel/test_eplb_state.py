@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.parallel import EplbState, Placement, balancedness, is_rebalance_due, rebalance
-from moe_jax.parallel._eplb_policy import share_of_slots
+from moe_jax.parallel.eplb._policy import share_of_slots
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 LAYERS, E, S, DEVICES = 3, 6, 8, 4

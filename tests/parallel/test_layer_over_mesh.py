@@ -14,7 +14,7 @@ from mesh_cases import marked
 import moe_jax
 from moe_jax import checkpointing
 from moe_jax.parallel import _dispatch
-from moe_jax.parallel._packing import pack_shares, unpack_shares
+from moe_jax.parallel._sharding import pack_shares, unpack_shares
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

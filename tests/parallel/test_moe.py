@@ -19,9 +19,10 @@ from helpers import assert_rows_close, tolerance
 from hopper_layers import on_hopper
 from mesh_cases import EXPERTS, LAYOUTS, case_config, make_parallel, marked, reference, run
 
-from moe_jax import MoEConfig, _experts_mosaic
+from moe_jax import MoEConfig
 from moe_jax import fused_moe as on_one_device
-from moe_jax._experts_mosaic import forward as mosaic_forward
+from moe_jax.experts.hopper import _experts as _experts_mosaic
+from moe_jax.experts.hopper._experts import forward as mosaic_forward
 from moe_jax.parallel import ParallelConfig, Placement, fused_moe, place_weights
 from moe_jax.parallel._choice import FEW_TOKENS, choose_dispatch
 from moe_jax.parallel._routing import route_tokens

@@ -20,8 +20,8 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from push_slots import make_slots
 
-from moe_jax._experts_mosaic import arriving_quantization, forward, forward_arrived
-from moe_jax._packed_weights import pack_experts
+from moe_jax.experts.hopper._experts import arriving_quantization, forward, forward_arrived
+from moe_jax.experts.hopper._kernel_layout import pack_experts
 from moe_jax.parallel import ParallelConfig, Placement, fused_moe, place_weights
 from moe_jax.parallel._choice import FEW_TOKENS, choose_dispatch, describe
 from moe_jax.parallel._dispatch import WAYS, Exchange, push, why_no_push, why_not
@@ -291,7 +291,7 @@ def test_a_batch_of_calls_does_not_push_by_default(monkeypatch):
     """One launch of push is one exchange. The experts are said to be in the Hopper kernels, and computed by XLA."""
     monkeypatch.setattr("moe_jax.parallel._choice.why_no_push", lambda devices: None)
     monkeypatch.setattr("moe_jax.parallel._dispatch.why_no_push", lambda devices: None)
-    monkeypatch.setattr("moe_jax.parallel._moe.choose", lambda problem: (types.SimpleNamespace(name="mosaic"), ()))
+    monkeypatch.setattr("moe_jax.parallel._experts.choose", lambda problem: (types.SimpleNamespace(name="mosaic"), ()))
     monkeypatch.setitem(WAYS, "push", lambda *arguments: jnp.nan * WAYS["all_gather"](*arguments))
     config, weights = layer("bf16")
     parallel, placement = ParallelConfig(mesh_of(2), expert_axis="e"), Placement.create(8, 2)

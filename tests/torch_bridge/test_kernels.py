@@ -11,7 +11,7 @@ import torch
 from jax.experimental.mosaic.gpu import core as mgpu_core
 
 import torch_bridge
-from moe_jax._packed_weights import pack_experts, packed_format
+from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
 from moe_jax.quantization import method_for
 from pallas_kernels.combine import combine
 from tests.torch_bridge.cases import E, config, inputs, loaded_bridge, plain_arrays, stored_arrays, torch_pairs

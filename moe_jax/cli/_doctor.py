@@ -1,0 +1,219 @@
+"""``diagnose``: what this machine is, what will run each scheme on it, and what is missing."""
+
+import dataclasses
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from moe_jax._config import MoEConfig
+from moe_jax._terminal import size, table
+from moe_jax._version import __version__
+from moe_jax.experts._backend import Problem, choose
+from moe_jax.experts.hopper._kernel_layout import is_packed, pack_experts, packed_format
+from moe_jax.quantization import SCHEMES, ExpertWeights, method_for
+from pallas_kernels.common.device import hopper_sms
+
+REQUIRED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "safetensors", "absl-py")
+_DEMO, _CHAT = "pip install 'moe-jax[demo]'", "pip install 'moe-jax[chat]'"
+# distribution: (what needs it, way to get it)
+OPTIONAL = {
+    "torch": ("torch_bridge: layers as torch modules", "pip install 'moe-jax[torch]'"),
+    "tokenizers": ("moe-jax run --prompt", _CHAT),
+    "jinja2": ("moe-jax run --chat", _CHAT),
+    "matplotlib": ("the pictures of moe-jax demo and bench", _DEMO),
+    "rich": ("colors in the table of moe-jax bench", _DEMO),
+    "tqdm": ("progress bars", _DEMO),
+    "orbax-checkpoint": ("moe_jax.checkpointing: save and restore", "pip install orbax-checkpoint"),
+}
+_CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+# A layer of Qwen3-30B-A3B: (experts, top_k, hidden, intermediate), and a number of tokens to ask for.
+LAYER, NUM_TOKENS = (128, 8, 2048, 768), 64
+
+
+@dataclasses.dataclass(frozen=True)
+class SchemeRun:
+    """What would run one scheme. implementation: its name, None where nothing can. how: in a few words."""
+
+    scheme: str
+    implementation: str | None
+    how: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What ``diagnose`` found.
+
+    versions: distribution -> version, None when it is not installed. devices: one line each. memory: what JAX does with
+    the memory of the devices. runs: one for each scheme; empty when JAX has no device. skipped: "implementation:
+    reason" -> the schemes it does not run for that reason. missing: optional distributions that are not installed.
+    problems: what will not work as somebody would expect, one line each with a way out.
+    """
+
+    versions: Mapping[str, str | None]
+    devices: tuple[str, ...]
+    memory: str
+    runs: tuple[SchemeRun, ...]
+    skipped: Mapping[str, tuple[str, ...]]
+    missing: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    def render(self) -> str:
+        """The diagnosis as text for a terminal."""
+        lines = ["versions", *_indented(table([(name, found or "missing") for name, found in self.versions.items()]))]
+        lines += ["", "devices", *_indented(self.devices or ("none",)), *_indented([self.memory])]
+        if self.runs:
+            rows = [(run.scheme, run.implementation or "nothing", run.how) for run in self.runs]
+            experts, top_k, hidden, inner = LAYER
+            lines += ["", f"schemes, for a layer of {experts} experts, top {top_k}, {hidden} x {inner}, bfloat16"]
+            lines += _indented(table([("scheme", "runs on", "how"), *rows]))
+        for reason, schemes in self.skipped.items():
+            which = "every scheme" if len(schemes) == len(self.runs) else ", ".join(schemes)
+            lines += [f"  not on {reason} ({which})"]
+        lines += ["", "optional packages"]
+        rows = [
+            (
+                name,
+                "missing" if name in self.missing else "installed",
+                f"for {need}",
+                way if name in self.missing else "",
+            )
+            for name, (need, way) in OPTIONAL.items()
+        ]
+        lines += _indented(table(rows))
+        lines += ["", *(["problems:", *_indented(self.problems)] if self.problems else ["no problems found"])]
+        return "\n".join(lines)
+
+
+def _indented(lines) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def diagnose() -> Diagnosis:
+    """Look at the versions, the devices JAX sees, its memory settings, and what would run each scheme. Runs nothing."""
+    versions: dict[str, str | None] = {"moe-jax": __version__, "Python": platform.python_version()}
+    versions |= {name: _version(name) for name in REQUIRED}
+    versions |= {name: found for name in _CUDA_PLUGINS if (found := _version(name)) is not None}
+    problems = [f"{name} is not installed: pip install {name}" for name in REQUIRED if versions[name] is None]
+    problems += [
+        f"{name} is {versions[name]} and jaxlib {versions['jaxlib']}, expected one version: pip install "
+        f"'jax[{name.split('-')[1]}]=={versions['jax']}'"
+        for name in _CUDA_PLUGINS
+        if name in versions and versions[name] != versions["jaxlib"]
+    ]
+    runs, skipped, lines, memory = (), {}, (), "no memory to manage"
+    try:
+        devices, backend = jax.devices(), jax.default_backend()
+    except RuntimeError as error:
+        wanted = os.environ.get("JAX_PLATFORMS")
+        way = f"; JAX_PLATFORMS is {wanted!r}, unset it or set it to cpu" if wanted else ""
+        problems.append(f"JAX has no device: {' '.join(str(error).split())}{way}")
+    else:
+        lines, memory = tuple(map(_describe, devices)), _memory(backend)
+        runs, skipped = scheme_runs(backend)
+        problems += [f"nothing can run scheme {run.scheme}: {run.how}" for run in runs if run.implementation is None]
+        if backend == "cpu" and has_nvidia_gpu():
+            problems.append(_why_on_the_cpu(versions))
+    return Diagnosis(
+        versions=versions,
+        devices=lines,
+        memory=memory,
+        runs=runs,
+        skipped=skipped,
+        missing=tuple(name for name in OPTIONAL if _version(name) is None),
+        problems=tuple(problems),
+    )
+
+
+def scheme_runs(platform: str) -> tuple[tuple[SchemeRun, ...], dict[str, tuple[str, ...]]]:
+    """What would run every scheme on ``platform`` ("cpu" or "gpu"), and which implementations are skipped, and why.
+
+    On a Hopper GPU each kernel is asked by tracing it. See ``Diagnosis`` for what is returned.
+    """
+    runs, skipped = [], {}
+    try:
+        hopper_sms()
+        has_kernels = True
+    except NotImplementedError as error:
+        has_kernels = False
+        skipped[f"mosaic: {error}"] = tuple(SCHEMES)
+    for name, scheme in SCHEMES.items():
+        config = MoEConfig(*LAYER, scheme=scheme, dtype="bfloat16")
+        weights = method_for(scheme).abstract_weights(config)
+        if has_kernels:
+            weights = _as_kernels_read(config, weights)
+        problem = Problem(config, weights, NUM_TOKENS, platform)
+        chosen, reasons = choose(problem)
+        if chosen is None:
+            how = "; ".join(f"{which}: {reason}" for which, reason in reasons)
+            runs.append(SchemeRun(name, None, how))
+            continue
+        if chosen.name == "mosaic":
+            how = "packed grouped GEMM" if is_packed(weights.w13) else "grouped GEMM"
+        else:
+            how = chosen.describe(problem)[-1]
+        runs.append(SchemeRun(name, chosen.name, how))
+        for which, reason in reasons:
+            if has_kernels or which != "mosaic":
+                skipped[f"{which}: {reason}"] = (*skipped.get(f"{which}: {reason}", ()), name)
+    return tuple(runs), skipped
+
+
+def _as_kernels_read(config: MoEConfig, weights: ExpertWeights) -> ExpertWeights:
+    """Abstract weights in the layout that loading would give them on a Hopper GPU."""
+    if packed_format(weights.scheme, config.dtype) is None:
+        return weights
+    return jax.eval_shape(lambda weights: pack_experts(weights, config), weights)
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether the operating system shows an NVIDIA GPU, whatever JAX says."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _why_on_the_cpu(versions: Mapping[str, str | None]) -> str:
+    wanted = os.environ.get("JAX_PLATFORMS")
+    if wanted:
+        return f"there is an NVIDIA GPU, but JAX_PLATFORMS is {wanted!r}: unset it to use the GPU"
+    if not any(name in versions for name in _CUDA_PLUGINS):
+        return "there is an NVIDIA GPU, but JAX has no CUDA plugin: pip install 'moe-jax[cuda]'"
+    return "there is an NVIDIA GPU, but JAX does not use it: python -c 'import jax; jax.devices(\"cuda\")' says why"
+
+
+def _describe(device: Any) -> str:
+    stats = device.memory_stats() or {}
+    parts = [f"{device.platform}:{device.id}", device.device_kind]
+    if capability := getattr(device, "compute_capability", None):
+        parts.append(f"compute capability {capability}")
+    if limit := stats.get("bytes_limit"):
+        parts.append(f"{size(limit)} for JAX, {size(stats.get('bytes_in_use', 0))} in use")
+    return ", ".join(parts)
+
+
+def _memory(backend: str) -> str:
+    """What JAX does with the memory of the devices, in the words of its environment variables."""
+    if backend != "gpu":
+        return "memory: allocated as needed (JAX preallocates on GPUs only)"
+    preallocate = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE")
+    fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or os.environ.get("XLA_CLIENT_MEM_FRACTION")
+    allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR")
+    if allocator == "platform":
+        return "memory: allocated and freed one by one, which is slow (XLA_PYTHON_CLIENT_ALLOCATOR=platform)"
+    if preallocate is not None and preallocate.lower() in ("false", "0"):
+        return f"memory: allocated as needed (XLA_PYTHON_CLIENT_PREALLOCATE={preallocate})"
+    share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={fraction}" if fraction else "75%"
+    return (
+        f"memory: preallocated, {share} of each GPU at the first use; set XLA_PYTHON_CLIENT_PREALLOCATE=false to share "
+        "a GPU with torch or another process"
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

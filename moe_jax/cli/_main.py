@@ -1,0 +1,228 @@
+"""The command line: ``moe-jax inspect | run | quantize | bench | demo | doctor``.
+
+Bad input gives one line on stderr and exit code 2.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from moe_jax._version import __version__
+
+EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
+EXIT_INTERRUPTED = 130  # as shells report the signal
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. argv: arguments, None takes those of the process. Returns the exit code."""
+    parser = build_parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse prints its own line; 0 after --help, 2 after a usage error
+        return int(stop.code or 0)
+    try:
+        return args.handler(args)
+    except KeyboardInterrupt:
+        print(f"moe-jax {args.command}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if os.environ.get("MOE_JAX_TRACEBACK"):
+            raise
+        # An error that nobody phrased for a reader at least says what kind it is.
+        kind = (
+            ""
+            if isinstance(error, ValueError | NotImplementedError | OSError | ImportError)
+            else f"{type(error).__name__}: "
+        )
+        print(f"moe-jax {args.command}: {kind}{one_line(error)}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text with all white space, line breaks included, folded to single blanks."""
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moe-jax",
+        description="Run quantized Mixture-of-Experts checkpoints in JAX. Set MOE_JAX_TRACEBACK=1 to see tracebacks.",
+    )
+    parser.add_argument("--version", action="version", version=f"moe-jax {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="what is in a checkpoint, how it would run, and what is wrong with it",
+        description="Reads config.json, headers and the scales of experts; weights are checked when they are loaded.",
+    )
+    inspect.add_argument("directory", type=Path)
+    inspect.set_defaults(handler=_inspect)
+
+    _add_run(commands.add_parser("run", help="load a checkpoint and generate"))
+
+    demo = commands.add_parser("demo", help="write a small checkpoint, run it in every quantization, compare")
+    demo.add_argument("--out", type=Path, default=Path("demo_out"), metavar="DIR")
+    demo.add_argument("--all", action="store_true", help="every variant of every format, which takes minutes")
+    demo.set_defaults(handler=_demo)
+
+    quantize = commands.add_parser("quantize", help="write a checkpoint in another scheme, as compressed-tensors does")
+    quantize.add_argument("source", type=Path, metavar="SRC")
+    quantize.add_argument("destination", type=Path, metavar="DST", help="must not exist, or be an empty directory")
+    quantize.add_argument("--scheme", required=True, metavar="SCHEME", help="such as fp8_block, w4a16_g128 or nvfp4")
+    quantize.add_argument("--modules", default="experts", metavar="experts|all", help="all: attention and the like too")
+    quantize.add_argument("--ignore", nargs="*", default=(), metavar="NAME|re:REGEX", help="modules to leave out")
+    quantize.add_argument("--scale-search", metavar="mse", help="scales of least squared error; slow")
+    quantize.set_defaults(handler=_quantize)
+
+    bench = commands.add_parser(
+        "bench",
+        help="time a layer of experts beside the measured limits of this machine",
+        description="Random weights and routing. What is left out is chosen for the device: small on a CPU.",
+    )
+    bench.add_argument("--model", metavar="SHAPE", help="such as qwen3-30b-a3b, or experts,top_k,hidden,intermediate")
+    bench.add_argument("--scheme", metavar="NAME[,NAME]", help="such as bf16,fp8_channel")
+    bench.add_argument("--tokens", metavar="N[,N]", help="tokens in a call, such as 1,64,1024")
+    bench.add_argument("--implementation", metavar="NAME[,NAME]", help="ordered implementations to try")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    bench.add_argument("--png", type=Path, metavar="FILE", help="write a roofline; needs matplotlib")
+    bench.set_defaults(handler=_bench)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine is, what will run each scheme on it, and what is missing",
+        description="Looks at versions, devices, memory, kernels and packages. Exit code 1 when it finds a problem.",
+    )
+    doctor.set_defaults(handler=_doctor)
+    return parser
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.add_argument("--model", type=Path, required=True, metavar="DIR")
+    source = run.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT")
+    source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt per line, or JSON lines in FILE.jsonl")
+    source.add_argument("--input-ids", metavar="1,2,3|FILE.npy")
+    run.add_argument("--chat", action="store_true", help="a prompt is what a user says: apply the chat template")
+    run.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts of a file at a time (default 8)")
+    run.add_argument(
+        "--max-new-tokens", type=int, default=32, metavar="N", help="0 only scores the prompt (default 32)"
+    )
+    run.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT|ID",
+        help="end before this text, or with this id for --input-ids; may be repeated, besides the model's end tokens",
+    )
+    run.add_argument("--temperature", type=float, default=0.0, metavar="T", help="above 0 samples (default 0, greedy)")
+    run.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that reach P together")
+    run.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
+    run.add_argument("--seed", type=int, metavar="N", help="of the samples (default 0)")
+    run.add_argument(
+        "--quantize", metavar="SCHEME", help="quantize the experts of a full-precision checkpoint while loading"
+    )
+    run.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="computation dtype (default bfloat16)")
+    run.add_argument("--implementation", metavar="NAME[,NAME]", help="ordered implementations to try")
+    run.add_argument("--mesh", metavar="expert=4,tensor=2", help="devices per axis")
+    run.add_argument(
+        "--enable-eplb", action="store_true", help="move experts between batches, by load; needs an expert axis"
+    )
+    run.add_argument(
+        "--num-redundant-experts", type=int, default=0, metavar="N", help="slots for copies of busy experts (default 0)"
+    )
+    run.add_argument(
+        "--logits-out", type=Path, metavar="FILE.npy", help="write float32 (S, vocab) logits of the prompt"
+    )
+    run.set_defaults(handler=_run)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from moe_jax.cli._inspect import inspect_checkpoint
+
+    report = inspect_checkpoint(args.directory)
+    print(report.render())
+    return EXIT_BAD_INPUT if report.problems else 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    from moe_jax.cli._run import run
+
+    return run(args, progress_bar)
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    import moe_jax
+
+    with progress_bar("writing", unit="B") as progress:
+        written = moe_jax.quantize_checkpoint(
+            args.source,
+            args.destination,
+            scheme=args.scheme,
+            modules=args.modules,
+            ignore=args.ignore,
+            scale_search=args.scale_search,
+            progress=progress,
+        )
+    print(
+        f"wrote {written.directory}: {written.scheme.name}, {len(written.files)} files, {written.nbytes / 1e9:.2f} GB"
+    )
+    for what, kinds in (("layers of experts", written.experts), ("other matrices", written.linears)):
+        if kinds:
+            print(f"{what}: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}")
+    if written.is_lossy_twice:
+        print("requantized: the source was quantized already, so the errors of both formats add up")
+    return 0
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from moe_jax.cli._demo import run_demo
+
+    run_demo(args.out, all_schemes=args.all)
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from moe_jax.cli.bench._command import run_bench
+
+    return EXIT_PROBLEM if run_bench(args, progress_bar) else 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from moe_jax.cli._doctor import diagnose
+
+    diagnosis = diagnose()
+    print(diagnosis.render())
+    return EXIT_PROBLEM if diagnosis.problems else 0
+
+
+@contextmanager
+def progress_bar(label: str, unit: str = "layer"):
+    """Yields a callback ``(done, total)`` that draws a bar on a terminal, or None elsewhere or without tqdm."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield None
+        return
+    with tqdm(desc=label, unit=unit, unit_scale=unit == "B", file=sys.stderr, leave=False) as bar:
+
+        def advance(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield advance
+
+
+ProgressCallback = Callable[[int, int], None]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

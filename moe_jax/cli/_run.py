@@ -1,0 +1,430 @@
+"""``moe-jax run``: prompts from arguments or a file, tokens as they are made, and how fast that was."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_jax.cli._chat import ChatTemplate, read_json
+
+Ids = list[int]
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are not a whole character yet
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """shown: what the user gave, for the results of a file. ids: its tokens."""
+
+    shown: Any
+    ids: Ids
+
+
+class Text:
+    """Text in, text out, through the checkpoint's tokenizer.json and, with ``is_chat``, its chat template.
+
+    Raises:
+        ValueError: files that cannot be used. ImportError: a package that is not installed.
+    """
+
+    def __init__(self, directory: Path, is_chat: bool):
+        self._tokenizer = _load_tokenizer(directory)
+        self._chat = ChatTemplate(directory) if is_chat else None
+
+    def prompt(self, given: str | list[Any], where: str) -> Prompt:
+        """given: a text, or with ``is_chat`` also a list of messages."""
+        if self._chat is None:
+            if not isinstance(given, str):
+                raise ValueError(f"{where}: messages need --chat")
+            ids = self._tokenizer.encode(given).ids
+        else:
+            messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+            # The template has written the special tokens.
+            ids = self._tokenizer.encode(self._chat.render(messages), add_special_tokens=False).ids
+        if not ids:
+            raise ValueError(f"{where} is empty after tokenization")
+        return Prompt(given, ids)
+
+    def decode(self, ids: Ids) -> str:
+        return self._tokenizer.decode(ids)
+
+    def stop(self, given: str) -> str | int:
+        """A text to end before; the id of a special token, which never shows in a text."""
+        if not given:
+            raise ValueError("--stop is empty, expected a text")
+        token = self._tokenizer.token_to_id(given)
+        return given if token is None or self.decode([token]) else token
+
+
+class Numbers:
+    """Ids in, ids out, for checkpoints without a tokenizer."""
+
+    def prompt(self, given: str, where: str) -> Prompt:
+        return Prompt(given, parse_input_ids(given, where).tolist())
+
+    def decode(self, ids: Ids) -> str:
+        return ",".join(map(str, ids))
+
+    def stop(self, given: str) -> int:
+        if not given.isdecimal():
+            raise ValueError(f"--stop {given!r}: with --input-ids expected the id of a token")
+        return int(given)
+
+
+class Answer:
+    """The new tokens of one row as text that only grows, cut where an end token or a stop text begins."""
+
+    def __init__(self, decode: Callable[[Ids], str], end: Sequence[int], stop: Sequence[str]):
+        self._decode, self._end, self._stop = decode, frozenset(end), tuple(stop)
+        self.ids: Ids = []
+        self.text, self.is_over = "", False
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Take tokens and return what can be shown now; what may still become a stop text is held back."""
+        shown = len(self.text)
+        for token in tokens if not self.is_over else ():
+            self.ids.append(int(token))
+            whole = self._decode(self.ids)
+            found = [at for at in (whole.find(stop) for stop in self._stop) if at >= 0]
+            self.is_over = token in self._end or bool(found)
+            self.text = whole[: min(found)] if found else whole if self.is_over else self._certain(whole)
+            if self.is_over:
+                break
+        return self.text[shown:]
+
+    def finish(self) -> str:
+        """No more tokens come: the rest of the text."""
+        shown = len(self.text)
+        if not self.is_over:
+            self.text = self._decode(self.ids)
+        return self.text[shown:]
+
+    def _certain(self, whole: str) -> str:
+        """Without the end that may be part of a character or of a stop text; never less than was shown already."""
+        whole = whole.rstrip(_UNFINISHED)
+        held = max((n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n])), default=0)
+        certain = whole[: len(whole) - held]
+        return certain if len(certain) > len(self.text) else self.text
+
+
+def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
+    """The command. Raises ValueError and the like for bad input, one line each, before the model is loaded."""
+    import jax.numpy as jnp
+
+    import moe_jax
+    from moe_jax.parallel import parse_mesh
+
+    _check_options(args)
+    is_ids = args.input_ids is not None
+    medium: Any = Numbers() if is_ids else Text(args.model, args.chat)
+    if args.prompts is not None:
+        prompts = [medium.prompt(given, where) for where, given in read_prompts(args.prompts)]
+    else:
+        given, where = (args.input_ids, "--input-ids") if is_ids else (args.prompt, "--prompt")
+        prompts = [medium.prompt(given, where)]
+    stops = [medium.stop(given) for given in args.stop]
+    stop_ids, stop_texts = [s for s in stops if isinstance(s, int)], [s for s in stops if isinstance(s, str)]
+    end = _end_tokens(args.model)
+    with progress_bar("loading") as progress:
+        model = moe_jax.load_pretrained(
+            args.model,
+            quantize=args.quantize,
+            mesh=None if args.mesh is None else parse_mesh(args.mesh, "--mesh"),
+            enable_eplb=args.enable_eplb,
+            num_redundant_experts=args.num_redundant_experts,
+            implementation=None if args.implementation is None else tuple(args.implementation.split(",")),
+            dtype=jnp.dtype(args.dtype),
+            max_seq_len=max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens,
+            progress=progress,
+        )
+    vocab = model.config.vocab_size
+    end = sorted({*(model.config.eos_token_id if end is None else end), *stop_ids})
+    for name, ids in [("input id", prompt.ids) for prompt in prompts] + [("end token", end)]:
+        if bad := [token for token in ids if not 0 <= token < vocab]:
+            raise ValueError(f"{name} {bad[0]} is outside the vocabulary, expected 0 to {vocab - 1}")
+    if args.logits_out is not None or args.max_new_tokens == 0:
+        _score(args, model, prompts[0].ids)
+    if args.max_new_tokens:
+        clock, size = Clock(), min(args.batch_size, len(prompts))
+        balancer = Balancer(model) if args.enable_eplb else None
+        for start, (ids, mask) in enumerate_batches(prompts, size):
+            batch = prompts[start : start + size]
+            answers = [Answer(medium.decode, end, stop_texts) for _ in batch]
+            show = _show if args.prompts is None else None
+            _generate(model, ids, mask, answers, args, end, start // size, show, clock, balancer)
+            if args.prompts is not None:
+                for prompt, answer in zip(batch, answers, strict=True):
+                    print(json.dumps({"prompt": prompt.shown, "completion": answer.text}, ensure_ascii=False))
+                sys.stdout.flush()
+        print(clock.line(sum(len(prompt.ids) for prompt in prompts)), file=sys.stderr)
+        if balancer is not None:
+            print(f"experts were moved in {balancer.num_moves} layers", file=sys.stderr)
+    return 0
+
+
+class Clock:
+    """Tokens and seconds; the first call of the program, which compiles, is kept apart."""
+
+    def __init__(self):
+        self._began = time.perf_counter()
+        self._warm: tuple[float, int] | None = None
+        self.num_tokens, self._parts = 0, 0
+
+    def count(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._parts += 1
+        if self._parts == 2:  # the prompt's program and the loop's have run
+            self._warm = time.perf_counter(), self.num_tokens
+
+    def line(self, num_prompt_tokens: int) -> str:
+        """For people: what was done, and the speed without compilation where there was any."""
+        now = time.perf_counter()
+        text = f"{num_prompt_tokens} prompt tokens, {self.num_tokens} new tokens in {now - self._began:.2f} s"
+        if self._warm is None or self._warm[1] == self.num_tokens:
+            return f"{text}, compilation included"
+        then, count = self._warm
+        rate = (self.num_tokens - count) / (now - then)
+        return f"{text}; {rate:.1f} tokens/s after the first {count} and compilation ({then - self._began:.2f} s)"
+
+
+class Balancer:
+    """Load balancing of a model's experts between batches."""
+
+    def __init__(self, model: Any):
+        from moe_jax.parallel import EplbState
+
+        self._layers = [block.experts for block in model.moe_blocks()]
+        first = self._layers[0]
+        self._state = EplbState.create(len(self._layers), first.placement.get_value(), mesh=first.parallel)
+        self.num_moves = 0
+
+    def rebalance(self, load: np.ndarray) -> None:
+        """Take the load of a batch, (layers, S), into account, and move experts where that gains."""
+        import jax.numpy as jnp
+
+        from moe_jax.parallel import rebalance
+
+        self._state = self._state.record(jnp.asarray(load)).next_step()
+        plan = rebalance(self._state)
+        for layer in plan.layers:
+            self._state = plan.apply(layer, self._layers[layer], self._state)
+        self.num_moves += len(plan.layers)
+
+
+def enumerate_batches(prompts: Sequence[Prompt], size: int) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
+    """(index of the first prompt, (ids, mask)) for ``size`` prompts at a time, all of one shape: one compilation.
+
+    Prompts are padded on the right; the last batch is filled up with its last prompt.
+    """
+    longest = max(len(prompt.ids) for prompt in prompts)
+    for start in range(0, len(prompts), size):
+        ids, mask = (np.zeros((size, longest), dtype) for dtype in (np.int32, bool))
+        for row in range(size):
+            one = prompts[min(start + row, len(prompts) - 1)].ids
+            ids[row, : len(one)], mask[row, : len(one)] = one, True
+        yield start, (ids, mask)
+
+
+def _generate(model, ids, mask, answers, args, end, batch_index, show, clock, balancer) -> None:
+    """Fill the answers of one batch, whose further rows are left; show(text) gets each piece of a single answer.
+    balancer: None, or the one that moves experts after it."""
+    import jax
+
+    from moe_jax.models import generate_stream
+
+    rng = None
+    if args.temperature > 0:
+        rng = jax.random.fold_in(jax.random.key(args.seed or 0), batch_index)
+    parts = generate_stream(
+        model,
+        ids,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=1.0 if args.top_p is None else args.top_p,
+        top_k=0 if args.top_k is None else args.top_k,
+        eos_token_id=end or None,
+        rng=rng,
+        attention_mask=mask,
+        return_load=balancer is not None,
+    )
+    load = None
+    for part in parts:
+        tokens, load = (part, None) if balancer is None else part
+        before = sum(len(answer.ids) for answer in answers)
+        pieces = [answer.add(row) for answer, row in zip(answers, tokens[: len(answers)].tolist(), strict=True)]
+        clock.count(sum(len(answer.ids) for answer in answers) - before)
+        if show is not None:
+            show(pieces[0])
+        if all(answer.is_over for answer in answers):
+            break
+    if balancer is not None:
+        balancer.rebalance(load)
+    rest = [answer.finish() for answer in answers]
+    if show is not None:
+        show(rest[0] + "\n")
+
+
+def _show(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _score(args: argparse.Namespace, model: Any, ids: Ids) -> None:
+    """Write the prompt's logits, or print the log probabilities of its tokens."""
+    logits = np.asarray(model.score(np.asarray([ids], np.int32))[0], np.float32)
+    if not np.isfinite(logits).all():
+        position = int(np.argmin(np.isfinite(logits).all(axis=-1)))
+        raise ValueError(f"{args.model}: logits at prompt position {position} are not finite; the weights are damaged")
+    if args.logits_out is not None:
+        _write_npy(args.logits_out, logits)
+    elif args.max_new_tokens == 0:
+        chosen = np.exp(logits[:-1] - logits[:-1].max(-1, keepdims=True))
+        chosen = chosen[np.arange(len(ids) - 1), ids[1:]] / chosen.sum(-1)
+        print(",".join(f"{np.log(p):.4f}" for p in chosen))
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """What can be known without reading anything."""
+    if args.max_new_tokens < 0:
+        raise ValueError(f"--max-new-tokens is {args.max_new_tokens}, expected 0 or more")
+    if args.batch_size < 1:
+        raise ValueError(f"--batch-size is {args.batch_size}, expected 1 or more")
+    if not 0 <= args.temperature < float("inf"):
+        raise ValueError(f"--temperature is {args.temperature}, expected 0 (greedy) or more")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p is {args.top_p}, expected a number above 0 and up to 1")
+    if args.top_k is not None and args.top_k < 0:
+        raise ValueError(f"--top-k is {args.top_k}, expected 0 (all) or more")
+    if args.seed is not None and not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed is {args.seed}, expected an integer from 0 to {2**32 - 1}")
+    if args.temperature == 0:
+        idle = [flag for flag in ("top_p", "top_k", "seed") if getattr(args, flag) is not None]
+        if idle:
+            raise ValueError(f"--{idle[0].replace('_', '-')} has no effect on greedy choice; add --temperature T")
+    if args.num_redundant_experts and not args.enable_eplb:
+        raise ValueError("--num-redundant-experts needs --enable-eplb")
+    if args.num_redundant_experts < 0:
+        raise ValueError(f"--num-redundant-experts is {args.num_redundant_experts}, expected 0 or more")
+    if args.enable_eplb and (args.mesh is None or "expert" not in args.mesh):
+        raise ValueError("--enable-eplb balances the devices of an expert axis; add --mesh expert=N")
+    if args.chat and args.input_ids is not None:
+        raise ValueError("--chat needs text: give --prompt or --prompts instead of --input-ids")
+    if args.prompts is not None and (args.logits_out is not None or args.max_new_tokens == 0):
+        raise ValueError("--prompts generates; --logits-out and --max-new-tokens 0 score a single prompt")
+    out = args.logits_out
+    if out is not None and out.is_dir():
+        raise ValueError(f"--logits-out {out} is a directory, expected the path of an .npy file")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ValueError(f"--logits-out {out}: the directory {out.absolute().parent} does not exist")
+
+
+def read_prompts(path: Path) -> Iterator[tuple[str, Any]]:
+    """(place, prompt) for each line that is not blank. A file that ends in .jsonl holds texts, or objects with a
+    "prompt" or with "messages"; any other holds one text per line.
+
+    Raises:
+        ValueError: no such file, no prompt in it, or a line that is none of these.
+    """
+    if not path.is_file():
+        raise ValueError(f"--prompts {path}: no such file")
+    try:
+        # not splitlines: a text may hold other separators than line breaks
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts {path}: not UTF-8: {error}") from None
+    found = [(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ValueError(f"--prompts {path}: no prompt in it")
+    for where, line in found:
+        yield where, _prompt_of(line, where) if path.suffix == ".jsonl" else line
+
+
+def _prompt_of(line: str, where: str) -> Any:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+    if isinstance(value, dict) and len(value.keys() & {"prompt", "messages"}) == 1:
+        value = value.get("prompt", value.get("messages"))
+    is_messages = isinstance(value, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)
+    if not (isinstance(value, str) or (is_messages and value)):
+        raise ValueError(f'{where}: expected a text, {{"prompt": text}} or {{"messages": [{{"role": ...}}, ...]}}')
+    return value
+
+
+def _end_tokens(directory: Path) -> Ids | None:
+    """``eos_token_id`` of generation_config.json; None when the file or the key is missing, and config.json decides."""
+    path = directory / "generation_config.json"
+    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    if found is None:
+        return None
+    tokens = found if isinstance(found, list) else [found]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        raise ValueError(f"{path}: eos_token_id is {found!r}, expected an integer or a list of integers")
+    return tokens
+
+
+def parse_input_ids(text: str, where: str = "--input-ids") -> np.ndarray:
+    """``1,2,3`` or the path of an .npy file with integers -> (S,) int32. Raises ValueError naming what is wrong."""
+    if text.endswith(".npy"):
+        with open(text, "rb") as file:
+            try:
+                ids = np.load(file, allow_pickle=False)
+            except Exception as error:  # NumPy raises whatever its parsers meet
+                raise ValueError(f"{where} {text}: not a readable .npy file: {' '.join(str(error).split())}") from None
+        if not isinstance(ids, np.ndarray):
+            raise ValueError(f"{where} {text}: an archive of several arrays, expected one .npy array")
+        if ids.ndim == 2 and ids.shape[0] == 1:
+            ids = ids[0]
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"{where} {text}: found {ids.dtype} {ids.shape}, expected integers of shape (S,) or (1, S)"
+            )
+    else:
+        try:
+            ids = np.asarray([int(part) for part in text.split(",")], np.int64)
+        except (ValueError, OverflowError):
+            raise ValueError(
+                f"{where} {text!r}: expected 32 bit integers separated by commas, or a path ending in .npy"
+            ) from None
+    if ids.size == 0:
+        raise ValueError(f"{where} {text}: no ids")
+    limit = np.iinfo(np.int32)
+    if ids.min() < limit.min or ids.max() > limit.max:
+        raise ValueError(f"{where} {text}: an id does not fit in 32 bits")
+    return ids.astype(np.int32)
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; text needs it, or pass --input-ids")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ImportError(
+            "text needs the package tokenizers: pip install 'moe-jax[chat]', or pass --input-ids"
+        ) from None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust side raises plain Exception
+        raise ValueError(f"{path}: not a readable tokenizer: {' '.join(str(error).split())}") from None
+    tokenizer.no_truncation()  # a file may hold settings of a training run
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _write_npy(path: Path, array: np.ndarray) -> None:
+    """Write to a neighbour first and rename, so that a failure leaves no partial file."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            np.save(file, array)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

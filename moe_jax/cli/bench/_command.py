@@ -1,0 +1,59 @@
+"""``moe-jax bench``: arguments checked before anything is measured, the table printed, files written."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from moe_jax.cli.bench._bench import bench
+from moe_jax.cli.bench._report import draw_roofline, render
+
+
+def run_bench(args: argparse.Namespace, progress_bar: Callable[..., AbstractContextManager[Any]]) -> int:
+    """Run the command; returns how many cells failed. Raises ValueError and ImportError for bad input."""
+    for option, path in (("--json", args.json), ("--png", args.png)):
+        _check_file(option, path)
+    if args.png is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise ImportError("--png needs the package matplotlib: pip install 'moe-jax[demo]'") from None
+    with progress_bar("measuring", unit="cell") as progress:
+        report = bench(
+            args.model,
+            _names(args.scheme),
+            None if args.tokens is None else _numbers(args.tokens),
+            implementation=_names(args.implementation),
+            progress=progress,
+        )
+    print(render(report, rich=sys.stdout.isatty() and importlib.util.find_spec("rich") is not None))
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.as_json(), indent=1))
+    failed = sum("error" in cell for cell in report.cells)
+    if args.png is not None and failed < len(report.cells):
+        draw_roofline(report, args.png)
+    return failed
+
+
+def _check_file(option: str, path: Path | None) -> None:
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a directory, expected the path of a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: the directory {path.absolute().parent} does not exist")
+
+
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else [name.strip() for name in text.split(",")]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--tokens {text!r}: expected integers separated by commas") from None

@@ -1,0 +1,6 @@
+"""The functional core: route, then experts, then combine; and ``explain``, which says what would run and why."""
+
+from moe_jax.experts._explain import explain
+from moe_jax.experts._fused_moe import MoEStats, fused_experts, fused_moe
+
+__all__ = ["MoEStats", "explain", "fused_experts", "fused_moe"]

@@ -1,0 +1,244 @@
+"""The functional core: route, then experts, then combine; and ``explain``, which says what would run and why.
+
+Everything here is a pure function of arrays, safe under jit, grad, vmap, scan and shard_map (on the local experts).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from moe_jax._arguments import check_array
+from moe_jax._config import MoEConfig
+from moe_jax._typing import Array, Bool, Float, Int, Shaped
+from moe_jax.experts._backend import Problem, run_first, run_layer_first
+from moe_jax.experts._explain import explain
+from moe_jax.quantization import ExpertWeights
+from moe_jax.routing import Routing, RoutingParams, route
+
+__all__ = ["MoEStats", "explain", "fused_experts", "fused_moe"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEStats:
+    """Where the tokens of one call went.
+
+    load: (E,) int32, rows per expert; with a placement (S,), rows per slot. topk_ids: (T, top_k) int32, logical
+    experts, -1 for none.
+    """
+
+    load: Any
+    topk_ids: Any
+
+
+def fused_moe(
+    x: Float[Array, "T H"],
+    router_logits: Float[Array, "..."],
+    weights: ExpertWeights,
+    config: MoEConfig,
+    *,
+    routing: RoutingParams | None = None,
+    placement: Any = None,
+    token_mask: Bool[Array, "..."] | None = None,
+    token_ids: Int[Array, "..."] | None = None,
+    shared_output: Float[Array, "..."] | None = None,
+    replayed_ids: Shaped[Array, "..."] | None = None,
+    return_stats: bool = False,
+) -> Any:
+    """Route every token to its experts and return the weighted sum of their outputs.
+
+    x: (T, H), floats of 16 or 32 bits; computation follows ``config.dtype``, sums over experts are float32, and the
+        result is rounded once to x's dtype.
+    router_logits: (T, E), with zero experts (T, E + Z). routing: arrays of the router, see ``RoutingParams``.
+    token_mask: (T,), False for padding: such a token returns exact zeros, counts for no expert and costs no work.
+    token_ids: (T,), for routers that look tokens up.
+    shared_output: (T, H), what shared experts made of x; added to the sum before the one rounding.
+    replayed_ids: (T, top_k) logical experts to take instead of choosing, see ``moe_jax.routing.RoutedExperts``.
+    placement: a ``moe_jax.parallel.Placement`` where the weights' first axis counts its slots; None where it counts
+        experts. For a layer over a mesh see ``moe_jax.parallel.fused_moe``.
+
+    Returns (T, H), with ``return_stats`` the pair of that and ``MoEStats``.
+    Raises ValueError when shapes, weights and config contradict each other, NotImplementedError when no implementation
+    can run the layer (each with its reason), TypeError when a gradient for a quantized leaf is asked for.
+    """
+    _check_call(x, weights, config, placement, token_mask)
+    check_array("router_logits", router_logits, jnp.floating, f"({x.shape[0]}, E)")
+    if router_logits.ndim != 2 or router_logits.shape[0] != x.shape[0]:
+        raise ValueError(f"router_logits has shape {router_logits.shape}, expected ({x.shape[0]}, E) as x {x.shape}")
+    if shared_output is not None and shared_output.shape != x.shape:
+        raise ValueError(f"shared_output has shape {shared_output.shape}, expected {x.shape} as x")
+    if x.shape[0] > 0 and placement is None and replayed_ids is None:
+        problem = Problem(config, _without_gradient(weights), x.shape[0], jax.default_backend())
+        in_steps = functools.partial(_in_steps, config)
+        whole = run_layer_first(problem, x, router_logits, routing, token_mask, shared_output, in_steps)
+        if whole is not None:
+            y, topk_ids, load = whole
+            return (y, MoEStats(load, topk_ids)) if return_stats else y
+    routed = route(
+        router_logits,
+        config,
+        params=routing,
+        hidden_states=x,
+        token_ids=token_ids,
+        token_mask=token_mask,
+        replayed_ids=replayed_ids,
+    )
+    slots = routed.topk_ids if placement is None else placement.to_physical(routed.topk_ids)
+    y = weighted_experts(x, routed.topk_weights, slots, weights, config)
+    y = finish(y, x, routed, config, shared_output)
+    return (y, stats_of(routed.topk_ids, slots, weights.num_experts)) if return_stats else y
+
+
+def _in_steps(
+    config: MoEConfig,
+    x: Array,
+    router_logits: Array,
+    weights: ExpertWeights,
+    routing: RoutingParams | None,
+    token_mask: Array | None,
+    shared_output: Array | None,
+) -> tuple[Array, Array, Array]:
+    """What an implementation's ``run_layer`` computes, with a gradient: routing, then experts, then the sum."""
+    routed = route(router_logits, config, params=routing, hidden_states=x, token_mask=token_mask)
+    y = weighted_experts(x, routed.topk_weights, routed.topk_ids, weights, config)
+    load = stats_of(routed.topk_ids, routed.topk_ids, weights.num_experts).load
+    return finish(y, x, routed, config, shared_output), routed.topk_ids, load
+
+
+def finish(y: Array, x: Array, routed: Routing, config: MoEConfig, shared_output: Array | None) -> Float[Array, "T H"]:
+    """What follows the sum over experts y, (T, H) float32: zero experts, output scale, shared output, one rounding."""
+    if routed.zero_expert_weight is not None:
+        is_zero_expert = routed.zero_expert_weight[:, None] != 0
+        identity = routed.zero_expert_weight[:, None] * x.astype(jnp.float32)
+        y = y + jnp.where(is_zero_expert, identity, 0.0)
+    if config.apply_routed_scale_to_output:
+        y = y * config.routed_scaling_factor
+    if shared_output is not None:
+        y = y + shared_output.astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+def fused_experts(
+    x: Float[Array, "T H"],
+    topk_weights: Shaped[Array, "..."],
+    topk_ids: Shaped[Array, "..."],
+    weights: ExpertWeights,
+    config: MoEConfig,
+    *,
+    placement: Any = None,
+    token_mask: Bool[Array, "..."] | None = None,
+) -> Float[Array, "T H"]:
+    """``fused_moe`` after routing: experts and weights of each token are given.
+
+    topk_weights: (T, k) float, multiplied as they are. topk_ids: (T, k) integer; an id outside [0, E) contributes
+    exactly zero whatever its weight. The rest as in ``fused_moe``, but for ``routed_scaling_factor``, which is left to
+    whoever made the weights. Raises as ``fused_moe``, and TypeError when ids or weights have the other's kind of dtype.
+    """
+    _check_call(x, weights, config, placement, token_mask)
+    check_array("topk_weights", topk_weights, jnp.floating, "(T, k)")
+    check_array("topk_ids", topk_ids, jnp.integer, "(T, k)")
+    if topk_weights.shape != topk_ids.shape or topk_ids.ndim != 2 or topk_ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"topk_weights has shape {topk_weights.shape}, topk_ids {topk_ids.shape}, expected both ({x.shape[0]}, k)"
+        )
+    if token_mask is not None:
+        topk_ids = jnp.where(token_mask[:, None], topk_ids, -1)
+    if placement is not None:
+        topk_ids = placement.to_physical(topk_ids)
+    return weighted_experts(x, topk_weights, topk_ids, weights, config).astype(x.dtype)
+
+
+def weighted_experts(
+    x: Array, topk_weights: Array, topk_ids: Array, weights: ExpertWeights, config: MoEConfig
+) -> Array:
+    """Sum over k of weight times expert output, float32 (T, H): ids cleaned, weights placed, an implementation run.
+
+    topk_ids: indices into the first axis of the weights, others are not routed.
+    """
+    num_tokens, top_k = topk_ids.shape
+    if num_tokens == 0 or top_k == 0:
+        return jnp.zeros_like(x, jnp.float32)
+    is_routed = (topk_ids >= 0) & (topk_ids < weights.num_experts)
+    topk_ids = jnp.where(is_routed, topk_ids, -1).astype(jnp.int32)
+    topk_weights = jnp.where(is_routed, topk_weights.astype(jnp.float32), 0.0)
+    # Rows of padding must not raise a per-tensor activation scale, whatever is in them.
+    x = jnp.where(is_routed.any(axis=1, keepdims=True), x, jnp.zeros_like(x))
+    if config.apply_router_weight_on_input:
+        if top_k != 1:
+            raise ValueError(f"apply_router_weight_on_input needs one expert per token, topk_ids has {top_k} per token")
+        x = x.astype(jnp.float32) * topk_weights
+        topk_weights = is_routed.astype(jnp.float32)
+    problem = Problem(config, _without_gradient(weights), num_tokens, jax.default_backend())
+    return run_first(problem, x, topk_weights, topk_ids)
+
+
+def stats_of(topk_ids: Array, slots: Array, num_slots: int) -> MoEStats:
+    """Statistics of a call whose (token, slot) pairs were served by these slots, -1 for none."""
+    index = jnp.where(slots < 0, num_slots, slots).reshape(-1)
+    return MoEStats(load=jnp.zeros(num_slots, jnp.int32).at[index].add(1, mode="drop"), topk_ids=topk_ids)
+
+
+def _without_gradient(weights: ExpertWeights) -> ExpertWeights:
+    """The same weights; asking for the gradient of a quantized leaf, of its scales or of an input scale is an error."""
+
+    def guard(name: str, tensor: Any) -> Any:
+        if tensor.fmt is None:
+            return tensor
+        leaves = {
+            field: None if (leaf := getattr(tensor, field)) is None else _constant(f"{name}.{field}", leaf)
+            for field in ("data", "scale", "global_scale", "input_scale", "zero_point", "g_idx")
+        }
+        return dataclasses.replace(tensor, **leaves)
+
+    return dataclasses.replace(weights, w13=guard("w13", weights.w13), w2=guard("w2", weights.w2))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constant(name: str, leaf: Array) -> Array:
+    return leaf
+
+
+@functools.partial(_constant.defjvp, symbolic_zeros=True)
+def _refuse_tangent(name, primals, tangents):
+    (leaf,), (tangent,) = primals, tangents
+    if not isinstance(tangent, SymbolicZero):
+        raise TypeError(
+            f"gradient requested for weights.{name} ({leaf.dtype.name}), a leaf of quantized weights, which have none; "
+            "differentiate with respect to x, router_logits or biases, or use unquantized weights"
+        )
+    return leaf, tangent
+
+
+def _check_call(x: Array, weights: ExpertWeights, config: MoEConfig, placement: Any, token_mask: Any) -> None:
+    label = f"{config.name}: " if config.name else ""
+    if not isinstance(weights, ExpertWeights):
+        found = type(weights).__name__
+        raise TypeError(f"{label}weights is a {found}, expected ExpertWeights, which a loaded layer has")
+    if placement is not None and not hasattr(placement, "to_physical"):
+        raise TypeError(f"{label}placement has type {type(placement).__name__}, expected moe_jax.parallel.Placement")
+    check_array(f"{label}x", x, jnp.floating, f"(T, {config.hidden_size})")
+    if x.dtype.itemsize < 2:
+        raise TypeError(
+            f"{label}x has dtype {x.dtype}, expected floats of 16 or 32 bits, since the output has x's dtype; cast x"
+        )
+    if x.ndim != 2 or x.shape[1] != config.hidden_size:
+        raise ValueError(f"{label}x has shape {x.shape}, expected (T, {config.hidden_size})")
+    if token_mask is not None:
+        check_array(f"{label}token_mask", token_mask, jnp.bool, f"{x.shape[:1]}")
+        if token_mask.shape != x.shape[:1]:
+            raise ValueError(f"{label}token_mask has shape {token_mask.shape}, expected {x.shape[:1]}")
+    if placement is not None and placement.num_experts != config.num_experts:
+        raise ValueError(f"{label}placement is of {placement.num_experts} experts, expected {config.num_experts}")
+    num_slots = config.num_experts if placement is None else placement.num_slots
+    expected = (num_slots, config.num_halves, config.intermediate_size, config.hidden_size)
+    if weights.w13.shape != expected:
+        raise ValueError(f"{label}weights.w13 has shape {weights.w13.shape}, expected (E, G, I, H) = {expected}")
+    if weights.scheme != config.scheme:
+        raise ValueError(f"{label}weights follow scheme {weights.scheme.name!r}, config says {config.scheme.name!r}")
+    if (weights.w2_bias is not None) != config.has_bias:
+        found = "no" if weights.w2_bias is None else "a"
+        raise ValueError(f"{label}config has has_bias={config.has_bias}, weights hold {found} bias")

@@ -1,0 +1,1 @@
+"""Experts on Pallas kernels for Hopper GPUs (compute capability 9.0)."""

@@ -1,0 +1,233 @@
+"""The xla implementation: rows grouped by expert, tile after tile through both products. Any platform, fast on a CPU.
+
+    align -> quantize x once per token -> for each tile in use: gather its rows, GEMM 1 + bias, activation, requantize,
+    GEMM 2 + bias -> combine over k in float32
+
+Nothing in the trace is repeated per expert, and memory grows with the rows; hidden activations exist for one tile at a
+time. The exception is a dynamic per-tensor activation scale, the maximum over all rows of the call: there the loop runs
+twice, and the hidden rows are kept in between.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from moe_jax._config import MoEConfig
+from moe_jax._typing import Array, Float, Int
+from moe_jax.activations import apply_activation
+from moe_jax.experts.xla._align import Alignment, align
+from moe_jax.experts.xla._grouped_gemm import (
+    Product,
+    for_each_tile,
+    plan_product,
+    quantize_rows,
+    slice_rows,
+    store_rows,
+    tile_gemm,
+    vary_together,
+)
+from moe_jax.quantization import ExpertWeights, Scheme, Strategy, dequantize_tensor, fake_quantize
+
+MAX_TILE = 192  # of 64, 128, 192 and 256 the fastest at 512 rows per expert (H=512, I=256, two Zen 5 cores)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is static about one call. tile: rows of a tile. product: of both GEMMs."""
+
+    config: MoEConfig
+    scheme: Scheme
+    tile: int
+    product: Product
+
+    @property
+    def has_shared_scale(self) -> bool:
+        """Whether all rows of the call share one activation scale computed from them."""
+        fmt = self.scheme.activations
+        return fmt is not None and fmt.dynamic and fmt.strategy is Strategy.TENSOR
+
+
+def make_plan(config: MoEConfig, scheme: Scheme, num_tokens: int, top_k: int, num_experts: int) -> Plan:
+    return Plan(
+        config,
+        scheme,
+        choose_tile(config.planned_tokens(num_tokens), top_k, num_experts),
+        plan_product(scheme.weights, scheme.activations, config.dtype),
+    )
+
+
+def choose_tile(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Rows of a tile: a multiple of 8 somewhat above the mean rows per expert, so that most experts need one tile.
+
+    A second tile reads the expert's weights again, and rows above the mean are padding.
+    """
+    rows = math.ceil(1.25 * num_tokens * top_k / num_experts)
+    return max(1, min(-(-rows // 8) * 8, MAX_TILE, num_tokens))
+
+
+def run(
+    x: Float[Array, "T H"],
+    topk_weights: Float[Array, "T top_k"],
+    topk_ids: Int[Array, "T top_k"],
+    weights: ExpertWeights,
+    config: MoEConfig,
+) -> Float[Array, "T H"]:
+    """Routed output in float32, before any rounding. Arguments as ``Implementation.run`` states them."""
+    x, topk_weights, topk_ids, weights = vary_together((x, topk_weights, topk_ids, weights))
+    num_tokens, top_k = topk_ids.shape
+    plan = make_plan(config, weights.scheme, num_tokens, top_k, config.num_experts)
+    alignment = align(topk_ids, weights.num_experts, plan.tile)
+    rows = _expert_rows(plan, x, weights, alignment)
+    return jnp.sum(_rows_of_tokens(rows, alignment) * topk_weights[..., None], axis=1)
+
+
+# Compiled by itself outside ``jax.jit``, where the loop would otherwise be compiled anew by every call and kept.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _forward(plan: Plan, x: Array, weights: ExpertWeights, alignment: Alignment) -> Array:
+    """Both products for every grouped row: x (T, H) -> (Mp, H) float32. Gaps hold anything finite inputs can give."""
+    stacked = _without_input_scales(weights)
+    fmt = plan.scheme.activations
+    hidden_axes = plan.config.scale_axes(fmt, is_hidden=True)
+    operand, row_scale = quantize_rows(
+        x, plan.product, fmt, weights.w13.input_scale, plan.config.scale_axes(fmt, is_hidden=False)
+    )
+    # Gaps read the last token: what they hold is never looked at, and plain indices keep the gather cheap.
+    row_token = jnp.minimum(alignment.row_token, x.shape[0] - 1)
+    if row_scale is not None and row_scale.ndim:
+        row_scale = row_scale[row_token]
+
+    def hidden_tile(start, expert_weights):
+        rows = operand.at[slice_rows(row_token, start, plan.tile)].get(mode="promise_in_bounds")
+        scale = row_scale if row_scale is None or row_scale.ndim == 0 else slice_rows(row_scale, start, plan.tile)
+        h = tile_gemm(rows, scale, expert_weights.w13, expert_weights.w13_bias, plan.product)
+        return apply_activation(h, plan.config)
+
+    def output_tile(operand, scale, expert_weights):
+        return tile_gemm(operand, scale, expert_weights.w2, expert_weights.w2_bias, plan.product)
+
+    def through_both(out, start, expert, expert_weights):
+        h = hidden_tile(start, expert_weights)
+        h, scale = quantize_rows(h, plan.product, fmt, weights.w2.input_scale, hidden_axes)
+        return store_rows(out, output_tile(h, scale, expert_weights), start)
+
+    def through_first(out, start, expert, expert_weights):
+        is_gap = slice_rows(alignment.row_token, start, plan.tile) == x.shape[0]
+        h = jnp.where(is_gap[:, None], 0.0, hidden_tile(start, expert_weights))  # gaps must not raise the common scale
+        return store_rows(out, h, start)
+
+    def through_second(out, start, expert, expert_weights):
+        h = slice_rows(hidden, start, plan.tile)
+        return store_rows(out, output_tile(h, hidden_scale, expert_weights), start)
+
+    def loop(body, width):
+        out = jnp.zeros_like(x, jnp.float32, shape=(alignment.row_token.shape[0], width))
+        return for_each_tile(body, out, alignment, plan.tile, stacked)
+
+    if not plan.has_shared_scale:
+        return loop(through_both, x.shape[1])
+    hidden = loop(through_first, weights.intermediate_size)
+    hidden, hidden_scale = quantize_rows(hidden, plan.product, fmt, None, hidden_axes)
+    return loop(through_second, x.shape[1])
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Which leaves of the stacked weights need a gradient, by position."""
+
+    leaves: tuple[int, ...]
+
+
+def _save_for_backward(plan, x, weights, alignment):
+    perturbed = [leaf.perturbed for leaf in jax.tree.leaves(_without_input_scales(weights))]
+    x, weights, alignment = jax.tree.map(lambda leaf: leaf.value, (x, weights, alignment))
+    wanted = _Wanted(tuple(i for i, is_perturbed in enumerate(perturbed) if is_perturbed))
+    return _forward(plan, x, weights, alignment), (x, weights, alignment, wanted)
+
+
+def _backward(plan, residuals, out_bar):
+    """Differentiate the plain float32 form of each tile again, tile by tile; nothing of the forward pass is stored.
+
+    Rounding of activations passes gradients straight through, as ``fake_quantize`` defines it.
+    """
+    x, weights, alignment, wanted = residuals
+    stacked = _without_input_scales(weights)
+    leaves, treedef = jax.tree.flatten(stacked)
+    fmt = plan.scheme.activations
+    if isinstance(out_bar, SymbolicZero):
+        out_bar = jnp.zeros(out_bar.shape, jnp.float32)
+
+    def quantized(values, input_scale):
+        axes = plan.config.scale_axes(fmt, is_hidden=False)
+        return values.astype(jnp.float32) if fmt is None else fake_quantize(values, fmt, input_scale, axes)
+
+    values, pull_x = jax.vjp(lambda x: quantized(x, weights.w13.input_scale), x)
+
+    def tile_value(rows, expert_weights):
+        h = _float32_product(rows, expert_weights.w13, expert_weights.w13_bias)
+        h = apply_activation(h, plan.config)
+        if fmt is not None and not fmt.dynamic:
+            # Clipped values pass no gradient; a dynamic scale clips nothing, so there rounding is the identity.
+            h = fake_quantize(h, fmt, weights.w2.input_scale)
+        return _float32_product(h, expert_weights.w2, expert_weights.w2_bias)
+
+    def body(carry, start, expert, expert_weights):
+        rows_bar, leaves_bar = carry
+        expert_leaves = jax.tree.leaves(expert_weights)
+
+        def of_wanted(rows, chosen):
+            replaced = list(expert_leaves)
+            for i, leaf in zip(wanted.leaves, chosen, strict=True):
+                replaced[i] = leaf
+            return tile_value(rows, treedef.unflatten(replaced))
+
+        tokens = slice_rows(alignment.row_token, start, plan.tile)
+        chosen = [expert_leaves[i].astype(jnp.float32) for i in wanted.leaves]
+        _, pull = jax.vjp(of_wanted, _take(values, tokens), chosen)
+        tile_bar, chosen_bar = pull(slice_rows(out_bar, start, plan.tile))
+        rows_bar = store_rows(rows_bar, tile_bar, start)
+        return rows_bar, [total.at[expert].add(bar) for total, bar in zip(leaves_bar, chosen_bar, strict=True)]
+
+    carry = (
+        jnp.zeros_like(out_bar),
+        [jnp.zeros_like(leaves[i], jnp.float32) for i in wanted.leaves],
+    )
+    rows_bar, leaves_bar = for_each_tile(body, carry, alignment, plan.tile, stacked)
+    (x_bar,) = pull_x(jnp.sum(_rows_of_tokens(rows_bar, alignment), axis=1))
+    weights_bar: list[Any] = [None] * len(leaves)
+    for i, bar in zip(wanted.leaves, leaves_bar, strict=True):
+        weights_bar[i] = bar.astype(leaves[i].dtype)
+    return x_bar, treedef.unflatten(weights_bar), None
+
+
+_expert_rows = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+_expert_rows.defvjp(_save_for_backward, _backward, symbolic_zeros=True)
+
+
+def _float32_product(rows, tensor, bias):
+    out = jnp.einsum("rk,...nk->r...n", rows, dequantize_tensor(tensor), precision=lax.Precision.HIGHEST)
+    return out if bias is None else out + bias.astype(jnp.float32)
+
+
+def _without_input_scales(weights: ExpertWeights) -> ExpertWeights:
+    """The leaves that have an expert axis."""
+    return dataclasses.replace(
+        weights,
+        w13=dataclasses.replace(weights.w13, input_scale=None),
+        w2=dataclasses.replace(weights.w2, input_scale=None),
+    )
+
+
+def _take(values: Array, tokens: Array) -> Array:
+    return jnp.take(values, tokens, axis=0, mode="fill", fill_value=0)
+
+
+def _rows_of_tokens(rows: Array, alignment: Alignment) -> Array:
+    """(Mp, H) -> (T, top_k, H); zeros for a pair that is not routed."""
+    return _take(rows, jnp.where(alignment.row_of < 0, rows.shape[0], alignment.row_of))

@@ -1,0 +1,1 @@
+"""From ``quantization_config`` of a checkpoint to the scheme of each module."""

@@ -1,0 +1,1 @@
+"""From named tensors to the leaves of one layer: names, slices, staging, coverage."""

@@ -1,0 +1,1 @@
+"""Attention of the models: grouped-query, multi-head latent, and rotary positions."""

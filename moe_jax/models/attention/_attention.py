@@ -1,0 +1,167 @@
+"""Attention over a static key-value cache: what its kinds share, and grouped-query attention. MLA lies in _mla.py."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moe_jax._typing import Array, Bool, Float, Int
+from moe_jax.models._cache import extended
+from moe_jax.models._config import DecoderConfig
+from moe_jax.models._layers import Linear, RMSNorm, parameter, precision_of
+from moe_jax.models._partition import WHOLE, Partitioned, partitioned
+from moe_jax.models.attention._rope import rotate
+
+# Queries handled at once in a long prefill. Scores are (B, heads, queries, slots) in float32: 32 heads, 1024 queries
+# and 32768 slots make 4 GiB, while all queries at once would need 137 GiB.
+QUERY_BLOCK = 1024
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionInputs:
+    """What all layers of one call share.
+
+    cos, sin: (B, S, D/2) f32. query_slots: (S,) slot of each query. query_positions: (B, S). key_filled, key_positions:
+    (B, L) over all slots that can be seen, this call's own included.
+    """
+
+    cos: Any
+    sin: Any
+    query_slots: Any
+    query_positions: Any
+    key_filled: Any
+    key_positions: Any
+
+    def visible(
+        self, slots: Int[Array, " S"], positions: Int[Array, "B S"], window: int | None
+    ) -> Bool[Array, "B S L"]:
+        """True where a query at (slot, position) sees a key slot, in a layer of this sliding window."""
+        seen = jnp.arange(self.key_filled.shape[1])[None, None, :] <= slots[None, :, None]
+        seen = seen & self.key_filled[:, None, :]
+        if window is not None:
+            seen = seen & (self.key_positions[:, None, :] > positions[:, :, None] - window)
+        return seen
+
+
+class Attention(Partitioned):
+    """Causal attention with grouped key-value heads, rotary positions, and what else ``DecoderConfig`` lists."""
+
+    def __init__(self, config: DecoderConfig, layer: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+        self.config = config
+        self.window = config.window_of(layer)
+        h, d = config.hidden_size, config.head_dim
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
+        queries, keys = config.num_heads * d, config.num_kv_heads * d
+        self.q_proj = Linear(h, queries, use_bias=config.use_attention_bias, **options)
+        self.k_proj = Linear(h, keys, use_bias=config.use_attention_bias, **options)
+        self.v_proj = Linear(h, keys, use_bias=config.use_attention_bias, **options)
+        self.o_proj = Linear(queries, h, use_bias=config.use_output_bias, **options)
+        widths = {None: (), "head": (d, d), "projection": (queries, keys)}[config.qk_norm]
+        norms = [RMSNorm(width, eps=config.rms_norm_eps, **options) for width in widths]
+        self.q_norm, self.k_norm = norms or (None, None)
+        sinks = nnx.initializers.normal(0.02)
+        self.sinks = parameter((config.num_heads,), dtype, rngs, sinks) if config.has_sinks else None
+
+    def dense_modules(self) -> dict[str, Any]:
+        """Checkpoint name below the layer's attention -> module or parameter."""
+        names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "sinks")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def splits(self, parts: int) -> dict[str, int]:
+        queries = {"q_proj": 0, "o_proj": 1} | ({} if self.sinks is None else {"sinks": 0})
+        keys = {"k_proj": 0, "v_proj": 0}
+        config = self.config
+        return (queries if config.num_heads % parts == 0 else {}) | (keys if config.num_kv_heads % parts == 0 else {})
+
+    def __call__(
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
+    ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
+        """Attend and return the output with this layer's keys and values.
+
+        cached: keys and values (B, kv_heads, slots, D) to be extended from ``slot`` on; None keeps this call's tokens
+        alone.
+        """
+        return partitioned(Attention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached, slot)
+
+    def cache_splits(self) -> tuple[int, ...]:
+        """For each array that the cache keeps of this layer, the axis that is split over devices."""
+        is_split = self.partition is not None and "k_proj" in self.splits(self.partition.parts)
+        return (1 if is_split else WHOLE,) * 2
+
+    def _forward(
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
+    ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
+        q, *new = self._heads(x, inputs)
+        k, v = kept = extended(cached, tuple(new), slot)
+        sinks = None if self.sinks is None else self.sinks[...]
+        y = attend(q, k, v, inputs, scale=self.config.head_dim**-0.5, window=self.window, sinks=sinks)
+        return self.o_proj(y.reshape(*x.shape[:2], -1)), kept
+
+    def _heads(self, x: Float[Array, "B S H"], inputs: AttentionInputs) -> tuple[Any, Any, Any]:
+        """Rotated q (B, S, kv_heads, group, D), and rotated k and v as the cache keeps them, (B, kv_heads, S, D)."""
+        config = self.config
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if config.qk_norm == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.clip_qkv is not None:
+            q, k, v = (jnp.clip(part, -config.clip_qkv, config.clip_qkv) for part in (q, k, v))
+        q, k, v = (part.reshape(*x.shape[:2], -1, config.head_dim) for part in (q, k, v))
+        if config.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, inputs.cos, inputs.sin), rotate(k, inputs.cos, inputs.sin)
+        q = q.reshape(*x.shape[:2], config.num_kv_heads, -1, config.head_dim)
+        return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+
+def attend(
+    q: Float[Array, "B S N G D"],
+    k: Float[Array, "B N L D"],
+    v: Float[Array, "B N L V"],
+    inputs: AttentionInputs,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Any = None,
+) -> Float[Array, "B S N G V"]:
+    """Softmax attention of N key-value heads, each with G query heads, at most QUERY_BLOCK queries at a time.
+
+    sinks: (N * G,), a logit per query head that takes its part of the softmax and gives nothing.
+    """
+    slots, positions, num_queries = inputs.query_slots, inputs.query_positions, q.shape[1]
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(1, *q.shape[2:4], 1, 1)
+
+    def some(q, slots, positions):
+        return _attend(q, k, v, inputs.visible(slots, positions, window), scale, sinks)
+
+    if num_queries <= QUERY_BLOCK:
+        return some(q, slots, positions)
+    num_blocks = -(-num_queries // QUERY_BLOCK)
+    tail = num_blocks * QUERY_BLOCK - num_queries
+
+    def blocks(a, axis):
+        padded = jnp.pad(a, [(0, tail if i == axis else 0) for i in range(a.ndim)])
+        split = padded.reshape(*a.shape[:axis], num_blocks, QUERY_BLOCK, *a.shape[axis + 1 :])
+        return jnp.moveaxis(split, axis, 0)
+
+    y = jax.lax.map(lambda block: some(*block), (blocks(q, 1), blocks(slots, 0), blocks(positions, 1)))
+    y = jnp.moveaxis(y, 0, 1)
+    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :num_queries]
+
+
+def _attend(q: Any, k: Any, v: Any, visible: Bool[Array, "B S L"], scale: float, sinks: Any) -> Any:
+    """Scores and sums in float32. A query that sees nothing gets a finite, meaningless row."""
+    precision = precision_of(q.dtype)
+    scores = jnp.einsum("bsngd,bnld->bngsl", q, k, precision=precision, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        top = jnp.maximum(scores.max(axis=-1, keepdims=True), sinks)
+        exponentials = jnp.exp(scores - top)
+        weights = exponentials / (exponentials.sum(axis=-1, keepdims=True) + jnp.exp(sinks - top))
+    # Summed in float32 and rounded once; XLA's CPU client cannot return these products of 16-bit values as float32.
+    return jnp.einsum("bngsl,bnld->bsngd", weights.astype(v.dtype), v, precision=precision)

@@ -1,0 +1,124 @@
+"""Multi-head latent attention (MLA, DeepSeek-V2): the cache holds one compressed row per token, not its heads.
+
+A token's hidden state becomes a latent c and one rotated key r that all heads share; both are cached, nothing else.
+Head n has the key (U_n c, r) and the value V_n c, where U_n and V_n are rows of ``kv_b_proj``. There are two ways to
+attend, equal but for rounding:
+
+- expand: compute keys and values of all heads for all slots, then attend as usual;
+- absorb: since q . U_n c = (U_n^T q) . c, take queries into the space of latents, attend there with the latents as the
+  one key-value head, and apply V_n to the result. Nothing is computed per slot, but every score is wider.
+
+The shapes of a call decide which one costs less: expanding for a prefill, absorbing for a decode step.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from moe_jax._typing import Array, Float
+from moe_jax.models._cache import extended
+from moe_jax.models._config import DecoderConfig, MLAConfig
+from moe_jax.models._layers import Linear, RMSNorm, precision_of
+from moe_jax.models._partition import WHOLE, Partitioned, partitioned
+from moe_jax.models.attention._attention import AttentionInputs, attend
+from moe_jax.models.attention._rope import rotate
+
+_EPS = 1e-6  # of the norms over compressed rows, whatever rms_norm_eps is: DeepSeek's own code leaves the default
+
+
+class LatentAttention(Partitioned):
+    """Causal multi-head latent attention with rotary positions on a part of every head."""
+
+    def __init__(self, config: DecoderConfig, layer: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+        self.config, self.window = config, config.window_of(layer)
+        mla, heads, h = config.mla, config.num_heads, config.hidden_size
+        assert mla is not None
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
+        biased: dict[str, Any] = dict(use_bias=config.use_attention_bias, **options)
+        rank, queries = mla.q_lora_rank, heads * config.head_dim
+        self.q_proj = Linear(h, queries, **options) if rank is None else None
+        self.q_a_proj = None if rank is None else Linear(h, rank, **biased)
+        self.q_a_layernorm = None if rank is None else RMSNorm(rank, eps=_EPS, **options)
+        self.q_b_proj = None if rank is None else Linear(rank, queries, **options)
+        self.kv_a_proj_with_mqa = Linear(h, mla.kv_lora_rank + mla.qk_rope_head_dim, **biased)
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, eps=_EPS, **options)
+        self.kv_b_proj = Linear(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), **options)
+        self.o_proj = Linear(heads * mla.v_head_dim, h, use_bias=config.use_output_bias, **options)
+
+    def dense_modules(self) -> dict[str, Any]:
+        """Checkpoint name below the layer's attention -> module."""
+        names = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm")
+        names += ("kv_b_proj", "o_proj")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def splits(self, parts: int) -> dict[str, int]:
+        if self.config.num_heads % parts:
+            return {}
+        return {"q_proj" if self.q_proj is not None else "q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
+
+    def __call__(
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
+    ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
+        """Attend and return the output with this layer's rows, one array (B, 1, slots, kv_lora_rank + rope).
+
+        cached: that array, to be extended from ``slot`` on; None keeps this call's tokens alone.
+        """
+        return partitioned(LatentAttention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached, slot)
+
+    def cache_splits(self) -> tuple[int, ...]:
+        """As of ``Attention``: the latent belongs to all heads."""
+        return (WHOLE,)
+
+    def _forward(
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
+    ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
+        mla: Any = self.config.mla
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.q_proj is None else self.q_proj(x)
+        q = q.reshape(*x.shape[:2], self.config.num_heads, -1)
+        q = jnp.concatenate([q[..., : mla.qk_nope_head_dim], self._rotated(q[..., mla.qk_nope_head_dim :], inputs)], -1)
+        row = self.kv_a_proj_with_mqa(x)
+        key = self._rotated(row[:, :, None, mla.kv_lora_rank :], inputs)[:, :, 0]
+        row = jnp.concatenate([self.kv_a_layernorm(row[..., : mla.kv_lora_rank]), key], axis=-1)
+        (rows,) = kept = extended(cached, (row[:, None],), slot)
+        absorbs = is_cheaper_absorbed(mla, x.shape[1], rows.shape[2])
+        y = (self._absorbed if absorbs else self._expanded)(q, rows, inputs)
+        return self.o_proj(y.reshape(*x.shape[:2], -1)), kept
+
+    def _expanded(self, q: Any, rows: Any, inputs: AttentionInputs) -> Any:
+        """q (B, S, N, nope + rope), rows (B, 1, L, rank + rope) -> (B, S, N, 1, V)."""
+        mla, heads = self.config.mla, self.config.num_heads
+        latent, key = rows[:, 0, :, : mla.kv_lora_rank], rows[:, :, :, mla.kv_lora_rank :]
+        both = self.kv_b_proj(latent).reshape(*latent.shape[:2], heads, -1).swapaxes(1, 2)
+        shared = jnp.broadcast_to(key, (*both.shape[:3], key.shape[-1]))
+        k = jnp.concatenate([both[..., : mla.qk_nope_head_dim], shared], axis=-1)
+        return self._attend(q[:, :, :, None], k, both[..., mla.qk_nope_head_dim :], inputs)
+
+    def _absorbed(self, q: Any, rows: Any, inputs: AttentionInputs) -> Any:
+        """The same, with (B, S, N, V) as result."""
+        mla, heads = self.config.mla, self.config.num_heads
+        precision = precision_of(q.dtype)
+        weight = self.kv_b_proj.weight[...].reshape(heads, -1, mla.kv_lora_rank)
+        up_k, up_v = weight[:, : mla.qk_nope_head_dim], weight[:, mla.qk_nope_head_dim :]
+        inner = jnp.einsum("bsnd,ndr->bsnr", q[..., : mla.qk_nope_head_dim], up_k, precision=precision)
+        inner = jnp.concatenate([inner, q[..., mla.qk_nope_head_dim :]], axis=-1)
+        context = self._attend(inner[:, :, None], rows, rows[..., : mla.kv_lora_rank], inputs)[:, :, 0]
+        return jnp.einsum("bsnr,nvr->bsnv", context, up_v, precision=precision)
+
+    def _attend(self, q: Any, k: Any, v: Any, inputs: AttentionInputs) -> Any:
+        scale = self.config.head_dim**-0.5 * self.config.rope.score_scale
+        return attend(q, k, v, inputs, scale=scale, window=self.window)
+
+    def _rotated(self, x: Float[Array, "B S N D"], inputs: AttentionInputs) -> Float[Array, "B S N D"]:
+        """Queries and keys have their columns in the same order afterwards, which is all that their product needs."""
+        if self.config.mla.is_interleaved:
+            x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+        return rotate(x, inputs.cos, inputs.sin)
+
+
+def is_cheaper_absorbed(mla: MLAConfig, num_queries: int, num_slots: int) -> bool:
+    """Whether absorbing takes fewer multiplications per head and row of the batch; see the top of this file."""
+    up = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
+    expanded = num_slots * up + num_queries * num_slots * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+    absorbed = num_queries * up + num_queries * num_slots * (2 * mla.kv_lora_rank + mla.qk_rope_head_dim)
+    return absorbed < expanded

@@ -1,0 +1,119 @@
+"""``MoEFamily``: what a model family says about its blocks with experts, and how one of them is built.
+
+A family is one file with one subclass. Its class attributes are the words of its checkpoints; ``read_config`` turns its
+config.json into a typed config. A family whose whole model is built derives from ``CausalLM``, which is a MoEFamily.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+
+from moe_jax.models._config import ConfigReader, MoEBlockConfig
+from moe_jax.models._layers import Linear, SharedExperts
+from moe_jax.nn import FusedMoE, MoEBlock
+from moe_jax.nn._variables import CORRECTION_BIAS
+from moe_jax.quantization import Scheme
+
+
+class MoEFamily:
+    """One family of models with experts.
+
+    model_type, architecture: config.json's words. moe_module: where a layer's experts and router lie in a checkpoint;
+    router_module, shared_module and shared_gate_module lie in it. layers_module: where the layers lie.
+    """
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    moe_module: ClassVar[str]
+    layers_module: ClassVar[str] = "model.layers"
+    router_module: ClassVar[str] = "gate"
+    shared_module: ClassVar[str] = "shared_experts"
+    shared_gate_module: ClassVar[str] = "shared_expert_gate"
+
+    @staticmethod
+    def read_config(reader: ConfigReader) -> MoEBlockConfig:
+        raise NotImplementedError("a family defines read_config")
+
+    @classmethod
+    def doubts(cls, source: Any, raw: Mapping[str, Any]) -> str | None:
+        """What a user should be warned of: a checkpoint that is sound by its names and shapes and may still be wrong.
+
+        source: has the ``names`` of the tensors. raw: the parsed config.json.
+        """
+        return None
+
+    @classmethod
+    def make_moe_block(
+        cls,
+        config: MoEBlockConfig,
+        layer: int,
+        *,
+        scheme: Scheme | None = None,
+        implementation: Any = None,
+        dtype: Any = jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
+    ) -> MoEBlock:
+        """The block with experts of one layer; router logits are kept in float32."""
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
+        experts = FusedMoE(
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            top_k=config.top_k,
+            scheme=scheme,
+            activation=config.activation,
+            renormalize=config.renormalize,
+            scoring_func=config.scoring_func,
+            use_grouped_topk=config.num_expert_group is not None,
+            num_expert_group=config.num_expert_group,
+            topk_group=config.topk_group,
+            e_score_correction_bias=config.has_correction_bias or None,
+            routed_scaling_factor=config.routed_scaling_factor,
+            apply_router_weight_on_input=config.apply_router_weight_on_input,
+            custom_routing_function=config.custom_routing_function,
+            swiglu_limit=config.swiglu_limit,
+            swiglu_alpha=config.swiglu_alpha,
+            has_bias=config.has_bias,
+            name=cls.moe_prefix(layer),
+            implementation=implementation,
+            param_dtype=dtype,
+            **options,
+        )
+        router = Linear(
+            config.hidden_size,
+            config.num_experts,
+            use_bias=config.has_router_bias,
+            out_dtype=jnp.float32,
+            **options,
+        )
+        shared = None
+        if config.shared_intermediate_size:
+            shared = SharedExperts(
+                config.hidden_size,
+                config.shared_intermediate_size,
+                has_gate=config.has_shared_expert_gate,
+                **options,
+            )
+        return MoEBlock(experts, router, shared)
+
+    @classmethod
+    def moe_prefix(cls, layer: int) -> str:
+        """Name of a layer's block in checkpoints of the family."""
+        return f"{cls.layers_module}.{layer}.{cls.moe_module}"
+
+    @classmethod
+    def moe_dense_modules(cls, block: MoEBlock, layer: int) -> dict[str, Any]:
+        """Checkpoint name -> module, or parameter, for what is not an expert in a block."""
+        prefix, shared, bias = cls.moe_prefix(layer), block.shared_experts, block.experts.correction_bias
+        router = f"{prefix}.{cls.router_module}"
+        modules: dict[str, Any] = {router: block.router}
+        if bias is not None:
+            modules[f"{router}.{CORRECTION_BIAS}"] = bias
+        if isinstance(shared, SharedExperts):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                modules[f"{prefix}.{cls.shared_module}.{name}"] = getattr(shared, name)
+            if shared.gate is not None:
+                modules[f"{prefix}.{cls.shared_gate_module}"] = shared.gate
+        return modules

@@ -1,0 +1,18 @@
+"""DeepSeek-V3: MLA, dense first layers, shared experts, sigmoid scores with a correction bias and groups of experts."""
+
+from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
+from moe_jax.models._decoder import CausalLM
+from moe_jax.models.families._layer_rules import corrected_experts, latent_attention
+
+
+class DeepseekV3ForCausalLM(CausalLM):
+    """DeepSeek-V3, V3.1, R1 and models of their architecture."""
+
+    model_type = "deepseek_v3"
+    architecture = "DeepseekV3ForCausalLM"
+    moe_module = "mlp"
+
+    @staticmethod
+    def read_config(reader: ConfigReader) -> DecoderConfig:
+        experts = corrected_experts(reader, routed_scaling_factor=2.5)
+        return read_decoder_config(reader, **experts, **latent_attention(reader))

@@ -1,0 +1,360 @@
+"""``fused_moe`` over a mesh: one ``jax.shard_map`` around route -> dispatch -> experts -> combine."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from moe_jax._arguments import check_array
+from moe_jax._config import MoEConfig
+from moe_jax._typing import Array
+from moe_jax.experts._backend import Problem, choose
+from moe_jax.experts._fused_moe import MoEStats, finish, stats_of, weighted_experts
+from moe_jax.experts._gradient import NoGradient, with_gradient_of
+from moe_jax.experts.hopper._experts import arriving_quantization, forward_arrived
+from moe_jax.parallel._choice import choose_dispatch, without_push
+from moe_jax.parallel._config import ParallelConfig
+from moe_jax.parallel._dispatch import WAYS, Exchange, rows_per_round
+from moe_jax.parallel._placement import Placement
+from moe_jax.parallel._routing import route_tokens
+from moe_jax.parallel._weights import local_config, partition_specs, placed_config
+from moe_jax.quantization import ExpertWeights, Strategy
+from moe_jax.routing import RoutingParams
+from pallas_kernels.push import Arrived
+
+
+def fused_moe(
+    x: Array,
+    router_logits: Array,
+    weights: ExpertWeights,
+    config: MoEConfig,
+    parallel: ParallelConfig,
+    *,
+    placement: Placement,
+    routing: RoutingParams | None = None,
+    token_mask: Array | None = None,
+    token_ids: Array | None = None,
+    shared_output: Array | None = None,
+    replayed_ids: Array | None = None,
+    return_stats: bool = False,
+) -> Any:
+    """``moe_jax.fused_moe`` with experts, their columns and tokens spread over a mesh. Safe under ``jax.jit``.
+
+    x, router_logits, token_mask, token_ids, shared_output: whole arrays of T tokens, however they are sharded; they are
+        brought into the layout that the dispatch wants, padded where T does not divide, and x's sharding returns on y.
+    weights: placed, see ``place_weights``. placement: its arrays may be others in every call.
+    shared_output must be the whole sum already: what a shared expert with sharded weights computes on global arrays is.
+
+    Returns (T, H) in x's dtype, or with ``parallel.reduce_results=False`` the partial sums (R, T, H) float32 that add
+    up to it, one for each of the R devices of the expert and tensor axes. With ``return_stats`` the pair of that and
+    ``MoEStats``, whose load counts rows per slot.
+    Raises ValueError when shapes or devices do not fit, NotImplementedError for a dispatch that cannot run here.
+    """
+    _check(x, router_logits, weights, config, placement, parallel)
+    num_tokens = x.shape[0]
+    name = choose_dispatch(parallel, config, num_tokens)
+    tokens = (x, router_logits, token_mask, token_ids, shared_output, replayed_ids)
+    if num_tokens == 0:
+        return _nothing(x, config, placement, parallel, return_stats)
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((tokens, weights, placement))):
+        arguments = (name, parallel, config, tokens, weights, placement, routing)
+        try:
+            y, stats = _compiled(*arguments)
+        except NoBatches:
+            if parallel.dispatch is not None:
+                raise
+            y, stats = _compiled(without_push(parallel, config)[0], *arguments[1:])
+        y = _as_it_came(y, x, parallel)
+    else:
+        tokens = jax.tree.map(functools.partial(_on_mesh, parallel=parallel), tokens)
+        y, stats = _compiled(name, parallel, config, tokens, weights, placement, routing)
+        if x.shape == y.shape and isinstance(x, jax.Array) and x.sharding.device_set == y.sharding.device_set:
+            y = jax.device_put(y, x.sharding)
+    return (y, stats) if return_stats else y
+
+
+def token_sharding(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) -> NamedSharding:
+    """How the tokens of a call enter and leave the layer."""
+    name = choose_dispatch(parallel, config, num_tokens)
+    return NamedSharding(parallel.mesh, PartitionSpec(parallel.token_axes(name) or None))
+
+
+def _forward(
+    name: str,
+    parallel: ParallelConfig,
+    config: MoEConfig,
+    tokens: tuple[Any, ...],
+    weights: ExpertWeights,
+    placement: Placement,
+    routing: RoutingParams | None,
+) -> tuple[Array, MoEStats]:
+    token_axes = parallel.token_axes(name)
+    num_tokens = tokens[0].shape[0]
+    short = -num_tokens % math.prod(map(parallel.size, token_axes))
+    if short and tokens[2] is None:
+        tokens = (*tokens[:2], jnp.ones(num_tokens, jnp.bool), *tokens[3:])
+    by_token = PartitionSpec(token_axes or None)
+    whole = PartitionSpec()
+
+    def enter(leaf: Array) -> Array:
+        if short:
+            leaf = _reshard(leaf, whole, parallel)
+            leaf = jnp.pad(leaf, [(0, short)] + [(0, 0)] * (leaf.ndim - 1))
+        return _reshard(leaf, by_token, parallel)
+
+    tokens = jax.tree.map(enter, tokens)
+    rest = jax.tree.map(functools.partial(_reshard, spec=whole, parallel=parallel), (placement, routing))
+    weight_specs = partition_specs(weights, parallel)
+    weights = jax.tree.map(lambda leaf, spec: _reshard(leaf, spec, parallel), weights, weight_specs)
+    partial_axes = tuple(axis for axis in (parallel.expert_axis, parallel.tensor_axis) if axis is not None)
+    out_spec = by_token if parallel.reduce_results else PartitionSpec(partial_axes, token_axes or None)
+    body = functools.partial(_body, name, parallel, config)
+    y, topk_ids, load = jax.shard_map(
+        body,
+        mesh=parallel.mesh,
+        in_specs=(by_token, weight_specs, whole),
+        out_specs=(out_spec, by_token, whole),
+        check_vma=False,  # Pallas kernels do not say how their results vary
+    )(tokens, weights, rest)
+    if short:
+        y = _reshard(y, whole, parallel)
+        y = y[:num_tokens] if parallel.reduce_results else y[:, :num_tokens]
+        topk_ids = _reshard(topk_ids, whole, parallel)[:num_tokens]
+    return y, MoEStats(load=load, topk_ids=topk_ids)
+
+
+# One program outside ``jax.jit``, also under ``jax.grad`` and ``jax.vmap``, which JAX cannot apply to a ``shard_map``
+# over a custom gradient that it runs step by step; a part of the caller's program inside.
+_compiled = jax.jit(_forward, static_argnums=(0, 1, 2), inline=True)
+
+
+def _body(
+    name: str,
+    parallel: ParallelConfig,
+    config: MoEConfig,
+    tokens: tuple[Any, ...],
+    weights: ExpertWeights,
+    rest: tuple[Placement, RoutingParams | None],
+) -> tuple[Array, Array, Array]:
+    """The work of one device: y, topk_ids of its tokens, and the load of all slots from all tokens."""
+    x, router_logits, token_mask, token_ids, shared, replayed_ids = tokens
+    placement, routing = rest
+    token_axes = parallel.token_axes(name)
+    num_tokens = x.shape[0]
+    own = dataclasses.replace(
+        local_config(config, placement, parallel),
+        num_experts=config.num_experts,  # of the whole layer: tiles are chosen by its mean rows per expert
+        apply_router_weight_on_input=False,
+        split_axes=() if parallel.tensor_axis is None else (parallel.tensor_axis,),
+        call_axes=parallel.used_axes,
+    )
+    weights = _own_share(weights, own, parallel)
+    chosen, skipped = choose(Problem(own, weights, num_tokens, jax.default_backend()))
+    is_mosaic = chosen is not None and chosen.name == "mosaic"
+    if name == "push" and not is_mosaic and parallel.dispatch is None:
+        name, _ = without_push(parallel, config)
+    if name == "push" and not is_mosaic:
+        reason = dict(skipped).get("mosaic", f"implementation={config.implementation} leaves them out")
+        raise NotImplementedError(
+            f"dispatch='push' needs the experts in the Hopper kernels: {reason}; use 'all_gather' or 'all_to_all'"
+        )
+    routed = route_tokens(
+        x, router_logits, config, weights, routing, token_mask, token_ids, replayed_ids, by_kernel=is_mosaic
+    )
+    first = lax.axis_index(token_axes) * num_tokens if token_axes else 0
+    slots = placement.to_physical(routed.topk_ids, first)
+    stats = stats_of(routed.topk_ids, slots, placement.num_slots)
+    load = lax.psum(stats.load, token_axes) if token_axes else stats.load
+
+    gathered = (x, routed.topk_weights, slots)
+    if parallel.gathers_tokens:
+        gathered = tuple(lax.all_gather(part, parallel.tensor_axis, tiled=True) for part in gathered)
+    y = _experts(name, parallel, config, own, gathered, weights, placement.slots_per_device, is_mosaic=is_mosaic)
+    if parallel.gathers_tokens:
+        y = lax.psum_scatter(y.astype(parallel.reduce_dtype), parallel.tensor_axis, tiled=True)
+    elif parallel.reduce_results and parallel.tensor_axis is not None:
+        y = lax.psum(y.astype(parallel.reduce_dtype), parallel.tensor_axis)
+    y = y.astype(jnp.float32)
+    if parallel.reduce_results:
+        return finish(y, x, routed, config, shared), routed.topk_ids, load
+    axes = tuple(axis for axis in (parallel.expert_axis, parallel.tensor_axis) if axis is not None)
+    whole = finish(y, x.astype(jnp.float32), routed, config, shared)
+    bare = finish(y, x.astype(jnp.float32), dataclasses.replace(routed, zero_expert_weight=None), config, None)
+    return jnp.where(lax.axis_index(axes) == 0, whole, bare)[None], routed.topk_ids, load
+
+
+def _experts(
+    name: str,
+    parallel: ParallelConfig,
+    config: MoEConfig,
+    own: MoEConfig,
+    gathered: tuple[Array, Array, Array],
+    weights: ExpertWeights,
+    slots_per_device: int,
+    *,
+    is_mosaic: bool,
+) -> Array:
+    """The sum over experts of the rows, (T, H) float32: over the expert axis, and not over the tensor axis.
+
+    own, weights: of this device. is_mosaic: the Hopper kernels run them.
+    """
+    x, topk_weights, slots = gathered
+    if config.apply_router_weight_on_input:
+        x = x.astype(jnp.float32) * topk_weights
+        topk_weights = (slots >= 0).astype(jnp.float32)
+    num_tokens, top_k = slots.shape
+    sharing = num_tokens * (1 if name == "replicate" else parallel.expert_size)
+    planned = config.pinned_tokens or sharing
+    if is_mosaic:  # chooses by the experts it is given
+        planned /= parallel.expert_size
+
+    def plan_for(top_k_here: int) -> MoEConfig:
+        pinned = max(1, math.ceil(planned * top_k / top_k_here))
+        return dataclasses.replace(own, pinned_tokens=pinned, top_k=top_k_here)
+
+    def run(weights: ExpertWeights, x: Array, topk_weights: Array, ids: Array) -> Array:
+        return weighted_experts(x, topk_weights, ids, weights, plan_for(ids.shape[1]))
+
+    def serve(
+        weights: ExpertWeights, arrived: Arrived, first_slot: Array, send_back: Callable[[Array, Array], Array]
+    ) -> Array:
+        return forward_arrived(plan_for(top_k), arrived, first_slot, weights, send_back)
+
+    def exchange_of(weights: ExpertWeights) -> Exchange:
+        activations = config.scheme.activations
+        return Exchange(
+            axis=str(parallel.expert_axis),
+            size=parallel.expert_size,
+            slots_per_device=slots_per_device,
+            round_axes=parallel.used_axes,
+            run=functools.partial(run, weights),
+            sum_dtype=jnp.dtype(parallel.reduce_dtype),
+            row_dtype=jnp.dtype(config.dtype if is_mosaic else jnp.float32),
+            is_one_round=activations is not None and activations.dynamic and activations.strategy is Strategy.TENSOR,
+            serve=functools.partial(serve, weights) if is_mosaic else None,
+            quantization=arriving_quantization(weights) if is_mosaic else "none",
+        )
+
+    def way(name: str, x: Array, topk_weights: Array, slots: Array, weights: ExpertWeights) -> Array:
+        if name == "push":
+            x, topk_weights, slots, weights = _refusing_batches((x, topk_weights, slots, weights))
+        return WAYS[name](x, topk_weights, slots, exchange_of(weights))
+
+    def refuse(*arguments: Any) -> Array:
+        raise NoGradient(
+            f"dispatch={name!r} has no gradient here; differentiate a layer with dispatch='all_gather' or 'replicate'"
+        )
+
+    if parallel.expert_axis is None:
+        return run(weights, x, topk_weights, slots)
+    exchange = exchange_of(weights)
+    if not parallel.reduce_results:
+        return run(weights, x, topk_weights, exchange.local_ids(slots))
+    own_way = functools.partial(way, name)
+    if name == "push" or (name == "all_to_all" and rows_per_round(slots.size, exchange) < slots.size):
+        # Loops of as many rounds as it takes, and stores into other memories, have no gradient.
+        other = functools.partial(way, "all_gather") if parallel.dispatch is None else refuse
+        return with_gradient_of(own_way, other, x, topk_weights, slots, weights)
+    return own_way(x, topk_weights, slots, weights)
+
+
+class NoBatches(NotImplementedError):
+    """Somebody maps the kernels of push over a batch, which only shows while they are called."""
+
+
+@jax.custom_batching.custom_vmap
+def _refusing_batches(values: Any) -> Any:
+    """What push is given: one launch of it is one exchange."""
+    return values
+
+
+@_refusing_batches.def_vmap
+def _refuse_batches(axis_size: int, in_batched: Any, values: Any) -> Any:
+    raise NoBatches("dispatch='push' takes no jax.vmap; use jax.lax.map, or a layer with dispatch='all_gather'")
+
+
+def _own_share(weights: ExpertWeights, own: MoEConfig, parallel: ParallelConfig) -> ExpertWeights:
+    """One device's leaves with static metadata and a bias of w2 that is added once among those whose sums are added."""
+    if parallel.tensor_axis is None:
+        return weights
+    if weights.w2.num_columns is not None:
+        w2 = dataclasses.replace(weights.w2, num_columns=own.intermediate_size)
+        weights = dataclasses.replace(weights, w2=w2)
+    if weights.w2_bias is not None:
+        is_first = lax.axis_index(parallel.tensor_axis) == 0
+        bias = jnp.where(is_first, weights.w2_bias, jnp.zeros_like(weights.w2_bias))
+        weights = dataclasses.replace(weights, w2_bias=bias)
+    return weights
+
+
+def _nothing(x: Array, config: MoEConfig, placement: Placement, parallel: ParallelConfig, return_stats: bool) -> Any:
+    """The answer to no tokens."""
+    parts = parallel.expert_size * parallel.tensor_size
+    y = x if parallel.reduce_results else jnp.zeros((parts, *x.shape), jnp.float32)
+    stats = MoEStats(jnp.zeros(placement.num_slots, jnp.int32), jnp.zeros((0, config.top_k), jnp.int32))
+    return (y, stats) if return_stats else y
+
+
+def _reshard(leaf: Any, spec: PartitionSpec, parallel: ParallelConfig) -> Any:
+    """A traced array in another layout; where axes are Auto, XLA sees to it."""
+    if not parallel.is_explicit:
+        return leaf
+    return jax.sharding.reshard(leaf, NamedSharding(parallel.mesh, spec))
+
+
+def _as_it_came(y: Array, x: Array, parallel: ParallelConfig) -> Array:
+    if not parallel.is_explicit or y.shape != x.shape:
+        return y
+    sharding = jax.typeof(x).sharding
+    return y if sharding.mesh.empty else jax.sharding.reshard(y, sharding)
+
+
+def _on_mesh(leaf: Any, parallel: ParallelConfig) -> Any:
+    """An argument outside ``jax.jit``; one that its owner has put on other devices is an error."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    devices = set(parallel.mesh.devices.flat)
+    if leaf.sharding.device_set == devices:
+        return leaf
+    if leaf.committed:
+        found = ", ".join(sorted(str(device) for device in leaf.sharding.device_set)[:4])
+        raise ValueError(
+            f"an array {leaf.dtype}{list(leaf.shape)} of the call is on {found}, expected the {len(devices)} devices "
+            "of the layer's mesh; move it with jax.device_put(x, NamedSharding(mesh, PartitionSpec()))"
+        )
+    return jax.device_put(leaf, NamedSharding(parallel.mesh, PartitionSpec()))
+
+
+def _check(
+    x: Any,
+    router_logits: Any,
+    weights: ExpertWeights,
+    config: MoEConfig,
+    placement: Placement,
+    parallel: ParallelConfig,
+) -> None:
+    label = f"{config.name}: " if config.name else ""
+    check_array(f"{label}x", x, jnp.floating, f"(T, {config.hidden_size})")
+    if x.ndim != 2 or x.shape[1] != config.hidden_size:
+        raise ValueError(f"{label}x has shape {x.shape}, expected (T, {config.hidden_size})")
+    check_array("router_logits", router_logits, jnp.floating, f"({x.shape[0]}, E)")
+    if router_logits.ndim != 2 or router_logits.shape[0] != x.shape[0]:
+        raise ValueError(f"router_logits has shape {router_logits.shape}, expected ({x.shape[0]}, E) as x {x.shape}")
+    if placement.num_experts != config.num_experts or placement.num_devices != parallel.expert_size:
+        raise ValueError(
+            f"{label}{placement} does not fit {config.num_experts} experts on {parallel.expert_size} devices of the "
+            "expert axis"
+        )
+    placed = placed_config(config, placement, parallel)
+    expected = (placed.num_experts, placed.num_halves, placed.intermediate_size, placed.hidden_size)
+    if weights.w13.layout.is_plain and weights.w13.shape != expected:
+        raise ValueError(f"{label}weights.w13 has shape {weights.w13.shape}, expected placed weights {expected}")
+    if weights.scheme != config.scheme:
+        raise ValueError(f"{label}weights follow scheme {weights.scheme.name!r}, config says {config.scheme.name!r}")

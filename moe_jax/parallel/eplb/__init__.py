@@ -1,0 +1,1 @@
+"""Expert-parallel load balancing: statistics, placement of copies, and moving weights."""
