@@ -87,7 +87,7 @@ WRITERS := tests/data/writers
 
 test-writers: .venv-writers/.installed $(VENV)/.installed-dev
 	.venv-writers/bin/python $(WRITERS)/write.py build/writers
-	$(BIN)/python -m pytest -q tests/test_llm_compressor_files.py --writers-dir=build/writers $(ARGS)
+	$(BIN)/python -m pytest -q tests/loading/test_llm_compressor_files.py --writers-dir=build/writers $(ARGS)
 
 # jax's CUDA plugin and NVIDIA's compiler, without a driver, cuDNN or cuBLAS. In $(VENV) the plugin would complain.
 # SASS_JAX=0.11.2 SASS_PYTHON=python3.12 takes another jax, in an environment of its own.

@@ -3,6 +3,7 @@
 GPU tests (markers gpu, multi_gpu) are deselected by default; they run with ``JAX_PLATFORMS=cuda pytest -m gpu``.
 """
 
+import collections
 import gc
 import itertools
 import os
@@ -13,8 +14,9 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}=8".strip()
 
-import annotations
 import jaxtyping
+
+from tests.support import annotations
 
 # Before the packages are imported: every annotated public function then checks shapes and dtypes in the tests.
 jaxtyping.jaxtyped = annotations.jaxtyped
@@ -23,7 +25,6 @@ jaxtyping.install_import_hook(["moe_jax", "pallas_kernels", "torch_bridge"], "be
 import jax
 import pytest
 from jax._src import compiler
-from sweeps import ONE_IN
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -35,15 +36,13 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The cases of a sweep that the default suite leaves out are slow."""
-    cases = {}
+    """``@pytest.mark.sample(n)``: the default suite runs the first of every n cases; the others are slow."""
+    counts = collections.defaultdict(itertools.count)
     for item in items:
-        module, _, test = item.nodeid.partition("::")
-        one_in = ONE_IN.get(module, {}).get(test.partition("[")[0], 1)
-        if one_in == 1 or any(item.get_closest_marker(mark) for mark in ("slow", "gpu", "multi_gpu")):
+        mark = item.get_closest_marker("sample")
+        if mark is None or any(item.get_closest_marker(name) for name in ("slow", "gpu", "multi_gpu")):
             continue
-        index = cases.setdefault((module, test.partition("[")[0]), itertools.count())
-        if next(index) % one_in:
+        if next(counts[item.nodeid.partition("[")[0]]) % mark.args[0]:
             item.add_marker(pytest.mark.slow)
 
 

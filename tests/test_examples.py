@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import writers
 
 import moe_jax
+from tests.support.checkpoints import writers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 EXAMPLES = Path(__file__).parent.parent / "examples"

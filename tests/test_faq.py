@@ -72,6 +72,7 @@ RAISES = {
 
 
 @pytest.mark.parametrize("quoted", QUOTED)
+@pytest.mark.sample(2)
 def test_message_is_really_raised(quoted, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)  # the doctor's advice depends on it
     (trigger,) = [raises for words, raises in RAISES.items() if quoted.lstrip(". ").startswith(words)]

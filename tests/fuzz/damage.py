@@ -7,9 +7,10 @@ with the same meaning), or "either" (whatever is accepted has to mean what the f
 import json
 
 import ml_dtypes
-import mutations
 import numpy as np
-from mutations import FILE, pick, read_parts, write_parts
+
+from tests.support.checkpoints import mutations
+from tests.support.checkpoints.mutations import FILE, pick, read_parts, write_parts
 
 DTYPES = {
     "F32": np.float32,

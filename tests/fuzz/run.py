@@ -28,16 +28,15 @@ import jax.numpy as jnp
 import numpy as np
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-
-from fuzz.bases import KINDS, PREFIX, E, H, I, write_bases
-from fuzz.damage import damage
-from fuzz.decoder import Meaningless, decode
+    sys.path[:0] = [str(Path(__file__).parents[2])]
 
 import moe_jax
 from moe_jax import MoEConfig
 from moe_jax.loading import Checkpoint, ExpertReader
 from moe_jax.quantization import dequantize_tensor
+from tests.fuzz.bases import KINDS, PREFIX, E, H, I, write_bases
+from tests.fuzz.damage import damage
+from tests.fuzz.decoder import Meaningless, decode
 
 SECONDS = 10
 REFUSALS = (ValueError, NotImplementedError)  # CheckpointError is a ValueError

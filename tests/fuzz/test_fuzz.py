@@ -1,8 +1,9 @@
 """A hundred iterations of ``run.py``; the log of ten thousand is benchmarks/results/fuzz.txt."""
 
 import pytest
-from fuzz.bases import KINDS
-from fuzz.run import fuzz
+
+from tests.fuzz.bases import KINDS
+from tests.fuzz.run import fuzz
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -1,7 +1,8 @@
 """Checkpoints written by the real tools, made once per run and shared by the loading tests."""
 
 import pytest
-import writers
+
+from tests.support.checkpoints import writers
 
 PRESETS = {"fp8_tensor_static": "FP8", "fp8_channel": "FP8_DYNAMIC", "fp8_block": "FP8_BLOCK", "int8_w8a8": "W8A8"}
 

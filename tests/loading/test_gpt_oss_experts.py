@@ -6,14 +6,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from expert_tensors import assert_same
-from experts_numpy import experts_numpy
 from safetensors.numpy import save_file
 
 import moe_jax
 from moe_jax import MoEConfig, Scheme
 from moe_jax.loading import Checkpoint, CheckpointError, load_layer
 from moe_jax.quantization import dequantize_tensor, method_for
+from tests.support.checkpoints.expert_tensors import assert_same
+from tests.support.oracles.experts import experts_numpy
 
 E, H, I = 3, 64, 96  # noqa: E741
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -73,6 +73,7 @@ def test_rows_are_told_apart_and_bits_kept(tmp_path):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.sample(2)
 def test_layer_output(tmp_path, implementation):
     with write(tmp_path, tensors()) as checkpoint:
         weights = load_layer(checkpoint, 0, config())

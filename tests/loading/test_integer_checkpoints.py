@@ -7,11 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import writers
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from experts_cases import make_routing
-from experts_numpy import experts_numpy
-from helpers import assert_rows_close, tolerance
 from safetensors.numpy import load_file, save_file
 
 from moe_jax import MoEConfig, fused_experts, load_moe
@@ -19,6 +15,10 @@ from moe_jax.loading import Checkpoint, CheckpointError, load_layer
 from moe_jax.loading.layer._stream import ExpertReader
 from moe_jax.quantization import Scheme, dequantize_tensor
 from pallas_kernels.common import packing
+from tests.support.cases.experts import make_routing
+from tests.support.checkpoints import writers
+from tests.support.oracles.experts import experts_numpy
+from tests.support.oracles.tolerances import assert_rows_close, tolerance
 
 SIZES = dict(hidden_size=96, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
 H, I, E = 96, 64, 3  # noqa: E741
@@ -92,6 +92,7 @@ def assert_weights_are(weights, expected):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sample(4)
 def test_weights_are_what_compressed_tensors_decompresses(written, case):
     directory = written(case)
     weights, stored = load(directory)
@@ -301,6 +302,7 @@ def test_online_quantization(written):
         ("w3a16_channel", "w3a8_fp8_channel", "w3a8_fp8_channel"),
     ],
 )
+@pytest.mark.sample(3)
 def test_activations_of_a_weight_only_file_may_be_quantized(written, case, asked, found):
     """M195: by the name that full-precision weights would take; the packed weights stay what the file has."""
     directory = written(case)

@@ -65,6 +65,7 @@ def load(checkpoint, scheme):
 
 @pytest.mark.parametrize("own_file", [False, True], ids=["config.json", "hf_quant_config.json"])
 @pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
+@pytest.mark.sample(2)
 def test_nvfp4_multiplies_by_both_scales(tmp_path, algorithm, own_file):
     stored = nvfp4_tensors(has_inputs=algorithm == "NVFP4")
     stated = {"quant_algo": algorithm, "group_size": 16, "exclude_modules": ["lm_head", "model.layers.*.mlp.gate"]}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from moe_jax.models import load_pretrained
-from tests.models.cases import VOCAB, Case, write_checkpoint
+from tests.support.cases.models import VOCAB, Case, write_checkpoint
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,7 +16,7 @@ from moe_jax.models._decoder import CausalLM
 from moe_jax.models.attention import _attention
 from moe_jax.models.attention._mla import is_cheaper_absorbed
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
-from tests.models.cases import CASES, ROPES, SLOW, VOCAB, assert_logits_close, slow
+from tests.support.cases.models import CASES, ROPES, SLOW, VOCAB, assert_logits_close, slow
 
 # Frequencies that change with the length leave earlier keys in the cache as they were, in transformers too.
 STATIC = [name for name in CASES if name not in ("qwen3_dynamic", "qwen3_longrope")]
@@ -25,6 +25,7 @@ run = jax.jit(lambda model, ids, **inputs: model(ids, **inputs))
 
 
 @pytest.mark.parametrize("name", [*(name for name in CASES if name not in SLOW), *slow(*SLOW)])
+@pytest.mark.sample(5)
 def test_logits(case, prompt, name):
     """40 tokens: longer than the windows and than what dynamic and longrope switch at."""
     case, ids = case(name), prompt(2, 40)
@@ -32,6 +33,7 @@ def test_logits(case, prompt, name):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.sample(2)
 def test_short_prompts_keep_the_original_frequencies(case, prompt, kind):
     case, ids = case(f"qwen3_{kind}"), prompt(2, 12)
     assert_logits_close(case.model.score(ids), case.torch_logits(ids))
@@ -62,6 +64,7 @@ def test_prompts_shorter_than_the_window(case, prompt):
         *slow("qwen2", "olmoe_clipped", "gpt_oss"),
     ],
 )
+@pytest.mark.sample(4)
 def test_decode_agrees_with_prefill(case, prompt, name):
     assert name in STATIC
     model, ids = case(name).model, prompt(2, 40)
@@ -200,6 +203,7 @@ def test_id_outside_the_vocabulary_is_not_another_token(case):
 
 
 @pytest.mark.parametrize("bad", [VOCAB, -1, -100, 2**30])
+@pytest.mark.sample(4)
 def test_an_id_outside_the_vocabulary_under_jit(case, prompt, bad):
     """Its row is NaN, in later calls with the cache too; the other row and what stands in padding are as ever."""
     model, ids = case("qwen3_linear").model, prompt(2, 4)

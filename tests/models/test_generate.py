@@ -11,7 +11,7 @@ import moe_jax
 from moe_jax.models import generate, generate_stream
 from moe_jax.models._compiled import bucket
 from moe_jax.models._decoder import CausalLM
-from tests.models.cases import VOCAB, slow
+from tests.support.cases.models import VOCAB, slow
 
 
 def torch_greedy(case, ids, n, **options):
@@ -33,6 +33,7 @@ def torch_greedy(case, ids, n, **options):
         *("gpt_oss", *slow("qwen2", "olmoe_clipped", "deepseek_v2_lite", "deepseek_v3")),
     ],
 )
+@pytest.mark.sample(3)
 def test_greedy_equals_transformers(case, prompt, name):
     """Token by token; dynamic and longrope change their frequencies on the way, past 24 and 16 tokens."""
     case, ids = case(name), prompt(2, 12)
@@ -95,6 +96,7 @@ def test_second_call_traces_nothing(case, prompt, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, dict(temperature=2.0, rng=jax.random.key(7))])
+@pytest.mark.sample(2)
 def test_stream_is_generate(case, prompt, options):
     """Token by token what generate makes in one go: first one, then up to five at once; it ends with the last row."""
     model, ids = case("mixtral").model, prompt(2, 12)

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import writers
-from compressed_tensors_judge import decompressed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import moe_jax
 from moe_jax.models import load_pretrained
-from tests.models.cases import assert_logits_close, slow, write_checkpoint
-from tests.models.families import as_mxfp4
+from tests.support.cases.families import as_mxfp4
+from tests.support.cases.models import assert_logits_close, slow, write_checkpoint
+from tests.support.checkpoints import writers
+from tests.support.oracles.compressed_tensors import decompressed
 
 run = jax.jit(lambda model, ids, cache: model(ids, cache=cache))
 # A file's own activation quantization is left out: the comparison is one of weights.

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 from moe_jax.models import load_pretrained
 from moe_jax.parallel._mesh import parse_mesh
 from pallas_kernels.common import packing
-from tests.loading.test_gptq_awq import AWQ, awq_words, gptq, stream
-from tests.models.cases import assert_logits_close
+from tests.loading.files.test_gptq_awq import AWQ, awq_words, gptq, stream
+from tests.support.cases.models import assert_logits_close
 
 GROUP = 16
 
@@ -87,6 +87,7 @@ FAMILIES = [("qwen2", "gptq"), ("olmoe_clipped", "awq"), ("deepseek_v2_lite", "g
     "name, config",
     [*(("qwen3", name) for name in CONFIGS), *(pytest.param(*row, marks=pytest.mark.slow) for row in FAMILIES)],
 )
+@pytest.mark.sample(3)
 def test_logits(case, prompt, tmp_path, name, config):
     """Experts stay packed; then the same tensors one by one, shuffled, into the running model."""
     config, source, ids = CONFIGS[config], case(name), prompt(2, 40)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from mesh_cases import assert_same_experts
 
 import moe_jax
 from moe_jax.loading import Checkpoint
-from tests.models.cases import CASES, VOCAB, assert_logits_close, write_checkpoint
-from tests.models.families import FAMILIES, H, as_mxfp4, assert_rows_close
+from tests.support.cases.families import FAMILIES, H, as_mxfp4, assert_rows_close
+from tests.support.cases.meshes import assert_same_experts
+from tests.support.cases.models import CASES, VOCAB, assert_logits_close, write_checkpoint
 
 
 def mesh_of(text, axis_type="Auto"):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import writers
 
 from moe_jax.loading import CheckpointError, SafetensorsFile, save_safetensors
 from moe_jax.models import load_moe, load_pretrained
+from tests.support.checkpoints import writers
 
 FILE = "model.safetensors"
 MOE_LAYER = "model.layers.0"
@@ -73,6 +73,7 @@ def quantized(tmp_path_factory):
 
 
 @pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "native"])
+@pytest.mark.sample(5)
 def test_quantized_attention_is_dequantized_exactly(quantized, scheme):
     """Bit for bit what compressed-tensors decompresses; the experts stay as stored."""
     directory, plain = quantized(scheme)
@@ -88,6 +89,7 @@ def test_quantized_attention_is_dequantized_exactly(quantized, scheme):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.sample(2)
 def test_half_precision(case, prompt, dtype):
     """Near the float32 logits; tokens whose experts change account for the rest."""
     case, ids = case("qwen3_linear"), prompt(2, 40)
@@ -140,6 +142,7 @@ def test_load_moe(case, prompt):
 
 
 @pytest.mark.parametrize("quantize", [None, "int8_w8a16"])
+@pytest.mark.sample(2)
 def test_an_interrupted_load_leaves_nothing_behind(case, prompt, monkeypatch, quantize):
     """A first load that is broken off can be repeated; a reload that is leaves the model as it was."""
     directory, ids = case("mixtral").directory, prompt(2, 40)
@@ -232,6 +235,7 @@ SOME = np.zeros(4, np.float32)
         (None, dict(model_type="gpt2"), ["config.json", "gpt2", "Qwen3MoeForCausalLM"]),
     ],
 )
+@pytest.mark.sample(2)
 def test_refusals(edited, change, config, words):
     directory = edited("qwen3", change, **config)
     with pytest.raises(ValueError) as caught:

@@ -44,6 +44,7 @@ def expected(keep, temperature=1.0):
         (dict(temperature=2.0, top_p=0.5), [1, 3]),
     ],
 )
+@pytest.mark.sample(2)
 def test_distribution(options, keep):
     found, wanted = draw(**options), expected(keep, options.get("temperature", 1.0))
     assert (found[wanted == 0] == 0).all()

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from in_lockstep import Memory, simt_of
-from kernel_cases import align_cases
-from tile_checks import check_tiles, check_tiles_by_token
 
 from pallas_kernels.align import AlignConfig, AlignDesc, TileMap, align, config_error, kernel_sm90, row_capacity
 from pallas_kernels.align.config import OUTPUTS, choose_config
+from tests.support.kernels.cases import align_cases
+from tests.support.kernels.in_lockstep import Memory, simt_of
+from tests.support.kernels.tile_checks import check_tiles, check_tiles_by_token
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -60,6 +60,7 @@ def test_shards_of_experts():
 
 @pytest.mark.parametrize("block_m", [1, 16])
 @pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.sample(4)
 def test_reference(routing, block_m):
     ids, num_experts = ROUTINGS[routing]
     check_tiles(ids, num_experts, block_m, run(ids, num_experts, block_m, "reference"))
@@ -135,6 +136,7 @@ def test_kernels_in_lockstep(monkeypatch, num_warpgroups, num_blocks, offset):
 
 
 @pytest.mark.parametrize("case", align_cases(), ids=lambda case: case.name)
+@pytest.mark.sample(3)
 def test_lowers_for_cuda(case):
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in case.shapes]
     lowered = jax.jit(case.function).trace(*arguments).lower(lowering_platforms=("cuda",))

@@ -2,16 +2,16 @@
 
 import jax
 import jax.numpy as jnp
-import kernel_cases
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
-from traces import equations
 
 import moe_jax
 from moe_jax.benchmarking import random_weights
 from moe_jax.quantization import Scheme
 from pallas_kernels.common import mosaic
+from tests.support.kernels import cases as kernel_cases
+from tests.support.kernels.traces import equations
 
 WAIT, LAUNCH = "griddepcontrol_wait", "griddepcontrol_launch_dependents"
 MARK = "mosaic_gpu.uses_pdl"  # jax 0.10 has it not

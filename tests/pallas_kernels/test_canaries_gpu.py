@@ -1,13 +1,15 @@
 """No Hopper kernel writes outside its outputs: their memory lies between guards, which must come back as they were.
 
 The allocator hands out the best fitting free piece. Pieces of an output's size are allocated side by side, every second
-one is given back, and the output is expected in one of the gaps. compute-sanitizer sees more (tests/kernel_calls.py).
+one is given back, and the output is expected in one of the gaps. compute-sanitizer sees more
+(tests/support/kernels/calls.py).
 """
 
 import jax
 import numpy as np
 import pytest
-from kernel_calls import small_calls
+
+from tests.support.kernels.calls import small_calls
 
 pytestmark = pytest.mark.gpu
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from gemm_problem import ROUTINGS, dequantized, gemm_tolerance, make_problem
-from helpers import Tolerance, assert_rows_close
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
+from tests.support.kernels.gemm_problem import ROUTINGS, dequantized, gemm_tolerance, make_problem
+from tests.support.oracles.tolerances import Tolerance, assert_rows_close
 
 pytestmark = pytest.mark.gpu
 

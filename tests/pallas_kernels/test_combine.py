@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import Tolerance, assert_rows_close
-from kernel_cases import combine_cases
 
 from pallas_kernels.combine import CombineConfig, CombineDesc, combine, config_error
+from tests.support.kernels.cases import combine_cases
+from tests.support.oracles.tolerances import Tolerance, assert_rows_close
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
@@ -67,6 +67,7 @@ def test_wrong_calls():
 
 
 @pytest.mark.parametrize("case", combine_cases(), ids=lambda case: case.name)
+@pytest.mark.sample(2)
 def test_lowers_for_cuda(case):
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in case.shapes]
     lowered = jax.jit(case.function).trace(*arguments).lower(lowering_platforms=("cuda",))

@@ -10,9 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gemm_problem import KINDS, ROUTINGS, dequantized, gemm_tolerance, make_problem, together_and_apart
-from helpers import Tolerance, assert_rows_close
-from kernel_cases import GEMMS, PACKED, cluster_cases, gemm, gemm_case, packed_case
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, choose_config, config_error, grouped_gemm
@@ -21,6 +18,16 @@ from pallas_kernels.grouped_gemm.config import shared_memory, vector_shape
 from pallas_kernels.grouped_gemm.heuristics import choose_block_m, describe, space, tall_heights, tile_work, why_not
 from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc
 from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
+from tests.support.kernels.cases import GEMMS, PACKED, cluster_cases, gemm, gemm_case, packed_case
+from tests.support.kernels.gemm_problem import (
+    KINDS,
+    ROUTINGS,
+    dequantized,
+    gemm_tolerance,
+    make_problem,
+    together_and_apart,
+)
+from tests.support.oracles.tolerances import Tolerance, assert_rows_close
 
 SILU = Activation("silu")
 OAI = Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)
@@ -172,6 +179,7 @@ def lower(name, desc, config):
 
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize("name", GEMMS)
+@pytest.mark.sample(3)
 def test_lowers_for_cuda(name, block_m):
     desc = gemm(name)
     config = candidates(desc, block_m, 132)[0]
@@ -186,6 +194,7 @@ def arrivals(case):
 
 
 @pytest.mark.parametrize("case", cluster_cases(), ids=lambda case: case.name)
+@pytest.mark.sample(5)
 def test_clusters_lower_for_cuda(case):
     """Rows, or weights, are what goes to both blocks in a step: one copy, or one of each half or piece."""
     traced = jax.jit(case.function).trace(*[jax.ShapeDtypeStruct(*shape) for shape in case.shapes])

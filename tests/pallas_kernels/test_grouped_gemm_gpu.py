@@ -8,11 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gemm_problem import KINDS, ROUTINGS, dequantized, gemm_tolerance, make_problem, together_and_apart
-from helpers import Tolerance, assert_rows_close, ulp
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
+from tests.support.kernels.gemm_problem import (
+    KINDS,
+    ROUTINGS,
+    dequantized,
+    gemm_tolerance,
+    make_problem,
+    together_and_apart,
+)
+from tests.support.oracles.tolerances import Tolerance, assert_rows_close, ulp
 
 pytestmark = pytest.mark.gpu
 

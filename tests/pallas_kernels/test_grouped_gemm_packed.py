@@ -11,11 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gemm_problem import ROUTINGS
-from helpers import assert_rows_close
-from kernel_calls import PACKED_TILES
-from kernel_cases import packed_case
-from packed_problem import KINDS, make_problem, make_stored, packed_tolerance
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm.packed import (
@@ -32,6 +27,11 @@ from pallas_kernels.grouped_gemm.packed import (
 )
 from pallas_kernels.grouped_gemm.packed import format as blocks
 from pallas_kernels.grouped_gemm.packed.config import shared_memory
+from tests.support.kernels.calls import PACKED_TILES
+from tests.support.kernels.cases import packed_case
+from tests.support.kernels.gemm_problem import ROUTINGS
+from tests.support.kernels.packed_problem import KINDS, make_problem, make_stored, packed_tolerance
+from tests.support.oracles.tolerances import assert_rows_close
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gemm_problem import ROUTINGS
-from helpers import assert_rows_close
-from packed_problem import KINDS, make_problem, packed_tolerance
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm.packed import PackedConfig, candidates, describe_call, grouped_gemm_packed
 from pallas_kernels.grouped_gemm.packed.config import TALL, config_error
+from tests.support.kernels.gemm_problem import ROUTINGS
+from tests.support.kernels.packed_problem import KINDS, make_problem, packed_tolerance
+from tests.support.oracles.tolerances import assert_rows_close
 
 pytestmark = pytest.mark.gpu
 

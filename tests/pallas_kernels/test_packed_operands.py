@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from packed_problem import E2M1, KINDS, make_stored
 
 from pallas_kernels.grouped_gemm.packed import PackedFormat, dequantize_sm90, pack
 from pallas_kernels.grouped_gemm.packed import format as blocks
 from pallas_kernels.grouped_gemm.packed.zero_points import zero_point_of, zero_term
+from tests.support.kernels.packed_problem import E2M1, KINDS, make_stored
 
 E2M1_TO_E4M3 = PackedFormat("e2m1", "float8_e4m3fn", "e8m0", 32)
 

@@ -12,16 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import push_rehearsal
 import pytest
 from jax.sharding import AxisType
-from kernel_cases import push_cases
-from push_slots import make_slots
 
 from pallas_kernels.push import Arrived, PushConfig, PushDesc, combine_pushed, config_error, place_arrived, push_rows
 from pallas_kernels.push.config import PlaceDesc, choose_combine, choose_dispatch, place_error
 from pallas_kernels.push.dispatch_sm90 import dispatch_sm90
 from pallas_kernels.quantize_and_permute import quantize_and_permute
+from tests.support.kernels import push_rehearsal
+from tests.support.kernels.cases import push_cases
+from tests.support.kernels.push_slots import make_slots
 
 DESC = PushDesc((("e", 4),), "e", 16, 7168, 8, 32, "bfloat16", "e4m3_group")
 
@@ -217,6 +217,7 @@ def test_refused_calls():
 
 
 @pytest.mark.parametrize("case", list(push_cases()), ids=lambda case: case.name)
+@pytest.mark.sample(2)
 def test_lowers_for_cuda(case):
     if case.mesh:
         names, sizes = zip(*case.mesh, strict=True)

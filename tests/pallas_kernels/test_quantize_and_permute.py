@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from in_lockstep import Memory, simt_of
 from jax import lax
-from kernel_cases import gather_cases, permute_cases
 
 from moe_jax.quantization import QuantFormat, Strategy, dequantize, quantize_activations
 from pallas_kernels.common.microscaling import decode_e2m1, encode_e2m1
@@ -27,6 +25,8 @@ from pallas_kernels.quantize_and_permute import (
     quantize_and_permute,
 )
 from pallas_kernels.quantize_and_permute.config import MICROSCALING, QUANTIZATIONS, TAKES_SCALE, choose_config
+from tests.support.kernels.cases import gather_cases, permute_cases
+from tests.support.kernels.in_lockstep import Memory, simt_of
 
 # For 0.03 one bfloat16 value in 128 is a tie of e4m3, decided by the last bit of 1 / scale.
 SCALE = 0.03137
@@ -142,6 +142,7 @@ def call(x, row_of, num_rows, quantization, implementation):
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.sample(2)
 def test_reference(quantization):
     x, row_of = make(9, 160, 3, 40)
     out, scale = call(x, row_of, 40, quantization, "reference")
@@ -314,6 +315,7 @@ def test_wrong_calls():
 
 
 @pytest.mark.parametrize("case", [*permute_cases(), *gather_cases()], ids=lambda case: case.name)
+@pytest.mark.sample(6)
 def test_lowers_for_cuda(case):
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in case.shapes]
     lowered = jax.jit(case.function).trace(*arguments).lower(lowering_platforms=("cuda",))

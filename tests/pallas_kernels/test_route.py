@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from router_cases import ROUTERS, quantizing_route_cases, route_cases
-from tile_checks import check_tiles, check_tiles_by_token
 
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.route import RouteConfig, RouteDesc, config_error, route, route_and_align
+from tests.support.kernels.router_cases import ROUTERS, quantizing_route_cases, route_cases
+from tests.support.kernels.tile_checks import check_tiles, check_tiles_by_token
 
 # Weights: exponentials of 2 ulp on the GPU, XLA's on the CPU, sums of up to 512 terms.
 RTOL, ATOL = 2e-5, 1e-7
@@ -196,6 +196,7 @@ CASES = [case for case in (*route_cases(), *quantizing_route_cases()) if case.na
 
 # The rest is lowered by the SASS tests: a second and more each.
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.sample(2)
 def test_lowers_for_cuda(case):
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in case.shapes]
     lowered = jax.jit(case.function).trace(*arguments).lower(lowering_platforms=("cuda",))

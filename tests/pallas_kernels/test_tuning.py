@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper_layers import on_hopper
-from kernel_cases import PACKED
 
 from pallas_kernels import autotune
 from pallas_kernels.grouped_gemm import GemmConfig, candidates, choose_config
@@ -31,6 +29,8 @@ from pallas_kernels.tuning import (
     tune,
 )
 from pallas_kernels.tuning.operands import random_operands, random_packed_weights
+from tests.support.cases.hopper_layers import on_hopper
+from tests.support.kernels.cases import PACKED
 
 KEY = LayerKey(128, 8, 2048, 768, **FORMATS["fp8_channel"])
 PAIR = LayerConfig(16, *[GemmConfig(16, 128, 4, is_swapped=True)] * 2)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_rows_close, tolerance
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from mesh_cases import marked
 
 import moe_jax
 from moe_jax import checkpointing
 from moe_jax.parallel import _dispatch
 from moe_jax.parallel._sharding import pack_shares, unpack_shares
+from tests.support.cases.meshes import marked
+from tests.support.oracles.tolerances import assert_rows_close, tolerance
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

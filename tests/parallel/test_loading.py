@@ -7,9 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-import writers
 from jax.sharding import AxisType
-from mesh_cases import assert_same_experts, marked
 from safetensors.numpy import load_file, save_file
 
 import moe_jax
@@ -18,6 +16,8 @@ from moe_jax.parallel import EplbState, ParallelConfig, Placement, _loading, _we
 from moe_jax.parallel._loading import ShardedExpertReader
 from moe_jax.parallel._mesh import parse_mesh
 from moe_jax.quantization import SCHEMES
+from tests.support.cases.meshes import assert_same_experts, marked
+from tests.support.checkpoints import writers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -89,6 +89,7 @@ def test_ids_reach_their_experts():
 
 
 @pytest.mark.parametrize(("copies", "top_k"), [(2, 8), (3, 1), (5, 2), (8, 8)])
+@pytest.mark.sample(3)
 def test_copies_share_the_load(copies, top_k):
     """Also among the pairs of one token and of neighbours: what vLLM's hash of the token alone does not do."""
     placement = Placement.from_slots([0] * copies, 1, copies)

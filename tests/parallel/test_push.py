@@ -14,11 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from experts_cases import make_config, make_stored_weights
-from helpers import Tolerance, assert_rows_close, tolerance
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
-from push_slots import make_slots
 
 from moe_jax.experts.hopper._experts import arriving_quantization, forward, forward_arrived
 from moe_jax.experts.hopper._kernel_layout import pack_experts
@@ -26,6 +23,9 @@ from moe_jax.parallel import ParallelConfig, Placement, fused_moe, place_weights
 from moe_jax.parallel._choice import FEW_TOKENS, choose_dispatch, describe
 from moe_jax.parallel._dispatch import WAYS, Exchange, push, why_no_push, why_not
 from pallas_kernels.push import combine_pushed, push_rows
+from tests.support.cases.experts import make_config, make_stored_weights
+from tests.support.kernels.push_slots import make_slots
+from tests.support.oracles.tolerances import Tolerance, assert_rows_close, tolerance
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

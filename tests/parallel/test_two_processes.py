@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import writers
 
 import moe_jax
 from moe_jax.loading import Checkpoint
+from tests.support.checkpoints import writers
 
 EXPERTS = 4
 

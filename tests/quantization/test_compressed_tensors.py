@@ -67,6 +67,7 @@ def stack(files, key):
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.sample(2)
 def test_reads_what_it_compressed(name, scale_dtype):
     """Its own decompression, run in float32, and ours: the same bits."""
     torch.manual_seed(0)
@@ -99,6 +100,7 @@ def test_reads_what_it_compressed(name, scale_dtype):
 
 
 @pytest.mark.parametrize("name", ["fp8_tensor_static", "fp8_channel", "fp8_block"])
+@pytest.mark.sample(2)
 def test_fp8_weights_are_quantized_as_it_does(name):
     """Equal scales. It divides by them, as we do per channel: equal codes. With a reciprocal a tie may flip."""
     torch.manual_seed(1)
@@ -128,6 +130,7 @@ def test_int8_minus_128_is_read():
 
 
 @pytest.mark.parametrize("name", ["fp8_channel", "fp8_tensor", "fp8_block"])
+@pytest.mark.sample(2)
 def test_fp8_activations_are_quantized_as_it_does(name):
     """3-D inputs, since its per-token simulation takes one scale for a whole 2-D input."""
     torch.manual_seed(2)

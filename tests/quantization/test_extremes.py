@@ -51,6 +51,7 @@ def make(name):
 
 
 @pytest.mark.parametrize("name", EACH)
+@pytest.mark.sample(6)
 def test_zeros_and_extremes(name):
     config, method, leaves, full = make(name)
     weights = method.process_weights_after_loading(leaves, config)
@@ -90,6 +91,7 @@ def test_scales_of_a_checkpoint(name):
 
 
 @pytest.mark.parametrize("name", EACH)
+@pytest.mark.sample(3)
 def test_activations_that_are_no_numbers(name):
     """NaN and infinity stay in their token; only a scale per tensor, which is one for the call, carries them on."""
     config, method, leaves, _ = make(name)

@@ -2,12 +2,10 @@
 
 import dataclasses
 
-import experts_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from experts_numpy import experts_numpy
 
 from moe_jax import MoEConfig, Scheme, fused_experts
 from moe_jax.quantization import (
@@ -21,6 +19,8 @@ from moe_jax.quantization import (
     quantize_activations,
     quantize_weight,
 )
+from tests.support.cases import experts as cases
+from tests.support.oracles.experts import experts_numpy
 
 F = np.float32
 ASYMMETRIC = QuantFormat("int8", Strategy.TOKEN, dynamic=True, symmetric=False)
@@ -43,6 +43,7 @@ def bits_of(x):
         (8, False, 0.011764706, -43),
     ],
 )
+@pytest.mark.sample(2)
 def test_scales_of_minus_one_to_two(bits, symmetric, scale, zero_point):
     """The specification's example of compressed-tensors' min-max rule (8.10)."""
     fmt = QuantFormat(f"int{bits}", Strategy.CHANNEL, symmetric=symmetric)
@@ -109,6 +110,7 @@ FORMATS = [
 
 @pytest.mark.parametrize("bits, size, symmetric", FORMATS)
 @pytest.mark.parametrize("packing", [Packing.WORDS, None])
+@pytest.mark.sample(6)
 def test_quantized_values_against_numpy(bits, size, symmetric, packing):
     """Ragged last groups, tails of words on both axes, and rows of zeros, element by element."""
     n, k = 21, 70
@@ -155,6 +157,7 @@ SCHEMES = [
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.sample(9)
 def test_layers_against_float64(scheme):
     """Per row, both implementations, with bias and ragged groups (H = 152, I = 136)."""
     config = cases.make_config(scheme, has_bias=True)

@@ -131,6 +131,7 @@ def test_leaves_are_those_of_the_parameter_inventory(gated):
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sample(2)
 def test_processed_weights_mean_what_the_format_says(name, gated, wrap):
     """Bit for bit in float32, every half with its own global scale; data stays as stored."""
     config = config_for(name, gated)

@@ -1,16 +1,16 @@
 """int4 weights with int8 or e4m3 activations: storage bit by bit, and layers with all that vLLM's kernels leave out."""
 
-import experts_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from experts_numpy import experts_numpy
 
 from moe_jax import fused_experts, fused_moe
 from moe_jax.quantization import QuantFormat, QuantizedTensor, Strategy, dequantize_tensor, method_for
 from moe_jax.routing import RoutingParams, route
 from pallas_kernels.common import packing
+from tests.support.cases import experts as cases
+from tests.support.oracles.experts import experts_numpy
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -56,6 +56,7 @@ def test_worked_example_of_scales_in_e4m3():
         ("w4a8_int8_channel", dict(activation="relu2", is_act_and_mul=False)),
     ],
 )
+@pytest.mark.sample(3)
 def test_every_activation_and_the_weight_on_the_input(scheme, options):
     """M168, M169, M171, M172: activations by name and with the field's formulas, the router's weight on x, no gate."""
     config = cases.make_config(scheme, has_bias=True, implementation=("xla",), **SIZES, **options)

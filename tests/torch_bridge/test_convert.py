@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import torch_bridge
-from tests.torch_bridge.cases import assert_same_weights, loaded_bridge, plain_arrays, stored_arrays
+from tests.support.cases.torch_bridge import assert_same_weights, loaded_bridge, plain_arrays, stored_arrays
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -68,6 +68,7 @@ def result(output):
 
 
 @pytest.mark.parametrize("family", BLOCKS)
+@pytest.mark.sample(4)
 def test_blocks_against_transformers(family):
     """Converted with its routing, and patched with the block's own: both what the block computes, in float32."""
     block = random_block(family)
@@ -107,6 +108,7 @@ TOLERANCE = {None: 1e-4, "int8_w8a16": 0.03, "fp8_channel": 0.15}
 
 @pytest.mark.parametrize("quantize", TOLERANCE)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.sample(6)
 def test_patched_models_generate(family, quantize, models):
     """Logits of every row near the unpatched model's; generate() goes on, with the KV cache."""
     model, ids = models(family), torch.arange(1, 10)[None] * 5 % 64
@@ -213,6 +215,7 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "nvfp4", "w4a16_g32_asym"])
+@pytest.mark.sample(2)
 def test_nnx_and_back(scheme):
     """The same weights under either shell, bit for bit; a part of a layer does not convert."""
     layer = loaded_bridge(scheme, stored_arrays(scheme))
@@ -234,7 +237,7 @@ class Trap:
 
 def test_torch_files_are_read_as_tensors_only(tmp_path, capfd):
     """.bin and .pt through weights_only; a file that would run code is refused in one line and runs nothing."""
-    from tests.torch_bridge.cases import nnx_layer, torch_pairs
+    from tests.support.cases.torch_bridge import nnx_layer, torch_pairs
 
     torch.save(dict(torch_pairs(plain_arrays())), tmp_path / "model.bin")
     layer = torch_bridge.FusedMoE(4, 2, 128, 256, torch.bfloat16)

@@ -9,7 +9,7 @@ import torch
 
 import moe_jax
 import torch_bridge
-from tests.torch_bridge.cases import (
+from tests.support.cases.torch_bridge import (
     ALL_SCHEMES,
     ONE_OF_EACH,
     E,
@@ -35,6 +35,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ALL_SCHEMES if na
 
 
 @pytest.mark.parametrize("scheme", [*ONE_OF_EACH, *SLOW])
+@pytest.mark.sample(4)
 def test_output_is_the_nnx_layers_bit_for_bit(scheme):
     arrays = stored_arrays(scheme)
     layer, reference = loaded_bridge(scheme, arrays), nnx_layer(scheme, arrays)
@@ -113,6 +114,7 @@ def test_writing_into_x_after_the_call_changes_nothing():
 
 @pytest.mark.parametrize("tokens", [3, 19])
 @pytest.mark.parametrize("scheme", ["bf16", "int8_w8a16"])
+@pytest.mark.sample(4)
 def test_activation_gradients(scheme, tokens):
     """Of x and of the router logits, against torch's own autograd through the dequantized experts in float32."""
     arrays = plain_arrays()
@@ -212,6 +214,7 @@ def test_operators_keep_torchs_rules():
 
 
 @pytest.mark.parametrize("ranks", [dict(tp_size=2), dict(ep_size=3)], ids=str)
+@pytest.mark.sample(2)
 def test_parts_of_all_ranks_add_up(ranks):
     """Outputs of simulated ranks sum to the whole layer's; a rank without its group refuses to reduce."""
     arrays = stored_arrays("int8_w8a16")
@@ -280,6 +283,7 @@ def test_modules_around_the_experts():
         (dict(torch_kernels=True, implementation="xla"), ValueError, "torch_kernels=True launches .*'mosaic'"),
     ],
 )
+@pytest.mark.sample(6)
 def test_constructor_refuses(options, error, message):
     other = bridge_layer("bf16", prefix="taken")
     with pytest.raises(error, match=message) as raised:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import torch_bridge
-from tests.torch_bridge.cases import (
+from tests.support.cases.torch_bridge import (
     ALL_SCHEMES,
     E,
     H,

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 import pytest
 import torch
-from gemm_problem import make_problem
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import torch_bridge
 from pallas_kernels.combine import combine
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import grouped_gemm
-from tests.torch_bridge.cases import bits
+from tests.support.cases.torch_bridge import bits
+from tests.support.kernels.gemm_problem import make_problem
 from torch_bridge import as_torch_kernels
 from torch_bridge._tensors import to_torch
 

@@ -14,7 +14,7 @@ import torch_bridge
 from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
 from moe_jax.quantization import method_for
 from pallas_kernels.combine import combine
-from tests.torch_bridge.cases import E, config, inputs, loaded_bridge, plain_arrays, stored_arrays, torch_pairs
+from tests.support.cases.torch_bridge import E, config, inputs, loaded_bridge, plain_arrays, stored_arrays, torch_pairs
 from torch_bridge import _kernel_calls, _kernels, _launch
 from torch_bridge._kernels import Kernel, KernelProgram, as_torch_kernels
 from torch_bridge._launch import CompiledKernel
@@ -46,6 +46,7 @@ def program_of_layer(scheme, tokens):
     "scheme, tokens, kernels",
     [("fp8_channel", 4, 5), ("fp8_channel", 32, 6), ("fp8_block", 32, 6), ("fp8_block", 1000, 6), ("w4a16_g32", 1, 4)],
 )
+@pytest.mark.sample(3)
 def test_layers_lower_to_kernels(scheme, tokens, kernels):
     """Route, permute but for few tokens, two products, requantization where the scale is not local or tiles are low,
     combine; for many tokens alignment apart. The last gives (T, H).

@@ -12,7 +12,7 @@ import torch
 import torch_bridge
 from moe_jax import Scheme
 from moe_jax.quantization import SCHEMES, method_for
-from tests.torch_bridge.cases import (
+from tests.support.cases.torch_bridge import (
     ALL_SCHEMES,
     ONE_OF_EACH,
     PREFIX,
@@ -62,6 +62,7 @@ def shuffled(pairs, seed):
 
 
 @pytest.mark.parametrize("scheme", [*ONE_OF_EACH, *SLOW])
+@pytest.mark.sample(4)
 def test_weights_of_every_scheme_are_those_of_the_nnx_layer(scheme, whole):
     """Shuffled checkpoint in, equal bits; the state dict of the result loads into the same bits again."""
     layer = bridge_layer(scheme)
@@ -76,6 +77,7 @@ def test_weights_of_every_scheme_are_those_of_the_nnx_layer(scheme, whole):
 
 @pytest.mark.parametrize("rank", [*RANKS, ROUND_ROBIN], ids=str)
 @pytest.mark.parametrize("scheme", [*RANKED, *(pytest.param(s, marks=pytest.mark.slow) for s in RANKED_SLOW)])
+@pytest.mark.sample(4)
 def test_every_rank_holds_its_part(scheme, rank, whole):
     """M116, M122, M130, M131, M132, M126: through weight_loader, parameter by parameter, in any order."""
     layer = bridge_layer(scheme, **rank)
@@ -105,6 +107,7 @@ def test_fused_tensors(rank, transposed):
 
 
 @pytest.mark.parametrize("rank", [{}, RANKS[3]], ids=str)
+@pytest.mark.sample(2)
 def test_biases(rank):
     """M136: biases are loaded, which vLLM's loader refuses; quantized online or not."""
     arrays = plain_arrays(bias=True)
@@ -138,6 +141,7 @@ SLOW_ONLINE = [pytest.param(name, marks=pytest.mark.slow) for name in ONLINE if 
 
 
 @pytest.mark.parametrize("scheme", [*FEW_ONLINE, *SLOW_ONLINE])
+@pytest.mark.sample(2)
 def test_online_quantization_of_every_format(scheme):
     """M23, M25, M259: full precision in, the last tensor processes the layer, the bits are moe_jax's."""
     layer, arrays = bridge_layer(scheme, online=True), plain_arrays()

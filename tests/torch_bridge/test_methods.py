@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 import torch_bridge
-from tests.torch_bridge.cases import (
+from tests.support.cases.torch_bridge import (
     E,
     K,
     bits,
@@ -41,6 +41,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.sample(6)
 def test_methods_by_their_names(name):
     """The surface of each: scheme, properties, hooks that refuse, apply = route + experts = monolithic."""
     method = METHODS[name]()
@@ -196,6 +197,7 @@ def test_expert_weights_as_rows(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_a16"])
+@pytest.mark.sample(2)
 def test_nvfp4_as_vllm_has_it_after_processing(scheme):
     """8.13: weight, weight_scale, scales that multiply; either view loads, and the other layout reads this one."""
     arrays = stored_arrays(scheme)

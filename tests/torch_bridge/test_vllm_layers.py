@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 import torch_bridge
-from tests.torch_bridge.cases import (
+from tests.support.cases.torch_bridge import (
     E,
     I,
     K,
@@ -97,6 +97,7 @@ def leaves_of(scheme, own=range(E)):
 
 
 @pytest.mark.parametrize("scheme", METHODS)
+@pytest.mark.sample(2)
 def test_every_method(scheme):
     """The method of the layer says what its parameters are; the weights are those of the nnx layer, bit for bit."""
     layer = vllm_layer(leaves_of(scheme), method(scheme))
@@ -118,6 +119,7 @@ def test_online_int8():
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_a16", "w4a8_int8_channel"])
+@pytest.mark.sample(2)
 def test_processed_layers(scheme):
     """After vLLM's processing, under the names it leaves."""
     source = loaded_bridge(scheme, stored_arrays(scheme))

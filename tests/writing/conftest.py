@@ -3,7 +3,8 @@
 import json
 
 import pytest
-import writers
+
+from tests.support.checkpoints import writers
 
 TINY = dict(vocab_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
 SIZES = {"ragged": (160, 96), "even": (128, 256)}  # hidden and intermediate: 160 and 96 leave ragged 128 x 128 blocks

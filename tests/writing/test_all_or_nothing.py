@@ -6,14 +6,14 @@ import shutil
 import subprocess
 import sys
 
-import mutations
 import numpy as np
 import pytest
-from fuzz import bases
 
 import moe_jax
 from moe_jax import cli
 from moe_jax.loading import Checkpoint, CheckpointError
+from tests.fuzz import bases
+from tests.support.checkpoints import mutations
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import writers
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-from compressed_tensors_judge import decompressed
-from expert_tensors import assert_same
 from transformers import AutoModelForCausalLM
 
 import moe_jax
 from moe_jax.loading import Checkpoint
 from moe_jax.quantization import dequantize_tensor, method_for, online_scheme
 from moe_jax.writing._config import quantization_config
+from tests.support.checkpoints import writers
+from tests.support.checkpoints.expert_tensors import assert_same
+from tests.support.oracles.compressed_tensors import decompressed
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -55,6 +55,7 @@ def expert_matrices(directory):
 
 
 @pytest.mark.parametrize("scheme", quick(*SCHEMES))
+@pytest.mark.sample(6)
 def test_format(source, tmp_path, scheme):
     """Judged by compressed-tensors bit for bit; the codes and scales are those of quantizing while loading."""
     directory = source(SCHEMES[scheme])
@@ -76,6 +77,7 @@ ATTENTION = {"q_proj": (128, 160), "k_proj": (64, 160), "v_proj": (64, 160), "o_
 
 
 @pytest.mark.parametrize("scheme", ["fp8_block", "w4a16_g32_asym"])
+@pytest.mark.sample(2)
 def test_all_linear_layers(source, tmp_path, scheme):
     written = moe_jax.quantize_checkpoint(source(), tmp_path / "out", scheme=scheme, modules="all")
     assert written.linears == {"quantized": 4}
@@ -150,6 +152,7 @@ def without_activations(directory):
 
 
 @pytest.mark.parametrize("scheme", quick(*READ_BY_TRANSFORMERS))
+@pytest.mark.sample(5)
 def test_transformers_agrees(source, tmp_path, scheme):
     """It dequantizes and leaves activations alone, so ours must as well here."""
     moe_jax.quantize_checkpoint(source("even"), tmp_path / "out", scheme=scheme)
@@ -162,6 +165,7 @@ def test_transformers_agrees(source, tmp_path, scheme):
 
 
 @pytest.mark.parametrize("scheme", NOT_READ_BY_TRANSFORMERS)
+@pytest.mark.sample(2)
 def test_transformers_cannot_read(source, tmp_path, scheme):
     """When one of these starts to load, it belongs into the list above."""
     moe_jax.quantize_checkpoint(source("even"), tmp_path / "out", scheme=scheme)
@@ -170,6 +174,7 @@ def test_transformers_cannot_read(source, tmp_path, scheme):
 
 
 @pytest.mark.parametrize("scheme", ["w4a16_g32_asym", "nvfp4"])
+@pytest.mark.sample(2)
 def test_the_same_bytes_twice_and_in_shards(source, tmp_path, scheme):
     directory = source(num_hidden_layers=2)
     files = {}

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fuzz import bases
 
 import moe_jax
 from moe_jax.quantization import SCHEMES, ScaleSearchMoEMethod, Strategy, dequantize_tensor, method_for
 from moe_jax.writing._matrices import quantized
+from tests.fuzz import bases
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -31,6 +31,7 @@ def errors(w, tensor):
 
 
 @pytest.mark.parametrize("name", [*GAINS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.sample(4)
 def test_never_worse(name):
     """Normal weights, outliers, a row of zeros, a tiny and a large one; 144 x 160 leaves ragged blocks."""
     rng = np.random.default_rng(7)

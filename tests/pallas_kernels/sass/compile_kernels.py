@@ -93,11 +93,12 @@ def main() -> None:
     dump = tempfile.mkdtemp(prefix="sass_")
     os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin complains about cuDNN otherwise
     os.environ["MOSAIC_GPU_DUMP_TO"] = dump
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT)]
     # Behind the settings above, which are read at import.
     import jax
     from jax.experimental import topologies
-    from kernel_cases import all_cases
+
+    from tests.support.kernels.cases import all_cases
 
     @functools.cache
     def mesh_of(axes: tuple[tuple[str, int], ...]) -> jax.sharding.Mesh:

@@ -1,0 +1,431 @@
+"""The mosaic implementation: its plumbing on kernel references anywhere, its lowering for CUDA, its values on a GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moe_jax
+from moe_jax.experts import explain
+from moe_jax.experts.hopper import _experts as _experts_mosaic
+from moe_jax.experts.hopper import _plan as _mosaic_plan
+from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
+from moe_jax.quantization import Scheme, method_for
+from pallas_kernels.grouped_gemm import GemmConfig
+from pallas_kernels.tuning import Entry, LayerConfig, Table, table_for
+from tests.support.cases.experts import make_config, make_routing, make_stored_weights, make_tokens
+from tests.support.cases.hopper_layers import E, H, I, K, inputs, make_layer, on_hopper
+from tests.support.oracles.experts import experts_numpy
+from tests.support.oracles.kernel_tolerances import assert_layer_close
+
+BLOCKS = ("fp8_block", "fp8_block_ue8m0")
+SCHEMES = ("bf16", "fp8_tensor", "fp8_tensor_token", "fp8_channel", "fp8_block", "int8_w8a8")
+
+
+def compare(scheme, actual, expected):
+    """The other side rounds no hidden activation to bfloat16: as far from each other as from float64."""
+    assert_layer_close(actual, np.asarray(expected, np.float64), Scheme.parse(scheme).activations, on_gpu=True)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("scheme", "inner"),
+    [(name, I) for name in (*SCHEMES, "fp8_block_ue8m0")] + [("fp8_block", 192), ("fp8_block_ue8m0", 192)],
+)
+@pytest.mark.sample(14)
+def test_plumbing_on_kernel_references(scheme, inner, has_bias, quick_compilation):
+    """In low tiles rows are requantized in groups by a launch of their own; those of one group and a half are not."""
+    layer = make_layer(scheme, inner, has_bias=has_bias, implementation="reference")
+    x, z = inputs(37)
+    ids = np.asarray(jax.lax.top_k(z, K)[1]).copy()
+    ids[3] = -1
+    ids[:, 0][20:] = 2  # one expert takes most
+    p = jax.nn.softmax(z)[:, :K]
+    weights, config = layer.weights.get_value(), layer.config
+    if scheme.startswith("fp8_block"):
+        first = _mosaic_plan.make_plan(config, weights, 37, "reference").products[0]
+        assert first.requantize == ("none" if inner == I else "group")
+    expected = moe_jax.fused_experts(x, p, jnp.asarray(ids), weights, config)
+    run = jax.jit(lambda x, p, ids, w: _experts_mosaic.forward(config, x, p, ids, w, kernels="reference"))
+    actual = run(x, jnp.where(ids >= 0, p, 0.0), jnp.asarray(ids), weights)
+    np.testing.assert_array_equal(actual[3], 0.0)
+    keep = np.arange(37) != 3
+    compare(scheme, actual[keep], expected[keep])
+
+
+ROUTERS = {
+    "sigmoid, bias, groups, scale": dict(
+        scoring_func="sigmoid",
+        e_score_correction_bias=np.linspace(-1, 1, E, dtype=np.float32),
+        use_grouped_topk=True,
+        num_expert_group=3,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        router_logits_dtype="bfloat16",
+    ),
+    "scale on output": dict(renormalize=False, routed_scaling_factor=2.5, apply_routed_scale_to_output=True),
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.sample(2)
+def test_whole_layer_on_kernel_references(router, quick_compilation):
+    """From the logits on: the kernels' routing, padding masked, shared output added before the one rounding."""
+    layer = make_layer("fp8_channel", implementation="reference", **ROUTERS[router])
+    x, z = inputs(37)
+    mask = jnp.arange(37) % 5 != 3
+    shared = jax.random.normal(jax.random.key(5), x.shape, jnp.float32)
+    weights, config, params = layer.weights.get_value(), layer.config, layer._routing_params()
+    expected, stats = moe_jax.fused_moe(
+        x, z, weights, config, routing=params, token_mask=mask, shared_output=shared, return_stats=True
+    )
+    run = jax.jit(
+        lambda *arguments: _experts_mosaic.forward_layer(config, *arguments, kernels="reference"),
+    )
+    actual, ids, load = run(x, z, weights, params, mask, shared)
+    assert actual.dtype == x.dtype
+    np.testing.assert_array_equal(ids, stats.topk_ids)
+    np.testing.assert_array_equal(load, stats.load)
+    compare("fp8_channel", actual, expected)
+    np.testing.assert_array_equal(actual[~mask], shared.astype(x.dtype)[~mask])
+
+
+@pytest.mark.parametrize(
+    "options, has_mask, reason",
+    [
+        (dict(), True, None),
+        (dict(custom_routing_function="llama4", top_k=1), False, "custom_routing_function"),
+        (dict(scoring_func="sqrtsoftplus"), False, "sqrtsoftplus"),
+        (dict(zero_expert_type="identity", e_score_correction_bias=True), False, "zero experts"),
+        (dict(apply_router_weight_on_input=True, top_k=1), False, "apply_router_weight_on_input"),
+        (dict(scheme="fp8_tensor"), True, "masked tokens"),
+    ],
+)
+@pytest.mark.sample(2)
+def test_routing_left_to_xla(options, has_mask, reason):
+    layer = moe_jax.FusedMoE(E, H, I, **{"top_k": K, "scheme": "fp8_channel", **options})
+    weights = layer.weights.get_value()
+    found = _experts_mosaic.why_not_layer(layer.config, weights, None, has_mask)
+    assert found is None if reason is None else reason in found
+    if reason and not has_mask:
+        with on_hopper():
+            text = explain(layer.config, weights, 8, "gpu")
+        assert f"routing: by XLA, since the kernel has no {found}" in text
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.sample(2)
+def test_whole_layer_lowers_for_hopper(tokens):
+    """Two launches less for few tokens, which are aligned and quantized in that of routing, and one more for their
+    hidden rows; the caller's path, not the module's.
+    """
+    layer, (x, z) = make_layer("fp8_block", implementation="mosaic"), inputs(tokens)
+    graphdef, state = nnx.split(layer)
+    with on_hopper():
+        run = jax.jit(lambda state, x, z: nnx.merge(graphdef, state)(x, z))
+        lowered = run.trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
+        assert "routing: by the kernel" in layer.explain(tokens)
+    assert lowered.count("mosaic_gpu_v2") == (5 if tokens == 1 else 6)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_channel", "w4a16_g128"])
+def test_equal_layers_of_a_model_are_lowered_once(scheme):
+    """Whatever they are called: the kernels of 48 layers lowered one by one would take minutes."""
+    configs = [
+        moe_jax.MoEConfig(
+            E, K, H, I, scheme=Scheme.parse(scheme), implementation=("mosaic",), dtype="bfloat16", name=name
+        )
+        for name in ("layers.0.mlp", "layers.1.mlp")
+    ]
+    weights = method_for(configs[0].scheme).abstract_weights(configs[0])
+    if packed_format(configs[0].scheme, "bfloat16") is not None:
+        weights = jax.eval_shape(lambda weights: pack_experts(weights, configs[0]), weights)
+
+    def run(configs, weights, x, z):
+        for config, own in zip(configs, weights, strict=True):
+            x = moe_jax.fused_moe(x, z, own, config)
+        return x
+
+    counts = []
+    for number in (1, 2):
+        with on_hopper():
+            traced = jax.jit(run, static_argnums=0).trace(tuple(configs[:number]), [weights] * number, *inputs(300))
+            counts.append(traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2"))
+    assert counts[0] == counts[1] > 4
+
+
+def test_layers_with_routers_of_their_own_are_traced_once(monkeypatch):
+    """XLA runs those, and no cache keeps them."""
+    plans = []
+    monkeypatch.setattr(_experts_mosaic, "make_plan", lambda *args: plans.append(args) or _mosaic_plan.make_plan(*args))
+    layer, (x, z) = make_layer("bf16", implementation="mosaic"), inputs(11)
+
+    def own_router():
+        return lambda hidden_states, gating_output, topk, renormalize: jax.lax.top_k(gating_output, topk)
+
+    counts = []
+    for _ in range(2):
+        config = dataclasses.replace(layer.config, custom_routing_function=own_router())
+        with on_hopper():
+            jax.eval_shape(lambda x, z, c=config: moe_jax.fused_moe(x, z, layer.weights.get_value(), c), x, z)
+        counts.append(len(plans))
+    assert counts[0] == counts[1] == 2  # asked whether the kernels take it, and traced
+    assert all(config.custom_routing_function is None for config, *_ in plans)
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize(("scheme", "inner"), [(name, I) for name in SCHEMES] + [("fp8_block", 192)])
+@pytest.mark.sample(12)
+def test_lowers_for_hopper(scheme, inner, tokens):
+    layer, (x, z) = make_layer(scheme, inner), inputs(tokens)
+    graphdef, state = nnx.split(layer)
+
+    def run(state, x, z):
+        layer = nnx.merge(graphdef, state)
+        _, ids = jax.lax.top_k(z, K)
+        return _experts_mosaic.run(x, z[:, :K], ids.astype(jnp.int32), layer.weights.get_value(), layer.config)
+
+    with on_hopper():
+        lowered = jax.jit(run).trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
+    requantizes_apart = scheme in ("fp8_tensor", "fp8_tensor_token", "fp8_channel", "int8_w8a8")
+    requantizes_apart |= scheme == "fp8_block" and inner == I and tokens == 1
+    moves_nothing = scheme == "bf16" and tokens == 1
+    assert lowered.count("mosaic_gpu_v2") == (6 if requantizes_apart else 5 - moves_nothing)
+
+
+FORMATS = {
+    "w8a8_int8_channel_asym": lambda: Scheme.parse("w8a8_int8_channel_asym"),
+    "w8a8_int8_channel_asym_inputs_packed": lambda: Scheme.parse("w8a8_int8_channel_asym_inputs_packed"),
+    "fp8_channel_ub3": lambda: with_formats("fp8_channel", activations=dict(amax_bound=3.0)),
+    "fp8_block_64x64": lambda: with_formats(
+        "fp8_block", weights=dict(block_shape=(64, 64)), activations=dict(group_size=64)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_close_to_those_of_a_kernel(name):
+    """Zero points, containers, bounds and blocks that the kernels of plain weights do not know: other kernels take
+    them, or xla, and explain says so.
+    """
+    config = moe_jax.MoEConfig(E, K, H, I, scheme=FORMATS[name](), dtype="bfloat16", implementation=("mosaic", "xla"))
+    assert config.scheme.name == name and _mosaic_plan.row_kind(config.scheme) is None
+    with on_hopper():
+        text = explain(config, method_for(config.scheme).abstract_weights(config), 8, "gpu")
+    expected = f"there is no kernel for scheme '{name}' yet" if name == "fp8_block_64x64" else "in layout 'plain'"
+    assert expected in text and "implementation: xla" in text
+
+
+def with_formats(scheme, **changes):
+    parsed = Scheme.parse(scheme)
+    formats = {name: dataclasses.replace(getattr(parsed, name), **change) for name, change in changes.items()}
+    return Scheme.parse(dataclasses.replace(parsed, **formats))
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (dict(dtype=jnp.float32), "float32"),
+        (dict(scheme="int8_w8a16"), "int8_w8a16"),
+        (dict(scheme="bf16", param_dtype=jnp.float32), "unquantized weights are float32"),
+        (dict(), "Hopper"),
+    ],
+)
+def test_explain_says_why_not(options, reason):
+    layer = make_layer(**{"scheme": "fp8_channel", "implementation": ("mosaic", "xla"), **options})
+    text = layer.explain(8)
+    assert "mosaic" in text and reason in text and "implementation: xla" in text
+
+
+def test_explain_names_the_kernels_and_their_limits():
+    with on_hopper():
+        layer = make_layer("fp8_block", implementation=("mosaic", "xla"))
+        text = layer.explain(64)
+        assert "implementation: mosaic" in text and "GEMM 1: 32 x 2 x 64 tiles, operands swapped" in text
+        odd = moe_jax.FusedMoE(4, 264, 128, top_k=2, scheme="fp8_block", implementation=("mosaic", "xla"))
+        assert "K=264" in odd.explain(64) and "implementation: xla" in odd.explain(64)
+
+
+def test_rows_that_the_row_kernel_refuses_are_quantized_by_xla():
+    """gpt-oss' H of 22.5 groups: one launch less, and explain says so."""
+    layer = moe_jax.FusedMoE(4, 2880, 128, top_k=2, scheme="fp8_block", implementation="mosaic", rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(layer)
+    x, z = (jax.ShapeDtypeStruct((9, n), dtype) for n, dtype in ((2880, jnp.bfloat16), (4, jnp.float32)))
+    with on_hopper():
+        assert "input rows: quantized and moved by XLA, since the kernel refuses H=2880" in layer.explain(9)
+        run = jax.jit(lambda state, x, z: nnx.merge(graphdef, state)(x, z))
+        lowered = run.trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("mosaic_gpu_v2") == 5
+
+
+def test_measured_configurations_come_first(monkeypatch):
+    """Unless the table is of another layer, or its configuration cannot run this one."""
+    layer = make_layer("int8_w8a8", implementation="mosaic")
+    config, weights = layer.config, layer.weights.get_value()
+    pair = LayerConfig(32, *[GemmConfig(32, 64, 5, is_swapped=True)] * 2)
+    table = Table("NVIDIA H200", (Entry(_mosaic_plan.layer_key(config, weights), 16, pair, 1.0),))
+    monkeypatch.setattr(_mosaic_plan, "table_for", lambda device: table)
+    with on_hopper():
+        text = layer.explain(9)
+        assert text.count("measured for 16 tokens") == 2 and "32 x 2 x 64 tiles, operands swapped, 5 stages" in text
+        assert "by the heuristic" in make_layer("bf16", implementation="mosaic").explain(9)
+        x, z = inputs(9)
+        lowered = jax.jit(layer).trace(x, z).lower(lowering_platforms=("cuda",)).as_text()
+        assert lowered.count("mosaic_gpu_v2") == 6
+
+
+def test_measurements_for_far_more_or_fewer_tokens_are_left_alone(monkeypatch):
+    """Tiles chosen for 24 tokens stay nearly empty at two, and at 49 experts may take several."""
+    layer = make_layer("int8_w8a8", implementation="mosaic")
+    key = _mosaic_plan.layer_key(layer.config, layer.weights.get_value())
+    pair = LayerConfig(32, *[GemmConfig(32, 64, 5, is_swapped=True)] * 2)
+    monkeypatch.setattr(_mosaic_plan, "table_for", lambda device: Table("NVIDIA H200", (Entry(key, 24, pair, 1.0),)))
+    with on_hopper():
+        for tokens, is_near in ((1, False), (2, False), (3, True), (24, True), (48, True), (49, False)):
+            text = layer.explain(tokens)
+            assert ("by the heuristic, since the nearest measurement is for 24 tokens" in text) != is_near
+            assert ("measured for 24 tokens" in text) == is_near
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (GemmConfig(32, 64, 15, is_swapped=True), "measured for 16 tokens, with fewer stages"),
+        (GemmConfig(32, 64, 5), "by the heuristic, since what was measured for 16 tokens cannot run it: block_m=32"),
+    ],
+)
+def test_measured_configurations_that_do_not_fit(config, words, monkeypatch):
+    layer = make_layer("int8_w8a8", implementation="mosaic")
+    key = _mosaic_plan.layer_key(layer.config, layer.weights.get_value())
+    table = Table("NVIDIA H200", (Entry(key, 16, LayerConfig(32, config, config), 1.0),))
+    monkeypatch.setattr(_mosaic_plan, "table_for", lambda device: table)
+    with on_hopper():
+        assert words in layer.explain(9)
+
+
+@pytest.mark.parametrize("bias_dtype", [None, "bfloat16", "float32"])
+def test_every_shipped_entry_runs_layers_with_biases(bias_dtype):
+    for entry in table_for("NVIDIA H200").entries:
+        config = entry.config
+        products = entry.key.products(entry.tokens, config.block_m, bias_dtype=bias_dtype)
+        for desc, measured in zip(products, (config.gemm1, config.gemm2), strict=True):
+            found = _mosaic_plan._fitting(entry.key, desc, measured)
+            assert not isinstance(found, str), (entry, found)
+            assert measured.num_stages - found.num_stages <= (bias_dtype is not None)
+
+
+def test_pinned_configurations_do_not_follow_the_call():
+    """All but whether rows are moved, which no bit depends on."""
+    layer = make_layer("fp8_channel", implementation="mosaic", pinned_tokens=64)
+    with on_hopper():
+        found = [layer.explain(tokens).splitlines() for tokens in (1, 64, 4096)]
+    assert [sum("none are moved" in line for line in lines) for lines in found] == [1, 0, 0]
+    plans = {tuple(line for line in lines if "none are moved" not in line)[-4:-1] for lines in found}
+    assert len(plans) == 1 and "pinned to 64 tokens" in str(plans)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "int8_w8a8"])
+@pytest.mark.sample(3)
+def test_pinned_outputs_do_not_depend_on_the_batch(scheme, quick_compilation):
+    """The xla implementation, bit for bit; the kernels' turn is test_pinned_outputs_on_gpu."""
+    pinned_outputs_agree(make_layer(scheme, implementation="xla", pinned_tokens=16))
+
+
+def pinned_outputs_agree(layer):
+    x, z = inputs(33)
+    run = jax.jit(lambda layer, x, z: layer(x, z))
+    expected = np.asarray(run(layer, x, z))
+    for tokens in (1, 2, 7, 16):
+        np.testing.assert_array_equal(run(layer, x[:tokens], z[:tokens]), expected[:tokens])
+
+
+def test_pinned_tokens_are_checked():
+    with pytest.raises(ValueError, match="pinned_tokens is 0, expected None or an integer of at least 1"):
+        make_layer("bf16", pinned_tokens=0)
+
+
+PINNED = ("bf16", "fp8_channel", "fp8_block", "int8_w8a8", "w4a16_g128", "nvfp4_dynamic", "mxfp4_a16", "w4a8_int8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", PINNED)
+def test_pinned_outputs_on_gpu(scheme):
+    pinned_outputs_agree(make_layer(scheme, implementation="mosaic", pinned_tokens=16))
+
+
+def test_alone_it_refuses_with_its_reason():
+    layer, (x, z) = make_layer("fp8_channel", implementation="mosaic"), inputs(3)
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        layer(x, z)
+
+
+@pytest.mark.parametrize("scheme", [*BLOCKS, "fp8_tensor_static"])
+def test_float16_is_requantized_before_it_overflows(scheme):
+    sizes = dict(num_experts=E, top_k=K, hidden_size=H, intermediate_size=512, dtype="float16")
+    config = make_config(scheme, **sizes)
+    weights = method_for(config.scheme).abstract_weights(config)
+    for tokens in (1, 3, 40, 700):
+        with on_hopper():
+            for kernels in ("mosaic", "reference"):
+                plan = _mosaic_plan.make_plan(config, weights, tokens, kernels)
+                assert plan.products[0].requantize != "none" and plan.block_m in (64, 128)
+    # Entries of the table are for bfloat16 as well, whose low tiles do not take it then.
+    qwen = make_config(scheme, **sizes | dict(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768))
+    weights = method_for(qwen.scheme).abstract_weights(qwen)
+    with on_hopper():
+        plan = _mosaic_plan.make_plan(qwen, weights, 16)
+    assert plan.products[0].requantize != "none" and "requantized apart" in plan.source
+
+
+@pytest.mark.parametrize("tokens", [3, 37])
+def test_static_rows_are_requantized_apart(tokens, quick_compilation):
+    config = make_config(
+        "fp8_tensor_static", num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, dtype="bfloat16"
+    )
+    weights, x = make_stored_weights(config), make_tokens(tokens, config, dtype="bfloat16")
+    assert _mosaic_plan.make_plan(config, weights, tokens, "reference").products[0].requantize == "none"
+    p, ids = make_routing(tokens, K, E)
+    actual = _experts_mosaic.forward(config, x, jnp.where(ids >= 0, p, 0.0), ids, weights, kernels="reference")
+    expected = experts_numpy(x, p, ids, weights, config)
+    assert_layer_close(actual, expected, config.scheme.activations, on_gpu=False)
+
+
+def test_a_whole_layer_is_refused_beforehand_or_loudly(monkeypatch):
+    """A kernel's reason is asked for before the layer runs; what is raised while it runs reaches the caller."""
+    layer, (x, z) = make_layer("bf16", implementation=("mosaic", "xla")), inputs(3)
+
+    def refuse(*args, **kwargs):
+        raise NotImplementedError("broken")
+
+    monkeypatch.setattr(_experts_mosaic, "_forward_layer", refuse)
+    monkeypatch.setattr(_experts_mosaic, "_call_refusal", lambda *args: None)
+    with on_hopper(), pytest.raises(NotImplementedError, match="broken"):
+        jax.eval_shape(lambda x, z: layer(x, z), x, z)
+    monkeypatch.undo()
+    monkeypatch.setattr(_experts_mosaic, "forward_layer", refuse)
+    monkeypatch.setattr(_experts_mosaic, "run_layer", lambda *args: pytest.fail("it was not asked"))
+    _experts_mosaic._call_refusal.cache_clear()
+    with on_hopper():
+        assert jax.eval_shape(lambda x, z: layer(x, z), x, z).shape == x.shape
+        weights = layer.weights.get_value()
+        assert _experts_mosaic.why_not_call(layer.config, x, z, weights, None, None, None) == "broken"
+    _experts_mosaic._call_refusal.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 63, 129, 700, 2048])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_values_on_gpu(scheme, tokens):
+    """Against the float32 reference, every row; hostile routing in the second call."""
+    layer = make_layer(scheme, has_bias=True, implementation="mosaic")
+    judge = make_layer(scheme, has_bias=True, implementation="reference")
+    x, z = inputs(tokens, seed=tokens)
+    for logits in (z, z.at[:, 3].add(50.0)):
+        actual = jax.jit(lambda layer, x, z: layer(x, z))(layer, x, logits)
+        expected = jax.jit(lambda layer, x, z: layer(x, z))(judge, x, logits)
+        compare(scheme, actual, expected)
+        again = jax.jit(lambda layer, x, z: layer(x, z))(layer, x, logits)
+        np.testing.assert_array_equal(actual, again)

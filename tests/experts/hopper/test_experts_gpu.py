@@ -1,0 +1,183 @@
+"""Layers of every scheme with Hopper kernels, on a GPU, against NumPy float64: every row, hostile routings, sizes off
+the tile, the same bits twice.
+
+A call's memory held bytes that are NaN in every float format before it ran, so that a row which no kernel wrote, or a
+buffer read before it was written, shows. Most of the time is compilation; the tests run side by side:
+
+    JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false pytest -m gpu -n 8 --dist worksteal tests
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax import fused_experts
+from moe_jax.experts.hopper import _plan as _mosaic_plan
+from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
+from moe_jax.quantization import SCHEMES, Scheme
+from tests.support.cases import experts as cases
+from tests.support.oracles.experts import experts_numpy
+from tests.support.oracles.kernel_tolerances import assert_layer_close
+
+pytestmark = pytest.mark.gpu
+
+# Beside the named schemes: every bit width, containers, zero points, act-order.
+OTHERS = (
+    *("w4a16_g32_asym_unpacked", "w3a16_channel_asym", "w5a16_g32", "w8a16_g64_asym", "w4a8_int8_g64_packed"),
+    *("w4a16_g64_actorder", "w4a16_g32_asym_actorder", "w4a8_int8_actorder"),
+    *("w4a8_int8_asym", "w4a8_int8_channel_asym", "w4a8_int8_g32", "w4a8_fp8_asym"),
+    *("w8a8_int8", "w8a8_int8_channel_asym"),
+)
+
+
+def has_kernels(name, dtype="bfloat16"):
+    scheme = Scheme.parse(name)
+    return packed_format(scheme, dtype) is not None or _mosaic_plan.row_kind(scheme) is not None
+
+
+WITH_KERNELS = tuple(name for name in (*SCHEMES, *OTHERS) if has_kernels(name))
+# One of every operand of the matrix instruction and place of scales.
+KINDS = (
+    *("bf16", "fp8_tensor_static", "fp8_channel", "fp8_block", "int8_w8a8"),
+    *("w4a16_g128_asym", "nvfp4_dynamic", "mxfp4_a16", "w4a8_int8", "w4a8_fp8"),
+)
+
+
+def sizes_of(scheme):
+    """H and I off every tile; groups of 128 activations take whole ones of H."""
+    hidden = 640 if scheme in ("fp8_block", "fp8_block_ue8m0") else 544
+    return dict(hidden_size=hidden, intermediate_size=288)
+
+
+@functools.cache
+def layer(scheme, dtype="bfloat16", **options):
+    """(config, weights, weights as the kernels read them)."""
+    stored = "float32" if Scheme.parse(scheme).is_quantized else dtype
+    options = sizes_of(scheme) | dict(param_dtype=stored, implementation=("mosaic",)) | options
+    config = cases.make_config(scheme, dtype=dtype, **options)
+    weights = cases.make_stored_weights(config)
+    is_packed = packed_format(config.scheme, config.dtype) is not None
+    return config, weights, pack_experts(weights, config) if is_packed else weights
+
+
+def hostile_routings(tokens, config):
+    """Weights and ids: see ``make_routing``; one expert for all; nothing at all."""
+    p, ids = cases.make_routing(tokens, config.top_k, config.num_experts)
+    yield p, ids
+    only = jnp.full_like(ids, -1).at[:, 0].set(config.num_experts - 2)
+    yield jnp.where(only >= 0, jnp.float32(0.7), jnp.nan), only
+    yield p, jnp.full_like(ids, -1)
+
+
+def fill_memory_of(call):
+    """Bytes of 255, a NaN of every float format and -1 of every integer, where the call's arrays will lie."""
+    memory = call.memory_analysis()
+    held = [
+        jax.device_put(np.full(size, 255, np.uint8))
+        for size in (memory.temp_size_in_bytes, memory.output_size_in_bytes)
+    ]
+    jax.block_until_ready(held)
+
+
+def expected(x, p, ids, weights, config):
+    """The layer in float64. A value of e2m1 that the kernels' 16-bit hidden values move across a border moves by up to
+    half of itself, which can be a quarter of a row of few large values: the reference rounds as they do.
+    """
+    acts = config.scheme.activations
+    hidden_dtype = config.dtype if acts and acts.element == "e2m1" else "float64"
+    return experts_numpy(x, p, ids, weights, config, hidden_dtype=hidden_dtype)
+
+
+def check(scheme, tokens, dtype="bfloat16", **options):
+    """The layer with given routings, one program for all of them."""
+    config, weights, packed = layer(scheme, dtype, **options)
+    x = cases.make_tokens(tokens, config, dtype=dtype)
+    call = None
+    for p, ids in hostile_routings(tokens, config):
+        if call is None:
+            call = jax.jit(functools.partial(fused_experts, config=config)).lower(x, p, ids, packed).compile()
+        fill_memory_of(call)
+        y = np.asarray(call(x, p, ids, packed))
+        assert_layer_close(y, expected(x, p, ids, weights, config), config.scheme.activations, on_gpu=True)
+        fill_memory_of(call)
+        np.testing.assert_array_equal(np.asarray(call(x, p, ids, packed)), y)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 129, 2048])
+@pytest.mark.parametrize("scheme", WITH_KERNELS)
+def test_every_scheme(scheme, tokens):
+    """Biases with every second scheme."""
+    check(scheme, tokens, has_bias=WITH_KERNELS.index(scheme) % 2 == 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 60, 129, 2048])
+@pytest.mark.parametrize(
+    ("scheme", "apart"),
+    [("fp8_block", (1, 16, 60)), ("fp8_block_ue8m0", (1, 16, 60)), ("fp8_tensor_static", (1, 16, 60, 2048))],
+)
+def test_rows_requantized_apart_or_not(scheme, apart, tokens):
+    """Tiles with swapped operands, low or tall, leave requantization to another launch; 1152 columns: nine groups."""
+    sizes = dict(hidden_size=640, intermediate_size=1152, num_experts=12, top_k=4)
+    check(scheme, tokens, has_bias=tokens == 60, **sizes)
+    config, _, packed = layer(scheme, has_bias=tokens == 60, **sizes)
+    plan = _mosaic_plan.make_plan(config, packed, tokens)
+    assert (plan.products[0].requantize == "none") == (plan.block_m not in (64, 128)) == (tokens in apart)
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_not_gated(scheme):
+    check(scheme, 37, is_act_and_mul=False, activation="relu2", has_bias=True)
+
+
+@pytest.mark.parametrize("scheme", [name for name in KINDS if has_kernels(name, "float16")])
+def test_float16(scheme):
+    check(scheme, 37, dtype="float16")
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_eight_of_many_experts(scheme):
+    check(scheme, 70, num_experts=40, top_k=8, activation="swigluoai", has_bias=True)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int8_w8a8", "w4a16_g128"])
+def test_sixteen_of_512_experts(scheme):
+    check(scheme, 33, num_experts=512, top_k=16, hidden_size=256, intermediate_size=128)
+
+
+GPT_OSS = ("bf16", "fp8_channel", "fp8_block", "int8_w8a8", "w4a16_g32", "mxfp4_a16", "mxfp8", "w4a8_int8")
+
+
+@pytest.mark.parametrize("scheme", GPT_OSS)
+def test_sizes_of_gpt_oss(scheme):
+    check(scheme, 21, num_experts=4, top_k=4, hidden_size=2880, intermediate_size=2880, activation="swigluoai")
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "w4a16_g128", "w4a8_int8"])
+def test_many_tokens(scheme):
+    check(scheme, 16383)
+
+
+def test_no_tokens():
+    config, _, packed = layer("w4a16_g128")
+    x, (p, ids) = cases.make_tokens(1, config, dtype="bfloat16")[:0], cases.make_routing(1)
+    y = jax.jit(functools.partial(fused_experts, config=config))(x, p[:0], ids[:0], packed)
+    assert y.shape == (0, config.hidden_size)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "w4a16_g128", "w4a8_int8"])
+def test_a_token_does_not_depend_on_its_batch(scheme):
+    """Within one program: other tokens, other routings of theirs, the same bits."""
+    config, _, packed = layer(scheme)
+    x, (p, ids) = cases.make_tokens(300, config, dtype="bfloat16"), cases.make_routing(300)
+    call = jax.jit(functools.partial(fused_experts, config=config)).lower(x, p, ids, packed).compile()
+    first = np.asarray(call(x, p, ids, packed))
+    kept = np.arange(0, 300, 7)
+    others = np.setdiff1d(np.arange(300), kept)
+    rolled = [np.array(a) for a in (x, p, ids)]
+    for array in rolled:
+        array[others] = array[np.roll(others, 5)]
+    second = np.asarray(call(*(jnp.asarray(a) for a in rolled), packed))
+    np.testing.assert_array_equal(second[kept], first[kept])

@@ -1,0 +1,78 @@
+"""Gradients of layers that run on the Hopper kernels: those of the next implementation, wherever they are taken."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moe_jax
+from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
+from tests.support.cases.hopper_layers import K, inputs, make_layer, on_hopper
+
+
+def same_gradients(found, expected):
+    """Of the same products, which XLA fuses, and adds by scatter on a GPU, in an order of its own."""
+    for one, other in zip(found, expected, strict=True):
+        one, other = (np.asarray(value, np.float32) for value in (one, other))
+        np.testing.assert_allclose(one, other, rtol=2**-7, atol=2**-10 * np.abs(other).max())
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param("bf16", marks=pytest.mark.slow), "fp8_channel", pytest.param("w4a16_g128", marks=pytest.mark.slow)],
+)
+def test_gradients_are_those_of_the_next_implementation(scheme):
+    """In every order of jit and grad, over a batch, with routing in the kernel and before it; no kernel is left."""
+    layer = make_layer(scheme, implementation=("mosaic", "xla"))
+    plain, (x, z) = make_layer(scheme, implementation="xla"), inputs(3)
+    if packed_format(layer.config.scheme, layer.config.dtype) is not None:
+        layer.weights.set_value(pack_experts(layer.weights.get_value(), layer.config))
+    ids = jax.lax.top_k(z, K)[1].astype(jnp.int32)
+
+    def whole(layer, x, z):
+        return jnp.sin(layer(x, z).astype(jnp.float32)).sum()
+
+    def experts(layer, x, z):
+        weights = layer.weights.get_value()
+        return jnp.sin(moe_jax.fused_experts(x, z[:, :K], ids, weights, layer.config).astype(jnp.float32)).sum()
+
+    def remat(layer, x, z):
+        return jax.checkpoint(functools.partial(whole, layer))(x, z)
+
+    def batch(layer, x, z):
+        return jax.vmap(functools.partial(whole, layer))(jnp.stack([x, 2 * x]), jnp.stack([z, -z])).sum()
+
+    for loss in (whole, experts, remat, batch):
+        expected = jax.jit(jax.grad(functools.partial(loss, plain), (0, 1)))(x, z)
+        mine = functools.partial(loss, layer)
+        for gradient in (jax.jit(jax.grad(mine, (0, 1))), jax.grad(jax.jit(mine), (0, 1)), jax.grad(mine, (0, 1))):
+            with on_hopper():
+                found = gradient(x, z)
+            same_gradients(found, expected)
+    with on_hopper():
+        mine = functools.partial(whole, layer)
+        forward, gradient = (
+            jax.jit(f).trace(x, z).lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2")
+            for f in (mine, jax.grad(jax.jit(mine), (0, 1)))
+        )
+    assert forward >= 4 and gradient == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 700])
+def test_gradients_on_a_gpu(tokens):
+    (x, z), layers = inputs(tokens), [make_layer("fp8_block", implementation=i) for i in (None, "xla")]
+    assert "implementation: mosaic" in layers[0].explain(tokens)
+    mine, plain = (lambda x, z, l=l: (l(x, z).astype(jnp.float32) ** 2).sum() for l in layers)  # noqa: E741
+    expected = jax.jit(jax.grad(plain, (0, 1)))(x, z)
+    for gradient in (jax.jit(jax.grad(mine, (0, 1))), jax.grad(jax.jit(mine), (0, 1))):
+        same_gradients(gradient(x, z), expected)
+
+
+def test_gradients_are_refused_where_no_other_implementation_may_run():
+    layer, (x, z) = make_layer("bf16", implementation="mosaic"), inputs(3)
+    for wrap in (lambda f: f, jax.jit):
+        with on_hopper(), pytest.raises(NotImplementedError, match="mosaic: has no gradient.*others are 'xla'"):
+            jax.grad(wrap(lambda x: layer(x, z).sum()))(x)

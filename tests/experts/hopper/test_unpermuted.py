@@ -1,0 +1,191 @@
+"""Few tokens stay where they are: every tile has all of them as its rows, quantized where the layer quantizes them; on
+the references of the kernels against float64 and against the layer that moves them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.experts import explain
+from moe_jax.experts.hopper import _experts as _experts_mosaic
+from moe_jax.experts.hopper import _plan as _mosaic_plan
+from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
+from moe_jax.quantization import Scheme, method_for
+from tests.support.cases import experts as cases
+from tests.support.oracles.experts import experts_numpy
+from tests.support.oracles.kernel_tolerances import assert_layer_close
+
+HOPPER = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+ON_HOPPER = jax.sharding.AbstractMesh((), (), abstract_device=HOPPER)
+
+
+@functools.cache
+def layer(scheme, **options):
+    """(config, weights, weights as the kernels read them)."""
+    stored = "float32" if Scheme.parse(scheme).is_quantized else options.get("dtype", "bfloat16")
+    # No kernel quantizes rows that are shorter: then they are moved.
+    hidden = 96 if Scheme.parse(scheme).activations is None else 512
+    sizes = dict(hidden_size=hidden, intermediate_size=64, param_dtype=stored)
+    config = cases.make_config(scheme, **({"dtype": "bfloat16"} | sizes | options))
+    weights = cases.make_stored_weights(config)
+    is_packed = packed_format(config.scheme, config.dtype) is not None
+    return config, weights, pack_experts(weights, config) if is_packed else weights
+
+
+def compiled(config, arguments, by_token, kernels="reference"):
+    """The layer on kernels by name, once it is sure that its plan is by token, or is not."""
+    x, *_, weights = arguments
+    assert _mosaic_plan.make_plan(config, weights, len(x), kernels).by_token == by_token
+    call = jax.jit(lambda *arrays: _experts_mosaic.forward(config, *arrays, kernels=kernels))
+    return call.lower(*arguments).compile()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "options"),
+    [
+        ("bf16", 1, {}),
+        ("bf16", 16, dict(has_bias=True)),
+        ("bf16", 6, dict(dtype="float16", is_act_and_mul=False, activation="relu2")),
+        ("w4a16_g32_asym", 8, dict(has_bias=True)),
+        ("nvfp4_a16", 5, {}),
+        ("fp8_channel", 5, dict(has_bias=True)),
+        ("fp8_tensor_static", 8, {}),
+        ("int8_w8a8", 1, {}),
+        ("fp8_block", 3, {}),
+        ("w4a8_int8", 5, {}),
+    ],
+)
+@pytest.mark.sample(3)
+def test_bits_are_those_of_moved_rows(scheme, tokens, options, monkeypatch, quick_compilation):
+    check_bits(layer(scheme, **options), tokens, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 8, 16])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16_g128", "w4a16_g32_asym", "nvfp4_a16", "mxfp4_a16", "w8a16_g64_asym"])
+def test_bits_on_gpu(scheme, tokens, monkeypatch):
+    for inner in (288, 1024):
+        found = layer(scheme, hidden_size=544, intermediate_size=inner, has_bias=tokens == 5)
+        check_bits(found, tokens, monkeypatch, "mosaic")
+
+
+QUANTIZED = ("fp8_channel", "fp8_tensor_static", "int8_w8a8", "fp8_block", "fp8_block_ue8m0", "w4a8_int8", "w4a8_fp8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 5, 8, 16])
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_quantized_bits_on_gpu(scheme, tokens, monkeypatch):
+    found = layer(scheme, hidden_size=640, intermediate_size=288, has_bias=tokens == 5)
+    check_bits(found, tokens, monkeypatch, "mosaic")
+    check_bits_from_logits(found, tokens, monkeypatch, "mosaic")
+
+
+@pytest.mark.parametrize(("scheme", "tokens"), [("int8_w8a8", 5), ("fp8_block", 3)])
+def test_quantized_bits_from_logits(scheme, tokens, monkeypatch, quick_compilation):
+    check_bits_from_logits(layer(scheme), tokens, monkeypatch)
+
+
+def check_bits_from_logits(found, tokens, monkeypatch, kernels="reference"):
+    """The layer that routes too: logits at random and of one favourite; of the tokens one holds a NaN, one infinities,
+    one is zero, and one is masked, whose values are as large as they get.
+    """
+    config, _, packed = found
+    x = cases.make_tokens(tokens + 2, config, dtype=config.dtype.name)[:tokens]
+    z = np.random.default_rng(5).standard_normal((2, tokens, cases.E)).astype(np.float32)
+    z[1, :, 3] += 9
+    mask = np.ones(tokens, bool)
+    if tokens > 4:
+        x, mask[3] = x.at[0, 7].set(jnp.nan).at[1].set(jnp.inf).at[2].set(0).at[3].set(jnp.finfo(x.dtype).max), False
+
+    def run(by_token):
+        call = jax.jit(functools.partial(_experts_mosaic.forward_layer, config, kernels=kernels))
+        with monkeypatch.context() as patched:
+            patched.setattr(_mosaic_plan, "PLACES_BY_TOKEN", by_token)
+            assert _mosaic_plan.make_plan(config, packed, tokens, kernels).by_token == by_token
+            call = call.lower(x, z[0], packed, None, mask).compile()
+        return [[np.asarray(a, np.float64) for a in call(x, logits, packed, None, mask)] for logits in z]
+
+    for ours, moved in zip(run(True), run(False), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, moved)
+        assert np.isfinite(ours[0][mask][3:]).all() and not ours[0][~mask].any()
+
+
+def check_bits(found, tokens, monkeypatch, kernels="reference"):
+    config, weights, packed = found
+    x = cases.make_tokens(tokens + 2, config, dtype=config.dtype.name)[:tokens]
+    p, ids = cases.make_routing(tokens)
+    # An expert twice, a token of infinities that is routed nowhere, one expert for all.
+    p, ids = jnp.where(jnp.isfinite(p), p, 0.5), ids.at[0].set(1)
+    x, ids = (x.at[1].set(jnp.inf), ids.at[1].set(-1)) if tokens > 1 else (x, ids)
+    in_place = compiled(config, (x, p, ids, packed), True, kernels)
+    with monkeypatch.context() as patched:
+        patched.setattr(_mosaic_plan, "PLACES_BY_TOKEN", False)
+        moved = compiled(config, (x, p, ids, packed), False, kernels)
+    for slots in (ids, jnp.where(ids >= 0, 2, -1)):
+        is_routed = (slots >= 0) & (slots < cases.E)
+        arguments = (x, jnp.where(is_routed, p, 0), slots, packed)
+        y = np.asarray(in_place(*arguments))
+        np.testing.assert_array_equal(y, moved(*arguments))
+        keep = np.asarray(is_routed.any(1))
+        expected = experts_numpy(x[keep], p[keep], slots[keep], weights, config)
+        assert_layer_close(y[keep], expected, config.scheme.activations, on_gpu=kernels == "mosaic")
+        assert not y[~keep].any()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "expected"),
+    [
+        ("bf16", 16, True),
+        ("w8a16_g64_asym", 8, True),
+        ("mxfp4_a16", 3, True),
+        ("bf16", 0, False),
+        ("bf16", 9, False),  # no whole boxes
+        ("bf16", 24, False),  # more than a tile
+        ("fp8_channel", 8, True),
+        ("fp8_tensor_static", 16, True),
+        ("fp8_block", 1, True),
+        ("w4a8_fp8", 3, True),
+        ("int8_w8a8", 9, False),
+        ("fp8_tensor", 1, False),  # a scale of all tokens
+        ("mxfp4", 1, False),
+        ("w4a8_int8_actorder", 1, False),
+        ("w4a16_g32_asym_actorder", 1, False),  # columns in another order
+    ],
+)
+def test_which_layers(scheme, tokens, expected):
+    config, _, weights = layer(scheme)
+    plan = _mosaic_plan.make_plan(config, weights, tokens, "reference")
+    assert plan.by_token == expected and plan.products[0].same_rows == (tokens if expected else 0)
+    assert not plan.products[1].same_rows
+
+
+def test_rows_that_no_launch_quantizes():
+    """Too short, and too wide for the registers of the blocks that route."""
+    for hidden, expected in ((96, False), (128, True), (8192, True), (8320, False)):
+        config = cases.make_config("int8_w8a8", dtype="bfloat16", hidden_size=hidden)
+        weights = method_for(config.scheme).abstract_weights(config)
+        assert _mosaic_plan.make_plan(config, weights, 3, "reference").by_token == expected
+    assert not _mosaic_plan.make_plan(config, weights, 3, "reference", are_quantized=True).by_token
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tokens", "launches"),
+    [("bf16", 5, 4), ("bf16", 9, 5), ("int8_w8a8", 5, 5), ("int8_w8a8", 9, 6), ("fp8_block", 1, 5)],
+)
+def test_explain_and_launches(scheme, tokens, launches):
+    """Route and align, both products, combine; int8 rows again between the products. Nine tokens take one more."""
+    sizes = dict(hidden_size=512, intermediate_size=256)
+    config = cases.make_config(scheme, dtype="bfloat16", param_dtype="bfloat16", **sizes)
+    weights = method_for(config.scheme).abstract_weights(config)
+    x, z = (jax.ShapeDtypeStruct((tokens, n), dtype) for n, dtype in ((512, "bfloat16"), (cases.E, "float32")))
+    with jax.sharding.use_abstract_mesh(ON_HOPPER):
+        text = explain(config, weights, tokens, "gpu")
+        call = jax.jit(lambda *arrays: _experts_mosaic.forward_layer(config, *arrays))
+        lowered = call.trace(x, z, weights).lower(lowering_platforms=("cuda",)).as_text()
+    quantized = "" if scheme == "bf16" else "tokens are quantized where they are, "
+    assert (f"none are moved, {quantized}GEMM 1 takes all tokens" in text) == (tokens != 9)
+    assert lowered.count("mosaic_gpu_v2") == launches

@@ -1,0 +1,62 @@
+"""The xla implementation on a GPU, where layers run that no Hopper kernel takes: every scheme against NumPy float64.
+
+    JAX_PLATFORMS=cuda python -m pytest -m gpu tests/experts/xla/test_experts_gpu.py
+
+With XLA's autotuning and without (XLA_FLAGS=--xla_gpu_autotune_level=0), which chooses other kernels.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax import fused_experts
+from moe_jax.quantization import SCHEMES, fake_quantize
+from moe_jax.routing import route
+from tests.support.cases.experts import make_config, make_routing, make_stored_weights, make_tokens
+from tests.support.oracles.experts import experts_numpy
+from tests.support.oracles.kernel_tolerances import assert_layer_close
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("tokens", [2, 37, 300])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_against_numpy(scheme, tokens):
+    """Most rows to float32's accuracy: activations are quantized indeed, and only a code on a border may differ."""
+    config = make_config(scheme, has_bias=True, hidden_size=256, intermediate_size=384, implementation=("xla",))
+    weights, x = make_stored_weights(config), make_tokens(tokens, config)
+    p, ids = make_routing(tokens)
+    expected = experts_numpy(x, p, ids, weights, config)
+    y = jax.jit(fused_experts, static_argnums=4)(x, p, ids, weights, config)
+    assert_layer_close(y, expected, config.scheme.activations, on_gpu=True)
+    error = np.abs(np.asarray(y, np.float64) - expected).max(1) / np.maximum(np.abs(expected).max(1), 1e-30)
+    assert np.median(error) < 1e-4, np.sort(error)
+
+
+@pytest.mark.parametrize("scheme", ["int8_w8a8", "fp8_channel", "w4a16_g128"])
+def test_weights_and_routing_may_be_constants(scheme):
+    """XLA then knows how often the loop over tiles runs, and evaluates its indices."""
+    config = make_config(scheme, hidden_size=256, intermediate_size=384, implementation=("xla",))
+    weights, x = make_stored_weights(config), make_tokens(12, config)
+    p, ids = make_routing(12)
+    y = jax.jit(lambda x: fused_experts(x, p, ids, weights, config))(x)
+    assert_layer_close(y, experts_numpy(x, p, ids, weights, config), config.scheme.activations, on_gpu=True)
+
+
+def test_quantized_activations_have_few_values():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 4096)), jnp.float32)
+    for scheme in ("fp8_channel", "fp8_block", "mxfp8"):
+        rounded = np.asarray(jax.jit(fake_quantize, static_argnums=1)(x, SCHEMES[scheme].activations))
+        exact = np.asarray(x)
+        assert 0.01 < np.abs(rounded / exact - 1).mean() < 0.04  # a quarter of a step of 1/8 to 1/16 on average
+
+
+def test_router_logits_are_rounded():
+    z = jnp.asarray(np.random.default_rng(4).standard_normal((64, 8)), jnp.float32)
+    for dtype in ("bfloat16", "float16"):
+        config, narrow = (make_config(num_experts=8, router_logits_dtype=one) for one in (dtype, None))
+        found = jax.jit(lambda z, c=config: route(z, c))(z)
+        expected = jax.jit(lambda z, c=narrow: route(z, c))(z.astype(dtype).astype(jnp.float32))
+        np.testing.assert_array_equal(found.topk_ids, expected.topk_ids)
+        np.testing.assert_array_equal(found.topk_weights, expected.topk_weights)

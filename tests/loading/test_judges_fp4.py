@@ -1,0 +1,163 @@
+"""NVFP4 and MX checkpoints of compressed-tensors, from file to logits: its own decompression is the judge."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import moe_jax
+import moe_jax.inspection
+from moe_jax.quantization import dequantize_tensor
+from tests.loading.test_judges import assert_close_in_range, logits_of, plain_model, run_logits
+from tests.support.checkpoints import writers
+from tests.support.oracles.experts import experts_numpy
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+PRESETS = ("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8")
+WEIGHT_ONLY = ("NVFP4A16", "MXFP4A16")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """directory(preset): a Qwen3-MoE of one layer that compressed-tensors quantized, made once."""
+    root = tmp_path_factory.mktemp("fp4")
+    source = root / "qwen3_moe-bf16"
+    writers.write_model("qwen3_moe", source, num_hidden_layers=1)
+
+    def directory(preset):
+        target = root / preset
+        if not target.exists():
+            writers.quantize_with_compressed_tensors(source, target, "qwen3_moe", writers.preset(preset))
+        return target
+
+    return directory
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.sample(3)
+def test_weights_equal_their_decompression_bit_for_bit(checkpoints, preset):
+    checkpoint = checkpoints(preset)
+    plain = load_file(checkpoint.with_name(f"{preset}-decompressed") / "model.safetensors")
+    block = moe_jax.load_moe(checkpoint, layer=0, dtype=jnp.float32)
+    weights = block.experts.weights.get_value()
+    w13, w2 = (np.asarray(jax.jit(dequantize_tensor)(tensor)) for tensor in (weights.w13, weights.w2))
+    for expert in range(weights.num_experts):
+        of = lambda name, e=expert: plain[f"model.layers.0.mlp.experts.{e}.{name}.weight"].numpy()  # noqa: E731
+        assert w13[expert, 0].tobytes() == of("gate_proj").tobytes()
+        assert w13[expert, 1].tobytes() == of("up_proj").tobytes()
+        assert w2[expert].tobytes() == of("down_proj").tobytes()
+    if preset.startswith("NVFP4"):
+        scales = np.asarray(weights.w13.global_scale)
+        assert (scales[:, 0] != scales[:, 1]).all(), "gate and up must differ to tell whose scale is used"
+
+
+@pytest.mark.parametrize("preset", WEIGHT_ONLY)
+@pytest.mark.sample(2)
+def test_logits_of_weight_only_checkpoints(checkpoints, tmp_path, preset):
+    checkpoint = checkpoints(preset)
+    assert_close_in_range(run_logits(tmp_path, checkpoint), logits_of(plain_model(checkpoint, "qwen3_moe")), 2e-3)
+
+
+@pytest.mark.parametrize("preset", ["NVFP4", "MXFP4", "MXFP8"])
+@pytest.mark.sample(3)
+def test_logits_with_quantized_activations(checkpoints, tmp_path, preset):
+    """Expert inputs and intermediates pass a torch emulation of the format; attention stays unquantized."""
+    checkpoint = checkpoints(preset)
+    model = plain_model(checkpoint, "qwen3_moe")
+    unquantized = logits_of(model)
+    emulate(model, checkpoint, preset)
+    expected = logits_of(model)
+    spread = expected.max() - expected.min()
+    assert np.abs(expected - unquantized).max() > 1e-3 * spread, "the emulation quantizes nothing"
+    assert_close_in_range(run_logits(tmp_path, checkpoint), expected, 2e-3)
+
+
+@pytest.mark.parametrize("preset", ["NVFP4", "MXFP4", "MXFP8"])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.sample(6)
+def test_layers_against_float64(checkpoints, preset, implementation):
+    block = moe_jax.load_moe(checkpoints(preset), layer=0, dtype=jnp.float32, implementation=implementation)
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((9, 192)).astype(np.float32)
+    p, ids = rng.uniform(0.1, 1, (9, 2)).astype(np.float32), rng.integers(-1, 6, (9, 2)).astype(np.int32)
+    weights, config = block.experts.weights.get_value(), block.experts.config
+    actual = moe_jax.fused_experts(jnp.asarray(x), jnp.asarray(p), jnp.asarray(ids), weights, config)
+    expected = experts_numpy(x, p, ids, weights, config)
+    # A value on the border of two codes may fall on either side in float32 and in float64.
+    error = np.abs(np.asarray(actual) - expected).max(1) / np.abs(expected).max()
+    assert np.median(error) < 1e-5 and error.max() < 0.05
+
+
+def emulate(model, checkpoint, preset):
+    stored = load_file(checkpoint / "model.safetensors")
+    for layer, decoder in enumerate(model.model.layers):
+        names = [n for n in stored if f"layers.{layer}.mlp.experts." in n and n.endswith("input_global_scale")]
+        down = min((stored[n].item() for n in names if ".down_proj." in n), default=None)
+        up = min((stored[n].item() for n in names if ".down_proj." not in n), default=None)
+        experts = decoder.mlp.experts
+        experts.forward = _emulated_forward(experts, preset, up, down)
+
+
+def _emulated_forward(experts, preset, up_global, down_global):
+    def forward(hidden, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden)
+        for token in range(hidden.shape[0]):
+            for slot in range(top_k_index.shape[1]):
+                e = top_k_index[token, slot]
+                x = fake(hidden[token], preset, up_global)
+                gate, up = (experts.gate_up_proj[e] @ x).chunk(2)
+                h = fake(experts.act_fn(gate) * up, preset, down_global)
+                out[token] += top_k_weights[token, slot] * (experts.down_proj[e] @ h)
+        return out
+
+    return forward
+
+
+def fake(x, preset, global_scale):
+    """One row through compressed-tensors' scales and rounding; NVFP4's block scale as spec 8.7.3 computes it."""
+    from compressed_tensors.quantization.utils import fp4_utils, generate_mx_scales
+
+    groups = x.reshape(-1, 16 if preset == "NVFP4" else 32)
+    amax = groups.abs().amax(1, keepdim=True)
+    if preset == "NVFP4":
+        block = (global_scale * (amax * torch.tensor(1 / 6))).clamp(0, 448).to(torch.float8_e4m3fn).float()
+        values = (groups * (global_scale / block)).clamp(-6, 6)
+        return (fp4_utils.cast_to_fp4(values.clone()) * (block / global_scale)).reshape(x.shape)
+    scale = 2.0 ** (generate_mx_scales(amax, 8 if preset == "MXFP8" else 4) - 127)
+    if preset == "MXFP8":
+        return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).reshape(x.shape)
+    return (fp4_utils.cast_to_fp4((groups / scale).clamp(-6, 6)) * scale).reshape(x.shape)
+
+
+@pytest.mark.parametrize(("quantize", "name"), [("nvfp4", "nvfp4_dynamic"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp8")])
+@pytest.mark.sample(3)
+def test_full_precision_is_quantized_while_loading(checkpoints, quantize, name):
+    """Without calibration, nvfp4 computes the activations' global scales itself. The error is that of the format."""
+    source = checkpoints("NVFP4A16").with_name("qwen3_moe-bf16")
+    block = moe_jax.load_moe(source, layer=0, dtype=jnp.float32, quantize=quantize)
+    plain = moe_jax.load_moe(source, layer=0, dtype=jnp.float32)
+    assert block.experts.config.scheme.name == name
+    x = jnp.asarray(np.random.default_rng(4).standard_normal((16, 192)), jnp.float32)
+    expected = np.asarray(plain(x))
+    error = np.linalg.norm(np.asarray(block(x)) - expected) / np.linalg.norm(expected)
+    low, high = {"nvfp4": (0.05, 0.3), "mxfp4": (0.1, 0.4), "mxfp8": (0.01, 0.1)}[quantize]
+    assert low < error < high
+
+
+def test_inspect_reads_fp4_checkpoints(checkpoints, tmp_path):
+    report = moe_jax.inspection.inspect_checkpoint(checkpoints("NVFP4"))
+    assert [run.scheme for run in report.expert_runs] == ["nvfp4"] and not report.problems
+    assert "the global scale fixed by the checkpoint" in report.render()
+    damaged = tmp_path / "damaged"
+    shutil.copytree(checkpoints("MXFP4"), damaged)
+    stored = load_file(damaged / "model.safetensors")
+    stored["model.layers.0.mlp.experts.2.up_proj.weight_scale"][3, 1] = 255
+    save_file(stored, damaged / "model.safetensors")
+    assert any(
+        "2.up_proj.weight_scale" in problem for problem in moe_jax.inspection.inspect_checkpoint(damaged).problems
+    )

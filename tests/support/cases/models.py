@@ -1,0 +1,111 @@
+"""Tiny checkpoints of whole models, saved by transformers, and how logits are compared."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.cases.families import FAMILIES
+
+VOCAB = 96
+SIZES = dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2)
+MIXTRAL = ("mixtral", dict(num_local_experts=4, intermediate_size=48))
+QWEN3 = ("qwen3_moe", dict(intermediate_size=48, decoder_sparse_step=1, norm_topk_prob=False))
+OLMOE = ("olmoe", dict(num_attention_heads=4, num_key_value_heads=4))
+DEEPSEEK_V2 = ("deepseek_v2", dict(first_k_dense_replace=1))
+DEEPSEEK_V3 = ("deepseek_v3", dict(first_k_dense_replace=1))
+
+# One variant of the rotary embedding per type; dynamic and longrope change within a prompt of 40 tokens.
+ROPES = {
+    "linear": dict(factor=2.0),
+    "dynamic": dict(factor=2.0),
+    "yarn": dict(factor=4.0, original_max_position_embeddings=16),
+    "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
+    "longrope": dict(
+        short_factor=[1 + 0.1 * i for i in range(8)],
+        long_factor=[2 + 0.3 * i for i in range(8)],
+        original_max_position_embeddings=16,
+    ),
+}
+
+YARN = ROPES["yarn"] | dict(rope_type="yarn", rope_theta=1e4)
+# Family of families.py, its options for all cases here, and what the case varies. Windows are shorter than a prompt of
+# 40 tokens and longer than one of 4.
+CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
+    "mixtral": (MIXTRAL, {}),
+    "mixtral_tied_window": (MIXTRAL, dict(tie_word_embeddings=True, sliding_window=5)),
+    "mixtral_no_groups": (MIXTRAL, dict(num_key_value_heads=4, head_dim=None)),
+    "qwen3": (QWEN3, dict(norm_topk_prob=True)),
+    "qwen3_dense_bias": (
+        QWEN3,
+        dict(num_hidden_layers=3, mlp_only_layers=[0], decoder_sparse_step=2, attention_bias=True),
+    ),
+    "qwen3_tied_window": (
+        QWEN3,
+        dict(norm_topk_prob=True, tie_word_embeddings=True, use_sliding_window=True, sliding_window=4),
+    ),
+    "qwen2": (
+        ("qwen2_moe", {}),
+        dict(mlp_only_layers=[0], use_sliding_window=True, sliding_window=5, max_window_layers=2),
+    ),
+    "olmoe": (OLMOE, {}),
+    "olmoe_clipped": (OLMOE, dict(clip_qkv=0.5, attention_bias=True, norm_topk_prob=True, num_key_value_heads=2)),
+    "deepseek_v2": (DEEPSEEK_V2, dict(attention_bias=True)),
+    "deepseek_v2_lite": (
+        DEEPSEEK_V2,
+        dict(q_lora_rank=None, topk_method="greedy", rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=0.7)),
+    ),
+    "deepseek_v3": (DEEPSEEK_V3, dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5))),
+    "deepseek_v3_halves": (DEEPSEEK_V3, dict(rope_interleave=False, q_lora_rank=None, n_group=1, topk_group=1)),
+    "gpt_oss": (("gpt_oss", {}), dict(sliding_window=5, rope_parameters=YARN | dict(truncate=False))),
+} | {
+    f"qwen3_{kind}": (
+        QWEN3,
+        dict(
+            num_hidden_layers=1,
+            rope_parameters=dict(rope_type=kind, rope_theta=1e4, **parameters),
+            max_position_embeddings=24 if kind == "dynamic" else 64,
+        ),
+    )
+    for kind, parameters in ROPES.items()
+}
+
+
+# One of each family by default, chosen to differ in most.
+SLOW = ("olmoe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3_halves")
+
+
+def slow(*names: str) -> list[Any]:
+    """Parameters that only the slow run takes."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One checkpoint on disk, transformers' float32 model of it, and ours."""
+
+    directory: Path
+    torch_model: Any
+    model: Any
+
+    def torch_logits(self, ids: np.ndarray, **inputs: Any) -> np.ndarray:
+        with torch.no_grad():
+            return self.torch_model(torch.tensor(ids), **inputs).logits.numpy()
+
+
+def write_checkpoint(name: str, directory: Path, **options: Any) -> Any:
+    """Save a random model of the case and return it."""
+    (family, common), varied = CASES[name]
+    return FAMILIES[family].write(directory, **SIZES | common | varied | options)
+
+
+def assert_logits_close(actual: Any, expected: np.ndarray, fraction: float = 1e-5) -> None:
+    """Largest difference within ``fraction`` of the range of the expected logits."""
+    actual = np.asarray(actual)
+    assert actual.shape == expected.shape and actual.dtype == np.float32
+    spread = expected.max() - expected.min()
+    worst = np.abs(actual - expected).max() / spread
+    assert worst <= fraction, f"max abs difference is {worst:.2e} of the logit range, allowed {fraction:.0e}"

@@ -1,0 +1,436 @@
+"""Every Hopper kernel in every form it is built in, as a function and the shapes of its arguments.
+
+For what needs no GPU: lowering (each test file) and compiling to SASS (tests/pallas_kernels/sass). Imports no test
+tool, since the compiler's environment has none.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from pallas_kernels.align.config import AlignDesc, row_capacity
+from pallas_kernels.align.config import choose_config as choose_align
+from pallas_kernels.align.kernel_sm90 import align_sm90, ranks_sm90, rows_sm90
+from pallas_kernels.combine.config import CombineDesc
+from pallas_kernels.combine.config import choose_config as choose_combine
+from pallas_kernels.combine.kernel_sm90 import combine_sm90
+from pallas_kernels.common.activations import Activation
+from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
+from pallas_kernels.grouped_gemm.heuristics import deepest
+from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
+from pallas_kernels.grouped_gemm.kernel_swapped_sm90 import grouped_gemm_swapped_sm90
+from pallas_kernels.grouped_gemm.operands import operand_names
+from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat
+from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
+from pallas_kernels.grouped_gemm.packed.kernel_sm90 import grouped_gemm_packed_sm90
+from pallas_kernels.grouped_gemm.packed.kernel_sm90 import operand_names as packed_operand_names
+from pallas_kernels.push.combine_sm90 import combine_sm90 as push_combine_sm90
+from pallas_kernels.push.config import QUANTIZATIONS as PUSH_QUANTIZATIONS
+from pallas_kernels.push.config import PlaceDesc, PushDesc, choose_dispatch, choose_place
+from pallas_kernels.push.config import choose_combine as choose_push_combine
+from pallas_kernels.push.dispatch_sm90 import dispatch_sm90
+from pallas_kernels.push.place_sm90 import place_sm90
+from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, TAKES_SCALE, PermuteDesc, config_error
+from pallas_kernels.quantize_and_permute.config import choose_config as choose_permute
+from pallas_kernels.quantize_and_permute.gather_sm90 import gather_rows_sm90
+from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
+from pallas_kernels.quantize_and_permute.narrow_sm90 import quantize_narrow_rows_sm90
+from pallas_kernels.tuning import table_for
+from tests.support.kernels.case import Case
+from tests.support.kernels.router_cases import quantizing_route_cases, route_cases
+
+H200_SMS = 132
+
+_BASE = GemmDesc(rows=1024, n=512, k=512, num_experts=4, dtype="float8_e4m3fn")
+_SILU = Activation("silu")
+_OAI = Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)
+_TENSOR = dict(lhs_scale="tensor", rhs_scale="tensor")
+_ROW = dict(lhs_scale="row", rhs_scale="channel")
+_BLOCK = dict(lhs_scale="group", rhs_scale="block")
+_GATED = dict(halves=2, activation=_SILU)
+_RAGGED = dict(has_tile_rows=True)
+GEMMS = {
+    "bf16": dict(dtype="bfloat16"),
+    "bf16 gated bias": dict(dtype="bfloat16", halves=2, activation=_OAI, bias_dtype="bfloat16"),
+    "bf16 not gated": dict(dtype="bfloat16", activation=Activation("relu2_no_mul")),
+    "bf16 gelu_tanh": dict(dtype="bfloat16", halves=2, activation=Activation("gelu_tanh")),
+    "bf16 swiglustep": dict(dtype="bfloat16", halves=2, activation=Activation("swiglustep", limit=3.0)),
+    "f16 to f32": dict(dtype="float16", out_dtype="float32"),
+    "fp8 tensor": _TENSOR,
+    "fp8 tensor gated, requantized": dict(requantize="tensor", **_TENSOR, **_GATED),
+    "fp8 row": _ROW,
+    "fp8 row gated": dict(**_ROW, **_GATED),
+    "fp8 block": _BLOCK,
+    "fp8 block, bias": dict(bias_dtype="float32", **_BLOCK),
+    "fp8 block gated": dict(**_BLOCK, **_GATED),
+    "fp8 block gated, requantized": dict(requantize="group", **_BLOCK, **_GATED),
+    "fp8 block gated, requantized ue8m0": dict(requantize="group", has_power_of_two_scales=True, **_BLOCK, **_GATED),
+    "int8 row": dict(dtype="int8", **_ROW),
+    "int8 row gated": dict(dtype="int8", **_ROW, **_GATED),
+    "fp8 block 2880 gated, requantized": dict(n=2880, k=2880, requantize="group", **_BLOCK, **_GATED),
+    "bf16 2880": dict(dtype="bfloat16", n=2880, k=2880, bias_dtype="float32"),
+    "int8 2880": dict(dtype="int8", n=2880, k=2880, **_ROW),
+    "bf16 ragged": dict(dtype="bfloat16", **_RAGGED),
+    "fp8 row ragged": dict(**_ROW, **_RAGGED),
+    "fp8 block ragged": dict(**_BLOCK, **_RAGGED),
+    "fp8 block gated, requantized, ragged": dict(requantize="group", **_BLOCK, **_GATED, **_RAGGED),
+    "int8 row gated ragged": dict(dtype="int8", **_ROW, **_GATED, **_RAGGED),
+}
+
+
+def gemm(name: str) -> GemmDesc:
+    return dataclasses.replace(_BASE, **GEMMS[name])
+
+
+def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
+    """The Hopper grouped GEMM on its flat operands."""
+    matrices, groups_k, groups_n = desc.num_experts * desc.halves, -(-desc.k // 128), -(-desc.n // 128)
+    tiles = ((desc.rows // config.block_m,), "int32")
+    scaled = config.block_m if desc.same_rows else desc.rows
+    shapes = {
+        "x": ((desc.same_rows or desc.rows, desc.k), desc.dtype),
+        "w": ((matrices, desc.n, desc.k), desc.dtype),
+        "tile_expert": tiles,
+        "num_tiles": ((1,), "int32"),
+        "x_scale": ({"tensor": (1,), "row": (scaled,)}.get(desc.lhs_scale, (groups_k, scaled)), "float32"),
+        "w_scale": (
+            {"tensor": (matrices,), "channel": (matrices, desc.n)}.get(desc.rhs_scale, (matrices, groups_n, groups_k)),
+            "float32",
+        ),
+        "bias": ((matrices, desc.n), desc.bias_dtype or "float32"),
+        "out_scale": ((1,), "float32"),
+        "tile_rows": tiles,
+    }
+    names = operand_names(desc)
+    kernel = (grouped_gemm_swapped_sm90 if config.is_swapped else grouped_gemm_sm90)(desc, config)
+    instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
+    form = " swapped" * config.is_swapped + f", steps of {config.step_blocks}" * (config.step_blocks > 1)
+    form += f", clusters of {config.cluster}" * (config.cluster > 1) + " sharing weights" * config.shares_weights
+    return Case(
+        f"grouped_gemm {name}, {config.block_m} x {desc.halves} x {config.block_n}{form}",
+        lambda *arrays: kernel(dict(zip(names, arrays, strict=True))),
+        tuple(shapes[n] for n in names),
+        instruction,
+    )
+
+
+def _in_tiles(desc: Any, block_m: int) -> Any:
+    """``desc`` with rows in whole tiles."""
+    return dataclasses.replace(desc, rows=-(-desc.rows // block_m) * block_m)
+
+
+def gemm_cases() -> Iterator[Case]:
+    """Each description at each tile height with every width the heuristic may choose."""
+    for name in GEMMS:
+        for block_m in (8, 16, 32, 64, 80, 128, 192):
+            desc = _in_tiles(gemm(name), block_m)
+            found = candidates(desc, block_m, H200_SMS)
+            # The other heights differ in one extent of an instruction: the most registers at each will do.
+            for config in found if block_m in (16, 64, 128) else sorted(found, key=lambda c: -c.block_n)[:1]:
+                yield gemm_case(name, desc, config)
+
+
+def tall_cases() -> Iterator[Case]:
+    """The other tall tiles of swapped operands, in every width."""
+    for name in ("bf16 gated bias", "fp8 row", "int8 row gated"):
+        for block_m in (112, 144, 160, 176):
+            desc = _in_tiles(gemm(name), block_m)
+            for config in candidates(desc, block_m, H200_SMS):
+                yield gemm_case(name, desc, config)
+
+
+def swapped_block_cases() -> Iterator[Case]:
+    """Block scales with swapped operands at the heights that ``gemm_cases`` leaves out."""
+    for name in ("fp8 block, bias", "fp8 block gated"):
+        for block_m in (24, 48, 96):
+            desc = _in_tiles(gemm(name), block_m)
+            for config in candidates(desc, block_m, H200_SMS):
+                yield gemm_case(name, desc, config)
+
+
+def cluster_cases() -> Iterator[Case]:
+    """Blocks in pairs: both ways to multiply, columns in an odd number of tiles, tiles of which halves are empty."""
+    for name, sizes in (
+        ("bf16", ((128, 256), (64, 128))),
+        ("bf16 2880", ((128, 128),)),
+        ("fp8 row ragged", ((128, 256),)),
+        ("int8 row gated ragged", ((128, 128),)),
+        ("fp8 block ragged", ((128, 256), (128, 128))),
+        ("fp8 block 2880 gated, requantized", ((128, 128),)),
+        ("fp8 block gated", ((64, 64),)),
+    ):
+        for block_m, block_n in sizes:
+            desc = _in_tiles(gemm(name), block_m)
+            plain = next(
+                c for c in candidates(desc, block_m, H200_SMS) if (c.block_n, c.is_swapped) == (block_n, False)
+            )
+            pair = dataclasses.replace(plain, row_chunk=None, cluster=2)
+            yield gemm_case(name, desc, pair)
+            yield gemm_case(name, desc, dataclasses.replace(pair, shares_weights=True))
+    for name, block_m, block_n in (
+        ("bf16", 144, 256),
+        ("bf16", 176, 128),
+        ("bf16 2880", 192, 192),
+        ("fp8 row ragged", 160, 256),
+        ("int8 row gated ragged", 144, 128),
+        ("int8 row gated ragged", 192, 128),
+        ("int8 row gated ragged", 96, 64),
+    ):
+        desc = _in_tiles(gemm(name), block_m)
+        pair = dataclasses.replace(deepest(desc, GemmConfig(block_m, block_n, 2, is_swapped=True)), cluster=2)
+        yield gemm_case(name, desc, pair)
+        yield gemm_case(name, desc, dataclasses.replace(pair, shares_weights=True))
+
+
+def narrow_cases() -> Iterator[Case]:
+    """Gated tiles so narrow that scales and biases of a half end where no bulk copy may start."""
+    for name, options in (
+        ("bf16 gated bias", dict(n=2880, k=2880)),
+        ("fp8 row gated", dict(bias_dtype="bfloat16")),
+    ):
+        desc = _in_tiles(dataclasses.replace(gemm(name), **options), 64)
+        for block_n in (48, 96):
+            yield gemm_case(f"{name} narrow", desc, deepest(desc, GemmConfig(64, block_n, 2)))
+
+
+_GROUPS: dict[str, Any] = dict(scale="group", group_size=128)
+_CHANNEL: dict[str, Any] = dict(has_channel_scale=True)
+_SCALE16: dict[str, Any] = dict(scale_dtype="bfloat16")
+PACKED: dict[str, dict[str, Any]] = {
+    "int4 channel": dict(fmt=PackedFormat("int4"), **_CHANNEL),
+    "int4 channel, zero points": dict(fmt=PackedFormat("int4", has_zero_point=True), **_CHANNEL),
+    "int4 g128": dict(fmt=PackedFormat("int4", **_GROUPS), **_SCALE16),
+    "int4 g128 f32": dict(fmt=PackedFormat("int4", **_GROUPS)),
+    "int4 g32": dict(fmt=PackedFormat("int4", scale="group", group_size=32), **_SCALE16),
+    "int4 g128, zero points": dict(fmt=PackedFormat("int4", has_zero_point=True, **_GROUPS), **_SCALE16),
+    "int4 g128 f16": dict(fmt=PackedFormat("int4", "float16", **_GROUPS), scale_dtype="float16", out_dtype="float16"),
+    "int8 channel": dict(fmt=PackedFormat("int8"), **_CHANNEL),
+    "int8 g64, zero points": dict(fmt=PackedFormat("int8", scale="group", group_size=64, has_zero_point=True)),
+    "e4m3 channel": dict(fmt=PackedFormat("e4m3"), **_CHANNEL),
+    "e4m3 g128": dict(fmt=PackedFormat("e4m3", **_GROUPS)),
+    "nvfp4": dict(fmt=PackedFormat("e2m1", scale="e4m3", group_size=16), **_CHANNEL),
+    "mxfp4": dict(fmt=PackedFormat("e2m1", scale="e8m0", group_size=32), **_CHANNEL),
+    "mxfp4 2880": dict(n=2880, k=2880, fmt=PackedFormat("e2m1", scale="e8m0", group_size=32), **_CHANNEL),
+    "mxfp8": dict(fmt=PackedFormat("e4m3", scale="e8m0", group_size=32), **_CHANNEL),
+    "int4 to int8 g128": dict(fmt=PackedFormat("int4", "int8", **_GROUPS), lhs_scale="row", **_SCALE16),
+    "int4 to int8 g64, zero points": dict(
+        fmt=PackedFormat("int4", "int8", "group", 64, True), lhs_scale="row", **_SCALE16
+    ),
+    "int4 to int8 channel, zero points": dict(
+        fmt=PackedFormat("int4", "int8", has_zero_point=True), lhs_scale="row", **_CHANNEL
+    ),
+    "int4 to int8 channel": dict(fmt=PackedFormat("int4", "int8"), lhs_scale="row", **_CHANNEL),
+    "int4 to e4m3 g128": dict(fmt=PackedFormat("int4", "float8_e4m3fn", **_GROUPS), lhs_scale="row", **_SCALE16),
+}
+PACKED["mxfp4 to e4m3"] = dict(
+    fmt=PackedFormat("e2m1", "float8_e4m3fn", scale="e8m0", group_size=32), lhs_scale="row", **_CHANNEL
+)
+_PACKED_BASE = PackedDesc(rows=1024, n=512, k=512, num_experts=4, fmt=PackedFormat("int4"))
+
+
+_ROWS_OF_8_BITS = (("int4 to int8 g128", 1, 8), ("int4 to e4m3 g128", 5, 16), ("mxfp4 to e4m3", 16, 16))
+
+
+def same_rows_cases() -> Iterator[Case]:
+    """GEMM 1 of few tokens, which are the rows of every tile: one, five, and all that a tile holds."""
+    for name, tokens, block_m in (("bf16 gated bias", 1, 8), ("bf16 2880", 5, 8), ("bf16 gelu_tanh", 16, 16)):
+        desc = _in_tiles(dataclasses.replace(gemm(name), same_rows=tokens), block_m)
+        yield gemm_case(f"same {tokens} rows, {name}", desc, candidates(desc, block_m, H200_SMS)[0])
+    ragged = dataclasses.replace(gemm("bf16 ragged"), same_rows=3)
+    yield gemm_case("same 3 rows, bf16 ragged", ragged, GemmConfig(64, 128, 4, row_chunk=16))
+    for name, tokens, block_m in (
+        ("fp8 row gated", 1, 16),
+        ("int8 row gated", 5, 8),
+        ("int8 2880", 16, 16),
+        ("fp8 tensor gated, requantized", 8, 64),
+        ("fp8 block gated, requantized", 1, 64),
+    ):
+        desc = _in_tiles(dataclasses.replace(gemm(name), same_rows=tokens), block_m)
+        yield gemm_case(f"same {tokens} rows, {name}", desc, candidates(desc, block_m, H200_SMS)[0])
+    for name, tokens in (("int8 row gated ragged", 3), ("fp8 block gated, requantized, ragged", 16)):
+        ragged = dataclasses.replace(gemm(name), same_rows=tokens)
+        yield gemm_case(f"same {tokens} rows, {name}", ragged, GemmConfig(64, 128, 4, row_chunk=16))
+    for name, tokens, block_m in (
+        ("int4 g128", 1, 8),
+        ("nvfp4", 5, 16),
+        ("mxfp4", 16, 16),
+        ("int8 channel", 8, 24),
+        *_ROWS_OF_8_BITS,
+    ):
+        desc = dataclasses.replace(_PACKED_BASE, **PACKED[name], **_GATED, same_rows=tokens)
+        desc = _in_tiles(desc, block_m)
+        config = next(packed_candidates(desc, block_m, H200_SMS))
+        yield packed_case(f"same {tokens} rows, {name} gated", desc, config)
+
+
+def packed_case(name: str, desc: PackedDesc, config: PackedConfig) -> Case:
+    """The Hopper grouped GEMM with packed weights on its flat operands."""
+    fmt, blocks = desc.fmt, desc.num_experts * desc.channel_blocks * desc.halves
+    grouped = (blocks, -(-desc.k // fmt.group_size) if fmt.group_size else 1, 64)
+    scaled = config.block_m if desc.same_rows else desc.rows
+    shapes = {
+        "x": ((desc.same_rows or desc.rows, desc.k), fmt.operand),
+        "w": ((blocks, desc.k // fmt.block_k, *fmt.block_shape), "int32"),
+        "tile_expert": ((desc.rows // config.block_m,), "int32"),
+        "num_tiles": ((1,), "int32"),
+        "scale": (grouped, desc.scale_dtype),
+        "zero": (grouped, fmt.operand),
+        "channel_scale": ((blocks, 64), "float32"),
+        "bias": ((blocks, 64), desc.bias_dtype or "float32"),
+        "x_scale": ((1,) if desc.lhs_scale == "tensor" else (scaled,), "float32"),
+    }
+    names = packed_operand_names(desc)
+    kernel = grouped_gemm_packed_sm90(desc, config)
+    return Case(
+        f"grouped_gemm_packed {name}, {config}",
+        lambda *arrays: kernel(dict(zip(names, arrays, strict=True))),
+        tuple(shapes[n] for n in names),
+        {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(fmt.operand, "HGMMA"),
+    )
+
+
+def packed_cases() -> Iterator[Case]:
+    """Each format, gated with a bias and alone, at every tile height with what the heuristic likes best there; the two
+    commonest formats with all it may choose.
+    """
+    for name, options in PACKED.items():
+        variants: tuple[dict[str, Any], ...] = (dict(bias_dtype="bfloat16", **_GATED), {})
+        is_common = name in ("int4 g128", "nvfp4")
+        for gated in variants:
+            for block_m in (8, 16, *((24,) if is_common else ()), 64, 80, 128, 144, 176):
+                desc = _in_tiles(dataclasses.replace(_PACKED_BASE, **options, **gated), block_m)
+                found = list(packed_candidates(desc, block_m, H200_SMS))
+                for config in found if is_common else found[:1]:
+                    yield packed_case(f"{name}{' gated' if gated else ''}", desc, config)
+
+
+def tuned_cases() -> Iterator[Case]:
+    """What the shipped table names, each form once: sizes and numbers of stages hardly change the code."""
+    seen = set()
+    for entry in table_for("NVIDIA H200").entries:
+        products = entry.key.products(entry.tokens, entry.config.block_m)
+        for whole, config in zip(products, (entry.config.gemm1, entry.config.gemm2), strict=True):
+            desc = dataclasses.replace(whole, rows=64 * config.block_m, num_experts=4)
+            is_packed = isinstance(desc, PackedDesc)
+            same = dict(n=0, k=0) if is_packed else dict(n=desc.n % config.block_n, k=0)
+            form = (dataclasses.replace(desc, **same), dataclasses.replace(config, num_stages=2))
+            if form not in seen:
+                seen.add(form)
+                name = f"tuned {desc.fmt if is_packed else desc.dtype} {desc.halves} halves {desc.n} x {desc.k}"
+                yield (packed_case if is_packed else gemm_case)(name, desc, config)
+
+
+def permute_cases() -> Iterator[Case]:
+    for quantization in QUANTIZATIONS:
+        for width in (7168, 2880, 768, 256):
+            for top_k in (8, 0):
+                yield from _permute_case(quantization, width, top_k)
+    for quantization in ("e4m3_row", "int8_row"):
+        for width, top_k, dtype in (
+            (768, 8, "bfloat16"),
+            (768, 0, "bfloat16"),
+            (1024, 0, "float32"),
+            (704, 0, "float16"),
+        ):
+            yield from _permute_case(quantization, width, top_k, dtype, rows_at_once=4)
+
+
+def _permute_case(
+    quantization: str, width: int, top_k: int, dtype: str = "bfloat16", rows_at_once: int = 1
+) -> Iterator[Case]:
+    desc = PermuteDesc(64, width, top_k, 4096 if top_k else 64, dtype, quantization, None if top_k else 48)
+    config = dataclasses.replace(choose_permute(desc, H200_SMS), rows_at_once=rows_at_once)
+    if config_error(desc, config):
+        return
+    shapes = [((64, width), dtype), ((64, 8), "int32") if top_k else None]
+    shapes += [((1,), "float32") if quantization in TAKES_SCALE else None]
+    shapes += [None if top_k else ((48,), "int32")]
+    kernel = quantize_and_permute_sm90 if rows_at_once == 1 else quantize_narrow_rows_sm90
+    several = "" if rows_at_once == 1 else f", {dtype}, {rows_at_once} rows at once"
+    name = f"quantize_and_permute {quantization} {width}{'' if top_k else ' in place'}{several}"
+    yield Case(name, kernel(desc, config), tuple(s for s in shapes if s))
+
+
+def gather_cases() -> Iterator[Case]:
+    for dtype, width in (("bfloat16", 7168), ("float16", 2880), ("float32", 200)):
+        desc = PermuteDesc(64, width, 8, 4096, dtype, "none", num_experts=16, block_m=32)
+        shapes = (((64, width), dtype), ((64, 8), "int32"), ((16, width), "int32"), ((128,), "int32"))
+        kernel = gather_rows_sm90(desc, choose_permute(desc, H200_SMS))
+        yield Case(f"gather_rows {dtype} {width}", lambda *arrays, kernel=kernel: kernel(*arrays)[0], shapes)
+
+
+def combine_cases() -> Iterator[Case]:
+    for width in (7168, 2880, 768, 128):
+        for dtype in ("bfloat16", "float32"):
+            desc = CombineDesc(64, width, 8, 4096, dtype, "bfloat16", shared_dtype="float32")
+            shapes = (((4096, width), dtype), ((64, 8), "int32"), ((64, 8), "float32"), ((64, width), "float32"))
+            yield Case(f"combine {dtype} {width}", combine_sm90(desc, choose_combine(desc, H200_SMS)), shapes)
+
+
+def align_cases() -> Iterator[Case]:
+    for pairs, experts, block_m in ((8, 128, 64), (512, 128, 64), (65536, 256, 128), (16384, 8, 128), (100, 300, 16)):
+        desc = AlignDesc(pairs, experts, block_m, row_capacity(pairs, experts, block_m))
+        config = dataclasses.replace(choose_align(desc), num_blocks=1)
+        yield Case(f"align {pairs} to {experts}", align_sm90(desc, config), (((pairs,), "int32"),))
+    for pairs, experts, has_offset in ((65536, 128, False), (40000, 32, True)):
+        desc = AlignDesc(pairs, experts, 128, row_capacity(pairs, experts, 128), has_offset)
+        config, offset = choose_align(desc), (((1,), "int32"),) if has_offset else ()
+        ids, by_block = ((pairs,), "int32"), ((config.num_blocks * experts,), "int32")
+        yield Case(f"align {pairs} to {experts}, ranks", ranks_sm90(desc, config), (ids, *offset))
+        yield Case(f"align {pairs} to {experts}, rows", rows_sm90(desc, config), (ids, by_block, ids, *offset))
+    by_token = AlignDesc(128, 128, 16, row_capacity(128, 128, 16), top_k=8)
+    yield Case("align by token", align_sm90(by_token, choose_align(by_token)), (((128,), "int32"),))
+    shard = AlignDesc(512, 32, 64, row_capacity(512, 32, 64), has_offset=True)
+    yield Case("align of a shard", align_sm90(shard, choose_align(shard)), (((512,), "int32"), ((1,), "int32")))
+
+
+def push_cases() -> Iterator[Case]:
+    """Dispatch in every quantization, combine and placing: few and many tokens, a mesh of one axis and of two."""
+    four, two_axes = (("e", 4),), (("t", 2), ("e", 2))
+    for number, quantization in enumerate(PUSH_QUANTIZATIONS):
+        for tokens, width in ((16, 7168), (4096, 2048)):
+            mesh = two_axes if number == 1 else four
+            sums = "bfloat16" if tokens > 16 else None
+            desc = PushDesc(mesh, "e", tokens, width, 8, 32, "bfloat16", quantization, sum_dtype=sums)
+            shapes = (((tokens, width), "bfloat16"), ((desc.padded_pairs,), "int32"))
+            shapes += (((desc.padded_pairs,), "float32"),) if sums else ()
+            kernel = dispatch_sm90(desc, choose_dispatch(desc, H200_SMS))
+            yield Case(f"push dispatch {quantization} {tokens} x {width}", kernel, shapes, mesh=mesh)
+    for mesh, dtype, sums, tokens, width in (
+        (four, "bfloat16", None, 16, 7168),
+        (four, "bfloat16", "bfloat16", 16, 7168),
+        (four, "bfloat16", None, 4096, 7168),
+        (four, "bfloat16", "bfloat16", 4096, 7168),
+        (two_axes, "float16", None, 16, 2880),
+        ((("e", 8),), "bfloat16", "float32", 256, 2048),
+    ):
+        desc = PushDesc(mesh, "e", tokens, width, 8, 32, dtype, row_dtype=dtype, sum_dtype=sums)
+        pairs = desc.num_pairs
+        shapes = (((4096, width), dtype), ((desc.size * pairs,), "int32"), ((pairs,), "int32"))
+        shapes += (((desc.size, desc.padded_pairs) if sums else (pairs,), "float32"),)
+        shapes += (((desc.mailbox_rows, width), desc.mailbox_dtype), ((desc.size + 1, 128), "int32"))
+        kernel = push_combine_sm90(desc, choose_push_combine(desc, H200_SMS))
+        yield Case(f"push combine {dtype} to {sums} {tokens} x {width}", kernel, shapes, mesh=mesh)
+    for width, groups in ((7168, 56), (2048, 16), (2880, 0)):
+        place = PlaceDesc(64, 1024, width, 8, groups)
+        scales = (64, groups) if groups else (64,)
+        shapes = (((64, width), "int8"), (scales, "float32"), ((64, 8), "int32"))
+        yield Case(f"push place {width}, {groups} groups", place_sm90(place, choose_place(place, H200_SMS)), shapes)
+
+
+def all_cases() -> Iterator[Case]:
+    yield from gemm_cases()
+    yield from tall_cases()
+    yield from swapped_block_cases()
+    yield from cluster_cases()
+    yield from narrow_cases()
+    yield from packed_cases()
+    yield from same_rows_cases()
+    yield from tuned_cases()
+    yield from permute_cases()
+    yield from gather_cases()
+    yield from combine_cases()
+    yield from align_cases()
+    yield from route_cases()
+    yield from quantizing_route_cases()
+    yield from push_cases()
