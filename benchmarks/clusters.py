@@ -50,11 +50,11 @@ def tiles(group: Group, tokens: int, columns: list[int]) -> list[Any]:
     desc = group.key().products(tokens, 128)[group.gemm - 1]
     entry = table_for("NVIDIA H200").lookup(group.key(), tokens)
     tuned = None if entry is None else (entry.config.gemm1, entry.config.gemm2)[group.gemm - 1]
-    found = [] if tuned is None or tuned.block_m != 128 or tuned.is_swapped else [tuned]
-    own = {desc.halves * config.block_n: config for config in candidates(desc, 128, H200_SMS)}
+    found = [] if tuned is None or tuned.block_m != 128 or tuned.swap_ab else [tuned]
+    own = {desc.projections * config.block_n: config for config in candidates(desc, 128, H200_SMS)}
     found += [own[count] for count in columns if count in own]
-    band = tuned.band if tuned is not None else 8
-    whole = [deepest(desc, dataclasses.replace(config, band=band, row_chunk=None)) for config in found]
+    band = tuned.raster_group_m if tuned is not None else 8
+    whole = [deepest(desc, dataclasses.replace(config, raster_group_m=band, row_chunk=None)) for config in found]
     return list(dict.fromkeys(found[:1] + whole))
 
 
@@ -113,7 +113,7 @@ def take_turns(programs: list[Any], args: Any, lock: str, desc: Any, block_m: in
                 start = time.perf_counter()
                 jax.block_until_ready(compiled(*args))
                 own_times.append((time.perf_counter() - start) / calls * 1e6)
-    work = 2.0 * int(np.asarray(tile_rows).sum()) * desc.halves * desc.n * desc.k
+    work = 2.0 * int(np.asarray(tile_rows).sum()) * desc.projections * desc.n * desc.k
     first, records = statistics.median(times[0]), []
     for (own, _), own_times, differing in zip(programs, times, differ, strict=True):
         median = statistics.median(own_times)

@@ -52,7 +52,7 @@ def calls_of(tokens: int) -> int:
 def deepest(desc: GemmDesc, config: GemmConfig) -> GemmConfig | None:
     """config with as many stages as fit, in half of the memory with two blocks a multiprocessor; None: cannot run."""
     room = SMEM_BYTES if config.num_sms <= H200_SMS else SMEM_BYTES // 2 - 1024
-    for stages in range(12 if config.is_swapped else 8, 2, -1):
+    for stages in range(12 if config.swap_ab else 8, 2, -1):
         deeper = dataclasses.replace(config, num_stages=stages)
         if config_error(desc, deeper) is None and shared_memory(desc, deeper) <= room:
             return deeper
@@ -67,21 +67,21 @@ def spread_of(key: LayerKey, tokens: int) -> Iterator[LayerConfig]:
     heights = [(h, True) for h in dict.fromkeys(fits) if h and key.may_swap]
     heights += [(64, False)] if mean < 100 else []
     heights += [(128, False)] if mean > 24 else []
-    for block_m, is_swapped in heights:
-        lists = [list(_of_product(d, block_m, is_swapped, mean)) for d in key.products(tokens, block_m)]
+    for block_m, swap_ab in heights:
+        lists = [list(_of_product(d, block_m, swap_ab, mean)) for d in key.products(tokens, block_m)]
         for i in range(max(map(len, lists)) if all(lists) else 0):
             yield LayerConfig(block_m, *(found[i % len(found)] for found in lists))
 
 
-def _of_product(desc: GemmDesc, block_m: int, is_swapped: bool, mean: float) -> Iterator[GemmConfig]:
+def _of_product(desc: GemmDesc, block_m: int, swap_ab: bool, mean: float) -> Iterator[GemmConfig]:
     seen = set()
-    chunks: tuple[int | None, ...] = (None,) if is_swapped else (16,) if mean < 0.6 * block_m else (None, 64, 16)
+    chunks: tuple[int | None, ...] = (None,) if swap_ab else (16,) if mean < 0.6 * block_m else (None, 64, 16)
     bands = (8, 16, 32) if mean > 150 else (8,)
     for chunk in chunks:
         for band in bands if chunk == chunks[0] else (8,):
             for block_n in (128, 256, 64, 192) if band == 8 and chunk == chunks[0] else (128, 256):
-                for blocks in (H200_SMS, 2 * H200_SMS) if is_swapped and block_n <= 128 and mean < 80 else (H200_SMS,):
-                    config = deepest(desc, GemmConfig(block_m, block_n, 3, band, chunk, blocks, is_swapped))
+                for blocks in (H200_SMS, 2 * H200_SMS) if swap_ab and block_n <= 128 and mean < 80 else (H200_SMS,):
+                    config = deepest(desc, GemmConfig(block_m, block_n, 3, band, chunk, blocks, swap_ab))
                     if config is not None and config not in seen:
                         seen.add(config)
                         yield config
@@ -96,7 +96,7 @@ def parse(text: str) -> LayerConfig:
         chunk = int(fields["c"]) if "c" in fields else None
         sizes = (int(height), int(fields["n"]), int(fields["s"]), int(fields.get("b", 8)))
         blocks, step = int(fields.get("p", H200_SMS)), int(fields.get("k", 1))
-        found.append(GemmConfig(*sizes, chunk, blocks, is_swapped="sw" in fields, step_blocks=step))
+        found.append(GemmConfig(*sizes, chunk, blocks, swap_ab="sw" in fields, step_blocks=step))
     return LayerConfig(int(height), *found)
 
 

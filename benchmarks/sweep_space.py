@@ -13,10 +13,10 @@ from typing import Any
 from moe_jax.benchmarking import SHAPES
 from pallas_kernels.grouped_gemm import candidates as unpacked_candidates
 from pallas_kernels.grouped_gemm.config import SWAPPED_BLOCK_MS, config_error
-from pallas_kernels.grouped_gemm.heuristics import height_for, tall_heights
+from pallas_kernels.grouped_gemm.heuristics import height_for, large_m_heights
 from pallas_kernels.grouped_gemm.packed import BLOCK_MS, PackedConfig, PackedDesc, PackedFormat
 from pallas_kernels.grouped_gemm.packed import config_error as packed_error
-from pallas_kernels.grouped_gemm.packed.config import TALL
+from pallas_kernels.grouped_gemm.packed.config import LARGE_M
 from pallas_kernels.grouped_gemm.packed.heuristics import MAX_STAGES, choose_block_m
 from pallas_kernels.tuning import PACKED_FORMATS, table_for
 
@@ -82,7 +82,7 @@ def packed_space(desc: PackedDesc, mean: float, tokens: int, is_brief: bool) -> 
     if desc.fmt.operand == "int8" and 48 < mean < 72 and not is_brief:
         tiles = [64, *tiles]  # few experts need a second one
     if mean > 96 and not is_brief:
-        tiles = [128, *TALL, 256] if mean >= 256 else [128, *(height for height in TALL if height >= mean)]
+        tiles = [128, *LARGE_M, 256] if mean >= 256 else [128, *(height for height in LARGE_M if height >= mean)]
     return list(dict.fromkeys(config for block_m in tiles for config in _at_height(desc, block_m, tokens, is_brief)))
 
 
@@ -100,11 +100,11 @@ def _at_height(desc: PackedDesc, block_m: int, tokens: int, is_brief: bool) -> I
             count += 1
             yield config
             if block_m >= 128 and tokens >= 8192 and count <= 2 and not is_brief:
-                yield dataclasses.replace(config, band=8)
+                yield dataclasses.replace(config, raster_group_m=8)
 
 
 def _shapes(desc: PackedDesc, block_m: int, tokens: int) -> list[_Shape]:
-    is_gated = desc.halves > 1
+    is_gated = desc.projections > 1
     if block_m >= 48:
         shapes = _TALL_GATED if is_gated else _TALL
     elif tokens == 1:
@@ -137,16 +137,16 @@ def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any
         found += tall[:3] if is_brief else tall
     for block_m in swapped:
         own = unpacked_candidates(key.products(tokens, block_m)[gemm - 1], block_m, H200_SMS)
-        found += [config for config in own if config.is_swapped]
+        found += [config for config in own if config.swap_ab]
     for block_m in (64, 128):
         if (block_m == 64 and (mean > 80 or (swapped and mean < 40))) or (block_m == 128 and mean < 40):
             continue
         desc = key.products(tokens, block_m)[gemm - 1]
-        configs = [c for c in unpacked_candidates(desc, block_m, H200_SMS) if not c.is_swapped and c.block_n > 48]
+        configs = [c for c in unpacked_candidates(desc, block_m, H200_SMS) if not c.swap_ab and c.block_n > 48]
         if block_m == 128 and mean < 200:
             configs = [c for c in configs if c.row_chunk is not None] or configs
         elif block_m == 128 and not is_brief:
-            configs += [dataclasses.replace(c, band=16) for c in configs[:2]]
+            configs += [dataclasses.replace(c, raster_group_m=16) for c in configs[:2]]
         found += configs[:2] if is_brief else configs
     return [c for c in found if config_error(key.products(tokens, c.block_m)[gemm - 1], c) is None]
 
@@ -154,14 +154,14 @@ def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any
 def tall_space(key: Any, gemm: int, tokens: int) -> list[Any]:
     """Tall tiles of swapped operands: the likeliest height in every width, two more in the widest."""
     found: list[Any] = []
-    if not key.may_be_tall:
+    if not key.may_be_large_m:
         return found
-    for rank, block_m in enumerate(tall_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:3]):
+    for rank, block_m in enumerate(large_m_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:3]):
         desc = key.products(tokens, block_m)[gemm - 1]
         wide = [config for config in unpacked_candidates(desc, block_m, H200_SMS) if config.block_n > 64]
         found += wide if rank == 0 else wide[:1]
         if rank == 0 and wide and tokens >= 8192:
-            found.append(dataclasses.replace(wide[0], band=16))
+            found.append(dataclasses.replace(wide[0], raster_group_m=16))
     return found
 
 
@@ -179,7 +179,9 @@ def beside_table(key: Any, gemm: int, tokens: int) -> list[Any]:
 def pairs_space(key: Any, gemm: int, tokens: int) -> list[Any]:
     """The widest of the two likeliest heights of ``tall_space``, in clusters whose blocks share weights, or rows."""
     found = []
-    for block_m in tall_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:2] if key.may_be_tall else ():
+    for block_m in (
+        large_m_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:2] if key.may_be_large_m else ()
+    ):
         desc = key.products(tokens, block_m)[gemm - 1]
         pair = dataclasses.replace(unpacked_candidates(desc, block_m, H200_SMS)[0], cluster=2)
         ways = (dataclasses.replace(pair, shares_weights=True), pair)

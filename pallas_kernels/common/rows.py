@@ -27,20 +27,20 @@ def scales_in_every_tile(x_scale: Any, tiles: int) -> Any:
     return jnp.tile(x_scale, tiles)
 
 
-def check_same_rows(num_rows: int, block_m: int) -> None:
+def check_unpermuted_rows(num_rows: int, block_m: int) -> None:
     """Raise ValueError where x (num_rows, K) cannot be the first rows of every tile of block_m rows."""
     if not 1 <= num_rows <= block_m:
         raise ValueError(f"x has {num_rows} rows, expected 1 to block_m={block_m}, the first of every tile")
 
 
-def same_rows_error(same_rows: int, block_m: int) -> str | None:
+def unpermuted_rows_error(unpermuted_rows: int, block_m: int) -> str | None:
     """Why bulk copies cannot bring the same rows into every tile of block_m, or None: their boxes are 8 rows high, and
     Mosaic cuts an array into whole ones, or is content with a part of one. 0 for tiles with rows of their own.
     """
-    if same_rows > block_m:
-        return f"the same {same_rows} rows in every tile: a tile has {block_m}"
-    if same_rows > 8 and same_rows % 8:
-        return f"the same {same_rows} rows in every tile: up to 8, or a multiple of 8"
+    if unpermuted_rows > block_m:
+        return f"the same {unpermuted_rows} rows in every tile: a tile has {block_m}"
+    if unpermuted_rows > 8 and unpermuted_rows % 8:
+        return f"the same {unpermuted_rows} rows in every tile: up to 8, or a multiple of 8"
     return None
 
 

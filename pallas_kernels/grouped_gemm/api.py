@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.common.rows import check_same_rows, in_every_tile, scales_in_every_tile
+from pallas_kernels.common.rows import check_unpermuted_rows, in_every_tile, scales_in_every_tile
 from pallas_kernels.grouped_gemm.config import SCALE_GROUP, GemmConfig, GemmDesc, config_error
 from pallas_kernels.grouped_gemm.heuristics import choose_config
 from pallas_kernels.grouped_gemm.reference import grouped_gemm_ref
@@ -92,7 +92,7 @@ def _run_mosaic(desc: GemmDesc, config: GemmConfig | None, operands: dict[str, A
         if operands[name] is not None and operands[name].ndim == 0:
             flat[name] = operands[name].reshape(1)
     # here: importing them loads Pallas
-    if config.is_swapped:
+    if config.swap_ab:
         from pallas_kernels.grouped_gemm.kernel_swapped_sm90 import grouped_gemm_swapped_sm90 as kernel
     else:
         from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90 as kernel
@@ -101,7 +101,7 @@ def _run_mosaic(desc: GemmDesc, config: GemmConfig | None, operands: dict[str, A
 
 def _run_reference(desc: GemmDesc, config: GemmConfig | None, operands: dict[str, Any]) -> Any:
     del config
-    if desc.same_rows:
+    if desc.unpermuted_rows:
         tiles = operands["tile_expert"].shape[0]
         x_scale = scales_in_every_tile(operands["x_scale"], tiles)
         operands = dict(operands, x=in_every_tile(operands["x"], tiles, desc.rows // tiles), x_scale=x_scale)
@@ -142,9 +142,9 @@ def _describe(
 
     rows, k = x.shape
     n = w.shape[-2]
-    halves = lead[1] if len(lead) == 2 else 1
+    projections = lead[1] if len(lead) == 2 else 1
     expected_halves = 1 if activation is None or not activation.is_gated else 2
-    if halves != expected_halves or (activation is not None and len(lead) == 1):
+    if projections != expected_halves or (activation is not None and len(lead) == 1):
         name = "no activation" if activation is None else activation.name
         raise ValueError(f"w has shape {w.shape}; {name} needs (E, {expected_halves}, N, K)")
     if w.shape[-1] != k:
@@ -152,10 +152,10 @@ def _describe(
     if x.dtype != w.dtype:
         raise TypeError(f"x is {x.dtype} and w is {w.dtype}; both operands have one dtype")
     tiles = tile_expert.shape[0] if tile_expert.ndim == 1 else 0
-    same_rows = 0
+    unpermuted_rows = 0
     if block_m is not None:
-        check_same_rows(rows, block_m)
-        same_rows, rows = rows, tiles * block_m
+        check_unpermuted_rows(rows, block_m)
+        unpermuted_rows, rows = rows, tiles * block_m
     if tile_expert.ndim != 1 or tiles == 0 or rows % tiles:
         raise ValueError(f"tile_expert has shape {tile_expert.shape}, expected (Mp / block_m,) for Mp={rows} rows")
     if num_tiles.size != 1:
@@ -187,7 +187,7 @@ def _describe(
         num_experts=lead[0],
         dtype=jnp.dtype(x.dtype).name,
         out_dtype=jnp.dtype(out_dtype).name,
-        halves=halves,
+        projections=projections,
         lhs_scale=lhs_scale,
         rhs_scale=rhs_scale,
         bias_dtype=None if bias is None else jnp.dtype(bias.dtype).name,
@@ -195,7 +195,7 @@ def _describe(
         requantize="group" if requantize == "group_ue8m0" else requantize,
         has_tile_rows=tile_rows is not None,
         has_power_of_two_scales=requantize == "group_ue8m0",
-        same_rows=same_rows,
+        unpermuted_rows=unpermuted_rows,
     )
     operands = dict(
         x=x,

@@ -6,7 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.common.rows import same_rows_error
+from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_ALIGN, TMA_BOX, smem_bytes, swizzle_bytes
 
 SCALE_GROUP = 128  # K per activation group, and both sides of a weight block
@@ -27,13 +27,15 @@ _SWAPPED_SUMS_REASSIGNED = {1: 192, 2: 192, 3: 104, 4: 40}
 class GemmDesc:
     """Static description of one call; the shape letters are those of ``grouped_gemm``.
 
-    rows: Mp. n: output columns (weight rows of one half). halves: G, 2 when the product feeds a gated activation.
+    rows: Mp. n: output columns (weight rows of one projection). projections: G, 2 when the product feeds a gated
+    activation.
     dtype: element type of both operands. out_dtype: of the result before requantization, which rounds to bfloat16
     first, as a launch of its own finds its rows, but not to float16, which would overflow.
     lhs_scale: "none", "tensor", "row" or "group" (1 x 128 of K). rhs_scale: "none", "tensor" (one per half), "channel"
     or "block" (128 x 128). requantize: "none", "group" (e4m3 with a scale per row and 128 columns) or "tensor" (e4m3,
     given scale). has_tile_rows: the number of rows in use is known for each tile. has_power_of_two_scales: those of
-    requantize "group" are rounded up to powers of two. same_rows: of x, which every tile starts with; 0 where x has a
+    requantize "group" are rounded up to powers of two. unpermuted_rows: of x, which every tile starts with; 0 where
+    x has a
     row for each of a tile.
     """
 
@@ -43,7 +45,7 @@ class GemmDesc:
     num_experts: int
     dtype: str
     out_dtype: str = "bfloat16"
-    halves: int = 1
+    projections: int = 1
     lhs_scale: Literal["none", "tensor", "row", "group"] = "none"
     rhs_scale: Literal["none", "tensor", "channel", "block"] = "none"
     bias_dtype: str | None = None
@@ -51,7 +53,7 @@ class GemmDesc:
     requantize: Literal["none", "group", "tensor"] = "none"
     has_tile_rows: bool = False
     has_power_of_two_scales: bool = False
-    same_rows: int = 0
+    unpermuted_rows: int = 0
 
     @property
     def is_block_scaled(self) -> bool:
@@ -103,11 +105,12 @@ class GemmConfig:
     """One way to run a ``GemmDesc`` on sm_90.
 
     block_m: rows of a tile, all of one expert (64 or 128: one or two multiplying warpgroups of 64 rows). block_n:
-    output columns of a tile; a tile multiplies with halves * block_n weight rows. num_stages: slots of the
-    shared-memory ring, each one K step. band: row tiles walked together, so that blocks running at the same time share
+    output columns of a tile; a tile multiplies with projections * block_n weight rows. num_stages: slots of the
+    shared-memory ring, each one K step. raster_group_m: row tiles walked together, so that blocks running at the
+    same time share
     weights and activations in L2. row_chunk: rows of one activation load and of one output store; chunks without a row
     in use are left out, which needs ``has_tile_rows``. None moves whole tiles. num_sms: persistent blocks, one per
-    multiprocessor. is_swapped: weights are the left operand of the product: block_m is one of SWAPPED_BLOCK_MS, and one
+    multiprocessor. swap_ab: weights are the left operand of the product: block_m is one of SWAPPED_BLOCK_MS, and one
     to four warpgroups multiply 64 channels (of each half) each, together block_n; of tall tiles of 256 columns two
     multiply 128 each.
     step_blocks: blocks of 128 bytes of K in a step. Rows of K that are no multiple of 128 bytes are brought in boxes 64
@@ -119,27 +122,27 @@ class GemmConfig:
     block_m: int
     block_n: int
     num_stages: int
-    band: int = 8
+    raster_group_m: int = 8
     row_chunk: int | None = None
     num_sms: int = 132
-    is_swapped: bool = False
+    swap_ab: bool = False
     step_blocks: int = 1
     cluster: int = 1
     shares_weights: bool = False
 
     @property
     def num_consumers(self) -> int:
-        return self.block_n // self.consumer_channels if self.is_swapped else self.block_m // 64
+        return self.block_n // self.consumer_channels if self.swap_ab else self.block_m // 64
 
     @property
-    def is_tall(self) -> bool:
+    def is_large_m(self) -> bool:
         """Swapped operands with more rows than their kernel stores at once."""
-        return self.is_swapped and self.block_m > 96
+        return self.swap_ab and self.block_m > 96
 
     @property
     def consumer_channels(self) -> int:
         """Output columns of one warpgroup with swapped operands. Sums of tall tiles leave no room for a fourth one."""
-        return 128 if self.is_tall and self.block_n == 256 else 64
+        return 128 if self.is_large_m and self.block_n == 256 else 64
 
     @property
     def rows_moved(self) -> int:
@@ -158,15 +161,15 @@ def piece_n(desc: GemmDesc, config: GemmConfig) -> int:
     Promotion needs the running sums and the product of the current K step in registers together: 128 + 64 a thread for
     tiles of 256 weight rows in pieces of 128, where pieces of 256 spill.
     """
-    rows = desc.halves * config.block_n
-    return min(rows, SCALE_GROUP) if desc.is_block_scaled and not config.is_swapped else rows
+    rows = desc.projections * config.block_n
+    return min(rows, SCALE_GROUP) if desc.is_block_scaled and not config.swap_ab else rows
 
 
 def swapped_sums(desc: GemmDesc, config: GemmConfig) -> int:
     """Sums of a tile that each thread of a consumer holds with swapped operands; with block scales as many again are
     products of the current K step.
     """
-    sums = desc.halves * config.consumer_channels * config.block_m // 128
+    sums = desc.projections * config.consumer_channels * config.block_m // 128
     return 2 * sums if desc.is_block_scaled else sums
 
 
@@ -185,15 +188,15 @@ def store_rows(config: GemmConfig) -> int:
     """Rows of one staged output store with swapped operands: the tile, or pieces of tall ones, 12 KiB with both slots
     of all consumers. What staging takes the ring lacks: with 16 KiB, 160 rows with scales and bias get three stages.
     """
-    return 48 // config.num_consumers if config.is_tall else config.block_m
+    return 48 // config.num_consumers if config.is_large_m else config.block_m
 
 
 def staging_shape(desc: GemmDesc, config: GemmConfig) -> tuple[int, ...]:
     """Shared memory in which the output is staged: (consumers, slots, 64, columns), swapped (consumers, slots, rows,
     64).
     """
-    if config.is_swapped:
-        return (config.num_consumers, 2 if config.is_tall else 1, store_rows(config), 64)
+    if config.swap_ab:
+        return (config.num_consumers, 2 if config.is_large_m else 1, store_rows(config), 64)
     columns = store_columns(desc, config)
     return (config.num_consumers, 1 if columns == config.block_n else 2, 64, columns)
 
@@ -201,7 +204,7 @@ def staging_shape(desc: GemmDesc, config: GemmConfig) -> tuple[int, ...]:
 def store_columns(desc: GemmDesc, config: GemmConfig) -> int:
     """Columns of one staged output store: 128 bytes of the output row where they divide block_n."""
     columns = 128 // jnp.dtype(desc.stored_dtype).itemsize
-    if config.is_swapped:
+    if config.swap_ab:
         return min(columns, 64)
     while config.block_n % columns:
         columns //= 2
@@ -217,7 +220,7 @@ def store_swizzle(desc: GemmDesc, config: GemmConfig) -> int | None:
 
 def shared_memory(desc: GemmDesc, config: GemmConfig) -> int:
     """Bytes of shared memory a block uses: the ring, the output staging, per-tile vectors, barriers."""
-    tile_rows = desc.halves * config.block_n
+    tile_rows = desc.projections * config.block_n
     step = block_k(desc, config)
     total = smem_bytes((config.num_stages, config.block_m, step), desc.dtype)
     total += smem_bytes((config.num_stages, tile_rows, step), desc.dtype)
@@ -235,27 +238,29 @@ def shared_memory(desc: GemmDesc, config: GemmConfig) -> int:
 
 
 def vector_shape(desc: GemmDesc, config: GemmConfig, dtype: str) -> tuple[int, int]:
-    """Shared memory for numbers of columns: (halves, columns of a tile), each half where a bulk copy may start."""
-    multiple = TMA_ALIGN // jnp.dtype(dtype).itemsize if desc.halves > 1 else 1
-    return desc.halves, -(-config.block_n // multiple) * multiple
+    """Shared memory for numbers of columns: (projections, columns of a tile), each half where a bulk copy may
+    start."""
+    multiple = TMA_ALIGN // jnp.dtype(dtype).itemsize if desc.projections > 1 else 1
+    return desc.projections, -(-config.block_n // multiple) * multiple
 
 
 def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
     """Why ``config`` cannot run ``desc``, or None when it can."""
     if reason := desc.unsupported():
         return reason
-    tile_rows = desc.halves * config.block_n
-    if config.is_swapped:
+    tile_rows = desc.projections * config.block_n
+    if config.swap_ab:
         if reason := _swapped_error(desc, config):
             return reason
     elif config.block_m not in BLOCK_MS:
         return f"block_m={config.block_m}: one or two warpgroups of 64 rows multiply, so 64 or 128"
     if desc.rows % config.block_m:
         return f"rows={desc.rows} is not a multiple of block_m={config.block_m}"
-    if reason := same_rows_error(desc.same_rows, config.block_m):
+    if reason := unpermuted_rows_error(desc.unpermuted_rows, config.block_m):
         return reason
-    if config.block_n % 16 or (config.block_n if config.is_swapped else tile_rows) > TMA_BOX:
-        return f"block_n={config.block_n} with {desc.halves} halves: a multiple of 16, at most {TMA_BOX} weight rows"
+    if config.block_n % 16 or (config.block_n if config.swap_ab else tile_rows) > TMA_BOX:
+        stacked = f"{desc.projections} projections"
+        return f"block_n={config.block_n} with {stacked}: a multiple of 16, at most {TMA_BOX} weight rows"
     if desc.is_block_scaled and config.block_n not in (64, 128, 256):
         return f"block_n={config.block_n}: with 128x128 weight blocks 64, 128 or 256, so that a tile's blocks are whole"
     if desc.requantize == "group" and config.block_n != SCALE_GROUP:
@@ -286,7 +291,7 @@ def least_chunk(desc: GemmDesc, block_m: int, block_n: int) -> int:
     """The least ``row_chunk``: beside 128 sums a thread what eight stores of 16 rows ask spills, with operands of
     16 bits.
     """
-    return 32 if block_m == 128 and desc.halves == 2 and block_n == 128 and desc.itemsize == 2 else 8
+    return 32 if block_m == 128 and desc.projections == 2 and block_n == 128 and desc.itemsize == 2 else 8
 
 
 def _cluster_error(config: GemmConfig) -> str | None:

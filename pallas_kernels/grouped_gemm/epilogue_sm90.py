@@ -20,7 +20,7 @@ class TileVectors:
     """What scales or shifts one tile, loaded where it is used; what a call has not is None.
 
     rows: (64,) factors of this warpgroup's rows, in layout ROWS. scalar: half -> () factor. columns, bias: refs
-    (halves, block_n) in shared memory. requantize: () factor of a requantization whose scale is given.
+    (projections, block_n) in shared memory. requantize: () factor of a requantization whose scale is given.
     """
 
     rows: Any = None
@@ -35,7 +35,8 @@ def tile_values(
 ) -> Any:
     """Columns [start, start + width) of the output tile, (64, width) float32, rounded if they are to be requantized.
 
-    parts: accumulators of equal width side by side, together (64, halves * block_n); the columns asked for lie in one
+    parts: accumulators of equal width side by side, together (64, projections * block_n); the columns asked for
+    lie in one
     part per half.
     """
 
@@ -55,7 +56,7 @@ def tile_values(
             value = value + _across_rows(vectors.bias.at[h, pl.ds(start, width)], value.shape)
         return value
 
-    values = [half(h) for h in range(desc.halves)]
+    values = [half(h) for h in range(desc.projections)]
     value = values[0] if desc.activation is None else desc.activation(*values, sigmoid=sigmoid)
     return round_to_bfloat16(value) if desc.is_rounded_first else value
 

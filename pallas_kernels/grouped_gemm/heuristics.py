@@ -28,21 +28,22 @@ def height_for(rows_per_expert: float, heights: Iterable[int]) -> int | None:
     return next((height for height in heights if height >= enough), None)
 
 
-def choose_block_m(rows_per_expert: float, *, may_swap: bool = False, may_be_tall: bool = True) -> int:
+def choose_block_m(rows_per_expert: float, *, may_swap: bool = False, may_be_large_m: bool = True) -> int:
     """Rows of a tile for an expected number of rows per expert in use: just above them while weights bind, and above
     that 128, where two warpgroups share each weight tile. may_swap: every product of the layer can run with swapped
-    operands, whose tiles have more heights: tall ones, unless may_be_tall is false, where they save a twentieth of the
+    operands, whose tiles have more heights: tall ones, unless may_be_large_m is false, where they save a twentieth
+    of the
     work. Tiles of 8 rows are at most 3% faster than those of 16 (H200).
     """
     heights = [height for height in SWAPPED_BLOCK_MS if 16 <= height <= 96] if may_swap else [64]
     if height := height_for(rows_per_expert, heights):
         return height
-    best = tall_heights(rows_per_expert)[0]
+    best = large_m_heights(rows_per_expert)[0]
     saves = tile_work(rows_per_expert, best) < 0.95 * tile_work(rows_per_expert, 128)
-    return best if may_swap and may_be_tall and saves else 128
+    return best if may_swap and may_be_large_m and saves else 128
 
 
-def tall_heights(rows_per_expert: float) -> list[int]:
+def large_m_heights(rows_per_expert: float) -> list[int]:
     """Heights above 96 rows that only swapped operands have, least expected work first."""
     tall = (height for height in SWAPPED_BLOCK_MS if height > 96 and height != 128)
     return sorted(tall, key=lambda height: tile_work(rows_per_expert, height))
@@ -80,14 +81,14 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
     is_short = tiles * -(-desc.n // 128) < 1.8 * num_sms and block_m in (8, 16, 64)
     widths = (64, 128, 256) if is_short else (128, 64, 256)
     if block_m in SWAPPED_BLOCK_MS:
-        is_tall = block_m > 96
+        is_large_m = block_m > 96
         if desc.k * desc.itemsize % 128:
-            steps = (1, 2) if is_tall else (1, 4)
+            steps = (1, 2) if is_large_m else (1, 4)
         else:
-            steps = (1,) if is_tall else (2, 1)
+            steps = (1,) if is_large_m else (2, 1)
         for blocks in steps:
-            for block_n in (256, 128, 192, 64) if is_tall else widths:
-                config = GemmConfig(block_m, block_n, 2, num_sms=num_sms, is_swapped=True, step_blocks=blocks)
+            for block_n in (256, 128, 192, 64) if is_large_m else widths:
+                config = GemmConfig(block_m, block_n, 2, num_sms=num_sms, swap_ab=True, step_blocks=blocks)
                 yield deepest(desc, config)
     if block_m in (64, 128):
         # A tile that is nearly full is moved at once: eight copies a step hold up the producer.
@@ -99,7 +100,7 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
 
 def deepest(desc: GemmDesc, config: GemmConfig) -> GemmConfig:
     """``config`` with the most stages that fit, or with two when none does."""
-    most = MAX_SWAPPED_STAGES if config.is_swapped else MAX_STAGES
+    most = MAX_SWAPPED_STAGES if config.swap_ab else MAX_STAGES
     for stages in range(most, 2, -1):
         deeper = dataclasses.replace(config, num_stages=stages)
         if config_error(desc, deeper) is None:
@@ -111,14 +112,14 @@ def why_not(desc: GemmDesc, config: GemmConfig) -> str | None:
     """The reason for which a configuration of ``space`` is left out, or None."""
     if reason := config_error(desc, config):
         return reason
-    if config.block_m == 64 and config.is_swapped:
+    if config.block_m == 64 and config.swap_ab:
         return "64 rows swapped: weights then pass the tensor core no faster than rows do, and one more layout to run"
-    if config.block_m == 128 and config.is_swapped:
+    if config.block_m == 128 and config.swap_ab:
         return "128 rows swapped: the tile that is there without, which leaves out chunks that nobody uses"
     # Two stages of two blocks were never timed in low tiles; of four, they are the table's in three layers.
-    is_short = config.num_stages * config.step_blocks < (3 if config.is_tall else 4)
-    is_short |= not config.is_tall and (config.num_stages, config.step_blocks) == (2, 2)
-    if config.is_swapped and is_short:
+    is_short = config.num_stages * config.step_blocks < (3 if config.is_large_m else 4)
+    is_short |= not config.is_large_m and (config.num_stages, config.step_blocks) == (2, 2)
+    if config.swap_ab and is_short:
         return f"{config.num_stages} stages: too few bytes on their way for tiles that wait for memory"
     if config.block_m == 128 and config.block_n < 64:
         return f"block_n={config.block_n}: for filling the machine at few rows"
@@ -148,7 +149,7 @@ def choose_config(desc: GemmDesc, block_m: int, num_sms: int) -> GemmConfig:
     """
     found = candidates(desc, block_m, num_sms)
     if not found:
-        smallest = GemmConfig(block_m, 64, 2, num_sms=num_sms, is_swapped=block_m < 64)
+        smallest = GemmConfig(block_m, 64, 2, num_sms=num_sms, swap_ab=block_m < 64)
         raise NotImplementedError(config_error(desc, smallest) or f"no configuration of {desc} fits {SMEM_BYTES} bytes")
 
     def depth(config: GemmConfig) -> float:
@@ -181,10 +182,11 @@ def _expected(desc: Any, block_m: int) -> tuple[float, float]:
 
 def describe(desc: GemmDesc, config: GemmConfig) -> str:
     """One line for ``explain``."""
-    swapped = ", operands swapped" if config.is_swapped else ""
+    swapped = ", operands swapped" if config.swap_ab else ""
     step = f" of {config.step_blocks * 128} bytes of K" if config.step_blocks > 1 else ""
     pairs = f" in pairs that share {'weights' if config.shares_weights else 'rows'}" if config.cluster > 1 else ""
     return (
-        f"{config.block_m} x {desc.halves} x {config.block_n} tiles{swapped}, {config.num_stages} stages{step} "
+        f"{config.block_m} x {desc.projections} x {config.block_n} tiles{swapped}, "
+        f"{config.num_stages} stages{step} "
         f"({shared_memory(desc, config) >> 10} KiB shared memory), {config.num_sms} persistent blocks{pairs}"
     )

@@ -131,7 +131,7 @@ def _tile_vectors(desc: GemmDesc, operands: Mapping[str, Any], scratch: Scratch,
     if desc.lhs_scale == "tensor":
         tensor_scales.append(lambda half: operands["x_scale"][0])
     if desc.rhs_scale == "tensor":
-        tensor_scales.append(lambda half: operands["w_scale"][e * desc.halves + half])
+        tensor_scales.append(lambda half: operands["w_scale"][e * desc.projections + half])
     if tensor_scales:
         scalar = lambda half: functools.reduce(lambda a, b: a * b, [read(half) for read in tensor_scales])  # noqa: E731
     if desc.requantize == "tensor":

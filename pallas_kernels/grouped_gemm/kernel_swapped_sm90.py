@@ -14,7 +14,8 @@ per multiprocessor takes every num_sms-th tile. Its warpgroups, by role:
 Clusters of two blocks share rows or weights as in kernel_sm90.py. With block scales the products of each K step are
 scaled and added in float32, as there.
 
-Registers: a consumer accumulates halves * 64 * block_m / 128 values a thread. What all enter with is enough for low
+Registers: a consumer accumulates projections * 64 * block_m / 128 values a thread. What all enter with is enough
+for low
 tiles (50 used at 2 x 64 channels by 16 rows); for tall ones the producer gives up most of its own. Shared memory goes
 to the ring: at 2 x 128 channels and 16 rows 6 stages of 34 KiB, at 144 rows 4 of 50 KiB beside 12 KiB of staging.
 """
@@ -126,7 +127,7 @@ def _multiply(
             slot = lax.rem(count, jnp.int32(config.num_stages))
             plgpu.barrier_wait(scratch.full.at[slot])
             for index, accumulator in enumerate(accumulators):
-                block, half = divmod(index, desc.halves)
+                block, half = divmod(index, desc.projections)
                 first = half * config.block_n + warpgroup * config.consumer_channels + block * CHANNELS
                 channels = pl.ds(first, CHANNELS)
                 plgpu.wgmma(accumulator, scratch.w.at[slot, channels], scratch.x.at[slot].transpose((1, 0)))
@@ -138,8 +139,8 @@ def _multiply(
         return [accumulator[...] for accumulator in accumulators]
 
     accumulator = mosaic.Accumulator((CHANNELS, config.block_m), jnp.dtype(desc.accumulator))
-    parts = pl.run_scoped(scope, *[accumulator] * (blocks * desc.halves))
-    return [parts[first : first + desc.halves] for first in range(0, len(parts), desc.halves)]
+    parts = pl.run_scoped(scope, *[accumulator] * (blocks * desc.projections))
+    return [parts[first : first + desc.projections] for first in range(0, len(parts), desc.projections)]
 
 
 def _multiply_promoted(
@@ -157,7 +158,7 @@ def _multiply_promoted(
     weight block.
     """
     shape, channels = (CHANNELS, config.block_m), warpgroup * CHANNELS
-    columns = [(half, n * config.block_n + channels) for half in range(desc.halves)]
+    columns = [(half, n * config.block_n + channels) for half in range(desc.projections)]
 
     def one_step(k, carry):
         count, parts = carry
@@ -173,13 +174,13 @@ def _multiply_promoted(
                 plgpu.wgmma(accumulator, w, scratch.x.at[slot].transpose((1, 0)))
             return [accumulator[...] for accumulator in fresh]
 
-        found = pl.run_scoped(products, *[mosaic.Accumulator(shape, jnp.float32)] * desc.halves)
+        found = pl.run_scoped(products, *[mosaic.Accumulator(shape, jnp.float32)] * desc.projections)
         mosaic.release(scratch.empty.at[slot])
         scales = [lax.broadcast_in_dim(row_scales * factor, shape, [1]) for factor in factors]
         return count + 1, tuple(p + f * s for p, f, s in zip(parts, found, scales, strict=True))
 
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.WGMMA)
-    _, parts = lax.fori_loop(0, steps, one_step, (count, (zeros,) * desc.halves))
+    _, parts = lax.fori_loop(0, steps, one_step, (count, (zeros,) * desc.projections))
     return [list(parts)]
 
 
@@ -212,8 +213,8 @@ def _epilogue(
         if desc.rhs_scale == "channel":
             value = value * of_channels(scratch.columns)
         elif desc.rhs_scale == "tensor":
-            value = value * operands["w_scale"][e * desc.halves + h]
+            value = value * operands["w_scale"][e * desc.projections + h]
         return value if desc.bias_dtype is None else value + of_channels(scratch.bias)
 
-    values = [half(h) for h in range(desc.halves)]
+    values = [half(h) for h in range(desc.projections)]
     return values[0] if desc.activation is None else desc.activation(*values, sigmoid=sigmoid)

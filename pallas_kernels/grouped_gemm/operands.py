@@ -6,9 +6,11 @@ from pallas_kernels.grouped_gemm.config import GemmDesc
 def operand_names(desc: GemmDesc) -> list[str]:
     """Names of the arrays the kernel takes, in order.
 
-    x (rows or same_rows, K); w (E * halves, N, K); tile_expert (rows / block_m,) i32; num_tiles (1,) i32; x_scale f32
-    (1,), (rows,) or (ceil(K / 128), rows), with same_rows block_m of them; w_scale f32 (E * halves,), (E * halves, N)
-    or (E * halves, ceil(N / 128), ceil(K / 128)); bias (E * halves, N); out_scale (1,) f32; tile_rows
+    x (rows or unpermuted_rows, K); w (E * projections, N, K); tile_expert (rows / block_m,) i32; num_tiles (1,)
+    i32; x_scale f32
+    (1,), (rows,) or (ceil(K / 128), rows), with unpermuted_rows block_m of them; w_scale f32 (E * projections,),
+    (E * projections, N)
+    or (E * projections, ceil(N / 128), ceil(K / 128)); bias (E * projections, N); out_scale (1,) f32; tile_rows
     (rows / block_m,) i32.
     """
     names = ["x", "w", "tile_expert", "num_tiles"]

@@ -62,15 +62,23 @@ def run_tiles(
     """
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     row_tiles = operands["num_tiles"][0]
-    clusters, row_groups, column_groups, band = config.num_sms // cluster, row_tiles, column_tiles, config.band
+    clusters, row_groups, column_groups, raster_group_m = (
+        config.num_sms // cluster,
+        row_tiles,
+        column_tiles,
+        config.raster_group_m,
+    )
     if pairs_rows:
-        row_groups, band = lax.div(row_tiles + (cluster - 1), jnp.int32(cluster)), max(band // cluster, 1)
+        row_groups, raster_group_m = (
+            lax.div(row_tiles + (cluster - 1), jnp.int32(cluster)),
+            max(raster_group_m // cluster, 1),
+        )
     else:
         column_groups = -(-column_tiles // cluster)
     num_tiles = tiles_of_block(block, row_groups * column_groups, clusters)
 
     def tile(t):
-        m, n = tile_index(block + t * clusters, row_groups, column_groups, band)
+        m, n = tile_index(block + t * clusters, row_groups, column_groups, raster_group_m)
         if pairs_rows:
             m = m * cluster + lax.axis_index(PAIR)
             return m, n, operands["tile_expert"][lax.min(m, row_tiles - 1)]

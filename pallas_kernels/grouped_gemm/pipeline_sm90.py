@@ -51,7 +51,7 @@ class Scratch:
 def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     """Allocations for ``Scratch``, by field name."""
     stages, consumers = config.num_stages, config.num_consumers
-    step, tile_rows = block_k(desc, config), desc.halves * config.block_n
+    step, tile_rows = block_k(desc, config), desc.projections * config.block_n
     operand = mosaic.tiled(desc.dtype, sm90.swizzle_bytes(desc.k * desc.itemsize))
     staged = staging_shape(desc, config)
     stored = mosaic.tiled(desc.stored_dtype, store_swizzle(desc, config))
@@ -74,10 +74,10 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
         types["rows"], vectors = plgpu.SMEM((config.block_m,), jnp.float32), vectors + 1
     if desc.rhs_scale == "channel":
         types["columns"] = plgpu.SMEM(vector_shape(desc, config, "float32"), jnp.float32)
-        vectors += desc.halves
+        vectors += desc.projections
     if desc.bias_dtype is not None:
         types["bias"] = plgpu.SMEM(vector_shape(desc, config, desc.bias_dtype), desc.bias_dtype)
-        vectors += desc.halves
+        vectors += desc.projections
     if vectors:
         types["vectors_full"] = plgpu.Barrier(num_arrivals=vectors)
         types["vectors_empty"] = plgpu.Barrier(num_arrivals=consumers)
@@ -124,7 +124,7 @@ def produce(
     stages, step = config.num_stages, block_k(desc, config)
     piece = piece_n(desc, config)
     copied = min(piece, config.block_n)
-    pieces = desc.halves * config.block_n // piece
+    pieces = desc.projections * config.block_n // piece
     # Each block of a cluster then copies its part, to all.
     to_all: dict[str, Any] = dict(collective_axes=PAIR)
     of_rows = to_all if config.cluster > 1 and not config.shares_weights else {}
@@ -132,7 +132,7 @@ def produce(
     def one_tile(t, count):
         m, n, e = tile(t)
         # Past the last of the same rows a bulk copy of x brings zeros; they have scales of a whole tile.
-        rows = pl.ds(0 if desc.same_rows else m * config.block_m, config.block_m)
+        rows = pl.ds(0 if desc.unpermuted_rows else m * config.block_m, config.block_m)
         in_use = operands["tile_rows"][m] if config.row_chunk is not None else config.block_m
         if config.shares_weights:
             other = lax.min(lax.bitwise_xor(m, jnp.int32(1)), operands["num_tiles"][0] - 1)
@@ -167,13 +167,13 @@ def produce(
             if desc.is_block_scaled:
                 own = scratch.x_scale.at[slot, pl.ds(0, config.block_m)]
                 plgpu.copy_gmem_to_smem(operands["x_scale"].at[k, rows], own, scratch.full.at[slot])
-            for start in range(0, desc.halves * config.block_n, copied):
+            for start in range(0, desc.projections * config.block_n, copied):
                 half, column = divmod(start, config.block_n)
                 index = start // piece
                 full = scratch.full.at[slot] if index == 0 else scratch.full_pieces.at[slot * (pieces - 1) + index - 1]
                 copy_weights = functools.partial(
                     plgpu.copy_gmem_to_smem,
-                    operands["w"].at[e * desc.halves + half, pl.ds(n * config.block_n + column, copied), depth],
+                    operands["w"].at[e * desc.projections + half, pl.ds(n * config.block_n + column, copied), depth],
                     scratch.w.at[slot, pl.ds(start, copied)],
                     full,
                 )
@@ -214,8 +214,8 @@ def _load_vectors(desc, config, operands, scratch, rows, n, e):
     if scratch.rows is not None:
         plgpu.copy_gmem_to_smem(operands["x_scale"].at[rows], scratch.rows, scratch.vectors_full)
     for name, target in (("w_scale", scratch.columns), ("bias", scratch.bias)):
-        for half in range(desc.halves) if target is not None else ():
-            source = operands[name].at[e * desc.halves + half, columns]
+        for half in range(desc.projections) if target is not None else ():
+            source = operands[name].at[e * desc.projections + half, columns]
             own = target.at[half, pl.ds(0, config.block_n)]
             plgpu.copy_gmem_to_smem(source, own, scratch.vectors_full)
 
@@ -231,7 +231,8 @@ def multiply(
     n: Any,
     e: Any,
 ) -> list[Any]:
-    """One tile with one accumulator over all of K. count: steps taken before it. Returns [(64, halves * block_n)]."""
+    """One tile with one accumulator over all of K. count: steps taken before it. Returns [(64, projections *
+    block_n)]."""
     rows = pl.ds(warpgroup * 64, 64)
 
     def scope(accumulator):
@@ -247,13 +248,13 @@ def multiply(
         lax.fori_loop(0, steps, one_step, count)
         return accumulator[...]
 
-    shape = (64, desc.halves * config.block_n)
+    shape = (64, desc.projections * config.block_n)
     return [pl.run_scoped(scope, mosaic.Accumulator(shape, jnp.dtype(desc.accumulator)))]
 
 
 def skip(desc: GemmDesc, config: GemmConfig, scratch: Scratch, steps: Any, count: Any) -> None:
     """Hand back what the other warpgroup multiplies, for a tile in which this one has no row."""
-    pieces = desc.halves * config.block_n // piece_n(desc, config)
+    pieces = desc.projections * config.block_n // piece_n(desc, config)
 
     def one_step(k, count):
         slot = lax.rem(count, jnp.int32(config.num_stages))
@@ -277,7 +278,7 @@ def block_scales(
     """The weight scale () of one K step for each (half, column) asked for. Columns past N have those of the last."""
     last = -(-desc.n // SCALE_GROUP) - 1
     blocks = [lax.min(lax.div(column, jnp.int32(SCALE_GROUP)), jnp.int32(last)) for _, column in columns]
-    return [operands["w_scale"][e * desc.halves + h, b, k] for (h, _), b in zip(columns, blocks, strict=True)]
+    return [operands["w_scale"][e * desc.projections + h, b, k] for (h, _), b in zip(columns, blocks, strict=True)]
 
 
 def multiply_promoted(
@@ -299,8 +300,8 @@ def multiply_promoted(
     rows = pl.ds(warpgroup * 64, 64)
     piece = piece_n(desc, config)
     width = min(config.block_n, SCALE_GROUP)
-    starts = range(0, desc.halves * config.block_n, width)
-    pieces = desc.halves * config.block_n // piece
+    starts = range(0, desc.projections * config.block_n, width)
+    pieces = desc.projections * config.block_n // piece
     columns = [(start // config.block_n, n * config.block_n + start % config.block_n) for start in starts]
 
     def one_step(k, carry):

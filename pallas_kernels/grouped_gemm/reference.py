@@ -60,7 +60,7 @@ def grouped_gemm_ref(
         h = sums.astype(jnp.float32) * row_factor * block_factor
         if bias is not None:
             h = h + bias[expert].astype(jnp.float32)
-        h = h[:, 0] if desc.activation is None else desc.activation(*(h[:, g] for g in range(desc.halves)))
+        h = h[:, 0] if desc.activation is None else desc.activation(*(h[:, g] for g in range(desc.projections)))
         return jnp.where(index < num_tiles.reshape(()), h, 0.0)
 
     h = lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32)).reshape(desc.rows, desc.n)

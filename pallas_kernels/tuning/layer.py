@@ -9,7 +9,7 @@ from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc
 from pallas_kernels.grouped_gemm import candidates as gemm_candidates
 from pallas_kernels.grouped_gemm import config_error as gemm_error
 from pallas_kernels.grouped_gemm.config import BLOCK_MS
-from pallas_kernels.grouped_gemm.heuristics import in_clusters, tall_heights
+from pallas_kernels.grouped_gemm.heuristics import in_clusters, large_m_heights
 from pallas_kernels.grouped_gemm.packed import BLOCK_MS as PACKED_BLOCK_MS
 from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat
 from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
@@ -98,8 +98,8 @@ class LayerKey:
         if activation is None:
             activation = Activation("silu" if self.projections == 2 else "silu_no_mul")
         # Swapped operands store 16 bits, and their rows are requantized apart: not where float16 would overflow.
-        is_swapped = block_m not in BLOCK_MS and out_dtype != "float16"
-        requantize = "none" if is_swapped else self.requantize
+        swap_ab = block_m not in BLOCK_MS and out_dtype != "float16"
+        requantize = "none" if swap_ab else self.requantize
         common: dict[str, Any] = dict(
             rows=row_capacity(max(num_tokens, 1) * self.top_k, self.num_experts, block_m),
             num_experts=self.num_experts,
@@ -113,7 +113,7 @@ class LayerKey:
         first = GemmDesc(
             n=self.intermediate_size,
             k=self.hidden_size,
-            halves=self.projections,
+            projections=self.projections,
             activation=activation,
             requantize=requantize,
             **common,
@@ -143,7 +143,7 @@ class LayerKey:
         """Tile heights worth a look: a token has an expert at most once, so none has more rows than tokens."""
         swapped = [h for h in (8, 16, 32) if h < 2 * num_tokens or h == 8] if self.may_swap else []
         average = num_tokens * self.top_k / self.num_experts
-        tall = tall_heights(average)[:2] if self.may_be_tall and average > 96 else []
+        tall = large_m_heights(average)[:2] if self.may_be_large_m and average > 96 else []
         return [h for h in swapped if average <= 2 * h] + [64] + ([128] if num_tokens > 64 else []) + tall
 
     @property
@@ -157,7 +157,7 @@ class LayerKey:
         return permute_error(rows, PermuteConfig(1)) is None
 
     @property
-    def may_be_tall(self) -> bool:
+    def may_be_large_m(self) -> bool:
         """They may be higher than 96 rows."""
         return self.may_swap and self.rhs_scale != "block"
 
@@ -225,7 +225,9 @@ class PackedLayerKey:
             bias_dtype=bias_dtype,
         )
         k1, k2 = (-(-k // fmt.block_k) * fmt.block_k for k in (self.hidden_size, self.intermediate_size))
-        first = PackedDesc(n=self.intermediate_size, k=k1, halves=self.projections, activation=activation, **common)
+        first = PackedDesc(
+            n=self.intermediate_size, k=k1, projections=self.projections, activation=activation, **common
+        )
         return first, PackedDesc(n=self.hidden_size, k=k2, **common)
 
     @staticmethod

@@ -31,13 +31,13 @@ def random_operands(
     x = _values(1, (desc.rows, desc.k), x_dtype)
     routing = (jnp.asarray(tile_expert), jnp.int32(len(used)))
     if isinstance(desc, PackedDesc):
-        w = random_packed_weights(desc.fmt, (key.num_experts, desc.halves, desc.n, desc.k), desc.scale_dtype)
+        w = random_packed_weights(desc.fmt, (key.num_experts, desc.projections, desc.n, desc.k), desc.scale_dtype)
         scales = {"x_scale": jnp.full((desc.rows,), 0.01, jnp.float32)} if desc.lhs_scale == "row" else {}
         return (x, w, *routing), scales
 
-    matrices = (key.num_experts, desc.halves)
+    matrices = (key.num_experts, desc.projections)
     # One expert's values for all: routing decides what is read, not the values.
-    w = jnp.tile(_values(0, (1, desc.halves, desc.n, desc.k), desc.dtype), (key.num_experts, 1, 1, 1))
+    w = jnp.tile(_values(0, (1, desc.projections, desc.n, desc.k), desc.dtype), (key.num_experts, 1, 1, 1))
     k_groups, n_groups = -(-desc.k // 128), -(-desc.n // 128)
     x_scale = {"tensor": (), "row": (desc.rows,), "group": (k_groups, desc.rows)}.get(desc.lhs_scale)
     w_scale = {"tensor": matrices, "channel": (*matrices, desc.n), "block": (*matrices, n_groups, k_groups)}

@@ -33,6 +33,7 @@ _RENAMED = {
     "halves": "projections",
     "is_swapped": "swap_ab",
     "band": "raster_group_m",
+    "splits_halves": "splits_projections",
 }
 _Built = TypeVar("_Built", bound=AnyKey | AnyConfig)
 

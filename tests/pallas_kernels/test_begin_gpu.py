@@ -79,7 +79,7 @@ def test_a_product_right_behind_the_alignment_that_lists_its_tiles(monkeypatch):
     ids = jax.lax.top_k(jax.random.normal(kz, (LAYERS, 40, 16)), 4)[1]
     ids = jnp.where(jnp.arange(40)[:, None] < 5 + jnp.arange(LAYERS)[:, None, None] % 35, ids, -1)
     w = jax.random.normal(kw, (16, 512, 512), jnp.bfloat16)
-    config = GemmConfig(16, 128, 6, is_swapped=True)
+    config = GemmConfig(16, 128, 6, swap_ab=True)
 
     def run(x, w, ids):
         products = []

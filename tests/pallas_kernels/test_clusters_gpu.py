@@ -72,7 +72,7 @@ def test_gated_with_bias_and_off_the_tile(kind, with_tile_rows, block_m):
         k=736,
         n=304,
         block_m=block_m,
-        halves=2,
+        projections=2,
         activation=SILU,
         bias="bfloat16",
         with_tile_rows=with_tile_rows,
@@ -85,7 +85,7 @@ def test_gated_with_bias_and_off_the_tile(kind, with_tile_rows, block_m):
 def test_requantized(n):
     """Codes and their scales; columns in an odd number of tiles, whose scales must not land past the array."""
     problem = make_problem(
-        "fp8_block", [5, 0, 140, 300], k=384, n=n, block_m=128, halves=2, activation=SILU, requantize="group"
+        "fp8_block", [5, 0, 140, 300], k=384, n=n, block_m=128, projections=2, activation=SILU, requantize="group"
     )
     check(problem, GemmConfig(128, 128, 4), Tolerance(np.float32, 64.0, 1 / 16), dequantized)
 
@@ -101,13 +101,15 @@ def test_many_tiles_many_times():
 
 
 @pytest.mark.parametrize("num_sms", [2, 132])
-@pytest.mark.parametrize(("block_m", "block_n", "halves"), [(96, 64, 2), (144, 256, 1), (176, 128, 1), (192, 128, 2)])
+@pytest.mark.parametrize(
+    ("block_m", "block_n", "projections"), [(96, 64, 2), (144, 256, 1), (176, 128, 1), (192, 128, 2)]
+)
 @pytest.mark.parametrize("kind", ["bf16", "fp8_row", "int8_row"])
-def test_swapped(kind, block_m, block_n, halves, num_sms):
+def test_swapped(kind, block_m, block_n, projections, num_sms):
     """Columns in an odd number of tiles, row tiles without a partner."""
-    gated: dict[str, Any] = dict(halves=2, activation=SILU) if halves == 2 else {}
+    gated: dict[str, Any] = dict(projections=2, activation=SILU) if projections == 2 else {}
     problem = make_problem(kind, [3, 400, 0, 193, 1, 145], k=1152, n=640, block_m=block_m, padding=np.nan, **gated)
-    config = GemmConfig(block_m, block_n, 3, num_sms=num_sms, is_swapped=True)
+    config = GemmConfig(block_m, block_n, 3, num_sms=num_sms, swap_ab=True)
     check(problem, config, gemm_tolerance(kind, problem.kwargs["out_dtype"], tensor_core=True))
 
 
@@ -115,7 +117,7 @@ def test_swapped(kind, block_m, block_n, halves, num_sms):
 def test_swapped_many_times(block_m, num_stages):
     problem = make_problem("bf16", [130, 270, 1, 257, 1000] * 4, k=2048, n=1024, block_m=block_m)
     own = problem.row_expert >= 0
-    config = GemmConfig(block_m, 256, num_stages, is_swapped=True)
+    config = GemmConfig(block_m, 256, num_stages, swap_ab=True)
     alone = bits(run(problem, config), own)
     for change in WAYS.values():
         pair = dataclasses.replace(config, **change)

@@ -15,7 +15,7 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, choose_config, config_error, grouped_gemm
 from pallas_kernels.grouped_gemm.api import _describe
 from pallas_kernels.grouped_gemm.config import shared_memory, vector_shape
-from pallas_kernels.grouped_gemm.heuristics import choose_block_m, describe, space, tall_heights, tile_work, why_not
+from pallas_kernels.grouped_gemm.heuristics import choose_block_m, describe, large_m_heights, space, tile_work, why_not
 from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc
 from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
 from tests.support.kernels.cases import GEMMS, PACKED, cluster_cases, gemm, gemm_case, packed_case
@@ -65,13 +65,20 @@ def test_reference_routings(routing):
 @pytest.mark.parametrize("activation", [SILU, OAI, Activation("swiglustep", limit=1.0), Activation("gelu_tanh")])
 def test_reference_gated(activation):
     problem = make_problem(
-        "fp8_block", [9, 0, 70], k=192, n=160, halves=2, activation=activation, bias="float32", out_dtype=jnp.float32
+        "fp8_block",
+        [9, 0, 70],
+        k=192,
+        n=160,
+        projections=2,
+        activation=activation,
+        bias="float32",
+        out_dtype=jnp.float32,
     )
     assert_close(problem, reference(problem), gemm_tolerance("fp8_block", jnp.float32))
 
 
 def test_reference_requantized():
-    common = dict(k=128, n=192, halves=2, activation=SILU)
+    common = dict(k=128, n=192, projections=2, activation=SILU)
     scales = {}
     for requantize in ("group", "group_ue8m0"):
         grouped = make_problem("fp8_block", [5, 66], requantize=requantize, **common)
@@ -91,7 +98,7 @@ def test_reference_requantized():
 @pytest.mark.parametrize("requantize", ["group", "group_ue8m0", "tensor"])
 def test_reference_requantizes_as_rows_are_apart(requantize):
     kind = "fp8_tensor" if requantize == "tensor" else "fp8_block"
-    problem = make_problem(kind, [5, 66], k=128, n=256, halves=2, activation=SILU, requantize=requantize)
+    problem = make_problem(kind, [5, 66], k=128, n=256, projections=2, activation=SILU, requantize=requantize)
     (codes, scales), (apart, apart_scales) = together_and_apart(problem, reference, "reference")
     np.testing.assert_array_equal(codes, apart)
     np.testing.assert_array_equal(scales, apart_scales)
@@ -204,12 +211,12 @@ def test_clusters_lower_for_cuda(case):
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
 
 
-@pytest.mark.parametrize("is_swapped", [False, True])
-def test_stores_of_a_column_tile_past_the_last_are_off(is_swapped):
+@pytest.mark.parametrize("swap_ab", [False, True])
+def test_stores_of_a_column_tile_past_the_last_are_off(swap_ab):
     """The second block of a pair has one where there is an odd number; of an output one tile wide it is column 0."""
 
     def stores(cluster, n):
-        config = GemmConfig(64, 64, 3, is_swapped=is_swapped, cluster=cluster)
+        config = GemmConfig(64, 64, 3, swap_ab=swap_ab, cluster=cluster)
         case = gemm_case("bf16", dataclasses.replace(gemm("bf16"), n=n), config)
         jaxpr = str(jax.make_jaxpr(case.function)(*[jax.ShapeDtypeStruct(*shape) for shape in case.shapes]))
         return jaxpr.count("copy_smem_to_gmem"), jaxpr.count("copy_smem_to_gmem[user_predicate=")
@@ -248,7 +255,7 @@ def test_candidates_are_valid_and_deepest(name):
             deeper = dataclasses.replace(config, num_stages=config.num_stages + 1)
             assert config.num_stages == 8 or "shared memory" in config_error(desc, deeper)
     swapped = candidates(desc, 16, 132)
-    assert all(config.is_swapped and config_error(desc, config) is None for config in swapped)
+    assert all(config.swap_ab and config_error(desc, config) is None for config in swapped)
     assert bool(swapped) == (desc.requantize == "none" and desc.out_dtype != "float32")
 
 
@@ -263,9 +270,9 @@ def test_rows_of_tall_tiles():
     # The fewest tiles count, and of equal ones the lowest: mean and two deviations are 288 rows for 256.
     rows = [choose_block_m(r, may_swap=True) for r in (110.0, 128.0, 256.0, 280.0, 384.0)]
     assert rows == [128, 160, 144, 160, 192]
-    rows = [choose_block_m(r, may_swap=True, may_be_tall=False) for r in (64.0, 128.0, 256.0)]
+    rows = [choose_block_m(r, may_swap=True, may_be_large_m=False) for r in (64.0, 128.0, 256.0)]
     assert rows == [80, 128, 128]
-    assert 128 not in tall_heights(256.0)
+    assert 128 not in large_m_heights(256.0)
     rng = np.random.default_rng(0)
     for mean, block_m in ((100.0, 112), (256.0, 128), (512.0, 176)):
         drawn = -(-rng.poisson(mean, 20_000) // block_m)
@@ -285,7 +292,7 @@ def test_blocks_in_words():
 
 def test_every_prune_has_a_reason():
     desc = gemm("fp8 block gated, requantized, ragged")
-    pruned = {c.block_n: why_not(desc, c) for c in space(desc, 64, 132) if not c.is_swapped}
+    pruned = {c.block_n: why_not(desc, c) for c in space(desc, 64, 132) if not c.swap_ab}
     assert pruned.pop(128) is None
     assert "tile's blocks are whole" in pruned[96] and "one group per tile" in pruned[64]
     assert "requantized apart" in why_not(desc, next(space(desc, 16, 132)))
@@ -303,16 +310,16 @@ def test_swapped_lowers_for_cuda(name):
 def test_tall_tiles_lower_for_cuda(name, block_m, block_n):
     desc = dataclasses.replace(gemm(name), rows=8 * block_m)
     config = candidates(desc, block_m, 132)[0]
-    assert (config.block_n, config.num_consumers, config.is_tall) == (block_n, 2, True)
+    assert (config.block_n, config.num_consumers, config.is_large_m) == (block_n, 2, True)
     assert lower(name, desc, config).count("mosaic_gpu_v2") == 1
 
 
 def test_tall_tiles_have_four_stages():
     everything = dict(dtype="int8", bias_dtype="bfloat16", **ROW)
     for block_m, stages in ((144, 4), (160, 4), (192, 3)):
-        for halves, block_n in ((1, 256), (2, 128)):
-            desc = dataclasses.replace(DESC, rows=8 * block_m, halves=halves, activation=None, **everything)
-            if halves == 2:
+        for projections, block_n in ((1, 256), (2, 128)):
+            desc = dataclasses.replace(DESC, rows=8 * block_m, projections=projections, activation=None, **everything)
+            if projections == 2:
                 desc = dataclasses.replace(desc, activation=OAI)
             assert candidates(desc, block_m, 132)[0].block_n == block_n
             assert candidates(desc, block_m, 132)[0].num_stages == stages
@@ -346,10 +353,10 @@ def test_shared_memory_is_not_underestimated():
         (dict(n=500), {}, "N of 8"),
         (dict(lhs_scale="group"), {}, "1x128 goes with 128x128"),
         (dict(dtype="int8", **BLOCK), {}, "only float8_e4m3fn is promoted"),
-        (dict(activation=Activation("gelu"), halves=2), {}, "erf has no layout rule"),
+        (dict(activation=Activation("gelu"), projections=2), {}, "erf has no layout rule"),
         (dict(rows=1000), {}, "not a multiple of block_m"),
-        (dict(same_rows=136), {}, "a tile has 128"),
-        (dict(same_rows=9), {}, "up to 8, or a multiple of 8"),
+        (dict(unpermuted_rows=136), {}, "a tile has 128"),
+        (dict(unpermuted_rows=9), {}, "up to 8, or a multiple of 8"),
         ({}, dict(block_m=32), "64 or 128"),
         ({}, dict(block_n=512), "at most 256 weight rows"),
         (BLOCK, dict(block_n=96), "tile's blocks are whole"),
@@ -362,7 +369,7 @@ def test_shared_memory_is_not_underestimated():
         (
             dict(
                 has_tile_rows=True,
-                halves=2,
+                projections=2,
                 activation=Activation("silu"),
                 dtype="bfloat16",
                 lhs_scale="none",
@@ -371,23 +378,23 @@ def test_shared_memory_is_not_underestimated():
             dict(block_m=128, block_n=128, num_stages=2, row_chunk=16),
             "2 x 128 columns of 16 bits spill",
         ),
-        ({}, dict(is_swapped=True, block_m=256), "the heights with swapped operands"),
+        ({}, dict(swap_ab=True, block_m=256), "the heights with swapped operands"),
         (
-            dict(rows=1008, halves=2, activation=SILU),
-            dict(is_swapped=True, block_m=144, block_n=256),
+            dict(rows=1008, projections=2, activation=SILU),
+            dict(swap_ab=True, block_m=144, block_n=256),
             "288 registers of sums, 192 with 2",
         ),
-        (dict(halves=2, activation=SILU), dict(is_swapped=True, block_m=80, block_n=256), "80 registers of sums"),
-        ({}, dict(is_swapped=True, block_m=16, block_n=96), "four warpgroups of 64 channels"),
-        ({}, dict(is_swapped=True, block_m=16, row_chunk=8), "moved whole"),
-        (dict(requantize="tensor"), dict(is_swapped=True, block_m=16), "requantized apart"),
-        (dict(rows=1008, **BLOCK), dict(is_swapped=True, block_m=144), "at most 96"),
-        (BLOCK, dict(is_swapped=True, block_m=16, cluster=2), "128x128 weight blocks: not built"),
-        (BLOCK, dict(is_swapped=True, block_m=64, block_n=256), "64 registers of sums, 40 with 4"),
-        (dict(out_dtype="float32"), dict(is_swapped=True, block_m=16), "16-bit rows"),
+        (dict(projections=2, activation=SILU), dict(swap_ab=True, block_m=80, block_n=256), "80 registers of sums"),
+        ({}, dict(swap_ab=True, block_m=16, block_n=96), "four warpgroups of 64 channels"),
+        ({}, dict(swap_ab=True, block_m=16, row_chunk=8), "moved whole"),
+        (dict(requantize="tensor"), dict(swap_ab=True, block_m=16), "requantized apart"),
+        (dict(rows=1008, **BLOCK), dict(swap_ab=True, block_m=144), "at most 96"),
+        (BLOCK, dict(swap_ab=True, block_m=16, cluster=2), "128x128 weight blocks: not built"),
+        (BLOCK, dict(swap_ab=True, block_m=64, block_n=256), "64 registers of sums, 40 with 4"),
+        (dict(out_dtype="float32"), dict(swap_ab=True, block_m=16), "16-bit rows"),
         ({}, dict(cluster=3), "1 or 2 blocks"),
         ({}, dict(cluster=2, num_sms=131), "an even number"),
-        ({}, dict(cluster=2, is_swapped=True, block_m=8), "each block loads half of the rows"),
+        ({}, dict(cluster=2, swap_ab=True, block_m=8), "each block loads half of the rows"),
         (dict(has_tile_rows=True), dict(cluster=2, row_chunk=16), "both blocks load whole tiles"),
         ({}, dict(shares_weights=True), "two blocks to share"),
     ],
@@ -401,9 +408,9 @@ def test_config_error(change, config, match):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(halves=2, activation=SILU, **ROW),
-        dict(halves=2, activation=SILU, bias_dtype="bfloat16"),
-        dict(halves=2, activation=SILU, bias_dtype="float32", **ROW),
+        dict(projections=2, activation=SILU, **ROW),
+        dict(projections=2, activation=SILU, bias_dtype="bfloat16"),
+        dict(projections=2, activation=SILU, bias_dtype="float32", **ROW),
     ],
 )
 @pytest.mark.parametrize("block_n", [16, 48, 96])
@@ -411,8 +418,8 @@ def test_halves_of_scales_and_biases_start_where_a_bulk_copy_may(change, block_n
     desc, config = dataclasses.replace(DESC, **change), GemmConfig(128, block_n, 3)
     assert config_error(desc, config) is None
     for dtype in ("float32", "bfloat16"):
-        halves, columns = vector_shape(desc, config, dtype)
-        assert halves == 2 and columns >= block_n and columns * jnp.dtype(dtype).itemsize % 128 == 0
+        projections, columns = vector_shape(desc, config, dtype)
+        assert projections == 2 and columns >= block_n and columns * jnp.dtype(dtype).itemsize % 128 == 0
 
 
 def test_choice_of_width():
@@ -432,7 +439,7 @@ def test_choice_of_width():
 
 def test_whole_call_lowers_and_names_the_device():
     problem = make_problem(
-        "fp8_block", [70, 3], k=256, n=256, block_m=128, halves=2, activation=SILU, requantize="group"
+        "fp8_block", [70, 3], k=256, n=256, block_m=128, projections=2, activation=SILU, requantize="group"
     )
     arrays = {k: v for k, v in problem.kwargs.items() if isinstance(v, jax.Array)}
 
@@ -445,7 +452,9 @@ def test_whole_call_lowers_and_names_the_device():
 
 
 def test_description_of_a_call():
-    problem = make_problem("int8_row", [3], k=64, n=64, halves=2, activation=OAI, bias="bfloat16", with_tile_rows=True)
+    problem = make_problem(
+        "int8_row", [3], k=64, n=64, projections=2, activation=OAI, bias="bfloat16", with_tile_rows=True
+    )
     k = problem.kwargs
     desc, operands = _describe(
         *problem.args,
@@ -466,7 +475,7 @@ def test_description_of_a_call():
         num_experts=1,
         dtype="int8",
         out_dtype="float16",
-        halves=2,
+        projections=2,
         bias_dtype="bfloat16",
         activation=OAI,
         has_tile_rows=True,
@@ -476,15 +485,15 @@ def test_description_of_a_call():
 
 
 @pytest.mark.parametrize(
-    ("row_tiles", "column_tiles", "band"), [(1, 1, 8), (5, 3, 2), (16, 4, 8), (19, 7, 8), (3, 5, 8)]
+    ("row_tiles", "column_tiles", "raster_group_m"), [(1, 1, 8), (5, 3, 2), (16, 4, 8), (19, 7, 8), (3, 5, 8)]
 )
-def test_schedule_visits_every_tile_once(row_tiles, column_tiles, band):
+def test_schedule_visits_every_tile_once(row_tiles, column_tiles, raster_group_m):
     total, blocks = row_tiles * column_tiles, 4
     linear = jnp.arange(total, dtype=jnp.int32)
-    m, n = jax.vmap(lambda i: tile_index(i, jnp.int32(row_tiles), column_tiles, band))(linear)
+    m, n = jax.vmap(lambda i: tile_index(i, jnp.int32(row_tiles), column_tiles, raster_group_m))(linear)
     assert sorted(zip(np.asarray(m).tolist(), np.asarray(n).tolist(), strict=True)) == [
         (i, j) for i in range(row_tiles) for j in range(column_tiles)
     ]
-    assert np.all(np.diff(np.asarray(m) // band) >= 0)
+    assert np.all(np.diff(np.asarray(m) // raster_group_m) >= 0)
     counts = [int(tiles_of_block(jnp.int32(b), jnp.int32(total), blocks)) for b in range(blocks)]
     assert counts == [len(range(b, total, blocks)) for b in range(blocks)]

@@ -56,42 +56,42 @@ def test_swapped(kind, block_m, block_n):
     if kind == "fp8_block" and (block_m, block_n) == (64, 256):
         block_n = 128  # with more the sums of four warpgroups have no room
     problem = make_problem(kind, [3, 40, 0, 9, 1, 64], k=1152, n=704, block_m=block_m, padding=np.nan)
-    config = GemmConfig(block_m, block_n, 3, is_swapped=True)
+    config = GemmConfig(block_m, block_n, 3, swap_ab=True)
     check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize("block_m", [24, 48, 80, 96])
 @pytest.mark.parametrize("kind", ["bf16", "fp8_row", "fp8_block", "int8_row"])
 def test_swapped_heights_between(kind, block_m):
-    options = dict(halves=2, activation=SILU, padding=np.nan)
+    options = dict(projections=2, activation=SILU, padding=np.nan)
     problem = make_problem(kind, [3, 40, 0, 97, 1, 64], k=1152, n=704, block_m=block_m, **options)
-    config = GemmConfig(block_m, 128, 3, is_swapped=True)
+    config = GemmConfig(block_m, 128, 3, swap_ab=True)
     check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
-@pytest.mark.parametrize(("halves", "block_n"), [(0, 256), (2, 128)])
+@pytest.mark.parametrize(("projections", "block_n"), [(0, 256), (2, 128)])
 @pytest.mark.parametrize("block_m", [112, 144, 160, 192])
 @pytest.mark.parametrize("kind", ["bf16", "fp8_tensor", "fp8_row", "int8_row"])
-def test_swapped_tall(kind, block_m, halves, block_n):
-    options = dict(halves=halves, activation=SILU if halves else None, padding=np.nan)
+def test_swapped_tall(kind, block_m, projections, block_n):
+    options = dict(projections=projections, activation=SILU if projections else None, padding=np.nan)
     problem = make_problem(kind, [3, 200, 0, 145, 1], k=1152, n=704, block_m=block_m, **options)
-    config = GemmConfig(block_m, block_n, 3, num_sms=7, is_swapped=True)
+    config = GemmConfig(block_m, block_n, 3, num_sms=7, swap_ab=True)
     check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        GemmConfig(128, 128, 4, is_swapped=True),
-        GemmConfig(144, 128, 2, is_swapped=True, step_blocks=2),
-        GemmConfig(144, 64, 4, num_sms=3, is_swapped=True),
-        GemmConfig(176, 128, 3, is_swapped=True),
+        GemmConfig(128, 128, 4, swap_ab=True),
+        GemmConfig(144, 128, 2, swap_ab=True, step_blocks=2),
+        GemmConfig(144, 64, 4, num_sms=3, swap_ab=True),
+        GemmConfig(176, 128, 3, swap_ab=True),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["bf16", "f16", "fp8_row", "int8_row"])
 def test_swapped_tall_gated_with_bias(kind, config):
-    options = dict(halves=2, activation=OAI, bias="bfloat16", with_tile_rows=True)
+    options = dict(projections=2, activation=OAI, bias="bfloat16", with_tile_rows=True)
     problem = make_problem(kind, [150, 0, 3], k=2880, n=720, block_m=config.block_m, **options)
     check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
@@ -101,19 +101,19 @@ def test_swapped_tall_gated_with_bias(kind, config):
 @pytest.mark.parametrize("kind", ["bf16", "int8_row"])
 def test_swapped_tall_routings(kind, routing, block_n):
     problem = make_problem(kind, ROUTINGS[routing], k=2880, n=208, block_m=144, bias="float32")
-    config = GemmConfig(144, block_n, 3, is_swapped=True)
+    config = GemmConfig(144, block_n, 3, swap_ab=True)
     check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 def test_bits_of_tall_tiles_repeat():
-    problem = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=160, halves=2, activation=SILU)
-    own, config = problem.row_expert >= 0, GemmConfig(160, 128, 4, is_swapped=True)
+    problem = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=160, projections=2, activation=SILU)
+    own, config = problem.row_expert >= 0, GemmConfig(160, 128, 4, swap_ab=True)
     first, second = (np.asarray(run(problem, config))[own] for _ in range(2))
     np.testing.assert_array_equal(first, second)
-    low = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=96, halves=2, activation=SILU)
+    low = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=96, projections=2, activation=SILU)
     lows = (low.args[0].at[np.flatnonzero(low.row_expert >= 0)].set(problem.args[0][own]), problem.args[1])
     low.args = (*lows, *low.args[2:])
-    other = np.asarray(run(low, GemmConfig(96, 128, 4, is_swapped=True)))[low.row_expert >= 0]
+    other = np.asarray(run(low, GemmConfig(96, 128, 4, swap_ab=True)))[low.row_expert >= 0]
     np.testing.assert_array_equal(first, other)
 
 
@@ -126,16 +126,24 @@ def test_tall_tiles_moved_in_chunks(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_swapped_gated_with_bias(kind):
-    options = dict(halves=2, activation=OAI, bias="bfloat16", with_tile_rows=True)
+    options = dict(projections=2, activation=OAI, bias="bfloat16", with_tile_rows=True)
     problem = make_problem(kind, [7, 0, 13, 1], k=2880, n=2880, block_m=16, **options)
-    for config in (None, GemmConfig(16, 128, 4, num_sms=7, is_swapped=True)):
+    for config in (None, GemmConfig(16, 128, 4, num_sms=7, swap_ab=True)):
         check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_tensor", "fp8_row", "fp8_block", "int8_row"])
 def test_gated_with_bias(kind):
     problem = make_problem(
-        kind, [70, 0, 130], k=512, n=384, block_m=128, halves=2, activation=SILU, bias="bfloat16", out_dtype=jnp.float32
+        kind,
+        [70, 0, 130],
+        k=512,
+        n=384,
+        block_m=128,
+        projections=2,
+        activation=SILU,
+        bias="bfloat16",
+        out_dtype=jnp.float32,
     )
     check(problem, run(problem), gemm_tolerance(kind, jnp.float32, tensor_core=True))
 
@@ -144,7 +152,7 @@ def test_gated_with_bias(kind):
 @pytest.mark.parametrize("block_n", [16, 48, 80, 96])
 @pytest.mark.parametrize("kind", ["bf16", "fp8_row", "int8_row"])
 def test_halves_of_biases_that_do_not_end_where_a_bulk_copy_may_start(kind, block_n, bias):
-    options = dict(halves=2, activation=OAI, bias=bias)
+    options = dict(projections=2, activation=OAI, bias=bias)
     problem = make_problem(kind, [150, 0, 3, 64], k=384, n=720, block_m=64, **options)
     check(problem, run(problem, GemmConfig(64, block_n, 3)), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
@@ -153,7 +161,9 @@ def test_halves_of_biases_that_do_not_end_where_a_bulk_copy_may_start(kind, bloc
 @pytest.mark.parametrize("kind", ["bf16", "fp8_row", "int8_row"])
 def test_gated_widths(kind, block_n):
     bias = "float32" if block_n != 32 else None
-    problem = make_problem(kind, [70, 0, 3], k=512, n=384, halves=2, activation=SILU, bias=bias, with_tile_rows=True)
+    problem = make_problem(
+        kind, [70, 0, 3], k=512, n=384, projections=2, activation=SILU, bias=bias, with_tile_rows=True
+    )
     config = GemmConfig(64, block_n, 4, row_chunk=16)
     check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
@@ -170,8 +180,10 @@ def test_gated_widths(kind, block_n):
     ids=lambda a: a.name,
 )
 def test_activations(activation):
-    halves = 2 if activation.is_gated else 1
-    problem = make_problem("bf16", [70, 3], k=256, n=128, halves=halves, activation=activation, out_dtype=jnp.float32)
+    projections = 2 if activation.is_gated else 1
+    problem = make_problem(
+        "bf16", [70, 3], k=256, n=128, projections=projections, activation=activation, out_dtype=jnp.float32
+    )
     check(problem, run(problem), gemm_tolerance("bf16", jnp.float32, tensor_core=True))
 
 
@@ -179,7 +191,7 @@ def test_activations(activation):
 @pytest.mark.parametrize(("n", "requantize"), [(512, "group"), (2880, "group"), (512, "group_ue8m0")])
 def test_requantized_by_group(n, requantize, block_m):
     problem = make_problem(
-        "fp8_block", [5, 0, 140], k=384, n=n, block_m=block_m, halves=2, activation=SILU, requantize=requantize
+        "fp8_block", [5, 0, 140], k=384, n=n, block_m=block_m, projections=2, activation=SILU, requantize=requantize
     )
     out = run(problem)
     check(problem, dequantized(out), Tolerance(np.float32, 64.0, 1 / 16))
@@ -203,7 +215,7 @@ def test_requantized_as_rows_are_apart(requantize, block_m):
     """The same bits as from a launch of its own, which finds bfloat16."""
     kind = "fp8_tensor" if requantize == "tensor" else "fp8_block"
     problem = make_problem(
-        kind, [5, 0, 140], k=384, n=512, block_m=block_m, halves=2, activation=SILU, requantize=requantize
+        kind, [5, 0, 140], k=384, n=512, block_m=block_m, projections=2, activation=SILU, requantize=requantize
     )
     (codes, scales), (apart, apart_scales) = together_and_apart(problem, run, "mosaic")
     np.testing.assert_array_equal(codes, apart)
@@ -211,7 +223,7 @@ def test_requantized_as_rows_are_apart(requantize, block_m):
 
 
 def test_requantized_to_a_given_scale():
-    problem = make_problem("fp8_tensor", [5, 66], k=256, n=256, halves=2, activation=SILU, requantize="tensor")
+    problem = make_problem("fp8_tensor", [5, 66], k=256, n=256, projections=2, activation=SILU, requantize="tensor")
     scale = float(problem.kwargs["out_scale"])
     problem.expected = np.clip(problem.expected, -448 * scale, 448 * scale)
     check(problem, np.asarray(run(problem)).astype(np.float64) * scale, Tolerance(np.float32, 64.0, 1 / 16))
@@ -234,14 +246,14 @@ def test_sizes_off_the_tile(kind, k, n):
 
 
 @pytest.mark.parametrize(("k", "n"), [(2880, 2880), (96, 48), (7168, 384)])
-@pytest.mark.parametrize("halves", [0, 2])
+@pytest.mark.parametrize("projections", [0, 2])
 @pytest.mark.parametrize("block_m", [8, 16, 80])
-def test_swapped_blocks_off_the_tile(block_m, halves, k, n):
+def test_swapped_blocks_off_the_tile(block_m, projections, k, n):
     """Weight blocks and the last K step in part; the same bits twice."""
-    gated = dict(halves=2, activation=SILU, bias="bfloat16") if halves else {}
+    gated = dict(projections=2, activation=SILU, bias="bfloat16") if projections else {}
     problem = make_problem("fp8_block", [90, 1, 0, 33], k=k, n=n, block_m=block_m, padding=np.nan, **gated)
     for block_n in (64, 128):
-        config = GemmConfig(block_m, block_n, 4, num_sms=7, is_swapped=True)
+        config = GemmConfig(block_m, block_n, 4, num_sms=7, swap_ab=True)
         out = run(problem, config)
         check(problem, out, gemm_tolerance("fp8_block", jnp.bfloat16, tensor_core=True))
         own = problem.row_expert >= 0
@@ -256,8 +268,8 @@ def test_swapped_blocks_off_the_tile(block_m, halves, k, n):
     [
         GemmConfig(64, 256, 3),
         GemmConfig(64, 256, 3, row_chunk=16),
-        GemmConfig(16, 256, 4, is_swapped=True),
-        GemmConfig(144, 256, 4, is_swapped=True),
+        GemmConfig(16, 256, 4, swap_ab=True),
+        GemmConfig(144, 256, 4, swap_ab=True),
     ],
     ids=str,
 )
@@ -271,11 +283,11 @@ def test_one_tile_wider_than_the_output(kind, n, config):
 CONFIGS = [
     GemmConfig(64, 64, 2),
     GemmConfig(64, 128, 8, num_sms=5),
-    GemmConfig(64, 256, 3, band=1),
+    GemmConfig(64, 256, 3, raster_group_m=1),
     GemmConfig(64, 48, 4),
     GemmConfig(64, 96, 4),
     GemmConfig(64, 64, 3, step_blocks=2),
-    GemmConfig(8, 64, 3, is_swapped=True, step_blocks=4),
+    GemmConfig(8, 64, 3, swap_ab=True, step_blocks=4),
 ]
 
 
@@ -296,7 +308,9 @@ def test_configs(kind, config):
 
 
 def test_many_tiles_a_block_and_long_rings():
-    problem = make_problem("fp8_row", [130, 70, 1, 257] * 4, k=2048, n=1024, block_m=128, halves=2, activation=SILU)
+    problem = make_problem(
+        "fp8_row", [130, 70, 1, 257] * 4, k=2048, n=1024, block_m=128, projections=2, activation=SILU
+    )
     check(problem, run(problem), gemm_tolerance("fp8_row", jnp.bfloat16, tensor_core=True))
 
 
@@ -308,7 +322,7 @@ def test_many_rows(kind):
 
 @pytest.mark.parametrize("kind", ["fp8_block", "int8_row", "bf16"])
 def test_bits_repeat_and_rows_are_independent(kind):
-    problem = make_problem(kind, [30, 100, 7], k=512, n=512, halves=2, activation=SILU)
+    problem = make_problem(kind, [30, 100, 7], k=512, n=512, projections=2, activation=SILU)
     own = np.flatnonzero(problem.row_expert >= 0)
     first, second = (np.asarray(run(problem))[own] for _ in range(2))
     np.testing.assert_array_equal(first, second)

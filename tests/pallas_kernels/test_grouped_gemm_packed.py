@@ -162,7 +162,7 @@ def test_wrong_calls():
         call(x=x[:, :64])
     with pytest.raises(TypeError, match="packed for bfloat16"):
         call(x=x.astype(jnp.float16))
-    with pytest.raises(ValueError, match="w has 1 halves; silu needs 2"):
+    with pytest.raises(ValueError, match="w has 1 projections; silu needs 2"):
         call(activation=SILU)
     with pytest.raises(ValueError, match="tile_expert has shape"):
         call(tile_expert=jnp.zeros(7, jnp.int32))
@@ -207,13 +207,13 @@ def lower(desc, config):
 def test_lowers_for_cuda(kind):
     """Small tiles alone and taller gated ones, by turns; every kind at every height is compiled in sass/."""
     block_m = 32 if REFERENCE_KINDS.index(kind) % 2 else 16
-    desc = desc_of(kind, **(dict(halves=2, activation=SILU, bias_dtype="bfloat16") if block_m == 32 else {}))
+    desc = desc_of(kind, **(dict(projections=2, activation=SILU, bias_dtype="bfloat16") if block_m == 32 else {}))
     assert lower(desc, next(candidates(desc, block_m, 132))).count("mosaic_gpu_v2") == 1
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "w4a8 int8 g128"])
 def test_tall_tiles_lower_for_cuda(kind):
-    desc = desc_of(kind, rows=1152, halves=2, activation=SILU)
+    desc = desc_of(kind, rows=1152, projections=2, activation=SILU)
     assert lower(desc, next(candidates(desc, 144, 132))).count("mosaic_gpu_v2") == 1
 
 
@@ -230,7 +230,7 @@ def test_candidates_are_valid_and_deepest(kind):
 
 
 def test_shared_memory_is_not_underestimated():
-    desc = desc_of("nvfp4", halves=2, activation=SILU)
+    desc = desc_of("nvfp4", projections=2, activation=SILU)
     config = next(candidates(desc, 64, 132))
     over = dataclasses.replace(config, num_stages=config.num_stages + 1)
     assert shared_memory(desc, over) > 232_448
@@ -249,33 +249,37 @@ def test_shared_memory_is_not_underestimated():
         (dict(fmt=PackedFormat("int8", "int8")), {}, "int8 activations go with int4 weights"),
         (dict(fmt=PackedFormat("int4", "float8_e4m3fn", has_zero_point=True)), {}, "zero points with int8 and 16 bits"),
         (dict(fmt=PackedFormat("int4", "int8"), k=1 << 18), {}, "stay in 32 bits"),
-        (dict(activation=Activation("gelu"), halves=2), {}, "erf has no layout rule"),
+        (dict(activation=Activation("gelu"), projections=2), {}, "erf has no layout rule"),
         (dict(rows=1000), {}, "not a multiple of block_m"),
         ({}, dict(block_m=40), "is not one of"),
         ({}, dict(num_consumers=5), "is not one of"),
         ({}, dict(step_blocks=9), "longer than K=512"),
-        ({}, dict(splits_halves=True), "two halves"),
-        (dict(halves=2, activation=Activation("silu")), dict(splits_halves=True, num_consumers=3), "even number"),
+        ({}, dict(splits_projections=True), "two projections"),
+        (
+            dict(projections=2, activation=Activation("silu")),
+            dict(splits_projections=True, num_consumers=3),
+            "even number",
+        ),
         (dict(k=960), dict(step_blocks=3), "do not fit each other"),
         (dict(k=768), dict(step_blocks=6, k_split=2, num_consumers=2), "parts of steps of 192 and groups of 128 do"),
         ({}, dict(block_m=128), "registers of sums"),
         (
-            dict(rows=960, halves=2, activation=SILU),
+            dict(rows=960, projections=2, activation=SILU),
             dict(block_m=24, num_consumers=4, step_blocks=4, k_split=2),
             "36 registers of sums, 32 with 4",
         ),
         (
-            dict(rows=960, halves=2, activation=SILU),
+            dict(rows=960, projections=2, activation=SILU),
             dict(block_m=24, step_blocks=8, k_split=4),
             "36 registers of sums, 32 with 4 consumers",
         ),
         (
-            dict(rows=960, fmt=PackedFormat("int4", scale="group", group_size=32), halves=2, activation=SILU),
+            dict(rows=960, fmt=PackedFormat("int4", scale="group", group_size=32), projections=2, activation=SILU),
             dict(block_m=24),
             "36 registers of sums, 32 with 4 consumers",
         ),
         (
-            dict(rows=960, fmt=PackedFormat("int4", scale="group", group_size=64), halves=2, activation=SILU),
+            dict(rows=960, fmt=PackedFormat("int4", scale="group", group_size=64), projections=2, activation=SILU),
             dict(block_m=80, num_consumers=2),
             "100 registers of sums, 96 with 2 consumers",
         ),
@@ -285,7 +289,11 @@ def test_shared_memory_is_not_underestimated():
             "beside 60 registers of sums spill",
         ),
         (dict(rows=1152), dict(block_m=144), "num_consumers=4 is not one of (2, 3)"),
-        (dict(rows=1152, halves=2, activation=SILU), dict(block_m=144, num_consumers=2), "of both halves spill"),
+        (
+            dict(rows=1152, projections=2, activation=SILU),
+            dict(block_m=144, num_consumers=2),
+            "of both projections spill",
+        ),
         (dict(rows=1152), dict(block_m=192, num_consumers=2), "192 registers of sums, 176 with 2 consumers"),
         ({}, dict(folds_scales=True), "needs group scales in bfloat16"),
         (
@@ -311,13 +319,13 @@ def test_choices():
     assert few.k_split == few.num_consumers == 4  # whose warpgroups share K then
     many = choose_config(dataclasses.replace(DESC, rows=1 << 14), 16, 132)
     assert (many.num_consumers, many.k_split) == (4, 1)
-    gated = desc_of("int4 g128", halves=2, activation=SILU)
+    gated = desc_of("int4 g128", projections=2, activation=SILU)
     assert choose_config(gated, 128, 132).folds_scales and not choose_config(gated, 64, 132).folds_scales
     of_blocks = dataclasses.replace(desc_of("e4m3 g128"), scale_dtype="bfloat16")
     assert not choose_config(of_blocks, 128, 132).folds_scales
-    wide_scales = desc_of("int4 g128 f32", halves=2, activation=SILU)
-    assert choose_config(wide_scales, 128, 132).splits_halves
-    assert choose_config(dataclasses.replace(wide_scales, rows=1152), 144, 132).splits_halves
+    wide_scales = desc_of("int4 g128 f32", projections=2, activation=SILU)
+    assert choose_config(wide_scales, 128, 132).splits_projections
+    assert choose_config(dataclasses.replace(wide_scales, rows=1152), 144, 132).splits_projections
     with pytest.raises(NotImplementedError, match="registers of sums"):
         choose_config(wide_scales, 256, 132)
 
@@ -341,7 +349,7 @@ def test_tiles_of_small_calls_can_run(kind):
             k=1024,
             num_experts=4,
             fmt=fmt,
-            halves=2,
+            projections=2,
             scale_dtype=scale_dtype or "float32",
             has_channel_scale=has_channel_scale,
             lhs_scale="row",

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm.packed import PackedConfig, candidates, describe_call, grouped_gemm_packed
-from pallas_kernels.grouped_gemm.packed.config import TALL, config_error
+from pallas_kernels.grouped_gemm.packed.config import LARGE_M, config_error
 from tests.support.kernels.gemm_problem import ROUTINGS
 from tests.support.kernels.packed_problem import KINDS, make_problem, packed_tolerance
 from tests.support.oracles.tolerances import assert_rows_close
@@ -93,11 +93,11 @@ def test_heights_between(kind, block_m):
         check(kind, problem, run(problem, config), folded=config.folds_scales)
 
 
-@pytest.mark.parametrize("is_tall", [False, True])
+@pytest.mark.parametrize("is_large_m", [False, True])
 @pytest.mark.parametrize(("kind", "tallest"), [("int4 g128", 128), ("nvfp4", 128), ("w4a8 int8 g128", 48)])
-def test_three_consumers(kind, tallest, is_tall):
+def test_three_consumers(kind, tallest, is_large_m):
     """192 channels a tile, which 336 are no multiple of."""
-    block_m, options = (tallest, dict(x_scale="row")) if is_tall else (24, GATED)
+    block_m, options = (tallest, dict(x_scale="row")) if is_large_m else (24, GATED)
     problem = make_problem(kind, RAGGED, k=512, n=336, block_m=block_m, **options)
     check(kind, problem, run(problem, PackedConfig(block_m, 3, 1, 2, num_sms=5)))
 
@@ -122,7 +122,7 @@ def test_warpgroups_that_share_halves(kind, block_m, consumers, step):
     problem = make_problem(kind, RAGGED, k=1024, n=336, block_m=block_m, **GATED)
     folds = (False, True) if kind == "int4 g128" else (False,)
     step = step // 2 or 1 if problem.args[1].fmt.is_8bit else step
-    configs = [PackedConfig(block_m, consumers, step, 2, fold, num_sms=5, splits_halves=True) for fold in folds]
+    configs = [PackedConfig(block_m, consumers, step, 2, fold, num_sms=5, splits_projections=True) for fold in folds]
     configs = [config for config in configs if config_error(describe(problem), config) is None]
     assert configs or (consumers == 4 and block_m > 16)
     for config in configs:
@@ -135,7 +135,8 @@ TALL_FORMATS = ("int4 g128", "int4 g128 f32", "nvfp4", "mxfp4", "w4a8 int8 g128"
 
 
 def check_tall(kind, block_m, options: dict[str, Any], shapes, k):
-    """(consumers, blocks of K a step, whether halves are shared), with and without folded scales: those that fit."""
+    """(consumers, blocks of K a step, whether projections are split), with and without folded scales: those that
+    fit."""
     problem = make_problem(kind, [3, 0, 400, 1, block_m, 150], k=k, n=336, block_m=block_m, **options)
     own = problem.row_expert >= 0
     configs = [PackedConfig(block_m, c, step, 2, fold, 4, 5, 1, h) for c, step, h in shapes for fold in (False, True)]
@@ -148,7 +149,7 @@ def check_tall(kind, block_m, options: dict[str, Any], shapes, k):
         np.testing.assert_array_equal(out[own], once()[own])
 
 
-@pytest.mark.parametrize("block_m", TALL)
+@pytest.mark.parametrize("block_m", LARGE_M)
 @pytest.mark.parametrize("kind", TALL_FORMATS)
 def test_tall_gated(kind, block_m):
     """Experts of none, one and several tiles; rows in one tile's sums, one consumer a half where it needs both."""
@@ -156,7 +157,7 @@ def test_tall_gated(kind, block_m):
     check_tall(kind, block_m, GATED, [(2, step, False), (2, step, True)], k=512)
 
 
-@pytest.mark.parametrize("block_m", TALL)
+@pytest.mark.parametrize("block_m", LARGE_M)
 @pytest.mark.parametrize("kind", TALL_FORMATS)
 def test_tall_alone(kind, block_m):
     """A last step past K, 192 channels a tile, which 336 are no multiple of."""

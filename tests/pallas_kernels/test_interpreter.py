@@ -79,21 +79,25 @@ def _rows(tree: Any, own: Any, count: int) -> list[Any]:
 
 def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict[str, Any]) -> tuple[Any, Any]:
     """Three experts of 3, 0 and block_m + 6 rows; the last tile of four is not in use."""
-    rng, (k, n), halves = np.random.default_rng(0), (256, options.pop("n", 128)), 2 if "activation" in options else 1
+    rng, (k, n), projections = (
+        np.random.default_rng(0),
+        (256, options.pop("n", 128)),
+        2 if "activation" in options else 1,
+    )
     tile_expert, num_tiles = jnp.asarray([0, 2, 2, -1], jnp.int32), jnp.int32(3)
-    numbers = [rng.standard_normal(shape) * 2 for shape in ((4 * block_m, k), (3, halves, n, k))]
+    numbers = [rng.standard_normal(shape) * 2 for shape in ((4 * block_m, k), (3, projections, n, k))]
     x, w = (jnp.asarray(np.rint(8 * v) if dtype == "int8" else v, dtype) for v in numbers)
-    same_rows = options.pop("same_rows", 0)
-    if same_rows:
-        x, options["block_m"] = x[:same_rows], block_m
+    unpermuted_rows = options.pop("unpermuted_rows", 0)
+    if unpermuted_rows:
+        x, options["block_m"] = x[:unpermuted_rows], block_m
     x_scale, w_scale = (None if s is None else jnp.asarray(rng.uniform(0.5, 2, s), jnp.float32) for s in scales)
-    names = ("block_n", "is_swapped", "cluster", "shares_weights")
+    names = ("block_n", "swap_ab", "cluster", "shares_weights")
     form: dict[str, Any] = dict(block_n=128) | {name: options.pop(name) for name in names if name in options}
     config = GemmConfig(block_m, num_stages=2, num_sms=2, **form)
     found, expected = (
         grouped_gemm(
             x,
-            w if halves == 2 else w[:, 0],
+            w if projections == 2 else w[:, 0],
             tile_expert,
             num_tiles,
             x_scale=x_scale,
@@ -105,8 +109,8 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict
         for name in ("mosaic", "reference")
     )
     own = np.r_[0:3, block_m : 2 * block_m + 6]
-    if same_rows:
-        own = np.concatenate([np.arange(same_rows) + tile * block_m for tile in range(3)])
+    if unpermuted_rows:
+        own = np.concatenate([np.arange(unpermuted_rows) + tile * block_m for tile in range(3)])
     return _rows(found, own, 4 * block_m), _rows(expected, own, 4 * block_m)
 
 
@@ -120,39 +124,37 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     **{f"permute e4m3_group, {width}": lambda width=width: permuting("e4m3_group", width) for width in (128, 384)},
     "permute e4m3_group in parts": permuting_in_parts,
     "bf16": lambda: multiplying("bfloat16", (None, None), 64, {}),
-    "bf16 swapped": lambda: multiplying("bfloat16", (None, None), 16, dict(is_swapped=True)),
+    "bf16 swapped": lambda: multiplying("bfloat16", (None, None), 16, dict(swap_ab=True)),
     **{
         f"bf16 swapped, the same {n} rows": lambda n=n: multiplying(
-            "bfloat16", (None, None), 16, dict(is_swapped=True, same_rows=n)
+            "bfloat16", (None, None), 16, dict(swap_ab=True, unpermuted_rows=n)
         )
         for n in (1, 5, 16)
     },
     "int8 rows swapped, the same 5 rows": lambda: multiplying(
-        "int8", ((16,), (3, 128)), 16, dict(is_swapped=True, same_rows=5)
+        "int8", ((16,), (3, 128)), 16, dict(swap_ab=True, unpermuted_rows=5)
     ),
-    "int8 rows, the same 8 rows": lambda: multiplying("int8", ((64,), (3, 128)), 64, dict(same_rows=8)),
+    "int8 rows, the same 8 rows": lambda: multiplying("int8", ((64,), (3, 128)), 64, dict(unpermuted_rows=8)),
     "fp8 blocks gated, the same 3 rows": lambda: multiplying(
-        "float8_e4m3fn", ((2, 64), (3, 2, 1, 2)), 64, dict(activation=SILU, requantize="group", same_rows=3)
+        "float8_e4m3fn", ((2, 64), (3, 2, 1, 2)), 64, dict(activation=SILU, requantize="group", unpermuted_rows=3)
     ),
-    "bf16 tall gated": lambda: multiplying(
-        "bfloat16", (None, None), 112, dict(is_swapped=True, activation=SILU, n=256)
-    ),
-    "int8 rows tall": lambda: multiplying("int8", ((576,), (3, 256)), 144, dict(is_swapped=True, block_n=256, n=256)),
+    "bf16 tall gated": lambda: multiplying("bfloat16", (None, None), 112, dict(swap_ab=True, activation=SILU, n=256)),
+    "int8 rows tall": lambda: multiplying("int8", ((576,), (3, 256)), 144, dict(swap_ab=True, block_n=256, n=256)),
     "int8 rows": lambda: multiplying("int8", ((256,), (3, 128)), 64, {}),
     "bf16 in three pieces": lambda: multiplying("bfloat16", (None, None), 64, dict(block_n=96, n=384)),
-    "int8 rows gated, halves of 48 columns": lambda: multiplying(
+    "int8 rows gated, projections of 48 columns": lambda: multiplying(
         "int8", ((256,), (3, 2, 192)), 64, dict(n=192, block_n=48, activation=SILU, bias=bias((3, 2, 192)))
     ),
     "bf16 clusters": lambda: multiplying("bfloat16", (None, None), 64, dict(n=256, cluster=2)),
     "int8 rows, clusters sharing weights": lambda: multiplying(
         "int8", ((256,), (3, 256)), 64, dict(n=256, cluster=2, shares_weights=True)
     ),
-    "bf16 tall, clusters": lambda: multiplying("bfloat16", (None, None), 112, dict(is_swapped=True, n=256, cluster=2)),
+    "bf16 tall, clusters": lambda: multiplying("bfloat16", (None, None), 112, dict(swap_ab=True, n=256, cluster=2)),
     "int8 rows tall gated, clusters sharing weights": lambda: multiplying(
         "int8",
         ((448,), (3, 2, 256)),
         112,
-        dict(is_swapped=True, activation=SILU, n=256, cluster=2, shares_weights=True),
+        dict(swap_ab=True, activation=SILU, n=256, cluster=2, shares_weights=True),
     ),
     "fp8 blocks gated, clusters sharing weights": lambda: multiplying(
         "float8_e4m3fn",
@@ -161,10 +163,10 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
         dict(activation=SILU, requantize="group", n=256, cluster=2, shares_weights=True),
     ),
     "fp8 blocks gated, swapped": lambda: multiplying(
-        "float8_e4m3fn", ((2, 64), (3, 2, 2, 2)), 16, dict(activation=SILU, is_swapped=True, n=256)
+        "float8_e4m3fn", ((2, 64), (3, 2, 2, 2)), 16, dict(activation=SILU, swap_ab=True, n=256)
     ),
     "fp8 blocks swapped, the same 5 rows": lambda: multiplying(
-        "float8_e4m3fn", ((2, 16), (3, 1, 2)), 16, dict(is_swapped=True, same_rows=5)
+        "float8_e4m3fn", ((2, 16), (3, 1, 2)), 16, dict(swap_ab=True, unpermuted_rows=5)
     ),
     "fp8 blocks gated": lambda: multiplying(
         "float8_e4m3fn", ((2, 256), (3, 2, 1, 2)), 64, dict(activation=SILU, requantize="group")

@@ -27,7 +27,7 @@ def run_ptx(operands, text):
         return registers[token] if token in registers else np.uint32(int(token, 0))
 
     text = re.sub(r"\.reg[^;]*;", "", text)
-    # Two halves of a register by name.
+    # The two halves of a register by name.
     text = re.sub(r"mov\.b32 \{(\w+), (\w+)\}, (\S+);", r"and.b32 \1, \3, 0xFFFF; shr.u32 \2, \3, 16;", text)
     text = re.sub(r"mov\.b32 (\S+), \{(\w+), (\w+)\};", r"mad.lo.u32 \1, \3, 0x10000, \2;", text)
     for line in re.findall(r"([a-z][\w.]+ [^;{}]+);", text):

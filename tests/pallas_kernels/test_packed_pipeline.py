@@ -13,7 +13,7 @@ from pallas_kernels.grouped_gemm.packed.config import (
     are_groups_together,
     block_k,
     is_promoted,
-    own_halves,
+    own_projections,
     products_in_flight,
     promoted_k,
     promoted_rows,
@@ -100,19 +100,19 @@ def on_numpy(monkeypatch):
 SILU = Activation("silu")
 G = {g: PackedFormat("int4", scale="group", group_size=g) for g in (32, 64, 128, 256)}
 INT8 = PackedFormat("int4", "int8", "group", 128)
-# format, halves, block_m, consumers, step_blocks, and of the configuration what is not the default
+# format, projections, block_m, consumers, step_blocks, and of the configuration what is not the default
 CASES = [
     (G[128], 2, 16, 2, 4, {}),
     (G[128], 1, 16, 4, 4, {}),
     (G[128], 1, 8, 2, 8, {}),
     (G[128], 2, 24, 2, 4, {}),
-    (G[128], 2, 16, 4, 4, dict(splits_halves=True)),
+    (G[128], 2, 16, 4, 4, dict(splits_projections=True)),
     (G[128], 2, 16, 4, 4, dict(k_split=2)),
     (G[128], 1, 24, 4, 4, dict(k_split=2)),
     (G[128], 1, 16, 4, 4, dict(k_split=4)),
     (G[128], 1, 128, 2, 2, {}),
     (G[128], 1, 80, 3, 2, {}),
-    (G[128], 2, 144, 2, 1, dict(splits_halves=True)),
+    (G[128], 2, 144, 2, 1, dict(splits_projections=True)),
     (G[256], 2, 16, 2, 2, {}),
     (G[64], 2, 16, 2, 2, {}),
     (G[64], 1, 128, 2, 2, {}),
@@ -123,7 +123,7 @@ CASES = [
     (PackedFormat("int4"), 2, 16, 4, 2, {}),
     (PackedFormat("e2m1", scale="e4m3", group_size=16), 2, 16, 2, 4, {}),
     (PackedFormat("e2m1", scale="e8m0", group_size=32), 1, 16, 4, 5, {}),
-    (PackedFormat("e2m1", scale="e8m0", group_size=32), 2, 16, 4, 5, dict(splits_halves=True)),
+    (PackedFormat("e2m1", scale="e8m0", group_size=32), 2, 16, 4, 5, dict(splits_projections=True)),
 ]
 
 
@@ -131,7 +131,7 @@ CASES = [
     "case", CASES, ids=lambda c: f"{c[0].operand} g{c[0].group_size} x{c[1]} rows {c[2]} wg {c[3]} steps {c[4]} {c[5]}"
 )
 def test_products_and_scales(case, on_numpy):
-    fmt, halves, block_m, consumers, step_blocks, options = case
+    fmt, projections, block_m, consumers, step_blocks, options = case
     config = PackedConfig(block_m, consumers, step_blocks, num_stages=3, **options)
     k = 3 * fmt.block_k * step_blocks
     desc = PackedDesc(
@@ -140,15 +140,15 @@ def test_products_and_scales(case, on_numpy):
         k=k,
         num_experts=1,
         fmt=fmt,
-        halves=halves,
-        activation=SILU if halves == 2 else None,
+        projections=projections,
+        activation=SILU if projections == 2 else None,
         scale_dtype="bfloat16" if config.folds_scales else "float32",
         has_channel_scale=fmt.scale != "group",
         lhs_scale="row" if fmt.is_8bit else "none",
     )
     assert config_error(desc, config) is None
     rng = np.random.default_rng(0)
-    blocks, step = config.channel_groups * halves, block_k(desc, config)
+    blocks, step = config.channel_groups * projections, block_k(desc, config)
     w = rng.integers(-8, 8, (blocks, BLOCK_N, k)).astype(np.float64)
     x = rng.integers(-100, 101, (block_m, k)).astype(np.float64)
     group = fmt.group_size or k
@@ -176,12 +176,12 @@ def test_products_and_scales(case, on_numpy):
         scale=Ref(np.stack([scale[:, r] for r in slots])) if fmt.scale == "group" else None,
     )
     multiply = pipeline_sm90.multiply_promoted if is_promoted(desc, config) else pipeline_sm90.multiply
-    total = np.zeros((config.channel_groups, halves, BLOCK_N, block_m))
+    total = np.zeros((config.channel_groups, projections, BLOCK_N, block_m))
     for warpgroup in range(consumers):
         channels, first_half, _ = (int(v) for v in pipeline_sm90.place(config, warpgroup))
         Flight.now = Flight.most = Flight.waits = 0
         sums = multiply(desc, config, scratch, warpgroup, 3, 0)
-        assert len(sums) == own_halves(desc, config)
+        assert len(sums) == own_projections(desc, config)
         for half, pieces in enumerate(sums):
             total[channels, first_half + half] += np.concatenate([np.asarray(p, np.float64) for p in pieces], axis=1)
         if is_promoted(desc, config):
@@ -192,5 +192,5 @@ def test_products_and_scales(case, on_numpy):
         else:
             assert Flight.most <= products_in_flight(config)
         assert Flight.now == 0
-    expected = ((w * grouped) @ x.T).reshape(config.channel_groups, halves, BLOCK_N, block_m)
+    expected = ((w * grouped) @ x.T).reshape(config.channel_groups, projections, BLOCK_N, block_m)
     np.testing.assert_array_equal(total, expected)

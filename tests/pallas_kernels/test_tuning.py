@@ -33,7 +33,7 @@ from tests.support.cases.hopper_layers import on_hopper
 from tests.support.kernels.cases import PACKED
 
 KEY = LayerKey(128, 8, 2048, 768, **FORMATS["fp8_channel"])
-PAIR = LayerConfig(16, *[GemmConfig(16, 128, 4, is_swapped=True)] * 2)
+PAIR = LayerConfig(16, *[GemmConfig(16, 128, 4, swap_ab=True)] * 2)
 PACKED_KEY = PackedLayerKey(128, 8, 2048, 768, **PACKED_FORMATS["int4_g128"])
 PACKED_PAIR = LayerConfig(16, PackedConfig(16, 4, 2, 5), PackedConfig(16, 4, 4, 5))
 GOOD = Table("NVIDIA H200", (Entry(KEY, 16, PAIR, 90.0), Entry(KEY, 64, PAIR, 150.0)))
@@ -45,7 +45,7 @@ def fake_timer(desc, config, key, tokens):
         return 5.0
     if config.block_n == 64:
         raise NotImplementedError("too narrow today")
-    return abs(config.block_m - 16) + abs(config.block_n - 128) / 10 + (1.0 if config.is_swapped else 5.0)
+    return abs(config.block_m - 16) + abs(config.block_n - 128) / 10 + (1.0 if config.swap_ab else 5.0)
 
 
 def test_search_takes_the_least_sum_and_reports_refusals():
@@ -53,9 +53,9 @@ def test_search_takes_the_least_sum_and_reports_refusals():
     (entry,) = tune([KEY], [16], fake_timer, 132, lines.append)
     assert (entry.key, entry.tokens, entry.micros) == (KEY, 16, 2.0)
     for config in (entry.config.gemm1, entry.config.gemm2):
-        assert (config.block_m, config.block_n, config.is_swapped) == (16, 128, True)
+        assert (config.block_m, config.block_n, config.swap_ab) == (16, 128, True)
     assert sum("too narrow today" in line for line in lines) >= 4
-    timed = {(config.block_m, config.is_swapped) for config in map(_config_of, lines) if config}
+    timed = {(config.block_m, config.swap_ab) for config in map(_config_of, lines) if config}
     assert timed == {(8, True), (16, True), (64, False)}
 
 

@@ -45,7 +45,7 @@ SCHEMES = (
 def gemm_case(kind="fp8_row"):
     """(function of arrays alone, its arguments as arrays): a gated grouped GEMM with ragged and empty experts."""
     problem = make_problem(
-        kind, [3, 40, 0, 9], k=512, n=384, halves=2, activation=Activation("silu"), with_tile_rows=True
+        kind, [3, 40, 0, 9], k=512, n=384, projections=2, activation=Activation("silu"), with_tile_rows=True
     )
     arrays = {name: value for name, value in problem.kwargs.items() if isinstance(value, jax.Array)}
     static = {name: value for name, value in problem.kwargs.items() if not isinstance(value, jax.Array)}

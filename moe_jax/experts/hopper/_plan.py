@@ -11,7 +11,7 @@ from moe_jax.experts.hopper import _packed_experts
 from moe_jax.experts.hopper._kernel_layout import is_packed
 from moe_jax.quantization import ExpertWeights, Scheme, Strategy
 from pallas_kernels.common.device import device_kind, hopper_sms
-from pallas_kernels.common.rows import same_rows_error
+from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.grouped_gemm import choose_block_m, choose_config
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 from pallas_kernels.route.config import fused_tokens, quantizes_beside
@@ -72,7 +72,7 @@ def make_plan(
         if are_quantized or not PLACES_BY_TOKEN:
             kind = None
         first, second = products(num_tokens, block_m)
-        first = dataclasses.replace(first, same_rows=0 if kind is None else num_tokens)
+        first = dataclasses.replace(first, unpermuted_rows=0 if kind is None else num_tokens)
         return Plan(block_m, (first, second), configs, source, kind is not None, kind or "none")
 
     entry = table_for(device_kind()).lookup(key, planned) if kernels == "mosaic" else None
@@ -97,7 +97,7 @@ def make_plan(
         hit = key.num_experts * (1 - (1 - min(key.top_k / key.num_experts, 1.0)) ** max(planned, 1))
         rows = planned * key.top_k / hit
         may_swap = key.may_swap and (key.requantize == "none" or config.dtype.name != "float16")
-        block_m, choose = choose_block_m(rows, may_swap=may_swap, may_be_tall=key.may_be_tall), choose_config
+        block_m, choose = choose_block_m(rows, may_swap=may_swap, may_be_large_m=key.may_be_large_m), choose_config
     configs = (None, None)
     if config.pinned_tokens is not None and kernels == "mosaic":
         configs = tuple(choose(desc, block_m, hopper_sms()) for desc in products(planned, block_m))
@@ -109,7 +109,7 @@ def _kind_by_token(config: MoEConfig, weights: ExpertWeights, num_tokens: int, b
     """How tokens are quantized where they stay, "none" for not at all; None where they are moved: a tile does not hold
     all of them, columns have an order of each expert, or their quantization is more than a part of routing's launch.
     """
-    if weights.w13.g_idx is not None or num_tokens < 1 or same_rows_error(num_tokens, block_m):
+    if weights.w13.g_idx is not None or num_tokens < 1 or unpermuted_rows_error(num_tokens, block_m):
         return None
     activations = weights.scheme.activations
     if activations is None:

@@ -9,7 +9,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.common.rows import same_rows_error
+from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.common.sm90 import SMEM_BYTES, smem_bytes
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
 
@@ -17,7 +17,7 @@ _OUTPUTS = ("bfloat16", "float16", "float32")
 BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 # Heights that fit around an expert's rows where powers of two do not. Two or three consumers take them; of group scales
 # in float32 sums two, which have a whole tile's partial sums in flight: with them in pieces ptxas spills.
-TALL = (112, 144, 160, 176, 192)
+LARGE_M = (112, 144, 160, 176, 192)
 # Warpgroups that enter with 65,536 registers between them, and what (consumers, producer) then ask for.
 _REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (232, 40), 3: (152, 56), 4: (104, 40)}
 _TALL_REGISTERS = {2: (240, 24), 3: (152, 56)}
@@ -28,8 +28,10 @@ class PackedDesc:
     """Static description of one call; the shape letters are those of ``grouped_gemm_packed``.
 
     rows: Mp. n: output columns (channels of one half). k: columns of x, whole blocks of K. fmt: of the weights.
-    scale_dtype: of group scales. has_channel_scale: a float32 factor per channel follows the sum. halves: 2 when the
-    product feeds a gated activation. lhs_scale: "none", "tensor" or "row" factors of x, applied to the sum. same_rows:
+    scale_dtype: of group scales. has_channel_scale: a float32 factor per channel follows the sum. projections: 2
+    when the
+    product feeds a gated activation. lhs_scale: "none", "tensor" or "row" factors of x, applied to the sum.
+    unpermuted_rows:
     of x, which every tile starts with; 0 where x has a row for each of a tile.
     """
 
@@ -39,13 +41,13 @@ class PackedDesc:
     num_experts: int
     fmt: PackedFormat
     out_dtype: str = "bfloat16"
-    halves: int = 1
+    projections: int = 1
     scale_dtype: str = "float32"
     has_channel_scale: bool = False
     lhs_scale: Literal["none", "tensor", "row"] = "none"
     bias_dtype: str | None = None
     activation: Activation | None = None
-    same_rows: int = 0
+    unpermuted_rows: int = 0
 
     @property
     def accumulator(self) -> str:
@@ -97,11 +99,12 @@ class PackedConfig:
     block_m: rows of a tile, all of one expert; they are the columns of the matrix instruction. num_consumers: 1 to 4
     warpgroups, each with 64 channels of every half. k_split: of these, how many share their channels, each with its
     part of every K step; their sums are added in the order of the parts, so that the bits depend on nothing else.
-    splits_halves: of a gated product, two consumers share 64 channels: one multiplies the gate, the other the up half,
+    splits_projections: of a gated product, two consumers share 64 channels: one multiplies the gate, the other the
+    up half,
     whose sums pass through shared memory. Each has registers for tiles twice as tall.
     step_blocks: blocks of K per slot of the ring; a last step past K multiplies zeros. num_stages: slots.
     folds_scales: group scales are multiplied into the operands, rounded once, instead of into float32 partial sums.
-    band: row tiles walked together. num_sms: persistent blocks, one per multiprocessor.
+    raster_group_m: row tiles walked together. num_sms: persistent blocks, one per multiprocessor.
     """
 
     block_m: int
@@ -109,10 +112,10 @@ class PackedConfig:
     step_blocks: int
     num_stages: int
     folds_scales: bool = False
-    band: int = 8
+    raster_group_m: int = 8
     num_sms: int = 132
     k_split: int = 1
-    splits_halves: bool = False
+    splits_projections: bool = False
 
     @property
     def channel_groups(self) -> int:
@@ -122,7 +125,7 @@ class PackedConfig:
     @property
     def sharers(self) -> int:
         """Consumers that share 64 channels."""
-        return self.k_split * (2 if self.splits_halves else 1)
+        return self.k_split * (2 if self.splits_projections else 1)
 
     @property
     def part_blocks(self) -> int:
@@ -132,7 +135,7 @@ class PackedConfig:
 
 def registers(config: PackedConfig) -> tuple[int, int] | None:
     """Registers that a thread of a consumer and one of the producer ask for, None where they keep what they have."""
-    return (_TALL_REGISTERS if config.block_m in TALL else _REGISTERS)[config.num_consumers]
+    return (_TALL_REGISTERS if config.block_m in LARGE_M else _REGISTERS)[config.num_consumers]
 
 
 def is_promoted(desc: PackedDesc, config: PackedConfig) -> bool:
@@ -140,9 +143,9 @@ def is_promoted(desc: PackedDesc, config: PackedConfig) -> bool:
     return desc.fmt.scale == "group" and not config.folds_scales
 
 
-def own_halves(desc: PackedDesc, config: PackedConfig) -> int:
+def own_projections(desc: PackedDesc, config: PackedConfig) -> int:
     """Halves that one consumer multiplies."""
-    return 1 if config.splits_halves else desc.halves
+    return 1 if config.splits_projections else desc.projections
 
 
 def block_k(desc: PackedDesc, config: PackedConfig) -> int:
@@ -168,7 +171,7 @@ def scale_rows(desc: PackedDesc, config: PackedConfig) -> int:
 
 def shared_memory(desc: PackedDesc, config: PackedConfig) -> int:
     """Bytes of shared memory a block uses: the ring, the output staging, barriers."""
-    blocks, stages = config.channel_groups * desc.halves, config.num_stages
+    blocks, stages = config.channel_groups * desc.projections, config.num_stages
     total = smem_bytes((stages, blocks, config.step_blocks, math.prod(desc.fmt.block_shape)), "int32")
     total += smem_bytes((stages, config.block_m, block_k(desc, config)), desc.fmt.operand)
     if desc.fmt.scale == "group":
@@ -182,36 +185,41 @@ def shared_memory(desc: PackedDesc, config: PackedConfig) -> int:
 
 
 def partial_shape(desc: PackedDesc, config: PackedConfig) -> tuple[int, ...]:
-    """Shared memory for the sums of all sharers but the first: (groups, sharers - 1, halves, pieces, 64, rows)."""
+    """Shared memory for the sums of all sharers but the first: (groups, sharers - 1, projections, pieces, 64,
+    rows)."""
     rows = promoted_rows(config) if is_promoted(desc, config) else config.block_m
     others = (config.channel_groups, config.sharers - 1)
-    return (*others, own_halves(desc, config), config.block_m // rows, BLOCK_N, rows)
+    return (*others, own_projections(desc, config), config.block_m // rows, BLOCK_N, rows)
 
 
 def promoted_rows(config: PackedConfig) -> int:
     """Rows of x whose partial sums are in flight at a time; those of a whole tile may not fit beside its sums."""
-    if config.block_m in TALL:
+    if config.block_m in LARGE_M:
         return config.block_m
     if config.block_m == 64 and config.num_consumers == 4:
         return 32
     return {80: 40, 96: 32}.get(config.block_m, min(config.block_m, 64))
 
 
-def are_halves_together(desc: PackedDesc, config: PackedConfig) -> bool:
-    """Whether both halves of a gated product are in flight together. With four consumers a thread has 104 registers,
+def are_projections_together(desc: PackedDesc, config: PackedConfig) -> bool:
+    """whether both projections of a gated product are in flight together. With four consumers a thread has 104
+    registers,
     the operands of one half take 32 of them, and ptxas would serialize.
     """
-    return config.num_consumers < 4 and own_halves(desc, config) * config.block_m <= 64
+    return config.num_consumers < 4 and own_projections(desc, config) * config.block_m <= 64
 
 
 def are_groups_together(desc: PackedDesc, config: PackedConfig) -> bool:
     """Whether the partial sums of all groups of a step are in flight together, with one wait for all. Then the operands
     of a whole step are, 16 registers a block.
     """
-    if not is_promoted(desc, config) or config.num_consumers > 2 or not are_halves_together(desc, config):
+    if not is_promoted(desc, config) or config.num_consumers > 2 or not are_projections_together(desc, config):
         return False
-    halves, groups = own_halves(desc, config), desc.fmt.block_k * config.part_blocks // promoted_k(desc, config)
-    return halves * groups * promoted_rows(config) <= 64 and 16 * halves * config.part_blocks <= 128
+    projections, groups = (
+        own_projections(desc, config),
+        desc.fmt.block_k * config.part_blocks // promoted_k(desc, config),
+    )
+    return projections * groups * promoted_rows(config) <= 64 and 16 * projections * config.part_blocks <= 128
 
 
 def unpacks_late(desc: PackedDesc, config: PackedConfig) -> bool:
@@ -219,7 +227,7 @@ def unpacks_late(desc: PackedDesc, config: PackedConfig) -> bool:
     product takes all of it, and sums leave registers for that: late, ptxas spills some.
     """
     is_whole = config.block_m == promoted_rows(config) and promoted_k(desc, config) >= desc.fmt.block_k
-    is_tight = config.num_consumers == 4 and own_halves(desc, config) > 1 and sum_registers(desc, config) > 32
+    is_tight = config.num_consumers == 4 and own_projections(desc, config) > 1 and sum_registers(desc, config) > 32
     is_tight |= desc.fmt.is_8bit and config.block_m >= 176 and config.part_blocks > 1
     return is_whole and not is_tight
 
@@ -240,9 +248,9 @@ def products_in_flight(config: PackedConfig) -> int:
 
 def sum_registers(desc: PackedDesc, config: PackedConfig) -> int:
     """32-bit registers a thread of a consumer needs for sums alone."""
-    registers = own_halves(desc, config) * config.block_m // 2
+    registers = own_projections(desc, config) * config.block_m // 2
     if is_promoted(desc, config):
-        together = own_halves(desc, config) if are_halves_together(desc, config) else 1
+        together = own_projections(desc, config) if are_projections_together(desc, config) else 1
         registers += promoted_rows(config) // 2 * together
     return registers
 
@@ -262,22 +270,22 @@ def _room_in_tall_tile(desc: PackedDesc, config: PackedConfig) -> int:
 
 def _room_for_sums(desc: PackedDesc, config: PackedConfig) -> int:
     """Registers a thread of a consumer has for sums; with more of them ptxas spills."""
-    if config.block_m in TALL:
+    if config.block_m in LARGE_M:
         return _room_in_tall_tile(desc, config)
     room = {1: 128, 2: 128, 3: 80, 4: 40}[config.num_consumers]
-    if config.k_split > 1 and own_halves(desc, config) > 1 and is_promoted(desc, config):
+    if config.k_split > 1 and own_projections(desc, config) > 1 and is_promoted(desc, config):
         return 32  # 36 spill
     if fragment_k(desc, config) == 32:
-        # twice as many scales and addresses beside them: 96 spill, and with four consumers 36 of two halves
-        return 32 if config.num_consumers == 4 and own_halves(desc, config) > 1 else min(room, 80)
+        # twice as many scales and addresses beside them: 96 spill, and with four consumers 36 of two projections
+        return 32 if config.num_consumers == 4 and own_projections(desc, config) > 1 else min(room, 80)
     if not is_promoted(desc, config):
         return room
     is_lean = desc.fmt.bits == 4 and not desc.fmt.has_zero_point and (desc.fmt.group_size or 0) >= 128
-    if config.num_consumers == 4 and own_halves(desc, config) == 1 and is_lean:
+    if config.num_consumers == 4 and own_projections(desc, config) == 1 and is_lean:
         if desc.fmt.is_8bit:
             return 48
-        return 60 if desc.halves == 1 or config.part_blocks == 1 else 48 if config.block_m <= 48 else 40
-    if desc.fmt.is_8bit and desc.fmt.has_zero_point and config.splits_halves:
+        return 60 if desc.projections == 1 or config.part_blocks == 1 else 48 if config.block_m <= 48 else 40
+    if desc.fmt.is_8bit and desc.fmt.has_zero_point and config.splits_projections:
         return min(room, 80)
     if desc.fmt.is_8bit or desc.fmt.has_zero_point:
         return min(room, 60 if config.num_consumers == 3 and desc.fmt.is_8bit else 96)
@@ -308,9 +316,9 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
         return f"block_m={config.block_m} is not one of {BLOCK_MS}"
     if desc.rows % config.block_m:
         return f"rows={desc.rows} is not a multiple of block_m={config.block_m}"
-    if reason := same_rows_error(desc.same_rows, config.block_m):
+    if reason := unpermuted_rows_error(desc.unpermuted_rows, config.block_m):
         return reason
-    allowed = tuple(_TALL_REGISTERS if config.block_m in TALL else _REGISTERS)
+    allowed = tuple(_TALL_REGISTERS if config.block_m in LARGE_M else _REGISTERS)
     if config.num_consumers not in allowed:
         return f"block_m={config.block_m}: num_consumers={config.num_consumers} is not one of {allowed}"
     step = block_k(desc, config)
@@ -320,10 +328,10 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
         return f"k_split={config.k_split}: 1, 2 or 4, which divides {config.num_consumers} consumers and the K step"
     if config.k_split > 1 and (config.folds_scales or desc.fmt.has_zero_point):
         return f"k_split={config.k_split}: with folded scales or zero points it is not built"
-    if config.splits_halves and (desc.halves != 2 or config.num_consumers % 2 or config.k_split > 1):
+    if config.splits_projections and (desc.projections != 2 or config.num_consumers % 2 or config.k_split > 1):
         return (
-            f"splits_halves: {desc.halves} halves, {config.num_consumers} consumers, k_split={config.k_split}; two "
-            "halves, an even number of consumers and k_split=1"
+            f"splits_projections: {desc.projections} projections, {config.num_consumers} consumers, "
+            f"k_split={config.k_split}; two projections, an even number of consumers and k_split=1"
         )
     group = desc.fmt.group_size if desc.fmt.scale == "group" else None
     part = step // config.k_split
@@ -336,8 +344,8 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
         return f"folds_scales: needs group scales in {desc.fmt.operand}, found {desc.fmt.scale} in {desc.scale_dtype}"
     if config.folds_scales and desc.fmt.element == "e4m3":
         return "folds_scales: e4m3 weights spend the one multiplication on their exponents"
-    if config.block_m in TALL and is_promoted(desc, config) and own_halves(desc, config) > 1:
-        return f"block_m={config.block_m}: partial sums of groups of both halves spill; splits_halves"
+    if config.block_m in LARGE_M and is_promoted(desc, config) and own_projections(desc, config) > 1:
+        return f"block_m={config.block_m}: partial sums of groups of both projections spill; splits_projections"
     needed, room = sum_registers(desc, config), _room_for_sums(desc, config)
     if needed > room:
         return f"block_m={config.block_m}: {needed} registers of sums, {room} with {config.num_consumers} consumers"

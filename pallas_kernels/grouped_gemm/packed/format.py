@@ -276,7 +276,7 @@ def pad_to(array: Any, axis: int, multiple: int, value: Any = 0) -> Any:
 
 
 def interleave(array: Any) -> Any:
-    """(E, G, N, ...) -> (E, N / 64, G, 64, ...): the halves of a gated product side by side, 64 channels each."""
+    """(E, G, N, ...) -> (E, N / 64, G, 64, ...): the projections of a gated product side by side, 64 channels each."""
     e, g, n = array.shape[:3]
     split = array.reshape(e, g, n // 64, 64, *array.shape[3:])
     return split.transpose(0, 2, 1, *range(3, split.ndim))

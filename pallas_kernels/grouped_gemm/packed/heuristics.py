@@ -7,7 +7,7 @@ from pallas_kernels.common.sm90 import SMEM_BYTES
 from pallas_kernels.grouped_gemm.heuristics import expected_tiles, height_for, rounds_of, tiles_of_expert
 from pallas_kernels.grouped_gemm.packed.config import (
     BLOCK_MS,
-    TALL,
+    LARGE_M,
     PackedConfig,
     PackedDesc,
     block_k,
@@ -43,7 +43,7 @@ def choose_block_m(rows_per_expert: float) -> int:
     padding and unpacking included.
     """
     low = height_for(rows_per_expert, (m for m in BLOCK_MS if m <= _LOW_TO))
-    return low or min((*TALL[:-1], 128), key=lambda height: _work(rows_per_expert, height))
+    return low or min((*LARGE_M[:-1], 128), key=lambda height: _work(rows_per_expert, height))
 
 
 def _work(rows_per_expert: float, height: int) -> float:
@@ -77,11 +77,11 @@ def _fits_k(desc: PackedDesc, config: PackedConfig) -> bool:
     return past == 1 or (config.step_blocks % 2 == 0 and past <= (1.07 if desc.fmt.scale == "group" else 1.03))
 
 
-def _shapes(desc: PackedDesc, is_tall: bool) -> dict[tuple[int, int, int], None]:
+def _shapes(desc: PackedDesc, is_large_m: bool) -> dict[tuple[int, int, int], None]:
     """(consumers, k_split, blocks) by preference. Blocks of 8-bit operands are twice as deep: half as many of them."""
-    if is_tall:
-        shapes = _TALL_GATED if desc.halves > 1 else _TALL
-    elif desc.halves > 1:
+    if is_large_m:
+        shapes = _TALL_GATED if desc.projections > 1 else _TALL
+    elif desc.projections > 1:
         shapes = _LOW_GATED_E2M1 if desc.fmt.element == "e2m1" else _LOW_GATED
     else:
         shapes = _LOW
@@ -96,7 +96,7 @@ def choose_config(desc: PackedDesc, block_m: int, num_sms: int) -> PackedConfig:
     """
     found = list(candidates(desc, block_m, num_sms))
     if not found:
-        smallest = PackedConfig(block_m, 2 if block_m in TALL else 1, 1, 2, num_sms=num_sms)
+        smallest = PackedConfig(block_m, 2 if block_m in LARGE_M else 1, 1, 2, num_sms=num_sms)
         raise NotImplementedError(config_error(desc, smallest) or f"no configuration of {desc} fits {SMEM_BYTES} bytes")
     found = [config for config in found if config.folds_scales == found[0].folds_scales]
     tiles = expected_tiles(desc, block_m)
@@ -122,9 +122,9 @@ def describe(desc: PackedDesc, config: PackedConfig) -> str:
         when = "in float32 per group" if is_promoted(desc, config) else f"rounded to {desc.fmt.operand}"
         weights += f", scales {when}"
     shared = f" ({config.k_split} warpgroups split K)" if config.k_split > 1 else ""
-    shared += " (a warpgroup for each half)" if config.splits_halves else ""
+    shared += " (a warpgroup for each half)" if config.splits_projections else ""
     memory = f"{config.num_stages} stages ({shared_memory(desc, config) >> 10} KiB shared memory)"
     return (
-        f"{weights}; {config.block_m} rows x {desc.halves} x {64 * config.channel_groups} channels{shared}, K steps of "
-        f"{block_k(desc, config)}, {memory}, {config.num_sms} persistent blocks"
+        f"{weights}; {config.block_m} rows x {desc.projections} x {64 * config.channel_groups} channels{shared}, "
+        f"K steps of {block_k(desc, config)}, {memory}, {config.num_sms} persistent blocks"
     )

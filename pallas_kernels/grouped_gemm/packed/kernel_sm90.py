@@ -52,11 +52,13 @@ def grouped_gemm_packed_sm90(desc: PackedDesc, config: PackedConfig) -> Callable
 
 
 def operand_names(desc: PackedDesc) -> list[str]:
-    """Names of the arrays the kernel takes, in order; B = E * channel_blocks * halves counts blocks of 64 channels.
+    """Names of the arrays the kernel takes, in order; B = E * channel_blocks * projections counts blocks of 64
+    channels.
 
-    x (rows or same_rows, K); w (B, K / block_k, *block_shape) i32; tile_expert (rows / block_m,) i32; num_tiles (1,)
+    x (rows or unpermuted_rows, K); w (B, K / block_k, *block_shape) i32; tile_expert (rows / block_m,) i32;
+    num_tiles (1,)
     i32; scale (B, groups, 64); zero (B, groups, 64) of the operand's dtype; channel_scale (B, 64) f32; bias (B, 64),
-    all blocks of a half together; x_scale (1,) or (rows,) f32, with same_rows (block_m,).
+    all blocks of a half together; x_scale (1,) or (rows,) f32, with unpermuted_rows (block_m,).
     """
     names = ["x", "w", "tile_expert", "num_tiles"]
     names += ["scale"] if desc.fmt.scale == "group" else []
@@ -87,7 +89,7 @@ def _kernel(desc: PackedDesc, config: PackedConfig, *refs: Any, **allocated: Any
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             rows = config.block_m // len(sums[0])
             for index, piece in enumerate(zip(*sums, strict=True)):
-                first = (0 if desc.same_rows else m * config.block_m) + index * rows
+                first = (0 if desc.unpermuted_rows else m * config.block_m) + index * rows
                 value = _epilogue(desc, config, piece, vectors, operands, first).astype(desc.out_dtype)
                 staging = scratch.staging.at[group, pl.ds(index * rows, rows)]
                 staging.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -112,8 +114,10 @@ def _kernel(desc: PackedDesc, config: PackedConfig, *refs: Any, **allocated: Any
 def _vectors(desc: PackedDesc, operands: Mapping[str, Any], e: Any, block: Any) -> list[dict[str, Any]]:
     """(64,) channel scale and bias of each half, loaded before the sums so that their latency hides."""
     places = {
-        "channel_scale": [(e * desc.channel_blocks + block) * desc.halves + half for half in range(desc.halves)],
-        "bias": [(e * desc.halves + half) * desc.channel_blocks + block for half in range(desc.halves)],
+        "channel_scale": [
+            (e * desc.channel_blocks + block) * desc.projections + half for half in range(desc.projections)
+        ],
+        "bias": [(e * desc.projections + half) * desc.channel_blocks + block for half in range(desc.projections)],
     }
 
     def load(name, half):
@@ -121,7 +125,7 @@ def _vectors(desc: PackedDesc, operands: Mapping[str, Any], e: Any, block: Any) 
         return mosaic.load(vector, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
 
     names = [name for name in places if name in operands]
-    return [{name: load(name, half) for name in names} for half in range(desc.halves)]
+    return [{name: load(name, half) for name in names} for half in range(desc.projections)]
 
 
 def _epilogue(

@@ -52,7 +52,7 @@ class PackedWeights:
         return self.words.shape[0]
 
     @property
-    def halves(self) -> int:
+    def projections(self) -> int:
         return self.words.shape[2]
 
 

@@ -14,11 +14,11 @@ from pallas_kernels.grouped_gemm.packed.config import (
     PackedConfig,
     PackedDesc,
     are_groups_together,
-    are_halves_together,
+    are_projections_together,
     block_k,
     converts_sums,
     fragment_k,
-    own_halves,
+    own_projections,
     partial_shape,
     products_in_flight,
     promoted_k,
@@ -53,7 +53,7 @@ class Scratch:
 
 def scratch_types(desc: PackedDesc, config: PackedConfig) -> dict[str, Any]:
     """Allocations for ``Scratch``, by field name."""
-    stages, blocks = config.num_stages, config.channel_groups * desc.halves
+    stages, blocks = config.num_stages, config.channel_groups * desc.projections
     itemsize, out_itemsize = jnp.dtype(desc.fmt.operand).itemsize, jnp.dtype(desc.out_dtype).itemsize
     grouped = (stages, blocks, scale_rows(desc, config), BLOCK_N)
     types: dict[str, Any] = dict(
@@ -107,13 +107,13 @@ def produce(
     Bulk copies fill with zeros what lies past K: x, weights, scales.
     """
     stages, step, part = config.num_stages, block_k(desc, config), config.part_blocks * desc.fmt.block_k
-    blocks, groups = config.channel_groups * desc.halves, scale_rows(desc, config)
+    blocks, groups = config.channel_groups * desc.projections, scale_rows(desc, config)
 
     def one_tile(t, count):
         m, n, e = tile(t)
         # Past the last of the same rows a bulk copy brings zeros.
-        rows = pl.ds(0 if desc.same_rows else m * config.block_m, config.block_m)
-        channels = pl.ds((e * desc.channel_blocks + n * config.channel_groups) * desc.halves, blocks)
+        rows = pl.ds(0 if desc.unpermuted_rows else m * config.block_m, config.block_m)
+        channels = pl.ds((e * desc.channel_blocks + n * config.channel_groups) * desc.projections, blocks)
 
         def one_step(k, count):
             slot = lax.rem(count, jnp.int32(stages))
@@ -160,7 +160,7 @@ def _fragments(
     """Register operands of one block: pairs (first column in the part, array (64, fragment_k))."""
     first, width = depth * desc.fmt.block_k, fragment_k(desc, config)
     channels, first_half, part = place(config, warpgroup)
-    block = channels * desc.halves + first_half + half
+    block = channels * desc.projections + first_half + half
     group = desc.fmt.group_size or desc.k
     rows = tuple((first + desc.fmt.block_k // 4 * q) // group % scale_rows(desc, config) for q in range(4))
     parts = load_block(
@@ -204,7 +204,7 @@ def multiply(
         return [[accumulator[...].astype(jnp.float32)] for accumulator in accumulators]
 
     shape = mosaic.Accumulator((BLOCK_N, config.block_m), jnp.dtype(desc.accumulator))
-    return pl.run_scoped(scope, *[shape] * own_halves(desc, config))
+    return pl.run_scoped(scope, *[shape] * own_projections(desc, config))
 
 
 def multiply_promoted(
@@ -228,7 +228,7 @@ def multiply_promoted(
         slot = lax.rem(count, jnp.int32(config.num_stages))
         plgpu.barrier_wait(scratch.full.at[slot])
         for batch in _batches(desc, config):
-            halves = sorted({half for half, _ in batch})
+            projections = sorted({half for half, _ in batch})
             operands: dict[tuple[int, int], Any] = {}
 
             def unpack(half, depth, operands=operands):
@@ -240,10 +240,10 @@ def multiply_promoted(
                     unpack(half, depth)
             groups = list(enumerate(range(0, part_k, chunk)))
             for together in [groups] if are_groups_together(desc, config) else [[one] for one in groups]:
-                parts = [(index, first, half) for index, first in together for half in halves]
+                parts = [(index, first, half) for index, first in together for half in projections]
                 factors = []
                 for index, _, half in parts:
-                    block = channels * desc.halves + first_half + half
+                    block = channels * desc.projections + first_half + half
                     scale = scratch.scale.at[slot, block, first_group + index]
                     scale = mosaic.load(scale, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
                     factors.append(lax.broadcast_in_dim(scale, (BLOCK_N, rows), [0]))
@@ -265,7 +265,7 @@ def multiply_promoted(
         return count + 1, tuple(tuple(half) for half in sums)
 
     zeros = plgpu.layout_cast(jnp.zeros((BLOCK_N, rows), jnp.float32), mosaic.WGMMA)
-    _, sums = lax.fori_loop(0, steps, one_step, (count, ((zeros,) * len(pieces),) * own_halves(desc, config)))
+    _, sums = lax.fori_loop(0, steps, one_step, (count, ((zeros,) * len(pieces),) * own_projections(desc, config)))
     return [list(half) for half in sums]
 
 
@@ -274,7 +274,7 @@ def place(config: PackedConfig, warpgroup: Any) -> tuple[Any, Any, Any]:
     if config.sharers == 1:
         return warpgroup, 0, 0
     group, sharer = (op(warpgroup, jnp.int32(config.sharers)) for op in (lax.div, lax.rem))
-    return (group, sharer, 0) if config.splits_halves else (group, 0, sharer)
+    return (group, sharer, 0) if config.splits_projections else (group, 0, sharer)
 
 
 def gather_sums(
@@ -284,7 +284,7 @@ def gather_sums(
     sums: list[list[Any]],
     store: Callable[[list[list[Any]]], None],
 ) -> None:
-    """Call ``store`` with the sums of all halves over all of K, in one warpgroup of each channel group.
+    """Call ``store`` with the sums of all projections over all of K, in one warpgroup of each channel group.
 
     The other sharers' sums pass through scratch.partial: written -> partial_full -> read, the first sharer's first ->
     partial_empty.
@@ -310,7 +310,7 @@ def gather_sums(
             return mosaic.load(scratch.partial.at[group, other, half, index], layout=mosaic.WGMMA, optimized=False)
 
         total = [list(pieces) for pieces in sums]
-        if config.splits_halves:
+        if config.splits_projections:
             total.append([passed(0, 0, index) for index in range(len(sums[0]))])
         for other in range(config.k_split - 1):
             for half, pieces in enumerate(total):
@@ -333,5 +333,5 @@ def _to_float32(desc: PackedDesc, partial: Any) -> Any:
 def _batches(desc: PackedDesc, config: PackedConfig) -> list[list[tuple[int, int]]]:
     """(half, block of K) of a step, in lists whose products are in flight together."""
     depths = range(config.part_blocks)
-    halves = [[(half, depth) for depth in depths] for half in range(own_halves(desc, config))]
-    return [sum(halves, [])] if are_halves_together(desc, config) else halves
+    projections = [[(half, depth) for depth in depths] for half in range(own_projections(desc, config))]
+    return [sum(projections, [])] if are_projections_together(desc, config) else projections

@@ -265,7 +265,7 @@ def test_measured_configurations_come_first(monkeypatch):
     """Unless the table is of another layer, or its configuration cannot run this one."""
     layer = make_layer("int8_w8a8", implementation="mosaic")
     config, weights = layer.config, layer.weights.get_value()
-    pair = LayerConfig(32, *[GemmConfig(32, 64, 5, is_swapped=True)] * 2)
+    pair = LayerConfig(32, *[GemmConfig(32, 64, 5, swap_ab=True)] * 2)
     table = Table("NVIDIA H200", (Entry(_mosaic_plan.layer_key(config, weights), 16, pair, 1.0),))
     monkeypatch.setattr(_mosaic_plan, "table_for", lambda device: table)
     with on_hopper():
@@ -281,7 +281,7 @@ def test_measurements_for_far_more_or_fewer_tokens_are_left_alone(monkeypatch):
     """Tiles chosen for 24 tokens stay nearly empty at two, and at 49 experts may take several."""
     layer = make_layer("int8_w8a8", implementation="mosaic")
     key = _mosaic_plan.layer_key(layer.config, layer.weights.get_value())
-    pair = LayerConfig(32, *[GemmConfig(32, 64, 5, is_swapped=True)] * 2)
+    pair = LayerConfig(32, *[GemmConfig(32, 64, 5, swap_ab=True)] * 2)
     monkeypatch.setattr(_mosaic_plan, "table_for", lambda device: Table("NVIDIA H200", (Entry(key, 24, pair, 1.0),)))
     with on_hopper():
         for tokens, is_near in ((1, False), (2, False), (3, True), (24, True), (48, True), (49, False)):
@@ -293,7 +293,7 @@ def test_measurements_for_far_more_or_fewer_tokens_are_left_alone(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (GemmConfig(32, 64, 15, is_swapped=True), "measured for 16 tokens, with fewer stages"),
+        (GemmConfig(32, 64, 15, swap_ab=True), "measured for 16 tokens, with fewer stages"),
         (GemmConfig(32, 64, 5), "by the heuristic, since what was measured for 16 tokens cannot run it: block_m=32"),
     ],
 )

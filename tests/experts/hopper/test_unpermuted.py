@@ -159,8 +159,8 @@ def check_bits(found, tokens, monkeypatch, kernels="reference"):
 def test_which_layers(scheme, tokens, expected):
     config, _, weights = layer(scheme)
     plan = _mosaic_plan.make_plan(config, weights, tokens, "reference")
-    assert plan.by_token == expected and plan.products[0].same_rows == (tokens if expected else 0)
-    assert not plan.products[1].same_rows
+    assert plan.by_token == expected and plan.products[0].unpermuted_rows == (tokens if expected else 0)
+    assert not plan.products[1].unpermuted_rows
 
 
 def test_rows_that_no_launch_quantizes():

@@ -37,19 +37,19 @@ SILU = Activation("silu")
 SIZES = [3, 0, 70, 1]
 _GEMMS: dict[str, tuple[str, dict[str, Any], GemmConfig | None]] = {
     "bf16": ("bf16", dict(block_m=64), None),
-    "bf16 swapped": ("bf16", dict(block_m=16), GemmConfig(16, 128, 3, is_swapped=True)),
+    "bf16 swapped": ("bf16", dict(block_m=16), GemmConfig(16, 128, 3, swap_ab=True)),
     "fp8 row, 128 rows": ("fp8_row", dict(block_m=128), None),
     "fp8 block, requantized": (
         "fp8_block",
-        dict(halves=2, activation=SILU, requantize="group", with_tile_rows=True),
+        dict(projections=2, activation=SILU, requantize="group", with_tile_rows=True),
         None,
     ),
-    "int8 gated": ("int8_row", dict(halves=2, activation=SILU, bias="bfloat16", with_tile_rows=True), None),
+    "int8 gated": ("int8_row", dict(projections=2, activation=SILU, bias="bfloat16", with_tile_rows=True), None),
     "f16": ("f16", dict(out_dtype=jnp.float16), None),
     "bf16, 128 x 256": ("bf16", dict(block_m=128), GemmConfig(128, 256, 4)),
     "bf16, 128 x 2 x 96 in chunks of rows": (
         "bf16",
-        dict(block_m=128, halves=2, activation=SILU, with_tile_rows=True),
+        dict(block_m=128, projections=2, activation=SILU, with_tile_rows=True),
         GemmConfig(128, 96, 4, row_chunk=16),
     ),
     "fp8 block, 128 x 256": ("fp8_block", dict(block_m=128), GemmConfig(128, 256, 4)),
@@ -61,74 +61,74 @@ _GEMMS: dict[str, tuple[str, dict[str, Any], GemmConfig | None]] = {
     ),
     "fp8 block, requantized, clusters": (
         "fp8_block",
-        dict(block_m=128, halves=2, activation=SILU, requantize="group", with_tile_rows=True),
+        dict(block_m=128, projections=2, activation=SILU, requantize="group", with_tile_rows=True),
         GemmConfig(128, 128, 3, cluster=2),
     ),
-    "fp8 tensor, requantized": ("fp8_tensor", dict(halves=2, activation=SILU, requantize="tensor"), None),
-    "fp8 tensor swapped, 64 x 256": ("fp8_tensor", dict(block_m=64), GemmConfig(64, 256, 4, is_swapped=True)),
+    "fp8 tensor, requantized": ("fp8_tensor", dict(projections=2, activation=SILU, requantize="tensor"), None),
+    "fp8 tensor swapped, 64 x 256": ("fp8_tensor", dict(block_m=64), GemmConfig(64, 256, 4, swap_ab=True)),
     "fp8 row swapped, 96 x 2 x 128": (
         "fp8_row",
-        dict(block_m=96, halves=2, activation=SILU, bias="bfloat16"),
-        GemmConfig(96, 128, 3, is_swapped=True),
+        dict(block_m=96, projections=2, activation=SILU, bias="bfloat16"),
+        GemmConfig(96, 128, 3, swap_ab=True),
     ),
-    "fp8 block swapped, 16 x 256": ("fp8_block", dict(block_m=16), GemmConfig(16, 256, 3, is_swapped=True)),
+    "fp8 block swapped, 16 x 256": ("fp8_block", dict(block_m=16), GemmConfig(16, 256, 3, swap_ab=True)),
     "fp8 block swapped, 96 x 2 x 128": (
         "fp8_block",
-        dict(block_m=96, halves=2, activation=SILU, bias="bfloat16"),
-        GemmConfig(96, 128, 3, is_swapped=True),
+        dict(block_m=96, projections=2, activation=SILU, bias="bfloat16"),
+        GemmConfig(96, 128, 3, swap_ab=True),
     ),
-    "bf16 swapped, 80 x 256": ("bf16", dict(block_m=80), GemmConfig(80, 256, 3, is_swapped=True)),
-    "bf16 tall, 144 x 256": ("bf16", dict(block_m=144), GemmConfig(144, 256, 3, is_swapped=True)),
+    "bf16 swapped, 80 x 256": ("bf16", dict(block_m=80), GemmConfig(80, 256, 3, swap_ab=True)),
+    "bf16 tall, 144 x 256": ("bf16", dict(block_m=144), GemmConfig(144, 256, 3, swap_ab=True)),
     "fp8 row tall, 160 x 2 x 128": (
         "fp8_row",
-        dict(block_m=160, halves=2, activation=SILU, bias="bfloat16"),
-        GemmConfig(160, 128, 3, is_swapped=True),
+        dict(block_m=160, projections=2, activation=SILU, bias="bfloat16"),
+        GemmConfig(160, 128, 3, swap_ab=True),
     ),
     "int8 swapped, 48 x 2 x 192": (
         "int8_row",
-        dict(block_m=48, halves=2, activation=SILU),
-        GemmConfig(48, 192, 3, is_swapped=True),
+        dict(block_m=48, projections=2, activation=SILU),
+        GemmConfig(48, 192, 3, swap_ab=True),
     ),
 }
 _PACKED = ("int4 g128", "int4 g128 asym", "int8 channel", "e4m3 g128", "nvfp4", "mxfp4", "mxfp8")
 _PACKED_8BIT = ("w4a8 int8 g128", "w4a8 int8 g128 asym", "w4a8 fp8 g128", "mxfp4 fp8")
-# Tiles whose warpgroups share halves or K, long and short steps, scales folded into operands, heights between powers.
+# Tiles whose warpgroups share channels or K, long and short steps, scales folded into operands, heights between powers.
 PACKED_TILES = {
     "int4 g128": (
-        PackedConfig(128, 2, 2, 2, splits_halves=True),
-        PackedConfig(80, 4, 2, 2, True, splits_halves=True),
-        PackedConfig(64, 4, 1, 2, splits_halves=True),
-        PackedConfig(16, 4, 4, 2, splits_halves=True),
+        PackedConfig(128, 2, 2, 2, splits_projections=True),
+        PackedConfig(80, 4, 2, 2, True, splits_projections=True),
+        PackedConfig(64, 4, 1, 2, splits_projections=True),
+        PackedConfig(16, 4, 4, 2, splits_projections=True),
         PackedConfig(16, 4, 4, 2, k_split=4),
-        PackedConfig(8, 4, 4, 2, splits_halves=True),
+        PackedConfig(8, 4, 4, 2, splits_projections=True),
         PackedConfig(128, 2, 4, 2, True),
         PackedConfig(48, 3, 2, 2),
         PackedConfig(24, 3, 4, 2),
         PackedConfig(144, 2, 2, 2, True),
-        PackedConfig(160, 2, 2, 2, splits_halves=True),
+        PackedConfig(160, 2, 2, 2, splits_projections=True),
     ),
     "nvfp4": (
         PackedConfig(176, 2, 2, 2),
-        PackedConfig(128, 2, 2, 2, splits_halves=True),
+        PackedConfig(128, 2, 2, 2, splits_projections=True),
         PackedConfig(16, 4, 4, 2, k_split=2),
         PackedConfig(8, 4, 2, 2),
-        PackedConfig(48, 4, 2, 2, splits_halves=True),
+        PackedConfig(48, 4, 2, 2, splits_projections=True),
         PackedConfig(16, 2, 5, 2),
     ),
     "mxfp4": (
-        PackedConfig(80, 4, 2, 2, splits_halves=True),
-        PackedConfig(96, 2, 2, 2, splits_halves=True),
+        PackedConfig(80, 4, 2, 2, splits_projections=True),
+        PackedConfig(96, 2, 2, 2, splits_projections=True),
         PackedConfig(24, 4, 4, 2, k_split=2),
     ),
     "w4a8 int8 g128": (
-        PackedConfig(96, 2, 1, 2, splits_halves=True),
-        PackedConfig(48, 4, 1, 2, splits_halves=True),
+        PackedConfig(96, 2, 1, 2, splits_projections=True),
+        PackedConfig(48, 4, 1, 2, splits_projections=True),
         PackedConfig(16, 2, 2, 2, k_split=2),
         PackedConfig(24, 3, 1, 2),
-        PackedConfig(144, 2, 1, 2, splits_halves=True),
+        PackedConfig(144, 2, 1, 2, splits_projections=True),
     ),
-    "mxfp4 fp8": (PackedConfig(64, 2, 1, 2, splits_halves=True), PackedConfig(16, 4, 4, 2, k_split=4)),
-    "int8 channel": (PackedConfig(16, 4, 4, 2, k_split=4), PackedConfig(64, 4, 1, 2, splits_halves=True)),
+    "mxfp4 fp8": (PackedConfig(64, 2, 1, 2, splits_projections=True), PackedConfig(16, 4, 4, 2, k_split=4)),
+    "int8 channel": (PackedConfig(16, 4, 4, 2, k_split=4), PackedConfig(64, 4, 1, 2, splits_projections=True)),
 }
 _PUSHED = ("none", "e4m3_row", "e4m3_group", "int8_row")
 
@@ -184,7 +184,7 @@ def small_calls() -> dict[str, Callable[[], Call]]:
 
 
 def _words(config: PackedConfig) -> str:
-    shared = " halves shared" * config.splits_halves + f" K in {config.k_split}" * (config.k_split > 1)
+    shared = " projections split" * config.splits_projections + f" K in {config.k_split}" * (config.k_split > 1)
     return (
         f"{config.block_m} rows {config.num_consumers} x {config.step_blocks}{shared}{' folded' * config.folds_scales}"
     )

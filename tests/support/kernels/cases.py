@@ -47,14 +47,14 @@ _OAI = Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)
 _TENSOR = dict(lhs_scale="tensor", rhs_scale="tensor")
 _ROW = dict(lhs_scale="row", rhs_scale="channel")
 _BLOCK = dict(lhs_scale="group", rhs_scale="block")
-_GATED = dict(halves=2, activation=_SILU)
+_GATED = dict(projections=2, activation=_SILU)
 _RAGGED = dict(has_tile_rows=True)
 GEMMS = {
     "bf16": dict(dtype="bfloat16"),
-    "bf16 gated bias": dict(dtype="bfloat16", halves=2, activation=_OAI, bias_dtype="bfloat16"),
+    "bf16 gated bias": dict(dtype="bfloat16", projections=2, activation=_OAI, bias_dtype="bfloat16"),
     "bf16 not gated": dict(dtype="bfloat16", activation=Activation("relu2_no_mul")),
-    "bf16 gelu_tanh": dict(dtype="bfloat16", halves=2, activation=Activation("gelu_tanh")),
-    "bf16 swiglustep": dict(dtype="bfloat16", halves=2, activation=Activation("swiglustep", limit=3.0)),
+    "bf16 gelu_tanh": dict(dtype="bfloat16", projections=2, activation=Activation("gelu_tanh")),
+    "bf16 swiglustep": dict(dtype="bfloat16", projections=2, activation=Activation("swiglustep", limit=3.0)),
     "f16 to f32": dict(dtype="float16", out_dtype="float32"),
     "fp8 tensor": _TENSOR,
     "fp8 tensor gated, requantized": dict(requantize="tensor", **_TENSOR, **_GATED),
@@ -84,11 +84,11 @@ def gemm(name: str) -> GemmDesc:
 
 def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
     """The Hopper grouped GEMM on its flat operands."""
-    matrices, groups_k, groups_n = desc.num_experts * desc.halves, -(-desc.k // 128), -(-desc.n // 128)
+    matrices, groups_k, groups_n = desc.num_experts * desc.projections, -(-desc.k // 128), -(-desc.n // 128)
     tiles = ((desc.rows // config.block_m,), "int32")
-    scaled = config.block_m if desc.same_rows else desc.rows
+    scaled = config.block_m if desc.unpermuted_rows else desc.rows
     shapes = {
-        "x": ((desc.same_rows or desc.rows, desc.k), desc.dtype),
+        "x": ((desc.unpermuted_rows or desc.rows, desc.k), desc.dtype),
         "w": ((matrices, desc.n, desc.k), desc.dtype),
         "tile_expert": tiles,
         "num_tiles": ((1,), "int32"),
@@ -102,12 +102,12 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
         "tile_rows": tiles,
     }
     names = operand_names(desc)
-    kernel = (grouped_gemm_swapped_sm90 if config.is_swapped else grouped_gemm_sm90)(desc, config)
+    kernel = (grouped_gemm_swapped_sm90 if config.swap_ab else grouped_gemm_sm90)(desc, config)
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
-    form = " swapped" * config.is_swapped + f", steps of {config.step_blocks}" * (config.step_blocks > 1)
+    form = " swapped" * config.swap_ab + f", steps of {config.step_blocks}" * (config.step_blocks > 1)
     form += f", clusters of {config.cluster}" * (config.cluster > 1) + " sharing weights" * config.shares_weights
     return Case(
-        f"grouped_gemm {name}, {config.block_m} x {desc.halves} x {config.block_n}{form}",
+        f"grouped_gemm {name}, {config.block_m} x {desc.projections} x {config.block_n}{form}",
         lambda *arrays: kernel(dict(zip(names, arrays, strict=True))),
         tuple(shapes[n] for n in names),
         instruction,
@@ -149,7 +149,7 @@ def swapped_block_cases() -> Iterator[Case]:
 
 
 def cluster_cases() -> Iterator[Case]:
-    """Blocks in pairs: both ways to multiply, columns in an odd number of tiles, tiles of which halves are empty."""
+    """Blocks in pairs: both ways to multiply, columns in an odd number of tiles, tiles with an empty half."""
     for name, sizes in (
         ("bf16", ((128, 256), (64, 128))),
         ("bf16 2880", ((128, 128),)),
@@ -161,9 +161,7 @@ def cluster_cases() -> Iterator[Case]:
     ):
         for block_m, block_n in sizes:
             desc = _in_tiles(gemm(name), block_m)
-            plain = next(
-                c for c in candidates(desc, block_m, H200_SMS) if (c.block_n, c.is_swapped) == (block_n, False)
-            )
+            plain = next(c for c in candidates(desc, block_m, H200_SMS) if (c.block_n, c.swap_ab) == (block_n, False))
             pair = dataclasses.replace(plain, row_chunk=None, cluster=2)
             yield gemm_case(name, desc, pair)
             yield gemm_case(name, desc, dataclasses.replace(pair, shares_weights=True))
@@ -177,7 +175,7 @@ def cluster_cases() -> Iterator[Case]:
         ("int8 row gated ragged", 96, 64),
     ):
         desc = _in_tiles(gemm(name), block_m)
-        pair = dataclasses.replace(deepest(desc, GemmConfig(block_m, block_n, 2, is_swapped=True)), cluster=2)
+        pair = dataclasses.replace(deepest(desc, GemmConfig(block_m, block_n, 2, swap_ab=True)), cluster=2)
         yield gemm_case(name, desc, pair)
         yield gemm_case(name, desc, dataclasses.replace(pair, shares_weights=True))
 
@@ -234,9 +232,9 @@ _ROWS_OF_8_BITS = (("int4 to int8 g128", 1, 8), ("int4 to e4m3 g128", 5, 16), ("
 def same_rows_cases() -> Iterator[Case]:
     """GEMM 1 of few tokens, which are the rows of every tile: one, five, and all that a tile holds."""
     for name, tokens, block_m in (("bf16 gated bias", 1, 8), ("bf16 2880", 5, 8), ("bf16 gelu_tanh", 16, 16)):
-        desc = _in_tiles(dataclasses.replace(gemm(name), same_rows=tokens), block_m)
+        desc = _in_tiles(dataclasses.replace(gemm(name), unpermuted_rows=tokens), block_m)
         yield gemm_case(f"same {tokens} rows, {name}", desc, candidates(desc, block_m, H200_SMS)[0])
-    ragged = dataclasses.replace(gemm("bf16 ragged"), same_rows=3)
+    ragged = dataclasses.replace(gemm("bf16 ragged"), unpermuted_rows=3)
     yield gemm_case("same 3 rows, bf16 ragged", ragged, GemmConfig(64, 128, 4, row_chunk=16))
     for name, tokens, block_m in (
         ("fp8 row gated", 1, 16),
@@ -245,10 +243,10 @@ def same_rows_cases() -> Iterator[Case]:
         ("fp8 tensor gated, requantized", 8, 64),
         ("fp8 block gated, requantized", 1, 64),
     ):
-        desc = _in_tiles(dataclasses.replace(gemm(name), same_rows=tokens), block_m)
+        desc = _in_tiles(dataclasses.replace(gemm(name), unpermuted_rows=tokens), block_m)
         yield gemm_case(f"same {tokens} rows, {name}", desc, candidates(desc, block_m, H200_SMS)[0])
     for name, tokens in (("int8 row gated ragged", 3), ("fp8 block gated, requantized, ragged", 16)):
-        ragged = dataclasses.replace(gemm(name), same_rows=tokens)
+        ragged = dataclasses.replace(gemm(name), unpermuted_rows=tokens)
         yield gemm_case(f"same {tokens} rows, {name}", ragged, GemmConfig(64, 128, 4, row_chunk=16))
     for name, tokens, block_m in (
         ("int4 g128", 1, 8),
@@ -257,7 +255,7 @@ def same_rows_cases() -> Iterator[Case]:
         ("int8 channel", 8, 24),
         *_ROWS_OF_8_BITS,
     ):
-        desc = dataclasses.replace(_PACKED_BASE, **PACKED[name], **_GATED, same_rows=tokens)
+        desc = dataclasses.replace(_PACKED_BASE, **PACKED[name], **_GATED, unpermuted_rows=tokens)
         desc = _in_tiles(desc, block_m)
         config = next(packed_candidates(desc, block_m, H200_SMS))
         yield packed_case(f"same {tokens} rows, {name} gated", desc, config)
@@ -265,11 +263,11 @@ def same_rows_cases() -> Iterator[Case]:
 
 def packed_case(name: str, desc: PackedDesc, config: PackedConfig) -> Case:
     """The Hopper grouped GEMM with packed weights on its flat operands."""
-    fmt, blocks = desc.fmt, desc.num_experts * desc.channel_blocks * desc.halves
+    fmt, blocks = desc.fmt, desc.num_experts * desc.channel_blocks * desc.projections
     grouped = (blocks, -(-desc.k // fmt.group_size) if fmt.group_size else 1, 64)
-    scaled = config.block_m if desc.same_rows else desc.rows
+    scaled = config.block_m if desc.unpermuted_rows else desc.rows
     shapes = {
-        "x": ((desc.same_rows or desc.rows, desc.k), fmt.operand),
+        "x": ((desc.unpermuted_rows or desc.rows, desc.k), fmt.operand),
         "w": ((blocks, desc.k // fmt.block_k, *fmt.block_shape), "int32"),
         "tile_expert": ((desc.rows // config.block_m,), "int32"),
         "num_tiles": ((1,), "int32"),
@@ -316,7 +314,8 @@ def tuned_cases() -> Iterator[Case]:
             form = (dataclasses.replace(desc, **same), dataclasses.replace(config, num_stages=2))
             if form not in seen:
                 seen.add(form)
-                name = f"tuned {desc.fmt if is_packed else desc.dtype} {desc.halves} halves {desc.n} x {desc.k}"
+                kind = desc.fmt if is_packed else desc.dtype
+                name = f"tuned {kind} {desc.projections} projections {desc.n} x {desc.k}"
                 yield (packed_case if is_packed else gemm_case)(name, desc, config)
 
 

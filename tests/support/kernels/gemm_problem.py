@@ -57,7 +57,7 @@ def make_problem(
     k: int,
     n: int,
     block_m: int = 64,
-    halves: int = 0,
+    projections: int = 0,
     activation: Activation | None = None,
     bias: str | None = None,
     requantize: str = "none",
@@ -67,10 +67,11 @@ def make_problem(
     padding: float = 0.0,
     seed: int = 0,
 ) -> Problem:
-    """halves: 0 for weights (E, N, K), else (E, halves, N, K). padding: what x holds in rows that no expert owns."""
+    """projections: 0 for weights (E, N, K), else (E, projections, N, K). padding: what x holds in rows that
+    no expert owns."""
     rng = np.random.default_rng(seed)
     dtype, x_kind, w_kind = KINDS[kind]
-    num_experts, g = len(sizes), max(halves, 1)
+    num_experts, g = len(sizes), max(projections, 1)
     tiles = [-(-size // block_m) for size in sizes]
     tile_expert = np.repeat(np.arange(num_experts), tiles)
     num_tiles = len(tile_expert)
@@ -123,7 +124,7 @@ def make_problem(
     out_scale = None
     if requantize == "tensor":
         out_scale = np.float32(max(np.abs(expected).max(), 1.0) / 300.0)  # a few values saturate
-    lead = (lambda a: a) if halves else (lambda a: None if a is None else a[:, 0])
+    lead = (lambda a: a) if projections else (lambda a: None if a is None else a[:, 0])
     kwargs = dict(
         x_scale=x_scale,
         w_scale=lead(w_scale),

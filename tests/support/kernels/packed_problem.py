@@ -120,7 +120,7 @@ def make_problem(
 ) -> Problem:
     rng = np.random.default_rng(seed)
     fmt = KINDS[kind][0]
-    experts, halves = len(sizes), 2 if activation is not None and activation.is_gated else 1
+    experts, projections = len(sizes), 2 if activation is not None and activation.is_gated else 1
     tiles = [-(-size // block_m) for size in sizes]
     tile_expert = np.concatenate([np.repeat(np.arange(experts), tiles), np.full(spare_tiles, -1)]).astype(np.int32)
     used = [np.minimum(size - np.arange(0, size, block_m), block_m) for size in sizes]
@@ -134,7 +134,7 @@ def make_problem(
     else:
         x = rng.standard_normal((rows, k), dtype=np.float32).astype(fmt.operand)
         x[~in_use] = np.nan
-    stored, values = make_stored(kind, (experts, halves), n, k, rng)
+    stored, values = make_stored(kind, (experts, projections), n, k, rng)
     # Sums near 1, where activations bend: the real scales are far from the random ones.
     magnitude = np.sqrt((values**2).mean((0, 2, 3)).max() * k)
     if fmt.is_8bit:
@@ -144,7 +144,7 @@ def make_problem(
         x = (x.astype(np.float32) / np.float32(magnitude)).astype(fmt.operand)
         row_scale = rng.uniform(0.5, 2, rows)
     factor = {"none": None, "tensor": np.float32(0.7), "row": row_scale.astype(np.float32)}[x_scale]
-    b = rng.standard_normal((experts, halves, n)).astype(bias) if bias else None
+    b = rng.standard_normal((experts, projections, n)).astype(bias) if bias else None
 
     expected = np.zeros((rows, n))
     x64 = x.astype(np.float64) * (1.0 if factor is None else np.asarray(factor, np.float64).reshape(-1, 1))
