@@ -58,17 +58,28 @@ def test_every_family(case, name, layout):
     check_answers(case(name), *layout)
 
 
+def check_block(name, directory, layouts):
+    FAMILIES[name].write(directory)
+    layer, x = FAMILIES[name].moe_layers[0], np.random.default_rng(0).standard_normal((9, H)).astype(np.float32)
+    expected = np.asarray(moe_jax.load_moe(directory, layer, dtype="float32")(jnp.asarray(x)))
+    for layout in layouts:
+        block = moe_jax.load_moe(directory, layer, dtype="float32", mesh=mesh_of(*layout))
+        assert_rows_close(block(jnp.asarray(x)), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_blocks_of_every_family(tmp_path, name):
     """Also of families whose whole models are not built: routers, correction biases and shared experts around experts
     that lie one by one or in one tensor."""
-    FAMILIES[name].write(tmp_path)
-    layer, x = FAMILIES[name].moe_layers[0], np.random.default_rng(0).standard_normal((9, H)).astype(np.float32)
-    expected = np.asarray(moe_jax.load_moe(tmp_path, layer, dtype="float32")(jnp.asarray(x)))
-    for layout in LAYOUTS:
-        block = moe_jax.load_moe(tmp_path, layer, dtype="float32", mesh=mesh_of(*layout))
-        assert_rows_close(block(jnp.asarray(x)), expected)
+    check_block(name, tmp_path, LAYOUTS)
+
+
+def test_outputs_are_summed_over_the_mesh_once(case, tmp_path):
+    """vllm-ascend #6710, where model and layer both summed: a block with shared experts, and a whole model."""
+    layout = ("expert=2,tensor=2", "Explicit")
+    check_block("qwen2_moe", tmp_path, [layout])
+    check_answers(case("olmoe"), *layout)
 
 
 def test_a_share_as_wide_as_all_columns(tmp_path):

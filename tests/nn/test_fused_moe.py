@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import Literal
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -80,6 +81,29 @@ def test_shared_experts_and_gate_see_the_untransformed_input():
         routed_output_transform=lambda t: 5 * t,
     )
     np.testing.assert_allclose(layer(x, z), 5 * routed + jax.nn.sigmoid(x[:, :1]) * 3 * x, rtol=1e-5, atol=1e-5)
+
+
+def test_shared_and_routed_experts_do_not_wait_for_each_other():
+    """M96: neither reads a result of the other before they are added, so that XLA may run them side by side."""
+    x, z = inputs()
+    routed = []
+    layer = make_layer(
+        shared_experts=jnp.tanh,  # a primitive that nothing else here uses
+        routed_output_transform=lambda t: routed.append(t) or jnp.cos(t),
+    )
+    traced = jax.make_jaxpr(lambda x, z: layer(x, z))(x, z).jaxpr
+    made_by = {out: eqn for eqn in traced.eqns for out in eqn.outvars}
+
+    def ancestors(primitive):
+        (eqn,) = (eqn for eqn in traced.eqns if eqn.primitive.name == primitive)
+        found, left = set(), [eqn]
+        while left:
+            parents = [made_by[var] for var in left.pop().invars if not isinstance(var, Literal) and var in made_by]
+            found |= {parent.primitive.name for parent in parents}
+            left += parents
+        return found
+
+    assert "tanh" not in ancestors("cos") and ancestors("tanh") <= {"reshape"}
 
 
 def test_scale_on_output_equals_scale_on_weights():
@@ -191,7 +215,10 @@ def test_mesh_must_be_a_mesh():
 
 def test_repr_and_explain():
     layer = make_layer(name="model.layers.3.mlp.experts")
-    assert "fp8_channel" in repr(layer) and "model.layers.3" in repr(layer)
+    assert repr(layer) == (
+        "FusedMoE(num_experts=6, hidden_size=32, intermediate_size=24, top_k=2, scheme='fp8_channel', "
+        "activation='silu', dtype='float32', name='model.layers.3.mlp.experts')"
+    )
     text = layer.explain(4)
     assert "xla" in text and "weights version: 0" in text
 

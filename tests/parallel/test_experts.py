@@ -93,6 +93,24 @@ def test_every_scheme_in_every_layout(scheme, layout):
     check(scheme, layout, DISPATCHES[number % 3], axis_type, (13, 5)[number // 3 % 2], ROUTINGS[number % 5], placement)
 
 
+@pytest.mark.parametrize(("scheme", "placement"), [("fp8_channel", "linear"), ("fp8_block", "round_robin")])
+def test_each_expert_gets_its_own_tokens(scheme, placement):
+    """vLLM #13784 (FP8 with expert parallelism took another expert) and #25798 (round robin was refused).
+
+    Six experts lie on four devices, and every expert is the first choice of one token.
+    """
+    check(scheme, "ep4", "all_gather", "Auto", EXPERTS, "each", placement)
+
+
+@pytest.mark.parametrize(("layout", "dispatch"), [("sp=tp2-ep2-dp2", "replicate"), ("sp2-ep2-tp2", "all_gather")])
+def test_sums_are_over_experts_and_columns_alone(layout, dispatch):
+    """vllm-project/tpu-inference #2248: a sum over devices with different tokens, and one that was left out.
+
+    Tokens, experts and columns of I are split at once, so that each mistake changes every row.
+    """
+    check("bf16", layout, dispatch, "Auto", 13, "random")
+
+
 @pytest.mark.parametrize(("scheme", "columns"), [("bf16", 24), ("fp8_channel", 32), ("int8_w8a8", 32)])
 def test_shares_hold_whole_rows_of_the_kernels(scheme, columns, monkeypatch):
     """Where the Hopper kernels are tried first, I is padded to what they read; the padding adds nothing."""

@@ -123,7 +123,8 @@ def test_abstract_weights_describe_what_processing_returns(name, gated):
     for ours, again in zip(jax.tree.leaves(processed), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(ours, again)
     assert processed.num_experts == E and processed.hidden_size == H and processed.intermediate_size == I
-    assert processed.is_gated == gated
+    assert processed.is_gated == gated and processed.scheme == config.scheme
+    assert processed.w13.fmt == processed.w2.fmt == config.scheme.weights
     assert processed.nbytes() == sum(leaf.nbytes for leaf in jax.tree.leaves(processed))
 
 

@@ -31,13 +31,25 @@ for kind in ("tp_size", "ep_size"):
     assert part.w13_weight.numel() < whole.w13_weight.numel()
     found[kind] = part(x, z)
     part.reduce_results = False
-    found[f"{kind} part"] = part(x, z)
+    found[f"{kind} part"] = own = part(x, z)
+    kept = own.clone()
+    assert not torch.equal(part.maybe_all_reduce(own), own) and torch.equal(own, kept)
+
+shared, squared = torch.nn.Linear(16, 16, bias=False), torch.nn.Module()
+shared.weight.data = torch.randn(16, 16, generator=g)
+squared.forward = torch.square
+options = dict(shared_experts=shared, routed_output_transform=squared)
+found["around whole"] = layer(**options)(x, z).detach()
+found["around"] = layer(**options, ep_size=2, reduce_results=True)(x, z).detach()
 torch.save(found, f"{store}.{rank}")
 """
 
 
 def test_reduced_outputs_of_two_ranks_are_the_single_layers(tmp_path):
-    """M107, M46: every rank gets the sum of the parts, which is the whole layer's output in float32; a part is not."""
+    """M107, M46: every rank gets the sum of the parts, which is the whole layer's output in float32; a part is not.
+
+    What follows the sum, a transform and shared experts, sees it once.
+    """
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", RANK]
     ranks = [
@@ -49,6 +61,8 @@ def test_reduced_outputs_of_two_ranks_are_the_single_layers(tmp_path):
     found = [torch.load(tmp_path / f"store.{rank}", weights_only=True) for rank in range(2)]
     whole = found[0]["whole"]
     assert whole.abs().max() > 0 and torch.equal(whole, found[1]["whole"])
+    for rank in found:
+        torch.testing.assert_close(rank["around"], found[0]["around whole"], rtol=1e-5, atol=1e-6)
     for kind in ("tp_size", "ep_size"):
         parts = [rank[f"{kind} part"] for rank in found]
         for rank in found:

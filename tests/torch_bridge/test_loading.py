@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -249,10 +250,15 @@ def test_gpt_oss_whole_leaves(rank):
         tensor = as_torch(array).bfloat16() if kind == "bias" else as_torch(array)
         assert parameters[leaf].weight_loader(parameters[leaf], tensor, name, None, None, return_success=True)
     layer.process_weights_after_loading()
-    gate = tensors["gate_up_proj_scales"][:, ::2]
     own = np.arange(E) if layer.rank.expert_map is None else np.flatnonzero(layer.rank.expert_map >= 0)
-    expected = np.split(gate, layer.tp_size, axis=1)[layer.tp_rank][own]
-    np.testing.assert_array_equal(layer.expert_weights.w13.scale[:, 0], expected)
+    for name, found in (("scales", layer.expert_weights.w13.scale), ("bias", layer.expert_weights.w13_bias)):
+        for half in range(2):
+            rows = tensors[f"gate_up_proj_{name}"][:, half::2]
+            expected = np.split(rows, layer.tp_size, axis=1)[layer.tp_rank][own]
+            np.testing.assert_array_equal(found[:, half], expected.astype(found.dtype))
+    np.testing.assert_array_equal(
+        layer.expert_weights.w2_bias, tensors["down_proj_bias"][own].astype(layer.expert_weights.w2_bias.dtype)
+    )
     if rank:
         return
     state = layer.state_dict()
@@ -337,14 +343,12 @@ def test_act_order_is_loaded_by_whole_experts_only():
 
 
 def test_dummy_weights():
-    """M19: uniform in +-1e-3, the same every time; quantized, they are what the scheme makes of the same values."""
+    """M19: uniform in +-1e-3 with seed 1234; quantized, they are what the scheme makes of the same values."""
     plain = bridge_layer("bf16")
     plain.load_dummy_weights()
     for weight in (plain.w13_weight, plain.w2_weight):
-        values = weight.double().flatten() / 1e-3
-        assert 0.9 < values.abs().max() < 1.004
-        shares = torch.histc(values, 8, -1, 1) / len(values)  # an eighth in each, up to six standard deviations
-        assert (shares - 1 / 8).abs().max() < 6 * (7 / 64 / len(values)) ** 0.5
+        drawn = np.random.default_rng(1234).uniform(-1e-3, 1e-3, tuple(weight.shape))
+        assert bits(weight) == bits(drawn.astype(ml_dtypes.bfloat16))
     pairs = [
         (f"experts.{name}", leaf) for name, leaf in (("gate_up_proj", plain.w13_weight), ("down_proj", plain.w2_weight))
     ]
@@ -390,8 +394,25 @@ def test_one_expert_in_full_precision_at_a_time():
     assert layer.staged_bytes == 0
 
 
+@pytest.mark.parametrize(("kind", "size", "rank"), [("tp", 2, 1), ("ep", 2, 1), ("ep", 4, 3)])
+def test_sizes_and_ranks(kind, size, rank):
+    """M99: what a layer says of its part is what it was built for."""
+    layer = bridge_layer("bf16", **{f"{kind}_size": size, f"{kind}_rank": rank})
+    given = (size, rank)
+    assert (layer.tp_size, layer.tp_rank) == (given if kind == "tp" else (1, 0))
+    assert (layer.ep_size, layer.ep_rank) == (given if kind == "ep" else (1, 0))
+    assert layer.use_ep == (kind == "ep") and (layer.expert_map is None) == (kind == "tp")
+    assert layer.local_num_experts == (E // size if kind == "ep" else E)
+    assert layer.global_num_experts == layer.logical_num_experts == E
+    assert repr(layer).startswith(
+        f"FusedMoE(num_experts=4, local_num_experts={layer.local_num_experts}, top_k=2, hidden_size=128, "
+        f"intermediate_size=256, scheme='bf16', tp_size={layer.tp_size}, ep_size={layer.ep_size}, "
+        "reduce_results=False, method=UnquantizedFusedMoEMethod"
+    )
+
+
 def test_expert_map():
-    """M85, M99, M101, M216: the examples of the placement rules, and errors."""
+    """M85, M101, M216: the examples of the placement rules, and errors."""
     owned = lambda **o: [  # noqa: E731
         np.flatnonzero(torch_bridge.determine_expert_map(4, r, 10, **o)[1] >= 0).tolist() for r in range(4)
     ]

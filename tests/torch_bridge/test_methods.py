@@ -40,6 +40,17 @@ METHODS = {
 }
 
 
+PROPERTIES = (
+    "is_monolithic",
+    "supports_eplb",
+    "supports_internal_mk",
+    "topk_indices_dtype",
+    "has_unpadded_output",
+    "skip_forward_padding",
+    "use_global_sf",
+)
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.sample(6)
 def test_methods_by_their_names(name):
@@ -49,6 +60,9 @@ def test_methods_by_their_names(name):
     assert method.is_monolithic and method.supports_internal_mk and method.topk_indices_dtype == torch.int32
     assert not (method.supports_eplb or method.has_unpadded_output or method.skip_forward_padding)
     assert method.use_global_sf == (name == "nvfp4")
+    for read_only in PROPERTIES:
+        with pytest.raises(AttributeError, match="no setter"):
+            setattr(method, read_only, None)
     with pytest.raises(ValueError, match=rf"{type(method).__name__} uses its own kernels"):
         method.maybe_make_prepare_finalize()
     with pytest.raises(NotImplementedError, match=r"no GEMM to select"):
@@ -56,20 +70,62 @@ def test_methods_by_their_names(name):
     layer = bridge_layer(method)
     layer.load_weights(torch_pairs(plain_arrays() if method.uses_meta_device else stored_arrays(name)))
     layer.process_weights_after_loading()
-    config = method.get_fused_moe_quant_config(layer)
-    assert config.weight_dtype == method.scheme.weights.element and config.w1_scale is not None
     x, z = inputs(4, dtype=torch.float32)
     weights, ids = layer.select_experts(x, z)
     assert ids.dtype == torch.int32 and ids.shape == (4, K)
     torch.testing.assert_close(method.apply(layer, x, weights, ids), method.apply_monolithic(layer, x, z))
 
 
+# scheme -> element types of activations and weights, per token?, per channel?, block
+QUANT_CONFIGS = {
+    "fp8_tensor_static": ("e4m3", "e4m3", False, False, None),
+    "fp8_channel": ("e4m3", "e4m3", True, True, None),
+    "fp8_block": ("e4m3", "e4m3", False, False, (128, 128)),
+    "int8_w8a16": (None, "int8", False, True, None),
+    "w4a16_g32_asym": (None, "int4", False, False, (1, 32)),
+    "nvfp4": ("e2m1", "e2m1", False, False, (1, 16)),
+}
+# its fields -> what they are of the weights, w13 first
+QUANT_CONFIG_SCALES = {
+    ("w1_scale", "w2_scale"): "scale",
+    ("w1_zp", "w2_zp"): "zero_point",
+    ("a1_scale", "a2_scale"): "input_scale",
+    ("g1_alphas", "g2_alphas"): "global_scale",
+}
+
+
+@pytest.mark.parametrize("scheme", QUANT_CONFIGS)
+def test_quant_config_says_what_the_weights_are(scheme):
+    """M188, M232: granularity and scales under vLLM's names, every tensor the processed layer's own."""
+    layer = loaded_bridge(scheme, stored_arrays(scheme))
+    config, weights = layer.quant_method.moe_quant_config, layer.expert_weights
+    stated = "quant_dtype", "weight_dtype", "per_act_token_quant", "per_out_ch_quant", "block_shape"
+    assert tuple(getattr(config, name) for name in stated) == QUANT_CONFIGS[scheme]
+    for names, field in QUANT_CONFIG_SCALES.items():
+        for name, tensor in zip(names, (weights.w13, weights.w2), strict=True):
+            found, expected = getattr(config, name), getattr(tensor, field)
+            assert (found is None) == (expected is None) and (found is None or bits(found) == bits(expected)), name
+    assert config.w1_bias is None and config.w2_bias is None
+
+
+def test_quant_config_of_biases_and_of_unquantized_layers():
+    layer = loaded_bridge("fp8_channel", plain_arrays(bias=True), has_bias=True, online=True)
+    config, weights = layer.quant_method.moe_quant_config, layer.expert_weights
+    assert bits(config.w1_bias) == bits(weights.w13_bias) and bits(config.w2_bias) == bits(weights.w2_bias)
+    assert loaded_bridge("bf16", plain_arrays()).quant_method.moe_quant_config is None
+
+
 def test_int8_online_exports_its_own_scale_names():
-    """M36: w13_scale and w2_scale out and in."""
-    layer = bridge_layer(torch_bridge.Int8OnlineMoEMethod(layer=None))
-    layer.load_weights(torch_pairs(plain_arrays()))
+    """M36: w13_scale and w2_scale out and in, the largest magnitude of a row over 127; codes times scales are rows."""
+    layer, arrays = bridge_layer(torch_bridge.Int8OnlineMoEMethod(layer=None)), plain_arrays()
+    layer.load_weights(torch_pairs(arrays))
     state = layer.state_dict()
     assert set(state) == {"w13_weight", "w13_scale", "w2_weight", "w2_scale"}
+    for name, shards in (("w13", ("w1", "w3")), ("w2", ("w2",))):
+        rows = np.stack([np.concatenate([arrays[e, s, "weight"] for s in shards]) for e in range(E)]).astype(np.float32)
+        scale = state[f"{name}_scale"].numpy()
+        np.testing.assert_array_equal(scale, np.abs(rows).max(-1, keepdims=True) / np.float32(127))
+        assert (np.abs(state[f"{name}_weight"].numpy() * scale - rows) <= scale * 0.5001).all()
     again = bridge_layer(torch_bridge.Int8OnlineMoEMethod(layer=layer))
     again.load_state_dict(state)
     again.process_weights_after_loading()

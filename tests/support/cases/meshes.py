@@ -54,7 +54,8 @@ def make_parallel(layout, axis_type="Auto", **options):
 
 def make_logits(routing, num_tokens, config, seed=3):
     """(T, E) float32. "random", or hostile: "one" sends every token to the same experts, "last" only to the last ones,
-    "ties" has equal logits everywhere, "skewed" favours the first experts strongly."""
+    "ties" has equal logits everywhere, "skewed" favours the first experts strongly; "each" sends token t to expert
+    t, modulo their number, and then to the next."""
     rng = np.random.default_rng(seed)
     z = rng.standard_normal((num_tokens, config.num_experts))
     match routing:
@@ -66,6 +67,10 @@ def make_logits(routing, num_tokens, config, seed=3):
             z[:] = 0.0
         case "skewed":
             z -= 2.0 * np.arange(config.num_experts)
+        case "each":
+            token = np.arange(num_tokens)
+            z[token, token % config.num_experts] += 20.0
+            z[token, (token + 1) % config.num_experts] += 10.0
     return jnp.asarray(z, jnp.float32)
 
 
