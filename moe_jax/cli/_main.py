@@ -157,10 +157,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _quantize(args: argparse.Namespace) -> int:
-    import moe_jax
+    from moe_jax.writing import quantize_checkpoint
 
     with progress_bar("writing", unit="B") as progress:
-        written = moe_jax.quantize_checkpoint(
+        written = quantize_checkpoint(
             args.source,
             args.destination,
             scheme=args.scheme,

@@ -116,7 +116,7 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
     """The command. Raises ValueError and the like for bad input, one line each, before the model is loaded."""
     import jax.numpy as jnp
 
-    import moe_jax
+    from moe_jax.models import load_pretrained
     from moe_jax.parallel import parse_mesh
 
     _check_options(args)
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
     stop_ids, stop_texts = [s for s in stops if isinstance(s, int)], [s for s in stops if isinstance(s, str)]
     end = _end_tokens(args.model)
     with progress_bar("loading") as progress:
-        model = moe_jax.load_pretrained(
+        model = load_pretrained(
             args.model,
             quantize=args.quantize,
             mesh=None if args.mesh is None else parse_mesh(args.mesh, "--mesh"),

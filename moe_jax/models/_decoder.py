@@ -20,6 +20,7 @@ from moe_jax.models._config import DecoderConfig
 from moe_jax.models._inputs import check_cache, check_ids
 from moe_jax.models._layers import Embedding, GatedMLP, Head, RMSNorm
 from moe_jax.models._partition import WHOLE, on_mesh, whole
+from moe_jax.models._reader import reload_weights
 from moe_jax.models.attention._attention import Attention, AttentionInputs
 from moe_jax.models.attention._mla import LatentAttention
 from moe_jax.models.attention._rope import rotary_angles
@@ -258,10 +259,8 @@ class CausalLM(MoEFamily, nnx.Module):
             ValueError: as ``load_pretrained``, or another model's config; the old weights are then untouched.
             TypeError: inside ``jax.jit``, where only a copy would change.
         """
-        from moe_jax.models._loading import reload_weights  # which imports this class
-
         check_not_traced("reload_weights", self)
-        return reload_weights(self, source)
+        return reload_weights(self, type(self), source)
 
     def moe_blocks(self) -> list[MoEBlock]:
         """The blocks with experts, in the order of ``config.moe_layers``."""

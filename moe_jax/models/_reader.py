@@ -1,0 +1,242 @@
+"""``ModelReader``: what a checkpoint holds for one model, and the reload of all its weights."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from moe_jax.loading import (
+    Checkpoint,
+    CheckpointError,
+    ExpertReader,
+    ExpertStream,
+    LoadReport,
+    QuantizationConfig,
+    as_packed,
+    expert_names,
+    layer_of,
+    packed_pairs,
+)
+from moe_jax.loading.files._pairs import checked_pairs
+from moe_jax.loading.layer._names import is_expert_name
+from moe_jax.models._array_source import ArraySource
+from moe_jax.models._config import ConfigReader, DecoderConfig, MoEBlockConfig
+from moe_jax.models._dense_loader import DenseTensor, dense_names, plan_dense, read_dense, skipped_layers
+from moe_jax.models.families._moe_family import MoEFamily
+from moe_jax.nn import FusedMoE, MoEBlock
+from moe_jax.nn._variables import install
+from moe_jax.parallel import ParallelConfig
+from moe_jax.parallel._loading import ShardedExpertReader
+from moe_jax.quantization import ExpertWeights, Scheme, online_scheme
+
+Progress = Callable[[int, int], None]
+Values = list[tuple[Any, Any]]  # (Variable or FusedMoE, its new value)
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What reading and reloading need of a ``CausalLM``."""
+
+    config: DecoderConfig
+    quantization_config: str
+    layers: Sequence[Any]
+    lm_head: Any
+
+    @property
+    def parallel(self) -> ParallelConfig | None: ...
+
+    def dense_modules(self) -> dict[str, Any]: ...
+
+    def moe_blocks(self) -> list[MoEBlock]: ...
+
+
+def reload_weights(
+    model: Model, family: type[MoEFamily], source: str | os.PathLike[str] | Iterable[tuple[str, Any]]
+) -> LoadReport:
+    """Replace all weights of a model by others of the same shapes; see ``CausalLM.reload_weights``."""
+    if isinstance(source, str | os.PathLike):
+        with Checkpoint(source) as opened:
+            checkpoint = as_packed(opened)
+            described = ConfigReader(checkpoint.config, str(checkpoint.config_path))
+            is_family = described.value("model_type") == family.model_type and (
+                described.value("architectures", default=[]) in ([], [family.architecture])
+            )
+            if not is_family or family.read_config(described) != model.config:
+                raise ValueError(f"{checkpoint.config_path} describes another model than the one that is loaded")
+            reader = ModelReader(checkpoint, checkpoint.config, family, model.config)
+            values, report = reader.read_model(model), reader.report
+    else:
+        values, report = _read_pairs(model, family, source)
+    versions = [block.experts.version for block in model.moe_blocks()]
+    install_values(values, [(version, version.get_value() + 1) for version in versions])
+    return report
+
+
+def _read_pairs(model: Model, family: type[MoEFamily], pairs: Iterable[tuple[str, Any]]) -> tuple[Values, LoadReport]:
+    """New values for the whole model out of tensors in any order. Experts are processed while they come; all else is
+    small, and is kept until the account of names can be made."""
+    stated = json.loads(model.quantization_config)
+    blocks = {index: layer.mlp for index, layer in enumerate(model.layers)}
+    configs = {index: block.experts.config for index, block in blocks.items() if isinstance(block, MoEBlock)}
+    stream = ExpertStream(
+        configs,
+        names=expert_names(family.model_type),
+        words_are_dense=QuantizationConfig.from_config(_packed_config(stated)).words_are_dense,
+    )
+    dense = ArraySource([])
+    try:
+        for name, array in packed_pairs(checked_pairs(pairs), stated):
+            if is_expert_name(name):
+                stream.accept(name, array)
+            else:
+                dense.add(name, array)
+        experts = stream.finish()
+    except ValueError as error:
+        raise CheckpointError(f"{dense.directory}: {error}") from None
+    raw = _packed_config(stated, dense.names)
+    reader = ModelReader(dense, raw, family, model.config, [layer_of(name) for name in stream.surplus])
+    return reader.read_model(model, experts=experts), stream.report
+
+
+def _packed_config(stated: Mapping[str, Any] | None, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """config.json of a checkpoint, GPTQ and AWQ in the words of ``pack-quantized``.
+
+    names: of tensors that came one by one. They tell whether the sender quantized at all, and for GPTQ and AWQ what.
+    """
+    raw = as_packed(ArraySource([], {"quantization_config": stated})).config
+    if names is None:
+        return raw
+    if not any(name.endswith(("_scale", "_scale_inv", "_packed")) for name in names):
+        return {}
+    if isinstance(stated, Mapping) and stated.get("quant_method") in ("gptq", "awq"):
+        (group,) = raw["quantization_config"]["config_groups"].values()
+        group["targets"] = [name.removesuffix(".weight_packed") for name in names if name.endswith(".weight_packed")]
+    return raw
+
+
+class ModelReader:
+    """Reads the parts of one model from a ``Checkpoint`` or an ``ArraySource``; the model is not changed.
+
+    raw: the config.json that says how modules are quantized. layers: those whose experts came another way. dense: the
+    names that dense modules must account for.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        raw: Mapping[str, Any],
+        family: type[MoEFamily],
+        config: MoEBlockConfig,
+        layers: Iterable[int | None] = (),
+    ):
+        self._source, self._config = source, config
+        self._where = str(source.directory)
+        self._quantization = QuantizationConfig.from_config(raw, source)
+        if doubt := family.doubts(source, raw):
+            warnings.warn(f"{self._where}: {doubt}", stacklevel=3)
+        names = expert_names(family.model_type)
+        self._experts = ExpertReader(source, quantization=self._quantization, names=names)
+        self._sharded = ShardedExpertReader(source, quantization=self._quantization, names=names)
+        self.dense = dense_names(source.names, config.num_layers)
+        surplus = (
+            {*self._experts.layers, *layers} - set(config.moe_layers) - skipped_layers(source.names, config.num_layers)
+        )
+        if surplus:
+            raise CheckpointError(
+                f"{self._where}: expert tensors in layers {ranges(tuple(sorted(surplus)))}; config.json puts experts "
+                f"into layers {ranges(config.moe_layers)}"
+            )
+
+    def scheme(self, layer: int, quantize: Any) -> Scheme | None:
+        """What the experts of a layer will follow: the scheme asked for, else the one they are stored in."""
+        stored = self._experts.stored_scheme(layer)
+        if quantize is None:
+            return stored
+        target = self._experts.target_scheme(layer, quantize)
+        return online_scheme(target) if stored is None else target
+
+    @property
+    def report(self) -> LoadReport:
+        peak = max(self._experts.peak_staged_bytes, self._sharded.peak_staged_bytes)
+        return LoadReport(peak, peak_open_layers=1)
+
+    def read_model(
+        self,
+        model: Model,
+        progress: Progress | None = None,
+        experts: Mapping[int, ExpertWeights] | None = None,
+    ) -> Values:
+        """New values for the whole model: headers of all dense tensors are checked first, then layers are read.
+
+        experts: those of each layer where the source does not have them.
+        """
+        account, layers = set(self.dense), self._config.num_layers
+        if model.lm_head is None and "lm_head.weight" in account:
+            self._check_tied()
+            account.remove("lm_head.weight")
+        plan = self._plan(model.dense_modules(), account)
+        by_layer: dict[int | None, list[DenseTensor]] = {}
+        for tensor in plan:
+            by_layer.setdefault(layer_of(tensor.name), []).append(tensor)
+        parallel = model.parallel
+        values = self._read(by_layer[None], parallel)
+        for index, layer in enumerate(model.layers):
+            values += self._read(by_layer[index], parallel)
+            if isinstance(layer.mlp, MoEBlock):
+                is_read = experts is None
+                values.append(self.read_experts(layer.mlp, index) if is_read else (layer.mlp.experts, experts[index]))
+            if progress is not None:
+                progress(index + 1, layers)
+        return values
+
+    def read_dense(self, modules: Mapping[str, Any], account: Iterable[str], parallel: ParallelConfig | None) -> Values:
+        """New values for the parameters of ``modules``, which must use every name in ``account``."""
+        return self._read(self._plan(modules, account), parallel)
+
+    def _read(self, tensors: Iterable[DenseTensor], parallel: ParallelConfig | None) -> Values:
+        """Dense values: on the default device, or where their variables lie on a mesh."""
+        return [*read_dense(tensors, self._source, self._where, parallel)]
+
+    def read_experts(self, block: MoEBlock, layer: int) -> tuple[FusedMoE, ExpertWeights]:
+        """The experts of a block as the block's own scheme wants them."""
+        experts = block.experts
+        if experts.parallel is None:
+            return experts, self._experts.load(layer, experts.config)
+        placement = experts.placement.get_value()
+        return experts, self._sharded.load(layer, experts.config, placement, experts.parallel)
+
+    def _plan(self, modules: Mapping[str, Any], account: Iterable[str]) -> list[DenseTensor]:
+        return plan_dense(modules, self._source, self._quantization, where=self._where, account=account)
+
+    def _check_tied(self) -> None:
+        """Some files hold a tied head as well; the config decides, and a head that differs contradicts it."""
+        head, embedding = (self._source.read(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+        if head.dtype != embedding.dtype or head.shape != embedding.shape or head.tobytes() != embedding.tobytes():
+            raise CheckpointError(
+                f"{self._where}: tensor lm_head.weight: differs from model.embed_tokens.weight although config.json "
+                "says tie_word_embeddings; set it to false if the head is its own"
+            )
+
+
+def install_values(values: Values, more: Iterable[tuple[Any, Any]] = ()) -> None:
+    """Put values in their places. Whatever can fail comes before the first of them, so a reload is atomic."""
+    arrays = {id(target): value for target, value in values}
+    checked = [*more]
+    for target, value in values:
+        if isinstance(target, FusedMoE):
+            checked += target.new_values(value, correction_bias=arrays.get(id(target.correction_bias)))
+        else:
+            checked.append((target, value))
+    install(checked)
+
+
+def ranges(numbers: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) -> "0-2, 5"; "none" for an empty tuple."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "none"
