@@ -1,4 +1,7 @@
-"""Pages that are made from the code and from kept results: format table, API, tables and raw output of benchmarks."""
+"""Pages that are made from the code and from kept results: formats, API, tables and raw output of benchmarks.
+
+python docs/_generate.py    # writes docs/reference/formats.md, the one such page that is committed
+"""
 
 import importlib
 import importlib.util
@@ -30,7 +33,6 @@ def has_torch() -> bool:
 def write(directory: Path) -> None:
     """Write all generated pages below ``directory``, and only what changed, so that Sphinx rebuilds no more."""
     pages = {
-        "formats.md": formats(),
         "measured.md": measured(),
         "results.md": results(),
         "api/index.md": api_index(),
@@ -46,49 +48,66 @@ def write(directory: Path) -> None:
 
 
 def formats() -> str:
-    """One row for each scheme of the registry, measured on a layer of 8 experts of 256 x 512."""
+    """docs/reference/formats.md: one row for each scheme of the registry, and the other names of schemes."""
     from moe_jax import MoEConfig
     from moe_jax.quantization import ALIASES, SCHEMES, method_for
 
-    lines = [
-        "# Formats",
-        "",
-        "Every scheme that `scheme=`, `quantize=` and `--scheme` take, from the registry in `moe_jax/quantization`.",
-        "Bits: of one weight with its scales and zero points, in a layer of 8 experts of 256 x 512.",
-        "",
-        "| Scheme | Weights | Scales of weights | Activations | Bits |",
-        "|---|---|---|---|---|",
-    ]
+    experts, hidden, intermediate = 8, 512, 256
+    lines = [FORMATS_HEAD, "| Scheme | Weights | Activations | Bits |", "|---|---|---|---|"]
     for name, scheme in SCHEMES.items():
-        config = MoEConfig(8, 2, 512, 256, scheme=scheme, dtype="bfloat16")
-        bits = 8 * method_for(scheme).abstract_weights(config).nbytes() / (8 * 3 * 256 * 512)
-        lines.append(
-            f"| `{name}` | {element(scheme.weights)} | {extent(scheme.weights)} | {activations(scheme.activations)} "
-            f"| {bits:.2f} |"
-        )
+        config = MoEConfig(experts, 2, hidden, intermediate, scheme=scheme, dtype="bfloat16")
+        nbytes = method_for(scheme).abstract_weights(config).nbytes()
+        bits = 8 * nbytes / (experts * 3 * intermediate * hidden)
+        lines.append(f"| `{name}` | {_weights(scheme.weights)} | {_activations(scheme.activations)} | {bits:.2f} |")
     lines += ["", "## Other names", "", "| Name | Scheme |", "|---|---|"]
     lines += [f"| `{alias}` | `{name}` |" for alias, name in sorted(ALIASES.items())]
     return "\n".join(lines) + "\n"
 
 
-def element(fmt) -> str:
+FORMATS_HEAD = """# Formats
+
+The schemes that `scheme=`, `quantize=` and `--scheme` accept. A scheme says how the weights of the experts are stored and
+whether activations are rounded before each of the two products. `python docs/_generate.py` writes this page from the
+registry in `moe_jax/quantization`.
+
+- **Scale per matrix, row, group, block**: what shares one scale. A row is an output channel of a weight, a group is a run
+  of consecutive inputs within a row. For activations, per tensor means one scale for all tokens of a call. Scales are
+  float32 unless the table names another kind.
+- **Dynamic** scales are computed from the activations of the call. **Static** scales are read from the checkpoint.
+- **Bits** count one weight as checkpoints store it, with its scales and zero points, in a layer of 8 experts of 256 x 512.
+  W4A8 checkpoints store one weight per byte; the Hopper kernels repack those to 4 bits.
+- `_approximate_fp8` after a weight-only scheme of 2 to 4 bits rounds activations to e4m3, per token. It is faster for many
+  tokens and approximate: the checkpoint does not ask for it. See [quantize](../guides/quantize.md).
+"""
+
+
+def _weights(fmt) -> str:
     if fmt is None:
-        return "as stored"
-    return f"{fmt.element}{'' if fmt.symmetric else ', zero points'}"
+        return "bfloat16, float16 or float32"
+    coarse = {None: "", "divides": ", divided by a global scale", "multiplies": ", times a global scale"}
+    return f"{_element(fmt)}, {_extent(fmt, 'matrix', 'row')}{coarse[fmt.global_scale]}"
 
 
-def extent(fmt) -> str:
+def _activations(fmt) -> str:
     if fmt is None:
-        return "-"
-    size = fmt.group_size or (" x ".join(map(str, fmt.block_shape)) if fmt.block_shape else "")
-    whole = "" if fmt.global_scale is None else ", global scale"
-    return f"{fmt.scale} per {fmt.strategy.value}{f' of {size}' if size else ''}{whole}"
+        return "not quantized"
+    dynamic, is_static = "dynamic " if fmt.dynamic else "static ", fmt.needs_input_scale
+    coarse = f"; {'static' if is_static else 'dynamic'} global scale{'' if is_static else ' per token'}"
+    return f"{_element(fmt)}, {dynamic}{_extent(fmt, 'tensor', 'token')}{coarse if fmt.global_scale else ''}"
 
 
-def activations(fmt) -> str:
-    if fmt is None:
-        return "as they are"
-    return f"{element(fmt)}, {extent(fmt)}, {'dynamic' if fmt.dynamic else 'from the checkpoint'}"
+def _element(fmt) -> str:
+    return f"{fmt.element}{'' if fmt.symmetric else ' with zero points'}"
+
+
+def _extent(fmt, whole: str, row: str) -> str:
+    """What shares one scale, and the kind of scale where it is not float32."""
+    kind = {"float32": "", "ue8m0": "power-of-two ", "e8m0": "power-of-two ", "e4m3": "e4m3 "}[fmt.scale]
+    blocks = fmt.block_shape and f"block of {fmt.block_shape[0]} x {fmt.block_shape[1]}"
+    where = blocks or (
+        f"group of {fmt.group_size}" if fmt.group_size else {"tensor": whole}.get(fmt.strategy.value, row)
+    )
+    return f"{kind}scale per {where}"
 
 
 def measured() -> str:
@@ -179,3 +198,7 @@ def api_pages() -> dict[str, str]:
         lines += [f"   :exclude-members: {', '.join(again)}"] if again else []
         pages[f"api/{name}.md"] = "\n".join([*lines, "```", ""])
     return pages
+
+
+if __name__ == "__main__":
+    (ROOT / "docs/reference/formats.md").write_text(formats())

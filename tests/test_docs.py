@@ -1,4 +1,4 @@
-"""What the documentation shows is run: the README's example and table, and the examples in docstrings."""
+"""What the README and docstrings show is run: examples, `explain` output, names of schemes."""
 
 import doctest
 import importlib
@@ -8,10 +8,14 @@ from pathlib import Path
 
 import jax
 import pytest
+import writers
+from hopper_layers import on_hopper
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import moe_jax
 import pallas_kernels
-from moe_jax.quantization import SCHEMES
+from moe_jax.experts import explain
+from moe_jax.quantization import SCHEMES, method_for
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 MODULES = sorted(
@@ -22,18 +26,45 @@ MODULES = sorted(
 )
 
 
-def test_readme_example_runs(capsys):
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 120 and re.search(r"```\nmake demo .*\nmake test ", README)
+
+
+def test_readme_example_runs(tmp_path, monkeypatch, capsys, quick_compilation):
+    """On a small checkpoint with random weights, in the place of the one it names."""
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len([line for line in example.splitlines() if line and "import" not in line]) <= 10
+    directory = tmp_path / re.search(r'directory = "(\S+)"', example)[1]
+    writers.write_model("qwen3_moe", directory, hidden_size=64, num_hidden_layers=1, eos_token_id=None)
+    words = models.WordLevel({f"w{i}": i for i in range(writers.VOCAB)}, unk_token="w0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    monkeypatch.chdir(tmp_path)
     scope = {}
     exec(compile(example, "README.md", "exec"), scope)
-    assert scope["y"].shape == (16, 64) and bool((scope["y"] != 0).any())
-    assert "(16, 64) bfloat16" in capsys.readouterr().out
+    prompt, output = scope["prompt"], scope["output"]
+    assert output.shape == (1, prompt.shape[1] + 16) and (output[:, : prompt.shape[1]] == prompt).all()
+    answer, _, explanation = capsys.readouterr().out.partition("\n")
+    assert answer.split()[0] == "w0" and "method: fp8_channel" in explanation
 
 
-def test_readme_lists_only_schemes_that_are_built():
-    listed = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
-    assert listed and len(listed) == len(set(listed)) and set(listed) <= set(SCHEMES)
+def test_readme_shows_what_explain_says():
+    """The layer of the example at its true size, as an H200 would run it."""
+    (shown,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    scheme = moe_jax.Scheme.parse("fp8_channel")
+    config = moe_jax.MoEConfig(128, 8, 2048, 768, scheme=scheme, dtype="bfloat16", name="model.layers.0.mlp")
+    with on_hopper():
+        text = explain(config, method_for(config.scheme).abstract_weights(config), 1, platform="gpu")
+    assert shown == f"{text}\nweights version: 0\n"
+
+
+def test_readme_names_only_schemes_that_are_built():
+    rows = re.findall(
+        r"^\|(?:[^|\n]*\|){3}([^|\n]*)\|", README.partition("## Formats")[2].partition("\n## ")[0], re.MULTILINE
+    )
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(named) > 10 and len(named) == len(set(named)) and set(named) <= set(SCHEMES)
 
 
 @pytest.mark.parametrize("name", MODULES)

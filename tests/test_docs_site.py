@@ -84,6 +84,7 @@ def test_the_format_table_is_the_registry(generate):
     from moe_jax.quantization import ALIASES, SCHEMES
 
     text = generate.formats()
+    assert text == (DOCS / "reference/formats.md").read_text(), "python docs/_generate.py writes the page anew"
     assert re.findall(r"^\| `([\w.]+)` \| .* \| [\d.]+ \|$", text, re.MULTILINE) == list(SCHEMES)
     assert all(f"| `{alias}` | `{name}` |" in text for alias, name in ALIASES.items())
     bits = {row[0]: float(row[1]) for row in re.findall(r"^\| `([\w.]+)` \| .* \| ([\d.]+) \|$", text, re.MULTILINE)}

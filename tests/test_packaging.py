@@ -57,7 +57,7 @@ def test_installs_and_runs_without_optional_packages(wheel, installed):
     ).split()
     version = installed("moe-jax", "--version")
     assert re.fullmatch(r"moe-jax \d+\.\d+\.\d+\S*\n", version) and version.split()[1] in wheel.name
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/quickstart.md").read_text(), re.DOTALL)
     assert "(16, 64) bfloat16" in installed("python", "-c", example)
     text = installed("moe-jax", "doctor")
     missing = {line.split()[0] for line in text.splitlines() if "  missing  " in line}
