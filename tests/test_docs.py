@@ -8,14 +8,14 @@ from pathlib import Path
 
 import jax
 import pytest
-import writers
-from hopper_layers import on_hopper
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import moe_jax
 import pallas_kernels
 from moe_jax.experts import explain
 from moe_jax.quantization import SCHEMES, method_for
+from tests.support.cases.hopper_layers import on_hopper
+from tests.support.checkpoints import writers
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 MODULES = sorted(
