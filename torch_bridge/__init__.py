@@ -1,6 +1,7 @@
 """The torch bridge: the layer of moe_jax as a torch module. torch is imported here and nowhere else in the library."""
 
 from moe_jax.loading import make_expert_params_mapping
+from moe_jax.parallel import determine_expert_map
 from torch_bridge._compressed_tensors import (
     CompressedTensorsW4A4Nvfp4MoEMethod,
     CompressedTensorsW4A8Int8MoEMethod,
@@ -26,7 +27,7 @@ from torch_bridge._online import (
     SchemeOnlineMoEMethod,
 )
 from torch_bridge._patched import PatchedExperts
-from torch_bridge._rank import Rank, determine_expert_map
+from torch_bridge._rank import Rank
 
 __all__ = [
     "CompressedTensorsW4A4Nvfp4MoEMethod",

@@ -13,13 +13,14 @@ from moe_jax import ExpertWeights, MoEConfig
 from moe_jax.experts import explain
 from moe_jax.experts._backend import order_of
 from moe_jax.experts.hopper._kernel_layout import unpack_experts
+from moe_jax.parallel import determine_expert_map
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
 from torch_bridge._calls import Experts, JaxCalls
 from torch_bridge._layer_loading import LoadingMixin
 from torch_bridge._loader import RankLoader, local_config
 from torch_bridge._methods import SchemeMoEMethod
-from torch_bridge._rank import Rank, determine_expert_map
+from torch_bridge._rank import Rank
 from torch_bridge._resolve import resolve_method
 from torch_bridge._state_dict import StateDictMixin
 from torch_bridge._tensors import numpy_dtype, to_numpy

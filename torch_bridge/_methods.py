@@ -182,6 +182,9 @@ class SchemeMoEMethod(FusedMoEMethodBase):
             specs |= {f"{w}_weight_shape": LeafSpec(lead, np.dtype(np.int32), "weight_shape") for w in ("w13", "w2")}
         for name, spec in specs.items():
             register_placeholder(layer, name, spec, {**_kind(spec, weights), **extra_weight_attrs})
+        for name in ("w13_input_scale", "w2_input_scale"):
+            if name not in specs:  # vLLM's layers have the attribute all the same
+                layer.register_parameter(name, None)
 
     def exported_name(self, leaf: str) -> str:
         """What a state dict calls a leaf; another name than the leaf's where vLLM has one of its own."""

@@ -6,35 +6,7 @@ import functools
 import numpy as np
 import torch
 
-STRATEGIES = ("linear", "round_robin")
-
-
-def determine_expert_map(
-    ep_size: int, ep_rank: int, global_num_experts: int, expert_placement_strategy: str = "linear"
-) -> tuple[int, np.ndarray | None]:
-    """(experts of this rank, map (P,) int32 from global to local expert, -1 where not local; None when all are local).
-
-    The first ``P % ep_size`` ranks hold one expert more. "linear" gives a rank consecutive ids, "round_robin" every
-    ``ep_size``-th one. Raises ValueError for another strategy or a rank outside its group.
-    """
-    if expert_placement_strategy not in STRATEGIES:
-        raise ValueError(
-            f"expert_placement_strategy={expert_placement_strategy!r}, expected one of {', '.join(STRATEGIES)}"
-        )
-    if not 0 <= ep_rank < ep_size or ep_size > global_num_experts:
-        raise ValueError(
-            f"ep_rank={ep_rank}, ep_size={ep_size}: expected 0 <= ep_rank < ep_size <= {global_num_experts}"
-        )
-    if ep_size == 1:
-        return global_num_experts, None
-    ids = np.arange(global_num_experts)
-    if expert_placement_strategy == "round_robin":
-        own = ids[ids % ep_size == ep_rank]
-    else:
-        own = np.array_split(ids, ep_size)[ep_rank]
-    expert_map = np.full(global_num_experts, -1, np.int32)
-    expert_map[own] = np.arange(len(own))
-    return len(own), expert_map
+from moe_jax.parallel import determine_expert_map
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +28,8 @@ class Rank:
             )
         if not 0 <= self.tp_rank < self.tp_size:
             raise ValueError(f"tp_rank={self.tp_rank} is outside tp_size={self.tp_size}")
+        if self.ep_size > self.num_experts:
+            raise ValueError(f"ep_size={self.ep_size} for {self.num_experts} experts: a rank needs at least one")
         determine_expert_map(self.ep_size, self.ep_rank, self.num_experts, self.strategy)
 
     @classmethod

@@ -284,6 +284,8 @@ def test_parameters_carry_what_loaders_read():
                 assert parameter.quant_method == spec.kind
             with pytest.raises(AssertionError, match="Overwriting existing tensor attribute: weight_loader"):
                 torch_bridge.set_weight_attrs(parameter, {"weight_loader": None})
+        scales = (f"{w}_input_scale" for w in ("w13", "w2"))
+        assert all(name in specs or getattr(layer, name) is None for name in scales), scheme  # M12, M183
     packed = bridge_layer("w4a16_g32").w13_weight_packed
     assert packed.quant_method == "group" and packed.dtype == torch.int32
 
@@ -420,11 +422,13 @@ def test_expert_map():
     robin = owned(expert_placement_strategy="round_robin")
     assert robin == [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
     assert torch_bridge.determine_expert_map(1, 0, 10) == (10, None)
+    assert torch_bridge.determine_expert_map(4, 3, 2)[0] == 0  # as in vLLM, more ranks than experts
     layer = bridge_layer("bf16", **ROUND_ROBIN)
     assert layer.expert_map.tolist() == [-1, 0, -1, 1] and layer.local_num_experts == 2 and layer.use_ep
     for call, error in (
-        (lambda: torch_bridge.determine_expert_map(2, 0, 10, "random"), "expected one of linear, round_robin"),
-        (lambda: torch_bridge.determine_expert_map(2, 2, 10), "expected 0 <= ep_rank < ep_size"),
+        (lambda: torch_bridge.determine_expert_map(2, 0, 10, "random"), "expected one of 'linear', 'round_robin'"),
+        (lambda: torch_bridge.determine_expert_map(2, 2, 10), "ep_rank=2, expected an integer from 0 to 1"),
+        (lambda: bridge_layer("bf16", ep_size=5, ep_rank=0), "ep_size=5 for 4 experts"),
         (lambda: bridge_layer("bf16", tp_size=3, tp_rank=0), "does not divide by tp_size=3"),
         (lambda: bridge_layer("bf16").update_expert_map(), "no expert map to update"),
     ):
