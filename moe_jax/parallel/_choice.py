@@ -5,7 +5,7 @@ import math
 from moe_jax._config import MoEConfig
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._dispatch import ROOM, why_no_push, why_not
-from pallas_kernels.push import PushConfig, PushDesc, config_error
+from pallas_kernels.nvlink_dispatch import ExchangeConfig, ExchangeDesc, config_error
 
 # Tokens of the devices that share experts up to which one psum of everything is as cheap as sending tokens to their
 # experts: on four H200s 33 us at 64 tokens, where all_gather and psum_scatter take 62 and push 23; layers of 64 tokens
@@ -41,7 +41,7 @@ def _push_refusal(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) 
     if reason is not None:
         return reason
     num_tokens = -(-num_tokens // math.prod(map(parallel.size, parallel.token_axes("push"))))
-    desc = PushDesc(
+    desc = ExchangeDesc(
         mesh=tuple(parallel.mesh.shape.items()),
         axis=str(parallel.expert_axis),
         num_tokens=num_tokens * (parallel.tensor_size if parallel.gathers_tokens else 1),
@@ -52,7 +52,7 @@ def _push_refusal(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) 
         row_dtype=config.dtype.name,
         sum_dtype=None if parallel.reduce_dtype == "float32" else parallel.reduce_dtype,
     )
-    reason = config_error(desc, PushConfig(1), 1)
+    reason = config_error(desc, ExchangeConfig(1), 1)
     return None if reason is None else f"cannot run {reason}"
 
 

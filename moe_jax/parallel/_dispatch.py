@@ -34,8 +34,8 @@ from jax.sharding import Mesh
 
 from moe_jax._typing import Array
 from moe_jax.experts.xla._align import sort_by_expert
-from pallas_kernels.push import Arrived, combine_pushed, push_rows
-from pallas_kernels.push.config import MAX_DEVICES
+from pallas_kernels.nvlink_dispatch import DispatchedRows, combine_rows, dispatch_rows
+from pallas_kernels.nvlink_dispatch.config import MAX_DEVICES
 
 ALL_AT_ONCE = 128  # pairs of a device up to which one round of all_to_all takes any routing
 ROOM = 1.25  # rows for each device in a round over their mean
@@ -62,7 +62,7 @@ class Exchange:
     sum_dtype: jnp.dtype
     row_dtype: jnp.dtype
     is_one_round: bool
-    serve: Callable[[Arrived, Array, Callable[[Array, Array], Array]], Array] | None = None
+    serve: Callable[[DispatchedRows, Array, Callable[[Array, Array], Array]], Array] | None = None
     quantization: str = "none"
     kernels: str = "mosaic"
 
@@ -181,10 +181,10 @@ def push(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
     if returns_sums := exchange.sum_dtype != jnp.float32:
         where |= dict(sum_dtype=exchange.sum_dtype)
     told = weights if returns_sums else None
-    arrived = push_rows(x, slots, told, quantization=exchange.quantization, row_dtype=exchange.row_dtype, **where)
+    arrived = dispatch_rows(x, slots, told, quantization=exchange.quantization, row_dtype=exchange.row_dtype, **where)
 
     def send_back(rows: Array, row_of: Array) -> Array:
-        return combine_pushed(rows, row_of, slots, weights, arrived, **where)
+        return combine_rows(rows, row_of, slots, weights, arrived, **where)
 
     return exchange.serve(arrived, lax.axis_index(exchange.axis) * exchange.slots_per_device, send_back)
 

@@ -27,7 +27,7 @@ from moe_jax.parallel._routing import route_tokens
 from moe_jax.parallel._weights import local_config, partition_specs, placed_config
 from moe_jax.quantization import ExpertWeights, Strategy
 from moe_jax.routing import RoutingParams
-from pallas_kernels.push import Arrived
+from pallas_kernels.nvlink_dispatch import DispatchedRows
 
 
 def fused_moe(
@@ -223,7 +223,7 @@ def _experts(
         return weighted_experts(x, topk_weights, ids, weights, plan_for(ids.shape[1]))
 
     def serve(
-        weights: ExpertWeights, arrived: Arrived, first_slot: Array, send_back: Callable[[Array, Array], Array]
+        weights: ExpertWeights, arrived: DispatchedRows, first_slot: Array, send_back: Callable[[Array, Array], Array]
     ) -> Array:
         return forward_arrived(plan_for(top_k), arrived, first_slot, weights, send_back)
 

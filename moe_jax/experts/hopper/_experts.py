@@ -37,8 +37,8 @@ from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.numerics import E4M3_MAX, divide, magnitude
 from pallas_kernels.grouped_gemm import choose_config, grouped_gemm
 from pallas_kernels.grouped_gemm.heuristics import describe as describe_config
-from pallas_kernels.push import Arrived, place_arrived
-from pallas_kernels.push.config import GROUPED_WIDTH
+from pallas_kernels.nvlink_dispatch import DispatchedRows, place_rows
+from pallas_kernels.nvlink_dispatch.config import GROUPED_WIDTH
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, quantize_and_permute
 from pallas_kernels.quantize_and_permute import config_error as permute_error
 from pallas_kernels.route import route_and_align
@@ -171,7 +171,7 @@ def arriving_quantization(weights: ExpertWeights) -> str:
 
 def forward_arrived(
     config: MoEConfig,
-    arrived: Arrived,
+    arrived: DispatchedRows,
     first_slot: Array,
     weights: ExpertWeights,
     send_back: Callable[[Array, Array], Array],
@@ -386,7 +386,7 @@ def _expert_rows(
         first = functools.partial(first, block_m=plan.block_m)
     elif x_scale is not None:
         scale = None
-        rows, row_scale = place_arrived(x, x_scale, tiles.row_of, num_rows, implementation=row_kernels)
+        rows, row_scale = place_rows(x, x_scale, tiles.row_of, num_rows, implementation=row_kernels)
     else:
         operand = x if weights.scheme.is_quantized else x.astype(config.dtype)
         scale = _tensor_scale(weights.scheme.activations, weights.w13.input_scale, operand, None, config.call_axes)

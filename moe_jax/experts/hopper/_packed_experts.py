@@ -33,7 +33,7 @@ from pallas_kernels.grouped_gemm.packed import (
 )
 from pallas_kernels.grouped_gemm.packed import describe as describe_config
 from pallas_kernels.grouped_gemm.packed.format import FOLDED_RANGE
-from pallas_kernels.push import place_arrived
+from pallas_kernels.nvlink_dispatch import place_rows
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.tuning import PackedLayerKey
 
@@ -86,7 +86,7 @@ def expert_rows(
         if by_token:
             rows, scale = x, x_scale
         elif x_scale is not None:
-            rows, scale = place_arrived(x, x_scale, tiles.row_of, num_rows, implementation=kernels)
+            rows, scale = place_rows(x, x_scale, tiles.row_of, num_rows, implementation=kernels)
         elif weights.w13.g_idx is None:
             rows, scale = to_rows(x, quantization=kind)
         else:

@@ -25,7 +25,7 @@ from pallas_kernels.combine import combine
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 from pallas_kernels.grouped_gemm.packed import PackedConfig, grouped_gemm_packed
-from pallas_kernels.push import PushDesc, place_arrived
+from pallas_kernels.nvlink_dispatch import ExchangeDesc, place_rows
 from pallas_kernels.quantize_and_permute import PermuteConfig, quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, TAKES_SCALE
 from pallas_kernels.route import route_and_align
@@ -156,8 +156,8 @@ def small_calls() -> dict[str, Callable[[], Call]]:
         "quantize_and_permute e4m3_group in place, in parts": functools.partial(_in_place, "e4m3_group", width=3584),
         "quantize_and_permute e4m3_group in place, few groups": functools.partial(_in_place, "e4m3_group", width=384),
         "combine": _combining,
-        "combine_pushed": lambda: _bringing_back(None),
-        "combine_pushed, sums of a device": lambda: _bringing_back("bfloat16"),
+        "combine_rows": lambda: _bringing_back(None),
+        "combine_rows, sums of a device": lambda: _bringing_back("bfloat16"),
     }
     for quantization in QUANTIZATIONS:
         calls[f"quantize_and_permute {quantization}"] = functools.partial(_permuting, quantization)
@@ -177,9 +177,9 @@ def small_calls() -> dict[str, Callable[[], Call]]:
         for config in configs:
             calls[f"grouped_gemm_packed {kind}, {_words(config)}"] = functools.partial(_multiplying_tiles, kind, config)
     for quantization in _PUSHED:
-        calls[f"push_rows {quantization}"] = functools.partial(_pushing, quantization)
+        calls[f"dispatch_rows {quantization}"] = functools.partial(_dispatching, quantization)
         if quantization != "none":
-            calls[f"place_arrived {quantization}"] = functools.partial(_placing, quantization)
+            calls[f"place_rows {quantization}"] = functools.partial(_placing, quantization)
     return calls
 
 
@@ -275,29 +275,29 @@ def _placing(quantization: str) -> Call:
     codes, scales = quantize_and_permute(x, quantization=quantization, implementation="reference")
 
     def run(codes, scales, row_of):
-        return place_arrived(codes, scales, row_of, 40, implementation="mosaic")
+        return place_rows(codes, scales, row_of, 40, implementation="mosaic")
 
     return run, (codes, jnp.asarray(np.asarray(scales).T), jnp.asarray(row_of))
 
 
-def _pushing(quantization: str) -> Call:
-    """Devices are parts of one GPU (push_rehearsal.py, whose kernels are only loaded where they run)."""
-    from pallas_kernels.push.config import choose_dispatch
-    from tests.support.kernels import push_rehearsal
+def _dispatching(quantization: str) -> Call:
+    """Devices are parts of one GPU (nvlink_rehearsal.py, whose kernels are only loaded where they run)."""
+    from pallas_kernels.nvlink_dispatch.config import choose_dispatch_config
+    from tests.support.kernels import nvlink_rehearsal
 
-    desc = PushDesc((("e", 2),), "e", 9, 1024, 3, 4, "bfloat16", quantization)
+    desc = ExchangeDesc((("e", 2),), "e", 9, 1024, 3, 4, "bfloat16", quantization)
     x = jnp.asarray(_rng().standard_normal((2, 9, 1024)), jnp.bfloat16)
     slots = jnp.asarray(_rng().integers(-1, 8, (2, 9, 3)), jnp.int32)
-    return functools.partial(push_rehearsal.dispatch, desc, choose_dispatch(desc, 8)), (x, slots)
+    return functools.partial(nvlink_rehearsal.dispatch, desc, choose_dispatch_config(desc, 8)), (x, slots)
 
 
 def _bringing_back(sum_dtype: str | None) -> Call:
     """Into the mailboxes of a dispatch of zeros."""
-    from pallas_kernels.push.config import choose_combine, choose_dispatch
-    from tests.support.kernels import push_rehearsal
+    from pallas_kernels.nvlink_dispatch.config import choose_combine_config, choose_dispatch_config
+    from tests.support.kernels import nvlink_rehearsal
 
-    desc = PushDesc((("e", 2),), "e", 9, 1024, 3, 4, "bfloat16", sum_dtype=sum_dtype)
-    there, back = choose_dispatch(desc, 8), choose_combine(desc, 8)
+    desc = ExchangeDesc((("e", 2),), "e", 9, 1024, 3, 4, "bfloat16", sum_dtype=sum_dtype)
+    there, back = choose_dispatch_config(desc, 8), choose_combine_config(desc, 8)
     rows, slots = _rng().standard_normal((2, 60, 1024)), _rng().integers(-1, 8, (2, 9, 3))
     here = slots.reshape(-1, 3) // 4 == np.arange(2)[:, None, None]
     places = np.stack([_rng().permutation(60)[:54].reshape(-1, 3)] * 2)
@@ -306,9 +306,9 @@ def _bringing_back(sum_dtype: str | None) -> Call:
 
     def run(rows, row_of, slots, weights):
         x, told = jnp.zeros((2, 9, 1024), jnp.bfloat16), None if sum_dtype is None else weights
-        *_, came, mailbox, table = push_rehearsal.dispatch(desc, there, x, slots, told)
+        *_, came, mailbox, table = nvlink_rehearsal.dispatch(desc, there, x, slots, told)
         factors = weights if sum_dtype is None else came
-        return push_rehearsal.combine(desc, back, rows, row_of, slots, factors, mailbox, table)
+        return nvlink_rehearsal.combine(desc, back, rows, row_of, slots, factors, mailbox, table)
 
     return run, tuple(jnp.asarray(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True))
 

@@ -12,7 +12,7 @@ from pallas_kernels.align.config import AlignDesc, row_capacity
 from pallas_kernels.align.config import choose_config as choose_align
 from pallas_kernels.align.kernel_sm90 import align_sm90, ranks_sm90, rows_sm90
 from pallas_kernels.combine.config import CombineDesc
-from pallas_kernels.combine.config import choose_config as choose_combine
+from pallas_kernels.combine.config import choose_config as choose_combine_config
 from pallas_kernels.combine.kernel_sm90 import combine_sm90
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
@@ -24,12 +24,12 @@ from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedF
 from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
 from pallas_kernels.grouped_gemm.packed.kernel_sm90 import grouped_gemm_packed_sm90
 from pallas_kernels.grouped_gemm.packed.kernel_sm90 import operand_names as packed_operand_names
-from pallas_kernels.push.combine_sm90 import combine_sm90 as push_combine_sm90
-from pallas_kernels.push.config import QUANTIZATIONS as PUSH_QUANTIZATIONS
-from pallas_kernels.push.config import PlaceDesc, PushDesc, choose_dispatch, choose_place
-from pallas_kernels.push.config import choose_combine as choose_push_combine
-from pallas_kernels.push.dispatch_sm90 import dispatch_sm90
-from pallas_kernels.push.place_sm90 import place_sm90
+from pallas_kernels.nvlink_dispatch.combine_sm90 import combine_sm90 as nvlink_combine_sm90
+from pallas_kernels.nvlink_dispatch.config import QUANTIZATIONS as EXCHANGE_QUANTIZATIONS
+from pallas_kernels.nvlink_dispatch.config import ExchangeDesc, PlaceDesc, choose_dispatch_config, choose_place_config
+from pallas_kernels.nvlink_dispatch.config import choose_combine_config as choose_nvlink_combine
+from pallas_kernels.nvlink_dispatch.dispatch_sm90 import dispatch_sm90
+from pallas_kernels.nvlink_dispatch.place_sm90 import place_sm90
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, TAKES_SCALE, PermuteDesc, config_error
 from pallas_kernels.quantize_and_permute.config import choose_config as choose_permute
 from pallas_kernels.quantize_and_permute.gather_sm90 import gather_rows_sm90
@@ -363,7 +363,7 @@ def combine_cases() -> Iterator[Case]:
         for dtype in ("bfloat16", "float32"):
             desc = CombineDesc(64, width, 8, 4096, dtype, "bfloat16", shared_dtype="float32")
             shapes = (((4096, width), dtype), ((64, 8), "int32"), ((64, 8), "float32"), ((64, width), "float32"))
-            yield Case(f"combine {dtype} {width}", combine_sm90(desc, choose_combine(desc, H200_SMS)), shapes)
+            yield Case(f"combine {dtype} {width}", combine_sm90(desc, choose_combine_config(desc, H200_SMS)), shapes)
 
 
 def align_cases() -> Iterator[Case]:
@@ -383,18 +383,18 @@ def align_cases() -> Iterator[Case]:
     yield Case("align of a shard", align_sm90(shard, choose_align(shard)), (((512,), "int32"), ((1,), "int32")))
 
 
-def push_cases() -> Iterator[Case]:
+def nvlink_dispatch_cases() -> Iterator[Case]:
     """Dispatch in every quantization, combine and placing: few and many tokens, a mesh of one axis and of two."""
     four, two_axes = (("e", 4),), (("t", 2), ("e", 2))
-    for number, quantization in enumerate(PUSH_QUANTIZATIONS):
+    for number, quantization in enumerate(EXCHANGE_QUANTIZATIONS):
         for tokens, width in ((16, 7168), (4096, 2048)):
             mesh = two_axes if number == 1 else four
             sums = "bfloat16" if tokens > 16 else None
-            desc = PushDesc(mesh, "e", tokens, width, 8, 32, "bfloat16", quantization, sum_dtype=sums)
+            desc = ExchangeDesc(mesh, "e", tokens, width, 8, 32, "bfloat16", quantization, sum_dtype=sums)
             shapes = (((tokens, width), "bfloat16"), ((desc.padded_pairs,), "int32"))
             shapes += (((desc.padded_pairs,), "float32"),) if sums else ()
-            kernel = dispatch_sm90(desc, choose_dispatch(desc, H200_SMS))
-            yield Case(f"push dispatch {quantization} {tokens} x {width}", kernel, shapes, mesh=mesh)
+            kernel = dispatch_sm90(desc, choose_dispatch_config(desc, H200_SMS))
+            yield Case(f"nvlink dispatch {quantization} {tokens} x {width}", kernel, shapes, mesh=mesh)
     for mesh, dtype, sums, tokens, width in (
         (four, "bfloat16", None, 16, 7168),
         (four, "bfloat16", "bfloat16", 16, 7168),
@@ -403,18 +403,20 @@ def push_cases() -> Iterator[Case]:
         (two_axes, "float16", None, 16, 2880),
         ((("e", 8),), "bfloat16", "float32", 256, 2048),
     ):
-        desc = PushDesc(mesh, "e", tokens, width, 8, 32, dtype, row_dtype=dtype, sum_dtype=sums)
+        desc = ExchangeDesc(mesh, "e", tokens, width, 8, 32, dtype, row_dtype=dtype, sum_dtype=sums)
         pairs = desc.num_pairs
         shapes = (((4096, width), dtype), ((desc.size * pairs,), "int32"), ((pairs,), "int32"))
         shapes += (((desc.size, desc.padded_pairs) if sums else (pairs,), "float32"),)
         shapes += (((desc.mailbox_rows, width), desc.mailbox_dtype), ((desc.size + 1, 128), "int32"))
-        kernel = push_combine_sm90(desc, choose_push_combine(desc, H200_SMS))
-        yield Case(f"push combine {dtype} to {sums} {tokens} x {width}", kernel, shapes, mesh=mesh)
+        kernel = nvlink_combine_sm90(desc, choose_nvlink_combine(desc, H200_SMS))
+        yield Case(f"nvlink combine {dtype} to {sums} {tokens} x {width}", kernel, shapes, mesh=mesh)
     for width, groups in ((7168, 56), (2048, 16), (2880, 0)):
         place = PlaceDesc(64, 1024, width, 8, groups)
         scales = (64, groups) if groups else (64,)
         shapes = (((64, width), "int8"), (scales, "float32"), ((64, 8), "int32"))
-        yield Case(f"push place {width}, {groups} groups", place_sm90(place, choose_place(place, H200_SMS)), shapes)
+        yield Case(
+            f"nvlink place {width}, {groups} groups", place_sm90(place, choose_place_config(place, H200_SMS)), shapes
+        )
 
 
 def all_cases() -> Iterator[Case]:
@@ -432,4 +434,4 @@ def all_cases() -> Iterator[Case]:
     yield from align_cases()
     yield from route_cases()
     yield from quantizing_route_cases()
-    yield from push_cases()
+    yield from nvlink_dispatch_cases()

@@ -22,9 +22,9 @@ from moe_jax.experts.hopper._kernel_layout import pack_experts
 from moe_jax.parallel import ParallelConfig, Placement, fused_moe, place_weights
 from moe_jax.parallel._choice import FEW_TOKENS, choose_dispatch, describe
 from moe_jax.parallel._dispatch import WAYS, Exchange, push, why_no_push, why_not
-from pallas_kernels.push import combine_pushed, push_rows
+from pallas_kernels.nvlink_dispatch import combine_rows, dispatch_rows
 from tests.support.cases.experts import make_config, make_stored_weights
-from tests.support.kernels.push_slots import make_slots
+from tests.support.kernels.nvlink_slots import make_slots
 from tests.support.oracles.tolerances import Tolerance, assert_rows_close, tolerance
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -70,14 +70,14 @@ def test_every_row_arrives_and_comes_back(size, routing, sum_dtype, kernels):
 
     def there_and_back(x, slots, weights):
         told = None if sum_dtype is None else weights
-        arrived = push_rows(x, slots, told, quantization="e4m3_group", sum_dtype=sum_dtype, **where)
+        arrived = dispatch_rows(x, slots, told, quantization="e4m3_group", sum_dtype=sum_dtype, **where)
         mine = arrived.slots - lax.axis_index("e") * per_device
         here = (mine >= 0) & (mine < per_device)
         values = arrived.codes.astype(jnp.float32) * jnp.repeat(arrived.scales, 128, axis=1)
         factor = (mine[..., None] + 1).astype(jnp.float32)  # of expert i of a device
         rows = (values[:, None] * factor).reshape(-1, width)
         row_of = jnp.where(here, jnp.arange(here.size, dtype=jnp.int32).reshape(here.shape), -1)
-        y = combine_pushed(rows, row_of, slots, weights, arrived, sum_dtype=sum_dtype, **where)
+        y = combine_rows(rows, row_of, slots, weights, arrived, sum_dtype=sum_dtype, **where)
         return arrived.codes.astype(jnp.float32)[None], arrived.slots[None], y
 
     codes, all_slots, y = over(size, there_and_back)(x, slots, weights)
@@ -101,11 +101,11 @@ def test_rounds_back_to_back(kernels):
 
     def one_round(i, x, slots):
         own = lax.dynamic_index_in_dim(slots, i, 1, keepdims=False)
-        arrived = push_rows(x, own, **where)
+        arrived = dispatch_rows(x, own, **where)
         here = arrived.slots // per_device == lax.axis_index("e")
         row_of = jnp.where(here & (arrived.slots >= 0), jnp.arange(len(here), dtype=jnp.int32)[:, None], -1)
         ones = jnp.ones(own.shape, jnp.float32)
-        return 0.5 * combine_pushed(arrived.codes, row_of, own, ones, arrived, **where) + 0.5 * x
+        return 0.5 * combine_rows(arrived.codes, row_of, own, ones, arrived, **where) + 0.5 * x
 
     y = over(size, lambda x, slots: lax.fori_loop(0, rounds, lambda i, x: one_round(i, x, slots), x))(x, slots)
     for i in range(rounds):
@@ -123,11 +123,11 @@ def test_two_exchanges_of_the_same_tokens(kernels):
     where: dict[str, Any] = dict(axis="e", slots_per_device=per_device, implementation=kernels)
 
     def exchange(x, slots, factor):
-        arrived = push_rows(x, slots, **where)
+        arrived = dispatch_rows(x, slots, **where)
         here = (arrived.slots >= 0) & (arrived.slots // per_device == lax.axis_index("e"))
         row_of = jnp.where(here, jnp.arange(len(here), dtype=jnp.int32)[:, None], -1)
         ones = jnp.ones(slots.shape, jnp.float32)
-        return combine_pushed(factor * arrived.codes, row_of, slots, ones, arrived, **where)
+        return combine_rows(factor * arrived.codes, row_of, slots, ones, arrived, **where)
 
     found = over(size, lambda x, slots: [exchange(x, slots, factor) for factor in (1.0, 2.0, 4.0)])(x, slots)
     served = (slots >= 0).sum(axis=1, keepdims=True).astype(np.float32)

@@ -5,12 +5,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.push.config import PlaceDesc, PushDesc
+from pallas_kernels.nvlink_dispatch.config import ExchangeDesc, PlaceDesc
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 from pallas_kernels.quantize_and_permute.reference import quantize_rows
 
 
-def dispatch_ref(desc: PushDesc, x: Any, slots: Any, weights: Any = None) -> tuple[Any, ...]:
+def dispatch_ref(desc: ExchangeDesc, x: Any, slots: Any, weights: Any = None) -> tuple[Any, ...]:
     """What ``dispatch_sm90`` computes, without a mailbox; rows that nobody sent hold NaN, or -128, and scales NaN."""
     kind = PermuteDesc(desc.num_tokens, desc.width, 0, desc.num_tokens, desc.dtype, desc.quantization)
     codes, scales = quantize_rows(kind, x, None)
@@ -31,7 +31,7 @@ def dispatch_ref(desc: PushDesc, x: Any, slots: Any, weights: Any = None) -> tup
     return only_sent(gathered[0]), only_sent(gathered[1]), all_slots, all_weights, None, None
 
 
-def combine_ref(desc: PushDesc, rows: Any, row_of: Any, slots: Any, weights: Any) -> Any:
+def combine_ref(desc: ExchangeDesc, rows: Any, row_of: Any, slots: Any, weights: Any) -> Any:
     """What ``combine_sm90`` computes."""
     sent = rows.at[jnp.where(row_of < 0, rows.shape[0], row_of)].get(mode="fill", fill_value=0)
     owner = jnp.where(slots >= 0, slots // desc.slots_per_device, -1).reshape(desc.num_tokens, desc.top_k)

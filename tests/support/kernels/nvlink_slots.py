@@ -1,4 +1,4 @@
-"""Where tokens go in the tests of push: hostile cases and random ones."""
+"""Where tokens go in the tests of ``nvlink_dispatch``: hostile cases and random ones."""
 
 import numpy as np
 

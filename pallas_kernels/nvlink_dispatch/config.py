@@ -1,4 +1,4 @@
-"""What one exchange asks (``PushDesc``), how it is run (``PushConfig``), and whether the Hopper kernels can."""
+"""What one exchange asks (``ExchangeDesc``), how it is run (``ExchangeConfig``), and whether the Hopper kernels can."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ BLOCKS_PER_SM = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class PushDesc:
+class ExchangeDesc:
     """Static description of one exchange.
 
     mesh: (axis, size) of the whole mesh, in its order. axis: the one that splits the experts. num_tokens: T, tokens of
@@ -104,7 +104,7 @@ class PushDesc:
 
 
 @dataclasses.dataclass(frozen=True)
-class PushConfig:
+class ExchangeConfig:
     """num_blocks: persistent blocks of one warpgroup. takes_whole_rows: whether a block of a combine takes all columns
     of a token's rows, or one piece of 128 vectors.
     """
@@ -113,7 +113,7 @@ class PushConfig:
     takes_whole_rows: bool = True
 
 
-def config_error(desc: PushDesc, config: PushConfig, num_sms: int) -> str | None:
+def config_error(desc: ExchangeDesc, config: ExchangeConfig, num_sms: int) -> str | None:
     """Why the Hopper kernels cannot run ``desc``, or None when they can."""
     if not 2 <= desc.size <= MAX_DEVICES:
         return f"{desc.size} devices along axis {desc.axis!r}: 2 to {MAX_DEVICES}"
@@ -133,16 +133,16 @@ def config_error(desc: PushDesc, config: PushConfig, num_sms: int) -> str | None
     return None
 
 
-def choose_dispatch(desc: PushDesc, num_sms: int) -> PushConfig:
+def choose_dispatch_config(desc: ExchangeDesc, num_sms: int) -> ExchangeConfig:
     """A token, or a vector of slots, a block, up to four blocks a multiprocessor."""
-    return PushConfig(max(1, min(desc.num_tokens + desc.num_vectors, BLOCKS_PER_SM * num_sms)))
+    return ExchangeConfig(max(1, min(desc.num_tokens + desc.num_vectors, BLOCKS_PER_SM * num_sms)))
 
 
-def choose_combine(desc: PushDesc, num_sms: int) -> PushConfig:
+def choose_combine_config(desc: ExchangeDesc, num_sms: int) -> ExchangeConfig:
     """A piece of a token a block where there are few, else whole tokens."""
     most, parts = BLOCKS_PER_SM * num_sms, len(pieces(desc.width, WARPGROUP * desc.return_vector))
     is_few = desc.num_rows * parts <= 2 * most
-    return PushConfig(min(desc.num_rows * (parts if is_few else 1), most), not is_few)
+    return ExchangeConfig(min(desc.num_rows * (parts if is_few else 1), most), not is_few)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +168,6 @@ def place_error(desc: PlaceDesc) -> str | None:
     return None
 
 
-def choose_place(desc: PlaceDesc, num_sms: int) -> PushConfig:
+def choose_place_config(desc: PlaceDesc, num_sms: int) -> ExchangeConfig:
     """As for ``quantize_and_permute``."""
-    return PushConfig(max(1, min(desc.num_rows, 4 * num_sms)))
+    return ExchangeConfig(max(1, min(desc.num_rows, 4 * num_sms)))

@@ -1,4 +1,4 @@
-"""push: placing what arrived against NumPy, refusals, lowering for CUDA. The exchange: tests/parallel/test_push.py.
+"""nvlink_dispatch: placing rows against NumPy, refusals, lowering for CUDA. The exchange is in tests/parallel.
 
 Layout contract: scales lie row by row, (rows,) or (rows, groups), while they travel, and (rows,) or (groups, rows) once
 they are in expert order, as the grouped GEMM reads them.
@@ -15,15 +15,23 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from pallas_kernels.push import Arrived, PushConfig, PushDesc, combine_pushed, config_error, place_arrived, push_rows
-from pallas_kernels.push.config import PlaceDesc, choose_combine, choose_dispatch, place_error
-from pallas_kernels.push.dispatch_sm90 import dispatch_sm90
+from pallas_kernels.nvlink_dispatch import (
+    DispatchedRows,
+    ExchangeConfig,
+    ExchangeDesc,
+    combine_rows,
+    config_error,
+    dispatch_rows,
+    place_rows,
+)
+from pallas_kernels.nvlink_dispatch.config import PlaceDesc, choose_combine_config, choose_dispatch_config, place_error
+from pallas_kernels.nvlink_dispatch.dispatch_sm90 import dispatch_sm90
 from pallas_kernels.quantize_and_permute import quantize_and_permute
-from tests.support.kernels import push_rehearsal
-from tests.support.kernels.cases import push_cases
-from tests.support.kernels.push_slots import make_slots
+from tests.support.kernels import nvlink_rehearsal
+from tests.support.kernels.cases import nvlink_dispatch_cases
+from tests.support.kernels.nvlink_slots import make_slots
 
-DESC = PushDesc((("e", 4),), "e", 16, 7168, 8, 32, "bfloat16", "e4m3_group")
+DESC = ExchangeDesc((("e", 4),), "e", 16, 7168, 8, 32, "bfloat16", "e4m3_group")
 
 
 @pytest.mark.parametrize("quantization", ["e4m3_row", "e4m3_group", "int8_row"])
@@ -35,7 +43,7 @@ def test_placed_rows_are_those_of_quantize_and_permute(quantization):
     row_of = jnp.asarray(np.where(rng.random(rows.shape) < 0.7, rows, -1), jnp.int32)
     options: dict[str, Any] = dict(quantization=quantization, implementation="reference")
     codes, scales = quantize_and_permute(x, **options)
-    placed = place_arrived(codes, scales.T, row_of, 40, implementation="reference")
+    placed = place_rows(codes, scales.T, row_of, 40, implementation="reference")
     expected = quantize_and_permute(x, row_of, 40, **options)
     for found, wanted in zip(placed, expected, strict=True):
         assert found.dtype == wanted.dtype
@@ -51,7 +59,7 @@ def test_place_on_the_gpu(width, groups):
     rows = rng.permutation(2500)[:2400].reshape(300, 8)
     row_of = np.where(rng.random(rows.shape) < 0.3, rows, -1).astype(np.int32)
     found, wanted = (
-        place_arrived(codes, scales, jnp.asarray(row_of), 2500, implementation=name) for name in ("mosaic", "reference")
+        place_rows(codes, scales, jnp.asarray(row_of), 2500, implementation=name) for name in ("mosaic", "reference")
     )
     used = row_of[row_of >= 0]
     np.testing.assert_array_equal(np.asarray(found[0])[used], np.asarray(wanted[0])[used])
@@ -78,9 +86,9 @@ def test_exchange_rehearsed_on_one_gpu(case):
     slots = make_slots(routing, size, tokens, size * per_device, top_k)
     rng = np.random.default_rng(4)
     x = jnp.asarray(rng.standard_normal((size, tokens, width)), jnp.bfloat16)
-    desc = PushDesc((("e", size),), "e", tokens, width, top_k, per_device, "bfloat16", quantization)
-    config = choose_dispatch(desc, 132 // size)
-    codes, scales, came, *_ = jax.jit(functools.partial(push_rehearsal.dispatch, desc, config))(x, jnp.asarray(slots))
+    desc = ExchangeDesc((("e", size),), "e", tokens, width, top_k, per_device, "bfloat16", quantization)
+    config = choose_dispatch_config(desc, 132 // size)
+    codes, scales, came, *_ = jax.jit(functools.partial(nvlink_rehearsal.dispatch, desc, config))(x, jnp.asarray(slots))
     whole = x.reshape(-1, width)
     wanted, wanted_scales = quantize_and_permute(whole, quantization=quantization, implementation="reference")
     assert (np.asarray(came) == slots.reshape(-1, top_k)).all()
@@ -111,16 +119,16 @@ def test_return_rehearsed_on_one_gpu(case, sum_dtype):
     here = (flat >= 0) & (flat // per_device == np.arange(size)[:, None, None])
     row_of = np.where(here, places, -1).astype(np.int32)
     weights = rng.random(slots.shape).astype(np.float32)
-    desc = PushDesc((("e", size),), "e", tokens, width, top_k, per_device, "bfloat16", sum_dtype=sum_dtype)
-    there, back = choose_dispatch(desc, 132 // size), choose_combine(desc, 132 // size)
+    desc = ExchangeDesc((("e", size),), "e", tokens, width, top_k, per_device, "bfloat16", sum_dtype=sum_dtype)
+    there, back = choose_dispatch_config(desc, 132 // size), choose_combine_config(desc, 132 // size)
 
     @jax.jit
     def run(rows, row_of, slots, weights):
         x = jnp.zeros((size, tokens, width), jnp.bfloat16)
         told = None if sum_dtype is None else weights
-        *_, came_weights, mailbox, table = push_rehearsal.dispatch(desc, there, x, slots, told)
+        *_, came_weights, mailbox, table = nvlink_rehearsal.dispatch(desc, there, x, slots, told)
         factors = weights if sum_dtype is None else came_weights
-        return push_rehearsal.combine(desc, back, rows, row_of, slots, factors, mailbox, table)
+        return nvlink_rehearsal.combine(desc, back, rows, row_of, slots, factors, mailbox, table)
 
     y = np.asarray(run(rows, jnp.asarray(row_of), jnp.asarray(slots), jnp.asarray(weights))).reshape(-1, width)
     owner = np.where(flat >= 0, flat // per_device, 0)
@@ -160,16 +168,16 @@ def test_return_rehearsed_on_one_gpu(case, sum_dtype):
     ],
 )
 def test_what_the_kernels_refuse(changes, reason):
-    assert config_error(DESC, PushConfig(4), 132) is None
-    assert reason in config_error(dataclasses.replace(DESC, **changes), PushConfig(4), 132)
+    assert config_error(DESC, ExchangeConfig(4), 132) is None
+    assert reason in config_error(dataclasses.replace(DESC, **changes), ExchangeConfig(4), 132)
 
 
 def test_configs():
     for tokens, sum_dtype in itertools.product((1, 16, 4096), (None, "bfloat16")):
         desc = dataclasses.replace(DESC, num_tokens=tokens, sum_dtype=sum_dtype)
-        for choose in (choose_dispatch, choose_combine):
+        for choose in (choose_dispatch_config, choose_combine_config):
             assert config_error(desc, choose(desc, 132), 132) is None
-    assert "resident" in str(config_error(DESC, PushConfig(529), 132))
+    assert "resident" in str(config_error(DESC, ExchangeConfig(529), 132))
     assert "multiple of 4" in str(place_error(PlaceDesc(4, 8, 640, 2, 5)))
 
 
@@ -177,46 +185,46 @@ def test_refused_calls():
     x, slots = jnp.zeros((4, 512)), jnp.zeros((4, 2), jnp.int32)
     where: dict[str, Any] = dict(axis="e", slots_per_device=2)
     with pytest.raises(ValueError, match="is no axis of the mesh"):
-        push_rows(x, slots, **where)
+        dispatch_rows(x, slots, **where)
     with pytest.raises(ValueError, match=r"expected \(T, H\), \(T, top_k\)"):
-        push_rows(x, slots[:3], **where)
+        dispatch_rows(x, slots[:3], **where)
     with pytest.raises(TypeError, match="slots is float32"):
-        push_rows(x, slots.astype(jnp.float32), **where)
+        dispatch_rows(x, slots.astype(jnp.float32), **where)
     with pytest.raises(ValueError, match="quantization='fp4' is not one of"):
-        push_rows(x, slots, quantization="fp4", **where)
+        dispatch_rows(x, slots, quantization="fp4", **where)
     with pytest.raises(ValueError, match="expected 8 bits"):
-        place_arrived(x, jnp.zeros(4), slots, 8)
+        place_rows(x, jnp.zeros(4), slots, 8)
     with pytest.raises(ValueError, match="expected float32"):
-        place_arrived(x.astype(jnp.int8), jnp.zeros((3, 4)), slots, 8)
+        place_rows(x.astype(jnp.int8), jnp.zeros((3, 4)), slots, 8)
     mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec("e")
 
-    arrived = Arrived(x, None, slots)
+    arrived = DispatchedRows(x, None, slots)
     weights, row_of = jnp.zeros((4, 2)), jnp.zeros((8, 2), jnp.int32)
 
     def combine(rows, row_of, slots, weights, **options):
-        call = functools.partial(combine_pushed, arrived=arrived, **where | options)
+        call = functools.partial(combine_rows, arrived=arrived, **where | options)
         over = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
         return over(rows, row_of, slots, weights)
 
     with pytest.raises(ValueError, match="row_of is int32"):
         combine(x, slots, slots, weights)
-    with pytest.raises(ValueError, match="push_rows was called with another"):
+    with pytest.raises(ValueError, match="dispatch_rows was called with another"):
         combine(x, row_of, slots, weights, sum_dtype="bfloat16")
     with pytest.raises(NotImplementedError, match="there is no mailbox"):
         combine(x, row_of, slots, weights, implementation="mosaic")
 
-    def push(x, slots, weights, **options):
-        call = functools.partial(push_rows, **where | options)
+    def dispatch(x, slots, weights, **options):
+        call = functools.partial(dispatch_rows, **where | options)
         return jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)(x, slots, weights)
 
     with pytest.raises(ValueError, match="weights are given where each device returns one sum"):
-        push(x, slots, weights)
+        dispatch(x, slots, weights)
     with pytest.raises(ValueError, match="weights is float32"):
-        push(x, slots, weights[:, :1], sum_dtype="bfloat16")
+        dispatch(x, slots, weights[:, :1], sum_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("case", list(push_cases()), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(nvlink_dispatch_cases()), ids=lambda case: case.name)
 @pytest.mark.sample(2)
 def test_lowers_for_cuda(case):
     if case.mesh:
@@ -236,7 +244,7 @@ def test_a_batch_of_exchanges_is_refused():
     mesh = jax.make_mesh((4,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     desc = dataclasses.replace(DESC, sum_dtype=None)
     spec = jax.sharding.PartitionSpec("e")
-    first = lambda x, slots: dispatch_sm90(desc, PushConfig(4))(x, slots)[0]  # noqa: E731
+    first = lambda x, slots: dispatch_sm90(desc, ExchangeConfig(4))(x, slots)[0]  # noqa: E731
     exchange = jax.shard_map(first, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     x = jax.ShapeDtypeStruct((2, 4 * desc.num_tokens, desc.width), jnp.bfloat16)
     slots = jax.ShapeDtypeStruct((4 * desc.padded_pairs,), jnp.int32)

@@ -38,32 +38,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.rows import pieces
 from pallas_kernels.common.sm90 import WARPGROUP
-from pallas_kernels.push import mailbox_sm90
-from pallas_kernels.push.config import PushConfig, PushDesc
-from pallas_kernels.push.devices_sm90 import Devices, block_kernel, share
+from pallas_kernels.nvlink_dispatch import mailbox_sm90
+from pallas_kernels.nvlink_dispatch.config import ExchangeConfig, ExchangeDesc
+from pallas_kernels.nvlink_dispatch.devices_sm90 import Devices, block_kernel, share
 
 
-def combine_sm90(desc: PushDesc, config: PushConfig) -> Callable[..., Any]:
+def combine_sm90(desc: ExchangeDesc, config: ExchangeConfig) -> Callable[..., Any]:
     """The kernel: (rows (Mp, H), row_of (size * T * k,), slots (T * k,), weights, mailbox, table) -> (T, H) float32.
 
     weights: (T * k,) of this device's tokens; where sums return (size, padded_pairs) of all that arrived. mailbox and
     table: of the dispatch. config must pass config_error. To be called inside ``jax.shard_map`` over ``desc.mesh``.
     """
 
-    def push_combine(*refs):  # the name that profilers show
+    def nvlink_combine(*refs):  # the name that profilers show
         combine_body(desc, config, Devices, *refs)
 
-    return block_kernel(push_combine, combine_shape(desc), config)
+    return block_kernel(nvlink_combine, combine_shape(desc), config)
 
 
-def combine_shape(desc: PushDesc) -> jax.ShapeDtypeStruct:
+def combine_shape(desc: ExchangeDesc) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((desc.num_tokens, desc.width), jnp.float32)
 
 
 def combine_body(
-    desc: PushDesc,
-    config: PushConfig,
-    make_devices: Callable[[PushDesc], Devices],
+    desc: ExchangeDesc,
+    config: ExchangeConfig,
+    make_devices: Callable[[ExchangeDesc], Devices],
     rows: Any,
     row_of: Any,
     slots: Any,

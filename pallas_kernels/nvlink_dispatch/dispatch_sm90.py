@@ -51,16 +51,16 @@ from pallas_kernels.common.e4m3_sm90 import e4m3_in_groups, e4m3_of_row
 from pallas_kernels.common.numerics import quantize_int8_token
 from pallas_kernels.common.rows import pieces, vector_length
 from pallas_kernels.common.sm90 import WARPGROUP
-from pallas_kernels.push import mailbox_sm90
-from pallas_kernels.push.config import GROUP, PushConfig, PushDesc
-from pallas_kernels.push.devices_sm90 import Devices, block_kernel, share
+from pallas_kernels.nvlink_dispatch import mailbox_sm90
+from pallas_kernels.nvlink_dispatch.config import GROUP, ExchangeConfig, ExchangeDesc
+from pallas_kernels.nvlink_dispatch.devices_sm90 import Devices, block_kernel, share
 from pallas_kernels.quantize_and_permute.kernel_sm90 import GROUP_LAYOUT
 
 # Eight groups of 128 columns: two a warp, eight columns a thread.
 PAIRS_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((8, 128), (2, 8))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1)
 
 
-def dispatch_sm90(desc: PushDesc, config: PushConfig) -> Callable[..., Any]:
+def dispatch_sm90(desc: ExchangeDesc, config: ExchangeConfig) -> Callable[..., Any]:
     """The kernel: (x (T, H), slots (padded_pairs,) int32, [weights (padded_pairs,) float32]) -> (codes, scales or None,
     slots (size, padded_pairs), weights so or None, mailbox (mailbox_rows, H), table).
 
@@ -69,10 +69,10 @@ def dispatch_sm90(desc: PushDesc, config: PushConfig) -> Callable[..., Any]:
     split, out = dispatch_shapes(desc)
     leaves, structure = jax.tree.flatten(out)
 
-    def push_dispatch(*refs):  # the name that profilers show
+    def nvlink_dispatch(*refs):  # the name that profilers show
         dispatch_body(desc, config, Devices, *refs)
 
-    call = block_kernel(push_dispatch, leaves, config, dispatch_scratch(desc))
+    call = block_kernel(nvlink_dispatch, leaves, config, dispatch_scratch(desc))
 
     def run(x, slots, weights=None):
         told = (slots,) if weights is None else (slots, weights)
@@ -82,7 +82,7 @@ def dispatch_sm90(desc: PushDesc, config: PushConfig) -> Callable[..., Any]:
     return run
 
 
-def dispatch_shapes(desc: PushDesc) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+def dispatch_shapes(desc: ExchangeDesc) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     """(a row as the kernel splits it, its outputs and None where there is none)."""
     split = (desc.width // GROUP, GROUP) if desc.is_grouped else _Row(desc).split
     has_sums = desc.sum_dtype is not None
@@ -96,7 +96,7 @@ def dispatch_shapes(desc: PushDesc) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     )
 
 
-def dispatch_scratch(desc: PushDesc) -> tuple[Any, ...]:
+def dispatch_scratch(desc: ExchangeDesc) -> tuple[Any, ...]:
     """Memory of a block: the largest magnitude of each warp, where rows have one scale."""
     has_one_scale = desc.quantization != "none" and not desc.is_grouped
     return (plgpu.SMEM((WARPGROUP // 32,), jnp.float32),) if has_one_scale else ()
@@ -110,7 +110,7 @@ class _Row:
     at 49 to 65 GB/s on two H200s; rows of other lengths keep to that.
     """
 
-    def __init__(self, desc: PushDesc):
+    def __init__(self, desc: ExchangeDesc):
         itemsize = jnp.dtype(desc.dtype).itemsize
         vector = 16 // itemsize
         while vector > 1 and desc.width % (WARPGROUP * vector):
@@ -150,7 +150,7 @@ class _Row:
 
 
 def dispatch_body(
-    desc: PushDesc, config: PushConfig, make_devices: Callable[[PushDesc], Devices], x: Any, *refs: Any
+    desc: ExchangeDesc, config: ExchangeConfig, make_devices: Callable[[ExchangeDesc], Devices], x: Any, *refs: Any
 ) -> None:
     has_sums, has_scales = desc.sum_dtype is not None, desc.scale_shape is not None
     told, refs = refs[: 1 + has_sums], refs[1 + has_sums :]
@@ -213,7 +213,7 @@ def dispatch_body(
         devices.wait(arrived, desc.size * config.num_blocks)
 
 
-def _row_of_token(desc: PushDesc, x: Any, token: Any, send: Callable[..., None], *scratch: Any) -> None:
+def _row_of_token(desc: ExchangeDesc, x: Any, token: Any, send: Callable[..., None], *scratch: Any) -> None:
     """Quantize a token with one scale, or none, and send it."""
     whole = _Row(desc)
     loaded, scale = whole.load_all(x, token), None
@@ -232,7 +232,7 @@ def _row_of_token(desc: PushDesc, x: Any, token: Any, send: Callable[..., None],
     send(store)
 
 
-def _groups_of_token(desc: PushDesc, x: Any, token: Any, send: Callable[..., None]) -> None:
+def _groups_of_token(desc: ExchangeDesc, x: Any, token: Any, send: Callable[..., None]) -> None:
     """Quantize a token with a scale for every 128 columns and send it, at most 64 groups at a time."""
     groups = desc.width // GROUP
     layout, least = (PAIRS_LAYOUT, 8) if groups % 8 == 0 else (GROUP_LAYOUT, 4)

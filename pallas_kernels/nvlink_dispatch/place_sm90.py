@@ -18,11 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.rows import pieces, vector_length
 from pallas_kernels.common.sm90 import WARPGROUP
-from pallas_kernels.push.config import PlaceDesc, PushConfig
+from pallas_kernels.nvlink_dispatch.config import ExchangeConfig, PlaceDesc
 from pallas_kernels.quantize_and_permute.kernel_sm90 import GROUP_LAYOUT
 
 
-def place_sm90(desc: PlaceDesc, config: PushConfig) -> Callable[..., Any]:
+def place_sm90(desc: PlaceDesc, config: ExchangeConfig) -> Callable[..., Any]:
     """The kernel: (codes (N, H) int8, scales, row_of (N, k)) -> (codes (Mp, H) int8, scales)."""
     shape = (desc.num_groups, desc.num_places) if desc.num_groups else (desc.num_places,)
     call = plgpu.kernel(
@@ -41,7 +41,7 @@ def place_sm90(desc: PlaceDesc, config: PushConfig) -> Callable[..., Any]:
 
 
 def _place(
-    desc: PlaceDesc, config: PushConfig, codes: Any, scales: Any, row_of: Any, codes_out: Any, scales_out: Any
+    desc: PlaceDesc, config: ExchangeConfig, codes: Any, scales: Any, row_of: Any, codes_out: Any, scales_out: Any
 ) -> None:
     block = lax.axis_index("block")
     vector = vector_length(desc.width, 1)

@@ -1,4 +1,4 @@
-"""The bodies of the push kernels with several devices played by one GPU: their memories are parts of its own.
+"""The kernel bodies of ``nvlink_dispatch`` with several devices played by one GPU: their memories are parts of its own.
 
 A launch has the blocks of all devices. What is not rehearsed: addresses of other GPUs, XLA's barrier before the launch,
 and visibility across NVLink.
@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic, simt
-from pallas_kernels.push.combine_sm90 import combine_body, combine_shape
-from pallas_kernels.push.config import PushConfig, PushDesc
-from pallas_kernels.push.devices_sm90 import Devices
-from pallas_kernels.push.dispatch_sm90 import dispatch_body, dispatch_scratch, dispatch_shapes
+from pallas_kernels.nvlink_dispatch.combine_sm90 import combine_body, combine_shape
+from pallas_kernels.nvlink_dispatch.config import ExchangeConfig, ExchangeDesc
+from pallas_kernels.nvlink_dispatch.devices_sm90 import Devices
+from pallas_kernels.nvlink_dispatch.dispatch_sm90 import dispatch_body, dispatch_scratch, dispatch_shapes
 
 
 class Parts(Devices):
@@ -46,7 +46,7 @@ class Parts(Devices):
             pl.when(self.me == number)(functools.partial(pl.semaphore_wait, one, value, decrement=False))
 
 
-def _kernel(body: Any, out: Any, desc: PushDesc, config: PushConfig, scratch: tuple[Any, ...] = ()) -> Any:
+def _kernel(body: Any, out: Any, desc: ExchangeDesc, config: ExchangeConfig, scratch: tuple[Any, ...] = ()) -> Any:
     leaves, structure = jax.tree.flatten(out)
     call = plgpu.kernel(
         functools.partial(body, desc, config, Parts),
@@ -61,7 +61,7 @@ def _kernel(body: Any, out: Any, desc: PushDesc, config: PushConfig, scratch: tu
     return lambda *operands: jax.tree.unflatten(structure, call(*operands))
 
 
-def dispatch(desc: PushDesc, config: PushConfig, x: Any, slots: Any, weights: Any = None) -> Any:
+def dispatch(desc: ExchangeDesc, config: ExchangeConfig, x: Any, slots: Any, weights: Any = None) -> Any:
     """x: (size, T, H). slots, weights: (size, T, top_k). Returns what ``dispatch_sm90`` does, by device."""
     split, out = dispatch_shapes(desc)
     padding = ((0, 0), (0, desc.padded_pairs - desc.num_pairs))
@@ -76,7 +76,9 @@ def dispatch(desc: PushDesc, config: PushConfig, x: Any, slots: Any, weights: An
     return codes.reshape(desc.size, desc.num_rows, desc.width), scales, came, *rest
 
 
-def combine(desc: PushDesc, config: PushConfig, rows: Any, row_of: Any, slots: Any, weights: Any, *mail: Any) -> Any:
+def combine(
+    desc: ExchangeDesc, config: ExchangeConfig, rows: Any, row_of: Any, slots: Any, weights: Any, *mail: Any
+) -> Any:
     """rows: (size, Mp, H). row_of: (size, size * T, top_k). slots: (size, T, top_k). weights: of these, or all that
     arrived. mail: mailbox and table, by device. Returns (size, T, H).
     """

@@ -1,5 +1,5 @@
-"""``push_rows``: tokens to the devices of their experts. ``place_arrived``: those to rows in expert order.
-``combine_pushed``: rows of experts back to their tokens, and their weighted sum. Inside ``jax.shard_map``.
+"""``dispatch_rows``: tokens to the devices of their experts. ``place_rows``: those to rows in expert order.
+``combine_rows``: rows of experts back to their tokens, and their weighted sum. Inside ``jax.shard_map``.
 """
 
 import dataclasses
@@ -11,30 +11,30 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.push.config import (
+from pallas_kernels.nvlink_dispatch.config import (
     QUANTIZATIONS,
+    ExchangeConfig,
+    ExchangeDesc,
     PlaceDesc,
-    PushConfig,
-    PushDesc,
-    choose_combine,
-    choose_dispatch,
-    choose_place,
+    choose_combine_config,
+    choose_dispatch_config,
+    choose_place_config,
     config_error,
     place_error,
 )
-from pallas_kernels.push.reference import combine_ref, dispatch_ref, place_ref
+from pallas_kernels.nvlink_dispatch.reference import combine_ref, dispatch_ref, place_ref
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Arrived:
+class DispatchedRows:
     """Tokens of all devices as one device has them, token t of device s in row s * T + t.
 
     codes: (size * T, H), unspecified where no slot of the row is of this device. scales: (size * T,) or, a scale for
     every 128 columns, (size * T, H / 128) float32, which multiplies the codes; None for codes that are the values.
     slots: (size * T, top_k) int32 of the whole mesh, -1 for none. weights: (size, padded T * top_k) float32 of their
     tokens, where each device returns one sum; else None. mailbox, table: where rows come back to this device, and where
-    to each other one, for ``combine_pushed``; None where XLA's collectives bring them.
+    to each other one, for ``combine_rows``; None where XLA's collectives bring them.
     """
 
     codes: Any
@@ -45,7 +45,7 @@ class Arrived:
     table: Any = None
 
 
-def push_rows(
+def dispatch_rows(
     x: Any,
     slots: Any,
     weights: Any = None,
@@ -55,17 +55,17 @@ def push_rows(
     quantization: str = "none",
     row_dtype: Any = None,
     sum_dtype: Any = None,
-    config: PushConfig | None = None,
+    config: ExchangeConfig | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> Arrived:
+) -> DispatchedRows:
     """Send each token, quantized once, to every device that has one of its slots. Never drops one.
 
     x: (T, H) bfloat16, float16 or float32, T the same on all devices. slots: (T, top_k) int32; slot i is an expert of
     device i // slots_per_device along ``axis``, -1 is none. quantization: one of ``QUANTIZATIONS``, whose rules are
-    those of ``quantize_and_permute``. row_dtype: of the rows that ``combine_pushed`` will send back, of x by default.
+    those of ``quantize_and_permute``. row_dtype: of the rows that ``combine_rows`` will send back, of x by default.
     sum_dtype: None, or the dtype in which each device returns one sum for a token in place of its experts' rows;
     then weights, (T, top_k) float32, travel with the slots. Inside ``jax.shard_map`` over a mesh with ``axis``; every
-    device of the mesh takes part, and calls ``combine_pushed`` with what arrived. Raises ValueError or TypeError for a
+    device of the mesh takes part, and calls ``combine_rows`` with what arrived. Raises ValueError or TypeError for a
     wrong call, NotImplementedError when no implementation can run it.
     """
     desc = _describe(x.shape, x.dtype, slots, axis, slots_per_device, row_dtype or x.dtype, sum_dtype, quantization)
@@ -77,21 +77,21 @@ def push_rows(
 
     def mosaic():
         num_sms = hopper_sms()
-        chosen = config or choose_dispatch(desc, num_sms)
+        chosen = config or choose_dispatch_config(desc, num_sms)
         if reason := config_error(desc, chosen, num_sms):
             raise NotImplementedError(reason)
 
-        from pallas_kernels.push.dispatch_sm90 import dispatch_sm90  # here: importing it loads Pallas
+        from pallas_kernels.nvlink_dispatch.dispatch_sm90 import dispatch_sm90  # here: importing it loads Pallas
 
         return dispatch_sm90(desc, chosen)(x, *padded)
 
     runs = dict(mosaic=mosaic, reference=lambda: dispatch_ref(desc, x, *padded))
-    codes, scales, came, came_weights, mailbox, table = first_that_runs("push_rows", runs, implementation)
+    codes, scales, came, came_weights, mailbox, table = first_that_runs("dispatch_rows", runs, implementation)
     came = came[:, : desc.num_pairs].reshape(desc.num_rows, desc.top_k)
-    return Arrived(codes, scales, came, came_weights, mailbox, table)
+    return DispatchedRows(codes, scales, came, came_weights, mailbox, table)
 
 
-def place_arrived(
+def place_rows(
     codes: Any, scales: Any, row_of: Any, num_places: int, *, implementation: str | Sequence[str] | None = None
 ) -> tuple[Any, Any]:
     """Copy rows of 8-bit codes and their scales to the places that ``row_of`` names.
@@ -113,37 +113,38 @@ def place_arrived(
         if reason := place_error(desc):
             raise NotImplementedError(reason)
 
-        from pallas_kernels.push.place_sm90 import place_sm90  # here: importing it loads Pallas
+        from pallas_kernels.nvlink_dispatch.place_sm90 import place_sm90  # here: importing it loads Pallas
 
         bits = jax.lax.bitcast_convert_type(codes, jnp.int8)
-        placed, placed_scales = place_sm90(desc, choose_place(desc, num_sms))(bits, scales, row_of)
+        placed, placed_scales = place_sm90(desc, choose_place_config(desc, num_sms))(bits, scales, row_of)
         return jax.lax.bitcast_convert_type(placed, codes.dtype), placed_scales
 
     runs = dict(mosaic=mosaic, reference=lambda: place_ref(desc, codes, scales, row_of))
-    return first_that_runs("place_arrived", runs, implementation)
+    return first_that_runs("place_rows", runs, implementation)
 
 
-def combine_pushed(
+def combine_rows(
     rows: Any,
     row_of: Any,
     slots: Any,
     weights: Any,
-    arrived: Arrived,
+    arrived: DispatchedRows,
     *,
     axis: str,
     slots_per_device: int,
     sum_dtype: Any = None,
-    config: PushConfig | None = None,
+    config: ExchangeConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
-    """Send the rows of this device's experts back to their tokens and add them up there. Once for each ``push_rows``.
+    """Send the rows of this device's experts back to their tokens and add them up there. Once per ``dispatch_rows``.
 
     rows: (Mp, H) bfloat16, float16 or float32. row_of: (size * T, top_k) int32, the row of each slot of each token that
-    arrived, -1 for slots of other devices. slots: (T, top_k) int32 as in ``push_rows``. weights: (T, top_k) float32.
-    arrived: of ``push_rows`` with the same sum_dtype, and row_dtype that of rows. Returns (T, H) float32: the sum over
+    arrived, -1 for slots of other devices. slots: (T, top_k) int32 as in ``dispatch_rows``. weights: (T, top_k)
+    float32. arrived: of ``dispatch_rows`` with the same sum_dtype, and row_dtype that of rows. Returns (T, H)
+    float32: the sum over
     top_k, in this order, of weight times row, as ``combine`` gives it; or, with sum_dtype, the sum over the devices, in
     their order, of each one's sum over its own slots, rounded to that dtype. Inside ``jax.shard_map``; raises as
-    ``push_rows`` does.
+    ``dispatch_rows`` does.
     """
     shape = (slots.shape[0], rows.shape[1])
     desc = _describe(shape, rows.dtype, slots, axis, slots_per_device, rows.dtype, sum_dtype)
@@ -151,30 +152,32 @@ def combine_pushed(
         raise ValueError(f"row_of is {row_of.dtype}{row_of.shape}, expected int32{(desc.num_rows, desc.top_k)}")
     _check_weights(weights, slots)
     if (arrived.weights is None) != (sum_dtype is None):
-        raise ValueError(f"sum_dtype={sum_dtype}: push_rows was called with another")
+        raise ValueError(f"sum_dtype={sum_dtype}: dispatch_rows was called with another")
     operands = (rows, row_of.reshape(-1), slots.reshape(-1))
     factors = weights.reshape(-1) if sum_dtype is None else arrived.weights
 
     def mosaic():
         if arrived.mailbox is None:
-            raise NotImplementedError("the rows were not pushed by the Hopper kernels: there is no mailbox")
+            raise NotImplementedError("the rows were not sent by the Hopper kernels: there is no mailbox")
         mailbox = (desc.mailbox_rows, desc.width), jnp.dtype(desc.mailbox_dtype)
         if (arrived.mailbox.shape, arrived.mailbox.dtype) != mailbox:
-            raise ValueError(f"the mailbox is {arrived.mailbox}, expected {mailbox}: push_rows had another row_dtype")
+            raise ValueError(
+                f"the mailbox is {arrived.mailbox}, expected {mailbox}: dispatch_rows had another row_dtype"
+            )
         num_sms = hopper_sms()
-        chosen = config or choose_combine(desc, num_sms)
+        chosen = config or choose_combine_config(desc, num_sms)
         if reason := config_error(desc, chosen, num_sms):
             raise NotImplementedError(reason)
 
-        from pallas_kernels.push.combine_sm90 import combine_sm90  # here: importing it loads Pallas
+        from pallas_kernels.nvlink_dispatch.combine_sm90 import combine_sm90  # here: importing it loads Pallas
 
         return combine_sm90(desc, chosen)(*operands, factors, arrived.mailbox, arrived.table)
 
     runs = dict(mosaic=mosaic, reference=lambda: combine_ref(desc, *operands, factors))
-    return first_that_runs("combine_pushed", runs, implementation)
+    return first_that_runs("combine_rows", runs, implementation)
 
 
-def _pad(desc: PushDesc, part: Any, fill: int) -> Any:
+def _pad(desc: ExchangeDesc, part: Any, fill: int) -> Any:
     return jnp.pad(part.reshape(-1), (0, desc.padded_pairs - desc.num_pairs), constant_values=fill)
 
 
@@ -192,7 +195,7 @@ def _describe(
     row_dtype: Any,
     sum_dtype: Any,
     quantization: str = "none",
-) -> PushDesc:
+) -> ExchangeDesc:
     if len(shape) != 2 or slots.ndim != 2 or slots.shape[0] != shape[0]:
         raise ValueError(f"x {shape}, slots {slots.shape}; expected (T, H), (T, top_k)")
     if slots.dtype != jnp.int32:
@@ -202,7 +205,7 @@ def _describe(
     mesh = tuple(jax.sharding.get_abstract_mesh().shape.items())
     if axis not in dict(mesh):
         raise ValueError(f"axis={axis!r} is no axis of the mesh {mesh}; call this inside jax.shard_map over it")
-    return PushDesc(
+    return ExchangeDesc(
         mesh=mesh,
         axis=axis,
         num_tokens=shape[0],

@@ -13,8 +13,8 @@ from jax.interpreters import batching, mlir
 from jaxlib.mlir import ir
 
 from pallas_kernels.common import mosaic, simt
-from pallas_kernels.push import mailbox_sm90
-from pallas_kernels.push.config import PushConfig, PushDesc
+from pallas_kernels.nvlink_dispatch import mailbox_sm90
+from pallas_kernels.nvlink_dispatch.config import ExchangeConfig, ExchangeDesc
 
 
 class Devices:
@@ -24,7 +24,7 @@ class Devices:
     device's memory in their place.
     """
 
-    def __init__(self, desc: PushDesc):
+    def __init__(self, desc: ExchangeDesc):
         self.desc = desc
 
     @property
@@ -70,7 +70,7 @@ class Devices:
         return total
 
 
-def share(total: int, config: PushConfig, body: Callable[[Any], None]) -> None:
+def share(total: int, config: ExchangeConfig, body: Callable[[Any], None]) -> None:
     """body(item) for every num_blocks-th item below total, from the block's own on."""
     block = lax.axis_index("block")
 
@@ -82,7 +82,7 @@ def share(total: int, config: PushConfig, body: Callable[[Any], None]) -> None:
     lax.fori_loop(0, mine, step, 0)
 
 
-def block_kernel(body: Callable[..., None], out: Any, config: PushConfig, scratch: tuple[Any, ...] = ()) -> Any:
+def block_kernel(body: Callable[..., None], out: Any, config: ExchangeConfig, scratch: tuple[Any, ...] = ()) -> Any:
     """A kernel of num_blocks blocks of one warpgroup, run once for each call. ``jax.vmap`` of it is an error: Pallas
     would put all batches into one launch, which has one semaphore, and more blocks that wait than are resident.
     """
