@@ -34,7 +34,7 @@ def main(argv=None):
     # Any jax.sharding.Mesh with axes of these names will do, Auto or Explicit.
     mesh = parse_mesh(options.mesh or f"expert={jax.device_count()}")
 
-    # Each device reads and holds its share of the experts; attention, norms and the head are whole on every device.
+    # Each device reads and holds its share of the experts, and of attention, dense layers, embedding and head.
     model = moe_jax.load_pretrained(
         options.directory, quantize=options.quantize, mesh=mesh, dtype=jnp.dtype(options.dtype)
     )

@@ -14,8 +14,9 @@
 # %% [markdown]
 # # A quantized Mixture-of-Experts layer in five minutes
 #
-# A layer of experts is most of the weights of a model and few of them are used by a token. Quantizing them is what
-# makes such a model fit. This notebook builds one layer, quantizes it in several formats, and looks at what that costs.
+# Experts are most of the weights of a Mixture-of-Experts model, and each token uses a few of them. Quantized experts
+# make such a model fit. This notebook builds one layer, quantizes it in several formats, and measures the error of
+# each.
 
 # %%
 import jax
@@ -31,7 +32,7 @@ E, TOP_K, H, INNER, T = 8, 2, 256, 128, 64
 # %% [markdown]
 # ## Weights as a checkpoint has them
 #
-# Three matrices an expert, under the names that Mixtral, Qwen3-MoE and others use on disk.
+# Each expert has three matrices. These are the names that Qwen3-MoE and others use on disk.
 
 # %%
 rng = np.random.default_rng(0)
@@ -56,7 +57,7 @@ print(layer.explain(num_tokens=T))
 # %% [markdown]
 # ## Calling it
 #
-# The layer is an **argument** of the jitted function. A closure over it would freeze the weights into the compiled
+# The layer is an **argument** of the jitted function. In a closure its weights would be constants of the compiled
 # program, and a later `reload_weights` would change nothing there.
 
 # %%
@@ -69,7 +70,8 @@ print(y.shape, y.dtype)
 # %% [markdown]
 # ## What each format costs
 #
-# Error: relative norm of the difference from the same layer in float32. Every scheme reads the same weights.
+# The error is the norm of the difference from the same layer in float32, relative to that layer's output. Every scheme
+# reads the same weights.
 
 # %%
 exact = make("bf16", jnp.float32)
@@ -97,6 +99,7 @@ axes.set_title("One layer, the same weights: what smaller costs")
 keep(figure, "01_bytes_and_error")
 
 # %% [markdown]
-# Half the bytes cost one to two percent (INT8) or six (FP8: its 3-bit mantissa rounds everything alike, activations
-# too); a quarter costs sixteen or more on these Gaussian weights. Trained weights are kinder to some formats and worse
-# for others: notebook 02 looks at where the error sits.
+# At half the bytes, INT8 has an error of one to two percent and FP8 of six: its 3-bit mantissa rounds every value by
+# the same relative amount, activations too. At a quarter of the bytes the error is sixteen percent or more on these
+# Gaussian weights. Trained weights suit some formats better and others worse. Notebook 02 shows where the error comes
+# from.

@@ -14,8 +14,9 @@
 # %% [markdown]
 # # What each format does to the weights
 #
-# Every format is a grid of values and a rule for scales. Here eight experts are rounded to each of them: half of them
-# Gaussian, half with heavy tails (Student's t with 5 degrees of freedom), as outlier channels of trained experts have.
+# A format is a grid of values and a rule for scales. This notebook rounds eight experts to each of several formats.
+# Half of the experts are Gaussian. The others have heavy tails (Student's t with 5 degrees of freedom), like the
+# outlier channels of trained experts.
 
 # %%
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ w2 = jnp.asarray(np.stack([draw(e, (H, INNER)) for e in range(E)]), jnp.bfloat16
 # %% [markdown]
 # ## Quantize, dequantize, compare: per expert
 #
-# One number for a layer would hide an expert that suffers, so the error is taken for each.
+# One number for the whole layer would hide a single bad expert, so each expert gets its own.
 
 # %%
 errors, sizes, weights = {}, {}, {}
@@ -76,7 +77,7 @@ bars.set_xlim(0, 1.5 * max(weights[name].nbytes() for name in SCHEMES) / 1e3)
 keep(figure, "02_error_per_expert")
 
 # %% [markdown]
-# Which experts suffer, and by how much:
+# The worst expert of each format:
 
 # %%
 for name in SCHEMES:
@@ -86,17 +87,18 @@ for name in SCHEMES:
     )
 
 # %% [markdown]
-# - FP8 rounds relatively, so tails and sizes of experts do not matter to it.
-# - Integer grids are uniform between the extremes of a channel or group: one outlier makes all steps around it coarser,
-#   and heavy-tailed experts suffer. Smaller groups help because an outlier spoils fewer neighbours.
-# - NVFP4 beats MXFP4 at nearly the same size: scales are e4m3 per 16 instead of powers of two per 32.
+# - FP8 rounds each value relative to its own size, so the tails and sizes of experts hardly matter.
+# - An integer grid has equal steps between the extremes of a channel or group. One outlier makes all those steps
+#   coarser, so heavy-tailed experts have larger errors. In smaller groups an outlier affects fewer neighbors.
+# - NVFP4 is more accurate than MXFP4 at nearly the same size: its scales are e4m3 per 16 values, not powers of two per
+#   32.
 #
 # ## Scales
 #
-# A scale follows the largest value it covers. Here is how many scales of each size an expert has: where experts differ
-# in size so do their scales, and heavy tails draw them out to the right: rounding is coarse there. NVFP4's are relative
-# to one global scale of a matrix, its largest value, so that a heavy tail pushes all the others down. MXFP4 has powers
-# of two only.
+# A scale follows the largest value that it covers. The histograms show the scales of each expert. Larger experts have
+# larger scales. Heavy tails stretch the histogram to the right, and large scales mean coarse rounding. NVFP4 scales are
+# relative to a global scale that follows the largest value of a matrix, so one outlier makes all the other scales
+# smaller. MXFP4 scales are powers of two.
 
 # %%
 figure, panels = plt.subplots(1, 4, figsize=(9, 3.8), sharey=True)
@@ -117,7 +119,7 @@ keep(figure, "02_scales")
 # %% [markdown]
 # ## Where the error sits
 #
-# The same values through three grids: error against the size of the weight.
+# One expert, rounded to three grids: the relative error of each weight against its size.
 
 # %%
 figure, panels = plt.subplots(1, 3, figsize=(9, 2.6), sharey=True)
@@ -131,5 +133,5 @@ panels[0].set_ylabel("relative error of one weight")
 keep(figure, "02_error_by_size")
 
 # %% [markdown]
-# FP8 keeps the relative error under 1/16 down to its subnormals; a uniform integer grid loses the small weights
-# entirely (error 1: rounded to zero) and keeps the large ones well; FP4 does a little of both.
+# FP8 keeps the relative error below 1/16, down to its subnormal numbers. A uniform integer grid is accurate for large
+# weights, but rounds small ones to zero (error 1). FP4 lies between the two.

@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Routing and load
 #
-# A router sends each token to a few experts, and it does not send the same number to all. With experts spread over
-# devices, the busiest device sets the pace. This notebook looks at a skewed router, at what the imbalance costs, and at
-# what EPLB (moving experts, and copying busy ones) wins back.
+# A router sends each token to a few experts, and some experts get more tokens than others. When experts are spread over
+# devices, all wait for the busiest device. This notebook builds a skewed router, measures what the imbalance costs, and
+# shows how much EPLB (expert parallel load balancing) recovers by moving experts and copying busy ones.
 
 # %%
 import jax
@@ -32,9 +32,10 @@ from moe_jax.routing import route
 E, TOP_K, T, LAYERS, DEVICES = 64, 6, 2048, 4, 8
 
 # %% [markdown]
-# ## A router with favourites
+# ## A skewed router
 #
-# Logits: noise for each token plus a bias per expert, drawn anew for each layer. softmax, top 6 of 64.
+# The logits are noise for each token plus a bias for each expert, drawn anew for each layer. The router takes the top 6
+# of 64 experts after a softmax.
 
 # %%
 config = MoEConfig(E, TOP_K, 8, 8)
@@ -58,11 +59,11 @@ print("busiest expert over the mean, by layer:", np.round(counts.max(1) / counts
 # %% [markdown]
 # ## What it costs on eight devices
 #
-# Experts lie on the devices in order, eight to each. All devices wait for the busiest, so the share of time in which
-# they work is the mean load over the largest: *balancedness*.
+# Eight experts lie on each device, in order. All devices wait for the busiest, so they work for a share of the time
+# that is the mean load divided by the largest. That share is called *balancedness*.
 #
-# `EplbState` records load on the device, per step, over a window, without waiting for anything. `rebalance` reads it
-# and plans: here with 16 spare slots, two a device, in which busy experts get copies.
+# `EplbState` records the load of each step over a window, on the devices, without waiting for anything. `rebalance`
+# reads the window and makes a plan. Here there are 16 spare slots, two per device, for copies of busy experts.
 
 # %%
 placement = Placement.create(E, DEVICES, num_redundant_experts=16)
@@ -107,8 +108,8 @@ keep(figure, "03_eplb")
 # %% [markdown]
 # ## How many copies are worth their memory
 #
-# Spare slots cost memory, each as much as an expert. Moving experts without any copy gets far already; copies are for
-# experts busier than a device's fair share.
+# A spare slot takes the memory of one expert. Moving experts already helps without any copy. Copies are needed for
+# experts that are busier than a device's fair share.
 
 # %%
 spares = (0, 8, 16, 32, 64)
@@ -127,5 +128,5 @@ axes.legend(loc="lower right")
 keep(figure, "03_spare_slots")
 
 # %% [markdown]
-# The load here is what the plan was made from. On other tokens of the same kind the balance is a little worse, and it
-# ages as traffic changes: that is why the window slides and `rebalance` is called again.
+# This load is the one that the plan was made from. On other tokens of the same kind the balance is slightly worse, and
+# it gets worse as traffic changes. So the window slides, and `rebalance` is called again from time to time.

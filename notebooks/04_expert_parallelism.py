@@ -14,8 +14,9 @@
 # %% [markdown]
 # # Expert parallelism on eight devices: where every byte goes
 #
-# Eight CPU devices are simulated in this process. A layer's experts are split over them; tokens must reach the devices
-# of their experts, and results must come back. There are several ways to do that. This notebook counts what each sends.
+# This notebook simulates eight CPU devices in one process and splits the experts of a layer over them. Tokens must
+# reach the devices of their experts, and results must come back. There are several ways to do that; the notebook counts
+# the bytes that each one sends.
 
 # %%
 import os
@@ -40,8 +41,8 @@ print(mesh)
 # %% [markdown]
 # ## A layer whose experts are split
 #
-# The axis is named by us, and the layer is told what it means. Each device holds two of the sixteen experts, scales
-# included.
+# The name of the axis is ours to choose; `expert_axis` tells the layer what it means. Each device holds two of the
+# sixteen experts, with their scales.
 
 
 # %%
@@ -57,9 +58,9 @@ for leaf in jax.tree.leaves(layer.weights.get_value()):
     print(f"{leaf.dtype.name:>8} {leaf.shape!s:>18}  on each device {shard.shape!s:>18} {shard.nbytes:>9,} bytes")
 
 # %% [markdown]
-# ## The answer does not depend on the way
+# ## The answer does not depend on the dispatch
 #
-# The same tokens through one device and through each dispatch.
+# The same tokens on one device, and through each dispatch on eight.
 
 # %%
 DISPATCHES = ("replicate", "all_gather", "all_to_all")
@@ -75,8 +76,8 @@ for dispatch in DISPATCHES:
 # %% [markdown]
 # ## Counting bytes
 #
-# The program of a call is there to be read before anything runs. Inside the layer's `shard_map` shapes are those of one
-# device, so each collective's traffic follows from its operand: what one of D devices must receive.
+# JAX shows the program of a call before anything runs. Inside the layer's `shard_map` all shapes are those of one
+# device, so the operand of each collective says what one of the D devices must receive.
 #
 # - all_gather: the D - 1 shares of others
 # - psum_scatter: D - 1 partial results for its share
@@ -143,12 +144,13 @@ panels[0].legend(fontsize=8, loc="upper left")
 keep(figure, "04_bytes")
 
 # %% [markdown]
-# `replicate` works on tokens that every device has, and adds the results up: one collective, best for a handful of
-# tokens. (Where tokens are split over the devices, bringing them to all comes on top; XLA does that outside of the
-# layer's own program, and it is not counted here.) `all_gather` sends each token to all devices whether they have an
-# expert for it or not.
+# - `replicate` needs all tokens on every device and adds the results up in one collective. It is best for a few tokens.
+#   If the tokens are split over the devices, XLA must first bring them to all; that happens outside of the layer's
+#   program and is not counted here.
+# - `all_gather` sends each token to all devices, whether they have an expert for it or not.
+# - `all_to_all` sends a row only to the device that needs it, in portions of a fixed size because shapes must be known.
+#   For few tokens a portion is large enough for any routing, so it is mostly padding: twice the bytes of `all_gather`.
+#   At 1024 tokens a portion is a quarter larger than the mean, and `all_to_all` sends less than half as much. An
+#   unbalanced routing then takes more rounds; one round is counted here.
 #
-# `all_to_all` sends a row only where it is needed, but in portions of a fixed size, so that shapes are known. For few
-# tokens a portion takes any routing in one round, mostly padding: twice the bytes of `all_gather`. At 1024 tokens
-# portions are a quarter over their mean, and it sends less than half; a lopsided routing then takes more rounds (one is
-# counted here). What is fastest depends on latency too, which a simulation on one machine cannot tell.
+# Which one is fastest also depends on latency, which a simulation on one machine cannot show.

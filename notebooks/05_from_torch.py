@@ -14,8 +14,8 @@
 # %% [markdown]
 # # From a torch checkpoint to a Flax model
 #
-# transformers writes a small random Qwen3-MoE; moe_jax reads the directory. No conversion step, no copy of the weights
-# in another format: the safetensors files are the interface.
+# This notebook writes a small random Qwen3-MoE with transformers and reads the directory with moe_jax. There is no
+# conversion step: both use the same safetensors files.
 
 # %%
 import tempfile
@@ -58,7 +58,7 @@ print(*sorted(path.name for path in directory.iterdir()))
 # %% [markdown]
 # ## What is in it
 #
-# `inspect` reads config and headers, not weights.
+# `inspect` reads config.json and the headers of the files, but no weights.
 
 # %%
 from moe_jax.inspection import inspect_checkpoint
@@ -68,7 +68,7 @@ print(inspect_checkpoint(directory).render())
 # %% [markdown]
 # ## Load, and compare with torch
 #
-# In float32 both compute the same function; what differs is the order of sums.
+# In float32 both compute the same function. Only the order of sums differs.
 
 # %%
 prompt = np.random.default_rng(0).integers(0, 256, (1, 24))
@@ -84,7 +84,8 @@ print(f"largest difference {np.abs(ours - expected).max():.1e} of a range of {np
 # %% [markdown]
 # ## Quantized while it is loaded
 #
-# The experts are quantized one after the other as they are read. Attention, embeddings and the head stay as they are.
+# The experts are quantized one after the other while they are read. Attention, embeddings and the head stay as they
+# are.
 
 # %%
 SCHEMES = ("int8_w8a16", "fp8_block", "w4a16_g32")
@@ -108,13 +109,13 @@ panels[0].set_ylabel("logit in moe_jax")
 keep(figure, "05_logits")
 
 # %% [markdown]
-# One prompt of a tiny random model: the order of formats here need not be that of notebook 02, since a small difference
-# in one layer may send a token to other experts in the next, and then its logits move a lot. Judge a format by the
-# weights of the model you mean to use.
+# This is one prompt on a tiny random model, so the order of formats may differ from notebook 02: a small difference in
+# one layer may send a token to other experts in the next, which moves its logits a lot. Judge a format by the model
+# that you mean to use.
 #
 # ## Generate
 #
-# The token loop runs inside one jitted program.
+# The loop over new tokens runs inside one jitted program.
 
 # %%
 ours_tokens = np.asarray(moe_jax.generate(model, jnp.asarray(prompt, jnp.int32), max_new_tokens=12))[0, 24:]

@@ -14,9 +14,9 @@
 # %% [markdown]
 # # How fast is it
 #
-# A layer of experts is limited by one of two things: reading weights, when there are few tokens, and multiplying, when
-# there are many. The roofline shows both. First the kept results of an H200 (`benchmarks/results`), beside vLLM's
-# layers on the same machine in the same sitting; then the machine that runs this notebook.
+# With few tokens, a layer of experts is limited by reading its weights; with many tokens, by multiplying. A roofline
+# shows both limits. This notebook first plots the committed results of an H200 (`benchmarks/results`), beside vLLM's
+# layers in the same benchmark run, and then times a layer on the machine that runs the notebook.
 
 # %%
 import json
@@ -39,8 +39,9 @@ print(f"no peer ran for: {', '.join(alone) or 'none of the schemes'}")
 # %% [markdown]
 # ## The roofline of an H200
 #
-# Each line is one scheme of ours from 1 to 8192 tokens, from left to right; circles are the fastest peer with the same
-# format, at the same work and bytes. Under the slope memory is the limit, under the horizontals the multipliers are.
+# Each line is one scheme of ours, from 1 token at the left to 8192 at the right. Circles are the fastest vLLM layer of
+# the same format, at the same work and bytes. Under the slope, reading memory is the limit; under a horizontal line,
+# multiplying is.
 
 # %%
 shown = ("bf16", "fp8_channel", "int8_w8a8", "w4a16_g128", "mxfp4_a16")
@@ -76,9 +77,9 @@ keep(figure, "06_roofline_h200")
 # %% [markdown]
 # ## Beside the peers
 #
-# Time of the fastest vLLM layer of the same format that ran in that sitting, over ours: above 1 we are faster. Peers
-# replay a CUDA graph after routing; ours include routing. Peers that did not run are not shown: the performance page
-# says which.
+# The time of the fastest vLLM layer of the same format in that benchmark run, divided by ours: above 1 ours is faster.
+# vLLM's layers are replayed CUDA graphs that start after routing; our times include routing. A format without a vLLM
+# layer that ran is not shown.
 
 # %%
 figure, panels = plt.subplots(1, len(models), figsize=(3.4 * len(models), 3.4), sharey=True, squeeze=False)
@@ -107,8 +108,8 @@ for scheme in dict.fromkeys(cell["scheme"] for cell in compared):
 # %% [markdown]
 # ## The machine that runs this notebook
 #
-# Limits measured now, with XLA's own matmul and copy, and a small layer beside them; `moe-jax bench` does the same on
-# the command line, with JSON and a roofline.
+# This measures the limits now, with XLA's own matmul and copy, and times a small layer beside them. `moe-jax bench`
+# does the same on the command line, and can write JSON and a roofline.
 
 # %%
 from moe_jax.benchmarking import bench, render
