@@ -39,7 +39,7 @@ OPEN_UPWARD = {
     "moe_jax.quantization._fp8 -> moe_jax._config",
     "moe_jax.quantization._methods -> moe_jax._config",
 }
-OPEN_CIRCLES = ("moe_jax.quantization.", "torch_bridge.")
+OPEN_CIRCLES = ("moe_jax.quantization.",)
 
 
 def module_name(path: Path) -> str:

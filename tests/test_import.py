@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import moe_jax
 from moe_jax import _compat
 
 FORBIDDEN = ("torch", "transformers", "compressed_tensors", "safetensors", "matplotlib", "rich", "tqdm", "orbax")
@@ -41,14 +42,14 @@ def test_import_says_so_in_one_line(package):
 
 @pytest.fixture(scope="module")
 def loaded_modules():
-    """Names in sys.modules after ``import flax.nnx`` and after ``import moe_jax``, in fresh processes."""
+    """Names in sys.modules after ``import flax.nnx`` and after all of moe_jax's public names, in fresh processes."""
 
     def names(statement):
         done = run(f"import sys; {statement}; print(*sorted(sys.modules))")
         assert done.returncode == 0, done.stderr
         return set(done.stdout.split())
 
-    return names("import flax.nnx"), names("import moe_jax")
+    return names("import flax.nnx"), names("from moe_jax import *")
 
 
 def worlds(modules):
@@ -73,3 +74,18 @@ def test_import_brings_own_modules_only(loaded_modules):
     assert "pallas_kernels.grouped_gemm.api" in added and not kernels
     diagnosing = {"moe_jax.cli", "moe_jax.doctor", "moe_jax.inspection", "moe_jax.cli._demo", "moe_jax.benchmarking"}
     assert not added & diagnosing
+
+
+def test_a_name_loads_its_own_room():
+    """The facade is lazy: ``import moe_jax`` loads no room, a format loads no layer."""
+    done = run(
+        "import sys, moe_jax; before = set(sys.modules); moe_jax.Scheme; print(*sorted(set(sys.modules) - before))"
+    )
+    assert done.returncode == 0, done.stderr
+    rooms = {".".join(name.split(".")[:2]) for name in done.stdout.split() if name.startswith("moe_jax.")}
+    assert "moe_jax.quantization" in rooms and not rooms & {"moe_jax.experts", "moe_jax.nn", "moe_jax.models"}
+
+
+def test_unknown_names_of_the_facade():
+    assert not hasattr(moe_jax, "FusedMoe")
+    assert set(moe_jax.__all__) <= set(dir(moe_jax)) and moe_jax.parallel.__name__ == "moe_jax.parallel"

@@ -9,7 +9,6 @@ from torch_bridge._compressed_tensors import (
     CompressedTensorsWNA16MarlinMoEMethod,
 )
 from torch_bridge._convert import convert, from_nnx, load_tensors, patch, to_nnx
-from torch_bridge._kernels import as_torch_kernels
 from torch_bridge._layer import FusedMoE
 from torch_bridge._methods import (
     FusedMoEMethodBase,
@@ -28,6 +27,7 @@ from torch_bridge._online import (
 )
 from torch_bridge._patched import PatchedExperts
 from torch_bridge._rank import Rank
+from torch_bridge.launch._kernels import as_torch_kernels
 
 __all__ = [
     "CompressedTensorsW4A4Nvfp4MoEMethod",

@@ -18,31 +18,27 @@ from moe_jax.quantization import LeafSpec, method_for
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
 from torch_bridge._calls import Experts, JaxCalls
-from torch_bridge._kernel_calls import KernelCalls
 from torch_bridge._loader import RankLoader
 from torch_bridge._methods import (
     FusedMoEMethodBase,
+    MoELayer,
     SchemeMoEMethod,
     placeholder,
     replace_parameter,
     set_weight_attrs,
 )
-from torch_bridge._rank import Rank
 from torch_bridge._state import is_interleaved, stored_leaves
 from torch_bridge._tensors import jax_device, numpy_dtype, refuse_foreign, to_numpy
+from torch_bridge.launch._calls import KernelCalls
 
 SHARD_IDS = ("w1", "w2", "w3")
 
 
-class LoadingMixin(torch.nn.Module):
+class LoadingMixin(MoELayer):
     """The loading half of ``FusedMoE``."""
 
     quant_method: FusedMoEMethodBase
-    moe_config: MoEConfig
-    local_config: MoEConfig
-    rank: Rank
     device: torch.device
-    layer_name: str
     expert_mapping: Any
     _routing: RoutingParams
     torch_kernels: bool | None

@@ -2,18 +2,50 @@
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from moe_jax import ExpertWeights, Scheme
+from moe_jax import ExpertWeights, MoEConfig, Scheme
+from moe_jax.loading import ExpertTensor
 from moe_jax.quantization import LeafSpec, MoEMethod, method_for
 from torch_bridge import _ops
+from torch_bridge._rank import Rank
 from torch_bridge._tensors import to_torch, torch_dtype
 
-if TYPE_CHECKING:
-    from torch_bridge._layer import FusedMoE
+
+class MoELayer(torch.nn.Module):
+    """What a method reads of the layer that it serves: the base of ``torch_bridge.FusedMoE``."""
+
+    moe_config: MoEConfig
+    local_config: MoEConfig
+    rank: Rank
+    layer_name: str
+
+    @property
+    def correction_bias(self) -> torch.Tensor | None:
+        """(E,) of the router, None without one."""
+        raise NotImplementedError
+
+    @property
+    def expert_weights(self) -> ExpertWeights:
+        """What is processed, as checkpoints store it."""
+        raise NotImplementedError
+
+    def finish_loading(self) -> None:
+        """Process what is loaded."""
+        raise NotImplementedError
+
+    def expert_tensor(
+        self, param: torch.Tensor, weight_name: str, shard_id: str | None, expert_id: int | None
+    ) -> ExpertTensor:
+        """The arguments of ``weight_loader`` as loaders take them."""
+        raise NotImplementedError
+
+    def accept_into(self, loader: Any, tensor: ExpertTensor, loaded: torch.Tensor) -> bool:
+        """Stage one tensor of the whole layer; whether a part of it was kept."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +105,7 @@ class FusedMoEMethodBase(abc.ABC):
     @abc.abstractmethod
     def apply(
         self,
-        layer: "FusedMoE",
+        layer: MoELayer,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -90,7 +122,7 @@ class FusedMoEMethodBase(abc.ABC):
 
     def apply_monolithic(
         self,
-        layer: "FusedMoE",
+        layer: MoELayer,
         x: torch.Tensor,
         router_logits: torch.Tensor,
         shared_experts_input: torch.Tensor | None = None,
@@ -194,7 +226,7 @@ class SchemeMoEMethod(FusedMoEMethodBase):
         """The inverse of ``exported_name``."""
         return exported
 
-    def process_weights_after_loading(self, layer: "FusedMoE") -> None:
+    def process_weights_after_loading(self, layer: MoELayer) -> None:
         layer.finish_loading()
         self.moe_quant_config: FusedMoEQuantConfig | None = self.get_fused_moe_quant_config(layer)
 
@@ -204,7 +236,7 @@ class SchemeMoEMethod(FusedMoEMethodBase):
     def apply_monolithic(self, layer: Any, x: Any, router_logits: Any, shared_experts_input: Any = None) -> Any:
         return _ops.call(_ops.fused_moe_op, x, router_logits, layer.correction_bias, None, layer.layer_name)
 
-    def get_fused_moe_quant_config(self, layer: "FusedMoE") -> FusedMoEQuantConfig | None:
+    def get_fused_moe_quant_config(self, layer: MoELayer) -> FusedMoEQuantConfig | None:
         weights, activations = self.scheme.weights, self.scheme.activations
         if weights is None:
             return None

@@ -2,18 +2,15 @@
 
 import dataclasses
 import warnings
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from moe_jax import Scheme
 from moe_jax.quantization import method_for
 from torch_bridge._loader import RankLoader
-from torch_bridge._methods import SchemeMoEMethod, leaf_specs, register_placeholder, replace_parameter
+from torch_bridge._methods import MoELayer, SchemeMoEMethod, leaf_specs, register_placeholder, replace_parameter
 from torch_bridge._state import stored_leaves
-
-if TYPE_CHECKING:
-    from torch_bridge._layer import FusedMoE
 
 
 class OnlineMoEMethodBase(SchemeMoEMethod):
@@ -51,7 +48,7 @@ class Int8OnlineMoEMethod(OnlineMoEMethodBase):
 
     _EXPORTED = {"w13_weight_scale": "w13_scale", "w2_weight_scale": "w2_scale"}
 
-    def __init__(self, *, layer: "FusedMoE | None" = None, scheme: str | Scheme = "int8_w8a16"):
+    def __init__(self, *, layer: MoELayer | None = None, scheme: str | Scheme = "int8_w8a16"):
         """layer: the layer it will serve, as in vLLM; only its configuration is kept."""
         super().__init__(getattr(layer, "moe_config", None), scheme=scheme)
         weights = self.scheme.weights
@@ -114,7 +111,7 @@ class MoeOnlineWeightQuantizer:
 
     def create_weights(
         self,
-        layer: "FusedMoE",
+        layer: MoELayer,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -134,7 +131,7 @@ class MoeOnlineWeightQuantizer:
         self._processed = False
         self._loader: RankLoader | None = None
 
-    def process_weights_after_loading(self, layer: "FusedMoE") -> None:
+    def process_weights_after_loading(self, layer: MoELayer) -> None:
         """Quantize and set up, unless the last tensor did it.
 
         A layer without any tensor gets dummy values, as in vLLM.
@@ -147,7 +144,7 @@ class MoeOnlineWeightQuantizer:
             self._loader.fill_dummy()
         self.quantize_and_setup(layer)
 
-    def quantize_and_setup(self, layer: "FusedMoE") -> None:
+    def quantize_and_setup(self, layer: MoELayer) -> None:
         """Expert by expert through the callbacks, then their ``setup_kernel``.
 
         Raises ValueError for what is missing.
@@ -170,10 +167,10 @@ class MoeOnlineWeightQuantizer:
         self.callbacks.setup_kernel(layer, quantized[0], quantized[1], scales[0], scales[1])
         self._processed = True
 
-    def _new_loader(self, layer: "FusedMoE") -> RankLoader:
+    def _new_loader(self, layer: MoELayer) -> RankLoader:
         return RankLoader(layer.moe_config, layer.rank, method_for(None), fused_layout="out_in")
 
-    def _loader_for(self, layer: "FusedMoE") -> Any:
+    def _loader_for(self, layer: MoELayer) -> Any:
         def weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
             if self._processed:
                 raise ValueError(f"{weight_name}: {layer.layer_name} is already processed")

@@ -15,10 +15,11 @@ from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
 from moe_jax.quantization import method_for
 from pallas_kernels.combine import combine
 from tests.support.cases.torch_bridge import E, config, inputs, loaded_bridge, plain_arrays, stored_arrays, torch_pairs
-from torch_bridge import _kernel_calls, _kernels, _launch
-from torch_bridge._kernels import Kernel, KernelProgram, as_torch_kernels
-from torch_bridge._launch import CompiledKernel
 from torch_bridge._tensors import torch_dtype
+from torch_bridge.launch import _calls as _kernel_calls
+from torch_bridge.launch import _kernels, _launch
+from torch_bridge.launch._kernels import Kernel, KernelProgram, as_torch_kernels
+from torch_bridge.launch._launch import CompiledKernel
 
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 STRUCT = jax.ShapeDtypeStruct

@@ -19,8 +19,8 @@ import torch
 from jax.extend import core
 from jax.extend.mlir import ir, passmanager
 
-from torch_bridge._launch import CompiledKernel, Launches, Shapes, Step, View
 from torch_bridge._tensors import numpy_dtype, torch_dtype
+from torch_bridge.launch._launch import CompiledKernel, Launches, Shapes, Step, View
 
 _KERNEL = "mpmd_map"  # the primitive of plgpu.kernel in JAX 0.10 and 0.11
 

@@ -12,8 +12,8 @@ from moe_jax import ExpertWeights, MoEConfig
 from moe_jax.experts.hopper import _experts as _experts_mosaic
 from moe_jax.routing import RoutingParams
 from torch_bridge._calls import Experts, JaxCalls, pad_tokens
-from torch_bridge._kernels import CaptureError, as_torch_kernels
 from torch_bridge._tensors import narrowed, to_torch
+from torch_bridge.launch._kernels import CaptureError, as_torch_kernels
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
