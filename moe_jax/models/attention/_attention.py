@@ -105,15 +105,21 @@ class Attention(Partitioned):
         config = self.config
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if config.qk_norm == "projection":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._normed(q, k)
         if config.clip_qkv is not None:
             q, k, v = (jnp.clip(part, -config.clip_qkv, config.clip_qkv) for part in (q, k, v))
         q, k, v = (part.reshape(*x.shape[:2], -1, config.head_dim) for part in (q, k, v))
         if config.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._normed(q, k)
         q, k = rotate(q, inputs.cos, inputs.sin), rotate(k, inputs.cos, inputs.sin)
         q = q.reshape(*x.shape[:2], config.num_kv_heads, -1, config.head_dim)
         return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+    def _normed(
+        self, q: Float[Array, "..."], k: Float[Array, "..."]
+    ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+        assert self.q_norm is not None and self.k_norm is not None
+        return self.q_norm(q), self.k_norm(k)
 
 
 def attend(

@@ -32,8 +32,7 @@ class LatentAttention(Partitioned):
 
     def __init__(self, config: DecoderConfig, layer: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
         self.config, self.window = config, config.window_of(layer)
-        mla, heads, h = config.mla, config.num_heads, config.hidden_size
-        assert mla is not None
+        mla, heads, h = self.mla, config.num_heads, config.hidden_size
         options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         biased: dict[str, Any] = dict(use_bias=config.use_attention_bias, **options)
         rank, queries = mla.q_lora_rank, heads * config.head_dim
@@ -45,6 +44,12 @@ class LatentAttention(Partitioned):
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, eps=_EPS, **options)
         self.kv_b_proj = Linear(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), **options)
         self.o_proj = Linear(heads * mla.v_head_dim, h, use_bias=config.use_output_bias, **options)
+
+    @property
+    def mla(self) -> MLAConfig:
+        """The sizes of the compressed rows; a model without them has no layer of this class."""
+        assert self.config.mla is not None
+        return self.config.mla
 
     def dense_modules(self) -> dict[str, Any]:
         """Checkpoint name below the layer's attention -> module."""
@@ -73,8 +78,9 @@ class LatentAttention(Partitioned):
     def _forward(
         self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
     ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
-        mla: Any = self.config.mla
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.q_proj is None else self.q_proj(x)
+        mla, q = self.mla, x
+        for module in (self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj):  # the first, or the other three
+            q = q if module is None else module(q)
         q = q.reshape(*x.shape[:2], self.config.num_heads, -1)
         q = jnp.concatenate([q[..., : mla.qk_nope_head_dim], self._rotated(q[..., mla.qk_nope_head_dim :], inputs)], -1)
         row = self.kv_a_proj_with_mqa(x)
@@ -87,7 +93,7 @@ class LatentAttention(Partitioned):
 
     def _expanded(self, q: Any, rows: Any, inputs: AttentionInputs) -> Any:
         """q (B, S, N, nope + rope), rows (B, 1, L, rank + rope) -> (B, S, N, 1, V)."""
-        mla, heads = self.config.mla, self.config.num_heads
+        mla, heads = self.mla, self.config.num_heads
         latent, key = rows[:, 0, :, : mla.kv_lora_rank], rows[:, :, :, mla.kv_lora_rank :]
         both = self.kv_b_proj(latent).reshape(*latent.shape[:2], heads, -1).swapaxes(1, 2)
         shared = jnp.broadcast_to(key, (*both.shape[:3], key.shape[-1]))
@@ -96,7 +102,7 @@ class LatentAttention(Partitioned):
 
     def _absorbed(self, q: Any, rows: Any, inputs: AttentionInputs) -> Any:
         """The same, with (B, S, N, V) as result."""
-        mla, heads = self.config.mla, self.config.num_heads
+        mla, heads = self.mla, self.config.num_heads
         precision = precision_of(q.dtype)
         weight = self.kv_b_proj.weight[...].reshape(heads, -1, mla.kv_lora_rank)
         up_k, up_v = weight[:, : mla.qk_nope_head_dim], weight[:, mla.qk_nope_head_dim :]
@@ -111,7 +117,7 @@ class LatentAttention(Partitioned):
 
     def _rotated(self, x: Float[Array, "B S N D"], inputs: AttentionInputs) -> Float[Array, "B S N D"]:
         """Queries and keys have their columns in the same order afterwards, which is all that their product needs."""
-        if self.config.mla.is_interleaved:
+        if self.mla.is_interleaved:
             x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
         return rotate(x, inputs.cos, inputs.sin)
 
