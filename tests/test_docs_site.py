@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_jax.models import FAMILIES, CausalLM
+
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -89,3 +91,12 @@ def test_the_format_table_is_the_registry(generate):
     assert all(f"| `{alias}` | `{name}` |" in text for alias, name in ALIASES.items())
     bits = {row[0]: float(row[1]) for row in re.findall(r"^\| `([\w.]+)` \| .* \| ([\d.]+) \|$", text, re.MULTILINE)}
     assert bits["bf16"] == 16 and bits["mxfp4_a16"] == 4.25 and bits["nvfp4_a16"] == 4.5
+
+
+def test_the_family_table_is_the_registry():
+    table = (DOCS / "reference/families.md").read_text().partition("## Checkpoint formats")[0]
+    rows = {row[0]: row[1] for row in re.findall(r"^\| (`.*?) \|.*?\| (\S.*?) \| any layer", table, re.MULTILINE)}
+    whole = {name for cell, models in rows.items() for name in re.findall(r"`(\w+)`", cell) if models != "not yet"}
+    named = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)}
+    assert named == set(FAMILIES)
+    assert whole == {name for name, family in FAMILIES.items() if issubclass(family, CausalLM)}
