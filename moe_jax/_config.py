@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.quantization import QuantFormat, Scheme, Strategy
+from moe_jax.quantization import ExpertShape, QuantFormat, Scheme, Strategy
 
 COMPUTE_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 
@@ -83,6 +83,19 @@ class MoEConfig:
         if fmt.strategy is Strategy.TENSOR:
             return self.call_axes
         return self.split_axes if is_hidden else ()
+
+    @property
+    def shape(self) -> ExpertShape:
+        """What quantization has to know of the layer."""
+        return ExpertShape(
+            num_experts=self.num_experts,
+            num_projections=self.num_halves,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            param_dtype=self.param_dtype,
+            has_bias=self.has_bias,
+            name=self.name,
+        )
 
     @property
     def num_halves(self) -> int:

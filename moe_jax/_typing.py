@@ -4,15 +4,24 @@ Annotations read ``Float[Array, "T H"]``. The library never checks them at run t
 jaxtyping's import hook before the packages are imported (tests/conftest.py).
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 Array = jax.Array
+Json = Mapping[str, Any]  # an object of a JSON file, or a dict like one
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Num, Shaped
+
+    AnyArray = jax.Array | np.ndarray
+    Leaf = jax.Array
 else:
+    AnyArray = jax.Array | np.ndarray | np.generic  # of JAX, tracers included, or of NumPy
+    # Of a pytree of weights. NumPy arrays take their place; trees of shapes, shardings and axes have the same nodes.
+    Leaf = Any
     try:
         from jaxtyping import Bool, Float, Int, Num, Shaped
     except ImportError:
@@ -25,4 +34,4 @@ else:
 
         Bool = Float = Int = Num = Shaped = _Alias
 
-__all__ = ["Array", "Bool", "Float", "Int", "Num", "Shaped"]
+__all__ = ["AnyArray", "Array", "Bool", "Float", "Int", "Json", "Leaf", "Num", "Shaped"]

@@ -11,8 +11,7 @@ from moe_jax import MoEConfig, weight_loader
 from moe_jax.loading import ExpertTensor, LayerLoader, Placement
 from moe_jax.loading.layer._packed_tensors import check_weight_shape, conform_packed
 from moe_jax.loading.layer._tensor_checks import IN_OUT, disk_shape, fused_layout, split_shards
-from moe_jax.quantization import ExpertWeights, LeafSpec, MoEMethod, Scheme, method_for
-from moe_jax.quantization._scale_checks import common_input_scale
+from moe_jax.quantization import ExpertWeights, LeafSpec, MoEMethod, Scheme, common_input_scale, method_for
 from torch_bridge._rank import Rank
 
 

@@ -22,9 +22,7 @@ from moe_jax.loading.layer._weight_loader import RULES
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._placement import Placement
 from moe_jax.parallel._weights import abstract_share, assemble, in_slots, local_config, tensor_axes
-from moe_jax.quantization import ExpertWeights, method_for
-from moe_jax.quantization._methods import input_scale_name
-from moe_jax.quantization._scale_checks import check_scale_values, common_input_scale
+from moe_jax.quantization import ExpertWeights, check_scale_values, common_input_scale, method_for
 
 
 class ShardedExpertReader:
@@ -95,7 +93,7 @@ class ShardedExpertReader:
         activations = config.scheme.activations
         if activations is None or not activations.needs_input_scale:
             return {}
-        suffix, scales = input_scale_name(activations), {}
+        suffix, scales = activations.input_scale_leaf, {}
         for prefix in ("w13", "w2"):
             label = f"{prefix}_{suffix}"
             found = [name for name, tensor in tensors.items() if tensor.leaf == label]

@@ -1,9 +1,9 @@
-"""Quantized formats, schemes and tensors; one file per method. No I/O and no routing here."""
+"""Quantized formats, schemes and tensors, and ``MoEMethod``, which makes them. No I/O and no routing here."""
 
-from moe_jax.quantization._format import ELEMENTS, ElementType, Packing, QuantFormat, Scheme, Strategy
+from moe_jax.quantization._config_formats import container_of
+from moe_jax.quantization._formats import ELEMENTS, ElementType, Packing, QuantFormat, Strategy
 from moe_jax.quantization._integers import repack_integers
-from moe_jax.quantization._methods import LeafSpec, MoEMethod
-from moe_jax.quantization._microscaling_schemes import online_scheme
+from moe_jax.quantization._method import ExpertShape, LeafSpec, MoEMethod, method_for
 from moe_jax.quantization._numerics import (
     dequantize,
     dequantize_tensor,
@@ -12,9 +12,9 @@ from moe_jax.quantization._numerics import (
     quantize_weight,
     stored_codes,
 )
-from moe_jax.quantization._registry import method_for
+from moe_jax.quantization._scale_checks import check_scale_values, common_input_scale
 from moe_jax.quantization._scale_search import ScaleSearchMoEMethod
-from moe_jax.quantization._schemes import ALIASES, SCHEMES, parse_scheme
+from moe_jax.quantization._schemes import ALIASES, SCHEMES, Scheme, online_scheme, parse_scheme
 from moe_jax.quantization._tensors import ExpertWeights, QuantizedTensor
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "ELEMENTS",
     "SCHEMES",
     "ElementType",
+    "ExpertShape",
     "ExpertWeights",
     "LeafSpec",
     "MoEMethod",
@@ -31,6 +32,9 @@ __all__ = [
     "ScaleSearchMoEMethod",
     "Scheme",
     "Strategy",
+    "check_scale_values",
+    "common_input_scale",
+    "container_of",
     "dequantize",
     "dequantize_tensor",
     "fake_quantize",

@@ -6,13 +6,12 @@ are packed in the same way, but along N.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from moe_jax._typing import Array, Float, Int, Shaped
-from moe_jax.quantization._format import Packing, QuantFormat, Strategy
+from moe_jax._typing import AnyArray, Array, Float, Int, Shaped
+from moe_jax.quantization._formats import Packing, QuantFormat, Strategy
 from moe_jax.quantization._tensors import QuantizedTensor
 from pallas_kernels.common import numerics, packing
 
@@ -106,7 +105,7 @@ def _format(tensor: QuantizedTensor) -> QuantFormat:
     return tensor.fmt
 
 
-def _unpack(data: Any, fmt: QuantFormat, count: int) -> Array:
+def _unpack(data: AnyArray, fmt: QuantFormat, count: int) -> Array:
     """Signed int8 codes along the last axis."""
     if fmt.packing is None:
         return jnp.asarray(data)

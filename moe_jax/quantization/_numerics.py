@@ -7,14 +7,14 @@ their per-tensor scale is (). All arithmetic is float32.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
 
-from moe_jax._typing import Array, Float, Shaped
-from moe_jax.quantization._format import Packing, QuantFormat, Strategy
+from moe_jax._typing import AnyArray, Array, Float, Shaped
+from moe_jax.quantization._formats import Packing, QuantFormat, Strategy
 from moe_jax.quantization._integers import (
     dequantize_integers,
     integer_codes,
@@ -29,7 +29,7 @@ def quantize_weight(
     w: Float[Array, "*lead N K"],
     fmt: QuantFormat,
     *,
-    arithmetic_dtype: Any = jnp.float32,
+    arithmetic_dtype: DTypeLike = jnp.float32,
     range_factor: Float[Array, "..."] | None = None,
 ) -> tuple[Shaped[Array, "..."], ...]:
     """Round a stack of weight matrices to ``fmt``; each matrix (channel, block, group) gets its own scale.
@@ -63,7 +63,7 @@ def quantize_weight(
     raise NotImplementedError(f"quantizing weights to {fmt.element} with strategy {fmt.strategy.value!r} is not built")
 
 
-def quantize_experts(w: Any, fmt: QuantFormat, arithmetic_dtype: Any = jnp.float32) -> tuple[Array, ...]:
+def quantize_experts(w: AnyArray, fmt: QuantFormat, arithmetic_dtype: DTypeLike = jnp.float32) -> tuple[Array, ...]:
     """``quantize_weight`` expert after expert, so that float32 temporaries are those of one expert.
 
     w: (E, ..., N, K), a NumPy or JAX array; a NumPy one (possibly a view of a file) is read one expert at a time. A
@@ -89,7 +89,7 @@ def stored_codes(tensor: QuantizedTensor) -> Array:
 def quantize_activations(
     x: Float[Array, "*rows K"],
     fmt: QuantFormat,
-    input_scale: Any = None,
+    input_scale: ArrayLike | None = None,
     *,
     rounding: numerics.Rounding = "half_even",
     axes: tuple[str, ...] = (),
@@ -161,19 +161,17 @@ def dequantize(q: Shaped[Array, "..."], scale: Shaped[Array, "..."], fmt: QuantF
     return values * scale
 
 
-def real_scale(scale: Shaped[Array, "..."], fmt: QuantFormat, global_scale: Any = None) -> Float[Array, "..."]:
+def real_scale(scale: Shaped[Array, "..."], fmt: QuantFormat, global_scale: Array | None = None) -> Float[Array, "..."]:
     """A scale as stored -> the float32 numbers that multiply the elements. global_scale broadcasts against scale."""
-    match fmt.scale, fmt.global_scale:
-        case "e8m0", _:
-            return microscaling.decode_e8m0(scale)
-        case "e4m3", "multiplies":
-            return numerics.widen(scale, jnp.float32) * global_scale
-        case "e4m3", _:
-            return numerics.divide(numerics.widen(scale, jnp.float32), global_scale)
-    return scale.astype(jnp.float32)
+    if fmt.scale == "e8m0":
+        return microscaling.decode_e8m0(scale)
+    if fmt.scale != "e4m3" or global_scale is None:
+        return scale.astype(jnp.float32)
+    wide = numerics.widen(scale, jnp.float32)
+    return wide * global_scale if fmt.global_scale == "multiplies" else numerics.divide(wide, global_scale)
 
 
-def dequantize_tensor(tensor: QuantizedTensor, dtype: Any = jnp.float32) -> Float[Array, "*lead N K"]:
+def dequantize_tensor(tensor: QuantizedTensor, dtype: DTypeLike = jnp.float32) -> Float[Array, "*lead N K"]:
     """The real values of a stored tensor, lead + (N, K): multiplied in float32, then rounded once to ``dtype``."""
     if not tensor.layout.is_plain:
         raise ValueError(f"data is in layout {tensor.layout.name!r}, expected 'plain'; unpack it first")
@@ -190,7 +188,7 @@ def dequantize_tensor(tensor: QuantizedTensor, dtype: Any = jnp.float32) -> Floa
 
 
 def fake_quantize(
-    x: Float[Array, "*rows K"], fmt: QuantFormat, input_scale: Any = None, axes: tuple[str, ...] = ()
+    x: Float[Array, "*rows K"], fmt: QuantFormat, input_scale: ArrayLike | None = None, axes: tuple[str, ...] = ()
 ) -> Float[Array, "*rows K"]:
     """Activations rounded to the grid of ``fmt``, in float32, with a straight-through gradient.
 

@@ -2,14 +2,14 @@
 
 import math
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from moe_jax.quantization._format import GROUP_SCALE_DTYPES, QuantFormat
+from moe_jax._typing import AnyArray, Leaf
+from moe_jax.quantization._formats import GROUP_SCALE_DTYPES, QuantFormat
 
 # compressed-tensors' global scale of an expert whose calibration saw no token.
 _UNCALIBRATED = 1.0
@@ -17,7 +17,7 @@ _F32_MAX = float(np.finfo(np.float32).max)
 
 
 def check_scale_values(
-    scale: Any,
+    scale: AnyArray,
     name: str,
     projections: tuple[str, ...],
     *,
@@ -64,7 +64,7 @@ def check_scale_values(
     )
 
 
-def _are_plain(values: Any, least: float, greatest: float) -> bool:
+def _are_plain(values: AnyArray, least: float, greatest: float) -> bool:
     """Whether all are finite, positive and in range, by maxima and minima alone; scales are an eighth of a layer."""
     if not values.size:
         return True
@@ -80,7 +80,7 @@ def _greatest_exponent(greatest: float) -> int:
     return 127 + math.floor(math.log2(greatest))
 
 
-def check_held_exactly(scale: Any, dtype: str, name: str) -> None:
+def check_held_exactly(scale: AnyArray, dtype: str, name: str) -> None:
     """Raise ValueError naming the first of group scales (float32) that ``dtype``, of ``GROUP_SCALE_DTYPES``, rounds.
 
     Under a trace values cannot be checked.
@@ -105,7 +105,7 @@ def check_held_exactly(scale: Any, dtype: str, name: str) -> None:
     )
 
 
-def common_input_scale(values: Any, fmt: QuantFormat, name: str) -> Any:
+def common_input_scale(values: AnyArray, fmt: QuantFormat, name: str) -> Leaf:
     """() float32: what serves the activations of all experts and of gate and up, the largest range among them.
 
     values: (E,) or (E, G) float32, already checked. Of global scales that divide, the large ones, it is the smallest;

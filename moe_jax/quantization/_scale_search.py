@@ -9,14 +9,15 @@ no extent gets worse. Global scales of NVFP4 stay those of the largest magnitude
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from moe_jax.quantization._format import QuantFormat, Strategy
-from moe_jax.quantization._methods import MoEMethod, data_name, global_scale_name
+from moe_jax._typing import AnyArray, Leaf
+from moe_jax.quantization._formats import QuantFormat, Strategy
+from moe_jax.quantization._method import MoEMethod
 from moe_jax.quantization._numerics import _to_blocks, _to_groups, dequantize_tensor, quantize_weight
 from moe_jax.quantization._tensors import QuantizedTensor
 
@@ -31,16 +32,15 @@ _LEAST_GAIN = 1e-3  # of the error; far above what float32 sums can lose
 class ScaleSearchMoEMethod(MoEMethod):
     """The method of any quantized scheme, with searched scales when it quantizes; what it stores reads as ever."""
 
-    def quantize_stack(self, w: Any, param_dtype: Any) -> dict[str, Any]:
+    def quantize_stack(self, w: AnyArray, param_dtype: DTypeLike) -> dict[str, Leaf]:
         fmt = self.weight_format
         parts = [_search(jnp.asarray(expert), fmt) for expert in w]
         stacked = (jnp.stack(leaves) for leaves in zip(*parts, strict=True))
-        third = "weight_zero_point" if fmt.global_scale is None else global_scale_name(fmt)
-        return dict(zip((data_name(fmt), "weight_scale", third), stacked, strict=False))
+        return dict(zip(fmt.quantized_leaves, stacked, strict=True))
 
 
 @functools.partial(jax.jit, static_argnames="fmt")
-def _search(w: Any, fmt: QuantFormat) -> tuple[Any, ...]:
+def _search(w: jax.Array, fmt: QuantFormat) -> tuple[jax.Array, ...]:
     """Codes, scale and so on of a stack of matrices (..., N, K), as ``quantize_weight`` returns them."""
     x = w.astype(jnp.float32)
     shape = (*x.shape[:-2], *fmt.scale_shape(*x.shape[-2:]))
@@ -60,7 +60,7 @@ def _search(w: Any, fmt: QuantFormat) -> tuple[Any, ...]:
     return quantize_weight(x, fmt, range_factor=chosen)
 
 
-def _assembled(parts: Sequence[Any], fmt: QuantFormat, columns: int) -> QuantizedTensor:
+def _assembled(parts: Sequence[jax.Array], fmt: QuantFormat, columns: int) -> QuantizedTensor:
     data, scale, *rest = parts
     third = rest[0] if rest else None
     return QuantizedTensor(
@@ -73,7 +73,7 @@ def _assembled(parts: Sequence[Any], fmt: QuantFormat, columns: int) -> Quantize
     )
 
 
-def _sum_of_extent(x: Any, fmt: QuantFormat) -> Any:
+def _sum_of_extent(x: jax.Array, fmt: QuantFormat) -> jax.Array:
     """Sum over the elements of each scale, in the shape of the scale."""
     match fmt.strategy:
         case Strategy.TENSOR:

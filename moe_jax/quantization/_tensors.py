@@ -1,6 +1,6 @@
 """Quantized expert weights as pytrees: few leaves, static metadata.
 
-Shapes: G is the number of stacked halves, 2 for a gated layer (index 0 gate = w1, index 1 up = w3), 1 otherwise.
+Shapes: G is the number of stacked projections, 2 for a gated layer (index 0 gate = w1, index 1 up = w3), 1 otherwise.
 
 =================  ==============================  ====================================
 leaf               w13                             w2
@@ -24,11 +24,12 @@ These are the shapes of layout "plain"; others belong to kernels (moe_jax/expert
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 
-from moe_jax.quantization._format import QuantFormat, Scheme
+from moe_jax._typing import Leaf
+from moe_jax.quantization._formats import QuantFormat
+from moe_jax.quantization._schemes import Scheme
 from pallas_kernels.common import PLAIN, WeightLayout
 
 
@@ -44,17 +45,17 @@ class QuantizedTensor:
     input_scale: () float32, the static scale of this product's activations, or their global one, which divides or
         multiplies as their format says; None unless that ``needs_input_scale``.
     zero_point: lead + ``fmt.zero_point_shape(N, K)``, packed along N where data is along K; None when symmetric.
-    g_idx: int32 (E, K), the group of each column, common to both halves; None unless ``fmt.actorder``.
+    g_idx: int32 (E, K), the group of each column, common to both projections; None unless ``fmt.actorder``.
     num_columns: K where data is packed, since words may end in padding; None where it is not.
-    Leaves are typed Any because they may be arrays, tracers, ShapeDtypeStructs or shardings.
+    In trees of the same structure a leaf may also be a ShapeDtypeStruct or a sharding.
     """
 
-    data: Any
-    scale: Any = None
-    global_scale: Any = None
-    input_scale: Any = None
-    zero_point: Any = None
-    g_idx: Any = None
+    data: Leaf
+    scale: Leaf | None = None
+    global_scale: Leaf | None = None
+    input_scale: Leaf | None = None
+    zero_point: Leaf | None = None
+    g_idx: Leaf | None = None
     fmt: QuantFormat | None = dataclasses.field(default=None, metadata=dict(static=True))
     layout: WeightLayout = dataclasses.field(default=PLAIN, metadata=dict(static=True))
     num_columns: int | None = dataclasses.field(default=None, metadata=dict(static=True))
@@ -74,8 +75,8 @@ class ExpertWeights:
 
     w13: QuantizedTensor
     w2: QuantizedTensor
-    w13_bias: Any = None
-    w2_bias: Any = None
+    w13_bias: Leaf | None = None
+    w2_bias: Leaf | None = None
     scheme: Scheme = dataclasses.field(default=Scheme("bf16"), metadata=dict(static=True))
 
     @property

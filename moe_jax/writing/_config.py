@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moe_jax.quantization import Packing, QuantFormat, Scheme
-from moe_jax.quantization._microscaling_schemes import container_of
+from moe_jax.quantization import Packing, QuantFormat, Scheme, container_of
 
 # The layout that is written: words of 3, 5, 6 and 7-bit codes have no gaps from 0.18 on.
 VERSION = "0.20.0"

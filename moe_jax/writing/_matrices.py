@@ -17,7 +17,6 @@ from moe_jax.quantization import (
     method_for,
     repack_integers,
 )
-from moe_jax.quantization._methods import data_name, global_scale_name, input_scale_name
 from pallas_kernels.common import numerics
 
 # What became of weights, from the mildest on.
@@ -50,11 +49,11 @@ def module_tensors(tensor: QuantizedTensor, scheme: Scheme, layout: Layout) -> d
     if fmt is None:
         parts = {"weight": tensor.data}
     else:
-        parts = {data_name(fmt): tensor.data, "weight_scale": tensor.scale, "weight_zero_point": tensor.zero_point}
-        parts |= {} if fmt.global_scale is None else {global_scale_name(fmt): tensor.global_scale}
+        parts = {fmt.data_leaf: tensor.data, "weight_scale": tensor.scale, "weight_zero_point": tensor.zero_point}
+        parts |= {} if fmt.global_scale is None else {fmt.global_scale_leaf: tensor.global_scale}
         parts["weight_shape"] = np.array(tensor.shape[-2:], np.int64)
         if activations is not None and activations.needs_input_scale:
-            parts[input_scale_name(activations)] = tensor.input_scale
+            parts[activations.input_scale_leaf] = tensor.input_scale
     return {suffix: np.asarray(parts[suffix]).reshape(shape) for suffix, (shape, _) in layout.items()}
 
 
@@ -100,9 +99,9 @@ def quantized(w: Any, method: MoEMethod, input_scale: Any = None) -> QuantizedTe
     fmt = method.weight_format
     leaves = {name: leaf[0] for name, leaf in method.quantize_stack(w[None], jnp.float32).items()}
     return QuantizedTensor(
-        data=leaves[data_name(fmt)],
+        data=leaves[fmt.data_leaf],
         scale=leaves["weight_scale"],
-        global_scale=leaves.get(global_scale_name(fmt)),
+        global_scale=leaves.get(fmt.global_scale_leaf),
         input_scale=input_scale,
         zero_point=leaves.get("weight_zero_point"),
         fmt=fmt,

@@ -269,7 +269,7 @@ class _Job:
 
     def _read_linear(self, linear: Linear) -> QuantizedTensor:
         if linear.stored.weights is None:
-            return QuantizedTensor(data=np.asarray(self._checkpoint.read(linear.leaves["weight"])))
+            return QuantizedTensor(data=self._checkpoint.read(linear.leaves["weight"]))
         leaves = {leaf: np.array(self._checkpoint.read(name)) for leaf, name in linear.leaves.items()}
         try:
             matrix = method_for(linear.stored).process_matrix(leaves, *linear.shape, where=f"{linear.module}.")

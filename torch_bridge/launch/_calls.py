@@ -35,7 +35,7 @@ class KernelCalls(JaxCalls):
         table = experts.expert_map
         self._expert_map = None if table is None else to_torch(table)
         config = experts.global_config if experts.expert_map is None else experts.config
-        self._is_cuda = self._weights.w13.data.is_cuda
+        self._is_cuda = jax.tree.leaves(self._weights)[0].is_cuda
         self._kernels: dict[str, Callable[..., Any]] = {
             "moe": as_torch_kernels(_Moe(config), self._weights),
             "experts": as_torch_kernels(_Experts(experts.config), self._weights),

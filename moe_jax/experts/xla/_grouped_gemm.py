@@ -78,7 +78,7 @@ def quantize_rows(
     if fmt is None:
         return x.astype(product.operand_dtype), None
     codes, scale = quantize_activations(x, fmt, input_scale, axes=axes)
-    if product.scales_after:
+    if product.scales_after and weight.scale is not None:
         return widen(codes, product.operand_dtype), scale
     return dequantize(codes, scale, fmt).astype(product.operand_dtype), None
 
@@ -107,7 +107,7 @@ def tile_gemm(
             preferred_element_type=product.accumulator_dtype,
         )
     out = out.reshape(rows.shape[0], *lead_and_n).astype(jnp.float32)
-    if product.scales_after:
+    if product.scales_after and weight.scale is not None:
         scale = weight.scale[..., None] if weight.fmt.strategy is Strategy.TENSOR else weight.scale
         out = out * scale
     if row_scale is not None:

@@ -1,6 +1,6 @@
-"""``QuantFormat`` (how one tensor is stored) and ``Scheme`` (weights + activations): formats as data.
+"""``QuantFormat``: how one tensor is stored, as data.
 
-Everything that depends on a format asks these objects; nothing guesses bits or packing from an array's dtype.
+Everything that depends on a format asks this object; nothing guesses bits or packing from an array's dtype.
 The vocabulary of strategies is that of compressed-tensors: tensor, channel (one scale per output row), token (one per
 activation row), group (a run of ``group_size`` along K), block (2-D).
 """
@@ -8,8 +8,6 @@ activation row), group (a run of ``group_size`` along K), block (2-D).
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -169,6 +167,30 @@ class QuantFormat:
         """Whether activations of this format need a number from the checkpoint: their scale, or the global one."""
         return not self.dynamic or self.global_scale in ("divides", "multiplies")
 
+    @property
+    def data_leaf(self) -> str:
+        """Leaf of the stored matrix; leaves have vLLM's names, here without their prefix ("w13_", "w2_")."""
+        is_packed = (
+            self.packing is not None and self.global_scale != "multiplies"
+        )  # ModelOpt says "weight" all the same
+        return "weight_packed" if is_packed else "weight"
+
+    @property
+    def global_scale_leaf(self) -> str:
+        """Leaf of NVFP4's global scales."""
+        return "weight_scale_2" if self.global_scale == "multiplies" else "weight_global_scale"
+
+    @property
+    def input_scale_leaf(self) -> str:
+        """Leaf of the static scales of activations of this format."""
+        return "input_global_scale" if self.global_scale == "divides" else "input_scale"
+
+    @property
+    def quantized_leaves(self) -> tuple[str, ...]:
+        """Leaves of a matrix in the order in which ``quantize_weight`` returns them."""
+        last = (self.global_scale_leaf,) if self.global_scale is not None else ()
+        return (self.data_leaf, "weight_scale", *(last if self.symmetric else ("weight_zero_point",)))
+
     def scale_shape(self, n: int, k: int) -> tuple[int, ...]:
         """Trailing scale shape of an (n, k) matrix: () per tensor, (n,) per channel or token, (n, k/g), blocks."""
         match self.strategy, self.group_size, self.block_shape:
@@ -185,29 +207,31 @@ class QuantFormat:
         shape = self.scale_shape(n, k)
         return self.stored_length(n), shape[1] if len(shape) > 1 else 1
 
+    def __str__(self) -> str:
+        """For error messages: "e4m3 dynamic per token", "int4 static per group 128, asymmetric"."""
+        extent = self.group_size or self.block_shape
+        text = f"{self.element} {'dynamic' if self.dynamic else 'static'} per {self.strategy.value}"
+        return text + (f" {extent}" if extent else "") + ("" if self.symmetric else ", asymmetric")
 
-@dataclasses.dataclass(frozen=True)
-class Scheme:
-    """What is quantized in an expert layer: weights (None: kept in param_dtype), activations (None: left alone)."""
 
-    name: str = dataclasses.field(compare=False)
-    weights: QuantFormat | None = None
-    activations: QuantFormat | None = None
+Formats = tuple[QuantFormat | None, QuantFormat | None]  # of weights and activations; None: not quantized
 
-    @property
-    def is_quantized(self) -> bool:
-        return self.weights is not None
 
-    @classmethod
-    def parse(cls, scheme: "str | Scheme | Mapping[str, Any] | None") -> "Scheme":
-        """What ``scheme=``, ``quantize=`` and ``--scheme`` accept, as a supported Scheme.
+def e4m3_tokens(amax_bound: float | None = None) -> QuantFormat:
+    """Activations in e4m3 with a scale per token."""
+    return QuantFormat("e4m3", Strategy.TOKEN, dynamic=True, amax_bound=amax_bound)
 
-        scheme: a canonical name or alias ("fp8_block", "FP8_DYNAMIC", ...), a Scheme, None (unquantized), one group
-        of a compressed-tensors config ({"weights": {...}, "input_activations": {...} or None}), or a whole
-        quantization_config with one scheme in it. Raises ValueError when it is wrong or unknown (an unknown name lists
-        all) and NotImplementedError, naming the capability, when it is a real format that is not built.
-        """
-        # Imported late: the table of schemes is made of Scheme objects.
-        from moe_jax.quantization._schemes import parse_scheme
 
-        return parse_scheme(scheme)
+def nvfp4(global_scale: str, *, packing: Packing | None = None, dynamic: bool = False) -> QuantFormat:
+    """e2m1 in groups of 16 with e4m3 scales, and a global scale that enters as ``GLOBAL_SCALES`` says."""
+    return QuantFormat("e2m1", Strategy.GROUP, 16, None, dynamic, packing, scale="e4m3", global_scale=global_scale)
+
+
+def mx(element: str, *, packing: Packing | None = None, dynamic: bool = False) -> QuantFormat:
+    """MXFP4 or MXFP8: "e2m1" or "e4m3" in groups of 32 with a power of two as their scale."""
+    return QuantFormat(element, Strategy.GROUP, 32, None, dynamic, packing, scale="e8m0")
+
+
+E4M3_CHANNEL = QuantFormat("e4m3", Strategy.CHANNEL)
+NVFP4, MXFP4 = nvfp4("divides", packing=Packing.NIBBLES), mx("e2m1", packing=Packing.NIBBLES)
+MXFP8 = mx("e4m3")
