@@ -3,6 +3,7 @@
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -245,20 +246,76 @@ def test_routing_arguments():
     assert bits(layer(x, z)) == expected_bits(reference, x, z)
 
 
+TABLE = torch.tensor([[0, 3], [2, 1], [1, 2]])
+ARGUMENTS = [
+    dict(renormalize=False),
+    dict(top_k=1, apply_router_weight_on_input=True),
+    dict(top_k=1, custom_routing_function="llama4"),
+    dict(custom_routing_function=lambda **arguments: worst(arguments["gating_output"], arguments["topk"])),
+    dict(scoring_func="sqrtsoftplus"),
+    dict(router_logits_dtype=torch.bfloat16),
+    dict(renormalize=False, routed_scaling_factor=2.5, apply_routed_scale_to_output=True),
+    dict(activation="gelu"),
+    dict(activation="relu2_no_mul", is_act_and_mul=False),
+    dict(activation="swigluoai", swiglu_limit=0.5, swiglu_alpha=1.3, swiglu_beta=0.7),
+    dict(zero_expert_type="identity", e_score_correction_bias=torch.zeros(E + 2)),
+    dict(scoring_func="sqrtsoftplus", hash_indices_table=TABLE),
+]
+
+
+def worst(logits, top_k):
+    """The worst experts in place of the best, equally weighted."""
+    _, ids = jax.lax.top_k(-logits, top_k)
+    return jnp.full(ids.shape, 1 / top_k, jnp.float32), ids
+
+
+@pytest.mark.parametrize("options", ARGUMENTS, ids=lambda options: "-".join(options))
+def test_arguments_mean_what_they_mean_in_moe_jax(options):
+    """M61 to M63, M70, M74, M77 to M79: the nnx layer's bits, and not those of a layer without the argument."""
+    is_gated = options.get("is_act_and_mul", True)
+    arrays = {key: array for key, array in plain_arrays().items() if is_gated or key[1] != "w3"}
+    common = {"top_k": K} | options
+    layer = torch_bridge.FusedMoE(
+        E, hidden_size=H, intermediate_size=I, params_dtype=torch.bfloat16, quant_config="bf16", **common
+    )
+    pairs = torch_pairs(arrays)
+    layer.load_weights(
+        pairs if is_gated else [(name.replace("gate_proj", "up_proj"), tensor) for name, tensor in pairs]
+    )
+    layer.process_weights_after_loading()
+    nnx_options = {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in common.items()}
+    if "router_logits_dtype" in options:
+        nnx_options["router_logits_dtype"] = "bfloat16"
+    reference = moe_jax.FusedMoE(E, H, I, scheme="bf16", **nnx_options)
+    reference.weights.set_value(layer.expert_weights)
+    x, z = inputs(5)
+    if "zero_expert_type" in options:
+        z = torch.cat([z, z[:, :2] + 0.5], 1)
+    ids = torch.tensor([2, 0, 1, 1, 0]) if "hash_indices_table" in options else None
+    jax_ids = None if ids is None else jnp.asarray(ids.numpy(), jnp.int32)
+    arguments = jnp.asarray(x.float().numpy()).astype(jnp.bfloat16), jnp.asarray(z.numpy())
+    expected = jax.jit(lambda layer, x, z: layer(x, z, token_ids=jax_ids))(reference, *arguments)
+    found = layer(x, z, ids)
+    assert bits(found) == bits(np.asarray(expected))
+    if is_gated and "zero_expert_type" not in options:
+        assert not torch.equal(found, loaded_bridge("bf16", arrays)(x, z))
+
+
 def test_modules_around_the_experts():
     """gate, shared experts with their gate, transforms: torch modules, summed as the nnx layer sums."""
     torch.manual_seed(0)
     gate, shared, shared_gate = (torch.nn.Linear(H, n, bias=False) for n in (E, H, 1))
-    doubled = torch.nn.Module()
-    doubled.forward = lambda t: t * 2
-    options = dict(gate=gate, shared_experts=shared, shared_expert_gate=shared_gate, routed_output_transform=doubled)
+    doubled, halved = torch.nn.Module(), torch.nn.Module()
+    doubled.forward, halved.forward = lambda t: t * 2, lambda t: t / 2
+    options = dict(gate=gate, shared_experts=shared, shared_expert_gate=shared_gate)
+    options |= dict(routed_input_transform=halved, routed_output_transform=doubled)
     layer = torch_bridge.FusedMoE(E, K, H, I, torch.float32, **options)
     plain = torch_bridge.FusedMoE(E, K, H, I, torch.float32)
     for one in (layer, plain):
         one.load_weights([(n, t.float()) for n, t in torch_pairs(plain_arrays())])
         one.process_weights_after_loading()
     x, _ = inputs(5, dtype=torch.float32)
-    expected = plain(x, gate(x)) * 2 + shared(x) * torch.sigmoid(shared_gate(x))
+    expected = plain(x / 2, gate(x)) * 2 + shared(x) * torch.sigmoid(shared_gate(x))
     torch.testing.assert_close(layer(x), expected)
     with pytest.raises(ValueError, match="owns no gate"):
         plain(x)
