@@ -97,10 +97,18 @@ class LoadingMixin(MoELayer):
         self, param: torch.Tensor, loaded: np.ndarray, weight_name: str, shard_id: str, expert_id: int | None
     ) -> bool:
         """Place a tensor in a parameter that the method made by itself, which has memory of its own."""
-        leaf = next((name for name, own in self.named_parameters(recurse=False) if own is param), "")
-        spec = LeafSpec(tuple(param.shape), numpy_dtype(param.dtype), _kind_of(param, leaf))
+        own = dict(self.named_parameters(recurse=False))
+        specs = {
+            name: LeafSpec(tuple(leaf.shape), numpy_dtype(leaf.dtype), _kind_of(leaf, name))
+            for name, leaf in own.items()
+        }
+        leaf = next((name for name in own if own[name] is param), "")
+        weight = own.get(f"{leaf.partition('_')[0]}_weight")
+        per_scale = None
+        if weight is not None and weight.ndim == param.ndim == 3:
+            per_scale = -(-weight.shape[1] // param.shape[1]), -(-weight.shape[2] // param.shape[2])
         placements, used = weight_loader(
-            {leaf: spec},
+            specs,
             leaf,
             loaded,
             weight_name,
@@ -113,6 +121,7 @@ class LoadingMixin(MoELayer):
             expert_map=self.rank.expert_map,
             is_transposed=getattr(param, "is_transposed", False),
             load_full_w2=getattr(param, "load_full_w2", False),
+            scale_extent=per_scale,
         )
         for placement in cast(tuple[Placement, ...], placements):
             placement.write(to_numpy(param), loaded)

@@ -317,6 +317,7 @@ def test_modules_around_the_experts():
     x, _ = inputs(5, dtype=torch.float32)
     expected = plain(x / 2, gate(x)) * 2 + shared(x) * torch.sigmoid(shared_gate(x))
     torch.testing.assert_close(layer(x), expected)
+    assert layer.is_internal_router and not plain.is_internal_router
     with pytest.raises(ValueError, match="owns no gate"):
         plain(x)
 
@@ -330,6 +331,7 @@ def test_modules_around_the_experts():
         (dict(use_grouped_topk=True), ValueError, "num_expert_group"),
         (dict(activation="nope"), ValueError, "activation='nope'"),
         (dict(dp_size=2), NotImplementedError, "dp_size=2"),
+        (dict(pcp_size=2), NotImplementedError, "pcp_size=2"),
         (dict(n_shared_experts=1), NotImplementedError, "n_shared_experts=1"),
         (dict(is_sequence_parallel=True), NotImplementedError, "is_sequence_parallel"),
         (dict(enable_eplb=True), NotImplementedError, "enable_eplb"),

@@ -11,7 +11,10 @@ from compressed_tensors.quantization import QuantizationArgs
 import torch_bridge
 from tests.support.cases.torch_bridge import (
     E,
+    H,
+    I,
     K,
+    as_torch,
     bits,
     bridge_layer,
     inputs,
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 FP8, INT4 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "int"}
 TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True}
+GROUPS = {"strategy": "group", "group_size": 128, "dynamic": True}
 INT8_TOKEN = {"num_bits": 8, "type": "int", **TOKEN}
 METHODS = {
     "fp8_channel": lambda: torch_bridge.CompressedTensorsW8A8Fp8MoEMethod(FP8 | {"strategy": "channel"}, FP8 | TOKEN),
@@ -159,6 +163,25 @@ def test_arguments_of_compressed_tensors():
     assert method.scheme.name == "w4a16_g32" and method.packed_factor == 8 and method.strategy == "group"
 
 
+def test_methods_say_what_they_were_given():
+    """M142, M158, M174, M192 to M194: the attributes that vLLM's methods have."""
+    fp8, w4a8 = torch_bridge.CompressedTensorsW8A8Fp8MoEMethod, torch_bridge.CompressedTensorsW4A8Int8MoEMethod
+    wna16 = torch_bridge.CompressedTensorsWNA16MarlinMoEMethod
+    blocks = fp8(FP8 | {"strategy": "block", "block_structure": [128, 128]}, FP8 | GROUPS)
+    assert (blocks.block_quant, blocks.weight_block_size, blocks.static_input_scales) == (True, (128, 128), False)
+    static = fp8(FP8 | {"strategy": "tensor"}, FP8 | {"strategy": "tensor", "dynamic": False})
+    assert (static.block_quant, static.weight_block_size, static.static_input_scales) == (False, None, True)
+    for bits_per_weight, strategy in ((4, {"strategy": "channel"}), (8, {"strategy": "group", "group_size": 64})):
+        method = wna16({"num_bits": bits_per_weight, "type": "int"} | strategy, None)
+        assert (method.num_bits, method.packed_factor) == (bits_per_weight, 32 // bits_per_weight)
+        assert (method.strategy, method.group_size) == (strategy["strategy"], strategy.get("group_size", -1))
+        assert not method.actorder
+    assert wna16(INT4 | {"strategy": "group", "group_size": 32, "actorder": "group"}, None).actorder
+    assert w4a8(INT4 | {"strategy": "channel"}, INT8_TOKEN).group_size == -1
+    assert w4a8(INT4 | {"strategy": "group", "group_size": 32}, INT8_TOKEN).group_size == 32
+    assert METHODS["nvfp4_a16"]().use_a16 and not METHODS["nvfp4"]().use_a16
+
+
 class Int8PerTensor:
     """Callbacks of someone else: one int8 scale for an expert's matrix, computed in torch."""
 
@@ -224,6 +247,66 @@ def test_callbacks_quantize_when_the_last_tensor_comes():
     with pytest.raises(TypeError, match="expected create_scale_tensors"):
         helper = torch_bridge.MoeOnlineWeightQuantizer
         unwrap(helper.__init__)(object.__new__(helper), object())
+
+
+def test_callbacks_take_biases_where_the_layer_has_them():
+    """M6: biases come with the weights, and ``setup_kernel`` waits for them."""
+    layer, arrays = bridge_layer(OwnMethod(), has_bias=True), plain_arrays(bias=True)
+    parameters = dict(layer.named_parameters())
+    for (expert, shard, suffix), array in sorted(arrays.items(), key=lambda item: item[0][2] == "bias"):
+        assert not hasattr(layer.quant_method.helper.callbacks, "calls")
+        param = parameters[f"{'w2' if shard == 'w2' else 'w13'}_{suffix}"]
+        param.weight_loader(param, as_torch(array), suffix, shard, expert)
+    assert layer.quant_method.helper.callbacks.calls == 1
+    expected = np.stack([np.concatenate([arrays[e, s, "bias"] for s in ("w1", "w3")]) for e in range(E)])
+    assert bits(layer.w13_bias) == bits(expected)
+
+
+class OwnParameters(OwnMethod):
+    """A method whose parameters have memory from the start; w2 and its scales stand transposed, (in, out)."""
+
+    def create_weights(self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **attrs):
+        i = intermediate_size_per_partition
+        shapes = {
+            "w13_weight": ((num_experts, 2 * i, hidden_size), {}),
+            "w2_weight": ((num_experts, i, hidden_size), {"is_transposed": True}),
+            "w13_weight_scale": ((num_experts, 2 * i, 1), {"quant_method": "channel"}),
+            "w13_group_scale": ((num_experts, 2 * i, hidden_size // 32), {"quant_method": "group"}),
+            "w2_weight_scale": ((num_experts, hidden_size, 1), {"quant_method": "no_such_kind"}),
+        }
+        for name, (shape, own) in shapes.items():
+            parameter = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
+            torch_bridge.set_weight_attrs(parameter, own | {"weight_loader": attrs["weight_loader"]})
+            layer.register_parameter(name, parameter)
+
+    def process_weights_after_loading(self, layer):
+        """Nothing: they are read as they were loaded."""
+
+
+@pytest.mark.parametrize("rank", [dict(tp_size=2, tp_rank=1), dict(ep_size=2, ep_rank=1)], ids=str)
+def test_weight_loader_writes_into_parameters_of_a_method(rank):
+    """M118, M122, M130, M131, M133: the rank's part of every tensor, transposed where the parameter says so."""
+    layer, arrays = bridge_layer(OwnParameters(), **rank), plain_arrays()
+    shares = rank.get("tp_size", 1)
+    rows = slice(rank.get("tp_rank", 0) * I // shares, (rank.get("tp_rank", 0) + 1) * I // shares)
+    own = range(2, 4) if "ep_size" in rank else range(E)
+    load = layer.weight_loader
+    for (expert, shard, _), array in arrays.items():
+        param = layer.w2_weight if shard == "w2" else layer.w13_weight
+        tensor = as_torch(array).float()
+        assert load(param, tensor, "weight", shard, expert, return_success=True) == (expert in own)
+        if shard != "w2":
+            load(layer.w13_weight_scale, tensor[:, :1], "weight_scale", shard, expert)
+            load(layer.w13_group_scale, tensor[:, ::32], "group_scale", shard, expert)
+    for local, expert in enumerate(own):
+        w1, w3, w2 = (arrays[expert, shard, "weight"].astype(np.float32) for shard in ("w1", "w3", "w2"))
+        w13 = np.concatenate([w1[rows], w3[rows]])
+        np.testing.assert_array_equal(layer.w13_weight[local], w13)
+        np.testing.assert_array_equal(layer.w13_weight_scale[local], w13[:, :1])
+        np.testing.assert_array_equal(layer.w13_group_scale[local], w13[:, ::32])
+        np.testing.assert_array_equal(layer.w2_weight[local], w2[:, rows].T)
+    with pytest.raises(ValueError, match="unknown kind 'no_such_kind', expected one of"):
+        load(layer.w2_weight_scale, torch.zeros(H, 1), "weight_scale", "w2", own[0])
 
 
 def test_callbacks_without_a_checkpoint_get_dummy_values():

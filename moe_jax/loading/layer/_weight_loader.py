@@ -306,9 +306,6 @@ def _check_cut(
 ) -> None:
     """A rank's part of I must hold whole runs of weights under one scale, and whole words of packed weights."""
     rule, is_w2 = RULES[specs[leaf].kind], leaf.startswith("w2_")
-    # I is the axis of w13's rows, packed or not: the split one, and for w2 the other one.
-    w13 = next(specs[name] for name in ("w13_weight", "w13_weight_packed") if name in specs)
-    size = w13.shape[1 + (1 - tp_axis if is_w2 else tp_axis)] // (2 if is_act_and_mul else 1)
     if tp_axis == rule.packed_axis:
         extent, covered = specs[leaf].pack_extent, "fill whole words"
     elif rule.scales_weight:
@@ -317,6 +314,9 @@ def _check_cut(
         extent, covered = scale_extent[1 if is_w2 else 0], "one scale covers"
     else:
         return
+    # I is the axis of w13's rows, packed or not: the split one, and for w2 the other one.
+    w13 = next(specs[name] for name in ("w13_weight", "w13_weight_packed") if name in specs)
+    size = w13.shape[1 + (1 - tp_axis if is_w2 else tp_axis)] // (2 if is_act_and_mul else 1)
     if size % extent:
         raise ValueError(
             f"{weight_name}: {size} of the intermediate size per rank is not a multiple of the {extent} that {covered};"
