@@ -190,7 +190,7 @@ def _as_held(weights: ExpertWeights, slots: str | None, layer: FusedMoE) -> Expe
 
     leaves = [unplaced(*pair) for pair in zip(*map(jax.tree.leaves, (weights, plain)), strict=True)]
     whole = jax.tree.structure(plain).unflatten(leaves)
-    if layer.parallel is None:
+    if layer.parallel is None or layer.placement is None:
         return in_best_layout(layer.config, jax.tree.map(jnp.asarray, whole))
     return lay_out(whole, layer.config, layer.placement.get_value(), layer.parallel)
 

@@ -12,6 +12,7 @@ from flax import nnx
 
 from moe_jax._arguments import check_array, check_not_traced, check_rngs
 from moe_jax._config import MoEConfig
+from moe_jax._typing import Array
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
 from moe_jax.experts import explain, fused_moe
 from moe_jax.experts._backend import in_best_layout, order_of
@@ -31,7 +32,7 @@ from moe_jax.nn._variables import (
     routing_table,
     signature,
 )
-from moe_jax.parallel import ParallelConfig
+from moe_jax.parallel import ParallelConfig, Placement
 from moe_jax.parallel import fused_moe as fused_moe_over_mesh
 from moe_jax.parallel._layer import PlacementParam, explain_parallel, make_parallel, make_placement
 from moe_jax.parallel._sharding import lay_out, unpack_shares
@@ -289,11 +290,11 @@ class FusedMoE(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         mask = None if token_mask is None else token_mask.reshape(-1)
         routed_in = tokens if self.routed_input_transform is None else self.routed_input_transform(tokens)
-        shared = None if self.shared_experts is None else self._shared(tokens)
+        shared = self._shared(tokens)
         is_added_last = shared is not None and self.routed_output_transform is not None
         run: Any = fused_moe
         if self.parallel is not None:
-            run = functools.partial(fused_moe_over_mesh, parallel=self.parallel, placement=self.placement.get_value())
+            run = functools.partial(fused_moe_over_mesh, parallel=self.parallel, placement=self._slots)
         y, stats = run(
             routed_in,
             router_logits.reshape(-1, router_logits.shape[-1]),
@@ -308,27 +309,26 @@ class FusedMoE(nnx.Module):
         )
         if self.routed_output_transform is not None:
             y = self.routed_output_transform(y)
-        if is_added_last:
+        if shared is not None and is_added_last:
             y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(y.dtype)
         if mask is not None:
             y = jnp.where(mask[:, None], y, jnp.zeros_like(y))
         y = y.reshape(*y.shape[:-2], *lead, y.shape[-1])
         return (y, stats) if return_stats else y
 
-    def _shared(self, tokens):
+    def _shared(self, tokens: Array) -> Array | None:
+        if self.shared_experts is None:
+            return None
         shared = self.shared_experts(tokens)
         if self.shared_expert_gate is None:
             return shared
         return shared.astype(jnp.float32) * jax.nn.sigmoid(self.shared_expert_gate(tokens).astype(jnp.float32))
 
     def _routing_params(self) -> RoutingParams:
-        def value(variable):
-            return None if variable is None else variable.get_value()
-
         return RoutingParams(
-            correction_bias=value(self.correction_bias),
-            hash_indices_table=value(self.hash_table),
-            per_expert_scale=value(self.per_expert_scale),
+            correction_bias=_value(self.correction_bias),
+            hash_indices_table=_value(self.hash_table),
+            per_expert_scale=_value(self.per_expert_scale),
         )
 
     # -- loading ------------------------------------------------------------------------------------------------------
@@ -396,16 +396,15 @@ class FusedMoE(nnx.Module):
         weights, correction_bias = loader.finish(), loader.correction_bias
         if experts is not None:
             weights = self._with_experts(experts, weights)
-            correction_bias = self.correction_bias.get_value() if self.loads_correction_bias else None
+            correction_bias = _value(self.correction_bias) if self.loads_correction_bias else None
         values = self.new_values(weights, correction_bias=correction_bias)
         install([*values, (self.version, self.version.get_value() + np.int32(1))])
 
     def _with_experts(self, experts: Sequence[int], weights: ExpertWeights) -> ExpertWeights:
         """The layer's weights with some experts replaced; every leaf has the experts as its first axis."""
         if self.parallel is not None:
-            placement = self.placement.get_value()
-            held = unpack_shares(self.weights.get_value(), self.config, placement, self.parallel)
-            return replace_experts(held, experts, weights, placement)
+            held = unpack_shares(self.weights.get_value(), self.config, self._slots, self.parallel)
+            return replace_experts(held, experts, weights, self._slots)
         index = jnp.asarray(experts)
         return jax.tree.map(lambda old, new: old.at[index].set(new), unpack_experts(self.weights.get_value()), weights)
 
@@ -438,17 +437,23 @@ class FusedMoE(nnx.Module):
             values.append((self.correction_bias, checked_bias(correction_bias, self.config)))
         return values
 
+    @property
+    def _slots(self) -> Placement:
+        """Which expert each slot of the mesh holds; a layer without a mesh has none."""
+        assert self.placement is not None
+        return self.placement.get_value()
+
     def _abstract_weights(self) -> ExpertWeights:
         """What the layer holds, as shapes: over a mesh with shardings."""
         if self.parallel is None:
             return method_for(self.config.scheme).abstract_weights(self.config)
-        return abstract_placed_weights(self.config, self.placement.get_value(), self.parallel)
+        return abstract_placed_weights(self.config, self._slots, self.parallel)
 
     def _laid_out(self, weights: ExpertWeights) -> ExpertWeights:
         """All experts of the layer as it holds them: in shares over its mesh, or as this device reads them best."""
         if self.parallel is None:
             return in_best_layout(self.config, weights)
-        return lay_out(weights, self.config, self.placement.get_value(), self.parallel)
+        return lay_out(weights, self.config, self._slots, self.parallel)
 
     def _install(self, loader: LayerLoader, weights: ExpertWeights) -> None:
         self.set_weights(weights, correction_bias=loader.correction_bias)
@@ -480,7 +485,7 @@ class FusedMoE(nnx.Module):
         if self.parallel is None:
             text = explain(self.config, weights, num_tokens)
         else:
-            text = explain_parallel(self.config, self.parallel, self.placement.get_value(), weights, num_tokens)
+            text = explain_parallel(self.config, self.parallel, self._slots, weights, num_tokens)
         return f"{text}\nweights version: {int(version)}"
 
     def _label(self) -> str:
@@ -492,5 +497,9 @@ class FusedMoE(nnx.Module):
             f"FusedMoE(num_experts={c.num_experts}, hidden_size={c.hidden_size}, "
             f"intermediate_size={c.intermediate_size}, top_k={c.top_k}, scheme={c.scheme.name!r}, "
             f"activation={c.activation!r}, dtype={jnp.dtype(c.dtype).name!r}, name={c.name!r}"
-            f"{'' if self.parallel is None else f', {self.parallel}, {self.placement.get_value()}'})"
+            f"{'' if self.parallel is None else f', {self.parallel}, {self._slots}'})"
         )
+
+
+def _value(variable: RoutingParam | None) -> Array | None:
+    return None if variable is None else variable.get_value()

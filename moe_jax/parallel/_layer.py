@@ -86,11 +86,11 @@ def spread(layer: Any, parallel: ParallelConfig | None, **balancing: Any) -> Non
     balancing: enable_eplb and num_redundant_experts; raises as ``make_placement``.
     """
     placement = make_placement(parallel, layer.config.num_experts, "linear", **balancing)
-    if parallel is None:
+    if parallel is None or placement is None:
         return
     layer.parallel = parallel
     layer.placement = nnx.data(placement)  # None was there, which nnx takes for static
-    layer.weights.set_value(abstract_placed_weights(layer.config, layer.placement.get_value(), parallel))
+    layer.weights.set_value(abstract_placed_weights(layer.config, placement.get_value(), parallel))
 
 
 def explain_parallel(
