@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,44 +10,57 @@ from pallas_kernels.align.config import OUTPUTS, AlignConfig, AlignDesc, choose_
 from pallas_kernels.align.reference import align_ref
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.common.types import Leaf
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TileMap:
-    """Where the rows of a routing lie. All int32, on the device.
+    """Where the rows of a routing lie. Each expert's rows start at a tile of their own, experts ascending.
 
-    row_of: (T, top_k) row of each (token, slot), -1 where it is not routed. group_sizes: (E,) pairs per expert.
-    tile_expert: (Mp / block_m,) expert of each tile, -1 past the last. tile_rows: (Mp / block_m,) rows in use of each
-    tile. num_tiles: (1,) tiles in use. Expert e's rows start at a tile of their own, experts ascending.
+    Args:
+        row_of: (T, top_k) int32, the row of each (token, slot), -1 where it is not routed.
+        group_sizes: (E,) int32, pairs per expert.
+        tile_expert: (Mp / block_m,) int32, the expert of each tile, -1 past the last tile in use.
+        tile_rows: (Mp / block_m,) int32, rows in use of each tile.
+        num_tiles: (1,) int32, tiles in use.
     """
 
-    row_of: Any
-    group_sizes: Any
-    tile_expert: Any
-    tile_rows: Any
-    num_tiles: Any
+    row_of: Leaf
+    group_sizes: Leaf
+    tile_expert: Leaf
+    tile_rows: Leaf
+    num_tiles: Leaf
 
 
 def align(
-    topk_ids: Any,
+    topk_ids: jax.Array,
     num_experts: int,
     block_m: int,
     *,
-    group_offset: Any = None,
-    by_token: bool = False,
+    group_offset: jax.Array | int | None = None,
+    unpermuted: bool = False,
     config: AlignConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> TileMap:
     """Give every routed (token, slot) a row: rows grouped by expert, each group padded to whole tiles of block_m rows.
 
-    topk_ids: (T, top_k) int32; an id outside [0, num_experts) is not routed. group_offset: () int32, which may live on
-    the device: the id of the first of the num_experts experts, where they are a shard of more; ids of other shards are
-    not routed and cost nothing. The number of rows Mp is ``row_capacity``,
-    whatever the ids are. Inside a group the order of rows is unspecified and may differ between implementations and
-    calls. by_token: row t of an expert's tile is that of token t, so that all tiles have the same rows, the T tokens;
-    T <= block_m. A token that names an expert twice then has one row of it. Raises ValueError or TypeError for a wrong
-    call, NotImplementedError when no implementation can run it.
+    The number of rows Mp is ``row_capacity``, whatever the ids are. Inside a group the order of rows is unspecified and
+    may differ between implementations and calls.
+
+    Args:
+        topk_ids: (T, top_k) int32; an id outside [0, num_experts) is not routed.
+        num_experts: experts that get rows.
+        block_m: rows of a tile.
+        group_offset: () int32, which may live on the device: the id of the first of the num_experts experts, where they
+            are a shard of more. Ids of other shards are not routed and cost nothing.
+        unpermuted: row t of an expert's tile is token t, so that every tile holds the same T <= block_m tokens. A token
+            that names an expert twice then has one row of it.
+        config: of the Hopper kernel; None for its own choice.
+        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
+
+    Raises:
+        ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
     if topk_ids.ndim != 2 or topk_ids.dtype != jnp.int32:
         raise ValueError(f"topk_ids is {topk_ids.dtype}{topk_ids.shape}, expected int32 (T, top_k)")
@@ -60,11 +72,11 @@ def align(
         num_experts,
         block_m,
         has_offset=group_offset is not None,
-        by_token=by_token,
+        unpermuted=unpermuted,
     )
     operands = [topk_ids.reshape(-1), *as_operands(group_offset)]
 
-    def mosaic():
+    def hopper():
         hopper_sms()
         chosen = config or choose_config(desc)
         if reason := config_error(desc, chosen):
@@ -74,22 +86,24 @@ def align(
 
         return dict(zip(OUTPUTS, align_sm90(desc, chosen)(*operands), strict=True))
 
-    found = first_that_runs("align", dict(mosaic=mosaic, reference=lambda: align_ref(desc, *operands)), implementation)
+    found = first_that_runs("align", dict(hopper=hopper, reference=lambda: align_ref(desc, *operands)), implementation)
     return TileMap(**dict(found, row_of=found["row_of"].reshape(topk_ids.shape)))
 
 
 def describe(
-    num_tokens: int, top_k: int, num_experts: int, block_m: int, *, has_offset: bool, by_token: bool
+    num_tokens: int, top_k: int, num_experts: int, block_m: int, *, has_offset: bool, unpermuted: bool
 ) -> AlignDesc:
-    """The description of a call. Raises ValueError for more tokens by_token than a tile has rows."""
-    if by_token and num_tokens > block_m:
-        raise ValueError(f"by_token with {num_tokens} tokens in tiles of block_m={block_m} rows, expected T <= block_m")
+    """The description of a call. Raises ValueError for more unpermuted tokens than a tile has rows."""
+    if unpermuted and num_tokens > block_m:
+        raise ValueError(
+            f"unpermuted with {num_tokens} tokens in tiles of block_m={block_m} rows, expected T <= block_m"
+        )
     pairs = num_tokens * top_k
     rows = row_capacity(pairs, num_experts, block_m)
-    return AlignDesc(pairs, num_experts, block_m, rows, has_offset, top_k if by_token else 0)
+    return AlignDesc(pairs, num_experts, block_m, rows, has_offset, top_k if unpermuted else 0)
 
 
-def as_operands(group_offset: Any) -> list[jax.Array]:
+def as_operands(group_offset: jax.Array | int | None) -> list[jax.Array]:
     """The offset as the kernels take it, (1,) int32, or nothing. Raises ValueError for another kind."""
     if group_offset is None:
         return []

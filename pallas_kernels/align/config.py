@@ -4,17 +4,23 @@ import dataclasses
 
 OUTPUTS = ("row_of", "group_sizes", "tile_expert", "tile_rows", "num_tiles")  # of the kernel, in this order
 MAX_EXPERTS = 1024
-MAX_WARPGROUPS = 8  # 1024 threads, the most a block has
-MAX_BLOCKS = 64  # whose counters of an expert one thread loads at once
-MANY_PAIRS = 16_384  # that several blocks share
+MAX_WARPGROUPS = 8  # of a CTA: 1024 threads, the most there can be
+MAX_CTAS = 64  # one thread loads all their counters of an expert at once
+MANY_PAIRS = 16_384  # from here on several CTAs share the pairs
 
 
 @dataclasses.dataclass(frozen=True)
 class AlignDesc:
-    """Static description: num_pairs = T * top_k ids of num_experts experts; num_rows rows in tiles of block_m.
+    """Static description of one call.
 
-    has_offset: the id of the first expert is given, as on the shards of an expert-parallel layer. top_k: with it, row t
-    of an expert's one tile is that of token t, which needs T <= block_m; 0 where its rows follow each other.
+    Args:
+        num_pairs: T * top_k ids.
+        num_experts: experts that get rows.
+        block_m: rows of a tile.
+        num_rows: rows in all tiles, ``row_capacity``.
+        has_offset: whether the id of the first expert is given, as on the shards of an expert-parallel layer.
+        top_k: where tokens stay unpermuted: row t of an expert's one tile is token t, which needs T <= block_m. 0 where
+            an expert's rows follow each other.
     """
 
     num_pairs: int
@@ -26,25 +32,25 @@ class AlignDesc:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of every tile in use that are those of tokens; 0 where an expert's rows follow each other."""
+        """Tokens T where they stay unpermuted, else 0."""
         return self.num_pairs // self.top_k if self.top_k else 0
 
     @property
     def num_tiles(self) -> int:
-        """Tiles the rows make, in use or not."""
+        """All tiles, in use or not."""
         return self.num_rows // self.block_m
 
 
 @dataclasses.dataclass(frozen=True)
 class AlignConfig:
-    """num_warpgroups: of a block, 128 threads each. num_blocks: 1 does it all in one launch, more take two."""
+    """num_warpgroups: of a CTA, 128 threads each. num_ctas: 1 does everything in one launch, more take two launches."""
 
     num_warpgroups: int
-    num_blocks: int = 1
+    num_ctas: int = 1
 
 
 def row_capacity(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Rows that suffice whatever the ids are: each expert in use wastes at most block_m - 1 rows."""
+    """Rows that suffice for any ids: an expert in use pads by at most block_m - 1 rows."""
     bound = min(num_pairs + num_experts * (block_m - 1), num_pairs * block_m)
     return -(-bound // block_m) * block_m
 
@@ -57,16 +63,16 @@ def config_error(desc: AlignDesc, config: AlignConfig) -> str | None:
         return "no pairs: there is nothing to align"
     if not 1 <= config.num_warpgroups <= MAX_WARPGROUPS:
         return f"num_warpgroups={config.num_warpgroups}: 1 to {MAX_WARPGROUPS}"
-    if not 1 <= config.num_blocks <= MAX_BLOCKS:
-        return f"num_blocks={config.num_blocks}: 1 to {MAX_BLOCKS}"
+    if not 1 <= config.num_ctas <= MAX_CTAS:
+        return f"num_ctas={config.num_ctas}: 1 to {MAX_CTAS}"
     return None
 
 
 def choose_config(desc: AlignDesc) -> AlignConfig:
-    """A thread per pair and per expert up to a full block; more than the work needs only slows the barriers.
+    """A thread per pair and per expert, up to a full CTA; more threads only slow the barriers down.
 
-    Many pairs go to 32 blocks of half the threads in two launches: 65536 pairs 37 us in one block, 4.0 in 32; 32768
-    pairs 20 and 3.7; 8192 pairs 4.4 and 3.4, which the gap between two launches makes even (H200).
+    Many pairs go to 32 CTAs of half the threads in two launches. On an H200 65536 pairs take 37 us in one CTA and 4.0
+    in 32; 32768 pairs 20 and 3.7; 8192 pairs 4.4 and 3.4, where the gap between two launches costs what they gain.
     """
     if desc.num_pairs >= MANY_PAIRS:
         return AlignConfig(4, 32)

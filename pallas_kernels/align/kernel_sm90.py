@@ -1,4 +1,4 @@
-"""Rows for (token, slot) pairs, grouped by expert and padded to tiles, by one block.
+"""Rows for (token, slot) pairs, grouped by expert and padded to tiles, by one CTA.
 
     clear one counter per expert
     for every 128 pairs a warpgroup:   rank[pair] = counter[expert of pair]++          (shared-memory atomics)
@@ -6,21 +6,21 @@
     for every pair:                    row_of = first row of its expert + rank
     for every tile:                    its expert is the first whose end lies behind it (binary search)
 
-By token, rank is the token instead, and an expert in use has one tile.
+Where tokens stay unpermuted, the rank of a pair is its token, and an expert in use has one tile.
 
-Many pairs are shared by several blocks, in two launches, since one multiprocessor reads and writes too slowly for them:
+One SM reads and writes too slowly for many pairs. Several CTAs share them in two launches:
 
-    first, each block its pairs:       rank among those of the block, and its counters to memory
-    then, each block:                  every expert's pairs in all blocks, and in those before it
-                                       tiles, rows of the block's pairs, a share of the tiles as above
+    first, each CTA its pairs:         rank among those of the CTA, and its counters to memory
+    then, each CTA:                    every expert's pairs in all CTAs, and in those before it
+                                       tiles, rows of the CTA's pairs, a share of the tiles as above
 
-The order of an expert's rows is the order in which threads reach its counter, so it may differ from call to call; a
-row's values do not depend on its place, and ``combine`` adds by slot, so results do not.
+An expert's rows are in the order in which threads reach its counter, which may differ from call to call. Results do not
+differ: a row's values do not depend on its place, and ``combine`` adds by slot.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,28 +29,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.align.config import AlignConfig, AlignDesc
 from pallas_kernels.common import mosaic, simt, sm90
+from pallas_kernels.common.row_kernel_sm90 import row_kernel
+from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
 
 _TOGETHER = 8  # pairs a thread has in flight
 
+Scratch: TypeAlias = dict[str, Any]  # shared memory by the name of its argument
 
-def align_sm90(desc: AlignDesc, config: AlignConfig) -> Callable[..., list[Any]]:
+
+def align_sm90(desc: AlignDesc, config: AlignConfig) -> Kernel:
     """The kernel, or both: (ids (P,) int32, [offset (1,) int32]) -> ``OUTPUTS``, flat. For configs without error."""
-    if config.num_blocks == 1:
+    if config.num_ctas == 1:
         return _kernel(_align, desc, config, align_outputs(desc), align_scratch(desc))
     rank, place = ranks_sm90(desc, config), rows_sm90(desc, config)
     return lambda *operands: place(*rank(*operands), *operands)
 
 
-def ranks_sm90(desc: AlignDesc, config: AlignConfig) -> Callable[..., list[Any]]:
-    """The first of two kernels: operands of ``align_sm90`` -> each pair's rank among those of its expert in its block
-    (P,), pairs of each expert in each block (num_blocks * E,), both int32.
+def ranks_sm90(desc: AlignDesc, config: AlignConfig) -> Kernel:
+    """The first of two kernels: operands of ``align_sm90`` -> (ranks (P,), pairs of each expert in each CTA
+    (num_ctas * E,)), both int32. A pair's rank is among the pairs of its expert in its CTA.
     """
-    lengths = (desc.num_pairs, config.num_blocks * desc.num_experts)
+    lengths = (desc.num_pairs, config.num_ctas * desc.num_experts)
     outputs = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in lengths]
     return _kernel(_ranks, desc, config, outputs, dict(counts=align_scratch(desc)["counts"]))
 
 
-def rows_sm90(desc: AlignDesc, config: AlignConfig) -> Callable[..., list[Any]]:
+def rows_sm90(desc: AlignDesc, config: AlignConfig) -> Kernel:
     """The second: (outputs of ``ranks_sm90``, operands of ``align_sm90``) -> ``OUTPUTS``."""
     scratch = align_scratch(desc)
     return _kernel(_rows, desc, config, align_outputs(desc), dict(scratch, before=scratch["counts"]))
@@ -62,91 +66,92 @@ def align_outputs(desc: AlignDesc) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((n,), jnp.int32) for n in lengths]
 
 
-def align_scratch(desc: AlignDesc) -> dict[str, Any]:
+def align_scratch(desc: AlignDesc) -> Scratch:
     """Shared memory of ``align_pairs``, by argument."""
     experts = -(-desc.num_experts // sm90.WARPGROUP) * sm90.WARPGROUP
     return dict(counts=plgpu.SMEM((experts,), jnp.int32), ends=plgpu.SMEM((experts,), jnp.int32))
 
 
-def _kernel(body: Any, desc: AlignDesc, config: AlignConfig, outputs: Any, scratch: Any) -> Callable[..., list[Any]]:
-    return plgpu.kernel(
+def _kernel(
+    body: Callable[..., None],
+    desc: AlignDesc,
+    config: AlignConfig,
+    outputs: list[jax.ShapeDtypeStruct],
+    scratch: Scratch,
+) -> Kernel:
+    return row_kernel(
         functools.partial(body, desc, config),
-        out_type=outputs,
-        grid=(config.num_blocks,),
-        grid_names=("block",),
-        num_threads=config.num_warpgroups,
-        thread_name="warpgroup",
+        outputs,
+        config.num_ctas,
+        num_warpgroups=config.num_warpgroups,
         scratch_types=scratch,
-        compiler_params=mosaic.compiler_params(),
     )
 
 
-def _align(desc: AlignDesc, config: AlignConfig, ids: Any, *refs: Any, **scratch: Any) -> None:
+def _align(desc: AlignDesc, config: AlignConfig, ids: Ref, *refs: Ref, **scratch: Ref) -> None:
     mosaic.begin()
     offset, outputs = (refs[0], refs[1:]) if desc.has_offset else (None, refs)
     align_pairs(desc, config, ids, offset, *outputs, **scratch)
 
 
-def _ranks(desc: AlignDesc, config: AlignConfig, ids: Any, *refs: Any, counts: Any) -> None:
+def _ranks(desc: AlignDesc, config: AlignConfig, ids: Ref, *refs: Ref, counts: Ref) -> None:
     mosaic.begin()
-    *offset, ranks, by_block = refs
-    block = _Block(desc, config, ids, *offset, index=lax.axis_index("block"))
-    block.take_ranks(counts, ranks)
+    *offset, ranks, by_cta = refs
+    cta = _Cta(desc, config, ids, *offset, index=lax.axis_index("cta"))
+    cta.take_ranks(counts, ranks)
 
     def publish(e, is_expert):
-        simt.store(by_block, block.index * desc.num_experts + e, simt.load(counts, e, is_expert, 0), is_expert)
+        simt.store(by_cta, cta.index * desc.num_experts + e, simt.load(counts, e, is_expert, 0), is_expert)
 
-    block.each_expert(publish)
+    cta.each_expert(publish)
 
 
 def _rows(
-    desc: AlignDesc, config: AlignConfig, ranks: Any, by_block: Any, ids: Any, *refs: Any, before: Any, **scratch: Any
+    desc: AlignDesc, config: AlignConfig, ranks: Ref, by_cta: Ref, ids: Ref, *refs: Ref, before: Ref, **scratch: Ref
 ) -> None:
     mosaic.begin()
     offset, outputs = (refs[:1], refs[1:]) if desc.has_offset else ((), refs)
-    block = _Block(desc, config, ids, *offset, index=lax.axis_index("block"))
+    cta = _Cta(desc, config, ids, *offset, index=lax.axis_index("cta"))
 
     def add_up(e, is_expert):
         total = own = simt.constant(0)
-        found = [simt.load(by_block, e + b * desc.num_experts, is_expert, 0) for b in range(config.num_blocks)]
+        found = [simt.load(by_cta, e + b * desc.num_experts, is_expert, 0) for b in range(config.num_ctas)]
         for b, count in enumerate(found):
-            own = own + count * jnp.where(b < block.index, 1, 0)
+            own = own + count * jnp.where(b < cta.index, 1, 0)
             total = total + count
         simt.store(scratch["counts"], e, total, is_expert)
         simt.store(before, e, own, is_expert)
 
-    block.each_expert(add_up)
+    cta.each_expert(add_up)
     simt.barrier()
-    block.finish(ranks, before, outputs, **scratch)
+    cta.finish(ranks, before, outputs, **scratch)
 
 
 def align_pairs(
-    desc: AlignDesc, config: AlignConfig, ids: Any, offset: Any, *outputs: Any, counts: Any, ends: Any
+    desc: AlignDesc, config: AlignConfig, ids: Ref, offset: Ref | None, *outputs: Ref, counts: Ref, ends: Ref
 ) -> None:
-    """The work of one block of config.num_warpgroups warpgroups. ids: (P,) int32, offset: (1,) int32 or None, both in
-    global memory.
-    """
-    block = _Block(desc, config, ids, offset)
-    block.take_ranks(counts, outputs[0])
-    block.finish(outputs[0], None, outputs, counts, ends)
+    """The work of one CTA. ids: (P,) int32, offset: (1,) int32 or None, both in global memory."""
+    cta = _Cta(desc, config, ids, offset)
+    cta.take_ranks(counts, outputs[0])
+    cta.finish(outputs[0], None, outputs, counts, ends)
 
 
-class _Block:
-    """A block's share of the work, all of its threads: pairs and tiles by turns with the other blocks, every expert."""
+class _Cta:
+    """A CTA's share of the work, all of its threads: pairs and tiles by turns with the other CTAs, every expert."""
 
-    def __init__(self, desc: AlignDesc, config: AlignConfig, ids: Any, offset: Any = None, index: Any = 0):
+    def __init__(self, desc: AlignDesc, config: AlignConfig, ids: Ref, offset: Ref | None = None, index: Scalar = 0):
         self.desc, self.ids, self.index = desc, ids, index
         self.first_expert = None if offset is None else offset[0]
         self.thread = simt.thread_index()
         self.threads = config.num_warpgroups * sm90.WARPGROUP
-        self.first = self.thread if config.num_blocks == 1 else self.thread + index * self.threads  # pair and tile
-        self.stride = config.num_blocks * self.threads
+        self.first = self.thread if config.num_ctas == 1 else self.thread + index * self.threads  # pair and tile
+        self.stride = config.num_ctas * self.threads
 
-    def each_expert(self, body: Callable[[Any, Any], None]) -> None:
+    def each_expert(self, body: Callable[[Value, Value], None]) -> None:
         """body(index, is in range) for every expert, one a thread at a time."""
         _each(self.desc.num_experts, self.thread, self.threads, body)
 
-    def each_pair(self, body: Callable[[list[Any], list[Any], list[Any]], None]) -> None:
+    def each_pair(self, body: Callable[[list[Value], list[Value], list[Value]], None]) -> None:
         """body(pairs, experts, are routed), a few at a time, so that their ids are fetched together."""
         together = min(_TOGETHER, -(-self.desc.num_pairs // self.stride))
 
@@ -160,8 +165,8 @@ class _Block:
 
         lax.fori_loop(0, -(-self.desc.num_pairs // (self.stride * together)), step, 0)
 
-    def take_ranks(self, counts: Any, ranks: Any) -> None:
-        """Count the block's pairs by expert; the rank of each, in the order of arrival, to ``ranks``."""
+    def take_ranks(self, counts: Ref, ranks: Ref) -> None:
+        """Count the CTA's pairs by expert; the rank of each, in the order of arrival, to ``ranks``."""
         self.each_expert(lambda e, is_expert: simt.store(counts, e, simt.constant(0), is_expert))
         simt.barrier()
 
@@ -175,15 +180,15 @@ class _Block:
         self.each_pair(take)
         simt.barrier()
 
-    def finish(self, ranks: Any, before: Any, outputs: Any, counts: Any, ends: Any) -> None:
-        """Write ``OUTPUTS``. counts: pairs of each expert; before: those of them in blocks before this one, or None."""
+    def finish(self, ranks: Ref, before: Ref | None, outputs: tuple[Ref, ...], counts: Ref, ends: Ref) -> None:
+        """Write ``OUTPUTS``. counts: pairs of each expert; before: those of them in CTAs before this one, or None."""
         desc, experts = self.desc, self.desc.num_experts
         row_of, group_sizes, tile_expert, tile_rows, num_tiles = outputs
 
         def to_tiles(e, is_expert):
             size = simt.load(counts, e, is_expert, 0)
             simt.store(ends, e, _tiles(desc, size), is_expert)
-            is_mine = is_expert if before is None else is_expert & (self.first < self.threads)  # the first block's
+            is_mine = is_expert if before is None else is_expert & (self.first < self.threads)  # the first CTA's
             simt.store(group_sizes, e, size, is_mine)
 
         self.each_expert(to_tiles)
@@ -222,7 +227,7 @@ class _Block:
         simt.store(num_tiles, simt.constant(0), simt.load(ends, simt.constant(experts - 1), is_it, 0), is_it)
 
 
-def _each(total: int, first: Any, stride: int, body: Callable[[Any, Any], None]) -> None:
+def _each(total: int, first: Value, stride: int, body: Callable[[Value, Value], None]) -> None:
     """body(index, is in range) for the indices first, first + stride, ..., as many steps in every thread."""
 
     def step(i, _):
@@ -233,13 +238,13 @@ def _each(total: int, first: Any, stride: int, body: Callable[[Any, Any], None])
     lax.fori_loop(0, -(-total // stride), step, 0)
 
 
-def _tiles(desc: AlignDesc, size: Any) -> Any:
+def _tiles(desc: AlignDesc, size: Value) -> Value:
     if desc.top_k:
         return jnp.minimum(size, 1)
     return lax.div(size + (desc.block_m - 1), jnp.full_like(size, desc.block_m))
 
 
-def _sum_up(values: Any, thread: Any, threads: int, length: int) -> None:
+def _sum_up(values: Ref, thread: Value, threads: int, length: int) -> None:
     """Inclusive prefix sums of values[:length] in place; length <= 1024, so at most eight elements a thread."""
     held = range(-(-length // threads))
     distance = 1
@@ -258,7 +263,7 @@ def _sum_up(values: Any, thread: Any, threads: int, length: int) -> None:
         distance *= 2
 
 
-def _first_end_behind(ends: Any, tile: Any, mask: Any, experts: int) -> Any:
+def _first_end_behind(ends: Ref, tile: Value, mask: Value, experts: int) -> Value:
     """Number of experts whose tiles all lie before ``tile`` or at it: its owner, ``experts`` past the last one."""
     found = simt.constant(0)
     step = 1 << (experts.bit_length() - 1)

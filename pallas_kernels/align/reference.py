@@ -1,13 +1,12 @@
 """align in plain jnp."""
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.align.config import AlignDesc
 
 
-def align_ref(desc: AlignDesc, ids: Any, offset: Any = None) -> dict[str, Any]:
+def align_ref(desc: AlignDesc, ids: jax.Array, offset: jax.Array | None = None) -> dict[str, jax.Array]:
     """What ``align`` computes, rows of an expert in the order of the pairs. ids: (P,) int32; offset: (1,) int32."""
     ids = ids if offset is None else ids - offset
     is_routed = (ids >= 0) & (ids < desc.num_experts)

@@ -1,32 +1,42 @@
 """``combine``: the weighted sum of a token's expert rows."""
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.combine.config import CombineConfig, CombineDesc, choose_config, config_error
 from pallas_kernels.combine.reference import combine_ref
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.common.types import Dtype
 
 
 def combine(
-    rows: Any,
-    row_of: Any,
-    weights: Any,
+    rows: jax.Array,
+    row_of: jax.Array,
+    weights: jax.Array,
     *,
-    shared: Any = None,
-    out_dtype: Any = jnp.bfloat16,
+    shared: jax.Array | None = None,
+    out_dtype: Dtype = jnp.bfloat16,
     config: CombineConfig | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> Any:
+) -> jax.Array:
     """``out[t] = sum_j weights[t, j] * rows[row_of[t, j]] (+ shared[t])`` in float32, rounded once.
 
-    rows: (Mp, H) bfloat16, float16 or float32. row_of: (T, top_k) int32, -1 for a slot that contributes nothing.
-    weights: (T, top_k) float32. shared: (T, H) bfloat16, float16 or float32, or None. Returns (T, H) out_dtype. A token
-    without any slot gives shared, or zero. Raises ValueError or TypeError for a wrong call, NotImplementedError when no
-    implementation can run it.
+    A token without any slot gives shared, or zero.
+
+    Args:
+        rows: (Mp, H) bfloat16, float16 or float32.
+        row_of: (T, top_k) int32, -1 for a slot that contributes nothing.
+        weights: (T, top_k) float32.
+        shared: (T, H) bfloat16, float16 or float32, or None.
+        out_dtype: of the result, (T, H).
+        config: of the Hopper kernel; None for its own choice.
+        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
+
+    Raises:
+        ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
     if rows.ndim != 2 or row_of.ndim != 2 or weights.shape != row_of.shape:
         raise ValueError(
@@ -48,7 +58,7 @@ def combine(
         shared_dtype=None if shared is None else jnp.dtype(shared.dtype).name,
     )
 
-    def mosaic():
+    def hopper():
         chosen = config or choose_config(desc, hopper_sms())
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
@@ -57,5 +67,5 @@ def combine(
 
         return combine_sm90(desc, chosen)(rows, row_of, weights, *([] if shared is None else [shared]))
 
-    runs = dict(mosaic=mosaic, reference=lambda: combine_ref(desc, rows, row_of, weights, shared))
+    runs = dict(hopper=hopper, reference=lambda: combine_ref(desc, rows, row_of, weights, shared))
     return first_that_runs("combine", runs, implementation)

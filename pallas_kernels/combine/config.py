@@ -25,7 +25,7 @@ class CombineDesc:
 
     @property
     def piece(self) -> int:
-        """Columns a block sums at a time."""
+        """Columns that a CTA sums at a time."""
         return WARPGROUP * vector_length(self.width, jnp.dtype(self.dtype).itemsize)
 
     @property
@@ -36,9 +36,9 @@ class CombineDesc:
 
 @dataclasses.dataclass(frozen=True)
 class CombineConfig:
-    """num_blocks: persistent blocks of one warpgroup, each one piece of a token's row at a time."""
+    """num_ctas: persistent CTAs of one warpgroup, each one piece of a token's row at a time."""
 
-    num_blocks: int
+    num_ctas: int
 
 
 def config_error(desc: CombineDesc, config: CombineConfig) -> str | None:
@@ -48,12 +48,12 @@ def config_error(desc: CombineDesc, config: CombineConfig) -> str | None:
             return f"{what}: {name}; there are bfloat16, float16 and float32"
     if not vector_length(desc.width, jnp.dtype(desc.dtype).itemsize):
         return f"H={desc.width}: a row must give each of 128 threads an element"
-    if config.num_blocks < 1:
-        return f"num_blocks={config.num_blocks}: at least 1"
+    if config.num_ctas < 1:
+        return f"num_ctas={config.num_ctas}: at least 1"
     return None
 
 
 def choose_config(desc: CombineDesc, num_sms: int) -> CombineConfig:
-    """Sixteen blocks a multiprocessor keep top_k loads of 16 bytes a thread in flight each."""
+    """Up to 16 CTAs an SM, each of which keeps top_k loads of 16 bytes a thread in flight."""
     items = desc.num_tokens * len(desc.starts) if vector_length(desc.width, jnp.dtype(desc.dtype).itemsize) else 1
     return CombineConfig(max(1, min(items, 16 * num_sms)))

@@ -1,13 +1,14 @@
 """combine in plain jnp."""
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.combine.config import CombineDesc
 
 
-def combine_ref(desc: CombineDesc, rows: Any, row_of: Any, weights: Any, shared: Any = None) -> Any:
+def combine_ref(
+    desc: CombineDesc, rows: jax.Array, row_of: jax.Array, weights: jax.Array, shared: jax.Array | None = None
+) -> jax.Array:
     """What ``combine`` computes."""
     total = jnp.zeros((desc.num_tokens, desc.width), jnp.float32)
     for j in range(desc.top_k):

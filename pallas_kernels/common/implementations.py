@@ -1,18 +1,28 @@
 """Trying the implementations of an op in order."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 
+Result = TypeVar("Result")
+FORMER_NAMES = {"mosaic": "hopper"}  # still accepted
 
-def first_that_runs(op: str, runs: Mapping[str, Callable[[], Any]], wanted: str | Sequence[str] | None) -> Any:
+
+def first_that_runs(op: str, runs: Mapping[str, Callable[[], Result]], wanted: str | Sequence[str] | None) -> Result:
     """Result of the first implementation that does not refuse with NotImplementedError.
 
-    runs: name -> call, in the order of preference. wanted: a name, names in order, or None for all. When every one
-    refuses, NotImplementedError holds each one's reason; an unknown name is a ValueError.
+    Args:
+        op: name of the operation, for errors and scopes.
+        runs: name -> call, in the order of preference.
+        wanted: a name, names in order, or None for all.
+
+    Raises:
+        ValueError: an unknown name. NotImplementedError: every implementation refuses; it holds each one's reason.
     """
+    runs = {FORMER_NAMES.get(name, name): run for name, run in runs.items()}
     names = tuple(runs) if wanted is None else (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    names = tuple(FORMER_NAMES.get(name, name) for name in names)
     for name in names:
         if name not in runs:
             raise ValueError(f"implementation {name!r} of {op} is not one of {tuple(runs)}")

@@ -1,11 +1,11 @@
 """One value a thread: indexed loads, stores, counters and warp reductions that Pallas has no word for, in inline PTX.
 
-Every vector here is (128,) in layout ``LANES``, int32 unless float32 is said, element i held by thread i of the
-warpgroup. A masked element
-touches no memory. Accesses are volatile and in program order within a thread; between threads the caller places
-``barrier`` (all warpgroups of the block). The interpreter cannot run these.
+Every vector is (128,) in layout ``LANES``: thread i of the warpgroup holds element i. Vectors are int32 unless a
+docstring says float32. A masked element touches no memory. Accesses are volatile and in program order within a thread.
+Between threads the caller places ``barrier``, which all warpgroups of the CTA reach. The interpreter cannot run these.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.common.types import Dtype, Ref, Value
 
 LANES = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 _RESULT = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, LANES)
@@ -28,13 +29,32 @@ _FLOAT_LOADS = {
 }
 
 
-def inline(*arguments: Any, result: Any = None) -> Any:
-    """``plgpu.inline_mgpu`` of functions (ctx, *arguments)."""
+def inline(*arguments: Any, result: Any = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``plgpu.inline_mgpu`` of functions (ctx, *arguments). arguments: layouts or ``plgpu.RefType``."""
     return plgpu.inline_mgpu(arg_types=arguments, return_type=result)
 
 
-def thread_index() -> Any:
-    """Index of each thread in its block: warpgroup * 128 + lane."""
+def map_registers(function: Callable[..., ir.Value], layout: Any, *arrays: Value, dtype: Dtype = jnp.float32) -> Value:
+    """Apply ``function`` to the registers of arrays of one shape in ``layout``; each register is an MLIR vector.
+
+    The function returns a vector of as many elements of ``dtype``.
+    """
+    result = plgpu.ShapeDtypeStruct(arrays[0].shape, jnp.dtype(dtype), layout)
+    is_signed = True if jnp.issubdtype(dtype, jnp.integer) else None
+
+    @inline(*[layout] * len(arrays), result=result)
+    def apply(ctx, first, *others):
+        del ctx
+        registers = np.empty_like(first.registers)
+        for index, register in enumerate(first.registers.flat):
+            registers.flat[index] = function(register, *(other.registers.flat[index] for other in others))
+        return mgpu.FragmentedArray(_registers=registers, _layout=first.layout, _is_signed=is_signed)
+
+    return apply(*arrays)
+
+
+def thread_index() -> Value:
+    """Index of each thread in its CTA: warpgroup * 128 + lane."""
 
     @inline(result=_RESULT)
     def read(ctx):
@@ -44,7 +64,7 @@ def thread_index() -> Any:
     return read()
 
 
-def constant(value: int) -> Any:
+def constant(value: int) -> Value:
     """``value`` in every thread. (A constant of jnp has no layout of its own and cannot be handed to inline code.)"""
 
     @inline(result=_RESULT)
@@ -56,7 +76,7 @@ def constant(value: int) -> Any:
 
 
 def barrier() -> None:
-    """Wait for all threads of the block; their memory accesses before it are visible after it."""
+    """Wait for all threads of the CTA; their memory accesses before it are visible after it."""
 
     @inline()
     def wait(ctx):
@@ -66,76 +86,87 @@ def barrier() -> None:
     wait()
 
 
-def load(ref: Any, index: Any, mask: Any, default: int) -> Any:
+def load(ref: Ref, index: Value, mask: Value, default: int) -> Value:
     """ref[index] where mask, else default. ref: (n,) int32 in shared or global memory."""
-
-    @inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
-    def read(ctx, ref, index, mask):
-        del ctx
-        space, address, constraint = _address(ref, index)
-        text = f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, {default}; @p ld.{space}.b32 $0, [$1]; }}"
-        return wrap(asm([address, value_of(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
-
-    return read(ref, index, _as_int(mask))
+    text = "{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, {default}; @p ld.{space}.b32 $0, [$1]; }}"
+    return _masked_read(ref, index, mask, text, default=default)
 
 
-def load_float(ref: Any, index: Any, mask: Any, dtype: Any, default: float) -> Any:
+def load_float(ref: Ref, index: Value, mask: Value, dtype: Dtype, default: float) -> Value:
     """ref[index] as float32 where mask, else default. ref: (n,) float32, bfloat16 or float16 in global memory."""
     dtype = jnp.dtype(dtype)
     fetch, widen = _FLOAT_LOADS[dtype.name]
-    bits = int(np.float32(default).view(np.uint32))
-
-    @inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
-    def read(ctx, ref, index, mask):
-        del ctx
-        space, address, constraint = _address(ref, index, dtype.itemsize)
-        text = (
-            f"{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, {bits}; @p ld.{space}.{fetch}; {widen} }}"
-        )
-        return wrap(asm([address, value_of(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
-
-    return lax.bitcast_convert_type(read(ref, index, _as_int(mask)), jnp.float32)
+    text = f"mov.b32 $0, {{default}}; @p ld.{{space}}.{fetch}; {widen}"
+    text = "{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; " + text + " }}"
+    bits = _masked_read(ref, index, mask, text, int(np.float32(default).view(np.uint32)), dtype.itemsize)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def load_bits(ref: Any, index: Any, mask: Any, itemsize: int) -> Any:
+def load_bits(ref: Ref, index: Value, mask: Value, itemsize: int) -> Value:
     """The 2 or 4 bytes of ref[index], zeros above, where mask; else 0. ref: (n,) in global memory."""
-    fetch = {2: "ld.{}.u16 h, [$1]; @p cvt.u32.u16 $0, h;", 4: "ld.{}.b32 $0, [$1];"}[itemsize]
+    fetch = {2: "ld.{space}.u16 h, [$1]; @p cvt.u32.u16 $0, h;", 4: "ld.{space}.b32 $0, [$1];"}[itemsize]
+    text = "{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, {default}; @p " + fetch + " }}"
+    return _masked_read(ref, index, mask, text, 0, itemsize)
+
+
+def count(ref: Ref, index: Value, mask: Value) -> Value:
+    """Add 1 to ref[index] where mask and return what it held before, each thread's own; 0 where not.
+
+    ref: (n,) int32 in shared memory.
+    """
+    text = "{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, {default}; @p atom.{space}.add.u32 $0, [$1], 1; }}"
+    return _masked_read(ref, index, mask, text)
+
+
+def _masked_read(ref: Ref, index: Value, mask: Value, text: str, default: int = 0, itemsize: int = 4) -> Value:
+    """text: PTX of $0 from the address $1 under the mask $2, with {space} and {default} to be filled in."""
 
     @inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
     def read(ctx, ref, index, mask):
         del ctx
         space, address, constraint = _address(ref, index, itemsize)
-        text = f"{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p {fetch.format(space)} }}"
-        return wrap(asm([address, value_of(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
+        ptx = text.format(space=space, default=default)
+        return wrap(asm([address, value_of(mask)], ptx, f"=&r,{constraint},r,~{{memory}}", has_result=True))
 
     return read(ref, index, _as_int(mask))
 
 
-def store_bits(ref: Any, index: Any, value: Any, mask: Any, itemsize: int) -> None:
+def store(ref: Ref, index: Value, value: Value, mask: Value) -> None:
+    """ref[index] = value where mask. ref: 32 bits an element; a float32 is given as its bits."""
+    _masked_write(ref, index, value, mask, "{{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.{space}.b32 [$0], $1; }}", 4)
+
+
+def store_bits(ref: Ref, index: Value, value: Value, mask: Value, itemsize: int) -> None:
     """The lower 2 or all 4 bytes of value to ref[index] where mask. ref: (n,) in global memory."""
-    put = {2: "cvt.u16.u32 h, $1; @p st.{}.u16 [$0], h;", 4: "@p st.{}.b32 [$0], $1;"}[itemsize]
+    put = {2: "cvt.u16.u32 h, $1; @p st.{space}.u16 [$0], h;", 4: "@p st.{space}.b32 [$0], $1;"}[itemsize]
+    text = "{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; " + put + " }}"
+    _masked_write(ref, index, value, mask, text, itemsize)
+
+
+def _masked_write(ref: Ref, index: Value, value: Value, mask: Value, text: str, itemsize: int) -> None:
+    """text: PTX of a store of $1 to the address $0 under the mask $2, with {space} to be filled in."""
 
     @inline(plgpu.RefType(), LANES, LANES, LANES)
     def write(ctx, ref, index, value, mask):
         del ctx
         space, address, constraint = _address(ref, index, itemsize)
-        text = f"{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; {put.format(space)} }}"
-        asm([address, value_of(value), value_of(mask)], text, f"{constraint},r,r,~{{memory}}")
+        operands = [address, value_of(value), value_of(mask)]
+        asm(operands, text.format(space=space), f"{constraint},r,r,~{{memory}}")
 
     write(ref, index, value, _as_int(mask))
 
 
-def warp_max(value: Any) -> Any:
+def warp_max(value: Value) -> Value:
     """Largest of the 32 values of each warp, in all its threads."""
     return _warp_reduce(value, "max")
 
 
-def warp_min(value: Any) -> Any:
+def warp_min(value: Value) -> Value:
     """Least of the 32 values of each warp, in all its threads."""
     return _warp_reduce(value, "min")
 
 
-def _warp_reduce(value: Any, op: str) -> Any:
+def _warp_reduce(value: Value, op: str) -> Value:
     @inline(LANES, result=_RESULT)
     def reduce(ctx, value):
         del ctx
@@ -144,7 +175,7 @@ def _warp_reduce(value: Any, op: str) -> Any:
     return reduce(value)
 
 
-def warp_sum(value: Any) -> Any:
+def warp_sum(value: Value) -> Value:
     """Sum of the 32 float32 values of each warp, in all its threads, always in the same order."""
 
     for distance in (16, 8, 4, 2, 1):
@@ -159,64 +190,52 @@ def warp_sum(value: Any) -> Any:
     return value
 
 
-def store(ref: Any, index: Any, value: Any, mask: Any) -> None:
-    """ref[index] = value where mask. ref: 32 bits an element; a float32 is given as its bits."""
-
-    @inline(plgpu.RefType(), LANES, LANES, LANES)
-    def write(ctx, ref, index, value, mask):
-        del ctx
-        space, address, constraint = _address(ref, index)
-        text = f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.{space}.b32 [$0], $1; }}"
-        asm([address, value_of(value), value_of(mask)], text, f"{constraint},r,r,~{{memory}}")
-
-    write(ref, index, value, _as_int(mask))
-
-
-def count(ref: Any, index: Any, mask: Any) -> Any:
-    """Add 1 to ref[index] where mask and return what it held before, each thread's own; 0 where not. ref: shared
-    memory.
-    """
-
-    @inline(plgpu.RefType(), LANES, LANES, result=_RESULT)
-    def add(ctx, ref, index, mask):
-        del ctx
-        space, address, constraint = _address(ref, index)
-        text = f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p atom.{space}.add.u32 $0, [$1], 1; }}"
-        return wrap(asm([address, value_of(mask)], text, f"=&r,{constraint},r,~{{memory}}", has_result=True))
-
-    return add(ref, index, _as_int(mask))
-
-
-def _as_int(mask: Any) -> Any:
+def _as_int(mask: Value) -> Value:
     return jnp.where(mask, jnp.ones(mask.shape, jnp.int32), jnp.zeros(mask.shape, jnp.int32))
 
 
-def asm(operands: list[Any], text: str, constraints: str, *, has_result: bool = False, bits: int = 32) -> Any:
+# Below: inside inline code, where values are MLIR's.
+
+
+def asm(operands: list[ir.Value], text: str, constraints: str, *, has_result: bool = False, bits: int = 32) -> Any:
     """Inline PTX that is neither dropped nor moved past another. bits: of its result."""
-    kind = ir.IntegerType.get_signless(bits) if has_result else ir.Type.parse("!llvm.void")
+    kind = integer(bits) if has_result else ir.Type.parse("!llvm.void")
     return llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True, asm_dialect=0)
 
 
-def value_of(array: Any) -> Any:
+def integer(bits: int) -> ir.Type:
+    return ir.IntegerType.get_signless(bits)
+
+
+def integer_constant(value: int, bits: int = 64) -> ir.Value:
+    return arith.constant(integer(bits), ir.IntegerAttr.get(integer(bits), value))
+
+
+def address_of(ref: ir.Value) -> ir.Value:
+    """The 64-bit address of a reference to global memory."""
+    return llvm.ptrtoint(integer(64), mgpu.utils.memref_ptr(ref))
+
+
+def value_of(array: mgpu.FragmentedArray) -> ir.Value:
     """Each thread's value of an array of one element a thread."""
     (register,) = array.registers.flat
     return vector.extract(register, [], [0])
 
 
-def wrap(value: Any) -> Any:
+def wrap(value: ir.Value) -> mgpu.FragmentedArray:
     """A result in layout ``LANES`` of each thread's value."""
     register = vector.broadcast(ir.VectorType.get((1,), value.type), value)
     layout = mgpu.WGStridedFragLayout((WARPGROUP,), 1)
     return mgpu.FragmentedArray(_registers=np.array([register], dtype=object), _layout=layout, _is_signed=True)
 
 
-def _address(ref: Any, index: Any, itemsize: int = 4) -> tuple[str, Any, str]:
+def _address(ref: ir.Value, index: mgpu.FragmentedArray, itemsize: int) -> tuple[str, ir.Value, str]:
     """(PTX state space, byte address of ref[index], its constraint)."""
     is_shared = mgpu.utils.is_smem_ref(ref)
-    width = ir.IntegerType.get_signless(32 if is_shared else 64)
-    base = llvm.ptrtoint(width, mgpu.utils.memref_ptr(ref))
+    width = 32 if is_shared else 64
+    base = llvm.ptrtoint(integer(width), mgpu.utils.memref_ptr(ref))
     offset = value_of(index)
     if not is_shared:
-        offset = arith.extsi(width, offset)
-    size = arith.constant(width, ir.IntegerAttr.get(width, itemsize))
+        offset = arith.extsi(integer(width), offset)
+    size = integer_constant(itemsize, width)
     return ("shared" if is_shared else "global"), arith.addi(base, arith.muli(offset, size)), "r" if is_shared else "l"

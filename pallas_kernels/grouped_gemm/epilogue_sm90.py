@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.accumulator_math_sm90 import round_to_bfloat16, sigmoid
-from pallas_kernels.common.e4m3_sm90 import e4m3_in_groups
+from pallas_kernels.common.numerics_sm90 import e4m3_in_groups
 from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc, store_columns
 
 

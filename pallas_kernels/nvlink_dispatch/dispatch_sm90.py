@@ -47,8 +47,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic, simt
-from pallas_kernels.common.e4m3_sm90 import e4m3_in_groups, e4m3_of_row
 from pallas_kernels.common.numerics import quantize_int8_token
+from pallas_kernels.common.numerics_sm90 import e4m3_in_groups, e4m3_of_row
 from pallas_kernels.common.rows import pieces, vector_length
 from pallas_kernels.common.sm90 import WARPGROUP
 from pallas_kernels.nvlink_dispatch import mailbox_sm90

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,49 +20,62 @@ from pallas_kernels.quantize_and_permute.reference import quantize_and_permute_r
 
 
 def quantize_and_permute(
-    x: Any,
-    row_of: Any = None,
+    x: jax.Array,
+    row_of: jax.Array | None = None,
     num_rows: int | None = None,
     *,
     quantization: str,
-    scale: Any = None,
-    rows: Any = None,
-    columns: Any = None,
-    tile_expert: Any = None,
+    scale: jax.Array | None = None,
+    rows: jax.Array | None = None,
+    columns: jax.Array | None = None,
+    tile_expert: jax.Array | None = None,
     scale_rows: int | None = None,
     config: PermuteConfig | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Quantize tokens and copy each to the rows that ``row_of`` names.
 
-    x: (T, H) bfloat16, float16 or float32. row_of: (T, top_k) int32, the output row of each (token, slot), -1 for none;
-    distinct otherwise. num_rows: Mp, rows of the output, static. With row_of None rows keep their places (Mp = T), and
-    rows, (n,) int32, may name the ones in use (-1 for none); the others are then unspecified.
+    The rules of rounding are those of common/numerics.py and common/microscaling.py.
 
-    quantization: "none" (a copy), "e4m3_row" and "int8_row" (a scale per row, from its largest magnitude),
-    "e4m3_group" (a scale per row and 128 columns), "e4m3_group_ue8m0" (such a scale rounded up to a power of two),
-    "e4m3_tensor" (the given scale, () float32, multiplies the codes); values on the grid of a microscaling format,
-    which bfloat16 holds exactly: "mxfp4", "mxfp8" (groups of 32), "nvfp4" (groups of 16; the given scale is the global
-    one that block scales are multiplied by, and it stays in the values), "nvfp4_row" (one such scale from each row).
-    The rules are those of common/numerics.py and common/microscaling.py.
+    Args:
+        x: (T, H) bfloat16, float16 or float32.
+        row_of: (T, top_k) int32, the output row of each (token, slot), -1 for none; distinct otherwise. None: rows keep
+            their places.
+        num_rows: Mp, rows of the output, static; T with row_of None.
+        quantization: one of
+            "none": a copy;
+            "e4m3_row", "int8_row": a scale per row, from its largest magnitude;
+            "e4m3_group": a scale per row and 128 columns;
+            "e4m3_group_ue8m0": such a scale rounded up to a power of two;
+            "e4m3_tensor": the given scale multiplies the codes;
+            "mxfp4", "mxfp8": values on the grid of the format, in groups of 32, which bfloat16 holds exactly;
+            "nvfp4": so in groups of 16; the given scale is the global one that block scales are multiplied by, and it
+            stays in the values;
+            "nvfp4_row": "nvfp4" with a global scale from each row.
+        scale: () float32, for "e4m3_tensor" and "nvfp4" alone.
+        rows: with row_of None, (n,) int32 names the rows in use, -1 for none; the others are then unspecified.
+        columns: (E, H) int32, an order of x's columns for each expert: column c of a row of expert e is column
+            columns[e, c] of its token. Such rows are copied, not quantized.
+        tile_expert: (Mp / block_m,) int32, the expert of each tile of rows; goes with columns.
+        scale_rows: with row_of None, the scales have room for this many rows, at least T; those past T are unspecified.
+        config: of the Hopper kernel; None for its own choice.
+        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
-    columns: (E, H) int32, an order of x's columns for each expert: column c of a row of expert e is column
-    columns[e, c] of its token. Such rows are copied, not quantized. tile_expert: (Mp / block_m,) int32, goes with it
-    and says whose a row is. scale_rows: with row_of None, the scales have room for this many rows, at least T; those
-    past T are unspecified.
+    Returns:
+        (codes (Mp, H), scales). Scales multiply; they are (Mp,) per row, (ceil(H / 128), Mp) per group of 128, else
+        None. Rows that no token fills are unspecified.
 
-    Returns (codes (Mp, H), scales): scales, which multiply, are (Mp,) per row, (ceil(H / 128), Mp) per group of 128,
-    else None. Rows that no token fills are unspecified. Raises ValueError or TypeError for a wrong call and
-    NotImplementedError when no implementation can run it.
+    Raises:
+        ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
     desc, operands = describe(
         x, row_of, num_rows, quantization=quantization, scale=scale, rows=rows, scale_rows=scale_rows
     )
     if columns is not None or tile_expert is not None:
-        desc = _with_columns(desc, columns, tile_expert)
-        operands += [columns, tile_expert]
+        desc, orders = _with_columns(desc, columns, tile_expert)
+        operands += orders
 
-    def mosaic():
+    def hopper():
         chosen = config or choose_config(desc, hopper_sms())
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
@@ -78,11 +90,13 @@ def quantize_and_permute(
             kernel = gather_rows_sm90
         return kernel(desc, chosen)(*operands)
 
-    runs = dict(mosaic=mosaic, reference=lambda: quantize_and_permute_ref(desc, x, row_of, scale, columns, tile_expert))
+    runs = dict(hopper=hopper, reference=lambda: quantize_and_permute_ref(desc, x, row_of, scale, columns, tile_expert))
     return first_that_runs("quantize_and_permute", runs, implementation)
 
 
-def _with_columns(desc: PermuteDesc, columns: Any, tile_expert: Any) -> PermuteDesc:
+def _with_columns(
+    desc: PermuteDesc, columns: jax.Array | None, tile_expert: jax.Array | None
+) -> tuple[PermuteDesc, list[jax.Array]]:
     if columns is None or tile_expert is None or not desc.top_k or desc.quantization != "none":
         raise ValueError("columns goes with tile_expert, row_of and quantization='none'")
     if columns.dtype != jnp.int32 or columns.ndim != 2 or columns.shape[1] != desc.width:
@@ -92,17 +106,18 @@ def _with_columns(desc: PermuteDesc, columns: Any, tile_expert: Any) -> PermuteD
             f"tile_expert is {tile_expert.dtype}{tile_expert.shape}, expected int32 (Mp / block_m,) for "
             f"Mp={desc.num_rows} rows"
         )
-    return dataclasses.replace(desc, num_experts=columns.shape[0], block_m=desc.num_rows // max(tile_expert.size, 1))
+    block_m = desc.num_rows // max(tile_expert.size, 1)
+    return dataclasses.replace(desc, num_experts=columns.shape[0], block_m=block_m), [columns, tile_expert]
 
 
 def describe(
-    x: Any,
-    row_of: Any = None,
+    x: jax.Array,
+    row_of: jax.Array | None = None,
     num_rows: int | None = None,
     *,
     quantization: str,
-    scale: Any = None,
-    rows: Any = None,
+    scale: jax.Array | None = None,
+    rows: jax.Array | None = None,
     scale_rows: int | None = None,
 ) -> tuple[PermuteDesc, list[jax.Array]]:
     """The description of a call without columns, and the kernel's operands. Raises ValueError or TypeError."""

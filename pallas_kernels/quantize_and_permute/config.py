@@ -13,20 +13,26 @@ QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "e4m3_ten
 TAKES_SCALE = ("e4m3_tensor", "nvfp4")
 GROUP = 128
 WARPS, LANES = 4, 32  # of a warpgroup
-NARROW = 1024  # columns of a row that a warp holds, 32 values a thread
-PART_GROUPS = 16  # groups of a row that a warpgroup holds at once, 16 values a thread
-GATHERED = 2048  # columns of a row that a warpgroup gathers at a time, sixteen loads in flight a thread
+NARROW = 1024  # most columns of a row that a warp holds: 32 values a thread
+PART_GROUPS = 16  # groups of a row that a warpgroup holds at once: 16 values a thread
+GATHERED = 2048  # columns of a row that a warpgroup gathers at a time: sixteen loads in flight a thread
 
 
 @dataclasses.dataclass(frozen=True)
 class PermuteDesc:
     """Static description of one call.
 
-    num_tokens: T, rows of the input. width: H. top_k: copies of each token, 0 when rows keep their places. num_rows:
-    Mp, rows of the output. dtype: of the input. quantization: one of ``QUANTIZATIONS``. num_named: with top_k = 0, how
-    many rows are named as in use, None for all. num_experts: that have an order of columns each, 0 where columns keep
-    their places. block_m: rows of a tile, which says the expert of a row; 0 without such orders. scale_rows: for how
-    many rows the scales have room, 0 for num_rows.
+    Args:
+        num_tokens: T, rows of the input.
+        width: H.
+        top_k: copies of each token, 0 when rows keep their places.
+        num_rows: Mp, rows of the output.
+        dtype: of the input.
+        quantization: one of ``QUANTIZATIONS``.
+        num_named: with top_k = 0, how many rows are named as in use; None for all.
+        num_experts: experts with an order of columns each, 0 where columns keep their places.
+        block_m: rows of a tile, which has one expert; 0 where columns keep their places.
+        scale_rows: rows that the scales have room for, 0 for num_rows.
     """
 
     num_tokens: int
@@ -42,16 +48,14 @@ class PermuteDesc:
 
     @property
     def num_items(self) -> int:
-        """What blocks take in turn: rows of the input, or pieces of rows of the output where columns are gathered."""
+        """What CTAs take in turn: rows of the input, or pieces of rows of the output where columns are gathered."""
         if self.num_experts:
             return self.num_tokens * self.top_k * -(-self.width // GATHERED)
         return self.num_tokens if self.num_named is None else self.num_named * self.parts
 
     @property
     def parts(self) -> int:
-        """Into how many equal parts wide rows that keep their places are split, each a block's work: 1 but for groups,
-        which have scales of their own.
-        """
+        """Equal parts of a wide row that keeps its place, each the work of a CTA. 1 unless groups have scales."""
         groups = self.width // GROUP
         if not self.is_grouped or self.num_named is None or groups <= PART_GROUPS:
             return 1
@@ -94,9 +98,9 @@ class PermuteDesc:
 
 @dataclasses.dataclass(frozen=True)
 class PermuteConfig:
-    """num_blocks: persistent blocks of one warpgroup. rows_at_once: that each works on, 1, or 4, a warp each."""
+    """num_ctas: persistent CTAs of one warpgroup. rows_at_once: rows a CTA works on, 1, or 4 with a warp each."""
 
-    num_blocks: int
+    num_ctas: int
     rows_at_once: int = 1
 
 
@@ -117,8 +121,8 @@ def config_error(desc: PermuteDesc, config: PermuteConfig) -> str | None:
             return f"H={desc.width}: {desc.quantization} takes a multiple of {group}, at least {2 * WARPGROUP}"
     elif not vector_length(desc.width, jnp.dtype(desc.dtype).itemsize):
         return f"H={desc.width}: a row must give each of 128 threads an element"
-    if config.num_blocks < 1:
-        return f"num_blocks={config.num_blocks}: at least 1"
+    if config.num_ctas < 1:
+        return f"num_ctas={config.num_ctas}: at least 1"
     if config.rows_at_once not in (1, WARPS):
         return f"rows_at_once={config.rows_at_once}: 1 or {WARPS}"
     if config.rows_at_once == WARPS and not narrow_vector(desc):
@@ -130,8 +134,9 @@ def config_error(desc: PermuteDesc, config: PermuteConfig) -> str | None:
 
 
 def narrow_vector(desc: PermuteDesc) -> int:
-    """Elements that a thread loads at once of a row that a warp holds: up to 16 bytes, at least 2; 0 where a row is too
-    wide for that, or where it is no warp's work.
+    """Elements that a thread loads at once where a warp holds a row: up to 16 bytes, at least 2 elements.
+
+    0 where a row is too wide for a warp, and for quantizations that take a warpgroup.
     """
     if desc.quantization not in ("e4m3_row", "int8_row") or desc.num_experts or desc.width > NARROW:
         return 0
@@ -148,10 +153,11 @@ def grid_vector(desc: PermuteDesc) -> int:
 
 
 def choose_config(desc: PermuteDesc, num_sms: int) -> PermuteConfig:
-    """As many blocks as a multiprocessor holds, and some to follow: rows in flight hide the latency of loads, their
-    reduction and their stores. On an H200, 24 blocks against 4 and 8: 8192 tokens of Mixtral in e4m3 37 us, 55 and 45.
-    Narrow rows four at a time from three of them a multiprocessor on: 512 rows of Qwen3 in e4m3 1.5 us, one by one 1.7,
-    65536 rows 46 and 58.
+    """As many CTAs as an SM holds, and some to follow. Rows in flight hide the latency of loads, reduction and stores.
+
+    On an H200 8192 tokens of Mixtral in e4m3 take 37 us with 24 CTAs an SM, 55 with 4 and 45 with 8. Narrow rows are
+    taken four at a time where an SM has more than three: 512 rows of Qwen3 in e4m3 take 1.5 us, one by one 1.7; 65536
+    rows 46 and 58.
     """
     rows_at_once = WARPS if narrow_vector(desc) and desc.num_items > 3 * num_sms else 1
     return PermuteConfig(max(1, min(-(-desc.num_items // rows_at_once), 24 * num_sms)), rows_at_once)

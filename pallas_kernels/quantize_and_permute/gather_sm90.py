@@ -1,39 +1,30 @@
 """Copy each token to the rows of its experts, its columns in each expert's own order (act-order weights).
 
-Each block is one warpgroup and takes every num_blocks-th (token, slot, piece of the row):
+Each CTA is one warpgroup and takes every num_ctas-th (token, slot, piece of the row):
 
     row -> expert of its tile -> the order's indices, one a thread and 16 in flight -> the token's elements -> store
 
-Indices and stores are contiguous; the token's elements come from anywhere in its row, which the first of its slots
-leaves in L2.
+Indices and stores are contiguous. The token's elements come from anywhere in its row, which stays in L2.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic, simt
-from pallas_kernels.common.rows import WARPGROUP
+from pallas_kernels.common.row_kernel_sm90 import for_items_of, row_kernel
+from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.common.types import Kernel, Ref
 from pallas_kernels.quantize_and_permute.config import GATHERED, PermuteConfig, PermuteDesc
 
 
-def gather_rows_sm90(desc: PermuteDesc, config: PermuteConfig) -> Callable[..., Any]:
-    """The kernel: (x, row_of, columns, tile_expert) -> (rows, None). For configs without error."""
-    call = plgpu.kernel(
-        functools.partial(_kernel, desc, config),
-        out_type=jax.ShapeDtypeStruct((desc.num_rows * desc.width,), desc.dtype),
-        grid=(config.num_blocks,),
-        grid_names=("block",),
-        num_threads=1,
-        thread_name="warpgroup",
-        compiler_params=mosaic.compiler_params(),
-    )
+def gather_rows_sm90(desc: PermuteDesc, config: PermuteConfig) -> Kernel:
+    """The kernel: (x, row_of, columns, tile_expert) -> (rows, None). config must pass config_error."""
+    out = jax.ShapeDtypeStruct((desc.num_rows * desc.width,), desc.dtype)
+    call = row_kernel(functools.partial(_kernel, desc, config), out, config.num_ctas)
 
     def run(x, row_of, columns, tile_expert):
         rows = call(x.reshape(-1), row_of.reshape(-1), columns.reshape(-1), tile_expert)
@@ -43,16 +34,15 @@ def gather_rows_sm90(desc: PermuteDesc, config: PermuteConfig) -> Callable[..., 
 
 
 def _kernel(
-    desc: PermuteDesc, config: PermuteConfig, x: Any, row_of: Any, columns: Any, tile_expert: Any, out: Any
+    desc: PermuteDesc, config: PermuteConfig, x: Ref, row_of: Ref, columns: Ref, tile_expert: Ref, out: Ref
 ) -> None:
     mosaic.begin()
-    block, lane = lax.axis_index("block"), simt.thread_index()
+    cta, lane = lax.axis_index("cta"), simt.thread_index()
     itemsize = jnp.dtype(desc.dtype).itemsize
     pieces = -(-desc.width // GATHERED)
     in_flight = -(-min(desc.width, GATHERED) // WARPGROUP)
 
-    def one_item(i, _):
-        item = block + i * config.num_blocks
+    def one_item(item):
         pair, piece = lax.div(item, jnp.int32(pieces)), lax.rem(item, jnp.int32(pieces))
         row = row_of[pair]
 
@@ -67,7 +57,4 @@ def _kernel(
             for place, value, mask in zip(places, values, inside, strict=True):
                 simt.store_bits(out, place + row * desc.width, value, mask, itemsize)
 
-        return 0
-
-    mine = lax.div(desc.num_items - block + (config.num_blocks - 1), jnp.int32(config.num_blocks))
-    lax.fori_loop(0, mine, one_item, 0)
+    for_items_of(cta, desc.num_items, config.num_ctas, one_item)

@@ -1,16 +1,15 @@
 """Quantize rows of few columns, one a warp: four at a time in a warpgroup, whose warps never wait for each other.
 
-Each block is one warpgroup and takes every num_blocks-th four of the rows:
+Each CTA is one warpgroup and takes every num_ctas-th four of the rows:
 
     each warp loads its row (16 bytes a thread at a time) -> largest magnitude, by shuffles -> codes and scale
     for each place of its row: store codes and scale
 
-Rows come from and go to any place, a place of their own for each warp, which a layout cannot say; so inline PTX moves
-them between memory and an array (4, columns) with a row a warp. The codes are those of kernel_sm90.py, bit for bit.
+Each warp's row comes from and goes to a place of its own, which a layout cannot say. So inline PTX moves rows between
+memory and an array (4, columns) with a row a warp. The codes are those of kernel_sm90.py, bit for bit.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,27 +23,22 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.common import mosaic, simt
-from pallas_kernels.common.e4m3_sm90 import e4m3_of_rows
-from pallas_kernels.common.int8_sm90 import cast_int8_in
 from pallas_kernels.common.numerics import int8_token_factors
+from pallas_kernels.common.numerics_sm90 import cast_int8_in, e4m3_of_rows
+from pallas_kernels.common.row_kernel_sm90 import items_of, row_kernel
 from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.common.types import Kernel, Ref, Value
 from pallas_kernels.quantize_and_permute.config import LANES, WARPS, PermuteConfig, PermuteDesc, narrow_vector
 
 
-def quantize_narrow_rows_sm90(desc: PermuteDesc, config: PermuteConfig) -> Callable[..., Any]:
-    """The kernel: (x, [row_of], [rows (n,)]) -> (codes, scales). For configs of four rows at once, without error."""
-    call = plgpu.kernel(
-        functools.partial(_kernel, desc, config),
-        out_type=[
-            jax.ShapeDtypeStruct((desc.num_rows * desc.width,), desc.out_dtype),
-            jax.ShapeDtypeStruct(desc.scale_shape, jnp.float32),
-        ],
-        grid=(config.num_blocks,),
-        grid_names=("block",),
-        num_threads=1,
-        thread_name="warpgroup",
-        compiler_params=mosaic.compiler_params(),
-    )
+def quantize_narrow_rows_sm90(desc: PermuteDesc, config: PermuteConfig) -> Kernel:
+    """The kernel: (x, [row_of], [rows (n,)]) -> (codes, scales). For configs of four rows at once."""
+    assert desc.scale_shape is not None, "config_error refuses rows without a scale"
+    out = [
+        jax.ShapeDtypeStruct((desc.num_rows * desc.width,), desc.out_dtype),
+        jax.ShapeDtypeStruct(desc.scale_shape, jnp.float32),
+    ]
+    call = row_kernel(functools.partial(_kernel, desc, config), out, config.num_ctas)
 
     def run(x, *places):
         codes, scales = call(x.reshape(-1), *(p.reshape(-1) for p in places))
@@ -53,13 +47,13 @@ def quantize_narrow_rows_sm90(desc: PermuteDesc, config: PermuteConfig) -> Calla
     return run
 
 
-def _kernel(desc: PermuteDesc, config: PermuteConfig, x: Any, *refs: Any) -> None:
+def _kernel(desc: PermuteDesc, config: PermuteConfig, x: Ref, *refs: Ref) -> None:
     mosaic.begin()
     *places, codes, scales = refs
     thread = simt.thread_index()
     warp = lax.shift_right_logical(thread, jnp.full_like(thread, 5))
     is_first = (thread & (LANES - 1)) == 0
-    block = lax.axis_index("block")
+    cta = lax.axis_index("cta")
 
     def by_warp(rows):
         """Each warp's of four numbers, in all of its threads."""
@@ -69,8 +63,8 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, x: Any, *refs: Any) -> Non
         return found
 
     def four(i):
-        """The block's i-th four rows of x; -1 where there is none."""
-        items = [(block + i * config.num_blocks) * WARPS + warp for warp in range(WARPS)]
+        """The CTA's i-th four rows of x; -1 where there is none."""
+        items = [(cta + i * config.num_ctas) * WARPS + warp for warp in range(WARPS)]
         rows = (
             items if desc.num_named is None else [places[0][lax.min(t, jnp.int32(desc.num_items - 1))] for t in items]
         )
@@ -99,9 +93,7 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, x: Any, *refs: Any) -> Non
         pl.when(functools.reduce(lax.max, rows) >= 0)(functools.partial(quantize, rows))
         return following
 
-    fours = -(-desc.num_items // WARPS)
-    mine = lax.div(fours - block + (config.num_blocks - 1), jnp.int32(config.num_blocks))
-    lax.fori_loop(0, mine, step, four(0))
+    lax.fori_loop(0, items_of(cta, -(-desc.num_items // WARPS), config.num_ctas), step, four(0))
 
 
 def row_layout(desc: PermuteDesc) -> Any:
@@ -111,7 +103,7 @@ def row_layout(desc: PermuteDesc) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-def _load(x: Any, row: Any, thread: Any, desc: PermuteDesc) -> Any:
+def _load(x: Ref, row: Value, thread: Value, desc: PermuteDesc) -> Value:
     """Rows of x, which is flat: (4, width) in ``row_layout``. row: each warp's, in all of its threads."""
     layout, shape = row_layout(desc), (WARPS, desc.width)
     result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(desc.dtype), layout)
@@ -129,7 +121,7 @@ def _load(x: Any, row: Any, thread: Any, desc: PermuteDesc) -> Any:
     return read(x, row, thread)
 
 
-def _store(codes: Any, quantized: Any, row: Any, thread: Any, desc: PermuteDesc) -> None:
+def _store(codes: Ref, quantized: Value, row: Value, thread: Value, desc: PermuteDesc) -> None:
     """Codes (4, width) in ``row_layout`` to the rows of the flat ``codes`` that each warp names; -1: nowhere."""
     size = 8 * narrow_vector(desc)
     constraint = {16: "h", 32: "r", 64: "l"}[size]
@@ -137,7 +129,7 @@ def _store(codes: Any, quantized: Any, row: Any, thread: Any, desc: PermuteDesc)
     @simt.inline(plgpu.RefType(), row_layout(desc), simt.LANES, simt.LANES)
     def write(ctx, codes, quantized, row, thread):
         del ctx
-        bits, own = ir.IntegerType.get_signless(size), simt.value_of(row)
+        bits, own = simt.integer(size), simt.value_of(row)
         text = f"{{ .reg .pred p; setp.ge.s32 p, $2, 0; @p st.global.b{size} [$0], $1; }}"
         for register, address in zip(quantized.registers.flat, _addresses(codes, row, thread, desc), strict=True):
             simt.asm([address, mgpu.utils.bitcast(register, bits), own], text, f"l,{constraint},r,~{{memory}}")
@@ -145,29 +137,28 @@ def _store(codes: Any, quantized: Any, row: Any, thread: Any, desc: PermuteDesc)
     write(codes, quantized, row, thread)
 
 
-def _addresses(ref: Any, row: Any, thread: Any, desc: PermuteDesc) -> list[Any]:
-    """Of what a thread has of its warp's row, in the order of its registers."""
-    i64 = ir.IntegerType.get_signless(64)
+def _addresses(
+    ref: ir.Value, row: mgpu.FragmentedArray, thread: mgpu.FragmentedArray, desc: PermuteDesc
+) -> list[ir.Value]:
+    """Addresses of what a thread has of its warp's row, in the order of its registers."""
+    i64, constant = simt.integer(64), simt.integer_constant
     size, length = mgpu.utils.bitwidth(ir.MemRefType(ref.type).element_type) // 8, narrow_vector(desc)
-
-    def constant(value):
-        return arith.constant(i64, ir.IntegerAttr.get(i64, value))
 
     lane = arith.andi(arith.extui(i64, simt.value_of(thread)), constant(LANES - 1))
     start = arith.addi(
         arith.muli(arith.extsi(i64, simt.value_of(row)), constant(desc.width * size)),
         arith.muli(lane, constant(length * size)),
     )
-    start = arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), start)
+    start = arith.addi(simt.address_of(ref), start)
     return [arith.addi(start, constant(place * size)) for place in range(0, desc.width, LANES * length)]
 
 
-def _by_thread(values: Any, desc: PermuteDesc) -> Any:
-    """The bits of float32 values (4,), a warp each, in its threads."""
+def _by_thread(values: Value, desc: PermuteDesc) -> Value:
+    """The bits of float32 values (4,), one a warp, in the threads of the warp."""
 
     @simt.inline(row_layout(desc).reduce(1), result=plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, simt.LANES))
     def spread(ctx, values):
         del ctx
-        return simt.wrap(arith.bitcast(ir.IntegerType.get_signless(32), simt.value_of(values)))
+        return simt.wrap(arith.bitcast(simt.integer(32), simt.value_of(values)))
 
     return spread(values)

@@ -1,7 +1,6 @@
 """quantize_and_permute in plain jnp."""
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.microscaling import fake_quantize, nvfp4_global_scale
@@ -17,8 +16,13 @@ from pallas_kernels.quantize_and_permute.config import GROUP, PermuteDesc
 
 
 def quantize_and_permute_ref(
-    desc: PermuteDesc, x: Any, row_of: Any, scale: Any = None, columns: Any = None, tile_expert: Any = None
-) -> tuple[Any, Any]:
+    desc: PermuteDesc,
+    x: jax.Array,
+    row_of: jax.Array | None,
+    scale: jax.Array | None = None,
+    columns: jax.Array | None = None,
+    tile_expert: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
     """What ``quantize_and_permute`` computes; rows that no token fills are zero, with scale 0."""
     codes, scales = quantize_rows(desc, x, scale)
     if columns is not None:
@@ -42,7 +46,7 @@ def quantize_and_permute_ref(
     return scatter(codes.T).T, None if scales is None else scatter(scales)
 
 
-def quantize_rows(desc: PermuteDesc, x: Any, scale: Any) -> tuple[Any, Any]:
+def quantize_rows(desc: PermuteDesc, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """(T, H) -> codes (T, H) and scales (T,), (ceil(H / 128), T) or None."""
     if desc.quantization == "none":
         return x, None

@@ -14,6 +14,7 @@ from pallas_kernels.align.config import OUTPUTS, AlignConfig
 from pallas_kernels.align.config import config_error as align_error
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.common.types import Leaf
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.quantize_and_permute.api import describe as describe_rows
 from pallas_kernels.route.config import (
@@ -30,45 +31,61 @@ from pallas_kernels.route.reference import route_ref
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """weights: (T, top_k) float32. ids: (T, top_k) int32, -1 for a masked token. tiles: where their rows lie. codes,
-    scales: of tokens that were quantized as well, else None.
+    """Where tokens go.
+
+    Args:
+        weights: (T, top_k) float32.
+        ids: (T, top_k) int32, -1 for a masked token.
+        tiles: where their rows lie.
+        codes, scales: of tokens that were quantized as well, as ``quantize_and_permute`` gives them, else None.
     """
 
-    weights: Any
-    ids: Any
+    weights: Leaf
+    ids: Leaf
     tiles: TileMap
-    codes: Any = None
-    scales: Any = None
+    codes: Leaf | None = None
+    scales: Leaf | None = None
 
 
 def route(
-    logits: Any,
+    logits: jax.Array,
     top_k: int,
     *,
     scoring: str = "softmax",
     renormalize: bool = True,
     scale: float = 1.0,
-    bias: Any = None,
+    bias: jax.Array | None = None,
     num_groups: int = 0,
     groups_kept: int = 0,
-    token_mask: Any = None,
+    token_mask: jax.Array | None = None,
     config: RouteConfig | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, jax.Array]:
     """The top_k experts of each token and their weights; ties go to the lower expert, a score that is NaN counts as 0.
 
-    logits: (T, E) float32, bfloat16 or float16. scoring: softmax over all experts (all 0 where a logit is NaN or +inf)
-    or sigmoid. bias: (E,) float32, added to the scores for the choice only. num_groups: contiguous groups of experts of
-    which the groups_kept best stay: by their largest score, or with a bias by the sum of their two largest; 0 for none.
-    renormalize: divide a token's weights by their sum. scale: multiplies the weights. token_mask: (T,) bool, False for
-    tokens that get ids -1 and weights 0.
+    Args:
+        logits: (T, E) float32, bfloat16 or float16.
+        top_k: experts of a token.
+        scoring: "softmax" over all experts (all 0 where a logit is NaN or +inf) or "sigmoid".
+        renormalize: divide a token's weights by their sum.
+        scale: multiplies the weights.
+        bias: (E,) float32, added to the scores for the choice only.
+        num_groups: contiguous groups of experts, of which the groups_kept best stay; 0 for none. A group is worth its
+            largest score, or with a bias the sum of its two largest.
+        groups_kept: groups that stay.
+        token_mask: (T,) bool, False for tokens that get ids -1 and weights 0.
+        config: of the Hopper kernel; None for its own choice.
+        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
-    Returns (weights (T, top_k) float32, ids (T, top_k) int32), best first. Raises ValueError or TypeError for a wrong
-    call, NotImplementedError when no implementation can run it.
+    Returns:
+        (weights (T, top_k) float32, ids (T, top_k) int32), best first.
+
+    Raises:
+        ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
     desc, operands = _describe(logits, top_k, scoring, renormalize, scale, bias, num_groups, groups_kept, token_mask)
 
-    def mosaic():
+    def hopper():
         hopper_sms()
         chosen = config or choose_config(desc)
         if reason := config_error(desc, chosen):
@@ -79,35 +96,38 @@ def route(
         weights, ids = route_sm90(desc, chosen)(*operands)
         return weights.reshape(-1, top_k), ids.reshape(-1, top_k)
 
-    runs = dict(mosaic=mosaic, reference=lambda: route_ref(desc, logits, bias, token_mask))
+    runs = dict(hopper=hopper, reference=lambda: route_ref(desc, logits, bias, token_mask))
     return first_that_runs("route", runs, implementation)
 
 
 def route_and_align(
-    logits: Any,
+    logits: jax.Array,
     top_k: int,
     block_m: int,
     *,
     scoring: str = "softmax",
     renormalize: bool = True,
     scale: float = 1.0,
-    bias: Any = None,
+    bias: jax.Array | None = None,
     num_groups: int = 0,
     groups_kept: int = 0,
-    token_mask: Any = None,
+    token_mask: jax.Array | None = None,
     num_local_experts: int | None = None,
-    group_offset: Any = None,
-    by_token: bool = False,
+    group_offset: jax.Array | int | None = None,
+    unpermuted: bool = False,
     tokens: Mapping[str, Any] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Routed:
     """``route`` followed by ``align`` in tiles of block_m rows: one launch for few tokens (``fused_tokens``), else two.
 
-    Arguments and errors as there. Masked tokens get no row. num_local_experts, group_offset: the experts that get rows
-    are this many from the offset on, where the others live on other shards; None for all. Ids stay global. by_token: as
-    in ``align``. tokens: arguments of a ``quantize_and_permute`` of the T tokens that leaves them where they are: x,
-    quantization, and where needed scale and scale_rows. For few tokens it takes no launch of its own
-    (``quantizes_beside``).
+    Arguments and errors as there, and those below. Masked tokens get no row. Ids stay global.
+
+    Args:
+        num_local_experts, group_offset: the experts that get rows are this many from the offset on, where the others
+            live on other shards; None for all.
+        unpermuted: as in ``align``.
+        tokens: arguments of a ``quantize_and_permute`` of the T tokens that leaves them in place: x, quantization, and
+            where needed scale and scale_rows. For few tokens it takes no launch of its own (``quantizes_beside``).
     """
     options = (scoring, renormalize, scale, bias, num_groups, groups_kept, token_mask)
     desc, operands = _describe(logits, top_k, *options)
@@ -123,22 +143,22 @@ def route_and_align(
         chosen: dict[str, Any] = dict(zip(names, options, strict=True))
         weights, ids = route(logits, top_k, implementation=implementation, **chosen)
         tiles = align(
-            ids, num_experts, block_m, group_offset=group_offset, by_token=by_token, implementation=implementation
+            ids, num_experts, block_m, group_offset=group_offset, unpermuted=unpermuted, implementation=implementation
         )
         return Routed(weights, ids, tiles, *quantized(implementation))
 
-    def quantized(implementation: str) -> tuple[Any, Any]:
+    def quantized(implementation: str) -> tuple[jax.Array | None, jax.Array | None]:
         return (None, None) if tokens is None else quantize_and_permute(**tokens, implementation=implementation)
 
-    def mosaic():
+    def hopper():
         hopper_sms()
         has_offset = group_offset is not None
-        tiles = describe_align(num_tokens, top_k, num_experts, block_m, has_offset=has_offset, by_token=by_token)
-        config = choose_config(desc, in_one_block=True)
+        tiles = describe_align(num_tokens, top_k, num_experts, block_m, has_offset=has_offset, unpermuted=unpermuted)
+        config = choose_config(desc, in_one_cta=True)
         if reason := config_error(desc, config) or align_error(tiles, AlignConfig(config.num_warpgroups)):
             raise NotImplementedError(reason)
         if num_tokens > fused_tokens(desc.num_experts):
-            return apart("mosaic")
+            return apart("hopper")
 
         from pallas_kernels.route.kernel_sm90 import route_and_align_sm90  # here: importing it loads Pallas
 
@@ -149,14 +169,22 @@ def route_and_align(
         weights, ids, *found = kernel(*operands, *as_operands(group_offset), *row_operands)
         found, codes_and_scales = dict(zip(OUTPUTS, found, strict=False)), found[len(OUTPUTS) :]
         weights, ids, found["row_of"] = (a.reshape(-1, top_k) for a in (weights, ids, found["row_of"]))
-        return Routed(weights, ids, TileMap(**found), *(codes_and_scales if rows else quantized("mosaic")))
+        return Routed(weights, ids, TileMap(**found), *(codes_and_scales if rows else quantized("hopper")))
 
-    runs = dict(mosaic=mosaic, reference=lambda: apart("reference"))
+    runs = dict(hopper=hopper, reference=lambda: apart("reference"))
     return first_that_runs("route_and_align", runs, implementation)
 
 
 def _describe(
-    logits, top_k, scoring, renormalize, scale, bias, num_groups, groups_kept, token_mask
+    logits: jax.Array,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    bias: jax.Array | None,
+    num_groups: int,
+    groups_kept: int,
+    token_mask: jax.Array | None,
 ) -> tuple[RouteDesc, list[jax.Array]]:
     """Check the call once; operands come flat, as the kernel takes them."""
     if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):

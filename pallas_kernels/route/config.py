@@ -11,7 +11,7 @@ MAX_TOP_K = 16
 MAX_GROUPS = 32  # one a thread of a warp
 MAX_WARPGROUPS = 8
 WARPS = 4  # of a warpgroup, a token each
-PLAIN_FLOOR = 1.1754943508222875e-38  # smallest normal float32: only 0 / 0 is avoided
+PLAIN_FLOOR = 1.1754943508222875e-38  # the smallest normal float32, which only avoids 0 / 0
 BIASED_FLOOR = 1e-20
 
 
@@ -33,20 +33,20 @@ class RouteDesc:
 
     @property
     def floor(self) -> float:
-        """What the sum of a token's weights is taken as at least when dividing by it."""
+        """Least divisor when a token's weights are divided by their sum."""
         return BIASED_FLOOR if self.has_bias or self.num_groups else PLAIN_FLOOR
 
     @property
     def chooses_by_logit(self) -> bool:
-        """Weights are the softmax of the chosen logits, which also tells experts apart whose softmax underflows."""
+        """Whether weights are the softmax of the chosen logits. It also orders experts whose softmax underflows."""
         return self.scoring == "softmax" and self.renormalize and not self.has_bias and not self.num_groups
 
 
 @dataclasses.dataclass(frozen=True)
 class RouteConfig:
-    """num_blocks, num_warpgroups: blocks and their size; each warp takes a token at a time."""
+    """num_ctas: CTAs. num_warpgroups: of a CTA. Each warp takes a token at a time."""
 
-    num_blocks: int
+    num_ctas: int
     num_warpgroups: int
 
 
@@ -62,34 +62,37 @@ def config_error(desc: RouteDesc, config: RouteConfig) -> str | None:
         return f"num_groups={desc.num_groups}: at most {MAX_GROUPS}"
     if desc.num_tokens < 1:
         return "no tokens: there is nothing to route"
-    if config.num_blocks < 1 or not 1 <= config.num_warpgroups <= MAX_WARPGROUPS:
-        return f"{config}: at least one block of 1 to {MAX_WARPGROUPS} warpgroups"
+    if config.num_ctas < 1 or not 1 <= config.num_warpgroups <= MAX_WARPGROUPS:
+        return f"{config}: at least one CTA of 1 to {MAX_WARPGROUPS} warpgroups"
     return None
 
 
 def fused_tokens(num_experts: int) -> int:
-    """Up to here one block routes, and aligns in the same launch. On an H200 it takes 3.2 us for 16 tokens and 7.0 for
-    64 of 128 experts, two launches 3.1 and 3.5 and about 1 between them; for 64 of 8 experts 3.1 against 2.4.
+    """Most tokens that one CTA routes and aligns in one launch.
+
+    On an H200 one launch takes 3.2 us for 16 tokens of 128 experts and 7.0 us for 64. Two launches take 3.1 and 3.5 us,
+    and about 1 us between them. For 64 tokens of 8 experts one launch takes 3.1 us and two take 2.4 us.
     """
     return 64 if num_experts <= 16 else 32 if num_experts <= 64 else 16
 
 
 def quantizes_beside(rows: PermuteDesc) -> bool:
-    """Whether tokens are quantized in the launch that routes and aligns them. 16 tokens go with blocks of four
-    warpgroups, whose threads have the registers for 8192 columns: 119 of 128 at 7168, spills at 16384. More are left to
-    a launch of their own, as are microscaling formats, and what no launch quantizes.
+    """Whether tokens are quantized in the launch that routes and aligns them.
+
+    16 tokens take CTAs of four warpgroups, whose threads have the registers for 8192 columns: 119 of 128 registers at
+    7168 columns, spills at 16384. More tokens, wider ones and microscaling formats take a launch of their own.
     """
     if rows.num_tokens > 16 or rows.width > 8192 or rows.microscaling_kind or rows.top_k:
         return False
     return permute_error(rows, PermuteConfig(1)) is None
 
 
-def choose_config(desc: RouteDesc, *, in_one_block: bool = False) -> RouteConfig:
-    """A warp for every token, four tokens a block; in one block as many warps as it holds.
+def choose_config(desc: RouteDesc, *, in_one_cta: bool = False) -> RouteConfig:
+    """A warp for every token, four tokens a CTA; with ``in_one_cta`` as many warps as one CTA holds.
 
-    With over 256 experts 64 registers a thread, all there are with eight warpgroups, would spill.
+    Eight warpgroups leave 64 registers a thread, which would spill with over 256 experts.
     """
     warpgroups = max(1, -(-desc.num_tokens // WARPS))
-    if not in_one_block:
+    if not in_one_cta:
         return RouteConfig(warpgroups, 1)
     return RouteConfig(1, min(MAX_WARPGROUPS if desc.num_experts <= 256 else MAX_WARPGROUPS // 2, warpgroups))

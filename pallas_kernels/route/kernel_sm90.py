@@ -1,69 +1,59 @@
 """Top-k of router scores, one warp a token, and alignment of what was chosen in the same launch.
 
 route_tokens, for each token of a warp:
-    load its logits, E / 32 a thread -> scores -> keys (int32, ordered as the scores are)
-    with groups: what each is worth, which are kept; the others' keys become that of -inf
+    load its logits, E / 32 a thread -> scores -> keys (int32, in the order of the scores)
+    with groups: the score of each group, the groups kept; other groups' keys become that of -inf
     top_k times:  maximum of the keys -> lowest column that holds it -> take it out      (two redux.sync)
     renormalize, scale; thread j of the warp stores slot j
 
-route_and_align, one block: route_tokens -> barrier -> align_pairs, which reads the ids just stored
+route_and_align, one CTA: route_tokens -> barrier -> align_pairs, which reads the ids just stored
 
-Tokens that stay where they are may be quantized in the same launch, which routing has no part in: further blocks take
-one each, by the arithmetic of quantize_and_permute, while the first one routes.
+The same launch may quantize tokens that stay in place. CTA 0 routes; each further CTA quantizes one token by the
+arithmetic of quantize_and_permute.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.align.config import AlignConfig, AlignDesc
 from pallas_kernels.align.kernel_sm90 import align_outputs, align_pairs, align_scratch
 from pallas_kernels.common import mosaic, simt
+from pallas_kernels.common.row_kernel_sm90 import row_kernel
+from pallas_kernels.common.types import Dtype, Kernel, Ref, Scalar, Value
 from pallas_kernels.quantize_and_permute.config import TAKES_SCALE, PermuteDesc
-from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_token, quantized_outputs, split_columns
+from pallas_kernels.quantize_and_permute.kernel_sm90 import RowQuantizer, quantized_outputs, split_columns
 from pallas_kernels.route.config import WARPS, RouteConfig, RouteDesc
 
 _TAKEN = np.int32(-(2**31))  # below the key of -inf
 _NOWHERE = np.int32(2**30)
 
 
-def route_sm90(desc: RouteDesc, config: RouteConfig) -> Callable[..., Any]:
+def route_sm90(desc: RouteDesc, config: RouteConfig) -> Kernel:
     """The kernel: (logits (T * E,), [bias (E,)], [mask (T,) i32]) -> (weights f32, ids i32), both (T * top_k,)."""
-    return plgpu.kernel(
-        functools.partial(_route_kernel, desc, config),
-        out_type=_outputs(desc),
-        grid=(config.num_blocks,),
-        grid_names=("block",),
-        num_threads=config.num_warpgroups,
-        thread_name="warpgroup",
-        compiler_params=mosaic.compiler_params(),
-    )
+    body = functools.partial(_route_kernel, desc, config)
+    return row_kernel(body, _outputs(desc), config.num_ctas, num_warpgroups=config.num_warpgroups)
 
 
 def route_and_align_sm90(
     desc: RouteDesc, config: RouteConfig, align: AlignDesc, tokens: PermuteDesc | None = None
-) -> Callable[..., Any]:
-    """The kernel: operands of ``route_sm90``, [offset (1,) int32] -> (weights, ids, *align.OUTPUTS), by one block.
+) -> Kernel:
+    """The kernel: operands of ``route_sm90``, [offset (1,) int32] -> (weights, ids, *align.OUTPUTS), by one CTA.
 
-    tokens: what is quantized beside that, by a block each; then after the offset (x (T, H), [scale (1,)]) are operands,
-    and the last results (codes (T, H), [scales]).
+    tokens: quantized beside that, each by a CTA. Then (x (T, H), [scale (1,)]) follow the offset, and (codes (T, H),
+    [scales]) are the last results.
     """
-    call = plgpu.kernel(
+    call = row_kernel(
         functools.partial(_fused_kernel, desc, config, align, tokens),
-        out_type=[*_outputs(desc), *align_outputs(align), *(quantized_outputs(tokens) if tokens else ())],
-        grid=(1 if tokens is None else 1 + tokens.num_tokens,),
-        grid_names=("block",),
-        num_threads=config.num_warpgroups,
-        thread_name="warpgroup",
+        [*_outputs(desc), *align_outputs(align), *(quantized_outputs(tokens) if tokens else ())],
+        1 if tokens is None else 1 + tokens.num_tokens,
+        num_warpgroups=config.num_warpgroups,
         scratch_types=align_scratch(align),
-        compiler_params=mosaic.compiler_params(),
     )
     if tokens is None:
         return call
@@ -88,13 +78,13 @@ def _outputs(desc: RouteDesc) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(slots, jnp.float32), jax.ShapeDtypeStruct(slots, jnp.int32)]
 
 
-def _route_kernel(desc: RouteDesc, config: RouteConfig, *refs: Any) -> None:
+def _route_kernel(desc: RouteDesc, config: RouteConfig, *refs: Ref) -> None:
     mosaic.begin()
-    route_tokens(desc, config, refs, lax.axis_index("block"))
+    route_tokens(desc, config, refs, lax.axis_index("cta"))
 
 
 def _fused_kernel(
-    desc: RouteDesc, config: RouteConfig, align: AlignDesc, tokens: PermuteDesc | None, *refs: Any, **scratch: Any
+    desc: RouteDesc, config: RouteConfig, align: AlignDesc, tokens: PermuteDesc | None, *refs: Ref, **scratch: Ref
 ) -> None:
     mosaic.begin()
     pending = list(refs)
@@ -114,19 +104,19 @@ def _fused_kernel(
     if tokens is None:
         route_and_align()
         return
-    block = lax.axis_index("block")
-    codes, scales = quantized if tokens.scale_shape else (*quantized, None)
-    pl.when(block == 0)(route_and_align)
+    cta = lax.axis_index("cta")
+    rows = RowQuantizer(tokens, x, given, *quantized)
+    pl.when(cta == 0)(route_and_align)
 
-    # A row is one warpgroup's work; the others of its block have none.
-    @pl.when((block > 0) & (lax.axis_index("warpgroup") == 0))
+    # One warpgroup quantizes a row; the others of its CTA are idle.
+    @pl.when((cta > 0) & (lax.axis_index("warpgroup") == 0))
     def _():
-        token = block - 1
-        quantize_token(tokens, x, given, token, [token], codes, scales, always=True)
+        token = cta - 1
+        rows.quantize(token, [token], always=True)
 
 
-def route_tokens(desc: RouteDesc, config: RouteConfig, refs: Sequence[Any], block: Any) -> None:
-    """Route this block's tokens. refs: the operands and outputs of ``route_sm90``."""
+def route_tokens(desc: RouteDesc, config: RouteConfig, refs: Sequence[Ref], cta: Scalar) -> None:
+    """Route this CTA's tokens. refs: the operands and outputs of ``route_sm90``."""
     pending = list(refs)
     logits = pending.pop(0)
     bias = pending.pop(0) if desc.has_bias else None
@@ -135,8 +125,8 @@ def route_tokens(desc: RouteDesc, config: RouteConfig, refs: Sequence[Any], bloc
     thread = simt.thread_index()
     row = _Row(thread & 31, desc.num_experts)
     per_round = config.num_warpgroups * WARPS
-    first = block * per_round + lax.shift_right_logical(thread, jnp.full_like(thread, 5))
-    step = config.num_blocks * per_round
+    first = cta * per_round + lax.shift_right_logical(thread, jnp.full_like(thread, 5))
+    step = config.num_ctas * per_round
 
     def one_token(i, _):
         token = first + i * step
@@ -160,31 +150,31 @@ def route_tokens(desc: RouteDesc, config: RouteConfig, refs: Sequence[Any], bloc
 class _Row:
     """A token's E values as a warp holds them: a list of vectors, thread l having columns l, l + 32, ..."""
 
-    def __init__(self, lane: Any, num_experts: int):
+    def __init__(self, lane: Value, num_experts: int):
         self.lane = lane
         self.columns = [lane + 32 * j for j in range(-(-num_experts // 32))]
         self.is_inside = [column < num_experts for column in self.columns]
 
-    def load(self, ref: Any, start: Any, is_token: Any, dtype: Any) -> list[Any]:
+    def load(self, ref: Ref, start: Value, is_token: Value, dtype: Dtype) -> list[Value]:
         return [
             simt.load_float(ref, start + column, is_token & is_inside, dtype, -np.inf)
             for column, is_inside in zip(self.columns, self.is_inside, strict=True)
         ]
 
-    def keys(self, values: Sequence[Any]) -> list[Any]:
-        """Keys of values; columns that are no expert get one that no value has and is below all."""
+    def keys(self, values: Sequence[Value]) -> list[Value]:
+        """Keys of values; a column past the last expert gets a key below that of any value."""
         return [jnp.where(is_inside, key_of(v), _TAKEN) for v, is_inside in zip(values, self.is_inside, strict=True)]
 
-    def best(self, keys: Sequence[Any]) -> tuple[Any, Any]:
+    def best(self, keys: Sequence[Value]) -> tuple[Value, Value]:
         """(the largest key, the lowest column that holds it)."""
         best = simt.warp_max(functools.reduce(jnp.maximum, keys))
         held = [jnp.where(key == best, column, _NOWHERE) for key, column in zip(keys, self.columns, strict=True)]
         return best, simt.warp_min(functools.reduce(jnp.minimum, held))
 
-    def without(self, keys: Sequence[Any], index: Any) -> list[Any]:
+    def without(self, keys: Sequence[Value], index: Value) -> list[Value]:
         return [jnp.where(column == index, _TAKEN, key) for key, column in zip(keys, self.columns, strict=True)]
 
-    def at(self, values: Sequence[Any], index: Any) -> Any:
+    def at(self, values: Sequence[Value], index: Value) -> Value:
         """The value in column ``index``; values are not negative."""
         bits = [
             jnp.where(column == index, lax.bitcast_convert_type(value, jnp.int32), -1)
@@ -192,31 +182,31 @@ class _Row:
         ]
         return lax.bitcast_convert_type(simt.warp_max(functools.reduce(jnp.maximum, bits)), jnp.float32)
 
-    def sum(self, values: Sequence[Any]) -> Any:
+    def sum(self, values: Sequence[Value]) -> Value:
         return simt.warp_sum(functools.reduce(lambda a, b: a + b, values))
 
 
-def key_of(value: Any) -> Any:
+def key_of(value: Value) -> Value:
     """int32 in the order of float32 values, both zeros alike. Its own inverse, but for the sign of zero."""
     return _flip(lax.bitcast_convert_type(jnp.where(value == 0.0, 0.0, value), jnp.int32))
 
 
-def value_of(key: Any) -> Any:
+def value_of(key: Value) -> Value:
     """The float32 of a key."""
     return lax.bitcast_convert_type(_flip(key), jnp.float32)
 
 
-def _flip(bits: Any) -> Any:
+def _flip(bits: Value) -> Value:
     return bits ^ (lax.shift_right_arithmetic(bits, jnp.full_like(bits, 31)) & 0x7FFFFFFF)
 
 
-def _choose(desc: RouteDesc, row: _Row, z: list[Any], bias: list[Any] | None) -> tuple[Any, Any]:
+def _choose(desc: RouteDesc, row: _Row, z: list[Value], bias: list[Value] | None) -> tuple[Value, Value]:
     """Weights and ids of a token: slot j in thread j of its warp, weight 0 in the threads past top_k."""
-    is_valid: Any = None
-    largest: Any = None
-    score: Any = None
+    is_valid: Value | bool = True
+    largest: Value | float = 0.0
+    score: list[Value] = []
     if desc.scoring == "softmax":
-        # A NaN counts as infinite here, and an infinite logit leaves no softmax: then all scores are 0.
+        # A NaN counts as infinite here. With an infinite logit there is no softmax, and all scores are 0.
         largest = value_of(row.best(row.keys([jnp.where(v == v, v, np.inf) for v in z]))[0])
         is_valid = (largest < np.inf) & (largest > -np.inf)
         largest = jnp.where(is_valid, largest, 0.0)
@@ -256,8 +246,8 @@ def _choose(desc: RouteDesc, row: _Row, z: list[Any], bias: list[Any] | None) ->
     return weights, ids
 
 
-def _in_best_groups(desc: RouteDesc, row: _Row, keys: list[Any]) -> list[Any]:
-    """keys with that of -inf in all groups but the ``groups_kept`` that are worth most; ties go to the lower group."""
+def _in_best_groups(desc: RouteDesc, row: _Row, keys: list[Value]) -> list[Value]:
+    """Keys, with that of -inf in all groups but the ``groups_kept`` best; ties go to the lower group."""
     size = desc.num_experts // desc.num_groups
     group_of = [lax.div(column, jnp.full_like(column, size)) for column in row.columns]
 

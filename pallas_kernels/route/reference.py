@@ -1,7 +1,5 @@
 """route in plain jnp."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,7 +7,9 @@ from jax import lax
 from pallas_kernels.route.config import RouteDesc
 
 
-def route_ref(desc: RouteDesc, logits: Any, bias: Any = None, token_mask: Any = None) -> tuple[Any, Any]:
+def route_ref(
+    desc: RouteDesc, logits: jax.Array, bias: jax.Array | None = None, token_mask: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """What ``route`` computes."""
     weights, ids = _choose(desc, logits, bias)
     if token_mask is None:
@@ -40,7 +40,7 @@ def _choose(desc: RouteDesc, logits: jax.Array, bias: jax.Array | None) -> tuple
     return weights * desc.scale, ids
 
 
-def _top_k(values, k):
+def _top_k(values: jax.Array, k: int):
     # Of -0.0 and 0.0 the lower index wins.
     return lax.top_k(jnp.where(values == 0.0, 0.0, values), k)
 

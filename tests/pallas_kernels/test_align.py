@@ -14,7 +14,7 @@ from pallas_kernels.align import AlignConfig, AlignDesc, TileMap, align, config_
 from pallas_kernels.align.config import OUTPUTS, choose_config
 from tests.support.kernels.cases import align_cases
 from tests.support.kernels.in_lockstep import Memory, simt_of
-from tests.support.kernels.tile_checks import check_tiles, check_tiles_by_token
+from tests.support.kernels.tile_checks import check_tiles, check_unpermuted_tiles
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -36,8 +36,8 @@ ROUTINGS = {
 FEW = [name for name, (ids, _) in ROUTINGS.items() if len(ids) <= 8]
 
 
-def run(ids, num_experts, block_m, implementation, config=None, offset=None, by_token=False):
-    options = dict(implementation=implementation, config=config, by_token=by_token)
+def run(ids, num_experts, block_m, implementation, config=None, offset=None, unpermuted=False):
+    options = dict(implementation=implementation, config=config, unpermuted=unpermuted)
     call = jax.jit(lambda ids, offset: align(ids, num_experts, block_m, group_offset=offset, **options))
     return call(jnp.asarray(ids, jnp.int32), None if offset is None else jnp.int32(offset))
 
@@ -66,23 +66,25 @@ def test_reference(routing, block_m):
     check_tiles(ids, num_experts, block_m, run(ids, num_experts, block_m, "reference"))
 
 
-def check_by_token(routing, implementation):
+def check_unpermuted(routing, implementation):
     ids, num_experts = ROUTINGS[routing]
     for block_m in (8, len(ids)):
-        check_tiles_by_token(ids, num_experts, block_m, run(ids, num_experts, block_m, implementation, by_token=True))
-    shard = run(ids + 3, num_experts, 8, implementation, offset=3, by_token=True)
-    check_tiles_by_token(ids, num_experts, 8, shard)
+        check_unpermuted_tiles(
+            ids, num_experts, block_m, run(ids, num_experts, block_m, implementation, unpermuted=True)
+        )
+    shard = run(ids + 3, num_experts, 8, implementation, offset=3, unpermuted=True)
+    check_unpermuted_tiles(ids, num_experts, 8, shard)
 
 
 @pytest.mark.parametrize("routing", FEW)
-def test_by_token(routing):
-    check_by_token(routing, "reference")
+def test_unpermuted(routing):
+    check_unpermuted(routing, "reference")
 
 
 def test_wrong_calls():
     ids = jnp.zeros((4, 2), jnp.int32)
     with pytest.raises(ValueError, match="4 tokens in tiles of block_m=3 rows"):
-        align(ids, 3, 3, by_token=True)
+        align(ids, 3, 3, unpermuted=True)
     with pytest.raises(ValueError, match=r"topk_ids is int32\(4,\)"):
         align(ids[:, 0], 3, 16)
     with pytest.raises(ValueError, match="topk_ids is int16"):
@@ -91,7 +93,7 @@ def test_wrong_calls():
         align(ids, 3, 0)
     with pytest.raises(ValueError, match=r"group_offset is int32\(1,\), expected int32 \(\)"):
         align(ids, 3, 16, group_offset=jnp.zeros(1, jnp.int32))
-    with pytest.raises(NotImplementedError, match="mosaic: needs a Hopper GPU"):
+    with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
         align(ids, 3, 16, implementation="mosaic")
 
 
@@ -99,33 +101,33 @@ def test_config_error():
     desc = AlignDesc(8, 4, 16, 64)
     assert config_error(desc, AlignConfig(1)) is None
     assert "1 to 8" in config_error(desc, AlignConfig(9))
-    assert "num_blocks=65: 1 to 64" in config_error(desc, AlignConfig(1, 65))
+    assert "num_ctas=65: 1 to 64" in config_error(desc, AlignConfig(1, 65))
     assert "nothing to align" in config_error(AlignDesc(0, 4, 16, 0), AlignConfig(1))
     assert "1 to 1024" in config_error(AlignDesc(8, 2000, 16, 64), AlignConfig(1))
 
 
 @pytest.mark.parametrize("offset", [None, 5])
-@pytest.mark.parametrize(("num_warpgroups", "num_blocks"), [(1, 1), (2, 1), (1, 5), (2, 3)])
-def test_kernels_in_lockstep(monkeypatch, num_warpgroups, num_blocks, offset):
-    """The kernels' own statements, a block after the other: every pair and tile is some block's, none is two's."""
+@pytest.mark.parametrize(("num_warpgroups", "num_ctas"), [(1, 1), (2, 1), (1, 5), (2, 3)])
+def test_kernels_in_lockstep(monkeypatch, num_warpgroups, num_ctas, offset):
+    """The kernels' own statements, one CTA after the other: each pair and tile is handled by exactly one CTA."""
     ids = np.random.default_rng(2).integers(-3, 150, (700, 3)).astype(np.int32)
     desc = AlignDesc(ids.size, 131, 16, row_capacity(ids.size, 131, 16), has_offset=offset is not None)
-    config = AlignConfig(num_warpgroups, num_blocks)
+    config = AlignConfig(num_warpgroups, num_ctas)
     monkeypatch.setattr(kernel_sm90, "simt", simt_of(128 * num_warpgroups))
     monkeypatch.setattr(kernel_sm90.mosaic, "begin", lambda: None)
     operands = [Memory(ids.size, ids.reshape(-1)), *([] if offset is None else [Memory(1, [offset])])]
     outputs = [Memory(out.shape[0]) for out in kernel_sm90.align_outputs(desc)]
 
     def launch(body, *refs, names):
-        for index in range(num_blocks):
+        for index in range(num_ctas):
             monkeypatch.setattr(kernel_sm90.lax, "axis_index", lambda name, index=index: jnp.int32(index))
             body(desc, config, *refs, **{name: Memory(256) for name in names})
 
     with jax.disable_jit():
-        if num_blocks == 1:
+        if num_ctas == 1:
             launch(kernel_sm90._align, *operands, *outputs, names=("counts", "ends"))
         else:
-            between = [Memory(ids.size), Memory(num_blocks * 131)]
+            between = [Memory(ids.size), Memory(num_ctas * 131)]
             launch(kernel_sm90._ranks, *operands, *between, names=("counts",))
             launch(kernel_sm90._rows, *between, *operands, *outputs, names=("counts", "ends", "before"))
     assert all(out.is_written.all() for out in outputs)
@@ -163,17 +165,17 @@ def test_gpu_sizes(shape, num_experts):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("routing", FEW)
-def test_gpu_by_token(routing):
-    check_by_token(routing, "mosaic")
+def test_gpu_unpermuted(routing):
+    check_unpermuted(routing, "mosaic")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_experts", [1, 128, 1000])
-def test_gpu_pairs_shared_by_blocks(num_experts):
+def test_gpu_pairs_shared_by_ctas(num_experts):
     """As many as a layer of 8192 tokens has, and one more; all to one expert; a shard whose offset is on the device."""
     rng = np.random.default_rng(3)
     for ids in (rng.integers(-1, num_experts, (65536, 1)), rng.integers(0, num_experts + 9, (65537, 1))):
-        assert choose_config(AlignDesc(ids.size, num_experts, 128, 0)).num_blocks > 1
+        assert choose_config(AlignDesc(ids.size, num_experts, 128, 0)).num_ctas > 1
         for repeat in range(3):
             check_tiles(ids, num_experts, 128, run(ids + repeat, num_experts, 128, "mosaic", offset=repeat))
     ids = np.full((65536, 1), num_experts - 1)

@@ -62,7 +62,7 @@ def test_wrong_calls():
         combine(rows, row_of, weights.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match=r"shared has shape \(3, 128\)"):
         combine(rows, row_of, weights, shared=jnp.zeros((3, 128)))
-    with pytest.raises(NotImplementedError, match="mosaic: needs a Hopper GPU"):
+    with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
         combine(rows, row_of, weights, implementation="mosaic")
 
 

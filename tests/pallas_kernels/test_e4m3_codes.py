@@ -5,8 +5,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.common.e4m3_sm90 import e4m3_in_groups, e4m3_of_row
 from pallas_kernels.common.numerics import quantize_e4m3_group, quantize_e4m3_row
+from pallas_kernels.common.numerics_sm90 import e4m3_in_groups, e4m3_of_row
 
 EVERY = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
 AMAXES = (3.3895314e38, 448.0, 1.3671875, 0.12890625, 1e-12, 0.0, np.inf)

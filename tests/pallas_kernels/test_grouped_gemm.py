@@ -164,7 +164,7 @@ def test_wrong_calls():
         call(x=x[:9], block_m=64, x_scale=jnp.ones(9))
     with pytest.raises(ValueError, match="implementation 'triton' of grouped_gemm is not one of"):
         call(implementation="triton")
-    with pytest.raises(NotImplementedError, match="mosaic: needs a Hopper GPU"):
+    with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
         call(x_scale=x_scale, w_scale=w_scale, implementation="mosaic")
     with pytest.raises(ValueError, match="tiles of 64 rows"):
         call(implementation="mosaic", config=GemmConfig(128, 64, 2))

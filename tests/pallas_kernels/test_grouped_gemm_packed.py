@@ -172,7 +172,7 @@ def test_wrong_calls():
         call(bias=jnp.ones(64))
     with pytest.raises(ValueError, match="x_scale is float32"):
         call(x_scale=jnp.ones(3))
-    with pytest.raises(NotImplementedError, match="mosaic: needs a Hopper GPU"):
+    with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
         call(implementation="mosaic")
     with pytest.raises(ValueError, match="tiles of 16 rows"):
         call(implementation="mosaic", config=PackedConfig(64, 2, 2, 2))

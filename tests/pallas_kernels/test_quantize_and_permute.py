@@ -310,7 +310,7 @@ def test_wrong_calls():
         quantize_and_permute(x, None, 8, quantization="none")
     with pytest.raises(ValueError, match="rows goes with row_of=None"):
         quantize_and_permute(x, row_of, 8, quantization="none", rows=jnp.zeros(3, jnp.int32))
-    with pytest.raises(NotImplementedError, match="mosaic: needs a Hopper GPU"):
+    with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
         quantize_and_permute(x, row_of, 8, quantization="none", implementation="mosaic")
 
 

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.route import RouteConfig, RouteDesc, config_error, route, route_and_align
 from tests.support.kernels.router_cases import ROUTERS, quantizing_route_cases, route_cases
-from tests.support.kernels.tile_checks import check_tiles, check_tiles_by_token
+from tests.support.kernels.tile_checks import check_tiles, check_unpermuted_tiles
 
 # Weights: exponentials of 2 ulp on the GPU, XLA's on the CPU, sums of up to 512 terms.
 RTOL, ATOL = 2e-5, 1e-7
@@ -108,7 +108,7 @@ def run_quantizing(name, tokens, quantization, width, implementation, *, dtype="
     arrays = jax.tree.map(jnp.asarray, dict(bias=bias, token_mask=mask))
     num_local, offset = shard or (None, None)
     arrays |= dict(group_offset=None if offset is None else jnp.int32(offset))
-    static = dict(options, implementation=implementation, num_local_experts=num_local, by_token=True)
+    static = dict(options, implementation=implementation, num_local_experts=num_local, unpermuted=True)
     rng = np.random.default_rng(tokens)
     x = rng.standard_normal((tokens, width)) * np.exp2(rng.integers(-8, 8, (tokens, 1)))
     if tokens > 4:
@@ -124,7 +124,7 @@ def run_quantizing(name, tokens, quantization, width, implementation, *, dtype="
     ids = np.asarray(found.ids)
     if shard is not None:
         ids = np.where((ids >= offset) & (ids < offset + num_local), ids - offset, -1)
-    check_tiles_by_token(ids, num_local or z.shape[1], 16, found.tiles)
+    check_unpermuted_tiles(ids, num_local or z.shape[1], 16, found.tiles)
     codes, scales = jax.jit(lambda rows: quantize_and_permute(**rows, **room, implementation=implementation))(rows)
     assert found.codes.shape == (tokens, width) and found.codes.dtype == codes.dtype
     assert np.asarray(found.codes).tobytes() == np.asarray(codes).tobytes()
@@ -173,7 +173,7 @@ def test_wrong_calls():
         lambda: route(z, 2, implementation="mosaic"),
         lambda: route_and_align(z, 2, 8, implementation="mosaic"),
     ):
-        with pytest.raises(NotImplementedError, match="mosaic: needs a Hopper GPU"):
+        with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
             call()
 
 

@@ -138,7 +138,7 @@ def forward(
 ) -> Array:
     """``run`` with the implementation of every kernel given by name; "reference" runs anywhere. Rounds to out_dtype."""
     plan = make_plan(config, weights, x.shape[0], kernels)
-    tiles = align(topk_ids, weights.num_experts, plan.block_m, by_token=plan.by_token, implementation=kernels)
+    tiles = align(topk_ids, weights.num_experts, plan.block_m, unpermuted=plan.by_token, implementation=kernels)
     x, x_scale = _quantized(x, plan, weights, kernels)
     return _experts(config, x, topk_weights, tiles, plan, weights, kernels, out_dtype=out_dtype, x_scale=x_scale)
 
@@ -194,7 +194,7 @@ def forward_arrived(
         weights.num_experts,
         plan.block_m,
         group_offset=first_slot,
-        by_token=plan.by_token,
+        unpermuted=plan.by_token,
         implementation=kernels,
     )
     x, scale = (arrived.codes, arrived.scales) if are_quantized else _quantized(arrived.codes, plan, weights, kernels)
@@ -303,7 +303,7 @@ def forward_layer(
         plan.block_m,
         **router_arguments(config, params),
         token_mask=token_mask,
-        by_token=plan.by_token,
+        unpermuted=plan.by_token,
         tokens=_to_quantize(x, plan, weights),
         implementation=kernels,
     )

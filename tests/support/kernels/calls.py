@@ -219,7 +219,7 @@ def _routing_and_quantizing(quantization: str) -> Call:
 
     def run(logits, x):
         tokens = dict(x=x, quantization=quantization, scale=scale)
-        routed = route_and_align(logits, 4, 16, by_token=True, tokens=tokens, implementation="mosaic")
+        routed = route_and_align(logits, 4, 16, unpermuted=True, tokens=tokens, implementation="mosaic")
         return routed.weights, routed.ids, routed.tiles, routed.codes, routed.scales
 
     return run, (logits, x)

@@ -369,16 +369,16 @@ def combine_cases() -> Iterator[Case]:
 def align_cases() -> Iterator[Case]:
     for pairs, experts, block_m in ((8, 128, 64), (512, 128, 64), (65536, 256, 128), (16384, 8, 128), (100, 300, 16)):
         desc = AlignDesc(pairs, experts, block_m, row_capacity(pairs, experts, block_m))
-        config = dataclasses.replace(choose_align(desc), num_blocks=1)
+        config = dataclasses.replace(choose_align(desc), num_ctas=1)
         yield Case(f"align {pairs} to {experts}", align_sm90(desc, config), (((pairs,), "int32"),))
     for pairs, experts, has_offset in ((65536, 128, False), (40000, 32, True)):
         desc = AlignDesc(pairs, experts, 128, row_capacity(pairs, experts, 128), has_offset)
         config, offset = choose_align(desc), (((1,), "int32"),) if has_offset else ()
-        ids, by_block = ((pairs,), "int32"), ((config.num_blocks * experts,), "int32")
+        ids, by_cta = ((pairs,), "int32"), ((config.num_ctas * experts,), "int32")
         yield Case(f"align {pairs} to {experts}, ranks", ranks_sm90(desc, config), (ids, *offset))
-        yield Case(f"align {pairs} to {experts}, rows", rows_sm90(desc, config), (ids, by_block, ids, *offset))
-    by_token = AlignDesc(128, 128, 16, row_capacity(128, 128, 16), top_k=8)
-    yield Case("align by token", align_sm90(by_token, choose_align(by_token)), (((128,), "int32"),))
+        yield Case(f"align {pairs} to {experts}, rows", rows_sm90(desc, config), (ids, by_cta, ids, *offset))
+    unpermuted = AlignDesc(128, 128, 16, row_capacity(128, 128, 16), top_k=8)
+    yield Case("align unpermuted", align_sm90(unpermuted, choose_align(unpermuted)), (((128,), "int32"),))
     shard = AlignDesc(512, 32, 64, row_capacity(512, 32, 64), has_offset=True)
     yield Case("align of a shard", align_sm90(shard, choose_align(shard)), (((512,), "int32"), ((1,), "int32")))
 

@@ -51,7 +51,7 @@ def _kernel(body: Any, out: Any, desc: ExchangeDesc, config: ExchangeConfig, scr
     call = plgpu.kernel(
         functools.partial(body, desc, config, Parts),
         out_type=[jax.ShapeDtypeStruct((desc.size, *one.shape), one.dtype) for one in leaves],
-        grid=(desc.size, config.num_blocks),
+        grid=(desc.size, config.num_ctas),
         grid_names=("device", "block"),
         num_threads=1,
         thread_name="warpgroup",

@@ -33,7 +33,7 @@ def route_cases() -> Iterator[Case]:
             desc = RouteDesc(
                 **{"num_tokens": tokens, "dtype": "float32", "scoring": "softmax", "renormalize": True} | options
             )
-            config = choose_route(desc, in_one_block=tokens == 64)
+            config = choose_route(desc, in_one_cta=tokens == 64)
             shapes: list[Shape] = [((tokens * desc.num_experts,), desc.dtype)]
             shapes += [((desc.num_experts,), "float32")] if desc.has_bias else []
             shapes += [((tokens,), "int32")] if desc.has_mask else []
@@ -45,9 +45,9 @@ def route_cases() -> Iterator[Case]:
                     few = RouteDesc(
                         **dict(num_tokens=16, dtype="float32", scoring="softmax", renormalize=True) | options
                     )
-                    by_token = AlignDesc(128, 128, 16, row_capacity(128, 128, 16), top_k=8)
-                    kernel = route_and_align_sm90(few, choose_route(few, in_one_block=True), by_token)
-                    yield Case("route_and_align by token", kernel, (((16 * 128,), "float32"),))
+                    unpermuted = AlignDesc(128, 128, 16, row_capacity(128, 128, 16), top_k=8)
+                    kernel = route_and_align_sm90(few, choose_route(few, in_one_cta=True), unpermuted)
+                    yield Case("route_and_align unpermuted", kernel, (((16 * 128,), "float32"),))
                     tiles = AlignDesc(pairs, 32, 64, row_capacity(pairs, 32, 64), has_offset=True)
                     kernel = route_and_align_sm90(desc, config, tiles)
                     yield Case("route_and_align of a shard", kernel, (*shapes, ((1,), "int32")))
@@ -81,6 +81,6 @@ def quantizing_route_cases() -> Iterator[Case]:
         ]
         shapes += [((tokens,), "int32") if desc.has_mask else None, ((1,), "int32") if has_offset else None]
         shapes += [((tokens, width), "bfloat16"), ((1,), "float32") if quantization in TAKES_SCALE else None]
-        kernel = route_and_align_sm90(desc, choose_route(desc, in_one_block=True), tiles, rows)
+        kernel = route_and_align_sm90(desc, choose_route(desc, in_one_cta=True), tiles, rows)
         name = f"route_and_align of {tokens} tokens, {quantization} {width}"
         yield Case(name, kernel, tuple(s for s in shapes if s))

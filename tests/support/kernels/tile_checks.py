@@ -34,7 +34,7 @@ def check_tiles(ids, num_experts, block_m, found):
     assert all(leaf.dtype == np.int32 for leaf in jax.tree.leaves(found))
 
 
-def check_tiles_by_token(ids, num_experts, block_m, found):
+def check_unpermuted_tiles(ids, num_experts, block_m, found):
     ids, found = np.asarray(ids, np.int32), jax.tree.map(np.asarray, found)
     tiles = row_capacity(ids.size, num_experts, block_m) // block_m
     is_routed = (ids >= 0) & (ids < num_experts)
