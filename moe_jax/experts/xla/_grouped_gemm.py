@@ -78,7 +78,7 @@ def quantize_rows(
     if fmt is None:
         return x.astype(product.operand_dtype), None
     codes, scale = quantize_activations(x, fmt, input_scale, axes=axes)
-    if product.scales_after and weight.scale is not None:
+    if product.scales_after:
         return widen(codes, product.operand_dtype), scale
     return dequantize(codes, scale, fmt).astype(product.operand_dtype), None
 
