@@ -10,13 +10,11 @@ ended loses nothing; --seconds ends it.
 Random weights of the model's sizes, silu, no biases, random logits, calls inside jit (``timing_of``, _timing.py).
 Scales of groups are bfloat16, as checkpoints of bfloat16 models have them. Reported per cell: microseconds, TFLOP/s
 over the routed rows, GB/s over the weights of the experts that were hit plus activations in and out, and the larger of
-the two as a fraction of the machine's measured limit. sitting.py runs this and vLLM's layers and gives the ratios.
+the two as a fraction of the machine's measured limit. beside_vllm.py runs this and vLLM's layers and gives the ratios.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
 import os
@@ -24,11 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+from _locks import locked, making
 from _timing import H200, header
 
 import moe_jax
@@ -38,7 +37,6 @@ from moe_jax.quantization import Scheme, Strategy
 SCHEMES = (
     "bf16", "fp8_tensor", "fp8_channel", "fp8_block", "int8_w8a8", "w4a16_g128", "nvfp4_a16", "mxfp4_a16", "w4a8_int8"
 )  # fmt: skip
-_MAKERS = 6  # processes that make weights at the same time: temporaries of a large layer take 10 GB
 
 
 def scheme_named(name: str) -> Scheme:
@@ -65,30 +63,6 @@ def timing_of(tokens: int) -> dict[str, Any]:
     if tokens >= 4096:
         return dict(calls=(0, 10), samples=3, rest_s=0.2, budget_s=0.1)
     return dict(calls=(0, 40 if tokens == 1 else 10), rounds=10 if tokens <= 64 else 4, budget_s=0.1)
-
-
-@contextlib.contextmanager
-def locked(path: str | None, mode: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold the lock file at path, alone or with ``LOCK_SH`` beside others that share it. None: there is no lock."""
-    if path is None:
-        yield
-        return
-    with open(path, "w") as file:
-        fcntl.flock(file, mode)
-        yield
-
-
-@contextlib.contextmanager
-def making(lock: str | None) -> Iterator[None]:
-    """One of ``_MAKERS`` places, and the lock shared: weights are made while nobody is timed."""
-    if lock is None:
-        yield
-        return
-    place = open(f"{lock}.{os.getpid() % _MAKERS}", "w")
-    with place:
-        fcntl.flock(place, fcntl.LOCK_EX)
-        with locked(lock, fcntl.LOCK_SH):
-            yield
 
 
 def run_pair(

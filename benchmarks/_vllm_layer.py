@@ -1,6 +1,6 @@
-"""Time one format of vLLM's layers by the rule by which moe_layer.py times ours.
+"""Time one format of vLLM's layers by the rule by which moe_layer.py times ours. beside_vllm.py runs this.
 
-    PYTHONPATH=PEERS python benchmarks/time_peers.py MODEL FORMAT LOCK
+    PYTHONPATH=PEERS python benchmarks/_vllm_layer.py MODEL FORMAT LOCK
 
 PEERS: the folder of bench_vllm.py, which builds the layers of vLLM 0.24; only its timer is replaced. A CUDA graph of
 one call, or of several with a routing of their own up to 64 tokens, is replayed without a pause for a tenth of a
@@ -10,27 +10,20 @@ waiting after each replay. Compiling goes on beside other processes; what is tim
 random arrays are made while it is shared.
 """
 
-import contextlib
 import fcntl
 import inspect
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import bench_base
 import torch
+from _locks import locked
 
 _BUDGET_S, _REST_S, _REST_FROM = 0.1, 0.2, 4096
 _LARGE = 1 << 22  # elements
-
-
-@contextlib.contextmanager
-def locked(path: str, mode: int) -> Iterator[None]:
-    with open(path, "w") as file:
-        fcntl.flock(file, mode)
-        yield
 
 
 def draw_logits(tokens: int, experts: int, top_k: int, count: int, device: Any) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""benchmarks/sitting.py and the routings of time_peers.py, without a GPU and without vLLM."""
+"""benchmarks/beside_vllm.py, the routings of its peers and the tables made of sweeps: no GPU, no vLLM."""
 
 import importlib
 import json
@@ -22,10 +22,10 @@ def load(monkeypatch):
 
 
 def test_each_job_runs_once_on_one_of_the_gpus(load, tmp_path):
-    sitting, ended = load("sitting"), {}
+    beside, ended = load("beside_vllm"), {}
     code = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[1], ' us '); sys.exit(int(sys.argv[2]))"
     commands = [(f"job{i}", [sys.executable, "-c", code, "gpu{gpu}", str(i % 2)]) for i in range(5)]
-    sitting.on_gpus(commands, ["0", "3"], 2, time.time() + 60, tmp_path, {}, ended.__setitem__)
+    beside.on_gpus(commands, ["0", "3"], 2, time.time() + 60, tmp_path, {}, ended.__setitem__)
     assert ended == {f"job{i}": i % 2 for i in range(5)}
     for i in range(5):
         seen, named, _ = (tmp_path / f"job{i}.log").read_text().split()
@@ -33,47 +33,52 @@ def test_each_job_runs_once_on_one_of_the_gpus(load, tmp_path):
 
 
 def test_what_the_time_cuts_off_is_said(load, tmp_path):
-    sitting, ended = load("sitting"), {}
+    beside, ended = load("beside_vllm"), {}
     commands = [("slow", [sys.executable, "-c", "import time; time.sleep(60)"]), ("late", [sys.executable, "-c", ""])]
     start = time.time()
-    sitting.on_gpus(commands, ["0"], 1, start + 1, tmp_path, {}, ended.__setitem__)
+    beside.on_gpus(commands, ["0"], 1, start + 1, tmp_path, {}, ended.__setitem__)
     assert ended == {"slow": None, "late": None} and time.time() - start < 30
 
 
 def test_peers_of_each_scheme(load):
-    sitting, compared = load("sitting"), load("compare_peers")
-    assert sitting._FORMATS.keys() == compared.PEERS.keys()
-    jobs = sitting.peer_jobs(["gpt-oss-120b", "qwen3-30b-a3b"], ["w4a16_g128", "mxfp4_a16", "w4a8_int8"])
+    beside = load("beside_vllm")
+    assert beside._FORMATS.keys() == beside.PEERS.keys()
+    jobs = beside.peer_jobs(["gpt-oss-120b", "qwen3-30b-a3b"], ["w4a16_g128", "mxfp4_a16", "w4a8_int8"])
     assert sorted(jobs) == sorted(
         [("gpt-oss-pad", "marlin4"), ("qwen3-30b-a3b", "marlin4"), ("qwen3-30b-a3b", "marlin_mxfp4")]
         + [(model, fmt) for model in ("gpt-oss-120b", "qwen3-30b-a3b") for fmt in ("oai_mxfp4", "int8")]
     )
 
 
-def test_a_sitting_of_other_programs(load, tmp_path, monkeypatch, capsys):
+def test_a_run_of_other_programs(load, tmp_path, monkeypatch, capsys):
     """Both programs replaced: what they print and write becomes ratios, and a peer that fails is named."""
-    sitting = load("sitting")
+    beside = load("beside_vllm")
     cell = dict(model="mixtral-8x7b", scheme="bf16", tokens=16, us=100.0, tflops=1.0, gbps=1.0, fraction=0.5)
     (tmp_path / "moe_layer.py").write_text(
         f"import sys; open(sys.argv[sys.argv.index('--json') + 1], 'a').write({json.dumps(cell)!r} + chr(10))"
     )
-    (tmp_path / "time_peers.py").write_text(
+    (tmp_path / "_vllm_layer.py").write_text(
         "import sys; sys.argv[1] == 'mixtral-8x7b' or sys.exit('no such layer'); "
         "print('mixtral-8x7b   vllm-triton bf16   T=   16    150.0 us  1.0 TFLOP/s')"
     )
     (tmp_path / "bench_vllm.py").write_text("")
-    monkeypatch.setattr(sitting, "_HERE", tmp_path)
+    monkeypatch.setattr(beside, "_HERE", tmp_path)
     arguments = ["--peers", str(tmp_path), "--out", str(tmp_path / "out"), "--models", "mixtral-8x7b,dsv3-ep8"]
-    monkeypatch.setattr(sys, "argv", ["sitting.py", *arguments, "--schemes", "bf16", "--tokens", "16"])
-    assert sitting.main() == 0
+    monkeypatch.setattr(sys, "argv", ["beside_vllm.py", *arguments, "--schemes", "bf16", "--tokens", "16"])
+    assert beside.main() == 0
     (row,) = json.loads((tmp_path / "out/ratios.json").read_text())
     assert row["peer_us"] == 150 and row["ratio"] == 1.5 and (tmp_path / "out/ratios.png").stat().st_size > 1000
     printed = capsys.readouterr().out
     assert "peer dsv3-ep8.bf16: exit 1: no such layer" in printed and "1 cells of ours, 1 beside a peer" in printed
+    assert "bf16         geometric mean 1.50x over 1 cells, 0 below 1" in printed
+    assert "weights of 8 and 16 bits, T=16: 50% of the limit on average" in printed
+    (tmp_path / "out/ratios.json").unlink()
+    monkeypatch.setattr(sys, "argv", ["beside_vllm.py", "--out", str(tmp_path / "out"), "--compare"])
+    assert beside.main() == 0 and json.loads((tmp_path / "out/ratios.json").read_text()) == [row]
 
 
 def test_routings_of_the_peers_hit_what_is_expected(load):
-    draw = load("time_peers").draw_logits
+    draw = load("_vllm_layer").draw_logits
     for tokens, experts, top_k in ((1, 128, 8), (16, 128, 4), (16, 8, 2), (64, 128, 8)):
         drawn = draw(tokens, experts, top_k, 10, "cpu")
         hit = sum(len(values.topk(top_k).indices.unique()) for values in drawn) / 10
@@ -83,7 +88,7 @@ def test_routings_of_the_peers_hit_what_is_expected(load):
 
 def test_a_lenders_times_never_count_beside_own_ones(load):
     """Products without zero points do less: a tile that is faster there is not taken for those with them."""
-    making, json_of = load("table_from_sweep"), lambda config: json.dumps(config, sort_keys=True)
+    making, json_of = load("tuning_table"), lambda config: json.dumps(config, sort_keys=True)
     tile = dict(block_m=16, num_consumers=2, step_blocks=2, num_stages=4)
     ours, theirs = dict(tile), dict(tile, num_stages=5)
     times = {
