@@ -1,4 +1,4 @@
-"""What ``sweep_products.py`` times: shapes of layers and their shards, formats, and the configurations worth a look.
+"""What ``sweep.py products`` times: shapes of layers and their shards, formats, and the configurations worth a look.
 
 A shape is a model's name, with "/tp2" behind it for one of two shards of every expert (a part of the intermediate
 size), "/ep2" for one of two halves of the experts. Shards of experts keep top_k: T counts tokens all of whose experts
@@ -14,22 +14,15 @@ from moe_jax.benchmarking import SHAPES
 from pallas_kernels.grouped_gemm import candidates as unpacked_candidates
 from pallas_kernels.grouped_gemm.config import SWAPPED_BLOCK_MS, config_error
 from pallas_kernels.grouped_gemm.heuristics import height_for, large_m_heights
-from pallas_kernels.grouped_gemm.packed import BLOCK_MS, PackedConfig, PackedDesc, PackedFormat
+from pallas_kernels.grouped_gemm.packed import BLOCK_MS, PackedConfig, PackedDesc
 from pallas_kernels.grouped_gemm.packed import config_error as packed_error
 from pallas_kernels.grouped_gemm.packed.config import LARGE_M
 from pallas_kernels.grouped_gemm.packed.heuristics import MAX_STAGES, choose_block_m
-from pallas_kernels.tuning import PACKED_FORMATS, table_for
+from pallas_kernels.tuning import table_for
 
 _SHAPES = SHAPES | {"dsv3-tp8": (256, 8, 7168, 256)}
 H200_SMS = 132
 
-
-def _packed(element: Any, scale_dtype: str = "float32", **how: Any) -> tuple[PackedFormat, str]:
-    return PackedFormat(element, **how), scale_dtype
-
-
-# name: (format of the packed kernel, dtype of group scales)
-PACKED = {name: _packed(**how) for name, how in PACKED_FORMATS.items()}
 
 # (consumers, k_split, blocks of K a step, whether consumers take one half each), by halves, height and tokens
 _Shape = tuple[int, int, int, bool]
@@ -169,11 +162,6 @@ def of_table(key: Any, gemm: int, tokens: int) -> list[Any]:
     """The configuration that the H200's table has for a layer, if any."""
     entry = table_for("NVIDIA H200").lookup(key, tokens)
     return [] if entry is None else [(entry.config.gemm1, entry.config.gemm2)[gemm - 1]]
-
-
-def beside_table(key: Any, gemm: int, tokens: int) -> list[Any]:
-    """``of_table``, then ``tall_space``."""
-    return of_table(key, gemm, tokens) + tall_space(key, gemm, tokens)
 
 
 def pairs_space(key: Any, gemm: int, tokens: int) -> list[Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 # In compiler_options: launches outside of command buffers, whose kernels are not traced one by one.
 NO_COMMAND_BUFFERS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
@@ -48,3 +49,19 @@ def split(found: list[Kernel]) -> list[list[Kernel]]:
         parts[-1].append(kernel)
         end = kernel.start + kernel.duration
     return parts
+
+
+def per_call(part: list[Kernel], calls: int) -> dict[str, Any]:
+    """Median microseconds of each kernel of a call, and of the gap before it."""
+    each, rest = divmod(len(part), calls)
+    if rest or not each:
+        return dict(kernels=f"{len(part)} kernels in {calls} calls: {sorted({k.name[:40] for k in part})[:8]}")
+    starts, durations = (np.array([k[i] for k in part]).reshape(calls, each) for i in (0, 1))
+    flat = starts.ravel()[1:] - (starts + durations).ravel()[:-1]
+    gaps = np.append(np.nan, flat).reshape(calls, each)
+    names = [kernel.name[:24] for kernel in part[:each]]
+    return dict(
+        kernels=[round(float(value), 2) for value in np.median(durations, axis=0)],
+        gaps=[round(float(value), 2) for value in np.nanmedian(gaps, axis=0)],
+        names=names,
+    )

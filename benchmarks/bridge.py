@@ -2,17 +2,20 @@
 
     XLA_PYTHON_CLIENT_PREALLOCATE=false python benchmarks/bridge.py [--tokens 1 16 512] [--scheme fp8_channel]
         [--sizes E TOP_K H I] [--repeats 200] [--block-sizes E TOP_K H I] [--block-schemes fp8_channel int8_w8a8 ...]
-        [--only calls | blocks]
+        [--only calls | blocks | profile]
 
 First table, microseconds a call: "one" waits for every call, "row" is one of many queued in a row. jax is the jitted
 function on arrays, bridge the layer on tensors as it is built by default, and the differences the bridge's own cost. On
 a GPU also the layer through JAX's runtime (torch_kernels=False) and replayed from a CUDA graph. Second table: a block
 of Qwen3-MoE in bfloat16, patched and as it was; without transformers as it was is a reference block of this file, a
-loop over experts. Everything runs under torch.no_grad().
+loop over experts. With ``--only profile``, on a GPU: stages of a call on the host, cProfile of many calls and the
+kernels of one, through JAX's runtime and on torch's stream. Everything runs under torch.no_grad().
 """
 
 import argparse
+import cProfile
 import functools
+import pstats
 import statistics
 import time
 
@@ -20,7 +23,7 @@ import jax
 import torch
 
 import torch_bridge
-from torch_bridge._tensors import to_arguments
+from torch_bridge._tensors import to_arguments, to_torch
 
 
 def one_us(call, wait, repeats):
@@ -173,6 +176,57 @@ def blocks_table(args, device, wait):
         print(flush=True)
 
 
+def host_us(call, repeats=300):
+    """Microseconds of the host alone, the best of three rows; the queue is emptied between them."""
+    best = float("inf")
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        best = min(best, 1e6 * (time.perf_counter() - start) / repeats)
+    torch.cuda.synchronize()
+    return best
+
+
+@torch.no_grad()
+def profile_table(args, device, wait):
+    if device != "cuda":
+        print("profile: needs a GPU")
+        return
+    tokens = args.tokens[0]
+    x = torch.randn(tokens, args.sizes[2], device=device, dtype=torch.bfloat16)
+    logits = torch.randn(tokens, args.sizes[0], device=device)
+    for torch_kernels in (False, True):
+        options = dict(quant_config=args.scheme, device=device, torch_kernels=torch_kernels)
+        layer = torch_bridge.FusedMoE(*args.sizes, torch.bfloat16, **options)
+        layer.load_dummy_weights()
+        calls, arrays = layer.calls_for(x, logits), to_arguments([x, logits, None, None])
+        output = calls.functions["moe"](calls.leaves, arrays, None)
+        stages = {
+            "the whole call": lambda f=layer: f(x, logits),
+            "to_arguments": lambda: to_arguments([x, logits, None, None]),
+            "calls.run": lambda c=calls: c.run("moe", x, logits, None, None, bias=2),
+            "to_torch": lambda out=output: to_torch(out),
+        }
+        print(f"torch_kernels={torch_kernels}, {args.scheme}, T={tokens}; microseconds of the host")
+        for name, call in stages.items():
+            print(f"   {name:<20} {host_us(call):8.1f}", flush=True)
+        with cProfile.Profile() as profile:
+            for _ in range(args.repeats):
+                layer(x, logits)
+        torch.cuda.synchronize()
+        pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(22)
+        activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities) as found:
+            for _ in range(20):
+                layer(x, logits)
+            torch.cuda.synchronize()
+        for event in sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:16]:
+            if event.self_device_time_total:
+                print(f"   {event.self_device_time_total / 20:9.1f} us a call, {event.count:5d} x  {event.key[:110]}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     sizes = dict(type=int, nargs=4, metavar=("E", "TOP_K", "H", "I"))
@@ -181,7 +235,7 @@ def main():
     parser.add_argument("--sizes", **sizes)
     parser.add_argument("--block-sizes", **sizes)
     parser.add_argument("--block-schemes", nargs="+", default=["fp8_channel", "int8_w8a8", "int8_w8a16"])
-    parser.add_argument("--only", choices=("calls", "blocks"))
+    parser.add_argument("--only", choices=("calls", "blocks", "profile"))
     parser.add_argument("--repeats", type=int, default=200)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and jax.default_backend() == "gpu" else "cpu"
@@ -191,8 +245,8 @@ def main():
     wait = (lambda _: torch.cuda.synchronize()) if is_gpu else (lambda _: None)
     start = time.perf_counter()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, torch {torch.__version__}", flush=True)
-    for name, table in (("calls", calls_table), ("blocks", blocks_table)):
-        if args.only in (None, name):
+    for name, table in (("calls", calls_table), ("blocks", blocks_table), ("profile", profile_table)):
+        if name == args.only or (args.only is None and name != "profile"):
             table(args, device, wait)
     print(f"{time.perf_counter() - start:.0f} s")
 

@@ -1,6 +1,6 @@
 """What dispatch and combine would cost on 64 and 256 GPUs: bytes counted, rates measured on one host, a fabric assumed.
 
-    python benchmarks/project_expert_parallel.py [--fabric-gbps 50] [--results benchmarks/results]
+    python benchmarks/project_expert_parallel.py [--fabric-gbps 50]
 
 Runs anywhere, prints Markdown. Hosts have 8 GPUs joined by NVLink, and a fabric joins hosts, one 400 Gb/s port a
 GPU. Every token goes to top_k of E experts, uniformly; a GPU has E / P experts. A token's row travels
@@ -13,28 +13,28 @@ and comes back as one row for each expert (``push`` in float32, ``all_to_all``: 
 one partial sum for each GPU (``push`` in bfloat16), or host, that has experts of it. NVLink and the fabric work at the
 same time; the slower one counts.
 
-Measured: NVLink's rate at size and the fixed cost of an exchange inside jit (4 H200s: ``ep_x4_h200.json``). Counted:
+Measured: NVLink's rate at size and the fixed cost of an exchange inside jit (4 H200s: ``MEASURED``). Counted:
 bytes. Assumed: the fabric's rate (its datasheet) and its fixed cost, ``FABRIC_US``. Experts: reads of weights at
 the measured rate, or products at the rate measured for FP8 at size, whichever takes longer.
 """
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
-from pathlib import Path
 
 from _timing import READ_GBPS
 
 HOST = 8  # GPUs of a host
 FABRIC_US = 10.0  # assumed: a message through the fabric and its completion
-FP8_TFLOPS = 1000.0  # grouped fp8_block products at size, the lower of the shapes in docs/performance.md
+FP8_TFLOPS = 1000.0  # grouped fp8_block products at size, by the tuning table
 # (experts, top_k, hidden, intermediate)
 MODELS = {"dsv3": (256, 8, 7168, 2048), "qwen3": (128, 8, 2048, 768)}
 GROUPS = {"dsv3": (8, 4)}  # groups of experts, of which a token chooses from so many
 TOKENS = (16, 128, 4096)
 GPUS = (8, 64, 256)
+# GPUs, then (tokens a GPU, us) of dispatch and combine: push:bfloat16 of DeepSeek-V3 in results/ep_x4_h200.txt
+MEASURED = (4, (16, 22.9), (4096, 864.9))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +46,11 @@ class Rates:
     fixed_us: float
 
 
-def measured(results: Path, fabric: float) -> Rates:
+def measured(fabric: float) -> Rates:
     """What push with bfloat16 sums reached for DeepSeek-V3: its bytes over its time at the most tokens; half of what
     both ways took at the fewest, less the time of their bytes.
     """
-    cells = json.loads((results / "ep_x4_h200.json").read_text())
-    key = dict(part="exchange", model="dsv3", dispatch="push:bfloat16")
-    cells = sorted((c["tokens"], c["us"], c["devices"]) for c in cells if key.items() <= c.items())
-    (few, least_us, gpus), (many, most_us, _) = cells[0], cells[-1]
+    gpus, (few, least_us), (many, most_us) = MEASURED
     experts, top_k, hidden, _ = MODELS["dsv3"]
     per_token = (gpus - 1) * hit(experts, top_k, gpus) * hidden * (1 + 4 / 128 + 2)
     nvlink = many * per_token / most_us / 1e3
@@ -139,9 +136,8 @@ def experts_us(model: str, gpus: int, tokens: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fabric-gbps", type=float, default=50.0, help="of one GPU's port")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
-    rates = measured(args.results, args.fabric_gbps)
+    rates = measured(args.fabric_gbps)
     print(
         f"NVLink {rates.nvlink:.0f} GB/s and {rates.fixed_us:.0f} us an exchange (measured), fabric {rates.fabric:.0f}"
     )

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 OTHER = 64  # tokens for which the tiles it is compared with are chosen
 # Those of 16 tokens do not split K, and have the same bits: with parts of K another sum of an FP8 tensor core moves the
-# largest hidden value of one row in fourteen, and its scale with it (benchmarks/fp8_sum_order.py).
+# largest hidden value of one row in fourteen, and its scale with it (docs/engineering/numerics.md).
 SAME_BITS = {"mxfp4_a16_approximate_fp8": 16}
 IN_FLOAT32 = (1, 300, 1000)
 TOKENS = (1, 16, 300, 1000, 2048, 4096, 8192)
