@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 Array = jax.Array
 Json = Mapping[str, Any]  # an object of a JSON file, or a dict like one
@@ -34,4 +35,4 @@ else:
 
         Bool = Float = Int = Num = Shaped = _Alias
 
-__all__ = ["AnyArray", "Array", "Bool", "Float", "Int", "Json", "Leaf", "Num", "Shaped"]
+__all__ = ["AnyArray", "Array", "Bool", "DTypeLike", "Float", "Int", "Json", "Leaf", "Num", "Shaped"]

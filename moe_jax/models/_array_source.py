@@ -1,10 +1,11 @@
 """``ArraySource``: named arrays in memory, read the way a ``Checkpoint`` is."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from moe_jax._typing import Json
 from moe_jax.loading import TensorInfo
 from moe_jax.loading.files._pairs import checked_pairs
 from moe_jax.loading.files._safetensors import DTYPES
@@ -19,7 +20,7 @@ class ArraySource:
 
     directory = config_path = "the given arrays"  # where errors say a tensor comes from
 
-    def __init__(self, pairs: Iterable[tuple[str, Any]], config: Mapping[str, Any] | None = None):
+    def __init__(self, pairs: Iterable[tuple[str, Any]], config: Json | None = None):
         self._arrays: dict[str, Any] = {}
         self.config = dict(config or {})
         for name, array in checked_pairs(pairs):

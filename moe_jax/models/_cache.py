@@ -6,11 +6,11 @@ positions decide the rotation and the reach of a sliding window.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from moe_jax._typing import Array, DTypeLike, Leaf
 from moe_jax.models._config import DecoderConfig
 
 
@@ -26,15 +26,15 @@ class KVCache:
     rows whose logits are NaN from now on, see ``CausalLM``.
     """
 
-    layers: tuple[tuple[Any, ...], ...]
-    is_filled: Any
-    positions: Any
-    length: Any
-    num_tokens: Any
-    is_damaged: Any
+    layers: tuple[tuple[Leaf, ...], ...]
+    is_filled: Leaf
+    positions: Leaf
+    length: Leaf
+    num_tokens: Leaf
+    is_damaged: Leaf
 
     @classmethod
-    def zeros(cls, config: DecoderConfig, batch: int, num_slots: int, dtype: Any) -> "KVCache":
+    def zeros(cls, config: DecoderConfig, batch: int, num_slots: int, dtype: DTypeLike) -> "KVCache":
         """An empty cache: nothing filled."""
         shapes = [(batch, heads, num_slots, width) for heads, width in config.cache_widths]
         return cls(
@@ -51,7 +51,7 @@ class KVCache:
         return self.is_filled.shape[1]
 
 
-def extended(cached: tuple[Any, ...] | None, new: tuple[Any, ...], slot: Any) -> tuple[Any, ...]:
+def extended(cached: tuple[Array, ...] | None, new: tuple[Array, ...], slot: Array) -> tuple[Array, ...]:
     """A layer's arrays with this call's tokens written from ``slot`` on; these alone without a cache."""
     if cached is None:
         return new

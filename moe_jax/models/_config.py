@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from moe_jax._typing import Json
 from moe_jax.loading._errors import shown
 from moe_jax.models.attention._rope import RopeConfig
 
@@ -167,7 +168,7 @@ class ConfigReader:
     what was found.
     """
 
-    def __init__(self, config: Mapping[str, Any], source: str = "config.json"):
+    def __init__(self, config: Json, source: str = "config.json"):
         self._config = config
         self.source = source
         self._known: set[str] = set()

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from moe_jax._arguments import check_array, check_not_traced, check_rngs, integer
-from moe_jax._typing import Array, Float, Int
+from moe_jax._typing import Array, DTypeLike, Float, Int
 from moe_jax.experts import MoEStats
 from moe_jax.loading import LoadReport
 from moe_jax.models._cache import KVCache
@@ -34,7 +34,7 @@ class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)); the feed-forward part is dense or has experts."""
 
     def __init__(
-        self, config: DecoderConfig, index: int, mlp: GatedMLP | MoEBlock, *, dtype: Any, rngs: nnx.Rngs | None
+        self, config: DecoderConfig, index: int, mlp: GatedMLP | MoEBlock, *, dtype: DTypeLike, rngs: nnx.Rngs | None
     ):
         norm: dict[str, Any] = dict(eps=config.rms_norm_eps, dtype=dtype, rngs=rngs)
         kind = Attention if config.mla is None else LatentAttention
@@ -44,8 +44,13 @@ class DecoderLayer(nnx.Module):
         self.mlp = mlp
 
     def __call__(
-        self, x: Any, inputs: AttentionInputs, cached: Any, slot: Any, token_mask: Any
-    ) -> tuple[Any, Any, MoEStats | None]:
+        self,
+        x: Array,
+        inputs: AttentionInputs,
+        cached: tuple[Array, ...] | None,
+        slot: Array,
+        token_mask: Array | None,
+    ) -> tuple[Array, tuple[Array, ...], MoEStats | None]:
         """(output, what the cache keeps, where tokens went; None without experts)."""
         attended, kept = self.self_attn(self.input_layernorm(x), inputs, cached, slot)
         x = x + attended
@@ -79,7 +84,7 @@ class CausalLM(MoEFamily, nnx.Module):
         schemes: Mapping[int, Scheme | None] | None = None,
         max_seq_len: int | None = None,
         implementation: Any = None,
-        dtype: Any = jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
         check_rngs(rngs)
@@ -92,7 +97,7 @@ class CausalLM(MoEFamily, nnx.Module):
                 "config.json"
             )
             self.max_seq_len = integer("max_seq_len", max_seq_len, minimum=1, maximum=longest, why=why)
-        self.dtype: Any = jnp.dtype(dtype)
+        self.dtype: np.dtype[Any] = jnp.dtype(dtype)
         self.quantization_config = "null"  # JSON of the checkpoint's; reload_weights reads arrays by it
         options: dict[str, Any] = dict(dtype=self.dtype, rngs=rngs)
         self.embed_tokens: Embedding = Embedding(config.vocab_size, config.hidden_size, **options)
@@ -302,6 +307,6 @@ class CausalLM(MoEFamily, nnx.Module):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score(structure: Any, leaves: list[Any], ids: Any, mask: Any) -> Any:
+def _score(structure: Any, leaves: list[Array], ids: Array, mask: Array) -> Array:
     model = merge_model(structure, leaves)
     return model.logits(model.hidden_states(ids, attention_mask=mask)[0])

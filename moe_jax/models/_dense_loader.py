@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from moe_jax._typing import Json
 from moe_jax.loading import CheckpointError, QuantizationConfig, layer_of
 from moe_jax.loading._errors import listed
 from moe_jax.loading.files._gptq_awq import PackedView
@@ -53,7 +54,7 @@ class DenseTensor:
 
 
 def plan_dense(
-    modules: Mapping[str, Any],
+    modules: Json,
     source: Any,
     quantization: QuantizationConfig,
     *,
@@ -233,7 +234,7 @@ def skipped_layers(names: Iterable[str], num_layers: int) -> set[int]:
     return {layer for layer in marked if layer is not None and layer >= num_layers}
 
 
-def _parameters(modules: Mapping[str, Any]) -> Iterator[tuple[str, nnx.Variable]]:
+def _parameters(modules: Json) -> Iterator[tuple[str, nnx.Variable]]:
     """(checkpoint name, parameter): a module's weight and bias by its name, a bare parameter by its own."""
     for name, value in modules.items():
         if isinstance(value, nnx.Variable):

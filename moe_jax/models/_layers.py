@@ -10,18 +10,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moe_jax._typing import Array, Float, Int
+from moe_jax._typing import Array, DTypeLike, Float, Int
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 
 
-def parameter(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs | None, init: Callable[..., Any]) -> nnx.Param[Any]:
+def parameter(
+    shape: tuple[int, ...], dtype: DTypeLike, rngs: nnx.Rngs | None, init: Callable[..., Any]
+) -> nnx.Param[Any]:
     """A parameter drawn from ``init``, or an abstract one when ``rngs`` is None."""
     if rngs is None:
         return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
     return nnx.Param(init(rngs.params(), shape, jnp.float32).astype(dtype))
 
 
-def precision_of(dtype: Any) -> jax.lax.Precision | None:
+def precision_of(dtype: DTypeLike) -> jax.lax.Precision | None:
     """float32 means float32: without this a GPU multiplies float32 operands in TF32 (10 bits of mantissa)."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
@@ -29,9 +31,9 @@ def precision_of(dtype: Any) -> jax.lax.Precision | None:
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last axis: float32 inside, one rounding to x's dtype at the end."""
 
-    def __init__(self, size: int, *, eps: float, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None):
         self.eps = eps
-        self.weight: nnx.Param[Any] = parameter((size,), dtype, rngs, nnx.initializers.ones)
+        self.weight: nnx.Param[Array] = parameter((size,), dtype, rngs, nnx.initializers.ones)
 
     def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
         wide = x.astype(jnp.float32)
@@ -51,8 +53,8 @@ class Linear(nnx.Module):
         out_features: int,
         *,
         use_bias: bool = False,
-        dtype: Any = jnp.bfloat16,
-        out_dtype: Any = None,
+        dtype: DTypeLike = jnp.bfloat16,
+        out_dtype: DTypeLike | None = None,
         rngs: nnx.Rngs | None = None,
     ):
         self.out_dtype = out_dtype
@@ -76,8 +78,10 @@ def project(x: Float[Array, "... K"], weight: Float[Array, "N K"]) -> Float[Arra
 class Vocabulary(Partitioned):
     """A (vocab, H) weight; over a mesh split by the vocabulary where that divides, which adds nothing up, else by H."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, init: Callable[..., Any], dtype: Any, rngs: nnx.Rngs | None):
-        self.weight: nnx.Param[Any] = parameter((vocab_size, hidden_size), dtype, rngs, init)
+    def __init__(
+        self, vocab_size: int, hidden_size: int, init: Callable[..., Any], dtype: DTypeLike, rngs: nnx.Rngs | None
+    ):
+        self.weight: nnx.Param[Array] = parameter((vocab_size, hidden_size), dtype, rngs, init)
 
     def splits(self, parts: int) -> dict[str, int]:
         return next(({"weight": axis} for axis in (0, 1) if self.weight.shape[axis] % parts == 0), {})
@@ -94,7 +98,9 @@ class Vocabulary(Partitioned):
 class Head(Vocabulary):
     """x (..., H) -> ``logits`` of the vocabulary."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None
+    ):
         init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
         super().__init__(vocab_size, hidden_size, init, dtype, rngs)
 
@@ -102,7 +108,9 @@ class Head(Vocabulary):
 class Embedding(Vocabulary):
     """Rows of a (vocab, H) table. An id outside the table, a negative one too, gives NaN, not another token's row."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None
+    ):
         super().__init__(vocab_size, hidden_size, nnx.initializers.normal(0.02), dtype, rngs)
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... H"]:
@@ -117,7 +125,7 @@ class GatedMLP(Partitioned):
     """Dense feed-forward layer: down(silu(gate(x)) * up(x)), the product in float32."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None
+        self, hidden_size: int, intermediate_size: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None
     ):
         self.gate_proj = Linear(hidden_size, intermediate_size, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
         self.up_proj = Linear(hidden_size, intermediate_size, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
@@ -147,7 +155,7 @@ class SharedExperts(GatedMLP):
         intermediate_size: int,
         *,
         has_gate: bool = False,
-        dtype: Any = jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
         super().__init__(hidden_size, intermediate_size, dtype=dtype, rngs=rngs)

@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax._typing import DTypeLike, Json
 from moe_jax.loading import (
     Checkpoint,
     as_packed,
@@ -24,12 +24,12 @@ from moe_jax.quantization import Scheme
 def load_pretrained(
     directory: str | os.PathLike[str],
     *,
-    quantize: str | Scheme | Mapping[str, Any] | None = None,
+    quantize: str | Scheme | Json | None = None,
     mesh: Any = None,
     enable_eplb: bool = False,
     num_redundant_experts: int = 0,
     implementation: Any = None,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     max_seq_len: int | None = None,
     progress: Progress | None = None,
 ) -> CausalLM:
@@ -84,12 +84,12 @@ def load_moe(
     directory: str | os.PathLike[str],
     layer: int = 0,
     *,
-    quantize: str | Scheme | Mapping[str, Any] | None = None,
+    quantize: str | Scheme | Json | None = None,
     mesh: Any = None,
     enable_eplb: bool = False,
     num_redundant_experts: int = 0,
     implementation: Any = None,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
 ) -> MoEBlock:
     """Load the Mixture-of-Experts block of one layer: router, experts, and shared experts where the family has them.
 

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from moe_jax._typing import Array
 from moe_jax.parallel import ParallelConfig
 
 WHOLE = -1  # in place of the axis that is split
@@ -97,7 +98,7 @@ def partitioned(function: Callable[..., Any], module: Partitioned, outputs: Any,
     return jax.tree.map(functools.partial(_constrained, partition=partition), function(module, *args), outputs)
 
 
-def _constrained(array: Any, split: int, partition: Partition) -> Any:
+def _constrained(array: Array, split: int, partition: Partition) -> Array:
     """An output where axes are Auto: the last axis is whole unless it is the split one, others are XLA's to choose."""
     if not isinstance(array, Tracer):
         return array

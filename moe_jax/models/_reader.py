@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from moe_jax._typing import Json
 from moe_jax.loading import (
     Checkpoint,
     CheckpointError,
@@ -99,7 +100,7 @@ def _read_pairs(model: Model, family: type[MoEFamily], pairs: Iterable[tuple[str
     return reader.read_model(model, experts=experts), stream.report
 
 
-def _packed_config(stated: Mapping[str, Any] | None, names: Iterable[str] | None = None) -> dict[str, Any]:
+def _packed_config(stated: Json | None, names: Iterable[str] | None = None) -> dict[str, Any]:
     """config.json of a checkpoint, GPTQ and AWQ in the words of ``pack-quantized``.
 
     names: of tensors that came one by one. They tell whether the sender quantized at all, and for GPTQ and AWQ what.
@@ -125,7 +126,7 @@ class ModelReader:
     def __init__(
         self,
         source: Any,
-        raw: Mapping[str, Any],
+        raw: Json,
         family: type[MoEFamily],
         config: MoEBlockConfig,
         layers: Iterable[int | None] = (),
@@ -190,7 +191,7 @@ class ModelReader:
                 progress(index + 1, layers)
         return values
 
-    def read_dense(self, modules: Mapping[str, Any], account: Iterable[str], parallel: ParallelConfig | None) -> Values:
+    def read_dense(self, modules: Json, account: Iterable[str], parallel: ParallelConfig | None) -> Values:
         """New values for the parameters of ``modules``, which must use every name in ``account``."""
         return self._read(self._plan(modules, account), parallel)
 
@@ -206,7 +207,7 @@ class ModelReader:
         placement = experts.placement.get_value()
         return experts, self._sharded.load(layer, experts.config, placement, experts.parallel)
 
-    def _plan(self, modules: Mapping[str, Any], account: Iterable[str]) -> list[DenseTensor]:
+    def _plan(self, modules: Json, account: Iterable[str]) -> list[DenseTensor]:
         return plan_dense(modules, self._source, self._quantization, where=self._where, account=account)
 
     def _check_tied(self) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._arguments import integer, number
-from moe_jax._typing import Array, Float, Int
+from moe_jax._typing import Array, Float, Int, Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -20,14 +20,14 @@ class Sampler:
     is_filtered: top-k or top-p is on; without them the sort over the vocabulary is left out.
     """
 
-    temperature: Any
-    top_p: Any
-    top_k: Any
+    temperature: Leaf
+    top_p: Leaf
+    top_k: Leaf
     is_greedy: bool = dataclasses.field(metadata=dict(static=True))
     is_filtered: bool = dataclasses.field(metadata=dict(static=True))
 
     @classmethod
-    def create(cls, temperature: float, top_p: float, top_k: int, rng: Any) -> "Sampler":
+    def create(cls, temperature: float, top_p: float, top_k: int, rng: Array | None) -> "Sampler":
         """Checked as ``generate`` promises."""
         temperature = number("temperature", temperature, ">= 0 (0 is greedy)")
         top_p = number("top_p", top_p, "above 0 and up to 1")

@@ -5,12 +5,14 @@ import datetime
 import functools
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from moe_jax._typing import Json
 
 _CALLS = (2, 10)
 NUM_VARIANTS = _CALLS[1]
@@ -28,7 +30,7 @@ def time_in_jit(
     rest_s: float = 0.0,
     calls: tuple[int, int] = _CALLS,
     rounds: int = 1,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: Json | None = None,
 ) -> float:
     """Microseconds one ``call(*args)`` takes on the device, launches inside one program included.
 

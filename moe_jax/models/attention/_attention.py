@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moe_jax._typing import Array, Bool, Float, Int
+from moe_jax._typing import Array, Bool, DTypeLike, Float, Int, Leaf
 from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._layers import Linear, RMSNorm, parameter, precision_of
@@ -28,12 +28,12 @@ class AttentionInputs:
     (B, L) over all slots that can be seen, this call's own included.
     """
 
-    cos: Any
-    sin: Any
-    query_slots: Any
-    query_positions: Any
-    key_filled: Any
-    key_positions: Any
+    cos: Leaf
+    sin: Leaf
+    query_slots: Leaf
+    query_positions: Leaf
+    key_filled: Leaf
+    key_positions: Leaf
 
     def visible(
         self, slots: Int[Array, " S"], positions: Int[Array, "B S"], window: int | None
@@ -49,7 +49,9 @@ class AttentionInputs:
 class Attention(Partitioned):
     """Causal attention with grouped key-value heads, rotary positions, and what else ``DecoderConfig`` lists."""
 
-    def __init__(self, config: DecoderConfig, layer: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+    def __init__(
+        self, config: DecoderConfig, layer: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None
+    ):
         self.config = config
         self.window = config.window_of(layer)
         h, d = config.hidden_size, config.head_dim
@@ -65,7 +67,7 @@ class Attention(Partitioned):
         sinks = nnx.initializers.normal(0.02)
         self.sinks = parameter((config.num_heads,), dtype, rngs, sinks) if config.has_sinks else None
 
-    def dense_modules(self) -> dict[str, Any]:
+    def dense_modules(self) -> dict[str, nnx.Module | nnx.Variable[Array]]:
         """Checkpoint name below the layer's attention -> module or parameter."""
         names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "sinks")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -77,8 +79,8 @@ class Attention(Partitioned):
         return (queries if config.num_heads % parts == 0 else {}) | (keys if config.num_kv_heads % parts == 0 else {})
 
     def __call__(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
-    ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None, slot: Array
+    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
         """Attend and return the output with this layer's keys and values.
 
         cached: keys and values (B, kv_heads, slots, D) to be extended from ``slot`` on; None keeps this call's tokens
@@ -92,15 +94,15 @@ class Attention(Partitioned):
         return (1 if is_split else WHOLE,) * 2
 
     def _forward(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
-    ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None, slot: Array
+    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
         q, *new = self._heads(x, inputs)
         k, v = kept = extended(cached, tuple(new), slot)
         sinks = None if self.sinks is None else self.sinks[...]
         y = attend(q, k, v, inputs, scale=self.config.head_dim**-0.5, window=self.window, sinks=sinks)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), kept
 
-    def _heads(self, x: Float[Array, "B S H"], inputs: AttentionInputs) -> tuple[Any, Any, Any]:
+    def _heads(self, x: Float[Array, "B S H"], inputs: AttentionInputs) -> tuple[Array, Array, Array]:
         """Rotated q (B, S, kv_heads, group, D), and rotated k and v as the cache keeps them, (B, kv_heads, S, D)."""
         config = self.config
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -130,7 +132,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
-    sinks: Any = None,
+    sinks: Array | None = None,
 ) -> Float[Array, "B S N G V"]:
     """Softmax attention of N key-value heads, each with G query heads, at most QUERY_BLOCK queries at a time.
 
@@ -158,7 +160,7 @@ def attend(
     return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :num_queries]
 
 
-def _attend(q: Any, k: Any, v: Any, visible: Bool[Array, "B S L"], scale: float, sinks: Any) -> Any:
+def _attend(q: Array, k: Array, v: Array, visible: Bool[Array, "B S L"], scale: float, sinks: Array | None) -> Array:
     """Scores and sums in float32. A query that sees nothing gets a finite, meaningless row."""
     precision = precision_of(q.dtype)
     scores = jnp.einsum("bsngd,bnld->bngsl", q, k, precision=precision, preferred_element_type=jnp.float32) * scale

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from moe_jax._typing import Array, Float
+from moe_jax._typing import Array, DTypeLike, Float
 from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig, MLAConfig
 from moe_jax.models._layers import Linear, RMSNorm, precision_of
@@ -30,7 +30,9 @@ _EPS = 1e-6  # of the norms over compressed rows, whatever rms_norm_eps is: Deep
 class LatentAttention(Partitioned):
     """Causal multi-head latent attention with rotary positions on a part of every head."""
 
-    def __init__(self, config: DecoderConfig, layer: int, *, dtype: Any = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+    def __init__(
+        self, config: DecoderConfig, layer: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None
+    ):
         self.config, self.window = config, config.window_of(layer)
         mla, heads, h = self.mla, config.num_heads, config.hidden_size
         options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
@@ -51,7 +53,7 @@ class LatentAttention(Partitioned):
         assert self.config.mla is not None
         return self.config.mla
 
-    def dense_modules(self) -> dict[str, Any]:
+    def dense_modules(self) -> dict[str, nnx.Module | nnx.Variable[Array]]:
         """Checkpoint name below the layer's attention -> module."""
         names = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm")
         names += ("kv_b_proj", "o_proj")
@@ -63,8 +65,8 @@ class LatentAttention(Partitioned):
         return {"q_proj" if self.q_proj is not None else "q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
 
     def __call__(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
-    ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None, slot: Array
+    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
         """Attend and return the output with this layer's rows, one array (B, 1, slots, kv_lora_rank + rope).
 
         cached: that array, to be extended from ``slot`` on; None keeps this call's tokens alone.
@@ -76,8 +78,8 @@ class LatentAttention(Partitioned):
         return (WHOLE,)
 
     def _forward(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Any, ...] | None, slot: Any
-    ) -> tuple[Float[Array, "B S H"], tuple[Any, ...]]:
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None, slot: Array
+    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
         mla, q = self.mla, x
         for module in (self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj):  # the first, or the other three
             q = q if module is None else module(q)
@@ -91,7 +93,7 @@ class LatentAttention(Partitioned):
         y = (self._absorbed if absorbs else self._expanded)(q, rows, inputs)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), kept
 
-    def _expanded(self, q: Any, rows: Any, inputs: AttentionInputs) -> Any:
+    def _expanded(self, q: Array, rows: Array, inputs: AttentionInputs) -> Array:
         """q (B, S, N, nope + rope), rows (B, 1, L, rank + rope) -> (B, S, N, 1, V)."""
         mla, heads = self.mla, self.config.num_heads
         latent, key = rows[:, 0, :, : mla.kv_lora_rank], rows[:, :, :, mla.kv_lora_rank :]
@@ -100,7 +102,7 @@ class LatentAttention(Partitioned):
         k = jnp.concatenate([both[..., : mla.qk_nope_head_dim], shared], axis=-1)
         return self._attend(q[:, :, :, None], k, both[..., mla.qk_nope_head_dim :], inputs)
 
-    def _absorbed(self, q: Any, rows: Any, inputs: AttentionInputs) -> Any:
+    def _absorbed(self, q: Array, rows: Array, inputs: AttentionInputs) -> Array:
         """The same, with (B, S, N, V) as result."""
         mla, heads = self.mla, self.config.num_heads
         precision = precision_of(q.dtype)
@@ -111,7 +113,7 @@ class LatentAttention(Partitioned):
         context = self._attend(inner[:, :, None], rows, rows[..., : mla.kv_lora_rank], inputs)[:, :, 0]
         return jnp.einsum("bsnr,nvr->bsnv", context, up_v, precision=precision)
 
-    def _attend(self, q: Any, k: Any, v: Any, inputs: AttentionInputs) -> Any:
+    def _attend(self, q: Array, k: Array, v: Array, inputs: AttentionInputs) -> Array:
         scale = self.config.head_dim**-0.5 * self.config.rope.score_scale
         return attend(q, k, v, inputs, scale=scale, window=self.window)
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax._typing import Array, Float, Int
+from moe_jax._typing import Array, Float, Int, Json
 
 # Keys each type needs beyond rope_theta, and those it may carry.
 _KEYS = {
@@ -70,7 +70,7 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, head_dim: int, max_position_embeddings: int) -> "RopeConfig":
+    def from_config(cls, config: Json, *, head_dim: int, max_position_embeddings: int) -> "RopeConfig":
         """From a config.json of either dialect.
 
         Raises:
@@ -232,7 +232,7 @@ def _exponents(dim: int) -> np.ndarray:
     return np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
 
 
-def _scaling_dict(config: Mapping[str, Any]) -> dict[str, Any]:
+def _scaling_dict(config: Json) -> dict[str, Any]:
     """One flat dict from either dialect; ``type`` becomes ``rope_type``."""
     parameters, scaling = config.get("rope_parameters"), config.get("rope_scaling")
     if parameters is not None and scaling is not None:

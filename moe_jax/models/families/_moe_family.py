@@ -4,12 +4,12 @@ A family is one file with one subclass. Its class attributes are the words of it
 config.json into a typed config. A family whose whole model is built derives from ``CausalLM``, which is a MoEFamily.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 
+from moe_jax._typing import DTypeLike, Json
 from moe_jax.models._config import ConfigReader, MoEBlockConfig
 from moe_jax.models._layers import Linear, SharedExperts
 from moe_jax.nn import FusedMoE, MoEBlock
@@ -37,7 +37,7 @@ class MoEFamily:
         raise NotImplementedError("a family defines read_config")
 
     @classmethod
-    def doubts(cls, source: Any, raw: Mapping[str, Any]) -> str | None:
+    def doubts(cls, source: Any, raw: Json) -> str | None:
         """What a user should be warned of: a checkpoint that is sound by its names and shapes and may still be wrong.
 
         source: has the ``names`` of the tensors. raw: the parsed config.json.
@@ -52,7 +52,7 @@ class MoEFamily:
         *,
         scheme: Scheme | None = None,
         implementation: Any = None,
-        dtype: Any = jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ) -> MoEBlock:
         """The block with experts of one layer; router logits are kept in float32."""

@@ -1,8 +1,6 @@
 """Which family a config.json asks for. A new one is one file with a ``MoEFamily`` subclass, named here."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from moe_jax._typing import Json
 from moe_jax.models._config import ConfigReader, DecoderConfig, MoEBlockConfig
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models.families._moe_family import MoEFamily
@@ -37,7 +35,7 @@ FAMILIES: dict[str, type[MoEFamily]] = {
 }
 
 
-def read_family(config: Mapping[str, Any], source: str = "config.json") -> tuple[type[MoEFamily], MoEBlockConfig]:
+def read_family(config: Json, source: str = "config.json") -> tuple[type[MoEFamily], MoEBlockConfig]:
     """Family and typed config for a config.json of either dialect.
 
     Args:
@@ -62,7 +60,7 @@ def read_family(config: Mapping[str, Any], source: str = "config.json") -> tuple
     return family, family.read_config(reader)
 
 
-def read_model_family(config: Mapping[str, Any], source: str = "config.json") -> tuple[type[CausalLM], DecoderConfig]:
+def read_model_family(config: Json, source: str = "config.json") -> tuple[type[CausalLM], DecoderConfig]:
     """``read_family`` for a whole model. Raises NotImplementedError when only its layers with experts are built."""
     family, family_config = read_family(config, source)
     if not (issubclass(family, CausalLM) and isinstance(family_config, DecoderConfig)):

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from moe_jax._typing import Json
 from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models.families._layer_rules import layers_with_windows
@@ -41,7 +42,7 @@ class GptOssForCausalLM(CausalLM):
         )
 
     @classmethod
-    def doubts(cls, source: Any, raw: Mapping[str, Any]) -> str | None:
+    def doubts(cls, source: Any, raw: Json) -> str | None:
         stated = raw.get("quantization_config")
         version = stated.get("version") if isinstance(stated, Mapping) else None
         if not isinstance(version, str) or _SPLITS_WRONGLY.match(version) is None:
