@@ -38,22 +38,23 @@ class CompressedTensorsW8A8Fp8MoEMethod(_CompressedTensorsMoEMethod):
     """FP8 weights per tensor, channel or block, with FP8 activations, static per tensor or dynamic."""
 
     def refusal(self, scheme: Scheme) -> str | None:
-        is_fp8 = all(fmt is not None and fmt.element == "e4m3" for fmt in (scheme.weights, scheme.activations))
-        if not is_fp8 or scheme.weights.scale != "float32":
+        weights, activations = scheme.weights, scheme.activations
+        is_fp8 = weights is not None and weights.element == "e4m3" and weights.scale == "float32"
+        if not is_fp8 or activations is None or activations.element != "e4m3":
             return "weights and activations have to be 8-bit floats with float scales"
         return None
 
     @property
     def block_quant(self) -> bool:
-        return self.scheme.weights.block_shape is not None
+        return self.scheme.weight_format.block_shape is not None
 
     @property
     def weight_block_size(self) -> tuple[int, int] | None:
-        return self.scheme.weights.block_shape
+        return self.scheme.weight_format.block_shape
 
     @property
     def static_input_scales(self) -> bool:
-        return not self.scheme.activations.dynamic
+        return not self.scheme.activation_format.dynamic
 
 
 class CompressedTensorsW4A8Int8MoEMethod(_CompressedTensorsMoEMethod):
@@ -73,13 +74,13 @@ class CompressedTensorsW4A8Int8MoEMethod(_CompressedTensorsMoEMethod):
         super().__init__(weight_quant, input_quant, moe, layer_name)
 
     def refusal(self, scheme: Scheme) -> str | None:
-        is_int8 = scheme.activations is not None and scheme.activations.element == "int8"
-        return None if is_int8 and scheme.weights.element == "int4" else "int4 weights with int8 activations only"
+        elements = [None if fmt is None else fmt.element for fmt in (scheme.weights, scheme.activations)]
+        return None if elements == ["int4", "int8"] else "int4 weights with int8 activations only"
 
     @property
     def group_size(self) -> int:
         """-1 for one scale per channel."""
-        return self.scheme.weights.group_size or -1
+        return self.scheme.weight_format.group_size or -1
 
 
 class CompressedTensorsWNA16MarlinMoEMethod(_CompressedTensorsMoEMethod):
@@ -95,7 +96,7 @@ class CompressedTensorsWNA16MarlinMoEMethod(_CompressedTensorsMoEMethod):
 
     @property
     def num_bits(self) -> int:
-        return self.scheme.weights.element_type.bits
+        return self.scheme.weight_format.element_type.bits
 
     @property
     def packed_factor(self) -> int:
@@ -104,15 +105,15 @@ class CompressedTensorsWNA16MarlinMoEMethod(_CompressedTensorsMoEMethod):
 
     @property
     def strategy(self) -> str:
-        return self.scheme.weights.strategy.value
+        return self.scheme.weight_format.strategy.value
 
     @property
     def group_size(self) -> int:
-        return self.scheme.weights.group_size or -1
+        return self.scheme.weight_format.group_size or -1
 
     @property
     def actorder(self) -> bool:
-        return self.scheme.weights.actorder
+        return self.scheme.weight_format.actorder
 
 
 class CompressedTensorsW4A4Nvfp4MoEMethod(SchemeMoEMethod):

@@ -41,7 +41,7 @@ def checkpoint_view(leaves: Mapping[str, torch.Tensor], scheme: Scheme) -> dict[
     """
     if not has_two_views(scheme):
         return dict(leaves)
-    is_fp4 = scheme.weights.global_scale is not None
+    is_fp4 = scheme.weight_format.global_scale is not None
     plain = leaves.get("w2_weight")  # what the processed view calls packed FP4, and never int4
     if (plain is not None and plain.dtype == torch.uint8) != is_fp4 or (plain is not None and not is_fp4):
         return dict(leaves)

@@ -108,7 +108,7 @@ def convert_vllm(layer: Any, quant_config: Any, **options: Any) -> FusedMoE:
 
 def _config_of(layer: Any, leaves: Mapping[str, torch.Tensor]) -> Any:
     """What a layer's own method says of its parameters. Raises ValueError when it says nothing."""
-    method = getattr(layer, "quant_method", None)
+    method: Any = getattr(layer, "quant_method", None)
     name = type(method).__name__
     if isinstance(method, FusedMoEMethodBase):
         return method.scheme

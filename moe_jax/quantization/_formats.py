@@ -135,6 +135,12 @@ class QuantFormat:
             raise ValueError(f"actorder=True needs integers in groups, found {self.element} per {self.strategy.value}")
 
     @property
+    def block(self) -> tuple[int, int]:
+        """``block_shape`` of a format that has blocks."""
+        assert self.block_shape is not None, f"{self.element} has one scale per {self.strategy.value}"
+        return self.block_shape
+
+    @property
     def element_type(self) -> ElementType:
         return ELEMENTS[self.element]
 

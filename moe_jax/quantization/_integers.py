@@ -23,6 +23,7 @@ def integer_codes(tensor: QuantizedTensor) -> Int[Array, "*lead N K"]:
     if fmt.symmetric:
         return codes
     zero_point = tensor.zero_point
+    assert zero_point is not None
     if fmt.packing is not None:
         zero_point = _unpack(zero_point.swapaxes(-1, -2), fmt, n).swapaxes(-1, -2)
     return codes.astype(jnp.int16) - _per_column(zero_point.astype(jnp.int16), tensor)

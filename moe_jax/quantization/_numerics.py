@@ -83,7 +83,8 @@ def _quantize_expert(w, fmt, arithmetic_dtype):
 
 def stored_codes(tensor: QuantizedTensor) -> Array:
     """lead + (N, K): what scales multiply, for integers unpacked and less their zero points."""
-    return tensor.data if tensor.fmt.element_type.is_float else integer_codes(tensor)
+    is_float = tensor.fmt is not None and tensor.fmt.element_type.is_float
+    return tensor.data if is_float else integer_codes(tensor)
 
 
 def quantize_activations(
@@ -152,8 +153,8 @@ def dequantize(q: Shaped[Array, "..."], scale: Shaped[Array, "..."], fmt: QuantF
         case Strategy.GROUP:
             scale = _spread(scale, -1, fmt.group_size, q.shape[-1])
         case Strategy.BLOCK:
-            scale = _spread(scale, -2, fmt.block_shape[0], q.shape[-2])
-            scale = _spread(scale, -1, fmt.block_shape[1], q.shape[-1])
+            scale = _spread(scale, -2, fmt.block[0], q.shape[-2])
+            scale = _spread(scale, -1, fmt.block[1], q.shape[-1])
         case _:
             # The scale's shape is a prefix of q's: () or lead per tensor, all but K per row.
             scale = scale.reshape(scale.shape + (1,) * (q.ndim - scale.ndim))

@@ -51,6 +51,18 @@ class Scheme:
     def is_quantized(self) -> bool:
         return self.weights is not None
 
+    @property
+    def weight_format(self) -> QuantFormat:
+        """``weights`` of a scheme that quantizes them."""
+        assert self.weights is not None, f"scheme {self.name!r} quantizes no weights"
+        return self.weights
+
+    @property
+    def activation_format(self) -> QuantFormat:
+        """``activations`` of a scheme that quantizes them."""
+        assert self.activations is not None, f"scheme {self.name!r} quantizes no activations"
+        return self.activations
+
     @classmethod
     def parse(cls, scheme: "SchemeLike") -> "Scheme":
         """What ``scheme=``, ``quantize=`` and ``--scheme`` accept, as a supported Scheme.

@@ -139,5 +139,5 @@ def _input_scale(value: Any, stored: Scheme, target: Scheme) -> Any:
         return None
     if not _input_scales_convert(stored, target):
         return UNCALIBRATED
-    is_turned = stored.activations.global_scale != activations.global_scale
+    is_turned = stored.activation_format.global_scale != activations.global_scale
     return numerics.reciprocal(jnp.asarray(value)) if is_turned else value

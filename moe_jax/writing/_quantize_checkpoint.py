@@ -353,7 +353,7 @@ def _specs(module: str, layout: Layout) -> list[TensorSpec]:
 
 def _check_columns(scheme: Scheme, module: str, columns: int) -> None:
     """compressed-tensors has no ragged last group."""
-    size = scheme.weights.group_size
+    size = scheme.weight_format.group_size
     if size is not None and columns % size:
         raise ValueError(
             f"{module}: {columns} columns do not divide into groups of {size}, which scheme {scheme.name!r} needs; "

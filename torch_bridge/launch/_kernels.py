@@ -173,6 +173,7 @@ def _kernel(closed: Any) -> Kernel:
     jaxpr = closed.jaxpr
     structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
     module = jax.jit(core.jaxpr_as_fun(closed)).trace(*structs).lower(lowering_platforms=("cuda",)).compiler_ir()
+    assert module is not None
     with module.context:
         mgpu.dialect.register_inliner_extensions(module.context)  # pyright: ignore[reportPrivateImportUsage]
         passmanager.PassManager.parse("builtin.module(inline{default-pipeline=})").run(module.operation)

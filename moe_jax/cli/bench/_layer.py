@@ -86,8 +86,9 @@ def random_weights(config: MoEConfig) -> ExpertWeights:
         }
     for name, spec in method.create_weights(config).items() if quantizing is not method else ():
         if spec.kind == "input_scale":
-            is_global = activations.global_scale is not None
-            scale = 1.0 if is_global else _LARGEST[name.split("_")[0]] / activations.element_type.max
+            inputs = config.scheme.activation_format
+            largest = inputs.element_type.max
+            scale = 1.0 if inputs.global_scale is not None else _LARGEST[name.split("_")[0]] / largest
             leaves[name] = jnp.full(spec.shape, scale, spec.dtype)
     weights = method.process_weights_after_loading(leaves, config)
     return in_best_layout(config, weights)
