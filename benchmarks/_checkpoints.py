@@ -73,8 +73,12 @@ def dense_tensors(config: dict[str, Any]) -> list[tuple[str, Make]]:
 
 def expert_tensors(config: dict[str, Any], scheme: Any = None) -> list[tuple[str, Make]]:
     """Experts in bfloat16, or as a scheme stores them: random codes, and scales between 0.5 and 1.5."""
-    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
-    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    hidden, intermediate = config["hidden_size"], config["moe_intermediate_size"]
+    shapes = {
+        "gate_proj": (intermediate, hidden),
+        "up_proj": (intermediate, hidden),
+        "down_proj": (hidden, intermediate),
+    }
     method = method_for(scheme)
     pairs = []
     for layer, expert in np.ndindex(config["num_hidden_layers"], config["num_experts"]):

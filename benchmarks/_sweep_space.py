@@ -1,7 +1,7 @@
 """What ``sweep.py products`` times: shapes of layers and their shards, formats, and the configurations worth a look.
 
 A shape is a model's name, with "/tp2" behind it for one of two shards of every expert (a part of the intermediate
-size), "/ep2" for one of two halves of the experts. Shards of experts keep top_k: T counts tokens all of whose experts
+size), "/ep2" for one half of the experts. Shards of experts keep top_k: T counts tokens all of whose experts
 are on the device, as it does for dsv3-ep8.
 """
 
@@ -24,30 +24,30 @@ _SHAPES = SHAPES | {"dsv3-tp8": (256, 8, 7168, 256)}
 H200_SMS = 132
 
 
-# (consumers, k_split, blocks of K a step, whether consumers take one half each), by halves, height and tokens
+# (consumers, k_split, blocks of K a step, whether each consumer takes one projection), by height and tokens
 _Shape = tuple[int, int, int, bool]
 _ONE_GATED = [
     (4, 4, 8, 0), (2, 2, 4, 0), (2, 1, 2, 0), (4, 2, 4, 0), (1, 1, 2, 0), (2, 1, 4, 0), (4, 1, 4, 1), (2, 1, 4, 1)
 ]  # fmt: skip
 _ONE = [(4, 4, 8, 0), (1, 1, 2, 0), (4, 2, 2, 0), (4, 1, 2, 0), (2, 1, 4, 0), (2, 2, 4, 0), (4, 4, 4, 0)]
-_LOW_GATED = [
+_SMALL_M_GATED = [
     (4, 1, 2, 0), (4, 2, 4, 0), (2, 1, 4, 0), (3, 1, 2, 0), (4, 1, 4, 1), (4, 1, 2, 1), (2, 2, 4, 0), (4, 4, 8, 0)
 ]  # fmt: skip
-_LOW = [(4, 1, 4, 0), (3, 1, 4, 0), (4, 1, 2, 0), (2, 1, 4, 0), (3, 1, 2, 0), (4, 2, 4, 0)]
-_TALL_GATED = [
+_SMALL_M = [(4, 1, 4, 0), (3, 1, 4, 0), (4, 1, 2, 0), (2, 1, 4, 0), (3, 1, 2, 0), (4, 2, 4, 0)]
+_LARGE_M_GATED = [
     (2, 1, 4, 0), (4, 1, 2, 1), (2, 1, 2, 0), (2, 1, 4, 1), (2, 1, 2, 1), (3, 1, 2, 0), (4, 1, 1, 1), (2, 1, 1, 0)
 ]  # fmt: skip
-_TALL = [(4, 1, 2, 0), (2, 1, 2, 0), (3, 1, 2, 0), (2, 1, 4, 0), (4, 1, 1, 0), (2, 1, 1, 0)]
+_LARGE_M = [(4, 1, 2, 0), (2, 1, 2, 0), (3, 1, 2, 0), (2, 1, 4, 0), (4, 1, 1, 0), (2, 1, 1, 0)]
 
 
 def shape(name: str) -> tuple[int, int, int, int]:
     """(experts, top_k, hidden, intermediate) of a shape."""
     model, *shards = name.split("/")
-    experts, top_k, hidden, inner = _SHAPES[model]
+    experts, top_k, hidden, intermediate = _SHAPES[model]
     for shard in shards:
         kind, parts = shard[:2], int(shard[2:])
-        experts, inner = (experts // parts, inner) if kind == "ep" else (experts, inner // parts)
-    return experts, top_k, hidden, inner
+        experts, intermediate = (experts // parts, intermediate) if kind == "ep" else (experts, intermediate // parts)
+    return experts, top_k, hidden, intermediate
 
 
 def rows_per_expert(tokens: int, experts: int, top_k: int) -> float:
@@ -83,10 +83,10 @@ def _at_height(desc: PackedDesc, block_m: int, tokens: int, is_brief: bool) -> I
     here = dataclasses.replace(desc, rows=-(-desc.rows // block_m) * block_m)
     may_fold = desc.fmt.scale == "group" and desc.scale_dtype == desc.fmt.operand and block_m >= 48
     count = 0
-    for consumers, split, blocks, halves in _shapes(here, block_m, tokens):
+    for consumers, split, blocks, splits in _shapes(here, block_m, tokens):
         for folds in (False, True) if may_fold else (False,):
-            band = 16 if block_m >= 128 else 8
-            config = PackedConfig(block_m, consumers, blocks, 2, folds, band, H200_SMS, split, halves)
+            group = 16 if block_m >= 128 else 8
+            config = PackedConfig(block_m, consumers, blocks, 2, folds, group, H200_SMS, split, splits)
             config = _deepest(here, config)
             if config is None or (is_brief and count >= 4):
                 continue
@@ -99,11 +99,11 @@ def _at_height(desc: PackedDesc, block_m: int, tokens: int, is_brief: bool) -> I
 def _shapes(desc: PackedDesc, block_m: int, tokens: int) -> list[_Shape]:
     is_gated = desc.projections > 1
     if block_m >= 48:
-        shapes = _TALL_GATED if is_gated else _TALL
+        shapes = _LARGE_M_GATED if is_gated else _LARGE_M
     elif tokens == 1:
         shapes = _ONE_GATED if is_gated else _ONE
     else:
-        shapes = _LOW_GATED if is_gated else _LOW
+        shapes = _SMALL_M_GATED if is_gated else _SMALL_M
     if desc.fmt.is_8bit:  # blocks twice as deep
         shapes = [(c, split, max(split, blocks // 2), h) for c, split, blocks, h in shapes]
     if desc.k // desc.fmt.block_k % 2:  # steps of 3 and 5 blocks beside 2 and 4, whose last one is padding in part
@@ -126,8 +126,8 @@ def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any
     low = tuple(height for height in SWAPPED_BLOCK_MS[1:] if height <= 96)
     swapped = heights(mean, low, is_brief) if key.may_swap else []
     if mean > 64:
-        tall = tall_space(key, gemm, tokens)
-        found += tall[:3] if is_brief else tall
+        large_m = large_m_space(key, gemm, tokens)
+        found += large_m[:3] if is_brief else large_m
     for block_m in swapped:
         own = unpacked_candidates(key.products(tokens, block_m)[gemm - 1], block_m, H200_SMS)
         found += [config for config in own if config.swap_ab]
@@ -144,8 +144,8 @@ def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any
     return [c for c in found if config_error(key.products(tokens, c.block_m)[gemm - 1], c) is None]
 
 
-def tall_space(key: Any, gemm: int, tokens: int) -> list[Any]:
-    """Tall tiles of swapped operands: the likeliest height in every width, two more in the widest."""
+def large_m_space(key: Any, gemm: int, tokens: int) -> list[Any]:
+    """Large-M tiles, swap_ab: the likeliest height in every width, two more in the widest."""
     found: list[Any] = []
     if not key.may_be_large_m:
         return found
@@ -165,7 +165,7 @@ def of_table(key: Any, gemm: int, tokens: int) -> list[Any]:
 
 
 def pairs_space(key: Any, gemm: int, tokens: int) -> list[Any]:
-    """The widest of the two likeliest heights of ``tall_space``, in clusters whose blocks share weights, or rows."""
+    """The widest of the two likeliest heights of ``large_m_space``, in clusters whose blocks share weights, or rows."""
     found = []
     for block_m in (
         large_m_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:2] if key.may_be_large_m else ()

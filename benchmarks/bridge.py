@@ -51,10 +51,10 @@ def row_us(call, wait, repeats):
 class Qwen3MoeExperts(torch.nn.Module):
     """Experts as transformers keeps and, with its eager implementation, computes them: one expert after another."""
 
-    def __init__(self, experts, hidden, inner, **factory):
+    def __init__(self, experts, hidden, intermediate, **factory):
         super().__init__()
-        self.gate_up_proj = torch.nn.Parameter(torch.randn(experts, 2 * inner, hidden, **factory) * 0.02)
-        self.down_proj = torch.nn.Parameter(torch.randn(experts, hidden, inner, **factory) * 0.02)
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(experts, 2 * intermediate, hidden, **factory) * 0.02)
+        self.down_proj = torch.nn.Parameter(torch.randn(experts, hidden, intermediate, **factory) * 0.02)
         self.act_fn = torch.nn.SiLU()
 
     def forward(self, x, ids, weights):
@@ -70,11 +70,11 @@ class Qwen3MoeExperts(torch.nn.Module):
 class ReferenceBlock(torch.nn.Module):
     """A Qwen3-MoE block in plain torch, for machines without transformers."""
 
-    def __init__(self, experts, top_k, hidden, inner, **factory):
+    def __init__(self, experts, top_k, hidden, intermediate, **factory):
         super().__init__()
         self.gate = torch.nn.Linear(hidden, experts, bias=False, **factory)
         self.gate.top_k, self.gate.norm_topk_prob = top_k, True
-        self.experts = Qwen3MoeExperts(experts, hidden, inner, **factory)
+        self.experts = Qwen3MoeExperts(experts, hidden, intermediate, **factory)
 
     def forward(self, hidden_states):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -85,7 +85,7 @@ class ReferenceBlock(torch.nn.Module):
 
 def blocks(sizes, device):
     """(name, a maker of the block) for what is installed: transformers' block in its own implementations."""
-    experts, top_k, hidden, inner = sizes
+    experts, top_k, hidden, intermediate = sizes
     factory = dict(device=device, dtype=torch.bfloat16)
     try:
         import transformers
@@ -97,7 +97,7 @@ def blocks(sizes, device):
 
         def make(implementation=implementation):
             config = transformers.Qwen3MoeConfig(
-                hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=top_k
+                hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=experts, num_experts_per_tok=top_k
             )
             config._experts_implementation = implementation
             block = Qwen3MoeSparseMoeBlock(config).to(**factory)

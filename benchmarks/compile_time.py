@@ -35,9 +35,14 @@ def main() -> int:
     if options.cache:  # before anything is compiled: JAX looks once
         jax.config.update("jax_compilation_cache_dir", options.cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    experts, top_k, hidden, inner = layer_shape(options.model)
+    experts, top_k, hidden, intermediate = layer_shape(options.model)
     config = moe_jax.MoEConfig(
-        experts, top_k, hidden, inner, scheme=scheme_named(options.scheme), implementation=(options.implementation,)
+        experts,
+        top_k,
+        hidden,
+        intermediate,
+        scheme=scheme_named(options.scheme),
+        implementation=(options.implementation,),
     )
     weights = jax.block_until_ready(random_weights(config))
     configs = [dataclasses.replace(config, name=f"layers.{i}.mlp") for i in range(options.layers)]

@@ -111,11 +111,11 @@ def table(redundant: int, num_nodes: int = 1) -> None:
 
 
 def move_one_layer() -> None:
-    experts, redundant, hidden, inner = 24, 8, 256, 256
+    experts, redundant, hidden, intermediate = 24, 8, 256, 256
     layer = moe_jax.FusedMoE(
         experts,
         hidden,
-        inner,
+        intermediate,
         top_k=2,
         scheme="fp8_block",
         dtype=jnp.float32,
@@ -145,7 +145,7 @@ def move_one_layer() -> None:
     assert (np.asarray(again) == np.asarray(y)).all() and run._cache_size() == 1
     found = [float(balancedness(load[None], DEVICES)) for load in (stats.load, moved_stats.load)]
     size = layer.weights.get_value().nbytes()
-    say(f"\none layer, {experts} + {redundant} experts of {hidden} x {inner}, fp8_block, {size} bytes")
+    say(f"\none layer, {experts} + {redundant} experts of {hidden} x {intermediate}, fp8_block, {size} bytes")
     say(f"  balancedness {found[0]:.3f} -> {found[1]:.3f}, outputs equal bit for bit, no new program")
     say(f"  experts moved between simulated devices: {times[0]:.0f} ms at first, then {np.median(times[2:]):.1f} ms")
 

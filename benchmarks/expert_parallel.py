@@ -74,8 +74,8 @@ def mesh_of(size: int) -> jax.sharding.Mesh:
 
 
 def make_config(model: str, scheme: str) -> moe_jax.MoEConfig:
-    experts, top_k, hidden, inner = MODELS[model]
-    return moe_jax.MoEConfig(experts, top_k, hidden, inner, scheme=Scheme.parse(scheme))
+    experts, top_k, hidden, intermediate = MODELS[model]
+    return moe_jax.MoEConfig(experts, top_k, hidden, intermediate, scheme=Scheme.parse(scheme))
 
 
 def make_weights(config: moe_jax.MoEConfig, parallel: ParallelConfig, placement: Placement) -> Any:

@@ -154,8 +154,8 @@ def _vary(values: jax.Array, i: int) -> jax.Array:
 def device_time(call, args: tuple) -> tuple[float, int]:
     """(microseconds, kernels) of a call on other values of its first argument each time."""
     calls = 10 if args[0].size < 1 << 24 else 3
-    inner, values = jax.jit(call), [_vary(args[0], i) for i in range(calls)]
-    program = jax.jit(lambda values, rest: [inner(value, *rest) for value in values])
+    one, values = jax.jit(call), [_vary(args[0], i) for i in range(calls)]
+    program = jax.jit(lambda values, rest: [one(value, *rest) for value in values])
     compiled = program.lower(values, args[1:]).compile(compiler_options=NO_COMMAND_BUFFERS)
     for _ in range(2):
         jax.block_until_ready(compiled(values, args[1:]))
@@ -167,11 +167,11 @@ def device_time(call, args: tuple) -> tuple[float, int]:
 
 
 def time_rows(model: str, tokens: int, options: argparse.Namespace) -> None:
-    experts, top_k, hidden, inter = layer_shape(model)
+    experts, top_k, hidden, intermediate = layer_shape(model)
     row_of, num_rows = rows_of_tokens(tokens, experts, top_k)
     x = jax.random.normal(jax.random.key(0), (tokens, hidden), jnp.bfloat16)
     rows = jax.random.normal(jax.random.key(1), (num_rows, hidden), jnp.bfloat16)
-    h = jax.random.normal(jax.random.key(2), (num_rows, inter), jnp.bfloat16)
+    h = jax.random.normal(jax.random.key(2), (num_rows, intermediate), jnp.bfloat16)
     weights = jax.random.uniform(jax.random.key(3), row_of.shape, jnp.float32)
     used, kernels, cases = tokens * top_k, dict(implementation="mosaic"), {}
     for fmt in options.formats.split(","):
@@ -188,9 +188,9 @@ def time_rows(model: str, tokens: int, options: argparse.Namespace) -> None:
             given = "" if way else options.rows_at_once
             for form, config in _forms(hidden, tokens, top_k, fmt, given).items():
                 cases[f"permute {fmt}{way}{form}"] = functools.partial(permute, **config), (x, row_of), moved
-            for form, config in _forms(inter, used, 0, fmt, given).items() if fmt != "none" else ():
+            for form, config in _forms(intermediate, used, 0, fmt, given).items() if fmt != "none" else ():
                 call = functools.partial(requantize, **config)
-                cases[f"requantize {fmt}{way}{form}"] = call, (h, row_of), used * inter * (2 + size)
+                cases[f"requantize {fmt}{way}{form}"] = call, (h, row_of), used * intermediate * (2 + size)
     moved = used * hidden * 2 + tokens * hidden * 2
     cases["combine"] = functools.partial(combine, **kernels), (rows, row_of, weights), moved
     ids = jax.random.randint(jax.random.key(4), row_of.shape, 0, experts)

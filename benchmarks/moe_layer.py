@@ -57,7 +57,7 @@ def line(cell: dict) -> str:
 
 def timing_of(tokens: int) -> dict[str, Any]:
     """For ``time_in_jit``: calls in a loop, as layers run under ``scan``, for a tenth of a second without a pause. At
-    one token a round holds more calls than weights fit into the L2. Where the card reaches its power limit it rests
+    one token a round holds more calls than weights fit into the L2. Where the GPU reaches its power limit it rests
     before each sample. Peers are timed by the same rule.
     """
     if tokens >= 4096:
@@ -69,9 +69,9 @@ def run_pair(
     model: str, name: str, tokens: list[int], implementation: str, lock: str | None, report: Callable[[dict], None]
 ) -> None:
     """A model and scheme at every number of tokens; a cell that fails is reported with an "error" for its figures."""
-    experts, top_k, hidden, inner = layer_shape(model)
+    experts, top_k, hidden, intermediate = layer_shape(model)
     config = moe_jax.MoEConfig(
-        experts, top_k, hidden, inner, scheme=scheme_named(name), implementation=(implementation,)
+        experts, top_k, hidden, intermediate, scheme=scheme_named(name), implementation=(implementation,)
     )
     turn, weights, failed = functools.partial(locked, lock), None, ""
     try:

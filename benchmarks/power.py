@@ -35,8 +35,10 @@ _QUERY = "clocks.sm,power.draw.instant,clocks_event_reasons.active"
 
 def program(model: str, scheme: str, tokens: int, calls: int) -> Callable[[], Any]:
     """One program of ``calls`` layers after each other, compiled."""
-    experts, top_k, hidden, inner = layer_shape(model)
-    config = moe_jax.MoEConfig(experts, top_k, hidden, inner, scheme=scheme_named(scheme), implementation=("mosaic",))
+    experts, top_k, hidden, intermediate = layer_shape(model)
+    config = moe_jax.MoEConfig(
+        experts, top_k, hidden, intermediate, scheme=scheme_named(scheme), implementation=("mosaic",)
+    )
     weights = jax.block_until_ready(random_weights(config))
     x = jax.random.normal(jax.random.key(0), (tokens, hidden), jnp.bfloat16)
     logits = jax.random.normal(jax.random.key(1), (_ROUTINGS, tokens, experts), jnp.float32)

@@ -126,10 +126,10 @@ def exchange_us(rates: Rates, model: str, gpus: int, tokens: int, way: Way) -> t
 
 def experts_us(model: str, gpus: int, tokens: int) -> float:
     """FP8 products of a GPU that serves ``tokens`` tokens of every GPU."""
-    experts, top_k, hidden, inner = MODELS[model]
+    experts, top_k, hidden, intermediate = MODELS[model]
     local = max(1, experts // gpus)
     reached = local * (1 - (1 - top_k / experts) ** (tokens * gpus))
-    size = 3 * hidden * inner
+    size = 3 * hidden * intermediate
     return max(reached * size / READ_GBPS / 1e3, 2 * tokens * top_k * size / FP8_TFLOPS / 1e6)
 
 

@@ -179,7 +179,7 @@ def layers_of(tokens: int) -> int:
 
 
 def deepest(desc: GemmDesc, config: GemmConfig) -> GemmConfig | None:
-    """config with as many stages as fit, in half of the memory with two blocks a multiprocessor; None: cannot run."""
+    """config with as many stages as fit, in half of the memory with two CTAs an SM; None: cannot run."""
     room = SMEM_BYTES if config.num_sms <= H200_SMS else SMEM_BYTES // 2 - 1024
     for stages in range(12 if config.swap_ab else 8, 2, -1):
         deeper = dataclasses.replace(config, num_stages=stages)
@@ -205,12 +205,12 @@ def spread_of(key: LayerKey, tokens: int) -> Iterator[LayerConfig]:
 def _of_product(desc: GemmDesc, block_m: int, swap_ab: bool, mean: float) -> Iterator[GemmConfig]:
     seen = set()
     chunks: tuple[int | None, ...] = (None,) if swap_ab else (16,) if mean < 0.6 * block_m else (None, 64, 16)
-    bands = (8, 16, 32) if mean > 150 else (8,)
+    groups = (8, 16, 32) if mean > 150 else (8,)
     for chunk in chunks:
-        for band in bands if chunk == chunks[0] else (8,):
-            for block_n in (128, 256, 64, 192) if band == 8 and chunk == chunks[0] else (128, 256):
+        for group in groups if chunk == chunks[0] else (8,):
+            for block_n in (128, 256, 64, 192) if group == 8 and chunk == chunks[0] else (128, 256):
                 for blocks in (H200_SMS, 2 * H200_SMS) if swap_ab and block_n <= 128 and mean < 80 else (H200_SMS,):
-                    config = deepest(desc, GemmConfig(block_m, block_n, 3, band, chunk, blocks, swap_ab))
+                    config = deepest(desc, GemmConfig(block_m, block_n, 3, group, chunk, blocks, swap_ab))
                     if config is not None and config not in seen:
                         seen.add(config)
                         yield config

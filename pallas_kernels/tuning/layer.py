@@ -143,8 +143,8 @@ class LayerKey:
         """Tile heights worth a look: a token has an expert at most once, so none has more rows than tokens."""
         swapped = [h for h in (8, 16, 32) if h < 2 * num_tokens or h == 8] if self.may_swap else []
         average = num_tokens * self.top_k / self.num_experts
-        tall = large_m_heights(average)[:2] if self.may_be_large_m and average > 96 else []
-        return [h for h in swapped if average <= 2 * h] + [64] + ([128] if num_tokens > 64 else []) + tall
+        large_m = large_m_heights(average)[:2] if self.may_be_large_m and average > 96 else []
+        return [h for h in swapped if average <= 2 * h] + [64] + ([128] if num_tokens > 64 else []) + large_m
 
     @property
     def may_swap(self) -> bool:

@@ -59,10 +59,10 @@ def random_packed_weights(
     """Random codes for matrices (E, G, N, K), zero points around 0. Scales near 2**-7; those inside blocks are near
     1 or, powers of two, at most 2**-7.
     """
-    experts, halves, n, k = shape
+    experts, projections, n, k = shape
     channel_blocks = -(-n // 64)
     keys = jax.random.split(jax.random.key(0), 4)
-    bits = jax.random.bits(keys[0], (experts, channel_blocks, halves, -(-k // fmt.block_k), *fmt.block_shape))
+    bits = jax.random.bits(keys[0], (experts, channel_blocks, projections, -(-k // fmt.block_k), *fmt.block_shape))
     if fmt.element == "e4m3":
         even = pack_words(np.full((64, fmt.block_k), 0xFE, np.uint8), fmt)  # the same in every word; no NaN is even
         bits = bits & even.view(np.uint32).flat[0]
@@ -70,7 +70,7 @@ def random_packed_weights(
         near_one = {"e4m3": 0x48484848, "e8m0": 0xF0F0F0F0}[fmt.scale]
         inside = turned(bits[..., -1:, :] & jnp.uint32(0x07070707) | jnp.uint32(near_one), scale_rotation(fmt))
         bits = jnp.concatenate([bits[..., :-1, :], inside], axis=-2)
-    grouped = (experts, channel_blocks, halves, -(-k // (fmt.group_size or k)), 64)
+    grouped = (experts, channel_blocks, projections, -(-k // (fmt.group_size or k)), 64)
     scale = zero = channel = None
     if fmt.has_zero_point:
         zero = zero_term(fmt, jax.random.randint(keys[3], grouped, -8, 8).astype(jnp.float32)).astype(fmt.operand)
