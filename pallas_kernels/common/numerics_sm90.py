@@ -12,7 +12,7 @@ from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.common import simt
 from pallas_kernels.common.numerics import e4m3_group_scale, e4m3_row_scale, power_of_two_scale
-from pallas_kernels.common.types import Value
+from pallas_kernels.common.types import Layout, Value
 
 # e4m3: five operations an element where numerics.py takes sixteen.
 
@@ -60,7 +60,7 @@ def _e4m3_codes(x: Value, inverse: Value, scale: Value) -> Value:
 # int8: single instructions, where numerics.py takes a dozen operations.
 
 
-def cast_int8_in(x: Value, layout: Any) -> Value:
+def cast_int8_in(x: Value, layout: Layout) -> Value:
     """``numerics.cast_int8`` of float32 values above -127.5, to the nearest with ties to even; NaN becomes 0.
 
     layout: of x, with 2, 4 or 8 neighbouring elements a thread.
@@ -95,7 +95,7 @@ def _pack_int8(elements: list[ir.Value], kind: ir.Type) -> Any:
 # Division that rounds correctly, where Pallas gives ``div.full`` (2 ulp).
 
 
-def divide_in(layout: Any) -> Callable[[Value | float, Value | float], Value]:
+def divide_in(layout: Layout) -> Callable[[Value | float, Value | float], Value]:
     """``numerics.divide`` for float32 arrays in ``layout``; either operand may be a scalar."""
 
     def divide(x: Value | float, divisor: Value | float) -> Value:

@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common.sm90 import WARPGROUP
-from pallas_kernels.common.types import Dtype, Ref, Value
+from pallas_kernels.common.types import Dtype, Layout, Ref, Value
 
 LANES = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 _RESULT = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, LANES)
@@ -34,7 +34,9 @@ def inline(*arguments: Any, result: Any = None) -> Callable[[Callable[..., Any]]
     return plgpu.inline_mgpu(arg_types=arguments, return_type=result)
 
 
-def map_registers(function: Callable[..., ir.Value], layout: Any, *arrays: Value, dtype: Dtype = jnp.float32) -> Value:
+def map_registers(
+    function: Callable[..., ir.Value], layout: Layout, *arrays: Value, dtype: Dtype = jnp.float32
+) -> Value:
     """Apply ``function`` to the registers of arrays of one shape in ``layout``; each register is an MLIR vector.
 
     The function returns a vector of as many elements of ``dtype``.

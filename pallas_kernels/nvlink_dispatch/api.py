@@ -4,13 +4,13 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.common.types import Dtype, Leaf
 from pallas_kernels.nvlink_dispatch.config import (
     QUANTIZATIONS,
     ExchangeConfig,
@@ -28,45 +28,59 @@ from pallas_kernels.nvlink_dispatch.reference import combine_ref, dispatch_ref, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DispatchedRows:
-    """Tokens of all devices as one device has them, token t of device s in row s * T + t.
+    """Tokens of all devices as one device has them: token t of device s in row s * T + t.
 
-    codes: (size * T, H), unspecified where no slot of the row is of this device. scales: (size * T,) or, a scale for
-    every 128 columns, (size * T, H / 128) float32, which multiplies the codes; None for codes that are the values.
-    slots: (size * T, top_k) int32 of the whole mesh, -1 for none. weights: (size, padded T * top_k) float32 of their
-    tokens, where each device returns one sum; else None. mailbox, table: where rows come back to this device, and where
-    to each other one, for ``combine_rows``; None where XLA's collectives bring them.
+    Args:
+        codes: (size * T, H), unspecified where no slot of the row is of this device.
+        scales: (size * T,) or, a scale for every 128 columns, (size * T, H / 128) float32, which multiply the codes.
+            None for codes that are the values.
+        slots: (size * T, top_k) int32 of the whole mesh, -1 for none.
+        weights: (size, padded T * top_k) float32 of their tokens, where each device returns one partial sum; else None.
+        mailbox, table: where rows come back to this device, and where to each other one, for ``combine_rows``. None
+            where XLA's collectives bring them.
     """
 
-    codes: Any
-    scales: Any
-    slots: Any
-    weights: Any = None
-    mailbox: Any = None
-    table: Any = None
+    codes: Leaf
+    scales: Leaf | None
+    slots: Leaf
+    weights: Leaf | None = None
+    mailbox: Leaf | None = None
+    table: Leaf | None = None
 
 
 def dispatch_rows(
-    x: Any,
-    slots: Any,
-    weights: Any = None,
+    x: jax.Array,
+    slots: jax.Array,
+    weights: jax.Array | None = None,
     *,
     axis: str,
     slots_per_device: int,
     quantization: str = "none",
-    row_dtype: Any = None,
-    sum_dtype: Any = None,
+    row_dtype: Dtype | None = None,
+    sum_dtype: Dtype | None = None,
     config: ExchangeConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> DispatchedRows:
     """Send each token, quantized once, to every device that has one of its slots. Never drops one.
 
-    x: (T, H) bfloat16, float16 or float32, T the same on all devices. slots: (T, top_k) int32; slot i is an expert of
-    device i // slots_per_device along ``axis``, -1 is none. quantization: one of ``QUANTIZATIONS``, whose rules are
-    those of ``quantize_and_permute``. row_dtype: of the rows that ``combine_rows`` will send back, of x by default.
-    sum_dtype: None, or the dtype in which each device returns one sum for a token in place of its experts' rows;
-    then weights, (T, top_k) float32, travel with the slots. Inside ``jax.shard_map`` over a mesh with ``axis``; every
-    device of the mesh takes part, and calls ``combine_rows`` with what arrived. Raises ValueError or TypeError for a
-    wrong call, NotImplementedError when no implementation can run it.
+    To be called inside ``jax.shard_map`` over a mesh with ``axis``. Every device of the mesh takes part, and calls
+    ``combine_rows`` with what arrived.
+
+    Args:
+        x: (T, H) bfloat16, float16 or float32, T the same on all devices.
+        slots: (T, top_k) int32; slot i is an expert of device i // slots_per_device along ``axis``, -1 is none.
+        weights: (T, top_k) float32, given exactly with sum_dtype; they travel with the slots.
+        axis: of the mesh, along which the experts are split.
+        slots_per_device: experts of a device.
+        quantization: one of ``QUANTIZATIONS``, by the rules of ``quantize_and_permute``.
+        row_dtype: of the rows that ``combine_rows`` will send back; that of x by default.
+        sum_dtype: dtype in which each device returns one partial sum for a token in place of its experts' rows; None
+            for rows.
+        config: of the Hopper kernel; None for its own choice.
+        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
+
+    Raises:
+        ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
     desc = _describe(x.shape, x.dtype, slots, axis, slots_per_device, row_dtype or x.dtype, sum_dtype, quantization)
     if (weights is None) != (sum_dtype is None):
@@ -75,7 +89,7 @@ def dispatch_rows(
         _check_weights(weights, slots)
     padded = [_pad(desc, slots, -1), *([] if weights is None else [_pad(desc, weights, 0)])]
 
-    def mosaic():
+    def hopper():
         num_sms = hopper_sms()
         chosen = config or choose_dispatch_config(desc, num_sms)
         if reason := config_error(desc, chosen, num_sms):
@@ -85,21 +99,37 @@ def dispatch_rows(
 
         return dispatch_sm90(desc, chosen)(x, *padded)
 
-    runs = dict(mosaic=mosaic, reference=lambda: dispatch_ref(desc, x, *padded))
+    runs = dict(hopper=hopper, reference=lambda: dispatch_ref(desc, x, *padded))
     codes, scales, came, came_weights, mailbox, table = first_that_runs("dispatch_rows", runs, implementation)
     came = came[:, : desc.num_pairs].reshape(desc.num_rows, desc.top_k)
     return DispatchedRows(codes, scales, came, came_weights, mailbox, table)
 
 
 def place_rows(
-    codes: Any, scales: Any, row_of: Any, num_places: int, *, implementation: str | Sequence[str] | None = None
-) -> tuple[Any, Any]:
+    codes: jax.Array,
+    scales: jax.Array,
+    row_of: jax.Array,
+    num_places: int,
+    *,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Copy rows of 8-bit codes and their scales to the places that ``row_of`` names.
 
-    codes: (N, H) float8_e4m3fn or int8. scales: (N,) or (N, H / 128) float32. row_of: (N, top_k) int32, the place of
-    each (row, slot), -1 for none; distinct otherwise. num_places: Mp, static. Returns (codes (Mp, H), scales (Mp,) or
-    (H / 128, Mp)), what ``quantize_and_permute`` gives for the tokens themselves. Places that no row fills are
-    unspecified. Raises ValueError for a wrong call, NotImplementedError when no implementation can run it.
+    The result is what ``quantize_and_permute`` gives for the tokens themselves. Places that no row fills are
+    unspecified.
+
+    Args:
+        codes: (N, H) float8_e4m3fn or int8.
+        scales: (N,) or (N, H / 128) float32.
+        row_of: (N, top_k) int32, the place of each (row, slot), -1 for none; distinct otherwise.
+        num_places: Mp, static.
+        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
+
+    Returns:
+        (codes (Mp, H), scales (Mp,) or (H / 128, Mp)).
+
+    Raises:
+        ValueError: a wrong call. NotImplementedError: no implementation can run it.
     """
     if codes.ndim != 2 or jnp.dtype(codes.dtype).itemsize != 1 or row_of.shape[:1] != codes.shape[:1]:
         raise ValueError(f"codes {codes.dtype}{codes.shape}, row_of {row_of.shape}; expected 8 bits, (N, H) and (N, k)")
@@ -108,7 +138,7 @@ def place_rows(
     groups = scales.shape[1] if scales.ndim == 2 else 0
     desc = PlaceDesc(codes.shape[0], num_places, codes.shape[1], row_of.shape[1], groups)
 
-    def mosaic():
+    def hopper():
         num_sms = hopper_sms()
         if reason := place_error(desc):
             raise NotImplementedError(reason)
@@ -119,32 +149,41 @@ def place_rows(
         placed, placed_scales = place_sm90(desc, choose_place_config(desc, num_sms))(bits, scales, row_of)
         return jax.lax.bitcast_convert_type(placed, codes.dtype), placed_scales
 
-    runs = dict(mosaic=mosaic, reference=lambda: place_ref(desc, codes, scales, row_of))
+    runs = dict(hopper=hopper, reference=lambda: place_ref(desc, codes, scales, row_of))
     return first_that_runs("place_rows", runs, implementation)
 
 
 def combine_rows(
-    rows: Any,
-    row_of: Any,
-    slots: Any,
-    weights: Any,
+    rows: jax.Array,
+    row_of: jax.Array,
+    slots: jax.Array,
+    weights: jax.Array,
     arrived: DispatchedRows,
     *,
     axis: str,
     slots_per_device: int,
-    sum_dtype: Any = None,
+    sum_dtype: Dtype | None = None,
     config: ExchangeConfig | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> Any:
+) -> jax.Array:
     """Send the rows of this device's experts back to their tokens and add them up there. Once per ``dispatch_rows``.
 
-    rows: (Mp, H) bfloat16, float16 or float32. row_of: (size * T, top_k) int32, the row of each slot of each token that
-    arrived, -1 for slots of other devices. slots: (T, top_k) int32 as in ``dispatch_rows``. weights: (T, top_k)
-    float32. arrived: of ``dispatch_rows`` with the same sum_dtype, and row_dtype that of rows. Returns (T, H)
-    float32: the sum over
-    top_k, in this order, of weight times row, as ``combine`` gives it; or, with sum_dtype, the sum over the devices, in
-    their order, of each one's sum over its own slots, rounded to that dtype. Inside ``jax.shard_map``; raises as
-    ``dispatch_rows`` does.
+    To be called inside ``jax.shard_map``, as ``dispatch_rows`` is, with the same axis, slots and sum_dtype.
+
+    Args:
+        rows: (Mp, H) bfloat16, float16 or float32, the row_dtype of the dispatch.
+        row_of: (size * T, top_k) int32, the row of each slot of each token that arrived, -1 for slots of other devices.
+        slots: (T, top_k) int32.
+        weights: (T, top_k) float32.
+        arrived: of ``dispatch_rows``.
+        axis, slots_per_device, sum_dtype, config, implementation: as there.
+
+    Returns:
+        (T, H) float32: the sum over top_k, in this order, of weight times row, as ``combine`` gives it. With sum_dtype:
+        the sum over the devices, in their order, of each one's sum over its own slots, rounded to that dtype.
+
+    Raises:
+        ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
     shape = (slots.shape[0], rows.shape[1])
     desc = _describe(shape, rows.dtype, slots, axis, slots_per_device, rows.dtype, sum_dtype)
@@ -156,7 +195,7 @@ def combine_rows(
     operands = (rows, row_of.reshape(-1), slots.reshape(-1))
     factors = weights.reshape(-1) if sum_dtype is None else arrived.weights
 
-    def mosaic():
+    def hopper():
         if arrived.mailbox is None:
             raise NotImplementedError("the rows were not sent by the Hopper kernels: there is no mailbox")
         mailbox = (desc.mailbox_rows, desc.width), jnp.dtype(desc.mailbox_dtype)
@@ -173,27 +212,27 @@ def combine_rows(
 
         return combine_sm90(desc, chosen)(*operands, factors, arrived.mailbox, arrived.table)
 
-    runs = dict(mosaic=mosaic, reference=lambda: combine_ref(desc, *operands, factors))
+    runs = dict(hopper=hopper, reference=lambda: combine_ref(desc, *operands, factors))
     return first_that_runs("combine_rows", runs, implementation)
 
 
-def _pad(desc: ExchangeDesc, part: Any, fill: int) -> Any:
+def _pad(desc: ExchangeDesc, part: jax.Array, fill: int) -> jax.Array:
     return jnp.pad(part.reshape(-1), (0, desc.padded_pairs - desc.num_pairs), constant_values=fill)
 
 
-def _check_weights(weights: Any, slots: Any) -> None:
+def _check_weights(weights: jax.Array, slots: jax.Array) -> None:
     if weights.shape != slots.shape or weights.dtype != jnp.float32:
         raise ValueError(f"weights is {weights.dtype}{weights.shape}, expected float32{slots.shape}")
 
 
 def _describe(
     shape: tuple[int, ...],
-    dtype: Any,
-    slots: Any,
+    dtype: Dtype,
+    slots: jax.Array,
     axis: str,
     slots_per_device: int,
-    row_dtype: Any,
-    sum_dtype: Any,
+    row_dtype: Dtype,
+    sum_dtype: Dtype | None,
     quantization: str = "none",
 ) -> ExchangeDesc:
     if len(shape) != 2 or slots.ndim != 2 or slots.shape[0] != shape[0]:

@@ -12,19 +12,27 @@ QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "int8_row
 GROUP = 128
 GROUPED_WIDTH = 4 * GROUP  # rows quantized in groups are whole numbers of these columns
 MAX_DEVICES = 8  # of one NVLink host
-# Blocks of one warpgroup that a multiprocessor holds at once with up to 128 registers a thread. All blocks of a combine
-# wait for other devices, so all must be resident.
-BLOCKS_PER_SM = 4
+# CTAs of one warpgroup that an SM holds at once with up to 128 registers a thread. All CTAs of a combine wait for other
+# devices, so all must be resident.
+CTAS_PER_SM = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeDesc:
     """Static description of one exchange.
 
-    mesh: (axis, size) of the whole mesh, in its order. axis: the one that splits the experts. num_tokens: T, tokens of
-    each device. width: H. top_k: experts of a token. slots_per_device: experts of a device. dtype: of the tokens.
-    quantization: of rows on their way to the experts, one of ``QUANTIZATIONS``. row_dtype: of the experts' rows.
-    sum_dtype: in which each device returns one sum for a token, over its own experts; None: it returns their rows.
+    Args:
+        mesh: (axis, size) of the whole mesh, in its order.
+        axis: the one that splits the experts.
+        num_tokens: T, tokens of each device.
+        width: H.
+        top_k: experts of a token.
+        slots_per_device: experts of a device.
+        dtype: of the tokens.
+        quantization: of rows on their way to the experts, one of ``QUANTIZATIONS``.
+        row_dtype: of the experts' rows.
+        sum_dtype: of the partial sum that each device returns for a token, over its own experts. None: it returns their
+            rows.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -45,7 +53,7 @@ class ExchangeDesc:
 
     @property
     def strides(self) -> dict[str, int]:
-        """What one step along an axis of the mesh adds to a device's number."""
+        """How far devices that are neighbours along an axis lie apart in the mesh's order."""
         sizes = [size for _, size in self.mesh]
         return {name: math.prod(sizes[i + 1 :]) for i, (name, _) in enumerate(self.mesh)}
 
@@ -66,7 +74,7 @@ class ExchangeDesc:
 
     @property
     def num_vectors(self) -> int:
-        """Vectors of slots, and of weights where sums return, that a device tells all others."""
+        """Vectors that a device sends to all others: of slots, and of weights where sums return."""
         return self.padded_pairs // WARPGROUP * (1 if self.sum_dtype is None else 2)
 
     @property
@@ -76,7 +84,7 @@ class ExchangeDesc:
 
     @property
     def code_dtype(self) -> str:
-        """Of rows on their way to the experts."""
+        """Dtype of rows on their way to the experts."""
         kind = self.quantization.partition("_")[0]
         return {"none": self.dtype, "e4m3": "float8_e4m3fn", "int8": "int8"}[kind]
 
@@ -94,7 +102,7 @@ class ExchangeDesc:
 
     @property
     def mailbox_dtype(self) -> str:
-        """Of rows or sums on their way back."""
+        """Dtype of rows or partial sums on their way back."""
         return self.row_dtype if self.sum_dtype is None else self.sum_dtype
 
     @property
@@ -105,11 +113,14 @@ class ExchangeDesc:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeConfig:
-    """num_blocks: persistent blocks of one warpgroup. takes_whole_rows: whether a block of a combine takes all columns
-    of a token's rows, or one piece of 128 vectors.
+    """How the kernels of an exchange run.
+
+    Args:
+        num_ctas: persistent CTAs of one warpgroup.
+        takes_whole_rows: whether a CTA of a combine takes all columns of a token's rows, or one piece of 128 vectors.
     """
 
-    num_blocks: int
+    num_ctas: int
     takes_whole_rows: bool = True
 
 
@@ -126,21 +137,21 @@ def config_error(desc: ExchangeDesc, config: ExchangeConfig, num_sms: int) -> st
         return f"H={desc.width}: groups of {GROUP} take a multiple of {GROUPED_WIDTH}"
     if not vector_length(desc.width, jnp.dtype(desc.dtype).itemsize) or not desc.return_vector:
         return f"H={desc.width}: a row must give each of 128 threads an element"
-    if not 1 <= config.num_blocks <= BLOCKS_PER_SM * num_sms:
-        return f"num_blocks={config.num_blocks}: 1 to {BLOCKS_PER_SM * num_sms}, all of which are resident"
+    if not 1 <= config.num_ctas <= CTAS_PER_SM * num_sms:
+        return f"num_ctas={config.num_ctas}: 1 to {CTAS_PER_SM * num_sms}, all of which are resident"
     if desc.mailbox_rows * desc.width >= 1 << 31:
         return f"{desc.mailbox_rows} rows of {desc.width} come back: more elements than 32 bits count"
     return None
 
 
 def choose_dispatch_config(desc: ExchangeDesc, num_sms: int) -> ExchangeConfig:
-    """A token, or a vector of slots, a block, up to four blocks a multiprocessor."""
-    return ExchangeConfig(max(1, min(desc.num_tokens + desc.num_vectors, BLOCKS_PER_SM * num_sms)))
+    """A CTA for each token and each vector of slots, up to four CTAs an SM."""
+    return ExchangeConfig(max(1, min(desc.num_tokens + desc.num_vectors, CTAS_PER_SM * num_sms)))
 
 
 def choose_combine_config(desc: ExchangeDesc, num_sms: int) -> ExchangeConfig:
-    """A piece of a token a block where there are few, else whole tokens."""
-    most, parts = BLOCKS_PER_SM * num_sms, len(pieces(desc.width, WARPGROUP * desc.return_vector))
+    """A CTA for each piece of a token where tokens are few, else for each token."""
+    most, parts = CTAS_PER_SM * num_sms, len(pieces(desc.width, WARPGROUP * desc.return_vector))
     is_few = desc.num_rows * parts <= 2 * most
     return ExchangeConfig(min(desc.num_rows * (parts if is_few else 1), most), not is_few)
 
@@ -149,7 +160,12 @@ def choose_combine_config(desc: ExchangeDesc, num_sms: int) -> ExchangeConfig:
 class PlaceDesc:
     """Static description of placing what arrived.
 
-    num_rows: N that may have arrived. num_places: Mp, rows in expert order. num_groups: scales of a row, 0 for one.
+    Args:
+        num_rows: N, rows that may have arrived.
+        num_places: Mp, rows in expert order.
+        width: H.
+        top_k: places of a row.
+        num_groups: scales of a row, 0 for one.
     """
 
     num_rows: int

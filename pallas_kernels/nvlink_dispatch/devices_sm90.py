@@ -1,5 +1,7 @@
-"""The devices of an exchange as one of them sees them, and how its blocks share the work."""
+"""The devices of an exchange as one of them sees them, and kernels that each call launches once."""
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,56 +15,58 @@ from jax.interpreters import batching, mlir
 from jaxlib.mlir import ir
 
 from pallas_kernels.common import mosaic, simt
-from pallas_kernels.nvlink_dispatch import mailbox_sm90
+from pallas_kernels.common.row_kernel_sm90 import row_kernel
+from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
 from pallas_kernels.nvlink_dispatch.config import ExchangeConfig, ExchangeDesc
+from pallas_kernels.nvlink_dispatch.mailbox_sm90 import signal_semaphores
 
 
 class Devices:
     """The devices along ``desc.axis`` as one of them, ``me``, sees them, by their index there.
 
-    Made in the kernel. All that the kernels' bodies know of other devices is here, so that a test can put parts of one
-    device's memory in their place.
+    Made in the kernel; holds all that kernel bodies know of other devices. A test can put parts of one device's memory
+    in their place.
     """
 
     def __init__(self, desc: ExchangeDesc):
         self.desc = desc
 
     @property
-    def me(self) -> Any:
-        """Asking makes the launch one that waits for all devices; so do ``on`` and ``signal_each``."""
+    def me(self) -> Value:
+        """This device. A launch that asks waits for all devices first, as it does after ``on`` and ``signal_each``."""
         return lax.axis_index(self.desc.axis)
 
-    def each(self) -> list[Any]:
-        """All devices, this one last, each device starting with another."""
+    def each(self) -> list[Value]:
+        """All devices, this one last; each device starts with another."""
         return [lax.rem(self.me + 1 + i, jnp.int32(self.desc.size)) for i in range(self.desc.size)]
 
-    def own(self, ref: Any) -> Any:
+    def own(self, ref: Ref) -> Ref:
         """An argument of the kernel on this device."""
         return ref
 
-    def on(self, ref: Any, device: Any) -> Any:
+    def on(self, ref: Ref, device: Scalar) -> Ref:
         """The same argument of the kernel on another device."""
         return plgpu.remote_ref(ref, self._number(device), device_id_type=pl.DeviceIdType.LOGICAL)
 
-    def semaphore(self) -> Any:
+    def semaphore(self) -> Ref:
         """One on every device, zero at the start."""
         return pl.get_global(plgpu.SemaphoreType.REGULAR)
 
-    def signal_each(self, semaphore: Any) -> None:
-        """Add one to the semaphore of every device, behind all stores of this block."""
+    def signal_each(self, semaphore: Ref) -> None:
+        """Add one to the semaphore of every device, behind all stores of this CTA."""
         simt.barrier()
         if mosaic.INLINE_TAKES_REMOTE:
-            mailbox_sm90.signal_semaphores([self.on(semaphore, device) for device in self.each()])
+            signal_semaphores([self.on(semaphore, device) for device in self.each()])
             return
         for device in self.each():  # a fence each
             pl.semaphore_signal(semaphore, device_id=self._number(device), device_id_type=pl.DeviceIdType.LOGICAL)
 
-    def wait(self, semaphore: Any, value: int) -> None:
-        """Until this device's semaphore has reached value."""
+    def wait(self, semaphore: Ref, value: int) -> None:
+        """Wait until this device's semaphore has reached value."""
         pl.semaphore_wait(semaphore, value, decrement=False)
 
-    def _number(self, device: Any) -> Any:
-        """Of a device among all of the mesh."""
+    def _number(self, device: Scalar) -> Value:
+        """The device's number in the mesh."""
         total = device * self.desc.strides[self.desc.axis]
         for name, stride in self.desc.strides.items():
             if name != self.desc.axis:
@@ -70,32 +74,26 @@ class Devices:
         return total
 
 
-def share(total: int, config: ExchangeConfig, body: Callable[[Any], None]) -> None:
-    """body(item) for every num_blocks-th item below total, from the block's own on."""
-    block = lax.axis_index("block")
+class SlotsOfToken:
+    """The slots of one token of this device, and the devices that hold them. slots: ref of all tokens' slots, flat."""
 
-    def step(i, _):
-        body(block + i * config.num_blocks)
-        return 0
+    def __init__(self, desc: ExchangeDesc, slots: Ref, token: Scalar):
+        self.slots = [slots[token * desc.top_k + j] for j in range(desc.top_k)]
+        self.owners = [lax.div(slot, jnp.int32(desc.slots_per_device)) for slot in self.slots]
 
-    mine = lax.div(total - block + (config.num_blocks - 1), jnp.int32(config.num_blocks))
-    lax.fori_loop(0, mine, step, 0)
+    def any_on(self, device: Scalar) -> Value:
+        """Whether a device holds one of them."""
+        here = [(owner == device) & (slot >= 0) for owner, slot in zip(self.owners, self.slots, strict=True)]
+        return functools.reduce(operator.or_, here)
 
 
-def block_kernel(body: Callable[..., None], out: Any, config: ExchangeConfig, scratch: tuple[Any, ...] = ()) -> Any:
-    """A kernel of num_blocks blocks of one warpgroup, run once for each call. ``jax.vmap`` of it is an error: Pallas
-    would put all batches into one launch, which has one semaphore, and more blocks that wait than are resident.
+def once_kernel(body: Callable[..., None], out: Any, config: ExchangeConfig, scratch: tuple[Any, ...] = ()) -> Kernel:
+    """A kernel that runs once for each call.
+
+    ``jax.vmap`` of it is an error. Pallas would put all batches into one launch, which has one semaphore, and more CTAs
+    that wait than are resident.
     """
-    kernel = plgpu.kernel(
-        body,
-        out_type=out,
-        grid=(config.num_blocks,),
-        grid_names=("block",),
-        num_threads=1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=mosaic.compiler_params(),
-    )
+    kernel = row_kernel(body, out, config.num_ctas, scratch_types=scratch)
 
     def call(*operands):
         results = _once_each.bind(*operands, kernel=jax.make_jaxpr(kernel)(*operands))
@@ -104,8 +102,8 @@ def block_kernel(body: Callable[..., None], out: Any, config: ExchangeConfig, sc
     return call
 
 
-# A launch that XLA may not merge with one of equal operands, nor repeat. Two layers of the same tokens would else share
-# a dispatch and so its mailbox, which serves one combine. Pallas says so of a kernel for TPUs alone.
+# XLA may not merge this launch with one of equal operands, nor repeat it: two layers of the same tokens would share a
+# dispatch and so its mailbox, which serves one combine. Pallas has such a mark for TPU kernels only.
 _once_each = Primitive("once_each")
 _once_each.multiple_results = True
 _once_each.def_abstract_eval(lambda *operands, kernel: kernel.out_avals)

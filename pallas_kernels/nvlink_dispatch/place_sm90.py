@@ -1,13 +1,11 @@
 """Copy rows that arrived, with their scales, to rows in expert order.
 
-Each block is one warpgroup and takes every num_blocks-th row that arrived:
+Each CTA is one warpgroup and takes every num_ctas-th row that arrived:
 
     its top_k places -> where it has any: load the row (16 bytes a thread) and its scales -> store them at each place
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,41 +14,35 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.common.row_kernel_sm90 import for_items_of, row_kernel
 from pallas_kernels.common.rows import pieces, vector_length
 from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.common.types import Kernel, Ref
 from pallas_kernels.nvlink_dispatch.config import ExchangeConfig, PlaceDesc
 from pallas_kernels.quantize_and_permute.kernel_sm90 import GROUP_LAYOUT
 
 
-def place_sm90(desc: PlaceDesc, config: ExchangeConfig) -> Callable[..., Any]:
+def place_sm90(desc: PlaceDesc, config: ExchangeConfig) -> Kernel:
     """The kernel: (codes (N, H) int8, scales, row_of (N, k)) -> (codes (Mp, H) int8, scales)."""
     shape = (desc.num_groups, desc.num_places) if desc.num_groups else (desc.num_places,)
-    call = plgpu.kernel(
-        functools.partial(_place, desc, config),
-        out_type=[
-            jax.ShapeDtypeStruct((desc.num_places, desc.width), jnp.int8),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-        ],
-        grid=(config.num_blocks,),
-        grid_names=("block",),
-        num_threads=1,
-        thread_name="warpgroup",
-        compiler_params=mosaic.compiler_params(),
-    )
+    out = [
+        jax.ShapeDtypeStruct((desc.num_places, desc.width), jnp.int8),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+    ]
+    call = row_kernel(functools.partial(_place, desc, config), out, config.num_ctas)
     return lambda *operands: tuple(call(*operands))
 
 
 def _place(
-    desc: PlaceDesc, config: ExchangeConfig, codes: Any, scales: Any, row_of: Any, codes_out: Any, scales_out: Any
+    desc: PlaceDesc, config: ExchangeConfig, codes: Ref, scales: Ref, row_of: Ref, codes_out: Ref, scales_out: Ref
 ) -> None:
-    block = lax.axis_index("block")
+    cta = lax.axis_index("cta")
     vector = vector_length(desc.width, 1)
     piece = WARPGROUP * vector
     starts = pieces(desc.width, piece)
     layout = plgpu.Layout.WG_STRIDED((piece,), vec_size=vector)
 
-    def one_row(i, _):
-        row = block + i * config.num_blocks
+    def one_row(row):
         places = [row_of[row, j] for j in range(desc.top_k)]
 
         @pl.when(functools.reduce(lax.max, places) >= 0)
@@ -71,7 +63,4 @@ def _place(
                     else:
                         scales_out[place] = scale
 
-        return 0
-
-    mine = lax.div(desc.num_rows - block + (config.num_blocks - 1), jnp.int32(config.num_blocks))
-    lax.fori_loop(0, mine, one_row, 0)
+    for_items_of(cta, desc.num_rows, config.num_ctas, one_row)

@@ -1,7 +1,6 @@
 """The exchange in plain jnp and XLA collectives, with the positions of the kernels. Runs on any devices."""
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -10,7 +9,9 @@ from pallas_kernels.quantize_and_permute.config import PermuteDesc
 from pallas_kernels.quantize_and_permute.reference import quantize_rows
 
 
-def dispatch_ref(desc: ExchangeDesc, x: Any, slots: Any, weights: Any = None) -> tuple[Any, ...]:
+def dispatch_ref(
+    desc: ExchangeDesc, x: jax.Array, slots: jax.Array, weights: jax.Array | None = None
+) -> tuple[jax.Array | None, ...]:
     """What ``dispatch_sm90`` computes, without a mailbox; rows that nobody sent hold NaN, or -128, and scales NaN."""
     kind = PermuteDesc(desc.num_tokens, desc.width, 0, desc.num_tokens, desc.dtype, desc.quantization)
     codes, scales = quantize_rows(kind, x, None)
@@ -31,7 +32,9 @@ def dispatch_ref(desc: ExchangeDesc, x: Any, slots: Any, weights: Any = None) ->
     return only_sent(gathered[0]), only_sent(gathered[1]), all_slots, all_weights, None, None
 
 
-def combine_ref(desc: ExchangeDesc, rows: Any, row_of: Any, slots: Any, weights: Any) -> Any:
+def combine_ref(
+    desc: ExchangeDesc, rows: jax.Array, row_of: jax.Array, slots: jax.Array, weights: jax.Array
+) -> jax.Array:
     """What ``combine_sm90`` computes."""
     sent = rows.at[jnp.where(row_of < 0, rows.shape[0], row_of)].get(mode="fill", fill_value=0)
     owner = jnp.where(slots >= 0, slots // desc.slots_per_device, -1).reshape(desc.num_tokens, desc.top_k)
@@ -53,7 +56,7 @@ def combine_ref(desc: ExchangeDesc, rows: Any, row_of: Any, slots: Any, weights:
     return _sum_in_order(terms, is_there)
 
 
-def _sum_in_order(terms: Any, is_there: Any) -> Any:
+def _sum_in_order(terms: jax.Array, is_there: jax.Array) -> jax.Array:
     """(N, H) float32: the sum over the middle axis of terms (N, k, H), in its order, where is_there (N, k)."""
     total = jnp.zeros((terms.shape[0], terms.shape[2]), jnp.float32)
     for j in range(terms.shape[1]):
@@ -61,7 +64,7 @@ def _sum_in_order(terms: Any, is_there: Any) -> Any:
     return total
 
 
-def place_ref(desc: PlaceDesc, codes: Any, scales: Any, row_of: Any) -> tuple[Any, Any]:
+def place_ref(desc: PlaceDesc, codes: jax.Array, scales: jax.Array, row_of: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What ``place_sm90`` computes; places that no row fills are zero."""
     target = jnp.where(row_of < 0, desc.num_places, row_of).reshape(-1)
 

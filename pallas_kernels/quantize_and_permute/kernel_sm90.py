@@ -13,7 +13,7 @@ threads; they belong to microscaling formats, whose rounded values are written i
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from pallas_kernels.common.numerics import magnitude, quantize_e4m3_static, quan
 from pallas_kernels.common.numerics_sm90 import divide_in, e4m3_in_groups, e4m3_of_row
 from pallas_kernels.common.row_kernel_sm90 import for_items_of, items_of, row_kernel
 from pallas_kernels.common.rows import pieces, vector_length
-from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
+from pallas_kernels.common.types import Kernel, Layout, Ref, Scalar, Value
 from pallas_kernels.quantize_and_permute.config import (
     GROUP,
     TAKES_SCALE,
@@ -141,7 +141,7 @@ class RowQuantizer:
                 else:
                     pl.when(row >= 0)(functools.partial(store, row))
 
-    def _load(self, token: Scalar, start: Scalar, length: int, layout: Any) -> Value:
+    def _load(self, token: Scalar, start: Scalar, length: int, layout: Layout) -> Value:
         return mosaic.load(self.x.at[token, pl.ds(start, length)], layout=layout, optimized=False)
 
     def _whole_row(self, token: Scalar) -> Iterator[Store]:
@@ -238,7 +238,7 @@ def _parts(groups: int, tile: int, vector: int) -> list[tuple[int, int]]:
     return parts if whole == groups else [*parts, (groups - tile, tile)]
 
 
-def _small_group_layout(group: int, vector: int) -> Any:
+def _small_group_layout(group: int, vector: int) -> Layout:
     """Groups side by side in the threads of a warp, ``vector`` columns a thread."""
     groups = 32 * vector // group
     tiling = plgpu.Tiling(((4 * groups, group), (groups, group), (vector,)))

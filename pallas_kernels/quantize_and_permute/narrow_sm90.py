@@ -10,7 +10,6 @@ memory and an array (4, columns) with a row a warp. The codes are those of kerne
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from pallas_kernels.common.numerics import int8_token_factors
 from pallas_kernels.common.numerics_sm90 import cast_int8_in, e4m3_of_rows
 from pallas_kernels.common.row_kernel_sm90 import items_of, row_kernel
 from pallas_kernels.common.sm90 import WARPGROUP
-from pallas_kernels.common.types import Kernel, Ref, Value
+from pallas_kernels.common.types import Kernel, Layout, Ref, Value
 from pallas_kernels.quantize_and_permute.config import LANES, WARPS, PermuteConfig, PermuteDesc, narrow_vector
 
 
@@ -96,7 +95,7 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, x: Ref, *refs: Ref) -> Non
     lax.fori_loop(0, items_of(cta, -(-desc.num_items // WARPS), config.num_ctas), step, four(0))
 
 
-def row_layout(desc: PermuteDesc) -> Any:
+def row_layout(desc: PermuteDesc) -> Layout:
     """Of an array (4, width): a row a warp, ``narrow_vector`` neighbouring columns a thread."""
     length = narrow_vector(desc)
     tiling = plgpu.Tiling(((WARPS, LANES * length), (length,)))

@@ -1,6 +1,6 @@
 """The kernel bodies of ``nvlink_dispatch`` with several devices played by one GPU: their memories are parts of its own.
 
-A launch has the blocks of all devices. What is not rehearsed: addresses of other GPUs, XLA's barrier before the launch,
+A launch has the blocks of all devices. Not rehearsed: addresses of other GPUs, XLA's barrier before the launch,
 and visibility across NVLink.
 """
 
@@ -52,7 +52,7 @@ def _kernel(body: Any, out: Any, desc: ExchangeDesc, config: ExchangeConfig, scr
         functools.partial(body, desc, config, Parts),
         out_type=[jax.ShapeDtypeStruct((desc.size, *one.shape), one.dtype) for one in leaves],
         grid=(desc.size, config.num_ctas),
-        grid_names=("device", "block"),
+        grid_names=("device", "cta"),
         num_threads=1,
         thread_name="warpgroup",
         scratch_types=scratch,
