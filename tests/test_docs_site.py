@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_jax.models import FAMILIES, CausalLM
+from tests.test_architecture import FLOORS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = Path(__file__).parent.parent
@@ -100,3 +101,12 @@ def test_the_family_table_is_the_registry():
     named = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)}
     assert named == set(FAMILIES)
     assert whole == {name for name, family in FAMILIES.items() if issubclass(family, CausalLM)}
+
+
+def test_the_floors_shown_are_those_of_the_tree():
+    rows = re.findall(r"^\| (\d*) ?\| (`.*?) \|", (DOCS / "architecture.md").read_text(), re.MULTILINE)
+    floors, shown = [], set()
+    for number, cell in rows:
+        floors.append(int(number) if number else floors[-1])
+        shown |= {(name, floors[-1]) for name in re.findall(r"`([\w.]+)`", cell)}
+    assert shown == {(room, floor) for floor, rooms in enumerate(FLOORS) for room in rooms}
