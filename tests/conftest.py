@@ -26,12 +26,28 @@ import jax
 import pytest
 from jax._src import compiler
 
+from tests.support.oracles import layer_judge
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_addoption(parser):
     default = Path(__file__).parent / "data"
+    parser.addoption("--layer-errors", help="a file: print how far layers of each scheme are from what is allowed")
     parser.addoption("--writers-dir", default=default, help="checkpoints for test_llm_compressor_files.py")
+
+
+def pytest_configure(config):
+    if path := config.getoption("--layer-errors"):
+        os.environ[layer_judge.REPORT] = str(Path(path).absolute())
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    path = config.getoption("--layer-errors")
+    if path and Path(path).exists():
+        terminalreporter.section("largest errors of layers")
+        for line in layer_judge.report(Path(path)):
+            terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(tryfirst=True)

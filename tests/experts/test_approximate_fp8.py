@@ -15,8 +15,7 @@ from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format, u
 from moe_jax.quantization import method_for
 from tests.support.cases import experts as cases
 from tests.support.cases.hopper_layers import on_hopper
-from tests.support.oracles.experts import experts_numpy
-from tests.support.oracles.kernel_tolerances import assert_layer_close
+from tests.support.oracles.layer_judge import assert_layer_close
 
 SCHEMES = ("w4a16_g128_approximate_fp8", "mxfp4_a16_approximate_fp8", "nvfp4_a16_approximate_fp8")
 
@@ -60,11 +59,10 @@ def test_values_against_float64(scheme, quick_compilation):
     """xla, and the Hopper path on the references of its kernels."""
     config, weights, packed = make(scheme)
     x, (p, ids) = cases.make_tokens(19, config, dtype="bfloat16"), cases.make_routing(19)
-    expected = experts_numpy(x, p, ids, weights, config)
-    assert_layer_close(fused_experts(x, p, ids, weights, config), expected, config.scheme.activations, on_gpu=False)
+    assert_layer_close(fused_experts(x, p, ids, weights, config), x, p, ids, weights, config, kernels=False)
     run = jax.jit(functools.partial(_experts_mosaic.forward, config, kernels="reference"))
     p = jnp.where((ids >= 0) & (ids < config.num_experts), p, 0.0)
-    assert_layer_close(run(x, p, ids, packed), expected, config.scheme.activations, on_gpu=False)
+    assert_layer_close(run(x, p, ids, packed), x, p, ids, weights, config)
 
 
 def test_weights_come_back_from_their_packed_layout():
@@ -116,5 +114,5 @@ def test_values_on_gpu(scheme, tokens):
     x, (p, ids) = cases.make_tokens(tokens, config, dtype="bfloat16"), cases.make_routing(tokens)
     run = jax.jit(functools.partial(moe_jax.fused_experts, config=config))
     y = np.asarray(run(x, p, ids, packed))
-    assert_layer_close(y, experts_numpy(x, p, ids, weights, config), config.scheme.activations, on_gpu=True)
+    assert_layer_close(y, x, p, ids, weights, config, on_gpu=True)
     np.testing.assert_array_equal(np.asarray(run(x, p, ids, packed)), y)

@@ -1,48 +1,132 @@
-"""A layer of experts in NumPy float64, expert after expert, slot after slot: the independent judge of moe_jax.experts.
+"""A layer of experts in NumPy float64, expert after expert: the independent judge of moe_jax.experts.
 
-Nothing of moe_jax computes here; formats are re-implemented from spec 8.3, 8.4 and activations from spec 3.3. Codes are
-rounded from float64 values, so where the library rounds from float32 a value on the border may fall on either side.
+Nothing of moe_jax computes here; formats are re-implemented from spec 8.3 to 8.9 and activations from spec 3.3.
 """
 
+import dataclasses
+import functools
 import math
 
-import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
-from moe_jax.quantization import Strategy
-from tests.support.oracles import integers as integers_numpy
-from tests.support.oracles import microscaling as microscaling_numpy
+from moe_jax import MoEConfig
+from moe_jax.quantization import ExpertWeights, Strategy
+from tests.support.oracles import integers, microscaling
+from tests.support.oracles.grids import Grid, grid_of
 
 _erf = np.vectorize(math.erf)
 
 
-def experts_numpy(x, topk_weights, topk_ids, weights, config, *, hidden_dtype="float64"):
+def experts_numpy(x, topk_weights, topk_ids, weights, config, *, hidden_dtype="float64", quantizes=("input", "hidden")):
     """x (T, H), topk_weights and topk_ids (T, k), weights an ExpertWeights -> y (T, H) float64.
 
     hidden_dtype: hidden values are rounded to it before they are quantized, as kernels do that pass them in 16 bits.
+    quantizes: which operands are rounded to the grid of the scheme's activations; fewer than both is a wrong layer.
     """
-    x, p, ids = np.asarray(x).astype(np.float64), np.asarray(topk_weights).astype(np.float64), np.asarray(topk_ids)
-    acts = weights.scheme.activations
-    pairs = [(t, k) for t in range(ids.shape[0]) for k in range(ids.shape[1]) if 0 <= ids[t, k] < config.num_experts]
-    inputs = {tk: x[tk[0]] * (p[tk] if config.apply_router_weight_on_input else 1.0) for tk in pairs}
-    inputs = _quantized(inputs, acts, weights.w13.input_scale)
-    experts = {e: [tk for tk in pairs if ids[tk] == e] for e in sorted({int(ids[tk]) for tk in pairs})}
-    hidden = {}
-    for e, own in experts.items():
-        h = np.moveaxis(_matrix(weights.w13, e) @ np.stack([inputs[tk] for tk in own]).T, -1, 1)  # (G, rows, I)
-        if weights.w13_bias is not None:
-            h = h + np.asarray(weights.w13_bias[e]).astype(np.float64)[:, None]
-        h = activation_numpy(h, config).astype(hidden_dtype).astype(np.float64)
-        hidden |= dict(zip(own, h, strict=True))
-    hidden = _quantized(hidden, acts, weights.w2.input_scale)
-    y = np.zeros_like(x)
-    for e, own in experts.items():
-        out = np.stack([hidden[tk] for tk in own]) @ _matrix(weights.w2, e).T
-        if weights.w2_bias is not None:
-            out = out + np.asarray(weights.w2_bias[e]).astype(np.float64)
-        for (t, k), row in zip(own, out, strict=True):
-            y[t] += row if config.apply_router_weight_on_input else p[t, k] * row
-    return y
+    return Experts(x, topk_weights, topk_ids, weights, config, hidden_dtype, quantizes=quantizes).y
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A call with what it computes on the way, by routed pair (token, slot): R of them, sorted by expert.
+
+    hidden_dtype, row_dtype: what hidden values, and the rows of the second product, are rounded to. quantizes: which
+    operands are rounded to the grid of the scheme's activations. sum_error: sums of both products are off by a normal
+    deviate times this times the largest of their row, as a tensor core's may be; drawn from a seed. matrices: float64
+    ones that were needed, which ``dataclasses.replace`` hands on.
+    """
+
+    x: np.ndarray
+    topk_weights: np.ndarray
+    topk_ids: np.ndarray
+    weights: ExpertWeights
+    config: MoEConfig
+    hidden_dtype: DTypeLike = "float64"
+    row_dtype: DTypeLike = "float64"
+    quantizes: tuple[str, ...] = ("input", "hidden")
+    sum_error: float = 0.0
+    matrices: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
+
+    @functools.cached_property
+    def pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(token, expert, weight, whether a pair starts its expert) of every routed pair, each (R,)."""
+        ids = np.asarray(self.topk_ids)
+        token, slot = np.nonzero((ids >= 0) & (ids < self.config.num_experts))
+        order = np.argsort(ids[token, slot], kind="stable")
+        token, slot = token[order], slot[order]
+        weight = np.asarray(self.topk_weights)[token, slot].astype(np.float64)
+        return token, ids[token, slot], weight, np.diff(ids[token, slot], prepend=-1) != 0
+
+    @functools.cached_property
+    def sums(self) -> np.ndarray:
+        """(G, R, I) of the first product, bias included."""
+        token, expert, weight, _ = self.pairs
+        rows = np.asarray(self.x).astype(np.float64)[token]
+        if self.config.apply_router_weight_on_input:
+            rows = rows * weight[:, None]
+        rows = self._on_grid(rows, "input", self.weights.w13.input_scale)
+        sums = np.zeros((self.config.num_halves, len(rows), self.weights.intermediate_size))
+        for e, own in self._by_expert():
+            sums[:, own] = np.moveaxis(self._matrix("w13", e) @ rows[own].T, -1, 1)
+        sums = self._off(sums)
+        if self.weights.w13_bias is not None:
+            bias = np.asarray(self.weights.w13_bias).astype(np.float64)
+            sums += np.moveaxis(bias[expert], 1, 0)
+        return sums
+
+    @functools.cached_property
+    def activated(self) -> np.ndarray:
+        """Hidden values before any rounding (R, I)."""
+        return activation_numpy(self.sums, self.config)
+
+    def rounded(self, hidden: np.ndarray) -> np.ndarray:
+        """Hidden values as they are stored, before they are quantized."""
+        return hidden.astype(self.hidden_dtype).astype(np.float64)
+
+    def hidden_grid(self, hidden: np.ndarray) -> Grid:
+        """The grid of the rows (R, I) of a call."""
+        return grid_of(hidden, self.weights.scheme.activations, self.weights.w2.input_scale)
+
+    @functools.cached_property
+    def y(self) -> np.ndarray:
+        token, expert, weight, _ = self.pairs
+        hidden = self._on_grid(self.rounded(self.activated), "hidden", self.weights.w2.input_scale)
+        rows = np.zeros((len(token), self.weights.hidden_size))
+        for e, own in self._by_expert():
+            rows[own] = hidden[own] @ self.down(e).T
+        if self.weights.w2_bias is not None:
+            rows += np.asarray(self.weights.w2_bias).astype(np.float64)[expert]
+        rows = self._off(rows).astype(self.row_dtype).astype(np.float64)
+        y = np.zeros(np.shape(self.x))
+        np.add.at(y, token, rows if self.config.apply_router_weight_on_input else weight[:, None] * rows)
+        return y
+
+    def down(self, expert: int) -> np.ndarray:
+        """The matrix (H, I) of the second product."""
+        return self._matrix("w2", expert)
+
+    def _matrix(self, name: str, expert: int) -> np.ndarray:
+        if (name, expert) not in self.matrices:
+            self.matrices[name, expert] = matrix_numpy(getattr(self.weights, name), expert)
+        return self.matrices[name, expert]
+
+    def _off(self, sums: np.ndarray) -> np.ndarray:
+        noise = np.random.default_rng(7).standard_normal(sums.shape) if self.sum_error else 0.0
+        return sums + self.sum_error * noise * np.abs(sums).max(-1, keepdims=True, initial=0)
+
+    def _on_grid(self, rows: np.ndarray, which: str, stored) -> np.ndarray:
+        fmt = self.weights.scheme.activations
+        if fmt is None or which not in self.quantizes or not len(rows):
+            return rows
+        return grid_of(rows, fmt, stored).values(rows)
+
+    def _by_expert(self):
+        """(expert, slice of its pairs)."""
+        _, expert, _, is_first = self.pairs
+        starts = np.flatnonzero(is_first)
+        for start, end in zip(starts, np.append(starts, len(expert))[1:], strict=True):
+            yield int(expert[start]), slice(int(start), int(end))
 
 
 def activation_numpy(h, config):
@@ -72,20 +156,20 @@ def activation_numpy(h, config):
     raise KeyError(name)
 
 
-def _matrix(tensor, expert):
+def matrix_numpy(tensor, expert):
     """The real values of one expert, lead + (N, K) float64."""
     data = np.asarray(tensor.data[expert]).astype(np.float64)
     if tensor.fmt is None:
         return data
     if tensor.fmt.scale != "float32":
         spread = None if tensor.global_scale is None else np.asarray(tensor.global_scale[expert])
-        return microscaling_numpy.matrix(
+        return microscaling.matrix(
             np.asarray(tensor.data[expert]), np.asarray(tensor.scale[expert]), spread, tensor.fmt
         )
     if tensor.fmt.element.startswith("int"):
         leaves = (tensor.data, tensor.scale, tensor.zero_point, tensor.g_idx)
         leaves = [None if leaf is None else np.asarray(leaf[expert]) for leaf in leaves]
-        return integers_numpy.matrix(*leaves, tensor.fmt, tensor.shape[-1])
+        return integers.matrix(*leaves, tensor.fmt, tensor.shape[-1])
     scale = np.asarray(tensor.scale[expert]).astype(np.float64)
     n, k = data.shape[-2:]
     if tensor.fmt.strategy is Strategy.TENSOR:
@@ -96,39 +180,3 @@ def _matrix(tensor, expert):
         rows, columns = tensor.fmt.block_shape
         scale = scale[..., np.arange(n) // rows, :][..., np.arange(k) // columns]
     return data * scale
-
-
-def _quantized(rows, fmt, input_scale):
-    """Rows by (token, slot) rounded to the grid of ``fmt`` and back."""
-    if fmt is None or not rows:
-        return rows
-    if fmt.scale != "float32":
-        return {tk: microscaling_numpy.rounded_row(row, fmt, input_scale) for tk, row in rows.items()}
-    if fmt.strategy is Strategy.TENSOR:
-        if fmt.dynamic:
-            scale = max(np.abs(row).max() for row in rows.values()) / 448 or 1.0  # where all is zero any scale does
-        else:
-            scale = float(input_scale)
-        return {tk: _e4m3(row / scale) * scale for tk, row in rows.items()}
-    return {tk: _quantized_row(row, fmt) for tk, row in rows.items()}
-
-
-def _quantized_row(row, fmt):
-    if not fmt.symmetric:
-        return integers_numpy.asymmetric_row(row)
-    if fmt.element == "int8":
-        scale = max(np.abs(row).max(), 1e-10) / 127
-        return np.clip(np.round(row / scale), -127, 127) * scale
-    if fmt.strategy is Strategy.TOKEN:
-        scale = max(np.abs(row).max() / 448, 1 / (448 * 512))
-        return _e4m3(row / scale) * scale
-    out = np.empty_like(row)
-    for start in range(0, row.size, fmt.group_size):
-        group = row[start : start + fmt.group_size]
-        scale = max(np.abs(group).max(), 1e-10) / 448
-        out[start : start + fmt.group_size] = _e4m3(group / scale) * scale
-    return out
-
-
-def _e4m3(values):
-    return np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)

@@ -22,15 +22,3 @@ def codes(words, bits, count):
     stream = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
     pieces = stream[..., : count * bits].reshape(*words.shape[:-1], count, bits).astype(np.int64)
     return pieces @ (1 << np.arange(bits)) - (1 << (bits - 1))
-
-
-def asymmetric_row(row):
-    """Section 8.6.2 in float64: a row rounded to int8 with a zero point, and back."""
-    low, high = min(row.min(), 0), max(row.max(), 0)
-    if low == high:
-        return np.zeros_like(row)
-    s = 255 / (high - low)
-    zero = -128 - low * s if (-128 + low * s) + (127 + high * s) > 0 else 127 - high * s
-    zero = np.round(np.clip(zero, -128, 127))
-    away = np.sign(row) * np.floor(np.abs(row * s) + 0.5)
-    return (np.clip(away + zero, -128, 127) - zero) / s
