@@ -1,7 +1,7 @@
 """Random damage to a checkpoint directory: bytes, header, names, dtypes, shapes, values, config.json.
 
-A mutation is a function ``(directory, rng) -> expectation``: "refused" (the class alone says so), "harmless" (must load
-with the same meaning), or "either" (whatever is accepted has to mean what the files say: ``decoder`` decides).
+A mutation is a function ``(directory, rng)`` with an expectation: "refused" (the class alone says so), "harmless"
+(must load with the same meaning), or "either" (whatever is accepted means what the files say: ``decoder`` decides).
 """
 
 import json
@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.support.checkpoints import mutations
-from tests.support.checkpoints.mutations import FILE, pick, read_parts, write_parts
+from tests.support.checkpoints.mutations import edits_file, pick, pick_tensor
 
 DTYPES = {
     "F32": np.float32,
@@ -45,22 +45,17 @@ JSON_VALUES = (
 )
 
 
-def pick_tensor(header, rng):
-    return pick(rng, [name for name in header if name != "__metadata__"])
-
-
-def data_bit(directory, rng):
-    header, data = read_parts(directory / FILE)
+@edits_file
+def data_bit(header, data, rng):
     data = bytearray(data)
     for _ in range(int(rng.integers(1, 4))):
         data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
-    write_parts(directory / FILE, header, bytes(data))
-    return "either"
+    return header, bytes(data)
 
 
-def special_value(directory, rng):
+@edits_file
+def special_value(header, data, rng):
     """NaN, infinity, zero, negative, denormal or huge in one tensor, scales before all."""
-    header, data = read_parts(directory / FILE)
     names = [name for name in header if name != "__metadata__"]
     scales = [name for name in names if any(word in name for word in ("scale", "zero", "g_idx", "shape", "scales"))]
     name = pick(rng, scales if scales and rng.random() < 0.8 else names)
@@ -68,18 +63,17 @@ def special_value(directory, rng):
     start, end = entry["data_offsets"]
     values = np.frombuffer(data[start:end], DTYPES[entry["dtype"]]).copy()
     if not values.size:
-        return "either"
+        return header, data
     choices = SPECIAL_FLOATS if ml_dtypes.finfo and entry["dtype"][0] in "FB" else SPECIAL_INTEGERS
     value = pick(rng, choices)
     where = slice(None) if rng.random() < 0.2 else int(rng.integers(values.size))
     with np.errstate(all="ignore"):
         values[where] = np.array(value).astype(values.dtype)
-    write_parts(directory / FILE, header, data[:start] + values.tobytes() + data[end:])
-    return "either"
+    return header, data[:start] + values.tobytes() + data[end:]
 
 
-def rename(directory, rng):
-    header, data = read_parts(directory / FILE)
+@edits_file
+def rename(header, data, rng):
     name = pick_tensor(header, rng)
     text = list(name)
     at = int(rng.integers(len(text)))
@@ -96,54 +90,49 @@ def rename(directory, rng):
             text = list(".".join(words))
     new = "".join(text)
     if new in header or not new:
-        return "either"
+        return header, data
     header = {new if key == name else key: entry for key, entry in header.items()}
-    write_parts(directory / FILE, header, data)
-    return "either"
+    return header, data
 
 
-def swap_entries(directory, rng):
+@edits_file
+def swap_entries(header, data, rng):
     """Two tensors exchange their dtype, shape and data."""
-    header, data = read_parts(directory / FILE)
     a, b = pick_tensor(header, rng), pick_tensor(header, rng)
     header[a], header[b] = header[b], header[a]
-    write_parts(directory / FILE, header, data)
-    return "either"
+    return header, data
 
 
-def other_dtype(directory, rng):
-    header, data = read_parts(directory / FILE)
+@edits_file
+def other_dtype(header, data, rng):
     entry = header[pick_tensor(header, rng)]
     entry["dtype"] = pick(rng, (*SAME_WIDTH[entry["dtype"]], "F4", "XX", 7))
-    write_parts(directory / FILE, header, data)
-    return "either"
+    return header, data
 
 
-def other_shape(directory, rng):
-    header, data = read_parts(directory / FILE)
+@edits_file
+def other_shape(header, data, rng):
     entry = header[pick_tensor(header, rng)]
     shape = entry["shape"]
     count = int(np.prod(shape))
     options = [shape[::-1], [count], [1, *shape], [*shape, 1], [count, 1], [], [-1], [2**62, 4], [0], None, [count / 2]]
     entry["shape"] = pick(rng, options)
-    write_parts(directory / FILE, header, data)
-    return "either"
+    return header, data
 
 
-def other_offsets(directory, rng):
-    header, data = read_parts(directory / FILE)
+@edits_file
+def other_offsets(header, data, rng):
     entry = header[pick_tensor(header, rng)]
     start, end = entry["data_offsets"]
     by = int(rng.choice([-8, -1, 1, 2, 8, 2**63]))
     options = [[start + by, end + by], [end, start], [start, end + by], [-end, -start], [start], "0", [start, None]]
     entry["data_offsets"] = pick(rng, options)
-    write_parts(directory / FILE, header, data)
-    return "refused"
+    return header, data
 
 
-def resize(directory, rng):
+@edits_file
+def resize(header, data, rng):
     """One tensor loses or gains a row, the file staying valid."""
-    header, data = read_parts(directory / FILE)
     name = pick(rng, [n for n in header if n != "__metadata__" and header[n]["shape"] and header[n]["shape"][0]])
     entry = header[name]
     start, end = entry["data_offsets"]
@@ -152,12 +141,8 @@ def resize(directory, rng):
     change = row if grows else -row
     data = data[:end] + data[start : start + row] + data[end:] if grows else data[: end - row] + data[end:]
     entry["shape"] = [entry["shape"][0] + (1 if grows else -1), *entry["shape"][1:]]
-    for other in (e for n, e in header.items() if n != "__metadata__"):
-        if other["data_offsets"][0] >= end:
-            other["data_offsets"] = [x + change for x in other["data_offsets"]]
-    entry["data_offsets"] = [start, end + change]
-    write_parts(directory / FILE, header, data)
-    return "either"
+    mutations.change_size(header, name, change)
+    return header, data
 
 
 def config_value(directory, rng):
@@ -186,7 +171,6 @@ def config_value(directory, rng):
     if rng.random() < 0.05:
         text = text.replace(f'"{key}":', f'"{key}": 1, "{key}":', 1)
     path.write_text(text)
-    return "either"
 
 
 def config_text(directory, rng):
@@ -201,62 +185,51 @@ def config_text(directory, rng):
             at = int(rng.integers(len(blob)))
             blob[at:at] = pick(rng, (b"{", b"}", b'"', b",", b"NaN", b"1e999", b"\xff", b"\\ud800", b"0", b"[" * 200))
     path.write_bytes(blob)
-    return "either"
 
 
-def _reused(name, expectation):
-    def mutate(directory, rng):
-        getattr(mutations, name)(directory, rng)
-        return expectation
-
-    mutate.__name__ = name
-    return mutate
-
-
-def _extra_expert_tensor(directory, rng):
+def extra_expert_tensor(directory, rng):
     words = ("weight_g_idx", "weight_zero_point", "bias", "weight_scale_2", "input_scale", "zeros", "weight_packed")
-    name = pick(rng, words)
-    mutations.add_tensor(lambda header, rng: f"model.layers.0.mlp.experts.0.gate_proj.{name}")(directory, rng)
-    return "refused"
+    name = f"model.layers.0.mlp.experts.0.gate_proj.{pick(rng, words)}"
+    mutations.add_tensor(lambda header, rng: name)(directory, rng)
 
 
-# (mutation, weight)
+# (expectation, mutation, weight)
 DAMAGES = (
-    (_reused("truncate", "refused"), 2),
-    (_reused("truncate_tail", "refused"), 1),
-    (_reused("append_bytes", "refused"), 1),
-    (_reused("header_bit_flip", "either"), 10),
-    (_reused("header_length_flip", "refused"), 2),
-    (_reused("random_header", "refused"), 1),
-    (_reused("drop_tensor", "either"), 3),  # some are optional: weight_shape, a g_idx in order
-    (_reused("reorder_keys", "harmless"), 1),
-    (_reused("change_metadata", "harmless"), 1),
-    (_extra_expert_tensor, 3),
-    (data_bit, 10),
-    (special_value, 20),
-    (rename, 8),
-    (swap_entries, 6),
-    (other_dtype, 6),
-    (other_shape, 6),
-    (other_offsets, 3),
-    (resize, 4),
-    (config_value, 24),
-    (config_text, 6),
+    ("refused", mutations.truncate, 2),
+    ("refused", mutations.truncate_tail, 1),
+    ("refused", mutations.append_bytes, 1),
+    ("either", mutations.header_bit_flip, 10),
+    ("refused", mutations.header_length_flip, 2),
+    ("refused", mutations.random_header, 1),
+    ("either", mutations.drop_tensor, 3),  # some are optional: weight_shape, a g_idx in order
+    ("harmless", mutations.reorder_keys, 1),
+    ("harmless", mutations.change_metadata, 1),
+    ("refused", extra_expert_tensor, 3),
+    ("either", data_bit, 10),
+    ("either", special_value, 20),
+    ("either", rename, 8),
+    ("either", swap_entries, 6),
+    ("either", other_dtype, 6),
+    ("either", other_shape, 6),
+    ("refused", other_offsets, 3),
+    ("either", resize, 4),
+    ("either", config_value, 24),
+    ("either", config_text, 6),
 )
 
 
 def damage(directory, rng):
     """Apply one mutation, sometimes two. Returns (names, expectation)."""
-    weights = np.array([weight for _, weight in DAMAGES], float)
+    weights = np.array([weight for _, _, weight in DAMAGES], float)
     count = 2 if rng.random() < 0.15 else 1
     chosen = rng.choice(len(DAMAGES), count, p=weights / weights.sum())
-    names, expectation = [], None
+    names, expectation = [], "either"
     for index in chosen:
-        mutate = DAMAGES[index][0]
+        expectation, mutate, _ = DAMAGES[index]
         try:
-            expectation = mutate(directory, rng)
+            mutate(directory, rng)
         except (ValueError, KeyError, TypeError, IndexError, OverflowError, AttributeError, UnicodeError):
             if not names:  # only a second mutation may meet a file that the first has made unreadable
                 raise
-        names.append(mutate.__name__.lstrip("_"))
+        names.append(mutate.__name__)
     return "+".join(names), expectation if count == 1 else "either"

@@ -5,6 +5,7 @@ A mutation is ``(name, expectation, function(directory, rng))``. Expectations:
 for random bit flips that may hit bytes without meaning.
 """
 
+import functools
 import json
 import struct
 from pathlib import Path
@@ -35,55 +36,79 @@ def pick(rng, items):
     return items[int(rng.integers(len(items)))]
 
 
+def pick_tensor(header, rng):
+    return pick(rng, [name for name in header if name != "__metadata__"])
+
+
+def edits_bytes(file):
+    """Decorates ``(bytearray, rng) -> bytes``: what becomes of a file of the directory."""
+
+    def decorate(change):
+        @functools.wraps(change)
+        def mutate(directory, rng):
+            path = directory / file
+            path.write_bytes(change(bytearray(path.read_bytes()), rng))
+
+        return mutate
+
+    return decorate
+
+
+def edits_file(change):
+    """Decorates ``(header, data, rng) -> (header, data)``: what becomes of the safetensors file."""
+
+    @functools.wraps(change)
+    def mutate(directory, rng):
+        write_parts(directory / FILE, *change(*read_parts(directory / FILE), rng))
+
+    return mutate
+
+
 # -- the file as bytes ------------------------------------------------------------------------------------------------
 
 
-def truncate(directory, rng):
-    path = directory / FILE
-    blob = path.read_bytes()
-    path.write_bytes(blob[: int(rng.integers(len(blob)))])
+def flip_bit(blob, at, rng):
+    blob[at] ^= 1 << int(rng.integers(8))
+    return blob
 
 
-def truncate_tail(directory, rng):
-    path = directory / FILE
-    path.write_bytes(path.read_bytes()[: -int(rng.integers(1, 64))])
+@edits_bytes(FILE)
+def truncate(blob, rng):
+    return blob[: int(rng.integers(len(blob)))]
 
 
-def append_bytes(directory, rng):
-    path = directory / FILE
-    path.write_bytes(path.read_bytes() + rng.bytes(int(rng.integers(1, 64))))
+@edits_bytes(FILE)
+def truncate_tail(blob, rng):
+    return blob[: -int(rng.integers(1, 64))]
 
 
-def header_bit_flip(directory, rng):
-    path = directory / FILE
-    blob = bytearray(path.read_bytes())
+@edits_bytes(FILE)
+def append_bytes(blob, rng):
+    return blob + rng.bytes(int(rng.integers(1, 64)))
+
+
+@edits_bytes(FILE)
+def header_bit_flip(blob, rng):
     (size,) = struct.unpack("<Q", blob[:8])
-    blob[int(rng.integers(8, 8 + size))] ^= 1 << int(rng.integers(8))
-    path.write_bytes(blob)
+    return flip_bit(blob, int(rng.integers(8, 8 + size)), rng)
 
 
-def header_length_flip(directory, rng):
-    path = directory / FILE
-    blob = bytearray(path.read_bytes())
-    blob[int(rng.integers(8))] ^= 1 << int(rng.integers(8))
-    path.write_bytes(blob)
+@edits_bytes(FILE)
+def header_length_flip(blob, rng):
+    return flip_bit(blob, int(rng.integers(8)), rng)
 
 
-def random_header(directory, rng):
-    _, data = read_parts(directory / FILE)
-    write_parts(directory / FILE, rng.bytes(int(rng.integers(1, 300))), data)
+@edits_file
+def random_header(header, data, rng):
+    return rng.bytes(int(rng.integers(1, 300))), data
 
 
 # -- the header's meaning ---------------------------------------------------------------------------------------------
 
 
 def edit_header(change):
-    def mutate(directory, rng):
-        header, data = read_parts(directory / FILE)
-        result = change(header, rng)
-        write_parts(directory / FILE, header if result is None else result, data)
-
-    return mutate
+    """change(header, rng) edits the header in place, or returns what stands in its place."""
+    return edits_file(lambda header, data, rng: (change(header, rng) or header, data))
 
 
 def _set(field, value):
@@ -140,51 +165,58 @@ def _unknown_dtype(header, rng):
     header[pick(rng, list(header))]["dtype"] = pick(rng, ["F7", "", None, 8, "bf16"])
 
 
-def drop_tensor(directory, rng):
+def change_size(header, name, by):
+    """A tensor ends ``by`` bytes later, and those behind it move."""
+    end = header[name]["data_offsets"][1]
+    for other in (entry for key, entry in header.items() if key not in ("__metadata__", name)):
+        if other["data_offsets"][0] >= end:
+            other["data_offsets"] = [offset + by for offset in other["data_offsets"]]
+    header[name]["data_offsets"][1] += by
+
+
+@edits_file
+def drop_tensor(header, data, rng):
     """Remove one tensor with its bytes: the file stays valid, the model is incomplete."""
-    header, data = read_parts(directory / FILE)
-    name = pick(rng, [n for n in header if n != "__metadata__"])
-    start, end = header.pop(name)["data_offsets"]
-    for entry in (v for k, v in header.items() if k != "__metadata__"):
-        if entry["data_offsets"][0] >= end:
-            entry["data_offsets"] = [x - (end - start) for x in entry["data_offsets"]]
-    write_parts(directory / FILE, header, data[:start] + data[end:])
+    name = pick_tensor(header, rng)
+    start, end = header[name]["data_offsets"]
+    change_size(header, name, start - end)
+    del header[name]
+    return header, data[:start] + data[end:]
 
 
 def add_tensor(name_of):
-    def mutate(directory, rng):
-        header, data = read_parts(directory / FILE)
+    @edits_file
+    def mutate(header, data, rng):
         header[name_of(header, rng)] = {"dtype": "F32", "shape": [2], "data_offsets": [len(data), len(data) + 8]}
-        write_parts(directory / FILE, header, data + b"\0" * 8)
+        return header, data + b"\0" * 8
 
     return mutate
 
 
-def reorder_keys(directory, rng):
-    header, data = read_parts(directory / FILE)
+@edits_file
+def reorder_keys(header, data, rng):
     names = list(header)
     rng.shuffle(names)
-    write_parts(directory / FILE, {name: header[name] for name in names}, data)
+    return {name: header[name] for name in names}, data
 
 
-def change_metadata(directory, rng):
-    header, data = read_parts(directory / FILE)
+@edit_header
+def change_metadata(header, rng):
     header["__metadata__"] = {"format": "pt", "note": str(rng.integers(1000))}
-    write_parts(directory / FILE, header, data)
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
 def bad_scale(value):
-    def mutate(directory, rng):
-        header, data = read_parts(directory / FILE)
+    @edits_file
+    def mutate(header, data, rng):
         entry = header[pick(rng, expert_names(header, "weight_scale") + expert_names(header, "weight_scale_inv"))]
         start, end = entry["data_offsets"]
         assert entry["dtype"] == "F32"
         values = np.frombuffer(data[start:end], np.float32).copy()
         values[int(rng.integers(values.size))] = value
-        write_parts(directory / FILE, header, data[:start] + values.tobytes() + data[end:])
+        return header, data[:start] + values.tobytes() + data[end:]
 
     return mutate
 
