@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig, fused_experts, fused_moe
+from moe_jax.experts._fused_moe import finish
 from moe_jax.models._compiled import SMALLEST_BUCKET, bucket
 from moe_jax.routing import RoutingParams, route
 from torch_bridge._tensors import to_arguments, to_torch
@@ -26,7 +27,8 @@ class Experts:
     """What a call needs of a layer on one rank, as one pytree.
 
     weights and config: of this rank. global_config: of the whole layer, for routing. routing: its arrays, without the
-    correction bias. expert_map: (P,) int32, global to local expert, or None when all are local.
+    correction bias. expert_map: (P,) int32, global to local expert, or None when all are local. is_first_rank: whether
+    this rank adds what zero experts return, which one of the ranks has to.
     """
 
     weights: ExpertWeights
@@ -34,6 +36,7 @@ class Experts:
     global_config: MoEConfig
     routing: RoutingParams
     expert_map: Any = None
+    is_first_rank: bool = dataclasses.field(default=True, metadata=dict(static=True))
 
     def moe(self, x: Any, logits: Any, bias: Any, token_ids: Any, mask: Any) -> Any:
         """Routing and experts."""
@@ -42,7 +45,9 @@ class Experts:
             return fused_moe(x, logits, self.weights, config, routing=routing, token_mask=mask, token_ids=token_ids)
         routed = route(logits, config, params=routing, hidden_states=x, token_ids=token_ids, token_mask=mask)
         y = self.experts(x, routed.topk_weights, routed.topk_ids, mask)
-        return y * jnp.asarray(config.routed_scaling_factor, y.dtype) if config.apply_routed_scale_to_output else y
+        if not self.is_first_rank:
+            routed = dataclasses.replace(routed, zero_expert_weight=None)
+        return finish(y.astype(jnp.float32), x, routed, config, None)
 
     def experts(self, x: Any, topk_weights: Any, topk_ids: Any, mask: Any) -> Any:
         """The experts of this rank for global ids."""

@@ -186,7 +186,14 @@ class LoadingMixin(MoELayer):
         expert_map = None if self.rank.expert_map is None else jnp.asarray(self.rank.expert_map)
         packed = in_best_layout(self.local_config, weights)
         experts = jax.device_put(
-            Experts(packed, _unnamed(self.local_config), _unnamed(self.moe_config), self._routing, expert_map),
+            Experts(
+                packed,
+                _unnamed(self.local_config),
+                _unnamed(self.moe_config),
+                self._routing,
+                expert_map,
+                is_first_rank=self.rank.tp_rank == self.rank.ep_rank == 0,
+            ),
             jax_device(self.device),
         )
         if isinstance(self._calls, KernelCalls) and self._calls.is_captured:

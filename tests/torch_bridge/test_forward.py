@@ -217,7 +217,8 @@ def test_operators_keep_torchs_rules():
 @pytest.mark.parametrize("ranks", [dict(tp_size=2), dict(ep_size=3)], ids=str)
 @pytest.mark.sample(2)
 def test_parts_of_all_ranks_add_up(ranks):
-    """Outputs of simulated ranks sum to the whole layer's; a rank without its group refuses to reduce."""
+    """Outputs of simulated ranks sum to the whole layer's, zero experts counted once; a rank without its group refuses
+    to reduce."""
     arrays = stored_arrays("int8_w8a16")
     x, z = inputs(5)
     whole = loaded_bridge("int8_w8a16", arrays)(x.float(), z)
@@ -225,6 +226,14 @@ def test_parts_of_all_ranks_add_up(ranks):
     for rank in range(size):
         own = {kind: size, kind.replace("size", "rank"): rank}
         total = total + loaded_bridge("int8_w8a16", arrays, **own)(x.float(), z)
+    torch.testing.assert_close(total, whole, rtol=2e-2, atol=2e-2 * float(whole.abs().max()))
+    zeros = dict(zero_expert_type="identity", e_score_correction_bias=torch.zeros(E + 2), routed_scaling_factor=2.5)
+    zeros |= dict(apply_routed_scale_to_output=True, renormalize=False)
+    z_and_zeros, total = torch.cat([z, z[:, :2] + 0.5], 1), 0.0
+    for rank in range(size):
+        layer = loaded_bridge("int8_w8a16", arrays, **zeros, **{kind: size, kind.replace("size", "rank"): rank})
+        total = total + layer(x.float(), z_and_zeros)
+    whole = loaded_bridge("int8_w8a16", arrays, **zeros)(x.float(), z_and_zeros)
     torch.testing.assert_close(total, whole, rtol=2e-2, atol=2e-2 * float(whole.abs().max()))
     with pytest.raises(RuntimeError, match=r"needs torch\.distributed"):
         loaded_bridge("int8_w8a16", arrays, reduce_results=True, **own)(x, z)
@@ -244,6 +253,8 @@ def test_routing_arguments():
     reference.weights.set_value(layer.expert_weights)
     x, z = inputs(9)
     assert bits(layer(x, z)) == expected_bits(reference, x, z)
+    weights, ids = layer.select_experts(x, z)
+    torch.testing.assert_close(layer.quant_method.apply(layer, x, weights, ids), layer(x, z))
 
 
 TABLE = torch.tensor([[0, 3], [2, 1], [1, 2]])
@@ -299,6 +310,15 @@ def test_arguments_mean_what_they_mean_in_moe_jax(options):
     assert bits(found) == bits(np.asarray(expected))
     if is_gated and "zero_expert_type" not in options:
         assert not torch.equal(found, loaded_bridge("bf16", arrays)(x, z))
+
+
+def test_params_dtype_is_torchs_default():
+    try:
+        torch.set_default_dtype(torch.float16)
+        layer = torch_bridge.FusedMoE(E, K, H, I, has_bias=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert layer.params_dtype == layer.w13_weight.dtype == layer.w2_bias.dtype == torch.float16
 
 
 def test_modules_around_the_experts():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
+import moe_jax
 import torch_bridge
 from tests.support.cases.torch_bridge import (
     E,
@@ -17,6 +18,7 @@ from tests.support.cases.torch_bridge import (
     as_torch,
     bits,
     bridge_layer,
+    call,
     inputs,
     loaded_bridge,
     plain_arrays,
@@ -77,7 +79,12 @@ def test_methods_by_their_names(name):
     x, z = inputs(4, dtype=torch.float32)
     weights, ids = layer.select_experts(x, z)
     assert ids.dtype == torch.int32 and ids.shape == (4, K)
-    torch.testing.assert_close(method.apply(layer, x, weights, ids), method.apply_monolithic(layer, x, z))
+    routed = method.apply_monolithic(layer, x, z)
+    torch.testing.assert_close(method.apply(layer, x, weights, ids), routed)
+    reference = moe_jax.FusedMoE(E, H, I, top_k=K, scheme=method.scheme)
+    reference.weights.set_value(layer.expert_weights)
+    expected = call(reference, x.numpy(), z.numpy(), None)
+    torch.testing.assert_close(routed, torch.from_numpy(np.array(expected)))
 
 
 # scheme -> element types of activations and weights, per token?, per channel?, block
@@ -140,7 +147,7 @@ def test_scheme_checks():
     """M157, M173, M175, M191: each method refuses what is another's, in one line."""
     w4a8, fp8 = torch_bridge.CompressedTensorsW4A8Int8MoEMethod, torch_bridge.CompressedTensorsW8A8Fp8MoEMethod
     wna16, channel = torch_bridge.CompressedTensorsWNA16MarlinMoEMethod, {"strategy": "channel"}
-    for call, message in (
+    for construct, message in (
         (lambda: w4a8(INT4 | channel, INT8_TOKEN | {"dynamic": False}), "have to be dynamic per token"),
         (lambda: w4a8(INT4 | channel | {"num_bits": 8}, INT8_TOKEN), "have to be 4 bits, found 8"),
         (lambda: fp8(FP8 | channel, FP8 | {"strategy": "tensor", "dynamic": False}), "static activation scales"),
@@ -150,7 +157,7 @@ def test_scheme_checks():
         (lambda: torch_bridge.OnlineMoEMethodBase(scheme="nvfp4"), "needs input scales"),
     ):
         with pytest.raises(ValueError, match=message) as raised:
-            call()
+            construct()
         assert "\n" not in str(raised.value)
     with pytest.raises(TypeError, match="expected QuantizationArgs"):
         fp8(3, None)
@@ -177,6 +184,7 @@ def test_methods_say_what_they_were_given():
         assert (method.strategy, method.group_size) == (strategy["strategy"], strategy.get("group_size", -1))
         assert not method.actorder
     assert wna16(INT4 | {"strategy": "group", "group_size": 32, "actorder": "group"}, None).actorder
+    assert wna16(INT4 | {"strategy": "channel", "symmetric": False}, None).scheme.name == "w4a16_channel_asym"
     assert w4a8(INT4 | {"strategy": "channel"}, INT8_TOKEN).group_size == -1
     assert w4a8(INT4 | {"strategy": "group", "group_size": 32}, INT8_TOKEN).group_size == 32
     assert METHODS["nvfp4_a16"]().use_a16 and not METHODS["nvfp4"]().use_a16
@@ -267,6 +275,7 @@ class OwnParameters(OwnMethod):
 
     def create_weights(self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **attrs):
         i = intermediate_size_per_partition
+        assert (attrs["global_num_experts"], attrs["intermediate_size_full"]) == (E, I)
         shapes = {
             "w13_weight": ((num_experts, 2 * i, hidden_size), {}),
             "w2_weight": ((num_experts, i, hidden_size), {"is_transposed": True}),
