@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+SOURCE = "with times of fp8_channel"
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
@@ -128,3 +129,39 @@ print("all")
     environment = os.environ | {"PYTHONPATH": f"{BENCHMARKS}:{BENCHMARKS.parent}", "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run([sys.executable, "-c", code, *scripts], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0 and ran.stdout == "all\n", ran.stderr[-2000:]
+
+
+def test_a_sweep_finds_something_to_time(load, tmp_path):
+    """Near the table's tiles with --earlier, clusters with pairs; a word that is no mode is named."""
+    sweep = load("sweep")
+    found = sweep.Group("mixtral-8x7b:fp8_channel:pairs:1").configs(8192)
+    assert {config.cluster for config in found} == {2} and {config.shares_weights for config in found} == {False, True}
+    every = sweep.Group("mixtral-8x7b/tp2:int4_g128:2").configs(64)
+    times = {sweep.config_label(config): [100.0 + i] for i, config in enumerate(every)}
+    earlier = {("mixtral-8x7b/tp2", "int4_g128", 64, 2): times}
+    near = sweep.Group("mixtral-8x7b/tp2:int4_g128:near1.02:2", earlier)
+    assert set(every[:3]) <= set(near.configs(64)) and len(near.configs(64)) <= 4 < len(every)
+    with pytest.raises(SystemExit, match="'brie', expected brief, pairs or near"):
+        sweep.Group("mixtral-8x7b:fp8_channel:brie:1")
+
+
+@pytest.mark.parametrize("us, is_taken", [(90.0, True), (99.5, False)])
+def test_whole_layers_replace_an_entry_where_they_are_faster(load, tmp_path, monkeypatch, capsys, us, is_taken):
+    making, path = load("tuning_table"), tmp_path / "table.json"
+    key = making.key_of("mixtral-8x7b", "fp8_channel")
+    config, other = (making.GemmConfig(48, 128, stages, swap_ab=True) for stages in (4, 5))
+    held = [making.Entry(key, 64, making.LayerConfig(48, config, config), 300.0)]
+    lent = [making.dataclasses.replace(held[0], key=making.key_of("mixtral-8x7b", "int8"), source=SOURCE)]
+    making.Table("NVIDIA H200", (*held, *lent)).save(path)
+    monkeypatch.setattr(making, "path_for", lambda device: path)
+    cell = dict(model="mixtral-8x7b", scheme="fp8_channel", tokens=64)
+    tiles = dict(block_m=48, gemm1=making.dataclasses.asdict(other), gemm2=making.dataclasses.asdict(other))
+    lines = [cell | dict(us=[101.0, 99.0, 100.0], graph_us=[100.0]), cell | tiles | dict(us=[us] * 3)]
+    (tmp_path / "layers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(sys, "argv", ["", "layers", "--device", "NVIDIA H200", str(tmp_path / "layers.jsonl")])
+    assert making.main() == 0
+    entries = {entry.key: entry for entry in making.load_table(path).entries}
+    assert entries[key].config.gemm1 == (other if is_taken else config)
+    assert entries[key].micros == (270.0 if is_taken else 300.0)
+    assert (entries[lent[0].key].config, entries[lent[0].key].source) == (entries[key].config, SOURCE)
+    assert f"{int(is_taken)} of 1 cells have other tiles" in capsys.readouterr().out
