@@ -75,13 +75,13 @@ def test_layers_on_an_fp8_core(scheme):
     judge = judge_of(scheme, on_gpu=True)
     of_sums = dataclasses.replace(judge.right, sum_error=FP8_SUMS)
     found = judge.find(of_sums.y.astype(np.float32))
-    assert found.is_right.all() and np.nanmax(found.error) > 0.005, "the sums are off indeed"
+    assert found.is_right.all() and np.nanmax(found.error) > 0.002, "the sums are off indeed"
     assert_wrong_layers_fail(judge, lambda quantizes: dataclasses.replace(of_sums, quantizes=quantizes).y)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_channel", "int8_w8a8"])
 def test_layers_beside_another_that_rounds_alike(scheme):
-    judge = judge_of(scheme, on_gpu=True)
+    judge = judge_of(scheme, tokens=24, on_gpu=True)
     sums = FP8_SUMS if scheme in FP8_CORE else FLOAT32_SUMS
     of_sums, activations = dataclasses.replace(judge.right, sum_error=sums), judge.weights.scheme.activations
     rows = np.abs(judge.right.y).any(1)

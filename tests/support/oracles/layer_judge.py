@@ -8,8 +8,8 @@ again. What is left between it and a right layer is the order of sums. A row is 
    row; ``EXACT`` is 2**-11. Without such a rounding it is ``FLOAT32``, the 64 ulp, and ``XLA_ON_GPU`` on a GPU.
 2. A hidden value beside a border of its 16 bits may get another code, and the largest of a group another scale. The
    oracle knows which values may: their columns of W2, and what other scales make of the row, are fitted to the error.
-   The row was rounded from other values then. What is left is at most ``LEFT``, two roundings to bfloat16 of up to
-   2**-9 each. There are few such values; a row with more than H / 4 fails.
+   The row, and an output of 16 bits, were rounded from other values then. A rounding to bfloat16 is 0.0017 of a row,
+   four of them 0.0033; what is left is at most ``LEFT``. There are few such values; a row with more than H / 4 fails.
 3. An FP8 tensor core keeps some 14 bits of a sum. On an H200 16% of the hidden values had another bfloat16, 2% another
    code and 9% of the rows another scale (benchmarks/results/fp8_sum_order_h200.txt). Too many to fit but the scales and
    the H / 32 largest codes. What is left is at most ``FP8_LEFT``: 2% of steps of 1/11 of a value are 0.013 of a row.
@@ -41,7 +41,7 @@ from tests.support.oracles.experts import Experts, activation_numpy
 from tests.support.oracles.grids import Grid
 
 FLOAT32, EXACT = 2.0**-18, 2.0**-11
-LEFT, FP8_LEFT = 0.003, 0.02
+LEFT, FP8_LEFT = 0.005, 0.02
 UNFITTED = 0.09
 # float32 as XLA sums it on a GPU.
 XLA_ON_GPU = 1e-4
