@@ -33,7 +33,8 @@ from _sweep_space import shape
 
 from pallas_kernels.grouped_gemm import GemmConfig
 from pallas_kernels.grouped_gemm.packed import PackedConfig
-from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, Entry, LayerConfig, LayerKey, PackedLayerKey, Table
+from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, Entry, LayerConfig, Table, layer
+from pallas_kernels.tuning.layer import AnyKey
 from pallas_kernels.tuning.table import load_table, path_for
 
 _CLUSTER_MARGIN = 1.02  # two blocks that wait for one another must be clearly faster than one
@@ -51,11 +52,8 @@ def read(paths: list[Path]) -> Times:
     return times
 
 
-def key_of(model: str, fmt: str) -> Any:
-    if fmt in PACKED_FORMATS:
-        return PackedLayerKey(*shape(model), **PACKED_FORMATS[fmt])
-    how: Any = FORMATS[fmt]
-    return LayerKey(*shape(model), **how)
+def key_of(model: str, fmt: str) -> AnyKey:
+    return layer.key_of(fmt, *shape(model))
 
 
 def lenders_of(model: str, fmt: str) -> list[str]:
@@ -89,7 +87,7 @@ def fastest(times: Times, model: str, fmt: str, tokens: int, at_least: int, typi
             if gemm not in at_height or rated < at_height[gemm][0]:
                 at_height[gemm] = (rated, micros, config, lender)
     sums = {
-        height: sum(rated for rated, *_ in held.values()) + key.apart_micros(tokens, height)
+        height: sum(rated for rated, *_ in held.values()) + key.requantize_micros(tokens, height)
         for height, held in best.items()
         if len(held) == 2
     }
@@ -98,7 +96,7 @@ def fastest(times: Times, model: str, fmt: str, tokens: int, at_least: int, typi
     height = min(sums, key=lambda height: sums[height])
     (_, micros1, gemm1, lender1), (_, micros2, gemm2, lender2) = (best[height][gemm] for gemm in (1, 2))
     source = f"with times of {lender1 or lender2}" if lender1 or lender2 else None
-    micros = micros1 + micros2 + key.apart_micros(tokens, height)
+    micros = micros1 + micros2 + key.requantize_micros(tokens, height)
     return Entry(key, tokens, LayerConfig(height, gemm1, gemm2), round(micros, 1), source)
 
 

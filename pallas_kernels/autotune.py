@@ -20,7 +20,7 @@ from pallas_kernels.common.device import device_kind, hopper_sms
 from pallas_kernels.grouped_gemm import GemmDesc, grouped_gemm
 from pallas_kernels.grouped_gemm.packed import grouped_gemm_packed
 from pallas_kernels.tuning import timing
-from pallas_kernels.tuning.layer import FORMATS, PACKED_FORMATS, AnyConfig, AnyDesc, AnyKey, LayerKey, PackedLayerKey
+from pallas_kernels.tuning.layer import FORMATS, PACKED_FORMATS, AnyConfig, AnyDesc, AnyKey, key_of
 from pallas_kernels.tuning.operands import random_operands
 from pallas_kernels.tuning.search import Timer, tune
 from pallas_kernels.tuning.table import Table, load_table, path_for
@@ -70,10 +70,8 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
         for name in options.formats.split(","):
             if name not in FORMATS and name not in PACKED_FORMATS:
                 parser.error(f"--formats {name}: there are {', '.join((*FORMATS, *PACKED_FORMATS))}")
-            kind: Any = LayerKey if name in FORMATS else PackedLayerKey
-            how: dict[str, Any] = (FORMATS | PACKED_FORMATS)[name]
-            projections = 1 if options.not_gated else 2
-            keys.append(kind(experts, top_k, hidden_size, intermediate_size, **how, projections=projections))
+            sizes = (experts, top_k, hidden_size, intermediate_size)
+            keys.append(key_of(name, *sizes, projections=1 if options.not_gated else 2))
     try:
         num_sms = hopper_sms()
     except NotImplementedError as error:

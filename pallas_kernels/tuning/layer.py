@@ -1,6 +1,7 @@
 """What a tuning table is keyed by (``LayerKey``, ``PackedLayerKey``) and what it holds (``LayerConfig``)."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pallas_kernels.align.config import row_capacity
@@ -21,7 +22,7 @@ SIZES = ("num_experts", "top_k", "hidden_size", "intermediate_size", "projection
 AnyDesc = GemmDesc | PackedDesc
 AnyConfig = GemmConfig | PackedConfig
 # name: fields of a LayerKey that say how the operands are stored and scaled
-FORMATS: dict[str, dict[str, str]] = {
+FORMATS: dict[str, dict[str, Any]] = {
     "bf16": dict(dtype="bfloat16"),
     "fp8_tensor": dict(dtype="float8_e4m3fn", lhs_scale="tensor", rhs_scale="tensor", requantize="tensor"),
     "fp8_tensor_dynamic": dict(dtype="float8_e4m3fn", lhs_scale="tensor", rhs_scale="tensor"),
@@ -97,7 +98,7 @@ class LayerKey:
         """GEMM 1 and GEMM 2 for a number of tokens in tiles of block_m rows. activation: None for silu."""
         if activation is None:
             activation = Activation("silu" if self.projections == 2 else "silu_no_mul")
-        # Swapped operands store 16 bits, and their rows are requantized apart: not where float16 would overflow.
+        # With swap_ab GEMM 1 stores 16 bits and a launch of its own requantizes the rows. float16 would overflow there.
         swap_ab = block_m not in BLOCK_MS and out_dtype != "float16"
         requantize = "none" if swap_ab else self.requantize
         common: dict[str, Any] = dict(
@@ -131,9 +132,11 @@ class LayerKey:
         found = gemm_candidates(desc, block_m, num_sms)
         return found + in_clusters(desc, found)
 
-    def apart_micros(self, num_tokens: int, block_m: int) -> float:
-        """About how long rows are requantized that tiles of this height leave to a launch of its own: the launch, and
-        three bytes a value at the speed of 65536 rows of 768 on an H200 (row_kernels_narrow_h200.txt).
+    def requantize_micros(self, num_tokens: int, block_m: int) -> float:
+        """Microseconds of the launch that requantizes hidden rows; 0 where GEMM 1 does it in tiles of this height.
+
+        An estimate: the launch, and three bytes a value at the speed of 65536 rows of 768 on an H200
+        (row_kernels_narrow_h200.txt).
         """
         if self.requantize == "none" or self.products(num_tokens, block_m)[0].requantize != "none":
             return 0.0
@@ -148,9 +151,7 @@ class LayerKey:
 
     @property
     def may_swap(self) -> bool:
-        """Tiles may have heights that only swapped operands have: a kernel requantizes rows in between. Where these are
-        float16 and GEMM 1 would have stored 8 bits, ``products`` says otherwise.
-        """
+        """Whether ``swap_ab`` can run: nothing is requantized, or a kernel can requantize the hidden rows."""
         if self.requantize == "none":
             return True
         rows = PermuteDesc(1, self.intermediate_size, 0, 1, "bfloat16", f"e4m3_{self.requantize}")
@@ -158,13 +159,15 @@ class LayerKey:
 
     @property
     def may_be_large_m(self) -> bool:
-        """They may be higher than 96 rows."""
+        """Whether tiles of ``swap_ab`` may have more than 96 rows."""
         return self.may_swap and self.rhs_scale != "block"
 
     @property
     def lender(self) -> "LayerKey | None":
-        """The same layer in another format whose products read as many bytes and multiply at the same rate, so that its
-        times tell of this one's; None without one. Of 8-bit operands those whose scales follow the sum.
+        """The same layer in another format, whose entries serve this one too; None without such a format.
+
+        Its products read as many bytes and multiply at the same rate. For 8-bit operands it is the format with channel
+        scales, if the scales of this one are applied after the sum.
         """
         if self.dtype == "float16":
             return dataclasses.replace(self, dtype="bfloat16")
@@ -240,8 +243,8 @@ class PackedLayerKey:
         """Configurations worth timing."""
         return list(packed_candidates(desc, block_m, num_sms))
 
-    def apart_micros(self, num_tokens: int, block_m: int) -> float:
-        """As of a ``LayerKey``: rows are requantized by the same launch at every height."""
+    def requantize_micros(self, num_tokens: int, block_m: int) -> float:
+        """0: the same launch requantizes hidden rows at every height."""
         return 0.0
 
     def heights(self, num_tokens: int) -> list[int]:
@@ -279,9 +282,19 @@ class PackedLayerKey:
 AnyKey = LayerKey | PackedLayerKey
 
 
-def _name_among(formats: dict[str, dict[str, Any]], key: "AnyKey") -> str | None:
-    sizes = {name: getattr(key, name) for name in SIZES}
-    return next((name for name, how in formats.items() if type(key)(**sizes, **how) == key), None)
+def key_of(
+    name: str, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int, projections: int = 2
+) -> AnyKey:
+    """The key of a layer in a format of ``FORMATS`` or ``PACKED_FORMATS``."""
+    sizes = (num_experts, top_k, hidden_size, intermediate_size)
+    if name in FORMATS:
+        return LayerKey(*sizes, **FORMATS[name], projections=projections)
+    return PackedLayerKey(*sizes, **PACKED_FORMATS[name], projections=projections)
+
+
+def _name_among(formats: Iterable[str], key: AnyKey) -> str | None:
+    sizes = [getattr(key, name) for name in SIZES]
+    return next((name for name in formats if key_of(name, *sizes) == key), None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ def tune(
                 if first is None or second is None:
                     continue
                 (micros1, gemm1), (micros2, gemm2) = first, second
-                micros = micros1 + micros2 + key.apart_micros(count, block_m)
+                micros = micros1 + micros2 + key.requantize_micros(count, block_m)
                 if best is None or micros < best[0]:
                     best = micros, LayerConfig(block_m, gemm1, gemm2)
             if best is None:

@@ -52,8 +52,10 @@ class Entry:
     source: str | None = None
 
     def reaches(self, num_tokens: int) -> bool:
-        """Whether tiles chosen for ``tokens`` suit ``num_tokens``: neither fewer than an eighth, whose experts would
-        leave them nearly empty, nor more than twice as many, unless experts have many rows already.
+        """Whether tiles chosen for ``tokens`` suit ``num_tokens``.
+
+        Below an eighth, experts would leave them nearly empty. Above twice as many, larger tiles are better, unless
+        experts have many rows already.
         """
         rows_per_expert = self.tokens * self.key.top_k / self.key.num_experts
         return self.tokens <= _FEWEST * num_tokens and (num_tokens <= 2 * self.tokens or rows_per_expert >= _MANY_ROWS)

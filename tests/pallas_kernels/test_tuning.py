@@ -70,16 +70,16 @@ def test_search_looks_at_tall_tiles_where_experts_have_many_rows():
     ]  # no kernel requantizes a group and a half
 
 
-def test_rows_requantized_apart_count():
+def test_rows_requantized_by_their_own_launch_count():
     """A tile of 8 rows leaves requantization to a launch of its own, which the sum of its products has to make good."""
     key = LayerKey(8, 2, 512, 512, **FORMATS["fp8_block"])
     assert [key.products(16, height)[0].requantize for height in (8, 64, 96, 128)] == ["none", "group", "none", "group"]
-    assert key.apart_micros(16, 64) == 0.0 and 2.5 < key.apart_micros(16, 8) < 2.6
+    assert key.requantize_micros(16, 64) == 0.0 and 2.5 < key.requantize_micros(16, 8) < 2.6
     for gain, height in ((1.0, 64), (2.0, 8)):
         timer = lambda desc, config, key, tokens: 10.0 - gain * (config.block_m == 8)  # noqa: B023, E731
         (entry,) = tune([key], [16], timer, 132)
         assert entry.config.block_m == height
-        assert entry.micros == pytest.approx(20.0 if height == 64 else 16.0 + key.apart_micros(16, 8))
+        assert entry.micros == pytest.approx(20.0 if height == 64 else 16.0 + key.requantize_micros(16, 8))
 
 
 def _config_of(line):
