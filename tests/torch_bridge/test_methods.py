@@ -190,6 +190,17 @@ def test_methods_say_what_they_were_given():
     assert METHODS["nvfp4_a16"]().use_a16 and not METHODS["nvfp4"]().use_a16
 
 
+def test_activations_of_a_weight_only_checkpoint_may_be_quantized():
+    """M195: by the name of the scheme; the packed weights stay what they are."""
+    arrays = stored_arrays("w4a16_g32")
+    plain, quantized = (loaded_bridge(scheme, arrays) for scheme in ("w4a16_g32", "w4a8_int8_g32_packed"))
+    for leaf in ("w13_weight_packed", "w13_weight_scale", "w2_weight_packed", "w2_weight_scale"):
+        assert bits(getattr(plain, leaf)) == bits(getattr(quantized, leaf))
+    x, z = inputs(6, dtype=torch.float32)
+    expected, found = plain(x, z), quantized(x, z)
+    assert 1e-3 < (found - expected).norm() / expected.norm() < 0.03
+
+
 class Int8PerTensor:
     """Callbacks of someone else: one int8 scale for an expert's matrix, computed in torch."""
 
