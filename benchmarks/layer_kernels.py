@@ -1,8 +1,8 @@
 """Time kernels of a layer one by one on a GPU: products, kernels that move rows, or all of a layer in their order.
 
-    python benchmarks/kernels.py layer [--models ...] [--tokens 1,16,64] [--schemes fp8_channel,...]
-    python benchmarks/kernels.py products [--models ...] [--tokens ...] [--formats fp8_block,int4_g128,...]
-    python benchmarks/kernels.py rows [--models ...] [--tokens ...] [--formats none,e4m3_row,...]
+    python benchmarks/layer_kernels.py layer [--models ...] [--tokens 1,16,64] [--schemes fp8_channel,...]
+    python benchmarks/layer_kernels.py products [--models ...] [--tokens ...] [--formats fp8_block,int4_g128,...]
+    python benchmarks/layer_kernels.py rows [--models ...] [--tokens ...] [--formats none,e4m3_row,...]
         [--rows-at-once 1,4] [--align-blocks 1,16,32,64]
 
 layer: calls of one program, command buffers off (their kernels are not traced one by one): the median duration of each
