@@ -17,10 +17,12 @@ Json = Mapping[str, Any]  # an object of a JSON file, or a dict like one
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Num, Shaped
 
+    HostArray = np.ndarray
     AnyArray = jax.Array | np.ndarray
     Leaf = jax.Array
 else:
-    AnyArray = jax.Array | np.ndarray | np.generic  # of JAX, tracers included, or of NumPy
+    HostArray = np.ndarray | np.generic
+    AnyArray = jax.Array | HostArray  # of JAX, tracers included, or of NumPy
     # Of a pytree of weights. NumPy arrays take their place; trees of shapes, shardings and axes have the same nodes.
     Leaf = Any
     try:
@@ -35,4 +37,4 @@ else:
 
         Bool = Float = Int = Num = Shaped = _Alias
 
-__all__ = ["AnyArray", "Array", "Bool", "DTypeLike", "Float", "Int", "Json", "Leaf", "Num", "Shaped"]
+__all__ = ["AnyArray", "Array", "Bool", "DTypeLike", "Float", "HostArray", "Int", "Json", "Leaf", "Num", "Shaped"]

@@ -13,12 +13,12 @@ from moe_jax import ExpertWeights, MoEConfig
 from moe_jax.experts import explain
 from moe_jax.experts._backend import order_of
 from moe_jax.experts.hopper._kernel_layout import unpack_experts
+from moe_jax.loading import LayerLoader
 from moe_jax.parallel import determine_expert_map
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
 from torch_bridge._calls import Experts, JaxCalls
 from torch_bridge._layer_loading import LoadingMixin
-from torch_bridge._loader import RankLoader, local_config
 from torch_bridge._methods import SchemeMoEMethod
 from torch_bridge._rank import Rank
 from torch_bridge._resolve import resolve_method
@@ -178,7 +178,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         self.moe_config: MoEConfig = self._on_device(described.config)
         if self.rank.tp_size > 1 and intermediate_size % self.rank.tp_size:
             raise ValueError(f"intermediate_size={intermediate_size} does not divide by tp_size={self.rank.tp_size}")
-        self.local_config: MoEConfig = local_config(self.moe_config, self.rank)
+        self.local_config: MoEConfig = self.rank.shard.local(self.moe_config)
         self.reduce_results = reduce_results
         self.expert_mapping = expert_mapping
         self.gate: Any = gate
@@ -193,7 +193,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         self._routing = RoutingParams(hash_indices_table=None if table is None else table.get_value())
         self._experts: Experts | None = None
         self._calls: JaxCalls | None = None
-        self._loader: RankLoader | None = None
+        self._loader: LayerLoader | None = None
         self._create_weights()
 
     def _create_weights(self) -> None:

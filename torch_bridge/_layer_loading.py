@@ -12,13 +12,12 @@ import torch
 from moe_jax import ExpertWeights, MoEConfig, weight_loader
 from moe_jax.experts._backend import in_best_layout, order_of
 from moe_jax.experts.hopper._kernel_layout import unpack_experts
-from moe_jax.loading import ExpertNames, ExpertTensor, Placement
+from moe_jax.loading import ExpertNames, ExpertTensor, LayerLoader, Target
 from moe_jax.loading.layer._names import map_expert_name
 from moe_jax.quantization import LeafSpec, method_for
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
 from torch_bridge._calls import Experts, JaxCalls
-from torch_bridge._loader import RankLoader
 from torch_bridge._methods import (
     FusedMoEMethodBase,
     MoELayer,
@@ -44,7 +43,7 @@ class LoadingMixin(MoELayer):
     torch_kernels: bool | None
     _experts: Experts | None
     _calls: JaxCalls | None
-    _loader: RankLoader | None
+    _loader: LayerLoader | None
 
     def weight_loader(
         self,
@@ -107,7 +106,7 @@ class LoadingMixin(MoELayer):
         per_scale = None
         if weight is not None and weight.ndim == param.ndim == 3:
             per_scale = -(-weight.shape[1] // param.shape[1]), -(-weight.shape[2] // param.shape[2])
-        placements, used = weight_loader(
+        targets, used = weight_loader(
             specs,
             leaf,
             loaded,
@@ -123,8 +122,8 @@ class LoadingMixin(MoELayer):
             load_full_w2=getattr(param, "load_full_w2", False),
             scale_extent=per_scale,
         )
-        for placement in cast(tuple[Placement, ...], placements):
-            placement.write(to_numpy(param), loaded)
+        for target in cast(tuple[Target, ...], targets):
+            target.write(to_numpy(param), loaded)
         return bool(used)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -212,17 +211,17 @@ class LoadingMixin(MoELayer):
             return KernelCalls(experts, self.layer_name, is_strict=bool(wanted))
         return JaxCalls(experts, self.layer_name)
 
-    def new_loader(self, *, online: bool | None = None, fused_layout: str | None = None) -> RankLoader:
+    def new_loader(self, *, online: bool | None = None, fused_layout: str | None = None) -> LayerLoader:
         """An empty loader for this rank."""
         method = self.quant_method
         if not isinstance(method, SchemeMoEMethod):
             raise NotImplementedError(
                 f"{type(method).__name__} keeps its own parameters; only methods over moe_jax load through the layer"
             )
-        return RankLoader(
+        return LayerLoader(
             self.moe_config,
-            self.rank,
             method.method,
+            shard=self.rank.shard,
             quantize=method.quantizes_online if online is None else online,
             fused_layout=fused_layout,
         )
@@ -232,7 +231,7 @@ class LoadingMixin(MoELayer):
         """Host memory that tensors hold which are loaded but not processed."""
         return 0 if self._loader is None else self._loader.staged_bytes
 
-    def finished(self, loader: RankLoader) -> ExpertWeights:
+    def finished(self, loader: LayerLoader) -> ExpertWeights:
         """What a complete loader makes of its tensors, on the layer's device."""
         with jax.default_device(jax_device(self.device)):
             return loader.finish()
@@ -246,15 +245,15 @@ class LoadingMixin(MoELayer):
                 )
             self._loader = self.new_loader()
         used = self.accept_into(self._loader, tensor, loaded)
-        if used and self.quant_method.uses_meta_device and self._loader.is_complete():
+        if used and self.quant_method.uses_meta_device and not self._loader.missing():
             self.process_weights_after_loading()
         return used
 
-    def accept_into(self, loader: RankLoader, tensor: ExpertTensor, loaded: torch.Tensor) -> bool:
+    def accept_into(self, loader: LayerLoader, tensor: ExpertTensor, loaded: torch.Tensor) -> bool:
         """Stage one tensor of the whole layer in a loader of this rank; whether a part of it was kept."""
         if tensor.suffix == "weight_shape":
             loaded = loaded.to(torch.int64)  # vLLM keeps it in floats
-        return loader.accept(tensor, to_numpy(loaded))
+        return loader.accept_tensor(tensor, to_numpy(loaded))
 
     def parse_name(self, name: str) -> tuple[ExpertTensor, ...]:
         """What a checkpoint name says, by the layer's mapping or by known spellings; nothing for what is no expert."""

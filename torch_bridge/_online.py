@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from moe_jax import Scheme
+from moe_jax.loading import LayerLoader
 from moe_jax.quantization import method_for
-from torch_bridge._loader import RankLoader
 from torch_bridge._methods import MoELayer, SchemeMoEMethod, leaf_specs, register_placeholder, replace_parameter
 from torch_bridge._state import stored_leaves
 
@@ -129,7 +129,7 @@ class MoeOnlineWeightQuantizer:
         for name in ("w13_input_scale", "w2_input_scale"):
             layer.register_parameter(name, None)
         self._processed = False
-        self._loader: RankLoader | None = None
+        self._loader: LayerLoader | None = None
 
     def process_weights_after_loading(self, layer: MoELayer) -> None:
         """Quantize and set up, unless the last tensor did it.
@@ -167,8 +167,8 @@ class MoeOnlineWeightQuantizer:
         self.callbacks.setup_kernel(layer, quantized[0], quantized[1], scales[0], scales[1])
         self._processed = True
 
-    def _new_loader(self, layer: MoELayer) -> RankLoader:
-        return RankLoader(layer.moe_config, layer.rank, method_for(None), fused_layout="out_in")
+    def _new_loader(self, layer: MoELayer) -> LayerLoader:
+        return LayerLoader(layer.moe_config, method_for(None), shard=layer.rank.shard, fused_layout="out_in")
 
     def _loader_for(self, layer: MoELayer) -> Any:
         def weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
@@ -177,7 +177,7 @@ class MoeOnlineWeightQuantizer:
             self._loader = self._loader or self._new_loader(layer)
             tensor = layer.expert_tensor(param, weight_name, shard_id, expert_id)
             used = layer.accept_into(self._loader, tensor, loaded_weight)
-            if self._loader.is_complete():
+            if not self._loader.missing():
                 self.quantize_and_setup(layer)
             return used if return_success else None
 

@@ -6,6 +6,7 @@ import functools
 import numpy as np
 import torch
 
+from moe_jax.loading import Shard
 from moe_jax.parallel import determine_expert_map
 
 
@@ -58,6 +59,12 @@ class Rank:
     @functools.cached_property
     def expert_map(self) -> np.ndarray | None:
         return determine_expert_map(self.ep_size, self.ep_rank, self.num_experts, self.strategy)[1]
+
+    @functools.cached_property
+    def shard(self) -> Shard:
+        """The part of the layer, as loaders take it."""
+        table = self.expert_map
+        return Shard(self.tp_rank, self.tp_size, None if table is None else tuple(table.tolist()))
 
     @property
     def num_local_experts(self) -> int:

@@ -15,8 +15,8 @@ from moe_jax._terminal import size, table
 from moe_jax.experts._explain import explain
 from moe_jax.loading import Checkpoint, QuantizationConfig, as_packed
 from moe_jax.loading._errors import ranges
-from moe_jax.loading.layer._header_check import HeaderCheck
 from moe_jax.loading.layer._names import is_expert_name
+from moe_jax.loading.layer._reader import HeaderCheck
 from moe_jax.models import CausalLM, DecoderConfig, MoEBlockConfig, MoEFamily, read_family
 from moe_jax.models._dense_loader import dense_names, plan_dense, skipped_layers
 from moe_jax.quantization import Scheme, method_for

@@ -5,8 +5,7 @@ from moe_jax.loading.config._quantization_config import QuantizationConfig
 from moe_jax.loading.files._checkpoint import Checkpoint
 from moe_jax.loading.files._gptq_awq import as_packed, packed_pairs
 from moe_jax.loading.files._safetensors import SafetensorsFile, TensorInfo, save_safetensors
-from moe_jax.loading.layer._expert_stream import ExpertStream, LoadReport
-from moe_jax.loading.layer._layer_loader import LayerLoader
+from moe_jax.loading.layer._layer_loader import ExpertStream, LayerLoader, LoadReport
 from moe_jax.loading.layer._names import (
     ExpertNames,
     ExpertTensor,
@@ -14,8 +13,10 @@ from moe_jax.loading.layer._names import (
     layer_of,
     make_expert_params_mapping,
 )
-from moe_jax.loading.layer._stream import ExpertReader, load_layer, stream_layers
-from moe_jax.loading.layer._weight_loader import Placement, weight_loader
+from moe_jax.loading.layer._reader import ExpertReader, load_layer, stream_layers
+from moe_jax.loading.layer._weight_loader import Shard, Target, weight_loader
+
+Placement = Target  # its former name
 
 __all__ = [
     "Checkpoint",
@@ -29,6 +30,8 @@ __all__ = [
     "Placement",
     "QuantizationConfig",
     "SafetensorsFile",
+    "Shard",
+    "Target",
     "TensorInfo",
     "as_packed",
     "expert_names",

@@ -20,8 +20,8 @@ from moe_jax.loading import CheckpointError, QuantizationConfig, layer_of
 from moe_jax.loading._errors import listed
 from moe_jax.loading.files._gptq_awq import PackedView
 from moe_jax.loading.files._safetensors import DTYPES
+from moe_jax.loading.layer._bitpacked import conform_words, stored_shapes
 from moe_jax.loading.layer._names import CONTAINERS, is_expert_name
-from moe_jax.loading.layer._packed_tensors import conform_words, stored_shapes
 from moe_jax.parallel import ParallelConfig
 from moe_jax.parallel._weights import intermediate_unit
 from moe_jax.quantization import Scheme, dequantize_tensor, method_for

@@ -345,7 +345,7 @@ class FusedMoE(nnx.Module):
 
         Raises:
             ValueError: a wrong shape or dtype, a value that is not finite, or a layer that is processed already (use
-                ``reload_weights``). Everything staged is then dropped: load all pairs again. What is unknown, doubled
+                ``reload_weights``). Everything staged is then dropped: load all pairs again. What is unknown, duplicate
                 or missing is named in one error by ``process_weights_after_loading``.
         """
         if self not in _staging:
@@ -370,7 +370,7 @@ class FusedMoE(nnx.Module):
         try:
             self._install(loader, loader.finish())
         except Exception:
-            if loader.is_spoiled:
+            if loader.is_invalid:
                 del _staging[self]
             raise
         del _staging[self]
@@ -385,7 +385,7 @@ class FusedMoE(nnx.Module):
                 schemes with input scales from the checkpoint, which all experts share.
 
         Raises:
-            ValueError: as ``load_weights``, and what is missing, doubled or left over. The old weights are untouched
+            ValueError: as ``load_weights``, and what is missing, duplicate or unexpected. The old weights are untouched
                 then, whatever the reason.
         """
         check_not_traced("reload_weights", self)

@@ -11,8 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.numpy import load_file, save_file
 
 from moe_jax import MoEConfig, fused_experts, load_moe
-from moe_jax.loading import Checkpoint, CheckpointError, load_layer
-from moe_jax.loading.layer._stream import ExpertReader
+from moe_jax.loading import Checkpoint, CheckpointError, ExpertReader, load_layer
 from moe_jax.quantization import Scheme, dequantize_tensor
 from pallas_kernels.common import packing
 from tests.support.cases.experts import make_routing

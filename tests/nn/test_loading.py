@@ -63,7 +63,7 @@ def test_a_failed_load_can_be_repeated():
         with pytest.raises(ValueError, match=r"experts\.0\.gate_proj|experts\.5\.down_proj"):
             layer.load_weights([*pairs[1:], (pairs[0][0], bad)])
     layer.load_weights([*pairs, pairs[0]])
-    with pytest.raises(ValueError, match="doubled"):
+    with pytest.raises(ValueError, match="duplicate"):
         layer.process_weights_after_loading()
     layer.load_weights(pairs)
     layer.process_weights_after_loading()

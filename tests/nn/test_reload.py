@@ -47,11 +47,11 @@ def test_a_correction_bias_that_nobody_asked_for_is_named():
     bias = ("model.layers.0.mlp.gate.e_score_correction_bias", np.arange(E, dtype=np.float32))
     layer = moe_jax.FusedMoE(E, H, INTER, top_k=2)
     layer.load_weights([*plain_tensors().items(), bias])
-    with pytest.raises(ValueError, match=f"left over: {bias[0]}"):
+    with pytest.raises(ValueError, match=f"unexpected: {bias[0]}"):
         layer.process_weights_after_loading()
     layer.load_weights(plain_tensors().items())
     layer.process_weights_after_loading()
-    with pytest.raises(ValueError, match="left over"):
+    with pytest.raises(ValueError, match="unexpected"):
         layer.reload_weights([*of_expert(plain_tensors(), 1).items(), bias], experts=[1])
     own = moe_jax.FusedMoE(E, H, INTER, top_k=2, scoring_func="sigmoid", e_score_correction_bias=np.ones(E))
     own.load_weights([*plain_tensors().items(), bias])
@@ -81,7 +81,7 @@ def test_what_experts_refuses():
     layer, new = made(), plain_tensors(seed=1)
     before = layer.weights.get_value().w13.data
     for experts, pairs, message in (
-        ([1], of_expert(new, 1, 2), r"left over: .*experts\.2\."),
+        ([1], of_expert(new, 1, 2), r"unexpected: .*experts\.2\."),
         ([1, 2], of_expert(new, 1), r"missing: gate_proj.weight of expert 2"),
         ([1], {f"{PREFIX}.down_proj": np.ones((E, H, INTER), BF16)}, r"holds all experts, but only experts \[1\]"),
         ([1, 1], {}, r"experts=\[1, 1\]: expected different ids from 0 to 2"),
@@ -286,7 +286,7 @@ def test_a_stream_frees_what_is_complete():
     stream.accept("model.layers.9.mlp.experts.0.gate_proj.weight", np.zeros((INTER, H), BF16))
     assert stream.surplus == ["model.layers.9.mlp.experts.0.gate_proj.weight"]
     stream.accept("model.layers.3.mlp.experts.0.gate_proj.weight", np.zeros((INTER, H), BF16))
-    with pytest.raises(ValueError, match=r"doubled or left over: model\.layers\.3\.mlp\.experts\.0\.gate_proj"):
+    with pytest.raises(ValueError, match=r"duplicate or unexpected: model\.layers\.3\.mlp\.experts\.0\.gate_proj"):
         stream.finish()
     stream = ExpertStream({3: config("int8_w8a16")})
     stream.accept("model.layers.3.mlp.experts.0.gate_proj.weight", np.zeros((INTER, H), BF16))

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from moe_jax._config import MoEConfig
-from moe_jax.loading.layer._host_copies import TensorError
-from moe_jax.loading.layer._tensor_checks import check_values
+from moe_jax._typing import HostArray
+from moe_jax.loading.layer._values import TensorError, check_values
 from moe_jax.quantization import MoEMethod
 
 _IN_FLIGHT_BYTES = 768 << 20  # full-precision bytes on the device; enough to keep copies and products overlapping
@@ -26,7 +26,7 @@ class _Part(NamedTuple):
     """One matrix of an expert. sent: its copy on the device, None where the host quantizes."""
 
     name: str
-    array: np.ndarray
+    array: HostArray
     sent: jax.Array | None
 
 
@@ -49,7 +49,7 @@ class OnlineExperts:
                 f"scheme {scheme.name!r} needs input scales, which a full-precision checkpoint does not have; "
                 "quantize with a scheme of dynamic activations"
             )
-        self._method = method
+        self._method, self.num_experts = method, config.num_experts
         # Without a name, so that one program serves all layers.
         self._one_expert = dataclasses.replace(config, num_experts=1, top_k=1, has_bias=False, name="")
         self._shards = ("w1", "w3", "w2") if config.is_act_and_mul else ("w1", "w2")
@@ -72,7 +72,7 @@ class OnlineExperts:
         """Whether a value was not finite, so that nothing can be made of this layer."""
         return self._damage is not None
 
-    def add(self, expert: int, shard: str, part: np.ndarray, name: str) -> None:
+    def add(self, expert: int, shard: str, part: HostArray, name: str) -> None:
         """Take one matrix (out, in) of one expert; it must not change until ``finish``. name: for errors."""
         sent = jax.device_put(part) if self.checks_values else None
         self._parts.setdefault(expert, {})[shard] = _Part(name, part, sent)

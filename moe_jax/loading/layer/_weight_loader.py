@@ -6,10 +6,14 @@ one expert are (out, in) as on disk; leaves carry a leading expert axis, and w13
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from moe_jax._config import MoEConfig
+from moe_jax._typing import HostArray
+from moe_jax.quantization import LeafSpec
 
 SHARD_IDS = ("w1", "w2", "w3")
 
@@ -18,14 +22,14 @@ SHARD_IDS = ("w1", "w2", "w3")
 class Rule:
     """How the tensors of one kind split over w1/w3 and over tensor-parallel ranks; axes count without the experts.
 
-    halves_axis: axis of w13 leaves that stacks w1 and w3. A leaf without that axis keeps one value for both, which have
+    stack_axis: axis of w13 leaves that stacks w1 and w3. A leaf without that axis keeps one value for both, which have
     to be equal.
     w13_tp_axis, w2_tp_axis: axis that tensor parallelism splits; None keeps the tensor whole on every rank.
     scales_weight: the split axis counts scales, so a cut must also fall between the runs of weights they cover.
     packed_axis: the axis that a packed leaf packs; a cut of it must fall between stored numbers.
     """
 
-    halves_axis: int | None
+    stack_axis: int | None
     w13_tp_axis: int | None
     w2_tp_axis: int | None
     scales_weight: bool = False
@@ -33,28 +37,70 @@ class Rule:
 
 
 RULES = {
-    "weight": Rule(halves_axis=0, w13_tp_axis=0, w2_tp_axis=1, packed_axis=1),
-    "group": Rule(halves_axis=0, w13_tp_axis=0, w2_tp_axis=1, scales_weight=True),
-    "block": Rule(halves_axis=0, w13_tp_axis=0, w2_tp_axis=1, scales_weight=True),
-    "channel": Rule(halves_axis=0, w13_tp_axis=0, w2_tp_axis=None),
-    "zero_point": Rule(halves_axis=0, w13_tp_axis=0, w2_tp_axis=1, scales_weight=True, packed_axis=0),
-    "channel_zero_point": Rule(halves_axis=0, w13_tp_axis=0, w2_tp_axis=None, packed_axis=0),
-    "g_idx": Rule(halves_axis=None, w13_tp_axis=None, w2_tp_axis=0),
-    "bias": Rule(halves_axis=0, w13_tp_axis=0, w2_tp_axis=None),
-    "tensor": Rule(halves_axis=0, w13_tp_axis=None, w2_tp_axis=None),
-    "input_scale": Rule(halves_axis=0, w13_tp_axis=None, w2_tp_axis=None),
+    "weight": Rule(stack_axis=0, w13_tp_axis=0, w2_tp_axis=1, packed_axis=1),
+    "group": Rule(stack_axis=0, w13_tp_axis=0, w2_tp_axis=1, scales_weight=True),
+    "block": Rule(stack_axis=0, w13_tp_axis=0, w2_tp_axis=1, scales_weight=True),
+    "channel": Rule(stack_axis=0, w13_tp_axis=0, w2_tp_axis=None),
+    "zero_point": Rule(stack_axis=0, w13_tp_axis=0, w2_tp_axis=1, scales_weight=True, packed_axis=0),
+    "channel_zero_point": Rule(stack_axis=0, w13_tp_axis=0, w2_tp_axis=None, packed_axis=0),
+    "g_idx": Rule(stack_axis=None, w13_tp_axis=None, w2_tp_axis=0),
+    "bias": Rule(stack_axis=0, w13_tp_axis=0, w2_tp_axis=None),
+    "tensor": Rule(stack_axis=0, w13_tp_axis=None, w2_tp_axis=None),
+    "input_scale": Rule(stack_axis=0, w13_tp_axis=None, w2_tp_axis=None),
 }
 SCALAR_KINDS = ("tensor", "input_scale")  # one number per expert and projection, stored as [] or [1]
 _COMBINED_KINDS = ("channel", "group", "block")  # scales that ModelOpt may store for w1 and w3 in one tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class Shard:
+    """The part of a layer that one process holds: a slice of I of every expert, or some of the experts.
+
+    Args:
+        tp_rank, tp_size: which slice of I, out of how many.
+        expert_map: local index of every expert of the layer, -1 for experts elsewhere; None: all are local.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    expert_map: tuple[int, ...] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.tp_size == 1 and self.expert_map is None
+
+    def experts(self, num_experts: int) -> Sequence[int]:
+        """The layer's experts that are local, in the order in which leaves hold them."""
+        if self.expert_map is None:
+            return range(num_experts)
+        held = {local: expert for expert, local in enumerate(self.expert_map) if local >= 0}
+        return [held[local] for local in sorted(held)]
+
+    def local(self, config: MoEConfig) -> MoEConfig:
+        """The configuration of the local experts, which see no router. Raises ValueError where I does not divide."""
+        if self.is_whole:
+            return config
+        if config.intermediate_size % self.tp_size:
+            raise ValueError(f"intermediate_size={config.intermediate_size} does not divide by tp_size={self.tp_size}")
+        return dataclasses.replace(
+            config,
+            num_experts=len(self.experts(config.num_experts)),
+            intermediate_size=config.intermediate_size // self.tp_size,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
     """One copy: ``leaf[index] = value(loaded)``.
 
-    index: slices into the leaf, expert axis first. source: slices into the loaded array once it is viewed as ``shape``
-    (after exchanging its last two axes if ``transpose``). num_elements: elements of the leaf that are written.
-    is_common: w1 and w3 both write these elements and must bring the same value.
+    Args:
+        leaf: its name.
+        index: slices into the leaf, expert axis first.
+        source: slices into the loaded array once it is viewed as ``shape``.
+        shape: of that view.
+        num_elements: elements of the leaf that are written.
+        transpose: exchange the last two axes of the loaded array first.
+        is_common: w1 and w3 both write these elements and must bring the same value.
     """
 
     leaf: str
@@ -65,17 +111,17 @@ class Placement:
     transpose: bool = False
     is_common: bool = False
 
-    def value(self, loaded: Any) -> Any:
-        """The part of ``loaded`` that is written; a view where the array library gives views."""
+    def value(self, loaded: HostArray) -> HostArray:
+        """The part of ``loaded`` that is written, a view."""
         return (loaded.swapaxes(-1, -2) if self.transpose else loaded).reshape(self.shape)[self.source]
 
-    def write(self, leaf: np.ndarray, loaded: Any) -> None:
+    def write(self, leaf: np.ndarray, loaded: HostArray) -> None:
         """Copy into a host buffer of the leaf's full shape."""
         leaf[self.index] = self.value(loaded)
 
 
 def weight_loader(
-    specs: Mapping[str, Any],
+    specs: Mapping[str, LeafSpec],
     leaf: str,
     loaded: Any,
     weight_name: str,
@@ -93,7 +139,7 @@ def weight_loader(
     scale_extent: tuple[int, int] | None = None,
     allow_padding: bool = False,
     keeps_all_experts: bool = False,
-) -> tuple[Placement, ...] | tuple[tuple[Placement, ...], bool]:
+) -> tuple[Target, ...] | tuple[tuple[Target, ...], bool]:
     """Decide where one checkpoint tensor goes; the counterpart of vLLM's ``FusedMoE.weight_loader`` as a pure function.
 
     Args:
@@ -106,7 +152,7 @@ def weight_loader(
         expert_id: physical expert; None when ``loaded`` carries all experts. A weight with one axis more than an
             expert's part carries all experts whatever the id, as in vLLM.
         return_success: also return whether the tensor belongs here: False for an expert that is not local.
-        is_act_and_mul: w13 holds two halves; False when it holds w1 alone.
+        is_act_and_mul: w13 holds two projections; False when it holds w1 alone.
         tp_rank, tp_size: this rank's part of I. The specs are per rank, ``loaded`` is whole.
         expert_map: (P,) ints, global to local expert, -1 where not local; None when all are local.
         is_transposed: the leaf keeps (in, out) and ``loaded`` is (out, in).
@@ -118,7 +164,7 @@ def weight_loader(
             maximum: ``expert_map`` does not count. Only for one number per expert and projection.
 
     Returns:
-        Placements, empty for an expert that is not local; with ``return_success`` a pair (placements, success).
+        Targets, empty for an expert that is not local; with ``return_success`` a pair (targets, success).
 
     Raises:
         ValueError: unknown leaf, shard or kind; expert or expert_map out of range; w3 of a layer that is not gated; a
@@ -159,47 +205,47 @@ def weight_loader(
     shape = _aligned(shape, lead, part_rank, spec.kind, weight_name)
 
     flip = is_transposed and part_rank == 2
-    is_half = shard_id != "w2" and is_act_and_mul
-    halves_axis = _flipped(rule.halves_axis, flip) if is_half and part_rank else None
+    is_stacked = shard_id != "w2" and is_act_and_mul
+    stack_axis = _flipped(rule.stack_axis, flip) if is_stacked and part_rank else None
     tp_axis = rule.w13_tp_axis if shard_id != "w2" else None if load_full_w2 else rule.w2_tp_axis
     tp_axis = _flipped(tp_axis, flip) if tp_size > 1 else None
-    room = [size // 2 if axis == halves_axis else size for axis, size in enumerate(spec.shape[1:])]
+    room = [size // 2 if axis == stack_axis else size for axis, size in enumerate(spec.shape[1:])]
     if tp_axis is not None:
         _check_cut(specs, leaf, weight_name, tp_axis, is_act_and_mul, scale_extent)
-    part, halves = shape, (1 if shard_id == "w3" else 0,)
-    if spec.kind in _COMBINED_KINDS and halves_axis is not None and len(shape) == len(lead) + part_rank:
-        axis, rows = len(lead) + halves_axis, room[halves_axis] * (tp_size if tp_axis == halves_axis else 1)
+    part, projections = shape, (1 if shard_id == "w3" else 0,)
+    if spec.kind in _COMBINED_KINDS and stack_axis is not None and len(shape) == len(lead) + part_rank:
+        axis, rows = len(lead) + stack_axis, room[stack_axis] * (tp_size if tp_axis == stack_axis else 1)
         if shape[axis] == 2 * rows:
-            part, halves = (*shape[:axis], rows, *shape[axis + 1 :]), (0, 1)
+            part, projections = (*shape[:axis], rows, *shape[axis + 1 :]), (0, 1)
     source, index = _part_slices(
         part, lead, room, tp_axis, tp_rank, tp_size, allow_padding, f"{weight_name} for {leaf}"
     )
     per_expert = math.prod(s.stop - s.start for s in index)
     if expert_map is None and carries_all:
         experts = [(slice(0, num_experts), slice(0, num_experts))]
-    placements = []
-    for half in halves:
+    targets = []
+    for at in projections:
         place, taken_part = list(index), list(source)
-        if halves_axis is not None and place:
-            place[halves_axis] = _moved(index[halves_axis], half * room[halves_axis])
+        if stack_axis is not None and place:
+            place[stack_axis] = _moved(index[stack_axis], at * room[stack_axis])
             if part != shape:
-                taken_part[halves_axis] = _moved(source[halves_axis], half * part[len(lead) + halves_axis])
-        placements += [
-            Placement(
+                taken_part[stack_axis] = _moved(source[stack_axis], at * part[len(lead) + stack_axis])
+        targets += [
+            Target(
                 leaf=leaf,
                 index=(local, *place),
                 source=(taken, *taken_part) if carries_all else tuple(taken_part),
                 shape=shape,
                 num_elements=per_expert * (local.stop - local.start),
                 transpose=transpose,
-                is_common=is_half and halves_axis is None,
+                is_common=is_stacked and stack_axis is None,
             )
             for taken, local in experts
         ]
-    return (tuple(placements), True) if return_success else tuple(placements)
+    return (tuple(targets), True) if return_success else tuple(targets)
 
 
-def _lookup(specs: Mapping[str, Any], leaf: str, weight_name: str) -> Any:
+def _lookup(specs: Mapping[str, LeafSpec], leaf: str, weight_name: str) -> LeafSpec:
     if leaf not in specs:
         raise ValueError(
             f"{weight_name}: there is no leaf {leaf!r} in this layer, expected one of {', '.join(sorted(specs))}"
@@ -207,13 +253,15 @@ def _lookup(specs: Mapping[str, Any], leaf: str, weight_name: str) -> Any:
     return specs[leaf]
 
 
-def _rule(spec: Any, leaf: str) -> Rule:
+def _rule(spec: LeafSpec, leaf: str) -> Rule:
     if spec.kind not in RULES:
         raise ValueError(f"{leaf}: unknown kind {spec.kind!r}, expected one of {', '.join(RULES)}")
     return RULES[spec.kind]
 
 
-def _local_experts(spec: Any, weight_name: str, expert_id: int | None, expert_map: Any) -> list[tuple[slice, slice]]:
+def _local_experts(
+    spec: LeafSpec, weight_name: str, expert_id: int | None, expert_map: Any
+) -> list[tuple[slice, slice]]:
     """(slice of the global expert axis, slice of the leaf's) for every local expert that the tensor holds."""
     local = range(spec.shape[0]) if expert_map is None else _checked_map(expert_map, spec.shape[0], weight_name)
     if expert_id is not None and not 0 <= expert_id < len(local):
@@ -297,7 +345,7 @@ def _part_slices(
 
 
 def _check_cut(
-    specs: Mapping[str, Any],
+    specs: Mapping[str, LeafSpec],
     leaf: str,
     weight_name: str,
     tp_axis: int,

@@ -92,7 +92,7 @@ def test_expert_mapping():
     assert_same(loaded(config(), tensors, expert_mapping=rows), loaded(config(), plain_tensors()))
     loader = LayerLoader(config(), expert_mapping=rows)
     loader.accept("model.layers.0.mlp.experts.0.gate_proj.weight", np.zeros((INTER, H), BF16))
-    with pytest.raises(ValueError, match=r"left over: model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"):
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"):
         loader.finish()
 
 
@@ -135,7 +135,7 @@ def test_accept_shard():
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_tensor"])
 def test_not_gated(scheme):
-    """A layer with one input projection, called up_proj or w1, also quantized online; a gate is left over."""
+    """A layer with one input projection, called up_proj or w1, also quantized online; a gate is unexpected."""
     layer = config(scheme, is_act_and_mul=False, activation="relu2")
     tensors = {n: t for n, t in plain_tensors().items() if "gate_proj" not in n}
     weights = loaded(layer, tensors)
@@ -143,7 +143,7 @@ def test_not_gated(scheme):
     assert_same(weights, loaded(layer, {n.replace("up_proj", "w1"): t for n, t in tensors.items()}))
     loader = LayerLoader(layer)
     loader.load(plain_tensors().items())
-    with pytest.raises(ValueError, match=r"left over: model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"):
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"):
         loader.finish()
 
 
@@ -178,8 +178,8 @@ def test_what_would_be_missed_is_left_over(name):
     for order in (lambda pairs: pairs, reversed):
         loader = LayerLoader(config(), has_correction_bias=False)
         assert loader.load(order([(name, np.zeros(E, np.float32)), *tensors.items()])) == set(tensors)
-        assert loader.is_spoiled
-        with pytest.raises(ValueError, match=f"left over: {name}"):
+        assert loader.is_invalid
+        with pytest.raises(ValueError, match=f"unexpected: {name}"):
             loader.finish()
     elsewhere = name.replace("layers.0", "layers.7")
     if elsewhere != name:
@@ -218,7 +218,7 @@ def test_fused_is_kept_as_a_view(offset):
     tensors = {name: at_offset(tensor, offset) for name, tensor in fused(plain_tensors()).items()}
     loader = LayerLoader(config())
     loader.load(tensors.items())
-    kept = {id(array) for array in loader._buffers.values()}
+    kept = {id(array) for array in loader._staging._buffers.values()}
     assert kept == {id(array) for array in tensors.values()}
     weights = loader.finish()
     assert_same(weights, loaded(config(), plain_tensors()))

@@ -9,7 +9,7 @@ import pytest
 
 from moe_jax import Scheme
 from moe_jax.loading import LayerLoader
-from moe_jax.loading.layer._host_copies import TensorError
+from moe_jax.loading.layer._values import TensorError
 from moe_jax.quantization import LeafSpec, method_for
 from tests.support.checkpoints.expert_tensors import (
     BF16,
@@ -32,13 +32,13 @@ def test_one_error_names_everything():
     loader.load((n, t) for n, t in tensors.items() if n not in gone)
     again = "model.layers.0.mlp.experts.2.gate_proj.weight"
     assert not loader.accept(again, tensors[again])
-    strangers = [
+    unexpected = [
         "model.layers.0.mlp.experts.3.gate_proj.weight",
         "model.layers.0.mlp.experts.0.gate_proj.weight_g_idx",
         "model.layers.0.mlp.experts.0.router.weight",
         "model.layers.0.mlp.experts.gate_up_proj_blocks",
     ]
-    for name in strangers:
+    for name in unexpected:
         assert not loader.accept(name, np.zeros((INTER, H), BF16))
     assert loader.missing() == {"w2_weight": {"w2": [0, 1, 2]}, "w13_bias": {"w3": [1]}}
     with pytest.raises(ValueError) as caught:
@@ -47,7 +47,7 @@ def test_one_error_names_everything():
     assert "\n" not in message
     assert message.startswith(
         "experts of layer 0: missing: down_proj.weight of all 3 experts, up_proj.bias of expert 1; "
-        f"doubled: {again}; left over: {', '.join(strangers)}; expected every tensor of 3 experts exactly once"
+        f"duplicate: {again}; unexpected: {', '.join(unexpected)}; expected every tensor of 3 experts exactly once"
     )
 
 
@@ -77,17 +77,17 @@ def test_incomplete_layer_can_be_completed():
         loader.accept(first, tensors[first])
 
 
-def test_doubled_never_overwrites():
+def test_duplicates_never_overwrite():
     """The first value stays, also for a fused tensor over experts that are there already."""
     tensors = plain_tensors()
     loader = LayerLoader(config())
     loader.load(tensors.items())
-    kept = {leaf: array.copy() for leaf, array in loader._buffers.items()}
+    kept = {leaf: array.copy() for leaf, array in loader._staging._buffers.items()}
     for name, tensor in [*fused(plain_tensors(seed=1)).items(), *plain_tensors(seed=1).items()]:
         assert not loader.accept(name, tensor)
     for leaf, array in kept.items():
-        assert loader._buffers[leaf].tobytes() == array.tobytes()
-    with pytest.raises(ValueError, match=r"doubled: experts\.gate_up_proj, experts\.down_proj, model"):
+        assert loader._staging._buffers[leaf].tobytes() == array.tobytes()
+    with pytest.raises(ValueError, match=r"duplicate: experts\.gate_up_proj, experts\.down_proj, model"):
         loader.finish()
 
 
@@ -169,7 +169,7 @@ def test_full_precision_where_the_config_says_quantized():
     loader = LayerLoader(config("fp8_channel"))
     loader.load(plain_tensors().items())
     loader.accept("experts.0.gate_proj.weight_scale", np.ones((INTER, 1), np.float32))
-    with pytest.raises(ValueError, match=r"left over: experts\.0\.gate_proj\.weight_scale"):
+    with pytest.raises(ValueError, match=r"unexpected: experts\.0\.gate_proj\.weight_scale"):
         loader.finish()
 
 
@@ -239,7 +239,7 @@ def test_damage_that_a_thread_finds():
                 TensorError, match=rf"{name}: 1 values are NaN or infinite, the first at \(2, 7\)"
             ) as found:
                 loader.finish()
-            assert found.value.name == name and loader.is_spoiled
+            assert found.value.name == name and loader.is_invalid
         sound = LayerLoader(config(), executor=executor)
         sound.load(tensors.items())
         assert_same(sound.finish(), loaded(config(), tensors))

@@ -120,7 +120,7 @@ def test_a_device_finds_damage_late_and_by_name(monkeypatch):
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"{name}: 1 values are NaN or infinite, the first at \(3, 5\)"):
             loader.finish()
-    assert loader.is_spoiled
+    assert loader.is_invalid
 
     layer = FusedMoE(NUM, H, INTER, top_k=1, scheme="fp8_channel")
     layer.load_weights((good | {name: damaged}).items())
@@ -178,7 +178,7 @@ def test_late_biases_padding_and_repetition():
     for _ in range(NUM):  # as many elements as the layer has, from one expert
         repeated.load(some.items())
     assert repeated.missing()["w13_weight"] == {"w1": [1], "w3": [1]}
-    with pytest.raises(ValueError, match=r"missing: .* of expert 1.*doubled: experts\.0\."):
+    with pytest.raises(ValueError, match=r"missing: .* of expert 1.*duplicate: experts\.0\."):
         repeated.finish()
 
 

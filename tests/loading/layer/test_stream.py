@@ -183,12 +183,12 @@ def test_errors_name_file_and_tensor(written, tmp_path):
     extra = weight.replace("weight", "weight_zero_point")
     assert extra in refused("left_over", lambda t: t.update({extra: np.zeros(3, np.int8)}))
     beyond = weight.replace("experts.2", "experts.6")
-    assert f"left over: {beyond}" in refused("beyond", lambda t: t.update({beyond: t[weight]}))
+    assert f"unexpected: {beyond}" in refused("beyond", lambda t: t.update({beyond: t[weight]}))
     unknown = weight.replace("up_proj", "u_proj")
     assert unknown in refused("unknown", lambda t: t.update({unknown: t[weight]}))
     twice = weight.replace("up_proj", "w3")
     message = refused("twice", lambda t: t.update({twice: t[weight], f"{twice}_scale": t[scale]}))
-    assert "doubled: " in message and twice in message
+    assert "duplicate: " in message and twice in message
     assert refused("shape", lambda t: t.update({weight: t[weight].T.copy()}))
 
 

@@ -1,10 +1,10 @@
-"""From a checkpoint to ``ExpertWeights``, one layer at a time."""
+"""From a checkpoint to ``ExpertWeights``, one layer at a time; ``HeaderCheck`` finds what that would refuse."""
 
 import collections
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -14,11 +14,13 @@ from moe_jax._config import MoEConfig
 from moe_jax.loading._errors import CheckpointError, shorten
 from moe_jax.loading.config._quantization_config import QuantizationConfig
 from moe_jax.loading.files._gptq_awq import as_packed
-from moe_jax.loading.layer._host_copies import TensorError
+from moe_jax.loading.files._safetensors import TensorInfo
 from moe_jax.loading.layer._layer_loader import LayerLoader
 from moe_jax.loading.layer._names import ExpertNames, ExpertTensor, is_expert_name, layer_of
-from moe_jax.loading.layer._tensor_checks import IN_OUT, OUT_IN, disk_shape
-from moe_jax.quantization import ExpertWeights, MoEMethod, Scheme, method_for
+from moe_jax.loading.layer._plan import IN_OUT, OUT_IN, Step, disk_shape
+from moe_jax.loading.layer._staging import Staging
+from moe_jax.loading.layer._values import TensorError
+from moe_jax.quantization import ExpertWeights, LeafSpec, MoEMethod, Scheme, method_for
 
 _READERS = min(8, os.cpu_count() or 1)  # threads that read and copy
 _AHEAD = 16  # tensors that are read before they are asked for
@@ -250,6 +252,81 @@ class ExpertReader:
             fitting = {OUT_IN: (experts, rows, columns), IN_OUT: (experts, columns, rows)}
             possible &= {layout for layout, expected in fitting.items() if expected == shape}
         return possible.pop() if len(possible) == 1 else None
+
+
+def _unread(info: TensorInfo) -> np.ndarray:
+    """An array like the tensor that takes no memory; all its elements are 0."""
+    return np.broadcast_to(np.zeros((), info.numpy_dtype), info.shape)
+
+
+class _Nothing(Staging):
+    """Counts what would be written; values are not known here."""
+
+    def check(self, *args: object) -> None:
+        """Nothing to look at."""
+
+    def add(
+        self, name: str, contents: object, steps: Sequence[Step], specs: Mapping[str, LeafSpec], online: object
+    ) -> None:
+        for step in steps:
+            self.coverage.mark(step.target.leaf, specs[step.target.leaf].shape[0], step.target.index[0], step.shard)
+
+
+class _HeaderLoader(LayerLoader):
+    """A ``LayerLoader`` that does all its checks of names, shapes and dtypes and stores nothing."""
+
+    _staging_type = _Nothing
+
+    def check_complete(self) -> None:
+        """Raises ValueError naming what is missing, duplicate or unexpected."""
+        self._check_complete()
+
+
+class HeaderCheck(ExpertReader):
+    """An ``ExpertReader`` that can also check layers without reading more of them than their scales and shapes."""
+
+    def check(self, layer: int, config: MoEConfig) -> None:
+        """Check the experts of one layer. config: as for ``load``; its scheme is the one they are stored in.
+
+        Raises CheckpointError as ``load`` would, except for what only the values of weights can show.
+        """
+        allows_negative = method_for(config.scheme).allows_negative_scales
+        loader = _HeaderLoader(
+            config,
+            layer=layer,
+            names=dataclasses.replace(self._names, is_gated=config.is_act_and_mul),
+            quantize=False,
+            fused_layout=self._fused_layout(layer, config),
+            words_are_dense=self._quantization.words_are_dense,
+        )
+        for name in self._in_order(layer):
+            info = self._checkpoint.info(name)
+            try:
+                loader.accept(name, self._checkpoint.read(name) if name.endswith("weight_shape") else _unread(info))
+            except ValueError as error:
+                raise CheckpointError(f"{info.file}: tensor {error}") from None
+            if name.endswith(("scale", "scale_inv")):
+                self._check_scale(name, allows_negative and not name.endswith("input_scale"))
+        try:
+            loader.check_complete()
+        except ValueError as error:
+            raise CheckpointError(f"{self._where}: {error}") from None
+
+    def _check_scale(self, name: str, allows_negative: bool) -> None:
+        stored = self._checkpoint.read(name)
+        if stored.dtype == np.uint8:
+            stored = stored.view("float8_e8m0fnu")
+        values = stored.astype(np.float32)
+        if name.endswith("input_global_scale"):  # infinite for an expert that calibration never reached
+            values = np.where(np.isposinf(values), np.float32(1), values)
+        is_bad = ~np.isfinite(values) if allows_negative else ~(np.isfinite(values) & (values >= 0))
+        if is_bad.any():
+            index = tuple(int(i) for i in np.argwhere(is_bad)[0])
+            expected = "a finite number" if allows_negative else "a finite number >= 0"
+            raise CheckpointError(
+                f"{self._checkpoint.info(name).file}: tensor {shorten(name)}: found scale {values[index]} at {index}, "
+                f"expected {expected}; the file is damaged"
+            )
 
 
 def _parent(name: str) -> str:

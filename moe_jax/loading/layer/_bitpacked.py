@@ -1,4 +1,4 @@
-"""Integers in 32-bit words as different versions of compressed-tensors wrote them, brought to the one layout of a leaf.
+"""Bitpacked integers as different versions of compressed-tensors wrote them, brought to the one layout of a leaf.
 
 A leaf holds dense words. Up to compressed-tensors 0.17, words of 3, 5, 6 or 7-bit codes held floor(32 / bits) elements
 and unused top bits; up to 0.6, zero points were plain int8. All three are told apart by dtype and shape, and where the
@@ -14,7 +14,7 @@ from moe_jax.quantization import Packing, QuantFormat
 from pallas_kernels.common import packing
 
 
-def conform_packed(
+def conform_bitpacked(
     tensor: ExpertTensor, array: np.ndarray, config: MoEConfig, words_are_dense: bool | None
 ) -> np.ndarray:
     """The array in the layout of its leaf, or as it is where it needs no change or has a shape that fits no layout.
@@ -37,7 +37,7 @@ def conform_words(
     shape: tuple[int, int],
     words_are_dense: bool | None,
 ) -> np.ndarray:
-    """``conform_packed`` for a tensor of any (out, in) matrix of this shape; suffix: the leaf without its prefix."""
+    """``conform_bitpacked`` for a tensor of any (out, in) matrix of this shape; suffix: the leaf without its prefix."""
     if fmt.packing is not Packing.WORDS:
         return array
     rows, columns = shape
