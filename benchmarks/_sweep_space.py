@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_jax.benchmarking import SHAPES
 from pallas_kernels.grouped_gemm import candidates as unpacked_candidates
-from pallas_kernels.grouped_gemm.config import SWAPPED_BLOCK_MS, config_error
+from pallas_kernels.grouped_gemm.config import SWAP_AB_BLOCK_MS, config_error
 from pallas_kernels.grouped_gemm.heuristics import height_for, large_m_heights
 from pallas_kernels.grouped_gemm.packed import BLOCK_MS, PackedConfig, PackedDesc
 from pallas_kernels.grouped_gemm.packed import config_error as packed_error
@@ -123,7 +123,7 @@ def _deepest(desc: PackedDesc, config: PackedConfig) -> PackedConfig | None:
 def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any]:
     mean = rows_per_expert(tokens, key.num_experts, key.top_k)
     found = []
-    low = tuple(height for height in SWAPPED_BLOCK_MS[1:] if height <= 96)
+    low = tuple(height for height in SWAP_AB_BLOCK_MS[1:] if height <= 96)
     swapped = heights(mean, low, is_brief) if key.may_swap else []
     if mean > 64:
         large_m = large_m_space(key, gemm, tokens)

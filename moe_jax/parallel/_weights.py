@@ -24,7 +24,7 @@ from moe_jax.experts.hopper._plan import row_kind
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._placement import Placement
 from moe_jax.quantization import ExpertWeights, QuantizedTensor, Scheme, Strategy, method_for
-from pallas_kernels.grouped_gemm.config import ROW_BYTES
+from pallas_kernels.grouped_gemm.problem import ROW_BYTES
 
 # Axis of a leaf in layout "plain" that counts outputs (w13) or inputs (w2) I of an expert; None: no such axis.
 _W13_AXES = {"data": 2, "scale": 2, "zero_point": 2, "global_scale": None, "g_idx": None}

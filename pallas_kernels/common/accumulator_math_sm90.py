@@ -1,13 +1,13 @@
 """Functions of float32 accumulators (layout WGMMA) by few instructions, for what runs once per element of a tile.
 
-Pallas' own take twice as many: its exponential and its division guard against subnormals, which no caller needs.
+Pallas' own take twice as many: its exponential and its division guard against subnormals, which no caller needs. JAX's
+GPU interpreter cannot run these, but ``lax.logistic`` and ``lax.reduce_precision``.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -18,12 +18,12 @@ from pallas_kernels.common import mosaic, simt
 
 def sigmoid(x: Any) -> Any:
     """1 / (1 + exp(-x)) to 4 ulp and |x| / 2 ulp more, 0 from x = -88 down."""
-    return _elementwise(x, _sigmoid) if mosaic.RUNS_PTX else lax.logistic(x)
+    return _elementwise(x, _sigmoid)
 
 
 def round_to_bfloat16(x: Any) -> Any:
     """float32 values rounded to bfloat16, ties to even, in float32."""
-    return _elementwise(x, _rounded) if mosaic.RUNS_PTX else lax.reduce_precision(x, 8, 7)
+    return _elementwise(x, _rounded)
 
 
 def _elementwise(x: Any, function: Callable[[list[Any]], list[Any]]) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
@@ -23,7 +22,6 @@ INLINE_TAKES_REMOTE = jax.__version_info__ >= (0, 11)
 # Whether a kernel may be started while the one before it runs (``begin``). MOE_JAX_PDL=0 in the environment turns it
 # off, for measurements; it is read once, at import.
 USES_PDL = os.environ.get("MOE_JAX_PDL") != "0"
-RUNS_PTX = True  # JAX's GPU interpreter does not: where Pallas has words too, its tests ask for these
 _LOAD_NEEDS_INDEX = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
 
 
@@ -66,10 +64,10 @@ def load(ref: Any, *, layout: Any = None, optimized: bool = True) -> Any:
 
 
 def release(barrier: Any) -> None:
-    """Arrive on ``barrier`` when this warpgroup has itself read shared memory that a bulk copy overwrites next.
+    """Arrive on ``barrier`` when this warpgroup has itself read shared memory that a TMA copy overwrites next.
 
-    The arrival alone orders the reads before other threads' accesses, but not before bulk copies, which take another
-    path to memory (PTX: the async proxy). A warpgroup whose matrix instructions did all the reading needs no fence.
+    The arrival alone orders the reads before other threads' accesses, but not before TMA copies, which take another
+    path to memory (PTX: the async proxy). A warpgroup whose wgmmas did all the reading needs no fence.
     """
     inline: Any = plgpu.inline_mgpu(arg_types=())
     inline(fence_async_shared_cta)()
@@ -83,23 +81,13 @@ def fence_async_shared_cta(ctx: Any) -> None:
 
 
 def tiled(dtype: Any, swizzle: int | None) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """Transforms of a shared-memory tile as wgmma and the bulk copies agree on it."""
+    """Transforms of a shared-memory tile as wgmma and the TMA copies agree on it."""
     assert swizzle is not None, "config_error refuses rows that no swizzle divides"
     return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def fresh_product(shape: tuple[int, int], dtype: Any, multiply: Any) -> Any:
-    """Registers holding the product that ``multiply(accumulator)`` issues into a zeroed accumulator; waits for it."""
-
-    def scope(accumulator):
-        multiply(accumulator)
-        return accumulator[...]
-
-    return pl.run_scoped(scope, Accumulator(shape, dtype))
-
-
 def column_predicate(n: int, tile: int, start: Any) -> Any:
-    """For a bulk store of columns from ``start`` on: whether an output of N columns has them; None where tiles of
+    """For a TMA store of columns from ``start`` on: whether an output of N columns has them; None where tiles of
     ``tile`` columns always lie inside. Left to itself Mosaic drops a dimension of one element together with its index:
     a store past an output one swizzled tile wide would land in it.
     """

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 Array: TypeAlias = jax.Array
 Dtype: TypeAlias = str | type | jnp.dtype
 Layout: TypeAlias = Any  # of ``plgpu``, which exports no type for all of its layouts
+TileRef: TypeAlias = Any  # a Ref that TMA copies, wgmma and barriers take: Pallas annotates them with internal classes
 Kernel: TypeAlias = Callable[..., Any]  # arrays -> an array, or a tuple or list of arrays, as its docstring says
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
 """Grouped GEMM over rows in expert order."""
 
 from pallas_kernels.grouped_gemm.api import grouped_gemm
-from pallas_kernels.grouped_gemm.config import GemmConfig, GemmDesc, config_error
+from pallas_kernels.grouped_gemm.config import GemmConfig, config_error
 from pallas_kernels.grouped_gemm.heuristics import candidates, choose_block_m, choose_config, describe
+from pallas_kernels.grouped_gemm.problem import GemmDesc
 from pallas_kernels.grouped_gemm.reference import grouped_gemm_ref
 
 __all__ = [

@@ -2,22 +2,25 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from pallas_kernels.common.sm90 import SMEM_BYTES
 from pallas_kernels.grouped_gemm.config import (
-    SWAPPED_BLOCK_MS,
+    BLOCK_MS,
+    SMALL_M,
+    SWAP_AB_BLOCK_MS,
     GemmConfig,
-    GemmDesc,
     config_error,
     least_chunk,
     shared_memory,
 )
+from pallas_kernels.grouped_gemm.problem import GemmDesc, GroupedGemm
 
 MAX_STAGES = 8
-MAX_SWAPPED_STAGES = 12  # smaller slots: more of them keep as many bytes on their way
-_PLENTY = 4  # rounds of the machine from which a ragged last one no longer counts
+MAX_SWAP_AB_STAGES = 12  # Slots are smaller: more of them keep as many bytes on their way.
+_PLENTY = 4  # With so many rounds of the machine, a ragged last one no longer counts.
+Config = TypeVar("Config")
 
 
 def height_for(rows_per_expert: float, heights: Iterable[int]) -> int | None:
@@ -29,13 +32,17 @@ def height_for(rows_per_expert: float, heights: Iterable[int]) -> int | None:
 
 
 def choose_block_m(rows_per_expert: float, *, may_swap: bool = False, may_be_large_m: bool = True) -> int:
-    """Rows of a tile for an expected number of rows per expert in use: just above them while weights bind, and above
-    that 128, where two warpgroups share each weight tile. may_swap: every product of the layer can run with swapped
-    operands, whose tiles have more heights: tall ones, unless may_be_large_m is false, where they save a twentieth
-    of the
-    work. Tiles of 8 rows are at most 3% faster than those of 16 (H200).
+    """Rows of a tile for an expected number of rows per expert in use.
+
+    Just above them while weights bind, and above that 128, where two warpgroups share each weight tile. Tiles of 8 rows
+    are at most 3% faster than those of 16 (H200).
+
+    Args:
+        rows_per_expert: expected, of the experts in use.
+        may_swap: every product of the layer can run with swap_ab, whose tiles have more heights.
+        may_be_large_m: these may be large-M tiles, which are chosen where they save a twentieth of the work.
     """
-    heights = [height for height in SWAPPED_BLOCK_MS if 16 <= height <= 96] if may_swap else [64]
+    heights = [height for height in SWAP_AB_BLOCK_MS if 16 <= height <= SMALL_M] if may_swap else [64]
     if height := height_for(rows_per_expert, heights):
         return height
     best = large_m_heights(rows_per_expert)[0]
@@ -44,15 +51,15 @@ def choose_block_m(rows_per_expert: float, *, may_swap: bool = False, may_be_lar
 
 
 def large_m_heights(rows_per_expert: float) -> list[int]:
-    """Heights above 96 rows that only swapped operands have, least expected work first."""
-    tall = (height for height in SWAPPED_BLOCK_MS if height > 96 and height != 128)
-    return sorted(tall, key=lambda height: tile_work(rows_per_expert, height))
+    """Heights of large-M tiles that only swap_ab has, least expected work first."""
+    heights = (height for height in SWAP_AB_BLOCK_MS if height > SMALL_M and height not in BLOCK_MS)
+    return sorted(heights, key=lambda height: tile_work(rows_per_expert, height))
 
 
 def tile_work(rows_per_expert: float, block_m: int) -> float:
     """Time of an expert's tiles of 256 weight rows under uniform routing, in rows that pass the L2.
 
-    Rows and weights of a step pass at about 40 bytes a clock and multiprocessor, 128 each; products of 256 weight rows
+    Rows and weights of a step pass at about 40 bytes a clock and SM, 128 each; products of 256 weight rows
     take as long as 2.5 rows pass.
     """
     return tiles_of_expert(rows_per_expert, block_m) * max(block_m + 256, 2.5 * block_m)
@@ -67,21 +74,21 @@ def tiles_of_expert(rows: float, block_m: int) -> float:
 
 
 def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
-    """Every configuration worth a look in tiles of ``block_m`` rows, liked ones first, those that cannot run included.
+    """Every configuration worth a look in tiles of ``block_m`` rows, preferred ones first, even those that cannot run.
 
-    A block reads (block_m + weight rows) * K bytes for block_m * weight rows products, and fp8 products at full rate
+    A CTA reads (block_m + weight rows) * K bytes for block_m * weight rows products, and fp8 products at full rate
     leave room for about 64 bytes a clock: hence wide tiles. Narrow ones follow for calls with few tiles, where more
-    blocks can read weights at once, and come first where 128 columns make fewer than two rounds of the machine.
+    CTAs can read weights at once, and come first where 128 columns make fewer than two rounds of the machine.
     With up to 96 rows 256 columns come last: fewer stages, and no faster. Each tile has as many stages as fit. Steps of
-    two blocks of K come first in low tiles: 1 to 7% of a layer where weights bind (H200, 32 of 36 layers of three
-    models). Where rows of K are no multiple of 128 bytes steps of four follow (of two in tall tiles): 6 to 10% faster
-    there (H200, one shape, low tiles).
+    two blocks of K come first in small-M tiles: 1 to 7% of a layer where weights bind (H200, 32 of 36 layers of three
+    models). Where rows of K are no multiple of 128 bytes, steps of four follow (of two in large-M tiles): 6 to 10%
+    faster there (H200, one shape, small-M tiles).
     """
     rows, tiles = _expected(desc, block_m)
     is_short = tiles * -(-desc.n // 128) < 1.8 * num_sms and block_m in (8, 16, 64)
     widths = (64, 128, 256) if is_short else (128, 64, 256)
-    if block_m in SWAPPED_BLOCK_MS:
-        is_large_m = block_m > 96
+    if block_m in SWAP_AB_BLOCK_MS:
+        is_large_m = block_m > SMALL_M
         if desc.k * desc.itemsize % 128:
             steps = (1, 2) if is_large_m else (1, 4)
         else:
@@ -90,7 +97,7 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
             for block_n in (256, 128, 192, 64) if is_large_m else widths:
                 config = GemmConfig(block_m, block_n, 2, num_sms=num_sms, swap_ab=True, step_blocks=blocks)
                 yield deepest(desc, config)
-    if block_m in (64, 128):
+    if block_m in BLOCK_MS:
         # A tile that is nearly full is moved at once: eight copies a step hold up the producer.
         is_chunked = desc.has_tile_rows and rows / tiles < 0.75 * block_m
         for block_n in (256, 128, 96, 64, 48, 32) if block_m == 128 else (*widths, 96, 48, 32):
@@ -100,7 +107,7 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
 
 def deepest(desc: GemmDesc, config: GemmConfig) -> GemmConfig:
     """``config`` with the most stages that fit, or with two when none does."""
-    most = MAX_SWAPPED_STAGES if config.swap_ab else MAX_STAGES
+    most = MAX_SWAP_AB_STAGES if config.swap_ab else MAX_STAGES
     for stages in range(most, 2, -1):
         deeper = dataclasses.replace(config, num_stages=stages)
         if config_error(desc, deeper) is None:
@@ -108,15 +115,15 @@ def deepest(desc: GemmDesc, config: GemmConfig) -> GemmConfig:
     return config
 
 
-def why_not(desc: GemmDesc, config: GemmConfig) -> str | None:
-    """The reason for which a configuration of ``space`` is left out, or None."""
+def refusal(desc: GemmDesc, config: GemmConfig) -> str | None:
+    """Why a configuration of ``space`` is not worth timing, or None."""
     if reason := config_error(desc, config):
         return reason
     if config.block_m == 64 and config.swap_ab:
-        return "64 rows swapped: weights then pass the tensor core no faster than rows do, and one more layout to run"
+        return "64 rows with swap_ab: weights then pass the tensor core no faster than rows do, one more layout to run"
     if config.block_m == 128 and config.swap_ab:
-        return "128 rows swapped: the tile that is there without, which leaves out chunks that nobody uses"
-    # Two stages of two blocks were never timed in low tiles; of four, they are the table's in three layers.
+        return "128 rows with swap_ab: the plain tile leaves out chunks that nobody uses"
+    # Two stages of two blocks were never timed in small-M tiles; of four, they are the table's in three layers.
     is_short = config.num_stages * config.step_blocks < (3 if config.is_large_m else 4)
     is_short |= not config.is_large_m and (config.num_stages, config.step_blocks) == (2, 2)
     if config.swap_ab and is_short:
@@ -127,13 +134,15 @@ def why_not(desc: GemmDesc, config: GemmConfig) -> str | None:
 
 
 def candidates(desc: GemmDesc, block_m: int, num_sms: int) -> list[GemmConfig]:
-    """Configurations that can run ``desc`` in tiles of ``block_m`` rows and are worth timing, liked ones first."""
-    return [c for c in space(desc, block_m, num_sms) if why_not(desc, c) is None]
+    """Configurations that can run ``desc`` in tiles of ``block_m`` rows and are worth timing, preferred ones first."""
+    return [c for c in space(desc, block_m, num_sms) if refusal(desc, c) is None]
 
 
 def in_clusters(desc: GemmDesc, found: Iterable[GemmConfig]) -> list[GemmConfig]:
-    """The two widest of ``found`` by blocks in pairs, sharing rows and sharing weights, where tiles are high and make
-    two rounds of the machine. For whoever times them: ``choose_config`` takes none.
+    """The two widest of ``found`` in clusters of two CTAs, sharing rows and sharing weights.
+
+    Only where tiles have 96 rows or more and make two rounds of the machine. For whoever times them: ``choose_config``
+    takes none.
     """
     wide = sorted((config for config in found if config.block_m >= 96), key=lambda config: -config.block_n)[:2]
     wide = [c for c in wide if expected_tiles(desc, c.block_m) * -(-desc.n // c.block_n) >= 2 * c.num_sms]
@@ -155,22 +164,27 @@ def choose_config(desc: GemmDesc, block_m: int, num_sms: int) -> GemmConfig:
     def depth(config: GemmConfig) -> float:
         return rounds_of(expected_tiles(desc, block_m) * -(-desc.n // config.block_n), num_sms) * config.block_n
 
+    return first_of_least(found, depth)
+
+
+def first_of_least(found: Sequence[Config], depth: Callable[[Config], float]) -> Config:
+    """The first whose depth is nearly the least."""
     least = min(map(depth, found))
     return next(config for config in found if depth(config) <= 1.08 * least)
 
 
 def rounds_of(tiles: float, num_sms: int) -> float:
-    """Tiles that the busiest block takes one after another; of many rounds the ragged last one does not count."""
+    """Tiles that the busiest CTA takes one after another; of many rounds the ragged last one does not count."""
     rounds = tiles / num_sms
     return rounds if rounds >= _PLENTY else max(1.0, float(math.ceil(rounds - 0.05)))
 
 
-def expected_tiles(desc: Any, block_m: int) -> float:
+def expected_tiles(desc: GroupedGemm, block_m: int) -> float:
     """Tiles of rows in use when routing is uniform; how many there are is data on the device, ``desc.rows`` a bound."""
     return _expected(desc, block_m)[1]
 
 
-def _expected(desc: Any, block_m: int) -> tuple[float, float]:
+def _expected(desc: GroupedGemm, block_m: int) -> tuple[float, float]:
     """(rows in use, tiles they take) when routing is uniform."""
     experts = desc.num_experts
     pairs = float(desc.rows // block_m)
@@ -182,11 +196,11 @@ def _expected(desc: Any, block_m: int) -> tuple[float, float]:
 
 def describe(desc: GemmDesc, config: GemmConfig) -> str:
     """One line for ``explain``."""
-    swapped = ", operands swapped" if config.swap_ab else ""
+    swapped = " with swap_ab" if config.swap_ab else ""
     step = f" of {config.step_blocks * 128} bytes of K" if config.step_blocks > 1 else ""
     pairs = f" in pairs that share {'weights' if config.shares_weights else 'rows'}" if config.cluster > 1 else ""
     return (
         f"{config.block_m} x {desc.projections} x {config.block_n} tiles{swapped}, "
         f"{config.num_stages} stages{step} "
-        f"({shared_memory(desc, config) >> 10} KiB shared memory), {config.num_sms} persistent blocks{pairs}"
+        f"({shared_memory(desc, config) >> 10} KiB shared memory), {config.num_sms} persistent CTAs{pairs}"
     )

@@ -1,79 +1,100 @@
 """Grouped GEMM in plain jnp, tile by tile in float32: decides what is right, runs anywhere."""
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.numerics import quantize_e4m3_group, quantize_e4m3_static, round_to_float, widen
-from pallas_kernels.grouped_gemm.config import SCALE_GROUP, GemmDesc
+from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc, GroupedGemm
 
 
 def grouped_gemm_ref(
     desc: GemmDesc,
-    x: Any,
-    w: Any,
-    tile_expert: Any,
-    num_tiles: Any,
+    x: jax.Array,
+    w: jax.Array,
+    tile_expert: jax.Array,
+    num_tiles: jax.Array,
     *,
-    x_scale: Any = None,
-    w_scale: Any = None,
-    bias: Any = None,
-    out_scale: Any = None,
-) -> Any:
+    x_scale: jax.Array | None = None,
+    w_scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    out_scale: jax.Array | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """What ``grouped_gemm`` computes, from the same stored values; arguments and shapes as there, w always (E, G, N,
     K).
 
     Every product is exact and summed in float32 (int8: in int32); rows of tiles from num_tiles on are zero.
     """
-    tiles = tile_expert.shape[0]
-    block_m = desc.rows // max(tiles, 1)
-    accumulator = jnp.dtype(desc.accumulator)
+    exact = jnp.int32 if desc.accumulator == "int32" else jnp.float32
 
-    def one_tile(index):
-        expert = jnp.maximum(tile_expert[index], 0)
-        first = index * block_m
-        rows = lax.dynamic_slice_in_dim(x, first, block_m)
-        weights = w[expert]
-        row_factor, block_factor = 1.0, 1.0
-        if desc.lhs_scale == "group":
-            groups = lax.dynamic_slice_in_dim(x_scale, first, block_m, axis=1)
+    def product(rows: jax.Array, first: jax.Array, expert: jax.Array) -> jax.Array:
+        size, weights = rows.shape[0], w[expert]
+        if desc.is_block_scaled:
+            assert x_scale is not None and w_scale is not None
+            groups = lax.dynamic_slice_in_dim(x_scale, first, size, axis=1)
             rows = widen(rows, jnp.float32) * _spread(groups.T, (desc.k,))
             weights = widen(weights, jnp.float32) * _spread(w_scale[expert], (desc.n, desc.k))
-        elif desc.lhs_scale == "row":
-            row_factor = lax.dynamic_slice_in_dim(x_scale, first, block_m)[:, None, None]
-        elif desc.lhs_scale == "tensor":
-            row_factor = x_scale
-        if desc.rhs_scale == "channel":
-            block_factor = w_scale[expert]
-        elif desc.rhs_scale == "tensor":
-            block_factor = w_scale[expert][:, None]
-        exact = accumulator if accumulator == jnp.int32 else jnp.float32
-        sums = jnp.einsum(
+        h = jnp.einsum(
             "mk,gnk->mgn",
             widen(rows, exact),
             widen(weights, exact),
             precision=lax.Precision.HIGHEST,
             preferred_element_type=exact,
-        )
-        h = sums.astype(jnp.float32) * row_factor * block_factor
-        if bias is not None:
-            h = h + bias[expert].astype(jnp.float32)
-        h = h[:, 0] if desc.activation is None else desc.activation(*(h[:, g] for g in range(desc.projections)))
-        return jnp.where(index < num_tiles.reshape(()), h, 0.0)
+        ).astype(jnp.float32)
+        if desc.is_block_scaled:
+            return h
+        h = h * row_factor(x_scale, first, size)
+        if w_scale is None:
+            return h
+        return h * (w_scale[expert] if desc.rhs_scale == "channel" else w_scale[expert][:, None])
 
-    h = lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32)).reshape(desc.rows, desc.n)
+    h = in_tiles(desc, x, tile_expert, num_tiles, bias, product)
     if desc.is_rounded_first:
         h = round_to_float(h, jnp.bfloat16)
-    if desc.requantize == "tensor":
+    if out_scale is not None:
         return quantize_e4m3_static(h, out_scale)
     if desc.requantize == "group":
         return quantize_rows_by_group(h, desc.has_power_of_two_scales)
     return h.astype(desc.out_dtype)
 
 
-def quantize_rows_by_group(h: Any, is_power_of_two: bool = False) -> tuple[Any, Any]:
+def in_tiles(
+    desc: GroupedGemm,
+    x: jax.Array,
+    tile_expert: jax.Array,
+    num_tiles: jax.Array,
+    bias: jax.Array | None,
+    product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """(rows, N) float32: each tile's product with bias and activation, zeros in tiles from num_tiles on.
+
+    product: (rows of x, index of the first, expert) -> (rows, G, N) float32, scaled.
+    """
+    tiles = tile_expert.shape[0]
+    block_m = desc.rows // max(tiles, 1)
+
+    def one_tile(index):
+        expert = jnp.maximum(tile_expert[index], 0)
+        first = index * block_m
+        h = product(lax.dynamic_slice_in_dim(x, first, block_m), first, expert)
+        if bias is not None:
+            h = h + bias[expert].astype(jnp.float32)
+        h = h[:, 0] if desc.activation is None else desc.activation(*(h[:, g] for g in range(desc.projections)))
+        return jnp.where(index < num_tiles.reshape(()), h, 0.0)
+
+    return lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32)).reshape(desc.rows, desc.n)
+
+
+def row_factor(x_scale: jax.Array | None, first: jax.Array, size: int) -> jax.Array | float:
+    """Scales of ``size`` rows from ``first`` on, () or (size, 1, 1)."""
+    if x_scale is None or x_scale.ndim == 0:
+        return 1.0 if x_scale is None else x_scale
+    return lax.dynamic_slice_in_dim(x_scale, first, size)[:, None, None]
+
+
+def quantize_rows_by_group(h: jax.Array, is_power_of_two: bool = False) -> tuple[jax.Array, jax.Array]:
     """(rows, N) float32 -> e4m3 codes (rows, N) and scales (ceil(N / 128), rows), one per row and 128 columns."""
     rows, n = h.shape
     padded = jnp.pad(h, ((0, 0), (0, -n % SCALE_GROUP)))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.grouped_gemm import GemmDesc
-from pallas_kernels.grouped_gemm.packed import PackedDesc, PackedFormat, PackedWeights, pack
+from pallas_kernels.grouped_gemm.packed import PackedDesc, PackedFormat, PackedWeights, to_kernel_layout
 from pallas_kernels.grouped_gemm.packed.format import pack_words, scale_rotation, turned
 from pallas_kernels.grouped_gemm.packed.zero_points import zero_term
 from pallas_kernels.tuning.layer import AnyDesc, AnyKey
@@ -90,7 +90,7 @@ def _left_by_scales_of_one(fmt: PackedFormat) -> np.floating:
     one = {"e4m3": np.ones((), jnp.float8_e4m3fn), "e8m0": np.uint8(127)}[fmt.scale]
     codes = np.zeros((1, 1, 64, fmt.block_k), np.uint8)
     scales = np.full((1, 1, 64, fmt.block_k // (fmt.group_size or 1)), one)
-    return pack(fmt, codes, scale=scales).channel_scale.flat[0]
+    return to_kernel_layout(fmt, codes, scale=scales).channel_scale.flat[0]
 
 
 def _values(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:

@@ -14,10 +14,10 @@ import pytest
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, choose_config, config_error, grouped_gemm
 from pallas_kernels.grouped_gemm.api import _describe
-from pallas_kernels.grouped_gemm.config import shared_memory, vector_shape
-from pallas_kernels.grouped_gemm.heuristics import choose_block_m, describe, large_m_heights, space, tile_work, why_not
+from pallas_kernels.grouped_gemm.config import shared_arrays, shared_memory
+from pallas_kernels.grouped_gemm.heuristics import choose_block_m, describe, large_m_heights, refusal, space, tile_work
 from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc
-from pallas_kernels.grouped_gemm.schedule import tile_index, tiles_of_block
+from pallas_kernels.grouped_gemm.scheduler_sm90 import tile_index, tiles_of_cta
 from tests.support.kernels.cases import GEMMS, PACKED, cluster_cases, gemm, gemm_case, packed_case
 from tests.support.kernels.gemm_problem import (
     KINDS,
@@ -284,20 +284,20 @@ def test_blocks_in_words():
     pair = dataclasses.replace(alone, cluster=2)
     said = [describe(DESC, one) for one in (alone, pair, dataclasses.replace(pair, shares_weights=True))]
     assert [text.rpartition(" persistent ")[2] for text in said] == [
-        "blocks",
-        "blocks in pairs that share rows",
-        "blocks in pairs that share weights",
+        "CTAs",
+        "CTAs in pairs that share rows",
+        "CTAs in pairs that share weights",
     ]
 
 
 def test_every_prune_has_a_reason():
     desc = gemm("fp8 block gated, requantized, ragged")
-    pruned = {c.block_n: why_not(desc, c) for c in space(desc, 64, 132) if not c.swap_ab}
+    pruned = {c.block_n: refusal(desc, c) for c in space(desc, 64, 132) if not c.swap_ab}
     assert pruned.pop(128) is None
     assert "tile's blocks are whole" in pruned[96] and "one group per tile" in pruned[64]
-    assert "requantized apart" in why_not(desc, next(space(desc, 16, 132)))
+    assert "requantized apart" in refusal(desc, next(space(desc, 16, 132)))
     for block_m in (64, 128):
-        assert f"{block_m} rows swapped" in why_not(gemm("fp8 row"), next(space(gemm("fp8 row"), block_m, 132)))
+        assert f"{block_m} rows with swap_ab" in refusal(gemm("fp8 row"), next(space(gemm("fp8 row"), block_m, 132)))
 
 
 @pytest.mark.parametrize("name", ["bf16 gated bias", "int8 row", "fp8 tensor", "fp8 block gated"])
@@ -348,7 +348,7 @@ def test_shared_memory_is_not_underestimated():
 @pytest.mark.parametrize(
     ("change", "config", "match"),
     [
-        (dict(dtype="float32"), {}, "no Hopper matrix instruction"),
+        (dict(dtype="float32"), {}, "have no wgmma here"),
         (dict(k=520), {}, "multiple of 32 bytes"),
         (dict(n=500), {}, "N of 8"),
         (dict(lhs_scale="group"), {}, "1x128 goes with 128x128"),
@@ -378,25 +378,25 @@ def test_shared_memory_is_not_underestimated():
             dict(block_m=128, block_n=128, num_stages=2, row_chunk=16),
             "2 x 128 columns of 16 bits spill",
         ),
-        ({}, dict(swap_ab=True, block_m=256), "the heights with swapped operands"),
+        ({}, dict(swap_ab=True, block_m=256), "the heights with swap_ab"),
         (
             dict(rows=1008, projections=2, activation=SILU),
             dict(swap_ab=True, block_m=144, block_n=256),
-            "288 registers of sums, 192 with 2",
+            "288 accumulators a thread, room for 192 with 2",
         ),
-        (dict(projections=2, activation=SILU), dict(swap_ab=True, block_m=80, block_n=256), "80 registers of sums"),
+        (dict(projections=2, activation=SILU), dict(swap_ab=True, block_m=80, block_n=256), "80 accumulators a thread"),
         ({}, dict(swap_ab=True, block_m=16, block_n=96), "four warpgroups of 64 channels"),
         ({}, dict(swap_ab=True, block_m=16, row_chunk=8), "moved whole"),
         (dict(requantize="tensor"), dict(swap_ab=True, block_m=16), "requantized apart"),
         (dict(rows=1008, **BLOCK), dict(swap_ab=True, block_m=144), "at most 96"),
         (BLOCK, dict(swap_ab=True, block_m=16, cluster=2), "128x128 weight blocks: not built"),
-        (BLOCK, dict(swap_ab=True, block_m=64, block_n=256), "64 registers of sums, 40 with 4"),
+        (BLOCK, dict(swap_ab=True, block_m=64, block_n=256), "64 accumulators a thread, room for 40 with 4"),
         (dict(out_dtype="float32"), dict(swap_ab=True, block_m=16), "16-bit rows"),
-        ({}, dict(cluster=3), "1 or 2 blocks"),
+        ({}, dict(cluster=3), "1 or 2 CTAs"),
         ({}, dict(cluster=2, num_sms=131), "an even number"),
-        ({}, dict(cluster=2, swap_ab=True, block_m=8), "each block loads half of the rows"),
-        (dict(has_tile_rows=True), dict(cluster=2, row_chunk=16), "both blocks load whole tiles"),
-        ({}, dict(shares_weights=True), "two blocks to share"),
+        ({}, dict(cluster=2, swap_ab=True, block_m=8), "each CTA loads half of the rows"),
+        (dict(has_tile_rows=True), dict(cluster=2, row_chunk=16), "both CTAs load whole tiles"),
+        ({}, dict(shares_weights=True), "two CTAs to share"),
     ],
 )
 def test_config_error(change, config, match):
@@ -414,11 +414,11 @@ def test_config_error(change, config, match):
     ],
 )
 @pytest.mark.parametrize("block_n", [16, 48, 96])
-def test_halves_of_scales_and_biases_start_where_a_bulk_copy_may(change, block_n):
+def test_scales_and_biases_of_a_projection_start_where_a_tma_copy_may(change, block_n):
     desc, config = dataclasses.replace(DESC, **change), GemmConfig(128, block_n, 3)
     assert config_error(desc, config) is None
-    for dtype in ("float32", "bfloat16"):
-        projections, columns = vector_shape(desc, config, dtype)
+    arrays = shared_arrays(desc, config)
+    for (projections, columns), dtype in (arrays[name] for name in ("columns", "bias") if name in arrays):
         assert projections == 2 and columns >= block_n and columns * jnp.dtype(dtype).itemsize % 128 == 0
 
 
@@ -433,7 +433,7 @@ def test_choice_of_width():
     prefill = dataclasses.replace(gemm("fp8 row"), rows=1 << 16)
     assert choose_config(prefill, 128, 132) == GemmConfig(128, 256, 4)
     assert choose_config(gemm("fp8 block gated, requantized"), 64, 132).block_n == 128
-    with pytest.raises(NotImplementedError, match="no Hopper matrix instruction"):
+    with pytest.raises(NotImplementedError, match="have no wgmma here"):
         choose_config(dataclasses.replace(DESC, dtype="float32"), 64, 132)
 
 
@@ -455,19 +455,8 @@ def test_description_of_a_call():
     problem = make_problem(
         "int8_row", [3], k=64, n=64, projections=2, activation=OAI, bias="bfloat16", with_tile_rows=True
     )
-    k = problem.kwargs
-    desc, operands = _describe(
-        *problem.args,
-        k["x_scale"],
-        k["w_scale"],
-        k["bias"],
-        OAI,
-        jnp.float16,
-        "none",
-        None,
-        k["tile_rows"],
-        None,
-    )
+    operands = dict(zip(("x", "w", "tile_expert", "num_tiles"), problem.args, strict=True)) | problem.kwargs
+    desc = _describe(operands, OAI, jnp.float16, "none", None)
     assert desc == GemmDesc(
         rows=192,
         n=64,
@@ -481,7 +470,6 @@ def test_description_of_a_call():
         has_tile_rows=True,
         **ROW,
     )
-    assert operands["w"].shape == (1, 2, 64, 64)
 
 
 @pytest.mark.parametrize(
@@ -495,5 +483,5 @@ def test_schedule_visits_every_tile_once(row_tiles, column_tiles, raster_group_m
         (i, j) for i in range(row_tiles) for j in range(column_tiles)
     ]
     assert np.all(np.diff(np.asarray(m) // raster_group_m) >= 0)
-    counts = [int(tiles_of_block(jnp.int32(b), jnp.int32(total), blocks)) for b in range(blocks)]
+    counts = [int(tiles_of_cta(jnp.int32(b), jnp.int32(total), blocks)) for b in range(blocks)]
     assert counts == [len(range(b, total, blocks)) for b in range(blocks)]

@@ -21,9 +21,9 @@ from pallas_kernels.grouped_gemm.packed import (
     choose_block_m,
     choose_config,
     config_error,
+    from_kernel_layout,
     grouped_gemm_packed,
-    pack,
-    unpack,
+    to_kernel_layout,
 )
 from pallas_kernels.grouped_gemm.packed import format as blocks
 from pallas_kernels.grouped_gemm.packed.config import shared_memory
@@ -83,9 +83,9 @@ def test_places_use_every_bit_once(name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_unpack_inverts_pack(kind):
     stored, _ = make_stored(kind, (2, 2), 72, 160, np.random.default_rng(1))
-    packed = pack(KINDS[kind][0], **stored)
+    packed = to_kernel_layout(KINDS[kind][0], **stored)
     assert packed.words.shape == (2, 2, 2, -(-160 // packed.fmt.block_k), *packed.fmt.block_shape)
-    found = unpack(packed)
+    found = from_kernel_layout(packed)
     if KINDS[kind][0].scale == "e4m3":
         # Signs of scales move to the codes, and codes under a zero scale are zeros.
         wide = stored["scale"].astype(np.float32)
@@ -102,14 +102,16 @@ def test_unpack_inverts_pack(kind):
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "int8 g64 asym", "w4a8 int8 g64"])
 def test_packing_on_device_gives_the_same(kind):
     stored, _ = make_stored(kind, (1, 2), 72, 160, np.random.default_rng(1))
-    on_device = jax.jit(lambda stored: pack(KINDS[kind][0], **stored))(stored)
-    jax.tree.map(np.testing.assert_array_equal, pack(KINDS[kind][0], **stored), jax.tree.map(np.asarray, on_device))
+    on_device = jax.jit(lambda stored: to_kernel_layout(KINDS[kind][0], **stored))(stored)
+    jax.tree.map(
+        np.testing.assert_array_equal, to_kernel_layout(KINDS[kind][0], **stored), jax.tree.map(np.asarray, on_device)
+    )
 
 
 def test_powers_of_two_far_apart_survive_packing():
     fmt = KINDS["mxfp4"][0]
     scale = np.array([[[[0, 1], [127, 254]]]], np.uint8)
-    found = unpack(pack(fmt, codes=np.full((1, 1, 2, 64), 3, np.uint8), scale=scale))["scale"]
+    found = from_kernel_layout(to_kernel_layout(fmt, codes=np.full((1, 1, 2, 64), 3, np.uint8), scale=scale))["scale"]
     np.testing.assert_array_equal(found, [[[[0, 1], [127, 254]]]])
 
 
@@ -262,31 +264,31 @@ def test_shared_memory_is_not_underestimated():
         ),
         (dict(k=960), dict(step_blocks=3), "do not fit each other"),
         (dict(k=768), dict(step_blocks=6, k_split=2, num_consumers=2), "parts of steps of 192 and groups of 128 do"),
-        ({}, dict(block_m=128), "registers of sums"),
+        ({}, dict(block_m=128), "accumulators a thread"),
         (
             dict(rows=960, projections=2, activation=SILU),
             dict(block_m=24, num_consumers=4, step_blocks=4, k_split=2),
-            "36 registers of sums, 32 with 4",
+            "36 accumulators a thread, room for 32 with 4",
         ),
         (
             dict(rows=960, projections=2, activation=SILU),
             dict(block_m=24, step_blocks=8, k_split=4),
-            "36 registers of sums, 32 with 4 consumers",
+            "36 accumulators a thread, room for 32 with 4 consumers",
         ),
         (
             dict(rows=960, fmt=PackedFormat("int4", scale="group", group_size=32), projections=2, activation=SILU),
             dict(block_m=24),
-            "36 registers of sums, 32 with 4 consumers",
+            "36 accumulators a thread, room for 32 with 4 consumers",
         ),
         (
             dict(rows=960, fmt=PackedFormat("int4", scale="group", group_size=64), projections=2, activation=SILU),
             dict(block_m=80, num_consumers=2),
-            "100 registers of sums, 96 with 2 consumers",
+            "100 accumulators a thread, room for 96 with 2 consumers",
         ),
         (
             dict(rows=960, fmt=PackedFormat("int4", scale="group", group_size=64)),
             dict(block_m=80, num_consumers=2, step_blocks=4),
-            "beside 60 registers of sums spill",
+            "beside 60 accumulators a thread spill",
         ),
         (dict(rows=1152), dict(block_m=144), "num_consumers=4 is not one of (2, 3)"),
         (
@@ -294,7 +296,11 @@ def test_shared_memory_is_not_underestimated():
             dict(block_m=144, num_consumers=2),
             "of both projections spill",
         ),
-        (dict(rows=1152), dict(block_m=192, num_consumers=2), "192 registers of sums, 176 with 2 consumers"),
+        (
+            dict(rows=1152),
+            dict(block_m=192, num_consumers=2),
+            "192 accumulators a thread, room for 176 with 2 consumers",
+        ),
         ({}, dict(folds_scales=True), "needs group scales in bfloat16"),
         (
             dict(fmt=PackedFormat("e4m3", scale="group", group_size=128), scale_dtype="bfloat16"),
@@ -326,7 +332,7 @@ def test_choices():
     wide_scales = desc_of("int4 g128 f32", projections=2, activation=SILU)
     assert choose_config(wide_scales, 128, 132).splits_projections
     assert choose_config(dataclasses.replace(wide_scales, rows=1152), 144, 132).splits_projections
-    with pytest.raises(NotImplementedError, match="registers of sums"):
+    with pytest.raises(NotImplementedError, match="accumulators a thread"):
         choose_config(wide_scales, 256, 132)
 
 

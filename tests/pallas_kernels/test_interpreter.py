@@ -92,7 +92,9 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict
         x, options["block_m"] = x[:unpermuted_rows], block_m
     x_scale, w_scale = (None if s is None else jnp.asarray(rng.uniform(0.5, 2, s), jnp.float32) for s in scales)
     names = ("block_n", "swap_ab", "cluster", "shares_weights")
-    form: dict[str, Any] = dict(block_n=128) | {name: options.pop(name) for name in names if name in options}
+    form: dict[str, Any] = dict(block_n=128, inline_ptx=False) | {
+        name: options.pop(name) for name in names if name in options
+    }
     config = GemmConfig(block_m, num_stages=2, num_sms=2, **form)
     found, expected = (
         grouped_gemm(
@@ -177,7 +179,6 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
 def check(name: str) -> None:
     gpu: Any = plgpu  # names that jax 0.10 has not
     mosaic.USES_PDL = False  # it runs one kernel at a time, and knows neither instruction
-    mosaic.RUNS_PTX = False
     # By default it refuses every inline_mgpu; so it knows fences by their names.
     params = gpu.InterpretGPUParams(detect_races=True, inline_mgpu="_hack_model_inline_mgpu_tokamax")
     with gpu.force_gpu_interpret_mode(params):

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_gemm.packed import PackedFormat, dequantize_sm90, pack
+from pallas_kernels.grouped_gemm.packed import PackedFormat, dequantize_sm90, to_kernel_layout
 from pallas_kernels.grouped_gemm.packed import format as blocks
 from pallas_kernels.grouped_gemm.packed.zero_points import zero_point_of, zero_term
 from tests.support.kernels.packed_problem import E2M1, KINDS, make_stored
@@ -273,7 +273,7 @@ def test_operands_of_blocks(kind, is_folded, on_threads):
         expected = expected / np.repeat(stored["scale"].astype(np.float64), group, -1)
         expected = np.rint(expected) * np.repeat(powers.astype(np.float64), group, -1)
         stored["scale"] = powers
-    packed = pack(fmt, **stored)
+    packed = to_kernel_layout(fmt, **stored)
     factor = np.ones((64, 1)) if packed.channel_scale is None else packed.channel_scale.reshape(64, 1)
     factor = np.broadcast_to(factor.astype(np.float64) / fmt.unit, expected.shape[-2:])
     if fmt.scale == "group" and not is_folded:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat, config_error, pipeline_sm90
+from pallas_kernels.grouped_gemm import mainloop_dequant_sm90 as dequant
+from pallas_kernels.grouped_gemm import pipeline_sm90
+from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat, config_error
 from pallas_kernels.grouped_gemm.packed.config import (
     are_groups_together,
-    block_k,
     is_promoted,
     own_projections,
     products_in_flight,
@@ -20,6 +21,7 @@ from pallas_kernels.grouped_gemm.packed.config import (
     scale_rows,
 )
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
+from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile
 
 
 class Ref:
@@ -27,6 +29,7 @@ class Ref:
 
     def __init__(self, array):
         self.array = np.asarray(array)
+        self.shape, self.dtype = self.array.shape, self.array.dtype
 
     @property
     def at(self):
@@ -34,6 +37,9 @@ class Ref:
 
     def __getitem__(self, index):
         return self.array if index is Ellipsis else Ref(self.array[index])
+
+    def __setitem__(self, index, value):
+        self.array[index] = value
 
     def transpose(self, order):
         return Ref(self.array.transpose(order))
@@ -93,7 +99,8 @@ def on_numpy(monkeypatch):
             load=lambda ref, **_: ref.array,
         ),
     }.items():
-        monkeypatch.setattr(pipeline_sm90, name, stub)
+        for module in (dequant, pipeline_sm90):
+            monkeypatch.setattr(module, name, stub)
     return monkeypatch
 
 
@@ -148,7 +155,7 @@ def test_products_and_scales(case, on_numpy):
     )
     assert config_error(desc, config) is None
     rng = np.random.default_rng(0)
-    blocks, step = config.channel_groups * projections, block_k(desc, config)
+    blocks, step = config.channel_groups * projections, config.block_k(desc)
     w = rng.integers(-8, 8, (blocks, BLOCK_N, k)).astype(np.float64)
     x = rng.integers(-100, 101, (block_m, k)).astype(np.float64)
     group = fmt.group_size or k
@@ -163,7 +170,7 @@ def test_products_and_scales(case, on_numpy):
         first = slot * step + depth * fmt.block_k
         return [w[block, :, first + i : first + i + width] for i in range(0, fmt.block_k, width)]
 
-    on_numpy.setattr(pipeline_sm90, "load_block", load_block)
+    on_numpy.setattr(dequant, "load_block", load_block)
     rows_of_scale = scale_rows(desc, config)
     slots = [[(slot * step // group) + r for r in range(rows_of_scale)] for slot in range(3)]
     parts = x.reshape(block_m, 3, config.k_split, -1).transpose(1, 2, 0, 3)
@@ -172,21 +179,22 @@ def test_products_and_scales(case, on_numpy):
         x=Ref(parts),
         full=Ref(np.zeros(3)),
         empty=Ref(np.zeros(3)),
-        staging=None,
+        staging=Ref([]),
         scale=Ref(np.stack([scale[:, r] for r in slots])) if fmt.scale == "group" else None,
     )
-    multiply = pipeline_sm90.multiply_promoted if is_promoted(desc, config) else pipeline_sm90.multiply
+    multiply = dequant.multiply_promoted if is_promoted(desc, config) else dequant.multiply
     total = np.zeros((config.channel_groups, projections, BLOCK_N, block_m))
     for warpgroup in range(consumers):
-        channels, first_half, _ = (int(v) for v in pipeline_sm90.place(config, warpgroup))
+        channels, first_half, _ = (int(v) for v in dequant.place(config, warpgroup))
         Flight.now = Flight.most = Flight.waits = 0
-        sums = multiply(desc, config, scratch, warpgroup, 3, 0)
+        cta = pipeline_sm90.CtaContext(desc, config, {}, (), scratch, warpgroup, steps=3)
+        sums = multiply(cta, Tile(0, 0, 0, first_step=0))
         assert len(sums) == own_projections(desc, config)
         for half, pieces in enumerate(sums):
             total[channels, first_half + half] += np.concatenate([np.asarray(p, np.float64) for p in pieces], axis=1)
         if is_promoted(desc, config):
             groups = fmt.block_k * config.part_blocks // promoted_k(desc, config)
-            batches = len(pipeline_sm90._batches(desc, config))
+            batches = len(dequant._batches(desc, config))
             each = 1 if are_groups_together(desc, config) else groups * (block_m // promoted_rows(config)) * batches
             assert Flight.waits == 3 * each
         else:

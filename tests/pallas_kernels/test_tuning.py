@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import autotune
 from pallas_kernels.grouped_gemm import GemmConfig, candidates, choose_config
-from pallas_kernels.grouped_gemm.heuristics import why_not
+from pallas_kernels.grouped_gemm.heuristics import refusal
 from pallas_kernels.grouped_gemm.packed import PackedConfig, describe_call
 from pallas_kernels.grouped_gemm.packed.reference import dequantized
 from pallas_kernels.grouped_gemm.packed.zero_points import zero_point_of
@@ -112,7 +112,7 @@ def test_tiles_of_the_table_are_worth_timing():
     for entry in entries:
         gemms = (entry.config.gemm1, entry.config.gemm2)
         for desc, config in zip(entry.key.products(entry.tokens, entry.config.block_m), gemms, strict=True):
-            assert why_not(desc, config) is None, (entry.key, entry.tokens)
+            assert refusal(desc, config) is None, (entry.key, entry.tokens)
 
 
 def test_clusters_are_timed_for_many_tokens_alone():

@@ -20,7 +20,7 @@ from moe_jax._config import MoEConfig
 from moe_jax.quantization import ExpertWeights, Packing, QuantFormat, QuantizedTensor, Scheme, Strategy
 from pallas_kernels.common import PLAIN, WeightLayout, packing
 from pallas_kernels.common.numerics import divide
-from pallas_kernels.grouped_gemm.packed import PackedFormat, PackedWeights, pack, unpack
+from pallas_kernels.grouped_gemm.packed import PackedFormat, PackedWeights, from_kernel_layout, to_kernel_layout
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 
 _PREFIX = "packed2_"  # another number when the order of bits changes: saved layers name their layout
@@ -211,7 +211,7 @@ def _pack_stack(
         if "rows" in leaves:
             codes = codes[:, :, leaves["rows"]]
             given = {name: value[:, :, leaves["rows"]] for name, value in given.items()}
-        packed = pack(fmt, codes, **given)
+        packed = to_kernel_layout(fmt, codes, **given)
         if fmt.scale == "group":
             packed = dataclasses.replace(packed, scale=packed.scale.astype(held))
         return jax.tree.map(lambda leaf: leaf[0], packed)
@@ -233,7 +233,7 @@ def _container_codes(data: Any, stored: QuantFormat, k: int) -> Any:
 
 
 def _scales(stored: QuantFormat, leaves: dict[str, Any], lead: tuple[int, ...], n: int, k: int) -> dict[str, Any]:
-    """Arguments of ``pack`` beside the codes, of one expert; lead is () or (G,)."""
+    """Arguments of ``to_kernel_layout`` beside the codes, of one expert; lead is () or (G,)."""
     given: dict[str, Any] = {}
     scale = leaves["scale"]
     match stored.strategy:
@@ -263,7 +263,9 @@ def _unpack_tensor(tensor: QuantizedTensor, *, rows: Any = None) -> QuantizedTen
     """rows: (E, N), where each row lies, or None where they keep their places."""
     stored, shape = tensor.fmt, tensor.shape
     assert stored is not None
-    parts = {name: _reordered(part, rows, 2 - part.ndim) for name, part in unpack(as_packed(tensor)).items()}
+    parts = {
+        name: _reordered(part, rows, 2 - part.ndim) for name, part in from_kernel_layout(as_packed(tensor)).items()
+    }
     g_idx = None
     if tensor.g_idx is not None:
         places = _inverse(tensor.g_idx)

@@ -1,10 +1,11 @@
-"""Grouped GEMM over rows in expert order with weights of few bits, packed for the matrix instruction's registers."""
+"""Grouped GEMM over rows in expert order with weights of few bits, in the order of the registers of wgmma."""
 
 from pallas_kernels.grouped_gemm.packed.api import describe_call, grouped_gemm_packed
-from pallas_kernels.grouped_gemm.packed.config import BLOCK_MS, PackedConfig, PackedDesc, config_error
+from pallas_kernels.grouped_gemm.packed.config import BLOCK_MS, PackedConfig, config_error
 from pallas_kernels.grouped_gemm.packed.format import PackedFormat
 from pallas_kernels.grouped_gemm.packed.heuristics import candidates, choose_block_m, choose_config, describe
-from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, pack, unpack
+from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, from_kernel_layout, to_kernel_layout
+from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 from pallas_kernels.grouped_gemm.packed.reference import grouped_gemm_packed_ref
 
 __all__ = [
@@ -19,8 +20,8 @@ __all__ = [
     "config_error",
     "describe",
     "describe_call",
+    "from_kernel_layout",
     "grouped_gemm_packed",
     "grouped_gemm_packed_ref",
-    "pack",
-    "unpack",
+    "to_kernel_layout",
 ]

@@ -1,4 +1,5 @@
-"""``PackedWeights``: expert matrices in blocks, made from stored codes by ``pack`` and taken back by ``unpack``.
+"""``PackedWeights``: expert matrices in blocks, made from stored codes by ``to_kernel_layout`` and taken back by
+``from_kernel_layout``.
 
 Codes are what the format stores, unsigned: int4 and int8 as value + 8 and value + 128, e2m1 and e4m3 as their bits.
 """
@@ -56,7 +57,7 @@ class PackedWeights:
         return self.words.shape[2]
 
 
-def pack(
+def to_kernel_layout(
     fmt: PackedFormat,
     codes: Any,
     *,
@@ -64,7 +65,8 @@ def pack(
     zero_point: Any = None,
     channel_scale: Any = None,
 ) -> PackedWeights:
-    """Arrange stored weights for the kernel; exact, and undone by ``unpack``. All arguments NumPy or all JAX arrays.
+    """Arrange stored weights for the kernel; exact, and undone by ``from_kernel_layout``. All arguments NumPy or all
+    JAX arrays.
 
     codes: (E, G, N, K) uint8. scale: (E, G, N, ceil(K / group)): floats for groups, bytes for "e4m3" and "e8m0".
     zero_point: int8 (E, G, N, groups), or (E, G, N, 1) for one a channel. channel_scale: (E, G, N) float32.
@@ -105,8 +107,8 @@ def pack(
     )
 
 
-def unpack(weights: PackedWeights) -> dict[str, Any]:
-    """What ``pack`` was given: codes, and scale, zero_point and channel_scale where the format has them.
+def from_kernel_layout(weights: PackedWeights) -> dict[str, Any]:
+    """What ``to_kernel_layout`` was given: codes, and scale, zero_point and channel_scale where the format has them.
 
     For "e8m0" channel_scale is gone into the scales again.
     """

@@ -1,54 +1,43 @@
 """The packed grouped GEMM in plain jnp: unpacks everything and multiplies in float32. Decides what is right."""
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.microscaling import decode_e2m1, decode_e8m0
 from pallas_kernels.common.numerics import widen
-from pallas_kernels.grouped_gemm.packed.config import PackedDesc
 from pallas_kernels.grouped_gemm.packed.format import FOLDED_RANGE
-from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, unpack
+from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, from_kernel_layout
+from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
+from pallas_kernels.grouped_gemm.reference import in_tiles, row_factor
 
 
 def grouped_gemm_packed_ref(
     desc: PackedDesc,
-    x: Any,
+    x: jax.Array,
     w: PackedWeights,
-    tile_expert: Any,
-    num_tiles: Any,
+    tile_expert: jax.Array,
+    num_tiles: jax.Array,
     *,
-    x_scale: Any = None,
-    bias: Any = None,
-) -> Any:
+    x_scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+) -> jax.Array:
     """What ``grouped_gemm_packed`` computes; arguments as there, bias always (E, G, N). Rows of tiles from num_tiles on
     are zero.
     """
-    tiles = tile_expert.shape[0]
-    block_m = desc.rows // max(tiles, 1)
     matrices = dequantized(w)
 
-    def one_tile(index):
-        expert = jnp.maximum(tile_expert[index], 0)
-        rows = widen(lax.dynamic_slice_in_dim(x, index * block_m, block_m), jnp.float32)
-        h = jnp.einsum("mk,gnk->mgn", rows[:, : w.k], matrices[expert], precision=lax.Precision.HIGHEST)
-        if desc.lhs_scale == "row":
-            h = h * lax.dynamic_slice_in_dim(x_scale, index * block_m, block_m)[:, None, None]
-        elif desc.lhs_scale == "tensor":
-            h = h * x_scale
-        if bias is not None:
-            h = h + bias[expert].astype(jnp.float32)
-        h = h[:, 0] if desc.activation is None else desc.activation(*(h[:, g] for g in range(desc.projections)))
-        return jnp.where(index < num_tiles.reshape(()), h, 0.0)
+    def product(rows: jax.Array, first: jax.Array, expert: jax.Array) -> jax.Array:
+        wide = widen(rows, jnp.float32)[:, : w.k]
+        h = jnp.einsum("mk,gnk->mgn", wide, matrices[expert], precision=lax.Precision.HIGHEST)
+        return h * row_factor(x_scale, first, rows.shape[0])
 
-    h = lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32)).reshape(desc.rows, desc.n)
-    return h.astype(desc.out_dtype)
+    return in_tiles(desc, x, tile_expert, num_tiles, bias, product).astype(desc.out_dtype)
 
 
-def dequantized(w: PackedWeights) -> Any:
+def dequantized(w: PackedWeights) -> jax.Array:
     """(E, G, N, K) float32, every scale applied."""
-    parts = unpack(w)
+    parts = from_kernel_layout(w)
     codes = jnp.asarray(parts["codes"])
     if w.fmt.bits == 4:
         values = decode_e2m1(codes) if w.fmt.element == "e2m1" else codes.astype(jnp.float32) - 8.0

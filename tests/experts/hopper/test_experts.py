@@ -236,7 +236,7 @@ def test_explain_names_the_kernels_and_their_limits():
     with on_hopper():
         layer = make_layer("fp8_block", implementation=("mosaic", "xla"))
         text = layer.explain(64)
-        assert "implementation: mosaic" in text and "GEMM 1: 32 x 2 x 64 tiles, operands swapped" in text
+        assert "implementation: mosaic" in text and "GEMM 1: 32 x 2 x 64 tiles with swap_ab" in text
         odd = moe_jax.FusedMoE(4, 264, 128, top_k=2, scheme="fp8_block", implementation=("mosaic", "xla"))
         assert "K=264" in odd.explain(64) and "implementation: xla" in odd.explain(64)
 
@@ -262,7 +262,7 @@ def test_measured_configurations_come_first(monkeypatch):
     monkeypatch.setattr(_mosaic_plan, "table_for", lambda device: table)
     with on_hopper():
         text = layer.explain(9)
-        assert text.count("measured for 16 tokens") == 2 and "32 x 2 x 64 tiles, operands swapped, 5 stages" in text
+        assert text.count("measured for 16 tokens") == 2 and "32 x 2 x 64 tiles with swap_ab, 5 stages" in text
         assert "by the heuristic" in make_layer("bf16", implementation="mosaic").explain(9)
         x, z = inputs(9)
         lowered = jax.jit(layer).trace(x, z).lower(lowering_platforms=("cuda",)).as_text()

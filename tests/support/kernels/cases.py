@@ -18,12 +18,8 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
 from pallas_kernels.grouped_gemm.heuristics import deepest
 from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
-from pallas_kernels.grouped_gemm.kernel_swapped_sm90 import grouped_gemm_swapped_sm90
-from pallas_kernels.grouped_gemm.operands import operand_names
 from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat
 from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
-from pallas_kernels.grouped_gemm.packed.kernel_sm90 import grouped_gemm_packed_sm90
-from pallas_kernels.grouped_gemm.packed.kernel_sm90 import operand_names as packed_operand_names
 from pallas_kernels.nvlink_dispatch.combine_sm90 import combine_sm90 as nvlink_combine_sm90
 from pallas_kernels.nvlink_dispatch.config import QUANTIZATIONS as EXCHANGE_QUANTIZATIONS
 from pallas_kernels.nvlink_dispatch.config import ExchangeDesc, PlaceDesc, choose_dispatch_config, choose_place_config
@@ -36,7 +32,7 @@ from pallas_kernels.quantize_and_permute.gather_sm90 import gather_rows_sm90
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
 from pallas_kernels.quantize_and_permute.narrow_sm90 import quantize_narrow_rows_sm90
 from pallas_kernels.tuning import table_for
-from tests.support.kernels.case import Case
+from tests.support.kernels.case import Case, Shape
 from tests.support.kernels.router_cases import quantizing_route_cases, route_cases
 
 H200_SMS = 132
@@ -101,17 +97,17 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
         "out_scale": ((1,), "float32"),
         "tile_rows": tiles,
     }
-    names = operand_names(desc)
-    kernel = (grouped_gemm_swapped_sm90 if config.swap_ab else grouped_gemm_sm90)(desc, config)
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
     form = " swapped" * config.swap_ab + f", steps of {config.step_blocks}" * (config.step_blocks > 1)
     form += f", clusters of {config.cluster}" * (config.cluster > 1) + " sharing weights" * config.shares_weights
-    return Case(
-        f"grouped_gemm {name}, {config.block_m} x {desc.projections} x {config.block_n}{form}",
-        lambda *arrays: kernel(dict(zip(names, arrays, strict=True))),
-        tuple(shapes[n] for n in names),
-        instruction,
-    )
+    name = f"grouped_gemm {name}, {config.block_m} x {desc.projections} x {config.block_n}{form}"
+    return _case_of_operands(name, desc, config, shapes, instruction)
+
+
+def _case_of_operands(name: str, desc: Any, config: Any, shapes: dict[str, Shape], instruction: str) -> Case:
+    kernel, names = grouped_gemm_sm90(desc, config), desc.operand_names
+    function = lambda *arrays: kernel(dict(zip(names, arrays, strict=True)))  # noqa: E731
+    return Case(name, function, tuple(shapes[n] for n in names), instruction)
 
 
 def _in_tiles(desc: Any, block_m: int) -> Any:
@@ -277,14 +273,8 @@ def packed_case(name: str, desc: PackedDesc, config: PackedConfig) -> Case:
         "bias": ((blocks, 64), desc.bias_dtype or "float32"),
         "x_scale": ((1,) if desc.lhs_scale == "tensor" else (scaled,), "float32"),
     }
-    names = packed_operand_names(desc)
-    kernel = grouped_gemm_packed_sm90(desc, config)
-    return Case(
-        f"grouped_gemm_packed {name}, {config}",
-        lambda *arrays: kernel(dict(zip(names, arrays, strict=True))),
-        tuple(shapes[n] for n in names),
-        {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(fmt.operand, "HGMMA"),
-    )
+    instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(fmt.operand, "HGMMA")
+    return _case_of_operands(f"grouped_gemm_packed {name}, {config}", desc, config, shapes, instruction)
 
 
 def packed_cases() -> Iterator[Case]:

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm.packed import PackedFormat, pack
+from pallas_kernels.grouped_gemm.packed import PackedFormat, to_kernel_layout
 from pallas_kernels.grouped_gemm.packed.format import FOLDED_RANGE
 from tests.support.kernels.gemm_problem import activation_numpy
 from tests.support.oracles.kernel_tolerances import product_tolerance
@@ -53,7 +53,8 @@ KINDS: dict[str, tuple[PackedFormat, str | None, bool]] = {
 
 @dataclasses.dataclass
 class Problem:
-    """args, kwargs: of ``grouped_gemm_packed``. stored: arguments of ``pack``. expected: (Mp, N) float64 before output
+    """args, kwargs: of ``grouped_gemm_packed``. stored: arguments of ``to_kernel_layout``. expected: (Mp, N) float64
+    before output
     rounding. row_expert: (Mp,), -1 in padding.
     """
 
@@ -65,7 +66,7 @@ class Problem:
 
 
 def make_stored(kind: str, lead: tuple[int, int], n: int, k: int, rng: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Arguments of ``pack`` for matrices lead + (n, k), and their real values in float64."""
+    """Arguments of ``to_kernel_layout`` for matrices lead + (n, k), and their real values in float64."""
     fmt, scale_dtype, has_channel_scale = KINDS[kind]
     codes = rng.integers(0, 1 << fmt.bits, (*lead, n, k)).astype(np.uint8)
     if fmt.element == "e4m3":
@@ -156,7 +157,7 @@ def make_problem(
         expected[own] = h[0] if activation is None else activation_numpy(activation, *h)
     kwargs = dict(x_scale=factor, bias=b, activation=activation, out_dtype=out_dtype)
     kwargs = {name: jnp.asarray(v) if hasattr(v, "dtype") and hasattr(v, "shape") else v for name, v in kwargs.items()}
-    w = jax.tree.map(jnp.asarray, pack(fmt, **stored))
+    w = jax.tree.map(jnp.asarray, to_kernel_layout(fmt, **stored))
     args = (jnp.asarray(x), w, jnp.asarray(tile_expert), jnp.int32(len(tile_expert) - spare_tiles))
     return Problem(args, kwargs, stored, expected, row_expert)
 

@@ -1,0 +1,156 @@
+"""The swap_ab main loop: weights are the left operand of wgmma, activations the right one; both lie in shared memory.
+
+A tile's product is computed transposed, W X^T: weights fill the 64 rows of a wgmma whatever the number of tokens, which
+are its N. Small-M tiles serve few rows per expert; large-M tiles have heights between the multiples of 64.
+
+    consumers (1 to 4)    64 channels of the tile each, or 128
+        main loop             wgmma w[slot] x[slot]^T for each projection and K step
+        epilogue              for each piece of rows: scales, bias, activation -> transposed staging -> TMA store
+
+Clusters of two CTAs share rows or weights as in mainloop_plain_sm90.py. With block scales the products of each K step
+are scaled and added in float32, as there.
+
+Value: a consumer accumulates G * 64 * block_m / 128 values a thread. What all enter with is enough for small-M
+tiles (50 used at 2 x 64 channels by 16 rows); for large-M ones the producer gives up most of its own. Shared memory
+goes to the ring: at 2 x 128 channels and 16 rows 6 stages of 34 KiB, at 144 rows 4 of 50 KiB beside 12 KiB of staging.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import mosaic
+from pallas_kernels.common.types import Scalar, TileRef, Value
+from pallas_kernels.grouped_gemm import smem_operands_sm90 as smem
+from pallas_kernels.grouped_gemm.config import GemmConfig, registers, store_rows
+from pallas_kernels.grouped_gemm.epilogue_sm90 import (
+    CHANNELS,
+    finish,
+    stage_transposed,
+    store_staged,
+    stores_under_way,
+)
+from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, MainLoop
+from pallas_kernels.grouped_gemm.problem import GemmDesc
+from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile
+
+
+def main_loop(desc: GemmDesc, config: GemmConfig) -> MainLoop:
+    """The swap_ab main loop for ``desc``; config must pass ``config_error``."""
+    return MainLoop(
+        scratch=smem.scratch_types(desc, config),
+        registers=registers(desc, config),
+        load_tile=smem.load_tile,
+        load_vectors=smem.load_vectors,
+        consume=_consume,
+    )
+
+
+def _consume(cta: CtaContext, tile: Tile) -> None:
+    if not cta.config.shares_weights:
+        _compute(cta, tile)
+        return
+    # The last row tile may have no partner: its cluster's other CTA keeps in step.
+    is_tile = tile.row < cta.operands["num_tiles"][0]
+    pl.when(is_tile)(lambda: _compute(cta, tile))
+    pl.when(jnp.logical_not(is_tile))(lambda: smem.skip(cta, tile))
+
+
+def _compute(cta: CtaContext, tile: Tile) -> None:
+    desc, config, scratch = cta.desc, cta.config, cta.scratch
+    with jax.named_scope("main_loop"):
+        accumulators = (_multiply_promoted if desc.is_block_scaled else _multiply)(cta, tile)
+    if scratch.vectors_full is not None:
+        plgpu.barrier_wait(scratch.vectors_full)
+    pieces, num_slots = _pieces(config), scratch.staging.shape[1]
+    for index, (block, start, rows) in enumerate(pieces):
+        channels = cta.warpgroup * config.consumer_channels + block * CHANNELS
+        with jax.named_scope("epilogue"):
+            own = accumulators[block * desc.projections : (block + 1) * desc.projections]
+            value = _scaled(cta, tile, own, channels, start, rows)
+        if scratch.vectors_full is not None and index == len(pieces) - 1:
+            mosaic.release(scratch.vectors_empty)
+        with jax.named_scope("store"):
+            staging = scratch.staging.at[cta.warpgroup, index % num_slots, pl.ds(0, rows)]
+            plgpu.wait_smem_to_gmem(stores_under_way(index, len(pieces), num_slots), wait_read_only=True)
+            stage_transposed(value, staging, desc.stored_dtype)
+            plgpu.commit_smem()
+            first = tile.column * config.block_n + channels
+            target = cta.outputs[0].at[pl.ds(tile.row * config.block_m, config.block_m), pl.ds(first, CHANNELS)]
+            store_staged(cta, staging, target.at[pl.ds(start, rows)], first)
+
+
+def _pieces(config: GemmConfig) -> list[tuple[int, int, int]]:
+    """What a consumer stores at a time: (block of 64 channels, first row, rows)."""
+    step = store_rows(config)
+    starts = range(0, config.block_m, step)
+    blocks = range(config.consumer_channels // CHANNELS)
+    return [(block, start, min(step, config.block_m - start)) for block in blocks for start in starts]
+
+
+def _multiply(cta: CtaContext, tile: Tile) -> list[Value]:
+    """This warpgroup's channels of one tile: for each 64 of them, (64, block_m) of each projection."""
+    desc, config, scratch = cta.desc, cta.config, cta.scratch
+    number = config.consumer_channels // CHANNELS * desc.projections
+
+    def products(slot):
+        for block, projection in (divmod(index, desc.projections) for index in range(number)):
+            first = projection * config.block_n + cta.warpgroup * config.consumer_channels + block * CHANNELS
+            yield scratch.w.at[slot, pl.ds(first, CHANNELS)], scratch.x.at[slot]
+
+    return smem.multiply(cta, tile, (CHANNELS, config.block_m), number, products)
+
+
+def _multiply_promoted(cta: CtaContext, tile: Tile) -> list[Value]:
+    """As ``_multiply``; every K step of 128 is added in float32. A consumer's 64 channels lie in one weight block."""
+    desc, config, scratch = cta.desc, cta.config, cta.scratch
+    channels = cta.warpgroup * CHANNELS
+    columns = [(projection, tile.column * config.block_n + channels) for projection in range(desc.projections)]
+
+    def products(slot):
+        for projection in range(desc.projections):
+            first = projection * config.block_n + channels
+            yield scratch.w.at[slot, pl.ds(first, CHANNELS)], scratch.x.at[slot]
+
+    def scales_of_rows(slot):
+        own = scratch.x_scale.at[slot, pl.ds(0, config.block_m)]
+        return mosaic.load(own, layout=mosaic.COLUMNS, optimized=False)
+
+    shape, batches = (CHANNELS, config.block_m), lambda slot: [products(slot)]
+    return smem.multiply_promoted(cta, tile, shape, desc.projections, batches, scales_of_rows, columns)
+
+
+def _scaled(
+    cta: CtaContext, tile: Tile, accumulators: list[Value], first_channel: Scalar, start: int, rows: int
+) -> Value:
+    """64 channels of the tile by ``rows`` rows from ``start`` on, float32. accumulators: of each projection."""
+    desc, scratch, operands = cta.desc, cta.scratch, cta.operands
+    shape, channels, piece = (CHANNELS, rows), pl.ds(first_channel, CHANNELS), pl.ds(start, rows)
+
+    def accumulator(projection: int) -> Value:
+        whole = accumulators[projection]
+        return whole[:, start : start + rows] if rows < whole.shape[1] else whole
+
+    def of_channels(ref: TileRef) -> Value:
+        loaded = mosaic.load(ref, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
+        return lax.broadcast_in_dim(loaded, shape, [0])
+
+    def factors(projection: int) -> Iterator[Value]:
+        if desc.lhs_scale == "row":
+            of_rows = mosaic.load(scratch.rows.at[piece], layout=mosaic.COLUMNS, optimized=False)
+            yield lax.broadcast_in_dim(of_rows, shape, [1])
+        elif desc.lhs_scale == "tensor":
+            yield operands["x_scale"][0]
+        if desc.rhs_scale == "channel":
+            yield of_channels(scratch.columns.at[projection, channels])
+        elif desc.rhs_scale == "tensor":
+            yield operands["w_scale"][tile.expert * desc.projections + projection]
+
+    def bias(projection: int) -> Value:
+        return of_channels(scratch.bias.at[projection, channels])
+
+    return finish(cta, accumulator, factors, bias, smem.sigmoid(cta.config))

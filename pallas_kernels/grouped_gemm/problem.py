@@ -1,0 +1,128 @@
+"""What a grouped GEMM is asked: sizes, element types and what surrounds the product."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+
+from pallas_kernels.common.activations import Activation
+
+SCALE_GROUP = 128  # K per activation group, and both sides of a weight block
+ROW_BYTES = 32  # A row of K is a multiple of this: the narrowest swizzle of a TMA copy.
+_OPERANDS = {"bfloat16": "float32", "float16": "float32", "float8_e4m3fn": "float32", "int8": "int32"}
+_OUTPUTS = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedGemm:
+    """Static description of one call, whatever form its weights have; the letters are those of ``grouped_gemm``.
+
+    Args:
+        rows: Mp, rows of the output.
+        n: columns of the output, which are the weight rows of one projection.
+        k: columns of x.
+        num_experts: E.
+        out_dtype: element type of the product, before any requantization.
+        projections: G, 2 where the product feeds a gated activation (gate and up), else 1.
+        bias_dtype: None without a bias.
+        activation: None without one.
+        unpermuted_rows: rows of x where every tile starts with the same ones; 0 where x has a row for each of a tile.
+    """
+
+    rows: int
+    n: int
+    k: int
+    num_experts: int
+    out_dtype: str = "bfloat16"
+    projections: int = 1
+    bias_dtype: str | None = None
+    activation: Activation | None = None
+    unpermuted_rows: int = 0
+
+    @property
+    def stored_dtype(self) -> str:
+        """Element type of the array that the kernel writes."""
+        return self.out_dtype
+
+    def unsupported_output(self) -> str | None:
+        """Why no Hopper kernel can write this output, or None."""
+        if self.out_dtype not in _OUTPUTS:
+            return f"out_dtype {self.out_dtype} is not one of {', '.join(_OUTPUTS)}"
+        if self.n % 8 or self.n * jnp.dtype(self.stored_dtype).itemsize % 32:
+            return f"N={self.n}: a row of the {self.stored_dtype} output must be a multiple of 32 bytes and N of 8"
+        name = "" if self.activation is None else self.activation.name
+        if name.startswith("gelu") and "tanh" not in name:
+            return f"activation {name}: erf has no layout rule in Mosaic GPU (jax 0.10.2 and 0.11.2)"
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmDesc(GroupedGemm):
+    """A call of ``grouped_gemm``: both operands have one element type.
+
+    Args:
+        dtype: of both operands.
+        lhs_scale: "none", "tensor", "row" or "group" (1 x 128 of K).
+        rhs_scale: "none", "tensor" (one per projection), "channel" or "block" (128 x 128).
+        requantize: "none", "group" (e4m3 with a scale per row and 128 columns) or "tensor" (e4m3, given scale). With
+            out_dtype bfloat16 the product is rounded to it first, as a separate launch would read it.
+        has_tile_rows: the number of rows in use is known for each tile.
+        has_power_of_two_scales: the scales of requantize "group" are rounded up to powers of two.
+    """
+
+    dtype: str
+    lhs_scale: Literal["none", "tensor", "row", "group"] = "none"
+    rhs_scale: Literal["none", "tensor", "channel", "block"] = "none"
+    requantize: Literal["none", "group", "tensor"] = "none"
+    has_tile_rows: bool = False
+    has_power_of_two_scales: bool = False
+
+    @property
+    def is_block_scaled(self) -> bool:
+        return self.rhs_scale == "block"
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def accumulator(self) -> str:
+        return _OPERANDS[self.dtype]
+
+    @property
+    def is_rounded_first(self) -> bool:
+        """Whether values are rounded to bfloat16 before they are requantized; float16 would overflow."""
+        return self.requantize != "none" and self.out_dtype == "bfloat16"
+
+    @property
+    def stored_dtype(self) -> str:
+        return self.out_dtype if self.requantize == "none" else "float8_e4m3fn"
+
+    @property
+    def operand_names(self) -> list[str]:
+        """Names of the arrays the kernel takes, in order.
+
+        x (rows or unpermuted_rows, K); w (E * G, N, K); tile_expert (rows / block_m,) i32; num_tiles (1,) i32; x_scale
+        f32 (1,), (rows,) or (ceil(K / 128), rows), with block_m for rows where they are unpermuted; w_scale f32
+        (E * G,), (E * G, N) or (E * G, ceil(N / 128), ceil(K / 128)); bias (E * G, N); out_scale (1,) f32; tile_rows
+        (rows / block_m,) i32.
+        """
+        names = ["x", "w", "tile_expert", "num_tiles"]
+        names += ["x_scale"] if self.lhs_scale != "none" else []
+        names += ["w_scale"] if self.rhs_scale != "none" else []
+        names += ["bias"] if self.bias_dtype is not None else []
+        names += ["out_scale"] if self.requantize == "tensor" else []
+        names += ["tile_rows"] if self.has_tile_rows else []
+        return names
+
+    def unsupported(self) -> str | None:
+        """Why no configuration of the Hopper kernels can run this, or None."""
+        if self.dtype not in _OPERANDS:
+            return f"operands of {self.dtype} have no wgmma here; there are {', '.join(_OPERANDS)}"
+        if (self.lhs_scale == "group") != (self.rhs_scale == "block"):
+            return f"lhs_scale {self.lhs_scale!r} with rhs_scale {self.rhs_scale!r}: 1x128 goes with 128x128"
+        if self.is_block_scaled and self.dtype != "float8_e4m3fn":
+            return f"block scales of {self.dtype}; only float8_e4m3fn is promoted every 128 of K"
+        if self.k * self.itemsize % ROW_BYTES:
+            return f"K={self.k} of {self.dtype}: a row of K must be a multiple of {ROW_BYTES} bytes"
+        return self.unsupported_output()

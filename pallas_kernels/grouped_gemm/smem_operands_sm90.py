@@ -1,0 +1,246 @@
+"""Operands that lie in shared memory as wgmma reads them: the copies and products that the plain and the swap_ab main
+loop have in common.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import accumulator_math_sm90, mosaic, sm90
+from pallas_kernels.common.types import Scalar, TileRef, Value
+from pallas_kernels.grouped_gemm import pipeline_sm90 as pipeline
+from pallas_kernels.grouped_gemm.config import (
+    GemmConfig,
+    copies_per_piece,
+    num_pieces,
+    piece_n,
+    shared_arrays,
+    store_swizzle,
+)
+from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, LoadStep
+from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
+from pallas_kernels.grouped_gemm.scheduler_sm90 import PAIR, Tile
+
+Product = tuple[TileRef, TileRef]  # operands of one wgmma: (64, K) and (N, K)
+
+
+def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
+    """Allocations by field of ``Scratch``."""
+    stages, consumers, copies = config.num_stages, config.num_consumers, copies_per_piece(desc, config)
+    pieces, shapes = num_pieces(desc, config), shared_arrays(desc, config)
+    operand = mosaic.tiled(desc.dtype, sm90.swizzle_bytes(desc.k * desc.itemsize))
+    stored = mosaic.tiled(desc.stored_dtype, store_swizzle(desc, config))
+    types = pipeline.scratch_arrays(shapes, dict(x=operand, w=operand, staging=stored))
+    arrivals = config.block_m // config.rows_moved + desc.is_block_scaled + copies
+    types["full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+    if config.cluster == 1:
+        types["empty"] = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
+    else:
+        # Slots are handed back to the producers of both CTAs. One thread arrives for its warpgroup, whose warps have
+        # come together in a wgmma, or by ``commit_smem`` where they waited or read by themselves.
+        types["empty"] = plgpu.ClusterBarrier(collective_axes=(PAIR,), num_arrivals=consumers, num_barriers=stages)
+    if pieces > 1:
+        types["full_pieces"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages * (pieces - 1))
+    vectors = ("rows" in shapes) + desc.projections * (("columns" in shapes) + ("bias" in shapes))
+    if vectors:
+        types["vectors_full"] = plgpu.Barrier(num_arrivals=vectors)
+        types["vectors_empty"] = plgpu.Barrier(num_arrivals=consumers)
+    return types
+
+
+def load_tile(cta: CtaContext, tile: Tile) -> LoadStep:
+    """The function that issues the copies of one K step of ``tile``."""
+    desc, config, operands, scratch = cta.desc, cta.config, cta.operands, cta.scratch
+    piece, pieces = piece_n(desc, config), num_pieces(desc, config)
+    copied = min(piece, config.block_n)  # a copy stays inside one projection
+    # Each CTA of a cluster then copies its part, to all.
+    to_all: dict[str, Any] = dict(collective_axes=PAIR)
+    of_rows = to_all if config.cluster > 1 and not config.shares_weights else {}
+    rows = pl.ds(cta.first_row_of_x(tile), config.block_m)
+    in_use = operands["tile_rows"][tile.row] if config.row_chunk is not None else config.block_m
+    is_shared: Any = None
+    if config.shares_weights:
+        other = lax.min(lax.bitwise_xor(tile.row, jnp.int32(1)), operands["num_tiles"][0] - 1)
+        is_shared = operands["tile_expert"][other] == tile.expert
+
+    def load_rows(depth, slot):
+        for start in range(0, config.block_m, config.rows_moved):
+            chunk = pl.ds(start, config.rows_moved)
+            copy_chunk = functools.partial(
+                plgpu.copy_gmem_to_smem,
+                operands["x"].at[rows, depth].at[chunk],
+                scratch.x.at[slot, chunk],
+                scratch.full.at[slot],
+            )
+            if config.row_chunk is None or start == 0:
+                copy_chunk(**of_rows)
+                continue
+            # What lies in the slot from before is multiplied instead, into rows that nobody reads.
+            pl.when(start < in_use)(copy_chunk)
+            pl.when(start >= in_use)(functools.partial(plgpu.barrier_arrive, scratch.full.at[slot]))
+
+    def load_weights(depth, slot):
+        for start in range(0, desc.projections * config.block_n, copied):
+            projection, column = divmod(start, config.block_n)
+            index = start // piece
+            copy_weights = functools.partial(
+                plgpu.copy_gmem_to_smem,
+                operands["w"].at[
+                    tile.expert * desc.projections + projection,
+                    pl.ds(tile.column * config.block_n + column, copied),
+                    depth,
+                ],
+                scratch.w.at[slot, pl.ds(start, copied)],
+                full_barrier(cta, slot, index, pieces),
+            )
+            if config.shares_weights:
+                pl.when(is_shared)(functools.partial(copy_weights, **to_all))
+                pl.when(jnp.logical_not(is_shared))(copy_weights)
+            else:
+                copy_weights()
+
+    def load(k, depth, slot):
+        load_rows(depth, slot)
+        if desc.is_block_scaled:
+            own = scratch.x_scale.at[slot, pl.ds(0, config.block_m)]
+            plgpu.copy_gmem_to_smem(operands["x_scale"].at[k, rows], own, scratch.full.at[slot])
+        load_weights(depth, slot)
+
+    def load_step(k):
+        step = config.block_k(desc)
+        return functools.partial(load, k, pl.ds(k * step, step))
+
+    return load_step
+
+
+def load_vectors(cta: CtaContext, tile: Tile) -> None:
+    """Issue the copies of the tile's row scales, column scales and bias."""
+    desc, config, operands, scratch = cta.desc, cta.config, cta.operands, cta.scratch
+    columns = pl.ds(tile.column * config.block_n, config.block_n)
+    if scratch.rows is not None:
+        rows = pl.ds(cta.first_row_of_x(tile), config.block_m)
+        plgpu.copy_gmem_to_smem(operands["x_scale"].at[rows], scratch.rows, scratch.vectors_full)
+    for name, target in (("w_scale", scratch.columns), ("bias", scratch.bias)):
+        for projection in range(desc.projections) if target is not None else ():
+            source = operands[name].at[tile.expert * desc.projections + projection, columns]
+            own = target.at[projection, pl.ds(0, config.block_n)]
+            plgpu.copy_gmem_to_smem(source, own, scratch.vectors_full)
+
+
+def full_barrier(cta: CtaContext, slot: Scalar, piece: int, pieces: int) -> TileRef:
+    """The barrier that says that a weight piece of a slot, and with the first one the rest of the slot, is there."""
+    scratch = cta.scratch
+    return scratch.full_pieces.at[slot * (pieces - 1) + piece - 1] if piece else scratch.full.at[slot]
+
+
+def multiply(
+    cta: CtaContext, tile: Tile, shape: tuple[int, int], number: int, products: Callable[[Scalar], Iterable[Product]]
+) -> list[Value]:
+    """``number`` accumulators of ``shape`` over all of K, one for each of the ``products(slot)``."""
+
+    def one_slot(slot, accumulators):
+        for accumulator, (left, right) in zip(accumulators, products(slot), strict=True):
+            plgpu.wgmma(accumulator, left, right.transpose((1, 0)))
+        # The other warpgroups keep the tensor core busy; leaving one product in flight here measured the same.
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(cta.scratch.empty.at[slot])
+
+    return pipeline.accumulate(cta, tile, shape, number, one_slot)
+
+
+def multiply_promoted(
+    cta: CtaContext,
+    tile: Tile,
+    shape: tuple[int, int],
+    number: int,
+    batches: Callable[[Scalar], Iterable[Iterable[Product]]],
+    scales_of_rows: Callable[[Scalar], Value],
+    columns: Sequence[tuple[int, Scalar]],
+) -> list[Value]:
+    """float32 sums over all of K of products that are scaled after every K step of 128.
+
+    The products of a batch are in flight together. Waiting for each batch on a barrier of its own also keeps ptxas from
+    issuing the next one before this one is added, which needs more registers than there are.
+
+    Args:
+        shape: of one product; it consists of equal parts side by side, which have one weight scale each.
+        number: products of a batch.
+        batches: slot -> batches of operands.
+        scales_of_rows: slot -> the activation scales, in layout ROWS or COLUMNS as rows lie in the products.
+        columns: (projection, first column of the output) of each part, in the order of the products.
+
+    Returns the sums of each part.
+    """
+    desc, scratch = cta.desc, cta.scratch
+    width = shape[1] if cta.config.swap_ab else min(shape[1], cta.config.block_n)
+    axis = 1 if cta.config.swap_ab else 0
+
+    def one_step(k, slot, sums):
+        factors = _block_scales(desc, cta.operands, tile.expert, columns, k)
+        sums, last = list(sums), num_pieces(desc, cta.config) - 1
+        plgpu.barrier_wait(scratch.full.at[slot])
+        row_scales = scales_of_rows(slot)
+        first = 0
+        for index, products in enumerate(batches(slot)):
+            if index:
+                plgpu.barrier_wait(full_barrier(cta, slot, index, last + 1))
+
+            def issue(*fresh, products=products):
+                for accumulator, (left, right) in zip(fresh, products, strict=True):
+                    plgpu.wgmma(accumulator, left, right.transpose((1, 0)))
+                return [accumulator[...] for accumulator in fresh]
+
+            values = pl.run_scoped(issue, *[mosaic.Accumulator(shape, jnp.float32)] * number)
+            if index == last and cta.config.cluster > 1:
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(scratch.empty.at[slot])
+            elif index == last:
+                mosaic.release(scratch.empty.at[slot])
+            if width < shape[1]:
+                values = [value[:, start : start + width] for value in values for start in range(0, shape[1], width)]
+            own = factors[first : first + len(values)]
+            scales = [lax.broadcast_in_dim(row_scales * factor, values[0].shape, [axis]) for factor in own]
+            for value, scale in zip(values, scales, strict=True):
+                sums[first] = sums[first] + value * scale
+                first += 1
+        return tuple(sums)
+
+    initial = (pipeline.zeros((shape[0], width)),) * len(columns)
+    return list(pipeline.for_each_step(cta, tile, one_step, initial))
+
+
+def _block_scales(
+    desc: GemmDesc, operands: Any, expert: Scalar, columns: Sequence[tuple[int, Scalar]], k: Scalar
+) -> list[Value]:
+    """The weight scale () of one K step for each (projection, column). Columns past N have the scale of the last."""
+    last = -(-desc.n // SCALE_GROUP) - 1
+    blocks = [lax.min(lax.div(column, jnp.int32(SCALE_GROUP)), jnp.int32(last)) for _, column in columns]
+    return [operands["w_scale"][expert * desc.projections + p, b, k] for (p, _), b in zip(columns, blocks, strict=True)]
+
+
+def skip(cta: CtaContext, tile: Tile) -> None:
+    """Hand back what the other warpgroup multiplies, for a tile in which this one has no row."""
+    scratch, pieces = cta.scratch, num_pieces(cta.desc, cta.config)
+
+    def one_step(k, slot, _):
+        for piece in range(pieces):
+            plgpu.barrier_wait(full_barrier(cta, slot, piece, pieces))
+        if cta.config.cluster > 1:
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.empty.at[slot])
+        return ()
+
+    pipeline.for_each_step(cta, tile, one_step, ())
+    if scratch.vectors_full is not None:
+        plgpu.barrier_wait(scratch.vectors_full)
+        plgpu.barrier_arrive(scratch.vectors_empty)
+
+
+def sigmoid(config: GemmConfig) -> Callable[[Value], Value]:
+    """How activations compute it."""
+    return accumulator_math_sm90.sigmoid if config.inline_ptx else lax.logistic
