@@ -76,7 +76,7 @@ def align(
     )
     operands = [topk_ids.reshape(-1), *as_operands(group_offset)]
 
-    def hopper():
+    def hopper() -> dict[str, jax.Array]:
         hopper_sms()
         chosen = config or choose_config(desc)
         if reason := config_error(desc, chosen):

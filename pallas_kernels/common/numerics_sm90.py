@@ -1,6 +1,6 @@
 """Rules of numerics.py for the bodies of kernels, in a fraction of the operations that Pallas makes of those."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def _int8_codes(values: ir.Value) -> ir.Value:
     return mgpu.utils.bitcast(packed, ir.VectorType.get((length,), simt.integer(8)))
 
 
-def _pack_int8(elements: list[ir.Value], kind: ir.Type) -> Any:
+def _pack_int8(elements: Sequence[ir.Value], kind: ir.Type) -> Any:
     """Two or four codes in one integer, the first lowest."""
     rounded = " ".join(f"cvt.rni.s32.f32 a{i}, ${i + 1};" for i in range(len(elements)))
     if len(elements) == 4:

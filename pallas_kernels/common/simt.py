@@ -133,7 +133,7 @@ def _masked_read(ref: Ref, index: Value, mask: Value, text: str, default: int = 
     return read(ref, index, _as_int(mask))
 
 
-def store(ref: Ref, index: Value, value: Value, mask: Value) -> None:
+def store(ref: Ref, index: Value, value: Value, mask: Value | bool) -> None:
     """ref[index] = value where mask. ref: 32 bits an element; a float32 is given as its bits."""
     _masked_write(ref, index, value, mask, "{{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.{space}.b32 [$0], $1; }}", 4)
 
@@ -145,7 +145,7 @@ def store_bits(ref: Ref, index: Value, value: Value, mask: Value, itemsize: int)
     _masked_write(ref, index, value, mask, text, itemsize)
 
 
-def _masked_write(ref: Ref, index: Value, value: Value, mask: Value, text: str, itemsize: int) -> None:
+def _masked_write(ref: Ref, index: Value, value: Value, mask: Value | bool, text: str, itemsize: int) -> None:
     """text: PTX of a store of $1 to the address $0 under the mask $2, with {space} to be filled in."""
 
     @inline(plgpu.RefType(), LANES, LANES, LANES)
@@ -192,8 +192,9 @@ def warp_sum(value: Value) -> Value:
     return value
 
 
-def _as_int(mask: Value) -> Value:
-    return jnp.where(mask, jnp.ones(mask.shape, jnp.int32), jnp.zeros(mask.shape, jnp.int32))
+def _as_int(mask: Value | bool) -> Value:
+    shape = jnp.shape(mask)
+    return jnp.where(mask, jnp.ones(shape, jnp.int32), jnp.zeros(shape, jnp.int32))
 
 
 # Below: inside inline code, where values are MLIR's.

@@ -193,7 +193,7 @@ def combine_rows(
     if (arrived.weights is None) != (sum_dtype is None):
         raise ValueError(f"sum_dtype={sum_dtype}: dispatch_rows was called with another")
     operands = (rows, row_of.reshape(-1), slots.reshape(-1))
-    factors = weights.reshape(-1) if sum_dtype is None else arrived.weights
+    factors = weights.reshape(-1) if arrived.weights is None else arrived.weights
 
     def hopper():
         if arrived.mailbox is None:

@@ -27,7 +27,8 @@ before it reads. It has not read its mailbox before.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -67,9 +68,9 @@ def combine_body(
 ) -> None:
     """refs: operands of ``combine_sm90``, then the output."""
     devices = make_devices(desc)
-    *operands, mailbox, table, out = map(devices.own, refs)
+    rows, row_of, slots, weights, mailbox, table, out = map(devices.own, refs)
     mailboxes = Mailboxes(table, desc.size)
-    combine = _Combine(desc, *operands, mailbox, mailboxes, mailboxes.index())
+    combine = _Combine(desc, rows, row_of, slots, weights, mailbox, mailboxes, mailboxes.index())
     starts = pieces(desc.width, combine.length)
     parts = 1 if config.takes_whole_rows else len(starts)
     cta = lax.axis_index("cta")
@@ -176,30 +177,26 @@ class _Combine:
         def load(row):
             return self.load(self.mailbox, row, start).astype(jnp.float32)
 
-        return self._total_of_rows(token, load) if self.desc.sum_dtype is None else self._total_of_sums(token, load)
+        terms = self._rows_of(token, load) if self.desc.sum_dtype is None else self._sums_of(token, load)
+        kept = (
+            jnp.where(lax.broadcast_in_dim(is_there, values.shape, ()), values, jnp.zeros(values.shape, jnp.float32))
+            for values, is_there in terms
+        )
+        return functools.reduce(operator.add, kept)
 
-    def _total_of_rows(self, token: Value, load: Callable[[Value], Value]) -> Value:
-        total = None
+    def _rows_of(self, token: Value, load: Callable[[Value], Value]) -> Iterator[tuple[Value, Value]]:
+        """Each slot's weighted row, and whether it is there; the memory of one that is not may hold anything."""
         for j in range(self.desc.top_k):
             pair = token * self.desc.top_k + j
-            values = load(pair) * self.weights[pair]
-            total = _add(total, values, self.slots[pair] >= 0)
-        return total
+            yield load(pair) * self.weights[pair], self.slots[pair] >= 0
 
-    def _total_of_sums(self, token: Value, load: Callable[[Value], Value]) -> Value:
+    def _sums_of(self, token: Value, load: Callable[[Value], Value]) -> Iterator[tuple[Value, Value]]:
+        """Each device's partial sum, and whether it is there."""
         desc = self.desc
         slots = SlotsOfToken(desc, self.slots, token)
         has_sent = [slots.any_on(device) for device in range(desc.size)]
         some = functools.reduce(lax.max, [jnp.where(sent, device, 0) for device, sent in enumerate(has_sent)])
-        total = None
         for device, sent in enumerate(has_sent):
             # Where a device sent no row, one that is read anyhow is loaded again: no branch before the next load.
             row = jnp.where(sent, device, some) * desc.num_tokens + token
-            total = _add(total, load(row), sent)
-        return total
-
-
-def _add(total: Value | None, values: Value, is_there: Value) -> Value:
-    """total + values; values that are not there count as zero, whatever their memory holds."""
-    values = jnp.where(lax.broadcast_in_dim(is_there, values.shape, ()), values, jnp.zeros(values.shape, jnp.float32))
-    return values if total is None else total + values
+            yield load(row), sent

@@ -44,13 +44,15 @@ class Devices:
         """An argument of the kernel on this device."""
         return ref
 
-    def on(self, ref: Ref, device: Scalar) -> Ref:
+    def on(self, ref: Ref, device: Value) -> Ref:
         """The same argument of the kernel on another device."""
-        return plgpu.remote_ref(ref, self._number(device), device_id_type=pl.DeviceIdType.LOGICAL)
+        remote_ref: Any = plgpu.remote_ref
+        return remote_ref(ref, self._number(device), device_id_type=pl.DeviceIdType.LOGICAL)
 
     def semaphore(self) -> Ref:
         """One on every device, zero at the start."""
-        return pl.get_global(plgpu.SemaphoreType.REGULAR)
+        get_global: Any = pl.get_global
+        return get_global(plgpu.SemaphoreType.REGULAR)
 
     def signal_each(self, semaphore: Ref) -> None:
         """Add one to the semaphore of every device, behind all stores of this CTA."""
@@ -65,7 +67,7 @@ class Devices:
         """Wait until this device's semaphore has reached value."""
         pl.semaphore_wait(semaphore, value, decrement=False)
 
-    def _number(self, device: Scalar) -> Value:
+    def _number(self, device: Value) -> Value:
         """The device's number in the mesh."""
         total = device * self.desc.strides[self.desc.axis]
         for name, stride in self.desc.strides.items():

@@ -143,15 +143,16 @@ class _Row:
     def part(self, start: Scalar) -> Any:
         return pl.ds(start, self.shape[0])
 
-    def amax(self, values: list[Value], scratch: Ref | None = None) -> Value:
+    def amax(self, values: list[Value], *scratch: Ref) -> Value:
         """The largest magnitude of a row, the same in all threads."""
         most = functools.reduce(jnp.maximum, [jnp.abs(v) for v in values])
         if not self.is_split:
             return jnp.max(most)
+        (maxima,) = scratch
         simt.barrier()  # warps may still read the maxima of the row before
-        scratch[...] = jnp.max(most, axis=1)
+        maxima[...] = jnp.max(most, axis=1)
         simt.barrier()
-        return functools.reduce(lax.max, [scratch[i] for i in range(WARPGROUP // 32)])
+        return functools.reduce(lax.max, [maxima[i] for i in range(WARPGROUP // 32)])
 
 
 def dispatch_body(

@@ -15,10 +15,11 @@ def dispatch_ref(
     """What ``dispatch_sm90`` computes, without a mailbox; rows that nobody sent hold NaN, or -128, and scales NaN."""
     kind = PermuteDesc(desc.num_tokens, desc.width, 0, desc.num_tokens, desc.dtype, desc.quantization)
     codes, scales = quantize_rows(kind, x, None)
-    if desc.is_grouped:
+    if scales is not None and desc.is_grouped:
         scales = scales.T
     gathered = [None if part is None else lax.all_gather(part, desc.axis, tiled=True) for part in (codes, scales)]
-    all_slots, all_weights = (None if p is None else lax.all_gather(p, desc.axis) for p in (slots, weights))
+    all_slots = lax.all_gather(slots, desc.axis)
+    all_weights = None if weights is None else lax.all_gather(weights, desc.axis)
     own = all_slots[:, : desc.num_pairs].reshape(desc.num_rows, desc.top_k)
     owner = jnp.where(own >= 0, own // desc.slots_per_device, -1)
     is_sent = (owner == lax.axis_index(desc.axis)).any(axis=1)

@@ -128,10 +128,11 @@ class RowQuantizer:
 
         always: whether all targets are rows; else those below 0 are left out. part: of the row's ``desc.parts`` alone.
         """
+        kind, group = self.desc.microscaling_kind, self.desc.microscaling_group
         if self.desc.is_grouped:
             stores = self._groups(token, part)
-        elif self.desc.microscaling_group is not None:
-            stores = self._microscaling(token)
+        elif kind is not None and group is not None:
+            stores = self._microscaling(token, kind, group)
         else:
             stores = self._whole_row(token)
         for store in stores:
@@ -166,13 +167,14 @@ class RowQuantizer:
         def store(row):
             for start, value in zip(starts, quantized, strict=True):
                 self.codes.at[row, pl.ds(start, piece)][...] = value
-            if self.scales is not None:
+            if self.scales is not None and scale is not None:
                 self.scales[row] = scale
 
         yield store
 
     def _groups(self, token: Scalar, part: Scalar | None) -> Iterator[Store]:
-        desc, groups = self.desc, self.desc.width // GROUP
+        desc, groups, scales = self.desc, self.desc.width // GROUP, self.scales
+        assert scales is not None
         layout, piece = GROUP_LAYOUT, groups if groups % 4 == 0 and groups <= 64 else 4
         if groups < 4:
             layout, piece = FEW_GROUPS_LAYOUT, groups
@@ -186,13 +188,12 @@ class RowQuantizer:
 
             def store(row, own=own, quantized=quantized, scale=scale):
                 self.codes.at[row, own][...] = quantized
-                self.scales.at[own, row][...] = scale
+                scales.at[own, row][...] = scale
 
             yield store
 
-    def _microscaling(self, token: Scalar) -> Iterator[Store]:
+    def _microscaling(self, token: Scalar, kind: str, group: int) -> Iterator[Store]:
         desc, vector = self.desc, grid_vector(self.desc)
-        group, kind = desc.microscaling_group, desc.microscaling_kind
         layout = _small_group_layout(group, vector)
         parts = _parts(desc.width // group, sm90.WARPGROUP * vector // group, vector)
         loaded = [self._load(token, *part, layout) for part in parts]

@@ -25,7 +25,7 @@ def quantize_and_permute_ref(
 ) -> tuple[jax.Array, jax.Array | None]:
     """What ``quantize_and_permute`` computes; rows that no token fills are zero, with scale 0."""
     codes, scales = quantize_rows(desc, x, scale)
-    if columns is not None:
+    if columns is not None and tile_expert is not None and row_of is not None:
         row = row_of.reshape(-1)
         token = jnp.repeat(jnp.arange(desc.num_tokens), desc.top_k)
         order = columns[tile_expert[jnp.maximum(row, 0) // desc.block_m]]
@@ -51,7 +51,7 @@ def quantize_rows(desc: PermuteDesc, x: jax.Array, scale: jax.Array | None) -> t
     if desc.quantization == "none":
         return x, None
     values = x.astype(jnp.float32)
-    if desc.quantization == "e4m3_tensor":
+    if desc.quantization == "e4m3_tensor" and scale is not None:
         return quantize_e4m3_static(values, scale), None
     if desc.is_grouped:
         padded = jnp.pad(values, ((0, 0), (0, -desc.width % GROUP))).reshape(desc.num_tokens, -1, GROUP)

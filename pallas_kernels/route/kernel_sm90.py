@@ -90,8 +90,7 @@ def _fused_kernel(
     pending = list(refs)
     operands = [pending.pop(0) for _ in range(_num_operands(desc, align))]
     offset = operands.pop() if align.has_offset else None
-    x = pending.pop(0) if tokens else None
-    given = pending.pop(0) if tokens and tokens.quantization in TAKES_SCALE else None
+    source = [pending.pop(0) for _ in range(1 + (tokens.quantization in TAKES_SCALE) if tokens else 0)]
     weights, ids, *pending = pending
     count = len(align_outputs(align))
     outputs, quantized = pending[:count], pending[count:]
@@ -105,6 +104,7 @@ def _fused_kernel(
         route_and_align()
         return
     cta = lax.axis_index("cta")
+    x, given = source[0], source[1] if len(source) > 1 else None
     rows = RowQuantizer(tokens, x, given, *quantized)
     pl.when(cta == 0)(route_and_align)
 
