@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--tokens", default="1,16,64,256,1024,8192")
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--cache")
-    parser.add_argument("--implementation", default="mosaic")
+    parser.add_argument("--implementation", default="hopper")
     options = parser.parse_args()
     if options.cache:  # before anything is compiled: JAX looks once
         jax.config.update("jax_compilation_cache_dir", options.cache)

@@ -50,7 +50,7 @@ CALLS = 10
 def time_layer(model: str, tokens: int, options: argparse.Namespace) -> None:
     shape = layer_shape(model)
     for name in options.schemes.split(","):
-        config = moe_jax.MoEConfig(*shape, scheme=scheme_named(name), implementation=("mosaic",))
+        config = moe_jax.MoEConfig(*shape, scheme=scheme_named(name), implementation=("hopper",))
         weights = jax.block_until_ready(random_weights(config))
         kx, kz = jax.random.split(jax.random.key(tokens))
         x = jax.random.normal(kx, (tokens, config.hidden_size), jnp.bfloat16)
@@ -173,7 +173,7 @@ def time_rows(model: str, tokens: int, options: argparse.Namespace) -> None:
     rows = jax.random.normal(jax.random.key(1), (num_rows, hidden), jnp.bfloat16)
     h = jax.random.normal(jax.random.key(2), (num_rows, intermediate), jnp.bfloat16)
     weights = jax.random.uniform(jax.random.key(3), row_of.shape, jnp.float32)
-    used, kernels, cases = tokens * top_k, dict(implementation="mosaic"), {}
+    used, kernels, cases = tokens * top_k, dict(implementation="hopper"), {}
     for fmt in options.formats.split(","):
         if fmt == "e4m3_group" and hidden % 128:
             continue

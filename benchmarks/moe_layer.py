@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument("--tokens", default="1,16,64,256,1024,8192")
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--pairs", help="model:scheme,... instead of all of --models with all of --schemes")
-    parser.add_argument("--implementation", default="mosaic")
+    parser.add_argument("--implementation", default="hopper")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="with --jobs: when to end")
     parser.add_argument("--lock", help="file that processes lock while they use the GPU")

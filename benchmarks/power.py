@@ -37,7 +37,7 @@ def program(model: str, scheme: str, tokens: int, calls: int) -> Callable[[], An
     """One program of ``calls`` layers after each other, compiled."""
     experts, top_k, hidden, intermediate = layer_shape(model)
     config = moe_jax.MoEConfig(
-        experts, top_k, hidden, intermediate, scheme=scheme_named(scheme), implementation=("mosaic",)
+        experts, top_k, hidden, intermediate, scheme=scheme_named(scheme), implementation=("hopper",)
     )
     weights = jax.block_until_ready(random_weights(config))
     x = jax.random.normal(jax.random.key(0), (tokens, hidden), jnp.bfloat16)

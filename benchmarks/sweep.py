@@ -236,7 +236,7 @@ class Cell:
         self.model, self.scheme, tokens = text.removesuffix(":brief").split(":")
         self.tokens, self.lock = int(tokens), lock
         self.config = moe_jax.MoEConfig(
-            *layer_shape(self.model), scheme=scheme_named(self.scheme), implementation=("mosaic",)
+            *layer_shape(self.model), scheme=scheme_named(self.scheme), implementation=("hopper",)
         )
         with making(lock):
             self.weights = jax.block_until_ready(random_weights(self.config))

@@ -76,6 +76,12 @@ class MoEConfig:
         """The number of tokens that tiles are chosen for."""
         return num_tokens if self.pinned_tokens is None else self.pinned_tokens
 
+    @property
+    def has_call_scale(self) -> bool:
+        """Whether all rows of a call share one activation scale that is computed from them."""
+        fmt = self.scheme.activations
+        return fmt is not None and fmt.dynamic and fmt.strategy is Strategy.TENSOR
+
     def scale_axes(self, fmt: QuantFormat | None, *, is_hidden: bool) -> tuple[str, ...]:
         """Mesh axes over which a dynamic scale of activations is taken: of the layer's input, or of hidden ones."""
         if fmt is None or not fmt.dynamic:
@@ -89,7 +95,7 @@ class MoEConfig:
         """What quantization has to know of the layer."""
         return ExpertShape(
             num_experts=self.num_experts,
-            num_projections=self.num_halves,
+            num_projections=self.num_projections,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
             param_dtype=self.param_dtype,
@@ -98,6 +104,6 @@ class MoEConfig:
         )
 
     @property
-    def num_halves(self) -> int:
+    def num_projections(self) -> int:
         """G: matrices stacked in w13, 2 (gate and up) when gated, else 1."""
         return 2 if self.is_act_and_mul else 1

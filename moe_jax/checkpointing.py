@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from moe_jax._arguments import check_not_traced
-from moe_jax.experts._backend import in_best_layout
+from moe_jax.experts._choice import in_best_layout
 from moe_jax.loading._errors import read_json
 from moe_jax.nn import FusedMoE
 from moe_jax.parallel._layer import PlacementParam

@@ -227,7 +227,7 @@ def test_aliases_and_gating(name, is_gated, canonical):
 def test_a_layer_is_gated_by_flag_and_suffix(name, is_gated):
     layer = FusedMoE(4, 8, 8, top_k=1, activation=name, is_act_and_mul=is_gated)
     expected = ("silu", 2) if name == "silu" and is_gated else ("silu_no_mul", 1)
-    assert (layer.config.activation, layer.config.num_halves) == expected
+    assert (layer.config.activation, layer.config.num_projections) == expected
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,10 @@ NEVER = {"pickle", "dill", "cloudpickle", "compressed_tensors", "transformers", 
 NOT_AT_TOP = {"torch", "safetensors", "matplotlib", "rich", "tqdm", "tokenizers", "jinja2", "orbax"}
 
 
+# Behind ``Backend``; outside moe_jax.experts nobody imports one of these.
+BACKENDS = ("moe_jax.experts._reference", "moe_jax.experts.hopper", "moe_jax.experts.xla")
+
+
 def module_name(path: Path) -> str:
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
@@ -126,7 +130,27 @@ def test_optional_worlds_stay_out(module):
     assert not any(name.partition(".")[0] == "torch" for name, _ in found)
 
 
+def asks_for_a_backend(path: Path) -> list[str]:
+    """What a file outside ``moe_jax.experts`` says that only ``Backend`` should know."""
+    known = [name for name, _ in imports(path) if name.startswith(BACKENDS)]
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        names = [node.id] if isinstance(node, ast.Name) else [node.attr] if isinstance(node, ast.Attribute) else []
+        known += [name for name in names if name in ("in_kernel_layout", "is_kernel_layout")]
+        if isinstance(node, ast.Compare):
+            values = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
+            known += sorted(values & {"hopper", "mosaic", "xla"}, key=str)
+    return known
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in FILES if not name.startswith(("moe_jax.experts", "pallas_kernels"))]
+)
+def test_backends_are_known_through_their_protocol(module):
+    assert asks_for_a_backend(FILES[module]) == []
+
+
 def test_the_rules_can_fail():
+    assert asks_for_a_backend(FILES["moe_jax.experts._choice"])
     assert room_of("moe_jax.loading.files._safetensors") == "moe_jax.loading"
     assert (
         room_of("moe_jax._new_module") is None

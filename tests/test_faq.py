@@ -57,7 +57,7 @@ RAISES = {
     "there is an NVIDIA GPU": lambda: say(doctor._why_on_the_cpu({})),
     "unknown scheme": lambda: moe_jax.Scheme.parse("fp9"),
     "implementation=": lambda: call(layer(implementation="cuda")),
-    "no implementation can run": lambda: call(layer(implementation="mosaic")),
+    "no implementation can run": lambda: call(layer(implementation="hopper")),
     "config.json: no such file": lambda: moe_jax.load_moe(Path(__file__).parent / "data"),
     "experts.0.gate_proj.weight": lambda: load(pairs(widen=2)),
     "values are NaN": lambda: load(pairs(np.nan)),

@@ -14,7 +14,7 @@ import torch
 
 import moe_jax
 from moe_jax import MoEConfig, Scheme
-from moe_jax.experts.hopper._kernel_layout import unpack_experts
+from moe_jax.experts._choice import plain_layout
 from torch_bridge._layer import FusedMoE
 from torch_bridge._patched import PatchedExperts, refuse_saving
 from torch_bridge._tensors import refuse_foreign, to_jax, to_torch, torch_dtype
@@ -185,7 +185,7 @@ def from_nnx(layer: moe_jax.FusedMoE, *, prefix: str = "", **options: Any) -> Fu
         **(fields | options),
     )
     weights = layer.weights.get_value()
-    built.install(unpack_experts(weights))
+    built.install(plain_layout(weights))
     return built
 
 

@@ -11,8 +11,7 @@ import torch
 import moe_jax
 from moe_jax import ExpertWeights, MoEConfig
 from moe_jax.experts import explain
-from moe_jax.experts._backend import order_of
-from moe_jax.experts.hopper._kernel_layout import unpack_experts
+from moe_jax.experts._choice import BACKENDS, first_choice, plain_layout
 from moe_jax.loading import LayerLoader
 from moe_jax.parallel import determine_expert_map
 from moe_jax.routing import RoutingParams
@@ -170,9 +169,10 @@ class FusedMoE(StateDictMixin, LoadingMixin):
             param_dtype=numpy_dtype(self.params_dtype),
         )
         self._is_implementation_given = implementation is not None
-        if torch_kernels and implementation is not None and order_of(described.config, "gpu")[0] != "mosaic":
+        if torch_kernels and not first_choice(described.config, "gpu").is_all_kernels:
+            launched = " or ".join(repr(name) for name, backend in BACKENDS.items() if backend.is_all_kernels)
             raise ValueError(
-                f"torch_kernels=True launches the kernels of implementation 'mosaic', found {implementation=}; leave "
+                f"torch_kernels=True launches the kernels of implementation {launched}, found {implementation=}; leave "
                 "one of them out"
             )
         self.moe_config: MoEConfig = self._on_device(described.config)
@@ -364,7 +364,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         """The processed weights of this rank, in the plain layout. Raises RuntimeError when there are none."""
         if self._experts is None:
             raise RuntimeError(f"{self.layer_name} has no processed weights: call process_weights_after_loading()")
-        return unpack_experts(self._experts.weights)
+        return plain_layout(self._experts.weights)
 
     @property
     def global_num_experts(self) -> int:

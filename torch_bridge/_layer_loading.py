@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig, weight_loader
-from moe_jax.experts._backend import in_best_layout, order_of
-from moe_jax.experts.hopper._kernel_layout import unpack_experts
+from moe_jax.experts._choice import first_choice, in_best_layout, plain_layout
 from moe_jax.loading import ExpertNames, ExpertTensor, LayerLoader, Target
 from moe_jax.loading.layer._names import map_expert_name
 from moe_jax.quantization import LeafSpec, method_for
@@ -79,7 +78,7 @@ class LoadingMixin(MoELayer):
         """The arguments of ``weight_loader`` as moe_jax's loaders take them. Raises ValueError for a wrong shard_id."""
         leaf = self._leaf_name(param)
         if not shard_id and expert_id is None:
-            shards = ("w2",) if leaf.startswith("w2_") else ("w1", "w3")[: self.moe_config.num_halves]
+            shards = ("w2",) if leaf.startswith("w2_") else ("w1", "w3")[: self.moe_config.num_projections]
         elif shard_id not in SHARD_IDS:
             raise ValueError(f"{weight_name}: shard_id={shard_id!r}, expected one of {', '.join(SHARD_IDS)}")
         elif shard_id == "w3" and not self.moe_config.is_act_and_mul:
@@ -198,7 +197,7 @@ class LoadingMixin(MoELayer):
         if isinstance(self._calls, KernelCalls) and self._calls.is_captured:
             self._calls.replace(experts)
             experts = self._calls.experts_tree
-            weights = unpack_experts(experts.weights)
+            weights = plain_layout(experts.weights)
         else:
             self._calls = self._calls_of(experts)
         self._experts = experts
@@ -206,8 +205,8 @@ class LoadingMixin(MoELayer):
 
     def _calls_of(self, experts: Experts) -> JaxCalls:
         """What runs calls on these weights, see ``torch_kernels``."""
-        wanted, names = self.torch_kernels, order_of(experts.config, "gpu")
-        if wanted or (wanted is None and self.device.type == "cuda" and names[0] == "mosaic"):
+        wanted, backend = self.torch_kernels, first_choice(experts.config, "gpu")
+        if wanted or (wanted is None and self.device.type == "cuda" and backend.is_all_kernels):
             return KernelCalls(experts, self.layer_name, is_strict=bool(wanted))
         return JaxCalls(experts, self.layer_name)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig
-from moe_jax.experts.hopper._kernel_layout import unpack_experts
+from moe_jax.experts._choice import plain_layout
 from moe_jax.quantization import LeafSpec, method_for
 from torch_bridge._tensors import to_torch
 
@@ -33,7 +33,7 @@ def stored_leaves(weights: ExpertWeights, config: MoEConfig) -> dict[str, torch.
     An input scale, of which processing keeps one for all experts, stands in every place.
     """
     specs = method_for(config.scheme).create_weights(config)
-    weights = unpack_experts(weights)
+    weights = plain_layout(weights)
     return {name: _leaf(weights, name, spec) for name, spec in specs.items()}
 
 

@@ -1,6 +1,7 @@
 """``diagnose``: what this machine is, what will run each scheme on it, and what is missing."""
 
 import dataclasses
+import functools
 import os
 import platform
 from collections.abc import Mapping
@@ -13,10 +14,9 @@ import jax
 from moe_jax._config import MoEConfig
 from moe_jax._terminal import size, table
 from moe_jax._version import __version__
-from moe_jax.experts._backend import Problem, choose
-from moe_jax.experts.hopper._kernel_layout import is_packed, pack_experts, packed_format
-from moe_jax.quantization import SCHEMES, ExpertWeights, method_for
-from pallas_kernels.common.device import hopper_sms
+from moe_jax.experts._backend import Problem
+from moe_jax.experts._choice import BACKENDS, choose, preferred_layout
+from moe_jax.quantization import SCHEMES, method_for
 
 REQUIRED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "safetensors", "absl-py")
 _DEMO, _CHAT = "pip install 'moe-jax[demo]'", "pip install 'moe-jax[chat]'"
@@ -68,8 +68,11 @@ class Diagnosis:
         lines += ["", "devices", *_indented(self.devices or ("none",)), *_indented([self.memory])]
         if self.runs:
             rows = [(run.scheme, run.implementation or "nothing", run.how) for run in self.runs]
-            experts, top_k, hidden, inner = LAYER
-            lines += ["", f"schemes, for a layer of {experts} experts, top {top_k}, {hidden} x {inner}, bfloat16"]
+            sizes = "{} experts, top {}, {} x {}".format(*LAYER)
+            lines += [
+                "",
+                f"schemes, for a layer of {sizes}, bfloat16",
+            ]
             lines += _indented(table([("scheme", "runs on", "how"), *rows]))
         for reason, schemes in self.skipped.items():
             which = "every scheme" if len(schemes) == len(self.runs) else ", ".join(schemes)
@@ -132,42 +135,26 @@ def diagnose() -> Diagnosis:
 def scheme_runs(platform: str) -> tuple[tuple[SchemeRun, ...], dict[str, tuple[str, ...]]]:
     """What would run every scheme on ``platform`` ("cpu" or "gpu"), and which implementations are skipped, and why.
 
-    On a Hopper GPU each kernel is asked by tracing it. See ``Diagnosis`` for what is returned.
+    Where there are kernels each is asked by tracing it. See ``Diagnosis`` for what is returned.
     """
-    runs, skipped = [], {}
-    try:
-        hopper_sms()
-        has_kernels = True
-    except NotImplementedError as error:
-        has_kernels = False
-        skipped[f"mosaic: {error}"] = tuple(SCHEMES)
+    refusals = {name: reason for name, backend in BACKENDS.items() if (reason := backend.device_refusal()) is not None}
+    runs, skipped = [], {f"{name}: {reason}": tuple(SCHEMES) for name, reason in refusals.items()}
     for name, scheme in SCHEMES.items():
         config = MoEConfig(*LAYER, scheme=scheme, dtype="bfloat16")
         weights = method_for(scheme).abstract_weights(config)
-        if has_kernels:
-            weights = _as_kernels_read(config, weights)
+        if (backend := preferred_layout(config, weights, platform)) is not None:  # as loading leaves them
+            weights = jax.eval_shape(functools.partial(backend.kernel_layout, config=config), weights)
         problem = Problem(config, weights, NUM_TOKENS, platform)
         chosen, reasons = choose(problem)
         if chosen is None:
             how = "; ".join(f"{which}: {reason}" for which, reason in reasons)
             runs.append(SchemeRun(name, None, how))
             continue
-        if chosen.name == "mosaic":
-            how = "packed grouped GEMM" if is_packed(weights.w13) else "grouped GEMM"
-        else:
-            how = chosen.describe(problem)[-1]
-        runs.append(SchemeRun(name, chosen.name, how))
+        runs.append(SchemeRun(name, chosen.name, chosen.in_brief(problem)))
         for which, reason in reasons:
-            if has_kernels or which != "mosaic":
+            if which not in refusals:
                 skipped[f"{which}: {reason}"] = (*skipped.get(f"{which}: {reason}", ()), name)
     return tuple(runs), skipped
-
-
-def _as_kernels_read(config: MoEConfig, weights: ExpertWeights) -> ExpertWeights:
-    """Abstract weights in the layout that loading would give them on a Hopper GPU."""
-    if packed_format(weights.scheme, config.dtype) is None:
-        return weights
-    return jax.eval_shape(lambda weights: pack_experts(weights, config), weights)
 
 
 def has_nvidia_gpu() -> bool:

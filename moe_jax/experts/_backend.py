@@ -1,21 +1,35 @@
-"""The implementations of a layer of experts: names, the order in which they are tried, and why one was skipped."""
+"""``Backend``: what one way to run the experts offers. Everything outside this package knows backends through it.
 
+How to add one:
+
+1. A folder here with a class derived from ``Backend``. ``name``, ``refusal``, ``describe`` and ``run`` make a backend;
+   ``reference`` has no more.
+2. One line in ``BACKENDS`` of ``_choice.py``, at the place where it is to be tried; ``is_default`` says on which
+   platforms that happens unasked.
+3. Weights in a layout of its own: ``reads``, ``layout_refusal``, ``kernel_layout``, its inverse ``plain_layout``, and
+   ``shard_axis`` for layers over a mesh.
+4. A router, or the whole layer in one: ``routing_refusal`` and ``route``; ``layer_refusal`` and ``run_layer``.
+5. Rows that another device stored into this one's memory: ``serves_arrived``, ``arriving_quantization`` and
+   ``serve_arrived``.
+"""
+
+import abc
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import ClassVar
 
-import jax
-from jax.core import Tracer
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
-from moe_jax.experts import _reference as _experts_reference
-from moe_jax.experts._gradient import NoGradient, with_gradient_of
-from moe_jax.experts.hopper import _experts as _experts_mosaic
-from moe_jax.experts.hopper._kernel_layout import is_packed, pack_experts, packed_format, uneven_groups, unpack_experts
-from moe_jax.experts.xla import _experts as _experts_xla
-from moe_jax.quantization import ExpertWeights
+from moe_jax.quantization import ExpertWeights, QuantizedTensor
+from moe_jax.routing import Routing, RoutingParams
+from pallas_kernels.common import WeightLayout
+from pallas_kernels.nvlink_dispatch import DispatchedRows
+
+# (x (T, H), router_logits (T, E), weights, routing params, token_mask (T,), output of shared experts (T, H))
+LayerArguments = tuple[Array, Array, ExpertWeights, RoutingParams | None, Array | None, Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,206 +42,147 @@ class Problem:
     platform: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Implementation:
-    """One way to run the experts.
+class Backend(abc.ABC):
+    """One way to run the experts of a layer. Instances hold no state.
 
-    why_not: the reason for which it cannot run a problem, or None. describe: how it would run it, one line each.
-    run: ``(x (T, H) float, topk_weights (T, k) f32, topk_ids (T, k) i32, weights, config) -> (T, H) float32``, before
-        any rounding. Ids are in [0, E) or -1; where an id is -1 its weight is 0, and a token without any expert has
-        x = 0. May raise NotImplementedError, which means the same as a reason from why_not.
-    has_gradient: whether run can be differentiated.
-    run_layer: None, or ``(config, x, router_logits, weights, params, token_mask, shared) -> (y in x's dtype, topk_ids,
-        rows per expert)``: routing, experts, shared output and the one rounding in one. It has no gradient.
-    why_not_layer: the reason for which run_layer cannot run these arguments, or None.
+    name: by which users ask for it and ``explain`` calls it.
+    has_gradient: whether ``run`` can be differentiated. The other methods never are.
+    plans_for_local_experts: whether tiles are chosen for the experts in ``weights``; else for ``config.num_experts``,
+        which inside ``jax.shard_map`` counts those of all devices.
+    serves_arrived: whether ``serve_arrived`` runs.
+    is_all_kernels: whether ``run`` and ``run_layer`` are launches of kernels from end to end, which runtimes other than
+        JAX's can launch as well.
     """
 
-    name: str
-    why_not: Callable[[Problem], str | None]
-    describe: Callable[[Problem], list[str]]
-    run: Callable[..., Array]
-    has_gradient: bool = True
-    run_layer: Callable[..., tuple[Array, Array, Array]] | None = None
-    why_not_layer: Callable[..., str | None] | None = None
+    name: ClassVar[str]
+    has_gradient: ClassVar[bool] = True
+    plans_for_local_experts: ClassVar[bool] = False
+    serves_arrived: ClassVar[bool] = False
+    is_all_kernels: ClassVar[bool] = False
 
+    def is_default(self, platform: str) -> bool:
+        """Whether layers that name no implementation try it on this platform."""
+        return False
 
-def _needs_known_layout(problem: Problem) -> str | None:
-    for name in ("w13", "w2"):
-        tensor = getattr(problem.weights, name)
-        if not (tensor.layout.is_plain or is_packed(tensor)):
-            return f"{name} is packed in layout {tensor.layout.name!r}, this implementation reads 'plain'"
-    return None
-
-
-def _unpacking(run: Callable[..., Array]) -> Callable[..., Array]:
-    """``run`` of an implementation that reads plain weights."""
-
-    def unpack_and_run(x, topk_weights, topk_ids, weights, config):
-        return run(x, topk_weights, topk_ids, unpack_experts(weights), config)
-
-    return unpack_and_run
-
-
-def _unpacking_note(problem: Problem) -> list[str]:
-    return ["packed weights unpacked in every call"] if is_packed(problem.weights.w13) else []
-
-
-def _describe_reference(problem: Problem) -> list[str]:
-    text = "every expert dequantized to float32 and applied to every row; meant for judging, not for speed"
-    return [text, *_unpacking_note(problem)]
-
-
-def _describe_xla(problem: Problem) -> list[str]:
-    config, weights = problem.config, problem.weights
-    plan = _experts_xla.make_plan(config, weights.scheme, problem.num_tokens, config.top_k, config.num_experts)
-    passes = "two passes over the rows" if plan.has_shared_scale else "one pass over the rows"
-    return [f"tiles of {plan.tile} rows, {passes}", f"products: {plan.product}", *_unpacking_note(problem)]
-
-
-def _mosaic_why_not(problem: Problem) -> str | None:
-    return _needs_known_layout(problem) or _experts_mosaic.why_not(problem.config, problem.weights, problem.num_tokens)
-
-
-def _describe_mosaic(problem: Problem) -> list[str]:
-    return _experts_mosaic.describe(problem.config, problem.weights, problem.num_tokens)
-
-
-# In the order of preference; a platform's default order leaves out what never pays there.
-IMPLEMENTATIONS = {
-    implementation.name: implementation
-    for implementation in (
-        Implementation(
-            "mosaic",
-            _mosaic_why_not,
-            _describe_mosaic,
-            _experts_mosaic.run,
-            False,
-            _experts_mosaic.run_layer,
-            _experts_mosaic.why_not_call,
-        ),
-        Implementation("xla", _needs_known_layout, _describe_xla, _unpacking(_experts_xla.run)),
-        Implementation("reference", _needs_known_layout, _describe_reference, _unpacking(_experts_reference.run)),
-    )
-}
-_DEFAULT_ORDER = {"gpu": ("mosaic", "xla")}
-
-
-def order_of(config: MoEConfig, platform: str) -> tuple[str, ...]:
-    """The names to try, in order. Raises ValueError for an unknown name or an empty list."""
-    if config.implementation is None:
-        return _DEFAULT_ORDER.get(platform, ("xla",))
-    names = tuple(config.implementation)
-    unknown = [name for name in names if name not in IMPLEMENTATIONS]
-    if unknown or not names:
-        raise ValueError(f"implementation={names}, expected one or more of {', '.join(IMPLEMENTATIONS)}")
-    return names
-
-
-def choose(problem: Problem) -> tuple[Implementation | None, list[tuple[str, str]]]:
-    """The implementation that would run, or None, and those skipped before it with their reasons."""
-    skipped = []
-    for name in order_of(problem.config, problem.platform):
-        reason = IMPLEMENTATIONS[name].why_not(problem)
-        if reason is None:
-            return IMPLEMENTATIONS[name], skipped
-        skipped.append((name, reason))
-    return None, skipped
-
-
-def run_first(problem: Problem, *args: Any) -> Array:
-    """Run the first implementation that can; where it is differentiated, the first of these with a gradient. Raises
-    NotImplementedError with every reason when none can.
-    """
-    return _run_one_of(order_of(problem.config, problem.platform), (), problem, args)
-
-
-def _run_one_of(
-    names: tuple[str, ...], skipped: tuple[tuple[str, str], ...], problem: Problem, args: tuple[Any, ...]
-) -> Array:
-    for index, name in enumerate(names):
-        reason = IMPLEMENTATIONS[name].why_not(problem)
-        if reason is None:
-            try:
-                return _run(IMPLEMENTATIONS[name], names[index + 1 :], skipped, problem, args)
-            except NoGradient:
-                raise
-            except NotImplementedError as error:
-                reason = str(error)
-        skipped = (*skipped, (name, reason))
-    raise NotImplementedError(nothing_runs(skipped))
-
-
-def _run(
-    implementation: Implementation,
-    later: tuple[str, ...],
-    skipped: tuple[tuple[str, str], ...],
-    problem: Problem,
-    args: tuple[Any, ...],
-) -> Array:
-    """Run ``implementation``; where it is differentiated without a gradient, one of those ``later``."""
-    config, num_tokens, platform = problem.config, problem.num_tokens, problem.platform
-    if implementation.has_gradient:
-        return implementation.run(*args, problem.weights, config)
-
-    def run(weights: ExpertWeights, *args: Array) -> Array:
-        return implementation.run(*args, weights, config)
-
-    def run_later(weights: ExpertWeights, *args: Array) -> Array:
-        reasons = (*skipped, (implementation.name, "has no gradient"))
-        try:
-            return _run_one_of(later, reasons, Problem(config, weights, num_tokens, platform), args)
-        except NotImplementedError as error:
-            raise NoGradient(str(error)) from None
-
-    return with_gradient_of(run, run_later, problem.weights, *args)
-
-
-def run_layer_first(
-    problem: Problem,
-    x: Array,
-    router_logits: Array,
-    params: Any,
-    token_mask: Array | None,
-    shared: Array | None,
-    in_steps: Callable[..., tuple[Array, Array, Array]],
-) -> tuple[Array, Array, Array] | None:
-    """The whole layer, by the implementation that ``choose`` names; None when that one leaves routing to others.
-    in_steps: what it computes, of the same arguments, for whoever differentiates it.
-    """
-    chosen, _ = choose(problem)
-    if chosen is None or chosen.run_layer is None or chosen.why_not_layer is None:
+    def device_refusal(self) -> str | None:
+        """Why it runs nothing on this process's devices, or None."""
         return None
-    arguments = (x, router_logits, problem.weights, params, token_mask, shared)
-    if chosen.why_not_layer(problem.config, *arguments) is not None:
-        return None
-    return with_gradient_of(functools.partial(chosen.run_layer, problem.config), in_steps, *arguments)
 
+    @abc.abstractmethod
+    def refusal(self, problem: Problem) -> str | None:
+        """Why it cannot run a problem whose weights it ``reads``, or None."""
 
-def in_best_layout(config: MoEConfig, weights: ExpertWeights) -> ExpertWeights:
-    """The weights as the implementation that a call on this backend would try first reads them: packed for the Hopper
-    kernels where those take the layer, else as they are. Exact; abstract and distributed weights are left alone.
-    """
-    platform = jax.default_backend()
-    leaves = jax.tree.leaves(weights)
-    is_here = all(
-        isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and len(leaf.sharding.device_set) == 1
-        for leaf in leaves
-    )
-    if not is_here or order_of(config, platform)[0] != "mosaic" or not weights.w13.layout.is_plain:
+    @abc.abstractmethod
+    def describe(self, problem: Problem) -> list[str]:
+        """How it would run the problem, one line each."""
+
+    def in_brief(self, problem: Problem) -> str:
+        """The same in a few words."""
+        return self.describe(problem)[-1]
+
+    @abc.abstractmethod
+    def run(
+        self,
+        x: Array,
+        topk_weights: Array,
+        topk_ids: Array,
+        weights: ExpertWeights,
+        config: MoEConfig,
+        out_dtype: DTypeLike = jnp.float32,
+    ) -> Array:
+        """The sum over experts, (T, H), rounded once to ``out_dtype``.
+
+        Args:
+            x: (T, H) float; zeros for a token without any expert.
+            topk_weights: (T, k) float32; 0 where the id is -1.
+            topk_ids: (T, k) int32, indices into the first axis of the weights, or -1.
+            weights: in a layout that it ``reads``.
+
+        Raises:
+            NotImplementedError: means the same as a reason from ``refusal``.
+        """
+
+    # -- a layout of its own ------------------------------------------------------------------------------------------
+
+    def reads(self, layout: WeightLayout) -> bool:
+        """Whether ``run`` takes weights in this layout."""
+        return layout.is_plain
+
+    def layout_refusal(self, weights: ExpertWeights, config: MoEConfig) -> str | None:
+        """Why plain weights have no layout of this backend's own, or None where ``kernel_layout`` makes one."""
+        return f"{self.name} reads weights as they are stored"
+
+    def kernel_layout(self, weights: ExpertWeights, config: MoEConfig) -> ExpertWeights:
+        """The same weights as ``run`` reads them fastest. Exact. Raises NotImplementedError for ``layout_refusal``."""
         return weights
-    if packed_format(weights.scheme, config.dtype) is None or uneven_groups(weights) is not None:
+
+    def plain_layout(self, weights: ExpertWeights) -> ExpertWeights:
+        """Inverse of ``kernel_layout``; weights in other layouts are returned as they are."""
         return weights
-    abstract = jax.eval_shape(lambda weights: pack_experts(weights, config), weights)
-    if _experts_mosaic.why_not(config, abstract, 1) is not None:
-        return weights
-    return pack_experts(weights, config)
 
+    def shard_axis(self, tensor: QuantizedTensor, field: str, is_w2: bool) -> int | None:
+        """The axis of a leaf of ``kernel_layout`` that counts outputs (w13) or inputs (w2) I; None: it has none."""
+        raise NotImplementedError(f"{self.name} has no layout of its own")
 
-def nothing_runs(skipped: Sequence[tuple[str, str]]) -> str:
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped)
-    return f"no implementation can run this layer ({reasons}); others are {_others(skipped)}"
+    def intermediate_unit(self, config: MoEConfig) -> int:
+        """Each device's part of I must be a multiple of this, where weights stay in layout "plain"."""
+        return 1
 
+    # -- routing and the whole layer ----------------------------------------------------------------------------------
 
-def _others(skipped: Sequence[tuple[str, str]]) -> str:
-    tried = [name for name, _ in skipped]
-    return ", ".join(repr(name) for name in IMPLEMENTATIONS if name not in tried) or "none"
+    def routing_refusal(
+        self, config: MoEConfig, weights: ExpertWeights, params: RoutingParams | None, *, has_mask: bool
+    ) -> str | None:
+        """Why ``route`` cannot run, or None: what this backend's router lacks."""
+        return "router"
+
+    def route(
+        self, config: MoEConfig, router_logits: Array, params: RoutingParams | None, token_mask: Array | None
+    ) -> Routing:
+        """``moe_jax.routing.route`` by this backend, for calls without a ``routing_refusal``."""
+        raise NotImplementedError(f"{self.name} has no router")
+
+    def layer_refusal(self, config: MoEConfig, arguments: LayerArguments) -> str | None:
+        """Why ``run_layer`` cannot run these arguments although ``refusal`` has no reason; or None."""
+        return f"{self.name} leaves routing to others"
+
+    def run_layer(
+        self,
+        config: MoEConfig,
+        x: Array,
+        router_logits: Array,
+        weights: ExpertWeights,
+        params: RoutingParams | None,
+        token_mask: Array | None,
+        shared: Array | None,
+    ) -> tuple[Array, Array, Array]:
+        """Routing, experts, shared output and the one rounding in one, for calls without a ``layer_refusal``.
+
+        Returns (y (T, H) in x's dtype, topk_ids (T, k), rows per expert (E,)).
+        """
+        raise NotImplementedError(f"{self.name} leaves routing to others")
+
+    # -- a share of a layer over a mesh -------------------------------------------------------------------------------
+
+    def row_dtype(self, config: MoEConfig) -> DTypeLike:
+        """What holds the output of one expert for one row, before it is weighted."""
+        return jnp.float32
+
+    def arriving_quantization(self, weights: ExpertWeights) -> str:
+        """How tokens are quantized before they travel to the experts of another device: a kind of ``dispatch_rows``."""
+        return "none"
+
+    def serve_arrived(
+        self,
+        config: MoEConfig,
+        arrived: DispatchedRows,
+        first_slot: Array,
+        weights: ExpertWeights,
+        send_back: Callable[[Array, Array], Array],
+    ) -> Array:
+        """The experts of this device, slots from ``first_slot`` () int32 on, for tokens that came from several devices.
+
+        arrived: quantized as ``arriving_quantization`` says. send_back: ``(rows (Mp, H), row_of (N, k)) -> (T, H)``,
+        done in place of the sum over k.
+        """
+        raise NotImplementedError(f"{self.name} serves no rows of other devices")

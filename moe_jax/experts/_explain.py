@@ -1,14 +1,13 @@
 """``explain``: what would run for a layer and a number of tokens, and everything substituted, as text."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from moe_jax._arguments import integer
 from moe_jax._config import MoEConfig
 from moe_jax.activations import resolve_activation
-from moe_jax.experts._backend import Problem, choose, nothing_runs, order_of
+from moe_jax.experts._backend import Problem
+from moe_jax.experts._choice import choose, describe, nothing_runs, order_of
 from moe_jax.quantization import ExpertWeights, QuantFormat, Strategy
 
 
@@ -48,7 +47,7 @@ def explain(config: MoEConfig, weights: ExpertWeights, num_tokens: int, platform
         lines.append(nothing_runs(skipped))
     else:
         lines.append(f"implementation: {chosen.name} (order: {', '.join(order_of(config, platform))})")
-        lines += [f"  {line}" for line in chosen.describe(problem)]
+        lines += [f"  {line}" for line in describe(chosen, problem)]
         lines += [f"skipped: {skipped_name}: {reason}" for skipped_name, reason in skipped]
     return "\n".join(lines + [f"note: {note}" for note in _notes(config, weights)])
 
@@ -87,7 +86,7 @@ def _extent(fmt: QuantFormat) -> str:
 
 
 def _notes(config: MoEConfig, weights: ExpertWeights) -> list[str]:
-    notes: list[Any] = []
+    notes = []
     fmt = weights.scheme.activations
     if fmt is not None and fmt.dynamic and fmt.strategy is Strategy.TENSOR:
         notes.append("one activation scale for all rows of the call: a token's output depends on the tokens beside it")

@@ -14,7 +14,8 @@ from jax.custom_derivatives import SymbolicZero
 from moe_jax._arguments import check_array
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, Bool, Float, Int, Shaped
-from moe_jax.experts._backend import Problem, run_first, run_layer_first
+from moe_jax.experts._backend import Problem
+from moe_jax.experts._choice import run_first, run_layer_first
 from moe_jax.experts._explain import explain
 from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import Routing, RoutingParams, route
@@ -74,7 +75,9 @@ def fused_moe(
     if x.shape[0] > 0 and placement is None and replayed_ids is None:
         problem = Problem(config, _without_gradient(weights), x.shape[0], jax.default_backend())
         in_steps = functools.partial(_in_steps, config)
-        whole = run_layer_first(problem, x, router_logits, routing, token_mask, shared_output, in_steps)
+        whole = run_layer_first(
+            problem, (x, router_logits, problem.weights, routing, token_mask, shared_output), in_steps
+        )
         if whole is not None:
             y, topk_ids, load = whole
             return (y, MoEStats(load, topk_ids)) if return_stats else y
@@ -234,7 +237,7 @@ def _check_call(x: Array, weights: ExpertWeights, config: MoEConfig, placement: 
     if placement is not None and placement.num_experts != config.num_experts:
         raise ValueError(f"{label}placement is of {placement.num_experts} experts, expected {config.num_experts}")
     num_slots = config.num_experts if placement is None else placement.num_slots
-    expected = (num_slots, config.num_halves, config.intermediate_size, config.hidden_size)
+    expected = (num_slots, config.num_projections, config.intermediate_size, config.hidden_size)
     if weights.w13.shape != expected:
         raise ValueError(f"{label}weights.w13 has shape {weights.w13.shape}, expected (E, G, I, H) = {expected}")
     if weights.scheme != config.scheme:

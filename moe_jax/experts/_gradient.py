@@ -1,4 +1,4 @@
-"""Functions without a gradient, beside others that compute the same and have one."""
+"""Functions without a gradient, beside others that compute the same and have one; and what gradients need on a mesh."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 
@@ -20,7 +21,7 @@ def with_gradient_of(function: Callable[..., Any], other: Callable[..., Any], *a
     """``function(*arguments)``; where that is differentiated, ``other(*arguments)`` takes its place, value and all.
 
     Both are given the same pytrees of arrays, must close over none, and return the same shapes and dtypes. Nothing is
-    computed for arguments of which nobody asked for a gradient. In reverse mode alone, as ``_experts_xla`` has it:
+    computed for arguments of which nobody asked for a gradient. In reverse mode alone, as the xla backend has it:
     ``jax.grad`` and ``jax.vjp`` around and inside ``jax.jit``, ``jax.vmap``, ``jax.lax.scan`` and ``jax.checkpoint``.
     """
     del other
@@ -64,3 +65,18 @@ def _whole(cotangent):
 
 
 with_gradient_of.defvjp(_save_for_backward, _backward, symbolic_zeros=True)
+
+
+def vary_together(tree: Any) -> Any:
+    """Inside ``jax.shard_map``, let all leaves vary over the mesh axes over which any of them does; else the identity.
+
+    A loop's carry must vary as its body's result does, and a cotangent as its primal. One cast up front settles both;
+    its transpose is the sum over the mesh.
+    """
+    axes = frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)))
+
+    def cast(leaf):
+        missing = axes - jax.typeof(leaf).manual_axis_type.varying
+        return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree) if axes else tree

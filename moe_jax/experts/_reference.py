@@ -12,22 +12,46 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, Float, Int
 from moe_jax.activations import apply_activation
-from moe_jax.experts.xla._grouped_gemm import vary_together
+from moe_jax.experts._backend import Backend, Problem
+from moe_jax.experts._gradient import vary_together
 from moe_jax.quantization import ExpertWeights, QuantFormat, QuantizedTensor, dequantize_tensor, fake_quantize
 
 
-def run(
+class Reference(Backend):
+    """Every expert on every row in float32; never the default."""
+
+    name = "reference"
+
+    def refusal(self, problem: Problem) -> str | None:
+        return None
+
+    def describe(self, problem: Problem) -> list[str]:
+        return ["every expert dequantized to float32 and applied to every row; meant for judging, not for speed"]
+
+    def run(
+        self,
+        x: Array,
+        topk_weights: Array,
+        topk_ids: Array,
+        weights: ExpertWeights,
+        config: MoEConfig,
+        out_dtype: DTypeLike = jnp.float32,
+    ) -> Array:
+        return _run(x, topk_weights, topk_ids, weights, config).astype(out_dtype)
+
+
+def _run(
     x: Float[Array, "T H"],
     topk_weights: Float[Array, "T top_k"],
     topk_ids: Int[Array, "T top_k"],
     weights: ExpertWeights,
     config: MoEConfig,
 ) -> Float[Array, "T H"]:
-    """Routed output in float32, before any rounding. Arguments as ``Implementation.run`` states them."""
     x, topk_weights, topk_ids, weights = vary_together((x, topk_weights, topk_ids, weights))
     num_tokens, top_k = topk_ids.shape
     expert = topk_ids.reshape(-1)

@@ -15,8 +15,7 @@ from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
 from moe_jax.experts import explain, fused_moe
-from moe_jax.experts._backend import in_best_layout, order_of
-from moe_jax.experts.hopper._kernel_layout import unpack_experts
+from moe_jax.experts._choice import in_best_layout, order_of, plain_layout
 from moe_jax.loading import LayerLoader
 from moe_jax.nn._moe_block import without_padding
 from moe_jax.nn._variables import (
@@ -35,7 +34,7 @@ from moe_jax.nn._variables import (
 from moe_jax.parallel import ParallelConfig, Placement
 from moe_jax.parallel import fused_moe as fused_moe_over_mesh
 from moe_jax.parallel._layer import PlacementParam, explain_parallel, make_parallel, make_placement
-from moe_jax.parallel._sharding import lay_out, unpack_shares
+from moe_jax.parallel._sharding import lay_out, plain_shares
 from moe_jax.parallel._weights import abstract_placed_weights, is_placed, replace_experts
 from moe_jax.quantization import ExpertWeights, Scheme, method_for
 from moe_jax.routing import RoutingParams, validate_routing
@@ -403,10 +402,10 @@ class FusedMoE(nnx.Module):
     def _with_experts(self, experts: Sequence[int], weights: ExpertWeights) -> ExpertWeights:
         """The layer's weights with some experts replaced; every leaf has the experts as its first axis."""
         if self.parallel is not None:
-            held = unpack_shares(self.weights.get_value(), self.config, self._slots, self.parallel)
+            held = plain_shares(self.weights.get_value(), self.config, self._slots, self.parallel)
             return replace_experts(held, experts, weights, self._slots)
         index = jnp.asarray(experts)
-        return jax.tree.map(lambda old, new: old.at[index].set(new), unpack_experts(self.weights.get_value()), weights)
+        return jax.tree.map(lambda old, new: old.at[index].set(new), plain_layout(self.weights.get_value()), weights)
 
     def set_weights(self, weights: ExpertWeights, *, correction_bias: Any = None) -> None:
         """Install processed weights, for loaders that stream a whole model. Shapes and dtypes must be the layer's.

@@ -76,7 +76,7 @@ def routing_scale(value: Any, num_experts: int) -> RoutingParam | None:
 
 def init_weights(config: MoEConfig, key: jax.Array) -> ExpertWeights:
     """Normal with variance 1/K, quantized by the scheme; biases zero."""
-    e, g, h, i = config.num_experts, config.num_halves, config.hidden_size, config.intermediate_size
+    e, g, h, i = config.num_experts, config.num_projections, config.hidden_size, config.intermediate_size
     key13, key2 = jax.random.split(key)
     w13 = jax.random.normal(key13, (e, g, i, h), jnp.float32) * h**-0.5
     w2 = jax.random.normal(key2, (e, h, i), jnp.float32) * i**-0.5

@@ -33,7 +33,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from moe_jax._typing import Array
-from moe_jax.experts.xla._align import sort_by_expert
+from moe_jax.experts._sort import sort_by_expert
 from pallas_kernels.nvlink_dispatch import DispatchedRows, combine_rows, dispatch_rows
 from pallas_kernels.nvlink_dispatch.config import MAX_DEVICES
 
@@ -64,7 +64,7 @@ class Exchange:
     is_one_round: bool
     serve: Callable[[DispatchedRows, Array, Callable[[Array, Array], Array]], Array] | None = None
     quantization: str = "none"
-    kernels: str = "mosaic"
+    kernels: str = "hopper"
 
     def local_ids(self, slots: Array) -> Array:
         """Slots as indices into this device's experts, -1 for those of others."""

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,17 +15,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from moe_jax._arguments import check_array
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
-from moe_jax.experts._backend import Problem, choose
+from moe_jax.experts._backend import Backend, Problem
+from moe_jax.experts._choice import BACKENDS, choose, nothing_runs, route_by
 from moe_jax.experts._fused_moe import MoEStats, finish, stats_of, weighted_experts
 from moe_jax.experts._gradient import NoGradient, with_gradient_of
-from moe_jax.experts.hopper._experts import arriving_quantization, forward_arrived
 from moe_jax.parallel._choice import choose_dispatch, without_push
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._dispatch import WAYS, Exchange, rows_per_round
 from moe_jax.parallel._placement import Placement
-from moe_jax.parallel._routing import route_tokens
 from moe_jax.parallel._weights import local_config, partition_specs, placed_config
-from moe_jax.quantization import ExpertWeights, Strategy
+from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import RoutingParams
 from pallas_kernels.nvlink_dispatch import DispatchedRows
 
@@ -157,17 +156,13 @@ def _body(
     )
     weights = _own_share(weights, own, parallel)
     chosen, skipped = choose(Problem(own, weights, num_tokens, jax.default_backend()))
-    is_mosaic = chosen is not None and chosen.name == "mosaic"
-    if name == "push" and not is_mosaic and parallel.dispatch is None:
+    if name == "push" and (chosen is None or not chosen.serves_arrived):
+        if parallel.dispatch is not None:
+            raise NotImplementedError(_push_refusal(config, skipped))
         name, _ = without_push(parallel, config)
-    if name == "push" and not is_mosaic:
-        reason = dict(skipped).get("mosaic", f"implementation={config.implementation} leaves them out")
-        raise NotImplementedError(
-            f"dispatch='push' needs the experts in the Hopper kernels: {reason}; use 'all_gather' or 'all_to_all'"
-        )
-    routed = route_tokens(
-        x, router_logits, config, weights, routing, token_mask, token_ids, replayed_ids, by_kernel=is_mosaic
-    )
+    if chosen is None:
+        raise NotImplementedError(nothing_runs(skipped))
+    routed = route_by(chosen, x, router_logits, config, weights, routing, token_mask, token_ids, replayed_ids)
     first = lax.axis_index(token_axes) * num_tokens if token_axes else 0
     slots = placement.to_physical(routed.topk_ids, first)
     stats = stats_of(routed.topk_ids, slots, placement.num_slots)
@@ -176,7 +171,7 @@ def _body(
     gathered = (x, routed.topk_weights, slots)
     if parallel.gathers_tokens:
         gathered = tuple(lax.all_gather(part, parallel.tensor_axis, tiled=True) for part in gathered)
-    y = _experts(name, parallel, config, own, gathered, weights, placement.slots_per_device, is_mosaic=is_mosaic)
+    y = _experts(name, parallel, config, own, gathered, weights, placement.slots_per_device, chosen)
     if parallel.gathers_tokens:
         y = lax.psum_scatter(y.astype(parallel.reduce_dtype), parallel.tensor_axis, tiled=True)
     elif parallel.reduce_results and parallel.tensor_axis is not None:
@@ -190,6 +185,16 @@ def _body(
     return jnp.where(lax.axis_index(axes) == 0, whole, bare)[None], routed.topk_ids, load
 
 
+def _push_refusal(config: MoEConfig, skipped: Sequence[tuple[str, str]]) -> str:
+    """Why no backend serves tokens that other devices stored here."""
+    serving = [name for name, backend in BACKENDS.items() if backend.serves_arrived]
+    reasons = [reason for name, reason in skipped if name in serving]
+    reason = "; ".join(reasons) or f"implementation={config.implementation} leaves it out"
+    return (
+        f"dispatch='push' needs experts that run in {' or '.join(serving)}: {reason}; use 'all_gather' or 'all_to_all'"
+    )
+
+
 def _experts(
     name: str,
     parallel: ParallelConfig,
@@ -198,12 +203,11 @@ def _experts(
     gathered: tuple[Array, Array, Array],
     weights: ExpertWeights,
     slots_per_device: int,
-    *,
-    is_mosaic: bool,
+    backend: Backend,
 ) -> Array:
     """The sum over experts of the rows, (T, H) float32: over the expert axis, and not over the tensor axis.
 
-    own, weights: of this device. is_mosaic: the Hopper kernels run them.
+    own, weights: of this device. backend: what runs them.
     """
     x, topk_weights, slots = gathered
     if config.apply_router_weight_on_input:
@@ -212,7 +216,7 @@ def _experts(
     num_tokens, top_k = slots.shape
     sharing = num_tokens * (1 if name == "replicate" else parallel.expert_size)
     planned = config.pinned_tokens or sharing
-    if is_mosaic:  # chooses by the experts it is given
+    if backend.plans_for_local_experts:
         planned /= parallel.expert_size
 
     def plan_for(top_k_here: int) -> MoEConfig:
@@ -225,10 +229,9 @@ def _experts(
     def serve(
         weights: ExpertWeights, arrived: DispatchedRows, first_slot: Array, send_back: Callable[[Array, Array], Array]
     ) -> Array:
-        return forward_arrived(plan_for(top_k), arrived, first_slot, weights, send_back)
+        return backend.serve_arrived(plan_for(top_k), arrived, first_slot, weights, send_back)
 
     def exchange_of(weights: ExpertWeights) -> Exchange:
-        activations = config.scheme.activations
         return Exchange(
             axis=str(parallel.expert_axis),
             size=parallel.expert_size,
@@ -236,10 +239,10 @@ def _experts(
             round_axes=parallel.used_axes,
             run=functools.partial(run, weights),
             sum_dtype=jnp.dtype(parallel.reduce_dtype),
-            row_dtype=jnp.dtype(config.dtype if is_mosaic else jnp.float32),
-            is_one_round=activations is not None and activations.dynamic and activations.strategy is Strategy.TENSOR,
-            serve=functools.partial(serve, weights) if is_mosaic else None,
-            quantization=arriving_quantization(weights) if is_mosaic else "none",
+            row_dtype=jnp.dtype(backend.row_dtype(config)),
+            is_one_round=config.has_call_scale,
+            serve=functools.partial(serve, weights) if backend.serves_arrived else None,
+            quantization=backend.arriving_quantization(weights),
         )
 
     def way(name: str, x: Array, topk_weights: Array, slots: Array, weights: ExpertWeights) -> Array:
@@ -353,7 +356,7 @@ def _check(
             "expert axis"
         )
     placed = placed_config(config, placement, parallel)
-    expected = (placed.num_experts, placed.num_halves, placed.intermediate_size, placed.hidden_size)
+    expected = (placed.num_experts, placed.num_projections, placed.intermediate_size, placed.hidden_size)
     if weights.w13.layout.is_plain and weights.w13.shape != expected:
         raise ValueError(f"{label}weights.w13 has shape {weights.w13.shape}, expected placed weights {expected}")
     if weights.scheme != config.scheme:

@@ -7,12 +7,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from moe_jax._config import MoEConfig
+from moe_jax.experts._choice import layout_owner
 from moe_jax.experts._explain import explain
 from moe_jax.parallel._choice import describe
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._expert_map import STRATEGIES
 from moe_jax.parallel._placement import Placement
-from moe_jax.parallel._sharding import packed_share
+from moe_jax.parallel._sharding import kernel_share
 from moe_jax.parallel._weights import abstract_placed_weights, local_config, placed_config
 from moe_jax.quantization import ExpertWeights, method_for
 
@@ -100,7 +101,7 @@ def explain_parallel(
     own = local_config(config, placement, parallel)
     share = method_for(config.scheme).abstract_weights(own)
     if not weights.w13.layout.is_plain:
-        share = packed_share(config, placement, parallel)[1]
+        share = kernel_share(layout_owner(weights.w13.layout), own)
     placed = placed_config(config, placement, parallel)
     lines = [
         f"mesh: {parallel}, {parallel.platform}",

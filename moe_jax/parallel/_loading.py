@@ -141,7 +141,7 @@ def _cuts(tensors: dict[str, ExpertTensor], source: Any, config: MoEConfig, own:
         axis = RULES[spec.kind].w13_tp_axis if is_w13 else RULES[spec.kind].w2_tp_axis
         if axis is None:
             continue
-        halves = config.num_halves if is_w13 and axis == 0 else 1
+        halves = config.num_projections if is_w13 and axis == 0 else 1
         total, size = (s[tensor.leaf].shape[1 + axis] // halves for s in (specs, own_specs))
         shape = source.info(name).shape
         if len(shape) <= axis or shape[axis] != total:

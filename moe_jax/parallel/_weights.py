@@ -2,8 +2,8 @@
 how a device's share is made.
 
 Placed weights have the slots of a ``Placement`` as their first axis, split over the expert axis, and I rounded up so
-that each device of the tensor axis has a whole number of groups, blocks and packed words, and where the Hopper kernels
-are tried first, of the rows they read. Padding is zero bytes: its rows of w13 are zeros through their scales, so hidden
+that each device of the tensor axis has a whole number of groups, blocks and packed words, and of the rows that the
+backend reads which is tried first. Padding is zero bytes: its rows of w13 are zeros through their scales, so hidden
 activations there are zero, and its columns of w2 multiply these.
 """
 
@@ -19,19 +19,12 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax._config import MoEConfig
-from moe_jax.experts._backend import order_of
-from moe_jax.experts.hopper._plan import row_kind
+from moe_jax.experts._choice import first_choice, layout_owner
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._placement import Placement
 from moe_jax.quantization import ExpertWeights, QuantizedTensor, Scheme, Strategy, method_for
-from pallas_kernels.grouped_gemm.problem import ROW_BYTES
 
-# Axis of a leaf in layout "plain" that counts outputs (w13) or inputs (w2) I of an expert; None: no such axis.
-_W13_AXES = {"data": 2, "scale": 2, "zero_point": 2, "global_scale": None, "g_idx": None}
-_W2_AXES = {"data": 2, "scale": 2, "zero_point": 2, "global_scale": None, "g_idx": 1}
-# The same where the kernels for packed weights own the layout, (E, blocks of N, G, blocks of K, ...).
-_PACKED_W13_AXES = {"data": 1, "scale": 1, "zero_point": 1, "global_scale": None, "g_idx": None}
-_PACKED_W2_AXES = {"data": 3, "scale": 3, "zero_point": 3, "global_scale": None, "g_idx": None}
+_LEAVES = ("data", "scale", "zero_point", "global_scale", "g_idx")  # of a tensor, but for the input scale
 
 
 def tensor_axes(weights: ExpertWeights) -> ExpertWeights:
@@ -40,38 +33,40 @@ def tensor_axes(weights: ExpertWeights) -> ExpertWeights:
     weights: leaves may be anything. Returns the same structure; ``input_scale`` has no expert axis either.
     """
 
-    def of(tensor: QuantizedTensor, axes: dict[str, int | None], is_w2: bool) -> QuantizedTensor:
-        found = {}
-        for field, axis in axes.items():
-            if getattr(tensor, field) is None:
-                continue
-            found[field] = -1 if axis is None or not _is_split(tensor, field, is_w2) else axis
+    def of(tensor: QuantizedTensor, is_w2: bool) -> QuantizedTensor:
+        axis_of = _plain_axis if tensor.layout.is_plain else layout_owner(tensor.layout).shard_axis
+        axes = {field: axis_of(tensor, field, is_w2) for field in _LEAVES if getattr(tensor, field) is not None}
+        found = {field: -1 if axis is None else axis for field, axis in axes.items()}
         return dataclasses.replace(tensor, **found, input_scale=None if tensor.input_scale is None else -1)
 
-    is_plain = weights.w13.layout.is_plain
     return dataclasses.replace(
         weights,
-        w13=of(weights.w13, _W13_AXES if is_plain else _PACKED_W13_AXES, is_w2=False),
-        w2=of(weights.w2, _W2_AXES if is_plain else _PACKED_W2_AXES, is_w2=True),
+        w13=of(weights.w13, is_w2=False),
+        w2=of(weights.w2, is_w2=True),
         w13_bias=None if weights.w13_bias is None else 2,
         w2_bias=None if weights.w2_bias is None else -1,
     )
 
 
-def _is_split(tensor: QuantizedTensor, field: str, is_w2: bool) -> bool:
-    """Scales and zero points: one per matrix is on every device, and so are w2's unless they belong to columns."""
+def _plain_axis(tensor: QuantizedTensor, field: str, is_w2: bool) -> int | None:
+    """The axis of a leaf in layout "plain" that counts outputs (w13) or inputs (w2) I of an expert; None: no such axis.
+
+    Of scales and zero points, one per matrix is on every device, and so are w2's unless they belong to columns.
+    """
     fmt = tensor.fmt
-    if fmt is None or field not in ("scale", "zero_point"):
-        return True
-    if not tensor.layout.is_plain:  # (E, blocks of N, G, [groups,] 64)
-        return not is_w2 or len(getattr(tensor, field).shape) == 5
+    if field == "g_idx":
+        return 1 if is_w2 else None
+    if field == "data" or fmt is None:
+        return 2
+    if field == "global_scale":
+        return None
     if is_w2:
-        return fmt.strategy in (Strategy.GROUP, Strategy.BLOCK) and not fmt.actorder
-    return fmt.strategy is not Strategy.TENSOR
+        return 2 if fmt.strategy in (Strategy.GROUP, Strategy.BLOCK) and not fmt.actorder else None
+    return None if fmt.strategy is Strategy.TENSOR else 2
 
 
 def partition_specs(weights: ExpertWeights, parallel: ParallelConfig) -> ExpertWeights:
-    """A ``PartitionSpec`` for every leaf of placed weights, in layout "plain" or packed."""
+    """A ``PartitionSpec`` for every leaf of placed weights, in any layout."""
 
     def spec(leaf: Any, axis: int) -> PartitionSpec:
         if not leaf.shape:  # an input scale, common to all experts
@@ -101,22 +96,14 @@ def intermediate_unit(scheme: Scheme) -> int:
     return math.lcm(*sizes)
 
 
-def _kernel_unit(config: MoEConfig, parallel: ParallelConfig) -> int:
-    """The same for the Hopper kernels that take weights as they are stored, where those are tried first."""
-    scheme = config.scheme
-    if order_of(config, parallel.platform)[0] != "mosaic" or row_kind(scheme) is None:
-        return 1
-    element = config.dtype if scheme.weights is None else scheme.weights.storage
-    return ROW_BYTES // np.dtype(element).itemsize
-
-
 def padded_intermediate(config: MoEConfig, parallel: ParallelConfig) -> int:
     """I of placed weights: the next multiple of as many units as the tensor axis has devices; I itself where nothing is
     split.
     """
     if parallel.tensor_size == 1:
         return config.intermediate_size
-    step = parallel.tensor_size * math.lcm(intermediate_unit(config.scheme), _kernel_unit(config, parallel))
+    unit = first_choice(config, parallel.platform).intermediate_unit(config)
+    step = parallel.tensor_size * math.lcm(intermediate_unit(config.scheme), unit)
     return -(-config.intermediate_size // step) * step
 
 

@@ -1,13 +1,13 @@
 """moe-jax doctor: what it says, on machines that are not this one too, and its exit code."""
 
-import dataclasses
 from importlib import metadata
 
 import jax
 import pytest
 
-from moe_jax import __version__, cli, doctor
-from moe_jax.experts._backend import IMPLEMENTATIONS
+from moe_jax import __version__, cli
+from moe_jax.cli import _doctor as doctor
+from moe_jax.experts._choice import BACKENDS
 from moe_jax.quantization import SCHEMES
 from tests.support.cases.hopper_layers import on_hopper
 
@@ -37,7 +37,7 @@ def test_a_healthy_cpu(on_a_cpu, capsys):
     assert "no problems found" in text and f"moe-jax{' ' * 6}{__version__}" in text and jax.__version__ in text
     rows = {words[0]: words[1] for line in text.splitlines() if len(words := line.split()) > 2}
     assert {name: rows.get(name) for name in SCHEMES} == dict.fromkeys(SCHEMES, "xla")
-    (reason,) = [line for line in text.splitlines() if "not on mosaic" in line]
+    (reason,) = [line for line in text.splitlines() if "not on hopper" in line]
     assert "Hopper" in reason and "every scheme" in reason
     assert text.count("cpu:") == len(jax.devices()) and "preallocates on GPUs only" in text
 
@@ -88,20 +88,21 @@ def test_no_device_at_all(on_a_cpu, monkeypatch, capsys):
 
 def test_schemes_on_hopper(monkeypatch):
     """One scheme of each kind: with kernels, with packed weights, and one that the kernels refuse here."""
-    names, mosaic = ("fp8_channel", "w4a16_g128", "int8_w8a16"), IMPLEMENTATIONS["mosaic"]
+    names, hopper = ("fp8_channel", "w4a16_g128", "int8_w8a16"), BACKENDS["hopper"]
+    refusal = hopper.refusal
 
-    def why_not(problem):
-        return "not today" if problem.config.scheme.name == names[2] else mosaic.why_not(problem)
+    def not_today(problem):
+        return "not today" if problem.config.scheme.name == names[2] else refusal(problem)
 
-    monkeypatch.setitem(IMPLEMENTATIONS, "mosaic", dataclasses.replace(mosaic, why_not=why_not))
+    monkeypatch.setattr(hopper, "refusal", not_today)
     monkeypatch.setattr(doctor, "SCHEMES", {name: SCHEMES[name] for name in names})
     monkeypatch.setattr(doctor, "LAYER", (4, 2, 256, 128))
     with on_hopper():
         runs, skipped = doctor.scheme_runs("gpu")
     found = {run.scheme: (run.implementation, run.how) for run in runs}
-    assert found["fp8_channel"] == ("mosaic", "grouped GEMM")
-    assert found["w4a16_g128"] == ("mosaic", "packed grouped GEMM")
-    assert found["int8_w8a16"][0] == "xla" and skipped == {"mosaic: not today": ("int8_w8a16",)}
+    assert found["fp8_channel"] == ("hopper", "grouped GEMM")
+    assert found["w4a16_g128"] == ("hopper", "packed grouped GEMM")
+    assert found["int8_w8a16"][0] == "xla" and skipped == {"hopper: not today": ("int8_w8a16",)}
 
 
 @pytest.mark.parametrize(

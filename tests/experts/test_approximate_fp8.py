@@ -9,9 +9,11 @@ import pytest
 
 import moe_jax
 from moe_jax import Scheme, fused_experts
+from moe_jax.experts._backend import Problem
+from moe_jax.experts._choice import BACKENDS
 from moe_jax.experts._explain import explain
-from moe_jax.experts.hopper import _experts as _experts_mosaic
-from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format, unpack_experts
+from moe_jax.experts.hopper import _experts as hopper_experts
+from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout, to_plain_layout
 from moe_jax.quantization import method_for
 from tests.support.cases import experts as cases
 from tests.support.cases.hopper_layers import on_hopper
@@ -25,7 +27,7 @@ def make(scheme, dtype="bfloat16", **options):
     sizes = dict(hidden_size=160, intermediate_size=96) | options
     config = cases.make_config(scheme, dtype=dtype, **sizes)
     weights = cases.make_weights(config)
-    return config, weights, pack_experts(weights, config)
+    return config, weights, to_kernel_layout(weights, config)
 
 
 @pytest.mark.parametrize("name", [*SCHEMES, "w3a16_channel_asym_approximate_fp8", "nvfp4_a16_modelopt_approximate_fp8"])
@@ -40,7 +42,7 @@ def test_names(name):
 def test_int4_computes_what_w4a8_fp8_does_under_another_name():
     approximate, own = Scheme.parse("w4a16_g128_approximate_fp8"), Scheme.parse("w4a8_fp8")
     assert approximate.weights == own.weights and approximate != own
-    assert packed_format(approximate, "bfloat16") == packed_format(own, "bfloat16")
+    assert kernel_format(approximate, "bfloat16") == kernel_format(own, "bfloat16")
 
 
 def test_refusals():
@@ -60,14 +62,14 @@ def test_values_against_float64(scheme, quick_compilation):
     config, weights, packed = make(scheme)
     x, (p, ids) = cases.make_tokens(19, config, dtype="bfloat16"), cases.make_routing(19)
     assert_layer_close(fused_experts(x, p, ids, weights, config), x, p, ids, weights, config, kernels=False)
-    run = jax.jit(functools.partial(_experts_mosaic.forward, config, kernels="reference"))
+    run = jax.jit(functools.partial(hopper_experts.forward, config, kernels="reference"))
     p = jnp.where((ids >= 0) & (ids < config.num_experts), p, 0.0)
     assert_layer_close(run(x, p, ids, packed), x, p, ids, weights, config)
 
 
 def test_weights_come_back_from_their_packed_layout():
     config, weights, packed = make("mxfp4_a16_approximate_fp8")
-    jax.tree.map(np.testing.assert_array_equal, unpack_experts(packed), weights)
+    jax.tree.map(np.testing.assert_array_equal, to_plain_layout(packed), weights)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -82,9 +84,11 @@ def test_explain_names_it(scheme):
 def test_explain_of_the_hopper_path():
     def text(scheme, **sizes):
         config = cases.make_config(scheme, dtype="bfloat16", **(dict(hidden_size=512, intermediate_size=256) | sizes))
-        packed = jax.eval_shape(lambda w: pack_experts(w, config), method_for(config.scheme).abstract_weights(config))
+        packed = jax.eval_shape(
+            lambda w: to_kernel_layout(w, config), method_for(config.scheme).abstract_weights(config)
+        )
         with on_hopper():
-            return "\n".join(_experts_mosaic.describe(config, packed, 16))
+            return "\n".join(BACKENDS["hopper"].describe(Problem(config, packed, 16, "gpu")))
 
     assert "exact down to 2**-11 of their channel's largest" in text("mxfp4_a16_approximate_fp8")
     assert "rows: rounded by XLA" in text("nvfp4_a16_approximate_fp8")
@@ -97,11 +101,11 @@ def test_explain_of_the_hopper_path():
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_lowers_for_hopper(scheme):
     config = cases.make_config(scheme, dtype="bfloat16", hidden_size=512, intermediate_size=256)
-    packed = jax.eval_shape(lambda w: pack_experts(w, config), method_for(config.scheme).abstract_weights(config))
+    packed = jax.eval_shape(lambda w: to_kernel_layout(w, config), method_for(config.scheme).abstract_weights(config))
     x = jax.ShapeDtypeStruct((16, 512), jnp.bfloat16)
     slots = [jax.ShapeDtypeStruct((16, config.top_k), dtype) for dtype in (jnp.float32, jnp.int32)]
     with on_hopper():
-        run = jax.jit(functools.partial(_experts_mosaic.forward, config))
+        run = jax.jit(functools.partial(hopper_experts.forward, config))
         text = run.trace(x, *slots, packed).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == (5 if scheme.startswith("nvfp4") else 6)
 
@@ -110,7 +114,7 @@ def test_lowers_for_hopper(scheme):
 @pytest.mark.parametrize("tokens", [1, 33, 700])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_values_on_gpu(scheme, tokens):
-    config, weights, packed = make(scheme, hidden_size=544, intermediate_size=288, implementation=("mosaic",))
+    config, weights, packed = make(scheme, hidden_size=544, intermediate_size=288, implementation=("hopper",))
     x, (p, ids) = cases.make_tokens(tokens, config, dtype="bfloat16"), cases.make_routing(tokens)
     run = jax.jit(functools.partial(moe_jax.fused_experts, config=config))
     y = np.asarray(run(x, p, ids, packed))

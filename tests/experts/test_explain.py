@@ -32,16 +32,16 @@ def test_names_the_layer_the_method_and_the_implementation():
 
 def test_says_what_was_skipped_and_why():
     text = explained(cases.make_config(), platform="gpu")
-    assert "implementation: xla (order: mosaic, xla)" in text
-    assert "skipped: mosaic: computes in bfloat16 or float16, the layer in float32" in text
+    assert "implementation: xla (order: hopper, xla)" in text
+    assert "skipped: hopper: computes in bfloat16 or float16, the layer in float32" in text
     assert "skipped" not in explained(cases.make_config())
 
 
 def test_says_when_nothing_runs():
-    text = explained(cases.make_config(implementation=("mosaic",)))
-    assert "no implementation can run this layer (mosaic: computes in bfloat16" in text
+    text = explained(cases.make_config(implementation=("hopper",)))
+    assert "no implementation can run this layer (hopper: computes in bfloat16" in text
     assert "'xla', 'reference'" in text
-    with pytest.raises(ValueError, match="expected one or more of mosaic, xla, reference"):
+    with pytest.raises(ValueError, match="expected one or more of hopper, xla, reference"):
         explained(cases.make_config(implementation=("cuda",)))
 
 

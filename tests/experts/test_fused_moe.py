@@ -288,9 +288,9 @@ def call(config=None, *, weights=None, x=None, ids=None, **options):
         (ValueError, r"expected \(E, G, I, H\) = \(5, 1,", lambda: call(cases.make_config(is_act_and_mul=False))),
         (ValueError, "has_bias=True, weights hold no bias", lambda: call(cases.make_config(has_bias=True))),
         (ValueError, "one expert per token", lambda: call(cases.make_config(apply_router_weight_on_input=True))),
-        (ValueError, "one or more of mosaic, xla, reference", lambda: call(cases.make_config(implementation=("x",)))),
+        (ValueError, "one or more of hopper, xla, reference", lambda: call(cases.make_config(implementation=("x",)))),
         (ValueError, "expected one or more of", lambda: call(cases.make_config(implementation=()))),
-        (NotImplementedError, "mosaic: computes in", lambda: call(cases.make_config(implementation=("mosaic",)))),
+        (NotImplementedError, "hopper: computes in", lambda: call(cases.make_config(implementation=("hopper",)))),
         (TypeError, "x has dtype float8_e4m3fn", lambda: call(x=jnp.zeros((3, cases.H), jnp.float8_e4m3fn))),
         (TypeError, "topk_ids has dtype float32", lambda: call(ids=jnp.ones((3, 2)))),
         (TypeError, "topk_ids has dtype bool", lambda: call(ids=jnp.ones((3, 2), bool))),
@@ -302,15 +302,15 @@ def test_refusals(error, message, make):
 
 
 def test_the_next_implementation_runs_when_one_cannot():
-    config = cases.make_config(implementation=("mosaic", "reference"))
+    config = cases.make_config(implementation=("hopper", "reference"))
     assert call(config, weights=cases.make_weights(cases.make_config())).shape == (3, cases.H)
 
 
-def test_a_packed_layout_is_refused_with_each_reason():
+def test_an_unknown_layout_is_refused_with_each_reason():
     weights = cases.make_weights(cases.make_config())
     packed = dataclasses.replace(weights.w13, layout=dataclasses.replace(weights.w13.layout, name="sm90"))
     config = cases.make_config(implementation=("xla", "reference"))
-    with pytest.raises(NotImplementedError, match="xla: w13 is packed in layout 'sm90'.*; reference: w13 is packed"):
+    with pytest.raises(NotImplementedError, match="xla: w13 is in layout 'sm90'.*; reference: w13 is in layout"):
         call(config, weights=dataclasses.replace(weights, w13=packed))
 
 

@@ -17,8 +17,9 @@ import pytest
 
 from moe_jax import MoEConfig
 from moe_jax import fused_moe as on_one_device
-from moe_jax.experts.hopper import _experts as _experts_mosaic
-from moe_jax.experts.hopper._experts import forward as mosaic_forward
+from moe_jax.experts._backend import Problem
+from moe_jax.experts._choice import BACKENDS
+from moe_jax.experts.hopper._experts import forward as hopper_forward
 from moe_jax.parallel import ParallelConfig, Placement, fused_moe, place_weights
 from moe_jax.parallel._choice import FEW_TOKENS, choose_dispatch
 from moe_jax.parallel._routing import route_tokens
@@ -135,7 +136,7 @@ def test_shares_of_gpt_oss_are_taken_by_the_kernels(scheme, monkeypatch):
     assert share.w2.shape == (128, 2880, 720 if scheme == "bf16" else 736)
     with on_hopper():
         for tokens in (1, 64, 8192):
-            assert _experts_mosaic.why_not(own, share, tokens) is None
+            assert BACKENDS["hopper"].refusal(Problem(own, share, tokens, "gpu")) is None
 
 
 def test_no_tokens():
@@ -347,11 +348,11 @@ def test_kernels_take_the_scale_of_the_whole_call():
     weights, rng = make_stored_weights(config), np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((16, config.hidden_size)) * np.repeat([0.05, 3.0], 8)[:, None], jnp.bfloat16)
     ids = jnp.asarray(rng.integers(0, EXPERTS, (16, 2)), jnp.int32)
-    expected = mosaic_forward(config, x, jnp.ones((16, 2)), ids, weights, kernels="reference")
+    expected = hopper_forward(config, x, jnp.ones((16, 2)), ids, weights, kernels="reference")
     mesh = make_parallel("dp2-ep4").mesh
     own = dataclasses.replace(config, call_axes=("d",))
     run = jax.shard_map(
-        lambda x, w, ids: mosaic_forward(own, x, w, ids, weights, kernels="reference"),
+        lambda x, w, ids: hopper_forward(own, x, w, ids, weights, kernels="reference"),
         mesh=mesh,
         in_specs=jax.P("d"),
         out_specs=jax.P("d"),

@@ -36,7 +36,7 @@ def test_every_dispatch_on_gpus(scheme, dispatch, tokens):
     logits[:, : K + 1] += 3.0  # most rows to the first device
     expected = jax.jit(lambda layer, x, z: layer(x, z))(make_layer(scheme), x, logits)
     layer = make_layer(scheme, mesh, expert_axis="e", dispatch=dispatch)
-    assert "implementation: mosaic" in layer.explain(tokens)
+    assert "implementation: hopper" in layer.explain(tokens)
     if dispatch is None:
         assert f"dispatch: {'push' if tokens > 512 else 'replicate'}, since" in layer.explain(tokens)
     y = jax.jit(lambda layer, x, z: layer(x, z))(layer, x, logits)
@@ -60,7 +60,7 @@ def test_gradients_on_gpus(tokens):
 
     expected = gradients(make_layer("fp8_channel", implementation="xla"), True)
     layer = make_layer("fp8_channel", mesh, expert_axis="e")
-    assert "implementation: mosaic" in layer.explain(tokens)
+    assert "implementation: hopper" in layer.explain(tokens)
     for is_inside in (True, False):
         for found, wanted in zip(gradients(layer, is_inside), expected, strict=True):
             assert_rows_close(found, wanted, tolerance("fp8_channel", jnp.bfloat16))
@@ -84,7 +84,7 @@ def test_shards_padded_to_what_kernels_take(scheme):
     weights = moe_jax.FusedMoE(E, 2880, 1440, implementation="xla", **options).weights.get_value()
     layer = moe_jax.FusedMoE(E, 2880, 1440, mesh=mesh, tensor_axis="t", **options | dict(rngs=nnx.Rngs(0)))
     for tokens in (1, 64, 1000):
-        assert "implementation: mosaic" in layer.explain(tokens)
+        assert "implementation: hopper" in layer.explain(tokens)
         x = jnp.asarray(np.random.default_rng(tokens).standard_normal((tokens, 2880)), jnp.bfloat16)
         logits = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, E)), jnp.float32)
         y, routed = jax.jit(lambda layer, x, z: layer(x, z))(layer, x, logits), route(logits, layer.config)

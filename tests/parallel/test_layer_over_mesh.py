@@ -11,8 +11,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import moe_jax
 from moe_jax import checkpointing
+from moe_jax.experts._choice import BACKENDS
 from moe_jax.parallel import _dispatch
-from moe_jax.parallel._sharding import pack_shares, unpack_shares
+from moe_jax.parallel._sharding import kernel_shares, plain_shares
 from tests.support.cases.meshes import marked
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
 
@@ -207,20 +208,20 @@ def test_ragged_exchange_on_simulated_hardware(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w4a16_g32", "nvfp4_a16"])
-def test_packed_shares(scheme):
+def test_shares_in_kernel_layout(scheme):
     """Each device's share in the layout of the Hopper kernels: the same answer, and exactly back."""
     layer = make_layer(mesh_of(e=2, t=2), scheme=scheme, dtype=jnp.bfloat16, expert_axis="e", tensor_axis="t")
     weights, placement = layer.weights.get_value(), layer.placement.get_value()
-    packed = pack_shares(weights, layer.config, placement, layer.parallel)
+    packed = kernel_shares(BACKENDS["hopper"], weights, layer.config, placement, layer.parallel)
     assert not packed.w13.layout.is_plain and packed.w13.data.sharding.spec[:2] == ("e", "t")
-    back = unpack_shares(packed, layer.config, placement, layer.parallel)
+    back = plain_shares(packed, layer.config, placement, layer.parallel)
     for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(weights), strict=True):
         assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
     x, z = inputs(5)
     expected = layer(x, z)
     layer.weights.set_value(packed)
     np.testing.assert_array_equal(layer(x, z), expected)
-    assert "packed weights unpacked in every call" in layer.explain(5)
+    assert "kernel layout of the weights undone in every call" in layer.explain(5)
 
 
 @pytest.mark.slow

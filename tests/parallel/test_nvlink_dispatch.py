@@ -17,8 +17,9 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from moe_jax.experts.hopper._experts import arriving_quantization, forward, forward_arrived
-from moe_jax.experts.hopper._kernel_layout import pack_experts
+from moe_jax.experts._choice import BACKENDS
+from moe_jax.experts.hopper._experts import forward, forward_arrived
+from moe_jax.experts.hopper._kernel_layout import to_kernel_layout
 from moe_jax.parallel import ParallelConfig, Placement, fused_moe, place_weights
 from moe_jax.parallel._choice import FEW_TOKENS, choose_dispatch, describe
 from moe_jax.parallel._dispatch import WAYS, Exchange, push, why_no_push, why_not
@@ -29,7 +30,7 @@ from tests.support.oracles.tolerances import Tolerance, assert_rows_close, toler
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-KERNELS = ["reference", pytest.param("mosaic", marks=pytest.mark.multi_gpu)]
+KERNELS = ["reference", pytest.param("hopper", marks=pytest.mark.multi_gpu)]
 
 
 def mesh_of(size):
@@ -165,7 +166,7 @@ def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing, su
     """
     config, weights = layer(scheme, "bfloat16")
     if scheme.startswith("w4"):
-        weights = pack_experts(weights, config)
+        weights = to_kernel_layout(weights, config)
     tokens, per_device = 6, config.num_experts // size
     slots = slots_of_all(routing, size, tokens, config.num_experts, config.top_k)
     rng = np.random.default_rng(2)
@@ -187,13 +188,13 @@ def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing, su
             row_dtype=jnp.dtype("bfloat16"),
             is_one_round=False,
             serve=serve,
-            quantization=arriving_quantization(weights),
+            quantization=BACKENDS["hopper"].arriving_quantization(weights),
             kernels="reference",
         )
         return push(x, topk_weights, slots, exchange)
 
     y = over(size, one_device)(x, slots, topk_weights, weights)
-    assert arriving_quantization(weights) == {
+    assert BACKENDS["hopper"].arriving_quantization(weights) == {
         "fp8_block": "e4m3_group",
         "fp8_channel": "e4m3_row",
         "int8_w8a8": "int8_row",
@@ -291,7 +292,7 @@ def test_a_batch_of_calls_does_not_push_by_default(monkeypatch):
     """One launch of push is one exchange. The experts are said to be in the Hopper kernels, and computed by XLA."""
     monkeypatch.setattr("moe_jax.parallel._choice.why_no_push", lambda devices: None)
     monkeypatch.setattr("moe_jax.parallel._dispatch.why_no_push", lambda devices: None)
-    monkeypatch.setattr("moe_jax.parallel._experts.choose", lambda problem: (types.SimpleNamespace(name="mosaic"), ()))
+    monkeypatch.setattr("moe_jax.parallel._experts.choose", lambda problem: (BACKENDS["hopper"], ()))
     monkeypatch.setitem(WAYS, "push", lambda *arguments: jnp.nan * WAYS["all_gather"](*arguments))
     config, weights = layer("bf16")
     parallel, placement = ParallelConfig(mesh_of(2), expert_axis="e"), Placement.create(8, 2)

@@ -11,7 +11,7 @@ import torch
 from jax.experimental.mosaic.gpu import core as mgpu_core
 
 import torch_bridge
-from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
+from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout
 from moe_jax.quantization import method_for
 from pallas_kernels.combine import combine
 from tests.support.cases.torch_bridge import E, config, inputs, loaded_bridge, plain_arrays, stored_arrays, torch_pairs
@@ -35,8 +35,8 @@ def on_an_h200():
 def program_of_layer(scheme, tokens):
     own = config(scheme, hidden_size=512, intermediate_size=512)
     weights = method_for(scheme).abstract_weights(own)
-    if packed_format(weights.scheme, own.dtype) is not None:
-        weights = jax.eval_shape(lambda weights: pack_experts(weights, own), weights)
+    if kernel_format(weights.scheme, own.dtype) is not None:
+        weights = jax.eval_shape(lambda weights: to_kernel_layout(weights, own), weights)
     assert all(torch_dtype(leaf.dtype) is not None for leaf in jax.tree.leaves(weights))
     mask = STRUCT((tokens,), bool) if tokens > 16 else None
     arguments = STRUCT((tokens, 512), jnp.bfloat16), STRUCT((tokens, E), jnp.float32), None, mask, weights

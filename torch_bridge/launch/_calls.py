@@ -9,7 +9,8 @@ import jax
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig
-from moe_jax.experts.hopper import _experts as _experts_mosaic
+from moe_jax.experts._backend import Problem
+from moe_jax.experts._choice import first_choice
 from moe_jax.routing import RoutingParams
 from torch_bridge._calls import Experts, JaxCalls, pad_tokens
 from torch_bridge._tensors import narrowed, to_torch
@@ -122,9 +123,10 @@ class _Moe:
 
     def __call__(self, x, logits, bias, mask, weights):
         params = RoutingParams(correction_bias=bias)
-        _refuse(_experts_mosaic.why_not(self.config, weights, x.shape[0]))
-        _refuse(_experts_mosaic.why_not_layer(self.config, weights, params, mask is not None))
-        return _experts_mosaic.forward_layer(self.config, x, logits, weights, params, mask)[0]
+        backend = first_choice(self.config, "gpu")
+        _refuse(backend.refusal(Problem(self.config, weights, x.shape[0], "gpu")))
+        _refuse(backend.routing_refusal(self.config, weights, params, has_mask=mask is not None))
+        return backend.run_layer(self.config, x, logits, weights, params, mask, None)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +136,10 @@ class _Experts:
     config: MoEConfig
 
     def __call__(self, x, topk_weights, topk_ids, weights):
-        _refuse(_experts_mosaic.why_not(self.config, weights, x.shape[0]))
+        backend = first_choice(self.config, "gpu")
+        _refuse(backend.refusal(Problem(self.config, weights, x.shape[0], "gpu")))
         _refuse("apply_router_weight_on_input" if self.config.apply_router_weight_on_input else None)
-        return _experts_mosaic.forward(self.config, x, topk_weights, topk_ids, weights, out_dtype=x.dtype)
+        return backend.run(x, topk_weights, topk_ids, weights, self.config, x.dtype)
 
 
 def _refuse(reason: str | None) -> None:

@@ -28,7 +28,7 @@ _KERNEL = "mpmd_map"  # the primitive of plgpu.kernel in JAX 0.10 and 0.11
 def as_torch_kernels(function: Callable[..., Any], *bound: Any) -> Callable[..., Any]:
     """A function of Hopper kernels on JAX arrays, callable with CUDA tensors; results are new tensors.
 
-    function: of ``pallas_kernels`` (``grouped_gemm``, ``combine``, ...) with implementation="mosaic" and everything
+    function: of ``pallas_kernels`` (``grouped_gemm``, ``combine``, ...) with implementation="hopper" and everything
     but arrays bound, or a composition of them; arguments and results may be any pytrees. Everything runs on torch's
     current stream, so that side streams are ordered as for any operator of torch, and CUDA graphs can capture it after
     one call with the same shapes. bound: last arguments that stay the same tensors in every call, such as weights.

@@ -12,7 +12,8 @@ from moe_jax._config import MoEConfig
 from moe_jax._version import __version__
 from moe_jax.cli.bench._layer import layer_shape, measure_layer, operand_of, random_weights
 from moe_jax.cli.bench._limits import Limits, measure_limits
-from moe_jax.experts._backend import Problem, choose, nothing_runs, order_of
+from moe_jax.experts._backend import Problem
+from moe_jax.experts._choice import choose, nothing_runs, order_of
 from moe_jax.quantization import Scheme
 
 # backend: (model, schemes, tokens) where the caller names none

@@ -13,7 +13,7 @@ from moe_jax._config import MoEConfig
 from moe_jax.cli.bench._limits import Limits
 from moe_jax.cli.bench._timing import NUM_VARIANTS, time_in_jit
 from moe_jax.experts import fused_moe
-from moe_jax.experts._backend import in_best_layout
+from moe_jax.experts._choice import in_best_layout
 from moe_jax.quantization import ExpertWeights, method_for
 
 # name: (experts E, top_k, hidden H, intermediate I); dsv3-ep8 is one of eight expert-parallel ranks.

@@ -1,8 +1,8 @@
-"""The mosaic implementation: Pallas kernels for Hopper GPUs.
+"""The experts of a call as a sequence of Pallas kernels for Hopper GPUs.
 
-    [route] -> align -> quantize_and_permute -> grouped GEMM 1 (scales, bias, activation, in tiles of 64 and 128 rows
-    requantization where the scale is local) -> else row requantization -> grouped GEMM 2 (scales, bias) -> combine in
-    float32
+    [route] -> align -> quantize_and_permute -> grouped GEMM 1 (scales, bias, activation; where the scale of the hidden
+    rows is local and tiles are high, their requantization) -> else requantization of the rows -> grouped GEMM 2
+    (scales, bias) -> combine in float32
 
 Few tokens are not moved: each expert's tile has all of them as its rows, and grouped GEMM 1 takes the tokens
 themselves, quantized in the launch that routes and aligns them where the layer quantizes them.
@@ -11,6 +11,10 @@ Group sizes stay on the device. Hidden activations are rounded to bfloat16 befor
 as the rounding points of vLLM's kernels have it. Those of float16 layers might overflow: GEMM 1 requantizes them itself
 where the scale is local, without rounding first. From the router logits on (``forward_layer``) routing and alignment
 are one launch for few tokens, and combine writes the layer's output, shared experts included.
+
+Plain weights go to ``grouped_gemm``. Weights in kernel layout go to ``grouped_gemm_packed``: activations are left in 16
+bits; or quantized per row to int8 or e4m3 (W4A8); or rounded to the weights' microscaling grid (NVFP4, MXFP4, MXFP8),
+or to codes less their zero points, either of which bfloat16 holds exactly.
 """
 
 import dataclasses
@@ -18,112 +22,27 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.typing import DTypeLike
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
 from moe_jax.activations import resolve_activation
-from moe_jax.experts.hopper import _packed_experts
-from moe_jax.experts.hopper._kernel_layout import is_packed, packed_format, uneven_groups
-from moe_jax.experts.hopper._plan import Plan, make_plan, row_kind
-from moe_jax.quantization import ExpertWeights, QuantFormat, Scheme, Strategy
+from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand
+from moe_jax.experts.hopper._plan import Plan, make_plan
+from moe_jax.experts.hopper._rows import kind_of, of_rows, rows_on_grid, tensor_scale
+from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import RoutingParams, validate_routing
 from moe_jax.routing._route import groups_of
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.combine import combine
-from pallas_kernels.common.device import hopper_sms
-from pallas_kernels.common.numerics import E4M3_MAX, divide, magnitude
-from pallas_kernels.grouped_gemm import choose_config, grouped_gemm
-from pallas_kernels.grouped_gemm.heuristics import describe as describe_config
+from pallas_kernels.grouped_gemm import grouped_gemm
+from pallas_kernels.grouped_gemm.packed import grouped_gemm_packed
 from pallas_kernels.nvlink_dispatch import DispatchedRows, place_rows
-from pallas_kernels.nvlink_dispatch.config import GROUPED_WIDTH
-from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, quantize_and_permute
-from pallas_kernels.quantize_and_permute import config_error as permute_error
+from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.route import route_and_align
-from pallas_kernels.route.config import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 
-_16_BIT = ("bfloat16", "float16")
-
-
-def why_not(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str | None:
-    """Why the kernels cannot run this layer on this device, or None."""
-    if config.dtype.name not in _16_BIT:
-        return f"computes in bfloat16 or float16, the layer in {config.dtype.name}"
-    if row_kind(weights.scheme) is None and not is_packed(weights.w13):
-        if packed_format(weights.scheme, config.dtype) is None:
-            name = f"scheme {weights.scheme.name!r}"
-            if packed_format(weights.scheme, "bfloat16") is not None:
-                return f"the kernel for {name} multiplies in bfloat16, the layer in {config.dtype.name}"
-            return f"there is no kernel for {name} yet"
-        if (reason := uneven_groups(weights)) is not None:
-            return reason
-        return (
-            f"weights of scheme {weights.scheme.name!r} are in layout 'plain'; the kernel reads what pack_experts makes"
-        )
-    if not weights.scheme.is_quantized and weights.w13.data.dtype != config.dtype:
-        return f"unquantized weights are {weights.w13.data.dtype}, expected the layer's dtype {config.dtype.name}"
-    try:
-        num_sms = hopper_sms()
-    except NotImplementedError as error:
-        return str(error)
-    leaves, structure = jax.tree.flatten(weights)
-    shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
-    return _refusal(_shared(config), structure, shapes, num_tokens, num_sms)
-
-
-def _shared(config: MoEConfig) -> MoEConfig:
-    """What layers have in common that differ by name, or in a routing function of their own, which XLA runs; caches
-    would also keep alive what it holds.
-    """
-    return dataclasses.replace(config, name="", custom_routing_function=None)
-
-
-@functools.lru_cache(maxsize=256)
-def _refusal(config: MoEConfig, structure: Any, shapes: tuple[Any, ...], num_tokens: int, num_sms: int) -> str | None:
-    """The first kernel that refuses, found by tracing; the layers of a model share one answer."""
-    del num_sms  # part of the key: the answer depends on the device
-    weights = structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes])
-    x = jax.ShapeDtypeStruct((num_tokens, weights.hidden_size), config.dtype)
-    slots = (num_tokens, config.top_k)
-    args = (x, jax.ShapeDtypeStruct(slots, jnp.float32), jax.ShapeDtypeStruct(slots, jnp.int32), weights)
-    try:
-        jax.eval_shape(functools.partial(forward, config), *args)
-    except NotImplementedError as error:
-        return str(error)
-    return None
-
-
-def describe(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> list[str]:
-    """Who routes, and the configuration of both products with where it comes from, for ``explain``."""
-    reason = why_not_layer(config, weights, None, has_mask=False)
-    lines = ["routing: by the kernel" if reason is None else f"routing: by XLA, since the kernel has no {reason}"]
-    plan = make_plan(config, weights, num_tokens)
-    if plan.by_token:
-        quantized = "" if plan.quantization == "none" else "tokens are quantized where they are, "
-        lines.append(f"rows: none are moved, {quantized}GEMM 1 takes all tokens as the rows of every tile")
-    if is_packed(weights.w13):
-        return [*lines, *_packed_experts.describe(plan.products, plan.configs, plan.block_m, plan.source, weights)]
-    for number, (desc, chosen) in enumerate(zip(plan.products, plan.configs, strict=True), 1):
-        chosen = chosen or choose_config(desc, plan.block_m, hopper_sms())
-        lines.append(f"GEMM {number}: {describe_config(desc, chosen)}, {plan.source}")
-    kind, hidden = row_kind(weights.scheme), plan.products[1]
-    rows = {} if plan.by_token else {"input": (num_tokens, weights.hidden_size, config.top_k)}
-    if plan.products[0].requantize == "none" and kind != "none":
-        rows["hidden"] = (hidden.rows, weights.intermediate_size, 0)
-    for name, (count, width, top_k) in rows.items():
-        desc = PermuteDesc(count, width, top_k, hidden.rows, config.dtype.name, str(kind))
-        if reason := permute_error(desc, PermuteConfig(1)):
-            lines.append(f"{name} rows: quantized and moved by XLA, since the kernel refuses {reason}")
-    return lines
-
-
-def run(x: Array, topk_weights: Array, topk_ids: Array, weights: ExpertWeights, config: MoEConfig) -> Array:
-    """Routed output in float32, before any rounding. Arguments as ``Implementation.run`` states them. It has no
-    gradient.
-    """
-    return _forward(_shared(config), x, topk_weights, topk_ids, weights)
+# -- from tokens and their experts, from router logits, from rows that arrived ----------------------------------------
 
 
 def forward(
@@ -133,14 +52,93 @@ def forward(
     topk_ids: Array,
     weights: ExpertWeights,
     *,
-    kernels: str = "mosaic",
-    out_dtype: Any = jnp.float32,
+    kernels: str = "hopper",
+    out_dtype: DTypeLike = jnp.float32,
+    plan: Plan | None = None,
 ) -> Array:
-    """``run`` with the implementation of every kernel given by name; "reference" runs anywhere. Rounds to out_dtype."""
-    plan = make_plan(config, weights, x.shape[0], kernels)
-    tiles = align(topk_ids, weights.num_experts, plan.block_m, unpermuted=plan.by_token, implementation=kernels)
+    """``Backend.run`` with the implementation of every kernel given by name; "reference" runs anywhere."""
+    plan = plan or make_plan(config, weights, x.shape[0], kernels)
+    tiles = align(topk_ids, weights.num_experts, plan.block_m, unpermuted=plan.unpermuted, implementation=kernels)
     x, x_scale = _quantized(x, plan, weights, kernels)
-    return _experts(config, x, topk_weights, tiles, plan, weights, kernels, out_dtype=out_dtype, x_scale=x_scale)
+    rows = Experts(config, weights, plan, tiles, kernels)(x, x_scale)
+    return combine(rows, tiles.row_of, topk_weights, out_dtype=jnp.dtype(out_dtype), implementation=kernels)
+
+
+def forward_layer(
+    config: MoEConfig,
+    x: Array,
+    router_logits: Array,
+    weights: ExpertWeights,
+    params: RoutingParams | None = None,
+    token_mask: Array | None = None,
+    shared: Array | None = None,
+    *,
+    kernels: str = "hopper",
+    plan: Plan | None = None,
+) -> tuple[Array, Array, Array]:
+    """``Backend.run_layer`` with the implementation of every kernel given by name."""
+    bias = None if params is None else params.correction_bias
+    validate_routing(config, router_logits.shape[1], has_correction_bias=bias is not None, has_hash_table=False)
+    if config.router_logits_dtype is not None:
+        router_logits = router_logits.astype(config.router_logits_dtype)
+    plan = plan or make_plan(config, weights, x.shape[0], kernels)
+    routed = route_and_align(
+        router_logits,
+        config.top_k,
+        plan.block_m,
+        **router_arguments(config, params),
+        token_mask=token_mask,
+        unpermuted=plan.unpermuted,
+        tokens=_to_quantize(x, plan, weights),
+        implementation=kernels,
+    )
+    rows = Experts(config, weights, plan, routed.tiles, kernels)(
+        x if routed.codes is None else routed.codes, routed.scales
+    )
+    y = combine(rows, routed.tiles.row_of, routed.weights, shared=shared, out_dtype=x.dtype, implementation=kernels)
+    return y, routed.ids, routed.tiles.group_sizes
+
+
+def forward_arrived(
+    config: MoEConfig,
+    arrived: DispatchedRows,
+    first_slot: Array,
+    weights: ExpertWeights,
+    send_back: Callable[[Array, Array], Array],
+    *,
+    kernels: str = "hopper",
+) -> Array:
+    """``Backend.serve_arrived`` with the implementation of every kernel given by name."""
+    if config.has_call_scale:  # rows that nobody sent must not raise the scale
+        index = arrived.slots - first_slot
+        is_here = ((index >= 0) & (index < weights.num_experts)).any(axis=1, keepdims=True)
+        arrived = dataclasses.replace(arrived, codes=jnp.where(is_here, arrived.codes, jnp.zeros_like(arrived.codes)))
+    are_quantized = arrived.scales is not None
+    plan = make_plan(config, weights, arrived.slots.shape[0], kernels, are_quantized=are_quantized)
+    tiles = align(
+        arrived.slots,
+        weights.num_experts,
+        plan.block_m,
+        group_offset=first_slot,
+        unpermuted=plan.unpermuted,
+        implementation=kernels,
+    )
+    x, scale = (arrived.codes, arrived.scales) if are_quantized else _quantized(arrived.codes, plan, weights, kernels)
+    return send_back(Experts(config, weights, plan, tiles, kernels)(x, scale), tiles.row_of)
+
+
+def router_arguments(config: MoEConfig, params: RoutingParams | None) -> dict[str, Any]:
+    """The router of ``config`` in the words of ``pallas_kernels.route``; for calls without a ``routing_refusal``."""
+    bias = None if params is None else params.correction_bias
+    groups, kept = groups_of(config) or (0, 0)
+    return dict(
+        scoring=config.scoring_func,
+        renormalize=config.renormalize,
+        scale=config.routed_scaling_factor,
+        bias=None if bias is None else bias.astype(jnp.float32),
+        num_groups=groups,
+        groups_kept=kept,
+    )
 
 
 def _quantized(x: Array, plan: Plan, weights: ExpertWeights, kernels: str) -> tuple[Array, Array | None]:
@@ -157,312 +155,127 @@ def _to_quantize(x: Array, plan: Plan, weights: ExpertWeights) -> dict[str, Any]
     return dict(x=x, quantization=plan.quantization, scale=scale, scale_rows=plan.scale_rows)
 
 
-def arriving_quantization(weights: ExpertWeights) -> str:
-    """How tokens are quantized before they travel to another device's experts: by row or group, where their scales come
-    from themselves, else "none", and where no kernel quantizes rows of this length in groups.
+# -- from aligned tokens to the rows of their experts -----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The experts of one call: tokens that have been aligned -> the rows of their experts.
+
+    kernels: the implementation of every kernel, by name.
     """
-    if is_packed(weights.w13):
-        return _packed_experts.row_quantization(weights)
-    kind = row_kind(weights.scheme) or "none"
-    if kind.startswith("e4m3_group") and weights.hidden_size % GROUPED_WIDTH:
-        return "none"
-    return "none" if kind == "e4m3_tensor" else kind
 
+    config: MoEConfig
+    weights: ExpertWeights
+    plan: Plan
+    tiles: TileMap
+    kernels: str
 
-def forward_arrived(
-    config: MoEConfig,
-    arrived: DispatchedRows,
-    first_slot: Array,
-    weights: ExpertWeights,
-    send_back: Callable[[Array, Array], Array],
-    *,
-    kernels: str = "mosaic",
-) -> Array:
-    """The experts of this device, slots from first_slot () int32 on, for tokens that came from several devices.
+    def __call__(self, x: Array, x_scale: Array | None) -> Array:
+        """x: tokens (T, H), or with ``x_scale`` their codes. Returns (Mp, H) in the layer's dtype."""
+        rows, row_scale = self._input_rows(x, x_scale)
+        hidden, hidden_scale = self._hidden_rows(rows, row_scale)
+        return self._product(1)(hidden, x_scale=hidden_scale)
 
-    arrived: quantized as ``arriving_quantization`` says. send_back: ``(rows (Mp, H), row_of (N, top_k)) -> (T, H)``,
-    done in place of the sum over top_k. Raises NotImplementedError where a kernel refuses.
-    """
-    if _is_scaled_per_call(weights.scheme):  # rows that nobody sent must not raise the scale
-        index = arrived.slots - first_slot
-        is_here = ((index >= 0) & (index < weights.num_experts)).any(axis=1, keepdims=True)
-        arrived = dataclasses.replace(arrived, codes=jnp.where(is_here, arrived.codes, jnp.zeros_like(arrived.codes)))
-    are_quantized = arrived.scales is not None
-    plan = make_plan(config, weights, arrived.slots.shape[0], kernels, are_quantized=are_quantized)
-    tiles = align(
-        arrived.slots,
-        weights.num_experts,
-        plan.block_m,
-        group_offset=first_slot,
-        unpermuted=plan.by_token,
-        implementation=kernels,
-    )
-    x, scale = (arrived.codes, arrived.scales) if are_quantized else _quantized(arrived.codes, plan, weights, kernels)
-    return _experts(config, x, None, tiles, plan, weights, kernels, out_dtype=None, x_scale=scale, send_back=send_back)
+    @property
+    def _kind(self) -> str | None:
+        return kind_of(self.weights)
 
-
-def _is_scaled_per_call(scheme: Scheme) -> bool:
-    fmt = scheme.activations
-    return fmt is not None and fmt.dynamic and fmt.strategy is Strategy.TENSOR
-
-
-def why_not_layer(
-    config: MoEConfig, weights: ExpertWeights, params: RoutingParams | None, has_mask: bool
-) -> str | None:
-    """Why routing stays with XLA, although the experts run here; or None."""
-    params = params or RoutingParams()
-    activations = weights.scheme.activations
-    if config.custom_routing_function is not None:
-        return "custom_routing_function"
-    if params.hash_indices_table is not None:
-        return "hash_indices_table"
-    if config.zero_expert_type is not None:
-        return "zero experts"
-    if config.scoring_func not in ("softmax", "sigmoid"):
-        return f"scoring_func={config.scoring_func!r}"
-    if config.apply_router_weight_on_input:
-        return "apply_router_weight_on_input"
-    sizes = dict(num_experts=config.num_experts, top_k=config.top_k, num_expert_group=config.num_expert_group or 0)
-    for (name, size), most in zip(sizes.items(), (MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS), strict=True):
-        if size > most:
-            return f"room for {name}={size}, at most {most}"
-    if has_mask and activations is not None and activations.dynamic and activations.strategy is Strategy.TENSOR:
-        return "one activation scale for the call, which masked tokens must not raise"
-    return None
-
-
-def why_not_call(
-    config: MoEConfig,
-    x: Array,
-    router_logits: Array,
-    weights: ExpertWeights,
-    params: RoutingParams | None,
-    token_mask: Array | None,
-    shared: Array | None,
-) -> str | None:
-    """Why ``run_layer`` cannot run these arguments although ``why_not`` has no reason; or None."""
-    reason = why_not_layer(config, weights, params, token_mask is not None)
-    if reason is not None:
-        return reason
-    leaves, structure = jax.tree.flatten((x, router_logits, weights, params, token_mask, shared))
-    shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
-    return _call_refusal(_shared(config), structure, shapes, hopper_sms())
-
-
-@functools.lru_cache(maxsize=256)
-def _call_refusal(config: MoEConfig, structure: Any, shapes: tuple[Any, ...], num_sms: int) -> str | None:
-    """As ``_refusal``, for ``forward_layer``."""
-    del num_sms
-    arguments = structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes])
-    try:
-        jax.eval_shape(functools.partial(forward_layer, config), *arguments)
-    except NotImplementedError as error:
-        return str(error)
-    return None
-
-
-def router_arguments(config: MoEConfig, params: RoutingParams | None) -> dict[str, Any]:
-    """The router of ``config`` in the words of ``pallas_kernels.route``; for calls without a reason from
-    ``why_not_layer``.
-    """
-    bias = None if params is None else params.correction_bias
-    groups, kept = groups_of(config) or (0, 0)
-    return dict(
-        scoring=config.scoring_func,
-        renormalize=config.renormalize,
-        scale=config.routed_scaling_factor,
-        bias=None if bias is None else bias.astype(jnp.float32),
-        num_groups=groups,
-        groups_kept=kept,
-    )
-
-
-def forward_layer(
-    config: MoEConfig,
-    x: Array,
-    router_logits: Array,
-    weights: ExpertWeights,
-    params: RoutingParams | None = None,
-    token_mask: Array | None = None,
-    shared: Array | None = None,
-    *,
-    kernels: str = "mosaic",
-) -> tuple[Array, Array, Array]:
-    """The layer from its router logits on: (y (T, H) in x's dtype, topk_ids (T, top_k), rows per expert (E,)).
-
-    shared: (T, H) float, added before the one rounding. For calls without a reason from ``why_not_call``.
-    """
-    bias = None if params is None else params.correction_bias
-    validate_routing(config, router_logits.shape[1], has_correction_bias=bias is not None, has_hash_table=False)
-    if config.router_logits_dtype is not None:
-        router_logits = router_logits.astype(config.router_logits_dtype)
-    plan = make_plan(config, weights, x.shape[0], kernels)
-    routed = route_and_align(
-        router_logits,
-        config.top_k,
-        plan.block_m,
-        **router_arguments(config, params),
-        token_mask=token_mask,
-        unpermuted=plan.by_token,
-        tokens=_to_quantize(x, plan, weights),
-        implementation=kernels,
-    )
-    y = _experts(
-        config,
-        x if routed.codes is None else routed.codes,
-        routed.weights,
-        routed.tiles,
-        plan,
-        weights,
-        kernels,
-        shared=shared,
-        out_dtype=x.dtype,
-        x_scale=routed.scales,
-    )
-    return y, routed.ids, routed.tiles.group_sizes
-
-
-def run_layer(config: MoEConfig, *arguments: Any) -> tuple[Array, Array, Array]:
-    """``forward_layer``, which has no gradient."""
-    return _forward_layer(_shared(config), *arguments)
-
-
-def _experts(
-    config: MoEConfig,
-    x: Array,
-    topk_weights: Array | None,
-    tiles: TileMap,
-    plan: Plan,
-    weights: ExpertWeights,
-    kernels: str,
-    *,
-    out_dtype: Any,
-    shared: Array | None = None,
-    x_scale: Array | None = None,
-    send_back: Callable[[Array, Array], Array] | None = None,
-) -> Array:
-    """x_scale: of x that is quantized already. send_back: in place of ``combine``."""
-    if is_packed(weights.w13):
-        out = _packed_experts.expert_rows(
-            config, x, tiles, plan.block_m, plan.configs, weights, kernels, x_scale=x_scale, by_token=plan.by_token
+    @property
+    def _operand(self) -> str:
+        """dtype of rows that nobody quantizes to 8 bits."""
+        return (
+            kernel_operand(self.weights.w13).fmt.operand if in_kernel_layout(self.weights) else self.config.dtype.name
         )
-    else:
-        out = _expert_rows(config, x, tiles, plan, weights, kernels, x_scale)
-    if send_back is not None:
-        return send_back(out, tiles.row_of)
-    return combine(out, tiles.row_of, topk_weights, shared=shared, out_dtype=out_dtype, implementation=kernels)
 
+    def _product(self, index: int) -> Callable[..., Any]:
+        """Grouped GEMM 1 with its activation (0), or grouped GEMM 2 (1), as a function of rows."""
+        weights, tiles = self.weights, self.tiles
+        tensor, bias = ((weights.w13, weights.w13_bias), (weights.w2, weights.w2_bias))[index]
+        options: dict[str, Any] = dict(
+            tile_expert=tiles.tile_expert,
+            num_tiles=tiles.num_tiles,
+            bias=bias,
+            out_dtype=self.config.dtype,
+            config=self.plan.configs[index],
+            implementation=self.kernels,
+        )
+        if index == 0:
+            options["activation"] = resolve_activation(self.config)
+            if self.plan.unpermuted:
+                options["block_m"] = self.plan.block_m
+        if in_kernel_layout(weights):
+            return functools.partial(grouped_gemm_packed, w=kernel_operand(tensor), **options)
+        return functools.partial(
+            grouped_gemm, w=tensor.data, w_scale=tensor.scale, tile_rows=tiles.tile_rows, **options
+        )
 
-def _expert_rows(
-    config: MoEConfig,
-    x: Array,
-    tiles: TileMap,
-    plan: Plan,
-    weights: ExpertWeights,
-    kernels: str,
-    x_scale: Array | None,
-) -> Array:
-    """Both products: (Mp, H) in the layer's dtype."""
-    gemm = functools.partial(
-        grouped_gemm,
-        tile_expert=tiles.tile_expert,
-        num_tiles=tiles.num_tiles,
-        tile_rows=tiles.tile_rows,
-        out_dtype=config.dtype,
-        implementation=kernels,
-    )
-    # Rows that are short, or hold no whole groups of 128, are XLA's business; the products stay in the kernels.
-    row_kernels = ("mosaic", "reference") if kernels == "mosaic" else kernels
-    permute = functools.partial(quantize_and_permute, implementation=row_kernels)
+    @property
+    def _row_kernels(self) -> str | tuple[str, ...]:
+        """Implementations of what happens to rows between products.
 
-    kind = row_kind(weights.scheme)
-    if kind is None:
-        raise NotImplementedError(f"there is no kernel for scheme {weights.scheme.name!r} yet")
-    num_rows = tiles.tile_expert.size * plan.block_m
-    first = functools.partial(gemm, config=plan.configs[0])
-    if plan.by_token:
-        scale, row_scale = weights.w13.input_scale, x_scale
-        rows = x.astype(config.dtype) if kind == "none" else x
-        first = functools.partial(first, block_m=plan.block_m)
-    elif x_scale is not None:
-        scale = None
-        rows, row_scale = place_rows(x, x_scale, tiles.row_of, num_rows, implementation=row_kernels)
-    else:
+        Rows that are short, or hold no whole groups, are XLA's business; the products stay in the kernels.
+        """
+        is_8bit = in_kernel_layout(self.weights) and self._kind is not None
+        return ("hopper", "reference") if self.kernels == "hopper" and not is_8bit else self.kernels
+
+    def _input_rows(self, x: Array, x_scale: Array | None) -> tuple[Array, Array | None]:
+        """What grouped GEMM 1 takes, and what multiplies it."""
+        config, weights, plan, kind = self.config, self.weights, self.plan, self._kind
+        if plan.unpermuted:
+            if kind in (None, "none"):
+                return x.astype(self._operand), None
+            return x, weights.w13.input_scale if kind == "e4m3_tensor" else x_scale
+        row_of, num_rows = self.tiles.row_of, self.tiles.tile_expert.size * plan.block_m
+        if x_scale is not None:
+            return place_rows(x, x_scale, row_of, num_rows, implementation=self._row_kernels)
+        permute = functools.partial(quantize_and_permute, implementation=self._row_kernels)
+        fmt, orders = weights.scheme.activations, weights.w13.g_idx
+        if kind is None or orders is not None:
+            ordered: dict[str, Any] = {} if orders is None else dict(columns=orders, tile_expert=self.tiles.tile_expert)
+            move = functools.partial(quantize_and_permute, quantization="none", implementation=self.kernels, **ordered)
+        if kind is None:
+            return rows_on_grid(
+                x,
+                fmt,
+                weights.w13.input_scale,
+                self._operand,
+                config.scale_axes(fmt, is_hidden=False),
+                quantize=functools.partial(permute, row_of=row_of, num_rows=num_rows),
+                place=lambda x, scale: (move(x, row_of=row_of, num_rows=num_rows)[0], of_rows(scale, row_of, num_rows)),
+            )
+        if orders is not None:  # columns have an order of each expert: rows are moved, then quantized
+            return permute(move(x, row_of=row_of, num_rows=num_rows)[0], quantization=kind, rows=row_of.reshape(-1))
         operand = x if weights.scheme.is_quantized else x.astype(config.dtype)
-        scale = _tensor_scale(weights.scheme.activations, weights.w13.input_scale, operand, None, config.call_axes)
-        rows, row_scale = permute(operand, tiles.row_of, num_rows, quantization=kind, scale=scale)
-    hidden, hidden_scale = _hidden(
-        config,
-        weights,
-        first,
-        permute,
-        kind,
-        rows,
-        scale if kind == "e4m3_tensor" else row_scale,
-        tiles,
-        plan.products[0].requantize != "none",
-    )
-    gemm = functools.partial(gemm, config=plan.configs[1])
-    return gemm(hidden, weights.w2.data, x_scale=hidden_scale, w_scale=weights.w2.scale, bias=weights.w2_bias)
+        scale = tensor_scale(fmt, weights.w13.input_scale, operand, None, config.call_axes)
+        rows, row_scale = permute(operand, row_of, num_rows, quantization=kind, scale=scale)
+        return rows, row_scale if scale is None else scale
 
-
-def _hidden(
-    config: MoEConfig,
-    weights: ExpertWeights,
-    gemm: Any,
-    permute: Any,
-    kind: str,
-    rows: Array,
-    row_scale: Array | None,
-    tiles: TileMap,
-    requantizes: bool,
-) -> tuple[Array, Array | None]:
-    """GEMM 1 with its activation, and the operand of GEMM 2: (codes or values (Mp, I), scale). requantizes: GEMM 1 does
-    so itself.
-    """
-    first = functools.partial(
-        gemm,
-        rows,
-        weights.w13.data,
-        x_scale=row_scale,
-        w_scale=weights.w13.scale,
-        bias=weights.w13_bias,
-        activation=resolve_activation(config),
-    )
-    fmt = weights.scheme.activations
-    if requantizes and kind == "e4m3_tensor":
-        return first(requantize="tensor", out_scale=weights.w2.input_scale), weights.w2.input_scale
-    if requantizes:
-        return first(requantize=kind.removeprefix("e4m3_"))
-    hidden = first()
-    if kind == "none":
-        return hidden, None
-    scale = _tensor_scale(fmt, weights.w2.input_scale, hidden, tiles, config.call_axes)
-    codes, code_scale = permute(hidden, quantization=kind, scale=scale, rows=tiles.row_of.reshape(-1))
-    return codes, code_scale if scale is None else scale
-
-
-def _tensor_scale(
-    fmt: QuantFormat | None, static: Array | None, values: Array, tiles: TileMap | None, axes: tuple[str, ...]
-) -> Array | None:
-    """The one scale () of per-tensor activations: the checkpoint's, or amax / 448 over the rows in use.
-
-    axes: mesh axes over whose devices the call is spread.
-    """
-    if fmt is None or fmt.strategy is not Strategy.TENSOR:
-        return None
-    if not fmt.dynamic:
-        return static
-    values = magnitude(values.astype(jnp.float32))
-    if tiles is not None:
-        in_tiles = values.reshape(tiles.tile_rows.size, -1, values.shape[1])
-        rank = jnp.arange(in_tiles.shape[1], dtype=jnp.int32)
-        values = jnp.where((rank < tiles.tile_rows[:, None])[..., None], in_tiles, 0.0)
-    amax = jnp.max(values)
-    amax = jax.lax.pmax(amax, axes) if axes else amax
-    return jnp.maximum(divide(amax, E4M3_MAX), np.finfo(np.float32).tiny)
-
-
-# Jitted, so that a program has equal layers of a model once: 24 layers of Qwen3 lowered in 2 s instead of 96.
-_forward = jax.jit(forward, static_argnums=0)
-_forward_layer = jax.jit(forward_layer, static_argnums=0)
+    def _hidden_rows(self, rows: Array, row_scale: Array | None) -> tuple[Array, Array | None]:
+        """Grouped GEMM 1 with its activation -> what grouped GEMM 2 takes, and what multiplies it."""
+        config, weights, kind = self.config, self.weights, self._kind
+        first = functools.partial(self._product(0), rows, x_scale=row_scale)
+        static = weights.w2.input_scale
+        if self.plan.requantize == "tensor":
+            return first(requantize="tensor", out_scale=static), static
+        if self.plan.requantize != "none":
+            return first(requantize=self.plan.requantize)
+        hidden, fmt = first(), weights.scheme.activations
+        if kind == "none":
+            return hidden, None
+        scale = None if kind is None else tensor_scale(fmt, static, hidden, self.tiles, config.call_axes)
+        permute = functools.partial(
+            quantize_and_permute, rows=self.tiles.row_of.reshape(-1), implementation=self._row_kernels
+        )
+        if kind is None:
+            return rows_on_grid(
+                hidden,
+                fmt,
+                static,
+                kernel_operand(weights.w2).fmt.operand,
+                config.scale_axes(fmt, is_hidden=True),
+                quantize=permute,
+                place=lambda x, scale: (x, scale),
+            )
+        codes, code_scale = permute(hidden, quantization=kind, scale=scale)
+        return codes, code_scale if scale is None else scale

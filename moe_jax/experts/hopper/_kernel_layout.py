@@ -1,7 +1,7 @@
 """Expert weights in the layout of ``grouped_gemm_packed``, exactly and back: which schemes have one, and what it holds.
 
-A packed ``QuantizedTensor`` keeps its scheme's leaves under other shapes: data is (E, NB, G, KB, ...) int32 blocks,
-scale the group scales (E, NB, G, groups, 64) or the factors of channels (E, NB, G, 64), zero_point the kernel's
+In kernel layout a ``QuantizedTensor`` keeps its scheme's leaves under other shapes: data is (E, NB, G, KB, ...) int32
+blocks, scale the group scales (E, NB, G, groups, 64) or the factors of channels (E, NB, G, 64), zero_point the kernel's
 ``zero_term``; global_scale and input_scale stay as they were. Its layout names the operands' dtype.
 
 Under act-order columns lie sorted by their groups, and g_idx (E, K) holds the order: where column c comes from. Rows of
@@ -20,13 +20,14 @@ from moe_jax._config import MoEConfig
 from moe_jax.quantization import ExpertWeights, Packing, QuantFormat, QuantizedTensor, Scheme, Strategy
 from pallas_kernels.common import PLAIN, WeightLayout, packing
 from pallas_kernels.common.numerics import divide
-from pallas_kernels.grouped_gemm.packed import PackedFormat, PackedWeights, from_kernel_layout, to_kernel_layout
+from pallas_kernels.grouped_gemm import packed as packed_gemm
+from pallas_kernels.grouped_gemm.packed import PackedFormat, PackedWeights
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 
 _PREFIX = "packed2_"  # another number when the order of bits changes: saved layers name their layout
 
 
-def packed_format(scheme: Scheme, dtype: Any) -> PackedFormat | None:
+def kernel_format(scheme: Scheme, dtype: Any) -> PackedFormat | None:
     """How the kernel wants this scheme's weights for a layer that computes in ``dtype``; None where it has no way."""
     weights, activations = scheme.weights, scheme.activations
     if weights is None:
@@ -71,49 +72,59 @@ def _format_for(weights: QuantFormat, operand: Any) -> PackedFormat:
     return PackedFormat(element, operand, scale, group, not weights.symmetric)
 
 
-def pack_experts(weights: ExpertWeights, config: MoEConfig) -> ExpertWeights:
-    """The same weights as the Hopper kernels for few bits read them. Exact; ``unpack_experts`` undoes it.
+def to_kernel_layout(weights: ExpertWeights, config: MoEConfig) -> ExpertWeights:
+    """The same weights as ``grouped_gemm_packed`` reads them. Exact; ``to_plain_layout`` undoes it.
 
     Scales of groups are kept in the dtype that the format names (``group_scale_dtype``), which holds them exactly, not
     in one that follows from values: a reload replaces those and must not compile anything.
     Raises NotImplementedError when the scheme has no such layout, or act-order groups differ in size (concrete arrays).
     """
-    fmt = packed_format(weights.scheme, config.dtype)
-    if fmt is None:
-        raise NotImplementedError(f"scheme {weights.scheme.name!r} in {config.dtype.name} has no packed layout")
-    if is_packed(weights.w13):
+    if in_kernel_layout(weights):
         return weights
-    if (reason := uneven_groups(weights)) is not None:
+    if (reason := layout_refusal(weights, config)) is not None:
         raise NotImplementedError(reason)
+    fmt = kernel_format(weights.scheme, config.dtype)
+    assert fmt is not None
     inputs, hidden = _column_order(weights.w13), _column_order(weights.w2)
     return dataclasses.replace(
         weights,
-        w13=_pack_tensor(weights.w13, fmt, columns=inputs, rows=hidden),
-        w2=_pack_tensor(weights.w2, fmt, columns=hidden),
+        w13=_kernel_tensor(weights.w13, fmt, columns=inputs, rows=hidden),
+        w2=_kernel_tensor(weights.w2, fmt, columns=hidden),
         w13_bias=_reordered(weights.w13_bias, hidden, -1),
     )
 
 
-def unpack_experts(weights: ExpertWeights) -> ExpertWeights:
-    """Inverse of ``pack_experts``; other weights are returned as they are."""
-    if not is_packed(weights.w13):
+def to_plain_layout(weights: ExpertWeights) -> ExpertWeights:
+    """Inverse of ``to_kernel_layout``; other weights are returned as they are."""
+    if not in_kernel_layout(weights):
         return weights
     hidden = None if weights.w2.g_idx is None else _inverse(weights.w2.g_idx)
     return dataclasses.replace(
         weights,
-        w13=_unpack_tensor(weights.w13, rows=hidden),
-        w2=_unpack_tensor(weights.w2),
+        w13=_plain_tensor(weights.w13, rows=hidden),
+        w2=_plain_tensor(weights.w2),
         w13_bias=_reordered(weights.w13_bias, hidden, -1),
     )
 
 
+def layout_refusal(weights: ExpertWeights, config: MoEConfig) -> str | None:
+    """Why plain weights have no kernel layout, or None."""
+    if kernel_format(weights.scheme, config.dtype) is None:
+        return f"scheme {weights.scheme.name!r} in {config.dtype.name} has no kernel layout"
+    return uneven_groups(weights)
+
+
 def uneven_groups(weights: ExpertWeights) -> str | None:
-    """Why act-order columns have no packed layout: groups of several sizes, as a rank's part of a matrix may have them.
+    """Why act-order columns have no kernel layout: groups of several sizes, as a rank's part of a matrix may have them.
     None where they have; also of tracers, whose values are unknown.
     """
     for name in ("w13", "w2"):
         tensor = getattr(weights, name)
-        if tensor.g_idx is None or isinstance(tensor.g_idx, Tracer | jax.ShapeDtypeStruct) or is_packed(tensor):
+        if (
+            tensor.g_idx is None
+            or isinstance(tensor.g_idx, Tracer | jax.ShapeDtypeStruct)
+            or is_kernel_layout(tensor.layout)
+        ):
             continue
         size, columns = tensor.fmt.group_size, tensor.shape[-1]
         wrong = jnp.sort(tensor.g_idx, axis=-1) != jnp.arange(columns) // size
@@ -123,13 +134,18 @@ def uneven_groups(weights: ExpertWeights) -> str | None:
     return None
 
 
-def is_packed(tensor: QuantizedTensor) -> bool:
-    """Whether the tensor is in the layout of ``pack_experts``."""
-    return tensor.layout.name.startswith(_PREFIX)
+def is_kernel_layout(layout: WeightLayout) -> bool:
+    """Whether this is the layout of ``to_kernel_layout``."""
+    return layout.name.startswith(_PREFIX)
 
 
-def as_packed(tensor: QuantizedTensor) -> PackedWeights:
-    """A packed tensor as ``grouped_gemm_packed`` takes it; leaves may be ShapeDtypeStructs."""
+def in_kernel_layout(weights: ExpertWeights) -> bool:
+    """Whether the weights are in the layout of ``to_kernel_layout``; both matrices are or none."""
+    return is_kernel_layout(weights.w13.layout)
+
+
+def kernel_operand(tensor: QuantizedTensor) -> PackedWeights:
+    """A tensor in kernel layout as ``grouped_gemm_packed`` takes it; leaves may be ShapeDtypeStructs."""
     fmt = _format_of(tensor)
     is_grouped = fmt.scale == "group"
     assert tensor.layout.shape is not None
@@ -138,8 +154,18 @@ def as_packed(tensor: QuantizedTensor) -> PackedWeights:
     return PackedWeights(tensor.data, scale, tensor.zero_point, channel_scale, fmt, n, k)
 
 
+def shard_axis(tensor: QuantizedTensor, field: str, is_w2: bool) -> int | None:
+    """The axis of a leaf (E, blocks of N, G, blocks of K, ...) that counts I; None where it has none."""
+    if field not in ("data", "scale", "zero_point"):
+        return None
+    if not is_w2:
+        return 1
+    # Of w2's scales and zero points, factors of whole channels (E, NB, G, 64) belong to no block of K.
+    return 3 if field == "data" or len(getattr(tensor, field).shape) == 5 else None
+
+
 def _format_of(tensor: QuantizedTensor) -> PackedFormat:
-    assert tensor.fmt is not None, "only quantized weights are packed"
+    assert tensor.fmt is not None, "only quantized weights have a kernel layout"
     return _format_for(tensor.fmt, tensor.layout.name.removeprefix(_PREFIX))
 
 
@@ -161,7 +187,7 @@ def _reordered(array: Any, order: Any, axis: int) -> Any:
     return jnp.take_along_axis(array, order.reshape(shape), axis)
 
 
-def _pack_tensor(
+def _kernel_tensor(
     tensor: QuantizedTensor, fmt: PackedFormat, *, columns: Any = None, rows: Any = None
 ) -> QuantizedTensor:
     arguments = dict(scale=tensor.scale, global_scale=tensor.global_scale, zero_point=tensor.zero_point)
@@ -169,7 +195,7 @@ def _pack_tensor(
     arguments = {name: value for name, value in arguments.items() if value is not None}
     assert tensor.fmt is not None
     held = _scale_dtype(tensor.fmt, fmt)
-    packed = _pack_stack(tensor.data, arguments, tensor.fmt, tensor.shape[-2:], fmt, held)
+    packed = _kernel_stack(tensor.data, arguments, tensor.fmt, tensor.shape[-2:], fmt, held)
     scale = packed.scale if packed.scale is not None else packed.channel_scale
     layout = WeightLayout(f"{_PREFIX}{fmt.operand}", (BLOCK_N, fmt.block_k), tuple(tensor.shape[1:]))
     return dataclasses.replace(
@@ -178,7 +204,7 @@ def _pack_tensor(
 
 
 def _scale_dtype(stored: QuantFormat, fmt: PackedFormat) -> str:
-    """What packed group scales are kept in: float32 in place of float16 beside operands of int8 without zero points, as
+    """What group scales are kept in: float32 in place of float16 beside operands of int8 without zero points, as
     the tuning table knows those layers.
     """
     is_known_wide = fmt.operand == "int8" and not fmt.has_zero_point
@@ -186,7 +212,7 @@ def _scale_dtype(stored: QuantFormat, fmt: PackedFormat) -> str:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _pack_stack(
+def _kernel_stack(
     data: Any,
     leaves: dict[str, Any],
     stored: QuantFormat,
@@ -211,7 +237,7 @@ def _pack_stack(
         if "rows" in leaves:
             codes = codes[:, :, leaves["rows"]]
             given = {name: value[:, :, leaves["rows"]] for name, value in given.items()}
-        packed = to_kernel_layout(fmt, codes, **given)
+        packed = packed_gemm.to_kernel_layout(fmt, codes, **given)
         if fmt.scale == "group":
             packed = dataclasses.replace(packed, scale=packed.scale.astype(held))
         return jax.tree.map(lambda leaf: leaf[0], packed)
@@ -259,12 +285,13 @@ def _scales(stored: QuantFormat, leaves: dict[str, Any], lead: tuple[int, ...], 
     return given
 
 
-def _unpack_tensor(tensor: QuantizedTensor, *, rows: Any = None) -> QuantizedTensor:
+def _plain_tensor(tensor: QuantizedTensor, *, rows: Any = None) -> QuantizedTensor:
     """rows: (E, N), where each row lies, or None where they keep their places."""
     stored, shape = tensor.fmt, tensor.shape
     assert stored is not None
     parts = {
-        name: _reordered(part, rows, 2 - part.ndim) for name, part in from_kernel_layout(as_packed(tensor)).items()
+        name: _reordered(part, rows, 2 - part.ndim)
+        for name, part in packed_gemm.from_kernel_layout(kernel_operand(tensor)).items()
     }
     g_idx = None
     if tensor.g_idx is not None:

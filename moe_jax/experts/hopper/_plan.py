@@ -1,40 +1,48 @@
-"""How a call of the mosaic implementation runs: rows of a tile, and a configuration for both of its products."""
+"""How a call of the hopper backend runs: rows of a tile, and a configuration for both of its products."""
 
 import dataclasses
-from typing import Any
+import functools
+from types import ModuleType
 
 import jax.numpy as jnp
 
 from moe_jax._config import MoEConfig
 from moe_jax.activations import resolve_activation
-from moe_jax.experts.hopper import _packed_experts
-from moe_jax.experts.hopper._kernel_layout import is_packed
-from moe_jax.quantization import ExpertWeights, Scheme, Strategy
+from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand
+from moe_jax.experts.hopper._rows import kind_of_tokens, row_kind
+from moe_jax.quantization import ExpertWeights
+from pallas_kernels import grouped_gemm as plain_gemm
+from pallas_kernels.align import row_capacity
 from pallas_kernels.common.device import device_kind, hopper_sms
 from pallas_kernels.common.rows import unpermuted_rows_error
-from pallas_kernels.grouped_gemm import choose_block_m, choose_config
+from pallas_kernels.grouped_gemm import packed as packed_gemm
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 from pallas_kernels.route.config import fused_tokens, quantizes_beside
-from pallas_kernels.tuning import Entry, LayerKey, table_for
+from pallas_kernels.tuning import Entry, LayerKey, PackedLayerKey, table_for
+from pallas_kernels.tuning.layer import AnyConfig, AnyDesc
 
-# Whether few tokens are left where they are; False, for measurements, moves all to rows.
-PLACES_BY_TOKEN = True
 _LHS_SCALES = {"none": "none", "e4m3_tensor": "tensor", "e4m3_group": "group", "e4m3_group_ue8m0": "group"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """products: what both are asked, GemmDesc or PackedDesc. configs: GemmConfig or PackedConfig, None for the kernel's
-    own choice. source: where they come from. by_token: row t of every expert's tile is token t, so that GEMM 1 takes
-    the tokens themselves. quantization: how they are quantized for it where they are, a kind of
-    ``quantize_and_permute``; "none" where they are not, or are moved.
+    """How both products of a call run.
+
+    block_m: rows of a tile.
+    products: what each is asked.
+    configs: how each does it; None for the kernel's own choice.
+    source: where the configurations come from, in words.
+    requantize: what GEMM 1 does with its result, as ``grouped_gemm`` takes it.
+    unpermuted: row t of every expert's tile is token t, so that GEMM 1 takes the tokens themselves.
+    quantization: how tokens are quantized where they are, for an unpermuted call; a kind of ``quantize_and_permute``.
     """
 
     block_m: int
-    products: tuple[Any, ...]
-    configs: tuple[Any, ...]
+    products: tuple[AnyDesc, AnyDesc]
+    configs: tuple[AnyConfig | None, AnyConfig | None]
     source: str
-    by_token: bool = False
+    requantize: str = "none"
+    unpermuted: bool = False
     quantization: str = "none"
 
     @property
@@ -47,84 +55,167 @@ def make_plan(
     config: MoEConfig,
     weights: ExpertWeights,
     num_tokens: int,
-    kernels: str = "mosaic",
+    kernels: str = "hopper",
     *,
     are_quantized: bool = False,
+    may_stay: bool = True,
 ) -> Plan:
-    """A measured configuration where the device's table has one for this layer, else the heuristic's. are_quantized:
-    tokens come as codes and scales.
+    """A measured configuration where the device's table has one for this layer, else the heuristic's.
+
+    Args:
+        kernels: the implementation of every kernel, by name.
+        are_quantized: tokens come as codes and scales.
+        may_stay: few tokens are left where they are; False moves them to rows whatever their number.
     """
     planned = config.planned_tokens(num_tokens)
-    if is_packed(weights.w13):
-        key: Any = _packed_experts.layer_key(config, weights)
-        products = lambda tokens, block_m: _packed_experts.products(tokens, config, weights, block_m)  # noqa: E731
-    else:
-        key = layer_key(config, weights)
-        extra: dict[str, Any] = dict(
-            activation=resolve_activation(config),
-            bias_dtype=None if weights.w13_bias is None else jnp.dtype(weights.w13_bias.dtype).name,
-            out_dtype=config.dtype.name,
-        )
-        products = lambda tokens, block_m: key.products(tokens, block_m, **extra)  # noqa: E731
+    key = layer_key(config, weights)
+    products = functools.partial(_products, config, weights, key)
 
-    def plan(block_m: int, configs: tuple[Any, ...], source: str) -> Plan:
-        kind = _kind_by_token(config, weights, num_tokens, block_m)
-        if are_quantized or not PLACES_BY_TOKEN:
-            kind = None
+    def plan(block_m: int, configs: tuple[AnyConfig | None, AnyConfig | None], source: str) -> Plan:
+        kind = None
+        if may_stay and not are_quantized:
+            kind = _unpermuted_kind(config, weights, num_tokens, block_m)
         first, second = products(num_tokens, block_m)
         first = dataclasses.replace(first, unpermuted_rows=0 if kind is None else num_tokens)
-        return Plan(block_m, (first, second), configs, source, kind is not None, kind or "none")
+        requantize = getattr(first, "requantize", "none")
+        if requantize == "group":  # whose scales the scheme may round
+            requantize = str(row_kind(weights.scheme)).removeprefix("e4m3_")
+        return Plan(block_m, (first, second), configs, source, requantize, kind is not None, kind or "none")
 
-    entry = table_for(device_kind()).lookup(key, planned) if kernels == "mosaic" else None
+    entry = table_for(device_kind()).lookup(key, planned) if kernels == "hopper" else None
     source = "by the heuristic"
     if entry is not None and not entry.reaches(planned):
         source += f", since the nearest measurement is for {entry.tokens} tokens"
     elif entry is not None:
         measured = (entry.config.gemm1, entry.config.gemm2)
         descs = products(num_tokens, entry.config.block_m)
-        found = [_fitting(key, desc, one) for desc, one in zip(descs, measured, strict=True)]
-        if not (refusals := [one for one in found if isinstance(one, str)]):
+        first, second = (_fitting(key, desc, one) for desc, one in zip(descs, measured, strict=True))
+        if not isinstance(first, str) and not isinstance(second, str):
             fewer = ""
-            if tuple(found) != measured:
+            if (first, second) != measured:
                 fewer = ", with fewer stages, since this layer keeps more in shared memory"
-            return plan(entry.config.block_m, tuple(found), _in_words(entry) + fewer)
-        source += f", since what was measured for {entry.tokens} tokens cannot run it: {'; '.join(refusals)}"
-    choose: Any
-    if is_packed(weights.w13):
-        block_m, choose = _packed_experts.block_m(planned, config, weights), _packed_experts.choose_config
-    else:
-        # Expected rows of an expert that is hit at all when routing is uniform.
-        hit = key.num_experts * (1 - (1 - min(key.top_k / key.num_experts, 1.0)) ** max(planned, 1))
-        rows = planned * key.top_k / hit
-        may_swap = key.may_swap and (key.requantize == "none" or config.dtype.name != "float16")
-        block_m, choose = choose_block_m(rows, may_swap=may_swap, may_be_large_m=key.may_be_large_m), choose_config
+            return plan(entry.config.block_m, (first, second), _in_words(entry) + fewer)
+        reasons = "; ".join(one for one in (first, second) if isinstance(one, str))
+        source += f", since what was measured for {entry.tokens} tokens cannot run it: {reasons}"
+    block_m = _choose_block_m(config, weights, key, planned)
     configs = (None, None)
-    if config.pinned_tokens is not None and kernels == "mosaic":
-        configs = tuple(choose(desc, block_m, hopper_sms()) for desc in products(planned, block_m))
+    if config.pinned_tokens is not None and kernels == "hopper":
+        first, second = products(planned, block_m)
+        choose, num_sms = gemm_of(weights).choose_config, hopper_sms()
+        configs = (choose(first, block_m, num_sms), choose(second, block_m, num_sms))
         source += f", pinned to {planned} tokens"
     return plan(block_m, configs, source)
 
 
-def _kind_by_token(config: MoEConfig, weights: ExpertWeights, num_tokens: int, block_m: int) -> str | None:
-    """How tokens are quantized where they stay, "none" for not at all; None where they are moved: a tile does not hold
-    all of them, columns have an order of each expert, or their quantization is more than a part of routing's launch.
+def describe_products(plan: Plan, weights: ExpertWeights) -> list[str]:
+    """The configuration of both products and where it comes from, one line each."""
+    gemm, lines = gemm_of(weights), []
+    for number, (desc, config) in enumerate(zip(plan.products, plan.configs, strict=True), 1):
+        chosen = config or gemm.choose_config(desc, plan.block_m, hopper_sms())
+        lines.append(f"GEMM {number}: {gemm.describe(desc, chosen)}, {plan.source}")
+    return lines
+
+
+def gemm_of(weights: ExpertWeights) -> ModuleType:
+    """The grouped GEMM that reads the weights: a package with ``choose_config``, ``describe`` and so on."""
+    return packed_gemm if in_kernel_layout(weights) else plain_gemm
+
+
+def layer_key(config: MoEConfig, weights: ExpertWeights) -> LayerKey | PackedLayerKey:
+    """The layer as tuning tables know it."""
+    sizes = dict(
+        num_experts=weights.num_experts,
+        top_k=config.top_k,
+        hidden_size=weights.hidden_size,
+        intermediate_size=weights.intermediate_size,
+        projections=config.num_projections,
+    )
+    if in_kernel_layout(weights):
+        operand = kernel_operand(weights.w13)
+        return PackedLayerKey(
+            element=operand.fmt.element,
+            operand=operand.fmt.operand,
+            scale=operand.fmt.scale,
+            group_size=operand.fmt.group_size,
+            has_zero_point=operand.fmt.has_zero_point,
+            scale_dtype="float32" if operand.scale is None else jnp.dtype(operand.scale.dtype).name,
+            **sizes,
+        )
+    kind = row_kind(weights.scheme)
+    if kind is None:
+        raise NotImplementedError(f"there is no kernel for scheme {weights.scheme.name!r} yet")
+    fmt, activations = weights.scheme.weights, weights.scheme.activations
+    requantize = "none"
+    if kind.startswith("e4m3_group"):
+        requantize = "group"
+    elif kind == "e4m3_tensor" and activations is not None and not activations.dynamic:
+        requantize = "tensor"
+    return LayerKey(
+        dtype=jnp.dtype(weights.w13.data.dtype).name,
+        lhs_scale=_LHS_SCALES.get(kind, "row"),
+        rhs_scale="none" if fmt is None else fmt.strategy.value,
+        requantize=requantize,
+        **sizes,
+    )
+
+
+def _products(
+    config: MoEConfig, weights: ExpertWeights, key: LayerKey | PackedLayerKey, num_tokens: int, block_m: int
+) -> tuple[AnyDesc, AnyDesc]:
+    """What both products are asked for a number of tokens in tiles of ``block_m`` rows."""
+    activation = resolve_activation(config)
+    if isinstance(key, LayerKey):
+        bias_dtype = None if weights.w13_bias is None else jnp.dtype(weights.w13_bias.dtype).name
+        return key.products(
+            num_tokens, block_m, activation=activation, bias_dtype=bias_dtype, out_dtype=config.dtype.name
+        )
+    rows = row_capacity(max(num_tokens, 1) * config.top_k, weights.num_experts, block_m)
+    fmt = weights.scheme.activations
+    lhs = "none" if fmt is None or fmt.scale == "e8m0" else "tensor"
+    if fmt is not None and (fmt.scale == "float32" or fmt.global_scale == "token"):
+        lhs = "row"
+    describe = packed_gemm.describe_call
+    return (
+        describe(rows, kernel_operand(weights.w13), config.dtype, lhs, weights.w13_bias, activation),
+        describe(rows, kernel_operand(weights.w2), config.dtype, lhs, weights.w2_bias, None),
+    )
+
+
+def _choose_block_m(config: MoEConfig, weights: ExpertWeights, key: LayerKey | PackedLayerKey, num_tokens: int) -> int:
+    """Rows of a tile: by the expected rows of an expert that is hit at all when routing is uniform."""
+    hit = key.num_experts * (1 - (1 - min(key.top_k / key.num_experts, 1.0)) ** max(num_tokens, 1))
+    rows = num_tokens * key.top_k / hit
+    if isinstance(key, LayerKey):
+        may_swap = key.may_swap and (key.requantize == "none" or config.dtype.name != "float16")
+        return plain_gemm.choose_block_m(rows, may_swap=may_swap, may_be_large_m=key.may_be_large_m)
+    # Fewer rows where no kernel takes so many.
+    heights, wanted = packed_gemm.BLOCK_MS, packed_gemm.choose_block_m(rows)
+    for block_m in reversed([height for height in heights if height <= wanted]):
+        descs = _products(config, weights, key, num_tokens, block_m)
+        if all(key.candidates(desc, block_m, 1) for desc in descs):
+            return block_m
+    return heights[0]
+
+
+def _unpermuted_kind(config: MoEConfig, weights: ExpertWeights, num_tokens: int, block_m: int) -> str | None:
+    """How tokens are quantized where they stay, "none" for not at all.
+
+    None where they are moved: a tile does not hold all of them, columns have an order of each expert, or their
+    quantization is more than a part of routing's launch.
     """
     if weights.w13.g_idx is not None or num_tokens < 1 or unpermuted_rows_error(num_tokens, block_m):
         return None
     activations = weights.scheme.activations
     if activations is None:
         return "none"
-    if is_packed(weights.w13):
-        kind = _packed_experts.row_quantization(weights)
-    else:
-        kind = row_kind(weights.scheme) or "none"
+    kind = kind_of_tokens(weights)
     if kind == "none" or (kind == "e4m3_tensor" and activations.dynamic):
         return None
     rows = PermuteDesc(num_tokens, weights.hidden_size, 0, num_tokens, config.dtype.name, kind)
     return kind if num_tokens <= fused_tokens(config.num_experts) and quantizes_beside(rows) else None
 
 
-def _fitting(key: Any, desc: Any, config: Any) -> Any:
+def _fitting(key: LayerKey | PackedLayerKey, desc: AnyDesc, config: AnyConfig) -> AnyConfig | str:
     """``config`` with as many of its stages as fit ``desc``, or why it cannot run it. Measured layers have no biases,
     which take shared memory from the ring; the bits do not depend on its length.
     """
@@ -138,55 +229,3 @@ def _fitting(key: Any, desc: Any, config: Any) -> Any:
 
 def _in_words(entry: Entry) -> str:
     return f"measured for {entry.tokens} tokens" + ("" if entry.source is None else f" {entry.source}")
-
-
-def row_kind(scheme: Scheme) -> str | None:
-    """The kind of ``quantize_and_permute`` for a scheme's activations; None where no kernel fits the scheme."""
-    weights, activations = scheme.weights, scheme.activations
-    if weights is None:
-        return "none"
-    if activations is None:
-        return None
-    is_plain = weights.symmetric and weights.packing is None and weights.scale == "float32"
-    if (
-        not is_plain
-        or not activations.symmetric
-        or activations.scale not in ("float32", "ue8m0")
-        or activations.amax_bound is not None
-    ):
-        return None
-    kinds = {
-        ("e4m3", Strategy.TENSOR, "e4m3", Strategy.TENSOR): "e4m3_tensor",
-        ("e4m3", Strategy.TENSOR, "e4m3", Strategy.TOKEN): "e4m3_row",
-        ("e4m3", Strategy.CHANNEL, "e4m3", Strategy.TOKEN): "e4m3_row",
-        ("e4m3", Strategy.BLOCK, "e4m3", Strategy.GROUP): "e4m3_group",
-        ("int8", Strategy.CHANNEL, "int8", Strategy.TOKEN): "int8_row",
-    }
-    kind = kinds.get((weights.element, weights.strategy, activations.element, activations.strategy))
-    if kind == "e4m3_group" and (weights.block_shape, activations.group_size) != ((128, 128), 128):
-        return None
-    return "e4m3_group_ue8m0" if kind == "e4m3_group" and activations.scale == "ue8m0" else kind
-
-
-def layer_key(config: MoEConfig, weights: ExpertWeights) -> LayerKey:
-    """The layer as tuning tables know it."""
-    kind = row_kind(weights.scheme)
-    if kind is None:
-        raise NotImplementedError(f"there is no kernel for scheme {weights.scheme.name!r} yet")
-    fmt, activations = weights.scheme.weights, weights.scheme.activations
-    requantize = "none"
-    if kind.startswith("e4m3_group"):
-        requantize = "group"
-    elif kind == "e4m3_tensor" and not activations.dynamic:
-        requantize = "tensor"
-    return LayerKey(
-        num_experts=weights.num_experts,
-        top_k=config.top_k,
-        hidden_size=weights.hidden_size,
-        intermediate_size=weights.intermediate_size,
-        dtype=jnp.dtype(weights.w13.data.dtype).name,
-        lhs_scale=_LHS_SCALES.get(kind, "row"),
-        rhs_scale="none" if fmt is None else fmt.strategy.value,
-        requantize=requantize,
-        projections=config.num_halves,
-    )

@@ -1,4 +1,4 @@
-"""The xla implementation: rows grouped by expert, tile after tile through both products. Any platform, fast on a CPU.
+"""The xla backend: rows grouped by expert, tile after tile through both products. Any platform, fast on a CPU.
 
     align -> quantize x once per token -> for each tile in use: gather its rows, GEMM 1 + bias, activation, requantize,
     GEMM 2 + bias -> combine over k in float32
@@ -17,10 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, Float, Int
 from moe_jax.activations import apply_activation
+from moe_jax.experts._backend import Backend, Problem
+from moe_jax.experts._gradient import vary_together
 from moe_jax.experts.xla._align import Alignment, align
 from moe_jax.experts.xla._grouped_gemm import (
     Product,
@@ -30,15 +33,47 @@ from moe_jax.experts.xla._grouped_gemm import (
     slice_rows,
     store_rows,
     tile_gemm,
-    vary_together,
 )
 from moe_jax.quantization import ExpertWeights, Scheme, Strategy, dequantize_tensor, fake_quantize
 
 MAX_TILE = 192  # of 64, 128, 192 and 256 the fastest at 512 rows per expert (H=512, I=256, two Zen 5 cores)
 
 
+class Xla(Backend):
+    """Experts in plain JAX, the default everywhere; after the kernels where there are some."""
+
+    name = "xla"
+
+    def is_default(self, platform: str) -> bool:
+        return True
+
+    def refusal(self, problem: Problem) -> str | None:
+        return None
+
+    def describe(self, problem: Problem) -> list[str]:
+        plan = plan_tiles(problem.config, problem.weights.scheme, problem.num_tokens, problem.config.top_k)
+        passes = "two passes over the rows" if plan.has_shared_scale else "one pass over the rows"
+        return [f"tiles of {plan.tile} rows, {passes}", f"products: {plan.product}"]
+
+    def run(
+        self,
+        x: Float[Array, "T H"],
+        topk_weights: Float[Array, "T top_k"],
+        topk_ids: Int[Array, "T top_k"],
+        weights: ExpertWeights,
+        config: MoEConfig,
+        out_dtype: DTypeLike = jnp.float32,
+    ) -> Float[Array, "T H"]:
+        x, topk_weights, topk_ids, weights = vary_together((x, topk_weights, topk_ids, weights))
+        plan = plan_tiles(config, weights.scheme, *topk_ids.shape)
+        alignment = align(topk_ids, weights.num_experts, plan.tile)
+        rows = _expert_rows(plan, x, weights, alignment)
+        y = jnp.sum(_rows_of_tokens(rows, alignment) * topk_weights[..., None], axis=1)
+        return y.astype(out_dtype)
+
+
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """What is static about one call. tile: rows of a tile. product: of both GEMMs."""
 
     config: MoEConfig
@@ -53,11 +88,11 @@ class Plan:
         return fmt is not None and fmt.dynamic and fmt.strategy is Strategy.TENSOR
 
 
-def make_plan(config: MoEConfig, scheme: Scheme, num_tokens: int, top_k: int, num_experts: int) -> Plan:
-    return Plan(
+def plan_tiles(config: MoEConfig, scheme: Scheme, num_tokens: int, top_k: int) -> TilePlan:
+    return TilePlan(
         config,
         scheme,
-        choose_tile(config.planned_tokens(num_tokens), top_k, num_experts),
+        choose_tile(config.planned_tokens(num_tokens), top_k, config.num_experts),
         plan_product(scheme.weights, scheme.activations, config.dtype),
     )
 
@@ -71,25 +106,9 @@ def choose_tile(num_tokens: int, top_k: int, num_experts: int) -> int:
     return max(1, min(-(-rows // 8) * 8, MAX_TILE, num_tokens))
 
 
-def run(
-    x: Float[Array, "T H"],
-    topk_weights: Float[Array, "T top_k"],
-    topk_ids: Int[Array, "T top_k"],
-    weights: ExpertWeights,
-    config: MoEConfig,
-) -> Float[Array, "T H"]:
-    """Routed output in float32, before any rounding. Arguments as ``Implementation.run`` states them."""
-    x, topk_weights, topk_ids, weights = vary_together((x, topk_weights, topk_ids, weights))
-    num_tokens, top_k = topk_ids.shape
-    plan = make_plan(config, weights.scheme, num_tokens, top_k, config.num_experts)
-    alignment = align(topk_ids, weights.num_experts, plan.tile)
-    rows = _expert_rows(plan, x, weights, alignment)
-    return jnp.sum(_rows_of_tokens(rows, alignment) * topk_weights[..., None], axis=1)
-
-
 # Compiled by itself outside ``jax.jit``, where the loop would otherwise be compiled anew by every call and kept.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _forward(plan: Plan, x: Array, weights: ExpertWeights, alignment: Alignment) -> Array:
+def _forward(plan: TilePlan, x: Array, weights: ExpertWeights, alignment: Alignment) -> Array:
     """Both products for every grouped row: x (T, H) -> (Mp, H) float32. Gaps hold anything finite inputs can give."""
     stacked = _without_input_scales(weights)
     fmt = plan.scheme.activations

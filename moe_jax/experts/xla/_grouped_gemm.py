@@ -2,7 +2,7 @@
 
 The pieces are ``plan_product`` (how one product of a format is computed), ``quantize_rows`` (the left operand, once per
 token), ``tile_gemm`` (one tile against one expert) and ``for_each_tile`` (the loop). Which products make up a layer,
-and the layer's gradient, is the business of _experts_xla.py.
+and the layer's gradient, is the business of ``_experts``.
 """
 
 import dataclasses
@@ -172,18 +172,3 @@ def slice_rows(values: jax.Array, start: jax.Array, size: int) -> jax.Array:
 
 def store_rows(values: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(values, rows, start, 0, allow_negative_indices=False)
-
-
-def vary_together(tree: Any) -> Any:
-    """Inside ``jax.shard_map``, let all leaves vary over the mesh axes over which any of them does; else the identity.
-
-    A loop's carry must vary as its body's result does, and a cotangent as its primal. One cast up front settles both;
-    its transpose is the sum over the mesh.
-    """
-    axes = frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)))
-
-    def cast(leaf):
-        missing = axes - jax.typeof(leaf).manual_axis_type.varying
-        return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
-
-    return jax.tree.map(cast, tree) if axes else tree

@@ -152,7 +152,7 @@ def _quantize_into(leaves, halves, w2, expert, method, config):
 
 
 def _is_traceable(method: MoEMethod, config: MoEConfig) -> bool:
-    halves, inner, hidden = config.num_halves, config.intermediate_size, config.hidden_size
+    halves, inner, hidden = config.num_projections, config.intermediate_size, config.hidden_size
     w13 = jax.ShapeDtypeStruct((1, halves, inner, hidden), jnp.float32)
     w2 = jax.ShapeDtypeStruct((1, hidden, inner), jnp.float32)
     try:

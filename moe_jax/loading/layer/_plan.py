@@ -211,7 +211,7 @@ def disk_shape(tensor: ExpertTensor, spec: LeafSpec, config: MoEConfig) -> tuple
     """Shape of a tensor stored as (out, in), with the expert axis in front when it holds all experts."""
     experts, rows, *rest = spec.shape
     if tensor.leaf.startswith("w13"):
-        rows = rows // config.num_halves * len(tensor.shards)
+        rows = rows // config.num_projections * len(tensor.shards)
     return (*((experts,) if tensor.expert is None else ()), rows, *rest)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._arguments import check_not_traced
-from moe_jax.experts.hopper._kernel_layout import unpack_experts
+from moe_jax.experts._choice import plain_layout
 from moe_jax.quantization import ExpertWeights, method_for
 
 
@@ -22,7 +22,7 @@ def logical_weights(module: Any) -> ExpertWeights:
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights)):
         raise ValueError(f"{module!r} has no weights yet; load them first")
     if module.placement is None:
-        return jax.tree.map(np.asarray, unpack_experts(weights))
+        return jax.tree.map(np.asarray, plain_layout(weights))
     first_slot = np.asarray(module.placement.get_value().logical_to_physical)[:, 0]
 
     def take(leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> np.ndarray:

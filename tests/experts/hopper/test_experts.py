@@ -1,4 +1,4 @@
-"""The mosaic implementation: its plumbing on kernel references anywhere, its lowering for CUDA, its values on a GPU."""
+"""The hopper backend: its plumbing on kernel references anywhere, its lowering for CUDA, its values on a GPU."""
 
 import dataclasses
 
@@ -10,9 +10,12 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.experts import explain
-from moe_jax.experts.hopper import _experts as _experts_mosaic
-from moe_jax.experts.hopper import _plan as _mosaic_plan
-from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
+from moe_jax.experts._choice import BACKENDS
+from moe_jax.experts.hopper import _experts as hopper_experts
+from moe_jax.experts.hopper import _hopper as hopper_backend
+from moe_jax.experts.hopper import _plan as hopper_plan
+from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout
+from moe_jax.experts.hopper._rows import row_kind
 from moe_jax.quantization import Scheme, method_for
 from moe_jax.routing import route
 from pallas_kernels.grouped_gemm import GemmConfig
@@ -41,9 +44,9 @@ def test_plumbing_on_kernel_references(scheme, inner, has_bias, quick_compilatio
     p = jax.nn.softmax(z)[:, :K]
     weights, config = layer.weights.get_value(), layer.config
     if scheme.startswith("fp8_block"):
-        first = _mosaic_plan.make_plan(config, weights, 37, "reference").products[0]
+        first = hopper_plan.make_plan(config, weights, 37, "reference").products[0]
         assert first.requantize == ("none" if inner == I else "group")
-    run = jax.jit(lambda x, p, ids, w: _experts_mosaic.forward(config, x, p, ids, w, kernels="reference"))
+    run = jax.jit(lambda x, p, ids, w: hopper_experts.forward(config, x, p, ids, w, kernels="reference"))
     actual = run(x, jnp.where(ids >= 0, p, 0.0), jnp.asarray(ids), weights)
     np.testing.assert_array_equal(actual[3], 0.0)
     assert_layer_close(actual, x, p, ids, weights, config)
@@ -74,7 +77,7 @@ def test_whole_layer_on_kernel_references(router, quick_compilation):
     weights, config, params = layer.weights.get_value(), layer.config, layer._routing_params()
     routed = route(z, config, params=params, token_mask=mask)
     run = jax.jit(
-        lambda *arguments: _experts_mosaic.forward_layer(config, *arguments, kernels="reference"),
+        lambda *arguments: hopper_experts.forward_layer(config, *arguments, kernels="reference"),
     )
     actual, ids, load = run(x, z, weights, params, mask, shared)
     assert actual.dtype == x.dtype
@@ -100,7 +103,7 @@ def test_whole_layer_on_kernel_references(router, quick_compilation):
 def test_routing_left_to_xla(options, has_mask, reason):
     layer = moe_jax.FusedMoE(E, H, I, **{"top_k": K, "scheme": "fp8_channel", **options})
     weights = layer.weights.get_value()
-    found = _experts_mosaic.why_not_layer(layer.config, weights, None, has_mask)
+    found = BACKENDS["hopper"].routing_refusal(layer.config, weights, None, has_mask=has_mask)
     assert found is None if reason is None else reason in found
     if reason and not has_mask:
         with on_hopper():
@@ -114,7 +117,7 @@ def test_whole_layer_lowers_for_hopper(tokens):
     """Two launches less for few tokens, which are aligned and quantized in that of routing, and one more for their
     hidden rows; the caller's path, not the module's.
     """
-    layer, (x, z) = make_layer("fp8_block", implementation="mosaic"), inputs(tokens)
+    layer, (x, z) = make_layer("fp8_block", implementation="hopper"), inputs(tokens)
     graphdef, state = nnx.split(layer)
     with on_hopper():
         run = jax.jit(lambda state, x, z: nnx.merge(graphdef, state)(x, z))
@@ -128,13 +131,13 @@ def test_equal_layers_of_a_model_are_lowered_once(scheme):
     """Whatever they are called: the kernels of 48 layers lowered one by one would take minutes."""
     configs = [
         moe_jax.MoEConfig(
-            E, K, H, I, scheme=Scheme.parse(scheme), implementation=("mosaic",), dtype="bfloat16", name=name
+            E, K, H, I, scheme=Scheme.parse(scheme), implementation=("hopper",), dtype="bfloat16", name=name
         )
         for name in ("layers.0.mlp", "layers.1.mlp")
     ]
     weights = method_for(configs[0].scheme).abstract_weights(configs[0])
-    if packed_format(configs[0].scheme, "bfloat16") is not None:
-        weights = jax.eval_shape(lambda weights: pack_experts(weights, configs[0]), weights)
+    if kernel_format(configs[0].scheme, "bfloat16") is not None:
+        weights = jax.eval_shape(lambda weights: to_kernel_layout(weights, configs[0]), weights)
 
     def run(configs, weights, x, z):
         for config, own in zip(configs, weights, strict=True):
@@ -152,8 +155,8 @@ def test_equal_layers_of_a_model_are_lowered_once(scheme):
 def test_layers_with_routers_of_their_own_are_traced_once(monkeypatch):
     """XLA runs those, and no cache keeps them."""
     plans = []
-    monkeypatch.setattr(_experts_mosaic, "make_plan", lambda *args: plans.append(args) or _mosaic_plan.make_plan(*args))
-    layer, (x, z) = make_layer("bf16", implementation="mosaic"), inputs(11)
+    monkeypatch.setattr(hopper_experts, "make_plan", lambda *args: plans.append(args) or hopper_plan.make_plan(*args))
+    layer, (x, z) = make_layer("bf16", implementation="hopper"), inputs(11)
 
     def own_router():
         return lambda hidden_states, gating_output, topk, renormalize: jax.lax.top_k(gating_output, topk)
@@ -178,7 +181,7 @@ def test_lowers_for_hopper(scheme, inner, tokens):
     def run(state, x, z):
         layer = nnx.merge(graphdef, state)
         _, ids = jax.lax.top_k(z, K)
-        return _experts_mosaic.run(x, z[:, :K], ids.astype(jnp.int32), layer.weights.get_value(), layer.config)
+        return BACKENDS["hopper"].run(x, z[:, :K], ids.astype(jnp.int32), layer.weights.get_value(), layer.config)
 
     with on_hopper():
         lowered = jax.jit(run).trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
@@ -203,8 +206,8 @@ def test_formats_close_to_those_of_a_kernel(name):
     """Zero points, containers, bounds and blocks that the kernels of plain weights do not know: other kernels take
     them, or xla, and explain says so.
     """
-    config = moe_jax.MoEConfig(E, K, H, I, scheme=FORMATS[name](), dtype="bfloat16", implementation=("mosaic", "xla"))
-    assert config.scheme.name == name and _mosaic_plan.row_kind(config.scheme) is None
+    config = moe_jax.MoEConfig(E, K, H, I, scheme=FORMATS[name](), dtype="bfloat16", implementation=("hopper", "xla"))
+    assert config.scheme.name == name and row_kind(config.scheme) is None
     with on_hopper():
         text = explain(config, method_for(config.scheme).abstract_weights(config), 8, "gpu")
     expected = f"there is no kernel for scheme '{name}' yet" if name == "fp8_block_64x64" else "in layout 'plain'"
@@ -227,23 +230,23 @@ def with_formats(scheme, **changes):
     ],
 )
 def test_explain_says_why_not(options, reason):
-    layer = make_layer(**{"scheme": "fp8_channel", "implementation": ("mosaic", "xla"), **options})
+    layer = make_layer(**{"scheme": "fp8_channel", "implementation": ("hopper", "xla"), **options})
     text = layer.explain(8)
-    assert "mosaic" in text and reason in text and "implementation: xla" in text
+    assert "skipped: hopper" in text and reason in text and "implementation: xla" in text
 
 
 def test_explain_names_the_kernels_and_their_limits():
     with on_hopper():
-        layer = make_layer("fp8_block", implementation=("mosaic", "xla"))
+        layer = make_layer("fp8_block", implementation=("hopper", "xla"))
         text = layer.explain(64)
-        assert "implementation: mosaic" in text and "GEMM 1: 32 x 2 x 64 tiles with swap_ab" in text
-        odd = moe_jax.FusedMoE(4, 264, 128, top_k=2, scheme="fp8_block", implementation=("mosaic", "xla"))
+        assert "implementation: hopper" in text and "GEMM 1: 32 x 2 x 64 tiles with swap_ab" in text
+        odd = moe_jax.FusedMoE(4, 264, 128, top_k=2, scheme="fp8_block", implementation=("hopper", "xla"))
         assert "K=264" in odd.explain(64) and "implementation: xla" in odd.explain(64)
 
 
 def test_rows_that_the_row_kernel_refuses_are_quantized_by_xla():
     """gpt-oss' H of 22.5 groups: one launch less, and explain says so."""
-    layer = moe_jax.FusedMoE(4, 2880, 128, top_k=2, scheme="fp8_block", implementation="mosaic", rngs=nnx.Rngs(0))
+    layer = moe_jax.FusedMoE(4, 2880, 128, top_k=2, scheme="fp8_block", implementation="hopper", rngs=nnx.Rngs(0))
     graphdef, state = nnx.split(layer)
     x, z = (jax.ShapeDtypeStruct((9, n), dtype) for n, dtype in ((2880, jnp.bfloat16), (4, jnp.float32)))
     with on_hopper():
@@ -255,15 +258,15 @@ def test_rows_that_the_row_kernel_refuses_are_quantized_by_xla():
 
 def test_measured_configurations_come_first(monkeypatch):
     """Unless the table is of another layer, or its configuration cannot run this one."""
-    layer = make_layer("int8_w8a8", implementation="mosaic")
+    layer = make_layer("int8_w8a8", implementation="hopper")
     config, weights = layer.config, layer.weights.get_value()
     pair = LayerConfig(32, *[GemmConfig(32, 64, 5, swap_ab=True)] * 2)
-    table = Table("NVIDIA H200", (Entry(_mosaic_plan.layer_key(config, weights), 16, pair, 1.0),))
-    monkeypatch.setattr(_mosaic_plan, "table_for", lambda device: table)
+    table = Table("NVIDIA H200", (Entry(hopper_plan.layer_key(config, weights), 16, pair, 1.0),))
+    monkeypatch.setattr(hopper_plan, "table_for", lambda device: table)
     with on_hopper():
         text = layer.explain(9)
         assert text.count("measured for 16 tokens") == 2 and "32 x 2 x 64 tiles with swap_ab, 5 stages" in text
-        assert "by the heuristic" in make_layer("bf16", implementation="mosaic").explain(9)
+        assert "by the heuristic" in make_layer("bf16", implementation="hopper").explain(9)
         x, z = inputs(9)
         lowered = jax.jit(layer).trace(x, z).lower(lowering_platforms=("cuda",)).as_text()
         assert lowered.count("mosaic_gpu_v2") == 6
@@ -271,10 +274,10 @@ def test_measured_configurations_come_first(monkeypatch):
 
 def test_measurements_for_far_more_or_fewer_tokens_are_left_alone(monkeypatch):
     """Tiles chosen for 24 tokens stay nearly empty at two, and at 49 experts may take several."""
-    layer = make_layer("int8_w8a8", implementation="mosaic")
-    key = _mosaic_plan.layer_key(layer.config, layer.weights.get_value())
+    layer = make_layer("int8_w8a8", implementation="hopper")
+    key = hopper_plan.layer_key(layer.config, layer.weights.get_value())
     pair = LayerConfig(32, *[GemmConfig(32, 64, 5, swap_ab=True)] * 2)
-    monkeypatch.setattr(_mosaic_plan, "table_for", lambda device: Table("NVIDIA H200", (Entry(key, 24, pair, 1.0),)))
+    monkeypatch.setattr(hopper_plan, "table_for", lambda device: Table("NVIDIA H200", (Entry(key, 24, pair, 1.0),)))
     with on_hopper():
         for tokens, is_near in ((1, False), (2, False), (3, True), (24, True), (48, True), (49, False)):
             text = layer.explain(tokens)
@@ -290,10 +293,10 @@ def test_measurements_for_far_more_or_fewer_tokens_are_left_alone(monkeypatch):
     ],
 )
 def test_measured_configurations_that_do_not_fit(config, words, monkeypatch):
-    layer = make_layer("int8_w8a8", implementation="mosaic")
-    key = _mosaic_plan.layer_key(layer.config, layer.weights.get_value())
+    layer = make_layer("int8_w8a8", implementation="hopper")
+    key = hopper_plan.layer_key(layer.config, layer.weights.get_value())
     table = Table("NVIDIA H200", (Entry(key, 16, LayerConfig(32, config, config), 1.0),))
-    monkeypatch.setattr(_mosaic_plan, "table_for", lambda device: table)
+    monkeypatch.setattr(hopper_plan, "table_for", lambda device: table)
     with on_hopper():
         assert words in layer.explain(9)
 
@@ -304,14 +307,14 @@ def test_every_shipped_entry_runs_layers_with_biases(bias_dtype):
         config = entry.config
         products = entry.key.products(entry.tokens, config.block_m, bias_dtype=bias_dtype)
         for desc, measured in zip(products, (config.gemm1, config.gemm2), strict=True):
-            found = _mosaic_plan._fitting(entry.key, desc, measured)
+            found = hopper_plan._fitting(entry.key, desc, measured)
             assert not isinstance(found, str), (entry, found)
             assert measured.num_stages - found.num_stages <= (bias_dtype is not None)
 
 
 def test_pinned_configurations_do_not_follow_the_call():
     """All but whether rows are moved, which no bit depends on."""
-    layer = make_layer("fp8_channel", implementation="mosaic", pinned_tokens=64)
+    layer = make_layer("fp8_channel", implementation="hopper", pinned_tokens=64)
     with on_hopper():
         found = [layer.explain(tokens).splitlines() for tokens in (1, 64, 4096)]
     assert [sum("none are moved" in line for line in lines) for lines in found] == [1, 0, 0]
@@ -345,11 +348,11 @@ PINNED = ("bf16", "fp8_channel", "fp8_block", "int8_w8a8", "w4a16_g128", "nvfp4_
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", PINNED)
 def test_pinned_outputs_on_gpu(scheme):
-    pinned_outputs_agree(make_layer(scheme, implementation="mosaic", pinned_tokens=16))
+    pinned_outputs_agree(make_layer(scheme, implementation="hopper", pinned_tokens=16))
 
 
 def test_alone_it_refuses_with_its_reason():
-    layer, (x, z) = make_layer("fp8_channel", implementation="mosaic"), inputs(3)
+    layer, (x, z) = make_layer("fp8_channel", implementation="hopper"), inputs(3)
     with pytest.raises(NotImplementedError, match="Hopper"):
         layer(x, z)
 
@@ -361,14 +364,14 @@ def test_float16_is_requantized_before_it_overflows(scheme):
     weights = method_for(config.scheme).abstract_weights(config)
     for tokens in (1, 3, 40, 700):
         with on_hopper():
-            for kernels in ("mosaic", "reference"):
-                plan = _mosaic_plan.make_plan(config, weights, tokens, kernels)
+            for kernels in ("hopper", "reference"):
+                plan = hopper_plan.make_plan(config, weights, tokens, kernels)
                 assert plan.products[0].requantize != "none" and plan.block_m in (64, 128)
     # Entries of the table are for bfloat16 as well, whose low tiles do not take it then.
     qwen = make_config(scheme, **sizes | dict(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768))
     weights = method_for(qwen.scheme).abstract_weights(qwen)
     with on_hopper():
-        plan = _mosaic_plan.make_plan(qwen, weights, 16)
+        plan = hopper_plan.make_plan(qwen, weights, 16)
     assert plan.products[0].requantize != "none" and "requantized apart" in plan.source
 
 
@@ -378,32 +381,30 @@ def test_static_rows_are_requantized_apart(tokens, quick_compilation):
         "fp8_tensor_static", num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, dtype="bfloat16"
     )
     weights, x = make_stored_weights(config), make_tokens(tokens, config, dtype="bfloat16")
-    assert _mosaic_plan.make_plan(config, weights, tokens, "reference").products[0].requantize == "none"
+    assert hopper_plan.make_plan(config, weights, tokens, "reference").products[0].requantize == "none"
     p, ids = make_routing(tokens, K, E)
-    actual = _experts_mosaic.forward(config, x, jnp.where(ids >= 0, p, 0.0), ids, weights, kernels="reference")
+    actual = hopper_experts.forward(config, x, jnp.where(ids >= 0, p, 0.0), ids, weights, kernels="reference")
     assert_layer_close(actual, x, p, ids, weights, config)
 
 
 def test_a_whole_layer_is_refused_beforehand_or_loudly(monkeypatch):
     """A kernel's reason is asked for before the layer runs; what is raised while it runs reaches the caller."""
-    layer, (x, z) = make_layer("bf16", implementation=("mosaic", "xla")), inputs(3)
+    layer, (x, z) = make_layer("bf16", implementation=("hopper", "xla")), inputs(3)
 
     def refuse(*args, **kwargs):
         raise NotImplementedError("broken")
 
-    monkeypatch.setattr(_experts_mosaic, "_forward_layer", refuse)
-    monkeypatch.setattr(_experts_mosaic, "_call_refusal", lambda *args: None)
+    monkeypatch.setattr(hopper_backend, "_forward_layer", refuse)
+    monkeypatch.setattr(hopper_backend, "_traced_refusal", lambda *args: None)
     with on_hopper(), pytest.raises(NotImplementedError, match="broken"):
         jax.eval_shape(lambda x, z: layer(x, z), x, z)
     monkeypatch.undo()
-    monkeypatch.setattr(_experts_mosaic, "forward_layer", refuse)
-    monkeypatch.setattr(_experts_mosaic, "run_layer", lambda *args: pytest.fail("it was not asked"))
-    _experts_mosaic._call_refusal.cache_clear()
+    monkeypatch.setattr(hopper_backend, "forward_layer", refuse)
+    monkeypatch.setattr(hopper_backend.Hopper, "run_layer", lambda *args: pytest.fail("it was not asked"))
     with on_hopper():
         assert jax.eval_shape(lambda x, z: layer(x, z), x, z).shape == x.shape
-        weights = layer.weights.get_value()
-        assert _experts_mosaic.why_not_call(layer.config, x, z, weights, None, None, None) == "broken"
-    _experts_mosaic._call_refusal.cache_clear()
+        arguments = (x, z, layer.weights.get_value(), None, None, None)
+        assert BACKENDS["hopper"].layer_refusal(layer.config, arguments) == "broken"
 
 
 @pytest.mark.gpu
@@ -411,7 +412,7 @@ def test_a_whole_layer_is_refused_beforehand_or_loudly(monkeypatch):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_values_on_gpu(scheme, tokens):
     """Every row; hostile routing in the second call."""
-    layer = make_layer(scheme, has_bias=True, implementation="mosaic")
+    layer = make_layer(scheme, has_bias=True, implementation="hopper")
     x, z = inputs(tokens, seed=tokens)
     for logits in (z, z.at[:, 3].add(50.0)):
         actual = jax.jit(lambda layer, x, z: layer(x, z))(layer, x, logits)

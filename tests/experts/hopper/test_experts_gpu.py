@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from moe_jax import fused_experts
-from moe_jax.experts.hopper import _plan as _mosaic_plan
-from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
+from moe_jax.experts.hopper import _plan as hopper_plan
+from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout
+from moe_jax.experts.hopper._rows import row_kind
 from moe_jax.quantization import SCHEMES, Scheme
 from tests.support.cases import experts as cases
 from tests.support.oracles.layer_judge import assert_layer_close
@@ -34,7 +35,7 @@ OTHERS = (
 
 def has_kernels(name, dtype="bfloat16"):
     scheme = Scheme.parse(name)
-    return packed_format(scheme, dtype) is not None or _mosaic_plan.row_kind(scheme) is not None
+    return kernel_format(scheme, dtype) is not None or row_kind(scheme) is not None
 
 
 WITH_KERNELS = tuple(name for name in (*SCHEMES, *OTHERS) if has_kernels(name))
@@ -55,11 +56,11 @@ def sizes_of(scheme):
 def layer(scheme, dtype="bfloat16", **options):
     """(config, weights, weights as the kernels read them)."""
     stored = "float32" if Scheme.parse(scheme).is_quantized else dtype
-    options = sizes_of(scheme) | dict(param_dtype=stored, implementation=("mosaic",)) | options
+    options = sizes_of(scheme) | dict(param_dtype=stored, implementation=("hopper",)) | options
     config = cases.make_config(scheme, dtype=dtype, **options)
     weights = cases.make_stored_weights(config)
-    is_packed = packed_format(config.scheme, config.dtype) is not None
-    return config, weights, pack_experts(weights, config) if is_packed else weights
+    is_packed = kernel_format(config.scheme, config.dtype) is not None
+    return config, weights, to_kernel_layout(weights, config) if is_packed else weights
 
 
 def hostile_routings(tokens, config):
@@ -113,7 +114,7 @@ def test_rows_requantized_apart_or_not(scheme, apart, tokens):
     sizes = dict(hidden_size=640, intermediate_size=1152, num_experts=12, top_k=4)
     check(scheme, tokens, has_bias=tokens == 60, **sizes)
     config, _, packed = layer(scheme, has_bias=tokens == 60, **sizes)
-    plan = _mosaic_plan.make_plan(config, packed, tokens)
+    plan = hopper_plan.make_plan(config, packed, tokens)
     assert (plan.products[0].requantize == "none") == (plan.block_m not in (64, 128)) == (tokens in apart)
 
 

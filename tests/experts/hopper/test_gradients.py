@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import moe_jax
-from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
+from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout
 from tests.support.cases.hopper_layers import K, inputs, make_layer, on_hopper
 
 
@@ -25,10 +25,10 @@ def same_gradients(found, expected):
 )
 def test_gradients_are_those_of_the_next_implementation(scheme):
     """In every order of jit and grad, over a batch, with routing in the kernel and before it; no kernel is left."""
-    layer = make_layer(scheme, implementation=("mosaic", "xla"))
+    layer = make_layer(scheme, implementation=("hopper", "xla"))
     plain, (x, z) = make_layer(scheme, implementation="xla"), inputs(3)
-    if packed_format(layer.config.scheme, layer.config.dtype) is not None:
-        layer.weights.set_value(pack_experts(layer.weights.get_value(), layer.config))
+    if kernel_format(layer.config.scheme, layer.config.dtype) is not None:
+        layer.weights.set_value(to_kernel_layout(layer.weights.get_value(), layer.config))
     ids = jax.lax.top_k(z, K)[1].astype(jnp.int32)
 
     def whole(layer, x, z):
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_the_next_implementation(scheme):
 @pytest.mark.parametrize("tokens", [3, 700])
 def test_gradients_on_a_gpu(tokens):
     (x, z), layers = inputs(tokens), [make_layer("fp8_block", implementation=i) for i in (None, "xla")]
-    assert "implementation: mosaic" in layers[0].explain(tokens)
+    assert "implementation: hopper" in layers[0].explain(tokens)
     mine, plain = (lambda x, z, l=l: (l(x, z).astype(jnp.float32) ** 2).sum() for l in layers)  # noqa: E741
     expected = jax.jit(jax.grad(plain, (0, 1)))(x, z)
     for gradient in (jax.jit(jax.grad(mine, (0, 1))), jax.grad(jax.jit(mine), (0, 1))):
@@ -72,7 +72,7 @@ def test_gradients_on_a_gpu(tokens):
 
 
 def test_gradients_are_refused_where_no_other_implementation_may_run():
-    layer, (x, z) = make_layer("bf16", implementation="mosaic"), inputs(3)
+    layer, (x, z) = make_layer("bf16", implementation="hopper"), inputs(3)
     for wrap in (lambda f: f, jax.jit):
-        with on_hopper(), pytest.raises(NotImplementedError, match="mosaic: has no gradient.*others are 'xla'"):
+        with on_hopper(), pytest.raises(NotImplementedError, match="hopper: has no gradient.*others are 'xla'"):
             jax.grad(wrap(lambda x: layer(x, z).sum()))(x)

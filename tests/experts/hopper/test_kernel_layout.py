@@ -11,9 +11,16 @@ import pytest
 
 import moe_jax
 from moe_jax.experts import explain, fused_experts
-from moe_jax.experts._backend import in_best_layout
-from moe_jax.experts.hopper import _experts as _experts_mosaic
-from moe_jax.experts.hopper._kernel_layout import is_packed, pack_experts, packed_format, unpack_experts
+from moe_jax.experts._choice import in_best_layout
+from moe_jax.experts.hopper import Hopper
+from moe_jax.experts.hopper import _experts as hopper_experts
+from moe_jax.experts.hopper._kernel_layout import (
+    in_kernel_layout,
+    is_kernel_layout,
+    kernel_format,
+    to_kernel_layout,
+    to_plain_layout,
+)
 from moe_jax.quantization import SCHEMES, Scheme, method_for
 from tests.support.cases.hopper_layers import on_hopper
 
@@ -30,7 +37,7 @@ PACKED = (
 )
 
 
-def make_weights(name, implementation=("mosaic", "xla"), **options):
+def make_weights(name, implementation=("hopper", "xla"), **options):
     config = moe_jax.MoEConfig(
         E, K, H, I, scheme=Scheme.parse(name), dtype="bfloat16", implementation=implementation, **options
     )
@@ -38,11 +45,11 @@ def make_weights(name, implementation=("mosaic", "xla"), **options):
     if config.scheme.is_quantized and config.scheme.weights.actorder:  # comes from calibration
         return config, method.abstract_weights(config)
     k13, k2, kb = jax.random.split(jax.random.key(0), 3)
-    w13 = np.asarray(jax.random.normal(k13, (E, config.num_halves, I, H))) * np.float32(H**-0.5)
+    w13 = np.asarray(jax.random.normal(k13, (E, config.num_projections, I, H))) * np.float32(H**-0.5)
     w2 = np.asarray(jax.random.normal(k2, (E, H, I))) * np.float32(I**-0.5)
     biases = None
     if config.has_bias:
-        biases = (jax.random.normal(kb, (E, config.num_halves, I), jnp.bfloat16), jnp.ones((E, H), jnp.bfloat16))
+        biases = (jax.random.normal(kb, (E, config.num_projections, I), jnp.bfloat16), jnp.ones((E, H), jnp.bfloat16))
     leaves = method.quantize_leaves(w13, w2, biases, config)
     return config, method.process_weights_after_loading(leaves, config)
 
@@ -59,14 +66,14 @@ OPERANDS = {
 
 
 def test_which_schemes_are_packed():
-    found = {name for name, scheme in SCHEMES.items() if packed_format(scheme, "bfloat16")}
+    found = {name for name, scheme in SCHEMES.items() if kernel_format(scheme, "bfloat16")}
     assert found == {*PACKED, "nvfp4", "nvfp4_modelopt"}
-    in_float16 = {name for name, scheme in SCHEMES.items() if packed_format(scheme, "float16")}
+    in_float16 = {name for name, scheme in SCHEMES.items() if kernel_format(scheme, "float16")}
     assert in_float16 == found - {name for name in found if "fp4_a16" in name or name == "mxfp8_a16"}
     ordered, by_position = (Scheme.parse(f"w4a16_g128{order}") for order in ("_actorder", ""))
-    assert packed_format(ordered, "bfloat16") == packed_format(by_position, "bfloat16")
-    assert packed_format(SCHEMES["w4a16_g128"], "float32") is None
-    operands = {name: packed_format(Scheme.parse(name), "bfloat16").operand for name in OPERANDS}
+    assert kernel_format(ordered, "bfloat16") == kernel_format(by_position, "bfloat16")
+    assert kernel_format(SCHEMES["w4a16_g128"], "float32") is None
+    operands = {name: kernel_format(Scheme.parse(name), "bfloat16").operand for name in OPERANDS}
     assert operands == OPERANDS
 
 
@@ -78,10 +85,10 @@ QUICK = {"w4a16_g32_asym", "int8_w8a16", "fp8_block_a16", "mxfp4", "w4a8_int8_ch
 @pytest.mark.sample(5)
 def test_packing_is_exact_and_undone(name):
     config, weights = make_weights(name)
-    packed = pack_experts(weights, config)
-    assert is_packed(packed.w13) and pack_experts(packed, config) is packed
+    packed = to_kernel_layout(weights, config)
+    assert in_kernel_layout(packed) and to_kernel_layout(packed, config) is packed
     assert (packed.num_experts, packed.hidden_size, packed.intermediate_size) == (E, H, I) and packed.is_gated
-    back = unpack_experts(packed)
+    back = to_plain_layout(packed)
     assert jax.tree.structure(back) == jax.tree.structure(weights)
     for leaf, expected in zip(jax.tree.leaves(back), jax.tree.leaves(weights), strict=True):
         assert leaf.dtype == expected.dtype
@@ -93,9 +100,9 @@ def test_layout_does_not_depend_on_values():
     config, weights = make_weights("w4a16_g32")
     rounded = dataclasses.replace(weights.w13, scale=weights.w13.scale.astype(jnp.bfloat16).astype(jnp.float32))
     assert not bool((rounded.scale == weights.w13.scale).all())
-    expected = jax.eval_shape(lambda w: pack_experts(w, config), weights)
+    expected = jax.eval_shape(lambda w: to_kernel_layout(w, config), weights)
     for some in (weights, dataclasses.replace(weights, w13=rounded)):
-        packed = pack_experts(some, config)
+        packed = to_kernel_layout(some, config)
         assert jax.tree.structure(packed) == jax.tree.structure(expected)
         for leaf, abstract in zip(jax.tree.leaves(packed), jax.tree.leaves(expected), strict=True):
             assert (leaf.shape, leaf.dtype) == (abstract.shape, abstract.dtype)
@@ -118,7 +125,7 @@ def test_group_scales_stay_in_the_dtype_of_the_scheme(name, stored, held):
         dataclasses.replace(plain, weights=dataclasses.replace(plain.weights, group_scale_dtype=stored))
     )
     assert scheme == plain and scheme.weights.group_scale_dtype == stored
-    config = moe_jax.MoEConfig(E, K, H, I, scheme=scheme, dtype="bfloat16", implementation=("mosaic", "xla"))
+    config = moe_jax.MoEConfig(E, K, H, I, scheme=scheme, dtype="bfloat16", implementation=("hopper", "xla"))
     method = method_for(scheme)
     rng = np.random.default_rng(0)
     w13, w2 = (rng.standard_normal(s).astype(np.float32) for s in ((E, 2, I, H), (E, H, I)))
@@ -129,9 +136,9 @@ def test_group_scales_stay_in_the_dtype_of_the_scheme(name, stored, held):
     for n in ("w13_weight_scale", "w2_weight_scale"):
         leaves[n] = leaves[n].astype(stored).astype(np.float32)
     weights = method.process_weights_after_loading(leaves, config)
-    packed = pack_experts(weights, config)
+    packed = to_kernel_layout(weights, config)
     assert packed.w13.scale.dtype == packed.w2.scale.dtype == held
-    for leaf, expected in zip(jax.tree.leaves(unpack_experts(packed)), jax.tree.leaves(weights), strict=True):
+    for leaf, expected in zip(jax.tree.leaves(to_plain_layout(packed)), jax.tree.leaves(weights), strict=True):
         assert leaf.dtype == expected.dtype
         np.testing.assert_array_equal(leaf, expected)
 
@@ -144,13 +151,13 @@ TOLERANCE = {"w4a8_int8": 0.03, "mxfp8": 0.09, "nvfp4_dynamic": 0.25}
 @pytest.mark.sample(4)
 def test_layer_on_kernel_references(name):
     config, weights = make_weights(name, has_bias=True)
-    packed = pack_experts(weights, config)
+    packed = to_kernel_layout(weights, config)
     x = jax.random.normal(jax.random.key(1), (21, H), jnp.bfloat16)
     p, ids = jax.lax.top_k(jax.nn.softmax(jax.random.normal(jax.random.key(2), (21, E))), K)
     ids = ids.astype(jnp.int32).at[3].set(-1)
     p = jnp.where(ids < 0, 0.0, p)
     expected = np.asarray(fused_experts(x, p, ids, weights, config), np.float64)
-    run = jax.jit(lambda x, p, ids, w: _experts_mosaic.forward(config, x, p, ids, w, kernels="reference"))
+    run = jax.jit(lambda x, p, ids, w: hopper_experts.forward(config, x, p, ids, w, kernels="reference"))
     actual = np.asarray(run(x, p, ids, packed), np.float64)
     np.testing.assert_array_equal(actual[3], 0.0)
     keep = np.arange(21) != 3
@@ -161,29 +168,29 @@ def test_layer_on_kernel_references(name):
 
 def test_other_implementations_unpack():
     config, weights = make_weights("mxfp4_a16", implementation=("xla",))
-    packed = pack_experts(weights, config)
+    packed = to_kernel_layout(weights, config)
     x = jax.random.normal(jax.random.key(1), (5, H), jnp.bfloat16)
     p, ids = jnp.ones((5, K), jnp.float32), jnp.zeros((5, K), jnp.int32).at[:, 1].set(2)
     np.testing.assert_array_equal(fused_experts(x, p, ids, packed, config), fused_experts(x, p, ids, weights, config))
-    assert "packed weights unpacked in every call" in explain(config, packed, 5, platform="cpu")
+    assert "kernel layout of the weights undone in every call" in explain(config, packed, 5, platform="cpu")
 
 
 @pytest.mark.parametrize("name", ["w4a8_int8", "nvfp4_dynamic", "w4a16_g64_actorder"])
 @pytest.mark.sample(3)
 def test_lowers_for_hopper_and_says_how(name):
     config, weights = make_weights(name)
-    packed = jax.eval_shape(lambda w: pack_experts(w, config), weights)
+    packed = jax.eval_shape(lambda w: to_kernel_layout(w, config), weights)
     x = jax.ShapeDtypeStruct((7, H), jnp.bfloat16)
     slots = [jax.ShapeDtypeStruct((7, K), dtype) for dtype in (jnp.float32, jnp.int32)]
     with on_hopper():
-        call = jax.jit(lambda x, p, ids, w: _experts_mosaic.run(x, p, ids, w, config)).trace(x, *slots, packed)
+        call = jax.jit(lambda x, p, ids, w: Hopper().run(x, p, ids, w, config)).trace(x, *slots, packed)
         text = explain(config, packed, 7, platform="gpu")
         plain = explain(config, weights, 7, platform="gpu")
     # align, permute, two products, combine; for W4A8 also the requantization between the products. NVFP4 rows of
     # 160 columns are too short for the row kernel: XLA rounds and moves them.
     kernels = {"w4a8_int8": 6, "nvfp4_dynamic": 4}.get(name, 5)
     assert call.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == kernels
-    assert "implementation: mosaic" in text and "weights unpacked to" in text
+    assert "implementation: hopper" in text and "weights unpacked to" in text
     assert ("rounded to their format's grid" in text) == (name == "nvfp4_dynamic")
     assert ("act-order: columns of each row gathered" in text) == (name == "w4a16_g64_actorder")
     assert "are in layout 'plain'" in plain and "implementation: xla" in plain
@@ -193,7 +200,7 @@ def test_lowers_for_hopper_and_says_how(name):
 def test_few_rows_an_expert_have_tiles_of_eight(name):
     """Layers that no table has: the heuristic's height, not a taller one, whatever the format."""
     config, weights = make_weights(name, has_bias=True)
-    packed = jax.eval_shape(lambda w: pack_experts(w, config), weights)
+    packed = jax.eval_shape(lambda w: to_kernel_layout(w, config), weights)
     with on_hopper():
         for tokens, height in ((1, 8), (6, 8), (13, 16)):
             text = explain(config, packed, tokens, platform="gpu")
@@ -205,7 +212,7 @@ def test_the_best_layout_depends_on_the_device_and_the_layer(monkeypatch):
     assert in_best_layout(config, weights) is weights  # on a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with on_hopper():
-        assert is_packed(in_best_layout(config, weights).w2)
+        assert is_kernel_layout(in_best_layout(config, weights).w2.layout)
         assert in_best_layout(dataclasses.replace(config, implementation=("xla",)), weights) is weights
         exact = dataclasses.replace(config, activation="gelu")
         assert in_best_layout(exact, weights) is weights  # no kernel has the error function
@@ -215,7 +222,7 @@ def test_the_best_layout_depends_on_the_device_and_the_layer(monkeypatch):
 
 def test_pinned_configurations_do_not_follow_the_call():
     config, weights = make_weights("w4a16_g64", pinned_tokens=64)
-    packed = jax.eval_shape(lambda w: pack_experts(w, config), weights)
+    packed = jax.eval_shape(lambda w: to_kernel_layout(w, config), weights)
     with on_hopper():
         plans = {
             tuple(line for line in explain(config, packed, tokens, "gpu").splitlines() if "GEMM" in line[:8])

@@ -13,15 +13,15 @@ import pytest
 
 from moe_jax import fused_moe
 from moe_jax.experts import explain
-from moe_jax.experts.hopper import _experts as _experts_mosaic
-from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format, unpack_experts
+from moe_jax.experts.hopper import _experts as hopper_experts
+from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout, to_plain_layout
 from moe_jax.quantization import SCHEMES, QuantFormat, Scheme, Strategy, method_for
 from tests.support.cases import experts as cases
 from tests.support.oracles.layer_judge import assert_layer_close
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-PACKED = [name for name, scheme in SCHEMES.items() if packed_format(scheme, "bfloat16") is not None]
+PACKED = [name for name, scheme in SCHEMES.items() if kernel_format(scheme, "bfloat16") is not None]
 PACKED += ["w4a16_g32_asym_unpacked", "w4a8_int8_g64_packed", "w3a16_channel_asym", "w5a16_g32"]
 PACKED += ["w4a16_g32_asym_actorder", "w4a8_int8_g64_actorder", "w4a8_int8_g64_asym", "w3a8_int8_channel_asym"]
 USUAL = ("nvfp4_modelopt", "w4a16_g32_asym", "w4a8_int8", "w4a16_g32_asym_actorder", "w4a8_int8_g64_actorder")
@@ -43,7 +43,7 @@ def layer(scheme, **options):
     sizes = dict(hidden_size=88, intermediate_size=72)
     config = cases.make_config(scheme, dtype="bfloat16", **sizes, **options)
     weights = cases.make_stored_weights(config)
-    return config, weights, pack_experts(weights, config)
+    return config, weights, to_kernel_layout(weights, config)
 
 
 @pytest.mark.parametrize("scheme", EVERY)
@@ -54,7 +54,7 @@ def test_rows_against_float64(scheme):
     x = cases.make_tokens(23, config, dtype="bfloat16")
     p, ids = cases.make_routing(23)
     is_routed = (ids >= 0) & (ids < cases.E)
-    run = jax.jit(lambda x, p, ids, w: _experts_mosaic.forward(config, x, p, ids, w, kernels="reference"))
+    run = jax.jit(lambda x, p, ids, w: hopper_experts.forward(config, x, p, ids, w, kernels="reference"))
     y = run(x, jnp.where(is_routed, p, 0), jnp.where(is_routed, ids, -1), packed)
     assert_layer_close(y, x, p, ids, weights, config)
 
@@ -76,7 +76,7 @@ def test_routing_in_the_kernels():
     expected, stats = cases.jitted(functools.partial(fused_moe, return_stats=True), xla)(
         x, logits, weights, token_mask=mask
     )
-    run = jax.jit(lambda x, z, w, mask: _experts_mosaic.forward_layer(config, x, z, w, None, mask, kernels="reference"))
+    run = jax.jit(lambda x, z, w, mask: hopper_experts.forward_layer(config, x, z, w, None, mask, kernels="reference"))
     y, ids, load = run(x, logits, packed, mask)
     np.testing.assert_array_equal(ids, stats.topk_ids)
     np.testing.assert_array_equal(load, stats.load)
@@ -103,15 +103,15 @@ def test_what_has_no_packed_layout_is_refused():
     for scheme in ("bf16", "int8_w8a8", "fp8_channel", "fp8_tensor_token", BLOCKS_OF_64):
         config = cases.make_config(scheme, dtype="bfloat16")
         with pytest.raises(
-            NotImplementedError, match=f"scheme '{config.scheme.name}' in bfloat16 has no packed layout"
+            NotImplementedError, match=f"scheme '{config.scheme.name}' in bfloat16 has no kernel layout"
         ):
-            pack_experts(method_for(config.scheme).abstract_weights(config), config)
+            to_kernel_layout(method_for(config.scheme).abstract_weights(config), config)
 
 
 def test_act_order_is_packed_and_undone():
     """Codes under their groups, rows of w13 and its bias in the order of w2's columns; exactly, and back."""
     config, weights, packed = layer("w4a16_g32_asym_actorder", has_bias=True)
-    back = unpack_experts(packed)
+    back = to_plain_layout(packed)
     assert jax.tree.structure(back) == jax.tree.structure(weights)
     jax.tree.map(np.testing.assert_array_equal, back, weights)
     order = np.asarray(packed.w2.g_idx)
@@ -125,5 +125,5 @@ def test_groups_of_other_sizes_are_left_as_they_are():
     g_idx = weights.w2.g_idx.at[1, 5].set((weights.w2.g_idx[1, 5] + 1) % 3)
     uneven = dataclasses.replace(weights, w2=dataclasses.replace(weights.w2, g_idx=g_idx))
     with pytest.raises(NotImplementedError, match="w2.g_idx of expert 1: groups of other sizes than 32"):
-        pack_experts(uneven, config)
-    assert "mosaic: w2.g_idx of expert 1: groups of other sizes" in explain(config, uneven, 8, "gpu")
+        to_kernel_layout(uneven, config)
+    assert "hopper: w2.g_idx of expert 1: groups of other sizes" in explain(config, uneven, 8, "gpu")

@@ -10,7 +10,7 @@ import pytest
 
 import moe_jax
 from moe_jax.benchmarking import MODELS, random_weights
-from moe_jax.experts.hopper import _experts as _experts_mosaic
+from moe_jax.experts.hopper import _experts as hopper_experts
 from moe_jax.quantization import Scheme
 from tests.support.oracles.layer_judge import assert_rounds_alike
 
@@ -62,11 +62,11 @@ def test_tuned_tiles_give_what_others_give(model, scheme, group_scale_dtype):
         parsed = dataclasses.replace(
             parsed, weights=dataclasses.replace(parsed.weights, group_scale_dtype=group_scale_dtype)
         )
-    sizes = dict(scheme=parsed, implementation=("mosaic",))
+    sizes = dict(scheme=parsed, implementation=("hopper",))
     config = moe_jax.MoEConfig(*MODELS[model], **sizes)
     other = moe_jax.MoEConfig(*MODELS[model], pinned_tokens=SAME_BITS.get(scheme, OTHER), **sizes)
     weights = random_weights(config)
-    in_float32 = jax.jit(functools.partial(_experts_mosaic.forward_layer, config, kernels="reference"))
+    in_float32 = jax.jit(functools.partial(hopper_experts.forward_layer, config, kernels="reference"))
     for tokens in TOKENS:
         kx, kz = jax.random.split(jax.random.key(tokens))
         x = jax.random.normal(kx, (tokens, config.hidden_size), jnp.bfloat16)

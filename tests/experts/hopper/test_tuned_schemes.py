@@ -5,8 +5,9 @@ import pytest
 
 import moe_jax
 from moe_jax.benchmarking import MODELS
-from moe_jax.experts.hopper import _plan as _mosaic_plan
-from moe_jax.experts.hopper._kernel_layout import packed_format
+from moe_jax.experts.hopper import _plan as hopper_plan
+from moe_jax.experts.hopper._kernel_layout import kernel_format
+from moe_jax.experts.hopper._rows import row_kind
 from moe_jax.quantization import SCHEMES, Scheme, method_for
 from pallas_kernels.tuning import PACKED_FORMATS, PackedLayerKey, table_for
 
@@ -14,7 +15,7 @@ from pallas_kernels.tuning import PACKED_FORMATS, PackedLayerKey, table_for
 def fits(key, entry, tokens):
     c = entry.config
     pairs = zip(key.products(tokens, c.block_m), (c.gemm1, c.gemm2), strict=True)
-    return not any(isinstance(_mosaic_plan._fitting(key, desc, measured), str) for desc, measured in pairs)
+    return not any(isinstance(hopper_plan._fitting(key, desc, measured), str) for desc, measured in pairs)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -24,11 +25,11 @@ def test_which_named_schemes_run_as_measured(dtype):
     for name in (*SCHEMES, "w4a16_g128_approximate_fp8", "mxfp4_a16_approximate_fp8"):
         scheme = Scheme.parse(name)
         config = moe_jax.MoEConfig(8, 2, 4096, 14336, scheme=scheme, dtype=dtype, param_dtype=dtype)
-        if (fmt := packed_format(scheme, dtype)) is not None:
+        if (fmt := kernel_format(scheme, dtype)) is not None:
             how = (fmt.element, fmt.operand, fmt.scale, fmt.group_size, fmt.has_zero_point)
             key = PackedLayerKey(8, 2, 4096, 14336, *how)
-        elif _mosaic_plan.row_kind(scheme) is not None:
-            key = _mosaic_plan.layer_key(config, method_for(scheme).abstract_weights(config))
+        elif row_kind(scheme) is not None:
+            key = hopper_plan.layer_key(config, method_for(scheme).abstract_weights(config))
         else:
             continue  # microscaling in float16
         entry = table_for("NVIDIA H200").lookup(key, 64)
@@ -70,5 +71,5 @@ def test_a_borrowed_configuration_is_said_to_be_one():
     config = moe_jax.MoEConfig(8, 2, 4096, 14336, scheme=scheme, dtype="bfloat16")
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        plan = _mosaic_plan.make_plan(config, method_for(scheme).abstract_weights(config), 64)
+        plan = hopper_plan.make_plan(config, method_for(scheme).abstract_weights(config), 64)
     assert plan.source == "measured for 64 tokens with times of fp8_channel"

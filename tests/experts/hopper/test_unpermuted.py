@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from moe_jax.experts import explain
-from moe_jax.experts.hopper import _experts as _experts_mosaic
-from moe_jax.experts.hopper import _plan as _mosaic_plan
-from moe_jax.experts.hopper._kernel_layout import pack_experts, packed_format
+from moe_jax.experts.hopper import _experts as hopper_experts
+from moe_jax.experts.hopper import _plan as hopper_plan
+from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout
 from moe_jax.quantization import Scheme, method_for
 from tests.support.cases import experts as cases
 from tests.support.oracles.layer_judge import assert_layer_close
@@ -30,15 +30,22 @@ def layer(scheme, **options):
     sizes = dict(hidden_size=hidden, intermediate_size=64, param_dtype=stored)
     config = cases.make_config(scheme, **({"dtype": "bfloat16"} | sizes | options))
     weights = cases.make_stored_weights(config)
-    is_packed = packed_format(config.scheme, config.dtype) is not None
-    return config, weights, pack_experts(weights, config) if is_packed else weights
+    is_packed = kernel_format(config.scheme, config.dtype) is not None
+    return config, weights, to_kernel_layout(weights, config) if is_packed else weights
 
 
-def compiled(config, arguments, by_token, kernels="reference"):
-    """The layer on kernels by name, once it is sure that its plan is by token, or is not."""
+def plan_of(config, weights, tokens, kernels, unpermuted):
+    """A plan that leaves tokens where they are, or moves them."""
+    plan = hopper_plan.make_plan(config, weights, tokens, kernels, may_stay=unpermuted)
+    assert plan.unpermuted == unpermuted
+    return plan
+
+
+def compiled(config, arguments, unpermuted, kernels="reference"):
+    """The layer on kernels by name."""
     x, *_, weights = arguments
-    assert _mosaic_plan.make_plan(config, weights, len(x), kernels).by_token == by_token
-    call = jax.jit(lambda *arrays: _experts_mosaic.forward(config, *arrays, kernels=kernels))
+    plan = plan_of(config, weights, len(x), kernels, unpermuted)
+    call = jax.jit(lambda *arrays: hopper_experts.forward(config, *arrays, kernels=kernels, plan=plan))
     return call.lower(*arguments).compile()
 
 
@@ -58,17 +65,17 @@ def compiled(config, arguments, by_token, kernels="reference"):
     ],
 )
 @pytest.mark.sample(3)
-def test_bits_are_those_of_moved_rows(scheme, tokens, options, monkeypatch, quick_compilation):
-    check_bits(layer(scheme, **options), tokens, monkeypatch)
+def test_bits_are_those_of_moved_rows(scheme, tokens, options, quick_compilation):
+    check_bits(layer(scheme, **options), tokens)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 5, 8, 16])
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16_g128", "w4a16_g32_asym", "nvfp4_a16", "mxfp4_a16", "w8a16_g64_asym"])
-def test_bits_on_gpu(scheme, tokens, monkeypatch):
+def test_bits_on_gpu(scheme, tokens):
     for inner in (288, 1024):
         found = layer(scheme, hidden_size=544, intermediate_size=inner, has_bias=tokens == 5)
-        check_bits(found, tokens, monkeypatch, "mosaic")
+        check_bits(found, tokens, "hopper")
 
 
 QUANTIZED = ("fp8_channel", "fp8_tensor_static", "int8_w8a8", "fp8_block", "fp8_block_ue8m0", "w4a8_int8", "w4a8_fp8")
@@ -77,18 +84,18 @@ QUANTIZED = ("fp8_channel", "fp8_tensor_static", "int8_w8a8", "fp8_block", "fp8_
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 5, 8, 16])
 @pytest.mark.parametrize("scheme", QUANTIZED)
-def test_quantized_bits_on_gpu(scheme, tokens, monkeypatch):
+def test_quantized_bits_on_gpu(scheme, tokens):
     found = layer(scheme, hidden_size=640, intermediate_size=288, has_bias=tokens == 5)
-    check_bits(found, tokens, monkeypatch, "mosaic")
-    check_bits_from_logits(found, tokens, monkeypatch, "mosaic")
+    check_bits(found, tokens, "hopper")
+    check_bits_from_logits(found, tokens, "hopper")
 
 
 @pytest.mark.parametrize(("scheme", "tokens"), [("int8_w8a8", 5), ("fp8_block", 3)])
-def test_quantized_bits_from_logits(scheme, tokens, monkeypatch, quick_compilation):
-    check_bits_from_logits(layer(scheme), tokens, monkeypatch)
+def test_quantized_bits_from_logits(scheme, tokens, quick_compilation):
+    check_bits_from_logits(layer(scheme), tokens)
 
 
-def check_bits_from_logits(found, tokens, monkeypatch, kernels="reference"):
+def check_bits_from_logits(found, tokens, kernels="reference"):
     """The layer that routes too: logits at random and of one favourite; of the tokens one holds a NaN, one infinities,
     one is zero, and one is masked, whose values are as large as they get.
     """
@@ -100,12 +107,10 @@ def check_bits_from_logits(found, tokens, monkeypatch, kernels="reference"):
     if tokens > 4:
         x, mask[3] = x.at[0, 7].set(jnp.nan).at[1].set(jnp.inf).at[2].set(0).at[3].set(jnp.finfo(x.dtype).max), False
 
-    def run(by_token):
-        call = jax.jit(functools.partial(_experts_mosaic.forward_layer, config, kernels=kernels))
-        with monkeypatch.context() as patched:
-            patched.setattr(_mosaic_plan, "PLACES_BY_TOKEN", by_token)
-            assert _mosaic_plan.make_plan(config, packed, tokens, kernels).by_token == by_token
-            call = call.lower(x, z[0], packed, None, mask).compile()
+    def run(unpermuted):
+        plan = plan_of(config, packed, tokens, kernels, unpermuted)
+        call = jax.jit(functools.partial(hopper_experts.forward_layer, config, kernels=kernels, plan=plan))
+        call = call.lower(x, z[0], packed, None, mask).compile()
         return [[np.asarray(a, np.float64) for a in call(x, logits, packed, None, mask)] for logits in z]
 
     for ours, moved in zip(run(True), run(False), strict=True):
@@ -113,7 +118,7 @@ def check_bits_from_logits(found, tokens, monkeypatch, kernels="reference"):
         assert np.isfinite(ours[0][mask][3:]).all() and not ours[0][~mask].any()
 
 
-def check_bits(found, tokens, monkeypatch, kernels="reference"):
+def check_bits(found, tokens, kernels="reference"):
     config, weights, packed = found
     x = cases.make_tokens(tokens + 2, config, dtype=config.dtype.name)[:tokens]
     p, ids = cases.make_routing(tokens)
@@ -121,16 +126,14 @@ def check_bits(found, tokens, monkeypatch, kernels="reference"):
     p, ids = jnp.where(jnp.isfinite(p), p, 0.5), ids.at[0].set(1)
     x, ids = (x.at[1].set(jnp.inf), ids.at[1].set(-1)) if tokens > 1 else (x, ids)
     in_place = compiled(config, (x, p, ids, packed), True, kernels)
-    with monkeypatch.context() as patched:
-        patched.setattr(_mosaic_plan, "PLACES_BY_TOKEN", False)
-        moved = compiled(config, (x, p, ids, packed), False, kernels)
+    moved = compiled(config, (x, p, ids, packed), False, kernels)
     for slots in (ids, jnp.where(ids >= 0, 2, -1)):
         is_routed = (slots >= 0) & (slots < cases.E)
         arguments = (x, jnp.where(is_routed, p, 0), slots, packed)
         y = np.asarray(in_place(*arguments))
         np.testing.assert_array_equal(y, moved(*arguments))
         keep = np.asarray(is_routed.any(1))
-        assert_layer_close(y[keep], x[keep], p[keep], slots[keep], weights, config, on_gpu=kernels == "mosaic")
+        assert_layer_close(y[keep], x[keep], p[keep], slots[keep], weights, config, on_gpu=kernels == "hopper")
         assert not y[~keep].any()
 
 
@@ -156,8 +159,8 @@ def check_bits(found, tokens, monkeypatch, kernels="reference"):
 )
 def test_which_layers(scheme, tokens, expected):
     config, _, weights = layer(scheme)
-    plan = _mosaic_plan.make_plan(config, weights, tokens, "reference")
-    assert plan.by_token == expected and plan.products[0].unpermuted_rows == (tokens if expected else 0)
+    plan = hopper_plan.make_plan(config, weights, tokens, "reference")
+    assert plan.unpermuted == expected and plan.products[0].unpermuted_rows == (tokens if expected else 0)
     assert not plan.products[1].unpermuted_rows
 
 
@@ -166,8 +169,8 @@ def test_rows_that_no_launch_quantizes():
     for hidden, expected in ((96, False), (128, True), (8192, True), (8320, False)):
         config = cases.make_config("int8_w8a8", dtype="bfloat16", hidden_size=hidden)
         weights = method_for(config.scheme).abstract_weights(config)
-        assert _mosaic_plan.make_plan(config, weights, 3, "reference").by_token == expected
-    assert not _mosaic_plan.make_plan(config, weights, 3, "reference", are_quantized=True).by_token
+        assert hopper_plan.make_plan(config, weights, 3, "reference").unpermuted == expected
+    assert not hopper_plan.make_plan(config, weights, 3, "reference", are_quantized=True).unpermuted
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def test_explain_and_launches(scheme, tokens, launches):
     x, z = (jax.ShapeDtypeStruct((tokens, n), dtype) for n, dtype in ((512, "bfloat16"), (cases.E, "float32")))
     with jax.sharding.use_abstract_mesh(ON_HOPPER):
         text = explain(config, weights, tokens, "gpu")
-        call = jax.jit(lambda *arrays: _experts_mosaic.forward_layer(config, *arrays))
+        call = jax.jit(lambda *arrays: hopper_experts.forward_layer(config, *arrays))
         lowered = call.trace(x, z, weights).lower(lowering_platforms=("cuda",)).as_text()
     quantized = "" if scheme == "bf16" else "tokens are quantized where they are, "
     assert (f"none are moved, {quantized}GEMM 1 takes all tokens" in text) == (tokens != 9)

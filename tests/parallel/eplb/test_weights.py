@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax import Scheme, fused_moe
-from moe_jax.experts.hopper._kernel_layout import is_packed, pack_experts
+from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, to_kernel_layout
 from moe_jax.parallel import Placement, move_experts, place_experts
 from moe_jax.parallel.eplb import _weights as eplb_weights
 from moe_jax.parallel.eplb._weights import exchange_tables, source_slots
@@ -98,8 +98,8 @@ def test_act_order():
 def test_kernel_layouts_move():
     """Blocks that a Hopper kernel reads, with the expert axis in front, are leaves like others."""
     config = cases.make_config("w4a16_g32_asym", dtype="bfloat16")
-    packed = pack_experts(cases.make_weights(config), config)
-    assert is_packed(packed.w13)
+    packed = to_kernel_layout(cases.make_weights(config), config)
+    assert in_kernel_layout(packed)
     old, new = placements()
     moved = move_experts(place_experts(packed, old), old, new)
     assert_same_bits(moved, by_hand(packed, new.physical_to_logical))

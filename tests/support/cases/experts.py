@@ -23,7 +23,7 @@ def make_config(scheme="bf16", *, dtype="float32", **options):
 def make_weights(config, seed=0):
     """Random ``ExpertWeights``: every expert, half and row has a scale of its own, so that no mix-up stays unseen."""
     rng = np.random.default_rng(seed)
-    e, g, i, h = config.num_experts, config.num_halves, config.intermediate_size, config.hidden_size
+    e, g, i, h = config.num_experts, config.num_projections, config.intermediate_size, config.hidden_size
 
     def matrices(shape):
         w = rng.standard_normal(shape) * rng.uniform(0.5, 2.0, (*shape[:-1], 1)) / np.sqrt(shape[-1])

@@ -66,7 +66,7 @@ class Experts:
         if self.config.apply_router_weight_on_input:
             rows = rows * weight[:, None]
         rows = self._on_grid(rows, "input", self.weights.w13.input_scale)
-        sums = np.zeros((self.config.num_halves, len(rows), self.weights.intermediate_size))
+        sums = np.zeros((self.config.num_projections, len(rows), self.weights.intermediate_size))
         for e, own in self._by_expert():
             sums[:, own] = np.moveaxis(self._matrix("w13", e) @ rows[own].T, -1, 1)
         sums = self._off(sums)

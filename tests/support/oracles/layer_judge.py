@@ -174,7 +174,7 @@ class LayerJudge:
         right, config = self.right, self.config
         sums = FP8_SUMS if self.has_fp8_core else XLA_SUMS if self.on_gpu and not self.kernels else SUMS
         off = sums * np.abs(right.sums).max(2, keepdims=True)
-        signs = np.array([(a, b)[: config.num_halves] for a in (-1, 1) for b in (-1, 1)])
+        signs = np.array([(a, b)[: config.num_projections] for a in (-1, 1) for b in (-1, 1)])
         corners = (activation_numpy(right.sums + sign[:, None, None] * off, config) for sign in signs)
         return functools.reduce(np.maximum, (np.abs(corner - right.activated) for corner in corners))
 

@@ -1,25 +1,89 @@
-"""Rows of activations as 16-bit packed products take them: left alone, or rounded to their format's grid.
+"""Rows of activations as the products take them: quantized to 8 bits, rounded to their format's grid, or left alone.
 
-Microscaling formats are rounded by the kernel that moves rows, or in place; other ones, whose codes the product's dtype
-holds, by XLA.
+The kernel that moves rows quantizes them to 8 bits and rounds them to microscaling grids; other codes, which the
+product's 16-bit dtype holds, are XLA's business.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moe_jax._typing import Array
-from moe_jax.quantization import QuantFormat, quantize_activations
+from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand
+from moe_jax.quantization import ExpertWeights, QuantFormat, Scheme, Strategy, quantize_activations
+from pallas_kernels.align import TileMap
 from pallas_kernels.common import microscaling, numerics
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, config_error
+
+
+def row_kind(scheme: Scheme) -> str | None:
+    """The kind of ``quantize_and_permute`` for plain weights of a scheme; None where no kernel fits the scheme."""
+    weights, activations = scheme.weights, scheme.activations
+    if weights is None:
+        return "none"
+    if activations is None:
+        return None
+    is_plain = weights.symmetric and weights.packing is None and weights.scale == "float32"
+    if (
+        not is_plain
+        or not activations.symmetric
+        or activations.scale not in ("float32", "ue8m0")
+        or activations.amax_bound is not None
+    ):
+        return None
+    kinds = {
+        ("e4m3", Strategy.TENSOR, "e4m3", Strategy.TENSOR): "e4m3_tensor",
+        ("e4m3", Strategy.TENSOR, "e4m3", Strategy.TOKEN): "e4m3_row",
+        ("e4m3", Strategy.CHANNEL, "e4m3", Strategy.TOKEN): "e4m3_row",
+        ("e4m3", Strategy.BLOCK, "e4m3", Strategy.GROUP): "e4m3_group",
+        ("int8", Strategy.CHANNEL, "int8", Strategy.TOKEN): "int8_row",
+    }
+    kind = kinds.get((weights.element, weights.strategy, activations.element, activations.strategy))
+    if kind == "e4m3_group" and (weights.block_shape, activations.group_size) != ((128, 128), 128):
+        return None
+    return "e4m3_group_ue8m0" if kind == "e4m3_group" and activations.scale == "ue8m0" else kind
+
+
+def kind_of(weights: ExpertWeights) -> str | None:
+    """The kind of ``quantize_and_permute`` for the rows of both products; None for rows on a grid of 16 bits."""
+    if not in_kernel_layout(weights):
+        return row_kind(weights.scheme)
+    return {"int8": "int8_row", "float8_e4m3fn": "e4m3_row"}.get(kernel_operand(weights.w13).fmt.operand)
+
+
+def kind_of_tokens(weights: ExpertWeights) -> str:
+    """The kind in which tokens are quantized before anybody knows their rows; "none" where that takes the rows."""
+    kind = kind_of(weights) or "none"
+    return "none" if weights.w13.g_idx is not None else kind
+
+
+def tensor_scale(
+    fmt: QuantFormat | None, static: Array | None, values: Array, tiles: TileMap | None, axes: tuple[str, ...]
+) -> Array | None:
+    """The one scale () of per-tensor activations: the checkpoint's, or amax / 448 over the rows in use.
+
+    axes: mesh axes over whose devices the call is spread.
+    """
+    if fmt is None or fmt.strategy is not Strategy.TENSOR:
+        return None
+    if not fmt.dynamic:
+        return static
+    values = numerics.magnitude(values.astype(jnp.float32))
+    if tiles is not None:
+        in_tiles = values.reshape(tiles.tile_rows.size, -1, values.shape[1])
+        rank = jnp.arange(in_tiles.shape[1], dtype=jnp.int32)
+        values = jnp.where((rank < tiles.tile_rows[:, None])[..., None], in_tiles, 0.0)
+    amax = jnp.max(values)
+    amax = jax.lax.pmax(amax, axes) if axes else amax
+    return jnp.maximum(numerics.divide(amax, numerics.E4M3_MAX), np.finfo(np.float32).tiny)
 
 
 def rows_on_grid(
     x: Array,
     fmt: QuantFormat | None,
-    input_scale: Any,
+    input_scale: Array | None,
     operand: str,
     axes: tuple[str, ...],
     *,
@@ -65,7 +129,7 @@ def rounded_by_xla(fmt: QuantFormat, widths: Mapping[str, int], dtype: str) -> l
     ]
 
 
-def _inverse(fmt: QuantFormat, input_scale: Any) -> Array:
+def _inverse(fmt: QuantFormat, input_scale: Array | None) -> Array:
     """The global scale that block scales are multiplied by."""
     stored = jnp.asarray(input_scale, jnp.float32)
     return stored if fmt.global_scale == "divides" else numerics.reciprocal(stored)
