@@ -37,9 +37,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _locks import locked, making
 from _timing import header, time_in_loop
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from moe_layer import locked, making
 
 import moe_jax
 from moe_jax.benchmarking import random_weights
