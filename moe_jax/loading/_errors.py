@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 MAX_JSON_DEPTH = 64
 _SHOWN = 120
@@ -22,7 +22,7 @@ class CheckpointError(ValueError):
         super().__init__(_printable(message))
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """``repr(value)`` for an error message: at most a line's worth of it."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]} ..."
@@ -94,7 +94,7 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
@@ -103,7 +103,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _refuse_constant(text: str) -> Any:
+def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON number")
 
 
@@ -114,7 +114,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _depth_exceeds(value: Any, limit: int) -> bool:
+def _depth_exceeds(value: object, limit: int) -> bool:
     """Level by level, so that a deep value cannot exhaust the stack here."""
     level = [value]
     for _ in range(limit + 1):

@@ -19,9 +19,8 @@ from moe_jax.loading import (
     layer_of,
     packed_pairs,
 )
-from moe_jax.loading.files._pairs import checked_pairs
+from moe_jax.loading.files._arrays import ArraySource, checked_pairs
 from moe_jax.loading.layer._names import is_expert_name
-from moe_jax.models._array_source import ArraySource
 from moe_jax.models._config import ConfigReader, DecoderConfig, MoEBlockConfig
 from moe_jax.models._dense_loader import DenseTensor, dense_names, plan_dense, read_dense, skipped_layers
 from moe_jax.models.families._moe_family import MoEFamily
@@ -105,7 +104,7 @@ def _packed_config(stated: Json | None, names: Iterable[str] | None = None) -> d
 
     names: of tensors that came one by one. They tell whether the sender quantized at all, and for GPTQ and AWQ what.
     """
-    raw = as_packed(ArraySource([], {"quantization_config": stated})).config
+    raw = dict(as_packed(ArraySource([], {"quantization_config": stated})).config)
     if names is None:
         return raw
     if not any(name.endswith(("_scale", "_scale_inv", "_packed")) for name in names):

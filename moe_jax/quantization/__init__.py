@@ -14,7 +14,7 @@ from moe_jax.quantization._numerics import (
 )
 from moe_jax.quantization._scale_checks import check_scale_values, common_input_scale
 from moe_jax.quantization._scale_search import ScaleSearchMoEMethod
-from moe_jax.quantization._schemes import ALIASES, SCHEMES, Scheme, online_scheme, parse_scheme
+from moe_jax.quantization._schemes import ALIASES, SCHEMES, Scheme, SchemeLike, online_scheme, parse_scheme
 from moe_jax.quantization._tensors import ExpertWeights, QuantizedTensor
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "QuantizedTensor",
     "ScaleSearchMoEMethod",
     "Scheme",
+    "SchemeLike",
     "Strategy",
     "check_scale_values",
     "common_input_scale",

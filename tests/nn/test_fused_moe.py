@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import moe_jax
 from moe_jax.layer import QuantizedParam
-from moe_jax.loading.files._pairs import checked_pairs
+from moe_jax.loading.files._arrays import checked_pairs
 from moe_jax.parallel._config import ParallelConfig
 from tests.support.cases.layers import E, H, I, K, call, checkpoint_pairs, inputs, make_layer
 

@@ -10,7 +10,7 @@ import pytest
 
 import moe_jax
 from moe_jax.loading import CheckpointError, ExpertStream, LayerLoader, packed_pairs
-from moe_jax.loading.files._pairs import checked_experts
+from moe_jax.loading.files._arrays import checked_experts
 from moe_jax.loading.layer import _layer_loader as layer_loader
 from moe_jax.quantization import method_for
 from tests.support.checkpoints.expert_tensors import (

@@ -2,13 +2,22 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
+from moe_jax._typing import Json
 from moe_jax.loading._errors import CheckpointError, shorten, shown
 from moe_jax.loading.config._modules import is_normally_plain
-from moe_jax.loading.config._other_rules import ModelOptRules, fbgemm_rules, gpt_oss_rules
-from moe_jax.loading.config._scheme_rules import CompressedTensorsRules, Fp8Rules, Unquantized, supported_schemes
-from moe_jax.loading.files._safetensors import DTYPES
+from moe_jax.loading.config._rules import (
+    CompressedTensorsRules,
+    Fp8Rules,
+    ModelOptRules,
+    Rules,
+    Unquantized,
+    fbgemm_rules,
+    gpt_oss_rules,
+    supported_schemes,
+)
+from moe_jax.loading.files._checkpoint import CheckpointLike
+from moe_jax.loading.files._safetensors import DTYPES, TensorInfo
 from moe_jax.quantization import Packing, QuantFormat, Scheme, Strategy
 
 _COMPRESSED_TENSORS, _FP8, _MODELOPT = "compressed-tensors", "fp8", "modelopt"
@@ -41,7 +50,7 @@ class QuantizationConfig:
     routers, embeddings and the head that are stored in 16 bits are so, even if the config forgets to say it.
     """
 
-    def __init__(self, rules: Any, source: Any, where: str):
+    def __init__(self, rules: Rules, source: CheckpointLike | None, where: str):
         self._rules = rules
         self._source = source
         self._where = where
@@ -50,7 +59,7 @@ class QuantizationConfig:
         self.words_are_dense: bool | None = getattr(rules, "words_are_dense", None)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], source: Any = None) -> "QuantizationConfig":
+    def from_config(cls, config: Json, source: CheckpointLike | None = None) -> "QuantizationConfig":
         """Parse ``quantization_config`` of a config.json.
 
         Args:
@@ -123,7 +132,7 @@ class QuantizationConfig:
             if evidence is not None:
                 raise self._contradiction(module, f"no quantization, since {decision.why}", evidence)
             return None
-        if is_stored_plain:
+        if weight is not None and evidence is None:
             raise self._contradiction(module, f"{scheme.name}, since {decision.why}", weight)
         scheme = self._in_container(module, scheme, scheme.weights, weight)
         if weight is not None and scheme.weights is not None:
@@ -142,7 +151,7 @@ class QuantizationConfig:
             return scheme
         return dataclasses.replace(scheme, weights=dataclasses.replace(fmt, group_scale_dtype=held))
 
-    def _in_container(self, module: str, scheme: Scheme, fmt: QuantFormat, weight: Any) -> Scheme:
+    def _in_container(self, module: str, scheme: Scheme, fmt: QuantFormat, weight: TensorInfo | None) -> Scheme:
         """Integers may be packed in words or not whatever ``format`` says (W4AFP8 was written both ways)."""
         is_packed = self._source is not None and f"{module}.weight_packed" in self._source
         if fmt.element_type.is_float or (weight is None and not is_packed):
@@ -155,7 +164,7 @@ class QuantizationConfig:
         except NotImplementedError as error:
             raise CheckpointError(f"{self._where}: module {shorten(module)}: {error}") from None
 
-    def _stored(self, module: str) -> tuple[Any, Any]:
+    def _stored(self, module: str) -> tuple[TensorInfo | None, TensorInfo | None]:
         """``info`` of the weight and of a tensor that shows that it is quantized; None for what the source lacks."""
         source = self._source
         if source is None:
@@ -171,13 +180,13 @@ class QuantizationConfig:
             return weight, weight
         return weight, None
 
-    def _check_fit(self, module: str, fmt: QuantFormat, weight: Any) -> None:
+    def _check_fit(self, module: str, fmt: QuantFormat, weight: TensorInfo) -> None:
         """The weight's dtype, the name and shape of its scale. What is missing is for loaders to report."""
         if DTYPES.get(weight.dtype) != fmt.element_type.storage:
             raise self._contradiction(module, f"weights of {fmt.element}", weight)
         for suffix in ("weight_scale", "weight_scale_inv"):
             name = f"{module}.{suffix}"
-            if name not in self._source:
+            if self._source is None or name not in self._source:
                 continue
             scale = self._source.info(name)
             if suffix != self._rules.scale_suffix:
@@ -189,7 +198,7 @@ class QuantizationConfig:
                     extent = f"one scale per {fmt.strategy.value} {list(shape)} for weight {list(weight.shape)}"
                     raise self._contradiction(module, extent, scale)
 
-    def _contradiction(self, module: str, expected: str, found: Any) -> CheckpointError:
+    def _contradiction(self, module: str, expected: str, found: TensorInfo) -> CheckpointError:
         return CheckpointError(
             f"{self._where}: module {shorten(module)}: expected {expected}; found {shorten(found.name)} {found.dtype} "
             f"{list(found.shape)}; config.json and the weights do not belong together"

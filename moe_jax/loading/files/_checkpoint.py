@@ -1,11 +1,13 @@
 """``Checkpoint``: a directory with config.json and safetensors files, validated as a whole before anything is read."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from moe_jax._typing import Json
 from moe_jax.loading._errors import CheckpointError, listed, read_json, shorten, shown
 from moe_jax.loading.files._safetensors import SafetensorsFile, TensorInfo
 
@@ -25,6 +27,36 @@ _OTHER_FORMATS = {
     ".h5": f"TensorFlow weights are not supported; {_CONVERT}",
     ".msgpack": f"Flax msgpack weights are not supported; {_CONVERT}",
 }
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """What experts are read from: a ``Checkpoint``, a view of one, or an ``ArraySource``."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def info(self, name: str) -> TensorInfo: ...
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+@runtime_checkable
+class CheckpointLike(TensorSource, Protocol):
+    """A ``TensorSource`` with a config.json."""
+
+    @property
+    def directory(self) -> Path | str: ...
+
+    @property
+    def config_path(self) -> Path | str: ...
+
+    @property
+    def config(self) -> Json: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> np.ndarray: ...
 
 
 class Checkpoint:
@@ -136,7 +168,7 @@ def _not_a_directory(path: Path) -> str:
     return f"{path}: is a file; " + (hint or "pass the directory that holds it and config.json")
 
 
-def _foreign_quantization(directory: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+def _foreign_quantization(directory: Path, config: Json) -> dict[str, Any] | None:
     """What another quantizer's own file stands for, where config.json has no quantization_config.
 
     ModelOpt writes hf_quant_config.json, old GPTQ repositories quantize_config.json; config.json may then say nothing.

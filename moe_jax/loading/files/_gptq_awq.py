@@ -9,13 +9,17 @@ unsigned in both, ``w = scale * (q - zero)``. Conversion is exact, one tensor at
 import copy
 import dataclasses
 import math
-import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import cast, overload
 
 import numpy as np
 
+from moe_jax._typing import AnyArray, Json
 from moe_jax.loading._errors import CheckpointError, shorten, shown
+from moe_jax.loading.files._arrays import ArraySource
+from moe_jax.loading.files._checkpoint import CheckpointLike, TensorSource
+from moe_jax.loading.files._safetensors import TensorInfo
 from pallas_kernels.common import packing
 
 _SOURCES = {
@@ -43,18 +47,22 @@ class _Container:
         return tuple(s for s in _SOURCES if s not in skipped | (set() if self.has_g_idx else {"weight_g_idx"}))
 
 
-def as_packed(checkpoint: Any) -> Any:
+@overload
+def as_packed(checkpoint: CheckpointLike) -> CheckpointLike: ...
+@overload
+def as_packed(checkpoint: TensorSource) -> TensorSource: ...
+def as_packed(checkpoint: TensorSource) -> TensorSource:
     """The checkpoint itself, or for one of GPTQ or AWQ a view of it in the names and layouts of ``pack-quantized``.
 
     Raises CheckpointError for a variant that has no such view, by its name.
     """
     container = _container(getattr(checkpoint, "config", {}).get("quantization_config"), checkpoint)
-    return checkpoint if container is None else PackedView(checkpoint, container)
+    return checkpoint if container is None else PackedView(cast(CheckpointLike, checkpoint), container)
 
 
 def packed_pairs(
-    pairs: Iterable[tuple[str, Any]], quantization_config: Mapping[str, Any] | None
-) -> Iterator[tuple[str, Any]]:
+    pairs: Iterable[tuple[str, AnyArray]], quantization_config: Json | None
+) -> Iterator[tuple[str, AnyArray]]:
     """(name, array) of a GPTQ or AWQ model as ``pack-quantized`` has them, for ``load_weights`` and ``reload_weights``.
 
     A module is converted as soon as its tensors are there; one that stays incomplete yields what it has at the end.
@@ -71,51 +79,27 @@ def packed_pairs(
         yield from pairs
         return
     expected = {"qweight", "scales", "qzeros"} | ({"g_idx"} if container.method == "gptq" else set())
-    modules: dict[str, dict[str, Any]] = {}
+    modules: dict[str, ArraySource] = {}
     for name, array in pairs:
         module, _, suffix = name.rpartition(".")
         if suffix not in _SOURCES.values():
             yield name, array
             continue
-        held = modules.setdefault(module, {})
-        if suffix in held:
-            raise CheckpointError(f"{shorten(name)} is given twice; every tensor must come once")
-        held[suffix] = array.copy() if isinstance(array, np.ndarray) and array.flags.writeable else array
-        if held.keys() >= expected:
-            yield from _packed_module(module, modules.pop(module), container)
-    for module, held in modules.items():
-        yield from _packed_module(module, held, container)
+        held = modules.setdefault(module, ArraySource(()))
+        held.add(name, array)
+        if all(f"{module}.{each}" in held for each in expected):
+            yield from _packed_module(modules.pop(module), container)
+    for held in modules.values():
+        yield from _packed_module(held, container)
 
 
-def _packed_module(
-    module: str, tensors: Mapping[str, Any], container: "_Container"
-) -> Iterator[tuple[str, np.ndarray]]:
-    view = PackedView(
-        _Arrays({f"{module}.{suffix}": np.asarray(array) for suffix, array in tensors.items()}), container
-    )
+def _packed_module(source: ArraySource, container: "_Container") -> Iterator[tuple[str, np.ndarray]]:
+    view = PackedView(source, container)
     for name in view.names:
         yield name, view.read(name)
 
 
-class _Arrays:
-    """The part of a ``Checkpoint`` that ``PackedView`` reads."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]):
-        self._arrays, self.names, self.config = arrays, tuple(arrays), {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._arrays
-
-    def info(self, name: str) -> Any:
-        if name not in self:
-            raise CheckpointError(f"the given arrays: no tensor {shorten(name)}")
-        return types.SimpleNamespace(shape=self._arrays[name].shape, file="the given arrays")
-
-    def read(self, name: str) -> np.ndarray:
-        return self._arrays[name]
-
-
-def _container(stated: Any, checkpoint: Any) -> "_Container | None":
+def _container(stated: object, checkpoint: TensorSource | None) -> "_Container | None":
     if not isinstance(stated, Mapping) or stated.get("quant_method") not in ("gptq", "awq"):
         return None
     where = f"{getattr(checkpoint, 'config_path', 'config.json')}: quantization_config"
@@ -129,7 +113,7 @@ class PackedView:
         config: config.json with a quantization_config of compressed-tensors that targets the modules found quantized.
     """
 
-    def __init__(self, checkpoint: Any, container: _Container):
+    def __init__(self, checkpoint: CheckpointLike, container: _Container):
         self._checkpoint, self._container = checkpoint, container
         modules = [name.removesuffix(".qweight") for name in checkpoint.names if name.endswith(".qweight")]
         self._sources: dict[str, tuple[str, str]] = {}
@@ -141,7 +125,7 @@ class PackedView:
                     self._sources[f"{module}.{suffix}"] = (module, suffix)
         self.names = (*(name for name in checkpoint.names if name not in hidden), *self._sources)
         self._known = frozenset(self.names)
-        self.config = copy.deepcopy(checkpoint.config)
+        self.config = copy.deepcopy(dict(checkpoint.config))
         weights = {"num_bits": container.bits, "type": "int", "symmetric": container.symmetric}
         weights |= {"strategy": "channel"} if container.group_size is None else {"group_size": container.group_size}
         weights["actorder"] = "group" if container.has_g_idx else None
@@ -152,17 +136,25 @@ class PackedView:
             "config_groups": {container.method: {"targets": modules or ["Linear"], "weights": weights}},
         }
 
-    def __getattr__(self, name: str) -> Any:
+    @property
+    def directory(self) -> Path | str:
+        return self._checkpoint.directory
+
+    @property
+    def config_path(self) -> Path | str:
+        return self._checkpoint.config_path
+
+    def __getattr__(self, name: str) -> object:
         return getattr(self._checkpoint, name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._known
 
     @property
-    def quantization_config(self) -> dict[str, Any]:
+    def quantization_config(self) -> Json:
         return self.config["quantization_config"]
 
-    def info(self, name: str) -> Any:
+    def info(self, name: str) -> TensorInfo:
         if name not in self._sources:
             return self._checkpoint.info(name)
         module, suffix = self._sources[name]
@@ -251,7 +243,7 @@ class PackedView:
         return CheckpointError(f"{self._checkpoint.info(name).file}: tensor {shorten(name)}: {text}")
 
 
-def _gptq(stated: Mapping[str, Any], where: str) -> _Container:
+def _gptq(stated: Json, where: str) -> _Container:
     bits, size = stated.get("bits"), stated.get("group_size", 128)
     form = stated.get("checkpoint_format") or "gptq"
     desc_act, symmetric = stated.get("desc_act", False), stated.get("sym", True)
@@ -267,7 +259,7 @@ def _gptq(stated: Mapping[str, Any], where: str) -> _Container:
     return _Container("gptq", bits, size, symmetric, desc_act and size is not None, 1 if form == "gptq" else 0)
 
 
-def _awq(stated: Mapping[str, Any], where: str) -> _Container:
+def _awq(stated: Json, where: str) -> _Container:
     bits = stated.get("bits", stated.get("w_bit"))
     version = str(stated.get("version", "gemm")).lower()
     has_zeros = stated.get("zero_point", True)
@@ -281,7 +273,7 @@ def _awq(stated: Mapping[str, Any], where: str) -> _Container:
     return _Container("awq", 4, size, not has_zeros, False, 0)
 
 
-def _group_size(size: Any, where: str) -> int | None:
+def _group_size(size: object, where: str) -> int | None:
     if not isinstance(size, int) or isinstance(size, bool) or not (size > 0 or size == -1):
         raise CheckpointError(f"{where}: group_size is {shown(size)}, expected a positive integer or -1")
     return None if size == -1 else size

@@ -8,13 +8,15 @@ import mmap
 import os
 import struct
 import threading
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from moe_jax._typing import AnyArray, Json
 from moe_jax.loading._errors import CheckpointError, listed, parse_json_object, shorten, shown
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
@@ -167,7 +169,7 @@ class SafetensorsFile:
 
 
 def save_safetensors(
-    path: str | os.PathLike[str], tensors: dict[str, Any], metadata: dict[str, str] | None = None
+    path: str | os.PathLike[str], tensors: Mapping[str, AnyArray], metadata: dict[str, str] | None = None
 ) -> None:
     """Write arrays (NumPy or JAX, any dtype of the format) as one safetensors file, with the safetensors package."""
     from safetensors.numpy import save_file
@@ -182,7 +184,7 @@ def _why_not_a_file(path: Path) -> str:
     return "not a regular file" if path.exists() else "no such file; download the checkpoint again"
 
 
-def _read_header(file: Any, size: int, where: str) -> tuple[dict[str, Any], int]:
+def _read_header(file: BinaryIO, size: int, where: str) -> tuple[dict[str, Any], int]:
     """(header as a dict, position of the first data byte)."""
     if size < 8:
         raise CheckpointError(f"{where}: {size} bytes, expected at least 8; not a safetensors file or truncated")
@@ -203,7 +205,7 @@ def _read_header(file: Any, size: int, where: str) -> tuple[dict[str, Any], int]
     return parse_json_object(data, f"{where}: header"), 8 + length
 
 
-def _metadata(value: Any, where: str) -> dict[str, str]:
+def _metadata(value: object, where: str) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
@@ -211,7 +213,7 @@ def _metadata(value: Any, where: str) -> dict[str, str]:
     return value
 
 
-def _tensor_infos(header: dict[str, Any], data_bytes: int, where: str) -> dict[str, TensorInfo]:
+def _tensor_infos(header: Json, data_bytes: int, where: str) -> dict[str, TensorInfo]:
     """Validate all entries; returns them in the order of their data."""
     infos = [_tensor_info(name, entry, where) for name, entry in header.items()]
     infos.sort(key=lambda info: (info.start, info.nbytes))
@@ -235,7 +237,7 @@ def _tensor_infos(header: dict[str, Any], data_bytes: int, where: str) -> dict[s
     return {info.name: info for info in infos}
 
 
-def _tensor_info(name: str, entry: Any, where: str) -> TensorInfo:
+def _tensor_info(name: str, entry: object, where: str) -> TensorInfo:
     try:
         dtype, numpy_dtype, shape, start, nbytes = _check_entry(entry)
     except ValueError as error:
@@ -243,7 +245,7 @@ def _tensor_info(name: str, entry: Any, where: str) -> TensorInfo:
     return TensorInfo(name, dtype, numpy_dtype, shape, where, start, nbytes)
 
 
-def _check_entry(entry: Any) -> tuple[str, np.dtype, tuple[int, ...], int, int]:
+def _check_entry(entry: object) -> tuple[str, np.dtype, tuple[int, ...], int, int]:
     """Validate one entry by itself: (dtype, dtype in NumPy, shape, start, nbytes). Raises ValueError."""
     if type(entry) is not dict or entry.keys() != _FIELDS:
         raise ValueError(f"expected dtype, shape and data_offsets, found {shown(entry)}")

@@ -15,7 +15,7 @@ import numpy as np
 from moe_jax._config import MoEConfig
 from moe_jax._typing import AnyArray
 from moe_jax.loading._errors import listed, shorten
-from moe_jax.loading.files._pairs import checked_experts, checked_pairs
+from moe_jax.loading.files._arrays import checked_experts, checked_pairs
 from moe_jax.loading.layer._bitpacked import check_weight_shape
 from moe_jax.loading.layer._names import (
     CORRECTION_BIAS,
@@ -84,7 +84,7 @@ class LayerLoader:
         experts: Sequence[int] | None = None,
         layer: int | None = None,
         names: ExpertNames | None = None,
-        expert_mapping: Sequence[Sequence[object]] | None = None,
+        expert_mapping: Sequence[tuple[str, str, int, str]] | None = None,
         has_correction_bias: bool | None = None,
         quantize: bool | None = None,
         fused_layout: str | None = None,

@@ -7,7 +7,7 @@ Writers disagree on spelling within one family (llm-compressor writes ``gate_pro
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -184,7 +184,7 @@ class ExpertNames:
 
 
 def make_expert_params_mapping(
-    model: Any,
+    model: object,
     ckpt_gate_proj_name: str,
     ckpt_down_proj_name: str,
     ckpt_up_proj_name: str,
@@ -221,7 +221,7 @@ def _parameter_names(model: Any) -> list[str]:
     ]
 
 
-def map_expert_name(mapping: Iterable[Sequence[Any]], name: str) -> tuple[ExpertTensor, ...]:
+def map_expert_name(mapping: Iterable[tuple[str, str, int, str]], name: str) -> tuple[ExpertTensor, ...]:
     """Read a name by rows of ``make_expert_params_mapping``: one result per replica, none when no row fits.
 
     A row fits where its checkpoint fragment stands at the start of the name or after a dot: "experts.0.w1." must not be

@@ -6,13 +6,14 @@ import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
+from typing import cast
 
 import numpy as np
 
 from moe_jax._config import MoEConfig
 from moe_jax.loading._errors import CheckpointError, shorten
 from moe_jax.loading.config._quantization_config import QuantizationConfig
+from moe_jax.loading.files._checkpoint import CheckpointLike, TensorSource
 from moe_jax.loading.files._gptq_awq import as_packed
 from moe_jax.loading.files._safetensors import TensorInfo
 from moe_jax.loading.layer._layer_loader import LayerLoader
@@ -20,7 +21,7 @@ from moe_jax.loading.layer._names import ExpertNames, ExpertTensor, is_expert_na
 from moe_jax.loading.layer._plan import IN_OUT, OUT_IN, Step, disk_shape
 from moe_jax.loading.layer._staging import Staging
 from moe_jax.loading.layer._values import TensorError
-from moe_jax.quantization import ExpertWeights, LeafSpec, MoEMethod, Scheme, method_for
+from moe_jax.quantization import ExpertWeights, LeafSpec, MoEMethod, Scheme, SchemeLike, method_for
 
 _READERS = min(8, os.cpu_count() or 1)  # threads that read and copy
 _AHEAD = 16  # tensors that are read before they are asked for
@@ -46,14 +47,14 @@ class ExpertReader:
 
     def __init__(
         self,
-        checkpoint: Any,
+        checkpoint: TensorSource,
         *,
         quantization: QuantizationConfig | None = None,
         names: ExpertNames | None = None,
     ):
         self._checkpoint = checkpoint = as_packed(checkpoint)
         self._where = str(getattr(checkpoint, "directory", "weights given as arrays"))
-        self._quantization = quantization or QuantizationConfig.from_config(checkpoint.config, checkpoint)
+        self._quantization = quantization or _stated_quantization(cast(CheckpointLike, checkpoint))
         # No other tool writes blocks, and with interleaved rows their biases are interleaved too.
         is_gpt_oss = getattr(checkpoint, "config", {}).get("model_type") == "gpt_oss" or any(
             name.endswith(".experts.gate_up_proj_blocks") for name in checkpoint.names
@@ -103,7 +104,7 @@ class ExpertReader:
         self._stored[layer] = found
         return found
 
-    def target_scheme(self, layer: int, scheme: Any) -> Scheme:
+    def target_scheme(self, layer: int, scheme: SchemeLike) -> Scheme:
         """How this layer's experts come out when ``scheme`` (what ``Scheme.parse`` accepts) is asked for.
 
         Quantized weights keep their format and container, so ``w4a8_int8_g32`` of a file in ``w4a16_g32`` means its
@@ -132,7 +133,7 @@ class ExpertReader:
         self,
         layer: int,
         config: MoEConfig,
-        scheme: Any = None,
+        scheme: SchemeLike = None,
         *,
         like: ExpertWeights | None = None,
         fused_layout: str | None = None,
@@ -329,16 +330,20 @@ class HeaderCheck(ExpertReader):
             )
 
 
+def _stated_quantization(checkpoint: CheckpointLike) -> QuantizationConfig:
+    return QuantizationConfig.from_config(checkpoint.config, checkpoint)
+
+
 def _parent(name: str) -> str:
     """What an expert tensor's name starts with."""
     return name.partition(".experts." if ".experts." in name else "layers.")[0]
 
 
 def load_layer(
-    checkpoint: Any,
+    checkpoint: TensorSource,
     layer: int | str,
     config: MoEConfig,
-    scheme: Any = None,
+    scheme: SchemeLike = None,
     *,
     quantization: QuantizationConfig | None = None,
 ) -> ExpertWeights:
@@ -353,9 +358,9 @@ def load_layer(
 
 
 def stream_layers(
-    checkpoint: Any,
+    checkpoint: TensorSource,
     config: MoEConfig,
-    scheme: Any = None,
+    scheme: SchemeLike = None,
     *,
     layers: Iterable[int] | None = None,
     quantization: QuantizationConfig | None = None,

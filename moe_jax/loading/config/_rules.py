@@ -1,16 +1,19 @@
-"""Which module has which scheme, as a ``quantization_config`` states it; one class per supported ``quant_method``.
+"""Which module has which scheme, as a ``quantization_config`` states it; one class for each kind of rules.
 
 ``decide(module)`` answers with a ``Decision``. Whether the tensors agree is not asked here.
 """
 
 import dataclasses
+import fnmatch
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
 
+from moe_jax._typing import Json
 from moe_jax.loading._errors import CheckpointError, shown
 from moe_jax.loading.config._modules import classes_of, spellings
 from moe_jax.loading.config._patterns import BoundedPatterns
+from moe_jax.loading.layer._names import is_expert_name
 from moe_jax.quantization import SCHEMES, Scheme
 
 BLOCK = [128, 128]
@@ -24,6 +27,14 @@ _FP8_KEYS = frozenset(
     """quant_method fmt activation_scheme weight_block_size modules_to_not_convert ignored_layers scale_fmt expert_dtype
     modules_to_convert dequantize""".split()
 )
+_MODELOPT_SCHEMES = {
+    "FP8": "fp8_tensor_static",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel",
+    "NVFP4": "nvfp4_modelopt",
+    "W4A16_NVFP4": "nvfp4_a16_modelopt",
+    "MXFP8": "mxfp8",
+}
+_MIXED = "MIXED_PRECISION"
 _E4M3_NAMES = (None, "e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")
 
 
@@ -41,8 +52,19 @@ class Decision:
     is_for_linear: bool = False
 
 
+@runtime_checkable
+class Rules(Protocol):
+    """What answers for one config. scale_suffix: what scales of weights are called."""
+
+    scale_suffix: str
+
+    def decide(self, module: str) -> Decision: ...
+
+
 class Unquantized:
     """No ``quantization_config`` at all."""
+
+    scale_suffix = "weight_scale"
 
     def decide(self, module: str) -> Decision:
         return Decision(None, "there is no quantization_config")
@@ -57,7 +79,7 @@ class CompressedTensorsRules:
 
     scale_suffix = "weight_scale"
 
-    def __init__(self, config: Mapping[str, Any], where: str, longest_name: int):
+    def __init__(self, config: Json, where: str, longest_name: int):
         self._where = f"{where}: quantization_config"
         self._patterns = BoundedPatterns(longest_name)
         self._check_top_level(config)
@@ -95,7 +117,7 @@ class CompressedTensorsRules:
         except ValueError as error:
             raise self._error(str(error)) from None
 
-    def _check_top_level(self, config: Mapping[str, Any]) -> None:
+    def _check_top_level(self, config: Json) -> None:
         _refuse_unknown_keys(config, _COMPRESSED_TENSORS_KEYS, self._where)
         sparsity, transform = config.get("sparsity_config"), config.get("transform_config")
         # Files of 2024 say {"format": "dense", ...} when nothing is sparse.
@@ -112,7 +134,7 @@ class CompressedTensorsRules:
             if not isinstance(config.get(key), types | None):
                 raise self._error(f"{key} is {shown(config[key])}, expected {types.__name__} or null")
 
-    def _entries(self, value: Any, key: str) -> list[str]:
+    def _entries(self, value: object, key: str) -> list[str]:
         """A list of names and regexes; the regexes are compiled."""
         if value is None:
             return []
@@ -126,7 +148,7 @@ class CompressedTensorsRules:
                     raise self._error(f"{key}: {error}") from None
         return value
 
-    def _read_groups(self, config: Mapping[str, Any]) -> None:
+    def _read_groups(self, config: Json) -> None:
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not groups:
             raise self._error(f"config_groups is {shown(groups)}, expected an object with at least one group")
@@ -142,7 +164,7 @@ class CompressedTensorsRules:
                 if self._targets.setdefault(target, decision).scheme != scheme:
                     raise self._error(f"target {shown(target)} stands in two groups with different schemes")
 
-    def _scheme_of_group(self, name: str, group: Any, top_format: str | None) -> tuple[Scheme | None, str]:
+    def _scheme_of_group(self, name: str, group: object, top_format: str | None) -> tuple[Scheme | None, str]:
         """(scheme, refusal). What is real but not built is refused when a module needs it; what is wrong, at once."""
         try:
             if not isinstance(group, dict):
@@ -169,7 +191,7 @@ class Fp8Rules:
     to the end ("gate"). Scales of blocks are called ``weight_scale_inv`` and multiply nevertheless.
     """
 
-    def __init__(self, config: Mapping[str, Any], where: str):
+    def __init__(self, config: Json, where: str):
         self._where = f"{where}: quantization_config"
         _refuse_unknown_keys(config, _FP8_KEYS, self._where)
         block = config.get("weight_block_size")
@@ -194,14 +216,12 @@ class Fp8Rules:
     def decide(self, module: str) -> Decision:
         if "Linear" not in classes_of(module):
             return Decision(None, "only projections are quantized")
-        for name in spellings(module):
-            dots = [at for at, character in enumerate(name) if character == "."]
-            for part in (name, *(name[:at] for at in dots), *(name[at + 1 :] for at in dots)):
-                if part in self._excluded:
-                    return Decision(None, f"modules_to_not_convert lists {shown(part)}")
+        for part in (part for name in spellings(module) for part in _parts_of(name)):
+            if part in self._excluded:
+                return Decision(None, f"modules_to_not_convert lists {shown(part)}")
         return Decision(self._scheme, "quant_method 'fp8' covers every projection")
 
-    def _names(self, config: Mapping[str, Any], key: str) -> list[str]:
+    def _names(self, config: Json, key: str) -> list[str]:
         value = config.get(key)
         if value is None:
             return []
@@ -213,7 +233,103 @@ class Fp8Rules:
         return CheckpointError(f"{self._where}: {text}")
 
 
-def _packs_densely(version: Any) -> bool | None:
+class ListedRules:
+    """One scheme for all projections but those on a list.
+
+    An entry, in which * stands for anything, leaves out a module that it names in full, from the start down to a dot (a
+    parent), or from a dot to the end ("gate").
+    """
+
+    scale_suffix = "weight_scale"
+
+    def __init__(self, scheme: Scheme, excluded: object, where: str, *, experts_only: bool = False):
+        if not isinstance(excluded, list) or not all(isinstance(entry, str) for entry in excluded):
+            raise CheckpointError(f"{where}: modules left out are {shown(excluded)}, expected a list of strings")
+        self._scheme, self._excluded, self._experts_only = scheme, excluded, experts_only
+
+    def decide(self, module: str) -> Decision:
+        if "Linear" not in classes_of(module):
+            return Decision(None, "only projections are quantized")
+        if self._experts_only and not is_expert_name(module):
+            return Decision(None, "only experts are quantized")
+        entry = covering(module, self._excluded)
+        if entry is not None:
+            return Decision(None, f"{shown(entry)} leaves it out")
+        return Decision(self._scheme, f"{self._scheme.name} covers every projection")
+
+
+class ModelOptRules(ListedRules):
+    """ModelOpt: ``quant_algo`` with shell wildcards in ``exclude_modules`` or ``ignore``, or ``quantized_layers``."""
+
+    def __init__(self, config: Json, where: str):
+        self._where = f"{where}: quantization_config"
+        algorithm = config.get("quant_algo")
+        excluded = config.get("exclude_modules") or config.get("ignore") or []
+        self._by_module: dict[str, Scheme] | None = None
+        if algorithm == _MIXED:
+            layers = config.get("quantized_layers")
+            if not isinstance(layers, Mapping) or not all(isinstance(entry, Mapping) for entry in layers.values()):
+                raise CheckpointError(
+                    f"{self._where}: quantized_layers is {shown(layers)}, expected an object of objects"
+                )
+            self._by_module = {module: self._scheme_of(entry) for module, entry in layers.items()}
+        super().__init__(
+            Scheme.parse(None) if self._by_module is not None else self._scheme_of(config), excluded, where
+        )
+
+    def decide(self, module: str) -> Decision:
+        decision = super().decide(module)
+        if self._by_module is None or decision.scheme is None:
+            return decision
+        # A fused layer of experts may be listed as a whole.
+        entry = covering(module, self._by_module)
+        if entry is None:
+            return Decision(None, "quantized_layers does not list it")
+        return Decision(self._by_module[entry], f"quantized_layers lists {shown(entry)}")
+
+    def _scheme_of(self, entry: Json) -> Scheme:
+        algorithm, group_size = entry.get("quant_algo"), entry.get("group_size")
+        if not isinstance(algorithm, str) or algorithm not in _MODELOPT_SCHEMES:
+            raise CheckpointError(
+                f"{self._where}: quant_algo {shown(algorithm)} of ModelOpt is not supported; supported: "
+                f"{', '.join(_MODELOPT_SCHEMES)} and {_MIXED} of them; use a compressed-tensors version"
+            )
+        scheme = Scheme.parse(_MODELOPT_SCHEMES[algorithm])
+        if group_size is not None and "NVFP4" in algorithm and group_size != 16:
+            raise CheckpointError(f"{self._where}: group_size of {algorithm} is {shown(group_size)}, expected 16")
+        return scheme
+
+
+def gpt_oss_rules(config: Json, where: str) -> ListedRules:
+    """``mxfp4``: the experts alone, activations in 16 bits."""
+    return ListedRules(Scheme.parse("mxfp4_a16"), config.get("modules_to_not_convert") or [], where, experts_only=True)
+
+
+def fbgemm_rules(config: Json, where: str) -> ListedRules:
+    """``fbgemm_fp8``: a scale per row, activations per token and bounded by ``activation_scale_ub``."""
+    try:
+        scheme = Scheme.parse(config)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    return ListedRules(scheme, config.get("modules_to_not_convert") or [], where)
+
+
+def covering(module: str, entries: Iterable[str]) -> str | None:
+    """The first entry that names a module, a parent of it, or its last components; in any spelling."""
+    for name in spellings(module):
+        for entry in entries:
+            if any(fnmatch.fnmatchcase(part, entry) for part in _parts_of(name)):
+                return entry
+    return None
+
+
+def _parts_of(name: str) -> tuple[str, ...]:
+    """A module's name, its parents', and its last components."""
+    dots = [at for at, character in enumerate(name) if character == "."]
+    return (name, *(name[:at] for at in dots), *(name[at + 1 :] for at in dots))
+
+
+def _packs_densely(version: object) -> bool | None:
     """compressed-tensors left gaps in words of 3, 5, 6 and 7-bit codes up to 0.17; None without a version."""
     match = re.match(r"(\d{1,4})\.(\d{1,4})\b", version) if isinstance(version, str) else None
     return None if match is None else (int(match[1]), int(match[2])) >= (0, 18)
@@ -224,7 +340,7 @@ def supported_schemes() -> str:
     return ", ".join(name for name, scheme in SCHEMES.items() if scheme.is_quantized)
 
 
-def _refuse_unknown_keys(config: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+def _refuse_unknown_keys(config: Json, known: frozenset[str], where: str) -> None:
     """Writers add labels of their own, plain values that are ignored; a structure may change how weights are read."""
     for key, value in config.items():
         if key not in known and value and isinstance(value, dict | list):
