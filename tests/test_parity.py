@@ -72,10 +72,15 @@ def source(surface):
     return "\n".join(path.read_text() for package in packages for path in sorted((ROOT / package).rglob("*.py")))
 
 
+@functools.cache
+def names(surface):
+    return set(re.findall(r"[A-Za-z_]\w*", source(surface)))
+
+
 def is_known(word, surface):
     """Whether the code has a word: as it stands, as a part of a name (`_blocks`), as a leaf, or as a scheme."""
     leaf = re.sub("^(w13|w2)_", "", word)
-    if re.search(word if word.startswith("_") else rf"\b{leaf}\b", source(surface)):
+    if leaf in names(surface) or (word.startswith("_") and word in source(surface)):
         return True
     try:
         return Scheme.parse(word).name == word

@@ -28,6 +28,7 @@ def test_expert_map():
     count, expert_map = determine_expert_map(4, 1, 10, "round_robin")
     assert count == 3 and expert_map.tolist() == [-1, 0, -1, -1, -1, 1, -1, -1, -1, 2]
     assert expert_map_text(expert_map) == "0->1, 1->5, 2->9"
+    assert expert_map_text([1, -1, 0, 2]) == "0->2, 1->0, 2->3"
     assert determine_expert_map(1, 0, 10) == (10, None)
 
 

@@ -138,7 +138,6 @@ def test_routing_kind(fields, bias, kind):
 
 
 @pytest.mark.parametrize("strategy", routing.SIMULATION_STRATEGIES)
-@pytest.mark.sample(2)
 def test_simulated_routing(strategy, key):
     simulate = jax.jit(simulate_routing, static_argnums=(0, 2, 3, 4))
     r = simulate(strategy, key, 4000, 8, 2)

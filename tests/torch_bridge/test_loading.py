@@ -315,11 +315,12 @@ def test_decisions_of_the_loader():
     not_gated = bridge_layer("bf16", is_act_and_mul=False, activation="relu2")
     with pytest.raises(ValueError, match="w3 has no place in a layer that is not gated"):
         not_gated.weight_loader(not_gated.w13_weight, weight, "n", "w3", 0)
-    packed = bridge_layer("w4a16_g32")
-    shape = packed.w2_weight_shape
-    packed.weight_loader(shape, torch.tensor([float(H), float(I)]), "n", "w2", 0)
-    with pytest.raises(ValueError, match=r"expected \[128, 256\] from config\.json"):
-        packed.weight_loader(shape, torch.tensor([1.0, 2.0]), "n", "w2", 0)
+    for rank in ({}, RANKS[0], RANKS[2]):
+        packed = bridge_layer("w4a16_g32", **rank)
+        shape = packed.w2_weight_shape
+        packed.weight_loader(shape, torch.tensor([float(H), float(I)]), "n", "w2", 0)
+        with pytest.raises(ValueError, match=r"expected \[128, 256\] from config\.json"):
+            packed.weight_loader(shape, torch.tensor([1.0, 2.0]), "n", "w2", 0)
     with pytest.raises(TypeError, match=r"pass its items\(\)"):
         layer.load_weights({})
 

@@ -157,7 +157,9 @@ def test_return_success():
     specs, loaded = specs_of(), numbers(INTER, H)
     alone = weight_loader(specs, "w13_weight", loaded, "n", "w1", 0)
     assert weight_loader(specs, "w13_weight", loaded, "n", "w1", 0, return_success=True) == (alone, True)
-    assert weight_loader(specs, "w13_weight", loaded, "n", "w1", 1, expert_map=np.array([0, -1, 1])) == ()
+    elsewhere = dict(expert_map=np.array([0, -1, 1]))
+    assert weight_loader(specs, "w13_weight", loaded, "n", "w1", 1, **elsewhere) == ()
+    assert weight_loader(specs, "w13_weight", loaded, "n", "w1", 1, return_success=True, **elsewhere) == ((), False)
 
 
 def test_unknown_kind():
@@ -443,7 +445,7 @@ def test_takes_shapes_only():
 
 
 def test_elements_add_up():
-    """Every placement of a whole layer: no element twice, none left out."""
+    """M15: every placement of a whole layer, no element twice, none left out, each counted."""
     specs = specs_of("block")
     for leaf, spec in specs.items():
         seen = np.zeros(spec.shape, int)
@@ -451,6 +453,7 @@ def test_elements_add_up():
         for expert, shard in itertools.product(range(E), shards):
             shape = (spec.shape[1] // len(shards), *spec.shape[2:])
             for placement in weight_loader(specs, leaf, shape, "n", shard, expert):
+                assert placement.num_elements == seen[placement.index].size
                 seen[placement.index] += 1
         assert (seen == 1).all(), leaf
 
