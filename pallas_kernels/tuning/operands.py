@@ -8,8 +8,7 @@ import numpy as np
 
 from pallas_kernels.grouped_gemm import GemmDesc
 from pallas_kernels.grouped_gemm.packed import PackedDesc, PackedFormat, PackedWeights, to_kernel_layout
-from pallas_kernels.grouped_gemm.packed.format import pack_words, scale_rotation, turned
-from pallas_kernels.grouped_gemm.packed.zero_points import zero_term
+from pallas_kernels.grouped_gemm.packed.format import rotated, scale_rotation, to_words, zero_term
 from pallas_kernels.tuning.layer import AnyDesc, AnyKey
 
 
@@ -64,11 +63,11 @@ def random_packed_weights(
     keys = jax.random.split(jax.random.key(0), 4)
     bits = jax.random.bits(keys[0], (experts, channel_blocks, projections, -(-k // fmt.block_k), *fmt.block_shape))
     if fmt.element == "e4m3":
-        even = pack_words(np.full((64, fmt.block_k), 0xFE, np.uint8), fmt)  # the same in every word; no NaN is even
+        even = to_words(np.full((64, fmt.block_k), 0xFE, np.uint8), fmt)  # the same in every word; no NaN is even
         bits = bits & even.view(np.uint32).flat[0]
     if fmt.scale_words:
         near_one = {"e4m3": 0x48484848, "e8m0": 0xF0F0F0F0}[fmt.scale]
-        inside = turned(bits[..., -1:, :] & jnp.uint32(0x07070707) | jnp.uint32(near_one), scale_rotation(fmt))
+        inside = rotated(bits[..., -1:, :] & jnp.uint32(0x07070707) | jnp.uint32(near_one), scale_rotation(fmt))
         bits = jnp.concatenate([bits[..., :-1, :], inside], axis=-2)
     grouped = (experts, channel_blocks, projections, -(-k // (fmt.group_size or k)), 64)
     scale = zero = channel = None
@@ -90,7 +89,7 @@ def _left_by_scales_of_one(fmt: PackedFormat) -> np.floating:
     one = {"e4m3": np.ones((), jnp.float8_e4m3fn), "e8m0": np.uint8(127)}[fmt.scale]
     codes = np.zeros((1, 1, 64, fmt.block_k), np.uint8)
     scales = np.full((1, 1, 64, fmt.block_k // (fmt.group_size or 1)), one)
-    return to_kernel_layout(fmt, codes, scale=scales).channel_scale.flat[0]
+    return np.asarray(to_kernel_layout(fmt, codes, scale=scales).channel_scale).flat[0]
 
 
 def _values(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:

@@ -56,7 +56,7 @@ def test_a_thread_finds_its_fragment_in_its_own_words(name):
     fmt = FORMATS[name]
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 1 << fmt.bits, (128, 2 * fmt.block_k)).astype(np.uint8)
-    words = blocks.pack_words(codes, fmt).view(np.uint32)
+    words = blocks.to_words(codes, fmt).view(np.uint32)
     assert words.shape == (2, 2, 64 * fmt.block_k * fmt.bits // 32)
     per_register = 32 // (8 if fmt.is_8bit else 16)
     places = blocks._places(fmt)

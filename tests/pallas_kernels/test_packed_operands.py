@@ -1,4 +1,4 @@
-"""How words of packed weights become operands of the matrix instruction, run in NumPy from the PTX that is emitted:
+"""How words of packed weights become operands of wgmma, run in NumPy from the PTX that is emitted:
 every conversion against all codes and zero points, then whole blocks as the threads of a warpgroup load them.
 """
 
@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels.grouped_gemm.packed import PackedFormat, dequantize_sm90, to_kernel_layout
 from pallas_kernels.grouped_gemm.packed import format as blocks
-from pallas_kernels.grouped_gemm.packed.zero_points import zero_point_of, zero_term
+from pallas_kernels.grouped_gemm.packed.format import zero_point_of, zero_term
 from tests.support.kernels.packed_problem import E2M1, KINDS, make_stored
 
 E2M1_TO_E4M3 = PackedFormat("e2m1", "float8_e4m3fn", "e8m0", 32)
@@ -170,7 +170,7 @@ def test_conversion_of_e2m1_with_its_scale_to_e4m3(on_numpy):
     words, codes = words_with_codes(E2M1_TO_E4M3)
     scales = np.random.default_rng(4).integers(236, 255, (len(words), 4)).astype(np.uint8)
     for byte, part in np.ndindex(4, 2):
-        table = dequantize_sm90._asm_table(scales.view(np.uint32)[:, 0], byte)
+        table = dequantize_sm90._table(scales.view(np.uint32)[:, 0], byte)
         value = dequantize_sm90._from_e2m1_by_table(E2M1_TO_E4M3, words, part, table)
         scale = scales[:, byte, None].astype(np.float64)
         expected = E2M1[codes[:, part]] * np.where(scale < 254 - blocks.FOLDED_RANGE, 0, np.exp2(scale - 248))

@@ -13,8 +13,8 @@ from pallas_kernels import autotune
 from pallas_kernels.grouped_gemm import GemmConfig, candidates, choose_config
 from pallas_kernels.grouped_gemm.heuristics import refusal
 from pallas_kernels.grouped_gemm.packed import PackedConfig, describe_call
+from pallas_kernels.grouped_gemm.packed.format import zero_point_of
 from pallas_kernels.grouped_gemm.packed.reference import dequantized
-from pallas_kernels.grouped_gemm.packed.zero_points import zero_point_of
 from pallas_kernels.tuning import (
     FORMATS,
     PACKED_FORMATS,
@@ -106,7 +106,7 @@ def test_every_format_has_candidates(name):
 
 
 def test_tiles_of_the_table_are_worth_timing():
-    """What ``why_not`` leaves out no sweep finds again."""
+    """What ``refusal`` leaves out no sweep finds again."""
     entries = [entry for entry in table_for("NVIDIA H200").entries if isinstance(entry.key, LayerKey)]
     assert len(entries) > 400
     for entry in entries:

@@ -1,10 +1,11 @@
 """From the words of a block to the register operand of ``wgmma``, in inline PTX; the interpreter cannot run these.
 
-``load_block`` has a twin in plain arrays, ``blocks.unpack_words`` with ``decode``: both give the same operands.
+``load_block`` has a twin in plain arrays, ``format.from_words`` with ``reference.dequantized``.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +14,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat, turns_of
-from pallas_kernels.grouped_gemm.packed.zero_points import zero_term
+from pallas_kernels.common.types import TileRef, Value
+from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat, rotations_of, zero_term
+
+IrValue: TypeAlias = Any  # an MLIR value or memory reference; the tests run this file on NumPy arrays of threads
 
 
 def load_block(
-    fmt: PackedFormat, block: Any, width: int, rows: tuple[int, ...] = (), zeros: Any = None, scales: Any = None
-) -> Any:
+    fmt: PackedFormat,
+    block: TileRef,
+    width: int,
+    rows: tuple[int, ...] = (),
+    zeros: TileRef = None,
+    scales: TileRef = None,
+) -> tuple[Value, ...]:
     """The operands of one block, ``fmt.unit`` each 1: block_k / width arrays (64, width) of ``fmt.operand``, side by
     side along K.
 
@@ -37,7 +45,7 @@ def load_block(
     vectors = [vector for vector in (zeros, scales) if vector is not None]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(vectors)), return_type=result)
-    def load(ctx, block, *vectors):
+    def load(ctx, block, *vectors) -> Any:
         del ctx
         thread = _lane()
         words = _words(fmt, block, thread)
@@ -68,11 +76,11 @@ def load_block(
     return load(block, *vectors)
 
 
-def _lane() -> Any:
+def _lane() -> IrValue:
     return _asm([], "{ .reg .b32 t; mov.u32 t, %tid.x; and.b32 $0, t, 127; }")
 
 
-def _words(fmt: PackedFormat, block: Any, thread: Any) -> list[Any]:
+def _words(fmt: PackedFormat, block: TileRef, thread: IrValue) -> list[IrValue]:
     """All words of a thread: one 16-byte load for every 512 of the block."""
     pointer = mgpu.utils.memref_ptr(block)
     four = ir.VectorType.get((4,), _i32())
@@ -84,7 +92,7 @@ def _words(fmt: PackedFormat, block: Any, thread: Any) -> list[Any]:
     return words
 
 
-def _block_scales(fmt: PackedFormat, block: Any, thread: Any) -> Callable[[int, int], Any] | None:
+def _block_scales(fmt: PackedFormat, block: TileRef, thread: IrValue) -> Callable[[int, int], IrValue] | None:
     """(step of K, half of the rows) -> the block's own scale in both halves of a register, or what moved bits lack."""
     if fmt.element in _EXPONENT_SHIFT and not fmt.scale_words:
         shift = _asm([], f"mov.b32 $0, {_EXPONENT_SHIFT[fmt.element][fmt.operand]:#x};")
@@ -92,19 +100,16 @@ def _block_scales(fmt: PackedFormat, block: Any, thread: Any) -> Callable[[int, 
     if not fmt.scale_words:
         return None
     words = _scale_words(fmt, block, thread)
-    made: dict[tuple[int, int], Any] = {}
+    two_scales = functools.cache(lambda word, place: _two_scales(fmt, words[word], place))
 
     def scale(q, row_half):
         byte = q if fmt.scale == "e4m3" else 2 * row_half + q // 2
-        word, place = row_half % len(words), byte % 2
-        if (word, place) not in made:
-            made[word, place] = _two_scales(fmt, words[word], place)
-        return _one_of(made[word, place], byte // 2)
+        return _one_of(two_scales(row_half % len(words), byte % 2), byte // 2)
 
     return scale
 
 
-def _two_scales(fmt: PackedFormat, word: Any, place: int) -> Any:
+def _two_scales(fmt: PackedFormat, word: IrValue, place: int) -> IrValue:
     """Scales place and place + 2 of a word of four as bfloat16: powers of two as they are, e5m3 with exponents from 224
     on, which is 2**106 times the scale.
     """
@@ -114,12 +119,12 @@ def _two_scales(fmt: PackedFormat, word: Any, place: int) -> Any:
     return _asm([word], f"lop3.b32 $0, $1, {mask:#x}, {exponent:#x}, 0xEA;")
 
 
-def _one_of(two: Any, half: int) -> Any:
+def _one_of(two: IrValue, half: int) -> IrValue:
     """One half of a register in both; ptxas makes it part of the instruction that multiplies."""
     return _asm([two], f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; mov.b32 $0, {{{'lh'[half]}, {'lh'[half]}}}; }}")
 
 
-def _scale_words(fmt: PackedFormat, block: Any, thread: Any) -> list[Any]:
+def _scale_words(fmt: PackedFormat, block: TileRef, thread: IrValue) -> list[IrValue]:
     """The scales of a thread's row and of the row 8 further down: a word each of four, or one of two and two."""
     rows, columns = fmt.block_shape
     count = fmt.scale_words // 32
@@ -130,22 +135,15 @@ def _scale_words(fmt: PackedFormat, block: Any, thread: Any) -> list[Any]:
     return [vector.extract(loaded, [], [i]) for i in range(count)]
 
 
-def _tables(fmt: PackedFormat, block: Any, thread: Any) -> Callable[[int, int], tuple[Any, Any]]:
+def _tables(fmt: PackedFormat, block: TileRef, thread: IrValue) -> Callable[[int, int], tuple[IrValue, IrValue]]:
     """(step of K, half of the rows) -> the eight magnitudes of e2m1 in e4m3, times the group's power of two: 254 is the
     channel's largest and stands for 2**6; under 2**-5 they are zeros.
     """
     words = _scale_words(fmt, block, thread)
-    made: dict[tuple[int, int], tuple[Any, Any]] = {}
-
-    def table(q, row_half):
-        if (q, row_half) not in made:
-            made[q, row_half] = _asm_table(words[row_half], q)
-        return made[q, row_half]
-
-    return table
+    return functools.cache(lambda q, row_half: _table(words[row_half], q))
 
 
-def _asm_table(word: Any, byte: int) -> tuple[Any, Any]:
+def _table(word: IrValue, byte: int) -> tuple[IrValue, IrValue]:
     low, high = (_asm([word], _table_text(byte, each, step)) for each, step in _TABLE)
     return low, high
 
@@ -162,27 +160,26 @@ def _table_text(byte: int, at_one: int, step: int) -> str:
     )
 
 
-def _per_channel(fmt: PackedFormat, vector: Any, thread: Any, rows: tuple[int, ...]) -> Callable[[int, int], Any]:
+def _per_channel(
+    fmt: PackedFormat, vector: TileRef, thread: IrValue, rows: tuple[int, ...]
+) -> Callable[[int, int], IrValue]:
     """(step of K, half of the rows) -> the channel's number in all parts of a register."""
     pointer = mgpu.utils.memref_ptr(vector)
     warp, row = arith.shrui(thread, _constant(5)), arith.andi(arith.shrui(thread, _constant(2)), _constant(7))
     channel = arith.addi(arith.muli(warp, _constant(16)), row)
     bits = 8 if fmt.is_8bit else 16
     kind = ir.IntegerType.get_signless(bits)
-    made: dict[tuple[int, int], Any] = {}
 
-    def number(q, row_half):
-        key = (rows[q], row_half)
-        if key not in made:
-            at = arith.addi(channel, _constant(BLOCK_N * rows[q] + 8 * row_half))
-            loaded = arith.extui(_i32(), llvm.load(kind, _element(pointer, at, kind), alignment=bits // 8))
-            made[key] = _asm([loaded], "prmt.b32 $0, $1, 0, 0;") if fmt.is_8bit else _one_of(loaded, 0)
-        return made[key]
+    @functools.cache
+    def number(group, row_half):
+        at = arith.addi(channel, _constant(BLOCK_N * group + 8 * row_half))
+        loaded = arith.extui(_i32(), llvm.load(kind, _element(pointer, at, kind), alignment=bits // 8))
+        return _asm([loaded], "prmt.b32 $0, $1, 0, 0;") if fmt.is_8bit else _one_of(loaded, 0)
 
-    return number
+    return lambda q, row_half: number(rows[q], row_half)
 
 
-def _from_integer(fmt: PackedFormat, word: Any, pair: int, term: Any) -> Any:
+def _from_integer(fmt: PackedFormat, word: IrValue, pair: int, term: IrValue) -> IrValue:
     """Unsigned codes by masks, then one sum or product and sum: (u + zero_term) * fmt.unit."""
     byte, place = divmod(pair, 8 // fmt.bits)
     if byte:
@@ -209,28 +206,28 @@ def _twice(dtype: str, value: float) -> int:
     return int(np.asarray(value, jnp.dtype(dtype)).view(np.uint16)) * 0x10001
 
 
-def _from_float(fmt: PackedFormat, word: Any, pair: int, term: Any) -> Any:
-    """Sign and magnitude turned to their places, where they mean ``_EXPONENT_SHIFT`` less than the value."""
+def _from_float(fmt: PackedFormat, word: IrValue, pair: int, term: IrValue) -> IrValue:
+    """Sign and magnitude rotated to their places, where they mean ``_EXPONENT_SHIFT`` less than the value."""
     del term
-    turns = turns_of(fmt)
+    rotations = rotations_of(fmt)
     value = None
-    for turn, mask in turns.masks(pair).items():
-        turned = _turned(word, turn, turns.wrap)
+    for rotation, mask in rotations.masks(pair).items():
+        rotated = _rotated(word, rotation, rotations.wrap)
         if value is None:
-            value = _asm([turned], f"and.b32 $0, $1, {mask:#x};")
+            value = _asm([rotated], f"and.b32 $0, $1, {mask:#x};")
         else:
-            value = _asm([turned, value], f"lop3.b32 $0, $1, {mask:#x}, $2, 0xEA;")
+            value = _asm([rotated, value], f"lop3.b32 $0, $1, {mask:#x}, $2, 0xEA;")
     return value
 
 
-def _turned(word: Any, bits: int, wrap: int) -> Any:
-    """The word turned to the left, but for low bits that nobody takes: a shift takes another pipe than a turn."""
+def _rotated(word: IrValue, bits: int, wrap: int) -> IrValue:
+    """The word rotated to the left, but for low bits that nobody takes: a shift takes another pipe than a rotation."""
     if bits >= wrap:
         word, bits = _asm([word], f"shf.l.wrap.b32 $0, $1, $1, {wrap};"), bits - wrap
     return _asm([word], f"shl.b32 $0, $1, {bits};") if bits else word
 
 
-def _to_int8(fmt: PackedFormat, word: Any, part: int, offset: Any) -> Any:
+def _to_int8(fmt: PackedFormat, word: IrValue, part: int, offset: IrValue) -> IrValue:
     """Nibbles at the top of their bytes: 16 times the value. With zero points unsigned codes less theirs, -15 to 15,
     byte by byte, where 128 keeps each difference from borrowing.
     """
@@ -244,7 +241,7 @@ def _to_int8(fmt: PackedFormat, word: Any, part: int, offset: Any) -> Any:
     )
 
 
-def _to_e4m3(fmt: PackedFormat, word: Any, part: int, offset: Any) -> Any:
+def _to_e4m3(fmt: PackedFormat, word: IrValue, part: int, offset: IrValue) -> IrValue:
     """Two's complement nibbles by two tables of eight bytes, 0 to 7 and -8 to -1; the sign bit chooses between them."""
     del fmt, offset
     return _asm(
@@ -255,7 +252,7 @@ def _to_e4m3(fmt: PackedFormat, word: Any, part: int, offset: Any) -> Any:
     )
 
 
-def _from_e2m1_by_table(fmt: PackedFormat, word: Any, part: int, table: tuple[Any, Any]) -> Any:
+def _from_e2m1_by_table(fmt: PackedFormat, word: IrValue, part: int, table: tuple[IrValue, IrValue]) -> IrValue:
     """Magnitudes from the group's table; signs are moved to the top of their bytes."""
     del fmt
     shift, sign = ("shr.u32 i, $1, 16;", "shl.b32 s, $1, 4;") if part else ("mov.b32 i, $1;", "mov.b32 s, $1;")
@@ -266,12 +263,12 @@ def _from_e2m1_by_table(fmt: PackedFormat, word: Any, part: int, table: tuple[An
     )
 
 
-_CONVERT_8BIT: dict[tuple[str, str], Callable[..., Any]] = {
+_CONVERT_8BIT: dict[tuple[str, str], Callable[..., IrValue]] = {
     ("int4", "int8"): _to_int8,
     ("int4", "float8_e4m3fn"): _to_e4m3,
     ("e2m1", "float8_e4m3fn"): _from_e2m1_by_table,
 }
-_CONVERT: dict[str, Callable[..., Any]] = {
+_CONVERT: dict[str, Callable[..., IrValue]] = {
     "int4": _from_integer,
     "int8": _from_integer,
     "e2m1": _from_float,
@@ -281,21 +278,21 @@ _CONVERT: dict[str, Callable[..., Any]] = {
 _EXPONENT_SHIFT = {"e2m1": {"bfloat16": 0x7E807E80}, "e4m3": {"bfloat16": 0x7B807B80, "float16": 0x5C005C00}}
 
 
-def _binary(operand: str, op: str, a: Any, b: Any) -> Any:
+def _binary(operand: str, op: str, a: IrValue, b: IrValue) -> IrValue:
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[operand]
     return _asm([a, b], f"{op}.rn.{kind} $0, $1, $2;")
 
 
-def _asm(operands: list[Any], text: str) -> Any:
+def _asm(operands: list[IrValue], text: str) -> IrValue:
     constraints = "=r" + ",r" * len(operands)
     return llvm.inline_asm(_i32(), operands, text, constraints, has_side_effects=False, asm_dialect=0)
 
 
-def _i32() -> Any:
+def _i32() -> IrValue:
     return ir.IntegerType.get_signless(32)
 
 
-def _as_operand(operand: str, register: Any) -> Any:
+def _as_operand(operand: str, register: IrValue) -> IrValue:
     """32 bits as a vector of the operand's elements."""
     element = mgpu.utils.dtype_to_ir_type(jnp.dtype(operand))
     count = 4 // jnp.dtype(operand).itemsize
@@ -304,9 +301,9 @@ def _as_operand(operand: str, register: Any) -> Any:
     return register if operand == "int8" else mgpu.utils.bitcast(register, ir.VectorType.get((count,), element))
 
 
-def _constant(value: int) -> Any:
+def _constant(value: int) -> IrValue:
     return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
 
 
-def _element(pointer: Any, index: Any, kind: Any = None) -> Any:
+def _element(pointer: IrValue, index: IrValue, kind: IrValue = None) -> IrValue:
     return mgpu.utils.getelementptr(pointer, [index], kind or _i32())

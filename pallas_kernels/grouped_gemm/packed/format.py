@@ -1,22 +1,24 @@
-"""Weights as the packed grouped GEMM reads them: blocks of words that unpack into matrix fragments without a shuffle.
+"""Weights as the packed grouped GEMM reads them: blocks of words that unpack into wgmma fragments without a shuffle.
 
 A block is 64 output channels by 64 of K (128 for 8-bit operands). Thread t of a warpgroup owns words [4t, 4t + 4) of
-every 512, one 16-byte load each, and these hold exactly its elements of the fragment that ``wgmma`` takes from
-registers. Inside a word the bits lie so that few instructions make operands of them, see ``_PLACES``. Blocks of
-microscaling formats end in their scales, so that one bulk copy brings both.
+every 512, one 16-byte load each, and these hold exactly its elements of the fragment that wgmma takes from registers.
+Inside a word the bits lie so that few instructions make operands of them, see ``_PLACES``. Blocks of microscaling
+formats end in their scales, so that one TMA copy brings both.
 
-Everything here is exact and runs on NumPy and JAX arrays alike; ``unpack`` inverts ``pack``.
+Everything here is exact and runs on NumPy and JAX arrays alike.
 """
 
 import dataclasses
 import functools
-import math
 import operator
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+Stored: TypeAlias = Any  # A NumPy or a JAX array; a function that takes one kind returns the same.
 
 BLOCK_N = 64
 # Operands of e4m3 hold e2m1 times a power of two exactly while that is at most 2**11 below the largest of its channel;
@@ -29,12 +31,14 @@ _BITS = {"int4": 4, "int8": 8, "e2m1": 4, "e4m3": 8}
 class PackedFormat:
     """What the words of a block mean.
 
-    element: of the stored codes. "int4" and "int8" hold any integers of up to 4 and 8 bits.
-    operand: dtype of both operands of the product; elements are converted to it exactly.
-    scale: "none" (a factor per channel may follow in the epilogue), "group" (float arrays beside the blocks, applied to
-        the float32 partial sum of each group), "e4m3" or "e8m0" (bytes inside the blocks, multiplied in exactly; see
-        ``FOLDED_RANGE`` for operands of e4m3).
-    group_size: elements of K per scale, None without one. has_zero_point: integers in groups or channels, subtracted.
+    Args:
+        element: of the stored codes. "int4" and "int8" hold any integers of up to 4 and 8 bits.
+        operand: dtype of both operands of the product; elements are converted to it exactly.
+        scale: "none" (a factor per channel may follow in the epilogue), "group" (float arrays beside the blocks,
+            applied to the float32 partial sum of each group), "e4m3" or "e8m0" (bytes inside the blocks, multiplied in
+            exactly; see ``FOLDED_RANGE`` for operands of e4m3).
+        group_size: elements of K per scale, None without one.
+        has_zero_point: integers in groups or channels, subtracted.
     """
 
     element: Literal["int4", "int8", "e2m1", "e4m3"]
@@ -77,7 +81,7 @@ class PackedFormat:
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """Words of a block as (rows, columns) of one bulk copy."""
+        """Words of a block as (rows, columns) of one TMA copy."""
         columns = self.scale_words or 128
         return (BLOCK_N * self.block_k * self.bits // 32 + self.scale_words) // columns, columns
 
@@ -87,9 +91,14 @@ class PackedFormat:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
-    """Where a half word has the bits of an element, lowest first and sign last, and by how many bits its word turns to
-    the left to bring them there, by pair. Those of one pair lie there already; few other turns use every bit once.
+class Rotations:
+    """By how much the words of a float format are rotated to the left to bring an element's bits to their places.
+
+    Few rotations use every bit of a word once; the bits of one pair of elements lie in place without.
+
+    Args:
+        places: where a half word has the bits of an element, lowest first and sign last.
+        by: for each pair, by how many bits its word is rotated for each of these bits.
     """
 
     places: tuple[int, ...]
@@ -97,11 +106,11 @@ class Turns:
 
     @property
     def wrap(self) -> int:
-        """The least turn that brings bits around; what turns less is a shift, more one turn and a shift."""
+        """The least rotation that brings bits around. What rotates less is a shift, more one rotation and a shift."""
         return min((r for pair in self.by for r, at in zip(pair, self.places, strict=True) if r > at), default=32)
 
     def masks(self, pair: int) -> dict[int, int]:
-        """Turn -> the bits it brings, of both halves of a register."""
+        """Rotation -> the bits it brings, of both halves of a register."""
         found: dict[int, int] = {}
         for r, at in zip(self.by[pair], self.places, strict=True):
             found[r] = found.get(r, 0) | 0x10001 << at
@@ -115,16 +124,16 @@ class Turns:
 
 # With the sign at bit 15 and the magnitude where the exponent ends and the mantissa begins, e2m1 as bfloat16 means
 # 2**-126 times its value, e4m3 2**-120 times, as float16 2**-8 times.
-_E2M1_TURNS = Turns((6, 7, 8, 15), ((0,) * 4, (4,) * 4, (10,) * 4, (6, 6, 14, 6)))
-_E4M3_TURNS = {
-    "bfloat16": Turns((*range(4, 11), 15), ((0,) * 8, (4,) * 3 + (12,) * 5)),
-    "float16": Turns((*range(7, 14), 15), ((0,) * 8, (7,) * 7 + (1,))),
+_E2M1_ROTATIONS = Rotations((6, 7, 8, 15), ((0,) * 4, (4,) * 4, (10,) * 4, (6, 6, 14, 6)))
+_E4M3_ROTATIONS = {
+    "bfloat16": Rotations((*range(4, 11), 15), ((0,) * 8, (4,) * 3 + (12,) * 5)),
+    "float16": Rotations((*range(7, 14), 15), ((0,) * 8, (7,) * 7 + (1,))),
 }
 
 
-def turns_of(fmt: PackedFormat) -> Turns:
+def rotations_of(fmt: PackedFormat) -> Rotations:
     """Of floats with operands of 16 bits."""
-    return _E2M1_TURNS if fmt.element == "e2m1" else _E4M3_TURNS[fmt.operand]
+    return _E2M1_ROTATIONS if fmt.element == "e2m1" else _E4M3_ROTATIONS[fmt.operand]
 
 
 def _nibble_places() -> np.ndarray:
@@ -166,10 +175,10 @@ def _places(fmt: PackedFormat) -> np.ndarray:
         return _signed_table_places()
     if fmt.is_8bit:
         return _PLACES_8BIT[fmt.operand]
-    return _PLACES[fmt.element] if fmt.element in _PLACES else turns_of(fmt).bits()
+    return _PLACES[fmt.element] if fmt.element in _PLACES else rotations_of(fmt).bits()
 
 
-def pack_words(codes: Any, fmt: PackedFormat) -> Any:
+def to_words(codes: Stored, fmt: PackedFormat) -> Stored:
     """(..., N, K) uint8 codes -> (..., N / 64, K / block_k, words) int32, for N and K whole blocks."""
     xp = namespace(codes)
     lead, (n, k) = codes.shape[:-2], codes.shape[-2:]
@@ -185,8 +194,8 @@ def pack_words(codes: Any, fmt: PackedFormat) -> Any:
     return words.view(xp.int32)
 
 
-def unpack_words(words: Any, fmt: PackedFormat) -> Any:
-    """Inverse of ``pack_words``."""
+def from_words(words: Stored, fmt: PackedFormat) -> Stored:
+    """Inverse of ``to_words``."""
     xp = namespace(words)
     lead, (nb, kb) = words.shape[:-3], words.shape[-3:-1]
     places = _places(fmt)
@@ -206,7 +215,7 @@ def unpack_words(words: Any, fmt: PackedFormat) -> Any:
 def _ordering(fmt: PackedFormat, lead: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """How the elements of a block split, and the order of the split axes in memory, ``lead`` axes going before.
 
-    Channels split into warp (4), half (2) and row (8). K splits into step of the matrix instruction (4), half (2), lane
+    Channels split into warp (4), half (2) and row (8). K splits into step of wgmma (4), half (2), lane
     (4) and column (2, of 8 bits 4); where a thread has eight words, steps split once more, into the two loads.
     """
     n = lead
@@ -220,12 +229,12 @@ def _ordering(fmt: PackedFormat, lead: int) -> tuple[tuple[int, ...], tuple[int,
     return (4, 2, 8, 2, 2, 2, 4, columns), (*range(n), *order)
 
 
-def pack_scales(scales: Any, fmt: PackedFormat) -> Any:
+def to_scale_words(scales: Stored, fmt: PackedFormat) -> Stored:
     """(..., N, K / group) uint8 -> (..., N / 64, K / block_k, words) int32: the scales of a block, in the order of its
     rows.
 
     A thread's scales are 8 bytes (4 groups in a block) or 4 (2): those of its row, then of the row 8 further down; a
-    word of them is turned to the left by ``scale_rotation``.
+    word of them is rotated to the left by ``scale_rotation``.
     """
     xp = namespace(scales)
     lead, (n, groups) = scales.shape[:-2], scales.shape[-2:]
@@ -235,16 +244,16 @@ def pack_scales(scales: Any, fmt: PackedFormat) -> Any:
     ordered = split.transpose(*range(i), nb, kb, warp, row, row_half, group)
     stream = ordered.reshape(*lead, n // 64, groups // per_block, -1, 4).astype(xp.uint32)
     words = (stream << (xp.arange(4, dtype=xp.uint32) * xp.uint32(8))).sum(-1, dtype=xp.uint32)
-    return turned(words, scale_rotation(fmt)).view(xp.int32)
+    return rotated(words, scale_rotation(fmt)).view(xp.int32)
 
 
-def unpack_scales(words: Any, fmt: PackedFormat) -> Any:
-    """Inverse of ``pack_scales``."""
+def from_scale_words(words: Stored, fmt: PackedFormat) -> Stored:
+    """Inverse of ``to_scale_words``."""
     xp = namespace(words)
     lead, (nb, kb) = words.shape[:-3], words.shape[-3:-1]
     i, per_block = len(lead), fmt.block_k // fmt._group_size()
     shifts = xp.arange(4, dtype=xp.uint32) * xp.uint32(8)
-    flat = turned(words.view(xp.uint32), 32 - scale_rotation(fmt))
+    flat = rotated(words.view(xp.uint32), 32 - scale_rotation(fmt))
     stream = ((flat[..., None] >> shifts) & xp.uint32(255)).astype(xp.uint8)
     split = stream.reshape(*lead, nb, kb, 4, 8, 2, per_block)
     n, k, warp, row, row_half, group = range(i, i + 6)
@@ -253,19 +262,19 @@ def unpack_scales(words: Any, fmt: PackedFormat) -> Any:
 
 
 def scale_rotation(fmt: PackedFormat) -> int:
-    """Bits by which a word of four scales is turned: bytes 0 and 2 then lie as exponents, or as exponents and the three
-    bits after them, of two bfloat16 numbers, bytes 1 and 3 eight bits away.
+    """Bits by which a word of four scales is rotated: bytes 0 and 2 then lie as exponents of two bfloat16 numbers, with
+    e4m3 as exponents and the three bits after them; bytes 1 and 3 lie eight bits away.
     """
     return 0 if fmt.is_8bit else {"e4m3": 4, "e8m0": 7}[fmt.scale]
 
 
-def turned(words: Any, bits: int) -> Any:
-    """uint32 words turned to the left."""
+def rotated(words: Stored, bits: int) -> Stored:
+    """uint32 words rotated to the left."""
     xp = namespace(words)
     return words if bits % 32 == 0 else words << xp.uint32(bits) | words >> xp.uint32(32 - bits)
 
 
-def pad_to(array: Any, axis: int, multiple: int, value: Any = 0) -> Any:
+def pad_to(array: Stored, axis: int, multiple: int, value: int = 0) -> Stored:
     """Fill ``axis`` up to a multiple with ``value``."""
     missing = -array.shape[axis] % multiple
     if not missing:
@@ -275,25 +284,42 @@ def pad_to(array: Any, axis: int, multiple: int, value: Any = 0) -> Any:
     return namespace(array).pad(array, widths, constant_values=value)
 
 
-def interleave(array: Any) -> Any:
+def interleave(array: Stored) -> Stored:
     """(E, G, N, ...) -> (E, N / 64, G, 64, ...): the projections of a gated product side by side, 64 channels each."""
     e, g, n = array.shape[:3]
     split = array.reshape(e, g, n // 64, 64, *array.shape[3:])
     return split.transpose(0, 2, 1, *range(3, split.ndim))
 
 
-def separate(array: Any) -> Any:
+def separate(array: Stored) -> Stored:
     """Inverse of ``interleave``."""
     e, nb, g = array.shape[:3]
     moved = array.transpose(0, 2, 1, *range(3, array.ndim))
     return moved.reshape(e, g, nb * 64, *array.shape[4:])
 
 
-def namespace(array: Any) -> Any:
+def namespace(array: Stored) -> ModuleType:
+    """The module whose functions make arrays of the same kind."""
     return jnp if isinstance(array, jax.Array) else np
 
 
-def words_of(fmt: PackedFormat, n: int, k: int) -> int:
-    """32-bit words of an (n, k) matrix in blocks."""
-    blocks = -(-n // BLOCK_N) * -(-k // fmt.block_k)
-    return blocks * math.prod(fmt.block_shape)
+def zero_term(fmt: PackedFormat, zero_point: Stored) -> Stored:
+    """What the kernel adds to the unpacked bits of an integer, or subtracts from those of 8-bit operands, for a signed
+    zero point; exact in ``fmt.operand``.
+
+    Codes u, unsigned, are unpacked as u * fmt.unit (bfloat16), 1024 + u (float16) or u (int8, from which the term is
+    subtracted).
+    """
+    zero = zero_point + (1 << (fmt.bits - 1))
+    if fmt.operand == "bfloat16":
+        return zero * -fmt.unit
+    return zero if fmt.is_8bit else -(zero + 1024)
+
+
+def zero_point_of(fmt: PackedFormat, term: Stored) -> Stored:
+    """Inverse of ``zero_term``."""
+    if fmt.operand == "bfloat16":
+        zero = term / -fmt.unit
+    else:
+        zero = term if fmt.is_8bit else -term - 1024
+    return zero - (1 << (fmt.bits - 1))

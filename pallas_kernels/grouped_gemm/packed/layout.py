@@ -5,15 +5,24 @@ Codes are what the format stores, unsigned: int4 and int8 as value + 8 and value
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.common.types import Leaf
 from pallas_kernels.grouped_gemm.packed import format as blocks
-from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat, interleave, namespace, pad_to, separate
-from pallas_kernels.grouped_gemm.packed.zero_points import zero_point_of, zero_term
+from pallas_kernels.grouped_gemm.packed.format import (
+    BLOCK_N,
+    PackedFormat,
+    Stored,
+    interleave,
+    namespace,
+    pad_to,
+    separate,
+    zero_point_of,
+    zero_term,
+)
 
 # What an e4m3 scale is inside a block: e5m3, exponents -9 to 8 as 0 to 17; normal numbers keep their bits.
 _E5M3 = np.zeros(256, np.uint8)
@@ -35,15 +44,19 @@ _SHIFT_8BIT = 6
 class PackedWeights:
     """Matrices (E, G, N, K), or (E, N, K) with G = 1, in blocks of 64 channels; NB = ceil(N / 64), KB blocks of K.
 
-    words: (E, NB, G, KB, *fmt.block_shape) int32. scale: (E, NB, G, groups, 64) float32, bfloat16 or float16, the
-    scales of groups. zero: same shape, fmt.operand, see ``zero_term``. channel_scale: (E, NB, G, 64)
-    float32, multiplies the sum. What a format has not is None. n, k: of the real matrix, static.
+    Args:
+        words: (E, NB, G, KB, *fmt.block_shape) int32.
+        scale: (E, NB, G, groups, 64) float32, bfloat16 or float16, the scales of groups; None without.
+        zero: same shape, fmt.operand, see ``zero_term``; None without.
+        channel_scale: (E, NB, G, 64) float32, multiplies the sum; None without.
+        fmt: what the words mean.
+        n, k: of the real matrix.
     """
 
-    words: Any
-    scale: Any
-    zero: Any
-    channel_scale: Any
+    words: Leaf
+    scale: Leaf | None
+    zero: Leaf | None
+    channel_scale: Leaf | None
     fmt: PackedFormat = dataclasses.field(metadata=dict(static=True))
     n: int = dataclasses.field(metadata=dict(static=True))
     k: int = dataclasses.field(metadata=dict(static=True))
@@ -59,20 +72,23 @@ class PackedWeights:
 
 def to_kernel_layout(
     fmt: PackedFormat,
-    codes: Any,
+    codes: Stored,
     *,
-    scale: Any = None,
-    zero_point: Any = None,
-    channel_scale: Any = None,
+    scale: Stored | None = None,
+    zero_point: Stored | None = None,
+    channel_scale: Stored | None = None,
 ) -> PackedWeights:
-    """Arrange stored weights for the kernel; exact, and undone by ``from_kernel_layout``. All arguments NumPy or all
-    JAX arrays.
-
-    codes: (E, G, N, K) uint8. scale: (E, G, N, ceil(K / group)): floats for groups, bytes for "e4m3" and "e8m0".
-    zero_point: int8 (E, G, N, groups), or (E, G, N, 1) for one a channel. channel_scale: (E, G, N) float32.
+    """Arrange stored weights for the kernel; exact, and undone by ``from_kernel_layout``.
 
     Under a zero scale in e4m3 codes become zeros; powers of two below 2**-253 of a matrix' (operands of e4m3: a
     channel's) largest become zero.
+
+    Args:
+        fmt: of the result.
+        codes: (E, G, N, K) uint8, NumPy or JAX as all arguments are.
+        scale: (E, G, N, ceil(K / group)): floats for groups, bytes for "e4m3" and "e8m0".
+        zero_point: int8 (E, G, N, groups), or (E, G, N, 1) for one a channel.
+        channel_scale: (E, G, N) float32.
     """
     xp = namespace(codes)
     n, k = codes.shape[-2:]
@@ -84,12 +100,12 @@ def to_kernel_layout(
     if _is_signed(fmt):
         codes, filler = codes ^ xp.uint8(8), 0
     padded = pad_to(pad_to(codes, -1, fmt.block_k, filler), -2, BLOCK_N, filler)
-    words = blocks.pack_words(padded, fmt)
+    words = blocks.to_words(padded, fmt)
     if fmt.scale == "e8m0":
         scale, channel_scale = _normalized(scale, _shift(fmt), (-1,) if fmt.is_8bit else (-2, -1))
     if fmt.scale_words:
         per_block = fmt.block_k // (fmt.group_size or 1)
-        block_scale = blocks.pack_scales(pad_to(pad_to(scale, -1, per_block), -2, BLOCK_N), fmt)
+        block_scale = blocks.to_scale_words(pad_to(pad_to(scale, -1, per_block), -2, BLOCK_N), fmt)
         words = xp.concatenate([words, block_scale], axis=-1)
         scale = None
     words = words.reshape(*words.shape[:-1], *fmt.block_shape)
@@ -107,7 +123,7 @@ def to_kernel_layout(
     )
 
 
-def from_kernel_layout(weights: PackedWeights) -> dict[str, Any]:
+def from_kernel_layout(weights: PackedWeights) -> dict[str, Stored]:
     """What ``to_kernel_layout`` was given: codes, and scale, zero_point and channel_scale where the format has them.
 
     For "e8m0" channel_scale is gone into the scales again.
@@ -116,14 +132,14 @@ def from_kernel_layout(weights: PackedWeights) -> dict[str, Any]:
     flat = weights.words.transpose(0, 2, 1, *range(3, weights.words.ndim))
     flat = flat.reshape(*flat.shape[:4], -1)
     split = flat.shape[-1] - fmt.scale_words
-    codes = blocks.unpack_words(flat[..., :split], fmt)[..., : weights.n, : weights.k]
+    codes = blocks.from_words(flat[..., :split], fmt)[..., : weights.n, : weights.k]
     if _is_signed(fmt):
         codes = codes ^ xp.uint8(8)
     channel_scale = None if weights.channel_scale is None else separate(weights.channel_scale)[..., : weights.n]
     found = dict(codes=codes, channel_scale=channel_scale)
     if fmt.scale_words:
         groups = -(-weights.k // (fmt.group_size or 1))
-        scale = blocks.unpack_scales(flat[..., split:], fmt)[..., : weights.n, :groups]
+        scale = blocks.from_scale_words(flat[..., split:], fmt)[..., : weights.n, :groups]
         if fmt.scale == "e8m0":
             top = _exponent(channel_scale[..., None]) + _shift(fmt)
             found["scale"] = xp.clip(scale.astype(xp.int32) + top - 254, 0, 254).astype(xp.uint8)
@@ -148,16 +164,16 @@ def _shift(fmt: PackedFormat) -> int:
     return _SHIFT_8BIT if fmt.is_8bit else _SHIFT[fmt.element, fmt.scale]
 
 
-def _by_group(array: Any) -> Any:
+def _by_group(array: Stored | None) -> Stored | None:
     """(E, G, N, groups) -> (E, NB, G, groups, 64)."""
     return None if array is None else interleave(pad_to(array, -2, BLOCK_N)).swapaxes(-1, -2)
 
 
-def _from_groups(array: Any) -> Any:
+def _from_groups(array: Stored) -> Stored:
     return separate(array.swapaxes(-1, -2))
 
 
-def _sign_into_codes(codes: Any, scale: Any, fmt: PackedFormat) -> tuple[Any, Any]:
+def _sign_into_codes(codes: Stored, scale: Stored, fmt: PackedFormat) -> tuple[Stored, Stored]:
     """e4m3 scales as e5m3 bytes; the sign of a scale goes into its codes, and a zero scale makes them zeros."""
     xp = namespace(codes)
     stored = scale.view(xp.uint8)
@@ -166,7 +182,7 @@ def _sign_into_codes(codes: Any, scale: Any, fmt: PackedFormat) -> tuple[Any, An
     return codes, xp.asarray(_E5M3)[stored & 127]
 
 
-def _normalized(scale: Any, shift: int, axes: tuple[int, ...]) -> tuple[Any, Any]:
+def _normalized(scale: Stored, shift: int, axes: tuple[int, ...]) -> tuple[Stored, Stored]:
     """Exponent bytes (E, G, N, groups) relative to the largest along axes, and the factor (E, G, N) it leaves.
 
     The largest becomes 254, the top exponent of a bfloat16; an operand is then 2**shift times a value whose scale is
@@ -182,7 +198,7 @@ def _normalized(scale: Any, shift: int, axes: tuple[int, ...]) -> tuple[Any, Any
     )
 
 
-def _exponent(power: Any) -> Any:
+def _exponent(power: Stored) -> Stored:
     """Biased exponent of a normal float32."""
     xp = namespace(power)
     return (power.view(xp.uint32) >> xp.uint32(23)).astype(xp.int32)
