@@ -1,59 +1,53 @@
 """``MoEConfig``: everything static about one routed-experts layer, as a hashable pytree node without leaves."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax.activations import ActivationConfig
 from moe_jax.quantization import ExpertShape, QuantFormat, Scheme, Strategy
+from moe_jax.routing import RoutingConfig
 
 COMPUTE_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class MoEConfig:
-    """Static description of one layer; the arguments are those of ``FusedMoE`` and mean the same.
+class MoEConfig(ActivationConfig, RoutingConfig):
+    """Static description of one layer, made of what its router and its activation have to know and of its own settings.
 
-    num_experts: logical experts E. top_k: experts per token. hidden_size: H. intermediate_size: I of one expert.
-    custom_routing_function: a callable ``(hidden_states, gating_output, topk, renormalize) -> (weights, ids)`` or the
-    name of a preset in ``moe_jax.routing``. implementation: ordered names to try, None for the platform's own order.
-    pinned_tokens: choose tiles and kernel configurations as for this many tokens, whatever a call brings; None goes by
-    the call. A token's output is then the same bits beside any number of others.
-    dtype: computation and output dtype ("float32" also means that no weight is rounded to bfloat16 on the way).
-    split_axes, call_axes: set by ``moe_jax.parallel`` inside ``jax.shard_map``: mesh axes over which I is split, and
-    all axes over whose devices a call is spread. Dynamic scales of activations are then those of the whole row or call.
-    Being registered as static, a config needs no ``static_argnames`` under ``jax.jit``.
+    Arguments mean what they mean for ``FusedMoE``; those after ``scheme`` are given by name. A config is registered as
+    static: it needs no ``static_argnames`` under ``jax.jit``.
+
+    Args:
+        num_experts, top_k: E and the experts per token; with other settings of routing, see ``RoutingConfig``.
+        hidden_size: H.
+        intermediate_size: I of one expert.
+        scheme: what is quantized.
+        activation, is_act_and_mul, swiglu_limit, swiglu_alpha, swiglu_beta: see ``ActivationConfig``.
+        has_bias: the experts have biases.
+        implementation: ordered names of backends to try; None for the platform's own order.
+        pinned_tokens: choose tiles and kernel configurations as for this many tokens, whatever a call brings; None goes
+            by the call. A token's output is then the same bits beside any number of others.
+        dtype: of computation; "float32" also means that no weight is rounded to bfloat16 on the way.
+        param_dtype: of unquantized weights and biases.
+        name: shown in errors.
+        split_axes, call_axes: set by ``moe_jax.parallel`` inside ``jax.shard_map``: mesh axes over which I is split,
+            and all axes over whose devices a call is spread. Dynamic scales of activations are then those of the whole
+            row or call.
     """
 
-    num_experts: int
-    top_k: int
     hidden_size: int
     intermediate_size: int
     scheme: Scheme = Scheme("bf16")
-    activation: str = "silu"
-    is_act_and_mul: bool = True
-    renormalize: bool = True
-    scoring_func: str = "softmax"
-    use_grouped_topk: bool = False
-    num_expert_group: int | None = None
-    topk_group: int | None = None
-    routed_scaling_factor: float = 1.0
-    apply_routed_scale_to_output: bool = False
-    apply_router_weight_on_input: bool = False
-    custom_routing_function: Callable[..., Any] | str | None = None
-    router_logits_dtype: Any = None
-    zero_expert_type: str | None = None
-    swiglu_limit: float | None = None
-    swiglu_alpha: float | None = None
-    swiglu_beta: float | None = None
+    _: dataclasses.KW_ONLY
     has_bias: bool = False
     implementation: tuple[str, ...] | None = None
     pinned_tokens: int | None = None
-    dtype: Any = jnp.bfloat16
+    dtype: Any = jnp.bfloat16  # a NumPy dtype from __post_init__ on
     param_dtype: Any = jnp.bfloat16
     name: str = ""
     split_axes: tuple[str, ...] = ()
@@ -102,8 +96,3 @@ class MoEConfig:
             has_bias=self.has_bias,
             name=self.name,
         )
-
-    @property
-    def num_projections(self) -> int:
-        """G: matrices stacked in w13, 2 (gate and up) when gated, else 1."""
-        return 2 if self.is_act_and_mul else 1

@@ -1,11 +1,12 @@
 """Names and parameters of expert activations, and ``apply_activation``; formulas: pallas_kernels.common.activations."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 
-from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, Float
 from pallas_kernels.common.activations import NOT_GATED_SUFFIX, Activation
 
@@ -13,6 +14,7 @@ __all__ = [
     "ACTIVATIONS",
     "NOT_GATED_SUFFIX",
     "Activation",
+    "ActivationConfig",
     "apply_activation",
     "parse_activation",
     "resolve_activation",
@@ -45,6 +47,31 @@ _PARAMETERS: Mapping[str, Mapping[str, float | None]] = {
 }
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationConfig:
+    """What is said of an activation. ``MoEConfig`` is one; ``resolve_activation`` makes the function of it.
+
+    Args:
+        activation: one of ``ACTIVATIONS`` or an alias.
+        is_act_and_mul: gated: the activation of one projection multiplies another.
+        swiglu_limit: clamp of clamped SwiGLU activations; None for the activation's default, as the other two.
+        swiglu_alpha: factor inside the sigmoid.
+        swiglu_beta: added to the up projection.
+    """
+
+    activation: str = "silu"
+    is_act_and_mul: bool = True
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
+    swiglu_beta: float | None = None
+
+    @property
+    def num_projections(self) -> int:
+        """G: matrices stacked in w13, 2 (gate and up) when gated, else 1."""
+        return 2 if self.is_act_and_mul else 1
+
+
 def parse_activation(name: str, *, is_gated: bool = True) -> str:
     """The canonical name: aliases resolved, and "_no_mul" appended when the activation is not gated.
 
@@ -64,7 +91,7 @@ def parse_activation(name: str, *, is_gated: bool = True) -> str:
     return canonical
 
 
-def resolve_activation(config: MoEConfig) -> Activation:
+def resolve_activation(config: ActivationConfig) -> Activation:
     """The activation of a layer with its parameters: those of the config, else the defaults of the activation.
 
     =======================  ============  ============  ===========
@@ -101,16 +128,16 @@ def resolve_activation(config: MoEConfig) -> Activation:
     return Activation(name, **parameters)
 
 
-def apply_activation(h: Float[Array, "*lead G I"], config: MoEConfig) -> Float[Array, "*lead I"]:
+def apply_activation(h: Float[Array, "*lead G I"], config: ActivationConfig) -> Float[Array, "*lead I"]:
     """Activate the first product of the experts in float32.
 
     h: (..., G, I), G = 2 when gated with h[..., 0, :] the gate (w1) and h[..., 1, :] up (w3), else G = 1.
     Returns (..., I) float32. Raises ValueError as ``resolve_activation``, or when G does not fit.
     """
     activation = resolve_activation(config)
-    halves = 2 if activation.is_gated else 1
-    if h.shape[-2] != halves:
-        raise ValueError(f"h has shape {h.shape}, expected (..., {halves}, I) for activation {activation.name!r}")
+    projections = 2 if activation.is_gated else 1
+    if h.shape[-2] != projections:
+        raise ValueError(f"h has shape {h.shape}, expected (..., {projections}, I) for activation {activation.name!r}")
     h = h.astype(jnp.float32)
     return activation(h[..., 0, :], h[..., 1, :]) if activation.is_gated else activation(h[..., 0, :])
 

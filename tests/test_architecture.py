@@ -16,9 +16,9 @@ PACKAGES = ("moe_jax", "pallas_kernels", "torch_bridge")
 FLOORS = (
     ("pallas_kernels.common", "moe_jax._arguments", "moe_jax._compat", "moe_jax._terminal", "moe_jax._typing"),
     ("moe_jax._version", "pallas_kernels"),
-    ("moe_jax.quantization",),
+    ("moe_jax.activations", "moe_jax.quantization", "moe_jax.routing"),
     ("moe_jax._config",),
-    ("moe_jax.activations", "moe_jax.loading", "moe_jax.routing"),
+    ("moe_jax.loading",),
     ("moe_jax.experts", "moe_jax.writing"),
     ("moe_jax.parallel",),
     ("moe_jax.nn",),

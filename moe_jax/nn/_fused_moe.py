@@ -1,5 +1,6 @@
 """``FusedMoE`` and ``MoEBlock``: thin nnx modules that own quantized parameters; the arithmetic lives in experts.py."""
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -148,16 +149,9 @@ class FusedMoE(nnx.Module):
         param_dtype: Any = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
+        arguments = dict(locals())
         check_rngs(rngs)
-        self.parallel: ParallelConfig | None = make_parallel(
-            mesh,
-            expert_axis=expert_axis,
-            tensor_axis=tensor_axis,
-            data_axis=data_axis,
-            sequence_axis=sequence_axis,
-            dispatch=dispatch,
-            reduce_results=reduce_results,
-        )
+        self.parallel: ParallelConfig | None = make_parallel(**_settings(ParallelConfig, arguments))
         self.placement: PlacementParam | None = make_placement(
             self.parallel, num_experts, placement, enable_eplb=enable_eplb, num_redundant_experts=num_redundant_experts
         )
@@ -171,36 +165,14 @@ class FusedMoE(nnx.Module):
         if not reduce_results and routed_output_transform is not None:
             raise ValueError("reduce_results=False leaves sums to the caller, but routed_output_transform needs them")
         activation = parse_activation(activation, is_gated=is_act_and_mul)
-        names = [implementation] if isinstance(implementation, str) else implementation
-        self.config: MoEConfig = MoEConfig(
-            num_experts=num_experts,
-            top_k=top_k,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
+        names = (implementation,) if isinstance(implementation, str) else implementation
+        derived: dict[str, Any] = dict(
             scheme=Scheme.parse(scheme),
             activation=activation,
             is_act_and_mul=not activation.endswith(NOT_GATED_SUFFIX),
-            renormalize=renormalize,
-            scoring_func=scoring_func,
-            use_grouped_topk=use_grouped_topk,
-            num_expert_group=num_expert_group,
-            topk_group=topk_group,
-            routed_scaling_factor=routed_scaling_factor,
-            apply_routed_scale_to_output=apply_routed_scale_to_output,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-            custom_routing_function=custom_routing_function,
-            router_logits_dtype=router_logits_dtype,
-            zero_expert_type=zero_expert_type,
-            swiglu_limit=swiglu_limit,
-            swiglu_alpha=swiglu_alpha,
-            swiglu_beta=swiglu_beta,
-            has_bias=has_bias,
             implementation=None if names is None else tuple(names),
-            pinned_tokens=pinned_tokens,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            name=name,
         )
+        self.config: MoEConfig = MoEConfig(**_settings(MoEConfig, arguments) | derived)
         resolve_activation(self.config)
         order_of(self.config, platform="cpu")  # checks the names, which do not depend on the platform
         validate_routing(
@@ -502,3 +474,8 @@ class FusedMoE(nnx.Module):
 
 def _value(variable: RoutingParam | None) -> Array | None:
     return None if variable is None else variable.get_value()
+
+
+def _settings(cls: type[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a layer's arguments that are fields of a config object."""
+    return {field.name: arguments[field.name] for field in dataclasses.fields(cls) if field.name in arguments}

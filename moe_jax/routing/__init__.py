@@ -1,5 +1,6 @@
 """Routing: router logits to expert ids and weights. Everything in float32, ties to the lower id, on device."""
 
+from moe_jax.routing._config import RoutingConfig
 from moe_jax.routing._presets import ROUTING_PRESETS, cohere2, gemma4, interns1_pro, llama4, phi_sparsemixer
 from moe_jax.routing._replay import RoutedExperts
 from moe_jax.routing._route import Routing, RoutingParams, route
@@ -13,6 +14,7 @@ __all__ = [
     "SIMULATION_STRATEGIES",
     "RoutedExperts",
     "Routing",
+    "RoutingConfig",
     "RoutingKind",
     "RoutingParams",
     "cohere2",

@@ -6,13 +6,12 @@ scores 0.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax._typing import Array, Float
+from moe_jax._typing import AnyArray, Array, Float
 from moe_jax.routing._scores import PLAIN_FLOOR, divide_by_sum, is_finite_row, scores, top_k
 from moe_jax.routing._select import plain_top_k
 
@@ -35,7 +34,9 @@ def check_interns1_pro(num_experts: int, topk: int, groups: int) -> None:
         )
 
 
-def llama4(hidden_states: Any, gating_output: Float[Array, "T E"], topk: int, renormalize: bool) -> tuple[Array, Array]:
+def llama4(
+    hidden_states: AnyArray | None, gating_output: Float[Array, "T E"], topk: int, renormalize: bool
+) -> tuple[Array, Array]:
     """Top-k of the logits, weight sigmoid(logit). Never renormalizes, whatever ``renormalize`` says."""
     logits = gating_output.astype(jnp.float32)
     chosen, ids = top_k(jnp.where(jnp.isnan(logits), -jnp.inf, logits), topk)
@@ -43,14 +44,14 @@ def llama4(hidden_states: Any, gating_output: Float[Array, "T E"], topk: int, re
 
 
 def cohere2(
-    hidden_states: Any, gating_output: Float[Array, "T E"], topk: int, renormalize: bool
+    hidden_states: AnyArray | None, gating_output: Float[Array, "T E"], topk: int, renormalize: bool
 ) -> tuple[Array, Array]:
     """Cohere2-MoE: top-k of sigmoid scores, optionally renormalized."""
     return plain_top_k(gating_output.astype(jnp.float32), topk, "sigmoid", renormalize)
 
 
 def phi_sparsemixer(
-    hidden_states: Any, gating_output: Float[Array, "T E"], topk: int, renormalize: bool
+    hidden_states: AnyArray | None, gating_output: Float[Array, "T E"], topk: int, renormalize: bool
 ) -> tuple[Array, Array]:
     """Phi-MoE: two picks, each weighed by a softmax over the experts close to the pick.
 
@@ -78,7 +79,7 @@ def phi_sparsemixer(
 
 
 def gemma4(
-    hidden_states: Any,
+    hidden_states: AnyArray | None,
     gating_output: Float[Array, "T E"],
     topk: int,
     renormalize: bool,
@@ -92,7 +93,7 @@ def gemma4(
 
 
 def interns1_pro(
-    hidden_states: Any,
+    hidden_states: AnyArray | None,
     gating_output: Float[Array, "T E"],
     topk: int,
     renormalize: bool,

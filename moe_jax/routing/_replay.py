@@ -1,15 +1,14 @@
 """Routed experts of a run, recorded and replayed: the choice is taken over, the weights follow the logits at hand."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._arguments import check_array, integer
-from moe_jax._config import MoEConfig
-from moe_jax._typing import Array, Float, Int
+from moe_jax._typing import AnyArray, Array, Float, Int, Leaf
+from moe_jax.routing._config import RoutingConfig
 from moe_jax.routing._scores import BIASED_FLOOR, PLAIN_FLOOR, divide_by_sum, is_finite_row, scores
 
 _MOST_EXPERTS_IN_INT16 = np.iinfo(np.int16).max + 1
@@ -36,7 +35,7 @@ class RoutedExperts:
         ids: (tokens, layers, top_k) int16, with more than 32768 experts int32; -1 where nothing was recorded.
     """
 
-    ids: Any
+    ids: Leaf
 
     @classmethod
     def create(cls, num_tokens: int, num_layers: int, num_experts: int, top_k: int) -> "RoutedExperts":
@@ -46,7 +45,9 @@ class RoutedExperts:
         is_small = integer("num_experts", num_experts, minimum=1) <= _MOST_EXPERTS_IN_INT16
         return cls(jnp.full(shape, -1, jnp.int16 if is_small else jnp.int32))
 
-    def record(self, topk_ids: Int[Array, "T top_k"], layer: Any, first_token: Any = 0) -> "RoutedExperts":
+    def record(
+        self, topk_ids: Int[Array, "T top_k"], layer: int | AnyArray, first_token: int | AnyArray = 0
+    ) -> "RoutedExperts":
         """Write one layer's ids of the tokens from ``first_token`` on; what lies past the end is dropped.
 
         topk_ids: (T, top_k) int. layer, first_token: int or () int32. Raises ValueError for another top_k.
@@ -57,13 +58,13 @@ class RoutedExperts:
         tokens = first_token + jnp.arange(topk_ids.shape[0])
         return RoutedExperts(self.ids.at[tokens, layer].set(jnp.asarray(topk_ids).astype(self.ids.dtype), mode="drop"))
 
-    def of_layer(self, layer: Any) -> Int[Array, "tokens top_k"]:
+    def of_layer(self, layer: int | AnyArray) -> Int[Array, "tokens top_k"]:
         """(tokens, top_k) int32: what ``replayed_ids`` takes; slice it for a part of the tokens."""
         return self.ids[:, layer].astype(jnp.int32)
 
 
 def replayed_top_k(
-    logits: Float[Array, "T E"], ids: Int[Array, "T top_k"], config: MoEConfig, *, is_plain: bool
+    logits: Float[Array, "T E"], ids: Int[Array, "T top_k"], config: RoutingConfig, *, is_plain: bool
 ) -> tuple[Array, Array]:
     """Weights of given experts as the router of ``config`` computes them for experts that it chose itself.
 
@@ -86,7 +87,7 @@ def replayed_top_k(
     return weights, ids
 
 
-def check_replay(ids: Any, num_tokens: int, config: MoEConfig) -> None:
+def check_replay(ids: AnyArray, num_tokens: int, config: RoutingConfig) -> None:
     """Raise unless ids are (T, top_k) integers and the router's weights are a function of logits and ids."""
     if config.custom_routing_function is not None or config.zero_expert_type is not None:
         other = "custom_routing_function" if config.custom_routing_function is not None else "zero_expert_type"

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax._arguments import check_array
-from moe_jax._config import MoEConfig
-from moe_jax._typing import Array, Bool, Float, Int, Shaped
+from moe_jax._typing import AnyArray, Array, Bool, DTypeLike, Float, Int, Leaf, Shaped
+from moe_jax.routing._config import RoutingConfig
 from moe_jax.routing._presets import ROUTING_PRESETS
 from moe_jax.routing._replay import check_replay, replayed_top_k
 from moe_jax.routing._select import Selection, biased_top_k, grouped_top_k, hashed_top_k, is_valid_grouping, plain_top_k
@@ -27,9 +27,9 @@ class RoutingParams:
     per_expert_scale: (E,), the learned scale of the "gemma4" preset.
     """
 
-    correction_bias: Any = None
-    hash_indices_table: Any = None
-    per_expert_scale: Any = None
+    correction_bias: Leaf | None = None
+    hash_indices_table: Leaf | None = None
+    per_expert_scale: Leaf | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -43,14 +43,14 @@ class Routing:
         leaves the factor to the caller, who then owes it to both.
     """
 
-    topk_weights: Any
-    topk_ids: Any
-    zero_expert_weight: Any = None
+    topk_weights: Leaf
+    topk_ids: Leaf
+    zero_expert_weight: Leaf | None = None
 
 
 def route(
     router_logits: Float[Array, "T logits"],
-    config: MoEConfig,
+    config: RoutingConfig,
     *,
     params: RoutingParams | None = None,
     hidden_states: Float[Array, "T H"] | None = None,
@@ -109,17 +109,17 @@ def route(
     return _drop_what_has_no_expert(weights, ids, config, token_mask)
 
 
-def _to_float32(logits: Array, dtype: Any) -> Array:
+def _to_float32(logits: Array, dtype: DTypeLike | None) -> Array:
     logits = logits.astype(jnp.float32)
     return logits if dtype is None else round_to_float(logits, dtype)
 
 
-def _check_shape(name: str, array: Any, expected: tuple[int, ...]) -> None:
+def _check_shape(name: str, array: AnyArray, expected: tuple[int, ...]) -> None:
     if array.shape != expected:
         raise ValueError(f"{name} has shape {array.shape}, expected {expected}")
 
 
-def groups_of(config: MoEConfig) -> tuple[int, int] | None:
+def groups_of(config: RoutingConfig) -> tuple[int, int] | None:
     """(groups, groups kept) when the configuration routes by groups and the experts divide into them."""
     groups, kept = config.num_expert_group, config.topk_group
     if not config.use_grouped_topk or groups is None or kept is None:
@@ -128,7 +128,11 @@ def groups_of(config: MoEConfig) -> tuple[int, int] | None:
 
 
 def _custom(
-    function: Callable[..., Any] | str, logits: Array, config: MoEConfig, params: RoutingParams, hidden_states: Any
+    function: Callable[..., Any] | str,
+    logits: Array,
+    config: RoutingConfig,
+    params: RoutingParams,
+    hidden_states: Array | None,
 ) -> Selection:
     extra = {}
     if isinstance(function, str):
@@ -149,7 +153,7 @@ def _custom(
     return result[0].astype(jnp.float32), result[1].astype(jnp.int32)
 
 
-def _drop_what_has_no_expert(weights: Array, ids: Array, config: MoEConfig, token_mask: Array | None) -> Routing:
+def _drop_what_has_no_expert(weights: Array, ids: Array, config: RoutingConfig, token_mask: Array | None) -> Routing:
     """Give masked tokens, zero experts and invalid ids the id -1 and weight 0; sum up the zero experts' weights."""
     zero_expert_weight = None
     is_routed = (ids >= 0) & (ids < config.num_experts)

@@ -5,7 +5,7 @@ import math
 
 import jax.numpy as jnp
 
-from moe_jax._config import MoEConfig
+from moe_jax.routing._config import RoutingConfig
 from moe_jax.routing._presets import ROUTING_PRESETS, check_interns1_pro, check_phi_sparsemixer, llama4
 from moe_jax.routing._scores import SCORING_FUNCTIONS
 from moe_jax.routing._select import is_valid_grouping
@@ -32,7 +32,7 @@ class RoutingKind(enum.IntEnum):
     SIMULATED = 102
 
 
-def routing_kind(config: MoEConfig, *, has_correction_bias: bool = False) -> RoutingKind:
+def routing_kind(config: RoutingConfig, *, has_correction_bias: bool = False) -> RoutingKind:
     """The kind that a configuration amounts to; UNSPECIFIED when no kernel with built-in routing would reproduce it."""
     if config.custom_routing_function is not None:
         return RoutingKind.LLAMA4 if config.custom_routing_function in ("llama4", llama4) else RoutingKind.CUSTOM
@@ -51,7 +51,7 @@ def routing_kind(config: MoEConfig, *, has_correction_bias: bool = False) -> Rou
 
 
 def validate_routing(
-    config: MoEConfig,
+    config: RoutingConfig,
     num_logits: int | None = None,
     *,
     has_correction_bias: bool | None = None,
@@ -98,7 +98,7 @@ def validate_routing(
         _validate_custom(c, has_correction_bias, has_hash_table)
 
 
-def _validate_zero_experts(c: MoEConfig, num_logits: int | None, has_correction_bias: bool | None) -> None:
+def _validate_zero_experts(c: RoutingConfig, num_logits: int | None, has_correction_bias: bool | None) -> None:
     if c.zero_expert_type not in ZERO_EXPERT_TYPES:
         raise ValueError(
             f"zero_expert_type={c.zero_expert_type!r}, expected None or one of {', '.join(ZERO_EXPERT_TYPES)}"
@@ -115,7 +115,7 @@ def _validate_zero_experts(c: MoEConfig, num_logits: int | None, has_correction_
         raise ValueError("zero_expert_type needs e_score_correction_bias, one value per router logit")
 
 
-def _validate_groups(c: MoEConfig, has_correction_bias: bool | None, has_hash_table: bool | None) -> None:
+def _validate_groups(c: RoutingConfig, has_correction_bias: bool | None, has_hash_table: bool | None) -> None:
     groups, kept = c.num_expert_group, c.topk_group
     if groups is None or kept is None:
         raise ValueError(f"use_grouped_topk=True needs num_expert_group and topk_group, found {groups} and {kept}")
@@ -138,7 +138,7 @@ def _validate_groups(c: MoEConfig, has_correction_bias: bool | None, has_hash_ta
         )
 
 
-def _validate_custom(c: MoEConfig, has_correction_bias: bool | None, has_hash_table: bool | None) -> None:
+def _validate_custom(c: RoutingConfig, has_correction_bias: bool | None, has_hash_table: bool | None) -> None:
     function = c.custom_routing_function
     if isinstance(function, str) and function not in ROUTING_PRESETS:
         raise ValueError(

@@ -18,11 +18,10 @@ import pytest
 from moe_jax import MoEConfig
 from moe_jax import fused_moe as on_one_device
 from moe_jax.experts._backend import Problem
-from moe_jax.experts._choice import BACKENDS
+from moe_jax.experts._choice import BACKENDS, route_by
 from moe_jax.experts.hopper._experts import forward as hopper_forward
 from moe_jax.parallel import ParallelConfig, Placement, fused_moe, place_weights
 from moe_jax.parallel._choice import FEW_TOKENS, choose_dispatch
-from moe_jax.parallel._routing import route_tokens
 from moe_jax.parallel._weights import abstract_share, local_config
 from moe_jax.quantization import SCHEMES, Scheme
 from moe_jax.routing import RoutingParams
@@ -335,7 +334,7 @@ def test_routing_by_the_kernel_is_routing(options):
     params = RoutingParams(jnp.linspace(-0.2, 0.2, EXPERTS)) if "scoring_func" in options else None
     mask = jnp.arange(13) != 4
     by_kernel, by_xla = (
-        route_tokens(x, logits, config, weights, params, mask, None, None, by_kernel=flag) for flag in (True, False)
+        route_by(BACKENDS[name], x, logits, config, weights, params, mask, None, None) for name in ("hopper", "xla")
     )
     np.testing.assert_array_equal(by_kernel.topk_ids, by_xla.topk_ids)
     np.testing.assert_allclose(by_kernel.topk_weights, by_xla.topk_weights, rtol=1e-6)
