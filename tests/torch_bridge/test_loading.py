@@ -290,6 +290,16 @@ def test_parameters_carry_what_loaders_read():
     assert packed.quant_method == "group" and packed.dtype == torch.int32
 
 
+def test_a_replaced_parameter_keeps_what_loaders_read():
+    """M225: the attributes stay; None takes the parameter away."""
+    layer = bridge_layer("bf16")
+    torch_bridge.replace_parameter(layer, "w2_weight", torch.ones(2))
+    assert layer.w2_weight.tolist() == [1, 1] and not layer.w2_weight.requires_grad
+    assert layer.w2_weight.leaf_name == "w2_weight" and layer.w2_weight.weight_loader == layer.weight_loader
+    torch_bridge.replace_parameter(layer, "w2_weight", None)
+    assert layer.w2_weight is None
+
+
 def test_decisions_of_the_loader():
     """M119, M137, M139, M134 and what belongs to nobody."""
     layer = bridge_layer("bf16", ep_size=2, ep_rank=0)
