@@ -58,9 +58,7 @@ def test_against_numpy(scheme, is_gated, has_bias, on_input, activation):
         activation=activation,
         **(PARAMETERS.get(activation, {}) if is_gated else {}),
     )
-    weights = cases.make_weights(config)
-    x = cases.make_tokens(NUM_TOKENS, config)
-    p, ids = cases.make_routing(NUM_TOKENS, top_k)
+    x, p, ids, weights = cases.make_call(config, NUM_TOKENS)
     for name in ("reference", "xla"):
         y = cases.jitted(fused_experts, dataclasses.replace(config, implementation=(name,)))(x, p, ids, weights)
         assert y.dtype == x.dtype
@@ -86,9 +84,7 @@ def test_every_gated_activation_is_covered():
 @pytest.mark.sample(6)
 def test_16_bit_compute(scheme, dtype):
     config = cases.make_config(scheme, dtype=dtype, param_dtype=dtype, has_bias=True, implementation=("xla",))
-    weights = cases.make_weights(config)
-    x = cases.make_tokens(NUM_TOKENS, config, dtype=dtype)
-    p, ids = cases.make_routing(NUM_TOKENS)
+    x, p, ids, weights = cases.make_call(config, NUM_TOKENS, dtype=dtype)
     y = cases.jitted(fused_experts, config)(x, p, ids, weights)
     assert y.dtype == dtype
     assert_rows_close(y, experts_numpy(x, p, ids, weights, config), tolerance(config.scheme, dtype), experts=ids)
@@ -97,9 +93,7 @@ def test_16_bit_compute(scheme, dtype):
 def test_float32_compute_rounds_no_weight():
     # bfloat16 storage and float32 compute: a bfloat16 rounding anywhere would show 2^-8, not 64 float32 ulps.
     config = cases.make_config("bf16", param_dtype="bfloat16", implementation=("xla",))
-    weights = cases.make_weights(config)
-    x = cases.make_tokens(NUM_TOKENS, config)
-    p, ids = cases.make_routing(NUM_TOKENS)
+    x, p, ids, weights = cases.make_call(config, NUM_TOKENS)
     y = cases.jitted(fused_experts, config)(x, p, ids, weights)
     assert_rows_close(y, experts_numpy(x, p, ids, weights, config), tolerance("bf16", "float32"), experts=ids)
 
@@ -179,9 +173,7 @@ def test_masked_tokens_are_zero_and_change_nothing(scheme):
 @pytest.mark.sample(4)
 def test_a_token_does_not_depend_on_the_others(scheme):
     config = cases.make_config(scheme, dtype="bfloat16", implementation=("xla",))
-    weights = cases.make_weights(config)
-    x = cases.make_tokens(NUM_TOKENS, config)
-    p, ids = cases.make_routing(NUM_TOKENS)
+    x, p, ids, weights = cases.make_call(config, NUM_TOKENS)
     run = cases.jitted(fused_experts, config)
     y = np.asarray(run(x, p, ids, weights))
     np.testing.assert_array_equal(y, run(x, p, ids, weights))
@@ -193,9 +185,7 @@ def test_a_token_does_not_depend_on_the_others(scheme):
 
 def test_nan_stays_in_its_token():
     config = cases.make_config("fp8_channel", implementation=("xla",))
-    weights = cases.make_weights(config)
-    x = cases.make_tokens(NUM_TOKENS, config)
-    p, ids = cases.make_routing(NUM_TOKENS)
+    x, p, ids, weights = cases.make_call(config, NUM_TOKENS)
     run = cases.jitted(fused_experts, config)
     y, poisoned = np.asarray(run(x, p, ids, weights)), np.asarray(run(x.at[1, 3].set(jnp.nan), p, ids, weights))
     assert np.isnan(poisoned[1]).all()

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from moe_jax import checkpointing
-from tests.support.cases.layers import E, H, abstract_layer, call, checkpoint_pairs, inputs, make_layer
+from tests.support.cases.layers import E, H, abstract_layer, call, checkpoint_pairs, inputs, loaded_layer, make_layer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -39,10 +39,8 @@ def test_loading_in_several_calls_and_any_order():
         layer.process_weights_after_loading()
     layer.load_weights(pairs[5:])
     layer.process_weights_after_loading()
-    whole = abstract_layer()
-    whole.load_weights(checkpoint_pairs())
-    whole.process_weights_after_loading()
-    same = jax.tree.map(lambda a, b: bool((a == b).all()), layer.weights.get_value(), whole.weights.get_value())
+    whole = loaded_layer().weights.get_value()
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), layer.weights.get_value(), whole)
     assert all(jax.tree.leaves(same))
 
 
@@ -70,10 +68,9 @@ def test_a_failed_load_can_be_repeated():
 
 
 def test_correction_bias_is_loaded():
-    layer = abstract_layer(e_score_correction_bias=True, scoring_func="sigmoid")
     bias = np.arange(E, dtype=np.float32)
-    layer.load_weights([*checkpoint_pairs(), ("model.layers.0.mlp.gate.e_score_correction_bias", bias)])
-    layer.process_weights_after_loading()
+    pairs = [*checkpoint_pairs(), ("model.layers.0.mlp.gate.e_score_correction_bias", bias)]
+    layer = loaded_layer(pairs, e_score_correction_bias=True, scoring_func="sigmoid")
     np.testing.assert_array_equal(layer.correction_bias.get_value(), bias)
     missing = abstract_layer(e_score_correction_bias=True)
     missing.load_weights(checkpoint_pairs())
@@ -82,10 +79,7 @@ def test_correction_bias_is_loaded():
 
 
 def test_reload_changes_values_without_recompiling():
-    layer, (x, z) = abstract_layer(), inputs()
-    layer.load_weights(checkpoint_pairs(0))
-    layer.process_weights_after_loading()
-    traces = []
+    layer, (x, z), traces = loaded_layer(), inputs(), []
 
     @jax.jit
     def run(layer, x, z):
@@ -97,10 +91,7 @@ def test_reload_changes_values_without_recompiling():
     layer.reload_weights(checkpoint_pairs(1))
     second = run(layer, x, z)
     assert len(traces) == 1 and "weights version: 1" in layer.explain(7)
-    fresh = abstract_layer()
-    fresh.load_weights(checkpoint_pairs(1))
-    fresh.process_weights_after_loading()
-    np.testing.assert_array_equal(second, run(fresh, x, z))
+    np.testing.assert_array_equal(second, run(loaded_layer(checkpoint_pairs(1)), x, z))
     assert np.abs(np.asarray(second - first)).max() > 0.1
     # what the documentation warns of: a closure keeps the weights it was compiled with
     np.testing.assert_array_equal(closure(x, z), frozen)
@@ -130,9 +121,7 @@ def test_calls_outside_jit_compile_once(monkeypatch):
 
 
 def test_failed_reload_leaves_the_old_weights():
-    layer = abstract_layer()
-    layer.load_weights(checkpoint_pairs())
-    layer.process_weights_after_loading()
+    layer = loaded_layer()
     before = layer.weights.get_value()
     with pytest.raises(ValueError, match="missing"):
         layer.reload_weights(list(checkpoint_pairs(1))[:-1])

@@ -32,10 +32,8 @@ def test_any_size(scheme, hidden, inner):
         top_k=1,
         apply_router_weight_on_input=is_16_bit,
     )
-    weights = cases.make_weights(config)
+    x, p, ids, weights = cases.make_call(config, 9)
     assert weights.hidden_size == hidden and weights.intermediate_size == inner
-    x = cases.make_tokens(9, config)
-    p, ids = cases.make_routing(9, 1)
     y = cases.jitted(fused_experts, config)(x, p, ids, weights)
     assert y.shape == (9, hidden)
     assert_layer_close(y, x, p, ids, weights, config, kernels=False)

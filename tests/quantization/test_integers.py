@@ -161,8 +161,7 @@ SCHEMES = [
 def test_layers_against_float64(scheme):
     """Per row, both implementations, with bias and ragged groups (H = 152, I = 136)."""
     config = cases.make_config(scheme, has_bias=True)
-    weights, x = cases.make_weights(config), cases.make_tokens(23, config)
-    p, ids = cases.make_routing(23)
+    x, p, ids, weights = cases.make_call(config, 23)
     run = lambda name: np.asarray(  # noqa: E731
         fused_experts(x, p, ids, weights, dataclasses.replace(config, implementation=(name,)))
     )
@@ -229,8 +228,7 @@ def test_actorder_is_not_made_online():
 @pytest.mark.slow
 def test_gradients_stop_at_integers():
     config = cases.make_config("w4a16_g32_asym", implementation=("xla",))
-    weights, x = cases.make_weights(config), cases.make_tokens(9, config)
-    p, ids = cases.make_routing(9)
+    x, p, ids, weights = cases.make_call(config, 9)
     run = lambda c: jax.grad(lambda x: fused_experts(x, p, ids, weights, c).sum())(x)  # noqa: E731
     ours, judge = run(config), run(dataclasses.replace(config, implementation=("reference",)))
     np.testing.assert_allclose(ours, judge, rtol=1e-4, atol=1e-4 * float(jnp.abs(judge).max()))

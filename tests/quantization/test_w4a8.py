@@ -50,7 +50,7 @@ def test_worked_example_of_scales_in_e4m3():
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [
-        ("w4a8_int8_asym_inputs", dict(activation="silu", apply_router_weight_on_input=True)),
+        ("w4a8_int8_asym_inputs", dict(activation="silu", apply_router_weight_on_input=True, top_k=1)),
         ("w4a8_int8_channel", dict(activation="swigluoai")),
         ("w4a8_int8_asym_inputs", dict(activation="swiglustep")),
         ("w4a8_int8_channel", dict(activation="relu2", is_act_and_mul=False)),
@@ -60,9 +60,7 @@ def test_worked_example_of_scales_in_e4m3():
 def test_every_activation_and_the_weight_on_the_input(scheme, options):
     """M168, M169, M171, M172: activations by name and with the field's formulas, the router's weight on x, no gate."""
     config = cases.make_config(scheme, has_bias=True, implementation=("xla",), **SIZES, **options)
-    top_k = 1 if config.apply_router_weight_on_input else cases.K
-    weights, x = cases.make_weights(config), cases.make_tokens(12, config)
-    p, ids = cases.make_routing(12, top_k)
+    x, p, ids, weights = cases.make_call(config, 12)
     found = np.asarray(jax.jit(lambda x: fused_experts(x, p, ids, weights, config))(x))
     assert_layer_close(found, x, p, ids, weights, config, kernels=False)
 

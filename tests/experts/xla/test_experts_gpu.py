@@ -13,7 +13,7 @@ import pytest
 from moe_jax import fused_experts
 from moe_jax.quantization import SCHEMES, fake_quantize
 from moe_jax.routing import route
-from tests.support.cases.experts import make_config, make_routing, make_stored_weights, make_tokens
+from tests.support.cases.experts import make_config
 from tests.support.oracles.layer_judge import assert_layer_close
 
 pytestmark = pytest.mark.gpu
@@ -23,8 +23,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_against_numpy(scheme, tokens):
     config = make_config(scheme, has_bias=True, hidden_size=256, intermediate_size=384, implementation=("xla",))
-    weights, x = make_stored_weights(config), make_tokens(tokens, config)
-    p, ids = make_routing(tokens)
+    x, p, ids, weights = make_call(config, tokens)
     y = jax.jit(fused_experts, static_argnums=4)(x, p, ids, weights, config)
     assert_layer_close(y, x, p, ids, weights, config, kernels=False, on_gpu=True)
 
@@ -33,8 +32,7 @@ def test_against_numpy(scheme, tokens):
 def test_weights_and_routing_may_be_constants(scheme):
     """XLA then knows how often the loop over tiles runs, and evaluates its indices."""
     config = make_config(scheme, hidden_size=256, intermediate_size=384, implementation=("xla",))
-    weights, x = make_stored_weights(config), make_tokens(12, config)
-    p, ids = make_routing(12)
+    x, p, ids, weights = make_call(config, 12)
     y = jax.jit(lambda x: fused_experts(x, p, ids, weights, config))(x)
     assert_layer_close(y, x, p, ids, weights, config, kernels=False, on_gpu=True)
 

@@ -108,6 +108,12 @@ def make_tokens(num_tokens, config, seed=2, dtype="float32"):
     return jnp.asarray(x, dtype)
 
 
+def make_call(config, num_tokens, *, dtype="float32"):
+    """(x, topk_weights, topk_ids, weights) for ``fused_experts``."""
+    x = make_tokens(num_tokens, config, dtype=dtype)
+    return x, *make_routing(num_tokens, config.top_k, config.num_experts), make_stored_weights(config)
+
+
 def jitted(function, config):
     """``jax.jit`` of ``function`` with its config bound."""
     return jax.jit(functools.partial(function, config=config))

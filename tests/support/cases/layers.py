@@ -18,6 +18,14 @@ def abstract_layer(scheme="bf16", **options):
     return moe_jax.FusedMoE(E, H, I, top_k=K, scheme=scheme, dtype=jnp.float32, **options)
 
 
+def loaded_layer(pairs=None, scheme="bf16", **options):
+    """An ``abstract_layer`` with the weights of pairs, ``checkpoint_pairs()`` if None."""
+    layer = abstract_layer(scheme, **options)
+    layer.load_weights(checkpoint_pairs() if pairs is None else pairs)
+    layer.process_weights_after_loading()
+    return layer
+
+
 def inputs(tokens=7, seed=1, experts=E):
     kx, kz = jax.random.split(jax.random.key(seed))
     return jax.random.normal(kx, (tokens, H), jnp.float32), jax.random.normal(kz, (tokens, experts), jnp.float32)
