@@ -1,6 +1,6 @@
 """Expert activations, elementwise, for references and kernel bodies alike. Shapes and dtype of the inputs are kept.
 
-``gate`` and ``up`` are the two halves of a gated expert's first product; a caller that wants float32 passes float32.
+``gate`` and ``up`` are the two projections of a gated expert; a caller that wants float32 passes float32.
 Each clamp bounds the gate from above only and ``up`` on both sides.
 """
 
@@ -12,48 +12,50 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common.types import Value
+
 NOT_GATED_SUFFIX = "_no_mul"
 
-Function = Callable[[Any], Any]
+Function = Callable[[Value], Value]
 
 
-def silu(x: Any, sigmoid: Function = lax.logistic) -> Any:
+def silu(x: Value, sigmoid: Function = lax.logistic) -> Value:
     """x * sigmoid(x)."""
     return x * sigmoid(x)
 
 
-def gelu(x: Any) -> Any:
+def gelu(x: Value) -> Value:
     """x/2 * (1 + erf(x / sqrt 2)). lax.erf rather than erfc, which kernels cannot lower: absolute error of |x| ulp."""
     return 0.5 * x * (1.0 + lax.erf(x * math.sqrt(0.5)))
 
 
-def gelu_tanh(x: Any, sigmoid: Function = lax.logistic) -> Any:
+def gelu_tanh(x: Value, sigmoid: Function = lax.logistic) -> Value:
     """x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))), with (1 + tanh y) / 2 = sigmoid(2y), which does not cancel."""
     return x * sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
 
 
-def relu2(x: Any) -> Any:
+def relu2(x: Value) -> Value:
     """max(x, 0)^2."""
     positive = jnp.maximum(x, 0.0)
     return positive * positive
 
 
 def swiglu(
-    gate: Any,
-    up: Any,
+    gate: Value,
+    up: Value,
     *,
     limit: float | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
     sigmoid: Function = lax.logistic,
-) -> Any:
+) -> Value:
     """g * sigmoid(alpha * g) * (u + beta) with g = min(gate, limit) and u = clip(up, -limit, limit)."""
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * sigmoid(alpha * gate) * (up + beta)
 
 
-def swiglu_step(gate: Any, up: Any, *, limit: float | None = None, sigmoid: Function = lax.logistic) -> Any:
+def swiglu_step(gate: Value, up: Value, *, limit: float | None = None, sigmoid: Function = lax.logistic) -> Value:
     """min(silu(gate), limit) * clip(up, -limit, limit): the gate is clamped after its non-linearity."""
     gate = silu(gate, sigmoid)
     if limit is not None:
@@ -78,7 +80,7 @@ class Activation:
     def is_gated(self) -> bool:
         return not self.name.endswith(NOT_GATED_SUFFIX)
 
-    def __call__(self, gate: Any, up: Any = None, sigmoid: Function = lax.logistic) -> Any:
+    def __call__(self, gate: Value, up: Any = None, sigmoid: Function = lax.logistic) -> Value:
         """gate: any shape; up: the same shape, exactly when gated. sigmoid: how a kernel computes it."""
         match self.name:
             case "silu" | "swigluoai" | "swigluoai_uninterleave":

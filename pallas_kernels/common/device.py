@@ -6,7 +6,7 @@ _HOPPER = ("H100", "H200", "GH200", "H800", "H20")
 
 
 def hopper_sms() -> int:
-    """Multiprocessors of the device a function is traced for, when it is a Hopper GPU (sm_90).
+    """SMs of the device a function is traced for, when it is a Hopper GPU (sm_90).
 
     The device is the abstract one of the current mesh where there is one: with it a function can be lowered for a
     machine that is not here. Otherwise it is the first device of the default backend. Raises NotImplementedError for

@@ -7,7 +7,6 @@ that every dequantized value of it is NaN; an all-zero group has codes 0 and a f
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ E2M1_MAX = 6.0
 E8M0_NAN = 255
 NVFP4_GROUP, MX_GROUP = 16, 32
 
-Divide = Callable[[Any, Any], jax.Array]
+Divide = Callable[[jax.Array, jax.Array], jax.Array]
 
 _E2M1_EXPONENT, _E4M3_EXPONENT = 2, 8  # of the largest value: 6 = 1.5 * 2**2, 448 = 1.75 * 2**8
 

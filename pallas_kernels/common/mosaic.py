@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
+from pallas_kernels.common.types import Dtype, Layout, Ref, Scalar, TileRef, Value
+
 WGMMA = plgpu.Layout.WGMMA
 Accumulator = plgpu.WGMMAAccumulatorRef
 ROWS = WGMMA.reduce(1)  # one value per row of an accumulator
@@ -44,26 +46,27 @@ def begin() -> None:
     """Wait for the kernels before this one: the first statement of every kernel body, in all of its warpgroups.
 
     A kernel with this statement is launched with programmatic stream serialization (programmatic dependent launch,
-    PDL; jax 0.11: jax 0.10 emits the instructions alone, which then do nothing). Its blocks may be placed, and its
-    barriers and descriptors set up, while the last blocks of the kernel before it still run; so nothing in front of it
-    may read or write global memory. The wait returns when all earlier work of the stream is complete and visible. Only
-    behind it the next kernel is let in, so that two kernels overlap at most, and all before them are complete. A kernel
-    launched as usual, as XLA's are, waits for all of the one before it, and is waited for. In XLA's command buffers
-    each call is a graph of its own, and nothing overlaps (jaxlib 0.11.2); torch_bridge launches as XLA does without
-    them.
+    PDL). That needs jax 0.11; jax 0.10 emits the instructions alone, which then do nothing. The kernel's CTAs may be
+    placed, and its barriers and descriptors set up, while the last CTAs of the kernel before it still run; so nothing
+    in front of the statement may read or write global memory. The wait returns when all earlier work of the stream is
+    complete and visible. Only then is the next kernel let in: at most two kernels overlap, and all before them are
+    complete. A kernel launched as usual, as XLA's are, waits for all of the one before it, and is waited for. In XLA's
+    command buffers each call is a graph of its own, and nothing overlaps (jaxlib 0.11.2). torch_bridge launches as XLA
+    does without command buffers.
     """
     if USES_PDL:
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
 
 
-def load(ref: Any, *, layout: Any = None, optimized: bool = True) -> Any:
+def load(ref: Ref, *, layout: Layout = None, optimized: bool = True) -> Value:
     """``plgpu.load`` of a whole ref; 0.10 requires an index, 0.11 deprecates it."""
     index = ((),) if _LOAD_NEEDS_INDEX else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+    load_ref: Any = plgpu.load
+    return load_ref(ref, *index, layout=layout, optimized=optimized)
 
 
-def release(barrier: Any) -> None:
+def release(barrier: TileRef) -> None:
     """Arrive on ``barrier`` when this warpgroup has itself read shared memory that a TMA copy overwrites next.
 
     The arrival alone orders the reads before other threads' accesses, but not before TMA copies, which take another
@@ -80,15 +83,16 @@ def fence_async_shared_cta(ctx: Any) -> None:
     nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
 
-def tiled(dtype: Any, swizzle: int | None) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+def tiled(dtype: Dtype, swizzle: int | None) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Transforms of a shared-memory tile as wgmma and the TMA copies agree on it."""
     assert swizzle is not None, "config_error refuses rows that no swizzle divides"
     return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def column_predicate(n: int, tile: int, start: Any) -> Any:
-    """For a TMA store of columns from ``start`` on: whether an output of N columns has them; None where tiles of
-    ``tile`` columns always lie inside. Left to itself Mosaic drops a dimension of one element together with its index:
-    a store past an output one swizzled tile wide would land in it.
+def column_predicate(n: int, tile: int, start: Scalar) -> Any:
+    """Whether an output of N columns has those of a TMA store from ``start`` on; None where tiles always lie inside.
+
+    Mosaic itself drops a dimension of one element together with its index, so that a store past an output one swizzled
+    tile wide would land in it.
     """
     return None if n % tile == 0 else start < n

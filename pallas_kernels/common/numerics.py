@@ -9,12 +9,14 @@ A NaN or an infinity makes the scale of its extent infinite and every dequantize
 """
 
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from pallas_kernels.common.types import Dtype
 
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
@@ -60,7 +62,7 @@ def cast_e4m3(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
 
 
-def widen(codes: jax.Array, dtype: Any) -> jax.Array:
+def widen(codes: jax.Array, dtype: Dtype) -> jax.Array:
     """``codes.astype(dtype)``, for a dtype that holds every code; e4m3 to float32 or bfloat16 goes by its bits.
 
     XLA drops a cast to e4m3 and the one back from a GPU program, and what was quantized there would not be. On the CPU
@@ -75,7 +77,7 @@ def widen(codes: jax.Array, dtype: Any) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def round_to_float(x: jax.Array, dtype: Any) -> jax.Array:
+def round_to_float(x: jax.Array, dtype: Dtype) -> jax.Array:
     """float32 values rounded to float32, float16 or bfloat16, in float32; a derivative passes straight through.
 
     For two casts, which XLA may drop.
@@ -160,7 +162,7 @@ def quantize_e4m3_static(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def quantize_int8_channel(
-    x: jax.Array, amax: jax.Array, arithmetic_dtype: Any = jnp.float32
+    x: jax.Array, amax: jax.Array, arithmetic_dtype: Dtype = jnp.float32
 ) -> tuple[jax.Array, jax.Array]:
     """One scale per output channel of a weight: ``s = amax / 127``, ``q = round_half_even(x / s)`` within +-127.
 

@@ -5,11 +5,13 @@ Words may be NumPy or JAX arrays; the result is of the same kind. A packed axis 
 pack along rows (zero points, GPTQ) are swapped by the caller, which keeps every layout here one dimensional.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+Integers = TypeVar("Integers", bound=np.ndarray | jax.Array)
 
 # Output column c of an AWQ word lies in nibble AWQ_ORDER[c], the order its CUDA kernel dequantizes in.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -20,7 +22,7 @@ def words_per_row(count: int, bits: int, *, is_dense: bool = True) -> int:
     return -(-count * bits // 32) if is_dense else -(-count // (32 // bits))
 
 
-def unpack_words(words: Any, bits: int, count: int, *, is_dense: bool = True) -> Any:
+def unpack_words(words: Integers, bits: int, count: int, *, is_dense: bool = True) -> Integers:
     """(..., W) int32 or uint32 -> (..., count) uint8 codes; element i starts at the lowest bits.
 
     is_dense: element i occupies bits [i * bits, (i + 1) * bits) of the row's little-endian stream (compressed-tensors
@@ -51,7 +53,7 @@ def unpack_words(words: Any, bits: int, count: int, *, is_dense: bool = True) ->
     return ((low | high) & mask).astype(xp.uint8)
 
 
-def pack_words(codes: Any, bits: int, *, is_dense: bool = True) -> Any:
+def pack_words(codes: Integers, bits: int, *, is_dense: bool = True) -> Integers:
     """Inverse of ``unpack_words``: (..., count) codes -> (..., W) int32; unused bits are zero."""
     xp = _namespace(codes)
     count = codes.shape[-1]
@@ -69,14 +71,14 @@ def pack_words(codes: Any, bits: int, *, is_dense: bool = True) -> Any:
     return (grouped << xp.arange(32, dtype=xp.uint32)).sum(-1, dtype=xp.uint32).view(xp.int32)
 
 
-def unpack_nibbles(data: Any) -> Any:
+def unpack_nibbles(data: Integers) -> Integers:
     """(..., W) uint8 -> (..., 2 W) uint8 codes; the low nibble is the even element."""
     xp = _namespace(data)
     pairs = xp.stack([data & xp.uint8(15), data >> xp.uint8(4)], axis=-1)
     return pairs.reshape(*data.shape[:-1], 2 * data.shape[-1])
 
 
-def pack_nibbles(codes: Any) -> Any:
+def pack_nibbles(codes: Integers) -> Integers:
     """(..., K) uint8 codes below 16 -> (..., K / 2) uint8. Raises ValueError for odd K."""
     if codes.shape[-1] % 2:
         raise ValueError(f"last axis has {codes.shape[-1]} codes, expected an even number")
@@ -84,20 +86,20 @@ def pack_nibbles(codes: Any) -> Any:
     return codes[..., 0::2] | (codes[..., 1::2] << xp.uint8(4))
 
 
-def unpack_awq(words: Any, count: int) -> Any:
+def unpack_awq(words: Integers, count: int) -> Integers:
     """(..., W) int32 of eight 4-bit columns in AWQ's order -> (..., count) uint8 codes in column order."""
-    codes = unpack_words(words, 4, 8 * words.shape[-1])
+    codes: Any = unpack_words(words, 4, 8 * words.shape[-1])
     ordered = codes.reshape(*words.shape, 8)[..., np.array(AWQ_ORDER)]
     return ordered.reshape(*words.shape[:-1], -1)[..., :count]
 
 
-def pack_awq(codes: Any) -> Any:
+def pack_awq(codes: Integers) -> Integers:
     """Inverse of ``unpack_awq`` for a multiple of eight columns."""
     if codes.shape[-1] % 8:
         raise ValueError(f"last axis has {codes.shape[-1]} columns, expected a multiple of 8")
-    grouped = codes.reshape(*codes.shape[:-1], -1, 8)[..., np.argsort(AWQ_ORDER)]
+    grouped: Any = codes.reshape(*codes.shape[:-1], -1, 8)[..., np.argsort(AWQ_ORDER)]
     return pack_words(grouped.reshape(codes.shape), 4)
 
 
-def _namespace(array: Any) -> Any:
+def _namespace(array: np.ndarray | jax.Array) -> Any:
     return jnp if isinstance(array, jax.Array) else np

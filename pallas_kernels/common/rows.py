@@ -1,26 +1,25 @@
-"""Rows of a matrix as the row kernels walk them: one warpgroup, whole vectors a thread, a few pieces a row."""
+"""How kernels cut rows into pieces, and rows that are the same in every tile."""
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.sm90 import WARPGROUP
 
 
 def pieces(width: int, piece: int) -> list[int]:
-    """Starts of pieces that cover ``width`` elements; the last one reaches back into the one before when it must.
+    """Starts of pieces that cover ``width`` elements; the last one may reach back into the one before.
 
     What two pieces share is computed twice and written twice, with the same bits.
     """
     return [min(start, width - piece) for start in range(0, width, piece)]
 
 
-def in_every_tile(x: Any, tiles: int, block_m: int) -> Any:
+def in_every_tile(x: jax.Array, tiles: int, block_m: int) -> jax.Array:
     """(T, K), T <= block_m -> (tiles * block_m, K): tiles that all have the same rows, zeros below them."""
     return jnp.tile(jnp.pad(x, ((0, block_m - x.shape[0]), (0, 0))), (tiles, 1))
 
 
-def scales_in_every_tile(x_scale: Any, tiles: int) -> Any:
+def scales_in_every_tile(x_scale: jax.Array | None, tiles: int) -> jax.Array | None:
     """Scales (block_m,) or (groups, block_m) of a tile's rows -> of the rows of all tiles; None and () as they are."""
     if x_scale is None or not x_scale.ndim:
         return x_scale
@@ -34,8 +33,10 @@ def check_unpermuted_rows(num_rows: int, block_m: int) -> None:
 
 
 def unpermuted_rows_error(unpermuted_rows: int, block_m: int) -> str | None:
-    """Why bulk copies cannot bring the same rows into every tile of block_m, or None: their boxes are 8 rows high, and
-    Mosaic cuts an array into whole ones, or is content with a part of one. 0 for tiles with rows of their own.
+    """Why TMA copies cannot bring the same rows into every tile of block_m, or None.
+
+    A TMA box is 8 rows high. Mosaic cuts an array into whole boxes, or takes a part of one. unpermuted_rows: 0 for
+    tiles with rows of their own.
     """
     if unpermuted_rows > block_m:
         return f"the same {unpermuted_rows} rows in every tile: a tile has {block_m}"

@@ -1,17 +1,17 @@
-"""Facts of a Hopper chip (sm_90), and sizes that follow from them.
+"""Facts of a Hopper GPU (sm_90), and sizes that follow from them.
 
 Without Pallas, so that choosing a configuration, and `import moe_jax`, does not load it.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from pallas_kernels.common.types import Dtype
+
 WARPGROUP = 128
-SMEM_BYTES = 232_448  # shared memory one block may use (227 KiB)
+SMEM_BYTES = 232_448  # shared memory that one CTA may use (227 KiB)
 SMEM_ALIGN = 1024  # Mosaic rounds each shared-memory allocation up to this
-TMA_ALIGN = 128  # bytes; where in shared memory a bulk tensor copy may start
-TMA_BOX = 256  # largest extent of one bulk tensor copy along any dimension
+TMA_ALIGN = 128  # bytes; where in shared memory a TMA copy may start
+TMA_BOX = 256  # largest extent of one TMA copy along any dimension
 
 
 def swizzle_bytes(minor_bytes: int) -> int | None:
@@ -19,7 +19,7 @@ def swizzle_bytes(minor_bytes: int) -> int | None:
     return next((s for s in (128, 64, 32) if minor_bytes % s == 0), None)
 
 
-def smem_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+def smem_bytes(shape: tuple[int, ...], dtype: Dtype) -> int:
     """Bytes one shared-memory allocation occupies, rounding included."""
     size = jnp.dtype(dtype).itemsize
     for extent in shape:
