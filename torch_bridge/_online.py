@@ -79,7 +79,7 @@ class MoeOnlineQuantizer(Protocol):
     def quantize_expert(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One matrix (out, in) -> the same shape in the quantized dtype, and what is stored at scale[expert].
 
-        w13 comes with both halves, gate rows first: a scale per tensor is one for both.
+        w13 comes with both projections, gate rows first: a scale per tensor is one for both.
         """
         ...
 

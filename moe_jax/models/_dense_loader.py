@@ -92,9 +92,9 @@ def plan_dense(
                 tensor, scheme=scheme, leaves=leaves, words_are_dense=quantization.words_are_dense
             )
         tensors.append(tensor)
-    left_over = [name for name in account if name not in used]
-    if missing or left_over:
-        raise CheckpointError(f"{where}: {_account(missing, left_over)}")
+    unexpected = [name for name in account if name not in used]
+    if missing or unexpected:
+        raise CheckpointError(f"{where}: {_account(missing, unexpected)}")
     for tensor in tensors:
         _check_header(tensor, source, where)
     _check_one_half_precision([t for t in tensors if t.scheme is None], source, where)
@@ -333,7 +333,7 @@ def _read(tensor: DenseTensor, source: Any, where: str, part: _Part | None = Non
     return dequantize_tensor(jax.tree.map(jnp.asarray, matrix))[0]
 
 
-def _account(missing: list[str], left_over: list[str]) -> str:
-    labelled = (("missing", missing), ("left over", left_over))
+def _account(missing: list[str], unexpected: list[str]) -> str:
+    labelled = (("missing", missing), ("unexpected", unexpected))
     parts = [f"{len(names)} tensors {label}: {listed(sorted(names))}" for label, names in labelled if names]
     return "; ".join(parts) + "; config.json does not describe this file, or the file is incomplete"

@@ -38,8 +38,8 @@ class ExpertLayer:
 
     def shape(self, shard: str) -> tuple[int, int]:
         """(n, k) of a projection."""
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        return (hidden, inner) if shard == "w2" else (inner, hidden)
+        hidden, intermediate = self.config.hidden_size, self.config.intermediate_size
+        return (hidden, intermediate) if shard == "w2" else (intermediate, hidden)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +93,12 @@ def _expert_layer(
     if len(biases) > 1:
         raise CheckpointError(f"{where}: biases of {len(biases)} dtypes, expected one")
     count = _stated(checkpoint.config, _EXPERT_COUNTS) or _count_experts(checkpoint, tensors)
-    hidden, inner = _sizes(checkpoint, tensors, stored, where)
+    hidden, intermediate = _sizes(checkpoint, tensors, stored, where)
     config = MoEConfig(
         num_experts=count,
         top_k=1,
         hidden_size=hidden,
-        intermediate_size=inner,
+        intermediate_size=intermediate,
         scheme=stored,
         is_act_and_mul=is_gated,
         has_bias=bool(biases),
@@ -208,7 +208,7 @@ def _linear(checkpoint: Any, module: str, shape: tuple[int, ...], scheme: Scheme
     if missing or surplus:
         raise CheckpointError(
             f"{checkpoint.directory}: {shorten(module)} is stored as {scheme.name}; missing: {missing or 'nothing'}, "
-            f"left over: {surplus or 'nothing'}"
+            f"unexpected: {surplus or 'nothing'}"
         )
     return Linear(module, shape, scheme, leaves, tuple(name for name in own if name in names))
 

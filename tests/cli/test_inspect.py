@@ -93,13 +93,13 @@ EXPERT = "model.layers.1.mlp.experts.2.up_proj"
 DAMAGE = {
     "expert tensor missing": lambda t: t.pop(f"{EXPERT}.weight"),
     "expert scale missing": lambda t: t.pop(f"{EXPERT}.weight_scale"),
-    "expert tensor left over": lambda t: t.update({f"{EXPERT}.weight_g_idx": t[f"{EXPERT}.weight_scale"].clone()}),
+    "expert tensor unexpected": lambda t: t.update({f"{EXPERT}.weight_g_idx": t[f"{EXPERT}.weight_scale"].clone()}),
     "expert shape": lambda t: t.update(
         {f"{EXPERT}.{k}": t[f"{EXPERT}.{k}"][:-1].clone() for k in ("weight", "weight_scale")}
     ),
     "scale dtype": lambda t: t.update({f"{EXPERT}.weight_scale": t[f"{EXPERT}.weight_scale"].float()}),
     "dense tensor missing": lambda t: t.pop("model.layers.0.self_attn.q_proj.weight"),
-    "dense tensor left over": lambda t: t.update(
+    "dense tensor unexpected": lambda t: t.update(
         {"model.layers.0.self_attn.r_proj.weight": t["lm_head.weight"].clone()}
     ),
     "layer of experts beyond": lambda t: t.update(

@@ -215,11 +215,11 @@ SOME = np.zeros(4, np.float32)
         (drop(Q_PROJ), {}, ["1 tensors missing", Q_PROJ]),
         (drop("lm_head.weight"), {}, ["missing", "lm_head.weight"]),
         (drop("model.layers.1.mlp.gate.weight"), {}, ["missing", "model.layers.1.mlp.gate.weight"]),
-        (put("model.layers.0.self_attn.r_proj.weight", SOME), {}, ["1 tensors left over", "r_proj.weight"]),
-        (put("model.layers.0.self_attn.q_proj.bias", SOME), {}, ["left over", "q_proj.bias"]),
-        (put("model.layers.2.input_layernorm.weight", SOME), {}, ["left over", "model.layers.2.input_layernorm"]),
+        (put("model.layers.0.self_attn.r_proj.weight", SOME), {}, ["1 tensors unexpected", "r_proj.weight"]),
+        (put("model.layers.0.self_attn.q_proj.bias", SOME), {}, ["unexpected", "q_proj.bias"]),
+        (put("model.layers.2.input_layernorm.weight", SOME), {}, ["unexpected", "model.layers.2.input_layernorm"]),
         (put("model.layers.2.mlp.experts.0.gate_proj.weight", SOME), {}, ["expert tensors in layers 2", "0-1"]),
-        (put("model.layers.0.mlp.shared_expert.up_proj.weight", SOME), {}, ["left over", "shared_expert"]),
+        (put("model.layers.0.mlp.shared_expert.up_proj.weight", SOME), {}, ["unexpected", "shared_expert"]),
         (put("model.layers.0.self_attn.q_proj.weight_scale", SOME[:1]), {}, ["q_proj", "weight_scale"]),
         (replace(Q_PROJ, lambda w: w.T.copy()[:, :32]), {}, [Q_PROJ, "(64, 64)", "(64, 32)"]),
         (replace(Q_PROJ, lambda w: w.astype(np.int32)), {}, [Q_PROJ, "I32"]),
@@ -373,7 +373,7 @@ def test_failed_reload_changes_nothing(case, edited, prompt):
     [
         (lambda tensors: [*tensors.items(), ("model.norm.weight", tensors["model.norm.weight"])], "given twice"),
         (lambda tensors: [item for item in tensors.items() if item[0] != "model.norm.weight"], "missing"),
-        (lambda tensors: [*tensors.items(), ("model.extra", SOME)], "left over: model.extra"),
+        (lambda tensors: [*tensors.items(), ("model.extra", SOME)], "unexpected: model.extra"),
     ],
 )
 def test_reload_refusals(case, make, words):

@@ -17,7 +17,7 @@ import jax
 import torch
 from jax.experimental.mosaic.gpu import core as mgpu_core
 
-ALIGNMENT = 16  # bytes; what bulk copies and vector loads of the kernels need of an array's start
+ALIGNMENT = 16  # bytes; what TMA copies and vector loads of the kernels need of an array's start
 _SCRATCH_ALIGNMENT = 256
 _WORD = ctypes.sizeof(ctypes.c_uint64)
 

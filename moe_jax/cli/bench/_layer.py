@@ -36,10 +36,10 @@ def layer_shape(model: str) -> tuple[int, int, int, int]:
             f"model {model!r}: expected one of {', '.join(SHAPES)}, or four positive integers "
             "'experts,top_k,hidden,intermediate'"
         )
-    experts, top_k, hidden, inner = map(int, parts)
+    experts, top_k, hidden, intermediate = map(int, parts)
     if top_k > experts:
         raise ValueError(f"model {model!r}: top_k is {top_k}, expected at most the {experts} experts")
-    return experts, top_k, hidden, inner
+    return experts, top_k, hidden, intermediate
 
 
 _TEMPORARY_BYTES = 1 << 30  # of 16-bit values while weights are made
@@ -58,9 +58,9 @@ def random_weights(config: MoEConfig) -> ExpertWeights:
         quantizing = method_for(dataclasses.replace(config.scheme, activations=None))
     else:
         quantizing = method
-    inner, hidden = config.intermediate_size, config.hidden_size
+    intermediate, hidden = config.intermediate_size, config.hidden_size
     fmt = config.scheme.weights
-    most = max(1, _TEMPORARY_BYTES // (6 * inner * hidden))  # experts whose 16-bit values fit
+    most = max(1, _TEMPORARY_BYTES // (6 * intermediate * hidden))  # experts whose 16-bit values fit
 
     def stack(key, lead, n, k):
         def values(key):
@@ -72,8 +72,8 @@ def random_weights(config: MoEConfig) -> ExpertWeights:
     def some_experts(first):
         part = dataclasses.replace(config, num_experts=min(most, config.num_experts - first))
         key13, key2 = jax.random.split(jax.random.fold_in(jax.random.key(0), first))
-        w13 = stack(key13, (part.num_experts, 2), inner, hidden)
-        w2 = stack(key2, (part.num_experts,), hidden, inner)
+        w13 = stack(key13, (part.num_experts, 2), intermediate, hidden)
+        w2 = stack(key2, (part.num_experts,), hidden, intermediate)
         return quantizing.quantize_leaves(w13, w2, None, part)
 
     parts = [some_experts(first) for first in range(0, config.num_experts, most)]

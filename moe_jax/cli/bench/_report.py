@@ -12,13 +12,13 @@ _COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#b
 
 def render(report: BenchReport, *, rich: bool = False) -> str:
     """The report as text. rich: with the colors and frames of the package rich, which must be installed."""
-    experts, top_k, hidden, inner = report.shape
+    experts, top_k, hidden, intermediate = report.shape
     rates = ", ".join(f"{rate:.4g} TFLOP/s in {name}" for name, rate in report.limits.tflops.items())
     versions = ", ".join(f"{name} {found}" for name, found in report.versions.items())
     head = [
         f"{report.device}, {versions}, {report.date}",
         f"limits of this machine, measured now: {report.limits.gbps:.4g} GB/s copied, {rates}",
-        f"{report.model}: {experts} experts, top {top_k}, hidden {hidden}, intermediate {inner}",
+        f"{report.model}: {experts} experts, top {top_k}, hidden {hidden}, intermediate {intermediate}",
     ]
     rows = [_row(cell) for cell in report.cells]
     body = _rich_table(rows) if rich else "\n".join(table([_COLUMNS, *rows], right=(1, 3, 4, 5, 6)))
@@ -99,6 +99,8 @@ def draw_roofline(report: BenchReport, path: Path) -> None:
     axes.grid(True, which="major", color="#dddddd", lw=0.5)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, title="numbers: tokens in a call", title_fontsize=8)
-    experts, top_k, hidden, inner = report.shape
-    axes.set_title(f"{report.model} ({experts} experts, top {top_k}, {hidden} x {inner}), {report.device}", fontsize=10)
+    experts, top_k, hidden, intermediate = report.shape
+    axes.set_title(
+        f"{report.model} ({experts} experts, top {top_k}, {hidden} x {intermediate}), {report.device}", fontsize=10
+    )
     figure.savefig(path, dpi=120)

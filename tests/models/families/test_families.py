@@ -209,7 +209,7 @@ def put(name, value):
         (
             "olmoe",
             put("model.layers.0.mlp.shared_expert.up_proj.weight", lambda t: t["model.layers.0.mlp.gate.weight"]),
-            "left over: model.layers.0.mlp.shared_expert.up_proj.weight",
+            "unexpected: model.layers.0.mlp.shared_expert.up_proj.weight",
         ),
         (
             "deepseek_v2",
@@ -300,7 +300,7 @@ def test_adapters_are_not_dropped(copied):
     directory, _ = copied("olmoe")
     name = "model.layers.0.mlp.experts.1.up_proj.lora_A.weight"
     edit(directory, put(name, lambda t: t["model.layers.0.mlp.gate.weight"]))
-    with pytest.raises(CheckpointError, match=f"left over: {name}"):
+    with pytest.raises(CheckpointError, match=f"unexpected: {name}"):
         load(directory, 0)
 
 
