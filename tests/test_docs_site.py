@@ -60,6 +60,17 @@ def test_links_to_files_lead_somewhere(path):
             assert there.exists() or there.with_suffix(".py").exists(), f"{path.name} links to {target}"
 
 
+@pytest.mark.parametrize("path", [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=str)
+def test_files_that_a_page_names_exist(path):
+    if "_generated" in path.parts or "_build" in path.parts:
+        return
+    top = "|".join(
+        ("moe_jax", "pallas_kernels", "torch_bridge", "tests", "benchmarks", "docs", "examples", "notebooks")
+    )
+    named = re.findall(rf"`((?:{top})/[\w./-]+)(?:::\w+)?`", path.read_text())
+    assert [name for name in named if not (ROOT / name).exists() and name != "tests/path.py"] == []
+
+
 @pytest.fixture
 def generate(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))

@@ -81,7 +81,7 @@ def _extent(fmt: QuantFormat) -> str:
         case Strategy.GROUP:
             return f"one scale per group of {fmt.group_size}"
         case Strategy.BLOCK:
-            return f"one scale per block of {fmt.block_shape[0]} x {fmt.block_shape[1]}"
+            return f"one scale per block of {fmt.block[0]} x {fmt.block[1]}"
     return f"one scale per {fmt.strategy.value}"
 
 

@@ -83,7 +83,7 @@ def grouped_gemm(
     )
     desc = _describe(operands, activation, out_dtype, requantize, block_m)
     if w.ndim == 3:
-        operands |= {name: operands[name][:, None] for name in ("w", "w_scale", "bias") if operands[name] is not None}
+        operands |= {name: own[:, None] for name in ("w", "w_scale", "bias") if (own := operands[name]) is not None}
     runs = {name: functools.partial(run, desc, config, operands) for name, run in _RUN.items()}
     return first_that_runs("grouped_gemm", runs, implementation)
 

@@ -68,7 +68,7 @@ def _consume(cta: CtaContext, tile: Tile) -> None:
         if scratch.vectors_full is not None:
             mosaic.release(scratch.vectors_empty)
 
-    if config.shares_weights or (desc.has_tile_rows and config.num_consumers > 1):
+    if in_use is not None and (config.shares_weights or config.num_consumers > 1):
         # The second half of an expert's last tile is often empty: leave the tensor core to the first.
         pl.when(in_use > 0)(compute)
         pl.when(in_use <= 0)(lambda: smem.skip(cta, tile))

@@ -154,6 +154,7 @@ def produce(
             def _():
                 plgpu.barrier_wait(scratch.vectors_empty)
 
+            assert main_loop.load_vectors is not None
             main_loop.load_vectors(cta, tile)
         return step
 

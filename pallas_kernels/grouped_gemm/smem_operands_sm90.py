@@ -126,7 +126,9 @@ def load_vectors(cta: CtaContext, tile: Tile) -> None:
         rows = pl.ds(cta.first_row_of_x(tile), config.block_m)
         plgpu.copy_gmem_to_smem(operands["x_scale"].at[rows], scratch.rows, scratch.vectors_full)
     for name, target in (("w_scale", scratch.columns), ("bias", scratch.bias)):
-        for projection in range(desc.projections) if target is not None else ():
+        if target is None:
+            continue
+        for projection in range(desc.projections):
             source = operands[name].at[tile.expert * desc.projections + projection, columns]
             own = target.at[projection, pl.ds(0, config.block_n)]
             plgpu.copy_gmem_to_smem(source, own, scratch.vectors_full)

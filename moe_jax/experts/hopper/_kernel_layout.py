@@ -268,7 +268,7 @@ def _scales(stored: QuantFormat, leaves: dict[str, Any], lead: tuple[int, ...], 
         case Strategy.CHANNEL:
             given["channel_scale"] = scale
         case Strategy.BLOCK:
-            given["scale"] = jnp.repeat(scale, stored.block_shape[0], axis=-2)[..., :n, :]
+            given["scale"] = jnp.repeat(scale, stored.block[0], axis=-2)[..., :n, :]
         case _:
             given["scale"] = scale
     if "global_scale" in leaves:
@@ -321,7 +321,7 @@ def _plain_tensor(tensor: QuantizedTensor, *, rows: Any = None) -> QuantizedTens
         case Strategy.CHANNEL:
             scale = restored(parts["channel_scale"])
         case Strategy.BLOCK:
-            scale = restored(parts["scale"])[..., :: stored.block_shape[0], :].astype(stored.scale_dtype)
+            scale = restored(parts["scale"])[..., :: stored.block[0], :].astype(stored.scale_dtype)
         case _:
             scale = restored(parts["scale"]).astype(stored.scale_dtype)
     zero = None

@@ -107,7 +107,7 @@ def tile_gemm(
             preferred_element_type=product.accumulator_dtype,
         )
     out = out.reshape(rows.shape[0], *lead_and_n).astype(jnp.float32)
-    if product.scales_after and weight.scale is not None:
+    if product.scales_after and weight.fmt is not None and weight.scale is not None:
         scale = weight.scale[..., None] if weight.fmt.strategy is Strategy.TENSOR else weight.scale
         out = out * scale
     if row_scale is not None:

@@ -268,10 +268,10 @@ def _split_shards(
     expected = disk_shape(tensor, spec, config)
     if array.shape != expected:
         raise ValueError(f"{shorten(tensor.name)}: found shape {array.shape}, expected {expected}")
-    if spec.kind == "block" and config.intermediate_size % config.scheme.weights.block_shape[0]:
+    if spec.kind == "block" and config.intermediate_size % config.scheme.weight_format.block[0]:
         # Blocks are counted over the stacked rows: here one of them would scale rows of both projections.
         raise ValueError(
-            f"{shorten(tensor.name)}: blocks of {config.scheme.weights.block_shape[0]} rows do not end at the border "
+            f"{shorten(tensor.name)}: blocks of {config.scheme.weight_format.block[0]} rows do not end at the border "
             f"between gate and up, row {config.intermediate_size}; only separate gate_proj and up_proj can be read"
         )
     if tensor.is_interleaved:

@@ -140,6 +140,7 @@ def from_kernel_layout(weights: PackedWeights) -> dict[str, Stored]:
     if fmt.scale_words:
         groups = -(-weights.k // (fmt.group_size or 1))
         scale = blocks.from_scale_words(flat[..., split:], fmt)[..., : weights.n, :groups]
+        assert channel_scale is not None
         if fmt.scale == "e8m0":
             top = _exponent(channel_scale[..., None]) + _shift(fmt)
             found["scale"] = xp.clip(scale.astype(xp.int32) + top - 254, 0, 254).astype(xp.uint8)
