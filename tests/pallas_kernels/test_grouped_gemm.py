@@ -25,41 +25,28 @@ from tests.support.kernels.gemm_problem import (
     dequantized,
     gemm_tolerance,
     make_problem,
+    reference_of,
     together_and_apart,
 )
-from tests.support.oracles.tolerances import Tolerance, assert_rows_close
+from tests.support.oracles.tolerances import Tolerance
 
 SILU = Activation("silu")
 OAI = Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 
-run_reference = jax.jit(
-    lambda args, kwargs, static: grouped_gemm(*args, **kwargs, **dict(static), implementation="reference"),
-    static_argnums=2,
-)
-
-
-def reference(problem):
-    static = tuple((k, v) for k, v in problem.kwargs.items() if not isinstance(v, jax.Array))
-    arrays = {k: v for k, v in problem.kwargs.items() if isinstance(v, jax.Array)}
-    return run_reference(problem.args, arrays, static)
-
-
-def assert_close(problem, out, tol):
-    own = problem.row_expert >= 0
-    assert_rows_close(np.asarray(out)[own], problem.expected[own], tol, experts=problem.row_expert[own])
+reference = reference_of(grouped_gemm)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_against_float64(kind):
     problem = make_problem(kind, ROUTINGS["ragged"], k=160, n=136)
-    assert_close(problem, reference(problem), gemm_tolerance(kind, jnp.bfloat16))
+    problem.assert_close(reference(problem), gemm_tolerance(kind, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_reference_routings(routing):
     problem = make_problem("fp8_row", ROUTINGS[routing], k=128, n=64, out_dtype=jnp.float32)
-    assert_close(problem, reference(problem), gemm_tolerance("fp8_row", jnp.float32))
+    problem.assert_close(reference(problem), gemm_tolerance("fp8_row", jnp.float32))
 
 
 @pytest.mark.parametrize("activation", [SILU, OAI, Activation("swiglustep", limit=1.0), Activation("gelu_tanh")])
@@ -74,7 +61,7 @@ def test_reference_gated(activation):
         bias="float32",
         out_dtype=jnp.float32,
     )
-    assert_close(problem, reference(problem), gemm_tolerance("fp8_block", jnp.float32))
+    problem.assert_close(reference(problem), gemm_tolerance("fp8_block", jnp.float32))
 
 
 def test_reference_requantized():
@@ -85,14 +72,14 @@ def test_reference_requantized():
         out = reference(grouped)
         assert out[0].dtype == jnp.float8_e4m3fn and out[1].shape == (2, out[0].shape[0])
         # Half a step of three mantissa bits.
-        assert_close(grouped, dequantized(out), Tolerance(np.float32, 64.0, 1 / 16))
+        grouped.assert_close(dequantized(out), Tolerance(np.float32, 64.0, 1 / 16))
         scales[requantize] = np.asarray(out[1], np.float64)
     np.testing.assert_array_equal(scales["group_ue8m0"], np.exp2(np.ceil(np.log2(scales["group"]))))
     static = make_problem("fp8_tensor", [5, 66], requantize="tensor", **common)
     scale = float(static.kwargs["out_scale"])
     codes = np.asarray(reference(static)).astype(np.float64)
     clipped = dataclasses.replace(static, expected=np.clip(static.expected, -448 * scale, 448 * scale))
-    assert_close(clipped, codes * scale, Tolerance(np.float32, 64.0, 1 / 16))
+    clipped.assert_close(codes * scale, Tolerance(np.float32, 64.0, 1 / 16))
 
 
 @pytest.mark.parametrize("requantize", ["group", "group_ue8m0", "tensor"])
@@ -179,9 +166,7 @@ BLOCK = dict(lhs_scale="group", rhs_scale="block")
 
 def lower(name, desc, config):
     """Lower one kernel for CUDA; returns the text."""
-    case = gemm_case(name, desc, config)
-    arguments = [jax.ShapeDtypeStruct(*shape) for shape in case.shapes]
-    return jax.jit(case.function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return gemm_case(name, desc, config).lowered()
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -195,7 +180,7 @@ def test_lowers_for_cuda(name, block_m):
 
 def arrivals(case):
     """Whether each arrival on a barrier has a fence before it, in the order of the kernel's text."""
-    jaxpr = str(jax.make_jaxpr(case.function)(*[jax.ShapeDtypeStruct(*shape) for shape in case.shapes]))
+    jaxpr = str(case.traced().jaxpr)
     fence = re.compile(r"mgpu_fn=<function fence_async_shared_cta [^=]*(=[^=]*){3}\]\s*$")
     return [fence.search(part) is not None for part in jaxpr.split("barrier_arrive ")[:-1]]
 
@@ -204,7 +189,7 @@ def arrivals(case):
 @pytest.mark.sample(5)
 def test_clusters_lower_for_cuda(case):
     """Rows, or weights, are what goes to both blocks in a step: one copy, or one of each half or piece."""
-    traced = jax.jit(case.function).trace(*[jax.ShapeDtypeStruct(*shape) for shape in case.shapes])
+    traced = case.traced()
     in_parts = "x 2 x" in case.name or ("fp8 block" in case.name and "x 256" in case.name)
     shared = 2 if "sharing weights" in case.name and in_parts else 1
     assert str(traced.jaxpr).count("collective_axes=('pair',)") == shared
@@ -218,7 +203,7 @@ def test_stores_of_a_column_tile_past_the_last_are_off(swap_ab):
     def stores(cluster, n):
         config = GemmConfig(64, 64, 3, swap_ab=swap_ab, cluster=cluster)
         case = gemm_case("bf16", dataclasses.replace(gemm("bf16"), n=n), config)
-        jaxpr = str(jax.make_jaxpr(case.function)(*[jax.ShapeDtypeStruct(*shape) for shape in case.shapes]))
+        jaxpr = str(case.traced().jaxpr)
         return jaxpr.count("copy_smem_to_gmem"), jaxpr.count("copy_smem_to_gmem[user_predicate=")
 
     assert [stores(1, 64), stores(2, 64), stores(2, 128)] == [(1, 0), (1, 1), (1, 0)]
@@ -441,7 +426,7 @@ def test_whole_call_lowers_and_names_the_device():
     problem = make_problem(
         "fp8_block", [70, 3], k=256, n=256, block_m=128, projections=2, activation=SILU, requantize="group"
     )
-    arrays = {k: v for k, v in problem.kwargs.items() if isinstance(v, jax.Array)}
+    arrays, _ = problem.split()
 
     def call(args, arrays):
         return grouped_gemm(*args, **arrays, activation=SILU, requantize="group", implementation="mosaic")

@@ -4,7 +4,6 @@ tile.
 Outputs land in memory that held NaN before, so that a cell nobody wrote shows.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from tests.support.kernels.gemm_problem import (
     make_problem,
     together_and_apart,
 )
-from tests.support.oracles.tolerances import Tolerance, assert_rows_close, ulp
+from tests.support.oracles.tolerances import Tolerance, ulp
 
 pytestmark = pytest.mark.gpu
 
@@ -28,25 +27,14 @@ OAI = Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)
 
 
 def run(problem, config=None):
-    arrays = {k: v for k, v in problem.kwargs.items() if isinstance(v, jax.Array)}
-    static = {k: v for k, v in problem.kwargs.items() if not isinstance(v, jax.Array)}
-    call = jax.jit(lambda args, arrays: grouped_gemm(*args, **arrays, **static, config=config, implementation="mosaic"))
-    call = call.lower(problem.args, arrays).compile()
-    for leaf in jax.tree.leaves(call.out_info):
-        jnp.full(leaf.shape, jnp.nan, leaf.dtype).block_until_ready()
-    return call(problem.args, arrays)
-
-
-def check(problem, out, tol):
-    own = problem.row_expert >= 0
-    assert_rows_close(np.asarray(out)[own], problem.expected[own], tol, experts=problem.row_expert[own])
+    return problem.compiled(grouped_gemm, config)()
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain(kind, block_m):
     problem = make_problem(kind, [3, 200, 0, 129, 1, 64], k=1152, n=768, block_m=block_m)
-    check(problem, run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    problem.assert_close(run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize("block_n", [64, 128, 256])
@@ -57,7 +45,7 @@ def test_swapped(kind, block_m, block_n):
         block_n = 128  # with more the sums of four warpgroups have no room
     problem = make_problem(kind, [3, 40, 0, 9, 1, 64], k=1152, n=704, block_m=block_m, padding=np.nan)
     config = GemmConfig(block_m, block_n, 3, swap_ab=True)
-    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize("block_m", [24, 48, 80, 96])
@@ -66,7 +54,7 @@ def test_swapped_heights_between(kind, block_m):
     options = dict(projections=2, activation=SILU, padding=np.nan)
     problem = make_problem(kind, [3, 40, 0, 97, 1, 64], k=1152, n=704, block_m=block_m, **options)
     config = GemmConfig(block_m, 128, 3, swap_ab=True)
-    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize(("projections", "block_n"), [(0, 256), (2, 128)])
@@ -76,7 +64,7 @@ def test_swapped_tall(kind, block_m, projections, block_n):
     options = dict(projections=projections, activation=SILU if projections else None, padding=np.nan)
     problem = make_problem(kind, [3, 200, 0, 145, 1], k=1152, n=704, block_m=block_m, **options)
     config = GemmConfig(block_m, block_n, 3, num_sms=7, swap_ab=True)
-    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +81,7 @@ def test_swapped_tall(kind, block_m, projections, block_n):
 def test_swapped_tall_gated_with_bias(kind, config):
     options = dict(projections=2, activation=OAI, bias="bfloat16", with_tile_rows=True)
     problem = make_problem(kind, [150, 0, 3], k=2880, n=720, block_m=config.block_m, **options)
-    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize("block_n", [64, 192, 256])
@@ -102,7 +90,7 @@ def test_swapped_tall_gated_with_bias(kind, config):
 def test_swapped_tall_routings(kind, routing, block_n):
     problem = make_problem(kind, ROUTINGS[routing], k=2880, n=208, block_m=144, bias="float32")
     config = GemmConfig(144, block_n, 3, swap_ab=True)
-    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 def test_bits_of_tall_tiles_repeat():
@@ -121,7 +109,7 @@ def test_bits_of_tall_tiles_repeat():
 def test_tall_tiles_moved_in_chunks(kind):
     problem = make_problem(kind, [3, 200, 0, 129, 1, 64], k=1152, n=768, block_m=128, with_tile_rows=True)
     out = run(problem, GemmConfig(128, 128, 3, row_chunk=16))
-    check(problem, out, gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    problem.assert_close(out, gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,7 +117,7 @@ def test_swapped_gated_with_bias(kind):
     options = dict(projections=2, activation=OAI, bias="bfloat16", with_tile_rows=True)
     problem = make_problem(kind, [7, 0, 13, 1], k=2880, n=2880, block_m=16, **options)
     for config in (None, GemmConfig(16, 128, 4, num_sms=7, swap_ab=True)):
-        check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+        problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_tensor", "fp8_row", "fp8_block", "int8_row"])
@@ -145,7 +133,7 @@ def test_gated_with_bias(kind):
         bias="bfloat16",
         out_dtype=jnp.float32,
     )
-    check(problem, run(problem), gemm_tolerance(kind, jnp.float32, tensor_core=True))
+    problem.assert_close(run(problem), gemm_tolerance(kind, jnp.float32, tensor_core=True))
 
 
 @pytest.mark.parametrize("bias", ["bfloat16", "float32"])
@@ -154,7 +142,7 @@ def test_gated_with_bias(kind):
 def test_halves_of_biases_that_do_not_end_where_a_bulk_copy_may_start(kind, block_n, bias):
     options = dict(projections=2, activation=OAI, bias=bias)
     problem = make_problem(kind, [150, 0, 3, 64], k=384, n=720, block_m=64, **options)
-    check(problem, run(problem, GemmConfig(64, block_n, 3)), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    problem.assert_close(run(problem, GemmConfig(64, block_n, 3)), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize("block_n", [32, 64, 96, 128])
@@ -165,7 +153,7 @@ def test_gated_widths(kind, block_n):
         kind, [70, 0, 3], k=512, n=384, projections=2, activation=SILU, bias=bias, with_tile_rows=True
     )
     config = GemmConfig(64, block_n, 4, row_chunk=16)
-    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +172,7 @@ def test_activations(activation):
     problem = make_problem(
         "bf16", [70, 3], k=256, n=128, projections=projections, activation=activation, out_dtype=jnp.float32
     )
-    check(problem, run(problem), gemm_tolerance("bf16", jnp.float32, tensor_core=True))
+    problem.assert_close(run(problem), gemm_tolerance("bf16", jnp.float32, tensor_core=True))
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -194,7 +182,7 @@ def test_requantized_by_group(n, requantize, block_m):
         "fp8_block", [5, 0, 140], k=384, n=n, block_m=block_m, projections=2, activation=SILU, requantize=requantize
     )
     out = run(problem)
-    check(problem, dequantized(out), Tolerance(np.float32, 64.0, 1 / 16))
+    problem.assert_close(dequantized(out), Tolerance(np.float32, 64.0, 1 / 16))
     own = problem.row_expert >= 0
     padded = np.pad(np.abs(problem.expected[own]), ((0, 0), (0, -n % 128)))
     amax = padded.reshape(own.sum(), -1, 128).max(-1)
@@ -226,7 +214,7 @@ def test_requantized_to_a_given_scale():
     problem = make_problem("fp8_tensor", [5, 66], k=256, n=256, projections=2, activation=SILU, requantize="tensor")
     scale = float(problem.kwargs["out_scale"])
     problem.expected = np.clip(problem.expected, -448 * scale, 448 * scale)
-    check(problem, np.asarray(run(problem)).astype(np.float64) * scale, Tolerance(np.float32, 64.0, 1 / 16))
+    problem.assert_close(np.asarray(run(problem)).astype(np.float64) * scale, Tolerance(np.float32, 64.0, 1 / 16))
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -234,7 +222,7 @@ def test_requantized_to_a_given_scale():
 @pytest.mark.parametrize("kind", ["fp8_row", "fp8_block", "bf16"])
 def test_routings(kind, routing, block_m):
     problem = make_problem(kind, ROUTINGS[routing], k=256, n=256, block_m=block_m, padding=np.nan, with_tile_rows=True)
-    check(problem, run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    problem.assert_close(run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +230,7 @@ def test_routings(kind, routing, block_m):
 )
 def test_sizes_off_the_tile(kind, k, n):
     problem = make_problem(kind, [90, 1, 300], k=k, n=n, block_m=128)
-    check(problem, run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    problem.assert_close(run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize(("k", "n"), [(2880, 2880), (96, 48), (7168, 384)])
@@ -255,7 +243,7 @@ def test_swapped_blocks_off_the_tile(block_m, projections, k, n):
     for block_n in (64, 128):
         config = GemmConfig(block_m, block_n, 4, num_sms=7, swap_ab=True)
         out = run(problem, config)
-        check(problem, out, gemm_tolerance("fp8_block", jnp.bfloat16, tensor_core=True))
+        problem.assert_close(out, gemm_tolerance("fp8_block", jnp.bfloat16, tensor_core=True))
         own = problem.row_expert >= 0
         again = np.asarray(run(problem, config), np.float32)
         np.testing.assert_array_equal(np.asarray(out, np.float32)[own], again[own])
@@ -277,7 +265,7 @@ def test_one_tile_wider_than_the_output(kind, n, config):
     """What lies past the output must not land in it; four times, since whose store comes last is chance."""
     problem = make_problem(kind, [90, 1, 200], k=256, n=n, block_m=config.block_m, with_tile_rows=True)
     for _ in range(4):
-        check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+        problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 CONFIGS = [
@@ -304,20 +292,20 @@ CONFIGS = [
 )
 def test_configs(kind, config):
     problem = make_problem(kind, [90, 1, 200], k=640, n=640, block_m=config.block_m)
-    check(problem, run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 def test_many_tiles_a_block_and_long_rings():
     problem = make_problem(
         "fp8_row", [130, 70, 1, 257] * 4, k=2048, n=1024, block_m=128, projections=2, activation=SILU
     )
-    check(problem, run(problem), gemm_tolerance("fp8_row", jnp.bfloat16, tensor_core=True))
+    problem.assert_close(run(problem), gemm_tolerance("fp8_row", jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_block", "int8_row"])
 def test_many_rows(kind):
     problem = make_problem(kind, [9001, 0, 7382], k=256, n=128, block_m=128)
-    check(problem, run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    problem.assert_close(run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize("kind", ["fp8_block", "int8_row", "bf16"])

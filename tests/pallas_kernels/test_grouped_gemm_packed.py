@@ -29,9 +29,8 @@ from pallas_kernels.grouped_gemm.packed import format as blocks
 from pallas_kernels.grouped_gemm.packed.config import shared_memory
 from tests.support.kernels.calls import PACKED_TILES
 from tests.support.kernels.cases import packed_case
-from tests.support.kernels.gemm_problem import ROUTINGS
+from tests.support.kernels.gemm_problem import ROUTINGS, reference_of
 from tests.support.kernels.packed_problem import KINDS, make_problem, make_stored, packed_tolerance
-from tests.support.oracles.tolerances import assert_rows_close
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -117,18 +116,7 @@ def test_powers_of_two_far_apart_survive_packing():
 
 # The reference.
 
-run_reference = jax.jit(
-    lambda args, arrays, static: grouped_gemm_packed(*args, **arrays, **dict(static), implementation="reference"),
-    static_argnums=2,
-)
-
-
-def check_reference(kind, problem):
-    arrays = {k: v for k, v in problem.kwargs.items() if isinstance(v, jax.Array)}
-    static = tuple((k, v) for k, v in problem.kwargs.items() if not isinstance(v, jax.Array))
-    out = np.asarray(run_reference(problem.args, arrays, static))
-    own = problem.row_expert >= 0
-    assert_rows_close(out[own], problem.expected[own], packed_tolerance(kind, jnp.float32))
+reference = reference_of(grouped_gemm_packed)
 
 
 # One of every conversion and place of scales; the others differ in static numbers.
@@ -144,13 +132,13 @@ def test_reference_against_float64(kind):
     problem = make_problem(
         kind, [3, 0, 17], k=160, n=72, activation=SILU, bias="float32", x_scale="row", out_dtype=jnp.float32
     )
-    check_reference(kind, problem)
+    problem.assert_close(reference(problem), packed_tolerance(kind, jnp.float32))
 
 
 @pytest.mark.parametrize("routing", ["ragged", "nothing routed"])
 def test_reference_routings(routing):
     problem = make_problem("nvfp4", ROUTINGS[routing], k=64, n=64, x_scale="tensor", out_dtype=jnp.float32)
-    check_reference("nvfp4", problem)
+    problem.assert_close(reference(problem), packed_tolerance("nvfp4", jnp.float32))
 
 
 def test_wrong_calls():
@@ -200,9 +188,7 @@ def desc_of(kind, **options):
 
 
 def lower(desc, config):
-    case = packed_case("", desc, config)
-    arguments = [jax.ShapeDtypeStruct(*shape) for shape in case.shapes]
-    return jax.jit(case.function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return packed_case("", desc, config).lowered()
 
 
 @pytest.mark.parametrize("kind", REFERENCE_KINDS)

@@ -27,6 +27,14 @@ class Case:
     def num_devices(self) -> int:
         return math.prod(size for _, size in self.mesh)
 
+    def traced(self) -> jax.stages.Traced:
+        """The function of one device on arrays of its shapes."""
+        return jax.jit(self.function).trace(*[jax.ShapeDtypeStruct(*shape) for shape in self.shapes])
+
+    def lowered(self) -> str:
+        """The text for CUDA; needs no GPU."""
+        return self.traced().lower(lowering_platforms=("cuda",)).as_text()
+
     def over(self, mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
         """The function on all devices of a mesh, and its arguments."""
         spec = jax.sharding.PartitionSpec(mesh.axis_names)

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from tests.support.oracles.kernel_tolerances import product_tolerance
-from tests.support.oracles.tolerances import Tolerance
+from tests.support.oracles.tolerances import Tolerance, assert_rows_close
 
 # kind -> (element type, shape of x's scale, shape of w's scale)
 KINDS = {
@@ -49,6 +50,69 @@ class Problem:
     expected: np.ndarray
     row_expert: np.ndarray
 
+    @property
+    def own(self) -> np.ndarray:
+        """Which rows belong to an expert."""
+        return self.row_expert >= 0
+
+    def split(self) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        """kwargs that are arrays, and the others."""
+        arrays = {name: value for name, value in self.kwargs.items() if isinstance(value, jax.Array)}
+        return arrays, {name: value for name, value in self.kwargs.items() if name not in arrays}
+
+    def assert_close(self, out: Any, tol: Tolerance) -> None:
+        assert_rows_close(np.asarray(out)[self.own], self.expected[self.own], tol, experts=self.row_expert[self.own])
+
+    def compiled(self, op: Callable[..., Any], config: Any = None) -> Callable[[], Any]:
+        """A function that runs the Hopper kernel; its outputs land in memory that held NaN before."""
+        arrays, static = self.split()
+        call = jax.jit(lambda args, arrays: op(*args, **arrays, **static, config=config, implementation="mosaic"))
+        call = call.lower(self.args, arrays).compile()
+
+        def once():
+            for leaf in jax.tree.leaves(call.out_info):
+                jnp.full(leaf.shape, jnp.nan, leaf.dtype).block_until_ready()
+            return call(self.args, arrays)
+
+        return once
+
+
+def reference_of(op: Callable[..., Any]) -> Callable[[Problem], Any]:
+    """The op's reference as a function of a problem, compiled once for each set of static arguments."""
+    run = jax.jit(
+        lambda args, arrays, static: op(*args, **arrays, **dict(static), implementation="reference"), static_argnums=2
+    )
+
+    def of(problem: Problem) -> Any:
+        arrays, static = problem.split()
+        return run(problem.args, arrays, tuple(static.items()))
+
+    return of
+
+
+def tiles_of(sizes: list[int], block_m: int, spare_tiles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(expert of each tile, its rows in use, expert of each row or -1), the spare tiles being out of use."""
+    tiles = [-(-size // block_m) for size in sizes]
+    tile_expert = np.concatenate([np.repeat(np.arange(len(sizes)), tiles), np.full(spare_tiles, -1)])
+    used = [np.minimum(size - np.arange(0, size, block_m), block_m) for size in sizes]
+    tile_rows = np.concatenate([*used, np.zeros(spare_tiles)]).astype(np.int32)
+    in_use = np.arange(len(tile_expert) * block_m) % block_m < np.repeat(tile_rows, block_m)
+    return tile_expert.astype(np.int32), tile_rows, np.where(in_use, np.repeat(tile_expert, block_m), -1)
+
+
+def products_of(
+    x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, row_expert: np.ndarray, activation: Activation | None
+) -> np.ndarray:
+    """(Mp, N): each expert's rows times its matrices (E, G, N, K), with bias and activation, in float64."""
+    expected = np.zeros((len(x), w.shape[2]))
+    for e in range(len(w)):
+        own = row_expert == e
+        h = np.einsum("mk,gnk->gmn", x[own], w[e])
+        if bias is not None:
+            h = h + bias[e].astype(np.float64)[:, None]
+        expected[own] = h[0] if activation is None else activation_numpy(activation, *h)
+    return expected
+
 
 def make_problem(
     kind: str,
@@ -72,15 +136,8 @@ def make_problem(
     rng = np.random.default_rng(seed)
     dtype, x_kind, w_kind = KINDS[kind]
     num_experts, g = len(sizes), max(projections, 1)
-    tiles = [-(-size // block_m) for size in sizes]
-    tile_expert = np.repeat(np.arange(num_experts), tiles)
-    num_tiles = len(tile_expert)
-    tile_rows = np.concatenate([np.minimum(size - np.arange(0, size, block_m), block_m) for size in sizes])
-    tile_expert = np.concatenate([tile_expert, np.full(spare_tiles, -1)]).astype(np.int32)
-    tile_rows = np.concatenate([tile_rows, np.zeros(spare_tiles)]).astype(np.int32)
-    rows = len(tile_expert) * block_m
-    in_use = np.arange(rows) % block_m < np.repeat(tile_rows, block_m)
-    row_expert = np.where(in_use, np.repeat(tile_expert, block_m), -1)
+    tile_expert, tile_rows, row_expert = tiles_of(sizes, block_m, spare_tiles)
+    rows, num_tiles = len(row_expert), len(tile_expert) - spare_tiles
 
     def values(shape):
         if dtype == np.int8:
@@ -88,7 +145,7 @@ def make_problem(
         return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
 
     x, w = values((rows, k)), values((num_experts, g, n, k))
-    x[~in_use] = np.asarray(padding).astype(dtype)
+    x[row_expert < 0] = np.asarray(padding).astype(dtype)
     kb, nb = -(-k // 128), -(-n // 128)
     x_shape = {None: None, "tensor": (), "row": (rows,), "group": (kb, rows)}[x_kind]
     w_shape = {
@@ -113,13 +170,7 @@ def make_problem(
         w64 = w64 * np.repeat(np.repeat(w_scale.astype(np.float64), 128, 2), 128, 3)[:, :, :n, :k]
     elif w_kind is not None:
         w64 = w64 * w_scale.astype(np.float64).reshape(num_experts, g, -1, 1)
-    expected = np.zeros((rows, n))
-    for e in range(num_experts):
-        own = row_expert == e
-        h = np.einsum("mk,gnk->gmn", x64[own], w64[e])
-        if b is not None:
-            h = h + b[e].astype(np.float64)[:, None]
-        expected[own] = h[0] if activation is None else activation_numpy(activation, *h)
+    expected = products_of(x64, w64, b, row_expert, activation)
 
     out_scale = None
     if requantize == "tensor":

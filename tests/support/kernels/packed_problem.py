@@ -14,7 +14,7 @@ import numpy as np
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm.packed import PackedFormat, to_kernel_layout
 from pallas_kernels.grouped_gemm.packed.format import FOLDED_RANGE
-from tests.support.kernels.gemm_problem import activation_numpy
+from tests.support.kernels.gemm_problem import Problem, products_of, tiles_of
 from tests.support.oracles.kernel_tolerances import product_tolerance
 from tests.support.oracles.tolerances import Tolerance
 
@@ -52,17 +52,10 @@ KINDS: dict[str, tuple[PackedFormat, str | None, bool]] = {
 
 
 @dataclasses.dataclass
-class Problem:
-    """args, kwargs: of ``grouped_gemm_packed``. stored: arguments of ``to_kernel_layout``. expected: (Mp, N) float64
-    before output
-    rounding. row_expert: (Mp,), -1 in padding.
-    """
+class PackedProblem(Problem):
+    """A problem of ``grouped_gemm_packed``. stored: arguments of ``to_kernel_layout``."""
 
-    args: tuple
-    kwargs: dict[str, Any]
     stored: dict[str, np.ndarray]
-    expected: np.ndarray
-    row_expert: np.ndarray
 
 
 def make_stored(kind: str, lead: tuple[int, int], n: int, k: int, rng: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -118,23 +111,18 @@ def make_problem(
     out_dtype: Any = jnp.bfloat16,
     spare_tiles: int = 2,
     seed: int = 0,
-) -> Problem:
+) -> PackedProblem:
     rng = np.random.default_rng(seed)
     fmt = KINDS[kind][0]
     experts, projections = len(sizes), 2 if activation is not None and activation.is_gated else 1
-    tiles = [-(-size // block_m) for size in sizes]
-    tile_expert = np.concatenate([np.repeat(np.arange(experts), tiles), np.full(spare_tiles, -1)]).astype(np.int32)
-    used = [np.minimum(size - np.arange(0, size, block_m), block_m) for size in sizes]
-    used = np.concatenate([*used, np.zeros(spare_tiles)]).astype(np.int32)
-    rows = len(tile_expert) * block_m
-    in_use = np.arange(rows) % block_m < np.repeat(used, block_m)
-    row_expert = np.where(in_use, np.repeat(tile_expert, block_m), -1)
+    tile_expert, _, row_expert = tiles_of(sizes, block_m, spare_tiles)
+    rows = len(row_expert)
 
     if fmt.operand == "int8":
         x = rng.integers(-127, 128, (rows, k)).astype(np.int8)
     else:
         x = rng.standard_normal((rows, k), dtype=np.float32).astype(fmt.operand)
-        x[~in_use] = np.nan
+        x[row_expert < 0] = np.nan
     stored, values = make_stored(kind, (experts, projections), n, k, rng)
     # Sums near 1, where activations bend: the real scales are far from the random ones.
     magnitude = np.sqrt((values**2).mean((0, 2, 3)).max() * k)
@@ -147,19 +135,13 @@ def make_problem(
     factor = {"none": None, "tensor": np.float32(0.7), "row": row_scale.astype(np.float32)}[x_scale]
     b = rng.standard_normal((experts, projections, n)).astype(bias) if bias else None
 
-    expected = np.zeros((rows, n))
     x64 = x.astype(np.float64) * (1.0 if factor is None else np.asarray(factor, np.float64).reshape(-1, 1))
-    for e in range(experts):
-        own = row_expert == e
-        h = np.einsum("mk,gnk->gmn", x64[own], values[e])
-        if b is not None:
-            h = h + b[e].astype(np.float64)[:, None]
-        expected[own] = h[0] if activation is None else activation_numpy(activation, *h)
+    expected = products_of(x64, values, b, row_expert, activation)
     kwargs = dict(x_scale=factor, bias=b, activation=activation, out_dtype=out_dtype)
     kwargs = {name: jnp.asarray(v) if hasattr(v, "dtype") and hasattr(v, "shape") else v for name, v in kwargs.items()}
     w = jax.tree.map(jnp.asarray, to_kernel_layout(fmt, **stored))
     args = (jnp.asarray(x), w, jnp.asarray(tile_expert), jnp.int32(len(tile_expert) - spare_tiles))
-    return Problem(args, kwargs, stored, expected, row_expert)
+    return PackedProblem(args, kwargs, expected, row_expert, stored)
 
 
 def packed_tolerance(kind: str, out_dtype: Any, *, folded: bool = False, tensor_core: bool = False) -> Tolerance:
