@@ -238,7 +238,7 @@ def _kernel_stack(
             codes = codes[:, :, leaves["rows"]]
             given = {name: value[:, :, leaves["rows"]] for name, value in given.items()}
         packed = packed_gemm.to_kernel_layout(fmt, codes, **given)
-        if fmt.scale == "group":
+        if fmt.scale == "group" and packed.scale is not None:
             packed = dataclasses.replace(packed, scale=packed.scale.astype(held))
         return jax.tree.map(lambda leaf: leaf[0], packed)
 
