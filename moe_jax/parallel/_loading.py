@@ -8,15 +8,15 @@ in one tensor, or whose columns lie in an order of their own (act-order) are rea
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._config import MoEConfig
-from moe_jax.loading import ExpertNames, ExpertReader, QuantizationConfig
-from moe_jax.loading.files._checkpoint import Checkpoint
+from moe_jax._typing import AnyArray, Leaf
+from moe_jax.loading import ExpertNames, ExpertReader, QuantizationConfig, TensorInfo
+from moe_jax.loading.files._checkpoint import Checkpoint, CheckpointLike, TensorSource
 from moe_jax.loading.layer._names import ExpertTensor, is_expert_name, layer_of
 from moe_jax.loading.layer._weight_loader import RULES
 from moe_jax.parallel._config import ParallelConfig
@@ -32,7 +32,7 @@ class ShardedExpertReader:
     ``ExpertReader``. peak_staged_bytes: the most bytes that were staged on the host at a time: one device's share.
     """
 
-    def __init__(self, source: Any, *, quantization: QuantizationConfig, names: ExpertNames):
+    def __init__(self, source: CheckpointLike, *, quantization: QuantizationConfig, names: ExpertNames):
         self._source, self._quantization, self._names = source, quantization, names
         self.peak_staged_bytes = 0
 
@@ -75,7 +75,7 @@ class ShardedExpertReader:
                 found[name] = tensor
         return found
 
-    def _reader(self, source: Any) -> ExpertReader:
+    def _reader(self, source: TensorSource) -> ExpertReader:
         return ExpertReader(source, quantization=self._quantization, names=self._names)
 
     def _load(self, share: "_Share", layer: int, config: MoEConfig, ids: Sequence[int]) -> ExpertWeights:
@@ -88,7 +88,7 @@ class ShardedExpertReader:
         finally:
             self.peak_staged_bytes = max(self.peak_staged_bytes, reader.peak_staged_bytes)
 
-    def _input_scales(self, tensors: dict[str, ExpertTensor], config: MoEConfig) -> dict[str, Any]:
+    def _input_scales(self, tensors: dict[str, ExpertTensor], config: MoEConfig) -> dict[str, Leaf]:
         """Leaf prefix -> () float32, the input scale that all experts of the layer share; empty where there is none."""
         activations = config.scheme.activations
         if activations is None or not activations.needs_input_scale:
@@ -125,7 +125,9 @@ class _Cut:
         return dataclasses.replace(self, start=min(rank * self.size, self.total))
 
 
-def _cuts(tensors: dict[str, ExpertTensor], source: Any, config: MoEConfig, own: MoEConfig) -> dict[str, _Cut] | None:
+def _cuts(
+    tensors: dict[str, ExpertTensor], source: CheckpointLike, config: MoEConfig, own: MoEConfig
+) -> dict[str, _Cut] | None:
     """How each tensor of a layer is cut for tensor parallelism; None when a tensor cannot be cut as it is stored."""
     weights = config.scheme.weights
     if weights is not None and weights.actorder:
@@ -141,8 +143,8 @@ def _cuts(tensors: dict[str, ExpertTensor], source: Any, config: MoEConfig, own:
         axis = RULES[spec.kind].w13_tp_axis if is_w13 else RULES[spec.kind].w2_tp_axis
         if axis is None:
             continue
-        halves = config.num_projections if is_w13 and axis == 0 else 1
-        total, size = (s[tensor.leaf].shape[1 + axis] // halves for s in (specs, own_specs))
+        projections = config.num_projections if is_w13 and axis == 0 else 1
+        total, size = (s[tensor.leaf].shape[1 + axis] // projections for s in (specs, own_specs))
         shape = source.info(name).shape
         if len(shape) <= axis or shape[axis] != total:
             return None
@@ -156,7 +158,9 @@ class _Share:
     ids: the experts, ascending. cuts: by name; tensors without one are whole.
     """
 
-    def __init__(self, source: Any, tensors: dict[str, ExpertTensor], ids: Sequence[int], cuts: dict[str, _Cut]):
+    def __init__(
+        self, source: CheckpointLike, tensors: dict[str, ExpertTensor], ids: Sequence[int], cuts: dict[str, _Cut]
+    ):
         self._source, self._cuts, self._ids = source, cuts, list(ids)
         self.directory, self.config = source.directory, getattr(source, "config", {})
         self._fused = {name for name, tensor in tensors.items() if tensor.expert is None}
@@ -178,7 +182,7 @@ class _Share:
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
-    def info(self, name: str) -> Any:
+    def info(self, name: str) -> TensorInfo:
         info = self._source.info(name)
         shape = list(info.shape)
         if self._holds_experts(name, info):
@@ -203,7 +207,7 @@ class _Share:
             return array
         return np.pad(array, [(0, short if axis == cut.axis else 0) for axis in range(array.ndim)])
 
-    def _holds_experts(self, name: str, info: Any) -> bool:
+    def _holds_experts(self, name: str, info: TensorInfo) -> bool:
         return name in self._fused and len(info.shape) > 1
 
 
@@ -216,7 +220,7 @@ def _placed_share(
     """
     order = np.where(slots >= 0, np.searchsorted(ids, slots), -1)
 
-    def place(leaf: Any, wanted: Any, axis: int) -> Any:
+    def place(leaf: AnyArray, wanted: AnyArray, axis: int) -> AnyArray:
         if not leaf.shape:
             return leaf
         start = min(tensor_rank * wanted.shape[axis], leaf.shape[axis]) if axis >= 0 else 0
@@ -232,7 +236,7 @@ def _placed_share(
     return jax.tree.structure(target).unflatten([place(*parts) for parts in leaves])
 
 
-def _with_input_scales(weights: ExpertWeights, scales: dict[str, Any]) -> ExpertWeights:
+def _with_input_scales(weights: ExpertWeights, scales: dict[str, Leaf]) -> ExpertWeights:
     changes = {
         prefix: dataclasses.replace(getattr(weights, prefix), input_scale=scale) for prefix, scale in scales.items()
     }

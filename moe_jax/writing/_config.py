@@ -1,8 +1,9 @@
 """A scheme as ``quantization_config`` of compressed-tensors states it, with the keys that its version 0.20 writes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
+from moe_jax._typing import Json
 from moe_jax.quantization import Packing, QuantFormat, Scheme, container_of
 
 # The layout that is written: words of 3, 5, 6 and 7-bit codes have no gaps from 0.18 on.
@@ -16,9 +17,7 @@ _OTHER_FORM = {
 }
 
 
-def quantization_config(
-    scheme: Scheme, ignore: Iterable[str], kv_cache_scheme: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def quantization_config(scheme: Scheme, ignore: Iterable[str], kv_cache_scheme: Json | None = None) -> dict[str, Any]:
     """The whole ``quantization_config``: every Linear follows ``scheme`` but the modules in ``ignore``."""
     group = config_group(scheme)
     return {
@@ -78,7 +77,7 @@ def _dynamic(activations: QuantFormat) -> bool | str:
     return "local" if activations.global_scale == "divides" else activations.dynamic
 
 
-def _arguments(fmt: QuantFormat, dynamic: bool | str) -> dict[str, Any]:
+def _arguments(fmt: QuantFormat, dynamic: bool | str) -> Json:
     strategy = "tensor_group" if fmt.global_scale is not None else fmt.strategy.value
     arguments: dict[str, Any] = {
         "dynamic": dynamic,

@@ -1,12 +1,12 @@
 """One stored matrix as the tensors of a compressed-tensors module, and from one format into another."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax._typing import AnyArray, DTypeLike, Leaf
 from moe_jax.quantization import (
     MoEMethod,
     Packing,
@@ -23,7 +23,7 @@ from pallas_kernels.common import numerics
 COPIED, REPACKED, QUANTIZED, DEQUANTIZED, REQUANTIZED = "copied", "repacked", "quantized", "dequantized", "requantized"
 # The global scale of activations that nothing was measured for, as compressed-tensors writes it: block scales then
 # reach from 2**-9 to 448, inputs up to 2688.
-UNCALIBRATED = np.float32(1.0)
+UNCALIBRATED = np.array(1.0, np.float32)
 
 Layout = dict[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -78,7 +78,9 @@ def check_conversion(stored: Scheme, target: Scheme, where: str) -> None:
     )
 
 
-def converted(tensor: QuantizedTensor, stored: Scheme, target: Scheme, method: MoEMethod, dtype: Any) -> Any:
+def converted(
+    tensor: QuantizedTensor, stored: Scheme, target: Scheme, method: MoEMethod, dtype: DTypeLike
+) -> QuantizedTensor:
     """One matrix (n, k) of ``stored`` as a QuantizedTensor of ``target``, see ``conversion``.
 
     method: quantizes where that is needed. dtype: of the result where the target is unquantized.
@@ -94,7 +96,7 @@ def converted(tensor: QuantizedTensor, stored: Scheme, target: Scheme, method: M
     return dataclasses.replace(tensor, input_scale=_input_scale(tensor.input_scale, stored, target))
 
 
-def quantized(w: Any, method: MoEMethod, input_scale: Any = None) -> QuantizedTensor:
+def quantized(w: AnyArray, method: MoEMethod, input_scale: Leaf | None = None) -> QuantizedTensor:
     """A matrix (n, k) in the format of the method's scheme."""
     fmt = method.weight_format
     leaves = {name: leaf[0] for name, leaf in method.quantize_stack(w[None], jnp.float32).items()}
@@ -133,7 +135,7 @@ def _input_scales_convert(stored: Scheme, target: Scheme) -> bool:
     return _without_container(old) == _without_container(new)
 
 
-def _input_scale(value: Any, stored: Scheme, target: Scheme) -> Any:
+def _input_scale(value: Leaf | None, stored: Scheme, target: Scheme) -> AnyArray | None:
     activations = target.activations
     if activations is None or not activations.needs_input_scale:
         return None

@@ -8,14 +8,16 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
+from moe_jax._typing import Json, Leaf
 from moe_jax.loading import Checkpoint, CheckpointError, ExpertReader, QuantizationConfig, as_packed
 from moe_jax.loading._errors import listed
 from moe_jax.loading.config._modules import is_normally_plain
+from moe_jax.loading.files._checkpoint import CheckpointLike
 from moe_jax.loading.files._safetensors import DTYPES
 from moe_jax.quantization import (
     ExpertWeights,
@@ -39,8 +41,8 @@ from moe_jax.writing._matrices import (
     module_tensors,
 )
 from moe_jax.writing._shards import ShardedWriter, TensorSpec, copied_spec, write_text
-from moe_jax.writing._staging import check_destination, staged
 from moe_jax.writing._survey import ExpertLayer, Linear, Survey, survey
+from moe_jax.writing._whole_directory import check_destination, staged
 
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' default
 MODULES = ("experts", "all")
@@ -78,7 +80,7 @@ def quantize_checkpoint(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    scheme: str | Scheme | Mapping[str, Any],
+    scheme: str | Scheme | Json,
     modules: str = "experts",
     ignore: Sequence[str] = (),
     scale_search: str | None = None,
@@ -150,7 +152,9 @@ def quantize_checkpoint(
 class _Job:
     """One conversion, planned: which scheme every module gets, and the tensors that come out."""
 
-    def __init__(self, checkpoint: Any, target: Scheme, modules: str, ignore: tuple[str, ...], searches: bool):
+    def __init__(
+        self, checkpoint: CheckpointLike, target: Scheme, modules: str, ignore: tuple[str, ...], searches: bool
+    ):
         self._checkpoint, self._target = checkpoint, target
         self._quantization = QuantizationConfig.from_config(checkpoint.config, checkpoint)
         self._reader = ExpertReader(checkpoint, quantization=self._quantization)
@@ -269,7 +273,7 @@ class _Job:
 
     def _read_linear(self, linear: Linear) -> QuantizedTensor:
         if linear.stored.weights is None:
-            return QuantizedTensor(data=self._checkpoint.read(linear.leaves["weight"]))
+            return QuantizedTensor(data=cast(Leaf, self._checkpoint.read(linear.leaves["weight"])))
         leaves = {leaf: np.array(self._checkpoint.read(name)) for leaf, name in linear.leaves.items()}
         try:
             matrix = method_for(linear.stored).process_matrix(leaves, *linear.shape, where=f"{linear.module}.")
@@ -318,7 +322,7 @@ class _Ignore:
         self._unused.difference_update(found)
         return bool(found)
 
-    def check_used(self, where: Any) -> None:
+    def check_used(self, where: Path | str) -> None:
         if self._unused:
             raise ValueError(
                 f"ignore: {listed(sorted(self._unused))} matches no module of {where}; a name is that of a module, "
@@ -326,14 +330,14 @@ class _Ignore:
             )
 
 
-def _matrix_of(weights: ExpertWeights, expert: int, shard: str) -> tuple[QuantizedTensor, Any]:
+def _matrix_of(weights: ExpertWeights, expert: int, shard: str) -> tuple[QuantizedTensor, Leaf | None]:
     """(matrix, bias) of one projection. An act-order index belongs to the expert, an input scale to all of them."""
     if shard == "w2":
         tensor, at, bias = weights.w2, (expert,), weights.w2_bias
     else:
         tensor, at, bias = weights.w13, (expert, 1 if shard == "w3" else 0), weights.w13_bias
 
-    def part(leaf: Any) -> Any:
+    def part(leaf: Leaf | None) -> Leaf | None:
         return None if leaf is None else leaf[at]
 
     matrix = dataclasses.replace(
@@ -361,10 +365,10 @@ def _check_columns(scheme: Scheme, module: str, columns: int) -> None:
         )
 
 
-def _dtype_of(config: Mapping[str, Any]) -> np.dtype:
+def _dtype_of(config: Json) -> np.dtype:
     """What unquantized weights are stored in: as config.json says, else bfloat16."""
-    inner = config.get("text_config")
-    for part in (config, inner if isinstance(inner, Mapping) else {}):
+    of_text = config.get("text_config")
+    for part in (config, of_text if isinstance(of_text, Mapping) else {}):
         for key in _DTYPE_KEYS:
             name = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(str(part.get(key)))
             if name is not None:

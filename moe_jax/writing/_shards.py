@@ -6,11 +6,11 @@ import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.loading.files._checkpoint import INDEX_FILE, SINGLE_FILE
+from moe_jax.loading.files._checkpoint import INDEX_FILE, SINGLE_FILE, TensorSource
 from moe_jax.loading.files._safetensors import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -136,7 +136,7 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def copied_spec(checkpoint: Any, name: str) -> TensorSpec:
+def copied_spec(checkpoint: TensorSource, name: str) -> TensorSpec:
     """The spec of a tensor that is written as it was read. Raises ValueError for dtypes that NumPy cannot hold."""
     info = checkpoint.info(name)
     if info.dtype not in DTYPES:

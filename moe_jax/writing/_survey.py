@@ -2,14 +2,15 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
 from moe_jax._config import MoEConfig
+from moe_jax._typing import Json
 from moe_jax.loading import CheckpointError, ExpertNames, ExpertReader, ExpertTensor, QuantizationConfig
 from moe_jax.loading._errors import shorten
 from moe_jax.loading.config._modules import classes_of, is_normally_plain
+from moe_jax.loading.files._checkpoint import CheckpointLike
 from moe_jax.loading.layer._names import is_expert_name
 from moe_jax.quantization import Packing, Scheme, method_for
 
@@ -62,7 +63,7 @@ class Survey:
     plain: tuple[str, ...]
 
 
-def survey(checkpoint: Any, quantization: QuantizationConfig, reader: ExpertReader) -> Survey:
+def survey(checkpoint: CheckpointLike, quantization: QuantizationConfig, reader: ExpertReader) -> Survey:
     """Raises CheckpointError for what cannot be told: sizes of experts, tensors that belong to nothing known."""
     by_layer: dict[int, list[ExpertTensor]] = {layer: [] for layer in reader.layers}
     names = ExpertNames(is_interleaved=checkpoint.config.get("model_type") == "gpt_oss")
@@ -83,7 +84,11 @@ def survey(checkpoint: Any, quantization: QuantizationConfig, reader: ExpertRead
 
 
 def _expert_layer(
-    checkpoint: Any, quantization: QuantizationConfig, reader: ExpertReader, layer: int, tensors: list[ExpertTensor]
+    checkpoint: CheckpointLike,
+    quantization: QuantizationConfig,
+    reader: ExpertReader,
+    layer: int,
+    tensors: list[ExpertTensor],
 ) -> ExpertLayer:
     where = f"{checkpoint.directory}: layer {layer}"
     stored = reader.stored_scheme(layer) or _UNQUANTIZED
@@ -128,12 +133,12 @@ def _modules(tensors: list[ExpertTensor], count: int, is_gated: bool) -> dict[tu
     }
 
 
-def _count_experts(checkpoint: Any, tensors: list[ExpertTensor]) -> int:
+def _count_experts(checkpoint: CheckpointLike, tensors: list[ExpertTensor]) -> int:
     numbered = [tensor.expert for tensor in tensors if tensor.expert is not None]
     return 1 + max(numbered) if numbered else checkpoint.info(tensors[0].name).shape[0]
 
 
-def _sizes(checkpoint: Any, tensors: list[ExpertTensor], stored: Scheme, where: str) -> tuple[int, int]:
+def _sizes(checkpoint: CheckpointLike, tensors: list[ExpertTensor], stored: Scheme, where: str) -> tuple[int, int]:
     """(hidden, intermediate) from down_proj, and config.json where the tensor does not say which axis is which."""
     hidden = _stated(checkpoint.config, ("hidden_size",))
     for tensor in tensors:
@@ -150,12 +155,12 @@ def _sizes(checkpoint: Any, tensors: list[ExpertTensor], stored: Scheme, where: 
             shape = _matrix_shape(checkpoint, tensor.module, shape, stored, where)
         elif tensor.expert is None and hidden is not None and shape[0] != hidden:
             shape = shape[::-1]
-        return shape
+        return shape[0], shape[1]
     raise CheckpointError(f"{where}: no down_proj or w2 of its experts shows their sizes; is the file complete?")
 
 
 def _matrix_shape(
-    checkpoint: Any, module: str, stored_shape: tuple[int, ...], scheme: Scheme, where: str
+    checkpoint: CheckpointLike, module: str, stored_shape: tuple[int, ...], scheme: Scheme, where: str
 ) -> tuple[int, int]:
     """(n, k) of a quantized matrix from the shape of what is stored."""
     n, columns = stored_shape
@@ -175,7 +180,7 @@ def _matrix_shape(
 
 
 def _linears(
-    checkpoint: Any, quantization: QuantizationConfig, names: list[str]
+    checkpoint: CheckpointLike, quantization: QuantizationConfig, names: list[str]
 ) -> tuple[tuple[Linear, ...], tuple[str, ...]]:
     linears, used = [], set()
     by_module: dict[str, list[str]] = {}
@@ -194,7 +199,7 @@ def _linears(
     return tuple(linears), tuple(name for name in names if name not in used)
 
 
-def _linear(checkpoint: Any, module: str, shape: tuple[int, ...], scheme: Scheme, own: list[str]) -> Linear:
+def _linear(checkpoint: CheckpointLike, module: str, shape: tuple[int, ...], scheme: Scheme, own: list[str]) -> Linear:
     if scheme.weights is None:
         weight = f"{module}.weight"
         return Linear(module, (shape[0], shape[1]), scheme, {"weight": weight}, (weight,))
@@ -213,10 +218,10 @@ def _linear(checkpoint: Any, module: str, shape: tuple[int, ...], scheme: Scheme
     return Linear(module, shape, scheme, leaves, tuple(name for name in own if name in names))
 
 
-def _stated(config: Mapping[str, Any], keys: Iterable[str]) -> int | None:
+def _stated(config: Json, keys: Iterable[str]) -> int | None:
     """An integer of config.json, or of the text model's part of it; None when it says nothing."""
-    inner = config.get("text_config")
-    for part in (config, inner if isinstance(inner, Mapping) else {}):
+    of_text = config.get("text_config")
+    for part in (config, of_text if isinstance(of_text, Mapping) else {}):
         for key in keys:
             value = part.get(key)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:

@@ -93,10 +93,8 @@ class OnlineExperts:
             self._start(int(_SENT_SHARE * _IN_FLIGHT_BYTES))
             self._wait(_IN_FLIGHT_BYTES - self._sent_bytes)
             return
-        halves = [parts[shard].array for shard in self._shards[:-1]]
-        quantized = self._method.quantize_leaves(
-            np.stack(halves)[None], parts["w2"].array[None], None, self._one_expert
-        )
+        w13 = [parts[shard].array for shard in self._shards[:-1]]
+        quantized = self._method.quantize_leaves(np.stack(w13)[None], parts["w2"].array[None], None, self._one_expert)
         for name, leaf in self.leaves.items():
             leaf[expert] = np.asarray(quantized[name])[0]
         self.pending_bytes -= nbytes
@@ -112,9 +110,9 @@ class OnlineExperts:
         """Quantize the experts sent first, until at most so many bytes only lie there."""
         while self._sent_bytes > most:
             expert, parts = self._sent.popleft()
-            halves = [parts[shard].sent for shard in self._shards[:-1]]
+            w13 = [parts[shard].sent for shard in self._shards[:-1]]
             self.leaves, is_finite = _quantize_into(
-                self.leaves, halves, parts["w2"].sent, expert, self._method, self._one_expert
+                self.leaves, w13, parts["w2"].sent, expert, self._method, self._one_expert
             )
             self._in_flight.append((is_finite, list(parts.values())))
             nbytes = _nbytes(parts.values())
@@ -142,19 +140,17 @@ def _nbytes(parts: Iterable[_Part]) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5), donate_argnums=0)
-def _quantize_into(leaves, halves, w2, expert, method, config):
+def _quantize_into(leaves, w13, w2, expert, method, config):
     """The leaves of all experts with those of one expert written into them, in place; whether its values are finite."""
-    quantized = method.quantize_leaves(jnp.stack(halves)[None], w2[None], None, config)
-    is_finite = functools.reduce(jnp.logical_and, (jnp.isfinite(part).all() for part in (*halves, w2)))
+    quantized = method.quantize_leaves(jnp.stack(w13)[None], w2[None], None, config)
+    is_finite = functools.reduce(jnp.logical_and, (jnp.isfinite(part).all() for part in (*w13, w2)))
     return {
         name: lax.dynamic_update_index_in_dim(leaf, quantized[name][0], expert, axis=0) for name, leaf in leaves.items()
     }, is_finite
 
 
 def _is_traceable(method: MoEMethod, config: MoEConfig) -> bool:
-    halves, inner, hidden = config.num_projections, config.intermediate_size, config.hidden_size
-    w13 = jax.ShapeDtypeStruct((1, halves, inner, hidden), jnp.float32)
-    w2 = jax.ShapeDtypeStruct((1, hidden, inner), jnp.float32)
+    w13, w2 = (jax.ShapeDtypeStruct((*lead, n, k), jnp.float32) for _, lead, n, k in config.shape.products)
     try:
         jax.eval_shape(lambda w13, w2: method.quantize_leaves(w13, w2, None, config), w13, w2)
     except jax.errors.JAXTypeError:
