@@ -1,7 +1,7 @@
 """Expert parallelism on the GPUs of one host: each dispatch alone, the whole layer on 1 and N GPUs, NCCL beside it.
 
     python benchmarks/expert_parallel.py [--models dsv3,qwen3] [--tokens 16,64,256,1024,4096] [--schemes fp8_block]
-    [--dispatches replicate,all_gather,all_to_all,ragged_all_to_all,push] [--parts exchange,layer,nccl]
+    [--dispatches replicate,all_gather,all_to_all,ragged_all_to_all,nvlink_dispatch] [--parts exchange,layer,nccl]
     [--jobs 14] [--json FILE]
     XLA_FLAGS=--xla_force_host_platform_device_count=2 JAX_PLATFORMS=cpu python benchmarks/expert_parallel.py --toy
 
@@ -9,13 +9,14 @@ Tokens are per GPU. Parts:
 
     exchange  dispatch and combine with nothing between them: us, and GB/s of the rows that a GPU must send and receive
               at least (one copy of a token for each GPU that has experts of it, both ways, 16 bits), whatever it moves.
-              push sends e4m3 and a scale for every 128 columns; the rows it brings back are in a buffer already
+              nvlink_dispatch sends e4m3 and a scale for every 128 columns; rows that it brings back are in a buffer
+              already
     layer     the whole layer: 2, 4, ... N GPUs on N * T tokens beside one GPU with all experts on T, and on N * T
     nccl      the same exchange through torch.distributed, where torch has CUDA: all_gather and reduce_scatter of the
               tokens; all_to_all there and back of one row for each of a token's experts, in equal shares
 
-Lines after the cells compare: push with the fastest of XLA's ways, and tokens per second with those of one GPU. With
---jobs processes compile beside one another and time one at a time.
+Lines after the cells compare: nvlink_dispatch with the fastest of XLA's ways, and tokens per second with those of one
+GPU. With --jobs processes compile beside one another and time one at a time.
 
 A cell that cannot run has an "error" in the JSON and its reason in the text. Times are of one call in a loop inside
 jit, each of which waits for the one before, as layers do under scan.
@@ -44,10 +45,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import moe_jax
 from moe_jax.benchmarking import random_weights
 from moe_jax.parallel import ParallelConfig, Placement, fused_moe
-from moe_jax.parallel._choice import describe
-from moe_jax.parallel._dispatch import WAYS, Exchange, why_not
+from moe_jax.parallel._choice import dispatch_refusal
+from moe_jax.parallel._dispatch import WAYS, Exchange
 from moe_jax.parallel._sharding import lay_out
-from moe_jax.parallel._weights import assemble, local_config
+from moe_jax.parallel._weights import assemble, share_config
 from moe_jax.quantization import Scheme
 
 # (experts, top_k, hidden, intermediate)
@@ -60,8 +61,8 @@ DISPATCHES = (
     "all_gather:bfloat16",
     "all_to_all",
     "ragged_all_to_all",
-    "push",
-    "push:bfloat16",
+    "nvlink_dispatch",
+    "nvlink_dispatch:bfloat16",
 )
 
 
@@ -80,7 +81,7 @@ def make_config(model: str, scheme: str) -> moe_jax.MoEConfig:
 
 def make_weights(config: moe_jax.MoEConfig, parallel: ParallelConfig, placement: Placement) -> Any:
     """Random experts, made on the device that holds them."""
-    own = dataclasses.replace(local_config(config, placement, parallel), implementation=("xla",))
+    own = dataclasses.replace(share_config(config, placement, parallel), implementation=("xla",))
     shares = assemble(config, placement, parallel, lambda *_: random_weights(own))
     return jax.block_until_ready(lay_out(shares, config, placement, parallel))
 
@@ -105,7 +106,7 @@ def measure_exchange(turn: Turn, model: str, dispatch: str, size: int, tokens: i
     experts, top_k, hidden, _ = MODELS[model]
     dispatch, _, sums = dispatch.partition(":")
     parallel = ParallelConfig(mesh_of(size), expert_axis="expert", dispatch=dispatch)
-    if reason := why_not(dispatch, parallel.mesh):
+    if reason := dispatch_refusal(dispatch, parallel.mesh):
         raise NotImplementedError(reason)
     exchange = Exchange(
         axis="expert",
@@ -133,7 +134,7 @@ def measure_exchange(turn: Turn, model: str, dispatch: str, size: int, tokens: i
         specs = (by_token,) * count
         return jax.shard_map(function, mesh=parallel.mesh, in_specs=specs, out_specs=by_token, check_vma=False)
 
-    few = min(total, 64 * size)  # push holds a row of each of their experts once more
+    few = min(total, 64 * size)  # nvlink_dispatch holds a row of each of their experts once more
     some = copies_on(parallel, [part[:few] for part in (x, weights, slots)], by_token)
     as_they_came = functools.partial(rows_as_they_came, exchange.slots_per_device)
     with turn():
@@ -142,7 +143,7 @@ def measure_exchange(turn: Turn, model: str, dispatch: str, size: int, tokens: i
     if not np.allclose(got, expected, rtol=0.08, atol=0.05):
         raise RuntimeError(f"the exchange is wrong: {np.abs(got - expected).max()}")
     args = [x, weights, slots]
-    if dispatch == "push":
+    if dispatch == "nvlink_dispatch":
         places = places_of(np.asarray(slots), size, exchange.slots_per_device)
         rows = jnp.zeros((size * (int(places.max()) + 1), hidden), jnp.bfloat16)
         args += copies_on(parallel, [places, rows], by_token)
@@ -207,7 +208,7 @@ def measure_layer(
         return trace_of(fused_moe(x, logits + carry, weights, config, parallel, placement=placement))
 
     micros = time_in_loop(once, (weights, placement, x, logits), carry, turn=turn)
-    default = describe(dataclasses.replace(parallel, dispatch=None), config, total)
+    default = describe_dispatch(dataclasses.replace(parallel, dispatch=None), config, total)
     return dict(us=round(micros, 1), tokens_per_s=round(total / micros * 1e6), default=default)
 
 
@@ -318,14 +319,14 @@ def nccl_rank(rank: int, size: int, shapes: tuple[tuple[int, int, int], ...], fo
 
 
 def compare(cells: list[dict]) -> Iterator[str]:
-    """push beside the fastest of XLA's ways; tokens per second beside one GPU with all the experts."""
+    """nvlink_dispatch beside the fastest of XLA's ways; tokens per second beside one GPU with all the experts."""
     ran = [cell for cell in cells if "us" in cell]
     for cell in ran:
         same = [
             c for c in ran if all(c.get(k) == cell.get(k) for k in ("part", "model", "scheme", "devices", "tokens"))
         ]
-        others = [c for c in same if not c["dispatch"].startswith("push")]
-        if cell["dispatch"].startswith("push") and others:
+        others = [c for c in same if not c["dispatch"].startswith("nvlink_dispatch")]
+        if cell["dispatch"].startswith("nvlink_dispatch") and others:
             best = min(others, key=lambda c: c["us"])
             yield (
                 f"{cell['part']} {cell['model']} T={cell['tokens']} on {cell['devices']}: {cell['dispatch']} "

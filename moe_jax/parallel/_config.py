@@ -5,7 +5,8 @@ import dataclasses
 import jax
 from jax.sharding import AxisType, Mesh
 
-DISPATCHES = ("replicate", "all_gather", "all_to_all", "ragged_all_to_all", "push")
+DISPATCHES = ("replicate", "all_gather", "all_to_all", "ragged_all_to_all", "nvlink_dispatch")
+_OLD_NAMES = {"push": "nvlink_dispatch"}
 
 
 @jax.tree_util.register_static
@@ -48,6 +49,7 @@ class ParallelConfig:
             axis = names[f"{first}_axis"]
             if axis is not None and axis == names[f"{second}_axis"]:
                 raise ValueError(f"{first}_axis and {second}_axis are both {axis!r}, expected different axes")
+        object.__setattr__(self, "dispatch", _OLD_NAMES.get(str(self.dispatch), self.dispatch))
         if self.dispatch is not None and self.dispatch not in DISPATCHES:
             raise ValueError(f"dispatch={self.dispatch!r}, expected None or one of {', '.join(map(repr, DISPATCHES))}")
         if self.reduce_dtype not in ("float32", "bfloat16"):

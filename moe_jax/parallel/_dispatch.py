@@ -12,7 +12,7 @@ all_to_all         all_to_all of rows, a fixed number for each pair of         a
                    devices in a round, as many rounds as it takes              in the order of a token's
                                                                                experts
 ragged_all_to_all  the same rows in one exchange of just as many as there are  the same
-push               one copy of a token, quantized, for each device with an     the rows of its experts into
+nvlink_dispatch    one copy of a token, quantized, for each device with an     the rows of its experts into
                    expert of it, stored into that device's memory              this device's memory, sum
                                                                                over k as all_to_all; with
                                                                                bfloat16 partial sums one
@@ -24,18 +24,15 @@ collective, tokens or not, so none waits for another forever.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 
 from moe_jax._typing import Array
 from moe_jax.experts._sort import sort_by_expert
 from pallas_kernels.nvlink_dispatch import DispatchedRows, combine_rows, dispatch_rows
-from pallas_kernels.nvlink_dispatch.config import MAX_DEVICES
 
 ALL_AT_ONCE = 128  # pairs of a device up to which one round of all_to_all takes any routing
 ROOM = 1.25  # rows for each device in a round over their mean
@@ -49,9 +46,9 @@ class Exchange:
     number of rounds. run: ``(x (M, H), weights (M, k) f32, ids (M, k) local or -1) -> (M, H) float32``, the experts of
     this device. sum_dtype: in which partial sums are added. row_dtype: of rows on their way back; holds what ``run``
     gives for one expert of weight 1. is_one_round: one exchange must bring all rows, since activation scales are common
-    to a call. serve: for ``push``, ``(what arrived, first slot of this device, send_back) -> (M, H) float32`` as
-    ``forward_arrived`` of a backend has it; tokens travel in ``quantization``, and ``kernels`` names the implementation
-    of the exchange.
+    to a call. serve: for ``nvlink_dispatch``, ``(what arrived, first slot here, send_back) -> (M, H) float32`` as
+    ``Backend.serve_arrived`` has it; tokens travel in ``quantization``, and ``kernels`` names the implementation of
+    the exchange.
     """
 
     axis: str
@@ -171,7 +168,7 @@ def ragged_all_to_all(x: Array, weights: Array, slots: Array, exchange: Exchange
     return _sum_over_experts(rows, weights)
 
 
-def push(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
+def nvlink_dispatch(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
     """Two kernels that store into the memory of the other devices; the sum over k is that of a single device."""
     assert exchange.serve is not None  # the caller refuses experts that run elsewhere
     where: dict[str, Any] = dict(
@@ -205,32 +202,5 @@ WAYS: dict[str, Callable[[Array, Array, Array, Exchange], Array]] = {
     "all_gather": all_gather,
     "all_to_all": all_to_all,
     "ragged_all_to_all": ragged_all_to_all,
-    "push": push,
+    "nvlink_dispatch": nvlink_dispatch,
 }
-
-
-def why_not(name: str, mesh: Mesh) -> str | None:
-    """The reason for which a dispatch cannot run on the devices of a mesh, or None."""
-    if name == "push" and (reason := why_no_push(list(mesh.devices.flat))) is not None:
-        return f"dispatch='push' {reason}; use 'all_gather' or 'all_to_all'"
-    if name == "ragged_all_to_all" and mesh.devices.flat[0].platform == "cpu":
-        return "dispatch='ragged_all_to_all': XLA has none on the CPU; use 'all_to_all', which sends the same rows"
-    return None
-
-
-def why_no_push(devices: Sequence[Any]) -> str | None:
-    """What push does or needs that the devices of a mesh, in its order, cannot give, or None: stores from one into
-    another's memory, at addresses that this process knows. Mosaic takes a device's place in the mesh for its number.
-    """
-    kind = devices[0].device_kind
-    if devices[0].platform != "gpu":
-        return f"stores over NVLink from Hopper GPUs, the mesh is of {kind!r}"
-    if any(getattr(device, "compute_capability", None) != "9.0" for device in devices):
-        return f"is built for compute capability 9.0, the mesh is of {kind!r}"
-    if len({device.process_index for device in devices}) > 1 or jax.process_count() > 1:
-        return f"needs one process that drives all devices of one host, there are {jax.process_count()}"
-    if [device.id for device in devices] != list(range(len(devices))):
-        return f"needs a mesh of devices 0, 1, ... in this order, found {[device.id for device in devices]}"
-    if not 2 <= len(devices) <= MAX_DEVICES:
-        return f"joins 2 to {MAX_DEVICES} devices, the mesh has {len(devices)}"
-    return None

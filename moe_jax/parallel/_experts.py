@@ -19,11 +19,11 @@ from moe_jax.experts._backend import Backend, Problem
 from moe_jax.experts._choice import BACKENDS, choose, nothing_runs, route_by
 from moe_jax.experts._fused_moe import MoEStats, finish, stats_of, weighted_experts
 from moe_jax.experts._gradient import NoGradient, with_gradient_of
-from moe_jax.parallel._choice import choose_dispatch, without_push
+from moe_jax.parallel._choice import by_collectives, choose_dispatch
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._dispatch import WAYS, Exchange, rows_per_round
 from moe_jax.parallel._placement import Placement
-from moe_jax.parallel._weights import local_config, partition_specs, placed_config
+from moe_jax.parallel._weights import partition_specs, placed_config, share_config
 from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import RoutingParams
 from pallas_kernels.nvlink_dispatch import DispatchedRows
@@ -69,7 +69,7 @@ def fused_moe(
         except NoBatches:
             if parallel.dispatch is not None:
                 raise
-            y, stats = _compiled(without_push(parallel, config)[0], *arguments[1:])
+            y, stats = _compiled(by_collectives(parallel, config)[0], *arguments[1:])
         y = _as_it_came(y, x, parallel)
     else:
         tokens = jax.tree.map(functools.partial(_on_mesh, parallel=parallel), tokens)
@@ -148,7 +148,7 @@ def _body(
     token_axes = parallel.token_axes(name)
     num_tokens = x.shape[0]
     own = dataclasses.replace(
-        local_config(config, placement, parallel),
+        share_config(config, placement, parallel),
         num_experts=config.num_experts,  # of the whole layer: tiles are chosen by its mean rows per expert
         apply_router_weight_on_input=False,
         split_axes=() if parallel.tensor_axis is None else (parallel.tensor_axis,),
@@ -156,10 +156,10 @@ def _body(
     )
     weights = _own_share(weights, own, parallel)
     chosen, skipped = choose(Problem(own, weights, num_tokens, jax.default_backend()))
-    if name == "push" and (chosen is None or not chosen.serves_arrived):
+    if name == "nvlink_dispatch" and (chosen is None or not chosen.serves_arrived):
         if parallel.dispatch is not None:
-            raise NotImplementedError(_push_refusal(config, skipped))
-        name, _ = without_push(parallel, config)
+            raise NotImplementedError(_serving_refusal(config, skipped))
+        name, _ = by_collectives(parallel, config)
     if chosen is None:
         raise NotImplementedError(nothing_runs(skipped))
     routed = route_by(chosen, x, router_logits, config, weights, routing, token_mask, token_ids, replayed_ids)
@@ -185,14 +185,13 @@ def _body(
     return jnp.where(lax.axis_index(axes) == 0, whole, bare)[None], routed.topk_ids, load
 
 
-def _push_refusal(config: MoEConfig, skipped: Sequence[tuple[str, str]]) -> str:
+def _serving_refusal(config: MoEConfig, skipped: Sequence[tuple[str, str]]) -> str:
     """Why no backend serves tokens that other devices stored here."""
     serving = [name for name, backend in BACKENDS.items() if backend.serves_arrived]
     reasons = [reason for name, reason in skipped if name in serving]
     reason = "; ".join(reasons) or f"implementation={config.implementation} leaves it out"
-    return (
-        f"dispatch='push' needs experts that run in {' or '.join(serving)}: {reason}; use 'all_gather' or 'all_to_all'"
-    )
+    named = f"dispatch='nvlink_dispatch' needs experts that run in {' or '.join(serving)}"
+    return f"{named}: {reason}; use 'all_gather' or 'all_to_all'"
 
 
 def _experts(
@@ -246,7 +245,7 @@ def _experts(
         )
 
     def way(name: str, x: Array, topk_weights: Array, slots: Array, weights: ExpertWeights) -> Array:
-        if name == "push":
+        if name == "nvlink_dispatch":
             x, topk_weights, slots, weights = _refusing_batches((x, topk_weights, slots, weights))
         return WAYS[name](x, topk_weights, slots, exchange_of(weights))
 
@@ -261,7 +260,7 @@ def _experts(
     if not parallel.reduce_results:
         return run(weights, x, topk_weights, exchange.local_ids(slots))
     own_way = functools.partial(way, name)
-    if name == "push" or (name == "all_to_all" and rows_per_round(slots.size, exchange) < slots.size):
+    if name == "nvlink_dispatch" or (name == "all_to_all" and rows_per_round(slots.size, exchange) < slots.size):
         # Loops of as many rounds as it takes, and stores into other memories, have no gradient.
         other = functools.partial(way, "all_gather") if parallel.dispatch is None else refuse
         return with_gradient_of(own_way, other, x, topk_weights, slots, weights)
@@ -269,18 +268,20 @@ def _experts(
 
 
 class NoBatches(NotImplementedError):
-    """Somebody maps the kernels of push over a batch, which only shows while they are called."""
+    """Somebody maps the kernels of nvlink_dispatch over a batch, which only shows while they are called."""
 
 
 @jax.custom_batching.custom_vmap
 def _refusing_batches(values: Any) -> Any:
-    """What push is given: one launch of it is one exchange."""
+    """What nvlink_dispatch is given: one launch of it is one exchange."""
     return values
 
 
 @_refusing_batches.def_vmap
 def _refuse_batches(axis_size: int, in_batched: Any, values: Any) -> Any:
-    raise NoBatches("dispatch='push' takes no jax.vmap; use jax.lax.map, or a layer with dispatch='all_gather'")
+    raise NoBatches(
+        "dispatch='nvlink_dispatch' takes no jax.vmap; use jax.lax.map, or a layer with dispatch='all_gather'"
+    )
 
 
 def _own_share(weights: ExpertWeights, own: MoEConfig, parallel: ParallelConfig) -> ExpertWeights:

@@ -9,12 +9,12 @@ from jax.sharding import Mesh
 from moe_jax._config import MoEConfig
 from moe_jax.experts._choice import layout_owner
 from moe_jax.experts._explain import explain
-from moe_jax.parallel._choice import describe
+from moe_jax.parallel._choice import describe_dispatch
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._expert_map import STRATEGIES
 from moe_jax.parallel._placement import Placement
 from moe_jax.parallel._sharding import kernel_share
-from moe_jax.parallel._weights import abstract_placed_weights, local_config, placed_config
+from moe_jax.parallel._weights import abstract_placed_weights, placed_config, share_config
 from moe_jax.quantization import ExpertWeights, method_for
 
 
@@ -98,14 +98,14 @@ def explain_parallel(
     config: MoEConfig, parallel: ParallelConfig, placement: Placement, weights: ExpertWeights, num_tokens: int
 ) -> str:
     """``explain`` of one device's share, and what is around it: mesh, dispatch, padding."""
-    own = local_config(config, placement, parallel)
+    own = share_config(config, placement, parallel)
     share = method_for(config.scheme).abstract_weights(own)
     if not weights.w13.layout.is_plain:
         share = kernel_share(layout_owner(weights.w13.layout), own)
     placed = placed_config(config, placement, parallel)
     lines = [
         f"mesh: {parallel}, {parallel.platform}",
-        describe(parallel, config, num_tokens),
+        describe_dispatch(parallel, config, num_tokens),
         f"placement: {placement.num_experts} experts, {placement.slots_per_device} slots on each device",
     ]
     if placed.intermediate_size != config.intermediate_size:

@@ -21,7 +21,7 @@ from moe_jax.loading.layer._names import ExpertTensor, is_expert_name, layer_of
 from moe_jax.loading.layer._weight_loader import RULES
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._placement import Placement
-from moe_jax.parallel._weights import abstract_share, assemble, in_slots, local_config, tensor_axes
+from moe_jax.parallel._weights import abstract_share, assemble, in_slots, share_config, tensor_axes
 from moe_jax.quantization import ExpertWeights, check_scale_values, common_input_scale, method_for
 
 
@@ -42,7 +42,7 @@ class ShardedExpertReader:
         config: its scheme is how the weights come out. Raises as ``ExpertReader.load``.
         """
         tensors = self._tensors(layer, config)
-        own, target = local_config(config, placement, parallel), abstract_share(config, placement, parallel)
+        own, target = share_config(config, placement, parallel), abstract_share(config, placement, parallel)
         is_kept = self._reader(self._source).stored_scheme(layer) is not None or not config.scheme.is_quantized
         cuts = None
         if parallel.tensor_size > 1 and is_kept and isinstance(self._source, Checkpoint):

@@ -11,7 +11,7 @@ from moe_jax.experts._backend import Backend
 from moe_jax.experts._choice import plain_layout, preferred_layout
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._placement import Placement
-from moe_jax.parallel._weights import abstract_placed_weights, is_placed, local_config, partition_specs, place_weights
+from moe_jax.parallel._weights import abstract_placed_weights, is_placed, partition_specs, place_weights, share_config
 from moe_jax.quantization import ExpertWeights, method_for
 
 
@@ -26,7 +26,7 @@ def lay_out(weights: ExpertWeights, config: MoEConfig, placement: Placement, par
     fmt = config.scheme.weights
     if not weights.w13.layout.is_plain or (fmt is not None and fmt.actorder):
         return weights
-    own = local_config(config, placement, parallel)
+    own = share_config(config, placement, parallel)
     backend = preferred_layout(own, method_for(own.scheme).abstract_weights(own), parallel.platform)
     return weights if backend is None else kernel_shares(backend, weights, config, placement, parallel)
 
@@ -35,7 +35,7 @@ def kernel_shares(
     backend: Backend, weights: ExpertWeights, config: MoEConfig, placement: Placement, parallel: ParallelConfig
 ) -> ExpertWeights:
     """Every device's share through ``backend.kernel_layout``; the layout's shape is that of one share. Exact."""
-    own = local_config(config, placement, parallel)
+    own = share_config(config, placement, parallel)
 
     def convert(share: ExpertWeights) -> ExpertWeights:
         return backend.kernel_layout(_with_columns(share, own.intermediate_size), own)

@@ -116,7 +116,7 @@ def placed_config(config: MoEConfig, placement: Placement, parallel: ParallelCon
     )
 
 
-def local_config(config: MoEConfig, placement: Placement, parallel: ParallelConfig) -> MoEConfig:
+def share_config(config: MoEConfig, placement: Placement, parallel: ParallelConfig) -> MoEConfig:
     """The config of one device's share."""
     placed = placed_config(config, placement, parallel)
     return dataclasses.replace(

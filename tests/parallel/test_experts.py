@@ -22,7 +22,7 @@ from moe_jax.experts._choice import BACKENDS, route_by
 from moe_jax.experts.hopper._experts import forward as hopper_forward
 from moe_jax.parallel import ParallelConfig, Placement, fused_moe, place_weights
 from moe_jax.parallel._choice import FEW_TOKENS, choose_dispatch
-from moe_jax.parallel._weights import abstract_share, local_config
+from moe_jax.parallel._weights import abstract_share, share_config
 from moe_jax.quantization import SCHEMES, Scheme
 from moe_jax.routing import RoutingParams
 from tests.support.cases.experts import make_stored_weights
@@ -115,11 +115,11 @@ def test_sums_are_over_experts_and_columns_alone(layout, dispatch):
 def test_shares_hold_whole_rows_of_the_kernels(scheme, columns, monkeypatch):
     """Where the Hopper kernels are tried first, I is padded to what they read; the padding adds nothing."""
     config, parallel, placement = case_config(scheme), make_parallel("ep2-tp2"), Placement.create(EXPERTS, 2)
-    assert local_config(config, placement, parallel).intermediate_size == 20
+    assert share_config(config, placement, parallel).intermediate_size == 20
     monkeypatch.setattr(ParallelConfig, "platform", "gpu")
-    assert local_config(config, placement, parallel).intermediate_size == columns
+    assert share_config(config, placement, parallel).intermediate_size == columns
     without = dataclasses.replace(config, implementation=("xla",))
-    assert local_config(without, placement, parallel).intermediate_size == 20
+    assert share_config(without, placement, parallel).intermediate_size == 20
     y, _, _ = run(parallel, config, 13, "random")
     assert_rows_close(y, reference(config, 13, "random")[2], tolerance(scheme, config.dtype))
 
@@ -131,7 +131,7 @@ def test_shares_of_gpt_oss_are_taken_by_the_kernels(scheme, monkeypatch):
     sizes = dict(num_experts=128, top_k=4, hidden_size=2880, intermediate_size=2880, dtype="bfloat16")
     config, parallel = MoEConfig(scheme=Scheme.parse(scheme), has_bias=True, **sizes), make_parallel("tp4")
     placement = Placement.create(128, 1)
-    own, share = local_config(config, placement, parallel), abstract_share(config, placement, parallel)
+    own, share = share_config(config, placement, parallel), abstract_share(config, placement, parallel)
     assert share.w2.shape == (128, 2880, 720 if scheme == "bf16" else 736)
     with on_hopper():
         for tokens in (1, 64, 8192):

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import moe_jax
+from moe_jax.parallel._config import DISPATCHES
 from moe_jax.routing import route
 from tests.support.oracles.layer_judge import assert_layer_close
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
@@ -24,7 +25,7 @@ def make_layer(scheme, mesh=None, **options):
     return moe_jax.FusedMoE(E, H, I, top_k=K, scheme=scheme, mesh=mesh, rngs=nnx.Rngs(0), **options)
 
 
-@pytest.mark.parametrize("dispatch", ["replicate", "all_gather", "all_to_all", "ragged_all_to_all", "push", None])
+@pytest.mark.parametrize("dispatch", [*DISPATCHES, None])
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "fp8_channel", "w4a16_g128"])
 @pytest.mark.parametrize("tokens", [3, 1024])
 def test_every_dispatch_on_gpus(scheme, dispatch, tokens):
@@ -38,7 +39,7 @@ def test_every_dispatch_on_gpus(scheme, dispatch, tokens):
     layer = make_layer(scheme, mesh, expert_axis="e", dispatch=dispatch)
     assert "implementation: hopper" in layer.explain(tokens)
     if dispatch is None:
-        assert f"dispatch: {'push' if tokens > 512 else 'replicate'}, since" in layer.explain(tokens)
+        assert f"dispatch: {'nvlink_dispatch' if tokens > 512 else 'replicate'}, since" in layer.explain(tokens)
     y = jax.jit(lambda layer, x, z: layer(x, z))(layer, x, logits)
     assert_rows_close(y, expected, tolerance(scheme, jnp.bfloat16))
 

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import moe_jax
 from moe_jax import checkpointing
 from moe_jax.experts._choice import BACKENDS
-from moe_jax.parallel import _dispatch
 from moe_jax.parallel._sharding import kernel_shares, plain_shares
 from tests.support.cases.meshes import marked
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
@@ -157,7 +156,7 @@ def test_refused_arguments(options, error, message):
         make_layer(**options)
 
 
-@pytest.mark.parametrize("dispatch", ["ragged_all_to_all", "push"])
+@pytest.mark.parametrize("dispatch", ["ragged_all_to_all", "nvlink_dispatch"])
 def test_what_cannot_run_here_is_refused_by_name(dispatch):
     layer = make_layer(mesh_of(e=2), expert_axis="e", dispatch=dispatch)
     with pytest.raises(NotImplementedError, match=f"dispatch='{dispatch}'.*all_to_all"):
@@ -199,8 +198,7 @@ def test_ragged_exchange_on_simulated_hardware(monkeypatch):
         return jnp.where(came == 0, output, jnp.zeros_like(output))
 
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged)
-    monkeypatch.setattr(_dispatch, "why_not", lambda *_: None)
-    monkeypatch.setattr("moe_jax.parallel._choice.why_not", lambda *_: None)
+    monkeypatch.setattr("moe_jax.parallel._choice.dispatch_refusal", lambda *_: None)
     x, z = inputs(11)
     layer = make_layer(mesh_of(e=4), expert_axis="e", dispatch="ragged_all_to_all", pinned_tokens=16)
     np.testing.assert_array_equal(layer(x, z), make_layer(pinned_tokens=16)(x, z))

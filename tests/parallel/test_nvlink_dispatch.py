@@ -1,4 +1,4 @@
-"""dispatch="push": the exchange against NumPy, the experts on rows that arrived, who is refused, lowering for CUDA.
+"""dispatch="nvlink_dispatch": the exchange against NumPy, the experts on rows that arrived, who is refused, lowering.
 
 Layout contract: token t of device s is row s * T + t wherever it arrives; slot i is an expert of device
 i // slots_per_device. On CPU devices the exchange runs as its reference, with XLA's collectives, and the experts with
@@ -21,8 +21,13 @@ from moe_jax.experts._choice import BACKENDS
 from moe_jax.experts.hopper._experts import forward, forward_arrived
 from moe_jax.experts.hopper._kernel_layout import to_kernel_layout
 from moe_jax.parallel import ParallelConfig, Placement, fused_moe, place_weights
-from moe_jax.parallel._choice import FEW_TOKENS, choose_dispatch, describe
-from moe_jax.parallel._dispatch import WAYS, Exchange, push, why_no_push, why_not
+from moe_jax.parallel._choice import (
+    FEW_TOKENS,
+    choose_dispatch,
+    dispatch_refusal,
+    nvlink_refusal,
+)
+from moe_jax.parallel._dispatch import WAYS, Exchange
 from pallas_kernels.nvlink_dispatch import combine_rows, dispatch_rows
 from tests.support.cases.experts import make_config, make_stored_weights
 from tests.support.kernels.nvlink_slots import make_slots
@@ -183,7 +188,7 @@ def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing, su
             size=size,
             slots_per_device=per_device,
             round_axes=("e",),
-            run=lambda *_: pytest.fail("rows of push are served as they arrived"),
+            run=lambda *_: pytest.fail("rows of nvlink_dispatch are served as they arrived"),
             sum_dtype=jnp.dtype(sum_dtype),
             row_dtype=jnp.dtype("bfloat16"),
             is_one_round=False,
@@ -191,7 +196,7 @@ def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing, su
             quantization=BACKENDS["hopper"].arriving_quantization(weights),
             kernels="reference",
         )
-        return push(x, topk_weights, slots, exchange)
+        return nvlink_dispatch(x, topk_weights, slots, exchange)
 
     y = over(size, one_device)(x, slots, topk_weights, weights)
     assert BACKENDS["hopper"].arriving_quantization(weights) == {
@@ -232,42 +237,50 @@ def fake_devices(count, ids=None, kind="NVIDIA H200", capability="9.0", processe
         (fake_devices(16), "joins 2 to 8 devices, the mesh has 16"),
     ],
 )
-def test_which_devices_can_push(devices, reason):
-    found = why_no_push(devices)
+def test_which_devices_exchange_over_nvlink(devices, reason):
+    found = nvlink_refusal(devices)
     assert found is None if reason is None else reason in found
 
 
-def test_explain_says_what_becomes_of_push():
+def test_explain_says_what_becomes_of_nvlink_dispatch():
     config = make_config("bf16", num_experts=8, top_k=2, hidden_size=64, intermediate_size=32)
     parallel = ParallelConfig(mesh_of(4), expert_axis="e")
-    text = describe(parallel, config, 5)
+    text = describe_dispatch(parallel, config, 5)
     assert text.startswith("dispatch: replicate, since")
-    assert text.endswith("; not push, which stores over NVLink from Hopper GPUs, the mesh is of 'cpu'")
-    assert "not push, which stores" in describe(parallel, config, 5000)
-    named = describe(dataclasses.replace(parallel, dispatch="push"), config, 5)
-    assert named == f"dispatch: none, {why_not('push', parallel.mesh)}" and "use 'all_gather'" in named
+    assert text.endswith("; not nvlink_dispatch, which stores over NVLink from Hopper GPUs, the mesh is of 'cpu'")
+    assert "not nvlink_dispatch, which stores" in describe_dispatch(parallel, config, 5000)
+    named = describe_dispatch(dataclasses.replace(parallel, dispatch="nvlink_dispatch"), config, 5)
+    refusal = dispatch_refusal("nvlink_dispatch", parallel.mesh)
+    assert named == f"dispatch: none, {refusal}" and "use 'all_gather'" in named
+    assert dataclasses.replace(parallel, dispatch="push").dispatch == "nvlink_dispatch"  # its old name
 
 
-def test_which_calls_push_by_default(monkeypatch):
+def test_which_calls_take_it_by_default(monkeypatch):
     """On GPUs of one NVLink host: those of many tokens whose rows the kernels take, unless experts are elsewhere."""
-    monkeypatch.setattr("moe_jax.parallel._choice.why_no_push", lambda devices: None)
+    monkeypatch.setattr("moe_jax.parallel._choice.nvlink_refusal", lambda devices: None)
     parallel = ParallelConfig(mesh_of(4), expert_axis="e")
     wide, narrow = (
         make_config("bf16", num_experts=8, top_k=3, hidden_size=size, intermediate_size=32) for size in (512, 100)
     )
     assert choose_dispatch(parallel, wide, FEW_TOKENS) == "replicate"
-    assert choose_dispatch(parallel, wide, FEW_TOKENS + 1) == "push"
-    assert describe(parallel, wide, 5000).startswith("dispatch: push, since rows go over NVLink (all_gather where")
+    assert choose_dispatch(parallel, wide, FEW_TOKENS + 1) == "nvlink_dispatch"
+    assert describe_dispatch(parallel, wide, 5000).startswith(
+        "dispatch: nvlink_dispatch, since rows go over NVLink (all_gather where"
+    )
     assert choose_dispatch(parallel, narrow, 5000) == "all_gather"
-    assert "not push, which cannot run H=100: a row must give each of 128 threads" in describe(parallel, narrow, 5000)
+    assert "not nvlink_dispatch, which cannot run H=100: a row must give each of 128 threads" in describe_dispatch(
+        parallel, narrow, 5000
+    )
     # 32 bits count the elements that come back: top_k rows of a token, or one of each device, and of gathered tokens.
     many = 4 * ((1 << 31) // (512 * 3))
-    assert choose_dispatch(parallel, wide, many) == "push"
-    assert "more elements than 32 bits" in describe(parallel, wide, many + 4)
-    assert "more elements than 32 bits" in describe(dataclasses.replace(parallel, reduce_dtype="bfloat16"), wide, many)
+    assert choose_dispatch(parallel, wide, many) == "nvlink_dispatch"
+    assert "more elements than 32 bits" in describe_dispatch(parallel, wide, many + 4)
+    assert "more elements than 32 bits" in describe_dispatch(
+        dataclasses.replace(parallel, reduce_dtype="bfloat16"), wide, many
+    )
     mesh = jax.make_mesh((2, 2), ("e", "t"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     gathering = ParallelConfig(mesh, expert_axis="e", tensor_axis="t", sequence_axis="t")
-    assert "more elements than 32 bits" in describe(gathering, wide, many)
+    assert "more elements than 32 bits" in describe_dispatch(gathering, wide, many)
 
     weights = make_stored_weights(wide)
     rng = np.random.default_rng(0)
@@ -288,12 +301,11 @@ def test_which_calls_push_by_default(monkeypatch):
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_a_batch_of_calls_does_not_push_by_default(monkeypatch):
-    """One launch of push is one exchange. The experts are said to be in the Hopper kernels, and computed by XLA."""
-    monkeypatch.setattr("moe_jax.parallel._choice.why_no_push", lambda devices: None)
-    monkeypatch.setattr("moe_jax.parallel._dispatch.why_no_push", lambda devices: None)
+def test_a_batch_of_calls_does_not_take_it_by_default(monkeypatch):
+    """One launch is one exchange. The experts are said to be in the Hopper kernels, and computed by XLA."""
+    monkeypatch.setattr("moe_jax.parallel._choice.nvlink_refusal", lambda devices: None)
     monkeypatch.setattr("moe_jax.parallel._experts.choose", lambda problem: (BACKENDS["hopper"], ()))
-    monkeypatch.setitem(WAYS, "push", lambda *arguments: jnp.nan * WAYS["all_gather"](*arguments))
+    monkeypatch.setitem(WAYS, "nvlink_dispatch", lambda *arguments: jnp.nan * WAYS["all_gather"](*arguments))
     config, weights = layer("bf16")
     parallel, placement = ParallelConfig(mesh_of(2), expert_axis="e"), Placement.create(8, 2)
     placed = place_weights(weights, config, placement, parallel)
@@ -305,9 +317,9 @@ def test_a_batch_of_calls_does_not_push_by_default(monkeypatch):
         over_mesh = dataclasses.replace(parallel, dispatch=dispatch)
         return fused_moe(x, logits, placed, config, over_mesh, placement=placement)
 
-    assert choose_dispatch(parallel, config, FEW_TOKENS + 2) == "push"
+    assert choose_dispatch(parallel, config, FEW_TOKENS + 2) == "nvlink_dispatch"
     wanted = np.stack([spread(*batch, "all_gather") for batch in zip(x, logits, strict=True)])
     for mapped in (jax.vmap(spread), jax.jit(jax.vmap(spread))):
         assert_rows_close(mapped(x, logits), wanted, tolerance("bf16", np.float32))
-    with pytest.raises(NotImplementedError, match="dispatch='push' takes no jax.vmap; use jax.lax.map"):
-        jax.vmap(functools.partial(spread, dispatch="push"))(x, logits)
+    with pytest.raises(NotImplementedError, match="dispatch='nvlink_dispatch' takes no jax.vmap; use jax.lax.map"):
+        jax.vmap(functools.partial(spread, dispatch="nvlink_dispatch"))(x, logits)
