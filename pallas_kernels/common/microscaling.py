@@ -98,7 +98,7 @@ def quantize_nvfp4(x: jax.Array, amax: jax.Array, global_scale: jax.Array) -> tu
     return encode_e2m1(x * inverse), scale.astype(jnp.float8_e4m3fn)
 
 
-def fake_quantize(x: jax.Array, amax: jax.Array, kind: str, global_scale: jax.Array | None = None) -> jax.Array:
+def round_groups(x: jax.Array, amax: jax.Array, kind: str, global_scale: jax.Array | None = None) -> jax.Array:
     """float32 groups rounded to ``kind``: "mxfp4", "mxfp8", or "nvfp4", which leaves the global scale in the values.
 
     They have at most four significant bits, NVFP4's ``q * b`` six.

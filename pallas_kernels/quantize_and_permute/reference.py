@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.microscaling import fake_quantize, nvfp4_global_scale
+from pallas_kernels.common.microscaling import nvfp4_global_scale, round_groups
 from pallas_kernels.common.numerics import (
     divide,
     magnitude,
@@ -66,7 +66,7 @@ def quantize_rows(desc: PermuteDesc, x: jax.Array, scale: jax.Array | None) -> t
         if desc.quantization == "nvfp4_row":
             scale = nvfp4_global_scale(jnp.max(amax, axis=1, keepdims=True, initial=0.0))
             row_scale = divide(jnp.ones_like(scale), scale)[:, 0, 0]
-        rounded = fake_quantize(groups, amax, kind, scale)
+        rounded = round_groups(groups, amax, kind, scale)
         return rounded.reshape(desc.num_tokens, -1)[:, : desc.width].astype(desc.out_dtype), row_scale
     rule = quantize_e4m3_row if desc.quantization == "e4m3_row" else quantize_int8_token
     codes, scales = rule(values, jnp.max(jnp.abs(values), axis=-1, keepdims=True))

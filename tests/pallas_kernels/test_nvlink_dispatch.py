@@ -239,6 +239,13 @@ def test_lowers_for_cuda(case):
     assert ("has_side_effect = true" in lowered.as_text()) == bool(case.mesh)
 
 
+def test_former_names():
+    from pallas_kernels import push
+
+    new = (DispatchedRows, ExchangeConfig, ExchangeDesc, combine_rows, config_error, place_rows, dispatch_rows)
+    assert [getattr(push, name) for name in push.__all__] == list(new)
+
+
 def test_a_batch_of_exchanges_is_refused():
     """Pallas would make one launch of it, which hangs, or reads rows that are not there."""
     mesh = jax.make_mesh((4,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])

@@ -146,7 +146,7 @@ def _on_grid(x: Array, fmt: QuantFormat | None, operand: str, axes: tuple[str, .
     groups = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -k % size))).reshape(x.shape[0], -1, size)
     amax = jnp.max(numerics.magnitude(groups), axis=-1, keepdims=True, initial=0.0)
     inverse = microscaling.nvfp4_global_scale(jax.lax.pmax(jnp.max(amax, axis=1, keepdims=True), axes))
-    values = microscaling.fake_quantize(groups, amax, "nvfp4", inverse)
+    values = microscaling.round_groups(groups, amax, "nvfp4", inverse)
     scale = numerics.divide(jnp.ones_like(inverse), inverse)[:, 0, 0]
     return values.reshape(x.shape[0], -1)[:, :k].astype(operand), scale
 
