@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
@@ -55,19 +54,11 @@ def stage_transposed(value: Value, staging: TileRef, dtype: str) -> None:
     staging.transpose((1, 0))[...] = plgpu.layout_cast(value.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
 
 
-def store_staged(
-    cta: CtaContext, staging: TileRef, target: TileRef, first_column: Scalar, in_use: Value | None = None
-) -> None:
-    """Issue the TMA store of what this warpgroup wrote to ``staging`` and committed. Columns past N are not stored.
+def inside_output(cta: CtaContext, first_column: Scalar) -> Value | None:
+    """Whether the output has columns from ``first_column`` on; None where every tile lies inside."""
+    return mosaic.column_predicate(cta.desc.n, cta.config.cluster * cta.config.block_n, first_column)
 
-    in_use: how many rows are wanted; the others are left out in chunks of config.row_chunk. None for all.
-    """
-    inside = mosaic.column_predicate(cta.desc.n, cta.config.cluster * cta.config.block_n, first_column)
-    if in_use is None:
-        plgpu.copy_smem_to_gmem(staging, target, predicate=inside)
-        return
-    for first in range(0, staging.shape[0], cta.config.row_chunk):
-        chunk, wanted = pl.ds(first, cta.config.row_chunk), first < in_use
-        wanted = wanted if inside is None else wanted & inside
-        plgpu.copy_smem_to_gmem(staging.at[chunk], target.at[chunk], predicate=wanted, commit_group=False)
-    plgpu.commit_smem_to_gmem_group()
+
+def store_staged(cta: CtaContext, staging: TileRef, target: TileRef, first_column: Scalar) -> None:
+    """Issue the TMA store of what this warpgroup wrote to ``staging`` and committed. Columns past N are not stored."""
+    plgpu.copy_smem_to_gmem(staging, target, predicate=inside_output(cta, first_column))

@@ -141,8 +141,8 @@ def multiply(cta: CtaContext, tile: Tile) -> Sums:
         mosaic.release(scratch.empty.at[slot])
 
     shape = (BLOCK_N, config.block_m)
-    found = pipeline.accumulate(cta, tile, shape, own_projections(desc, config), one_slot)
-    return [[value.astype(jnp.float32)] for value in found]
+    found = pipeline.accumulate(cta, tile, shape, own_projections(desc, config), one_slot, dtype="float32")
+    return [[value] for value in found]
 
 
 def multiply_promoted(cta: CtaContext, tile: Tile) -> Sums:

@@ -32,7 +32,7 @@ from pallas_kernels.common.numerics_sm90 import e4m3_in_groups
 from pallas_kernels.common.types import Scalar, TileRef, Value
 from pallas_kernels.grouped_gemm import smem_operands_sm90 as smem
 from pallas_kernels.grouped_gemm.config import GemmConfig, num_pieces, piece_n, registers, store_columns
-from pallas_kernels.grouped_gemm.epilogue_sm90 import finish, store_staged, stores_under_way
+from pallas_kernels.grouped_gemm.epilogue_sm90 import finish, inside_output, store_staged, stores_under_way
 from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, MainLoop
 from pallas_kernels.grouped_gemm.problem import GemmDesc
 from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile
@@ -177,7 +177,15 @@ def _store(cta: CtaContext, tile: Tile, scaled: _Values, in_use: Value | None) -
         plgpu.commit_smem()
         first_column = tile.column * config.block_n + start
         target = cta.outputs[0].at[rows, pl.ds(first_column, columns)]
-        store_staged(cta, staging.at[slot], target, first_column, in_use if config.row_chunk is not None else None)
+        if config.row_chunk is None:
+            store_staged(cta, staging.at[slot], target, first_column)
+            continue
+        inside = inside_output(cta, first_column)
+        for first in range(0, 64, config.row_chunk):
+            chunk, wanted = pl.ds(first, config.row_chunk), first < in_use
+            wanted = wanted if inside is None else wanted & inside
+            plgpu.copy_smem_to_gmem(staging.at[slot, chunk], target.at[chunk], predicate=wanted, commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
 
 
 def _store_scale(cta: CtaContext, tile: Tile, row: Scalar, scale: Value) -> None:

@@ -190,11 +190,13 @@ def accumulate(
     shape: tuple[int, int],
     number: int,
     multiply: Callable[[Scalar, tuple[TileRef, ...]], None],
+    dtype: str | None = None,
 ) -> list[Value]:
-    """``number`` accumulators of ``shape`` over all of K.
+    """``number`` accumulators of ``shape`` over all of K, as they are or converted to ``dtype``.
 
     multiply: (slot, accumulators): issues the products of a full slot, waits for them and hands the slot back.
     """
+    kind = mosaic.Accumulator(shape, jnp.dtype(cta.desc.accumulator))
 
     def scope(*accumulators):
         def one_step(k, slot, _):
@@ -203,9 +205,8 @@ def accumulate(
             return ()
 
         for_each_step(cta, tile, one_step, ())
-        return [accumulator[...] for accumulator in accumulators]
+        return [accumulator[...] if dtype is None else accumulator[...].astype(dtype) for accumulator in accumulators]
 
-    kind = mosaic.Accumulator(shape, jnp.dtype(cta.desc.accumulator))
     return list(pl.run_scoped(scope, *[kind] * number))
 
 

@@ -409,7 +409,7 @@ def test_scales_and_biases_of_a_projection_start_where_a_tma_copy_may(change, bl
 
 def test_choice_of_width():
     assert choose_config(gemm("fp8 row"), 128, 132).block_n == 64  # 8 row tiles: narrow tiles reach more blocks
-    # One token of qwen3: 8 experts, and tiles for 128 of 132 multiprocessors where 64 columns make 96.
+    # One token of qwen3: 8 experts, and tiles for 128 of 132 SMs where 64 columns make 96.
     token = dataclasses.replace(gemm("fp8 row gated"), rows=512, n=768, k=2048, num_experts=128)
     assert choose_config(token, 64, 132).block_n == 48
     token = dataclasses.replace(token, dtype="bfloat16", lhs_scale="none", rhs_scale="none")

@@ -1,4 +1,4 @@
-"""Hopper kernels in JAX's GPU interpreter, races looked for: values, barriers and bulk copies without a GPU.
+"""Hopper kernels in JAX's GPU interpreter, races looked for: values, barriers and TMA copies without a GPU.
 
 The interpreter runs what has no inline PTX and no matrix operand in registers: combine, the row kernels and the grouped
 GEMM with operands in shared memory. It needs jax 0.11 (that of 0.10.2 knows neither transposed operands nor loads with

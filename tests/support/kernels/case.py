@@ -12,7 +12,7 @@ Shape = tuple[tuple[int, ...], str]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """name; function of ``shapes``' arrays; instruction: the matrix instruction in its SASS, None for a row kernel.
+    """name; function of ``shapes``' arrays; instruction: the wgmma in its SASS, None for a row kernel.
 
     mesh: (axis, size) of the devices that run it together, each with arrays of these shapes.
     """

@@ -127,7 +127,7 @@ def gemm_cases() -> Iterator[Case]:
 
 
 def tall_cases() -> Iterator[Case]:
-    """The other tall tiles of swapped operands, in every width."""
+    """The other large-M tiles of swap_ab, in every width."""
     for name in ("bf16 gated bias", "fp8 row", "int8 row gated"):
         for block_m in (112, 144, 160, 176):
             desc = _in_tiles(gemm(name), block_m)
@@ -177,7 +177,7 @@ def cluster_cases() -> Iterator[Case]:
 
 
 def narrow_cases() -> Iterator[Case]:
-    """Gated tiles so narrow that scales and biases of a half end where no bulk copy may start."""
+    """Gated tiles so narrow that scales and biases of a projection end where no TMA copy may start."""
     for name, options in (
         ("bf16 gated bias", dict(n=2880, k=2880)),
         ("fp8 row gated", dict(bias_dtype="bfloat16")),
