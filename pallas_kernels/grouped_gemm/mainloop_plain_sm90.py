@@ -147,6 +147,7 @@ def _store(cta: CtaContext, tile: Tile, scaled: _Values, in_use: Value | None) -
     in_use: how many of the 64 rows are wanted, for ``row_chunk``.
     """
     desc, config = cta.desc, cta.config
+    inverse = 1.0 / cta.operands["out_scale"][0] if desc.requantize == "tensor" else None
     row = tile.row * config.block_m + cta.warpgroup * 64
     rows, columns, staging = pl.ds(row, 64), store_columns(desc, config), cta.scratch.staging.at[cta.warpgroup]
     num_slots = staging.shape[0]
@@ -162,7 +163,6 @@ def _store(cta: CtaContext, tile: Tile, scaled: _Values, in_use: Value | None) -
         whole = rounded(0, config.block_n)
         whole, scale = e4m3_in_groups(whole, jnp.max(jnp.abs(whole), axis=1), desc.has_power_of_two_scales)
         _store_scale(cta, tile, row, scale)
-    inverse = 1.0 / cta.operands["out_scale"][0] if desc.requantize == "tensor" else None
 
     starts = range(0, config.block_n, columns)
     for index, start in enumerate(starts):
@@ -180,6 +180,7 @@ def _store(cta: CtaContext, tile: Tile, scaled: _Values, in_use: Value | None) -
         if config.row_chunk is None:
             store_staged(cta, staging.at[slot], target, first_column)
             continue
+        assert in_use is not None
         inside = inside_output(cta, first_column)
         for first in range(0, 64, config.row_chunk):
             chunk, wanted = pl.ds(first, config.row_chunk), first < in_use
