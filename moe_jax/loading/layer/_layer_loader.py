@@ -108,14 +108,7 @@ class LayerLoader:
         self._method, self._config, self._own_config = method, config, shard.local(config)
         self._experts = self._chosen or shard.experts(config.num_experts)  # of which leaves have rows
         self._plans = {
-            quantizes: LayerPlan.create(
-                config,
-                method,
-                shard,
-                quantizes=quantizes,
-                fused_layout=fused_layout,
-                words_are_dense=words_are_dense,
-            )
+            quantizes: LayerPlan.create(config, method, shard, quantizes, fused_layout, words_are_dense)
             for quantizes in (False, True)
         }
         self._quantizes = quantize if method.scheme.is_quantized else False
@@ -316,7 +309,8 @@ class LayerLoader:
         if steps:
             self._quantizes, self._online, self._layout = quantizes, online, layout
             self._dtypes.setdefault(first.suffix, (array.dtype, first.name))
-            if kind is not None and known is None and array is stored and quantizes is not None:
+            is_simple = known is None and array is stored and len(steps) == 1
+            if kind is not None and is_simple and quantizes is not None:
                 self._known_steps[kind] = steps[0].without_values()
             self._staging.add(first.name, contents, steps, plan.own_specs, online)
         return bool(steps)
@@ -398,8 +392,9 @@ class LayerLoader:
     def _whole_input_scales(self) -> dict[str, LeafSpec]:
         """Leaves with a row for every expert of the layer where the shard holds some of the experts."""
         plan = self._plans[False]
-        is_shared = not plan.shard.is_whole and plan.shard.expert_map is not None
-        return {leaf: spec for leaf, spec in plan.own_specs.items() if is_shared and spec.kind == "input_scale"}
+        if plan.shard.expert_map is None:
+            return {}
+        return {leaf: spec for leaf, spec in plan.own_specs.items() if spec.kind == "input_scale"}
 
     def _common(self, values: AnyArray, leaf: str) -> np.ndarray:
         """() float32, the input scale that all experts share."""

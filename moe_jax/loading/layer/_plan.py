@@ -86,7 +86,6 @@ class LayerPlan:
         config: MoEConfig,
         method: MoEMethod,
         shard: Shard,
-        *,
         quantizes: bool,
         fused_layout: str | None,
         words_are_dense: bool | None,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moe_jax import Scheme
-from moe_jax.loading import LayerLoader, make_expert_params_mapping
+from moe_jax.loading import LayerLoader, Shard, make_expert_params_mapping
 from moe_jax.quantization import dequantize_tensor, method_for
 from tests.support.checkpoints.expert_tensors import (
     BF16,
@@ -446,3 +446,64 @@ def test_own_number_format():
         gate = tensors[f"model.layers.0.mlp.experts.{e}.gate_proj.weight"]
         real = np.asarray(weights.w13.data[e, 0], np.float32) * np.asarray(weights.w13.scale[e, 0])[:, None]
         np.testing.assert_allclose(real, gate, rtol=1 / 16, atol=1e-3)
+
+
+SHARDS = {
+    "tensor": [Shard(tp_rank=rank, tp_size=2) for rank in range(2)],
+    "expert": [Shard(expert_map=(1, -1, 0)), Shard(expert_map=(-1, 0, -1))],
+}
+
+
+@pytest.mark.parametrize(
+    "scheme, stored, split",
+    [
+        ("bf16", plain_tensors, "tensor"),
+        ("bf16", plain_tensors, "expert"),
+        ("fp8_tensor_static", static_tensors, "tensor"),
+        ("fp8_tensor_static", static_tensors, "expert"),
+        ("int8_w8a8", plain_tensors, "expert"),  # quantized on the way
+    ],
+)
+def test_shards_are_parts_of_the_layer(scheme, stored, split):
+    """Filled from tensors of the whole layer; the input scale is that of all experts, local or not."""
+    layer, tensors = config(scheme), stored()
+    whole = jax.tree.map(np.asarray, loaded(layer, tensors))
+    for shard in SHARDS[split]:
+        loader = LayerLoader(layer, shard=shard)
+        loader.load(tensors.items())
+        experts, size = list(shard.experts(E)), INTER // shard.tp_size
+        rows = slice(shard.tp_rank * size, (shard.tp_rank + 1) * size)
+        scales = {
+            name: None if (scale := getattr(whole, name).scale) is None else scale[experts] for name in ("w13", "w2")
+        }
+        w13 = dataclasses.replace(whole.w13, data=whole.w13.data[experts][:, :, rows], scale=scales["w13"])
+        w2 = dataclasses.replace(whole.w2, data=whole.w2.data[experts][:, :, rows], scale=scales["w2"])
+        assert_same(loader.finish(), dataclasses.replace(whole, w13=w13, w2=w2))
+
+
+def test_a_shard_refuses_what_has_no_place_and_names_what_is_missing():
+    """Experts by their ids in the layer; input scales of experts elsewhere are missing as well."""
+    loader, tensors = LayerLoader(config("fp8_tensor_static"), shard=SHARDS["expert"][1]), static_tensors()
+    assert not loader.accept("experts.0.down_proj.weight", tensors["experts.0.down_proj.weight"])
+    with pytest.raises(ValueError, match=r"expert 7 is outside this layer's 3 experts"):
+        loader.accept("experts.7.down_proj.weight", tensors["experts.0.down_proj.weight"])
+    with pytest.raises(ValueError, match=r"there is no leaf 'w2_bias' in this layer"):
+        loader.accept("experts.1.down_proj.bias", np.zeros(H, BF16))
+    last = "experts.2.down_proj.input_scale"
+    loader.load((name, tensor) for name, tensor in tensors.items() if name != last)
+    with pytest.raises(ValueError, match=r"missing: down_proj\.input_scale of expert 2; expected"):
+        loader.finish()
+    loader.accept(last, tensors[last])
+    assert loader.finish().num_experts == 1
+    with pytest.raises(NotImplementedError, match=r"act-order .*use expert parallelism"):
+        LayerLoader(config("w4a16_g32_actorder"), shard=SHARDS["tensor"][0])
+
+
+@pytest.mark.parametrize("shard", [None, SHARDS["tensor"][1]])
+def test_a_scale_with_the_rows_of_both_projections(shard):
+    """ModelOpt's form: one tensor is w1's and w3's, whichever is named; each half of it is written once."""
+    scale = np.arange(2 * INTER, dtype=np.float32).reshape(-1, 1)
+    loader = LayerLoader(config("fp8_channel"), shard=shard, quantize=False)
+    for expert in range(E):
+        loader.accept_shard("w13_weight_scale", "w1", expert, scale)
+    assert "w13_weight_scale" not in loader.missing()
