@@ -45,7 +45,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import moe_jax
 from moe_jax.benchmarking import random_weights
 from moe_jax.parallel import ParallelConfig, Placement, fused_moe
-from moe_jax.parallel._choice import dispatch_refusal
+from moe_jax.parallel._choice import describe_dispatch, dispatch_refusal
 from moe_jax.parallel._dispatch import WAYS, Exchange
 from moe_jax.parallel._sharding import lay_out
 from moe_jax.parallel._weights import assemble, share_config

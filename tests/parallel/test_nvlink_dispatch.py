@@ -24,10 +24,11 @@ from moe_jax.parallel import ParallelConfig, Placement, fused_moe, place_weights
 from moe_jax.parallel._choice import (
     FEW_TOKENS,
     choose_dispatch,
+    describe_dispatch,
     dispatch_refusal,
     nvlink_refusal,
 )
-from moe_jax.parallel._dispatch import WAYS, Exchange
+from moe_jax.parallel._dispatch import WAYS, Exchange, nvlink_dispatch
 from pallas_kernels.nvlink_dispatch import combine_rows, dispatch_rows
 from tests.support.cases.experts import make_config, make_stored_weights
 from tests.support.kernels.nvlink_slots import make_slots
