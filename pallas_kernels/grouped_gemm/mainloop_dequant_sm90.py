@@ -294,12 +294,12 @@ def _vectors(cta: CtaContext, tile: Tile, channel: Scalar) -> list[dict[str, Val
     # Past the last block nothing is stored, but the vectors must lie inside their arrays.
     block = lax.min(channel, jnp.int32(desc.channel_blocks - 1))
     places = {
-        "channel_scale": lambda p: (e * desc.channel_blocks + block) * desc.projections + p,
-        "bias": lambda p: (e * desc.projections + p) * desc.channel_blocks + block,
+        "channel_scale": [(e * desc.channel_blocks + block) * desc.projections + p for p in range(desc.projections)],
+        "bias": [(e * desc.projections + p) * desc.channel_blocks + block for p in range(desc.projections)],
     }
 
     def load(name: str, projection: int) -> Value:
-        vector = operands[name].at[places[name](projection)]
+        vector = operands[name].at[places[name][projection]]
         return mosaic.load(vector, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
 
     names = [name for name in places if name in operands]
@@ -317,8 +317,8 @@ def _store(
         value = _scaled(cta, [pieces[index] for pieces in sums], vectors, first_row + index * rows)
         stage_transposed(value, scratch.staging.at[group, pl.ds(index * rows, rows)], desc.out_dtype)
     plgpu.commit_smem()
-    columns, rows_of_tile = pl.ds(channel * BLOCK_N, BLOCK_N), pl.ds(tile.row * config.block_m, config.block_m)
-    store_staged(cta, scratch.staging.at[group], cta.outputs[0].at[rows_of_tile, columns], channel * BLOCK_N)
+    target = cta.outputs[0].at[pl.ds(tile.row * config.block_m, config.block_m), pl.ds(channel * BLOCK_N, BLOCK_N)]
+    store_staged(cta, scratch.staging.at[group], target, channel * BLOCK_N)
 
 
 def _scaled(cta: CtaContext, sums: Sequence[Value], vectors: Sequence[dict[str, Value]], first_row: Scalar) -> Value:
