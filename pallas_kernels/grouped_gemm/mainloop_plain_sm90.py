@@ -31,7 +31,7 @@ from pallas_kernels.common.accumulator_math_sm90 import round_to_bfloat16
 from pallas_kernels.common.numerics_sm90 import e4m3_in_groups
 from pallas_kernels.common.types import Scalar, TileRef, Value
 from pallas_kernels.grouped_gemm import smem_operands_sm90 as smem
-from pallas_kernels.grouped_gemm.config import GemmConfig, num_pieces, piece_n, registers, store_columns
+from pallas_kernels.grouped_gemm.config import GemmConfig, num_pieces, piece_n, store_columns
 from pallas_kernels.grouped_gemm.epilogue_sm90 import finish, inside_output, store_staged, stores_under_way
 from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, MainLoop
 from pallas_kernels.grouped_gemm.problem import GemmDesc
@@ -42,13 +42,7 @@ _Values = Callable[[int, int], Value]  # (first column, columns) -> (64, columns
 
 def main_loop(desc: GemmDesc, config: GemmConfig) -> MainLoop:
     """The plain main loop for ``desc``; config must pass ``config_error``."""
-    return MainLoop(
-        scratch=smem.scratch_types(desc, config),
-        registers=registers(desc, config),
-        load_tile=smem.load_tile,
-        load_vectors=smem.load_vectors,
-        consume=_consume,
-    )
+    return smem.main_loop(desc, config, _consume)
 
 
 def _consume(cta: CtaContext, tile: Tile) -> None:

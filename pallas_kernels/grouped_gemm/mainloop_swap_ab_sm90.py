@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.types import Scalar, TileRef, Value
 from pallas_kernels.grouped_gemm import smem_operands_sm90 as smem
-from pallas_kernels.grouped_gemm.config import GemmConfig, registers, store_rows
+from pallas_kernels.grouped_gemm.config import GemmConfig, store_rows
 from pallas_kernels.grouped_gemm.epilogue_sm90 import (
     CHANNELS,
     finish,
@@ -41,13 +41,7 @@ from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile
 
 def main_loop(desc: GemmDesc, config: GemmConfig) -> MainLoop:
     """The swap_ab main loop for ``desc``; config must pass ``config_error``."""
-    return MainLoop(
-        scratch=smem.scratch_types(desc, config),
-        registers=registers(desc, config),
-        load_tile=smem.load_tile,
-        load_vectors=smem.load_vectors,
-        consume=_consume,
-    )
+    return smem.main_loop(desc, config, _consume)
 
 
 def _consume(cta: CtaContext, tile: Tile) -> None:

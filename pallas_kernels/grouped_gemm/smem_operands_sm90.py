@@ -19,14 +19,20 @@ from pallas_kernels.grouped_gemm.config import (
     copies_per_piece,
     num_pieces,
     piece_n,
+    registers,
     shared_arrays,
     store_swizzle,
 )
-from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, LoadStep
+from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, LoadStep, MainLoop
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
 from pallas_kernels.grouped_gemm.scheduler_sm90 import PAIR, Tile
 
 Product = tuple[TileRef, TileRef]  # operands of one wgmma: (64, K) and (N, K)
+
+
+def main_loop(desc: GemmDesc, config: GemmConfig, consume: Callable[[CtaContext, Tile], None]) -> MainLoop:
+    """The main loop that multiplies and stores by ``consume``."""
+    return MainLoop(scratch_types(desc, config), registers(desc, config), load_tile, consume, load_vectors)
 
 
 def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
