@@ -1,18 +1,15 @@
 """gpt-oss experts in MXFP4: bytes laid out as formats.md 5.2 states, read row by row in NumPy as the judge."""
 
-import json
-
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import moe_jax
 from moe_jax import MoEConfig, Scheme
-from moe_jax.loading import Checkpoint, CheckpointError, load_layer
+from moe_jax.loading import CheckpointError, load_layer
 from moe_jax.quantization import dequantize_tensor, method_for
-from tests.support.checkpoints.expert_tensors import assert_same
+from tests.support.checkpoints.expert_tensors import assert_same, write_checkpoint
 from tests.support.oracles.experts import experts_numpy
 
 E, H, I = 3, 64, 96  # noqa: E741
@@ -33,10 +30,7 @@ def tensors(seed=0):
 
 
 def write(directory, stored, stated=STATED):
-    config = {"model_type": "gpt_oss", "quantization_config": stated}
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(stored, directory / "model.safetensors")
-    return Checkpoint(directory)
+    return write_checkpoint(directory, {"model_type": "gpt_oss", "quantization_config": stated}, stored)
 
 
 def config():

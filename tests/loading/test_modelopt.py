@@ -5,11 +5,11 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from moe_jax import MoEConfig, Scheme
-from moe_jax.loading import Checkpoint, CheckpointError, QuantizationConfig, load_layer
+from moe_jax.loading import CheckpointError, QuantizationConfig, load_layer
 from moe_jax.quantization import dequantize_tensor
+from tests.support.checkpoints.expert_tensors import write_checkpoint
 
 E, H, I = 3, 64, 48  # noqa: E741
 PROJECTIONS = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
@@ -53,9 +53,7 @@ def write(directory, tensors, stated, own_file=False):
         (directory / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": stated}))
     else:
         config["quantization_config"] = {"quant_method": "modelopt", **stated}
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(tensors, directory / "model.safetensors")
-    return Checkpoint(directory)
+    return write_checkpoint(directory, config, tensors)
 
 
 def load(checkpoint, scheme):

@@ -14,18 +14,11 @@ import pytest
 
 from moe_jax import MoEConfig, Scheme
 from moe_jax.quantization import SCHEMES as ALL_SCHEMES
-from moe_jax.quantization import ExpertWeights, Strategy, _numerics, dequantize_tensor, method_for, quantize_weight
+from moe_jax.quantization import ExpertWeights, _numerics, dequantize_tensor, method_for, quantize_weight
 
 E, H, I = 3, 200, 130  # noqa: E741 - ragged 128 x 128 blocks in both directions
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 F = np.float32
-# Groups, zero points and packed formats have tests of their own beside this file.
-SCHEMES = {
-    name: scheme
-    for name, scheme in ALL_SCHEMES.items()
-    if scheme.weights is None
-    or (scheme.weights.packing is None and scheme.weights.strategy is not Strategy.GROUP and "w4" not in name)
-}
 # One number per element and a float32 scale; packed integers and microscaling have tests of their own.
 SCHEMES = {name: scheme for name, scheme in ALL_SCHEMES.items() if name.startswith(("bf16", "fp8_", "int8_"))}
 QUANTIZED = [name for name in SCHEMES if name != "bf16"]

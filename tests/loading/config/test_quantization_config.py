@@ -10,9 +10,10 @@ import pytest
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
-from moe_jax.loading import Checkpoint, CheckpointError, QuantizationConfig, save_safetensors
+from moe_jax.loading import Checkpoint, CheckpointError, QuantizationConfig
 from moe_jax.quantization import Scheme
 from tests.support.checkpoints import writers
+from tests.support.checkpoints.expert_tensors import write_checkpoint
 from tests.support.checkpoints.quantization_configs import (
     CHANNEL_GROUP,
     EXPERT,
@@ -154,15 +155,8 @@ def test_a_pattern_that_uses_up_its_time_is_an_error(monkeypatch):
 F8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 
 
-def checkpoint_with(directory, config, tensors):
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_safetensors(directory / "model.safetensors", tensors)
-    return Checkpoint(directory)
-
-
 def resolve(directory, config, tensors, module=EXPERT):
-    checkpoint = checkpoint_with(directory, config, tensors)
+    checkpoint = write_checkpoint(directory, config, tensors)
     return QuantizationConfig.from_config(checkpoint.config, checkpoint).scheme_for(module)
 
 
@@ -304,7 +298,7 @@ def test_twenty_thousand_modules_are_resolved_quickly(tmp_path):
     ignore = ["lm_head", "re:.*mlp.gate$", r"re:.*layers\.99\..*", *(f"model.layers.{i}.mlp.gate" for i in range(5000))]
     target = r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"
     config = config_of({"g": CHANNEL_GROUP | {"targets": [target]}}, ignore=ignore)
-    checkpoint = checkpoint_with(tmp_path, config, tensors)
+    checkpoint = write_checkpoint(tmp_path, config, tensors)
     start = time.process_time()
     quantization = QuantizationConfig.from_config(checkpoint.config, checkpoint)
     schemes = {quantization.scheme_for(name) for name in names}

@@ -18,7 +18,7 @@ from moe_jax.loading import (
     stream_layers,
 )
 from moe_jax.quantization import method_for
-from tests.support.checkpoints.expert_tensors import BF16, E, H, assert_same, config
+from tests.support.checkpoints.expert_tensors import BF16, E, H, assert_same, config, write_checkpoint
 
 SPELLING = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
 
@@ -153,12 +153,10 @@ def test_scheme_must_fit_the_file(written):
 
 def rewritten(source, target, change):
     """A copy of a checkpoint with ``change(tensors)`` applied."""
-    target.mkdir()
     with Checkpoint(source) as checkpoint:
         tensors = {name: np.array(checkpoint.read(name)) for name in checkpoint.names}
     change(tensors)
-    save_safetensors(target / "model.safetensors", tensors)
-    (target / "config.json").write_text((source / "config.json").read_text())
+    write_checkpoint(target, checkpoint.config, tensors)
     return target
 
 

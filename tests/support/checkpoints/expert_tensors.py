@@ -1,11 +1,13 @@
 """Tensors of one small expert layer, as a checkpoint names and stores them."""
 
+import json
+
 import jax
 import ml_dtypes
 import numpy as np
 
 from moe_jax import MoEConfig, Scheme
-from moe_jax.loading import LayerLoader
+from moe_jax.loading import Checkpoint, LayerLoader, save_safetensors
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E, H, INTER = 3, 48, 32
@@ -51,6 +53,14 @@ def fused(tensors, transposed=False):
     down = np.stack([of(e, "down_proj") for e in range(E)])
     pair = [frozen(np.ascontiguousarray(x.swapaxes(1, 2)) if transposed else x) for x in (gate_up, down)]
     return dict(zip(("experts.gate_up_proj", "experts.down_proj"), pair, strict=True))
+
+
+def write_checkpoint(directory, config, tensors):
+    """A directory of config.json and one file of tensors, opened."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_safetensors(directory / "model.safetensors", tensors)
+    return Checkpoint(directory)
 
 
 def loaded(layer, tensors, **options):
