@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     HostArray = np.ndarray
     AnyArray = jax.Array | np.ndarray
     Leaf = jax.Array
+    ArrayArg = jax.Array | np.ndarray
 else:
     HostArray = np.ndarray | np.generic
     AnyArray = jax.Array | HostArray  # of JAX, tracers included, or of NumPy
     # Of a pytree of weights. NumPy arrays take their place; trees of shapes, shardings and axes have the same nodes.
     Leaf = Any
+    ArrayArg = Any  # an argument that the function checks itself, with an error for its reader
     try:
         from jaxtyping import Bool, Float, Int, Num, Shaped
     except ImportError:
@@ -37,4 +39,17 @@ else:
 
         Bool = Float = Int = Num = Shaped = _Alias
 
-__all__ = ["AnyArray", "Array", "Bool", "DTypeLike", "Float", "HostArray", "Int", "Json", "Leaf", "Num", "Shaped"]
+__all__ = [
+    "AnyArray",
+    "Array",
+    "ArrayArg",
+    "Bool",
+    "DTypeLike",
+    "Float",
+    "HostArray",
+    "Int",
+    "Json",
+    "Leaf",
+    "Num",
+    "Shaped",
+]

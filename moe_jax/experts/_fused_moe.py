@@ -13,11 +13,11 @@ from jax.custom_derivatives import SymbolicZero
 
 from moe_jax._arguments import check_array
 from moe_jax._config import MoEConfig
-from moe_jax._typing import Array, Bool, Float, Int, Shaped
+from moe_jax._typing import Array, ArrayArg, Bool, Float, Int, Leaf, Shaped
 from moe_jax.experts._backend import Problem
 from moe_jax.experts._choice import run_first, run_layer_first
 from moe_jax.experts._explain import explain
-from moe_jax.quantization import ExpertWeights
+from moe_jax.quantization import ExpertWeights, QuantizedTensor
 from moe_jax.routing import Routing, RoutingParams, route
 
 __all__ = ["MoEStats", "explain", "fused_experts", "fused_moe"]
@@ -32,8 +32,8 @@ class MoEStats:
     experts, -1 for none.
     """
 
-    load: Any
-    topk_ids: Any
+    load: Leaf
+    topk_ids: Leaf
 
 
 def fused_moe(
@@ -188,7 +188,7 @@ def stats_of(topk_ids: Array, slots: Array, num_slots: int) -> MoEStats:
 def _without_gradient(weights: ExpertWeights) -> ExpertWeights:
     """The same weights; asking for the gradient of a quantized leaf, of its scales or of an input scale is an error."""
 
-    def guard(name: str, tensor: Any) -> Any:
+    def guard(name: str, tensor: QuantizedTensor) -> QuantizedTensor:
         if tensor.fmt is None:
             return tensor
         leaves = {
@@ -216,7 +216,9 @@ def _refuse_tangent(name, primals, tangents):
     return leaf, tangent
 
 
-def _check_call(x: Array, weights: ExpertWeights, config: MoEConfig, placement: Any, token_mask: Any) -> None:
+def _check_call(
+    x: Array, weights: ExpertWeights, config: MoEConfig, placement: Any, token_mask: ArrayArg | None
+) -> None:
     label = f"{config.name}: " if config.name else ""
     if not isinstance(weights, ExpertWeights):
         found = type(weights).__name__

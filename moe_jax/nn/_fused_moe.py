@@ -13,7 +13,7 @@ from flax import nnx
 
 from moe_jax._arguments import check_array, check_not_traced, check_rngs
 from moe_jax._config import MoEConfig
-from moe_jax._typing import Array
+from moe_jax._typing import Array, ArrayArg, DTypeLike
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
 from moe_jax.experts import explain, fused_moe
 from moe_jax.experts._choice import in_best_layout, order_of, plain_layout
@@ -21,6 +21,7 @@ from moe_jax.loading import LayerLoader
 from moe_jax.nn._moe_block import without_padding
 from moe_jax.nn._variables import (
     CORRECTION_BIAS,
+    NewValue,
     QuantizedParam,
     RoutingParam,
     WeightsVersion,
@@ -113,15 +114,15 @@ class FusedMoE(nnx.Module):
         use_grouped_topk: bool = False,
         num_expert_group: int | None = None,
         topk_group: int | None = None,
-        e_score_correction_bias: Any = None,
+        e_score_correction_bias: ArrayArg | bool | None = None,
         routed_scaling_factor: float = 1.0,
         apply_routed_scale_to_output: bool = False,
         apply_router_weight_on_input: bool = False,
         custom_routing_function: Callable[..., Any] | str | None = None,
-        router_logits_dtype: Any = None,
+        router_logits_dtype: DTypeLike | None = None,
         zero_expert_type: str | None = None,
-        hash_indices_table: Any = None,
-        per_expert_scale: Any = None,
+        hash_indices_table: ArrayArg | None = None,
+        per_expert_scale: ArrayArg | None = None,
         swiglu_limit: float | None = None,
         swiglu_alpha: float | None = None,
         swiglu_beta: float | None = None,
@@ -145,8 +146,8 @@ class FusedMoE(nnx.Module):
         name: str = "",
         implementation: "str | Iterable[str] | None" = None,
         pinned_tokens: int | None = None,
-        dtype: Any = jnp.bfloat16,
-        param_dtype: Any = jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
+        param_dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
         arguments = dict(locals())
@@ -206,12 +207,12 @@ class FusedMoE(nnx.Module):
 
     def __call__(
         self,
-        x: Any,
+        x: ArrayArg,
         router_logits: Any = None,
         *,
-        token_mask: Any = None,
-        token_ids: Any = None,
-        replayed_ids: Any = None,
+        token_mask: ArrayArg | None = None,
+        token_ids: ArrayArg | None = None,
+        replayed_ids: ArrayArg | None = None,
         return_stats: bool = False,
     ) -> Any:
         """Route every token to its experts and return the weighted sum.
@@ -287,7 +288,7 @@ class FusedMoE(nnx.Module):
         y = y.reshape(*y.shape[:-2], *lead, y.shape[-1])
         return (y, stats) if return_stats else y
 
-    def _shared(self, tokens: Array) -> Array | None:
+    def _shared(self, tokens: ArrayArg) -> Array | None:
         if self.shared_experts is None:
             return None
         shared = self.shared_experts(tokens)
@@ -304,7 +305,7 @@ class FusedMoE(nnx.Module):
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
-    def load_weights(self, pairs: Iterable[tuple[str, Any]]) -> set[str]:
+    def load_weights(self, pairs: Iterable[tuple[str, ArrayArg]]) -> set[str]:
         """Stage checkpoint tensors on the host; may be called any number of times, in any order of tensors.
 
         Args:
@@ -346,7 +347,7 @@ class FusedMoE(nnx.Module):
             raise
         del _staging[self]
 
-    def reload_weights(self, pairs: Iterable[tuple[str, Any]], *, experts: Sequence[int] | None = None) -> None:
+    def reload_weights(self, pairs: Iterable[tuple[str, ArrayArg]], *, experts: Sequence[int] | None = None) -> None:
         """Replace weights by others of the same shapes: atomic, and without recompiling what takes the layer.
 
         Args:
@@ -379,7 +380,7 @@ class FusedMoE(nnx.Module):
         index = jnp.asarray(experts)
         return jax.tree.map(lambda old, new: old.at[index].set(new), plain_layout(self.weights.get_value()), weights)
 
-    def set_weights(self, weights: ExpertWeights, *, correction_bias: Any = None) -> None:
+    def set_weights(self, weights: ExpertWeights, *, correction_bias: ArrayArg | None = None) -> None:
         """Install processed weights, for loaders that stream a whole model. Shapes and dtypes must be the layer's.
 
         Args:
@@ -388,7 +389,7 @@ class FusedMoE(nnx.Module):
         """
         install(self.new_values(weights, correction_bias=correction_bias))
 
-    def new_values(self, weights: ExpertWeights, *, correction_bias: Any = None) -> list[tuple[Any, Any]]:
+    def new_values(self, weights: ExpertWeights, *, correction_bias: ArrayArg | None = None) -> list[NewValue]:
         """(Variable, its new value) for what ``set_weights`` would install: checks that can fail, without a change.
 
         weights: all experts in their order, or on the layer's mesh and in its slots.
@@ -403,7 +404,7 @@ class FusedMoE(nnx.Module):
         if (correction_bias is not None) != self.loads_correction_bias:
             found = "missing" if correction_bias is None else "given"
             raise ValueError(f"{self._label()}: {CORRECTION_BIAS} is {found}, but the layer was built otherwise")
-        values: list[tuple[Any, Any]] = [(self.weights, self._laid_out(weights))]
+        values: list[NewValue] = [(self.weights, self._laid_out(weights))]
         if correction_bias is not None:
             values.append((self.correction_bias, checked_bias(correction_bias, self.config)))
         return values

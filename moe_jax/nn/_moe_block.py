@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax._arguments import check_array
+from moe_jax._typing import ArrayArg
 
 
 class MoEBlock(nnx.Module):
@@ -23,11 +24,11 @@ class MoEBlock(nnx.Module):
 
     def __call__(
         self,
-        x: Any,
+        x: ArrayArg,
         *,
-        token_mask: Any = None,
-        token_ids: Any = None,
-        replayed_ids: Any = None,
+        token_mask: ArrayArg | None = None,
+        token_ids: ArrayArg | None = None,
+        replayed_ids: ArrayArg | None = None,
         return_stats: bool = False,
     ) -> Any:
         """x (..., H) -> (..., H) in x's dtype, with ``MoEStats`` when asked for; the rest as in ``FusedMoE``."""
@@ -43,7 +44,7 @@ class MoEBlock(nnx.Module):
         return (y, stats) if return_stats else y
 
 
-def without_padding(x: Any, token_mask: Any) -> Any:
+def without_padding(x: ArrayArg, token_mask: ArrayArg | None) -> ArrayArg:
     """x with masked tokens set to zero: a NaN there would reach gradients of routers and shared experts as 0 * NaN."""
     if token_mask is None:
         return x

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from moe_jax._typing import Array
+from moe_jax._typing import Array, ArrayArg
 
 TOKEN_BUCKETS = tuple(2**i for i in range(15))  # 1 to 16384
 
@@ -42,7 +42,7 @@ def in_token_buckets(layer: Callable[..., Any], buckets: Sequence[int] = TOKEN_B
     program = jax.jit(lambda weights, x, z, count: layer(weights, x, z, jnp.arange(x.shape[0]) < count))
 
     @functools.wraps(layer)
-    def run(weights: Any, x: Any, router_logits: Any) -> Array:
+    def run(weights: Any, x: ArrayArg, router_logits: ArrayArg) -> Array:
         num_tokens = x.shape[0]
         if x.ndim != 2 or router_logits.ndim != 2 or router_logits.shape[0] != num_tokens:
             raise ValueError(f"x has shape {x.shape}, router_logits {router_logits.shape}, expected (T, H) and (T, E)")
@@ -58,7 +58,7 @@ def in_token_buckets(layer: Callable[..., Any], buckets: Sequence[int] = TOKEN_B
     return run
 
 
-def _padded(values: Any, rows: int) -> Any:
+def _padded(values: ArrayArg, rows: int) -> ArrayArg:
     if values.shape[0] == rows:
         return values
     if isinstance(values, np.ndarray):

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from moe_jax._config import MoEConfig
+from moe_jax._typing import ArrayArg
 from moe_jax.quantization import ExpertWeights, method_for
 
 CORRECTION_BIAS = "e_score_correction_bias"
@@ -27,13 +28,16 @@ class WeightsVersion(nnx.Variable[Any]):
     """() int32, raised by each reload. A leaf and not an attribute, so a reload never changes the jit cache key."""
 
 
-def install(values: Iterable[tuple[Any, Any]]) -> None:
+NewValue = tuple[Any, Any]  # a Variable and what it will hold
+
+
+def install(values: Iterable[NewValue]) -> None:
     """Put new values into their Variables. Nothing in here can fail, which is what makes a reload atomic."""
     for variable, value in values:
         variable.set_value(value)
 
 
-def routing_bias(value: Any, config: MoEConfig, *, is_abstract: bool) -> RoutingParam | None:
+def routing_bias(value: ArrayArg | bool | None, config: MoEConfig, *, is_abstract: bool) -> RoutingParam | None:
     num_experts = config.num_experts
     if value is None:
         return None
@@ -44,7 +48,7 @@ def routing_bias(value: Any, config: MoEConfig, *, is_abstract: bool) -> Routing
     return RoutingParam(checked_bias(value, config))
 
 
-def checked_bias(value: Any, config: MoEConfig) -> jax.Array:
+def checked_bias(value: ArrayArg | bool, config: MoEConfig) -> jax.Array:
     num_experts, has_zero_experts = config.num_experts, config.zero_expert_type is not None
     bias = jnp.asarray(value).astype(jnp.float32)
     if bias.ndim != 1 or bias.shape[0] < num_experts or (bias.shape[0] > num_experts and not has_zero_experts):
@@ -54,7 +58,7 @@ def checked_bias(value: Any, config: MoEConfig) -> jax.Array:
     return bias
 
 
-def routing_table(value: Any, top_k: int) -> RoutingParam | None:
+def routing_table(value: ArrayArg | None, top_k: int) -> RoutingParam | None:
     if value is None:
         return None
     table = jnp.asarray(value)
@@ -65,7 +69,7 @@ def routing_table(value: Any, top_k: int) -> RoutingParam | None:
     return RoutingParam(table)
 
 
-def routing_scale(value: Any, num_experts: int) -> RoutingParam | None:
+def routing_scale(value: ArrayArg | None, num_experts: int) -> RoutingParam | None:
     if value is None:
         return None
     scale = jnp.asarray(value).astype(jnp.float32)
@@ -87,5 +91,5 @@ def init_weights(config: MoEConfig, key: jax.Array) -> ExpertWeights:
     return method.process_weights_after_loading(method.quantize_leaves(w13, w2, biases, config), config)
 
 
-def signature(weights: ExpertWeights) -> Any:
+def signature(weights: ExpertWeights) -> ExpertWeights:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax._arguments import check_array
 from moe_jax._config import MoEConfig
-from moe_jax._typing import Array
+from moe_jax._typing import Array, ArrayArg
 from moe_jax.experts._backend import Backend, Problem
 from moe_jax.experts._choice import BACKENDS, choose, nothing_runs, route_by
 from moe_jax.experts._fused_moe import MoEStats, finish, stats_of, weighted_experts
@@ -27,6 +27,9 @@ from moe_jax.parallel._weights import partition_specs, placed_config, share_conf
 from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import RoutingParams
 from pallas_kernels.nvlink_dispatch import DispatchedRows
+
+# x, router_logits, token_mask, token_ids, shared_output, replayed_ids; the first axis of each counts tokens
+Tokens = tuple[Array, Array, Array | None, Array | None, Array | None, Array | None]
 
 
 def fused_moe(
@@ -89,7 +92,7 @@ def _forward(
     name: str,
     parallel: ParallelConfig,
     config: MoEConfig,
-    tokens: tuple[Any, ...],
+    tokens: Tokens,
     weights: ExpertWeights,
     placement: Placement,
     routing: RoutingParams | None,
@@ -138,7 +141,7 @@ def _body(
     name: str,
     parallel: ParallelConfig,
     config: MoEConfig,
-    tokens: tuple[Any, ...],
+    tokens: Tokens,
     weights: ExpertWeights,
     rest: tuple[Placement, RoutingParams | None],
 ) -> tuple[Array, Array, Array]:
@@ -249,7 +252,7 @@ def _experts(
             x, topk_weights, slots, weights = _refusing_batches((x, topk_weights, slots, weights))
         return WAYS[name](x, topk_weights, slots, exchange_of(weights))
 
-    def refuse(*arguments: Any) -> Array:
+    def refuse(*arguments: object) -> Array:
         raise NoGradient(
             f"dispatch={name!r} has no gradient here; differentiate a layer with dispatch='all_gather' or 'replicate'"
         )
@@ -337,8 +340,8 @@ def _on_mesh(leaf: Any, parallel: ParallelConfig) -> Any:
 
 
 def _check(
-    x: Any,
-    router_logits: Any,
+    x: ArrayArg,
+    router_logits: ArrayArg,
     weights: ExpertWeights,
     config: MoEConfig,
     placement: Placement,

@@ -1,14 +1,14 @@
 """``Placement``: where the copies of each expert lie, as arrays, so that moving them compiles nothing again."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._arguments import integer
-from moe_jax._typing import Array, Int
+from moe_jax._typing import Array, ArrayArg, Int, Leaf
 from moe_jax.parallel._expert_map import local_expert_ids, physical_to_logical
 
 _FIBONACCI = 2654435769  # 2^32 over the golden ratio: multiples of it spread evenly
@@ -28,9 +28,9 @@ class Placement:
     num_devices: D, static. The leaves are NumPy arrays when made here and JAX arrays inside a layer.
     """
 
-    physical_to_logical: Any
-    logical_to_physical: Any
-    num_replicas: Any
+    physical_to_logical: ArrayArg
+    logical_to_physical: ArrayArg
+    num_replicas: ArrayArg
     num_devices: int = dataclasses.field(metadata=dict(static=True))
 
     @classmethod
@@ -65,7 +65,7 @@ class Placement:
 
     @classmethod
     def from_slots(
-        cls, experts: Any, num_experts: int, num_devices: int, *, max_replicas: int | None = None
+        cls, experts: ArrayArg | Sequence[int], num_experts: int, num_devices: int, *, max_replicas: int | None = None
     ) -> "Placement":
         """The placement with these experts in its slots.
 
@@ -116,7 +116,7 @@ class Placement:
     def slots_per_device(self) -> int:
         return self.num_slots // self.num_devices
 
-    def to_physical(self, topk_ids: Int[Array, "T top_k"], first_token: Any = 0) -> Int[Array, "T top_k"]:
+    def to_physical(self, topk_ids: Int[Array, "T top_k"], first_token: Leaf | int = 0) -> Int[Array, "T top_k"]:
         """The slot that serves each (token, slot of top-k) pair; -1 for ids outside [0, L).
 
         Copies of an expert take turns: pairs are spread over them by a hash of their position, which depends on nothing
@@ -133,7 +133,7 @@ class Placement:
         turn = ((spread * copies) >> 16).astype(jnp.int32)
         return jnp.where(is_expert, jnp.asarray(self.logical_to_physical)[expert, turn], -1)
 
-    def local_index(self, slots: Int[Array, "..."], device: Any) -> Int[Array, "..."]:
+    def local_index(self, slots: Int[Array, "..."], device: Leaf | int) -> Int[Array, "..."]:
         """Slots as indices into one device's experts, -1 where a slot is on another device."""
         index = slots - jnp.asarray(device).astype(jnp.int32) * self.slots_per_device
         return jnp.where((slots >= 0) & (index >= 0) & (index < self.slots_per_device), index, -1)

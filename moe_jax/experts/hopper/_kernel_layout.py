@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from moe_jax._config import MoEConfig
+from moe_jax._typing import DTypeLike, Leaf
 from moe_jax.quantization import ExpertWeights, Packing, QuantFormat, QuantizedTensor, Scheme, Strategy
 from pallas_kernels.common import PLAIN, WeightLayout, packing
 from pallas_kernels.common.numerics import divide
@@ -27,7 +28,7 @@ from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 _PREFIX = "packed2_"  # another number when the order of bits changes: saved layers name their layout
 
 
-def kernel_format(scheme: Scheme, dtype: Any) -> PackedFormat | None:
+def kernel_format(scheme: Scheme, dtype: DTypeLike) -> PackedFormat | None:
     """How the kernel wants this scheme's weights for a layer that computes in ``dtype``; None where it has no way."""
     weights, activations = scheme.weights, scheme.activations
     if weights is None:
@@ -169,12 +170,12 @@ def _format_of(tensor: QuantizedTensor) -> PackedFormat:
     return _format_for(tensor.fmt, tensor.layout.name.removeprefix(_PREFIX))
 
 
-def _column_order(tensor: QuantizedTensor) -> Any:
+def _column_order(tensor: QuantizedTensor) -> Leaf | None:
     """(E, K) int32, columns by their groups, or None."""
     return None if tensor.g_idx is None else jnp.argsort(tensor.g_idx, axis=-1, stable=True).astype(jnp.int32)
 
 
-def _inverse(order: Any) -> Any:
+def _inverse(order: Leaf) -> Leaf:
     return jnp.argsort(order, axis=-1).astype(jnp.int32)
 
 
@@ -188,7 +189,7 @@ def _reordered(array: Any, order: Any, axis: int) -> Any:
 
 
 def _kernel_tensor(
-    tensor: QuantizedTensor, fmt: PackedFormat, *, columns: Any = None, rows: Any = None
+    tensor: QuantizedTensor, fmt: PackedFormat, *, columns: Leaf | None = None, rows: Leaf | None = None
 ) -> QuantizedTensor:
     arguments = dict(scale=tensor.scale, global_scale=tensor.global_scale, zero_point=tensor.zero_point)
     arguments |= dict(columns=columns, rows=rows)
@@ -213,8 +214,8 @@ def _scale_dtype(stored: QuantFormat, fmt: PackedFormat) -> str:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _kernel_stack(
-    data: Any,
-    leaves: dict[str, Any],
+    data: Leaf,
+    leaves: dict[str, Leaf],
     stored: QuantFormat,
     shape: tuple[int, int],
     fmt: PackedFormat,
@@ -228,10 +229,10 @@ def _kernel_stack(
     def one(expert):
         data, leaves = expert
         (n, k), lead = shape, data.shape[:-2]
-        halves = lead[0] if lead else 1
-        codes = _container_codes(data, stored, k).reshape(1, halves, n, k)
+        projections = lead[0] if lead else 1
+        codes = _container_codes(data, stored, k).reshape(1, projections, n, k)
         given = _scales(stored, leaves, lead, n, k)
-        given = {name: value.reshape(1, halves, *value.shape[len(lead) :]) for name, value in given.items()}
+        given = {name: value.reshape(1, projections, *value.shape[len(lead) :]) for name, value in given.items()}
         if "columns" in leaves:
             codes = codes[..., leaves["columns"]]
         if "rows" in leaves:
@@ -245,7 +246,7 @@ def _kernel_stack(
     return jax.lax.map(one, (data, leaves))
 
 
-def _container_codes(data: Any, stored: QuantFormat, k: int) -> Any:
+def _container_codes(data: Leaf, stored: QuantFormat, k: int) -> Leaf:
     """(..., N, K) uint8 codes of 4 or 8 bits from what is stored."""
     bits = stored.element_type.bits
     if stored.packing is Packing.NIBBLES:
@@ -258,9 +259,9 @@ def _container_codes(data: Any, stored: QuantFormat, k: int) -> Any:
     return (data.astype(jnp.int16) + half).astype(jnp.uint8)
 
 
-def _scales(stored: QuantFormat, leaves: dict[str, Any], lead: tuple[int, ...], n: int, k: int) -> dict[str, Any]:
+def _scales(stored: QuantFormat, leaves: dict[str, Leaf], lead: tuple[int, ...], n: int, k: int) -> dict[str, Leaf]:
     """Arguments of ``to_kernel_layout`` beside the codes, of one expert; lead is () or (G,)."""
-    given: dict[str, Any] = {}
+    given: dict[str, Leaf] = {}
     scale = leaves["scale"]
     match stored.strategy:
         case Strategy.TENSOR:
@@ -285,7 +286,7 @@ def _scales(stored: QuantFormat, leaves: dict[str, Any], lead: tuple[int, ...], 
     return given
 
 
-def _plain_tensor(tensor: QuantizedTensor, *, rows: Any = None) -> QuantizedTensor:
+def _plain_tensor(tensor: QuantizedTensor, *, rows: Leaf | None = None) -> QuantizedTensor:
     """rows: (E, N), where each row lies, or None where they keep their places."""
     stored, shape = tensor.fmt, tensor.shape
     assert stored is not None
@@ -295,6 +296,7 @@ def _plain_tensor(tensor: QuantizedTensor, *, rows: Any = None) -> QuantizedTens
     }
     g_idx = None
     if tensor.g_idx is not None:
+        assert stored.group_size is not None, "act-order is of groups"
         places = _inverse(tensor.g_idx)
         parts["codes"] = _reordered(parts["codes"], places, -1)
         g_idx = places // stored.group_size

@@ -24,6 +24,7 @@ from moe_jax.quantization import (
     stored_codes,
 )
 from pallas_kernels.common.numerics import widen
+from pallas_kernels.common.types import Dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Product:
     codes, exact in operand_dtype, and scales multiply the accumulated sum; otherwise both operands are real values.
     """
 
-    operand_dtype: Any
-    accumulator_dtype: Any
+    operand_dtype: Dtype
+    accumulator_dtype: Dtype
     scales_after: bool
 
     def __str__(self) -> str:
@@ -43,7 +44,7 @@ class Product:
         return f"{operands} in {jnp.dtype(self.operand_dtype)}, sums in {jnp.dtype(self.accumulator_dtype)}"
 
 
-def plan_product(weights: QuantFormat | None, activations: QuantFormat | None, dtype: Any) -> Product:
+def plan_product(weights: QuantFormat | None, activations: QuantFormat | None, dtype: Dtype) -> Product:
     """Choose operand types so that every product is exact and sums are float32 (int32 for integers by integers).
 
     dtype: the layer's compute dtype. bfloat16 operands are used where they hold the operand exactly (e4m3 and integer

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from moe_jax._typing import ArrayArg
+
 
 def rebalance_experts(
-    load: Any,
+    load: ArrayArg,
     num_physical_experts: int,
     *,
     num_devices: int,
@@ -124,7 +126,12 @@ def keep_slots(physical_to_logical: np.ndarray, previous: np.ndarray, num_device
 
 
 def spread_copies(
-    physical_to_logical: np.ndarray, load: Any, *, num_devices: int, num_nodes: int = 1, num_groups: int = 1
+    physical_to_logical: np.ndarray,
+    load: ArrayArg,
+    *,
+    num_devices: int,
+    num_nodes: int = 1,
+    num_groups: int = 1,
 ) -> np.ndarray:
     """Swap experts between devices until no device holds two copies of one expert, as far as that costs no balance.
 
@@ -171,7 +178,7 @@ def share_of_slots(physical_to_logical: np.ndarray, load: np.ndarray) -> np.ndar
     return np.where(is_used, np.take_along_axis(load / np.maximum(count, 1), experts, 1), 0.0)
 
 
-def checked_load(load: Any) -> np.ndarray:
+def checked_load(load: ArrayArg) -> np.ndarray:
     """(layers, E) float64, finite and >= 0; raises ValueError."""
     load = np.asarray(load, np.float64)
     if load.ndim != 2 or 0 in load.shape:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moe_jax._arguments import check_array, integer
-from moe_jax._typing import Array, Float, Int, Shaped
+from moe_jax._typing import Array, Float, Int, Leaf, Shaped
 from moe_jax.parallel._placement import Placement
 
 
@@ -38,14 +38,21 @@ class EplbState:
         num_devices: devices of the expert axis; static.
     """
 
-    physical_to_logical: Any
-    window: Any
-    pass_load: Any
-    step: Any
+    physical_to_logical: Leaf
+    window: Leaf
+    pass_load: Leaf
+    step: Leaf
     num_devices: int = dataclasses.field(metadata=dict(static=True))
 
     @classmethod
-    def create(cls, num_layers: int, placement: Placement, *, window_size: int = 1000, mesh: Any = None) -> "EplbState":
+    def create(
+        cls,
+        num_layers: int,
+        placement: Placement,
+        *,
+        window_size: int = 1000,
+        mesh: Any = None,
+    ) -> "EplbState":
         """A state without load of ``num_layers`` layers, all placed alike, that remembers ``window_size`` steps.
 
         mesh: of the layers, a ``Mesh`` or their ``ParallelConfig``. The state then lies on it as a step leaves it, and
@@ -73,7 +80,7 @@ class EplbState:
         """S, physical."""
         return self.physical_to_logical.shape[1]
 
-    def record(self, load: Int[Array, "..."], layer: Any = None) -> "EplbState":
+    def record(self, load: Int[Array, "..."], layer: Leaf | int | None = None) -> "EplbState":
         """Add the rows that each slot served, ``MoEStats.load``, to the current step.
 
         load: (layers, S) of all layers, or (S,) of the one ``layer`` (int, or () int32 inside a scan). May be called
@@ -89,7 +96,7 @@ class EplbState:
         added = self.pass_load.at[layers, experts].add(jnp.asarray(load).astype(jnp.int32), mode="drop")
         return dataclasses.replace(self, pass_load=added)
 
-    def next_step(self, *, is_dummy: Any = False) -> "EplbState":
+    def next_step(self, *, is_dummy: Leaf | bool = False) -> "EplbState":
         """Move the current step into the window, over the oldest one. is_dummy (bool or () bool): drop it instead."""
         is_real = jnp.logical_not(is_dummy)
         at = self.step % self.window.shape[0]
