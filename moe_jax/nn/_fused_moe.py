@@ -44,6 +44,8 @@ from moe_jax.routing import RoutingParams, validate_routing
 # Loaders hold host memory while a layer is being filled; kept off the module so that they never enter its pytree.
 _staging: "weakref.WeakKeyDictionary[FusedMoE, LayerLoader]" = weakref.WeakKeyDictionary()
 
+Submodule = Callable[..., Any]  # a module or a function of tokens (T, H)
+
 
 class FusedMoE(nnx.Module):
     """Routed experts of one layer with parameters kept quantized. Call as ``layer(x, router_logits)``.
@@ -127,11 +129,11 @@ class FusedMoE(nnx.Module):
         swiglu_alpha: float | None = None,
         swiglu_beta: float | None = None,
         has_bias: bool = False,
-        router: Callable[..., Any] | None = None,
-        shared_experts: Callable[..., Any] | None = None,
-        shared_expert_gate: Callable[..., Any] | None = None,
-        routed_input_transform: Callable[..., Any] | None = None,
-        routed_output_transform: Callable[..., Any] | None = None,
+        router: Submodule | None = None,
+        shared_experts: Submodule | None = None,
+        shared_expert_gate: Submodule | None = None,
+        routed_input_transform: Submodule | None = None,
+        routed_output_transform: Submodule | None = None,
         mesh: Any = None,
         expert_axis: str | None = None,
         tensor_axis: str | None = None,
@@ -477,6 +479,6 @@ def _value(variable: RoutingParam | None) -> Array | None:
     return None if variable is None else variable.get_value()
 
 
-def _settings(cls: type[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a layer's arguments that are fields of a config object."""
     return {field.name: arguments[field.name] for field in dataclasses.fields(cls) if field.name in arguments}

@@ -220,7 +220,7 @@ def _placed_share(
     """
     order = np.where(slots >= 0, np.searchsorted(ids, slots), -1)
 
-    def place(leaf: AnyArray, wanted: AnyArray, axis: int) -> AnyArray:
+    def place(leaf: AnyArray, wanted: Leaf, axis: int) -> AnyArray:
         if not leaf.shape:
             return leaf
         start = min(tensor_rank * wanted.shape[axis], leaf.shape[axis]) if axis >= 0 else 0

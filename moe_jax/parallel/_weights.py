@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax._config import MoEConfig
+from moe_jax._typing import ArrayArg, Leaf
 from moe_jax.experts._choice import first_choice, layout_owner
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._placement import Placement
@@ -68,7 +69,7 @@ def _plain_axis(tensor: QuantizedTensor, field: str, is_w2: bool) -> int | None:
 def partition_specs(weights: ExpertWeights, parallel: ParallelConfig) -> ExpertWeights:
     """A ``PartitionSpec`` for every leaf of placed weights, in any layout."""
 
-    def spec(leaf: Any, axis: int) -> PartitionSpec:
+    def spec(leaf: Leaf, axis: int) -> PartitionSpec:
         if not leaf.shape:  # an input scale, common to all experts
             return PartitionSpec()
         axes: list[str | None] = [parallel.expert_axis] + [None] * (len(leaf.shape) - 1)
@@ -155,7 +156,7 @@ def place_weights(
     is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(weights))
     slots = placement.physical_to_logical
 
-    def place(leaf: Any, wanted: Any) -> Any:
+    def place(leaf: Leaf, wanted: Leaf) -> Leaf:
         if not wanted.shape:
             return leaf if is_traced else jax.device_put(np.asarray(leaf), wanted.sharding)
         if is_traced:
@@ -179,7 +180,7 @@ def _map_leaves(function: Callable[..., Any], like: Any, *trees: Any) -> Any:
     return jax.tree.structure(like).unflatten([function(*parts) for parts in leaves])
 
 
-def in_slots(module: Any, leaf: Any, slots: Any, shape: tuple[int, ...]) -> Any:
+def in_slots(module: Any, leaf: ArrayArg, slots: ArrayArg, shape: tuple[int, ...]) -> Any:
     """Rows of ``leaf`` for slots, zeros in empty ones and in the padding of the other axes. module: np or jnp."""
     rows = leaf[module.maximum(slots, 0)]
     is_used = (slots >= 0).reshape(-1, *(1,) * (rows.ndim - 1))
@@ -242,7 +243,7 @@ def replace_experts(
     order = {expert: place for place, expert in enumerate(experts)}
     source = np.asarray([order[expert] for expert in held[slots].tolist()])
 
-    def replace(leaf: jax.Array, fresh: Any) -> jax.Array:
+    def replace(leaf: jax.Array, fresh: Leaf) -> jax.Array:
         rows = in_slots(np, np.asarray(fresh), source, (slots.size, *leaf.shape[1:]))
         pieces = []
         for shard in leaf.addressable_shards:

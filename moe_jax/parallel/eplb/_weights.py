@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moe_jax._typing import Array
+from moe_jax._typing import Array, DTypeLike
 from moe_jax.parallel._placement import Placement
 
 _PIECE_BYTES = 64 << 20  # of the send buffer on one device; the receive buffer is as large
@@ -149,7 +149,7 @@ def _gather(leaf: Array, source: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "spec"))
-def _exchange(leaf: Array, send: Array, take: Array, *, mesh: Any, spec: PartitionSpec) -> Array:
+def _exchange(leaf: Array, send: Array, take: Array, *, mesh: Mesh, spec: PartitionSpec) -> Array:
     axis = spec[0]
     num_devices, _, width = send.shape
 
@@ -187,5 +187,5 @@ def _to_bits(leaf: Array) -> Array:
     return lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}")
 
 
-def _from_bits(bits: Array, dtype: Any) -> Array:
+def _from_bits(bits: Array, dtype: DTypeLike) -> Array:
     return lax.bitcast_convert_type(bits, dtype)
