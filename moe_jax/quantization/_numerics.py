@@ -55,7 +55,7 @@ def quantize_weight(
             data, scale = numerics.quantize_e4m3_block(blocks, _range(blocks, (-3, -1), range_factor))
             return _from_blocks(data, x.shape), scale[..., 0, :, 0]
         case "int8", Strategy.CHANNEL if fmt.symmetric and fmt.packing is None:
-            data, scale = numerics.quantize_int8_channel(x, _range(x, -1, range_factor), arithmetic_dtype)
+            data, scale = numerics.quantize_int8_channel(x, _range(x, -1, range_factor), jnp.dtype(arithmetic_dtype))
             return data, scale[..., 0]
         case _, Strategy.CHANNEL | Strategy.GROUP if not fmt.element_type.is_float:
             data, scale, zero_point = quantize_integers(w, fmt, range_factor=range_factor)

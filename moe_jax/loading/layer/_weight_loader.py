@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax._config import MoEConfig
-from moe_jax._typing import AnyArray, HostArray
+from moe_jax._typing import HostArray
 from moe_jax.quantization import LeafSpec
 
 SHARD_IDS = ("w1", "w2", "w3")
@@ -132,7 +132,7 @@ def weight_loader(
     is_act_and_mul: bool = True,
     tp_rank: int = 0,
     tp_size: int = 1,
-    expert_map: Sequence[int] | AnyArray | None = None,
+    expert_map: Any = None,
     is_transposed: bool = False,
     transpose_loaded: bool = False,
     load_full_w2: bool = False,
@@ -260,7 +260,7 @@ def _rule(spec: LeafSpec, leaf: str) -> Rule:
 
 
 def _local_experts(
-    spec: LeafSpec, weight_name: str, expert_id: int | None, expert_map: Sequence[int] | AnyArray | None
+    spec: LeafSpec, weight_name: str, expert_id: int | None, expert_map: Any
 ) -> list[tuple[slice, slice]]:
     """(slice of the global expert axis, slice of the leaf's) for every local expert that the tensor holds."""
     local = range(spec.shape[0]) if expert_map is None else _checked_map(expert_map, spec.shape[0], weight_name)
@@ -270,7 +270,7 @@ def _local_experts(
     return [(slice(e, e + 1), slice(local[e], local[e] + 1)) for e in wanted if local[e] >= 0]
 
 
-def _checked_map(expert_map: Sequence[int] | AnyArray, num_local: int, weight_name: str) -> list[int]:
+def _checked_map(expert_map: Any, num_local: int, weight_name: str) -> list[int]:
     """Global -> local expert; each local expert at most once, so that no part of a leaf is written by two."""
     experts = np.asarray(expert_map)
     if experts.ndim != 1 or experts.dtype.kind not in "iu":
