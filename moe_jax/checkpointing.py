@@ -262,13 +262,16 @@ def _leaf_record(state: Any) -> dict[str, str]:
 
 
 def _layout_record(state: Any) -> dict[str, str]:
-    """Scheme and layouts of every ExpertWeights in the state, by path."""
+    """Scheme and layouts of every ExpertWeights in the state, by path.
+
+    Formats are recorded by ``repr``, which has every field; restores compare this text with that of saves made before.
+    """
     nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda node: isinstance(node, ExpertWeights))
     return {
         jax.tree_util.keystr(path): json.dumps(
             {
-                "weights": str(node.scheme.weights),
-                "activations": str(node.scheme.activations),
+                "weights": repr(node.scheme.weights),
+                "activations": repr(node.scheme.activations),
                 "w13": dataclasses.asdict(node.w13.layout),
                 "w2": dataclasses.asdict(node.w2.layout),
             }

@@ -1,5 +1,6 @@
 """FusedMoE: loading, reload, saving."""
 
+import json
 import shutil
 
 import jax
@@ -164,6 +165,31 @@ def test_orbax_refuses_another_scheme_and_broken_saves(tmp_path):
         checkpointing.restore(abstract_layer("fp8_channel"), tmp_path / "saved")
     with pytest.raises(ValueError, match="not loaded"):
         checkpointing.save(abstract_layer(), tmp_path / "empty")
+
+
+FP8_CHANNEL_FORMATS = [
+    f"QuantFormat(element='e4m3', strategy=<Strategy.{strategy}>, group_size=None, block_shape=None, dynamic={dynamic}, "
+    "packing=None, symmetric=True, actorder=False, scale='float32', global_scale=None, amax_bound=None, "
+    "approximate=False, group_scale_dtype='float32')"
+    for strategy, dynamic in (("CHANNEL: 'channel'", False), ("TOKEN: 'token'", True))
+]
+
+
+def test_saves_keep_the_record_that_they_had_before(tmp_path):
+    """Another text in the record is a refusal of every save that exists."""
+    checkpointing.save(make_layer("fp8_channel"), tmp_path)
+    record = json.loads((tmp_path / checkpointing.RECORD_NAME).read_text())
+    weights, activations = FP8_CHANNEL_FORMATS
+    plain = {"name": "plain", "tile": None, "shape": None}
+    expected = {"weights": weights, "activations": activations, "w13": plain, "w2": plain}
+    assert json.loads(record["weights"]["['weights']"]) == expected
+
+
+def test_orbax_refuses_a_scheme_of_the_same_shapes(tmp_path):
+    """A global scale that divides, restored as one that multiplies, would be wrong numbers without an error."""
+    checkpointing.save(make_layer("nvfp4_a16"), tmp_path / "saved")
+    with pytest.raises(ValueError, match="saved from another module"):
+        checkpointing.restore(abstract_layer("nvfp4_a16_modelopt"), tmp_path / "saved")
 
 
 def test_damaged_and_interrupted_saves(tmp_path):
