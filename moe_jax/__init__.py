@@ -37,7 +37,18 @@ _HOMES = {
     "token_bucket": "nn",
     "weight_loader": "loading",
 }
-_PACKAGES = ("experts", "loading", "models", "nn", "parallel", "quantization", "routing", "writing")
+_MODULES = (
+    "activations",
+    "experts",
+    "layer",
+    "loading",
+    "models",
+    "nn",
+    "parallel",
+    "quantization",
+    "routing",
+    "writing",
+)
 
 __all__ = [
     "ExpertWeights",
@@ -66,10 +77,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"moe_jax.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
-    if name in _PACKAGES:
+    if name in _MODULES:
         return importlib.import_module(f"moe_jax.{name}")
     raise AttributeError(f"module 'moe_jax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_PACKAGES})
+    return sorted({*__all__, *_MODULES})

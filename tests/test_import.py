@@ -1,5 +1,6 @@
 """What ``import moe_jax`` refuses (a JAX outside the tested range) and what it must not load."""
 
+import importlib
 import subprocess
 import sys
 
@@ -89,3 +90,18 @@ def test_a_name_loads_its_own_room():
 def test_unknown_names_of_the_facade():
     assert not hasattr(moe_jax, "FusedMoe")
     assert set(moe_jax.__all__) <= set(dir(moe_jax)) and moe_jax.parallel.__name__ == "moe_jax.parallel"
+
+
+def test_modules_are_there_without_an_import_of_their_own():
+    """``import moe_jax`` gave them to who wrote no more than that."""
+    done = run("import moe_jax; moe_jax.layer.FusedMoE, moe_jax.activations.parse_activation, moe_jax.models.generate")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("former", "name"), [("push", "nvlink_dispatch"), ("grouped_gemm_packed", "grouped_gemm.packed")]
+)
+def test_kernels_under_their_former_names(former, name):
+    old, new = (importlib.import_module(f"pallas_kernels.{module}") for module in (former, name))
+    values = [getattr(new, public) for public in new.__all__]
+    assert len(old.__all__) == len(values) and all(getattr(old, public) in values for public in old.__all__)

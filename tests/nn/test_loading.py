@@ -167,19 +167,16 @@ def test_orbax_refuses_another_scheme_and_broken_saves(tmp_path):
         checkpointing.save(abstract_layer(), tmp_path / "empty")
 
 
-FP8_CHANNEL_FORMATS = [
-    f"QuantFormat(element='e4m3', strategy=<Strategy.{strategy}>, group_size=None, block_shape=None, dynamic={dynamic}, "
-    "packing=None, symmetric=True, actorder=False, scale='float32', global_scale=None, amax_bound=None, "
-    "approximate=False, group_scale_dtype='float32')"
-    for strategy, dynamic in (("CHANNEL: 'channel'", False), ("TOKEN: 'token'", True))
-]
-
-
 def test_saves_keep_the_record_that_they_had_before(tmp_path):
     """Another text in the record is a refusal of every save that exists."""
     checkpointing.save(make_layer("fp8_channel"), tmp_path)
     record = json.loads((tmp_path / checkpointing.RECORD_NAME).read_text())
-    weights, activations = FP8_CHANNEL_FORMATS
+    weights, activations = (
+        f"QuantFormat(element='e4m3', strategy={strategy}, group_size=None, block_shape=None, dynamic={dynamic}, "
+        f"packing=None, symmetric=True, actorder=False, scale='float32', global_scale=None, amax_bound=None, "
+        f"approximate=False, group_scale_dtype='float32')"
+        for strategy, dynamic in (("<Strategy.CHANNEL: 'channel'>", False), ("<Strategy.TOKEN: 'token'>", True))
+    )
     plain = {"name": "plain", "tile": None, "shape": None}
     expected = {"weights": weights, "activations": activations, "w13": plain, "w2": plain}
     assert json.loads(record["weights"]["['weights']"]) == expected
