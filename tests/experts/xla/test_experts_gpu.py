@@ -13,7 +13,7 @@ import pytest
 from moe_jax import fused_experts
 from moe_jax.quantization import SCHEMES, fake_quantize
 from moe_jax.routing import route
-from tests.support.cases.experts import make_config
+from tests.support.cases.experts import make_call, make_config
 from tests.support.oracles.layer_judge import assert_layer_close
 
 pytestmark = pytest.mark.gpu
