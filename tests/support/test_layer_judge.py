@@ -70,6 +70,23 @@ def test_layers_of_kernels(scheme):
     assert_wrong_layers_fail(judge, lambda quantizes: dataclasses.replace(of_sums, quantizes=quantizes).y)
 
 
+@pytest.mark.parametrize("ulps", [-1, 1])
+@pytest.mark.parametrize("scheme", ["int8_w8a8", "w4a8_int8", "w4a8_fp8", "fp8_channel", "fp8_tensor_token"])
+def test_inputs_on_a_border_fall_to_one_side_on_a_gpu(scheme, ulps):
+    """Rows whose largest makes ties of many others: 127 and 448 times a power of two."""
+    judge = judge_of(scheme, on_gpu=True)
+    x = np.asarray(judge.x).astype(np.float32)
+    largest = np.abs(x).max(1, keepdims=True)
+    x *= np.resize([127 / 64, 448 / 64], largest.shape) / np.where(largest == 0, 1, largest)
+    judge = dataclasses.replace(judge, x=x.astype(np.asarray(judge.x).dtype))
+    aside = dataclasses.replace(judge.right, input_ulps=ulps)
+    assert (aside.y != judge.right.y).any()
+    assert judge.find(aside.y.astype(np.float32)).is_right.all()
+    wrong = [dataclasses.replace(aside, quantizes=quantizes).y for quantizes in WRONG]
+    for y in (*wrong, 1.01 * aside.y, 0.99 * aside.y):
+        assert judge.find(y.astype(np.float32)).is_right.mean() <= 2 / 12  # the row of zeros, and one more
+
+
 @pytest.mark.parametrize("scheme", FP8_CORE)
 def test_layers_on_an_fp8_core(scheme):
     judge = judge_of(scheme, on_gpu=True)

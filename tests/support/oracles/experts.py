@@ -33,8 +33,9 @@ class Experts:
 
     hidden_dtype, row_dtype: what hidden values, and the rows of the second product, are rounded to. quantizes: which
     operands are rounded to the grid of the scheme's activations. sum_error: sums of both products are off by a normal
-    deviate times this times the largest of their row, as a tensor core's may be; drawn from a seed. matrices: float64
-    ones that were needed, which ``dataclasses.replace`` hands on.
+    deviate times this times the largest of their row, as a tensor core's may be; drawn from a seed. input_ulps: by how
+    much the factor is off that inputs are quantized with. matrices: float64 ones that were needed, which
+    ``dataclasses.replace`` hands on.
     """
 
     x: np.ndarray
@@ -46,6 +47,7 @@ class Experts:
     row_dtype: DTypeLike = "float64"
     quantizes: tuple[str, ...] = ("input", "hidden")
     sum_error: float = 0.0
+    input_ulps: int = 0
     matrices: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -119,7 +121,8 @@ class Experts:
         fmt = self.weights.scheme.activations
         if fmt is None or which not in self.quantizes or not len(rows):
             return rows
-        return grid_of(rows, fmt, stored).values(rows)
+        grid = grid_of(rows, fmt, stored)
+        return (grid.nudged(self.input_ulps) if which == "input" and self.input_ulps else grid).values(rows)
 
     def _by_expert(self):
         """(expert, slice of its pairs)."""

@@ -39,6 +39,10 @@ class Grid:
         limit, dtype = (6, ml_dtypes.float4_e2m1fn) if self.element == "e2m1" else (448, ml_dtypes.float8_e4m3fn)
         return np.clip(codes, -limit, limit).astype(dtype).astype(np.float64) * self.scale
 
+    def nudged(self, ulps: int) -> "Grid":
+        """The same grid, where a value beside a border falls as it does when the factor is off by some ulp."""
+        return dataclasses.replace(self, factor=(self.factor * (1 + ulps * 2.0**-23)).astype(F32))
+
     def rows(self, index: np.ndarray) -> "Grid":
         """The grid of some of the rows."""
         pick = lambda a: a[index] if isinstance(a, np.ndarray) and a.ndim == 2 and len(a) > 1 else a  # noqa: E731
