@@ -68,7 +68,7 @@ def packed_space(desc: PackedDesc, mean: float, tokens: int, is_brief: bool) -> 
     """desc: at any height. mean: rows of an expert that is hit. is_brief: four shapes at the heuristic's height."""
     allowed = BLOCK_MS[:8]
     tiles = [choose_block_m(mean)] if is_brief else heights(mean, allowed) or [128]
-    if desc.fmt.operand == "int8":  # 80 rows are summed in pieces that its matrix instruction does not take
+    if desc.fmt.operand == "int8":  # 80 rows are summed in pieces that its wgmma does not take
         tiles = sorted({96 if block_m == 80 else block_m for block_m in tiles})
     if tiles == [8]:
         tiles = [8, 16]

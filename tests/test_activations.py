@@ -269,10 +269,10 @@ def test_a_parameter_changes_the_result_or_is_refused(name, parameter):
     assert not np.allclose(changed, apply_activation(h, config(name, **base)))
 
 
-@pytest.mark.parametrize(("name", "halves"), [("silu", 1), ("silu_no_mul", 2)])
-def test_number_of_halves_must_fit(name, halves):
+@pytest.mark.parametrize(("name", "projections"), [("silu", 1), ("silu_no_mul", 2)])
+def test_number_of_projections_must_fit(name, projections):
     with pytest.raises(ValueError, match=r"expected \(\.\.\., "):
-        apply_activation(jnp.zeros((3, halves, 4)), config(name))
+        apply_activation(jnp.zeros((3, projections, 4)), config(name))
 
 
 def test_relu2_is_known_but_refused_when_applied_gated():

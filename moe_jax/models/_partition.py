@@ -1,9 +1,9 @@
 """Dense modules over a mesh: which axis of a weight is split, and calls that XLA partitions by it.
 
-Attention is split by heads, feed-forward layers by their inner width, embedding and head by the vocabulary or else by
-the hidden width: first weights by rows, second ones by columns, so that one sum over the devices ends a module. XLA
-makes the collectives out of the shardings; what a module means does not depend on them, and what does not divide is
-whole on every device.
+Attention is split by heads, feed-forward layers by their intermediate width, embedding and head by the vocabulary or
+else by the hidden width. First weights are split by rows, second ones by columns, so one sum over the devices ends a
+module. XLA makes the collectives out of the shardings. What a module means does not depend on them. What does not
+divide is whole on every device.
 """
 
 import dataclasses

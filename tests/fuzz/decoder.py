@@ -59,7 +59,7 @@ def read(directory):
     return config, tensors
 
 
-def decode(directory, num_experts, hidden, inner):
+def decode(directory, num_experts, hidden, intermediate):
     """{(expert, shard): float32 (n, k)}; for "router" (E, H), for "bias": {(expert, shard): (n,)}."""
     config, tensors = read(directory)
     parts, result = {}, {}
@@ -80,7 +80,7 @@ def decode(directory, num_experts, hidden, inner):
     need(set(parts) == expected, f"experts {sorted(parts)}")
     stated = config.get("quantization_config")
     for (expert, shard), own in parts.items():
-        n, k = (hidden, inner) if shard == "w2" else (inner, hidden)
+        n, k = (hidden, intermediate) if shard == "w2" else (intermediate, hidden)
         result[expert, shard] = _matrix(stated, {s: leaf for s, leaf in own.items() if s != "bias"}, n, k)
     result["bias"] = {key: own["bias"][1].astype(F) for key, own in parts.items() if "bias" in own}
     gates = [a for name, (_, a) in tensors.items() if re.fullmatch(r"model\.layers\.0\.[a-z_]+\.gate\.weight", name)]

@@ -34,7 +34,7 @@ def check_answers(case, mesh, axis_type):
 
 
 def test_answers_of_one_device(case):
-    """Heads, vocabulary and inner width over the tensor axis: half of each on a device."""
+    """Heads, vocabulary and intermediate width over the tensor axis: half of each on a device."""
     model = check_answers(case("qwen3_dense_bias"), "expert=2,tensor=2", "Auto")
     for name, split in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):
         weight = getattr(model.layers[0].self_attn, name).weight.get_value()

@@ -3,7 +3,7 @@
 #   bash tests/pallas_kernels/sanitize.sh [LOG_DIR] [NAME ...]
 # One process a tool. Each buffer is an allocation of its own, so that a step past its end shows, and nothing is replayed
 # from command buffers. Ends with 1 when a tool reports an error or does not start. Hazards that
-# racecheck reports of bulk copies are to be read against the mbarriers of the kernel.
+# racecheck reports of TMA copies are to be read against the mbarriers of the kernel.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 logs=${1:-/tmp}; shift || true

@@ -251,7 +251,7 @@ def test_rows_of_a_tile():
     assert rows == [16, 16, 24, 24, 48, 80, 96, 128]
 
 
-def test_rows_of_tall_tiles():
+def test_rows_of_large_m_tiles():
     # The fewest tiles count, and of equal ones the lowest: mean and two deviations are 288 rows for 256.
     rows = [choose_block_m(r, may_swap=True) for r in (110.0, 128.0, 256.0, 280.0, 384.0)]
     assert rows == [128, 160, 144, 160, 192]
@@ -292,14 +292,14 @@ def test_swapped_lowers_for_cuda(name):
 
 
 @pytest.mark.parametrize(("name", "block_m", "block_n"), [("bf16 gated bias", 144, 128), ("int8 2880", 176, 256)])
-def test_tall_tiles_lower_for_cuda(name, block_m, block_n):
+def test_large_m_tiles_lower_for_cuda(name, block_m, block_n):
     desc = dataclasses.replace(gemm(name), rows=8 * block_m)
     config = candidates(desc, block_m, 132)[0]
     assert (config.block_n, config.num_consumers, config.is_large_m) == (block_n, 2, True)
     assert lower(name, desc, config).count("mosaic_gpu_v2") == 1
 
 
-def test_tall_tiles_have_four_stages():
+def test_large_m_tiles_have_four_stages():
     everything = dict(dtype="int8", bias_dtype="bfloat16", **ROW)
     for block_m, stages in ((144, 4), (160, 4), (192, 3)):
         for projections, block_n in ((1, 256), (2, 128)):

@@ -60,7 +60,7 @@ def test_swapped_heights_between(kind, block_m):
 @pytest.mark.parametrize(("projections", "block_n"), [(0, 256), (2, 128)])
 @pytest.mark.parametrize("block_m", [112, 144, 160, 192])
 @pytest.mark.parametrize("kind", ["bf16", "fp8_tensor", "fp8_row", "int8_row"])
-def test_swapped_tall(kind, block_m, projections, block_n):
+def test_swap_ab_large_m(kind, block_m, projections, block_n):
     options = dict(projections=projections, activation=SILU if projections else None, padding=np.nan)
     problem = make_problem(kind, [3, 200, 0, 145, 1], k=1152, n=704, block_m=block_m, **options)
     config = GemmConfig(block_m, block_n, 3, num_sms=7, swap_ab=True)
@@ -78,7 +78,7 @@ def test_swapped_tall(kind, block_m, projections, block_n):
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["bf16", "f16", "fp8_row", "int8_row"])
-def test_swapped_tall_gated_with_bias(kind, config):
+def test_swap_ab_large_m_gated_with_bias(kind, config):
     options = dict(projections=2, activation=OAI, bias="bfloat16", with_tile_rows=True)
     problem = make_problem(kind, [150, 0, 3], k=2880, n=720, block_m=config.block_m, **options)
     problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
@@ -87,13 +87,13 @@ def test_swapped_tall_gated_with_bias(kind, config):
 @pytest.mark.parametrize("block_n", [64, 192, 256])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("kind", ["bf16", "int8_row"])
-def test_swapped_tall_routings(kind, routing, block_n):
+def test_swap_ab_large_m_routings(kind, routing, block_n):
     problem = make_problem(kind, ROUTINGS[routing], k=2880, n=208, block_m=144, bias="float32")
     config = GemmConfig(144, block_n, 3, swap_ab=True)
     problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
 
 
-def test_bits_of_tall_tiles_repeat():
+def test_bits_of_large_m_tiles_repeat():
     problem = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=160, projections=2, activation=SILU)
     own, config = problem.row_expert >= 0, GemmConfig(160, 128, 4, swap_ab=True)
     first, second = (np.asarray(run(problem, config))[own] for _ in range(2))
@@ -106,7 +106,7 @@ def test_bits_of_tall_tiles_repeat():
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_row", "fp8_block"])
-def test_tall_tiles_moved_in_chunks(kind):
+def test_large_m_tiles_moved_in_chunks(kind):
     problem = make_problem(kind, [3, 200, 0, 129, 1, 64], k=1152, n=768, block_m=128, with_tile_rows=True)
     out = run(problem, GemmConfig(128, 128, 3, row_chunk=16))
     problem.assert_close(out, gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))

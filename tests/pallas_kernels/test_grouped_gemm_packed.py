@@ -200,7 +200,7 @@ def test_lowers_for_cuda(kind):
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "w4a8 int8 g128"])
-def test_tall_tiles_lower_for_cuda(kind):
+def test_large_m_tiles_lower_for_cuda(kind):
     desc = desc_of(kind, rows=1152, projections=2, activation=SILU)
     assert lower(desc, next(candidates(desc, 144, 132))).count("mosaic_gpu_v2") == 1
 

@@ -140,8 +140,10 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "fp8 blocks gated, the same 3 rows": lambda: multiplying(
         "float8_e4m3fn", ((2, 64), (3, 2, 1, 2)), 64, dict(activation=SILU, requantize="group", unpermuted_rows=3)
     ),
-    "bf16 tall gated": lambda: multiplying("bfloat16", (None, None), 112, dict(swap_ab=True, activation=SILU, n=256)),
-    "int8 rows tall": lambda: multiplying("int8", ((576,), (3, 256)), 144, dict(swap_ab=True, block_n=256, n=256)),
+    "bf16 large M gated": lambda: multiplying(
+        "bfloat16", (None, None), 112, dict(swap_ab=True, activation=SILU, n=256)
+    ),
+    "int8 rows large M": lambda: multiplying("int8", ((576,), (3, 256)), 144, dict(swap_ab=True, block_n=256, n=256)),
     "int8 rows": lambda: multiplying("int8", ((256,), (3, 128)), 64, {}),
     "bf16 in three pieces": lambda: multiplying("bfloat16", (None, None), 64, dict(block_n=96, n=384)),
     "int8 rows gated, projections of 48 columns": lambda: multiplying(
@@ -151,8 +153,8 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "int8 rows, clusters sharing weights": lambda: multiplying(
         "int8", ((256,), (3, 256)), 64, dict(n=256, cluster=2, shares_weights=True)
     ),
-    "bf16 tall, clusters": lambda: multiplying("bfloat16", (None, None), 112, dict(swap_ab=True, n=256, cluster=2)),
-    "int8 rows tall gated, clusters sharing weights": lambda: multiplying(
+    "bf16 large M, clusters": lambda: multiplying("bfloat16", (None, None), 112, dict(swap_ab=True, n=256, cluster=2)),
+    "int8 rows large M gated, clusters sharing weights": lambda: multiplying(
         "int8",
         ((448,), (3, 2, 256)),
         112,

@@ -59,7 +59,7 @@ def test_search_takes_the_least_sum_and_reports_refusals():
     assert timed == {(8, True), (16, True), (64, False)}
 
 
-def test_search_looks_at_tall_tiles_where_experts_have_many_rows():
+def test_search_looks_at_large_m_tiles_where_experts_have_many_rows():
     key = LayerKey(8, 2, 512, 256, **FORMATS["fp8_channel"])
     assert key.heights(1024) == [64, 128, 144, 160]
     assert dataclasses.replace(key, rhs_scale="block").heights(1024) == [64, 128]

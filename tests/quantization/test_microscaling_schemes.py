@@ -47,8 +47,8 @@ def random_leaves(method, config, seed=0):
     return leaves
 
 
-def values_of(leaves, prefix, fmt, halves):
-    """The formulas of formats.md 4.3, 4.4 and 6 in NumPy float32: (E, halves, N, K)."""
+def values_of(leaves, prefix, fmt, projections):
+    """The formulas of formats.md 4.3, 4.4 and 6 in NumPy float32: (E, projections, N, K)."""
     data = leaves.get(f"{prefix}_weight_packed", leaves.get(f"{prefix}_weight"))
     if fmt.element == "e2m1":
         elements = E2M1[np.stack([data & 15, data >> 4], -1).reshape(*data.shape[:-1], -1)]
@@ -59,11 +59,11 @@ def values_of(leaves, prefix, fmt, halves):
         scale = np.ldexp(F(1), scale.astype(int) - 127).astype(F)
     else:
         names = {"divides": "weight_global_scale", "multiplies": "weight_scale_2"}
-        stored = leaves[f"{prefix}_{names[fmt.global_scale]}"].reshape(E, halves)
-        per_row = np.repeat(stored, scale.shape[1] // halves, axis=1)[..., None]
+        stored = leaves[f"{prefix}_{names[fmt.global_scale]}"].reshape(E, projections)
+        per_row = np.repeat(stored, scale.shape[1] // projections, axis=1)[..., None]
         scale = scale.astype(F) / per_row if fmt.global_scale == "divides" else scale.astype(F) * per_row
     values = elements * np.repeat(scale, fmt.group_size, axis=-1)[..., : elements.shape[-1]]
-    return values.reshape(E, halves, -1, values.shape[-1])
+    return values.reshape(E, projections, -1, values.shape[-1])
 
 
 # -- schemes -----------------------------------------------------------------------------------------------------------
@@ -138,13 +138,13 @@ def test_processed_weights_mean_what_the_format_says(name, gated, wrap):
     method = method_for(name)
     leaves = random_leaves(method, config)
     weights = method.process_weights_after_loading(leaves, config)
-    halves = 2 if gated else 1
+    projections = 2 if gated else 1
     w13, w2 = wrap(lambda w: (dequantize_tensor(w.w13), dequantize_tensor(w.w2)))(jax.tree.map(jnp.asarray, weights))
-    assert np.asarray(w13).tobytes() == values_of(leaves, "w13", weights.w13.fmt, halves).tobytes()
+    assert np.asarray(w13).tobytes() == values_of(leaves, "w13", weights.w13.fmt, projections).tobytes()
     assert np.asarray(w2).tobytes() == values_of(leaves, "w2", weights.w2.fmt, 1).tobytes()
-    assert weights.w13.shape == (E, halves, I, H) and weights.w2.shape == (E, H, I)
+    assert weights.w13.shape == (E, projections, I, H) and weights.w2.shape == (E, H, I)
     if weights.w13.fmt.element == "e2m1":
-        assert weights.w13.data.dtype == np.uint8 and weights.w13.data.shape == (E, halves, I, H // 2)
+        assert weights.w13.data.dtype == np.uint8 and weights.w13.data.shape == (E, projections, I, H // 2)
     abstract = method.abstract_weights(config)
     assert jax.tree.structure(abstract) == jax.tree.structure(weights)
     for expected, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(weights), strict=True):

@@ -370,7 +370,7 @@ def test_constructor_refuses(options, error, message):
 
 
 def test_memory_settings(monkeypatch):
-    """One warning where JAX would take the card, none where the user chose."""
+    """One warning where JAX would take the GPU, none where the user chose."""
     settings = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
     for name in settings:
         monkeypatch.delenv(name, raising=False)

@@ -176,7 +176,7 @@ print(any("preallocates" in str(w.message) for w in caught), free / total > 0.5)
     "setting", [{"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.2"}], ids=str
 )
 def test_memory_is_shared_with_the_documented_settings(setting):
-    """No warning, and torch gets half of the card while JAX holds a layer."""
+    """No warning, and torch gets half of the memory while JAX holds a layer."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("XLA_PYTHON_CLIENT")}
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, env=own | setting)
     assert done.returncode == 0, done.stderr[-2000:]

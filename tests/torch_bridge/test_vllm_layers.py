@@ -155,7 +155,7 @@ def test_routing_is_taken_over():
 
 
 def test_one_scale_for_gate_and_up():
-    """Per-tensor FP8 as vLLM has it after processing: (E,) scales, which both halves share."""
+    """Per-tensor FP8 as vLLM has it after processing: (E,) scales, which both projections share."""
     leaves = leaves_of("fp8_tensor_static")
     shared = leaves | {"w13_weight_scale": leaves["w13_weight_scale"].amax(-1)}
     both = leaves | {"w13_weight_scale": shared["w13_weight_scale"][:, None].expand(-1, 2).contiguous()}

@@ -18,10 +18,10 @@ def source(tmp_path_factory):
     def directory(sizes="ragged", family="qwen3_moe", **config):
         target = root / "-".join([family, sizes, *map(str, config.values())])
         if not target.exists():
-            hidden, inner = SIZES[sizes]
+            hidden, intermediate = SIZES[sizes]
             key = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
             count = {"num_experts" if family == "qwen3_moe" else "num_local_experts": 3}
-            writers.write_model(family, target, **TINY | {"hidden_size": hidden, key: inner} | count | config)
+            writers.write_model(family, target, **TINY | {"hidden_size": hidden, key: intermediate} | count | config)
             (target / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 64}))
         return target
 

@@ -120,7 +120,7 @@ def dot_of_integers(rows: jax.Array, matrix: jax.Array) -> jax.Array:
     """rows (M, K) by matrix (N, K), int8 or int16 within 9 bits, -> int32 (M, N), exactly.
 
     On a GPU through bfloat16: XLA's own kernel for int8 gives twice the product there when autotuning is off (jax
-    0.11.2, --xla_gpu_autotune_level=0), its untuned tiles having fewer columns of K than the matrix instruction.
+    0.11.2, --xla_gpu_autotune_level=0), its untuned tiles having fewer columns of K than the MMA instruction.
     """
     return lax.platform_dependent(rows, matrix, cuda=dot_in_bfloat16, default=_dot)
 

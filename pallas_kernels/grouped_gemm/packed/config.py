@@ -35,7 +35,7 @@ class PackedConfig:
         k_split: how many consumers share their channels, each with its part of every K step. Their sums are added in
             the order of the parts, so that the bits depend on nothing else.
         splits_projections: of a gated product, two consumers share 64 channels: one multiplies the gate, the other the
-            up projection, whose sums pass through shared memory. Each has registers for tiles twice as tall.
+            up projection, whose sums pass through shared memory. Each has registers for tiles of twice the height.
     """
 
     block_m: int

@@ -30,13 +30,13 @@ SCHEMES = ("bf16", "fp8_tensor", "fp8_tensor_token", "fp8_channel", "fp8_block",
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
-    ("scheme", "inner"),
+    ("scheme", "intermediate"),
     [(name, I) for name in (*SCHEMES, "fp8_block_ue8m0")] + [("fp8_block", 192), ("fp8_block_ue8m0", 192)],
 )
 @pytest.mark.sample(14)
-def test_plumbing_on_kernel_references(scheme, inner, has_bias, quick_compilation):
-    """In low tiles rows are requantized in groups by a launch of their own; those of one group and a half are not."""
-    layer = make_layer(scheme, inner, has_bias=has_bias, implementation="reference")
+def test_plumbing_on_kernel_references(scheme, intermediate, has_bias, quick_compilation):
+    """In small-M tiles a launch of its own requantizes whole groups of a row, but no group and a half."""
+    layer = make_layer(scheme, intermediate, has_bias=has_bias, implementation="reference")
     x, z = inputs(37)
     ids = np.asarray(jax.lax.top_k(z, K)[1]).copy()
     ids[3] = -1
@@ -45,7 +45,7 @@ def test_plumbing_on_kernel_references(scheme, inner, has_bias, quick_compilatio
     weights, config = layer.weights.get_value(), layer.config
     if scheme.startswith("fp8_block"):
         first = hopper_plan.make_plan(config, weights, 37, "reference").products[0]
-        assert first.requantize == ("none" if inner == I else "group")
+        assert first.requantize == ("none" if intermediate == I else "group")
     run = jax.jit(lambda x, p, ids, w: hopper_experts.forward(config, x, p, ids, w, kernels="reference"))
     actual = run(x, jnp.where(ids >= 0, p, 0.0), jnp.asarray(ids), weights)
     np.testing.assert_array_equal(actual[3], 0.0)
@@ -172,10 +172,10 @@ def test_layers_with_routers_of_their_own_are_traced_once(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 300])
-@pytest.mark.parametrize(("scheme", "inner"), [(name, I) for name in SCHEMES] + [("fp8_block", 192)])
+@pytest.mark.parametrize(("scheme", "intermediate"), [(name, I) for name in SCHEMES] + [("fp8_block", 192)])
 @pytest.mark.sample(12)
-def test_lowers_for_hopper(scheme, inner, tokens):
-    layer, (x, z) = make_layer(scheme, inner), inputs(tokens)
+def test_lowers_for_hopper(scheme, intermediate, tokens):
+    layer, (x, z) = make_layer(scheme, intermediate), inputs(tokens)
     graphdef, state = nnx.split(layer)
 
     def run(state, x, z):
@@ -186,7 +186,7 @@ def test_lowers_for_hopper(scheme, inner, tokens):
     with on_hopper():
         lowered = jax.jit(run).trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
     requantizes_apart = scheme in ("fp8_tensor", "fp8_tensor_token", "fp8_channel", "int8_w8a8")
-    requantizes_apart |= scheme == "fp8_block" and inner == I and tokens == 1
+    requantizes_apart |= scheme == "fp8_block" and intermediate == I and tokens == 1
     moves_nothing = scheme == "bf16" and tokens == 1
     assert lowered.count("mosaic_gpu_v2") == (6 if requantizes_apart else 5 - moves_nothing)
 
@@ -367,7 +367,7 @@ def test_float16_is_requantized_before_it_overflows(scheme):
             for kernels in ("hopper", "reference"):
                 plan = hopper_plan.make_plan(config, weights, tokens, kernels)
                 assert plan.products[0].requantize != "none" and plan.block_m in (64, 128)
-    # Entries of the table are for bfloat16 as well, whose low tiles do not take it then.
+    # Entries of the table are for bfloat16 as well, whose small-M tiles do not take it then.
     qwen = make_config(scheme, **sizes | dict(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768))
     weights = method_for(qwen.scheme).abstract_weights(qwen)
     with on_hopper():

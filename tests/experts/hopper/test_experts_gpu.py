@@ -39,7 +39,7 @@ def has_kernels(name, dtype="bfloat16"):
 
 
 WITH_KERNELS = tuple(name for name in (*SCHEMES, *OTHERS) if has_kernels(name))
-# One of every operand of the matrix instruction and place of scales.
+# One of every operand of wgmma and place of scales.
 KINDS = (
     *("bf16", "fp8_tensor_static", "fp8_channel", "fp8_block", "int8_w8a8"),
     *("w4a16_g128_asym", "nvfp4_dynamic", "mxfp4_a16", "w4a8_int8", "w4a8_fp8"),
@@ -110,7 +110,7 @@ def test_every_scheme(scheme, tokens):
     [("fp8_block", (1, 16, 60)), ("fp8_block_ue8m0", (1, 16, 60)), ("fp8_tensor_static", (1, 16, 60, 2048))],
 )
 def test_rows_requantized_apart_or_not(scheme, apart, tokens):
-    """Tiles with swapped operands, low or tall, leave requantization to another launch; 1152 columns: nine groups."""
+    """Tiles with swap_ab, of small or large M, leave requantization to another launch; 1152 columns: nine groups."""
     sizes = dict(hidden_size=640, intermediate_size=1152, num_experts=12, top_k=4)
     check(scheme, tokens, has_bias=tokens == 60, **sizes)
     config, _, packed = layer(scheme, has_bias=tokens == 60, **sizes)

@@ -73,8 +73,8 @@ def test_bits_are_those_of_moved_rows(scheme, tokens, options, quick_compilation
 @pytest.mark.parametrize("tokens", [1, 5, 8, 16])
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16_g128", "w4a16_g32_asym", "nvfp4_a16", "mxfp4_a16", "w8a16_g64_asym"])
 def test_bits_on_gpu(scheme, tokens):
-    for inner in (288, 1024):
-        found = layer(scheme, hidden_size=544, intermediate_size=inner, has_bias=tokens == 5)
+    for intermediate in (288, 1024):
+        found = layer(scheme, hidden_size=544, intermediate_size=intermediate, has_bias=tokens == 5)
         check_bits(found, tokens, "hopper")
 
 

@@ -274,7 +274,7 @@ def test_layouts_do_not_mix():
 
 
 def test_fused_quantized():
-    """Stacked FP8 tensors: scales per tensor (of both halves or each), per channel, blocks that end at the border."""
+    """Stacked FP8 tensors: scales per tensor (of both projections or each), per channel, blocks at the border."""
     rng = np.random.default_rng(0)
     gate_up = frozen(rng.standard_normal((E, 2 * INTER, H)).astype(ml_dtypes.float8_e4m3fn))
     down = frozen(rng.standard_normal((E, H, INTER)).astype(ml_dtypes.float8_e4m3fn))
@@ -424,7 +424,7 @@ def test_jax_arrays():
 
 def test_own_number_format():
     """M1 to M5: loading and number format are two objects. A format of one's own says its leaves, how an expert is
-    quantized and what becomes of the leaves; it gets one expert at a time, and both halves of w13 together."""
+    quantized and what becomes of the leaves; it gets one expert at a time, and both projections of w13 together."""
     calls = []
 
     @dataclasses.dataclass(frozen=True)

@@ -306,10 +306,10 @@ def test_scale_blocks_stay_whole():
         weight_loader(part, "w2_weight_scale", (H // 4, 4), "n", **call)
 
 
-def packed_specs(inner, **changes):
-    """w4a16_g32_asym of a rank with ``inner`` of the intermediate size."""
+def packed_specs(intermediate, **changes):
+    """w4a16_g32_asym of a rank with ``intermediate`` of the intermediate size."""
     fmt = dataclasses.replace(Scheme.parse("w4a16_g8_asym").weights, **changes)
-    config = MoEConfig(E, 1, 32, inner, scheme=Scheme("", fmt))
+    config = MoEConfig(E, 1, 32, intermediate, scheme=Scheme("", fmt))
     return method_for(config.scheme).create_weights(config)
 
 

@@ -1,4 +1,4 @@
-"""What ptxas makes of every Hopper kernel: no spills, the matrix instruction meant, nothing serialized.
+"""What ptxas makes of every Hopper kernel: no spills, the wgmma meant, nothing serialized.
 
 Needs the CUDA compiler's environment, which ``make test-sass`` makes; MOE_JAX_SASS_PYTHON is the command that runs its
 interpreter. ``make test-sass SASS_JAX=0.11.2 SASS_PYTHON=python3.12`` takes another jax. MOE_JAX_SASS_EVERY=8 compiles

@@ -15,9 +15,9 @@ def on_hopper():
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
-def make_layer(scheme, inner=I, **options):
+def make_layer(scheme, intermediate=I, **options):
     options = {"top_k": K, "scheme": scheme, "rngs": nnx.Rngs(0), **options}
-    return moe_jax.FusedMoE(E, H, inner, **options)
+    return moe_jax.FusedMoE(E, H, intermediate, **options)
 
 
 def inputs(tokens, seed=1, experts=E):

@@ -78,8 +78,8 @@ _GEMMS: dict[str, tuple[str, dict[str, Any], GemmConfig | None]] = {
         GemmConfig(96, 128, 3, swap_ab=True),
     ),
     "bf16 swapped, 80 x 256": ("bf16", dict(block_m=80), GemmConfig(80, 256, 3, swap_ab=True)),
-    "bf16 tall, 144 x 256": ("bf16", dict(block_m=144), GemmConfig(144, 256, 3, swap_ab=True)),
-    "fp8 row tall, 160 x 2 x 128": (
+    "bf16 large M, 144 x 256": ("bf16", dict(block_m=144), GemmConfig(144, 256, 3, swap_ab=True)),
+    "fp8 row large M, 160 x 2 x 128": (
         "fp8_row",
         dict(block_m=160, projections=2, activation=SILU, bias="bfloat16"),
         GemmConfig(160, 128, 3, swap_ab=True),
@@ -169,8 +169,8 @@ def small_calls() -> dict[str, Callable[[], Call]]:
     for name, (kind, options, config) in _GEMMS.items():
         calls[f"grouped_gemm {name}"] = functools.partial(_multiplying, kind, options, config)
     for kind in ("fp8_row", "fp8_block"):
-        calls[f"grouped_gemm {kind}, the same rows"] = functools.partial(_multiplying_the_same_rows, kind)
-    calls["grouped_gemm_packed, the same rows"] = _multiplying_the_same_rows_packed
+        calls[f"grouped_gemm {kind}, unpermuted"] = functools.partial(_multiplying_unpermuted, kind)
+    calls["grouped_gemm_packed, unpermuted"] = _multiplying_unpermuted_packed
     for kind in (*_PACKED, *_PACKED_8BIT):
         calls[f"grouped_gemm_packed {kind}"] = functools.partial(_multiplying_packed, kind)
     for kind, configs in PACKED_TILES.items():
@@ -331,11 +331,11 @@ def _multiplying_tiles(kind: str, config: PackedConfig) -> Call:
     return _bound(functools.partial(grouped_gemm_packed, config=config), problem)
 
 
-def _multiplying_the_same_rows(kind: str) -> Call:
+def _multiplying_unpermuted(kind: str) -> Call:
     return _of_one_tile(grouped_gemm, gemm_problem.make_problem(kind, SIZES, k=640, n=384, block_m=64))
 
 
-def _multiplying_the_same_rows_packed() -> Call:
+def _multiplying_unpermuted_packed() -> Call:
     problem = packed_problem.make_problem("w4a8 int8 g128", SIZES, k=320, n=336, block_m=32, x_scale="row")
     return _of_one_tile(grouped_gemm_packed, problem)
 

@@ -225,7 +225,7 @@ _PACKED_BASE = PackedDesc(rows=1024, n=512, k=512, num_experts=4, fmt=PackedForm
 _ROWS_OF_8_BITS = (("int4 to int8 g128", 1, 8), ("int4 to e4m3 g128", 5, 16), ("mxfp4 to e4m3", 16, 16))
 
 
-def same_rows_cases() -> Iterator[Case]:
+def unpermuted_cases() -> Iterator[Case]:
     """GEMM 1 of few tokens, which are the rows of every tile: one, five, and all that a tile holds."""
     for name, tokens, block_m in (("bf16 gated bias", 1, 8), ("bf16 2880", 5, 8), ("bf16 gelu_tanh", 16, 16)):
         desc = _in_tiles(dataclasses.replace(gemm(name), unpermuted_rows=tokens), block_m)
@@ -416,7 +416,7 @@ def all_cases() -> Iterator[Case]:
     yield from cluster_cases()
     yield from narrow_cases()
     yield from packed_cases()
-    yield from same_rows_cases()
+    yield from unpermuted_cases()
     yield from tuned_cases()
     yield from permute_cases()
     yield from gather_cases()
