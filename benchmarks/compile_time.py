@@ -1,7 +1,7 @@
 """Seconds that one layer takes to compile for a bucket of tokens, and to come back from the persistent cache.
 
     python benchmarks/compile_time.py [--model qwen3-30b-a3b] [--scheme fp8_channel] [--tokens 1,16,64] [--cache DIR]
-        [--layers 1] [--implementation mosaic]
+        [--layers 1] [--implementation hopper]
 
 Each bucket is traced, lowered and compiled in this process for the first time; "first call" runs it, which on a
 GPU loads its machine code. Run it twice with one --cache, an empty folder at first: the second run shows what the

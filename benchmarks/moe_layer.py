@@ -1,7 +1,7 @@
 """Time the whole layer after the router logits on a GPU: routing, alignment, both products, combine.
 
     python benchmarks/moe_layer.py [--models qwen3-30b-a3b,...] [--tokens 1,16,...] [--schemes fp8_block,...]
-    [--pairs gpt-oss-120b:mxfp4_a16,...] [--implementation mosaic] [--jobs 8] [--seconds 250] [--json FILE]
+    [--pairs gpt-oss-120b:mxfp4_a16,...] [--implementation hopper] [--jobs 8] [--seconds 250] [--json FILE]
 
 With --jobs, each pair of a model and a scheme runs in a process of its own, in the order given: several compile at the
 same time and take turns on the GPU. FILE gets a JSON line per cell as soon as it is measured, so that a run that is

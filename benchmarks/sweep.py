@@ -58,7 +58,7 @@ from moe_jax.experts.hopper import _plan
 from pallas_kernels.autotune import products_of
 from pallas_kernels.common.sm90 import SMEM_BYTES
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc
-from pallas_kernels.grouped_gemm.config import SWAPPED_BLOCK_MS, config_error, shared_memory
+from pallas_kernels.grouped_gemm.config import SWAP_AB_BLOCK_MS, config_error, shared_memory
 from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, Entry, LayerConfig, LayerKey, Table, table_for
 from pallas_kernels.tuning.operands import random_operands
 from pallas_kernels.tuning.timing import burst_length, calls_of, least_of_bursts, other_experts, seconds
@@ -191,7 +191,7 @@ def deepest(desc: GemmDesc, config: GemmConfig) -> GemmConfig | None:
 def spread_of(key: LayerKey, tokens: int) -> Iterator[LayerConfig]:
     """Layers of every height worth a look; both products change from one to the next, each through its own list."""
     mean = rows_per_expert(tokens, key.num_experts, key.top_k)
-    fits = [next((h for h in SWAPPED_BLOCK_MS if h >= mean + s * mean**0.5), None) for s in (0.9, 1.9, 3.0)]
+    fits = [next((h for h in SWAP_AB_BLOCK_MS if h >= mean + s * mean**0.5), None) for s in (0.9, 1.9, 3.0)]
     fits += [8, 16] if mean < 6 else [80, 96] if 150 < mean < 600 else []
     heights = [(h, True) for h in dict.fromkeys(fits) if h and key.may_swap]
     heights += [(64, False)] if mean < 100 else []
