@@ -70,14 +70,16 @@ The schemes that `scheme=`, `quantize=` and `--scheme` accept. A scheme says how
 and whether activations are rounded before each of the two products. `python docs/_generate.py` writes this page from
 the registry in `moe_jax/quantization`.
 
-- **Scale per matrix, row, group, block**: what shares one scale. A row is an output channel of a weight, a group is a
+- **Scale per matrix, row, group, block**: what shares one scale. A row is an output channel of a weight. A group is a
   run of consecutive inputs within a row. For activations, per tensor means one scale for all tokens of a call. Scales
   are float32 unless the table names another kind.
 - **Dynamic** scales are computed from the activations of the call. **Static** scales are read from the checkpoint.
 - **Bits** count one weight as checkpoints store it, with its scales and zero points, in a layer of 8 experts of
-  256 x 512. W4A8 checkpoints store one weight per byte; the Hopper kernels repack those to 4 bits.
-- `_approximate_fp8` after a weight-only scheme of 2 to 4 bits rounds activations to e4m3, per token. It is faster for
-  many tokens and approximate: the checkpoint does not ask for it. See [quantize](../guides/quantize.md).
+  256 x 512. W4A8 checkpoints with int8 activations store one weight per byte; the Hopper kernels repack those to 4
+  bits.
+- The suffix `_approximate_fp8` on a weight-only scheme of 2 to 4 bits rounds activations to e4m3, per token. It is
+  faster for many tokens. It is approximate, because the checkpoint does not ask for this rounding. See
+  [quantize](../guides/quantize.md).
 """
 
 
