@@ -17,27 +17,29 @@ COMPUTE_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.flo
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class MoEConfig(ActivationConfig, RoutingConfig):
-    """Static description of one layer, made of what its router and its activation have to know and of its own settings.
+    """Static description of one layer: the settings of its router, of its activation and of its experts.
 
     Arguments mean what they mean for ``FusedMoE``; those after ``scheme`` are given by name. A config is registered as
     static: it needs no ``static_argnames`` under ``jax.jit``.
 
     Args:
-        num_experts, top_k: E and the experts per token; with other settings of routing, see ``RoutingConfig``.
+        num_experts: E.
+        top_k: experts per token. For the other settings of routing see ``RoutingConfig``.
         hidden_size: H.
         intermediate_size: I of one expert.
         scheme: what is quantized.
         activation, is_act_and_mul, swiglu_limit, swiglu_alpha, swiglu_beta: see ``ActivationConfig``.
         has_bias: the experts have biases.
         implementation: ordered names of backends to try; None for the platform's own order.
-        pinned_tokens: choose tiles and kernel configurations as for this many tokens, whatever a call brings; None goes
-            by the call. A token's output is then the same bits beside any number of others.
-        dtype: of computation; "float32" also means that no weight is rounded to bfloat16 on the way.
+        pinned_tokens: choose tiles and kernel configurations as for this many tokens in every call. A token's output
+            then has the same bits beside any number of other tokens. None chooses by the tokens of the call.
+        dtype: of computation; with "float32" no weight is rounded to bfloat16 on the way.
         param_dtype: of unquantized weights and biases.
         name: shown in errors.
-        split_axes, call_axes: set by ``moe_jax.parallel`` inside ``jax.shard_map``: mesh axes over which I is split,
-            and all axes over whose devices a call is spread. Dynamic scales of activations are then those of the whole
-            row or call.
+        split_axes: mesh axes over which I is split. ``moe_jax.parallel`` sets it inside ``jax.shard_map``, so that
+            dynamic activation scales are those of the whole row.
+        call_axes: all mesh axes over whose devices a call is spread. ``moe_jax.parallel`` sets it likewise, so that
+            dynamic activation scales per tensor are those of the whole call.
     """
 
     hidden_size: int

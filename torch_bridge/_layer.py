@@ -33,8 +33,8 @@ _NOT_TRAINABLE = (
 class FusedMoE(StateDictMixin, LoadingMixin):
     """Routed experts of one layer: ``layer(hidden_states (T, H), router_logits (T, E)) -> (T, H)``.
 
-    Create, load, process, call. Weights live on the meta device until they are loaded, stay as the checkpoint stores
-    them, and are those of ``moe_jax.FusedMoE`` for the same checkpoint, bit for bit.
+    Create, load, process, call. Weights live on the meta device until they are loaded. They stay as the checkpoint
+    stores them. Bit for bit they are the weights of ``moe_jax.FusedMoE`` for the same checkpoint.
 
     Args (in vLLM's order):
         num_experts, top_k, hidden_size, intermediate_size: sizes of the whole layer.
@@ -56,8 +56,9 @@ class FusedMoE(StateDictMixin, LoadingMixin):
             in ``moe_jax.FusedMoE``.
         online: quantize a full-precision checkpoint while it is loaded.
         torch_kernels: launch the Hopper kernels on torch's current stream, without JAX's runtime, so that CUDA graphs
-            can capture a call. None does so for calls that are kernels from end to end and leaves others to JAX's
-            runtime, True refuses those, False leaves all to JAX's runtime. The numbers are the same bits.
+            can capture a call. None launches calls that are kernels from end to end in this way and sends the others
+            through JAX's runtime. True refuses the others. False sends all calls through JAX's runtime. The results
+            have the same bits.
         tp_rank, ep_rank: default to torch.distributed's, else 0. expert_placement_strategy: "linear" or "round_robin".
         implementation: names to try, see ``moe_jax.FusedMoE``.
         device: where the weights will be; None takes torch's default device at this moment.

@@ -28,8 +28,9 @@ __all__ = ["MoEStats", "explain", "fused_experts", "fused_moe"]
 class MoEStats:
     """Where the tokens of one call went.
 
-    load: (E,) int32, rows per expert; with a placement (S,), rows per slot. topk_ids: (T, top_k) int32, logical
-    experts, -1 for none.
+    Args:
+        load: (E,) int32, rows per expert; with a placement (S,) int32, rows per slot.
+        topk_ids: (T, top_k) int32, logical experts, -1 for none.
     """
 
     load: Leaf
@@ -52,19 +53,30 @@ def fused_moe(
 ) -> Any:
     """Route every token to its experts and return the weighted sum of their outputs.
 
-    x: (T, H), floats of 16 or 32 bits; computation follows ``config.dtype``, sums over experts are float32, and the
-        result is rounded once to x's dtype.
-    router_logits: (T, E), with zero experts (T, E + Z). routing: arrays of the router, see ``RoutingParams``.
-    token_mask: (T,), False for padding: such a token returns exact zeros, counts for no expert and costs no work.
-    token_ids: (T,), for routers that look tokens up.
-    shared_output: (T, H), what shared experts made of x; added to the sum before the one rounding.
-    replayed_ids: (T, top_k) logical experts to take instead of choosing, see ``moe_jax.routing.RoutedExperts``.
-    placement: a ``moe_jax.parallel.Placement`` where the weights' first axis counts its slots; None where it counts
-        experts. For a layer over a mesh see ``moe_jax.parallel.fused_moe``.
+    Computation follows ``config.dtype``. Sums over experts are float32, and the result is rounded once to x's dtype.
 
-    Returns (T, H), with ``return_stats`` the pair of that and ``MoEStats``.
-    Raises ValueError when shapes, weights and config contradict each other, NotImplementedError when no implementation
-    can run the layer (each with its reason), TypeError when a gradient for a quantized leaf is asked for.
+    Args:
+        x: (T, H), floats of 16 or 32 bits.
+        router_logits: (T, E) floats; (T, E + Z) with Z zero experts, which return their input.
+        weights: of all experts.
+        config: of the layer.
+        routing: arrays of the router, see ``RoutingParams``.
+        placement: a ``moe_jax.parallel.Placement`` if the weights' first axis counts its slots; None if that axis
+            counts experts. For a layer over a mesh see ``moe_jax.parallel.fused_moe``.
+        token_mask: (T,) bool, False for padding. Such a token returns exact zeros, counts for no expert and costs no
+            work.
+        token_ids: (T,) int, for routers that look tokens up.
+        shared_output: (T, H), the output of shared experts. It is added to the sum before the one rounding.
+        replayed_ids: (T, top_k) logical experts to take instead of choosing, see ``moe_jax.routing.RoutedExperts``.
+        return_stats: return ``MoEStats`` as well.
+
+    Returns:
+        (T, H) in x's dtype; with ``return_stats`` the pair of that and ``MoEStats``.
+
+    Raises:
+        ValueError: shapes, weights and config contradict each other.
+        NotImplementedError: no backend can run the layer; each is named with its reason.
+        TypeError: a gradient for a quantized leaf is asked for.
     """
     _check_call(x, weights, config, placement, token_mask)
     check_array("router_logits", router_logits, jnp.floating, f"({x.shape[0]}, E)")
@@ -137,9 +149,15 @@ def fused_experts(
 ) -> Float[Array, "T H"]:
     """``fused_moe`` after routing: experts and weights of each token are given.
 
-    topk_weights: (T, k) float, multiplied as they are. topk_ids: (T, k) integer; an id outside [0, E) contributes
-    exactly zero whatever its weight. The rest as in ``fused_moe``, but for ``routed_scaling_factor``, which is left to
-    whoever made the weights. Raises as ``fused_moe``, and TypeError when ids or weights have the other's kind of dtype.
+    The other arguments are those of ``fused_moe``. ``routed_scaling_factor`` is not applied: the caller's topk_weights
+    have to contain it.
+
+    Args:
+        topk_weights: (T, k) float, multiplied as they are.
+        topk_ids: (T, k) integer; an id outside [0, E) contributes exactly zero whatever its weight.
+
+    Raises:
+        TypeError: ids are no integers or weights are no floats. Otherwise as ``fused_moe``.
     """
     _check_call(x, weights, config, placement, token_mask)
     check_array("topk_weights", topk_weights, jnp.floating, "(T, k)")

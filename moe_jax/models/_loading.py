@@ -41,13 +41,15 @@ def load_pretrained(
 
     Args:
         directory: config.json and safetensors files, as transformers, compressed-tensors or DeepSeek write them.
-        quantize: scheme for the experts of a full-precision checkpoint, quantized layer by layer while loading. Of a
-            quantized one only the treatment of activations can be chosen: ``w4a8_int8_g32`` for a ``w4a16_g32`` file.
+        quantize: scheme for the experts of a full-precision checkpoint, quantized layer by layer while loading. For a
+            quantized checkpoint it may only change how activations are treated: ``w4a8_int8_g32`` for a ``w4a16_g32``
+            file.
         mesh: a ``jax.sharding.Mesh`` with some of the axes "expert", "tensor", "data" and "sequence", or a
-            ``moe_jax.parallel.ParallelConfig`` that names them. Experts are read and held in shares; so are attention,
-            embeddings, head and dense feed-forward layers over the tensor axis, or without one over the expert axis,
-            where heads, vocabulary and widths divide; all else is whole on every device. None for one device.
-        enable_eplb: experts will be moved and copied by load, see ``moe_jax.parallel.rebalance``; needs an expert axis.
+            ``moe_jax.parallel.ParallelConfig`` that names them. None for one device. Experts are read and held in
+            shards. Attention, embeddings, head and dense feed-forward layers are split over the tensor axis, or over
+            the expert axis if there is no tensor axis. What does not divide, and all else, is whole on every device.
+        enable_eplb: experts may be moved and copied according to their load, see ``moe_jax.parallel.rebalance``; needs
+            an expert axis.
         num_redundant_experts: slots for copies in each layer, with ``enable_eplb``.
         implementation: name or ordered names of expert implementations, as for ``FusedMoE``.
         dtype: bfloat16, float16 or float32.

@@ -50,8 +50,8 @@ Submodule = Callable[..., Any]  # a module or a function of tokens (T, H)
 class FusedMoE(nnx.Module):
     """Routed experts of one layer with parameters kept quantized. Call as ``layer(x, router_logits)``.
 
-    Pass the layer as an *argument* of a jitted function: ``jax.jit(lambda layer, x, z: layer(x, z))``. A closure over
-    it freezes its weights into the compiled program, and a later reload would change nothing there.
+    Pass the layer as an *argument* of a jitted function: ``jax.jit(lambda layer, x, z: layer(x, z))``. Captured in a
+    closure, its weights would be constants of the compiled program, and a later reload would not change them.
 
     Example:
         >>> import jax, jax.numpy as jnp, moe_jax
@@ -67,38 +67,42 @@ class FusedMoE(nnx.Module):
         intermediate_size: I of one expert.
         top_k: experts per token.
         scheme: what is quantized: a scheme name, a ``Scheme``, a quantization config group, or None for unquantized.
-        activation: name of section "activations"; with ``is_act_and_mul`` the layer is gated (w13 holds w1 and w3).
+        activation: name of an activation of ``moe_jax.activations``.
+        is_act_and_mul: the layer is gated: w13 holds w1 (gate) and w3 (up).
         renormalize, scoring_func, use_grouped_topk, num_expert_group, topk_group, routed_scaling_factor,
             custom_routing_function: routing, see ``moe_jax.routing.route``.
         e_score_correction_bias: None, True (a leaf (E,) float32 to be loaded) or an array (E,).
         apply_routed_scale_to_output: multiply the routed output instead of the router weights by the factor.
         apply_router_weight_on_input: multiply x by its router weight before w13; requires top_k = 1.
         router_logits_dtype: dtype in which router logits are taken; None keeps what the caller passes.
-        zero_expert_type: "identity" when the logits have extra columns for experts that return their input.
+        zero_expert_type: "identity" if the logits have extra columns, for "zero experts", which return their input.
         hash_indices_table: (vocab, top_k) int array of expert ids by token id; the call then needs ``token_ids``.
         per_expert_scale: (E,) learned scale of the router weights, read by the "gemma4" routing preset.
         swiglu_limit, swiglu_alpha, swiglu_beta: parameters of clamped SwiGLU activations.
         has_bias: the experts have biases, (E, G, I) and (E, H) in ``param_dtype``.
         router: module mapping x (T, H) to logits (T, E), used when the call passes ``router_logits=None``.
-        shared_experts: module added to the routed output; sees the untransformed input.
+        shared_experts: module that maps the untransformed input x to an output that is added to the routed one.
         shared_expert_gate: module mapping x to (T, 1); its sigmoid scales the shared output.
-        routed_input_transform, routed_output_transform: callables around the routed path only.
+        routed_input_transform: callable applied to the input of the routed experts only.
+        routed_output_transform: callable applied to the output of the routed experts only.
         mesh, expert_axis, tensor_axis, data_axis, sequence_axis, dispatch, reduce_results: the layer over a mesh, see
-            ``moe_jax.parallel.ParallelConfig``. Weights are made, loaded and held in shares.
+            ``moe_jax.parallel.ParallelConfig``. Weights are made, loaded and held in shards.
         placement: "linear" or "round_robin", which experts lie on which device of the expert axis.
-        enable_eplb: experts will be moved and copied by load; num_redundant_experts: slots for copies.
-        expert_mapping: rows of ``make_expert_params_mapping`` that translate checkpoint names, instead of the
-            spellings that are recognised by themselves.
+        enable_eplb: experts may be moved and copied according to their load.
+        num_redundant_experts: slots for copies, with ``enable_eplb``.
+        expert_mapping: rows of ``make_expert_params_mapping``, which translate checkpoint names. None recognises the
+            known spellings.
         name: shown in errors and by ``explain``.
-        implementation: name or ordered names to try; None takes the order of the platform.
-        pinned_tokens: choose tiles as for this many tokens in every call: a token's output then does not depend on how
-            many others come with it, to the bit (per-tensor dynamic activation scales excepted).
+        implementation: name of a backend, or ordered names to try; None takes the order of the platform.
+        pinned_tokens: choose tiles as for this many tokens in every call. A token's output then has the same bits
+            beside any number of other tokens (except with per-tensor dynamic activation scales).
         dtype: computation dtype, bfloat16, float16 or float32.
         param_dtype: storage dtype of unquantized weights and biases.
         rngs: random state to initialise from; None builds an abstract layer (no memory) to be loaded.
 
     Raises:
-        ValueError: contradictory arguments. NotImplementedError: a capability that is not built yet, by name.
+        ValueError: contradictory arguments.
+        NotImplementedError: a capability that is not built yet, by name.
     """
 
     def __init__(

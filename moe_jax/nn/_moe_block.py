@@ -17,7 +17,13 @@ class MoEBlock(nnx.Module):
     """
 
     def __init__(self, experts: Any, router: Callable[..., Any], shared_experts: Callable[..., Any] | None = None):
-        """experts: the routed part. router: x -> logits (..., E). shared_experts: x -> (..., H), added to it."""
+        """Make a block of modules.
+
+        Args:
+            experts: the routed experts, a ``FusedMoE``.
+            router: maps x (..., H) to logits (..., E).
+            shared_experts: maps x (..., H) to (..., H), which is added to the routed output.
+        """
         self.experts = experts
         self.router = router
         self.shared_experts = shared_experts

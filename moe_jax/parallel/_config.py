@@ -12,16 +12,20 @@ _OLD_NAMES = {"push": "nvlink_dispatch"}
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
-    """Which mesh axis splits what. Axes are named by the caller and combined at will; an axis left out splits nothing.
+    """Which mesh axis splits what. The caller names the axes and combines them freely.
 
-    mesh: of any shape, with Auto or Explicit axes. Axes that no argument names hold copies.
-    expert_axis: splits the experts. tensor_axis: splits I inside every expert. data_axis, sequence_axis: split the
-        tokens; they may be the expert axis, and sequence_axis also the tensor axis, whose devices then hold different
-        tokens between layers and gather them for this one.
-    dispatch: how tokens reach their experts, one of ``DISPATCHES``; None chooses by the number of tokens.
-    reduce_results: sum the partial results of the expert and tensor axes. False returns them one by one.
-    reduce_dtype: in which partial sums travel and are added, "float32" or "bfloat16": half the bytes of replicate's
-        psum, of all_gather's psum_scatter and of the tensor axis, for one more rounding of every partial sum.
+    Args:
+        mesh: of any shape, with Auto or Explicit axes. Axes that no argument names hold copies.
+        expert_axis: name of the axis that splits the experts; None splits nothing, as for the other axes.
+        tensor_axis: name of the axis that splits I inside every expert.
+        data_axis: name of the axis that splits the tokens. It may be the expert axis.
+        sequence_axis: name of the axis that splits the tokens between layers. It may be the expert axis or the tensor
+            axis. The devices of the tensor axis then hold different tokens and gather them for this layer.
+        dispatch: how tokens reach their experts, one of ``DISPATCHES``; None chooses by the number of tokens.
+        reduce_results: sum the partial results of the expert and tensor axes. False returns them one by one.
+        reduce_dtype: dtype in which partial sums travel and are added, "float32" or "bfloat16". bfloat16 halves the
+            bytes of replicate's psum, of all_gather's psum_scatter and of the tensor axis. Every partial sum is then
+            rounded once more.
     """
 
     mesh: Mesh

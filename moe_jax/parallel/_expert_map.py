@@ -15,10 +15,12 @@ STRATEGIES = ("linear", "round_robin")
 
 
 class RoutingTables(NamedTuple):
-    """Tables for transports to which every rank owns a contiguous run of physical ids; all int64.
+    """Tables for transports that expect every rank to own a contiguous run of physical ids; all int64.
 
-    global_to_physical: (P,) id -> place in that order. physical_to_global: (P,) its inverse. local_global: (E_local,)
-    ids of one rank in its own order.
+    Args:
+        global_to_physical: (P,) the place of each id in the order in which every rank's ids are contiguous.
+        physical_to_global: (P,) the inverse.
+        local_global: (E_local,) expert ids of one rank, in its own order.
     """
 
     global_to_physical: np.ndarray

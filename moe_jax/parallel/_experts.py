@@ -49,15 +49,23 @@ def fused_moe(
 ) -> Any:
     """``moe_jax.fused_moe`` with experts, their columns and tokens spread over a mesh. Safe under ``jax.jit``.
 
-    x, router_logits, token_mask, token_ids, shared_output: whole arrays of T tokens, however they are sharded; they are
-        brought into the layout that the dispatch wants, padded where T does not divide, and x's sharding returns on y.
-    weights: placed, see ``place_weights``. placement: its arrays may be others in every call.
-    shared_output must be the whole sum already: what a shared expert with sharded weights computes on global arrays is.
+    Arguments that are not listed are those of ``moe_jax.fused_moe``. Arrays of tokens are whole arrays of T tokens with
+    any sharding. They are brought into the layout that the dispatch needs, and padded if T does not divide.
 
-    Returns (T, H) in x's dtype, or with ``parallel.reduce_results=False`` the partial sums (R, T, H) float32 that add
-    up to it, one for each of the R devices of the expert and tensor axes. With ``return_stats`` the pair of that and
-    ``MoEStats``, whose load counts rows per slot.
-    Raises ValueError when shapes or devices do not fit, NotImplementedError for a dispatch that cannot run here.
+    Args:
+        weights: placed, see ``place_weights``.
+        placement: the experts in their slots. Its arrays may be others in every call.
+        shared_output: (T, H), already the whole sum over devices. A shared expert with sharded weights that runs on
+            global arrays returns the whole sum.
+
+    Returns:
+        (T, H) in x's dtype and sharding. With ``parallel.reduce_results=False`` the partial sums (R, T, H) float32 that
+        add up to it, one for each of the R devices of the expert and tensor axes. With ``return_stats`` the pair of
+        that and ``MoEStats``, whose load counts rows per slot.
+
+    Raises:
+        ValueError: shapes or devices do not fit.
+        NotImplementedError: a dispatch that cannot run here.
     """
     _check(x, router_logits, weights, config, placement, parallel)
     num_tokens = x.shape[0]

@@ -20,12 +20,14 @@ class Placement:
     """Logical experts in physical slots. Devices have equally many slots; slot s is on device ``s // (S / D)``.
 
     Weights of a placed layer have the slots as their first axis, so that a plain split of that axis gives each device
-    its experts. Where experts do not divide by the devices, some slots are empty: they hold zeros and no token comes.
+    its experts. If the number of experts is not a multiple of the number of devices, some slots are empty. An empty
+    slot holds zeros and gets no token. The leaves are NumPy arrays when made here and JAX arrays inside a layer.
 
-    physical_to_logical: (S,) int32, the expert in each slot, -1 in an empty one.
-    logical_to_physical: (L, R) int32, slots of each expert in ascending order, padded with -1.
-    num_replicas: (L,) int32, how many of those are slots, at least 1.
-    num_devices: D, static. The leaves are NumPy arrays when made here and JAX arrays inside a layer.
+    Args:
+        physical_to_logical: (S,) int32, the expert in each slot, -1 in an empty one.
+        logical_to_physical: (L, R) int32, slots of each expert in ascending order, padded with -1.
+        num_replicas: (L,) int32, slots of each expert, at least 1.
+        num_devices: D, static.
     """
 
     physical_to_logical: ArrayArg
@@ -44,9 +46,13 @@ class Placement:
     ) -> "Placement":
         """The initial placement: P = num_experts + num_redundant_experts copies, spread by ``strategy``.
 
-        strategy: "linear" (runs of ids) or "round_robin" (id modulo devices). The first P % num_devices devices own one
-        copy more, the others have an empty slot.
+        The first P % num_devices devices own one copy more than the others. The others then have an empty slot.
 
+        Args:
+            num_experts: logical experts.
+            num_devices: devices of the expert axis.
+            strategy: "linear" (runs of ids) or "round_robin" (id modulo devices).
+            num_redundant_experts: copies beyond the first one of each expert.
         Example:
             >>> Placement.create(10, 4, "round_robin").physical_to_logical
             array([ 0,  4,  8,  1,  5,  9,  2,  6, -1,  3,  7, -1], dtype=int32)
@@ -119,8 +125,11 @@ class Placement:
     def to_physical(self, topk_ids: Int[Array, "T top_k"], first_token: Leaf | int = 0) -> Int[Array, "T top_k"]:
         """The slot that serves each (token, slot of top-k) pair; -1 for ids outside [0, L).
 
-        Copies of an expert take turns: pairs are spread over them by a hash of their position, which depends on nothing
-        else. first_token: () int, position of row 0 where the rows are a part of a call's tokens.
+        Copies of an expert take turns: a hash of a pair's position chooses the copy. It depends on nothing else.
+
+        Args:
+            topk_ids: (T, top_k) int, logical experts.
+            first_token: () int, position of row 0, if the rows are a part of a call's tokens.
         """
         is_expert = (topk_ids >= 0) & (topk_ids < self.num_experts)
         expert = jnp.where(is_expert, topk_ids, 0)

@@ -81,19 +81,24 @@ _REFUSED_ELEMENTS = ("e5m2", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz")
 class QuantFormat:
     """How one tensor is quantized.
 
-    element: key of ``ELEMENTS``. strategy: extent of one scale. group_size: elements of K per scale (GROUP only).
-    block_shape: (rows, columns) per scale (BLOCK only). dynamic: the scale is computed from the current values
-    (activations only). Scales multiply the stored value to give the real one.
+    A stored value times its scale is the real value.
 
-    packing: how elements share stored numbers along K; None for one number per element. symmetric: False for integers
-    with a zero point per scale, which is subtracted before scaling. actorder: columns belong to groups in an order that
-    is stored (``g_idx``) instead of by position (integers, GROUP only). scale: key of ``SCALE_STORAGE``. global_scale:
-    one of ``GLOBAL_SCALES``, exactly for NVFP4's e4m3 scales. amax_bound: activations beyond it saturate (e4m3 per
-    token; fbgemm's ``activation_scale_ub``). approximate: activations that the checkpoint does not round.
-
-    group_scale_dtype: key of ``GROUP_SCALE_DTYPES``, where scales are "float32": what holds every scale of a group or
-    block, so that kernels may keep them in it. A checkpoint's headers say it; other weights have to fit it. It does not
-    tell formats apart.
+    Args:
+        element: key of ``ELEMENTS``.
+        strategy: extent of one scale.
+        group_size: elements of K per scale (GROUP only).
+        block_shape: (rows, columns) per scale (BLOCK only).
+        dynamic: the scale is computed from the current values (activations only).
+        packing: how elements share stored numbers along K; None for one number per element.
+        symmetric: False for integers with a zero point per scale, which is subtracted before scaling.
+        actorder: columns belong to groups in a stored order (``g_idx``) instead of by position (integers, GROUP only).
+        scale: key of ``SCALE_STORAGE``.
+        global_scale: one of ``GLOBAL_SCALES``; given exactly for NVFP4's e4m3 scales.
+        amax_bound: activations beyond it saturate (e4m3 per token; fbgemm's ``activation_scale_ub``).
+        approximate: activations are rounded although the checkpoint does not ask for it.
+        group_scale_dtype: key of ``GROUP_SCALE_DTYPES``, for "float32" scales of groups or blocks: a dtype that holds
+            every one of them exactly, so that kernels may keep them in it. A checkpoint's headers say it; other weights
+            have to fit it. Two formats that differ only in it compare equal.
     """
 
     element: str

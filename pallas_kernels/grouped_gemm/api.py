@@ -40,8 +40,8 @@ def grouped_gemm(
 ) -> Any:
     """Grouped GEMM over rows in expert order, each expert's rows starting at a tile of their own.
 
-    Everything the call depends on may live on the device. Scales multiply the stored values; those of x per group go
-    with those of w per block, and then every 128 of K are scaled and added in float32.
+    Everything the call depends on may live on the device. Scales multiply the stored values. Scales of x per group go
+    with scales of w per block. The sum over each 128 of K is then scaled, and these sums are added in float32.
 
     Args:
         x: (Mp, K) e4m3, int8, bfloat16 or float16.

@@ -35,12 +35,16 @@ def logical_weights(module: Any) -> ExpertWeights:
 
 
 def transfer_experts(source: Any, target: Any) -> None:
-    """Give a layer the experts of another one: after devices came or went, or to leave the mesh. Nothing is read anew.
+    """Give a layer the experts of another one: after devices came or went, or to leave the mesh.
 
-    source, target: ``FusedMoE`` of one config; the target, abstract or loaded, has its own mesh, axes and placement.
-        The load that was recorded stays true: ``EplbState.with_devices`` takes over the new placement.
+    No checkpoint is read. The recorded load stays true: ``EplbState.with_devices`` takes over the new placement.
 
-    Raises ValueError when the layers differ in more than where they run, or the source has no weights.
+    Args:
+        source: a ``FusedMoE`` with weights.
+        target: a ``FusedMoE`` of the same config, abstract or loaded, with its own mesh, axes and placement.
+
+    Raises:
+        ValueError: the layers differ in more than where they run, or the source has no weights.
     """
     if source.config != target.config:
         raise ValueError(f"the layers differ: expected {source.config}, found {target.config}")

@@ -19,10 +19,14 @@ _ROUNDING = 1e-9  # sums of the same loads in another order are no gain
 class EplbPlan:
     """New placements of the layers that gain by one. All NumPy, on the host.
 
-    physical_to_logical: (layers, S) int32; equal to the state's in the layers that stay as they are.
-    layers: those that change, in order.
-    balancedness_before, balancedness_after: (layers,) float64, mean over maximum of the load of devices, had the window
-        been served by the old and by the new placement with copies sharing evenly; 1 for a layer without load.
+    Balancedness is the mean over the maximum of the load of devices, 1 for a layer without load. It is computed from
+    the load of the window, as if copies of an expert had shared it evenly.
+
+    Args:
+        physical_to_logical: (layers, S) int32; equal to the state's in the layers that stay as they are.
+        layers: those that change, in order.
+        balancedness_before: (layers,) float64, under the old placement.
+        balancedness_after: (layers,) float64, under the new placement.
     """
 
     physical_to_logical: np.ndarray
@@ -39,8 +43,10 @@ class EplbPlan:
     def apply(self, layer: int, module: Any, state: EplbState) -> EplbState:
         """Take over the plan for one layer; returns the state that knows of it.
 
-        layer: one of ``layers``, as the state counts them. module: the ``FusedMoE`` of this layer, see
-            ``rearrange_expert_weights``, which is what changes it and what raises.
+        Args:
+            layer: one of ``layers``, as the state counts them.
+            module: the ``FusedMoE`` of this layer. ``rearrange_expert_weights`` changes it, and raises its errors.
+            state: the state to update.
         """
         placement = self.placement(layer)
         state = state.with_placement(layer, placement)
@@ -51,13 +57,17 @@ class EplbPlan:
 def rearrange_expert_weights(module: Any, placement: Placement) -> None:
     """Move the experts of a layer that serves: weights, scales, biases and maps, all at once, and compile nothing anew.
 
-    module: a ``FusedMoE`` over a mesh with ``enable_eplb``. It computes what it computed before; only a dispatch that
-        adds partial sums of devices may add them in another order. New arrays are made beside the old ones, one layer's
-        worth, and installed together; calls under way keep the old ones.
-    placement: other slots for the same experts, with as many slots and devices.
+    The layer computes what it computed before, but a dispatch that adds partial sums of devices may add them in another
+    order. New arrays, one layer's worth, are made beside the old ones and installed together. Calls under way keep the
+    old ones.
 
-    Raises ValueError for a layer without placement or weights, and a placement that does not fit. The layer then stays
-    as it is. TypeError inside ``jax.jit``.
+    Args:
+        module: a ``FusedMoE`` over a mesh with ``enable_eplb``.
+        placement: other slots for the same experts, with as many slots and devices.
+
+    Raises:
+        ValueError: a layer without placement or weights, or a placement that does not fit. The layer stays as it is.
+        TypeError: a call inside ``jax.jit``.
     """
     check_not_traced("rearrange_expert_weights", module)
     if module.placement is None:

@@ -74,12 +74,18 @@ def place_experts(weights: Any, placement: Placement) -> Any:
 def move_experts(weights: Any, old: Placement, new: Placement) -> Any:
     """The same experts in other slots: every leaf with an expert axis, bit for bit.
 
-    weights: pytree of arrays, (S, ...) by slot; scalars, which all experts share, stay. Any axis may be sharded, the
-    first one by slots: each device then moves its own parts. Returns arrays of the same shapes, dtypes and shardings;
-    the given ones stay valid, so that a layer can serve from them until it takes all new ones at once. Empty slots keep
-    what they hold.
+    The given arrays stay valid, so that a layer can serve from them until it takes all new ones at once. Empty slots
+    keep what they hold.
 
-    Raises ValueError when placements or leaves do not have the same number of slots.
+    Args:
+        weights: pytree of arrays, (S, ...) by slot. Scalars, which all experts share, stay. Any axis may be sharded,
+            the first one by slots. Each device then moves its own parts.
+
+    Returns:
+        Arrays of the same shapes, dtypes and shardings.
+
+    Raises:
+        ValueError: placements or leaves do not have the same number of slots.
     """
     source = source_slots(old, new)
     return gather_experts(weights, np.where(source < 0, np.arange(source.size), source).astype(np.int32))
