@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from moe_jax.experts import explain
+from moe_jax.experts._choice import order_of
 from moe_jax.quantization import method_for
 from tests.support.cases import experts as cases
 
@@ -74,3 +75,11 @@ def test_takes_arrays_and_the_default_platform():
     assert explain(config, weights, 7) == explained(config, 7, jax.default_backend())
     reference = dataclasses.replace(config, implementation=("reference",))
     assert "implementation: reference (order: reference)" in explain(reference, weights, 7)
+
+
+def test_former_names_of_backends():
+    """A layer of before may name "mosaic"; each backend is tried once."""
+    config = cases.make_config("bf16", implementation=("mosaic", "xla", "hopper"))
+    assert order_of(config, "gpu") == ("hopper", "xla")
+    with pytest.raises(ValueError, match="expected one or more of hopper, xla, reference"):
+        order_of(cases.make_config("bf16", implementation=("Mosaic",)), "gpu")
