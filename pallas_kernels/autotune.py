@@ -49,7 +49,7 @@ def products_of(desc: AnyDesc, config: AnyConfig) -> Callable[[list[Any], dict[s
     if isinstance(desc, GemmDesc):
         static["requantize"] = desc.requantize
     gemm: Any = grouped_gemm if isinstance(desc, GemmDesc) else grouped_gemm_packed
-    one = jax.jit(lambda routing, scales: gemm(*routing, **scales, **static, implementation="mosaic"))
+    one = jax.jit(lambda routing, scales: gemm(*routing, **scales, **static, implementation="hopper"))
     return lambda routings, scales: [one(routing, scales) for routing in routings]
 
 

@@ -20,7 +20,6 @@ def first_that_runs(op: str, runs: Mapping[str, Callable[[], Result]], wanted: s
     Raises:
         ValueError: an unknown name. NotImplementedError: every implementation refuses; it holds each one's reason.
     """
-    runs = {FORMER_NAMES.get(name, name): run for name, run in runs.items()}
     names = tuple(runs) if wanted is None else (wanted,) if isinstance(wanted, str) else tuple(wanted)
     names = tuple(FORMER_NAMES.get(name, name) for name in names)
     for name in names:

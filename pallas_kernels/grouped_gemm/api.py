@@ -61,8 +61,8 @@ def grouped_gemm(
         tile_rows: (Mp / block_m,) int32, rows in use of each tile: the others may then be neither read nor written.
         block_m: with it x is (T, K), T <= block_m: the unpermuted tokens, which are the first rows of every tile.
             Scales of rows are then those of one tile, (block_m,) or (ceil(K/128), block_m), of any value past T.
-        config: of the mosaic implementation; chosen when None.
-        implementation: "mosaic" or "reference", or several in the order to try; all when None.
+        config: of the hopper implementation; chosen when None.
+        implementation: "hopper" or "reference", or several in the order to try; all when None.
 
     Returns (Mp, N) out_dtype, or codes, or (codes, scales). Rows of tiles from num_tiles on, and rows past tile_rows,
     are unspecified.
@@ -130,7 +130,7 @@ def permuted(operands: Operands, rows: int) -> Operands:
     return dict(operands, x=x, x_scale=scales_in_every_tile(operands["x_scale"], tiles))
 
 
-def _run_mosaic(desc: GemmDesc, config: GemmConfig | None, operands: Operands) -> Any:
+def _run_hopper(desc: GemmDesc, config: GemmConfig | None, operands: Operands) -> Any:
     block_m = check_block_m(config, operands, desc.rows)
     config = config or choose_config(desc, block_m, hopper_sms())
     if reason := config_error(desc, config):
@@ -155,7 +155,7 @@ def _run_reference(desc: GemmDesc, config: GemmConfig | None, operands: Operands
     return grouped_gemm_ref(desc, **given)
 
 
-_RUN = {"mosaic": _run_mosaic, "reference": _run_reference}
+_RUN = {"hopper": _run_hopper, "reference": _run_reference}
 
 
 def _describe(

@@ -151,7 +151,7 @@ def test_lowers_for_cuda(case):
 def test_gpu(routing, block_m):
     ids, num_experts = ROUTINGS[routing]
     for config in (None, AlignConfig(1), AlignConfig(8), AlignConfig(1, 3), AlignConfig(4, 32), AlignConfig(2, 64)):
-        check_tiles(ids, num_experts, block_m, run(ids, num_experts, block_m, "mosaic", config))
+        check_tiles(ids, num_experts, block_m, run(ids, num_experts, block_m, "hopper", config))
 
 
 @pytest.mark.gpu
@@ -160,13 +160,13 @@ def test_gpu(routing, block_m):
 )
 def test_gpu_sizes(shape, num_experts):
     ids = np.random.default_rng(1).integers(0, num_experts, shape)
-    check_tiles(ids, num_experts, 128, run(ids, num_experts, 128, "mosaic"))
+    check_tiles(ids, num_experts, 128, run(ids, num_experts, 128, "hopper"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("routing", FEW)
 def test_gpu_unpermuted(routing):
-    check_unpermuted(routing, "mosaic")
+    check_unpermuted(routing, "hopper")
 
 
 @pytest.mark.gpu
@@ -177,11 +177,11 @@ def test_gpu_pairs_shared_by_ctas(num_experts):
     for ids in (rng.integers(-1, num_experts, (65536, 1)), rng.integers(0, num_experts + 9, (65537, 1))):
         assert choose_config(AlignDesc(ids.size, num_experts, 128, 0)).num_ctas > 1
         for repeat in range(3):
-            check_tiles(ids, num_experts, 128, run(ids + repeat, num_experts, 128, "mosaic", offset=repeat))
+            check_tiles(ids, num_experts, 128, run(ids + repeat, num_experts, 128, "hopper", offset=repeat))
     ids = np.full((65536, 1), num_experts - 1)
-    check_tiles(ids, num_experts, 128, run(ids, num_experts, 128, "mosaic"))
+    check_tiles(ids, num_experts, 128, run(ids, num_experts, 128, "hopper"))
 
 
 @pytest.mark.gpu
 def test_gpu_shards_of_experts():
-    check_shards("mosaic")
+    check_shards("hopper")

@@ -95,7 +95,7 @@ def test_a_kernel_under_control_flow_in_shards():
 
 @pytest.mark.slow
 def test_a_layer_under_control_flow_in_shards():
-    config = moe_jax.MoEConfig(8, 2, 256, 128, scheme=Scheme.parse("fp8_channel"), implementation=("mosaic",))
+    config = moe_jax.MoEConfig(8, 2, 256, 128, scheme=Scheme.parse("fp8_channel"), implementation=("hopper",))
     weights = jax.eval_shape(lambda: random_weights(config))
     x, z = jax.ShapeDtypeStruct((4, 256), jnp.bfloat16), jax.ShapeDtypeStruct((4, 8), jnp.float32)
     run = lambda x, z, weights: under_control_flow(lambda x: moe_jax.fused_moe(x, z, weights, config))(x)  # noqa: E731

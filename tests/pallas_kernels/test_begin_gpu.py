@@ -31,7 +31,7 @@ CELLS = (("fp8_channel", 1), ("w4a16_g128", 16), ("bf16", 64), ("fp8_block", 300
 
 @functools.cache
 def operands(scheme, tokens):
-    config = moe_jax.MoEConfig(16, 4, 1024, 512, scheme=Scheme.parse(scheme), implementation=("mosaic",))
+    config = moe_jax.MoEConfig(16, 4, 1024, 512, scheme=Scheme.parse(scheme), implementation=("hopper",))
     kx, kz = jax.random.split(jax.random.key(tokens))
     x = jax.random.normal(kx, (tokens, 1024), jnp.bfloat16)
     return config, random_weights(config), x, jax.random.normal(kz, (LAYERS, tokens, 16), jnp.float32)
@@ -84,8 +84,8 @@ def test_a_product_right_behind_the_alignment_that_lists_its_tiles(monkeypatch):
     def run(x, w, ids):
         products = []
         for one in ids:
-            tiles = align(one, 16, 16, implementation="mosaic")
-            product = grouped_gemm(x, w, tiles.tile_expert, tiles.num_tiles, config=config, implementation="mosaic")
+            tiles = align(one, 16, 16, implementation="hopper")
+            product = grouped_gemm(x, w, tiles.tile_expert, tiles.num_tiles, config=config, implementation="hopper")
             products.append((product, tiles.num_tiles))
         in_use = [jnp.arange(len(x)) < count.reshape(()) * 16 for _, count in products]
         return jnp.stack([jnp.where(rows[:, None], y, 0) for rows, (y, _) in zip(in_use, products, strict=True)])

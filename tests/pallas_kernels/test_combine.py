@@ -63,7 +63,7 @@ def test_wrong_calls():
     with pytest.raises(ValueError, match=r"shared has shape \(3, 128\)"):
         combine(rows, row_of, weights, shared=jnp.zeros((3, 128)))
     with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
-        combine(rows, row_of, weights, implementation="mosaic")
+        combine(rows, row_of, weights, implementation="hopper")
 
 
 @pytest.mark.parametrize("case", combine_cases(), ids=lambda case: case.name)
@@ -92,6 +92,6 @@ def test_gpu(num_tokens, width, top_k, dtype):
     for with_shared in (False, True):
         arguments, shared, expected = make(num_tokens, width, top_k, num_tokens * top_k + 9, dtype, with_shared)
         out_dtype = jnp.float32 if with_shared else jnp.bfloat16
-        out = run(arguments, shared, out_dtype, "mosaic")
+        out = run(arguments, shared, out_dtype, "hopper")
         assert_rows_close(out, expected, tolerance(out_dtype))
-        np.testing.assert_array_equal(np.asarray(out), np.asarray(run(arguments, shared, out_dtype, "mosaic")))
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(run(arguments, shared, out_dtype, "hopper")))

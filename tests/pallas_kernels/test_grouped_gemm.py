@@ -152,9 +152,9 @@ def test_wrong_calls():
     with pytest.raises(ValueError, match="implementation 'triton' of grouped_gemm is not one of"):
         call(implementation="triton")
     with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
-        call(x_scale=x_scale, w_scale=w_scale, implementation="mosaic")
+        call(x_scale=x_scale, w_scale=w_scale, implementation="hopper")
     with pytest.raises(ValueError, match="tiles of 64 rows"):
-        call(implementation="mosaic", config=GemmConfig(128, 64, 2))
+        call(implementation="hopper", config=GemmConfig(128, 64, 2))
 
 
 # The Hopper kernel, without a GPU.
@@ -429,7 +429,7 @@ def test_whole_call_lowers_and_names_the_device():
     arrays, _ = problem.split()
 
     def call(args, arrays):
-        return grouped_gemm(*args, **arrays, activation=SILU, requantize="group", implementation="mosaic")
+        return grouped_gemm(*args, **arrays, activation=SILU, requantize="group", implementation="hopper")
 
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H200)):
         text = jax.jit(call).trace(problem.args, arrays).lower(lowering_platforms=("cuda",)).as_text()

@@ -205,7 +205,7 @@ def test_requantized_as_rows_are_apart(requantize, block_m):
     problem = make_problem(
         kind, [5, 0, 140], k=384, n=512, block_m=block_m, projections=2, activation=SILU, requantize=requantize
     )
-    (codes, scales), (apart, apart_scales) = together_and_apart(problem, run, "mosaic")
+    (codes, scales), (apart, apart_scales) = together_and_apart(problem, run, "hopper")
     np.testing.assert_array_equal(codes, apart)
     np.testing.assert_array_equal(scales, apart_scales)
 

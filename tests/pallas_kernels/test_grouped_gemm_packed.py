@@ -163,9 +163,9 @@ def test_wrong_calls():
     with pytest.raises(ValueError, match="x_scale is float32"):
         call(x_scale=jnp.ones(3))
     with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
-        call(implementation="mosaic")
+        call(implementation="hopper")
     with pytest.raises(ValueError, match="tiles of 16 rows"):
-        call(implementation="mosaic", config=PackedConfig(64, 2, 2, 2))
+        call(implementation="hopper", config=PackedConfig(64, 2, 2, 2))
 
 
 # The Hopper kernel, without a GPU.

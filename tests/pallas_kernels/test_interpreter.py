@@ -50,7 +50,7 @@ def permuting(quantization: str, width: int = 512) -> tuple[Any, Any]:
         quantize_and_permute(
             x, jnp.asarray(ROW_OF), 16, quantization=quantization, implementation=name, config=PermuteConfig(2)
         )
-        for name in ("mosaic", "reference")
+        for name in ("hopper", "reference")
     )
     return _rows(found, ROW_OF[ROW_OF >= 0], 16), _rows(expected, ROW_OF[ROW_OF >= 0], 16)
 
@@ -66,7 +66,7 @@ def permuting_in_parts() -> tuple[Any, Any]:
             implementation=name,
             config=PermuteConfig(3),
         )
-        for name in ("mosaic", "reference")
+        for name in ("hopper", "reference")
     )
     own = np.array([0, 2, 3])
     return _rows(found, own, 4), _rows(expected, own, 4)
@@ -105,10 +105,10 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict
             x_scale=x_scale,
             w_scale=w_scale,
             implementation=name,
-            config=config if name == "mosaic" else None,
+            config=config if name == "hopper" else None,
             **options,
         )  # fmt: skip
-        for name in ("mosaic", "reference")
+        for name in ("hopper", "reference")
     )
     own = np.r_[0:3, block_m : 2 * block_m + 6]
     if unpermuted_rows:

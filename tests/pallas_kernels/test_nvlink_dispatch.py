@@ -59,7 +59,7 @@ def test_place_on_the_gpu(width, groups):
     rows = rng.permutation(2500)[:2400].reshape(300, 8)
     row_of = np.where(rng.random(rows.shape) < 0.3, rows, -1).astype(np.int32)
     found, wanted = (
-        place_rows(codes, scales, jnp.asarray(row_of), 2500, implementation=name) for name in ("mosaic", "reference")
+        place_rows(codes, scales, jnp.asarray(row_of), 2500, implementation=name) for name in ("hopper", "reference")
     )
     used = row_of[row_of >= 0]
     np.testing.assert_array_equal(np.asarray(found[0])[used], np.asarray(wanted[0])[used])
@@ -212,7 +212,7 @@ def test_refused_calls():
     with pytest.raises(ValueError, match="dispatch_rows was called with another"):
         combine(x, row_of, slots, weights, sum_dtype="bfloat16")
     with pytest.raises(NotImplementedError, match="there is no mailbox"):
-        combine(x, row_of, slots, weights, implementation="mosaic")
+        combine(x, row_of, slots, weights, implementation="hopper")
 
     def dispatch(x, slots, weights, **options):
         call = functools.partial(dispatch_rows, **where | options)

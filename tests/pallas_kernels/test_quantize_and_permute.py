@@ -184,7 +184,7 @@ def test_gpu_rounds_as_the_reference(quantization, dtype):
     x, row_of = make(65, 1440, 2, 150, dtype)
     bits = np.random.default_rng(1).integers(0, 1 << 8 * x.itemsize, (32, 1440), np.uint64)
     x[:32] = bits.astype(f"u{x.itemsize}").view(x.dtype)
-    found = call(x, row_of, 150, quantization, "mosaic")[0]
+    found = call(x, row_of, 150, quantization, "hopper")[0]
     with jax.default_device(cpu):
         expected = call(x, row_of, 150, quantization, "reference")[0]
     used = row_of[row_of >= 0]
@@ -311,7 +311,7 @@ def test_wrong_calls():
     with pytest.raises(ValueError, match="rows goes with row_of=None"):
         quantize_and_permute(x, row_of, 8, quantization="none", rows=jnp.zeros(3, jnp.int32))
     with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
-        quantize_and_permute(x, row_of, 8, quantization="none", implementation="mosaic")
+        quantize_and_permute(x, row_of, 8, quantization="none", implementation="hopper")
 
 
 @pytest.mark.parametrize("case", [*permute_cases(), *gather_cases()], ids=lambda case: case.name)
@@ -357,7 +357,7 @@ GPU_SIZES += [(f"e4m3_group{kind}", *size) for kind in ("", "_ue8m0") for size i
 def test_gpu(quantization, num_tokens, width):
     num_rows = num_tokens * 8 + 5
     x, row_of = make(num_tokens, width, 8, num_rows)
-    out, scale = call(x, row_of, num_rows, quantization, "mosaic")
+    out, scale = call(x, row_of, num_rows, quantization, "hopper")
     # Division on the device is off by up to 2 ulp, which moves a code only where it is at a boundary.
     check(x, row_of, num_rows, quantization, out, scale, flips=1e-3)
 
@@ -367,7 +367,7 @@ def test_gpu(quantization, num_tokens, width):
 @pytest.mark.parametrize("quantization", [kind for kind in QUANTIZATIONS if kind not in ("none", *TAKES_SCALE)])
 def test_gpu_in_place(quantization, dtype):
     x, _ = make(300, 1024, 1, 300, dtype)
-    run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="mosaic"))
+    run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="hopper"))
     row_of = np.where(np.arange(300) < 257, np.arange(300), -1)[:, None]
     out = run(jnp.asarray(x), jnp.asarray(np.random.default_rng(0).permutation(row_of[:, 0]), jnp.int32))
     check(x, row_of, 300, quantization, out, None, flips=1e-3)
@@ -390,7 +390,7 @@ def test_gpu_narrow_rows_have_the_bits_of_others(quantization, dtype, width):
     def run(x, row_of, rows, *, config):
         return quantize_and_permute(
             x, row_of, 4000 if rows is None else None, quantization=quantization, rows=rows, config=config,
-            implementation="mosaic",
+            implementation="hopper",
         )  # fmt: skip
 
     for places, used in (((None, named), names[names >= 0]), ((jnp.asarray(row_of), None), row_of[row_of >= 0])):
@@ -412,7 +412,7 @@ def test_gpu_wide_rows_in_parts(rows, width, parts, quantization):
     names[::3] = -1
     row_of = np.full((rows, 1), -1)
     row_of[names[names >= 0], 0] = names[names >= 0]
-    run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="mosaic"))
+    run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="hopper"))
     check(x, row_of, rows, quantization, run(jnp.asarray(x), jnp.asarray(names)), None)
 
 
@@ -427,7 +427,7 @@ def test_gpu_many_narrow_rows(quantization):
     names[::9] = -1
     row_of = np.full((70000, 1), -1)
     row_of[names[names >= 0], 0] = names[names >= 0]
-    run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="mosaic"))
+    run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="hopper"))
     check(x, row_of, 70000, quantization, run(jnp.asarray(x), jnp.asarray(names)), None, flips=1e-3)
 
 
@@ -437,7 +437,7 @@ def test_gpu_many_narrow_rows(quantization):
     [(1, 2048, 16, "bfloat16"), (37, 2880, 8, "float16"), (300, 7168, 64, "bfloat16"), (33, 200, 16, "float32")],
 )
 def test_gpu_columns_in_the_order_of_each_expert(problem):
-    check_gathered("mosaic", *problem)
+    check_gathered("hopper", *problem)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

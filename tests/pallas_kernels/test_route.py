@@ -170,8 +170,8 @@ def test_wrong_calls():
     with pytest.raises(ValueError, match="groups_kept=1 of 4 groups hold 2 experts, top_k is 3"):
         route(z, 3, num_groups=4, groups_kept=1)
     for call in (
-        lambda: route(z, 2, implementation="mosaic"),
-        lambda: route_and_align(z, 2, 8, implementation="mosaic"),
+        lambda: route(z, 2, implementation="hopper"),
+        lambda: route_and_align(z, 2, 8, implementation="hopper"),
     ):
         with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
             call()
@@ -207,38 +207,38 @@ def test_lowers_for_cuda(case):
 @pytest.mark.parametrize("tokens", [1, 5, 64, 1001])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_gpu(name, tokens):
-    run(name, tokens, "mosaic", seed=tokens)
-    run_aligned(name, tokens, "mosaic")
+    run(name, tokens, "hopper", seed=tokens)
+    run_aligned(name, tokens, "hopper")
 
 
 @pytest.mark.gpu
 def test_gpu_many_tokens():
-    run("softmax 512, top 16, masked", 16383, "mosaic")
+    run("softmax 512, top 16, masked", 16383, "hopper")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [9, 1001])
 def test_gpu_shard_of_experts(tokens):
-    run_aligned("softmax 128", tokens, "mosaic", shard=(32, 64))
-    run_aligned("softmax 512, top 16, masked", tokens, "mosaic", shard=(128, 384))
+    run_aligned("softmax 128", tokens, "hopper", shard=(32, 64))
+    run_aligned("softmax 512, top 16, masked", tokens, "hopper", shard=(128, 384))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 5, 8, 16])
 @pytest.mark.parametrize("quantization", ["e4m3_row", "int8_row", "e4m3_tensor", "e4m3_group", "e4m3_group_ue8m0"])
 def test_gpu_quantizing(quantization, tokens):
-    run_quantizing("softmax 128", tokens, quantization, 2048, "mosaic")
-    run_quantizing("softmax 512, top 16, masked", tokens, quantization, 7168, "mosaic", dtype="float16")
-    run_quantizing("sigmoid 256, bias, 8 groups", tokens, quantization, 640, "mosaic", dtype="float32", shard=(32, 64))
+    run_quantizing("softmax 128", tokens, quantization, 2048, "hopper")
+    run_quantizing("softmax 512, top 16, masked", tokens, quantization, 7168, "hopper", dtype="float16")
+    run_quantizing("sigmoid 256, bias, 8 groups", tokens, quantization, 640, "hopper", dtype="float32", shard=(32, 64))
 
 
 @pytest.mark.gpu
 def test_gpu_quantizing_in_a_launch_of_its_own():
     """More tokens than one launch routes, rows too wide for it, a format that it has not."""
-    run_quantizing("softmax 128", 16, "int8_row", 16384, "mosaic")
+    run_quantizing("softmax 128", 16, "int8_row", 16384, "hopper")
     z, x = jnp.zeros((60, 8)), jnp.asarray(np.random.default_rng(0).standard_normal((60, 512)), jnp.bfloat16)
     for quantization in ("mxfp8", "e4m3_row"):
         tokens = dict(x=x, quantization=quantization)
-        found = jax.jit(lambda z, tokens=tokens: route_and_align(z, 2, 64, tokens=tokens, implementation="mosaic"))(z)
-        codes, _ = quantize_and_permute(x, quantization=quantization, implementation="mosaic")
+        found = jax.jit(lambda z, tokens=tokens: route_and_align(z, 2, 64, tokens=tokens, implementation="hopper"))(z)
+        codes, _ = quantize_and_permute(x, quantization=quantization, implementation="hopper")
         assert np.asarray(found.codes).tobytes() == np.asarray(codes).tobytes()

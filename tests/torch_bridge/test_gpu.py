@@ -236,14 +236,14 @@ def test_gradients_where_the_kernels_have_none():
     """By default the next implementation takes a call that is differentiated; the kernels alone say so."""
     x, z = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16), cuda_inputs(4)[1]
     grads = []
-    for options in ({}, dict(torch_kernels=False), dict(implementation="xla"), dict(implementation="mosaic")):
+    for options in ({}, dict(torch_kernels=False), dict(implementation="xla"), dict(implementation="hopper")):
         layer = torch_bridge.FusedMoE(
             E, K, 512, 512, torch.bfloat16, quant_config="fp8_channel", device="cuda", **options
         )
         layer.load_dummy_weights()
         leaf = x.clone().requires_grad_()
         y = layer(leaf, z)
-        if options.get("implementation") == "mosaic":
+        if options.get("implementation") == "hopper":
             with pytest.raises(NotImplementedError, match="has no gradient"):
                 y.backward(torch.ones_like(x))
         else:

@@ -51,7 +51,7 @@ def gemm_case(kind="fp8_row"):
     static = {name: value for name, value in problem.kwargs.items() if not isinstance(value, jax.Array)}
 
     def function(args, arrays):
-        return grouped_gemm(*args, **arrays, **static, implementation="mosaic")
+        return grouped_gemm(*args, **arrays, **static, implementation="hopper")
 
     own = problem.row_expert >= 0
     return function, (problem.args, arrays), own
@@ -80,7 +80,7 @@ def test_one_kernel_is_what_as_torch_kernel_makes_of_it():
     rows = torch.from_numpy(rng.standard_normal((64, 256), np.float32)).cuda().bfloat16()
     row_of = torch.from_numpy(rng.permutation(64)[:16].reshape(8, 2).astype(np.int32)).cuda()
     weights = torch.from_numpy(rng.random((8, 2), np.float32)).cuda()
-    function = functools.partial(combine, implementation="mosaic")
+    function = functools.partial(combine, implementation="hopper")
     torch.cuda.synchronize()
     expected = plgpu.as_torch_kernel(lambda *args: function(*args))(rows, row_of, weights)
     torch.cuda.synchronize()

@@ -69,7 +69,7 @@ def test_programs_run_their_steps_in_order(monkeypatch):
     def function(pair):
         x, row_of = pair["x"], pair["row_of"]
         weights = jnp.broadcast_to(jnp.reshape(pair["w"], (1, 2)), (4, 2)).astype(jnp.float32)
-        twice = [combine(x, row_of, weights, out_dtype=jnp.bfloat16, implementation="mosaic") for _ in range(2)]
+        twice = [combine(x, row_of, weights, out_dtype=jnp.bfloat16, implementation="hopper") for _ in range(2)]
         return {"y": twice[0].reshape(8, 128), "z": twice[1].astype(jnp.float32), "w": weights}
 
     launched = []
@@ -169,7 +169,7 @@ def test_launches_give_what_jaxs_launcher_gives(of_version, monkeypatch):
     monkeypatch.setattr(_launch, "_current_stream", lambda device: 77)
 
     def function(x, row_of, weights):
-        twice = [combine(x, row_of, weights, out_dtype=jnp.float32, implementation="mosaic") for _ in range(2)]
+        twice = [combine(x, row_of, weights, out_dtype=jnp.float32, implementation="hopper") for _ in range(2)]
         return twice[1]
 
     tensors = torch.randn(16, 256).bfloat16(), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
@@ -198,7 +198,7 @@ def test_the_launcher_of_this_jax_is_known(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: Library())
-    function = functools.partial(combine, implementation="mosaic")
+    function = functools.partial(combine, implementation="hopper")
     arguments = STRUCT((16, 256), jnp.bfloat16), STRUCT((4, 2), jnp.int32), STRUCT((4, 2), jnp.float32)
     [kernel] = KernelProgram(function, *arguments).kernels
     with pytest.raises(RuntimeError, match="Failed to compile the module"):

@@ -49,8 +49,8 @@ def grouped_gemm_packed(
         out_dtype: of the result.
         block_m: with it x is (T, K), T <= block_m: the unpermuted tokens, which are the first rows of every tile.
             Scales of rows are then those of one tile, (block_m,), of any value past T.
-        config: of the mosaic implementation; chosen when None.
-        implementation: "mosaic" or "reference", or several in the order to try; all when None.
+        config: of the hopper implementation; chosen when None.
+        implementation: "hopper" or "reference", or several in the order to try; all when None.
 
     Returns (Mp, N) out_dtype; rows of tiles from num_tiles on are unspecified. Raises ValueError or TypeError for a
     wrong call and NotImplementedError, with one reason for each implementation tried, when none can run it.
@@ -104,7 +104,7 @@ def describe_call(
     )
 
 
-def _run_mosaic(desc: PackedDesc, config: PackedConfig | None, operands: Operands) -> jax.Array:
+def _run_hopper(desc: PackedDesc, config: PackedConfig | None, operands: Operands) -> jax.Array:
     block_m = check_block_m(config, operands, desc.rows)
     config = config or choose_config(desc, block_m, hopper_sms())
     if reason := config_error(desc, config):
@@ -130,4 +130,4 @@ def _run_reference(desc: PackedDesc, config: PackedConfig | None, operands: Oper
     return grouped_gemm_packed_ref(desc, **(permuted(operands, desc.rows) if desc.unpermuted_rows else operands))
 
 
-_RUN = {"mosaic": _run_mosaic, "reference": _run_reference}
+_RUN = {"hopper": _run_hopper, "reference": _run_reference}

@@ -143,13 +143,13 @@ def small_calls() -> dict[str, Callable[[], Call]]:
             f"route_and_align, {kind} of its tokens": functools.partial(_routing_and_quantizing, kind)
             for kind in ("e4m3_row", "int8_row", "e4m3_tensor", "e4m3_group")
         },
-        "align": lambda: (lambda ids: align(ids, 5, 16, implementation="mosaic"), (_ids(33),)),
+        "align": lambda: (lambda ids: align(ids, 5, 16, implementation="hopper"), (_ids(33),)),
         "align of a shard": lambda: (
-            lambda ids: align(ids, 2, 16, group_offset=2, implementation="mosaic"),
+            lambda ids: align(ids, 2, 16, group_offset=2, implementation="hopper"),
             (_ids(33),),
         ),
         "align, pairs shared by blocks": lambda: (
-            lambda ids: align(ids, 5, 16, config=AlignConfig(1, 3), implementation="mosaic"),
+            lambda ids: align(ids, 5, 16, config=AlignConfig(1, 3), implementation="hopper"),
             (_ids(300),),
         ),
         "quantize_and_permute with columns in an order": _gathering,
@@ -200,7 +200,7 @@ def _ids(tokens: int, experts: int = 5) -> jax.Array:
 
 def _routing(tokens: int, bias: bool = False, **options: Any) -> Call:
     logits, biases = (jnp.asarray(_rng().standard_normal(shape), jnp.float32) for shape in ((tokens, 40), 40))
-    options = dict(scoring="sigmoid" if bias else "softmax", implementation="mosaic") | options
+    options = dict(scoring="sigmoid" if bias else "softmax", implementation="hopper") | options
 
     def run(logits, biases):
         routed = route_and_align(logits, 4, 16, bias=biases if bias else None, **options)
@@ -219,7 +219,7 @@ def _routing_and_quantizing(quantization: str) -> Call:
 
     def run(logits, x):
         tokens = dict(x=x, quantization=quantization, scale=scale)
-        routed = route_and_align(logits, 4, 16, unpermuted=True, tokens=tokens, implementation="mosaic")
+        routed = route_and_align(logits, 4, 16, unpermuted=True, tokens=tokens, implementation="hopper")
         return routed.weights, routed.ids, routed.tiles, routed.codes, routed.scales
 
     return run, (logits, x)
@@ -235,7 +235,7 @@ def _permuting(quantization: str, config: PermuteConfig | None = None) -> Call:
     scale = jnp.float32(0.03) if quantization in TAKES_SCALE else None
 
     def run(x, row_of):
-        options: dict[str, Any] = dict(quantization=quantization, scale=scale, config=config, implementation="mosaic")
+        options: dict[str, Any] = dict(quantization=quantization, scale=scale, config=config, implementation="hopper")
         return quantize_and_permute(x, row_of, 40, **options)
 
     return run, (x, jnp.asarray(row_of))
@@ -246,7 +246,7 @@ def _in_place(quantization: str, config: PermuteConfig | None = None, width: int
     scale = jnp.float32(0.03) if quantization in TAKES_SCALE else None
 
     def run(x, rows):
-        options: dict[str, Any] = dict(quantization=quantization, scale=scale, config=config, implementation="mosaic")
+        options: dict[str, Any] = dict(quantization=quantization, scale=scale, config=config, implementation="hopper")
         return quantize_and_permute(x, rows=rows, **options)
 
     return run, (x, jnp.asarray(np.where(_rng().random(27) < 0.75, rows, -1), jnp.int32))
@@ -258,7 +258,7 @@ def _gathering() -> Call:
     tile_expert = _rng().integers(0, 5, 5).astype(np.int32)
 
     def run(x, row_of, columns, tile_expert):
-        options: dict[str, Any] = dict(columns=columns, tile_expert=tile_expert, implementation="mosaic")
+        options: dict[str, Any] = dict(columns=columns, tile_expert=tile_expert, implementation="hopper")
         return quantize_and_permute(x, row_of, 40, quantization="none", **options)
 
     return run, tuple(map(jnp.asarray, (x, row_of, columns, tile_expert)))
@@ -267,7 +267,7 @@ def _gathering() -> Call:
 def _combining() -> Call:
     rows, row_of = jnp.asarray(_rng().standard_normal((40, 640)), jnp.bfloat16), _rows(9, 3, 40)
     weights = jnp.asarray(_rng().random((9, 3)), jnp.float32)
-    return functools.partial(combine, implementation="mosaic"), (rows, jnp.asarray(row_of), weights)
+    return functools.partial(combine, implementation="hopper"), (rows, jnp.asarray(row_of), weights)
 
 
 def _placing(quantization: str) -> Call:
@@ -275,7 +275,7 @@ def _placing(quantization: str) -> Call:
     codes, scales = quantize_and_permute(x, quantization=quantization, implementation="reference")
 
     def run(codes, scales, row_of):
-        return place_rows(codes, scales, row_of, 40, implementation="mosaic")
+        return place_rows(codes, scales, row_of, 40, implementation="hopper")
 
     return run, (codes, jnp.asarray(np.asarray(scales).T), jnp.asarray(row_of))
 
@@ -354,7 +354,7 @@ def _bound(op: Callable[..., Any], problem: Any) -> Call:
     static = {name: value for name, value in problem.kwargs.items() if name not in arrays}
 
     def run(args, arrays):
-        return op(*args, **arrays, **static, implementation="mosaic")
+        return op(*args, **arrays, **static, implementation="hopper")
 
     return run, (problem.args, arrays)
 

@@ -66,7 +66,7 @@ class Problem:
     def compiled(self, op: Callable[..., Any], config: Any = None) -> Callable[[], Any]:
         """A function that runs the Hopper kernel; its outputs land in memory that held NaN before."""
         arrays, static = self.split()
-        call = jax.jit(lambda args, arrays: op(*args, **arrays, **static, config=config, implementation="mosaic"))
+        call = jax.jit(lambda args, arrays: op(*args, **arrays, **static, config=config, implementation="hopper"))
         call = call.lower(self.args, arrays).compile()
 
         def once():
