@@ -18,6 +18,7 @@ from torch_bridge._methods import (
     replace_parameter,
     set_weight_attrs,
 )
+from torch_bridge._moe_config import FusedMoEConfig, FusedMoEParallelConfig, MoEActivation, RoutingMethodType
 from torch_bridge._online import (
     Int8OnlineMoEMethod,
     MoeOnlineQuantizer,
@@ -35,14 +36,18 @@ __all__ = [
     "CompressedTensorsW8A8Fp8MoEMethod",
     "CompressedTensorsWNA16MarlinMoEMethod",
     "FusedMoE",
+    "FusedMoEConfig",
     "FusedMoEMethodBase",
+    "FusedMoEParallelConfig",
     "FusedMoEQuantConfig",
     "Int8OnlineMoEMethod",
+    "MoEActivation",
     "MoeOnlineQuantizer",
     "MoeOnlineWeightQuantizer",
     "OnlineMoEMethodBase",
     "PatchedExperts",
     "Rank",
+    "RoutingMethodType",
     "SchemeMoEMethod",
     "SchemeOnlineMoEMethod",
     "UnquantizedFusedMoEMethod",

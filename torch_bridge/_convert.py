@@ -151,7 +151,7 @@ def to_nnx(layer: FusedMoE) -> moe_jax.FusedMoE:
         )
     bias = layer.correction_bias
     table = layer.routing_params.hash_indices_table
-    config = layer.moe_config
+    config = layer.config
     fields = _arguments(moe_jax.FusedMoE, config)
     sizes = [fields.pop(name) for name in ("num_experts", "hidden_size", "intermediate_size")]
     built = moe_jax.FusedMoE(

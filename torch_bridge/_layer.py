@@ -19,6 +19,7 @@ from torch_bridge import _ops
 from torch_bridge._calls import Experts, JaxCalls
 from torch_bridge._layer_loading import LoadingMixin
 from torch_bridge._methods import SchemeMoEMethod
+from torch_bridge._moe_config import FusedMoEConfig, MoEActivation, RoutingMethodType, get_routing_method_type
 from torch_bridge._rank import Rank
 from torch_bridge._resolve import resolve_method
 from torch_bridge._state_dict import StateDictMixin
@@ -136,6 +137,33 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         self.params_dtype: torch.dtype = params_dtype or torch.get_default_dtype()
         self.rank: Rank = Rank.current(num_experts, tp_size, ep_size, tp_rank, ep_rank, expert_placement_strategy)
         self.torch_kernels = torch_kernels
+        self.moe_config: FusedMoEConfig = FusedMoEConfig(
+            num_experts=num_experts,
+            experts_per_token=top_k,
+            hidden_dim=hidden_size,
+            intermediate_size=intermediate_size,
+            num_local_experts=self.rank.num_local_experts,
+            num_logical_experts=num_experts,
+            activation=MoEActivation.of(activation, is_act_and_mul),
+            device=self.device,
+            routing_method=RoutingMethodType.Custom
+            if custom_routing_function is not None
+            else get_routing_method_type(
+                scoring_func,
+                top_k,
+                renormalize,
+                num_expert_group if use_grouped_topk else None,
+                e_score_correction_bias is not None,
+                routed_scaling_factor,
+            ),
+            moe_parallel_config=self.rank.moe_parallel_config,
+            in_dtype=self.params_dtype,
+            router_logits_dtype=router_logits_dtype,
+            has_bias=has_bias,
+            swiglu_limit=swiglu_limit,
+            swiglu_alpha=swiglu_alpha,
+            swiglu_beta=swiglu_beta,
+        )
         self.quant_method: Any = resolve_method(quant_config, self, prefix, online=online)
         bias = None if e_score_correction_bias is None else np.zeros(e_score_correction_bias.shape, np.float32)
         described = moe_jax.FusedMoE(
@@ -176,10 +204,8 @@ class FusedMoE(StateDictMixin, LoadingMixin):
                 f"torch_kernels=True launches the kernels of implementation {launched}, found {implementation=}; leave "
                 "one of them out"
             )
-        self.moe_config: MoEConfig = self._on_device(described.config)
-        if self.rank.tp_size > 1 and intermediate_size % self.rank.tp_size:
-            raise ValueError(f"intermediate_size={intermediate_size} does not divide by tp_size={self.rank.tp_size}")
-        self.local_config: MoEConfig = self.rank.shard.local(self.moe_config)
+        self.config: MoEConfig = self._on_device(described.config)
+        self.local_config: MoEConfig = self.rank.shard.local(self.config)
         self.reduce_results = reduce_results
         self.expert_mapping = expert_mapping
         self.gate: Any = gate
@@ -198,7 +224,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         self._create_weights()
 
     def _create_weights(self) -> None:
-        config = self.moe_config
+        config = self.config
         self.quant_method.create_weights(
             layer=self,
             num_experts=self.local_num_experts,
@@ -268,7 +294,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's router alone: topk_weights (T, top_k) float32 and global topk_ids (T, top_k)."""
-        arguments = router_logits, self.correction_bias, None, self.moe_config.top_k, self.layer_name
+        arguments = router_logits, self.correction_bias, None, self.config.top_k, self.layer_name
         weights, ids = _ops.call(_ops.select_experts_op, hidden_states, *arguments)
         dtype = self.quant_method.topk_indices_dtype
         return weights, ids if dtype is None else ids.to(dtype)
@@ -295,7 +321,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
             raise RuntimeError(
                 f"{self.layer_name} has no weights yet: call load_weights(pairs), then process_weights_after_loading()"
             )
-        config = self.moe_config
+        config = self.config
         if x.ndim != 2 or x.shape[1] != config.hidden_size:
             raise ValueError(f"{self.layer_name}: x has shape {tuple(x.shape)}, expected (T, {config.hidden_size})")
         if not x.is_floating_point():
@@ -332,7 +358,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         if probe.device != self.device and not probe.is_meta:
             weights = None if self._experts is None else self.expert_weights
             self.device = probe.device
-            self.moe_config, self.local_config = self._on_device(self.moe_config), self._on_device(self.local_config)
+            self.config, self.local_config = self._on_device(self.config), self._on_device(self.local_config)
             if weights is not None:
                 self.install(weights)
         return self
@@ -369,11 +395,11 @@ class FusedMoE(StateDictMixin, LoadingMixin):
 
     @property
     def global_num_experts(self) -> int:
-        return self.moe_config.num_experts
+        return self.config.num_experts
 
     @property
     def logical_num_experts(self) -> int:
-        return self.moe_config.num_experts
+        return self.config.num_experts
 
     @property
     def local_num_experts(self) -> int:
@@ -433,7 +459,7 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         return explain(self.local_config, weights, num_tokens)
 
     def extra_repr(self) -> str:
-        c = self.moe_config
+        c = self.config
         return (
             f"num_experts={c.num_experts}, local_num_experts={self.local_num_experts}, top_k={c.top_k}, "
             f"hidden_size={c.hidden_size}, intermediate_size={c.intermediate_size}, scheme={c.scheme.name!r}, "

@@ -78,14 +78,14 @@ class LoadingMixin(MoELayer):
         """The arguments of ``weight_loader`` as moe_jax's loaders take them. Raises ValueError for a wrong shard_id."""
         leaf = self._leaf_name(param)
         if not shard_id and expert_id is None:
-            shards = ("w2",) if leaf.startswith("w2_") else ("w1", "w3")[: self.moe_config.num_projections]
+            shards = ("w2",) if leaf.startswith("w2_") else ("w1", "w3")[: self.config.num_projections]
         elif shard_id not in SHARD_IDS:
             raise ValueError(f"{weight_name}: shard_id={shard_id!r}, expected one of {', '.join(SHARD_IDS)}")
-        elif shard_id == "w3" and not self.moe_config.is_act_and_mul:
+        elif shard_id == "w3" and not self.config.is_act_and_mul:
             raise ValueError(f"{weight_name}: w3 has no place in a layer that is not gated, which holds w1 alone")
         else:
             shards = (shard_id,)
-        stacked = len(shards) == 2 and is_interleaved(self.moe_config)
+        stacked = len(shards) == 2 and is_interleaved(self.config)
         tensor = ExpertTensor(weight_name, None, expert_id, shards, leaf.partition("_")[2], "", stacked)
         if tensor.leaf != leaf:
             raise ValueError(f"{weight_name}: shard_id={shard_id!r} does not belong to {leaf}")
@@ -113,7 +113,7 @@ class LoadingMixin(MoELayer):
             shard_id,
             expert_id,
             True,
-            is_act_and_mul=self.moe_config.is_act_and_mul,
+            is_act_and_mul=self.config.is_act_and_mul,
             tp_rank=self.rank.tp_rank,
             tp_size=self.rank.tp_size,
             expert_map=self.rank.expert_map,
@@ -187,7 +187,7 @@ class LoadingMixin(MoELayer):
             Experts(
                 packed,
                 _unnamed(self.local_config),
-                _unnamed(self.moe_config),
+                _unnamed(self.config),
                 self._routing,
                 expert_map,
                 is_first_rank=self.rank.tp_rank == self.rank.ep_rank == 0,
@@ -218,7 +218,7 @@ class LoadingMixin(MoELayer):
                 f"{type(method).__name__} keeps its own parameters; only methods over moe_jax load through the layer"
             )
         return LayerLoader(
-            self.moe_config,
+            self.config,
             method.method,
             shard=self.rank.shard,
             quantize=method.quantizes_online if online is None else online,
@@ -258,7 +258,7 @@ class LoadingMixin(MoELayer):
         """What a checkpoint name says, by the layer's mapping or by known spellings; nothing for what is no expert."""
         if self.expert_mapping is not None:
             return map_expert_name(self.expert_mapping, name)
-        config = self.moe_config
+        config = self.config
         names = ExpertNames(is_gated=config.is_act_and_mul, is_interleaved=is_interleaved(config))
         parsed = names.parse(name)
         return () if parsed is None else (parsed,)

@@ -11,6 +11,7 @@ from moe_jax import ExpertWeights, MoEConfig, Scheme
 from moe_jax.loading import ExpertTensor
 from moe_jax.quantization import LeafSpec, MoEMethod, method_for
 from torch_bridge import _ops
+from torch_bridge._moe_config import FusedMoEConfig
 from torch_bridge._rank import Rank
 from torch_bridge._tensors import to_torch, torch_dtype
 
@@ -18,7 +19,8 @@ from torch_bridge._tensors import to_torch, torch_dtype
 class MoELayer(torch.nn.Module):
     """What a method reads of the layer that it serves: the base of ``torch_bridge.FusedMoE``."""
 
-    moe_config: MoEConfig
+    moe_config: FusedMoEConfig
+    config: MoEConfig
     local_config: MoEConfig
     rank: Rank
     layer_name: str

@@ -168,7 +168,7 @@ class MoeOnlineWeightQuantizer:
         self._processed = True
 
     def _new_loader(self, layer: MoELayer) -> LayerLoader:
-        return LayerLoader(layer.moe_config, method_for(None), shard=layer.rank.shard, fused_layout="out_in")
+        return LayerLoader(layer.config, method_for(None), shard=layer.rank.shard, fused_layout="out_in")
 
     def _loader_for(self, layer: MoELayer) -> Any:
         def weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):

@@ -28,7 +28,7 @@ class PatchedExperts(torch.nn.Module):
         super().__init__()
         self.experts: FusedMoE = experts
         self._is_transposed = is_transposed
-        if not experts.moe_config.scheme.is_quantized:
+        if not experts.config.scheme.is_quantized:
             self.register_state_dict_post_hook(_to_transformers)
             self.register_load_state_dict_pre_hook(_from_transformers)
 

@@ -8,6 +8,7 @@ import torch
 
 from moe_jax.loading import Shard
 from moe_jax.parallel import determine_expert_map
+from torch_bridge._moe_config import FusedMoEParallelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,11 @@ class Rank:
     @property
     def num_local_experts(self) -> int:
         return determine_expert_map(self.ep_size, self.ep_rank, self.num_experts, self.strategy)[0]
+
+    @property
+    def moe_parallel_config(self) -> FusedMoEParallelConfig:
+        """The same as vLLM says it."""
+        return FusedMoEParallelConfig.of_rank(self.tp_size, self.tp_rank, self.ep_size, self.ep_rank)
 
     @property
     def is_whole(self) -> bool:

@@ -18,11 +18,12 @@ def resolve_method(quant_config: Any, layer: Any, prefix: str, *, online: bool) 
     elif quant_config is None or isinstance(quant_config, str | Scheme | Mapping):
         scheme = Scheme.parse(quant_config)
         if online:
-            return SchemeOnlineMoEMethod(scheme)
-        return SchemeMoEMethod(scheme) if scheme.is_quantized else UnquantizedFusedMoEMethod()
+            return SchemeOnlineMoEMethod(scheme, layer.moe_config)
+        moe = layer.moe_config
+        return SchemeMoEMethod(scheme, moe) if scheme.is_quantized else UnquantizedFusedMoEMethod(moe)
     elif hasattr(quant_config, "get_quant_method"):
         method = quant_config.get_quant_method(layer, prefix)
-        method = UnquantizedFusedMoEMethod() if method is None else method
+        method = UnquantizedFusedMoEMethod(layer.moe_config) if method is None else method
     else:
         raise TypeError(
             f"quant_config is a {type(quant_config).__name__}, expected None, a scheme's name, a Scheme, a dict, a "
@@ -32,4 +33,11 @@ def resolve_method(quant_config: Any, layer: Any, prefix: str, *, online: bool) 
         raise TypeError(f"quant_config gave a {type(method).__name__} for {prefix!r}, expected a FusedMoEMethodBase")
     if online:
         raise ValueError("online=True is for a scheme; a method object says by itself whether it quantizes")
+    return _told(method, layer)
+
+
+def _told(method: FusedMoEMethodBase, layer: Any) -> FusedMoEMethodBase:
+    """The method, with the layer's configuration where it has none of its own."""
+    if getattr(method, "moe", None) is None:
+        method.moe = layer.moe_config
     return method

@@ -36,7 +36,7 @@ class StateDictMixin(LoadingMixin):
         leaves = {name: p.data for name, p in self.named_parameters(recurse=False) if name.startswith(_PREFIXES)}
         if self._experts is not None:
             leaves = stored_leaves(self._experts.weights, self.local_config)
-            leaves = interleaved(leaves) if is_interleaved(self.moe_config) else leaves
+            leaves = interleaved(leaves) if is_interleaved(self.config) else leaves
         for name, leaf in leaves.items():
             destination[f"{prefix}{self.quant_method.exported_name(name)}"] = leaf
 
@@ -87,7 +87,7 @@ class StateDictMixin(LoadingMixin):
         loader = self.new_loader(online=is_online)
         try:
             for name in sorted(expected):
-                loader.accept_leaf(name, to_numpy(names[name]), is_interleaved=is_interleaved(self.moe_config))
+                loader.accept_leaf(name, to_numpy(names[name]), is_interleaved=is_interleaved(self.config))
             if self._experts is not None:
                 self.install(self.finished(loader))
             else:

@@ -92,16 +92,14 @@ def convert_vllm(layer: Any, quant_config: Any, **options: Any) -> FusedMoE:
         **options,
         **{name: getattr(layer, name) for name in _ROUTING if getattr(layer, name, None) is not None},
     )
-    weights = ours.moe_config.scheme.weights
+    weights = ours.config.scheme.weights
     if weights is not None and not weights.actorder:  # vLLM registers them all the same
         leaves = {name: leaf for name, leaf in leaves.items() if not name.endswith("g_idx")}
     try:
         ours.load_state_dict(leaves)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"{type(layer).__name__} does not hold scheme {ours.moe_config.scheme.name!r}: {reason}"
-        ) from None
+        raise ValueError(f"{type(layer).__name__} does not hold scheme {ours.config.scheme.name!r}: {reason}") from None
     ours.process_weights_after_loading()
     return ours
 

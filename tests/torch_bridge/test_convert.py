@@ -223,7 +223,7 @@ def test_nnx_and_back(scheme):
     assert_same_weights(shell.weights.get_value(), layer.expert_weights)
     back = torch_bridge.from_nnx(shell)
     assert_same_weights(back.expert_weights, layer.expert_weights)
-    assert back.moe_config.scheme == layer.moe_config.scheme and back.moe_config.top_k == layer.moe_config.top_k
+    assert back.config.scheme == layer.config.scheme and back.config.top_k == layer.config.top_k
     with pytest.raises(ValueError, match="one part of 2"):
         torch_bridge.to_nnx(loaded_bridge(scheme, stored_arrays(scheme), ep_size=2, ep_rank=0))
 

@@ -105,7 +105,7 @@ def test_every_method(scheme):
         layer.register_parameter("w13_weight_shape", torch.nn.Parameter(torch.zeros(E, 2), requires_grad=False))
         layer.register_parameter("w13_weight_g_idx", torch.nn.Parameter(torch.zeros(E, 128), requires_grad=False))
     converted = torch_bridge.convert(layer)
-    assert converted.moe_config.scheme.name == scheme and converted.params_dtype == torch.bfloat16
+    assert converted.config.scheme.name == scheme and converted.params_dtype == torch.bfloat16
     reference = loaded_bridge(scheme, stored_arrays(scheme))
     assert_same_weights(converted.expert_weights, reference.expert_weights)
 
