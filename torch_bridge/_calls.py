@@ -18,7 +18,7 @@ from moe_jax import ExpertWeights, MoEConfig, fused_experts, fused_moe
 from moe_jax.experts._fused_moe import finish
 from moe_jax.models._compiled import SMALLEST_BUCKET, bucket
 from moe_jax.routing import RoutingParams, route
-from torch_bridge._tensors import to_arguments, to_torch
+from torch_bridge._tensors import narrowed, numpy_dtype, to_arguments, to_torch
 
 
 @jax.tree_util.register_dataclass
@@ -96,6 +96,11 @@ class JaxCalls:
             name: _compiled(structure, name)
             for name in ("moe", "experts", "select", "moe_gradients", "experts_gradients")
         }
+
+    def check(self, method: str, *tensors: torch.Tensor | None) -> None:
+        """Raise for tensors without rows what ``run`` raises for others: shapes and dtypes that do not fit."""
+        arrays = [t if t is None else jax.ShapeDtypeStruct(t.shape, numpy_dtype(narrowed(t).dtype)) for t in tensors]
+        jax.eval_shape(self.functions[method], self.leaves, arrays, None)
 
     def run(self, method: str, *tensors: torch.Tensor | None, bias: int | None = None) -> Any:
         """A method of ``Experts`` on tensors with T rows each. bias: the place of the tensor that has no tokens."""

@@ -164,6 +164,9 @@ def to_nnx(layer: FusedMoE) -> moe_jax.FusedMoE:
 def from_nnx(layer: moe_jax.FusedMoE, *, prefix: str = "", **options: Any) -> FusedMoE:
     """A bridge layer over the weights of a processed ``moe_jax.FusedMoE``. options: more arguments of ``FusedMoE``.
 
+    Both layers have one memory: what is written into a parameter or the correction bias of the new one
+    (``layer.w2_weight.data``) changes the other. A reload of one leaves the other alone, unless a CUDA graph holds it.
+
     Raises NotImplementedError for a layer with JAX modules inside (router, shared experts, transforms), which torch
     cannot run; give their torch counterparts to ``FusedMoE`` yourself.
     """

@@ -23,7 +23,7 @@ from torch_bridge._moe_config import FusedMoEConfig, MoEActivation, RoutingMetho
 from torch_bridge._rank import Rank
 from torch_bridge._resolve import resolve_method
 from torch_bridge._state_dict import StateDictMixin
-from torch_bridge._tensors import numpy_dtype, to_numpy
+from torch_bridge._tensors import check_tensor, numpy_dtype, to_numpy
 
 _NOT_TRAINABLE = (
     "{name}: a parameter of the experts requires a gradient, which experts of the bridge do not have; call "
@@ -261,11 +261,15 @@ class FusedMoE(StateDictMixin, LoadingMixin):
         token_ids: (...,), needed by hash routing only. The result includes shared experts, if there are any; with
         several ranks it is the sum over them with ``reduce_results``, else this rank's part.
         """
+        check_tensor(f"{self.layer_name}: x", hidden_states)
         logits = router_logits
         if logits is None:
             if self.gate is None:
                 raise ValueError(f"router_logits is None and {self.layer_name} owns no gate; pass logits or gate=")
             logits = self.gate(hidden_states)
+        for label, tensor in (("router_logits", logits), ("token_ids", token_ids)):
+            if tensor is not None:
+                check_tensor(f"{self.layer_name}: {label}", tensor)
         lead = hidden_states.shape[:-1]
         tokens = hidden_states if len(lead) == 1 else hidden_states.reshape(-1, hidden_states.shape[-1])
         routed_in = tokens if self.routed_input_transform is None else self.routed_input_transform(tokens)

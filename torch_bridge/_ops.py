@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from torch_bridge._process import check_process
+from torch_bridge._tensors import check_tensor
+
 # Layers by name, vLLM's "static forward context": operators carry names, since they cannot carry modules.
 layers: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
 
@@ -33,6 +36,7 @@ def call(operator: Any, x: torch.Tensor, *args: Any) -> Any:
     """An operator on x and the rest; its function alone where nobody looks on, since the dispatcher costs more than all
     the rest of a call: nothing is traced or transformed, and no gradient is asked for.
     """
+    check_tensor(f"{args[-1]}: x", x)
     if (
         torch.compiler.is_compiling()
         or type(x) is not torch.Tensor
@@ -73,11 +77,14 @@ def _run(layer_name: str, method: str, *tensors: torch.Tensor | None, bias: int 
 
     bias: the place of the tensor that has no tokens.
     """
+    check_process(layer_name)
     layer = layers.get(layer_name)
     if layer is None:
         raise RuntimeError(f"layer {layer_name!r} does not exist any more; a traced program needs its layers alive")
     calls = layer.calls_for(*[t for place, t in enumerate(tensors) if t is not None and place != bias])
+    tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
     if tensors[0] is not None and tensors[0].shape[0] == 0:
+        calls.check(method, *tensors)
         return None
     return calls.run(method, *tensors, bias=bias)
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportPrivateImportUsage]
 
+from torch_bridge._process import check_process
+
 _NUMPY_OF_TORCH = {
     torch.float32: np.dtype(np.float32),
     torch.float16: np.dtype(np.float16),
@@ -59,7 +61,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """
     if tensor.is_meta:
         raise ValueError(f"tensor {tuple(tensor.shape)} is on the meta device and has no values to load")
-    dtype, tensor = numpy_dtype(tensor.dtype), tensor.detach().cpu()
+    dtype, tensor = numpy_dtype(tensor.dtype), tensor.detach().cpu().resolve_neg()
     bits = _BITS.get(tensor.dtype)
     return tensor.numpy() if bits is None else tensor.view(bits).numpy().view(dtype)
 
@@ -69,7 +71,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
 
     64-bit integers are ``narrowed``.
     """
-    tensor = narrowed(tensor.detach())
+    tensor = narrowed(tensor.detach().resolve_neg())
     if tensor.is_cuda and tensor.data_ptr() % CUDA_ALIGNMENT:
         tensor = tensor.clone()
     try:
@@ -146,6 +148,16 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     return from_dlpack(array.__dlpack__(stream=stream))  # pyright: ignore[reportCallIssue]
 
 
+def check_tensor(label: str, value: Any) -> None:
+    """Raises TypeError for what is no torch tensor with strides, ValueError for one without axes."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{label} is a {type(value).__name__}, expected a torch tensor")
+    if value.layout != torch.strided:
+        raise TypeError(f"{label} has layout {value.layout}, expected torch.strided; call its to_dense()")
+    if not value.ndim:
+        raise ValueError(f"{label} has shape (), expected an axis at least")
+
+
 def refuse_foreign(parameters: Mapping[str, Any]) -> None:
     """Raises NotImplementedError for parameters of bitsandbytes or GGUF, by name, with the way out."""
     for name, parameter in parameters.items():
@@ -164,9 +176,14 @@ def refuse_foreign(parameters: Mapping[str, Any]) -> None:
         )
 
 
-@functools.cache
 def jax_device(device: torch.device) -> Any:
-    """The ``jax.Device`` of a torch device. Raises RuntimeError when JAX does not see it."""
+    """The ``jax.Device`` of a torch device. Raises RuntimeError when JAX does not see it, or cannot run."""
+    check_process("experts")
+    return _jax_device(device)
+
+
+@functools.cache
+def _jax_device(device: torch.device) -> Any:
     platform = {"cpu": "cpu", "cuda": "cuda"}.get(device.type)
     try:
         return jax.devices(platform)[device.index or 0] if platform else _no_device(device)

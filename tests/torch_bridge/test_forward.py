@@ -1,5 +1,10 @@
 """Calling the torch layer: the nnx layer's bits, no copies on the way, gradients, compilation, refusals."""
 
+import functools
+import inspect
+import os
+import select
+import signal
 import warnings
 
 import jax
@@ -398,6 +403,75 @@ def test_call_refuses():
     with pytest.raises(TypeError, match="experts keep params_dtype"):
         layer.half()
     assert layer.to("cpu") is layer and layer.w2_weight.dtype == torch.bfloat16
+
+
+def test_what_is_no_tensor_with_rows_is_named():
+    layer = loaded_bridge("bf16", plain_arrays())
+    x, z = inputs(3)
+    assert torch.equal(layer(x._neg_view(), z._neg_view()), layer(-x, -z))
+    for arguments, error, message in (
+        ((None, z), TypeError, "x is a NoneType, expected a torch tensor"),
+        ((np.zeros((3, H))[::-1], z), TypeError, "x is a ndarray, expected a torch tensor"),
+        ((x, np.zeros((3, E))), TypeError, "router_logits is a ndarray"),
+        ((x, z, [0, 1, 2]), TypeError, "token_ids is a list"),
+        ((x.to_sparse(), z), TypeError, "x has layout torch.sparse_coo, expected torch.strided"),
+        ((x[0, 0], z), ValueError, r"x has shape \(\), expected an axis at least"),
+    ):
+        with pytest.raises(error, match=f"{layer.layer_name}: {message}"):
+            inspect.unwrap(type(layer).forward)(layer, *arguments)
+    with pytest.raises(TypeError, match="x is a NoneType, expected a torch tensor"):
+        inspect.unwrap(_ops.call)(_ops.select_experts_op, None, z, None, None, K, layer.layer_name)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int8_w8a16"])
+def test_no_tokens_are_checked_as_others_are(scheme):
+    """Same error for 0 rows and for 3, in the layer, its router and its experts."""
+    layer = loaded_bridge(scheme, stored_arrays(scheme))
+    x, z = inputs(3)
+    weights, ids = layer.select_experts(x, z)
+    for call, arguments in (
+        (layer, (x, z[:, :5])),
+        (layer.select_experts, (x, z[:, :5])),
+        (layer.select_experts, (x, z.to(torch.int32))),
+        (functools.partial(_ops.call, _ops.fused_experts_op), (x, weights, ids[:, :1], layer.layer_name)),
+        (functools.partial(_ops.call, _ops.fused_experts_op), (x, weights, ids.float(), layer.layer_name)),
+    ):
+        errors = []
+        for rows in (3, 0):
+            with pytest.raises((ValueError, TypeError)) as caught:
+                call(*[t[:rows] if isinstance(t, torch.Tensor) else t for t in arguments])
+            errors.append(str(caught.value).replace("(3, ", "(T, ").replace("(0, ", "(T, "))
+        assert errors[0] == errors[1]
+    assert layer(x[:0], z[:0]).shape == (0, H)
+    assert [t.shape for t in layer.select_experts(x[:0], z[:0])] == [(0, K)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:os.fork.*was called:RuntimeWarning", "ignore:.*use of fork.*:DeprecationWarning")
+def test_a_forked_process_is_refused(capfd):
+    """It has none of JAX's threads. A call that tried would never end; the parent stops waiting after 20 s."""
+    layer = loaded_bridge("bf16", plain_arrays())
+    x, z = inputs(3)
+    expected = layer(x, z)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            for run in (lambda: layer(x, z), lambda: layer(x[:0], z[:0]), layer.load_dummy_weights):
+                try:
+                    run()
+                except RuntimeError as error:
+                    os.write(writing, f"{error}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        ready, _, _ = select.select([pipe], [], [], 20)
+        if not ready:
+            os.kill(child, signal.SIGKILL)
+        lines = pipe.read().splitlines()
+    os.waitpid(child, 0)
+    assert len(lines) == 3 and all("was forked from one that uses JAX" in line for line in lines)
+    assert lines[0].startswith(f"{layer.layer_name}: ") and torch.equal(layer(x, z), expected)
 
 
 def test_a_module_around_it_keeps_quantized_leaves():
