@@ -109,6 +109,24 @@ def test_layers_beside_another_that_rounds_alike(scheme):
             assert_rounds_alike(y[rows], judge.right.y[rows], activations)
 
 
+@pytest.mark.parametrize(("scheme", "far"), [("fp8_channel", 0.08), ("int8_w8a8", 0.018)])
+def test_a_few_rows_of_a_call_may_be_off_on_a_gpu(scheme, far):
+    judge = judge_of(scheme, tokens=50, on_gpu=True)
+    right = judge.right.y
+    rows = np.flatnonzero(np.abs(right).any(1))
+    noise = np.random.default_rng(3).standard_normal(right.shape) * np.sqrt((right**2).mean(1, keepdims=True))
+
+    def off(count, far):
+        y = right.copy()
+        y[rows[:count]] += far * noise[rows[:count]]
+        return y
+
+    judge.check(off(2, far))
+    for y, where in ((off(3, far), judge), (off(1, 2 * far), judge), (off(1, far), judge_of(scheme, tokens=50))):
+        with pytest.raises(AssertionError, match="worst is row"):
+            where.check(y)
+
+
 def test_a_row_of_no_values_a_row_too_many_and_what_is_printed(tmp_path, monkeypatch):
     judge = judge_of("fp8_channel")
     y = judge.right.y.astype(np.float32)

@@ -140,7 +140,7 @@ def _on_grid(x: Array, fmt: QuantFormat | None, operand: str, axes: tuple[str, .
         return x.astype(operand), None
     if fmt.scale == "float32":
         codes, scale = quantize_activations(x, fmt, axes=axes)
-        return codes.astype(operand), scale
+        return numerics.widen(codes, jnp.dtype(operand)), scale
     # NVFP4 with a global scale for each row, which lies on several devices.
     k, size = x.shape[-1], fmt.group_size or x.shape[-1]
     groups = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -k % size))).reshape(x.shape[0], -1, size)

@@ -17,6 +17,7 @@ from moe_jax.experts.hopper import _experts as hopper_experts
 from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout, to_plain_layout
 from moe_jax.quantization import SCHEMES, QuantFormat, Scheme, Strategy, method_for
 from tests.support.cases import experts as cases
+from tests.support.kernels.traces import equations
 from tests.support.oracles.layer_judge import assert_layer_close
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -57,6 +58,16 @@ def test_rows_against_float64(scheme):
     run = jax.jit(lambda x, p, ids, w: hopper_experts.forward(config, x, p, ids, w, kernels="reference"))
     y = run(x, jnp.where(is_routed, p, 0), jnp.where(is_routed, ids, -1), packed)
     assert_layer_close(y, x, p, ids, weights, config)
+
+
+@pytest.mark.parametrize("scheme", [name for name in PACKED if "e4m3" in str(Scheme.parse(name).activations)])
+def test_no_cast_back_from_e4m3(scheme):
+    """XLA drops a cast to e4m3 and the one back from GPU programs, and activations would not be quantized there."""
+    config, _, packed = layer(scheme)
+    run = functools.partial(hopper_experts.forward, config, kernels="reference")
+    jaxpr = jax.make_jaxpr(run)(cases.make_tokens(23, config, dtype="bfloat16"), *cases.make_routing(23), packed)
+    casts = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "convert_element_type"]
+    assert not [e for e in casts if e.invars[0].aval.dtype == jnp.float8_e4m3fn]
 
 
 def options_of(scheme):
