@@ -1,13 +1,13 @@
 """Quantized Mixture-of-Experts for JAX on NVIDIA GPUs."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from moe_jax import _compat
 from moe_jax._version import __version__
 
 _compat.check_versions()  # before the imports that a wrong version would break
 
+TYPE_CHECKING = False  # as type checkers read it; to load typing would take longer than all of this
 if TYPE_CHECKING:
     from moe_jax._config import MoEConfig
     from moe_jax.experts import MoEStats, fused_experts, fused_moe
@@ -72,7 +72,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _HOMES:
         value = getattr(importlib.import_module(f"moe_jax.{_HOMES[name]}"), name)
         globals()[name] = value

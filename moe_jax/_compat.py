@@ -3,8 +3,10 @@
 ``check_versions`` runs when ``moe_jax`` is imported, before anything that a wrong version would break.
 """
 
-import jax
-import jaxlib
+import importlib
+import importlib.util
+import os
+import sys
 
 MIN_JAX = (0, 10, 2)
 END_JAX = (0, 12)
@@ -27,6 +29,18 @@ def version_error(package: str, version: str) -> str | None:
 
 def check_versions() -> None:
     """Raise ImportError, in one line, when the jax or jaxlib in use is outside the supported range."""
-    for module in (jax, jaxlib):
-        if error := version_error(module.__name__, module.__version__):
+    for package in ("jax", "jaxlib"):
+        if error := version_error(package, _version_of(package)):
             raise ImportError(error)
+
+
+def _version_of(package: str) -> str:
+    """Of what is loaded, else as the name of its metadata's directory says: to load it takes a second."""
+    if package not in sys.modules:
+        spec = importlib.util.find_spec(package)
+        site = os.path.dirname(os.path.dirname(spec.origin)) if spec and spec.origin else None
+        names = os.listdir(site) if site else []
+        found = [name for name in names if name.startswith(f"{package}-") and name.endswith(".dist-info")]
+        if len(found) == 1:
+            return found[0].removeprefix(f"{package}-").removesuffix(".dist-info")
+    return importlib.import_module(package).__version__

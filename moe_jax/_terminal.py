@@ -1,4 +1,4 @@
-"""Text for a terminal: aligned columns, sizes in binary units."""
+"""Text for a terminal: aligned columns, sizes in binary units, nothing that the terminal would obey."""
 
 from collections.abc import Sequence
 
@@ -21,3 +21,13 @@ def size(nbytes: int) -> str:
             break
         value /= 1024
     return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """``text`` with all that is not printable written as an escape, but for the characters of ``keep``.
+
+    Names and texts of a checkpoint are anybody's: they may hold codes that move the cursor or set the clipboard.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)

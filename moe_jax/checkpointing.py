@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from moe_jax._arguments import check_not_traced
+from moe_jax._output import write_output
 from moe_jax.experts._choice import in_best_layout
 from moe_jax.loading._errors import read_json
 from moe_jax.nn import FusedMoE
@@ -62,9 +63,7 @@ def save(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(root / STATE_NAME, state, force=True)
     # Written last and at once: a directory without the record is an unfinished save.
-    partial = root / f"{RECORD_NAME}.partial"
-    partial.write_text(json.dumps(_record(module, state), indent=1))
-    partial.replace(root / RECORD_NAME)
+    write_output(root / RECORD_NAME, [json.dumps(_record(module, state), indent=1).encode()])
 
 
 def restore(module: nnx.Module, directory: str | os.PathLike[str]) -> None:

@@ -14,8 +14,15 @@ PACKAGES = ("moe_jax", "pallas_kernels", "torch_bridge")
 
 # From the ground up. A room is a package or a module; the longest prefix decides which one a module belongs to.
 FLOORS = (
-    ("pallas_kernels.common", "moe_jax._arguments", "moe_jax._compat", "moe_jax._terminal", "moe_jax._typing"),
-    ("moe_jax._version", "pallas_kernels"),
+    (
+        "pallas_kernels.common",
+        "moe_jax._arguments",
+        "moe_jax._compat",
+        "moe_jax._output",
+        "moe_jax._terminal",
+        "moe_jax._typing",
+    ),
+    ("moe_jax._signals", "moe_jax._version", "pallas_kernels"),
     ("moe_jax.activations", "moe_jax.quantization", "moe_jax.routing"),
     ("moe_jax._config",),
     ("moe_jax.loading",),

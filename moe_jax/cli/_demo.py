@@ -1,5 +1,6 @@
 """``moe-jax demo``: write a small random Qwen3-MoE checkpoint, run it in every scheme, compare error, bytes, time."""
 
+import io
 import json
 import time
 from pathlib import Path
@@ -9,9 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax._output import check_output, write_output
 from moe_jax.loading import save_safetensors
+from moe_jax.loading._errors import read_json
+from moe_jax.loading.files._checkpoint import MAX_CONFIG_BYTES
 from moe_jax.models import generate, load_pretrained
 from moe_jax.quantization import SCHEMES
+from moe_jax.writing._whole_directory import check_destination, staged
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -52,12 +57,14 @@ def every_scheme() -> list[str]:
 def run_demo(out: Path, all_schemes: bool = False) -> list[dict[str, Any]]:
     """Run the demo into directory ``out``; prints a table, writes ``demo.json`` and ``demo.png``; returns the rows.
 
+    The checkpoint of an earlier demo there is used again, and its results are replaced.
+
     Each row: scheme, expert_bytes, logit_error (relative Frobenius against the float32 run of the bf16 weights),
     same_tokens (share of generated tokens equal to bf16's), prefill_ms, ms_per_token (median of 3, after compilation).
     """
-    checkpoint = out / "tiny-qwen3-moe"
-    write_checkpoint(checkpoint)
-    print(f"wrote {checkpoint}: {CONFIG['num_hidden_layers']} layers of {CONFIG['num_experts']} experts, bf16")
+    checkpoint = _checkpoint_in(out)
+    for name in ("demo.json", "demo.png"):
+        check_output(out / name, "--out")
     prompt = jnp.asarray(np.random.default_rng(1).integers(0, CONFIG["vocab_size"], (1, PROMPT_LENGTH)), jnp.int32)
     reference = load_pretrained(checkpoint, dtype=jnp.float32, implementation="reference")
     exact = np.asarray(reference.score(prompt), np.float64)
@@ -70,12 +77,28 @@ def run_demo(out: Path, all_schemes: bool = False) -> list[dict[str, Any]]:
         row["same_tokens"] = float((tokens == bf16_tokens).mean())
         rows.append(row)
         print(render_row(rows[-1], header=len(rows) == 1), flush=True)
-    (out / "demo.json").write_text(json.dumps({"device": jax.devices()[0].device_kind, "rows": rows}, indent=1))
+    results = json.dumps({"device": jax.devices()[0].device_kind, "rows": rows}, indent=1)
+    write_output(out / "demo.json", [results.encode()])
     if draw(rows, out / "demo.png"):
         print(f"wrote {out / 'demo.json'} and {out / 'demo.png'}")
     else:
         print(f"wrote {out / 'demo.json'}; the picture needs matplotlib: pip install 'moe-jax[demo]'")
     return rows
+
+
+def _checkpoint_in(out: Path) -> Path:
+    """The demo's checkpoint under ``out``, written unless it is there. Raises ValueError for files of somebody else."""
+    checkpoint = out / "tiny-qwen3-moe"
+    config = checkpoint / "config.json"
+    if config.is_file() and read_json(config, max_bytes=MAX_CONFIG_BYTES) == CONFIG:
+        print(f"found {checkpoint} of an earlier demo")
+        return checkpoint
+    for path in (checkpoint, out / "demo.json", out / "demo.png"):
+        if path.exists() or path.is_symlink():
+            raise ValueError(f"{path}: exists and is not what the demo wrote; choose another --out or move it away")
+    write_checkpoint(checkpoint)
+    print(f"wrote {checkpoint}: {CONFIG['num_hidden_layers']} layers of {CONFIG['num_experts']} experts, bf16")
+    return checkpoint
 
 
 def measure(checkpoint: Path, scheme: str, prompt: jax.Array, exact: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
@@ -115,9 +138,13 @@ def render_row(row: dict[str, Any], *, header: bool) -> str:
 
 
 def write_checkpoint(directory: Path, seed: int = 0) -> None:
-    """Write ``CONFIG`` and random weights in the names Qwen3-MoE files have on disk."""
+    """Write ``CONFIG`` and random weights in the names Qwen3-MoE files have on disk.
+
+    directory: must not exist, or be empty; it appears complete or not at all. Raises ValueError.
+    """
     rng = np.random.default_rng(seed)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    check_destination(directory)
     hidden, inter, head = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"], CONFIG["head_dim"]
     queries, keys = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
     vocab, experts = CONFIG["vocab_size"], CONFIG["num_experts"]
@@ -150,8 +177,9 @@ def write_checkpoint(directory: Path, seed: int = 0) -> None:
             matrix(name + "gate_proj", inter, hidden)
             matrix(name + "up_proj", inter, hidden)
             matrix(name + "down_proj", hidden, inter)
-    save_safetensors(directory / "model.safetensors", tensors)
-    (directory / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    with staged(directory) as partial:
+        save_safetensors(partial / "model.safetensors", tensors)
+        (partial / "config.json").write_text(json.dumps(CONFIG, indent=1))
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> bool:
@@ -183,5 +211,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> bool:
     panels[0].invert_yaxis()
     device = jax.devices()[0].device_kind
     figure.suptitle(f"Qwen3-MoE, {CONFIG['num_experts']} experts, random weights ({device})", fontsize=11)
-    figure.savefig(path, dpi=130)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=130)
+    write_output(path, [picture.getvalue()])
     return True

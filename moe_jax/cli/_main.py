@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from moe_jax._signals import hold_if_ending
+from moe_jax._terminal import printable
 from moe_jax._version import __version__
 
 EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
@@ -29,7 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"moe-jax {args.command}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        hold_if_ending()
+        return EXIT_BAD_INPUT  # nobody reads what is printed any more, as behind ``| head``
     except Exception as error:
+        hold_if_ending()
         if os.environ.get("MOE_JAX_TRACEBACK"):
             raise
         # An error that nobody phrased for a reader at least says what kind it is.
@@ -42,10 +48,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
 
 
+def finish(code: int) -> int:
+    """The exit code of the process, once what was printed has gone out; nobody reading it any more is no problem."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries again at its end
+        if not isinstance(error, BrokenPipeError):
+            print(f"moe-jax: stdout: {one_line(error)}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    return code
+
+
 def one_line(error: BaseException) -> str:
-    """The error's text with all white space, line breaks included, folded to single blanks."""
+    """The error's text as one harmless line: white space folded to blanks, what a terminal would obey escaped."""
     text = " ".join(str(error).split())
-    return text or type(error).__name__
+    return printable(text) or type(error).__name__
 
 
 def build_parser() -> argparse.ArgumentParser:

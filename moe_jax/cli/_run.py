@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_jax._output import check_output, write_output
 from moe_jax.cli._chat import ChatTemplate, read_json
 
 Ids = list[int]
@@ -316,11 +318,8 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ValueError("--chat needs text: give --prompt or --prompts instead of --input-ids")
     if args.prompts is not None and (args.logits_out is not None or args.max_new_tokens == 0):
         raise ValueError("--prompts generates; --logits-out and --max-new-tokens 0 score a single prompt")
-    out = args.logits_out
-    if out is not None and out.is_dir():
-        raise ValueError(f"--logits-out {out} is a directory, expected the path of an .npy file")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ValueError(f"--logits-out {out}: the directory {out.absolute().parent} does not exist")
+    if args.logits_out is not None:
+        check_output(args.logits_out, "--logits-out")
 
 
 def read_prompts(path: Path) -> Iterator[tuple[str, Any]]:
@@ -420,11 +419,6 @@ def _load_tokenizer(directory: Path) -> Any:
 
 
 def _write_npy(path: Path, array: np.ndarray) -> None:
-    """Write to a neighbour first and rename, so that a failure leaves no partial file."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            np.save(file, array)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
+    write_output(path, [head.getvalue(), np.ascontiguousarray(array).data], "--logits-out")

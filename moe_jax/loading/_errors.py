@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moe_jax._terminal import printable
+
 MAX_JSON_DEPTH = 64
 _SHOWN = 120
 
@@ -19,7 +21,7 @@ class CheckpointError(ValueError):
     """
 
     def __init__(self, message: str):
-        super().__init__(_printable(message))
+        super().__init__(printable(message))
 
 
 def shown(value: object) -> str:
@@ -127,9 +129,3 @@ def _depth_exceeds(value: object, limit: int) -> bool:
         if not level:
             return False
     return True
-
-
-def _printable(text: str) -> str:
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -105,7 +105,7 @@ class _Shard:
         if name not in self.pending:
             raise ValueError(f"{name}: written twice")
         if self._fd is None:
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             os.truncate(self._fd, self._size)
             _put(self._fd, self._head, 0)
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

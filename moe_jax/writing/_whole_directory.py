@@ -2,10 +2,11 @@
 
 import contextlib
 import os
-import shutil
-import tempfile
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from moe_jax._output import MARKER, partial, remove
 
 try:
     import fcntl
@@ -31,25 +32,28 @@ def check_destination(path: Path) -> None:
 def staged(path: Path) -> Iterator[Path]:
     """A temporary directory beside ``path`` that takes its name when the block ends, and vanishes if it raises.
 
-    What a killed run leaves behind is hidden (``.NAME.partial-...``) and removed by the next run for the same path.
+    What a killed run leaves behind is hidden (``.NAME.partial-...``) and removed by the next run for the same path. Its
+    marker decides, and that it is the user's own: other directories of such a name stay.
     """
     path = path.absolute()
     prefix = f".{path.name}.partial-"
     for leftover in path.parent.glob(f"{_escaped(prefix)}*"):
         with contextlib.suppress(OSError), _locked(leftover) as is_ours:
-            if is_ours:
-                shutil.rmtree(leftover, ignore_errors=True)
-    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
-    try:
+            marker = os.lstat(leftover / MARKER)
+            if is_ours and stat.S_ISREG(marker.st_mode) and marker.st_uid == os.geteuid():
+                remove(leftover)
+    with partial(path.with_name(f"{prefix}{os.urandom(8).hex()}")) as directory:
+        directory.mkdir()
+        (directory / MARKER).touch()
         with _locked(directory):
             yield directory
-            directory.chmod(0o755)
+            if path.is_dir():
+                directory.chmod(stat.S_IMODE(path.stat().st_mode))
             _sync(directory)
             os.rename(directory, path)  # over an empty directory as well
+            with contextlib.suppress(OSError):
+                (path / MARKER).unlink()
             _sync(path.parent)
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
 
 
 @contextlib.contextmanager
@@ -58,7 +62,7 @@ def _locked(directory: Path) -> Iterator[bool]:
     if fcntl is None:
         yield False
         return
-    fd = os.open(directory, os.O_RDONLY)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield True

@@ -6,9 +6,9 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
+from moe_jax._output import check_output, write_output
 from moe_jax.cli.bench._bench import bench
 from moe_jax.cli.bench._report import draw_roofline, render
 
@@ -16,7 +16,8 @@ from moe_jax.cli.bench._report import draw_roofline, render
 def run_bench(args: argparse.Namespace, progress_bar: Callable[..., AbstractContextManager[Any]]) -> int:
     """Run the command; returns how many cells failed. Raises ValueError and ImportError for bad input."""
     for option, path in (("--json", args.json), ("--png", args.png)):
-        _check_file(option, path)
+        if path is not None:
+            check_output(path, option)
     if args.png is not None:
         try:
             import matplotlib  # noqa: F401
@@ -32,20 +33,11 @@ def run_bench(args: argparse.Namespace, progress_bar: Callable[..., AbstractCont
         )
     print(render(report, rich=sys.stdout.isatty() and importlib.util.find_spec("rich") is not None))
     if args.json is not None:
-        args.json.write_text(json.dumps(report.as_json(), indent=1))
+        write_output(args.json, [json.dumps(report.as_json(), indent=1).encode()], "--json")
     failed = sum("error" in cell for cell in report.cells)
     if args.png is not None and failed < len(report.cells):
         draw_roofline(report, args.png)
     return failed
-
-
-def _check_file(option: str, path: Path | None) -> None:
-    if path is None:
-        return
-    if path.is_dir():
-        raise ValueError(f"{option} {path} is a directory, expected the path of a file")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} {path}: the directory {path.absolute().parent} does not exist")
 
 
 def _names(text: str | None) -> list[str] | None:

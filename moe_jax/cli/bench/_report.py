@@ -1,8 +1,10 @@
 """A ``BenchReport`` as a table in the terminal and as a roofline."""
 
+import io
 from pathlib import Path
 from typing import Any
 
+from moe_jax._output import write_output
 from moe_jax._terminal import table
 from moe_jax.cli.bench._bench import BenchReport
 
@@ -103,4 +105,6 @@ def draw_roofline(report: BenchReport, path: Path) -> None:
     axes.set_title(
         f"{report.model} ({experts} experts, top {top_k}, {hidden} x {intermediate}), {report.device}", fontsize=10
     )
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    write_output(path, [picture.getvalue()], "--png")
