@@ -52,6 +52,15 @@ def rows_apart(found, expected):
     return np.sqrt(((found - expected) ** 2).mean(axis=1)) / size, np.abs(found - expected).max(axis=1) / size
 
 
+def without_ties(x):
+    """x (T, H) with the same largest value in each row, of which no other is half, nor any odd multiple of 1/254.
+
+    Its significand is 131, a prime; a value of 8 bits is a tie between two codes of int8, or of e4m3's normal range,
+    only if it has that significand too. XLA's quotients on a GPU are 2 ulp off, so that ties fall to either side.
+    """
+    return jnp.clip(x, -4.0, 4.0).at[:, 0].set(131 / 16)
+
+
 @pytest.mark.parametrize(("model", "scheme", "group_scale_dtype"), CELLS)
 def test_tuned_tiles_give_what_others_give(model, scheme, group_scale_dtype):
     """Sums in another order move roundings: of the output by half a step of bfloat16, of hidden values by one code.
@@ -69,7 +78,7 @@ def test_tuned_tiles_give_what_others_give(model, scheme, group_scale_dtype):
     in_float32 = jax.jit(functools.partial(hopper_experts.forward_layer, config, kernels="reference"))
     for tokens in TOKENS:
         kx, kz = jax.random.split(jax.random.key(tokens))
-        x = jax.random.normal(kx, (tokens, config.hidden_size), jnp.bfloat16)
+        x = without_ties(jax.random.normal(kx, (tokens, config.hidden_size), jnp.bfloat16))
         logits = jax.random.normal(kz, (tokens, config.num_experts), jnp.float32)
         found, expected = (
             np.asarray(jax.jit(moe_jax.fused_moe, static_argnums=3)(x, logits, weights, one).astype(jnp.float32))
