@@ -15,8 +15,9 @@ import numpy as np
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import AnyArray, Leaf
-from moe_jax.loading import ExpertNames, ExpertReader, QuantizationConfig, TensorInfo
+from moe_jax.loading import CheckpointError, ExpertNames, ExpertReader, QuantizationConfig, TensorInfo
 from moe_jax.loading.files._checkpoint import Checkpoint, CheckpointLike, TensorSource
+from moe_jax.loading.layer._bitpacked import check_weight_shape
 from moe_jax.loading.layer._names import ExpertTensor, is_expert_name, layer_of
 from moe_jax.loading.layer._weight_loader import RULES
 from moe_jax.parallel._config import ParallelConfig
@@ -55,6 +56,7 @@ class ShardedExpertReader:
             if not ids:
                 return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), target)
             if cuts is not None:
+                self._check_shapes(tensors, ids, config)
                 of_rank = {name: cut.of_rank(tensor_rank) for name, cut in cuts.items()}
                 share = _Share(self._source, tensors, ids, of_rank)
                 wanted = dataclasses.replace(own, num_experts=config.num_experts)
@@ -74,6 +76,15 @@ class ShardedExpertReader:
             if is_expert_name(name) and layer_of(name) == layer and (tensor := names.parse(name)) is not None:
                 found[name] = tensor
         return found
+
+    def _check_shapes(self, tensors: dict[str, ExpertTensor], ids: Sequence[int], config: MoEConfig) -> None:
+        """What ``weight_shape`` says of whole matrices, which a reader of parts cannot compare."""
+        for name, tensor in tensors.items():
+            if tensor.suffix == "weight_shape" and tensor.expert in ids:
+                try:
+                    check_weight_shape(tensor, self._source.read(name), config)
+                except ValueError as error:
+                    raise CheckpointError(f"{self._source.info(name).file}: tensor {error}") from None
 
     def _reader(self, source: TensorSource) -> ExpertReader:
         return ExpertReader(source, quantization=self._quantization, names=self._names)
@@ -135,7 +146,7 @@ def _cuts(
     method, cuts = method_for(config.scheme), {}
     specs, own_specs = method.create_weights(config), method.create_weights(own)
     for name, tensor in tensors.items():
-        if tensor.suffix == "weight_shape":
+        if tensor.suffix == "weight_shape" and "w2_weight_packed" in specs:
             continue
         if tensor.expert is None or len(tensor.shards) > 1 or tensor.leaf not in specs:
             return None

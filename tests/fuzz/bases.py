@@ -1,5 +1,5 @@
-"""Small checkpoints of one layer of experts in every format that is read, for mutation. All values are positive cases:
-each base loads, and ``decoder.decode`` agrees with what was loaded."""
+"""Small checkpoints in every format that is read, for mutation: layers of experts, and whole models (``models``). All
+values are positive cases: each base loads, and ``decoder`` agrees with what was loaded."""
 
 import json
 from pathlib import Path
@@ -48,9 +48,20 @@ def modules():
     return ((f"{PREFIX}experts.{e}.{name}", shape) for e in range(E) for name, shape in PROJECTIONS.items())
 
 
-def write(directory: Path, tensors, stated=None, config=CONFIG):
+def write(directory: Path, tensors, stated=None, config=CONFIG, shards=1):
+    """config.json and one file of weights, or several with an index, to which tensors go in turn."""
     directory.mkdir(parents=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    else:
+        files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+        weight_map = {name: files[i % shards] for i, name in enumerate(tensors)}
+        for file in files:
+            own = {name: array for name, array in tensors.items() if weight_map[name] == file}
+            save_file(own, directory / file, metadata={"format": "pt"})
+        size = sum(array.nbytes for array in tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     config = dict(config) if stated is None else config | {"quantization_config": stated}
     (directory / "config.json").write_text(json.dumps(config))
 
@@ -206,11 +217,11 @@ LAID_OUT = {
     "modelopt_fp8": (static_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "modelopt_nvfp4": (modelopt_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}),
 }
-KINDS = (*LAID_OUT, *WRITTEN, "gpt_oss")
+LAYER_KINDS = (*LAID_OUT, *WRITTEN, "gpt_oss")
 
 
-def write_bases(root: Path) -> dict[str, Path]:
-    """{kind: directory}. Experts differ from each other, and gate from up, in every tensor."""
+def write_layers(root: Path) -> None:
+    """A directory for each of ``LAYER_KINDS``. Experts differ from each other, and gate from up, in every tensor."""
     rng = np.random.default_rng(0)
     for kind, (make, stated) in LAID_OUT.items():
         write(root / kind, make(rng), stated)
@@ -218,4 +229,3 @@ def write_bases(root: Path) -> dict[str, Path]:
         write(root / scheme, random_codes(rng, scheme), quantization_config(moe_jax.Scheme.parse(scheme), ["lm_head"]))
     stated = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]}
     write(root / "gpt_oss", gpt_oss(rng), stated, {"model_type": "gpt_oss", "num_local_experts": E, "hidden_size": H})
-    return {kind: root / kind for kind in KINDS}

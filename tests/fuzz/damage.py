@@ -5,6 +5,7 @@ A mutation is a function ``(directory, rng)`` with an expectation: "refused" (th
 """
 
 import json
+import struct
 
 import ml_dtypes
 import numpy as np
@@ -145,6 +146,54 @@ def resize(header, data, rng):
     return header, data
 
 
+INDEX = "model.safetensors.index.json"
+
+
+def index_value(directory, rng):
+    """An entry of the index is dropped, moved, renamed, replaced or doubled; of one file, something in config.json."""
+    path = directory / INDEX
+    if not path.exists():
+        return config_value(directory, rng)
+    index = json.loads(path.read_text())
+    places = index["weight_map"]
+    name, other = pick(rng, list(places)), pick(rng, list(places))
+    text = None
+    match int(rng.integers(8)):
+        case 0:
+            del places[name]
+        case 1:
+            files = sorted(set(places.values()))
+            places[name] = files[1 - files.index(places[name])]
+        case 2:
+            places[name + pick(rng, ("x", ".", "_scale"))] = places[name]
+        case 3:
+            places[name] = pick(
+                rng, (None, 1, "", "../model.safetensors", "/etc/passwd", "a\0b", "model.bin", "config.json")
+            )
+        case 4:
+            places[name], places[other] = places[other], places[name]
+        case 5:
+            text = json.dumps(index).replace(f'"{name}":', f'"{name}": "{places[other]}", "{name}":', 1)
+        case 6:
+            index[pick(rng, ("weight_map", "metadata"))] = pick(rng, JSON_VALUES)
+        case _:
+            places[f"model.layers.0.mlp.experts.0.{pick(rng, ('gate_proj.bias', 'w1.weight'))}"] = places[name]
+    path.write_text(text or json.dumps(index))
+
+
+def follow(directory):
+    """Have the index list what the headers of its files list, where they can be read."""
+    places = {}
+    for file in sorted(directory.glob("model-*.safetensors")):
+        try:
+            header, _ = mutations.read_parts(file)
+            places |= dict.fromkeys((name for name in header if name != "__metadata__"), file.name)
+        except (ValueError, TypeError, struct.error):
+            return
+    path = directory / INDEX
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"weight_map": places}))
+
+
 def config_value(directory, rng):
     """A value somewhere in config.json, the quantization_config before all, is replaced, dropped, added or doubled."""
     path = directory / "config.json"
@@ -215,6 +264,7 @@ DAMAGES = (
     ("either", resize, 4),
     ("either", config_value, 24),
     ("either", config_text, 6),
+    ("either", index_value, 8),
 )
 
 
@@ -232,4 +282,6 @@ def damage(directory, rng):
             if not names:  # only a second mutation may meet a file that the first has made unreadable
                 raise
         names.append(mutate.__name__)
+    if (directory / INDEX).exists() and "index_value" not in names and rng.random() < 0.7:
+        follow(directory)
     return "+".join(names), expectation if count == 1 else "either"

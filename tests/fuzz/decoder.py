@@ -1,4 +1,5 @@
-"""What a checkpoint of ``bases`` means, read in NumPy from its files as formats.md states it: the fuzz's oracle.
+"""What a checkpoint of ``bases`` or ``models`` means, read in NumPy from its files as formats.md states it: the fuzz's
+oracle.
 
 It knows none of moe_jax. Where config and tensors do not fit each other it raises ``Meaningless``.
 """
@@ -29,7 +30,10 @@ DTYPES = {
 FLOATS = ("F32", "F16", "BF16")
 SHARDS = {"gate_proj": "w1", "w1": "w1", "up_proj": "w3", "w3": "w3", "down_proj": "w2", "w2": "w2"}
 SUFFIXES = {"weight_scale_inv": "weight_scale", "scale": "weight_scale", "scale_inv": "weight_scale"}
-EXPERT = re.compile(r"(?:model\.)?layers\.0\.(mlp|block_sparse_moe|feed_forward)\.experts\.(.*)")
+CONTAINERS = "(?:mlp|block_sparse_moe|feed_forward)"
+EXPERT = re.compile(rf"(?:model\.)?layers\.(\d+)\.{CONTAINERS}\.experts\.(.*)")
+ROUTER = re.compile(rf"(model\.layers\.\d+)\.{CONTAINERS}\.(gate\..*)")
+CORRECTION = "e_score_correction_bias"
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -42,30 +46,49 @@ def need(condition, text):
         raise Meaningless(text)
 
 
+def unique(pairs):
+    need(len(dict(pairs)) == len(pairs), "a key twice")
+    return dict(pairs)
+
+
 def read(directory):
     """(config, {name: (dtype name, array)})"""
-    config = json.loads((directory / "config.json").read_text())
-    blob = (directory / "model.safetensors").read_bytes()
+    config = json.loads((directory / "config.json").read_text(), object_pairs_hook=unique)
+    index, tensors = directory / "model.safetensors.index.json", {}
+    if not index.exists():
+        return config, _read_file(directory / "model.safetensors")
+    weight_map = json.loads(index.read_text(), object_pairs_hook=unique)["weight_map"]
+    for file in sorted(set(weight_map.values())):
+        own = _read_file(directory / file)
+        need(set(own) == {name for name, place in weight_map.items() if place == file}, f"index and {file}")
+        tensors |= own
+    return config, tensors
+
+
+def _read_file(path):
+    blob = path.read_bytes()
     (size,) = struct.unpack("<Q", blob[:8])
-    header, data = json.loads(blob[8 : 8 + size]), blob[8 + size :]
-    tensors = {}
+    header, data = json.loads(blob[8 : 8 + size], object_pairs_hook=unique), blob[8 + size :]
+    tensors, covered = {}, 0
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         dtype = np.dtype(DTYPES[entry["dtype"]])
         start, end = entry["data_offsets"]
         need(0 <= start <= end <= len(data), "offsets")
+        covered += end - start
         tensors[name] = entry["dtype"], np.frombuffer(data[start:end], dtype).reshape(entry["shape"])
-    return config, tensors
+    need(covered == len(data), "bytes that belong to no tensor, or to two")
+    return tensors
 
 
-def decode(directory, num_experts, hidden, intermediate):
-    """{(expert, shard): float32 (n, k)}; for "router" (E, H), for "bias": {(expert, shard): (n,)}."""
-    config, tensors = read(directory)
+def decode_layer(config, tensors, layer, num_experts, hidden, intermediate):
+    """{(expert, shard): float32 (n, k)}; for "bias": {(expert, shard): (n,)}; for "w13" and "w2" the input scale of the
+    product, None without."""
     parts, result = {}, {}
     for name, (dtype, array) in tensors.items():
         match = EXPERT.fullmatch(name)
-        if match is None:
+        if match is None or int(match[1]) != layer:
             continue
         words = match[2].split(".")
         if words[0].isdecimal():
@@ -83,9 +106,37 @@ def decode(directory, num_experts, hidden, intermediate):
         n, k = (hidden, intermediate) if shard == "w2" else (intermediate, hidden)
         result[expert, shard] = _matrix(stated, {s: leaf for s, leaf in own.items() if s != "bias"}, n, k)
     result["bias"] = {key: own["bias"][1].astype(F) for key, own in parts.items() if "bias" in own}
-    gates = [a for name, (_, a) in tensors.items() if re.fullmatch(r"model\.layers\.0\.[a-z_]+\.gate\.weight", name)]
-    result["router"] = gates[0].astype(F) if gates else None
+    for product, shards in (("w13", ("w1", "w3")), ("w2", ("w2",))):
+        own = [parts[expert, shard] for expert in range(num_experts) for shard in shards]
+        result[product] = _input_scale(stated, own)
     return result
+
+
+def _input_scale(stated, parts):
+    """One for all experts, and for gate and up: the one of the largest range. Global scales of compressed-tensors
+    divide, so theirs is the smallest; 1 and infinity stand for experts that saw no token."""
+    divides = any("input_global_scale" in own for own in parts)
+    name = "input_global_scale" if divides else "input_scale"
+    if not any(name in own for own in parts):
+        return None
+    values = np.array([_one(own, name) for own in parts])
+    if not divides:
+        return values.max()
+    seen = values[np.isfinite(values) & (values != 1)]
+    return seen.min() if seen.size else F(1)
+
+
+def decode_dense(config, tensors, name, shape):
+    """float32, of a parameter that belongs to no expert."""
+    tensors = {re.sub(ROUTER, r"\1.mlp.\2", key): leaf for key, leaf in tensors.items()}
+    module, _, attribute = name.rpartition(".")
+    own = {key[len(module) + 1 :]: leaf for key, leaf in tensors.items() if key.rpartition(".")[0] == module}
+    own = {SUFFIXES.get(suffix, suffix): leaf for suffix, leaf in own.items() if suffix not in ("bias", CORRECTION)}
+    if attribute != "weight" or len(shape) != 2 or set(own) == {"weight"}:
+        need(name in tensors and tensors[name][0] in FLOATS, f"{name} missing")
+        need(tensors[name][1].shape == shape, f"{name} {tensors[name][1].shape}")
+        return tensors[name][1].astype(F)
+    return _matrix(config.get("quantization_config"), own, *shape)
 
 
 def _fused(parts, words, dtype, array, num_experts):
@@ -140,6 +191,7 @@ def _compressed(stated, own, n, k):
     size = None if size == -1 else size
     if strategy is None:
         strategy = "group" if size else "channel" if args.get("group_size") == -1 else "tensor"
+    strategy = strategy.lower()
     extent = {"tensor": (n, k), "channel": (1, k), "group": (1, size), "tensor_group": (1, size)}.get(strategy)
     if strategy == "block":
         block = args["block_structure"]

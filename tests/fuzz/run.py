@@ -2,18 +2,19 @@
 
     python tests/fuzz/run.py [ITERATIONS] [FIRST SEED] [> benchmarks/results/fuzz.txt]
 
-Iteration i damages the base ``KINDS[i % len(KINDS)]`` with seed i and loads it. Fails are
+Iteration i damages the base ``KINDS[i % len(KINDS)]`` with seed i and loads it: one layer, one layer over a mesh, or a
+whole model. Fails are
 
 - a crash: anything but CheckpointError, ValueError or NotImplementedError, or a message of several lines,
 - a hang: over 10 s of processor time,
-- a silent accept: it loaded, and weights, biases, router, top_k or the format of activations are not what ``decoder``
-  reads from the same files, or are not finite, or the damage is of a class that must be refused,
+- a silent accept: it loaded, and weights, biases, static activation scales, dense parameters, settings or the format of
+  activations are not what ``decoder`` reads from the same files, or are not finite, or the damage is of a class that
+  must be refused,
 - a refusal of harmless damage,
-- a partial state: a layer whose reload from the damaged files failed does not have its old weights.
+- a partial state: a layer or model whose reload from the damaged files failed does not have its old weights.
 """
 
 import faulthandler
-import json
 import os
 import shutil
 import signal
@@ -23,74 +24,87 @@ import time
 from collections import Counter
 from pathlib import Path
 
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"  # for meshes
+
 import jax
-import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2])]
 
 import moe_jax
-from moe_jax import MoEConfig
-from moe_jax.loading import Checkpoint, ExpertReader
-from moe_jax.quantization import dequantize_tensor
-from tests.fuzz.bases import KINDS, PREFIX, E, H, I, write_bases
+from moe_jax.loading import Checkpoint
+from tests.fuzz.bases import E, H, I, write_layers
 from tests.fuzz.damage import damage
-from tests.fuzz.decoder import Meaningless, decode
+from tests.fuzz.decoder import Meaningless, decode_dense, decode_layer, read
+from tests.fuzz.entries import KINDS, load, matrices
+from tests.fuzz.models import dense_names, write_models
 
 SECONDS = 10
 REFUSALS = (ValueError, NotImplementedError)  # CheckpointError is a ValueError
+RELOADED = ("bf16", "fp8_channel", "w4a16_g32_asym", "nvfp4", "mesh_experts", "model_tied", "model_deepseek")
 
 
 class Hang(BaseException):
     """Too much processor time; no handler for Exception may swallow it."""
 
 
-def load(directory, kind):
-    """(ExpertWeights, router kernel or None, MoEConfig or None)."""
-    if kind != "gpt_oss":
-        block = moe_jax.load_moe(directory, layer=0, dtype=jnp.float32)
-        return block.experts.weights.get_value(), block.router.weight.get_value(), block.experts.config
-    with Checkpoint(directory) as checkpoint:
-        reader = ExpertReader(checkpoint)
-        scheme = reader.stored_scheme(0)
-        config = MoEConfig(E, 1, H, I, scheme=moe_jax.Scheme.parse(scheme), activation="swigluoai", has_bias=True)
-        return reader.load(0, config), None, None
-
-
-_dequantized = jax.jit(dequantize_tensor)
-
-
-def disagreement(directory, weights, router, config):
+def disagreement(directory, loaded):
     """None if what was loaded is what the files say, else a word about the first difference."""
     try:
-        expected = decode(directory, E, H, I)
+        config, tensors = read(directory)
+        for layer, (weights, settings) in loaded.layers.items():
+            expected = decode_layer(config, tensors, layer, E, H, I)
+            problem = _layer_disagreement(weights, expected) or _settings_disagreement(config, settings)
+            if problem:
+                return f"layer {layer}: {problem}"
+        for name, ours in loaded.dense.items():
+            problem = _difference(ours, decode_dense(config, tensors, name, ours.shape))
+            if problem or not np.isfinite(ours).all():
+                return f"{name}: {problem or 'accepted with values that are not finite'}"
     except Meaningless as error:
         return f"the files do not fit each other: {error}"
-    w13, w2 = np.asarray(_dequantized(weights.w13)), np.asarray(_dequantized(weights.w2))
-    for expert in range(E):
-        for shard, ours in (("w1", w13[expert, 0]), ("w3", w13[expert, 1]), ("w2", w2[expert])):
-            difference = _difference(ours, expected[expert, shard])
-            if difference:
-                return f"expert {expert} {shard}: {difference}"
-            if not np.isfinite(ours).all():
-                return f"expert {expert} {shard}: accepted with values that are not finite"
-    for (expert, shard), bias in expected["bias"].items():
-        ours = weights.w2_bias[expert] if shard == "w2" else weights.w13_bias[expert, int(shard == "w3")]
-        if _difference(np.asarray(ours, np.float32), bias):
-            return f"expert {expert} {shard}: bias"
-    if config is None:
+    if loaded.config is None:
         return None
-    if router is None or _difference(np.asarray(router, np.float32), expected["router"]):
-        return "router"
-    return _settings_disagreement(json.loads((directory / "config.json").read_text()), config)
+    if set(dense_names(config)) != set(loaded.dense):
+        return f"parameters: {sorted(set(dense_names(config)) ^ set(loaded.dense))}"
+    return _model_disagreement(config, tensors, loaded.config)
+
+
+def _layer_disagreement(weights, expected):
+    ours = matrices(weights)
+    for (expert, shard), values in ((key, value) for key, value in ours.items() if key != "bias"):
+        difference = _difference(values, expected[expert, shard])
+        if difference:
+            return f"expert {expert} {shard}: {difference}"
+        if not np.isfinite(values).all():
+            return f"expert {expert} {shard}: accepted with values that are not finite"
+    if set(ours["bias"]) != set(expected["bias"]):
+        return "biases of some experts"
+    for key, bias in expected["bias"].items():
+        if _difference(ours["bias"][key], bias):
+            return f"{key}: bias"
+    for product in ("w13", "w2"):
+        found, stated = getattr(weights, product).input_scale, expected[product]
+        if (found is None) != (stated is None) or (found is not None and np.float32(found) != stated):
+            return f"{product}: input scale {found}, expected {stated}"
+    return None
 
 
 def _settings_disagreement(stated, config):
-    found = (config.top_k, config.renormalize, config.activation)
-    expected = (stated["num_experts_per_tok"], stated.get("norm_topk_prob", False), stated["hidden_act"])
+    if config is None:
+        return None
+    is_deepseek = stated["model_type"] == "deepseek_v3"
+    found = (config.top_k, config.renormalize, config.activation, config.routed_scaling_factor)
+    norm, factor = stated.get("norm_topk_prob"), stated.get("routed_scaling_factor")
+    norm = is_deepseek if norm is None else norm
+    factor = (2.5 if factor is None else factor) if is_deepseek else 1.0
+    expected = (stated["num_experts_per_tok"], norm, stated["hidden_act"], factor)
     if found != expected:
-        return f"top_k, renormalize, activation: {found}, expected {expected}"
+        return f"top_k, renormalize, activation, routed_scaling_factor: {found}, expected {expected}"
     quantization, activations = stated.get("quantization_config"), config.scheme.activations
     if quantization is None or "config_groups" not in quantization:
         return None
@@ -115,6 +129,20 @@ def _settings_disagreement(stated, config):
     return None if ours == theirs else f"activations: {ours}, stated {theirs}"
 
 
+def _model_disagreement(stated, tensors, config):
+    names = dict(vocab_size="vocab_size", num_hidden_layers="num_layers", rms_norm_eps="rms_norm_eps")
+    names |= dict(num_attention_heads="num_heads", num_key_value_heads="num_kv_heads", hidden_size="hidden_size")
+    for key, name in names.items():
+        if stated.get(key) is not None and stated[key] != getattr(config, name):
+            return f"{name}={getattr(config, name)}, stated {key}={stated[key]}"
+    if config.tie_word_embeddings != bool(stated.get("tie_word_embeddings")):
+        return "tie_word_embeddings"
+    head, table = tensors.get("lm_head.weight"), tensors["model.embed_tokens.weight"]
+    if config.tie_word_embeddings and head is not None and head[1].tobytes() != table[1].tobytes():
+        return "a tied head that differs"
+    return None
+
+
 def _difference(ours, expected):
     if ours.shape != expected.shape:
         return f"shape {ours.shape}, expected {expected.shape}"
@@ -128,24 +156,27 @@ def _difference(ours, expected):
 
 
 class Fuzzer:
-    """Bases and reloadable layers, made once. ``run(i)`` is one iteration: (outcome, description of a fail or None)."""
+    """Bases and what can be reloaded, made once. ``run(i)`` is one iteration: (outcome, description of a fail or
+    None)."""
 
     def __init__(self, root: Path):
         self._root = root
-        self._bases = write_bases(root / "bases")
-        self._layers = {}
-        for kind, directory in self._bases.items():
-            weights, router, config = load(directory, kind)
-            problem = disagreement(directory, weights, router, config)
-            assert problem is None, f"{kind}: {problem}"
-            if kind in ("bf16", "fp8_channel", "w4a16_g32_asym", "nvfp4"):
-                self._layers[kind] = moe_jax.load_moe(directory, layer=0, dtype=jnp.float32).experts
+        write_layers(root / "bases")
+        write_models(root / "bases")
+        self._modules = {}
+        for kind in KINDS:
+            loaded = load(root / "bases" / kind, kind)
+            problem = disagreement(root / "bases" / kind, loaded)
+            if problem is not None:
+                raise AssertionError(f"{kind}: the undamaged base: {problem}")
+            if kind in RELOADED:
+                self._modules[kind] = loaded.module
 
     def run(self, i: int) -> tuple[str, str, str | None]:
         kind = KINDS[i % len(KINDS)]
         directory = self._root / "damaged"
         shutil.rmtree(directory, ignore_errors=True)
-        shutil.copytree(self._bases[kind], directory)
+        shutil.copytree(self._root / "bases" / kind, directory)
         name, expectation = damage(directory, np.random.default_rng(i))
         problem = None
         try:
@@ -158,8 +189,8 @@ class Fuzzer:
                 problem = f"message is not one line: {str(error)!r}"
             elif expectation == "harmless":
                 problem = f"harmless, but refused: {error}"
-            elif kind in self._layers:
-                problem = self._reload_problem(kind, directory)
+            elif kind in self._modules:
+                problem = self._reload_problem(self._modules[kind], directory)
         except Hang:
             outcome, problem = "hang", f"over {SECONDS} s"
         except Exception as error:
@@ -169,26 +200,33 @@ class Fuzzer:
                 problem = "accepted, though this damage never is harmless"
             else:
                 try:
-                    problem = disagreement(directory, *loaded)
+                    problem = disagreement(directory, loaded)
                 except Exception as error:
                     problem = f"accepted, but the decoder fails: {type(error).__name__}: {error}"
         return f"{kind} {name}", outcome, problem
 
-    def _reload_problem(self, kind, directory):
-        """A layer that meets the damaged files keeps its weights, or has all of the new ones."""
-        layer = self._layers[kind]
-        before = layer.weights.get_value()
+    def _reload_problem(self, module, directory):
+        """What meets the damaged files keeps its weights, or has all of the new ones."""
+        state = nnx.state(module)
+        leaves = jax.tree.leaves(state)
         try:
-            with Checkpoint(directory) as checkpoint:
-                pairs = [(n, checkpoint.read(n)) for n in checkpoint.names if n.startswith(f"{PREFIX}experts.")]
-                layer.reload_weights(pairs)
+            with watchdog():
+                if isinstance(module, moe_jax.FusedMoE):
+                    with Checkpoint(directory) as checkpoint:
+                        names = [name for name in checkpoint.names if ".experts." in name]
+                        module.reload_weights([(name, checkpoint.read(name)) for name in names])
+                else:
+                    module.reload_weights(directory)
         except REFUSALS:
-            leaves = zip(jax.tree.leaves(layer.weights.get_value()), jax.tree.leaves(before), strict=True)
-            if any(now is not then for now, then in leaves):
+            now = jax.tree.leaves(nnx.state(module))
+            if any(new is not old for new, old in zip(now, leaves, strict=True)):
                 return "a failed reload changed the layer"
+            return None
+        except Hang:
+            return f"reload: over {SECONDS} s"
         except Exception as error:
             return f"reload: {type(error).__name__}: {error}"
-        layer.set_weights(before)
+        nnx.update(module, state)
         return None
 
 
@@ -241,5 +279,4 @@ def main():
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.exit(main())

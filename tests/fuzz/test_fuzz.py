@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fuzz.bases import KINDS
+from tests.fuzz.entries import KINDS
 from tests.fuzz.run import fuzz
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from jax.sharding import AxisType
 from safetensors.numpy import load_file, save_file
 
 import moe_jax
-from moe_jax.loading import Checkpoint
+from moe_jax.loading import Checkpoint, CheckpointError
 from moe_jax.parallel import EplbState, ParallelConfig, Placement, _loading, _weights, place_weights, rebalance
 from moe_jax.parallel._loading import ShardedExpertReader
 from moe_jax.parallel._mesh import parse_mesh
@@ -94,6 +95,30 @@ def test_same_weights_and_answers(checkpoint, case):
         assert sum(shard.data.nbytes for shard in shards) <= 1.1 * total / size
     x = jax.random.normal(jax.random.key(1), (9, block.experts.config.hidden_size), "float32")
     np.testing.assert_allclose(spread(x), block(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2", "expert=2,tensor=2", "expert=2"])
+def test_weight_shape_is_checked_in_parts_too(checkpoint, tmp_path, mesh):
+    """It says what the whole matrix is, which a device that reads its part of one cannot compare by itself."""
+    source = checkpoint("w4a16_g32")
+    tensors = load_file(source / "model.safetensors")
+    name = next(n for n in reversed(list(tensors)) if n.endswith("weight_shape"))
+    tensors[name] = tensors[name] + 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(source / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: found \[\d+, \d+\], expected"):
+        moe_jax.load_moe(tmp_path, 0, mesh=parse_mesh(mesh))
+
+
+def test_weight_shape_without_packed_weights_is_unexpected(checkpoint, tmp_path):
+    source = checkpoint("int8_w8a16")
+    tensors = load_file(source / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("w2.weight")) + "_shape"
+    tensors[name] = np.array([1, 1])
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(source / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=f"unexpected: {name}"):
+        moe_jax.load_moe(tmp_path, 0, mesh=parse_mesh("tensor=2"))
 
 
 # Left out: what compressed-tensors cannot hold, and groups that do not divide H and I here.

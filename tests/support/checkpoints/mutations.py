@@ -15,6 +15,12 @@ import numpy as np
 FILE = "model.safetensors"
 
 
+def weights_file(directory, rng):
+    """The file of a checkpoint's weights; one of them, where an index says that there are several."""
+    path = directory / FILE
+    return path if path.exists() else pick(rng, sorted(directory.glob("*.safetensors")))
+
+
 def read_parts(path: Path):
     """(header dict, data bytes) of a safetensors file."""
     blob = path.read_bytes()
@@ -46,7 +52,7 @@ def edits_bytes(file):
     def decorate(change):
         @functools.wraps(change)
         def mutate(directory, rng):
-            path = directory / file
+            path = weights_file(directory, rng) if file == FILE else directory / file
             path.write_bytes(change(bytearray(path.read_bytes()), rng))
 
         return mutate
@@ -59,7 +65,8 @@ def edits_file(change):
 
     @functools.wraps(change)
     def mutate(directory, rng):
-        write_parts(directory / FILE, *change(*read_parts(directory / FILE), rng))
+        path = weights_file(directory, rng)
+        write_parts(path, *change(*read_parts(path), rng))
 
     return mutate
 
