@@ -8,10 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._typing import DTypeLike, Json
-from moe_jax.loading import (
-    Checkpoint,
-    as_packed,
-)
+from moe_jax.loading import Checkpoint, as_packed
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._partition import spread_dense
 from moe_jax.models._reader import ModelReader, Progress, install_values, ranges

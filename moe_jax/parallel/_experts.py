@@ -90,12 +90,6 @@ def fused_moe(
     return (y, stats) if return_stats else y
 
 
-def token_sharding(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) -> NamedSharding:
-    """How the tokens of a call enter and leave the layer."""
-    name = choose_dispatch(parallel, config, num_tokens)
-    return NamedSharding(parallel.mesh, PartitionSpec(parallel.token_axes(name) or None))
-
-
 def _forward(
     name: str,
     parallel: ParallelConfig,

@@ -142,11 +142,6 @@ class Placement:
         turn = ((spread * copies) >> 16).astype(jnp.int32)
         return jnp.where(is_expert, jnp.asarray(self.logical_to_physical)[expert, turn], -1)
 
-    def local_index(self, slots: Int[Array, "..."], device: Leaf | int) -> Int[Array, "..."]:
-        """Slots as indices into one device's experts, -1 where a slot is on another device."""
-        index = slots - jnp.asarray(device).astype(jnp.int32) * self.slots_per_device
-        return jnp.where((slots >= 0) & (index >= 0) & (index < self.slots_per_device), index, -1)
-
     def experts_of(self, device: int) -> np.ndarray:
         """(slots_per_device,) expert in each slot of one device, -1 in an empty one; host only."""
         return np.asarray(self.physical_to_logical).reshape(self.num_devices, -1)[device]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,24 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.types import Scalar, TileRef
+from pallas_kernels.grouped_gemm.config import GemmConfig
+from pallas_kernels.grouped_gemm.packed.config import PackedConfig
 
 PAIR = "pair"  # axis over the CTAs of a cluster
-
-
-@runtime_checkable
-class Grid(Protocol):
-    """What the scheduler needs of a configuration; see ``GemmConfig``."""
-
-    @property
-    def num_sms(self) -> int: ...
-    @property
-    def num_consumers(self) -> int: ...
-    @property
-    def raster_group_m(self) -> int: ...
-    @property
-    def cluster(self) -> int: ...
-    @property
-    def shares_weights(self) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +34,9 @@ class Tile:
     first_step: Scalar
 
 
-def launch(body: Callable[..., None], config: Grid, out_type: Any, scratch_types: dict[str, Any]) -> Callable[..., Any]:
+def launch(
+    body: Callable[..., None], config: GemmConfig | PackedConfig, out_type: Any, scratch_types: dict[str, Any]
+) -> Callable[..., Any]:
     """The kernel that runs ``body`` in config.num_sms CTAs, or in clusters of them along ``PAIR``.
 
     Each has config.num_consumers + 1 warpgroups, the last of which is the producer.
@@ -73,7 +61,7 @@ def launch(body: Callable[..., None], config: Grid, out_type: Any, scratch_types
 
 
 def run_tiles(
-    config: Grid,
+    config: GemmConfig | PackedConfig,
     tile_expert: TileRef,
     num_row_tiles: TileRef,
     column_tiles: int,

@@ -4,8 +4,6 @@ import pytest
 
 from tests.support.checkpoints import writers
 
-PRESETS = {"fp8_tensor_static": "FP8", "fp8_channel": "FP8_DYNAMIC", "fp8_block": "FP8_BLOCK", "int8_w8a8": "W8A8"}
-
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_quickly(quick_compilation):
@@ -19,7 +17,7 @@ def written(tmp_path_factory):
     root = tmp_path_factory.mktemp("written")
 
     def directory(family, kind):
-        target = root / f"{family}-{kind}"
+        target = root / f"{family}-{'fp8_block-native' if kind == 'native' else kind}"
         if target.exists():
             return target
         if kind == "bf16":
@@ -29,7 +27,7 @@ def written(tmp_path_factory):
         elif kind == "native":
             writers.as_native_fp8(directory(family, "fp8_block"), target)
         else:
-            scheme = writers.preset(PRESETS[kind])
+            scheme = writers.preset(writers.PRESETS[kind])
             writers.quantize_with_compressed_tensors(directory(family, "bf16"), target, family, scheme)
         return target
 

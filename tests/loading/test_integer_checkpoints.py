@@ -16,6 +16,7 @@ from moe_jax.quantization import Scheme, dequantize_tensor
 from pallas_kernels.common import packing
 from tests.support.cases.experts import make_routing
 from tests.support.checkpoints import writers
+from tests.support.checkpoints.expert_tensors import matrices_of
 from tests.support.oracles.layer_judge import assert_layer_close
 
 SIZES = dict(hidden_size=96, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
@@ -82,11 +83,9 @@ def matrices(directory):
 
 
 def assert_weights_are(weights, expected):
-    w13, w2 = np.asarray(dequantize_tensor(weights.w13)), np.asarray(dequantize_tensor(weights.w2))
-    for e in range(E):
-        for ours, projection in ((w13[e, 0], "gate_proj"), (w13[e, 1], "up_proj"), (w2[e], "down_proj")):
-            assert expected[e, projection].dtype == np.float32
-            np.testing.assert_array_equal(ours.view(np.uint32), expected[e, projection].view(np.uint32))
+    for place, matrix in matrices_of(weights).items():
+        assert expected[place].dtype == np.float32
+        np.testing.assert_array_equal(matrix.view(np.uint32), expected[place].view(np.uint32))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,8 +1,8 @@
 """NVFP4 and MX checkpoints of compressed-tensors, from file to logits: its own decompression is the judge."""
 
+import functools
 import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,9 +11,15 @@ from safetensors.torch import load_file, save_file
 
 import moe_jax
 import moe_jax.inspection
-from moe_jax.quantization import dequantize_tensor
-from tests.loading.test_judges import assert_close_in_range, logits_of, plain_model, run_logits
-from tests.support.checkpoints import writers
+from tests.support.checkpoints.expert_tensors import matrices_of
+from tests.support.oracles.emulated_models import (
+    assert_logits,
+    assert_logits_with_quantized_activations,
+    input_scales,
+    logits_of,
+    plain_model,
+    quantized_qwen3,
+)
 from tests.support.oracles.layer_judge import assert_layer_close
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -24,18 +30,7 @@ WEIGHT_ONLY = ("NVFP4A16", "MXFP4A16")
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """directory(preset): a Qwen3-MoE of one layer that compressed-tensors quantized, made once."""
-    root = tmp_path_factory.mktemp("fp4")
-    source = root / "qwen3_moe-bf16"
-    writers.write_model("qwen3_moe", source, num_hidden_layers=1)
-
-    def directory(preset):
-        target = root / preset
-        if not target.exists():
-            writers.quantize_with_compressed_tensors(source, target, "qwen3_moe", writers.preset(preset))
-        return target
-
-    return directory
+    return quantized_qwen3(tmp_path_factory)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -45,12 +40,8 @@ def test_weights_equal_their_decompression_bit_for_bit(checkpoints, preset):
     plain = load_file(checkpoint.with_name(f"{preset}-decompressed") / "model.safetensors")
     block = moe_jax.load_moe(checkpoint, layer=0, dtype=jnp.float32)
     weights = block.experts.weights.get_value()
-    w13, w2 = (np.asarray(jax.jit(dequantize_tensor)(tensor)) for tensor in (weights.w13, weights.w2))
-    for expert in range(weights.num_experts):
-        of = lambda name, e=expert: plain[f"model.layers.0.mlp.experts.{e}.{name}.weight"].numpy()  # noqa: E731
-        assert w13[expert, 0].tobytes() == of("gate_proj").tobytes()
-        assert w13[expert, 1].tobytes() == of("up_proj").tobytes()
-        assert w2[expert].tobytes() == of("down_proj").tobytes()
+    for (expert, name), matrix in matrices_of(weights).items():
+        assert matrix.tobytes() == plain[f"model.layers.0.mlp.experts.{expert}.{name}.weight"].numpy().tobytes()
     if preset.startswith("NVFP4"):
         scales = np.asarray(weights.w13.global_scale)
         assert (scales[:, 0] != scales[:, 1]).all(), "gate and up must differ to tell whose scale is used"
@@ -60,7 +51,7 @@ def test_weights_equal_their_decompression_bit_for_bit(checkpoints, preset):
 @pytest.mark.sample(2)
 def test_logits_of_weight_only_checkpoints(checkpoints, tmp_path, preset):
     checkpoint = checkpoints(preset)
-    assert_close_in_range(run_logits(tmp_path, checkpoint), logits_of(plain_model(checkpoint, "qwen3_moe")), 2e-3)
+    assert_logits(tmp_path, checkpoint, logits_of(plain_model(checkpoint)))
 
 
 @pytest.mark.parametrize("preset", ["NVFP4", "MXFP4", "MXFP8"])
@@ -68,13 +59,8 @@ def test_logits_of_weight_only_checkpoints(checkpoints, tmp_path, preset):
 def test_logits_with_quantized_activations(checkpoints, tmp_path, preset):
     """Expert inputs and intermediates pass a torch emulation of the format; attention stays unquantized."""
     checkpoint = checkpoints(preset)
-    model = plain_model(checkpoint, "qwen3_moe")
-    unquantized = logits_of(model)
-    emulate(model, checkpoint, preset)
-    expected = logits_of(model)
-    spread = expected.max() - expected.min()
-    assert np.abs(expected - unquantized).max() > 1e-3 * spread, "the emulation quantizes nothing"
-    assert_close_in_range(run_logits(tmp_path, checkpoint), expected, 2e-3)
+    global_scales = input_scales(checkpoint, "input_global_scale", min)
+    assert_logits_with_quantized_activations(tmp_path, checkpoint, functools.partial(fake, preset, global_scales))
 
 
 @pytest.mark.parametrize("preset", ["NVFP4", "MXFP4", "MXFP8"])
@@ -90,38 +76,14 @@ def test_layers_against_float64(checkpoints, preset, implementation):
     assert_layer_close(actual, x, p, ids, weights, config, kernels=False)
 
 
-def emulate(model, checkpoint, preset):
-    stored = load_file(checkpoint / "model.safetensors")
-    for layer, decoder in enumerate(model.model.layers):
-        names = [n for n in stored if f"layers.{layer}.mlp.experts." in n and n.endswith("input_global_scale")]
-        down = min((stored[n].item() for n in names if ".down_proj." in n), default=None)
-        up = min((stored[n].item() for n in names if ".down_proj." not in n), default=None)
-        experts = decoder.mlp.experts
-        experts.forward = _emulated_forward(experts, preset, up, down)
-
-
-def _emulated_forward(experts, preset, up_global, down_global):
-    def forward(hidden, top_k_index, top_k_weights):
-        out = torch.zeros_like(hidden)
-        for token in range(hidden.shape[0]):
-            for slot in range(top_k_index.shape[1]):
-                e = top_k_index[token, slot]
-                x = fake(hidden[token], preset, up_global)
-                gate, up = (experts.gate_up_proj[e] @ x).chunk(2)
-                h = fake(experts.act_fn(gate) * up, preset, down_global)
-                out[token] += top_k_weights[token, slot] * (experts.down_proj[e] @ h)
-        return out
-
-    return forward
-
-
-def fake(x, preset, global_scale):
+def fake(preset, global_scales, x, *, layer, is_hidden):
     """One row through compressed-tensors' scales and rounding; NVFP4's block scale as spec 8.7.3 computes it."""
     from compressed_tensors.quantization.utils import fp4_utils, generate_mx_scales
 
     groups = x.reshape(-1, 16 if preset == "NVFP4" else 32)
     amax = groups.abs().amax(1, keepdim=True)
     if preset == "NVFP4":
+        global_scale = global_scales[layer][is_hidden]
         block = (global_scale * (amax * torch.tensor(1 / 6))).clamp(0, 448).to(torch.float8_e4m3fn).float()
         values = (groups * (global_scale / block)).clamp(-6, 6)
         return (fp4_utils.cast_to_fp4(values.clone()) * (block / global_scale)).reshape(x.shape)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import moe_jax
 from moe_jax import MoEConfig
 from moe_jax.loading import Checkpoint, ExpertReader
-from moe_jax.quantization import dequantize_tensor
+from tests.support.checkpoints.expert_tensors import matrices_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -65,13 +65,10 @@ def test_expert_weights_are_bit_identical(data, expected, name):
             assert stored.name == scheme
             num_experts = checkpoint.config["num_local_experts"]
             weights = reader.load(layer, MoEConfig(num_experts, 2, 144, 136, scheme=stored))
-            w13, w2 = np.asarray(dequantize_tensor(weights.w13)), np.asarray(dequantize_tensor(weights.w2))
-            for e in range(num_experts):
-                parts = {"gate_proj": w13[e, 0], "up_proj": w13[e, 1], "down_proj": w2[e]}
-                for projection, value in parts.items():
-                    key = f"sha256:model.layers.{layer}.{BLOCK[family]}.experts.{e}.{projection}"
-                    assert hashlib.sha256(np.ascontiguousarray(value, "<f4")).hexdigest() == hashes[key], key
-                    seen += 1
+            for (expert, projection), value in matrices_of(weights).items():
+                key = f"sha256:model.layers.{layer}.{BLOCK[family]}.experts.{expert}.{projection}"
+                assert hashlib.sha256(np.ascontiguousarray(value, "<f4")).hexdigest() == hashes[key], key
+                seen += 1
     assert seen == len(hashes)
 
 

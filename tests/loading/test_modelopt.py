@@ -9,7 +9,7 @@ import pytest
 from moe_jax import MoEConfig, Scheme
 from moe_jax.loading import CheckpointError, QuantizationConfig, load_layer
 from moe_jax.quantization import dequantize_tensor
-from tests.support.checkpoints.expert_tensors import write_checkpoint
+from tests.support.checkpoints.expert_tensors import matrices_of, write_checkpoint
 
 E, H, I = 3, 64, 48  # noqa: E741
 PROJECTIONS = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
@@ -69,16 +69,11 @@ def test_nvfp4_multiplies_by_both_scales(tmp_path, algorithm, own_file):
     stated = {"quant_algo": algorithm, "group_size": 16, "exclude_modules": ["lm_head", "model.layers.*.mlp.gate"]}
     scheme = {"NVFP4": "nvfp4_modelopt", "W4A16_NVFP4": "nvfp4_a16_modelopt"}[algorithm]
     weights = load(write(tmp_path, stored, stated, own_file), scheme)
-    for expert in range(E):
-        for projection, tensor in (
-            ("gate_proj", dequantize_tensor(weights.w13)[expert, 0]),
-            ("up_proj", dequantize_tensor(weights.w13)[expert, 1]),
-            ("down_proj", dequantize_tensor(weights.w2)[expert]),
-        ):
-            data, scale, scale_2 = (stored[name_of(expert, projection, leaf)] for leaf in LEAVES)
-            codes = np.stack([data & 15, data >> 4], -1).reshape(data.shape[0], -1)
-            expected = E2M1[codes] * np.repeat(scale.astype(F) * scale_2, 16, axis=1)
-            assert np.asarray(tensor).tobytes() == expected.tobytes()
+    for place, matrix in matrices_of(weights).items():
+        data, scale, scale_2 = (stored[name_of(*place, leaf)] for leaf in LEAVES)
+        codes = np.stack([data & 15, data >> 4], -1).reshape(data.shape[0], -1)
+        expected = E2M1[codes] * np.repeat(scale.astype(F) * scale_2, 16, axis=1)
+        assert matrix.tobytes() == expected.tobytes()
     if algorithm == "NVFP4":
         inputs = {p: [stored[name_of(e, p, "input_scale")] for e in range(E)] for p in PROJECTIONS}
         assert float(weights.w13.input_scale) == max(inputs["gate_proj"] + inputs["up_proj"])

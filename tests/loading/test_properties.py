@@ -18,6 +18,7 @@ from tests.support.checkpoints.expert_tensors import (
     PROJECTIONS,
     assert_same,
     config,
+    filled,
     fused,
     plain_tensors,
     static_tensors,
@@ -54,8 +55,7 @@ def test_shards_in_any_split_and_order(data, is_static):
     prefix = "model.layers.0.mlp."
     tensors = static_tensors(prefix) if is_static else plain_tensors(prefix)
     scheme = "fp8_tensor_static" if is_static else "bf16"
-    expected = LayerLoader(config(scheme), layer=0)
-    expected.load(tensors.items())
+    expected = filled(config(scheme), tensors, layer=0)
     order = data.draw(st.permutations(sorted(tensors)))
     files = data.draw(st.lists(st.integers(0, 3), min_size=len(order), max_size=len(order)))
     with tempfile.TemporaryDirectory() as name:
@@ -69,8 +69,7 @@ def test_shards_in_any_split_and_order(data, is_static):
 @given(st.data(), st.sampled_from(["per expert", "fused", "transposed"]), st.sampled_from(["bf16", "int8_w8a8"]))
 def test_pairs_in_any_order_and_spelling(data, layout, scheme):
     tensors = plain_tensors()
-    expected = LayerLoader(config(scheme), layer=0)
-    expected.load(tensors.items())
+    expected = filled(config(scheme), tensors, layer=0)
     given_tensors = tensors if layout == "per expert" else fused(tensors, transposed=layout == "transposed")
     order = data.draw(st.permutations(sorted(given_tensors)))
     loader = LayerLoader(config(scheme), layer=0)
@@ -85,8 +84,7 @@ def test_what_is_missing_is_named(data):
     """Any set of tensors left out: every projection of every expert that lacks one is in the error, no other."""
     tensors = plain_tensors()
     left_out = data.draw(st.sets(st.sampled_from(sorted(tensors)), min_size=1))
-    loader = LayerLoader(config(), layer=0)
-    loader.load((name, array) for name, array in tensors.items() if name not in left_out)
+    loader = filled(config(), ((name, array) for name, array in tensors.items() if name not in left_out), layer=0)
     words = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
     missing = {
         (expert, words[shard])

@@ -18,6 +18,8 @@ from pallas_kernels.grouped_gemm.config import shared_arrays, shared_memory
 from pallas_kernels.grouped_gemm.heuristics import choose_block_m, describe, large_m_heights, refusal, space, tile_work
 from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc
 from pallas_kernels.grouped_gemm.scheduler_sm90 import tile_index, tiles_of_cta
+from tests.support.cases.hopper_layers import on_hopper
+from tests.support.kernels.case import launches
 from tests.support.kernels.cases import GEMMS, PACKED, cluster_cases, gemm, gemm_case, packed_case
 from tests.support.kernels.gemm_problem import (
     KINDS,
@@ -29,10 +31,10 @@ from tests.support.kernels.gemm_problem import (
     together_and_apart,
 )
 from tests.support.oracles.tolerances import Tolerance
+from tests.support.refusals import refuses
 
 SILU = Activation("silu")
 OAI = Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)
-H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 
 reference = reference_of(grouped_gemm)
 
@@ -125,36 +127,23 @@ def test_wrong_calls():
     def call(x=x, w=w, tile_expert=tile_expert, num_tiles=num_tiles, **kwargs):
         return jax.eval_shape(lambda *a: grouped_gemm(*a, **kwargs), x, w, tile_expert, num_tiles)
 
-    with pytest.raises(ValueError, match=r"w has K=64"):
-        call(x=x[:, :32])
-    with pytest.raises(TypeError, match="both operands have one dtype"):
-        call(x=x.astype(jnp.bfloat16))
-    with pytest.raises(ValueError, match=r"needs \(E, 2, N, K\)"):
-        call(activation=SILU)
-    with pytest.raises(ValueError, match=r"no activation needs \(E, 1, N, K\)"):
-        call(w=jnp.stack([w, w], 1))
-    with pytest.raises(ValueError, match="tile_expert has shape"):
-        call(tile_expert=jnp.zeros(7, jnp.int32))
-    with pytest.raises(TypeError, match="num_tiles is int8"):
-        call(num_tiles=jnp.int8(1))
-    with pytest.raises(ValueError, match=r"x_scale has shape \(3,\), expected one of \(\) \(tensor\)"):
-        call(x_scale=jnp.ones(3))
-    with pytest.raises(TypeError, match="w_scale is bfloat16, expected float32"):
-        call(w_scale=w_scale.astype(jnp.bfloat16))
-    with pytest.raises(ValueError, match="bias has shape"):
-        call(bias=jnp.ones(64))
-    with pytest.raises(ValueError, match="out_scale is given exactly when"):
-        call(requantize="tensor")
-    with pytest.raises(ValueError, match="x has 320 rows, expected 1 to block_m=64"):
-        call(block_m=64)
+    refuses(ValueError, r"w has K=64", call, x=x[:, :32])
+    refuses(TypeError, "both operands have one dtype", call, x=x.astype(jnp.bfloat16))
+    refuses(ValueError, r"needs \(E, 2, N, K\)", call, activation=SILU)
+    refuses(ValueError, r"no activation needs \(E, 1, N, K\)", call, w=jnp.stack([w, w], 1))
+    refuses(ValueError, "tile_expert has shape", call, tile_expert=jnp.zeros(7, jnp.int32))
+    refuses(TypeError, "num_tiles is int8", call, num_tiles=jnp.int8(1))
+    refuses(ValueError, r"x_scale has shape \(3,\), expected one of \(\) \(tensor\)", call, x_scale=jnp.ones(3))
+    refuses(TypeError, "w_scale is bfloat16, expected float32", call, w_scale=w_scale.astype(jnp.bfloat16))
+    refuses(ValueError, "bias has shape", call, bias=jnp.ones(64))
+    refuses(ValueError, "out_scale is given exactly when", call, requantize="tensor")
+    refuses(ValueError, "x has 320 rows, expected 1 to block_m=64", call, block_m=64)
     with pytest.raises(ValueError, match=r"x_scale has shape \(9,\), expected one of \(\) \(tensor\), \(64,\) \(row\)"):
         call(x=x[:9], block_m=64, x_scale=jnp.ones(9))
-    with pytest.raises(ValueError, match="implementation 'triton' of grouped_gemm is not one of"):
-        call(implementation="triton")
+    refuses(ValueError, "implementation 'triton' of grouped_gemm is not one of", call, implementation="triton")
     with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
         call(x_scale=x_scale, w_scale=w_scale, implementation="hopper")
-    with pytest.raises(ValueError, match="tiles of 64 rows"):
-        call(implementation="hopper", config=GemmConfig(128, 64, 2))
+    refuses(ValueError, "tiles of 64 rows", call, implementation="hopper", config=GemmConfig(128, 64, 2))
 
 
 # The Hopper kernel, without a GPU.
@@ -162,11 +151,9 @@ def test_wrong_calls():
 DESC = GemmDesc(rows=1024, n=512, k=512, num_experts=4, dtype="float8_e4m3fn")
 ROW = dict(lhs_scale="row", rhs_scale="channel")
 BLOCK = dict(lhs_scale="group", rhs_scale="block")
-
-
-def lower(name, desc, config):
-    """Lower one kernel for CUDA; returns the text."""
-    return gemm_case(name, desc, config).lowered()
+GATED = dict(projections=2, activation=SILU)
+UNSCALED = dict(dtype="bfloat16", lhs_scale="none", rhs_scale="none")
+WIDE = dict(swap_ab=True, block_n=256)  # of a configuration
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -175,7 +162,7 @@ def lower(name, desc, config):
 def test_lowers_for_cuda(name, block_m):
     desc = gemm(name)
     config = candidates(desc, block_m, 132)[0]
-    assert lower(name, desc, config).count("mosaic_gpu_v2") == 1
+    assert gemm_case(name, desc, config).launches() == 1
 
 
 def arrivals(case):
@@ -189,11 +176,10 @@ def arrivals(case):
 @pytest.mark.sample(5)
 def test_clusters_lower_for_cuda(case):
     """Rows, or weights, are what goes to both blocks in a step: one copy, or one of each half or piece."""
-    traced = case.traced()
     in_parts = "x 2 x" in case.name or ("fp8 block" in case.name and "x 256" in case.name)
     shared = 2 if "sharing weights" in case.name and in_parts else 1
-    assert str(traced.jaxpr).count("collective_axes=('pair',)") == shared
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
+    assert str(case.traced().jaxpr).count("collective_axes=('pair',)") == shared
+    assert case.launches() == 1
 
 
 @pytest.mark.parametrize("swap_ab", [False, True])
@@ -288,7 +274,7 @@ def test_every_prune_has_a_reason():
 @pytest.mark.parametrize("name", ["bf16 gated bias", "int8 row", "fp8 tensor", "fp8 block gated"])
 def test_swapped_lowers_for_cuda(name):
     desc = gemm(name)
-    assert lower(name, desc, choose_config(desc, 8, 132)).count("mosaic_gpu_v2") == 1
+    assert gemm_case(name, desc, choose_config(desc, 8, 132)).launches() == 1
 
 
 @pytest.mark.parametrize(("name", "block_m", "block_n"), [("bf16 gated bias", 144, 128), ("int8 2880", 176, 256)])
@@ -296,18 +282,15 @@ def test_large_m_tiles_lower_for_cuda(name, block_m, block_n):
     desc = dataclasses.replace(gemm(name), rows=8 * block_m)
     config = candidates(desc, block_m, 132)[0]
     assert (config.block_n, config.num_consumers, config.is_large_m) == (block_n, 2, True)
-    assert lower(name, desc, config).count("mosaic_gpu_v2") == 1
+    assert gemm_case(name, desc, config).launches() == 1
 
 
 def test_large_m_tiles_have_four_stages():
-    everything = dict(dtype="int8", bias_dtype="bfloat16", **ROW)
     for block_m, stages in ((144, 4), (160, 4), (192, 3)):
-        for projections, block_n in ((1, 256), (2, 128)):
-            desc = dataclasses.replace(DESC, rows=8 * block_m, projections=projections, activation=None, **everything)
-            if projections == 2:
-                desc = dataclasses.replace(desc, activation=OAI)
-            assert candidates(desc, block_m, 132)[0].block_n == block_n
-            assert candidates(desc, block_m, 132)[0].num_stages == stages
+        for gate, block_n in (({}, 256), (dict(projections=2, activation=OAI), 128)):
+            desc = dataclasses.replace(DESC, rows=8 * block_m, dtype="int8", bias_dtype="bfloat16", **ROW, **gate)
+            best = candidates(desc, block_m, 132)[0]
+            assert (best.block_n, best.num_stages) == (block_n, stages)
 
 
 def test_narrow_candidates_lower():
@@ -315,7 +298,7 @@ def test_narrow_candidates_lower():
         desc = gemm(name)
         narrow = min(candidates(desc, 64, 132), key=lambda config: config.block_n)
         assert narrow.block_n == (64 if desc.is_block_scaled else 32)
-        assert lower(name, desc, narrow).count("mosaic_gpu_v2") == 1
+        assert gemm_case(name, desc, narrow).launches() == 1
 
 
 def test_shared_memory_is_not_underestimated():
@@ -327,7 +310,7 @@ def test_shared_memory_is_not_underestimated():
     assert "shared memory" in config_error(desc, over)
     assert shared_memory(desc, over) > 232_448
     with pytest.raises(ValueError, match="exceeds available shared memory"):
-        lower("fp8 row", desc, over)
+        gemm_case("fp8 row", desc, over).lowered()
 
 
 @pytest.mark.parametrize(
@@ -348,34 +331,19 @@ def test_shared_memory_is_not_underestimated():
         (dict(requantize="group", **ROW), dict(block_n=64), "one group per tile"),
         ({}, dict(num_stages=1), "at least 2"),
         ({}, dict(step_blocks=3), "1, 2 or 4"),
-        (dict(lhs_scale="group", rhs_scale="block"), dict(step_blocks=2), "every 128 of K are scaled"),
+        (BLOCK, dict(step_blocks=2), "every 128 of K are scaled"),
         ({}, dict(row_chunk=16), "needs tile_rows"),
         (dict(has_tile_rows=True), dict(row_chunk=12), "8, 16, 32 or 64"),
-        (
-            dict(
-                has_tile_rows=True,
-                projections=2,
-                activation=Activation("silu"),
-                dtype="bfloat16",
-                lhs_scale="none",
-                rhs_scale="none",
-            ),
-            dict(block_m=128, block_n=128, num_stages=2, row_chunk=16),
-            "2 x 128 columns of 16 bits spill",
-        ),
+        (dict(has_tile_rows=True, **GATED, **UNSCALED), dict(num_stages=2, row_chunk=16), "2 x 128 columns of 16 bits"),
         ({}, dict(swap_ab=True, block_m=256), "the heights with swap_ab"),
-        (
-            dict(rows=1008, projections=2, activation=SILU),
-            dict(swap_ab=True, block_m=144, block_n=256),
-            "288 accumulators a thread, room for 192 with 2",
-        ),
-        (dict(projections=2, activation=SILU), dict(swap_ab=True, block_m=80, block_n=256), "80 accumulators a thread"),
+        (dict(rows=1008, **GATED), dict(WIDE, block_m=144), "288 accumulators a thread, room for 192"),
+        (GATED, dict(WIDE, block_m=80), "80 accumulators a thread"),
         ({}, dict(swap_ab=True, block_m=16, block_n=96), "four warpgroups of 64 channels"),
         ({}, dict(swap_ab=True, block_m=16, row_chunk=8), "moved whole"),
         (dict(requantize="tensor"), dict(swap_ab=True, block_m=16), "requantized apart"),
         (dict(rows=1008, **BLOCK), dict(swap_ab=True, block_m=144), "at most 96"),
         (BLOCK, dict(swap_ab=True, block_m=16, cluster=2), "128x128 weight blocks: not built"),
-        (BLOCK, dict(swap_ab=True, block_m=64, block_n=256), "64 accumulators a thread, room for 40 with 4"),
+        (BLOCK, dict(WIDE, block_m=64), "64 accumulators a thread, room for 40 with 4"),
         (dict(out_dtype="float32"), dict(swap_ab=True, block_m=16), "16-bit rows"),
         ({}, dict(cluster=3), "1 or 2 CTAs"),
         ({}, dict(cluster=2, num_sms=131), "an even number"),
@@ -393,9 +361,9 @@ def test_config_error(change, config, match):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(projections=2, activation=SILU, **ROW),
-        dict(projections=2, activation=SILU, bias_dtype="bfloat16"),
-        dict(projections=2, activation=SILU, bias_dtype="float32", **ROW),
+        dict(**GATED, **ROW),
+        dict(bias_dtype="bfloat16", **GATED),
+        dict(bias_dtype="float32", **GATED, **ROW),
     ],
 )
 @pytest.mark.parametrize("block_n", [16, 48, 96])
@@ -412,7 +380,7 @@ def test_choice_of_width():
     # One token of qwen3: 8 experts, and tiles for 128 of 132 SMs where 64 columns make 96.
     token = dataclasses.replace(gemm("fp8 row gated"), rows=512, n=768, k=2048, num_experts=128)
     assert choose_config(token, 64, 132).block_n == 48
-    token = dataclasses.replace(token, dtype="bfloat16", lhs_scale="none", rhs_scale="none")
+    token = dataclasses.replace(token, **UNSCALED)
     assert choose_config(token, 64, 132).block_n == 48
     assert choose_config(dataclasses.replace(token, rows=64), 8, 132).block_n == 64
     prefill = dataclasses.replace(gemm("fp8 row"), rows=1 << 16)
@@ -431,9 +399,8 @@ def test_whole_call_lowers_and_names_the_device():
     def call(args, arrays):
         return grouped_gemm(*args, **arrays, activation=SILU, requantize="group", implementation="hopper")
 
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H200)):
-        text = jax.jit(call).trace(problem.args, arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu_v2") == 1
+    with on_hopper():
+        assert launches(call, problem.args, arrays) == 1
 
 
 def test_description_of_a_call():
@@ -442,19 +409,9 @@ def test_description_of_a_call():
     )
     operands = dict(zip(("x", "w", "tile_expert", "num_tiles"), problem.args, strict=True)) | problem.kwargs
     desc = _describe(operands, OAI, jnp.float16, "none", None)
-    assert desc == GemmDesc(
-        rows=192,
-        n=64,
-        k=64,
-        num_experts=1,
-        dtype="int8",
-        out_dtype="float16",
-        projections=2,
-        bias_dtype="bfloat16",
-        activation=OAI,
-        has_tile_rows=True,
-        **ROW,
-    )
+    sizes = dict(rows=192, n=64, k=64, num_experts=1, projections=2)
+    dtypes = dict(dtype="int8", out_dtype="float16", bias_dtype="bfloat16")
+    assert desc == GemmDesc(**sizes, **dtypes, activation=OAI, has_tile_rows=True, **ROW)
 
 
 @pytest.mark.parametrize(

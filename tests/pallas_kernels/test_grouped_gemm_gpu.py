@@ -24,17 +24,25 @@ pytestmark = pytest.mark.gpu
 
 SILU = Activation("silu")
 OAI = Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0)
+GATED, GATED_OAI = (dict(projections=2, activation=activation) for activation in (SILU, OAI))
 
 
 def run(problem, config=None):
     return problem.compiled(grouped_gemm, config)()
 
 
+def check(kind, sizes, config=None, *, out_dtype=jnp.bfloat16, **options):
+    """Every row of every expert, whose numbers of rows are ``sizes``, against float64."""
+    if config is not None:
+        options["block_m"] = config.block_m
+    problem = make_problem(kind, sizes, out_dtype=out_dtype, **options)
+    problem.assert_close(run(problem, config), gemm_tolerance(kind, out_dtype, tensor_core=True))
+
+
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain(kind, block_m):
-    problem = make_problem(kind, [3, 200, 0, 129, 1, 64], k=1152, n=768, block_m=block_m)
-    problem.assert_close(run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    check(kind, [3, 200, 0, 129, 1, 64], k=1152, n=768, block_m=block_m)
 
 
 @pytest.mark.parametrize("block_n", [64, 128, 256])
@@ -43,28 +51,23 @@ def test_plain(kind, block_m):
 def test_swapped(kind, block_m, block_n):
     if kind == "fp8_block" and (block_m, block_n) == (64, 256):
         block_n = 128  # with more the sums of four warpgroups have no room
-    problem = make_problem(kind, [3, 40, 0, 9, 1, 64], k=1152, n=704, block_m=block_m, padding=np.nan)
     config = GemmConfig(block_m, block_n, 3, swap_ab=True)
-    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    check(kind, [3, 40, 0, 9, 1, 64], config, k=1152, n=704, padding=np.nan)
 
 
 @pytest.mark.parametrize("block_m", [24, 48, 80, 96])
 @pytest.mark.parametrize("kind", ["bf16", "fp8_row", "fp8_block", "int8_row"])
 def test_swapped_heights_between(kind, block_m):
-    options = dict(projections=2, activation=SILU, padding=np.nan)
-    problem = make_problem(kind, [3, 40, 0, 97, 1, 64], k=1152, n=704, block_m=block_m, **options)
     config = GemmConfig(block_m, 128, 3, swap_ab=True)
-    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    check(kind, [3, 40, 0, 97, 1, 64], config, k=1152, n=704, padding=np.nan, **GATED)
 
 
 @pytest.mark.parametrize(("projections", "block_n"), [(0, 256), (2, 128)])
 @pytest.mark.parametrize("block_m", [112, 144, 160, 192])
 @pytest.mark.parametrize("kind", ["bf16", "fp8_tensor", "fp8_row", "int8_row"])
 def test_swap_ab_large_m(kind, block_m, projections, block_n):
-    options = dict(projections=projections, activation=SILU if projections else None, padding=np.nan)
-    problem = make_problem(kind, [3, 200, 0, 145, 1], k=1152, n=704, block_m=block_m, **options)
     config = GemmConfig(block_m, block_n, 3, num_sms=7, swap_ab=True)
-    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    check(kind, [3, 200, 0, 145, 1], config, k=1152, n=704, padding=np.nan, **GATED if projections else {})
 
 
 @pytest.mark.parametrize(
@@ -79,26 +82,22 @@ def test_swap_ab_large_m(kind, block_m, projections, block_n):
 )
 @pytest.mark.parametrize("kind", ["bf16", "f16", "fp8_row", "int8_row"])
 def test_swap_ab_large_m_gated_with_bias(kind, config):
-    options = dict(projections=2, activation=OAI, bias="bfloat16", with_tile_rows=True)
-    problem = make_problem(kind, [150, 0, 3], k=2880, n=720, block_m=config.block_m, **options)
-    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    check(kind, [150, 0, 3], config, k=2880, n=720, bias="bfloat16", with_tile_rows=True, **GATED_OAI)
 
 
 @pytest.mark.parametrize("block_n", [64, 192, 256])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("kind", ["bf16", "int8_row"])
 def test_swap_ab_large_m_routings(kind, routing, block_n):
-    problem = make_problem(kind, ROUTINGS[routing], k=2880, n=208, block_m=144, bias="float32")
-    config = GemmConfig(144, block_n, 3, swap_ab=True)
-    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    check(kind, ROUTINGS[routing], GemmConfig(144, block_n, 3, swap_ab=True), k=2880, n=208, bias="float32")
 
 
 def test_bits_of_large_m_tiles_repeat():
-    problem = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=160, projections=2, activation=SILU)
+    problem = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=160, **GATED)
     own, config = problem.row_expert >= 0, GemmConfig(160, 128, 4, swap_ab=True)
     first, second = (np.asarray(run(problem, config))[own] for _ in range(2))
     np.testing.assert_array_equal(first, second)
-    low = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=96, projections=2, activation=SILU)
+    low = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=96, **GATED)
     lows = (low.args[0].at[np.flatnonzero(low.row_expert >= 0)].set(problem.args[0][own]), problem.args[1])
     low.args = (*lows, *low.args[2:])
     other = np.asarray(run(low, GemmConfig(96, 128, 4, swap_ab=True)))[low.row_expert >= 0]
@@ -107,53 +106,35 @@ def test_bits_of_large_m_tiles_repeat():
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_row", "fp8_block"])
 def test_large_m_tiles_moved_in_chunks(kind):
-    problem = make_problem(kind, [3, 200, 0, 129, 1, 64], k=1152, n=768, block_m=128, with_tile_rows=True)
-    out = run(problem, GemmConfig(128, 128, 3, row_chunk=16))
-    problem.assert_close(out, gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    config = GemmConfig(128, 128, 3, row_chunk=16)
+    check(kind, [3, 200, 0, 129, 1, 64], config, k=1152, n=768, with_tile_rows=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_swapped_gated_with_bias(kind):
-    options = dict(projections=2, activation=OAI, bias="bfloat16", with_tile_rows=True)
-    problem = make_problem(kind, [7, 0, 13, 1], k=2880, n=2880, block_m=16, **options)
+    options = dict(bias="bfloat16", with_tile_rows=True, block_m=16, **GATED_OAI)
     for config in (None, GemmConfig(16, 128, 4, num_sms=7, swap_ab=True)):
-        problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+        check(kind, [7, 0, 13, 1], config, k=2880, n=2880, **options)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_tensor", "fp8_row", "fp8_block", "int8_row"])
 def test_gated_with_bias(kind):
-    problem = make_problem(
-        kind,
-        [70, 0, 130],
-        k=512,
-        n=384,
-        block_m=128,
-        projections=2,
-        activation=SILU,
-        bias="bfloat16",
-        out_dtype=jnp.float32,
-    )
-    problem.assert_close(run(problem), gemm_tolerance(kind, jnp.float32, tensor_core=True))
+    check(kind, [70, 0, 130], k=512, n=384, block_m=128, bias="bfloat16", out_dtype=jnp.float32, **GATED)
 
 
 @pytest.mark.parametrize("bias", ["bfloat16", "float32"])
 @pytest.mark.parametrize("block_n", [16, 48, 80, 96])
 @pytest.mark.parametrize("kind", ["bf16", "fp8_row", "int8_row"])
 def test_halves_of_biases_that_do_not_end_where_a_bulk_copy_may_start(kind, block_n, bias):
-    options = dict(projections=2, activation=OAI, bias=bias)
-    problem = make_problem(kind, [150, 0, 3, 64], k=384, n=720, block_m=64, **options)
-    problem.assert_close(run(problem, GemmConfig(64, block_n, 3)), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    check(kind, [150, 0, 3, 64], GemmConfig(64, block_n, 3), k=384, n=720, bias=bias, **GATED_OAI)
 
 
 @pytest.mark.parametrize("block_n", [32, 64, 96, 128])
 @pytest.mark.parametrize("kind", ["bf16", "fp8_row", "int8_row"])
 def test_gated_widths(kind, block_n):
     bias = "float32" if block_n != 32 else None
-    problem = make_problem(
-        kind, [70, 0, 3], k=512, n=384, projections=2, activation=SILU, bias=bias, with_tile_rows=True
-    )
     config = GemmConfig(64, block_n, 4, row_chunk=16)
-    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    check(kind, [70, 0, 3], config, k=512, n=384, bias=bias, with_tile_rows=True, **GATED)
 
 
 @pytest.mark.parametrize(
@@ -168,19 +149,15 @@ def test_gated_widths(kind, block_n):
     ids=lambda a: a.name,
 )
 def test_activations(activation):
-    projections = 2 if activation.is_gated else 1
-    problem = make_problem(
-        "bf16", [70, 3], k=256, n=128, projections=projections, activation=activation, out_dtype=jnp.float32
-    )
-    problem.assert_close(run(problem), gemm_tolerance("bf16", jnp.float32, tensor_core=True))
+    options = dict(projections=2 if activation.is_gated else 1, activation=activation, out_dtype=jnp.float32)
+    check("bf16", [70, 3], k=256, n=128, **options)
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize(("n", "requantize"), [(512, "group"), (2880, "group"), (512, "group_ue8m0")])
 def test_requantized_by_group(n, requantize, block_m):
-    problem = make_problem(
-        "fp8_block", [5, 0, 140], k=384, n=n, block_m=block_m, projections=2, activation=SILU, requantize=requantize
-    )
+    options = dict(block_m=block_m, requantize=requantize, **GATED)
+    problem = make_problem("fp8_block", [5, 0, 140], k=384, n=n, **options)
     out = run(problem)
     problem.assert_close(dequantized(out), Tolerance(np.float32, 64.0, 1 / 16))
     own = problem.row_expert >= 0
@@ -202,16 +179,14 @@ def test_requantized_by_group(n, requantize, block_m):
 def test_requantized_as_rows_are_apart(requantize, block_m):
     """The same bits as from a launch of its own, which finds bfloat16."""
     kind = "fp8_tensor" if requantize == "tensor" else "fp8_block"
-    problem = make_problem(
-        kind, [5, 0, 140], k=384, n=512, block_m=block_m, projections=2, activation=SILU, requantize=requantize
-    )
+    problem = make_problem(kind, [5, 0, 140], k=384, n=512, block_m=block_m, requantize=requantize, **GATED)
     (codes, scales), (apart, apart_scales) = together_and_apart(problem, run, "hopper")
     np.testing.assert_array_equal(codes, apart)
     np.testing.assert_array_equal(scales, apart_scales)
 
 
 def test_requantized_to_a_given_scale():
-    problem = make_problem("fp8_tensor", [5, 66], k=256, n=256, projections=2, activation=SILU, requantize="tensor")
+    problem = make_problem("fp8_tensor", [5, 66], k=256, n=256, **GATED, requantize="tensor")
     scale = float(problem.kwargs["out_scale"])
     problem.expected = np.clip(problem.expected, -448 * scale, 448 * scale)
     problem.assert_close(np.asarray(run(problem)).astype(np.float64) * scale, Tolerance(np.float32, 64.0, 1 / 16))
@@ -221,16 +196,14 @@ def test_requantized_to_a_given_scale():
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("kind", ["fp8_row", "fp8_block", "bf16"])
 def test_routings(kind, routing, block_m):
-    problem = make_problem(kind, ROUTINGS[routing], k=256, n=256, block_m=block_m, padding=np.nan, with_tile_rows=True)
-    problem.assert_close(run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    check(kind, ROUTINGS[routing], k=256, n=256, block_m=block_m, padding=np.nan, with_tile_rows=True)
 
 
 @pytest.mark.parametrize(
     ("kind", "k", "n"), [("fp8_block", 2880, 2880), ("int8_row", 2880, 2880), ("bf16", 2880, 2880), ("fp8_row", 96, 48)]
 )
 def test_sizes_off_the_tile(kind, k, n):
-    problem = make_problem(kind, [90, 1, 300], k=k, n=n, block_m=128)
-    problem.assert_close(run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    check(kind, [90, 1, 300], k=k, n=n, block_m=128)
 
 
 @pytest.mark.parametrize(("k", "n"), [(2880, 2880), (96, 48), (7168, 384)])
@@ -238,7 +211,7 @@ def test_sizes_off_the_tile(kind, k, n):
 @pytest.mark.parametrize("block_m", [8, 16, 80])
 def test_swapped_blocks_off_the_tile(block_m, projections, k, n):
     """Weight blocks and the last K step in part; the same bits twice."""
-    gated = dict(projections=2, activation=SILU, bias="bfloat16") if projections else {}
+    gated = dict(**GATED, bias="bfloat16") if projections else {}
     problem = make_problem("fp8_block", [90, 1, 0, 33], k=k, n=n, block_m=block_m, padding=np.nan, **gated)
     for block_n in (64, 128):
         config = GemmConfig(block_m, block_n, 4, num_sms=7, swap_ab=True)
@@ -291,26 +264,21 @@ CONFIGS = [
     ids=str,
 )
 def test_configs(kind, config):
-    problem = make_problem(kind, [90, 1, 200], k=640, n=640, block_m=config.block_m)
-    problem.assert_close(run(problem, config), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    check(kind, [90, 1, 200], config, k=640, n=640)
 
 
 def test_many_tiles_a_block_and_long_rings():
-    problem = make_problem(
-        "fp8_row", [130, 70, 1, 257] * 4, k=2048, n=1024, block_m=128, projections=2, activation=SILU
-    )
-    problem.assert_close(run(problem), gemm_tolerance("fp8_row", jnp.bfloat16, tensor_core=True))
+    check("fp8_row", [130, 70, 1, 257] * 4, k=2048, n=1024, block_m=128, **GATED)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_block", "int8_row"])
 def test_many_rows(kind):
-    problem = make_problem(kind, [9001, 0, 7382], k=256, n=128, block_m=128)
-    problem.assert_close(run(problem), gemm_tolerance(kind, jnp.bfloat16, tensor_core=True))
+    check(kind, [9001, 0, 7382], k=256, n=128, block_m=128)
 
 
 @pytest.mark.parametrize("kind", ["fp8_block", "int8_row", "bf16"])
 def test_bits_repeat_and_rows_are_independent(kind):
-    problem = make_problem(kind, [30, 100, 7], k=512, n=512, projections=2, activation=SILU)
+    problem = make_problem(kind, [30, 100, 7], k=512, n=512, **GATED)
     own = np.flatnonzero(problem.row_expert >= 0)
     first, second = (np.asarray(run(problem))[own] for _ in range(2))
     np.testing.assert_array_equal(first, second)

@@ -31,10 +31,12 @@ from tests.support.kernels.calls import PACKED_TILES
 from tests.support.kernels.cases import packed_case
 from tests.support.kernels.gemm_problem import ROUTINGS, reference_of
 from tests.support.kernels.packed_problem import KINDS, make_problem, make_stored, packed_tolerance
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SILU = Activation("silu")
+GATED = dict(projections=2, activation=SILU)
 FORMATS = {
     "int4": PackedFormat("int4"),
     "int8": PackedFormat("int8"),
@@ -148,30 +150,23 @@ def test_wrong_calls():
     def call(x=x, w=w, tile_expert=tile_expert, num_tiles=num_tiles, **kwargs):
         return jax.eval_shape(lambda *a: grouped_gemm_packed(*a, **kwargs), x, w, tile_expert, num_tiles)
 
-    with pytest.raises(ValueError, match=r"expected \(Mp, 128\)"):
-        call(x=x[:, :64])
-    with pytest.raises(TypeError, match="packed for bfloat16"):
-        call(x=x.astype(jnp.float16))
-    with pytest.raises(ValueError, match="w has 1 projections; silu needs 2"):
-        call(activation=SILU)
-    with pytest.raises(ValueError, match="tile_expert has shape"):
-        call(tile_expert=jnp.zeros(7, jnp.int32))
-    with pytest.raises(TypeError, match="num_tiles is int8"):
-        call(num_tiles=jnp.int8(1))
-    with pytest.raises(ValueError, match="bias has shape"):
-        call(bias=jnp.ones(64))
-    with pytest.raises(ValueError, match="x_scale is float32"):
-        call(x_scale=jnp.ones(3))
-    with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
-        call(implementation="hopper")
-    with pytest.raises(ValueError, match="tiles of 16 rows"):
-        call(implementation="hopper", config=PackedConfig(64, 2, 2, 2))
+    refuses(ValueError, r"expected \(Mp, 128\)", call, x=x[:, :64])
+    refuses(TypeError, "packed for bfloat16", call, x=x.astype(jnp.float16))
+    refuses(ValueError, "w has 1 projections; silu needs 2", call, activation=SILU)
+    refuses(ValueError, "tile_expert has shape", call, tile_expert=jnp.zeros(7, jnp.int32))
+    refuses(TypeError, "num_tiles is int8", call, num_tiles=jnp.int8(1))
+    refuses(ValueError, "bias has shape", call, bias=jnp.ones(64))
+    refuses(ValueError, "x_scale is float32", call, x_scale=jnp.ones(3))
+    refuses(NotImplementedError, "hopper: needs a Hopper GPU", call, implementation="hopper")
+    refuses(ValueError, "tiles of 16 rows", call, implementation="hopper", config=PackedConfig(64, 2, 2, 2))
 
 
 # The Hopper kernel, without a GPU.
 
 DESC = PackedDesc(rows=1024, n=512, k=512, num_experts=4, fmt=PackedFormat("int4", scale="group", group_size=128))
 CONFIG = PackedConfig(16, 4, 2, 4)
+FEW = dict(rows=960, **GATED)
+G = {g: dict(fmt=PackedFormat("int4", scale="group", group_size=g)) for g in (32, 48, 64)}
 
 
 def desc_of(kind, **options):
@@ -187,22 +182,18 @@ def desc_of(kind, **options):
     )
 
 
-def lower(desc, config):
-    return packed_case("", desc, config).lowered()
-
-
 @pytest.mark.parametrize("kind", REFERENCE_KINDS)
 def test_lowers_for_cuda(kind):
     """Small tiles alone and taller gated ones, by turns; every kind at every height is compiled in sass/."""
     block_m = 32 if REFERENCE_KINDS.index(kind) % 2 else 16
-    desc = desc_of(kind, **(dict(projections=2, activation=SILU, bias_dtype="bfloat16") if block_m == 32 else {}))
-    assert lower(desc, next(candidates(desc, block_m, 132))).count("mosaic_gpu_v2") == 1
+    desc = desc_of(kind, **(dict(bias_dtype="bfloat16", **GATED) if block_m == 32 else {}))
+    assert packed_case("", desc, next(candidates(desc, block_m, 132))).launches() == 1
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "w4a8 int8 g128"])
 def test_large_m_tiles_lower_for_cuda(kind):
-    desc = desc_of(kind, rows=1152, projections=2, activation=SILU)
-    assert lower(desc, next(candidates(desc, 144, 132))).count("mosaic_gpu_v2") == 1
+    desc = desc_of(kind, rows=1152, **GATED)
+    assert packed_case("", desc, next(candidates(desc, 144, 132))).launches() == 1
 
 
 @pytest.mark.parametrize("kind", ["int4 g128", "int4 g128 f32", "nvfp4", "w4a8 int8 g128"])
@@ -218,12 +209,12 @@ def test_candidates_are_valid_and_deepest(kind):
 
 
 def test_shared_memory_is_not_underestimated():
-    desc = desc_of("nvfp4", projections=2, activation=SILU)
+    desc = desc_of("nvfp4", **GATED)
     config = next(candidates(desc, 64, 132))
     over = dataclasses.replace(config, num_stages=config.num_stages + 1)
     assert shared_memory(desc, over) > 232_448
     with pytest.raises(ValueError, match="exceeds available shared memory"):
-        lower(desc, over)
+        packed_case("", desc, over).lowered()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +224,7 @@ def test_shared_memory_is_not_underestimated():
         (dict(k=520), {}, "whole blocks of 64"),
         (dict(n=500), {}, "multiple of 32 bytes"),
         (dict(fmt=PackedFormat("e2m1", "float16", "e4m3", 16)), {}, "only bfloat16 holds their scales"),
-        (dict(fmt=PackedFormat("int4", scale="group", group_size=48)), {}, "groups of 48"),
+        (G[48], {}, "groups of 48"),
         (dict(fmt=PackedFormat("int8", "int8")), {}, "int8 activations go with int4 weights"),
         (dict(fmt=PackedFormat("int4", "float8_e4m3fn", has_zero_point=True)), {}, "zero points with int8 and 16 bits"),
         (dict(fmt=PackedFormat("int4", "int8"), k=1 << 18), {}, "stay in 32 bits"),
@@ -243,50 +234,18 @@ def test_shared_memory_is_not_underestimated():
         ({}, dict(num_consumers=5), "is not one of"),
         ({}, dict(step_blocks=9), "longer than K=512"),
         ({}, dict(splits_projections=True), "two projections"),
-        (
-            dict(projections=2, activation=Activation("silu")),
-            dict(splits_projections=True, num_consumers=3),
-            "even number",
-        ),
+        (GATED, dict(splits_projections=True, num_consumers=3), "even number"),
         (dict(k=960), dict(step_blocks=3), "do not fit each other"),
         (dict(k=768), dict(step_blocks=6, k_split=2, num_consumers=2), "parts of steps of 192 and groups of 128 do"),
         ({}, dict(block_m=128), "accumulators a thread"),
-        (
-            dict(rows=960, projections=2, activation=SILU),
-            dict(block_m=24, num_consumers=4, step_blocks=4, k_split=2),
-            "36 accumulators a thread, room for 32 with 4",
-        ),
-        (
-            dict(rows=960, projections=2, activation=SILU),
-            dict(block_m=24, step_blocks=8, k_split=4),
-            "36 accumulators a thread, room for 32 with 4 consumers",
-        ),
-        (
-            dict(rows=960, fmt=PackedFormat("int4", scale="group", group_size=32), projections=2, activation=SILU),
-            dict(block_m=24),
-            "36 accumulators a thread, room for 32 with 4 consumers",
-        ),
-        (
-            dict(rows=960, fmt=PackedFormat("int4", scale="group", group_size=64), projections=2, activation=SILU),
-            dict(block_m=80, num_consumers=2),
-            "100 accumulators a thread, room for 96 with 2 consumers",
-        ),
-        (
-            dict(rows=960, fmt=PackedFormat("int4", scale="group", group_size=64)),
-            dict(block_m=80, num_consumers=2, step_blocks=4),
-            "beside 60 accumulators a thread spill",
-        ),
+        (FEW, dict(block_m=24, step_blocks=4, k_split=2), "36 accumulators a thread, room for 32 with 4"),
+        (FEW, dict(block_m=24, step_blocks=8, k_split=4), "36 accumulators a thread, room for 32 with 4"),
+        (dict(**G[32], **FEW), dict(block_m=24), "36 accumulators a thread, room for 32 with 4"),
+        (dict(**G[64], **FEW), dict(block_m=80, num_consumers=2), "100 accumulators a thread, room for 96"),
+        (dict(rows=960, **G[64]), dict(block_m=80, num_consumers=2, step_blocks=4), "beside 60 accumulators a thread"),
         (dict(rows=1152), dict(block_m=144), "num_consumers=4 is not one of (2, 3)"),
-        (
-            dict(rows=1152, projections=2, activation=SILU),
-            dict(block_m=144, num_consumers=2),
-            "of both projections spill",
-        ),
-        (
-            dict(rows=1152),
-            dict(block_m=192, num_consumers=2),
-            "192 accumulators a thread, room for 176 with 2 consumers",
-        ),
+        (dict(rows=1152, **GATED), dict(block_m=144, num_consumers=2), "of both projections spill"),
+        (dict(rows=1152), dict(block_m=192, num_consumers=2), "192 accumulators a thread, room for 176 with 2"),
         ({}, dict(folds_scales=True), "needs group scales in bfloat16"),
         (
             dict(fmt=PackedFormat("e4m3", scale="group", group_size=128), scale_dtype="bfloat16"),
@@ -311,11 +270,11 @@ def test_choices():
     assert few.k_split == few.num_consumers == 4  # whose warpgroups share K then
     many = choose_config(dataclasses.replace(DESC, rows=1 << 14), 16, 132)
     assert (many.num_consumers, many.k_split) == (4, 1)
-    gated = desc_of("int4 g128", projections=2, activation=SILU)
+    gated = desc_of("int4 g128", **GATED)
     assert choose_config(gated, 128, 132).folds_scales and not choose_config(gated, 64, 132).folds_scales
     of_blocks = dataclasses.replace(desc_of("e4m3 g128"), scale_dtype="bfloat16")
     assert not choose_config(of_blocks, 128, 132).folds_scales
-    wide_scales = desc_of("int4 g128 f32", projections=2, activation=SILU)
+    wide_scales = desc_of("int4 g128 f32", **GATED)
     assert choose_config(wide_scales, 128, 132).splits_projections
     assert choose_config(dataclasses.replace(wide_scales, rows=1152), 144, 132).splits_projections
     with pytest.raises(NotImplementedError, match="accumulators a thread"):
@@ -333,19 +292,7 @@ def test_taller_tiles_where_they_multiply_least(mean):
 @pytest.mark.parametrize("kind", PACKED_TILES)
 def test_tiles_of_small_calls_can_run(kind):
     """Those that the sanitizer and the guards see on a GPU (kernel_calls.py): a refusal would show nowhere else."""
-    fmt, scale_dtype, has_channel_scale = KINDS[kind]
     for config in PACKED_TILES[kind]:
-        desc = PackedDesc(
-            rows=8 * config.block_m,
-            n=336,
-            k=1024,
-            num_experts=4,
-            fmt=fmt,
-            projections=2,
-            scale_dtype=scale_dtype or "float32",
-            has_channel_scale=has_channel_scale,
-            lhs_scale="row",
-            bias_dtype="bfloat16",
-            activation=SILU,
-        )
+        desc = desc_of(kind, rows=8 * config.block_m, n=336, k=1024, bias_dtype="bfloat16", **GATED)
+        desc = dataclasses.replace(desc, lhs_scale="row")
         assert config_error(desc, config) is None, config

@@ -7,6 +7,7 @@ a layout). It simulates threads, which wait for ever where one has failed: each 
     PYTHONPATH=. python tests/pallas_kernels/test_interpreter.py NAME
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -31,45 +32,37 @@ from pallas_kernels.quantize_and_permute import PermuteConfig, quantize_and_perm
 ROOT = Path(__file__).resolve().parents[2]
 HAS_INTERPRETER = hasattr(plgpu, "force_gpu_interpret_mode")
 ROW_OF = np.array([[3, 5], [-1, 2], [0, 9]], np.int32)
-SILU = Activation("silu")
+SILU, FP8 = Activation("silu"), "float8_e4m3fn"
+FORM = ("block_n", "swap_ab", "cluster", "shares_weights")  # fields of GemmConfig
 
 
 def combining() -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
-    rows, weights = (
-        jnp.asarray(rng.standard_normal((16, 256)), jnp.bfloat16),
-        jnp.asarray(rng.random((3, 2)), "float32"),
-    )
+    rows = jnp.asarray(rng.standard_normal((16, 256)), jnp.bfloat16)
+    weights = jnp.asarray(rng.random((3, 2)), "float32")
     found = combine_sm90(CombineDesc(3, 256, 2, 16, "bfloat16", "bfloat16"), CombineConfig(2))(rows, ROW_OF, weights)
     return found, combine(rows, jnp.asarray(ROW_OF), weights, out_dtype=jnp.bfloat16, implementation="reference")
 
 
 def permuting(quantization: str, width: int = 512) -> tuple[Any, Any]:
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, width)), jnp.bfloat16)
-    found, expected = (
-        quantize_and_permute(
-            x, jnp.asarray(ROW_OF), 16, quantization=quantization, implementation=name, config=PermuteConfig(2)
-        )
-        for name in ("hopper", "reference")
-    )
-    return _rows(found, ROW_OF[ROW_OF >= 0], 16), _rows(expected, ROW_OF[ROW_OF >= 0], 16)
+    x = np.random.default_rng(0).standard_normal((3, width))
+    where = (jnp.asarray(ROW_OF), 16)
+    return _permuted(x, *where, quantization=quantization, config=PermuteConfig(2), own=ROW_OF[ROW_OF >= 0])
 
 
 def permuting_in_parts() -> tuple[Any, Any]:
     """Four rows of 32 groups, two parts each, over three blocks; one row is in no use."""
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 4096)), jnp.bfloat16)
+    x = np.random.default_rng(0).standard_normal((4, 4096))
+    rows = jnp.asarray([2, -1, 0, 3], jnp.int32)
+    return _permuted(x, quantization="e4m3_group", rows=rows, config=PermuteConfig(3), own=np.array([0, 2, 3]))
+
+
+def _permuted(x: Any, row_of: Any = None, count: int = 4, *, own: Any, **options: Any) -> tuple[Any, Any]:
     found, expected = (
-        quantize_and_permute(
-            x,
-            quantization="e4m3_group",
-            rows=jnp.asarray([2, -1, 0, 3], jnp.int32),
-            implementation=name,
-            config=PermuteConfig(3),
-        )
+        quantize_and_permute(jnp.asarray(x, jnp.bfloat16), row_of, count, implementation=name, **options)
         for name in ("hopper", "reference")
     )
-    own = np.array([0, 2, 3])
-    return _rows(found, own, 4), _rows(expected, own, 4)
+    return _rows(found, own, count), _rows(expected, own, count)
 
 
 def _rows(tree: Any, own: Any, count: int) -> list[Any]:
@@ -77,13 +70,12 @@ def _rows(tree: Any, own: Any, count: int) -> list[Any]:
     return [leaf[own] if leaf.shape[0] == count else leaf[:, own] for leaf in jax.tree.leaves(tree)]
 
 
-def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict[str, Any]) -> tuple[Any, Any]:
+def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[str, Any]) -> tuple[Any, Any]:
     """Three experts of 3, 0 and block_m + 6 rows; the last tile of four is not in use."""
-    rng, (k, n), projections = (
-        np.random.default_rng(0),
-        (256, options.pop("n", 128)),
-        2 if "activation" in options else 1,
-    )
+    options, rng, projections = dict(given), np.random.default_rng(0), 2 if "activation" in given else 1
+    k, n = 256, options.pop("n", 128)
+    if "bias" in options:
+        options["bias"] = jnp.asarray(options["bias"], jnp.bfloat16)
     tile_expert, num_tiles = jnp.asarray([0, 2, 2, -1], jnp.int32), jnp.int32(3)
     numbers = [rng.standard_normal(shape) * 2 for shape in ((4 * block_m, k), (3, projections, n, k))]
     x, w = (jnp.asarray(np.rint(8 * v) if dtype == "int8" else v, dtype) for v in numbers)
@@ -91,10 +83,8 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict
     if unpermuted_rows:
         x, options["block_m"] = x[:unpermuted_rows], block_m
     x_scale, w_scale = (None if s is None else jnp.asarray(rng.uniform(0.5, 2, s), jnp.float32) for s in scales)
-    names = ("block_n", "swap_ab", "cluster", "shares_weights")
-    form: dict[str, Any] = dict(block_n=128, inline_ptx=False) | {
-        name: options.pop(name) for name in names if name in options
-    }
+    form: dict[str, Any] = dict(block_n=128, inline_ptx=False)
+    form |= {name: options.pop(name) for name in FORM if name in options}
     config = GemmConfig(block_m, num_stages=2, num_sms=2, **form)
     found, expected = (
         grouped_gemm(
@@ -116,65 +106,50 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, options: dict
     return _rows(found, own, 4 * block_m), _rows(expected, own, 4 * block_m)
 
 
-def bias(shape: tuple[int, ...]) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(1).standard_normal(shape), jnp.bfloat16)
-
-
-CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "combine": combining,
-    **{f"permute {kind}": lambda kind=kind: permuting(kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
-    **{f"permute e4m3_group, {width}": lambda width=width: permuting("e4m3_group", width) for width in (128, 384)},
-    "permute e4m3_group in parts": permuting_in_parts,
-    "bf16": lambda: multiplying("bfloat16", (None, None), 64, {}),
-    "bf16 swapped": lambda: multiplying("bfloat16", (None, None), 16, dict(swap_ab=True)),
+_NONE = (None, None)
+_LARGE = dict(swap_ab=True, n=256)
+_GATED_BLOCKS = dict(activation=SILU, requantize="group")
+_SHARING_WEIGHTS = dict(n=256, cluster=2, shares_weights=True)
+# dtype, shapes of the scales, rows of a tile, options of ``multiplying``
+PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
+    "bf16": ("bfloat16", _NONE, 64, {}),
+    "bf16 swapped": ("bfloat16", _NONE, 16, dict(swap_ab=True)),
     **{
-        f"bf16 swapped, the same {n} rows": lambda n=n: multiplying(
-            "bfloat16", (None, None), 16, dict(swap_ab=True, unpermuted_rows=n)
-        )
+        f"bf16 swapped, the same {n} rows": ("bfloat16", _NONE, 16, dict(swap_ab=True, unpermuted_rows=n))
         for n in (1, 5, 16)
     },
-    "int8 rows swapped, the same 5 rows": lambda: multiplying(
-        "int8", ((16,), (3, 128)), 16, dict(swap_ab=True, unpermuted_rows=5)
+    "int8 rows swapped, the same 5 rows": ("int8", ((16,), (3, 128)), 16, dict(swap_ab=True, unpermuted_rows=5)),
+    "int8 rows, the same 8 rows": ("int8", ((64,), (3, 128)), 64, dict(unpermuted_rows=8)),
+    "fp8 blocks gated, the same 3 rows": (FP8, ((2, 64), (3, 2, 1, 2)), 64, dict(unpermuted_rows=3, **_GATED_BLOCKS)),
+    "bf16 large M gated": ("bfloat16", _NONE, 112, dict(activation=SILU, **_LARGE)),
+    "int8 rows large M": ("int8", ((576,), (3, 256)), 144, dict(block_n=256, **_LARGE)),
+    "int8 rows": ("int8", ((256,), (3, 128)), 64, {}),
+    "bf16 in three pieces": ("bfloat16", _NONE, 64, dict(block_n=96, n=384)),
+    "int8 rows gated, projections of 48 columns": (
+        *("int8", ((256,), (3, 2, 192)), 64),
+        dict(n=192, block_n=48, activation=SILU, bias=np.random.default_rng(1).standard_normal((3, 2, 192))),
     ),
-    "int8 rows, the same 8 rows": lambda: multiplying("int8", ((64,), (3, 128)), 64, dict(unpermuted_rows=8)),
-    "fp8 blocks gated, the same 3 rows": lambda: multiplying(
-        "float8_e4m3fn", ((2, 64), (3, 2, 1, 2)), 64, dict(activation=SILU, requantize="group", unpermuted_rows=3)
+    "bf16 clusters": ("bfloat16", _NONE, 64, dict(n=256, cluster=2)),
+    "int8 rows, clusters sharing weights": ("int8", ((256,), (3, 256)), 64, _SHARING_WEIGHTS),
+    "bf16 large M, clusters": ("bfloat16", _NONE, 112, dict(cluster=2, **_LARGE)),
+    "int8 rows large M gated, clusters sharing weights": (
+        *("int8", ((448,), (3, 2, 256)), 112),
+        dict(swap_ab=True, activation=SILU, **_SHARING_WEIGHTS),
     ),
-    "bf16 large M gated": lambda: multiplying(
-        "bfloat16", (None, None), 112, dict(swap_ab=True, activation=SILU, n=256)
+    "fp8 blocks gated, clusters sharing weights": (
+        *(FP8, ((2, 256), (3, 2, 2, 2)), 64),
+        _GATED_BLOCKS | _SHARING_WEIGHTS,
     ),
-    "int8 rows large M": lambda: multiplying("int8", ((576,), (3, 256)), 144, dict(swap_ab=True, block_n=256, n=256)),
-    "int8 rows": lambda: multiplying("int8", ((256,), (3, 128)), 64, {}),
-    "bf16 in three pieces": lambda: multiplying("bfloat16", (None, None), 64, dict(block_n=96, n=384)),
-    "int8 rows gated, projections of 48 columns": lambda: multiplying(
-        "int8", ((256,), (3, 2, 192)), 64, dict(n=192, block_n=48, activation=SILU, bias=bias((3, 2, 192)))
-    ),
-    "bf16 clusters": lambda: multiplying("bfloat16", (None, None), 64, dict(n=256, cluster=2)),
-    "int8 rows, clusters sharing weights": lambda: multiplying(
-        "int8", ((256,), (3, 256)), 64, dict(n=256, cluster=2, shares_weights=True)
-    ),
-    "bf16 large M, clusters": lambda: multiplying("bfloat16", (None, None), 112, dict(swap_ab=True, n=256, cluster=2)),
-    "int8 rows large M gated, clusters sharing weights": lambda: multiplying(
-        "int8",
-        ((448,), (3, 2, 256)),
-        112,
-        dict(swap_ab=True, activation=SILU, n=256, cluster=2, shares_weights=True),
-    ),
-    "fp8 blocks gated, clusters sharing weights": lambda: multiplying(
-        "float8_e4m3fn",
-        ((2, 256), (3, 2, 2, 2)),
-        64,
-        dict(activation=SILU, requantize="group", n=256, cluster=2, shares_weights=True),
-    ),
-    "fp8 blocks gated, swapped": lambda: multiplying(
-        "float8_e4m3fn", ((2, 64), (3, 2, 2, 2)), 16, dict(activation=SILU, swap_ab=True, n=256)
-    ),
-    "fp8 blocks swapped, the same 5 rows": lambda: multiplying(
-        "float8_e4m3fn", ((2, 16), (3, 1, 2)), 16, dict(swap_ab=True, unpermuted_rows=5)
-    ),
-    "fp8 blocks gated": lambda: multiplying(
-        "float8_e4m3fn", ((2, 256), (3, 2, 1, 2)), 64, dict(activation=SILU, requantize="group")
-    ),
+    "fp8 blocks gated, swapped": (FP8, ((2, 64), (3, 2, 2, 2)), 16, dict(activation=SILU, **_LARGE)),
+    "fp8 blocks swapped, the same 5 rows": (FP8, ((2, 16), (3, 1, 2)), 16, dict(swap_ab=True, unpermuted_rows=5)),
+    "fp8 blocks gated": (FP8, ((2, 256), (3, 2, 1, 2)), 64, _GATED_BLOCKS),
+}
+CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "combine": combining,
+    **{f"permute {kind}": functools.partial(permuting, kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
+    **{f"permute e4m3_group, {n}": functools.partial(permuting, "e4m3_group", n) for n in (128, 384)},
+    "permute e4m3_group in parts": permuting_in_parts,
+    **{name: functools.partial(multiplying, *case) for name, case in PRODUCTS.items()},
 }
 
 

@@ -30,6 +30,7 @@ from pallas_kernels.quantize_and_permute import quantize_and_permute
 from tests.support.kernels import nvlink_rehearsal
 from tests.support.kernels.cases import nvlink_dispatch_cases
 from tests.support.kernels.nvlink_slots import make_slots
+from tests.support.refusals import refuses
 
 DESC = ExchangeDesc((("e", 4),), "e", 16, 7168, 8, 32, "bfloat16", "e4m3_group")
 
@@ -184,18 +185,12 @@ def test_configs():
 def test_refused_calls():
     x, slots = jnp.zeros((4, 512)), jnp.zeros((4, 2), jnp.int32)
     where: dict[str, Any] = dict(axis="e", slots_per_device=2)
-    with pytest.raises(ValueError, match="is no axis of the mesh"):
-        dispatch_rows(x, slots, **where)
-    with pytest.raises(ValueError, match=r"expected \(T, H\), \(T, top_k\)"):
-        dispatch_rows(x, slots[:3], **where)
-    with pytest.raises(TypeError, match="slots is float32"):
-        dispatch_rows(x, slots.astype(jnp.float32), **where)
-    with pytest.raises(ValueError, match="quantization='fp4' is not one of"):
-        dispatch_rows(x, slots, quantization="fp4", **where)
-    with pytest.raises(ValueError, match="expected 8 bits"):
-        place_rows(x, jnp.zeros(4), slots, 8)
-    with pytest.raises(ValueError, match="expected float32"):
-        place_rows(x.astype(jnp.int8), jnp.zeros((3, 4)), slots, 8)
+    refuses(ValueError, "is no axis of the mesh", dispatch_rows, x, slots, **where)
+    refuses(ValueError, r"expected \(T, H\), \(T, top_k\)", dispatch_rows, x, slots[:3], **where)
+    refuses(TypeError, "slots is float32", dispatch_rows, x, slots.astype(jnp.float32), **where)
+    refuses(ValueError, "quantization='fp4' is not one of", dispatch_rows, x, slots, quantization="fp4", **where)
+    refuses(ValueError, "expected 8 bits", place_rows, x, jnp.zeros(4), slots, 8)
+    refuses(ValueError, "expected float32", place_rows, x.astype(jnp.int8), jnp.zeros((3, 4)), slots, 8)
     mesh = jax.make_mesh((2,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec("e")
 
@@ -207,12 +202,10 @@ def test_refused_calls():
         over = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
         return over(rows, row_of, slots, weights)
 
-    with pytest.raises(ValueError, match="row_of is int32"):
-        combine(x, slots, slots, weights)
+    refuses(ValueError, "row_of is int32", combine, x, slots, slots, weights)
     with pytest.raises(ValueError, match="dispatch_rows was called with another"):
         combine(x, row_of, slots, weights, sum_dtype="bfloat16")
-    with pytest.raises(NotImplementedError, match="there is no mailbox"):
-        combine(x, row_of, slots, weights, implementation="hopper")
+    refuses(NotImplementedError, "there is no mailbox", combine, x, row_of, slots, weights, implementation="hopper")
 
     def dispatch(x, slots, weights, **options):
         call = functools.partial(dispatch_rows, **where | options)

@@ -16,6 +16,11 @@ from moe_jax.nn import FusedMoE, MoEBlock
 from moe_jax.nn._variables import CORRECTION_BIAS
 from moe_jax.quantization import Scheme
 
+# Fields of a config that are arguments of ``FusedMoE``.
+_OF_EXPERTS = ("renormalize", "scoring_func", "num_expert_group", "topk_group", "routed_scaling_factor")
+_OF_EXPERTS += ("custom_routing_function", "apply_router_weight_on_input")
+_OF_EXPERTS += ("activation", "swiglu_limit", "swiglu_alpha", "has_bias")
+
 
 class MoEFamily:
     """One family of models with experts.
@@ -63,19 +68,9 @@ class MoEFamily:
             config.moe_intermediate_size,
             top_k=config.top_k,
             scheme=scheme,
-            activation=config.activation,
-            renormalize=config.renormalize,
-            scoring_func=config.scoring_func,
             use_grouped_topk=config.num_expert_group is not None,
-            num_expert_group=config.num_expert_group,
-            topk_group=config.topk_group,
             e_score_correction_bias=config.has_correction_bias or None,
-            routed_scaling_factor=config.routed_scaling_factor,
-            apply_router_weight_on_input=config.apply_router_weight_on_input,
-            custom_routing_function=config.custom_routing_function,
-            swiglu_limit=config.swiglu_limit,
-            swiglu_alpha=config.swiglu_alpha,
-            has_bias=config.has_bias,
+            **{name: getattr(config, name) for name in _OF_EXPERTS},
             name=cls.moe_prefix(layer),
             implementation=implementation,
             param_dtype=dtype,

@@ -1,6 +1,7 @@
 """The hopper backend: its plumbing on kernel references anywhere, its lowering for CUDA, its values on a GPU."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from pallas_kernels.grouped_gemm import GemmConfig
 from pallas_kernels.tuning import Entry, LayerConfig, Table, table_for
 from tests.support.cases.experts import make_config, make_routing, make_stored_weights, make_tokens
 from tests.support.cases.hopper_layers import E, H, I, K, inputs, make_layer, on_hopper
+from tests.support.kernels.case import launches
 from tests.support.oracles.layer_judge import assert_layer_close
 
 BLOCKS = ("fp8_block", "fp8_block_ue8m0")
@@ -120,10 +122,9 @@ def test_whole_layer_lowers_for_hopper(tokens):
     layer, (x, z) = make_layer("fp8_block", implementation="hopper"), inputs(tokens)
     graphdef, state = nnx.split(layer)
     with on_hopper():
-        run = jax.jit(lambda state, x, z: nnx.merge(graphdef, state)(x, z))
-        lowered = run.trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
+        found = launches(lambda state, x, z: nnx.merge(graphdef, state)(x, z), state, x, z)
         assert "routing: by the kernel" in layer.explain(tokens)
-    assert lowered.count("mosaic_gpu_v2") == (5 if tokens == 1 else 6)
+    assert found == (5 if tokens == 1 else 6)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_channel", "w4a16_g128"])
@@ -147,8 +148,7 @@ def test_equal_layers_of_a_model_are_lowered_once(scheme):
     counts = []
     for number in (1, 2):
         with on_hopper():
-            traced = jax.jit(run, static_argnums=0).trace(tuple(configs[:number]), [weights] * number, *inputs(300))
-            counts.append(traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2"))
+            counts.append(launches(functools.partial(run, configs[:number]), [weights] * number, *inputs(300)))
     assert counts[0] == counts[1] > 4
 
 
@@ -184,11 +184,11 @@ def test_lowers_for_hopper(scheme, intermediate, tokens):
         return BACKENDS["hopper"].run(x, z[:, :K], ids.astype(jnp.int32), layer.weights.get_value(), layer.config)
 
     with on_hopper():
-        lowered = jax.jit(run).trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
+        found = launches(run, state, x, z)
     requantizes_apart = scheme in ("fp8_tensor", "fp8_tensor_token", "fp8_channel", "int8_w8a8")
     requantizes_apart |= scheme == "fp8_block" and intermediate == I and tokens == 1
     moves_nothing = scheme == "bf16" and tokens == 1
-    assert lowered.count("mosaic_gpu_v2") == (6 if requantizes_apart else 5 - moves_nothing)
+    assert found == (6 if requantizes_apart else 5 - moves_nothing)
 
 
 FORMATS = {
@@ -251,9 +251,7 @@ def test_rows_that_the_row_kernel_refuses_are_quantized_by_xla():
     x, z = (jax.ShapeDtypeStruct((9, n), dtype) for n, dtype in ((2880, jnp.bfloat16), (4, jnp.float32)))
     with on_hopper():
         assert "input rows: quantized and moved by XLA, since the kernel refuses H=2880" in layer.explain(9)
-        run = jax.jit(lambda state, x, z: nnx.merge(graphdef, state)(x, z))
-        lowered = run.trace(state, x, z).lower(lowering_platforms=("cuda",)).as_text()
-    assert lowered.count("mosaic_gpu_v2") == 5
+        assert launches(lambda state, x, z: nnx.merge(graphdef, state)(x, z), state, x, z) == 5
 
 
 def test_measured_configurations_come_first(monkeypatch):
@@ -267,9 +265,7 @@ def test_measured_configurations_come_first(monkeypatch):
         text = layer.explain(9)
         assert text.count("measured for 16 tokens") == 2 and "32 x 2 x 64 tiles with swap_ab, 5 stages" in text
         assert "by the heuristic" in make_layer("bf16", implementation="hopper").explain(9)
-        x, z = inputs(9)
-        lowered = jax.jit(layer).trace(x, z).lower(lowering_platforms=("cuda",)).as_text()
-        assert lowered.count("mosaic_gpu_v2") == 6
+        assert launches(layer, *inputs(9)) == 6
 
 
 def test_measurements_for_far_more_or_fewer_tokens_are_left_alone(monkeypatch):

@@ -1,6 +1,5 @@
 """Which schemes run as the shipped table of the H200 has it, by their own measurements or those of a like format."""
 
-import jax
 import pytest
 
 import moe_jax
@@ -10,6 +9,7 @@ from moe_jax.experts.hopper._kernel_layout import kernel_format
 from moe_jax.experts.hopper._rows import row_kind
 from moe_jax.quantization import SCHEMES, Scheme, method_for
 from pallas_kernels.tuning import PACKED_FORMATS, PackedLayerKey, table_for
+from tests.support.cases.hopper_layers import on_hopper
 
 
 def fits(key, entry, tokens):
@@ -69,7 +69,6 @@ def test_layers_of_the_four_models_run_as_measured(name):
 def test_a_borrowed_configuration_is_said_to_be_one():
     scheme = Scheme.parse("fp8_tensor_token")
     config = moe_jax.MoEConfig(8, 2, 4096, 14336, scheme=scheme, dtype="bfloat16")
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    with on_hopper():
         plan = hopper_plan.make_plan(config, method_for(scheme).abstract_weights(config), 64)
     assert plan.source == "measured for 64 tokens with times of fp8_channel"

@@ -15,10 +15,9 @@ from moe_jax.experts.hopper import _plan as hopper_plan
 from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout
 from moe_jax.quantization import Scheme, method_for
 from tests.support.cases import experts as cases
+from tests.support.cases.hopper_layers import on_hopper
+from tests.support.kernels.case import launches
 from tests.support.oracles.layer_judge import assert_layer_close
-
-HOPPER = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-ON_HOPPER = jax.sharding.AbstractMesh((), (), abstract_device=HOPPER)
 
 
 @functools.cache
@@ -174,19 +173,17 @@ def test_rows_that_no_launch_quantizes():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "tokens", "launches"),
+    ("scheme", "tokens", "expected"),
     [("bf16", 5, 4), ("bf16", 9, 5), ("int8_w8a8", 5, 5), ("int8_w8a8", 9, 6), ("fp8_block", 1, 5)],
 )
-def test_explain_and_launches(scheme, tokens, launches):
+def test_explain_and_launches(scheme, tokens, expected):
     """Route and align, both products, combine; int8 rows again between the products. Nine tokens take one more."""
     sizes = dict(hidden_size=512, intermediate_size=256)
     config = cases.make_config(scheme, dtype="bfloat16", param_dtype="bfloat16", **sizes)
     weights = method_for(config.scheme).abstract_weights(config)
     x, z = (jax.ShapeDtypeStruct((tokens, n), dtype) for n, dtype in ((512, "bfloat16"), (cases.E, "float32")))
-    with jax.sharding.use_abstract_mesh(ON_HOPPER):
+    with on_hopper():
         text = explain(config, weights, tokens, "gpu")
-        call = jax.jit(lambda *arrays: hopper_experts.forward_layer(config, *arrays))
-        lowered = call.trace(x, z, weights).lower(lowering_platforms=("cuda",)).as_text()
+        assert launches(lambda *arrays: hopper_experts.forward_layer(config, *arrays), x, z, weights) == expected
     quantized = "" if scheme == "bf16" else "tokens are quantized where they are, "
     assert (f"none are moved, {quantized}GEMM 1 takes all tokens" in text) == (tokens != 9)
-    assert lowered.count("mosaic_gpu_v2") == launches

@@ -10,6 +10,7 @@ import moe_jax
 from moe_jax import MoEConfig
 from moe_jax.loading import Checkpoint, CheckpointError, ExpertReader, as_packed
 from moe_jax.quantization import dequantize_tensor
+from tests.support.checkpoints.expert_tensors import matrices_of
 
 E, H, I, GROUP = 2, 64, 32, 16  # noqa: E741
 PROJECTIONS = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
@@ -104,10 +105,8 @@ def test_weights_bit_for_bit(tmp_path, case):
     expected = write(tmp_path / "model", config, **options)
     weights = load(tmp_path / "model")
     assert weights.scheme.name == scheme
-    w13, w2 = np.asarray(dequantize_tensor(weights.w13)), np.asarray(dequantize_tensor(weights.w2))
-    for expert in range(E):
-        for ours, projection in ((w13[expert, 0], "gate_proj"), (w13[expert, 1], "up_proj"), (w2[expert], "down_proj")):
-            np.testing.assert_array_equal(ours, expected[expert, projection])
+    for place, matrix in matrices_of(weights).items():
+        np.testing.assert_array_equal(matrix, expected[place])
 
 
 def test_the_view(tmp_path):

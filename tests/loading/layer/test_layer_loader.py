@@ -20,6 +20,7 @@ from tests.support.checkpoints.expert_tensors import (
     H,
     assert_same,
     config,
+    filled,
     frozen,
     fused,
     loaded,
@@ -107,8 +108,7 @@ def test_unused_names():
     loader = LayerLoader(layer)
     assert loader.load((others | plain_tensors()).items()) == set(plain_tensors())
     assert_same(loader.finish().w2, loaded(layer, plain_tensors()).w2)
-    unnamed = LayerLoader(config())
-    unnamed.load(plain_tensors().items())
+    unnamed = filled(config(), plain_tensors())
     with pytest.raises(ValueError, match="belongs to layer 1, earlier tensors to layer 0"):
         unnamed.accept("model.layers.1.mlp.experts.0.gate_proj.weight", np.zeros((7, 7), BF16))
 
@@ -141,16 +141,14 @@ def test_not_gated(scheme):
     weights = loaded(layer, tensors)
     assert weights.w13.data.shape == (E, 1, INTER, H)
     assert_same(weights, loaded(layer, {n.replace("up_proj", "w1"): t for n, t in tensors.items()}))
-    loader = LayerLoader(layer)
-    loader.load(plain_tensors().items())
+    loader = filled(layer, plain_tensors())
     with pytest.raises(ValueError, match=r"unexpected: model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"):
         loader.finish()
 
 
 def test_correction_bias():
     name, values = "model.layers.0.mlp.gate.e_score_correction_bias", np.arange(E).astype(BF16)
-    loader = LayerLoader(config(), has_correction_bias=True)
-    loader.load(plain_tensors().items())
+    loader = filled(config(), plain_tensors(), has_correction_bias=True)
     with pytest.raises(ValueError, match="missing: e_score_correction_bias"):
         loader.finish()
     with pytest.raises(ValueError, match=r"expected \(3,\) floats, found bfloat16 \(2,\)"):
@@ -183,8 +181,7 @@ def test_what_would_be_missed_is_left_over(name):
             loader.finish()
     elsewhere = name.replace("layers.0", "layers.7")
     if elsewhere != name:
-        other = LayerLoader(config(), has_correction_bias=False)
-        other.load([(elsewhere, np.zeros(E, np.float32)), *tensors.items()])
+        other = filled(config(), [(elsewhere, np.zeros(E, np.float32)), *tensors.items()], has_correction_bias=False)
         other.finish()
 
 
@@ -216,8 +213,7 @@ def test_fused(scheme, transposed):
 def test_fused_is_kept_as_a_view(offset):
     """No copy on the host; one on the way to the device, whatever the alignment of the file's bytes (64 is special)."""
     tensors = {name: at_offset(tensor, offset) for name, tensor in fused(plain_tensors()).items()}
-    loader = LayerLoader(config())
-    loader.load(tensors.items())
+    loader = filled(config(), tensors)
     kept = {id(array) for array in loader._staging._buffers.values()}
     assert kept == {id(array) for array in tensors.values()}
     weights = loader.finish()
@@ -326,8 +322,7 @@ def test_peak_of_staging(scheme):
     total = sum(t.nbytes for t in tensors.values())
     by_projection = sorted(tensors, key=lambda name: name.split(".")[-2])
     for names, bound in ((list(tensors), total // E), (by_projection, total)):
-        loader = LayerLoader(layer)
-        loader.load((name, tensors[name]) for name in names)
+        loader = filled(layer, ((name, tensors[name]) for name in names))
         assert 0 < loader.peak_staged_bytes <= (bound if scheme == "fp8_block" else total)
         loader.finish()
         assert loader.staged_bytes == 0
@@ -349,13 +344,11 @@ def test_quantized_experts_are_let_go():
 def test_reload_asserts_shapes():
     layer = config("fp8_channel")
     old = loaded(layer, plain_tensors())
-    loader = LayerLoader(layer)
-    loader.load(plain_tensors(seed=1).items())
+    loader = filled(layer, plain_tensors(seed=1))
     new = loader.finish(like=old)
     assert jax.tree.structure(new) == jax.tree.structure(old)
     assert not np.array_equal(new.w2.scale, old.w2.scale)
-    other = LayerLoader(config("int8_w8a8"))
-    other.load(plain_tensors().items())
+    other = filled(config("int8_w8a8"), plain_tensors())
     with pytest.raises(ValueError, match="expected weights like"):
         other.finish(like=old)
 
@@ -363,8 +356,7 @@ def test_reload_asserts_shapes():
 def test_incomplete_reload_keeps_the_old():
     old = loaded(config(), plain_tensors())
     before = np.asarray(old.w13.data).tobytes()
-    loader = LayerLoader(config())
-    loader.load(list(plain_tensors(seed=1).items())[:-1])
+    loader = filled(config(), list(plain_tensors(seed=1).items())[:-1])
     with pytest.raises(ValueError, match="missing"):
         loader.finish(like=old)
     assert np.asarray(old.w13.data).tobytes() == before
@@ -381,8 +373,7 @@ def test_nothing_compiles_again_after_a_reload():
 
     old = loaded(layer, plain_tensors())
     total(old)
-    loader = LayerLoader(layer)
-    loader.load(plain_tensors(seed=1).items())
+    loader = filled(layer, plain_tensors(seed=1))
     total(loader.finish(like=old))
     assert len(traces) == 1
 
@@ -436,8 +427,7 @@ def test_own_number_format():
             return {"weight": (w / scale).astype(ml_dtypes.float8_e4m3fn), "weight_scale": scale}
 
     tensors = plain_tensors(dtype=np.float32)
-    loader = LayerLoader(config(), PowerOfTwoScales(Scheme.parse("fp8_channel")))
-    loader.load(tensors.items())
+    loader = filled(config(), tensors, PowerOfTwoScales(Scheme.parse("fp8_channel")))
     weights = loader.finish()
     assert calls == [(1, 2, INTER, H), (1, H, INTER)] * E
     mantissa, _ = np.frexp(np.asarray(weights.w13.scale))
@@ -469,8 +459,7 @@ def test_shards_are_parts_of_the_layer(scheme, stored, split):
     layer, tensors = config(scheme), stored()
     whole = jax.tree.map(np.asarray, loaded(layer, tensors))
     for shard in SHARDS[split]:
-        loader = LayerLoader(layer, shard=shard)
-        loader.load(tensors.items())
+        loader = filled(layer, tensors, shard=shard)
         experts, size = list(shard.experts(E)), INTER // shard.tp_size
         rows = slice(shard.tp_rank * size, (shard.tp_rank + 1) * size)
         scales = {

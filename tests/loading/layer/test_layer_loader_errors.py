@@ -18,6 +18,7 @@ from tests.support.checkpoints.expert_tensors import (
     H,
     assert_same,
     config,
+    filled,
     fused,
     loaded,
     plain_tensors,
@@ -65,8 +66,7 @@ def test_missing_is_listed_compactly():
 def test_incomplete_layer_can_be_completed():
     tensors = plain_tensors()
     first = next(iter(tensors))
-    loader = LayerLoader(config("fp8_channel"))
-    loader.load((n, t) for n, t in tensors.items() if n != first)
+    loader = filled(config("fp8_channel"), ((n, t) for n, t in tensors.items() if n != first))
     with pytest.raises(ValueError, match="missing: gate_proj.weight of expert 0"):
         loader.finish()
     loader.accept(first, tensors[first])
@@ -80,8 +80,7 @@ def test_incomplete_layer_can_be_completed():
 def test_duplicates_never_overwrite():
     """The first value stays, also for a fused tensor over experts that are there already."""
     tensors = plain_tensors()
-    loader = LayerLoader(config())
-    loader.load(tensors.items())
+    loader = filled(config(), tensors)
     kept = {leaf: array.copy() for leaf, array in loader._staging._buffers.items()}
     for name, tensor in [*fused(plain_tensors(seed=1)).items(), *plain_tensors(seed=1).items()]:
         assert not loader.accept(name, tensor)
@@ -126,8 +125,7 @@ def test_one_dtype_for_a_layer(dtype):
     """A tensor whose dtype was swapped for another of the same width must not load."""
     tensors = plain_tensors()
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
-    loader = LayerLoader(config())
-    loader.load((n, t) for n, t in tensors.items() if n != name)
+    loader = filled(config(), ((n, t) for n, t in tensors.items() if n != name))
     with pytest.raises(ValueError, match=f"{name}: found dtype {np.dtype(dtype)}, expected bfloat16 as in model"):
         loader.accept(name, np.zeros((INTER, H), dtype))
     loader.accept(name, tensors[name])
@@ -166,8 +164,7 @@ def test_full_precision_where_the_config_says_quantized():
     name, tensor = next(iter(plain_tensors().items()))
     with pytest.raises(ValueError, match="found dtype bfloat16, expected float8_e4m3fn"):
         LayerLoader(config("fp8_channel"), quantize=False).accept(name, tensor)
-    loader = LayerLoader(config("fp8_channel"))
-    loader.load(plain_tensors().items())
+    loader = filled(config("fp8_channel"), plain_tensors())
     loader.accept("experts.0.gate_proj.weight_scale", np.ones((INTER, 1), np.float32))
     with pytest.raises(ValueError, match=r"unexpected: experts\.0\.gate_proj\.weight_scale"):
         loader.finish()
@@ -178,8 +175,7 @@ def test_full_precision_where_the_config_says_quantized():
 def test_bad_scale(suffix, value):
     tensors = static_tensors()
     tensors[f"experts.1.up_proj.{suffix}"] = np.float32([value])
-    loader = LayerLoader(config("fp8_tensor_static", name="model.layers.5.mlp.experts"))
-    loader.load(tensors.items())
+    loader = filled(config("fp8_tensor_static", name="model.layers.5.mlp.experts"), tensors)
     with pytest.raises(ValueError, match=rf"w13_{suffix}: expert 1 \(w3\) has scale {value}"):
         loader.finish()
 
@@ -232,16 +228,14 @@ def test_damage_that_a_thread_finds():
     damaged = tensors[name].copy()
     damaged[2, 7] = np.nan
     with ThreadPoolExecutor(2) as executor:
-        loader = LayerLoader(config(), executor=executor)
-        loader.load((tensors | {name: damaged}).items())
+        loader = filled(config(), tensors | {name: damaged}, executor=executor)
         for _ in range(2):
             with pytest.raises(
                 TensorError, match=rf"{name}: 1 values are NaN or infinite, the first at \(2, 7\)"
             ) as found:
                 loader.finish()
             assert found.value.name == name and loader.is_invalid
-        sound = LayerLoader(config(), executor=executor)
-        sound.load(tensors.items())
+        sound = filled(config(), tensors, executor=executor)
         assert_same(sound.finish(), loaded(config(), tensors))
 
 

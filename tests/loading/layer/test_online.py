@@ -11,8 +11,8 @@ from moe_jax.loading import LayerLoader
 from moe_jax.loading.layer import _layer_loader as layer_loader
 from moe_jax.loading.layer import _online as online
 from moe_jax.loading.layer._online import OnlineExperts, _is_traceable
-from moe_jax.quantization import dequantize_tensor, method_for, online_scheme
-from tests.support.checkpoints.expert_tensors import BF16, PROJECTIONS, assert_same, config, frozen
+from moe_jax.quantization import method_for, online_scheme
+from tests.support.checkpoints.expert_tensors import BF16, PROJECTIONS, assert_same, config, filled, frozen, matrices_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -75,17 +75,11 @@ def test_every_scheme(name):
     loader.load(stored.items())
     weights = loader.finish()
     assert weights.scheme == scheme and loader.staged_bytes == 0
-    w13, w2 = np.asarray(dequantize_tensor(weights.w13)), np.asarray(dequantize_tensor(weights.w2))
-    for expert in range(NUM):
-        for found, projection in (
-            (w13[expert, 0], "gate_proj"),
-            (w13[expert, 1], "up_proj"),
-            (w2[expert], "down_proj"),
-        ):
-            weight = stored[f"experts.{expert}.{projection}.weight"].astype(np.float32)
-            extent = np.abs(weight).max() if "channel" not in name else np.abs(weight).max(1, keepdims=True)
-            assert (np.abs(found - weight) <= extent * SCHEMES[name] * 1.001).all(), projection
-            assert SCHEMES[name] == 0 or np.abs(found - weight).max() > 0
+    for (expert, projection), found in matrices_of(weights).items():
+        weight = stored[f"experts.{expert}.{projection}.weight"].astype(np.float32)
+        extent = np.abs(weight).max() if "channel" not in name else np.abs(weight).max(1, keepdims=True)
+        assert (np.abs(found - weight) <= extent * SCHEMES[name] * 1.001).all(), projection
+        assert SCHEMES[name] == 0 or np.abs(found - weight).max() > 0
 
 
 @pytest.mark.parametrize(
@@ -100,8 +94,7 @@ def test_on_a_device_to_the_same_bits(monkeypatch, name, is_gated):
     stored = {n: t for n, t in tensors().items() if is_gated or "gate_proj" not in n}
 
     def load():
-        loader = LayerLoader(layer)
-        loader.load(stored.items())
+        loader = filled(layer, stored)
         return loader.finish()
 
     on_host = load()
@@ -115,8 +108,7 @@ def test_a_device_finds_damage_late_and_by_name(monkeypatch):
     good, name = tensors(), "experts.0.up_proj.weight"
     damaged = good[name].copy()
     damaged[3, 5] = np.inf
-    loader = LayerLoader(config("fp8_channel", **SIZES))
-    loader.load((good | {name: damaged}).items())
+    loader = filled(config("fp8_channel", **SIZES), good | {name: damaged})
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"{name}: 1 values are NaN or infinite, the first at \(3, 5\)"):
             loader.finish()
@@ -163,8 +155,7 @@ def test_late_biases_padding_and_repetition():
     biases = {
         name.replace(".weight", ".bias"): frozen(np.full(tensor.shape[0], 0.5, BF16)) for name, tensor in stored.items()
     }
-    loader = LayerLoader(layer)
-    loader.load(stored.items())
+    loader = filled(layer, stored)
     assert set(loader.missing()) == {"w13_bias", "w2_bias"} and loader.staged_bytes == 0
     name = next(iter(biases))
     with pytest.raises(ValueError, match=r"expected shape \(32,\), found \(33,\)"):
@@ -184,8 +175,7 @@ def test_late_biases_padding_and_repetition():
 
 def test_processed_once():
     """M18: a loader is spent after it finished; nothing quantized is quantized again."""
-    loader = LayerLoader(config("int8_w8a16", **SIZES))
-    loader.load(tensors().items())
+    loader = filled(config("int8_w8a16", **SIZES), tensors())
     loader.finish()
     for again in (loader.finish, lambda: loader.load(tensors().items())):
         with pytest.raises(ValueError, match="already finished; a reload needs a new LayerLoader"):

@@ -15,7 +15,7 @@ from moe_jax.inspection import inspect_checkpoint
 from moe_jax.loading import CheckpointError
 from moe_jax.models import FAMILIES, CausalLM, DecoderConfig, MoEFamily
 from tests.support.cases.families import FAMILIES as WRITTEN
-from tests.support.cases.families import assert_rows_close, edit, unfused, write_llama4
+from tests.support.cases.families import assert_rows_close, edit, load, tokens, unfused, write_llama4
 from tests.support.checkpoints.writers import fused
 
 GATED = ("qwen2_moe", "qwen3_next")
@@ -45,14 +45,6 @@ def copied(written, tmp_path):
         return shutil.copytree(directory, tmp_path / "model"), layers
 
     return copy
-
-
-def load(directory, layer, **options):
-    return moe_jax.load_moe(directory, layer, dtype=jnp.float32, implementation="reference", **options)
-
-
-def tokens(count=9, width=48):
-    return np.random.default_rng(0).standard_normal((count, width)).astype(np.float32)
 
 
 def leaves(block):

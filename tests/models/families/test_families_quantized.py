@@ -15,24 +15,15 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from safetensors.torch import load_file
 
-import moe_jax
 from moe_jax.inspection import inspect_checkpoint
 from moe_jax.loading import CheckpointError
 from moe_jax.quantization import dequantize_tensor
-from tests.support.cases.families import FAMILIES, as_mxfp4, assert_rows_close, edit, unfused
+from tests.support.cases.families import FAMILIES, as_mxfp4, assert_rows_close, edit, load, tokens, unfused
 from tests.support.checkpoints import writers
 
 PLAIN = ["re:.*gate$", "re:.*router.*", "re:.*self_attn.*", "re:.*linear_attn.*", "lm_head"]
 NO_SHARED = [*PLAIN, "re:.*shared_expert.*"]
 DENSE_SCHEMES = {"fp8_channel": "fp8_channel_a16", "fp8_block": "fp8_block_a16", "int8_w8a8": "int8_w8a16"}
-
-
-def load(directory, layer, **options):
-    return moe_jax.load_moe(directory, layer, dtype=jnp.float32, implementation="reference", **options)
-
-
-def tokens(count=9, width=48):
-    return np.random.default_rng(0).standard_normal((count, width)).astype(np.float32)
 
 
 def group(preset, *targets):

@@ -24,7 +24,9 @@ from moe_jax.parallel import (
 )
 from moe_jax.quantization import SCHEMES
 from tests.support.cases import experts as cases
-from tests.support.checkpoints.expert_tensors import plain_tensors
+from tests.support.checkpoints.expert_tensors import INTER, plain_tensors
+from tests.support.checkpoints.expert_tensors import E as FEW
+from tests.support.checkpoints.expert_tensors import H as HIDDEN
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 E, H, I, T = 11, 64, 32, 40  # noqa: E741
@@ -39,17 +41,8 @@ def make_mesh(*shape, axis_type="Auto"):
 def make_layer(scheme="bf16", shape=(8,), axis_type="Auto", redundant=3, **options):
     """Random experts, in slots; E + redundant is rounded up to the devices."""
     options = dict(top_k=2, scheme=scheme, dtype=jnp.float32, param_dtype=jnp.float32) | options
-    layer = moe_jax.FusedMoE(
-        E,
-        H,
-        I,
-        mesh=make_mesh(*shape, axis_type=axis_type),
-        expert_axis="e",
-        tensor_axis="t" if len(shape) > 1 else None,
-        enable_eplb=True,
-        num_redundant_experts=redundant,
-        **options,
-    )
+    axes = dict(mesh=make_mesh(*shape, axis_type=axis_type), expert_axis="e", tensor_axis="t" if shape[1:] else None)
+    layer = moe_jax.FusedMoE(E, H, I, enable_eplb=True, num_redundant_experts=redundant, **axes, **options)
     layer.set_weights(cases.make_stored_weights(layer.config))
     return layer
 
@@ -178,24 +171,7 @@ def test_experts_of_others_are_never_read():
 
 
 def loaded(tensors, **options):
-    from tests.support.checkpoints.expert_tensors import INTER
-    from tests.support.checkpoints.expert_tensors import E as few
-    from tests.support.checkpoints.expert_tensors import H as hidden
-
-    mesh = make_mesh(4)
-    layer = moe_jax.FusedMoE(
-        few,
-        hidden,
-        INTER,
-        top_k=2,
-        scheme="int8_w8a16",
-        dtype=jnp.float32,
-        mesh=mesh,
-        expert_axis="e",
-        enable_eplb=True,
-        num_redundant_experts=5,
-        **options,
-    )
+    layer = moe_jax.FusedMoE(FEW, HIDDEN, INTER, top_k=2, scheme="int8_w8a16", dtype=jnp.float32, **options)
     layer.load_weights(tensors.items())
     layer.process_weights_after_loading()
     return layer
@@ -207,19 +183,9 @@ def rows_of(layer, expert):
     return [[leaf[slot] for leaf in leaves] for slot in np.flatnonzero(slots == expert)]
 
 
-def expected_rows(tensors, expert):
-    from tests.support.checkpoints.expert_tensors import INTER
-    from tests.support.checkpoints.expert_tensors import E as few
-    from tests.support.checkpoints.expert_tensors import H as hidden
-
-    alone = moe_jax.FusedMoE(few, hidden, INTER, top_k=2, scheme="int8_w8a16", dtype=jnp.float32)
-    alone.load_weights(tensors.items())
-    alone.process_weights_after_loading()
-    return [np.asarray(leaf)[expert] for leaf in jax.tree.leaves(alone.weights.get_value())]
-
-
 def check_rows(layer, expert, tensors):
-    copies, expected = rows_of(layer, expert), expected_rows(tensors, expert)
+    copies, alone = rows_of(layer, expert), loaded(tensors).weights.get_value()
+    expected = [np.asarray(leaf)[expert] for leaf in jax.tree.leaves(alone)]
     assert copies
     for copy in copies:
         for found, wanted in zip(copy, expected, strict=True):
@@ -231,7 +197,8 @@ def test_copies_are_loaded_and_reloaded():
     """Before and after a move; all experts and some; with vLLM's mapping for redundant experts."""
     first, second, third = (plain_tensors(seed=seed) for seed in range(3))
     mapping = moe_jax.make_expert_params_mapping(None, "gate_proj", "down_proj", "up_proj", 3, 5)
-    layer = loaded(first, expert_mapping=mapping)
+    spread = dict(mesh=make_mesh(4), expert_axis="e", enable_eplb=True, num_redundant_experts=5)
+    layer = loaded(first, expert_mapping=mapping, **spread)
     assert [check_rows(layer, expert, first) for expert in range(3)] == [3, 3, 2]
     moved = Placement.from_slots(np.array([2, 2, 0, 1, 2, 2, 2, 2], np.int32), 3, 4)
     rearrange_expert_weights(layer, moved)

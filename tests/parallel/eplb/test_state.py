@@ -7,6 +7,7 @@ import pytest
 
 from moe_jax.parallel import EplbState, Placement, balancedness, is_rebalance_due, rebalance
 from moe_jax.parallel.eplb._policy import share_of_slots
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 LAYERS, E, S, DEVICES = 3, 6, 8, 4
@@ -114,14 +115,11 @@ def test_balancedness():
 
 def test_state_refuses():
     state = make_state(window_size=1)
-    with pytest.raises(ValueError, match=r"load has shape \(3, 6\), expected \(3, 8\)"):
-        state.record(jnp.zeros((LAYERS, E), jnp.int32))
-    with pytest.raises(ValueError, match=r"load has shape \(3, 8\), expected \(8,\)"):
-        state.record(jnp.zeros((LAYERS, S), jnp.int32), 0)
+    refuses(ValueError, r"load has shape \(3, 6\), expected \(3, 8\)", state.record, jnp.zeros((LAYERS, E), jnp.int32))
+    refuses(ValueError, r"load has shape \(3, 8\), expected \(8,\)", state.record, jnp.zeros((LAYERS, S), jnp.int32), 0)
     with pytest.raises(ValueError, match=r"\(6, 8, 2\), expected \(6, 8, 4\)"):
         state.with_placement(0, Placement.create(E, 2, num_redundant_experts=2))
-    with pytest.raises(ValueError, match="window_size=0"):
-        make_state(window_size=0)
+    refuses(ValueError, "window_size=0", make_state, window_size=0)
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -172,45 +170,3 @@ def test_when_a_rebalance_is_due():
     assert due == [750, 3750, 6750, 9750]
     assert [step for step in range(6) if is_rebalance_due(step, 2)] == [1, 3, 5]
     assert make_state().window.shape[0] == 1000
-
-
-# -- copies -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copies", [2, 3, 5, 8])
-@pytest.mark.sample(4)
-def test_copies_share_the_load(copies):
-    """Rows in sequence, every second or seventh row, one slot of top-k or all: no copy gets 25% more than its part."""
-    placement = Placement.from_slots(np.zeros(copies, np.int32), 1, 1)
-    tokens = np.arange(4096)
-    for top_k, is_routed in ((1, tokens >= 0), (8, tokens % 2 == 1), (8, tokens % 7 == 3), (4, tokens < 400)):
-        for slot in {0, top_k - 1}:
-            ids = np.full((tokens.size, top_k), -1, np.int32)
-            ids[is_routed, slot] = 0
-            found = np.asarray(placement.to_physical(jnp.asarray(ids)))
-            assert (found[ids < 0] == -1).all()
-            load = np.bincount(found[ids == 0], minlength=copies)
-            assert load.max() <= 1.25 * is_routed.sum() / copies + 1
-    few = np.asarray(placement.to_physical(jnp.zeros((copies, 1), jnp.int32)))
-    assert len(set(few.ravel().tolist())) > copies / 2  # a handful of tokens already meets several copies
-
-
-def test_one_token_uses_several_copies():
-    """The slots of a token do not all go to the same copy index, as hashing the row alone would have it."""
-    placement = Placement.create(8, 1, num_redundant_experts=8)  # every expert twice
-    found = np.asarray(placement.to_physical(jnp.tile(jnp.arange(8), (64, 1))))
-    assert (found % 8 == np.arange(8)).all()
-    index = found // 8
-    assert ((index.min(axis=1) == 0) & (index.max(axis=1) == 1)).mean() > 0.95
-
-
-def test_other_maps_compile_nothing():
-    run = jax.jit(lambda placement, ids: placement.to_physical(ids))
-    ids = jnp.asarray(np.random.default_rng(0).integers(-1, E + 1, (9, 3)), jnp.int32)
-    slots = np.arange(S) % E
-    for _ in range(3):
-        slots = np.roll(slots, 1).astype(np.int32)
-        found = np.asarray(run(Placement.from_slots(slots, E, DEVICES), ids))
-        is_expert = (np.asarray(ids) >= 0) & (np.asarray(ids) < E)
-        np.testing.assert_array_equal(np.where(is_expert, slots[found], -1), np.where(is_expert, ids, -1))
-    assert run._cache_size() == 1

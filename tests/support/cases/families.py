@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import moe_jax
 from tests.support.checkpoints import writers
 
 # One set of shapes for all families, so that few programs are compiled.
@@ -40,6 +42,7 @@ MLA = dict(
     moe_intermediate_size=I,
     intermediate_size=80,
 )
+LOCAL = dict(num_local_experts=E, intermediate_size=I, num_hidden_layers=2)
 QWEN = dict(num_experts=E, moe_intermediate_size=I, intermediate_size=40)
 SHARED = dict(shared_expert_intermediate_size=I)
 LINEAR_ATTENTION = dict(
@@ -96,12 +99,7 @@ class Family:
 
 
 FAMILIES = {
-    "mixtral": Family(
-        "Mixtral",
-        dict(num_local_experts=E, intermediate_size=I, num_hidden_layers=2),
-        (0, 1),
-        block="mlp",
-    ),
+    "mixtral": Family("Mixtral", LOCAL, (0, 1)),
     "qwen2_moe": Family("Qwen2Moe", QWEN | SHARED | dict(mlp_only_layers=[1]), (0, 2)),
     "qwen3_moe": Family("Qwen3Moe", QWEN | dict(decoder_sparse_step=2, norm_topk_prob=True), (1,)),
     "qwen3_next": Family("Qwen3Next", QWEN | SHARED | LINEAR_ATTENTION | dict(num_hidden_layers=2), (0, 1)),
@@ -121,15 +119,10 @@ FAMILIES = {
         "DeepseekV3", MLA | dict(n_shared_experts=1, first_k_dense_replace=2, n_group=4, topk_group=2), (2,)
     ),
     "glm4_moe": Family("Glm4Moe", MLA | dict(head_dim=16, first_k_dense_replace=1, routed_scaling_factor=1.5), (1, 2)),
-    "gpt_oss": Family(
-        "GptOss",
-        dict(num_local_experts=E, intermediate_size=I, swiglu_limit=1.5, num_hidden_layers=2),
-        (0, 1),
-        is_fused=True,
-    ),
+    "gpt_oss": Family("GptOss", LOCAL | dict(swiglu_limit=1.5), (0, 1), is_fused=True),
     "granitemoe": Family(
         "GraniteMoe",
-        dict(num_local_experts=E, intermediate_size=I, num_hidden_layers=2, residual_multiplier=0.3),
+        LOCAL | dict(residual_multiplier=0.3),
         (0, 1),
         block="block_sparse_moe",
         router="router.layer.",
@@ -137,6 +130,15 @@ FAMILIES = {
     ),
     "llama4_text": Family("Llama4", LLAMA4, (1, 3), block="feed_forward", is_fused=True),
 }
+
+
+def load(directory: Path, layer: int, **options: Any) -> moe_jax.MoEBlock:
+    """The block of a layer in float32, judged without kernels."""
+    return moe_jax.load_moe(directory, layer, dtype=jnp.float32, implementation="reference", **options)
+
+
+def tokens(count: int = 9, width: int = H) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((count, width)).astype(np.float32)
 
 
 def write_llama4(directory: Path) -> Any:

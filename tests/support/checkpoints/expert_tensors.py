@@ -8,6 +8,7 @@ import numpy as np
 
 from moe_jax import MoEConfig, Scheme
 from moe_jax.loading import Checkpoint, LayerLoader, save_safetensors
+from moe_jax.quantization import dequantize_tensor
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E, H, INTER = 3, 48, 32
@@ -63,10 +64,24 @@ def write_checkpoint(directory, config, tensors):
     return Checkpoint(directory)
 
 
+def filled(layer, tensors, /, *method, **options):
+    """A loader that was given tensors, a dict or pairs, whatever it took of them."""
+    loader = LayerLoader(layer, *method, **options)
+    loader.load(tensors.items() if isinstance(tensors, dict) else tensors)
+    return loader
+
+
 def loaded(layer, tensors, **options):
     loader = LayerLoader(layer, **options)
     assert loader.load(tensors.items()) == set(tensors)
     return loader.finish()
+
+
+def matrices_of(weights):
+    """{(expert, projection): matrix} of a gated layer, dequantized in float32."""
+    w13, w2 = (np.asarray(jax.jit(dequantize_tensor)(tensor)) for tensor in (weights.w13, weights.w2))
+    parts = {"gate_proj": w13[:, 0], "up_proj": w13[:, 1], "down_proj": w2}
+    return {(expert, name): part[expert] for expert in range(len(w2)) for name, part in parts.items()}
 
 
 def assert_same(a, b):

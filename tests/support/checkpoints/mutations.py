@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-FILE = "model.safetensors"
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def weights_file(directory, rng):
@@ -320,12 +320,7 @@ COMMON = [
     ("nan_weight", "refused", nan_weight, 3),
     ("layers_huge", "refused", config_set("num_hidden_layers", 10**7), 1),
     ("eps_huge", "refused", config_set("rms_norm_eps", 10**400), 1),
-    (
-        "unknown_expert_tensor",
-        "refused",
-        add_tensor(lambda h, rng: expert_names(h)[0].replace(".weight", ".weight_g_idx")),
-        1,
-    ),
+    ("unknown_expert_tensor", "refused", add_tensor(lambda h, rng: expert_names(h)[0] + "_g_idx"), 1),
     ("unknown_dense_tensor", "refused", add_tensor(lambda h, rng: "model.layers.0.self_attn.r_proj.weight"), 1),
     ("rotary_buffer", "harmless", add_tensor(lambda h, rng: "model.layers.0.self_attn.rotary_emb.inv_freq"), 1),
     ("kv_scale", "harmless", add_tensor(lambda h, rng: "model.layers.0.self_attn.k_scale"), 1),
@@ -339,18 +334,8 @@ COMMON = [
     ("config_not_object", "refused", write_file("config.json", b"[1, 2]"), 1),
     ("config_not_utf8", "refused", write_file("config.json", b"\xff\xfe{}"), 1),
     ("config_deep", "refused", write_file("config.json", b'{"a":' * 5000 + b"1" + b"}" * 5000), 1),
-    (
-        "missing_shard",
-        "refused",
-        write_file("model.safetensors.index.json", b'{"weight_map": {"a": "b.safetensors"}}'),
-        1,
-    ),
-    (
-        "shard_outside",
-        "refused",
-        write_file("model.safetensors.index.json", b'{"weight_map": {"a": "../b.safetensors"}}'),
-        1,
-    ),
+    ("missing_shard", "refused", write_file(INDEX, b'{"weight_map": {"a": "b.safetensors"}}'), 1),
+    ("shard_outside", "refused", write_file(INDEX, b'{"weight_map": {"a": "../b.safetensors"}}'), 1),
     ("model_type", "refused", config_set("model_type", "no_such_model"), 1),
     ("architecture", "refused", config_set("architectures", ["NoSuchForCausalLM"]), 1),
     ("more_experts", "refused", config_set(_experts_key, lambda v: v + 1), 1),

@@ -40,6 +40,8 @@ MODELS = {
     ),
     "mixtral": ("Mixtral", dict(num_local_experts=4, intermediate_size=160)),
 }
+# our schemes by compressed-tensors' names
+PRESETS = {"fp8_tensor_static": "FP8", "fp8_channel": "FP8_DYNAMIC", "fp8_block": "FP8_BLOCK", "int8_w8a8": "W8A8"}
 IGNORE = {"qwen3_moe": ["re:.*mlp.gate$", "lm_head"], "mixtral": ["re:.*block_sparse_moe.gate$", "lm_head"]}
 
 

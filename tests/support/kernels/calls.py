@@ -35,61 +35,42 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 SILU = Activation("silu")
 SIZES = [3, 0, 70, 1]
+_TALL = dict(block_m=128)
+_GATED = dict(projections=2, activation=SILU)
+_BIASED = dict(bias="bfloat16", **_GATED)
+_RAGGED = dict(with_tile_rows=True, **_GATED)
+_REQUANTIZED = dict(requantize="group", **_RAGGED)
 _GEMMS: dict[str, tuple[str, dict[str, Any], GemmConfig | None]] = {
     "bf16": ("bf16", dict(block_m=64), None),
     "bf16 swapped": ("bf16", dict(block_m=16), GemmConfig(16, 128, 3, swap_ab=True)),
-    "fp8 row, 128 rows": ("fp8_row", dict(block_m=128), None),
-    "fp8 block, requantized": (
-        "fp8_block",
-        dict(projections=2, activation=SILU, requantize="group", with_tile_rows=True),
-        None,
-    ),
-    "int8 gated": ("int8_row", dict(projections=2, activation=SILU, bias="bfloat16", with_tile_rows=True), None),
+    "fp8 row, 128 rows": ("fp8_row", _TALL, None),
+    "fp8 block, requantized": ("fp8_block", _REQUANTIZED, None),
+    "int8 gated": ("int8_row", dict(bias="bfloat16", **_RAGGED), None),
     "f16": ("f16", dict(out_dtype=jnp.float16), None),
-    "bf16, 128 x 256": ("bf16", dict(block_m=128), GemmConfig(128, 256, 4)),
-    "bf16, 128 x 2 x 96 in chunks of rows": (
-        "bf16",
-        dict(block_m=128, projections=2, activation=SILU, with_tile_rows=True),
-        GemmConfig(128, 96, 4, row_chunk=16),
-    ),
-    "fp8 block, 128 x 256": ("fp8_block", dict(block_m=128), GemmConfig(128, 256, 4)),
-    "bf16 clusters, 128 x 128": ("bf16", dict(block_m=128), GemmConfig(128, 128, 3, cluster=2)),
+    "bf16, 128 x 256": ("bf16", _TALL, GemmConfig(128, 256, 4)),
+    "bf16, 128 x 2 x 96 in chunks of rows": ("bf16", _TALL | _RAGGED, GemmConfig(128, 96, 4, row_chunk=16)),
+    "fp8 block, 128 x 256": ("fp8_block", _TALL, GemmConfig(128, 256, 4)),
+    "bf16 clusters, 128 x 128": ("bf16", _TALL, GemmConfig(128, 128, 3, cluster=2)),
     "bf16 clusters sharing weights, 128 x 128": (
         "bf16",
-        dict(block_m=128),
+        _TALL,
         GemmConfig(128, 128, 3, cluster=2, shares_weights=True),
     ),
-    "fp8 block, requantized, clusters": (
-        "fp8_block",
-        dict(block_m=128, projections=2, activation=SILU, requantize="group", with_tile_rows=True),
-        GemmConfig(128, 128, 3, cluster=2),
-    ),
-    "fp8 tensor, requantized": ("fp8_tensor", dict(projections=2, activation=SILU, requantize="tensor"), None),
-    "fp8 tensor swapped, 64 x 256": ("fp8_tensor", dict(block_m=64), GemmConfig(64, 256, 4, swap_ab=True)),
-    "fp8 row swapped, 96 x 2 x 128": (
-        "fp8_row",
-        dict(block_m=96, projections=2, activation=SILU, bias="bfloat16"),
-        GemmConfig(96, 128, 3, swap_ab=True),
-    ),
-    "fp8 block swapped, 16 x 256": ("fp8_block", dict(block_m=16), GemmConfig(16, 256, 3, swap_ab=True)),
-    "fp8 block swapped, 96 x 2 x 128": (
-        "fp8_block",
-        dict(block_m=96, projections=2, activation=SILU, bias="bfloat16"),
-        GemmConfig(96, 128, 3, swap_ab=True),
-    ),
-    "bf16 swapped, 80 x 256": ("bf16", dict(block_m=80), GemmConfig(80, 256, 3, swap_ab=True)),
-    "bf16 large M, 144 x 256": ("bf16", dict(block_m=144), GemmConfig(144, 256, 3, swap_ab=True)),
-    "fp8 row large M, 160 x 2 x 128": (
-        "fp8_row",
-        dict(block_m=160, projections=2, activation=SILU, bias="bfloat16"),
-        GemmConfig(160, 128, 3, swap_ab=True),
-    ),
-    "int8 swapped, 48 x 2 x 192": (
-        "int8_row",
-        dict(block_m=48, projections=2, activation=SILU),
-        GemmConfig(48, 192, 3, swap_ab=True),
-    ),
+    "fp8 block, requantized, clusters": ("fp8_block", _TALL | _REQUANTIZED, GemmConfig(128, 128, 3, cluster=2)),
+    "fp8 tensor, requantized": ("fp8_tensor", dict(requantize="tensor", **_GATED), None),
 }
+# kind, rows and columns of a tile, options; each in three stages with swap_ab
+for _name, _kind, _m, _n, _options in (
+    ("fp8 row swapped, 96 x 2 x 128", "fp8_row", 96, 128, _BIASED),
+    ("fp8 block swapped, 16 x 256", "fp8_block", 16, 256, {}),
+    ("fp8 block swapped, 96 x 2 x 128", "fp8_block", 96, 128, _BIASED),
+    ("bf16 swapped, 80 x 256", "bf16", 80, 256, {}),
+    ("bf16 large M, 144 x 256", "bf16", 144, 256, {}),
+    ("fp8 row large M, 160 x 2 x 128", "fp8_row", 160, 128, _BIASED),
+    ("int8 swapped, 48 x 2 x 192", "int8_row", 48, 192, _GATED),
+):
+    _GEMMS[_name] = (_kind, dict(block_m=_m, **_options), GemmConfig(_m, _n, 3, swap_ab=True))
+_GEMMS["fp8 tensor swapped, 64 x 256"] = ("fp8_tensor", dict(block_m=64), GemmConfig(64, 256, 4, swap_ab=True))
 _PACKED = ("int4 g128", "int4 g128 asym", "int8 channel", "e4m3 g128", "nvfp4", "mxfp4", "mxfp8")
 _PACKED_8BIT = ("w4a8 int8 g128", "w4a8 int8 g128 asym", "w4a8 fp8 g128", "mxfp4 fp8")
 # Tiles whose warpgroups share channels or K, long and short steps, scales folded into operands, heights between powers.

@@ -10,6 +10,12 @@ import jax
 Shape = tuple[tuple[int, ...], str]
 
 
+def launches(function: Callable[..., Any], *arguments: Any) -> int:
+    """How many Hopper kernels the program of ``function`` for CUDA launches; needs no GPU."""
+    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("mosaic_gpu_v2")
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """name; function of ``shapes``' arrays; instruction: the wgmma in its SASS, None for a row kernel.
@@ -34,6 +40,10 @@ class Case:
     def lowered(self) -> str:
         """The text for CUDA; needs no GPU."""
         return self.traced().lower(lowering_platforms=("cuda",)).as_text()
+
+    def launches(self) -> int:
+        """Kernels in that text."""
+        return self.lowered().count("mosaic_gpu_v2")
 
     def over(self, mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
         """The function on all devices of a mesh, and its arguments."""
