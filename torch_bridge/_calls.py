@@ -15,20 +15,20 @@ import jax.numpy as jnp
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig, fused_experts, fused_moe
-from moe_jax.experts._fused_moe import finish
+from moe_jax.experts._fused_moe import finish, weighted_experts
 from moe_jax.models._compiled import SMALLEST_BUCKET, bucket
-from moe_jax.routing import RoutingParams, route
+from moe_jax.routing import Routing, RoutingParams, route, validate_routing
 from torch_bridge._tensors import narrowed, numpy_dtype, to_arguments, to_torch
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """What a call needs of a layer on one rank, as one pytree.
+    """What a call needs of a layer on one rank, as one pytree. Results of all ranks add up to the layer's.
 
     weights and config: of this rank. global_config: of the whole layer, for routing. routing: its arrays, without the
     correction bias. expert_map: (P,) int32, global to local expert, or None when all are local. is_first_rank: whether
-    this rank adds what zero experts return, which one of the ranks has to.
+    this rank adds what zero experts return. is_first_part: whether it adds w2's bias, which all parts of an expert hold.
     """
 
     weights: ExpertWeights
@@ -37,31 +37,62 @@ class Experts:
     routing: RoutingParams
     expert_map: Any = None
     is_first_rank: bool = dataclasses.field(default=True, metadata=dict(static=True))
+    is_first_part: bool = dataclasses.field(default=True, metadata=dict(static=True))
+
+    @property
+    def summed_weights(self) -> ExpertWeights:
+        """The weights with what this rank contributes to the sum over ranks."""
+        bias = self.weights.w2_bias
+        if self.is_first_part or bias is None:
+            return self.weights
+        return dataclasses.replace(self.weights, w2_bias=jnp.zeros_like(bias))
 
     def moe(self, x: Any, logits: Any, bias: Any, token_ids: Any, mask: Any) -> Any:
         """Routing and experts."""
         config, routing = self.global_config, dataclasses.replace(self.routing, correction_bias=bias)
-        if config == self.config:
+        if config == self.config and self.expert_map is None:
             return fused_moe(x, logits, self.weights, config, routing=routing, token_mask=mask, token_ids=token_ids)
         routed = route(logits, config, params=routing, hidden_states=x, token_ids=token_ids, token_mask=mask)
-        y = self.experts(x, routed.topk_weights, routed.topk_ids, mask)
-        if not self.is_first_rank:
-            routed = dataclasses.replace(routed, zero_expert_weight=None)
-        return finish(y.astype(jnp.float32), x, routed, config, None)
+        return self._finished(x, routed)
 
     def experts(self, x: Any, topk_weights: Any, topk_ids: Any, mask: Any) -> Any:
-        """The experts of this rank for global ids."""
-        if self.expert_map is not None:
-            is_known = (topk_ids >= 0) & (topk_ids < self.expert_map.shape[0])
-            topk_ids = jnp.where(is_known, self.expert_map[jnp.where(is_known, topk_ids, 0)], -1)
-        return fused_experts(x, topk_weights, topk_ids, self.weights, self.config, token_mask=mask)
+        """The experts of this rank for global ids, and what the layer does to their sum.
+
+        In a layer with zero experts, ids from E on are those.
+        """
+        config = self.global_config
+        if config.zero_expert_type is None and not config.apply_routed_scale_to_output:
+            ids = self._local(topk_ids)
+            return fused_experts(x, topk_weights, ids, self.summed_weights, self.config, token_mask=mask)
+        zero_expert_weight = None
+        if mask is not None:
+            topk_ids = jnp.where(mask[:, None], topk_ids, -1)
+        if config.zero_expert_type is not None:
+            is_zero = topk_ids >= config.num_experts
+            zero_expert_weight = jnp.where(is_zero, topk_weights.astype(jnp.float32), 0.0).sum(axis=-1)
+        return self._finished(x, Routing(topk_weights, topk_ids, zero_expert_weight))
+
+    def _finished(self, x: Any, routed: Routing) -> Any:
+        ids = self._local(routed.topk_ids)
+        y = weighted_experts(x, routed.topk_weights, ids, self.summed_weights, self.config)
+        if not self.is_first_rank:
+            routed = dataclasses.replace(routed, zero_expert_weight=None)
+        return finish(y, x, routed, self.global_config, None)
+
+    def _local(self, topk_ids: Any) -> Any:
+        """Global ids as this rank numbers its experts, -1 for others."""
+        if self.expert_map is None:
+            return topk_ids
+        is_known = (topk_ids >= 0) & (topk_ids < self.expert_map.shape[0])
+        return jnp.where(is_known, self.expert_map[jnp.where(is_known, topk_ids, 0)], -1)
 
     def select(self, x: Any, logits: Any, bias: Any, token_ids: Any, mask: Any) -> tuple[Any, Any]:
-        """The router alone."""
-        routing = dataclasses.replace(self.routing, correction_bias=bias)
-        routed = route(
-            logits, self.global_config, params=routing, hidden_states=x, token_ids=token_ids, token_mask=mask
-        )
+        """The router alone; zero experts have the ids from E on."""
+        routing, config = dataclasses.replace(self.routing, correction_bias=bias), self.global_config
+        if config.zero_expert_type is not None:  # to the choice they are experts like others
+            validate_routing(config, logits.shape[-1])
+            config = dataclasses.replace(config, num_experts=logits.shape[-1], zero_expert_type=None)
+        routed = route(logits, config, params=routing, hidden_states=x, token_ids=token_ids, token_mask=mask)
         return routed.topk_weights, routed.topk_ids
 
     def moe_gradients(self, grad: Any, x: Any, logits: Any, *rest: Any) -> Any:

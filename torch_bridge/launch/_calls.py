@@ -31,14 +31,13 @@ class KernelCalls(JaxCalls):
         """is_strict: whether calls that are not kernels from end to end are refused."""
         super().__init__(experts, layer_name)
         self._is_strict = is_strict
-        jax.block_until_ready(experts.weights)  # calls may come on any stream
-        self._weights: ExpertWeights = jax.tree.map(to_torch, experts.weights)
+        weights = jax.block_until_ready(experts.summed_weights)  # calls may come on any stream
+        self._weights: ExpertWeights = jax.tree.map(to_torch, weights)
         table = experts.expert_map
         self._expert_map = None if table is None else to_torch(table)
-        config = experts.global_config if experts.expert_map is None else experts.config
         self._is_cuda = jax.tree.leaves(self._weights)[0].is_cuda
         self._kernels: dict[str, Callable[..., Any]] = {
-            "moe": as_torch_kernels(_Moe(config), self._weights),
+            "moe": as_torch_kernels(_Moe(experts.config), self._weights),
             "experts": as_torch_kernels(_Experts(experts.config), self._weights),
         }
         self.is_captured = False
@@ -101,6 +100,9 @@ class KernelCalls(JaxCalls):
 
     def _expert_arguments(self, tensors: tuple[Any, ...], mask: Any) -> tuple[Any, ...]:
         x, weights, ids = tensors
+        config = self.experts_tree.global_config
+        if config.zero_expert_type is not None or config.apply_routed_scale_to_output:
+            raise NotImplementedError("zero experts and a scale on the output have no kernel after routing")
         ids = narrowed(ids).to(torch.int32)
         if self._expert_map is not None:
             is_known = (ids >= 0) & (ids < self._expert_map.numel())
