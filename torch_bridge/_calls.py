@@ -28,7 +28,7 @@ class Experts:
 
     weights and config: of this rank. global_config: of the whole layer, for routing. routing: its arrays, without the
     correction bias. expert_map: (P,) int32, global to local expert, or None when all are local. is_first_rank: whether
-    this rank adds what zero experts return. is_first_part: whether it adds w2's bias, which all parts of an expert hold.
+    this rank adds what zero experts return. is_first_part: whether it adds w2's bias, of which all parts have a copy.
     """
 
     weights: ExpertWeights

@@ -149,6 +149,8 @@ def to_nnx(layer: FusedMoE) -> moe_jax.FusedMoE:
         raise ValueError(
             f"{layer.layer_name} is one part of {layer.tp_size * layer.ep_size}; only a whole layer converts"
         )
+    if layer.torch_routing is not None:
+        raise NotImplementedError(f"{layer.layer_name} has a custom_routing_function of torch, which JAX cannot run")
     bias = layer.correction_bias
     table = layer.routing_params.hash_indices_table
     config = layer.config
@@ -184,6 +186,7 @@ def from_nnx(layer: moe_jax.FusedMoE, *, prefix: str = "", **options: Any) -> Fu
         params_dtype=torch_dtype(dtype),
         quant_config=layer.config.scheme,
         prefix=prefix,
+        routing_framework="jax",
         e_score_correction_bias=None if bias is None else to_torch(bias.get_value()),
         **(fields | options),
     )

@@ -27,8 +27,8 @@ def place_in(group: Any) -> tuple[int, int]:
     if all(hasattr(group, word) for word in _COORDINATOR):
         return group.world_size, group.rank_in_group
     raise TypeError(
-        f"process_group is {group!r} of type {type(group).__name__}, expected a torch.distributed.ProcessGroup that this "
-        f"rank belongs to, or an object with {', '.join(_COORDINATOR)}"
+        f"process_group is {group!r} of type {type(group).__name__}, expected a torch.distributed.ProcessGroup that "
+        f"this rank belongs to, or an object with {', '.join(_COORDINATOR)}"
     )
 
 

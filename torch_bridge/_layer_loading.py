@@ -190,7 +190,8 @@ class LoadingMixin(MoELayer):
                 _unnamed(self.config),
                 self._routing,
                 expert_map,
-                is_first_rank=self.rank.tp_rank == self.rank.ep_rank == 0,
+                is_first_rank=self.rank.is_first,
+                is_first_part=self.rank.tp_rank == 0,
             ),
             jax_device(self.device),
         )

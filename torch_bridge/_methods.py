@@ -31,6 +31,11 @@ class MoELayer(torch.nn.Module):
         raise NotImplementedError
 
     @property
+    def routes_in_torch(self) -> bool:
+        """Whether experts are chosen by a torch function, which no operator contains."""
+        raise NotImplementedError
+
+    @property
     def expert_weights(self) -> ExpertWeights:
         """What is processed, as checkpoints store it."""
         raise NotImplementedError
@@ -236,6 +241,8 @@ class SchemeMoEMethod(FusedMoEMethodBase):
         return _ops.call(_ops.fused_experts_op, x, topk_weights, topk_ids, layer.layer_name)
 
     def apply_monolithic(self, layer: Any, x: Any, router_logits: Any, shared_experts_input: Any = None) -> Any:
+        if layer.routes_in_torch:
+            return self.apply(layer, x, *layer.select_experts(x, router_logits))
         return _ops.call(_ops.fused_moe_op, x, router_logits, layer.correction_bias, None, layer.layer_name)
 
     def get_fused_moe_quant_config(self, layer: MoELayer) -> FusedMoEQuantConfig | None:

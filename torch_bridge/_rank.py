@@ -37,8 +37,8 @@ class Rank:
         determine_expert_map(self.ep_size, self.ep_rank, self.num_experts, self.strategy)
         if self.group is not None and place_in(self.group)[0] != self.size:
             raise ValueError(
-                f"process_group has {place_in(self.group)[0]} ranks, expected tp_size * ep_size = {self.size}; pass the "
-                "group of the ranks that share the layer"
+                f"process_group has {place_in(self.group)[0]} ranks, expected tp_size * ep_size = {self.size}; pass "
+                "the group of the ranks that share the layer"
             )
 
     def __deepcopy__(self, memo: Any) -> "Rank":
@@ -75,9 +75,9 @@ class Rank:
         if self.group is None and (not is_running() or place_in(None)[0] != self.size):
             found = f"a world of {place_in(None)[0]}" if is_running() else "no torch.distributed"
             raise RuntimeError(
-                f"the sum over {self.size} ranks (tp_size={self.tp_size}, ep_size={self.ep_size}) needs torch.distributed "
-                f"and the group of those ranks, found {found}; pass process_group=, or pass reduce_results=False and sum "
-                "the parts yourself"
+                f"the sum over {self.size} ranks (tp_size={self.tp_size}, ep_size={self.ep_size}) needs "
+                f"torch.distributed and the group of those ranks, found {found}; pass process_group=, or pass "
+                "reduce_results=False and sum the parts yourself"
             )
         return summed(part, self.group)
 

@@ -4,9 +4,8 @@ vLLM 0.24 has three objects: a runner, its router, and the experts with their pa
 one layer. An attribute is in a table below, or has a value that says nothing, or is refused.
 """
 
-import enum
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -74,11 +73,11 @@ _SIZES = frozenset(
 # They say where, how fast or under which name a layer runs, not what it computes; or a method keeps them for itself.
 _SILENT = frozenset(
     "layer_name prefix quant_config quant_method base_quant_method expert_mapping in_dtype device routing_method "
-    "router_logits_dtype moe_backend max_num_tokens max_capture_size all2all_backend enable_dbo rocm_aiter_fmoe_enabled "
-    "aiter_fmoe_shared_expert_enabled vllm_config layer_id workspace orig_dtype weight_block_size num_groups_w13 "
-    "num_groups_w2 group_size group_size_div_factor is_k_full _already_called_process_weights_after_loading "
-    "_forward_entry _combined_gate_weight _fse_fuse_gate _shared_experts router routed_experts routing_method_type "
-    "quant_dtype _zero_expert_output".split()
+    "router_logits_dtype moe_backend max_num_tokens max_capture_size all2all_backend enable_dbo "
+    "rocm_aiter_fmoe_enabled aiter_fmoe_shared_expert_enabled vllm_config layer_id workspace orig_dtype "
+    "weight_block_size num_groups_w13 num_groups_w2 group_size group_size_div_factor is_k_full "
+    "_already_called_process_weights_after_loading _forward_entry _combined_gate_weight _fse_fuse_gate "
+    "_shared_experts router routed_experts routing_method_type quant_dtype _zero_expert_output".split()
 )
 # One value only: with another the layer needs what is not built here.
 _ONLY = dict(dp_size=1, pcp_size=1, sp_size=1, enable_eplb=False, is_sequence_parallel=False, is_lora_enabled=False)
@@ -152,7 +151,7 @@ def _check(name: str, part: Any) -> None:
 
 
 def _attributes(part: Any) -> Mapping[str, Any]:
-    """What an object keeps: fields, parameters, buffers and modules; not its leaves of experts, nor what torch keeps."""
+    """Fields, parameters, buffers and modules; not the leaves of experts, nor what every torch module has."""
     found = {key: value for key, value in vars(part).items() if key not in _OF_TORCH}
     if isinstance(part, torch.nn.Module):
         found |= part._parameters | part._buffers | part._modules
@@ -160,9 +159,9 @@ def _attributes(part: Any) -> Mapping[str, Any]:
 
 
 def _says_nothing(value: Any) -> bool:
-    if isinstance(value, bool | int | float | str | None) or value is None:
+    if value is None or isinstance(value, bool | int | float | str):
         return value in _NEUTRAL
-    return isinstance(value, Iterable) and not isinstance(value, torch.Tensor | torch.nn.Module | enum.Enum) and not value
+    return isinstance(value, list | tuple | dict | set) and not value
 
 
 def _parallelism(name: str, experts: Any, config: Any, parallel: Any, process_group: Any) -> dict[str, Any]:
@@ -186,8 +185,8 @@ def _parallelism(name: str, experts: Any, config: Any, parallel: Any, process_gr
         expected = Rank(tp_size, found["tp_rank"] or 0, ep_size, found["ep_rank"] or 0, count, strategy).expert_map
         if expected is None or expert_map.tolist() != expected.tolist():
             raise NotImplementedError(
-                f"{name}: its expert map {expert_map.tolist()} is not that of rank {found['ep_rank'] or 0} of {ep_size} "
-                f"with expert_placement_strategy={strategy!r}; experts that were moved do not convert"
+                f"{name}: its expert map {expert_map.tolist()} is not that of rank {found['ep_rank'] or 0} of "
+                f"{ep_size} with expert_placement_strategy={strategy!r}; experts that were moved do not convert"
             )
     return found
 
@@ -235,11 +234,15 @@ def _of_runner(name: str, runner: Any, router: Any, arguments: Mapping[str, Any]
             "gate yourself and leave it out"
         )
     is_split = arguments["tp_size"] * arguments["ep_size"] > 1
-    return found | transforms | dict(
-        gate=gates["gate"],
-        shared_experts=shared,
-        has_partial_shared_experts=shared is not None and is_split,
-        reduce_results=is_split,
+    return (
+        found
+        | transforms
+        | dict(
+            gate=gates["gate"],
+            shared_experts=shared,
+            has_partial_shared_experts=shared is not None and is_split,
+            reduce_results=is_split,
+        )
     )
 
 

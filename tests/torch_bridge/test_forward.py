@@ -266,7 +266,10 @@ ARGUMENTS = [
     dict(renormalize=False),
     dict(top_k=1, apply_router_weight_on_input=True),
     dict(top_k=1, custom_routing_function="llama4"),
-    dict(custom_routing_function=lambda **arguments: worst(arguments["gating_output"], arguments["topk"])),
+    dict(
+        custom_routing_function=lambda **arguments: worst(arguments["gating_output"], arguments["topk"]),
+        routing_framework="jax",
+    ),
     dict(scoring_func="sqrtsoftplus"),
     dict(router_logits_dtype=torch.bfloat16),
     dict(renormalize=False, routed_scaling_factor=2.5, apply_routed_scale_to_output=True),
@@ -299,6 +302,7 @@ def test_arguments_mean_what_they_mean_in_moe_jax(options):
     )
     layer.process_weights_after_loading()
     nnx_options = {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in common.items()}
+    nnx_options.pop("routing_framework", None)
     if "router_logits_dtype" in options:
         nnx_options["router_logits_dtype"] = "bfloat16"
     reference = moe_jax.FusedMoE(E, H, I, scheme="bf16", **nnx_options)

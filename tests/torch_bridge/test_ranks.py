@@ -1,0 +1,219 @@
+"""Ranks that share a layer, simulated in one process: their results are the whole layer's, computed in float64."""
+
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+import torch_bridge
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+E, Z, K, H, I, T = 5, 2, 2, 16, 32, 7  # noqa: E741
+FACTOR = 2.5
+LAYOUTS = [
+    dict(tp_size=2),
+    dict(ep_size=3),
+    dict(ep_size=2, expert_placement_strategy="round_robin"),
+    dict(tp_size=2, ep_size=2),
+]
+# What the layer has besides experts; every pair of features that may meet does so in one of them.
+FEATURES = [
+    "bias zero shared scale",
+    "bias transforms partial scale",
+    "bias transforms shared gated",
+    "zero partial factor",
+    "bias torch_routing partial gated factor",
+    "",
+]
+
+
+class SimulatedGroup:
+    """One rank's handle of a group whose ranks are threads, with the words of vLLM's GroupCoordinator."""
+
+    def __init__(self, rank, size, parts, barrier):
+        self.rank_in_group, self.world_size, self._parts, self._barrier = rank, size, parts, barrier
+        self.sums = 0
+
+    @classmethod
+    def make(cls, size):
+        parts, barrier = [None] * size, threading.Barrier(size)
+        return [cls(rank, size, parts, barrier) for rank in range(size)]
+
+    def all_reduce(self, tensor):
+        self.sums += 1
+        self._parts[self.rank_in_group] = tensor
+        self._barrier.wait(60)
+        total = torch.stack(self._parts).sum(0)
+        self._barrier.wait(60)
+        return total
+
+
+@functools.cache
+def arrays():
+    """float64 parameters of everything a layer may have."""
+    rng = np.random.default_rng(0)
+    sizes = dict(w1=(E, I, H), w3=(E, I, H), w2=(E, H, I), b1=(E, I), b3=(E, I), b2=(E, H), shared=(H, H), gate=(1, H))
+    sizes |= dict(into=(H, H), correction=(E + Z,))
+    found = {name: rng.standard_normal(shape).astype(np.float32).astype(np.float64) for name, shape in sizes.items()}
+    return {name: value * (0.3 if name.startswith("w") else 1.0) for name, value in found.items()}
+
+
+@functools.cache
+def inputs(features):
+    rng = np.random.default_rng(1)
+    return rng.standard_normal((T, H)), rng.standard_normal((T, E + Z * ("zero" in features.split())))
+
+
+def output_transform(y):
+    """Not linear, so that it must see the whole sum."""
+    return y * y.abs() if isinstance(y, torch.Tensor) else y * np.abs(y)
+
+
+def routing_of(features, x, z):
+    """(T, K) weights and ids, before a factor; the torch function prefers the worst experts."""
+    p = arrays()
+    scores = np.exp(z - z.max(-1, keepdims=True))
+    scores /= scores.sum(-1, keepdims=True)
+    if "torch_routing" in features:
+        ids = np.argsort(z, axis=-1)[:, :K]
+        return np.abs(np.take_along_axis(z, ids, -1)) + 0.5, ids
+    steered = scores + p["correction"] if "zero" in features else scores
+    ids = np.argsort(-steered, axis=-1, kind="stable")[:, :K]
+    weights = np.take_along_axis(scores, ids, -1)
+    return weights / (1 if "zero" in features else weights.sum(-1, keepdims=True)), ids
+
+
+def routed_reference(features, x, z):
+    """The routed output of the whole layer, token by token."""
+    p, words, y = arrays(), features.split(), np.zeros((T, H))
+    weights, ids = routing_of(words, x, z)
+    for t in range(T):
+        for weight, e in zip(weights[t], ids[t], strict=True):
+            if e >= E:
+                y[t] += weight * x[t]
+                continue
+            gate, up = (p[w][e] @ x[t] + ("bias" in words) * p[b][e] for w, b in (("w1", "b1"), ("w3", "b3")))
+            y[t] += weight * (p["w2"][e] @ (gate / (1 + np.exp(-gate)) * up) + ("bias" in words) * p["b2"][e])
+    return y * FACTOR if {"scale", "factor"} & set(words) else y
+
+
+def reference(features):
+    p, words, (x, z) = arrays(), features.split(), inputs(features)
+    y = routed_reference(features, x @ p["into"].T if "transforms" in words else x, z)
+    y = output_transform(y) if "transforms" in words else y
+    if {"shared", "partial"} & set(words):
+        share = 1 / (1 + np.exp(-x @ p["gate"].T)) if "gated" in words else 1.0
+        y = y + share * (x @ p["shared"].T)
+    return y
+
+
+def linear(weight):
+    module = torch.nn.Linear(*weight.shape[::-1], bias=False)
+    module.weight = torch.nn.Parameter(torch.tensor(weight, dtype=torch.float32), requires_grad=False)
+    return module
+
+
+def worst(hidden_states, gating_output, topk, renormalize):
+    """The worst experts, by torch."""
+    values, ids = torch.topk(-gating_output, topk)
+    return values.abs() + 0.5, ids
+
+
+def layer_of(features, rank, group, reduce_results, **layout):
+    """One rank's layer, loaded through load_weights. rank: among all that share the layer."""
+    p, words, size = arrays(), features.split(), layout.get("tp_size", 1) * layout.get("ep_size", 1)
+    options = dict(has_bias="bias" in words, reduce_results=reduce_results, renormalize="zero" not in words)
+    if "zero" in words:
+        bias = torch.tensor(p["correction"], dtype=torch.float32)
+        options |= dict(zero_expert_type="identity", e_score_correction_bias=bias)
+    if "transforms" in words:
+        transform = torch.nn.Module()
+        transform.forward = output_transform
+        options |= dict(routed_input_transform=linear(p["into"]), routed_output_transform=transform)
+    if "shared" in words:
+        options |= dict(shared_experts=linear(p["shared"]))
+    if "partial" in words:  # columns of the input are divided among the ranks
+        part = p["shared"] * (np.arange(H) % size == rank)
+        options |= dict(shared_experts=linear(part), has_partial_shared_experts=True)
+    if "gated" in words:
+        options |= dict(shared_expert_gate=linear(p["gate"]))
+    if {"scale", "factor"} & set(words):
+        options |= dict(routed_scaling_factor=FACTOR, apply_routed_scale_to_output="scale" in words)
+    if "torch_routing" in words:
+        options |= dict(custom_routing_function=worst)
+    layer = torch_bridge.FusedMoE(E, K, H, I, torch.float32, process_group=group, **layout, **options)
+    names = dict(w1="gate_proj", w3="up_proj", w2="down_proj")
+    pairs = [(f"experts.{e}.{name}.weight", p[w][e]) for e in range(E) for w, name in names.items()]
+    if "bias" in words:
+        pairs += [(f"experts.{e}.{name}.bias", p[f"b{w[1]}"][e]) for e in range(E) for w, name in names.items()]
+    layer.load_weights((name, torch.tensor(value, dtype=torch.float32)) for name, value in pairs)
+    layer.process_weights_after_loading()
+    return layer
+
+
+def run_ranks(function, size):
+    """function(rank) of all ranks at once, since they wait for each other."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(function, range(size)))
+
+
+def assert_rows(found, expected):
+    found = found.double().numpy()
+    scale = np.abs(expected).max(-1, keepdims=True)
+    assert (np.abs(found - expected) <= 2e-4 * scale).all(), np.abs(found - expected).max(-1) / scale[:, 0]
+
+
+def tensors(features):
+    return tuple(torch.tensor(array, dtype=torch.float32) for array in inputs(features))
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=lambda text: text.replace(" ", "-") or "plain")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
+@pytest.mark.sample(4)
+def test_ranks_are_the_whole_layer(layout, features):
+    """Each thing is added once: reduced on every rank, as parts that add up, and through select_experts and apply."""
+    size = layout.get("tp_size", 1) * layout.get("ep_size", 1)
+    x, z = tensors(features)
+    groups = SimulatedGroup.make(size)
+    layers = [layer_of(features, rank, group, True, **layout) for rank, group in enumerate(groups)]
+    expected = reference(features)
+    for found in run_ranks(lambda rank: layers[rank](x, z), size):
+        assert_rows(found, expected)
+    assert {group.sums for group in groups} == {2 if {"transforms", "partial"} <= set(features.split()) else 1}
+
+    for layer in layers:
+        layer.reduce_results = False
+    if "transforms" in features:
+        with pytest.raises(ValueError, match="routed_output_transform needs them"):
+            layers[0](x, z)
+    else:
+        parts = [layer(x, z) for layer in layers]
+        assert_rows(torch.stack(parts).sum(0), expected)
+
+    expected = routed_reference(features, x.double().numpy(), z.double().numpy())
+    in_steps, at_once = 0.0, 0.0
+    for layer in layers:
+        in_steps = in_steps + layer.quant_method.apply(layer, x, *layer.select_experts(x, z))
+        at_once = at_once + layer.quant_method.apply_monolithic(layer, x, z)
+    assert_rows(in_steps, expected)
+    assert_rows(at_once, expected)
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=lambda text: text.replace(" ", "-") or "plain")
+def test_whole_layers(features):
+    """The same features on one rank, where sums over ranks are the identity, and the router's choice itself."""
+    layer = layer_of(features, 0, None, False)
+    x, z = tensors(features)
+    assert_rows(layer(x, z), reference(features))
+    weights, ids = layer.select_experts(x, z)
+    expected_weights, expected_ids = routing_of(features.split(), x.double().numpy(), z.double().numpy())
+    np.testing.assert_array_equal(ids, expected_ids)
+    assert ("zero" in features) == bool((ids >= E).any())
+    factor = FACTOR if "factor" in features else 1.0
+    np.testing.assert_allclose(weights, expected_weights * factor, rtol=1e-5)
+    routed = routed_reference(features, x.double().numpy(), z.double().numpy())
+    assert_rows(layer.quant_method.apply(layer, x, weights, ids), routed)

@@ -1,0 +1,213 @@
+"""The forward half of ``FusedMoE``: routing, experts, sums over ranks, and the torch modules around them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_bridge import _ops
+from torch_bridge._calls import JaxCalls
+from torch_bridge._methods import FusedMoEMethodBase, MoELayer, SchemeMoEMethod
+from torch_bridge._tensors import check_tensor
+
+_NOT_TRAINABLE = (
+    "{name}: a parameter of the experts requires a gradient, which experts of the bridge do not have; call "
+    "layer.requires_grad_(False), gradients reach activations and router logits all the same"
+)
+
+
+class ForwardMixin(MoELayer):
+    """What a call of ``FusedMoE`` does."""
+
+    quant_method: FusedMoEMethodBase
+    device: torch.device
+    reduce_results: bool
+    gate: Any
+    shared_experts: Any
+    shared_expert_gate: Any
+    has_partial_shared_experts: bool
+    routed_input_transform: Any
+    routed_output_transform: Any
+    torch_routing: Callable[..., Any] | None
+    _calls: JaxCalls | None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor | None = None,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """hidden_states (..., H), router_logits (..., E) -> (..., H) in the same dtype.
+
+        A layer with a gate computes the logits, whatever is passed for them, as vLLM's does. input_ids: (...,) token
+        ids, needed by hash routing only. The result includes shared experts, if there are any. With several ranks it
+        is the layer's result with ``reduce_results``, else this rank's part: the parts of all ranks add up to it.
+        """
+        check_tensor(f"{self.layer_name}: x", hidden_states)
+        self.check_sums()
+        logits = router_logits if self.gate is None else _output(self.gate(hidden_states))
+        if logits is None:
+            raise ValueError(f"router_logits is None and {self.layer_name} owns no gate; pass logits or gate=")
+        for label, tensor in (("router_logits", logits), ("input_ids", input_ids)):
+            if tensor is not None:
+                check_tensor(f"{self.layer_name}: {label}", tensor)
+        lead = hidden_states.shape[:-1]
+        tokens = hidden_states if len(lead) == 1 else hidden_states.reshape(-1, hidden_states.shape[-1])
+        transform = self.routed_input_transform
+        routed_in = tokens if transform is None else _output(transform(tokens))
+        logits = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
+        y = self._routed(routed_in, logits, None if input_ids is None else input_ids.reshape(-1))
+        y = self._with_shared_experts(y, tokens)
+        return y if len(lead) == 1 else y.reshape(*lead, y.shape[-1])
+
+    def check_sums(self) -> None:
+        """Raises ValueError for an output transform of partial sums, which are left to the caller."""
+        if self.routed_output_transform is not None and not self.reduce_results and not self.rank.is_whole:
+            raise ValueError(
+                f"{self.layer_name}: reduce_results=False over {self.rank.size} ranks leaves sums to the caller, but "
+                "routed_output_transform needs them; pass reduce_results=True, or transform after your sum"
+            )
+
+    def _routed(self, x: torch.Tensor, logits: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:
+        method = self.quant_method
+        if method.is_monolithic and not self.routes_in_torch:
+            if input_ids is None:
+                return method.apply_monolithic(self, x, logits)
+            return _ops.call(_ops.fused_moe_op, x, logits, self.correction_bias, input_ids, self.layer_name)
+        weights, ids = self.select_experts(x, logits, input_ids=input_ids)
+        if isinstance(method, SchemeMoEMethod):
+            return method.apply(self, x, weights, ids)
+        return self._around_own_method(method, x, weights, ids)
+
+    def _around_own_method(self, method: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Any:
+        """A method that is not this package's computes the experts; zero experts and scale are added to its result.
+
+        It sees the id 0 with weight 0 for a zero expert, as in vLLM.
+        """
+        config = self.config
+        if config.zero_expert_type is None and not config.apply_routed_scale_to_output:
+            return method.apply(self, x, weights, ids)
+        is_zero = ids >= config.num_experts if config.zero_expert_type is not None else torch.zeros_like(ids).bool()
+        y = method.apply(self, x, weights.masked_fill(is_zero, 0), ids.masked_fill(is_zero, 0)).float()
+        if self.rank.is_first:
+            y = y + weights.masked_fill(~is_zero, 0).sum(-1, keepdim=True) * x.float()
+        return (y * config.routed_scaling_factor if config.apply_routed_scale_to_output else y).to(x.dtype)
+
+    def _with_shared_experts(self, y: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, output transform and shared experts, each once.
+
+        Shared experts that return their part on every rank are summed with the routed experts. Others are whole: they
+        are added after the sum, or by the first rank where the sum is left to the caller.
+        """
+        rank, transform = self.rank, self.routed_output_transform
+        is_partial = self.has_partial_shared_experts and not rank.is_whole
+        is_added = self.shared_experts is not None and (is_partial or self.reduce_results or rank.is_first)
+        shared = self._shared(tokens) if is_added else None
+        if shared is not None and is_partial and transform is None:
+            y, shared = (y.float() + shared).to(y.dtype), None
+        if self.reduce_results:
+            y = self.maybe_all_reduce(y)
+        if transform is not None:
+            y = _output(transform(y))
+        if shared is None:
+            return y
+        if is_partial and self.reduce_results:
+            shared = self.maybe_all_reduce(shared)
+        return (y.float() + shared).to(y.dtype)
+
+    def _shared(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The output of the shared experts, float32."""
+        shared = _output(self.shared_experts(tokens)).float()
+        if self.shared_expert_gate is None:
+            return shared
+        return shared * torch.sigmoid(_output(self.shared_expert_gate(tokens)).float())
+
+    def maybe_all_reduce(self, part: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks that share the layer; nothing to do when it is whole."""
+        try:
+            return self.rank.sum(part)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.layer_name}: {error}") from None
+
+    @property
+    def routes_in_torch(self) -> bool:
+        """Whether experts are chosen by a torch function, which no operator contains."""
+        return self.torch_routing is not None
+
+    def must_reduce_shared_expert_outputs(self) -> bool:
+        """Whether a model that owns shared experts cut over the ranks sums them itself before it hands them over."""
+        return not self.rank.is_whole and not self.has_partial_shared_experts
+
+    def select_experts(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor, *, input_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's router alone: topk_weights (T, top_k) float32 and global topk_ids (T, top_k).
+
+        Ids from E on are zero experts, which ``quant_method.apply`` understands. input_ids: (T,), for hash routing.
+        """
+        if self.torch_routing is not None:
+            weights, ids = self._routed_in_torch(hidden_states, router_logits)
+        else:
+            arguments = router_logits, self.correction_bias, input_ids, self.config.top_k, self.layer_name
+            weights, ids = _ops.call(_ops.select_experts_op, hidden_states, *arguments)
+        dtype = self.quant_method.topk_indices_dtype
+        return weights, ids if dtype is None else ids.to(dtype)
+
+    def _routed_in_torch(self, x: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer's custom routing function chooses, checked, with the layer's scale."""
+        config = self.config
+        assert self.torch_routing is not None
+        if config.router_logits_dtype is not None:
+            logits = logits.to(getattr(torch, str(config.router_logits_dtype)))
+        found = self.torch_routing(
+            hidden_states=x, gating_output=logits, topk=config.top_k, renormalize=config.renormalize
+        )
+        expected = (x.shape[0], config.top_k)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise TypeError(
+                f"{self.layer_name}: custom_routing_function returned a {type(found).__name__}, expected the pair "
+                "(weights, ids) of torch tensors"
+            )
+        for name, tensor in zip(("weights", "ids"), found, strict=True):
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != expected:
+                shape = tuple(tensor.shape) if hasattr(tensor, "shape") else None
+                raise ValueError(
+                    f"{self.layer_name}: {name} of custom_routing_function are a {type(tensor).__name__} {shape}, "
+                    f"expected a torch tensor {expected}; of a function of JAX arrays say routing_framework='jax'"
+                )
+        weights, ids = found
+        factor = 1.0 if config.apply_routed_scale_to_output else config.routed_scaling_factor
+        return weights.float() * factor, ids.to(torch.int32)
+
+    def calls_for(self, x: torch.Tensor, *others: torch.Tensor) -> JaxCalls:
+        """What runs a call on these tensors. Raises RuntimeError when nothing is loaded, or it is elsewhere."""
+        if self._calls is None:
+            if not isinstance(self.quant_method, SchemeMoEMethod):
+                raise NotImplementedError(f"{type(self.quant_method).__name__} has to compute by itself in apply()")
+            raise RuntimeError(
+                f"{self.layer_name} has no weights yet: call load_weights(pairs), then process_weights_after_loading()"
+            )
+        config = self.config
+        if x.ndim != 2 or x.shape[1] != config.hidden_size:
+            raise ValueError(f"{self.layer_name}: x has shape {tuple(x.shape)}, expected (T, {config.hidden_size})")
+        if not x.is_floating_point():
+            raise ValueError(f"{self.layer_name}: x has dtype {x.dtype}, expected a float dtype")
+        for tensor in (x, *others):
+            if tensor.device != self.device:
+                raise RuntimeError(
+                    f"{self.layer_name}: expected all tensors on {self.device}, where the experts are, found one on "
+                    f"{tensor.device}; move one of them with .to()"
+                )
+            if tensor.shape[0] != x.shape[0]:
+                raise ValueError(
+                    f"{self.layer_name}: x has {x.shape[0]} tokens, found {tensor.shape[0]} in {tuple(tensor.shape)}"
+                )
+        for parameter in self._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                raise RuntimeError(_NOT_TRAINABLE.format(name=self.layer_name))
+        return self._calls
+
+
+def _output(result: Any) -> torch.Tensor:
+    """What a module returns; vLLM's linear layers return their output and a bias."""
+    return result[0] if isinstance(result, tuple) else result
