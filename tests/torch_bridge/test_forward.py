@@ -417,7 +417,7 @@ def test_what_is_no_tensor_with_rows_is_named():
         ((None, z), TypeError, "x is a NoneType, expected a torch tensor"),
         ((np.zeros((3, H))[::-1], z), TypeError, "x is a ndarray, expected a torch tensor"),
         ((x, np.zeros((3, E))), TypeError, "router_logits is a ndarray"),
-        ((x, z, [0, 1, 2]), TypeError, "token_ids is a list"),
+        ((x, z, [0, 1, 2]), TypeError, "input_ids is a list"),
         ((x.to_sparse(), z), TypeError, "x has layout torch.sparse_coo, expected torch.strided"),
         ((x[0, 0], z), ValueError, r"x has shape \(\), expected an axis at least"),
     ):
