@@ -38,6 +38,7 @@ from tests.support.cases.torch_bridge import (
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 RANKS = [dict(tp_size=2, tp_rank=0), dict(tp_size=2, tp_rank=1), dict(ep_size=3, ep_rank=0), dict(ep_size=3, ep_rank=2)]
+RANKS.append(dict(tp_size=2, tp_rank=1, ep_size=2, ep_rank=1))
 ROUND_ROBIN = dict(ep_size=2, ep_rank=1, expert_placement_strategy="round_robin")
 RANKED = ("fp8_tensor_static", "fp8_block", "nvfp4", "w4a16_g32_asym")
 RANKED_SLOW = ("bf16", "int8_w8a16", "mxfp4_a16", "w4a8_int8", "fp8_channel", "w4a16_channel")
@@ -445,8 +446,6 @@ def test_expert_map():
     ):
         with pytest.raises(ValueError, match=error):
             call()
-    with pytest.raises(NotImplementedError, match="leave one of them at 1"):
-        bridge_layer("bf16", tp_size=2, ep_size=2)
 
 
 MEASURE = """
