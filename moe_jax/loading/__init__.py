@@ -9,7 +9,6 @@ from moe_jax.loading.layer._layer_loader import ExpertStream, LayerLoader, LoadR
 from moe_jax.loading.layer._names import (
     ExpertNames,
     ExpertTensor,
-    expert_names,
     layer_of,
     make_expert_params_mapping,
 )
@@ -34,7 +33,6 @@ __all__ = [
     "Target",
     "TensorInfo",
     "as_packed",
-    "expert_names",
     "layer_of",
     "load_layer",
     "make_expert_params_mapping",

@@ -31,7 +31,6 @@ _NEUTRAL_ELSEWHERE = {
     "final_logit_softcapping": None,
     "logits_scaling": 1.0,
     "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
     "residual_multiplier": 1.0,
     "rope_interleaved": False,
 }
@@ -229,12 +228,21 @@ class ConfigReader:
             raise self.error(f"{key}={value!r} is not supported; supported: {', '.join(supported)}")
         return value
 
-    def rope(self, *, head_dim: int) -> RopeConfig:
-        """The rotary embedding, from ``rope_parameters`` or from ``rope_theta`` with ``rope_scaling``."""
+    def rope(self, *, head_dim: int, partial_rotary_factor: float | None = None) -> RopeConfig:
+        """The rotary embedding, from ``rope_parameters`` or from ``rope_theta`` with ``rope_scaling``.
+
+        partial_rotary_factor: see ``RopeConfig.from_config``.
+        """
         self._known.update(("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"))
+        self._known.add("partial_rotary_factor")
         max_positions = self.integer("max_position_embeddings")
         try:
-            return RopeConfig.from_config(self._config, head_dim=head_dim, max_position_embeddings=max_positions)
+            return RopeConfig.from_config(
+                self._config,
+                head_dim=head_dim,
+                max_position_embeddings=max_positions,
+                partial_rotary_factor=partial_rotary_factor,
+            )
         except ValueError as error:
             raise self.error(str(error)) from None
 
@@ -289,11 +297,13 @@ def read_decoder_config(
     renormalize: bool,
     moe_layers: tuple[int, ...] | None = None,
     mla: MLAConfig | None = None,
+    partial_rotary_factor: float | None = None,
     **fields: Any,
 ) -> DecoderConfig:
     """``read_block_config`` for a family whose whole model is built: the other keys too.
 
-    mla: None for grouped-query attention. fields: of ``DecoderConfig``.
+    mla: None for grouped-query attention. partial_rotary_factor: see ``RopeConfig.from_config``. fields: of
+    ``DecoderConfig``.
     """
     shared = _block_fields(reader, moe_intermediate_size)
     num_heads = reader.integer("num_attention_heads")
@@ -308,7 +318,7 @@ def read_decoder_config(
         num_kv_heads=reader.integer("num_key_value_heads", default=num_heads),
         head_dim=head_dim,
         rms_norm_eps=reader.positive("rms_norm_eps"),
-        rope=reader.rope(head_dim=rotated),
+        rope=reader.rope(head_dim=rotated, partial_rotary_factor=partial_rotary_factor),
         intermediate_size=reader.integer("intermediate_size"),
         tie_word_embeddings=reader.boolean("tie_word_embeddings", default=False),
         eos_token_id=reader.integers("eos_token_id"),

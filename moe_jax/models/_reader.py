@@ -15,7 +15,6 @@ from moe_jax.loading import (
     LoadReport,
     QuantizationConfig,
     as_packed,
-    expert_names,
     layer_of,
     packed_pairs,
 )
@@ -59,10 +58,7 @@ def reload_weights(
         with Checkpoint(source) as opened:
             checkpoint = as_packed(opened)
             described = ConfigReader(checkpoint.config, str(checkpoint.config_path))
-            is_family = described.value("model_type") == family.model_type and (
-                described.value("architectures", default=[]) in ([], [family.architecture])
-            )
-            if not is_family or family.read_config(described) != model.config:
+            if not family.is_described_by(described) or family.read_config(described) != model.config:
                 raise ValueError(f"{checkpoint.config_path} describes another model than the one that is loaded")
             reader = ModelReader(checkpoint, checkpoint.config, family, model.config)
             values, report = reader.read_model(model), reader.report
@@ -81,7 +77,7 @@ def _read_pairs(model: Model, family: type[MoEFamily], pairs: Iterable[tuple[str
     configs = {index: block.experts.config for index, block in blocks.items() if isinstance(block, MoEBlock)}
     stream = ExpertStream(
         configs,
-        names=expert_names(family.model_type),
+        names=family.expert_names,
         words_are_dense=QuantizationConfig.from_config(_packed_config(stated)).words_are_dense,
     )
     dense = ArraySource([])
@@ -135,7 +131,7 @@ class ModelReader:
         self._quantization = QuantizationConfig.from_config(raw, source)
         if doubt := family.doubts(source, raw):
             warnings.warn(f"{self._where}: {doubt}", stacklevel=3)
-        names = expert_names(family.model_type)
+        names = family.expert_names
         self._experts = ExpertReader(source, quantization=self._quantization, names=names)
         self._sharded = ShardedExpertReader(source, quantization=self._quantization, names=names)
         self.dense = dense_names(source.names, config.num_layers)

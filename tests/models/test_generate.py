@@ -5,25 +5,12 @@ from inspect import unwrap  # the tests' own checks of annotations would speak f
 import jax
 import numpy as np
 import pytest
-import torch
 
 import moe_jax
 from moe_jax.models import generate, generate_stream
 from moe_jax.models._compiled import bucket
 from moe_jax.models._decoder import CausalLM
 from tests.support.cases.models import VOCAB, slow
-
-
-def torch_greedy(case, ids, n, **options):
-    with torch.no_grad():
-        out = case.torch_model.generate(
-            torch.tensor(ids),
-            attention_mask=torch.ones(ids.shape, dtype=torch.long),
-            max_new_tokens=n,
-            do_sample=False,
-            **options,
-        )
-    return out.numpy()
 
 
 @pytest.mark.parametrize(
@@ -39,7 +26,7 @@ def test_greedy_equals_transformers(case, prompt, name):
     case, ids = case(name), prompt(2, 12)
     actual = generate(case.model, ids, max_new_tokens=20)
     assert actual.shape == (2, 32) and actual.dtype == np.int32
-    np.testing.assert_array_equal(actual, torch_greedy(case, ids, 20, pad_token_id=0))
+    np.testing.assert_array_equal(actual, case.torch_greedy(ids, 20, pad_token_id=0))
 
 
 def test_is_the_public_function():

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import moe_jax
 from moe_jax.loading import Checkpoint, CheckpointError
+from moe_jax.models import MixtralForCausalLM
 from moe_jax.parallel import EplbState, ParallelConfig, Placement, _loading, _weights, place_weights, rebalance
 from moe_jax.parallel._loading import ShardedExpertReader
 from moe_jax.parallel._mesh import parse_mesh
@@ -153,7 +154,7 @@ def test_each_device_reads_its_own_bytes(checkpoint, stored, monkeypatch):
     parallel = ParallelConfig(parse_mesh("expert=3,tensor=2"), expert_axis="expert", tensor_axis="tensor")
     with Checkpoint(checkpoint(stored)) as opened:
         quantization = moe_jax.loading.QuantizationConfig.from_config(opened.config, opened)
-        reader = ShardedExpertReader(opened, quantization=quantization, names=moe_jax.loading.expert_names("mixtral"))
+        reader = ShardedExpertReader(opened, quantization=quantization, names=MixtralForCausalLM.expert_names)
         placement = Placement.create(EXPERTS, 3, "round_robin")
         placed = reader.load(0, config, placement, parallel)
         names = [name for name in opened.names if ".experts." in name]

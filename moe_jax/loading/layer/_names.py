@@ -246,27 +246,3 @@ def layer_of(name: str) -> int | None:
         if word == "layers" and _NUMBER.fullmatch(number):
             return int(number)
     return None
-
-
-_DEFAULT = ExpertNames()
-FAMILIES = {
-    "mixtral": ExpertNames(spelling=("w1", "w3", "w2")),
-    "qwen2_moe": _DEFAULT,
-    "qwen3_moe": _DEFAULT,
-    "qwen3_next": _DEFAULT,
-    "olmoe": _DEFAULT,
-    "deepseek_v2": _DEFAULT,
-    "deepseek_v3": _DEFAULT,
-    "glm4_moe": _DEFAULT,
-    "gpt_oss": ExpertNames(is_interleaved=True),
-    "granitemoe": ExpertNames(spelling=("input_linear", "input_linear", "output_linear")),
-    "llama4": _DEFAULT,
-    "llama4_text": _DEFAULT,
-}
-
-
-def expert_names(model_type: str) -> ExpertNames:
-    """Names of one model family, by config.json's ``model_type``. Raises ValueError for an unknown one."""
-    if model_type not in FAMILIES:
-        raise ValueError(f"unknown model_type {model_type!r}; there are checkpoint maps for {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]

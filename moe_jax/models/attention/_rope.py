@@ -70,21 +70,31 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
 
     @classmethod
-    def from_config(cls, config: Json, *, head_dim: int, max_position_embeddings: int) -> "RopeConfig":
+    def from_config(
+        cls, config: Json, *, head_dim: int, max_position_embeddings: int, partial_rotary_factor: float | None = None
+    ) -> "RopeConfig":
         """From a config.json of either dialect.
+
+        partial_rotary_factor: the rotated part of a head where the config states none; None in families that know only
+        whole heads.
 
         Raises:
             ValueError: an unknown type or key, a missing key, a value out of range; one line, without the file's name.
         """
+        found = dict(_scaling_dict(config))
+        stated = found.pop("partial_rotary_factor", None)
+        if partial_rotary_factor is not None:
+            head_dim = _rotated_width(head_dim, partial_rotary_factor if stated is None else stated)
+        elif stated not in (None, 1, 1.0):
+            raise ValueError(
+                f"partial_rotary_factor={brief(stated)} is not supported for this architecture; expected 1"
+            )
         if head_dim % 2:
             raise ValueError(f"head_dim={head_dim} is odd, the rotary embedding needs an even one")
-        found = dict(_scaling_dict(config))
         rope_type = found.pop("rope_type", None) or "default"
         rope_type = _ALIASES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
         if not isinstance(rope_type, str) or rope_type not in _KEYS:
             raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(_KEYS)}")
-        if found.pop("partial_rotary_factor", None) not in (None, 1, 1.0):
-            raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
         theta = _number("rope_theta", found.pop("rope_theta", None))
         required, optional = _KEYS[rope_type]
         found = {key: value for key, value in found.items() if value is not None}
@@ -220,11 +230,19 @@ def rotary_angles(
 def rotate(
     x: Float[Array, "B S N D"], cos: Float[Array, "B S F"], sin: Float[Array, "B S F"]
 ) -> Float[Array, "B S N D"]:
-    """Rotate each head's column pairs (i, i + D/2) by the angle of its position; float32 inside, x's dtype outside."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotate column pairs (i, i + F) of each head, i < F, by the angle of its position; columns from 2F on stay as they
+    are. float32 inside, x's dtype outside."""
+    half = cos.shape[-1]
+    first, second = (part.astype(jnp.float32) for part in (x[..., :half], x[..., half : 2 * half]))
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    rotated = [(first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype)]
+    return jnp.concatenate([*rotated, x[..., 2 * half :]], axis=-1)
+
+
+def _rotated_width(head_dim: int, factor: Any) -> int:
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= 1:
+        raise ValueError(f"partial_rotary_factor is {brief(factor)}, expected a number above 0, at most 1")
+    return int(head_dim * factor)
 
 
 def _exponents(dim: int) -> np.ndarray:
@@ -245,11 +263,10 @@ def _scaling_dict(config: Json) -> dict[str, Any]:
         raise ValueError("rope_parameters per layer type are not supported for this architecture")
     old_name = flat.pop("type", None)
     flat.setdefault("rope_type", old_name)
-    theta = config.get("rope_theta")
-    if theta is not None and flat.setdefault("rope_theta", theta) != theta:
-        raise ValueError(
-            f"rope_theta={theta!r} and rope_parameters.rope_theta={flat['rope_theta']!r} disagree; keep one of them"
-        )
+    for key in ("rope_theta", "partial_rotary_factor"):
+        value = config.get(key)
+        if value is not None and flat.setdefault(key, value) != value:
+            raise ValueError(f"{key}={value!r} and rope_parameters.{key}={flat[key]!r} disagree; keep one of them")
     return flat
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax._typing import DTypeLike, Json
+from moe_jax.loading import ExpertNames
 from moe_jax.models._config import ConfigReader, MoEBlockConfig
 from moe_jax.models._layers import Linear, SharedExperts
 from moe_jax.nn import FusedMoE, MoEBlock
@@ -25,21 +26,34 @@ _OF_EXPERTS += ("activation", "swiglu_limit", "swiglu_alpha", "has_bias")
 class MoEFamily:
     """One family of models with experts.
 
-    model_type, architecture: config.json's words. moe_module: where a layer's experts and router lie in a checkpoint;
-    router_module, shared_module and shared_gate_module lie in it. layers_module: where the layers lie.
+    model_type, architecture: config.json's words; other_model_types and other_architectures mean the same. moe_module:
+    where a layer's experts and router lie in a checkpoint; router_module, shared_module and shared_gate_module lie in
+    it. layers_module: where the layers lie. expert_names: what the experts' tensors are called in messages, and whether
+    gate and up rows alternate.
     """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
+    other_model_types: ClassVar[tuple[str, ...]] = ()
+    other_architectures: ClassVar[tuple[str, ...]] = ()
     moe_module: ClassVar[str]
     layers_module: ClassVar[str] = "model.layers"
     router_module: ClassVar[str] = "gate"
     shared_module: ClassVar[str] = "shared_experts"
     shared_gate_module: ClassVar[str] = "shared_expert_gate"
+    expert_names: ClassVar[ExpertNames] = ExpertNames()
 
     @staticmethod
     def read_config(reader: ConfigReader) -> MoEBlockConfig:
         raise NotImplementedError("a family defines read_config")
+
+    @classmethod
+    def is_described_by(cls, reader: ConfigReader) -> bool:
+        """Whether a config.json has this family's words; it may leave ``architectures`` out."""
+        stated = reader.value("architectures", default=[])
+        known = (cls.architecture, *cls.other_architectures)
+        is_known = reader.value("model_type") in (cls.model_type, *cls.other_model_types)
+        return is_known and (stated == [] or stated in [[name] for name in known])
 
     @classmethod
     def doubts(cls, source: Any, raw: Json) -> str | None:

@@ -1,38 +1,27 @@
-"""Which family a config.json asks for. A new one is one file with a ``MoEFamily`` subclass, named here."""
+"""Which family a config.json asks for. A new one is one file beside this one, found by being there."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
 
 from moe_jax._typing import Json
+from moe_jax.models import families
 from moe_jax.models._config import ConfigReader, DecoderConfig, MoEBlockConfig
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models.families._moe_family import MoEFamily
-from moe_jax.models.families.deepseek_v2 import DeepseekV2ForCausalLM
-from moe_jax.models.families.deepseek_v3 import DeepseekV3ForCausalLM
-from moe_jax.models.families.glm4_moe import Glm4Moe
-from moe_jax.models.families.gpt_oss import GptOssForCausalLM
-from moe_jax.models.families.granitemoe import GraniteMoe
-from moe_jax.models.families.llama4 import Llama4, Llama4Text
-from moe_jax.models.families.mixtral import MixtralForCausalLM
-from moe_jax.models.families.olmoe import OlmoeForCausalLM
-from moe_jax.models.families.qwen2_moe import Qwen2MoeForCausalLM
-from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
-from moe_jax.models.families.qwen3_next import Qwen3Next
 
-FAMILIES: dict[str, type[MoEFamily]] = {
-    family.model_type: family
-    for family in (
-        MixtralForCausalLM,
-        Qwen3MoeForCausalLM,
-        Qwen2MoeForCausalLM,
-        Qwen3Next,
-        DeepseekV2ForCausalLM,
-        DeepseekV3ForCausalLM,
-        GptOssForCausalLM,
-        OlmoeForCausalLM,
-        GraniteMoe,
-        Llama4,
-        Llama4Text,
-        Glm4Moe,
-    )
-}
+
+def _defined() -> Iterator[type[MoEFamily]]:
+    """The families that the public modules of this package define."""
+    for found in pkgutil.iter_modules(families.__path__, f"{families.__name__}."):
+        if found.name.rpartition(".")[2].startswith("_"):
+            continue
+        for value in vars(importlib.import_module(found.name)).values():
+            if isinstance(value, type) and issubclass(value, MoEFamily) and value.__module__ == found.name:
+                yield value
+
+
+FAMILIES: dict[str, type[MoEFamily]] = {family.model_type: family for family in _defined()}
 
 
 def read_family(config: Json, source: str = "config.json") -> tuple[type[MoEFamily], MoEBlockConfig]:
@@ -52,10 +41,11 @@ def read_family(config: Json, source: str = "config.json") -> tuple[type[MoEFami
     reader = ConfigReader(config, source)
     model_type, architectures = reader.value("model_type"), reader.value("architectures", default=[])
     supported = ", ".join(family.architecture for family in FAMILIES.values())
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    named = [f for f in FAMILIES.values() if model_type in (f.model_type, *f.other_model_types)]
+    if not named:
         raise reader.error(f"model_type {model_type!r} is not supported; supported architectures: {supported}")
-    family = FAMILIES[model_type]
-    if architectures not in ([], [family.architecture]):
+    (family,) = named
+    if not family.is_described_by(reader):
         raise reader.error(f"architectures {architectures!r} is not supported; supported: {supported}")
     return family, family.read_config(reader)
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_jax._typing import Json
+from moe_jax.loading import ExpertNames
 from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models.families._layer_rules import layers_with_windows
@@ -20,6 +21,7 @@ class GptOssForCausalLM(CausalLM):
     architecture = "GptOssForCausalLM"
     moe_module = "mlp"
     router_module = "router"
+    expert_names = ExpertNames(is_interleaved=True)
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:

@@ -1,5 +1,6 @@
 """Granite-MoE: experts in every layer, fused as ``input_linear`` and ``output_linear``, weights renormalized."""
 
+from moe_jax.loading import ExpertNames
 from moe_jax.models._config import ConfigReader, MoEBlockConfig, read_block_config
 from moe_jax.models.families._moe_family import MoEFamily
 
@@ -14,6 +15,7 @@ class GraniteMoe(MoEFamily):
     architecture = "GraniteMoeForCausalLM"
     moe_module = "block_sparse_moe"
     router_module = "router.layer"
+    expert_names = ExpertNames(spelling=("input_linear", "input_linear", "output_linear"))
 
     @staticmethod
     def read_config(reader: ConfigReader) -> MoEBlockConfig:

@@ -1,5 +1,6 @@
 """Mixtral: every layer has experts, their two selected weights are renormalized, attention has no biases."""
 
+from moe_jax.loading import ExpertNames
 from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
 
@@ -10,6 +11,7 @@ class MixtralForCausalLM(CausalLM):
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
     moe_module = "block_sparse_moe"
+    expert_names = ExpertNames(spelling=("w1", "w3", "w2"))
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:

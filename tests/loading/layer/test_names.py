@@ -3,8 +3,9 @@
 import pytest
 from safetensors import safe_open
 
-from moe_jax.loading import ExpertNames, expert_names, layer_of, make_expert_params_mapping
+from moe_jax.loading import ExpertNames, layer_of, make_expert_params_mapping
 from moe_jax.loading.layer._names import is_expert_name, map_expert_name
+from moe_jax.models import FAMILIES
 
 NAMES = ExpertNames()
 
@@ -155,13 +156,12 @@ def test_layer_of():
 
 
 def test_families():
-    assert expert_names("mixtral").describe("w13_weight_scale", "w3") == "w3.weight_scale"
-    assert expert_names("qwen3_moe").describe("w2_bias", "w2") == "down_proj.bias"
-    assert expert_names("gpt_oss").parse("experts.gate_up_proj").is_interleaved
-    with pytest.raises(
-        ValueError, match="unknown model_type 'nonesuch'; there are checkpoint maps for mixtral, qwen2_moe"
-    ):
-        expert_names("nonesuch")
+    """Each family file says how its experts' tensors are called."""
+    names = {model_type: family.expert_names for model_type, family in FAMILIES.items()}
+    assert names["mixtral"].describe("w13_weight_scale", "w3") == "w3.weight_scale"
+    assert names["granitemoe"].describe("w2_weight", "w2") == "output_linear.weight"
+    assert names["qwen3_moe"].describe("w2_bias", "w2") == "down_proj.bias"
+    assert [name for name in names if names[name].parse("experts.gate_up_proj").is_interleaved] == ["gpt_oss"]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -170,7 +170,7 @@ def test_names_of_real_writers(written, family, kind):
     """Each expert tensor of a written file is understood, and together they are each projection of each expert once."""
     with safe_open(written(family, kind) / "model.safetensors", "np") as file:
         names = list(file.keys())
-    parsed = {name: expert_names(family).parse(name) for name in names}
+    parsed = {name: FAMILIES[family].expert_names.parse(name) for name in names}
     experts = [t for t in parsed.values() if t is not None]
     assert all((".experts." in name) == (tensor is not None) for name, tensor in parsed.items())
     count = {"mixtral": 4, "qwen3_moe": 6}[family]

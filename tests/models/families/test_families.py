@@ -1,5 +1,6 @@
 """``load_moe`` for every family: output of each block equals that of transformers, in every spelling of its experts."""
 
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 import moe_jax
 from moe_jax.inspection import inspect_checkpoint
 from moe_jax.loading import CheckpointError
-from moe_jax.models import FAMILIES, CausalLM, DecoderConfig, MoEFamily
+from moe_jax.models import FAMILIES, CausalLM, DecoderConfig, MoEFamily, families, read_family
+from moe_jax.models.families import _registry
 from tests.support.cases.families import FAMILIES as WRITTEN
 from tests.support.cases.families import assert_rows_close, edit, load, tokens, unfused, write_llama4
 from tests.support.checkpoints.writers import fused
@@ -313,6 +315,22 @@ def test_the_family_file_shown_in_the_guide_is_the_package_s():
     root = Path(__file__).parents[3]
     shown = (root / "docs/models.md").read_text().partition("```python\n")[2].partition("```")[0]
     assert shown == (root / "moe_jax/models/families/olmoe.py").read_text()
+
+
+def test_a_family_is_one_file(tmp_path, monkeypatch):
+    """A file beside the others is found without a list to edit; its words decide, also those that mean the same."""
+    source = (Path(families.__path__[0]) / "olmoe.py").read_text()
+    source = source.replace('    moe_module = "mlp"', '    other_model_types = ("older",)\n    moe_module = "mlp"')
+    (tmp_path / "newer.py").write_text(source.replace('"olmoe"', '"newer"'))
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    found = {family.model_type: family for family in _registry._defined()}
+    assert found.keys() - FAMILIES.keys() == {"newer"} and FAMILIES.keys() < found.keys()
+    monkeypatch.setattr(_registry, "FAMILIES", found)
+    config = json.loads((WRITTEN["olmoe"].write(tmp_path / "model") and tmp_path / "model/config.json").read_text())
+    for model_type in ("newer", "older"):
+        assert read_family(config | {"model_type": model_type})[0] is found["newer"]
+    with pytest.raises(ValueError, match="architectures .'Olmo'. is not supported; supported: .*OlmoeForCausalLM"):
+        read_family(config | {"model_type": "older", "architectures": ["Olmo"]})
 
 
 def test_families_have_one_shape():

@@ -1,4 +1,4 @@
-"""config.json of every family but the first two -> what it says of experts and attention, and what is refused."""
+"""config.json of families as the hub has them -> what it says of experts and attention, and what is refused."""
 
 import dataclasses
 
@@ -73,20 +73,33 @@ DEEPSEEK_V2 = MLA | {
 GLM4 = {
     "architectures": ["Glm4MoeForCausalLM"],
     "first_k_dense_replace": 3,
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
     "hidden_act": "silu",
     "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 202752,
     "model_type": "glm4_moe",
     "moe_intermediate_size": 1536,
     "n_group": 1,
     "n_routed_experts": 160,
     "n_shared_experts": 1,
     "norm_topk_prob": True,
+    "num_attention_heads": 96,
     "num_experts_per_tok": 8,
     "num_hidden_layers": 92,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
     "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
     "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
     "topk_group": 1,
     "use_qk_norm": True,
+    "vocab_size": 151552,
 }
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
@@ -276,6 +289,7 @@ ATTENTION = {
         has_sinks=True, use_attention_bias=True, use_output_bias=True, sliding_layers=tuple(range(0, 24, 2))
     ),
     "qwen2_moe": dict(use_attention_bias=True, use_output_bias=False, qk_norm=None, cache_widths=((16, 128),) * 2),
+    "glm4_moe": dict(qk_norm="head", use_attention_bias=True, use_output_bias=False, head_dim=128),
     "olmoe": dict(qk_norm="projection", clip_qkv=8.0, use_attention_bias=False, head_dim=128),
 }
 
@@ -284,6 +298,15 @@ ATTENTION = {
 def test_attention_of_hub_files(name):
     _, found = read_family(BLOCKS[name][0])
     assert {key: getattr(found, key) for key in ATTENTION[name]} == ATTENTION[name]
+
+
+def test_rotated_parts_of_heads():
+    """Half of a head in GLM-4, whatever the key says where; whole heads in families without the key."""
+    assert [read_family(GLM4 | change)[1].rope.dim for change in ({}, {"partial_rotary_factor": 0.25})] == [64, 32]
+    told = {key: value for key, value in GLM4.items() if key not in ("partial_rotary_factor", "rope_theta")}
+    theta = {"rope_type": "default", "rope_theta": 1000000}
+    for parameters, width in ((theta, 64), (theta | {"partial_rotary_factor": 0.75}, 96)):
+        assert read_family(told | {"rope_parameters": parameters})[1].rope.dim == width
 
 
 def test_windows_and_scales():
@@ -361,6 +384,13 @@ def test_groups():
         (DEEPSEEK_V2, dict(mlp_bias=True), "mlp_bias=True is not supported for this architecture; expected False"),
         (OLMOE, dict(clip_qkv=-1), "clip_qkv is -1, expected a positive number"),
         (GRANITE, dict(architectures=["Granite"]), "architectures .* is not supported"),
+        (OLMOE, dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported for this arch"),
+        (GLM4, dict(partial_rotary_factor=1.5), "partial_rotary_factor is 1.5, expected a number above 0, at most 1"),
+        (
+            GLM4,
+            dict(rope_scaling={"partial_rotary_factor": 1.0}),
+            "partial_rotary_factor=0.5 and rope_parameters.*disag",
+        ),
         (LLAMA4, dict(text_config=None), "config.json: text_config is missing"),
         (LLAMA4, dict(text_config=[]), r"text_config is \[\], expected an object"),
         (

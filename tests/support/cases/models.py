@@ -73,6 +73,15 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
     for kind, parameters in ROPES.items()
 }
 
+# One or two checkpoints of each family that test_whole_models.py judges by itself: a variation is on in one of them.
+FAMILY_CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
+    "glm4": (("glm4_moe", dict(first_k_dense_replace=1)), dict(use_qk_norm=True, attention_bias=True)),
+    "glm4_tied": (
+        ("glm4_moe", dict(first_k_dense_replace=1)),
+        dict(tie_word_embeddings=True, n_group=4, topk_group=2, partial_rotary_factor=0.25),
+    ),
+}
+
 
 # One of each family by default, chosen to differ in most.
 SLOW = ("olmoe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3_halves")
@@ -95,10 +104,19 @@ class Case:
         with torch.no_grad():
             return self.torch_model(torch.tensor(ids), **inputs).logits.numpy()
 
+    def torch_greedy(self, ids: np.ndarray, max_new_tokens: int, **options: Any) -> np.ndarray:
+        """(B, S + max_new_tokens), the prompt included."""
+        mask = torch.ones(ids.shape, dtype=torch.long)
+        with torch.no_grad():
+            made = self.torch_model.generate(
+                torch.tensor(ids), attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, **options
+            )
+        return made.numpy()
+
 
 def write_checkpoint(name: str, directory: Path, **options: Any) -> Any:
     """Save a random model of the case and return it."""
-    (family, common), varied = CASES[name]
+    (family, common), varied = (CASES | FAMILY_CASES)[name]
     return FAMILIES[family].write(directory, **SIZES | common | varied | options)
 
 
