@@ -190,6 +190,9 @@ def _quantize(args: argparse.Namespace) -> int:
     print(
         f"wrote {written.directory}: {written.scheme.name}, {len(written.files)} files, {written.nbytes / 1e9:.2f} GB"
     )
+    print(f"copied: {printable(', '.join(written.copied)) or 'nothing'}")
+    for name, reason in written.left.items():
+        print(printable(f"not copied: {name} ({reason})"))
     for what, kinds in (("layers of experts", written.experts), ("other matrices", written.linears)):
         if kinds:
             print(f"{what}: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}")

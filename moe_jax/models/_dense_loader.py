@@ -313,7 +313,7 @@ def _check_one_half_precision(tensors: list[DenseTensor], source: Any, where: st
 def _read(tensor: DenseTensor, source: Any, where: str, part: _Part | None = None) -> jax.Array:
     """A tensor, or a part of it, dequantized, on the default device."""
 
-    # A copy: on CPU jnp.asarray may alias the mapped file, whose bytes can change under a running model.
+    # A copy: on CPU jnp.asarray may alias an array that the caller gave and can still change.
     if tensor.scheme is None:
         return jnp.array(source.read(tensor.name) if part is None else part.read(source, tensor.name))
     n, k = shape = tensor.shape

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from moe_jax._typing import Json, Leaf
 from moe_jax.loading import Checkpoint, CheckpointError, ExpertReader, QuantizationConfig, as_packed
 from moe_jax.loading._errors import listed
 from moe_jax.loading.config._modules import is_normally_plain
+from moe_jax.loading.config._patterns import BoundedPatterns
 from moe_jax.loading.files._checkpoint import CheckpointLike
 from moe_jax.loading.files._safetensors import DTYPES
 from moe_jax.quantization import (
@@ -28,6 +28,7 @@ from moe_jax.quantization import (
     method_for,
     online_scheme,
 )
+from moe_jax.writing._companions import Companions
 from moe_jax.writing._config import config_group, quantization_config
 from moe_jax.writing._matrices import (
     COPIED,
@@ -47,9 +48,7 @@ from moe_jax.writing._whole_directory import check_destination, staged
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' default
 MODULES = ("experts", "all")
 SCALE_SEARCHES = ("mse",)
-# Beside config.json and the weights: tokenizer, generation settings, chat template, code that config.json refers to.
-_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".md")
-_NOT_COPIED = ("config.json", "hf_quant_config.json", "quantize_config.json", "quantization_config.json")
+_REGEX = "re:"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 Progress = Callable[[int, int], None]
@@ -62,6 +61,7 @@ class WrittenCheckpoint:
     experts, linears: how many layers of experts and how many matrices outside them were "copied" (same bits),
     "repacked" (same codes in another container), "quantized" from full precision, "dequantized", or "requantized"
     (dequantized exactly in float32, then quantized again: the errors of both formats add up).
+    copied: other files of the source that were copied. left: those that were not -> why.
     """
 
     directory: Path
@@ -70,6 +70,8 @@ class WrittenCheckpoint:
     nbytes: int
     experts: Mapping[str, int]
     linears: Mapping[str, int]
+    copied: tuple[str, ...]
+    left: Mapping[str, str]
 
     @property
     def is_lossy_twice(self) -> bool:
@@ -94,7 +96,8 @@ def quantize_checkpoint(
     quantized are dequantized and rounded to the checkpoint's 16-bit dtype. Memory is that of about one layer. The
     same source gives the same bytes.
 
-    ``dst`` appears complete or not at all: it is written under another name beside it and renamed at the end.
+    ``dst`` appears complete or not at all: it is written under another name beside it and renamed at the end. The
+    tokenizer, generation settings and chat template are copied; code is not, nor what a link out of ``src`` leads to.
 
     Args:
         src: a checkpoint in any format that ``load_moe`` reads.
@@ -111,7 +114,7 @@ def quantize_checkpoint(
         progress: called as ``progress(done, total)`` with bytes.
 
     Raises:
-        CheckpointError: a source that cannot be used, or a destination that cannot be written.
+        CheckpointError: a source that cannot be used or changes meanwhile, a destination that cannot be written.
         ValueError, NotImplementedError: arguments, or a scheme that does not fit the matrices' sizes or that
             compressed-tensors has no form for. Nothing is left behind.
     """
@@ -126,7 +129,8 @@ def quantize_checkpoint(
     check_destination(destination)
     with Checkpoint(src) as opened:
         job = _Job(as_packed(opened), target, modules, tuple(ignore), scale_search is not None)
-        _check_space(destination, sum(spec.nbytes for spec in job.specs))
+        companions = Companions(Path(src), opened.files)
+        _check_space(destination, sum(spec.nbytes for spec in job.specs) + companions.nbytes)
         try:
             with staged(destination) as directory:
                 writer = ShardedWriter(directory, job.specs, max_shard_bytes)
@@ -140,13 +144,23 @@ def quantize_checkpoint(
                     writer.close()
                 finally:
                     writer.abandon()
-                _copy_files(Path(src), directory)
+                companions.copy(directory)
                 write_text(directory / "config.json", json.dumps(job.config(), indent=2) + "\n")
+                opened.check_unchanged()
         except OSError as error:
             raise CheckpointError(
                 f"{destination}: cannot be written: {error.strerror or error}; nothing was left behind"
             ) from None
-    return WrittenCheckpoint(destination, target, writer.files, writer.nbytes, job.expert_kinds, job.linear_kinds)
+    return WrittenCheckpoint(
+        destination,
+        target,
+        writer.files,
+        writer.nbytes,
+        job.expert_kinds,
+        job.linear_kinds,
+        companions.names,
+        companions.left,
+    )
 
 
 class _Job:
@@ -166,7 +180,9 @@ class _Job:
             online = online_scheme(target)
             for chosen in {target, online}:
                 self._methods[chosen] = ScaleSearchMoEMethod(chosen) if searches else method_for(chosen)
-        is_ignored = _Ignore(ignore)
+        modules_of_experts = (name for layer in self._survey.experts for name in layer.modules.values())
+        names = (*checkpoint.names, *modules_of_experts)
+        is_ignored = _Ignore(ignore, max(map(len, names), default=0))
         self._experts = [(layer, self._scheme_of_layer(layer, is_ignored)) for layer in self._survey.experts]
         self._linears = [
             (linear, target if not is_ignored(linear.module) and modules == "all" else self._unquantized)
@@ -305,21 +321,23 @@ class _Job:
 
 
 class _Ignore:
-    """Names, and regular expressions after ``re:``; notes which of them matched."""
+    """Names, and regular expressions after ``re:``; notes which of them matched. longest_name: of all modules."""
 
-    def __init__(self, entries: tuple[str, ...]):
-        self._patterns = {}
-        for entry in entries:
-            text = entry.removeprefix("re:")
+    def __init__(self, entries: tuple[str, ...], longest_name: int):
+        self._names = frozenset(entry for entry in entries if not entry.startswith(_REGEX))
+        self._patterns = {entry: entry.removeprefix(_REGEX) for entry in entries if entry.startswith(_REGEX)}
+        self._matcher = BoundedPatterns(longest_name)
+        for pattern in self._patterns.values():
             try:
-                self._patterns[entry] = re.compile(text if entry.startswith("re:") else f"{re.escape(text)}$")
-            except re.error as error:
-                raise ValueError(f"ignore: {entry!r} is not a valid regular expression: {error}") from None
+                self._matcher.add(pattern)
+            except ValueError as error:
+                raise ValueError(f"ignore: {error}") from None
         self._unused = set(entries)
 
     def __call__(self, module: str) -> bool:
-        found = [entry for entry, pattern in self._patterns.items() if pattern.match(module)]
-        self._unused.difference_update(found)
+        found = {entry for entry, pattern in self._patterns.items() if self._matcher.match(pattern, [module])}
+        found |= self._names & {module}
+        self._unused -= found
         return bool(found)
 
     def check_used(self, where: Path | str) -> None:
@@ -382,11 +400,3 @@ def _check_space(destination: Path, nbytes: int) -> None:
         raise CheckpointError(
             f"{destination}: {nbytes / 1e9:.1f} GB will be written, and its disk has {free / 1e9:.1f} GB free"
         )
-
-
-def _copy_files(source: Path, directory: Path) -> None:
-    """Tokenizer, generation settings and so on; not what describes the old weights."""
-    for path in sorted(source.iterdir()):
-        is_wanted = path.suffix in _COPIED_SUFFIXES or path.name.startswith(("LICENSE", "NOTICE"))
-        if path.is_file() and is_wanted and path.name not in _NOT_COPIED and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, directory / path.name)

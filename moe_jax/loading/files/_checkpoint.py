@@ -63,9 +63,9 @@ class Checkpoint:
     """A checkpoint directory as transformers lays it out: config.json with model.safetensors, or an index and shards.
 
     Opening reads and validates config.json, the index, and every file's header, and checks that the index and the files
-    agree tensor by tensor; weights are only mapped. Other files are ignored, with the exception of configs of other
-    quantizers, which change what the weights mean. Raises CheckpointError. Usable in a ``with`` statement and from
-    several threads.
+    agree tensor by tensor; weights are read when they are asked for. Other files are ignored, with the exception of
+    configs of other quantizers, which change what the weights mean. Raises CheckpointError. Usable from several threads
+    and in a ``with`` statement, whose end raises CheckpointError when a file was written to meanwhile.
 
     Attributes:
         directory, config_path: where it is.
@@ -82,6 +82,7 @@ class Checkpoint:
             foreign = _foreign_weights(self.directory)  # a GGUF repository, for one, has no config.json at all
             missing = f"{self.config_path}: no such file; a checkpoint needs config.json beside its weights"
             raise CheckpointError(f"{self.directory}: {foreign}" if foreign else missing)
+        self._config_state = _state_of(self.config_path)
         self.config: dict[str, Any] = read_json(self.config_path, max_bytes=MAX_CONFIG_BYTES)
         foreign = _foreign_quantization(self.directory, self.config)
         if foreign is not None:
@@ -131,7 +132,7 @@ class Checkpoint:
         return self._file_of(name).info(name)
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> np.ndarray:
-        """The tensor, or a range of rows or columns, as a read-only view of the file; see ``SafetensorsFile.read``."""
+        """The tensor, or a range of rows or columns, as a read-only array; see ``SafetensorsFile.read``."""
         return self._file_of(name).read(name, rows, columns)
 
     def expect_scattered_reads(self) -> None:
@@ -139,16 +140,27 @@ class Checkpoint:
         for file in self._files.values():
             file.expect_scattered_reads()
 
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError when one of the files was written to since it was opened."""
+        for file in self._files.values():
+            file.check_unchanged()
+        if self._config_state != _state_of(self.config_path):
+            raise CheckpointError(f"{self.config_path}: was written to while the weights were read; try again")
+
     def close(self) -> None:
-        """Give up the mappings; arrays that were read stay valid."""
+        """Give up the files; arrays that were read stay valid."""
         for file in self._files.values():
             file.close()
 
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exc: object) -> None:
+        try:
+            if kind is None:
+                self.check_unchanged()
+        finally:
+            self.close()
 
     def _file_of(self, name: str) -> SafetensorsFile:
         try:
@@ -157,6 +169,15 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.directory}: no tensor {shorten(name)} in {listed(list(self._files))}"
             ) from None
+
+
+def _state_of(path: Path) -> tuple[int, int] | None:
+    """What tells that somebody wrote to a file, None when it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def _not_a_directory(path: Path) -> str:

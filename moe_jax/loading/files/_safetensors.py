@@ -1,10 +1,12 @@
-"""An own reader of safetensors files: memory-mapped, every dtype of the format, nothing trusted before it is checked.
+"""An own reader of safetensors files: every dtype of the format, nothing trusted before it is checked.
+
+Data is read, not mapped: a mapped file that someone cuts ends the process by a signal.
 
 A file is 8 bytes (length of the header, little-endian), the header (JSON: tensor name -> dtype, shape, data_offsets),
 and the data. Nothing about the header is taken on faith: a file is opened only if its tensors tile the data exactly.
 """
 
-import mmap
+import contextlib
 import os
 import struct
 import threading
@@ -21,6 +23,8 @@ from moe_jax.loading._errors import CheckpointError, listed, parse_json_object, 
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 MAX_DIMENSIONS = 32  # that of NumPy 1; NumPy 2 has 64
+_READ_BYTES = 1 << 30  # a call of the system reads 2 GB at most
+_BUFFER_BYTES = 1 << 24
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -74,10 +78,10 @@ class TensorInfo(NamedTuple):
 
 
 class SafetensorsFile:
-    """An open safetensors file. Arrays are read-only views of it: nothing is copied, rows not asked for are not read.
+    """An open safetensors file. Arrays are read when they are asked for; rows not asked for are not read.
 
     The whole header is validated on opening; any flaw raises CheckpointError. All methods may be called from several
-    threads. Views stay valid after ``close``. The file must not be truncated while it is mapped.
+    threads.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -87,10 +91,11 @@ class SafetensorsFile:
         if not self.path.is_file():
             raise CheckpointError(f"{self.path}: {_why_not_a_file(self.path)}")
         try:
-            with open(self.path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
+            self._descriptor: _Descriptor | None = _Descriptor(self.path)
+            with open(self._descriptor.number, "rb", closefd=False) as file:
+                self._state = _state(file.fileno())
+                size = self._state[0]
                 header, self._data_start = _read_header(file, size, str(self.path))
-                self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
         self.metadata: dict[str, str] = _metadata(header.pop(_METADATA, None), str(self.path))
@@ -124,14 +129,14 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: no tensor {shorten(name)}") from None
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> np.ndarray:
-        """The tensor, or a range of its first and its last axis, as a read-only view of the file.
+        """The tensor, or a range of its first and its last axis, as a read-only array.
 
         rows, columns: slices with step 1; like any slice they are cut to the axis. Raises CheckpointError when the
-        tensor is missing, ValueError when a slice does not fit the tensor or the file is closed.
+        tensor is missing or cannot be read, ValueError when a slice does not fit the tensor or the file is closed.
         """
         info = self.info(name)
-        mapping = self._map
-        if mapping is None:
+        descriptor = self._descriptor
+        if descriptor is None:
             raise ValueError(f"{self.path}: read of {shorten(name)} after close()")
         shape, offset = info.shape, self._data_start + info.start
         if rows is not None:
@@ -142,30 +147,82 @@ class SafetensorsFile:
                 raise ValueError(f"{self.path}: rows={rows} of {shorten(name)}: only slices with step 1 can be read")
             row_bytes = info.nbytes // shape[0] if shape[0] else 0
             shape, offset = (max(last - first, 0), *shape[1:]), offset + first * row_bytes
-        array = np.ndarray(shape, info.numpy_dtype, buffer=mapping, offset=offset if prod(shape) else 0)
-        if columns is not None:
+        if columns is None:
+            array = np.empty(shape, info.numpy_dtype)
+            self._fill(array, descriptor, offset, name)
+        else:
             if len(shape) < 2 or columns.indices(shape[-1])[2] != 1:
                 raise ValueError(f"{self.path}: tensor {shorten(name)} ({info}) has no columns={columns} to select")
-            array = array[..., columns]
+            array = self._columns(shape, info, columns, descriptor, offset)
+        array.flags.writeable = False
         with self._lock:
             self._bytes_read += array.nbytes
         return array
 
     def expect_scattered_reads(self) -> None:
         """Tell the system not to read ahead: only small, scattered tensors will be wanted."""
-        if self._map is not None and hasattr(mmap, "MADV_RANDOM"):
-            self._map.madvise(mmap.MADV_RANDOM)
+        if self._descriptor is not None and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor.number, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError when the file was written to since it was opened: what was read is then a mixture."""
+        if self._descriptor is not None and _state(self._descriptor.number) != self._state:
+            raise CheckpointError(f"{self.path}: was written to while it was read; wait for the writer and try again")
 
     def close(self) -> None:
-        """Give up the mapping; it is freed with the last view of it."""
-        # Not mmap.close(): NumPy holds the mapping but no buffer export; closing would free memory under the views.
-        self._map = None
+        """Give up the file; it is closed with the last read that is under way."""
+        self._descriptor = None
+
+    def _columns(
+        self, shape: tuple[int, ...], info: TensorInfo, columns: slice, descriptor: "_Descriptor", offset: int
+    ) -> np.ndarray:
+        """Whole rows pass through a buffer; of each only the columns stay."""
+        first, last, _ = columns.indices(shape[-1])
+        array = np.empty((prod(shape[:-1]), max(last - first, 0)), info.numpy_dtype)
+        row_bytes = shape[-1] * info.numpy_dtype.itemsize
+        step = max(1, _BUFFER_BYTES // max(row_bytes, 1))
+        for start in range(0, len(array) if array.size else 0, step):
+            part = np.empty((min(step, len(array) - start), shape[-1]), info.numpy_dtype)
+            self._fill(part, descriptor, offset + start * row_bytes, info.name)
+            array[start : start + step] = part[:, columns]
+        return array.reshape((*shape[:-1], array.shape[1]))
+
+    def _fill(self, array: np.ndarray, descriptor: "_Descriptor", offset: int, name: str) -> None:
+        rest = array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
+        while rest:
+            try:
+                count = os.preadv(descriptor.number, [rest[:_READ_BYTES]], offset)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: tensor {shorten(name)} cannot be read: {error.strerror}") from None
+            if not count:
+                raise CheckpointError(
+                    f"{self.path}: tensor {shorten(name)}: the file ends at {offset}, {len(rest)} bytes too early; "
+                    "it was cut while it was read"
+                )
+            rest, offset = rest[count:], offset + count
 
     def __enter__(self) -> "SafetensorsFile":
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class _Descriptor:
+    """An open file that is closed with its last user, so that no thread reads from a number that is another file's."""
+
+    def __init__(self, path: Path):
+        self.number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            os.close(self.number)
+
+
+def _state(descriptor: int) -> tuple[int, int]:
+    """What tells that somebody wrote to a file: its size, and the time of the last change in ns."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
 
 
 def save_safetensors(

@@ -42,8 +42,8 @@ class LayerLoader:
 
     Every (leaf, expert, projection) must be written exactly once. Tensors are checked against the config as they
     arrive; ``finish`` names everything missing, duplicate or unexpected in one error. A full-precision checkpoint under
-    a quantizing scheme is quantized expert by expert, each as soon as it is complete. Read-only arrays (memory-mapped
-    views, JAX arrays) are kept without a copy where their layout fits; arrays that could still change are copied.
+    a quantizing scheme is quantized expert by expert, each as soon as it is complete. Read-only arrays (those of
+    files, JAX arrays) are kept without a copy where their layout fits; arrays that could still change are copied.
 
     Args:
         config: the layer.

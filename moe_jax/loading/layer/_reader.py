@@ -25,7 +25,6 @@ from moe_jax.quantization import ExpertWeights, LeafSpec, MoEMethod, Scheme, Sch
 
 _READERS = min(8, os.cpu_count() or 1)  # threads that read and copy
 _AHEAD = 16  # tensors that are read before they are asked for
-_PAGE = 4096
 
 
 class ExpertReader:
@@ -206,7 +205,7 @@ class ExpertReader:
     def _read(self, layer: int, executor: Executor | None) -> Iterator[tuple[str, np.ndarray]]:
         """(name, array) in order.
 
-        executor: its threads bring the next tensors into memory in the meantime; None leaves that to whoever copies.
+        executor: its threads bring the next tensors into memory in the meantime; None reads each when it is its turn.
         """
         names = self._in_order(layer)
         if executor is None:
@@ -214,19 +213,12 @@ class ExpertReader:
             return
         ahead = collections.deque()
         for name in names:
-            ahead.append((name, executor.submit(self._bring, name)))
+            ahead.append((name, executor.submit(self._checkpoint.read, name)))
             if len(ahead) > _AHEAD:
                 name, future = ahead.popleft()
                 yield name, future.result()
         for name, future in ahead:
             yield name, future.result()
-
-    def _bring(self, name: str) -> np.ndarray:
-        """Read a tensor and touch every page of it: a view of a file is read from disk when it is looked at."""
-        array = self._checkpoint.read(name)
-        if array.flags.c_contiguous:
-            array.reshape(-1).view(np.uint8)[::_PAGE].max(initial=0)
-        return array
 
     def _tensors(self, layer: int, is_gated: bool = True) -> dict[str, ExpertTensor]:
         """Parsed names; those that cannot be parsed are left to the loader, which refuses them."""
