@@ -6,13 +6,14 @@
 import dataclasses
 import fnmatch
 import re
+import time
 from collections.abc import Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
 from moe_jax._typing import Json
 from moe_jax.loading._errors import CheckpointError, shown
 from moe_jax.loading.config._modules import classes_of, spellings
-from moe_jax.loading.config._patterns import BoundedPatterns
+from moe_jax.loading.config._patterns import MAX_LENGTH, MAX_PATTERNS, BoundedPatterns, Budget
 from moe_jax.loading.layer._names import is_expert_name
 from moe_jax.quantization import SCHEMES, Scheme
 
@@ -233,6 +234,35 @@ class Fp8Rules:
         return CheckpointError(f"{self._where}: {text}")
 
 
+class Covering:
+    """Which entry of a list names a module in full, a parent of it, or its last components; * stands for anything."""
+
+    def __init__(self, entries: Iterable[str], where: str):
+        self._where, self._budget = where, Budget()
+        self._position = {entry: at for at, entry in reversed([*enumerate(entries)])}
+        wild = [entry for entry in self._position if set(entry) & set("*?[")]
+        if len(wild) > MAX_PATTERNS or any(len(entry) > MAX_LENGTH for entry in wild):
+            raise CheckpointError(
+                f"{where}: more than {MAX_PATTERNS} names with *, or one of over {MAX_LENGTH} letters"
+            )
+        # Stars do not backtrack into each other there, so that one match takes little time.
+        self._patterns = {entry: re.compile(fnmatch.translate(entry)) for entry in wild}
+
+    def __call__(self, module: str) -> str | None:
+        """The first such entry, for any spelling. Raises CheckpointError when the patterns take too long."""
+        for name in spellings(module):
+            start, parts = time.thread_time(), _parts_of(name)
+            found = [part for part in parts if part in self._position]
+            found += [entry for entry, pattern in self._patterns.items() if any(map(pattern.match, parts))]
+            try:
+                self._budget.spend(start, next(iter(self._patterns), ""))
+            except ValueError as error:
+                raise CheckpointError(f"{self._where}: {error}") from None
+            if found:
+                return min(found, key=self._position.__getitem__)
+        return None
+
+
 class ListedRules:
     """One scheme for all projections but those on a list.
 
@@ -245,14 +275,14 @@ class ListedRules:
     def __init__(self, scheme: Scheme, excluded: object, where: str, *, experts_only: bool = False):
         if not isinstance(excluded, list) or not all(isinstance(entry, str) for entry in excluded):
             raise CheckpointError(f"{where}: modules left out are {shown(excluded)}, expected a list of strings")
-        self._scheme, self._excluded, self._experts_only = scheme, excluded, experts_only
+        self._scheme, self._excluded, self._experts_only = scheme, Covering(excluded, where), experts_only
 
     def decide(self, module: str) -> Decision:
         if "Linear" not in classes_of(module):
             return Decision(None, "only projections are quantized")
         if self._experts_only and not is_expert_name(module):
             return Decision(None, "only experts are quantized")
-        entry = covering(module, self._excluded)
+        entry = self._excluded(module)
         if entry is not None:
             return Decision(None, f"{shown(entry)} leaves it out")
         return Decision(self._scheme, f"{self._scheme.name} covers every projection")
@@ -273,6 +303,7 @@ class ModelOptRules(ListedRules):
                     f"{self._where}: quantized_layers is {shown(layers)}, expected an object of objects"
                 )
             self._by_module = {module: self._scheme_of(entry) for module, entry in layers.items()}
+            self._listed = Covering(self._by_module, self._where)
         super().__init__(
             Scheme.parse(None) if self._by_module is not None else self._scheme_of(config), excluded, where
         )
@@ -282,7 +313,7 @@ class ModelOptRules(ListedRules):
         if self._by_module is None or decision.scheme is None:
             return decision
         # A fused layer of experts may be listed as a whole.
-        entry = covering(module, self._by_module)
+        entry = self._listed(module)
         if entry is None:
             return Decision(None, "quantized_layers does not list it")
         return Decision(self._by_module[entry], f"quantized_layers lists {shown(entry)}")
@@ -312,15 +343,6 @@ def fbgemm_rules(config: Json, where: str) -> ListedRules:
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from None
     return ListedRules(scheme, config.get("modules_to_not_convert") or [], where)
-
-
-def covering(module: str, entries: Iterable[str]) -> str | None:
-    """The first entry that names a module, a parent of it, or its last components; in any spelling."""
-    for name in spellings(module):
-        for entry in entries:
-            if any(fnmatch.fnmatchcase(part, entry) for part in _parts_of(name)):
-                return entry
-    return None
 
 
 def _parts_of(name: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from moe_jax._typing import AnyArray, Json
 from moe_jax.loading._errors import CheckpointError, listed, parse_json_object, shorten, shown
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
+MAX_NAME = 1000  # characters; real names have under 200, and some work grows with their square
 MAX_DIMENSIONS = 32  # that of NumPy 1; NumPy 2 has 64
 _READ_BYTES = 1 << 30  # a call of the system reads 2 GB at most
 _BUFFER_BYTES = 1 << 24
@@ -296,6 +297,8 @@ def _tensor_infos(header: Json, data_bytes: int, where: str) -> dict[str, Tensor
 
 def _tensor_info(name: str, entry: object, where: str) -> TensorInfo:
     try:
+        if len(name) > MAX_NAME:
+            raise ValueError(f"its name has {len(name)} characters, expected at most {MAX_NAME}")
         dtype, numpy_dtype, shape, start, nbytes = _check_entry(entry)
     except ValueError as error:
         raise CheckpointError(f"{where}: tensor {shorten(name)}: {error}") from None

@@ -1,12 +1,16 @@
 """Regular expressions of configs: real ones run with re's own meaning, hostile ones are refused before they run."""
 
+import fnmatch
 import itertools
 import re
 import time
 
+import numpy as np
 import pytest
 
-from moe_jax.loading.config._patterns import MAX_PATTERNS, BoundedPatterns, count_ways
+from moe_jax.loading import CheckpointError
+from moe_jax.loading.config._patterns import MAX_PATTERNS, MAX_STEPS, BoundedPatterns, count_steps, count_ways
+from moe_jax.loading.config._rules import Covering
 
 NAMES = [
     "lm_head",
@@ -157,16 +161,57 @@ def brute_force_ways(pattern, word):
     return ends / (len(pattern) + 1)
 
 
-def test_slow_matches_share_a_budget(monkeypatch):
-    """A pattern just inside the bound, matched again and again, is stopped."""
+def test_all_matches_share_a_budget(monkeypatch):
+    """However short each one is: a thousand patterns on the names of a large model add up to hours."""
     monkeypatch.setattr("moe_jax.loading.config._patterns.TIME_LIMIT", 0.1)
     patterns = BoundedPatterns(longest_name=100)
-    patterns.add(".*a.*a.*a.*a!")
+    patterns.add(".*a.*a!")
+    names = ["a" * 100]
+    start = time.thread_time()
+    re.match(".*a.*a!", names[0])
+    assert time.thread_time() - start < 0.01, "each of them is quick"
     start = time.process_time()
     with pytest.raises(ValueError, match="took over 0.1 s"):
-        for _ in range(10_000):
-            patterns.match(".*a.*a.*a.*a!", ["a" * 100])
-    assert time.process_time() - start < 20.0
+        for _ in range(100_000):
+            patterns.match(".*a.*a!", names)
+    assert time.process_time() - start < 5.0
+
+
+def test_compilation_counts(monkeypatch):
+    """A class of a million letters takes milliseconds, a hundred of them in a pattern most of a second."""
+    monkeypatch.setattr("moe_jax.loading.config._patterns.TIME_LIMIT", 0.5)
+    patterns = BoundedPatterns(longest_name=100)
+    with pytest.raises(ValueError, match="took over 0.5 s"):
+        for i in range(1000):
+            patterns.add("(?i)" + "[\x00-\U0010ffff]" * 20 + str(i))
+
+
+@pytest.mark.parametrize(
+    "pattern, length",
+    [(r"(a*)\1b", 10**6), (".*.*.*a{400}b", 1000), (".*.*.*.*.*(?=a{90})b", 100)],
+)
+def test_letters_that_are_compared_count(pattern, length):
+    """A way is not one step: a back reference or a long run of letters is compared on each of them."""
+    with pytest.raises(ValueError, match="could take too long"):
+        BoundedPatterns(longest_name=length).add(pattern)
+    BoundedPatterns(longest_name=30).add(pattern)
+
+
+def test_the_slowest_patterns_that_pass_end_soon():
+    """Among thousands at random: a step takes nanoseconds, so the bound on steps is one on time."""
+    rng = np.random.default_rng(0)
+    parts = [*("a", ".", "[ab]", "a?", "a*", ".*", ".*?", "a{0,5}", "a{3}", "(a)", "(a*)", "(a|b)", "(?:ab)*")]
+    parts += ["(?=a*b)", r"(a+)", "a{2,}", "[^b]*"]
+    slowest, tried = 0.0, 0
+    for _ in range(1000):
+        pattern = "".join(rng.choice(parts, rng.integers(1, 12))) + rng.choice(["b", "!", "$"])
+        if 1e4 < count_steps(pattern, 100) <= MAX_STEPS / 20:
+            tried += 1
+            for name in ("a" * 100, "ab" * 50):
+                start = time.thread_time()
+                re.match(pattern, name)
+                slowest = max(slowest, (time.thread_time() - start) / count_steps(pattern, 100))
+    assert tried > 100 and slowest < 50e-9
 
 
 def test_the_slowest_pattern_that_passes_ends_soon():
@@ -174,8 +219,36 @@ def test_the_slowest_pattern_that_passes_ends_soon():
     pattern = ".*a" * 5 + "!"
     patterns.add(pattern)
     start = time.process_time()
-    try:
-        patterns.match(pattern, ["a" * 100])
-    except ValueError as error:
-        assert "took over" in str(error)
-    assert time.process_time() - start < 40.0
+    patterns.match(pattern, ["a" * 100])
+    assert time.process_time() - start < 20.0
+
+
+@pytest.mark.parametrize("entries", [["*a*b*c*d*e*f"], [f"*{i}" for i in range(999)] + ["x"], ["[a-z]?*"]])
+def test_names_with_stars(entries):
+    """What ModelOpt leaves out: as fnmatch has it, for a module, its parents and its last components."""
+    covering = Covering(entries, "config.json")
+    for name in ("m.abcdef.x", "a.b.c.d.e.f", "m.12.x", "m.x.999", "x", "model.layers.0"):
+        words = name.split(".")
+        parts = [".".join(words[a:b]) for a in range(len(words)) for b in range(a + 1, len(words) + 1)]
+        parts = [part for part in parts if name.startswith(part) or name.endswith(part)]
+        expected = [entry for entry in entries if any(fnmatch.fnmatchcase(part, entry) for part in parts)]
+        assert covering(name) == (expected[0] if expected else None)
+
+
+def test_stars_are_bounded_too(monkeypatch):
+    for entries in ([f"*{i}" for i in range(1001)], ["*" * 1001]):
+        with pytest.raises(CheckpointError, match="config.json: more than 1000 names with"):
+            Covering(entries, "config.json")
+    monkeypatch.setattr("moe_jax.loading.config._patterns.TIME_LIMIT", 0.1)
+    covering = Covering([f"*{i}*x*y" for i in range(1000)], "config.json")
+    with pytest.raises(CheckpointError, match="config.json: regular expressions took over 0.1 s"):
+        for i in range(10_000):
+            covering(f"model.layers.{i}." + "a.1." * 20)
+
+
+def test_a_long_list_of_names_is_looked_up(monkeypatch):
+    """A config of ModelOpt may list every module of a large model."""
+    covering = Covering([f"model.layers.{i}.mlp.experts.{j}" for i in range(60) for j in range(256)], "config.json")
+    start = time.process_time()
+    assert all(covering(f"model.layers.{i}.mlp.experts.{j}.w1") for i in range(60) for j in range(256))
+    assert time.process_time() - start < 10.0

@@ -269,6 +269,7 @@ FLAWS = {
     "field missing": ({"a": {"dtype": "U8", "shape": [2]}}, b"ab", "expected dtype, shape and data_offsets"),
     "field unknown": ({"a": U8_2 | {"strides": [1]}}, b"ab", "expected dtype, shape and data_offsets"),
     "entry a list": ({"a": ["U8", [2], [0, 2]]}, b"ab", "expected dtype, shape and data_offsets"),
+    "name too long": ({"a" * 1001: U8_2}, b"ab", "its name has 1001 characters, expected at most 1000"),
     "overlap": ({"a": U8_2, "b": entry("U8", [2], [1, 3])}, b"abc", "tensor b: .*overlaps"),
     "same place twice": ({"a": U8_2, "b": U8_2}, b"ab", "overlaps"),
     "hole": ({"a": U8_2, "b": entry("U8", [1], [3, 4])}, b"abcd", "tensor b: .*hole"),
