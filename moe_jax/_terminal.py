@@ -23,6 +23,11 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def cut(text: str, most: int = 4000) -> str:
+    """``text`` without its middle where it is longer than anybody reads, as when a config holds a list of millions."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
 def printable(text: str, keep: str = "") -> str:
     """``text`` with all that is not printable written as an escape, but for the characters of ``keep``.
 

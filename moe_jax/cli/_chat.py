@@ -1,15 +1,28 @@
-"""Chat templates: a conversation rendered into the text that a model was trained on, in jinja2's sandbox.
+"""Chat templates: a conversation rendered into the text that a model was trained on.
 
-A template is a program that came with the checkpoint. The sandbox keeps it from Python's attributes, so it can read
-nothing and run nothing; jinja2 itself is loaded here alone.
+A template is a program that came with the checkpoint. It runs in jinja2's sandbox, which keeps it from Python's
+attributes, and in a process of its own, which may take so much time and memory and no more (``_template_process``).
 """
 
-import datetime
 import json
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from moe_jax.cli import _template_process
+from moe_jax.loading._errors import CheckpointError, read_json
+
+MAX_CONFIG_BYTES = 16 << 20  # tokenizer_config.json, which may list every added token
+MAX_TEMPLATE_BYTES = 1 << 20
+CPU_SECONDS = 5  # for each conversation; real templates take milliseconds
+SECONDS = 60.0  # the same on the clock, for a process that waits for a CPU
+_OUT_OF_TIME = getattr(signal, "SIGXCPU", None)
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 Message = dict[str, Any]
 
@@ -18,80 +31,90 @@ class ChatTemplate:
     """The template of a checkpoint: chat_template.jinja, or ``chat_template`` of tokenizer_config.json.
 
     Raises:
-        ImportError: jinja2 is not installed. ValueError: no template, or one that is damaged.
+        ImportError: jinja2 is not installed. ValueError: no template, or one that is damaged or too large.
     """
 
     def __init__(self, directory: Path):
-        try:
-            import jinja2
-            from jinja2.ext import loopcontrols
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError:
-            raise ImportError("--chat needs the package jinja2: pip install 'moe-jax[chat]'") from None
-        self._error = jinja2.TemplateError
+        if find_spec("jinja2") is None:
+            raise ImportError("--chat needs the package jinja2: pip install 'moe-jax[chat]'")
         self._path, config, text = _read(directory)
-        self._tokens = {key: _text_of(config.get(key)) for key in _SPECIAL_TOKENS if config.get(key) is not None}
-        # The settings and helpers that templates are written for, as transformers has them.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = self._refuse
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        try:
-            self._template = environment.from_string(text)
-        except self._error as error:
-            raise ValueError(f"{self._path}: chat template: {error}") from None
+        tokens = {key: _text_of(config.get(key)) for key in _SPECIAL_TOKENS if config.get(key) is not None}
+        # As a file, not as a module: nothing of moe_jax is imported there. Without the user's stderr: a template cannot
+        # write there, and a crash is told below.
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-P", _template_process.__file__, str(CPU_SECONDS)]
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        weakref.finalize(self, _end, self._process)
+        self._ask({"template": text, "tokens": tokens})
 
     def render(self, messages: Sequence[Message]) -> str:
         """Text up to where the model's answer begins. messages: {"role": ..., "content": ...}, oldest first.
 
         Raises:
-            ValueError: the template refuses the conversation, or does what the sandbox forbids.
+            ValueError: the template refuses the conversation, does what the sandbox forbids, or takes too long.
         """
-        try:
-            # Templates ask whether tools and documents are none, so they have to be defined.
-            return self._template.render(
-                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._tokens
-            )
-        except Exception as error:  # a template is a program: it may raise anything, and recurse without end
-            raise ValueError(f"{self._path}: chat template: {error}") from None
+        return self._ask({"messages": list(messages)})
 
-    def _refuse(self, message: str) -> None:
-        raise self._error(message)
+    def _ask(self, request: dict[str, Any]) -> str:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        clock = threading.Timer(SECONDS, self._process.kill)
+        clock.start()
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except OSError:  # it has ended
+            answer = b""
+        finally:
+            clock.cancel()
+        if not answer:
+            raise ValueError(f"{self._path}: chat template: {self._end_of_process()}")
+        found = json.loads(answer)
+        if "error" in found:
+            raise ValueError(f"{self._path}: chat template: {found['error']}")
+        return found["text"]
+
+    def _end_of_process(self) -> str:
+        """Why there is no answer: only the system can have ended the process."""
+        status = self._process.wait()
+        if -status == _OUT_OF_TIME:
+            return f"takes more than {CPU_SECONDS} s; it may never end"
+        return f"its process ended with status {status}; it needs too much time or memory"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    process.kill()
+    process.wait()
 
 
 def _read(directory: Path) -> tuple[Path, dict[str, Any], str]:
     """Where the template lies, tokenizer_config.json, and the template."""
     own, path = directory / "chat_template.jinja", directory / "tokenizer_config.json"
-    config = read_json(path) if path.is_file() else {}
+    config = read_json(path, max_bytes=MAX_CONFIG_BYTES) if path.is_file() else {}
     if own.is_file():
-        try:
-            return own, config, own.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{own}: not UTF-8: {error}") from None
+        with open(own, "rb") as file:
+            return own, config, _checked(file.read(MAX_TEMPLATE_BYTES + 1), own)
     template = config.get("chat_template")
     if isinstance(template, list):  # several of them, by name
         named = {part.get("name"): part.get("template") for part in template if isinstance(part, dict)}
         template = named.get("default")
     if not isinstance(template, str):
         raise ValueError(f"{directory}: no chat_template.jinja and no chat_template in {path.name}; leave out --chat")
-    return path, config, template
+    return path, config, _checked(template.encode(), path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file. ValueError: not readable, or something else."""
+def _checked(template: bytes, path: Path) -> str:
+    if len(template) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(f"{path}: the chat template has more than {MAX_TEMPLATE_BYTES} bytes; leave out --chat")
     try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected an object, found {type(found).__name__}")
-    return found
+        return template.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not UTF-8: {error}") from None
 
 
 def _text_of(token: Any) -> str:
     """A special token as text; older files hold an object with its content."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # jinja2's own escapes for HTML

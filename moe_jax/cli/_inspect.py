@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_jax._terminal import size, table
+from moe_jax._terminal import cut, printable, size, table
 from moe_jax.experts._explain import explain
 from moe_jax.loading import Checkpoint, QuantizationConfig, as_packed
-from moe_jax.loading._errors import ranges
+from moe_jax.loading._errors import ranges, shorten
 from moe_jax.loading.layer._names import is_expert_name
 from moe_jax.loading.layer._reader import HeaderCheck
 from moe_jax.models import CausalLM, DecoderConfig, MoEBlockConfig, MoEFamily, read_family
+from moe_jax.models._counts import check_counts
 from moe_jax.models._dense_loader import dense_names, plan_dense, skipped_layers
 from moe_jax.quantization import Scheme, method_for
 
@@ -99,7 +100,8 @@ class CheckpointReport:
             lines += ["", f"experts of layers {ranges(run.layers)}: {run.scheme}{loaded}"]
             lines += [f"  {line}" for line in run.explanation.splitlines()]
         verdict = "problems:" if self.problems else "no problems in headers and scales; weights are checked when loaded"
-        return "\n".join([*lines, "", verdict, *(f"  {problem}" for problem in self.problems)])
+        text = "\n".join([*lines, "", verdict, *(f"  {cut(problem)}" for problem in self.problems)])
+        return printable(text, keep="\n")
 
 
 def inspect_checkpoint(directory: str | os.PathLike[str], *, num_tokens: int = 256) -> CheckpointReport:
@@ -117,7 +119,7 @@ def inspect_checkpoint(directory: str | os.PathLike[str], *, num_tokens: int = 2
         look = _Look(as_packed(checkpoint), num_tokens)
         return CheckpointReport(
             directory=str(Path(directory)),
-            family=str(checkpoint.config.get("model_type")),
+            family=shorten(" ".join(str(checkpoint.config.get("model_type")).split())),
             config=look.config,
             quantization=_quantization(checkpoint.quantization_config),
             files=checkpoint.files,
@@ -139,7 +141,9 @@ class _Look:
         self.expert_runs: tuple[ExpertRun, ...] = ()
         family = quantization = reader = None
         with self._noting():
-            family, self.config = read_family(checkpoint.config, str(checkpoint.config_path))
+            family, config = read_family(checkpoint.config, str(checkpoint.config_path))
+            check_counts(config, checkpoint)
+            self.config = config
         with self._noting():
             quantization = QuantizationConfig.from_config(checkpoint.config, checkpoint)
         if quantization is None:
@@ -260,9 +264,9 @@ def _part_of(name: str) -> str:
 def _quantization(stated: Any) -> str:
     if not isinstance(stated, dict):
         return "none"
-    method = str(stated.get("quant_method", "compressed-tensors" if "config_groups" in stated else "unnamed method"))
-    details = [str(stated[key]) for key in ("format", "fmt", "version") if isinstance(stated.get(key), str)]
-    return f"{method} ({', '.join(details)})" if details else method
+    method = shorten(str(stated.get("quant_method", "compressed-tensors" if "config_groups" in stated else "unnamed")))
+    details = [shorten(str(stated[key])) for key in ("format", "fmt", "version") if isinstance(stated.get(key), str)]
+    return " ".join((f"{method} ({', '.join(details)})" if details else method).split())
 
 
 def _architecture(config: MoEBlockConfig) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moe_jax._signals import hold_if_ending
-from moe_jax._terminal import printable
+from moe_jax._terminal import cut, printable
 from moe_jax._version import __version__
 
 EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
@@ -62,7 +62,7 @@ def finish(code: int) -> int:
 
 def one_line(error: BaseException) -> str:
     """The error's text as one harmless line: white space folded to blanks, what a terminal would obey escaped."""
-    text = " ".join(str(error).split())
+    text = cut(" ".join(str(error).split()))
     return printable(text) or type(error).__name__
 
 

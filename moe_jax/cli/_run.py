@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,12 @@ from typing import Any
 import numpy as np
 
 from moe_jax._output import check_output, write_output
-from moe_jax.cli._chat import ChatTemplate, read_json
+from moe_jax._terminal import printable
+from moe_jax.cli._chat import ChatTemplate
+from moe_jax.loading._errors import read_json
 
+MAX_SETTINGS_BYTES = 1 << 20  # of generation_config.json
+MAX_TOKENIZER_BYTES = 256 << 20  # large ones take 40 MB
 Ids = list[int]
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are not a whole character yet
 
@@ -161,8 +166,7 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
             _generate(model, ids, mask, answers, args, end, start // size, show, clock, balancer)
             if args.prompts is not None:
                 for prompt, answer in zip(batch, answers, strict=True):
-                    print(json.dumps({"prompt": prompt.shown, "completion": answer.text}, ensure_ascii=False))
-                sys.stdout.flush()
+                    _show(json.dumps({"prompt": prompt.shown, "completion": answer.text}, ensure_ascii=False) + "\n")
         print(clock.line(sum(len(prompt.ids) for prompt in prompts)), file=sys.stderr)
         if balancer is not None:
             print(f"experts were moved in {balancer.num_moves} layers", file=sys.stderr)
@@ -272,6 +276,9 @@ def _generate(model, ids, mask, answers, args, end, batch_index, show, clock, ba
 
 
 def _show(piece: str) -> None:
+    """To files and pipes as it is; a terminal would obey what the model writes."""
+    if sys.stdout.isatty():
+        piece = "".join(printable(c) if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in piece)
     sys.stdout.write(piece)
     sys.stdout.flush()
 
@@ -359,7 +366,7 @@ def _prompt_of(line: str, where: str) -> Any:
 def _end_tokens(directory: Path) -> Ids | None:
     """``eos_token_id`` of generation_config.json; None when the file or the key is missing, and config.json decides."""
     path = directory / "generation_config.json"
-    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    found = read_json(path, max_bytes=MAX_SETTINGS_BYTES).get("eos_token_id") if path.is_file() else None
     if found is None:
         return None
     tokens = found if isinstance(found, list) else [found]
@@ -403,6 +410,8 @@ def _load_tokenizer(directory: Path) -> Any:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; text needs it, or pass --input-ids")
+    if path.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise ValueError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes, the most that is accepted for such a file")
     try:
         from tokenizers import Tokenizer
     except ImportError:

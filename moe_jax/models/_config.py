@@ -36,7 +36,7 @@ _NEUTRAL_ELSEWHERE = {
 }
 
 
-_MOST_LAYERS = 4096
+_MOST_OF = {"num_hidden_layers": 1024, "num_local_experts": 2**16}  # by the first spelling of a key
 _MOST = 2**40
 _MOST_FLOAT = 1e30  # what float32 arithmetic on a config value survives
 
@@ -181,7 +181,7 @@ class ConfigReader:
         found = {key: self._config[key] for key in keys if self._config.get(key) is not None}
         if any(value != next(iter(found.values())) for value in found.values()):
             raise self.error(
-                f"{', '.join(f'{key}={value!r}' for key, value in found.items())} disagree; keep one of them"
+                f"{', '.join(f'{key}={shown(value)}' for key, value in found.items())} disagree; keep one of them"
             )
         return next(iter(found.values()), default)
 
@@ -195,9 +195,8 @@ class ConfigReader:
     def integer(self, *keys: str, minimum: int = 1, default: int | None = None) -> int:
         value = self._required(keys, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.error(f"{keys[0]} is {value!r}, expected an integer >= {minimum}")
-        # Things are built per layer and per expert before they are compared with the file's tensors.
-        maximum = _MOST_LAYERS if keys[0] == "num_hidden_layers" else _MOST
+            raise self.error(f"{keys[0]} is {shown(value)}, expected an integer >= {minimum}")
+        maximum = _MOST_OF.get(keys[0], _MOST)
         if value > maximum:
             raise self.error(f"{keys[0]} is {value}, expected at most {maximum}")
         return value
@@ -205,13 +204,13 @@ class ConfigReader:
     def positive(self, *keys: str, default: float | None = None) -> float:
         value = self._required(keys, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST_FLOAT:
-            raise self.error(f"{keys[0]} is {value!r}, expected a positive number")
+            raise self.error(f"{keys[0]} is {shown(value)}, expected a positive number")
         return float(value)
 
     def boolean(self, *keys: str, default: bool | None = None) -> bool:
         value = self._required(keys, default)
         if not isinstance(value, bool):
-            raise self.error(f"{keys[0]} is {value!r}, expected true or false")
+            raise self.error(f"{keys[0]} is {shown(value)}, expected true or false")
         return value
 
     def integers(self, *keys: str) -> tuple[int, ...]:
@@ -219,13 +218,13 @@ class ConfigReader:
         value = self.value(*keys, default=[])
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
-            raise self.error(f"{keys[0]} is {value!r}, expected a list of integers >= 0")
+            raise self.error(f"{keys[0]} is {shown(value)}, expected a list of integers >= 0")
         return tuple(values)
 
     def one_of(self, key: str, supported: tuple[str, ...], default: str | None = None) -> str:
         value = self._required((key,), default)
         if value not in supported:
-            raise self.error(f"{key}={value!r} is not supported; supported: {', '.join(supported)}")
+            raise self.error(f"{key}={shown(value)} is not supported; supported: {', '.join(supported)}")
         return value
 
     def rope(self, *, head_dim: int, partial_rotary_factor: float | None = None) -> RopeConfig:
@@ -255,7 +254,7 @@ class ConfigReader:
         for key, value in neutral.items():
             if key not in self._known and self._config.get(key) not in (None, value):
                 raise self.error(
-                    f"{key}={self._config[key]!r} is not supported for this architecture; expected {value!r}"
+                    f"{key}={shown(self._config[key])} is not supported for this architecture; expected {shown(value)}"
                 )
         known = self._known | neutral.keys()
         absent = [key for key in known if key not in self._config]

@@ -9,6 +9,7 @@ import numpy as np
 
 from moe_jax._typing import DTypeLike, Json
 from moe_jax.loading import Checkpoint, as_packed
+from moe_jax.models._counts import check_counts
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._partition import spread_dense
 from moe_jax.models._reader import ModelReader, Progress, install_values, ranges
@@ -62,6 +63,7 @@ def load_pretrained(
     with Checkpoint(directory) as opened:
         checkpoint = as_packed(opened)
         family, config = read_model_family(checkpoint.config, str(checkpoint.config_path))
+        check_counts(config, checkpoint)
         reader = ModelReader(checkpoint, checkpoint.config, family, config)
         model = family(
             config,
@@ -109,6 +111,7 @@ def load_moe(
         if layer not in config.moe_layers:
             kind = "is dense" if layer in range(config.num_layers) else "does not exist"
             raise ValueError(f"layer {layer} {kind}; layers with experts: {ranges(config.moe_layers)}")
+        check_counts(config, checkpoint, layers=1)
         reader = ModelReader(checkpoint, checkpoint.config, family, config)
         scheme = reader.scheme(layer, quantize)
         block = family.make_moe_block(

@@ -98,6 +98,10 @@ def _expert_layer(
     if len(biases) > 1:
         raise CheckpointError(f"{where}: biases of {len(biases)} dtypes, expected one")
     count = _stated(checkpoint.config, _EXPERT_COUNTS) or _count_experts(checkpoint, tensors)
+    fused = (checkpoint.info(tensor.name) for tensor in tensors if tensor.expert is None)
+    held = max([len(tensors), *(info.shape[0] for info in fused if info.nbytes and info.shape)])
+    if count > held:
+        raise CheckpointError(f"{where}: {count} experts are stated, and the files can hold {held}; are files missing?")
     hidden, intermediate = _sizes(checkpoint, tensors, stored, where)
     config = MoEConfig(
         num_experts=count,

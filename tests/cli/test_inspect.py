@@ -1,7 +1,10 @@
 """inspect_checkpoint: what it counts, and that its problems are those that loading refuses, all of them at once."""
 
 import json
+import re
+import resource
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import moe_jax
+from moe_jax.cli import _inspect
 from moe_jax.inspection import inspect_checkpoint
 from moe_jax.loading import Checkpoint, CheckpointError
 
@@ -171,14 +175,44 @@ def test_a_family_without_a_model_still_shows_its_schemes(model):
     assert "experts of layers 0-1: fp8_channel" in report.render()
 
 
-def test_many_problems_are_cut(model):
+def test_many_problems_are_cut(model, monkeypatch):
     rng = np.random.default_rng(0)
     edit_tensors(model, lambda t: [t.pop(name) for name in list(t) if ".experts." in name and rng.random() < 0.2])
-    edit_config(model, num_hidden_layers=60)
+    monkeypatch.setattr(_inspect, "_MOST_PROBLEMS", 1)
     report = inspect_checkpoint(model)
-    assert len(report.problems) == 21 and report.problems[-1].startswith("and ")
+    assert len(report.problems) == 2 and report.problems[-1].startswith("and ")
 
 
 def test_what_cannot_be_opened_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="no such directory"):
         inspect_checkpoint(tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("num_experts", 10**7, "num_local_experts is 10000000, expected at most 65536"),
+        ("num_experts", 2**40, "expected at most 65536"),
+        ("num_experts", 60_000, "with 60000 experts; the .* tensors of the files cannot hold that many"),
+        ("num_hidden_layers", 4096, "num_hidden_layers is 4096, expected at most 1024"),
+        ("num_hidden_layers", 1000, "describes 1000 layers, 1000 of them with"),
+        ("mlp_only_layers", list(range(200_000)), "layers"),
+    ],
+)
+def test_counts_of_a_config_are_compared_with_the_files_first(model, key, value, words):
+    """Nothing is built for layers and experts that cannot be there; every way of reading says so."""
+    edit_config(model, **{key: value})
+    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    problems = inspect_checkpoint(model).problems
+    assert any(re.search(words, problem) for problem in problems), problems
+    calls = [lambda: moe_jax.load_pretrained(model)]
+    if key == "num_experts":
+        calls += [
+            lambda: moe_jax.load_moe(model),
+            lambda: moe_jax.quantize_checkpoint(model, model.parent / "out", scheme="bf16"),
+        ]
+    for call in calls:
+        with pytest.raises(ValueError, match="at most|cannot hold|can hold|layers"):
+            call()
+    assert time.process_time() - start < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB

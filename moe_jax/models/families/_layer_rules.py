@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from moe_jax.loading._errors import shown
 from moe_jax.models._config import ConfigReader, MLAConfig
 
 
 def layers_by_step(reader: ConfigReader) -> tuple[int, ...]:
     """Qwen: every ``decoder_sparse_step``-th layer, counted from 1, but for ``mlp_only_layers``."""
-    step, dense = reader.integer("decoder_sparse_step", default=1), reader.integers("mlp_only_layers")
+    step, dense = reader.integer("decoder_sparse_step", default=1), set(reader.integers("mlp_only_layers"))
     return tuple(i for i in range(reader.integer("num_hidden_layers")) if i not in dense and (i + 1) % step == 0)
 
 
@@ -82,6 +83,6 @@ def layers_with_windows(reader: ConfigReader) -> dict[str, Any]:
     kinds, count = reader.value("layer_types"), reader.integer("num_hidden_layers")
     known = ("sliding_attention", "full_attention")
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in known for kind in kinds):
-        raise reader.error(f"layer_types is {kinds!r}, expected a list of {count}, each {' or '.join(known)}")
+        raise reader.error(f"layer_types is {shown(kinds)}, expected a list of {count}, each {' or '.join(known)}")
     layers = tuple(index for index, kind in enumerate(kinds) if kind == known[0])
     return dict(sliding_window=reader.integer("sliding_window"), sliding_layers=layers) if layers else {}
