@@ -1,64 +1,19 @@
-"""The torch bridge: the layer of moe_jax as a torch module. torch is imported here and nowhere else in the library."""
+"""The torch bridge: the layer of moe_jax as a torch module. torch is imported here and nowhere else in the library.
 
-from moe_jax.loading import make_expert_params_mapping
-from moe_jax.parallel import determine_expert_map
-from torch_bridge._compressed_tensors import (
-    CompressedTensorsW4A4Nvfp4MoEMethod,
-    CompressedTensorsW4A8Int8MoEMethod,
-    CompressedTensorsW8A8Fp8MoEMethod,
-    CompressedTensorsWNA16MarlinMoEMethod,
-)
-from torch_bridge._convert import convert, from_nnx, load_tensors, patch, to_nnx
-from torch_bridge._layer import FusedMoE
-from torch_bridge._methods import (
-    FusedMoEMethodBase,
-    FusedMoEQuantConfig,
-    SchemeMoEMethod,
-    UnquantizedFusedMoEMethod,
-    replace_parameter,
-    set_weight_attrs,
-)
-from torch_bridge._moe_config import FusedMoEConfig, FusedMoEParallelConfig, MoEActivation, RoutingMethodType
-from torch_bridge._online import (
-    Int8OnlineMoEMethod,
-    MoeOnlineQuantizer,
-    MoeOnlineWeightQuantizer,
-    OnlineMoEMethodBase,
-    SchemeOnlineMoEMethod,
-)
-from torch_bridge._patched import PatchedExperts
-from torch_bridge._rank import Rank
-from torch_bridge.launch._kernels import as_torch_kernels
+Names load at first use: vLLM imports this package in every process, to learn that there is a plugin.
+"""
 
-__all__ = [
-    "CompressedTensorsW4A4Nvfp4MoEMethod",
-    "CompressedTensorsW4A8Int8MoEMethod",
-    "CompressedTensorsW8A8Fp8MoEMethod",
-    "CompressedTensorsWNA16MarlinMoEMethod",
-    "FusedMoE",
-    "FusedMoEConfig",
-    "FusedMoEMethodBase",
-    "FusedMoEParallelConfig",
-    "FusedMoEQuantConfig",
-    "Int8OnlineMoEMethod",
-    "MoEActivation",
-    "MoeOnlineQuantizer",
-    "MoeOnlineWeightQuantizer",
-    "OnlineMoEMethodBase",
-    "PatchedExperts",
-    "Rank",
-    "RoutingMethodType",
-    "SchemeMoEMethod",
-    "SchemeOnlineMoEMethod",
-    "UnquantizedFusedMoEMethod",
-    "as_torch_kernels",
-    "convert",
-    "determine_expert_map",
-    "from_nnx",
-    "load_tensors",
-    "make_expert_params_mapping",
-    "patch",
-    "replace_parameter",
-    "set_weight_attrs",
-    "to_nnx",
-]
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_bridge._public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torch_bridge import _public
+
+    if name == "__all__":
+        return _public.__all__
+    return getattr(_public, name)

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -276,22 +276,26 @@ class MoEMethod:
         """Leaves in the shapes and dtypes of their specs, with scales that are possible."""
         checked = {name: _conform(leaves[name], spec, where + name) for name, spec in specs.items()}
         for name, spec in specs.items():
-            if spec.kind in _EXACT_KINDS:
+            rule = self.scale_rule(name, spec)
+            if rule is None:
                 continue
             leaf = checked[name]
             if name.endswith("input_global_scale") and not isinstance(leaf, Tracer):
                 leaf = np.where(np.isposinf(leaf), 1.0, leaf)  # an expert without calibration
-            check_scale_values(
-                leaf,
-                where + name,
-                ("w2",) if name.startswith("w2_") else w13_shards,
-                allow_negative=self.allows_negative_scales and spec.kind != "input_scale",
-                is_divisor=name.endswith("global_scale"),
-                largest=_greatest_code(self.scheme.weights, name),
-            )
+            check_scale_values(leaf, where + name, ("w2",) if name.startswith("w2_") else w13_shards, **rule)
             if spec.kind in ("group", "block") and self.scheme.weights is not None:
                 check_held_exactly(leaf, self.scheme.weights.group_scale_dtype, where + name)
         return cast(dict[str, Leaf], checked)
+
+    def scale_rule(self, name: str, spec: LeafSpec) -> dict[str, Any] | None:
+        """What ``check_scale_values`` is told of a leaf's values; None for a leaf that is no scale."""
+        if spec.kind in _EXACT_KINDS:
+            return None
+        return dict(
+            allow_negative=self.allows_negative_scales and spec.kind != "input_scale",
+            is_divisor=name.endswith("global_scale"),
+            largest=_greatest_code(self.scheme.weights, name),
+        )
 
     def _assemble(
         self, leaves: Mapping[str, Leaf], lead: tuple[int, ...], n: int, k: int, where: str

@@ -65,7 +65,7 @@ def as_torch_kernels(function: Callable[..., Any], *bound: Any) -> Callable[...,
     return call
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=1024)
 def _program(
     function: Callable[..., Any], structure: Any, shapes: tuple[Any, ...]
 ) -> "KernelProgram | NotImplementedError":
@@ -93,6 +93,27 @@ class Kernel:
         return CompiledKernel.compile(self.module, self.results)
 
 
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Elements repeated along the axes that are 1 in ``sizes``."""
+
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __call__(self, tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        return (tensor.reshape(self.sizes).expand(self.shape).contiguous(),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """The same values in another dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(self, tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        return (tensor.to(self.dtype),)
+
+
 class KernelProgram:
     """The kernels of one function for one set of shapes, in order, with the reshapes between them.
 
@@ -111,6 +132,26 @@ class KernelProgram:
         self._results = self._walk(closed, list(range(self._num_slots)))
         self._loaded: dict[torch.device, list[Step]] = {}
 
+    @classmethod
+    def of_parts(
+        cls,
+        num_leaves: int,
+        steps: list[tuple[Any, tuple[int, ...], tuple[int, ...]]],
+        constants: list[tuple[int, Any]],
+        results: list[int],
+        structure: Any,
+    ) -> "KernelProgram":
+        """A program that was traced elsewhere, from its ``parts`` and the tree of its results."""
+        program = cls.__new__(cls)
+        program.structure, program._num_leaves, program._results = structure, num_leaves, results
+        program.steps, program._constants, program._loaded = steps, constants, {}
+        return program
+
+    @property
+    def parts(self) -> tuple[int, list[tuple[Any, tuple[int, ...], tuple[int, ...]]], list[tuple[int, Any]], list[int]]:
+        """What ``of_parts`` takes, but for the tree of the results."""
+        return self._num_leaves, self.steps, self._constants, self._results
+
     @property
     def kernels(self) -> list[Kernel]:
         return [run for run, _, _ in self.steps if isinstance(run, Kernel)]
@@ -124,10 +165,19 @@ class KernelProgram:
         fixed |= {slot: torch.as_tensor(value, device=device) for slot, value in self._constants}
         if device not in self._loaded:
             with torch.cuda.device(device if device.type == "cuda" else -1):
-                self._loaded[device] = [
-                    (run.load() if isinstance(run, Kernel) else run, read, written) for run, read, written in self.steps
-                ]
+                self.take(device, [kernel.load() for kernel in self.kernels])
         return Launches(self._loaded[device], self._num_leaves, fixed, self._results, device)
+
+    def is_loaded(self, device: torch.device) -> bool:
+        """Whether ``take`` has brought what is compiled for a device."""
+        return device in self._loaded
+
+    def take(self, device: torch.device, compiled: Sequence[CompiledKernel]) -> None:
+        """``kernels``, compiled for a device."""
+        loaded = iter(compiled)
+        self._loaded[device] = [
+            (next(loaded) if isinstance(run, Kernel) else run, read, written) for run, read, written in self.steps
+        ]
 
     def _new_slot(self, constant: Any = None) -> int:
         self._num_slots += 1
@@ -205,12 +255,11 @@ def _broadcast(equation: Any) -> Callable[..., Any]:
     sizes = [1] * len(shape)
     for dimension, size in zip(kept, operand.shape, strict=True):
         sizes[dimension] = size
-    return lambda tensor: (tensor.reshape(sizes).expand(shape).contiguous(),)
+    return Spread(tuple(sizes), tuple(shape))
 
 
 def _convert(equation: Any) -> Callable[..., Any]:
-    dtype = torch_dtype(equation.outvars[0].aval.dtype)
-    return lambda tensor: (tensor.to(dtype),)
+    return Cast(torch_dtype(equation.outvars[0].aval.dtype))
 
 
 _BETWEEN = {

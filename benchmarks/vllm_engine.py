@@ -1,0 +1,307 @@
+"""vLLM's engine with and without the plugin: GPU time and clock of whole decoder steps, start-up time, memory.
+
+    python benchmarks/vllm_engine.py speed --out DIR [--cases qwen3-30b-a3b:fp8_channel,...] [--layers 4]
+    python benchmarks/vllm_engine.py start --out DIR [--cases qwen3-30b-a3b:fp8_channel] [--layers 48]
+
+Needs one Hopper GPU, vLLM 0.24, and this checkout as the current directory. Weights are random. ``speed`` starts all
+engines side by side and lets them measure one at a time: ours, and vLLM's with each of its backends that may be the
+better one. A line for each cell, and a ratio against the better one. "kernels" is the union of the GPU's busy time by
+torch's profiler, "clock" what a caller waits. ``start`` runs vLLM alone, ours with an empty cache, and ours again.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+START_LIMIT = 330  # seconds
+HERE = Path(__file__).resolve().parent
+CASES = "qwen3-30b-a3b:fp8_channel,qwen3-30b-a3b:fp8_block,qwen3-30b-a3b:w4a16_g128,gpt-oss-120b:mxfp4"
+BACKENDS = {
+    "fp8_channel": ("auto", "triton"),
+    "fp8_block": ("deep_gemm", "triton"),
+    "w4a16_g128": ("auto",),
+    "mxfp4": ("auto", "marlin"),
+    "bf16": ("auto",),
+}
+ENVIRONMENT = dict(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_NO_USAGE_STATS="1",
+    DO_NOT_TRACK="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="INFO",
+    VLLM_USE_FLASHINFER_SAMPLER="0",
+    VLLM_DEEP_GEMM_WARMUP="skip",
+    TOKENIZERS_PARALLELISM="false",
+    XLA_PYTHON_CLIENT_PREALLOCATE="false",
+)
+
+
+class Engine:
+    """One engine of one process, with the measurements."""
+
+    def __init__(self, options: argparse.Namespace):
+        sys.path.insert(0, str(HERE.parent))
+        from benchmarks import _vllm_models as models
+
+        began = time.monotonic()
+        import torch
+        import vllm
+        from vllm.model_executor.model_loader import dummy_loader
+
+        dummy_loader.initialize_dummy_weights = models.draw_weights
+        if options.plugin:
+            from torch_bridge.vllm import register
+
+            register()
+        imported = time.monotonic()
+        self.torch, self.vllm = torch, vllm
+        model, form = options.case.split(":")
+        folder = Path(tempfile.mkdtemp()) / model
+        models.write_config(folder, models.MODELS[model], models.QUANTIZATION[form], options.layers)
+        self.vocabulary = models.MODELS[model]["vocab_size"]
+        sizes = (
+            {}
+            if options.default_graphs
+            else dict(cudagraph_capture_sizes=[1, 2, 4, 8, 64], max_cudagraph_capture_size=64)
+        )
+        memory = {} if options.default_graphs else dict(kv_cache_memory_bytes=1 << 30)
+        self.llm = vllm.LLM(
+            model=str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=4096,
+            max_num_seqs=256 if options.default_graphs else 64,
+            max_num_batched_tokens=8192,
+            enable_prefix_caching=False,
+            gpu_memory_utilization=0.9 if options.default_graphs else 0.03,
+            compilation_config=sizes,
+            generation_config="vllm",
+            disable_log_stats=True,
+            seed=0,
+            quantization="moe_jax" if options.plugin else None,
+            moe_backend=options.backend,
+            **memory,
+        )
+        self.engine = self.llm.llm_engine
+        self.started = dict(imports=imported - began, engine=time.monotonic() - imported)
+        self.random = torch.Generator().manual_seed(1)
+        self.count = 0
+
+    def methods(self) -> list[str]:
+        """The classes that run the experts, and whether they are ours."""
+
+        def names(module: Any) -> list[str]:
+            found = [m.quant_method for m in module.modules() if type(m).__name__ == "RoutedExperts"]
+            left = [getattr(getattr(m, "moe_jax", None), "is_left", True) for m in found]
+            return sorted(
+                {f"{type(m).__name__}{'' if is_left else ' (ours)'}" for m, is_left in zip(found, left, strict=True)}
+            )
+
+        return self.llm.apply_model(names)[0]
+
+    def memory(self) -> dict[str, float]:
+        """GiB: tensors of torch, what torch reserved, what is in use on the device."""
+        free, total = self.torch.cuda.mem_get_info()
+        found = self.torch.cuda.memory_allocated(), self.torch.cuda.memory_reserved(), total - free
+        return dict(zip(("allocated", "reserved", "in use"), [round(b / 2**30, 2) for b in found], strict=True))
+
+    def add(self, length: int, new: int) -> None:
+        ids = self.torch.randint(10, self.vocabulary - 10, (length,), generator=self.random).tolist()
+        params = self.vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        self.count += 1
+        self.engine.add_request(str(self.count), dict(prompt_token_ids=ids), params)
+
+    def prefill(self, length: int) -> dict[str, Any]:
+        def once() -> float:
+            self.torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.add(length, 1)
+            while self.engine.has_unfinished_requests():
+                self.engine.step()
+            self.torch.cuda.synchronize()
+            return time.perf_counter() - start
+
+        for _ in range(3):
+            once()
+        clock = statistics.median(once() for _ in range(7))
+        return dict(clock=1e3 * clock, kernels=statistics.median(self.busy(once, 1) for _ in range(3)))
+
+    def decode(self, rows: int, context: int, steps: int = 32) -> dict[str, Any]:
+        for _ in range(rows):
+            self.add(context - 2 * steps, 4096 - context)
+        made: dict[str, int] = {}
+
+        def step() -> None:
+            for out in self.engine.step():
+                made[out.request_id] = len(out.outputs[0].token_ids)
+
+        while len(made) < rows:
+            step()
+        for _ in range(8):
+            step()
+        clocks = []
+        for _ in range(3):
+            self.torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(steps):
+                step()
+            self.torch.cuda.synchronize()
+            clocks.append((time.perf_counter() - start) / steps)
+        kernels = statistics.median(self.busy(lambda: [step() for _ in range(8)], 8) for _ in range(3))
+        self.engine.abort_request(list(made))
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return dict(clock=1e3 * statistics.median(clocks), kernels=kernels)
+
+    def busy(self, call: Callable[[], Any], count: int) -> float:
+        """ms of one of ``count`` steps in which the GPU runs anything."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            call()
+            self.torch.cuda.synchronize()
+        spans = [e.time_range for e in profiler.events() if str(e.device_type).endswith("CUDA")]
+        total, end = 0.0, -1.0
+        for span in sorted(spans, key=lambda s: s.start):
+            total += max(0.0, span.end - max(span.start, end))
+            end = max(end, span.end)
+        return total / count / 1e3
+
+
+def child(options: argparse.Namespace) -> None:
+    """One engine: a line of JSON for each thing it finds, last "done"."""
+    lock = open(options.lock, "w")
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    signal.alarm(START_LIMIT)  # one that hangs would keep the others waiting
+    engine = Engine(options)
+
+    def say(**found: Any) -> None:
+        print("RESULT " + json.dumps(dict(case=options.case, name=options.name) | found), flush=True)
+
+    say(started=engine.started, memory=engine.memory(), methods=engine.methods())
+    if options.command == "speed":
+        engine.prefill(2048)
+        signal.alarm(0)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        say(cell="prefill 2048", **engine.prefill(2048))
+        for rows in (1, 64):
+            say(cell=f"decode {rows}", **engine.decode(rows, 1024))
+    say(done=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def launch(options: argparse.Namespace, name: str, case: str, plugin: bool, backend: str, cache: Path) -> Any:
+    """A process of ``child``; its output goes to a file."""
+    environment = (
+        os.environ
+        | ENVIRONMENT
+        | dict(
+            VLLM_PLUGINS="",
+            VLLM_CACHE_ROOT=str(cache / f"vllm_{name}"),
+            TORCHINDUCTOR_CACHE_DIR=str(cache / f"inductor_{name}"),
+            TRITON_CACHE_DIR=str(cache / f"triton_{name}"),
+            MOE_JAX_CACHE_DIR=str(cache / "moe_jax"),
+        )
+    )
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        options.command,
+        "--child",
+        "--case",
+        case,
+        "--name",
+        name,
+    ]
+    command += ["--layers", str(options.layers), "--backend", backend, "--lock", str(cache / "lock")]
+    command += ["--plugin"] * plugin + ["--default-graphs"] * (options.command == "start")
+    log = open(cache / f"{name.replace(':', '_')}.txt", "w")
+    return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT), Path(log.name)
+
+
+def results(log: Path) -> list[dict[str, Any]]:
+    """What a child found."""
+    lines = log.read_text(errors="replace").splitlines()
+    return [json.loads(line.partition("RESULT ")[2]) for line in lines if "RESULT {" in line]
+
+
+def report(logs: dict[str, Path], out: Path) -> None:
+    """All lines, failures with the end of their logs, and the ratios; also into files."""
+    found = [result for log in logs.values() for result in results(log)]
+    (out / "results.jsonl").write_text("".join(json.dumps(result) + "\n" for result in found))
+    lines = [json.dumps(result) for result in found if "cell" not in result and "done" not in result]
+    cells: dict[tuple[str, str], dict[str, Any]] = {}
+    for result in found:
+        if "cell" in result:
+            cells.setdefault((result["case"], result["cell"]), {})[result["name"].partition("@")[2]] = result
+    for (case, cell), sides in sorted(cells.items()):
+        texts = [f"{name} {side['kernels']:.3f} ({side['clock']:.3f})" for name, side in sides.items()]
+        others = [side["kernels"] for name, side in sides.items() if name != "ours"]
+        ratio = f"  ratio {min(others) / sides['ours']['kernels']:.2f}" if others and "ours" in sides else ""
+        lines.append(f"{case} {cell}: ms of kernels (clock): {', '.join(texts)}{ratio}")
+    for name, log in logs.items():
+        if not any("done" in result for result in results(log)):
+            tail = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-12:]
+            lines += [f"FAILED {name}", *(f"    {line[:300]}" for line in tail)]
+        ours = [
+            line for line in log.read_text(errors="replace").splitlines() if "moe_jax" in line and "RESULT" not in line
+        ]
+        lines += [f"    {name}: {line[:250]}" for line in ours[:12]]
+    print("\n".join(lines), flush=True)
+    (out / "report.txt").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("speed", "start"))
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--cases", default=CASES)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--limit", type=float, default=540, help="seconds for all of it")
+    parser.add_argument("--plugin", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--default-graphs", action="store_true", help=argparse.SUPPRESS)
+    for name in ("--case", "--name", "--lock"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--backend", default="auto", help=argparse.SUPPRESS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options)
+    began, cache, logs = time.monotonic(), Path(tempfile.mkdtemp()), {}
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.command == "start":
+        case = options.cases.partition(",")[0]
+        rounds = [[("vllm", False)], [("ours", True)], [("vllm again", False)], [("ours again", True)]]
+        plan = [[(f"{case}@{name}", case, plugin, "auto") for name, plugin in round] for round in rounds]
+    else:
+        plan = [[]]
+        for case in options.cases.split(","):
+            plan[0].append((f"{case}@ours", case, True, "auto"))
+            plan[0] += [(f"{case}@{backend}", case, False, backend) for backend in BACKENDS[case.partition(":")[2]]]
+    for group in plan:
+        running = {}
+        for name, case, plugin, backend in group:
+            running[name], logs[name] = launch(options, name, case, plugin, backend, cache)
+        for process in running.values():
+            try:
+                process.wait(max(1.0, options.limit - (time.monotonic() - began)))
+            except subprocess.TimeoutExpired:
+                process.kill()
+    report(logs, options.out)
+
+
+if __name__ == "__main__":
+    main()

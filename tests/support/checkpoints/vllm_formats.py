@@ -1,0 +1,336 @@
+"""Quantized matrices as checkpoints of each format hold them, beside their real values, and the configs that say so.
+
+Codes and scales are drawn and the float32 values computed from them here, with torch alone: nothing of the library.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclasses.dataclass(frozen=True)
+class VllmFormat:
+    """One format of checkpoints that vLLM reads.
+
+    Args:
+        config: quantization_config, or the name of an online method of the plugin, or None.
+        write: (generator, N, K, order) -> the tensors of one matrix by suffix, and its values (N, K) float32. order: a
+            permutation of K, in which formats with act-order deal columns to groups.
+        method: the name of vLLM's method class.
+        activations: how far activations are rounded: 16, 8 or 4 bits.
+        settings: arguments of the layer that the format needs.
+    """
+
+    config: Any
+    write: Callable[[torch.Generator, int, int, torch.Tensor], tuple[Tensors, torch.Tensor]]
+    method: str
+    activations: int = 16
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _scales(generator: torch.Generator, *shape: int, size: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return ((0.5 + torch.rand(*shape, generator=generator, dtype=torch.float32)) * size).to(dtype)
+
+
+def _e4m3(generator: torch.Generator, n: int, k: int) -> torch.Tensor:
+    return (torch.randn(n, k, generator=generator, dtype=torch.float32) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _spread(scale: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    """A scale for each block of rows and columns -> one for each element."""
+    rows, columns = -(-n // scale.shape[0]), -(-k // scale.shape[1])
+    return scale.float().repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+
+
+def _unquantized(generator, n, k, order):
+    weight = (torch.randn(n, k, generator=generator, dtype=torch.float32) * k**-0.5).to(torch.bfloat16)
+    return dict(weight=weight), weight.float()
+
+
+def _fp8(extent: str, scale_name: str = "weight_scale", *, is_static: bool = False, shape: tuple[int, ...] = ()):
+    def write(generator, n, k, order):
+        codes, size = _e4m3(generator, n, k), 0.01 * k**-0.5
+        if extent == "tensor":
+            scale = _scales(generator, *(shape or (1,)), size=size)
+            values = codes.float() * scale.reshape(())
+        elif extent == "channel":
+            scale = _scales(generator, n, 1, size=size)
+            values = codes.float() * scale
+        else:
+            scale = _scales(generator, math.ceil(n / 128), math.ceil(k / 128), size=size)
+            values = codes.float() * _spread_blocks(scale, n, k)
+        extra = dict(input_scale=torch.full(shape or (1,), 0.02, dtype=torch.float32)) if is_static else {}
+        return {"weight": codes, scale_name: scale} | extra, values
+
+    return write
+
+
+def _spread_blocks(scale: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    return scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+
+
+def _int8(generator, n, k, order):
+    codes = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8)
+    scale = _scales(generator, n, 1, size=0.01 * k**-0.5)
+    return dict(weight=codes, weight_scale=scale), codes.float() * scale
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """(..., N) unsigned codes -> (..., N bits / 32) int32, the first code in the lowest bits."""
+    parts = codes.to(torch.int64).unflatten(-1, (-1, 32 // bits)) << torch.arange(0, 32, bits)
+    words = parts.sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _wna16(bits: int, group: int | None, *, is_asymmetric: bool = False, actorder: bool = False):
+    def write(generator, n, k, order):
+        size, half = group or k, 1 << (bits - 1)
+        codes = torch.randint(0, 1 << bits, (n, k), generator=generator)
+        scale = _scales(generator, n, k // size, size=k**-0.5 / half, dtype=torch.bfloat16)
+        groups = torch.arange(k) // size
+        tensors = {}
+        if actorder:
+            groups = groups[order]
+            tensors["weight_g_idx"] = groups.to(torch.int32)
+        zero = torch.full((n, k // size), half)
+        if is_asymmetric:
+            zero = torch.randint(0, 1 << bits, (n, k // size), generator=generator)
+            tensors["weight_zero_point"] = _packed(zero.t().contiguous(), bits).t().contiguous()
+        values = (codes - zero[:, groups]).float() * scale.float()[:, groups]
+        shape = torch.tensor([n, k])
+        return tensors | dict(weight_packed=_packed(codes, bits), weight_scale=scale, weight_shape=shape), values
+
+    return write
+
+
+def _gptq(bits: int, group: int, *, actorder: bool = False):
+    def write(generator, n, k, order):
+        tensors, values = _wna16(bits, group, actorder=actorder)(generator, n, k, order)
+        groups = tensors.get("weight_g_idx", (torch.arange(k) // group).to(torch.int32))
+        zeros = torch.full((k // group, n), (1 << (bits - 1)) - 1)
+        return dict(
+            qweight=tensors["weight_packed"].t().contiguous(),
+            scales=tensors["weight_scale"].t().contiguous(),
+            qzeros=_packed(zeros, bits),
+            g_idx=groups,
+        ), values
+
+    return write
+
+
+def _awq(group: int):
+    def write(generator, n, k, order):
+        codes = torch.randint(0, 16, (k, n), generator=generator)
+        zero = torch.randint(0, 16, (k // group, n), generator=generator)
+        scale = _scales(generator, k // group, n, size=k**-0.5 / 8, dtype=torch.bfloat16)
+        rows = torch.arange(k) // group
+        values = ((codes - zero[rows]).float() * scale.float()[rows]).t()
+
+        def words(x):
+            return _packed(x.unflatten(-1, (-1, 8))[..., _AWQ_ORDER].flatten(-2), 4)
+
+        return dict(qweight=words(codes), qzeros=words(zero), scales=scale), values
+
+    return write
+
+
+def _e2m1(generator: torch.Generator, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.randint(0, 16, (n, k), generator=generator)
+    values = torch.where(codes >= 8, -1.0, 1.0) * E2M1[codes % 8]
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8), values
+
+
+def _nvfp4(*, is_modelopt: bool = False, has_inputs: bool = True):
+    def write(generator, n, k, order):
+        packed, values = _e2m1(generator, n, k)
+        scale = (1 + 200 * torch.rand(n, k // 16, generator=generator, dtype=torch.float32)).to(torch.float8_e4m3fn)
+        overall = torch.tensor([0.004 * k**-0.5], dtype=torch.float32)
+        if is_modelopt:
+            values = values * (scale.float() * overall).repeat_interleave(16, 1)
+            tensors = dict(weight=packed, weight_scale=scale, weight_scale_2=overall.reshape(()))
+            return tensors | dict(input_scale=torch.tensor(0.01, dtype=torch.float32)), values
+        tensors = dict(weight_packed=packed, weight_scale=scale, weight_global_scale=1 / overall)
+        if has_inputs:
+            tensors["input_global_scale"] = torch.tensor([100.0], dtype=torch.float32)
+        return tensors, values * (scale.float() / tensors["weight_global_scale"]).repeat_interleave(16, 1)
+
+    return write
+
+
+def _mxfp4(generator, n, k, order):
+    packed, values = _e2m1(generator, n, k)
+    scale = torch.randint(118, 123, (n, k // 32), generator=generator).to(torch.uint8)
+    return dict(weight_packed=packed, weight_scale=scale), values * (2.0 ** (scale.float() - 127)).repeat_interleave(
+        32, 1
+    )
+
+
+def _mxfp8(generator, n, k, order):
+    codes = _e4m3(generator, n, k)
+    scale = torch.randint(112, 116, (n, k // 32), generator=generator).to(torch.uint8)
+    return dict(weight=codes, weight_scale=scale), codes.float() * (2.0 ** (scale.float() - 127)).repeat_interleave(
+        32, 1
+    )
+
+
+_BASE = dict(symmetric=True, observer="minmax", observer_kwargs={}, actorder=None, block_structure=None, dynamic=False)
+
+
+def _arguments(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    return _BASE | dict(num_bits=bits, type=kind, strategy=strategy, group_size=None) | more
+
+
+_FP8_TOKENS = _arguments(8, "float", "token", dynamic=True)
+_INT8_TOKENS = _arguments(8, "int", "token", dynamic=True)
+
+
+def compressed(weights: dict[str, Any], activations: dict[str, Any] | None, stored_as: str) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors."""
+    group = dict(targets=["Linear"], weights=weights, input_activations=activations, output_activations=None)
+    return dict(
+        quant_method="compressed-tensors",
+        format=stored_as,
+        quantization_status="compressed",
+        kv_cache_scheme=None,
+        global_compression_ratio=None,
+        ignore=IGNORED,
+        config_groups=dict(group_0=group | dict(format=stored_as)),
+    )
+
+
+def _integers(bits: int, group: int | None, **more: Any) -> dict[str, Any]:
+    strategy = "channel" if group is None else "group"
+    return compressed(_arguments(bits, "int", strategy, **(dict(group_size=group) | more)), None, "pack-quantized")
+
+
+def _fp8_config(**more: Any) -> dict[str, Any]:
+    return (
+        dict(quant_method="fp8", activation_scheme="dynamic", modules_to_not_convert=["lm_head", "gate", "self_attn"])
+        | more
+    )
+
+
+def _modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    inner = dict(quant_algo=algorithm, kv_cache_quant_algo=None, exclude_modules=["lm_head", "*self_attn*", "*gate"])
+    return dict(quant_method="modelopt", producer=dict(name="modelopt"), quantization=inner | more)
+
+
+_GPTQ = dict(quant_method="gptq", lm_head=False, sym=True, dynamic={r"-:.*self_attn.*": {}, r"-:.*mlp\.gate$": {}})
+_NVFP4_WEIGHTS = _arguments(4, "float", "tensor_group", scale_dtype="torch.float8_e4m3fn") | dict(group_size=16)
+_NVFP4_INPUTS = _NVFP4_WEIGHTS | dict(dynamic="local")
+_MX = dict(group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8")
+_CT = "CompressedTensors"
+
+FORMATS: dict[str, VllmFormat] = {
+    "bf16": VllmFormat(None, _unquantized, "UnquantizedFusedMoEMethod"),
+    "ct_fp8_tensor_static": VllmFormat(
+        compressed(_arguments(8, "float", "tensor"), _arguments(8, "float", "tensor"), "float-quantized"),
+        _fp8("tensor", is_static=True),
+        _CT + "W8A8Fp8MoEMethod",
+        8,
+    ),
+    "ct_fp8_tensor": VllmFormat(
+        compressed(_arguments(8, "float", "tensor"), _arguments(8, "float", "tensor", dynamic=True), "float-quantized"),
+        _fp8("tensor"),
+        _CT + "W8A8Fp8MoEMethod",
+        8,
+    ),
+    "ct_fp8_channel": VllmFormat(
+        compressed(_arguments(8, "float", "channel"), _FP8_TOKENS, "float-quantized"),
+        _fp8("channel"),
+        _CT + "W8A8Fp8MoEMethod",
+        8,
+    ),
+    "ct_fp8_block": VllmFormat(
+        compressed(
+            _arguments(8, "float", "block", block_structure=[128, 128]),
+            _arguments(8, "float", "group", dynamic=True) | dict(group_size=128),
+            "float-quantized",
+        ),
+        _fp8("block"),
+        _CT + "W8A8Fp8MoEMethod",
+        8,
+    ),
+    "ct_int8": VllmFormat(
+        compressed(_arguments(8, "int", "channel"), _INT8_TOKENS, "int-quantized"), _int8, _CT + "W8A8Int8MoEMethod", 8
+    ),
+    "ct_w4a16_g128": VllmFormat(_integers(4, 128), _wna16(4, 128), _CT + "WNA16MarlinMoEMethod"),
+    "ct_w4a16_g32": VllmFormat(_integers(4, 32), _wna16(4, 32), _CT + "WNA16MarlinMoEMethod"),
+    "ct_w4a16_channel": VllmFormat(_integers(4, None), _wna16(4, None), _CT + "WNA16MarlinMoEMethod"),
+    "ct_w4a16_asym": VllmFormat(
+        _integers(4, 64, symmetric=False), _wna16(4, 64, is_asymmetric=True), _CT + "WNA16MarlinMoEMethod"
+    ),
+    "ct_w4a16_actorder": VllmFormat(
+        _integers(4, 64, actorder="group"), _wna16(4, 64, actorder=True), _CT + "WNA16MarlinMoEMethod"
+    ),
+    "ct_w8a16_channel": VllmFormat(_integers(8, None, group_size=-1), _wna16(8, None), _CT + "WNA16MarlinMoEMethod"),
+    "ct_nvfp4": VllmFormat(
+        compressed(_NVFP4_WEIGHTS, _NVFP4_INPUTS, "nvfp4-pack-quantized"), _nvfp4(), _CT + "W4A4Nvfp4MoEMethod"
+    ),
+    "ct_nvfp4_a16": VllmFormat(
+        compressed(_NVFP4_WEIGHTS, None, "nvfp4-pack-quantized"), _nvfp4(has_inputs=False), _CT + "W4A4Nvfp4MoEMethod"
+    ),
+    "ct_mxfp4": VllmFormat(
+        compressed(
+            _arguments(4, "float", "group") | _MX,
+            _arguments(4, "float", "group", dynamic=True) | _MX,
+            "mxfp4-pack-quantized",
+        ),
+        _mxfp4,
+        _CT + "W4A4Mxfp4MoEMethod",
+    ),
+    "ct_mxfp8": VllmFormat(
+        compressed(
+            _arguments(8, "float", "group") | _MX,
+            _arguments(8, "float", "group", dynamic=True) | _MX,
+            "mxfp8-quantized",
+        ),
+        _mxfp8,
+        _CT + "W8A8Mxfp8MoEMethod",
+    ),
+    "ct_w4a8_fp8": VllmFormat(
+        compressed(_arguments(4, "int", "group") | dict(group_size=128), _FP8_TOKENS, "pack-quantized"),
+        _wna16(4, 128),
+        _CT + "W4A8Fp8MoEMethod",
+        8,
+    ),
+    "fp8_block": VllmFormat(
+        _fp8_config(weight_block_size=[128, 128]), _fp8("block", "weight_scale_inv"), "Fp8MoEMethod", 8
+    ),
+    "fp8_static": VllmFormat(
+        _fp8_config(activation_scheme="static"), _fp8("tensor", is_static=True), "Fp8MoEMethod", 8
+    ),
+    "fp8_tensor": VllmFormat(_fp8_config(), _fp8("tensor"), "Fp8MoEMethod", 8),
+    "gptq_4": VllmFormat(_GPTQ | dict(bits=4, group_size=128, desc_act=False), _gptq(4, 128), "AutoGPTQMoEMethod"),
+    "gptq_8": VllmFormat(_GPTQ | dict(bits=8, group_size=128, desc_act=False), _gptq(8, 128), "AutoGPTQMoEMethod"),
+    "gptq_actorder": VllmFormat(
+        _GPTQ | dict(bits=4, group_size=64, desc_act=True), _gptq(4, 64, actorder=True), "AutoGPTQMoEMethod"
+    ),
+    "awq": VllmFormat(
+        dict(
+            quant_method="awq",
+            bits=4,
+            group_size=128,
+            zero_point=True,
+            version="gemm",
+            modules_to_not_convert=["self_attn", "gate", "lm_head"],
+        ),
+        _awq(128),
+        "AutoAWQMoEMethod",
+    ),
+    "modelopt_fp8": VllmFormat(_modelopt("FP8"), _fp8("tensor", is_static=True), "ModelOptFp8MoEMethod", 8),
+    "modelopt_nvfp4": VllmFormat(_modelopt("NVFP4", group_size=16), _nvfp4(is_modelopt=True), "ModelOptNvFp4FusedMoE"),
+    "online_fp8_tensor": VllmFormat("moe_jax_fp8_per_tensor", _unquantized, "Fp8PerTensorOnlineMoEMethod", 8),
+    "online_fp8_channel": VllmFormat("moe_jax_fp8_per_channel", _unquantized, "Fp8PtpcOnlineMoEMethod", 8),
+    "online_fp8_block": VllmFormat("moe_jax_fp8_per_block", _unquantized, "Fp8PerBlockOnlineMoEMethod", 8),
+    "online_int8": VllmFormat("moe_jax_int8_per_channel_weight_only", _unquantized, "Int8OnlineMoEMethod"),
+    "online_mxfp8": VllmFormat("moe_jax_mxfp8", _unquantized, "Mxfp8OnlineMoEMethod"),
+}

@@ -1,0 +1,147 @@
+"""Real layers of vLLM 0.24 on a machine without a GPU: made by FusedMoE, loaded by its weight_loader, processed by us.
+
+What vLLM asks of a GPU before a layer exists (which of its kernels would run) is answered with "none"; our kernels are
+traced for an H200 that is not there, and the reference backend computes in their place.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import torch
+
+from moe_jax import fused_experts, fused_moe
+from moe_jax.experts._choice import plain_layout
+from moe_jax.quantization import dequantize_tensor
+from moe_jax.routing import RoutingParams
+from torch_bridge._tensors import to_jax, to_numpy, to_torch
+from torch_bridge.launch._gpu import Gpu
+
+H200 = Gpu("NVIDIA H200", 132)
+_LAYERS = "vllm.model_executor.layers."
+_COMPRESSED = _LAYERS + "quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_"
+_SELECTIONS = {
+    _LAYERS + "quantization.fp8": ["select_fp8_moe_backend"],
+    _LAYERS + "quantization.modelopt": [
+        "select_fp8_moe_backend",
+        "select_mxfp8_moe_backend",
+        "select_nvfp4_moe_backend",
+    ],
+    _LAYERS + "quantization.mxfp4": ["select_mxfp4_moe_backend", "select_deepseek_v4_mxfp4_moe_backend"],
+    _LAYERS + "quantization.online.fp8": ["select_fp8_moe_backend"],
+    _LAYERS + "quantization.online.mxfp8": ["select_mxfp8_moe_backend"],
+    _LAYERS + "quantization.online.int8": ["select_int8_moe_backend"],
+    _LAYERS + "quantization.auto_awq": ["select_wna16_moe_backend"],
+    _LAYERS + "quantization.auto_gptq": ["select_wna16_moe_backend"],
+    _LAYERS + "fused_moe.unquantized_fused_moe_method": ["select_unquantized_moe_backend"],
+    _COMPRESSED + "wna16_marlin": ["select_wna16_moe_backend"],
+    _COMPRESSED + "w8a8_fp8": ["select_fp8_moe_backend"],
+    _COMPRESSED + "w8a8_int8": ["select_int8_moe_backend"],
+    _COMPRESSED + "w8a8_mxfp8": ["select_mxfp8_moe_backend"],
+    _COMPRESSED + "w4a8_fp8": ["select_w4a8_moe_backend"],
+    _COMPRESSED + "w4a8_int8": ["select_w4a8_int8_moe_backend"],
+    _COMPRESSED + "w4a4_nvfp4": ["select_nvfp4_moe_backend"],
+}
+
+
+@contextlib.contextmanager
+def vllm_without_gpu(*, gpu: Any = H200, tp: tuple[int, int] = (1, 0), ep: bool = False) -> Iterator[Any]:
+    """vLLM's surroundings for building layers: a config, process groups of one, no kernels of its own.
+
+    tp: (size, rank) of a pretended group. ep: the group splits experts instead of matrices. Gives the VllmConfig.
+    """
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.plugins import load_general_plugins
+
+    from torch_bridge.vllm import _method
+
+    os.environ["VLLM_PLUGINS"] = "moe_jax"
+    load_general_plugins()
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    config.parallel_config.enable_expert_parallel = ep
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(set_current_vllm_config(config))
+        if not parallel_state.model_parallel_is_initialized():
+            init_distributed_environment(1, 0, "tcp://127.0.0.1:29783", 0, "gloo")
+            initialize_model_parallel(1, 1)
+        for module, names in _SELECTIONS.items():
+            for name in names:
+                target = importlib.import_module(module)
+                stack.enter_context(mock.patch.object(target, name, lambda *_, **__: (None, None)))
+        for name in ("auto_awq", "auto_gptq"):
+            target = importlib.import_module(f"{_LAYERS}quantization.{name}")
+            stack.enter_context(mock.patch.object(target, "marlin_make_workspace_new", lambda *_: None))
+        stack.enter_context(
+            mock.patch.object(CompressedTensorsConfig, "_check_scheme_supported", lambda *_, **__: True)
+        )
+        mxfp4 = importlib.import_module(_COMPRESSED + "w4a4_mxfp4")
+        stack.enter_context(mock.patch.object(mxfp4.CutlassExpertsMxfp4, "_supports_current_device", lambda: False))
+        stack.enter_context(mock.patch.object(_method, "gpu_of_process", lambda: gpu))
+        stack.enter_context(mock.patch.object(_method, "_prepare", _prepared_for_nothing))
+        flat = staticmethod(lambda *_: tp)
+        stack.enter_context(mock.patch.object(FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp", flat))
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        stack.callback(torch.set_default_dtype, before)
+        yield config
+
+
+def _prepared_for_nothing(experts: Any, layer: Any, routes: bool) -> None:
+    """Tracing takes seconds; those tests that want it call ``prepare`` themselves."""
+
+
+def make_layer(quantization: dict[str, Any] | str | None, *, tp_size: int = 1, **settings: Any) -> Any:
+    """The ``RoutedExperts`` of a new FusedMoE. quantization: a checkpoint's config, the name of an online method of
+    the plugin, or None. settings: arguments of FusedMoE."""
+    from vllm.model_executor.layers.fused_moe import FusedMoE
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    if isinstance(quantization, dict):
+        config = get_quantization_config("moe_jax").from_config(quantization)
+    else:
+        config = get_quantization_config(quantization or "moe_jax")()
+    prefix = f"model.layers.{_next_index()}.mlp.experts"
+    runner = FusedMoE(quant_config=config, prefix=prefix, tp_size=tp_size, params_dtype=torch.bfloat16, **settings)
+    return runner.routed_experts
+
+
+_count = 0
+
+
+def _next_index() -> int:
+    global _count
+    _count += 1
+    return _count
+
+
+def computed_by_reference(monkeypatch: Any) -> None:
+    """Calls on ``KernelExperts`` go to the reference backend, on the same weights in the kernels' layout."""
+    from torch_bridge.launch._kernel_experts import KernelExperts
+
+    monkeypatch.setattr(KernelExperts, "_run", _by_reference)
+
+
+def _by_reference(experts: Any, entry: str, arguments: tuple[Any, ...]) -> torch.Tensor:
+    config = dataclasses.replace(experts.config, implementation=("reference",))
+    weights = plain_layout(jax.tree.map(to_jax, experts.weights))
+    x, *rest = [None if argument is None else to_jax(argument.contiguous()) for argument in arguments]
+    if entry == "experts":
+        y = fused_experts(x, *rest, weights, config)
+    else:
+        logits, bias, mask = rest
+        y = fused_moe(x, logits, weights, config, routing=RoutingParams(correction_bias=bias), token_mask=mask)
+    return to_torch(y.astype(x.dtype))
+
+
+def weights_of(experts: Any) -> tuple[Any, Any]:
+    """(w13 (E, G, I, H), w2 (E, H, I)) in float32, from what the kernels read."""
+    weights = plain_layout(jax.tree.map(to_jax, experts.weights))
+    return tuple(to_numpy(to_torch(dequantize_tensor(tensor))) for tensor in (weights.w13, weights.w2))
