@@ -93,13 +93,5 @@ def unpack_awq(words: Integers, count: int) -> Integers:
     return ordered.reshape(*words.shape[:-1], -1)[..., :count]
 
 
-def pack_awq(codes: Integers) -> Integers:
-    """Inverse of ``unpack_awq`` for a multiple of eight columns."""
-    if codes.shape[-1] % 8:
-        raise ValueError(f"last axis has {codes.shape[-1]} columns, expected a multiple of 8")
-    grouped: Any = codes.reshape(*codes.shape[:-1], -1, 8)[..., np.argsort(AWQ_ORDER)]
-    return pack_words(grouped.reshape(codes.shape), 4)
-
-
 def _namespace(array: np.ndarray | jax.Array) -> Any:
     return jnp if isinstance(array, jax.Array) else np

@@ -45,8 +45,7 @@ def test_words_unpack_to_what_was_packed(data, bits, is_dense):
 
 @quick(max_examples=30)
 @given(hnp.arrays(np.uint8, st.tuples(st.integers(1, 3), st.sampled_from([8, 16, 40])), elements=st.integers(0, 15)))
-def test_awq_words_and_nibbles_unpack_to_what_was_packed(codes):
-    np.testing.assert_array_equal(packing.unpack_awq(packing.pack_awq(codes), codes.shape[1]), codes)
+def test_nibbles_unpack_to_what_was_packed(codes):
     np.testing.assert_array_equal(packing.unpack_nibbles(packing.pack_nibbles(codes)), codes)
 
 

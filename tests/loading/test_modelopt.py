@@ -10,6 +10,7 @@ from moe_jax import MoEConfig, Scheme
 from moe_jax.loading import CheckpointError, QuantizationConfig, load_layer
 from moe_jax.quantization import dequantize_tensor
 from tests.support.checkpoints.expert_tensors import matrices_of, write_checkpoint
+from tests.support.refusals import refuses
 
 E, H, I = 3, 64, 48  # noqa: E741
 PROJECTIONS = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
@@ -136,5 +137,4 @@ def test_mixed_precision_lists_its_modules():
     ],
 )
 def test_what_is_not_understood_is_refused(stated, message):
-    with pytest.raises(CheckpointError, match=message):
-        scheme_name(stated, EXPERT)
+    refuses(CheckpointError, message, scheme_name, stated, EXPERT)

@@ -17,6 +17,7 @@ from moe_jax.models.attention import _attention
 from moe_jax.models.attention._mla import is_cheaper_absorbed
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from tests.support.cases.models import CASES, ROPES, SLOW, VOCAB, assert_logits_close, slow
+from tests.support.refusals import refuses
 
 # Frequencies that change with the length leave earlier keys in the cache as they were, in transformers too.
 STATIC = [name for name in CASES if name not in ("qwen3_dynamic", "qwen3_longrope")]
@@ -193,8 +194,7 @@ def test_random_initialisation(case, prompt):
 
 def test_abstract_model_says_so(case, prompt):
     model = Qwen3MoeForCausalLM(case("qwen3").model.config)
-    with pytest.raises(ValueError, match="no weights yet"):
-        model.score(prompt(1, 4))
+    refuses(ValueError, "no weights yet", model.score, prompt(1, 4))
 
 
 def test_id_outside_the_vocabulary_is_not_another_token(case):
@@ -244,24 +244,19 @@ def test_tokens_that_overflow_the_cache_under_jit(case, prompt):
     ],
 )
 def test_call_errors(case, ids, inputs, words):
-    with pytest.raises(ValueError, match=words):
-        case("qwen3").model(ids, **inputs)
+    refuses(ValueError, words, case("qwen3").model, ids, **inputs)
 
 
 def test_cache_errors(case, prompt):
     model = case("qwen3_yarn").model
-    with pytest.raises(ValueError, match="max_len=65"):
-        model.init_cache(1, 65)
-    with pytest.raises(ValueError, match="3 rows"):
-        model(prompt(2, 4), cache=model.init_cache(3, 8))
+    refuses(ValueError, "max_len=65", model.init_cache, 1, 65)
+    refuses(ValueError, "3 rows", model, prompt(2, 4), cache=model.init_cache(3, 8))
     used = dataclasses.replace(model.init_cache(2, 8), length=jnp.int32(6))
-    with pytest.raises(ValueError, match="8 slots, 6 used; 3 more"):
-        model(prompt(2, 3), cache=used)
+    refuses(ValueError, "8 slots, 6 used; 3 more", model, prompt(2, 3), cache=used)
     with pytest.raises(ValueError, match="another model: 1 layers of float32 .*expected 2 layers of float32"):
         case("qwen3").model(prompt(2, 3), cache=model.init_cache(2, 8))
     for options, words in ((dict(batch=0, max_len=8), "batch=0"), (dict(batch=2, max_len=0), "max_len=0")):
-        with pytest.raises(ValueError, match=words):
-            model.init_cache(**options)
+        refuses(ValueError, words, model.init_cache, **options)
 
 
 @pytest.mark.parametrize(
@@ -279,14 +274,12 @@ def test_wrong_types(case, method, options, words):
     model = case("qwen3").model
     if method == "__call__":
         options = dict(input_ids=np.ones((1, 2), np.int32)) | options
-    with pytest.raises(TypeError, match=words):
-        unwrap(getattr(Qwen3MoeForCausalLM, method))(model, **options)
+    refuses(TypeError, words, unwrap(getattr(Qwen3MoeForCausalLM, method)), model, **options)
 
 
 @pytest.mark.parametrize("length", [0, 65])
 def test_max_seq_len_errors(case, length):
-    with pytest.raises(ValueError, match="from 1 to 64"):
-        Qwen3MoeForCausalLM(case("qwen3").model.config, max_seq_len=length)
+    refuses(ValueError, "from 1 to 64", Qwen3MoeForCausalLM, case("qwen3").model.config, max_seq_len=length)
 
 
 def test_families_have_one_shape():

@@ -11,6 +11,7 @@ from moe_jax.models import generate, generate_stream
 from moe_jax.models._compiled import bucket
 from moe_jax.models._decoder import CausalLM
 from tests.support.cases.models import VOCAB, slow
+from tests.support.refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -143,8 +144,7 @@ def test_no_new_tokens(case):
     ],
 )
 def test_refusals(case, ids, options, words):
-    with pytest.raises(ValueError, match=words):
-        generate(case("mixtral").model, ids, **(dict(max_new_tokens=4) | options))
+    refuses(ValueError, words, generate, case("mixtral").model, ids, **dict(max_new_tokens=4) | options)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,7 @@ def test_wrong_types(case, options, words):
 def test_inside_jit(case):
     model = case("mixtral").model
     for call in (lambda ids: generate(model, ids, max_new_tokens=2), model.score):
-        with pytest.raises(TypeError, match="input_ids is traced.*outside jax.jit"):
-            jax.eval_shape(call, np.ones((1, 3), np.int32))
+        refuses(TypeError, "input_ids is traced.*outside jax.jit", jax.eval_shape, call, np.ones((1, 3), np.int32))
     with pytest.raises(TypeError, match="reload_weights inside jax.jit"):
         jax.eval_shape(lambda model: model.reload_weights(case("mixtral").directory), model)
 

@@ -13,6 +13,7 @@ import pytest
 from moe_jax.loading import CheckpointError, SafetensorsFile, save_safetensors
 from moe_jax.models import load_moe, load_pretrained
 from tests.support.checkpoints import writers
+from tests.support.refusals import refuses
 
 FILE = "model.safetensors"
 MOE_LAYER = "model.layers.0"
@@ -123,8 +124,7 @@ def test_online_quantization_touches_experts_only(case, prompt):
 
 
 def test_quantizing_a_quantized_checkpoint_is_refused(quantized):
-    with pytest.raises(ValueError, match="fp8_channel.*int8_w8a8"):
-        load_pretrained(quantized("FP8_DYNAMIC")[0], quantize="int8_w8a8")
+    refuses(ValueError, "fp8_channel.*int8_w8a8", load_pretrained, quantized("FP8_DYNAMIC")[0], quantize="int8_w8a8")
 
 
 def test_load_moe(case, prompt):
@@ -132,10 +132,8 @@ def test_load_moe(case, prompt):
     x = np.random.default_rng(2).standard_normal((7, 64)).astype(np.float32)
     run, block = jax.jit(lambda block, x: block(x)), load_moe(case.directory, layer=1, **F32)
     np.testing.assert_array_equal(run(block, x), run(case.model.layers[1].mlp, x))
-    with pytest.raises(ValueError, match="layer 0 is dense; layers with experts: 1"):
-        load_moe(case.directory)
-    with pytest.raises(ValueError, match="layer 7 does not exist; layers with experts: 1"):
-        load_moe(case.directory, layer=7)
+    refuses(ValueError, "layer 0 is dense; layers with experts: 1", load_moe, case.directory)
+    refuses(ValueError, "layer 7 does not exist; layers with experts: 1", load_moe, case.directory, layer=7)
     for layer in (True, 1.0, "1"):
         with pytest.raises(TypeError, match=f"layer={layer!r}, expected an integer; layers with experts: 1"):
             unwrap(load_moe)(case.directory, layer=layer)
@@ -249,8 +247,7 @@ def test_bfloat16_and_float16_do_not_mix(edited):
         tensors.update({name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()})
         tensors[NORM] = tensors[NORM].astype(np.float16)
 
-    with pytest.raises(CheckpointError, match=f"{NORM} is F16"):
-        load_pretrained(edited("qwen3", change))
+    refuses(CheckpointError, f"{NORM} is F16", load_pretrained, edited("qwen3", change))
 
 
 def test_float32_beside_bfloat16_is_usual(edited):
@@ -269,8 +266,7 @@ def test_negative_and_damaged_scales(quantized, tmp_path):
         target = tmp_path / f"{value}"
         shutil.copytree(quantized("FP8_DYNAMIC")[0], target)
         edit(target, lambda tensors, value=value: tensors[f"{O_PROJ}.weight_scale"].__setitem__(3, value))
-        with pytest.raises(CheckpointError, match=rf"{words}|o_proj"):
-            load_pretrained(target)
+        refuses(CheckpointError, rf"{words}|o_proj", load_pretrained, target)
 
 
 def test_missing_scale(quantized, tmp_path):
@@ -363,8 +359,7 @@ def test_failed_reload_changes_nothing(case, edited, prompt):
         doubled_head(tensors)
         del tensors["model.layers.1.block_sparse_moe.experts.3.w3.weight"]
 
-    with pytest.raises(ValueError, match=r"missing.*w3.weight of expert 3"):
-        model.reload_weights(edited("mixtral", damage))
+    refuses(ValueError, r"missing.*w3.weight of expert 3", model.reload_weights, edited("mixtral", damage))
     np.testing.assert_array_equal(model.score(ids), before)
 
 
@@ -378,8 +373,7 @@ def test_failed_reload_changes_nothing(case, edited, prompt):
 )
 def test_reload_refusals(case, make, words):
     model = load_pretrained(case("mixtral").directory, **F32)
-    with pytest.raises(ValueError, match=words):
-        model.reload_weights(make(read_all(case("mixtral").directory)))
+    refuses(ValueError, words, model.reload_weights, make(read_all(case("mixtral").directory)))
 
 
 def test_reload_of_another_model(case):

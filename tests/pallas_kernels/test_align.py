@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels.align import AlignConfig, AlignDesc, TileMap, align, config_error, kernel_sm90, row_capacity
 from pallas_kernels.align.config import OUTPUTS, choose_config
+from tests.support.kernels import tile_checks
 from tests.support.kernels.cases import align_cases
 from tests.support.kernels.in_lockstep import Memory, simt_of
 from tests.support.kernels.tile_checks import check_tiles, check_unpermuted_tiles
@@ -20,16 +21,9 @@ from tests.support.refusals import refuses
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 RNG = np.random.default_rng(0)
-ROUTINGS = {
-    "random": (RNG.integers(0, 5, (7, 3)), 5),
+ROUTINGS = tile_checks.ROUTINGS | {
     "one expert takes all": (np.full((90, 2), 3), 5),
-    "descending": (np.arange(12)[::-1].reshape(6, 2) % 5, 5),
-    "nothing routed": (np.full((4, 2), -1), 3),
-    "invalid mixed in": (np.array([[0, -1], [7, 2], [-5, 2**31 - 1], [2, 3]]), 3),
     "single pair": (np.array([[0]]), 1),
-    "first and last expert empty": (np.array([[1, 2], [2, 1]]), 4),
-    "expert repeated in a token": (np.array([[1, 1, 1], [0, 1, 0]]), 2),
-    "more experts than pairs": (np.array([[100], [3]]), 128),
     "many": (RNG.integers(-3, 260, (1000, 8)), 257),
 }
 

@@ -213,8 +213,7 @@ def test_shared_memory_is_not_underestimated():
     config = next(candidates(desc, 64, 132))
     over = dataclasses.replace(config, num_stages=config.num_stages + 1)
     assert shared_memory(desc, over) > 232_448
-    with pytest.raises(ValueError, match="exceeds available shared memory"):
-        packed_case("", desc, over).lowered()
+    refuses(ValueError, "exceeds available shared memory", packed_case("", desc, over).lowered)
 
 
 @pytest.mark.parametrize(
@@ -277,8 +276,7 @@ def test_choices():
     wide_scales = desc_of("int4 g128 f32", **GATED)
     assert choose_config(wide_scales, 128, 132).splits_projections
     assert choose_config(dataclasses.replace(wide_scales, rows=1152), 144, 132).splits_projections
-    with pytest.raises(NotImplementedError, match="accumulators a thread"):
-        choose_config(wide_scales, 256, 132)
+    refuses(NotImplementedError, "accumulators a thread", choose_config, wide_scales, 256, 132)
 
 
 @pytest.mark.parametrize("mean", [100.0, 128.0, 200.0, 256.0, 512.0, 2048.0])

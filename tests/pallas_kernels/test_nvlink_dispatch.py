@@ -211,10 +211,8 @@ def test_refused_calls():
         call = functools.partial(dispatch_rows, **where | options)
         return jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)(x, slots, weights)
 
-    with pytest.raises(ValueError, match="weights are given where each device returns one sum"):
-        dispatch(x, slots, weights)
-    with pytest.raises(ValueError, match="weights is float32"):
-        dispatch(x, slots, weights[:, :1], sum_dtype="bfloat16")
+    refuses(ValueError, "weights are given where each device returns one sum", dispatch, x, slots, weights)
+    refuses(ValueError, "weights is float32", dispatch, x, slots, weights[:, :1], sum_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("case", list(nvlink_dispatch_cases()), ids=lambda case: case.name)

@@ -390,18 +390,23 @@ def test_gpu_narrow_rows_have_the_bits_of_others(quantization, dtype, width):
             np.testing.assert_array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}"))
 
 
+def check_named(rows, width, count, unnamed, quantization, flips=0.0):
+    """``count`` names of rows in any order, each ``unnamed``-th of them none."""
+    x, _ = make(rows, width, 1, rows)
+    names = np.random.default_rng(0).permutation(rows)[:count].astype(np.int32)
+    names[::unnamed] = -1
+    row_of = np.full((rows, 1), -1)
+    row_of[names[names >= 0], 0] = names[names >= 0]
+    run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="hopper"))
+    check(x, row_of, rows, quantization, run(jnp.asarray(x), jnp.asarray(names)), None, flips=flips)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantization", ["e4m3_group", "e4m3_group_ue8m0"])
 @pytest.mark.parametrize(("rows", "width", "parts"), [(3, 14336, 7), (300, 7168, 7), (40, 2048, 1), (40, 3584, 7)])
 def test_gpu_wide_rows_in_parts(rows, width, parts, quantization):
     assert PermuteDesc(rows, width, 0, rows, "bfloat16", quantization, rows).parts == parts
-    x, _ = make(rows, width, 1, rows)
-    names = np.random.default_rng(0).permutation(rows).astype(np.int32)
-    names[::3] = -1
-    row_of = np.full((rows, 1), -1)
-    row_of[names[names >= 0], 0] = names[names >= 0]
-    run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="hopper"))
-    check(x, row_of, rows, quantization, run(jnp.asarray(x), jnp.asarray(names)), None)
+    check_named(rows, width, rows, 3, quantization)
 
 
 @pytest.mark.gpu
@@ -410,13 +415,7 @@ def test_gpu_many_narrow_rows(quantization):
     """As many as 8192 tokens have, where four at a time are the choice."""
     desc = PermuteDesc(70000, 768, 0, 70000, "bfloat16", quantization, 65536)
     assert choose_config(desc, 132).rows_at_once == 4
-    x, _ = make(70000, 768, 1, 70000)
-    names = np.random.default_rng(0).permutation(70000)[:65536].astype(np.int32)
-    names[::9] = -1
-    row_of = np.full((70000, 1), -1)
-    row_of[names[names >= 0], 0] = names[names >= 0]
-    run = jax.jit(lambda x, n: quantize_and_permute(x, quantization=quantization, rows=n, implementation="hopper"))
-    check(x, row_of, 70000, quantization, run(jnp.asarray(x), jnp.asarray(names)), None, flips=1e-3)
+    check_named(70000, 768, 65536, 9, quantization, flips=1e-3)
 
 
 @pytest.mark.gpu

@@ -167,8 +167,7 @@ def test_wrong_calls():
         lambda: route(z, 2, implementation="hopper"),
         lambda: route_and_align(z, 2, 8, implementation="hopper"),
     ):
-        with pytest.raises(NotImplementedError, match="hopper: needs a Hopper GPU"):
-            call()
+        refuses(NotImplementedError, "hopper: needs a Hopper GPU", call)
 
 
 def test_config_error():

@@ -32,6 +32,7 @@ from pallas_kernels.tuning.operands import random_operands, random_packed_weight
 from tests.support.cases.hopper_layers import on_hopper
 from tests.support.kernels.case import launches
 from tests.support.kernels.cases import PACKED
+from tests.support.refusals import refuses
 
 KEY = LayerKey(128, 8, 2048, 768, **FORMATS["fp8_channel"])
 PAIR = LayerConfig(16, *[GemmConfig(16, 128, 4, swap_ab=True)] * 2)
@@ -66,9 +67,8 @@ def test_search_looks_at_large_m_tiles_where_experts_have_many_rows():
     assert dataclasses.replace(key, rhs_scale="block").heights(1024) == [64, 128]
     blocks = dataclasses.replace(key, **FORMATS["fp8_block"])
     assert blocks.heights(16) == [8, 16, 64]
-    assert dataclasses.replace(blocks, intermediate_size=192).heights(16) == [
-        64
-    ]  # no kernel requantizes a group and a half
+    halved_group = dataclasses.replace(blocks, intermediate_size=192)  # no kernel requantizes a group and a half
+    assert halved_group.heights(16) == [64]
 
 
 def test_rows_requantized_by_their_own_launch_count():
@@ -359,8 +359,7 @@ def test_damaged_files_are_refused_by_name(change, match, tmp_path):
 
 def test_a_file_that_is_no_json(tmp_path):
     (tmp_path / "t.json").write_text("{")
-    with pytest.raises(ValueError, match="not JSON"):
-        load_table(tmp_path / "t.json")
+    refuses(ValueError, "not JSON", load_table, tmp_path / "t.json")
 
 
 def test_shipped_tables_load():
@@ -370,16 +369,7 @@ def test_shipped_tables_load():
 
 def test_command(tmp_path, capsys):
     path = tmp_path / "h200.json"
-    arguments = [
-        "--layer",
-        "128,8,2048,768",
-        "--formats",
-        "fp8_channel,fp8_block,nvfp4",
-        "--tokens",
-        "1,64",
-        "--out",
-        str(path),
-    ]
+    arguments = [*"--layer 128,8,2048,768 --formats fp8_channel,fp8_block,nvfp4 --tokens 1,64 --out".split(), str(path)]
     with on_hopper():
         assert autotune.main(arguments, timer=fake_timer) == 0
         assert autotune.main([*arguments[:3], "bf16", *arguments[4:]], timer=fake_timer) == 0

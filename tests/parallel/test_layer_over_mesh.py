@@ -15,6 +15,7 @@ from moe_jax.experts._choice import BACKENDS
 from moe_jax.parallel._sharding import kernel_shares, plain_shares
 from tests.support.cases.meshes import marked
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -152,15 +153,13 @@ ERRORS = [
 
 @pytest.mark.parametrize(("options", "error", "message"), ERRORS)
 def test_refused_arguments(options, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        make_layer(**options)
+    refuses(error, re.escape(message), make_layer, **options)
 
 
 @pytest.mark.parametrize("dispatch", ["ragged_all_to_all", "nvlink_dispatch"])
 def test_what_cannot_run_here_is_refused_by_name(dispatch):
     layer = make_layer(mesh_of(e=2), expert_axis="e", dispatch=dispatch)
-    with pytest.raises(NotImplementedError, match=f"dispatch='{dispatch}'.*all_to_all"):
-        layer(*inputs())
+    refuses(NotImplementedError, f"dispatch='{dispatch}'.*all_to_all", layer, *inputs())
 
 
 def test_partial_sums_in_16_bits():

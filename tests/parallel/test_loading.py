@@ -20,6 +20,7 @@ from moe_jax.parallel._mesh import parse_mesh
 from moe_jax.quantization import SCHEMES
 from tests.support.cases.meshes import assert_same_experts, marked
 from tests.support.checkpoints import writers
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -201,8 +202,7 @@ def test_reload_and_some_experts(checkpoint):
     ],
 )
 def test_mesh_by_words(text, message):
-    with pytest.raises(ValueError, match=message):
-        parse_mesh(text)
+    refuses(ValueError, message, parse_mesh, text)
     assert dict(parse_mesh("expert=4, tensor=2").shape) == {"expert": 4, "tensor": 2}
 
 
@@ -251,8 +251,7 @@ def test_redundant_experts_are_loaded_and_moved(checkpoint):
 def test_load_balancing_needs_its_axis(checkpoint, options, message):
     mesh = parse_mesh(options["mesh"]) if "mesh" in options else None
     for load in (moe_jax.load_moe, moe_jax.load_pretrained):
-        with pytest.raises(ValueError, match=message):
-            load(checkpoint(None), **options | dict(mesh=mesh))
+        refuses(ValueError, message, load, checkpoint(None), **options | dict(mesh=mesh))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from moe_jax.parallel import (
     physical_to_logical,
     routing_tables,
 )
+from tests.support.refusals import refuses
 
 COUNTS = [(1, 1), (10, 4), (8, 8), (5, 8), (7, 2), (256, 6)]
 
@@ -142,5 +143,4 @@ def test_another_placement_compiles_nothing():
     ],
 )
 def test_refusals(make, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        make()
+    refuses(ValueError, message.replace("(", r"\("), make)

@@ -15,6 +15,7 @@ from moe_jax.quantization import SCHEMES
 from tests.support.cases import experts as cases
 from tests.support.oracles import layer_judge
 from tests.support.oracles.layer_judge import WRONG, LayerJudge, assert_rounds_alike
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -49,8 +50,7 @@ def assert_wrong_layers_fail(judge, right):
         assert not judge.find((factor * y).astype(np.float32)).is_right[rows].any(), factor
     one_row = y.copy()
     one_row[7] *= 1.01
-    with pytest.raises(AssertionError, match="1 of 12 row.* worst is row 7"):
-        judge.check(one_row.astype(np.float32))
+    refuses(AssertionError, "1 of 12 row.* worst is row 7", judge.check, one_row.astype(np.float32))
 
 
 @pytest.mark.parametrize("scheme", QUANTIZED)
@@ -105,8 +105,7 @@ def test_layers_beside_another_that_rounds_alike(scheme):
     assert_rounds_alike(of_sums.y[rows], judge.right.y[rows], activations)
     wrong = [dataclasses.replace(of_sums, quantizes=quantizes).y for quantizes in ((), ("input",))]
     for y in (*wrong, 1.01 * of_sums.y):
-        with pytest.raises(AssertionError, match="allowed"):
-            assert_rounds_alike(y[rows], judge.right.y[rows], activations)
+        refuses(AssertionError, "allowed", assert_rounds_alike, y[rows], judge.right.y[rows], activations)
 
 
 @pytest.mark.parametrize(("scheme", "far"), [("fp8_channel", 0.08), ("int8_w8a8", 0.018)])
@@ -133,12 +132,10 @@ def test_a_row_of_no_values_a_row_too_many_and_what_is_printed(tmp_path, monkeyp
     for value in (np.nan, np.inf):
         spoiled = y.copy()
         spoiled[3, 5] = value
-        with pytest.raises(AssertionError, match="1 of 12 row.* worst is row 3"):
-            judge.check(spoiled)
+        refuses(AssertionError, "1 of 12 row.* worst is row 3", judge.check, spoiled)
     nowhere = np.flatnonzero(~y.any(1))
     assert nowhere.size
     y[nowhere[0], 0] = 1e-9
     monkeypatch.setenv(layer_judge.REPORT, str(tmp_path / "errors"))
-    with pytest.raises(AssertionError, match=f"worst is row {nowhere[0]}"):
-        judge.check(y)
+    refuses(AssertionError, f"worst is row {nowhere[0]}", judge.check, y)
     assert "fp8_channel" in "\n".join(layer_judge.report(tmp_path / "errors"))

@@ -27,6 +27,7 @@ from tests.support.checkpoints.expert_tensors import (
     plain_tensors,
     static_tensors,
 )
+from tests.support.refusals import refuses
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -93,8 +94,7 @@ def test_expert_mapping():
     assert_same(loaded(config(), tensors, expert_mapping=rows), loaded(config(), plain_tensors()))
     loader = LayerLoader(config(), expert_mapping=rows)
     loader.accept("model.layers.0.mlp.experts.0.gate_proj.weight", np.zeros((INTER, H), BF16))
-    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"):
-        loader.finish()
+    refuses(ValueError, r"unexpected: model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight", loader.finish)
 
 
 def test_unused_names():
@@ -142,17 +142,14 @@ def test_not_gated(scheme):
     assert weights.w13.data.shape == (E, 1, INTER, H)
     assert_same(weights, loaded(layer, {n.replace("up_proj", "w1"): t for n, t in tensors.items()}))
     loader = filled(layer, plain_tensors())
-    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"):
-        loader.finish()
+    refuses(ValueError, r"unexpected: model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight", loader.finish)
 
 
 def test_correction_bias():
     name, values = "model.layers.0.mlp.gate.e_score_correction_bias", np.arange(E).astype(BF16)
     loader = filled(config(), plain_tensors(), has_correction_bias=True)
-    with pytest.raises(ValueError, match="missing: e_score_correction_bias"):
-        loader.finish()
-    with pytest.raises(ValueError, match=r"expected \(3,\) floats, found bfloat16 \(2,\)"):
-        loader.accept(name, values[:2])
+    refuses(ValueError, "missing: e_score_correction_bias", loader.finish)
+    refuses(ValueError, r"expected \(3,\) floats, found bfloat16 \(2,\)", loader.accept, name, values[:2])
     assert loader.accept(name, values)
     loader.finish()
     assert loader.correction_bias.dtype == np.float32
@@ -177,8 +174,7 @@ def test_what_would_be_missed_is_left_over(name):
         loader = LayerLoader(config(), has_correction_bias=False)
         assert loader.load(order([(name, np.zeros(E, np.float32)), *tensors.items()])) == set(tensors)
         assert loader.is_invalid
-        with pytest.raises(ValueError, match=f"unexpected: {name}"):
-            loader.finish()
+        refuses(ValueError, f"unexpected: {name}", loader.finish)
     elsewhere = name.replace("layers.0", "layers.7")
     if elsewhere != name:
         other = filled(config(), [(elsewhere, np.zeros(E, np.float32)), *tensors.items()], has_correction_bias=False)
@@ -349,16 +345,14 @@ def test_reload_asserts_shapes():
     assert jax.tree.structure(new) == jax.tree.structure(old)
     assert not np.array_equal(new.w2.scale, old.w2.scale)
     other = filled(config("int8_w8a8"), plain_tensors())
-    with pytest.raises(ValueError, match="expected weights like"):
-        other.finish(like=old)
+    refuses(ValueError, "expected weights like", other.finish, like=old)
 
 
 def test_incomplete_reload_keeps_the_old():
     old = loaded(config(), plain_tensors())
     before = np.asarray(old.w13.data).tobytes()
     loader = filled(config(), list(plain_tensors(seed=1).items())[:-1])
-    with pytest.raises(ValueError, match="missing"):
-        loader.finish(like=old)
+    refuses(ValueError, "missing", loader.finish, like=old)
     assert np.asarray(old.w13.data).tobytes() == before
 
 
@@ -480,8 +474,7 @@ def test_a_shard_refuses_what_has_no_place_and_names_what_is_missing():
         loader.accept("experts.1.down_proj.bias", np.zeros(H, BF16))
     last = "experts.2.down_proj.input_scale"
     loader.load((name, tensor) for name, tensor in tensors.items() if name != last)
-    with pytest.raises(ValueError, match=r"missing: down_proj\.input_scale of expert 2; expected"):
-        loader.finish()
+    refuses(ValueError, r"missing: down_proj\.input_scale of expert 2; expected", loader.finish)
     loader.accept(last, tensors[last])
     assert loader.finish().num_experts == 1
     with pytest.raises(NotImplementedError, match=r"act-order .*use expert parallelism"):

@@ -24,6 +24,7 @@ from tests.support.checkpoints.expert_tensors import (
     plain_tensors,
     static_tensors,
 )
+from tests.support.refusals import refuses
 
 
 def test_one_error_names_everything():
@@ -57,24 +58,18 @@ def test_missing_is_listed_compactly():
     loader = LayerLoader(layer)
     for e in set(range(40)) - {3, 4, 5, 9, *range(20, 40)}:
         loader.accept(f"experts.{e}.w1.weight", np.zeros((INTER, H), BF16))
-    with pytest.raises(
-        ValueError, match=r"gate_proj\.weight of experts 3-5, 9, 20-39, up_proj\.weight of all 40 experts"
-    ):
-        loader.finish()
+    refuses(ValueError, r"gate_proj\.weight of experts 3-5, 9, 20-39, up_proj\.weight of all 40 experts", loader.finish)
 
 
 def test_incomplete_layer_can_be_completed():
     tensors = plain_tensors()
     first = next(iter(tensors))
     loader = filled(config("fp8_channel"), ((n, t) for n, t in tensors.items() if n != first))
-    with pytest.raises(ValueError, match="missing: gate_proj.weight of expert 0"):
-        loader.finish()
+    refuses(ValueError, "missing: gate_proj.weight of expert 0", loader.finish)
     loader.accept(first, tensors[first])
     assert_same(loader.finish(), loaded(config("fp8_channel"), tensors))
-    with pytest.raises(ValueError, match="already finished"):
-        loader.finish()
-    with pytest.raises(ValueError, match="already finished"):
-        loader.accept(first, tensors[first])
+    refuses(ValueError, "already finished", loader.finish)
+    refuses(ValueError, "already finished", loader.accept, first, tensors[first])
 
 
 def test_duplicates_never_overwrite():
@@ -86,8 +81,7 @@ def test_duplicates_never_overwrite():
         assert not loader.accept(name, tensor)
     for leaf, array in kept.items():
         assert loader._staging._buffers[leaf].tobytes() == array.tobytes()
-    with pytest.raises(ValueError, match=r"duplicate: experts\.gate_up_proj, experts\.down_proj, model"):
-        loader.finish()
+    refuses(ValueError, r"duplicate: experts\.gate_up_proj, experts\.down_proj, model", loader.finish)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +160,7 @@ def test_full_precision_where_the_config_says_quantized():
         LayerLoader(config("fp8_channel"), quantize=False).accept(name, tensor)
     loader = filled(config("fp8_channel"), plain_tensors())
     loader.accept("experts.0.gate_proj.weight_scale", np.ones((INTER, 1), np.float32))
-    with pytest.raises(ValueError, match=r"unexpected: experts\.0\.gate_proj\.weight_scale"):
-        loader.finish()
+    refuses(ValueError, r"unexpected: experts\.0\.gate_proj\.weight_scale", loader.finish)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
@@ -176,8 +169,7 @@ def test_bad_scale(suffix, value):
     tensors = static_tensors()
     tensors[f"experts.1.up_proj.{suffix}"] = np.float32([value])
     loader = filled(config("fp8_tensor_static", name="model.layers.5.mlp.experts"), tensors)
-    with pytest.raises(ValueError, match=rf"w13_{suffix}: expert 1 \(w3\) has scale {value}"):
-        loader.finish()
+    refuses(ValueError, rf"w13_{suffix}: expert 1 \(w3\) has scale {value}", loader.finish)
 
 
 @pytest.mark.parametrize("source", [np.float32, np.float16, BF16])
@@ -197,8 +189,7 @@ def test_overflow_of_float16():
     big = tensors[name].copy()
     big[2, 3] = 1e6
     loader = LayerLoader(config(param_dtype="float16"))
-    with pytest.raises(ValueError, match=rf"{name}: 1 values exceed float16"):
-        loader.accept(name, big)
+    refuses(ValueError, rf"{name}: 1 values exceed float16", loader.accept, name, big)
     LayerLoader(config("int8_w8a16", param_dtype="float16")).accept(name, big)  # quantized from float32, never float16
 
 
@@ -251,8 +242,7 @@ def test_what_held_for_one_expert_is_checked_for_the_next(array, message):
     """Places are found once for a kind of tensor; every tensor of it is looked at all the same."""
     loader, tensors = LayerLoader(config()), plain_tensors()
     loader.load(tensors_of(tensors, 0))
-    with pytest.raises(ValueError, match=message):
-        loader.accept("model.layers.0.mlp.experts.1.gate_proj.weight", array)
+    refuses(ValueError, message, loader.accept, "model.layers.0.mlp.experts.1.gate_proj.weight", array)
     loader.load(tensors_of(tensors, 1, 2))
     assert_same(loader.finish(), loaded(config(), tensors))
 

@@ -6,6 +6,7 @@ from safetensors import safe_open
 from moe_jax.loading import ExpertNames, layer_of, make_expert_params_mapping
 from moe_jax.loading.layer._names import is_expert_name, map_expert_name
 from moe_jax.models import FAMILIES
+from tests.support.refusals import refuses
 
 NAMES = ExpertNames()
 
@@ -86,8 +87,7 @@ def test_granite(tail, expert, leaf, shards):
     assert tensor.module == f"model.layers.5.block_sparse_moe.{tail.split('.')[0]}{number}"
     for other in (name.replace("block_sparse_moe", "shared_mlp"), f"mtp.{name}"):
         assert not is_expert_name(other) and NAMES.parse(other) is None
-    with pytest.raises(ValueError, match="unknown spelling"):
-        NAMES.parse("model.layers.0.block_sparse_moe.input_linear.1")
+    refuses(ValueError, "unknown spelling", NAMES.parse, "model.layers.0.block_sparse_moe.input_linear.1")
 
 
 def test_layers_for_multi_token_prediction_are_not_the_models_own():
@@ -118,8 +118,7 @@ def test_layers_for_multi_token_prediction_are_not_the_models_own():
     ],
 )
 def test_unknown_spelling(name):
-    with pytest.raises(ValueError, match="unknown spelling of an expert tensor, expected experts"):
-        NAMES.parse(name)
+    refuses(ValueError, "unknown spelling of an expert tensor, expected experts", NAMES.parse, name)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +142,7 @@ def test_not_gated():
     for projection, shard in (("w1", "w1"), ("up_proj", "w1"), ("w2", "w2"), ("down_proj", "w2")):
         assert names.parse(f"experts.0.{projection}.weight").shards == (shard,)
     for projection in ("gate_proj", "w3", "gate_up_proj"):
-        with pytest.raises(ValueError, match="this layer is not gated"):
-            names.parse(f"experts.0.{projection}.weight")
+        refuses(ValueError, "this layer is not gated", names.parse, f"experts.0.{projection}.weight")
     assert names.describe("w13_weight", "w1") == "up_proj.weight"
 
 

@@ -13,6 +13,7 @@ from moe_jax.loading.layer import _online as online
 from moe_jax.loading.layer._online import OnlineExperts, _is_traceable
 from moe_jax.quantization import method_for, online_scheme
 from tests.support.checkpoints.expert_tensors import BF16, PROJECTIONS, assert_same, config, filled, frozen, matrices_of
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -110,14 +111,12 @@ def test_a_device_finds_damage_late_and_by_name(monkeypatch):
     damaged[3, 5] = np.inf
     loader = filled(config("fp8_channel", **SIZES), good | {name: damaged})
     for _ in range(2):
-        with pytest.raises(ValueError, match=rf"{name}: 1 values are NaN or infinite, the first at \(3, 5\)"):
-            loader.finish()
+        refuses(ValueError, rf"{name}: 1 values are NaN or infinite, the first at \(3, 5\)", loader.finish)
     assert loader.is_invalid
 
     layer = FusedMoE(NUM, H, INTER, top_k=1, scheme="fp8_channel")
     layer.load_weights((good | {name: damaged}).items())
-    with pytest.raises(ValueError, match=name):
-        layer.process_weights_after_loading()
+    refuses(ValueError, name, layer.process_weights_after_loading)
     layer.load_weights(good.items())
     layer.process_weights_after_loading()
 
@@ -158,8 +157,7 @@ def test_late_biases_padding_and_repetition():
     loader = filled(layer, stored)
     assert set(loader.missing()) == {"w13_bias", "w2_bias"} and loader.staged_bytes == 0
     name = next(iter(biases))
-    with pytest.raises(ValueError, match=r"expected shape \(32,\), found \(33,\)"):
-        loader.accept(name, np.ones(INTER + 1, BF16))
+    refuses(ValueError, r"expected shape \(32,\), found \(33,\)", loader.accept, name, np.ones(INTER + 1, BF16))
     loader.load(biases.items())
     expected = loader.finish()
     assert float(expected.w13_bias.min()) == 0.5
@@ -169,8 +167,7 @@ def test_late_biases_padding_and_repetition():
     for _ in range(NUM):  # as many elements as the layer has, from one expert
         repeated.load(some.items())
     assert repeated.missing()["w13_weight"] == {"w1": [1], "w3": [1]}
-    with pytest.raises(ValueError, match=r"missing: .* of expert 1.*duplicate: experts\.0\."):
-        repeated.finish()
+    refuses(ValueError, r"missing: .* of expert 1.*duplicate: experts\.0\.", repeated.finish)
 
 
 def test_processed_once():
@@ -178,5 +175,4 @@ def test_processed_once():
     loader = filled(config("int8_w8a16", **SIZES), tensors())
     loader.finish()
     for again in (loader.finish, lambda: loader.load(tensors().items())):
-        with pytest.raises(ValueError, match="already finished; a reload needs a new LayerLoader"):
-            again()
+        refuses(ValueError, "already finished; a reload needs a new LayerLoader", again)

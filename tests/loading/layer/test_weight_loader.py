@@ -9,6 +9,7 @@ import pytest
 from moe_jax import MoEConfig, Scheme
 from moe_jax.loading import weight_loader
 from moe_jax.quantization import LeafSpec, QuantizedTensor, Strategy, dequantize_tensor, method_for
+from tests.support.refusals import refuses
 
 E, H, INTER = 3, 24, 16
 BLOCK = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [4, 4]}}
@@ -140,16 +141,13 @@ def test_decision_order():
     # 2: the shard and the shape are wrong, but the expert lives elsewhere
     assert call("w13_weight", np.zeros(7), "w9", 0, expert_map=[-1, 0, 1]) == ((), False)
     # 4
-    with pytest.raises(ValueError, match=r"a\.name: shard_id='w9', expected one of w1, w2, w3"):
-        call("w13_weight", loaded, "w9", 0)
-    with pytest.raises(ValueError, match="does not belong to w2_weight"):
-        call("w2_weight", loaded, "w1", 0)
+    refuses(ValueError, r"a\.name: shard_id='w9', expected one of w1, w2, w3", call, "w13_weight", loaded, "w9", 0)
+    refuses(ValueError, "does not belong to w2_weight", call, "w2_weight", loaded, "w1", 0)
     # 12 to 15: weights, scales and biases are written and say so
     for leaf, tensor in (("w13_weight", loaded), ("w13_weight_scale", loaded[:, :1]), ("w13_bias", loaded[:, 0])):
         placements, success = call(leaf, tensor, "w1", 0)
         assert success and len(placements) == 1
-    with pytest.raises(ValueError, match="there is no leaf 'w13_g_idx'"):
-        call("w13_g_idx", loaded, "w1", 0)
+    refuses(ValueError, "there is no leaf 'w13_g_idx'", call, "w13_g_idx", loaded, "w1", 0)
 
 
 def test_return_success():
@@ -287,8 +285,7 @@ def test_padded_leaf(tp_size):
         np.testing.assert_array_equal(put(padded, "w2_weight", w2, "w2", 2, **options)[0], expected)
     with pytest.raises(ValueError, match="expected shape at most"):
         put(padded, "w2_weight", numbers(H + 9, INTER), "w2", 2, allow_padding=True)
-    with pytest.raises(ValueError, match="expected shape"):
-        put(padded, "w2_weight", w2, "w2", 2)
+    refuses(ValueError, "expected shape", put, padded, "w2_weight", w2, "w2", 2)
 
 
 def test_scale_blocks_stay_whole():
@@ -302,8 +299,7 @@ def test_scale_blocks_stay_whole():
     assert placements[0].num_elements == H // 4
     with pytest.raises(ValueError, match="4 of the intermediate size per rank is not a multiple of the 8"):
         weight_loader(part, "w2_weight_scale", (H // 4, 4), "n", scale_extent=(4, 8), **call)
-    with pytest.raises(ValueError, match="needs scale_extent"):
-        weight_loader(part, "w2_weight_scale", (H // 4, 4), "n", **call)
+    refuses(ValueError, "needs scale_extent", weight_loader, part, "w2_weight_scale", (H // 4, 4), "n", **call)
 
 
 def packed_specs(intermediate, **changes):

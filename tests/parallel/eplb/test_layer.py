@@ -27,6 +27,7 @@ from tests.support.cases import experts as cases
 from tests.support.checkpoints.expert_tensors import INTER, plain_tensors
 from tests.support.checkpoints.expert_tensors import E as FEW
 from tests.support.checkpoints.expert_tensors import H as HIDDEN
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 E, H, I, T = 11, 64, 32, 40  # noqa: E741
@@ -143,13 +144,10 @@ def test_nothing_changes_when_a_move_is_refused():
         rearrange_expert_weights(layer, Placement.from_slots(np.arange(24, dtype=np.int32) % E, E, 8, max_replicas=6))
     assert all(a is b for a, b in zip(jax.tree.leaves(layer.weights.get_value()), jax.tree.leaves(before), strict=True))
     alone = moe_jax.FusedMoE(E, H, I, top_k=2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="no slots .* enable_eplb=True"):
-        rearrange_expert_weights(alone, placement)
+    refuses(ValueError, "no slots .* enable_eplb=True", rearrange_expert_weights, alone, placement)
     abstract = moe_jax.FusedMoE(E, H, I, top_k=2, mesh=make_mesh(8), expert_axis="e", enable_eplb=True)
-    with pytest.raises(ValueError, match="no weights yet"):
-        rearrange_expert_weights(abstract, abstract.placement.get_value())
-    with pytest.raises(TypeError, match="inside jax.jit"):
-        jax.jit(lambda layer: rearrange_expert_weights(layer, placement))(layer)
+    refuses(ValueError, "no weights yet", rearrange_expert_weights, abstract, abstract.placement.get_value())
+    refuses(TypeError, "inside jax.jit", jax.jit(lambda layer: rearrange_expert_weights(layer, placement)), layer)
 
 
 def test_experts_of_others_are_never_read():
@@ -258,8 +256,7 @@ def test_experts_move_to_another_mesh(shape, target):
 
 
 def test_transfer_refuses_another_layer():
-    with pytest.raises(ValueError, match="the layers differ"):
-        transfer_experts(make_layer(), make_layer("fp8_channel"))
+    refuses(ValueError, "the layers differ", transfer_experts, make_layer(), make_layer("fp8_channel"))
 
 
 # -- replay -----------------------------------------------------------------------------------------------------------

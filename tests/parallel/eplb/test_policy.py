@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moe_jax.parallel import rebalance_experts
 from moe_jax.parallel.eplb._policy import balanced_packing, keep_slots, replicate_experts, share_of_slots, spread_copies
+from tests.support.refusals import refuses
 
 TWO_LAYERS = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
@@ -222,5 +223,4 @@ def test_copies_leave_a_device_that_has_two():
     ],
 )
 def test_refuses(load, slots, options, message):
-    with pytest.raises(ValueError, match=message):
-        rebalance_experts(load, slots, **options)
+    refuses(ValueError, message, rebalance_experts, load, slots, **options)

@@ -16,6 +16,7 @@ from moe_jax.parallel.eplb import _weights as eplb_weights
 from moe_jax.parallel.eplb._weights import exchange_tables, source_slots
 from moe_jax.quantization import SCHEMES
 from tests.support.cases import experts as cases
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 S, E = 8, cases.E
@@ -108,17 +109,14 @@ def test_kernel_layouts_move():
 
 def test_layers_of_slots_must_fit():
     old, new = placements()
-    with pytest.raises(ValueError, match=r"shape \(7, 2\), expected 8 slots"):
-        move_experts({"a": jnp.zeros((7, 2))}, old, new)
-    with pytest.raises(ValueError, match=r"shape \(8, 2\), expected 5 experts"):
-        place_experts({"a": jnp.zeros((8, 2))}, old)
+    refuses(ValueError, r"shape \(7, 2\), expected 8 slots", move_experts, {"a": jnp.zeros((7, 2))}, old, new)
+    refuses(ValueError, r"shape \(8, 2\), expected 5 experts", place_experts, {"a": jnp.zeros((8, 2))}, old)
     for other, what in (
         (Placement.create(E, 1), "num_slots=5, the old one 8"),
         (Placement.create(E, 2, num_redundant_experts=3), "num_devices=2, the old one 1"),
         (Placement.create(4, 1, num_redundant_experts=4), "num_experts=4, the old one 5"),
     ):
-        with pytest.raises(ValueError, match=what):
-            move_experts({}, old, other)
+        refuses(ValueError, what, move_experts, {}, old, other)
 
 
 def test_empty_slots():

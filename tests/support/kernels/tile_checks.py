@@ -10,6 +10,17 @@ import numpy as np
 
 from pallas_kernels.align import row_capacity
 
+# (ids, number of experts) that every alignment has to get right
+ROUTINGS = {
+    "random": (np.random.default_rng(0).integers(0, 5, (7, 3)), 5),
+    "descending": (np.arange(12)[::-1].reshape(6, 2) % 5, 5),
+    "nothing routed": (np.full((4, 2), -1), 3),
+    "invalid mixed in": (np.array([[0, -1], [7, 2], [-5, 2**31 - 1], [2, 3]]), 3),
+    "first and last expert empty": (np.array([[1, 2], [2, 1]]), 4),
+    "expert repeated in a token": (np.array([[1, 1, 1], [0, 1, 0]]), 2),
+    "more experts than pairs": (np.array([[100], [3]]), 128),
+}
+
 
 def check_tiles(ids, num_experts, block_m, found):
     ids, found = np.asarray(ids, np.int32), jax.tree.map(np.asarray, found)
