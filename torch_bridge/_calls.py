@@ -180,3 +180,28 @@ def pad_tokens(
 
 def _trimmed(array: jax.Array, like: torch.Tensor, mask: Any) -> torch.Tensor:
     return to_torch(array) if mask is None else to_torch(array)[: like.shape[0]]
+
+
+def check_call(where: str, hidden_size: int, device: torch.device, x: torch.Tensor, *others: torch.Tensor) -> None:
+    """Raise for tensors that no call takes: ValueError for shapes and dtypes, RuntimeError for another device."""
+    if x.ndim != 2 or x.shape[1] != hidden_size:
+        raise ValueError(f"{where}: x has shape {tuple(x.shape)}, expected (T, {hidden_size})")
+    if not x.is_floating_point():
+        raise ValueError(f"{where}: x has dtype {x.dtype}, expected a float dtype")
+    for tensor in (x, *others):
+        if tensor.device != device:
+            raise RuntimeError(
+                f"{where}: expected all tensors on {device}, where the experts are, found one on {tensor.device}; move "
+                "one of them with .to()"
+            )
+        if tensor.shape[0] != x.shape[0]:
+            raise ValueError(f"{where}: x has {x.shape[0]} tokens, found {tensor.shape[0]} in {tuple(tensor.shape)}")
+
+
+def configured_for(config: MoEConfig, device: torch.device) -> MoEConfig:
+    """The configuration with the implementations of torch's device, where the caller names none.
+
+    moe_jax takes the order of JAX's default backend, which the device may not belong to.
+    """
+    is_elsewhere = device.type == "cpu" and jax.default_backend() != "cpu"
+    return dataclasses.replace(config, implementation=("xla",) if is_elsewhere else None)

@@ -3,9 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from moe_jax import Scheme
 from moe_jax.quantization import Packing
+from torch_bridge._leaf_layout import LeafLayout
 from torch_bridge._methods import SchemeMoEMethod
+from torch_bridge._moe_config import FusedMoEConfig
 
 
 class _CompressedTensorsMoEMethod(SchemeMoEMethod):
@@ -13,7 +17,9 @@ class _CompressedTensorsMoEMethod(SchemeMoEMethod):
 
     stored_as: str | None = None
 
-    def __init__(self, weight_quant: Any, input_quant: Any, moe: Any = None, layer_name: str | None = None):
+    def __init__(
+        self, weight_quant: Any, input_quant: Any, moe: FusedMoEConfig | None = None, layer_name: str | None = None
+    ):
         """weight_quant, input_quant: QuantizationArgs or dicts. Raises ValueError for a scheme of another method."""
         group: dict[str, Any] = {
             "weights": quantization_arguments(weight_quant),
@@ -62,7 +68,9 @@ class CompressedTensorsW4A8Int8MoEMethod(_CompressedTensorsMoEMethod):
 
     stored_as: str | None = "int-quantized"
 
-    def __init__(self, weight_quant: Any, input_quant: Any, moe: Any = None, layer_name: str | None = None):
+    def __init__(
+        self, weight_quant: Any, input_quant: Any, moe: FusedMoEConfig | None = None, layer_name: str | None = None
+    ):
         inputs, weights = quantization_arguments(input_quant) or {}, quantization_arguments(weight_quant) or {}
         if inputs.get("strategy") != "token" or not inputs.get("dynamic"):
             raise ValueError(
@@ -82,6 +90,11 @@ class CompressedTensorsW4A8Int8MoEMethod(_CompressedTensorsMoEMethod):
         """-1 for one scale per channel."""
         return self.scheme.weight_format.group_size or -1
 
+    def layout(self, leaf: str, params_dtype: torch.dtype | None = None) -> LeafLayout:
+        """Scales of groups are bfloat16, as in vLLM."""
+        is_group_scale = leaf.endswith("_weight_scale") and self.group_size != -1
+        return LeafLayout(leaf, dtype=torch.bfloat16 if is_group_scale else None)
+
 
 class CompressedTensorsWNA16MarlinMoEMethod(_CompressedTensorsMoEMethod):
     """Integer weights of 2 to 8 bits in int32 words, per channel or group, with zero points or without."""
@@ -93,6 +106,21 @@ class CompressedTensorsWNA16MarlinMoEMethod(_CompressedTensorsMoEMethod):
         return (
             None if is_packed and scheme.activations is None else "packed integers without quantized activations only"
         )
+
+    def layout(self, leaf: str, params_dtype: torch.dtype | None = None) -> LeafLayout:
+        """Words, scales and zero points are (E, in, out); scales have the dtype of the layer's activations."""
+        is_matrix = leaf.endswith(("_weight_packed", "_weight_scale", "_weight_zero_point"))
+        return LeafLayout(leaf, is_matrix, dtype=params_dtype if leaf.endswith("_weight_scale") else None)
+
+    def unread_parameters(self, sizes: tuple[int, int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Orders of columns exist for every checkpoint, as in vLLM."""
+        experts, *columns = sizes
+        orders = {
+            f"{prefix}_{what}": ((experts, size), torch.int32)
+            for prefix, size in zip(("w13", "w2"), columns, strict=True)
+            for what in ("weight_g_idx", "g_idx_sort_indices")
+        }
+        return super().unread_parameters(sizes) | orders
 
     @property
     def num_bits(self) -> int:
@@ -121,7 +149,7 @@ class CompressedTensorsW4A4Nvfp4MoEMethod(SchemeMoEMethod):
 
     group_size = 16
 
-    def __init__(self, moe: Any = None, layer_name: str | None = None, use_a16: bool = False):
+    def __init__(self, moe: FusedMoEConfig | None = None, layer_name: str | None = None, use_a16: bool = False):
         super().__init__("nvfp4_a16" if use_a16 else "nvfp4", moe)
         self.layer_name: str | None = layer_name
         self.use_a16: bool = use_a16

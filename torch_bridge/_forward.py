@@ -7,7 +7,8 @@ import torch
 
 from torch_bridge import _ops
 from torch_bridge._calls import JaxCalls
-from torch_bridge._methods import FusedMoEMethodBase, MoELayer, SchemeMoEMethod
+from torch_bridge._method_base import FusedMoEMethodBase, MoELayer
+from torch_bridge._methods import SchemeMoEMethod
 from torch_bridge._tensors import check_tensor
 
 _NOT_TRAINABLE = (

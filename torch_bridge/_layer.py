@@ -22,6 +22,7 @@ from torch_bridge._layer_loading import LoadingMixin
 from torch_bridge._methods import SchemeMoEMethod
 from torch_bridge._moe_config import FusedMoEConfig, MoEActivation, RoutingMethodType, get_routing_method_type
 from torch_bridge._rank import Rank
+from torch_bridge._repeats import Repeats
 from torch_bridge._resolve import resolve_method
 from torch_bridge._state_dict import StateDictMixin
 from torch_bridge._tensors import numpy_dtype, to_numpy
@@ -257,6 +258,7 @@ class FusedMoE(ForwardMixin, AttributesMixin, StateDictMixin, LoadingMixin):
         self._experts: Experts | None = None
         self._calls: JaxCalls | None = None
         self._loader: LayerLoader | None = None
+        self._repeats: Repeats = Repeats()
         self._create_weights()
 
     def _create_weights(self) -> None:

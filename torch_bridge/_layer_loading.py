@@ -1,33 +1,29 @@
 """How ``FusedMoE`` gets its weights: vLLM's weight_loader and load_weights, processing, reload and dummy values."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Hashable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 
-from moe_jax import ExpertWeights, MoEConfig, weight_loader
-from moe_jax.experts._choice import first_choice, in_best_layout, plain_layout
-from moe_jax.loading import ExpertNames, ExpertTensor, LayerLoader, Target
+from moe_jax import ExpertWeights, MoEConfig
+from moe_jax.experts._choice import in_best_layout, plain_layout
+from moe_jax.loading import ExpertNames, ExpertTensor, LayerLoader
 from moe_jax.loading.layer._names import map_expert_name
-from moe_jax.quantization import LeafSpec, method_for
+from moe_jax.quantization import method_for
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
 from torch_bridge._calls import Experts, JaxCalls
-from torch_bridge._methods import (
-    FusedMoEMethodBase,
-    MoELayer,
-    SchemeMoEMethod,
-    placeholder,
-    replace_parameter,
-    set_weight_attrs,
-)
+from torch_bridge._just_in_time import dummy_values
+from torch_bridge._method_base import FusedMoEMethodBase, MoELayer
+from torch_bridge._methods import SchemeMoEMethod
+from torch_bridge._own_parameters import load_into
+from torch_bridge._repeats import Repeats
 from torch_bridge._state import is_interleaved, stored_leaves
-from torch_bridge._tensors import jax_device, numpy_dtype, refuse_foreign, to_numpy
-from torch_bridge.launch._calls import KernelCalls
+from torch_bridge._tensors import jax_device, refuse_foreign, to_numpy, torch_dtype
+from torch_bridge.launch._calls import KernelCalls, calls_on
 
 SHARD_IDS = ("w1", "w2", "w3")
 
@@ -43,6 +39,7 @@ class LoadingMixin(MoELayer):
     _experts: Experts | None
     _calls: JaxCalls | None
     _loader: LayerLoader | None
+    _repeats: Repeats
 
     def weight_loader(
         self,
@@ -67,7 +64,18 @@ class LoadingMixin(MoELayer):
         refuse_foreign({weight_name: param})
         refuse_foreign({weight_name: loaded_weight})
         if not isinstance(self.quant_method, SchemeMoEMethod):
-            used = self._write(param, to_numpy(loaded_weight), weight_name, shard_id or "", expert_id)
+            own = dict(self.named_parameters(recurse=False))
+            used = load_into(
+                own,
+                param,
+                loaded_weight,
+                weight_name,
+                shard_id,
+                expert_id,
+                moe=self.moe_config,
+                expert_map=self.rank.expert_map,
+                method=self.quant_method,
+            )
         else:
             used = self._accept(self.expert_tensor(param, weight_name, shard_id, expert_id), loaded_weight)
         return used if return_success else None
@@ -91,40 +99,6 @@ class LoadingMixin(MoELayer):
             raise ValueError(f"{weight_name}: shard_id={shard_id!r} does not belong to {leaf}")
         return tensor
 
-    def _write(
-        self, param: torch.Tensor, loaded: np.ndarray, weight_name: str, shard_id: str, expert_id: int | None
-    ) -> bool:
-        """Place a tensor in a parameter that the method made by itself, which has memory of its own."""
-        own = dict(self.named_parameters(recurse=False))
-        specs = {
-            name: LeafSpec(tuple(leaf.shape), numpy_dtype(leaf.dtype), _kind_of(leaf, name))
-            for name, leaf in own.items()
-        }
-        leaf = next((name for name in own if own[name] is param), "")
-        weight = own.get(f"{leaf.partition('_')[0]}_weight")
-        per_scale = None
-        if weight is not None and weight.ndim == param.ndim == 3:
-            per_scale = -(-weight.shape[1] // param.shape[1]), -(-weight.shape[2] // param.shape[2])
-        targets, used = weight_loader(
-            specs,
-            leaf,
-            loaded,
-            weight_name,
-            shard_id,
-            expert_id,
-            True,
-            is_act_and_mul=self.config.is_act_and_mul,
-            tp_rank=self.rank.tp_rank,
-            tp_size=self.rank.tp_size,
-            expert_map=self.rank.expert_map,
-            is_transposed=getattr(param, "is_transposed", False),
-            load_full_w2=getattr(param, "load_full_w2", False),
-            scale_extent=per_scale,
-        )
-        for target in cast(tuple[Target, ...], targets):
-            target.write(to_numpy(param), loaded)
-        return bool(used)
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Stage (checkpoint name, tensor) pairs in any order; returns the names of the parameters that got something.
 
@@ -144,16 +118,24 @@ class LoadingMixin(MoELayer):
 
         Raises ValueError as loading does; the old weights are then untouched.
         """
-        loader = self.new_loader()
+        loader, repeats = self.new_loader(), Repeats()
         for name, tensor in _checked(weights):
             for parsed in self.parse_name(name):
-                self.accept_into(loader, parsed, tensor)
+                if not repeats.has(_place(parsed), tensor, name):
+                    self.accept_into(loader, parsed, tensor)
+                    repeats.add(_place(parsed), tensor)
         self.install(self.finished(loader))
+        self._repeats = repeats
 
     def load_dummy_weights(self) -> None:
-        """Stand-in values where nothing is loaded, uniform in +-1e-3 with seed 1234; the scheme quantizes them."""
+        """Stand-in values, uniform in +-1e-3 from torch's generator at seed 1234, as vLLM's; the scheme quantizes them.
+
+        Each weight and bias starts from the seed.
+        """
         loader = self.new_loader(online=self.quant_method.scheme.is_quantized, fused_layout="out_in")
-        loader.fill_dummy()
+        for name, spec in method_for(None).create_weights(self.local_config).items():
+            values = dummy_values(spec.shape, torch_dtype(spec.dtype), self.device)
+            loader.accept_leaf(name, to_numpy(values))
         self._loader = None
         self.install(self.finished(loader))
 
@@ -166,9 +148,10 @@ class LoadingMixin(MoELayer):
         if self._loader is None and self._experts is not None:
             return
         loader = self._loader or self.new_loader()
-        weights = self.finished(loader)
+        weights, repeats = self.finished(loader), self._repeats
         self._loader = None
         self.install(weights)
+        self._repeats = repeats
 
     def install(self, weights: ExpertWeights) -> None:
         """Take processed weights of this rank as the layer's. Parameters become views of them.
@@ -200,24 +183,15 @@ class LoadingMixin(MoELayer):
             experts = self._calls.experts_tree
             weights = plain_layout(experts.weights)
         else:
-            self._calls = self._calls_of(experts)
-        self._experts = experts
-        self._show(stored_leaves(weights, self.local_config) if packed.w13.layout.is_plain else None)
-
-    def _calls_of(self, experts: Experts) -> JaxCalls:
-        """What runs calls on these weights, see ``torch_kernels``."""
-        wanted, backend = self.torch_kernels, first_choice(experts.config, "gpu")
-        if wanted or (wanted is None and self.device.type == "cuda" and backend.is_all_kernels):
-            return KernelCalls(experts, self.layer_name, is_strict=bool(wanted))
-        return JaxCalls(experts, self.layer_name)
+            self._calls = calls_on(experts, self.layer_name, self.device, self.torch_kernels)
+        self._experts, self._repeats = experts, Repeats()
+        specs = method_for(self.local_config.scheme).create_weights(self.local_config)
+        shown = stored_leaves(weights, self.local_config) if packed.w13.layout.is_plain else None
+        self._scheme_method.show(self, specs, shown)
 
     def new_loader(self, *, online: bool | None = None, fused_layout: str | None = None) -> LayerLoader:
         """An empty loader for this rank."""
-        method = self.quant_method
-        if not isinstance(method, SchemeMoEMethod):
-            raise NotImplementedError(
-                f"{type(method).__name__} keeps its own parameters; only methods over moe_jax load through the layer"
-            )
+        method = self._scheme_method
         return LayerLoader(
             self.config,
             method.method,
@@ -225,6 +199,15 @@ class LoadingMixin(MoELayer):
             quantize=method.quantizes_online if online is None else online,
             fused_layout=fused_layout,
         )
+
+    @property
+    def _scheme_method(self) -> SchemeMoEMethod:
+        method = self.quant_method
+        if not isinstance(method, SchemeMoEMethod):
+            raise NotImplementedError(
+                f"{type(method).__name__} keeps its own parameters; only methods over moe_jax load through the layer"
+            )
+        return method
 
     @property
     def staged_bytes(self) -> int:
@@ -237,6 +220,8 @@ class LoadingMixin(MoELayer):
             return loader.finish()
 
     def _accept(self, tensor: ExpertTensor, loaded: torch.Tensor) -> bool:
+        if self._repeats.has(_place(tensor), loaded, tensor.name):
+            return True
         if self._loader is None:
             if self._experts is not None:
                 raise ValueError(
@@ -245,6 +230,8 @@ class LoadingMixin(MoELayer):
                 )
             self._loader = self.new_loader()
         used = self.accept_into(self._loader, tensor, loaded)
+        if used:
+            self._repeats.add(_place(tensor), loaded)
         if used and self.quant_method.uses_meta_device and not self._loader.missing():
             self.process_weights_after_loading()
         return used
@@ -273,27 +260,6 @@ class LoadingMixin(MoELayer):
             )
         return name
 
-    def _show(self, leaves: dict[str, torch.Tensor] | None) -> None:
-        """Parameters of what is loaded: views of the weights, or placeholders where a kernel's layout allows none."""
-        specs = method_for(self.local_config.scheme).create_weights(self.local_config)
-        for name, _ in list(self.named_parameters(recurse=False)):
-            if name.startswith(("w13_", "w2_")) and name not in specs:
-                delattr(self, name)
-        for name, spec in specs.items():
-            replace_parameter(self, name, placeholder(spec).data if leaves is None else leaves[name])
-            if not hasattr(getattr(self, name), "leaf_name"):
-                set_weight_attrs(getattr(self, name), {"leaf_name": name, "weight_loader": self.weight_loader})
-
-
-def _kind_of(param: torch.Tensor, leaf: str) -> str:
-    """The kind of a leaf by the words of its name, as vLLM's loader tells them apart."""
-    for word in ("input_scale", "g_idx"):
-        if word in leaf:
-            return word
-    if any(word in leaf for word in ("scale", "zero", "offset")):
-        return getattr(param, "quant_method", "of no kind")
-    return "bias" if leaf.endswith("_bias") else "weight"
-
 
 def _checked(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
     if hasattr(weights, "items") or isinstance(weights, torch.Tensor | str):
@@ -304,6 +270,10 @@ def _checked(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str,
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
             raise TypeError(f"weights: item {index} is no pair of a name and a torch tensor")
         yield pair[0], pair[1]
+
+
+def _place(tensor: ExpertTensor) -> Hashable:
+    return tensor.leaf, tensor.expert, tensor.shards
 
 
 def _unnamed(config: MoEConfig) -> MoEConfig:

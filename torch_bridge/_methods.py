@@ -1,195 +1,35 @@
-"""``FusedMoEMethodBase`` and the method that serves every scheme of moe_jax: vLLM's verbs over ``MoEMethod``."""
+"""Methods for every scheme of moe_jax: vLLM's verbs over ``MoEMethod``, for ``FusedMoE`` and other modules."""
 
-import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 
-from moe_jax import ExpertWeights, MoEConfig, Scheme
-from moe_jax.loading import ExpertTensor
+from moe_jax import Scheme
 from moe_jax.quantization import LeafSpec, MoEMethod, method_for
 from torch_bridge import _ops
+from torch_bridge._hosted import HostedExperts, ModuleLoader, described, host, hosted
+from torch_bridge._leaf_layout import LeafLayout
+from torch_bridge._method_base import FusedMoEMethodBase, MoELayer, replace_parameter, set_weight_attrs
 from torch_bridge._moe_config import FusedMoEConfig
-from torch_bridge._rank import Rank
-from torch_bridge._tensors import to_torch, torch_dtype
+from torch_bridge._quant_config import FusedMoEQuantConfig, quant_config_of
+from torch_bridge._state import stored_leaves
+from torch_bridge._tensors import torch_dtype
 
-
-class MoELayer(torch.nn.Module):
-    """What a method reads of the layer that it serves: the base of ``torch_bridge.FusedMoE``."""
-
-    moe_config: FusedMoEConfig
-    config: MoEConfig
-    local_config: MoEConfig
-    rank: Rank
-    layer_name: str
-
-    @property
-    def correction_bias(self) -> torch.Tensor | None:
-        """(E,) of the router, None without one."""
-        raise NotImplementedError
-
-    @property
-    def routes_in_torch(self) -> bool:
-        """Whether experts are chosen by a torch function, which no operator contains."""
-        raise NotImplementedError
-
-    @property
-    def expert_weights(self) -> ExpertWeights:
-        """What is processed, as checkpoints store it."""
-        raise NotImplementedError
-
-    def finish_loading(self) -> None:
-        """Process what is loaded."""
-        raise NotImplementedError
-
-    def expert_tensor(
-        self, param: torch.Tensor, weight_name: str, shard_id: str | None, expert_id: int | None
-    ) -> ExpertTensor:
-        """The arguments of ``weight_loader`` as loaders take them."""
-        raise NotImplementedError
-
-    def accept_into(self, loader: Any, tensor: ExpertTensor, loaded: torch.Tensor) -> bool:
-        """Stage one tensor of the whole layer; whether a part of it was kept."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedMoEQuantConfig:
-    """The scales of a processed layer, by vLLM's names; tensors share memory with the layer's weights.
-
-    quant_dtype, weight_dtype: element types of activations and weights, None where unquantized. w1 is w13, a1 and a2
-    are the static scales of the activations before w13 and w2, g1 and g2 the global scales of NVFP4 as stored.
-    """
-
-    quant_dtype: str | None
-    weight_dtype: str | None
-    per_act_token_quant: bool
-    per_out_ch_quant: bool
-    block_shape: tuple[int, int] | None
-    w1_scale: torch.Tensor | None = None
-    w2_scale: torch.Tensor | None = None
-    w1_zp: torch.Tensor | None = None
-    w2_zp: torch.Tensor | None = None
-    w1_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
-    a1_scale: torch.Tensor | None = None
-    a2_scale: torch.Tensor | None = None
-    g1_alphas: torch.Tensor | None = None
-    g2_alphas: torch.Tensor | None = None
-
-
-class FusedMoEMethodBase(abc.ABC):
-    """What a layer asks of its quantization method: create, process, apply, under the names of vLLM.
-
-    A subclass of your own may register whatever parameters it likes in ``create_weights`` and compute in torch in
-    ``apply``; those of this package keep their weights in moe_jax.
-    """
-
-    uses_meta_device: ClassVar[bool] = False
-
-    def __init__(self, moe: Any = None):
-        """moe: the layer's configuration, kept for whoever asks for it."""
-        self.moe = moe
-        self.moe_quant_config: FusedMoEQuantConfig | None = None
-
-    @abc.abstractmethod
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """Register the parameters of the experts of one rank.
-
-        extra_weight_attrs: set on each, ``weight_loader`` too.
-        """
-
-    @abc.abstractmethod
-    def apply(
-        self,
-        layer: MoELayer,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts_input: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x (T, H), topk_weights and global topk_ids (T, k) -> the routed output (T, H) in x's dtype."""
-
-    @abc.abstractmethod
-    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
-        """The scales of a processed layer, None when it is not quantized."""
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:  # noqa: B027
-        """Turn what was loaded into what ``apply`` reads; nothing to do for one that reads them as loaded."""
-
-    def apply_monolithic(
-        self,
-        layer: MoELayer,
-        x: torch.Tensor,
-        router_logits: torch.Tensor,
-        shared_experts_input: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """``apply`` with routing inside. Raises NotImplementedError where a method leaves routing to the layer."""
-        raise NotImplementedError(f"{type(self).__name__} is not monolithic; route first, then call apply")
-
-    def maybe_make_prepare_finalize(self, routing_tables: Any = None) -> Any:
-        """vLLM's hook for dispatch kernels. Raises ValueError: methods here own their whole computation."""
-        raise ValueError(
-            f"{type(self).__name__} uses its own kernels from dispatch to combine; there is no prepare/finalize to make"
-        )
-
-    def select_gemm_impl(self, prepare_finalize: Any, layer: torch.nn.Module) -> Any:
-        """vLLM's older hook. Raises NotImplementedError: the implementation is chosen per call."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no GEMM to select; moe_jax chooses an implementation per call, name one with "
-            "implementation="
-        )
-
-    @property
-    def scheme(self) -> Scheme:
-        """What moe_jax is told of the weights; unquantized for a method that keeps them by itself."""
-        return Scheme.parse(None)
-
-    @property
-    def is_monolithic(self) -> bool:
-        return False
-
-    @property
-    def supports_eplb(self) -> bool:
-        return False
-
-    @property
-    def supports_internal_mk(self) -> bool:
-        """Whether the method owns dispatch, experts and combine."""
-        return False
-
-    @property
-    def topk_indices_dtype(self) -> torch.dtype | None:
-        return None
-
-    @property
-    def has_unpadded_output(self) -> bool:
-        return False
-
-    @property
-    def skip_forward_padding(self) -> bool:
-        return False
-
-    @property
-    def use_global_sf(self) -> bool:
-        """Whether input scales of experts of other ranks are loaded too."""
-        return False
+_PREFIXES = ("w13_", "w2_")
+_UNREAD = {"is_transposed": False, "load_full_w2": False}  # what loaders read on every parameter
 
 
 class SchemeMoEMethod(FusedMoEMethodBase):
-    """Weights as a checkpoint of one scheme stores them, computed by moe_jax."""
+    """Weights as a checkpoint of one scheme stores them, computed by moe_jax.
 
-    def __init__(self, scheme: Any = None, moe: Any = None):
+    It serves ``FusedMoE``, whose parameters are placeholders until they are loaded, and any other module: there
+    parameters have memory on torch's default device, and the attributes that vLLM's loader reads. A module says what
+    its layer is by attributes of vLLM's names (``activation``, ``top_k``, ``renormalize``, ``expert_map``,
+    ``e_score_correction_bias``, ...), or else by the method's ``moe``. They are read while weights are processed.
+    """
+
+    def __init__(self, scheme: Any = None, moe: FusedMoEConfig | None = None):
         """scheme: anything ``Scheme.parse`` accepts, and raising what it raises."""
         super().__init__(moe)
         self.method: MoEMethod = method_for(scheme)
@@ -203,60 +43,148 @@ class SchemeMoEMethod(FusedMoEMethodBase):
         """Whether checkpoints are full precision and get quantized while they are loaded."""
         return False
 
+    @property
+    def stored_method(self) -> MoEMethod:
+        """What checkpoints store."""
+        return method_for(None) if self.quantizes_online else self.method
+
+    def layout(self, leaf: str, params_dtype: torch.dtype | None = None) -> LeafLayout:
+        """How this method's parameter keeps a leaf. params_dtype: of the layer, while parameters are created."""
+        weights, inputs = self.scheme.weights, self.scheme.activations
+        is_fp8 = weights is not None and weights.element == "e4m3" and inputs is not None
+        return LeafLayout(leaf, is_common=is_fp8 and leaf.endswith("_input_scale"))
+
     def create_weights(
         self,
-        layer: Any,
+        layer: torch.nn.Module,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        method = method_for(None) if self.quantizes_online else self.method
-        sizes = num_experts, hidden_size, intermediate_size_per_partition
-        specs = leaf_specs(layer, method, sizes, params_dtype)
-        weights = method.scheme.weights
-        if weights is not None and weights.packing is not None and not weights.element_type.is_float:
-            lead = (num_experts, 2)
-            specs |= {f"{w}_weight_shape": LeafSpec(lead, np.dtype(np.int32), "weight_shape") for w in ("w13", "w2")}
+        sizes, device = (num_experts, hidden_size, intermediate_size_per_partition), torch.device("meta")
+        if isinstance(layer, MoELayer):
+            specs = layer_specs(layer, self.stored_method, sizes, params_dtype)
+        else:
+            self.moe = moe = self.moe or described(layer, sizes, params_dtype)
+            experts = host(layer, self.moe, sizes, params_dtype)
+            specs, device = self._rows_of_all(experts, extra_weight_attrs), experts.device
+            extra_weight_attrs.setdefault("weight_loader", ModuleLoader(layer, self, moe))
+        note(layer, num_experts=num_experts, orig_dtype=params_dtype, weight_block_size=self._block_size)
+        self._register(layer, specs, sizes, params_dtype, device, extra_weight_attrs)
+
+    def _rows_of_all(self, experts: HostedExperts, attributes: dict[str, Any]) -> dict[str, LeafSpec]:
+        """The leaves of a module; input scales have rows for experts of other ranks too, where loaders bring them."""
+        specs = self.stored_method.create_weights(experts.shape)
+        rows = attributes.get("global_num_experts") or experts.shape.num_experts
+        return {
+            name: dataclasses.replace(spec, shape=(rows, *spec.shape[1:])) if name.endswith("_input_scale") else spec
+            for name, spec in specs.items()
+        }
+
+    @property
+    def _block_size(self) -> list[int] | None:
+        weights = self.scheme.weights
+        return None if weights is None or weights.block_shape is None else list(weights.block_shape)
+
+    def _register(
+        self,
+        layer: torch.nn.Module,
+        specs: dict[str, LeafSpec],
+        sizes: tuple[int, int, int],
+        params_dtype: torch.dtype,
+        device: torch.device,
+        attributes: dict[str, Any],
+    ) -> None:
+        weights = self.stored_method.scheme.weights
         for name, spec in specs.items():
-            register_placeholder(layer, name, spec, {**_kind(spec, weights), **extra_weight_attrs})
+            layout = self.layout(name, params_dtype)
+            register_leaf(layer, name, spec, layout, device, {**_kind(name, spec, weights, layout), **attributes})
+        for name, (shape, dtype) in self.unread_parameters(sizes).items():
+            if name not in specs:
+                data = torch.zeros(shape, dtype=dtype, device=device)
+                layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+                set_weight_attrs(getattr(layer, name), {"leaf_name": name, **_UNREAD, **attributes})
         for name in ("w13_input_scale", "w2_input_scale"):
             if name not in specs:  # vLLM's layers have the attribute all the same
                 layer.register_parameter(name, None)
 
-    def exported_name(self, leaf: str) -> str:
-        """What a state dict calls a leaf; another name than the leaf's where vLLM has one of its own."""
-        return leaf
+    def unread_parameters(self, sizes: tuple[int, int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """{name: (shape, dtype)} of what vLLM's loaders fill beside the leaves, and processing drops.
 
-    def stored_name(self, exported: str) -> str:
-        """The inverse of ``exported_name``."""
-        return exported
+        sizes: (experts, hidden, intermediate) of the rank.
+        """
+        weights = self.stored_method.scheme.weights
+        if weights is None or weights.packing is None or weights.element_type.is_float:
+            return {}
+        return {f"{prefix}_weight_shape": ((sizes[0], 2), torch.int32) for prefix in ("w13", "w2")}
 
-    def process_weights_after_loading(self, layer: MoELayer) -> None:
-        layer.finish_loading()
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if isinstance(layer, MoELayer):
+            layer.finish_loading()
+        else:
+            self.process_module(layer)
         self.moe_quant_config: FusedMoEQuantConfig | None = self.get_fused_moe_quant_config(layer)
 
-    def apply(self, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, shared_experts_input: Any = None) -> Any:
-        return _ops.call(_ops.fused_experts_op, x, topk_weights, topk_ids, layer.layer_name)
+    def process_module(self, module: torch.nn.Module) -> None:
+        """Process what the parameters of a module hold, which may be what an earlier call left there."""
+        experts, specs = hosted(module), self.stored_method.create_weights(hosted(module).shape)
+        leaves = {name: getattr(module, self.layout(name).name) for name in specs}
+        if all(leaf.is_meta for leaf in leaves.values()) and experts.is_processed:
+            return
+        for name, leaf in leaves.items():
+            if len(leaf) != specs[name].shape[0]:  # one input scale serves the experts of all ranks
+                leaves[name] = leaf.max().expand(self.layout(name).shape(specs[name].shape))
+        stored = {name: self.layout(name).stored(leaf.data, specs[name].shape) for name, leaf in leaves.items()}
+        shown = experts.process(module, self.moe, self.method, stored, quantizes=self.quantizes_online)
+        self.show(module, self.method.create_weights(experts.shape), shown)
 
-    def apply_monolithic(self, layer: Any, x: Any, router_logits: Any, shared_experts_input: Any = None) -> Any:
-        if layer.routes_in_torch:
-            return self.apply(layer, x, *layer.select_experts(x, router_logits))
-        return _ops.call(_ops.fused_moe_op, x, router_logits, layer.correction_bias, None, layer.layer_name)
+    def show(self, module: torch.nn.Module, specs: dict[str, LeafSpec], leaves: dict[str, torch.Tensor] | None) -> None:
+        """Parameters of processed experts: views of them, or placeholders where a kernel's layout allows none."""
+        layouts = {name: self.layout(name) for name in specs}
+        kept = {layout.name for layout in layouts.values()}
+        for name, _ in list(module.named_parameters(recurse=False)):
+            if name.startswith(_PREFIXES) and name not in kept:
+                delattr(module, name)
+        for name, layout in layouts.items():
+            shown = meta_leaf(specs[name], layout) if leaves is None else layout.shown(leaves[name])
+            replace_parameter(module, layout.name, shown)
+            if not hasattr(getattr(module, layout.name), "leaf_name"):
+                loader = getattr(module, "weight_loader", None)
+                attributes = {"leaf_name": name} | ({} if loader is None else {"weight_loader": loader})
+                set_weight_attrs(getattr(module, layout.name), attributes)
 
-    def get_fused_moe_quant_config(self, layer: MoELayer) -> FusedMoEQuantConfig | None:
-        weights, activations = self.scheme.weights, self.scheme.activations
-        if weights is None:
-            return None
-        return FusedMoEQuantConfig(
-            quant_dtype=None if activations is None else activations.element,
-            weight_dtype=weights.element,
-            per_act_token_quant=activations is not None and activations.strategy.value == "token",
-            per_out_ch_quant=weights.strategy.value == "channel",
-            block_shape=weights.block_shape or (None if weights.group_size is None else (1, weights.group_size)),
-            **_scales(layer.expert_weights),
-        )
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        shared_experts: Any = None,
+        shared_experts_input: Any = None,
+    ) -> Any:
+        return _ops.call(_ops.fused_experts_op, x, topk_weights, topk_ids, _experts_of(layer).layer_name)
+
+    def apply_monolithic(self, layer: torch.nn.Module, x: Any, router_logits: Any, input_ids: Any = None) -> Any:
+        if isinstance(layer, MoELayer):
+            if layer.routes_in_torch:
+                return self.apply(layer, x, *layer.select_experts(x, router_logits))
+            bias = layer.correction_bias
+        else:
+            bias = getattr(layer, "e_score_correction_bias", None)
+            if getattr(layer, "custom_routing_function", None) is not None:
+                raise NotImplementedError(
+                    f"{type(layer).__name__} has a custom_routing_function, which moe_jax does not call; route first, "
+                    "then call apply"
+                )
+        return _ops.call(_ops.fused_moe_op, x, router_logits, bias, input_ids, _experts_of(layer).layer_name)
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
+        experts = _experts_of(layer)
+        weights, config = experts.expert_weights, experts.local_config
+        leaves = stored_leaves(weights, config)
+        return quant_config_of(config, {name: self.layout(name).shown(leaf) for name, leaf in leaves.items()})
 
     @property
     def is_monolithic(self) -> bool:
@@ -272,6 +200,7 @@ class SchemeMoEMethod(FusedMoEMethodBase):
 
     @property
     def use_global_sf(self) -> bool:
+        """Whether input scales of experts of other ranks are loaded too."""
         activations = self.scheme.activations
         return activations is not None and activations.needs_input_scale
 
@@ -279,44 +208,25 @@ class SchemeMoEMethod(FusedMoEMethodBase):
 class UnquantizedFusedMoEMethod(SchemeMoEMethod):
     """Experts in the parameters' dtype."""
 
-    def __init__(self, moe: Any = None):
+    def __init__(self, moe: FusedMoEConfig | None = None):
         super().__init__(None, moe)
 
 
-def set_weight_attrs(parameter: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Set what a loader reads on a parameter.
+def _experts_of(layer: torch.nn.Module) -> MoELayer | HostedExperts:
+    return layer if isinstance(layer, MoELayer) else hosted(layer)
 
-    Raises AssertionError for an attribute that it has already, as in vLLM.
-    """
+
+def note(layer: torch.nn.Module, **attributes: Any) -> None:
+    """Set what vLLM's methods leave on a layer while they create weights, where the layer has it not by itself."""
     for name, value in attributes.items():
-        if hasattr(parameter, name):
-            raise AssertionError(f"Overwriting existing tensor attribute: {name}")
-        setattr(parameter, name, value)
+        if not hasattr(layer, name):
+            setattr(layer, name, value)
 
 
-def replace_parameter(layer: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-    """Put a tensor in the place of a parameter, with the attributes of the old one; None removes it."""
-    old = getattr(layer, name, None)
-    if tensor is None:
-        layer.register_parameter(name, None)
-        return
-    parameter = torch.nn.Parameter(tensor, requires_grad=False)
-    for key, value in vars(old).items() if old is not None else ():
-        setattr(parameter, key, value)
-    layer.register_parameter(name, parameter)
-
-
-def placeholder(spec: LeafSpec) -> torch.nn.Parameter:
-    """A parameter of a leaf's shape and dtype on the meta device: no memory."""
-    return torch.nn.Parameter(
-        torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta"), requires_grad=False
-    )
-
-
-def leaf_specs(
-    layer: Any, method: MoEMethod, sizes: tuple[int, int, int], params_dtype: torch.dtype
+def layer_specs(
+    layer: MoELayer, method: MoEMethod, sizes: tuple[int, int, int], params_dtype: torch.dtype
 ) -> dict[str, LeafSpec]:
-    """The leaves of one rank under a method; sizes: (experts, hidden, intermediate) of the rank."""
+    """The leaves of one rank of ``FusedMoE`` under a method; sizes: (experts, hidden, intermediate) of the rank."""
     experts, hidden, intermediate = sizes
     config = dataclasses.replace(
         layer.local_config,
@@ -329,34 +239,33 @@ def leaf_specs(
     return dict(method.create_weights(config))
 
 
-def register_placeholder(layer: torch.nn.Module, name: str, spec: LeafSpec, attributes: dict[str, Any]) -> None:
-    """Give a layer the parameter of a leaf, without memory, with what loaders read on it."""
-    parameter = placeholder(spec)
-    layer.register_parameter(name, parameter)
+def meta_leaf(spec: LeafSpec, layout: LeafLayout) -> torch.Tensor:
+    """A leaf without memory, as its parameter has it."""
+    return layout.shown(torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta"))
+
+
+def register_leaf(
+    layer: torch.nn.Module,
+    name: str,
+    spec: LeafSpec,
+    layout: LeafLayout,
+    device: torch.device,
+    attributes: dict[str, Any],
+) -> None:
+    """Give a layer the parameter of a leaf with what loaders read on it; scales begin as vLLM's do."""
+    dtype = layout.dtype or torch_dtype(spec.dtype)
+    data = torch.empty(layout.shape(spec.shape), dtype=dtype, device=device)
+    if spec.init is not None:
+        data.fill_(spec.init)
+    parameter = torch.nn.Parameter(data, requires_grad=False)
+    layer.register_parameter(layout.name, parameter)
     set_weight_attrs(parameter, {"leaf_name": name, **attributes})
 
 
-def _kind(spec: LeafSpec, weights: Any) -> dict[str, Any]:
-    kind: str | None = spec.kind
+def _kind(name: str, spec: LeafSpec, weights: Any, layout: LeafLayout) -> dict[str, Any]:
+    kind: str | None = "tensor" if name.endswith("_input_global_scale") else spec.kind
     if kind in ("weight", "zero_point", "channel_zero_point") and weights is not None and weights.packing is not None:
         kind = weights.strategy.value
-    if kind in ("weight", "bias", "g_idx", "weight_shape", "input_scale"):
+    if kind in ("weight", "bias", "g_idx", "input_scale"):
         kind = None
-    return {"is_transposed": False, "load_full_w2": False} | ({} if kind is None else {"quant_method": kind})
-
-
-def _scales(weights: ExpertWeights) -> dict[str, torch.Tensor | None]:
-    def shown(array: Any) -> torch.Tensor | None:
-        return None if array is None else to_torch(array)
-
-    return {
-        name: shown(array)
-        for number, tensor, bias in ((1, weights.w13, weights.w13_bias), (2, weights.w2, weights.w2_bias))
-        for name, array in (
-            (f"w{number}_scale", tensor.scale),
-            (f"w{number}_zp", tensor.zero_point),
-            (f"w{number}_bias", bias),
-            (f"a{number}_scale", tensor.input_scale),
-            (f"g{number}_alphas", tensor.global_scale),
-        )
-    }
+    return _UNREAD | {"is_transposed": layout.is_transposed} | ({} if kind is None else {"quant_method": kind})

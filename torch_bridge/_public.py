@@ -10,14 +10,8 @@ from torch_bridge._compressed_tensors import (
 )
 from torch_bridge._convert import convert, from_nnx, load_tensors, patch, to_nnx
 from torch_bridge._layer import FusedMoE
-from torch_bridge._methods import (
-    FusedMoEMethodBase,
-    FusedMoEQuantConfig,
-    SchemeMoEMethod,
-    UnquantizedFusedMoEMethod,
-    replace_parameter,
-    set_weight_attrs,
-)
+from torch_bridge._method_base import FusedMoEMethodBase, replace_parameter, set_weight_attrs
+from torch_bridge._methods import SchemeMoEMethod, UnquantizedFusedMoEMethod
 from torch_bridge._moe_config import FusedMoEConfig, FusedMoEParallelConfig, MoEActivation, RoutingMethodType
 from torch_bridge._online import (
     Int8OnlineMoEMethod,
@@ -27,6 +21,7 @@ from torch_bridge._online import (
     SchemeOnlineMoEMethod,
 )
 from torch_bridge._patched import PatchedExperts
+from torch_bridge._quant_config import FusedMoEQuantConfig
 from torch_bridge._rank import Rank
 from torch_bridge.launch._kernels import as_torch_kernels
 

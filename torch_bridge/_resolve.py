@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_jax import Scheme
-from torch_bridge._methods import FusedMoEMethodBase, SchemeMoEMethod, UnquantizedFusedMoEMethod
+from torch_bridge._method_base import FusedMoEMethodBase
+from torch_bridge._methods import SchemeMoEMethod, UnquantizedFusedMoEMethod
 from torch_bridge._online import SchemeOnlineMoEMethod
 
 

@@ -6,7 +6,9 @@ import torch
 
 from moe_jax.quantization import method_for
 from torch_bridge._layer_loading import LoadingMixin
+from torch_bridge._leaf_layout import shown_leaves
 from torch_bridge._methods import SchemeMoEMethod
+from torch_bridge._repeats import Repeats
 from torch_bridge._state import interleaved, is_interleaved, stored_leaves
 from torch_bridge._tensors import to_numpy
 from torch_bridge._views import checkpoint_view, processed_view
@@ -37,8 +39,9 @@ class StateDictMixin(LoadingMixin):
         if self._experts is not None:
             leaves = stored_leaves(self._experts.weights, self.local_config)
             leaves = interleaved(leaves) if is_interleaved(self.config) else leaves
+            leaves = shown_leaves(leaves, {name: self.quant_method.layout(name) for name in leaves})
         for name, leaf in leaves.items():
-            destination[f"{prefix}{self.quant_method.exported_name(name)}"] = leaf
+            destination[f"{prefix}{name}"] = leaf
 
     def processed_state_dict(self) -> dict[str, torch.Tensor]:
         """The leaves of a processed layer as vLLM names and stores them after its own processing.
@@ -67,30 +70,34 @@ class StateDictMixin(LoadingMixin):
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
             return
-        scheme, names = self.local_config.scheme, {}
+        scheme, names, layout = self.local_config.scheme, {}, self.quant_method.layout
+        leaf_of = {layout(leaf).name: leaf for leaf in method_for(scheme).create_weights(self.local_config)}
         for key in state_dict:
             name = key.removeprefix(prefix)
             if key.startswith(prefix) and name.startswith(_PREFIXES) and "." not in name:
-                names[self.quant_method.stored_name(name)] = state_dict[key]
+                names[leaf_of.get(name, name)] = state_dict[key]
         # weight_shape tells nothing that the scheme does not.
         names = {name: leaf for name, leaf in names.items() if not name.endswith("_weight_shape")}
         names = checkpoint_view(names, scheme)
         weight = names.get("w2_weight")
         is_full_precision = weight is not None and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
         is_online = scheme.is_quantized and is_full_precision
-        expected = set((method_for(None) if is_online else method_for(scheme)).create_weights(self.local_config))
-        unexpected_keys += [f"{prefix}{name}" for name in names.keys() - expected]
-        missing = sorted(expected - names.keys())
+        expected = (method_for(None) if is_online else method_for(scheme)).create_weights(self.local_config)
+        unexpected_keys += [f"{prefix}{name}" for name in names.keys() - expected.keys()]
+        missing = sorted(expected.keys() - names.keys())
         missing_keys += [f"{prefix}{name}" for name in missing]
         if missing or any(leaf.is_meta for leaf in names.values()):
             return
         loader = self.new_loader(online=is_online)
         try:
             for name in sorted(expected):
-                loader.accept_leaf(name, to_numpy(names[name]), is_interleaved=is_interleaved(self.config))
+                leaf, shape = names[name], expected[name].shape
+                if leaf.shape == layout(name).shape(shape):
+                    leaf = layout(name).stored(leaf, shape)
+                loader.accept_leaf(name, to_numpy(leaf), is_interleaved=is_interleaved(self.config))
             if self._experts is not None:
                 self.install(self.finished(loader))
             else:
-                self._loader = loader
+                self._loader, self._repeats = loader, Repeats()
         except (ValueError, TypeError) as error:
             error_msgs.append(f"{prefix}{error}")

@@ -14,7 +14,7 @@ from torch_bridge._compressed_tensors import (
     quantization_arguments,
 )
 from torch_bridge._layer import FusedMoE
-from torch_bridge._methods import FusedMoEMethodBase
+from torch_bridge._method_base import FusedMoEMethodBase
 from torch_bridge._online import Int8OnlineMoEMethod
 from torch_bridge._tensors import refuse_foreign
 

@@ -147,3 +147,11 @@ class _Experts:
 def _refuse(reason: str | None) -> None:
     if reason is not None:
         raise NotImplementedError(reason)
+
+
+def calls_on(experts: Experts, layer_name: str, device: torch.device, torch_kernels: bool | None) -> JaxCalls:
+    """What runs calls on these weights; torch_kernels: see ``FusedMoE``."""
+    is_all_kernels = first_choice(experts.config, "gpu").is_all_kernels
+    if torch_kernels or (torch_kernels is None and device.type == "cuda" and is_all_kernels):
+        return KernelCalls(experts, layer_name, is_strict=bool(torch_kernels))
+    return JaxCalls(experts, layer_name)

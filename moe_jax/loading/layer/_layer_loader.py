@@ -33,7 +33,7 @@ from moe_jax.loading.layer._staging import Staging, experts_text
 from moe_jax.loading.layer._weight_loader import SCALAR_KINDS, Shard
 from moe_jax.quantization import ExpertWeights, LeafSpec, MoEMethod, Scheme, common_input_scale, method_for
 
-DUMMY_BOUND, DUMMY_SEED = 1e-3, 1234  # vLLM's, so that dummy runs can be compared
+DUMMY_BOUND, DUMMY_SEED = 1e-3, 1234
 _LISTED = 12  # entries of each list in the error of an incomplete layer
 
 
@@ -215,8 +215,8 @@ class LayerLoader:
         return self._take_leaf(leaf, array, is_interleaved)
 
     def fill_dummy(self) -> None:
-        """Stand-in values for runs without a checkpoint: uniform in +-1e-3 with seed 1234 for each weight and bias of
-        which nothing was loaded. They take the way of full-precision tensors, so the layer gets quantized."""
+        """Stand-in values for runs without a checkpoint: uniform in +-1e-3, NumPy's with seed 1234, for each weight and
+        bias of which nothing was loaded. They take the way of full-precision tensors, so the layer gets quantized."""
         for leaf, spec in self._plans[True].own_specs.items():
             if not self._staging.coverage.any(leaf):
                 values = np.random.default_rng(DUMMY_SEED).uniform(-DUMMY_BOUND, DUMMY_BOUND, spec.shape)

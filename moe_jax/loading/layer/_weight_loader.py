@@ -362,8 +362,12 @@ def _check_cut(
         extent, covered = scale_extent[1 if is_w2 else 0], "one scale covers"
     else:
         return
+    if extent == 1:
+        return
     # I is the axis of w13's rows, packed or not: the split one, and for w2 the other one.
-    w13 = next(specs[name] for name in ("w13_weight", "w13_weight_packed") if name in specs)
+    w13 = next((specs[name] for name in ("w13_weight", "w13_weight_packed") if name in specs), None)
+    if w13 is None:
+        raise ValueError(f"{weight_name}: cutting {leaf} needs the spec of w13_weight or w13_weight_packed beside it")
     size = w13.shape[1 + (1 - tp_axis if is_w2 else tp_axis)] // (2 if is_act_and_mul else 1)
     if size % extent:
         raise ValueError(
