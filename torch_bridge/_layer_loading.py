@@ -121,9 +121,9 @@ class LoadingMixin(MoELayer):
         loader, repeats = self.new_loader(), Repeats()
         for name, tensor in _checked(weights):
             for parsed in self.parse_name(name):
-                if not repeats.has(_place(parsed), tensor, name):
+                if not repeats.has(_place(parsed, tensor), tensor, name):
                     self.accept_into(loader, parsed, tensor)
-                    repeats.add(_place(parsed), tensor)
+                    repeats.add(_place(parsed, tensor), tensor)
         self.install(self.finished(loader))
         self._repeats = repeats
 
@@ -220,7 +220,7 @@ class LoadingMixin(MoELayer):
             return loader.finish()
 
     def _accept(self, tensor: ExpertTensor, loaded: torch.Tensor) -> bool:
-        if self._repeats.has(_place(tensor), loaded, tensor.name):
+        if self._repeats.has(_place(tensor, loaded), loaded, tensor.name):
             return True
         if self._loader is None:
             if self._experts is not None:
@@ -231,7 +231,7 @@ class LoadingMixin(MoELayer):
             self._loader = self.new_loader()
         used = self.accept_into(self._loader, tensor, loaded)
         if used:
-            self._repeats.add(_place(tensor), loaded)
+            self._repeats.add(_place(tensor, loaded), loaded)
         if used and self.quant_method.uses_meta_device and not self._loader.missing():
             self.process_weights_after_loading()
         return used
@@ -272,8 +272,10 @@ def _checked(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str,
         yield pair[0], pair[1]
 
 
-def _place(tensor: ExpertTensor) -> Hashable:
-    return tensor.leaf, tensor.expert, tensor.shards
+def _place(tensor: ExpertTensor, loaded: torch.Tensor) -> Hashable:
+    """What may come once. Another weight_shape has a place of its own, since the loader says best what is wrong."""
+    stated = tuple(loaded.tolist()) if tensor.suffix == "weight_shape" else ()
+    return tensor.leaf, tensor.expert, tensor.shards, stated
 
 
 def _unnamed(config: MoEConfig) -> MoEConfig:

@@ -128,7 +128,7 @@ def read(sources: Path) -> dict[str, dict]:
 
 def _as_text(api: dict) -> str:
     """As JSON, with a line for every member and every function."""
-    lines = ['{', f'"vllm": {json.dumps(api["vllm"])},', '"classes": {']
+    lines = ["{", f'"vllm": {json.dumps(api["vllm"])},', '"classes": {']
     for name, members in api["classes"].items():
         rows = ",\n".join(f"  {json.dumps(member)}: {json.dumps(described)}" for member, described in members.items())
         lines.append(f" {json.dumps(name)}: {{\n{rows}\n }}" + ("," if name != [*api["classes"]][-1] else ""))

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -177,8 +176,32 @@ def test_processing_is_idempotent_and_names_what_is_missing():
     pointers = [p.data_ptr() for p in layer.parameters()]
     layer.process_weights_after_loading()
     assert pointers == [p.data_ptr() for p in layer.parameters()]
+    old = layer.expert_weights
+    layer.load_weights(pairs)  # the same again changes nothing
+    assert_same_weights(layer.expert_weights, old)
+    (name, tensor), *_ = pairs
+    for other in (tensor.flip(0), tensor.view(torch.int8).add(1).view(tensor.dtype)):
+        with pytest.raises(ValueError, match="came twice with different values"):
+            layer.load_weights([(name, other)])
+    layer.load_state_dict(layer.state_dict())
     with pytest.raises(ValueError, match="already processed; use reload_weights"):
         layer.load_weights(pairs[:1])
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_repeated_tensors_are_loaded_once(online):
+    """M22: in any place before and after the layer is processed; other values in the same place are an error."""
+    scheme, arrays = "int8_w8a16", plain_arrays() if online else stored_arrays("int8_w8a16")
+    pairs, expected = torch_pairs(arrays), loaded_bridge(scheme, arrays, online=online).expert_weights
+    layer = bridge_layer(scheme, online=online)
+    layer.load_weights([*pairs[:5], *pairs[3:7], *pairs, *pairs[:2]])
+    layer.process_weights_after_loading()
+    assert_same_weights(layer.expert_weights, expected)
+    layer.reload_weights([*pairs, *pairs[-3:]])
+    assert_same_weights(layer.expert_weights, expected)
+    with pytest.raises(ValueError, match="came twice with different values"):
+        layer.reload_weights([*pairs, (pairs[0][0], pairs[0][1] * 2)])
+    assert_same_weights(layer.expert_weights, expected)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_block", "int8_w8a16"])
@@ -279,7 +302,8 @@ def test_parameters_carry_what_loaders_read():
         assert {n for n in parameters if not n.endswith("weight_shape")} == set(specs)
         for name, spec in specs.items():
             parameter = parameters[name]
-            assert tuple(parameter.shape) == spec.shape and parameter.is_meta and not parameter.requires_grad
+            shape = (E,) if name.endswith("_input_scale") else spec.shape  # gate and up share it, as in vLLM
+            assert tuple(parameter.shape) == shape and parameter.is_meta and not parameter.requires_grad
             assert parameter.weight_loader == layer.weight_loader and parameter.is_transposed is False
             if spec.kind in ("tensor", "channel", "group", "block"):
                 assert parameter.quant_method == spec.kind
@@ -357,12 +381,13 @@ def test_act_order_is_loaded_by_whole_experts_only():
 
 
 def test_dummy_weights():
-    """M19: uniform in +-1e-3 with seed 1234; quantized, they are what the scheme makes of the same values."""
+    """M19: torch's uniform in +-1e-3 with seed 1234, as in vLLM; quantized as the scheme quantizes these values."""
     plain = bridge_layer("bf16")
     plain.load_dummy_weights()
     for weight in (plain.w13_weight, plain.w2_weight):
-        drawn = np.random.default_rng(1234).uniform(-1e-3, 1e-3, tuple(weight.shape))
-        assert bits(weight) == bits(drawn.astype(ml_dtypes.bfloat16))
+        generator = torch.Generator().manual_seed(1234)
+        drawn = torch.empty(weight.shape, dtype=torch.bfloat16).uniform_(-1e-3, 1e-3, generator=generator)
+        assert bits(weight) == bits(drawn)
     pairs = [
         (f"experts.{name}", leaf) for name, leaf in (("gate_up_proj", plain.w13_weight), ("down_proj", plain.w2_weight))
     ]

@@ -1,7 +1,5 @@
 """The methods under their vLLM names: what they accept, their surface, and number formats and methods of one's own."""
 
-from inspect import unwrap  # the tests' own checks of annotations would speak first
-
 import jax
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from tests.support.cases.torch_bridge import (
     H,
     I,
     K,
-    as_torch,
     bits,
     bridge_layer,
     call,
@@ -53,6 +50,8 @@ PROPERTIES = (
     "topk_indices_dtype",
     "has_unpadded_output",
     "skip_forward_padding",
+    "mk_can_overlap_shared_experts",
+    "method_name",
     "use_global_sf",
 )
 
@@ -65,13 +64,15 @@ def test_methods_by_their_names(name):
     assert method.scheme.name == name and isinstance(method, torch_bridge.FusedMoEMethodBase)
     assert method.is_monolithic and method.supports_internal_mk and method.topk_indices_dtype == torch.int32
     assert not (method.supports_eplb or method.has_unpadded_output or method.skip_forward_padding)
+    assert not (method.mk_can_overlap_shared_experts or method.uses_weight_scale_2_pattern())
+    assert method.method_name == type(method).__name__
     assert method.use_global_sf == (name == "nvfp4")
     for read_only in PROPERTIES:
         with pytest.raises(AttributeError, match="no setter"):
             setattr(method, read_only, None)
     with pytest.raises(ValueError, match=rf"{type(method).__name__} uses its own kernels"):
         method.maybe_make_prepare_finalize()
-    with pytest.raises(NotImplementedError, match=r"no GEMM to select"):
+    with pytest.raises(ValueError, match=r"no GEMM to select"):
         method.select_gemm_impl(None, torch.nn.Module())
     layer = bridge_layer(method)
     layer.load_weights(torch_pairs(plain_arrays() if method.uses_meta_device else stored_arrays(name)))
@@ -87,60 +88,25 @@ def test_methods_by_their_names(name):
     torch.testing.assert_close(routed, torch.from_numpy(np.array(expected)))
 
 
-# scheme -> element types of activations and weights, per token?, per channel?, block
-QUANT_CONFIGS = {
-    "fp8_tensor_static": ("e4m3", "e4m3", False, False, None),
-    "fp8_channel": ("e4m3", "e4m3", True, True, None),
-    "fp8_block": ("e4m3", "e4m3", False, False, (128, 128)),
-    "int8_w8a16": (None, "int8", False, True, None),
-    "w4a16_g32_asym": (None, "int4", False, False, (1, 32)),
-    "nvfp4": ("e2m1", "e2m1", False, False, (1, 16)),
-}
-# its fields -> what they are of the weights, w13 first
-QUANT_CONFIG_SCALES = {
-    ("w1_scale", "w2_scale"): "scale",
-    ("w1_zp", "w2_zp"): "zero_point",
-    ("a1_scale", "a2_scale"): "input_scale",
-    ("g1_alphas", "g2_alphas"): "global_scale",
-}
-
-
-@pytest.mark.parametrize("scheme", QUANT_CONFIGS)
-def test_quant_config_says_what_the_weights_are(scheme):
-    """M188, M232: granularity and scales under vLLM's names, every tensor the processed layer's own."""
-    layer = loaded_bridge(scheme, stored_arrays(scheme))
-    config, weights = layer.quant_method.moe_quant_config, layer.expert_weights
-    stated = "quant_dtype", "weight_dtype", "per_act_token_quant", "per_out_ch_quant", "block_shape"
-    assert tuple(getattr(config, name) for name in stated) == QUANT_CONFIGS[scheme]
-    for names, field in QUANT_CONFIG_SCALES.items():
-        for name, tensor in zip(names, (weights.w13, weights.w2), strict=True):
-            found, expected = getattr(config, name), getattr(tensor, field)
-            assert (found is None) == (expected is None) and (found is None or bits(found) == bits(expected)), name
-    assert config.w1_bias is None and config.w2_bias is None
-
-
-def test_quant_config_of_biases_and_of_unquantized_layers():
-    layer = loaded_bridge("fp8_channel", plain_arrays(bias=True), has_bias=True, online=True)
-    config, weights = layer.quant_method.moe_quant_config, layer.expert_weights
-    assert bits(config.w1_bias) == bits(weights.w13_bias) and bits(config.w2_bias) == bits(weights.w2_bias)
-    assert loaded_bridge("bf16", plain_arrays()).quant_method.moe_quant_config is None
-
-
 def test_int8_online_exports_its_own_scale_names():
-    """M36: w13_scale and w2_scale out and in, the largest magnitude of a row over 127; codes times scales are rows."""
+    """M35, M36: w13_scale (E, 2I) and w2_scale (E, H), parameters and state dict, out and in.
+
+    They are the largest magnitude of a row over 127; codes times scales are rows.
+    """
     layer, arrays = bridge_layer(torch_bridge.Int8OnlineMoEMethod(layer=None)), plain_arrays()
     layer.load_weights(torch_pairs(arrays))
     state = layer.state_dict()
-    assert set(state) == {"w13_weight", "w13_scale", "w2_weight", "w2_scale"}
+    assert set(state) == set(dict(layer.named_parameters())) == {"w13_weight", "w13_scale", "w2_weight", "w2_scale"}
     for name, shards in (("w13", ("w1", "w3")), ("w2", ("w2",))):
         rows = np.stack([np.concatenate([arrays[e, s, "weight"] for s in shards]) for e in range(E)]).astype(np.float32)
         scale = state[f"{name}_scale"].numpy()
-        np.testing.assert_array_equal(scale, np.abs(rows).max(-1, keepdims=True) / np.float32(127))
-        assert (np.abs(state[f"{name}_weight"].numpy() * scale - rows) <= scale * 0.5001).all()
+        np.testing.assert_array_equal(scale, np.abs(rows).max(-1) / np.float32(127))
+        assert bits(getattr(layer, f"{name}_scale")) == bits(scale)
+        assert (np.abs(state[f"{name}_weight"].numpy() * scale[..., None] - rows) <= scale[..., None] * 0.5001).all()
     again = bridge_layer(torch_bridge.Int8OnlineMoEMethod(layer=layer))
     again.load_state_dict(state)
     again.process_weights_after_loading()
-    assert bits(again.w13_weight_scale) == bits(state["w13_scale"])
+    assert bits(again.w13_scale) == bits(state["w13_scale"]) and bits(again.w2_weight) == bits(state["w2_weight"])
 
 
 def test_scheme_checks():
@@ -199,141 +165,6 @@ def test_activations_of_a_weight_only_checkpoint_may_be_quantized():
     x, z = inputs(6, dtype=torch.float32)
     expected, found = plain(x, z), quantized(x, z)
     assert 1e-3 < (found - expected).norm() / expected.norm() < 0.03
-
-
-class Int8PerTensor:
-    """Callbacks of someone else: one int8 scale for an expert's matrix, computed in torch."""
-
-    def create_scale_tensors(self, layer, num_experts, intermediate_size_per_partition, hidden_size):
-        return tuple(torch.nn.Parameter(torch.zeros(num_experts), requires_grad=False) for _ in range(2))
-
-    def get_quantized_dtype(self):
-        return torch.int8
-
-    def quantize_expert(self, weight):
-        scale = weight.float().abs().max() / 127
-        return (weight.float() / scale).round().to(torch.int8), scale
-
-    def setup_kernel(self, layer, w13, w2, w13_scale, w2_scale):
-        self.calls = getattr(self, "calls", 0) + 1
-        for name, weight in (("w13_weight", w13), ("w2_weight", w2)):
-            torch_bridge.replace_parameter(layer, name, weight)
-
-
-class OwnMethod(torch_bridge.FusedMoEMethodBase):
-    """A method that composes the helper and computes in torch."""
-
-    def __init__(self):
-        super().__init__()
-        self.helper = torch_bridge.MoeOnlineWeightQuantizer(Int8PerTensor())
-
-    def create_weights(self, layer, *args, **kwargs):
-        self.helper.create_weights(layer, *args, **kwargs)
-
-    def process_weights_after_loading(self, layer):
-        self.helper.process_weights_after_loading(layer)
-
-    def get_fused_moe_quant_config(self, layer):
-        return None
-
-    def apply(self, layer, x, topk_weights, topk_ids, shared_experts_input=None):
-        w13 = layer.w13_weight.float() * layer.w13_weight_scale[:, None, None]
-        w2 = layer.w2_weight.float() * layer.w2_weight_scale[:, None, None]
-        gate, up = torch.einsum("th,ekh->tek", x.float(), w13).chunk(2, -1)
-        out = torch.einsum("tei,ehi->teh", torch.nn.functional.silu(gate) * up, w2)
-        chosen = out.gather(1, topk_ids.long()[..., None].expand(-1, -1, out.shape[-1]))
-        return (chosen * topk_weights[..., None]).sum(1).to(x.dtype)
-
-
-def test_callbacks_quantize_when_the_last_tensor_comes():
-    """M2 to M6, M16, M18: placeholders without memory, one call of setup_kernel, scales filled in place."""
-    layer = bridge_layer(OwnMethod())
-    assert layer.w13_weight.is_meta and not layer.w13_weight_scale.is_meta
-    callbacks, arrays = layer.quant_method.helper.callbacks, plain_arrays()
-    assert isinstance(callbacks, torch_bridge.MoeOnlineQuantizer)
-    parameters = dict(layer.named_parameters())
-    for (expert, shard, _), array in arrays.items():
-        assert not hasattr(callbacks, "calls")
-        param = parameters["w2_weight" if shard == "w2" else "w13_weight"]
-        (_, tensor), *_ = torch_pairs({(expert, shard, "weight"): array})
-        assert param.weight_loader(param, tensor, "weight", shard, expert, return_success=True)
-    layer.process_weights_after_loading()
-    assert callbacks.calls == 1 and layer.w13_weight.dtype == torch.int8
-    gate_up = torch.cat([torch_pairs({(1, s, "weight"): arrays[1, s, "weight"]})[0][1] for s in ("w1", "w3")])
-    scale = gate_up.float().abs().max() / 127
-    assert layer.w13_weight_scale[1] == scale
-    assert torch.equal(layer.w13_weight[1], (gate_up.float() / scale).round().to(torch.int8))
-    with pytest.raises(TypeError, match="expected create_scale_tensors"):
-        helper = torch_bridge.MoeOnlineWeightQuantizer
-        unwrap(helper.__init__)(object.__new__(helper), object())
-
-
-def test_callbacks_take_biases_where_the_layer_has_them():
-    """M6: biases come with the weights, and ``setup_kernel`` waits for them."""
-    layer, arrays = bridge_layer(OwnMethod(), has_bias=True), plain_arrays(bias=True)
-    parameters = dict(layer.named_parameters())
-    for (expert, shard, suffix), array in sorted(arrays.items(), key=lambda item: item[0][2] == "bias"):
-        assert not hasattr(layer.quant_method.helper.callbacks, "calls")
-        param = parameters[f"{'w2' if shard == 'w2' else 'w13'}_{suffix}"]
-        param.weight_loader(param, as_torch(array), suffix, shard, expert)
-    assert layer.quant_method.helper.callbacks.calls == 1
-    expected = np.stack([np.concatenate([arrays[e, s, "bias"] for s in ("w1", "w3")]) for e in range(E)])
-    assert bits(layer.w13_bias) == bits(expected)
-
-
-class OwnParameters(OwnMethod):
-    """A method whose parameters have memory from the start; w2 and its scales stand transposed, (in, out)."""
-
-    def create_weights(self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **attrs):
-        i = intermediate_size_per_partition
-        assert (attrs["global_num_experts"], attrs["intermediate_size_full"]) == (E, I)
-        shapes = {
-            "w13_weight": ((num_experts, 2 * i, hidden_size), {}),
-            "w2_weight": ((num_experts, i, hidden_size), {"is_transposed": True}),
-            "w13_weight_scale": ((num_experts, 2 * i, 1), {"quant_method": "channel"}),
-            "w13_group_scale": ((num_experts, 2 * i, hidden_size // 32), {"quant_method": "group"}),
-            "w2_weight_scale": ((num_experts, hidden_size, 1), {"quant_method": "no_such_kind"}),
-        }
-        for name, (shape, own) in shapes.items():
-            parameter = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
-            torch_bridge.set_weight_attrs(parameter, own | {"weight_loader": attrs["weight_loader"]})
-            layer.register_parameter(name, parameter)
-
-    def process_weights_after_loading(self, layer):
-        """Nothing: they are read as they were loaded."""
-
-
-@pytest.mark.parametrize("rank", [dict(tp_size=2, tp_rank=1), dict(ep_size=2, ep_rank=1)], ids=str)
-def test_weight_loader_writes_into_parameters_of_a_method(rank):
-    """M118, M122, M130, M131, M133: the rank's part of every tensor, transposed where the parameter says so."""
-    layer, arrays = bridge_layer(OwnParameters(), **rank), plain_arrays()
-    shares = rank.get("tp_size", 1)
-    rows = slice(rank.get("tp_rank", 0) * I // shares, (rank.get("tp_rank", 0) + 1) * I // shares)
-    own = range(2, 4) if "ep_size" in rank else range(E)
-    load = layer.weight_loader
-    for (expert, shard, _), array in arrays.items():
-        param = layer.w2_weight if shard == "w2" else layer.w13_weight
-        tensor = as_torch(array).float()
-        assert load(param, tensor, "weight", shard, expert, return_success=True) == (expert in own)
-        if shard != "w2":
-            load(layer.w13_weight_scale, tensor[:, :1], "weight_scale", shard, expert)
-            load(layer.w13_group_scale, tensor[:, ::32], "group_scale", shard, expert)
-    for local, expert in enumerate(own):
-        w1, w3, w2 = (arrays[expert, shard, "weight"].astype(np.float32) for shard in ("w1", "w3", "w2"))
-        w13 = np.concatenate([w1[rows], w3[rows]])
-        np.testing.assert_array_equal(layer.w13_weight[local], w13)
-        np.testing.assert_array_equal(layer.w13_weight_scale[local], w13[:, :1])
-        np.testing.assert_array_equal(layer.w13_group_scale[local], w13[:, ::32])
-        np.testing.assert_array_equal(layer.w2_weight[local], w2[:, rows].T)
-    with pytest.raises(ValueError, match="unknown kind 'no_such_kind', expected one of"):
-        load(layer.w2_weight_scale, torch.zeros(H, 1), "weight_scale", "w2", own[0])
-
-
-def test_callbacks_without_a_checkpoint_get_dummy_values():
-    layer = bridge_layer(OwnMethod())
-    with pytest.warns(UserWarning, match="dummy values"):
-        layer.process_weights_after_loading()
-    assert 0 < float(layer.w2_weight_scale.max()) < 1e-3 / 127 * 1.01
 
 
 @pytest.mark.parametrize("scheme", ["fp8_channel", "nvfp4_a16", "w4a16_g32_asym"])
