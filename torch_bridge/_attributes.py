@@ -9,7 +9,7 @@ from moe_jax.loading import make_expert_params_mapping
 from moe_jax.parallel import determine_expert_map
 from moe_jax.routing import RoutingParams
 from torch_bridge._calls import Experts
-from torch_bridge._methods import MoELayer
+from torch_bridge._method_base import MoELayer
 
 
 class AttributesMixin(MoELayer):
@@ -97,10 +97,13 @@ class AttributesMixin(MoELayer):
         determine_expert_map(self.ep_size, self.ep_rank, self.global_num_experts, self.rank.strategy)
 
     def get_expert_weights(self) -> list[torch.Tensor]:
-        """Every leaf with experts as (E, -1), views of the processed weights: what moves with an expert."""
+        """Every leaf with experts as (E, -1), views of the processed weights: what moves with an expert.
+
+        Rows of a parameter that is kept transposed are those of the matrix as it lies in memory.
+        """
         experts = self.local_num_experts
-        parameters = [p for name, p in self.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))]
-        return [parameter.data.reshape(experts, -1) for parameter in parameters]
+        leaves = [p.data for name, p in self.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))]
+        return [(leaf if leaf.is_contiguous() or leaf.ndim < 3 else leaf.mT).reshape(experts, -1) for leaf in leaves]
 
     def set_eplb_state(self, *state: Any, **named: Any) -> None:
         """vLLM's hook for replicas of experts. Raises NotImplementedError: layers here have none yet."""

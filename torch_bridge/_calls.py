@@ -26,12 +26,13 @@ from torch_bridge._tensors import narrowed, numpy_dtype, to_arguments, to_torch
 class Experts:
     """What a call needs of a layer on one rank, as one pytree. Results of all ranks add up to the layer's.
 
-    weights and config: of this rank. global_config: of the whole layer, for routing. routing: its arrays, without the
-    correction bias. expert_map: (P,) int32, global to local expert, or None when all are local. is_first_rank: whether
-    this rank adds what zero experts return. is_first_part: whether it adds w2's bias, of which all parts have a copy.
+    weights and config: of this rank; weights may be None where only the router runs. global_config: of the whole layer,
+    for routing. routing: its arrays, without the correction bias. expert_map: (P,) int32, global to local expert, or
+    None when all are local. is_first_rank: whether this rank adds what zero experts return. is_first_part: whether it
+    adds w2's bias, of which all parts have a copy.
     """
 
-    weights: ExpertWeights
+    weights: Any
     config: MoEConfig
     global_config: MoEConfig
     routing: RoutingParams

@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import torch
 
+from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
-from torch_bridge._calls import JaxCalls
+from torch_bridge._calls import Experts, JaxCalls, check_call
 from torch_bridge._method_base import FusedMoEMethodBase, MoELayer
 from torch_bridge._methods import SchemeMoEMethod
-from torch_bridge._tensors import check_tensor
+from torch_bridge._tensors import check_tensor, jax_device
 
 _NOT_TRAINABLE = (
     "{name}: a parameter of the experts requires a gradient, which experts of the bridge do not have; call "
@@ -31,6 +33,7 @@ class ForwardMixin(MoELayer):
     routed_output_transform: Any
     torch_routing: Callable[..., Any] | None
     _calls: JaxCalls | None
+    _routing: RoutingParams
 
     def forward(
         self,
@@ -72,9 +75,7 @@ class ForwardMixin(MoELayer):
     def _routed(self, x: torch.Tensor, logits: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:
         method = self.quant_method
         if method.is_monolithic and not self.routes_in_torch:
-            if input_ids is None:
-                return method.apply_monolithic(self, x, logits)
-            return _ops.call(_ops.fused_moe_op, x, logits, self.correction_bias, input_ids, self.layer_name)
+            return method.apply_monolithic(layer=self, x=x, router_logits=logits, input_ids=input_ids)
         weights, ids = self.select_experts(x, logits, input_ids=input_ids)
         if isinstance(method, SchemeMoEMethod):
             return method.apply(self, x, weights, ids)
@@ -83,13 +84,19 @@ class ForwardMixin(MoELayer):
     def _around_own_method(self, method: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Any:
         """A method that is not this package's computes the experts; zero experts and scale are added to its result.
 
-        It sees the id 0 with weight 0 for a zero expert, as in vLLM.
+        It sees the id 0 with weight 0 for a zero expert, and x padded to the sizes that it asked for, as in vLLM.
         """
-        config = self.config
+        config, width = self.config, self.moe_config.hidden_dim - x.shape[1]
+        padded = torch.nn.functional.pad(x, (0, width)) if width and not method.skip_forward_padding else x
+
+        def apply(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            call = dict(x=padded, topk_weights=weights, topk_ids=ids, shared_experts=None, shared_experts_input=None)
+            return method.apply(layer=self, **call)[:, : x.shape[1]]
+
         if config.zero_expert_type is None and not config.apply_routed_scale_to_output:
-            return method.apply(self, x, weights, ids)
+            return apply(weights, ids)
         is_zero = ids >= config.num_experts if config.zero_expert_type is not None else torch.zeros_like(ids).bool()
-        y = method.apply(self, x, weights.masked_fill(is_zero, 0), ids.masked_fill(is_zero, 0)).float()
+        y = apply(weights.masked_fill(is_zero, 0), ids.masked_fill(is_zero, 0)).float()
         if self.rank.is_first:
             y = y + weights.masked_fill(~is_zero, 0).sum(-1, keepdim=True) * x.float()
         return (y * config.routed_scaling_factor if config.apply_routed_scale_to_output else y).to(x.dtype)
@@ -180,33 +187,26 @@ class ForwardMixin(MoELayer):
         factor = 1.0 if config.apply_routed_scale_to_output else config.routed_scaling_factor
         return weights.float() * factor, ids.to(torch.int32)
 
-    def calls_for(self, x: torch.Tensor, *others: torch.Tensor) -> JaxCalls:
-        """What runs a call on these tensors. Raises RuntimeError when nothing is loaded, or it is elsewhere."""
-        if self._calls is None:
+    def calls_for(self, x: torch.Tensor, *others: torch.Tensor, routes_only: bool = False) -> JaxCalls:
+        """What runs a call on these tensors. Raises RuntimeError when nothing is loaded, or it is elsewhere.
+
+        routes_only: whether the call needs no experts, as the router alone does.
+        """
+        calls = self._calls
+        if calls is None and not routes_only:
             if not isinstance(self.quant_method, SchemeMoEMethod):
                 raise NotImplementedError(f"{type(self.quant_method).__name__} has to compute by itself in apply()")
             raise RuntimeError(
                 f"{self.layer_name} has no weights yet: call load_weights(pairs), then process_weights_after_loading()"
             )
-        config = self.config
-        if x.ndim != 2 or x.shape[1] != config.hidden_size:
-            raise ValueError(f"{self.layer_name}: x has shape {tuple(x.shape)}, expected (T, {config.hidden_size})")
-        if not x.is_floating_point():
-            raise ValueError(f"{self.layer_name}: x has dtype {x.dtype}, expected a float dtype")
-        for tensor in (x, *others):
-            if tensor.device != self.device:
-                raise RuntimeError(
-                    f"{self.layer_name}: expected all tensors on {self.device}, where the experts are, found one on "
-                    f"{tensor.device}; move one of them with .to()"
-                )
-            if tensor.shape[0] != x.shape[0]:
-                raise ValueError(
-                    f"{self.layer_name}: x has {x.shape[0]} tokens, found {tensor.shape[0]} in {tuple(tensor.shape)}"
-                )
+        check_call(self.layer_name, self.config.hidden_size, self.device, x, *others)
+        if calls is None:
+            experts = Experts(None, self.local_config, self.config, self._routing)
+            return JaxCalls(jax.device_put(experts, jax_device(self.device)), self.layer_name)
         for parameter in self._parameters.values():
             if parameter is not None and parameter.requires_grad:
                 raise RuntimeError(_NOT_TRAINABLE.format(name=self.layer_name))
-        return self._calls
+        return calls
 
 
 def _output(result: Any) -> torch.Tensor:

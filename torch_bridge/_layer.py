@@ -1,10 +1,8 @@
 """``FusedMoE``: routed experts as a torch module with vLLM's constructor, parameters and verbs, over moe_jax."""
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 
@@ -16,7 +14,7 @@ from moe_jax.loading import LayerLoader
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
 from torch_bridge._attributes import AttributesMixin
-from torch_bridge._calls import Experts, JaxCalls
+from torch_bridge._calls import Experts, JaxCalls, configured_for
 from torch_bridge._forward import ForwardMixin
 from torch_bridge._layer_loading import LoadingMixin
 from torch_bridge._methods import SchemeMoEMethod
@@ -262,12 +260,16 @@ class FusedMoE(ForwardMixin, AttributesMixin, StateDictMixin, LoadingMixin):
         self._create_weights()
 
     def _create_weights(self) -> None:
-        config = self.config
+        config, moe = self.config, self.moe_config
+        sizes = config.hidden_size, self.local_config.intermediate_size
+        sizes = self.quant_method.maybe_roundup_sizes(*sizes, moe.in_dtype, moe.moe_parallel_config)
+        moe.hidden_dim, moe.intermediate_size_per_partition = sizes
         self.quant_method.create_weights(
             layer=self,
             num_experts=self.local_num_experts,
-            hidden_size=config.hidden_size,
-            intermediate_size_per_partition=self.local_config.intermediate_size,
+            hidden_size=sizes[0],
+            unpadded_hidden_size=config.hidden_size,
+            intermediate_size_per_partition=sizes[1],
             params_dtype=self.params_dtype,
             weight_loader=self.weight_loader,
             global_num_experts=config.num_experts,
@@ -309,14 +311,8 @@ class FusedMoE(ForwardMixin, AttributesMixin, StateDictMixin, LoadingMixin):
         return self
 
     def _on_device(self, config: MoEConfig) -> MoEConfig:
-        """The configuration with the implementations of the layer's device, where none were named.
-
-        moe_jax takes the order of JAX's default backend, which the layer's device may not belong to.
-        """
-        if self._is_implementation_given:
-            return config
-        is_elsewhere = self.device.type == "cpu" and jax.default_backend() != "cpu"
-        return dataclasses.replace(config, implementation=("xla",) if is_elsewhere else None)
+        """The configuration with the implementations of the layer's device, where none were named."""
+        return config if self._is_implementation_given else configured_for(config, self.device)
 
     @property
     def expert_weights(self) -> ExpertWeights:

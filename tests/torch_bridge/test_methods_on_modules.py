@@ -99,7 +99,7 @@ def checkpoint(scheme, is_gated, has_bias):
     arrays = dict(plain_arrays() if is_online or scheme == "bf16" else stored_arrays(scheme))
     for (expert, shard, suffix), array in list(arrays.items()):
         if suffix == "weight_scale" and array.dtype == np.float32 and scheme.startswith("w"):
-            arrays[expert, shard, suffix] = array.astype(ml_dtypes.bfloat16).astype(np.float32)
+            arrays[expert, shard, suffix] = (array / 128).astype(ml_dtypes.bfloat16).astype(np.float32)
         if suffix == "input_scale" and shard == "w3":  # as vLLM's methods want them
             arrays[expert, shard, suffix] = arrays[expert, "w1", suffix]
     if has_bias:
@@ -182,7 +182,7 @@ def test_create_load_process_apply(scheme, ranks, is_gated, has_bias):
     x, p, ids, z = inputs()
     y = method.apply(module, as_torch(x), torch.from_numpy(p), torch.from_numpy(ids), None, None)
     assert y.dtype == torch.bfloat16
-    judge = dict(kernels=False)
+    judge = dict(kernels=method.scheme.activations is None)  # which then bounds 16-bit sums
     assert_layer_close(to_numpy(y), x, p, local_ids(ids, rank), weights, local, **judge)
     routed = [route_row(row, top_k=K) for row in z]
     p, ids = np.array([w for w, _ in routed], np.float32), np.array([i for _, i in routed])
@@ -270,7 +270,7 @@ def test_parameters_are_those_of_vllm(scheme):
     """M35, M144 to M147, M160, M161, M179 to M183, M197 to M205: shapes, dtypes, memory and what loaders read."""
     rank = torch_bridge.Rank(num_experts=E)
     module = Module(described(rank), rank)
-    method, loader = METHODS[scheme](module.moe_config), object()
+    method, loader = METHODS[scheme](module.moe_config), print
     method.create_weights(module, E, H, I, torch.bfloat16, weight_loader=loader)
     parameters = dict(module.named_parameters())
     is_whole = scheme != "w4a16_channel"
@@ -278,7 +278,7 @@ def test_parameters_are_those_of_vllm(scheme):
     for name, (shape, dtype, kind) in INVENTORY[scheme].items():
         parameter = parameters[name]
         assert (tuple(parameter.shape), parameter.dtype) == (shape, dtype), name
-        assert parameter.weight_loader is loader and not parameter.requires_grad
+        assert (parameter.weight_loader is loader) != method.uses_meta_device and not parameter.requires_grad
         assert getattr(parameter, "quant_method", None) == kind, name
         assert parameter.is_meta == method.uses_meta_device, name
         is_transposed = scheme.startswith("w4a16") and name.endswith(("_packed", "_scale", "_zero_point"))
@@ -373,7 +373,7 @@ def test_routing_by_attributes_of_the_module():
         p, ids = np.array([w for w, _ in routed], np.float32), np.array([i for _, i in routed])
         weights, shape = whole_weights("bf16", arrays, True, False)
         y = method.apply_monolithic(module, as_torch(x), torch.from_numpy(z))
-        assert_layer_close(to_numpy(y), x, p, ids, weights, shape, kernels=False)
+        assert_layer_close(to_numpy(y), x, p, ids, weights, shape)
         bias.copy_(torch.tensor([-1.0, 2.0, -0.3, 0.7]))
     module.custom_routing_function = print
     with pytest.raises(NotImplementedError, match="custom_routing_function"):
