@@ -75,7 +75,8 @@ class ForwardMixin(MoELayer):
     def _routed(self, x: torch.Tensor, logits: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:
         method = self.quant_method
         if method.is_monolithic and not self.routes_in_torch:
-            return method.apply_monolithic(layer=self, x=x, router_logits=logits, input_ids=input_ids)
+            y = method.apply_monolithic(layer=self, x=self._padded(x), router_logits=logits, input_ids=input_ids)
+            return y[:, : x.shape[1]]
         weights, ids = self.select_experts(x, logits, input_ids=input_ids)
         if isinstance(method, SchemeMoEMethod):
             return method.apply(self, x, weights, ids)
@@ -86,8 +87,7 @@ class ForwardMixin(MoELayer):
 
         It sees the id 0 with weight 0 for a zero expert, and x padded to the sizes that it asked for, as in vLLM.
         """
-        config, width = self.config, self.moe_config.hidden_dim - x.shape[1]
-        padded = torch.nn.functional.pad(x, (0, width)) if width and not method.skip_forward_padding else x
+        config, padded = self.config, self._padded(x)
 
         def apply(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             call = dict(x=padded, topk_weights=weights, topk_ids=ids, shared_experts=None, shared_experts_input=None)
@@ -100,6 +100,11 @@ class ForwardMixin(MoELayer):
         if self.rank.is_first:
             y = y + weights.masked_fill(~is_zero, 0).sum(-1, keepdim=True) * x.float()
         return (y * config.routed_scaling_factor if config.apply_routed_scale_to_output else y).to(x.dtype)
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        """x as wide as the method's parameters, which may be rounded up."""
+        width = self.moe_config.hidden_dim - x.shape[1]
+        return torch.nn.functional.pad(x, (0, width)) if width and not self.quant_method.skip_forward_padding else x
 
     def _with_shared_experts(self, y: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, output transform and shared experts, each once.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torch_bridge
-from tests.support.cases.torch_bridge import E, H, I, as_torch, bits, bridge_layer, plain_arrays, torch_pairs
+from tests.support.cases.torch_bridge import E, H, I, K, as_torch, bits, bridge_layer, inputs, plain_arrays, torch_pairs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -200,6 +200,95 @@ def test_weight_loader_writes_into_parameters_of_a_method(rank):
         load(layer.w2_weight_scale, torch.zeros(H, 1), "weight_scale", "w2", own[0])
     with pytest.raises(ValueError, match=r"does not belong to the module, which has w13_codes"):
         load(torch.nn.Parameter(torch.zeros(3)), torch.zeros(3), "other", "w2", 0)
+
+
+class Float32Experts(torch_bridge.FusedMoEMethodBase):
+    """Weights as they are, a channel scale on each row of w13 and w2; routed by the layer, or by itself.
+
+    Sizes are rounded up to multiples of 48, as a kernel might need them.
+    """
+
+    def __init__(self, *, routes=False):
+        super().__init__()
+        self.routes = routes
+
+    @property
+    def is_monolithic(self):
+        return self.routes
+
+    def maybe_roundup_sizes(self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config):
+        return tuple(-(-size // 48) * 48 for size in (hidden_size, intermediate_size_per_partition))
+
+    def create_weights(self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **attrs):
+        self.local_experts, h, i = num_experts, hidden_size, intermediate_size_per_partition
+        shapes = {
+            "w13_weight": (2 * i, h),
+            "w2_weight": (h, i),
+            "w13_weight_scale": (2 * i, 1),
+            "w2_weight_scale": (h, 1),
+        }
+        for name, shape in shapes.items():
+            parameter = torch.nn.Parameter(torch.zeros(num_experts, *shape), requires_grad=False)
+            torch_bridge.set_weight_attrs(
+                parameter, {"weight_loader": attrs["weight_loader"], "quant_method": "channel"}
+            )
+            layer.register_parameter(name, parameter)
+
+    def get_fused_moe_quant_config(self, layer):
+        return None
+
+    def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
+        assert shared_experts is None and shared_experts_input is None
+        table = torch.arange(E) if layer.expert_map is None else layer.expert_map
+        y = torch.zeros(x.shape)
+        for token, slot in np.ndindex(*topk_ids.shape):
+            expert = int(table[topk_ids[token, slot]])
+            if expert >= 0:
+                gate, up = (layer.w13_weight[expert] * layer.w13_weight_scale[expert] @ x[token].float()).chunk(2)
+                out = (layer.w2_weight[expert] * layer.w2_weight_scale[expert]) @ (torch.nn.functional.silu(gate) * up)
+                y[token] += topk_weights[token, slot] * out
+        return y.to(x.dtype)
+
+    def apply_monolithic(self, layer, x, router_logits, input_ids=None):
+        weights, ids = router_logits.softmax(-1).topk(K)
+        return self.apply(layer, x, weights / weights.sum(-1, keepdim=True), ids, None, None)
+
+
+@pytest.mark.parametrize("routes", [False, True])
+@pytest.mark.parametrize("ranks", [dict(), dict(tp_size=2), dict(ep_size=2)], ids=str)
+def test_own_methods_compute_in_torch(ranks, routes):
+    """M80, M93, M97: create, load by names, process and call; the parts of all ranks add up to NumPy's layer."""
+    arrays, rng = plain_arrays(), np.random.default_rng(1)
+    scales = {key[:2]: rng.uniform(0.5, 2, (len(array), 1)).astype(np.float32) for key, array in arrays.items()}
+    x, z = inputs(5, dtype=torch.float32)
+    kind = next(iter(ranks), "tp_size")
+    y = 0
+    for rank in range(ranks.get(kind, 1)):
+        layer = bridge_layer(Float32Experts(routes=routes), **ranks, **{kind.replace("size", "rank"): rank})
+        parameters = dict(layer.named_parameters())
+        for (expert, shard, _), array in arrays.items():
+            prefix = "w2" if shard == "w2" else "w13"
+            for suffix, tensor in (
+                ("weight", as_torch(array)),
+                ("weight_scale", torch.from_numpy(scales[expert, shard])),
+            ):
+                parameters[f"{prefix}_{suffix}"].weight_loader(
+                    parameters[f"{prefix}_{suffix}"], tensor, f"experts.{prefix}_{suffix}", shard, expert
+                )
+        layer.process_weights_after_loading()
+        if not routes:
+            weights, ids = layer.select_experts(x, z)
+            assert weights.shape == ids.shape == (5, K) and weights.dtype == torch.float32
+        y = y + layer(x, z).numpy()
+    matrices = {key: arrays[*key, "weight"].astype(np.float64) * scale for key, scale in scales.items()}
+    chosen = np.argsort(-z.numpy(), axis=1)[:, :K]
+    expected = np.zeros((5, H))
+    for token, experts in enumerate(chosen):
+        p = np.exp(z.numpy()[token, experts].astype(np.float64))
+        for weight, expert in zip(p / p.sum(), experts, strict=True):
+            gate, up = (matrices[expert, shard] @ x.numpy()[token].astype(np.float64) for shard in ("w1", "w3"))
+            expected[token] += weight * (matrices[expert, "w2"] @ (gate / (1 + np.exp(-gate)) * up))
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
 def test_callbacks_without_a_checkpoint_get_dummy_values():
