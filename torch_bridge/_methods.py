@@ -264,9 +264,8 @@ def register_leaf(
 
 def _kind(name: str, spec: LeafSpec, weights: Any, layout: LeafLayout) -> dict[str, Any]:
     kind: str | None = "tensor" if name.endswith("_input_global_scale") else spec.kind
-    is_words = weights is not None and weights.packing is not None and not weights.element_type.is_float
-    if kind in ("weight", "zero_point", "channel_zero_point") and is_words:
-        kind = weights.strategy.value
+    if weights is not None and weights.packing is not None and not weights.element_type.is_float:
+        kind = weights.strategy.value if kind in ("weight", "zero_point", "channel_zero_point") else kind
     if kind in ("weight", "bias", "g_idx", "input_scale"):
         kind = None
     return _UNREAD | {"is_transposed": layout.is_transposed} | ({} if kind is None else {"quant_method": kind})
