@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def finish(code: int) -> int:
     """The exit code of the process, once what was printed has gone out; nobody reading it any more is no problem."""
+    if sys.stdout is None:  # closed by whoever started the process
+        return code
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from moe_jax.loading import CheckpointError
+from moe_jax.loading.files._checkpoint import INDEX_FILE
 
 MAX_FILE_BYTES = 128 << 20  # tokenizers take up to 40 MB
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _STARTS = ("LICENSE", "NOTICE")
 _CODE = (".py", ".so", ".sh", ".ipynb")
-# What describes the old weights.
-_REPLACED = ("config.json", "hf_quant_config.json", "quantize_config.json", "quantization_config.json")
+_OF_THE_SOURCE = ("hf_quant_config.json", "quantize_config.json", "quantization_config.json")
 _CHUNK = 1 << 20
 
 
@@ -53,7 +53,7 @@ class Companions:
                     "contents: put a copy there"
                 )
             for path in sorted(source.iterdir()):
-                if path.name in weights or path.name in _REPLACED or path.name.endswith(".index.json"):
+                if path.name in (*weights, config.name, INDEX_FILE):
                     continue
                 reason = self._add(path, roots)
                 if reason:
@@ -94,6 +94,8 @@ class Companions:
         """Take a file, or say why not."""
         if path.suffix in _CODE:
             return "code"
+        if path.name in _OF_THE_SOURCE or path.name.endswith(".index.json"):
+            return "describes the weights of the source"
         real = _real(path)
         if not _is_inside(real, roots):
             return f"a link to {real}, outside of the source"

@@ -44,8 +44,8 @@ def staged(path: Path) -> Iterator[Path]:
                 remove(leftover)
     with partial(path.with_name(f"{prefix}{os.urandom(8).hex()}")) as directory:
         directory.mkdir()
-        (directory / MARKER).touch()
         with _locked(directory):
+            (directory / MARKER).touch()  # once nobody else can take the directory for a leftover
             yield directory
             if path.is_dir():
                 directory.chmod(stat.S_IMODE(path.stat().st_mode))

@@ -191,9 +191,9 @@ def test_what_cannot_be_opened_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     "key, value, words",
     [
-        ("num_experts", 10**7, "num_local_experts is 10000000, expected at most 65536"),
-        ("num_experts", 2**40, "expected at most 65536"),
-        ("num_experts", 60_000, "with 60000 experts; the .* tensors of the files cannot hold that many"),
+        ("num_local_experts", 10**7, "num_local_experts is 10000000, expected at most 65536"),
+        ("num_local_experts", 2**40, "expected at most 65536"),
+        ("num_local_experts", 60_000, "with 60000 experts; the .* tensors of the files cannot hold that many"),
         ("num_hidden_layers", 4096, "num_hidden_layers is 4096, expected at most 1024"),
         ("num_hidden_layers", 1000, "describes 1000 layers, 1000 of them with"),
         ("mlp_only_layers", list(range(200_000)), "layers"),
@@ -206,7 +206,7 @@ def test_counts_of_a_config_are_compared_with_the_files_first(model, key, value,
     problems = inspect_checkpoint(model).problems
     assert any(re.search(words, problem) for problem in problems), problems
     calls = [lambda: moe_jax.load_pretrained(model)]
-    if key == "num_experts":
+    if key == "num_local_experts":
         calls += [
             lambda: moe_jax.load_moe(model),
             lambda: moe_jax.quantize_checkpoint(model, model.parent / "out", scheme="bf16"),

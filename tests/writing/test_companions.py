@@ -52,6 +52,7 @@ def test_what_is_copied_and_what_is_left(model, tmp_path, monkeypatch, capsys):
         "original.bin": "not known to belong to a checkpoint",
         "original": "a directory",
         "pipe.txt": "no file",
+        "quantization_config.json": "describes the weights of the source",
     }
     (model / "a\x1b[31m.bin").write_text("")
     assert cli.main(["quantize", str(model), str(tmp_path / "again"), "--scheme", "bf16"]) == 0
