@@ -73,11 +73,12 @@ def _read_file(path):
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        dtype = np.dtype(DTYPES[entry["dtype"]])
         start, end = entry["data_offsets"]
         need(0 <= start <= end <= len(data), "offsets")
         covered += end - start
-        tensors[name] = entry["dtype"], np.frombuffer(data[start:end], dtype).reshape(entry["shape"])
+        dtype = DTYPES.get(entry["dtype"])  # None: no tensor that is used may be stored so
+        array = np.frombuffer(data[start:end], np.uint8 if dtype is None else dtype)
+        tensors[name] = entry["dtype"], array if dtype is None else array.reshape(entry["shape"])
     need(covered == len(data), "bytes that belong to no tensor, or to two")
     return tensors
 
