@@ -17,6 +17,7 @@ from flax import nnx
 
 from moe_jax._arguments import check_not_traced
 from moe_jax._output import write_output
+from moe_jax._versions import Place, changing, install, one_version
 from moe_jax.experts._choice import in_best_layout
 from moe_jax.loading._errors import read_json
 from moe_jax.nn import FusedMoE
@@ -48,6 +49,7 @@ def save(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
     import orbax.checkpoint as ocp
 
     check_not_traced("save", module)
+    module = one_version(module)
     root = Path(directory).absolute()
     state = _state_of(module)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -111,10 +113,28 @@ def restore(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
     except Exception as error:  # Orbax raises whatever its file formats meet
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(f"{root / STATE_NAME} cannot be restored, the save is damaged: {reason}") from error
-    for path, layer in moved:
-        parent = _parent_of(state, path)
-        parent["weights"] = _as_held(parent["weights"], saved["placements"].get(path), layer)
-    nnx.update(module, state)
+    with changing():
+        for path, layer in moved:
+            parent = _parent_of(state, path)
+            parent["weights"] = _as_held(parent["weights"], saved["placements"].get(path), layer)
+        _install(module, state)
+
+
+def _install(module: nnx.Module, state: Any) -> None:
+    """All values at once for whoever calls the module meanwhile."""
+    owners = [(path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]
+    places = [
+        (path, Place(node, name), value)
+        for path, node in owners
+        for name, value in vars(node).items()
+        if isinstance(value, nnx.Variable) and not isinstance(value, PlacementParam)
+    ]
+    values: dict[int, Any] = {}  # of Variables; one that several modules share is in the state once
+    for path, place, variable in places:
+        if id(variable) not in values:
+            held = _at(state, path)
+            values[id(variable)] = held[int(place.name) if place.name not in held else place.name]
+    install([(place, values[id(variable)]) for _, place, variable in places])
 
 
 def _way_out(saved: dict[str, str], expected: dict[str, str]) -> str:
@@ -140,7 +160,11 @@ def _layers(module: nnx.Module) -> list[tuple[str, FusedMoE]]:
 
 def _parent_of(state: Any, path: str) -> Any:
     """The dict of a layer's Variables; list indices are ints there."""
-    for key in filter(None, path.split(_PATH)):
+    return _at(state, tuple(filter(None, path.split(_PATH))))
+
+
+def _at(state: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
         state = state[int(key) if key not in state else key]
     return state
 

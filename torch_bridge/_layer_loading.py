@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig
+from moe_jax._versions import changing
 from moe_jax.experts._choice import in_best_layout, plain_layout
 from moe_jax.loading import ExpertNames, ExpertTensor, LayerLoader
 from moe_jax.loading.layer._names import map_expert_name
@@ -156,8 +157,13 @@ class LoadingMixin(MoELayer):
     def install(self, weights: ExpertWeights) -> None:
         """Take processed weights of this rank as the layer's. Parameters become views of them.
 
-        Raises ValueError for weights of another scheme or shape.
+        One thread at a time does so; a call under way, or begun meanwhile, has the old weights or the new ones. Raises
+        ValueError for weights of another scheme or shape.
         """
+        with changing():
+            self._install(weights)
+
+    def _install(self, weights: ExpertWeights) -> None:
         expected = _signature(method_for(self.local_config.scheme).abstract_weights(self.local_config))
         if _signature(weights) != expected:
             raise ValueError(f"{self.layer_name}: expected weights like {expected}, found {_signature(weights)}")

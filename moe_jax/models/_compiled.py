@@ -13,6 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from moe_jax._typing import Bool, Int
+from moe_jax._versions import one_version
 from moe_jax.models._inputs import check_ids
 
 SMALLEST_BUCKET = 16
@@ -20,8 +21,8 @@ LARGEST_DOUBLING = 1024
 
 
 def split_model(model: nnx.Module) -> tuple[Any, list[Any]]:
-    """(hashable structure, array leaves) of a loaded model."""
-    graphdef, state = nnx.split(model)
+    """(hashable structure, array leaves) of a loaded model, of one version whatever other threads reload."""
+    graphdef, state = nnx.split(one_version(model))
     leaves, treedef = jax.tree.flatten(state)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise ValueError("the model has no weights yet: build it with load_pretrained or rngs=")

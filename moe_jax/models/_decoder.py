@@ -12,6 +12,7 @@ from flax import nnx
 
 from moe_jax._arguments import check_array, check_not_traced, check_rngs, integer
 from moe_jax._typing import Array, DTypeLike, Float, Int
+from moe_jax._versions import Versioned, one_version
 from moe_jax.experts import MoEStats
 from moe_jax.loading import LoadReport
 from moe_jax.models._cache import KVCache
@@ -61,7 +62,7 @@ class DecoderLayer(nnx.Module):
         return x + y, kept, stats
 
 
-class CausalLM(MoEFamily, nnx.Module):
+class CausalLM(MoEFamily, Versioned):
     """A decoder-only language model with Mixture-of-Experts layers.
 
     Pass the model as an *argument* of a jitted function: a closure over it freezes its weights into the program.
@@ -167,6 +168,7 @@ class CausalLM(MoEFamily, nnx.Module):
                 the cache. TypeError: input_ids or positions are not integers, attention_mask is neither that nor bool.
         """
         self._check_call(input_ids, attention_mask, positions, cache)
+        self = one_version(self)
         hidden, cache_out, stats = self.hidden_states(
             input_ids, positions=positions, attention_mask=attention_mask, cache=cache, return_stats=True
         )
@@ -187,6 +189,7 @@ class CausalLM(MoEFamily, nnx.Module):
         Returns (hidden states (B, S, H), the new cache or None), and with ``return_stats`` ``MoEStats``, None where no
         layer has experts.
         """
+        self = one_version(self)
         batch, length = input_ids.shape
         ids = jnp.asarray(input_ids).astype(jnp.int32)
         mask = (

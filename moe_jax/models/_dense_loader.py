@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax._typing import Json
+from moe_jax._versions import Place
 from moe_jax.loading import CheckpointError, QuantizationConfig, layer_of
 from moe_jax.loading._errors import listed
 from moe_jax.loading.files._gptq_awq import PackedView
@@ -40,17 +41,21 @@ _ROUTER = re.compile(rf"(.*\.layers\.\d+)\.(?:{'|'.join(CONTAINERS)})\.(gate|rou
 class DenseTensor:
     """One parameter of a dense module and where it comes from.
 
-    name: in the checkpoint. variable: its place in the model. shape: of the parameter. scheme: None for full precision;
+    name: in the checkpoint. place: where it is in the model. shape: of the parameter. scheme: None for full precision;
     else leaves are the names of what it is stored as, by the words of ``MoEMethod.matrix_specs``. words_are_dense: see
     ``LayerLoader``.
     """
 
     name: str
-    variable: nnx.Variable
+    place: Place
     shape: tuple[int, ...]
     scheme: Scheme | None = None
     leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
     words_are_dense: bool | None = None
+
+    @property
+    def variable(self) -> nnx.Variable[Any]:
+        return self.place.variable
 
 
 def plan_dense(
@@ -64,7 +69,7 @@ def plan_dense(
     """Match the parameters of dense modules with a checkpoint's tensors, by headers alone.
 
     Args:
-        modules: checkpoint name -> module or parameter, see ``MoEFamily.moe_dense_modules``.
+        modules: checkpoint name -> module or place of a parameter, see ``MoEFamily.moe_dense_modules``.
         source: a ``Checkpoint`` or an ``ArraySource``.
         quantization: which modules are stored quantized.
         where: the checkpoint, for errors.
@@ -75,15 +80,15 @@ def plan_dense(
         CheckpointError: naming every missing and left-over tensor, or the first of a wrong shape or dtype.
     """
     tensors, used, missing = [], set(), []
-    for name, variable in _parameters(modules):
-        name = _spelling(name, source)
+    for name, place in _parameters(modules):
+        name, variable = _spelling(name, source), place.variable
         if name not in source and f"{name}_packed" not in source:
             missing.append(name)
             continue
         used.add(name)
         is_matrix = name.endswith(".weight") and len(variable.shape) == 2
         scheme = quantization.scheme_for(name.removesuffix(".weight")) if is_matrix else None
-        tensor = DenseTensor(name, variable, tuple(variable.shape))
+        tensor = DenseTensor(name, place, tuple(variable.shape))
         if scheme is not None and scheme.is_quantized:
             leaves = _leaves(tensor, scheme, source)
             missing += [leaf for leaf in leaves.values() if leaf not in source]
@@ -103,8 +108,8 @@ def plan_dense(
 
 def read_dense(
     tensors: Iterable[DenseTensor], source: Any, where: str, parallel: ParallelConfig | None
-) -> list[tuple[nnx.Variable, jax.Array]]:
-    """(variable, new value) for each planned tensor: dequantized in float32, cast once to the variable's dtype.
+) -> list[tuple[Place, jax.Array]]:
+    """(place, new value) for each planned tensor: dequantized in float32, cast once to the variable's dtype.
 
     parallel: of the model. Over a mesh values get the sharding that their variables have, else a copy on every device;
     a process reads the byte ranges of its own devices, each range once.
@@ -120,7 +125,7 @@ def read_dense(
         raise CheckpointError(
             f"{where}: values that are NaN or infinite in {listed(bad)}; the file is damaged or the dtype too narrow"
         )
-    return [(tensor.variable, _assembled(tensor, pieces, parallel)) for tensor, pieces in loaded]
+    return [(tensor.place, _assembled(tensor, pieces, parallel)) for tensor, pieces in loaded]
 
 
 def _sharding_of(tensor: DenseTensor, parallel: ParallelConfig | None) -> NamedSharding | None:
@@ -234,16 +239,15 @@ def skipped_layers(names: Iterable[str], num_layers: int) -> set[int]:
     return {layer for layer in marked if layer is not None and layer >= num_layers}
 
 
-def _parameters(modules: Json) -> Iterator[tuple[str, nnx.Variable]]:
+def _parameters(modules: Json) -> Iterator[tuple[str, Place]]:
     """(checkpoint name, parameter): a module's weight and bias by its name, a bare parameter by its own."""
     for name, value in modules.items():
-        if isinstance(value, nnx.Variable):
+        if isinstance(value, Place):
             yield name, value
             continue
         for attribute in ("weight", "bias"):
-            variable = getattr(value, attribute, None)
-            if variable is not None:
-                yield f"{name}.{attribute}", variable
+            if getattr(value, attribute, None) is not None:
+                yield f"{name}.{attribute}", Place(value, attribute)
 
 
 def _spelling(name: str, source: Any) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from moe_jax._typing import Json
+from moe_jax._versions import Place, changing, install
 from moe_jax.loading import (
     Checkpoint,
     CheckpointError,
@@ -24,13 +25,12 @@ from moe_jax.models._config import ConfigReader, DecoderConfig, MoEBlockConfig
 from moe_jax.models._dense_loader import DenseTensor, dense_names, plan_dense, read_dense, skipped_layers
 from moe_jax.models.families._moe_family import MoEFamily
 from moe_jax.nn import FusedMoE, MoEBlock
-from moe_jax.nn._variables import install
 from moe_jax.parallel import ParallelConfig
 from moe_jax.parallel._loading import ShardedExpertReader
 from moe_jax.quantization import ExpertWeights, Scheme, online_scheme
 
 Progress = Callable[[int, int], None]
-Values = list[tuple[Any, Any]]  # (Variable or FusedMoE, its new value)
+Values = list[tuple[Any, Any]]  # (Place, its new value), (FusedMoE, its new weights and the slots they are in)
 
 
 @runtime_checkable
@@ -64,8 +64,7 @@ def reload_weights(
             values, report = reader.read_model(model), reader.report
     else:
         values, report = _read_pairs(model, family, source)
-    versions = [block.experts.version for block in model.moe_blocks()]
-    install_values(values, [(version, version.get_value() + 1) for version in versions])
+    install_values(values, is_reload=True)
     return report
 
 
@@ -180,8 +179,8 @@ class ModelReader:
         for index, layer in enumerate(model.layers):
             values += self._read(by_layer[index], parallel)
             if isinstance(layer.mlp, MoEBlock):
-                is_read = experts is None
-                values.append(self.read_experts(layer.mlp, index) if is_read else (layer.mlp.experts, experts[index]))
+                own = layer.mlp.experts
+                values.append(self.read_experts(layer.mlp, index) if experts is None else (own, (experts[index], None)))
             if progress is not None:
                 progress(index + 1, layers)
         return values
@@ -194,13 +193,14 @@ class ModelReader:
         """Dense values: on the default device, or where their variables lie on a mesh."""
         return [*read_dense(tensors, self._source, self._where, parallel)]
 
-    def read_experts(self, block: MoEBlock, layer: int) -> tuple[FusedMoE, ExpertWeights]:
-        """The experts of a block as the block's own scheme wants them."""
+    def read_experts(self, block: MoEBlock, layer: int) -> tuple[FusedMoE, tuple[ExpertWeights, Any]]:
+        """The experts of a block as the block's own scheme wants them, and the placement they were read for."""
         experts = block.experts
         if experts.parallel is None:
-            return experts, self._experts.load(layer, experts.config)
-        placement = experts.placement.get_value()
-        return experts, self._sharded.load(layer, experts.config, placement, experts.parallel)
+            return experts, (self._experts.load(layer, experts.config), None)
+        placement = experts.placement
+        weights = self._sharded.load(layer, experts.config, placement.get_value(), experts.parallel)
+        return experts, (weights, placement)
 
     def _plan(self, modules: Json, account: Iterable[str]) -> list[DenseTensor]:
         return plan_dense(modules, self._source, self._quantization, where=self._where, account=account)
@@ -215,16 +215,27 @@ class ModelReader:
             )
 
 
-def install_values(values: Values, more: Iterable[tuple[Any, Any]] = ()) -> None:
-    """Put values in their places. Whatever can fail comes before the first of them, so a reload is atomic."""
-    arrays = {id(target): value for target, value in values}
-    checked = [*more]
-    for target, value in values:
-        if isinstance(target, FusedMoE):
-            checked += target.new_values(value, correction_bias=arrays.get(id(target.correction_bias)))
-        else:
-            checked.append((target, value))
-    install(checked)
+def install_values(values: Values, *, is_reload: bool = False) -> None:
+    """Put values in their places. Whatever can fail comes before the first of them, so a reload is atomic.
+
+    Raises ValueError where experts moved to other slots since their weights were read.
+    """
+    arrays = {target: value for target, value in values if isinstance(target, Place)}
+    checked = []
+    with changing():
+        for target, value in values:
+            if not isinstance(target, FusedMoE):
+                checked.append((target, value))
+                continue
+            weights, placement = value
+            if placement is not None and placement is not target.placement:
+                raise ValueError(
+                    f"{target!r}: its experts moved to other slots while their new weights were read; reload again"
+                )
+            checked += target.new_values(weights, correction_bias=arrays.get(Place(target, "correction_bias")))
+            if is_reload:
+                checked.append(target.next_version())
+        install(checked)
 
 
 def ranges(numbers: tuple[int, ...]) -> str:

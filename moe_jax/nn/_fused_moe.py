@@ -14,6 +14,7 @@ from flax import nnx
 from moe_jax._arguments import check_array, check_not_traced, check_rngs
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, ArrayArg, DTypeLike
+from moe_jax._versions import Place, Versioned, changing, install, one_version
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
 from moe_jax.experts import explain, fused_moe
 from moe_jax.experts._choice import in_best_layout, order_of, plain_layout
@@ -21,13 +22,11 @@ from moe_jax.loading import LayerLoader
 from moe_jax.nn._moe_block import without_padding
 from moe_jax.nn._variables import (
     CORRECTION_BIAS,
-    NewValue,
     QuantizedParam,
     RoutingParam,
     WeightsVersion,
     checked_bias,
     init_weights,
-    install,
     routing_bias,
     routing_scale,
     routing_table,
@@ -47,7 +46,7 @@ _staging: "weakref.WeakKeyDictionary[FusedMoE, LayerLoader]" = weakref.WeakKeyDi
 Submodule = Callable[..., Any]  # a module or a function of tokens (T, H)
 
 
-class FusedMoE(nnx.Module):
+class FusedMoE(Versioned):
     """Routed experts of one layer with parameters kept quantized. Call as ``layer(x, router_logits)``.
 
     Pass the layer as an *argument* of a jitted function: ``jax.jit(lambda layer, x, z: layer(x, z))``. Captured in a
@@ -237,6 +236,7 @@ class FusedMoE(nnx.Module):
         Raises:
             ValueError: shapes do not fit, or the weights have not been loaded. TypeError: no array, or another dtype.
         """
+        self = one_version(self)  # other threads may reload meanwhile
         config = self.config
         weights = self.weights.get_value()
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights)):
@@ -372,11 +372,11 @@ class FusedMoE(nnx.Module):
         loader = self._new_loader(experts)
         loader.load(pairs)
         weights, correction_bias = loader.finish(), loader.correction_bias
-        if experts is not None:
-            weights = self._with_experts(experts, weights)
-            correction_bias = _value(self.correction_bias) if self.loads_correction_bias else None
-        values = self.new_values(weights, correction_bias=correction_bias)
-        install([*values, (self.version, self.version.get_value() + np.int32(1))])
+        with changing():
+            if experts is not None:
+                weights = self._with_experts(experts, weights)
+                correction_bias = _value(self.correction_bias) if self.loads_correction_bias else None
+            install([*self.new_values(weights, correction_bias=correction_bias), self.next_version()])
 
     def _with_experts(self, experts: Sequence[int], weights: ExpertWeights) -> ExpertWeights:
         """The layer's weights with some experts replaced; every leaf has the experts as its first axis."""
@@ -393,10 +393,11 @@ class FusedMoE(nnx.Module):
             weights: as made by the method's ``process_weights_after_loading``.
             correction_bias: (E,), required exactly when the layer was built with ``e_score_correction_bias=True``.
         """
-        install(self.new_values(weights, correction_bias=correction_bias))
+        with changing():
+            install(self.new_values(weights, correction_bias=correction_bias))
 
-    def new_values(self, weights: ExpertWeights, *, correction_bias: ArrayArg | None = None) -> list[NewValue]:
-        """(Variable, its new value) for what ``set_weights`` would install: checks that can fail, without a change.
+    def new_values(self, weights: ExpertWeights, *, correction_bias: ArrayArg | None = None) -> list[tuple[Place, Any]]:
+        """What ``set_weights`` would install: checks that can fail, without a change.
 
         weights: all experts in their order, or on the layer's mesh and in its slots.
         """
@@ -410,10 +411,14 @@ class FusedMoE(nnx.Module):
         if (correction_bias is not None) != self.loads_correction_bias:
             found = "missing" if correction_bias is None else "given"
             raise ValueError(f"{self._label()}: {CORRECTION_BIAS} is {found}, but the layer was built otherwise")
-        values: list[NewValue] = [(self.weights, self._laid_out(weights))]
+        values: list[tuple[Place, Any]] = [(Place(self, "weights"), self._laid_out(weights))]
         if correction_bias is not None:
-            values.append((self.correction_bias, checked_bias(correction_bias, self.config)))
+            values.append((Place(self, "correction_bias"), checked_bias(correction_bias, self.config)))
         return values
+
+    def next_version(self) -> tuple[Place, Any]:
+        """What a reload installs besides."""
+        return Place(self, "version"), self.version.get_value() + np.int32(1)
 
     @property
     def _slots(self) -> Placement:
@@ -459,6 +464,7 @@ class FusedMoE(nnx.Module):
     def explain(self, num_tokens: int) -> str:
         """What would run for a call with ``num_tokens`` tokens and why; also the weights' version."""
         check_not_traced("explain", self)
+        self = one_version(self)
         weights, version = self.weights.get_value(), self.version.get_value()
         if self.parallel is None:
             text = explain(self.config, weights, num_tokens)

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 
 from moe_jax._arguments import check_array
 from moe_jax._typing import ArrayArg
+from moe_jax._versions import Versioned, one_version
 
 
-class MoEBlock(nnx.Module):
+class MoEBlock(Versioned):
     """Router, routed experts and optional shared experts: x (..., H) -> (..., H).
 
     Router logits are computed and kept in float32 unless ``experts.config.router_logits_dtype`` says otherwise.
@@ -39,6 +39,7 @@ class MoEBlock(nnx.Module):
     ) -> Any:
         """x (..., H) -> (..., H) in x's dtype, with ``MoEStats`` when asked for; the rest as in ``FusedMoE``."""
         check_array("x", x, jnp.floating, f"(..., {self.experts.config.hidden_size})")
+        self = one_version(self)
         x = without_padding(x, token_mask)
         per_token = dict(token_mask=token_mask, token_ids=token_ids, replayed_ids=replayed_ids)
         y, stats = self.experts(x, self.router(x), **per_token, return_stats=True)

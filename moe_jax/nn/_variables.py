@@ -1,6 +1,5 @@
 """The Variables of ``FusedMoE``: their types, how they are made from arguments, and how new values get into them."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -26,15 +25,6 @@ class RoutingParam(nnx.Variable[Any]):
 
 class WeightsVersion(nnx.Variable[Any]):
     """() int32, raised by each reload. A leaf and not an attribute, so a reload never changes the jit cache key."""
-
-
-NewValue = tuple[Any, Any]  # a Variable and what it will hold
-
-
-def install(values: Iterable[NewValue]) -> None:
-    """Put new values into their Variables. Nothing in here can fail, which is what makes a reload atomic."""
-    for variable, value in values:
-        variable.set_value(value)
 
 
 def routing_bias(value: ArrayArg | bool | None, config: MoEConfig, *, is_abstract: bool) -> RoutingParam | None:

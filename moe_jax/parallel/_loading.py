@@ -16,6 +16,7 @@ import numpy as np
 from moe_jax._config import MoEConfig
 from moe_jax._typing import AnyArray, Leaf
 from moe_jax.loading import CheckpointError, ExpertNames, ExpertReader, QuantizationConfig, TensorInfo
+from moe_jax.loading._errors import listed
 from moe_jax.loading.files._checkpoint import Checkpoint, CheckpointLike, TensorSource
 from moe_jax.loading.layer._bitpacked import check_weight_shape
 from moe_jax.loading.layer._names import ExpertTensor, is_expert_name, layer_of
@@ -43,6 +44,13 @@ class ShardedExpertReader:
         config: its scheme is how the weights come out. Raises as ``ExpertReader.load``.
         """
         tensors = self._tensors(layer, config)
+        count = config.num_experts
+        if surplus := [
+            name for name, tensor in tensors.items() if tensor.expert is not None and tensor.expert >= count
+        ]:
+            raise CheckpointError(
+                f"{self._source.directory}: unexpected: {listed(surplus)}; layer {layer} has {count} experts"
+            )
         own, target = share_config(config, placement, parallel), abstract_share(config, placement, parallel)
         is_kept = self._reader(self._source).stored_scheme(layer) is not None or not config.scheme.is_quantized
         cuts = None
@@ -79,8 +87,12 @@ class ShardedExpertReader:
 
     def _check_shapes(self, tensors: dict[str, ExpertTensor], ids: Sequence[int], config: MoEConfig) -> None:
         """What ``weight_shape`` says of whole matrices, which a reader of parts cannot compare."""
+        seen = set()
         for name, tensor in tensors.items():
             if tensor.suffix == "weight_shape" and tensor.expert in ids:
+                if (tensor.expert, tensor.shards) in seen:
+                    raise CheckpointError(f"{self._source.directory}: duplicate: {name}")
+                seen.add((tensor.expert, tensor.shards))
                 try:
                     check_weight_shape(tensor, self._source.read(name), config)
                 except ValueError as error:

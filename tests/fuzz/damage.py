@@ -238,7 +238,10 @@ def config_text(directory, rng):
 
 def extra_expert_tensor(directory, rng):
     words = ("weight_g_idx", "weight_zero_point", "bias", "weight_scale_2", "input_scale", "zeros", "weight_packed")
-    name = f"model.layers.0.mlp.experts.0.gate_proj.{pick(rng, words)}"
+    expert = 0
+    if rng.random() < 0.5:
+        expert, words = 7, (*words, "weight", "weight_shape", "weight_scale")
+    name = f"model.layers.0.mlp.experts.{expert}.gate_proj.{pick(rng, words)}"
     mutations.add_tensor(lambda header, rng: name)(directory, rng)
 
 

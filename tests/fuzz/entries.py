@@ -9,6 +9,7 @@ import numpy as np
 
 import moe_jax
 from moe_jax import MoEConfig
+from moe_jax._versions import Place
 from moe_jax.loading import Checkpoint, ExpertReader
 from moe_jax.quantization import dequantize_tensor
 from tests.fuzz.bases import LAYER_KINDS, E, H, I
@@ -53,7 +54,7 @@ def load(directory, kind) -> Loaded:
     prefix, modules = f"model.layers.{layer}.mlp", {}
     modules[f"{prefix}.gate"] = block.router
     if block.experts.correction_bias is not None:
-        modules[f"{prefix}.gate.e_score_correction_bias"] = block.experts.correction_bias
+        modules[f"{prefix}.gate.e_score_correction_bias"] = Place(block.experts, "correction_bias")
     if block.shared_experts is not None:
         for name in ("gate_proj", "up_proj", "down_proj"):
             modules[f"{prefix}.shared_experts.{name}"] = getattr(block.shared_experts, name)
@@ -85,8 +86,8 @@ def _read_gpt_oss(directory):
 def _arrays(modules) -> dict[str, np.ndarray]:
     found = {}
     for name, value in modules.items():
-        if hasattr(value, "get_value"):
-            found[name] = value
+        if isinstance(value, Place):
+            found[name] = value.variable
         else:
             own = {f"{name}.{word}": getattr(value, word, None) for word in ("weight", "bias")}
             found |= {key: variable for key, variable in own.items() if variable is not None}

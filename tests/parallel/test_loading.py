@@ -112,6 +112,19 @@ def test_weight_shape_is_checked_in_parts_too(checkpoint, tmp_path, mesh):
         moe_jax.load_moe(tmp_path, 0, mesh=parse_mesh(mesh))
 
 
+@pytest.mark.parametrize("mesh", ["tensor=2", "expert=2"])
+@pytest.mark.parametrize("leaf", ["w1.weight", "w1.weight_shape", "w2.input_scale"])
+def test_a_surplus_expert_is_unexpected(checkpoint, tmp_path, mesh, leaf):
+    """No device has a place for it, and none looks at it."""
+    source = checkpoint(None)
+    tensors, name = load_file(source / "model.safetensors"), f"model.layers.0.block_sparse_moe.experts.{EXPERTS}.{leaf}"
+    tensors[name] = np.ones((2, 2), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(source / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=f"unexpected: {name}; layer 0 has {EXPERTS} experts"):
+        moe_jax.load_moe(tmp_path, 0, mesh=parse_mesh(mesh))
+
+
 def test_weight_shape_without_packed_weights_is_unexpected(checkpoint, tmp_path):
     source = checkpoint("int8_w8a16")
     tensors = load_file(source / "model.safetensors")

@@ -337,6 +337,14 @@ class LayerLoader:
 
     def _take_weight_shape(self, tensors: Sequence[ExpertTensor], array: np.ndarray) -> bool:
         """Only checked: the shapes are known, and some writers leave it out."""
+        plan = self._plans[False]
+        for tensor in tensors:
+            refusal = plan.refusal(dataclasses.replace(tensor, suffix="weight_packed"))
+            if refusal is not None and not plan.shard.is_whole:
+                raise ValueError(refusal)
+            if refusal is not None:
+                self._unexpected.append(tensor.name)
+                return False
         check_weight_shape(tensors[0], array, self._config)
         places = {(tensor.expert, tensor.shards) for tensor in tensors}
         if self._seen_shapes & places:

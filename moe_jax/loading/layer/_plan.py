@@ -143,6 +143,11 @@ class LayerPlan:
             ValueError: a dtype or shape that does not fit.
         """
         spec = self.specs[tensor.leaf]
+        is_of_one = tensor.expert is not None and tensor.module != ""  # by its name in the checkpoint
+        if is_of_one and spec.kind not in SCALAR_KINDS and array.ndim == len(spec.shape):
+            raise ValueError(
+                f"{shorten(tensor.name)}: found shape {array.shape}, expected that of one expert, with no axis for all"
+            )
         check_dtype(tensor, array.dtype, spec, self.config.scheme.name)
         if spec.dtype == np.uint8:
             array = array.view(np.uint8)  # exponents, which some writers call float8_e8m0fnu

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax._typing import Array, Bool, DTypeLike, Float, Int, Leaf
+from moe_jax._versions import Place
 from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._layers import Linear, RMSNorm, parameter, precision_of
@@ -67,10 +68,11 @@ class Attention(Partitioned):
         sinks = nnx.initializers.normal(0.02)
         self.sinks = parameter((config.num_heads,), dtype, rngs, sinks) if config.has_sinks else None
 
-    def dense_modules(self) -> dict[str, nnx.Module | nnx.Variable[Array]]:
-        """Checkpoint name below the layer's attention -> module or parameter."""
-        names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "sinks")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+    def dense_modules(self) -> dict[str, nnx.Module | Place]:
+        """Checkpoint name below the layer's attention -> module, or place of a parameter."""
+        names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+        modules = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return modules if self.sinks is None else modules | {"sinks": Place(self, "sinks")}
 
     def splits(self, parts: int) -> dict[str, int]:
         queries = {"q_proj": 0, "o_proj": 1} | ({} if self.sinks is None else {"sinks": 0})

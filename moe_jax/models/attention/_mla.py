@@ -53,7 +53,7 @@ class LatentAttention(Partitioned):
         assert self.config.mla is not None
         return self.config.mla
 
-    def dense_modules(self) -> dict[str, nnx.Module | nnx.Variable[Array]]:
+    def dense_modules(self) -> dict[str, nnx.Module]:
         """Checkpoint name below the layer's attention -> module."""
         names = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm")
         names += ("kv_b_proj", "o_proj")

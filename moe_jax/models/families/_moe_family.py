@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax._typing import DTypeLike, Json
+from moe_jax._versions import Place
 from moe_jax.loading import ExpertNames
 from moe_jax.models._config import ConfigReader, MoEBlockConfig
 from moe_jax.models._layers import Linear, SharedExperts
@@ -114,12 +115,12 @@ class MoEFamily:
 
     @classmethod
     def moe_dense_modules(cls, block: MoEBlock, layer: int) -> dict[str, Any]:
-        """Checkpoint name -> module, or parameter, for what is not an expert in a block."""
-        prefix, shared, bias = cls.moe_prefix(layer), block.shared_experts, block.experts.correction_bias
+        """Checkpoint name -> module, or place of a parameter, for what is not an expert in a block."""
+        prefix, shared = cls.moe_prefix(layer), block.shared_experts
         router = f"{prefix}.{cls.router_module}"
         modules: dict[str, Any] = {router: block.router}
-        if bias is not None:
-            modules[f"{router}.{CORRECTION_BIAS}"] = bias
+        if block.experts.correction_bias is not None:
+            modules[f"{router}.{CORRECTION_BIAS}"] = Place(block.experts, "correction_bias")
         if isinstance(shared, SharedExperts):
             for name in ("gate_proj", "up_proj", "down_proj"):
                 modules[f"{prefix}.{cls.shared_module}.{name}"] = getattr(shared, name)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._arguments import check_not_traced
+from moe_jax._versions import one_version
 from moe_jax.experts._choice import plain_layout
 from moe_jax.quantization import ExpertWeights, method_for
 
@@ -18,6 +19,7 @@ def logical_weights(module: Any) -> ExpertWeights:
     weights, TypeError inside ``jax.jit``.
     """
     check_not_traced("logical_weights", module)
+    module = one_version(module)
     weights = module.weights.get_value()
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights)):
         raise ValueError(f"{module!r} has no weights yet; load them first")
@@ -48,6 +50,7 @@ def transfer_experts(source: Any, target: Any) -> None:
     """
     if source.config != target.config:
         raise ValueError(f"the layers differ: expected {source.config}, found {target.config}")
+    source = one_version(source)
     bias = source.correction_bias.get_value() if source.loads_correction_bias else None
     weights = logical_weights(source)
     if target.parallel is None:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from moe_jax._arguments import check_not_traced, integer
+from moe_jax._versions import Place, changing, install
 from moe_jax.parallel._placement import Placement
 from moe_jax.parallel.eplb._policy import keep_slots, rebalance_experts, share_of_slots, spread_copies
 from moe_jax.parallel.eplb._state import EplbState
@@ -70,6 +71,11 @@ def rearrange_expert_weights(module: Any, placement: Placement) -> None:
         TypeError: a call inside ``jax.jit``.
     """
     check_not_traced("rearrange_expert_weights", module)
+    with changing():
+        _rearrange(module, placement)
+
+
+def _rearrange(module: Any, placement: Placement) -> None:
     if module.placement is None:
         raise ValueError(f"{module!r} has no slots to move experts between; build it with mesh= and enable_eplb=True")
     weights, old = module.weights.get_value(), module.placement.get_value()
@@ -80,8 +86,7 @@ def rearrange_expert_weights(module: Any, placement: Placement) -> None:
         placement.physical_to_logical, placement.num_experts, placement.num_devices, max_replicas=columns
     )
     moved = move_experts(weights, old, new)
-    module.weights.set_value(moved)
-    module.placement.set_value(new)
+    install([(Place(module, "weights"), moved), (Place(module, "placement"), new)])
 
 
 def rebalance(

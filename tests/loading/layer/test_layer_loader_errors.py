@@ -249,3 +249,19 @@ def test_what_held_for_one_expert_is_checked_for_the_next(array, message):
 
 def tensors_of(tensors, *experts):
     return [(name, tensor) for name, tensor in tensors.items() if int(name.split(".")[5]) in experts]
+
+
+def test_a_weight_shape_of_no_expert_is_unexpected():
+    name = "model.layers.0.mlp.experts.7.down_proj.weight_shape"
+    loader = LayerLoader(config("w4a16_g32"))
+    assert not loader.accept(name, np.array([H, INTER]))
+    with pytest.raises(ValueError, match=f"unexpected: {name}"):
+        loader.finish()
+
+
+def test_one_expert_has_no_axis_of_experts():
+    """Not even in a layer of one expert, where the shape would fit; fused names have one."""
+    loader = LayerLoader(config(num_experts=1, top_k=1))
+    with pytest.raises(ValueError, match=r"up_proj.weight: found shape \(1, 32, 48\), expected that of one expert"):
+        loader.accept("model.layers.0.mlp.experts.0.up_proj.weight", np.ones((1, INTER, H), np.float32))
+    assert loader.accept("model.layers.0.mlp.experts.down_proj", np.ones((1, H, INTER), np.float32))

@@ -1,0 +1,44 @@
+"""Threads that reload again and again while another one reads."""
+
+import contextlib
+import sys
+import threading
+
+
+@contextlib.contextmanager
+def quick_switches():
+    """Threads take turns a thousand times as often as usual."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
+
+
+def while_reloading(reloads, read, times):
+    """What ``read`` gives, ``times`` times, while each of ``reloads`` runs again and again in a thread of its own, with
+    1, 0, 1, ..."""
+    is_over, errors = threading.Event(), []
+
+    def again(reload):
+        version = 0
+        try:
+            while not is_over.is_set():
+                version = 1 - version
+                reload(version)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=again, args=(reload,)) for reload in reloads]
+    with quick_switches():
+        for thread in threads:
+            thread.start()
+        try:
+            found = [read() for _ in range(times)]
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
+    assert not errors, errors
+    return found
