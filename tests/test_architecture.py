@@ -21,6 +21,7 @@ FLOORS = (
         "moe_jax._output",
         "moe_jax._terminal",
         "moe_jax._typing",
+        "moe_jax._versions",
     ),
     ("moe_jax._signals", "moe_jax._version", "pallas_kernels"),
     ("moe_jax.activations", "moe_jax.quantization", "moe_jax.routing"),
