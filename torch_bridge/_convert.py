@@ -39,18 +39,22 @@ def convert(
     prefix: str = "",
     implementation: Any = None,
     torch_kernels: bool | None = None,
+    process_group: Any = None,
 ) -> FusedMoE:
     """A processed ``FusedMoE`` with experts and routing of a MoE block of transformers, or of a layer of vLLM's kind.
 
     Args:
         block: of Mixtral, Qwen3-MoE, DeepSeek-V3 or gpt-oss, with its weights; or a layer that keeps them in parameters
-            of vLLM's names (``w13_weight``, ``w2_weight_scale``, ...), of one rank too. It is left as it is.
+            of vLLM's names (``w13_weight``, ``w2_weight_scale``, ...), of one rank too: vLLM's runner with all that it
+            does around its experts, or ``RoutedExperts`` alone. It is left as it is.
         quantize: what to quantize the experts of transformers to; None keeps them.
         quant_config: what the parameters of a layer of vLLM's kind are; None asks its ``quant_method``.
         implementation, torch_kernels: as in ``FusedMoE``.
+        process_group: the ranks that share a layer of vLLM's kind; None takes vLLM's tensor-parallel group.
 
     Returns:
-        The routed part: ``layer(x, router_logits)``. Router, shared experts and their weights stay the block's.
+        ``layer(x, router_logits)``. Of a block of transformers it is the routed part: router, shared experts and their
+        weights stay the block's. Of a runner it is all that the runner returns, with its own modules.
 
     Raises NotImplementedError for another block, by its class, and for parameters of bitsandbytes or GGUF; ValueError
     for an activation that is not known, or parameters that are not of the scheme.
@@ -59,7 +63,9 @@ def convert(
         if quantize is not None:
             raise ValueError(f"quantize={quantize!r}: {type(block).__name__} keeps its parameters; pass quant_config=")
         options = dict(prefix=prefix, implementation=implementation, torch_kernels=torch_kernels)
-        return convert_vllm(block, quant_config, **options)
+        return convert_vllm(block, quant_config, process_group=process_group, **options)
+    if process_group is not None:
+        raise ValueError(f"process_group is for a layer of vLLM's kind, {type(block).__name__} is whole on every rank")
     experts: Any = getattr(block, "experts", None)
     family = _FAMILIES.get(type(experts).__name__)
     if family is None or experts is None:

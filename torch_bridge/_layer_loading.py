@@ -12,7 +12,7 @@ from moe_jax import ExpertWeights, MoEConfig
 from moe_jax._versions import changing
 from moe_jax.experts._choice import in_best_layout, plain_layout
 from moe_jax.loading import ExpertNames, ExpertTensor, LayerLoader
-from moe_jax.loading.layer._names import map_expert_name
+from moe_jax.loading.layer._names import SHARD_OF_PROJECTION, map_expert_name
 from moe_jax.quantization import method_for
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
@@ -27,6 +27,8 @@ from torch_bridge._tensors import jax_device, refuse_foreign, to_numpy, torch_dt
 from torch_bridge.launch._calls import KernelCalls, calls_on
 
 SHARD_IDS = ("w1", "w2", "w3")
+# Tensors of all experts, which rows of a mapping do not name.
+_FUSED = ("experts.gate_up_proj", "experts.down_proj")
 
 
 class LoadingMixin(MoELayer):
@@ -103,7 +105,8 @@ class LoadingMixin(MoELayer):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Stage (checkpoint name, tensor) pairs in any order; returns the names of the parameters that got something.
 
-        Names are read by ``expert_mapping`` where the layer has one, else in every known spelling, fused ones too.
+        Names are of the checkpoint, or relative to the layer, as vLLM passes them ("0.w1.weight", "gate_up_proj"). They
+        are read by ``expert_mapping`` where the layer has one, else in every known spelling, fused ones too.
         Raises ValueError for an expert tensor that nobody understands; what is missing is named by
         process_weights_after_loading.
         """
@@ -250,8 +253,13 @@ class LoadingMixin(MoELayer):
 
     def parse_name(self, name: str) -> tuple[ExpertTensor, ...]:
         """What a checkpoint name says, by the layer's mapping or by known spellings; nothing for what is no expert."""
-        if self.expert_mapping is not None:
-            return map_expert_name(self.expert_mapping, name)
+        first = name.partition(".")[0]
+        if first.isdecimal() or first in SHARD_OF_PROJECTION:
+            name = f"experts.{name}"  # relative to the layer
+        if self.expert_mapping is not None and (found := map_expert_name(self.expert_mapping, name)):
+            return found
+        if self.expert_mapping is not None and ".".join(name.split(".")[-2:]) not in _FUSED:
+            return ()
         config = self.config
         names = ExpertNames(is_gated=config.is_act_and_mul, is_interleaved=is_interleaved(config))
         parsed = names.parse(name)

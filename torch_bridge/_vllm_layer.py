@@ -81,7 +81,7 @@ _SILENT = frozenset(
 )
 # One value only: with another the layer needs what is not built here.
 _ONLY = dict(dp_size=1, pcp_size=1, sp_size=1, enable_eplb=False, is_sequence_parallel=False, is_lora_enabled=False)
-_NEUTRAL = (None, False, 0, "", 1.0)
+_NEUTRAL = (None, False, 0, "")
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 
 

@@ -181,9 +181,6 @@ def test_refusals():
             torch_bridge.convert(layer, **options)
         assert "\n" not in str(raised.value)
     packed = vllm_layer(leaves_of("bf16"), method("bf16"))
-    packed.custom_routing_function = lambda *tensors: tensors
-    with pytest.raises(NotImplementedError, match="route by yourself"):
-        torch_bridge.convert(packed)
     packed.w2_weight.use_bitsandbytes_4bit = True
     with pytest.raises(NotImplementedError, match="w2_weight: a parameter of bitsandbytes"):
         torch_bridge.convert(packed)
