@@ -132,6 +132,28 @@ def test_expert_mapping_and_loaded_names():
     assert_same_weights(layer.expert_weights, nnx_layer("fp8_channel", arrays).weights.get_value())
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_names_relative_to_the_layer(mapped):
+    """M110: vLLM's models hand over what follows the layer's own name, per expert or fused."""
+    rows = torch_bridge.FusedMoE.make_expert_params_mapping(None, "gate_proj", "down_proj", "up_proj", E)
+    assert rows[0] == ("experts.w13_", "experts.0.gate_proj.", 0, "w1") and len(rows) == 3 * E
+    inner = torch_bridge.FusedMoE.make_expert_params_mapping(None, "w1", "w2", "w3", E, 1, "routed_experts")
+    assert inner[-2:] == [
+        ("experts.routed_experts.w2_", "experts.0.w2.", E, "w2"),
+        ("experts.routed_experts.w13_", "experts.0.w3.", E, "w3"),
+    ]
+    arrays = plain_arrays()
+    expected = nnx_layer("bf16", arrays).weights.get_value()
+    stacked = [np.stack([arrays[e, s, "weight"] for e in range(E)]) for s in WORDS]
+    fused = [("gate_up_proj", np.concatenate([stacked[0], stacked[1]], 1)), ("down_proj", stacked[2])]
+    single = [(name.removeprefix(PREFIX), tensor) for name, tensor in torch_pairs(arrays)]
+    for pairs in (single, [(name, as_torch(array)) for name, array in fused]):
+        layer = bridge_layer("bf16", expert_mapping=rows if mapped else None)
+        assert layer.load_weights([*pairs, ("norm.weight", torch.ones(3))]) == {"w13_weight", "w2_weight"}
+        layer.process_weights_after_loading()
+        assert_same_weights(layer.expert_weights, expected)
+
+
 ONLINE = [
     name for name, s in SCHEMES.items() if s.is_quantized and not (s.activations and s.activations.needs_input_scale)
 ]
