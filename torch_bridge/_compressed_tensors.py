@@ -86,6 +86,14 @@ class CompressedTensorsW4A8Int8MoEMethod(_CompressedTensorsMoEMethod):
         return None if elements == ["int4", "int8"] else "int4 weights with int8 activations only"
 
     @property
+    def static_input_scales(self) -> bool:
+        return False
+
+    @property
+    def has_bias(self) -> bool:
+        return self.moe is not None and self.moe.has_bias
+
+    @property
     def group_size(self) -> int:
         """-1 for one scale per channel."""
         return self.scheme.weight_format.group_size or -1
@@ -121,6 +129,36 @@ class CompressedTensorsWNA16MarlinMoEMethod(_CompressedTensorsMoEMethod):
             for what in ("weight_g_idx", "g_idx_sort_indices")
         }
         return super().unread_parameters(sizes) | orders
+
+    def get_weight_shape(
+        self,
+        weight_name: str,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        num_groups_w2: int | None = None,
+        num_groups_w13: int | None = None,
+    ) -> tuple[int, int, int]:
+        """The shape of "w13_weight", "w13_scale" or "w13_zp", or of the same of w2: (experts, in, out).
+
+        num_groups_w2, num_groups_w13: groups along the input, needed for scales and zero points (ValueError).
+        """
+        prefix, _, what = weight_name.partition("_")
+        is_w2, projections = prefix == "w2", 2 if self.moe is None or self.moe.is_act_and_mul else 1
+        rows, columns = intermediate_size_per_partition, hidden_size
+        if not is_w2:
+            rows, columns = hidden_size, projections * intermediate_size_per_partition
+        if what == "weight":
+            return num_experts, rows // self.packed_factor, columns
+        groups = num_groups_w2 if is_w2 else num_groups_w13
+        if groups is None:
+            raise ValueError(f"{weight_name}: num_groups_{prefix} is missing, which its shape depends on")
+        return num_experts, groups, columns // self.packed_factor if what == "zp" else columns
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether there are no zero points."""
+        return self.scheme.weight_format.symmetric
 
     @property
     def num_bits(self) -> int:

@@ -114,7 +114,7 @@ class LoadingMixin(MoELayer):
         for name, tensor in _checked(weights):
             for parsed in self.parse_name(name):
                 if self._accept(parsed, tensor):
-                    loaded.add(parsed.leaf)
+                    loaded.add(self._scheme_method.layout(parsed.leaf).name)
         return loaded
 
     def reload_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -192,15 +192,15 @@ class FusedMoEMethodBase(abc.ABC):
         return False
 
 
-def set_weight_attrs(parameter: torch.Tensor, attributes: dict[str, Any]) -> None:
+def set_weight_attrs(weight: torch.Tensor, weight_attrs: dict[str, Any] | None) -> None:
     """Set what a loader reads on a parameter.
 
     Raises AssertionError for an attribute that it has already, as in vLLM.
     """
-    for name, value in attributes.items():
-        if hasattr(parameter, name):
+    for name, value in (weight_attrs or {}).items():
+        if hasattr(weight, name):
             raise AssertionError(f"Overwriting existing tensor attribute: {name}")
-        setattr(parameter, name, value)
+        setattr(weight, name, value)
 
 
 def replace_parameter(

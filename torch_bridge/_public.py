@@ -9,6 +9,7 @@ from torch_bridge._compressed_tensors import (
     CompressedTensorsWNA16MarlinMoEMethod,
 )
 from torch_bridge._convert import convert, from_nnx, load_tensors, patch, to_nnx
+from torch_bridge._fp8 import Fp8MoEMethod
 from torch_bridge._layer import FusedMoE
 from torch_bridge._method_base import FusedMoEMethodBase, replace_parameter, set_weight_attrs
 from torch_bridge._methods import SchemeMoEMethod, UnquantizedFusedMoEMethod
@@ -21,7 +22,7 @@ from torch_bridge._online import (
     SchemeOnlineMoEMethod,
 )
 from torch_bridge._patched import PatchedExperts
-from torch_bridge._quant_config import FusedMoEQuantConfig
+from torch_bridge._quant_config import FusedMoEQuantConfig, FusedMoEQuantDesc, GroupShape
 from torch_bridge._rank import Rank
 from torch_bridge.launch._kernels import as_torch_kernels
 
@@ -30,11 +31,14 @@ __all__ = [
     "CompressedTensorsW4A8Int8MoEMethod",
     "CompressedTensorsW8A8Fp8MoEMethod",
     "CompressedTensorsWNA16MarlinMoEMethod",
+    "Fp8MoEMethod",
     "FusedMoE",
     "FusedMoEConfig",
     "FusedMoEMethodBase",
     "FusedMoEParallelConfig",
     "FusedMoEQuantConfig",
+    "FusedMoEQuantDesc",
+    "GroupShape",
     "Int8OnlineMoEMethod",
     "MoEActivation",
     "MoeOnlineQuantizer",

@@ -125,6 +125,19 @@ class FusedMoEQuantConfig:
     def is_block_quantized(self) -> bool:
         return self.block_shape is not None
 
+    def scale_shape(self, max_tokens: int, hidden_dim: int) -> tuple[int, int] | None:
+        """Of the scales of activations (max_tokens, hidden_dim); None where they are not quantized."""
+        if not self.is_quantized:
+            return None
+        if self.block_shape is not None:
+            return max_tokens, -(-hidden_dim // self.block_shape[1])
+        return (max_tokens, 1) if self.is_per_act_token else (1, 1)
+
+    def batched_scale_shape(self, num_experts: int, max_tokens: int, hidden_dim: int) -> tuple[int, int, int] | None:
+        """``scale_shape`` for each expert."""
+        shape = self.scale_shape(max_tokens, hidden_dim)
+        return None if shape is None else (num_experts, *shape)
+
     @property
     def use_fp8_w8a8(self) -> bool:
         return self.quant_dtype == torch.float8_e4m3fn

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_jax import Scheme
+from torch_bridge._fp8 import Fp8MoEMethod
 from torch_bridge._method_base import FusedMoEMethodBase
 from torch_bridge._methods import SchemeMoEMethod, UnquantizedFusedMoEMethod
 from torch_bridge._online import SchemeOnlineMoEMethod
@@ -21,6 +22,8 @@ def resolve_method(quant_config: Any, layer: Any, prefix: str, *, online: bool) 
         if online:
             return SchemeOnlineMoEMethod(scheme, layer.moe_config)
         moe = layer.moe_config
+        if isinstance(quant_config, Mapping) and quant_config.get("quant_method") == "fp8":
+            return Fp8MoEMethod(quant_config, layer)
         return SchemeMoEMethod(scheme, moe) if scheme.is_quantized else UnquantizedFusedMoEMethod(moe)
     elif hasattr(quant_config, "get_quant_method"):
         method = quant_config.get_quant_method(layer, prefix)

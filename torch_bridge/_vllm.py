@@ -1,5 +1,6 @@
 """Layers of vLLM's kind to ours: an object with ``w13_...`` and ``w2_...`` parameters and what its constructor kept."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,7 +92,9 @@ def _config_of(layer: Any, leaves: Mapping[str, torch.Tensor]) -> Any:
     method: Any = getattr(layer, "quant_method", None)
     name = type(method).__name__
     if isinstance(method, FusedMoEMethodBase):
-        return method.scheme
+        method = copy.copy(method)  # which knows how its parameters lie
+        method.moe = None
+        return method
     if name in _METHODS:
         return _METHODS[name](method.weight_quant, method.input_quant)
     if name == "CompressedTensorsW4A4Nvfp4MoEMethod":

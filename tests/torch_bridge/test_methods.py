@@ -156,6 +156,69 @@ def test_methods_say_what_they_were_given():
     assert METHODS["nvfp4_a16"]().use_a16 and not METHODS["nvfp4"]().use_a16
 
 
+NATIVE = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+class Fp8Config:
+    """As vLLM's, which is no dict."""
+
+    activation_scheme, weight_block_size = "dynamic", [128, 128]
+
+
+@pytest.mark.parametrize(
+    "config", [NATIVE, torch_bridge.Fp8MoEMethod(Fp8Config()), "fp8_block"], ids=["dict", "object", "name"]
+)
+def test_scales_of_native_fp8_have_their_own_name(config):
+    """M262: w13_weight_scale_inv and w2_weight_scale_inv: created, loaded, processed, and in state dicts, out and in."""
+    is_native = config != "fp8_block"
+    suffix = "weight_scale_inv" if is_native else "weight_scale"
+    layer, arrays = bridge_layer(config), stored_arrays("fp8_block")
+    expected = {f"{w}_{what}" for w in ("w13", "w2") for what in ("weight", suffix)}
+    assert set(dict(layer.named_parameters())) == expected
+    assert getattr(layer, f"w13_{suffix}").quant_method == "block"
+    pairs = [(name.replace("weight_scale", "weight_scale_inv"), tensor) for name, tensor in torch_pairs(arrays)]
+    assert layer.load_weights(pairs) == expected
+    layer.process_weights_after_loading()
+    state = layer.state_dict()
+    assert set(state) == set(dict(layer.named_parameters())) == expected
+    for expert in range(E):
+        assert bits(state[f"w2_{suffix}"][expert]) == bits(arrays[expert, "w2", "weight_scale"])
+    again = bridge_layer(config)
+    again.load_state_dict(state)
+    again.process_weights_after_loading()
+    assert bits(getattr(again, f"w13_{suffix}")) == bits(state[f"w13_{suffix}"])
+    if is_native:
+        method = layer.quant_method
+        assert (method.weight_block_size, method.block_quant, method.weight_scale_name) == ([128, 128], True, suffix)
+
+
+def test_native_fp8_per_tensor():
+    """M262: scales per tensor keep their name; activations dynamic or static."""
+    method = torch_bridge.Fp8MoEMethod({"quant_method": "fp8", "activation_scheme": "static"})
+    assert method.scheme.name == "fp8_tensor_static" and method.weight_block_size is None and not method.block_quant
+    layer = bridge_layer(method)
+    assert (
+        layer.w13_weight_scale.shape == (E, 2)
+        and layer.w13_input_scale.shape == (E,)
+        and method.moe is layer.moe_config
+    )
+
+
+def test_marlin_says_the_shapes_of_its_parameters():
+    """M197: weight, scale and zp of both, transposed; groups are needed where a shape has them."""
+    method = torch_bridge.CompressedTensorsWNA16MarlinMoEMethod(INT4 | {"strategy": "group", "group_size": 32}, None)
+    call, groups = (E, H, I), dict(num_groups_w2=I // 32, num_groups_w13=H // 32)
+    layer = bridge_layer(method)
+    assert method.get_weight_shape("w13_weight", *call) == layer.w13_weight_packed.shape == (E, H // 8, 2 * I)
+    assert method.get_weight_shape("w2_weight", *call) == layer.w2_weight_packed.shape == (E, I // 8, H)
+    assert method.get_weight_shape("w13_scale", *call, **groups) == layer.w13_weight_scale.shape == (E, H // 32, 2 * I)
+    assert method.get_weight_shape("w2_scale", *call, **groups) == layer.w2_weight_scale.shape == (E, I // 32, H)
+    assert method.get_weight_shape("w13_zp", *call, **groups) == (E, H // 32, 2 * I // 8)
+    assert method.get_weight_shape("w2_zp", *call, **groups) == (E, I // 32, H // 8)
+    with pytest.raises(ValueError, match="w2_scale: num_groups_w2 is missing"):
+        method.get_weight_shape("w2_scale", *call)
+
+
 def test_activations_of_a_weight_only_checkpoint_may_be_quantized():
     """M195: by the name of the scheme; the packed weights stay what they are."""
     arrays = stored_arrays("w4a16_g32")
@@ -167,15 +230,16 @@ def test_activations_of_a_weight_only_checkpoint_may_be_quantized():
     assert 1e-3 < (found - expected).norm() / expected.norm() < 0.03
 
 
-@pytest.mark.parametrize("scheme", ["fp8_channel", "nvfp4_a16", "w4a16_g32_asym"])
+@pytest.mark.parametrize("scheme", ["fp8_channel", "nvfp4_a16", "w4a16_g32_asym", "marlin"])
 def test_expert_weights_as_rows(scheme):
     """M104: every per-expert leaf as (E, -1), sharing memory with the parameters: all of an expert moves with its rows.
 
     Judged by a layer that is loaded with the experts in another order.
     """
-    arrays, order = stored_arrays(scheme), np.array([2, 0, 3, 1])
+    arrays, order = stored_arrays("w4a16_g32" if scheme == "marlin" else scheme), np.array([2, 0, 3, 1])
     moved = {(int(np.argsort(order)[expert]), *rest): array for (expert, *rest), array in arrays.items()}
-    layer, expected = loaded_bridge(scheme, arrays), loaded_bridge(scheme, moved)
+    made = METHODS["w4a16_g32"] if scheme == "marlin" else lambda: scheme
+    layer, expected = loaded_bridge(made(), arrays), loaded_bridge(made(), moved)
     views = layer.get_expert_weights()
     assert [v.data_ptr() for v in views] == [p.data_ptr() for p in layer.parameters()]
     assert sum(v.nbytes for v in views) == sum(leaf.nbytes for leaf in jax.tree.leaves(layer.expert_weights))
