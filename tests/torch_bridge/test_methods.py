@@ -156,6 +156,24 @@ def test_methods_say_what_they_were_given():
     assert METHODS["nvfp4_a16"]().use_a16 and not METHODS["nvfp4"]().use_a16
 
 
+def test_parameters_are_replaced_or_written_in_place():
+    """M225: attributes stay; with ``prefer_copy`` the address too, where shape, dtype and device allow it."""
+    module = torch.nn.Module()
+    module.register_parameter("w", torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False))
+    torch_bridge.set_weight_attrs(module.w, {"weight_loader": print})
+    torch_bridge.set_weight_attrs(module.w, None)
+    address = module.w.data_ptr()
+    torch_bridge.replace_parameter(module, "w", torch.ones(2, 3), prefer_copy=True)
+    assert module.w.data_ptr() == address and module.w.sum() == 6 and module.w.weight_loader is print
+    for other in (torch.ones(2, 3), torch.ones(3, 2), torch.ones(2, 3).half()):
+        torch_bridge.replace_parameter(
+            module, "w", other, prefer_copy=other.shape != (2, 3) or other.dtype == torch.half
+        )
+        assert module.w.data_ptr() == other.data_ptr() and module.w.weight_loader is print
+    torch_bridge.replace_parameter(module, "w", None)
+    assert module.w is None
+
+
 NATIVE = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -169,7 +187,7 @@ class Fp8Config:
     "config", [NATIVE, torch_bridge.Fp8MoEMethod(Fp8Config()), "fp8_block"], ids=["dict", "object", "name"]
 )
 def test_scales_of_native_fp8_have_their_own_name(config):
-    """M262: w13_weight_scale_inv and w2_weight_scale_inv: created, loaded, processed, and in state dicts, out and in."""
+    """M262: w13_weight_scale_inv, w2_weight_scale_inv: created, loaded, processed, in state dicts, out and in."""
     is_native = config != "fp8_block"
     suffix = "weight_scale_inv" if is_native else "weight_scale"
     layer, arrays = bridge_layer(config), stored_arrays("fp8_block")

@@ -61,10 +61,17 @@ EXCEPTIONS = {
     "determine_expert_map: no parameter num_fused_shared_experts": "fuses shared experts on ROCm",
     "determine_expert_map: no parameter return_expert_mask": "of kernels for ROCm",
     "FusedMoE: parameters in another order": _EARLIER,
-    **{
-        f"FusedMoE: {name} is no parameter of vLLM's": _EARLIER
-        for name in ("reduce_results", "ep_size", "is_act_and_mul")
-    },
+    "FusedMoE: reduce_results is no parameter of vLLM's": _EARLIER,
+    "FusedMoE: ep_size is no parameter of vLLM's": _EARLIER,
+    "FusedMoE: is_act_and_mul is no parameter of vLLM's": _EARLIER,
+    "RoutedExperts.expert_map_manager: missing": _RUNNER,
+    "RoutedExperts.update_expert_map_info: missing": _RUNNER,
+    "RoutedExperts.forward_modular: missing": "its runner's way to quant_method.apply, which forward calls here",
+    "RoutedExperts.forward_monolithic: missing": "its runner's way to quant_method.apply_monolithic",
+    "RoutedExperts.rocm_aiter_fmoe_enabled: missing": "of kernels for ROCm",
+    "RoutedExperts.make_expert_params_mapping: routed_experts_prefix is '' by default, 'routed_experts' in vLLM": (
+        _RUNNER
+    ),
     **{
         f"FusedMoE: {name} is no parameter of vLLM's": _OWN
         for name in "online torch_kernels tp_rank ep_rank process_group has_partial_shared_experts routing_framework "
