@@ -1,0 +1,98 @@
+"""Programs on disk, and ``KernelExperts`` traced for an H200 that is not here."""
+
+import jax
+import pytest
+import torch
+
+from moe_jax import MoEConfig, Scheme
+from torch_bridge._tensors import torch_dtype
+from torch_bridge.launch import KernelExperts, _stored
+from torch_bridge.launch._gpu import Gpu
+from torch_bridge.launch._kernel_experts import abstract_weights
+from torch_bridge.launch._kernels import Kernel
+from torch_bridge.launch._programs import Programs
+
+H200 = Gpu("NVIDIA H200", 132)
+
+
+def experts_of(name: str, monkeypatch, folder, **settings) -> KernelExperts:
+    monkeypatch.setenv("MOE_JAX_CACHE_DIR", str(folder))
+    monkeypatch.setattr("torch_bridge.launch._kernel_experts.PROGRAMS", Programs())
+    config = MoEConfig(8, 2, 256, 256, Scheme.parse(name), **settings)
+    weights = jax.tree.map(lambda s: torch.zeros(s.shape, dtype=torch_dtype(s.dtype)), abstract_weights(config, H200))
+    return KernelExperts(config, weights, gpu=H200)
+
+
+def test_a_second_process_traces_nothing(monkeypatch, tmp_path):
+    made = []
+    experts_of("fp8_channel", monkeypatch, tmp_path).prepare([4], entry="layer", progress=made.append)
+    assert made == [True]
+    files = sorted((tmp_path / "programs").iterdir())
+    assert len(files) == 1
+    experts_of("fp8_channel", monkeypatch, tmp_path).prepare([4], entry="layer", progress=made.append)
+    assert made == [True, False]
+    program = _stored.load(files[0].name)
+    assert program is not None and [type(run) is Kernel for run, _, _ in program.steps].count(True) >= 4
+    other = experts_of("fp8_channel", monkeypatch, tmp_path, renormalize=False)
+    other.prepare([4], entry="layer", progress=made.append)
+    assert made == [True, False, True]  # another configuration is another program
+
+
+@pytest.mark.parametrize("damage", ["short", "flipped", "empty", "text"])
+def test_damaged_files_are_made_again(damage, monkeypatch, tmp_path):
+    experts_of("bf16", monkeypatch, tmp_path).prepare([4])
+    [path] = (tmp_path / "programs").iterdir()
+    whole = path.read_bytes()
+    place = len(whole) // 2
+    path.write_bytes(
+        {
+            "short": whole[:-1],
+            "flipped": whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :],
+            "empty": b"",
+            "text": b"no program",
+        }[damage]
+    )
+    made = []
+    experts_of("bf16", monkeypatch, tmp_path).prepare([4], progress=made.append)
+    assert made == [True] and path.read_bytes() == whole
+    assert [p.name for p in (tmp_path / "programs").iterdir()] == [path.name]  # nothing half-written beside it
+
+
+def test_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    made = []
+    experts_of("bf16", monkeypatch, blocked).prepare([4], progress=made.append)
+    assert made == [True]
+
+
+def test_names_tell_programs_apart(monkeypatch, tmp_path):
+    experts = experts_of("bf16", monkeypatch, tmp_path)
+    calls = (("experts", 4, False), ("experts", 8, False), ("layer", 4, False), ("layer", 4, True))
+    dtype = experts.config.dtype
+    assert len({experts._make(entry, count, dtype, False, has_mask=mask)[0] for entry, count, mask in calls}) == 4
+
+
+TRACED = (
+    "bf16 fp8_channel fp8_block fp8_tensor_token fp8_tensor_static int8_w8a8 int8_w8a16 w4a16_g128 w4a16_channel "
+    "w4a16_g64_asym w4a16_g64_actorder w8a16_channel nvfp4_a16 mxfp4_a16 mxfp8_a16 w4a8_fp8 w4a8_int8"
+).split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRACED)
+def test_kernels_of_every_format_and_bucket(name, monkeypatch, tmp_path):
+    """Both entries, exact and padded sizes: nothing but kernels, views and casts between them."""
+    experts, made = experts_of(name, monkeypatch, tmp_path), []
+    for entry in ("layer", "experts"):
+        experts.prepare([1, 24], buckets=[64, 1024], entry=entry, progress=made.append)
+    assert experts.why_not_routing is None and len(made) == 8 and all(made)
+
+
+def test_weights_of_another_shape_are_refused(monkeypatch, tmp_path):
+    experts = experts_of("bf16", monkeypatch, tmp_path)
+    wrong = jax.tree.map(lambda t: t[:4].contiguous(), experts.weights)
+    with pytest.raises(ValueError, match="expected"):
+        KernelExperts(experts.config, wrong, gpu=H200)
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        KernelExperts(experts.config, experts.weights)

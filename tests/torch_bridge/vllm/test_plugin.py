@@ -1,0 +1,247 @@
+"""The plugin around vLLM's layers: ranks, biases, reloads, what is left to vLLM, and what the entry point does."""
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+from tests.support.checkpoints.vllm_formats import FORMATS
+from tests.support.vllm_layers import computed_by_reference, make_layer, vllm_without_gpu, weights_of
+from tests.torch_bridge.vllm.test_formats import INTERMEDIATE, TOP_K, E, H, forward, load
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SIZES = dict(num_experts=E, top_k=TOP_K, hidden_size=H, intermediate_size=INTERMEDIATE)
+
+
+def test_the_entry_point_only_adds_names():
+    """In a process that does not choose moe_jax, JAX is never imported."""
+    code = (
+        "import sys, vllm.plugins as p; p.load_general_plugins();"
+        "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS as m;"
+        "assert 'moe_jax' in m and 'moe_jax_fp8_per_channel' in m, m;"
+        "assert not {'jax', 'moe_jax', 'flax'} & set(sys.modules)"
+    )
+    environment = os.environ | dict(VLLM_PLUGINS="moe_jax", VLLM_LOGGING_LEVEL="ERROR")
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@pytest.mark.parametrize("name", ["ct_fp8_channel", "ct_w4a16_g128", "ct_mxfp4", "bf16"])
+@pytest.mark.parametrize("split", ["tp", "ep"])
+def test_ranks_add_up(name, split, monkeypatch):
+    """Two ranks of a pretended group, each with its own part of the checkpoint, give the whole layer together."""
+    computed_by_reference(monkeypatch)
+    form, outputs = FORMATS[name], []
+    for rank in range(2):
+        with vllm_without_gpu(tp=(2, rank), ep=split == "ep"):
+            layer = make_layer(form.config, tp_size=2, **SIZES)
+            w13, w2 = load(layer, form, torch.Generator().manual_seed(3))
+            method = layer.quant_method
+            method.process_weights_after_loading(layer)
+            x, weights, ids, logits = _call(torch.Generator().manual_seed(4))
+            outputs.append(method.apply(layer, x, weights, ids, None, None).float())
+            assert method.is_monolithic == (split == "tp")
+    expected = forward(x, weights, ids, w13, w2)
+    _assert_close(sum(outputs), expected, form)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_bias_of_one_rank(rank, monkeypatch):
+    """gpt-oss: rows of gate and up alternate, biases too, and the second bias belongs to rank 0 alone."""
+    computed_by_reference(monkeypatch)
+    with vllm_without_gpu(tp=(2, rank)):
+        layer = make_layer(None, tp_size=2, has_bias=True, activation="swigluoai", **SIZES)
+        generator = torch.Generator().manual_seed(5)
+        for parameter in layer.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.data.copy_(drawn * 0.05)
+        w13, w2, b13, b2 = (
+            getattr(layer, leaf).detach().float().clone() for leaf in ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+        )
+        method = layer.quant_method
+        method.process_weights_after_loading(layer)
+        x, weights, ids, _ = _call(generator)
+        expected = torch.zeros(x.shape)
+        for token in range(x.shape[0]):
+            for weight, expert in zip(weights[token], ids[token].long(), strict=True):
+                h = w13[expert] @ x[token].float() + b13[expert]
+                gate, up = h[0::2].clamp(max=7.0), h[1::2].clamp(-7.0, 7.0)
+                h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+                expected[token] += weight * (w2[expert] @ h + (b2[expert] if rank == 0 else 0))
+        _assert_close(method.apply(layer, x, weights, ids, None, None).float(), expected, FORMATS["bf16"])
+
+
+GROUPED = dict(use_grouped_topk=True, num_expert_group=2, topk_group=1, routed_scaling_factor=2.5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(renormalize=False),
+        dict(scoring_func="sigmoid"),
+        GROUPED | dict(scoring_func="sigmoid", has_bias=True),
+        GROUPED | dict(apply_routed_scale_to_output=True),
+    ],
+)
+def test_routing_is_vllms(settings, monkeypatch):
+    """apply_monolithic against vLLM's own router followed by apply: correction bias, groups, the factor once."""
+    from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import grouped_topk
+
+    computed_by_reference(monkeypatch)
+    settings = dict(settings)
+    generator = torch.Generator().manual_seed(6)
+    bias = torch.randn(E, generator=generator, dtype=torch.float32) if settings.pop("has_bias", False) else None
+    with vllm_without_gpu():
+        layer = make_layer(None, **SIZES, e_score_correction_bias=bias, **settings)
+        load(layer, FORMATS["bf16"], generator)
+        method = layer.quant_method
+        method.process_weights_after_loading(layer)
+        assert method.is_monolithic
+        x, _, _, logits = _call(generator)
+        scores = torch.sigmoid(logits) if settings.get("scoring_func") == "sigmoid" else torch.softmax(logits, -1)
+        if settings.get("use_grouped_topk"):
+            weights, ids = grouped_topk(
+                x,
+                logits,
+                TOP_K,
+                True,
+                2,
+                1,
+                settings.get("scoring_func", "softmax"),
+                layer.routed_scaling_factor,
+                bias,
+            )
+        else:
+            weights, ids = scores.topk(TOP_K)
+            if settings.get("renormalize", True):
+                weights = weights / weights.sum(-1, keepdim=True)
+        expected = method.apply(layer, x, weights.float(), ids.to(torch.int32), None, None)
+        torch.testing.assert_close(method.apply_monolithic(layer, x, logits), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["ct_fp8_channel", "fp8_block", "ct_int8", "bf16", "ct_w4a16_g128", "gptq_4", "awq"])
+def test_weights_stay_in_vllms_memory(name):
+    form = FORMATS[name]
+    with vllm_without_gpu():
+        layer = make_layer(form.config, **SIZES)
+        load(layer, form, torch.Generator().manual_seed(1))
+        before = {parameter.data_ptr() for parameter in layer.parameters()}
+        layer.quant_method.process_weights_after_loading(layer)
+        weights = layer.quant_method.moe_jax.experts.weights
+        assert {weights.w13.data.data_ptr(), weights.w2.data.data_ptr()} <= before
+        assert {weights.w13.data.data_ptr(), weights.w2.data.data_ptr()} <= {p.data_ptr() for p in layer.parameters()}
+
+
+@pytest.mark.parametrize("name", ["ct_fp8_channel", "ct_w4a16_g128", "awq", "online_fp8_channel", "bf16"])
+def test_reload_writes_where_graphs_read(name):
+    """vLLM's own reload of a processed layer: the kernels' memory stays, its values are those of the new checkpoint."""
+    from vllm.model_executor.model_loader import reload
+
+    form = FORMATS[name]
+    with vllm_without_gpu():
+        layer = make_layer(form.config, **SIZES)
+        reload.record_metadata_for_reloading(layer)
+        load(layer, form, torch.Generator().manual_seed(1))
+        method = layer.quant_method
+        if not method.moe_jax.form.online:
+            method.process_weights_after_loading(layer)
+        experts = method.moe_jax.experts
+        places = [leaf.data_ptr() for leaf in _leaves(experts)]
+        reload.initialize_layerwise_reload(layer)
+        w13, w2 = load(layer, form, torch.Generator().manual_seed(2))
+        reload.finalize_layerwise_reload(layer, None)
+        assert method.moe_jax.experts is experts and [leaf.data_ptr() for leaf in _leaves(experts)] == places
+        assert {experts.weights.w13.data.data_ptr()} <= {p.data_ptr() for p in layer.parameters()}
+        found13, found2 = map(torch.from_numpy, weights_of(experts))
+        tolerance = 0.05 if method.moe_jax.form.online else 1e-6
+        assert (found13 - w13).norm() <= tolerance * w13.norm() and (found2 - w2).norm() <= tolerance * w2.norm()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_damaged_scales_are_left_to_vllm(bad, caplog, monkeypatch):
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8 as module,
+    )
+
+    form, called = FORMATS["ct_fp8_channel"], []
+    own = module.CompressedTensorsW8A8Fp8MoEMethod
+    monkeypatch.setattr(own, "process_weights_after_loading", lambda self, layer: called.append(layer))
+    monkeypatch.setattr(own, "apply", lambda *_: torch.full((), 7.0))
+    with vllm_without_gpu(), _heard(caplog):
+        layer = make_layer(form.config, **SIZES)
+        load(layer, form, torch.Generator().manual_seed(1))
+        before = layer.w13_weight.data.view(torch.uint8).clone()
+        layer.w13_weight_scale.data[1, 7] = bad
+        layer.quant_method.process_weights_after_loading(layer)
+        assert called == [layer] and torch.equal(layer.w13_weight.data.view(torch.uint8), before)
+        x, weights, ids, _ = _call(torch.Generator().manual_seed(1))
+        assert torch.equal(layer.quant_method.apply(layer, x, weights, ids), torch.full((), 7.0))
+    [line] = [record.message for record in caplog.records if "moe_jax leaves" in record.message]
+    assert "expert 1 (w1) has scale" in line and "\n" not in line
+
+
+def test_what_is_left_to_vllm(caplog, monkeypatch):
+    """A version that is not known, no Hopper GPU, a group size that no kernel takes: one line each, vLLM's method."""
+    import vllm
+
+    from torch_bridge.vllm import _method
+
+    def no_gpu():
+        raise NotImplementedError("the kernels need compute capability 9.0, NVIDIA A100 has 8.0")
+
+    form = FORMATS["ct_fp8_channel"]
+    with vllm_without_gpu(), _heard(caplog):
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm, "__version__", "0.25.0")
+            assert not hasattr(make_layer(form.config, **SIZES).quant_method, "moe_jax")
+        with monkeypatch.context() as patch:
+            patch.setattr(_method, "gpu_of_process", no_gpu)
+            assert not hasattr(make_layer(form.config, **SIZES).quant_method, "moe_jax")
+        odd = SIZES | dict(intermediate_size=INTERMEDIATE + 8)
+        assert not hasattr(make_layer(form.config, **odd).quant_method, "moe_jax")
+    lines = [record.message for record in caplog.records if "moe_jax leaves" in record.message]
+    assert ["0.25.0" in lines[0], "A100 has 8.0" in lines[1], len(lines)] == [True, True, 3]
+
+
+def test_captured_sizes_are_exact():
+    from torch_bridge.vllm._settings import token_counts
+
+    with vllm_without_gpu() as config:
+        config.compilation_config.cudagraph_mode = None
+        config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 24, 40, 512]
+        config.scheduler_config.max_num_batched_tokens = 3000
+        exact, buckets = token_counts(config)
+    assert {1, 2, 4, 24, 40, 512} <= set(exact) and buckets == [16, 32, 64, 128, 256, 512, 1024, 2048, 3072]
+
+
+@contextlib.contextmanager
+def _heard(caplog):
+    """vLLM's loggers do not pass their records on."""
+    logger = logging.getLogger("vllm.moe_jax")
+    logger.addHandler(caplog.handler)
+    yield
+    logger.removeHandler(caplog.handler)
+
+
+def _call(generator):
+    x = torch.randn(6, H, generator=generator, dtype=torch.float32).to(torch.bfloat16)
+    logits = torch.randn(6, E, generator=generator, dtype=torch.float32).to(torch.bfloat16).float()
+    weights, ids = torch.softmax(logits, -1).topk(TOP_K)
+    return x, weights / weights.sum(-1, keepdim=True), ids.to(torch.int32), logits
+
+
+def _assert_close(y, expected, form):
+    error = (y - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.max() < {16: 0.015, 8: 0.12}[form.activations], error
+
+
+def _leaves(experts):
+    import jax
+
+    return jax.tree.leaves(experts.weights)
