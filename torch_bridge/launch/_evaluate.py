@@ -63,9 +63,7 @@ def _run(closed: Any, inputs: Sequence[torch.Tensor], device: torch.device) -> l
 def _apply(equation: Any, found: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     name, params = equation.primitive.name, equation.params
     if name == "scan":
-        return _run(
-            _vectorized(params["jaxpr"], params["num_consts"], params["num_carry"], params["length"]), found, device
-        )
+        return _run(_vectorized(params["jaxpr"], *_scan_sizes(equation), params["length"]), found, device)
     inner = next((v for v in params.values() if isinstance(v, core.ClosedJaxpr)), None)
     if inner is not None:
         return _run(inner, found, device)
@@ -73,7 +71,18 @@ def _apply(equation: Any, found: list[torch.Tensor], device: torch.device) -> li
     if operation is None:
         raise NotImplementedError(f"{name} is not known to the torch evaluator of layouts")
     results = operation(equation, *found)
-    return list(results) if isinstance(results, tuple) else [results]
+    return [result.to(device) for result in (results if isinstance(results, tuple) else (results,))]
+
+
+def _scan_sizes(equation: Any) -> tuple[int, int]:
+    """How many operands of a scan are the same in every step, and how many of these are carried; by their ranks, since
+    versions of JAX say it in different ways."""
+    body = equation.params["jaxpr"].jaxpr
+
+    def count(outer: Any, inner: Any) -> int:
+        return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
+
+    return count(equation.invars, body.invars), count(equation.outvars, body.outvars)
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,6 +13,12 @@ import torch
 Tensors = dict[str, torch.Tensor]
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+# For configs that want whole names; models have at most so many layers here.
+NOT_CONVERTED = ["lm_head"] + [
+    f"model.layers.{layer}.{module}"
+    for layer in range(48)
+    for module in ("mlp.gate", *(f"self_attn.{part}_proj" for part in "qkvo"))
+]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -67,7 +73,7 @@ def _fp8(extent: str, scale_name: str = "weight_scale", *, is_static: bool = Fal
         else:
             scale = _scales(generator, math.ceil(n / 128), math.ceil(k / 128), size=size)
             values = codes.float() * _spread_blocks(scale, n, k)
-        extra = dict(input_scale=torch.full(shape or (1,), 0.02, dtype=torch.float32)) if is_static else {}
+        extra = dict(input_scale=torch.full(shape or (1,), 0.05, dtype=torch.float32)) if is_static else {}
         return {"weight": codes, scale_name: scale} | extra, values
 
     return write
@@ -212,10 +218,7 @@ def _integers(bits: int, group: int | None, **more: Any) -> dict[str, Any]:
 
 
 def _fp8_config(**more: Any) -> dict[str, Any]:
-    return (
-        dict(quant_method="fp8", activation_scheme="dynamic", modules_to_not_convert=["lm_head", "gate", "self_attn"])
-        | more
-    )
+    return dict(quant_method="fp8", activation_scheme="dynamic", modules_to_not_convert=NOT_CONVERTED) | more
 
 
 def _modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
@@ -321,7 +324,7 @@ FORMATS: dict[str, VllmFormat] = {
             group_size=128,
             zero_point=True,
             version="gemm",
-            modules_to_not_convert=["self_attn", "gate", "lm_head"],
+            modules_to_not_convert=NOT_CONVERTED,
         ),
         _awq(128),
         "AutoAWQMoEMethod",
