@@ -15,7 +15,7 @@ from moe_jax._terminal import cut, printable, size, table
 from moe_jax.experts._explain import explain
 from moe_jax.loading import Checkpoint, QuantizationConfig, as_packed
 from moe_jax.loading._errors import ranges, shorten
-from moe_jax.loading.layer._names import is_expert_name
+from moe_jax.loading.layer._names import is_correction_bias_name, is_expert_name
 from moe_jax.loading.layer._reader import HeaderCheck
 from moe_jax.models import CausalLM, DecoderConfig, MoEBlockConfig, MoEFamily, read_family
 from moe_jax.models._counts import check_counts
@@ -36,7 +36,7 @@ _PARTS = (
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _ATTENTION = ("self_attn", "attn", "linear_attn")
 _FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe")
-_PREDICTOR = "mtp"  # layers for multi-token prediction
+_PREDICTORS = ("mtp", "mtp_block")  # layers for multi-token prediction
 _MOST_PROBLEMS = 20
 
 
@@ -242,13 +242,13 @@ def _part_of(name: str) -> str:
     """One of ``_PARTS``, by the words of a tensor's name."""
     words = name.split(".")
     owners = words[:-1]
-    if _PREDICTOR in words:
+    if any(word in _PREDICTORS for word in words):
         return "other"
     if is_expert_name(name):
         return "experts"
-    if any(word in _ROUTERS for word in owners):
+    if is_correction_bias_name(name) or any(word in _ROUTERS for word in owners):
         return "routers"
-    if any(word.startswith("shared_expert") for word in owners):
+    if any(word.startswith(("shared_expert", "shared_mlp")) for word in owners):
         return "shared experts"
     if any(word.endswith("norm") for word in owners):
         return "norms"

@@ -25,6 +25,7 @@ _NEUTRAL_IN_BLOCK = {
 }
 _NEUTRAL_ELSEWHERE = {
     "attention_bias": False,
+    "attention_multiplier": None,
     "attn_logit_softcapping": None,
     "clip_qkv": None,
     "embedding_multiplier": 1.0,
@@ -36,6 +37,7 @@ _NEUTRAL_ELSEWHERE = {
 }
 
 
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MOST_OF = {"num_hidden_layers": 1024, "num_local_experts": 2**16}  # by the first spelling of a key
 _MOST = 2**40
 _MOST_FLOAT = 1e30  # what float32 arithmetic on a config value survives
@@ -106,12 +108,17 @@ class DecoderConfig(MoEBlockConfig):
 
     head_dim: width of a query or key head. intermediate_size: width of dense feed-forward layers. mla: None for
     grouped-query attention, for which alone the fields from qk_norm to has_sinks may be set.
-    qk_norm: RMSNorm of queries and keys before the rotation, "head" for each head or "projection" over all heads;
-    None without. clip_qkv: bound on the magnitude of queries, keys and values. use_attention_bias: the projections into
-    attention have biases, but for those that MLA puts behind a norm; use_output_bias: the one out of it has. has_sinks:
-    every head has one more logit that takes its part of the softmax and gives nothing. sliding_window: number of latest
-    positions, the own one included, that a token sees, None for all; sliding_layers: the layers it holds in, None for
-    all. eos_token_id: the tokens that end a text; () when the config names none.
+    qk_norm: RMSNorm of queries and keys before the rotation, "head" for each head or "projection" over all heads, or
+    "rotated_head" for each head after the rotation; None without. attention_multiplier: on scores, None for head_dim **
+    -0.5. is_rope_interleaved: rotated columns are stored as pairs (2i, 2i + 1). clip_qkv: bound on the magnitude of
+    queries, keys and values. use_attention_bias: the projections into attention have biases, but for those that MLA
+    puts behind a norm; use_output_bias: the one out of it has. has_sinks: every head has one more logit that takes its
+    part of the softmax and gives nothing. sliding_window: number of latest positions, the own one included, that a
+    token sees, None for all; sliding_layers: the layers it holds in, None for all. norm: "rms", or "layer" with means
+    and biases. is_post_norm: attention and feed-forward layers are followed by their norms instead of preceded.
+    embedding_multiplier, residual_multiplier: on what the embedding, and on what every attention and feed-forward layer
+    gives. logits_scaling: logits are divided by it. has_head_bias: the head has one. eos_token_id: the tokens that end
+    a text; () when the config names none.
     """
 
     vocab_size: int
@@ -123,12 +130,20 @@ class DecoderConfig(MoEBlockConfig):
     intermediate_size: int
     mla: MLAConfig | None = None
     qk_norm: str | None = None
+    attention_multiplier: float | None = None
+    is_rope_interleaved: bool = False
     clip_qkv: float | None = None
     has_sinks: bool = False
     use_attention_bias: bool = False
     use_output_bias: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] | None = None
+    norm: str = "rms"
+    is_post_norm: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    has_head_bias: bool = False
     tie_word_embeddings: bool = False
     eos_token_id: tuple[int, ...] = ()
 
@@ -192,25 +207,28 @@ class ConfigReader:
             raise self.error(f"{key} is {shown(value)}, expected an object")
         return ConfigReader(value, f"{self.source}: {key}")
 
-    def integer(self, *keys: str, minimum: int = 1, default: int | None = None) -> int:
+    def integer(self, *keys: str, minimum: int = 1, default: int | None = None, is_of_layers: bool = False) -> int:
+        """is_of_layers: a list with the same number for every layer counts as that number."""
         value = self._required(keys, default)
+        if is_of_layers and isinstance(value, list) and value and all(entry == value[0] for entry in value):
+            value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.error(f"{keys[0]} is {shown(value)}, expected an integer >= {minimum}")
+            raise self.error(f"{self._stated(keys)} is {shown(value)}, expected an integer >= {minimum}")
         maximum = _MOST_OF.get(keys[0], _MOST)
         if value > maximum:
-            raise self.error(f"{keys[0]} is {value}, expected at most {maximum}")
+            raise self.error(f"{self._stated(keys)} is {value}, expected at most {maximum}")
         return value
 
     def positive(self, *keys: str, default: float | None = None) -> float:
         value = self._required(keys, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST_FLOAT:
-            raise self.error(f"{keys[0]} is {shown(value)}, expected a positive number")
+            raise self.error(f"{self._stated(keys)} is {shown(value)}, expected a positive number")
         return float(value)
 
     def boolean(self, *keys: str, default: bool | None = None) -> bool:
         value = self._required(keys, default)
         if not isinstance(value, bool):
-            raise self.error(f"{keys[0]} is {shown(value)}, expected true or false")
+            raise self.error(f"{self._stated(keys)} is {shown(value)}, expected true or false")
         return value
 
     def integers(self, *keys: str) -> tuple[int, ...]:
@@ -218,7 +236,7 @@ class ConfigReader:
         value = self.value(*keys, default=[])
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
-            raise self.error(f"{keys[0]} is {shown(value)}, expected a list of integers >= 0")
+            raise self.error(f"{self._stated(keys)} is {shown(value)}, expected a list of integers >= 0")
         return tuple(values)
 
     def one_of(self, key: str, supported: tuple[str, ...], default: str | None = None) -> str:
@@ -262,6 +280,10 @@ class ConfigReader:
             meant = difflib.get_close_matches(key, absent, n=1, cutoff=0.9)
             if meant:
                 raise self.error(f"unknown key {key!r}; was {meant[0]!r} meant?")
+
+    def _stated(self, keys: tuple[str, ...]) -> str:
+        """The spelling that the file has, else the preferred one."""
+        return next((key for key in keys if self._config.get(key) is not None), keys[0])
 
     def _required(self, keys: tuple[str, ...], default: Any) -> Any:
         value = self.value(*keys, default=default)
@@ -327,8 +349,8 @@ def read_decoder_config(
 
 
 def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
-    if reader.value("head_dim") is not None:
-        return reader.integer("head_dim")
+    if reader.value("head_dim", "attention_head_dim") is not None:
+        return reader.integer("head_dim", "attention_head_dim")
     if hidden_size % num_heads:
         raise reader.error(f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}")
     return hidden_size // num_heads
@@ -340,9 +362,9 @@ def _block_fields(reader: ConfigReader, moe_intermediate_size: tuple[str, ...]) 
         model_type=reader.value("model_type"),
         hidden_size=reader.integer("hidden_size"),
         num_layers=reader.integer("num_hidden_layers"),
-        moe_intermediate_size=reader.integer(*moe_intermediate_size),
-        num_experts=reader.integer("num_local_experts", "num_experts", "n_routed_experts"),
-        top_k=reader.integer("num_experts_per_tok", "experts_per_token"),
+        moe_intermediate_size=reader.integer(*moe_intermediate_size, is_of_layers=True),
+        num_experts=reader.integer(*_EXPERT_COUNTS, is_of_layers=True),
+        top_k=reader.integer("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk", is_of_layers=True),
     )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from moe_jax.models._cache import KVCache
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._inputs import check_cache, check_ids
-from moe_jax.models._layers import Embedding, GatedMLP, Head, RMSNorm
+from moe_jax.models._layers import NORMS, Embedding, GatedMLP, Head, LayerNorm, RMSNorm
 from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._reader import reload_weights
 from moe_jax.models.attention._attention import Attention, AttentionInputs
@@ -32,16 +32,18 @@ from moe_jax.quantization import Scheme
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)); the feed-forward part is dense or has experts."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)); the feed-forward part is dense or has experts. See
+    ``DecoderConfig`` for what ``is_post_norm`` and ``residual_multiplier`` change."""
 
     def __init__(
         self, config: DecoderConfig, index: int, mlp: GatedMLP | MoEBlock, *, dtype: DTypeLike, rngs: nnx.Rngs | None
     ):
         norm: dict[str, Any] = dict(eps=config.rms_norm_eps, dtype=dtype, rngs=rngs)
         kind = Attention if config.mla is None else LatentAttention
-        self.input_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.is_post_norm, self.residual_multiplier = config.is_post_norm, config.residual_multiplier
+        self.attention_norm: RMSNorm | LayerNorm = NORMS[config.norm](config.hidden_size, **norm)
         self.self_attn = kind(config, index, dtype=dtype, rngs=rngs)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.mlp_norm: RMSNorm | LayerNorm = NORMS[config.norm](config.hidden_size, **norm)
         self.mlp = mlp
 
     def __call__(
@@ -53,13 +55,21 @@ class DecoderLayer(nnx.Module):
         token_mask: Array | None,
     ) -> tuple[Array, tuple[Array, ...], MoEStats | None]:
         """(output, what the cache keeps, where tokens went; None without experts)."""
-        attended, kept = self.self_attn(self.input_layernorm(x), inputs, cached, slot)
-        x = x + attended
-        normal = self.post_attention_layernorm(x)
-        if not isinstance(self.mlp, MoEBlock):
-            return x + self.mlp(normal), kept, None
-        y, stats = self.mlp(normal, token_mask=token_mask, return_stats=True)
-        return x + y, kept, stats
+        y, kept = self.self_attn(self._before(self.attention_norm, x), inputs, cached, slot)
+        x = self._added(x, self.attention_norm, y)
+        normal, stats = self._before(self.mlp_norm, x), None
+        if isinstance(self.mlp, MoEBlock):
+            y, stats = self.mlp(normal, token_mask=token_mask, return_stats=True)
+        else:
+            y = self.mlp(normal)
+        return self._added(x, self.mlp_norm, y), kept, stats
+
+    def _before(self, norm: RMSNorm | LayerNorm, x: Array) -> Array:
+        return x if self.is_post_norm else norm(x)
+
+    def _added(self, x: Array, norm: RMSNorm | LayerNorm, y: Array) -> Array:
+        y = norm(y) if self.is_post_norm else y
+        return x + (y if self.residual_multiplier == 1 else y * self.residual_multiplier)
 
 
 class CausalLM(MoEFamily, Versioned):
@@ -75,8 +85,12 @@ class CausalLM(MoEFamily, Versioned):
         dtype: dtype of dense weights, of computation and of the cache.
         rngs: random state to initialise from; None builds an abstract model to be loaded.
 
-    A family sets the words of ``MoEFamily`` and ``read_config``, which returns a ``DecoderConfig``.
+    A family sets the words of ``MoEFamily`` and ``read_config``, which returns a ``DecoderConfig``. norm_modules: names
+    of a layer's norms, that of attention first. attention_names: those of its parts that differ from ours.
     """
+
+    norm_modules: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
+    attention_names: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -111,9 +125,11 @@ class CausalLM(MoEFamily, Versioned):
                 mlp = GatedMLP(config.hidden_size, config.intermediate_size, **options)
             layers.append(DecoderLayer(config, index, mlp, **options))
         self.layers: Any = nnx.List(layers)  # of DecoderLayer
-        self.norm: RMSNorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **options)
+        self.norm: RMSNorm | LayerNorm = NORMS[config.norm](config.hidden_size, eps=config.rms_norm_eps, **options)
         self.lm_head: Head | None = (
-            None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, **options)
+            None
+            if config.tie_word_embeddings
+            else Head(config.hidden_size, config.vocab_size, use_bias=config.has_head_bias, **options)
         )
 
     def dense_modules(self) -> dict[str, Any]:
@@ -123,9 +139,9 @@ class CausalLM(MoEFamily, Versioned):
             modules["lm_head"] = self.lm_head
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}"
-            modules[f"{prefix}.input_layernorm"] = layer.input_layernorm
-            modules[f"{prefix}.post_attention_layernorm"] = layer.post_attention_layernorm
-            parts = {f"self_attn.{name}": module for name, module in layer.self_attn.dense_modules().items()}
+            parts = dict(zip(self.norm_modules, (layer.attention_norm, layer.mlp_norm), strict=True))
+            for name, module in layer.self_attn.dense_modules().items():
+                parts[f"self_attn.{self.attention_names.get(name, name)}"] = module
             if isinstance(layer.mlp, MoEBlock):
                 modules |= self.moe_dense_modules(layer.mlp, index)
             else:
@@ -217,6 +233,7 @@ class CausalLM(MoEFamily, Versioned):
         inputs = AttentionInputs(cos, sin, slots, positions, filled, key_positions)
 
         x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
+        x = x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
         kept, stats = [], []
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else cache.layers[index]
@@ -233,7 +250,8 @@ class CausalLM(MoEFamily, Versioned):
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """Output of the head, float32; over a mesh split by the vocabulary where that divides."""
-        return (self.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden)
+        logits = (self.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden)
+        return logits if self.config.logits_scaling == 1 else logits / self.config.logits_scaling
 
     def next_logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """``logits`` under ``jax.jit``, whole on every device, to choose tokens by."""

@@ -22,7 +22,7 @@ from moe_jax.loading._errors import listed
 from moe_jax.loading.files._gptq_awq import PackedView
 from moe_jax.loading.files._safetensors import DTYPES
 from moe_jax.loading.layer._bitpacked import conform_words, stored_shapes
-from moe_jax.loading.layer._names import CONTAINERS, is_expert_name
+from moe_jax.loading.layer._names import CONTAINERS, CORRECTION_BIAS, is_expert_name
 from moe_jax.parallel import ParallelConfig
 from moe_jax.parallel._weights import intermediate_unit
 from moe_jax.quantization import Scheme, dequantize_tensor, method_for
@@ -30,11 +30,14 @@ from moe_jax.quantization import Scheme, dequantize_tensor, method_for
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
 # Buffers and KV-cache scales, whose values are recomputed or belong to an engine's quantized cache; Qwen3-Next's layers
-# for multi-token prediction.
+# for multi-token prediction, ERNIE's ``model.mtp_block`` among them.
 _SKIPPED = re.compile(
-    r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.[kvq]_scale|self_attn\.[kv]_proj\.output_scale)|mtp\..*"
+    r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.[kvq]_scale|self_attn\.[kv]_proj\.output_scale)|(model\.)?mtp[._].*"
 )
-_ROUTER = re.compile(rf"(.*\.layers\.\d+)\.(?:{'|'.join(CONTAINERS)})\.(gate|router)(?:\.layer)?(\..*)")
+_ROUTER = re.compile(
+    rf"(.*\.layers\.\d+)\.(?:{'|'.join(CONTAINERS)})\.(?:(gate|router)(?:\.layer)?(\.[a-z]+)|.*{CORRECTION_BIAS})"
+)
+_BIAS_OWNERS = ("", "gate.", "moe_statics.", "gate.moe_statics.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,14 +254,17 @@ def _parameters(modules: Json) -> Iterator[tuple[str, Place]]:
 
 
 def _spelling(name: str, source: Any) -> str:
-    """The name in this checkpoint: LoRA puts ``base_layer`` in it; a router may lie under another container, or without
-    Granite's ``layer``, as models are held in memory."""
+    """The name in this checkpoint: LoRA puts ``base_layer`` in it; a router and its correction bias may lie elsewhere,
+    as models are held in memory."""
     if name in source:
         return name
     module, _, attribute = name.rpartition(".")
     others = [f"{module}.base_layer.{attribute}"]
     if router := _ROUTER.fullmatch(name):
-        others += [f"{router[1]}.{container}.{router[2]}{router[3]}" for container in CONTAINERS]
+        owners = [f"{router[1]}.{container}." for container in CONTAINERS]
+        inside = [f"{word}{router[3]}" for word in ("gate", "router")] if router[2] else []
+        inside = inside or [f"{owner}{CORRECTION_BIAS}" for owner in _BIAS_OWNERS]
+        others += [owner + word for owner in owners for word in inside]
     return next((other for other in others if other in source), name)
 
 
@@ -274,7 +280,9 @@ def _leaves(tensor: DenseTensor, scheme: Scheme, source: Any) -> dict[str, str]:
 
 def _check_header(tensor: DenseTensor, source: Any, where: str) -> None:
     if tensor.scheme is None:
-        _check_info(source.info(tensor.name), FLOAT_DTYPES, tensor.shape, where)
+        info = source.info(tensor.name)
+        is_row = len(tensor.shape) == 1 and info.shape == (1, *tensor.shape)  # ERNIE's correction bias
+        _check_info(info, FLOAT_DTYPES, None if is_row else tensor.shape, where)
         return
     method = method_for(tensor.scheme)
     weights, (n, k) = method.weight_format, tensor.shape
@@ -319,7 +327,9 @@ def _read(tensor: DenseTensor, source: Any, where: str, part: _Part | None = Non
 
     # A copy: on CPU jnp.asarray may alias an array that the caller gave and can still change.
     if tensor.scheme is None:
-        return jnp.array(source.read(tensor.name) if part is None else part.read(source, tensor.name))
+        if part is not None:
+            return jnp.array(part.read(source, tensor.name))
+        return jnp.array(source.read(tensor.name)).reshape(tensor.shape)
     n, k = shape = tensor.shape
     if part is not None:
         n, k = (part.stop - part.start if axis == part.axis else size for axis, size in enumerate(shape))

@@ -41,6 +41,24 @@ class RMSNorm(nnx.Module):
         return (normal * self.weight[...].astype(jnp.float32)).astype(x.dtype)
 
 
+class LayerNorm(nnx.Module):
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last axis, rounded like ``RMSNorm``."""
+
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+        self.eps = eps
+        self.weight: nnx.Param[Array] = parameter((size,), dtype, rngs, nnx.initializers.ones)
+        self.bias: nnx.Param[Array] = parameter((size,), dtype, rngs, nnx.initializers.zeros)
+
+    def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (normal * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
 class Linear(nnx.Module):
     """y = x W^T + b: x (..., in) -> (..., out) in ``out_dtype`` (None: x's dtype), summed in float32.
 
@@ -79,30 +97,47 @@ class Vocabulary(Partitioned):
     """A (vocab, H) weight; over a mesh split by the vocabulary where that divides, which adds nothing up, else by H."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, init: Callable[..., Any], dtype: DTypeLike, rngs: nnx.Rngs | None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        init: Callable[..., Any],
+        dtype: DTypeLike,
+        rngs: nnx.Rngs | None,
+        *,
+        use_bias: bool = False,
     ):
         self.weight: nnx.Param[Array] = parameter((vocab_size, hidden_size), dtype, rngs, init)
+        zeros = nnx.initializers.zeros
+        self.bias: nnx.Param[Array] | None = parameter((vocab_size,), dtype, rngs, zeros) if use_bias else None
 
     def splits(self, parts: int) -> dict[str, int]:
-        return next(({"weight": axis} for axis in (0, 1) if self.weight.shape[axis] % parts == 0), {})
+        own = next(({"weight": axis} for axis in (0, 1) if self.weight.shape[axis] % parts == 0), {})
+        return own | ({"bias": 0} if self.bias is not None and own.get("weight") == 0 else {})
 
     def logits(self, x: Float[Array, "... H"]) -> Float[Array, "... V"]:
-        """x W^T in float32; over a mesh split as the vocabulary is."""
+        """x W^T + b in float32; over a mesh split as the vocabulary is."""
         splits = {} if self.partition is None else self.splits(self.partition.parts)
         return partitioned(Vocabulary._logits, self, x.ndim - 1 if splits.get("weight") == 0 else WHOLE, x)
 
     def _logits(self, x: Float[Array, "... H"]) -> Float[Array, "... V"]:
-        return project(x, self.weight[...])
+        y = project(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
 
 class Head(Vocabulary):
     """x (..., H) -> ``logits`` of the vocabulary."""
 
     def __init__(
-        self, hidden_size: int, vocab_size: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        use_bias: bool = False,
+        dtype: DTypeLike = jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
     ):
         init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
-        super().__init__(vocab_size, hidden_size, init, dtype, rngs)
+        super().__init__(vocab_size, hidden_size, init, dtype, rngs, use_bias=use_bias)
 
 
 class Embedding(Vocabulary):

@@ -14,7 +14,7 @@ import moe_jax
 from moe_jax.loading import Checkpoint
 from tests.support.cases.families import FAMILIES, H, as_mxfp4, assert_rows_close
 from tests.support.cases.meshes import assert_same_experts
-from tests.support.cases.models import CASES, VOCAB, assert_logits_close, write_checkpoint
+from tests.support.cases.models import CASES, FAMILY_CASES, VOCAB, assert_logits_close, write_checkpoint
 
 
 def mesh_of(text, axis_type="Auto"):
@@ -47,13 +47,22 @@ def test_answers_of_one_device(case):
     assert model.init_cache(2, 16).layers[0][0].sharding.spec == P(None, "tensor", None, None)
 
 
+def test_head_with_a_bias(case):
+    """Phi's layer norms are whole on both devices, the head's bias lies with its rows of the vocabulary."""
+    model = check_answers(case("phimoe"), "tensor=2", "Auto")
+    assert model.lm_head.bias.get_value().sharding.spec == P("tensor")
+    assert model.norm.bias.get_value().sharding.is_fully_replicated
+
+
 # Four devices have two key heads to share.
 LAYOUTS = (("tensor=4", "Auto"), ("expert=2,tensor=2", "Explicit"), ("expert=2", "Auto"), ("data=2,expert=2", "Auto"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", [name for name in CASES if "rope" not in name and not name.startswith("qwen3_l")])
+@pytest.mark.parametrize(
+    "name", [*(name for name in CASES if "rope" not in name and not name.startswith("qwen3_l")), *FAMILY_CASES]
+)
 def test_every_family(case, name, layout):
     check_answers(case(name), *layout)
 

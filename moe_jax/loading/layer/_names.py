@@ -36,13 +36,14 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 # Granite's experts are a projection of their container, without an "experts" between: fused, or numbered as <p>.<e>.
 _GRANITE_CONTAINER, _GRANITE_PROJECTIONS = "block_sparse_moe", ("input_linear", "output_linear")
 CORRECTION_BIAS = "e_score_correction_bias"
-_PREDICTOR = "mtp"  # Qwen3-Next's layers for multi-token prediction are numbered from 0 like the model's own
+# Layers for multi-token prediction of Qwen3-Next and ERNIE, which are numbered from 0 like the model's own.
+_PREDICTORS = {"mtp", "mtp_block"}
 
 
 def is_expert_name(name: str) -> bool:
     """Whether a tensor or module belongs to the routed experts of one of the model's own layers."""
     components = name.split(".")
-    return _experts_at(components) is not None and _PREDICTOR not in components
+    return _experts_at(components) is not None and not _PREDICTORS.intersection(components)
 
 
 def is_correction_bias_name(name: str) -> bool:
@@ -57,7 +58,7 @@ def is_misspelt(name: str) -> bool:
     it; words that begin with "shared" are of shared experts.
     """
     components = name.split(".")
-    if "experts" in components or _PREDICTOR in components:
+    if "experts" in components or _PREDICTORS.intersection(components):
         return False
     words = [word for word in components if not word.startswith("shared")]
     is_numbered = any(

@@ -55,6 +55,8 @@ class Attention(Partitioned):
     ):
         self.config = config
         self.window = config.window_of(layer)
+        multiplier = config.attention_multiplier
+        self.scale = config.head_dim**-0.5 if multiplier is None else multiplier
         h, d = config.hidden_size, config.head_dim
         options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         queries, keys = config.num_heads * d, config.num_kv_heads * d
@@ -62,7 +64,7 @@ class Attention(Partitioned):
         self.k_proj = Linear(h, keys, use_bias=config.use_attention_bias, **options)
         self.v_proj = Linear(h, keys, use_bias=config.use_attention_bias, **options)
         self.o_proj = Linear(queries, h, use_bias=config.use_output_bias, **options)
-        widths = {None: (), "head": (d, d), "projection": (queries, keys)}[config.qk_norm]
+        widths = {None: (), "head": (d, d), "rotated_head": (d, d), "projection": (queries, keys)}[config.qk_norm]
         norms = [RMSNorm(width, eps=config.rms_norm_eps, **options) for width in widths]
         self.q_norm, self.k_norm = norms or (None, None)
         sinks = nnx.initializers.normal(0.02)
@@ -101,7 +103,7 @@ class Attention(Partitioned):
         q, *new = self._heads(x, inputs)
         k, v = kept = extended(cached, tuple(new), slot)
         sinks = None if self.sinks is None else self.sinks[...]
-        y = attend(q, k, v, inputs, scale=self.config.head_dim**-0.5, window=self.window, sinks=sinks)
+        y = attend(q, k, v, inputs, scale=self.scale, window=self.window, sinks=sinks)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), kept
 
     def _heads(self, x: Float[Array, "B S H"], inputs: AttentionInputs) -> tuple[Array, Array, Array]:
@@ -115,7 +117,9 @@ class Attention(Partitioned):
         q, k, v = (part.reshape(*x.shape[:2], -1, config.head_dim) for part in (q, k, v))
         if config.qk_norm == "head":
             q, k = self._normed(q, k)
-        q, k = rotate(q, inputs.cos, inputs.sin), rotate(k, inputs.cos, inputs.sin)
+        q, k = (rotate(a, inputs.cos, inputs.sin, is_interleaved=config.is_rope_interleaved) for a in (q, k))
+        if config.qk_norm == "rotated_head":
+            q, k = self._normed(q, k)
         q = q.reshape(*x.shape[:2], config.num_kv_heads, -1, config.head_dim)
         return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
 

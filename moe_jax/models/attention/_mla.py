@@ -118,10 +118,7 @@ class LatentAttention(Partitioned):
         return attend(q, k, v, inputs, scale=scale, window=self.window)
 
     def _rotated(self, x: Float[Array, "B S N D"], inputs: AttentionInputs) -> Float[Array, "B S N D"]:
-        """Queries and keys have their columns in the same order afterwards, which is all that their product needs."""
-        if self.mla.is_interleaved:
-            x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
-        return rotate(x, inputs.cos, inputs.sin)
+        return rotate(x, inputs.cos, inputs.sin, is_interleaved=self.mla.is_interleaved)
 
 
 def is_cheaper_absorbed(mla: MLAConfig, num_queries: int, num_slots: int) -> bool:

@@ -36,9 +36,14 @@ _KEYS = {
         ),
     ),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
-    "longrope": (("short_factor", "long_factor"), ("factor", "original_max_position_embeddings", "attention_factor")),
+    "longrope": (
+        ("short_factor", "long_factor"),
+        ("factor", "original_max_position_embeddings", "attention_factor", "short_mscale", "long_mscale"),
+    ),
 }
 _ALIASES = {"su": "longrope"}
+# Beside alpha, which stretches theta once and for all, Hunyuan's files state these without a use for them.
+_BESIDE_ALPHA = {"alpha", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"}
 # The product of two such numbers is still a float32.
 _LEAST, _MOST = 1e-18, 1e18
 
@@ -68,6 +73,8 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    short_mscale: float | None = None
+    long_mscale: float | None = None
 
     @classmethod
     def from_config(
@@ -96,8 +103,11 @@ class RopeConfig:
         if not isinstance(rope_type, str) or rope_type not in _KEYS:
             raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(_KEYS)}")
         theta = _number("rope_theta", found.pop("rope_theta", None))
-        required, optional = _KEYS[rope_type]
         found = {key: value for key, value in found.items() if value is not None}
+        if rope_type == "dynamic" and "alpha" in found and found.keys() <= _BESIDE_ALPHA and head_dim > 2:
+            theta *= _number("alpha", found["alpha"]) ** (head_dim / (head_dim - 2))
+            rope_type, found = "default", {}
+        required, optional = _KEYS[rope_type]
         if missing := [key for key in required if key not in found]:
             raise ValueError(f"rope type {rope_type!r} needs {', '.join(missing)}")
         if unknown := sorted(found.keys() - {*required, *optional}):
@@ -150,6 +160,14 @@ class RopeConfig:
                 return self.attention_factor
             return math.sqrt(1 + max(0.0, math.log(self.factor)) / math.log(self.original_max_position_embeddings))
         return 1.0
+
+    def amplitudes(self, seq_len: Int[Array, " B"]) -> Any:
+        """``amplitude`` of rows whose longest position + 1 is ``seq_len``: a number, or (B, 1, 1) f32 where the config
+        states one for short and one for long rows (Phi-3.5-MoE)."""
+        if self.short_mscale is None or self.long_mscale is None:
+            return self.amplitude
+        is_long = seq_len > self.original_max_position_embeddings
+        return jnp.where(is_long, self.long_mscale, self.short_mscale)[:, None, None]
 
     @property
     def score_scale(self) -> float:
@@ -224,16 +242,24 @@ def rotary_angles(
 ) -> tuple[Float[Array, "B S F"], Float[Array, "B S F"]]:
     """cos and sin, (B, S, dim/2) f32, amplitude included. seq_len: (B,) longest real position of each row, plus one."""
     angles = positions[..., None].astype(jnp.float32) * config.frequencies(seq_len)[:, None, :]
-    return jnp.cos(angles) * config.amplitude, jnp.sin(angles) * config.amplitude
+    amplitude = config.amplitudes(seq_len)
+    return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
 
 
 def rotate(
-    x: Float[Array, "B S N D"], cos: Float[Array, "B S F"], sin: Float[Array, "B S F"]
+    x: Float[Array, "B S N D"], cos: Float[Array, "B S F"], sin: Float[Array, "B S F"], *, is_interleaved: bool = False
 ) -> Float[Array, "B S N D"]:
     """Rotate column pairs (i, i + F) of each head, i < F, by the angle of its position; columns from 2F on stay as they
-    are. float32 inside, x's dtype outside."""
+    are. float32 inside, x's dtype outside.
+
+    is_interleaved: the pairs are (2i, 2i + 1). They leave as (i, i + F): queries and keys have their columns in the
+    same order then, which is all that their product needs.
+    """
     half = cos.shape[-1]
-    first, second = (part.astype(jnp.float32) for part in (x[..., :half], x[..., half : 2 * half]))
+    pairs = (
+        (x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]) if is_interleaved else jnp.split(x[..., : 2 * half], 2, -1)
+    )
+    first, second = (part.astype(jnp.float32) for part in pairs)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     rotated = [(first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype)]
     return jnp.concatenate([*rotated, x[..., 2 * half :]], axis=-1)

@@ -30,11 +30,15 @@ def shared_experts_size(reader: ConfigReader) -> int:
     return reader.integer("n_shared_experts", minimum=0, default=0) * reader.integer("moe_intermediate_size")
 
 
-def corrected_experts(reader: ConfigReader, *, routed_scaling_factor: float) -> dict[str, Any]:
-    """DeepSeek-V3 and GLM-4 MoE, which differ in the default of ``routed_scaling_factor`` alone: sigmoid scores, a
-    correction bias, groups of experts, shared experts."""
+def corrected_experts(
+    reader: ConfigReader, *, routed_scaling_factor: float, scoring_funcs: tuple[str, ...] = ("sigmoid",)
+) -> dict[str, Any]:
+    """DeepSeek-V3, GLM-4 MoE and dots1: sigmoid scores, a correction bias, groups of experts, shared experts.
+
+    routed_scaling_factor: its default. scoring_funcs: words for the scores.
+    """
     # transformers 5 writes neither key: both follow from the architecture.
-    reader.one_of("scoring_func", ("sigmoid",), default="sigmoid")
+    reader.one_of("scoring_func", scoring_funcs, default="sigmoid")
     reader.one_of("topk_method", ("noaux_tc",), default="noaux_tc")
     return dict(
         moe_intermediate_size=("moe_intermediate_size",),
@@ -85,4 +89,13 @@ def layers_with_windows(reader: ConfigReader) -> dict[str, Any]:
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in known for kind in kinds):
         raise reader.error(f"layer_types is {shown(kinds)}, expected a list of {count}, each {' or '.join(known)}")
     layers = tuple(index for index, kind in enumerate(kinds) if kind == known[0])
+    return dict(sliding_window=reader.integer("sliding_window"), sliding_layers=layers) if layers else {}
+
+
+def windows_above(reader: ConfigReader) -> dict[str, Any]:
+    """``sliding_window``, where stated, from layer ``max_window_layers`` on."""
+    count = reader.integer("num_hidden_layers")
+    if reader.value("sliding_window") is None:
+        return {}
+    layers = tuple(range(reader.integer("max_window_layers", minimum=0), count))
     return dict(sliding_window=reader.integer("sliding_window"), sliding_layers=layers) if layers else {}

@@ -29,8 +29,8 @@ class MoEFamily:
 
     model_type, architecture: config.json's words; other_model_types and other_architectures mean the same. moe_module:
     where a layer's experts and router lie in a checkpoint; router_module, shared_module and shared_gate_module lie in
-    it. layers_module: where the layers lie. expert_names: what the experts' tensors are called in messages, and whether
-    gate and up rows alternate.
+    it, and so does the correction bias, None for one of the router. layers_module: where the layers lie. expert_names:
+    what the experts' tensors are called in messages, and whether gate and up rows alternate.
     """
 
     model_type: ClassVar[str]
@@ -42,6 +42,7 @@ class MoEFamily:
     router_module: ClassVar[str] = "gate"
     shared_module: ClassVar[str] = "shared_experts"
     shared_gate_module: ClassVar[str] = "shared_expert_gate"
+    correction_bias_name: ClassVar[str | None] = None
     expert_names: ClassVar[ExpertNames] = ExpertNames()
 
     @staticmethod
@@ -120,7 +121,8 @@ class MoEFamily:
         router = f"{prefix}.{cls.router_module}"
         modules: dict[str, Any] = {router: block.router}
         if block.experts.correction_bias is not None:
-            modules[f"{router}.{CORRECTION_BIAS}"] = Place(block.experts, "correction_bias")
+            name = cls.correction_bias_name or f"{cls.router_module}.{CORRECTION_BIAS}"
+            modules[f"{prefix}.{name}"] = Place(block.experts, "correction_bias")
         if isinstance(shared, SharedExperts):
             for name in ("gate_proj", "up_proj", "down_proj"):
                 modules[f"{prefix}.{cls.shared_module}.{name}"] = getattr(shared, name)

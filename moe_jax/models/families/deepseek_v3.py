@@ -6,9 +6,10 @@ from moe_jax.models.families._layer_rules import corrected_experts, latent_atten
 
 
 class DeepseekV3ForCausalLM(CausalLM):
-    """DeepSeek-V3, V3.1, R1 and models of their architecture."""
+    """DeepSeek-V3, V3.1, R1, Kimi-K2 and models of their architecture."""
 
     model_type = "deepseek_v3"
+    other_model_types = ("kimi_k2",)
     architecture = "DeepseekV3ForCausalLM"
     moe_module = "mlp"
 

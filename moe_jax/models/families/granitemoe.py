@@ -1,15 +1,14 @@
-"""Granite-MoE: experts in every layer, fused as ``input_linear`` and ``output_linear``, weights renormalized."""
+"""Granite-MoE: experts in every layer, fused as ``input_linear`` and ``output_linear``; multipliers along the way."""
+
+from typing import Any
 
 from moe_jax.loading import ExpertNames
-from moe_jax.models._config import ConfigReader, MoEBlockConfig, read_block_config
-from moe_jax.models.families._moe_family import MoEFamily
+from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
+from moe_jax.models._decoder import CausalLM
 
 
-class GraniteMoe(MoEFamily):
-    """Granite 3.0 1B-A400M, 3B-A800M and models of their architecture.
-
-    The multipliers of the config act outside of the blocks with experts.
-    """
+class GraniteMoeForCausalLM(CausalLM):
+    """Granite 3.0 1B-A400M, 3B-A800M and models of their architecture."""
 
     model_type = "granitemoe"
     architecture = "GraniteMoeForCausalLM"
@@ -18,5 +17,15 @@ class GraniteMoe(MoEFamily):
     expert_names = ExpertNames(spelling=("input_linear", "input_linear", "output_linear"))
 
     @staticmethod
-    def read_config(reader: ConfigReader) -> MoEBlockConfig:
-        return read_block_config(reader, moe_intermediate_size=("intermediate_size",), renormalize=True)
+    def read_config(reader: ConfigReader) -> DecoderConfig:
+        has_biases = reader.boolean("attention_bias", default=False)
+        keys = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+        multipliers: dict[str, Any] = {key: reader.positive(key, default=1.0) for key in keys}
+        return read_decoder_config(
+            reader,
+            moe_intermediate_size=("intermediate_size",),
+            renormalize=True,
+            use_attention_bias=has_biases,
+            use_output_bias=has_biases,
+            **multipliers,
+        )

@@ -55,7 +55,7 @@ def leaves(block):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_block_equals_transformers(written, name):
     family, (directory, layers) = WRITTEN[name], written(name)
     x = tokens()
@@ -82,6 +82,7 @@ def test_published_llama4(written):
 
 @pytest.mark.parametrize("base_layer", [False, True])
 @pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.sample(3)
 def test_every_spelling_is_the_same_layer(copied, name, base_layer):
     """Fused as per expert and the other way round, with LoRA's base_layer in each name or not."""
     directory, _ = copied(name)
@@ -106,6 +107,7 @@ def _with_base_layer(name):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.sample(2)
 def test_names_as_models_are_held_in_memory(written, tmp_path, name):
     """A state_dict of transformers 5: all experts in one tensor, Mixtral's container and Granite's router renamed."""
     directory, layers = written(name)
@@ -172,7 +174,7 @@ def test_inspection(written, name):
     text = report.render()
     assert ("whole model is not built" in text) != isinstance(config, DecoderConfig)
     assert ("behind a sigmoid gate" in text) == (name in GATED)
-    assert ("MLA: 24 numbers cached per token" in text) == name.startswith("deepseek")
+    assert ("MLA: 24 numbers cached per token" in text) == (getattr(config, "mla", None) is not None)
 
 
 def test_inspection_states_the_routing(written):
@@ -309,7 +311,7 @@ def test_gpt_oss_halves_that_cannot_be_told(copied, version, is_doubtful):
 def test_the_family_file_shown_in_the_guide_is_the_package_s():
     root = Path(__file__).parents[3]
     shown = (root / "docs/models.md").read_text().partition("```python\n")[2].partition("```")[0]
-    assert shown == (root / "moe_jax/models/families/olmoe.py").read_text()
+    assert shown == (root / "moe_jax/models/families/minimax_m2.py").read_text()
 
 
 def test_a_family_is_one_file(tmp_path, monkeypatch):
@@ -333,4 +335,5 @@ def test_families_have_one_shape():
     for model_type, family in FAMILIES.items():
         assert issubclass(family, MoEFamily) and model_type == family.model_type
         assert family.architecture.startswith(family.__name__.removesuffix("ForCausalLM").removesuffix("Text"))
+        assert family.architecture == family.__name__ or not issubclass(family, CausalLM)
         assert family.moe_module in ("mlp", "block_sparse_moe", "feed_forward") and callable(family.read_config)

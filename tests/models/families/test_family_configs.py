@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
 
 from moe_jax.models import DecoderConfig, MLAConfig, MoEBlockConfig, read_family
@@ -169,16 +170,239 @@ QWEN2 = {
 }
 GRANITE = {
     "architectures": ["GraniteMoeForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.015625,
     "embedding_multiplier": 12.0,
     "hidden_act": "silu",
     "hidden_size": 1536,
     "intermediate_size": 512,
     "logits_scaling": 6.0,
+    "max_position_embeddings": 4096,
     "model_type": "granitemoe",
+    "num_attention_heads": 24,
     "num_experts_per_tok": 8,
     "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
     "num_local_experts": 40,
     "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "tie_word_embeddings": True,
+    "vocab_size": 49155,
+}
+KIMI = DEEPSEEK_V3 | {
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "rope_scaling": YARN | {"beta_fast": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+GLM4_LITE = MLA | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "kv_lora_rank": 512,
+    "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "rope_scaling": None,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+MINIMAX = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 196608,
+    "model_type": "minimax_m2",
+    "mtp_transformer_layers": 1,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "tie_word_embeddings": False,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+DOTS1 = {
+    "architectures": ["Dots1ForCausalLM"],
+    "attention_bias": False,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 62,
+    "model_type": "dots1",
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "noaux_tc",
+    "sliding_window": None,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+PHI = {
+    "architectures": ["PhiMoEForCausalLM"],
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "input_jitter_noise": 0.01,
+    "intermediate_size": 6400,
+    "lm_head_bias": True,
+    "max_position_embeddings": 131072,
+    "model_type": "phimoe",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "long_factor": [2.0] * 64,
+        "long_mscale": 1.243163121016122,
+        "original_max_position_embeddings": 4096,
+        "short_factor": [1.0] * 64,
+        "short_mscale": 1.243163121016122,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "router_jitter_noise": 0.01,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
+ERNIE = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "model_type": "ernie4_5_moe",
+    "moe_capacity": [64, 64, 64],
+    "moe_gate": "topk",
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_layer_end_index": 27,
+    "moe_layer_interval": 1,
+    "moe_layer_start_index": 1,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "moe_use_aux_free": True,
+    "num_attention_heads": 20,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": True,
+    "use_bias": False,
+    "vocab_size": 103424,
+}
+HUNYUAN = {
+    "architectures": ["HunYuanMoEV1ForCausalLM"],
+    "attention_bias": False,
+    "attention_head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 32768,
+    "mlp_bias": False,
+    "model_type": "hunyuan_v1_moe",
+    "moe_intermediate_size": [3072] * 32,
+    "moe_topk": [8] * 32,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 64,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_shared_expert": [1] * 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "alpha": 1000.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "type": "dynamic",
+    },
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "use_cla": False,
+    "use_mixed_mlp_moe": True,
+    "use_qk_norm": True,
+    "vocab_size": 128167,
+}
+FLEX_OLMO = {
+    "architectures": ["FlexOlmoForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "flex_olmo",
+    "norm_topk_prob": False,
+    "num_attention_heads": 32,
+    "num_experts": 7,
+    "num_experts_per_tok": 5,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
 }
 OLMOE = {
     "architectures": ["OlmoeForCausalLM"],
@@ -267,6 +491,49 @@ BLOCKS = {
             has_shared_expert_gate=True,
         ),
     ),
+    "kimi_k2": (
+        KIMI,
+        block(
+            *("kimi_k2", 7168, 61, range(1, 61), 384, 8, 2048, True),
+            **CORRECTED | dict(routed_scaling_factor=2.827),
+            shared_intermediate_size=2048,
+        ),
+    ),
+    "glm4_moe_lite": (
+        GLM4_LITE,
+        block(
+            *("glm4_moe_lite", 2048, 47, range(1, 47), 64, 4, 1536, True),
+            **CORRECTED | dict(routed_scaling_factor=1.8),
+            shared_intermediate_size=1536,
+        ),
+    ),
+    "minimax_m2": (
+        MINIMAX,
+        block(
+            *("minimax_m2", 3072, 62, range(62), 256, 8, 1536, True), scoring_func="sigmoid", has_correction_bias=True
+        ),
+    ),
+    "dots1": (
+        DOTS1,
+        block("dots1", 4096, 62, range(1, 62), 128, 6, 1408, True, **CORRECTED, shared_intermediate_size=2816),
+    ),
+    "phimoe": (
+        PHI,
+        block("phimoe", 4096, 32, range(32), 16, 2, 6400, False, custom_routing_function="phi_sparsemixer"),
+    ),
+    "ernie4_5_moe": (
+        ERNIE,
+        block(
+            *("ernie4_5_moe", 2560, 28, range(1, 28), 64, 6, 1536, True),
+            has_correction_bias=True,
+            shared_intermediate_size=3072,
+        ),
+    ),
+    "hunyuan_v1_moe": (
+        HUNYUAN,
+        block("hunyuan_v1_moe", 4096, 32, range(32), 64, 8, 3072, True, shared_intermediate_size=3072),
+    ),
+    "flex_olmo": (FLEX_OLMO, block("flex_olmo", 4096, 32, range(32), 7, 5, 11008, False)),
     "granitemoe": (GRANITE, block("granitemoe", 1536, 32, range(32), 40, 8, 512, True)),
     "olmoe": (OLMOE, block("olmoe", 2048, 16, range(16), 64, 8, 1024, False)),
 }
@@ -277,7 +544,11 @@ def test_hub_files(name):
     config, expected = BLOCKS[name]
     family, found = read_family(config)
     of_block = {field.name: getattr(found, field.name) for field in dataclasses.fields(MoEBlockConfig)}
-    assert family.model_type == name and MoEBlockConfig(**of_block) == expected and isinstance(hash(found), int)
+    assert (
+        name in (family.model_type, *family.other_model_types)
+        and MoEBlockConfig(**of_block) == expected
+        and isinstance(hash(found), int)
+    )
     assert isinstance(found, DecoderConfig) == (name in ATTENTION)
 
 
@@ -290,6 +561,25 @@ ATTENTION = {
     ),
     "qwen2_moe": dict(use_attention_bias=True, use_output_bias=False, qk_norm=None, cache_widths=((16, 128),) * 2),
     "glm4_moe": dict(qk_norm="head", use_attention_bias=True, use_output_bias=False, head_dim=128),
+    "kimi_k2": dict(mla=MLAConfig(q_lora_rank=1536, **WIDTHS), num_heads=64),
+    "glm4_moe_lite": dict(
+        mla=MLAConfig(q_lora_rank=768, **WIDTHS | dict(qk_nope_head_dim=192, v_head_dim=256)), head_dim=256
+    ),
+    "minimax_m2": dict(qk_norm="projection", head_dim=128, sliding_window=None),
+    "granitemoe": dict(
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.015625,
+        logits_scaling=6.0,
+        tie_word_embeddings=True,
+    ),
+    "dots1": dict(qk_norm="head", use_attention_bias=False, sliding_window=None, sliding_layers=None),
+    "phimoe": dict(
+        norm="layer", use_attention_bias=True, use_output_bias=True, has_head_bias=True, sliding_window=131072
+    ),
+    "ernie4_5_moe": dict(is_rope_interleaved=True, tie_word_embeddings=True, cache_widths=((4, 128),) * 2),
+    "hunyuan_v1_moe": dict(qk_norm="rotated_head", head_dim=128, use_attention_bias=False),
+    "flex_olmo": dict(qk_norm="projection", is_post_norm=True, clip_qkv=None),
     "olmoe": dict(qk_norm="projection", clip_qkv=8.0, use_attention_bias=False, head_dim=128),
 }
 
@@ -307,6 +597,17 @@ def test_rotated_parts_of_heads():
     theta = {"rope_type": "default", "rope_theta": 1000000}
     for parameters, width in ((theta, 64), (theta | {"partial_rotary_factor": 0.75}, 96)):
         assert read_family(told | {"rope_parameters": parameters})[1].rope.dim == width
+
+
+def test_rotations_of_published_files():
+    """MiniMax states a width, Hunyuan a stretched theta, Phi two amplitudes."""
+    assert read_family(MINIMAX)[1].rope.dim == 64 and read_family(ERNIE)[1].rope.dim == 128
+    hunyuan, phi = (read_family(config)[1].rope for config in (HUNYUAN, PHI))
+    assert hunyuan.rope_type == "default" and hunyuan.theta == pytest.approx(1e4 * 1000 ** (128 / 126))
+    assert (hunyuan.max_seq_len, phi.max_seq_len) == (32768, 131072)
+    changed = PHI | {"rope_scaling": PHI["rope_scaling"] | {"long_mscale": 2.0}}
+    amplitudes = read_family(changed)[1].rope.amplitudes(jnp.array([4096, 4097]))
+    assert amplitudes.ravel().tolist() == pytest.approx([1.243163121016122, 2.0])
 
 
 def test_windows_and_scales():
@@ -335,6 +636,9 @@ def test_what_transformers_5_leaves_out():
         (DEEPSEEK_V3, dict(num_hidden_layers=9, moe_layer_freq=2), (4, 6, 8)),
         (DEEPSEEK_V3, dict(num_hidden_layers=5, first_k_dense_replace=0), (0, 1, 2, 3, 4)),
         (GLM4, dict(num_hidden_layers=4), (3,)),
+        (GLM4_LITE, dict(num_hidden_layers=3, mlp_layer_types=["sparse", "dense", "sparse"]), (0, 2)),
+        (ERNIE, dict(num_hidden_layers=8, moe_layer_interval=2, moe_layer_end_index=-1), (1, 3, 5, 7)),
+        (ERNIE, dict(num_hidden_layers=8, moe_layer_start_index=3, moe_layer_end_index=5), (3, 4, 5)),
         (QWEN2, dict(num_hidden_layers=6, decoder_sparse_step=2), (1, 3, 5)),
         (QWEN2, dict(num_hidden_layers=6, mlp_only_layers=[0, 3]), (1, 2, 4, 5)),
         (QWEN2, dict(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]), (1, 5)),
@@ -391,6 +695,18 @@ def test_groups():
             dict(rope_scaling={"partial_rotary_factor": 1.0}),
             "partial_rotary_factor=0.5 and rope_parameters.*disag",
         ),
+        (MINIMAX, dict(use_routing_bias=False), "use_routing_bias=false is not supported for this architecture"),
+        (MINIMAX, dict(qk_norm_type="per_head"), "qk_norm_type='per_head' is not supported; supported: per_layer"),
+        (GLM4_LITE, dict(mlp_layer_types=["dense"]), r"mlp_layer_types is \['dense'\], expected a list of 47"),
+        (DOTS1, dict(norm_topk_prob=None), "norm_topk_prob is missing"),
+        (PHI, dict(router_jitter_noise=0.1), "router_jitter_noise is the reach of the router's softmax; expected 0.01"),
+        (PHI, dict(num_experts_per_tok=4), "num_experts_per_tok must be 2"),
+        (ERNIE, dict(use_bias=True), "use_bias=true is not supported"),
+        (ERNIE, dict(moe_num_shared_experts=None), "moe_num_shared_experts is missing"),
+        (HUNYUAN, dict(use_cla=True), "use_cla=True is not supported for this architecture; expected False"),
+        (HUNYUAN, dict(moe_topk=[8, 4] * 16), r"moe_topk is \[8, 4, .*, expected an integer >= 1"),
+        (OLMOE, dict(attention_multiplier=0.5), "attention_multiplier=0.5 is not supported for this architecture"),
+        (FLEX_OLMO, dict(residual_multiplier=0.5), "residual_multiplier=0.5 is not supported for this architecture"),
         (LLAMA4, dict(text_config=None), "config.json: text_config is missing"),
         (LLAMA4, dict(text_config=[]), r"text_config is \[\], expected an object"),
         (

@@ -44,6 +44,17 @@ MLA = dict(
 )
 LOCAL = dict(num_local_experts=E, intermediate_size=I, num_hidden_layers=2)
 QWEN = dict(num_experts=E, moe_intermediate_size=I, intermediate_size=40)
+DOTS = dict(
+    n_routed_experts=E,
+    n_shared_experts=1,
+    moe_intermediate_size=I,
+    intermediate_size=40,
+    first_k_dense_replace=1,
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+    sliding_window=None,
+)
+ERNIE = dict(moe_num_experts=E, moe_num_shared_experts=2, moe_intermediate_size=I, intermediate_size=40)
 SHARED = dict(shared_expert_intermediate_size=I)
 LINEAR_ATTENTION = dict(
     linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4
@@ -128,6 +139,13 @@ FAMILIES = {
         router="router.layer.",
         is_fused=True,
     ),
+    "minimax_m2": Family("MiniMaxM2", dict(num_local_experts=E, intermediate_size=I, num_hidden_layers=2), (0, 1)),
+    "dots1": Family("Dots1", DOTS, (1, 2)),
+    "phimoe": Family("Phimoe", dict(num_local_experts=E, intermediate_size=I, num_hidden_layers=2), (0, 1)),
+    "ernie4_5_moe": Family("Ernie4_5_Moe", ERNIE, (1, 2)),
+    "hunyuan_v1_moe": Family("HunYuanMoEV1", dict(num_experts=E, intermediate_size=I, num_hidden_layers=2), (0, 1)),
+    "flex_olmo": Family("FlexOlmo", dict(num_experts=E, intermediate_size=I, num_hidden_layers=2), (0, 1)),
+    "glm4_moe_lite": Family("Glm4MoeLite", MLA | dict(n_shared_experts=1, n_group=4, topk_group=2), (1, 2)),
     "llama4_text": Family("Llama4", LLAMA4, (1, 3), block="feed_forward", is_fused=True),
 }
 

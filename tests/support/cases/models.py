@@ -73,6 +73,14 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
     for kind, parameters in ROPES.items()
 }
 
+# Both sets of factors, and an amplitude for short rows and one for rows longer than 48.
+PHI_ROPE = ROPES["longrope"] | dict(
+    rope_type="longrope",
+    rope_theta=1e4,
+    original_max_position_embeddings=48,
+    short_mscale=1.2,
+    long_mscale=0.7,
+)
 # One or two checkpoints of each family that test_whole_models.py judges by itself: a variation is on in one of them.
 FAMILY_CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
     "glm4": (("glm4_moe", dict(first_k_dense_replace=1)), dict(use_qk_norm=True, attention_bias=True)),
@@ -80,7 +88,55 @@ FAMILY_CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
         ("glm4_moe", dict(first_k_dense_replace=1)),
         dict(tie_word_embeddings=True, n_group=4, topk_group=2, partial_rotary_factor=0.25),
     ),
+    "glm4_lite": (("glm4_moe_lite", {}), dict(attention_bias=True, rms_norm_eps=1e-3)),
+    "glm4_lite_tied": (
+        ("glm4_moe_lite", {}),
+        dict(
+            tie_word_embeddings=True,
+            mlp_layer_types=["sparse", "dense"],
+            rope_interleave=False,
+            n_group=1,
+            topk_group=1,
+        ),
+    ),
+    "minimax": (("minimax_m2", {}), dict(rotary_dim=8)),
+    "minimax_tied": (("minimax_m2", {}), dict(tie_word_embeddings=True)),
+    "granite": (
+        ("granitemoe", {}),
+        dict(embedding_multiplier=12.0, logits_scaling=6.0, residual_multiplier=0.22, attention_multiplier=0.1)
+        | dict(attention_bias=True),
+    ),
+    "granite_tied": (
+        ("granitemoe", {}),
+        dict(tie_word_embeddings=True, embedding_multiplier=3.0, logits_scaling=2.0, attention_multiplier=0.5),
+    ),
+    "dots1": (("dots1", {}), dict(sliding_window=5, max_window_layers=1, attention_bias=True)),
+    "dots1_tied": (("dots1", {}), dict(tie_word_embeddings=True, norm_topk_prob=False, n_group=4, topk_group=2)),
+    "phimoe": (
+        ("phimoe", {}),
+        dict(attention_bias=True, lm_head_bias=True, router_jitter_noise=0.01, rope_parameters=PHI_ROPE),
+    ),
+    "phimoe_window": (("phimoe", {}), dict(sliding_window=5, tie_word_embeddings=True)),
+    "ernie": (("ernie4_5_moe", {}), dict(tie_word_embeddings=True)),
+    "ernie_steps": (
+        ("ernie4_5_moe", {}),
+        dict(num_hidden_layers=4, moe_layer_interval=2, moe_layer_end_index=2, moe_num_shared_experts=0)
+        | dict(tie_word_embeddings=False),
+    ),
+    "hunyuan": (
+        ("hunyuan_v1_moe", {}),
+        dict(
+            tie_word_embeddings=True, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=1.0, alpha=100.0)
+        ),
+    ),
+    "hunyuan_bias": (("hunyuan_v1_moe", {}), dict(attention_bias=True)),
+    "flex_olmo": (("flex_olmo", {}), dict(norm_topk_prob=True)),
+    "flex_olmo_tied": (("flex_olmo", {}), dict(tie_word_embeddings=True, attention_bias=True)),
 }
+
+# Those of them that only the slow run takes.
+MORE_FAMILY_CASES = ("glm4_tied", "glm4_lite_tied", "minimax_tied", "granite_tied", "dots1_tied", "phimoe_window")
+MORE_FAMILY_CASES += ("ernie_steps", "hunyuan_bias", "flex_olmo_tied")
 
 
 # One of each family by default, chosen to differ in most.
