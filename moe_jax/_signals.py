@@ -16,8 +16,10 @@ _is_ending = threading.Event()
 def end_on_signals(program: str) -> None:
     """From now on these signals end the process within moments, wherever it is; what it was writing is removed.
 
-    To be called in the main thread before other threads start: they inherit that the signals are blocked. A signal that
-    the parent wants ignored (``nohup``) stays ignored. program: for the one line on stderr.
+    To be called in the main thread before other threads start: they inherit that the signals are blocked, and so do
+    child processes, which have to unblock them. A signal that the parent wants ignored (``nohup``) stays ignored.
+
+    program: for the one line on stderr.
     """
     if not hasattr(signal, "sigwait"):  # not a POSIX system
         return
@@ -27,11 +29,6 @@ def end_on_signals(program: str) -> None:
     for number in awaited:
         signal.signal(number, signal.SIG_DFL)
     threading.Thread(target=_end, args=(program, awaited), name="signals", daemon=True).start()
-
-
-def allow_signals() -> None:
-    """For a child of the program, which inherits blocked signals."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [getattr(signal, name) for name in _ENDING])
 
 
 def hold_if_ending() -> None:

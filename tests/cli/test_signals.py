@@ -70,7 +70,7 @@ def test_while_the_program_is_imported(start, model, delay):
     check_ended(process, signal.SIGINT)
 
 
-# A source that can be stopped at: each array of a layer is held back until a file is there.
+# The program, held at one call of the system; a file says that it has got there.
 STOPPED = """
 import os, sys, time
 from moe_jax import _signals
