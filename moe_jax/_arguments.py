@@ -51,6 +51,13 @@ def check_array(name: str, value: Any, kind: Any, expected: str) -> None:
         raise TypeError(f"{name} has dtype {value.dtype}, expected {kind.__name__} values {expected}")
 
 
+def check_is_kept(name: str, value: Any) -> None:
+    """TypeError for an array whose dtype JAX replaces by a narrower one: NumPy's float64 without jax_enable_x64."""
+    kept = jax.dtypes.canonicalize_dtype(value.dtype)
+    if kept != value.dtype:
+        raise TypeError(f"{name} has dtype {value.dtype}, which JAX makes {kept} unless jax_enable_x64 is set; cast it")
+
+
 def check_rngs(rngs: Any) -> None:
     """TypeError unless ``rngs`` is None or ``nnx.Rngs``."""
     if rngs is not None and not isinstance(rngs, nnx.Rngs):

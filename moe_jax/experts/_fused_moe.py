@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from moe_jax._arguments import check_array
+from moe_jax._arguments import check_array, check_is_kept
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, ArrayArg, Bool, Float, Int, Leaf, Shaped
 from moe_jax.experts._backend import Problem
@@ -244,6 +244,7 @@ def _check_call(
     if placement is not None and not hasattr(placement, "to_physical"):
         raise TypeError(f"{label}placement has type {type(placement).__name__}, expected moe_jax.parallel.Placement")
     check_array(f"{label}x", x, jnp.floating, f"(T, {config.hidden_size})")
+    check_is_kept(f"{label}x", x)
     if x.dtype.itemsize < 2:
         raise TypeError(
             f"{label}x has dtype {x.dtype}, expected floats of 16 or 32 bits, since the output has x's dtype; cast x"

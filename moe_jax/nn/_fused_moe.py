@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moe_jax._arguments import check_array, check_not_traced, check_rngs
+from moe_jax._arguments import check_array, check_is_kept, check_not_traced, check_rngs
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, ArrayArg, DTypeLike
 from moe_jax._versions import Place, Versioned, changing, install, one_version
@@ -199,7 +199,7 @@ class FusedMoE(Versioned):
         self.correction_bias: RoutingParam | None = routing_bias(
             e_score_correction_bias, self.config, is_abstract=rngs is None
         )
-        self.hash_table: RoutingParam | None = routing_table(hash_indices_table, top_k)
+        self.hash_table: RoutingParam | None = routing_table(hash_indices_table, top_k, num_experts)
         if per_expert_scale is not None and custom_routing_function != "gemma4":
             raise ValueError("per_expert_scale is read by custom_routing_function='gemma4' only; drop one or name it")
         self.per_expert_scale: RoutingParam | None = routing_scale(per_expert_scale, num_experts)
@@ -245,6 +245,7 @@ class FusedMoE(Versioned):
                 "or build it with rngs="
             )
         check_array("x", x, jnp.floating, f"(..., {config.hidden_size}) for {self._label()}")
+        check_is_kept("x", x)
         if x.ndim < 1 or (x.shape[-1] != config.hidden_size and self.routed_input_transform is None):
             raise ValueError(f"x has shape {x.shape}, expected (..., {config.hidden_size}) for {self._label()}")
         x = without_padding(x, token_mask)
@@ -353,7 +354,9 @@ class FusedMoE(Versioned):
             raise
         del _staging[self]
 
-    def reload_weights(self, pairs: Iterable[tuple[str, ArrayArg]], *, experts: Sequence[int] | None = None) -> None:
+    def reload_weights(
+        self, pairs: Iterable[tuple[str, ArrayArg]], *, experts: Sequence[int] | None = None
+    ) -> set[str]:
         """Replace weights by others of the same shapes: atomic, and without recompiling what takes the layer.
 
         Args:
@@ -361,6 +364,9 @@ class FusedMoE(Versioned):
                 are quantized by the layer's scheme.
             experts: ids of the experts to replace, None for all. The others keep their weights, bit for bit. Not for
                 schemes with input scales from the checkpoint, which all experts share.
+
+        Returns:
+            The names that were used.
 
         Raises:
             ValueError: as ``load_weights``, and what is missing, duplicate or unexpected. The old weights are untouched
@@ -370,13 +376,14 @@ class FusedMoE(Versioned):
         if self._is_abstract():
             raise ValueError(f"{self._label()} has no weights to reload; use load_weights(pairs) first")
         loader = self._new_loader(experts)
-        loader.load(pairs)
+        used = loader.load(pairs)
         weights, correction_bias = loader.finish(), loader.correction_bias
         with changing():
             if experts is not None:
                 weights = self._with_experts(experts, weights)
                 correction_bias = _value(self.correction_bias) if self.loads_correction_bias else None
             install([*self.new_values(weights, correction_bias=correction_bias), self.next_version()])
+        return used
 
     def _with_experts(self, experts: Sequence[int], weights: ExpertWeights) -> ExpertWeights:
         """The layer's weights with some experts replaced; every leaf has the experts as its first axis."""
@@ -454,6 +461,7 @@ class FusedMoE(Versioned):
             experts=experts,
             expert_mapping=self.expert_mapping,
             has_correction_bias=None if has_own_bias else self.loads_correction_bias and experts is None,
+            own_correction_bias=_value(self.correction_bias) if has_own_bias else None,
         )
 
     def _is_abstract(self) -> bool:

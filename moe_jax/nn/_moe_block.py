@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from moe_jax._arguments import check_array
+from moe_jax._arguments import check_array, check_is_kept
 from moe_jax._typing import ArrayArg
 from moe_jax._versions import Versioned, one_version
 
@@ -39,6 +39,7 @@ class MoEBlock(Versioned):
     ) -> Any:
         """x (..., H) -> (..., H) in x's dtype, with ``MoEStats`` when asked for; the rest as in ``FusedMoE``."""
         check_array("x", x, jnp.floating, f"(..., {self.experts.config.hidden_size})")
+        check_is_kept("x", x)
         self = one_version(self)
         x = without_padding(x, token_mask)
         per_token = dict(token_mask=token_mask, token_ids=token_ids, replayed_ids=replayed_ids)

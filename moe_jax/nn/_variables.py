@@ -48,14 +48,19 @@ def checked_bias(value: ArrayArg | bool, config: MoEConfig) -> jax.Array:
     return bias
 
 
-def routing_table(value: ArrayArg | None, top_k: int) -> RoutingParam | None:
+def routing_table(value: ArrayArg | None, top_k: int, num_experts: int) -> RoutingParam | None:
     if value is None:
         return None
     table = jnp.asarray(value)
-    if table.ndim != 2 or table.shape[1] != top_k or not jnp.issubdtype(table.dtype, jnp.integer):
+    is_table = table.ndim == 2 and table.shape[0] > 0 and table.shape[1] == top_k
+    if not is_table or not jnp.issubdtype(table.dtype, jnp.integer):
         raise ValueError(
-            f"hash_indices_table is {table.dtype} {table.shape}, expected integers of shape (vocab, {top_k})"
+            f"hash_indices_table is {table.dtype} {table.shape}, expected integers of shape (vocab, {top_k}) with a row"
         )
+    if not isinstance(table, Tracer):
+        bad = (wrong := np.asarray(table))[(wrong < 0) | (wrong >= num_experts)]
+        if bad.size:
+            raise ValueError(f"hash_indices_table holds {bad[0]}, expected ids of experts from 0 to {num_experts - 1}")
     return RoutingParam(table)
 
 
@@ -65,6 +70,8 @@ def routing_scale(value: ArrayArg | None, num_experts: int) -> RoutingParam | No
     scale = jnp.asarray(value).astype(jnp.float32)
     if scale.shape != (num_experts,):
         raise ValueError(f"per_expert_scale has shape {scale.shape}, expected ({num_experts},)")
+    if not isinstance(scale, Tracer) and not np.isfinite(np.asarray(scale)).all():
+        raise ValueError("per_expert_scale holds NaN or infinity, expected finite numbers; the checkpoint is damaged")
     return RoutingParam(scale)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
+from moe_jax._arguments import integer
 from moe_jax._config import MoEConfig
 from moe_jax.experts._choice import layout_owner
 from moe_jax.experts._explain import explain
@@ -47,6 +48,7 @@ def make_placement(
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"placement={strategy!r}, expected {' or '.join(map(repr, STRATEGIES))}")
+    num_redundant_experts = integer("num_redundant_experts", num_redundant_experts, minimum=0)
     if num_redundant_experts and not enable_eplb:
         raise ValueError(f"num_redundant_experts={num_redundant_experts} needs enable_eplb=True")
     has_axis = parallel is not None and parallel.expert_axis is not None

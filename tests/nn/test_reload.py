@@ -54,8 +54,27 @@ def test_a_correction_bias_that_nobody_asked_for_is_named():
     with pytest.raises(ValueError, match="unexpected"):
         layer.reload_weights([*of_expert(plain_tensors(), 1).items(), bias], experts=[1])
     own = moe_jax.FusedMoE(E, H, INTER, top_k=2, scoring_func="sigmoid", e_score_correction_bias=np.ones(E))
-    own.load_weights([*plain_tensors().items(), bias])
+    with pytest.raises(
+        ValueError, match=f"{bias[0]}: differs from the e_score_correction_bias that the layer was built"
+    ):
+        own.load_weights([*plain_tensors().items(), bias])
+    assert bias[0] not in own.load_weights([*plain_tensors().items(), (bias[0], np.ones(E, np.float32))])
     own.process_weights_after_loading()
+    with pytest.raises(ValueError, match="differs from"):
+        own.reload_weights([*plain_tensors().items(), bias])
+    other_layer = (bias[0].replace("layers.0", "layers.1"), bias[1])
+    assert own.reload_weights([*plain_tensors().items(), other_layer]) == set(plain_tensors())
+
+
+@pytest.mark.parametrize("own", [None, True, np.ones(E)])
+def test_a_misspelt_correction_bias_is_named(own):
+    options = dict(top_k=2, scoring_func="sigmoid", e_score_correction_bias=own)
+    right = [("model.layers.0.mlp.gate.e_score_correction_bias", np.ones(E, np.float32))] if own is True else []
+    for word in ("e_scor_correction_bias", "correction_bias", "e_score_correction_biass"):
+        layer, name = moe_jax.FusedMoE(E, H, INTER, **options), f"model.layers.0.mlp.gate.{word}"
+        layer.load_weights([*plain_tensors().items(), *right, (name, np.ones(E, np.float32))])
+        with pytest.raises(ValueError, match=f"unexpected: {name}"):
+            layer.process_weights_after_loading()
 
 
 # -- by expert --------------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ def dot_in_bfloat16(rows: jax.Array, matrix: jax.Array) -> jax.Array:
         return padded.reshape(values.shape[0], count, part)
 
     sums = jnp.einsum("mpk,npk->pmn", parts(rows), parts(matrix), preferred_element_type=jnp.float32)
-    return jnp.sum(sums.astype(jnp.int32), axis=0)
+    return jnp.sum(sums.astype(jnp.int32), axis=0, dtype=jnp.int32)
 
 
 def for_each_tile(

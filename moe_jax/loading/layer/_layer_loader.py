@@ -58,6 +58,7 @@ class LayerLoader:
         expert_mapping: rows of ``make_expert_params_mapping`` to read names with instead.
         has_correction_bias: True: the layer also needs its router's e_score_correction_bias, see ``correction_bias``.
             False: it routes without one, and one that is there is unexpected. None: somebody else's business.
+        own_correction_bias: (E,), the bias that the layer was given; one among the tensors must be the same.
         quantize: True: tensors are full precision and get quantized. False: they are stored as the scheme says.
             None: the first weight or scale decides.
         fused_layout: "out_in" for weights of all experts stored as (E, 2I, H) and (E, H, I), "in_out" for (E, H, 2I)
@@ -86,6 +87,7 @@ class LayerLoader:
         names: ExpertNames | None = None,
         expert_mapping: Sequence[tuple[str, str, int, str]] | None = None,
         has_correction_bias: bool | None = None,
+        own_correction_bias: AnyArray | None = None,
         quantize: bool | None = None,
         fused_layout: str | None = None,
         words_are_dense: bool | None = None,
@@ -117,7 +119,7 @@ class LayerLoader:
         self._skips_other_layers = self._layer is not None
         self._names = names or ExpertNames(is_gated=config.is_act_and_mul)
         self._mapping = expert_mapping
-        self._has_correction_bias = has_correction_bias
+        self._has_correction_bias, self._own_correction_bias = has_correction_bias, own_correction_bias
         self._layout = fused_layout
         self._staging = self._staging_type(is_gated=config.is_act_and_mul, fmt=weights, executor=executor)
         self._known_steps: dict[Kind, Step] = {}
@@ -164,7 +166,10 @@ class LayerLoader:
         self._check_open()
         is_correction_bias = bool(self._has_correction_bias) and name.rpartition(".")[2] == CORRECTION_BIAS
         if not is_correction_bias and not is_expert_name(name):
-            if is_misspelt(name) or (self._has_correction_bias is False and is_correction_bias_name(name)):
+            is_bias = is_correction_bias_name(name)
+            if self._own_correction_bias is not None and name.rpartition(".")[2] == CORRECTION_BIAS:
+                self._check_own_correction_bias(name, np.asarray(array))
+            elif is_misspelt(name) or (is_bias and not self._leaves_bias_to_others):
                 self._maybe_unexpected.append(name)
             return False
         layer = layer_of(name)
@@ -249,6 +254,17 @@ class LayerLoader:
             self._unexpected.append(name)
             return False
         return self._take([self._among_chosen(tensor) for tensor in tensors], array)
+
+    @property
+    def _leaves_bias_to_others(self) -> bool:
+        return self._has_correction_bias is None and self._own_correction_bias is None
+
+    def _check_own_correction_bias(self, name: str, array: np.ndarray) -> None:
+        if layer_of(name) in (None, self._layer) and not np.array_equal(array, np.asarray(self._own_correction_bias)):
+            raise ValueError(
+                f"{shorten(name)}: differs from the {CORRECTION_BIAS} that the layer was built with; leave it out, or "
+                f"build the layer with {CORRECTION_BIAS}=True to load it"
+            )
 
     def _accept_correction_bias(self, name: str, array: np.ndarray) -> bool:
         count = self._config.num_experts

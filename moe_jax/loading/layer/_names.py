@@ -48,7 +48,8 @@ def is_expert_name(name: str) -> bool:
 
 def is_correction_bias_name(name: str) -> bool:
     """Whether a tensor is a router's correction bias, spelt rightly or nearly so."""
-    return name.rpartition(".")[2].startswith("e_score")
+    word = name.rpartition(".")[2]
+    return word.startswith("e_scor") or "correction_bias" in word
 
 
 def is_misspelt(name: str) -> bool:
