@@ -78,11 +78,16 @@ class ShardedExpertReader:
         return assemble(config, placement, parallel, lambda *ranks: _with_input_scales(read(*ranks), scales))
 
     def _tensors(self, layer: int, config: MoEConfig) -> dict[str, ExpertTensor]:
-        """The layer's expert tensors by name; names that cannot be read are left to ``ExpertReader``, which refuses."""
+        """The layer's expert tensors by name. Raises CheckpointError for a name that cannot be read."""
         names, found = dataclasses.replace(self._names, is_gated=config.is_act_and_mul), {}
         for name in self._source.names:
-            if is_expert_name(name) and layer_of(name) == layer and (tensor := names.parse(name)) is not None:
-                found[name] = tensor
+            if is_expert_name(name) and layer_of(name) == layer:
+                try:
+                    tensor = names.parse(name)
+                except ValueError as error:
+                    raise CheckpointError(f"{self._source.info(name).file}: tensor {error}") from None
+                if tensor is not None:
+                    found[name] = tensor
         return found
 
     def _check_shapes(self, tensors: dict[str, ExpertTensor], ids: Sequence[int], config: MoEConfig) -> None:
