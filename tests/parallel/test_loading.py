@@ -125,6 +125,17 @@ def test_a_surplus_expert_is_unexpected(checkpoint, tmp_path, mesh, leaf):
         moe_jax.load_moe(tmp_path, 0, mesh=parse_mesh(mesh))
 
 
+@pytest.mark.parametrize("mesh", ["tensor=2", "expert=2"])
+def test_a_name_that_cannot_be_read_is_escaped(checkpoint, tmp_path, mesh):
+    source = checkpoint(None)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.block_sparse_moe.experts.1.w\x7f1.weight"] = np.ones((2, 2), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(source / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=r"experts\.1\.w\\x7f1\.weight"):
+        moe_jax.load_moe(tmp_path, 0, mesh=parse_mesh(mesh))
+
+
 def test_weight_shape_without_packed_weights_is_unexpected(checkpoint, tmp_path):
     source = checkpoint("int8_w8a16")
     tensors = load_file(source / "model.safetensors")
