@@ -38,7 +38,7 @@ FEATURES = [
 ]
 
 
-def layer_of(features, rank, group, reduce_results, **layout):
+def layer_of(features, rank, group, reduce_results, *, quant_config=None, load=True, **layout):
     """One rank's layer, loaded through load_weights. rank: among all that share the layer."""
     p, words, size = arrays(), features.split(), layout.get("tp_size", 1) * layout.get("ep_size", 1)
     options = dict(has_bias="bias" in words, reduce_results=reduce_results, renormalize="zero" not in words)
@@ -60,7 +60,11 @@ def layer_of(features, rank, group, reduce_results, **layout):
         options |= dict(routed_scaling_factor=FACTOR, apply_routed_scale_to_output="scale" in words)
     if "torch_routing" in words:
         options |= dict(custom_routing_function=worst)
-    layer = torch_bridge.FusedMoE(E, K, H, I, torch.float32, process_group=group, **layout, **options)
+    layer = torch_bridge.FusedMoE(
+        E, K, H, I, torch.float32, quant_config=quant_config, process_group=group, **layout, **options
+    )
+    if not load:
+        return layer
     names = dict(w1="gate_proj", w3="up_proj", w2="down_proj")
     pairs = [(f"experts.{e}.{name}.weight", p[w][e]) for e in range(E) for w, name in names.items()]
     if "bias" in words:
@@ -116,3 +120,36 @@ def test_whole_layers(features):
     np.testing.assert_allclose(weights, expected_weights * factor, rtol=1e-5)
     routed = routed_reference(features, x.double().numpy(), z.double().numpy())
     assert_rows(layer.quant_method.apply(layer, x, weights, ids), routed)
+
+
+@pytest.mark.parametrize("features", ["zero shared scale", "zero factor"], ids=lambda text: text.replace(" ", "-"))
+def test_methods_of_ones_own(features):
+    """A method that computes in torch: the layer adds zero experts and the scale on the output around it, once."""
+
+    class Own(torch_bridge.FusedMoEMethodBase):
+        def create_weights(self, layer, num_experts, hidden_size, intermediate_size_per_partition, **_):
+            own = np.arange(E) if layer.expert_map is None else np.flatnonzero(layer.expert_map.numpy() >= 0)
+            self.weights = [torch.tensor(arrays()[name][own], dtype=torch.float32) for name in ("w1", "w3", "w2")]
+
+        def get_fused_moe_quant_config(self, layer):
+            return None
+
+        def apply(self, layer, x, topk_weights, topk_ids, shared_experts=None, shared_experts_input=None):
+            assert int(topk_ids.max()) < E
+            y = torch.zeros_like(x)
+            for t in range(len(x)):
+                for weight, e in zip(topk_weights[t], topk_ids[t], strict=True):
+                    local = e if layer.expert_map is None else layer.expert_map[e]
+                    if local >= 0:
+                        gate, up, down = (matrix[local] for matrix in self.weights)
+                        y[t] += weight * (down @ (torch.nn.functional.silu(gate @ x[t]) * (up @ x[t])))
+            return y
+
+    x, z = tensors(features)
+    groups = SimulatedGroup.make(2)
+    layers = [
+        layer_of(features, rank, group, True, ep_size=2, quant_config=Own(), load=False)
+        for rank, group in enumerate(groups)
+    ]
+    for found in run_ranks(lambda rank: layers[rank](x, z), 2):
+        assert_rows(found, reference(features))

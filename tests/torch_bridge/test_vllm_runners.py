@@ -287,3 +287,32 @@ def test_settings_of_the_activation_are_taken(monkeypatch):
             hidden = gate * torch.sigmoid(1.3 * gate) * (up + 0.7)
             y[t] += weight * (torch.tensor(p["w2"][e]) @ hidden + torch.tensor(p["b2"][e]))
     assert_rows(layer(x, z), y.numpy())
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("layout", RANKS[:2], ids=lambda layout: "-".join(map(str, layout.values())))
+def test_our_layer_says_what_vllms_says(layout, make, monkeypatch):
+    """What models and methods read of vLLM's experts, they read of ours."""
+    kind, size = next(iter(layout.items()))
+    rank = Rank(**{kind: size, kind.replace("size", "rank"): 1}, num_experts=E)
+    theirs = make(rank, "", monkeypatch)
+    ours = torch_bridge.convert(theirs, process_group=SimulatedGroup.make(size)[1])
+    experts = theirs.routed_experts
+    names = "top_k hidden_size intermediate_size_per_partition activation renormalize scoring_func global_num_experts "
+    names += "apply_router_weight_on_input params_dtype expert_placement_strategy routed_scaling_factor swiglu_limit"
+    for name in names.split():
+        found, expected = getattr(ours, name), getattr(experts, name)
+        assert getattr(found, "value", found) == getattr(expected, "value", expected), name
+    assert ours.e_score_correction_bias is None and ours.num_experts == E
+    config = experts.moe_config.moe_parallel_config
+    for name in ("tp_size", "tp_rank", "ep_size", "ep_rank", "use_ep"):
+        assert getattr(ours.moe_parallel_config, name) == getattr(config, name) == getattr(ours, name), name
+    table = experts._expert_map
+    assert ours.expert_map is None if table is None else torch.equal(ours.expert_map, table)
+    assert ours.local_num_experts == experts.moe_config.num_local_experts
+    assert (
+        ours.must_reduce_shared_expert_outputs()
+        and not torch_bridge.convert(
+            like_vllm(rank, "partial", monkeypatch), process_group=SimulatedGroup.make(size)[1]
+        ).must_reduce_shared_expert_outputs()
+    )
