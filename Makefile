@@ -8,7 +8,7 @@ PINS := pyproject.toml constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow nightly test-sass test-writers docs docs-text notebooks lint format clean
+.PHONY: help demo test test-slow nightly test-sass test-vllm test-writers docs docs-text notebooks lint format clean
 
 help:
 	@echo "make demo          write, quantize and run a small model; no torch needed"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-slow     the slow tests alone"
 	@echo "make nightly       lint, type check, the fast and the slow tests, all kernels compiled; takes hours"
 	@echo "make test-sass     compile the Hopper kernels to machine code; no GPU needed (downloads 230 MB)"
+	@echo "make test-vllm     run vLLM's plugin with vLLM's real classes on the CPU (downloads 1 GB)"
 	@echo "make test-writers  write checkpoints with llm-compressor, read them with moe_jax"
 	@echo "make lint          ruff and pyright"
 	@echo "make format        apply ruff's fixes and formatter"
@@ -89,6 +90,22 @@ test-writers: .venv-writers/.installed $(VENV)/.installed-dev
 	.venv-writers/bin/python $(WRITERS)/write.py build/writers
 	$(BIN)/python -m pytest -q tests/loading/test_llm_compressor_files.py --writers-dir=build/writers $(ARGS)
 
+# vLLM without what needs a GPU: its Python sources, what they import, and the torch of constraints.txt. It pins its own
+# compressed-tensors, so it gets an environment of its own.
+VLLM ?= vllm==0.24.0
+VLLM_TESTS := tests/torch_bridge/vllm
+VLLM_INSTALL := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
+.venv-vllm/.installed: $(VLLM_TESTS)/requirements.txt $(PINS)
+	$(PYTHON) -m venv .venv-vllm
+	grep -v '^compressed-tensors' constraints.txt > .venv-vllm/constraints.txt
+	$(VLLM_INSTALL) $(TORCH)
+	$(VLLM_INSTALL) --constraint .venv-vllm/constraints.txt --editable . --requirement $<
+	$(VLLM_INSTALL) --no-deps $(VLLM)
+	@touch $@
+
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest -q $(VLLM_TESTS) $(ARGS)
+
 # jax's CUDA plugin and NVIDIA's compiler, without a driver, cuDNN or cuBLAS. In $(VENV) the plugin would complain.
 # SASS_JAX=0.11.2 SASS_PYTHON=python3.12 takes another jax, in an environment of its own.
 SASS_JAX ?=
@@ -115,4 +132,4 @@ nightly: lint $(SASS)/.installed
 	$(USE_SASS) $(BIN)/python -m pytest -q -m '$(ON_CPU)' $(WORKERS) $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-sass* .venv-writers build dist docs/_build docs/_generated .pytest_cache .ruff_cache .hypothesis demo_out
+	rm -rf $(VENV) .venv-sass* .venv-vllm .venv-writers build dist docs/_build docs/_generated .pytest_cache .ruff_cache .hypothesis demo_out
