@@ -59,6 +59,10 @@ def gpu_of_process() -> Gpu:
     return Gpu.of(torch.device("cuda", torch.cuda.current_device()))
 
 
+class NotTakenError(Exception):
+    """A loaded layer that vLLM can still process itself."""
+
+
 class Taken:
     """What a method of ours knows beside what vLLM's does.
 
@@ -72,17 +76,23 @@ class Taken:
         self.experts: KernelExperts | None = None
         self.routes = False
         self.is_left = False
+        self.has_own_sizes = False  # parameters are of sizes that vLLM's kernels do not take
 
     def load(self, layer: Any) -> None:
         """Kernels over a loaded layer's parameters, which become what the kernels read.
 
-        Raises ValueError for scales that can only be damage, NotImplementedError for a layer that the kernels do not
-        take; the parameters are then as they were.
+        Raises NotTakenError with the parameters as they were, for scales that can only be damage; of a layer that has
+        been loaded before ValueError.
         """
         config = config_of(layer, self.form.scheme)
         parameters = Parameters(layer, self.form)
         memory = parameters.memory() if self.experts is None else _named(self.experts.weights)
-        weights = load_weights(config, parameters.read, self.gpu, memory=memory, online=self.form.online)
+        try:
+            weights = load_weights(config, parameters.read, self.gpu, memory=memory, online=self.form.online)
+        except (NotImplementedError, ValueError) as error:
+            if self.experts is not None or self.has_own_sizes:
+                raise
+            raise NotTakenError(str(error)) from error
         if config.has_bias and layer.moe_config.tp_rank > 0:
             bias: Any = weights.w2_bias
             bias.zero_()  # outputs of ranks are added up
@@ -137,9 +147,7 @@ class TakenMixin:
             return None
         try:
             self.moe_jax.load(layer)
-        except (NotImplementedError, ValueError) as error:
-            if self.moe_jax.experts is not None:  # a reload, with graphs that read our kernels' memory
-                raise
+        except NotTakenError as error:
             self.moe_jax.is_left = True
             leave(layer.layer_name, self, error)
             return super().process_weights_after_loading(layer)
@@ -165,8 +173,10 @@ class TakenMixin:
     def topk_indices_dtype(self) -> torch.dtype | None:
         return super().topk_indices_dtype if self.moe_jax.is_left else torch.int32
 
-    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any) -> Any:
-        return hidden_size, intermediate_size_per_partition  # the kernels take this layer's own sizes
+    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any) -> Any:
+        own = hidden_size, intermediate_size_per_partition  # which our kernels take
+        self.moe_jax.has_own_sizes = tuple(super().maybe_roundup_sizes(*own, *_)) != own
+        return own
 
     @property
     def supports_eplb(self) -> bool:

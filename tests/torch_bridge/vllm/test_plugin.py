@@ -67,14 +67,29 @@ def test_bias_of_one_rank(rank, monkeypatch):
         method = layer.quant_method
         method.process_weights_after_loading(layer)
         x, weights, ids, _ = _call(generator)
-        expected = torch.zeros(x.shape)
-        for token in range(x.shape[0]):
-            for weight, expert in zip(weights[token], ids[token].long(), strict=True):
-                h = w13[expert] @ x[token].float() + b13[expert]
-                gate, up = h[0::2].clamp(max=7.0), h[1::2].clamp(-7.0, 7.0)
-                h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
-                expected[token] += weight * (w2[expert] @ h + (b2[expert] if rank == 0 else 0))
+        expected = _swigluoai(x, weights, ids, w13, b13, w2, b2 if rank == 0 else torch.zeros_like(b2))
         _assert_close(method.apply(layer, x, weights, ids, None, None).float(), expected, FORMATS["bf16"])
+
+
+def test_gpt_oss(monkeypatch):
+    """Rows of gate and up alternate in codes, scales and biases; sizes are not rounded up."""
+    computed_by_reference(monkeypatch)
+    write, generator = FORMATS["ct_mxfp4"].write, torch.Generator().manual_seed(8)
+    with vllm_without_gpu():
+        settings = dict(has_bias=True, activation="swigluoai")
+        layer = make_layer(dict(quant_method="gpt_oss_mxfp4"), **SIZES, **settings)
+        values = {}
+        for prefix, n, k in (("w13", 2 * INTERMEDIATE, H), ("w2", H, INTERMEDIATE)):
+            parts = [write(generator, n, k, None) for _ in range(E)]
+            getattr(layer, f"{prefix}_weight").data.copy_(torch.stack([part["weight_packed"] for part, _ in parts]))
+            getattr(layer, f"{prefix}_weight_scale").data.copy_(torch.stack([p["weight_scale"] for p, _ in parts]))
+            bias = getattr(layer, f"{prefix}_bias").data
+            bias.copy_(torch.randn(bias.shape, generator=generator, dtype=torch.float32) * 0.1)
+            values[prefix] = torch.stack([value for _, value in parts]), bias.float().clone()
+        layer.quant_method.process_weights_after_loading(layer)
+        x, weights, ids, _ = _call(generator)
+        expected = _swigluoai(x, weights, ids, *values["w13"], *values["w2"])
+        _assert_close(layer.quant_method.apply(layer, x, weights, ids, None, None).float(), expected, FORMATS["bf16"])
 
 
 GROUPED = dict(use_grouped_topk=True, num_expert_group=2, topk_group=1, routed_scaling_factor=2.5)
@@ -220,13 +235,26 @@ def test_captured_sizes_are_exact():
     assert {1, 2, 4, 24, 40, 512} <= set(exact) and buckets == [16, 32, 64, 128, 256, 512, 1024, 2048, 3072]
 
 
+def _swigluoai(x, weights, ids, w13, b13, w2, b2):
+    """gpt-oss' experts in float32, rows of gate and up alternating."""
+    y = torch.zeros(x.shape)
+    for token in range(x.shape[0]):
+        for weight, expert in zip(weights[token], ids[token].long(), strict=True):
+            h = w13[expert] @ x[token].float() + b13[expert]
+            gate, up = h[0::2].clamp(max=7.0), h[1::2].clamp(-7.0, 7.0)
+            y[token] += weight * (w2[expert] @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + b2[expert])
+    return y
+
+
 @contextlib.contextmanager
 def _heard(caplog):
     """vLLM's loggers do not pass their records on."""
     logger = logging.getLogger("vllm.moe_jax")
     logger.addHandler(caplog.handler)
+    logger.setLevel(logging.WARNING)
     yield
     logger.removeHandler(caplog.handler)
+    logger.setLevel(logging.NOTSET)
 
 
 def _call(generator):
