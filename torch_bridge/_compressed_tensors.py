@@ -35,6 +35,11 @@ class _CompressedTensorsMoEMethod(SchemeMoEMethod):
         if reason is not None:
             raise ValueError(f"{type(self).__name__}: {reason}, found scheme {self.scheme.name!r}")
 
+    @property
+    def use_global_sf(self) -> bool:
+        """No: vLLM's loader compares input scales of these methods by the experts of the rank."""
+        return False
+
     def refusal(self, scheme: Scheme) -> str | None:
         """Why this method does not serve a scheme, None where it does."""
         raise NotImplementedError

@@ -77,7 +77,7 @@ class SchemeMoEMethod(FusedMoEMethodBase):
     def _rows_of_all(self, experts: HostedExperts, attributes: dict[str, Any]) -> dict[str, LeafSpec]:
         """The leaves of a module; input scales have rows for experts of other ranks too, where loaders bring them."""
         specs = self.stored_method.create_weights(experts.shape)
-        rows = attributes.get("global_num_experts") or experts.shape.num_experts
+        rows = self.use_global_sf and attributes.get("global_num_experts") or experts.shape.num_experts
         return {
             name: dataclasses.replace(spec, shape=(rows, *spec.shape[1:])) if name.endswith("_input_scale") else spec
             for name, spec in specs.items()
