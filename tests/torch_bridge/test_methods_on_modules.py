@@ -107,8 +107,11 @@ def checkpoint(scheme, is_gated, has_bias):
     return {key: value for key, value in arrays.items() if is_gated or key[1] != "w3"}
 
 
-def whole_weights(scheme, arrays, is_gated, has_bias):
-    """The layer's weights from NumPy leaves: codes of int8 by the formula, the rest as stored."""
+def whole_weights(scheme, arrays, is_gated, has_bias, columns=slice(None)):
+    """The layer's weights from NumPy leaves: codes of int8 by the formula, the rest as stored.
+
+    columns: those of w2 that a rank quantizes.
+    """
     shape = config(scheme, is_act_and_mul=is_gated, has_bias=has_bias)
     leaves = {}
     if scheme == "int8_w8a16":
@@ -116,8 +119,9 @@ def whole_weights(scheme, arrays, is_gated, has_bias):
         for (expert, shard, suffix), array in list(arrays.items()):
             if suffix == "weight":
                 w = array.astype(np.float32)
-                scale = np.abs(w).max(-1, keepdims=True) / np.float32(127)
-                arrays[expert, shard, "weight"] = np.rint(w / scale).astype(np.int8)
+                own = w[:, columns] if shard == "w2" else w
+                scale = np.abs(own).max(-1, keepdims=True) / np.float32(127)
+                arrays[expert, shard, "weight"] = np.rint(w / scale).clip(-127, 127).astype(np.int8)
                 arrays[expert, shard, "weight_scale"] = scale
     for name, spec in method_for(scheme).create_weights(shape).items():
         prefix, _, suffix = name.partition("_")
@@ -128,11 +132,11 @@ def whole_weights(scheme, arrays, is_gated, has_bias):
     return jax.tree.map(np.asarray, weights), shape
 
 
-def loaded(scheme, rank, arrays, is_gated=True, has_bias=False, **attributes):
+def loaded(scheme, rank, arrays, is_gated=True, has_bias=False, dtype=torch.bfloat16, **attributes):
     moe = described(rank, is_gated=is_gated, has_bias=has_bias)
     module, method = Module(moe, rank, **attributes), METHODS[scheme](moe)
     sizes = rank.num_local_experts, H, moe.intermediate_size_per_partition
-    method.create_weights(module, *sizes, torch.bfloat16, global_num_experts=E, intermediate_size_full=I)
+    method.create_weights(module, *sizes, dtype, global_num_experts=E, intermediate_size_full=I)
     created = dict(module.named_parameters())
     for (expert, shard, suffix), array in arrays.items():
         param, name = created[f"{'w2' if shard == 'w2' else 'w13'}_{suffix}"], f"experts.{expert}.{shard}.{suffix}"
@@ -174,31 +178,34 @@ def test_create_load_process_apply(scheme, ranks, is_gated, has_bias):
         pytest.skip("128 columns of a group or block do not divide")
     rank = torch_bridge.Rank(**RANKS[ranks], num_experts=E)
     arrays = checkpoint(scheme, is_gated, has_bias)
-    method, module = loaded(scheme, rank, arrays, is_gated, has_bias)
-    whole, shape = whole_weights(scheme, arrays, is_gated, has_bias)
+    method, module = loaded(scheme, rank, arrays, is_gated, has_bias, torch.float32)  # nothing rounds to 16 bits
+    size, at = I // rank.tp_size, rank.tp_rank
+    whole, shape = whole_weights(scheme, arrays, is_gated, has_bias, slice(at * size, (at + 1) * size))
     weights = jax.tree.map(jnp.asarray, of_rank(whole, rank)) if not rank.is_whole else whole
-    if scheme == "fp8_tensor_static":  # vLLM's loader brings the input scales of the rank's own experts
+    if scheme in ("fp8_tensor_static", "nvfp4"):  # vLLM's loader brings the input scales of the rank's own experts
         weights = with_input_scales(weights, arrays, range(E) if rank.is_whole or "tp" in ranks else range(2, 4))
-    sizes = dict(num_experts=rank.num_local_experts, intermediate_size=I // rank.tp_size)
-    local = dataclasses.replace(shape, **sizes, dtype="bfloat16")
+    sizes = dict(num_experts=rank.num_local_experts, intermediate_size=size)
+    local = dataclasses.replace(shape, **sizes, dtype="float32")
     x, p, ids, z = inputs()
+    x = x.astype(np.float32)
     y = method.apply(module, as_torch(x), torch.from_numpy(p), torch.from_numpy(ids), None, None)
-    assert y.dtype == torch.bfloat16
-    judge = dict(kernels=method.scheme.activations is None)  # which then bounds 16-bit sums
-    assert_layer_close(to_numpy(y), x, p, local_ids(ids, rank), weights, local, **judge)
+    assert y.dtype == torch.float32
+    assert_layer_close(y.numpy(), x, p, local_ids(ids, rank), weights, local, kernels=False)
     routed = [route_row(row, top_k=K) for row in z]
     p, ids = np.array([w for w, _ in routed], np.float32), np.array([i for _, i in routed])
     y = method.apply_monolithic(module, as_torch(x), torch.from_numpy(z))
-    assert_layer_close(to_numpy(y), x, p, local_ids(ids, rank), weights, local, **judge)
+    assert_layer_close(y.numpy(), x, p, local_ids(ids, rank), weights, local, kernels=False)
 
 
 def with_input_scales(weights, arrays, own):
-    largest = {shard: np.float32(max(arrays[e, shard, "input_scale"] for e in own)) for shard in ("w1", "w2")}
-    w13, w2 = (
-        dataclasses.replace(tensor, input_scale=jnp.asarray(largest[shard]))
-        for tensor, shard in ((weights.w13, "w1"), (weights.w2, "w2"))
-    )
-    return dataclasses.replace(weights, w13=w13, w2=w2)
+    """With the widest range of some of the experts: the largest scale, or the smallest of those that divide."""
+    common = {}
+    for name, shards in (("w13", ("w1", "w3")), ("w2", ("w2",))):
+        (kind,) = {key[2] for key in arrays if "input" in key[2]}
+        values = [arrays[e, s, kind] for e in own for s in shards if (e, s, kind) in arrays]
+        value = np.float32(min(values) if "global" in kind else max(values))
+        common[name] = dataclasses.replace(getattr(weights, name), input_scale=jnp.asarray(value))
+    return dataclasses.replace(weights, **common)
 
 
 def to_numpy(tensor):
