@@ -41,6 +41,8 @@ def write_output(path: Path, chunks: Iterable[bytes | memoryview], what: str = "
                 _write(stream.fileno(), chunks)
             except BrokenPipeError:
                 raise OSError(f"{what} {path}: its reader has gone") from None
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from None
         return
     with partial(path.with_name(f".moe-jax-{os.urandom(8).hex()}.partial")) as fresh:
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

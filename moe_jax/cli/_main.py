@@ -189,9 +189,8 @@ def _quantize(args: argparse.Namespace) -> int:
             scale_search=args.scale_search,
             progress=progress,
         )
-    print(
-        f"wrote {written.directory}: {written.scheme.name}, {len(written.files)} files, {written.nbytes / 1e9:.2f} GB"
-    )
+    where = printable(str(written.directory))
+    print(f"wrote {where}: {written.scheme.name}, {len(written.files)} files, {written.nbytes / 1e9:.2f} GB")
     print(f"copied: {printable(', '.join(written.copied)) or 'nothing'}")
     for name, reason in written.left.items():
         print(printable(f"not copied: {name} ({reason})"))

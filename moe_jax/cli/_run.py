@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import io
 import json
+import os
 import sys
 import time
 import unicodedata
@@ -327,6 +328,17 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ValueError("--prompts generates; --logits-out and --max-new-tokens 0 score a single prompt")
     if args.logits_out is not None:
         check_output(args.logits_out, "--logits-out")
+        _check_is_no_input(args.logits_out, args.model, args.input_ids)
+
+
+def _check_is_no_input(out: Path, model: Path, input_ids: str | None) -> None:
+    """Raises ValueError when ``out`` would replace the ids or a file of the checkpoint."""
+    if not out.is_file():
+        return
+    if input_ids is not None and os.path.exists(input_ids) and out.samefile(input_ids):
+        raise ValueError(f"--logits-out {out}: is the file of --input-ids; give another path")
+    if out.suffix != ".npy" and os.path.realpath(out.parent) == os.path.realpath(model):
+        raise ValueError(f"--logits-out {out}: is a file of the checkpoint; give another path")
 
 
 def read_prompts(path: Path) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,6 @@
 """What commands write: whole or not at all, with the mode of the umask, into devices and pipes, never through links."""
 
+import contextlib
 import errno
 import io
 import json
@@ -118,6 +119,44 @@ def test_bench_refuses_links_before_it_measures(tmp_path, capsys, option):
     assert cli.main(["bench", "--model", "4,2,64,64", "--scheme", "bf16", option, str(tmp_path / "link")]) == 2
     captured = capsys.readouterr()
     assert f"{option} {tmp_path / 'link'} is a link to elsewhere" in captured.err and captured.out == ""
+
+
+def test_no_output_replaces_an_input_or_another_output(model_dir, tmp_path, capsys):  # noqa: F811
+    model, ids, both = tmp_path / "model", tmp_path / "ids.npy", tmp_path / "both"
+    shutil.copytree(model_dir, model)
+    np.save(ids, np.array([3, 1, 4]))
+    os.link(ids, tmp_path / "same.npy")
+    before = {path: path.read_bytes() for path in (ids, *model.iterdir())}
+    (tmp_path / "link").symlink_to(model)
+    command = ["run", "--model", str(tmp_path / "link"), "--input-ids", str(ids), "--max-new-tokens", "0"]
+    for path, text in (
+        (ids, "is the file of --input-ids"),
+        (tmp_path / "same.npy", "is the file of --input-ids"),
+        (model / "model.safetensors", "is a file of the checkpoint"),
+        (tmp_path / "link" / "config.json", "is a file of the checkpoint"),
+    ):
+        assert cli.main([*command, "--logits-out", str(path)]) == 2
+        assert f"--logits-out {path}: {text}" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
+    bench = ["bench", "--model", "4,2,64,64", "--scheme", "bf16", "--json", str(both), "--png"]
+    assert cli.main([*bench, f"{tmp_path}/model/../both"]) == 2 and not both.exists()
+    assert f"--json and --png are both {both}" in capsys.readouterr().err
+
+
+def test_a_full_device_is_named():
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_output(_output.Path("/dev/full"), [b"x"])
+
+
+def test_a_destination_of_any_name(model_dir, tmp_path):  # noqa: F811
+    """What is printed is UTF-8 and harmless; a name need not be either."""
+    for name, shown in ((b"\xff", rb"\udcff"), (b"a\x1b[2J\nb", rb"a\x1b[2J\nb")):
+        out = io.TextIOWrapper(io.BytesIO(), "utf-8")
+        with contextlib.redirect_stdout(out):
+            path = os.path.join(str(tmp_path), os.fsdecode(name))
+            assert cli.main(["quantize", str(model_dir), path, "--scheme", "int8_w8a16"]) == 0
+        out.flush()
+        assert out.buffer.getvalue().startswith(f"wrote {tmp_path}/".encode() + shown + b": int8_w8a16")
 
 
 def test_demo_leaves_files_of_others_alone(tmp_path, capsys, monkeypatch):

@@ -3,9 +3,11 @@
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from moe_jax._output import check_output, write_output
@@ -18,6 +20,8 @@ def run_bench(args: argparse.Namespace, progress_bar: Callable[..., AbstractCont
     for option, path in (("--json", args.json), ("--png", args.png)):
         if path is not None:
             check_output(path, option)
+    if args.json is not None and args.png is not None and _is_same(args.json, args.png):
+        raise ValueError(f"--json and --png are both {args.json}; give two files")
     if args.png is not None:
         try:
             import matplotlib  # noqa: F401
@@ -38,6 +42,12 @@ def run_bench(args: argparse.Namespace, progress_bar: Callable[..., AbstractCont
     if args.png is not None and failed < len(report.cells):
         draw_roofline(report, args.png)
     return failed
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two outputs are one regular file, which the second would replace; there need not be any yet."""
+    same = os.path.realpath(one) == os.path.realpath(other)
+    return same and (one.is_file() or not one.exists())
 
 
 def _names(text: str | None) -> list[str] | None:
