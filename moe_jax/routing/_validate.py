@@ -4,6 +4,7 @@ import enum
 import math
 
 import jax.numpy as jnp
+import numpy as np
 
 from moe_jax.routing._config import RoutingConfig
 from moe_jax.routing._presets import ROUTING_PRESETS, check_interns1_pro, check_phi_sparsemixer, llama4
@@ -119,6 +120,9 @@ def _validate_groups(c: RoutingConfig, has_correction_bias: bool | None, has_has
     groups, kept = c.num_expert_group, c.topk_group
     if groups is None or kept is None:
         raise ValueError(f"use_grouped_topk=True needs num_expert_group and topk_group, found {groups} and {kept}")
+    for name, count in (("num_expert_group", groups), ("topk_group", kept)):
+        if isinstance(count, bool) or not isinstance(count, int | np.integer):
+            raise ValueError(f"{name}={count!r}, expected an integer")
     if c.custom_routing_function is not None or has_hash_table:
         other = "custom_routing_function" if c.custom_routing_function is not None else "hash_indices_table"
         raise ValueError(f"use_grouped_topk=True and {other} both choose the experts; drop one")

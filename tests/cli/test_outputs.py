@@ -145,7 +145,7 @@ def test_no_output_replaces_an_input_or_another_output(model_dir, tmp_path, caps
 
 def test_a_full_device_is_named():
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        write_output(_output.Path("/dev/full"), [b"x"])
+        write_output(Path("/dev/full"), [b"x"])
 
 
 def test_a_destination_of_any_name(model_dir, tmp_path):  # noqa: F811

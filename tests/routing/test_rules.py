@@ -58,6 +58,7 @@ HAS_BIAS, HAS_TABLE = dict(has_correction_bias=True), dict(has_hash_table=True)
         (dict(use_grouped_topk=True, num_expert_group=4), {}, "found 4 and None"),
         (dict(use_grouped_topk=True, num_expert_group=4, topk_group=5), {}, "topk_group=5"),
         (dict(use_grouped_topk=True, num_expert_group=0, topk_group=0), {}, "topk_group=0"),
+        (dict(use_grouped_topk=True, num_expert_group=4, topk_group=True), {}, "topk_group=True, expected an integer"),
         (dict(use_grouped_topk=True, num_expert_group=8, topk_group=1), {}, "exceeds the 2 experts of topk_group=1"),
         (dict(GROUPS, custom_routing_function="llama4"), {}, "both choose the experts"),
         (dict(GROUPS, scoring_func="sqrtsoftplus"), {}, "'softmax' or 'sigmoid'"),
