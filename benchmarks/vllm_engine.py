@@ -270,7 +270,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--limit", type=float, default=540, help="seconds for all of it")
+    parser.add_argument(
+        "--limit", type=float, default=900, help="seconds for all of it; six engines start in 2 minutes"
+    )
     parser.add_argument("--plugin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--default-graphs", action="store_true", help=argparse.SUPPRESS)
     for name in ("--case", "--name", "--lock"):

@@ -103,7 +103,7 @@ def token_counts(vllm_config: Any) -> tuple[list[int], list[int]]:
     exact: Sequence[int] = (compilation.cudagraph_capture_sizes or ()) if captures else ()
     most = vllm_config.scheduler_config.max_num_batched_tokens
     doubling = [1 << n for n in range(4, 11) if (1 << n) < 2 * most]
-    return sorted({*exact, 1, 2, 4, 8}), doubling + list(range(2048, most + 1024, 1024))
+    return sorted(set(exact)), doubling + list(range(2048, most + 1024, 1024))
 
 
 def logits_dtype(layer: Any) -> torch.dtype:

@@ -50,7 +50,7 @@ def assert_same(found, wanted):
         assert (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_layouts(name, is_gated):
