@@ -14,14 +14,25 @@ from transformers import AutoModelForCausalLM
 import moe_jax
 from moe_jax.models import load_pretrained
 from tests.support.cases.families import as_mxfp4
-from tests.support.cases.models import assert_logits_close, slow, write_checkpoint
+from tests.support.cases.models import (
+    FAMILY_CASES,
+    MORE_FAMILY_CASES,
+    assert_logits_close,
+    slow,
+    write_checkpoint,
+)
 from tests.support.checkpoints import writers
 from tests.support.oracles.compressed_tensors import decompressed
 
 run = jax.jit(lambda model, ids, cache: model(ids, cache=cache))
 # A file's own activation quantization is left out: the comparison is one of weights.
 WEIGHTS_ONLY = {"fp8_channel": "fp8_channel_a16", "fp8_block": "fp8_block_a16", "int8_w8a8": "int8_w8a16"}
-MULTIPLES_OF_32 = {"qwen2": dict(intermediate_size=64), "deepseek_v2_lite": dict(intermediate_size=64, kv_lora_rank=32)}
+MULTIPLES_OF_32 = {
+    **dict.fromkeys(("glm4", "glm4_lite"), dict(intermediate_size=64, kv_lora_rank=32, q_lora_rank=32)),
+    **dict.fromkeys(("dots1", "ernie"), dict(intermediate_size=64)),
+    "qwen2": dict(intermediate_size=64),
+    "deepseek_v2_lite": dict(intermediate_size=64, kv_lora_rank=32),
+}
 
 
 def torch_logits(model, ids):
@@ -52,9 +63,13 @@ def check(directory, judge, ids, scheme, has_steps):
 STEPS = pytest.mark.parametrize("has_steps", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
+# transformers reads Granite's experts only as one tensor, and writers store them one by one.
+FAMILIES = [name for name in FAMILY_CASES if name not in (*MORE_FAMILY_CASES, "granite")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["fp8_channel", "int8_w8a8", "w4a16_g32"])
-@pytest.mark.parametrize("name", ["qwen2", "olmoe", "deepseek_v2_lite"])
+@pytest.mark.parametrize("name", ["qwen2", "olmoe", "deepseek_v2_lite", *FAMILIES])
 def test_written_by_our_writer(tmp_path, prompt, name, scheme):
     """Experts, shared experts, attention and dense layers all quantized; compressed-tensors reads the file."""
     source, target, plain = (tmp_path / word for word in ("source", "target", "plain"))
