@@ -109,16 +109,19 @@ class DecoderConfig(MoEBlockConfig):
     head_dim: width of a query or key head. intermediate_size: width of dense feed-forward layers. mla: None for
     grouped-query attention, for which alone the fields from qk_norm to has_sinks may be set.
     qk_norm: RMSNorm of queries and keys before the rotation, "head" for each head or "projection" over all heads, or
-    "rotated_head" for each head after the rotation; None without. attention_multiplier: on scores, None for head_dim **
-    -0.5. is_rope_interleaved: rotated columns are stored as pairs (2i, 2i + 1). clip_qkv: bound on the magnitude of
-    queries, keys and values. use_attention_bias: the projections into attention have biases, but for those that MLA
-    puts behind a norm; use_output_bias: the one out of it has. has_sinks: every head has one more logit that takes its
-    part of the softmax and gives nothing. sliding_window: number of latest positions, the own one included, that a
-    token sees, None for all; sliding_layers: the layers it holds in, None for all. norm: "rms", or "layer" with means
-    and biases. is_post_norm: attention and feed-forward layers are followed by their norms instead of preceded.
-    embedding_multiplier, residual_multiplier: on what the embedding, and on what every attention and feed-forward layer
-    gives. logits_scaling: logits are divided by it. has_head_bias: the head has one. eos_token_id: the tokens that end
-    a text; () when the config names none.
+    "rotated_head" for each head after the rotation, or "rotated_unit" likewise without weights in layers that rotate;
+    None without. unrotated_layers: those without a rotation. temperature: (floor, scale) in these layers: queries at
+    position p are multiplied by 1 + scale * log(1 + floor((p + 1) / floor)). attention_chunk: a token sees only
+    positions p with the same p // attention_chunk, None for all; chunked_layers: the layers where it holds.
+    attention_multiplier: on scores, None for head_dim ** -0.5. is_rope_interleaved: rotated columns are stored as pairs
+    (2i, 2i + 1). clip_qkv: bound on the magnitude of queries, keys and values. use_attention_bias: the projections into
+    attention have biases, but for those that MLA puts behind a norm; use_output_bias: the one out of it has. has_sinks:
+    every head has one more logit that takes its part of the softmax and gives nothing. sliding_window: number of latest
+    positions, the own one included, that a token sees, None for all; sliding_layers: the layers it holds in, None for
+    all. norm: "rms", or "layer" with means and biases. is_post_norm: attention and feed-forward layers are followed by
+    their norms instead of preceded. embedding_multiplier, residual_multiplier: on what the embedding, and on what every
+    attention and feed-forward layer gives. logits_scaling: logits are divided by it. has_head_bias: the head has one.
+    eos_token_id: the tokens that end a text; () when the config names none.
     """
 
     vocab_size: int
@@ -132,6 +135,10 @@ class DecoderConfig(MoEBlockConfig):
     qk_norm: str | None = None
     attention_multiplier: float | None = None
     is_rope_interleaved: bool = False
+    unrotated_layers: tuple[int, ...] = ()
+    temperature: tuple[float, float] | None = None
+    attention_chunk: int | None = None
+    chunked_layers: tuple[int, ...] = ()
     clip_qkv: float | None = None
     has_sinks: bool = False
     use_attention_bias: bool = False

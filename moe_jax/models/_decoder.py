@@ -87,10 +87,12 @@ class CausalLM(MoEFamily, Versioned):
 
     A family sets the words of ``MoEFamily`` and ``read_config``, which returns a ``DecoderConfig``. norm_modules: names
     of a layer's norms, that of attention first. attention_names: those of its parts that differ from ours.
+    dense_module: a dense feed-forward layer.
     """
 
     norm_modules: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
     attention_names: ClassVar[Mapping[str, str]] = {}
+    dense_module: ClassVar[str] = "mlp"
 
     def __init__(
         self,
@@ -145,7 +147,10 @@ class CausalLM(MoEFamily, Versioned):
             if isinstance(layer.mlp, MoEBlock):
                 modules |= self.moe_dense_modules(layer.mlp, index)
             else:
-                parts |= {f"mlp.{name}": getattr(layer.mlp, name) for name in ("gate_proj", "up_proj", "down_proj")}
+                parts |= {
+                    f"{self.dense_module}.{name}": getattr(layer.mlp, name)
+                    for name in ("gate_proj", "up_proj", "down_proj")
+                }
             modules |= {f"{prefix}.{name}": module for name, module in parts.items()}
         return modules
 

@@ -36,9 +36,13 @@ class RMSNorm(nnx.Module):
         self.weight: nnx.Param[Array] = parameter((size,), dtype, rngs, nnx.initializers.ones)
 
     def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-        wide = x.astype(jnp.float32)
-        normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (normal * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        return (scaled_to_unit(x, self.eps) * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def scaled_to_unit(x: Float[Array, "... H"], eps: float) -> Float[Array, "... H"]:
+    """x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
 class LayerNorm(nnx.Module):
@@ -51,8 +55,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
         wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        normal = scaled_to_unit(wide - jnp.mean(wide, axis=-1, keepdims=True), self.eps)
         return (normal * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 

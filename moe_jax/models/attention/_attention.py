@@ -11,7 +11,7 @@ from moe_jax._typing import Array, Bool, DTypeLike, Float, Int, Leaf
 from moe_jax._versions import Place
 from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig
-from moe_jax.models._layers import Linear, RMSNorm, parameter, precision_of
+from moe_jax.models._layers import Linear, RMSNorm, parameter, precision_of, scaled_to_unit
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._rope import rotate
 
@@ -37,13 +37,15 @@ class AttentionInputs:
     key_positions: Leaf
 
     def visible(
-        self, slots: Int[Array, " S"], positions: Int[Array, "B S"], window: int | None
+        self, slots: Int[Array, " S"], positions: Int[Array, "B S"], window: int | None, chunk: int | None = None
     ) -> Bool[Array, "B S L"]:
         """True where a query at (slot, position) sees a key slot, in a layer of this sliding window."""
         seen = jnp.arange(self.key_filled.shape[1])[None, None, :] <= slots[None, :, None]
         seen = seen & self.key_filled[:, None, :]
         if window is not None:
             seen = seen & (self.key_positions[:, None, :] > positions[:, :, None] - window)
+        if chunk is not None:
+            seen = seen & (self.key_positions[:, None, :] // chunk == positions[:, :, None] // chunk)
         return seen
 
 
@@ -55,6 +57,8 @@ class Attention(Partitioned):
     ):
         self.config = config
         self.window = config.window_of(layer)
+        self.chunk = config.attention_chunk if layer in config.chunked_layers else None
+        self.is_rotated = layer not in config.unrotated_layers
         multiplier = config.attention_multiplier
         self.scale = config.head_dim**-0.5 if multiplier is None else multiplier
         h, d = config.hidden_size, config.head_dim
@@ -64,7 +68,9 @@ class Attention(Partitioned):
         self.k_proj = Linear(h, keys, use_bias=config.use_attention_bias, **options)
         self.v_proj = Linear(h, keys, use_bias=config.use_attention_bias, **options)
         self.o_proj = Linear(queries, h, use_bias=config.use_output_bias, **options)
-        widths = {None: (), "head": (d, d), "rotated_head": (d, d), "projection": (queries, keys)}[config.qk_norm]
+        widths = {None: (), "rotated_unit": (), "head": (d, d), "rotated_head": (d, d), "projection": (queries, keys)}[
+            config.qk_norm
+        ]
         norms = [RMSNorm(width, eps=config.rms_norm_eps, **options) for width in widths]
         self.q_norm, self.k_norm = norms or (None, None)
         sinks = nnx.initializers.normal(0.02)
@@ -103,7 +109,7 @@ class Attention(Partitioned):
         q, *new = self._heads(x, inputs)
         k, v = kept = extended(cached, tuple(new), slot)
         sinks = None if self.sinks is None else self.sinks[...]
-        y = attend(q, k, v, inputs, scale=self.scale, window=self.window, sinks=sinks)
+        y = attend(q, k, v, inputs, scale=self.scale, window=self.window, chunk=self.chunk, sinks=sinks)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), kept
 
     def _heads(self, x: Float[Array, "B S H"], inputs: AttentionInputs) -> tuple[Array, Array, Array]:
@@ -117,9 +123,14 @@ class Attention(Partitioned):
         q, k, v = (part.reshape(*x.shape[:2], -1, config.head_dim) for part in (q, k, v))
         if config.qk_norm == "head":
             q, k = self._normed(q, k)
-        q, k = (rotate(a, inputs.cos, inputs.sin, is_interleaved=config.is_rope_interleaved) for a in (q, k))
+        if self.is_rotated:
+            q, k = (rotate(a, inputs.cos, inputs.sin, is_interleaved=config.is_rope_interleaved) for a in (q, k))
+        elif config.temperature is not None:
+            q = (q * _temperatures(inputs.query_positions, *config.temperature)).astype(q.dtype)
         if config.qk_norm == "rotated_head":
             q, k = self._normed(q, k)
+        elif config.qk_norm == "rotated_unit" and self.is_rotated:
+            q, k = (scaled_to_unit(a, config.rms_norm_eps).astype(a.dtype) for a in (q, k))
         q = q.reshape(*x.shape[:2], config.num_kv_heads, -1, config.head_dim)
         return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
 
@@ -130,6 +141,12 @@ class Attention(Partitioned):
         return self.q_norm(q), self.k_norm(k)
 
 
+def _temperatures(positions: Int[Array, "B S"], floor: float, scale: float) -> Float[Array, "B S 1 1"]:
+    """Of ``DecoderConfig.temperature``, f32."""
+    steps = jnp.floor((positions.astype(jnp.float32) + 1) / floor)
+    return (1 + scale * jnp.log1p(steps))[:, :, None, None]
+
+
 def attend(
     q: Float[Array, "B S N G D"],
     k: Float[Array, "B N L D"],
@@ -138,6 +155,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
     sinks: Array | None = None,
 ) -> Float[Array, "B S N G V"]:
     """Softmax attention of N key-value heads, each with G query heads, at most QUERY_BLOCK queries at a time.
@@ -149,7 +167,7 @@ def attend(
         sinks = sinks.astype(jnp.float32).reshape(1, *q.shape[2:4], 1, 1)
 
     def some(q, slots, positions):
-        return _attend(q, k, v, inputs.visible(slots, positions, window), scale, sinks)
+        return _attend(q, k, v, inputs.visible(slots, positions, window, chunk), scale, sinks)
 
     if num_queries <= QUERY_BLOCK:
         return some(q, slots, positions)

@@ -131,17 +131,32 @@ LLAMA4 = {
     "architectures": ["Llama4ForConditionalGeneration"],
     "model_type": "llama4",
     "text_config": {
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
         "attn_scale": 0.1,
+        "attn_temperature_tuning": 4,
+        "floor_scale": 8192,
         "for_llm_compressor": False,
+        "head_dim": 128,
         "hidden_act": "silu",
         "hidden_size": 5120,
         "interleave_moe_layer_step": 2,
         "intermediate_size": 8192,
         "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 1048576,
         "model_type": "llama4_text",
+        "no_rope_layers": [],
+        "num_attention_heads": 40,
         "num_experts_per_tok": 1,
         "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
         "num_local_experts": 128,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "use_qk_norm": False,
+        "vocab_size": 202048,
     },
     "vision_config": {"hidden_act": "gelu", "model_type": "llama4_vision_model"},
 }
@@ -599,6 +614,15 @@ def test_rotated_parts_of_heads():
         assert read_family(told | {"rope_parameters": parameters})[1].rope.dim == width
 
 
+def test_layers_of_llama4():
+    """Every fourth layer sees all positions and does not rotate."""
+    found = read_family(LLAMA4["text_config"])[1]
+    assert found.unrotated_layers == tuple(range(3, 48, 4)) and found.attention_chunk == 8192
+    assert sorted({*found.unrotated_layers, *found.chunked_layers}) == [*range(48)] and len(found.chunked_layers) == 36
+    assert (found.intermediate_size, found.temperature, found.qk_norm) == (16384, (8192.0, 0.1), None)
+    assert read_family(LLAMA4["text_config"] | {"attn_temperature_tuning": 0})[1].temperature is None
+
+
 def test_rotations_of_published_files():
     """MiniMax states a width, Hunyuan a stretched theta, Phi two amplitudes."""
     assert read_family(MINIMAX)[1].rope.dim == 64 and read_family(ERNIE)[1].rope.dim == 128
@@ -715,6 +739,12 @@ def test_groups():
             "config.json: text_config: hidden_size is 0",
         ),
         (LLAMA4["text_config"], dict(num_experts_per_tok=2), "num_experts_per_tok must be 1"),
+        (
+            LLAMA4["text_config"],
+            dict(no_rope_layers=[1, 0]),
+            "no_rope_layers has 2 entries, expected one for each of 48",
+        ),
+        (LLAMA4["text_config"], dict(layer_types=["full"]), r"layer_types is \['full'\], expected 48 of chunked"),
         (LLAMA4["text_config"], dict(moe_layers=[48]), r"moe_layers is \[48\], expected indices below"),
         (GRANITE, dict(model_type="granitemoehybrid"), "model_type 'granitemoehybrid' is not supported; supported"),
     ],

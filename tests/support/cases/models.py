@@ -130,13 +130,22 @@ FAMILY_CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
         ),
     ),
     "hunyuan_bias": (("hunyuan_v1_moe", {}), dict(attention_bias=True)),
+    "llama4": (
+        ("llama4_text", {}),
+        dict(attention_chunk_size=8, no_rope_layers=[1, 0], floor_scale=4, attn_scale=0.5, attention_bias=True),
+    ),
+    "llama4_tied": (
+        ("llama4_text", {}),
+        dict(attention_chunk_size=5, no_rope_layer_interval=2, use_qk_norm=False, attn_temperature_tuning=False)
+        | dict(tie_word_embeddings=True, interleave_moe_layer_step=1),
+    ),
     "flex_olmo": (("flex_olmo", {}), dict(norm_topk_prob=True)),
     "flex_olmo_tied": (("flex_olmo", {}), dict(tie_word_embeddings=True, attention_bias=True)),
 }
 
 # Those of them that only the slow run takes.
 MORE_FAMILY_CASES = ("glm4_tied", "glm4_lite_tied", "minimax_tied", "granite_tied", "dots1_tied", "phimoe_window")
-MORE_FAMILY_CASES += ("ernie_steps", "hunyuan_bias", "flex_olmo_tied")
+MORE_FAMILY_CASES += ("ernie_steps", "hunyuan_bias", "llama4_tied", "flex_olmo_tied")
 
 
 # One of each family by default, chosen to differ in most.

@@ -38,7 +38,11 @@ def decompressed(directory):
         module, _, suffix = name.rpartition(".")
         modules.setdefault(module, {})[suffix] = value
     quantized = {m: t for m, t in modules.items() if "weight_scale" in t}
-    plain = {f"{m}.weight": torch.zeros(1, 1) for m, t in modules.items() if m in quantized or t["weight"].ndim == 2}
+    plain = {
+        f"{m}.weight": torch.zeros(1, 1)
+        for m, t in modules.items()
+        if m in quantized or t.get("weight", torch.zeros(1)).ndim == 2
+    }
     tree, _ = _linear_tree(plain)
     apply_quantization_config(tree, config)
     assert {n for n, m in tree.named_modules() if getattr(m, "quantization_scheme", None)} == set(quantized)
