@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax._typing import Size
 from moe_jax.activations import ActivationConfig
 from moe_jax.quantization import ExpertShape, QuantFormat, Scheme, Strategy
 from moe_jax.routing import RoutingConfig
@@ -68,7 +69,7 @@ class MoEConfig(ActivationConfig, RoutingConfig):
                 raise ValueError(f"{field} is {dtype.name}, expected one of {[d.name for d in COMPUTE_DTYPES]}")
             object.__setattr__(self, field, dtype)  # one spelling, so that equal configs hash equal
 
-    def planned_tokens(self, num_tokens: int) -> int:
+    def planned_tokens(self, num_tokens: Size) -> Size:
         """The number of tokens that tiles are chosen for."""
         return num_tokens if self.pinned_tokens is None else self.pinned_tokens
 

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     AnyArray = jax.Array | np.ndarray
     Leaf = jax.Array
     ArrayArg = jax.Array | np.ndarray
+    Size = int
 else:
     HostArray = np.ndarray | np.generic
     AnyArray = jax.Array | HostArray  # of JAX, tracers included, or of NumPy
     # Of a pytree of weights. NumPy arrays take their place; trees of shapes, shardings and axes have the same nodes.
     Leaf = Any
+    Size = Any  # of an axis: an int, or symbolic in a program that is exported for any size
     ArrayArg = Any  # an argument that the function checks itself, with an error for its reader
     try:
         from jaxtyping import Bool, Float, Int, Num, Shaped
@@ -52,4 +54,5 @@ __all__ = [
     "Leaf",
     "Num",
     "Shaped",
+    "Size",
 ]

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from moe_jax._config import MoEConfig
-from moe_jax._typing import Array
+from moe_jax._typing import Array, Size
 from moe_jax.quantization import ExpertWeights, QuantizedTensor
 from moe_jax.routing import Routing, RoutingParams
 from pallas_kernels.common import WeightLayout
@@ -38,7 +38,7 @@ class Problem:
 
     config: MoEConfig
     weights: ExpertWeights
-    num_tokens: int
+    num_tokens: Size
     platform: str
 
 

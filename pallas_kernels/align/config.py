@@ -1,6 +1,7 @@
 """What one call asks (``AlignDesc``) and whether the Hopper kernel can run it."""
 
 import dataclasses
+from typing import Any
 
 OUTPUTS = ("row_of", "group_sizes", "tile_expert", "tile_rows", "num_tiles")  # of the kernel, in this order
 MAX_EXPERTS = 1024
@@ -49,9 +50,14 @@ class AlignConfig:
     num_ctas: int = 1
 
 
-def row_capacity(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Rows that suffice for any ids: an expert in use pads by at most block_m - 1 rows."""
-    bound = min(num_pairs + num_experts * (block_m - 1), num_pairs * block_m)
+def row_capacity(num_pairs: Any, num_experts: int, block_m: int) -> Any:
+    """Rows that suffice for any ids: an expert in use pads by at most block_m - 1 rows.
+
+    num_pairs: an int, or symbolic as in the shapes of ``jax.export``; so is the result.
+    """
+    bound = num_pairs + num_experts * (block_m - 1)
+    if isinstance(num_pairs, int):
+        bound = min(bound, num_pairs * block_m)
     return -(-bound // block_m) * block_m
 
 

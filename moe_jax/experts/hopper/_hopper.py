@@ -74,6 +74,8 @@ class Hopper(Backend):
             return f"unquantized weights are {weights.w13.data.dtype}, expected the layer's dtype {config.dtype.name}"
         if (reason := self.device_refusal()) is not None:
             return reason
+        if not isinstance(problem.num_tokens, int):
+            return f"kernels are compiled for one number of tokens, found the symbolic {problem.num_tokens}"
         x = jax.ShapeDtypeStruct((problem.num_tokens, weights.hidden_size), config.dtype)
         slots = (problem.num_tokens, config.top_k)
         topk = (jax.ShapeDtypeStruct(slots, jnp.float32), jax.ShapeDtypeStruct(slots, jnp.int32))

@@ -20,7 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from moe_jax._config import MoEConfig
-from moe_jax._typing import Array, Float, Int
+from moe_jax._typing import Array, Float, Int, Size
 from moe_jax.activations import apply_activation
 from moe_jax.experts._backend import Backend, Problem
 from moe_jax.experts._gradient import vary_together
@@ -37,6 +37,7 @@ from moe_jax.experts.xla._grouped_gemm import (
 from moe_jax.quantization import ExpertWeights, Scheme, Strategy, dequantize_tensor, fake_quantize
 
 MAX_TILE = 192  # of 64, 128, 192 and 256 the fastest at 512 rows per expert (H=512, I=256, two Zen 5 cores)
+SYMBOLIC_TILE = 32
 
 
 class Xla(Backend):
@@ -88,7 +89,7 @@ class TilePlan:
         return fmt is not None and fmt.dynamic and fmt.strategy is Strategy.TENSOR
 
 
-def plan_tiles(config: MoEConfig, scheme: Scheme, num_tokens: int, top_k: int) -> TilePlan:
+def plan_tiles(config: MoEConfig, scheme: Scheme, num_tokens: Size, top_k: int) -> TilePlan:
     return TilePlan(
         config,
         scheme,
@@ -97,11 +98,14 @@ def plan_tiles(config: MoEConfig, scheme: Scheme, num_tokens: int, top_k: int) -
     )
 
 
-def choose_tile(num_tokens: int, top_k: int, num_experts: int) -> int:
+def choose_tile(num_tokens: Size, top_k: int, num_experts: int) -> int:
     """Rows of a tile: a multiple of 8 somewhat above the mean rows per expert, so that most experts need one tile.
 
-    A second tile reads the expert's weights again, and rows above the mean are padding.
+    A second tile reads the expert's weights again, and rows above the mean are padding. A number of tokens that is not
+    known (``jax.export`` with symbolic shapes) takes ``SYMBOLIC_TILE``.
     """
+    if not isinstance(num_tokens, int):
+        return SYMBOLIC_TILE
     rows = math.ceil(1.25 * num_tokens * top_k / num_experts)
     return max(1, min(-(-rows // 8) * 8, MAX_TILE, num_tokens))
 
