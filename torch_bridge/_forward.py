@@ -73,7 +73,9 @@ class ForwardMixin(MoELayer):
             )
 
     def _routed(self, x: torch.Tensor, logits: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:
-        method = self.quant_method
+        method, hidden_size = self.quant_method, self.config.hidden_size
+        if x.shape[1] != hidden_size:  # told here, since padding would cut it or fill it up
+            raise ValueError(f"{self.layer_name}: x has shape {tuple(x.shape)}, expected (T, {hidden_size})")
         if method.is_monolithic and not self.routes_in_torch:
             y = method.apply_monolithic(layer=self, x=self._padded(x), router_logits=logits, input_ids=input_ids)
             return y[:, : x.shape[1]]

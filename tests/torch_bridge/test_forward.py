@@ -449,6 +449,16 @@ def test_no_tokens_are_checked_as_others_are(scheme):
     assert [t.shape for t in layer.select_experts(x[:0], z[:0])] == [(0, K)] * 2
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("width", [0, 1, H - 1, H + 1, 2 * H])
+def test_rows_of_another_width_are_refused(tokens, width):
+    """Padding for methods that round sizes up would cut them or fill them up."""
+    layer = loaded_bridge("bf16", stored_arrays("bf16"))
+    _, z = inputs(tokens)
+    with pytest.raises(ValueError, match=rf"x has shape \({tokens}, {width}\), expected \(T, {H}\)"):
+        layer(torch.ones(tokens, width), z)
+
+
 @pytest.mark.filterwarnings("ignore:os.fork.*was called:RuntimeWarning", "ignore:.*use of fork.*:DeprecationWarning")
 def test_a_forked_process_is_refused(capfd):
     """It has none of JAX's threads. A call that tried would never end; the parent stops waiting after 20 s."""
