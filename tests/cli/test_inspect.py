@@ -168,7 +168,7 @@ def test_configs_that_do_not_fit(model, changes, words):
 
 
 def test_a_family_without_a_model_still_shows_its_schemes(model):
-    edit_config(model, model_type="phimoe", architectures=["PhimoeForCausalLM"])
+    edit_config(model, model_type="qwen3_next", architectures=["Qwen3NextForCausalLM"])
     report = inspect_checkpoint(model)
     (run,) = report.expert_runs
     assert (run.layers, run.scheme, run.explanation) == ((0, 1), "fp8_channel", "") and report.config is None

@@ -28,8 +28,11 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def start():
-    """The program, once it has seen to its signals; before that only the interpreter has run."""
-    processes = []
+    """The program, once it has seen to its signals; before that only the interpreter has run.
+
+    Where the tests run under nohup, it does not.
+    """
+    processes, ignored = [], signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def process(*arguments, program=("-m", "moe_jax"), **options):
         command = [sys.executable, "-W", "ignore", *program, *map(str, arguments)]
@@ -42,6 +45,7 @@ def start():
     for each in processes:
         each.kill()
         each.wait()
+    signal.signal(signal.SIGHUP, ignored)
 
 
 def is_blocked(pid):

@@ -9,7 +9,7 @@ import pytest
 import moe_jax
 from moe_jax.loading import Checkpoint
 from tests.fuzz import bases
-from tests.fuzz.decoder import decode
+from tests.fuzz.decoder import decode_layer, read
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -41,9 +41,13 @@ def write(root, kind):
     return directory
 
 
+def decode(directory):
+    return decode_layer(*read(directory), 0, E, H, I)
+
+
 def assert_same_meaning(source, out, tolerance=0.0):
     """Every expert, by the decoder that knows neither of the two programs."""
-    before, after = decode(source, E, H, I), decode(out, E, H, I)
+    before, after = decode(source), decode(out)
     assert before.keys() == after.keys()
     for key in before:
         if isinstance(key, tuple):
@@ -81,7 +85,7 @@ def test_another_format(tmp_path, scheme):
     written = moe_jax.quantize_checkpoint(source, tmp_path / "out", scheme=scheme)
     assert written.experts == {"dequantized" if scheme == "bf16" else "requantized": 1}
     assert written.is_lossy_twice == (scheme != "bf16")
-    before, after = decode(source, E, H, I), decode(tmp_path / "out", E, H, I)
+    before, after = decode(source), decode(tmp_path / "out")
     for expert in range(E):
         for shard in ("w1", "w3", "w2"):
             a, b = before[expert, shard], after[expert, shard]
@@ -134,7 +138,7 @@ def test_experts_in_one_tensor_are_written_one_by_one(tmp_path):
     config = {"model_type": "gpt_oss", "num_local_experts": E, "hidden_size": H}
     bases.write(tmp_path / "source", stored, None, config)
     moe_jax.quantize_checkpoint(tmp_path / "source", tmp_path / "out", scheme="w8a16_channel")
-    found = decode(tmp_path / "out", E, H, I)
+    found = decode(tmp_path / "out")
     gate_up = stored[f"{prefix}gate_up_proj"].astype(np.float32)
     for expert in range(E):
         expected = {"w1": gate_up[expert][:, 0::2].T, "w3": gate_up[expert][:, 1::2].T}
@@ -161,7 +165,7 @@ def test_other_families(tmp_path):
     config = {"model_type": "granitemoe", "num_local_experts": E, "hidden_size": H}
     bases.write(tmp_path / "source", stored, None, config)
     moe_jax.quantize_checkpoint(tmp_path / "source", tmp_path / "out", scheme="w8a16_channel")
-    found = decode(tmp_path / "out", E, H, I)
+    found = decode(tmp_path / "out")
     weights = stored[f"{prefix}input_linear.weight"].astype(np.float32)
     for expert in range(E):
         for shard, weight in (("w1", weights[expert, :I]), ("w3", weights[expert, I:])):
