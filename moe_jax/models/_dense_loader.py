@@ -281,7 +281,7 @@ def _leaves(tensor: DenseTensor, scheme: Scheme, source: Any) -> dict[str, str]:
 def _check_header(tensor: DenseTensor, source: Any, where: str) -> None:
     if tensor.scheme is None:
         info = source.info(tensor.name)
-        is_row = len(tensor.shape) == 1 and info.shape == (1, *tensor.shape)  # ERNIE's correction bias
+        is_row = info.name.endswith("moe_statics.e_score_correction_bias") and info.shape == (1, *tensor.shape)
         _check_info(info, FLOAT_DTYPES, None if is_row else tensor.shape, where)
         return
     method = method_for(tensor.scheme)
