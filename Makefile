@@ -8,11 +8,12 @@ PINS := pyproject.toml constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow nightly test-sass test-vllm test-writers docs docs-text notebooks lint format clean
+.PHONY: help demo test test-layers test-slow dist nightly test-sass test-vllm test-writers docs docs-text notebooks lint format clean
 
 help:
 	@echo "make demo          write, quantize and run a small model; no torch needed"
 	@echo "make test          lint, type check and the fast tests"
+	@echo "make test-layers   the fast tests of layers alone, without torch"
 	@echo "make test-slow     the slow tests alone"
 	@echo "make nightly       lint, type check, the fast and the slow tests, all kernels compiled; takes hours"
 	@echo "make test-sass     compile the Hopper kernels to machine code; no GPU needed (downloads 230 MB)"
@@ -23,6 +24,7 @@ help:
 	@echo "make docs          run the notebooks and build the site into docs/_build/html"
 	@echo "make docs-text     build the site without running the notebooks"
 	@echo "make notebooks     run the notebooks and replace the committed figures"
+	@echo "make dist          build the wheel and the source archive into dist/ and check them"
 	@echo "make clean         remove environments and build outputs"
 
 $(BIN)/python:
@@ -62,6 +64,18 @@ ON_CPU := not gpu and not multi_gpu
 
 test: lint
 	$(BIN)/python -m pytest -q $(WORKERS) $(ARGS)
+
+# Needs no torch, whose wheels for new Pythons come late. An environment of its own: its packages are not those of dev.
+LAYERS := tests/test_import.py tests/test_install.py tests/nn tests/routing tests/experts tests/cli/test_doctor.py
+LAYERS_WITHOUT := tests/routing/test_judges.py tests/experts/test_gradients.py
+.venv-layers/.installed: $(PINS)
+	$(PYTHON) -m venv .venv-layers
+	.venv-layers/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    --editable '.[chat,demo]' pytest hypothesis jaxtyping beartype flatbuffers
+	@touch $@
+
+test-layers: .venv-layers/.installed
+	.venv-layers/bin/python -m pytest -q $(LAYERS) $(LAYERS_WITHOUT:%=--ignore=%) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m 'slow and $(ON_CPU)' $(ARGS)
@@ -131,5 +145,13 @@ test-sass: $(VENV)/.installed-dev $(SASS)/.installed
 nightly: lint $(SASS)/.installed
 	$(USE_SASS) $(BIN)/python -m pytest -q -m '$(ON_CPU)' $(WORKERS) $(ARGS)
 
+# A release is what these commands accept: see docs/guides/release.md.
+dist: $(VENV)/.installed-dev
+	rm -rf dist
+	$(PIP_INSTALL) build twine
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m pytest -q -m slow tests/test_packaging.py --wheel="$$(echo $(CURDIR)/dist/*.whl)" $(ARGS)
+
 clean:
-	rm -rf $(VENV) .venv-sass* .venv-vllm .venv-writers build dist docs/_build docs/_generated .pytest_cache .ruff_cache .hypothesis demo_out
+	rm -rf $(VENV) .venv-layers .venv-sass* .venv-vllm .venv-writers build dist docs/_build docs/_generated .pytest_cache .ruff_cache .hypothesis demo_out

@@ -20,13 +20,13 @@ _steps = 0  # an odd number while values are put in place
 
 
 class Place(NamedTuple):
-    """The Variable that a module has under a name."""
+    """The Variable that a module has under a name, or what has ``copy(value)`` like one."""
 
     module: Any
     name: str
 
     @property
-    def variable(self) -> nnx.Variable[Any]:
+    def variable(self) -> Any:
         return vars(self.module)[self.name]
 
 

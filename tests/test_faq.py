@@ -54,7 +54,7 @@ def say(text):
 # The first words of a quoted message (after any "...") -> a call that raises it.
 RAISES = {
     "moe_jax supports jax": lambda: say(_compat.version_error("jax", "0.13.1")),
-    "there is an NVIDIA GPU": lambda: say(doctor._why_on_the_cpu({})),
+    "there is an NVIDIA GPU": lambda: say(doctor._why_on_the_cpu({"jax": "0.11.2"})),
     "unknown scheme": lambda: moe_jax.Scheme.parse("fp9"),
     "implementation=": lambda: call(layer(implementation="cuda")),
     "no implementation can run": lambda: call(layer(implementation="hopper")),

@@ -9,7 +9,17 @@ import pytest
 import moe_jax
 from moe_jax import _compat
 
-FORBIDDEN = ("torch", "transformers", "compressed_tensors", "safetensors", "matplotlib", "rich", "tqdm", "orbax")
+FORBIDDEN = (
+    "huggingface_hub",
+    "torch",
+    "transformers",
+    "compressed_tensors",
+    "safetensors",
+    "matplotlib",
+    "rich",
+    "tqdm",
+    "orbax",
+)
 
 
 def run(code):
@@ -62,7 +72,14 @@ def test_import_stays_light(loaded_modules):
     by_flax, by_moe_jax = map(worlds, loaded_modules)
     assert "jax" in by_moe_jax
     assert not (by_moe_jax - by_flax) & set(FORBIDDEN)
-    assert not by_moe_jax & {"torch", "transformers", "compressed_tensors", "safetensors", "matplotlib"}
+    assert not by_moe_jax & {
+        "huggingface_hub",
+        "torch",
+        "transformers",
+        "compressed_tensors",
+        "safetensors",
+        "matplotlib",
+    }
 
 
 def test_import_brings_own_modules_only(loaded_modules):

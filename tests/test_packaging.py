@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("moe_jax", "pallas_kernels", "torch_bridge")
-ABSENT = ("torch", "transformers", "compressed_tensors", "matplotlib", "tqdm", "jaxtyping")
+ABSENT = ("huggingface_hub", "torch", "transformers", "compressed_tensors", "matplotlib", "tqdm", "jaxtyping")
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,9 @@ def run(*command, **options):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def wheel(tmp_path_factory, pytestconfig):
+    if (given := pytestconfig.getoption("--wheel")) is not None:
+        return given
     out = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", out, ROOT)
     (path,) = out.glob("moe_jax-*.whl")
@@ -61,7 +63,14 @@ def test_installs_and_runs_without_optional_packages(wheel, installed):
     assert "(16, 64) bfloat16" in installed("python", "-c", example)
     text = installed("moe-jax", "doctor")
     missing = {line.split()[0] for line in text.splitlines() if "  missing  " in line}
-    assert {"torch", "matplotlib", "tqdm", "jinja2", "tokenizers"} <= missing and "no problems found" in text
+    assert {
+        "torch",
+        "huggingface_hub",
+        "matplotlib",
+        "tqdm",
+        "jinja2",
+        "tokenizers",
+    } <= missing and "no problems found" in text
 
 
 def test_import_takes_little_beyond_jax_and_flax(installed):

@@ -36,7 +36,7 @@ class ChatTemplate:
 
     def __init__(self, directory: Path):
         if find_spec("jinja2") is None:
-            raise ImportError("--chat needs the package jinja2: pip install 'moe-jax[chat]'")
+            raise ImportError("--chat needs the package jinja2: pip install jinja2")
         self._path, config, text = _read(directory)
         tokens = {key: _text_of(config.get(key)) for key in _SPECIAL_TOKENS if config.get(key) is not None}
         # As a file, not as a module: nothing of moe_jax is imported there. Without the user's stderr: a template cannot
@@ -99,8 +99,8 @@ def _read(directory: Path) -> tuple[Path, dict[str, Any], str]:
             return own, config, _checked(file.read(MAX_TEMPLATE_BYTES + 1), own)
     template = config.get("chat_template")
     if isinstance(template, list):  # several of them, by name
-        named = {part.get("name"): part.get("template") for part in template if isinstance(part, dict)}
-        template = named.get("default")
+        defaults = [part for part in template if isinstance(part, dict) and part.get("name") == "default"]
+        template = defaults[0].get("template") if defaults else None
     if not isinstance(template, str):
         raise ValueError(f"{directory}: no chat_template.jinja and no chat_template in {path.name}; leave out --chat")
     return path, config, _checked(template.encode(), path)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._output import check_output, write_output
+from moe_jax._terminal import printable
 from moe_jax.loading import save_safetensors
 from moe_jax.loading._errors import read_json
 from moe_jax.loading.files._checkpoint import MAX_CONFIG_BYTES
@@ -80,9 +81,9 @@ def run_demo(out: Path, all_schemes: bool = False) -> list[dict[str, Any]]:
     results = json.dumps({"device": jax.devices()[0].device_kind, "rows": rows}, indent=1)
     write_output(out / "demo.json", [results.encode()])
     if draw(rows, out / "demo.png"):
-        print(f"wrote {out / 'demo.json'} and {out / 'demo.png'}")
+        print(printable(f"wrote {out / 'demo.json'} and {out / 'demo.png'}"))
     else:
-        print(f"wrote {out / 'demo.json'}; the picture needs matplotlib: pip install 'moe-jax[demo]'")
+        print(printable(f"wrote {out / 'demo.json'}; the picture needs matplotlib: pip install matplotlib"))
     return rows
 
 
@@ -91,13 +92,14 @@ def _checkpoint_in(out: Path) -> Path:
     checkpoint = out / "tiny-qwen3-moe"
     config = checkpoint / "config.json"
     if config.is_file() and read_json(config, max_bytes=MAX_CONFIG_BYTES) == CONFIG:
-        print(f"found {checkpoint} of an earlier demo")
+        print(printable(f"found {checkpoint} of an earlier demo"))
         return checkpoint
     for path in (checkpoint, out / "demo.json", out / "demo.png"):
         if path.exists() or path.is_symlink():
             raise ValueError(f"{path}: exists and is not what the demo wrote; choose another --out or move it away")
     write_checkpoint(checkpoint)
-    print(f"wrote {checkpoint}: {CONFIG['num_hidden_layers']} layers of {CONFIG['num_experts']} experts, bf16")
+    made = f"{CONFIG['num_hidden_layers']} layers of {CONFIG['num_experts']} experts, bf16"
+    print(printable(f"wrote {checkpoint}: {made}"))
     return checkpoint
 
 

@@ -4,12 +4,15 @@ import dataclasses
 import functools
 import os
 import platform
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from moe_jax._config import MoEConfig
 from moe_jax._terminal import size, table
@@ -18,19 +21,21 @@ from moe_jax.experts._backend import Problem
 from moe_jax.experts._choice import BACKENDS, choose, preferred_layout
 from moe_jax.quantization import SCHEMES, method_for
 
-REQUIRED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "safetensors", "absl-py")
-_DEMO, _CHAT = "pip install 'moe-jax[demo]'", "pip install 'moe-jax[chat]'"
-# distribution: (what needs it, way to get it)
+REQUIRED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "packaging", "safetensors", "absl-py")
+# distribution: what needs it
 OPTIONAL = {
-    "torch": ("torch_bridge: layers as torch modules", "pip install 'moe-jax[torch]'"),
-    "tokenizers": ("moe-jax run --prompt", _CHAT),
-    "jinja2": ("moe-jax run --chat", _CHAT),
-    "matplotlib": ("the pictures of moe-jax demo and bench", _DEMO),
-    "rich": ("colors in the table of moe-jax bench", _DEMO),
-    "tqdm": ("progress bars", _DEMO),
-    "orbax-checkpoint": ("moe_jax.checkpointing: save and restore", "pip install orbax-checkpoint"),
+    "torch": "torch_bridge: layers as torch modules",
+    "huggingface_hub": "models by their name on the hub",
+    "tokenizers": "moe-jax run --prompt",
+    "jinja2": "moe-jax run --chat",
+    "matplotlib": "the pictures of moe-jax demo and bench",
+    "rich": "colors in the table of moe-jax bench",
+    "tqdm": "progress bars",
+    "orbax-checkpoint": "moe_jax.checkpointing: save and restore",
 }
-_CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+# distribution: the oldest NVIDIA driver that runs its CUDA
+_CUDA_PLUGINS = {"jax-cuda13-plugin": 580, "jax-cuda12-plugin": 525}
+_DRIVER = Path("/proc/driver/nvidia/version")
 # A layer of Qwen3-30B-A3B: (experts, top_k, hidden, intermediate), and a number of tokens to ask for.
 LAYER, NUM_TOKENS = (128, 8, 2048, 768), 64
 
@@ -83,9 +88,9 @@ class Diagnosis:
                 name,
                 "missing" if name in self.missing else "installed",
                 f"for {need}",
-                way if name in self.missing else "",
+                f"pip install {name}" if name in self.missing else "",
             )
-            for name, (need, way) in OPTIONAL.items()
+            for name, need in OPTIONAL.items()
         ]
         lines += _indented(table(rows))
         lines += ["", *(["problems:", *_indented(self.problems)] if self.problems else ["no problems found"])]
@@ -102,12 +107,14 @@ def diagnose() -> Diagnosis:
     versions |= {name: _version(name) for name in REQUIRED}
     versions |= {name: found for name in _CUDA_PLUGINS if (found := _version(name)) is not None}
     problems = [f"{name} is not installed: pip install {name}" for name in REQUIRED if versions[name] is None]
+    problems += out_of_range(metadata.requires("moe-jax") or ()) if _version("moe-jax") is not None else []
     problems += [
-        f"{name} is {versions[name]} and jaxlib {versions['jaxlib']}, expected one version: pip install "
-        f"'jax[{name.split('-')[1]}]=={versions['jax']}'"
+        f"{name} is {versions[name]} and jaxlib {versions['jaxlib']}, expected one version: "
+        f"{_install(name.split('-')[1], versions)}"
         for name in _CUDA_PLUGINS
         if name in versions and versions[name] != versions["jaxlib"]
     ]
+    problems += _of_the_driver(versions)
     runs, skipped, lines, memory = (), {}, (), "no memory to manage"
     try:
         devices, backend = jax.devices(), jax.default_backend()
@@ -130,6 +137,24 @@ def diagnose() -> Diagnosis:
         missing=tuple(name for name in OPTIONAL if _version(name) is None),
         problems=tuple(problems),
     )
+
+
+def out_of_range(requirements: Iterable[str]) -> list[str]:
+    """One line for each distribution that is installed in a version that a requirement refuses.
+
+    requirements: as in the metadata of a distribution, those of extras included. Markers count. What only developers
+    need is left out.
+    """
+    problems, names = [], {canonicalize_name(name): name for name in (*REQUIRED, *OPTIONAL)}
+    for requirement in map(Requirement, requirements):
+        name, marker = names.get(canonicalize_name(requirement.name)), requirement.marker
+        found = None if name is None else _version(name)
+        extras = re.findall(r"extra == ['\"]([^'\"]+)", str(marker)) or [""]
+        applies = marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)
+        if found and applies and not requirement.specifier.contains(found, prereleases=True):
+            wanted = requirement.specifier
+            problems.append(f"{name} is {found}, expected {wanted}: pip install '{name}{wanted}'")
+    return list(dict.fromkeys(problems))
 
 
 def scheme_runs(platform: str) -> tuple[tuple[SchemeRun, ...], dict[str, tuple[str, ...]]]:
@@ -162,12 +187,40 @@ def has_nvidia_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+def driver_version() -> tuple[int, ...] | None:
+    """Of the NVIDIA driver that is loaded, such as (580, 95, 5). None where there is none, or it does not say."""
+    try:
+        found = re.search(r"Kernel Module\b.*?\b(\d+(?:\.\d+)+)", _DRIVER.read_text())
+    except OSError:
+        return None
+    return tuple(map(int, found[1].split("."))) if found else None
+
+
+def _of_the_driver(versions: Mapping[str, str | None]) -> list[str]:
+    """What is wrong with the CUDA plugins that are installed: two under one name, or a driver that is too old."""
+    found, driver = [name for name in _CUDA_PLUGINS if name in versions], driver_version()
+    if len(found) > 1:
+        return [f"{' and '.join(found)} are both installed, expected one: pip uninstall {found[-1]}"]
+    if not found or driver is None or driver[0] >= _CUDA_PLUGINS[found[0]]:
+        return []
+    wanted, older = _CUDA_PLUGINS[found[0]], _CUDA_PLUGINS["jax-cuda12-plugin"]
+    way = f"; or pip uninstall {found[0]} and {_install('cuda12', versions)}" if wanted > driver[0] >= older else ""
+    shown = ".".join(map(str, driver))
+    return [f"the NVIDIA driver is {shown}, expected {wanted} or newer for {found[0]}: update the driver{way}"]
+
+
+def _install(cuda: str, versions: Mapping[str, str | None]) -> str:
+    return f"pip install 'jax[{cuda}]=={versions['jax']}'"
+
+
 def _why_on_the_cpu(versions: Mapping[str, str | None]) -> str:
     wanted = os.environ.get("JAX_PLATFORMS")
     if wanted:
         return f"there is an NVIDIA GPU, but JAX_PLATFORMS is {wanted!r}: unset it to use the GPU"
     if not any(name in versions for name in _CUDA_PLUGINS):
-        return "there is an NVIDIA GPU, but JAX has no CUDA plugin: pip install 'moe-jax[cuda]'"
+        driver = driver_version()
+        cuda = "cuda12" if driver is not None and driver[0] < _CUDA_PLUGINS["jax-cuda13-plugin"] else "cuda13"
+        return f"there is an NVIDIA GPU, but JAX has no CUDA plugin: {_install(cuda, versions)}"
     return "there is an NVIDIA GPU, but JAX does not use it: python -c 'import jax; jax.devices(\"cuda\")' says why"
 
 

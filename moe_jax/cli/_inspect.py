@@ -7,19 +7,20 @@ whatever is found after that is listed in the report, so that one look shows all
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import jax.numpy as jnp
 
 from moe_jax._terminal import cut, printable, size, table
 from moe_jax.experts._explain import explain
-from moe_jax.loading import Checkpoint, QuantizationConfig, as_packed
+from moe_jax.loading import Checkpoint, QuantizationConfig, as_packed, checkpoint_directory
 from moe_jax.loading._errors import ranges, shorten
 from moe_jax.loading.layer._names import is_correction_bias_name, is_expert_name
 from moe_jax.loading.layer._reader import HeaderCheck
 from moe_jax.models import CausalLM, DecoderConfig, MoEBlockConfig, MoEFamily, read_family
 from moe_jax.models._counts import check_counts
-from moe_jax.models._dense_loader import dense_names, plan_dense, skipped_layers
+from moe_jax.models._dense_loader import DenseTensor, dense_names, keep_as_stored, plan_dense, skipped_layers
 from moe_jax.quantization import Scheme, method_for
 
 _PARTS = (
@@ -64,6 +65,17 @@ class ExpertRun:
 
 
 @dataclasses.dataclass(frozen=True)
+class DenseRun:
+    """Quantized matrices outside the experts that are stored alike. scheme: its name. held: that of the scheme in which
+    a loaded model holds them, None for those that are dequantized. counts: how many of each part.
+    """
+
+    scheme: str
+    held: str | None
+    counts: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointReport:
     """What ``inspect_checkpoint`` found.
 
@@ -82,6 +94,7 @@ class CheckpointReport:
     parts: tuple[Part, ...]
     expert_runs: tuple[ExpertRun, ...]
     problems: tuple[str, ...]
+    dense_runs: tuple[DenseRun, ...] = ()
 
     def render(self) -> str:
         """The report as text for a terminal."""
@@ -99,26 +112,34 @@ class CheckpointReport:
             loaded = f", {size(run.nbytes)} when loaded" if run.nbytes else ""
             lines += ["", f"experts of layers {ranges(run.layers)}: {run.scheme}{loaded}"]
             lines += [f"  {line}" for line in run.explanation.splitlines()]
+        for dense in self.dense_runs:
+            counts = ", ".join(f"{count} of {part}" for part, count in dense.counts.items())
+            how = "dequantized when loaded" if dense.held is None else f"stay quantized, multiplied as {dense.held}"
+            lines += ["", f"dense matrices in {dense.scheme}, {how}: {counts}"]
         verdict = "problems:" if self.problems else "no problems in headers and scales; weights are checked when loaded"
         text = "\n".join([*lines, "", verdict, *(f"  {cut(problem)}" for problem in self.problems)])
         return printable(text, keep="\n")
 
 
-def inspect_checkpoint(directory: str | os.PathLike[str], *, num_tokens: int = 256) -> CheckpointReport:
+def inspect_checkpoint(
+    directory: str | os.PathLike[str], *, revision: str | None = None, num_tokens: int = 256
+) -> CheckpointReport:
     """Look at a checkpoint without reading its weights.
 
     Args:
-        directory: config.json and safetensors files.
+        directory: config.json and safetensors files; or ``organization/name`` on a hub, which is downloaded.
+        revision: branch, tag or commit on the hub; None is main.
         num_tokens: of the call whose execution the report explains.
 
     Raises:
         CheckpointError: the directory, config.json, the index or the header of a file cannot be used.
     """
-    with Checkpoint(directory) as checkpoint:
+    where = checkpoint_directory(directory, revision=revision)
+    with Checkpoint(where) as checkpoint:
         checkpoint.expect_scattered_reads()  # scales lie between weights: read-ahead would fetch a tenth of the file
         look = _Look(as_packed(checkpoint), num_tokens)
         return CheckpointReport(
-            directory=str(Path(directory)),
+            directory=str(where),
             family=shorten(" ".join(str(checkpoint.config.get("model_type")).split())),
             config=look.config,
             quantization=_quantization(checkpoint.quantization_config),
@@ -128,6 +149,7 @@ def inspect_checkpoint(directory: str | os.PathLike[str], *, num_tokens: int = 2
             parts=_parts(checkpoint),
             expert_runs=look.expert_runs,
             problems=look.problems,
+            dense_runs=look.dense_runs,
         )
 
 
@@ -139,6 +161,7 @@ class _Look:
         self._problems: dict[str, None] = {}  # in order, and each said once
         self.config: MoEBlockConfig | None = None
         self.expert_runs: tuple[ExpertRun, ...] = ()
+        self.dense_runs: tuple[DenseRun, ...] = ()
         family = quantization = reader = None
         with self._noting():
             family, config = read_family(checkpoint.config, str(checkpoint.config_path))
@@ -215,7 +238,20 @@ class _Look:
                 for layer in config.moe_layers:
                     modules |= family.moe_dense_modules(family.make_moe_block(config, layer), layer)
                 account = {name for name in account if name.startswith(prefixes)}
-            plan_dense(modules, checkpoint, quantization, where=where, account=account)
+            keep_as_stored(modules, checkpoint, quantization, dtype=jnp.bfloat16)
+            plan = plan_dense(modules, checkpoint, quantization, where=where, account=account)
+            self.dense_runs = _dense_runs(plan)
+
+
+def _dense_runs(plan: Iterable[DenseTensor]) -> tuple[DenseRun, ...]:
+    counts: dict[tuple[str, str | None], dict[str, int]] = {}
+    for tensor in plan:
+        if tensor.scheme is None:
+            continue
+        held = None if tensor.held is None else tensor.held.name
+        own, part = counts.setdefault((tensor.scheme.name, held), {}), _part_of(tensor.name)
+        own[part] = own.get(part, 0) + 1
+    return tuple(DenseRun(scheme, held, own) for (scheme, held), own in counts.items())
 
 
 def _parts(checkpoint: Checkpoint) -> tuple[Part, ...]:

@@ -4,11 +4,13 @@ Bad input gives one line on stderr and exit code 2.
 """
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
 from moe_jax._signals import hold_if_ending
 from moe_jax._terminal import cut, printable
@@ -17,6 +19,8 @@ from moe_jax._version import __version__
 EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
 EXIT_INTERRUPTED = 130  # as shells report the signal
 DTYPES = ("bfloat16", "float16", "float32")
+_MODEL = "a checkpoint directory, or a model on the Hugging Face hub, which is downloaded unless it is in the cache"
+_REVISION = "branch, tag or commit on the hub (default main)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,8 +72,37 @@ def one_line(error: BaseException) -> str:
     return printable(text) or type(error).__name__
 
 
+def _file(text: str) -> Path:
+    """The path of a file to write. A name that ends as one of a directory is refused; ``Path`` would drop the end."""
+    if text.endswith((os.sep, f"{os.sep}.")):
+        raise argparse.ArgumentTypeError(f"{printable(text)} is the name of a directory, expected that of a file")
+    return Path(text)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says of an option or a command that does not exist which one may have been meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = [*(sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        commands: dict[str, argparse.ArgumentParser] = {}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                commands = dict(action.choices)
+        command = next((commands[text] for text in self._given if text in commands), None)
+        options = [name for action in (command or self)._actions for name in action.option_strings]
+        for given in (text.partition("=")[0] for text in self._given):
+            names = options if given.startswith("--") else [] if command else list(commands)
+            if len(given) > 2 and not any(name.startswith(given) for name in names):
+                for near in difflib.get_close_matches(given, names, 1):
+                    message = f"{printable(given)}: did you mean {near}? ({message})"
+        super().error(message)
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="moe-jax",
         description="Run quantized Mixture-of-Experts checkpoints in JAX. Set MOE_JAX_TRACEBACK=1 to see tracebacks.",
     )
@@ -81,7 +114,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="what is in a checkpoint, how it would run, and what is wrong with it",
         description="Reads config.json, headers and the scales of experts; weights are checked when they are loaded.",
     )
-    inspect.add_argument("directory", type=Path)
+    inspect.add_argument("directory", metavar="DIR|ORG/NAME")
+    inspect.add_argument("--revision", metavar="REV", help=_REVISION)
     inspect.set_defaults(handler=_inspect)
 
     _add_run(commands.add_parser("run", help="load a checkpoint and generate"))
@@ -92,7 +126,8 @@ def build_parser() -> argparse.ArgumentParser:
     demo.set_defaults(handler=_demo)
 
     quantize = commands.add_parser("quantize", help="write a checkpoint in another scheme, as compressed-tensors does")
-    quantize.add_argument("source", type=Path, metavar="SRC")
+    quantize.add_argument("source", metavar="SRC", help=_MODEL)
+    quantize.add_argument("--revision", metavar="REV", help=_REVISION)
     quantize.add_argument("destination", type=Path, metavar="DST", help="must not exist, or be an empty directory")
     quantize.add_argument("--scheme", required=True, metavar="SCHEME", help="such as fp8_block, w4a16_g128 or nvfp4")
     quantize.add_argument("--modules", default="experts", metavar="experts|all", help="all: attention and the like too")
@@ -109,8 +144,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--scheme", metavar="NAME[,NAME]", help="such as bf16,fp8_channel")
     bench.add_argument("--tokens", metavar="N[,N]", help="tokens in a call, such as 1,64,1024")
     bench.add_argument("--implementation", metavar="NAME[,NAME]", help="ordered implementations to try")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    bench.add_argument("--png", type=Path, metavar="FILE", help="write a roofline; needs matplotlib")
+    bench.add_argument("--json", type=_file, metavar="FILE", help="write the figures")
+    bench.add_argument("--png", type=_file, metavar="FILE", help="write a roofline; needs matplotlib")
     bench.set_defaults(handler=_bench)
 
     doctor = commands.add_parser(
@@ -123,7 +158,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
-    run.add_argument("--model", type=Path, required=True, metavar="DIR")
+    run.add_argument("--model", required=True, metavar="DIR|ORG/NAME", help=_MODEL)
+    run.add_argument("--revision", metavar="REV", help=_REVISION)
     source = run.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT")
     source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt per line, or JSON lines in FILE.jsonl")
@@ -148,6 +184,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         "--quantize", metavar="SCHEME", help="quantize the experts of a full-precision checkpoint while loading"
     )
     run.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="computation dtype (default bfloat16)")
+    run.add_argument("--kv-cache-dtype", choices=DTYPES, help="of the cache, where a checkpoint states an FP8 one")
     run.add_argument("--implementation", metavar="NAME[,NAME]", help="ordered implementations to try")
     run.add_argument("--mesh", metavar="expert=4,tensor=2", help="devices per axis")
     run.add_argument(
@@ -157,7 +194,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         "--num-redundant-experts", type=int, default=0, metavar="N", help="slots for copies of busy experts (default 0)"
     )
     run.add_argument(
-        "--logits-out", type=Path, metavar="FILE.npy", help="write float32 (S, vocab) logits of the prompt"
+        "--logits-out", type=_file, metavar="FILE.npy", help="write float32 (S, vocab) logits of the prompt"
     )
     run.set_defaults(handler=_run)
 
@@ -165,7 +202,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 def _inspect(args: argparse.Namespace) -> int:
     from moe_jax.cli._inspect import inspect_checkpoint
 
-    report = inspect_checkpoint(args.directory)
+    report = inspect_checkpoint(args.directory, revision=args.revision)
     print(report.render())
     return EXIT_BAD_INPUT if report.problems else 0
 
@@ -184,6 +221,7 @@ def _quantize(args: argparse.Namespace) -> int:
             args.source,
             args.destination,
             scheme=args.scheme,
+            revision=args.revision,
             modules=args.modules,
             ignore=args.ignore,
             scale_search=args.scale_search,

@@ -17,11 +17,14 @@ import numpy as np
 from moe_jax._output import check_output, write_output
 from moe_jax._terminal import printable
 from moe_jax.cli._chat import ChatTemplate
-from moe_jax.loading._errors import read_json
+from moe_jax.loading._errors import read_json, shown
 
 MAX_SETTINGS_BYTES = 1 << 20  # of generation_config.json
 MAX_TOKENIZER_BYTES = 256 << 20  # large ones take 40 MB
 Ids = list[int]
+# What a tokenizer may be stored in besides tokenizer.json, and how transformers makes that file of it.
+_OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")
+_CONVERT = "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are not a whole character yet
 
 
@@ -49,14 +52,23 @@ class Text:
         if self._chat is None:
             if not isinstance(given, str):
                 raise ValueError(f"{where}: messages need --chat")
-            ids = self._tokenizer.encode(given).ids
+            ids = self._ids(given, where)
         else:
             messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
             # The template has written the special tokens.
-            ids = self._tokenizer.encode(self._chat.render(messages), add_special_tokens=False).ids
+            ids = self._ids(self._chat.render(messages), f"{where} in the chat template", add_special_tokens=False)
         if not ids:
             raise ValueError(f"{where} is empty after tokenization")
         return Prompt(given, ids)
+
+    def _ids(self, text: str, where: str, **options: Any) -> Ids:
+        """Raises ValueError for what Python may hold in a text and UTF-8 may not."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            problem = f"character {error.start} is an unpaired surrogate"
+            raise ValueError(f"{where}: {problem}, which is not valid text; pass UTF-8") from None
+        return self._tokenizer.encode(text, **options).ids
 
     def decode(self, ids: Ids) -> str:
         return self._tokenizer.decode(ids)
@@ -90,7 +102,7 @@ class Answer:
     def __init__(self, decode: Callable[[Ids], str], end: Sequence[int], stop: Sequence[str]):
         self._decode, self._end, self._stop = decode, frozenset(end), tuple(stop)
         self.ids: Ids = []
-        self.text, self.is_over = "", False
+        self.text, self.is_over, self.has_stops = "", False, bool(stop)
 
     def add(self, tokens: Sequence[int]) -> str:
         """Take tokens and return what can be shown now; what may still become a stop text is held back."""
@@ -124,12 +136,16 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
     """The command. Raises ValueError and the like for bad input, one line each, before the model is loaded."""
     import jax.numpy as jnp
 
+    from moe_jax.loading import checkpoint_directory
     from moe_jax.models import load_pretrained
     from moe_jax.parallel import parse_mesh
 
     _check_options(args)
+    directory = checkpoint_directory(args.model, revision=args.revision)
+    if args.logits_out is not None:
+        _check_is_no_input(args.logits_out, directory, args.input_ids)
     is_ids = args.input_ids is not None
-    medium: Any = Numbers() if is_ids else Text(args.model, args.chat)
+    medium: Any = Numbers() if is_ids else Text(directory, args.chat)
     if args.prompts is not None:
         prompts = [medium.prompt(given, where) for where, given in read_prompts(args.prompts)]
     else:
@@ -137,16 +153,17 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
         prompts = [medium.prompt(given, where)]
     stops = [medium.stop(given) for given in args.stop]
     stop_ids, stop_texts = [s for s in stops if isinstance(s, int)], [s for s in stops if isinstance(s, str)]
-    end = _end_tokens(args.model)
+    end = _end_tokens(directory)
     with progress_bar("loading") as progress:
         model = load_pretrained(
-            args.model,
+            directory,
             quantize=args.quantize,
             mesh=None if args.mesh is None else parse_mesh(args.mesh, "--mesh"),
             enable_eplb=args.enable_eplb,
             num_redundant_experts=args.num_redundant_experts,
             implementation=None if args.implementation is None else tuple(args.implementation.split(",")),
             dtype=jnp.dtype(args.dtype),
+            kv_cache_dtype=args.kv_cache_dtype,
             max_seq_len=max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens,
             progress=progress,
         )
@@ -158,16 +175,13 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
     if args.logits_out is not None or args.max_new_tokens == 0:
         _score(args, model, prompts[0].ids)
     if args.max_new_tokens:
-        clock, size = Clock(), min(args.batch_size, len(prompts))
+        clock = Clock(parts=2 if args.prompts is None else 1)
         balancer = Balancer(model) if args.enable_eplb else None
-        for start, (ids, mask) in enumerate_batches(prompts, size):
-            batch = prompts[start : start + size]
-            answers = [Answer(medium.decode, end, stop_texts) for _ in batch]
-            show = _show if args.prompts is None else None
-            _generate(model, ids, mask, answers, args, end, start // size, show, clock, balancer)
-            if args.prompts is not None:
-                for prompt, answer in zip(batch, answers, strict=True):
-                    _show(json.dumps({"prompt": prompt.shown, "completion": answer.text}, ensure_ascii=False) + "\n")
+        answers = [Answer(medium.decode, end, stop_texts) for _ in prompts]
+        if args.prompts is None:
+            _answer(model, prompts[0].ids, answers[0], args, end, clock, balancer)
+        else:
+            _answer_file(model, prompts, answers, args, end, clock, balancer)
         print(clock.line(sum(len(prompt.ids) for prompt in prompts)), file=sys.stderr)
         if balancer is not None:
             print(f"experts were moved in {balancer.num_moves} layers", file=sys.stderr)
@@ -175,9 +189,11 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
 
 
 class Clock:
-    """Tokens and seconds; the first call of the program, which compiles, is kept apart."""
+    """Tokens and seconds. parts: what compiles, which is kept apart: the prompt and the first turns of the loop, told
+    one by one or together."""
 
-    def __init__(self):
+    def __init__(self, parts: int):
+        self._compiling = parts
         self._began = time.perf_counter()
         self._warm: tuple[float, int] | None = None
         self.num_tokens, self._parts = 0, 0
@@ -185,7 +201,7 @@ class Clock:
     def count(self, num_tokens: int) -> None:
         self.num_tokens += num_tokens
         self._parts += 1
-        if self._parts == 2:  # the prompt's program and the loop's have run
+        if self._parts == self._compiling:
             self._warm = time.perf_counter(), self.num_tokens
 
     def line(self, num_prompt_tokens: int) -> str:
@@ -223,57 +239,77 @@ class Balancer:
         self.num_moves += len(plan.layers)
 
 
-def enumerate_batches(prompts: Sequence[Prompt], size: int) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
-    """(index of the first prompt, (ids, mask)) for ``size`` prompts at a time, all of one shape: one compilation.
-
-    Prompts are padded on the right; the last batch is filled up with its last prompt.
-    """
-    longest = max(len(prompt.ids) for prompt in prompts)
-    for start in range(0, len(prompts), size):
-        ids, mask = (np.zeros((size, longest), dtype) for dtype in (np.int32, bool))
-        for row in range(size):
-            one = prompts[min(start + row, len(prompts) - 1)].ids
-            ids[row, : len(one)], mask[row, : len(one)] = one, True
-        yield start, (ids, mask)
+def _settings(args: argparse.Namespace) -> tuple[float, float, int, None]:
+    """Temperature, top_p, top_k, as ``generate`` takes them, and no sampling_params."""
+    return args.temperature, 1.0 if args.top_p is None else args.top_p, 0 if args.top_k is None else args.top_k, None
 
 
-def _generate(model, ids, mask, answers, args, end, batch_index, show, clock, balancer) -> None:
-    """Fill the answers of one batch, whose further rows are left; show(text) gets each piece of a single answer.
-    balancer: None, or the one that moves experts after it."""
+def _key(args: argparse.Namespace, part: int) -> Any:
     import jax
 
+    return jax.random.fold_in(jax.random.key(args.seed or 0), part) if args.temperature > 0 else None
+
+
+def _answer(model, ids, answer, args, end, clock, balancer) -> None:
+    """Fill the answer to one prompt and show its pieces. balancer: None, or the one that moves experts after it."""
     from moe_jax.models import generate_stream
 
-    rng = None
-    if args.temperature > 0:
-        rng = jax.random.fold_in(jax.random.key(args.seed or 0), batch_index)
-    parts = generate_stream(
-        model,
-        ids,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=1.0 if args.top_p is None else args.top_p,
-        top_k=0 if args.top_k is None else args.top_k,
-        eos_token_id=end or None,
-        rng=rng,
-        attention_mask=mask,
-        return_load=balancer is not None,
-    )
+    names = ("temperature", "top_p", "top_k", "sampling_params")
+    options: dict[str, Any] = dict(zip(names, _settings(args), strict=True), rng=_key(args, 0))
+    options |= dict(max_new_tokens=args.max_new_tokens, eos_token_id=end or None, return_load=balancer is not None)
     load = None
-    for part in parts:
+    for part in generate_stream(model, [ids], **options):
         tokens, load = (part, None) if balancer is None else part
-        before = sum(len(answer.ids) for answer in answers)
-        pieces = [answer.add(row) for answer, row in zip(answers, tokens[: len(answers)].tolist(), strict=True)]
-        clock.count(sum(len(answer.ids) for answer in answers) - before)
-        if show is not None:
-            show(pieces[0])
-        if all(answer.is_over for answer in answers):
+        before = len(answer.ids)
+        _show(answer.add(tokens[0].tolist()))
+        clock.count(len(answer.ids) - before)
+        if answer.is_over:
             break
     if balancer is not None:
         balancer.rebalance(load)
-    rest = [answer.finish() for answer in answers]
-    if show is not None:
-        show(rest[0] + "\n")
+    _show(answer.finish() + "\n")
+
+
+def _answer_file(model, prompts, answers, args, end, clock, balancer) -> None:
+    """Fill the answers to all prompts, and show a line of each as soon as those before it are shown. With a balancer
+    experts move after each batch of prompts, else all prompts are one call."""
+    from moe_jax.models._generate import generate_each
+
+    shown = 0
+    part = len(prompts) if balancer is None else args.batch_size
+    for start in range(0, len(prompts), part):
+
+        def hear(made: dict[int, np.ndarray], start: int = start) -> list[int]:
+            nonlocal shown
+            before = sum(len(answers[start + index].ids) for index in made)
+            for index, tokens in made.items():
+                answers[start + index].add(tokens.tolist())
+            clock.count(sum(len(answers[start + index].ids) for index in made) - before)
+            while shown < len(answers) and _is_whole(answers[shown], args.max_new_tokens):
+                answers[shown].finish()
+                line = {"prompt": prompts[shown].shown, "completion": answers[shown].text}
+                _show(json.dumps(line, ensure_ascii=False) + "\n")
+                shown += 1
+            return [index for index in made if answers[start + index].is_over]
+
+        load = generate_each(
+            model,
+            [prompt.ids for prompt in prompts[start : start + part]],
+            hear,
+            args.batch_size,
+            args.max_new_tokens,
+            _settings(args),
+            end or None,
+            _key(args, start // part),
+            tokens_at_once=4 if answers[0].has_stops else None,
+            has_load=balancer is not None,
+        )
+        if balancer is not None:
+            balancer.rebalance(load)
+
+
+def _is_whole(answer: Answer, max_new_tokens: int) -> bool:
+    return answer.is_over or len(answer.ids) == max_new_tokens
 
 
 def _show(piece: str) -> None:
@@ -328,7 +364,6 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ValueError("--prompts generates; --logits-out and --max-new-tokens 0 score a single prompt")
     if args.logits_out is not None:
         check_output(args.logits_out, "--logits-out")
-        _check_is_no_input(args.logits_out, args.model, args.input_ids)
 
 
 def _check_is_no_input(out: Path, model: Path, input_ids: str | None) -> None:
@@ -383,7 +418,7 @@ def _end_tokens(directory: Path) -> Ids | None:
         return None
     tokens = found if isinstance(found, list) else [found]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
-        raise ValueError(f"{path}: eos_token_id is {found!r}, expected an integer or a list of integers")
+        raise ValueError(f"{path}: eos_token_id is {shown(found)}, expected an integer or a list of integers")
     return tokens
 
 
@@ -421,15 +456,15 @@ def parse_input_ids(text: str, where: str = "--input-ids") -> np.ndarray:
 def _load_tokenizer(directory: Path) -> Any:
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; text needs it, or pass --input-ids")
+        other = next((name for name in _OTHER_TOKENIZERS if (directory / name).is_file()), None)
+        way = f"make it from {other}: {_CONVERT}" if other else "copy it from where the model was published"
+        raise ValueError(f"{path} does not exist, and text needs it; {way}; or pass --input-ids")
     if path.stat().st_size > MAX_TOKENIZER_BYTES:
         raise ValueError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes, the most that is accepted for such a file")
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ImportError(
-            "text needs the package tokenizers: pip install 'moe-jax[chat]', or pass --input-ids"
-        ) from None
+        raise ImportError("text needs the package tokenizers: pip install tokenizers, or pass --input-ids") from None
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises plain Exception

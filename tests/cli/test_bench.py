@@ -166,7 +166,7 @@ def test_a_picture_without_matplotlib_is_refused_first(monkeypatch, capsys, tmp_
 
     monkeypatch.setattr(builtins, "__import__", no_matplotlib)
     assert cli.main(["bench", "--model", MODEL, "--png", str(tmp_path / "b.png")]) == 2
-    assert "pip install 'moe-jax[demo]'" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_shapes():

@@ -138,3 +138,23 @@ def test_demo(tmp_path, capsys, monkeypatch, quick_compilation):
     assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
     out = capsys.readouterr().out
     assert all(scheme in out for scheme in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("run --modle x --prompt y", "--modle: did you mean --model?"),
+        ("run --model x --input-ids 1 --top_k 3", "--top_k: did you mean --top-k?"),
+        ("quantise a b", "quantise: did you mean quantize?"),
+        ("quantize a b --shceme=int4", "--shceme: did you mean --scheme?"),
+    ],
+)
+def test_misspelt_arguments(arguments, meant, capsys):
+    assert cli.main(arguments.split()) == 2
+    assert meant in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ["bogus", "run --model x", "run --model x --prompt --modle"])
+def test_nothing_is_guessed_of_what_is_right_or_like_nothing(arguments, capsys):
+    assert cli.main(arguments.split()) == 2
+    assert ("did you mean" in capsys.readouterr().err) == ("modle" in arguments)

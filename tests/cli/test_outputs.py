@@ -87,9 +87,13 @@ def test_devices_and_pipes_are_written_into(tmp_path):
     assert found == [b"x" * 100_000 + b"end"] * 2 and pipe.is_fifo() and link.is_symlink()
 
 
-def test_what_no_file_is_written_to(tmp_path, monkeypatch):
+def test_what_no_file_is_written_to(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="is a directory"):
         check_output(tmp_path, "--png")
+    for option, command in (("--json", ["bench"]), ("--logits-out", ["run", "--model", "m", "--input-ids", "1"])):
+        for end in ("/", "/."):
+            assert cli.main([*command, option, f"{tmp_path}/new{end}"]) == 2
+            assert f"argument {option}: {tmp_path}/new{end} is the name of a directory" in capsys.readouterr().err
     with pytest.raises(ValueError, match="the directory .*gone does not exist"):
         check_output(tmp_path / "gone" / "x.png", "--png")
     real = os.lstat
@@ -169,6 +173,18 @@ def test_demo_leaves_files_of_others_alone(tmp_path, capsys, monkeypatch):
         assert "exists and is not what the demo wrote; choose another --out" in capsys.readouterr().err
         assert path.read_text() == '{"model_type": "mine"}'
         shutil.rmtree(tmp_path / "out")
+
+
+def test_demo_prints_names_that_do_no_harm(tmp_path, capsys):
+    small = dict(num_hidden_layers=1, num_experts=4, hidden_size=64, moe_intermediate_size=48, vocab_size=64)
+    out = tmp_path / "a\x1b[2J"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_demo, "CONFIG", _demo.CONFIG | small)
+        patch.setattr(_demo, "ONE_OF_EACH", ())
+        for _ in range(2):  # wrote it, found it
+            _demo.run_demo(out)
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) == 4 and printed.count(r"a\x1b[2J/") >= 4 and "\x1b" not in printed
 
 
 def test_demo_uses_the_checkpoint_of_an_earlier_one(tmp_path):

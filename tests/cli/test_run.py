@@ -117,6 +117,26 @@ def test_templates_that_fail_are_one_line(chat_dir, capsys, template, words):
     assert words in error and "chat_template.jinja" in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("template, prompt", [("{{ '\\ud800' }}", "w3"), ("{{ messages[0].content }}", "w3\udcff")])
+@pytest.mark.parametrize("chat", [[], ["--chat"]])
+def test_what_is_no_text_is_named(chat_dir, capsys, template, prompt, chat):
+    """As from an argument that is not UTF-8; the tokenizer says only that it is no text."""
+    (chat_dir / "chat_template.jinja").write_text(template)
+    if chat or "\udcff" in prompt:
+        assert run(chat_dir, *chat, "--prompt", prompt) == 2
+        place = " in the chat template" if chat else ""
+        assert f"{place}: character " in (error := capsys.readouterr().err) and "is an unpaired surrogate" in error
+
+
+@pytest.mark.parametrize("name", [["default"], {}, 5, None, "tool_use"])
+def test_templates_without_a_default_one(chat_dir, name):
+    (chat_dir / "chat_template.jinja").unlink(missing_ok=True)
+    config = chat_dir / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": [{"name": name, "template": "a"}]}))
+    with pytest.raises(ValueError, match="no chat_template in tokenizer_config.json; leave out --chat"):
+        ChatTemplate(chat_dir)
+
+
 def test_chat(chat_dir, greedy, capsys):
     """The prompt is what the user says; the template writes the rest, special tokens included."""
     assert run(chat_dir, "--chat", "--prompt", "w3", "--max-new-tokens", "7", *F32) == 0
@@ -255,7 +275,7 @@ def test_speed_is_told_on_stderr(model_dir, capsys, monkeypatch):  # noqa: F811
     assert error.startswith("3 prompt tokens, 8 new tokens in ") and " tokens/s after the first 5" in error
     times = iter([0.0, 10.0, 12.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    clock = Clock()
+    clock = Clock(parts=2)
     for count in (1, 4, 4, 4):
         clock.count(count)
     assert clock.line(3).startswith("3 prompt tokens, 13 new tokens in 12.00 s; 4.0 tokens/s after the first 5")

@@ -26,7 +26,7 @@ def run_bench(args: argparse.Namespace, progress_bar: Callable[..., AbstractCont
         try:
             import matplotlib  # noqa: F401
         except ImportError:
-            raise ImportError("--png needs the package matplotlib: pip install 'moe-jax[demo]'") from None
+            raise ImportError("--png needs the package matplotlib: pip install matplotlib") from None
     with progress_bar("measuring", unit="cell") as progress:
         report = bench(
             args.model,
