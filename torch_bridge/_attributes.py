@@ -3,19 +3,23 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import torch
 
 from moe_jax.loading import make_expert_params_mapping
 from moe_jax.parallel import determine_expert_map
 from moe_jax.routing import RoutingParams
 from torch_bridge._calls import Experts
-from torch_bridge._method_base import MoELayer
+from torch_bridge._method_base import FusedMoEMethodBase, MoELayer
+from torch_bridge._methods import SchemeMoEMethod
+from torch_bridge._tensors import to_torch
 
 
 class AttributesMixin(MoELayer):
     """Attributes of ``FusedMoE`` beside those that its constructor sets."""
 
     gate: Any
+    quant_method: FusedMoEMethodBase
     _borrowed: list[torch.Tensor | Callable[[], torch.Tensor] | None]
     _routing: RoutingParams
     _experts: Experts | None
@@ -97,17 +101,53 @@ class AttributesMixin(MoELayer):
         determine_expert_map(self.ep_size, self.ep_rank, self.global_num_experts, self.rank.strategy)
 
     def get_expert_weights(self) -> list[torch.Tensor]:
-        """Every leaf with experts as (E, -1), views of the processed weights: what moves with an expert.
+        """What moves with an expert: every array that calls read, as (local experts, -1), over the same memory.
 
-        Rows of a parameter that is kept transposed are those of the matrix as it lies in memory.
+        Whoever writes rows of them moves experts. A write on a GPU has to be complete, ``torch.cuda.synchronize()``,
+        before a call through JAX's runtime. Input scales, which all experts share, stay. Raises RuntimeError when
+        nothing is processed.
         """
-        experts = self.local_num_experts
-        leaves = [p.data for name, p in self.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))]
-        return [(leaf if leaf.is_contiguous() or leaf.ndim < 3 else leaf.mT).reshape(experts, -1) for leaf in leaves]
+        if isinstance(self.quant_method, SchemeMoEMethod):
+            if self._experts is None:
+                raise RuntimeError(f"{self.layer_name} has no processed weights: call process_weights_after_loading()")
+            leaves = [to_torch(leaf) for leaf in jax.tree.leaves(self._experts.weights) if leaf.ndim]
+        else:
+            named = self.named_parameters(recurse=False)
+            leaves = [p.data for name, p in named if name.startswith(("w13_", "w2_")) and "input_scale" not in name]
+            leaves = [leaf if leaf.is_contiguous() or leaf.ndim < 3 else leaf.mT for leaf in leaves]
+        return [leaf.view(self.local_num_experts, -1) for leaf in leaves]
 
-    def set_eplb_state(self, *state: Any, **named: Any) -> None:
-        """vLLM's hook for replicas of experts. Raises NotImplementedError: layers here have none yet."""
-        raise NotImplementedError(f"{self.layer_name}: EPLB is not built here; build the layer without enable_eplb")
+    def set_eplb_state(
+        self,
+        moe_layer_idx: int,
+        expert_load_view: torch.Tensor,
+        logical_to_physical_map: torch.Tensor,
+        logical_replica_count: torch.Tensor,
+    ) -> None:
+        """Take the maps of copies that calls read, and the load that they count into, as vLLM hands them over.
+
+        Args:
+            moe_layer_idx: the place of this layer in the others.
+            expert_load_view: (layers, P) integers.
+            logical_to_physical_map: (layers, L, R) integers, padded with -1.
+            logical_replica_count: (layers, L) integers.
+
+        Raises ValueError for a layer without enable_eplb, or for tensors of other counts of experts or another device.
+        """
+        if self.eplb_state is None:
+            raise ValueError(f"{self.layer_name}: set_eplb_state needs enable_eplb=True; build the layer with it")
+        logical, physical = self.logical_num_experts, self.global_num_experts
+        for name, tensor, size in (
+            ("expert_load_view", expert_load_view, physical),
+            ("logical_to_physical_map", logical_to_physical_map, logical),
+            ("logical_replica_count", logical_replica_count, logical),
+        ):
+            if tensor.ndim < 2 or tensor.shape[1] != size or tensor.device != self.device or tensor.is_floating_point():
+                raise ValueError(
+                    f"{self.layer_name}: {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, expected "
+                    f"integers (layers, {size}, ...) on {self.device}"
+                )
+        self.eplb_state.set_layer_state(moe_layer_idx, expert_load_view, logical_to_physical_map, logical_replica_count)
 
     @classmethod
     def make_expert_params_mapping(

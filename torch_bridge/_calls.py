@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig, fused_experts, fused_moe
+from moe_jax._typing import Array
 from moe_jax.experts._fused_moe import finish, weighted_experts
 from moe_jax.models._compiled import SMALLEST_BUCKET, bucket
 from moe_jax.routing import Routing, RoutingParams, route, validate_routing
-from torch_bridge._tensors import narrowed, numpy_dtype, to_arguments, to_torch
+from torch_bridge._tensors import check_tensor, narrowed, numpy_dtype, to_arguments, to_torch
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +49,7 @@ class Experts:
             return self.weights
         return dataclasses.replace(self.weights, w2_bias=jnp.zeros_like(bias))
 
-    def moe(self, x: Any, logits: Any, bias: Any, token_ids: Any, mask: Any) -> Any:
+    def moe(self, x: Array, logits: Array, bias: Array | None, token_ids: Array | None, mask: Array | None) -> Array:
         """Routing and experts."""
         config, routing = self.global_config, dataclasses.replace(self.routing, correction_bias=bias)
         if config == self.config and self.expert_map is None:
@@ -56,7 +57,7 @@ class Experts:
         routed = route(logits, config, params=routing, hidden_states=x, token_ids=token_ids, token_mask=mask)
         return self._finished(x, routed)
 
-    def experts(self, x: Any, topk_weights: Any, topk_ids: Any, mask: Any) -> Any:
+    def experts(self, x: Array, topk_weights: Array, topk_ids: Array, mask: Array | None) -> Array:
         """The experts of this rank for global ids, and what the layer does to their sum.
 
         In a layer with zero experts, ids from E on are those.
@@ -73,21 +74,23 @@ class Experts:
             zero_expert_weight = jnp.where(is_zero, topk_weights.astype(jnp.float32), 0.0).sum(axis=-1)
         return self._finished(x, Routing(topk_weights, topk_ids, zero_expert_weight))
 
-    def _finished(self, x: Any, routed: Routing) -> Any:
+    def _finished(self, x: Array, routed: Routing) -> Array:
         ids = self._local(routed.topk_ids)
         y = weighted_experts(x, routed.topk_weights, ids, self.summed_weights, self.config)
         if not self.is_first_rank:
             routed = dataclasses.replace(routed, zero_expert_weight=None)
         return finish(y, x, routed, self.global_config, None)
 
-    def _local(self, topk_ids: Any) -> Any:
+    def _local(self, topk_ids: Array) -> Array:
         """Global ids as this rank numbers its experts, -1 for others."""
         if self.expert_map is None:
             return topk_ids
         is_known = (topk_ids >= 0) & (topk_ids < self.expert_map.shape[0])
         return jnp.where(is_known, self.expert_map[jnp.where(is_known, topk_ids, 0)], -1)
 
-    def select(self, x: Any, logits: Any, bias: Any, token_ids: Any, mask: Any) -> tuple[Any, Any]:
+    def select(
+        self, x: Array, logits: Array, bias: Array | None, token_ids: Array | None, mask: Array | None
+    ) -> tuple[Array, Array]:
         """The router alone; zero experts have the ids from E on."""
         routing, config = dataclasses.replace(self.routing, correction_bias=bias), self.global_config
         if config.zero_expert_type is not None:  # to the choice they are experts like others
@@ -96,11 +99,11 @@ class Experts:
         routed = route(logits, config, params=routing, hidden_states=x, token_ids=token_ids, token_mask=mask)
         return routed.topk_weights, routed.topk_ids
 
-    def moe_gradients(self, grad: Any, x: Any, logits: Any, *rest: Any) -> Any:
+    def moe_gradients(self, grad: Array, x: Array, logits: Array, *rest: Array | None) -> tuple[Array, Array]:
         """Of x and the logits."""
         return jax.vjp(lambda x, logits: self.moe(x, logits, *rest), x, logits)[1](grad)
 
-    def experts_gradients(self, grad: Any, x: Any, topk_weights: Any, *rest: Any) -> Any:
+    def experts_gradients(self, grad: Array, x: Array, topk_weights: Array, *rest: Any) -> tuple[Array, Array]:
         """Of x and the weights."""
         return jax.vjp(lambda x, topk_weights: self.experts(x, topk_weights, *rest), x, topk_weights)[1](grad)
 
@@ -184,7 +187,11 @@ def _trimmed(array: jax.Array, like: torch.Tensor, mask: Any) -> torch.Tensor:
 
 
 def check_call(where: str, hidden_size: int, device: torch.device, x: torch.Tensor, *others: torch.Tensor) -> None:
-    """Raise for tensors that no call takes: ValueError for shapes and dtypes, RuntimeError for another device."""
+    """Raise for what no call takes: ValueError for shapes and dtypes, RuntimeError for another device, TypeError for
+    what is no tensor with strides.
+    """
+    for tensor in (x, *others):
+        check_tensor(f"{where}: an input", tensor)
     if x.ndim != 2 or x.shape[1] != hidden_size:
         raise ValueError(f"{where}: x has shape {tuple(x.shape)}, expected (T, {hidden_size})")
     if not x.is_floating_point():

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 import moe_jax
-from moe_jax import MoEConfig, Scheme
+from moe_jax import MoEConfig
 from moe_jax.experts._choice import plain_layout
+from moe_jax.quantization import Scheme, SchemeLike
+from torch_bridge._experts_modules import check_experts, is_experts_module, layer_of
 from torch_bridge._layer import FusedMoE
 from torch_bridge._patched import PatchedExperts, refuse_saving
-from torch_bridge._tensors import refuse_foreign, to_jax, to_torch, torch_dtype
+from torch_bridge._tensors import to_jax, to_torch, torch_dtype
 from torch_bridge._vllm import convert_vllm, is_vllm_style
 
 # Class of the experts -> class of routing; what differs between the families beyond the shapes.
@@ -27,14 +29,14 @@ _FAMILIES = {
     "DeepseekV3Experts": "deepseek_v3",
     "GptOssExperts": "gpt_oss",
 }
-_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}
+_TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # of configs whose router does not say top_k
 _TENSOR_FILES = (".bin", ".pt", ".pth")
 
 
 def convert(
     block: torch.nn.Module,
     *,
-    quantize: "str | Scheme | Mapping[str, Any] | None" = None,
+    quantize: SchemeLike = None,
     quant_config: Any = None,
     prefix: str = "",
     implementation: Any = None,
@@ -73,46 +75,22 @@ def convert(
             f"{type(block).__name__} with experts {type(experts).__name__} is not supported; supported experts: "
             f"{', '.join(_FAMILIES)}"
         )
-    is_gpt_oss = family == "gpt_oss"
-    router: Any = block.router if is_gpt_oss else block.gate
-    weight = experts.down_proj
-    refuse_foreign(dict(experts.named_parameters()))
-    if weight.is_meta:
-        raise ValueError(f"{type(experts).__name__} is on the meta device; load the model's weights before converting")
-    layer = FusedMoE(
-        weight.shape[0],
-        router.top_k,
-        weight.shape[1 + is_gpt_oss],
-        weight.shape[2 - is_gpt_oss],
-        weight.dtype,
-        quant_config=quantize,
-        online=Scheme.parse(quantize).is_quantized,
-        prefix=prefix,
-        has_bias=is_gpt_oss,
-        implementation=implementation,
-        torch_kernels=torch_kernels,
-        device=weight.device,
-        **_routing(family, experts, router),
-    )
-    loader = layer.new_loader(fused_layout="in_out" if is_gpt_oss else "out_in")
-    for name, tensor in experts.named_parameters():
-        for parsed in layer.parse_name(f"experts.{name}"):
-            layer.accept_into(loader, parsed, tensor.detach())
-    layer.install(layer.finished(loader))
-    return layer
+    router: Any = block.router if family == "gpt_oss" else block.gate
+    options: dict[str, Any] = dict(quantize=quantize, implementation=implementation, torch_kernels=torch_kernels)
+    return layer_of(experts, router.top_k, prefix=prefix, **options, **_routing(family, router))
 
 
 def patch(
     model: torch.nn.Module,
     *,
-    quantize: "str | Scheme | Mapping[str, Any] | None" = None,
+    quantize: SchemeLike = None,
     implementation: Any = None,
     torch_kernels: bool | None = None,
 ) -> list[str]:
     """Replace the experts of every MoE block of a transformers model, in place; ``generate()`` goes on working.
 
-    A block's own experts are let go as soon as they are replaced, so that one layer exists twice at a time. All scheme
-    and block checks are those of ``convert``.
+    A block's own experts are let go as soon as they are replaced, so that one layer exists twice at a time. Every class
+    that transformers runs by its table of experts implementations is taken, whatever its family.
 
     State dicts of unquantized experts keep transformers' names, so that ``save_pretrained`` writes a checkpoint that
     reads back; with ``quantize`` it refuses. implementation, torch_kernels: as in ``FusedMoE``.
@@ -120,27 +98,31 @@ def patch(
     Returns:
         The names of the modules that were replaced.
 
-    Raises ValueError when the model has no such block, NotImplementedError for experts of a family that is not known;
-    the model is unchanged then.
+    Raises ValueError when the model has no such block, NotImplementedError for experts of another kind or with an
+    activation that is not known; the model is unchanged then.
     """
-    blocks = {
+    blocks: dict[str, Any] = {
         name: module
         for name, module in model.named_modules()
         if isinstance(getattr(module, "experts", None), torch.nn.Module) and not isinstance(module, PatchedExperts)
     }
-    unknown = sorted({type(b.experts).__name__ for b in blocks.values()} - {*_FAMILIES, "PatchedExperts"})
-    if unknown:
-        raise NotImplementedError(f"experts {', '.join(unknown)} are not supported; supported: {', '.join(_FAMILIES)}")
     blocks = {name: block for name, block in blocks.items() if not isinstance(block.experts, PatchedExperts)}
-    if not blocks:
-        raise ValueError(
-            f"{type(model).__name__} has no block with experts to replace; supported: {', '.join(_FAMILIES)}"
+    unknown = sorted({type(b.experts).__name__ for b in blocks.values() if not is_experts_module(b.experts)})
+    if unknown:
+        raise NotImplementedError(
+            f"experts {', '.join(unknown)} are not supported; supported are those that transformers runs by its table "
+            "of experts implementations"
         )
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no block with experts to replace")
     Scheme.parse(quantize)
+    counts = {name: _top_k(name, block, block.experts) for name, block in blocks.items()}
     for block in blocks.values():
-        is_transposed = _FAMILIES[type(block.experts).__name__] == "gpt_oss"
-        layer = convert(block, quantize=quantize, implementation=implementation, torch_kernels=torch_kernels)
-        block.experts = PatchedExperts(layer, is_transposed=is_transposed)
+        check_experts(block.experts)
+    options: dict[str, Any] = dict(quantize=quantize, implementation=implementation, torch_kernels=torch_kernels)
+    for name, block in blocks.items():
+        layer = layer_of(block.experts, counts[name], **options)
+        block.experts = PatchedExperts(layer, block.experts)
     if Scheme.parse(quantize).is_quantized:
         refuse_saving(model, Scheme.parse(quantize).name)
     return [f"{name}.experts" for name in blocks]
@@ -155,6 +137,8 @@ def to_nnx(layer: FusedMoE) -> moe_jax.FusedMoE:
         raise ValueError(
             f"{layer.layer_name} is one part of {layer.tp_size * layer.ep_size}; only a whole layer converts"
         )
+    if layer.eplb_state is not None:
+        raise NotImplementedError(f"{layer.layer_name} has copies of experts (enable_eplb), which do not convert")
     if layer.torch_routing is not None:
         raise NotImplementedError(f"{layer.layer_name} has a custom_routing_function of torch, which JAX cannot run")
     bias = layer.correction_bias
@@ -237,25 +221,28 @@ def _arguments(built: type, config: MoEConfig) -> dict[str, Any]:
     return {name: stated[name] for name in inspect.signature(built.__init__).parameters if name in stated}
 
 
-def _routing(family: str, experts: Any, router: Any) -> dict[str, Any]:
-    """The arguments of ``FusedMoE`` that say how a family routes and activates."""
-    if family == "gpt_oss":
-        return dict(activation="swigluoai", swiglu_limit=float(experts.limit), swiglu_alpha=float(experts.alpha))
-    activation = type(experts.act_fn).__name__
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation {activation} is not known; known: {', '.join(_ACTIVATIONS)}")
-    options: dict[str, Any] = dict(activation=_ACTIVATIONS[activation])
+def _routing(family: str, router: Any) -> dict[str, Any]:
+    """The arguments of ``FusedMoE`` that say how a family routes."""
     if family == "qwen3_moe":
-        options["renormalize"] = bool(router.norm_topk_prob)
-    if family == "deepseek_v3":
-        has_groups = router.num_group > 1
-        options |= dict(
-            renormalize=bool(router.norm_topk_prob),
-            scoring_func="sigmoid",
-            use_grouped_topk=has_groups,
-            num_expert_group=router.num_group if has_groups else None,
-            topk_group=router.topk_group if has_groups else None,
-            routed_scaling_factor=float(router.routed_scaling_factor),
-            e_score_correction_bias=router.e_score_correction_bias,
-        )
-    return options
+        return dict(renormalize=bool(router.norm_topk_prob))
+    if family != "deepseek_v3":
+        return {}
+    has_groups = router.num_group > 1
+    return dict(
+        renormalize=bool(router.norm_topk_prob),
+        scoring_func="sigmoid",
+        use_grouped_topk=has_groups,
+        num_expert_group=router.num_group if has_groups else None,
+        topk_group=router.topk_group if has_groups else None,
+        routed_scaling_factor=float(router.routed_scaling_factor),
+        e_score_correction_bias=router.e_score_correction_bias,
+    )
+
+
+def _top_k(name: str, block: torch.nn.Module, experts: Any) -> int:
+    found = [getattr(module, "top_k", None) for module in block.modules()]
+    found += [getattr(experts.config, key, None) for key in _TOP_K]
+    counts = [count for count in found if isinstance(count, int)]
+    if not counts:
+        raise NotImplementedError(f"{name}: neither its router nor its config says how many experts a token has")
+    return counts[0]

@@ -1,6 +1,6 @@
 """The forward half of ``FusedMoE``: routing, experts, sums over ranks, and the torch modules around them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +49,7 @@ class ForwardMixin(MoELayer):
         """
         check_tensor(f"{self.layer_name}: x", hidden_states)
         self.check_sums()
-        logits = router_logits if self.gate is None else _output(self.gate(hidden_states))
+        logits = router_logits if self.gate is None else self._output_of("gate", hidden_states)
         if logits is None:
             raise ValueError(f"router_logits is None and {self.layer_name} owns no gate; pass logits or gate=")
         for label, tensor in (("router_logits", logits), ("input_ids", input_ids)):
@@ -58,7 +58,7 @@ class ForwardMixin(MoELayer):
         lead = hidden_states.shape[:-1]
         tokens = hidden_states if len(lead) == 1 else hidden_states.reshape(-1, hidden_states.shape[-1])
         transform = self.routed_input_transform
-        routed_in = tokens if transform is None else _output(transform(tokens))
+        routed_in = tokens if transform is None else self._output_of("routed_input_transform", tokens)
         logits = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
         y = self._routed(routed_in, logits, None if input_ids is None else input_ids.reshape(-1))
         y = self._with_shared_experts(y, tokens)
@@ -119,23 +119,44 @@ class ForwardMixin(MoELayer):
         is_added = self.shared_experts is not None and (is_partial or self.reduce_results or rank.is_first)
         shared = self._shared(tokens) if is_added else None
         if shared is not None and is_partial and transform is None:
-            y, shared = (y.float() + shared).to(y.dtype), None
+            y, shared = self._plus(y, shared), None
         if self.reduce_results:
             y = self.maybe_all_reduce(y)
         if transform is not None:
-            y = _output(transform(y))
+            y = self._output_of("routed_output_transform", y)
         if shared is None:
             return y
         if is_partial and self.reduce_results:
             shared = self.maybe_all_reduce(shared)
+        return self._plus(y, shared)
+
+    def _plus(self, y: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        """y and the output of shared experts, float32, in y's dtype."""
+        self._check_output("shared_experts", shared, y.shape, y.device)
         return (y.float() + shared).to(y.dtype)
 
     def _shared(self, tokens: torch.Tensor) -> torch.Tensor:
         """The output of the shared experts, float32."""
-        shared = _output(self.shared_experts(tokens)).float()
+        shared = self._output_of("shared_experts", tokens).float()
         if self.shared_expert_gate is None:
             return shared
-        return shared * torch.sigmoid(_output(self.shared_expert_gate(tokens)).float())
+        gate = self._output_of("shared_expert_gate", tokens)
+        self._check_output("shared_expert_gate", gate, (tokens.shape[0], 1), shared.device)
+        return shared * torch.sigmoid(gate.float())
+
+    def _output_of(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """What one of the layer's modules returns; vLLM's linear layers return their output and a bias."""
+        result: Any = getattr(self, name)(x)
+        first: Any = next(iter(result), None) if isinstance(result, tuple) else result
+        check_tensor(f"{self.layer_name}: output of {name}", first)
+        return first
+
+    def _check_output(self, name: str, output: torch.Tensor, shape: Sequence[int], device: torch.device) -> None:
+        if output.shape != torch.Size(shape) or output.device != device:
+            raise ValueError(
+                f"{self.layer_name}: output of {name} has shape {tuple(output.shape)} on {output.device}, expected "
+                f"{tuple(shape)} on {device}"
+            )
 
     def maybe_all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that share the layer; nothing to do when it is whole."""
@@ -146,8 +167,8 @@ class ForwardMixin(MoELayer):
 
     @property
     def routes_in_torch(self) -> bool:
-        """Whether experts are chosen by a torch function, which no operator contains."""
-        return self.torch_routing is not None
+        """Whether torch chooses experts, or one of their copies, which no operator contains."""
+        return self.torch_routing is not None or self.eplb_state is not None
 
     def must_reduce_shared_expert_outputs(self) -> bool:
         """Whether a model that owns shared experts cut over the ranks sums them itself before it hands them over."""
@@ -158,13 +179,17 @@ class ForwardMixin(MoELayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's router alone: topk_weights (T, top_k) float32 and global topk_ids (T, top_k).
 
-        Ids from E on are zero experts, which ``quant_method.apply`` understands. input_ids: (T,), for hash routing.
+        Ids from E on are zero experts, which ``quant_method.apply`` understands. With EPLB ids are of copies, and the
+        call is counted. input_ids: (T,), for hash routing.
         """
+        check_tensor(f"{self.layer_name}: router_logits", router_logits)
         if self.torch_routing is not None:
             weights, ids = self._routed_in_torch(hidden_states, router_logits)
         else:
             arguments = router_logits, self.correction_bias, input_ids, self.config.top_k, self.layer_name
             weights, ids = _ops.call(_ops.select_experts_op, hidden_states, *arguments)
+        if self.eplb_state is not None:
+            ids = self.eplb_state.to_physical(ids)
         dtype = self.quant_method.topk_indices_dtype
         return weights, ids if dtype is None else ids.to(dtype)
 
@@ -214,8 +239,3 @@ class ForwardMixin(MoELayer):
             if parameter is not None and parameter.requires_grad:
                 raise RuntimeError(_NOT_TRAINABLE.format(name=self.layer_name))
         return calls
-
-
-def _output(result: Any) -> torch.Tensor:
-    """What a module returns; vLLM's linear layers return their output and a bias."""
-    return result[0] if isinstance(result, tuple) else result

@@ -30,6 +30,11 @@ class Fp8MoEMethod(SchemeMoEMethod):
         self.quant_config: Any = quant_config
 
     @property
+    def use_global_sf(self) -> bool:
+        """No: vLLM's loader brings input scales of the rank's experts."""
+        return False
+
+    @property
     def weight_block_size(self) -> list[int] | None:
         """[rows, columns] under one scale, None per tensor."""
         block = self.scheme.weight_format.block_shape

@@ -125,6 +125,7 @@ class HostedExperts:
             activation=parse_activation(activation, is_gated=is_gated),
             is_act_and_mul=is_gated,
             has_bias=shape.has_bias,
+            intermediate_size_full=shape.intermediate_size_full,
             dtype=shape.param_dtype,
             param_dtype=shape.param_dtype,
             **{name: _said(module, moe, name, default) for name, default in _ROUTING.items()},
@@ -195,8 +196,12 @@ def shape_of(
     params_dtype: torch.dtype,
     *,
     has_bias: bool | None = None,
+    intermediate_size_full: int | None = None,
 ) -> ExpertShape:
-    """The experts of a rank; sizes: (experts, hidden, intermediate). has_bias: None asks the module."""
+    """The experts of a rank; sizes: (experts, hidden, intermediate). has_bias: None asks the module.
+
+    intermediate_size_full: of all ranks, see ``ExpertShape``.
+    """
     experts, hidden, intermediate = sizes
     is_gated = MoEActivation.from_str(_said(module, moe, "activation", "silu")).is_gated
     return ExpertShape(
@@ -206,14 +211,13 @@ def shape_of(
         intermediate_size=intermediate,
         param_dtype=numpy_dtype(params_dtype),
         has_bias=bool(_said(module, moe, "has_bias", False)) if has_bias is None else has_bias,
+        intermediate_size_full=intermediate_size_full,
     )
 
 
-def host(
-    module: torch.nn.Module, moe: FusedMoEConfig | None, sizes: tuple[int, int, int], params_dtype: torch.dtype
-) -> HostedExperts:
+def host(module: torch.nn.Module, shape: ExpertShape) -> HostedExperts:
     """Give a module the place of its experts."""
-    found = HostedExperts(shape_of(module, moe, sizes, params_dtype), torch.get_default_device())
+    found = HostedExperts(shape, torch.get_default_device())
     setattr(module, _ATTRIBUTE, found)
     return found
 

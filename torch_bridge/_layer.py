@@ -1,5 +1,6 @@
 """``FusedMoE``: routed experts as a torch module with vLLM's constructor, parameters and verbs, over moe_jax."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 import moe_jax
 from moe_jax import ExpertWeights, MoEConfig
+from moe_jax._arguments import boolean, check_callables, integer, shown
 from moe_jax.experts import explain
 from moe_jax.experts._choice import BACKENDS, first_choice, plain_layout
 from moe_jax.loading import LayerLoader
@@ -15,15 +17,17 @@ from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
 from torch_bridge._attributes import AttributesMixin
 from torch_bridge._calls import Experts, JaxCalls, configured_for
+from torch_bridge._eplb import EplbLayerState
 from torch_bridge._forward import ForwardMixin
 from torch_bridge._layer_loading import LoadingMixin
 from torch_bridge._methods import SchemeMoEMethod
 from torch_bridge._moe_config import FusedMoEConfig, MoEActivation, RoutingMethodType, get_routing_method_type
+from torch_bridge._process import check_process
 from torch_bridge._rank import Rank
 from torch_bridge._repeats import Repeats
 from torch_bridge._resolve import resolve_method
 from torch_bridge._state_dict import StateDictMixin
-from torch_bridge._tensors import numpy_dtype, to_numpy
+from torch_bridge._tensors import check_tensor, narrowed, numpy_dtype, to_numpy
 
 
 class FusedMoE(ForwardMixin, AttributesMixin, StateDictMixin, LoadingMixin):
@@ -46,7 +50,8 @@ class FusedMoE(ForwardMixin, AttributesMixin, StateDictMixin, LoadingMixin):
         tp_size, ep_size: ``tp_size * ep_size`` ranks share the layer: the experts are divided among ``ep_size`` groups,
             and each expert among the ``tp_size`` ranks of a group. dp_size, pcp_size: must be None or 1.
         prefix: unique name of the layer; one is made up for "".
-        enable_eplb, num_redundant_experts, is_sequence_parallel: refused by name.
+        enable_eplb, num_redundant_experts: experts have copies, which move between ranks, see ``set_eplb_state``. The
+            copies of all experts have to divide by ep_size. is_sequence_parallel: refused by name.
         expert_mapping: rows of ``make_expert_params_mapping``; without them every known spelling of names is read.
         n_shared_experts: must be None. gate, shared_experts, routed_input_transform, shared_expert_gate,
             routed_output_transform: torch modules, run in torch. Of a tuple that one returns, the first part counts.
@@ -68,7 +73,8 @@ class FusedMoE(ForwardMixin, AttributesMixin, StateDictMixin, LoadingMixin):
         implementation: names to try, see ``moe_jax.FusedMoE``.
         device: where the weights will be; None takes torch's default device at this moment.
 
-    Raises ValueError for contradictory arguments, NotImplementedError for what is not built, by name.
+    Raises ValueError for contradictory arguments, TypeError for arguments of another kind, NotImplementedError for what
+    is not built, by name.
     """
 
     def __init__(
@@ -127,13 +133,44 @@ class FusedMoE(ForwardMixin, AttributesMixin, StateDictMixin, LoadingMixin):
         device: torch.device | str | None = None,
     ):
         super().__init__()
+        for name, value in dict(
+            reduce_results=reduce_results,
+            renormalize=renormalize,
+            use_grouped_topk=use_grouped_topk,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            is_act_and_mul=is_act_and_mul,
+            enable_eplb=enable_eplb,
+            has_bias=has_bias,
+            is_sequence_parallel=is_sequence_parallel,
+            apply_routed_scale_to_output=apply_routed_scale_to_output,
+            online=online,
+            torch_kernels=False if torch_kernels is None else torch_kernels,
+            has_partial_shared_experts=has_partial_shared_experts,
+        ).items():
+            boolean(name, value)
+        check_callables(
+            gate=gate,
+            shared_experts=shared_experts,
+            shared_expert_gate=shared_expert_gate,
+            routed_input_transform=routed_input_transform,
+            routed_output_transform=routed_output_transform,
+        )
         _refuse(
             dp_size=None if dp_size == 1 else dp_size,
             pcp_size=None if pcp_size == 1 else pcp_size,
             is_sequence_parallel=is_sequence_parallel or None,
-            enable_eplb=enable_eplb or None,
             n_shared_experts=n_shared_experts,
         )
+        for name, tensor in dict(
+            e_score_correction_bias=e_score_correction_bias, hash_indices_table=hash_indices_table
+        ).items():
+            if tensor is not None:
+                check_tensor(name, tensor)
+        for name, dtype in dict(params_dtype=params_dtype, router_logits_dtype=router_logits_dtype).items():
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{name}={shown(dtype)}, expected a torch dtype")
+        if device is not None and not isinstance(device, torch.device | str | int):
+            raise TypeError(f"device={shown(device)}, expected a torch device or its name")
         if routing_framework not in ("torch", "jax"):
             raise ValueError(f"routing_framework={routing_framework!r}, expected 'torch' or 'jax'")
         is_in_torch = callable(custom_routing_function) and routing_framework == "torch"
@@ -144,12 +181,16 @@ class FusedMoE(ForwardMixin, AttributesMixin, StateDictMixin, LoadingMixin):
         if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.params_dtype: torch.dtype = params_dtype or torch.get_default_dtype()
+        num_physical = num_experts + integer("num_redundant_experts", num_redundant_experts, minimum=0)
+        self.eplb_state: EplbLayerState | None = EplbLayerState() if enable_eplb else None
         self.rank: Rank = Rank.current(
-            num_experts, tp_size, ep_size, tp_rank, ep_rank, expert_placement_strategy, process_group
+            num_physical, tp_size, ep_size, tp_rank, ep_rank, expert_placement_strategy, process_group
         )
+        if enable_eplb:
+            self._check_eplb(num_physical, zero_expert_type)
         self.torch_kernels = torch_kernels
         self.moe_config: FusedMoEConfig = FusedMoEConfig(
-            num_experts=num_experts,
+            num_experts=num_physical,
             experts_per_token=top_k,
             hidden_dim=hidden_size,
             intermediate_size=intermediate_size,
@@ -167,7 +208,7 @@ class FusedMoE(ForwardMixin, AttributesMixin, StateDictMixin, LoadingMixin):
                 e_score_correction_bias is not None,
                 routed_scaling_factor,
             ),
-            moe_parallel_config=self.rank.moe_parallel_config,
+            moe_parallel_config=dataclasses.replace(self.rank.moe_parallel_config, enable_eplb=enable_eplb),
             in_dtype=self.params_dtype,
             router_logits_dtype=router_logits_dtype,
             has_bias=has_bias,
@@ -194,6 +235,8 @@ class FusedMoE(ForwardMixin, AttributesMixin, StateDictMixin, LoadingMixin):
         self.swiglu_beta: float | None = swiglu_beta
         self.quant_config: Any = quant_config
         self.quant_method: Any = resolve_method(quant_config, self, prefix, online=online)
+        if enable_eplb and not self.quant_method.supports_eplb:
+            raise NotImplementedError(f"enable_eplb=True: {self.quant_method.method_name} does not support EPLB")
         bias = None if e_score_correction_bias is None else np.zeros(e_score_correction_bias.shape, np.float32)
         described = moe_jax.FusedMoE(
             num_experts,
@@ -215,12 +258,13 @@ class FusedMoE(ForwardMixin, AttributesMixin, StateDictMixin, LoadingMixin):
             custom_routing_function=_in_torch if is_in_torch else custom_routing_function,
             router_logits_dtype=None if router_logits_dtype is None else numpy_dtype(router_logits_dtype),
             zero_expert_type=zero_expert_type,
-            hash_indices_table=None if hash_indices_table is None else to_numpy(hash_indices_table).astype(np.int32),
+            hash_indices_table=None if hash_indices_table is None else to_numpy(narrowed(hash_indices_table)),
             swiglu_limit=swiglu_limit,
             swiglu_alpha=swiglu_alpha,
             swiglu_beta=swiglu_beta,
             has_bias=has_bias,
-            num_redundant_experts=num_redundant_experts,
+            num_redundant_experts=0 if enable_eplb else num_redundant_experts,
+            expert_mapping=expert_mapping,
             shared_experts=_stand_in(shared_experts),
             shared_expert_gate=_stand_in(shared_expert_gate),
             routed_input_transform=_stand_in(routed_input_transform),
@@ -238,10 +282,10 @@ class FusedMoE(ForwardMixin, AttributesMixin, StateDictMixin, LoadingMixin):
                 "one of them out"
             )
         self.config: MoEConfig = self._on_device(described.config)
-        self.local_config: MoEConfig = self.rank.shard.local(self.config)
+        self.local_config: MoEConfig = self.rank.shard.local(self.physical_config)
         self.reduce_results = reduce_results
         self.has_partial_shared_experts = has_partial_shared_experts
-        self.expert_mapping = expert_mapping
+        self.expert_mapping = described.expert_mapping
         self.gate: Any = gate
         self.shared_experts: Any = shared_experts
         self.shared_expert_gate: Any = shared_expert_gate
@@ -272,11 +316,23 @@ class FusedMoE(ForwardMixin, AttributesMixin, StateDictMixin, LoadingMixin):
             intermediate_size_per_partition=sizes[1],
             params_dtype=self.params_dtype,
             weight_loader=self.weight_loader,
-            global_num_experts=config.num_experts,
+            global_num_experts=self.rank.num_experts,
             intermediate_size_full=config.intermediate_size,
         )
 
+    def _check_eplb(self, num_physical: int, zero_expert_type: str | None) -> None:
+        if self.rank.strategy != "linear":
+            raise ValueError(f"enable_eplb=True moves experts by load, found placement {self.rank.strategy!r}")
+        if num_physical % self.rank.ep_size:
+            raise ValueError(
+                f"enable_eplb=True needs as many copies of experts on every rank, found {num_physical} for "
+                f"ep_size={self.rank.ep_size}; change num_redundant_experts"
+            )
+        if zero_expert_type is not None:
+            raise NotImplementedError("enable_eplb=True with zero_expert_type is not built; leave one of them out")
+
     def __getstate__(self) -> dict[str, Any]:
+        check_process(self.layer_name)  # arrays that are copied or pickled belong to JAX
         return self.__dict__ | {"_calls": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

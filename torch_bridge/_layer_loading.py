@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig
@@ -58,7 +59,8 @@ class LoadingMixin(MoELayer):
         Args:
             param: the parameter it belongs to, also one that was replaced since.
             loaded_weight: of one expert, or of all with the expert axis first.
-            weight_name: for errors. expert_id: global; None when all experts are in the tensor.
+            weight_name: for errors.
+            expert_id: global, with EPLB that of a copy; None when all experts are in the tensor.
             shard_id: "w1", "w3" or "w2"; "" or None for a tensor of a whole leaf, as vLLM's gpt-oss loads them.
             return_success: return whether something was kept, instead of None.
 
@@ -202,7 +204,7 @@ class LoadingMixin(MoELayer):
         """An empty loader for this rank."""
         method = self._scheme_method
         return LayerLoader(
-            self.config,
+            self.physical_config,
             method.method,
             shard=self.rank.shard,
             quantize=method.quantizes_online if online is None else online,
@@ -232,6 +234,8 @@ class LoadingMixin(MoELayer):
         if self._repeats.has(_place(tensor, loaded), loaded, tensor.name):
             return True
         if self._loader is None:
+            if self._experts is not None and self._is_elsewhere(tensor):
+                return False  # of a rank that quantizes while it loads, and has all of its own
             if self._experts is not None:
                 raise ValueError(
                     f"{tensor.name}: {self.layer_name} is already processed; use "
@@ -245,14 +249,50 @@ class LoadingMixin(MoELayer):
             self.process_weights_after_loading()
         return used
 
+    def _is_elsewhere(self, tensor: ExpertTensor) -> bool:
+        expert_map = self.rank.expert_map
+        if expert_map is None or tensor.expert is None or tensor.expert >= len(expert_map):
+            return False
+        return bool(expert_map[tensor.expert] < 0)
+
     def accept_into(self, loader: LayerLoader, tensor: ExpertTensor, loaded: torch.Tensor) -> bool:
         """Stage one tensor of the whole layer in a loader of this rank; whether a part of it was kept."""
         if tensor.suffix == "weight_shape":
             loaded = loaded.to(torch.int64)  # vLLM keeps it in floats
+        is_of_all = tensor.expert is None and loaded.ndim > 0 and len(loaded) == self.config.num_experts
+        if self.eplb_state is not None and is_of_all:  # experts into their copies
+            loaded = loaded[torch.from_numpy(self._expert_of_copy).to(loaded.device)]
         return loader.accept_tensor(tensor, to_numpy(loaded))
 
+    @property
+    def physical_config(self) -> MoEConfig:
+        """Of the whole layer, copies counted as experts."""
+        return dataclasses.replace(self.config, num_experts=self.rank.num_experts)
+
+    @property
+    def _expert_of_copy(self) -> np.ndarray:
+        """(P,) the expert of each copy, as they lie now."""
+        assert self.eplb_state is not None
+        return self.eplb_state.physical_to_logical(self.config.num_experts, self.rank.num_experts)
+
     def parse_name(self, name: str) -> tuple[ExpertTensor, ...]:
-        """What a checkpoint name says, by the layer's mapping or by known spellings; nothing for what is no expert."""
+        """What a checkpoint name says, by the layer's mapping or by known spellings; nothing for what is no expert.
+
+        Under EPLB one for each copy of the expert. Raises ValueError for an expert that the layer does not have.
+        """
+        found = self._parsed(name)
+        named = [tensor.expert for tensor in found if tensor.expert is not None]
+        if self.eplb_state is None or len(named) < len(found):
+            return found
+        count = self.config.num_experts
+        for expert in named:
+            if expert >= (self.rank.num_experts if self.expert_mapping else count):
+                raise ValueError(f"{name}: expert {expert} is outside this layer's {count} experts")
+        # Rows of a mapping say where copies lie initially.
+        places = np.flatnonzero(np.isin(self._expert_of_copy, [expert % count for expert in named])).tolist()
+        return tuple(dataclasses.replace(found[0], expert=place) for place in places)
+
+    def _parsed(self, name: str) -> tuple[ExpertTensor, ...]:
         first = name.partition(".")[0]
         if first.isdecimal() or first in SHARD_OF_PROJECTION:
             name = f"experts.{name}"  # relative to the layer

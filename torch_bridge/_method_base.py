@@ -7,6 +7,7 @@ import torch
 
 from moe_jax import ExpertWeights, MoEConfig, Scheme
 from moe_jax.loading import ExpertTensor
+from torch_bridge._eplb import EplbLayerState
 from torch_bridge._moe_config import FusedMoEConfig, FusedMoEParallelConfig
 from torch_bridge._quant_config import FusedMoEQuantConfig
 from torch_bridge._rank import Rank
@@ -20,6 +21,7 @@ class MoELayer(torch.nn.Module):
     local_config: MoEConfig
     rank: Rank
     layer_name: str
+    eplb_state: EplbLayerState | None
 
     @property
     def correction_bias(self) -> torch.Tensor | None:
@@ -28,7 +30,7 @@ class MoELayer(torch.nn.Module):
 
     @property
     def routes_in_torch(self) -> bool:
-        """Whether experts are chosen by a torch function, which no operator contains."""
+        """Whether torch chooses experts, or one of their copies, which no operator contains."""
         raise NotImplementedError
 
     def select_experts(
@@ -172,6 +174,7 @@ class FusedMoEMethodBase(abc.ABC):
 
     @property
     def supports_eplb(self) -> bool:
+        """Whether ``apply`` takes ids of copies of experts, whose parameters others move."""
         return False
 
     @property

@@ -8,7 +8,7 @@ import torch
 from moe_jax import Scheme
 from moe_jax.quantization import LeafSpec, MoEMethod, method_for
 from torch_bridge import _ops
-from torch_bridge._hosted import HostedExperts, ModuleLoader, described, host, hosted
+from torch_bridge._hosted import HostedExperts, ModuleLoader, described, host, hosted, shape_of
 from torch_bridge._leaf_layout import LeafLayout
 from torch_bridge._method_base import FusedMoEMethodBase, MoELayer, replace_parameter, set_weight_attrs
 from torch_bridge._moe_config import FusedMoEConfig
@@ -68,11 +68,31 @@ class SchemeMoEMethod(FusedMoEMethodBase):
             specs = layer_specs(layer, self.stored_method, sizes, params_dtype)
         else:
             self.moe = moe = self.moe or described(layer, sizes, params_dtype)
-            experts = host(layer, self.moe, sizes, params_dtype)
+            full = extra_weight_attrs.get("intermediate_size_full")
+            experts = host(layer, shape_of(layer, moe, sizes, params_dtype, intermediate_size_full=full))
             specs, device = self._rows_of_all(experts, extra_weight_attrs), experts.device
             extra_weight_attrs.setdefault("weight_loader", ModuleLoader(layer, self, moe))
         note(layer, num_experts=num_experts, orig_dtype=params_dtype, weight_block_size=self._block_size)
-        self._register(layer, specs, sizes, params_dtype, device, extra_weight_attrs)
+        device = self.before_parameters(layer, specs, device, extra_weight_attrs)
+        weights = self.stored_method.scheme.weights
+        for name, spec in specs.items():
+            layout = self.layout(name, params_dtype)
+            attributes = {**_kind(name, spec, weights, layout), **extra_weight_attrs}
+            register_leaf(layer, name, spec, layout, device, attributes)
+        for name, (shape, dtype) in self.unread_parameters(sizes).items():
+            if name not in specs:
+                data = torch.zeros(shape, dtype=dtype, device=device)
+                layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+                set_weight_attrs(getattr(layer, name), {"leaf_name": name, **_UNREAD, **extra_weight_attrs})
+        for name in ("w13_input_scale", "w2_input_scale"):
+            if name not in specs:  # vLLM's layers have the attribute all the same
+                layer.register_parameter(name, None)
+
+    def before_parameters(
+        self, layer: torch.nn.Module, specs: dict[str, LeafSpec], device: torch.device, attributes: dict[str, Any]
+    ) -> torch.device:
+        """Where parameters of these leaves begin; device: where they will be. May change their attributes."""
+        return device
 
     def _rows_of_all(self, experts: HostedExperts, attributes: dict[str, Any]) -> dict[str, LeafSpec]:
         """The leaves of a module; input scales have rows for experts of other ranks too, where loaders bring them."""
@@ -87,28 +107,6 @@ class SchemeMoEMethod(FusedMoEMethodBase):
     def _block_size(self) -> list[int] | None:
         weights = self.scheme.weights
         return None if weights is None or weights.block_shape is None else list(weights.block_shape)
-
-    def _register(
-        self,
-        layer: torch.nn.Module,
-        specs: dict[str, LeafSpec],
-        sizes: tuple[int, int, int],
-        params_dtype: torch.dtype,
-        device: torch.device,
-        attributes: dict[str, Any],
-    ) -> None:
-        weights = self.stored_method.scheme.weights
-        for name, spec in specs.items():
-            layout = self.layout(name, params_dtype)
-            register_leaf(layer, name, spec, layout, device, {**_kind(name, spec, weights, layout), **attributes})
-        for name, (shape, dtype) in self.unread_parameters(sizes).items():
-            if name not in specs:
-                data = torch.zeros(shape, dtype=dtype, device=device)
-                layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
-                set_weight_attrs(getattr(layer, name), {"leaf_name": name, **_UNREAD, **attributes})
-        for name in ("w13_input_scale", "w2_input_scale"):
-            if name not in specs:  # vLLM's layers have the attribute all the same
-                layer.register_parameter(name, None)
 
     def unread_parameters(self, sizes: tuple[int, int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """{name: (shape, dtype)} of what vLLM's loaders fill beside the leaves, and processing drops.
@@ -169,10 +167,15 @@ class SchemeMoEMethod(FusedMoEMethodBase):
     def apply_monolithic(self, layer: torch.nn.Module, x: Any, router_logits: Any, input_ids: Any = None) -> Any:
         if isinstance(layer, MoELayer):
             if layer.routes_in_torch:
-                return self.apply(layer, x, *layer.select_experts(x, router_logits))
+                return self.apply(layer, x, *layer.select_experts(x, router_logits, input_ids=input_ids))
             bias = layer.correction_bias
         else:
             bias = getattr(layer, "e_score_correction_bias", None)
+            if not self.is_monolithic:
+                raise NotImplementedError(
+                    f"{type(layer).__name__} has enable_eplb, and copies of experts are chosen outside of this method; "
+                    "route first, then call apply"
+                )
             if getattr(layer, "custom_routing_function", None) is not None:
                 raise NotImplementedError(
                     f"{type(layer).__name__} has a custom_routing_function, which moe_jax does not call; route first, "
@@ -188,11 +191,17 @@ class SchemeMoEMethod(FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
+        """Not under EPLB: between router and experts a copy of each expert is chosen."""
+        return self.moe is None or not self.moe.moe_parallel_config.enable_eplb
+
+    @property
+    def supports_eplb(self) -> bool:
         return True
 
     @property
     def supports_internal_mk(self) -> bool:
-        return True
+        """Not under data parallelism: the module's owner brings tokens of other ranks, as vLLM's runner then does."""
+        return self.moe is None or self.moe.dp_size == 1
 
     @property
     def topk_indices_dtype(self) -> torch.dtype | None:
@@ -268,4 +277,6 @@ def _kind(name: str, spec: LeafSpec, weights: Any, layout: LeafLayout) -> dict[s
         kind = weights.strategy.value if kind in ("weight", "zero_point", "channel_zero_point") else kind
     if kind in ("weight", "bias", "g_idx", "input_scale"):
         kind = None
-    return _UNREAD | {"is_transposed": layout.is_transposed} | ({} if kind is None else {"quant_method": kind})
+    is_of_all = spec.kind in ("group", "zero_point") and weights is not None and weights.actorder
+    read = {"is_transposed": layout.is_transposed, "load_full_w2": is_of_all and name.startswith("w2_")}
+    return read | ({} if kind is None else {"quant_method": kind})

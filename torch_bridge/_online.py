@@ -37,20 +37,15 @@ class OnlineMoEMethodBase(SchemeMoEMethod):
     def quantizes_online(self) -> bool:
         return self.scheme.is_quantized
 
-    def _register(
-        self,
-        layer: torch.nn.Module,
-        specs: dict[str, LeafSpec],
-        sizes: tuple[int, int, int],
-        params_dtype: torch.dtype,
-        device: torch.device,
-        attributes: dict[str, Any],
-    ) -> None:
+    def before_parameters(
+        self, layer: torch.nn.Module, specs: dict[str, LeafSpec], device: torch.device, attributes: dict[str, Any]
+    ) -> torch.device:
+        """On the meta device: memory comes with the first tensor."""
         if not isinstance(layer, MoELayer):
             note(layer, _load_device=device)
             self._incoming = JustInTime(layer, specs, device, lambda: self.process_weights_after_loading(layer))
             attributes |= {"weight_loader": self._incoming.tracked(attributes["weight_loader"])}
-        super()._register(layer, specs, sizes, params_dtype, torch.device("meta"), attributes)
+        return torch.device("meta")
 
     def process_module(self, module: torch.nn.Module) -> None:
         """Quantize what was loaded; dummy values where nothing was. Does nothing for a module that is processed."""

@@ -60,7 +60,7 @@ def load_into(
             raise ValueError(f"{weight_name}: expected shape at most {tuple(param.shape)}, found {tuple(loaded.shape)}")
         part.copy_(loaded)
         return True
-    kind, is_transposed = _kind_of(param, name), getattr(param, "is_transposed", False)
+    kind, is_transposed = _kind_of(param, name, method), getattr(param, "is_transposed", False)
     if kind == "weight_shape":  # the last projection's stays, as in vLLM; nothing reads it
         local = expert_id if expert_map is None else int(expert_map[expert_id])
         if local is not None and local >= 0:
@@ -96,11 +96,16 @@ def load_into(
     return bool(used)
 
 
-def _kind_of(param: torch.Tensor, name: str) -> str:
+def _kind_of(param: torch.Tensor, name: str, method: Any) -> str:
     """The kind of a parameter by the words of its name, as vLLM's loader tells them apart."""
     for word in ("input_scale", "g_idx", "weight_shape"):
         if word in name:
             return word
+    stated = getattr(param, "quant_method", "of no kind")
+    if "ModelOpt" in type(method).__name__ and "weight_scale" in name and stated != "block":
+        # They say nothing on their parameters.
+        has_both = method.uses_weight_scale_2_pattern()
+        return "tensor" if not has_both or "weight_scale_2" in name else "group"
     if any(word in name for word in ("scale", "zero", "offset")):
-        return getattr(param, "quant_method", "of no kind")
+        return stated
     return "bias" if name.endswith("_bias") else "weight"

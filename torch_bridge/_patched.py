@@ -4,15 +4,8 @@ from typing import Any
 
 import torch
 
+from torch_bridge._experts_modules import ExpertsModule, names_of, turned
 from torch_bridge._layer import FusedMoE
-
-# transformers' name -> leaf. gpt-oss keeps its matrices (in, out), the others (out, in).
-_NAMES = {
-    "gate_up_proj": "w13_weight",
-    "down_proj": "w2_weight",
-    "gate_up_proj_bias": "w13_bias",
-    "down_proj_bias": "w2_bias",
-}
 
 
 class PatchedExperts(torch.nn.Module):
@@ -23,11 +16,12 @@ class PatchedExperts(torch.nn.Module):
     ``save_pretrained`` of such a model refuse.
     """
 
-    def __init__(self, experts: FusedMoE, *, is_transposed: bool = False):
-        """is_transposed: whether transformers keeps the matrices (in, out)."""
+    def __init__(self, experts: FusedMoE, replaced: ExpertsModule):
+        """replaced: the module of transformers, of which names and layout are kept."""
         super().__init__()
         self.experts: FusedMoE = experts
-        self._is_transposed = is_transposed
+        self.is_transposed = bool(replaced.is_transposed)
+        self.names: dict[str, str] = names_of(replaced)
         if not experts.config.scheme.is_quantized:
             self.register_state_dict_post_hook(_to_transformers)
             self.register_load_state_dict_pre_hook(_from_transformers)
@@ -38,21 +32,16 @@ class PatchedExperts(torch.nn.Module):
         """hidden_states (T, H), top_k_index and top_k_weights (T, top_k) -> (T, H)."""
         return self.experts.quant_method.apply(self.experts, hidden_states, top_k_weights, top_k_index)
 
-    def turned(self, leaf: torch.Tensor) -> torch.Tensor:
-        """A matrix per expert between transformers' layout and vLLM's."""
-        return leaf.transpose(1, 2).contiguous() if self._is_transposed and leaf.ndim == 3 else leaf
-
 
 def _to_transformers(module: PatchedExperts, state: Any, prefix: str, metadata: Any) -> None:
-    for name, leaf in _NAMES.items():
-        if f"{prefix}experts.{leaf}" in state:
-            state[f"{prefix}{name}"] = module.turned(state.pop(f"{prefix}experts.{leaf}"))
+    for leaf, name in module.names.items():
+        state[f"{prefix}{name}"] = turned(module, state.pop(f"{prefix}experts.{leaf}")).contiguous()
 
 
 def _from_transformers(module: PatchedExperts, state: Any, prefix: str, *rest: Any) -> None:
-    for name, leaf in _NAMES.items():
+    for leaf, name in module.names.items():
         if f"{prefix}{name}" in state:
-            state[f"{prefix}experts.{leaf}"] = module.turned(state.pop(f"{prefix}{name}"))
+            state[f"{prefix}experts.{leaf}"] = turned(module, state.pop(f"{prefix}{name}")).contiguous()
 
 
 def refuse_saving(model: Any, scheme: str) -> None:

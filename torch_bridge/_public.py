@@ -9,6 +9,7 @@ from torch_bridge._compressed_tensors import (
     CompressedTensorsWNA16MarlinMoEMethod,
 )
 from torch_bridge._convert import convert, from_nnx, load_tensors, patch, to_nnx
+from torch_bridge._eplb import EplbLayerState
 from torch_bridge._fp8 import Fp8MoEMethod
 from torch_bridge._layer import FusedMoE
 from torch_bridge._method_base import FusedMoEMethodBase, replace_parameter, set_weight_attrs
@@ -24,6 +25,7 @@ from torch_bridge._online import (
 from torch_bridge._patched import PatchedExperts
 from torch_bridge._quant_config import FusedMoEQuantConfig, FusedMoEQuantDesc, GroupShape
 from torch_bridge._rank import Rank
+from torch_bridge._transformers import register_experts
 from torch_bridge.launch._kernels import as_torch_kernels
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "CompressedTensorsW4A8Int8MoEMethod",
     "CompressedTensorsW8A8Fp8MoEMethod",
     "CompressedTensorsWNA16MarlinMoEMethod",
+    "EplbLayerState",
     "Fp8MoEMethod",
     "FusedMoE",
     "FusedMoEConfig",
@@ -57,6 +60,7 @@ __all__ = [
     "load_tensors",
     "make_expert_params_mapping",
     "patch",
+    "register_experts",
     "replace_parameter",
     "set_weight_attrs",
     "to_nnx",

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_jax._arguments import integer
 from moe_jax.loading import Shard
 from moe_jax.parallel import determine_expert_map
 from torch_bridge._group import is_running, place_in, summed
@@ -49,14 +50,21 @@ class Rank:
     def current(
         cls,
         num_experts: int,
-        tp_size: int | None,
-        ep_size: int | None,
-        tp_rank: int | None,
-        ep_rank: int | None,
+        tp_size: Any,
+        ep_size: Any,
+        tp_rank: Any,
+        ep_rank: Any,
         strategy: str,
         group: Any,
     ) -> "Rank":
-        """Missing sizes are 1. Missing ranks follow from the rank in the group, tensor-parallel neighbours first."""
+        """Missing sizes are 1. Missing ranks follow from the rank in the group, tensor-parallel neighbours first.
+
+        Raises TypeError for a size or rank that is no integer, ValueError for one that is too small.
+        """
+        given = dict(tp_size=tp_size, ep_size=ep_size, tp_rank=tp_rank, ep_rank=ep_rank)
+        for name, value in given.items():
+            if value is not None:
+                integer(name, value, minimum=int(name.endswith("size")))
         tp_size, ep_size, rank = tp_size or 1, ep_size or 1, place_in(group)[1]
         return cls(
             tp_size,

@@ -57,8 +57,13 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """The tensor as NumPy sees it: over the same memory on the CPU, a copy of a CUDA tensor.
 
-    Raises TypeError for a dtype that no layer of experts can hold, ValueError for a tensor without storage.
+    Raises TypeError for a dtype that no layer of experts can hold and for a sparse or nested tensor, ValueError for one
+    without storage.
     """
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise TypeError(
+            f"a tensor is nested or has layout {tensor.layout}, expected torch.strided; call its to_dense()"
+        )
     if tensor.is_meta:
         raise ValueError(f"tensor {tuple(tensor.shape)} is on the meta device and has no values to load")
     dtype, tensor = numpy_dtype(tensor.dtype), tensor.detach().cpu().resolve_neg()
@@ -152,6 +157,8 @@ def check_tensor(label: str, value: Any) -> None:
     """Raises TypeError for what is no torch tensor with strides, ValueError for one without axes."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{label} is a {type(value).__name__}, expected a torch tensor")
+    if value.is_nested:
+        raise TypeError(f"{label} is a nested tensor, expected one with a shape; call its to_padded_tensor(0.0)")
     if value.layout != torch.strided:
         raise TypeError(f"{label} has layout {value.layout}, expected torch.strided; call its to_dense()")
     if not value.ndim:

@@ -209,6 +209,7 @@ def _of_runner(name: str, runner: Any, router: Any, arguments: Mapping[str, Any]
         )
     stated = dict.fromkeys(_ROUTING) | _DEFAULTS
     found = {key: stated[key] for key in _ROUTING} | {key: getattr(router, key) for key in _ROUTERS[kind]}
+    found["renormalize"] = bool(found["renormalize"])  # models pass what their config.json has, None too
     found["use_grouped_topk"] = kind == "GroupedTopKRouter"
     found["hash_indices_table"] = getattr(router, "_hash_indices_table", None)
     shared = getattr(runner, "_shared_experts", None)

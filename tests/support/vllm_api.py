@@ -32,6 +32,7 @@ SOURCES = {
     f"{_MOE}/fused_moe_method_base.py": ("FusedMoEMethodBase",),
     f"{_MOE}/unquantized_fused_moe_method.py": ("UnquantizedFusedMoEMethod",),
     f"{_MOE}/routed_experts.py": ("RoutedExperts",),
+    f"{_MOE}/runner/moe_runner_interface.py": ("MoERunnerInterface",),
     f"{_MOE}/layer.py": ("FusedMoE", "fused_moe_make_expert_params_mapping"),
     f"{_MOE}/expert_map_manager.py": ("determine_expert_map",),
     f"{_QUANT}/online/moe_base.py": ("OnlineMoEMethodBase",),
@@ -42,6 +43,7 @@ SOURCES = {
     f"{_CT}_w4a8_int8.py": ("CompressedTensorsW4A8Int8MoEMethod",),
     f"{_CT}_w4a4_nvfp4.py": ("CompressedTensorsW4A4Nvfp4MoEMethod",),
     f"{_CT}_wna16_marlin.py": ("CompressedTensorsWNA16MarlinMoEMethod",),
+    "vllm/distributed/eplb/eplb_state.py": ("EplbLayerState",),
     "vllm/model_executor/utils.py": ("set_weight_attrs", "replace_parameter"),
 }
 

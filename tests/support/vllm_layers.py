@@ -98,9 +98,11 @@ def _prepared_for_nothing(experts: Any, layer: Any, routes: bool) -> None:
     """Tracing takes seconds; those tests that want it call ``prepare`` themselves."""
 
 
-def make_layer(quantization: dict[str, Any] | str | None, *, tp_size: int = 1, **settings: Any) -> Any:
+def make_layer(
+    quantization: dict[str, Any] | str | None, *, plugin: bool = True, tp_size: int = 1, **settings: Any
+) -> Any:
     """The ``RoutedExperts`` of a new FusedMoE. quantization: a checkpoint's config, the name of an online method of
-    the plugin, or None. settings: arguments of FusedMoE."""
+    the plugin, or None. plugin: False for the method that vLLM itself takes. settings: arguments of FusedMoE."""
     from vllm.model_executor.layers.fused_moe import FusedMoE
     from vllm.model_executor.layers.quantization import get_quantization_config
 
@@ -108,9 +110,50 @@ def make_layer(quantization: dict[str, Any] | str | None, *, tp_size: int = 1, *
         config = get_quantization_config("moe_jax").from_config(quantization)
     else:
         config = get_quantization_config(quantization or "moe_jax")()
+    if not plugin:
+        config = config.inner
     prefix = f"model.layers.{_next_index()}.mlp.experts"
     runner = FusedMoE(quant_config=config, prefix=prefix, tp_size=tp_size, params_dtype=torch.bfloat16, **settings)
     return runner.routed_experts
+
+
+def load_experts(
+    layer: Any, form: Any, generator: Any, num_experts: int, hidden: int, intermediate: int, *, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw every expert's tensors of a ``VllmFormat`` and load them with ``RoutedExperts.weight_loader``.
+
+    Gives their values in float32: w13 (E, 2, I, H), w2 (E, H, I).
+    """
+    w13, w2 = [], []
+    for expert in range(num_experts):
+        found, orders = {}, [torch.randperm(k, generator=generator) for k in (hidden, intermediate)]
+        for shard, n, k, order in (
+            ("w1", intermediate, hidden, orders[0]),
+            ("w3", intermediate, hidden, orders[0]),
+            ("w2", hidden, intermediate, orders[1]),
+        ):
+            tensors, found[shard] = form.write(generator, n, k, order)
+            for suffix, tensor in tensors.items():
+                name = f"{'w2' if shard == 'w2' else 'w13'}_{suffix}"
+                if (parameter := dict(layer.named_parameters()).get(name)) is not None:
+                    place = f"experts.{expert}.{name}"
+                    parameter.weight_loader(parameter, tensor.to(device), place, shard_id=shard, expert_id=expert)
+        w13.append(torch.stack([found["w1"], found["w3"]]))
+        w2.append(found["w2"])
+    return torch.stack(w13), torch.stack(w2)
+
+
+def experts_float32(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """SwiGLU experts of x (T, H) in float32."""
+    y = torch.zeros(x.shape, device=x.device, dtype=torch.float32)
+    for expert in range(len(w13)):
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        gate, up = torch.einsum("gih,th->gti", w13[expert], x[token].float())
+        out = (torch.nn.functional.silu(gate) * up) @ w2[expert].T
+        y.index_add_(0, token, weights[token, place][:, None].float() * out)
+    return y
 
 
 _count = 0

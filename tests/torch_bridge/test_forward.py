@@ -1,8 +1,10 @@
 """Calling the torch layer: the nnx layer's bits, no copies on the way, gradients, compilation, refusals."""
 
+import copy
 import functools
 import inspect
 import os
+import pickle
 import select
 import signal
 import warnings
@@ -362,19 +364,32 @@ def test_modules_around_the_experts():
         (dict(pcp_size=2), NotImplementedError, "pcp_size=2"),
         (dict(n_shared_experts=1), NotImplementedError, "n_shared_experts=1"),
         (dict(is_sequence_parallel=True), NotImplementedError, "is_sequence_parallel"),
-        (dict(enable_eplb=True), NotImplementedError, "enable_eplb"),
-        (dict(num_redundant_experts=1), ValueError, "needs enable_eplb"),
         (dict(prefix="taken"), ValueError, "Duplicate layer name: taken"),
         (dict(shared_expert_gate=torch.nn.Identity()), ValueError, "without shared_experts"),
         (dict(tp_rank=1), ValueError, "outside tp_size=1"),
-        (dict(torch_kernels=True, implementation="xla"), ValueError, "torch_kernels=True launches .*'mosaic'"),
+        (dict(torch_kernels=True, implementation="xla"), ValueError, "torch_kernels=True launches .*'hopper'"),
+        (dict(renormalize="False"), TypeError, "renormalize='False', expected True or False"),
+        (dict(online=1), TypeError, "online=1, expected True or False"),
+        (dict(reduce_results="no"), TypeError, "reduce_results='no', expected True or False"),
+        (dict(torch_kernels="auto"), TypeError, "torch_kernels='auto', expected True or False"),
+        (dict(has_partial_shared_experts=None), TypeError, "has_partial_shared_experts=None, expected True or False"),
+        (dict(gate=torch.ones(H, E)), TypeError, "gate=tensor.*, expected None, or a module or function"),
+        (dict(shared_experts=5), TypeError, "shared_experts=5, expected None, or a module or function"),
+        (dict(params_dtype=torch.zeros(())), TypeError, "params_dtype=tensor.*, expected a torch dtype"),
+        (dict(device=1.5), TypeError, "device=1.5, expected a torch device"),
+        (dict(tp_size=True), TypeError, "tp_size=True, expected an integer >= 1"),
+        (dict(ep_rank=0.0), TypeError, "ep_rank=0.0, expected an integer >= 0"),
+        (dict(expert_mapping=5), TypeError, "expert_mapping=5, expected rows of make_expert_params_mapping"),
+        (dict(e_score_correction_bias=[0.0] * E), TypeError, "e_score_correction_bias is a list, expected a torch"),
+        (dict(hash_indices_table=torch.zeros(3, K)), ValueError, "hash_indices_table is float32"),
+        (dict(hash_indices_table=torch.full((3, K), 2**32)), ValueError, "hash_indices_table holds 2147483647"),
     ],
 )
 @pytest.mark.sample(6)
 def test_constructor_refuses(options, error, message):
     other = bridge_layer("bf16", prefix="taken")
     with pytest.raises(error, match=message) as raised:
-        torch_bridge.FusedMoE(E, K, H, I, **options)
+        inspect.unwrap(torch_bridge.FusedMoE.__init__)(object.__new__(torch_bridge.FusedMoE), E, K, H, I, **options)
     assert "\n" not in str(raised.value) and other is not None
 
 
@@ -409,9 +424,14 @@ def test_call_refuses():
     assert layer.to("cpu") is layer and layer.w2_weight.dtype == torch.bfloat16
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_what_is_no_tensor_with_rows_is_named():
     layer = loaded_bridge("bf16", plain_arrays())
     x, z = inputs(3)
+
+    def nested(width, layout):
+        return torch.nested.nested_tensor([torch.ones(rows, width) for rows in (2, 1)], layout=layout)
+
     assert torch.equal(layer(x._neg_view(), z._neg_view()), layer(-x, -z))
     for arguments, error, message in (
         ((None, z), TypeError, "x is a NoneType, expected a torch tensor"),
@@ -420,11 +440,57 @@ def test_what_is_no_tensor_with_rows_is_named():
         ((x, z, [0, 1, 2]), TypeError, "input_ids is a list"),
         ((x.to_sparse(), z), TypeError, "x has layout torch.sparse_coo, expected torch.strided"),
         ((x[0, 0], z), ValueError, r"x has shape \(\), expected an axis at least"),
+        ((nested(H, torch.strided), z), TypeError, "x is a nested tensor"),
+        ((x, nested(E, torch.jagged)), TypeError, "router_logits is a nested tensor"),
+        ((x, z, nested(1, torch.jagged)), TypeError, "input_ids is a nested tensor"),
     ):
         with pytest.raises(error, match=f"{layer.layer_name}: {message}"):
             inspect.unwrap(type(layer).forward)(layer, *arguments)
+    for tensor in (nested(H, torch.strided), nested(H, torch.jagged), x.to_sparse()):
+        with pytest.raises(TypeError, match="a tensor is nested or has layout"):
+            bridge_layer("bf16").load_weights([("experts.0.w1.weight", tensor)])
+    with pytest.raises(TypeError, match="router_logits is a NoneType, expected a torch tensor"):
+        inspect.unwrap(type(layer).select_experts)(layer, x, None)
+    with pytest.raises(TypeError, match="an input is a nested tensor"):
+        layer.select_experts(x, z, input_ids=nested(1, torch.jagged))
     with pytest.raises(TypeError, match="x is a NoneType, expected a torch tensor"):
         inspect.unwrap(_ops.call)(_ops.select_experts_op, None, z, None, None, K, layer.layer_name)
+
+
+class Function(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+@pytest.mark.parametrize(
+    "modules, error, message",
+    [
+        (dict(gate=Function(lambda x: None)), TypeError, "output of gate is a NoneType"),
+        (
+            dict(shared_experts=Function(lambda x: x[:, :1])),
+            ValueError,
+            r"output of shared_experts has shape \(3, 1\) on cpu",
+        ),
+        (
+            dict(shared_experts=Function(lambda x: x.to("meta"))),
+            ValueError,
+            r"\(3, 128\) on meta, expected \(3, 128\) on cpu",
+        ),
+        (
+            dict(shared_experts=Function(lambda x: x), shared_expert_gate=Function(lambda x: x)),
+            ValueError,
+            r"output of shared_expert_gate has shape \(3, 128\) on cpu, expected \(3, 1\) on cpu",
+        ),
+        (dict(routed_output_transform=Function(lambda y: 5)), TypeError, "output of routed_output_transform is a int"),
+    ],
+)
+def test_outputs_of_modules_are_checked(modules, error, message):
+    layer = loaded_bridge("bf16", plain_arrays(), **modules)
+    with pytest.raises(error, match=message):
+        layer(*inputs(3))
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "int8_w8a16"])
@@ -469,7 +535,8 @@ def test_a_forked_process_is_refused(capfd):
     child = os.fork()
     if child == 0:
         try:
-            for run in (lambda: layer(x, z), lambda: layer(x[:0], z[:0]), layer.load_dummy_weights):
+            calls = [lambda: layer(x, z), lambda: layer(x[:0], z[:0]), layer.load_dummy_weights]
+            for run in (*calls, lambda: copy.deepcopy(layer), lambda: pickle.dumps(layer)):
                 try:
                     run()
                 except RuntimeError as error:
@@ -483,7 +550,7 @@ def test_a_forked_process_is_refused(capfd):
             os.kill(child, signal.SIGKILL)
         lines = pipe.read().splitlines()
     os.waitpid(child, 0)
-    assert len(lines) == 3 and all("was forked from one that uses JAX" in line for line in lines)
+    assert len(lines) == 5 and all("was forked from one that uses JAX" in line for line in lines)
     assert lines[0].startswith(f"{layer.layer_name}: ") and torch.equal(layer(x, z), expected)
 
 

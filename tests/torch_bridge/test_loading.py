@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import torch_bridge
-from moe_jax import Scheme
 from moe_jax.quantization import SCHEMES, method_for
 from tests.support.cases.torch_bridge import (
     ALL_SCHEMES,
@@ -382,24 +381,15 @@ def test_decisions_of_the_loader():
         layer.load_weights({})
 
 
-def test_act_order_is_loaded_by_whole_experts_only():
-    group = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "group"}
-    scheme = Scheme.parse({"weights": group, "format": "pack-quantized"})
-    rng, arrays = np.random.default_rng(0), dict(stored_arrays("w4a16_g32"))
-    orders = {e: rng.permutation(np.arange(H) // 32).astype(np.int32) for e in range(E)}
-    for expert in range(E):
-        for shard in WORDS:
-            order = rng.permutation(np.arange(I) // 32).astype(np.int32) if shard == "w2" else orders[expert]
-            arrays[expert, shard, "weight_g_idx"] = order
-    for rank in ({}, RANKS[2]):
-        layer = loaded_bridge(scheme, arrays, **rank)
-        own = range(E) if layer.rank.expert_map is None else np.flatnonzero(layer.rank.expert_map >= 0)
-        np.testing.assert_array_equal(layer.expert_weights.w13.g_idx, [orders[e] for e in own])
-    again = bridge_layer(scheme)
-    again.load_state_dict(loaded_bridge(scheme, arrays).state_dict())
-    again.process_weights_after_loading()
-    with pytest.raises(NotImplementedError, match=r"act-order .* use expert parallelism"):
-        loaded_bridge(scheme, arrays, tp_size=2, tp_rank=0)
+def test_a_rank_that_quantizes_while_loading_has_all_of_its_experts_early():
+    """Tensors of other ranks' experts may come after the last one of its own, which processed it."""
+    pairs = torch_pairs(plain_arrays())
+    for rank in range(3):
+        layer = bridge_layer(torch_bridge.SchemeOnlineMoEMethod("fp8_tensor"), ep_size=3, ep_rank=rank)
+        assert layer.load_weights(pairs) == {"w13_weight", "w2_weight"}
+        assert layer.load_weights(pairs) == {"w13_weight", "w2_weight"}
+        with pytest.raises(ValueError, match="came twice with different values"):
+            layer.load_weights([(name, 2 * tensor) for name, tensor in pairs])
 
 
 def test_dummy_weights():

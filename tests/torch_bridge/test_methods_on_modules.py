@@ -418,3 +418,21 @@ def test_calls_that_cannot_be():
     with pytest.raises(ValueError, match="x has 3 tokens, found 2"):
         method.apply(module, x, call[0][:2], call[1])
     assert method.apply(module, x[:0], call[0][:0], call[1][:0]).shape == (0, H)
+
+
+def test_tokens_of_other_ranks_are_the_owners_to_bring():
+    """M54, M64: a method that claims its own dispatch gets none from vLLM's runner; copies are chosen before apply."""
+    moe = described(torch_bridge.Rank(num_experts=E))
+    module, method = Module(moe, torch_bridge.Rank(num_experts=E)), METHODS["bf16"](moe)
+    method.create_weights(module, E, H, I, torch.bfloat16)
+    for parameter in module.parameters():
+        parameter.data.zero_()
+    method.process_weights_after_loading(module)
+    assert method.supports_internal_mk and method.is_monolithic
+    moe.moe_parallel_config.dp_size = 2
+    assert not method.supports_internal_mk and method.is_monolithic
+    moe.moe_parallel_config.enable_eplb = True
+    assert not method.is_monolithic
+    with pytest.raises(NotImplementedError, match="Module has enable_eplb, and copies of experts are chosen outside"):
+        x, _, _, z = inputs()
+        method.apply_monolithic(module, as_torch(x), torch.from_numpy(z))

@@ -16,7 +16,7 @@ from tests.support.cases.torch_ranks import (
     arrays,
     assert_rows,
     linear,
-    output_transform,
+    modules_around,
     reference,
     routed_reference,
     routing_of,
@@ -45,15 +45,9 @@ def layer_of(features, rank, group, reduce_results, *, quant_config=None, load=T
     if "zero" in words:
         bias = torch.tensor(p["correction"], dtype=torch.float32)
         options |= dict(zero_expert_type="identity", e_score_correction_bias=bias)
-    if "transforms" in words:
-        transform = torch.nn.Module()
-        transform.forward = output_transform
-        options |= dict(routed_input_transform=linear(p["into"]), routed_output_transform=transform)
+    options |= modules_around(words, rank, size) | dict(has_partial_shared_experts="partial" in words)
     if "shared" in words:
         options |= dict(shared_experts=linear(p["shared"]))
-    if "partial" in words:  # columns of the input are divided among the ranks
-        part = p["shared"] * (np.arange(H) % size == rank)
-        options |= dict(shared_experts=linear(part), has_partial_shared_experts=True)
     if "gated" in words:
         options |= dict(shared_expert_gate=linear(p["gate"]))
     if {"scale", "factor"} & set(words):

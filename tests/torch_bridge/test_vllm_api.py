@@ -24,12 +24,14 @@ INSTANCES = {
     "FusedMoEMethodBase": lambda ours: torch_bridge.UnquantizedFusedMoEMethod(),
     "GroupShape": lambda ours: ours(1, 128),
     "RoutedExperts": lambda ours: ours(4, 2, 32, 32),
+    "MoERunnerInterface": lambda ours: ours(4, 2, 32, 32),
     "FusedMoEConfig": lambda ours: torch_bridge.FusedMoE(4, 2, 32, 32).moe_config,
     "FusedMoEParallelConfig": lambda ours: ours.make_no_parallel(),
     "FusedMoEQuantConfig": lambda ours: ours.make(),
     "FusedMoEQuantDesc": lambda ours: ours(),
 }
 _KERNEL = "vLLM's choice of a kernel; moe_jax chooses per call"
+_TRANSPORT = "a table of vLLM's DeepEP transport"
 _OWN = "of this library"
 _EARLIER = "of the class FusedMoE of vLLM 0.16 to 0.19, which this layer also takes the place of"
 _RUNNER = "vLLM's routers, runners and containers; this layer is all three"
@@ -68,6 +70,12 @@ EXCEPTIONS = {
     "RoutedExperts.update_expert_map_info: missing": _RUNNER,
     "RoutedExperts.forward_modular: missing": "its runner's way to quant_method.apply, which forward calls here",
     "RoutedExperts.forward_monolithic: missing": "its runner's way to quant_method.apply_monolithic",
+    "MoERunnerInterface.maybe_init_modular_kernel: missing": _KERNEL,
+    "MoERunnerInterface.layer_id: missing": "of vLLM's capture of chosen experts",
+    "MoERunnerInterface.is_monolithic: missing": "quant_method says it",
+    "MoERunnerInterface.expert_global_to_physical: missing": _TRANSPORT,
+    "MoERunnerInterface.expert_physical_to_global: missing": _TRANSPORT,
+    "MoERunnerInterface.expert_local_to_global: missing": _TRANSPORT,
     "RoutedExperts.rocm_aiter_fmoe_enabled: missing": "of kernels for ROCm",
     "RoutedExperts.make_expert_params_mapping: routed_experts_prefix is '' by default, 'routed_experts' in vLLM": (
         _RUNNER
@@ -84,8 +92,11 @@ EXCEPTIONS = {
 }
 
 
+LAYERS = ("RoutedExperts", "MoERunnerInterface")  # two objects of vLLM that one layer here stands for
+
+
 def ours_of(name):
-    if name == "RoutedExperts":
+    if name in LAYERS:
         return torch_bridge.FusedMoE
     return getattr(torch_bridge, name, None)
 
@@ -102,7 +113,7 @@ def found_differences():
     for name in MIRRORED:
         instance = INSTANCES[name](ours_of(name)) if name in INSTANCES else None
         members = dict(API["classes"][name])
-        if name == "RoutedExperts":  # the constructor and the call are those of FusedMoE
+        if name in LAYERS:  # the constructor and the call are those of FusedMoE
             members = {member: what for member, what in members.items() if member not in ("__init__", "forward")}
         yield from member_differences(name, members, ours_of(name), instance)
     for name, parameters in API["functions"].items():

@@ -22,7 +22,7 @@ from tests.support.cases.torch_ranks import (
     SimulatedGroup,
     arrays,
     assert_rows,
-    linear,
+    modules_around,
     output_transform,
     reference,
     routed_reference,
@@ -61,16 +61,9 @@ def parallel_config(rank, kind=FusedMoEParallelConfig):
 
 
 def modules_of(features, rank):
-    """What a model hands to vLLM's FusedMoE beside sizes."""
-    p, words, options = arrays(), features.split(), {}
-    if "transforms" in words:
-        transform = torch.nn.Module()
-        transform.forward = lambda y: (output_transform(y), None)  # as vLLM's linear layers return
-        options |= dict(routed_input_transform=linear(p["into"]), routed_output_transform=transform)
-    if "partial" in words:
-        place, size = max(rank.tp_rank, rank.ep_rank), rank.size
-        options |= dict(shared_experts=linear(p["shared"] * (np.arange(H) % size == place)))
-    return options
+    """What a model hands to vLLM's FusedMoE beside sizes; its transform returns as vLLM's linear layers do."""
+    place = max(rank.tp_rank, rank.ep_rank)
+    return modules_around(features.split(), place, rank.size, lambda y: (output_transform(y), None))
 
 
 def like_vllm(rank, features, monkeypatch):
@@ -266,6 +259,14 @@ def test_what_does_not_convert_is_named(change, message, monkeypatch):
     with pytest.raises(NotImplementedError, match=message) as raised:
         torch_bridge.convert(runner)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("value, expected", [(None, False), (1, True)])
+def test_a_config_that_says_nothing_does_not_renormalize(monkeypatch, value, expected):
+    """As vLLM's router takes what a model passes on."""
+    runner = like_vllm(Rank(num_experts=E), "", monkeypatch)
+    runner.router.renormalize = value
+    assert torch_bridge.convert(runner).config.renormalize is expected
 
 
 def test_settings_of_the_activation_are_taken(monkeypatch):

@@ -39,7 +39,7 @@ class Evaluator:
             return jax.tree.unflatten(self._structure, _run(self._closed, leaves, leaves[0].device))
 
 
-def _run(closed: Any, inputs: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def _run(closed: core.ClosedJaxpr, inputs: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     values = dict(zip(closed.jaxpr.invars, inputs, strict=True))
     values |= {v: _tensor(c, device) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
 
@@ -60,7 +60,7 @@ def _run(closed: Any, inputs: Sequence[torch.Tensor], device: torch.device) -> l
     return [read(v) for v in closed.jaxpr.outvars]
 
 
-def _apply(equation: Any, found: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def _apply(equation: core.JaxprEqn, found: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         return _run(_vectorized(params["jaxpr"], *_scan_sizes(equation), params["length"]), found, device)
@@ -74,7 +74,7 @@ def _apply(equation: Any, found: list[torch.Tensor], device: torch.device) -> li
     return [result.to(device) for result in (results if isinstance(results, tuple) else (results,))]
 
 
-def _scan_sizes(equation: Any) -> tuple[int, int]:
+def _scan_sizes(equation: core.JaxprEqn) -> tuple[int, int]:
     """How many operands of a scan are the same in every step, and how many of these are carried; by their ranks, since
     versions of JAX say it in different ways."""
     body = equation.params["jaxpr"].jaxpr
@@ -86,7 +86,7 @@ def _scan_sizes(equation: Any) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _vectorized(body: Any, num_consts: int, num_carry: int, length: int) -> Any:
+def _vectorized(body: core.ClosedJaxpr, num_consts: int, num_carry: int, length: int) -> core.ClosedJaxpr:
     """All steps of a loop without a carry, such as ``lax.map`` over experts, at once."""
     if num_carry:
         raise NotImplementedError("a scan with a carry is not known to the torch evaluator of layouts")
@@ -116,11 +116,11 @@ def _aval(variable: Any) -> Any:
     return variable.aval
 
 
-def _out(equation: Any) -> Any:
+def _out(equation: core.JaxprEqn) -> Any:
     return equation.outvars[0].aval
 
 
-def _broadcast(equation: Any, x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _broadcast(equation: core.JaxprEqn, x: torch.Tensor, *_: Any) -> torch.Tensor:
     shape, kept = equation.params["shape"], equation.params["broadcast_dimensions"]
     sizes = [1] * len(shape)
     for dimension, size in zip(kept, x.shape, strict=True):
@@ -128,13 +128,14 @@ def _broadcast(equation: Any, x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.reshape(sizes).expand(shape)
 
 
-def _convert(equation: Any, x: torch.Tensor) -> torch.Tensor:
-    if equation.invars[0].aval.dtype == np.uint32 and _out(equation).dtype.kind not in "iu":
+def _convert(equation: core.JaxprEqn, x: torch.Tensor) -> torch.Tensor:
+    given: Any = equation.invars[0].aval
+    if given.dtype == np.uint32 and _out(equation).dtype.kind not in "iu":
         x = x.to(torch.int64) & 0xFFFFFFFF
     return x.to(_dtype(_out(equation).dtype))
 
 
-def _bitcast(equation: Any, x: torch.Tensor) -> torch.Tensor:
+def _bitcast(equation: core.JaxprEqn, x: torch.Tensor) -> torch.Tensor:
     aval, dtype = _out(equation), _dtype(_out(equation).dtype)
     if x.element_size() == dtype.itemsize:
         return x.view(dtype)
@@ -143,7 +144,7 @@ def _bitcast(equation: Any, x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(dtype).reshape(aval.shape)
 
 
-def _shift_right_logical(equation: Any, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+def _shift_right_logical(equation: core.JaxprEqn, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.uint8:
         return x >> by
     last = 8 * x.element_size() - 1
@@ -151,28 +152,28 @@ def _shift_right_logical(equation: Any, x: torch.Tensor, by: torch.Tensor) -> to
     return (x >> by) & ~((ones << (last - by)) << 1)
 
 
-def _slice(equation: Any, x: torch.Tensor) -> torch.Tensor:
+def _slice(equation: core.JaxprEqn, x: torch.Tensor) -> torch.Tensor:
     params = equation.params
     steps = params["strides"] or [1] * x.ndim
     return x[tuple(map(slice, params["start_indices"], params["limit_indices"], steps))]
 
 
-def _concatenate(equation: Any, *xs: torch.Tensor) -> torch.Tensor:
+def _concatenate(equation: core.JaxprEqn, *xs: torch.Tensor) -> torch.Tensor:
     return torch.cat(xs, equation.params["dimension"])
 
 
-def _stack(equation: Any, *xs: torch.Tensor) -> torch.Tensor:
+def _stack(equation: core.JaxprEqn, *xs: torch.Tensor) -> torch.Tensor:
     return torch.stack(xs, equation.params["axis"])
 
 
-def _iota(equation: Any, *_: Any) -> torch.Tensor:
+def _iota(equation: core.JaxprEqn, *_: Any) -> torch.Tensor:
     aval, axis = _out(equation), equation.params["dimension"]
     sizes = [1] * len(aval.shape)
     sizes[axis] = aval.shape[axis]
     return torch.arange(aval.shape[axis], dtype=_dtype(aval.dtype)).reshape(sizes).expand(aval.shape)
 
 
-def _pad(equation: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _pad(equation: core.JaxprEqn, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     config = equation.params["padding_config"]
     if any(inner for _, _, inner in config) or any(min(low, high) < 0 for low, high, _ in config):
         raise NotImplementedError("a pad between or of negative size is not known to the torch evaluator of layouts")
@@ -182,7 +183,7 @@ def _pad(equation: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _reduce(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def run(equation: Any, x: torch.Tensor, *_: Any) -> torch.Tensor:
+    def run(equation: core.JaxprEqn, x: torch.Tensor, *_: Any) -> torch.Tensor:
         axes = tuple(int(axis) for axis in equation.params["axes"])
         return function(x, dim=axes) if axes else x
 
@@ -199,7 +200,7 @@ def _all(x: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
     return x
 
 
-def _sort(equation: Any, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _sort(equation: core.JaxprEqn, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if equation.params["num_keys"] != 1:
         raise NotImplementedError("a sort by several keys is not known to the torch evaluator of layouts")
     axis = equation.params["dimension"]
@@ -207,13 +208,13 @@ def _sort(equation: Any, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(torch.gather(x, axis, order) for x in xs)
 
 
-def _select(equation: Any, which: torch.Tensor, *cases: torch.Tensor) -> torch.Tensor:
+def _select(equation: core.JaxprEqn, which: torch.Tensor, *cases: torch.Tensor) -> torch.Tensor:
     if len(cases) != 2:
         raise NotImplementedError("a select of other than two cases is not known to the torch evaluator of layouts")
     return torch.where(which if which.dtype == torch.bool else which != 0, cases[1], cases[0])
 
 
-def _gather(equation: Any, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def _gather(equation: core.JaxprEqn, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Single elements along one axis, whole slices of the others; a leading axis may be common to both."""
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     shared, of_indices = numbers.operand_batching_dims, numbers.start_indices_batching_dims
@@ -239,25 +240,25 @@ def _plain(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return lambda equation, *found: function(*found)
 
 
-def _integer_pow(equation: Any, x: torch.Tensor) -> torch.Tensor:
+def _integer_pow(equation: core.JaxprEqn, x: torch.Tensor) -> torch.Tensor:
     return x ** equation.params["y"]
 
 
-def _reshape(equation: Any, x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _reshape(equation: core.JaxprEqn, x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.reshape(_out(equation).shape)
 
 
-def _transpose(equation: Any, x: torch.Tensor) -> torch.Tensor:
+def _transpose(equation: core.JaxprEqn, x: torch.Tensor) -> torch.Tensor:
     return x.permute(equation.params["permutation"])
 
 
-def _round(equation: Any, x: torch.Tensor) -> torch.Tensor:
+def _round(equation: core.JaxprEqn, x: torch.Tensor) -> torch.Tensor:
     if int(equation.params["rounding_method"]) != int(jax.lax.RoundingMethod.TO_NEAREST_EVEN):
         raise NotImplementedError("rounding away from zero is not known to the torch evaluator of layouts")
     return torch.round(x)
 
 
-def _reduce_precision(equation: Any, x: torch.Tensor) -> torch.Tensor:
+def _reduce_precision(equation: core.JaxprEqn, x: torch.Tensor) -> torch.Tensor:
     bits = equation.params["exponent_bits"], equation.params["mantissa_bits"]
     held = {(8, 23): torch.float32, (8, 7): torch.bfloat16, (5, 10): torch.float16}.get(bits)
     if held is None:

@@ -185,7 +185,7 @@ class KernelProgram:
             self._constants.append((self._num_slots - 1, np.asarray(constant)))
         return self._num_slots - 1
 
-    def _walk(self, closed: Any, inputs: Sequence[int]) -> list[int]:
+    def _walk(self, closed: core.ClosedJaxpr, inputs: Sequence[int]) -> list[int]:
         """The steps of one trace, given the slots of its inputs; the slots of its outputs."""
         slots = dict(zip(closed.jaxpr.invars, inputs, strict=True))
         for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
@@ -197,10 +197,10 @@ class KernelProgram:
         for equation in closed.jaxpr.eqns:
             name, found = equation.primitive.name, read(equation.invars)
             inner = next((v for v in equation.params.values() if isinstance(v, core.ClosedJaxpr)), None)
-            is_kernel = inner is not None and [e.primitive.name for e in inner.jaxpr.eqns] == [_KERNEL]
-            if is_kernel or name in _BETWEEN:
+            kernel = inner if inner is not None and [e.primitive.name for e in inner.jaxpr.eqns] == [_KERNEL] else None
+            if kernel is not None or name in _BETWEEN:
                 written = [self._new_slot() for _ in equation.outvars]
-                run = _kernel(inner) if is_kernel else _BETWEEN[name](equation)
+                run = _BETWEEN[name](equation) if kernel is None else _kernel(kernel)
                 self.steps.append((run, tuple(found), tuple(written)))
             elif inner is not None:
                 written = self._walk(inner, found)
@@ -218,7 +218,7 @@ def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
 
 
-def _kernel(closed: Any) -> Kernel:
+def _kernel(closed: core.ClosedJaxpr) -> Kernel:
     """A trace that is one kernel, lowered. Raises NotImplementedError when anything is left beside it."""
     jaxpr = closed.jaxpr
     structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]

@@ -103,6 +103,21 @@ def linear(weight):
     return module
 
 
+def modules_around(words, place, size, transformed=output_transform):
+    """The arguments of a layer for "transforms" and for "partial" shared experts, whose inputs ``size`` ranks divide.
+
+    transformed: what the output transform computes.
+    """
+    p, options = arrays(), {}
+    if "transforms" in words:
+        transform = torch.nn.Module()
+        transform.forward = transformed
+        options |= dict(routed_input_transform=linear(p["into"]), routed_output_transform=transform)
+    if "partial" in words:
+        options |= dict(shared_experts=linear(p["shared"] * (np.arange(H) % size == place)))
+    return options
+
+
 def worst(hidden_states, gating_output, topk, renormalize):
     """The worst experts, by torch."""
     values, ids = torch.topk(-gating_output, topk)

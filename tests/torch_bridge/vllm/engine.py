@@ -104,7 +104,8 @@ def _gpt_oss_experts(tensors: Any, prefix: str, generator: Any, normal: Any) -> 
 
 
 def _config(name: str) -> dict[str, Any]:
-    from benchmarks._vllm_models import MODELS, QUANTIZATION
+    from benchmarks._model_configs import MODELS
+    from benchmarks._vllm_models import QUANTIZATION
     from tests.support.checkpoints.vllm_formats import FORMATS
 
     s = SIZES
@@ -252,21 +253,12 @@ def judge(name: str, root: Path, limit: float, tp: int, ep: bool, is_beside: boo
     """The engines of a format, and the line about them. is_beside: vLLM alone, too."""
     import torch
 
+    from benchmarks._vllm_environment import ENVIRONMENT
     from tests.support.checkpoints.vllm_formats import FORMATS
 
     path = os.pathsep.join([str(_entry_point(root)), os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | dict(
-        PYTHONPATH=path,
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_PLUGINS="moe_jax",
-        VLLM_NO_USAGE_STATS="1",
-        DO_NOT_TRACK="1",
-        HF_HUB_OFFLINE="1",
-        VLLM_USE_FLASHINFER_SAMPLER="0",
-        VLLM_DEEP_GEMM_WARMUP="skip",
-        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
-        MOE_JAX_CACHE_DIR=str(root / "moe_jax"),
-    )
+    own = dict(PYTHONPATH=path, VLLM_PLUGINS="moe_jax", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    environment = os.environ | ENVIRONMENT | own | dict(MOE_JAX_CACHE_DIR=str(root / "moe_jax"))
     found: dict[str, Any] = {}
     for side in ("vllm", "ours") if is_beside else ("ours",):
         out = root / f"{name}_{side}"

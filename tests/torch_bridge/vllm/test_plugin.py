@@ -1,6 +1,7 @@
 """The plugin around vLLM's layers: ranks, biases, reloads, what is left to vLLM, and what the entry point does."""
 
 import contextlib
+import functools
 import logging
 import os
 import subprocess
@@ -13,11 +14,19 @@ pytest.importorskip("vllm")
 import torch
 
 from tests.support.checkpoints.vllm_formats import FORMATS
-from tests.support.vllm_layers import computed_by_reference, make_layer, vllm_without_gpu, weights_of
-from tests.torch_bridge.vllm.test_formats import INTERMEDIATE, TOP_K, E, H, forward, load
+from tests.support.vllm_layers import (
+    computed_by_reference,
+    experts_float32,
+    load_experts,
+    make_layer,
+    vllm_without_gpu,
+    weights_of,
+)
+from tests.torch_bridge.vllm.test_formats import INTERMEDIATE, TOP_K, E, H
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = dict(num_experts=E, top_k=TOP_K, hidden_size=H, intermediate_size=INTERMEDIATE)
+load = functools.partial(load_experts, num_experts=E, hidden=H, intermediate=INTERMEDIATE)
 
 
 def test_the_entry_point_only_adds_names():
@@ -47,7 +56,7 @@ def test_ranks_add_up(name, split, monkeypatch):
             x, weights, ids, logits = _call(torch.Generator().manual_seed(4))
             outputs.append(method.apply(layer, x, weights, ids, None, None).float())
             assert method.is_monolithic == (split == "tp")
-    expected = forward(x, weights, ids, w13, w2)
+    expected = experts_float32(x, weights, ids, w13, w2)
     _assert_close(sum(outputs), expected, form)
 
 

@@ -1,0 +1,133 @@
+"""Layers of each format in real vLLM on one Hopper GPU, with the plugin and without, each beside float32.
+
+    PYTHONPATH=FOLDER_OF_VLLM python -m tests.torch_bridge.vllm.layers [--formats a,b] [--jobs 12]
+
+One line a format: PASS, LEFT (vLLM runs the layer) or FAIL. A layer passes when its worst row, for several numbers of
+tokens and both applies, is as near to float32 on the real weights as vLLM's own is. Where vLLM's own fails, fixed
+bounds decide. ``engine.py`` judges whole models.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import traceback
+from typing import Any
+from unittest import mock
+
+E, TOP_K, H, INTERMEDIATE = 8, 2, 512, 256
+BOUNDS = {16: 0.02, 8: 0.12, 4: 0.3}  # of a layer that vLLM's own kernels do not run
+
+
+def worst_rows(name: str, plugin: bool, tokens: list[int]) -> tuple[dict[str, float], Any]:
+    """By the kind of apply the largest relative error of a row, and the method of the layer."""
+    import torch
+
+    from tests.support.checkpoints.vllm_formats import FORMATS
+    from tests.support.vllm_layers import experts_float32, load_experts, make_layer
+
+    form = FORMATS[name]
+    sizes = dict(num_experts=E, top_k=TOP_K, hidden_size=H, intermediate_size=INTERMEDIATE)
+    generator = torch.Generator().manual_seed(len(name))
+    with torch.device("cuda"):
+        layer = make_layer(form.config, plugin=plugin, **sizes, **form.settings)
+    method = layer.quant_method
+    values = [part.cuda() for part in load_experts(layer, form, generator, E, H, INTERMEDIATE, device="cuda")]
+    ours = getattr(method, "moe_jax", None)
+    if ours is None or not ours.form.online:
+        method.process_weights_after_loading(layer)
+    experts = None if ours is None else ours.experts
+    errors: dict[str, float] = {}
+    for count in tokens:
+        x = torch.randn(count, H, generator=generator, dtype=torch.float32).to("cuda", torch.bfloat16)
+        logits = torch.randn(count, E, generator=generator, dtype=torch.float32).to("cuda", torch.bfloat16)
+        weights, ids = torch.softmax(logits.float(), -1).topk(TOP_K)
+        weights, ids = (weights / weights.sum(-1, keepdim=True)).contiguous(), ids.to(torch.int32)
+        expected = experts_float32(x, weights, ids, *values)
+        found = {}
+        if experts is not None:
+            found["experts"] = method.apply(layer, x.clone(), weights, ids, None, None)
+            found["layer"] = method.apply_monolithic(layer, x.clone(), logits)
+        elif method.is_monolithic:
+            found["own"] = method.apply_monolithic(layer, x.clone(), logits)
+        else:
+            found["own"] = method.apply(layer, x.clone(), weights, ids, None, None)
+        for kind, y in found.items():
+            error = ((y.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
+            errors[kind] = max(errors.get(kind, 0.0), float(error) if bool(torch.isfinite(y).all()) else float("inf"))
+    return errors, method
+
+
+def judge(name: str, tokens: list[int]) -> str:
+    """The line about a format."""
+    from tests.support.checkpoints.vllm_formats import FORMATS
+
+    ours, method = worst_rows(name, True, tokens)
+    said = f"{type(method).__name__} " + " ".join(f"{kind} {error:.4f}" for kind, error in ours.items())
+    try:
+        theirs = worst_rows(name, False, tokens)[0]["own"]
+        bound, beside = 1.15 * theirs + 0.002, f"vLLM's own {theirs:.4f}"
+    except Exception as error:
+        bound, beside = BOUNDS[FORMATS[name].activations], f"vLLM's own fails: {type(error).__name__} {error}"[:160]
+    verdict = "LEFT" if "own" in ours else "PASS" if max(ours.values()) <= bound else "FAIL"
+    return f"{verdict} {name}: {said}; {beside}"
+
+
+def child(names: list[str], tokens: list[int], port: int) -> None:
+    """Formats one after the other, in what vLLM's worker would surround them with."""
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    from torch_bridge.vllm import _method, register
+
+    register()
+    torch.set_default_dtype(torch.bfloat16)
+    config = VllmConfig()
+    no_programs_ahead = mock.patch.object(_method, "_prepare", _leaves_programs_to_calls)
+    torch.set_grad_enabled(False)
+    with set_current_vllm_config(config), no_programs_ahead:
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "nccl")
+        initialize_model_parallel(1, 1)
+        init_workspace_manager(torch.device("cuda:0"))
+        with set_forward_context(None, config):
+            for name in names:
+                try:
+                    line = judge(name, tokens)
+                except Exception as error:
+                    traceback.print_exc()
+                    line = f"FAIL {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                print(line, flush=True)
+    os._exit(0)
+
+
+def _leaves_programs_to_calls(experts: Any, layer: Any, routes: bool) -> None:
+    experts.prepare((), entry="layer" if routes else "experts")
+
+
+def main() -> None:
+    from tests.support.checkpoints.vllm_formats import FORMATS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--tokens", default="1,16,100", help="of the calls; each number costs seconds of tracing")
+    parser.add_argument("--jobs", type=int, default=12, help="processes at once")
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    names = options.formats.split(",")
+    if options.port is not None:
+        child(names, [int(count) for count in options.tokens.split(",")], options.port)
+    environment = os.environ | dict(VLLM_PLUGINS="", XLA_PYTHON_CLIENT_PREALLOCATE="false", DO_NOT_TRACK="1")
+    command = [sys.executable, "-m", "tests.torch_bridge.vllm.layers", "--tokens", options.tokens]
+    parts = [names[index :: options.jobs] for index in range(min(options.jobs, len(names)))]
+    running = [
+        subprocess.Popen([*command, "--formats", ",".join(part), "--port", str(29600 + index)], env=environment)
+        for index, part in enumerate(parts)
+    ]
+    sys.exit(max(abs(process.wait()) for process in running))
+
+
+if __name__ == "__main__":
+    main()
