@@ -9,7 +9,8 @@ How to add one:
 3. Weights in a layout of its own: ``reads``, ``layout_refusal``, ``kernel_layout``, its inverse ``plain_layout``, and
    ``shard_axis`` for layers over a mesh.
 4. A router, or the whole layer in one: ``routing_refusal`` and ``route``; ``layer_refusal`` and ``run_layer``.
-5. Rows that another device stored into this one's memory: ``serves_arrived``, ``arriving_quantization`` and
+5. Matrices outside the experts: ``matrix_refusal`` and ``multiply``; ``matrix_layout`` for a layout of its own.
+6. Rows that another device stored into this one's memory: ``serves_arrived``, ``arriving_quantization`` and
    ``serve_arrived``.
 """
 
@@ -23,7 +24,7 @@ from jax.typing import DTypeLike
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, Size
-from moe_jax.quantization import ExpertWeights, QuantizedTensor
+from moe_jax.quantization import ExpertWeights, QuantizedMatrix, QuantizedTensor
 from moe_jax.routing import Routing, RoutingParams
 from pallas_kernels.common import WeightLayout
 from pallas_kernels.nvlink_dispatch import DispatchedRows
@@ -39,6 +40,21 @@ class Problem:
     config: MoEConfig
     weights: ExpertWeights
     num_tokens: Size
+    platform: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixProblem:
+    """A product with one quantized matrix outside the experts: x (T, K) and y (T, N).
+
+    matrix: arrays or ShapeDtypeStructs. dtype, out_dtype: of x and y. platform: "cpu" or "gpu".
+    """
+
+    matrix: QuantizedMatrix
+    num_tokens: Size
+    dtype: DTypeLike
+    out_dtype: DTypeLike
+    has_bias: bool
     platform: str
 
 
@@ -161,6 +177,32 @@ class Backend(abc.ABC):
         Returns (y (T, H) in x's dtype, topk_ids (T, k), rows per expert (E,)).
         """
         raise NotImplementedError(f"{self.name} leaves routing to others")
+
+    # -- matrices outside the experts ---------------------------------------------------------------------------------
+
+    def matrix_refusal(self, problem: MatrixProblem) -> str | None:
+        """Why ``multiply`` cannot run, or None."""
+        return f"{self.name} multiplies with experts alone"
+
+    def multiply(self, x: Array, matrix: QuantizedMatrix, bias: Array | None, out_dtype: DTypeLike) -> Array:
+        """x W^T + b with x quantized as the scheme says, summed in float32 and rounded once to ``out_dtype``.
+
+        Args:
+            x: (T, K) float.
+            matrix: (N, K), in a layout that the backend ``reads``.
+            bias: (N,) or None.
+
+        Returns (T, N). Raises NotImplementedError with a reason that ``matrix_refusal`` did not know.
+        """
+        raise NotImplementedError(f"{self.name} multiplies with experts alone")
+
+    def matrix_layout(self, matrix: QuantizedMatrix, dtype: DTypeLike) -> QuantizedMatrix:
+        """A plain matrix as ``multiply`` reads it fastest in layers that compute in ``dtype``. Exact."""
+        return matrix
+
+    def plain_matrix(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """Inverse of ``matrix_layout``."""
+        return matrix
 
     # -- a share of a layer over a mesh -------------------------------------------------------------------------------
 

@@ -24,11 +24,16 @@ _OLD_NAMES = {"mosaic": "hopper"}
 
 def order_of(config: MoEConfig, platform: str) -> tuple[str, ...]:
     """The names to try, in order. Raises ValueError for an unknown name or an empty list."""
-    if config.implementation is None:
+    return names_in_order(config.implementation, platform)
+
+
+def names_in_order(implementation: tuple[str, ...] | None, platform: str) -> tuple[str, ...]:
+    """``order_of`` by what a caller named."""
+    if implementation is None:
         return tuple(name for name, backend in BACKENDS.items() if backend.is_default(platform))
-    names = tuple(dict.fromkeys(_OLD_NAMES.get(name, name) for name in config.implementation))
+    names = tuple(dict.fromkeys(_OLD_NAMES.get(name, name) for name in implementation))
     if not names or not BACKENDS.keys() >= set(names):
-        raise ValueError(f"implementation={config.implementation}, expected one or more of {', '.join(BACKENDS)}")
+        raise ValueError(f"implementation={implementation}, expected one or more of {', '.join(BACKENDS)}")
     return names
 
 

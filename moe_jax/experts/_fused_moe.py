@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
-from moe_jax._arguments import check_array, check_is_kept
+from moe_jax._arguments import boolean, check_array, check_is_kept
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, ArrayArg, Bool, Float, Int, Leaf, Shaped
 from moe_jax.experts._backend import Problem
 from moe_jax.experts._choice import run_first, run_layer_first
 from moe_jax.experts._explain import explain
-from moe_jax.quantization import ExpertWeights, QuantizedTensor
+from moe_jax.experts._gradient import constant
+from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import Routing, RoutingParams, route
 
 __all__ = ["MoEStats", "explain", "fused_experts", "fused_moe"]
@@ -78,10 +78,17 @@ def fused_moe(
         NotImplementedError: no backend can run the layer; each is named with its reason.
         TypeError: a gradient for a quantized leaf is asked for.
     """
+    return_stats = boolean("return_stats", return_stats)
     _check_call(x, weights, config, placement, token_mask)
     check_array("router_logits", router_logits, jnp.floating, f"({x.shape[0]}, E)")
     if router_logits.ndim != 2 or router_logits.shape[0] != x.shape[0]:
         raise ValueError(f"router_logits has shape {router_logits.shape}, expected ({x.shape[0]}, E) as x {x.shape}")
+    if routing is not None and not isinstance(routing, RoutingParams):
+        raise TypeError(f"routing has type {type(routing).__name__}, expected moe_jax.routing.RoutingParams")
+    if token_ids is not None:
+        check_array("token_ids", token_ids, jnp.integer, f"({x.shape[0]},)")
+    if shared_output is not None:
+        check_array("shared_output", shared_output, jnp.floating, f"{x.shape} as x")
     if shared_output is not None and shared_output.shape != x.shape:
         raise ValueError(f"shared_output has shape {shared_output.shape}, expected {x.shape} as x")
     if x.shape[0] > 0 and placement is None and replayed_ids is None:
@@ -205,38 +212,14 @@ def stats_of(topk_ids: Array, slots: Array, num_slots: int) -> MoEStats:
 
 def _without_gradient(weights: ExpertWeights) -> ExpertWeights:
     """The same weights; asking for the gradient of a quantized leaf, of its scales or of an input scale is an error."""
-
-    def guard(name: str, tensor: QuantizedTensor) -> QuantizedTensor:
-        if tensor.fmt is None:
-            return tensor
-        leaves = {
-            field: None if (leaf := getattr(tensor, field)) is None else _constant(f"{name}.{field}", leaf)
-            for field in ("data", "scale", "global_scale", "input_scale", "zero_point", "g_idx")
-        }
-        return dataclasses.replace(tensor, **leaves)
-
-    return dataclasses.replace(weights, w13=guard("w13", weights.w13), w2=guard("w2", weights.w2))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _constant(name: str, leaf: Array) -> Array:
-    return leaf
-
-
-@functools.partial(_constant.defjvp, symbolic_zeros=True)
-def _refuse_tangent(name, primals, tangents):
-    (leaf,), (tangent,) = primals, tangents
-    if not isinstance(tangent, SymbolicZero):
-        raise TypeError(
-            f"gradient requested for weights.{name} ({leaf.dtype.name}), a leaf of quantized weights, which have none; "
-            "differentiate with respect to x, router_logits or biases, or use unquantized weights"
-        )
-    return leaf, tangent
+    return dataclasses.replace(weights, w13=constant("w13", weights.w13), w2=constant("w2", weights.w2))
 
 
 def _check_call(
     x: Array, weights: ExpertWeights, config: MoEConfig, placement: Any, token_mask: ArrayArg | None
 ) -> None:
+    if not isinstance(config, MoEConfig):
+        raise TypeError(f"config has type {type(config).__name__}, expected moe_jax.MoEConfig")
     label = f"{config.name}: " if config.name else ""
     if not isinstance(weights, ExpertWeights):
         found = type(weights).__name__

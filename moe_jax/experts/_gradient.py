@@ -1,4 +1,4 @@
-"""Functions without a gradient, beside others that compute the same and have one; and what gradients need on a mesh."""
+"""Functions and leaves without a gradient, functions that stand in where one is needed, and gradients on a mesh."""
 
 import dataclasses
 import functools
@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from moe_jax._typing import Array
+from moe_jax.quantization import QuantizedTensor
 
 
 class NoGradient(NotImplementedError):
@@ -65,6 +68,33 @@ def _whole(cotangent):
 
 
 with_gradient_of.defvjp(_save_for_backward, _backward, symbolic_zeros=True)
+
+
+def constant(name: str, tensor: QuantizedTensor) -> QuantizedTensor:
+    """The same weights; asking for the gradient of a quantized leaf, of its scales or of an input scale is an error."""
+    if tensor.fmt is None:
+        return tensor
+    leaves = {
+        field: None if (leaf := getattr(tensor, field)) is None else _constant(f"{name}.{field}", leaf)
+        for field in ("data", "scale", "global_scale", "input_scale", "zero_point", "g_idx")
+    }
+    return dataclasses.replace(tensor, **leaves)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constant(name: str, leaf: Array) -> Array:
+    return leaf
+
+
+@functools.partial(_constant.defjvp, symbolic_zeros=True)
+def _refuse_tangent(name, primals, tangents):
+    (leaf,), (tangent,) = primals, tangents
+    if not isinstance(tangent, SymbolicZero):
+        raise TypeError(
+            f"gradient requested for weights.{name} ({leaf.dtype.name}), a leaf of quantized weights, which have none; "
+            "differentiate with respect to x, router_logits or biases, or use unquantized weights"
+        )
+    return leaf, tangent
 
 
 def vary_together(tree: Any) -> Any:

@@ -17,9 +17,16 @@ from jax.typing import DTypeLike
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, Float, Int
 from moe_jax.activations import apply_activation
-from moe_jax.experts._backend import Backend, Problem
+from moe_jax.experts._backend import Backend, MatrixProblem, Problem
 from moe_jax.experts._gradient import vary_together
-from moe_jax.quantization import ExpertWeights, QuantFormat, QuantizedTensor, dequantize_tensor, fake_quantize
+from moe_jax.quantization import (
+    ExpertWeights,
+    QuantFormat,
+    QuantizedMatrix,
+    QuantizedTensor,
+    dequantize_tensor,
+    fake_quantize,
+)
 
 
 class Reference(Backend):
@@ -43,6 +50,14 @@ class Reference(Backend):
         out_dtype: DTypeLike = jnp.float32,
     ) -> Array:
         return _run(x, topk_weights, topk_ids, weights, config).astype(out_dtype)
+
+    def matrix_refusal(self, problem: MatrixProblem) -> str | None:
+        return None
+
+    def multiply(self, x: Array, matrix: QuantizedMatrix, bias: Array | None, out_dtype: DTypeLike) -> Array:
+        rows = _quantized(x, matrix.scheme.activations, matrix.tensor.input_scale, ())
+        y = jnp.matmul(rows, dequantize_tensor(matrix.tensor)[0].T, precision=lax.Precision.HIGHEST)
+        return (y if bias is None else y + bias.astype(jnp.float32)).astype(out_dtype)
 
 
 def _run(

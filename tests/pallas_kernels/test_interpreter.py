@@ -7,6 +7,7 @@ a layout). It simulates threads, which wait for ever where one has failed: each 
     PYTHONPATH=. python tests/pallas_kernels/test_interpreter.py NAME
 """
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -26,6 +27,9 @@ from pallas_kernels.combine.config import CombineConfig, CombineDesc
 from pallas_kernels.combine.kernel_sm90 import combine_sm90
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.activations import Activation
+from pallas_kernels.decode_attention import DecodeConfig, DecodeDesc, decode_attention_ref
+from pallas_kernels.decode_attention.api import queries_in_columns
+from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 from pallas_kernels.quantize_and_permute import PermuteConfig, quantize_and_permute
 
@@ -106,6 +110,50 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[s
     return _rows(found, own, 4 * block_m), _rows(expected, own, 4 * block_m)
 
 
+def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
+    """Partial sums of two rows, added up here; slots that are not in use hold NaN."""
+    desc = dataclasses.replace(DecodeDesc(2, 1, 264, 8, 2, 64, 64, "float16", 0.15), **options)
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float16)
+
+    starts, lengths = np.array([0, 70], np.int32), np.array([150, desc.num_slots], np.int32)
+    first_slots = lengths - desc.num_queries
+    slots = np.arange(desc.num_slots)
+    outside = (slots < starts[:, None]) | (slots >= lengths[:, None])
+    caches = (2, desc.num_kv_heads, desc.num_slots)
+    q = normal(2, desc.num_queries, desc.num_heads, desc.width)
+    widths = (desc.width,) if desc.is_latent else (desc.width, desc.value_width)
+    cached = [jnp.where(outside[:, None, :, None], jnp.nan, normal(*caches, width)) for width in widths]
+    rows = tuple(map(jnp.asarray, (starts, lengths, first_slots)))
+    found = decode_sm90(desc, config)(queries_in_columns(desc, config, q), *cached, *rows)
+    tiles, splits, columns = config.num_tiles(desc), config.num_splits(desc), config.columns
+    shape = (2, desc.num_kv_heads, tiles, splits)
+    sums, tops, totals = (np.asarray(array, np.float64).reshape(*shape, *array.shape[1:]) for array in found)
+    out = []
+    for row in range(2):
+        low = max(starts[row], 0 if desc.window is None else first_slots[row] - desc.window + 1)
+        used = slice(low // config.split, -(-lengths[row] // config.split))
+        weights = np.exp2(tops[row][:, :, used] - tops[row][:, :, used].max(axis=2, keepdims=True))
+        total = (weights * totals[row][:, :, used]).sum(axis=2)[:, :, None]
+        y = (weights[:, :, :, None] * sums[row][:, :, used]).sum(axis=2) / total
+        y = y.swapaxes(2, 3).reshape(desc.num_kv_heads, tiles * columns, -1)[:, : desc.columns]
+        out.append(y.reshape(desc.num_kv_heads, desc.num_queries, -1, desc.value_width).swapaxes(0, 1))
+    v = cached[0][..., : desc.value_width] if desc.is_latent else cached[1]
+    expected = decode_attention_ref(desc, q, cached[0], v, *rows)
+    return jnp.asarray(np.stack(out).reshape(expected.shape), jnp.float16), expected
+
+
+_DECODES: dict[str, tuple[dict[str, Any], DecodeConfig]] = {
+    "one query": ({}, DecodeConfig(8, 128, 64, 2, 3, is_fused=False)),
+    "window, three queries": (dict(window=40, num_queries=3, value_width=128), DecodeConfig(8, 128, 128, 1, 2, False)),
+    "256, five heads": (dict(width=256, value_width=256, num_heads=10), DecodeConfig(8, 256, 64, 1, 5, False)),
+    "latent": (
+        dict(width=192, value_width=128, num_heads=12, num_kv_heads=1, is_latent=True),
+        DecodeConfig(8, 128, 64, 2, 3, False),
+    ),
+}
 _NONE = (None, None)
 _LARGE = dict(swap_ab=True, n=256)
 _GATED_BLOCKS = dict(activation=SILU, requantize="group")
@@ -146,6 +194,7 @@ PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
 }
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "combine": combining,
+    **{f"decode {name}": functools.partial(decoding, *form) for name, form in _DECODES.items()},
     **{f"permute {kind}": functools.partial(permuting, kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
     **{f"permute e4m3_group, {n}": functools.partial(permuting, "e4m3_group", n) for n in (128, 384)},
     "permute e4m3_group in parts": permuting_in_parts,

@@ -12,13 +12,13 @@ from jax.typing import DTypeLike
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
-from moe_jax.experts._backend import Backend, LayerArguments, Problem
-from moe_jax.experts.hopper import _kernel_layout
+from moe_jax.experts._backend import Backend, LayerArguments, MatrixProblem, Problem
+from moe_jax.experts.hopper import _kernel_layout, _matrix
 from moe_jax.experts.hopper._experts import forward, forward_arrived, forward_layer, router_arguments
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, is_kernel_layout, kernel_format, kernel_operand
 from moe_jax.experts.hopper._plan import Plan, describe_products, make_plan
 from moe_jax.experts.hopper._rows import kind_of, kind_of_tokens, rounded_by_xla, row_kind
-from moe_jax.quantization import ExpertWeights, QuantizedTensor
+from moe_jax.quantization import ExpertWeights, QuantizedMatrix, QuantizedTensor
 from moe_jax.routing import Routing, RoutingParams
 from pallas_kernels.common import WeightLayout
 from pallas_kernels.common.device import hopper_sms
@@ -36,6 +36,7 @@ _16_BIT = ("bfloat16", "float16")
 # Jitted, so that a program has equal layers of a model once: 24 layers of Qwen3 lowered in 2 s instead of 96.
 _forward = jax.jit(forward, static_argnums=0, static_argnames="out_dtype")
 _forward_layer = jax.jit(forward_layer, static_argnums=0)
+_multiply = jax.jit(_matrix.multiply, static_argnums=3)
 
 
 class Hopper(Backend):
@@ -177,6 +178,26 @@ class Hopper(Backend):
     ) -> tuple[Array, Array, Array]:
         return _forward_layer(_shared(config), x, router_logits, weights, params, token_mask, shared)
 
+    def matrix_refusal(self, problem: MatrixProblem) -> str | None:
+        reason = _matrix.refusal(problem.matrix, problem.dtype) or self.device_refusal()
+        if reason is not None:
+            return reason
+        if not isinstance(problem.num_tokens, int):
+            return f"kernels are compiled for one number of tokens, found the symbolic {problem.num_tokens}"
+        n, k = problem.matrix.shape
+        x = jax.ShapeDtypeStruct((problem.num_tokens, k), problem.dtype)
+        bias = jax.ShapeDtypeStruct((n,), problem.dtype) if problem.has_bias else None
+        return _traced_refusal(_multiply_as, jnp.dtype(problem.out_dtype), (x, problem.matrix, bias))
+
+    def multiply(self, x: Array, matrix: QuantizedMatrix, bias: Array | None, out_dtype: DTypeLike) -> Array:
+        return _multiply(x, matrix, bias, jnp.dtype(out_dtype))
+
+    def matrix_layout(self, matrix: QuantizedMatrix, dtype: DTypeLike) -> QuantizedMatrix:
+        return _matrix.to_kernel_layout(matrix, dtype)
+
+    def plain_matrix(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        return _matrix.to_plain_layout(matrix)
+
     def row_dtype(self, config: MoEConfig) -> DTypeLike:
         return config.dtype
 
@@ -206,15 +227,23 @@ def _shared(config: MoEConfig) -> MoEConfig:
 
 def _kernel_refusal(function: Callable[..., Any], config: MoEConfig, arguments: tuple[Any, ...]) -> str | None:
     """The first kernel that refuses ``function(config, *arguments)``; the layers of a model share one answer."""
+    return _traced_refusal(function, _shared(config), arguments)
+
+
+def _multiply_as(out_dtype: np.dtype, x: Array, matrix: QuantizedMatrix, bias: Array | None) -> Array:
+    return _matrix.multiply(x, matrix, bias, out_dtype)
+
+
+def _traced_refusal(function: Callable[..., Any], static: Any, arguments: tuple[Any, ...]) -> str | None:
     leaves, structure = jax.tree.flatten(arguments)
     shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
-    return _traced_refusal(function, _shared(config), structure, shapes, hopper_sms())
+    return _refusal_of_shapes(function, static, structure, shapes, hopper_sms())
 
 
 @functools.lru_cache(maxsize=512)
-def _traced_refusal(
+def _refusal_of_shapes(
     function: Callable[..., Any],
-    config: MoEConfig,
+    static: Any,
     structure: Any,
     shapes: tuple[tuple[tuple[int, ...], np.dtype], ...],
     num_sms: int,
@@ -222,7 +251,7 @@ def _traced_refusal(
     del num_sms  # part of the key: the answer depends on the device
     arguments = structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes])
     try:
-        jax.eval_shape(functools.partial(function, config), *arguments)
+        jax.eval_shape(functools.partial(function, static), *arguments)
     except NotImplementedError as error:
         return str(error)
     return None

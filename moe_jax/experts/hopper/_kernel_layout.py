@@ -102,8 +102,8 @@ def to_plain_layout(weights: ExpertWeights) -> ExpertWeights:
     hidden = None if weights.w2.g_idx is None else _inverse(weights.w2.g_idx)
     return dataclasses.replace(
         weights,
-        w13=_plain_tensor(weights.w13, rows=hidden),
-        w2=_plain_tensor(weights.w2),
+        w13=plain_tensor(weights.w13, rows=hidden),
+        w2=plain_tensor(weights.w2),
         w13_bias=_reordered(weights.w13_bias, hidden, -1),
     )
 
@@ -116,23 +116,37 @@ def layout_refusal(weights: ExpertWeights, config: MoEConfig) -> str | None:
 
 
 def uneven_groups(weights: ExpertWeights) -> str | None:
-    """Why act-order columns have no kernel layout: groups of several sizes, as a rank's part of a matrix may have them.
-    None where they have; also of tracers, whose values are unknown.
+    """Why act-order columns have no kernel layout: groups of several sizes, or those of a rank, whose columns belong to
+    groups of all ranks. None where they have; also of tracers, whose values are unknown.
     """
-    for name in ("w13", "w2"):
-        tensor = getattr(weights, name)
-        if (
-            tensor.g_idx is None
-            or isinstance(tensor.g_idx, Tracer | jax.ShapeDtypeStruct)
-            or is_kernel_layout(tensor.layout)
-        ):
-            continue
-        size, columns = tensor.fmt.group_size, tensor.shape[-1]
-        wrong = jnp.sort(tensor.g_idx, axis=-1) != jnp.arange(columns) // size
-        if bool(wrong.any()):
-            expert = int(jnp.argmax(wrong.any(axis=-1)))
-            return f"{name}.g_idx of expert {expert}: groups of other sizes than {size}; the kernel takes whole ones"
-    return None
+    return _uneven("w13", weights.w13) or _uneven("w2", weights.w2)
+
+
+def _uneven(name: str, tensor: QuantizedTensor) -> str | None:
+    if tensor.g_idx is None or is_kernel_layout(tensor.layout):
+        return None
+    assert tensor.fmt is not None and tensor.fmt.group_size is not None, "act-order is of groups"
+    assert tensor.scale is not None, "groups have scales"
+    size, columns = tensor.fmt.group_size, tensor.shape[-1]
+    if tensor.scale.shape[-1] != -(-columns // size):
+        return f"{name} is a part of its matrix, with the groups of all parts; the kernel takes whole groups"
+    if isinstance(tensor.g_idx, Tracer | jax.ShapeDtypeStruct):
+        return None
+    wrong = jnp.sort(tensor.g_idx, axis=-1) != jnp.arange(columns) // size
+    if not bool(wrong.any()):
+        return None
+    expert = int(jnp.argmax(wrong.any(axis=-1)))
+    return f"{name}.g_idx of expert {expert}: groups of other sizes than {size}; the kernel takes whole ones"
+
+
+def kernel_tensor(tensor: QuantizedTensor, scheme: Scheme, dtype: DTypeLike) -> QuantizedTensor:
+    """Matrices (E, N, K) that no other product feeds, as ``to_kernel_layout`` has w2: their columns have an order of
+    their own. ``plain_tensor`` undoes it. Raises NotImplementedError as ``to_kernel_layout``."""
+    fmt = kernel_format(scheme, dtype)
+    reason = f"scheme {scheme.name!r} in {jnp.dtype(dtype).name} has no kernel layout" if fmt is None else None
+    if (reason := reason or _uneven("weight", tensor)) or fmt is None:
+        raise NotImplementedError(reason)
+    return _kernel_tensor(tensor, fmt, columns=_column_order(tensor))
 
 
 def is_kernel_layout(layout: WeightLayout) -> bool:
@@ -286,8 +300,8 @@ def _scales(stored: QuantFormat, leaves: dict[str, Leaf], lead: tuple[int, ...],
     return given
 
 
-def _plain_tensor(tensor: QuantizedTensor, *, rows: Leaf | None = None) -> QuantizedTensor:
-    """rows: (E, N), where each row lies, or None where they keep their places."""
+def plain_tensor(tensor: QuantizedTensor, *, rows: Leaf | None = None) -> QuantizedTensor:
+    """A tensor in kernel layout -> plain. rows: (E, N), where each row lies, or None where they keep their places."""
     stored, shape = tensor.fmt, tensor.shape
     assert stored is not None
     parts = {

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, Float, Int, Size
 from moe_jax.activations import apply_activation
-from moe_jax.experts._backend import Backend, Problem
+from moe_jax.experts._backend import Backend, MatrixProblem, Problem
 from moe_jax.experts._gradient import vary_together
 from moe_jax.experts.xla._align import Alignment, align
 from moe_jax.experts.xla._grouped_gemm import (
@@ -34,7 +34,14 @@ from moe_jax.experts.xla._grouped_gemm import (
     store_rows,
     tile_gemm,
 )
-from moe_jax.quantization import ExpertWeights, Scheme, Strategy, dequantize_tensor, fake_quantize
+from moe_jax.quantization import (
+    ExpertWeights,
+    QuantizedMatrix,
+    Scheme,
+    Strategy,
+    dequantize_tensor,
+    fake_quantize,
+)
 
 MAX_TILE = 192  # of 64, 128, 192 and 256 the fastest at 512 rows per expert (H=512, I=256, two Zen 5 cores)
 SYMBOLIC_TILE = 32
@@ -71,6 +78,20 @@ class Xla(Backend):
         rows = _expert_rows(plan, x, weights, alignment)
         y = jnp.sum(_rows_of_tokens(rows, alignment) * topk_weights[..., None], axis=1)
         return y.astype(out_dtype)
+
+    def matrix_refusal(self, problem: MatrixProblem) -> str | None:
+        return None
+
+    def multiply(self, x: Array, matrix: QuantizedMatrix, bias: Array | None, out_dtype: DTypeLike) -> Array:
+        fmt, tensor = matrix.scheme.activations, matrix.tensor
+        product = plan_product(matrix.scheme.weights, fmt, x.dtype)
+        if (
+            fmt is None and not product.scales_after and x.dtype.itemsize == 2
+        ):  # like a weight that is held in x's dtype
+            product = dataclasses.replace(product, operand_dtype=x.dtype)
+        rows, scale = quantize_rows(x, product, fmt, tensor.input_scale)
+        own = jax.tree.map(lambda leaf: leaf[0], dataclasses.replace(tensor, input_scale=None))
+        return tile_gemm(rows, scale, own, bias, product).astype(out_dtype)
 
 
 @dataclasses.dataclass(frozen=True)

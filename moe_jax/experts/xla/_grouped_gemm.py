@@ -95,7 +95,7 @@ def tile_gemm(
     if product.scales_after or weight.fmt is None:
         matrix = widen(weight.data if weight.fmt is None else stored_codes(weight), product.operand_dtype)
     else:
-        matrix = dequantize_tensor(weight)
+        matrix = dequantize_tensor(weight, product.operand_dtype)
     lead_and_n, k = matrix.shape[:-1], matrix.shape[-1]
     if product.accumulator_dtype == jnp.int32:
         out = dot_of_integers(rows, matrix.reshape(-1, k))

@@ -32,7 +32,9 @@ from pallas_kernels.quantize_and_permute.gather_sm90 import gather_rows_sm90
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
 from pallas_kernels.quantize_and_permute.narrow_sm90 import quantize_narrow_rows_sm90
 from pallas_kernels.tuning import table_for
+from tests.support.kernels.attention_cases import prefill_cases
 from tests.support.kernels.case import Case, Shape
+from tests.support.kernels.decode_cases import decode_cases
 from tests.support.kernels.router_cases import quantizing_route_cases, route_cases
 
 H200_SMS = 132
@@ -425,3 +427,5 @@ def all_cases() -> Iterator[Case]:
     yield from route_cases()
     yield from quantizing_route_cases()
     yield from nvlink_dispatch_cases()
+    yield from prefill_cases()
+    yield from decode_cases()

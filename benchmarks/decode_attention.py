@@ -1,0 +1,403 @@
+"""Decode attention on a Hopper GPU: how fast is it, and is every form right. About a minute.
+
+    python benchmarks/decode_attention.py --out FILE [--only TEXT] [--skip-checks] [--skip-times]
+
+First candidates are timed: microseconds of a call within a loop of one program, and the fraction of the limit, which is
+reading the slots in use at 4385 GB/s. Several processes compile at once, but only one of them uses the GPU at a time.
+Then every form is compared with NumPy, in processes of their own, several at once, each with a time limit. Every line
+goes to FILE as soon as it is known.
+"""
+
+import argparse
+import dataclasses
+import fcntl
+import functools
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, choose_config, config_error
+
+READ_GBPS = 4385.0  # of an H200, measured
+SMS = 132
+
+
+def fitted(desc: DecodeDesc, split: int, block_kv: int, is_fused: bool = True, columns: int = 0) -> DecodeConfig | None:
+    """With as many stages as fit."""
+    chosen = choose_config(desc, SMS, split)
+    for stages in range(12, 0, -1):
+        config = DecodeConfig(columns or chosen.columns, split, block_kv, stages, chosen.num_ctas, is_fused)
+        if config_error(desc, config) is None:
+            return config
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A call. lengths: of the rows; None for all slots. ragged: lengths from 1 to the slots."""
+
+    name: str
+    batch: int
+    slots: int
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+    queries: int = 1
+    dtype: str = "bfloat16"
+    window: int | None = None
+    has_sinks: bool = False
+    length: int | None = None
+    is_ragged: bool = False
+
+    @property
+    def is_latent(self) -> bool:
+        """One array holds keys and, in their first elements, values."""
+        return self.width == 576
+
+    @property
+    def desc(self) -> DecodeDesc:
+        return DecodeDesc(
+            self.batch,
+            self.queries,
+            self.slots,
+            self.heads,
+            self.kv_heads,
+            self.width,
+            self.value_width,
+            self.dtype,
+            self.width**-0.5,
+            self.window,
+            self.has_sinks,
+            self.is_latent,
+        )
+
+
+QWEN, GPT, MLA = (32, 4, 128, 128), (64, 8, 64, 64), (128, 1, 576, 512)
+CELLS = {
+    cell.name: cell
+    for cell in (
+        Cell("qwen3 64 x 1024", 64, 1024, *QWEN),
+        Cell("qwen3 1 x 1024", 1, 1024, *QWEN),
+        Cell("qwen3 1 x 32768", 1, 32768, *QWEN),
+        Cell("qwen3 64 x 1024 of 8192", 64, 8192, *QWEN, length=1024),
+        Cell("qwen3 64 x 1 to 2048", 64, 2048, *QWEN, is_ragged=True),
+        Cell("gpt-oss 64 x 1024 sinks", 64, 1024, *GPT, has_sinks=True),
+        Cell("gpt-oss 64 x 8192 window 128", 64, 8192, *GPT, has_sinks=True, window=128),
+        Cell("mixtral 64 x 1024", 64, 1024, 32, 8, 128, 128),
+        Cell("mla 64 x 1024", 64, 1024, *MLA),
+        Cell("mla 1 x 1024", 1, 1024, *MLA),
+        Cell("256 16 x 4096", 16, 4096, 16, 2, 256, 256),
+    )
+}
+# Each group is a process: (cell, split, block_kv, is_fused, columns; 0 for what is chosen), or (cell, "XLA").
+TIMES: list[list[tuple[Any, ...]]] = [
+    [
+        ("qwen3 64 x 1024", 256, 128, True, 0),
+        ("qwen3 1 x 1024", 256, 128, True, 0),
+        ("qwen3 1 x 32768", 256, 128, True, 0),
+        ("qwen3 1 x 1024", 128, 128, True, 0),
+        ("qwen3 64 x 1024 of 8192", 256, 128, True, 0),
+    ],
+    [
+        ("qwen3 64 x 1024", 256, 128, False, 0),
+        ("qwen3 1 x 1024", 256, 128, False, 0),
+        ("qwen3 1 x 32768", 256, 128, False, 0),
+        ("qwen3 64 x 1024", 512, 128, True, 0),
+        ("qwen3 1 x 32768", 512, 128, True, 0),
+    ],
+    [
+        ("qwen3 64 x 1024", 256, 64, True, 0),
+        ("qwen3 1 x 1024", 256, 64, True, 0),
+        ("gpt-oss 64 x 1024 sinks", 256, 128, True, 0),
+        ("gpt-oss 64 x 8192 window 128", 256, 128, True, 0),
+        ("mixtral 64 x 1024", 256, 128, True, 0),
+        ("qwen3 64 x 1 to 2048", 256, 128, True, 0),
+    ],
+    [("mla 64 x 1024", 256, 64, True, 0), ("mla 1 x 1024", 256, 64, True, 0)],
+    [("mla 64 x 1024", "XLA"), ("mla 1 x 1024", "XLA"), ("256 16 x 4096", 256, 64, True, 0)],
+]
+CHECKS: list[list[tuple[Cell, tuple[int, int, bool, int]]]] = [
+    [
+        (Cell("qwen3 ragged", 9, 1000, *QWEN, is_ragged=True), (256, 128, True, 0)),
+        (Cell("gpt-oss window sinks", 5, 1400, *GPT, window=128, has_sinks=True, is_ragged=True), (256, 128, True, 0)),
+    ],
+    [
+        (Cell("one row of 8192", 1, 8192, *QWEN), (256, 64, True, 0)),
+        (Cell("f16, 4 heads, 3 queries", 5, 776, 8, 2, 128, 128, 3, "float16", is_ragged=True), (128, 64, True, 0)),
+    ],
+    [
+        (Cell("192/128", 4, 776, 16, 2, 192, 128, is_ragged=True), (256, 64, True, 0)),
+        (Cell("64, 8 queries, window", 4, 776, 16, 2, 64, 64, 8, window=50, is_ragged=True), (256, 64, True, 0)),
+    ],
+    [(Cell("256, sinks", 4, 776, 20, 2, 256, 256, has_sinks=True, is_ragged=True), (256, 64, True, 0))],
+    [(Cell("mla", 4, 776, *MLA, is_ragged=True), (256, 64, True, 0))],
+    [(Cell("qwen3 ragged", 9, 1000, *QWEN, is_ragged=True), (128, 128, False, 0))],
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--only", default="", help="part of the name of a cell that is timed")
+    parser.add_argument("--limit", type=float, default=40, help="seconds of a process")
+    parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--skip-times", action="store_true")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        kind, index = options.worker
+        dict(check=check, times=times)[kind](int(index), options.only, options.out)
+        return
+    began, lines = time.time(), queue.Queue()
+    with open(options.out, "w") as out, tempfile.NamedTemporaryFile() as lock:
+
+        def run(kind: str, index: int) -> None:
+            command = [sys.executable, __file__, "--out", lock.name, "--only", options.only]
+            _run([*command, "--worker", kind, str(index)], options.limit, lines)
+
+        for kind, jobs in (("times", [] if options.skip_times else TIMES), ("check", CHECKS)):
+            if kind == "check" and options.skip_checks:
+                continue
+            threads = [threading.Thread(target=run, args=(kind, index)) for index in range(len(jobs))]
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads) or not lines.empty():
+                try:
+                    line = lines.get(timeout=0.2)
+                except queue.Empty:
+                    continue
+                print(line, flush=True)
+                out.write(line + "\n")
+                out.flush()
+            out.write(f"# {time.time() - began:.0f} s after {kind}\n")
+
+
+def _run(command: list[str], limit: float, lines: queue.Queue) -> None:
+    """Put what a process prints after "| " into ``lines``; kill it after ``limit`` seconds."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    timer = threading.Timer(limit, process.kill)
+    timer.start()
+    assert process.stdout is not None
+    last: list[str] = []
+    for text in process.stdout:
+        if text.startswith("| "):
+            lines.put(text[2:].rstrip())
+        else:
+            last = [*last[-2:], text.rstrip()]
+    timer.cancel()
+    if process.wait():
+        lines.put(f"WRONG exit {process.returncode} of {command[-2:]}: " + " / ".join(last)[-600:])
+
+
+# -- in a process of its own --------------------------------------------------------------------------------------
+
+
+def _emit(line: str) -> None:
+    print("| " + line, flush=True)
+
+
+def _arrays(cell: Cell, is_timed: bool = True) -> tuple[tuple[Any, ...], Any]:
+    """((q, k, [v], starts, lengths, first_slots), sinks); NaN in slots that are not in use where it is not timed."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    shapes = [
+        (cell.batch, cell.queries, cell.heads, cell.width),
+        (cell.batch, cell.kv_heads, cell.slots, cell.width),
+        (cell.batch, cell.kv_heads, cell.slots, cell.value_width),
+    ]
+    if cell.is_latent:
+        shapes.pop()
+
+    def normal(shape):
+        """One row is drawn where only time counts."""
+        drawn = rng.standard_normal((1, *shape[1:]) if is_timed else shape, np.float32)
+        return np.broadcast_to(drawn, shape)
+
+    arrays = [normal(shape) for shape in shapes]
+    sinks = rng.standard_normal(cell.heads).astype(np.float32) if cell.has_sinks else None
+    starts, lengths = np.zeros(cell.batch, np.int32), np.full(cell.batch, cell.length or cell.slots, np.int32)
+    if cell.is_ragged:
+        lengths = np.linspace(max(cell.queries, cell.slots // 64), cell.slots, cell.batch).astype(np.int32)
+        lengths = rng.permutation(lengths)
+        if not is_timed:
+            starts = np.minimum(rng.integers(0, 300, cell.batch), lengths - 1).astype(np.int32)
+            starts[0], lengths[-1], starts[-1] = 0, 0, 0
+    if not is_timed:
+        outside = (np.arange(cell.slots) < starts[:, None]) | (np.arange(cell.slots) >= lengths[:, None])
+        arrays[1:] = [np.where(outside[:, None, :, None], np.nan, array) for array in arrays[1:]]
+    rows = (starts, lengths, np.maximum(lengths - cell.queries, 0).astype(np.int32))
+    cast = [jnp.asarray(array.astype(jnp.dtype(cell.dtype))) for array in arrays]
+    return (*cast, *map(jnp.asarray, rows)), None if sinks is None else jnp.asarray(sinks)
+
+
+def _expected(cell: Cell, arrays: tuple[Any, ...], sinks: Any) -> Any:
+    """In NumPy, float32."""
+    import numpy as np
+
+    q, k, *v = (np.asarray(array, np.float32) for array in arrays[:-3])
+    v = v[0] if v else k[..., : cell.value_width]
+    starts, lengths, first_slots = map(np.asarray, arrays[-3:])
+    found = np.zeros((*q.shape[:3], cell.value_width), np.float32)
+    group = cell.heads // cell.kv_heads
+    for b, s in np.ndindex(*q.shape[:2]):
+        own = int(first_slots[b]) + s
+        low = max(int(starts[b]), own - cell.window + 1 if cell.window else 0)
+        high = min(int(lengths[b]), own + 1)
+        for m in range(cell.kv_heads if high > low else 0):
+            heads = slice(m * group, (m + 1) * group)
+            scores = q[b, s, heads] @ k[b, m, low:high].T * cell.width**-0.5
+            sink = np.full((group, 1), -np.inf, np.float32) if sinks is None else np.asarray(sinks)[heads, None]
+            top = np.maximum(scores.max(-1, keepdims=True), sink)
+            weights = np.exp(scores - top)
+            total = weights.sum(-1, keepdims=True) + np.exp(sink - top)
+            found[b, s, heads] = weights @ v[b, m, low:high] / total
+    return found
+
+
+def check(index: int, only: str, lock: str) -> None:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    del only, lock
+    for cell, candidate in CHECKS[index]:
+        config = fitted(cell.desc, *candidate)
+        if config is None:
+            _emit(f"{cell.name:26s} no room")
+            continue
+        arrays, sinks = _arrays(cell, is_timed=False)
+        run = jax.jit(functools.partial(_hopper, cell, sinks, config))
+        actual, again = (np.asarray(run(*arrays).astype(jnp.float32)) for _ in range(2))
+        middle = cell.batch // 2
+        alone = np.asarray(run(*(a[middle : middle + 1] for a in arrays)).astype(jnp.float32))
+        expected = _expected(cell, arrays, sinks)
+        error = np.abs(actual - expected).max(-1) / np.maximum(np.abs(expected).max(-1), 0.05)
+        error = np.where(np.isfinite(error), error, np.inf)
+        at = np.unravel_index(np.argmax(error), error.shape)
+        bound = 0.02 if cell.dtype == "bfloat16" else 0.004
+        note = "" if error.max() < bound else f" at (row, query, head) {tuple(map(int, at))}"
+        note += "" if error.max() < bound else f", {np.mean(error > bound):.1%} of rows"
+        note += "" if np.array_equal(actual, again) else ", bits differ from call to call"
+        note += "" if np.array_equal(actual[middle : middle + 1], alone) else ", bits differ from the row alone"
+        _emit(f"check {cell.name:26s} {_words(config)} {'WRONG' if note else 'ok'} {error.max():.1e}{note}")
+
+
+def _words(config: DecodeConfig) -> str:
+    fused = "fused" if config.is_fused else "two launches"
+    return f"split {config.split}, {config.block_kv} x {config.num_stages}, {config.columns} columns, {fused}"
+
+
+def times(index: int, only: str, lock: str) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    plans = []
+    for name, *candidate in TIMES[index]:
+        cell = CELLS[name]
+        if only not in name:
+            continue
+        arrays, sinks = _arrays(cell)
+        seen = jnp.minimum(arrays[-2], cell.window or cell.slots)
+        row_bytes = 2 * cell.kv_heads * (cell.width + (0 if cell.is_latent else cell.value_width))
+        limit = int(seen.sum()) * row_bytes / READ_GBPS / 1e3
+        if candidate == ["XLA"]:
+            way, words = functools.partial(_xla, cell, sinks), "XLA"
+        else:
+            config = fitted(cell.desc, *candidate)
+            assert config is not None
+            way, words = functools.partial(_hopper, cell, sinks, config), _words(config)
+        try:
+            program = jax.jit(functools.partial(_loop, way)).lower(jnp.int32(0), *arrays).compile()
+        except Exception as error:
+            _emit(f"{cell.name:30s} {words} no: {type(error).__name__} {str(error)[:300]!r}")
+            continue
+        plans.append((f"{name:30s} {words:52s}", functools.partial(_finished, program, arrays), limit))
+    with open(lock) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for name, run, limit in plans:
+            us = _microseconds(run)
+            _emit(f"{name} {us:9.2f} us  {limit / us:6.1%} of the limit ({limit:.1f} us)")
+
+
+def _loop(way: Callable[..., Any], n: Any, q: Any, *rest: Any) -> Any:
+    """n calls, each after the one before."""
+    import jax
+    import jax.numpy as jnp
+
+    out = jax.eval_shape(way, q, *rest)
+
+    def step(_, out):
+        return way(jax.lax.optimization_barrier((q, out))[0], *rest)
+
+    return jax.lax.fori_loop(0, n, step, jnp.zeros(out.shape, out.dtype))
+
+
+def _finished(program: Any, arrays: tuple[Any, ...], n: int) -> None:
+    import jax
+    import numpy as np
+
+    jax.block_until_ready(program(np.int32(n), *arrays))
+
+
+def _microseconds(run: Callable[[int], Any]) -> float:
+    """Of one turn: the time of two turns is taken off."""
+
+    def seconds(n: int) -> float:
+        start = time.perf_counter()
+        run(n)
+        return time.perf_counter() - start
+
+    seconds(2)
+    seconds(2)
+    one = max((seconds(22) - seconds(2)) / 20, 1e-6)
+    many = int(min(max(0.03 / one, 10), 2000))
+    found = sorted(seconds(2 + many) - seconds(2) for _ in range(5))
+    return found[2] / many * 1e6
+
+
+def _hopper(cell: Cell, sinks: Any, config: DecodeConfig, q: Any, k: Any, *rest: Any) -> Any:
+    from pallas_kernels.decode_attention import decode_attention
+
+    options: dict[str, Any] = dict(scale=cell.width**-0.5, window=cell.window, sinks=sinks, config=config)
+    arrays = (q, k, None, *rest) if cell.is_latent else (q, k, *rest)
+    options |= dict(value_width=cell.value_width) if cell.is_latent else {}
+    y = decode_attention(*arrays, implementation="hopper", **options)
+    return y
+
+
+def _xla(cell: Cell, sinks: Any, q: Any, k: Any, *rest: Any) -> Any:
+    """As ``moe_jax.models.attention`` computes it in plain jnp."""
+    import jax.numpy as jnp
+
+    from pallas_kernels.decode_attention.reference import visible_slots
+
+    *v, starts, lengths, first_slots = rest
+    v = v[0] if v else k[..., : cell.value_width]
+    grouped = q.reshape(*q.shape[:2], cell.kv_heads, -1, cell.width)
+    visible = visible_slots(cell.desc, starts, lengths, first_slots)
+    scores = jnp.einsum("bsngd,bnld->bngsl", grouped, k, preferred_element_type=jnp.float32) * cell.width**-0.5
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    top = scores.max(axis=-1, keepdims=True)
+    extra = 0.0
+    if sinks is not None:
+        sinks = sinks.reshape(1, cell.kv_heads, -1, 1, 1)
+        top = jnp.maximum(top, sinks)
+        extra = jnp.exp(sinks - top)
+    weights = jnp.exp(scores - top)
+    weights = weights / (weights.sum(axis=-1, keepdims=True) + extra)
+    y = jnp.einsum("bngsl,bnld->bsngd", weights.astype(v.dtype), v)
+    return y.reshape(*q.shape[:3], -1)
+
+
+if __name__ == "__main__":
+    main()

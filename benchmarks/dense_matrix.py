@@ -1,0 +1,85 @@
+"""Quantized matrices outside the experts on a Hopper GPU: are they right, how fast beside bfloat16 in XLA. 3 minutes.
+
+    python benchmarks/dense_matrix.py --out FILE [--schemes fp8_block ...] [--tokens 1 64 2048]
+
+For each scheme, matrix and number of tokens one line of JSON: the largest error beside the float32 reference relative
+to its largest entry, microseconds of the kernels and of XLA's form of the same product, of a bfloat16 product by XLA,
+and of reading the stored bytes at the machine's rate.
+"""
+
+import argparse
+import functools
+import json
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _timing import READ_GBPS, header, time_in_jit
+
+from moe_jax.experts._matrix import in_best_matrix_layout, multiply
+from moe_jax.quantization import QuantizedMatrix, Scheme, method_for, scheme_per_token
+
+# (N, K): of Qwen3-30B-A3B q, k or v, o; of DeepSeek-V3 kv_a, q_b, o; of a shared expert.
+SHAPES = ((4096, 2048), (512, 2048), (2048, 4096), (576, 7168), (24576, 1536), (7168, 16384), (2048, 7168))
+SCHEMES = ("fp8_block", "fp8_channel", "int8_w8a8", "w4a16_g128", "nvfp4_dynamic", "mxfp4")
+
+
+def matrix_of(name: str, n: int, k: int) -> QuantizedMatrix:
+    scheme = scheme_per_token(Scheme.parse(name))
+    w = jax.random.normal(jax.random.key(0), (n, k), jnp.float32) * k**-0.5
+    return QuantizedMatrix(method_for(scheme).quantize_matrix(w), scheme)
+
+
+def measured(name: str, shape: tuple[int, int], num_tokens: int) -> dict[str, Any]:
+    plain = matrix_of(name, *shape)
+    held = in_best_matrix_layout(plain, jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (num_tokens, shape[1]), jnp.bfloat16)
+    by = functools.partial(multiply, out_dtype=jnp.bfloat16)
+    expected = np.asarray(jax.jit(functools.partial(by, implementation=("reference",)))(x, plain), np.float32)
+    found = np.asarray(jax.jit(functools.partial(by, implementation=("hopper",)))(x, held), np.float32)
+    weight = jnp.zeros(shape, jnp.bfloat16)
+    times = dict(
+        kernels=time_in_jit(functools.partial(by, implementation=("hopper",)), (x, held), 0),
+        xla=time_in_jit(functools.partial(by, implementation=("xla",)), (x, plain), 0),
+        bfloat16=time_in_jit(lambda x, w: x @ w.T, (x, weight), 0),
+    )
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(plain))
+    return dict(
+        scheme=name,
+        shape=list(shape),
+        tokens=num_tokens,
+        error=float(np.abs(found - expected).max() / np.abs(expected).max()),
+        **{f"{key}_us": round(value, 2) for key, value in times.items()},
+        read_us=round(nbytes / READ_GBPS / 1e3, 2),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--schemes", nargs="+", default=SCHEMES)
+    parser.add_argument("--tokens", nargs="+", type=int, default=(1, 16, 64, 2048))
+    options = parser.parse_args()
+    with open(options.out, "a") as file:
+
+        def say(line: Any) -> None:
+            text = line if isinstance(line, str) else json.dumps(line)
+            print(text, flush=True)
+            file.write(text + "\n")
+            file.flush()
+
+        say(header())
+        for name in options.schemes:
+            for shape in SHAPES:
+                for num_tokens in options.tokens:
+                    try:
+                        say(measured(name, shape, num_tokens))
+                    except Exception as error:  # one failure must not end the run
+                        say(dict(scheme=name, shape=list(shape), tokens=num_tokens, failed=str(error)[:300]))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    main()

@@ -1,0 +1,96 @@
+"""Products with one quantized matrix outside the experts: which backend multiplies, and in which layout it is held."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax._typing import Array, DTypeLike, Float
+from moe_jax.experts._backend import Backend, MatrixProblem
+from moe_jax.experts._choice import BACKENDS, layout_owner, names_in_order, nothing_runs
+from moe_jax.experts._gradient import constant, with_gradient_of
+from moe_jax.quantization import QuantizedMatrix
+
+_JUDGE = BACKENDS["reference"]
+
+
+def multiply(
+    x: Float[Array, "... K"],
+    matrix: QuantizedMatrix,
+    bias: Array | None = None,
+    *,
+    out_dtype: DTypeLike,
+    implementation: tuple[str, ...] | None = None,
+) -> Float[Array, "... N"]:
+    """x W^T + b with x quantized as the scheme says, summed in float32 and rounded once to ``out_dtype``.
+
+    Reverse-mode gradients of x and bias are those of the reference: rounding passes them straight through.
+
+    Args:
+        x: (..., K), of 16 or 32 bits.
+        matrix: (N, K).
+        bias: (N,) or None.
+        implementation: names of backends in the order to try; None takes the order of the platform.
+
+    Raises:
+        NotImplementedError: no backend can; each is named with its reason. TypeError: a gradient of a quantized leaf.
+    """
+    n, k = matrix.shape
+    tokens = x.reshape(-1, k)
+    if 0 in x.shape:
+        return jnp.zeros((*x.shape[:-1], n), out_dtype)
+    backend = _chosen(_problem(matrix, tokens.shape[0], x.dtype, out_dtype, bias is not None), implementation)
+    held = QuantizedMatrix(constant("weight", matrix.tensor), matrix.scheme)
+    run = functools.partial(_run, backend, jnp.dtype(out_dtype))
+    judge = functools.partial(_run, _JUDGE, jnp.dtype(out_dtype))
+    y: Any = with_gradient_of(run, judge, tokens, held, bias)
+    return y.reshape(*x.shape[:-1], n)
+
+
+def in_best_matrix_layout(
+    matrix: QuantizedMatrix, dtype: DTypeLike, implementation: tuple[str, ...] | None = None
+) -> QuantizedMatrix:
+    """The matrix as the backend that is tried first on this platform reads it best in layers that compute in ``dtype``.
+
+    Exact. matrix: plain arrays on one device, or ShapeDtypeStructs; in another layout it is returned as it is.
+    """
+    if not matrix.tensor.layout.is_plain:
+        return matrix
+    backend = BACKENDS[names_in_order(implementation, jax.default_backend())[0]]
+    convert = functools.partial(backend.matrix_layout, dtype=dtype)
+    try:
+        held = jax.eval_shape(convert, matrix)
+        if backend.matrix_refusal(_problem(held, 1, dtype, dtype, has_bias=False)) is not None:
+            return matrix
+        return held if isinstance(matrix.tensor.data, jax.ShapeDtypeStruct) else convert(matrix)
+    except NotImplementedError:
+        return matrix
+
+
+def plain_matrix(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """Inverse of ``in_best_matrix_layout``."""
+    layout = matrix.tensor.layout
+    return matrix if layout.is_plain else layout_owner(layout).plain_matrix(matrix)
+
+
+def _problem(
+    matrix: QuantizedMatrix, num_tokens: int, dtype: DTypeLike, out_dtype: DTypeLike, has_bias: bool
+) -> MatrixProblem:
+    return MatrixProblem(matrix, num_tokens, dtype, out_dtype, has_bias, jax.default_backend())
+
+
+def _chosen(problem: MatrixProblem, implementation: tuple[str, ...] | None) -> Backend:
+    skipped = []
+    for name in names_in_order(implementation, problem.platform):
+        reason = BACKENDS[name].matrix_refusal(problem)
+        if reason is None:
+            return BACKENDS[name]
+        skipped.append((name, reason))
+    raise NotImplementedError(nothing_runs(skipped))
+
+
+def _run(backend: Backend, out_dtype: DTypeLike, x: Array, matrix: QuantizedMatrix, bias: Array | None) -> Array:
+    if not backend.reads(matrix.tensor.layout):
+        matrix = plain_matrix(matrix)
+    return backend.multiply(x, matrix, bias, out_dtype)

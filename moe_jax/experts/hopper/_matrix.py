@@ -1,0 +1,113 @@
+"""One quantized matrix outside the experts as a grouped GEMM with E = 1: its tiles, its rows, and its kernel layout.
+
+    quantize rows -> grouped GEMM (scales, bias)
+
+All rows belong to the one matrix, so nothing is aligned, moved or combined. Rows past the last token fill its tile.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from moe_jax._typing import Array
+from moe_jax.experts.hopper._kernel_layout import is_kernel_layout, kernel_operand, kernel_tensor, plain_tensor
+from moe_jax.experts.hopper._rows import row_kind, rows_on_grid, tensor_scale
+from moe_jax.quantization import QuantizedMatrix
+from pallas_kernels.common.rows import unpermuted_rows_error
+from pallas_kernels.grouped_gemm import grouped_gemm
+from pallas_kernels.grouped_gemm import packed as packed_gemm
+from pallas_kernels.grouped_gemm.config import BLOCK_MS, SMALL_M, SWAP_AB_BLOCK_MS
+from pallas_kernels.grouped_gemm.packed import grouped_gemm_packed
+from pallas_kernels.quantize_and_permute import quantize_and_permute
+
+_TMA_ROWS = 8  # rows of a box
+
+
+def multiply(
+    x: Array, matrix: QuantizedMatrix, bias: Array | None, out_dtype: DTypeLike, *, kernels: str = "hopper"
+) -> Array:
+    """``Backend.multiply`` with the implementation of every kernel given by name; "reference" runs anywhere."""
+    tensor, fmt, num_tokens = matrix.tensor, matrix.scheme.activations, x.shape[0]
+    block_m = choose_block_m(matrix, num_tokens, out_dtype)
+    tiles = -(-num_tokens // block_m)
+    unit = block_m if tiles > 1 else _TMA_ROWS if num_tokens > _TMA_ROWS else 1
+    x = jnp.pad(x, ((0, -num_tokens % unit), (0, 0)))
+    options: dict[str, Any] = dict(
+        tile_expert=jnp.zeros(tiles, jnp.int32),
+        num_tiles=jnp.full((1,), tiles, jnp.int32),
+        bias=None if bias is None else bias[None],
+        out_dtype=out_dtype,
+        implementation=kernels,
+    )
+    scaled = x.shape[0]
+    if tiles == 1 and unpermuted_rows_error(scaled, block_m) is None:
+        options["block_m"] = scaled = block_m
+    # Rows that are short, or hold no whole groups, are XLA's business.
+    by = ("hopper", "reference") if kernels == "hopper" else kernels
+    quantize = functools.partial(quantize_and_permute, scale_rows=scaled, implementation=by)
+    if not is_kernel_layout(tensor.layout):
+        scale = tensor_scale(fmt, tensor.input_scale, x, None, ())
+        kind = row_kind(matrix.scheme)
+        assert kind is not None, "refusal has said so"
+        rows, row_scale = quantize(x, quantization=kind, scale=scale)
+        tile_rows = jnp.minimum(num_tokens - block_m * jnp.arange(tiles, dtype=jnp.int32), block_m)
+        options |= dict(w=tensor.data, w_scale=tensor.scale, tile_rows=tile_rows)
+        return grouped_gemm(rows, x_scale=row_scale if scale is None else scale, **options)[:num_tokens]
+    operand = kernel_operand(tensor)
+    if tensor.g_idx is not None:
+        x = x[:, tensor.g_idx[0]]
+    kind = {"int8": "int8_row", "float8_e4m3fn": "e4m3_row"}.get(operand.fmt.operand)
+    if kind is not None:
+        rows, row_scale = quantize(x, quantization=kind, implementation=kernels)
+    else:
+        place = functools.partial(_with_scales_of_a_tile, rows=scaled)
+        rows, row_scale = rows_on_grid(
+            x, fmt, tensor.input_scale, operand.fmt.operand, (), quantize=quantize, place=place
+        )
+    return grouped_gemm_packed(rows, operand, x_scale=row_scale, **options)[:num_tokens]
+
+
+def choose_block_m(matrix: QuantizedMatrix, num_tokens: int, out_dtype: DTypeLike) -> int:
+    """Rows of a tile: the lowest that holds all tokens, else the height of the least work."""
+    if not is_kernel_layout(matrix.tensor.layout):
+        may_swap = jnp.dtype(out_dtype).itemsize == 2
+        heights = [height for height in SWAP_AB_BLOCK_MS if height <= SMALL_M] if may_swap else [BLOCK_MS[0]]
+        return next((height for height in heights if height >= num_tokens), BLOCK_MS[-1])
+    heights, operand = packed_gemm.BLOCK_MS, kernel_operand(matrix.tensor)
+    wanted = next((h for h in heights if SMALL_M >= h >= num_tokens), packed_gemm.choose_block_m(float(num_tokens)))
+    for block_m in reversed([height for height in heights if height <= wanted]):  # fewer where no kernel takes so many
+        desc = packed_gemm.describe_call(block_m, operand, out_dtype, "row", None, None)
+        if next(packed_gemm.candidates(desc, block_m, 1), None) is not None:
+            return block_m
+    return heights[0]
+
+
+def refusal(matrix: QuantizedMatrix, dtype: DTypeLike) -> str | None:
+    """Why the kernels cannot read the matrix in a layer that computes in ``dtype``, or None."""
+    if jnp.dtype(dtype).name not in ("bfloat16", "float16"):
+        return f"computes in bfloat16 or float16, the layer in {jnp.dtype(dtype).name}"
+    if is_kernel_layout(matrix.tensor.layout) or row_kind(matrix.scheme) is not None:
+        return None
+    return f"weights of scheme {matrix.scheme.name!r} are in layout 'plain'; the kernel reads matrix_layout's"
+
+
+def to_kernel_layout(matrix: QuantizedMatrix, dtype: DTypeLike) -> QuantizedMatrix:
+    """``Backend.matrix_layout``: schemes whose stored form the plain kernel multiplies stay as they are."""
+    if row_kind(matrix.scheme) is not None or is_kernel_layout(matrix.tensor.layout):
+        return matrix
+    return dataclasses.replace(matrix, tensor=kernel_tensor(matrix.tensor, matrix.scheme, dtype))
+
+
+def to_plain_layout(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """Inverse of ``to_kernel_layout``."""
+    is_plain = not is_kernel_layout(matrix.tensor.layout)
+    return matrix if is_plain else dataclasses.replace(matrix, tensor=plain_tensor(matrix.tensor))
+
+
+def _with_scales_of_a_tile(x: Array, scale: Array | None, *, rows: int) -> tuple[Array, Array | None]:
+    if scale is None or not scale.ndim:
+        return x, scale
+    return x, jnp.pad(scale, (0, rows - scale.shape[0]))

@@ -1,0 +1,123 @@
+"""``prefill``: attention of several queries a row over the slots of a key-value cache."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.config import PrefillConfig, PrefillDesc, choose_config, config_error
+from pallas_kernels.attention.reference import prefill_ref
+from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.implementations import first_that_runs
+
+TILED = 8  # rows of a tile in shared memory: a TMA copy wants arrays of a multiple of them
+
+
+def prefill(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    starts: jax.Array,
+    lengths: jax.Array,
+    first_slots: jax.Array,
+    scale: float,
+    window: int | None = None,
+    is_causal: bool = True,
+    sinks: jax.Array | None = None,
+    config: PrefillConfig | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> jax.Array:
+    """Softmax attention; query head n uses key head n // (N / M). Returns (B, S, N, V) in the dtype of q.
+
+    Row b keeps its keys in the slots [starts[b], lengths[b]); what other slots hold does not matter. Its queries sit at
+    first_slots[b] + 0 to S - 1. The query at slot s sees the slots from max(starts[b], s - window + 1) to
+    min(s + 1, lengths[b]), that one excluded. A query that sees none gives zeros.
+
+    Args:
+        q: (B, S, N, D) bfloat16 or float16.
+        k, v: (B, M, L, D) and (B, M, L, V) of the same dtype. Where S or L is no multiple of 8, the Hopper kernel runs
+            on padded copies.
+        starts, lengths, first_slots: (B,) int32, at least 0; lengths at most L.
+        scale: of the scores, above 0.
+        window: None to see all earlier slots.
+        is_causal: False lets a query see the slots behind its own, too.
+        sinks: (N,) logits, one more in the softmax of each query head, with a value of zero.
+        config: of the Hopper kernel; None for its own choice.
+        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
+
+    Raises:
+        ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
+    """
+    desc = _describe(q, k, v, scale=scale, window=window, is_causal=is_causal, sinks=sinks)
+    for name, array in (("starts", starts), ("lengths", lengths), ("first_slots", first_slots)):
+        if array.shape != (desc.batch,) or array.dtype != jnp.int32:
+            raise ValueError(f"{name} is {array.dtype} {array.shape}, expected int32 ({desc.batch},)")
+    last = () if sinks is None else (sinks.astype(jnp.float32),)
+
+    def hopper():
+        chosen = config or choose_config(desc, hopper_sms())
+        if reason := config_error(desc, chosen):
+            raise NotImplementedError(reason)
+
+        from pallas_kernels.attention.kernel_sm90 import prefill_sm90  # here: importing it loads Pallas
+
+        padded = [_padded(array, axis) for array, axis in ((q, 1), (k, 2), (v, 2))]
+        out = prefill_sm90(_describe(*padded, scale=scale, window=window, is_causal=is_causal, sinks=sinks), chosen)(
+            *padded, starts, lengths, first_slots, *last
+        )
+        return out[:, : desc.num_queries]
+
+    def reference():
+        return prefill_ref(desc, q, k, v, starts, lengths, first_slots, *last)
+
+    return first_that_runs("prefill", dict(hopper=hopper, reference=reference), implementation)
+
+
+def _describe(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    is_causal: bool,
+    sinks: jax.Array | None,
+) -> PrefillDesc:
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    if any(array.ndim != 4 for array in (q, k, v)):
+        raise ValueError(f"{shapes}; expected (B, S, N, D), (B, M, L, D), (B, M, L, V)")
+    batch, num_queries, num_heads, width = q.shape
+    num_kv_heads, num_slots = k.shape[1:3]
+    if k.shape != (batch, num_kv_heads, num_slots, width) or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"{shapes}; expected (B, S, N, D), (B, M, L, D), (B, M, L, V)")
+    if not num_queries or not num_slots or num_heads % num_kv_heads:
+        raise ValueError(f"{shapes}; expected S and L of at least 1, and N to be a multiple of M")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; expected one dtype")
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}, expected a number above 0")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}, expected at least 1, or None")
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"sinks has shape {sinks.shape}, expected {(num_heads,)}, one for each query head")
+    return PrefillDesc(
+        batch=batch,
+        num_queries=num_queries,
+        num_slots=num_slots,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        width=width,
+        value_width=v.shape[-1],
+        dtype=jnp.dtype(q.dtype).name,
+        scale=float(scale),
+        window=window,
+        is_causal=is_causal,
+        has_sinks=sinks is not None,
+    )
+
+
+def _padded(array: jax.Array, axis: int) -> jax.Array:
+    """With zeros behind, in whole tiles of rows along ``axis``."""
+    missing = -array.shape[axis] % TILED
+    return array if not missing else jnp.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])

@@ -1,0 +1,345 @@
+"""Flash attention of a prefill on Hopper: one persistent CTA per SM, a producer warpgroup and two consumers.
+
+A tile is 128 queries of one head of one row of the batch. Its keys are walked from the last step of block_kv slots that
+any of its queries sees to the first; steps that none sees are not loaded. Keys and values lie in a ring of stages.
+
+    producer      for each tile: queries, then per step i: keys i, values i - 1
+    consumers     64 queries of the tile each
+        step i        S = Q K[i]^T, and beside it O += P V[i - 1]
+                      mask S where a query does not see all slots of the step
+                      m = max(m, S), P = exp2(S - m), l = l exp2(m before - m) + sum(P), while O += P V[i - 1] runs
+                      O = O exp2(m before - m)
+        after the last step
+                      O += P V[last], O / l -> staged TMA stores
+
+Softmax runs in float32, with scores scaled by log2(e). m starts at a finite floor, so a query that sees nothing ends
+with l = 0 and gets zeros. A sink is a key of value zero: m starts with its logit and l with 1. Slots of a step outside
+[start, length) may hold anything: their scores are masked, and the consumers overwrite their values by zeros in shared
+memory, since 0 * NaN is NaN.
+
+With takes_turns the consumers issue their products alternately, so that one's softmax runs beside the other's products.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.attention.config import BLOCK_Q, ROWS, STORE_COLUMNS, PrefillConfig, PrefillDesc
+from pallas_kernels.attention.schedule import Tile, num_tiles_of, tile_of, unmasked_steps
+from pallas_kernels.common import mosaic, simt
+from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.common.types import Kernel, Scalar, TileRef, Value
+
+_FLOOR = -(2.0**100)  # below every score in use, and finite
+_LOG2_E = math.log2(math.e)
+
+
+def prefill_sm90(desc: PrefillDesc, config: PrefillConfig) -> Kernel:
+    """The kernel: (q, k, v, starts, lengths, first_slots, [sinks]) -> (B, S, N, V). config must pass config_error.
+
+    q (B, S, N, D), k (B, M, L, D), v (B, M, L, V); starts, lengths, first_slots (B,) int32; sinks (N,) float32.
+    """
+    dtype = jnp.dtype(desc.dtype)
+    tiled = mosaic.tiled(dtype, 128)
+
+    def buffer(*shape: int) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=tiled)
+
+    stages = config.num_stages
+    scratch: dict[str, Any] = dict(
+        q=buffer(config.query_stages, BLOCK_Q, desc.width),
+        k=buffer(stages, config.block_kv, desc.width),
+        v=buffer(stages, config.block_kv, desc.value_width),
+        staging=buffer(2, config.store_slots, ROWS, STORE_COLUMNS),
+        full=plgpu.Barrier(num_barriers=2 * stages + config.query_stages + 2 * config.takes_turns),
+        empty=plgpu.Barrier(num_arrivals=2, num_barriers=2 * stages + config.query_stages),
+    )
+    return plgpu.kernel(
+        functools.partial(_kernel, desc, config),
+        out_type=jax.ShapeDtypeStruct((desc.batch, desc.num_queries, desc.num_heads, desc.value_width), dtype),
+        grid=(config.num_sms,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=mosaic.compiler_params(),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    desc: PrefillDesc
+    config: PrefillConfig
+    operands: dict[str, TileRef]
+    out: TileRef
+    scratch: dict[str, TileRef]
+
+    def num_tiles(self) -> Scalar:
+        return num_tiles_of(self.desc, self.config, lax.axis_index("block"))
+
+    def tile(self, t: Scalar) -> Tile:
+        return tile_of(self.desc, self.config, self.operands, lax.axis_index("block"), t)
+
+    def stage(self, step: Scalar) -> Scalar:
+        """The stage of a step, counted over all tiles."""
+        return lax.rem(step, jnp.int32(self.config.num_stages))
+
+    def query_stage(self, tile: Scalar) -> Scalar:
+        """The stage of the queries of this CTA's tile of that number."""
+        return lax.rem(tile, jnp.int32(self.config.query_stages))
+
+    # Two arrays hold all barriers: each array takes registers of its own.
+
+    def full(self, name: str, stage: Scalar) -> TileRef:
+        return self.scratch["full"].at[self._first_barrier(name) + stage]
+
+    def empty(self, name: str, stage: Scalar) -> TileRef:
+        return self.scratch["empty"].at[self._first_barrier(name) + stage]
+
+    def turn(self, warpgroup: Scalar) -> TileRef:
+        """Arrived at when it is this consumer's turn to issue products."""
+        return self.scratch["full"].at[self._first_barrier("turn") + warpgroup]
+
+    def _first_barrier(self, name: str) -> int:
+        stages = self.config.num_stages
+        return dict(k=0, v=stages, q=2 * stages, turn=2 * stages + self.config.query_stages)[name]
+
+
+def _kernel(desc: PrefillDesc, config: PrefillConfig, *refs: TileRef, **scratch: TileRef) -> None:
+    mosaic.begin()
+    names = ("q", "k", "v", "starts", "lengths", "first_slots", *(("sinks",) if desc.has_sinks else ()))
+    cta = _Cta(desc, config, dict(zip(names, refs, strict=False)), refs[-1], scratch)
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == 2)
+    def _():
+        plgpu.set_max_registers(config.registers[1], action="decrease")
+        _produce(cta)
+
+    @pl.when(warpgroup < 2)
+    def _():
+        plgpu.set_max_registers(config.registers[0], action="increase")
+        _consume(cta, warpgroup)
+
+
+def _produce(cta: _Cta) -> None:
+    desc, config, operands, scratch = cta.desc, cta.config, cta.operands, cta.scratch
+    count = cta.num_tiles()
+
+    def one_tile(t, first):
+        tile, place = cta.tile(t), cta.query_stage(t)
+        last_step = jnp.int32(tile.last_step)
+        kv_head = lax.div(tile.head, jnp.int32(desc.group))
+
+        def load(name: str, i: Scalar) -> None:
+            step = first + i
+            stage = cta.stage(step)
+
+            @pl.when(step >= config.num_stages)
+            def _():
+                plgpu.barrier_wait(cta.empty(name, stage))
+
+            slots = pl.ds(pl.multiple_of((last_step - i) * config.block_kv, config.block_kv), config.block_kv)
+            source = operands[name].at[tile.row, kv_head, slots]
+            plgpu.copy_gmem_to_smem(source, scratch[name].at[stage], cta.full(name, stage))
+
+        @pl.when(t >= config.query_stages)
+        def _():
+            plgpu.barrier_wait(cta.empty("q", place))
+
+        queries = operands["q"].at[tile.row, pl.ds(tile.query, BLOCK_Q), tile.head]
+        plgpu.copy_gmem_to_smem(queries, scratch["q"].at[place], cta.full("q", place))
+        load("k", jnp.int32(0))
+
+        def one_step(i, _):
+            load("k", i)
+            load("v", i - 1)
+            return 0
+
+        lax.fori_loop(1, tile.num_steps, one_step, 0)
+        load("v", tile.num_steps - 1)
+        return first + tile.num_steps
+
+    end = lax.fori_loop(0, count, one_tile, jnp.int32(0))
+
+    # Leave no completed phase unobserved.
+    def drain(step, _):
+        plgpu.barrier_wait(cta.empty("k", cta.stage(step)))
+        plgpu.barrier_wait(cta.empty("v", cta.stage(step)))
+        return 0
+
+    lax.fori_loop(lax.max(end - config.num_stages, 0), end, drain, 0)
+
+    def drain_queries(t, _):
+        plgpu.barrier_wait(cta.empty("q", cta.query_stage(t)))
+        return 0
+
+    lax.fori_loop(lax.max(count - config.query_stages, 0), count, drain_queries, 0)
+
+
+def _consume(cta: _Cta, warpgroup: Scalar) -> None:
+    config = cta.config
+    count = cta.num_tiles()
+    if config.takes_turns:
+
+        @pl.when(warpgroup == 1)
+        def _():
+            plgpu.barrier_arrive(cta.turn(0))
+
+    def one_tile(t, first):
+        tile = cta.tile(t)
+        pl.run_scoped(
+            functools.partial(_attend, cta, warpgroup, tile, cta.query_stage(t), first),
+            mosaic.Accumulator((ROWS, cta.desc.value_width), jnp.float32),
+        )
+        return first + tile.num_steps
+
+    lax.fori_loop(0, count, one_tile, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+    if config.takes_turns:
+
+        @pl.when(warpgroup == 0)
+        def _():
+            plgpu.barrier_wait(cta.turn(0))
+
+
+def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scalar, out: TileRef) -> None:
+    """One tile of a consumer. out: its accumulator (64, V), zero. first: steps of this CTA's earlier tiles."""
+    desc, config, scratch = cta.desc, cta.config, cta.scratch
+    block_kv, dtype = config.block_kv, jnp.dtype(desc.dtype)
+    shape, factor = (ROWS, block_kv), jnp.float32(desc.scale * _LOG2_E)
+    slot = tile.slot + warpgroup * ROWS  # of this consumer's first query
+    q = scratch["q"].at[place, pl.ds(warpgroup * ROWS, ROWS)]
+
+    def scores(i: Scalar, beside: Callable[[], None] | None) -> Value:
+        """Of step i, not yet waited for where a product is issued ``beside`` it."""
+        stage = cta.stage(first + i)
+        if config.takes_turns:
+            plgpu.barrier_wait(cta.turn(warpgroup))
+
+        def product(accumulator):
+            plgpu.wgmma(accumulator, q, scratch["k"].at[stage].transpose((1, 0)))
+            return plgpu.wgmma_accumulator_load(accumulator, wait_n=None)
+
+        found = pl.run_scoped(product, mosaic.Accumulator(shape, jnp.float32))
+        if beside is not None:
+            beside()
+        if config.takes_turns:
+            plgpu.barrier_arrive(cta.turn(1 - warpgroup))
+        plgpu.wgmma_wait(0 if beside is None else 1)
+        plgpu.barrier_arrive(cta.empty("k", stage))
+        return lax.optimization_barrier(found)
+
+    def masked(found: Value, i: Scalar) -> Value:
+        rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=mosaic.WGMMA) + slot
+        slots = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=mosaic.WGMMA) + (tile.last_step - i) * block_kv
+        end = lax.min(rows + 1, lax.broadcast(tile.length, shape)) if desc.is_causal else tile.length
+        begin = tile.start
+        if desc.window is not None:
+            begin = lax.max(rows - (desc.window - 1), lax.broadcast(tile.start, shape))
+        return jnp.where((slots >= begin) & (slots < end), found, -jnp.inf)
+
+    def softmax(found: Value, top: Value, total: Value) -> tuple[Value, Value, Value, Value]:
+        """(weights, largest score so far, sum of weights so far, what earlier sums shrink by)."""
+        new_top = lax.max(top, jnp.max(found, axis=1) * factor)
+        weights = jnp.exp2(found * factor - lax.broadcast_in_dim(new_top, shape, [0]))
+        shrink = jnp.exp2(top - new_top)
+        return weights, new_top, total * shrink + jnp.sum(weights, axis=1), shrink
+
+    def wait_values(i: Scalar, is_masked: bool) -> None:
+        """Wait for the values of step i, and clear those that lie outside the slots in use."""
+        values, begin = scratch["v"].at[cta.stage(first + i)], (tile.last_step - i) * block_kv
+        plgpu.barrier_wait(cta.full("v", cta.stage(first + i)))
+        if is_masked:
+
+            @pl.when((begin < tile.start) | (begin + block_kv > tile.length))
+            def _():
+                _clear(values, tile.start - begin, tile.length - begin)
+
+    def one_step(i, carry, is_masked):
+        weights, top, total = carry
+        stage = cta.stage(first + i - 1)
+        plgpu.barrier_wait(cta.full("k", cta.stage(first + i)))
+        found = scores(i, lambda: plgpu.wgmma(out, weights, scratch["v"].at[stage]))
+        found = masked(found, i) if is_masked else found
+        weights, top, total, shrink = softmax(found, top, total)
+        sums = lax.optimization_barrier(plgpu.wgmma_accumulator_load(out, wait_n=0))
+        plgpu.barrier_arrive(cta.empty("v", stage))
+        out[...] = sums * lax.broadcast_in_dim(shrink, sums.shape, [0])
+        wait_values(i, is_masked)
+        return weights.astype(dtype), top, total
+
+    top = jnp.full((ROWS,), _FLOOR, jnp.float32)
+    total = jnp.zeros((ROWS,), jnp.float32)
+    if desc.has_sinks:
+        sink = cta.operands["sinks"][tile.head] * _LOG2_E
+        top = lax.broadcast(lax.max(sink, jnp.float32(_FLOOR)), (ROWS,))
+        total = jnp.exp2(lax.broadcast(sink, (ROWS,)) - top)
+    top, total = (plgpu.layout_cast(value, mosaic.ROWS) for value in (top, total))
+
+    plgpu.barrier_wait(cta.full("q", place))
+    plgpu.barrier_wait(cta.full("k", cta.stage(first)))
+    weights, top, total, _ = softmax(masked(scores(jnp.int32(0), None), jnp.int32(0)), top, total)
+    wait_values(jnp.int32(0), is_masked=True)
+    carry = (weights.astype(dtype), top, total)
+
+    whole, tail = unmasked_steps(desc, config, tile, warpgroup)
+    steps = tile.num_steps
+    carry = lax.fori_loop(1, whole, functools.partial(one_step, is_masked=True), carry)
+    carry = lax.fori_loop(whole, tail, functools.partial(one_step, is_masked=False), carry)
+    carry = lax.fori_loop(tail, steps, functools.partial(one_step, is_masked=True), carry)
+    plgpu.barrier_arrive(cta.empty("q", place))
+
+    weights, _, total = carry
+    stage = cta.stage(first + steps - 1)
+    plgpu.wgmma(out, weights, scratch["v"].at[stage])
+    sums = lax.optimization_barrier(plgpu.wgmma_accumulator_load(out, wait_n=0))
+    plgpu.barrier_arrive(cta.empty("v", stage))
+    inverse = jnp.where(total == 0, 0.0, 1 / total)
+    _store(cta, warpgroup, tile, (sums * lax.broadcast_in_dim(inverse, sums.shape, [0])).astype(dtype))
+
+
+def _clear(values: TileRef, start: Scalar, end: Scalar) -> None:
+    """Zero the rows of ``values`` outside [start, end). Both consumers do it: they write the same bytes.
+
+    The swizzle moves 16 bytes within the 128 of a row of a tile, so a row of zeros is one under any swizzle.
+    """
+    rows, width = values.shape
+    tiles, row_bytes = width // STORE_COLUMNS, 128
+    offsets = [tile * 8 * row_bytes + start for tile in range(tiles) for start in range(0, row_bytes, 16)]
+    stores = " ".join(f"@p st.shared.v4.b32 [$0 + {offset}], {{z, z, z, z}};" for offset in offsets)
+    text = "{ .reg .pred p; .reg .b32 z; setp.ne.s32 p, $1, 0; mov.b32 z, 0; " + stores + " }"
+
+    @simt.inline(plgpu.RefType(mosaic.tiled(values.dtype, row_bytes)), simt.LANES, simt.LANES)
+    def write(ctx, values, offset, mask):
+        del ctx
+        base = llvm.ptrtoint(simt.integer(32), mgpu.utils.memref_ptr(values))
+        simt.asm([arith.addi(base, simt.value_of(offset)), simt.value_of(mask)], text, "r,r,~{memory}")
+
+    for first in range(0, rows, WARPGROUP):
+        row = (simt.thread_index() & (WARPGROUP - 1)) + first
+        outside = ((row < start) | (row >= end)) & (row < rows)
+        offset = (row >> 3) * (tiles * 8 * row_bytes) + (row & 7) * row_bytes
+        write(values, offset, jnp.where(outside, jnp.ones_like(row), jnp.zeros_like(row)))
+    plgpu.commit_smem()
+
+
+def _store(cta: _Cta, warpgroup: Scalar, tile: Tile, rounded: Value) -> None:
+    """Write a consumer's (64, V) of the output through its staging slots; rows past the last query are dropped."""
+    slots, rows = cta.config.store_slots, pl.ds(tile.query + warpgroup * ROWS, ROWS)
+    for index, start in enumerate(range(0, cta.desc.value_width, STORE_COLUMNS)):
+        staging = cta.scratch["staging"].at[warpgroup, index % slots]
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        staging[...] = rounded[:, start : start + STORE_COLUMNS]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, cta.out.at[tile.row, rows, tile.head, pl.ds(start, STORE_COLUMNS)])

@@ -1,0 +1,153 @@
+"""``decode_attention``: a few queries a row over a long key-value cache."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, choose_config, config_error
+from pallas_kernels.decode_attention.reference import decode_attention_ref
+
+
+def decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    starts: jax.Array,
+    lengths: jax.Array,
+    first_slots: jax.Array,
+    *,
+    scale: float,
+    value_width: int | None = None,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+    config: DecodeConfig | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> jax.Array:
+    """Softmax attention of S queries a row, each of which sees the slots up to its own.
+
+    Query s of row b lies at slot ``first_slots[b] + s`` and sees the slots from ``starts[b]`` up to its own, below
+    ``lengths[b]``, and of these the last ``window``. A query that sees none gives zeros. The bits of a row do not
+    depend on the other rows.
+
+    Args:
+        q: (B, S, N, D) bfloat16 or float16.
+        k: (B, M, L, D), of q's dtype. Slots outside [starts, lengths) may hold anything.
+        v: (B, M, L, V), of q's dtype; None where values are the first elements of the keys, as those of MLA's latents
+            are: then each slot is read once.
+        starts, lengths, first_slots: (B,) int32.
+        scale: of the scores.
+        value_width: V where v is None.
+        window: how many slots up to its own a query sees; None for all.
+        sinks: (N,) float, a logit per query head that takes its part of the softmax and gives nothing.
+        config: of the Hopper kernel; None for its own choice.
+        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
+
+    Returns:
+        (B, S, N, V) of q's dtype.
+
+    Raises:
+        ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
+    """
+    if v is None and (value_width is None or not 0 < value_width <= k.shape[-1]):
+        raise ValueError(f"value_width={value_width}, v=None; expected 1 to {k.shape[-1]}, the width of k")
+    values = k[..., :value_width] if v is None else v
+    desc = _describe(q, k, values, (starts, lengths, first_slots), scale, window, sinks)
+    if v is None:
+        desc = dataclasses.replace(desc, is_latent=True)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+
+    def hopper():
+        sms = hopper_sms()
+        chosen = config or choose_config(desc, sms)
+        if reason := config_error(desc, chosen):
+            raise NotImplementedError(reason)
+
+        # here: importing them loads Pallas
+        from pallas_kernels.decode_attention.combine_sm90 import combine_sm90
+        from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
+
+        rows = (starts, lengths, first_slots)
+        kernel = decode_sm90(desc, chosen)
+        operands = (queries_in_columns(desc, chosen, q), k, *(() if v is None else (v,)), *rows)
+        if chosen.is_fused:
+            own_sinks = [] if sinks is None else [_sinks_of_columns(desc, chosen, sinks)]
+            y = kernel(*operands, *own_sinks, _arrivals(chosen.all_tiles(desc)))[0]
+        else:
+            flat = [array.reshape(-1) for array in kernel(*operands)]
+            y = combine_sm90(desc, chosen)(*flat, *rows, *([] if sinks is None else [sinks]))
+        return y.reshape(*q.shape[:3], desc.value_width)
+
+    def reference():
+        return decode_attention_ref(desc, q, k, values, starts, lengths, first_slots, sinks)
+
+    return first_that_runs("decode_attention", dict(hopper=hopper, reference=reference), implementation)
+
+
+def queries_in_columns(desc: DecodeDesc, config: DecodeConfig, q: jax.Array) -> jax.Array:
+    """(B, S, N, D) -> (B, M, T * C, D): the queries of a key head side by side, those of one slot together."""
+    q = q.reshape(desc.batch, desc.num_queries, desc.num_kv_heads, desc.group, desc.width).swapaxes(1, 2)
+    q = q.reshape(desc.batch, desc.num_kv_heads, desc.num_queries * desc.group, desc.width)
+    return jnp.pad(q, ((0, 0), (0, 0), (0, config.num_tiles(desc) * config.columns - desc.columns), (0, 0)))
+
+
+def _sinks_of_columns(desc: DecodeDesc, config: DecodeConfig, sinks: jax.Array) -> jax.Array:
+    """(N,) -> (M, T * C)."""
+    sinks = jnp.tile(sinks.reshape(desc.num_kv_heads, desc.group), (1, desc.num_queries))
+    return jnp.pad(sinks, ((0, 0), (0, config.num_tiles(desc) * config.columns - desc.columns)))
+
+
+def _arrivals(count: int) -> jax.Array:
+    """Zeros that the kernel counts with and leaves as they were, so that they may be a constant of the program.
+
+    The last element keeps XLA from making them anew for each call.
+    """
+    return jnp.asarray(np.append(np.zeros(count, np.int32), np.int32(1)))
+
+
+def _describe(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: tuple[jax.Array, ...],
+    scale: float,
+    window: int | None,
+    sinks: jax.Array | None,
+) -> DecodeDesc:
+    """Check the call once."""
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}; expected (B, S, N, D), (B, M, L, D), (B, M, L, V)")
+    batch, queries, heads, width = q.shape
+    kv_heads, slots = k.shape[1:3]
+    if k.shape != (batch, kv_heads, slots, width) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape}, v {v.shape}; expected (B, S, N, D), (B, M, L, D), (B, M, L, V), M dividing N"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype")
+    for name, array in zip(("starts", "lengths", "first_slots"), rows, strict=True):
+        if array.shape != (batch,) or array.dtype != jnp.int32:
+            raise ValueError(f"{name} is {array.dtype}{array.shape}, expected int32{(batch,)}")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}, expected at least 1, or None for all slots")
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}, expected a number above 0")
+    if sinks is not None and (sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
+        raise ValueError(f"sinks is {sinks.dtype}{sinks.shape}, expected a float dtype and {(heads,)}")
+    return DecodeDesc(
+        batch=batch,
+        num_queries=queries,
+        num_slots=slots,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        width=width,
+        value_width=v.shape[3],
+        dtype=jnp.dtype(q.dtype).name,
+        scale=float(scale),
+        window=window,
+        has_sinks=sinks is not None,
+    )

@@ -1,0 +1,136 @@
+"""What one decode step asks (``DecodeDesc``), how it runs (``DecodeConfig``), and what the Hopper kernel cannot run."""
+
+import dataclasses
+
+from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_BOX, WARPGROUP, smem_bytes
+
+DTYPES = ("bfloat16", "float16")
+MAX_COLUMNS = 64  # of a tile
+MAX_REGISTERS = 152  # of a thread, for scores, weights and sums
+MAX_WIDTH = 576
+MAX_SCORES = 128 * 128 * 32  # products of a step's scores; above it ptxas spills
+_BARRIERS = 4096  # bytes, more than the barriers and the scratch of reductions take
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeDesc:
+    """Static description of one call: S queries of each of B rows over L slots of keys and values.
+
+    Args:
+        batch, num_queries, num_slots: B, S, L.
+        num_heads, num_kv_heads: N query heads; each of M key heads serves N / M of them.
+        width, value_width: of a query or key, and of a value.
+        is_latent: values are the first value_width elements of the keys, as in MLA.
+        dtype: of all of them and of the output.
+        scale: of the scores, above 0.
+        window: how many slots up to its own a query sees; None for all.
+        has_sinks: each query head has a logit more.
+    """
+
+    batch: int
+    num_queries: int
+    num_slots: int
+    num_heads: int
+    num_kv_heads: int
+    width: int
+    value_width: int
+    dtype: str
+    scale: float
+    window: int | None = None
+    has_sinks: bool = False
+    is_latent: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads of one key head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def columns(self) -> int:
+        """Columns of a key head: its queries and their heads."""
+        return self.num_queries * self.group
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """How the kernel runs.
+
+    Args:
+        columns: of a tile, a multiple of 8; those of a key head take as many tiles as they need.
+        split: slots of a work item; the sums of the splits are added in their order.
+        block_kv: slots of one step, a divisor of split.
+        num_stages: steps of keys and values in shared memory.
+        num_ctas: persistent CTAs.
+        is_fused: the CTA that ends the last split of a key head adds them up; else a second launch does.
+    """
+
+    columns: int
+    split: int
+    block_kv: int
+    num_stages: int
+    num_ctas: int
+    is_fused: bool = True
+
+    def num_splits(self, desc: DecodeDesc) -> int:
+        """Of a row that fills all slots."""
+        return -(-desc.num_slots // self.split)
+
+    def num_tiles(self, desc: DecodeDesc) -> int:
+        """Of the columns of a key head."""
+        return -(-desc.columns // self.columns)
+
+    def all_tiles(self, desc: DecodeDesc) -> int:
+        """Of all key heads of all rows."""
+        return desc.batch * desc.num_kv_heads * self.num_tiles(desc)
+
+
+def shared_bytes(desc: DecodeDesc, config: DecodeConfig) -> int:
+    """Shared memory of a CTA."""
+    columns, block = config.columns, config.block_kv
+    shapes = [
+        ((2, columns, desc.width), desc.dtype),
+        ((config.num_stages, block, desc.width), desc.dtype),
+        ((config.num_stages, block, 0 if desc.is_latent else desc.value_width), desc.dtype),
+        ((columns, block), desc.dtype),
+    ]
+    return sum(smem_bytes(shape, dtype) for shape, dtype in shapes) + _BARRIERS
+
+
+def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
+    """Why the Hopper kernel cannot run ``desc``, or None when it can."""
+    if desc.dtype not in DTYPES:
+        return f"{desc.dtype}; there are {' and '.join(DTYPES)}"
+    for what, width in (("width", desc.width), ("value_width", desc.value_width)):
+        if width % 64 or not 64 <= width <= MAX_WIDTH:
+            return f"{what}={width}: a multiple of 64, at most {MAX_WIDTH}"
+    if config.columns % 8 or not 8 <= config.columns <= MAX_COLUMNS:
+        return f"columns={config.columns}: a multiple of 8, at most {MAX_COLUMNS}"
+    if desc.num_slots % 8:
+        return f"num_slots={desc.num_slots}: a multiple of 8"
+    if config.block_kv % 64 or not 64 <= config.block_kv <= TMA_BOX:
+        return f"block_kv={config.block_kv}: a multiple of 64, at most {TMA_BOX}"
+    if config.split % config.block_kv:
+        return f"split={config.split}: a multiple of block_kv={config.block_kv}"
+    is_wide = config.block_kv * desc.width * config.columns > MAX_SCORES
+    if is_wide or 2 * (desc.value_width + config.block_kv) * config.columns > MAX_REGISTERS * WARPGROUP:
+        widths = f"width={desc.width}, value_width={desc.value_width}"
+        return f"{widths}, block_kv={config.block_kv}, columns={config.columns}: too many registers"
+    if config.num_stages < 1 or config.num_ctas < 1:
+        return f"{config}: at least one stage and one CTA"
+    if (size := shared_bytes(desc, config)) > SMEM_BYTES:
+        return f"{size} bytes of shared memory, there are {SMEM_BYTES}"
+    return None
+
+
+def choose_config(desc: DecodeDesc, num_sms: int, split: int = 256) -> DecodeConfig:
+    """Steps of 128 slots, or 64 where heads are wide; up to 32 columns, of MLA 8: so nothing spills; most stages."""
+    columns = min(-(-desc.columns // 8) * 8, 32 if desc.value_width <= 192 else 24 if desc.value_width <= 256 else 8)
+    block = 128 if desc.width + desc.value_width <= 256 else 64
+    config = DecodeConfig(columns, split, block, 1, 1)
+    ctas = max(1, min(num_sms, config.all_tiles(desc) * config.num_splits(desc)))
+    config = dataclasses.replace(config, num_ctas=ctas)
+    for stages in range(2, 13):
+        wider = dataclasses.replace(config, num_stages=stages)
+        if config_error(desc, wider) is None:
+            config = wider
+    return config

@@ -1,0 +1,426 @@
+"""Decode attention on Hopper: split-K over the cache, a producer warpgroup and a consumer in each persistent CTA.
+
+A work item is one split of the cache of one key head of one row: ``split`` slots, of which those in use are walked in
+steps of block_kv. Products are transposed: keys are the rows of wgmma, the queries of the key head's heads its columns,
+so few heads fill it. Steps without a slot in use are not loaded.
+
+    producer      for each item: queries, then for each step: keys, values
+    consumer      for each item, for each step
+                      S^T = K Q^T, masked
+                      m = max(m, S), P = exp2(S - m), l = l exp2(m before - m) + P -> P in shared memory
+                      O^T = O^T exp2(m before - m) + V^T P^T
+                  after the last step: O, m, l -> partial sums of the item
+
+The CTA that ends the last split of a tile adds the partial sums of all its splits, in their order, and stores the
+output; a tile with one split needs no memory for that. CTAs are counted in ``arrivals``. Without ``is_fused`` a second
+launch adds them (combine_sm90.py). A split's slots do not depend on the batch, so neither do the bits of a token.
+
+Softmax runs in float32, with scores scaled by log2(e). m starts at a finite floor, so a query that sees nothing has
+l = 0.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import mosaic
+from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.common.types import Kernel, Ref, Scalar, TileRef, Value
+from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
+from pallas_kernels.decode_attention.memory_sm90 import arrive, scatter
+
+FLOOR = -(2.0**100)  # below every score in use, and finite
+LOG2_E = math.log2(math.e)
+PART = 128  # of a value's elements, multiplied at once
+UNROLL_STATS = 8  # splits whose largest scores are loaded at once
+UNROLL_SUMS = 64  # of a thread, partial sums that are loaded at once
+Parts = Sequence[tuple[int, int]]  # (first, size) of the elements of a value
+
+
+def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
+    """The kernel; config must pass config_error.
+
+    Two launches: (q, k, [v], starts, lengths, first_slots) -> (sums, tops, totals) of each (tile, split). With
+    ``is_fused``: (q, k, [v], starts, lengths, first_slots, [sinks], arrivals) -> (out, sums, tops, totals), where only
+    out is meant.
+
+    q (B, M, T * C, D) for T tiles of C columns, k (B, M, L, D), v (B, M, L, V), not there where ``is_latent``; starts,
+    lengths, first_slots (B,) int32; sinks (M, T * C) float32; arrivals (at least B * M * T,) int32, zeros, which are
+    zeros again at the end. sums (B * M * T * splits, V, C) float32, tops and totals (B * M * T * splits, C) float32:
+    those of splits that no query sees are not written. out (B * S * N * V,); queries that see nothing get zeros.
+    """
+    dtype, columns, block = jnp.dtype(desc.dtype), config.columns, config.block_kv
+    tiled = mosaic.tiled(dtype, 128)
+    items, stages = config.all_tiles(desc) * config.num_splits(desc), config.num_stages
+    scratch: dict[str, Any] = dict(
+        q=plgpu.SMEM((2, columns, desc.width), dtype, transforms=tiled),
+        k=plgpu.SMEM((stages, block, desc.width), dtype, transforms=tiled),
+        weights=plgpu.SMEM((columns, block), dtype, transforms=tiled),
+        q_full=plgpu.Barrier(num_barriers=2),
+        q_empty=plgpu.Barrier(num_barriers=2),
+        k_full=plgpu.Barrier(num_barriers=stages),
+        empty=plgpu.Barrier(num_barriers=stages),
+    )
+    if not desc.is_latent:
+        scratch["v"] = plgpu.SMEM((stages, block, desc.value_width), dtype, transforms=tiled)
+        scratch["v_full"] = plgpu.Barrier(num_barriers=stages)
+    sums = jax.ShapeDtypeStruct((items, desc.value_width, columns), jnp.float32)
+    stats = jax.ShapeDtypeStruct((items, columns), jnp.float32)
+    out = jax.ShapeDtypeStruct((desc.batch * desc.num_queries * desc.num_heads * desc.value_width,), dtype)
+    return plgpu.kernel(
+        functools.partial(_kernel, desc, config),
+        out_type=((out,) if config.is_fused else ()) + (sums, stats, stats),
+        grid=(config.num_ctas,),
+        grid_names=("block",),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=mosaic.compiler_params(),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """A split of one tile of columns; fields are int32 of the device.
+
+    Args:
+        row, head: of the batch, and the key head.
+        column: of the key head's, the first one.
+        tile: index among all tiles.
+        index: of its partial sums.
+        start, length, slot: of the row: slots in use, and the slot of the first query.
+        first_step: the first block_kv slots with one in use.
+        num_steps: how many are walked.
+        first_index, num_splits: of the splits of the tile that a query sees; 0 where this is none of them.
+    """
+
+    row: Scalar
+    head: Scalar
+    column: Scalar
+    tile: Scalar
+    index: Scalar
+    start: Scalar
+    length: Scalar
+    slot: Scalar
+    first_step: Scalar
+    num_steps: Scalar
+    first_index: Scalar
+    num_splits: Scalar
+
+
+def seen(desc: DecodeDesc, start: Any, length: Any, slot: Any) -> tuple[Any, Any]:
+    """[first, end) of the slots that any query of a row sees."""
+    first = start if desc.window is None else lax.max(start, slot - (desc.window - 1))
+    return first, lax.min(lax.min(length, slot + desc.num_queries), desc.num_slots)
+
+
+def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: TileRef) -> None:
+    mosaic.begin()
+    q, k, *rest = refs
+    v = None if desc.is_latent else rest.pop(0)
+    starts, lengths, first_slots, *rest = rest
+    sinks: TileRef = None
+    arrivals: TileRef = None
+    outputs = rest
+    if config.is_fused:
+        sinks = rest.pop(0) if desc.has_sinks else None
+        arrivals, *outputs = rest
+    s = scratch
+    parts = [(first, min(PART, desc.value_width - first)) for first in range(0, desc.value_width, PART)]
+    block_kv, stages, splits = config.block_kv, config.num_stages, config.num_splits(desc)
+    warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("block")
+    tiles = config.all_tiles(desc)
+    total = tiles * _used_splits(desc, config, starts, lengths, first_slots)
+    count = lax.div(total - cta + (config.num_ctas - 1), jnp.int32(config.num_ctas))
+
+    def item_of(t: Scalar) -> _Item:
+        index = cta + t * config.num_ctas
+        split, tile = lax.div(index, jnp.int32(tiles)), lax.rem(index, jnp.int32(tiles))
+        own = jnp.int32(config.num_tiles(desc))
+        pair, column = lax.div(tile, own), pl.multiple_of(lax.rem(tile, own) * config.columns, config.columns)
+        row, head = lax.div(pair, jnp.int32(desc.num_kv_heads)), lax.rem(pair, jnp.int32(desc.num_kv_heads))
+        start, length, slot = starts[row], lengths[row], first_slots[row]
+        first, end = seen(desc, start, length, slot)
+        size = jnp.int32(config.split)
+        is_empty = first >= end
+        begin, used = lax.div(first, size), lax.div(end + (config.split - 1), size) - lax.div(first, size)
+        first, end = lax.max(first, split * size), lax.min(end, (split + 1) * size)
+        first_step = lax.div(first, jnp.int32(block_kv))
+        steps = jnp.where(first < end, lax.div(end + (block_kv - 1), jnp.int32(block_kv)) - first_step, 0)
+        # A tile that sees nothing has one split, without a step: so zeros are stored.
+        used = jnp.where(is_empty, jnp.where(split == 0, 1, 0), jnp.where(steps > 0, used, 0))
+        place = tile * splits
+        slots = (start, length, slot)
+        return _Item(row, head, column, tile, place + split, *slots, first_step, steps, place + begin, used)
+
+    def for_each_item(body: Callable[[_Item, Scalar, Scalar], None]) -> tuple[Scalar, Scalar]:
+        """body(item, items before it, steps before it)."""
+
+        def one(t, carry):
+            items, steps = carry
+            item = item_of(t)
+            is_used = item.num_splits > 0
+            pl.when(is_used)(lambda: body(item, items, steps))
+            return items + jnp.where(is_used, 1, 0), steps + item.num_steps
+
+        return lax.fori_loop(0, count, one, (jnp.int32(0), jnp.int32(0)))
+
+    def stage_of(step: Scalar) -> Scalar:
+        return lax.rem(step, jnp.int32(stages))
+
+    def produce(item: _Item, items: Scalar, steps: Scalar) -> None:
+        place = lax.rem(items, jnp.int32(2))
+
+        @pl.when(items >= 2)
+        def _():
+            plgpu.barrier_wait(s["q_empty"].at[place])
+
+        queries = q.at[item.row, item.head, pl.ds(item.column, config.columns)]
+        plgpu.copy_gmem_to_smem(queries, s["q"].at[place], s["q_full"].at[place])
+
+        def one_step(i, _):
+            stage = stage_of(steps + i)
+
+            @pl.when(steps + i >= stages)
+            def _():
+                plgpu.barrier_wait(s["empty"].at[stage])
+
+            slots = pl.ds(pl.multiple_of((item.first_step + i) * block_kv, block_kv), block_kv)
+            plgpu.copy_gmem_to_smem(k.at[item.row, item.head, slots], s["k"].at[stage], s["k_full"].at[stage])
+            if v is not None:
+                plgpu.copy_gmem_to_smem(v.at[item.row, item.head, slots], s["v"].at[stage], s["v_full"].at[stage])
+            return 0
+
+        lax.fori_loop(0, item.num_steps, one_step, 0)
+
+    def drain(items: Scalar, steps: Scalar) -> None:
+        """Leave no completed phase unobserved."""
+
+        def one(barriers: str, size: int):
+            def wait(i, _):
+                plgpu.barrier_wait(s[barriers].at[lax.rem(i, jnp.int32(size))])
+                return 0
+
+            return wait
+
+        lax.fori_loop(lax.max(steps - stages, 0), steps, one("empty", stages), 0)
+        lax.fori_loop(lax.max(items - 2, 0), items, one("q_empty", 2), 0)
+
+    def consume(item: _Item, items: Scalar, steps: Scalar) -> None:
+        place, shape = lax.rem(items, jnp.int32(2)), (block_kv, config.columns)
+        plgpu.barrier_wait(s["q_full"].at[place])
+        factor = jnp.float32(desc.scale * LOG2_E)
+
+        def multiply(left: TileRef, right: TileRef) -> Value:
+            """left right^T, waited for; left (rows, K) or its transposed view, right (C, K)."""
+
+            def scope(accumulator):
+                plgpu.wgmma(accumulator, left, right.transpose((1, 0)))
+                return accumulator[...]
+
+            return pl.run_scoped(scope, mosaic.Accumulator((left.shape[0], config.columns), jnp.float32))
+
+        def values_of(stage: Scalar) -> TileRef:
+            if desc.is_latent:
+                return s["k"].at[stage, :, pl.ds(0, desc.value_width)]
+            plgpu.barrier_wait(s["v_full"].at[stage])
+            return s["v"].at[stage]
+
+        def one_step(i, carry):
+            sums, top, total = carry
+            stage, first_slot = stage_of(steps + i), (item.first_step + i) * block_kv
+            plgpu.barrier_wait(s["k_full"].at[stage])
+            scores = multiply(s["k"].at[stage], s["q"].at[place]) * factor
+            scores = _masked(desc, item, first_slot, scores)
+            new_top = lax.max(top, jnp.max(scores, axis=0))
+            weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, shape, [1]))
+            shrink = jnp.exp2(top - new_top)
+            rounded = plgpu.layout_cast(weights.astype(desc.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+            s["weights"].transpose((1, 0))[...] = rounded
+            plgpu.commit_smem()
+            total = total * lax.broadcast_in_dim(shrink, shape, [1]) + weights
+            values = values_of(stage)
+
+            @pl.when((first_slot < item.start) | (first_slot + block_kv > item.length))
+            def _():
+                _clear(values, item.start - first_slot, item.length - first_slot)
+
+            added = []
+            for (first, size), own in zip(parts, sums, strict=True):
+                more = multiply(values.at[:, pl.ds(first, size)].transpose((1, 0)), s["weights"])
+                added.append(own * lax.broadcast_in_dim(shrink, own.shape, [1]) + more)
+            plgpu.barrier_arrive(s["empty"].at[stage])
+            return tuple(added), new_top, total
+
+        carry = (
+            tuple(zeros((size, config.columns)) for _, size in parts),
+            plgpu.layout_cast(jnp.full((config.columns,), FLOOR, jnp.float32), mosaic.COLUMNS),
+            zeros(shape),
+        )
+        sums, top, total = lax.fori_loop(0, item.num_steps, one_step, carry)
+        plgpu.barrier_arrive(s["q_empty"].at[place])
+        total = jnp.sum(total, axis=0)
+        out, *partial = outputs if config.is_fused else (None, *outputs)
+
+        def store_partial():
+            for (first, size), value in zip(parts, sums, strict=True):
+                partial[0].at[item.index, pl.ds(first, size)][...] = value
+            partial[1].at[item.index][...] = top
+            partial[2].at[item.index][...] = total
+
+        def of_several():
+            store_partial()
+            is_last = arrive(arrivals, item.tile, item.num_splits) == item.num_splits - 1
+            nothing = (carry[0], carry[1], plgpu.layout_cast(jnp.zeros((config.columns,), jnp.float32), mosaic.COLUMNS))
+            return lax.cond(is_last, lambda: _added(item, parts, partial), lambda: nothing), is_last
+
+        if out is None:
+            store_partial()
+            return
+        is_alone = item.num_splits == 1
+        found, is_last = lax.cond(is_alone, lambda: ((sums, top, total), is_alone), of_several)
+
+        @pl.when(is_last)
+        def _():
+            _finish(desc, item, found, sinks, out)
+
+    @pl.when(warpgroup == 1)
+    def _():
+        drain(*for_each_item(produce))
+
+    @pl.when(warpgroup == 0)
+    def _():
+        for_each_item(consume)
+
+
+def zeros(shape: tuple[int, int]) -> Value:
+    """float32 sums to start from, in the layout of an accumulator."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.WGMMA)
+
+
+def _used_splits(desc: DecodeDesc, config: DecodeConfig, starts: Ref, lengths: Ref, first_slots: Ref) -> Scalar:
+    """Splits up to the last one that any row uses, where walking the empty ones would take longer than finding it."""
+    splits = config.num_splits(desc)
+    if config.all_tiles(desc) * splits <= 2 * desc.batch * config.num_ctas:
+        return splits
+
+    def one(row, most):
+        _, end = seen(desc, starts[row], lengths[row], first_slots[row])
+        return lax.max(most, end)
+
+    most = lax.fori_loop(0, desc.batch, one, jnp.int32(1))
+    return lax.div(most + (config.split - 1), jnp.int32(config.split))
+
+
+def _clear(values: TileRef, begin: Scalar, end: Scalar) -> None:
+    """Zero the rows of a step's values outside [begin, end): they may hold anything, and 0 * NaN is NaN."""
+    rows, width = values.shape
+    for first, column in itertools.product(range(0, rows, 64), range(0, width, 64)):
+        part = values.at[pl.ds(first, 64), pl.ds(column, 64)]
+        row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=mosaic.WGMMA) + first
+        part[...] = jnp.where((row >= begin) & (row < end), part[...], jnp.zeros((), values.dtype))
+    plgpu.commit_smem()
+
+
+def _masked(desc: DecodeDesc, item: _Item, first: Scalar, scores: Value) -> Value:
+    """-inf where a query (column) does not see a slot (row); first: slot of the first row."""
+    slots = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=mosaic.WGMMA) + first
+    if desc.num_queries == 1:
+        begin, end = seen(desc, item.start, item.length, item.slot)
+    else:
+        columns = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=mosaic.WGMMA) + item.column
+        own = lax.div(columns, jnp.full_like(columns, desc.group)) + item.slot
+        end = lax.min(own + 1, lax.broadcast(item.length, scores.shape))
+        begin = item.start
+        if desc.window is not None:
+            begin = lax.max(own - (desc.window - 1), lax.broadcast(item.start, scores.shape))
+    return jnp.where((slots >= begin) & (slots < end), scores, -jnp.inf)
+
+
+def _added(item: _Item, parts: Parts, partial: Sequence[Ref]) -> tuple[tuple[Value, ...], Value, Value]:
+    """(sums of each part, top, total) over the splits of an item's tile, in their order."""
+    sums, tops, totals = partial
+    columns = sums.shape[2]
+
+    def stats(ref, index):
+        return mosaic.load(ref.at[index], layout=mosaic.COLUMNS, optimized=False)
+
+    def at(i):
+        """The last split stands for those past it, with weight 0."""
+        return item.first_index + lax.min(i, item.num_splits - 1)
+
+    def in_steps(unroll: int, body: Callable[[Sequence[Scalar], Any], Any], carry: Any) -> Any:
+        """Over all splits, ``unroll`` of them at once."""
+        rounds = lax.div(item.num_splits + (unroll - 1), jnp.int32(unroll))
+        return lax.fori_loop(0, rounds, lambda i, carry: body([i * unroll + j for j in range(unroll)], carry), carry)
+
+    def highest(indices, top):
+        for value in [stats(tops, at(index)) for index in indices]:
+            top = lax.max(top, value)
+        return top
+
+    def factor(index):
+        found = jnp.exp2(stats(tops, at(index)) - top)
+        return jnp.where(lax.broadcast(index < item.num_splits, top.shape), found, 0.0)
+
+    def add_totals(indices, total):
+        for index, value in [(index, stats(totals, at(index))) for index in indices]:
+            total = total + value * factor(index)
+        return total
+
+    top = plgpu.layout_cast(jnp.full((columns,), FLOOR, jnp.float32), mosaic.COLUMNS)
+    top = in_steps(UNROLL_STATS, highest, top)
+    total = plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), mosaic.COLUMNS)
+    total = in_steps(UNROLL_STATS, add_totals, total)
+    added = []
+    for first, size in parts:
+
+        def add_sums(indices, found, first=first, size=size):
+            places = [sums.at[at(index), pl.ds(first, size)] for index in indices]
+            loaded = [mosaic.load(place, layout=mosaic.WGMMA, optimized=False) for place in places]
+            for index, value in zip(indices, loaded, strict=True):
+                found = found + value * lax.broadcast_in_dim(factor(index), found.shape, [1])
+            return found
+
+        unroll = max(1, UNROLL_SUMS * WARPGROUP // (size * columns))
+        added.append(in_steps(unroll, add_sums, zeros((size, columns))))
+    return tuple(added), top, total
+
+
+def _finish(
+    desc: DecodeDesc, item: _Item, found: tuple[Sequence[Value], Value, Value], sinks: Ref | None, out: Ref
+) -> None:
+    """Divide by the sum of the weights, the sinks among them, and store what the columns in use hold."""
+    sums, top, total = found
+    factor = jnp.ones_like(total)
+    if sinks is not None:
+        own = sinks.at[item.head, pl.ds(item.column, top.shape[0])]
+        sink = mosaic.load(own, layout=mosaic.COLUMNS, optimized=False) * LOG2_E
+        highest = lax.max(top, sink)
+        factor = jnp.exp2(top - highest)
+        total = total * factor + jnp.exp2(sink - highest)
+    factor, first = jnp.where(total == 0, 0.0, factor / total), 0
+    for part in sums:
+        _store(desc, item, first, part * lax.broadcast_in_dim(factor, part.shape, [1]), out)
+        first += part.shape[0]
+
+
+def _store(desc: DecodeDesc, item: _Item, first_value: int, sums: Value, out: Ref) -> None:
+    """Round and store what the columns in use hold, 8 of them at a time: so few offsets are held at once."""
+    for first in range(0, sums.shape[1], 8):
+        part = sums[:, first : first + 8].astype(desc.dtype)
+        columns = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=mosaic.WGMMA) + (item.column + first)
+        group = jnp.full_like(columns, desc.group)
+        query, head = lax.div(columns, group), lax.rem(columns, group) + item.head * desc.group
+        values = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=mosaic.WGMMA) + first_value
+        offsets = ((item.row * desc.num_queries + query) * desc.num_heads + head) * desc.value_width + values
+        scatter(out, part, jnp.where(query < desc.num_queries, offsets, -1))

@@ -1,0 +1,275 @@
+"""prefill: the reference against NumPy float64, refusals, the walk over tiles and steps, the kernel's body in threads,
+lowering for CUDA, and the Hopper kernel on a GPU.
+
+Layout contract: row b keeps its keys in the slots [starts[b], lengths[b]) and has its queries at first_slots[b] + s.
+What other slots hold does not matter, NaN included. A query that sees nothing gives zeros.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import (
+    PrefillConfig,
+    PrefillDesc,
+    choose_config,
+    config_error,
+    kernel_sm90,
+    prefill,
+    schedule,
+)
+from pallas_kernels.attention.config import ROWS
+from pallas_kernels.attention.schedule import num_tiles_of, tile_of, unmasked_steps
+from tests.support.kernels import warpgroups
+from tests.support.kernels.attention_cases import PREFILLS, SMS, WIDTHS, prefill_cases, prefill_desc
+from tests.support.oracles.tolerances import Tolerance, assert_rows_close
+from tests.support.refusals import refuses
+
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+# (start, length, first slot) of each row, for 29 queries and 60 slots: a plain prompt, one padded on the left, a chunk
+# behind others whose last queries are padding, and a row without keys.
+PLACES = ((0, 29, 0), (7, 29, 0), (3, 55, 30), (0, 0, 4))
+
+
+def make(desc: PrefillDesc, places, seed=0):
+    """(arrays, places by name, sinks, expected in float64); slots outside [start, length) hold NaN."""
+    rng = np.random.default_rng(seed)
+    dtype = DTYPES[desc.dtype]
+    caches = (desc.batch, desc.num_kv_heads, desc.num_slots)
+    q = (2 * rng.standard_normal((desc.batch, desc.num_queries, desc.num_heads, desc.width))).astype(dtype)
+    k = rng.standard_normal((*caches, desc.width)).astype(dtype)
+    v = rng.standard_normal((*caches, desc.value_width)).astype(dtype)
+    sinks = rng.standard_normal(desc.num_heads).astype(np.float32) * 3 if desc.has_sinks else None
+    expected = np.zeros((*q.shape[:3], desc.value_width))
+    for b, (start, length, first) in enumerate(places):
+        outside = (np.arange(desc.num_slots) < start) | (np.arange(desc.num_slots) >= length)
+        k[b, :, outside] = v[b, :, outside] = np.nan
+        for s in range(desc.num_queries):
+            slot = first + s
+            low = start if desc.window is None else max(start, slot - desc.window + 1)
+            high = min(slot + 1, length) if desc.is_causal else length
+            for n in range(desc.num_heads if high > low else 0):
+                m = n // (desc.num_heads // desc.num_kv_heads)
+                scores = k[b, m, low:high].astype(np.float64) @ q[b, s, n].astype(np.float64) * desc.scale
+                sink = -np.inf if sinks is None else np.float64(sinks[n])
+                top = max(scores.max(), sink)
+                weights = np.exp(scores - top)
+                total = weights.sum() + np.exp(sink - top)
+                expected[b, s, n] = weights @ v[b, m, low:high].astype(np.float64) / total
+    names = ("starts", "lengths", "first_slots")
+    return (q, k, v), dict(zip(names, np.array(places, np.int32).T, strict=True)), sinks, expected
+
+
+def run(desc, arrays, places, sinks, implementation, config=None):
+    settings = dict(scale=desc.scale, window=desc.window, is_causal=desc.is_causal)
+    call = jax.jit(
+        lambda arrays, places, sinks: prefill(
+            *arrays, **places, sinks=sinks, implementation=implementation, config=config, **settings
+        )
+    )
+    return np.asarray(call(*jax.tree.map(jnp.asarray, (arrays, places, sinks))))
+
+
+@pytest.mark.parametrize("options", PREFILLS.values(), ids=PREFILLS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reference(options, dtype):
+    if "window" in options:
+        options = options | dict(window=9)
+    small = dict(batch=4, num_queries=29, num_slots=60, num_heads=4, num_kv_heads=2)
+    desc = dataclasses.replace(prefill_desc(16, 8, dtype), **small, **options)
+    arrays, places, sinks, expected = make(desc, PLACES)
+    found = run(desc, arrays, places, sinks, "reference")
+    assert_rows_close(found, expected, Tolerance(DTYPES[dtype], 64.0 if dtype == "float32" else 1.0))
+
+
+def test_wrong_calls():
+    q, k = jnp.zeros((2, 8, 4, 64), jnp.bfloat16), jnp.zeros((2, 2, 16, 64), jnp.bfloat16)
+    rows = dict(starts=jnp.zeros(2, jnp.int32), lengths=jnp.zeros(2, jnp.int32), first_slots=jnp.zeros(2, jnp.int32))
+    good = dict(scale=0.1) | rows
+    refuses(ValueError, r"expected \(B, S, N, D\), \(B, M, L, D\), \(B, M, L, V\)", prefill, q, k, k[0], **good)
+    refuses(ValueError, r"expected \(B, S, N, D\), \(B, M, L, D\)", prefill, q, k[..., :32], k, **good)
+    refuses(ValueError, "N to be a multiple of M", prefill, q[:, :, :3], k, k, **good)
+    refuses(TypeError, "q is bfloat16, k bfloat16, v float16", prefill, q, k, k.astype(jnp.float16), **good)
+    refuses(ValueError, "scale is 0", prefill, q, k, k, **good | dict(scale=0.0))
+    refuses(ValueError, "window is 0", prefill, q, k, k, window=0, **good)
+    refuses(ValueError, r"sinks has shape \(2,\)", prefill, q, k, k, sinks=jnp.zeros(2), **good)
+    refuses(ValueError, r"lengths is int32 \(1,\)", prefill, q, k, k, **good | dict(lengths=rows["lengths"][:1]))
+    refuses(NotImplementedError, "needs a Hopper GPU", prefill, q, k, k, implementation="hopper", **good)
+
+
+def test_config_error():
+    desc = prefill_desc(128, 128)
+    fits = PrefillConfig(128, 2, SMS)
+    assert config_error(desc, fits) is None
+    for wrong, why in (
+        (dict(block_kv=96), "block_kv=96"),
+        (dict(num_stages=4), "bytes of shared memory"),
+        (dict(num_stages=1), "num_stages=1"),
+        (dict(store_slots=3), "store_slots=3: a divisor of 2"),
+        (dict(registers=(240, 40)), "registers"),
+    ):
+        assert why in config_error(desc, dataclasses.replace(fits, **wrong))
+    for options, why in ((dict(dtype="float32"), "float32"), (dict(width=96), "width=96"), (dict(width=320), "320")):
+        assert why in config_error(dataclasses.replace(desc, **options), fits)
+
+
+@pytest.mark.parametrize("block_kv", [64, 128])
+@pytest.mark.parametrize("window", [None, 1, 50, 129, 400])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_schedule(block_kv, window, is_causal):
+    """Every tile is taken once; its steps hold every slot that a query sees; no step is without one but where the tile
+    sees none at all; a step without a mask is seen as a whole.
+    """
+    places = np.array([(0, 300, 0), (37, 300, 0), (5, 700, 400), (0, 0, 0), (640, 704, 404), (0, 704, 100)], np.int32)
+    sizes = dict(batch=len(places), num_heads=2, num_kv_heads=1, num_queries=300, num_slots=704)
+    desc = dataclasses.replace(prefill_desc(128, 128), **sizes)
+    desc = dataclasses.replace(desc, window=window, is_causal=is_causal)
+    config = PrefillConfig(block_kv, 2, num_sms=7)
+    named = dict(zip(("starts", "lengths", "first_slots"), jnp.asarray(places.T), strict=True))
+    taken = set()
+    at = jax.jit(lambda cta, t: _described(desc, config, named, cta, t))
+    for cta in range(config.num_sms):
+        for t in range(int(num_tiles_of(desc, config, cta))):
+            tile, ranges = jax.tree.map(int, at(cta, t))
+            row, head, query, last_step, num_steps = tile
+            taken.add((row, head, query))
+            start, length, first = (int(x) for x in places[row])
+            slots = np.arange(desc.num_slots)[None]
+            own = first + np.arange(query, min(query + 2 * ROWS, 300))[:, None]
+            seen = (slots >= start) & (slots < length) & ((slots <= own) | (not is_causal))
+            seen &= slots > own - (window or 10**6)
+            walked = [last_step - i for i in range(num_steps)]
+            assert 0 <= walked[-1] and walked[0] * block_kv < desc.num_slots
+            inside = np.isin(slots[0] // block_kv, walked)
+            assert not seen[:, ~inside].any()
+            if seen.any():
+                assert all(seen[:, slots[0] // block_kv == step].any() for step in (walked[0], walked[-1]))
+            for consumer, (begin, end) in enumerate(ranges):
+                assert 1 <= begin <= end <= num_steps
+                part = seen[consumer * ROWS : (consumer + 1) * ROWS]
+                for i, step in enumerate(walked):
+                    whole = part[:, slots[0] // block_kv == step]
+                    full = whole.all() and whole.shape[1] == block_kv
+                    assert full or not begin <= i < end
+                    # What needs no mask gets none, but for the first step.
+                    if full and len(part) == ROWS and i:
+                        assert begin <= i < end
+    assert len(taken) == desc.num_tiles == len(places) * desc.num_heads * 3
+
+
+def _described(desc, config, places, cta, t):
+    tile = tile_of(desc, config, places, cta, t)
+    ranges = [unmasked_steps(desc, config, tile, jnp.int32(consumer)) for consumer in range(2)]
+    return (tile.row, tile.head, tile.query, tile.last_step, tile.num_steps), ranges
+
+
+def test_causal_work_is_even():
+    """2048 queries of 32 heads: no CTA walks over 5% more steps than the mean."""
+    desc = PrefillDesc(1, 2048, 2048, 32, 4, 128, 128, "bfloat16", 0.1)
+    config = PrefillConfig(128, 2, SMS)
+    places = dict(starts=jnp.zeros(1, jnp.int32), lengths=jnp.full(1, 2048), first_slots=jnp.zeros(1, jnp.int32))
+    count = jax.jit(lambda cta, t: tile_of(desc, config, places, cta, t).num_steps)
+    steps = [
+        sum(int(count(cta, t)) for t in range(int(num_tiles_of(desc, config, cta)))) for cta in range(config.num_sms)
+    ]
+    assert sum(steps) == 32 * 16 * 17 // 2
+    assert max(steps) <= 1.05 * np.mean(steps)
+
+
+@pytest.mark.parametrize("case", prefill_cases(), ids=lambda case: case.name)
+@pytest.mark.sample(6)
+def test_lowers_for_cuda(case):
+    assert case.launches() == 1
+
+
+def test_lowers_padded():
+    """Queries and slots that are no multiple of 8."""
+    q, k = jax.ShapeDtypeStruct((1, 13, 4, 64), "bfloat16"), jax.ShapeDtypeStruct((1, 2, 21, 64), "bfloat16")
+    rows = [jax.ShapeDtypeStruct((1,), "int32")] * 3
+
+    def call(q, k, v, starts, lengths, first_slots):
+        places = dict(starts=starts, lengths=lengths, first_slots=first_slots)
+        return prefill(q, k, v, scale=0.1, implementation="hopper", config=PrefillConfig(64, 2, 2), **places)
+
+    lowered = jax.jit(call).trace(q, k, k, *rows).lower(lowering_platforms=("cuda",))
+    assert lowered.out_info.shape == (1, 13, 4, 64)
+    assert lowered.as_text().count("mosaic_gpu_v2") == 1
+
+
+BARRIER_FORMS = {
+    "causal": {},
+    "window, sinks": dict(window=70, has_sinks=True),
+    "narrow window": dict(window=16),
+    "not causal": dict(is_causal=False),
+}
+
+
+@pytest.mark.parametrize("options", BARRIER_FORMS.values(), ids=BARRIER_FORMS)
+@pytest.mark.parametrize(
+    "config",
+    [PrefillConfig(64, 2, 2), PrefillConfig(128, 3, 3, query_stages=2), PrefillConfig(64, 2, 3, takes_turns=False)],
+    ids=lambda c: f"{c.block_kv}x{c.num_stages} in {c.num_sms} CTAs" + ("" if c.takes_turns else ", no turns"),
+)
+@pytest.mark.sample(3)
+def test_body_in_threads(monkeypatch, config, options):
+    """The kernel's body itself, by a thread for each warpgroup: its values, and that no wait is for ever."""
+    sizes = dict(batch=3, num_queries=136, num_slots=264, num_heads=2, num_kv_heads=1)
+    desc = dataclasses.replace(prefill_desc(64, 64, "float32", **options), **sizes)
+    arrays, named, sinks, expected = make(desc, ((0, 136, 0), (70, 250, 120), (5, 5, 0)))
+    inputs = [*arrays, *named.values(), *([] if sinks is None else [sinks])]
+    for name, stand_in in warpgroups.stand_ins().items():
+        monkeypatch.setattr(kernel_sm90, name, stand_in)
+    monkeypatch.setattr(schedule, "pl", warpgroups.stand_ins()["pl"])
+    monkeypatch.setattr(kernel_sm90, "_clear", _clear)
+    out = np.full(expected.shape, np.nan, np.float32)
+    rings = 2 * config.num_stages + config.query_stages
+
+    def scratch():
+        memory = dict(
+            q=(config.query_stages, 128, 64),
+            k=(config.num_stages, config.block_kv, 64),
+            v=(config.num_stages, config.block_kv, 64),
+            staging=(2, 1, 64, 64),
+        )
+        memory = {name: warpgroups.Memory(np.full(shape, np.nan, np.float32)) for name, shape in memory.items()}
+        full = warpgroups.Barriers(rings + 2 * config.takes_turns)
+        return dict(memory, full=full, empty=warpgroups.Barriers(rings, num_arrivals=2))
+
+    refs = [warpgroups.Memory(np.asarray(array)) for array in (*inputs, out)]
+    refs[-1].array = out
+    warpgroups.run(functools.partial(kernel_sm90._kernel, desc, config, *refs), config.num_sms, 3, scratch)
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+
+
+def _clear(values, start, end):
+    values.array[: max(int(start), 0)] = 0
+    values.array[max(int(end), 0) :] = 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("options", PREFILLS.values(), ids=PREFILLS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gpu(widths, options, dtype):
+    places = ((0, 296, 0), (5, 296, 0), (130, 637, 344), (200, 702, 416), (0, 0, 0))
+    desc = dataclasses.replace(prefill_desc(*widths, dtype, **options), batch=len(places), num_queries=296)
+    arrays, named, sinks, expected = make(desc, places)
+    found = run(desc, arrays, named, sinks, "hopper")
+    # P is rounded before it is multiplied; rows that cancel are judged by the values they sum.
+    scale = np.maximum(np.abs(expected).max(-1), 0.05 * (np.abs(expected).max(-1) > 0))
+    assert_rows_close(found, expected, Tolerance(DTYPES[dtype], 4.0), row_scale=scale)
+    np.testing.assert_array_equal(found, run(desc, arrays, named, sinks, "hopper"))
+
+
+def test_choice_fits_every_form():
+    for widths in WIDTHS:
+        for queries in (1, 8, 4096):
+            desc = dataclasses.replace(prefill_desc(*widths), num_queries=queries)
+            config = choose_config(desc, SMS)
+            assert config_error(desc, config) is None
+            assert config.num_sms == min(SMS, desc.num_tiles)

@@ -1,0 +1,162 @@
+"""decode_attention: the reference against NumPy float64, refusals, lowering for CUDA, and the Hopper kernel on a GPU.
+
+Layout contract: row b keeps its keys in the slots [starts[b], lengths[b]) and has its queries at first_slots[b] + s.
+What other slots hold does not matter, NaN included. A query that sees nothing gives zeros. The bits of a row do not
+depend on the other rows.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.decode_attention import DecodeConfig, config_error, decode_attention
+from pallas_kernels.decode_attention.config import choose_config
+from tests.support.kernels.decode_cases import DECODES, SMS, WIDTHS, decode_cases, decode_desc
+from tests.support.oracles.tolerances import Tolerance, assert_rows_close
+from tests.support.refusals import refuses
+
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+# (start, length, first slot) of each row, for up to three queries and 60 slots: a full row, one padded on the left, one
+# whose last queries are padding, one of a single token, and one without keys.
+PLACES = ((0, 60, 57), (7, 31, 28), (3, 40, 38), (5, 6, 5), (0, 0, 4))
+
+
+def make(desc, places, seed=0):
+    """(arrays, places by name, sinks, expected in float64); slots outside [start, length) hold NaN."""
+    rng = np.random.default_rng(seed)
+    dtype = DTYPES[desc.dtype]
+    caches = (desc.batch, desc.num_kv_heads, desc.num_slots)
+    q = (2 * rng.standard_normal((desc.batch, desc.num_queries, desc.num_heads, desc.width))).astype(dtype)
+    k = rng.standard_normal((*caches, desc.width)).astype(dtype)
+    v = rng.standard_normal((*caches, desc.value_width)).astype(dtype)
+    sinks = rng.standard_normal(desc.num_heads).astype(np.float32) * 3 if desc.has_sinks else None
+    expected = np.zeros((*q.shape[:3], desc.value_width))
+    for b, (start, length, first) in enumerate(places):
+        outside = (np.arange(desc.num_slots) < start) | (np.arange(desc.num_slots) >= length)
+        k[b, :, outside] = v[b, :, outside] = np.nan
+        for s in range(desc.num_queries):
+            slot = first + s
+            low = start if desc.window is None else max(start, slot - desc.window + 1)
+            high = min(slot + 1, length)
+            for n in range(desc.num_heads if high > low else 0):
+                m = n // (desc.num_heads // desc.num_kv_heads)
+                scores = k[b, m, low:high].astype(np.float64) @ q[b, s, n].astype(np.float64) * desc.scale
+                sink = -np.inf if sinks is None else np.float64(sinks[n])
+                top = max(scores.max(), sink)
+                weights = np.exp(scores - top)
+                total = weights.sum() + np.exp(sink - top)
+                expected[b, s, n] = weights @ v[b, m, low:high].astype(np.float64) / total
+    names = ("starts", "lengths", "first_slots")
+    return (q, k, v), dict(zip(names, np.array(places, np.int32).T, strict=True)), sinks, expected
+
+
+def test_values_among_the_keys():
+    """As an MLA cache has them: the same as with those elements as an array of their own."""
+    desc = decode_desc(24, 16, "float32", batch=5, num_slots=60, num_heads=6, num_kv_heads=1)
+    (q, k, _), places, _, _ = jax.tree.map(jnp.asarray, make(desc, PLACES))
+    call = functools.partial(decode_attention, scale=0.3, **places)
+    found = call(q, k, None, value_width=16, implementation="reference")
+    np.testing.assert_array_equal(found, call(q, k, k[..., :16], implementation="reference"))
+
+
+def run(desc, arrays, places, sinks, implementation, config=None):
+    call = jax.jit(
+        lambda arrays, places, sinks: decode_attention(
+            *arrays,
+            **places,
+            scale=desc.scale,
+            window=desc.window,
+            sinks=sinks,
+            implementation=implementation,
+            config=config,
+        )
+    )
+    return np.asarray(call(*jax.tree.map(jnp.asarray, (arrays, places, sinks))))
+
+
+@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reference(name, dtype):
+    options = DECODES[name] | dict(batch=5, num_slots=60, num_heads=6, num_kv_heads=2)
+    options |= dict(window=9) if "window" in options else {}
+    desc = decode_desc(16, 8, dtype, **options)
+    arrays, places, sinks, expected = make(desc, PLACES)
+    found = run(desc, arrays, places, sinks, "reference")
+    assert_rows_close(found, expected, Tolerance(DTYPES[dtype], 64.0 if dtype == "float32" else 1.0))
+
+
+def test_wrong_calls():
+    q, k = jnp.zeros((2, 1, 4, 64), jnp.bfloat16), jnp.zeros((2, 2, 16, 64), jnp.bfloat16)
+    rows = dict(starts=jnp.zeros(2, jnp.int32), lengths=jnp.zeros(2, jnp.int32), first_slots=jnp.zeros(2, jnp.int32))
+    good = dict(scale=0.1) | rows
+    call = decode_attention
+    refuses(ValueError, r"expected \(B, S, N, D\), \(B, M, L, D\), \(B, M, L, V\)", call, q, k, k[0], **good)
+    refuses(ValueError, r"expected \(B, S, N, D\), \(B, M, L, D\)", call, q, k[..., :32], k, **good)
+    refuses(ValueError, "M dividing N", call, q[:, :, :3], k, k, **good)
+    refuses(TypeError, "q is bfloat16, k bfloat16 and v float16", call, q, k, k.astype(jnp.float16), **good)
+    refuses(ValueError, "window=0", call, q, k, k, window=0, **good)
+    refuses(ValueError, "scale is 0", call, q, k, k, **good | dict(scale=0.0))
+    refuses(ValueError, "value_width=None, v=None; expected 1 to 64", call, q, k, None, **good)
+    refuses(ValueError, r"sinks is float32\(2,\)", call, q, k, k, sinks=jnp.zeros(2), **good)
+    refuses(ValueError, r"lengths is int32\(1,\)", call, q, k, k, **good | dict(lengths=rows["lengths"][:1]))
+    refuses(NotImplementedError, "needs a Hopper GPU", call, q, k, k, implementation="hopper", **good)
+
+
+def test_config_error():
+    desc, fits = decode_desc(128, 128), DecodeConfig(8, 256, 128, 3, SMS)
+    assert config_error(desc, fits) is None
+    for options, why in (
+        (dict(block_kv=96), "block_kv=96"),
+        (dict(split=192), "split=192: a multiple of block_kv=128"),
+        (dict(num_stages=4), "bytes of shared memory"),
+        (dict(num_stages=0), "at least one stage"),
+        (dict(columns=12), "columns=12"),
+        (dict(columns=64, num_stages=1), "columns=64: too many registers"),
+    ):
+        assert why in config_error(desc, dataclasses.replace(fits, **options))
+    for options, why in (
+        (dict(dtype="float32"), "float32"),
+        (dict(width=96), "width=96"),
+        (dict(num_slots=713), "num_slots=713"),
+        (dict(width=640), "width=640"),
+    ):
+        assert why in config_error(dataclasses.replace(desc, **options), fits)
+
+
+def test_choice_fits():
+    for widths in WIDTHS:
+        for batch in (1, 300):
+            desc = dataclasses.replace(decode_desc(*widths), batch=batch)
+            config = choose_config(desc, SMS)
+            assert config_error(desc, config) is None
+            assert config.num_ctas == min(SMS, batch * 2 * config.num_splits(desc))
+    latent = decode_desc(576, 512, num_heads=128, num_kv_heads=1, is_latent=True)
+    assert config_error(latent, choose_config(latent, SMS)) is None
+
+
+@pytest.mark.parametrize("case", decode_cases(), ids=lambda case: case.name)
+@pytest.mark.sample(8)
+def test_lowers_for_cuda(case):
+    assert case.launches() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gpu(widths, name, dtype):
+    places = ((0, 712, 709), (5, 296, 293), (130, 637, 635), (200, 201, 200), (0, 0, 0))
+    desc = dataclasses.replace(decode_desc(*widths, dtype, **DECODES[name]), batch=len(places))
+    arrays, named, sinks, expected = make(desc, places)
+    found = run(desc, arrays, named, sinks, "hopper")
+    # P is rounded before it is multiplied; rows that cancel are judged by the values they sum.
+    scale = np.maximum(np.abs(expected).max(-1), 0.05 * (np.abs(expected).max(-1) > 0))
+    assert_rows_close(found, expected, Tolerance(DTYPES[dtype], 4.0), row_scale=scale)
+    np.testing.assert_array_equal(found, run(desc, arrays, named, sinks, "hopper"))
+    alone = jax.tree.map(lambda array: array[1:2], (arrays, named))
+    np.testing.assert_array_equal(found[1:2], run(dataclasses.replace(desc, batch=1), *alone, sinks, "hopper"))

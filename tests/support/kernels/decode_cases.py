@@ -1,0 +1,72 @@
+"""Every form of the decode attention kernels."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from pallas_kernels.decode_attention.combine_sm90 import combine_sm90
+from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, choose_config, config_error
+from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
+from tests.support.kernels.case import Case, Shape
+
+SMS = 132
+WIDTHS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+DECODES: dict[str, dict[str, Any]] = {
+    "one query": {},
+    "window": dict(window=150),
+    "sinks": dict(has_sinks=True),
+    "three queries, window, sinks": dict(num_queries=3, window=150, has_sinks=True),
+    "many slots": dict(num_slots=70_000),
+}
+
+
+def decode_desc(width: int, value_width: int, dtype: str = "bfloat16", **options: Any) -> DecodeDesc:
+    """Three rows with 712 slots and 16 heads, 8 to a key head, but for what ``options`` say."""
+    desc = DecodeDesc(3, 1, 712, 16, 2, width, value_width, dtype, width**-0.5)
+    return dataclasses.replace(desc, **options)
+
+
+def decode_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
+    caches = (desc.batch, desc.num_kv_heads, desc.num_slots)
+    columns = config.num_tiles(desc) * config.columns
+    shapes: list[Shape] = [
+        ((desc.batch, desc.num_kv_heads, columns, desc.width), desc.dtype),
+        ((*caches, desc.width), desc.dtype),
+    ]
+    shapes += [] if desc.is_latent else [((*caches, desc.value_width), desc.dtype)]
+    shapes += [((desc.batch,), "int32")] * 3
+    if config.is_fused:
+        shapes += [((desc.num_kv_heads, columns), "float32")] if desc.has_sinks else []
+        shapes += [((config.all_tiles(desc) + 1,), "int32")]
+    form = f"{desc.width}/{desc.value_width} {desc.dtype} {name}, steps of {config.block_kv}"
+    return Case(f"decode {form}", decode_sm90(desc, config), tuple(shapes), "HGMMA")
+
+
+def combine_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
+    stats = config.all_tiles(desc) * config.num_splits(desc) * config.columns
+    shapes: list[Shape] = [((stats * desc.value_width,), "float32"), *[((stats,), "float32")] * 2]
+    shapes += [((desc.batch,), "int32")] * 3 + ([((desc.num_heads,), "float32")] if desc.has_sinks else [])
+    form = f"{desc.value_width} {desc.dtype} {name}"
+    return Case(f"decode combine {form}", combine_sm90(desc, config), tuple(shapes))
+
+
+def decode_cases() -> Iterator[Case]:
+    """Each width and form as it is chosen, in one launch and in two, and the other size of a step."""
+    for widths in WIDTHS:
+        for name, options in DECODES.items():
+            for dtype in ("bfloat16", "float16"):
+                desc = decode_desc(*widths, dtype, **options)
+                config = choose_config(desc, SMS)
+                yield decode_case(name, desc, config)
+        desc = decode_desc(*widths, num_queries=3, window=150, has_sinks=True)
+        apart = dataclasses.replace(choose_config(desc, SMS), is_fused=False)
+        yield decode_case("three queries, window, two launches", desc, apart)
+        if widths[0] == widths[1]:
+            yield combine_case("three queries, window, sinks", desc, apart)
+        for columns, block_kv in ((8, 64), (8, 128), (32, 64), (32, 128)):
+            other = DecodeConfig(columns, 512, block_kv, 1, SMS)
+            if config_error(desc, other) is None:
+                yield decode_case(f"{columns} columns", desc, other)
+    for name, options in DECODES.items():
+        desc = decode_desc(576, 512, num_heads=128, num_kv_heads=1, is_latent=True, **options)
+        yield decode_case(f"latent, {name}", desc, choose_config(desc, SMS))

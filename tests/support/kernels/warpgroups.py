@@ -1,0 +1,181 @@
+"""A kernel's body run by Python threads, one for each warpgroup, on NumPy arrays: its values and its barriers.
+
+The names of Pallas that the body uses are replaced (``stand_ins``). A wait that nothing can end, a barrier that runs
+ahead of a warpgroup that waits for it, and an arrival that nobody counts on, fail. Products and copies are done at
+once, so what races within the tensor core or the copy engine does not show.
+"""
+
+import threading
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+SECONDS = 60  # that a warpgroup waits at most
+_here = threading.local()
+
+
+class Memory:
+    """A view of a NumPy array, as a reference in global or shared memory."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    shape = property(lambda self: self.array.shape)
+    dtype = property(lambda self: self.array.dtype)
+    at = property(lambda self: self)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self.array[_index(index)]
+        return Memory(found) if found.ndim else jnp.asarray(found)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.array[_index(index)] = np.asarray(value)
+
+    def transpose(self, axes: tuple[int, ...]) -> "Memory":
+        return Memory(self.array.transpose(axes))
+
+
+class Sums:
+    """An accumulator of wgmma."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.value = np.zeros(shape, np.float32)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.value = np.asarray(value)
+
+
+class Barriers:
+    """An array of barriers; each completes a phase when ``num_arrivals`` have arrived."""
+
+    def __init__(self, num_barriers: int, num_arrivals: int = 1):
+        self.num_arrivals, self.changed = num_arrivals, threading.Condition()
+        self.arrived, self.completed = np.zeros(num_barriers, int), np.zeros(num_barriers, int)
+        self.waited: dict[tuple[int, int], int] = {}  # (warpgroup, barrier) -> phases it has waited for
+        self.has_failed = False
+
+    at = property(lambda self: self)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self, int(index)
+
+    def arrive(self, index: int) -> None:
+        with self.changed:
+            self.arrived[index] += 1
+            if self.arrived[index] == self.num_arrivals:
+                self.arrived[index] = 0
+                self.completed[index] += 1
+            self.changed.notify_all()
+
+    def wait(self, index: int) -> None:
+        """For the phase after the last one that this warpgroup has waited for; only its parity is known."""
+        with self.changed:
+            phase = self.waited.get((_here.warpgroup, index), 0)
+            if not self.changed.wait_for(lambda: self.completed[index] > phase or self.has_failed, SECONDS):
+                raise AssertionError(f"warpgroup {_here.warpgroup} waits for ever for phase {phase} of {index}")
+            assert self.completed[index] <= phase + 1, f"barrier {index} ran ahead of warpgroup {_here.warpgroup}"
+            self.waited[_here.warpgroup, index] = phase + 1
+
+    def check_end(self) -> None:
+        """Nobody arrived in vain, and each phase was waited for by somebody."""
+        assert not self.arrived.any(), f"arrivals that complete no phase: {self.arrived}"
+        for index, completed in enumerate(self.completed):
+            seen = max((count for (_, at), count in self.waited.items() if at == index), default=0)
+            assert seen == completed, f"barrier {index} completed {completed} phases, {seen} were waited for"
+
+
+def run(
+    body: Callable[..., None], num_ctas: int, num_warpgroups: int, make_scratch: Callable[[], Mapping[str, Any]]
+) -> None:
+    """The body in each CTA, one after the other. make_scratch: shared memory and barriers of a CTA, by name."""
+    for cta in range(num_ctas):
+        scratch, failures = make_scratch(), []
+
+        def one(warpgroup, cta=cta, scratch=scratch, failures=failures):
+            _here.warpgroup, _here.cta = warpgroup, cta
+            try:
+                with jax.disable_jit():
+                    body(**scratch)
+            except BaseException as error:
+                failures.append(error)
+                for barriers in _barriers(scratch):
+                    barriers.has_failed = True
+                    with barriers.changed:
+                        barriers.changed.notify_all()
+
+        threads = [threading.Thread(target=one, args=(index,), daemon=True) for index in range(num_warpgroups)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        for barriers in _barriers(scratch):
+            barriers.check_end()
+
+
+def stand_ins() -> dict[str, Any]:
+    """Module name in a body -> what takes its place."""
+    of_lax = types.SimpleNamespace(**{name: getattr(lax, name) for name in dir(lax) if not name.startswith("__")})
+    of_lax.axis_index = lambda name: jnp.int32(_here.warpgroup if name == "warpgroup" else _here.cta)
+    of_lax.fori_loop = _fori_loop
+    of_pallas = types.SimpleNamespace(
+        when=lambda condition: lambda function: function() if bool(condition) else None,
+        run_scoped=lambda function, *kinds: function(*(Sums(kind) for kind in kinds)),
+        ds=lambda start, size: slice(int(start), int(start) + size),
+        multiple_of=lambda value, _: value,
+    )
+    nothing = lambda *args, **kwargs: None  # noqa: E731
+    of_mosaic_gpu = types.SimpleNamespace(
+        set_max_registers=nothing,
+        wgmma_wait=nothing,
+        commit_smem=nothing,
+        wait_smem_to_gmem=nothing,
+        barrier_wait=lambda at: at[0].wait(at[1]),
+        barrier_arrive=lambda at: at[0].arrive(at[1]),
+        copy_gmem_to_smem=_copy_in,
+        copy_smem_to_gmem=_copy_out,
+        wgmma=_multiply,
+        wgmma_accumulator_load=lambda sums, wait_n: jnp.asarray(sums.value),
+        layout_cast=lambda value, _: value,
+        broadcasted_iota=lambda dtype, shape, axis, layout: lax.broadcasted_iota(dtype, shape, axis),
+    )
+    of_mosaic = types.SimpleNamespace(begin=nothing, Accumulator=lambda shape, dtype: shape, WGMMA=None, ROWS=None)
+    return dict(lax=of_lax, pl=of_pallas, plgpu=of_mosaic_gpu, mosaic=of_mosaic)
+
+
+def _fori_loop(first: Any, end: Any, body: Callable[..., Any], carry: Any) -> Any:
+    for index in range(int(first), int(end)):
+        carry = body(jnp.int32(index), carry)
+    return carry
+
+
+def _copy_in(source: Any, target: Memory, at: Any) -> None:
+    """Of what lies within the array; the rest of the target becomes zero, as TMA copies have it."""
+    target.array[...] = 0
+    found = source.array
+    target.array[tuple(slice(extent) for extent in found.shape)] = found
+    at[0].arrive(at[1])
+
+
+def _copy_out(source: Memory, target: Memory) -> None:
+    target.array[...] = source.array[tuple(slice(extent) for extent in target.shape)]
+
+
+def _multiply(sums: Sums, left: Any, right: Memory) -> None:
+    left = left.array if isinstance(left, Memory) else np.asarray(left)
+    sums.value = sums.value + left.astype(np.float32) @ right.array.astype(np.float32)
+
+
+def _barriers(scratch: Mapping[str, Any]) -> list[Barriers]:
+    return [held for held in scratch.values() if isinstance(held, Barriers)]
+
+
+def _index(index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    return tuple(part if part is Ellipsis or isinstance(part, slice) else int(part) for part in parts)
