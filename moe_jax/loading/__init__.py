@@ -4,6 +4,7 @@ from moe_jax.loading._errors import CheckpointError
 from moe_jax.loading.config._quantization_config import QuantizationConfig
 from moe_jax.loading.files._checkpoint import Checkpoint
 from moe_jax.loading.files._gptq_awq import as_packed, packed_pairs
+from moe_jax.loading.files._hub import checkpoint_directory
 from moe_jax.loading.files._safetensors import SafetensorsFile, TensorInfo, save_safetensors
 from moe_jax.loading.layer._layer_loader import ExpertStream, LayerLoader, LoadReport
 from moe_jax.loading.layer._names import (
@@ -33,6 +34,7 @@ __all__ = [
     "Target",
     "TensorInfo",
     "as_packed",
+    "checkpoint_directory",
     "layer_of",
     "load_layer",
     "make_expert_params_mapping",

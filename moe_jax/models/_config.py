@@ -39,7 +39,7 @@ _NEUTRAL_ELSEWHERE = {
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MOST_OF = {"num_hidden_layers": 1024, "num_local_experts": 2**16}  # by the first spelling of a key
-_MOST = 2**40
+_MOST = 2**31 - 1  # positions are 32-bit numbers, and so is what is compared with them
 _MOST_FLOAT = 1e30  # what float32 arithmetic on a config value survives
 
 
@@ -167,7 +167,8 @@ class DecoderConfig(MoEBlockConfig):
         super().__post_init__()
         if any(token >= self.vocab_size for token in self.eos_token_id):
             raise ValueError(
-                f"eos_token_id={list(self.eos_token_id)} is outside the vocabulary, expected 0 to {self.vocab_size - 1}"
+                f"eos_token_id={shown(list(self.eos_token_id))} is outside the vocabulary, expected 0 to "
+                f"{self.vocab_size - 1}"
             )
 
     def window_of(self, layer: int) -> int | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -10,19 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moe_jax._arguments import check_array, check_not_traced, check_rngs, integer
-from moe_jax._typing import Array, DTypeLike, Float, Int
+from moe_jax._arguments import boolean, check_not_traced, check_rngs, integer
+from moe_jax._typing import Array, ArrayArg, DTypeLike, Float, Int
 from moe_jax._versions import Versioned, one_version
 from moe_jax.experts import MoEStats
 from moe_jax.loading import LoadReport
-from moe_jax.models._cache import KVCache
+from moe_jax.models._cache import KVCache, key_positions, slot_order, slots_of
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
-from moe_jax.models._inputs import check_cache, check_ids
+from moe_jax.models._inputs import check_cache, check_ids, check_positions
 from moe_jax.models._layers import NORMS, Embedding, GatedMLP, Head, LayerNorm, RMSNorm
 from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._reader import reload_weights
 from moe_jax.models.attention._attention import Attention, AttentionInputs
+from moe_jax.models.attention._hopper import AttentionImplementation, check_implementation
 from moe_jax.models.attention._mla import LatentAttention
 from moe_jax.models.attention._rope import rotary_angles
 from moe_jax.models.families._moe_family import MoEFamily
@@ -36,13 +37,20 @@ class DecoderLayer(nnx.Module):
     ``DecoderConfig`` for what ``is_post_norm`` and ``residual_multiplier`` change."""
 
     def __init__(
-        self, config: DecoderConfig, index: int, mlp: GatedMLP | MoEBlock, *, dtype: DTypeLike, rngs: nnx.Rngs | None
+        self,
+        config: DecoderConfig,
+        index: int,
+        mlp: GatedMLP | MoEBlock,
+        *,
+        attention: AttentionImplementation,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs | None,
     ):
         norm: dict[str, Any] = dict(eps=config.rms_norm_eps, dtype=dtype, rngs=rngs)
         kind = Attention if config.mla is None else LatentAttention
         self.is_post_norm, self.residual_multiplier = config.is_post_norm, config.residual_multiplier
         self.attention_norm: RMSNorm | LayerNorm = NORMS[config.norm](config.hidden_size, **norm)
-        self.self_attn = kind(config, index, dtype=dtype, rngs=rngs)
+        self.self_attn = kind(config, index, implementation=attention, dtype=dtype, rngs=rngs)
         self.mlp_norm: RMSNorm | LayerNorm = NORMS[config.norm](config.hidden_size, **norm)
         self.mlp = mlp
 
@@ -51,11 +59,10 @@ class DecoderLayer(nnx.Module):
         x: Array,
         inputs: AttentionInputs,
         cached: tuple[Array, ...] | None,
-        slot: Array,
         token_mask: Array | None,
     ) -> tuple[Array, tuple[Array, ...], MoEStats | None]:
         """(output, what the cache keeps, where tokens went; None without experts)."""
-        y, kept = self.self_attn(self._before(self.attention_norm, x), inputs, cached, slot)
+        y, kept = self.self_attn(self._before(self.attention_norm, x), inputs, cached)
         x = self._added(x, self.attention_norm, y)
         normal, stats = self._before(self.mlp_norm, x), None
         if isinstance(self.mlp, MoEBlock):
@@ -82,6 +89,7 @@ class CausalLM(MoEFamily, Versioned):
         schemes: scheme of the experts of each layer in ``config.moe_layers``; None for unquantized experts.
         max_seq_len: longest sequence; None takes what the config's rotary embedding was made for.
         implementation: as for ``FusedMoE``.
+        attention: as for ``load_pretrained``.
         dtype: dtype of dense weights, of computation and of the cache.
         rngs: random state to initialise from; None builds an abstract model to be loaded.
 
@@ -101,10 +109,12 @@ class CausalLM(MoEFamily, Versioned):
         schemes: Mapping[int, Scheme | None] | None = None,
         max_seq_len: int | None = None,
         implementation: Any = None,
+        attention: AttentionImplementation = "xla",
         dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
         check_rngs(rngs)
+        check_implementation(attention, config, dtype)
         self.config = config
         longest = config.rope.max_seq_len
         self.max_seq_len: int = longest
@@ -125,7 +135,7 @@ class CausalLM(MoEFamily, Versioned):
                 mlp = self.make_moe_block(config, index, scheme=scheme, implementation=implementation, **options)
             else:
                 mlp = GatedMLP(config.hidden_size, config.intermediate_size, **options)
-            layers.append(DecoderLayer(config, index, mlp, **options))
+            layers.append(DecoderLayer(config, index, mlp, attention=attention, **options))
         self.layers: Any = nnx.List(layers)  # of DecoderLayer
         self.norm: RMSNorm | LayerNorm = NORMS[config.norm](config.hidden_size, eps=config.rms_norm_eps, **options)
         self.lm_head: Head | None = (
@@ -160,23 +170,23 @@ class CausalLM(MoEFamily, Versioned):
         self,
         input_ids: Int[Array | np.ndarray, "B S"],
         *,
-        positions: Any = None,
-        attention_mask: Any = None,
+        positions: ArrayArg | None = None,
+        attention_mask: ArrayArg | None = None,
         cache: KVCache | None = None,
         return_stats: bool = False,
     ) -> Any:
         """Logits of the next token at every position.
 
-        Under ``jax.jit`` values are not known and cannot raise. There an id outside the vocabulary makes all logits of
-        its row NaN, in this call and in later ones with its cache, and tokens that overflow the cache do so for every
-        row: a wrong answer never looks like one.
+        Under ``jax.jit`` values are not known and cannot raise. There an id outside the vocabulary, or more tokens than
+        the cache has slots for, make all logits of their row NaN, in this call and in later ones with its cache: a
+        wrong answer never looks like one.
 
         Args:
             input_ids: (B, S) int.
             positions: (B, S) int; None counts the real tokens of each row, those in the cache included.
             attention_mask: (B, S) bool or 0/1, False for padding anywhere in a row; None means that every token is
-                real. It speaks of this call's tokens; the cache remembers the mask of earlier ones.
-            cache: from ``init_cache`` or an earlier call.
+                real. It speaks of this call's tokens. A row whose mask is False throughout stays as it is.
+            cache: from ``init_cache`` or an earlier call. Every row goes on behind its own last token.
             return_stats: also return ``MoEStats`` of all layers with experts, in the order of ``moe_blocks``.
 
         Returns:
@@ -188,6 +198,7 @@ class CausalLM(MoEFamily, Versioned):
             ValueError: shapes do not fit, an id is outside the vocabulary, or the sequence exceeds ``max_seq_len`` or
                 the cache. TypeError: input_ids or positions are not integers, attention_mask is neither that nor bool.
         """
+        return_stats = boolean("return_stats", return_stats)
         self._check_call(input_ids, attention_mask, positions, cache)
         self = one_version(self)
         hidden, cache_out, stats = self.hidden_states(
@@ -200,8 +211,8 @@ class CausalLM(MoEFamily, Versioned):
         self,
         input_ids: Int[Array | np.ndarray, "B S"],
         *,
-        positions: Any = None,
-        attention_mask: Any = None,
+        positions: ArrayArg | None = None,
+        attention_mask: ArrayArg | None = None,
         cache: KVCache | None = None,
         return_stats: bool = False,
     ) -> tuple[Any, ...]:
@@ -219,39 +230,47 @@ class CausalLM(MoEFamily, Versioned):
             else jnp.asarray(attention_mask).astype(jnp.bool)
         )
         ids, mask, positions, cache = on_mesh((ids, mask, positions, cache), self.parallel)
+        back = None
+        if attention_mask is not None and length > 1:
+            order, back = slot_order(mask, None if cache is None else cache.lengths)
+            ids, mask = (jnp.take_along_axis(a, order, axis=1) for a in (ids, mask))
+            positions = None if positions is None else jnp.take_along_axis(jnp.asarray(positions), order, axis=1)
         is_token = (ids >= 0) & (ids < self.config.vocab_size)
         is_damaged = jnp.any(mask & ~is_token, axis=1)
-        seen = jnp.zeros((batch,), jnp.int32) if cache is None else cache.num_tokens
-        count = jnp.cumsum(mask.astype(jnp.int32), axis=1)
-        if positions is None:
-            positions = jnp.maximum(seen[:, None] + count - 1, 0)
-        positions = jnp.asarray(positions).astype(jnp.int32)
-        slot = jnp.zeros((), jnp.int32) if cache is None else cache.length
-        filled, key_positions = mask, positions
+        first_slots, starts, lengths = slots_of(mask, cache)
         if cache is not None:
-            filled = jax.lax.dynamic_update_slice_in_dim(cache.is_filled, mask, slot, axis=1)
-            key_positions = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, slot, axis=1)
-            is_damaged |= cache.is_damaged | (slot + length > cache.num_slots)
-        longest = jnp.max(jnp.where(filled, key_positions, -1), axis=1) + 1
+            is_damaged |= cache.is_damaged | (lengths > cache.num_slots)
+            lengths = jnp.minimum(lengths, cache.num_slots)
+        given = None if positions is None else jnp.asarray(positions)
+        keys = key_positions(given, cache, starts, lengths, first_slots)
+        if positions is None:
+            slots = first_slots[:, None] + jnp.arange(length, dtype=jnp.int32)
+            positions = jnp.maximum(slots - starts[:, None], 0)
+        positions = jnp.asarray(positions).astype(jnp.int32)
+        longest = lengths - starts
+        if keys is not None:
+            slots = jnp.arange(keys.shape[1], dtype=jnp.int32)
+            is_filled = (slots >= starts[:, None]) & (slots < lengths[:, None])
+            longest = jnp.max(jnp.where(is_filled, keys, -1), axis=1) + 1
         cos, sin = rotary_angles(self.config.rope, positions, longest)
-        slots = slot + jnp.arange(length, dtype=jnp.int32)
-        inputs = AttentionInputs(cos, sin, slots, positions, filled, key_positions)
+        inputs = AttentionInputs(cos, sin, starts, lengths, first_slots, positions, keys)
 
         x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
         x = x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
         kept, stats = [], []
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else cache.layers[index]
-            x, arrays, of_layer = layer(x, inputs, cached, slot, None if attention_mask is None else mask)
+            x, arrays, of_layer = layer(x, inputs, cached, None if attention_mask is None else mask)
             kept.append(arrays)
             stats += [] if of_layer is None else [of_layer]
         x = jnp.where(is_damaged[:, None, None], jnp.nan, self.norm(x))
         if cache is not None:
-            num_tokens = seen + count[:, -1]
-            cache = KVCache(tuple(kept), filled, key_positions, slot + length, num_tokens, is_damaged)
+            cache = KVCache(tuple(kept), starts, lengths, keys, is_damaged)
+        if back is not None:
+            x = jnp.take_along_axis(x, back[:, :, None], axis=1)
         if not return_stats:
             return x, cache
-        return x, cache, jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats) if stats else None
+        return x, cache, _stacked(stats, back) if stats else None
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """Output of the head, float32; over a mesh split by the vocabulary where that divides."""
@@ -262,7 +281,7 @@ class CausalLM(MoEFamily, Versioned):
         """``logits`` under ``jax.jit``, whole on every device, to choose tokens by."""
         return whole(self.logits(hidden), self.parallel)
 
-    def score(self, input_ids: Any, attention_mask: Any = None) -> Float[Array, "B S V"]:
+    def score(self, input_ids: ArrayArg, attention_mask: ArrayArg | None = None) -> Float[Array, "B S V"]:
         """Logits (B, S, vocab) f32 of prompts, compiled once per batch size and bucket of lengths.
 
         Arguments and errors are those of ``generate``; a plain call inside your own ``jax.jit`` is the flexible form.
@@ -306,30 +325,49 @@ class CausalLM(MoEFamily, Versioned):
         """An empty cache of ``max_len`` slots per row; padding occupies slots too. ValueError, TypeError: bad sizes."""
         batch = integer("batch", batch, minimum=1)
         max_len = integer("max_len", max_len, minimum=1, maximum=self.max_seq_len, why=", the model's max_seq_len")
-        zeros = functools.partial(KVCache.zeros, self.config, batch, max_len, self.dtype)
+        return self.laid_out(functools.partial(KVCache.zeros, self.config, batch, max_len, self.dtype))
+
+    def laid_out(self, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, with caches in it laid out over the mesh as attention splits them."""
         attention = self.layers[0].self_attn
         if attention.partition is None:
-            return zeros()
+            return make()
         place = attention.partition.sharding
-        shardings = jax.tree.map(lambda leaf: place(leaf.ndim, WHOLE), jax.eval_shape(zeros))
         of_layer = tuple(place(4, split) for split in attention.cache_splits())
-        return jax.jit(
-            zeros, out_shardings=dataclasses.replace(shardings, layers=(of_layer,) * self.config.num_layers)
-        )()
 
-    def _check_call(self, input_ids: Any, attention_mask: Any, positions: Any, cache: Any) -> None:
+        def sharding(node: Any) -> Any:
+            if not isinstance(node, KVCache):
+                return place(node.ndim, WHOLE)
+            whole_ones = jax.tree.map(lambda leaf: place(leaf.ndim, WHOLE), node)
+            return dataclasses.replace(whole_ones, layers=(of_layer,) * self.config.num_layers)
+
+        shapes = jax.eval_shape(make)
+        shardings = jax.tree.map(sharding, shapes, is_leaf=lambda node: isinstance(node, KVCache))
+        return jax.jit(make, out_shardings=shardings)()
+
+    def _check_call(
+        self, input_ids: Any, attention_mask: ArrayArg | None, positions: ArrayArg | None, cache: Any
+    ) -> None:
         check_ids(input_ids, attention_mask, self.config.vocab_size)
         batch, length = input_ids.shape
         if positions is not None:
-            check_array("positions", positions, jnp.integer, f"{input_ids.shape} as input_ids")
-            if positions.shape != input_ids.shape:
-                raise ValueError(f"positions has shape {positions.shape}, expected {input_ids.shape} as input_ids")
+            check_positions(positions, attention_mask, input_ids.shape)
         if cache is not None:
             num_slots = getattr(cache, "num_slots", 0)
             empty = jax.eval_shape(lambda: KVCache.zeros(self.config, batch, num_slots, self.dtype))
-            check_cache(cache, empty, length)
+            check_cache(cache, empty, length, attention_mask)
         elif length > self.max_seq_len:
             raise ValueError(f"input_ids has {length} tokens per row, the model takes max_seq_len={self.max_seq_len}")
+
+
+def _stacked(stats: list[MoEStats], back: Int[Array, "B S"] | None) -> MoEStats:
+    """Of all layers. back: for each token of the call the column where the layers had it, None where it is the same."""
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats)
+    if back is None:
+        return both
+    ids = both.topk_ids.reshape(len(stats), *back.shape, -1)
+    ids = jnp.take_along_axis(ids, back[None, :, :, None], axis=2)
+    return dataclasses.replace(both, topk_ids=ids.reshape(both.topk_ids.shape))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,4 +1,4 @@
-"""Dense tensors of a checkpoint: each one expected, found, checked against its header, dequantized, cast.
+"""Dense tensors of a checkpoint: each one expected, found, checked against its header, brought to what the model holds.
 
 Experts are the business of ``moe_jax.loading.load_layer``; here is everything else, and the account of every name in
 the files: used, allowed to be skipped, or an error.
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from moe_jax._typing import Json
+from moe_jax._typing import DTypeLike, Json
 from moe_jax._versions import Place
 from moe_jax.loading import CheckpointError, QuantizationConfig, layer_of
 from moe_jax.loading._errors import listed
@@ -23,9 +23,18 @@ from moe_jax.loading.files._gptq_awq import PackedView
 from moe_jax.loading.files._safetensors import DTYPES
 from moe_jax.loading.layer._bitpacked import conform_words, stored_shapes
 from moe_jax.loading.layer._names import CONTAINERS, CORRECTION_BIAS, is_expert_name
+from moe_jax.models._layers import Head, Linear, in_computed_layout, keep_quantized
 from moe_jax.parallel import ParallelConfig
 from moe_jax.parallel._weights import intermediate_unit
-from moe_jax.quantization import Scheme, dequantize_tensor, method_for
+from moe_jax.quantization import (
+    QuantizedMatrix,
+    QuantizedTensor,
+    Scheme,
+    SchemeLike,
+    dequantize_tensor,
+    method_for,
+    scheme_per_token,
+)
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
@@ -44,9 +53,9 @@ _BIAS_OWNERS = ("", "gate.", "moe_statics.", "gate.moe_statics.")
 class DenseTensor:
     """One parameter of a dense module and where it comes from.
 
-    name: in the checkpoint. place: where it is in the model. shape: of the parameter. scheme: None for full precision;
-    else leaves are the names of what it is stored as, by the words of ``MoEMethod.matrix_specs``. words_are_dense: see
-    ``LayerLoader``.
+    name: in the checkpoint. place: where it is in the model. shape: of the parameter. scheme: how the checkpoint stores
+    it, None for full precision; else leaves are the names of what it is stored as, by the words of
+    ``MoEMethod.matrix_specs``. words_are_dense: see ``LayerLoader``.
     """
 
     name: str
@@ -59,6 +68,40 @@ class DenseTensor:
     @property
     def variable(self) -> nnx.Variable[Any]:
         return self.place.variable
+
+    @property
+    def held(self) -> Scheme | None:
+        """The scheme that the model holds it in, None for full precision."""
+        value = self.variable.get_value()
+        return value.scheme if isinstance(value, QuantizedMatrix) else None
+
+
+def keep_as_stored(
+    modules: Json,
+    source: Any,
+    quantization: QuantizationConfig,
+    *,
+    dtype: DTypeLike,
+    quantize: SchemeLike = None,
+    implementation: tuple[str, ...] | None = None,
+) -> None:
+    """Give abstract modules the weights that the checkpoint has: quantized where they are quantized there.
+
+    quantize: as of ``load_pretrained``; matrices that are stored like it take its activations. Other arguments are
+    those of ``plan_dense`` and ``keep_quantized``.
+    """
+    target = None if quantize is None else Scheme.parse(quantize)
+    for name, place in _parameters(modules):
+        module = place.module
+        if not isinstance(module, Linear | Head) or place.name != "weight" or module.is_dequantized:
+            continue
+        stored = _stored_scheme(_spelling(name, source), source, quantization)
+        if stored is None:
+            continue
+        held = scheme_per_token(stored)
+        if target is not None and target.weights == stored.weights and not _needs_scales(target, stored):
+            held = scheme_per_token(dataclasses.replace(target, weights=stored.weights))
+        keep_quantized(module, held, dtype, implementation)
 
 
 def plan_dense(
@@ -90,9 +133,9 @@ def plan_dense(
             continue
         used.add(name)
         is_matrix = name.endswith(".weight") and len(variable.shape) == 2
-        scheme = quantization.scheme_for(name.removesuffix(".weight")) if is_matrix else None
+        scheme = _stored_scheme(name, source, quantization) if is_matrix else None
         tensor = DenseTensor(name, place, tuple(variable.shape))
-        if scheme is not None and scheme.is_quantized:
+        if scheme is not None:
             leaves = _leaves(tensor, scheme, source)
             missing += [leaf for leaf in leaves.values() if leaf not in source]
             used.update((*leaves.values(), f"{name}_shape"))  # the shape is known; compressed-tensors repeats it
@@ -105,14 +148,18 @@ def plan_dense(
         raise CheckpointError(f"{where}: {_account(missing, unexpected)}")
     for tensor in tensors:
         _check_header(tensor, source, where)
+        _check_held(tensor, where)
     _check_one_half_precision([t for t in tensors if t.scheme is None], source, where)
     return tensors
 
 
 def read_dense(
     tensors: Iterable[DenseTensor], source: Any, where: str, parallel: ParallelConfig | None
-) -> list[tuple[Place, jax.Array]]:
-    """(place, new value) for each planned tensor: dequantized in float32, cast once to the variable's dtype.
+) -> list[tuple[Place, Any]]:
+    """(place, new value) for each planned tensor, as the model holds it.
+
+    What the model holds quantized stays as it is stored; a matrix that the source has in full precision is quantized.
+    All else is dequantized in float32 and cast once to the variable's dtype.
 
     parallel: of the model. Over a mesh values get the sharding that their variables have, else a copy on every device;
     a process reads the byte ranges of its own devices, each range once.
@@ -122,7 +169,7 @@ def read_dense(
     """
     loaded = [(tensor, _pieces(tensor, source, where, _sharding_of(tensor, parallel))) for tensor in tensors]
     # One transfer at the end, not one per tensor.
-    finite = [[jnp.isfinite(piece).all() for piece, _ in pieces] for _, pieces in loaded]
+    finite = [[_is_finite(piece) for piece, _ in pieces] for _, pieces in loaded]
     bad = [tensor.name for (tensor, _), ok in zip(loaded, jax.device_get(finite), strict=True) if not all(ok)]
     if bad:
         raise CheckpointError(
@@ -131,43 +178,80 @@ def read_dense(
     return [(tensor.place, _assembled(tensor, pieces, parallel)) for tensor, pieces in loaded]
 
 
+def _is_finite(value: Any) -> Any:
+    """Of a quantized matrix its elements; scales are checked when it is processed."""
+    data = value.tensor.data if isinstance(value, QuantizedMatrix) else value
+    return jnp.isfinite(data).all() if jnp.issubdtype(data.dtype, jnp.floating) else True
+
+
 def _sharding_of(tensor: DenseTensor, parallel: ParallelConfig | None) -> NamedSharding | None:
-    """Where a value goes: what its variable says, be it abstract or loaded; without a word on every device."""
+    """Where the values of a matrix or vector go."""
+    value = tensor.variable.get_value()
+    if not isinstance(value, QuantizedMatrix):
+        return _placed(value, parallel)
+    sharding = _placed(value.tensor.data, parallel)
+    return None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
+def _placed(leaf: Any, parallel: ParallelConfig | None) -> NamedSharding | None:
+    """Where a leaf goes: what the variable says, be it abstract or loaded; without a word on every device."""
     if parallel is None:
         return None
-    sharding = getattr(tensor.variable.get_value(), "sharding", None)
+    sharding = getattr(leaf, "sharding", None)
     is_placed = isinstance(sharding, NamedSharding) and sharding.mesh == parallel.mesh
     return sharding if is_placed else NamedSharding(parallel.mesh, PartitionSpec())
 
 
 def _pieces(
     tensor: DenseTensor, source: Any, where: str, sharding: NamedSharding | None
-) -> list[tuple[jax.Array, list[Any]]]:
-    """The parts of a tensor that this process holds, each on the first of its devices, and all of these."""
-    dtype = tensor.variable.dtype
+) -> list[tuple[Any, list[Any]]]:
+    """The parts of a tensor that this process holds, each on the first of its devices, and all of these.
+
+    One without devices is the whole tensor.
+    """
     if sharding is None:
-        return [(_read(tensor, source, where).astype(dtype), [])]
+        return [(_value(tensor, source, where), [])]
     holders: dict[_Part | None, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
         holders.setdefault(_part_of(index or (), tensor.shape), []).append(device)
-    pieces, whole = [], None
+    if not all(part is None or _can_cut(tensor, source, part) for part in holders):
+        return [(_value(tensor, source, where), [])]
+    pieces = []
     for part, devices in holders.items():
         with jax.default_device(devices[0]):
-            if part is None or _can_cut(tensor, source, part):
-                piece = _read(tensor, source, where, part)
-            else:
-                whole = _read(tensor, source, where) if whole is None else whole
-                piece = whole[part.rows] if part.axis == 0 else whole[:, part.rows]
-        pieces.append((jax.device_put(piece.astype(dtype), devices[0]), devices))
+            piece = _value(tensor, source, where, part)
+        pieces.append((jax.device_put(piece, devices[0]), devices))
     return pieces
 
 
-def _assembled(tensor: DenseTensor, pieces: list[tuple[jax.Array, list[Any]]], parallel: Any) -> jax.Array:
-    sharding = _sharding_of(tensor, parallel)
-    if sharding is None:
-        return pieces[0][0]
-    copies = [jax.device_put(piece, device) for piece, devices in pieces for device in devices]
-    return jax.make_array_from_single_device_arrays(tensor.shape, sharding, copies)
+def _value(tensor: DenseTensor, source: Any, where: str, part: "_Part | None" = None) -> Any:
+    """A tensor, or a part of it, as the model holds it, on the default device."""
+    value, held = _read(tensor, source, where, part), tensor.held
+    if held is None:
+        whole = dequantize_tensor(value)[0] if isinstance(value, QuantizedTensor) else value
+        return whole.astype(tensor.variable.dtype)
+    if not isinstance(value, QuantizedTensor):
+        value = method_for(held).quantize_matrix(value)
+    return in_computed_layout(tensor.place.module, QuantizedMatrix(value, held))
+
+
+def _assembled(tensor: DenseTensor, pieces: list[tuple[Any, list[Any]]], parallel: ParallelConfig | None) -> Any:
+    """One value out of its parts, in the layout of the model's own."""
+    like, (first, devices) = tensor.variable.get_value(), pieces[0]
+    if parallel is None:
+        return first
+
+    def placed(own: Any, *parts: Any) -> jax.Array:
+        sharding = _placed(own, parallel)
+        assert sharding is not None
+        if not devices:
+            whole = np.asarray(parts[0])
+            return jax.make_array_from_callback(own.shape, sharding, lambda index: whole[index])
+        copies = [jax.device_put(part, to) for part, (_, held) in zip(parts, pieces, strict=True) for to in held]
+        return jax.make_array_from_single_device_arrays(own.shape, sharding, copies)
+
+    leaves, structure = jax.tree.flatten(like)
+    return structure.unflatten(map(placed, leaves, *(jax.tree.leaves(piece) for piece, _ in pieces)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +299,7 @@ def _can_cut(tensor: DenseTensor, source: Any, part: _Part) -> bool:
     """Whether the part can be read alone: of a quantized matrix whole blocks, groups and words, in their order, as they
     are in the file."""
     if tensor.scheme is None:
-        return True
+        return tensor.held is None
     weights = tensor.scheme.weights
     if (weights is not None and weights.actorder) or (part.stop - part.start) % intermediate_unit(tensor.scheme):
         return False
@@ -268,6 +352,18 @@ def _spelling(name: str, source: Any) -> str:
     return next((other for other in others if other in source), name)
 
 
+def _stored_scheme(name: str, source: Any, quantization: QuantizationConfig) -> Scheme | None:
+    """How a matrix of this name is stored; None for one in full precision or that is missing."""
+    if name not in source and f"{name}_packed" not in source:
+        return None
+    scheme = quantization.scheme_for(name.removesuffix(".weight"))
+    return scheme if scheme is not None and scheme.is_quantized else None
+
+
+def _needs_scales(*schemes: Scheme) -> bool:
+    return any(s.activations is not None and s.activations.needs_input_scale for s in schemes)
+
+
 def _leaves(tensor: DenseTensor, scheme: Scheme, source: Any) -> dict[str, str]:
     """Leaf -> name in the checkpoint; ``weight_scale_inv`` is DeepSeek's word for the scale."""
     module_name = tensor.name.removesuffix(".weight")
@@ -299,6 +395,24 @@ def _check_header(tensor: DenseTensor, source: Any, where: str) -> None:
         _check_info(info, expected, None if is_scale else spec.shape[1:], where)
 
 
+def _check_held(tensor: DenseTensor, where: str) -> None:
+    """What the model holds quantized has to be stored so, or in full precision for a scheme without calibration."""
+    stored, held = tensor.scheme, tensor.held
+    if held is None or (stored is None and not _needs_scales(held)):
+        return
+    if (
+        stored is not None
+        and stored.weights == held.weights
+        and (scheme_per_token(stored) == held or not _needs_scales(stored, held))
+    ):
+        return
+    found = "in full precision" if stored is None else f"as {stored.name}"
+    raise CheckpointError(
+        f"{where}: tensor {tensor.name}: stored {found}, expected {held.name}, in which the model holds it; load the "
+        "checkpoint as a model of its own"
+    )
+
+
 def _check_info(info: Any, dtypes: tuple[str, ...], shape: tuple[int, ...] | None, where: str) -> None:
     if shape is not None and info.shape != shape:
         raise CheckpointError(
@@ -322,8 +436,8 @@ def _check_one_half_precision(tensors: list[DenseTensor], source: Any, where: st
         )
 
 
-def _read(tensor: DenseTensor, source: Any, where: str, part: _Part | None = None) -> jax.Array:
-    """A tensor, or a part of it, dequantized, on the default device."""
+def _read(tensor: DenseTensor, source: Any, where: str, part: _Part | None = None) -> Any:
+    """A tensor, or a part of it, as stored: an array or a ``QuantizedTensor`` (1, N, K), on the default device."""
 
     # A copy: on CPU jnp.asarray may alias an array that the caller gave and can still change.
     if tensor.scheme is None:
@@ -337,14 +451,17 @@ def _read(tensor: DenseTensor, source: Any, where: str, part: _Part | None = Non
     for leaf, name in tensor.leaves.items():
         own = None if part is None else part.scaled(shape[part.axis], source.info(name).shape)
         leaves[leaf] = np.array(source.read(name) if own is None else own.read(source, name))
-    module_name, method = tensor.name.removesuffix("weight"), method_for(tensor.scheme)
+    module_name, scheme = tensor.name.removesuffix("weight"), tensor.scheme
+    if tensor.held is not None:  # whose dtype of group scales the model keeps
+        scheme = dataclasses.replace(scheme, weights=tensor.held.weights)
+    method = method_for(scheme)
     try:
         for leaf, name in tensor.leaves.items():
             leaves[leaf] = conform_words(name, leaf, leaves[leaf], method.weight_format, (n, k), tensor.words_are_dense)
         matrix = method.process_matrix(leaves, n, k, where=module_name)
     except ValueError as error:
         raise CheckpointError(f"{where}: tensor {error}") from None
-    return dequantize_tensor(jax.tree.map(jnp.asarray, matrix))[0]
+    return jax.tree.map(jnp.asarray, matrix)
 
 
 def _account(missing: list[str], unexpected: list[str]) -> str:

@@ -16,8 +16,9 @@ def check_mask(attention_mask: Any, shape: tuple[int, ...]) -> None:
 
     Floats are refused: masks that are added to scores hold 0 where a token is real.
     """
-    if jnp.shape(attention_mask) != shape:
-        raise ValueError(f"attention_mask has shape {jnp.shape(attention_mask)}, expected {shape} as input_ids")
+    check_array("attention_mask", attention_mask, np.generic, f"{shape}")  # its dtype is looked at below
+    if attention_mask.shape != shape:
+        raise ValueError(f"attention_mask has shape {attention_mask.shape}, expected {shape} as input_ids")
     if attention_mask.dtype == jnp.bool_:
         return
     check_array("attention_mask", attention_mask, jnp.integer, f"{shape}, or bool: 1 for real tokens, 0 for padding")
@@ -26,6 +27,21 @@ def check_mask(attention_mask: Any, shape: tuple[int, ...]) -> None:
         if ((values != 0) & (values != 1)).any():
             wrong = values[(values != 0) & (values != 1)][0]
             raise ValueError(f"attention_mask holds {wrong}, expected 1 for real tokens and 0 for padding")
+
+
+def check_positions(positions: Any, attention_mask: Any, shape: tuple[int, ...]) -> None:
+    """positions: (B, S) integers, those of real tokens from 0 to 2**31 - 1; checked as far as values are known."""
+    check_array("positions", positions, jnp.integer, f"{shape} as input_ids")
+    if positions.shape != shape:
+        raise ValueError(f"positions has shape {positions.shape}, expected {shape} as input_ids")
+    if isinstance(positions, Tracer) or isinstance(attention_mask, Tracer):
+        return
+    values = np.asarray(positions)
+    outside = (values < 0) | (values >= 2**31)
+    if attention_mask is not None:
+        outside &= np.asarray(attention_mask) != 0
+    if outside.any():
+        raise ValueError(f"positions holds {values[outside][0]}, expected 0 to {2**31 - 1} for real tokens")
 
 
 def check_ids(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
@@ -46,17 +62,27 @@ def check_ids(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
         raise ValueError(f"input_ids[{row}, {column}] is {ids[row, column]}, expected 0 to {vocab_size - 1}")
 
 
-def check_cache(cache: Any, expected: KVCache, num_tokens: int) -> None:
-    """expected: shapes and dtypes of an empty cache of the model, with this batch and the cache's number of slots."""
+def check_cache(cache: Any, expected: KVCache, num_tokens: int, attention_mask: Any = None) -> None:
+    """expected: shapes and dtypes of an empty cache of the model, with this batch and the cache's number of slots.
+    num_tokens: in a row of this call, padding included. attention_mask: (B, num_tokens), None where all are real.
+    """
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache has type {type(cache).__name__}, expected what model.init_cache returned")
-    if cache.is_filled.shape[0] != expected.is_filled.shape[0]:
-        raise ValueError(f"cache has {cache.is_filled.shape[0]} rows, input_ids {expected.is_filled.shape[0]}")
-    found, wanted = ([(a.shape, jnp.dtype(a.dtype)) for a in jax.tree.leaves(c)] for c in (cache, expected))
+    if cache.lengths.shape[0] != expected.lengths.shape[0]:
+        raise ValueError(f"cache has {cache.lengths.shape[0]} rows, input_ids {expected.lengths.shape[0]}")
+    found, wanted = ([(a.shape, jnp.dtype(a.dtype)) for a in jax.tree.leaves(c.layers)] for c in (cache, expected))
     if found != wanted:
         firsts = [(c.layers[0][0], len(c.layers)) for c in (cache, expected)]
         layers = [f"{count} layers of {first.dtype} {first.shape}" for first, count in firsts]
         raise ValueError(f"cache was made for another model: {layers[0]}, expected {layers[1]}")
-    used = 0 if isinstance(cache.length, Tracer) else int(cache.length)
-    if used + num_tokens > cache.num_slots:
-        raise ValueError(f"cache has {cache.num_slots} slots, {used} used; {num_tokens} more tokens do not fit")
+    used, new = np.zeros(1, np.int32), np.asarray(num_tokens)
+    if not isinstance(cache.lengths, Tracer):
+        used = np.asarray(cache.lengths)
+        if attention_mask is not None and not isinstance(attention_mask, Tracer):
+            new = np.asarray(attention_mask).astype(bool).sum(axis=1)
+    row = int(np.argmax(used + new))
+    used, new = (int(a[row]) for a in np.broadcast_arrays(used, new))
+    if max(used + new, num_tokens) > cache.num_slots:
+        raise ValueError(
+            f"cache has {cache.num_slots} slots, {used} used; {max(new, num_tokens)} more tokens do not fit"
+        )

@@ -1,9 +1,10 @@
 """Dense building blocks: RMSNorm, Linear, Embedding, gated feed-forward. Weights are (out, in), as on disk.
 
 With ``rngs=None`` a module is abstract: its parameters are ``jax.ShapeDtypeStruct`` until a checkpoint fills them.
+The weight of a Linear or Head may be a ``QuantizedMatrix``, see ``keep_quantized``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax._typing import Array, DTypeLike, Float, Int
+from moe_jax.experts._matrix import in_best_matrix_layout, multiply
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
+from moe_jax.nn import QuantizedParam
+from moe_jax.parallel._logical import EMBED, MLP, VOCAB
+from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
 
 
 def parameter(
@@ -65,8 +70,14 @@ NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": La
 class Linear(nnx.Module):
     """y = x W^T + b: x (..., in) -> (..., out) in ``out_dtype`` (None: x's dtype), summed in float32.
 
-    weight: (out, in) in ``dtype``; bias: (out,) in ``dtype`` or None. x must have the weight's dtype.
+    weight: (out, in) in ``dtype``, then x must have this dtype, or quantized. bias: (out,) in ``dtype`` or None.
+    dtype, implementation: of products with a quantized weight: x's dtype, and names of backends in the order to try,
+    None for that of the platform.
+    is_dequantized: others read the weight, so that a quantized one is dequantized when it is loaded.
     """
+
+    dtype: DTypeLike = jnp.bfloat16
+    implementation: tuple[str, ...] | None = None
 
     def __init__(
         self,
@@ -76,18 +87,41 @@ class Linear(nnx.Module):
         use_bias: bool = False,
         dtype: DTypeLike = jnp.bfloat16,
         out_dtype: DTypeLike | None = None,
+        is_dequantized: bool = False,
         rngs: nnx.Rngs | None = None,
     ):
         self.out_dtype = out_dtype
+        self.is_dequantized = is_dequantized
         init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
-        self.weight = parameter((out_features, in_features), dtype, rngs, init)
+        self.weight: nnx.Variable[Any] = parameter((out_features, in_features), dtype, rngs, init)
         self.bias = parameter((out_features,), dtype, rngs, nnx.initializers.zeros) if use_bias else None
 
     def __call__(self, x: Float[Array, "... K"]) -> Float[Array, "... N"]:
-        y = project(x, self.weight[...])
-        if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32)
-        return y.astype(x.dtype if self.out_dtype is None else self.out_dtype)
+        return product(self, x, x.dtype if self.out_dtype is None else self.out_dtype)
+
+
+def product(module: "Linear | Vocabulary", x: Float[Array, "... K"], out_dtype: DTypeLike) -> Float[Array, "... N"]:
+    """x W^T + b with a module's weight and bias: summed in float32, rounded once to ``out_dtype``."""
+    weight, bias = module.weight.get_value(), None if module.bias is None else module.bias[...]
+    if isinstance(weight, QuantizedMatrix):
+        return multiply(x, weight, bias, out_dtype=out_dtype, implementation=module.implementation)
+    y = project(x, weight)
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(out_dtype)
+
+
+def keep_quantized(
+    module: "Linear | Head", scheme: Scheme, dtype: DTypeLike, implementation: tuple[str, ...] | None
+) -> None:
+    """Give an abstract module the weight that a checkpoint of this scheme fills; ``dtype`` is that of computation."""
+    module.dtype, module.implementation = jnp.dtype(dtype), implementation
+    matrix = QuantizedMatrix(method_for(scheme).abstract_matrix(*module.weight.shape), scheme)
+    axes = module.weight.get_metadata(exclude_required=True)
+    module.weight = QuantizedParam(in_computed_layout(module, matrix), eager_sharding=False, **axes)
+
+
+def in_computed_layout(module: "Linear | Head", matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """A plain matrix as the module's products read it fastest."""
+    return in_best_matrix_layout(matrix, module.dtype, module.implementation)
 
 
 def project(x: Float[Array, "... K"], weight: Float[Array, "N K"]) -> Float[Array, "... N"]:
@@ -99,6 +133,10 @@ def project(x: Float[Array, "... K"], weight: Float[Array, "N K"]) -> Float[Arra
 class Vocabulary(Partitioned):
     """A (vocab, H) weight; over a mesh split by the vocabulary where that divides, which adds nothing up, else by H."""
 
+    dtype: DTypeLike = jnp.bfloat16  # this and the next two as of Linear
+    implementation: tuple[str, ...] | None = None
+    is_dequantized: bool = False
+
     def __init__(
         self,
         vocab_size: int,
@@ -109,13 +147,17 @@ class Vocabulary(Partitioned):
         *,
         use_bias: bool = False,
     ):
-        self.weight: nnx.Param[Array] = parameter((vocab_size, hidden_size), dtype, rngs, init)
+        self.weight: nnx.Variable[Any] = parameter((vocab_size, hidden_size), dtype, rngs, init)
         zeros = nnx.initializers.zeros
         self.bias: nnx.Param[Array] | None = parameter((vocab_size,), dtype, rngs, zeros) if use_bias else None
+        self.name_parameters()
 
-    def splits(self, parts: int) -> dict[str, int]:
-        own = next(({"weight": axis} for axis in (0, 1) if self.weight.shape[axis] % parts == 0), {})
-        return own | ({"bias": 0} if self.bias is not None and own.get("weight") == 0 else {})
+    def logical_axes(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {"weight": (VOCAB, EMBED)} | ({} if self.bias is None else {"bias": (VOCAB,)})
+
+    def split_names(self, parts: int) -> Collection[str]:
+        sizes = zip((VOCAB, EMBED), self.weight.shape, strict=True)
+        return [name for name, size in sizes if size % parts == 0][:1]
 
     def logits(self, x: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """x W^T + b in float32; over a mesh split as the vocabulary is."""
@@ -123,8 +165,7 @@ class Vocabulary(Partitioned):
         return partitioned(Vocabulary._logits, self, x.ndim - 1 if splits.get("weight") == 0 else WHOLE, x)
 
     def _logits(self, x: Float[Array, "... H"]) -> Float[Array, "... V"]:
-        y = project(x, self.weight[...])
-        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+        return product(self, x, jnp.float32)
 
 
 class Head(Vocabulary):
@@ -145,6 +186,8 @@ class Head(Vocabulary):
 
 class Embedding(Vocabulary):
     """Rows of a (vocab, H) table. An id outside the table, a negative one too, gives NaN, not another token's row."""
+
+    is_dequantized = True
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None
@@ -168,11 +211,13 @@ class GatedMLP(Partitioned):
         self.gate_proj = Linear(hidden_size, intermediate_size, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
         self.up_proj = Linear(hidden_size, intermediate_size, dtype=dtype, out_dtype=jnp.float32, rngs=rngs)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype=dtype, rngs=rngs)
+        self.name_parameters()
 
-    def splits(self, parts: int) -> dict[str, int]:
-        if self.gate_proj.weight.shape[0] % parts:
-            return {}
-        return {"gate_proj": 0, "up_proj": 0, "down_proj": 1}
+    def logical_axes(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {"gate_proj": (MLP, EMBED), "up_proj": (MLP, EMBED), "down_proj": (EMBED, MLP)}
+
+    def split_names(self, parts: int) -> Collection[str]:
+        return () if self.gate_proj.weight.shape[0] % parts else (MLP,)
 
     def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
         return partitioned(GatedMLP._forward, self, WHOLE, x)

@@ -1,4 +1,4 @@
-"""``load_pretrained`` and ``load_moe``: from a checkpoint directory to a model whose experts stay quantized."""
+"""``load_pretrained`` and ``load_moe``: from a checkpoint directory to a model whose weights stay as stored."""
 
 import json
 import os
@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._typing import DTypeLike, Json
-from moe_jax.loading import Checkpoint, as_packed
+from moe_jax.loading import Checkpoint, as_packed, checkpoint_directory
+from moe_jax.loading._errors import shown
 from moe_jax.models._counts import check_counts
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._partition import spread_dense
 from moe_jax.models._reader import ModelReader, Progress, install_values, ranges
+from moe_jax.models.attention._hopper import AttentionImplementation
 from moe_jax.models.families._registry import read_family, read_model_family
 from moe_jax.nn import MoEBlock
 from moe_jax.parallel._layer import parallel_of, spread
@@ -22,26 +24,32 @@ from moe_jax.quantization import Scheme
 def load_pretrained(
     directory: str | os.PathLike[str],
     *,
+    revision: str | None = None,
     quantize: str | Scheme | Json | None = None,
     mesh: Any = None,
     enable_eplb: bool = False,
     num_redundant_experts: int = 0,
     implementation: Any = None,
+    attention: AttentionImplementation = "xla",
     dtype: DTypeLike = jnp.bfloat16,
+    kv_cache_dtype: DTypeLike | None = None,
     max_seq_len: int | None = None,
     progress: Progress | None = None,
 ) -> CausalLM:
-    """Load a checkpoint directory. Experts keep the checkpoint's quantization; everything else is held in ``dtype``.
+    """Load a checkpoint. Quantized weights stay quantized; everything else is held in ``dtype``.
 
-    Dense weights that are quantized in the checkpoint are dequantized in float32 and rounded once to ``dtype``; their
-    activations are not quantized. Headers are checked as a whole before a weight is read, then layers are read one by
-    one.
+    Experts, attention, shared experts, dense layers and head keep the checkpoint's quantization, weights and
+    activations. Embeddings and MLA's ``kv_b_proj``, of which parts are read, are dequantized in float32 and rounded
+    once to ``dtype``. Headers are checked as a whole before a weight is read, then layers are read one by one.
 
     Args:
-        directory: config.json and safetensors files, as transformers, compressed-tensors or DeepSeek write them.
+        directory: config.json and safetensors files, as transformers, compressed-tensors or DeepSeek write them; or the
+            name of a model on the Hugging Face hub, ``organization/name``, which is downloaded unless the cache holds
+            it (``moe_jax.loading.checkpoint_directory``).
+        revision: branch, tag or commit on the hub; None is main.
         quantize: scheme for the experts of a full-precision checkpoint, quantized layer by layer while loading. For a
             quantized checkpoint it may only change how activations are treated: ``w4a8_int8_g32`` for a ``w4a16_g32``
-            file.
+            file. Dense layers that are stored like it follow.
         mesh: a ``jax.sharding.Mesh`` with some of the axes "expert", "tensor", "data" and "sequence", or a
             ``moe_jax.parallel.ParallelConfig`` that names them. None for one device. Experts are read and held in
             shards. Attention, embeddings, head and dense feed-forward layers are split over the tensor axis, or over
@@ -50,30 +58,39 @@ def load_pretrained(
             an expert axis.
         num_redundant_experts: slots for copies in each layer, with ``enable_eplb``.
         implementation: name or ordered names of expert implementations, as for ``FusedMoE``.
+        attention: "xla", or "hopper": calls of 64 and more tokens per row attend by a kernel that keeps no scores in
+            memory. It needs a Hopper GPU, jax 0.11 and bfloat16 or float16, and was not timed yet. Shorter calls, and
+            those that state positions in layers with a sliding window, are done as with "xla".
         dtype: bfloat16, float16 or float32.
+        kv_cache_dtype: of the key-value cache; None takes what the checkpoint says. A cache in FP8 is not built yet:
+            for a checkpoint that states one, say ``dtype`` here too, and the cache holds keys and values unquantized.
         max_seq_len: longest sequence that will be used; None takes the model's own limit.
         progress: called as ``progress(done, total)`` after each layer.
 
     Raises:
-        CheckpointError: files that cannot be used. ValueError: config.json or an argument that cannot.
-            NotImplementedError: a capability that is not built yet. Each names what is wrong in one line.
+        CheckpointError: files that cannot be used, or cannot be had from the hub. ValueError: config.json or an
+            argument that cannot. ImportError: a name on a hub, but no huggingface_hub. NotImplementedError: a
+            capability that is not built yet. Each names what is wrong in one line.
     """
     parallel = parallel_of(mesh)
     balancing = dict(enable_eplb=enable_eplb, num_redundant_experts=num_redundant_experts)
-    with Checkpoint(directory) as opened:
+    with Checkpoint(checkpoint_directory(directory, revision=revision)) as opened:
         checkpoint = as_packed(opened)
         family, config = read_model_family(checkpoint.config, str(checkpoint.config_path))
         check_counts(config, checkpoint)
+        _check_kv_cache(opened, kv_cache_dtype, jnp.dtype(dtype))
         reader = ModelReader(checkpoint, checkpoint.config, family, config)
         model = family(
             config,
             schemes={layer: reader.scheme(layer, quantize) for layer in config.moe_layers},
             max_seq_len=max_seq_len,
             implementation=implementation,
+            attention=attention,
             dtype=dtype,
         )
         for block in model.moe_blocks():
             spread(block.experts, parallel, **balancing)
+        reader.keep_as_stored(model.dense_modules(), quantize, dtype, implementation, parallel)
         if parallel is not None:
             spread_dense(model, parallel)
         model.quantization_config = json.dumps(opened.quantization_config, sort_keys=True)
@@ -81,10 +98,30 @@ def load_pretrained(
     return model
 
 
+def _check_kv_cache(checkpoint: Checkpoint, kv_cache_dtype: DTypeLike | None, dtype: np.dtype[Any]) -> None:
+    """Raises NotImplementedError for a cache of another dtype than ``dtype``, which checkpoint or caller asks for."""
+    if kv_cache_dtype is not None:
+        if jnp.dtype(kv_cache_dtype) != dtype:
+            raise NotImplementedError(
+                f"kv_cache_dtype={jnp.dtype(kv_cache_dtype)}: the cache has the dtype of the model, {dtype}"
+            )
+        return
+    found = checkpoint.quantization_config
+    nested = found.get("quantization") if isinstance(found, dict) else None  # ModelOpt's older files
+    for part in (found, nested):
+        for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+            if isinstance(part, dict) and part.get(key):
+                raise NotImplementedError(
+                    f"{checkpoint.config_path}: {key} is {shown(part[key])}: a quantized key-value cache is not built; "
+                    f"kv_cache_dtype={str(dtype)!r} keeps keys and values unquantized"
+                )
+
+
 def load_moe(
     directory: str | os.PathLike[str],
     layer: int = 0,
     *,
+    revision: str | None = None,
     quantize: str | Scheme | Json | None = None,
     mesh: Any = None,
     enable_eplb: bool = False,
@@ -103,7 +140,7 @@ def load_moe(
     """
     parallel = parallel_of(mesh)
     balancing = dict(enable_eplb=enable_eplb, num_redundant_experts=num_redundant_experts)
-    with Checkpoint(directory) as opened:
+    with Checkpoint(checkpoint_directory(directory, revision=revision)) as opened:
         checkpoint = as_packed(opened)
         family, config = read_family(checkpoint.config, str(checkpoint.config_path))
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
@@ -118,12 +155,14 @@ def load_moe(
             config, layer, scheme=scheme, implementation=implementation, dtype=jnp.dtype(dtype)
         )
         spread(block.experts, parallel, **balancing)
+        modules = family.moe_dense_modules(block, layer)
+        reader.keep_as_stored(modules, quantize, dtype, implementation, parallel)
         if parallel is not None:
             spread_dense(block, parallel)
         account = [name for name in reader.dense if name.startswith(family.moe_prefix(layer) + ".")]
         install_values(
             [
-                *reader.read_dense(family.moe_dense_modules(block, layer), account, parallel),
+                *reader.read_dense(modules, account, parallel),
                 reader.read_experts(block, layer),
             ]
         )

@@ -8,7 +8,7 @@ divide is whole on every device.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moe_jax._typing import Array
 from moe_jax.parallel import ParallelConfig
+from moe_jax.parallel._logical import name_axes, state_axes
+from moe_jax.quantization import QuantizedMatrix
 
 WHOLE = -1  # in place of the axis that is split
 
@@ -52,9 +54,30 @@ class Partitioned(nnx.Module):
 
     partition: Partition | None = None
 
+    def logical_axes(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Attribute, a parameter or a Linear, -> logical names of the axes of its weight."""
+        raise NotImplementedError
+
+    def split_names(self, parts: int) -> Collection[str]:
+        """Names of the axes that ``parts`` devices share."""
+        raise NotImplementedError
+
     def splits(self, parts: int) -> dict[str, int]:
         """Attribute, a parameter or a Linear, -> the axis of its weight that ``parts`` devices share."""
-        raise NotImplementedError
+        names = self.split_names(parts)
+        axes = self.logical_axes().items()
+        return {attribute: axis for attribute, own in axes for axis, name in enumerate(own) if name in names}
+
+    def name_parameters(self) -> None:
+        """Give the parameters of a new module their logical axes. A bias has that of its outputs."""
+        for attribute, names in self.logical_axes().items():
+            target = getattr(self, attribute)
+            if isinstance(target, nnx.Variable):
+                name_axes(target, names)
+                continue
+            name_axes(target.weight, names)
+            if target.bias is not None:
+                name_axes(target.bias, names[:1])
 
 
 def spread_dense(root: nnx.Module, parallel: ParallelConfig) -> None:
@@ -77,9 +100,17 @@ def spread_dense(root: nnx.Module, parallel: ParallelConfig) -> None:
 
 
 def _lay_out(variable: nnx.Variable, partition: Partition, split: int) -> None:
-    shape, dtype = variable.shape, variable.dtype
-    sharding = partition.sharding(len(shape), split)
-    variable.set_value(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+    """Of a quantized matrix each leaf is split that divides; XLA computes the same whatever the others are."""
+    state_axes(variable, tuple(partition.axis if axis == split else None for axis in range(len(variable.shape))))
+
+    def laid_out(leaf: Any, axis: int) -> jax.ShapeDtypeStruct:
+        is_split = axis != WHOLE and leaf.shape[axis] % partition.parts == 0
+        sharding = partition.sharding(len(leaf.shape), axis if is_split else WHOLE)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    value = variable.get_value()
+    axes = value.split_axes(split) if isinstance(value, QuantizedMatrix) else split
+    variable.set_value(jax.tree.map(laid_out, value, axes))
 
 
 def partitioned(function: Callable[..., Any], module: Partitioned, outputs: Any, *args: Any) -> Any:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from moe_jax._typing import Json
+from moe_jax._typing import DTypeLike, Json
 from moe_jax._versions import Place, changing, install
 from moe_jax.loading import (
     Checkpoint,
@@ -16,13 +16,21 @@ from moe_jax.loading import (
     LoadReport,
     QuantizationConfig,
     as_packed,
+    checkpoint_directory,
     layer_of,
     packed_pairs,
 )
 from moe_jax.loading.files._arrays import ArraySource, checked_pairs
 from moe_jax.loading.layer._names import is_expert_name
 from moe_jax.models._config import ConfigReader, DecoderConfig, MoEBlockConfig
-from moe_jax.models._dense_loader import DenseTensor, dense_names, plan_dense, read_dense, skipped_layers
+from moe_jax.models._dense_loader import (
+    DenseTensor,
+    dense_names,
+    keep_as_stored,
+    plan_dense,
+    read_dense,
+    skipped_layers,
+)
 from moe_jax.models.families._moe_family import MoEFamily
 from moe_jax.nn import FusedMoE, MoEBlock
 from moe_jax.parallel import ParallelConfig
@@ -55,7 +63,7 @@ def reload_weights(
 ) -> LoadReport:
     """Replace all weights of a model by others of the same shapes; see ``CausalLM.reload_weights``."""
     if isinstance(source, str | os.PathLike):
-        with Checkpoint(source) as opened:
+        with Checkpoint(checkpoint_directory(source)) as opened:
             checkpoint = as_packed(opened)
             described = ConfigReader(checkpoint.config, str(checkpoint.config_path))
             if not family.is_described_by(described) or family.read_config(described) != model.config:
@@ -150,6 +158,24 @@ class ModelReader:
             return stored
         target = self._experts.target_scheme(layer, quantize)
         return online_scheme(target) if stored is None else target
+
+    def keep_as_stored(
+        self, modules: Json, quantize: Any, dtype: DTypeLike, implementation: Any, parallel: ParallelConfig | None
+    ) -> None:
+        """Let abstract dense modules hold quantized what the checkpoint stores quantized.
+
+        Over a mesh XLA multiplies with it, since kernels see arrays of one device.
+        """
+        names = (implementation,) if isinstance(implementation, str) else implementation
+        order = None if names is None else tuple(names)
+        keep_as_stored(
+            modules,
+            self._source,
+            self._quantization,
+            quantize=quantize,
+            dtype=dtype,
+            implementation=order if parallel is None else ("xla",),
+        )
 
     @property
     def report(self) -> LoadReport:

@@ -6,15 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 
 import moe_jax
 from tests.support.checkpoints import writers
 from tests.support.oracles.emulated_models import (
     assert_logits,
     assert_logits_with_quantized_activations,
-    input_scales,
+    fake_quantized,
     logits_of,
     plain_model,
 )
@@ -72,10 +70,10 @@ ACTIVATIONS = ["fp8_tensor_static", "fp8_channel", "fp8_block", "fp8_block/nativ
 @pytest.mark.parametrize("scheme", ACTIVATIONS)
 @pytest.mark.sample(10)
 def test_logits_with_quantized_activations(checkpoints, tmp_path, family, scheme):
-    """Expert inputs and intermediates pass compressed-tensors' own fake_quantize; attention stays unquantized."""
-    checkpoint = checkpoints(family, scheme)
-    fake = functools.partial(_fake, scheme.partition("/")[0], input_scales(checkpoint, "input_scale", max))
-    assert_logits_with_quantized_activations(tmp_path, checkpoint, fake, family)
+    """Inputs of every Linear and the experts' intermediates pass compressed-tensors' own fake_quantize."""
+    scales = ("input_scale", max) if scheme == "fp8_tensor_static" else None
+    fake = functools.partial(fake_quantized, scheme.partition("/")[0])
+    assert_logits_with_quantized_activations(tmp_path, checkpoints(family, scheme), fake, family, scales)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,26 +92,3 @@ def test_block_outputs(checkpoints, family, scheme):
         row_scale = np.abs(expected).max(axis=1)
         worst = (np.abs(actual - expected).max(axis=1) / row_scale).max()
         assert worst <= 2e-3, f"layer {layer}: a row differs by {worst:.2e} of its largest value"
-
-
-def _fake(scheme, static_scales, x, *, layer, is_hidden):
-    """compressed-tensors' fake_quantize of one row (1, K).
-
-    Dynamic scales follow the kernels' rule (amax / 448, amax / 127); compressed-tensors' simulation of int8 uses 127.5
-    and one scale for a whole 2-D input, so the scale is computed here and only applied by compressed-tensors.
-    """
-    if scheme == "int8_w8a8":
-        args = QuantizationArgs(num_bits=8, type="int", strategy="channel", symmetric=True)
-        scale = x.abs().amax(1, keepdim=True) / 127
-    elif scheme == "fp8_channel":
-        args = QuantizationArgs(num_bits=8, type="float", strategy="channel", symmetric=True)
-        scale = x.abs().amax(1, keepdim=True) / 448
-    elif scheme == "fp8_tensor_static":
-        args = QuantizationArgs(num_bits=8, type="float", strategy="tensor", symmetric=True)
-        scale = torch.tensor([static_scales[layer][is_hidden]])
-    elif scheme == "fp8_block":
-        args = QuantizationArgs(num_bits=8, type="float", strategy="channel", symmetric=True)
-        return torch.cat(
-            [fake_quantize(c, c.abs().amax(1, keepdim=True) / 448, None, args) for c in x.split(128, 1)], 1
-        )
-    return fake_quantize(x, scale, None, args)

@@ -15,7 +15,6 @@ from tests.support.checkpoints.expert_tensors import matrices_of
 from tests.support.oracles.emulated_models import (
     assert_logits,
     assert_logits_with_quantized_activations,
-    input_scales,
     logits_of,
     plain_model,
     quantized_qwen3,
@@ -57,10 +56,10 @@ def test_logits_of_weight_only_checkpoints(checkpoints, tmp_path, preset):
 @pytest.mark.parametrize("preset", ["NVFP4", "MXFP4", "MXFP8"])
 @pytest.mark.sample(3)
 def test_logits_with_quantized_activations(checkpoints, tmp_path, preset):
-    """Expert inputs and intermediates pass a torch emulation of the format; attention stays unquantized."""
-    checkpoint = checkpoints(preset)
-    global_scales = input_scales(checkpoint, "input_global_scale", min)
-    assert_logits_with_quantized_activations(tmp_path, checkpoint, functools.partial(fake, preset, global_scales))
+    """Inputs of every Linear and the experts' intermediates pass a torch emulation of the format."""
+    scales = ("input_global_scale", min) if preset == "NVFP4" else None
+    emulated = functools.partial(fake, preset)
+    assert_logits_with_quantized_activations(tmp_path, checkpoints(preset), emulated, scales=scales)
 
 
 @pytest.mark.parametrize("preset", ["NVFP4", "MXFP4", "MXFP8"])
@@ -76,14 +75,14 @@ def test_layers_against_float64(checkpoints, preset, implementation):
     assert_layer_close(actual, x, p, ids, weights, config, kernels=False)
 
 
-def fake(preset, global_scales, x, *, layer, is_hidden):
+def fake(preset, x, *, stored):
     """One row through compressed-tensors' scales and rounding; NVFP4's block scale as spec 8.7.3 computes it."""
     from compressed_tensors.quantization.utils import fp4_utils, generate_mx_scales
 
     groups = x.reshape(-1, 16 if preset == "NVFP4" else 32)
     amax = groups.abs().amax(1, keepdim=True)
     if preset == "NVFP4":
-        global_scale = global_scales[layer][is_hidden]
+        global_scale = stored
         block = (global_scale * (amax * torch.tensor(1 / 6))).clamp(0, 448).to(torch.float8_e4m3fn).float()
         values = (groups * (global_scale / block)).clamp(-6, 6)
         return (fp4_utils.cast_to_fp4(values.clone()) * (block / global_scale)).reshape(x.shape)

@@ -36,13 +36,13 @@ def test_logits_weight_only(checkpoints, tmp_path, preset):
 @pytest.mark.parametrize("preset", ACTIVATIONS)
 @pytest.mark.sample(2)
 def test_logits_with_quantized_activations(checkpoints, tmp_path, preset):
-    """Expert inputs and intermediates pass compressed-tensors' own fake_quantize; attention stays unquantized."""
+    """Inputs of every Linear and the experts' intermediates pass compressed-tensors' own fake_quantize."""
     assert_logits_with_quantized_activations(tmp_path, checkpoints(preset), functools.partial(_fake, preset))
 
 
-def _fake(preset, x, *, layer, is_hidden):
+def _fake(preset, x, *, stored):
     """One row (1, K); the scales are those of the kernels, amax / 127 and amax / 448."""
-    del layer, is_hidden
+    del stored
     kind, top = ("float", 448) if preset == "W4AFP8" else ("int", 127)
     args = QuantizationArgs(num_bits=8, type=kind, strategy="channel", symmetric=True)
     return fake_quantize(x, x.abs().amax(1, keepdim=True) / top, None, args)

@@ -155,6 +155,9 @@ def test_unrelated_keys_are_harmless():
         (dict(scoring_func="sigmoid"), ["scoring_func='sigmoid'"]),
         (dict(eos_token_id=151936), ["eos_token_id=[151936]", "0 to 151935"]),
         (dict(eos_token_id=[1, 2**40]), ["eos_token_id", "vocabulary"]),
+        (dict(eos_token_id=list(range(10**6))), ["eos_token_id=[0, 1", " ... is outside the vocabulary"]),
+        (dict(model_type=10**300), ["model_type 1000", " ... is not supported"]),
+        (dict(architectures=["x" * 10**4]), ["architectures ['xxx", " ... is not supported"]),
     ],
 )
 def test_refusals(changes, words):
@@ -162,6 +165,7 @@ def test_refusals(changes, words):
         read_family(changed(QWEN3_HUB, **changes), source="dir/config.json")
     message = str(caught.value)
     assert message.startswith("dir/config.json: ") and all(word in message for word in words) and "\n" not in message
+    assert len(message) < 1000
 
 
 @pytest.mark.parametrize(

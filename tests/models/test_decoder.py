@@ -75,7 +75,7 @@ def test_decode_agrees_with_prefill(case, prompt, name):
     for t in range(7, 20):
         logits, cache = run(model, ids[:, t : t + 1], cache=cache)
         parts.append(logits)
-    assert int(cache.length) == 20 and cache.num_slots == 24
+    assert cache.lengths.tolist() == [20, 20] and cache.num_slots == 24
     assert_logits_close(np.concatenate(parts, axis=1), whole)
 
 
@@ -109,6 +109,71 @@ def test_padding_in_the_cache(case, prompt, name):
     for row in range(2):
         alone = np.concatenate([ids[row, :40][mask[row]], ids[row, 40:]])
         assert_logits_close(together[row], np.asarray(model.score(np.tile(alone, (2, 1))))[0, -4:])
+
+
+@pytest.mark.parametrize("name", ["mixtral_tied_window", "deepseek_v3", *slow("gpt_oss", "qwen3_yarn")])
+def test_rows_have_their_own_lengths(case, prompt, name):
+    """Chunks of other sizes per row, padded left, right and in between; the slots are just enough for the longest."""
+    model, ids = case(name).model, prompt(3, 24)
+    alone = np.asarray(model.score(ids))
+    cache, done, got = model.init_cache(3, 24), np.zeros(3, int), [[], [], []]
+    chunks = [(9, 4, 0), (0, 1, 8), (7, 8, 3), (8, 3, 8)]  # 24, 16 and 19 tokens
+    for turn, counts in enumerate(chunks):
+        mask = np.zeros((3, 9), bool)
+        mask[0, : counts[0]] = mask[1, 9 - counts[1] :] = True
+        mask[2, np.sort(np.random.default_rng(turn).permutation(9)[: counts[2]])] = True
+        tokens = np.full((3, 9), -7, np.int32)
+        for row, count in enumerate(counts):
+            tokens[row, mask[row]] = ids[row, done[row] : done[row] + count]
+        logits, cache = run(model, tokens, attention_mask=mask, cache=cache)
+        done += counts
+        for row in range(3):
+            got[row].append(np.asarray(logits)[row, mask[row]])
+        np.testing.assert_array_equal(cache.num_tokens, done)
+    for row in range(3):
+        assert_logits_close(np.concatenate(got[row]), alone[row, : done[row]])
+
+
+def test_a_row_is_cleared_and_filled_again(case, prompt):
+    """The other rows go on to the bit; a NaN of the old row, also in slots that the new one does not reach, is gone."""
+    model, ids = case("mixtral_tied_window").model, prompt(3, 20)
+    _, cache = run(model, ids[:, :12], cache=model.init_cache(3, 20))
+    spoiled = jax.tree.map(lambda a: a.at[1].set(jnp.nan), cache.layers)
+    spoiled = dataclasses.replace(cache, layers=spoiled, is_damaged=jnp.array([False, True, False]))
+    fresh = spoiled.cleared(jnp.array([False, True, False]))
+    np.testing.assert_array_equal(fresh.num_tokens, [12, 0, 12])
+    new = prompt(1, 20)[0, ::-1]
+    tokens, mask = ids[:, 12:18].copy(), np.ones((3, 6), bool)
+    tokens[1, :5], mask[1, 5] = new[:5], False
+    logits, after = run(model, tokens, attention_mask=mask, cache=fresh)
+    np.testing.assert_array_equal(after.num_tokens, [18, 5, 18])
+    undisturbed, _ = run(model, ids[:, 12:18], attention_mask=np.ones((3, 6), bool), cache=cache)
+    np.testing.assert_array_equal(np.asarray(logits)[[0, 2]], np.asarray(undisturbed)[[0, 2]])
+    assert_logits_close(np.asarray(logits)[1, :5], np.asarray(model.score(np.tile(new[:5], (2, 1))))[0])
+
+
+def test_the_row_that_overflows_is_nan_alone(case, prompt):
+    model, ids = case("qwen3_linear").model, prompt(2, 8)
+    cache = dataclasses.replace(model.init_cache(2, 6), lengths=jnp.array([4, 0], jnp.int32))
+    logits, cache = run(model, ids[:, :4], cache=cache)
+    assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
+    mask = np.array([[False], [True]])
+    logits, cache = run(model, ids[:, 4:5], attention_mask=mask, cache=cache)
+    np.testing.assert_array_equal(cache.lengths, [6, 5])
+    assert_logits_close(logits[1], np.asarray(model.score(ids[1:, :5]))[0, 4:])
+
+
+def test_explicit_positions_in_the_cache(case, prompt):
+    """A window reaches by positions: they are kept from call to call, and tokens without count on."""
+    case, ids = case("mixtral_tied_window"), prompt(2, 10)
+    positions = np.array([np.arange(10) * 3, np.arange(10) // 2 + 20])
+    whole = np.asarray(run(case.model, ids, positions=positions))
+    logits, cache = run(case.model, ids[:, :4], positions=positions[:, :4], cache=case.model.init_cache(2, 12))
+    assert_logits_close(logits, whole[:, :4])
+    logits, cache = run(case.model, ids[:, 4:], positions=positions[:, 4:], cache=cache)
+    assert_logits_close(logits, whole[:, 4:])
+    _, cache = run(case.model, ids[:, :1], cache=cache)
+    np.testing.assert_array_equal(np.asarray(cache.positions)[:, :11], np.c_[positions, [10, 10]])
 
 
 def test_explicit_positions(case, prompt):
@@ -235,6 +300,12 @@ def test_tokens_that_overflow_the_cache_under_jit(case, prompt):
     "ids, inputs, words",
     [
         (np.zeros((2, 4), np.int32), dict(positions=np.zeros((2, 3), np.int32)), r"positions has shape \(2, 3\)"),
+        (
+            np.zeros((1, 2), np.int32),
+            dict(positions=np.array([[0, -1]])),
+            "positions holds -1, expected 0 to 2147483647",
+        ),
+        (np.zeros((1, 2), np.int32), dict(positions=np.array([[0, 2**32]])), "positions holds 4294967296, expected"),
         (np.zeros((2, 4), np.int32), dict(attention_mask=np.ones((1, 4))), r"attention_mask has shape \(1, 4\)"),
         (np.zeros((2, 0), np.int32), {}, "at least one token"),
         (np.array([[1, -1]], np.int32), {}, r"input_ids\[0, 1\] is -1, expected 0 to 95"),
@@ -246,11 +317,17 @@ def test_call_errors(case, ids, inputs, words):
     refuses(ValueError, words, case("qwen3").model, ids, **inputs)
 
 
+def test_positions_of_padding_mean_nothing(case, prompt):
+    model, ids, mask = case("qwen3").model, prompt(1, 4), np.array([[False, True, True, True]])
+    found = [model(ids, positions=np.array([[first, 0, 1, 2]]), attention_mask=mask) for first in (-1, 0)]
+    np.testing.assert_array_equal(found[0][:, 1:], found[1][:, 1:])
+
+
 def test_cache_errors(case, prompt):
     model = case("qwen3_yarn").model
     refuses(ValueError, "max_len=65", model.init_cache, 1, 65)
     refuses(ValueError, "3 rows", model, prompt(2, 4), cache=model.init_cache(3, 8))
-    used = dataclasses.replace(model.init_cache(2, 8), length=jnp.int32(6))
+    used = dataclasses.replace(model.init_cache(2, 8), lengths=jnp.array([6, 0], jnp.int32))
     refuses(ValueError, "8 slots, 6 used; 3 more", model, prompt(2, 3), cache=used)
     with pytest.raises(ValueError, match="another model: 1 layers of float32 .*expected 2 layers of float32"):
         case("qwen3").model(prompt(2, 3), cache=model.init_cache(2, 8))
@@ -265,6 +342,7 @@ def test_cache_errors(case, prompt):
         ("__call__", dict(input_ids=np.ones((1, 2))), "input_ids has dtype float64"),
         ("__call__", dict(positions=np.ones((1, 2))), "positions has dtype float64"),
         ("__call__", dict(attention_mask=np.zeros((1, 2))), "attention_mask has dtype float64"),
+        ("__call__", dict(attention_mask=[[1, 0]]), "attention_mask has type list"),
         ("__call__", dict(cache={}), "cache has type dict"),
         ("init_cache", dict(batch=1, max_len=8.0), "max_len=8.0"),
     ],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import moe_jax
-from moe_jax.models import generate, generate_stream
+from moe_jax.models import SamplingParams, generate, generate_stream
 from moe_jax.models._compiled import bucket
 from moe_jax.models._decoder import CausalLM
 from tests.support.cases.models import VOCAB, slow
@@ -120,6 +120,39 @@ def test_sampling_obeys_top_k(case, prompt):
     assert not np.array_equal(out, generate(model, ids, rng=jax.random.key(4), **options))
 
 
+def test_penalty_equals_transformers(case, prompt):
+    """The prompt counts, and so do tokens that were made; a penalty that changes nothing would not be seen."""
+    case, ids = case("mixtral"), prompt(2, 12)
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.5)
+    actual = generate(case.model, ids, max_new_tokens=20, sampling_params=params)
+    np.testing.assert_array_equal(actual, case.torch_greedy(ids, 20, pad_token_id=0, repetition_penalty=1.5))
+    assert not np.array_equal(actual, generate(case.model, ids, max_new_tokens=20))
+
+
+@pytest.mark.parametrize("mesh", [None, pytest.param("expert=2,tensor=2", marks=pytest.mark.slow)])
+def test_rows_have_their_own_settings(case, prompt, mesh):
+    """What a row gets alone it gets beside rows of other settings: draws, penalties, end tokens, number of tokens."""
+    model, ids = case("qwen3_linear").model, prompt(4, 12)
+    if mesh is not None:
+        axes = jax.make_mesh((2, 2), ("expert", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+        model = moe_jax.load_pretrained(case("qwen3_linear").directory, dtype="float32", mesh=axes)
+    free = np.asarray(generate(model, ids, max_new_tokens=20))[:, 12:]
+    params = [
+        SamplingParams(temperature=0.0, stop_token_ids=[int(free[0, 4])]),
+        SamplingParams(temperature=1.5, seed=7, top_p=0.9, min_p=0.01, logit_bias={3: 2.0}),
+        SamplingParams(temperature=0.0, max_tokens=6),
+        SamplingParams(temperature=0.8, seed=1, top_k=20, presence_penalty=1.0, frequency_penalty=0.5),
+    ]
+    made = np.asarray(generate(model, ids, max_new_tokens=20, sampling_params=params))[:, 12:]
+    end = np.flatnonzero(free[0] == free[0, 4])[0]
+    np.testing.assert_array_equal(made[0], [*free[0, : end + 1], *[free[0, 4]] * (19 - end)])
+    np.testing.assert_array_equal(made[2], [*free[2, :6], *[-1] * 14])
+    for row in (1, 3):
+        alone = generate(model, ids[[row] * 4], max_new_tokens=20, sampling_params=params[row])
+        np.testing.assert_array_equal(np.asarray(alone)[:, 12:], made[[row] * 4])
+        assert not np.array_equal(made[row], free[row])
+
+
 def test_no_new_tokens(case):
     np.testing.assert_array_equal(generate(case("mixtral").model, [[3, 4, 5]], max_new_tokens=0), [[3, 4, 5]])
 
@@ -137,10 +170,13 @@ def test_no_new_tokens(case):
         ([[1, 2]], dict(attention_mask=[[1]]), r"attention_mask has shape \(1, 1\)"),
         ([[1, 2], [3, 4]], dict(attention_mask=[[1, 1], [0, 0]]), "row 1 of input_ids without tokens"),
         ([[1, 2]], dict(attention_mask=[[1, 2]]), "attention_mask holds 2"),
-        ([[1], [2, 3]], {}, "rows of unequal length"),
+        ([[1], [2, 3]], dict(attention_mask=[[1, 1], [1, 1]]), "rows of unequal length"),
         ([[1, 2]], dict(eos_token_id=VOCAB), rf"eos_token_id={VOCAB}, expected an integer from 0 to {VOCAB - 1}"),
         ([[1, 2]], dict(eos_token_id=[3, 2**40]), f"eos_token_id={2**40}"),
         ([[1, 2]], dict(eos_token_id=-1), "eos_token_id=-1"),
+        ([[1, 2]], dict(temperature=1.0, sampling_params=SamplingParams()), "give one or the other"),
+        ([[1, 2]], dict(sampling_params=[SamplingParams()] * 2), "2 entries, expected one for each of 1 prompts"),
+        ([[1, 2]], dict(sampling_params=SamplingParams()), "needs rng"),
     ],
 )
 def test_refusals(case, ids, options, words):
@@ -158,6 +194,7 @@ def test_refusals(case, ids, options, words):
         (dict(eos_token_id=[1, "2"]), "eos_token_id='2'"),
         (dict(eos_token_id=True), "eos_token_id=True"),
         (dict(model=lambda ids: ids), "model has type function"),
+        (dict(sampling_params={"top_k": 1}), "expected SamplingParams"),
     ],
 )
 def test_wrong_types(case, options, words):

@@ -14,7 +14,7 @@ from moe_jax.models import load_pretrained
 from moe_jax.parallel._mesh import parse_mesh
 from pallas_kernels.common import packing
 from tests.loading.files.test_gptq_awq import AWQ, awq_words, gptq, stream
-from tests.support.cases.models import assert_logits_close
+from tests.support.cases.models import assert_logits_close, real_weight
 
 GROUP = 16
 
@@ -89,7 +89,7 @@ FAMILIES = [("qwen2", "gptq"), ("olmoe_clipped", "awq"), ("deepseek_v2_lite", "g
 )
 @pytest.mark.sample(3)
 def test_logits(case, prompt, tmp_path, name, config):
-    """Experts stay packed; then the same tensors one by one, shuffled, into the running model."""
+    """Experts and dense layers stay packed; then the same tensors one by one, shuffled, into the running model."""
     config, source, ids = CONFIGS[config], case(name), prompt(2, 40)
     before = source.torch_logits(ids)
     plain = quantized(source, tmp_path, config)
@@ -100,6 +100,7 @@ def test_logits(case, prompt, tmp_path, name, config):
     assert np.abs(expected - before).max() > 1e-2 * np.ptp(before)
     model = load_pretrained(tmp_path, dtype=jnp.float32)
     assert model.moe_blocks()[0].experts.weights.get_value().w13.data.dtype == jnp.int32
+    assert model.layers[0].self_attn.o_proj.weight.get_value().tensor.data.dtype == jnp.int32
     assert_logits_close(model.score(ids), expected, 1e-4)
     if config.get("desc_act"):
         return
@@ -118,7 +119,7 @@ def test_over_a_mesh(case, prompt, tmp_path, config, mesh):
     alone = load_pretrained(tmp_path, dtype=jnp.float32)
     spread = load_pretrained(tmp_path, dtype=jnp.float32, mesh=parse_mesh(mesh))
     for name, module in alone.dense_modules().items():
-        np.testing.assert_array_equal(spread.dense_modules()[name].weight.get_value(), module.weight.get_value())
+        np.testing.assert_array_equal(real_weight(spread.dense_modules()[name]), real_weight(module))
     ids = prompt(2, 40)
     assert_logits_close(spread.score(ids), np.asarray(alone.score(ids)))
     spread.reload_weights(tmp_path)
@@ -157,6 +158,4 @@ def test_three_bits_in_padded_words_and_plain_zero_points(case, prompt, tmp_path
         )
         (target / "config.json").write_text(json.dumps(raw))
         model = load_pretrained(target, dtype=jnp.float32)
-        np.testing.assert_array_equal(
-            model.dense_modules()[name].weight.get_value(), (q - z).astype(np.float32) * scale
-        )
+        np.testing.assert_array_equal(real_weight(model.dense_modules()[name]), (q - z).astype(np.float32) * scale)

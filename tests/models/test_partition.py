@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -119,7 +120,7 @@ def values(model):
     """Name -> bytes of every dense parameter."""
     modules = model.dense_modules()
     return {
-        f"{name}.{attribute}": np.asarray(variable.get_value()).tobytes()
+        f"{name}.{attribute}": b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(variable.get_value()))
         for name, module in modules.items()
         for attribute in ("weight", "bias")
         if (variable := getattr(module, attribute, None)) is not None
@@ -175,4 +176,30 @@ def test_quantized_dense_weights(tmp_path, scheme, reads):
         (name,) = (n for n in on_disk if re.search(rf"layers\.0\.self_attn\.{projection}\.weight(_packed)?$", n))
         assert found[name] == ([on_disk[name]] if scheme == "fp8_block" else [on_disk[name] // 2] * 2), name
     ids = np.random.default_rng(0).integers(0, VOCAB, (2, 9)).astype(np.int32)
-    assert_logits_close(model.score(ids), np.asarray(alone.score(ids)))
+    # Activations beside a border may fall to its other side where sums have another order.
+    allowed = 1e-5 if scheme.startswith("w4") else 0.02
+    assert_logits_close(model.score(ids), np.asarray(alone.score(ids)), allowed)
+
+
+RULES = (("expert", "ep"), ("mlp", "tp"), ("heads", "tp"), ("kv_heads", "tp"), ("vocab", "tp"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_dense_bias", "deepseek_v2"])
+def test_logical_axes_of_a_model(case, name):
+    """With rules Flax's functions split a model as ``load_pretrained`` does over a mesh of that meaning."""
+    mesh = jax.make_mesh((2, 2), ("ep", "tp"), axis_types=(AxisType.Auto,) * 2)
+    made = case(name)
+    with nnx.logical_axis_rules(RULES):
+        found = nnx.get_named_sharding(nnx.state(made.model), mesh)
+    bare = nnx.get_named_sharding(nnx.state(made.model), mesh)
+    assert all(sharding.is_fully_replicated for sharding in jax.tree.leaves(bare))
+    parallel = moe_jax.parallel.ParallelConfig(mesh, expert_axis="ep", tensor_axis="tp")
+    spread = nnx.state(moe_jax.load_pretrained(made.directory, dtype="float32", mesh=parallel))
+    stated = nnx.get_named_sharding(spread, mesh)
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(spread)}
+    for tree in (found, stated):
+        shardings = {jax.tree_util.keystr(path): s for path, s in jax.tree_util.tree_leaves_with_path(tree)}
+        for path, leaf in leaves.items():
+            if "placement" in path or "version" in path:
+                continue
+            assert leaf.sharding.is_equivalent_to(shardings[path], leaf.ndim), path

@@ -14,7 +14,7 @@ from moe_jax import fused_experts
 from moe_jax.quantization import SCHEMES
 from tests.support.cases import experts as cases
 from tests.support.oracles import layer_judge
-from tests.support.oracles.layer_judge import WRONG, LayerJudge, assert_rounds_alike
+from tests.support.oracles.layer_judge import WRONG, LayerJudge
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -94,18 +94,6 @@ def test_layers_on_an_fp8_core(scheme):
     found = judge.find(of_sums.y.astype(np.float32))
     assert found.is_right.all() and np.nanmax(found.error) > 0.002, "the sums are off indeed"
     assert_wrong_layers_fail(judge, lambda quantizes: dataclasses.replace(of_sums, quantizes=quantizes).y)
-
-
-@pytest.mark.parametrize("scheme", ["fp8_channel", "int8_w8a8"])
-def test_layers_beside_another_that_rounds_alike(scheme):
-    judge = judge_of(scheme, tokens=24, on_gpu=True)
-    sums = FP8_SUMS if scheme in FP8_CORE else FLOAT32_SUMS
-    of_sums, activations = dataclasses.replace(judge.right, sum_error=sums), judge.weights.scheme.activations
-    rows = np.abs(judge.right.y).any(1)
-    assert_rounds_alike(of_sums.y[rows], judge.right.y[rows], activations)
-    wrong = [dataclasses.replace(of_sums, quantizes=quantizes).y for quantizes in ((), ("input",))]
-    for y in (*wrong, 1.01 * of_sums.y):
-        refuses(AssertionError, "allowed", assert_rounds_alike, y[rows], judge.right.y[rows], activations)
 
 
 @pytest.mark.parametrize(("scheme", "far"), [("fp8_channel", 0.08), ("int8_w8a8", 0.018)])

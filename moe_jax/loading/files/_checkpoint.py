@@ -1,7 +1,7 @@
 """``Checkpoint``: a directory with config.json and safetensors files, validated as a whole before anything is read."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -75,13 +75,8 @@ class Checkpoint:
 
     def __init__(self, directory: str | os.PathLike[str]):
         self.directory: Path = Path(directory)
-        if not self.directory.is_dir():
-            raise CheckpointError(_not_a_directory(self.directory))
+        check_directory(self.directory)
         self.config_path: Path = self.directory / "config.json"
-        if not self.config_path.exists():
-            foreign = _foreign_weights(self.directory)  # a GGUF repository, for one, has no config.json at all
-            missing = f"{self.config_path}: no such file; a checkpoint needs config.json beside its weights"
-            raise CheckpointError(f"{self.directory}: {foreign}" if foreign else missing)
         self._config_state = _state_of(self.config_path)
         self.config: dict[str, Any] = read_json(self.config_path, max_bytes=MAX_CONFIG_BYTES)
         foreign = _foreign_quantization(self.directory, self.config)
@@ -171,6 +166,26 @@ class Checkpoint:
             ) from None
 
 
+def check_directory(path: Path) -> None:
+    """Raises CheckpointError unless ``path`` is a directory with a config.json."""
+    if not path.is_dir():
+        raise CheckpointError(_not_a_directory(path))
+    config = path / "config.json"
+    if not config.exists():
+        foreign = _foreign_weights_in(path)  # a GGUF repository, for one, has no config.json at all
+        missing = f"{config}: no such file; a checkpoint needs config.json beside its weights"
+        raise CheckpointError(f"{path}: {foreign}" if foreign else missing)
+
+
+def weight_files(directory: Path) -> tuple[str, ...]:
+    """Names of the files that hold the weights: those of the index if there is one. They need not be there.
+
+    Raises CheckpointError for an index that cannot be used.
+    """
+    path = directory / INDEX_FILE
+    return tuple(_by_file(_read_weight_map(path))) if path.exists() else (SINGLE_FILE,)
+
+
 def _state_of(path: Path) -> tuple[int, int] | None:
     """What tells that somebody wrote to a file, None when it is not there."""
     try:
@@ -182,9 +197,7 @@ def _state_of(path: Path) -> tuple[int, int] | None:
 
 def _not_a_directory(path: Path) -> str:
     if not path.exists():
-        return (
-            f"{path}: no such directory; pass the local directory of a checkpoint, download it first if it is on a hub"
-        )
+        return f"{path}: no such directory; pass the local directory of a checkpoint, or organization/name on a hub"
     hint = _OTHER_FORMATS.get(path.suffix)
     return f"{path}: is a file; " + (hint or "pass the directory that holds it and config.json")
 
@@ -212,6 +225,18 @@ def _read_index(directory: Path) -> dict[str, str] | None:
         if not has_single and not (directory / SINGLE_FILE).is_symlink():
             raise CheckpointError(_no_weights(directory))
         return None
+    weight_map = _read_weight_map(path)
+    if has_single and SINGLE_FILE not in weight_map.values():
+        raise CheckpointError(f"{directory}: {two_sets_of_weights('remove the one that is out of date')}")
+    return weight_map
+
+
+def two_sets_of_weights(way_out: str) -> str:
+    return f"holds two sets of weights, {SINGLE_FILE} and the shards of {INDEX_FILE}; {way_out}"
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """Tensor name -> file name; the files are plain names of safetensors files. path: of the index."""
     index = read_json(path, max_bytes=MAX_INDEX_BYTES)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -227,11 +252,6 @@ def _read_index(directory: Path) -> dict[str, str] | None:
         if not name.endswith(".safetensors"):
             hint = _OTHER_FORMATS.get(Path(name).suffix, "only safetensors files can be read")
             raise CheckpointError(f"{path}: refers to {shown(name)}; {hint}")
-    if has_single and SINGLE_FILE not in weight_map.values():
-        raise CheckpointError(
-            f"{directory}: holds two sets of weights, {SINGLE_FILE} and the shards of {INDEX_FILE}; "
-            "remove the one that is out of date"
-        )
     return weight_map
 
 
@@ -247,12 +267,16 @@ def _no_weights(directory: Path) -> str:
             f"{directory}: holds {listed(shards, 2)} but neither {SINGLE_FILE} nor {INDEX_FILE}; download the index too"
         )
     missing = f"neither {SINGLE_FILE} nor {INDEX_FILE} is there; download the weights too"
-    return f"{directory}: {_foreign_weights(directory) or missing}"
+    return f"{directory}: {_foreign_weights_in(directory) or missing}"
 
 
-def _foreign_weights(directory: Path) -> str:
+def _foreign_weights_in(directory: Path) -> str:
+    return foreign_weights(entry.name for entry in directory.iterdir())
+
+
+def foreign_weights(names: Iterable[str]) -> str:
     """What to do about weights in a format that is not read; "" when there are none, or safetensors as well."""
-    names = sorted(entry.name for entry in directory.iterdir())
+    names = sorted(names)
     if any(name.endswith(".safetensors") for name in names):
         return ""
     for suffix, hint in _OTHER_FORMATS.items():

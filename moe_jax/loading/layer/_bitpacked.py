@@ -82,7 +82,7 @@ def matrix_shape(tensor: ExpertTensor, config: MoEConfig) -> tuple[int, int]:
 def _as_dense(name: str, words: np.ndarray, fmt: QuantFormat, count: int, words_are_dense: bool | None) -> np.ndarray:
     bits = fmt.element_type.bits
     dense, padded = (packing.words_per_row(count, bits, is_dense=is_dense) for is_dense in (True, False))
-    if 32 % bits == 0 or padded == 1 or words.dtype != np.int32 or words.shape[-1] not in (dense, padded):
+    if 32 % bits == 0 or padded == 1 or words.dtype != np.int32 or words.shape[-1:] not in ((dense,), (padded,)):
         return words
     if dense == padded and words_are_dense is None:
         raise ValueError(

@@ -98,11 +98,6 @@ class LayerLoader:
         if not isinstance(method, MoEMethod):
             method = method_for(config.scheme if method is None else method)
         shard, weights = shard or Shard(), method.scheme.weights
-        if shard.tp_size > 1 and weights is not None and weights.actorder:
-            raise NotImplementedError(
-                f"scheme {method.scheme.name!r} with tp_size={shard.tp_size}: an act-order checkpoint spreads the "
-                "groups of w2 over all ranks; use expert parallelism (ep_size)"
-            )
         self._chosen = None if experts is None else checked_experts(experts, config.num_experts)
         if self._chosen is not None:
             config = dataclasses.replace(config, num_experts=len(self._chosen))

@@ -52,9 +52,10 @@ class Step:
 
 
 def kind_of(tensors: Sequence[ExpertTensor], array: HostArray) -> Kind | None:
-    """All that decides where a tensor goes but its expert; None where there is more to it: stacked, or replicated."""
+    """All that decides where a tensor goes but its expert; None where there is more to it: stacked, replicated, or
+    groups of columns, of which values tell whether they are set."""
     first = tensors[0]
-    is_simple = first.expert is not None and len(first.shards) == len(tensors) == 1
+    is_simple = first.expert is not None and len(first.shards) == len(tensors) == 1 and first.suffix != "weight_g_idx"
     return (first.suffix, first.shards, array.shape, array.dtype) if is_simple else None
 
 
@@ -126,9 +127,12 @@ class LayerPlan:
         return None if expert < 0 else slice(expert, expert + 1)
 
     def conform(self, tensor: ExpertTensor, array: HostArray) -> HostArray:
-        """The array with its bitpacked words in the layout of their leaf."""
+        """The array with its bitpacked words in the layout of their leaf, and with groups for columns that are cut."""
         if self.is_bitpacked:
-            return conform_bitpacked(tensor, array, self.config, self.words_are_dense)
+            array = conform_bitpacked(tensor, array, self.config, self.words_are_dense)
+        if tensor.suffix == "weight_g_idx" and self.shard.tp_size > 1 and (array == -1).all():  # unset, in old files
+            by_position = self.config.scheme.weight_format.groups_by_position(array.shape[-1])
+            array = np.broadcast_to(by_position, array.shape)
         return array
 
     def plan_tensor(self, tensor: ExpertTensor, array: HostArray, layout: str | None) -> tuple[list[Step], str | None]:
@@ -143,11 +147,7 @@ class LayerPlan:
             ValueError: a dtype or shape that does not fit.
         """
         spec = self.specs[tensor.leaf]
-        is_of_one = tensor.expert is not None and tensor.module != ""  # by its name in the checkpoint
-        if is_of_one and spec.kind not in SCALAR_KINDS and array.ndim == len(spec.shape):
-            raise ValueError(
-                f"{shorten(tensor.name)}: found shape {array.shape}, expected that of one expert, with no axis for all"
-            )
+        check_axes(tensor, array, spec)
         check_dtype(tensor, array.dtype, spec, self.config.scheme.name)
         if spec.dtype == np.uint8:
             array = array.view(np.uint8)  # exponents, which some writers call float8_e8m0fnu
@@ -173,6 +173,7 @@ class LayerPlan:
                 expert_map=self.shard.expert_map,
                 scale_extent=extent,
                 keeps_all_experts=spec.kind == "input_scale",
+                load_full_w2=weights is not None and weights.actorder and spec.kind in ("group", "zero_point"),
             )
             steps += [Step(target, self._shard_of(target, shard), part) for target in cast(tuple[Target, ...], targets)]
         return steps, layout
@@ -194,6 +195,19 @@ class LayerPlan:
         if shard == "w2" or not self.config.is_act_and_mul or RULES[spec.kind].stack_axis is None:
             return shard
         return ("w1", "w3")[target.index[1].start * 2 // spec.shape[1]] if len(target.index) > 1 else shard
+
+
+def check_axes(tensor: ExpertTensor, array: HostArray, spec: LeafSpec) -> None:
+    """Raise ValueError for a tensor that ``weight_loader`` would take for all experts or spread over a matrix."""
+    if spec.kind in SCALAR_KINDS:
+        return
+    is_of_one = tensor.expert is not None and tensor.module != ""  # by its name in the checkpoint
+    if is_of_one and array.ndim == len(spec.shape):
+        raise ValueError(
+            f"{shorten(tensor.name)}: found shape {array.shape}, expected that of one expert, with no axis for all"
+        )
+    if not array.ndim:
+        raise ValueError(f"{shorten(tensor.name)}: found a single number, shape (), expected an array of {tensor.leaf}")
 
 
 def check_dtype(tensor: ExpertTensor, dtype: np.dtype, spec: LeafSpec, scheme_name: str) -> None:

@@ -82,10 +82,13 @@ class Shard:
             return config
         if config.intermediate_size % self.tp_size:
             raise ValueError(f"intermediate_size={config.intermediate_size} does not divide by tp_size={self.tp_size}")
+        weights = config.scheme.weights
+        has_groups_of_all = self.tp_size > 1 and weights is not None and weights.actorder
         return dataclasses.replace(
             config,
             num_experts=len(self.experts(config.num_experts)),
             intermediate_size=config.intermediate_size // self.tp_size,
+            intermediate_size_full=config.intermediate_size if has_groups_of_all else None,
         )
 
 

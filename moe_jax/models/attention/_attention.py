@@ -1,6 +1,7 @@
 """Attention over a static key-value cache: what its kinds share, and grouped-query attention. MLA lies in _mla.py."""
 
 import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -9,11 +10,15 @@ from flax import nnx
 
 from moe_jax._typing import Array, Bool, DTypeLike, Float, Int, Leaf
 from moe_jax._versions import Place
+from moe_jax.experts._gradient import with_gradient_of
 from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._layers import Linear, RMSNorm, parameter, precision_of, scaled_to_unit
-from moe_jax.models._partition import WHOLE, Partitioned, partitioned
+from moe_jax.models._partition import WHOLE, Partition, Partitioned, partitioned
+from moe_jax.models.attention import _hopper
+from moe_jax.models.attention._hopper import AttentionImplementation
 from moe_jax.models.attention._rope import rotate
+from moe_jax.parallel._logical import EMBED, HEADS, KV_HEADS
 
 # Queries handled at once in a long prefill. Scores are (B, heads, queries, slots) in float32: 32 heads, 1024 queries
 # and 32768 slots make 4 GiB, while all queries at once would need 137 GiB.
@@ -25,27 +30,42 @@ QUERY_BLOCK = 1024
 class AttentionInputs:
     """What all layers of one call share.
 
-    cos, sin: (B, S, D/2) f32. query_slots: (S,) slot of each query. query_positions: (B, S). key_filled, key_positions:
-    (B, L) over all slots that can be seen, this call's own included.
+    cos, sin: (B, S, D/2) f32. starts, lengths: (B,) int32, row b has its keys in slots [starts[b], lengths[b]), those
+    of this call included. first_slots: (B,) int32, query j of row b sits at slot first_slots[b] + j; queries of padding
+    sit outside of the row's keys. query_positions: (B, S) int32. key_positions: (B, L) int32, or None where every slot
+    has the position slot - start; then a sliding window reaches equally far in slots.
     """
 
     cos: Leaf
     sin: Leaf
-    query_slots: Leaf
+    starts: Leaf
+    lengths: Leaf
+    first_slots: Leaf
     query_positions: Leaf
-    key_filled: Leaf
-    key_positions: Leaf
+    key_positions: Leaf | None
 
     def visible(
-        self, slots: Int[Array, " S"], positions: Int[Array, "B S"], window: int | None, chunk: int | None = None
+        self,
+        columns: Int[Array, " S"],
+        positions: Int[Array, "B S"],
+        num_slots: int,
+        window: int | None,
+        chunk: int | None = None,
     ) -> Bool[Array, "B S L"]:
-        """True where a query at (slot, position) sees a key slot, in a layer of this sliding window."""
-        seen = jnp.arange(self.key_filled.shape[1])[None, None, :] <= slots[None, :, None]
-        seen = seen & self.key_filled[:, None, :]
+        """True where the query of a column, at this position, sees a key slot, in a layer of this sliding window."""
+        slots = jnp.arange(num_slots, dtype=jnp.int32)[None, None, :]
+        seen = slots <= (self.first_slots[:, None] + columns)[:, :, None]
+        seen = seen & (slots >= self.starts[:, None, None]) & (slots < self.lengths[:, None, None])
+        if window is None and chunk is None:
+            return seen
+        if self.key_positions is None:
+            keys = slots - self.starts[:, None, None]
+        else:
+            keys = self.key_positions[:, None, :]
         if window is not None:
-            seen = seen & (self.key_positions[:, None, :] > positions[:, :, None] - window)
+            seen = seen & (keys > positions[:, :, None] - window)
         if chunk is not None:
-            seen = seen & (self.key_positions[:, None, :] // chunk == positions[:, :, None] // chunk)
+            seen = seen & (keys // chunk == positions[:, :, None] // chunk)
         return seen
 
 
@@ -53,9 +73,16 @@ class Attention(Partitioned):
     """Causal attention with grouped key-value heads, rotary positions, and what else ``DecoderConfig`` lists."""
 
     def __init__(
-        self, config: DecoderConfig, layer: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None
+        self,
+        config: DecoderConfig,
+        layer: int,
+        *,
+        implementation: AttentionImplementation = "xla",
+        dtype: DTypeLike = jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
     ):
         self.config = config
+        self.implementation: AttentionImplementation = implementation
         self.window = config.window_of(layer)
         self.chunk = config.attention_chunk if layer in config.chunked_layers else None
         self.is_rotated = layer not in config.unrotated_layers
@@ -75,6 +102,7 @@ class Attention(Partitioned):
         self.q_norm, self.k_norm = norms or (None, None)
         sinks = nnx.initializers.normal(0.02)
         self.sinks = parameter((config.num_heads,), dtype, rngs, sinks) if config.has_sinks else None
+        self.name_parameters()
 
     def dense_modules(self) -> dict[str, nnx.Module | Place]:
         """Checkpoint name below the layer's attention -> module, or place of a parameter."""
@@ -82,21 +110,22 @@ class Attention(Partitioned):
         modules = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return modules if self.sinks is None else modules | {"sinks": Place(self, "sinks")}
 
-    def splits(self, parts: int) -> dict[str, int]:
-        queries = {"q_proj": 0, "o_proj": 1} | ({} if self.sinks is None else {"sinks": 0})
-        keys = {"k_proj": 0, "v_proj": 0}
-        config = self.config
-        return (queries if config.num_heads % parts == 0 else {}) | (keys if config.num_kv_heads % parts == 0 else {})
+    def logical_axes(self) -> Mapping[str, tuple[str | None, ...]]:
+        own = {"q_proj": (HEADS, EMBED), "k_proj": (KV_HEADS, EMBED), "v_proj": (KV_HEADS, EMBED)}
+        return own | {"o_proj": (EMBED, HEADS)} | ({} if self.sinks is None else {"sinks": (HEADS,)})
+
+    def split_names(self, parts: int) -> Collection[str]:
+        counts = {HEADS: self.config.num_heads, KV_HEADS: self.config.num_kv_heads}
+        return [name for name, count in counts.items() if count % parts == 0]
 
     def __call__(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None, slot: Array
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
     ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
         """Attend and return the output with this layer's keys and values.
 
-        cached: keys and values (B, kv_heads, slots, D) to be extended from ``slot`` on; None keeps this call's tokens
-        alone.
+        cached: keys and values (B, kv_heads, slots, D) of earlier calls; None keeps this call's tokens alone.
         """
-        return partitioned(Attention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached, slot)
+        return partitioned(Attention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached)
 
     def cache_splits(self) -> tuple[int, ...]:
         """For each array that the cache keeps of this layer, the axis that is split over devices."""
@@ -104,12 +133,15 @@ class Attention(Partitioned):
         return (1 if is_split else WHOLE,) * 2
 
     def _forward(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None, slot: Array
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
     ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
         q, *new = self._heads(x, inputs)
-        k, v = kept = extended(cached, tuple(new), slot)
+        k, v = kept = extended(cached, tuple(new), inputs.starts, inputs.lengths, inputs.first_slots)
         sinks = None if self.sinks is None else self.sinks[...]
-        y = attend(q, k, v, inputs, scale=self.scale, window=self.window, chunk=self.chunk, sinks=sinks)
+        kind: Any = dict(window=self.window, chunk=self.chunk, sinks=sinks)
+        y = attend(
+            q, k, v, inputs, scale=self.scale, implementation=self.implementation, partition=self.partition, **kind
+        )
         return self.o_proj(y.reshape(*x.shape[:2], -1)), kept
 
     def _heads(self, x: Float[Array, "B S H"], inputs: AttentionInputs) -> tuple[Array, Array, Array]:
@@ -157,20 +189,55 @@ def attend(
     window: int | None = None,
     chunk: int | None = None,
     sinks: Array | None = None,
+    implementation: AttentionImplementation = "xla",
+    partition: Partition | None = None,
 ) -> Float[Array, "B S N G V"]:
-    """Softmax attention of N key-value heads, each with G query heads, at most QUERY_BLOCK queries at a time.
+    """Softmax attention of N key-value heads, each with G query heads.
 
-    sinks: (N * G,), a logit per query head that takes its part of the softmax and gives nothing.
+    implementation: "hopper" runs the kernel of ``pallas_kernels.attention`` where it takes the call
+    (``_hopper.refusal``): enough queries, and a window that reaches equally far in slots. All else is done as with
+    "xla", and so is what ``jax.grad`` differentiates.
+
+    sinks: (N * G,), a logit per query head that takes its part of the softmax and gives nothing. partition: of the
+    module that calls, whose devices share the heads where these divide.
     """
-    slots, positions, num_queries = inputs.query_slots, inputs.query_positions, q.shape[1]
+    is_by_slots = chunk is None and (window is None or inputs.key_positions is None)
+    takes_kernel = _hopper.USES_KERNELS[implementation] and is_by_slots
+    if not takes_kernel or _hopper.refusal(q, k, v, scale=scale, window=window) is not None:
+        return attend_xla(q, k, v, inputs, scale=scale, window=window, chunk=chunk, sinks=sinks)
+
+    def by_kernel(q, k, v, inputs, sinks):
+        places = dict(starts=inputs.starts, lengths=inputs.lengths, first_slots=inputs.first_slots)
+        return _hopper.attend_hopper(scale, window, partition, q, k, v, places, sinks)
+
+    def by_xla(q, k, v, inputs, sinks):
+        return attend_xla(q, k, v, inputs, scale=scale, window=window, sinks=sinks)
+
+    return with_gradient_of(by_kernel, by_xla, q, k, v, inputs, sinks)
+
+
+def attend_xla(
+    q: Float[Array, "B S N G D"],
+    k: Float[Array, "B N L D"],
+    v: Float[Array, "B N L V"],
+    inputs: AttentionInputs,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: Array | None = None,
+) -> Float[Array, "B S N G V"]:
+    """``attend`` on any device, at most QUERY_BLOCK queries at a time."""
+    positions, num_queries, num_slots = inputs.query_positions, q.shape[1], k.shape[2]
+    columns = jnp.arange(num_queries, dtype=jnp.int32)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(1, *q.shape[2:4], 1, 1)
 
-    def some(q, slots, positions):
-        return _attend(q, k, v, inputs.visible(slots, positions, window, chunk), scale, sinks)
+    def some(q, columns, positions):
+        return _attend(q, k, v, inputs.visible(columns, positions, num_slots, window, chunk), scale, sinks)
 
     if num_queries <= QUERY_BLOCK:
-        return some(q, slots, positions)
+        return some(q, columns, positions)
     num_blocks = -(-num_queries // QUERY_BLOCK)
     tail = num_blocks * QUERY_BLOCK - num_queries
 
@@ -179,7 +246,7 @@ def attend(
         split = padded.reshape(*a.shape[:axis], num_blocks, QUERY_BLOCK, *a.shape[axis + 1 :])
         return jnp.moveaxis(split, axis, 0)
 
-    y = jax.lax.map(lambda block: some(*block), (blocks(q, 1), blocks(slots, 0), blocks(positions, 1)))
+    y = jax.lax.map(lambda block: some(*block), (blocks(q, 1), blocks(columns, 0), blocks(positions, 1)))
     y = jnp.moveaxis(y, 0, 1)
     return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :num_queries]
 

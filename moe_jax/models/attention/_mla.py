@@ -11,6 +11,7 @@ attend, equal but for rounding:
 The shapes of a call decide which one costs less: expanding for a prefill, absorbing for a decode step.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ from moe_jax.models._config import DecoderConfig, MLAConfig
 from moe_jax.models._layers import Linear, RMSNorm, precision_of
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._attention import AttentionInputs, attend
+from moe_jax.models.attention._hopper import AttentionImplementation
 from moe_jax.models.attention._rope import rotate
+from moe_jax.parallel._logical import EMBED, HEADS
 
 _EPS = 1e-6  # of the norms over compressed rows, whatever rms_norm_eps is: DeepSeek's own code leaves the default
 
@@ -31,9 +34,16 @@ class LatentAttention(Partitioned):
     """Causal multi-head latent attention with rotary positions on a part of every head."""
 
     def __init__(
-        self, config: DecoderConfig, layer: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None
+        self,
+        config: DecoderConfig,
+        layer: int,
+        *,
+        implementation: AttentionImplementation = "xla",
+        dtype: DTypeLike = jnp.bfloat16,
+        rngs: nnx.Rngs | None = None,
     ):
         self.config, self.window = config, config.window_of(layer)
+        self.implementation: AttentionImplementation = implementation
         mla, heads, h = self.mla, config.num_heads, config.hidden_size
         options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         biased: dict[str, Any] = dict(use_bias=config.use_attention_bias, **options)
@@ -44,8 +54,10 @@ class LatentAttention(Partitioned):
         self.q_b_proj = None if rank is None else Linear(rank, queries, **options)
         self.kv_a_proj_with_mqa = Linear(h, mla.kv_lora_rank + mla.qk_rope_head_dim, **biased)
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, eps=_EPS, **options)
-        self.kv_b_proj = Linear(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim), **options)
+        up = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        self.kv_b_proj = Linear(mla.kv_lora_rank, up, is_dequantized=True, **options)  # absorbing reads its parts
         self.o_proj = Linear(heads * mla.v_head_dim, h, use_bias=config.use_output_bias, **options)
+        self.name_parameters()
 
     @property
     def mla(self) -> MLAConfig:
@@ -59,26 +71,31 @@ class LatentAttention(Partitioned):
         names += ("kv_b_proj", "o_proj")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def splits(self, parts: int) -> dict[str, int]:
-        if self.config.num_heads % parts:
-            return {}
-        return {"q_proj" if self.q_proj is not None else "q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
+    def logical_axes(self) -> Mapping[str, tuple[str | None, ...]]:
+        queries = {"q_proj": (HEADS, EMBED)}
+        if self.q_proj is None:
+            queries = {"q_a_proj": (None, EMBED), "q_b_proj": (HEADS, None)}
+        keys = {"kv_a_proj_with_mqa": (None, EMBED), "kv_b_proj": (HEADS, None)}
+        return queries | keys | {"o_proj": (EMBED, HEADS)}
+
+    def split_names(self, parts: int) -> Collection[str]:
+        return () if self.config.num_heads % parts else (HEADS,)
 
     def __call__(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None, slot: Array
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
     ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
         """Attend and return the output with this layer's rows, one array (B, 1, slots, kv_lora_rank + rope).
 
-        cached: that array, to be extended from ``slot`` on; None keeps this call's tokens alone.
+        cached: that array of earlier calls; None keeps this call's tokens alone.
         """
-        return partitioned(LatentAttention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached, slot)
+        return partitioned(LatentAttention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached)
 
     def cache_splits(self) -> tuple[int, ...]:
         """As of ``Attention``: the latent belongs to all heads."""
         return (WHOLE,)
 
     def _forward(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None, slot: Array
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
     ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
         mla, q = self.mla, x
         for module in (self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj):  # the first, or the other three
@@ -88,7 +105,7 @@ class LatentAttention(Partitioned):
         row = self.kv_a_proj_with_mqa(x)
         key = self._rotated(row[:, :, None, mla.kv_lora_rank :], inputs)[:, :, 0]
         row = jnp.concatenate([self.kv_a_layernorm(row[..., : mla.kv_lora_rank]), key], axis=-1)
-        (rows,) = kept = extended(cached, (row[:, None],), slot)
+        (rows,) = kept = extended(cached, (row[:, None],), inputs.starts, inputs.lengths, inputs.first_slots)
         absorbs = is_cheaper_absorbed(mla, x.shape[1], rows.shape[2])
         y = (self._absorbed if absorbs else self._expanded)(q, rows, inputs)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), kept
@@ -115,7 +132,8 @@ class LatentAttention(Partitioned):
 
     def _attend(self, q: Array, k: Array, v: Array, inputs: AttentionInputs) -> Array:
         scale = self.config.head_dim**-0.5 * self.config.rope.score_scale
-        return attend(q, k, v, inputs, scale=scale, window=self.window)
+        options: Any = dict(implementation=self.implementation, partition=self.partition)
+        return attend(q, k, v, inputs, scale=scale, window=self.window, **options)
 
     def _rotated(self, x: Float[Array, "B S N D"], inputs: AttentionInputs) -> Float[Array, "B S N D"]:
         return rotate(x, inputs.cos, inputs.sin, is_interleaved=self.mla.is_interleaved)

@@ -119,8 +119,8 @@ class RopeConfig:
             # The top-level key has priority, as in files of the Phi-3 kind.
             key = "original_max_position_embeddings"
             original = next((c[key] for c in (config, found) if c.get(key) is not None), max_position_embeddings)
-            if _number(key, original) != int(original) or original < 1:
-                raise ValueError(f"{key} is {original!r}, expected an integer >= 1")
+            if _number(key, original) != int(original) or not 1 <= original < 2**31:
+                raise ValueError(f"{key} is {original!r}, expected an integer from 1 to {2**31 - 1}")
             fields[key] = int(original)
         if rope_type in ("yarn", "longrope"):
             fields.setdefault("factor", max_position_embeddings / fields["original_max_position_embeddings"])

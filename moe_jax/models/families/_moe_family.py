@@ -16,6 +16,7 @@ from moe_jax.models._config import ConfigReader, MoEBlockConfig
 from moe_jax.models._layers import Linear, SharedExperts
 from moe_jax.nn import FusedMoE, MoEBlock
 from moe_jax.nn._variables import CORRECTION_BIAS
+from moe_jax.parallel._logical import EMBED, name_axes
 from moe_jax.quantization import Scheme
 
 # Fields of a config that are arguments of ``FusedMoE``.
@@ -99,6 +100,7 @@ class MoEFamily:
             out_dtype=jnp.float32,
             **options,
         )
+        name_axes(router.weight, (None, EMBED))
         shared = None
         if config.shared_intermediate_size:
             shared = SharedExperts(

@@ -5,6 +5,7 @@ import pkgutil
 from collections.abc import Iterator
 
 from moe_jax._typing import Json
+from moe_jax.loading._errors import shown
 from moe_jax.models import families
 from moe_jax.models._config import ConfigReader, DecoderConfig, MoEBlockConfig
 from moe_jax.models._decoder import CausalLM
@@ -43,10 +44,10 @@ def read_family(config: Json, source: str = "config.json") -> tuple[type[MoEFami
     supported = ", ".join(family.architecture for family in FAMILIES.values())
     named = [f for f in FAMILIES.values() if model_type in (f.model_type, *f.other_model_types)]
     if not named:
-        raise reader.error(f"model_type {model_type!r} is not supported; supported architectures: {supported}")
+        raise reader.error(f"model_type {shown(model_type)} is not supported; supported architectures: {supported}")
     (family,) = named
     if not family.is_described_by(reader):
-        raise reader.error(f"architectures {architectures!r} is not supported; supported: {supported}")
+        raise reader.error(f"architectures {shown(architectures)} is not supported; supported: {supported}")
     return family, family.read_config(reader)
 
 

@@ -117,7 +117,7 @@ def refused(directory, *fragments):
 
 
 def test_directory_and_config(tmp_path):
-    refused(tmp_path / "gone", "no such directory", "download it first")
+    refused(tmp_path / "gone", "no such directory", "organization/name")
     refused(tmp_path, "config.json: no such file")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     refused(tmp_path / "model.gguf", "is a file", "GGUF files are not supported")

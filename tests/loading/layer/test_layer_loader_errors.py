@@ -98,6 +98,8 @@ def test_duplicates_never_overwrite():
         ("experts.0.gate_proj.bias", (INTER, 1)),
         ("experts.0.down_proj.bias", (INTER,)),
         ("experts.down_proj_bias", (H,)),
+        ("experts.0.gate_proj.weight", ()),
+        ("experts.0.down_proj.bias", ()),
     ],
 )
 def test_wrong_shape_leaves_the_loader_as_it_was(name, shape):
@@ -107,6 +109,25 @@ def test_wrong_shape_leaves_the_loader_as_it_was(name, shape):
         loader.accept(name, np.zeros(shape, BF16))
     assert loader.staged_bytes == 0
     assert_same(loader_with(loader, plain_tensors(bias=True)), loaded(layer, plain_tensors(bias=True)))
+
+
+@pytest.mark.parametrize(
+    "scheme, leaf, dtype",
+    [
+        ("fp8_channel", "weight", ml_dtypes.float8_e4m3fn),
+        ("fp8_channel", "weight_scale", np.float32),
+        ("w3a16_g32_asym", "weight_packed", np.int32),
+        ("w3a16_g32_asym", "weight_zero_point", np.int32),
+    ],
+)
+def test_one_number_is_no_matrix(scheme, leaf, dtype):
+    """It would be spread over all places of an expert."""
+    name = f"experts.2.up_proj.{leaf}"
+    loader = LayerLoader(config(scheme, hidden_size=64, intermediate_size=32))
+    with pytest.raises(
+        ValueError, match=rf"^{name}: found a single number, shape \(\), expected an array of w13_{leaf}"
+    ):
+        loader.accept(name, np.ones((), dtype))
 
 
 def loader_with(loader, tensors):

@@ -691,6 +691,13 @@ def test_groups():
         (DEEPSEEK_V3, dict(n_group=7), "n_group=7 does not divide the number of experts 256"),
         (DEEPSEEK_V3, dict(routed_scaling_factor=0), "routed_scaling_factor is 0, expected a positive number"),
         (DEEPSEEK_V3, dict(num_local_experts=8), "num_local_experts=8, n_routed_experts=256 disagree"),
+        (DEEPSEEK_V3, dict(vocab_size=2**31), "vocab_size is 2147483648, expected at most 2147483647"),
+        (GPT_OSS, dict(sliding_window=2**40), "sliding_window is 1099511627776, expected at most 2147483647"),
+        (
+            DEEPSEEK_V3,
+            dict(rope_scaling=YARN | dict(original_max_position_embeddings=2**31)),
+            "original_max_position_embeddings is 2147483648, expected an integer from 1 to 2147483647",
+        ),
         (DEEPSEEK_V3, dict(moe_layer_freq=[0, 1]), r"moe_layer_freq is \[0, 1\], expected an integer >= 1"),
         (DEEPSEEK_V2, dict(norm_topk_prob=True), "norm_topk_prob=true has no agreed meaning"),
         (DEEPSEEK_V2, dict(topk_method="noaux_tc"), "supported: greedy, group_limited_greedy"),

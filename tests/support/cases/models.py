@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
+from moe_jax.nn import QuantizedParam
+from moe_jax.quantization import QuantizedMatrix, dequantize_tensor
 from tests.support.cases.families import FAMILIES
 
 VOCAB = 96
@@ -183,6 +186,23 @@ def write_checkpoint(name: str, directory: Path, **options: Any) -> Any:
     """Save a random model of the case and return it."""
     (family, common), varied = (CASES | FAMILY_CASES)[name]
     return FAMILIES[family].write(directory, **SIZES | common | varied | options)
+
+
+def real_weight(module: Any) -> np.ndarray:
+    """The weight of a Linear or Head, dequantized in float32 where it is quantized."""
+    value = module.weight.get_value()
+    return np.asarray(dequantize_tensor(value.tensor)[0] if isinstance(value, QuantizedMatrix) else value)
+
+
+def without_quantized_inputs(module: Any) -> Any:
+    """The module, whose dense layers no longer quantize activations: for a comparison of weights."""
+    for _, part in nnx.iter_modules(module):
+        weight = getattr(part, "weight", None)
+        if isinstance(weight, QuantizedParam):
+            held = weight.get_value()
+            scheme = dataclasses.replace(held.scheme, activations=None)
+            weight.set_value(QuantizedMatrix(dataclasses.replace(held.tensor, input_scale=None), scheme))
+    return module
 
 
 def assert_logits_close(actual: Any, expected: np.ndarray, fraction: float = 1e-5) -> None:

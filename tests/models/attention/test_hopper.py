@@ -1,0 +1,166 @@
+"""The Hopper kernel's way through whole models, with the kernel's reference in its place: the answers of XLA's way."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moe_jax
+from moe_jax.models._partition import Partition
+from moe_jax.models.attention import _hopper
+from moe_jax.models.attention._attention import AttentionInputs, attend, attend_xla
+from pallas_kernels.attention import prefill
+from tests.models.test_partition import mesh_of
+from tests.support.cases.models import VOCAB, assert_logits_close
+from tests.support.refusals import refuses
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Shapes of q and k in all traced calls of the kernel, taken as on a Hopper GPU for any dtype and width."""
+    found = []
+
+    def stand_in(q, k, v, *, implementation, **settings):
+        assert implementation == "hopper"
+        found.append((q.shape, k.shape))
+        return prefill(q, k, v, implementation="reference", **settings)
+
+    monkeypatch.setattr(_hopper, "prefill", stand_in)
+    monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
+    monkeypatch.setattr(_hopper, "config_error", lambda desc, config: None)
+    monkeypatch.setattr(_hopper, "LEAST_QUERIES", 5)
+    monkeypatch.setattr(_hopper, "model_refusal", lambda config, dtype: None)
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", pytest.param("qwen3_dense_bias", marks=pytest.mark.slow)])
+def test_models(case, calls, name):
+    """A padded prompt, and a second prompt on the filled cache, beside XLA's answer to both at once."""
+    one, rng = case(name), np.random.default_rng(0)
+    model = moe_jax.load_pretrained(one.directory, dtype="float32", attention="hopper")
+    ids = rng.integers(0, VOCAB, (2, 20)).astype(np.int32)
+    mask = np.arange(20) >= [[0], [6]]
+    expected = np.asarray(one.model.score(ids, mask))
+    assert not calls
+    assert_logits_close(np.asarray(model.score(ids, mask))[mask], expected[mask])
+    assert len(calls) == model.config.num_layers
+    cache = model.init_cache(2, 24)
+    first, cache = model(ids[:, :12], attention_mask=mask[:, :12], cache=cache)
+    second, cache = model(ids[:, 12:], cache=cache)
+    assert len(calls) >= 3 * model.config.num_layers
+    assert_logits_close(np.concatenate([first, second], axis=1)[mask], expected[mask])
+
+
+# Two key heads: of four devices, two share one.
+LAYOUTS = [
+    ("tensor=4", "Auto"),
+    pytest.param(("expert=2,tensor=2", "Auto"), marks=pytest.mark.slow),
+    pytest.param(("expert=2,tensor=2", "Explicit"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_over_a_mesh(case, calls, layout):
+    one = case("qwen3_dense_bias")
+    spread = moe_jax.load_pretrained(one.directory, dtype="float32", attention="hopper", mesh=mesh_of(*layout))
+    config, parts = one.model.config, mesh_of(*layout).shape["tensor"]
+    ids = np.random.default_rng(0).integers(0, VOCAB, (2, 20)).astype(np.int32)
+    assert_logits_close(np.asarray(spread.score(ids)), np.asarray(one.model.score(ids)))
+    (q, k), *_ = calls
+    assert q[2] == config.num_heads // parts and k[1] == max(config.num_kv_heads // parts, 1)
+    made = [moe_jax.generate(model, ids, max_new_tokens=3).tolist() for model in (spread, one.model)]
+    assert made[0] == made[1]
+
+
+def operands(queries=16, slots=24, heads=2, group=3, width=8):
+    rng = np.random.default_rng(1)
+    q = jnp.asarray(rng.standard_normal((2, queries, heads, group, width)), jnp.float32)
+    k, v = (jnp.asarray(rng.standard_normal((2, heads, slots, width)), jnp.float32) for _ in range(2))
+    starts, lengths, first = (jnp.asarray(places, jnp.int32) for places in ([0, 2], [22, 18], [6, 2]))
+    positions = first[:, None] - starts[:, None] + jnp.arange(queries, dtype=jnp.int32)
+    return q, k, v, AttentionInputs(None, None, starts, lengths, first, positions, None)
+
+
+def test_gradients_are_those_of_xla(calls):
+    q, k, v, inputs = operands()
+    weights = jnp.asarray(np.random.default_rng(2).standard_normal(q.shape), jnp.float32)
+    sinks = jnp.asarray([0.5, -1, 2, 0, 1, -3], jnp.float32)
+
+    def loss(way, q, k, v, sinks):
+        return jnp.sum(way(q, k, v, inputs, scale=0.3, window=7, sinks=sinks) * weights)
+
+    by_kernel = functools.partial(attend, implementation="hopper")
+    found = jax.grad(loss, argnums=(1, 2, 3, 4))(by_kernel, q, k, v, sinks)
+    for ours, theirs in zip(found, jax.grad(loss, argnums=(1, 2, 3, 4))(attend_xla, q, k, v, sinks), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        by_kernel(q, k, v, inputs, scale=0.3, window=7, sinks=sinks),
+        attend_xla(q, k, v, inputs, scale=0.3, window=7, sinks=sinks),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    assert calls
+
+
+def test_what_goes_to_xla(calls):
+    """Chunks, positions of the caller's own in a window, few queries."""
+    q, k, v, inputs = operands()
+    stated = dataclasses.replace(inputs, key_positions=jnp.zeros((2, 24), jnp.int32))
+    by_kernel = functools.partial(attend, scale=0.3, implementation="hopper")
+    by_kernel(q, k, v, inputs, chunk=4)
+    by_kernel(q, k, v, stated, window=4)
+    by_kernel(q[:, :4], k, v, dataclasses.replace(inputs, query_positions=inputs.query_positions[:, :4]))
+    attend(q, k, v, inputs, scale=0.3)
+    assert not calls
+    by_kernel(q, k, v, stated)
+    assert len(calls) == 1
+
+
+def test_refusals(monkeypatch):
+    """What a 16-bit call on a Hopper GPU is refused for; on this machine every call is."""
+    q, k = jnp.zeros((1, 64, 2, 2, 128), jnp.bfloat16), jnp.zeros((1, 2, 80, 128), jnp.bfloat16)
+    settings = dict(scale=1.0, window=None)
+    assert "needs a Hopper GPU" in _hopper.refusal(q, k, k, **settings)
+    monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
+    assert _hopper.refusal(q, k, k, **settings) is None
+    assert "63 queries" in _hopper.refusal(q[:, 1:], k, k, **settings)
+    assert "float32" in _hopper.refusal(*(a.astype(jnp.float32) for a in (q, k, k)), **settings)
+    assert "width=96" in _hopper.refusal(q[..., :96], k[..., :96], k, **settings)
+    assert "scale=-1" in _hopper.refusal(q, k, k, scale=-1.0, window=None)
+
+
+def test_models_that_are_refused(case, monkeypatch):
+    """By name, while a model is loaded."""
+    directory, load = case("gpt_oss").directory, moe_jax.load_pretrained
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    refuses(
+        NotImplementedError, "attention='hopper': jax 0.1.*'xla' runs everywhere", load, directory, attention="hopper"
+    )
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    refuses(NotImplementedError, "attention='hopper': needs a Hopper GPU", load, directory, attention="hopper")
+    monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
+    refuses(NotImplementedError, "attention='hopper': width=", load, directory, attention="hopper")
+    config = dataclasses.replace(case("gpt_oss").model.config, head_dim=64)
+    refuses(ValueError, "'cudnn', expected one of 'xla', 'hopper'", _hopper.check_implementation, "cudnn", config, "f2")
+    assert _hopper.model_refusal(config, "bfloat16") is None
+    assert "float32" in _hopper.model_refusal(config, "float32")
+    assert "chunks" in _hopper.model_refusal(dataclasses.replace(config, chunked_layers=(0,)), "bfloat16")
+
+
+def test_lowers_with_the_kernel_for_a_hopper_gpu(monkeypatch):
+    """One launch and no scores in memory, also over a mesh."""
+    monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
+    q = jax.ShapeDtypeStruct((1, 256, 4, 2, 128), jnp.bfloat16)
+    k, place = jax.ShapeDtypeStruct((1, 4, 512, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.int32)
+    for partition in (None, Partition(mesh_of("tensor=4"), "tensor", False)):
+
+        def call(q, k, v, starts, lengths, first, partition=partition):
+            inputs = AttentionInputs(None, None, starts, lengths, first, first[:, None], None)
+            return attend(q, k, v, inputs, scale=0.1, implementation="hopper", partition=partition)
+
+        monkeypatch.setattr("pallas_kernels.attention.api.hopper_sms", lambda: 132)
+        text = jax.jit(call).trace(q, k, k, *[place] * 3).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("mosaic_gpu_v2") == 1 and "dot_general" not in text
