@@ -7,6 +7,7 @@ nothing in an array tells which activation it was trained with.
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax._arguments import check_not_traced
 from moe_jax._output import write_output
@@ -21,9 +23,10 @@ from moe_jax._versions import Place, changing, install, one_version
 from moe_jax.experts._choice import in_best_layout
 from moe_jax.loading._errors import read_json
 from moe_jax.nn import FusedMoE
+from moe_jax.nn._variables import ExpertParams
 from moe_jax.parallel._layer import PlacementParam
 from moe_jax.parallel._sharding import lay_out
-from moe_jax.quantization import ExpertWeights, method_for
+from moe_jax.quantization import ExpertWeights, QuantizedMatrix, method_for
 
 RECORD_NAME = "moe_jax.json"
 STATE_NAME = "state"
@@ -32,8 +35,10 @@ _MAX_RECORD_BYTES = 256 << 20
 _PARTS = ("settings", "weights", "leaves")
 _PLACES = ("placements", "stored")  # of layers over a mesh, by path; a module elsewhere may differ
 _PATH = "."
-# Free, or recorded with the arrays; the axes are only set while a layer runs over a mesh.
-_FREE_SETTINGS = ("name", "implementation", "dtype", "param_dtype", "scheme", "split_axes", "call_axes")
+_LAYOUTS = re.compile('"w13"|"layout"')  # from where on a record speaks of layouts
+# Free, or recorded with the arrays; set while a layer runs over a mesh, or for ranks of torch alone.
+_FREE_SETTINGS = ("name", "implementation", "dtype", "param_dtype", "scheme")
+_FREE_SETTINGS += ("split_axes", "call_axes", "intermediate_size_full")
 
 
 def save(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
@@ -72,7 +77,8 @@ def restore(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
     """Fill ``module`` (abstract or not) in place with what ``save`` wrote for a module of the same shape.
 
     The module may lie on another mesh than the saved one, on none, or hold its experts in other places: experts go to
-    where the module has them. Layers that differ in this pass through the host's memory.
+    where the module has them. Layers that differ in this pass through the host's memory. Dense matrices that the module
+    holds quantized and an older version saved dequantized are then held as they were saved.
 
     Raises:
         ValueError: no complete save there, a damaged one, or one whose settings, schemes, layouts, shapes or dtypes
@@ -84,7 +90,7 @@ def restore(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
     if not (root / RECORD_NAME).exists():
         raise ValueError(f"{root} holds no complete save: {RECORD_NAME} is missing")
     saved = _read_record(root / RECORD_NAME)
-    target = _state_of(module)
+    target = _with_matrices_as_saved(_state_of(module), saved["leaves"])
     expected = _record(module, target)
     wrong = [
         f"{path}: saved {saved[part].get(path)}, expected {expected[part].get(path)}"
@@ -114,6 +120,8 @@ def restore(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(f"{root / STATE_NAME} cannot be restored, the save is damaged: {reason}") from error
     with changing():
+        if _placements(module) != expected["placements"]:
+            raise ValueError(f"{root}: experts of the module moved to other slots meanwhile; restore again")
         for path, layer in moved:
             parent = _parent_of(state, path)
             parent["weights"] = _as_held(parent["weights"], saved["placements"].get(path), layer)
@@ -126,8 +134,9 @@ def _install(module: nnx.Module, state: Any) -> None:
     places = [
         (path, Place(node, name), value)
         for path, node in owners
+        if not isinstance(node, ExpertParams)  # which the layer around it has as a whole
         for name, value in vars(node).items()
-        if isinstance(value, nnx.Variable) and not isinstance(value, PlacementParam)
+        if isinstance(value, nnx.Variable | ExpertParams) and not isinstance(value, PlacementParam)
     ]
     values: dict[int, Any] = {}  # of Variables; one that several modules share is in the state once
     for path, place, variable in places:
@@ -137,20 +146,38 @@ def _install(module: nnx.Module, state: Any) -> None:
     install([(place, values[id(variable)]) for _, place, variable in places])
 
 
+def _with_matrices_as_saved(state: Any, leaves: dict[str, str]) -> Any:
+    """The state with a target of full precision for each quantized matrix that the record has as one array."""
+
+    def as_saved(path: Any, node: Any) -> Any:
+        text = leaves.get(jax.tree_util.keystr(path))
+        if text is None or not isinstance(node, QuantizedMatrix):
+            return node
+        sharding = getattr(node.tensor.data, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+        return jax.ShapeDtypeStruct(node.shape, jnp.dtype(text.partition("[")[0]), sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(as_saved, state, is_leaf=lambda node: isinstance(node, QuantizedMatrix))
+
+
 def _way_out(saved: dict[str, str], expected: dict[str, str]) -> str:
     """What to do where the same quantized weights lie in another layout, which follows from device and version."""
 
     def without_layouts(records: dict[str, str]) -> dict[str, str]:
-        return {path: text.partition('"w13"')[0] for path, text in records.items()}
+        return {path: _LAYOUTS.split(text)[0] for path, text in records.items()}
 
     is_alone = saved != expected and without_layouts(saved) == without_layouts(expected)
     return "; the layout of weights depends on device and version: load their checkpoint again" if is_alone else ""
 
 
 def _state_of(module: nnx.Module) -> Any:
-    """Values of all Variables but placements, which are part of the record."""
+    """Values of all Variables but placements, which are part of the record; of each layer its ``ExpertWeights``."""
     rest: Any = nnx.split(module, PlacementParam, ...)[2]
-    return nnx.to_pure_dict(rest)
+    state = nnx.to_pure_dict(rest)
+    for path, layer in _layers(module):
+        _parent_of(state, path)["weights"] = layer.weights.get_value()
+    return state
 
 
 def _layers(module: nnx.Module) -> list[tuple[str, FusedMoE]]:
@@ -285,20 +312,20 @@ def _leaf_record(state: Any) -> dict[str, str]:
 
 
 def _layout_record(state: Any) -> dict[str, str]:
-    """Scheme and layouts of every ExpertWeights in the state, by path.
+    """Scheme and layouts of every ExpertWeights and QuantizedMatrix in the state, by path.
 
     Formats are recorded by ``repr``, which has every field; restores compare this text with that of saves made before.
     """
-    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda node: isinstance(node, ExpertWeights))
-    return {
-        jax.tree_util.keystr(path): json.dumps(
-            {
-                "weights": repr(node.scheme.weights),
-                "activations": repr(node.scheme.activations),
-                "w13": dataclasses.asdict(node.w13.layout),
-                "w2": dataclasses.asdict(node.w2.layout),
-            }
-        )
-        for path, node in nodes
-        if isinstance(node, ExpertWeights)
-    }
+
+    def is_weights(node: Any) -> bool:
+        return isinstance(node, ExpertWeights | QuantizedMatrix)
+
+    found = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_weights):
+        if not is_weights(node):
+            continue
+        parts = {"layout": node.tensor} if isinstance(node, QuantizedMatrix) else {"w13": node.w13, "w2": node.w2}
+        record = {"weights": repr(node.scheme.weights), "activations": repr(node.scheme.activations)}
+        record |= {name: dataclasses.asdict(part.layout) for name, part in parts.items()}
+        found[jax.tree_util.keystr(path)] = json.dumps(record)
+    return found

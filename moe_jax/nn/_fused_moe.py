@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moe_jax._arguments import check_array, check_is_kept, check_not_traced, check_rngs
+from moe_jax._arguments import boolean, check_array, check_callables, check_is_kept, check_not_traced, check_rngs, shown
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, ArrayArg, DTypeLike
 from moe_jax._versions import Place, Versioned, changing, install, one_version
@@ -19,9 +19,11 @@ from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_acti
 from moe_jax.experts import explain, fused_moe
 from moe_jax.experts._choice import in_best_layout, order_of, plain_layout
 from moe_jax.loading import LayerLoader
-from moe_jax.nn._moe_block import without_padding
+from moe_jax.nn._frozen import warn_of_frozen_experts
+from moe_jax.nn._moe_block import check_output, without_padding
 from moe_jax.nn._variables import (
     CORRECTION_BIAS,
+    ExpertParams,
     QuantizedParam,
     RoutingParam,
     WeightsVersion,
@@ -31,13 +33,15 @@ from moe_jax.nn._variables import (
     routing_scale,
     routing_table,
     signature,
+    value_of,
+    weights_variable,
 )
 from moe_jax.parallel import ParallelConfig, Placement
 from moe_jax.parallel import fused_moe as fused_moe_over_mesh
 from moe_jax.parallel._layer import PlacementParam, explain_parallel, make_parallel, make_placement
 from moe_jax.parallel._sharding import lay_out, plain_shares
 from moe_jax.parallel._weights import abstract_placed_weights, is_placed, replace_experts
-from moe_jax.quantization import ExpertWeights, Scheme, method_for
+from moe_jax.quantization import ExpertWeights, Scheme, SchemeLike, method_for
 from moe_jax.routing import RoutingParams, validate_routing
 
 # Loaders hold host memory while a layer is being filled; kept off the module so that they never enter its pytree.
@@ -111,7 +115,7 @@ class FusedMoE(Versioned):
         intermediate_size: int,
         *,
         top_k: int,
-        scheme: "str | Scheme | Mapping[str, Any] | None" = None,
+        scheme: SchemeLike = None,
         activation: str = "silu",
         is_act_and_mul: bool = True,
         renormalize: bool = True,
@@ -157,6 +161,13 @@ class FusedMoE(Versioned):
     ):
         arguments = dict(locals())
         check_rngs(rngs)
+        check_callables(
+            router=router,
+            shared_experts=shared_experts,
+            shared_expert_gate=shared_expert_gate,
+            routed_input_transform=routed_input_transform,
+            routed_output_transform=routed_output_transform,
+        )
         self.parallel: ParallelConfig | None = make_parallel(**_settings(ParallelConfig, arguments))
         self.placement: PlacementParam | None = make_placement(
             self.parallel, num_experts, placement, enable_eplb=enable_eplb, num_redundant_experts=num_redundant_experts
@@ -170,7 +181,7 @@ class FusedMoE(Versioned):
             )
         if not reduce_results and routed_output_transform is not None:
             raise ValueError("reduce_results=False leaves sums to the caller, but routed_output_transform needs them")
-        activation = parse_activation(activation, is_gated=is_act_and_mul)
+        activation = parse_activation(activation, is_gated=boolean("is_act_and_mul", is_act_and_mul))
         names = (implementation,) if isinstance(implementation, str) else implementation
         derived: dict[str, Any] = dict(
             scheme=Scheme.parse(scheme),
@@ -186,7 +197,7 @@ class FusedMoE(Versioned):
             has_correction_bias=e_score_correction_bias is not None,
             has_hash_table=hash_indices_table is not None,
         )
-        rows = None if expert_mapping is None else tuple(tuple(row) for row in expert_mapping)
+        rows = _mapping_rows(expert_mapping)
         if rows is not None and enable_eplb:  # copies are made of what the first row of an expert brings
             rows = tuple(row for row in rows if row[2] < num_experts)
         self.expert_mapping = rows
@@ -204,9 +215,10 @@ class FusedMoE(Versioned):
             raise ValueError("per_expert_scale is read by custom_routing_function='gemma4' only; drop one or name it")
         self.per_expert_scale: RoutingParam | None = routing_scale(per_expert_scale, num_experts)
         self.version: WeightsVersion = WeightsVersion(np.zeros((), np.int32))
-        self.weights: QuantizedParam = QuantizedParam(
+        self.weights: QuantizedParam | ExpertParams = weights_variable(
             self._abstract_weights() if rngs is None else self._laid_out(init_weights(self.config, rngs.params()))
         )
+        self.weights.name_axes(self.parallel)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -236,6 +248,7 @@ class FusedMoE(Versioned):
         Raises:
             ValueError: shapes do not fit, or the weights have not been loaded. TypeError: no array, or another dtype.
         """
+        return_stats = boolean("return_stats", return_stats)
         self = one_version(self)  # other threads may reload meanwhile
         config = self.config
         weights = self.weights.get_value()
@@ -255,6 +268,8 @@ class FusedMoE(Versioned):
             router_logits = self.router(x)
         check_array("router_logits", router_logits, jnp.floating, f"(..., {config.num_experts})")
         lead = x.shape[:-1]
+        if router_logits.ndim < 1:
+            raise ValueError(f"router_logits has shape (), expected {(*lead, config.num_experts)} to match x {x.shape}")
         if token_ids is not None:
             check_array("token_ids", token_ids, jnp.integer, f"{lead} to match x")
         if replayed_ids is not None:
@@ -289,6 +304,7 @@ class FusedMoE(Versioned):
         if self.routed_output_transform is not None:
             y = self.routed_output_transform(y)
         if shared is not None and is_added_last:
+            check_output("shared_experts", shared, y.shape)
             y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(y.dtype)
         if mask is not None:
             y = jnp.where(mask[:, None], y, jnp.zeros_like(y))
@@ -301,13 +317,15 @@ class FusedMoE(Versioned):
         shared = self.shared_experts(tokens)
         if self.shared_expert_gate is None:
             return shared
-        return shared.astype(jnp.float32) * jax.nn.sigmoid(self.shared_expert_gate(tokens).astype(jnp.float32))
+        gate = self.shared_expert_gate(tokens)
+        check_output("shared_expert_gate", gate, (tokens.shape[0], 1))
+        return shared.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
 
     def _routing_params(self) -> RoutingParams:
         return RoutingParams(
-            correction_bias=_value(self.correction_bias),
-            hash_indices_table=_value(self.hash_table),
-            per_expert_scale=_value(self.per_expert_scale),
+            correction_bias=value_of(self.correction_bias),
+            hash_indices_table=value_of(self.hash_table),
+            per_expert_scale=value_of(self.per_expert_scale),
         )
 
     # -- loading ------------------------------------------------------------------------------------------------------
@@ -381,7 +399,7 @@ class FusedMoE(Versioned):
         with changing():
             if experts is not None:
                 weights = self._with_experts(experts, weights)
-                correction_bias = _value(self.correction_bias) if self.loads_correction_bias else None
+                correction_bias = value_of(self.correction_bias) if self.loads_correction_bias else None
             install([*self.new_values(weights, correction_bias=correction_bias), self.next_version()])
         return used
 
@@ -461,11 +479,25 @@ class FusedMoE(Versioned):
             experts=experts,
             expert_mapping=self.expert_mapping,
             has_correction_bias=None if has_own_bias else self.loads_correction_bias and experts is None,
-            own_correction_bias=_value(self.correction_bias) if has_own_bias else None,
+            own_correction_bias=value_of(self.correction_bias) if has_own_bias else None,
         )
 
     def _is_abstract(self) -> bool:
         return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self.weights.get_value()))
+
+    # -- state of flax ------------------------------------------------------------------------------------------------
+
+    def _graph_node_flatten(self) -> Any:
+        self._warn_if_frozen()
+        return super()._graph_node_flatten()
+
+    def _pytree__flatten_with_paths(self) -> Any:
+        self._warn_if_frozen()
+        return super()._pytree__flatten_with_paths()
+
+    def _warn_if_frozen(self) -> None:
+        if isinstance(self.weights, QuantizedParam):
+            warn_of_frozen_experts(self._label(), self.config.scheme.name)
 
     # -- text ---------------------------------------------------------------------------------------------------------
 
@@ -493,8 +525,21 @@ class FusedMoE(Versioned):
         )
 
 
-def _value(variable: RoutingParam | None) -> Array | None:
-    return None if variable is None else variable.get_value()
+def _mapping_rows(expert_mapping: Any) -> tuple[tuple[Any, ...], ...] | None:
+    """Hashable rows (parameter, weight name, expert, shard). Raises TypeError for anything else."""
+    if expert_mapping is None:
+        return None
+    try:
+        rows = tuple(tuple(row) for row in expert_mapping)
+        is_mapping = all([type(cell) for cell in row] == [str, str, int, str] for row in rows)
+    except TypeError:
+        rows, is_mapping = (), False
+    if not is_mapping:
+        raise TypeError(
+            f"expert_mapping={shown(expert_mapping)}, expected rows of make_expert_params_mapping: (parameter name, "
+            "weight name, expert, shard)"
+        )
+    return rows
 
 
 def _settings(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:

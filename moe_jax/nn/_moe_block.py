@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from moe_jax._arguments import check_array, check_is_kept
+from moe_jax._arguments import boolean, check_array, check_callables, check_is_kept
 from moe_jax._typing import ArrayArg
 from moe_jax._versions import Versioned, one_version
 
@@ -24,6 +24,7 @@ class MoEBlock(Versioned):
             router: maps x (..., H) to logits (..., E).
             shared_experts: maps x (..., H) to (..., H), which is added to the routed output.
         """
+        check_callables(experts=experts, router=router, shared_experts=shared_experts)
         self.experts = experts
         self.router = router
         self.shared_experts = shared_experts
@@ -38,6 +39,7 @@ class MoEBlock(Versioned):
         return_stats: bool = False,
     ) -> Any:
         """x (..., H) -> (..., H) in x's dtype, with ``MoEStats`` when asked for; the rest as in ``FusedMoE``."""
+        return_stats = boolean("return_stats", return_stats)
         check_array("x", x, jnp.floating, f"(..., {self.experts.config.hidden_size})")
         check_is_kept("x", x)
         self = one_version(self)
@@ -46,10 +48,19 @@ class MoEBlock(Versioned):
         y, stats = self.experts(x, self.router(x), **per_token, return_stats=True)
         if self.shared_experts is not None:
             shared = self.shared_experts(x)
+            check_output("shared_experts", shared, y.shape)
             if token_mask is not None:
                 shared = jnp.where(token_mask[..., None], shared, jnp.zeros_like(shared))
             y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(y.dtype)
         return (y, stats) if return_stats else y
+
+
+def check_output(name: str, output: Any, shape: tuple[int, ...]) -> None:
+    """Raises for what a module around the experts returned: TypeError for no array, ValueError for another shape, which
+    a sum or product would spread over the rows."""
+    check_array(f"output of {name}", output, jnp.floating, str(shape))
+    if output.shape != shape:
+        raise ValueError(f"output of {name} has shape {output.shape}, expected {shape}")
 
 
 def without_padding(x: ArrayArg, token_mask: ArrayArg | None) -> ArrayArg:

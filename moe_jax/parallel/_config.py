@@ -5,6 +5,8 @@ import dataclasses
 import jax
 from jax.sharding import AxisType, Mesh
 
+from moe_jax._arguments import check_booleans
+
 DISPATCHES = ("replicate", "all_gather", "all_to_all", "ragged_all_to_all", "nvlink_dispatch")
 _OLD_NAMES = {"push": "nvlink_dispatch"}
 
@@ -38,6 +40,7 @@ class ParallelConfig:
     reduce_dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        check_booleans(self)
         if not isinstance(self.mesh, Mesh):
             raise TypeError(f"mesh has type {type(self.mesh).__name__}, expected jax.sharding.Mesh")
         names = {field: getattr(self, field) for field in ("expert_axis", "tensor_axis", "data_axis", "sequence_axis")}

@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from moe_jax._arguments import check_array
+from moe_jax._arguments import boolean, check_array
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, ArrayArg
 from moe_jax.experts._backend import Backend, Problem
@@ -67,6 +67,7 @@ def fused_moe(
         ValueError: shapes or devices do not fit.
         NotImplementedError: a dispatch that cannot run here.
     """
+    return_stats = boolean("return_stats", return_stats)
     _check(x, router_logits, weights, config, placement, parallel)
     num_tokens = x.shape[0]
     name = choose_dispatch(parallel, config, num_tokens)

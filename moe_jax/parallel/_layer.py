@@ -3,34 +3,43 @@
 import dataclasses
 from typing import Any
 
+import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from moe_jax._arguments import integer
+from moe_jax._arguments import boolean, integer
 from moe_jax._config import MoEConfig
 from moe_jax.experts._choice import layout_owner
 from moe_jax.experts._explain import explain
 from moe_jax.parallel._choice import describe_dispatch
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._expert_map import STRATEGIES
+from moe_jax.parallel._logical import TreeVariable
 from moe_jax.parallel._placement import Placement
 from moe_jax.parallel._sharding import kernel_share
 from moe_jax.parallel._weights import abstract_placed_weights, placed_config, share_config
 from moe_jax.quantization import ExpertWeights, method_for
 
 
-class PlacementParam(nnx.Variable[Any]):
+class PlacementParam(TreeVariable):
     """Variable whose value is a ``Placement``: its arrays are leaves, so that another placement compiles nothing."""
+
+    def leaf_specs(self, value: Placement, spec: PartitionSpec) -> Any:
+        return jax.tree.map(lambda leaf: PartitionSpec(), value)  # every device has all of it
 
 
 def make_parallel(mesh: Any, **options: Any) -> ParallelConfig | None:
     """The ``ParallelConfig`` of a layer's arguments, None without a mesh; ``mesh`` may be one, which says it all.
 
-    Raises ValueError for axes without a mesh, or beside a ``ParallelConfig``.
+    Raises ValueError for axes without a mesh, or beside a ``ParallelConfig``; TypeError where ``reduce_results`` is no
+    bool.
     """
+    boolean("reduce_results", options["reduce_results"])
     if mesh is not None and not isinstance(mesh, ParallelConfig):
         return ParallelConfig(mesh, **options)
     given = [f"{name}={value!r}" for name, value in options.items() if value is not None and name != "reduce_results"]
+    if mesh is not None and mesh.reduce_results and not options["reduce_results"]:
+        given = ["reduce_results=False"]
     if given and mesh is not None:
         raise ValueError(f"{', '.join(given)} beside mesh={mesh}; say it there")
     if given:
@@ -48,6 +57,7 @@ def make_placement(
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"placement={strategy!r}, expected {' or '.join(map(repr, STRATEGIES))}")
+    enable_eplb = boolean("enable_eplb", enable_eplb)
     num_redundant_experts = integer("num_redundant_experts", num_redundant_experts, minimum=0)
     if num_redundant_experts and not enable_eplb:
         raise ValueError(f"num_redundant_experts={num_redundant_experts} needs enable_eplb=True")
@@ -94,6 +104,7 @@ def spread(layer: Any, parallel: ParallelConfig | None, **balancing: Any) -> Non
     layer.parallel = parallel
     layer.placement = nnx.data(placement)  # None was there, which nnx takes for static
     layer.weights.set_value(abstract_placed_weights(layer.config, placement.get_value(), parallel))
+    layer.weights.name_axes(parallel)
 
 
 def explain_parallel(

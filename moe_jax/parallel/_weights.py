@@ -29,14 +29,23 @@ _LEAVES = ("data", "scale", "zero_point", "global_scale", "g_idx")  # of a tenso
 
 
 def tensor_axes(weights: ExpertWeights) -> ExpertWeights:
-    """The axis of every leaf that tensor parallelism splits, -1 for a leaf that it does not split.
+    """The axis of every leaf that counts I, which tensor parallelism splits; -1 for a leaf that has none.
 
     weights: leaves may be anything. Returns the same structure; ``input_scale`` has no expert axis either.
     """
+    return _axes(weights, counts_hidden=False)
+
+
+def _axes(weights: ExpertWeights, *, counts_hidden: bool) -> ExpertWeights:
+    """The axis of every leaf that counts H, else I; -1 for a leaf that has none."""
 
     def of(tensor: QuantizedTensor, is_w2: bool) -> QuantizedTensor:
-        axis_of = _plain_axis if tensor.layout.is_plain else layout_owner(tensor.layout).shard_axis
-        axes = {field: axis_of(tensor, field, is_w2) for field in _LEAVES if getattr(tensor, field) is not None}
+        def axis_of(field: str) -> int | None:
+            if tensor.layout.is_plain:
+                return _plain_axis(tensor, field, lead=1 if is_w2 else 2, counts_columns=is_w2 != counts_hidden)
+            return None if counts_hidden else layout_owner(tensor.layout).shard_axis(tensor, field, is_w2)
+
+        axes = {field: axis_of(field) for field in _LEAVES if getattr(tensor, field) is not None}
         found = {field: -1 if axis is None else axis for field, axis in axes.items()}
         return dataclasses.replace(tensor, **found, input_scale=None if tensor.input_scale is None else -1)
 
@@ -44,40 +53,53 @@ def tensor_axes(weights: ExpertWeights) -> ExpertWeights:
         weights,
         w13=of(weights.w13, is_w2=False),
         w2=of(weights.w2, is_w2=True),
-        w13_bias=None if weights.w13_bias is None else 2,
-        w2_bias=None if weights.w2_bias is None else -1,
+        w13_bias=None if weights.w13_bias is None else -1 if counts_hidden else 2,
+        w2_bias=None if weights.w2_bias is None else 1 if counts_hidden else -1,
     )
 
 
-def _plain_axis(tensor: QuantizedTensor, field: str, is_w2: bool) -> int | None:
-    """The axis of a leaf in layout "plain" that counts outputs (w13) or inputs (w2) I of an expert; None: no such axis.
+def _plain_axis(tensor: QuantizedTensor, field: str, *, lead: int, counts_columns: bool) -> int | None:
+    """The axis of a leaf in layout "plain" that counts the columns of a matrix, else its rows; None: no such axis.
 
-    Of scales and zero points, one per matrix is on every device, and so are w2's unless they belong to columns.
+    lead: axes before the matrix. Scales and zero points of a whole matrix have neither; those of rows have no columns.
     """
     fmt = tensor.fmt
     if field == "g_idx":
-        return 1 if is_w2 else None
+        return 1 if counts_columns else None
     if field == "data" or fmt is None:
-        return 2
+        return lead + counts_columns
     if field == "global_scale":
         return None
-    if is_w2:
-        return 2 if fmt.strategy in (Strategy.GROUP, Strategy.BLOCK) and not fmt.actorder else None
-    return None if fmt.strategy is Strategy.TENSOR else 2
+    if counts_columns:
+        return lead + 1 if fmt.strategy in (Strategy.GROUP, Strategy.BLOCK) and not fmt.actorder else None
+    return None if fmt.strategy is Strategy.TENSOR else lead
 
 
 def partition_specs(weights: ExpertWeights, parallel: ParallelConfig) -> ExpertWeights:
     """A ``PartitionSpec`` for every leaf of placed weights, in any layout."""
+    return leaf_specs(weights, logical_spec(parallel))
 
-    def spec(leaf: Leaf, axis: int) -> PartitionSpec:
+
+def logical_spec(parallel: ParallelConfig) -> PartitionSpec:
+    """How a layer over a mesh splits its experts, H and I."""
+    return PartitionSpec(parallel.expert_axis, None, parallel.tensor_axis)
+
+
+def leaf_specs(weights: ExpertWeights, spec: PartitionSpec) -> ExpertWeights:
+    """A ``PartitionSpec`` for every leaf, in any layout. spec: of experts, H and I."""
+    experts, hidden, intermediate = spec
+
+    def of_leaf(leaf: Leaf, hidden_axis: int, intermediate_axis: int) -> PartitionSpec:
         if not leaf.shape:  # an input scale, common to all experts
             return PartitionSpec()
-        axes: list[str | None] = [parallel.expert_axis] + [None] * (len(leaf.shape) - 1)
-        if axis >= 0:
-            axes[axis] = parallel.tensor_axis
+        axes: list[Any] = [experts] + [None] * (len(leaf.shape) - 1)
+        if hidden_axis >= 0:
+            axes[hidden_axis] = hidden
+        if intermediate_axis >= 0:
+            axes[intermediate_axis] = intermediate
         return PartitionSpec(*axes)
 
-    return jax.tree.map(spec, weights, tensor_axes(weights))
+    return jax.tree.map(of_leaf, weights, _axes(weights, counts_hidden=True), tensor_axes(weights))
 
 
 def shardings(weights: ExpertWeights, parallel: ParallelConfig) -> ExpertWeights:

@@ -294,8 +294,9 @@ def test_weights_must_be_pairs(weights, words):
 def test_few_leaves_and_own_variable_type(scheme):
     layer = make_layer(scheme)
     assert len(jax.tree.leaves(nnx.state(layer))) <= 5
-    params, rest = nnx.state(layer, QuantizedParam, ...)
-    assert len(jax.tree.leaves(params)) == (2 if scheme == "bf16" else 4) and len(jax.tree.leaves(rest)) == 1
+    quantized, params, rest = nnx.state(layer, QuantizedParam, nnx.Param, ...)
+    expected = (0, 2, 1) if scheme == "bf16" else (4, 0, 1)
+    assert tuple(len(jax.tree.leaves(state)) for state in (quantized, params, rest)) == expected
 
 
 def test_abstract_layer_holds_no_memory_and_traces():

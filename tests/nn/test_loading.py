@@ -180,6 +180,12 @@ def test_saves_keep_the_record_that_they_had_before(tmp_path):
     plain = {"name": "plain", "tile": None, "shape": None}
     expected = {"weights": weights, "activations": activations, "w13": plain, "w2": plain}
     assert json.loads(record["weights"]["['weights']"]) == expected
+    assert " ".join(sorted(record["settings"])) == (
+        "activation apply_routed_scale_to_output apply_router_weight_on_input custom_routing_function has_bias "
+        "hidden_size intermediate_size is_act_and_mul num_expert_group num_experts pinned_tokens renormalize "
+        "routed_scaling_factor router_logits_dtype scoring_func swiglu_alpha swiglu_beta swiglu_limit top_k topk_group "
+        "use_grouped_topk zero_expert_type"
+    )
 
 
 def test_orbax_refuses_a_scheme_of_the_same_shapes(tmp_path):

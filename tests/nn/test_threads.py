@@ -60,8 +60,8 @@ def by_leaves(layer):
 
 
 def by_split(layer):
-    state = nnx.split(layer)[1]
-    return versions_of(state["weights"].get_value(), state["correction_bias"].get_value())
+    merged = nnx.merge(*nnx.split(layer))
+    return versions_of(merged.weights.get_value(), merged.correction_bias.get_value())
 
 
 @pytest.mark.parametrize("read", [by_call, by_leaves, by_split])

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import moe_jax
 from moe_jax import checkpointing
 from moe_jax.experts._choice import BACKENDS
+from moe_jax.parallel import Placement, rearrange_expert_weights
 from moe_jax.parallel._sharding import kernel_shares, plain_shares
 from tests.support.cases.meshes import marked
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
@@ -219,6 +221,25 @@ def test_shares_in_kernel_layout(scheme):
     layer.weights.set_value(packed)
     np.testing.assert_array_equal(layer(x, z), expected)
     assert "kernel layout of the weights undone in every call" in layer.explain(5)
+
+
+def test_experts_that_move_while_they_are_restored(tmp_path, monkeypatch):
+    """The arrays that were read are for the slots of before."""
+    layer = make_layer(mesh_of(e=4), expert_axis="e", enable_eplb=True)
+    checkpointing.save(layer, tmp_path / "layer")
+    old = layer.placement.get_value()
+    other = Placement.from_slots(np.asarray(old.physical_to_logical)[::-1], old.num_experts, old.num_devices)
+    x, z = inputs(5)
+    expected, restore = layer(x, z), ocp.StandardCheckpointer.restore
+
+    def moving(self, *args):
+        rearrange_expert_weights(layer, other)
+        return restore(self, *args)
+
+    monkeypatch.setattr(ocp.StandardCheckpointer, "restore", moving)
+    with pytest.raises(ValueError, match="experts of the module moved to other slots meanwhile; restore again"):
+        checkpointing.restore(layer, tmp_path / "layer")
+    assert_rows_close(layer(x, z), expected, tolerance("fp8_channel", np.float32))
 
 
 @pytest.mark.slow
