@@ -8,66 +8,7 @@ import torch
 
 from tests.support.checkpoints.vllm_formats import FORMATS
 
-_COMMON = dict(
-    hidden_act="silu",
-    max_position_embeddings=32768,
-    torch_dtype="bfloat16",
-    attention_dropout=0.0,
-    initializer_range=0.02,
-    use_cache=True,
-    tie_word_embeddings=False,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-30b-a3b": _COMMON
-    | dict(
-        architectures=["Qwen3MoeForCausalLM"],
-        model_type="qwen3_moe",
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        attention_bias=False,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-    ),
-    "gpt-oss-120b": _COMMON
-    | dict(
-        architectures=["GptOssForCausalLM"],
-        model_type="gpt_oss",
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_local_experts=128,
-        num_experts_per_tok=4,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=64,
-        vocab_size=201088,
-        attention_bias=True,
-        rms_norm_eps=1e-5,
-        rope_theta=150000,
-        sliding_window=128,
-        swiglu_limit=7.0,
-        rope_scaling=dict(
-            rope_type="yarn",
-            factor=32.0,
-            beta_fast=32.0,
-            beta_slow=1.0,
-            truncate=False,
-            original_max_position_embeddings=4096,
-        ),
-    ),
-}
-# Formats of MODELS -> quantization_config; attention stays in 16 bits on both sides.
+# Formats -> quantization_config; attention stays in 16 bits on both sides.
 QUANTIZATION: dict[str, Any] = {
     "bf16": None,
     "fp8_channel": FORMATS["ct_fp8_channel"].config,

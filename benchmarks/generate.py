@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _model_configs import MODELS
 from _timing import header
 from flax import nnx
 
@@ -34,34 +35,7 @@ from moe_jax.models import KVCache, read_family
 from moe_jax.models._compiled import merge_model, split_model
 from moe_jax.quantization import Scheme
 
-_COMMON = dict(hidden_act="silu", max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-6)
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-30b-a3b": dict(
-        model_type="qwen3_moe",
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        **_COMMON,
-    ),
-    "mixtral-8x7b": dict(
-        model_type="mixtral",
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=32000,
-        **_COMMON,
-    ),
-}
+NAMES = ("qwen3-30b-a3b", "mixtral-8x7b")
 _TINY = dict(hidden_size=256, intermediate_size=128, moe_intermediate_size=128, num_attention_heads=2, vocab_size=512)
 _TINY |= dict(num_key_value_heads=2, num_experts=8, num_local_experts=8, num_experts_per_tok=2)
 _FEW, _SAMPLES, _SAMPLE_S = 2, 5, 0.05
@@ -88,15 +62,8 @@ def filled_cache(config: Any, rows: int, held: int, new: int, dtype: Any) -> KVC
     """A cache of ``held`` + ``new`` slots as if ``held`` tokens a row had been seen."""
     cache = KVCache.zeros(config, rows, held + new, dtype)
     keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(cache.layers))))
-    slots = jnp.broadcast_to(jnp.arange(held + new, dtype=jnp.int32), (rows, held + new))
-    return KVCache(
-        layers=jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape, jnp.float32).astype(dtype), cache.layers),
-        is_filled=slots < held,
-        positions=slots,
-        length=jnp.int32(held),
-        num_tokens=jnp.full((rows,), held, jnp.int32),
-        is_damaged=cache.is_damaged,
-    )
+    layers = jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape, jnp.float32).astype(dtype), cache.layers)
+    return dataclasses.replace(cache, layers=layers, lengths=jnp.full((rows,), held, jnp.int32))
 
 
 def turns(structure: Any, leaves: Any, ids: Any, cache: KVCache, count: Any) -> Any:
@@ -176,7 +143,7 @@ def row(cell: dict[str, Any], layers: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(NAMES))
     parser.add_argument("--schemes", default="fp8_channel")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--decode", default="1,64")

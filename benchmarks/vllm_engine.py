@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _vllm_environment import ENVIRONMENT
+
 START_LIMIT = 190  # seconds
 HERE = Path(__file__).resolve().parent
 CASES = "qwen3-30b-a3b:fp8_channel,qwen3-30b-a3b:fp8_block,qwen3-30b-a3b:w4a16_g128,gpt-oss-120b:mxfp4"
@@ -33,17 +35,6 @@ BACKENDS = {
     "mxfp4": ("auto", "marlin"),
     "bf16": ("auto",),
 }
-ENVIRONMENT = dict(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_NO_USAGE_STATS="1",
-    DO_NOT_TRACK="1",
-    HF_HUB_OFFLINE="1",
-    VLLM_LOGGING_LEVEL="INFO",
-    VLLM_USE_FLASHINFER_SAMPLER="0",
-    VLLM_DEEP_GEMM_WARMUP="skip",
-    TOKENIZERS_PARALLELISM="false",
-    XLA_PYTHON_CLIENT_PREALLOCATE="false",
-)
 
 
 class Engine:
@@ -52,6 +43,7 @@ class Engine:
     def __init__(self, options: argparse.Namespace):
         sys.path.insert(0, str(HERE.parent))
         from benchmarks import _vllm_models as models
+        from benchmarks._model_configs import MODELS
 
         began = time.monotonic()
         import torch
@@ -67,8 +59,8 @@ class Engine:
         self.torch, self.vllm = torch, vllm
         model, form = options.case.split(":")
         folder = Path(tempfile.mkdtemp()) / model
-        models.write_config(folder, models.MODELS[model], models.QUANTIZATION[form], options.layers)
-        self.vocabulary = models.MODELS[model]["vocab_size"]
+        models.write_config(folder, MODELS[model], models.QUANTIZATION[form], options.layers)
+        self.vocabulary = MODELS[model]["vocab_size"]
         sizes = (
             {}
             if options.default_graphs

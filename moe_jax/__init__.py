@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from moe_jax.experts import MoEStats, fused_experts, fused_moe
     from moe_jax.loading import make_expert_params_mapping, weight_loader
     from moe_jax.models import generate, load_moe, load_pretrained
-    from moe_jax.nn import FusedMoE, MoEBlock, in_token_buckets, token_bucket
+    from moe_jax.nn import FusedMoE, MoEBlock, QuantizedParam, in_token_buckets, token_bucket
     from moe_jax.quantization import ExpertWeights, QuantFormat, Scheme
     from moe_jax.writing import quantize_checkpoint
 
@@ -25,6 +25,7 @@ _HOMES = {
     "MoEConfig": "_config",
     "MoEStats": "experts",
     "QuantFormat": "quantization",
+    "QuantizedParam": "nn",
     "Scheme": "quantization",
     "fused_experts": "experts",
     "fused_moe": "experts",
@@ -57,6 +58,7 @@ __all__ = [
     "MoEConfig",
     "MoEStats",
     "QuantFormat",
+    "QuantizedParam",
     "Scheme",
     "__version__",
     "fused_experts",

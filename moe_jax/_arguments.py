@@ -1,5 +1,6 @@
 """Checks of plain arguments: each gives the value in one known type, or one error that shows what was passed."""
 
+import dataclasses
 import operator
 from reprlib import repr as brief
 from typing import Any
@@ -17,7 +18,7 @@ def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None, 
     why: added to the error, for the reader who wonders where the bounds come from.
     """
     bounds = f">= {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-    wrong = f"{name}={_shown(value)}, expected an integer {bounds}{why}"
+    wrong = f"{name}={shown(value)}, expected an integer {bounds}{why}"
     if isinstance(value, bool | np.bool_):
         raise TypeError(wrong)
     try:
@@ -29,6 +30,36 @@ def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None, 
     return number
 
 
+def boolean(name: str, value: Any) -> bool:
+    """``value`` as a bool: a Python or NumPy bool. Nothing else counts as true or false (TypeError)."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name}={shown(value)}, expected True or False")
+    return bool(value)
+
+
+def check_booleans(config: Any) -> None:
+    """TypeError for a field of a frozen dataclass that is declared as bool and holds something else."""
+    for field in dataclasses.fields(config):
+        if field.type is bool:
+            object.__setattr__(config, field.name, boolean(field.name, getattr(config, field.name)))
+
+
+def check_callables(**modules: Any) -> None:
+    """TypeError for a module or function that is neither None nor can be called."""
+    for name, module in modules.items():
+        if module is not None and not callable(module):
+            raise TypeError(f"{name}={shown(module)}, expected None, or a module or function that can be called")
+
+
+def check_numbers(config: Any, *names: str) -> None:
+    """TypeError for a field of a frozen dataclass that is no number; arrays become floats, since configs are hashed."""
+    for name in names:
+        value = getattr(config, name)
+        found = number(name, value, "that is finite")
+        if not isinstance(value, int | float):
+            object.__setattr__(config, name, found)
+
+
 def number(name: str, value: Any, expected: str) -> float:
     """``value`` as a float: a Python, NumPy or JAX scalar that is no bool. expected: its range, for the error."""
     try:
@@ -36,7 +67,7 @@ def number(name: str, value: Any, expected: str) -> float:
     except Exception:  # a tracer, for one
         array = np.asarray(None)
     if array.ndim or not jnp.issubdtype(array.dtype, jnp.number) or jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(f"{name}={_shown(value)}, expected a number {expected}")
+        raise TypeError(f"{name}={shown(value)}, expected a number {expected}")
     return float(array)
 
 
@@ -70,5 +101,6 @@ def check_not_traced(call: str, module: nnx.Module) -> None:
         raise TypeError(f"{call} inside jax.jit or another transform, where no values are known; call it outside")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """The value on one line, shortened, for an error."""
     return " ".join(brief(value).split())

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax._arguments import shown
 from moe_jax._typing import Size
 from moe_jax.activations import ActivationConfig
 from moe_jax.quantization import ExpertShape, QuantFormat, Scheme, Strategy
@@ -37,6 +38,7 @@ class MoEConfig(ActivationConfig, RoutingConfig):
         dtype: of computation; with "float32" no weight is rounded to bfloat16 on the way.
         param_dtype: of unquantized weights and biases.
         name: shown in errors.
+        intermediate_size_full: see ``ExpertShape``; ``Shard.local`` sets it.
         split_axes: mesh axes over which I is split. ``moe_jax.parallel`` sets it inside ``jax.shard_map``, so that
             dynamic activation scales are those of the whole row.
         call_axes: all mesh axes over whose devices a call is spread. ``moe_jax.parallel`` sets it likewise, so that
@@ -53,16 +55,21 @@ class MoEConfig(ActivationConfig, RoutingConfig):
     dtype: Any = jnp.bfloat16  # a NumPy dtype from __post_init__ on
     param_dtype: Any = jnp.bfloat16
     name: str = ""
+    intermediate_size_full: int | None = None
     split_axes: tuple[str, ...] = ()
     call_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        RoutingConfig.__post_init__(self)
+        ActivationConfig.__post_init__(self)
         for field in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise ValueError(f"{field} is {value!r}, expected an integer of at least 1")
+                raise ValueError(f"{field} is {shown(value)}, expected an integer of at least 1")
+        if not isinstance(self.name, str):
+            raise TypeError(f"name={shown(self.name)}, expected a string")
         if self.pinned_tokens is not None and (type(self.pinned_tokens) is not int or self.pinned_tokens < 1):
-            raise ValueError(f"pinned_tokens is {self.pinned_tokens!r}, expected None or an integer of at least 1")
+            raise ValueError(f"pinned_tokens is {shown(self.pinned_tokens)}, expected None or an integer of at least 1")
         for field in ("dtype", "param_dtype"):
             dtype = jnp.dtype(getattr(self, field))
             if dtype not in COMPUTE_DTYPES:
@@ -98,4 +105,5 @@ class MoEConfig(ActivationConfig, RoutingConfig):
             param_dtype=self.param_dtype,
             has_bias=self.has_bias,
             name=self.name,
+            intermediate_size_full=self.intermediate_size_full,
         )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from moe_jax._arguments import check_booleans, check_numbers
 from moe_jax._typing import Array, Float
 from pallas_kernels.common.activations import NOT_GATED_SUFFIX, Activation
 
@@ -65,6 +66,11 @@ class ActivationConfig:
     swiglu_limit: float | None = None
     swiglu_alpha: float | None = None
     swiglu_beta: float | None = None
+
+    def __post_init__(self) -> None:
+        check_booleans(self)
+        given = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+        check_numbers(self, *(name for name in given if getattr(self, name) is not None))
 
     @property
     def num_projections(self) -> int:

@@ -34,6 +34,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def pytest_addoption(parser):
     default = Path(__file__).parent / "data"
     parser.addoption("--layer-errors", help="a file: print how far layers of each scheme are from what is allowed")
+    parser.addoption("--wheel", type=Path, help="a wheel for test_packaging.py, instead of one that it builds")
     parser.addoption("--writers-dir", default=default, help="checkpoints for test_llm_compressor_files.py")
 
 

@@ -39,7 +39,7 @@ FLOORS = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Never imported: pickle runs what it reads. At a module's top these would load with `import moe_jax`.
 NEVER = {"pickle", "dill", "cloudpickle", "compressed_tensors", "transformers", "llmcompressor"}
-NOT_AT_TOP = {"torch", "safetensors", "matplotlib", "rich", "tqdm", "tokenizers", "jinja2", "orbax"}
+NOT_AT_TOP = {"torch", "safetensors", "huggingface_hub", "matplotlib", "rich", "tqdm", "tokenizers", "jinja2", "orbax"}
 
 
 # Behind ``Backend``; outside moe_jax.experts nobody imports one of these.

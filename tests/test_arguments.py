@@ -10,8 +10,9 @@ from flax import nnx
 
 from moe_jax import _arguments
 
-integer, number, check_array, check_rngs = (
-    unwrap(getattr(_arguments, name)) for name in ("integer", "number", "check_array", "check_rngs")
+integer, number, boolean, check_array, check_rngs, check_callables = (
+    unwrap(getattr(_arguments, name))
+    for name in ("integer", "number", "boolean", "check_array", "check_rngs", "check_callables")
 )
 
 
@@ -48,6 +49,24 @@ def test_numbers(value):
 def test_no_numbers(value):
     with pytest.raises(TypeError, match=r"^t=.*, expected a number > 0$"):
         number("t", value, "> 0")
+
+
+@pytest.mark.parametrize("value", [True, False, np.True_, np.False_])
+def test_booleans(value):
+    found = boolean("flag", value)
+    assert found == value and type(found) is bool
+
+
+@pytest.mark.parametrize("value", ["False", "", 0, 1, 1.0, None, [], np.array([True]), np.array(True), jnp.array(True)])
+def test_no_booleans(value):
+    with pytest.raises(TypeError, match=r"^flag=.*, expected True or False$"):
+        boolean("flag", value)
+
+
+def test_callables():
+    check_callables(router=None, shared_experts=print, gate=nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match="^gate=5, expected None, or a module or function that can be called$"):
+        check_callables(router=print, gate=5)
 
 
 def test_arrays():

@@ -14,8 +14,16 @@ from moe_jax.quantization._numerics import (
 )
 from moe_jax.quantization._scale_checks import check_scale_values, common_input_scale
 from moe_jax.quantization._scale_search import ScaleSearchMoEMethod
-from moe_jax.quantization._schemes import ALIASES, SCHEMES, Scheme, SchemeLike, online_scheme, parse_scheme
-from moe_jax.quantization._tensors import ExpertWeights, QuantizedTensor
+from moe_jax.quantization._schemes import (
+    ALIASES,
+    SCHEMES,
+    Scheme,
+    SchemeLike,
+    online_scheme,
+    parse_scheme,
+    scheme_per_token,
+)
+from moe_jax.quantization._tensors import ExpertWeights, QuantizedMatrix, QuantizedTensor
 
 __all__ = [
     "ALIASES",
@@ -28,6 +36,7 @@ __all__ = [
     "MoEMethod",
     "Packing",
     "QuantFormat",
+    "QuantizedMatrix",
     "QuantizedTensor",
     "ScaleSearchMoEMethod",
     "Scheme",
@@ -45,5 +54,6 @@ __all__ = [
     "quantize_activations",
     "quantize_weight",
     "repack_integers",
+    "scheme_per_token",
     "stored_codes",
 ]

@@ -213,6 +213,10 @@ class QuantFormat:
                 return (-(-n // bn), -(-k // bk))
         return (n,)
 
+    def groups_by_position(self, k: int) -> np.ndarray:
+        """(k,) int32: the group of each column where columns lie in the order of their groups."""
+        return np.arange(k, dtype=np.int32) // (self.group_size or k)
+
     def zero_point_shape(self, n: int, k: int) -> tuple[int, int]:
         """Trailing zero point shape of an (n, k) matrix: (n, groups), packed along n as the matrix is along k."""
         shape = self.scale_shape(n, k)

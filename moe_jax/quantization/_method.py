@@ -60,6 +60,8 @@ class ExpertShape:
         param_dtype: of unquantized weights and of biases.
         has_bias: whether both products have one.
         name: of the layer, for error messages.
+        intermediate_size_full: I of the whole layer, where these experts hold a part of I. Act-order columns of that
+            part belong to groups of the whole. None: I.
     """
 
     num_experts: int
@@ -69,6 +71,7 @@ class ExpertShape:
     param_dtype: DTypeLike = jnp.bfloat16
     has_bias: bool = False
     name: str = ""
+    intermediate_size_full: int | None = None
 
     @property
     def shape(self) -> "ExpertShape":
@@ -82,6 +85,16 @@ class ExpertShape:
             ("w13", (experts, self.num_projections), intermediate, hidden),
             ("w2", (experts,), hidden, intermediate),
         )
+
+    def grouped_columns(self, prefix: str, fmt: QuantFormat | None) -> int:
+        """How many columns the groups of a product cover: its own, or those of all parts where it is one of several.
+
+        prefix: "w13" or "w2".
+        """
+        if prefix == "w13":
+            return self.hidden_size
+        is_act_order = fmt is not None and fmt.actorder
+        return (is_act_order and self.intermediate_size_full) or self.intermediate_size
 
 
 @runtime_checkable
@@ -162,7 +175,9 @@ class MoEMethod:
         specs = {
             f"{prefix}_{name}": spec
             for prefix, lead, n, k in shape.products
-            for name, spec in _matrix_specs(self.scheme.weights, lead, n, k, param_dtype).items()
+            for name, spec in _matrix_specs(
+                self.scheme.weights, lead, n, k, param_dtype, shape.grouped_columns(prefix, self.scheme.weights)
+            ).items()
         }
         for prefix, lead, _, _ in shape.products:
             if self._input_scale_leaf is not None:
@@ -193,7 +208,8 @@ class MoEMethod:
         products = {}
         for prefix, lead, n, k in shape.products:
             own = {name.removeprefix(f"{prefix}_"): leaf for name, leaf in checked.items() if name.startswith(prefix)}
-            products[prefix] = self._assemble(own, lead, n, k, f"{where}{prefix}_")
+            grouped = shape.grouped_columns(prefix, self.scheme.weights)
+            products[prefix] = self._assemble(own, lead, n, k, f"{where}{prefix}_", grouped)
         bias = checked.get("w13_bias")
         weights = ExpertWeights(
             **products,
@@ -221,12 +237,8 @@ class MoEMethod:
         Raises:
             ValueError: other shapes; a scheme of static activations.
         """
-        shape, activations = config.shape, self.scheme.activations
-        if activations is not None and activations.needs_input_scale:
-            raise ValueError(
-                f"scheme {self.scheme.name!r} needs calibrated input scales, which only a checkpoint has; "
-                "for online quantization use a dynamic scheme such as 'fp8_tensor' or 'nvfp4_dynamic'"
-            )
+        shape = config.shape
+        self._check_online()
         if (biases is not None) != shape.has_bias:
             raise ValueError(f"has_bias={shape.has_bias}, but biases are {'missing' if biases is None else 'given'}")
         leaves = {}
@@ -249,6 +261,13 @@ class MoEMethod:
         quantized = quantize_experts(w, fmt, jnp.dtype(self.arithmetic_dtype))
         return dict(zip(fmt.quantized_leaves, quantized, strict=True))
 
+    def _check_online(self) -> None:
+        if self._input_scale_leaf is not None:
+            raise ValueError(
+                f"scheme {self.scheme.name!r} needs calibrated input scales, which only a checkpoint has; "
+                "for online quantization use a dynamic scheme such as 'fp8_tensor' or 'nvfp4_dynamic'"
+            )
+
     def abstract_weights(self, config: HasShape) -> ExpertWeights:
         """``ExpertWeights`` of ShapeDtypeStructs: what processing will return, without memory."""
         specs = self.create_weights(config)
@@ -258,7 +277,7 @@ class MoEMethod:
     def matrix_specs(self, n: int, k: int) -> dict[str, LeafSpec]:
         """The leaves of one (n, k) matrix outside the experts (attention, say): names as after its module's, and shapes
         of which the first axis, 1, is not in the file."""
-        specs = _matrix_specs(self.scheme.weights, (1,), n, k, np.dtype(np.float32))
+        specs = _matrix_specs(self.scheme.weights, (1,), n, k, np.dtype(np.float32), k)
         if self._input_scale_leaf is not None:
             specs[self._input_scale_leaf] = _input_scale_spec((1,))
         return specs
@@ -268,7 +287,20 @@ class MoEMethod:
         specs = self.matrix_specs(n, k)
         _check_names(leaves, specs, where)
         checked = self._checked({name: leaf[None] for name, leaf in leaves.items()}, specs, where, ())
-        return self._assemble(checked, (1,), n, k, where)
+        return self._assemble(checked, (1,), n, k, where, k)
+
+    def abstract_matrix(self, n: int, k: int) -> QuantizedTensor:
+        """``process_matrix`` of ShapeDtypeStructs: what it will return, without memory."""
+        specs = self.matrix_specs(n, k)
+        leaves = {name: jax.ShapeDtypeStruct(spec.shape[1:], spec.dtype) for name, spec in specs.items()}
+        return jax.eval_shape(functools.partial(self.process_matrix, n=n, k=k), leaves)
+
+    def quantize_matrix(self, w: AnyArray) -> QuantizedTensor:
+        """A full-precision matrix (N, K) -> (1, N, K). Raises ValueError for a scheme of static activations."""
+        self._check_online()
+        leaves = {name: leaf[0] for name, leaf in self.quantize_stack(w[None], jnp.float32).items()}
+        n, k = w.shape
+        return self.process_matrix(leaves, n, k)
 
     def _checked(
         self, leaves: Mapping[str, AnyArray], specs: Mapping[str, LeafSpec], where: str, w13_shards: tuple[str, ...]
@@ -298,9 +330,9 @@ class MoEMethod:
         )
 
     def _assemble(
-        self, leaves: Mapping[str, Leaf], lead: tuple[int, ...], n: int, k: int, where: str
+        self, leaves: Mapping[str, Leaf], lead: tuple[int, ...], n: int, k: int, where: str, grouped: int
     ) -> QuantizedTensor:
-        """Checked leaves without prefix -> matrices lead + (n, k)."""
+        """Checked leaves without prefix -> matrices lead + (n, k), with scales for ``grouped`` columns."""
         fmt, activations = self.scheme.weights, self.scheme.activations
         if fmt is None:
             return QuantizedTensor(data=leaves["weight"].reshape(*lead, n, k))
@@ -310,11 +342,11 @@ class MoEMethod:
         zero_point, g_idx = leaves.get("weight_zero_point"), leaves.get("weight_g_idx")
         return QuantizedTensor(
             data=leaves[fmt.data_leaf].reshape(*lead, n, fmt.stored_length(k)),
-            scale=leaves["weight_scale"].reshape(*lead, *fmt.scale_shape(n, k)),
+            scale=leaves["weight_scale"].reshape(*lead, *fmt.scale_shape(n, grouped)),
             global_scale=None if global_scale is None else global_scale.reshape(lead),
             input_scale=input_scale,
-            zero_point=None if zero_point is None else zero_point.reshape(*lead, *fmt.zero_point_shape(n, k)),
-            g_idx=None if g_idx is None else _checked_g_idx(g_idx, fmt, f"{where}weight_g_idx"),
+            zero_point=None if zero_point is None else zero_point.reshape(*lead, *fmt.zero_point_shape(n, grouped)),
+            g_idx=None if g_idx is None else _checked_g_idx(g_idx, fmt, f"{where}weight_g_idx", grouped),
             fmt=fmt,
             num_columns=None if fmt.packing is None else k,
         )
@@ -332,9 +364,12 @@ def _greatest_code(fmt: QuantFormat | None, name: str) -> float:
 
 
 def _matrix_specs(
-    fmt: QuantFormat | None, lead: tuple[int, ...], n: int, k: int, param_dtype: np.dtype
+    fmt: QuantFormat | None, lead: tuple[int, ...], n: int, k: int, param_dtype: np.dtype, grouped: int
 ) -> dict[str, LeafSpec]:
-    """Loader-facing leaves of (n, k) matrices stacked as ``lead`` = (E,) or (E, G), without their prefix."""
+    """Loader-facing leaves of (n, k) matrices stacked as ``lead`` = (E,) or (E, G), without their prefix.
+
+    grouped: columns that their scales and zero points cover.
+    """
     experts, projections = lead[0], math.prod(lead[1:])
     if fmt is None:
         return {"weight": LeafSpec((experts, projections * n, k), param_dtype, "weight")}
@@ -342,14 +377,14 @@ def _matrix_specs(
         fmt.data_leaf: LeafSpec(
             (experts, projections * n, fmt.stored_length(k)), fmt.storage, "weight", None, fmt.pack_extent
         ),
-        "weight_scale": _scale_spec(fmt, lead, n, k),
+        "weight_scale": _scale_spec(fmt, lead, n, grouped),
     }
     if fmt.packing is Packing.NIBBLES and k % 2:
         raise ValueError(f"{fmt.element} stores pairs of columns, expected an even number of them, found {k}")
     if fmt.global_scale is not None:
         specs[fmt.global_scale_leaf] = LeafSpec(lead, np.dtype(np.float32), "tensor", 1.0)
     if not fmt.symmetric:
-        rows, groups = fmt.zero_point_shape(n, k)
+        rows, groups = fmt.zero_point_shape(n, grouped)
         kind = "channel_zero_point" if fmt.strategy is Strategy.CHANNEL else "zero_point"
         specs["weight_zero_point"] = LeafSpec(
             (experts, projections * rows, groups), fmt.storage, kind, 0.0, fmt.pack_extent
@@ -359,23 +394,26 @@ def _matrix_specs(
     return specs
 
 
-def _checked_g_idx(g_idx: AnyArray, fmt: QuantFormat, name: str) -> jax.Array:
+def _checked_g_idx(g_idx: AnyArray, fmt: QuantFormat, name: str, grouped: int) -> jax.Array:
     """Group of each column, (E, K). An expert whose entries are all -1 (unset, in old files) has them by position.
 
-    Raises ValueError naming the first entry that is no group; under a trace values cannot be checked.
+    grouped: columns of the whole matrix, of which these K may be a part. Raises ValueError naming the first entry that
+    is no group, unset ones of a part included; under a trace values cannot be checked.
     """
-    columns = g_idx.shape[-1]
-    by_position = np.arange(columns, dtype=np.int32) // (fmt.group_size or columns)
+    by_position = fmt.groups_by_position(grouped)
     if not isinstance(g_idx, Tracer):
         values = np.asarray(g_idx)
-        bad = ((values < 0) | (values > by_position[-1])) & (values != -1).any(-1, keepdims=True)
+        is_unset = (values == -1).all(-1, keepdims=True) & (values.shape[-1] == grouped)
+        bad = ((values < 0) | (values > by_position[-1])) & ~is_unset
         if bad.any():
             expert, column = (int(i) for i in np.argwhere(bad)[0])
             raise ValueError(
                 f"{name}: expert {expert} has group {values[expert, column]} at column {column}, expected 0 to "
-                f"{by_position[-1]} for {columns} columns in groups of {fmt.group_size}"
+                f"{by_position[-1]} for {grouped} columns in groups of {fmt.group_size}"
             )
     g_idx = jnp.asarray(g_idx)
+    if g_idx.shape[-1] != grouped:
+        return g_idx
     return jnp.where((g_idx < 0).all(-1, keepdims=True), by_position, g_idx)
 
 

@@ -13,8 +13,9 @@ itself, which calibration never saw. Weights keep their values but for MXFP4 on 
 """
 
 import dataclasses
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from moe_jax._typing import Json
 from moe_jax.quantization._config_formats import formats_of_config, formats_of_group
@@ -132,6 +133,17 @@ def online_scheme(scheme: Scheme) -> Scheme:
     return SCHEMES["nvfp4_dynamic"] if scheme == SCHEMES["nvfp4"] else scheme
 
 
+def scheme_per_token(scheme: Scheme) -> Scheme:
+    """The scheme with a scale for each token in place of one that is computed from all rows of a call.
+
+    Matrices outside the experts take it: their rows include padding, which must not raise another row's scale.
+    """
+    activations = scheme.activations
+    if activations is None or not activations.dynamic or activations.strategy is not Strategy.TENSOR:
+        return scheme
+    return check_scheme(dataclasses.replace(scheme, activations=_E4M3_TOKEN))
+
+
 def _scheme_by_name(name: str) -> Scheme:
     if name.endswith(_APPROXIMATE_SUFFIX):
         return _with_approximate_fp8(_scheme_by_name(name.removesuffix(_APPROXIMATE_SUFFIX)))
@@ -141,7 +153,28 @@ def _scheme_by_name(name: str) -> Scheme:
     integers = _integer_scheme(canonical)
     if integers is not None:
         return integers
-    raise ValueError(f"unknown scheme {name!r}; supported: {', '.join(SCHEMES)}; aliases: {', '.join(ALIASES)}")
+    near = " or ".join(map(repr, _nearest(name)))
+    meant = f" (did you mean {near}?)" if near else ""
+    raise ValueError(f"unknown scheme {name!r}{meant}; supported: {', '.join(SCHEMES)}; aliases: {', '.join(ALIASES)}")
+
+
+# What a kind of quantization is called where one word says it all -> the schemes that it may be.
+_KINDS = {
+    "int4": ("w4a16_g128",),
+    "int8": ("int8_w8a8", "int8_w8a16"),
+    "gptq": ("w4a16_g128",),
+    "awq": ("w4a16_g128_asym",),
+    "w4a16": ("w4a16_g128", "w4a16_channel"),
+    "w8a16": ("w8a16_channel", "w8a16_g128"),
+    "w4a8": ("w4a8_int8", "w4a8_fp8"),
+    "fp4": ("nvfp4_a16", "mxfp4_a16"),
+}
+
+
+def _nearest(name: str) -> Sequence[str]:
+    """Schemes and aliases that someone may have meant; none for a name unlike any."""
+    spoken = name.lower().replace("-", "_")
+    return _KINDS.get(spoken) or difflib.get_close_matches(spoken, (*SCHEMES, *ALIASES), 2, 0.75)
 
 
 # -- approximate activations -------------------------------------------------------------------------------------------

@@ -24,8 +24,10 @@ These are the shapes of layout "plain"; others belong to kernels (moe_jax/expert
 """
 
 import dataclasses
+from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from moe_jax._typing import Leaf
 from moe_jax.quantization._formats import QuantFormat
@@ -70,6 +72,59 @@ class QuantizedTensor:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class QuantizedMatrix:
+    """One quantized matrix outside the experts, (N, K) by its real values, and the scheme that it follows.
+
+    tensor: the leaves of w2 with E = 1, so data is (1, N, ...).
+    """
+
+    tensor: QuantizedTensor
+    scheme: Scheme = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.tensor.shape[-2:]
+        return n, k
+
+    @property
+    def dtype(self) -> Any:
+        """Of the stored numbers."""
+        return self.tensor.data.dtype
+
+    def split_axes(self, axis: int) -> "QuantizedMatrix":
+        """The same structure in layout "plain" with, for each leaf, its axis that counts rows (axis 0) or columns (1);
+        -1 where it has none."""
+        tensor = self.tensor
+
+        def of(name: str) -> int | None:
+            leaf = getattr(tensor, name)
+            if leaf is None:
+                return None
+            if len(leaf.shape) == 3:
+                return 1 + axis
+            return 1 if len(leaf.shape) == 2 and axis == (1 if name == "g_idx" else 0) else -1
+
+        names = ("data", "scale", "global_scale", "input_scale", "zero_point", "g_idx")
+        return dataclasses.replace(self, tensor=dataclasses.replace(tensor, **{name: of(name) for name in names}))
+
+    def leaf_specs(self, spec: PartitionSpec) -> "QuantizedMatrix":
+        """The same structure with a ``PartitionSpec`` for each leaf, all whole where the layout is a kernel's.
+
+        spec: of rows and columns.
+        """
+        if not self.tensor.layout.is_plain:
+            return jax.tree.map(lambda leaf: PartitionSpec(), self)
+        rows, columns = spec
+
+        def of_leaf(leaf: Leaf, row_axis: int, column_axis: int) -> PartitionSpec:
+            entries = {column_axis: columns, row_axis: rows}
+            return PartitionSpec(*(entries.get(axis) for axis in range(len(leaf.shape))))
+
+        return jax.tree.map(of_leaf, self, self.split_axes(0), self.split_axes(1))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ExpertWeights:
     """All routed experts of one layer: two stacked matrices, optional biases, and the scheme they follow."""
 
@@ -78,6 +133,16 @@ class ExpertWeights:
     w13_bias: Leaf | None = None
     w2_bias: Leaf | None = None
     scheme: Scheme = dataclasses.field(default=Scheme("bf16"), metadata=dict(static=True))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, H, I)."""
+        return self.num_experts, self.hidden_size, self.intermediate_size
+
+    @property
+    def dtype(self) -> Any:
+        """Of the stored numbers."""
+        return self.w13.data.dtype
 
     @property
     def num_experts(self) -> int:

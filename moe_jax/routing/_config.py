@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from moe_jax._arguments import check_booleans, check_numbers
 from moe_jax._typing import DTypeLike
 
 
@@ -47,3 +48,7 @@ class RoutingConfig:
     custom_routing_function: Callable[..., Any] | str | None = None
     router_logits_dtype: DTypeLike | None = None
     zero_expert_type: str | None = None
+
+    def __post_init__(self) -> None:
+        check_booleans(self)
+        check_numbers(self, "routed_scaling_factor")

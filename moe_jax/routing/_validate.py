@@ -6,6 +6,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax._arguments import shown
 from moe_jax.routing._config import RoutingConfig
 from moe_jax.routing._presets import ROUTING_PRESETS, check_interns1_pro, check_phi_sparsemixer, llama4
 from moe_jax.routing._scores import SCORING_FUNCTIONS
@@ -71,6 +72,9 @@ def validate_routing(
         raise ValueError(f"scoring_func={c.scoring_func!r}, expected one of {', '.join(SCORING_FUNCTIONS)}")
     if not math.isfinite(c.routed_scaling_factor):
         raise ValueError(f"routed_scaling_factor={c.routed_scaling_factor} must be finite")
+    for name, count in (("num_expert_group", c.num_expert_group), ("topk_group", c.topk_group)):
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int | np.integer)):
+            raise ValueError(f"{name}={shown(count)}, expected an integer")
     if c.apply_router_weight_on_input and c.top_k != 1:
         raise ValueError(
             f"apply_router_weight_on_input=True scales x once per token and needs top_k=1, found top_k={c.top_k}; "
@@ -120,9 +124,6 @@ def _validate_groups(c: RoutingConfig, has_correction_bias: bool | None, has_has
     groups, kept = c.num_expert_group, c.topk_group
     if groups is None or kept is None:
         raise ValueError(f"use_grouped_topk=True needs num_expert_group and topk_group, found {groups} and {kept}")
-    for name, count in (("num_expert_group", groups), ("topk_group", kept)):
-        if isinstance(count, bool) or not isinstance(count, int | np.integer):
-            raise ValueError(f"{name}={count!r}, expected an integer")
     if c.custom_routing_function is not None or has_hash_table:
         other = "custom_routing_function" if c.custom_routing_function is not None else "hash_indices_table"
         raise ValueError(f"use_grouped_topk=True and {other} both choose the experts; drop one")
@@ -144,9 +145,9 @@ def _validate_groups(c: RoutingConfig, has_correction_bias: bool | None, has_has
 
 def _validate_custom(c: RoutingConfig, has_correction_bias: bool | None, has_hash_table: bool | None) -> None:
     function = c.custom_routing_function
-    if isinstance(function, str) and function not in ROUTING_PRESETS:
+    if not callable(function) and (not isinstance(function, str) or function not in ROUTING_PRESETS):
         raise ValueError(
-            f"custom_routing_function={function!r}, expected a callable or one of {', '.join(ROUTING_PRESETS)}"
+            f"custom_routing_function={shown(function)}, expected a callable or one of {', '.join(ROUTING_PRESETS)}"
         )
     if has_correction_bias or has_hash_table:
         other = "e_score_correction_bias" if has_correction_bias else "hash_indices_table"

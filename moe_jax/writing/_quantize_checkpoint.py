@@ -13,7 +13,14 @@ import jax
 import numpy as np
 
 from moe_jax._typing import Json, Leaf
-from moe_jax.loading import Checkpoint, CheckpointError, ExpertReader, QuantizationConfig, as_packed
+from moe_jax.loading import (
+    Checkpoint,
+    CheckpointError,
+    ExpertReader,
+    QuantizationConfig,
+    as_packed,
+    checkpoint_directory,
+)
 from moe_jax.loading._errors import listed
 from moe_jax.loading.config._modules import is_normally_plain
 from moe_jax.loading.config._patterns import BoundedPatterns
@@ -83,6 +90,7 @@ def quantize_checkpoint(
     dst: str | os.PathLike[str],
     *,
     scheme: str | Scheme | Json,
+    revision: str | None = None,
     modules: str = "experts",
     ignore: Sequence[str] = (),
     scale_search: str | None = None,
@@ -100,10 +108,11 @@ def quantize_checkpoint(
     tokenizer, generation settings and chat template are copied; code is not, nor what a link out of ``src`` leads to.
 
     Args:
-        src: a checkpoint in any format that ``load_moe`` reads.
+        src: a checkpoint in any format that ``load_moe`` reads: a directory, or ``organization/name`` on a hub.
         dst: must not exist, or be an empty directory.
         scheme: as for ``load_pretrained(quantize=...)``; "bf16" writes everything unquantized. "nvfp4" without
             calibration in the source gets input global scales of 1.
+        revision: branch, tag or commit of a source on a hub; None is main.
         modules: "experts", or "all" for the matrices of attention, dense layers and shared experts as well. Routers,
             the shared expert's gate, embeddings and the head always stay as they are.
         ignore: more modules to leave out: names, or regular expressions after ``re:`` that match from the start. All
@@ -127,9 +136,10 @@ def quantize_checkpoint(
         config_group(target)
     destination = Path(dst)
     check_destination(destination)
-    with Checkpoint(src) as opened:
+    source = checkpoint_directory(src, revision=revision)
+    with Checkpoint(source) as opened:
         job = _Job(as_packed(opened), target, modules, tuple(ignore), scale_search is not None)
-        companions = Companions(Path(src), opened.files)
+        companions = Companions(source, opened.files)
         _check_space(destination, sum(spec.nbytes for spec in job.specs) + companions.nbytes)
         try:
             with staged(destination) as directory:

@@ -132,6 +132,17 @@ def other_offsets(header, data, rng):
 
 
 @edits_file
+def hole(header, data, rng):
+    """Bytes that belong to no tensor, before one of them; all other offsets follow."""
+    start, _ = header[pick_tensor(header, rng)]["data_offsets"]
+    size = pick(rng, (1, 2, 8, 64))
+    for name, entry in header.items():
+        if name != "__metadata__" and entry["data_offsets"][0] >= start:
+            entry["data_offsets"] = [offset + size for offset in entry["data_offsets"]]
+    return header, data[:start] + bytes(size) + data[start:]
+
+
+@edits_file
 def resize(header, data, rng):
     """One tensor loses or gains a row, the file staying valid."""
     name = pick(rng, [n for n in header if n != "__metadata__" and header[n]["shape"] and header[n]["shape"][0]])
@@ -146,7 +157,19 @@ def resize(header, data, rng):
     return header, data
 
 
-INDEX = "model.safetensors.index.json"
+@edits_file
+def scalar(header, data, rng):
+    """One tensor becomes its first number, of shape ()."""
+    name = pick(rng, [n for n in header if n != "__metadata__" and header[n]["shape"]])
+    entry = header[name]
+    start, end = entry["data_offsets"]
+    size = (end - start) // int(np.prod(entry["shape"]))
+    entry["shape"] = []
+    mutations.change_size(header, name, size - (end - start))
+    return header, data[: start + size] + data[end:]
+
+
+INDEX, TABLE = "model.safetensors.index.json", "model.embed_tokens.weight"
 
 
 def index_value(directory, rng):
@@ -179,6 +202,22 @@ def index_value(directory, rng):
         case _:
             places[f"model.layers.0.mlp.experts.0.{pick(rng, ('gate_proj.bias', 'w1.weight'))}"] = places[name]
     path.write_text(text or json.dumps(index))
+
+
+def other_head(directory, rng):
+    """A tied model's files hold a head as well, alike or not; of another checkpoint, something in config.json."""
+    if not json.loads((directory / "config.json").read_text()).get("tie_word_embeddings"):
+        return config_value(directory, rng)
+    for path in sorted(directory.glob("*.safetensors")):
+        header, data = mutations.read_parts(path)
+        if TABLE in header:
+            start, end = header[TABLE]["data_offsets"]
+            head = bytearray(data[start:end])
+            if rng.random() < 0.8:
+                head[int(rng.integers(len(head)))] ^= 1 << int(rng.integers(8))
+            header["lm_head.weight"] = header[TABLE] | {"data_offsets": [len(data), len(data) + len(head)]}
+            mutations.write_parts(path, header, data + bytes(head))
+    follow(directory)
 
 
 def follow(directory):
@@ -264,8 +303,11 @@ DAMAGES = (
     ("either", other_dtype, 6),
     ("either", other_shape, 6),
     ("refused", other_offsets, 3),
+    ("refused", hole, 3),
     ("either", resize, 4),
-    ("either", config_value, 24),
+    ("either", scalar, 3),
+    ("either", config_value, 12),
+    ("either", other_head, 16),  # of most bases a config_value
     ("either", config_text, 6),
     ("either", index_value, 8),
 )
@@ -285,6 +327,6 @@ def damage(directory, rng):
             if not names:  # only a second mutation may meet a file that the first has made unreadable
                 raise
         names.append(mutate.__name__)
-    if (directory / INDEX).exists() and "index_value" not in names and rng.random() < 0.7:
+    if (directory / INDEX).exists() and not {"index_value", "other_head"} & set(names) and rng.random() < 0.7:
         follow(directory)
     return "+".join(names), expectation if count == 1 else "either"

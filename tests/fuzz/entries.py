@@ -11,7 +11,7 @@ import moe_jax
 from moe_jax import MoEConfig
 from moe_jax._versions import Place
 from moe_jax.loading import Checkpoint, ExpertReader
-from moe_jax.quantization import dequantize_tensor
+from moe_jax.quantization import QuantizedMatrix, dequantize_tensor
 from tests.fuzz.bases import LAYER_KINDS, E, H, I
 from tests.fuzz.models import MODEL_KINDS
 
@@ -91,4 +91,9 @@ def _arrays(modules) -> dict[str, np.ndarray]:
         else:
             own = {f"{name}.{word}": getattr(value, word, None) for word in ("weight", "bias")}
             found |= {key: variable for key, variable in own.items() if variable is not None}
-    return {name: np.asarray(variable.get_value(), np.float32) for name, variable in found.items()}
+    return {name: _real(variable.get_value()) for name, variable in found.items()}
+
+
+def _real(value) -> np.ndarray:
+    """float32; of a matrix that stays quantized (n, k)."""
+    return np.asarray(_dequantized(value.tensor)[0] if isinstance(value, QuantizedMatrix) else value, np.float32)

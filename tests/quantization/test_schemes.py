@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -95,6 +96,23 @@ def test_an_unknown_name_lists_all(name):
     message = str(caught.value)
     assert repr(name) in message and "\n" not in message
     assert all(known in message for known in (*SCHEMES, *ALIASES))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("int4", "'w4a16_g128'"),
+        ("AWQ", "'w4a16_g128_asym'"),
+        ("w4a16", "'w4a16_g128' or 'w4a16_channel'"),
+        ("fp8_chanel", "'fp8_channel' or 'fp8_per_channel'"),
+        ("bf-16", "'bf16'"),
+    ],
+)
+def test_what_was_meant_is_guessed(name, meant):
+    with pytest.raises(ValueError, match=re.escape(f"unknown scheme {name!r} (did you mean {meant}?); supported")):
+        Scheme.parse(name)
+    for guess in re.findall(r"'(\w+)'", meant):
+        Scheme.parse(guess)
 
 
 def test_other_types_are_refused():

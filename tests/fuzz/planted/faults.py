@@ -6,9 +6,10 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
+from moe_jax._versions import install
 from moe_jax.loading import _errors
 from moe_jax.loading.files import _checkpoint, _safetensors
-from moe_jax.loading.layer import _bitpacked, _layer_loader, _values
+from moe_jax.loading.layer import _bitpacked, _layer_loader, _plan, _values
 from moe_jax.models import _config, _reader
 from moe_jax.nn import FusedMoE
 from moe_jax.parallel import _loading
@@ -145,8 +146,7 @@ def model_reload_sets_first():
     def eager(self, tensors, parallel):
         values = original(self, tensors, parallel)
         if eager.is_reload:
-            for variable, value in values:
-                variable.set_value(value)
+            install(values)
         return values
 
     def reload(*args):
@@ -176,9 +176,14 @@ def routed_scaling_factor():
     return [mock.patch.object(_config.ConfigReader, "positive", ignoring)]
 
 
+def scalars():
+    """A number that is spread over a whole matrix."""
+    return everywhere(_plan.check_axes, lambda *args: None)
+
+
 # The first twelve are those of the first hunt.
 FAULTS = (
     *(input_scale_min, input_scale_doubled, global_scale_max, duplicate_keys, duplicate_tensors, left_over_tensors),
     *(bad_scales, weight_shape, values_not_finite, holes, reload_sets_first, hidden_act),
-    *(tied_head, index, model_reload_sets_first, shares_of_one_scale, routed_scaling_factor),
+    *(tied_head, index, model_reload_sets_first, shares_of_one_scale, routed_scaling_factor, scalars),
 )
