@@ -7,11 +7,12 @@ import contextlib
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 MARKER = ".moe-jax-partial"  # in every directory that is removed as unfinished: nobody else's holds it
 _partials: set[Path] = set()
+_made: list[Path] = []  # directories above them
 
 
 def check_output(path: Path, what: str) -> None:
@@ -69,6 +70,30 @@ def partial(path: Path) -> Iterator[Path]:
         _partials.discard(path)
 
 
+@contextlib.contextmanager
+def parents_made(path: Path) -> Iterator[None]:
+    """Every directory above ``path`` exists in the block; those that were missing are removed if it raises."""
+    made: list[Path] = []
+    try:
+        for parent in reversed([parent for parent in path.absolute().parents if not parent.exists()]):
+            with contextlib.suppress(FileExistsError):  # another process was faster, and it is its own
+                parent.mkdir()
+                made.append(parent)
+                _made.append(parent)
+        yield
+    except BaseException:
+        _remove_empty(made)
+        raise
+    finally:
+        for parent in made:
+            _made.remove(parent)
+
+
+def nearest_directory(path: Path) -> Path:
+    """The nearest of what is above ``path`` that exists, which need not be a directory."""
+    return next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+
+
 def remove(path: Path) -> None:
     """Remove a file or directory as far as possible. A directory's marker goes last, so that the rest stays known."""
     with contextlib.suppress(OSError):
@@ -90,6 +115,14 @@ def discard_partials() -> None:
         with contextlib.suppress(OSError):
             os.rename(path, aside)  # from here on the writer can neither add to it nor give it its final name
             remove(aside)
+    _remove_empty(tuple(_made))
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    """directories: outermost first. What somebody else put something into stays."""
+    for directory in reversed(directories):
+        with contextlib.suppress(OSError):
+            directory.rmdir()
 
 
 def _is_stream(path: Path, what: str) -> bool:

@@ -45,7 +45,8 @@ def _end(program: str, awaited: list[signal.Signals]) -> None:
     reason = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     with open(2, "wb", buffering=0, closefd=False) as stderr:
         try:
-            stderr.write(f"{program}: {reason}\n".encode())
+            clear = "\r\x1b[K" if stderr.isatty() else ""  # a bar that stands on the line
+            stderr.write(f"{clear}{program}: {reason}\n".encode())
         except OSError:
             pass  # nobody reads it any more
     # By the signal itself, so that a shell sees it: 130, 143 or 129.

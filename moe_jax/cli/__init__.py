@@ -8,8 +8,8 @@ from moe_jax.cli._main import (
     build_parser,
     main,
     one_line,
-    progress_bar,
 )
+from moe_jax.cli._progress import progress_bar
 
 __all__ = [
     "DTYPES",

@@ -12,6 +12,7 @@ import numpy as np
 
 from moe_jax._output import check_output, write_output
 from moe_jax._terminal import printable
+from moe_jax.cli._progress import notice
 from moe_jax.loading import save_safetensors
 from moe_jax.loading._errors import read_json
 from moe_jax.loading.files._checkpoint import MAX_CONFIG_BYTES
@@ -22,7 +23,7 @@ from moe_jax.writing._whole_directory import check_destination, staged
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
-    "vocab_size": 1024,
+    "vocab_size": 256,
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,  # compilation takes most of the time and grows with them
@@ -44,7 +45,36 @@ CONFIG = {
     "torch_dtype": "bfloat16",
     "eos_token_id": None,
 }
-PROMPT_LENGTH, NEW_TOKENS = 64, 32
+PROMPT = (
+    "the river is long and cold . a small bird is on the old bridge , and the people of the town look at it . every "
+    "evening it sings a song about the sea , where the water is blue and the days are warm . one morning"
+)
+UNKNOWN = "<unk>"
+# The tokens, each a word: those of the prompt, and some more that random weights can choose among.
+WORDS = tuple(
+    dict.fromkeys(
+        f"""{UNKNOWN} {PROMPT}
+above across after again air all along also always an answer any apple around as away back be because become before
+behind below best better between black boat book both bread bright bring but by can child city cloud come could dark
+day deep did door down drink dry each earth east eat eye face father few fire first fish flower for four friend garden
+gold good grass great green had hand happy hard has hear heart her here high hill him his home horse hour house in
+into island its king lake land leave life light like little live man may milk money moon mother mountain move music
+name never new night no once place plant play poor put queen question quick quiet rain read red rest ring rise road
+rock room root round run sand say school season see seed she ship show side silver sky sleep slow snow so some soon
+sound south space stand star stay step still stone stop story street strong summer sun sweet swim table take talk tall
+tell them then they thing think thought three through time to tree turn two under until up very voice walk wall want
+was watch way we well west what wheel when white who why wild wind window winter with wood word world year yes you
+young
+""".split()
+    )
+)
+NEW_TOKENS = 32
+LEGEND = f"""
+expert MB    the experts' weights as they are held, scales included
+logit error  |logits - exact| / |exact| over the prompt; exact: the bfloat16 weights, computed in float32
+same tokens  share of {NEW_TOKENS} new tokens that are those of bf16; with random weights many are close calls
+prefill ms   to read the prompt, median of 3 calls, compilation left out
+ms/token     the same for an answer of {NEW_TOKENS} tokens, divided by their number"""
 
 # The formats that are fast on a CPU; --all runs every one.
 ONE_OF_EACH = ("bf16", "fp8_tensor", "fp8_channel", "fp8_block", "int8_w8a8", "int8_w8a16", "w4a8_int8")
@@ -66,24 +96,32 @@ def run_demo(out: Path, all_schemes: bool = False) -> list[dict[str, Any]]:
     checkpoint = _checkpoint_in(out)
     for name in ("demo.json", "demo.png"):
         check_output(out / name, "--out")
-    prompt = jnp.asarray(np.random.default_rng(1).integers(0, CONFIG["vocab_size"], (1, PROMPT_LENGTH)), jnp.int32)
+    words = vocabulary()
+    prompt = jnp.asarray([[words.get(word, 0) for word in PROMPT.split()]], jnp.int32)
+    print(f"prompt: {PROMPT}")
     reference = load_pretrained(checkpoint, dtype=jnp.float32, implementation="reference")
-    exact = np.asarray(reference.score(prompt), np.float64)
+    with notice("compiling the float32 reference ..."):
+        exact = np.asarray(reference.score(prompt), np.float64)
     del reference
     rows: list[dict[str, Any]] = []
     bf16_tokens = None
     for scheme in every_scheme() if all_schemes else ONE_OF_EACH:
-        row, tokens = measure(checkpoint, scheme, prompt, exact)
+        with notice(f"compiling and measuring {scheme} ..."):
+            row, tokens = measure(checkpoint, scheme, prompt, exact)
         bf16_tokens = tokens if scheme == "bf16" else bf16_tokens
         row["same_tokens"] = float((tokens == bf16_tokens).mean())
         rows.append(row)
         print(render_row(rows[-1], header=len(rows) == 1), flush=True)
+    print(LEGEND)
+    if bf16_tokens is not None:
+        print(f"answer of bf16, of random weights: {' '.join(list(words)[token] for token in bf16_tokens[0])}")
     results = json.dumps({"device": jax.devices()[0].device_kind, "rows": rows}, indent=1)
     write_output(out / "demo.json", [results.encode()])
     if draw(rows, out / "demo.png"):
         print(printable(f"wrote {out / 'demo.json'} and {out / 'demo.png'}"))
     else:
         print(printable(f"wrote {out / 'demo.json'}; the picture needs matplotlib: pip install matplotlib"))
+    print(printable(f'more of it: moe-jax run --model {checkpoint} --prompt "{" ".join(PROMPT.split()[:7])}"'))
     return rows
 
 
@@ -91,7 +129,8 @@ def _checkpoint_in(out: Path) -> Path:
     """The demo's checkpoint under ``out``, written unless it is there. Raises ValueError for files of somebody else."""
     checkpoint = out / "tiny-qwen3-moe"
     config = checkpoint / "config.json"
-    if config.is_file() and read_json(config, max_bytes=MAX_CONFIG_BYTES) == CONFIG:
+    is_whole = config.is_file() and (checkpoint / "tokenizer.json").is_file()
+    if is_whole and read_json(config, max_bytes=MAX_CONFIG_BYTES) == CONFIG:
         print(printable(f"found {checkpoint} of an earlier demo"))
         return checkpoint
     for path in (checkpoint, out / "demo.json", out / "demo.png"):
@@ -107,7 +146,7 @@ def measure(checkpoint: Path, scheme: str, prompt: jax.Array, exact: np.ndarray)
     """Load the checkpoint in ``scheme`` and measure it. Returns (row, generated token ids)."""
     model = load_pretrained(checkpoint, quantize=None if scheme == "bf16" else scheme)
     logits = np.asarray(model.score(prompt), np.float64)
-    tokens = np.asarray(generate(model, prompt, max_new_tokens=NEW_TOKENS))[:, PROMPT_LENGTH:]
+    tokens = np.asarray(generate(model, prompt, max_new_tokens=NEW_TOKENS))[:, prompt.shape[1] :]
     prefill = _median_seconds(lambda: model.score(prompt))
     whole = _median_seconds(lambda: generate(model, prompt, max_new_tokens=NEW_TOKENS))
     row = {
@@ -139,13 +178,17 @@ def render_row(row: dict[str, Any], *, header: bool) -> str:
     return head + line if header else line
 
 
+def vocabulary() -> dict[str, int]:
+    """Word -> token, in the order of tokens."""
+    return {word: token for token, word in enumerate(WORDS[: CONFIG["vocab_size"]])}
+
+
 def write_checkpoint(directory: Path, seed: int = 0) -> None:
-    """Write ``CONFIG`` and random weights in the names Qwen3-MoE files have on disk.
+    """Write ``CONFIG``, random weights in the names Qwen3-MoE files have on disk, and a tokenizer of ``WORDS``.
 
     directory: must not exist, or be empty; it appears complete or not at all. Raises ValueError.
     """
     rng = np.random.default_rng(seed)
-    directory.parent.mkdir(parents=True, exist_ok=True)
     check_destination(directory)
     hidden, inter, head = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"], CONFIG["head_dim"]
     queries, keys = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
@@ -182,6 +225,24 @@ def write_checkpoint(directory: Path, seed: int = 0) -> None:
     with staged(directory) as partial:
         save_safetensors(partial / "model.safetensors", tensors)
         (partial / "config.json").write_text(json.dumps(CONFIG, indent=1))
+        (partial / "tokenizer.json").write_text(json.dumps(_tokenizer(), indent=1))
+
+
+def _tokenizer() -> dict[str, Any]:
+    """The content of tokenizer.json: a token for each word between blanks."""
+    unknown = {"id": 0, "content": UNKNOWN, "special": True}
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [unknown | flags],
+        "normalizer": {"type": "Lowercase"},
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary(), "unk_token": UNKNOWN},
+    }
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> bool:

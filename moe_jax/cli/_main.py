@@ -7,14 +7,14 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_jax._signals import hold_if_ending
 from moe_jax._terminal import cut, printable
 from moe_jax._version import __version__
+from moe_jax.cli._progress import progress_bar
 
 EXIT_PROBLEM, EXIT_BAD_INPUT = 1, 2
 EXIT_INTERRUPTED = 130  # as shells report the signal
@@ -210,7 +210,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from moe_jax.cli._run import run
 
-    return run(args, progress_bar)
+    return run(args)
 
 
 def _quantize(args: argparse.Namespace) -> int:
@@ -250,7 +250,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from moe_jax.cli.bench._command import run_bench
 
-    return EXIT_PROBLEM if run_bench(args, progress_bar) else 0
+    return EXIT_PROBLEM if run_bench(args) else 0
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -259,29 +259,6 @@ def _doctor(args: argparse.Namespace) -> int:
     diagnosis = diagnose()
     print(diagnosis.render())
     return EXIT_PROBLEM if diagnosis.problems else 0
-
-
-@contextmanager
-def progress_bar(label: str, unit: str = "layer"):
-    """Yields a callback ``(done, total)`` that draws a bar on a terminal, or None elsewhere or without tqdm."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield None
-        return
-    with tqdm(desc=label, unit=unit, unit_scale=unit == "B", file=sys.stderr, leave=False) as bar:
-
-        def advance(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield advance
-
-
-ProgressCallback = Callable[[int, int], None]
 
 
 if __name__ == "__main__":

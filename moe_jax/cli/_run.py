@@ -17,6 +17,7 @@ import numpy as np
 from moe_jax._output import check_output, write_output
 from moe_jax._terminal import printable
 from moe_jax.cli._chat import ChatTemplate
+from moe_jax.cli._progress import announced, bars_hidden, notice, progress_bar
 from moe_jax.loading._errors import read_json, shown
 
 MAX_SETTINGS_BYTES = 1 << 20  # of generation_config.json
@@ -25,6 +26,7 @@ Ids = list[int]
 # What a tokenizer may be stored in besides tokenizer.json, and how transformers makes that file of it.
 _OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")
 _CONVERT = "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+COMPILING = "compiling ..."
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are not a whole character yet
 
 
@@ -132,7 +134,7 @@ class Answer:
         return certain if len(certain) > len(self.text) else self.text
 
 
-def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
+def run(args: argparse.Namespace) -> int:
     """The command. Raises ValueError and the like for bad input, one line each, before the model is loaded."""
     import jax.numpy as jnp
 
@@ -154,7 +156,7 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
     stops = [medium.stop(given) for given in args.stop]
     stop_ids, stop_texts = [s for s in stops if isinstance(s, int)], [s for s in stops if isinstance(s, str)]
     end = _end_tokens(directory)
-    with progress_bar("loading") as progress:
+    with progress_bar("loading", before="loading ...") as progress:
         model = load_pretrained(
             directory,
             quantize=args.quantize,
@@ -181,7 +183,8 @@ def run(args: argparse.Namespace, progress_bar: Callable[..., Any]) -> int:
         if args.prompts is None:
             _answer(model, prompts[0].ids, answers[0], args, end, clock, balancer)
         else:
-            _answer_file(model, prompts, answers, args, end, clock, balancer)
+            with progress_bar("answers", unit="answer", before=COMPILING) as progress:
+                _answer_file(model, prompts, answers, args, end, clock, balancer, progress)
         print(clock.line(sum(len(prompt.ids) for prompt in prompts)), file=sys.stderr)
         if balancer is not None:
             print(f"experts were moved in {balancer.num_moves} layers", file=sys.stderr)
@@ -258,7 +261,7 @@ def _answer(model, ids, answer, args, end, clock, balancer) -> None:
     options: dict[str, Any] = dict(zip(names, _settings(args), strict=True), rng=_key(args, 0))
     options |= dict(max_new_tokens=args.max_new_tokens, eos_token_id=end or None, return_load=balancer is not None)
     load = None
-    for part in generate_stream(model, [ids], **options):
+    for part in announced(generate_stream(model, [ids], **options), COMPILING, count=2):
         tokens, load = (part, None) if balancer is None else part
         before = len(answer.ids)
         _show(answer.add(tokens[0].tolist()))
@@ -270,7 +273,7 @@ def _answer(model, ids, answer, args, end, clock, balancer) -> None:
     _show(answer.finish() + "\n")
 
 
-def _answer_file(model, prompts, answers, args, end, clock, balancer) -> None:
+def _answer_file(model, prompts, answers, args, end, clock, balancer, progress) -> None:
     """Fill the answers to all prompts, and show a line of each as soon as those before it are shown. With a balancer
     experts move after each batch of prompts, else all prompts are one call."""
     from moe_jax.models._generate import generate_each
@@ -285,6 +288,8 @@ def _answer_file(model, prompts, answers, args, end, clock, balancer) -> None:
             for index, tokens in made.items():
                 answers[start + index].add(tokens.tolist())
             clock.count(sum(len(answers[start + index].ids) for index in made) - before)
+            if progress is not None:
+                progress(sum(_is_whole(answer, args.max_new_tokens) for answer in answers), len(answers))
             while shown < len(answers) and _is_whole(answers[shown], args.max_new_tokens):
                 answers[shown].finish()
                 line = {"prompt": prompts[shown].shown, "completion": answers[shown].text}
@@ -316,13 +321,15 @@ def _show(piece: str) -> None:
     """To files and pipes as it is; a terminal would obey what the model writes."""
     if sys.stdout.isatty():
         piece = "".join(printable(c) if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in piece)
-    sys.stdout.write(piece)
-    sys.stdout.flush()
+    with bars_hidden():
+        sys.stdout.write(piece)
+        sys.stdout.flush()
 
 
 def _score(args: argparse.Namespace, model: Any, ids: Ids) -> None:
     """Write the prompt's logits, or print the log probabilities of its tokens."""
-    logits = np.asarray(model.score(np.asarray([ids], np.int32))[0], np.float32)
+    with notice(COMPILING):
+        logits = np.asarray(model.score(np.asarray([ids], np.int32))[0], np.float32)
     if not np.isfinite(logits).all():
         position = int(np.argmin(np.isfinite(logits).all(axis=-1)))
         raise ValueError(f"{args.model}: logits at prompt position {position} are not finite; the weights are damaged")

@@ -12,6 +12,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from moe_jax._output import nearest_directory
 from moe_jax._typing import Json, Leaf
 from moe_jax.loading import (
     Checkpoint,
@@ -109,7 +110,7 @@ def quantize_checkpoint(
 
     Args:
         src: a checkpoint in any format that ``load_moe`` reads: a directory, or ``organization/name`` on a hub.
-        dst: must not exist, or be an empty directory.
+        dst: must not exist, or be an empty directory. Directories above it are made.
         scheme: as for ``load_pretrained(quantize=...)``; "bf16" writes everything unquantized. "nvfp4" without
             calibration in the source gets input global scales of 1.
         revision: branch, tag or commit of a source on a hub; None is main.
@@ -405,7 +406,7 @@ def _dtype_of(config: Json) -> np.dtype:
 
 
 def _check_space(destination: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(destination.absolute().parent).free
+    free = shutil.disk_usage(nearest_directory(destination)).free
     if free < nbytes:
         raise CheckpointError(
             f"{destination}: {nbytes / 1e9:.1f} GB will be written, and its disk has {free / 1e9:.1f} GB free"

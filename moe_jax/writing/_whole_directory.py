@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from moe_jax._output import MARKER, partial, remove
+from moe_jax._output import MARKER, nearest_directory, parents_made, partial, remove
 
 try:
     import fcntl
@@ -15,22 +15,25 @@ except ImportError:  # not a POSIX system: leftovers of killed runs are then not
 
 
 def check_destination(path: Path) -> None:
-    """Raises ValueError unless ``path`` can become a new directory: its parent is one, and it is empty or absent."""
+    """Raises ValueError unless ``path``, which is absent or an empty directory, can become a new one. Directories above
+    it may be missing too."""
     if path.is_symlink():
         raise ValueError(f"{path}: is a link to {os.readlink(path)}; choose a destination that is no link")
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path}: exists and is no directory; choose another destination")
     if path.is_dir() and any(path.iterdir()):
         raise ValueError(f"{path}: exists and is not empty; choose another destination or remove it")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{path}: the directory {path.absolute().parent} does not exist; create it first")
-    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{path}: no permission to write in {path.absolute().parent}; choose another destination")
+    above = nearest_directory(path)
+    if not above.is_dir():
+        raise ValueError(f"{path}: {above} is no directory; choose another destination")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{path}: no permission to write in {above}; choose another destination")
 
 
 @contextlib.contextmanager
 def staged(path: Path) -> Iterator[Path]:
     """A temporary directory beside ``path`` that takes its name when the block ends, and vanishes if it raises.
+    Directories above ``path`` that are missing are made, and vanish too.
 
     What a killed run leaves behind is hidden (``.NAME.partial-...``) and removed by the next run for the same path. Its
     marker decides, and that it is the user's own: other directories of such a name stay.
@@ -42,7 +45,8 @@ def staged(path: Path) -> Iterator[Path]:
             marker = os.lstat(leftover / MARKER)
             if is_ours and stat.S_ISREG(marker.st_mode) and marker.st_uid == os.geteuid():
                 remove(leftover)
-    with partial(path.with_name(f"{prefix}{os.urandom(8).hex()}")) as directory:
+    fresh = path.with_name(f"{prefix}{os.urandom(8).hex()}")
+    with parents_made(path), partial(fresh) as directory:
         directory.mkdir()
         with _locked(directory):
             (directory / MARKER).touch()  # once nobody else can take the directory for a leftover

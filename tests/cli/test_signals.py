@@ -110,11 +110,11 @@ def test_while_a_model_is_opened(start, model, tmp_path, delay):
 @pytest.mark.sample(4)
 def test_while_a_checkpoint_is_written(start, model, tmp_path, number, place):
     """Busy in Python, or asleep in the system: the directory vanishes, and the process with it."""
-    flag, target = tmp_path / "flag", tmp_path / "out"
+    flag, target = tmp_path / "flag", tmp_path / "new" / "out"
     arguments = (*place.split(":"), flag, "quantize", model, target, "--scheme", "bf16")
     process = start(*arguments, program=("-c", STOPPED))
     wait_for(flag.exists)
-    assert any(path.name.startswith(".out.partial-") for path in tmp_path.iterdir())
+    assert any(path.name.startswith(".out.partial-") for path in target.parent.iterdir())
     process.send_signal(number)
     check_ended(process, number)
     assert [path.name for path in tmp_path.iterdir()] == ["flag"]

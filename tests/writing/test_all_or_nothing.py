@@ -71,7 +71,7 @@ def test_destinations(model, tmp_path):
     for name, message in (
         ("full", "is not empty"),
         ("file", "is no directory"),
-        ("a/b", "does not exist; create it first"),
+        ("file/a/b", "file is no directory; choose another destination"),
     ):
         with pytest.raises(ValueError, match=message):
             moe_jax.quantize_checkpoint(model, tmp_path / name, scheme="bf16")
@@ -81,6 +81,23 @@ def test_destinations(model, tmp_path):
     moe_jax.quantize_checkpoint(model, tmp_path / "empty", scheme="bf16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "full"]
     Checkpoint(tmp_path / "empty").close()
+
+
+def test_directories_above_the_destination_are_made_and_removed(model, tmp_path, monkeypatch):
+    moe_jax.quantize_checkpoint(model, tmp_path / "a" / "b" / "out", scheme="bf16")
+    Checkpoint(tmp_path / "a" / "b" / "out").close()
+
+    def fail(*args):
+        if (tmp_path / "a" / "c" / "d").is_dir():
+            (tmp_path / "a" / "c" / "mine").touch()
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    for name in ("new/deep/out", "a/new/out", "a/b/new", "a/c/d/out"):
+        with pytest.raises(CheckpointError, match="broken; nothing was left behind"):
+            moe_jax.quantize_checkpoint(model, tmp_path / name, scheme="bf16")
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.parent.name != "out"}
+    assert left == {"a", "a/b", "a/b/out", "a/c", "a/c/mine"}, "what others have put a file into stays"
 
 
 @pytest.mark.parametrize("after", [0, 3])

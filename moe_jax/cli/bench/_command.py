@@ -5,17 +5,15 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from moe_jax._output import check_output, write_output
+from moe_jax.cli._progress import progress_bar
 from moe_jax.cli.bench._bench import bench
 from moe_jax.cli.bench._report import draw_roofline, render
 
 
-def run_bench(args: argparse.Namespace, progress_bar: Callable[..., AbstractContextManager[Any]]) -> int:
+def run_bench(args: argparse.Namespace) -> int:
     """Run the command; returns how many cells failed. Raises ValueError and ImportError for bad input."""
     for option, path in (("--json", args.json), ("--png", args.png)):
         if path is not None:
@@ -27,7 +25,7 @@ def run_bench(args: argparse.Namespace, progress_bar: Callable[..., AbstractCont
             import matplotlib  # noqa: F401
         except ImportError:
             raise ImportError("--png needs the package matplotlib: pip install matplotlib") from None
-    with progress_bar("measuring", unit="cell") as progress:
+    with progress_bar("measuring", unit="cell", before="measuring ...") as progress:
         report = bench(
             args.model,
             _names(args.scheme),

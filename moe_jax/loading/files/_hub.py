@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from moe_jax._terminal import size
 from moe_jax.loading._errors import CheckpointError, listed, shown
@@ -164,16 +164,18 @@ class _Model:
         from huggingface_hub import snapshot_download
 
         patterns = [glob.escape(name) for name in names]
+        bar = bar or self._bar(0)
         try:
-            found = snapshot_download(
-                self._name, revision=revision, allow_patterns=patterns, tqdm_class=bar or self._bar(0)
-            )
+            found = snapshot_download(self._name, revision=revision, allow_patterns=patterns, tqdm_class=bar)
         except Exception as error:  # as above, and of the file system
             if refusal := self._refusal(error):
                 raise refusal from None
             if isinstance(error, OSError) and error.errno is not None:
                 raise self._error(f"the cache {self._cache} cannot be written: {error.strerror}") from None
             raise self._error(f"the download broke off ({_text(error)}); try again: what has come is kept") from None
+        finally:
+            for each in bar.opened:  # huggingface_hub leaves them open
+                each.close()
         directory = Path(found)
         if missing := [name for name in names if not (directory / name).exists()]:
             raise self._error(f"the download left out {listed(missing, 2)}; try again: what has come is kept")
@@ -213,12 +215,14 @@ class _Model:
         label = f"downloading {self._name}"
 
         class Bar(tqdm):
+            opened: ClassVar[list[Any]] = []
             total = property(lambda self: nbytes, lambda self, value: None)  # huggingface_hub adds up what it has begun
 
             def __init__(self, *args: Any, name: str | None = None, **options: Any):
                 hidden = not nbytes or name != _BAR or not sys.stderr.isatty()
                 options |= dict(desc=label, leave=False, bar_format=None, disable=hidden)
                 super().__init__(*args, name=name, **options)
+                self.opened.append(self)
 
             def set_description(self, desc: str | None = None, refresh: bool | None = True) -> None:
                 pass
