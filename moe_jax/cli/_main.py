@@ -185,6 +185,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="computation dtype (default bfloat16)")
     run.add_argument("--kv-cache-dtype", choices=DTYPES, help="of the cache, where a checkpoint states an FP8 one")
+    run.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N", help="read longer prompts in chunks (default 8192)"
+    )
     run.add_argument("--implementation", metavar="NAME[,NAME]", help="ordered implementations to try")
     run.add_argument("--mesh", metavar="expert=4,tensor=2", help="devices per axis")
     run.add_argument(

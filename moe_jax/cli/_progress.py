@@ -1,4 +1,4 @@
-"""What a person at a terminal sees on stderr while a command works: bars, and a line once it has been silent.
+"""What a person at a terminal sees on stderr while a command works: bars, and a text once it has been silent.
 
 Both are gone when the work is done, and neither is written where stderr is no terminal.
 """
@@ -14,7 +14,8 @@ ProgressCallback = Callable[[int, int], None]
 
 
 class Notice:
-    """A line on stderr that is shown after a second, unless ``end`` was called before, and until it is.
+    """A text on stderr that is shown after a second, unless ``end`` was called before, and until it is. It may stand
+    behind the beginning of an answer, on stdout and the same terminal.
 
     seconds: of silence; ``SILENCE`` if None.
     """
@@ -30,17 +31,18 @@ class Notice:
     def _show(self) -> None:
         with self._lock:
             if not self._is_over:
-                sys.stderr.write(f"\r{self._text}")
+                sys.stderr.write(self._text)
                 sys.stderr.flush()
                 self._is_shown = True
 
     def end(self) -> None:
-        """Remove the line; whoever writes to the terminal next begins an empty one."""
+        """Remove the text; whoever writes to the terminal next goes on where it began."""
         with self._lock:
             if not self._is_over:
                 self._clock.cancel()
             if self._is_shown:
-                sys.stderr.write(f"\r{' ' * len(self._text)}\r")
+                back = "\b" * len(self._text)
+                sys.stderr.write(f"{back}{' ' * len(self._text)}{back}")
                 sys.stderr.flush()
             self._is_shown, self._is_over = False, True
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import io
+import itertools
 import json
 import os
 import sys
@@ -168,6 +169,7 @@ def run(args: argparse.Namespace) -> int:
             kv_cache_dtype=args.kv_cache_dtype,
             max_seq_len=max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens,
             progress=progress,
+            **({} if args.max_num_batched_tokens is None else dict(max_num_batched_tokens=args.max_num_batched_tokens)),
         )
     vocab = model.config.vocab_size
     end = sorted({*(model.config.eos_token_id if end is None else end), *stop_ids})
@@ -261,7 +263,10 @@ def _answer(model, ids, answer, args, end, clock, balancer) -> None:
     options: dict[str, Any] = dict(zip(names, _settings(args), strict=True), rng=_key(args, 0))
     options |= dict(max_new_tokens=args.max_new_tokens, eos_token_id=end or None, return_load=balancer is not None)
     load = None
-    for part in announced(generate_stream(model, [ids], **options), COMPILING, count=2):
+    with progress_bar("reading", unit="token", before=COMPILING) as progress:
+        parts = generate_stream(model, [ids], **options, progress=progress)
+        first = next(parts)
+    for part in itertools.chain([first], announced(parts, COMPILING, count=1)):
         tokens, load = (part, None) if balancer is None else part
         before = len(answer.ids)
         _show(answer.add(tokens[0].tolist()))
@@ -345,6 +350,8 @@ def _check_options(args: argparse.Namespace) -> None:
     """What can be known without reading anything."""
     if args.max_new_tokens < 0:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}, expected 0 or more")
+    if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < 1:
+        raise ValueError(f"--max-num-batched-tokens is {args.max_num_batched_tokens}, expected 1 or more")
     if args.batch_size < 1:
         raise ValueError(f"--batch-size is {args.batch_size}, expected 1 or more")
     if not 0 <= args.temperature < float("inf"):

@@ -16,6 +16,7 @@ import numpy as np
 from moe_jax.models import _loop
 from moe_jax.models._compiled import bucket, split_model
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models._prefill import Prefill
 from moe_jax.models._sampling import Sampler
 
 _MOST_BUCKETS = 4
@@ -95,7 +96,10 @@ def run(
                 targets, picked = np.full(most, batch, np.int32), np.full(most, owner[rows[0]])
                 targets[: len(rows)], picked[: len(rows)] = rows, owner[rows]
                 entering = _padded([prompts[index] for index in owner[rows]], most, size)
-                state = _loop.admit(structure, leaves, state, entering, targets, sampler.rows(picked))
+                prompt = Prefill(model, *entering)
+                reading = prompt.read(structure, leaves, size, no_load)
+                entering, picked = (prompt.ids, prompt.mask), sampler.rows(picked)
+                state = _loop.admit(structure, prompt.chunk, leaves, reading, state, entering, targets, picked)
             idle = owner < 0
             wanted = np.int32(idle.sum() + _fewest(queue, batch) if queue else batch)
             state = dataclasses.replace(state, step=np.int32(0))

@@ -21,6 +21,7 @@ from moe_jax.models._config import DecoderConfig
 from moe_jax.models._inputs import check_cache, check_ids, check_positions
 from moe_jax.models._layers import NORMS, Embedding, GatedMLP, Head, LayerNorm, RMSNorm
 from moe_jax.models._partition import WHOLE, on_mesh, whole
+from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import reload_weights
 from moe_jax.models.attention._attention import Attention, AttentionInputs
 from moe_jax.models.attention._hopper import AttentionImplementation, check_implementation
@@ -88,6 +89,7 @@ class CausalLM(MoEFamily, Versioned):
         config: static description, from ``read_config`` of the family.
         schemes: scheme of the experts of each layer in ``config.moe_layers``; None for unquantized experts.
         max_seq_len: longest sequence; None takes what the config's rotary embedding was made for.
+        max_num_batched_tokens: as for ``load_pretrained``.
         implementation: as for ``FusedMoE``.
         attention: as for ``load_pretrained``.
         dtype: dtype of dense weights, of computation and of the cache.
@@ -108,6 +110,7 @@ class CausalLM(MoEFamily, Versioned):
         *,
         schemes: Mapping[int, Scheme | None] | None = None,
         max_seq_len: int | None = None,
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         implementation: Any = None,
         attention: AttentionImplementation = "xla",
         dtype: DTypeLike = jnp.bfloat16,
@@ -124,6 +127,7 @@ class CausalLM(MoEFamily, Versioned):
                 "config.json"
             )
             self.max_seq_len = integer("max_seq_len", max_seq_len, minimum=1, maximum=longest, why=why)
+        self.max_num_batched_tokens: int = integer("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
         self.dtype: np.dtype[Any] = jnp.dtype(dtype)
         self.quantization_config = "null"  # JSON of the checkpoint's; reload_weights reads arrays by it
         options: dict[str, Any] = dict(dtype=self.dtype, rngs=rngs)
@@ -215,8 +219,12 @@ class CausalLM(MoEFamily, Versioned):
         attention_mask: ArrayArg | None = None,
         cache: KVCache | None = None,
         return_stats: bool = False,
+        seq_lens: Int[Array, " B"] | None = None,
     ) -> tuple[Any, ...]:
         """Like a call under ``jax.jit``, up to the last norm: for callers that need logits at few positions.
+
+        seq_lens: tokens in each row once calls that follow have brought the rest of its prompt; rotary embeddings that
+        change with the length are those of this length then. None for those of the cache and this call.
 
         Returns (hidden states (B, S, H), the new cache or None), and with ``return_stats`` ``MoEStats``, None where no
         layer has experts.
@@ -229,7 +237,7 @@ class CausalLM(MoEFamily, Versioned):
             if attention_mask is None
             else jnp.asarray(attention_mask).astype(jnp.bool)
         )
-        ids, mask, positions, cache = on_mesh((ids, mask, positions, cache), self.parallel)
+        ids, mask, positions, cache, seq_lens = on_mesh((ids, mask, positions, cache, seq_lens), self.parallel)
         back = None
         if attention_mask is not None and length > 1:
             order, back = slot_order(mask, None if cache is None else cache.lengths)
@@ -252,6 +260,7 @@ class CausalLM(MoEFamily, Versioned):
             slots = jnp.arange(keys.shape[1], dtype=jnp.int32)
             is_filled = (slots >= starts[:, None]) & (slots < lengths[:, None])
             longest = jnp.max(jnp.where(is_filled, keys, -1), axis=1) + 1
+        longest = longest if seq_lens is None else jnp.maximum(longest, seq_lens)
         cos, sin = rotary_angles(self.config.rope, positions, longest)
         inputs = AttentionInputs(cos, sin, starts, lengths, first_slots, positions, keys)
 

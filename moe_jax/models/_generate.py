@@ -1,6 +1,7 @@
 """``generate`` and ``generate_stream``: the token loop as a compiled program over a static key-value cache."""
 
 import collections
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from moe_jax._typing import ArrayArg
 from moe_jax.models import _batches, _loop
 from moe_jax.models._compiled import bucket, padded_prompt, split_model
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models._prefill import Prefill
 from moe_jax.models._sampling import Sampler, SamplingParams
 
 
@@ -104,17 +106,21 @@ def generate_stream(
     sampling_params: Any = None,
     attention_mask: ArrayArg | None = None,
     return_load: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Any]:
     """What ``generate`` adds, while it is made: arrays (B, n) int32, the first of one token, later ones of up to
     ``tokens_at_once``. It ends after ``max_new_tokens``, or when every row has ended. Arguments and errors are those of
     ``generate``, and so are the tokens. With ``return_load`` pairs of tokens and the load so far.
+
+    progress: called as ``progress(done, total)`` with tokens of the prompts, after each chunk of prompts that are read
+    in several (``max_num_batched_tokens`` of the model).
     """
     settings = (temperature, top_p, top_k, sampling_params)
     run = _Run(model, input_ids, max_new_tokens, settings, eos_token_id, rng, attention_mask, has_load=return_load)
     at_once = integer("tokens_at_once", tokens_at_once, minimum=1)
 
     def tokens() -> Iterator[Any]:
-        made, state = 0, run.start() if run.max_new_tokens else None
+        made, state = 0, run.start(progress) if run.max_new_tokens else None
         while state is not None:
             step = int(state.step)
             new = np.asarray(state.tokens[:, made:step])
@@ -186,12 +192,21 @@ class _Run:
                 f"the prompt and max_new_tokens={max_new_tokens} make {longest} tokens, "
                 f"the model takes max_seq_len={model.max_seq_len}"
             )
+        self._model = model
         self._structure, self._leaves = split_model(model) if self.max_new_tokens else (None, [])
 
-    def start(self) -> _loop.State:
+    def start(self, progress: Callable[[int, int], None] | None = None) -> _loop.State:
         """The state after the prompt, with the first new token."""
         room = bucket(self.max_new_tokens)
-        return _loop.start(self._structure, room, self._leaves, (self._ids, self._mask, self.no_load), self._sampler)
+        prompt = Prefill(self._model, self._ids, self._mask, progress)
+        reading = prompt.read(self._structure, self._leaves, self._ids.shape[1] + room, self.no_load)
+        cache = None
+        if reading is not None:
+            reading, cache = dataclasses.replace(reading, cache=None), reading.cache
+        whole = (prompt.ids, prompt.mask, self.no_load)
+        state = _loop.start(self._structure, room, prompt.chunk, self._leaves, reading, cache, whole, self._sampler)
+        prompt.done(state)
+        return state
 
     def until(self, state: _loop.State, limit: int) -> _loop.State:
         """The state, which is used up, after ``limit`` new tokens, or fewer when all rows have ended."""

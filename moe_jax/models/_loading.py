@@ -13,6 +13,7 @@ from moe_jax.loading._errors import shown
 from moe_jax.models._counts import check_counts
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._partition import spread_dense
+from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import ModelReader, Progress, install_values, ranges
 from moe_jax.models.attention._hopper import AttentionImplementation
 from moe_jax.models.families._registry import read_family, read_model_family
@@ -34,6 +35,7 @@ def load_pretrained(
     dtype: DTypeLike = jnp.bfloat16,
     kv_cache_dtype: DTypeLike | None = None,
     max_seq_len: int | None = None,
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Load a checkpoint. Quantized weights stay quantized; everything else is held in ``dtype``.
@@ -65,6 +67,9 @@ def load_pretrained(
         kv_cache_dtype: of the key-value cache; None takes what the checkpoint says. A cache in FP8 is not built yet:
             for a checkpoint that states one, say ``dtype`` here too, and the cache holds keys and values unquantized.
         max_seq_len: longest sequence that will be used; None takes the model's own limit.
+        max_num_batched_tokens: of prompts that pass the model at once, padding included. ``generate`` reads longer
+            prompts in chunks, which bounds memory; a row gets at least 16 tokens of a chunk. The answers are the same,
+            but for rounding, and for formats that scale the activations of a call by their maximum ("fp8_tensor").
         progress: called as ``progress(done, total)`` after each layer.
 
     Raises:
@@ -84,6 +89,7 @@ def load_pretrained(
             config,
             schemes={layer: reader.scheme(layer, quantize) for layer in config.moe_layers},
             max_seq_len=max_seq_len,
+            max_num_batched_tokens=max_num_batched_tokens,
             implementation=implementation,
             attention=attention,
             dtype=dtype,

@@ -51,6 +51,30 @@ class State:
         return dataclasses.replace(merged, step=self.step, load=new.load)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Of B prompts of which some tokens were read. hidden: (B, H), of the latest of each row. load: as in ``State``,
+    of these tokens. cache: ``KVCache``; None where ``start`` has it beside this."""
+
+    hidden: Leaf
+    load: Leaf
+    cache: Any
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def unread(config, batch, num_slots, dtype, load):
+    """``Reading`` before the first token."""
+    hidden = jnp.zeros((batch, config.hidden_size), dtype)
+    return Reading(hidden, load, KVCache.zeros(config, batch, num_slots, dtype))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def read(structure, leaves, reading, chunk):
+    """``Reading`` after these tokens too. chunk: (ids, mask, tokens in each row's whole prompt)."""
+    return _read(merge_model(structure, leaves), reading, *chunk)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def empty(config, batch, num_slots, room, dtype, is_penalized, load):
     """A state whose rows are all done."""
@@ -62,20 +86,31 @@ def empty(config, batch, num_slots, room, dtype, is_penalized, load):
     return State(jnp.int32(0), numbers, numbers, jnp.ones((batch,), jnp.bool), tokens, load, history, cache)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def start(structure, room, leaves, prompt, sampler):
-    """The state of these prompts with their first new token. prompt: (ids, mask, load so far)."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
+def start(structure, room, chunk, leaves, reading, cache, prompt, sampler):
+    """The state of these prompts with their first new token.
+
+    prompt: (ids, mask, zeros of the load). reading, cache: of all but the last ``chunk`` columns, or None before the
+    first; the cache, which is used up, stands beside its ``Reading``.
+    """
     model, (ids, mask, load) = merge_model(structure, leaves), prompt
-    return _prefilled(model, ids, mask, ids.shape[1] + room, room, load, sampler)
+    if reading is None:
+        reading = unread(model.config, len(ids), ids.shape[1] + room, model.dtype, load)
+    else:
+        reading = dataclasses.replace(reading, cache=cache)
+    return _started(model, reading, ids, mask, chunk, room, sampler)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def admit(structure, leaves, state, prompt, rows, sampler):
-    """The state with prompts, and their first new token, in these rows. prompt: (ids (R, P), mask)."""
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def admit(structure, chunk, leaves, reading, state, prompt, rows, sampler):
+    """The state with prompts, and their first new token, in these rows. prompt: (ids (R, P), mask). chunk, reading: as
+    of ``start``."""
     model, (ids, mask) = merge_model(structure, leaves), prompt
-    new = _prefilled(model, ids, mask, ids.shape[1], state.tokens.shape[1], state.load, sampler)
+    if reading is None:
+        reading = unread(model.config, *ids.shape, model.dtype, jnp.zeros_like(state.load))
+    new = _started(model, reading, ids, mask, chunk, state.tokens.shape[1], sampler)
     rows, state = on_mesh((rows, state), model.parallel)
-    return state.with_rows(rows, new)
+    return state.with_rows(rows, dataclasses.replace(new, load=state.load + new.load))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -97,27 +132,34 @@ def proceed(structure, leaves, state, idle, limit, wanted, sampler):
     return jax.lax.while_loop(goes_on, turn, dataclasses.replace(state, is_done=state.is_done | idle))
 
 
-def _prefilled(model, ids, mask, num_slots, room, load, sampler):
-    """The state of new rows with their first token."""
-    batch, length = ids.shape
+def _read(model, reading, ids, mask, lengths):
+    hidden, cache, load = _with_load(model, ids, mask, reading.cache, reading.load, lengths)
+    last = jnp.max(jnp.where(mask, jnp.arange(ids.shape[1]), -1), axis=1)
+    latest = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]
+    last, earlier = on_mesh((last, reading.hidden), model.parallel)
+    return Reading(jnp.where((last >= 0)[:, None], latest, earlier), load, cache)
+
+
+def _started(model, reading, ids, mask, chunk, room, sampler):
+    """The state of new rows with their first token, after their last ``chunk`` columns."""
+    batch = ids.shape[0]
     sampler = on_mesh(sampler, model.parallel)
-    cache = KVCache.zeros(model.config, batch, num_slots, model.dtype)
-    hidden, cache, load = _with_load(model, ids, mask, cache, load)
-    last = jnp.max(jnp.where(mask, jnp.arange(length), 0), axis=1)
-    logits = model.next_logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
+    reading = _read(model, reading, ids[:, -chunk:], mask[:, -chunk:], jnp.sum(mask, axis=1, dtype=jnp.int32))
+    logits = model.next_logits(reading.hidden)
     history = History.create(ids, mask, model.config.vocab_size) if sampler.is_penalized else None
     made, is_done = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.bool)
     made, is_done, history = on_mesh((made, is_done, history), model.parallel)
     tokens = jnp.broadcast_to(sampler.stop[:, :1], (batch, room))
-    state = State(jnp.int32(0), made, sampler.stop[:, 0], is_done, tokens, load, history, cache)
+    state = State(jnp.int32(0), made, sampler.stop[:, 0], is_done, tokens, reading.load, history, reading.cache)
     return _chosen(state, logits, sampler)
 
 
-def _with_load(model, ids, mask, cache, load):
+def _with_load(model, ids, mask, cache, load, lengths=None):
     """(hidden states, cache, load with this call's); no load is counted where it has no layers."""
+    options = dict(attention_mask=mask, cache=cache, seq_lens=lengths)
     if not load.size:
-        return *model.hidden_states(ids, attention_mask=mask, cache=cache), load
-    hidden, cache, stats = model.hidden_states(ids, attention_mask=mask, cache=cache, return_stats=True)
+        return *model.hidden_states(ids, **options), load
+    hidden, cache, stats = model.hidden_states(ids, **options, return_stats=True)
     return hidden, cache, on_mesh(load, model.parallel) + stats.load
 
 

@@ -28,8 +28,8 @@ def plain(tmp_path_factory):
 
 def test_the_screen_of_these_tests():
     screen = Screen()
-    screen.written = "bar 1\r\nbar 2\x1b[A\rnew\r\nline\r     \r\x1b[Kx"
-    assert screen.lines() == ["new 1", "x"]
+    screen.written = "bar 1\r\nbar 2\x1b[A\rnew\r\nline\r     \r\x1b[Kxy\b\bz"
+    assert screen.lines() == ["new 1", "zy"]
 
 
 def test_a_notice_waits_for_a_second_and_goes(monkeypatch):
@@ -78,6 +78,25 @@ def test_load_and_compilation(model_dir, monkeypatch, capsys):  # noqa: F811
     last = screen.lines()
     assert len(last) == 2 and last[0].startswith("3 prompt tokens") and last[1] == ""
     assert re.fullmatch(r"\d+(,\d+){3}\n", capsys.readouterr().out)
+
+
+def test_a_long_prompt(model_dir, monkeypatch, capsys):  # noqa: F811
+    """A bar of its tokens while it is read in chunks, gone before the first token is shown; the notice behind that
+    token leaves it as it is."""
+    monkeypatch.setattr(_progress, "SILENCE", 0.01)
+    words = " ".join(["w3 w1 w4"] * 20)
+    flags = ("--max-num-batched-tokens", "32", *F32)
+    assert run(model_dir, "--prompt", words, *F32) == 0
+    expected = capsys.readouterr().out
+    with terminal(monkeypatch, "stderr", "stdout") as screen:
+        assert run(model_dir, "--prompt", words, *flags) == 0
+    assert re.search(r"reading: +53%\|.*\| 32/60 \[", screen.written)
+    assert screen.written.count("compiling ...") == 2
+    assert [*screen.lines()[:1]] == [expected.rstrip("\n")]
+    assert run(model_dir, "--prompt", words, *flags) == 0
+    assert capsys.readouterr().out == expected
+    assert run(model_dir, "--prompt", words, "--max-num-batched-tokens", "0") == 2
+    assert "--max-num-batched-tokens is 0, expected 1 or more" in capsys.readouterr().err
 
 
 def test_answers_of_a_file(model_dir, tmp_path, monkeypatch):  # noqa: F811

@@ -17,7 +17,7 @@ class Screen:
         self.written = ""
 
     def lines(self) -> list[str]:
-        """What stands on the lines in the end; only what bars need is understood: return, line feed, one line up."""
+        """What stands on the lines in the end; return, backspace, line feed and one line up are understood."""
         rows, row, column = [[]], 0, 0
         for part in re.findall(r"\x1b\[A|\x1b\[K|[\s\S]", self.written):
             if part == "\x1b[A":
@@ -29,6 +29,8 @@ class Screen:
                 rows += [[]] if row == len(rows) else []
             elif part == "\r":
                 column = 0
+            elif part == "\b":
+                column = max(column - 1, 0)
             else:
                 rows[row] += [" "] * (column + 1 - len(rows[row]))
                 rows[row][column] = part
