@@ -10,10 +10,11 @@ _compat.check_versions()  # before the imports that a wrong version would break
 TYPE_CHECKING = False  # as type checkers read it; to load typing would take longer than all of this
 if TYPE_CHECKING:
     from moe_jax._config import MoEConfig
+    from moe_jax.adapters import lora
     from moe_jax.experts import MoEStats, fused_experts, fused_moe
     from moe_jax.loading import make_expert_params_mapping, weight_loader
     from moe_jax.models import generate, load_moe, load_pretrained
-    from moe_jax.nn import FusedMoE, MoEBlock, QuantizedParam, in_token_buckets, token_bucket
+    from moe_jax.nn import FusedMoE, LoRAParam, MoEBlock, QuantizedParam, in_token_buckets, token_bucket
     from moe_jax.quantization import ExpertWeights, QuantFormat, Scheme
     from moe_jax.writing import quantize_checkpoint
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ExpertWeights": "quantization",
     "FusedMoE": "nn",
+    "LoRAParam": "nn",
     "MoEBlock": "nn",
     "MoEConfig": "_config",
     "MoEStats": "experts",
@@ -33,6 +35,7 @@ _HOMES = {
     "in_token_buckets": "nn",
     "load_moe": "models",
     "load_pretrained": "models",
+    "lora": "adapters",
     "make_expert_params_mapping": "loading",
     "quantize_checkpoint": "writing",
     "token_bucket": "nn",
@@ -40,6 +43,7 @@ _HOMES = {
 }
 _MODULES = (
     "activations",
+    "adapters",
     "experts",
     "layer",
     "loading",
@@ -54,6 +58,7 @@ _MODULES = (
 __all__ = [
     "ExpertWeights",
     "FusedMoE",
+    "LoRAParam",
     "MoEBlock",
     "MoEConfig",
     "MoEStats",
@@ -67,6 +72,7 @@ __all__ = [
     "in_token_buckets",
     "load_moe",
     "load_pretrained",
+    "lora",
     "make_expert_params_mapping",
     "quantize_checkpoint",
     "token_bucket",

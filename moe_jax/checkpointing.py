@@ -110,6 +110,11 @@ def restore(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
         for path, layer in _layers(module)
         if any(saved[part].get(path) != expected[part].get(path) for part in ("placements", "stored"))
     ]
+    for path, layer in moved:
+        if layer.lora is not None:
+            raise ValueError(
+                f"{root}: {path or 'the layer'} has an adapter, which restores only with experts in the same places"
+            )
     abstract = jax.tree.map(_abstract_leaf, target)
     for path, layer in moved:
         _parent_of(abstract, path)["weights"] = _on_host(saved, path, layer)

@@ -63,6 +63,7 @@ class Backend(abc.ABC):
 
     name: by which users ask for it and ``explain`` calls it.
     has_gradient: whether ``run`` can be differentiated. The other methods never are.
+    takes_adapters: whether ``run`` adds the low-rank addends of ``ExpertWeights``; else it is not given any.
     plans_for_local_experts: whether tiles are chosen for the experts in ``weights``; else for ``config.num_experts``,
         which inside ``jax.shard_map`` counts those of all devices.
     serves_arrived: whether ``serve_arrived`` runs.
@@ -72,6 +73,7 @@ class Backend(abc.ABC):
 
     name: ClassVar[str]
     has_gradient: ClassVar[bool] = True
+    takes_adapters: ClassVar[bool] = False
     plans_for_local_experts: ClassVar[bool] = False
     serves_arrived: ClassVar[bool] = False
     is_all_kernels: ClassVar[bool] = False

@@ -64,6 +64,8 @@ def _refusal(backend: Backend, problem: Problem) -> str | None:
         layout = getattr(problem.weights, name).layout
         if not any(other.reads(layout) for other in BACKENDS.values()):
             return f"{name} is in layout {layout.name!r}, which no backend reads"
+    if problem.weights.has_adapters and not backend.takes_adapters:
+        return "takes no adapters (LoRA)"
     return backend.refusal(problem)
 
 
@@ -199,7 +201,7 @@ def preferred_layout(config: MoEConfig, weights: ExpertWeights, platform: str) -
     if not weights.w13.layout.is_plain or backend.layout_refusal(weights, config) is not None:
         return None
     held = jax.eval_shape(functools.partial(backend.kernel_layout, config=config), weights)
-    return backend if backend.refusal(Problem(config, held, 1, platform)) is None else None
+    return backend if _refusal(backend, Problem(config, held, 1, platform)) is None else None
 
 
 def in_best_layout(config: MoEConfig, weights: ExpertWeights) -> ExpertWeights:

@@ -43,6 +43,8 @@ def explain(config: MoEConfig, weights: ExpertWeights, num_tokens: int, platform
         f"  weights: {_weights(weights)}",
         f"  activations: {_activations(weights.scheme.activations, config)}",
     ]
+    if weights.has_adapters:
+        lines.append(f"  adapters: {_adapters(weights)}, added in the same call to rows that are not quantized")
     if chosen is None:
         lines.append(nothing_runs(skipped))
     else:
@@ -64,6 +66,11 @@ def _weights(weights: ExpertWeights) -> str:
     if fmt is None:
         return f"not quantized, stored in {jnp.dtype(weights.w13.data.dtype).name}"
     return f"{fmt.element}, {_extent(fmt)}"
+
+
+def _adapters(weights: ExpertWeights) -> str:
+    addends = dict(w13=weights.w13_lora, w2=weights.w2_lora)
+    return " and ".join(f"rank {lora.rank} on {name}" for name, lora in addends.items() if lora is not None)
 
 
 def _activations(fmt: QuantFormat | None, config: MoEConfig) -> str:

@@ -8,6 +8,8 @@ of the layer, and memory for T * top_k rows beside one dequantized expert at a t
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,10 @@ from moe_jax._typing import Array, Float, Int
 from moe_jax.activations import apply_activation
 from moe_jax.experts._backend import Backend, MatrixProblem, Problem
 from moe_jax.experts._gradient import vary_together
+from moe_jax.experts._low_rank import low_rank_product
 from moe_jax.quantization import (
     ExpertWeights,
+    LowRank,
     QuantFormat,
     QuantizedMatrix,
     QuantizedTensor,
@@ -33,6 +37,7 @@ class Reference(Backend):
     """Every expert on every row in float32; never the default."""
 
     name = "reference"
+    takes_adapters = True
 
     def refusal(self, problem: Problem) -> str | None:
         return None
@@ -74,10 +79,15 @@ def _run(
     fmt = weights.scheme.activations
     rows = _quantized(x, fmt, weights.w13.input_scale, config.scale_axes(fmt, is_hidden=False))
     rows = jnp.repeat(rows, top_k, axis=0)  # row t * top_k + k
-    hidden = apply_activation(_product(rows, expert, weights.w13, weights.w13_bias), config)
+    hidden = _product(rows, expert, weights.w13, weights.w13_bias)
+    if weights.w13_lora is not None:
+        hidden = hidden + _addend(jnp.repeat(x, top_k, axis=0), expert, weights.w13_lora)
+    hidden = apply_activation(hidden, config)
     hidden = jnp.where(expert[:, None] >= 0, hidden, 0.0)  # a row without an expert takes no part in a per-tensor scale
-    hidden = _quantized(hidden, fmt, weights.w2.input_scale, config.scale_axes(fmt, is_hidden=True))
-    rows = _product(hidden, expert, weights.w2, weights.w2_bias)
+    rows = _quantized(hidden, fmt, weights.w2.input_scale, config.scale_axes(fmt, is_hidden=True))
+    rows = _product(rows, expert, weights.w2, weights.w2_bias)
+    if weights.w2_lora is not None:
+        rows = rows + _addend(hidden, expert, weights.w2_lora)
     return jnp.sum(rows.reshape(num_tokens, top_k, -1) * topk_weights[..., None], axis=1)
 
 
@@ -90,18 +100,31 @@ def _product(rows: Array, expert: Array, tensor: QuantizedTensor, bias: Array | 
 
     rows: (R, K) float32. expert: (R,) int32. tensor: (E,) + lead + (N, K). Returns (R,) + lead + (N,) float32.
     """
-    lead_and_n = tensor.data.shape[1:-1]
+
+    def of_expert(stacked):
+        one_expert, one_bias = stacked
+        y = jnp.einsum("rk,...nk->r...n", rows, dequantize_tensor(one_expert), precision=lax.Precision.HIGHEST)
+        return y if one_bias is None else y + one_bias.astype(jnp.float32)
+
+    stacked = (dataclasses.replace(tensor, input_scale=None), bias)
+    return _each_by_its_expert(of_expert, expert, stacked, tensor.data.shape[1:-1])
+
+
+def _addend(rows: Array, expert: Array, lora: LowRank) -> Array:
+    """``_product`` with a low-rank addend; rows: as they were before they were quantized."""
+    return _each_by_its_expert(lambda one: low_rank_product(rows, one), expert, lora, lora.b.shape[1:-1])
+
+
+def _each_by_its_expert(
+    function: Callable[[Any], Array], expert: Array, stacked: Any, lead_and_n: tuple[int, ...]
+) -> Array:
+    """For every row what ``function`` of its own expert gives, (R,) + lead_and_n float32; 0 where expert is -1."""
 
     def add_expert(out, scanned):
-        index, one_expert, one_bias = scanned
-        matrix = dequantize_tensor(one_expert)
-        y = jnp.einsum("rk,...nk->r...n", rows, matrix, precision=lax.Precision.HIGHEST)
-        if one_bias is not None:
-            y = y + one_bias.astype(jnp.float32)
+        index, one_expert = scanned
         is_mine = (expert == index).reshape(-1, *(1,) * len(lead_and_n))
-        return jnp.where(is_mine, y, out), None
+        return jnp.where(is_mine, function(one_expert), out), None
 
-    stacked = dataclasses.replace(tensor, input_scale=None)
-    indices = jnp.arange(tensor.data.shape[0], dtype=expert.dtype)
-    out = jnp.zeros_like(rows, shape=(rows.shape[0], *lead_and_n))
-    return jax.lax.scan(add_expert, out, (indices, stacked, bias))[0]
+    indices = jnp.arange(jax.tree.leaves(stacked)[0].shape[0], dtype=expert.dtype)
+    out = jnp.zeros_like(expert, jnp.float32, shape=(expert.shape[0], *lead_and_n))
+    return jax.lax.scan(add_expert, out, (indices, stacked))[0]

@@ -37,7 +37,8 @@ def warn_of_frozen_experts(label: str, scheme: str) -> None:
         frame = frame.f_back
     warnings.warn_explicit(
         f"the experts of {label} are quantized ({scheme}): they have no gradient, and this optimizer leaves them and "
-        "their biases as they are; what is around them trains. To train experts, load the model unquantized",
+        "their biases as they are; what is around them trains. To train experts, add adapters by moe_jax.lora, or load "
+        "the model unquantized",
         FrozenExpertsWarning,
         frame.f_code.co_filename,
         frame.f_lineno,

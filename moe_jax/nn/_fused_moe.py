@@ -20,6 +20,7 @@ from moe_jax.experts import explain, fused_moe
 from moe_jax.experts._choice import in_best_layout, order_of, plain_layout
 from moe_jax.loading import LayerLoader
 from moe_jax.nn._frozen import warn_of_frozen_experts
+from moe_jax.nn._lora import ExpertLoRA
 from moe_jax.nn._moe_block import check_output, without_padding
 from moe_jax.nn._variables import (
     CORRECTION_BIAS,
@@ -215,6 +216,7 @@ class FusedMoE(Versioned):
             raise ValueError("per_expert_scale is read by custom_routing_function='gemma4' only; drop one or name it")
         self.per_expert_scale: RoutingParam | None = routing_scale(per_expert_scale, num_experts)
         self.version: WeightsVersion = WeightsVersion(np.zeros((), np.int32))
+        self.lora: ExpertLoRA | None = None  # moe_jax.lora gives it one
         self.weights: QuantizedParam | ExpertParams = weights_variable(
             self._abstract_weights() if rngs is None else self._laid_out(init_weights(self.config, rngs.params()))
         )
@@ -257,6 +259,7 @@ class FusedMoE(Versioned):
                 f"{self._label()} has no weights yet: call load_weights(pairs), then process_weights_after_loading(), "
                 "or build it with rngs="
             )
+        weights = self._adapted(weights)
         check_array("x", x, jnp.floating, f"(..., {config.hidden_size}) for {self._label()}")
         check_is_kept("x", x)
         if x.ndim < 1 or (x.shape[-1] != config.hidden_size and self.routed_input_transform is None):
@@ -459,9 +462,20 @@ class FusedMoE(Versioned):
 
     def _laid_out(self, weights: ExpertWeights) -> ExpertWeights:
         """All experts of the layer as it holds them: in shares over its mesh, or as this device reads them best."""
+        if self.parallel is None and self.lora is not None:
+            return in_best_layout(self.config, self._adapted(plain_layout(weights))).adapted(None, None)
         if self.parallel is None:
             return in_best_layout(self.config, weights)
         return lay_out(weights, self.config, self._slots, self.parallel)
+
+    def _adapted(self, weights: ExpertWeights) -> ExpertWeights:
+        return weights if self.lora is None else self.lora.added_to(weights)
+
+    def set_lora(self, lora: ExpertLoRA | None) -> None:
+        """Add an adapter to the experts, or take it away. The experts are laid out for the backend that then runs."""
+        self.lora = nnx.data(lora)
+        if not self._is_abstract():
+            self.weights.set_value(self._laid_out(self.weights.get_value()))
 
     def _install(self, loader: LayerLoader, weights: ExpertWeights) -> None:
         self.set_weights(weights, correction_bias=loader.correction_bias)
@@ -496,7 +510,7 @@ class FusedMoE(Versioned):
         return super()._pytree__flatten_with_paths()
 
     def _warn_if_frozen(self) -> None:
-        if isinstance(self.weights, QuantizedParam):
+        if isinstance(self.weights, QuantizedParam) and self.lora is None:
             warn_of_frozen_experts(self._label(), self.config.scheme.name)
 
     # -- text ---------------------------------------------------------------------------------------------------------
@@ -505,7 +519,7 @@ class FusedMoE(Versioned):
         """What would run for a call with ``num_tokens`` tokens and why; also the weights' version."""
         check_not_traced("explain", self)
         self = one_version(self)
-        weights, version = self.weights.get_value(), self.version.get_value()
+        weights, version = self._adapted(self.weights.get_value()), self.version.get_value()
         if self.parallel is None:
             text = explain(self.config, weights, num_tokens)
         else:

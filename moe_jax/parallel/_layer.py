@@ -115,6 +115,7 @@ def explain_parallel(
     share = method_for(config.scheme).abstract_weights(own)
     if not weights.w13.layout.is_plain:
         share = kernel_share(layout_owner(weights.w13.layout), own)
+    share = share.adapted(weights.w13_lora, weights.w2_lora)
     placed = placed_config(config, placement, parallel)
     lines = [
         f"mesh: {parallel}, {parallel.platform}",

@@ -10,7 +10,7 @@ activations there are zero, and its columns of w2 multiply these.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from moe_jax._typing import ArrayArg, Leaf
 from moe_jax.experts._choice import first_choice, layout_owner
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._placement import Placement
-from moe_jax.quantization import ExpertWeights, QuantizedTensor, Scheme, Strategy, method_for
+from moe_jax.quantization import ExpertWeights, LowRank, QuantizedTensor, Scheme, Strategy, method_for
 
 _LEAVES = ("data", "scale", "zero_point", "global_scale", "g_idx")  # of a tensor, but for the input scale
 
@@ -49,13 +49,23 @@ def _axes(weights: ExpertWeights, *, counts_hidden: bool) -> ExpertWeights:
         found = {field: -1 if axis is None else axis for field, axis in axes.items()}
         return dataclasses.replace(tensor, **found, input_scale=None if tensor.input_scale is None else -1)
 
-    return dataclasses.replace(
+    axes = dataclasses.replace(
         weights,
         w13=of(weights.w13, is_w2=False),
         w2=of(weights.w2, is_w2=True),
         w13_bias=None if weights.w13_bias is None else -1 if counts_hidden else 2,
         w2_bias=None if weights.w2_bias is None else 1 if counts_hidden else -1,
     )
+    return axes.adapted(
+        None if weights.w13_lora is None else _lora_axes(2, counts_columns=counts_hidden),
+        None if weights.w2_lora is None else _lora_axes(1, counts_columns=not counts_hidden),
+    )
+
+
+def _lora_axes(lead: int, *, counts_columns: bool) -> LowRank:
+    """The axis of every leaf that counts the columns of the matrix, which ``a`` has, else its rows, which ``b`` has."""
+    axes: Any = dict(a=lead + 1, b=-1) if counts_columns else dict(a=-1, b=lead)
+    return LowRank(**axes, scale=cast(Leaf, -1))
 
 
 def _plain_axis(tensor: QuantizedTensor, field: str, *, lead: int, counts_columns: bool) -> int | None:

@@ -23,16 +23,18 @@ from moe_jax.quantization._schemes import (
     parse_scheme,
     scheme_per_token,
 )
-from moe_jax.quantization._tensors import ExpertWeights, QuantizedMatrix, QuantizedTensor
+from moe_jax.quantization._tensors import AdaptedWeights, ExpertWeights, LowRank, QuantizedMatrix, QuantizedTensor
 
 __all__ = [
     "ALIASES",
     "ELEMENTS",
     "SCHEMES",
+    "AdaptedWeights",
     "ElementType",
     "ExpertShape",
     "ExpertWeights",
     "LeafSpec",
+    "LowRank",
     "MoEMethod",
     "Packing",
     "QuantFormat",

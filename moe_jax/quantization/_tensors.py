@@ -24,7 +24,7 @@ These are the shapes of layout "plain"; others belong to kernels (moe_jax/expert
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -125,6 +125,24 @@ class QuantizedMatrix:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class LowRank:
+    """A low-rank addend of each of a stack of matrices W (N, K): ``W + b diag(scale) a`` (LoRA).
+
+    a: of w13 (E, G, R, K), or (E, 1, R, K) where both projections have one; of w2 (E, R, K). b: (E, G, N, R) or
+    (E, N, R). Both in any float dtype. scale: (E, R) float32, of each of the R ranks.
+    """
+
+    a: Leaf
+    b: Leaf
+    scale: Leaf
+
+    @property
+    def rank(self) -> int:
+        return self.scale.shape[-1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ExpertWeights:
     """All routed experts of one layer: two stacked matrices, optional biases, and the scheme they follow."""
 
@@ -133,6 +151,10 @@ class ExpertWeights:
     w13_bias: Leaf | None = None
     w2_bias: Leaf | None = None
     scheme: Scheme = dataclasses.field(default=Scheme("bf16"), metadata=dict(static=True))
+
+    # Fields of AdaptedWeights. Saves name every field, so that here they would keep older ones from restoring.
+    w13_lora: ClassVar[Any] = None
+    w2_lora: ClassVar[Any] = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -160,6 +182,29 @@ class ExpertWeights:
     def is_gated(self) -> bool:
         return self.w13.shape[1] == 2
 
+    @property
+    def has_adapters(self) -> bool:
+        return self.w13_lora is not None or self.w2_lora is not None
+
+    def adapted(self, w13_lora: LowRank | None, w2_lora: LowRank | None) -> "ExpertWeights":
+        """The same weights with these addends, and no others."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(ExpertWeights)}
+        if w13_lora is None and w2_lora is None:
+            return ExpertWeights(**fields)
+        return AdaptedWeights(**fields, w13_lora=w13_lora, w2_lora=w2_lora)
+
     def nbytes(self) -> int:
         """Bytes of all leaves as stored."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdaptedWeights(ExpertWeights):
+    """Experts with low-rank addends (LoRA) of their matrices, which take rows before these are quantized.
+
+    w13_lora, w2_lora: ``LowRank``, or None for a matrix without one.
+    """
+
+    w13_lora: Any = None
+    w2_lora: Any = None

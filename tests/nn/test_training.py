@@ -105,5 +105,7 @@ def test_saves_of_unquantized_layers_have_the_leaves_that_they_had_before(tmp_pa
     record = json.loads((tmp_path / checkpointing.RECORD_NAME).read_text())
     assert sorted(key.replace("['", "").replace("']", "") for key in record["leaves"]) == names
     stored = json.loads((tmp_path / "state" / "_METADATA").read_text())["tree_metadata"].values()
+    named = {".".join(part["key"] for part in entry["key_metadata"][:2]) for entry in stored}
+    assert named == {"version", "weights.w13", "weights.w2", "weights.w13_bias", "weights.w2_bias"}
     kept = [entry for entry in stored if entry["value_metadata"]["value_type"] != "None"]
     assert sorted(".".join(part["key"] for part in entry["key_metadata"]) for entry in kept) == names

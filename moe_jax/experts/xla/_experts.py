@@ -24,6 +24,7 @@ from moe_jax._typing import Array, Float, Int, Size
 from moe_jax.activations import apply_activation
 from moe_jax.experts._backend import Backend, MatrixProblem, Problem
 from moe_jax.experts._gradient import vary_together
+from moe_jax.experts._low_rank import low_rank_product
 from moe_jax.experts.xla._align import Alignment, align
 from moe_jax.experts.xla._grouped_gemm import (
     Product,
@@ -51,6 +52,7 @@ class Xla(Backend):
     """Experts in plain JAX, the default everywhere; after the kernels where there are some."""
 
     name = "xla"
+    takes_adapters = True
 
     def is_default(self, platform: str) -> bool:
         return True
@@ -104,6 +106,11 @@ class TilePlan:
     product: Product
 
     @property
+    def adapter_dtype(self) -> DTypeLike:
+        """What operands of adapters' products are rounded to: the same as unquantized weights."""
+        return plan_product(None, None, self.config.dtype).operand_dtype
+
+    @property
     def has_shared_scale(self) -> bool:
         """Whether all rows of the call share one activation scale computed from them."""
         fmt = self.scheme.activations
@@ -147,18 +154,25 @@ def _forward(plan: TilePlan, x: Array, weights: ExpertWeights, alignment: Alignm
         row_scale = row_scale[row_token]
 
     def hidden_tile(start, expert_weights):
-        rows = operand.at[slice_rows(row_token, start, plan.tile)].get(mode="promise_in_bounds")
+        tokens = slice_rows(row_token, start, plan.tile)
+        rows = operand.at[tokens].get(mode="promise_in_bounds")
         scale = row_scale if row_scale is None or row_scale.ndim == 0 else slice_rows(row_scale, start, plan.tile)
         h = tile_gemm(rows, scale, expert_weights.w13, expert_weights.w13_bias, plan.product)
+        if expert_weights.w13_lora is not None:
+            own = x.at[tokens].get(mode="promise_in_bounds")
+            h = h + low_rank_product(own, expert_weights.w13_lora, plan.adapter_dtype)
         return apply_activation(h, plan.config)
 
-    def output_tile(operand, scale, expert_weights):
-        return tile_gemm(operand, scale, expert_weights.w2, expert_weights.w2_bias, plan.product)
+    def output_tile(h, operand, scale, expert_weights):
+        y = tile_gemm(operand, scale, expert_weights.w2, expert_weights.w2_bias, plan.product)
+        if expert_weights.w2_lora is None:
+            return y
+        return y + low_rank_product(h, expert_weights.w2_lora, plan.adapter_dtype)
 
     def through_both(out, start, expert, expert_weights):
         h = hidden_tile(start, expert_weights)
-        h, scale = quantize_rows(h, plan.product, fmt, weights.w2.input_scale, hidden_axes)
-        return store_rows(out, output_tile(h, scale, expert_weights), start)
+        codes, scale = quantize_rows(h, plan.product, fmt, weights.w2.input_scale, hidden_axes)
+        return store_rows(out, output_tile(h, codes, scale, expert_weights), start)
 
     def through_first(out, start, expert, expert_weights):
         is_gap = slice_rows(alignment.row_token, start, plan.tile) == x.shape[0]
@@ -166,8 +180,8 @@ def _forward(plan: TilePlan, x: Array, weights: ExpertWeights, alignment: Alignm
         return store_rows(out, h, start)
 
     def through_second(out, start, expert, expert_weights):
-        h = slice_rows(hidden, start, plan.tile)
-        return store_rows(out, output_tile(h, hidden_scale, expert_weights), start)
+        h, codes = (slice_rows(rows, start, plan.tile) for rows in (hidden, hidden_codes))
+        return store_rows(out, output_tile(h, codes, hidden_scale, expert_weights), start)
 
     def loop(body, width):
         out = jnp.zeros_like(x, jnp.float32, shape=(alignment.row_token.shape[0], width))
@@ -176,7 +190,7 @@ def _forward(plan: TilePlan, x: Array, weights: ExpertWeights, alignment: Alignm
     if not plan.has_shared_scale:
         return loop(through_both, x.shape[1])
     hidden = loop(through_first, weights.intermediate_size)
-    hidden, hidden_scale = quantize_rows(hidden, plan.product, fmt, None, hidden_axes)
+    hidden_codes, hidden_scale = quantize_rows(hidden, plan.product, fmt, None, hidden_axes)
     return loop(through_second, x.shape[1])
 
 
@@ -211,15 +225,22 @@ def _backward(plan, residuals, out_bar):
         axes = plan.config.scale_axes(fmt, is_hidden=False)
         return values.astype(jnp.float32) if fmt is None else fake_quantize(values, fmt, input_scale, axes)
 
-    values, pull_x = jax.vjp(lambda x: quantized(x, weights.w13.input_scale), x)
+    # Adapters take x as it is, beside what was quantized of it.
+    def sources(x):
+        rows = (quantized(x, weights.w13.input_scale),)
+        return rows if fmt is None or weights.w13_lora is None else (*rows, x.astype(jnp.float32))
+
+    values, pull_x = jax.vjp(sources, x)
 
     def tile_value(rows, expert_weights):
-        h = _float32_product(rows, expert_weights.w13, expert_weights.w13_bias)
+        h = _float32_product(rows[0], expert_weights.w13, expert_weights.w13_bias)
+        if expert_weights.w13_lora is not None:
+            h = h + low_rank_product(rows[-1], expert_weights.w13_lora)
         h = apply_activation(h, plan.config)
-        if fmt is not None and not fmt.dynamic:
-            # Clipped values pass no gradient; a dynamic scale clips nothing, so there rounding is the identity.
-            h = fake_quantize(h, fmt, weights.w2.input_scale)
-        return _float32_product(h, expert_weights.w2, expert_weights.w2_bias)
+        # Clipped values pass no gradient; a dynamic scale clips nothing, so there rounding is the identity.
+        operand = h if fmt is None or fmt.dynamic else fake_quantize(h, fmt, weights.w2.input_scale)
+        y = _float32_product(operand, expert_weights.w2, expert_weights.w2_bias)
+        return y if expert_weights.w2_lora is None else y + low_rank_product(h, expert_weights.w2_lora)
 
     def body(carry, start, expert, expert_weights):
         rows_bar, leaves_bar = carry
@@ -233,17 +254,17 @@ def _backward(plan, residuals, out_bar):
 
         tokens = slice_rows(alignment.row_token, start, plan.tile)
         chosen = [expert_leaves[i].astype(jnp.float32) for i in wanted.leaves]
-        _, pull = jax.vjp(of_wanted, _take(values, tokens), chosen)
+        _, pull = jax.vjp(of_wanted, tuple(_take(part, tokens) for part in values), chosen)
         tile_bar, chosen_bar = pull(slice_rows(out_bar, start, plan.tile))
-        rows_bar = store_rows(rows_bar, tile_bar, start)
+        rows_bar = tuple(store_rows(total, bar, start) for total, bar in zip(rows_bar, tile_bar, strict=True))
         return rows_bar, [total.at[expert].add(bar) for total, bar in zip(leaves_bar, chosen_bar, strict=True)]
 
     carry = (
-        jnp.zeros_like(out_bar),
+        tuple(jnp.zeros_like(out_bar) for _ in values),
         [jnp.zeros_like(leaves[i], jnp.float32) for i in wanted.leaves],
     )
     rows_bar, leaves_bar = for_each_tile(body, carry, alignment, plan.tile, stacked)
-    (x_bar,) = pull_x(jnp.sum(_rows_of_tokens(rows_bar, alignment), axis=1))
+    (x_bar,) = pull_x(tuple(jnp.sum(_rows_of_tokens(rows, alignment), axis=1) for rows in rows_bar))
     weights_bar: list[Any] = [None] * len(leaves)
     for i, bar in zip(wanted.leaves, leaves_bar, strict=True):
         weights_bar[i] = bar.astype(leaves[i].dtype)

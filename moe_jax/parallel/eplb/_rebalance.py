@@ -78,6 +78,8 @@ def rearrange_expert_weights(module: Any, placement: Placement) -> None:
 def _rearrange(module: Any, placement: Placement) -> None:
     if module.placement is None:
         raise ValueError(f"{module!r} has no slots to move experts between; build it with mesh= and enable_eplb=True")
+    if getattr(module, "lora", None) is not None:
+        raise NotImplementedError(f"{module!r} has an adapter, which does not move with its experts; merge it first")
     weights, old = module.weights.get_value(), module.placement.get_value()
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights)):
         raise ValueError(f"{module!r} has no weights yet; load them first")

@@ -6,6 +6,7 @@ Nothing of moe_jax computes here; formats are re-implemented from spec 8.3 to 8.
 import dataclasses
 import functools
 import math
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -67,11 +68,14 @@ class Experts:
         rows = np.asarray(self.x).astype(np.float64)[token]
         if self.config.apply_router_weight_on_input:
             rows = rows * weight[:, None]
-        rows = self._on_grid(rows, "input", self.weights.w13.input_scale)
+        codes = self._on_grid(rows, "input", self.weights.w13.input_scale)
         sums = np.zeros((self.config.num_projections, len(rows), self.weights.intermediate_size))
         for e, own in self._by_expert():
-            sums[:, own] = np.moveaxis(self._matrix("w13", e) @ rows[own].T, -1, 1)
+            sums[:, own] = np.moveaxis(self._matrix("w13", e) @ codes[own].T, -1, 1)
         sums = self._off(sums)
+        for e, own in self._by_expert():
+            if (addend := addend_numpy(self.weights.w13_lora, e)) is not None:
+                sums[:, own] += np.moveaxis(addend @ rows[own].T, -1, 1)
         if self.weights.w13_bias is not None:
             bias = np.asarray(self.weights.w13_bias).astype(np.float64)
             sums += np.moveaxis(bias[expert], 1, 0)
@@ -88,7 +92,7 @@ class Experts:
 
     def hidden_grid(self, hidden: np.ndarray) -> Grid:
         """The grid of the rows (R, I) of a call."""
-        return grid_of(hidden, self.weights.scheme.activations, self.weights.w2.input_scale)
+        return grid_of(hidden, cast(Any, self.weights.scheme.activations), cast(Any, self.weights.w2.input_scale))
 
     @functools.cached_property
     def y(self) -> np.ndarray:
@@ -100,6 +104,9 @@ class Experts:
         if self.weights.w2_bias is not None:
             rows += np.asarray(self.weights.w2_bias).astype(np.float64)[expert]
         rows = self._off(rows).astype(self.row_dtype).astype(np.float64)
+        for e, own in self._by_expert():
+            if (addend := addend_numpy(self.weights.w2_lora, e)) is not None:
+                rows[own] += self.activated[own] @ addend.T
         y = np.zeros(np.shape(self.x))
         np.add.at(y, token, rows if self.config.apply_router_weight_on_input else weight[:, None] * rows)
         return y
@@ -117,7 +124,7 @@ class Experts:
         noise = np.random.default_rng(7).standard_normal(sums.shape) if self.sum_error else 0.0
         return sums + self.sum_error * noise * np.abs(sums).max(-1, keepdims=True, initial=0)
 
-    def _on_grid(self, rows: np.ndarray, which: str, stored) -> np.ndarray:
+    def _on_grid(self, rows: np.ndarray, which: str, stored: Any) -> np.ndarray:
         fmt = self.weights.scheme.activations
         if fmt is None or which not in self.quantizes or not len(rows):
             return rows
@@ -157,6 +164,14 @@ def activation_numpy(h, config):
     if name == "swiglustep":
         return np.minimum(gate / (1 + np.exp(-gate)), 7.0) * np.clip(up, -7.0, 7.0)
     raise KeyError(name)
+
+
+def addend_numpy(lora, expert):
+    """What an adapter adds to the matrix of one expert, lead + (N, K) float64; None without one."""
+    if lora is None:
+        return None
+    a, b, scale = (np.asarray(leaf[expert]).astype(np.float64) for leaf in (lora.a, lora.b, lora.scale))
+    return (b * scale) @ a
 
 
 def matrix_numpy(tensor, expert):

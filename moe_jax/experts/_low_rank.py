@@ -1,0 +1,27 @@
+"""The low-rank addend of a product, ``B (scale * A x)``, for rows of one expert or one matrix."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax._typing import Array, DTypeLike
+from moe_jax.quantization import LowRank
+
+
+def low_rank_product(rows: Array, addend: LowRank, operand_dtype: DTypeLike = jnp.float32) -> Array:
+    """rows (R, K) by an addend without its expert axis -> (R,) + lead + (N,) float32.
+
+    operand_dtype: what the operands of both products are rounded to; sums are float32.
+    """
+    inner = _product("rk,...nk->r...n", rows, addend.a, operand_dtype) * addend.scale
+    return _product("r...n,...mn->r...m", inner, addend.b, operand_dtype)
+
+
+def _product(subscripts: str, rows: Array, matrix: Array, operand_dtype: DTypeLike) -> Array:
+    is_wide = jnp.dtype(operand_dtype) == jnp.float32
+    return jnp.einsum(
+        subscripts,
+        rows.astype(operand_dtype),
+        matrix.astype(operand_dtype),
+        precision=lax.Precision.HIGHEST if is_wide else None,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,143 @@
+"""``ExpertLoRA``: the low-rank addends of a layer's experts as Variables that an optimizer finds by their type."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from moe_jax._config import MoEConfig
+from moe_jax._typing import Array, DTypeLike
+from moe_jax.parallel import ParallelConfig, Placement
+from moe_jax.parallel._logical import EMBED, EXPERT, MLP, name_axes, state_axes
+from moe_jax.parallel._weights import in_slots, placed_config
+from moe_jax.quantization import ExpertWeights, LowRank
+
+LoRAParam = nnx.LoRAParam
+
+EXPERT_TARGETS = ("w13", "w2")
+_AXES: dict[str, tuple[str | None, ...]] = {
+    "w13_a": (EXPERT, None, None, EMBED),
+    "w13_b": (EXPERT, None, MLP, None),
+    "w2_a": (EXPERT, None, MLP),
+    "w2_b": (EXPERT, EMBED, None),
+}
+
+
+class ExpertLoRA(nnx.Module):
+    """What an adapter adds to a layer's experts: ``alpha / rank * b a`` to each matrix that it targets.
+
+    Variables, ``LoRAParam`` or None, with R = rank; over a mesh in slots, with I padded as the experts have it:
+
+    w13_a: (E, 1, R, H), which gate and up share, or (E, G, R, H). w13_b: (E, G, I, R).
+    w2_a: (E, R, I). w2_b: (E, H, R).
+
+    Where all experts share their a, its first axis is 1.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array], *, rank: int, alpha: float):
+        self.rank, self.alpha = rank, alpha
+        held: Any = {name: LoRAParam(arrays[name]) if name in arrays else None for name in _AXES}
+        self.w13_a, self.w13_b, self.w2_a, self.w2_b = held["w13_a"], held["w13_b"], held["w2_a"], held["w2_b"]
+
+    def added_to(self, weights: ExpertWeights) -> ExpertWeights:
+        """The weights with these addends; leaves may be ShapeDtypeStructs where the adapter's are."""
+        return weights.adapted(self._addend(self.w13_a, self.w13_b), self._addend(self.w2_a, self.w2_b))
+
+    def _addend(self, a: Any, b: Any) -> LowRank | None:
+        if a is None:
+            return None
+        left, right = b.get_value(), a.get_value()
+        experts = left.shape[0]
+        if right.shape[0] != experts:
+            right = jnp.broadcast_to(right, (experts, *right.shape[1:]))
+        return LowRank(right, left, jnp.full((experts, self.rank), self.alpha / self.rank, jnp.float32))
+
+
+def new_expert_lora(
+    config: MoEConfig,
+    placement: Placement | None,
+    parallel: ParallelConfig | None,
+    *,
+    rank: int,
+    alpha: float,
+    targets: Collection[str],
+    share_a: bool,
+    dtype: DTypeLike,
+    key: Array,
+) -> ExpertLoRA:
+    """An adapter that adds nothing yet: a uniform within +-1/sqrt(K), b zero.
+
+    targets: some of ``EXPERT_TARGETS``. share_a: one a for all experts. key: the same for any mesh gives the same.
+    """
+    e, g, h, i = config.num_experts, config.num_projections, config.hidden_size, config.intermediate_size
+    lead = 1 if share_a else e
+    shapes = dict(w13_a=(lead, 1, rank, h), w13_b=(e, g, i, rank), w2_a=(lead, rank, i), w2_b=(e, h, rank))
+    arrays = {}
+    for name, one_key in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
+        if name.rpartition("_")[0] in targets:
+            arrays[name] = (
+                drawn_a(one_key, shapes[name], dtype) if name.endswith("_a") else jnp.zeros(shapes[name], dtype)
+            )
+    return held_expert_lora(arrays, config, placement, parallel, rank=rank, alpha=alpha)
+
+
+def drawn_a(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """The first factor as it starts, lead + (R, K)."""
+    bound = shape[-1] ** -0.5
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+
+
+def held_expert_lora(
+    arrays: Mapping[str, Array],
+    config: MoEConfig,
+    placement: Placement | None,
+    parallel: ParallelConfig | None,
+    *,
+    rank: int,
+    alpha: float,
+) -> ExpertLoRA:
+    """An adapter of arrays of all experts in their order, as a layer holds it: over a mesh with its experts."""
+    if parallel is None or placement is None:
+        adapter = ExpertLoRA(arrays, rank=rank, alpha=alpha)
+        _for_each(adapter, lambda variable, axes: name_axes(variable, axes))
+        return adapter
+    slots = np.asarray(placement.physical_to_logical)
+    if (np.bincount(slots[slots >= 0]) > 1).any():
+        name = f"{config.name}: " if config.name else ""
+        raise NotImplementedError(f"{name}experts with copies in redundant slots take no adapters; build without them")
+    placed = placed_config(config, placement, parallel)
+    sizes = {EXPERT: placed.num_experts, MLP: placed.intermediate_size}
+
+    def place(name: str, array: Array) -> Array:
+        is_shared = array.shape[0] == 1 and name.endswith("_a")
+        shape = tuple(sizes.get(axis or "", size) for axis, size in zip(_AXES[name], array.shape, strict=True))
+        host = np.asarray(array)
+        host = in_slots(
+            np, host, np.zeros(1, np.int32) if is_shared else slots, (1, *shape[1:]) if is_shared else shape
+        )
+        sharding = NamedSharding(parallel.mesh, PartitionSpec(*_mesh_axes(_AXES[name], host.shape, parallel)))
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    adapter = ExpertLoRA({name: place(name, array) for name, array in arrays.items()}, rank=rank, alpha=alpha)
+    _for_each(
+        adapter, lambda variable, axes: state_axes(variable, _mesh_axes(axes, variable.get_value().shape, parallel))
+    )
+    return adapter
+
+
+def _mesh_axes(axes: tuple[str | None, ...], shape: tuple[int, ...], parallel: ParallelConfig) -> tuple[Any, ...]:
+    """Axes of the mesh for those of a Variable; an a that experts share is whole along its first."""
+    known = {EXPERT: None if shape[0] == 1 else parallel.expert_axis, MLP: parallel.tensor_axis}
+    return tuple(known.get(axis or "") for axis in axes)
+
+
+def _for_each(adapter: ExpertLoRA, function: Callable[[Any, tuple[str | None, ...]], None]) -> None:
+    for name, axes in _AXES.items():
+        variable = getattr(adapter, name)
+        if variable is not None:
+            shared = variable.get_value().shape[0] == 1 and name.endswith("_a")
+            function(variable, (None, *axes[1:]) if shared else axes)
