@@ -16,6 +16,11 @@ def low_rank_product(rows: Array, addend: LowRank, operand_dtype: DTypeLike = jn
     return _product("r...n,...mn->r...m", inner, addend.b, operand_dtype)
 
 
+def adapter_dtype(dtype: DTypeLike) -> DTypeLike:
+    """What operands of adapters are rounded to in a layer that computes in ``dtype``."""
+    return jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
+
+
 def _product(subscripts: str, rows: Array, matrix: Array, operand_dtype: DTypeLike) -> Array:
     is_wide = jnp.dtype(operand_dtype) == jnp.float32
     return jnp.einsum(

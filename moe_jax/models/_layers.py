@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax._typing import Array, DTypeLike, Float, Int
+from moe_jax.experts._low_rank import adapter_dtype, low_rank_product
 from moe_jax.experts._matrix import in_best_matrix_layout, multiply
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
-from moe_jax.nn import QuantizedParam
+from moe_jax.nn import LoRAParam, QuantizedParam
 from moe_jax.parallel._logical import EMBED, MLP, VOCAB
-from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
+from moe_jax.quantization import LowRank, QuantizedMatrix, Scheme, method_for
 
 
 def parameter(
@@ -67,6 +68,24 @@ class LayerNorm(nnx.Module):
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 
 
+class LinearLoRA(nnx.Module):
+    """What an adapter adds to the weight (N, K) of a Linear: ``alpha / rank * b a``.
+
+    a: (R, K). b: (N, R). Both ``LoRAParam``, R = rank.
+    """
+
+    def __init__(self, a: Array, b: Array, *, rank: int, alpha: float):
+        self.a, self.b = LoRAParam(a), LoRAParam(b)
+        self.rank, self.alpha = rank, alpha
+
+    def __call__(self, x: Float[Array, "... K"]) -> Float[Array, "... N"]:
+        """The addend of a product, float32; operands are rounded to x's dtype, float32 for float16."""
+        rank = jnp.full(self.rank, self.alpha / self.rank, jnp.float32)
+        addend = LowRank(self.a.get_value(), self.b.get_value(), rank)
+        y = low_rank_product(x.reshape(-1, x.shape[-1]), addend, adapter_dtype(x.dtype))
+        return y.reshape(*x.shape[:-1], -1)
+
+
 class Linear(nnx.Module):
     """y = x W^T + b: x (..., in) -> (..., out) in ``out_dtype`` (None: x's dtype), summed in float32.
 
@@ -74,10 +93,12 @@ class Linear(nnx.Module):
     dtype, implementation: of products with a quantized weight: x's dtype, and names of backends in the order to try,
     None for that of the platform.
     is_dequantized: others read the weight, so that a quantized one is dequantized when it is loaded.
+    lora: an adapter that is added to the product, see ``moe_jax.lora``.
     """
 
     dtype: DTypeLike = jnp.bfloat16
     implementation: tuple[str, ...] | None = None
+    lora: LinearLoRA | None = None
 
     def __init__(
         self,
@@ -104,9 +125,12 @@ def product(module: "Linear | Vocabulary", x: Float[Array, "... K"], out_dtype: 
     """x W^T + b with a module's weight and bias: summed in float32, rounded once to ``out_dtype``."""
     weight, bias = module.weight.get_value(), None if module.bias is None else module.bias[...]
     if isinstance(weight, QuantizedMatrix):
-        return multiply(x, weight, bias, out_dtype=out_dtype, implementation=module.implementation)
-    y = project(x, weight)
-    return (y if bias is None else y + bias.astype(jnp.float32)).astype(out_dtype)
+        summed_in = out_dtype if module.lora is None else jnp.float32
+        y = multiply(x, weight, bias, out_dtype=summed_in, implementation=module.implementation)
+    else:
+        y = project(x, weight)
+        y = y if bias is None else y + bias.astype(jnp.float32)
+    return (y if module.lora is None else y + module.lora(x)).astype(out_dtype)
 
 
 def keep_quantized(
@@ -133,8 +157,9 @@ def project(x: Float[Array, "... K"], weight: Float[Array, "N K"]) -> Float[Arra
 class Vocabulary(Partitioned):
     """A (vocab, H) weight; over a mesh split by the vocabulary where that divides, which adds nothing up, else by H."""
 
-    dtype: DTypeLike = jnp.bfloat16  # this and the next two as of Linear
+    dtype: DTypeLike = jnp.bfloat16  # this and the next three as of Linear
     implementation: tuple[str, ...] | None = None
+    lora: LinearLoRA | None = None
     is_dequantized: bool = False
 
     def __init__(

@@ -113,6 +113,23 @@ def _lay_out(variable: nnx.Variable, partition: Partition, split: int) -> None:
     variable.set_value(jax.tree.map(laid_out, value, axes))
 
 
+def hold_lora(owner: nnx.Module, name: str, lora: Any) -> None:
+    """Give a Linear of a dense module an adapter, whose arrays are split over the mesh as its weight is."""
+    target = getattr(owner, name)
+    if isinstance(owner, Partitioned):
+        rows, columns = owner.logical_axes()[name]
+        partition = owner.partition
+        split = WHOLE if partition is None else owner.splits(partition.parts).get(name, WHOLE)
+        for variable, names, axis in ((lora.a, (None, columns), 1), (lora.b, (rows, None), 0)):
+            if partition is None:
+                name_axes(variable, names)
+                continue
+            own = axis if axis == split else WHOLE
+            state_axes(variable, tuple(partition.axis if own == place else None for place in range(2)))
+            variable.set_value(jax.device_put(variable.get_value(), partition.sharding(2, own)))
+    target.lora = lora
+
+
 def partitioned(function: Callable[..., Any], module: Partitioned, outputs: Any, *args: Any) -> Any:
     """``function(module, *args)``, partitioned as the module's weights are.
 

@@ -221,7 +221,7 @@ def test_wrong_arguments(case):
 def test_wrong_modules():
     refuses(TypeError, "module has type int, expected a FusedMoE", adapted, 3)
     linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    refuses(ValueError, "a Linear without FusedMoE has no experts to adapt", adapted, linear)
+    refuses(ValueError, "a Linear without FusedMoE and attention has nothing to adapt", adapted, linear)
     layer = adapted(make_layer("int8_w8a16", name="mine"))
     refuses(ValueError, "FusedMoE 'mine' has an adapter already", adapted, layer)
     traced = jax.jit(lambda layer: call(adapted(layer), *inputs(3)))

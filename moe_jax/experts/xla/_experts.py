@@ -24,7 +24,7 @@ from moe_jax._typing import Array, Float, Int, Size
 from moe_jax.activations import apply_activation
 from moe_jax.experts._backend import Backend, MatrixProblem, Problem
 from moe_jax.experts._gradient import vary_together
-from moe_jax.experts._low_rank import low_rank_product
+from moe_jax.experts._low_rank import adapter_dtype, low_rank_product
 from moe_jax.experts.xla._align import Alignment, align
 from moe_jax.experts.xla._grouped_gemm import (
     Product,
@@ -106,11 +106,6 @@ class TilePlan:
     product: Product
 
     @property
-    def adapter_dtype(self) -> DTypeLike:
-        """What operands of adapters' products are rounded to: the same as unquantized weights."""
-        return plan_product(None, None, self.config.dtype).operand_dtype
-
-    @property
     def has_shared_scale(self) -> bool:
         """Whether all rows of the call share one activation scale computed from them."""
         fmt = self.scheme.activations
@@ -160,14 +155,14 @@ def _forward(plan: TilePlan, x: Array, weights: ExpertWeights, alignment: Alignm
         h = tile_gemm(rows, scale, expert_weights.w13, expert_weights.w13_bias, plan.product)
         if expert_weights.w13_lora is not None:
             own = x.at[tokens].get(mode="promise_in_bounds")
-            h = h + low_rank_product(own, expert_weights.w13_lora, plan.adapter_dtype)
+            h = h + low_rank_product(own, expert_weights.w13_lora, adapter_dtype(plan.config.dtype))
         return apply_activation(h, plan.config)
 
     def output_tile(h, operand, scale, expert_weights):
         y = tile_gemm(operand, scale, expert_weights.w2, expert_weights.w2_bias, plan.product)
         if expert_weights.w2_lora is None:
             return y
-        return y + low_rank_product(h, expert_weights.w2_lora, plan.adapter_dtype)
+        return y + low_rank_product(h, expert_weights.w2_lora, adapter_dtype(plan.config.dtype))
 
     def through_both(out, start, expert, expert_weights):
         h = hidden_tile(start, expert_weights)
