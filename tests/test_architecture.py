@@ -20,6 +20,7 @@ FLOORS = (
         "moe_jax._arguments",
         "moe_jax._compat",
         "moe_jax._output",
+        "moe_jax._pytrees",
         "moe_jax._terminal",
         "moe_jax._typing",
         "moe_jax._versions",

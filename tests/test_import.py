@@ -104,9 +104,19 @@ def test_a_name_loads_its_own_room():
     assert "moe_jax.quantization" in rooms and not rooms & {"moe_jax.experts", "moe_jax.nn", "moe_jax.models"}
 
 
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_program_answers_before_anything_large_is_loaded(option):
+    """Counted, not timed: jax alone takes more than the 0.3 s that these may."""
+    done = run(
+        f"import sys; from moe_jax.cli._main import main; code = main([{option!r}]); print(); print(*sys.modules)"
+    )
+    assert done.returncode == 0 and done.stdout.startswith(("usage: moe-jax", "moe-jax 0."))
+    assert not {"jax", "numpy", "flax", "tqdm"} & worlds(done.stdout.splitlines()[-1].split())
+
+
 def test_unknown_names_of_the_facade():
     assert not hasattr(moe_jax, "FusedMoe")
-    assert set(moe_jax.__all__) <= set(dir(moe_jax)) and moe_jax.parallel.__name__ == "moe_jax.parallel"
+    assert set(moe_jax.__all__) <= set(dir(moe_jax)) and moe_jax.parallel is sys.modules["moe_jax.parallel"]
 
 
 def test_modules_are_there_without_an_import_of_their_own():

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from moe_jax._arguments import boolean, check_array, check_is_kept
 from moe_jax._config import MoEConfig
+from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, ArrayArg, Bool, Float, Int, Leaf, Shaped
 from moe_jax.experts._backend import Problem
 from moe_jax.experts._choice import run_first, run_layer_first
@@ -23,8 +24,8 @@ from moe_jax.routing import Routing, RoutingParams, route
 __all__ = ["MoEStats", "explain", "fused_experts", "fused_moe"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class MoEStats:
     """Where the tokens of one call went.
 

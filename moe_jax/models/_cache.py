@@ -10,12 +10,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, DTypeLike, Int, Leaf
 from moe_jax.models._config import DecoderConfig
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class KVCache:
     """A pytree that the caller threads through calls.
 

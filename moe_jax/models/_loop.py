@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Int, Leaf
 from moe_jax.models._cache import KVCache
 from moe_jax.models._compiled import merge_model
@@ -15,8 +16,8 @@ from moe_jax.models._partition import on_mesh
 from moe_jax.models._sampling import History
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class State:
     """Of B rows in the loop. step: () int32, turns so far. made: (B,) int32, tokens of each row. token: (B,), its
     latest. is_done: (B,) bool. tokens: (B, room). load: rows that each slot served, (layers, S), or (0, 0) where nobody
@@ -51,8 +52,8 @@ class State:
         return dataclasses.replace(merged, step=self.step, load=new.load)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class Reading:
     """Of B prompts of which some tokens were read. hidden: (B, H), of the latest of each row. load: as in ``State``,
     of these tokens. cache: ``KVCache``; None where ``start`` has it beside this."""

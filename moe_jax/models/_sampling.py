@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._arguments import integer, number
+from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, Float, Int, Leaf
 
 _BITS_AT_ONCE = 2  # of a threshold: each pass over the vocabulary tries three candidates
@@ -91,8 +92,8 @@ _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
 )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class History:
     """Tokens that a row has seen: in_prompt (B, V) bool, in_answer (B, V) int32 counts."""
 
@@ -113,8 +114,8 @@ class History:
         return dataclasses.replace(self, in_answer=self.in_answer.at[rows, token].add(count, mode="drop"))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class Sampler:
     """``SamplingParams`` of B rows as arrays. The numbers are leaves, so changing them does not recompile; which steps
     run is static.

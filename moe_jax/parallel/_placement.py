@@ -3,19 +3,19 @@
 import dataclasses
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._arguments import integer
+from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, ArrayArg, Int, Leaf
 from moe_jax.parallel._expert_map import local_expert_ids, physical_to_logical
 
 _FIBONACCI = 2654435769  # 2^32 over the golden ratio: multiples of it spread evenly
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class Placement:
     """Logical experts in physical slots. Devices have equally many slots; slot s is on device ``s // (S / D)``.
 

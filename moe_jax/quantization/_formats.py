@@ -12,7 +12,10 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax._pytrees import static_type
 
+
+@static_type
 class Strategy(enum.Enum):
     """Extent of one scale."""
 
@@ -23,6 +26,7 @@ class Strategy(enum.Enum):
     BLOCK = "block"
 
 
+@static_type
 class Packing(enum.Enum):
     """How several elements of a row share one stored number; element 0 is always in the lowest bits.
 
@@ -77,6 +81,7 @@ GLOBAL_SCALES = ("divides", "multiplies", "token")
 _REFUSED_ELEMENTS = ("e5m2", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz")
 
 
+@static_type
 @dataclasses.dataclass(frozen=True)
 class QuantFormat:
     """How one tensor is quantized.

@@ -17,6 +17,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 
+from moe_jax._pytrees import static_type
 from moe_jax._typing import Json
 from moe_jax.quantization._config_formats import formats_of_config, formats_of_group
 from moe_jax.quantization._formats import (
@@ -34,6 +35,7 @@ from moe_jax.quantization._formats import (
 )
 
 
+@static_type
 @dataclasses.dataclass(frozen=True)
 class Scheme:
     """What is quantized in an expert layer.

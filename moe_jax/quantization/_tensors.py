@@ -29,14 +29,17 @@ from typing import Any, ClassVar
 import jax
 from jax.sharding import PartitionSpec
 
+from moe_jax._pytrees import pytree, static_type
 from moe_jax._typing import Leaf
 from moe_jax.quantization._formats import QuantFormat
 from moe_jax.quantization._schemes import Scheme
 from pallas_kernels.common import PLAIN, WeightLayout
 
+static_type(WeightLayout)
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class QuantizedTensor:
     """A stack of (N, K) matrices as stored; the real values are ``(data - zero_point) * scale``, spread by ``fmt``.
 
@@ -70,8 +73,8 @@ class QuantizedTensor:
         return (*self.data.shape[:-1], self.data.shape[-1] if self.num_columns is None else self.num_columns)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class QuantizedMatrix:
     """One quantized matrix outside the experts, (N, K) by its real values, and the scheme that it follows.
 
@@ -123,8 +126,8 @@ class QuantizedMatrix:
         return jax.tree.map(of_leaf, self, self.split_axes(0), self.split_axes(1))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class LowRank:
     """A low-rank addend of each of a stack of matrices W (N, K): ``W + b diag(scale) a`` (LoRA).
 
@@ -141,8 +144,8 @@ class LowRank:
         return self.scale.shape[-1]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class ExpertWeights:
     """All routed experts of one layer: two stacked matrices, optional biases, and the scheme they follow."""
 
@@ -198,8 +201,8 @@ class ExpertWeights:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class AdaptedWeights(ExpertWeights):
     """Experts with low-rank addends (LoRA) of their matrices, which take rows before these are quantized.
 

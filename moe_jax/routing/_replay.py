@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._arguments import check_array, integer
+from moe_jax._pytrees import pytree
 from moe_jax._typing import AnyArray, Array, Float, Int, Leaf
 from moe_jax.routing._config import RoutingConfig
 from moe_jax.routing._scores import BIASED_FLOOR, PLAIN_FLOOR, divide_by_sum, is_finite_row, scores
@@ -14,8 +15,8 @@ from moe_jax.routing._scores import BIASED_FLOOR, PLAIN_FLOOR, divide_by_sum, is
 _MOST_EXPERTS_IN_INT16 = np.iinfo(np.int16).max + 1
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class RoutedExperts:
     """The logical experts of every token in every layer, a pytree that the caller threads through ``jax.jit``.
 

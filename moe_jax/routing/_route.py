@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from moe_jax._arguments import check_array
+from moe_jax._pytrees import pytree
 from moe_jax._typing import AnyArray, Array, Bool, DTypeLike, Float, Int, Leaf, Shaped
 from moe_jax.routing._config import RoutingConfig
 from moe_jax.routing._presets import ROUTING_PRESETS
@@ -17,8 +17,8 @@ from moe_jax.routing._validate import validate_routing
 from pallas_kernels.common.numerics import round_to_float
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class RoutingParams:
     """Arrays that routing reads besides the logits; None where the model has none.
 
@@ -32,8 +32,8 @@ class RoutingParams:
     per_expert_scale: Leaf | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class Routing:
     """Which experts a token goes to. An id of -1 contributes nothing and has weight 0.
 

@@ -1,6 +1,7 @@
 """FusedMoE and MoEBlock: constructor, forward, transforms of JAX and flax."""
 
 from inspect import unwrap  # the tests' own checks of annotations would speak first
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +157,11 @@ def test_unquantized_weights_and_biases_have_param_dtype():
     weights = make_layer("bf16", has_bias=True, param_dtype=jnp.float16).weights.get_value()
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(jnp.float16)}
     quantized = make_layer("fp8_block", has_bias=True, param_dtype=jnp.float32).weights.get_value()
-    assert quantized.w13_bias.dtype == jnp.float32 and quantized.w13.data.dtype == jnp.float8_e4m3fn
+    assert (
+        quantized.w13_bias is not None
+        and quantized.w13_bias.dtype == jnp.float32
+        and quantized.w13.data.dtype == jnp.float8_e4m3fn
+    )
 
 
 # -- constructor ------------------------------------------------------------------------------------------------------
@@ -263,7 +268,11 @@ def test_wrong_types_of_a_call(arguments, words):
             TypeError,
             "rngs has type int",
         ),
-        (lambda layer: moe_jax.MoEBlock(layer, lambda t: t)([[1.0]]), TypeError, "x has type list"),
+        (
+            lambda layer: unwrap(moe_jax.MoEBlock.__call__)(moe_jax.MoEBlock(layer, abs), [[1.0]]),
+            TypeError,
+            "x has type list",
+        ),
     ],
 )
 def test_wrong_arguments(call, error, words):
@@ -381,13 +390,18 @@ def test_linen_bridge():
     from flax.nnx import bridge
 
     layer, (x, z) = make_layer(), inputs()
-    module = bridge.to_linen(moe_jax.FusedMoE, E, H, I, top_k=K, scheme="fp8_channel", dtype=jnp.float32)
+    module: Any = bridge.to_linen(moe_jax.FusedMoE, E, H, I, top_k=K, scheme="fp8_channel", dtype=jnp.float32)
     variables = module.init(jax.random.key(0), x, z)
     y = module.apply(variables, x, z)
     assert y.shape == (7, H) and np.isfinite(y).all()
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(variables)}
     assert jnp.dtype(jnp.float8_e4m3fn) in dtypes, "parameters must stay quantized in Linen's collections"
     assert y.dtype == layer(x, z).dtype
+    variables["QuantizedParam"]["weights"] = layer.weights.get_value()
+    np.testing.assert_array_equal(jax.jit(module.apply)(variables, x, z), call(layer, x, z))
+    unquantized = bridge.ToLinen(moe_jax.FusedMoE, (E, H, I), dict(top_k=K, dtype=jnp.float32))
+    params = jax.eval_shape(unquantized.init, jax.random.key(0), x, z)["params"]["weights"]
+    assert sorted(params) == ["w13", "w2"], "a Linen optimizer trains what Linen calls params"
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "int8_w8a8"])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, DTypeLike, Float, Int, Leaf
 from moe_jax._versions import Place
 from moe_jax.experts._gradient import with_gradient_of
@@ -25,8 +26,8 @@ from moe_jax.parallel._logical import EMBED, HEADS, KV_HEADS
 QUERY_BLOCK = 1024
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class AttentionInputs:
     """What all layers of one call share.
 

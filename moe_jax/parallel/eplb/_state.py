@@ -9,12 +9,13 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moe_jax._arguments import check_array, integer
+from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Float, Int, Leaf, Shaped
 from moe_jax.parallel._placement import Placement
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
 class EplbState:
     """Load of every expert in every MoE layer, as a pytree that the caller threads through ``jax.jit``.
 
