@@ -80,7 +80,7 @@ def lora(
     own = [name for name in names if name in EXPERT_TARGETS]
     layers = layers if own else []
     projections = [place for place in projections if place.name in names]
-    for label, target in (*((layer._label(), layer) for layer in layers), *((p.name, p.linear) for p in projections)):
+    for label, target in (*((layer._label(), layer) for layer in layers), *((p.label, p.linear) for p in projections)):
         if target.lora is not None:
             raise ValueError(f"{label} has an adapter already; moe_jax.lora gives each weight one")
     options: Any = dict(rank=rank, alpha=alpha)
@@ -101,6 +101,10 @@ class Projection(NamedTuple):
     path: tuple[Any, ...]
     owner: Any
     name: str
+
+    @property
+    def label(self) -> str:
+        return ".".join(map(str, (*self.path, self.name)))
 
     @property
     def linear(self) -> Linear:

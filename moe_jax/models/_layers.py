@@ -80,10 +80,13 @@ class LinearLoRA(nnx.Module):
 
     def __call__(self, x: Float[Array, "... K"]) -> Float[Array, "... N"]:
         """The addend of a product, float32; operands are rounded to x's dtype, float32 for float16."""
-        rank = jnp.full(self.rank, self.alpha / self.rank, jnp.float32)
-        addend = LowRank(self.a.get_value(), self.b.get_value(), rank)
-        y = low_rank_product(x.reshape(-1, x.shape[-1]), addend, adapter_dtype(x.dtype))
+        y = low_rank_product(x.reshape(-1, x.shape[-1]), self.addend(), adapter_dtype(x.dtype))
         return y.reshape(*x.shape[:-1], -1)
+
+    def addend(self) -> LowRank:
+        """Without an expert axis."""
+        scale = jnp.full(self.rank, self.alpha / self.rank, jnp.float32)
+        return LowRank(self.a.get_value(), self.b.get_value(), scale)
 
 
 class Linear(nnx.Module):

@@ -10,10 +10,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax._config import MoEConfig
-from moe_jax._typing import Array, DTypeLike
+from moe_jax._typing import Array, DTypeLike, Leaf
 from moe_jax.parallel import ParallelConfig, Placement
 from moe_jax.parallel._logical import EMBED, EXPERT, MLP, name_axes, state_axes
-from moe_jax.parallel._weights import in_slots, placed_config
+from moe_jax.parallel._weights import in_slots, out_of_slots, placed_config
 from moe_jax.quantization import ExpertWeights, LowRank
 
 LoRAParam = nnx.LoRAParam
@@ -38,7 +38,7 @@ class ExpertLoRA(nnx.Module):
     Where all experts share their a, its first axis is 1.
     """
 
-    def __init__(self, arrays: Mapping[str, Array], *, rank: int, alpha: float):
+    def __init__(self, arrays: Mapping[str, Leaf], *, rank: int, alpha: float):
         self.rank, self.alpha = rank, alpha
         held: Any = {name: LoRAParam(arrays[name]) if name in arrays else None for name in _AXES}
         self.w13_a, self.w13_b, self.w2_a, self.w2_b = held["w13_a"], held["w13_b"], held["w2_a"], held["w2_b"]
@@ -92,7 +92,7 @@ def drawn_a(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
 
 
 def held_expert_lora(
-    arrays: Mapping[str, Array],
+    arrays: Mapping[str, Leaf],
     config: MoEConfig,
     placement: Placement | None,
     parallel: ParallelConfig | None,
@@ -127,6 +127,24 @@ def held_expert_lora(
         adapter, lambda variable, axes: state_axes(variable, _mesh_axes(axes, variable.get_value().shape, parallel))
     )
     return adapter
+
+
+def whole_expert_lora(lora: ExpertLoRA, config: MoEConfig, placement: Placement | None) -> ExpertLoRA:
+    """Inverse of ``held_expert_lora``: all experts in their order; over a mesh on the host."""
+    if placement is None:
+        return lora
+    sizes = {EXPERT: config.num_experts, MLP: config.intermediate_size}
+    arrays: dict[str, Any] = {}
+    for name, axes in _AXES.items():
+        if (variable := getattr(lora, name)) is None:
+            continue
+        value = variable.get_value()
+        shape: Any = tuple(sizes.get(axis or "", size) for axis, size in zip(axes, value.shape, strict=True))
+        if name.endswith("_a") and value.shape[0] == 1:
+            arrays[name] = np.asarray(value)[tuple(slice(0, size) for size in (1, *shape[1:]))]
+        else:
+            arrays[name] = out_of_slots(value, placement, shape)
+    return ExpertLoRA(arrays, rank=lora.rank, alpha=lora.alpha)
 
 
 def _mesh_axes(axes: tuple[str | None, ...], shape: tuple[int, ...], parallel: ParallelConfig) -> tuple[Any, ...]:

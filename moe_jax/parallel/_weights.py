@@ -212,6 +212,22 @@ def _map_leaves(function: Callable[..., Any], like: Any, *trees: Any) -> Any:
     return jax.tree.structure(like).unflatten([function(*parts) for parts in leaves])
 
 
+def all_experts(weights: ExpertWeights, config: MoEConfig, placement: Placement) -> ExpertWeights:
+    """Inverse of ``place_weights``, on the host: placed weights in layout "plain" -> all experts in their order."""
+    plain = method_for(config.scheme).abstract_weights(config)
+    return _map_leaves(lambda wanted, leaf: out_of_slots(leaf, placement, wanted.shape), plain, plain, weights)
+
+
+def out_of_slots(leaf: Leaf, placement: Placement, shape: tuple[int, ...]) -> Any:
+    """Inverse of ``in_slots`` with NumPy. shape: of all experts; () for what they share."""
+    rows = np.asarray(leaf)
+    if not shape:
+        return rows
+    held = np.asarray(placement.physical_to_logical).tolist()
+    slots = [held.index(expert) for expert in range(placement.num_experts)]
+    return rows[slots][tuple(slice(0, size) for size in shape)]
+
+
 def in_slots(module: Any, leaf: ArrayArg, slots: ArrayArg, shape: tuple[int, ...]) -> Any:
     """Rows of ``leaf`` for slots, zeros in empty ones and in the padding of the other axes. module: np or jnp."""
     rows = leaf[module.maximum(slots, 0)]

@@ -173,5 +173,5 @@ def test_targets_that_a_model_has(case):
         refuses(ValueError, f"targets has '{wrong}', expected some of {names}", adapted, model, wrong)
     adapted(model, ("o_proj",))
     assert [name for name, _ in projections(model)] == ["o_proj"] * 2
-    refuses(ValueError, "o_proj has an adapter already", adapted, model, "attention")
+    refuses(ValueError, "layers.0.self_attn.o_proj has an adapter already", adapted, model, "attention")
     adapted(model, ("w2", "q_a_proj"))
