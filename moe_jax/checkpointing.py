@@ -41,18 +41,25 @@ _FREE_SETTINGS = ("name", "implementation", "dtype", "param_dtype", "scheme")
 _FREE_SETTINGS += ("split_axes", "call_axes", "intermediate_size_full")
 
 
-def save(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
+Directory = str | os.PathLike[str]
+
+
+def save(module: nnx.Module | Directory, directory: Directory | nnx.Module) -> None:
     """Write all Variables of a processed layer or model under ``directory`` (created; must not hold a save already).
 
     Over a mesh every process writes what its devices hold; where experts lie is part of the record.
     A save that was interrupted, which leaves arrays without a record, is replaced. Beside the arrays stand their
     dtypes and shapes, how they are quantized and laid out, and the settings of every ``FusedMoE`` and of a model.
 
+    The two arguments may stand in Orbax's order as well, the directory first.
+
     Raises:
         ValueError: the module still holds abstract weights, or the directory holds another save or other files.
+        TypeError: one argument is no module, or the other no path.
     """
     import orbax.checkpoint as ocp
 
+    module, directory = _in_order("save", module, directory)
     check_not_traced("save", module)
     module = one_version(module)
     root = Path(directory).absolute()
@@ -73,19 +80,21 @@ def save(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
     write_output(root / RECORD_NAME, [json.dumps(_record(module, state), indent=1).encode()])
 
 
-def restore(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
+def restore(module: nnx.Module | Directory, directory: Directory | nnx.Module) -> None:
     """Fill ``module`` (abstract or not) in place with what ``save`` wrote for a module of the same shape.
 
     The module may lie on another mesh than the saved one, on none, or hold its experts in other places: experts go to
     where the module has them. Layers that differ in this pass through the host's memory. Dense matrices that the module
-    holds quantized and an older version saved dequantized are then held as they were saved.
+    holds quantized and an older version saved dequantized are then held as they were saved. As of ``save``, the
+    arguments may stand in either order.
 
     Raises:
         ValueError: no complete save there, a damaged one, or one whose settings, schemes, layouts, shapes or dtypes
-            differ; names the first few. The module is then untouched.
+            differ; names the first few. The module is then untouched. TypeError: as ``save``.
     """
     import orbax.checkpoint as ocp
 
+    module, directory = _in_order("restore", module, directory)
     root = Path(directory).absolute()
     if not (root / RECORD_NAME).exists():
         raise ValueError(f"{root} holds no complete save: {RECORD_NAME} is missing")
@@ -131,6 +140,15 @@ def restore(module: nnx.Module, directory: str | os.PathLike[str]) -> None:
             parent = _parent_of(state, path)
             parent["weights"] = _as_held(parent["weights"], saved["placements"].get(path), layer)
         _install(module, state)
+
+
+def _in_order(function: str, module: Any, directory: Any) -> tuple[nnx.Module, Directory]:
+    if isinstance(directory, nnx.Module):
+        module, directory = directory, module
+    if isinstance(module, nnx.Module) and isinstance(directory, str | os.PathLike):
+        return module, directory
+    kinds = f"{type(module).__name__} and {type(directory).__name__}"
+    raise TypeError(f"{function} got {kinds}, expected an nnx.Module and the path of a directory")
 
 
 def _install(module: nnx.Module, state: Any) -> None:
