@@ -10,7 +10,7 @@ _compat.check_versions()  # before the imports that a wrong version would break
 TYPE_CHECKING = False  # as type checkers read it; to load typing would take longer than all of this
 if TYPE_CHECKING:
     from moe_jax._config import MoEConfig
-    from moe_jax.adapters import lora, merge_lora
+    from moe_jax.adapters import load_lora, lora, merge_lora, save_lora
     from moe_jax.experts import MoEStats, fused_experts, fused_moe
     from moe_jax.loading import make_expert_params_mapping, weight_loader
     from moe_jax.models import generate, load_moe, load_pretrained
@@ -33,12 +33,14 @@ _HOMES = {
     "fused_moe": "experts",
     "generate": "models",
     "in_token_buckets": "nn",
+    "load_lora": "adapters",
     "load_moe": "models",
     "load_pretrained": "models",
     "lora": "adapters",
     "make_expert_params_mapping": "loading",
     "merge_lora": "adapters",
     "quantize_checkpoint": "writing",
+    "save_lora": "adapters",
     "token_bucket": "nn",
     "weight_loader": "loading",
 }
@@ -71,12 +73,14 @@ __all__ = [
     "fused_moe",
     "generate",
     "in_token_buckets",
+    "load_lora",
     "load_moe",
     "load_pretrained",
     "lora",
     "make_expert_params_mapping",
     "merge_lora",
     "quantize_checkpoint",
+    "save_lora",
     "token_bucket",
     "weight_loader",
 ]

@@ -50,6 +50,7 @@ def projections(model) -> Any:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v2"])
+@pytest.mark.sample(2)
 def test_attention_is_its_sum_with_the_weights(case, prompt, name):
     model, merged, ids = load(case(name).directory), load(case(name).directory), prompt(2, 40)
     before = model.score(ids)
@@ -72,7 +73,7 @@ def test_attention_is_its_sum_with_the_weights(case, prompt, name):
 
 @pytest.mark.parametrize("scheme", ["fp8_channel", "w4a16_g32", "int8_w8a8", "mxfp4_a16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 def test_quantized_matrices(scheme, dtype):
     """The adapter takes rows that are not quantized, beside a product whose rows are."""
     n, k, rng = 48, 64, np.random.default_rng(0)
@@ -133,6 +134,7 @@ def test_a_model_trains_its_adapters(case, prompt):
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.sample(2)
 def test_models_over_a_mesh(case, prompt, axis_type):
     """Attention's adapters are split as their weights; values and gradients are those of one device."""
     kind = jax.sharding.AxisType[axis_type]

@@ -61,7 +61,7 @@ def as_one_device_has_it(array, name, layer):
 @pytest.mark.parametrize(
     "options", [{}, dict(share_a=True), dict(placement="round_robin")], ids=["linear", "shared", "turns"]
 )
-@pytest.mark.sample(12)
+@pytest.mark.sample(22)
 def test_values_and_gradients(layout, scheme, options):
     if "placement" in options and "expert_axis" not in LAYOUTS[layout][1]:
         pytest.skip("no experts to spread")

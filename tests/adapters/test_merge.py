@@ -60,7 +60,7 @@ SCHEMES += ("w4a16_g8_asym", "nvfp4_a16_modelopt", "mxfp8_a16")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 def test_quantized_weights_are_the_sum_quantized_again(scheme):
     """As the scheme's writer quantizes the sums; its error is what is said."""
     layer = filled(adapted(make_layer(scheme, has_bias=True)))
@@ -124,7 +124,7 @@ def test_over_a_mesh_as_on_one_device(scheme, options):
 
 @pytest.mark.parametrize("mesh", [False, True])
 @pytest.mark.parametrize("quantize", [None, "fp8_channel"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_models(case, prompt, mesh, quantize):
     mesh = jax.make_mesh((2, 2), ("expert", "tensor")) if mesh else None
     model = filled_model(adapted_model(load(case("qwen3").directory, mesh=mesh, quantize=quantize)))
