@@ -30,6 +30,7 @@ from moe_jax.models.attention._rope import rotary_angles
 from moe_jax.models.families._moe_family import MoEFamily
 from moe_jax.nn import MoEBlock
 from moe_jax.parallel import ParallelConfig
+from moe_jax.parallel._explicit import in_auto_axes, lies_on_explicit_axes
 from moe_jax.quantization import Scheme
 
 
@@ -230,6 +231,10 @@ class CausalLM(MoEFamily, Versioned):
         layer has experts.
         """
         self = one_version(self)
+        if self.parallel is None and lies_on_explicit_axes((self, input_ids, cache)):
+            options = dict(positions=positions, attention_mask=attention_mask, cache=cache, seq_lens=seq_lens)
+            found = in_auto_axes(_hidden_states, jnp.asarray(input_ids), dict(model=self, **options))
+            return found if return_stats else found[:2]
         batch, length = input_ids.shape
         ids = jnp.asarray(input_ids).astype(jnp.int32)
         mask = (
@@ -283,6 +288,8 @@ class CausalLM(MoEFamily, Versioned):
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """Output of the head, float32; over a mesh split by the vocabulary where that divides."""
+        if self.parallel is None and lies_on_explicit_axes((self, hidden)):
+            return in_auto_axes(_logits, hidden, dict(model=self))
         logits = (self.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden)
         return logits if self.config.logits_scaling == 1 else logits / self.config.logits_scaling
 
@@ -367,6 +374,14 @@ class CausalLM(MoEFamily, Versioned):
             check_cache(cache, empty, length, attention_mask)
         elif length > self.max_seq_len:
             raise ValueError(f"input_ids has {length} tokens per row, the model takes max_seq_len={self.max_seq_len}")
+
+
+def _hidden_states(x: Array, model: CausalLM, **options: Any) -> tuple[Any, ...]:
+    return model.hidden_states(x, **options, return_stats=True)
+
+
+def _logits(x: Array, model: CausalLM) -> Array:
+    return model.logits(x)
 
 
 def _stacked(stats: list[MoEStats], back: Int[Array, "B S"] | None) -> MoEStats:

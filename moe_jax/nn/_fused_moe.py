@@ -1,7 +1,6 @@
 """``FusedMoE`` and ``MoEBlock``: thin nnx modules that own quantized parameters; the arithmetic lives in experts.py."""
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, ArrayArg, DTypeLike
 from moe_jax._versions import Place, Versioned, changing, install, one_version
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
-from moe_jax.experts import explain, fused_moe
+from moe_jax.experts import MoEStats, explain, fused_moe
 from moe_jax.experts._choice import in_best_layout, order_of, plain_layout
 from moe_jax.loading import LayerLoader
 from moe_jax.nn._frozen import warn_of_frozen_experts
@@ -39,6 +38,7 @@ from moe_jax.nn._variables import (
 )
 from moe_jax.parallel import ParallelConfig, Placement
 from moe_jax.parallel import fused_moe as fused_moe_over_mesh
+from moe_jax.parallel._explicit import in_auto_axes, lies_on_explicit_axes
 from moe_jax.parallel._layer import PlacementParam, explain_parallel, make_parallel, make_placement
 from moe_jax.parallel._sharding import lay_out, plain_shares
 from moe_jax.parallel._weights import abstract_placed_weights, is_placed, replace_experts
@@ -286,24 +286,26 @@ class FusedMoE(Versioned):
                 raise ValueError(f"{label} has shape {value.shape}, expected {shape} to match x {x.shape}")
         tokens = x.reshape(-1, x.shape[-1])
         mask = None if token_mask is None else token_mask.reshape(-1)
-        routed_in = tokens if self.routed_input_transform is None else self.routed_input_transform(tokens)
+        routed_in: Any = tokens if self.routed_input_transform is None else self.routed_input_transform(tokens)
         shared = self._shared(tokens)
         is_added_last = shared is not None and self.routed_output_transform is not None
-        run: Any = fused_moe
-        if self.parallel is not None:
-            run = functools.partial(fused_moe_over_mesh, parallel=self.parallel, placement=self._slots)
-        y, stats = run(
-            routed_in,
-            router_logits.reshape(-1, router_logits.shape[-1]),
-            weights,
+        options: dict[str, Any] = dict(
+            router_logits=router_logits.reshape(-1, router_logits.shape[-1]),
+            weights=weights,
             config=config,
             routing=self._routing_params(),
             token_mask=mask,
             token_ids=None if token_ids is None else token_ids.reshape(-1),
             replayed_ids=None if replayed_ids is None else replayed_ids.reshape(-1, replayed_ids.shape[-1]),
             shared_output=None if is_added_last else shared,
-            return_stats=True,
         )
+        if self.parallel is not None:
+            options |= dict(parallel=self.parallel, placement=self._slots)
+            y, stats = fused_moe_over_mesh(routed_in, **options, return_stats=True)
+        elif lies_on_explicit_axes((routed_in, options)):
+            y, stats = in_auto_axes(_with_stats, routed_in, options)
+        else:
+            y, stats = _with_stats(routed_in, **options)
         if self.routed_output_transform is not None:
             y = self.routed_output_transform(y)
         if shared is not None and is_added_last:
@@ -537,6 +539,10 @@ class FusedMoE(Versioned):
             f"activation={c.activation!r}, dtype={jnp.dtype(c.dtype).name!r}, name={c.name!r}"
             f"{'' if self.parallel is None else f', {self.parallel}, {self._slots}'})"
         )
+
+
+def _with_stats(x: Any, router_logits: Any, weights: ExpertWeights, **options: Any) -> tuple[Any, MoEStats]:
+    return fused_moe(x, router_logits, weights, **options, return_stats=True)
 
 
 def _mapping_rows(expert_mapping: Any) -> tuple[tuple[Any, ...], ...] | None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from moe_jax._arguments import boolean, check_array, check_callables, check_is_kept
 from moe_jax._typing import ArrayArg
 from moe_jax._versions import Versioned, one_version
+from moe_jax.parallel._explicit import in_auto_axes, lies_on_explicit_axes
 
 
 class MoEBlock(Versioned):
@@ -43,8 +44,11 @@ class MoEBlock(Versioned):
         check_array("x", x, jnp.floating, f"(..., {self.experts.config.hidden_size})")
         check_is_kept("x", x)
         self = one_version(self)
+        per_token: dict[str, Any] = dict(token_mask=token_mask, token_ids=token_ids, replayed_ids=replayed_ids)
+        if getattr(self.experts, "parallel", None) is None and lies_on_explicit_axes((self, x)):
+            y, stats = in_auto_axes(_with_stats, x, dict(block=self, **per_token))
+            return (y, stats) if return_stats else y
         x = without_padding(x, token_mask)
-        per_token = dict(token_mask=token_mask, token_ids=token_ids, replayed_ids=replayed_ids)
         y, stats = self.experts(x, self.router(x), **per_token, return_stats=True)
         if self.shared_experts is not None:
             shared = self.shared_experts(x)
@@ -53,6 +57,10 @@ class MoEBlock(Versioned):
                 shared = jnp.where(token_mask[..., None], shared, jnp.zeros_like(shared))
             y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(y.dtype)
         return (y, stats) if return_stats else y
+
+
+def _with_stats(x: Any, block: MoEBlock, **per_token: Any) -> Any:
+    return block(x, **per_token, return_stats=True)
 
 
 def check_output(name: str, output: Any, shape: tuple[int, ...]) -> None:

@@ -80,7 +80,7 @@ class _Unboxed:
 
 def name_axes(variable: nnx.Variable[Any], names: Sequence[str | None]) -> None:
     """Name the axes of a new Variable. Where a mesh of Auto axes is set, its arrays are split by them at once, as Flax
-    does it. Under Explicit axes they stay whole, since layers without a mesh cannot be called with split arrays there.
+    does it. Under Explicit axes they stay whole.
     """
     state_axes(variable, LogicalAxes(names))
     value, mesh = variable.get_value(), jax.sharding.get_abstract_mesh()

@@ -1,0 +1,45 @@
+"""Arrays that the caller has split over a mesh with Explicit axes: inside of a call the axes are Auto, and XLA
+partitions it as it does under ``jax.jit`` with Auto axes."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+
+def lies_on_explicit_axes(tree: Any) -> bool:
+    """Whether an array of the tree does."""
+    return any(isinstance(leaf, jax.Array) and _explicit_axes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def in_auto_axes(function: Callable[..., Any], x: Any, args: Any) -> Any:
+    """``function(x, **args)``. Outputs of as many rows as x (T, H) are split along them like x; all others are whole.
+
+    args: at least one array of x and args lies on a mesh with Explicit axes.
+    """
+    first = next(leaf for leaf in jax.tree.leaves((x, args)) if _explicit_axes(leaf))
+    mesh = jax.typeof(first).sharding.mesh
+    rows = jax.typeof(x).sharding.spec[:1] if _explicit_axes(x) else ()
+
+    def sharding(output: Any) -> NamedSharding:
+        is_split = output.ndim > 0 and output.shape[0] == x.shape[0]
+        return NamedSharding(mesh, PartitionSpec(*rows) if is_split else PartitionSpec())
+
+    outputs = jax.tree.map(sharding, jax.eval_shape(lambda x, args: function(x, **args), *_without_mesh((x, args))))
+    run: Any = jax.sharding.auto_axes(
+        lambda x, args: function(x, **args), axes=_explicit_axes(first), out_sharding=outputs
+    )
+    return run(x, args)
+
+
+def _explicit_axes(array: Any) -> tuple[str, ...]:
+    mesh = jax.typeof(array).sharding.mesh
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
+
+
+def _without_mesh(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
