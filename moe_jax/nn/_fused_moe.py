@@ -15,7 +15,7 @@ from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, ArrayArg, DTypeLike
 from moe_jax._versions import Place, Versioned, changing, install, one_version
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
-from moe_jax.experts import MoEStats, explain, fused_moe
+from moe_jax.experts import explain, fused_moe
 from moe_jax.experts._choice import in_best_layout, order_of, plain_layout
 from moe_jax.loading import LayerLoader
 from moe_jax.nn._frozen import warn_of_frozen_experts
@@ -541,7 +541,7 @@ class FusedMoE(Versioned):
         )
 
 
-def _with_stats(x: Any, router_logits: Any, weights: ExpertWeights, **options: Any) -> tuple[Any, MoEStats]:
+def _with_stats(x: Any, router_logits: Any, weights: ExpertWeights, **options: Any) -> tuple[Any, Any]:
     return fused_moe(x, router_logits, weights, **options, return_stats=True)
 
 
