@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +170,61 @@ class CausalLM(MoEFamily, Versioned):
         return modules
 
     # -- forward ------------------------------------------------------------------------------------------------------
+
+    @overload
+    def __call__(
+        self,
+        input_ids: Int[Array | np.ndarray, "B S"],
+        *,
+        positions: ArrayArg | None = None,
+        attention_mask: ArrayArg | None = None,
+        cache: None = None,
+        return_stats: Literal[False] = False,
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self,
+        input_ids: Int[Array | np.ndarray, "B S"],
+        *,
+        positions: ArrayArg | None = None,
+        attention_mask: ArrayArg | None = None,
+        cache: KVCache,
+        return_stats: Literal[False] = False,
+    ) -> tuple[Array, KVCache]: ...
+
+    @overload
+    def __call__(
+        self,
+        input_ids: Int[Array | np.ndarray, "B S"],
+        *,
+        positions: ArrayArg | None = None,
+        attention_mask: ArrayArg | None = None,
+        cache: None = None,
+        return_stats: Literal[True],
+    ) -> tuple[Array, MoEStats]: ...
+
+    @overload
+    def __call__(
+        self,
+        input_ids: Int[Array | np.ndarray, "B S"],
+        *,
+        positions: ArrayArg | None = None,
+        attention_mask: ArrayArg | None = None,
+        cache: KVCache,
+        return_stats: Literal[True],
+    ) -> tuple[Array, KVCache, MoEStats]: ...
+
+    @overload
+    def __call__(
+        self,
+        input_ids: Int[Array | np.ndarray, "B S"],
+        *,
+        positions: ArrayArg | None = None,
+        attention_mask: ArrayArg | None = None,
+        cache: KVCache | None = None,
+        return_stats: bool = False,
+    ) -> Any: ...
 
     def __call__(
         self,

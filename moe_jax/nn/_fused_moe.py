@@ -3,7 +3,7 @@
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, ArrayArg, DTypeLike
 from moe_jax._versions import Place, Versioned, changing, install, one_version
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
-from moe_jax.experts import explain, fused_moe
+from moe_jax.experts import MoEStats, explain, fused_moe
 from moe_jax.experts._choice import in_best_layout, order_of, plain_layout
 from moe_jax.loading import LayerLoader
 from moe_jax.nn._frozen import warn_of_frozen_experts
@@ -223,6 +223,42 @@ class FusedMoE(Versioned):
         self.weights.name_axes(self.parallel)
 
     # -- forward ------------------------------------------------------------------------------------------------------
+
+    @overload
+    def __call__(
+        self,
+        x: ArrayArg,
+        router_logits: Any = None,
+        *,
+        token_mask: ArrayArg | None = None,
+        token_ids: ArrayArg | None = None,
+        replayed_ids: ArrayArg | None = None,
+        return_stats: Literal[False] = False,
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self,
+        x: ArrayArg,
+        router_logits: Any = None,
+        *,
+        token_mask: ArrayArg | None = None,
+        token_ids: ArrayArg | None = None,
+        replayed_ids: ArrayArg | None = None,
+        return_stats: Literal[True],
+    ) -> tuple[Array, MoEStats]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: ArrayArg,
+        router_logits: Any = None,
+        *,
+        token_mask: ArrayArg | None = None,
+        token_ids: ArrayArg | None = None,
+        replayed_ids: ArrayArg | None = None,
+        return_stats: bool,
+    ) -> Array | tuple[Array, MoEStats]: ...
 
     def __call__(
         self,

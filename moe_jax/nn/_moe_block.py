@@ -1,13 +1,14 @@
 """``MoEBlock``: router, routed experts and shared experts as one module."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 
 from moe_jax._arguments import boolean, check_array, check_callables, check_is_kept
-from moe_jax._typing import ArrayArg
+from moe_jax._typing import Array, ArrayArg
 from moe_jax._versions import Versioned, one_version
+from moe_jax.experts import MoEStats
 from moe_jax.parallel._explicit import in_auto_axes, lies_on_explicit_axes
 
 
@@ -29,6 +30,39 @@ class MoEBlock(Versioned):
         self.experts = experts
         self.router = router
         self.shared_experts = shared_experts
+
+    @overload
+    def __call__(
+        self,
+        x: ArrayArg,
+        *,
+        token_mask: ArrayArg | None = None,
+        token_ids: ArrayArg | None = None,
+        replayed_ids: ArrayArg | None = None,
+        return_stats: Literal[False] = False,
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self,
+        x: ArrayArg,
+        *,
+        token_mask: ArrayArg | None = None,
+        token_ids: ArrayArg | None = None,
+        replayed_ids: ArrayArg | None = None,
+        return_stats: Literal[True],
+    ) -> tuple[Array, MoEStats]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: ArrayArg,
+        *,
+        token_mask: ArrayArg | None = None,
+        token_ids: ArrayArg | None = None,
+        replayed_ids: ArrayArg | None = None,
+        return_stats: bool,
+    ) -> Array | tuple[Array, MoEStats]: ...
 
     def __call__(
         self,
