@@ -46,10 +46,9 @@ def check_call(stack):
 
 
 def test_a_save_of_an_older_version(tmp_path):
-    """Into a new module, into one that has other values, and through a save of this version."""
-    for stack in (Stack(), Stack(nnx.Rngs(7))):
-        checkpointing.restore(stack, OLD)
-        check_call(stack)
+    """Into a module that has other values, and through a save of this version into a new one."""
+    stack = Stack(nnx.Rngs(7))
+    checkpointing.restore(stack, OLD)
     checkpointing.save(stack, tmp_path)
     again = Stack()
     checkpointing.restore(again, tmp_path)
