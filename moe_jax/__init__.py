@@ -10,7 +10,7 @@ _compat.check_versions()  # before the imports that a wrong version would break
 TYPE_CHECKING = False  # as type checkers read it; to load typing would take longer than all of this
 if TYPE_CHECKING:
     from moe_jax._config import MoEConfig
-    from moe_jax.adapters import load_lora, lora, merge_lora, save_lora
+    from moe_jax.adapters import load_lora, lora, merge_lora, save_lora, select_lora
     from moe_jax.experts import MoEStats, fused_experts, fused_moe
     from moe_jax.loading import make_expert_params_mapping, weight_loader
     from moe_jax.models import generate, load_moe, load_pretrained
@@ -41,6 +41,7 @@ _HOMES = {
     "merge_lora": "adapters",
     "quantize_checkpoint": "writing",
     "save_lora": "adapters",
+    "select_lora": "adapters",
     "token_bucket": "nn",
     "weight_loader": "loading",
 }
@@ -81,6 +82,7 @@ __all__ = [
     "merge_lora",
     "quantize_checkpoint",
     "save_lora",
+    "select_lora",
     "token_bucket",
     "weight_loader",
 ]

@@ -91,7 +91,7 @@ def lora(
     for place in projections:
         n, k = place.linear.weight.shape
         a, b = drawn_a(rngs.params(), (rank, k), dtype), jnp.zeros((n, rank), dtype)
-        hold_lora(place.owner, place.name, LinearLoRA(a, b, **options))
+        hold_lora(place.owner, place.name, LinearLoRA(a, b, ranks=(rank,), alphas=(alpha,)))
     return module
 
 

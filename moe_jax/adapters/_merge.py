@@ -67,6 +67,8 @@ def merge_lora(module: Any) -> list[MergedWeight]:
     if not layers and not projections:
         raise ValueError(f"a {type(module).__name__} without adapters has nothing to merge; moe_jax.lora adds some")
     check_not_traced("merge_lora", module)
+    for adapter in (target.lora for target in (*layers, *(place.linear for place in projections))):
+        assert adapter is not None and adapter.alpha  # raises where it is one of several
     for layer in layers:
         _check(layer._label(), layer.config.scheme, layer.weights.get_value())
     for place in projections:

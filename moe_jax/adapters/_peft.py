@@ -14,14 +14,14 @@ transformers 4 name each expert, ``experts.3.gate_proj`` or ``experts.3.w1``, an
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax._arguments import check_not_traced
+from moe_jax._arguments import check_not_traced, shown
 from moe_jax._output import write_output
 from moe_jax.adapters._lora import Projection, adaptable
 from moe_jax.loading import CheckpointError, SafetensorsFile
@@ -113,45 +113,97 @@ def save_lora(model: Any, directory: str | os.PathLike[str], *, base_model: str 
     write_output(root / CONFIG_FILE, [json.dumps(config, indent=2, sort_keys=True).encode()])
 
 
-def load_lora(model: Any, directory: str | os.PathLike[str]) -> Any:
-    """Give a model the adapters in a directory that PEFT, or ``save_lora``, wrote for it, in place.
+def load_lora(model: Any, source: Any) -> Any:
+    """Give a model the adapters in a directory that PEFT, or ``save_lora``, wrote for it, in place; or several at once.
 
     Args:
         model: a whole model without adapters on the weights that the files name; nobody else may use it meanwhile.
-        directory: holds adapter_config.json and adapter_model.safetensors.
+        source: a directory with adapter_config.json and adapter_model.safetensors; or a mapping of names to such
+            directories, whose adapters ``select_lora`` chooses from, for models on one device.
 
     Returns:
         The model.
 
     Raises:
         ValueError: files that are damaged, or of another model: names, shapes and the rank are compared; a weight that
-            has an adapter already. NotImplementedError: a setting of PEFT that is not built, such as DoRA, by name.
-            TypeError: no whole model. The model is then untouched.
+            has an adapter already. NotImplementedError: a setting of PEFT that is not built, such as DoRA, by name, or
+            several adapters over a mesh. TypeError: no whole model. The model is then untouched.
     """
     check_not_traced("load_lora", model)
-    root, places = Path(directory), _Places(model)
+    places = _Places(model)
+    sources: dict[Any, Any] = dict(source) if isinstance(source, Mapping) else {}
+    names = tuple(sources)
+    if isinstance(source, Mapping) and (not names or not all(isinstance(name, str) for name in names)):
+        raise ValueError(f"source={shown(source)}, expected a directory, or a mapping of names to directories")
+    if names and model.parallel is not None:
+        raise NotImplementedError("several adapters over a mesh are not built; load one by its directory")
+    directories: Any = sources.values() if names else (source,)
+    files = [_read_files(places, Path(one)) for one in directories]
+    for prefix in {name for file in files for name in (*file.experts, *file.projections)}:
+        target = places.experts[prefix] if prefix in places.experts else places.projections[prefix].linear
+        if target.lora is not None:
+            raise ValueError(f"{prefix} has an adapter already; moe_jax gives each weight one")
+    alphas = [file.alpha for file in files]
+    for prefix, layer in places.experts.items():
+        parts = [file.experts.get(prefix) for file in files]
+        if not any(parts):
+            continue
+        held: Any = dict(ranks=_ranks(files, parts), alphas=alphas, names=names)
+        placement = None if layer.placement is None else layer.placement.get_value()
+        arrays = _experts_side_by_side([part for part in parts if part])
+        layer.set_lora(held_expert_lora(arrays, layer.config, placement, layer.parallel, **held))
+    for prefix, place in places.projections.items():
+        parts = [file.projections.get(prefix) for file in files]
+        there = [part for part in parts if part]
+        if there:
+            a, b = (np.concatenate([part[i] for part in there], axis=i) for i in range(2))
+            held = dict(ranks=_ranks(files, parts), alphas=alphas, names=names)
+            hold_lora(place.owner, place.name, LinearLoRA(jnp.asarray(a), jnp.asarray(b), **held))
+    return model
+
+
+class _Files(NamedTuple):
+    """What one directory holds. experts: arrays of ``ExpertLoRA`` by module. projections: (a, b) by module."""
+
+    rank: int
+    alpha: float
+    experts: dict[str, dict[str, np.ndarray]]
+    projections: dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def _read_files(places: "_Places", root: Path) -> _Files:
     config = read_json(root / CONFIG_FILE, max_bytes=_MAX_CONFIG_BYTES)
     rank, alpha = _read_config(config, root / CONFIG_FILE)
     with SafetensorsFile(root / WEIGHTS_FILE) as file:
         tensors = {name.removeprefix(_PREFIX): file.read(name) for name in file.names}
     reader = _Reader(root / WEIGHTS_FILE, places, rank, {name: _supported(array) for name, array in tensors.items()})
-    experts, projections = reader.read(config)
-    for prefix, target in (
-        *((p, places.experts[p]) for p in experts),
-        *((p, places.projections[p].linear) for p in projections),
-    ):
-        if target.lora is not None:
-            raise ValueError(f"{prefix} has an adapter already; moe_jax gives each weight one")
-    for prefix, arrays in experts.items():
-        layer = places.experts[prefix]
-        placement = None if layer.placement is None else layer.placement.get_value()
-        own = {name: jnp.asarray(array) for name, array in arrays.items()}
-        layer.set_lora(held_expert_lora(own, layer.config, placement, layer.parallel, rank=rank, alpha=alpha))
-    for prefix, (a, b) in projections.items():
-        place = places.projections[prefix]
-        lora = LinearLoRA(jnp.asarray(a), jnp.asarray(b), rank=rank, alpha=alpha)
-        hold_lora(place.owner, place.name, lora)
-    return model
+    return _Files(rank, alpha, *reader.read(config))
+
+
+def _ranks(files: Sequence[_Files], parts: Sequence[Any]) -> list[int]:
+    """0 where a file leaves the weight."""
+    return [file.rank if part else 0 for file, part in zip(files, parts, strict=True)]
+
+
+def _experts_side_by_side(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:
+    """Arrays of several adapters of a layer joined along their ranks; one without a target has zeros there."""
+    names = sorted({name for part in parts for name in part})
+    projections = max((part["w13_a"].shape[1] for part in parts if "w13_a" in part), default=1)
+    joined: dict[str, Any] = {}
+    for name in names:
+        axis = -2 if name.endswith("_a") else -1
+        like = next(part[name] for part in parts if name in part)
+        own = []
+        for part in parts:
+            rank = next(array.shape[-2] for other, array in part.items() if other.endswith("_a"))
+            shape = list(like.shape)
+            shape[axis] = rank
+            array = part.get(name, np.zeros(shape, like.dtype))
+            if name == "w13_a":
+                array = np.broadcast_to(array, (array.shape[0], projections, *array.shape[2:]))
+            own.append(array)
+        joined[name] = jnp.asarray(np.concatenate(own, axis=axis))
+    return joined
 
 
 def _read_config(config: Mapping[str, Any], path: Path) -> tuple[int, float]:

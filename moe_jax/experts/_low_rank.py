@@ -1,19 +1,36 @@
 """The low-rank addend of a product, ``B (scale * A x)``, for rows of one expert or one matrix."""
 
+import dataclasses
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 
 from moe_jax._typing import Array, DTypeLike
-from moe_jax.quantization import LowRank
+from moe_jax.quantization import ExpertWeights, LowRank
 
 
 def low_rank_product(rows: Array, addend: LowRank, operand_dtype: DTypeLike = jnp.float32) -> Array:
     """rows (R, K) by an addend without its expert axis -> (R,) + lead + (N,) float32.
 
-    operand_dtype: what the operands of both products are rounded to; sums are float32.
+    operand_dtype: what the operands of both products are rounded to; sums are float32. ``addend.chosen`` is that of the
+    rows.
     """
     inner = _product("rk,...nk->r...n", rows, addend.a, operand_dtype) * addend.scale
+    if addend.chosen is not None:
+        inner = inner * addend.chosen.reshape(rows.shape[0], *(1,) * (inner.ndim - 2), -1)
     return _product("r...n,...mn->r...m", inner, addend.b, operand_dtype)
+
+
+def with_rows_chosen(weights: ExpertWeights, take: Callable[[Array], Array] | None) -> ExpertWeights:
+    """The weights with ``chosen`` of their addends, by token, through ``take``; without where that is None."""
+
+    def of(lora: LowRank | None) -> LowRank | None:
+        if lora is None or lora.chosen is None:
+            return lora
+        return dataclasses.replace(lora, chosen=None if take is None else take(lora.chosen))
+
+    return weights.adapted(of(weights.w13_lora), of(weights.w2_lora))
 
 
 def adapter_dtype(dtype: DTypeLike) -> DTypeLike:

@@ -21,7 +21,7 @@ from moe_jax._typing import Array, Float, Int
 from moe_jax.activations import apply_activation
 from moe_jax.experts._backend import Backend, MatrixProblem, Problem
 from moe_jax.experts._gradient import vary_together
-from moe_jax.experts._low_rank import low_rank_product
+from moe_jax.experts._low_rank import low_rank_product, with_rows_chosen
 from moe_jax.quantization import (
     ExpertWeights,
     LowRank,
@@ -76,6 +76,7 @@ def _run(
     num_tokens, top_k = topk_ids.shape
     expert = topk_ids.reshape(-1)
 
+    weights = with_rows_chosen(weights, lambda chosen: jnp.repeat(chosen, top_k, axis=0))
     fmt = weights.scheme.activations
     rows = _quantized(x, fmt, weights.w13.input_scale, config.scale_axes(fmt, is_hidden=False))
     rows = jnp.repeat(rows, top_k, axis=0)  # row t * top_k + k
@@ -112,7 +113,12 @@ def _product(rows: Array, expert: Array, tensor: QuantizedTensor, bias: Array | 
 
 def _addend(rows: Array, expert: Array, lora: LowRank) -> Array:
     """``_product`` with a low-rank addend; rows: as they were before they were quantized."""
-    return _each_by_its_expert(lambda one: low_rank_product(rows, one), expert, lora, lora.b.shape[1:-1])
+    stacked = dataclasses.replace(lora, chosen=None)  # which has no expert axis
+
+    def of_expert(one):
+        return low_rank_product(rows, dataclasses.replace(one, chosen=lora.chosen))
+
+    return _each_by_its_expert(of_expert, expert, stacked, lora.b.shape[1:-1])
 
 
 def _each_by_its_expert(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from moe_jax._arguments import boolean, integer
 from moe_jax._typing import ArrayArg
@@ -16,6 +17,7 @@ from moe_jax.models._compiled import bucket, padded_prompt, split_model
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._prefill import Prefill
 from moe_jax.models._sampling import Sampler, SamplingParams
+from moe_jax.nn._lora import LoRAChoice
 
 
 def generate(
@@ -147,6 +149,8 @@ def generate_each(
     """``generate`` for prompts of any lengths that tells tokens as they are made; see ``_batches.run`` for ``hear`` and
     tokens_at_once. settings: temperature, top_p, top_k, sampling_params. Returns the load."""
     most, end, no_load = _checked(model, max_new_tokens, eos_token_id, has_load)
+    if nnx.state(model, LoRAChoice):  # rows change hands
+        raise NotImplementedError("adapters are chosen for the rows of one array of prompts; leave batch_size out")
     size = integer("batch_size", batch_size, minimum=1)
     checked = _batches.checked_prompts(prompts, model.config.vocab_size, model.max_seq_len, most)
     params, vocab_size = _params(settings, len(checked)), model.config.vocab_size

@@ -4,7 +4,7 @@ With ``rngs=None`` a module is abstract: its parameters are ``jax.ShapeDtypeStru
 The weight of a Linear or Head may be a ``QuantizedMatrix``, see ``keep_quantized``.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from moe_jax.experts._low_rank import adapter_dtype, low_rank_product
 from moe_jax.experts._matrix import in_best_matrix_layout, multiply
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.nn import LoRAParam, QuantizedParam
+from moe_jax.nn._lora import Adapter
 from moe_jax.parallel._logical import EMBED, MLP, VOCAB
 from moe_jax.quantization import LowRank, QuantizedMatrix, Scheme, method_for
 
@@ -68,25 +69,25 @@ class LayerNorm(nnx.Module):
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 
 
-class LinearLoRA(nnx.Module):
-    """What an adapter adds to the weight (N, K) of a Linear: ``alpha / rank * b a``.
+class LinearLoRA(Adapter):
+    """What adapters add to the weight (N, K) of a Linear: ``alpha / rank * b a``.
 
     a: (R, K). b: (N, R). Both ``LoRAParam``, R = rank.
     """
 
-    def __init__(self, a: Array, b: Array, *, rank: int, alpha: float):
+    def __init__(self, a: Array, b: Array, *, ranks: Sequence[int], alphas: Sequence[float], names: Sequence[str] = ()):
+        self._hold(ranks, alphas, names)
         self.a, self.b = LoRAParam(a), LoRAParam(b)
-        self.rank, self.alpha = rank, alpha
 
     def __call__(self, x: Float[Array, "... K"]) -> Float[Array, "... N"]:
         """The addend of a product, float32; operands are rounded to x's dtype, float32 for float16."""
-        y = low_rank_product(x.reshape(-1, x.shape[-1]), self.addend(), adapter_dtype(x.dtype))
+        y = low_rank_product(x.reshape(-1, x.shape[-1]), self.addend(x.shape[:-1]), adapter_dtype(x.dtype))
         return y.reshape(*x.shape[:-1], -1)
 
-    def addend(self) -> LowRank:
-        """Without an expert axis."""
-        scale = jnp.full(self.rank, self.alpha / self.rank, jnp.float32)
-        return LowRank(self.a.get_value(), self.b.get_value(), scale)
+    def addend(self, lead: tuple[int, ...] | None = None) -> LowRank:
+        """Without an expert axis. lead: axes of the tokens of a call; None: no call is made."""
+        chosen = None if lead is None else self.chosen(lead)
+        return LowRank(self.a.get_value(), self.b.get_value(), jnp.asarray(self.scales()), chosen)
 
 
 class Linear(nnx.Module):

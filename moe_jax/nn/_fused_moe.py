@@ -295,7 +295,6 @@ class FusedMoE(Versioned):
                 f"{self._label()} has no weights yet: call load_weights(pairs), then process_weights_after_loading(), "
                 "or build it with rngs="
             )
-        weights = self._adapted(weights)
         check_array("x", x, jnp.floating, f"(..., {config.hidden_size}) for {self._label()}")
         check_is_kept("x", x)
         if x.ndim < 1 or (x.shape[-1] != config.hidden_size and self.routed_input_transform is None):
@@ -327,7 +326,7 @@ class FusedMoE(Versioned):
         is_added_last = shared is not None and self.routed_output_transform is not None
         options: dict[str, Any] = dict(
             router_logits=router_logits.reshape(-1, router_logits.shape[-1]),
-            weights=weights,
+            weights=weights if self.lora is None else self.lora.added_to(weights, lead),
             config=config,
             routing=self._routing_params(),
             token_mask=mask,

@@ -1,6 +1,6 @@
 """``ExpertLoRA``: the low-rank addends of a layer's experts as Variables that an optimizer finds by their type."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,57 @@ _AXES: dict[str, tuple[str | None, ...]] = {
 }
 
 
-class ExpertLoRA(nnx.Module):
-    """What an adapter adds to a layer's experts: ``alpha / rank * b a`` to each matrix that it targets.
+class LoRAChoice(nnx.Variable[Any]):
+    """(B,) int32: which adapter the rows of a call take, by its place among the names; -1 for none."""
+
+
+class Adapter(nnx.Module):
+    """What modules with low-rank addends have in common: one adapter, or several whose ranks lie side by side.
+
+    names: of the adapters, () for one without a name. ranks, alphas: of each; rank 0 where one leaves this weight.
+    choice: which of them a row takes; without names every row takes the one.
+    """
+
+    def _hold(self, ranks: Sequence[int], alphas: Sequence[float], names: Sequence[str]) -> None:
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.alphas: tuple[float, ...] = tuple(alphas)
+        self.names: tuple[str, ...] = tuple(names)
+        self.choice: LoRAChoice | None = None
+
+    @property
+    def rank(self) -> int:
+        return sum(self.ranks)
+
+    @property
+    def alpha(self) -> float:
+        """Of the one adapter. Raises NotImplementedError where there are several."""
+        if self.names:
+            raise NotImplementedError(f"named adapters, {', '.join(self.names)}, are for inference; load one by itself")
+        return self.alphas[0]
+
+    def scales(self) -> np.ndarray:
+        """(R,) float32."""
+        parts = [np.full(rank, alpha / max(rank, 1)) for rank, alpha in zip(self.ranks, self.alphas, strict=True)]
+        return np.concatenate(parts).astype(np.float32)
+
+    def chosen(self, lead: tuple[int, ...]) -> Array | None:
+        """(T, R) float32 for tokens of these leading axes, see ``LowRank``. Raises ValueError where none is chosen."""
+        if not self.names:
+            return None
+        if self.choice is None:
+            raise ValueError(f"adapters {', '.join(self.names)} are held; choose by moe_jax.select_lora(model, names)")
+        choice = self.choice.get_value()
+        if choice.shape != lead[:1]:
+            raise ValueError(
+                f"adapters are chosen for {choice.shape[0]} rows, the call has {lead}; choose for its rows"
+            )
+        choice = jnp.broadcast_to(choice.reshape(-1, *(1,) * (len(lead) - 1)), lead)
+        owner = np.repeat(np.arange(len(self.ranks)), self.ranks)
+        return (choice.reshape(-1, 1) == owner).astype(jnp.float32)
+
+
+class ExpertLoRA(Adapter):
+    """What adapters add to a layer's experts: ``alpha / rank * b a`` to each matrix that they target.
 
     Variables, ``LoRAParam`` or None, with R = rank; over a mesh in slots, with I padded as the experts have it:
 
@@ -38,23 +87,32 @@ class ExpertLoRA(nnx.Module):
     Where all experts share their a, its first axis is 1.
     """
 
-    def __init__(self, arrays: Mapping[str, Leaf], *, rank: int, alpha: float):
-        self.rank, self.alpha = rank, alpha
+    def __init__(
+        self,
+        arrays: Mapping[str, Leaf],
+        *,
+        ranks: Sequence[int],
+        alphas: Sequence[float],
+        names: Sequence[str] = (),
+    ):
+        self._hold(ranks, alphas, names)
         held: Any = {name: LoRAParam(arrays[name]) if name in arrays else None for name in _AXES}
         self.w13_a, self.w13_b, self.w2_a, self.w2_b = held["w13_a"], held["w13_b"], held["w2_a"], held["w2_b"]
 
-    def added_to(self, weights: ExpertWeights) -> ExpertWeights:
-        """The weights with these addends; leaves may be ShapeDtypeStructs where the adapter's are."""
-        return weights.adapted(self._addend(self.w13_a, self.w13_b), self._addend(self.w2_a, self.w2_b))
+    def added_to(self, weights: ExpertWeights, lead: tuple[int, ...] | None = None) -> ExpertWeights:
+        """The weights with these addends. lead: axes of the tokens of a call; None: no call is made."""
+        chosen = None if lead is None else self.chosen(lead)
+        w13, w2 = (self._addend(a, b, chosen) for a, b in ((self.w13_a, self.w13_b), (self.w2_a, self.w2_b)))
+        return weights.adapted(w13, w2)
 
-    def _addend(self, a: Any, b: Any) -> LowRank | None:
+    def _addend(self, a: Any, b: Any, chosen: Array | None) -> LowRank | None:
         if a is None:
             return None
         left, right = b.get_value(), a.get_value()
         experts = left.shape[0]
         if right.shape[0] != experts:
             right = jnp.broadcast_to(right, (experts, *right.shape[1:]))
-        return LowRank(right, left, jnp.full((experts, self.rank), self.alpha / self.rank, jnp.float32))
+        return LowRank(right, left, jnp.broadcast_to(self.scales(), (experts, self.rank)), chosen)
 
 
 def new_expert_lora(
@@ -82,7 +140,7 @@ def new_expert_lora(
             arrays[name] = (
                 drawn_a(one_key, shapes[name], dtype) if name.endswith("_a") else jnp.zeros(shapes[name], dtype)
             )
-    return held_expert_lora(arrays, config, placement, parallel, rank=rank, alpha=alpha)
+    return held_expert_lora(arrays, config, placement, parallel, ranks=(rank,), alphas=(alpha,))
 
 
 def drawn_a(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -97,12 +155,14 @@ def held_expert_lora(
     placement: Placement | None,
     parallel: ParallelConfig | None,
     *,
-    rank: int,
-    alpha: float,
+    ranks: Sequence[int],
+    alphas: Sequence[float],
+    names: Sequence[str] = (),
 ) -> ExpertLoRA:
     """An adapter of arrays of all experts in their order, as a layer holds it: over a mesh with its experts."""
+    held: Any = dict(ranks=ranks, alphas=alphas, names=names)
     if parallel is None or placement is None:
-        adapter = ExpertLoRA(arrays, rank=rank, alpha=alpha)
+        adapter = ExpertLoRA(arrays, **held)
         _for_each(adapter, lambda variable, axes: name_axes(variable, axes))
         return adapter
     slots = np.asarray(placement.physical_to_logical)
@@ -122,7 +182,7 @@ def held_expert_lora(
         sharding = NamedSharding(parallel.mesh, PartitionSpec(*_mesh_axes(_AXES[name], host.shape, parallel)))
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-    adapter = ExpertLoRA({name: place(name, array) for name, array in arrays.items()}, rank=rank, alpha=alpha)
+    adapter = ExpertLoRA({name: place(name, array) for name, array in arrays.items()}, **held)
     _for_each(
         adapter, lambda variable, axes: state_axes(variable, _mesh_axes(axes, variable.get_value().shape, parallel))
     )
@@ -144,7 +204,7 @@ def whole_expert_lora(lora: ExpertLoRA, config: MoEConfig, placement: Placement 
             arrays[name] = np.asarray(value)[tuple(slice(0, size) for size in (1, *shape[1:]))]
         else:
             arrays[name] = out_of_slots(value, placement, shape)
-    return ExpertLoRA(arrays, rank=lora.rank, alpha=lora.alpha)
+    return ExpertLoRA(arrays, ranks=lora.ranks, alphas=lora.alphas)
 
 
 def _mesh_axes(axes: tuple[str | None, ...], shape: tuple[int, ...], parallel: ParallelConfig) -> tuple[Any, ...]:

@@ -132,12 +132,14 @@ class LowRank:
     """A low-rank addend of each of a stack of matrices W (N, K): ``W + b diag(scale) a`` (LoRA).
 
     a: of w13 (E, G, R, K), or (E, 1, R, K) where both projections have one; of w2 (E, R, K). b: (E, G, N, R) or
-    (E, N, R). Both in any float dtype. scale: (E, R) float32, of each of the R ranks.
+    (E, N, R). Both in any float dtype. scale: (E, R) float32, of each of the R ranks. chosen: (T, R) float32, 1 for the
+    ranks of the adapter that a token of the call has chosen and 0 for others; None: all tokens take all.
     """
 
     a: Leaf
     b: Leaf
     scale: Leaf
+    chosen: Leaf | None = None
 
     @property
     def rank(self) -> int:

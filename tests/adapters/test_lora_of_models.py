@@ -86,7 +86,7 @@ def test_quantized_matrices(scheme, dtype):
     plain = np.asarray(module(x)).astype(np.float64)
     a, b = rng.standard_normal((4, k)) * k**-0.5, rng.standard_normal((n, 4))
     a, b = (np.asarray(jnp.asarray(part, dtype)).astype(np.float64) for part in (a, b))
-    module.lora = LinearLoRA(jnp.asarray(a, dtype), jnp.asarray(b, dtype), rank=4, alpha=8.0)
+    module.lora = LinearLoRA(jnp.asarray(a, dtype), jnp.asarray(b, dtype), ranks=(4,), alphas=(8.0,))
     want = plain + 2 * (np.asarray(x).astype(np.float64) @ a.T) @ b.T
     y = module(x)
     assert y.dtype == dtype

@@ -36,7 +36,7 @@ def make_layer(scheme, parallel=None, *, share_a=False, **options) -> Any:
     shapes = dict(w13_a=(lead, 1, RANK, H), w13_b=(E, 2, I, RANK), w2_a=(lead, RANK, I), w2_b=(E, H, RANK))
     arrays = {name: jnp.asarray(rng.standard_normal(shape) * 0.3, jnp.float32) for name, shape in shapes.items()}
     placement = None if parallel is None else layer.placement.get_value()
-    layer.set_lora(held_expert_lora(arrays, layer.config, placement, layer.parallel, rank=RANK, alpha=8.0))
+    layer.set_lora(held_expert_lora(arrays, layer.config, placement, layer.parallel, ranks=(RANK,), alphas=(8.0,)))
     return layer
 
 

@@ -122,7 +122,7 @@ def with_own_a(model):
         e, h, i = config.num_experts, config.hidden_size, config.intermediate_size
         shapes = dict(w13_a=(e, 2, RANK, h), w13_b=(e, 2, i, RANK), w2_a=(e, RANK, i), w2_b=(e, h, RANK))
         arrays = {name: jnp.asarray(rng.standard_normal(shape) * 0.15, jnp.float32) for name, shape in shapes.items()}
-        block.experts.set_lora(held_expert_lora(arrays, config, None, None, rank=RANK, alpha=float(ALPHA)))
+        block.experts.set_lora(held_expert_lora(arrays, config, None, None, ranks=(RANK,), alphas=(float(ALPHA),)))
     return model
 
 

@@ -24,7 +24,7 @@ from moe_jax._typing import Array, Float, Int, Size
 from moe_jax.activations import apply_activation
 from moe_jax.experts._backend import Backend, MatrixProblem, Problem
 from moe_jax.experts._gradient import vary_together
-from moe_jax.experts._low_rank import adapter_dtype, low_rank_product
+from moe_jax.experts._low_rank import adapter_dtype, low_rank_product, with_rows_chosen
 from moe_jax.experts.xla._align import Alignment, align
 from moe_jax.experts.xla._grouped_gemm import (
     Product,
@@ -37,6 +37,7 @@ from moe_jax.experts.xla._grouped_gemm import (
 )
 from moe_jax.quantization import (
     ExpertWeights,
+    LowRank,
     QuantizedMatrix,
     Scheme,
     Strategy,
@@ -155,19 +156,22 @@ def _forward(plan: TilePlan, x: Array, weights: ExpertWeights, alignment: Alignm
         h = tile_gemm(rows, scale, expert_weights.w13, expert_weights.w13_bias, plan.product)
         if expert_weights.w13_lora is not None:
             own = x.at[tokens].get(mode="promise_in_bounds")
-            h = h + low_rank_product(own, expert_weights.w13_lora, adapter_dtype(plan.config.dtype))
+            h = h + low_rank_product(
+                own, _of_rows(expert_weights.w13_lora, weights.w13_lora, tokens), adapter_dtype(plan.config.dtype)
+            )
         return apply_activation(h, plan.config)
 
-    def output_tile(h, operand, scale, expert_weights):
+    def output_tile(h, operand, scale, expert_weights, start):
         y = tile_gemm(operand, scale, expert_weights.w2, expert_weights.w2_bias, plan.product)
         if expert_weights.w2_lora is None:
             return y
-        return y + low_rank_product(h, expert_weights.w2_lora, adapter_dtype(plan.config.dtype))
+        lora = _of_rows(expert_weights.w2_lora, weights.w2_lora, slice_rows(row_token, start, plan.tile))
+        return y + low_rank_product(h, lora, adapter_dtype(plan.config.dtype))
 
     def through_both(out, start, expert, expert_weights):
         h = hidden_tile(start, expert_weights)
         codes, scale = quantize_rows(h, plan.product, fmt, weights.w2.input_scale, hidden_axes)
-        return store_rows(out, output_tile(h, codes, scale, expert_weights), start)
+        return store_rows(out, output_tile(h, codes, scale, expert_weights, start), start)
 
     def through_first(out, start, expert, expert_weights):
         is_gap = slice_rows(alignment.row_token, start, plan.tile) == x.shape[0]
@@ -176,7 +180,7 @@ def _forward(plan: TilePlan, x: Array, weights: ExpertWeights, alignment: Alignm
 
     def through_second(out, start, expert, expert_weights):
         h, codes = (slice_rows(rows, start, plan.tile) for rows in (hidden, hidden_codes))
-        return store_rows(out, output_tile(h, codes, hidden_scale, expert_weights), start)
+        return store_rows(out, output_tile(h, codes, hidden_scale, expert_weights, start), start)
 
     def loop(body, width):
         out = jnp.zeros_like(x, jnp.float32, shape=(alignment.row_token.shape[0], width))
@@ -227,15 +231,17 @@ def _backward(plan, residuals, out_bar):
 
     values, pull_x = jax.vjp(sources, x)
 
-    def tile_value(rows, expert_weights):
+    def tile_value(rows, expert_weights, tokens):
         h = _float32_product(rows[0], expert_weights.w13, expert_weights.w13_bias)
         if expert_weights.w13_lora is not None:
-            h = h + low_rank_product(rows[-1], expert_weights.w13_lora)
+            h = h + low_rank_product(rows[-1], _of_rows(expert_weights.w13_lora, weights.w13_lora, tokens))
         h = apply_activation(h, plan.config)
         # Clipped values pass no gradient; a dynamic scale clips nothing, so there rounding is the identity.
         operand = h if fmt is None or fmt.dynamic else fake_quantize(h, fmt, weights.w2.input_scale)
         y = _float32_product(operand, expert_weights.w2, expert_weights.w2_bias)
-        return y if expert_weights.w2_lora is None else y + low_rank_product(h, expert_weights.w2_lora)
+        if expert_weights.w2_lora is None:
+            return y
+        return y + low_rank_product(h, _of_rows(expert_weights.w2_lora, weights.w2_lora, tokens))
 
     def body(carry, start, expert, expert_weights):
         rows_bar, leaves_bar = carry
@@ -245,7 +251,7 @@ def _backward(plan, residuals, out_bar):
             replaced = list(expert_leaves)
             for i, leaf in zip(wanted.leaves, chosen, strict=True):
                 replaced[i] = leaf
-            return tile_value(rows, treedef.unflatten(replaced))
+            return tile_value(rows, treedef.unflatten(replaced), jnp.minimum(tokens, x.shape[0] - 1))
 
         tokens = slice_rows(alignment.row_token, start, plan.tile)
         chosen = [expert_leaves[i].astype(jnp.float32) for i in wanted.leaves]
@@ -275,10 +281,17 @@ def _float32_product(rows, tensor, bias):
     return out if bias is None else out + bias.astype(jnp.float32)
 
 
+def _of_rows(own: LowRank, whole: LowRank, tokens: Array) -> LowRank:
+    """One expert's addend with the choices of these tokens."""
+    if whole.chosen is None:
+        return own
+    return dataclasses.replace(own, chosen=whole.chosen.at[tokens].get(mode="promise_in_bounds"))
+
+
 def _without_input_scales(weights: ExpertWeights) -> ExpertWeights:
     """The leaves that have an expert axis."""
     return dataclasses.replace(
-        weights,
+        with_rows_chosen(weights, None),
         w13=dataclasses.replace(weights.w13, input_scale=None),
         w2=dataclasses.replace(weights.w2, input_scale=None),
     )

@@ -1,0 +1,133 @@
+"""Several adapters in one model, chosen by the row of a batch: each row is that of a model with its adapter alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moe_jax
+from moe_jax.experts import fused_experts
+from moe_jax.quantization import LowRank
+from tests.adapters.test_lora_of_models import filled, load
+from tests.experts.test_adapters import with_adapters
+from tests.support.cases import experts as cases
+from tests.support.cases.models import assert_logits_close
+from tests.support.oracles.layer_judge import assert_layer_close
+from tests.support.oracles.tolerances import assert_rows_close, tolerance
+from tests.support.refusals import refuses
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+# Of other ranks, scales and targets.
+ADAPTERS: dict[str, Any] = {
+    "story": dict(rank=4, alpha=8, targets=("w13", "w2", "attention")),
+    "code": dict(rank=2, alpha=1, targets=("w2", "q_proj")),
+    "chat": dict(rank=3, alpha=6, targets=("w13", "o_proj"), dtype=jnp.bfloat16),
+}
+
+
+@pytest.fixture
+def directories(case, tmp_path):
+    for seed, (name, options) in enumerate(ADAPTERS.items()):
+        model = moe_jax.lora(load(case("qwen3").directory), rngs=nnx.Rngs(seed), **options)
+        moe_jax.save_lora(filled(model, seed, size=0.3), tmp_path / name)
+    return {name: tmp_path / name for name in ADAPTERS}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.sample(2)
+def test_rows_take_their_own(case, prompt, directories, implementation):
+    base = case("qwen3").directory
+    model = moe_jax.load_lora(load(base, implementation=implementation), directories)
+    ids, rows = prompt(5, 33), ["code", None, "story", "chat", "story"]
+    chosen = moe_jax.select_lora(model, rows)
+    y = np.asarray(chosen.score(ids))
+    for name in (None, *ADAPTERS):
+        alone = load(base) if name is None else moe_jax.load_lora(load(base), directories[name])
+        own = [row for row, chosen_name in enumerate(rows) if chosen_name == name]
+        assert_logits_close(y[own], np.asarray(alone.score(ids))[own], 3e-5)
+    plain = np.asarray(load(base).score(ids))
+    assert all(
+        (np.abs(y[row] - plain[row]).max() > 0.02 * np.ptp(plain)) == (rows[row] is not None) for row in range(5)
+    )
+    made = moe_jax.generate(chosen, ids[:, :9], max_new_tokens=5)
+    alone = moe_jax.load_lora(load(base), directories["story"])
+    np.testing.assert_array_equal(made[2], moe_jax.generate(alone, ids[2:3, :9], max_new_tokens=5)[0])
+    assert model.layers[0].self_attn.q_proj.lora.choice is None  # the model itself is as it was
+
+
+def test_another_choice_compiles_nothing(case, prompt, directories):
+    model = moe_jax.load_lora(load(case("qwen3").directory), directories)
+    ids = jnp.asarray(prompt(3, 16))
+    run: Any = jax.jit(lambda model, choice, ids: moe_jax.select_lora(model, choice)(ids))
+    for rows in ([0, 1, -1], [2, 2, 0]):
+        names = [None if row < 0 else list(ADAPTERS)[row] for row in rows]
+        found = run(model, np.asarray(rows, np.int32), ids)
+        assert_logits_close(found, np.asarray(moe_jax.select_lora(model, names)(ids)), 1e-5)
+    assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize("scheme", ["int8_w8a8", "fp8_tensor", "bf16"])
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.sample(3)
+def test_experts_and_their_gradients(scheme, implementation):
+    """Tokens of one call against calls that give each token the ranks of its adapter alone."""
+    config = cases.make_config(scheme, implementation=(implementation,))
+    x, p, ids, weights = cases.make_call(config, 17)
+    p, weights = jnp.nan_to_num(p), with_adapters(weights)
+    chosen = np.zeros((17, 3), np.float32)
+    chosen[np.arange(17), np.arange(17) % 3] = 1.0  # every rank is an adapter of its own
+    chosen[4] = 0.0
+
+    def call(loras, chosen):
+        with_choice = [LowRank(lora.a, lora.b, lora.scale, chosen) for lora in loras]
+        return fused_experts(x, p, ids, weights.adapted(*with_choice), config)
+
+    loras = (weights.w13_lora, weights.w2_lora)
+    y = np.asarray(jax.jit(call)(loras, jnp.asarray(chosen)))
+    cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(y.shape), jnp.float32)
+    gradient = jax.jit(jax.grad(lambda loras, chosen, c: jnp.sum(call(loras, chosen) * c), allow_int=True))
+    found = gradient(loras, jnp.asarray(chosen), cotangent)
+    total = jax.tree.map(jnp.zeros_like, found)
+    for rank in range(3):
+        own = np.flatnonzero(chosen[:, rank])
+        only = [LowRank(lora.a, lora.b, lora.scale * np.eye(3, dtype=np.float32)[rank]) for lora in loras]
+        if not config.has_call_scale:  # with one, a token depends on the adapters of others
+            assert_layer_close(y[own], x[own], p[own], ids[own], weights.adapted(*only), config, kernels=False)
+        one = gradient(
+            loras, jnp.asarray(np.eye(3, dtype=np.float32)[np.full(17, rank)]), cotangent * chosen[:, [rank]]
+        )
+        total = jax.tree.map(jnp.add, total, one)
+    for (name, want), got in zip(jax.tree_util.tree_leaves_with_path(total), jax.tree.leaves(found), strict=True):
+        size = float(jnp.abs(want).max())
+        assert_rows_close(got, want, tolerance("bf16", "float32"), row_scale=max(size, 1e-6)) if size else None
+        assert size > 0 or "scale" in jax.tree_util.keystr(name) or "chosen" in jax.tree_util.keystr(name)
+
+
+def test_refusals(case, prompt, directories, tmp_path):
+    base = case("qwen3").directory
+    model, ids = moe_jax.load_lora(load(base), directories), prompt(2, 8)
+    refuses(ValueError, "adapters story, code, chat are held; choose by moe_jax.select_lora", model, ids)
+    refuses(
+        ValueError,
+        "adapters has 'poem', expected names or None .* loaded are story, code, chat",
+        moe_jax.select_lora,
+        model,
+        ["poem"],
+    )
+    refuses(ValueError, r"adapters has \[\], expected names", moe_jax.select_lora, model, [])
+    refuses(TypeError, "adapters has type str", moe_jax.select_lora, model, "story")
+    refuses(TypeError, "adapters has dtype float32", moe_jax.select_lora, model, jnp.zeros(2))
+    refuses(ValueError, "chosen for 3 rows, the call has", moe_jax.select_lora(model, [None] * 3), ids)
+    refuses(ValueError, "without named adapters has none to choose", moe_jax.select_lora, load(base), ["story"])
+    chosen = moe_jax.select_lora(model, ["story", "code"])
+    prompts = [[1, 2], [3, 4, 5]]
+    refuses(NotImplementedError, "one array of prompts", lambda: moe_jax.generate(chosen, prompts, max_new_tokens=2))
+    for call in (moe_jax.merge_lora, lambda model: moe_jax.save_lora(model, tmp_path / "new")):
+        refuses(NotImplementedError, "named adapters, story, code, chat, are for inference", call, model)
+    mesh = jax.make_mesh((2,), ("expert",))
+    refuses(NotImplementedError, "several adapters over a mesh", moe_jax.load_lora, load(base, mesh=mesh), directories)
+    refuses(ValueError, "source={}, expected a directory", moe_jax.load_lora, load(base), {})
