@@ -54,7 +54,7 @@ def train(model, run, steps=20):
 
 @pytest.mark.parametrize("scheme", ["w4a16_g8", "bf16", "fp8_block", "nvfp4_a16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_adapters_train_and_nothing_else(scheme, dtype):
     rngs = nnx.Rngs(0)
     model = moe_jax.MoEBlock(make_layer(scheme, has_bias=True), nnx.Linear(H, E, rngs=rngs))

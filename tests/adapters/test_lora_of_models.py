@@ -103,6 +103,7 @@ def test_quantized_matrices(scheme, dtype):
     assert_rows_close(db, 2 * bars.T @ (rows @ a.T), loose, row_scale=float(np.abs(db).max()))
 
 
+@pytest.mark.slow
 def test_a_model_trains_its_adapters(case, prompt):
     """4-bit experts, adapters on everything, under jit and remat; greedy text changes with them."""
     model = adapted(load(case("qwen3").directory, quantize="w4a16_g32"))

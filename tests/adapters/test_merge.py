@@ -123,8 +123,8 @@ def test_over_a_mesh_as_on_one_device(scheme, options):
 
 
 @pytest.mark.parametrize("mesh", [False, True])
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, "fp8_channel"])
-@pytest.mark.sample(4)
 def test_models(case, prompt, mesh, quantize):
     mesh = jax.make_mesh((2, 2), ("expert", "tensor")) if mesh else None
     model = filled_model(adapted_model(load(case("qwen3").directory, mesh=mesh, quantize=quantize)))

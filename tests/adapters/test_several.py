@@ -37,8 +37,8 @@ def directories(case, tmp_path):
     return {name: tmp_path / name for name in ADAPTERS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.sample(2)
 def test_rows_take_their_own(case, prompt, directories, implementation):
     base = case("qwen3").directory
     model = moe_jax.load_lora(load(base, implementation=implementation), directories)

@@ -54,7 +54,8 @@ def on_mesh_of(layer, tree):
     return jax.tree.map(target, tree)
 
 
-@pytest.mark.parametrize("mesh", [False, True])
+@pytest.mark.parametrize("mesh", [True, False])
+@pytest.mark.sample(2)
 def test_a_run_goes_on_with_the_same_bits(tmp_path, mesh):
     def make():
         return layer_over_mesh("w4a16_g8", make_parallel("ep2-tp2")) if mesh else adapted(make_layer("w4a16_g8"))
