@@ -8,7 +8,7 @@ DTYPES = ("bfloat16", "float16")
 MAX_COLUMNS = 64  # of a tile
 MAX_REGISTERS = 152  # of a thread, for scores, weights and sums
 MAX_WIDTH = 576
-MAX_SCORES = 128 * 128 * 32  # products of a step's scores; above it ptxas spills
+MAX_SCORES = 128 * 128 * 24  # products of a step's scores; above it ptxas spills
 _BARRIERS = 4096  # bytes, more than the barriers and the scratch of reductions take
 
 
@@ -123,10 +123,14 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
 
 
 def choose_config(desc: DecodeDesc, num_sms: int, split: int = 256) -> DecodeConfig:
-    """Steps of 128 slots, or 64 where heads are wide; up to 32 columns, of MLA 8: so nothing spills; most stages."""
+    """Steps of 128 slots, or 64 where heads are wide; up to 32 columns, of MLA 8: so nothing spills; most stages.
+
+    Two launches: one was not seen on a GPU yet.
+    """
     columns = min(-(-desc.columns // 8) * 8, 32 if desc.value_width <= 192 else 24 if desc.value_width <= 256 else 8)
-    block = 128 if desc.width + desc.value_width <= 256 else 64
-    config = DecodeConfig(columns, split, block, 1, 1)
+    fits = desc.width + desc.value_width <= 256 and 128 * desc.width * columns <= MAX_SCORES
+    block = 128 if fits else 64
+    config = DecodeConfig(columns, split, block, 1, 1, is_fused=False)
     ctas = max(1, min(num_sms, config.all_tiles(desc) * config.num_splits(desc)))
     config = dataclasses.replace(config, num_ctas=ctas)
     for stages in range(2, 13):

@@ -183,10 +183,11 @@ def _temperatures(positions: Int[Array, "B S"], floor: float, scale: float) -> F
 def attend(
     q: Float[Array, "B S N G D"],
     k: Float[Array, "B N L D"],
-    v: Float[Array, "B N L V"],
+    v: Float[Array, "B N L V"] | None,
     inputs: AttentionInputs,
     *,
     scale: float,
+    value_width: int | None = None,
     window: int | None = None,
     chunk: int | None = None,
     sinks: Array | None = None,
@@ -195,24 +196,29 @@ def attend(
 ) -> Float[Array, "B S N G V"]:
     """Softmax attention of N key-value heads, each with G query heads.
 
-    implementation: "hopper" runs the kernel of ``pallas_kernels.attention`` where it takes the call
-    (``_hopper.refusal``): enough queries, and a window that reaches equally far in slots. All else is done as with
-    "xla", and so is what ``jax.grad`` differentiates.
+    v: None where values are the first ``value_width`` elements of the keys, as those of MLA's latents are.
+
+    implementation: "hopper" runs the kernels of ``pallas_kernels.attention`` and ``pallas_kernels.decode_attention``
+    where they take the call (``_hopper.refusal``): a decode step or a prefill, and a window that reaches equally far in
+    slots. All else is done as with "xla", and so is what ``jax.grad`` differentiates.
 
     sinks: (N * G,), a logit per query head that takes its part of the softmax and gives nothing. partition: of the
     module that calls, whose devices share the heads where these divide.
     """
     is_by_slots = chunk is None and (window is None or inputs.key_positions is None)
     takes_kernel = _hopper.USES_KERNELS[implementation] and is_by_slots
-    if not takes_kernel or _hopper.refusal(q, k, v, scale=scale, window=window) is not None:
-        return attend_xla(q, k, v, inputs, scale=scale, window=window, chunk=chunk, sinks=sinks)
+
+    def by_xla(q, k, v, inputs, sinks):
+        values = k[..., :value_width] if v is None else v
+        return attend_xla(q, k, values, inputs, scale=scale, window=window, chunk=chunk, sinks=sinks)
+
+    kind: Any = dict(scale=scale, window=window, value_width=value_width)
+    if not takes_kernel or _hopper.refusal(q, k, v, **kind) is not None:
+        return by_xla(q, k, v, inputs, sinks)
 
     def by_kernel(q, k, v, inputs, sinks):
         places = dict(starts=inputs.starts, lengths=inputs.lengths, first_slots=inputs.first_slots)
-        return _hopper.attend_hopper(scale, window, partition, q, k, v, places, sinks)
-
-    def by_xla(q, k, v, inputs, sinks):
-        return attend_xla(q, k, v, inputs, scale=scale, window=window, sinks=sinks)
+        return _hopper.attend_hopper(scale, window, partition, q, k, v, places, sinks, value_width)
 
     return with_gradient_of(by_kernel, by_xla, q, k, v, inputs, sinks)
 

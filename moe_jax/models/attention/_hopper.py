@@ -1,4 +1,4 @@
-"""Attention of a prefill by the Hopper kernel: when it can run, and how it runs on a mesh."""
+"""Attention by the Hopper kernels, of prefills and of decode steps: when they can run, and how on a mesh."""
 
 import functools
 import math
@@ -14,11 +14,16 @@ from moe_jax.models._config import DecoderConfig
 from moe_jax.models._partition import Partition
 from pallas_kernels.attention import PrefillDesc, choose_config, config_error, prefill
 from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.decode_attention import DecodeDesc, decode_attention
+from pallas_kernels.decode_attention import choose_config as choose_decode_config
+from pallas_kernels.decode_attention import config_error as decode_config_error
 
 AttentionImplementation = Literal["xla", "hopper"]
 USES_KERNELS: dict[str, bool] = {"xla": False, "hopper": True}
 # Fewer queries fill less than half of a tile; all scores of so few are small.
 LEAST_QUERIES = 64
+# More queries a row are no decode step.
+MOST_DECODED = 8
 
 
 def check_implementation(name: str, config: DecoderConfig, dtype: DTypeLike) -> None:
@@ -44,32 +49,41 @@ def model_refusal(config: DecoderConfig, dtype: DTypeLike) -> str | None:
     return refusal(q, k, v, scale=1.0, window=None)
 
 
-def refusal(q: Any, k: Any, v: Any, *, scale: float, window: int | None) -> str | None:
-    """Why the kernel cannot attend, or None when it can.
+def refusal(
+    q: Any, k: Any, v: Any | None, *, scale: float, window: int | None, value_width: int | None = None
+) -> str | None:
+    """Why no kernel can attend, or None when one can: that of decode steps up to MOST_DECODED queries, or of prefills.
 
-    q (B, S, M, G, D), k (B, M, L, D), v (B, M, L, V): arrays, or their shapes and dtypes.
+    q (B, S, M, G, D), k (B, M, L, D), v (B, M, L, V): arrays, or their shapes and dtypes. v is None where values are
+    the first ``value_width`` elements of the keys.
     """
     batch, num_queries, kv_heads, group, width = q.shape
-    if num_queries < LEAST_QUERIES:
-        return f"{num_queries} queries; from {LEAST_QUERIES} on"
-    if not q.dtype == k.dtype == v.dtype:
-        return f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; one dtype"
+    if MOST_DECODED < num_queries < LEAST_QUERIES:
+        return f"{num_queries} queries; up to {MOST_DECODED}, or from {LEAST_QUERIES} on"
+    values = k if v is None else v
+    if not q.dtype == k.dtype == values.dtype:
+        return f"q is {q.dtype}, k {k.dtype}, v {values.dtype}; one dtype"
     if not scale > 0:
         return f"scale={scale}; above 0"
-    desc = PrefillDesc(
+    sizes: Any = dict(
         batch=batch,
         num_queries=num_queries,
         num_slots=k.shape[2],
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
         width=width,
-        value_width=v.shape[-1],
+        value_width=value_width or values.shape[-1],
         dtype=jnp.dtype(q.dtype).name,
         scale=scale,
         window=window,
     )
     try:
-        return config_error(desc, choose_config(desc, hopper_sms()))
+        sms = hopper_sms()
+        if num_queries > MOST_DECODED:
+            desc = PrefillDesc(**sizes)
+            return config_error(desc, choose_config(desc, sms))
+        step = DecodeDesc(is_latent=v is None, **sizes)
+        return decode_config_error(step, choose_decode_config(step, sms))
     except NotImplementedError as error:
         return str(error)
 
@@ -80,9 +94,10 @@ def attend_hopper(
     partition: Partition | None,
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     places: dict[str, Array],
     sinks: Array | None,
+    value_width: int | None = None,
 ) -> Array:
     """(B, S, M, G, V), where ``refusal`` is None. places: starts, lengths, first_slots, (B,) int32 each.
 
@@ -90,16 +105,25 @@ def attend_hopper(
     """
     kv_heads, group = q.shape[2:4]
     heads = q.reshape(*q.shape[:2], kv_heads * group, q.shape[-1])
-    run = functools.partial(_attend, scale, window)
+    run = functools.partial(_attend, scale, window, value_width)
     run = run if partition is None else functools.partial(_over_mesh, run, partition)
-    return run(heads, k, v, places, sinks).reshape(*q.shape[:4], v.shape[-1])
+    return run(heads, k, v, places, sinks).reshape(*q.shape[:4], -1)
 
 
 def _attend(
-    scale: float, window: int | None, q: Array, k: Array, v: Array, places: dict[str, Array], sinks: Array | None
+    scale: float,
+    window: int | None,
+    value_width: int | None,
+    q: Array,
+    k: Array,
+    v: Array | None,
+    places: dict[str, Array],
+    sinks: Array | None,
 ) -> Array:
-    settings: Any = dict(places, scale=scale, window=window, sinks=sinks)
-    return prefill(q, k, v, implementation="hopper", **settings)
+    settings: Any = dict(places, scale=scale, window=window, sinks=sinks, implementation="hopper")
+    if q.shape[1] <= MOST_DECODED:
+        return decode_attention(q, k, v, value_width=value_width, **settings)
+    return prefill(q, k, k[..., :value_width] if v is None else v, **settings)
 
 
 def _over_mesh(
@@ -107,7 +131,7 @@ def _over_mesh(
     partition: Partition,
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     places: dict[str, Array],
     sinks: Array | None,
 ) -> Array:
@@ -125,7 +149,7 @@ def _over_mesh(
     def of_device(q, k, v, places, sinks):
         if shares_key:
             first = jax.lax.axis_index(axis) * own_heads // group
-            k, v = (jax.lax.dynamic_slice_in_dim(cached, first, 1, axis=1) for cached in (k, v))
+            k, v = jax.tree.map(lambda cached: jax.lax.dynamic_slice_in_dim(cached, first, 1, axis=1), (k, v))
         return run(q, k, v, places, sinks)
 
     of_queries, of_keys = axis if splits_keys or shares_key else None, axis if splits_keys else None

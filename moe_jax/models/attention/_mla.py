@@ -127,12 +127,14 @@ class LatentAttention(Partitioned):
         up_k, up_v = weight[:, : mla.qk_nope_head_dim], weight[:, mla.qk_nope_head_dim :]
         inner = jnp.einsum("bsnd,ndr->bsnr", q[..., : mla.qk_nope_head_dim], up_k, precision=precision)
         inner = jnp.concatenate([inner, q[..., mla.qk_nope_head_dim :]], axis=-1)
-        context = self._attend(inner[:, :, None], rows, rows[..., : mla.kv_lora_rank], inputs)[:, :, 0]
+        context = self._attend(inner[:, :, None], rows, None, inputs)[:, :, 0]
         return jnp.einsum("bsnr,nvr->bsnv", context, up_v, precision=precision)
 
-    def _attend(self, q: Array, k: Array, v: Array, inputs: AttentionInputs) -> Array:
+    def _attend(self, q: Array, k: Array, v: Array | None, inputs: AttentionInputs) -> Array:
+        """v: None for the latents in k."""
         scale = self.config.head_dim**-0.5 * self.config.rope.score_scale
-        options: Any = dict(implementation=self.implementation, partition=self.partition)
+        latents = self.mla.kv_lora_rank if v is None else None
+        options: Any = dict(value_width=latents, implementation=self.implementation, partition=self.partition)
         return attend(q, k, v, inputs, scale=scale, window=self.window, **options)
 
     def _rotated(self, x: Float[Array, "B S N D"], inputs: AttentionInputs) -> Float[Array, "B S N D"]:

@@ -1,4 +1,4 @@
-"""The Hopper kernel's way through whole models, with the kernel's reference in its place: the answers of XLA's way."""
+"""The Hopper kernels' way through whole models, with references in their places: the answers of XLA's way."""
 
 import dataclasses
 import functools
@@ -13,6 +13,7 @@ from moe_jax.models._partition import Partition
 from moe_jax.models.attention import _hopper
 from moe_jax.models.attention._attention import AttentionInputs, attend, attend_xla
 from pallas_kernels.attention import prefill
+from pallas_kernels.decode_attention import decode_attention
 from tests.models.test_partition import mesh_of
 from tests.support.cases.models import VOCAB, assert_logits_close
 from tests.support.refusals import refuses
@@ -20,17 +21,23 @@ from tests.support.refusals import refuses
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Shapes of q and k in all traced calls of the kernel, taken as on a Hopper GPU for any dtype and width."""
+    """Shapes of q and k in all traced calls of the kernels, taken as on a Hopper GPU for any dtype and width."""
     found = []
 
-    def stand_in(q, k, v, *, implementation, **settings):
-        assert implementation == "hopper"
-        found.append((q.shape, k.shape))
-        return prefill(q, k, v, implementation="reference", **settings)
+    def stand_in(kernel):
+        def call(q, k, v, *, implementation, **settings):
+            assert implementation == "hopper"
+            found.append((q.shape, k.shape))
+            return kernel(q, k, v, implementation="reference", **settings)
 
-    monkeypatch.setattr(_hopper, "prefill", stand_in)
+        return call
+
+    monkeypatch.setattr(_hopper, "prefill", stand_in(prefill))
+    monkeypatch.setattr(_hopper, "decode_attention", stand_in(decode_attention))
     monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
     monkeypatch.setattr(_hopper, "config_error", lambda desc, config: None)
+    monkeypatch.setattr(_hopper, "decode_config_error", lambda desc, config: None)
+    monkeypatch.setattr(_hopper, "MOST_DECODED", 3)
     monkeypatch.setattr(_hopper, "LEAST_QUERIES", 5)
     monkeypatch.setattr(_hopper, "model_refusal", lambda config, dtype: None)
     return found
@@ -38,7 +45,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", pytest.param("qwen3_dense_bias", marks=pytest.mark.slow)])
 def test_models(case, calls, name):
-    """A padded prompt, and a second prompt on the filled cache, beside XLA's answer to both at once."""
+    """A padded prompt, then on its cache a second one, three tokens and one, beside XLA's answer to all at once."""
     one, rng = case(name), np.random.default_rng(0)
     model = moe_jax.load_pretrained(one.directory, dtype="float32", attention="hopper")
     ids = rng.integers(0, VOCAB, (2, 20)).astype(np.int32)
@@ -49,9 +56,13 @@ def test_models(case, calls, name):
     assert len(calls) == model.config.num_layers
     cache = model.init_cache(2, 24)
     first, cache = model(ids[:, :12], attention_mask=mask[:, :12], cache=cache)
-    second, cache = model(ids[:, 12:], cache=cache)
-    assert len(calls) >= 3 * model.config.num_layers
-    assert_logits_close(np.concatenate([first, second], axis=1)[mask], expected[mask])
+    parts = [first]
+    for begin, end in ((12, 16), (16, 19), (19, 20)):
+        part, cache = model(ids[:, begin:end], cache=cache)
+        parts.append(part)
+    queries = [q[1] for q, _ in calls]
+    assert {queries.count(count) for count in (3, 1)} == {model.config.num_layers} and 4 not in queries
+    assert_logits_close(np.concatenate(parts, axis=1)[mask], expected[mask])
 
 
 # Two key heads: of four devices, two share one.
@@ -106,7 +117,7 @@ def test_gradients_are_those_of_xla(calls):
 
 
 def test_what_goes_to_xla(calls):
-    """Chunks, positions of the caller's own in a window, few queries."""
+    """Chunks, positions of the caller's own in a window, and queries too many for a decode step, too few for a tile."""
     q, k, v, inputs = operands()
     stated = dataclasses.replace(inputs, key_positions=jnp.zeros((2, 24), jnp.int32))
     by_kernel = functools.partial(attend, scale=0.3, implementation="hopper")
@@ -126,7 +137,7 @@ def test_refusals(monkeypatch):
     assert "needs a Hopper GPU" in _hopper.refusal(q, k, k, **settings)
     monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
     assert _hopper.refusal(q, k, k, **settings) is None
-    assert "63 queries" in _hopper.refusal(q[:, 1:], k, k, **settings)
+    assert "63 queries; up to 8" in _hopper.refusal(q[:, 1:], k, k, **settings)
     assert "float32" in _hopper.refusal(*(a.astype(jnp.float32) for a in (q, k, k)), **settings)
     assert "width=96" in _hopper.refusal(q[..., :96], k[..., :96], k, **settings)
     assert "scale=-1" in _hopper.refusal(q, k, k, scale=-1.0, window=None)
@@ -150,17 +161,52 @@ def test_models_that_are_refused(case, monkeypatch):
     assert "chunks" in _hopper.model_refusal(dataclasses.replace(config, chunked_layers=(0,)), "bfloat16")
 
 
-def test_lowers_with_the_kernel_for_a_hopper_gpu(monkeypatch):
-    """One launch and no scores in memory, also over a mesh."""
-    monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
-    q = jax.ShapeDtypeStruct((1, 256, 4, 2, 128), jnp.bfloat16)
-    k, place = jax.ShapeDtypeStruct((1, 4, 512, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.int32)
+@pytest.mark.parametrize("queries, launches", [(256, 1), (1, 2)])
+def test_lowers_with_the_kernels_for_a_hopper_gpu(monkeypatch, queries, launches):
+    """No scores in memory, also over a mesh and with latents, whose heads share one key head."""
+    for name in ("_hopper", "attention.api", "decode_attention.api"):
+        where = "moe_jax.models.attention" if name == "_hopper" else "pallas_kernels"
+        monkeypatch.setattr(f"{where}.{name}.hopper_sms", lambda: 132)
+    place = jax.ShapeDtypeStruct((1,), jnp.int32)
+    heads = jax.ShapeDtypeStruct((1, queries, 4, 2, 128), jnp.bfloat16)
+    keys = jax.ShapeDtypeStruct((1, 4, 512, 128), jnp.bfloat16)
+    forms = [(heads, keys, keys, None)]
+    if queries == 1:
+        widened = jax.ShapeDtypeStruct((1, queries, 1, 32, 576), jnp.bfloat16)
+        forms.append((widened, jax.ShapeDtypeStruct((1, 1, 512, 576), jnp.bfloat16), None, 512))
     for partition in (None, Partition(mesh_of("tensor=4"), "tensor", False)):
+        for q, k, v, value_width in forms:
 
-        def call(q, k, v, starts, lengths, first, partition=partition):
-            inputs = AttentionInputs(None, None, starts, lengths, first, first[:, None], None)
-            return attend(q, k, v, inputs, scale=0.1, implementation="hopper", partition=partition)
+            def call(q, k, v, starts, lengths, first, partition=partition, value_width=value_width):
+                inputs = AttentionInputs(None, None, starts, lengths, first, first[:, None], None)
+                options = dict(scale=0.1, implementation="hopper", partition=partition, value_width=value_width)
+                return attend(q, k, v, inputs, **options)
 
-        monkeypatch.setattr("pallas_kernels.attention.api.hopper_sms", lambda: 132)
-        text = jax.jit(call).trace(q, k, k, *[place] * 3).lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("mosaic_gpu_v2") == 1 and "dot_general" not in text
+            text = jax.jit(call).trace(q, k, v, *[place] * 3).lower(lowering_platforms=("cuda",)).as_text()
+            assert text.count("mosaic_gpu_v2") == launches and "dot_general" not in text
+
+
+def test_decode_steps_that_are_refused(monkeypatch):
+    """Slots that fill no tile; ``generate`` makes caches whose slots do."""
+    monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
+    q, k = jnp.zeros((2, 1, 4, 8, 128), jnp.bfloat16), jnp.zeros((2, 4, 80, 128), jnp.bfloat16)
+    settings = dict(scale=1.0, window=None)
+    assert _hopper.refusal(q, k, k, **settings) is None
+    assert "num_slots=79" in _hopper.refusal(q, k[:, :, :79], k[:, :, :79], **settings)
+    assert "9 queries" in _hopper.refusal(jnp.zeros((2, 9, 4, 8, 128), jnp.bfloat16), k, k, **settings)
+    assert "width=96" in _hopper.refusal(q[..., :96], k[..., :96], k, **settings)
+    rows = jnp.zeros((2, 1, 80, 576), jnp.bfloat16)
+    absorbed = jnp.zeros((2, 1, 1, 128, 576), jnp.bfloat16)
+    assert _hopper.refusal(absorbed, rows, None, value_width=512, **settings) is None
+
+
+def test_generate_decodes_with_the_kernel(case, calls):
+    """All steps: the cache has slots in eights, whatever the lengths are."""
+    directory = case("qwen3_dense_bias").directory
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
+    slots, made = [], []
+    for attention in ("hopper", "xla"):
+        model = moe_jax.load_pretrained(directory, dtype="float32", attention=attention)
+        made.append(moe_jax.generate(model, prompts, max_new_tokens=5))
+        slots += [k[2] for q, k in calls if q[1] == 1]
+    assert made[0] == made[1] and slots and not any(count % 8 for count in slots)

@@ -51,22 +51,26 @@ def combine_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
 
 
 def decode_cases() -> Iterator[Case]:
-    """Each width and form as it is chosen, in one launch and in two, and the other size of a step."""
+    """Each width and form, in one launch and in two, and the other size of a step."""
     for widths in WIDTHS:
         for name, options in DECODES.items():
             for dtype in ("bfloat16", "float16"):
                 desc = decode_desc(*widths, dtype, **options)
-                config = choose_config(desc, SMS)
+                config = dataclasses.replace(choose_config(desc, SMS), is_fused=True)
                 yield decode_case(name, desc, config)
         desc = decode_desc(*widths, num_queries=3, window=150, has_sinks=True)
-        apart = dataclasses.replace(choose_config(desc, SMS), is_fused=False)
+        apart = choose_config(desc, SMS)
         yield decode_case("three queries, window, two launches", desc, apart)
         if widths[0] == widths[1]:
             yield combine_case("three queries, window, sinks", desc, apart)
         for columns, block_kv in ((8, 64), (8, 128), (32, 64), (32, 128)):
-            other = DecodeConfig(columns, 512, block_kv, 1, SMS)
+            other = DecodeConfig(columns, 512, block_kv, 1, SMS, is_fused=False)
             if config_error(desc, other) is None:
                 yield decode_case(f"{columns} columns", desc, other)
     for name, options in DECODES.items():
         desc = decode_desc(576, 512, num_heads=128, num_kv_heads=1, is_latent=True, **options)
-        yield decode_case(f"latent, {name}", desc, choose_config(desc, SMS))
+        config = choose_config(desc, SMS)
+        yield decode_case(f"latent, {name}", desc, dataclasses.replace(config, is_fused=True))
+        if not desc.has_sinks:  # they are an input of the second launch alone
+            yield decode_case(f"latent, {name}, two launches", desc, config)
+        yield combine_case(f"latent, {name}", desc, config)
