@@ -16,6 +16,7 @@ API = {
     "moe_jax.routing": "router logits to experts and weights",
     "moe_jax.loading": "checkpoints, names, streams",
     "moe_jax.models": "families, decoder, cache",
+    "moe_jax.text": "prompts in, texts out",
     "moe_jax.parallel": "meshes, placement, load balancing",
     "moe_jax.writing": "quantized checkpoints",
     "moe_jax.checkpointing": "Orbax",

@@ -13,13 +13,16 @@ if TYPE_CHECKING:
     from moe_jax.adapters import load_lora, lora, merge_lora, save_lora, select_lora
     from moe_jax.experts import MoEStats, fused_experts, fused_moe
     from moe_jax.loading import make_expert_params_mapping, weight_loader
-    from moe_jax.models import generate, load_moe, load_pretrained
+    from moe_jax.models import SamplingParams, generate, generate_stream, load_moe, load_pretrained
     from moe_jax.nn import FusedMoE, LoRAParam, MoEBlock, QuantizedParam, in_token_buckets, token_bucket
     from moe_jax.quantization import ExpertWeights, QuantFormat, Scheme
+    from moe_jax.text import LLM, CompletionOutput, RequestOutput
     from moe_jax.writing import quantize_checkpoint
 
 # Where each public name lives; it is imported when it is first asked for.
 _HOMES = {
+    "LLM": "text",
+    "CompletionOutput": "text",
     "ExpertWeights": "quantization",
     "FusedMoE": "nn",
     "LoRAParam": "nn",
@@ -28,10 +31,13 @@ _HOMES = {
     "MoEStats": "experts",
     "QuantFormat": "quantization",
     "QuantizedParam": "nn",
+    "RequestOutput": "text",
+    "SamplingParams": "models",
     "Scheme": "quantization",
     "fused_experts": "experts",
     "fused_moe": "experts",
     "generate": "models",
+    "generate_stream": "models",
     "in_token_buckets": "nn",
     "load_lora": "adapters",
     "load_moe": "models",
@@ -56,10 +62,13 @@ _MODULES = (
     "parallel",
     "quantization",
     "routing",
+    "text",
     "writing",
 )
 
 __all__ = [
+    "LLM",
+    "CompletionOutput",
     "ExpertWeights",
     "FusedMoE",
     "LoRAParam",
@@ -68,11 +77,14 @@ __all__ = [
     "MoEStats",
     "QuantFormat",
     "QuantizedParam",
+    "RequestOutput",
+    "SamplingParams",
     "Scheme",
     "__version__",
     "fused_experts",
     "fused_moe",
     "generate",
+    "generate_stream",
     "in_token_buckets",
     "load_lora",
     "load_moe",

@@ -167,7 +167,10 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--chat", action="store_true", help="a prompt is what a user says: apply the chat template")
     run.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts of a file at a time (default 8)")
     run.add_argument(
-        "--max-new-tokens", type=int, default=32, metavar="N", help="0 only scores the prompt (default 32)"
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="0 only scores the prompt (default: as generation_config.json says, else 32)",
     )
     run.add_argument(
         "--stop",
@@ -176,9 +179,20 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         metavar="TEXT|ID",
         help="end before this text, or with this id for --input-ids; may be repeated, besides the model's end tokens",
     )
-    run.add_argument("--temperature", type=float, default=0.0, metavar="T", help="above 0 samples (default 0, greedy)")
+    run.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0 is greedy, above 0 samples (default: as generation_config.json says, else 0)",
+    )
     run.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that reach P together")
     run.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
+    run.add_argument(
+        "--generation-config",
+        choices=("auto", "vllm"),
+        default="auto",
+        help="vllm: choose tokens by the options alone; the end tokens of generation_config.json hold all the same",
+    )
     run.add_argument("--seed", type=int, metavar="N", help="of the samples (default 0)")
     run.add_argument(
         "--quantize", metavar="SCHEME", help="quantize the experts of a full-precision checkpoint while loading"

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,15 @@ import numpy as np
 
 from moe_jax._output import check_output, write_output
 from moe_jax._terminal import printable
-from moe_jax.cli._chat import ChatTemplate
 from moe_jax.cli._progress import announced, bars_hidden, notice, progress_bar
-from moe_jax.loading._errors import read_json, shown
+from moe_jax.models import SamplingParams
+from moe_jax.models._generation_config import NAME, GenerationConfig
+from moe_jax.text._answer import Answer, Detokenizer
+from moe_jax.text._chat_template import ChatTemplate
+from moe_jax.text._tokenizer import Tokenizer
 
-MAX_SETTINGS_BYTES = 1 << 20  # of generation_config.json
-MAX_TOKENIZER_BYTES = 256 << 20  # large ones take 40 MB
 Ids = list[int]
-# What a tokenizer may be stored in besides tokenizer.json, and how transformers makes that file of it.
-_OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")
-_CONVERT = "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
 COMPILING = "compiling ..."
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are not a whole character yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Text:
     """
 
     def __init__(self, directory: Path, is_chat: bool):
-        self._tokenizer = _load_tokenizer(directory)
+        self._tokenizer = Tokenizer(directory)
         self._chat = ChatTemplate(directory) if is_chat else None
 
     def prompt(self, given: str | list[Any], where: str) -> Prompt:
@@ -55,33 +52,21 @@ class Text:
         if self._chat is None:
             if not isinstance(given, str):
                 raise ValueError(f"{where}: messages need --chat")
-            ids = self._ids(given, where)
-        else:
-            messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-            # The template has written the special tokens.
-            ids = self._ids(self._chat.render(messages), f"{where} in the chat template", add_special_tokens=False)
-        if not ids:
-            raise ValueError(f"{where} is empty after tokenization")
-        return Prompt(given, ids)
+            return Prompt(given, self._tokenizer.encode(given, where))
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        # The template has written the special tokens.
+        text, where = self._chat.render(messages), f"{where} in the chat template"
+        return Prompt(given, self._tokenizer.encode(text, where, add_special_tokens=False))
 
-    def _ids(self, text: str, where: str, **options: Any) -> Ids:
-        """Raises ValueError for what Python may hold in a text and UTF-8 may not."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            problem = f"character {error.start} is an unpaired surrogate"
-            raise ValueError(f"{where}: {problem}, which is not valid text; pass UTF-8") from None
-        return self._tokenizer.encode(text, **options).ids
-
-    def decode(self, ids: Ids) -> str:
-        return self._tokenizer.decode(ids)
+    def answer(self, end: Sequence[int], stop: Sequence[str]) -> Answer:
+        return Answer(self._tokenizer.detokenizer(), end, stop)
 
     def stop(self, given: str) -> str | int:
         """A text to end before; the id of a special token, which never shows in a text."""
         if not given:
             raise ValueError("--stop is empty, expected a text")
-        token = self._tokenizer.token_to_id(given)
-        return given if token is None or self.decode([token]) else token
+        token = self._tokenizer.token_id(given)
+        return given if token is None or self._tokenizer.decode([token]) else token
 
 
 class Numbers:
@@ -90,49 +75,13 @@ class Numbers:
     def prompt(self, given: str, where: str) -> Prompt:
         return Prompt(given, parse_input_ids(given, where).tolist())
 
-    def decode(self, ids: Ids) -> str:
-        return ",".join(map(str, ids))
+    def answer(self, end: Sequence[int], stop: Sequence[str]) -> Answer:
+        return Answer(Detokenizer(lambda ids: ",".join(map(str, ids))), end, stop, includes_stop=True)
 
     def stop(self, given: str) -> int:
         if not given.isdecimal():
             raise ValueError(f"--stop {given!r}: with --input-ids expected the id of a token")
         return int(given)
-
-
-class Answer:
-    """The new tokens of one row as text that only grows, cut where an end token or a stop text begins."""
-
-    def __init__(self, decode: Callable[[Ids], str], end: Sequence[int], stop: Sequence[str]):
-        self._decode, self._end, self._stop = decode, frozenset(end), tuple(stop)
-        self.ids: Ids = []
-        self.text, self.is_over, self.has_stops = "", False, bool(stop)
-
-    def add(self, tokens: Sequence[int]) -> str:
-        """Take tokens and return what can be shown now; what may still become a stop text is held back."""
-        shown = len(self.text)
-        for token in tokens if not self.is_over else ():
-            self.ids.append(int(token))
-            whole = self._decode(self.ids)
-            found = [at for at in (whole.find(stop) for stop in self._stop) if at >= 0]
-            self.is_over = token in self._end or bool(found)
-            self.text = whole[: min(found)] if found else whole if self.is_over else self._certain(whole)
-            if self.is_over:
-                break
-        return self.text[shown:]
-
-    def finish(self) -> str:
-        """No more tokens come: the rest of the text."""
-        shown = len(self.text)
-        if not self.is_over:
-            self.text = self._decode(self.ids)
-        return self.text[shown:]
-
-    def _certain(self, whole: str) -> str:
-        """Without the end that may be part of a character or of a stop text; never less than was shown already."""
-        whole = whole.rstrip(_UNFINISHED)
-        held = max((n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n])), default=0)
-        certain = whole[: len(whole) - held]
-        return certain if len(certain) > len(self.text) else self.text
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
         prompts = [medium.prompt(given, where)]
     stops = [medium.stop(given) for given in args.stop]
     stop_ids, stop_texts = [s for s in stops if isinstance(s, int)], [s for s in stops if isinstance(s, str)]
-    end = _end_tokens(directory)
+    stated = GenerationConfig.read(directory)
+    params, max_new_tokens, choice = _choice(args, stated)
     with progress_bar("loading", before="loading ...") as progress:
         model = load_pretrained(
             directory,
@@ -167,26 +117,28 @@ def run(args: argparse.Namespace) -> int:
             implementation=None if args.implementation is None else tuple(args.implementation.split(",")),
             dtype=jnp.dtype(args.dtype),
             kv_cache_dtype=args.kv_cache_dtype,
-            max_seq_len=max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens,
+            max_seq_len=max(len(prompt.ids) for prompt in prompts) + max_new_tokens,
             progress=progress,
             **({} if args.max_num_batched_tokens is None else dict(max_num_batched_tokens=args.max_num_batched_tokens)),
         )
     vocab = model.config.vocab_size
-    end = sorted({*(model.config.eos_token_id if end is None else end), *stop_ids})
+    end = sorted({*model.eos_token_id, *stop_ids})
     for name, ids in [("input id", prompt.ids) for prompt in prompts] + [("end token", end)]:
         if bad := [token for token in ids if not 0 <= token < vocab]:
             raise ValueError(f"{name} {bad[0]} is outside the vocabulary, expected 0 to {vocab - 1}")
-    if args.logits_out is not None or args.max_new_tokens == 0:
-        _score(args, model, prompts[0].ids)
-    if args.max_new_tokens:
+    if args.logits_out is not None or max_new_tokens == 0:
+        _score(model, prompts[0].ids, args.logits_out, args.model)
+    if max_new_tokens:
+        print(choice, file=sys.stderr)
         clock = Clock(parts=2 if args.prompts is None else 1)
         balancer = Balancer(model) if args.enable_eplb else None
-        answers = [Answer(medium.decode, end, stop_texts) for _ in prompts]
+        answers = [medium.answer(end, stop_texts) for _ in prompts]
+        options = dict(max_new_tokens=max_new_tokens, eos_token_id=end or None, sampling_params=params)
         if args.prompts is None:
-            _answer(model, prompts[0].ids, answers[0], args, end, clock, balancer)
+            _answer(model, prompts[0].ids, answers[0], options | dict(rng=_key(args, 0)), clock, balancer)
         else:
             with progress_bar("answers", unit="answer", before=COMPILING) as progress:
-                _answer_file(model, prompts, answers, args, end, clock, balancer, progress)
+                _answer_file(model, prompts, answers, args, options, clock, balancer, progress)
         print(clock.line(sum(len(prompt.ids) for prompt in prompts)), file=sys.stderr)
         if balancer is not None:
             print(f"experts were moved in {balancer.num_moves} layers", file=sys.stderr)
@@ -244,27 +196,46 @@ class Balancer:
         self.num_moves += len(plan.layers)
 
 
-def _settings(args: argparse.Namespace) -> tuple[float, float, int, None]:
-    """Temperature, top_p, top_k, as ``generate`` takes them, and no sampling_params."""
-    return args.temperature, 1.0 if args.top_p is None else args.top_p, 0 if args.top_k is None else args.top_k, None
+def _choice(args: argparse.Namespace, stated: GenerationConfig) -> tuple[SamplingParams, int, str]:
+    """How tokens are chosen, how many at most, and both in a line for people.
+
+    Options decide, then generation_config.json, and without either it is greedy and 32.
+    """
+    names = ("temperature", "top_p", "top_k")
+    given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.max_new_tokens is not None:
+        given["max_tokens"] = args.max_new_tokens
+    of_file = stated.sampling if args.generation_config == "auto" else {}
+    settings: dict[str, Any] = {"temperature": 0.0, "max_tokens": 32} | of_file | given
+    most = settings.pop("max_tokens")
+    params = SamplingParams(**settings)
+    idle = [flag for flag in ("top_p", "top_k", "seed") if getattr(args, flag) is not None]
+    if params.temperature == 0 and idle:
+        raise ValueError(f"--{idle[0].replace('_', '-')} has no effect on greedy choice; add --temperature T")
+    if params.temperature == 0:
+        settings = {"greedy": True} | {name: settings[name] for name in ("repetition_penalty",) if name in settings}
+    shown = ["greedy" if name == "greedy" else f"{name}={value}" for name, value in settings.items()]
+    taken = [name for name in of_file if name not in given] + ["end tokens"] * (stated.eos_token_id is not None)
+    parts = [", ".join([*shown, f"at most {most} tokens"])]
+    parts += [f"from {NAME}: {', '.join(taken)}"] if taken else []
+    parts += [stated.not_applied()] if stated.left else []
+    return params, most, f"choosing tokens: {'; '.join(parts)}"
 
 
 def _key(args: argparse.Namespace, part: int) -> Any:
     import jax
 
-    return jax.random.fold_in(jax.random.key(args.seed or 0), part) if args.temperature > 0 else None
+    return jax.random.fold_in(jax.random.key(args.seed or 0), part)
 
 
-def _answer(model, ids, answer, args, end, clock, balancer) -> None:
-    """Fill the answer to one prompt and show its pieces. balancer: None, or the one that moves experts after it."""
+def _answer(model, ids, answer, options, clock, balancer) -> None:
+    """Fill the answer to one prompt and show its pieces. options: of ``generate_stream``. balancer: None, or the one
+    that moves experts after it."""
     from moe_jax.models import generate_stream
 
-    names = ("temperature", "top_p", "top_k", "sampling_params")
-    options: dict[str, Any] = dict(zip(names, _settings(args), strict=True), rng=_key(args, 0))
-    options |= dict(max_new_tokens=args.max_new_tokens, eos_token_id=end or None, return_load=balancer is not None)
     load = None
     with progress_bar("reading", unit="token", before=COMPILING) as progress:
-        parts = generate_stream(model, [ids], **options, progress=progress)
+        parts = generate_stream(model, [ids], return_load=balancer is not None, **options, progress=progress)
         first = next(parts)
     for part in itertools.chain([first], announced(parts, COMPILING, count=1)):
         tokens, load = (part, None) if balancer is None else part
@@ -278,7 +249,7 @@ def _answer(model, ids, answer, args, end, clock, balancer) -> None:
     _show(answer.finish() + "\n")
 
 
-def _answer_file(model, prompts, answers, args, end, clock, balancer, progress) -> None:
+def _answer_file(model, prompts, answers, args, options, clock, balancer, progress) -> None:
     """Fill the answers to all prompts, and show a line of each as soon as those before it are shown. With a balancer
     experts move after each batch of prompts, else all prompts are one call."""
     from moe_jax.models._generate import generate_each
@@ -294,8 +265,8 @@ def _answer_file(model, prompts, answers, args, end, clock, balancer, progress) 
                 answers[start + index].add(tokens.tolist())
             clock.count(sum(len(answers[start + index].ids) for index in made) - before)
             if progress is not None:
-                progress(sum(_is_whole(answer, args.max_new_tokens) for answer in answers), len(answers))
-            while shown < len(answers) and _is_whole(answers[shown], args.max_new_tokens):
+                progress(sum(_is_whole(answer, options["max_new_tokens"]) for answer in answers), len(answers))
+            while shown < len(answers) and _is_whole(answers[shown], options["max_new_tokens"]):
                 answers[shown].finish()
                 line = {"prompt": prompts[shown].shown, "completion": answers[shown].text}
                 _show(json.dumps(line, ensure_ascii=False) + "\n")
@@ -307,11 +278,11 @@ def _answer_file(model, prompts, answers, args, end, clock, balancer, progress) 
             [prompt.ids for prompt in prompts[start : start + part]],
             hear,
             args.batch_size,
-            args.max_new_tokens,
-            _settings(args),
-            end or None,
+            options["max_new_tokens"],
+            (0.0, 1.0, 0, options["sampling_params"]),
+            options["eos_token_id"],
             _key(args, start // part),
-            tokens_at_once=4 if answers[0].has_stops else None,
+            tokens_at_once=4 if args.stop else None,
             has_load=balancer is not None,
         )
         if balancer is not None:
@@ -331,16 +302,16 @@ def _show(piece: str) -> None:
         sys.stdout.flush()
 
 
-def _score(args: argparse.Namespace, model: Any, ids: Ids) -> None:
-    """Write the prompt's logits, or print the log probabilities of its tokens."""
+def _score(model: Any, ids: Ids, out: Path | None, where: str) -> None:
+    """Write the prompt's logits to ``out``, or print the log probabilities of its tokens."""
     with notice(COMPILING):
         logits = np.asarray(model.score(np.asarray([ids], np.int32))[0], np.float32)
     if not np.isfinite(logits).all():
         position = int(np.argmin(np.isfinite(logits).all(axis=-1)))
-        raise ValueError(f"{args.model}: logits at prompt position {position} are not finite; the weights are damaged")
-    if args.logits_out is not None:
-        _write_npy(args.logits_out, logits)
-    elif args.max_new_tokens == 0:
+        raise ValueError(f"{where}: logits at prompt position {position} are not finite; the weights are damaged")
+    if out is not None:
+        _write_npy(out, logits)
+    else:
         chosen = np.exp(logits[:-1] - logits[:-1].max(-1, keepdims=True))
         chosen = chosen[np.arange(len(ids) - 1), ids[1:]] / chosen.sum(-1)
         print(",".join(f"{np.log(p):.4f}" for p in chosen))
@@ -348,13 +319,13 @@ def _score(args: argparse.Namespace, model: Any, ids: Ids) -> None:
 
 def _check_options(args: argparse.Namespace) -> None:
     """What can be known without reading anything."""
-    if args.max_new_tokens < 0:
+    if args.max_new_tokens is not None and args.max_new_tokens < 0:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}, expected 0 or more")
     if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < 1:
         raise ValueError(f"--max-num-batched-tokens is {args.max_num_batched_tokens}, expected 1 or more")
     if args.batch_size < 1:
         raise ValueError(f"--batch-size is {args.batch_size}, expected 1 or more")
-    if not 0 <= args.temperature < float("inf"):
+    if args.temperature is not None and not 0 <= args.temperature < float("inf"):
         raise ValueError(f"--temperature is {args.temperature}, expected 0 (greedy) or more")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise ValueError(f"--top-p is {args.top_p}, expected a number above 0 and up to 1")
@@ -362,10 +333,6 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--top-k is {args.top_k}, expected 0 (all) or more")
     if args.seed is not None and not 0 <= args.seed < 2**32:
         raise ValueError(f"--seed is {args.seed}, expected an integer from 0 to {2**32 - 1}")
-    if args.temperature == 0:
-        idle = [flag for flag in ("top_p", "top_k", "seed") if getattr(args, flag) is not None]
-        if idle:
-            raise ValueError(f"--{idle[0].replace('_', '-')} has no effect on greedy choice; add --temperature T")
     if args.num_redundant_experts and not args.enable_eplb:
         raise ValueError("--num-redundant-experts needs --enable-eplb")
     if args.num_redundant_experts < 0:
@@ -424,18 +391,6 @@ def _prompt_of(line: str, where: str) -> Any:
     return value
 
 
-def _end_tokens(directory: Path) -> Ids | None:
-    """``eos_token_id`` of generation_config.json; None when the file or the key is missing, and config.json decides."""
-    path = directory / "generation_config.json"
-    found = read_json(path, max_bytes=MAX_SETTINGS_BYTES).get("eos_token_id") if path.is_file() else None
-    if found is None:
-        return None
-    tokens = found if isinstance(found, list) else [found]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
-        raise ValueError(f"{path}: eos_token_id is {shown(found)}, expected an integer or a list of integers")
-    return tokens
-
-
 def parse_input_ids(text: str, where: str = "--input-ids") -> np.ndarray:
     """``1,2,3`` or the path of an .npy file with integers -> (S,) int32. Raises ValueError naming what is wrong."""
     if text.endswith(".npy"):
@@ -465,27 +420,6 @@ def parse_input_ids(text: str, where: str = "--input-ids") -> np.ndarray:
     if ids.min() < limit.min or ids.max() > limit.max:
         raise ValueError(f"{where} {text}: an id does not fit in 32 bits")
     return ids.astype(np.int32)
-
-
-def _load_tokenizer(directory: Path) -> Any:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        other = next((name for name in _OTHER_TOKENIZERS if (directory / name).is_file()), None)
-        way = f"make it from {other}: {_CONVERT}" if other else "copy it from where the model was published"
-        raise ValueError(f"{path} does not exist, and text needs it; {way}; or pass --input-ids")
-    if path.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise ValueError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes, the most that is accepted for such a file")
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ImportError("text needs the package tokenizers: pip install tokenizers, or pass --input-ids") from None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust side raises plain Exception
-        raise ValueError(f"{path}: not a readable tokenizer: {' '.join(str(error).split())}") from None
-    tokenizer.no_truncation()  # a file may hold settings of a training run
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _write_npy(path: Path, array: np.ndarray) -> None:

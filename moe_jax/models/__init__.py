@@ -5,7 +5,7 @@ from moe_jax.models._config import DecoderConfig, MLAConfig, MoEBlockConfig
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._generate import generate, generate_stream
 from moe_jax.models._loading import load_moe, load_pretrained
-from moe_jax.models._sampling import SamplingParams
+from moe_jax.models._sampling_params import SamplingParams
 from moe_jax.models.attention._rope import RopeConfig
 from moe_jax.models.families._moe_family import MoEFamily
 from moe_jax.models.families._registry import FAMILIES, read_family

@@ -133,12 +133,12 @@ def _padded(prompts: Sequence[np.ndarray], rows: int, size: int) -> tuple[np.nda
     return ids, mask
 
 
-def checked_prompts(given: Any, vocab_size: int, max_seq_len: int, max_new_tokens: int) -> list[np.ndarray]:
+def checked_prompts(given: Any, vocab_size: int) -> list[np.ndarray]:
     """Each prompt as (n,) int32.
 
     Raises:
-        TypeError: not a list of prompts, ids that are no integers. ValueError: no prompt at all, or one that is empty,
-            too long together with its new tokens, or has an id outside the vocabulary.
+        TypeError: not a list of prompts, ids that are no integers. ValueError: no prompt at all, or one that is empty
+            or has an id outside the vocabulary.
     """
     if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str | bytes):
         raise TypeError(f"input_ids has type {type(given).__name__}, expected a list of prompts, each a list of ids")
@@ -159,10 +159,16 @@ def checked_prompts(given: Any, vocab_size: int, max_seq_len: int, max_new_token
         if ((ids < 0) | (ids >= vocab_size)).any():
             at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
             raise ValueError(f"prompt {index} has the id {ids[at]} at {at}, expected 0 to {vocab_size - 1}")
-        if ids.size + max_new_tokens > max_seq_len:
-            raise ValueError(
-                f"prompt {index} of {ids.size} tokens and max_new_tokens={max_new_tokens} make "
-                f"{ids.size + max_new_tokens} tokens, the model takes max_seq_len={max_seq_len}"
-            )
         prompts.append(ids.astype(np.int32))
     return prompts
+
+
+def check_lengths(prompts: Sequence[np.ndarray], limits: Any, max_seq_len: int) -> None:
+    """Raises ValueError for a prompt that is too long together with its new tokens, of which limits, (prompts,) int,
+    has the most."""
+    for index, (ids, limit) in enumerate(zip(prompts, limits, strict=True)):
+        if ids.size + limit > max_seq_len:
+            raise ValueError(
+                f"prompt {index} of {ids.size} tokens and max_new_tokens={limit} make "
+                f"{ids.size + limit} tokens, the model takes max_seq_len={max_seq_len}"
+            )

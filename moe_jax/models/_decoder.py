@@ -130,6 +130,7 @@ class CausalLM(MoEFamily, Versioned):
             self.max_seq_len = integer("max_seq_len", max_seq_len, minimum=1, maximum=longest, why=why)
         self.max_num_batched_tokens: int = integer("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
         self.dtype: np.dtype[Any] = jnp.dtype(dtype)
+        self.eos_token_id = config.eos_token_id  # generation_config.json has precedence in load_pretrained
         self.quantization_config = "null"  # JSON of the checkpoint's; reload_weights reads arrays by it
         options: dict[str, Any] = dict(dtype=self.dtype, rngs=rngs)
         self.embed_tokens: Embedding = Embedding(config.vocab_size, config.hidden_size, **options)

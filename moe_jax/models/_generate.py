@@ -3,21 +3,24 @@
 import collections
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moe_jax._arguments import boolean, integer
+from moe_jax._arguments import boolean, integer, shown
 from moe_jax._typing import ArrayArg
 from moe_jax.models import _batches, _loop
 from moe_jax.models._compiled import bucket, padded_prompt, split_model
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._prefill import Prefill
-from moe_jax.models._sampling import Sampler, SamplingParams
+from moe_jax.models._sampling import Sampler
+from moe_jax.models._sampling_params import SamplingParams
 from moe_jax.nn._lora import LoRAChoice
+
+EndTokens = int | Sequence[int] | Literal["model"] | None
 
 
 def generate(
@@ -28,7 +31,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
-    eos_token_id: int | Sequence[int] | None = None,
+    eos_token_id: EndTokens = "model",
     rng: Any = None,
     sampling_params: Any = None,
     attention_mask: ArrayArg | None = None,
@@ -48,8 +51,9 @@ def generate(
         temperature: 0 takes the most likely token; above 0 samples and needs ``rng``.
         top_p: keep the most likely tokens that together reach this probability.
         top_k: keep the k most likely tokens; 0 keeps all.
-        eos_token_id: token or tokens that end a row; None never ends early. A row that has ended is filled with the
-            first one, with -1 where it has none.
+        eos_token_id: token or tokens that end a row; "model" takes those of the checkpoint (generation_config.json,
+            else config.json), None never ends early. A row that has ended is filled with the first one, with -1 where
+            it has none.
         rng: a key of ``jax.random.key``, used only when sampling. A row's draws follow from it, the row's index and
             the number of its tokens, not from other rows.
         sampling_params: ``SamplingParams`` of all rows, or one for each, instead of temperature, top_p and top_k.
@@ -103,7 +107,7 @@ def generate_stream(
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
-    eos_token_id: int | Sequence[int] | None = None,
+    eos_token_id: EndTokens = "model",
     rng: Any = None,
     sampling_params: Any = None,
     attention_mask: ArrayArg | None = None,
@@ -152,9 +156,11 @@ def generate_each(
     if nnx.state(model, LoRAChoice):  # rows change hands
         raise NotImplementedError("adapters are chosen for the rows of one array of prompts; leave batch_size out")
     size = integer("batch_size", batch_size, minimum=1)
-    checked = _batches.checked_prompts(prompts, model.config.vocab_size, model.max_seq_len, most)
-    params, vocab_size = _params(settings, len(checked)), model.config.vocab_size
+    vocab_size = model.config.vocab_size
+    checked = _batches.checked_prompts(prompts, vocab_size)
+    params = _params(settings, len(checked))
     sampler = Sampler.create(params, rng, vocab_size=vocab_size, max_new_tokens=most, eos_token_ids=end)
+    _batches.check_lengths(checked, sampler.limits, model.max_seq_len)
     if not most:
         return no_load
     options: dict[str, Any] = dict(batch_size=size, max_new_tokens=most, tokens_at_once=tokens_at_once)
@@ -173,7 +179,7 @@ def _checked(model: Any, max_new_tokens: Any, eos_token_id: Any, has_load: Any) 
         raise TypeError(f"model has type {type(model).__name__}, expected what moe_jax.load_pretrained returns")
     has_load = boolean("return_load", has_load)
     most = integer("max_new_tokens", max_new_tokens, minimum=0)
-    end = _end_tokens(eos_token_id, model.config.vocab_size)
+    end = list(model.eos_token_id) if _is_model(eos_token_id) else _end_tokens(eos_token_id, model.config.vocab_size)
     layers = [block.experts for block in model.moe_blocks()] if has_load else []
     slots = [e.config.num_experts if e.placement is None else e.placement.get_value().num_slots for e in layers]
     return most, end, np.zeros((len(slots), max(slots, default=0)), np.int32)
@@ -190,7 +196,7 @@ class _Run:
         self._sampler = Sampler.create(
             params, rng, vocab_size=vocab_size, max_new_tokens=self.max_new_tokens, eos_token_ids=end
         )
-        longest = int(self._mask.sum(axis=1).max()) + self.max_new_tokens
+        longest = int((self._mask.sum(axis=1) + self._sampler.limits).max())
         if longest > model.max_seq_len:
             raise ValueError(
                 f"the prompt and max_new_tokens={max_new_tokens} make {longest} tokens, "
@@ -226,13 +232,27 @@ def _params(settings: Any, num_rows: int) -> list[SamplingParams]:
         given = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
     elif (temperature, top_p, top_k) != (0.0, 1.0, 0):
         raise ValueError("temperature, top_p and top_k stand in sampling_params; give one or the other")
+    each = params_of_each(given, num_rows)
+    if any(params.is_of_texts for params in each):
+        raise ValueError("sampling_params: n, stop and what shows in a text need texts: use moe_jax.LLM")
+    return each
+
+
+def params_of_each(given: Any, num_prompts: int) -> list[SamplingParams]:
+    """One ``SamplingParams`` for all prompts, or a list with one for each, as a list."""
     if isinstance(given, SamplingParams):
-        return [given] * num_rows
+        return [given] * num_prompts
     if not isinstance(given, list | tuple) or not all(isinstance(each, SamplingParams) for each in given):
-        raise TypeError("sampling_params: expected SamplingParams, or a list with one for each row of input_ids")
-    if len(given) != num_rows:
-        raise ValueError(f"sampling_params has {len(given)} entries, expected one for each of {num_rows} prompts")
+        raise TypeError("sampling_params: expected SamplingParams, or a list with one for each prompt")
+    if len(given) != num_prompts:
+        raise ValueError(f"sampling_params has {len(given)} entries, expected one for each of {num_prompts} prompts")
     return list(given)
+
+
+def _is_model(eos_token_id: Any) -> bool:
+    if isinstance(eos_token_id, str) and eos_token_id != "model":
+        raise TypeError(f'eos_token_id={shown(eos_token_id)}, expected tokens, "model" or None')
+    return isinstance(eos_token_id, str)
 
 
 def _end_tokens(eos_token_id: Any, vocab_size: int) -> list[int]:

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._typing import DTypeLike, Json
-from moe_jax.loading import Checkpoint, as_packed, checkpoint_directory
+from moe_jax.loading import Checkpoint, CheckpointError, as_packed, checkpoint_directory
 from moe_jax.loading._errors import shown
+from moe_jax.models._config import DecoderConfig
 from moe_jax.models._counts import check_counts
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models._generation_config import NAME, GenerationConfig
 from moe_jax.models._partition import spread_dense
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import ModelReader, Progress, install_values, ranges
@@ -100,9 +102,23 @@ def load_pretrained(
         reader.keep_as_stored(model.dense_modules(), quantize, dtype, implementation, parallel)
         if parallel is not None:
             spread_dense(model, parallel)
+        model.eos_token_id = _end_tokens(opened, config)
         model.quantization_config = json.dumps(opened.quantization_config, sort_keys=True)
         install_values(reader.read_model(model, progress))
     return model
+
+
+def _end_tokens(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[int, ...]:
+    """The tokens that end a text: of generation_config.json, else of config.json."""
+    tokens = GenerationConfig.read(checkpoint.directory).eos_token_id
+    if tokens is None:
+        return config.eos_token_id
+    if outside := [token for token in tokens if token >= config.vocab_size]:
+        raise CheckpointError(
+            f"{checkpoint.directory / NAME}: eos_token_id {outside[0]} is outside the vocabulary, expected 0 to "
+            f"{config.vocab_size - 1}"
+        )
+    return tokens
 
 
 def _check_kv_cache(checkpoint: Checkpoint, kv_cache_dtype: DTypeLike | None, dtype: np.dtype[Any]) -> None:

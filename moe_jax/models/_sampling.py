@@ -5,91 +5,18 @@ bit by bit over the ordered bits of float32: a candidate stays when enough lies 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax._arguments import integer, number
 from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, Float, Int, Leaf
+from moe_jax.models._sampling_params import SamplingParams
 
 _BITS_AT_ONCE = 2  # of a threshold: each pass over the vocabulary tries three candidates
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How the tokens of a row are chosen. Names, meanings and the order of steps are those of vLLM's class.
-
-    Steps: logit_bias, repetition_penalty, frequency_penalty, presence_penalty; then, unless greedy, temperature, min_p,
-    top_k, top_p on what is left, and a draw. Among equal logits the lower token counts as the more likely one.
-
-    Args:
-        temperature: 0 takes the most likely token; above 0 samples and needs ``seed``, or ``rng`` of the call.
-        top_p: keep the fewest most likely tokens that together reach this probability, at least one.
-        top_k: keep the k most likely tokens; 0 keeps all.
-        min_p: keep tokens with at least this part of the largest probability.
-        repetition_penalty: logits of tokens in the prompt or the answer are divided by it where positive, multiplied
-            elsewhere; 1 changes nothing.
-        presence_penalty: subtracted from the logits of tokens in the answer.
-        frequency_penalty: subtracted once for each time that a token stands in the answer.
-        logit_bias: token -> what is added to its logit.
-        seed: of the row's own draws, which then depend on nothing else; None draws from ``rng`` and the row's index.
-        stop_token_ids: end the row, besides ``eos_token_id`` of the call.
-        max_tokens: tokens of the row at most, below ``max_new_tokens`` of the call; None for that.
-
-    Raises:
-        ValueError: a number out of range. TypeError: something else than a number, as said here.
-    """
-
-    temperature: float | int = 1.0
-    top_p: float | int = 1.0
-    top_k: int = 0
-    min_p: float | int = 0.0
-    repetition_penalty: float | int = 1.0
-    presence_penalty: float | int = 0.0
-    frequency_penalty: float | int = 0.0
-    logit_bias: Mapping[int, float | int] | None = None
-    seed: int | None = None
-    stop_token_ids: Sequence[int] = ()
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, expected, is_right in _RANGES:
-            value = number(name, getattr(self, name), expected)
-            if not is_right(value):
-                raise ValueError(f"{name}={value}, expected {expected}")
-            object.__setattr__(self, name, value)
-        integer("top_k", self.top_k, minimum=0, why=" (0 keeps all)")
-        if self.seed is not None:
-            integer("seed", self.seed, minimum=0, maximum=2**32 - 1)
-        if self.max_tokens is not None:
-            integer("max_tokens", self.max_tokens, minimum=1)
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, Mapping):
-                raise TypeError(f"logit_bias has type {type(self.logit_bias).__name__}, expected token -> number")
-            for token, bias in self.logit_bias.items():
-                integer("logit_bias", token, minimum=0, why=", a token")
-                if not np.isfinite(number(f"logit_bias[{token}]", bias, "that is finite")):
-                    raise ValueError(f"logit_bias[{token}]={bias}, expected a finite number")
-        for token in self.stop_token_ids:
-            integer("stop_token_ids", token, minimum=0, why=", a token")
-
-    @property
-    def is_penalized(self) -> bool:
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
-
-_RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
-    ("temperature", "a number >= 0 (0 is greedy)", lambda v: 0 <= v < float("inf")),
-    ("top_p", "0 < top_p <= 1", lambda v: 0 < v <= 1),
-    ("min_p", "0 <= min_p <= 1", lambda v: 0 <= v <= 1),
-    ("repetition_penalty", "a number above 0", lambda v: 0 < v < float("inf")),
-    ("presence_penalty", "a number from -2 to 2", lambda v: -2 <= v <= 2),
-    ("frequency_penalty", "a number from -2 to 2", lambda v: -2 <= v <= 2),
-)
 
 
 @pytree
@@ -154,7 +81,7 @@ class Sampler:
         max_new_tokens: int,
         eos_token_ids: Sequence[int] = (),
     ) -> "Sampler":
-        """Arrays in host memory. eos_token_ids: end every row.
+        """Arrays in host memory. eos_token_ids: end every row that does not ignore them.
 
         Raises:
             ValueError: a token outside the vocabulary, or a row that draws without a seed or ``rng``.
@@ -167,7 +94,7 @@ class Sampler:
                     f"temperature={each.temperature}{where} samples and needs rng=jax.random.key(seed); "
                     "temperature=0 is greedy"
                 )
-            outside = [t for t in (*(each.logit_bias or ()), *each.stop_token_ids) if t >= vocab_size]
+            outside = [t for t in (*(each.logit_bias or ()), *(each.stop_token_ids or ())) if t >= vocab_size]
             if outside:
                 expected = f"expected 0 to {vocab_size - 1}"
                 raise ValueError(f"sampling_params of row {row} name token {outside[0]}, {expected}")
@@ -181,8 +108,11 @@ class Sampler:
         # Greedy rows keep 0, which no positive temperature becomes.
         temperature = floats["temperature"]
         floats["temperature"] = np.where(temperature > 0, np.clip(temperature, info.tiny, info.max), 0)
-        stops = [list(dict.fromkeys((*eos_token_ids, *p.stop_token_ids))) for p in params]
-        wanted = [max_new_tokens if p.max_tokens is None else min(p.max_tokens, max_new_tokens) for p in params]
+        ends = [() if p.ignore_eos else tuple(eos_token_ids) for p in params]
+        stops = [list(dict.fromkeys((*end, *(p.stop_token_ids or ())))) for end, p in zip(ends, params, strict=True)]
+        wanted = [
+            min(p.max_tokens, max_new_tokens) if isinstance(p.max_tokens, int) else max_new_tokens for p in params
+        ]
         streams = [row if p.seed is None else p.seed for row, p in enumerate(params)]
         arrays: dict[str, Any] = dict(
             top_k=np.asarray([min(p.top_k, most) for p in params], np.int32),
@@ -191,7 +121,7 @@ class Sampler:
             rng=np.zeros(2, np.uint32) if rng is None else rng,
             streams=np.asarray(streams, np.uint32),
             has_seed=np.asarray([p.seed is not None for p in params]),
-            limits=np.asarray(wanted, np.int32),
+            limits=np.minimum(wanted, max_new_tokens).astype(np.int32),
             stop=_filled(stops, -1, np.int32, at_least=1),
         )
         arrays |= {name.removesuffix("_penalty"): array.astype(np.float32) for name, array in floats.items()}

@@ -12,8 +12,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import moe_jax
-from moe_jax.cli._chat import ChatTemplate
-from moe_jax.cli._run import Answer, Clock, read_prompts
+from moe_jax.cli._run import Clock, read_prompts
+from moe_jax.text._chat_template import ChatTemplate
 from tests.cli.test_main import model_dir, run  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -133,7 +133,7 @@ def test_templates_without_a_default_one(chat_dir, name):
     (chat_dir / "chat_template.jinja").unlink(missing_ok=True)
     config = chat_dir / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": [{"name": name, "template": "a"}]}))
-    with pytest.raises(ValueError, match="no chat_template in tokenizer_config.json; leave out --chat"):
+    with pytest.raises(ValueError, match="no chat_template in tokenizer_config.json; give plain text"):
         ChatTemplate(chat_dir)
 
 
@@ -144,31 +144,6 @@ def test_chat(chat_dir, greedy, capsys):
 
 
 # -- what comes out ---------------------------------------------------------------------------------------------------
-
-
-LETTERS = ("a", "b", "c", "bc", "\N{REPLACEMENT CHARACTER}")
-
-
-def decode_letters(ids):
-    """Token t is the t-th of some texts; the last one is half a character."""
-    return "".join(LETTERS[i] for i in ids).replace("\N{REPLACEMENT CHARACTER}" * 2, "é")
-
-
-def test_stop_texts_are_never_shown():
-    """What may become a stop text is held back until it is none; a stop text may span tokens and end within one."""
-    answer = Answer(decode_letters, end=(), stop=("abc", "cc"))
-    assert [answer.add([t]) for t in (0, 1, 1, 2, 0)] == ["", "", "abb", "", "c"]
-    assert (answer.add([3]), answer.is_over, answer.text) == ("", True, "abbc")
-    assert answer.add([0]) == answer.finish() == "" and answer.ids == [0, 1, 1, 2, 0, 3]
-
-
-def test_end_tokens_and_half_characters():
-    answer = Answer(decode_letters, end=(2,), stop=())
-    assert [answer.add([t]) for t in (0, 4, 4, 1)] == ["a", "", "é", "b"]
-    assert answer.add([4, 0]) == "�a" and not answer.is_over
-    assert (answer.add([2, 1]), answer.is_over, answer.ids) == ("c", True, [0, 4, 4, 1, 4, 0, 2])
-    rest = Answer(decode_letters, end=(), stop=("bcd",))
-    assert rest.add([0, 3]) == "a" and rest.finish() == "bc" and rest.text == "abc"
 
 
 def test_tokens_are_written_while_they_are_made(model_dir, monkeypatch, greedy):  # noqa: F811
@@ -192,7 +167,10 @@ def test_generation_config_decides_on_end_tokens(model_dir, tmp_path, greedy, ca
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": stated, "top_p": 0.5}))
         assert run(directory, "--input-ids", "3,1,4", "--max-new-tokens", "8", *F32) == 0
         assert capsys.readouterr().out == ",".join(map(str, free[: at + 1])) + "\n"
-    for wrong, expected in ((["2"], "expected an integer or a list"), (99, "end token 99 is outside the vocabulary")):
+    for wrong, expected in (
+        (["2"], "expected an integer or a list"),
+        (99, "eos_token_id 99 is outside the vocabulary"),
+    ):
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
         assert run(directory, "--input-ids", "3,1,4", *F32) == 2
         assert expected in capsys.readouterr().err

@@ -1,8 +1,8 @@
-"""The process that renders one chat template, run as a file of its own: ``_chat.ChatTemplate`` asks it line by line.
+"""The process that renders one chat template, run as a file of its own: ``ChatTemplate`` asks it line by line.
 
-Each line is a JSON object. The first holds the template, each other one the messages of a conversation; the answer is
-{"text": ...} or {"error": ...}. The process limits itself before it reads: memory, and CPU time for each answer, whose
-seconds are its argument.
+Each line is a JSON object. The first holds the template and special tokens, each other one the variables of a
+conversation; the answer is {"text": ...} or {"error": ...}. The process limits itself before it reads: memory, and CPU
+time for each answer, whose seconds are its argument.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def main() -> None:
             if render is None:
                 render, text = _renderer(request["template"], request["tokens"]), ""
             else:
-                text = render(request["messages"])
+                text = render(request["variables"], request["expected"])
             answer = json.dumps({"text": text})
         except MemoryError:
             answer = json.dumps({"error": "needs too much memory"})
@@ -39,24 +39,40 @@ def main() -> None:
 
 def _renderer(template: str, tokens: dict[str, str]) -> Any:
     import jinja2
-    from jinja2.ext import loopcontrols
+    from jinja2 import meta, nodes
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks what an assistant says, which only training asks for."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     # The settings and helpers that templates are written for, as transformers has them.
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    extensions = [Generation, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     compiled = environment.from_string(template)
+    known = meta.find_undeclared_variables(environment.parse(template))
 
-    def render(messages: list[Any]) -> str:
+    def render(variables: dict[str, Any], expected: list[str]) -> str:
+        """expected: names of variables that the template has to read."""
+        if unread := [name for name in expected if name not in known]:
+            reads = ", ".join(sorted(known - {*tokens, *environment.globals})) or "none"
+            raise ValueError(f"reads no variable {unread[0]!r}; it reads: {reads}")
         parts, size = [], 0
         # Templates ask whether tools and documents are none, so they have to be defined.
-        variables = dict(messages=messages, tools=None, documents=None, add_generation_prompt=True, **tokens)
-        for part in compiled.generate(variables):
+        for part in compiled.generate(dict(tools=None, documents=None) | tokens | variables):
             parts.append(part)
             size += len(part)
             if size > MAX_CHARACTERS:
@@ -66,8 +82,15 @@ def _renderer(template: str, tokens: dict[str, str]) -> Any:
     return render
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # jinja2's own escapes for HTML
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without jinja2's own escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _limit_process() -> None:

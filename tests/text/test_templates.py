@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from moe_jax import cli
-from moe_jax.cli import _chat, _run
-from moe_jax.cli._chat import ChatTemplate
+from moe_jax.cli import _run
 from moe_jax.cli._main import one_line
+from moe_jax.text import _chat_template, _template_process
+from moe_jax.text._chat_template import ChatTemplate
 from tests.cli.test_main import model_dir, run  # noqa: F401  (a fixture)
 from tests.cli.test_run import MESSAGES, TEMPLATE
 
@@ -39,7 +40,7 @@ WITHOUT_END = {
 def test_templates_without_end(tmp_path, monkeypatch, case):
     """Where the template is read or where it is rendered: jinja2 works out constants while it reads."""
     template, words = WITHOUT_END[case]
-    monkeypatch.setattr(_chat, "CPU_SECONDS", 1)
+    monkeypatch.setattr(_chat_template, "CPU_SECONDS", 1)
     with pytest.raises(ValueError, match=words) as error:
         ChatTemplate(with_template(tmp_path, template)).render(MESSAGES)
     assert str(error.value).startswith(f"{tmp_path / 'chat_template.jinja'}: chat template: ")
@@ -47,8 +48,8 @@ def test_templates_without_end(tmp_path, monkeypatch, case):
 
 
 def test_a_template_that_gets_no_time_is_ended_by_the_clock(tmp_path, monkeypatch):
-    monkeypatch.setattr(_chat, "SECONDS", 1.0)
-    monkeypatch.setattr(_chat, "CPU_SECONDS", 1000)
+    monkeypatch.setattr(_chat_template, "SECONDS", 1.0)
+    monkeypatch.setattr(_chat_template, "CPU_SECONDS", 1000)
     with pytest.raises(ValueError, match="needs too much time or memory"):
         ChatTemplate(with_template(tmp_path, LOOP)).render(MESSAGES)
 
@@ -71,8 +72,6 @@ def test_one_process_renders_all_conversations_and_ends(tmp_path, monkeypatch):
 
 def test_a_template_cannot_read_or_write_files(tmp_path):
     """The sandbox keeps it from names; the process has no right to write a file in any case."""
-    from moe_jax.cli import _template_process
-
     code = f"import runpy, sys; m = runpy.run_path({_template_process.__file__!r}); m['_limit_process']()"
     attempt = f"{code}; open({str(tmp_path / 'x')!r}, 'w').write('x' * 9999)"
     done = subprocess.run([sys.executable, "-c", attempt], capture_output=True, text=True)

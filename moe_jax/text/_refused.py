@@ -1,0 +1,92 @@
+"""Arguments of vLLM's ``LLM`` and its methods that are not built: each is refused by its name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_jax._arguments import shown
+
+# Argument -> what to do instead; "" where nothing can be done.
+_MESH = "give mesh=jax.make_mesh((N,), ('tensor',)), or other axes"
+_CONSTRUCTOR = {
+    "allowed_local_media_path": "",
+    "block_size": "the cache has no pages",
+    "compilation_config": "",
+    "cpu_offload_gb": "",
+    "data_parallel_size": _MESH,
+    "disable_custom_all_reduce": "",
+    "disable_log_stats": "no statistics are logged",
+    "enable_expert_parallel": "give mesh=jax.make_mesh((N,), ('expert',))",
+    "enable_lora": "",
+    "enable_prefix_caching": "no cache outlives a call",
+    "enforce_eager": "programs are always compiled",
+    "gpu_memory_utilization": "XLA_PYTHON_CLIENT_MEM_FRACTION in the environment is JAX's share of the memory",
+    "hf_overrides": "change config.json",
+    "hf_token": "set HF_TOKEN in the environment",
+    "kv_cache_memory_bytes": "",
+    "limit_mm_per_prompt": "only text is read",
+    "load_format": "safetensors are read",
+    "max_logprobs": "",
+    "max_model_len": "say max_seq_len",
+    "max_num_batched_tokens": "say max_num_seqs",
+    "mm_processor_kwargs": "only text is read",
+    "override_generation_config": "give sampling_params",
+    "override_pooler_config": "",
+    "pipeline_parallel_size": _MESH,
+    "quantization": "quantize= quantizes while loading; the format of a checkpoint is found by itself",
+    "seed_everything": "",
+    "skip_tokenizer_init": "moe_jax.generate works without a tokenizer",
+    "speculative_config": "",
+    "swap_space": "",
+    "task": "",
+    "runner": "",
+    "tensor_parallel_size": _MESH,
+    "tokenizer": "the checkpoint's tokenizer.json is used",
+    "tokenizer_mode": "the checkpoint's tokenizer.json is used",
+    "tokenizer_revision": "the checkpoint's tokenizer.json is used",
+    "trust_remote_code": "code of a checkpoint is never run",
+}
+_METHODS = {
+    "add_special_tokens": "the chat template writes them",
+    "chat_template_content_format": "the content of a message is a text",
+    "continue_final_message": "",
+    "lora_request": "",
+    "mm_processor_kwargs": "only text is read",
+    "priority": "prompts are sorted by length",
+    "prompt_token_ids": 'give prompts=[{"prompt_token_ids": [...]}]',
+    "tokenization_kwargs": "",
+    "truncate_prompt_tokens": "",
+    "use_tqdm": "no bar is drawn, as with use_tqdm=False",
+}
+# Values that say what holds here anyway.
+_HOLDS = {
+    "data_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "tensor_parallel_size": 1,
+    "continue_final_message": False,
+    "enable_expert_parallel": False,
+    "enable_lora": False,
+    "enforce_eager": False,
+    "skip_tokenizer_init": False,
+    "trust_remote_code": False,
+    "use_tqdm": False,
+}
+
+
+def refuse_constructor(given: Mapping[str, Any]) -> None:
+    """Raises TypeError for arguments of vLLM's ``LLM`` that ours has not, and for unknown ones."""
+    _refuse("LLM", given, _CONSTRUCTOR)
+
+
+def refuse_method(name: str, given: Mapping[str, Any]) -> None:
+    """The same for a method."""
+    _refuse(f"LLM.{name}", given, _METHODS)
+
+
+def _refuse(where: str, given: Mapping[str, Any], known: Mapping[str, str]) -> None:
+    for name, value in given.items():
+        if name not in known:
+            raise TypeError(f"{where}: no argument {name}")
+        if value is None or (name in _HOLDS and value is _HOLDS[name]):
+            continue
+        hint = f"; {known[name]}" if known[name] else ""
+        raise TypeError(f"{where}: {name}={shown(value)} is not built{hint}")
