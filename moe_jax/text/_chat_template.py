@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from moe_jax._typing import Json
@@ -53,19 +54,19 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Any,
+        variables: Json = MappingProxyType({}),
         *,
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool = True,
-        **variables: Any,
     ) -> str:
         """Text up to where the model's answer begins.
 
         Args:
             messages: {"role": ..., "content": ...}, oldest first. A content of one part of text counts as that text.
+            variables: what else the template reads, such as enable_thinking.
             tools: JSON schemas of functions that the model may call.
             add_generation_prompt: end with what opens the model's answer.
-            variables: others that the template reads, such as enable_thinking.
 
         Raises:
             TypeError: messages of another kind than this, or values that JSON cannot hold. ValueError: the template
@@ -77,7 +78,7 @@ class ChatTemplate:
         if taken := sorted(variables.keys() & {"messages", "tools", "add_generation_prompt"}):
             raise ValueError(f"chat_template_kwargs: {taken[0]} has an argument of its own")
         expected = [*variables, *(["tools"] if tools else [])]
-        return self._ask({"variables": given | variables, "expected": expected})
+        return self._ask({"variables": {**given, **variables}, "expected": expected})
 
     def _ask(self, request: dict[str, Any]) -> str:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -5,7 +5,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,13 @@ from moe_jax.models._sampling_params import Unsaid
 from moe_jax.models.attention._hopper import AttentionImplementation
 from moe_jax.quantization import Scheme
 from moe_jax.text._answer import Answer
-from moe_jax.text._chat_template import ChatTemplate, Message
+from moe_jax.text._chat_template import ChatTemplate
 from moe_jax.text._outputs import CompletionOutput, RequestOutput
 from moe_jax.text._refused import refuse_constructor, refuse_method
 from moe_jax.text._tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # vLLM's
 _TOKENS_AT_ONCE = 4  # between looks at the text, where a stop string may end an answer
-Prompt = str | Mapping[str, Any] | Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,7 @@ class LLM:
     Args:
         model: a checkpoint directory with tokenizer.json, or the name of a model on the Hugging Face hub.
         revision, quantize, mesh, enable_eplb, num_redundant_experts, implementation, attention, dtype, kv_cache_dtype,
-            max_seq_len, progress: as for ``load_pretrained``.
+            max_seq_len, max_num_batched_tokens, progress: as for ``load_pretrained``.
         generation_config: "auto" takes temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the
             checkpoint's generation_config.json where a call gives no ``SamplingParams``; "vllm" takes vLLM's defaults.
             The file's end tokens hold with both.
@@ -90,8 +89,9 @@ class LLM:
         dtype: DTypeLike = jnp.bfloat16,
         kv_cache_dtype: DTypeLike | None = None,
         max_seq_len: int | None = None,
+        max_num_batched_tokens: int | None = None,
         progress: Progress | None = None,
-        generation_config: Literal["auto", "vllm"] = "auto",
+        generation_config: str = "auto",
         max_num_seqs: int = 64,
         seed: int = 0,
         **refused: Any,
@@ -121,6 +121,7 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
             max_seq_len=max_seq_len,
             progress=progress,
+            **({} if max_num_batched_tokens is None else dict(max_num_batched_tokens=max_num_batched_tokens)),
         )
         self._templates: dict[str | None, ChatTemplate] = {}
         self._request_ids, self._calls = itertools.count(), itertools.count()
@@ -135,8 +136,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Any,
+        sampling_params: Any = None,
         **refused: Any,
     ) -> list[RequestOutput]:
         """Continue prompts, ``max_num_seqs`` answers at a time.
@@ -144,7 +145,8 @@ class LLM:
         Args:
             prompts: texts, lists of tokens, ``{"prompt": text}`` or ``{"prompt_token_ids": tokens}``; one of them, or
                 a list.
-            sampling_params: of all prompts, or one for each; None for ``get_default_sampling_params``.
+            sampling_params: ``SamplingParams`` of all prompts, or a list with one for each; None for
+                ``get_default_sampling_params``.
 
         Returns:
             The answers to each prompt, in the order given.
@@ -158,8 +160,8 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Any,
+        sampling_params: Any = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -189,7 +191,7 @@ class LLM:
         return self._answer(self._requests(prompts, sampling_params))
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **refused: Any
+        self, prompt: Any, sampling_params: SamplingParams | None = None, **refused: Any
     ) -> Iterator[RequestOutput]:
         """Continue one prompt and give what is new while it is made: texts and tokens in their order, which together
         are those of ``generate``. Arguments and errors are those of ``generate``; errors come before the first token.
@@ -203,7 +205,7 @@ class LLM:
 
     def stream_chat(
         self,
-        messages: Sequence[Message],
+        messages: Any,
         sampling_params: SamplingParams | None = None,
         *,
         chat_template: str | None = None,
@@ -222,7 +224,7 @@ class LLM:
         if template not in self._templates:
             self._templates[template] = ChatTemplate(self._directory, template)
         options = dict(tools=tools, add_generation_prompt=opens)
-        text = self._templates[template].render(messages, **options, **dict(variables or {}))
+        text = self._templates[template].render(messages, dict(variables or {}), **options)
         # The template has written the special tokens.
         ids = self._tokenizer.encode(text, "the text of the chat template", add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": ids}

@@ -27,7 +27,6 @@ _CONSTRUCTOR = {
     "load_format": "safetensors are read",
     "max_logprobs": "",
     "max_model_len": "say max_seq_len",
-    "max_num_batched_tokens": "say max_num_seqs",
     "mm_processor_kwargs": "only text is read",
     "override_generation_config": "give sampling_params",
     "override_pooler_config": "",

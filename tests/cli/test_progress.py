@@ -17,6 +17,7 @@ from tests.support.terminal import Screen, terminal
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 F32 = ("--dtype", "float32", "--max-new-tokens", "4")
+CHOICE = "choosing tokens: greedy, at most 4 tokens"
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def test_load_and_compilation(model_dir, monkeypatch, capsys):  # noqa: F811
     assert re.search(r"loading: +50%\|.*\| 1/2 \[", screen.written)
     assert "compiling ..." in screen.written[screen.written.index("loading:") :]
     last = screen.lines()
-    assert len(last) == 2 and last[0].startswith("3 prompt tokens") and last[1] == ""
+    assert len(last) == 3 and last[0] == CHOICE and last[1].startswith("3 prompt tokens") and last[2] == ""
     assert re.fullmatch(r"\d+(,\d+){3}\n", capsys.readouterr().out)
 
 
@@ -92,7 +93,7 @@ def test_a_long_prompt(model_dir, monkeypatch, capsys):  # noqa: F811
         assert run(model_dir, "--prompt", words, *flags) == 0
     assert re.search(r"reading: +53%\|.*\| 32/60 \[", screen.written)
     assert screen.written.count("compiling ...") == 2
-    assert [*screen.lines()[:1]] == [expected.rstrip("\n")]
+    assert screen.lines()[:2] == [CHOICE, expected.rstrip("\n")]
     assert run(model_dir, "--prompt", words, *flags) == 0
     assert capsys.readouterr().out == expected
     assert run(model_dir, "--prompt", words, "--max-num-batched-tokens", "0") == 2
@@ -107,7 +108,8 @@ def test_answers_of_a_file(model_dir, tmp_path, monkeypatch):  # noqa: F811
         assert run(model_dir, "--prompts", str(tmp_path / "prompts.txt"), "--batch-size", "1", *F32) == 0
     bars = re.findall(r"answers: +\d+%\|.*?\| (\d)/3 \[", screen.written)
     assert bars and bars == sorted(bars) and "compiling ..." in screen.written
-    *answers, speed, rest = screen.lines()
+    choice, *answers, speed, rest = screen.lines()
+    assert choice == CHOICE
     assert [json.loads(line)["prompt"] for line in answers] == ["w3 w1", "w5", "w7 w7"]
     assert speed.startswith("5 prompt tokens") and rest == ""
 

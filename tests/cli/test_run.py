@@ -250,7 +250,7 @@ def test_sampling(model_dir, greedy, capsys):  # noqa: F811
 def test_speed_is_told_on_stderr(model_dir, capsys, monkeypatch):  # noqa: F811
     assert run(model_dir, "--input-ids", "3,1,4", "--max-new-tokens", "8", *F32) == 0
     error = capsys.readouterr().err
-    assert error.startswith("3 prompt tokens, 8 new tokens in ") and " tokens/s after the first 5" in error
+    assert "\n3 prompt tokens, 8 new tokens in " in error and " tokens/s after the first 5" in error
     times = iter([0.0, 10.0, 12.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
     clock = Clock(parts=2)
