@@ -33,8 +33,7 @@ FLOORS = (
     ("moe_jax.parallel",),
     ("moe_jax.nn",),
     ("moe_jax.checkpointing", "moe_jax.layer", "moe_jax.models"),
-    ("moe_jax.adapters",),
-    ("moe_jax.text",),
+    ("moe_jax.adapters", "moe_jax.text"),
     ("moe_jax.cli",),
     ("moe_jax.__main__", "moe_jax.benchmarking", "moe_jax.doctor", "moe_jax.inspection"),
     ("moe_jax",),  # the facade: nothing else of the package imports it
