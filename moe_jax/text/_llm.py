@@ -109,6 +109,9 @@ class LLM:
         self._default_params = SamplingParams(**stated.sampling)
         if stated.left:
             warnings.warn(f"{self._directory / NAME}: {stated.not_applied()}", stacklevel=2)
+        bound: dict[str, Any] = {}
+        if max_num_batched_tokens is not None:
+            bound["max_num_batched_tokens"] = max_num_batched_tokens
         self.model: CausalLM = load_pretrained(
             self._directory,
             quantize=quantize,
@@ -121,7 +124,7 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
             max_seq_len=max_seq_len,
             progress=progress,
-            **({} if max_num_batched_tokens is None else dict(max_num_batched_tokens=max_num_batched_tokens)),
+            **bound,
         )
         self._templates: dict[str | None, ChatTemplate] = {}
         self._request_ids, self._calls = itertools.count(), itertools.count()
