@@ -50,7 +50,7 @@ def generate(
         max_new_tokens: tokens to add at most, >= 0.
         temperature: 0 takes the most likely token; above 0 samples and needs ``rng``.
         top_p: keep the most likely tokens that together reach this probability.
-        top_k: keep the k most likely tokens; 0 keeps all.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
         eos_token_id: token or tokens that end a row; "model" takes those of the checkpoint (generation_config.json,
             else config.json), None never ends early. A row that has ended is filled with the first one, with -1 where
             it has none.

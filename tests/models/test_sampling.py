@@ -155,7 +155,7 @@ def test_values_do_not_recompile():
         (dict(temperature=float("nan")), "temperature=nan"),
         (dict(top_p=0.0), "top_p=0.0"),
         (dict(top_p=1.5), "top_p=1.5"),
-        (dict(top_k=-1), "top_k=-1"),
+        (dict(top_k=-2), "top_k=-2"),
         (dict(min_p=1.5), "min_p=1.5"),
         (dict(repetition_penalty=0), "repetition_penalty=0"),
         (dict(presence_penalty=3), "presence_penalty=3"),
