@@ -31,8 +31,11 @@ CALLS = 8  # in one turn of a loop, whose condition the host waits for
 
 
 def fitted(desc: DecodeDesc, split: int, block_kv: int, is_fused: bool = True, per_sm: int = 1) -> DecodeConfig | None:
-    """With as many stages as fit where an SM holds ``per_sm`` CTAs."""
+    """With as many stages as fit where an SM holds ``per_sm`` CTAs; 0: queries are the rows of products."""
     chosen = choose_config(desc, SMS, split)
+    if not per_sm:
+        rows = DecodeConfig(64, split, block_kv, 2, SMS, is_fused, swap_ab=False)
+        return None if config_error(desc, rows) else rows
     items = chosen.all_tiles(desc) * chosen.num_splits(desc)
     for stages in range(12, 0, -1):
         config = DecodeConfig(chosen.columns, split, block_kv, stages, min(items, SMS * per_sm), is_fused)
@@ -99,7 +102,7 @@ CELLS = {
         Cell("256 16 x 4096", 16, 4096, 16, 2, 256, 256),
     )
 }
-# Each group is a process: (cell, split, block_kv, is_fused, CTAs of an SM), or (cell, "XLA").
+# Each group is a process: (cell, split, block_kv, is_fused, CTAs of an SM), or (cell, "XLA"). 0 CTAs: queries are rows.
 TIMES: list[list[tuple[Any, ...]]] = [
     [
         ("qwen3 64 x 1024", "XLA"),
@@ -134,9 +137,12 @@ TIMES: list[list[tuple[Any, ...]]] = [
     ],
     [
         ("mla 64 x 1024", "XLA"),
-        ("mla 64 x 1024", 256, 64, True, 1),
+        ("mla 64 x 1024", 256, 64, False, 0),
+        ("mla 64 x 1024", 512, 64, False, 0),
+        ("mla 64 x 1024", 1024, 64, False, 0),
         ("mla 1 x 1024", "XLA"),
-        ("mla 1 x 1024", 256, 64, True, 1),
+        ("mla 1 x 1024", 256, 64, False, 0),
+        ("mla 1 x 1024", 64, 64, False, 0),
         ("256 16 x 4096", 256, 64, True, 1),
     ],
 ]
@@ -154,7 +160,7 @@ CHECKS: list[list[tuple[Cell, tuple[int, int, bool, int]]]] = [
         (Cell("64, 8 queries, window", 4, 776, 16, 2, 64, 64, 8, window=50, is_ragged=True), (256, 64, True, 2)),
     ],
     [(Cell("256, sinks", 4, 776, 20, 2, 256, 256, has_sinks=True, is_ragged=True), (256, 64, True, 1))],
-    [(Cell("mla", 4, 776, *MLA, is_ragged=True), (256, 64, True, 1))],
+    [(Cell("mla", 4, 776, *MLA, is_ragged=True), (256, 64, False, 0))],
     [(Cell("qwen3 ragged", 9, 1000, *QWEN, is_ragged=True), (128, 128, False, 1))],
 ]
 
@@ -312,7 +318,7 @@ def check(index: int, only: str, lock: str) -> None:
 def _words(config: DecodeConfig) -> str:
     fused = "fused" if config.is_fused else "two launches"
     sizes = f"split {config.split}, {config.block_kv} x {config.num_stages}, {config.columns} columns"
-    return f"{sizes}, {config.num_ctas} CTAs, {fused}"
+    return f"{sizes}, {config.num_ctas} CTAs, {fused}{'' if config.swap_ab else ', queries are rows'}"
 
 
 def times(index: int, only: str, lock: str) -> None:
@@ -339,7 +345,7 @@ def times(index: int, only: str, lock: str) -> None:
         except Exception as error:
             _emit(f"{cell.name:30s} {words} no: {type(error).__name__} {str(error)[:300]!r}")
             continue
-        plans.append((f"{name:30s} {words:60s}", functools.partial(_finished, program, arrays), limit))
+        plans.append((f"{name:30s} {words:76s}", functools.partial(_finished, program, arrays), limit))
     with open(lock) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for name, run, limit in plans:
