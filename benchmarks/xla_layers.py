@@ -6,9 +6,8 @@
 DIR holds another moe_jax and pallas_kernels, such as those of an earlier commit. A process takes a model and a scheme
 in one copy; several compile at the same time and hold a lock while they time. FILE gets a JSON line per layer as soon
 as it is measured: "way" is "old" in DIR, else "chosen" (as the backend plans it), or one that is forced: "tiles" (one
-after another), "pairs", "experts", and "experts/256M" (with temporaries of so many bytes). "kernels" are the longest of
-a call by JAX's profiler: name, launches, microseconds in all. A call with few tokens is also timed in the ways that were
-not chosen; one with 8,192 as tiles.
+after another), "pairs", "experts", and "experts/256M" (with temporaries of so many MiB). "kernels" are the longest of
+a call by JAX's profiler: name, launches, microseconds in all. Which ways are forced depends on the number of tokens.
 """
 
 import argparse

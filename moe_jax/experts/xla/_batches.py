@@ -111,8 +111,11 @@ def in_batches(batches: Batches, body: Body, out: Array, topk_ids: Array, stacke
 
         def some(i: Array, out: Array) -> Array:
             held, _ = lax.optimization_barrier((stacked, i))  # as in for_each_tile
-            one = [_some(leaf, i * batches.experts, batches.experts) for leaf in (first, sizes)]
-            return store(out, *one, jax.tree.map(lambda leaf: _some(leaf, i * batches.experts, batches.experts), held))
+            first_of, sizes_of, own = (
+                jax.tree.map(lambda leaf: _some(leaf, i * batches.experts, batches.experts), tree)
+                for tree in (first, sizes, held)
+            )
+            return store(out, first_of, sizes_of, own)
 
         out = lax.fori_loop(0, num_experts // batches.experts, some, out)
     if batches.rows >= num_pairs:

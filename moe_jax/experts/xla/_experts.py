@@ -83,7 +83,8 @@ class Xla(Backend):
         out_dtype: DTypeLike = jnp.float32,
     ) -> Float[Array, "T H"]:
         x, topk_weights, topk_ids, weights = vary_together((x, topk_weights, topk_ids, weights))
-        plan = plan_call(config, weights.scheme, *topk_ids.shape, jax.default_backend())
+        num_tokens, top_k = topk_ids.shape
+        plan = plan_call(config, weights.scheme, num_tokens, top_k, jax.default_backend())
         y = jnp.sum(_expert_rows(plan, x, weights, topk_ids) * topk_weights[..., None], axis=1)
         return y.astype(out_dtype)
 
