@@ -423,15 +423,16 @@ def test_a_users_table_that_is_damaged_is_left_out(cache, text):
 
 def test_processes_update_one_table_without_loss(tmp_path):
     """Each adds entries of its own, at the same time."""
-    path, code = (
-        tmp_path / "table.json",
-        (
-            "import sys, pathlib; from pallas_kernels.tuning import *; from pallas_kernels.grouped_gemm import GemmConfig\n"
-            "key = LayerKey(8, 2, 512, 256, 'bfloat16'); pair = LayerConfig(16, *[GemmConfig(16, 128, 4, swap_ab=True)] * 2)\n"
-            "for tokens in range(int(sys.argv[2]), 40, 2): "
-            "update(pathlib.Path(sys.argv[1]), 'NVIDIA H200', [Entry(key, tokens, pair, 1.0)])"
-        ),
-    )
+    path = tmp_path / "table.json"
+    code = """if True:
+        import pathlib, sys
+        from pallas_kernels.grouped_gemm import GemmConfig
+        from pallas_kernels.tuning import Entry, LayerConfig, LayerKey, update
+        key, gemm = LayerKey(8, 2, 512, 256, "bfloat16"), GemmConfig(16, 128, 4, swap_ab=True)
+        for tokens in range(int(sys.argv[2]), 40, 2):
+            entry = Entry(key, tokens, LayerConfig(16, gemm, gemm), 1.0)
+            update(pathlib.Path(sys.argv[1]), "NVIDIA H200", [entry])
+    """
     started = [subprocess.Popen([sys.executable, "-c", code, str(path), first]) for first in ("1", "2")]
     assert [process.wait() for process in started] == [0, 0]
     assert sorted(entry.tokens for entry in load_table(path).entries) == list(range(1, 40))
@@ -460,10 +461,11 @@ def test_the_heuristic_follows_the_number_of_sms(num_sms):
                     assert depths[found.index(chosen)] <= 1.08 * min(depths)
 
 
-def test_fewer_sms_take_wider_tiles():
-    """32 experts hit make 192 tiles of 128 columns: one round and a half of 132 SMs, two rounds and a half of 78."""
-    (desc, _) = LayerKey(32, 8, 2048, 768, **FORMATS["fp8_channel"]).products(64, 64)
-    assert {choose_config(desc, 64, sms).block_n for sms in (78, 132)} == {128, 256}
+def test_fewer_sms_take_other_tiles():
+    key = LayerKey(8, 2, 4096, 14336, **FORMATS["bf16"])
+    descs = [desc for tokens in (1, 16, 64, 256, 1024) for desc in key.products(tokens, 64)]
+    widths = {sms: [choose_config(desc, 64, sms).block_n for desc in descs] for sms in (78, 114, 132)}
+    assert widths[78] != widths[132] and widths[114] != widths[132]
 
 
 def test_command(tmp_path, capsys):
