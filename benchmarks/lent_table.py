@@ -4,9 +4,10 @@
         [--models qwen3-30b-a3b,mixtral-8x7b] [--formats bf16,fp8_channel,int4_g128,mxfp4] [--tokens 1,64,1024]
 
 First what nvidia-smi says of the GPU's clocks and power limit, and in a process of its own how fast it copies memory
-and multiplies in bfloat16. A GPU below --least of both rates that its kind should have is off: the command ends with exit
-code 1, and another GPU is to be taken. Then sweep.py times each product (a cell's mode ":lent") with the H200's entry,
-the heuristic's choice and the few configurations of a brief sweep. FILE gets its lines; tuning_table.py makes a table:
+and multiplies in bfloat16. A GPU below --least of both rates that its kind should have is off: the command ends with
+exit code 1, and another GPU is to be taken. Then sweep.py times each product (a cell's mode ":lent") with the H200's
+entry, the heuristic's choice and the few configurations of a brief sweep. FILE gets its lines; tuning_table.py makes a
+table:
 
     python benchmarks/tuning_table.py products --device "NVIDIA H100 80GB HBM3" --at-least 1 FILE
 
