@@ -237,12 +237,8 @@ def experts_table(args, device, wait):
         expected[tokens] = exact.experts(x[0].float(), ids, inputs[tokens][2].float())
     del exact
     print(f"experts_implementation of transformers {transformers.__version__}")
-    print(
-        f"a block of Qwen3-MoE in bfloat16, E TOP_K H I = {args.block_sizes}; microseconds a call, waited for / in a row /"
-    )
-    print(
-        "replayed from a CUDA graph in a row; in brackets the largest distance of a row of the experts from eager float32"
-    )
+    print(f"a block of Qwen3-MoE in bfloat16, E TOP_K H I = {args.block_sizes}; microseconds a call:")
+    print("waited for / in a row / replayed from a CUDA graph in a row (largest distance of a row from eager float32)")
     print(f"{'implementation':<22}" + "".join(f"{f'T={tokens}':>40}" for tokens in args.tokens), flush=True)
     shown = {}
     for name, scheme in EXPERTS.items():
