@@ -142,7 +142,7 @@ measured = {call: np.min([answer(*call) for _ in range(3)], axis=0) for call in 
 # - A call reads the weights of attention and head, and those of the experts that have a token: all of them in a long
 #   prefill, about E (1 - (1 - k/E)^T) of E for T tokens that spread evenly over k experts each.
 # - Decoding reads the keys and values of every token before, too.
-# - A token is multiplied with the weights of attention and of its k experts; the head is only needed at the last token
+# - A token is multiplied with the weights of attention and of its k experts. The head is only needed at the last token
 #   of each row.
 #
 # Activations are left out of the bytes: for weights of this size they are little.
@@ -154,8 +154,8 @@ expert_bytes = sum(layer.weights.get_value().nbytes() for layer in experts)
 embedding = config.vocab_size * config.hidden_size
 dense_bytes = sum(nbytes) - expert_bytes - embedding * jnp.dtype(dtype).itemsize
 expert_weights = len(experts) * 3 * config.hidden_size * experts[0].config.intermediate_size  # of one expert a layer
-attention = FIELDS["num_attention_heads"] * FIELDS["head_dim"]
-cached = 2 * FIELDS["num_key_value_heads"] * FIELDS["head_dim"] * jnp.dtype(dtype).itemsize * config.num_layers
+attention = config.num_heads * config.head_dim
+cached = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize * config.num_layers  # bytes of a token
 dense_weights = dense_bytes / jnp.dtype(dtype).itemsize - embedding  # without the head
 
 
