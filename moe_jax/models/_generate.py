@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from moe_jax._arguments import boolean, integer, shown
-from moe_jax._typing import Array, ArrayArg
+from moe_jax._typing import AnyArray, Array, ArrayArg
 from moe_jax.models import _batches, _loop
 from moe_jax.models._compiled import bucket, padded_prompt, split_model
 from moe_jax.models._decoder import CausalLM
@@ -85,7 +85,7 @@ def generate(
     batch_size: int | None = None,
     return_load: bool,
     **options: "Unpack[Options]",
-) -> Array | list[list[int]] | tuple[Array | list[list[int]], ArrayArg]: ...
+) -> Array | list[list[int]] | tuple[Array | list[list[int]], AnyArray]: ...
 
 
 def generate(
@@ -102,7 +102,7 @@ def generate(
     attention_mask: ArrayArg | None = None,
     batch_size: int | None = None,
     return_load: bool = False,
-) -> Array | list[list[int]] | tuple[Array | list[list[int]], ArrayArg]:
+) -> Array | list[list[int]] | tuple[Array | list[list[int]], AnyArray]:
     """Continue prompts. Programs are compiled per batch size and bucket of lengths, one for the prompt and one for the
     loop; later calls reuse them.
 
