@@ -434,7 +434,7 @@ class LLM:
 
 
 def _total(ids: Sequence[int], told: Sequence[Mapping[int, Logprob]]) -> float:
-    return sum(found[token].logprob for token, found in zip(ids, told, strict=False))
+    return sum((found[token].logprob for token, found in zip(ids, told, strict=False)), 0.0)
 
 
 def _mesh(mesh: Any, size: Any, is_of_experts: Any) -> Any:
