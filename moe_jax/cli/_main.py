@@ -186,6 +186,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt per line, or JSON lines in FILE.jsonl")
     source.add_argument("--input-ids", metavar="1,2,3|FILE.npy")
     run.add_argument("--chat", action="store_true", help="a prompt is what a user says: apply the chat template")
+    run.add_argument(
+        "--chat-template-kwargs", metavar="JSON", help="""variables of the template: '{"enable_thinking": false}'"""
+    )
     run.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts of a file at a time (default 8)")
     run.add_argument(
         "--max-new-tokens",
