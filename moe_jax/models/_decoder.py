@@ -181,6 +181,7 @@ class CausalLM(MoEFamily, Versioned):
         attention_mask: ArrayArg | None = None,
         segment_ids: ArrayArg | None = None,
         cache: None = None,
+        remat: bool = False,
         return_stats: Literal[False] = False,
     ) -> Array: ...
 
@@ -192,6 +193,7 @@ class CausalLM(MoEFamily, Versioned):
         positions: ArrayArg | None = None,
         attention_mask: ArrayArg | None = None,
         cache: KVCache,
+        remat: bool = False,
         return_stats: Literal[False] = False,
     ) -> tuple[Array, KVCache]: ...
 
@@ -204,6 +206,7 @@ class CausalLM(MoEFamily, Versioned):
         attention_mask: ArrayArg | None = None,
         segment_ids: ArrayArg | None = None,
         cache: None = None,
+        remat: bool = False,
         return_stats: Literal[True],
     ) -> tuple[Array, MoEStats]: ...
 
@@ -215,6 +218,7 @@ class CausalLM(MoEFamily, Versioned):
         positions: ArrayArg | None = None,
         attention_mask: ArrayArg | None = None,
         cache: KVCache,
+        remat: bool = False,
         return_stats: Literal[True],
     ) -> tuple[Array, KVCache, MoEStats]: ...
 
@@ -227,6 +231,7 @@ class CausalLM(MoEFamily, Versioned):
         attention_mask: ArrayArg | None = None,
         segment_ids: ArrayArg | None = None,
         cache: KVCache | None = None,
+        remat: bool = False,
         return_stats: bool = False,
     ) -> Any: ...
 
@@ -238,6 +243,7 @@ class CausalLM(MoEFamily, Versioned):
         attention_mask: ArrayArg | None = None,
         segment_ids: ArrayArg | None = None,
         cache: KVCache | None = None,
+        remat: bool = False,
         return_stats: bool = False,
     ) -> Any:
         """Logits of the next token at every position.
@@ -256,6 +262,8 @@ class CausalLM(MoEFamily, Versioned):
                 equal ids is a sequence, 0 is padding. Tokens attend within their sequence, and every sequence begins
                 at position 0. None where a row is one sequence.
             cache: from ``init_cache`` or an earlier call. Every row goes on behind its own last token.
+            remat: for gradients: compute what is inside a layer again instead of keeping it, so that between layers
+                (B, S, H) is all that is kept. Values are the same.
             return_stats: also return ``MoEStats`` of all layers with experts, in the order of ``moe_blocks``.
 
         Returns:
@@ -269,7 +277,7 @@ class CausalLM(MoEFamily, Versioned):
                 attention_mask is neither that nor bool. NotImplementedError: segment_ids in a model that was loaded
                 with attention="hopper", or whose rotary embedding changes with the length of a row.
         """
-        return_stats = boolean("return_stats", return_stats)
+        return_stats, remat = boolean("return_stats", return_stats), boolean("remat", remat)
         self._check_call(input_ids, attention_mask, positions, segment_ids, cache)
         self = one_version(self)
         hidden, cache_out, stats = self.hidden_states(
@@ -278,6 +286,7 @@ class CausalLM(MoEFamily, Versioned):
             attention_mask=attention_mask,
             segment_ids=segment_ids,
             cache=cache,
+            remat=remat,
             return_stats=True,
         )
         found = (self.logits(hidden), *(() if cache is None else (cache_out,)), *((stats,) if return_stats else ()))
@@ -291,6 +300,7 @@ class CausalLM(MoEFamily, Versioned):
         attention_mask: ArrayArg | None = None,
         segment_ids: ArrayArg | None = None,
         cache: KVCache | None = None,
+        remat: bool = False,
         return_stats: bool = False,
         seq_lens: Int[Array, " B"] | None = None,
     ) -> tuple[Any, ...]:
@@ -306,7 +316,11 @@ class CausalLM(MoEFamily, Versioned):
         if self.parallel is None and lies_on_explicit_axes((self, input_ids, cache)):
             options = dict(positions=positions, attention_mask=attention_mask, segment_ids=segment_ids, cache=cache)
             options |= dict(seq_lens=seq_lens)
-            found = in_auto_axes(_hidden_states, jnp.asarray(input_ids), dict(model=self, **options))
+            found = in_auto_axes(
+                _hidden_states_by_remat if remat else _hidden_states,
+                jnp.asarray(input_ids),
+                dict(model=self, **options),
+            )
             return found if return_stats else found[:2]
         batch, length = input_ids.shape
         ids = jnp.asarray(input_ids).astype(jnp.int32)
@@ -351,10 +365,11 @@ class CausalLM(MoEFamily, Versioned):
 
         x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
         x = x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
+        run_layer = nnx.remat(DecoderLayer.__call__) if remat else DecoderLayer.__call__
         kept, stats = [], []
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else cache.layers[index]
-            x, arrays, of_layer = layer(x, inputs, cached, mask if is_masked else None)
+            x, arrays, of_layer = run_layer(layer, x, inputs, cached, mask if is_masked else None)
             kept.append(arrays)
             stats += [] if of_layer is None else [of_layer]
         x = jnp.where(is_damaged[:, None, None], jnp.nan, self.norm(x))
@@ -467,6 +482,10 @@ class CausalLM(MoEFamily, Versioned):
 
 def _hidden_states(x: Array, model: CausalLM, **options: Any) -> tuple[Any, ...]:
     return model.hidden_states(x, **options, return_stats=True)
+
+
+def _hidden_states_by_remat(x: Array, model: CausalLM, **options: Any) -> tuple[Any, ...]:
+    return model.hidden_states(x, **options, remat=True, return_stats=True)
 
 
 def _logits(x: Array, model: CausalLM) -> Array:

@@ -83,7 +83,7 @@ def test_gradients_stay_within_a_sequence(case, ids):
     model = moe_jax.load_pretrained(case("qwen3").directory, dtype=jnp.float32)
 
     def loss(model, ids, segments, columns):
-        logits = nnx.remat(lambda model: model(ids, segment_ids=segments))(model)[:1, columns]
+        logits = model(ids, segment_ids=segments, remat=True)[:1, columns]
         return (jax.nn.log_softmax(logits) ** 2).mean()
 
     grads = jax.jit(nnx.grad(loss), static_argnums=3)
@@ -120,7 +120,7 @@ def test_auxiliary_loss_is_that_of_transformers_models(case, name):
     @nnx.jit
     def value_and_grad(model):
         def loss(model):
-            _, stats = nnx.remat(lambda model: model(ids, attention_mask=mask, return_stats=True))(model)
+            _, stats = model(ids, attention_mask=mask, remat=True, return_stats=True)
             return moe_jax.load_balancing_loss(stats)
 
         return nnx.value_and_grad(loss)(model)
