@@ -365,7 +365,7 @@ class CausalLM(MoEFamily, Versioned):
 
         x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
         x = x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
-        run_layer = nnx.remat(DecoderLayer.__call__) if remat else DecoderLayer.__call__
+        run_layer = _by_remat if remat else DecoderLayer.__call__
         kept, stats = [], []
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else cache.layers[index]
@@ -490,6 +490,13 @@ def _hidden_states_by_remat(x: Array, model: CausalLM, **options: Any) -> tuple[
 
 def _logits(x: Array, model: CausalLM) -> Array:
     return model.logits(x)
+
+
+def _by_remat(layer: DecoderLayer, *args: Any) -> tuple[Array, tuple[Array, ...], MoEStats | None]:
+    """``layer(*args)``, whose insides the backward pass computes again. ``nnx.remat`` would write to the layer, which
+    it must not where the caller made the model outside of the function that is differentiated."""
+    structure, leaves = split_model(layer)
+    return jax.checkpoint(lambda leaves, args: merge_model(structure, leaves)(*args))(leaves, args)
 
 
 def _stacked(stats: list[MoEStats], back: Int[Array, "B S"] | None) -> MoEStats:

@@ -35,7 +35,7 @@ def start(tmp_path):
 
 
 def batches(steps):
-    """Each token is one of three that may follow the last, so that there is something to learn: (ROWS, LENGTH) int32."""
+    """(ROWS, LENGTH) int32 each: a token is one of three that may follow the last, which can be learned."""
     rng = np.random.default_rng(5)
     follows = rng.integers(0, SIZES["vocab_size"], (SIZES["vocab_size"], 3))
     for _ in range(steps):
