@@ -81,22 +81,23 @@ def losses_of_transformers(model, steps, balance=0.0):
     return np.array(losses)
 
 
-def assert_fall_alike(found, wanted):
-    """Means of ten steps within 2%; the first step within 0.1%; and both learn."""
-    assert np.isfinite(found).all() and abs(found[0] / wanted[0] - 1) < 1e-3
-    found, wanted = (losses.reshape(-1, 10).mean(axis=1) for losses in (found, wanted))
-    assert np.abs(found / wanted - 1).max() < 0.02, (found / wanted - 1).round(4)
-    assert wanted[-1] < (0.6 if len(wanted) == 20 else 0.97) * wanted[0]
+def assert_fall_alike(found, wanted, first=1e-5):
+    """Means of ten steps within 2%, the first step within ``first``; and both learn, by more in more steps."""
+    assert np.isfinite(found).all() and abs(found[0] / wanted[0] - 1) < first
+    means = found.reshape(-1, 10).mean(axis=1), wanted.reshape(-1, 10).mean(axis=1)
+    assert np.abs(means[0] / means[1] - 1).max() < 0.02, (means[0] / means[1] - 1).round(4)
+    assert wanted[-5:].mean() < (0.75 if len(wanted) == 200 else 0.99) * wanted[:5].mean()
 
 
 @pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_all_weights(start, dtype, steps):
     """Experts, routers, attention, norms, embedding, head; with the load-balancing loss."""
     directory, theirs = start(dtype)
     model = moe_jax.load_pretrained(directory, dtype=dtype)
     found = losses_here(model, nnx.Param, steps, balance=0.02)
-    assert_fall_alike(found, losses_of_transformers(theirs, steps, balance=0.02))
+    first = 5e-3 if dtype == "bfloat16" else 1e-5
+    assert_fall_alike(found, losses_of_transformers(theirs, steps, balance=0.02), first)
 
 
 class Sum(torch.nn.Module):
