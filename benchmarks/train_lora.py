@@ -78,7 +78,8 @@ def ours(options: Any, rows: int) -> dict[str, Any]:
     def nbytes(tree: Any) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
-    family, config = read_family(sizes_of(options), options.model)
+    built: Any = read_family(sizes_of(options), options.model)
+    family, config = built
     schemes = dict.fromkeys(range(options.layers), moe_jax.Scheme.parse(options.scheme))
     dtype = jnp.float32 if options.tiny else jnp.bfloat16  # some bfloat16 products do not run on a CPU
     model = family(config, schemes=schemes, max_seq_len=32768, dtype=dtype, rngs=nnx.Rngs(0))
@@ -130,7 +131,7 @@ def ours(options: Any, rows: int) -> dict[str, Any]:
 
 
 def theirs(options: Any, rows: int) -> dict[str, Any]:
-    import peft
+    import peft  # pyright: ignore[reportMissingImports]
     import torch
     import transformers
 
