@@ -117,7 +117,9 @@ for balance, (losses, _) in runs.items():
 # %% [markdown]
 # ## What happened
 #
-# Left: the loss. Right: the share of rows that the busiest expert of the first layer serves. 1/32 would be even.
+# Left: the loss. Right: the share of rows that the busiest expert of the first layer serves. 1/32 would be even. The
+# routers stay as they are here: the balance loss reaches only the adapters before them, so it moves little. Train the
+# routers as well to give it more hold.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3))
