@@ -18,7 +18,8 @@ from tests.support.checkpoints import writers
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SIZES = dict(vocab_size=64, hidden_size=64, moe_intermediate_size=32, intermediate_size=48, num_experts=8, head_dim=16)
-RATE, DECAY, ROWS, LENGTH, RANK, ALPHA = 3e-3, 0.01, 4, 24, 4, 8
+DECAY, ROWS, LENGTH, RANK, ALPHA = 0.01, 4, 24, 4, 8
+RATES = {nnx.Param: 3e-3, moe_jax.LoRAParam: 2e-2}
 TARGETS = ("w13", "w2", "attention")
 
 
@@ -47,7 +48,7 @@ def batches(steps):
 
 
 def losses_here(model, kind, steps, balance=0.0):
-    optimizer = nnx.Optimizer(model, optax.adamw(RATE, weight_decay=DECAY), wrt=kind)
+    optimizer = nnx.Optimizer(model, optax.adamw(RATES[kind], weight_decay=DECAY), wrt=kind)
 
     @nnx.jit
     def step(model, optimizer, ids):
@@ -64,9 +65,9 @@ def losses_here(model, kind, steps, balance=0.0):
         return np.array([float(step(model, optimizer, ids)) for ids in batches(steps)])
 
 
-def losses_of_transformers(model, steps, balance=0.0):
+def losses_of_transformers(model, kind, steps, balance=0.0):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(trained, lr=RATES[kind], weight_decay=DECAY)
     losses = []
     for ids in batches(steps):
         tokens = torch.tensor(ids, dtype=torch.long)
@@ -82,11 +83,14 @@ def losses_of_transformers(model, steps, balance=0.0):
 
 
 def assert_fall_alike(found, wanted, first=1e-5):
-    """Means of ten steps within 2%, the first step within ``first``; and both learn, by more in more steps."""
+    """The first step within ``first``, means of ten steps within 2%, and both learn; few steps each within 0.01%."""
     assert np.isfinite(found).all() and abs(found[0] / wanted[0] - 1) < first
     means = found.reshape(-1, 10).mean(axis=1), wanted.reshape(-1, 10).mean(axis=1)
     assert np.abs(means[0] / means[1] - 1).max() < 0.02, (means[0] / means[1] - 1).round(4)
-    assert wanted[-5:].mean() < (0.75 if len(wanted) == 200 else 0.99) * wanted[:5].mean()
+    if len(wanted) < 200:
+        np.testing.assert_allclose(found, wanted, rtol=max(1e-4, first))
+    else:
+        assert means[1][-1] < 0.75 * means[1][0], means[1].round(2)
 
 
 @pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.slow)])
@@ -97,7 +101,7 @@ def test_all_weights(start, dtype, steps):
     model = moe_jax.load_pretrained(directory, dtype=dtype)
     found = losses_here(model, nnx.Param, steps, balance=0.02)
     first = 5e-3 if dtype == "bfloat16" else 1e-5
-    assert_fall_alike(found, losses_of_transformers(theirs, steps, balance=0.02), first)
+    assert_fall_alike(found, losses_of_transformers(theirs, nnx.Param, steps, balance=0.02), first)
 
 
 class Sum(torch.nn.Module):
@@ -152,7 +156,7 @@ def test_adapters_beside_quantized_experts(start, scheme, steps):
     model = adapted(directory, scheme)
     theirs = with_sums(model, dequantized(model, theirs))
     found = losses_here(model, moe_jax.LoRAParam, steps)
-    assert_fall_alike(found, losses_of_transformers(theirs, steps))
+    assert_fall_alike(found, losses_of_transformers(theirs, moe_jax.LoRAParam, steps))
 
 
 @pytest.mark.slow
@@ -164,4 +168,4 @@ def test_adapters_of_peft(start, tmp_path):
     moe_jax.save_lora(model, tmp_path / "adapter")
     theirs = peft.PeftModel.from_pretrained(dequantized(model, theirs), tmp_path / "adapter", is_trainable=True)
     found = losses_here(model, moe_jax.LoRAParam, 200)
-    assert_fall_alike(found, losses_of_transformers(theirs, 200))
+    assert_fall_alike(found, losses_of_transformers(theirs, moe_jax.LoRAParam, 200))
