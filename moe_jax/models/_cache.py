@@ -75,6 +75,13 @@ def slot_order(mask: Bool[Array, "B S"], lengths: Int[Array, " B"] | None) -> tu
     return order, jnp.argsort(order, axis=1)
 
 
+def starts_of_runs(ids: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """The column where the run of equal ids begins that a column lies in, (B, S) int32."""
+    columns = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    is_first = jnp.concatenate([jnp.ones_like(ids[:, :1], jnp.bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+    return jax.lax.cummax(jnp.where(is_first, columns, 0), axis=1)
+
+
 def slots_of(mask: Bool[Array, "B S"], cache: KVCache | None) -> tuple[Array, Array, Array]:
     """(slot of column 0, start, length with these tokens) of every row, each (B,) int32. mask: in slot order."""
     count = jnp.sum(mask, axis=1, dtype=jnp.int32)

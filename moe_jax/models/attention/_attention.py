@@ -34,7 +34,8 @@ class AttentionInputs:
     cos, sin: (B, S, D/2) f32. starts, lengths: (B,) int32, row b has its keys in slots [starts[b], lengths[b]), those
     of this call included. first_slots: (B,) int32, query j of row b sits at slot first_slots[b] + j; queries of padding
     sit outside of the row's keys. query_positions: (B, S) int32. key_positions: (B, L) int32, or None where every slot
-    has the position slot - start; then a sliding window reaches equally far in slots.
+    has the position slot - start; then a sliding window reaches equally far in slots. segment_starts: (B, S) int32, the
+    slot where the sequence of query j begins, or None where a row is one sequence.
     """
 
     cos: Leaf
@@ -44,6 +45,7 @@ class AttentionInputs:
     first_slots: Leaf
     query_positions: Leaf
     key_positions: Leaf | None
+    segment_starts: Leaf | None = None
 
     def visible(
         self,
@@ -57,6 +59,8 @@ class AttentionInputs:
         slots = jnp.arange(num_slots, dtype=jnp.int32)[None, None, :]
         seen = slots <= (self.first_slots[:, None] + columns)[:, :, None]
         seen = seen & (slots >= self.starts[:, None, None]) & (slots < self.lengths[:, None, None])
+        if self.segment_starts is not None:
+            seen = seen & (slots >= jnp.take(self.segment_starts, columns, axis=1)[:, :, None])
         if window is None and chunk is None:
             return seen
         if self.key_positions is None:
@@ -206,7 +210,7 @@ def attend(
     module that calls, whose devices share the heads where these divide.
     """
     is_by_slots = chunk is None and (window is None or inputs.key_positions is None)
-    takes_kernel = _hopper.USES_KERNELS[implementation] and is_by_slots
+    takes_kernel = _hopper.USES_KERNELS[implementation] and is_by_slots and inputs.segment_starts is None
 
     def by_xla(q, k, v, inputs, sinks):
         values = k[..., :value_width] if v is None else v
