@@ -334,7 +334,12 @@ def _architecture(config: MoEBlockConfig) -> list[tuple[str, str]]:
 def _attention(config: DecoderConfig) -> str:
     heads = f"{config.num_heads} heads of {config.head_dim}"
     if config.mla is not None:
-        return f"{heads}, MLA: {config.cache_widths[0][1]} numbers cached per token"
+        widths = [sum(width for _, width in config.cache_widths(layer)) for layer in range(config.num_layers)]
+        most, least = max(widths), min(widths)
+        cached = f"{most} numbers cached per token" + (f", {least} in layers that share" if least < most else "")
+        indexer = config.mla.indexer
+        selects = "" if indexer is None else f", an indexer selects {indexer.topk} tokens"
+        return f"{heads}, MLA: {cached}{selects}"
     return f"{heads}, {config.num_kv_heads} for keys and values"
 
 

@@ -42,6 +42,9 @@ MLA = dict(
     moe_intermediate_size=I,
     intermediate_size=80,
 )
+# So many heads that no token's scores are zero in all of them, since transformers does not say which of equal tokens it
+# selects.
+INDEXER = dict(index_topk=8, index_n_heads=16, index_head_dim=16)
 LOCAL = dict(num_local_experts=E, intermediate_size=I, num_hidden_layers=2)
 QWEN = dict(num_experts=E, moe_intermediate_size=I, intermediate_size=40)
 DOTS = dict(
@@ -146,6 +149,12 @@ FAMILIES = {
     "hunyuan_v1_moe": Family("HunYuanMoEV1", dict(num_experts=E, intermediate_size=I, num_hidden_layers=2), (0, 1)),
     "flex_olmo": Family("FlexOlmo", dict(num_experts=E, intermediate_size=I, num_hidden_layers=2), (0, 1)),
     "glm4_moe_lite": Family("Glm4MoeLite", MLA | dict(n_shared_experts=1, n_group=4, topk_group=2), (1, 2)),
+    "deepseek_v32": Family(
+        "DeepseekV32",
+        MLA | INDEXER | dict(n_shared_experts=1, first_k_dense_replace=1, n_group=4, topk_group=2),
+        (1, 2),
+    ),
+    "glm_moe_dsa": Family("GlmMoeDsa", MLA | INDEXER | dict(n_shared_experts=1, first_k_dense_replace=1), (1, 2)),
     "llama4_text": Family("Llama4", LLAMA4, (1, 3), block="feed_forward", is_fused=True),
 }
 
