@@ -37,7 +37,7 @@ class Prompt:
 
 
 class Text:
-    """Text in, text out, through the checkpoint's tokenizer.json and, with ``is_chat``, its chat template.
+    """Text in, text out, through the checkpoint's tokenizer and, with ``is_chat``, its chat template.
 
     Raises:
         ValueError: files that cannot be used. ImportError: a package that is not installed.
