@@ -14,6 +14,8 @@ import pytest
 from flax import nnx
 
 import moe_jax
+from moe_jax.adapters._lora import adaptable
+from moe_jax.inspection import inspect_checkpoint
 from moe_jax.models import IndexerConfig, generate
 from moe_jax.models.attention import _attention, _hopper
 from moe_jax.models.attention._attention import AttentionInputs
@@ -21,11 +23,11 @@ from moe_jax.models.attention._indexer import Indexer
 from pallas_kernels.decode_attention import decode_attention
 from tests.models.test_partition import check_answers
 from tests.models.test_prefill import ragged, read_all
-from tests.support.cases.models import assert_logits_close
+from tests.support.cases.models import assert_logits_close, slow
 
 NAMES = ("deepseek_v32", "glm_dsa")
 TOPK = 8
-every_model = pytest.mark.parametrize("name", NAMES)
+every_model = pytest.mark.parametrize("name", ["deepseek_v32", *slow("glm_dsa")])
 
 run = jax.jit(lambda model, ids, **inputs: model(ids, **inputs))
 
@@ -217,9 +219,8 @@ def test_what_the_cache_keeps(case):
     assert shapes == {"deepseek_v32": [[latent, index]] * 2, "glm_dsa": [[latent, index], [latent]] * 2}
 
 
-@pytest.mark.parametrize(
-    "layout", [("tensor=2", "Auto"), pytest.param(("expert=2,tensor=2", "Explicit"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [("tensor=2", "Auto"), ("expert=2,tensor=2", "Explicit")])
 def test_over_a_mesh(case, layout):
     spread = check_answers(case("glm_dsa"), *layout)
     indexer = spread.layers[0].self_attn.indexer
@@ -241,9 +242,9 @@ def test_decode_steps_by_a_kernel(case, prompt, monkeypatch):
     one, ids = case("glm_dsa"), prompt(2, 40)
     model = moe_jax.load_pretrained(one.directory, dtype="float32", attention="hopper")
     mask = np.arange(39) >= [[0], [6]]
-    _, cache = model(ids[:, :39], attention_mask=mask, cache=model.init_cache(2, 44))
+    _, cache = run(model, ids[:, :39], attention_mask=mask, cache=model.init_cache(2, 44))
     assert not found  # a prefill that selects has no kernel
-    logits, _ = model(ids[:, 39:], cache=cache)
+    logits, _ = run(model, ids[:, 39:], cache=cache)
     assert found == [(2, 1, TOPK, 24)] * 4
     for row in range(2):
         alone = np.concatenate([ids[row, :39][mask[row]], ids[row, 39:]])
@@ -253,14 +254,14 @@ def test_decode_steps_by_a_kernel(case, prompt, monkeypatch):
 def test_gradients_pass_by_the_indexer(model, prompt):
     """What is selected has no gradient; what is attended has."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    grads = jax.grad(lambda p: nnx.merge(graphdef, p, rest)(prompt(1, 20)).sum())(params)
+    grads = jax.jit(jax.grad(lambda p: nnx.merge(graphdef, p, rest)(prompt(1, 20)).sum()))(params)
     attention = grads["layers"][0]["self_attn"]
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(attention["indexer"]))
     assert np.asarray(attention["kv_b_proj"]["weight"].get_value()).any()
-    labels = {projection.label for projection in moe_jax.adapters._lora.adaptable(model)[1]}
+    labels = {projection.label for projection in adaptable(model)[1]}
     assert any("q_b_proj" in label for label in labels) and not any("indexer" in label for label in labels)
 
 
 def test_inspection(case):
-    report = moe_jax.inspection.inspect_checkpoint(case("glm_dsa").directory).render()
+    report = inspect_checkpoint(case("glm_dsa").directory).render()
     assert "MLA: 40 numbers cached per token, 24 in layers that share, an indexer selects 8 tokens" in report
