@@ -153,11 +153,12 @@ class CausalLM(MoEFamily, Versioned):
 
     def dense_modules(self) -> dict[str, Any]:
         """Checkpoint name -> module for everything but the experts; parameters are named ``<name>.<attribute>``."""
-        modules: dict[str, Any] = {"model.embed_tokens": self.embed_tokens, "model.norm": self.norm}
+        text = self.text_prefix
+        modules: dict[str, Any] = {f"{text}model.embed_tokens": self.embed_tokens, f"{text}model.norm": self.norm}
         if self.lm_head is not None:
-            modules["lm_head"] = self.lm_head
+            modules[f"{text}lm_head"] = self.lm_head
         for index, layer in enumerate(self.layers):
-            prefix = f"model.layers.{index}"
+            prefix = f"{self.layers_module()}.{index}"
             parts = dict(zip(self.norm_modules, (layer.attention_norm, layer.mlp_norm), strict=True))
             for name, module in layer.self_attn.dense_modules().items():
                 parts[f"self_attn.{self.attention_names.get(name, name)}"] = module

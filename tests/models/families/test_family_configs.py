@@ -265,6 +265,13 @@ KIMI = DEEPSEEK_V3 | {
     "topk_group": 1,
     "vocab_size": 163840,
 }
+KIMI_25 = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "ignore_index": -100,
+    "model_type": "kimi_k25",
+    "text_config": KIMI | {"architectures": ["DeepseekV3ForCausalLM"]},
+    "vision_config": {"model_type": "kimi_k25_vision"},
+}
 GLM4_LITE = MLA | {
     "architectures": ["Glm4MoeLiteForCausalLM"],
     "first_k_dense_replace": 1,
@@ -574,6 +581,14 @@ BLOCKS = {
             shared_intermediate_size=2048,
         ),
     ),
+    "kimi_k25": (
+        KIMI_25,
+        block(
+            *("kimi_k2", 7168, 61, range(1, 61), 384, 8, 2048, True),
+            **CORRECTED | dict(routed_scaling_factor=2.827),
+            shared_intermediate_size=2048,
+        ),
+    ),
     "glm4_moe_lite": (
         GLM4_LITE,
         block(
@@ -640,6 +655,8 @@ ATTENTION = {
     "qwen2_moe": dict(use_attention_bias=True, use_output_bias=False, qk_norm=None, num_kv_heads=16),
     "glm4_moe": dict(qk_norm="head", use_attention_bias=True, use_output_bias=False, head_dim=128),
     "kimi_k2": dict(mla=MLAConfig(q_lora_rank=1536, **WIDTHS), num_heads=64),
+    "kimi_k25": dict(mla=MLAConfig(q_lora_rank=1536, **WIDTHS), num_heads=64),
+    "llama4": dict(attention_chunk=8192, unrotated_layers=tuple(range(3, 48, 4)), head_dim=128, qk_norm=None),
     "deepseek_v32": dict(
         mla=MLAConfig(
             q_lora_rank=1536,

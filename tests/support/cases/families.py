@@ -168,17 +168,44 @@ def tokens(count: int = 9, width: int = H) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((count, width)).astype(np.float32)
 
 
-def write_llama4(directory: Path) -> Any:
+def write_llama4(directory: Path, **options: Any) -> Any:
     """The published form, with a vision model; returns its language model."""
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
     vision = transformers.Llama4VisionConfig(
         **sizes, vision_output_dim=16, image_size=28, patch_size=14, projector_input_dim=16, projector_output_dim=16
     )
-    text = transformers.Llama4TextConfig(**SIZES | LLAMA4)
+    text = transformers.Llama4TextConfig(**SIZES | LLAMA4 | options)
     model = writers.save_random(
         "Llama4", directory, seed=3, architecture="ConditionalGeneration", text_config=text, vision_config=vision
     )
     return model.language_model
+
+
+def write_kimi_k25(directory: Path, **options: Any) -> Any:
+    """DeepSeek-V3 as the language model of the published form, beside tensors of a vision model; returns it."""
+    model = FAMILIES["deepseek_v3"].write(directory, **options)
+    edit(
+        directory,
+        lambda tensors: (
+            {f"language_model.{name}": value for name, value in tensors.items()}
+            | {
+                "vision_tower.encoder.blocks.0.wo.weight": torch.zeros(4, 4),
+                "vision_tower.patch_embed.proj.bias": torch.zeros(4),
+                "mm_projector.proj.0.weight": torch.zeros(8, 4),
+            }
+        ),
+    )
+    text = json.loads((directory / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    config = dict(architectures=["KimiK25ForConditionalGeneration"], model_type="kimi_k25", text_config=text)
+    (directory / "config.json").write_text(json.dumps(config | dict(vision_config={"model_type": "kimi_k25_vision"})))
+    return model
+
+
+# Families whose language model is one of FAMILIES, within a checkpoint that holds others too.
+WRAPPED: dict[str, tuple[Any, str]] = {
+    "llama4": (write_llama4, "llama4_text"),
+    "kimi_k25": (write_kimi_k25, "deepseek_v3"),
+}
 
 
 def edit(directory: Path, change: Any = None, **config: Any) -> None:
