@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import moe_jax
 from tests.support.checkpoints import writers
+from tests.support.checkpoints.writers import fused
 
 # One set of shapes for all families, so that few programs are compiled.
 H, I, E = 48, 32, 8  # noqa: E741
@@ -266,6 +267,21 @@ def unfused(family: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
             else:
                 parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
             result |= {f"{prefix}{expert}.{projection}.{suffix}": part for projection, part in parts.items()}
+    return result
+
+
+def fused_again(family: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``unfused`` undone, for families whose experts transformers reads as one tensor alone."""
+    result = {}
+    for name, value in fused(tensors).items():
+        head, found, projection = name.partition(".experts.")
+        if not found:
+            result[name] = value
+        elif family == "granitemoe":
+            word = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}[projection]
+            result[f"{head}.{word}.weight"] = value
+        else:
+            result[name] = value.transpose(1, 2) if family == "llama4_text" else value
     return result
 
 
