@@ -67,8 +67,8 @@ def load_pretrained(
         implementation: name or ordered names of expert implementations, as for ``FusedMoE``.
         attention: "xla", or "hopper": calls of 64 and more tokens per row, and of up to 8, attend by kernels that keep
             no scores in memory. It needs a Hopper GPU, jax 0.11 and bfloat16 or float16, and was not timed yet. Calls
-            between these, those of up to 8 where the cache's slots are no multiple of 8, and those that state positions
-            in layers with a sliding window, are done as with "xla".
+            between these, those of up to 8 where the cache's slots are no multiple of 8, those that state positions in
+            layers with a sliding window, and those of several tokens where an indexer selects, are done as with "xla".
         dtype: bfloat16, float16 or float32.
         kv_cache_dtype: of the key-value cache; None takes what the checkpoint says. A cache in FP8 is not built yet:
             for a checkpoint that states one, say ``dtype`` here too, and the cache holds keys and values unquantized.
