@@ -79,7 +79,7 @@ def trained(size):
 
 
 def ambiguous(size):
-    """Tokens that are made of others in many ways, which no training would give."""
+    """Tokens that are made of others in many ways, and one that is made of none, which no training would give."""
     draw = random.Random(0)
     tokens = [bytes([b]) for b in range(256)]
     draw.shuffle(tokens)
@@ -89,7 +89,7 @@ def ambiguous(size):
         if len(token) < 12 and token not in tokens:
             tokens.append(token)
             pool.append(token)
-    return tokens
+    return [*tokens, b" Pascal"]
 
 
 def write(directory, tokens, **config):
