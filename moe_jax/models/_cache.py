@@ -22,9 +22,9 @@ class KVCache:
 
     layers: per layer its arrays, each (B, heads, slots, width) with heads and width as ``DecoderConfig.cache_widths``
     has them: keys, rotated, and values; under MLA one array, the normalised latent and then the rotated key that all
-    heads share. starts, lengths: (B,) int32, first slot of a row and the one behind its last. positions: (B, slots)
-    int32, or None where every slot has the position slot - start: until a call states its own. is_damaged: (B,) bool,
-    rows whose logits are NaN from now on, see ``CausalLM``.
+    heads share, and in layers with an indexer one more, the rotated index keys. starts, lengths: (B,) int32, first slot
+    of a row and the one behind its last. positions: (B, slots) int32, or None where every slot has the position slot -
+    start: until a call states its own. is_damaged: (B,) bool, rows whose logits are NaN from now on, see ``CausalLM``.
     """
 
     layers: tuple[tuple[Leaf, ...], ...]
@@ -36,9 +36,13 @@ class KVCache:
     @classmethod
     def zeros(cls, config: DecoderConfig, batch: int, num_slots: int, dtype: DTypeLike) -> "KVCache":
         """An empty cache: nothing filled."""
-        shapes = [(batch, heads, num_slots, width) for heads, width in config.cache_widths]
+
+        def of_layer(layer: int) -> tuple[Array, ...]:
+            widths = config.cache_widths(layer)
+            return tuple(jnp.zeros((batch, heads, num_slots, width), dtype) for heads, width in widths)
+
         return cls(
-            layers=tuple(tuple(jnp.zeros(shape, dtype) for shape in shapes) for _ in range(config.num_layers)),
+            layers=tuple(map(of_layer, range(config.num_layers))),
             starts=jnp.zeros((batch,), jnp.int32),
             lengths=jnp.zeros((batch,), jnp.int32),
             positions=None,

@@ -62,16 +62,17 @@ class DecoderLayer(nnx.Module):
         inputs: AttentionInputs,
         cached: tuple[Array, ...] | None,
         token_mask: Array | None,
-    ) -> tuple[Array, tuple[Array, ...], MoEStats | None]:
-        """(output, what the cache keeps, where tokens went; None without experts)."""
-        y, kept = self.self_attn(self._before(self.attention_norm, x), inputs, cached)
+    ) -> tuple[Array, tuple[Array, ...], Array | None, MoEStats | None]:
+        """(output, what the cache keeps, ``AttentionInputs.selected`` of the next layer, where tokens went; None
+        without experts)."""
+        y, kept, selected = self.self_attn(self._before(self.attention_norm, x), inputs, cached)
         x = self._added(x, self.attention_norm, y)
         normal, stats = self._before(self.mlp_norm, x), None
         if isinstance(self.mlp, MoEBlock):
             y, stats = self.mlp(normal, token_mask=token_mask, return_stats=True)
         else:
             y = self.mlp(normal)
-        return self._added(x, self.mlp_norm, y), kept, stats
+        return self._added(x, self.mlp_norm, y), kept, selected, stats
 
     def _before(self, norm: RMSNorm | LayerNorm, x: Array) -> Array:
         return x if self.is_post_norm else norm(x)
@@ -152,11 +153,12 @@ class CausalLM(MoEFamily, Versioned):
 
     def dense_modules(self) -> dict[str, Any]:
         """Checkpoint name -> module for everything but the experts; parameters are named ``<name>.<attribute>``."""
-        modules: dict[str, Any] = {"model.embed_tokens": self.embed_tokens, "model.norm": self.norm}
+        text = self.text_prefix
+        modules: dict[str, Any] = {f"{text}model.embed_tokens": self.embed_tokens, f"{text}model.norm": self.norm}
         if self.lm_head is not None:
-            modules["lm_head"] = self.lm_head
+            modules[f"{text}lm_head"] = self.lm_head
         for index, layer in enumerate(self.layers):
-            prefix = f"model.layers.{index}"
+            prefix = f"{self.layers_module()}.{index}"
             parts = dict(zip(self.norm_modules, (layer.attention_norm, layer.mlp_norm), strict=True))
             for name, module in layer.self_attn.dense_modules().items():
                 parts[f"self_attn.{self.attention_names.get(name, name)}"] = module
@@ -369,7 +371,8 @@ class CausalLM(MoEFamily, Versioned):
         kept, stats = [], []
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else cache.layers[index]
-            x, arrays, of_layer = run_layer(layer, x, inputs, cached, mask if is_masked else None)
+            x, arrays, selected, of_layer = run_layer(layer, x, inputs, cached, mask if is_masked else None)
+            inputs = dataclasses.replace(inputs, selected=selected)
             kept.append(arrays)
             stats += [] if of_layer is None else [of_layer]
         x = jnp.where(is_damaged[:, None, None], jnp.nan, self.norm(x))
@@ -440,17 +443,17 @@ class CausalLM(MoEFamily, Versioned):
 
     def laid_out(self, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, with caches in it laid out over the mesh as attention splits them."""
-        attention = self.layers[0].self_attn
-        if attention.partition is None:
+        attentions = [layer.self_attn for layer in self.layers]
+        if attentions[0].partition is None:
             return make()
-        place = attention.partition.sharding
-        of_layer = tuple(place(4, split) for split in attention.cache_splits())
+        place = attentions[0].partition.sharding
+        layers = tuple(tuple(place(4, split) for split in attention.cache_splits()) for attention in attentions)
 
         def sharding(node: Any) -> Any:
             if not isinstance(node, KVCache):
                 return place(node.ndim, WHOLE)
             whole_ones = jax.tree.map(lambda leaf: place(leaf.ndim, WHOLE), node)
-            return dataclasses.replace(whole_ones, layers=(of_layer,) * self.config.num_layers)
+            return dataclasses.replace(whole_ones, layers=layers)
 
         shapes = jax.eval_shape(make)
         shardings = jax.tree.map(sharding, shapes, is_leaf=lambda node: isinstance(node, KVCache))
