@@ -495,7 +495,7 @@ def _logits(x: Array, model: CausalLM) -> Array:
     return model.logits(x)
 
 
-def _by_remat(layer: DecoderLayer, *args: Any) -> tuple[Array, tuple[Array, ...], MoEStats | None]:
+def _by_remat(layer: DecoderLayer, *args: Any) -> tuple[Array, tuple[Array, ...], Array | None, MoEStats | None]:
     """``layer(*args)``, whose insides the backward pass computes again. ``nnx.remat`` would write to the layer, which
     it must not where the caller made the model outside of the function that is differentiated."""
     structure, leaves = split_model(layer)
