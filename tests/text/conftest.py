@@ -8,6 +8,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import moe_jax
+from tests.support.cases.families import write_qwen3_5
 from tests.support.checkpoints import writers
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}
@@ -29,6 +30,13 @@ def text_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("text") / "model"
     options = dict(head_dim=16, moe_intermediate_size=32, num_experts=4, max_position_embeddings=96)
     writers.write_model("qwen3_moe", directory, torch.float32, **SIZES, **options, eos_token_id=VOCAB - 3)
+    add_texts(directory)
+    (directory / "generation_config.json").unlink()
+    return directory
+
+
+def add_texts(directory):
+    """Give a checkpoint the tokenizer and its template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,7 +45,14 @@ def text_dir(tmp_path_factory):
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1], "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    (directory / "generation_config.json").unlink()
+
+
+@pytest.fixture(scope="session")
+def hybrid_dir(tmp_path_factory):
+    """Qwen3.5-MoE as published: linear attention in a layer, a vision model beside."""
+    directory = tmp_path_factory.mktemp("hybrid") / "model"
+    write_qwen3_5(directory, vocab_size=VOCAB, eos_token_id=VOCAB - 3, max_position_embeddings=96)
+    add_texts(directory)
     return directory
 
 

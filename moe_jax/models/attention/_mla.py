@@ -12,14 +12,14 @@ The shapes of a call decide which one costs less: expanding for a prefill, absor
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax._typing import Array, DTypeLike, Float
-from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig, MLAConfig
+from moe_jax.models._layer_cache import SlotCache, extended
 from moe_jax.models._layers import Linear, RMSNorm, precision_of
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._attention import AttentionInputs, attend
@@ -32,6 +32,8 @@ _EPS = 1e-6  # of the norms over compressed rows, whatever rms_norm_eps is: Deep
 
 class LatentAttention(Partitioned):
     """Causal multi-head latent attention with rotary positions on a part of every head."""
+
+    module_name: ClassVar[str] = "self_attn"  # in a layer of a checkpoint
 
     def __init__(
         self,
@@ -82,21 +84,22 @@ class LatentAttention(Partitioned):
         return () if self.config.num_heads % parts else (HEADS,)
 
     def __call__(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
-    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
+    ) -> tuple[Float[Array, "B S H"], SlotCache]:
         """Attend and return the output with this layer's rows, one array (B, 1, slots, kv_lora_rank + rope).
 
         cached: that array of earlier calls; None keeps this call's tokens alone.
         """
         return partitioned(LatentAttention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached)
 
-    def cache_splits(self) -> tuple[int, ...]:
+    def cache_splits(self) -> Any:
         """As of ``Attention``: the latent belongs to all heads."""
-        return (WHOLE,)
+        split: Any = WHOLE
+        return SlotCache((split,))
 
     def _forward(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
-    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
+    ) -> tuple[Float[Array, "B S H"], SlotCache]:
         mla, q = self.mla, x
         for module in (self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj):  # the first, or the other three
             q = q if module is None else module(q)
@@ -105,7 +108,8 @@ class LatentAttention(Partitioned):
         row = self.kv_a_proj_with_mqa(x)
         key = self._rotated(row[:, :, None, mla.kv_lora_rank :], inputs)[:, :, 0]
         row = jnp.concatenate([self.kv_a_layernorm(row[..., : mla.kv_lora_rank]), key], axis=-1)
-        (rows,) = kept = extended(cached, (row[:, None],), inputs.starts, inputs.lengths, inputs.first_slots)
+        kept = extended(cached, (row[:, None],), inputs.starts, inputs.lengths, inputs.first_slots)
+        (rows,) = kept.arrays
         absorbs = is_cheaper_absorbed(mla, x.shape[1], rows.shape[2])
         y = (self._absorbed if absorbs else self._expanded)(q, rows, inputs)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), kept

@@ -30,8 +30,9 @@ class MoEFamily:
 
     model_type, architecture: config.json's words; other_model_types and other_architectures mean the same. moe_module:
     where a layer's experts and router lie in a checkpoint; router_module, shared_module and shared_gate_module lie in
-    it, and so does the correction bias, None for one of the router. layers_module: where the layers lie. expert_names:
-    what the experts' tensors are called in messages, and whether gate and up rows alternate.
+    it, and so does the correction bias, None for one of the router. layers_module: where the layers lie. left_out: how
+    names of tensors begin that belong to no language model, such as those of a vision model; they are not read.
+    expert_names: what the experts' tensors are called in messages, and whether gate and up rows alternate.
     """
 
     model_type: ClassVar[str]
@@ -40,6 +41,7 @@ class MoEFamily:
     other_architectures: ClassVar[tuple[str, ...]] = ()
     moe_module: ClassVar[str]
     layers_module: ClassVar[str] = "model.layers"
+    left_out: ClassVar[tuple[str, ...]] = ()
     router_module: ClassVar[str] = "gate"
     shared_module: ClassVar[str] = "shared_experts"
     shared_gate_module: ClassVar[str] = "shared_expert_gate"

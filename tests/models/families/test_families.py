@@ -17,11 +17,13 @@ from moe_jax.loading import CheckpointError
 from moe_jax.models import FAMILIES, CausalLM, DecoderConfig, MoEFamily, families, read_family
 from moe_jax.models.families import _registry
 from tests.support.cases.families import FAMILIES as WRITTEN
-from tests.support.cases.families import assert_rows_close, edit, load, tokens, unfused, write_llama4
+from tests.support.cases.families import WITH_VISION, assert_rows_close, edit, load, tokens, unfused
 from tests.support.checkpoints.writers import fused
 from tests.support.refusals import refuses
 
-GATED = ("qwen2_moe", "qwen3_next")
+GATED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
+# Published with a vision model -> the language model alone.
+TEXT = {"llama4": "llama4_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +34,9 @@ def written(tmp_path_factory):
     def get(name):
         if name not in made:
             directory = tmp_path_factory.mktemp(name)
-            model = (write_llama4 if name == "llama4" else WRITTEN[name].write)(directory)
-            made[name] = directory, model.model.layers
+            has_vision = name in WITH_VISION
+            layers = WITH_VISION[name](directory) if has_vision else WRITTEN[name].write(directory).model.layers
+            made[name] = directory, layers
         return made[name]
 
     return get
@@ -72,12 +75,15 @@ def test_block_equals_transformers(written, name):
             load(directory, index)
 
 
-def test_published_llama4(written):
-    """Text keys lie in text_config, names begin with language_model, a vision model stands beside."""
-    directory, layers = written("llama4")
-    x = tokens()
-    assert_rows_close(load(directory, 3)(jnp.asarray(x)), WRITTEN["llama4_text"].output(layers[3], x))
-    refuses(ValueError, "layer 0 is dense; layers with experts: 1, 3", load, directory, 0)
+@pytest.mark.parametrize("name", WITH_VISION)
+def test_published_with_a_vision_model(written, name):
+    """Text keys lie in text_config, names hold language_model, a vision model stands beside."""
+    (directory, layers), text = written(name), WRITTEN[TEXT[name]]
+    x, last = tokens(), text.moe_layers[-1]
+    assert_rows_close(load(directory, last)(jnp.asarray(x)), text.output(layers[last], x))
+    assert "left out" in {part.name for part in inspect_checkpoint(directory).parts}
+    if name == "llama4":
+        refuses(ValueError, "layer 0 is dense; layers with experts: 1, 3", load, directory, 0)
 
 
 @pytest.mark.parametrize("base_layer", [False, True])
@@ -165,7 +171,7 @@ def test_inspection(written, name):
     assert report.problems == () and report.family == name
     (run,) = report.expert_runs
     config = report.config
-    assert run.layers == config.moe_layers == WRITTEN["llama4_text" if name == "llama4" else name].moe_layers
+    assert run.layers == config.moe_layers == WRITTEN[TEXT.get(name, name)].moe_layers
     parts = {part.name: part for part in report.parts}
     assert ("shared experts" in parts) == (config.shared_intermediate_size > 0)
     assert parts["routers"].num_tensors == len(run.layers) * (
