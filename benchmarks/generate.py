@@ -62,7 +62,7 @@ def filled_cache(config: Any, rows: int, held: int, new: int, dtype: Any) -> KVC
     """A cache of ``held`` + ``new`` slots as if ``held`` tokens a row had been seen."""
     cache = KVCache.zeros(config, rows, held + new, dtype)
     keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(cache.layers))))
-    layers = jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape, jnp.float32).astype(dtype), cache.layers)
+    layers = jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape, jnp.float32).astype(a.dtype), cache.layers)
     return dataclasses.replace(cache, layers=layers, lengths=jnp.full((rows,), held, jnp.int32))
 
 

@@ -14,6 +14,7 @@ from moe_jax import _pytrees
 from moe_jax._pytrees import by_shape
 from moe_jax.experts import MoEStats
 from moe_jax.models._cache import KVCache
+from moe_jax.models._layer_cache import SlotCache
 from moe_jax.parallel import EplbState, Placement
 from moe_jax.quantization import SCHEMES, ExpertWeights, QuantizedTensor, method_for
 from moe_jax.routing import RoutedExperts
@@ -46,10 +47,11 @@ def test_shapes_and_dtypes_and_no_values():
     assert repr(MoEStats(jnp.zeros(8, jnp.int32), jnp.zeros((3, 2), jnp.int32))) == (
         "MoEStats(load=int32[8], topk_ids=int32[3, 2])"
     )
-    layer = (jnp.zeros((1, 2, 8, 4)), jnp.zeros((1, 2, 8, 4)))
+    layer = SlotCache((jnp.zeros((1, 2, 8, 4)), jnp.zeros((1, 2, 8, 4))))
     numbers, flags = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.bool)
-    assert repr(KVCache((layer,) * 48, numbers, numbers, None, flags)) == (
-        "KVCache(layers=(48 x (2 x float32[1, 2, 8, 4])), starts=int32[1], lengths=int32[1], is_damaged=bool[1])"
+    assert repr(KVCache((layer,) * 48, numbers, numbers, None, flags, 8)) == (
+        "KVCache(layers=(48 x SlotCache(arrays=(2 x float32[1, 2, 8, 4]))), starts=int32[1], lengths=int32[1], "
+        "is_damaged=bool[1], num_slots=8)"
     )
 
 

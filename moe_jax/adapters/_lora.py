@@ -11,6 +11,7 @@ from moe_jax._arguments import boolean, check_not_traced, integer, number, shown
 from moe_jax.models._layers import Linear, LinearLoRA
 from moe_jax.models._partition import hold_lora
 from moe_jax.models.attention._attention import Attention
+from moe_jax.models.attention._gated_delta_net import GatedDeltaNet
 from moe_jax.models.attention._mla import LatentAttention
 from moe_jax.nn import FusedMoE
 from moe_jax.nn._lora import EXPERT_TARGETS, drawn_a, new_expert_lora
@@ -122,7 +123,7 @@ def adaptable(module: Any) -> tuple[list[FusedMoE], list[Projection]]:
     for path, node in nnx.iter_modules(module):
         if isinstance(node, FusedMoE):
             layers.append(node)
-        if isinstance(node, Attention | LatentAttention):
+        if isinstance(node, Attention | LatentAttention | GatedDeltaNet):
             parts = node.dense_modules().items()
             own = [
                 (name, part) for name, part in parts if hasattr(node, name)

@@ -249,7 +249,7 @@ class _Places:
         owners = {id(layer.self_attn): index for index, layer in enumerate(model.layers)}
         words = self.family.attention_names
         self.projections: dict[str, Projection] = {
-            f"{prefix}.{owners[id(place.owner)]}.self_attn.{words.get(place.name, place.name)}": place
+            f"{prefix}.{owners[id(place.owner)]}.{place.owner.module_name}.{words.get(place.name, place.name)}": place
             for place in projections
         }
         blocks = {id(block): block.experts for block in model.moe_blocks()}

@@ -33,12 +33,14 @@ _PARTS = (
     "embeddings",
     "head",
     "norms",
+    "left out",
     "other",
 )
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _ATTENTION = ("self_attn", "attn", "linear_attn")
 _FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe")
-_PREDICTORS = ("mtp", "mtp_block")  # layers for multi-token prediction
+# Layers for multi-token prediction, and vision models: not of the language model.
+_LEFT_OUT = ("mtp", "mtp_block", "visual", "vision_model", "multi_modal_projector")
 _MOST_PROBLEMS = 20
 
 
@@ -243,7 +245,7 @@ class _Look:
             if issubclass(family, CausalLM) and isinstance(config, DecoderConfig):
                 model = family(config)
                 if model.lm_head is None:  # a file may hold the tied head as well
-                    account.discard(f"{family.text_prefix}lm_head.weight")
+                    account.discard(f"{family.head_module}.weight")
                 modules = model.dense_modules()
             else:
                 modules, prefixes = {}, tuple(f"{family.moe_prefix(layer)}." for layer in config.moe_layers)
@@ -290,8 +292,8 @@ def _part_of(name: str) -> str:
     """One of ``_PARTS``, by the words of a tensor's name."""
     words = name.split(".")
     owners = words[:-1]
-    if any(word in _PREDICTORS for word in words):
-        return "other"
+    if any(word in _LEFT_OUT for word in words):
+        return "left out"
     if is_expert_name(name):
         return "experts"
     if is_correction_bias_name(name) or any(word in _ROUTERS for word in owners):
@@ -352,7 +354,14 @@ def _attention(config: DecoderConfig) -> str:
         indexer = config.mla.indexer
         selects = "" if indexer is None else f", an indexer selects {indexer.topk} tokens"
         return f"{heads}, MLA: {cached}{selects}"
-    return f"{heads}, {config.num_kv_heads} for keys and values"
+    heads = f"{heads}, {config.num_kv_heads} for keys and values"
+    if config.linear_attention is None:
+        return heads
+    linear = config.linear_attention
+    return (
+        f"{heads}; linear attention (gated delta rule) in {len(config.linear_layers)} of {config.num_layers} layers, "
+        f"{linear.num_key_heads} key and {linear.num_value_heads} value heads"
+    )
 
 
 def _routing(config: MoEBlockConfig) -> str:

@@ -1,7 +1,7 @@
 """Flax definitions of language models with Mixture-of-Experts layers, loading them, and generating with them."""
 
 from moe_jax.models._cache import KVCache
-from moe_jax.models._config import DecoderConfig, IndexerConfig, MLAConfig, MoEBlockConfig
+from moe_jax.models._config import DecoderConfig, IndexerConfig, LinearAttentionConfig, MLAConfig, MoEBlockConfig
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._generate import generate, generate_stream
 from moe_jax.models._loading import load_moe, load_pretrained
@@ -18,6 +18,7 @@ __all__ = [
     "DecoderConfig",
     "IndexerConfig",
     "KVCache",
+    "LinearAttentionConfig",
     "MLAConfig",
     "MixtralForCausalLM",
     "MoEBlockConfig",

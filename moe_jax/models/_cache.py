@@ -1,4 +1,4 @@
-"""``KVCache``: what attention keeps of the tokens seen so far, in a fixed number of slots per row.
+"""``KVCache``: what the layers keep of the tokens seen so far, and in which slots each row has its tokens.
 
 Row b holds its tokens in slots [starts[b], lengths[b]), one after the other; slot order decides causality. Each row has
 its own length: a row may end, be cleared and be filled again while the others go on. Padding on the left of a row's
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, DTypeLike, Int, Leaf
 from moe_jax.models._config import DecoderConfig
+from moe_jax.models._layer_cache import LayerCache, put_rows, written
 
 
 @pytree
@@ -20,38 +21,30 @@ from moe_jax.models._config import DecoderConfig
 class KVCache:
     """A pytree that the caller threads through calls.
 
-    layers: per layer its arrays, each (B, heads, slots, width) with heads and width as ``DecoderConfig.cache_widths``
-    has them: keys, rotated, and values; under MLA one array, the normalised latent and then the rotated key that all
-    heads share, and in layers with an indexer one more, the rotated index keys. starts, lengths: (B,) int32, first slot
-    of a row and the one behind its last. positions: (B, slots) int32, or None where every slot has the position slot -
-    start: until a call states its own. is_damaged: (B,) bool, rows whose logits are NaN from now on, see ``CausalLM``.
+    layers: of each layer its ``LayerCache``, of the kind that ``DecoderConfig.layer_caches`` says. starts, lengths:
+    (B,) int32, first slot of a row and the one behind its last. positions: (B, slots) int32, or None where every slot
+    has the position slot - start: until a call states its own. is_damaged: (B,) bool, rows whose logits are NaN from
+    now on, see ``CausalLM``. num_slots: of each row.
     """
 
-    layers: tuple[tuple[Leaf, ...], ...]
+    layers: tuple[LayerCache, ...]
     starts: Leaf
     lengths: Leaf
     positions: Leaf | None
     is_damaged: Leaf
+    num_slots: int = dataclasses.field(metadata=dict(static=True))
 
     @classmethod
     def zeros(cls, config: DecoderConfig, batch: int, num_slots: int, dtype: DTypeLike) -> "KVCache":
         """An empty cache: nothing filled."""
-
-        def of_layer(layer: int) -> tuple[Array, ...]:
-            widths = config.cache_widths(layer)
-            return tuple(jnp.zeros((batch, heads, num_slots, width), dtype) for heads, width in widths)
-
         return cls(
-            layers=tuple(map(of_layer, range(config.num_layers))),
+            layers=tuple(spec.zeros(batch, num_slots, dtype) for spec in config.layer_caches),
             starts=jnp.zeros((batch,), jnp.int32),
             lengths=jnp.zeros((batch,), jnp.int32),
             positions=None,
             is_damaged=jnp.zeros((batch,), jnp.bool),
+            num_slots=num_slots,
         )
-
-    @property
-    def num_slots(self) -> int:
-        return self.layers[0][0].shape[2]
 
     @property
     def num_tokens(self) -> Array:
@@ -59,12 +52,22 @@ class KVCache:
         return self.lengths - self.starts
 
     def cleared(self, rows: Bool[Array, " B"]) -> "KVCache":
-        """The cache with these rows empty and their slots zero, so that a NaN of an old row reaches no new one."""
-        layers = jax.tree.map(lambda a: jnp.where(rows[:, None, None, None], 0, a), self.layers)
+        """The cache with these rows empty, so that nothing of an old row, not even a NaN, reaches a new one."""
+        layers = tuple(layer.cleared(rows) for layer in self.layers)
         starts, lengths = (jnp.where(rows, 0, a) for a in (self.starts, self.lengths))
         return dataclasses.replace(
             self, layers=layers, starts=starts, lengths=lengths, is_damaged=self.is_damaged & ~rows
         )
+
+    def with_rows(self, rows: Int[Array, " R"], new: "KVCache") -> "KVCache":
+        """With the rows of ``new`` in place of these; an index of B or more drops its row. ``new`` may have fewer
+        slots; neither may have positions that a call stated."""
+        if self.positions is not None or new.positions is not None:
+            raise ValueError("rows with positions of their own do not change hands")
+        places = ((self.starts, new.starts), (self.lengths, new.lengths), (self.is_damaged, new.is_damaged))
+        starts, lengths, is_damaged = (put_rows(old, rows, fresh) for old, fresh in places)
+        layers = tuple(old.with_rows(rows, fresh) for old, fresh in zip(self.layers, new.layers, strict=True))
+        return KVCache(layers, starts, lengths, None, is_damaged, self.num_slots)
 
 
 def slot_order(mask: Bool[Array, "B S"], lengths: Int[Array, " B"] | None) -> tuple[Array, Array]:
@@ -112,40 +115,3 @@ def key_positions(
     if positions is None:
         return jnp.where(slots >= first_slots[:, None], counted, earlier)
     return written(earlier, positions, jnp.maximum(starts, first_slots), lengths, first_slots, axis=0)
-
-
-def extended(
-    cached: tuple[Array, ...] | None,
-    new: tuple[Array, ...],
-    starts: Int[Array, " B"],
-    lengths: Int[Array, " B"],
-    first_slots: Int[Array, " B"],
-) -> tuple[Array, ...]:
-    """A layer's arrays with this call's tokens in them, or these alone without a cache.
-
-    cached: (B, heads, slots, width). new: (B, heads, S, width); column j of row b belongs to slot first_slots[b] + j.
-    starts, lengths: the row's tokens, those of this call included; columns outside are padding and change nothing.
-    """
-    if cached is None:
-        return new
-    return tuple(
-        written(old, fresh, jnp.maximum(starts, first_slots), lengths, first_slots)
-        for old, fresh in zip(cached, new, strict=True)
-    )
-
-
-def written(
-    old: Array, new: Array, begin: Int[Array, " B"], end: Int[Array, " B"], first: Int[Array, " B"], axis: int = 1
-) -> Array:
-    """``old`` (B, ...) with slots [begin, end) from ``new``, whose column 0 is slot ``first``. axis: the slots'."""
-    num_slots, count = old.shape[axis + 1], new.shape[axis + 1]
-
-    def row(old: Array, new: Array, begin: Array, end: Array, first: Array) -> Array:
-        at = jnp.minimum(first, num_slots - count)  # a window that reaches past the end moves left instead
-        slots = at + jnp.arange(count, dtype=jnp.int32)
-        fresh = new if count == 1 else jnp.take(new, jnp.maximum(slots - first, 0), axis=axis, mode="clip")
-        window = jax.lax.dynamic_slice_in_dim(old, at, count, axis)
-        is_new = ((begin <= slots) & (slots < end)).reshape([-1 if i == axis else 1 for i in range(new.ndim)])
-        return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(is_new, fresh, window), at, axis)
-
-    return jax.vmap(row)(old, new, begin, end, first)

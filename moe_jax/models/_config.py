@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_jax._typing import Json
 from moe_jax.loading._errors import shown
+from moe_jax.models._layer_cache import LayerCacheSpec, RecurrentCacheSpec, SlotCacheSpec
 from moe_jax.models.attention._rope import RopeConfig
 
 # Features of neighbouring families. The value is the one under which the key changes nothing; any other is refused by
@@ -134,6 +135,36 @@ class MLAConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearAttentionConfig:
+    """Sizes of linear attention by the gated delta rule (Qwen3-Next); hashable.
+
+    Each of ``num_key_heads`` serves the same number of ``num_value_heads``. conv_steps: tokens that the causal
+    convolution sees, the own one included. is_fused: ``in_proj_qkvz`` and ``in_proj_ba`` hold, key head by key head,
+    what the other spelling has in ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and ``in_proj_a``.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_steps: int
+    is_fused: bool
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution, for one key head: its query, key and values."""
+        return 2 * self.key_head_dim + self.num_value_heads // self.num_key_heads * self.value_head_dim
+
+    @property
+    def cache(self) -> RecurrentCacheSpec:
+        """What a layer keeps."""
+        return RecurrentCacheSpec(
+            conv=(self.num_key_heads, self.conv_steps - 1, self.channels),
+            state=(self.num_value_heads, self.key_head_dim, self.value_head_dim),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(MoEBlockConfig):
     """Static description of a decoder-only language model with Mixture-of-Experts layers; hashable.
 
@@ -147,9 +178,12 @@ class DecoderConfig(MoEBlockConfig):
     attention_multiplier: on scores, None for head_dim ** -0.5. is_rope_interleaved: rotated columns are stored as pairs
     (2i, 2i + 1). clip_qkv: bound on the magnitude of queries, keys and values. use_attention_bias: the projections into
     attention have biases, but for those that MLA puts behind a norm; use_output_bias: the one out of it has. has_sinks:
-    every head has one more logit that takes its part of the softmax and gives nothing. sliding_window: number of latest
+    every head has one more logit that takes its part of the softmax and gives nothing. has_output_gate: ``q_proj`` has,
+    behind each query, as many logits whose sigmoid scales what the head gives. sliding_window: number of latest
     positions, the own one included, that a token sees, None for all; sliding_layers: the layers it holds in, None for
-    all. norm: "rms", or "layer" with means and biases. is_post_norm: attention and feed-forward layers are followed by
+    all. linear_layers: those with ``linear_attention`` instead of the attention that the other fields describe.
+    norm: "rms", "zero_centered_rms" with weights stored minus one, those of ``qk_norm`` too, or "layer" with means and
+    biases. is_post_norm: attention and feed-forward layers are followed by
     their norms instead of preceded. embedding_multiplier, residual_multiplier: on what the embedding, and on what every
     attention and feed-forward layer gives. logits_scaling: logits are divided by it. has_head_bias: the head has one.
     eos_token_id: the tokens that end a text; () when the config names none.
@@ -176,6 +210,9 @@ class DecoderConfig(MoEBlockConfig):
     use_output_bias: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] | None = None
+    has_output_gate: bool = False
+    linear_attention: LinearAttentionConfig | None = None
+    linear_layers: tuple[int, ...] = ()
     norm: str = "rms"
     is_post_norm: bool = False
     embedding_multiplier: float = 1.0
@@ -194,6 +231,12 @@ class DecoderConfig(MoEBlockConfig):
             raise ValueError(
                 f"num_key_value_heads={self.num_kv_heads}: every one of the {self.num_heads} heads has keys and values "
                 "in this architecture"
+            )
+        linear = self.linear_attention
+        if linear is not None and linear.num_value_heads % linear.num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads={linear.num_value_heads} is not a multiple of "
+                f"linear_num_key_heads={linear.num_key_heads}"
             )
         super().__post_init__()
         if any(token >= self.vocab_size for token in self.eos_token_id):
@@ -220,6 +263,17 @@ class DecoderConfig(MoEBlockConfig):
         if self.mla.indexer is None or not self.has_indexer(layer):
             return (latent,)
         return (latent, (1, self.mla.indexer.head_dim))
+
+    @property
+    def layer_caches(self) -> tuple[LayerCacheSpec, ...]:
+        """What each layer keeps of the tokens seen so far."""
+
+        def of_layer(layer: int) -> LayerCacheSpec:
+            if self.linear_attention is not None and layer in self.linear_layers:
+                return self.linear_attention.cache
+            return SlotCacheSpec(self.cache_widths(layer))
+
+        return tuple(map(of_layer, range(self.num_layers)))
 
 
 class ConfigReader:
@@ -387,10 +441,11 @@ def read_decoder_config(
         head_dim=head_dim,
         rms_norm_eps=reader.positive("rms_norm_eps"),
         rope=reader.rope(head_dim=rotated, partial_rotary_factor=partial_rotary_factor),
-        intermediate_size=reader.integer("intermediate_size"),
         tie_word_embeddings=reader.boolean("tie_word_embeddings", default=False),
         eos_token_id=reader.integers("eos_token_id"),
     )
+    if "intermediate_size" not in fields:
+        shared |= dict(intermediate_size=reader.integer("intermediate_size"))
     reader.finish()
     return _checked(reader, DecoderConfig, dict(renormalize=renormalize, moe_layers=layers, mla=mla) | shared | fields)
 

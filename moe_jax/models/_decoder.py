@@ -24,6 +24,7 @@ from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import reload_weights
 from moe_jax.models.attention._attention import Attention, AttentionInputs
+from moe_jax.models.attention._gated_delta_net import GatedDeltaNet
 from moe_jax.models.attention._hopper import AttentionImplementation, check_implementation, check_takes_segments
 from moe_jax.models.attention._mla import LatentAttention
 from moe_jax.models.attention._rope import rotary_angles
@@ -49,10 +50,12 @@ class DecoderLayer(nnx.Module):
         rngs: nnx.Rngs | None,
     ):
         norm: dict[str, Any] = dict(eps=config.rms_norm_eps, dtype=dtype, rngs=rngs)
-        kind = Attention if config.mla is None else LatentAttention
+        kind = _attention_kind(config, index)
         self.is_post_norm, self.residual_multiplier = config.is_post_norm, config.residual_multiplier
         self.attention_norm: RMSNorm | LayerNorm = NORMS[config.norm](config.hidden_size, **norm)
-        self.self_attn = kind(config, index, implementation=attention, dtype=dtype, rngs=rngs)
+        self.self_attn: Attention | LatentAttention | GatedDeltaNet = kind(
+            config, index, implementation=attention, dtype=dtype, rngs=rngs
+        )
         self.mlp_norm: RMSNorm | LayerNorm = NORMS[config.norm](config.hidden_size, **norm)
         self.mlp = mlp
 
@@ -60,11 +63,11 @@ class DecoderLayer(nnx.Module):
         self,
         x: Array,
         inputs: AttentionInputs,
-        cached: tuple[Array, ...] | None,
+        cached: Any,
         token_mask: Array | None,
-    ) -> tuple[Array, tuple[Array, ...], Array | None, MoEStats | None]:
-        """(output, what the cache keeps, ``AttentionInputs.selected`` of the next layer, where tokens went; None
-        without experts)."""
+    ) -> tuple[Array, Any, Array | None, MoEStats | None]:
+        """(output, the layer's new cache, ``AttentionInputs.selected`` of the next layer, where tokens went; None
+        without experts). cached: the old cache, or None."""
         y, kept, selected = self.self_attn(self._before(self.attention_norm, x), inputs, cached)
         x = self._added(x, self.attention_norm, y)
         normal, stats = self._before(self.mlp_norm, x), None
@@ -80,6 +83,12 @@ class DecoderLayer(nnx.Module):
     def _added(self, x: Array, norm: RMSNorm | LayerNorm, y: Array) -> Array:
         y = norm(y) if self.is_post_norm else y
         return x + (y if self.residual_multiplier == 1 else y * self.residual_multiplier)
+
+
+def _attention_kind(config: DecoderConfig, index: int) -> type[Attention | LatentAttention | GatedDeltaNet]:
+    if index in config.linear_layers:
+        return GatedDeltaNet
+    return Attention if config.mla is None else LatentAttention
 
 
 class CausalLM(MoEFamily, Versioned):
@@ -153,15 +162,15 @@ class CausalLM(MoEFamily, Versioned):
 
     def dense_modules(self) -> dict[str, Any]:
         """Checkpoint name -> module for everything but the experts; parameters are named ``<name>.<attribute>``."""
-        text = self.text_prefix
-        modules: dict[str, Any] = {f"{text}model.embed_tokens": self.embed_tokens, f"{text}model.norm": self.norm}
+        root = self.model_module
+        modules: dict[str, Any] = {f"{root}.embed_tokens": self.embed_tokens, f"{root}.norm": self.norm}
         if self.lm_head is not None:
-            modules[f"{text}lm_head"] = self.lm_head
+            modules[self.head_module] = self.lm_head
         for index, layer in enumerate(self.layers):
             prefix = f"{self.layers_module()}.{index}"
             parts = dict(zip(self.norm_modules, (layer.attention_norm, layer.mlp_norm), strict=True))
             for name, module in layer.self_attn.dense_modules().items():
-                parts[f"self_attn.{self.attention_names.get(name, name)}"] = module
+                parts[f"{layer.self_attn.module_name}.{self.attention_names.get(name, name)}"] = module
             if isinstance(layer.mlp, MoEBlock):
                 modules |= self.moe_dense_modules(layer.mlp, index)
             else:
@@ -377,7 +386,7 @@ class CausalLM(MoEFamily, Versioned):
             stats += [] if of_layer is None else [of_layer]
         x = jnp.where(is_damaged[:, None, None], jnp.nan, self.norm(x))
         if cache is not None:
-            cache = KVCache(tuple(kept), starts, lengths, keys, is_damaged)
+            cache = KVCache(tuple(kept), starts, lengths, keys, is_damaged, cache.num_slots)
         if back is not None:
             x = jnp.take_along_axis(x, back[:, :, None], axis=1)
         if not return_stats:
@@ -443,16 +452,17 @@ class CausalLM(MoEFamily, Versioned):
 
     def laid_out(self, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, with caches in it laid out over the mesh as attention splits them."""
-        attentions = [layer.self_attn for layer in self.layers]
-        if attentions[0].partition is None:
+        partition = self.layers[0].self_attn.partition
+        if partition is None:
             return make()
-        place = attentions[0].partition.sharding
-        layers = tuple(tuple(place(4, split) for split in attention.cache_splits()) for attention in attentions)
+        place = partition.sharding
+        splits = tuple(layer.self_attn.cache_splits() for layer in self.layers)
 
         def sharding(node: Any) -> Any:
             if not isinstance(node, KVCache):
                 return place(node.ndim, WHOLE)
             whole_ones = jax.tree.map(lambda leaf: place(leaf.ndim, WHOLE), node)
+            layers = jax.tree.map(lambda leaf, split: place(leaf.ndim, split), node.layers, splits)
             return dataclasses.replace(whole_ones, layers=layers)
 
         shapes = jax.eval_shape(make)
@@ -474,7 +484,7 @@ class CausalLM(MoEFamily, Versioned):
         if segment_ids is not None:
             if cache is not None:
                 raise ValueError("segment_ids is given with a cache, whose rows hold one sequence; drop one of them")
-            check_takes_segments(self.layers[0].self_attn.implementation, self.config)
+            check_takes_segments(getattr(self.layers[0].self_attn, "implementation", "xla"), self.config)
         if cache is not None:
             num_slots = getattr(cache, "num_slots", 0)
             empty = jax.eval_shape(lambda: KVCache.zeros(self.config, batch, num_slots, self.dtype))

@@ -38,8 +38,8 @@ from moe_jax.quantization import (
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
-# Buffers and KV-cache scales, whose values are recomputed or belong to an engine's quantized cache; Qwen3-Next's layers
-# for multi-token prediction, ERNIE's ``model.mtp_block`` among them.
+# Buffers and KV-cache scales, whose values are recomputed or belong to an engine's quantized cache; layers for
+# multi-token prediction: Qwen3-Next's and Qwen3.5's ``mtp``, ERNIE's ``model.mtp_block``.
 _SKIPPED = re.compile(
     r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.[kvq]_scale|self_attn\.[kv]_proj\.output_scale)|(model\.)?mtp[._].*"
 )
@@ -312,7 +312,7 @@ def _can_cut(tensor: DenseTensor, source: Any, part: _Part) -> bool:
 def dense_names(names: Iterable[str], num_layers: int, other_modules: Collection[str] = ()) -> list[str]:
     """The names that dense modules must account for: no experts, no buffers, no layers that are skipped, nothing of
     ``MoEFamily.other_modules``."""
-    names = [name for name in names if name.partition(".")[0] not in other_modules]
+    names = [name for name in names if not any(name.startswith(f"{module}.") for module in other_modules)]
     skipped = skipped_layers(names, num_layers)
     return [
         name

@@ -86,8 +86,10 @@ def check_cache(cache: Any, expected: KVCache, num_tokens: int, attention_mask: 
         raise ValueError(f"cache has {cache.lengths.shape[0]} rows, input_ids {expected.lengths.shape[0]}")
     found, wanted = ([(a.shape, jnp.dtype(a.dtype)) for a in jax.tree.leaves(c.layers)] for c in (cache, expected))
     if found != wanted:
-        firsts = [(c.layers[0][0], len(c.layers)) for c in (cache, expected)]
-        layers = [f"{count} layers of {first.dtype} {first.shape}" for first, count in firsts]
+        pairs = [*zip(found, wanted, strict=False)]
+        both = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+        counts = (len(cache.layers), len(expected.layers))
+        layers = [f"{n} layers of {dtype} {shape}" for n, (shape, dtype) in zip(counts, both, strict=True)]
         raise ValueError(f"cache was made for another model: {layers[0]}, expected {layers[1]}")
     used, new = np.zeros(1, np.int32), np.asarray(num_tokens)
     if not isinstance(cache.lengths, Tracer):

@@ -46,6 +46,17 @@ class RMSNorm(nnx.Module):
         return (scaled_to_unit(x, self.eps) * self.weight[...].astype(jnp.float32)).astype(x.dtype)
 
 
+class ZeroCenteredRMSNorm(RMSNorm):
+    """``RMSNorm`` whose weight is stored minus one."""
+
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs | None = None):
+        self.eps = eps
+        self.weight: nnx.Param[Array] = parameter((size,), dtype, rngs, nnx.initializers.zeros)
+
+    def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+        return (scaled_to_unit(x, self.eps) * (1 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+
+
 def scaled_to_unit(x: Float[Array, "... H"], eps: float) -> Float[Array, "... H"]:
     """x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
     wide = x.astype(jnp.float32)
@@ -66,7 +77,11 @@ class LayerNorm(nnx.Module):
         return (normal * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
-NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {
+    "rms": RMSNorm,
+    "zero_centered_rms": ZeroCenteredRMSNorm,
+    "layer": LayerNorm,
+}
 
 
 class LinearLoRA(Adapter):

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Int, Leaf
 from moe_jax.models._cache import KVCache
 from moe_jax.models._compiled import merge_model
+from moe_jax.models._layer_cache import put_rows
 from moe_jax.models._logprobs import TokenLogprobs
 from moe_jax.models._partition import on_mesh
 from moe_jax.models._sampling import History
@@ -37,22 +37,11 @@ class State:
 
     def with_rows(self, rows: Int[Array, " R"], new: "State") -> "State":
         """With the rows of ``new`` in place of these; an index of B or more drops its row. Its cache may be shorter."""
-
-        def put(old: Array, fresh: Array, rows: Array) -> Array:
-            if old.ndim == 4:  # slots behind the prompt become zero: a NaN that an old row left there would be seen
-                fresh = jnp.pad(fresh, ((0, 0), (0, 0), (0, old.shape[2] - fresh.shape[2]), (0, 0)))
-            return old.at[rows].set(fresh, mode="drop")
-
-        def put_as_laid_out(old: Array, fresh: Array) -> Array:
-            sharding = jax.typeof(old).sharding
-            if AxisType.Explicit not in sharding.mesh.axis_types:
-                return put(old, fresh, rows)
-            in_auto: Any = jax.sharding.auto_axes(put, out_sharding=sharding)
-            return in_auto(old, fresh, rows)
-
-        alike = dataclasses.replace(self, step=(), load=())
-        merged = jax.tree.map(put_as_laid_out, alike, dataclasses.replace(new, step=(), load=()))
-        return dataclasses.replace(merged, step=self.step, load=new.load)
+        merged = {
+            name: jax.tree.map(lambda old, fresh: put_rows(old, rows, fresh), getattr(self, name), getattr(new, name))
+            for name in ("made", "token", "is_done", "tokens", "history")
+        }
+        return dataclasses.replace(self, **merged, load=new.load, cache=self.cache.with_rows(rows, new.cache))
 
 
 @pytree

@@ -193,7 +193,7 @@ class ModelReader:
         experts: those of each layer where the source does not have them.
         """
         account, layers = set(self.dense), self._config.num_layers
-        head = f"{self._family.text_prefix}lm_head.weight"
+        head = f"{self._family.head_module}.weight"
         if model.lm_head is None and head in account:
             self._check_tied(head)
             account.remove(head)
@@ -234,7 +234,7 @@ class ModelReader:
 
     def _check_tied(self, name: str) -> None:
         """Some files hold a tied head as well; the config decides, and a head that differs contradicts it."""
-        tied = f"{self._family.text_prefix}model.embed_tokens.weight"
+        tied = f"{self._family.model_module}.embed_tokens.weight"
         head, embedding = (self._source.read(tensor) for tensor in (name, tied))
         if head.dtype != embedding.dtype or head.shape != embedding.shape or head.tobytes() != embedding.tobytes():
             raise CheckpointError(

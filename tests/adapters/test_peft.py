@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 RANK, ALPHA = 4, 8
-FAMILIES = ("qwen3", "mixtral", "gpt_oss", "granite", "deepseek_v2", "phimoe", "minimax")
+FAMILIES = ("qwen3", "mixtral", "gpt_oss", "granite", "deepseek_v2", "phimoe", "minimax", "qwen3_next")
 
 
 def with_sums(torch_model, directory):

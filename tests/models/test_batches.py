@@ -23,7 +23,9 @@ def alone(model, prompts, **options):
     return [generate(model, [prompt], batch_size=1, **options)[0] for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", ["mixtral_tied_window", *slow("gpt_oss", "deepseek_v3", "qwen3_dynamic", "llama4")])
+@pytest.mark.parametrize(
+    "name", ["mixtral_tied_window", "qwen3_next", *slow("gpt_oss", "deepseek_v3", "qwen3_dynamic", "llama4", "qwen3_5")]
+)
 def test_greedy_tokens_are_those_of_transformers(case, name):
     """More prompts than rows, end tokens that free rows at different times, two caches."""
     case, prompts = case(name), prompts_of(3, 1, 9, 40, 2, 16, 5)

@@ -15,7 +15,7 @@ from moe_jax.models import MLAConfig
 from moe_jax.models.attention import _attention
 from moe_jax.models.attention._mla import is_cheaper_absorbed
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
-from tests.support.cases.models import CASES, ROPES, SLOW, VOCAB, assert_logits_close, slow
+from tests.support.cases.models import CASES, FAMILY_CASES, ROPES, SLOW, VOCAB, assert_logits_close, slow
 from tests.support.refusals import refuses
 
 # Frequencies that change with the length leave earlier keys in the cache as they were, in transformers too.
@@ -61,12 +61,13 @@ def test_prompts_shorter_than_the_window(case, prompt):
         "qwen3_dense_bias",
         "qwen3_yarn",
         "deepseek_v3",
-        *slow("qwen2", "olmoe_clipped", "gpt_oss"),
+        "qwen3_next",
+        *slow("qwen2", "olmoe_clipped", "gpt_oss", "qwen3_5"),
     ],
 )
 @pytest.mark.sample(4)
 def test_decode_agrees_with_prefill(case, prompt, name):
-    assert name in STATIC
+    assert name in (*STATIC, *FAMILY_CASES)
     model, ids = case(name).model, prompt(2, 40)
     whole = np.asarray(model.score(ids))[:, :20]
     cache = model.init_cache(2, 24)
@@ -84,7 +85,7 @@ def test_plain_call_is_score(case, prompt):
     assert_logits_close(run(model, ids), np.asarray(model.score(ids)))
 
 
-@pytest.mark.parametrize("name", ["mixtral_tied_window", "qwen3_dynamic", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral_tied_window", "qwen3_dynamic", "deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_padding_changes_nothing(case, prompt, name):
     """Rows padded left, right, and in the middle give what each gives alone."""
     model, ids = case(name).model, prompt(2, 60)
@@ -97,7 +98,7 @@ def test_padding_changes_nothing(case, prompt, name):
             assert_logits_close(together[row][mask[row]], alone)
 
 
-@pytest.mark.parametrize("name", ["mixtral_tied_window", *slow("deepseek_v3", "gpt_oss")])
+@pytest.mark.parametrize("name", ["mixtral_tied_window", *slow("deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5")])
 def test_padding_in_the_cache(case, prompt, name):
     """A left-padded and a right-padded row go on as if they were alone."""
     model, ids = case(name).model, prompt(2, 44)
@@ -111,7 +112,9 @@ def test_padding_in_the_cache(case, prompt, name):
         assert_logits_close(together[row], np.asarray(model.score(np.tile(alone, (2, 1))))[0, -4:])
 
 
-@pytest.mark.parametrize("name", ["mixtral_tied_window", "deepseek_v3", *slow("gpt_oss", "qwen3_yarn")])
+@pytest.mark.parametrize(
+    "name", ["mixtral_tied_window", "qwen3_next", *slow("deepseek_v3", "gpt_oss", "qwen3_yarn", "qwen3_5")]
+)
 def test_rows_have_their_own_lengths(case, prompt, name):
     """Chunks of other sizes per row, padded left, right and in between; the slots are just enough for the longest."""
     model, ids = case(name).model, prompt(3, 24)
@@ -134,9 +137,10 @@ def test_rows_have_their_own_lengths(case, prompt, name):
         assert_logits_close(np.concatenate(got[row]), alone[row, : done[row]])
 
 
-def test_a_row_is_cleared_and_filled_again(case, prompt):
+@pytest.mark.parametrize("name", ["mixtral_tied_window", "qwen3_next"])
+def test_a_row_is_cleared_and_filled_again(case, prompt, name):
     """The other rows go on to the bit; a NaN of the old row, also in slots that the new one does not reach, is gone."""
-    model, ids = case("mixtral_tied_window").model, prompt(3, 20)
+    model, ids = case(name).model, prompt(3, 20)
     _, cache = run(model, ids[:, :12], cache=model.init_cache(3, 20))
     spoiled = jax.tree.map(lambda a: a.at[1].set(jnp.nan), cache.layers)
     spoiled = dataclasses.replace(cache, layers=spoiled, is_damaged=jnp.array([False, True, False]))
@@ -200,8 +204,8 @@ def test_latent_cache(case, prompt):
     """MLA caches one row of latent and rotated key per token and layer, whatever the number of heads."""
     model = case("deepseek_v3").model
     cache = model.init_cache(2, 24)
-    assert [[array.shape for array in layer] for layer in cache.layers] == [[(2, 1, 24, 16 + 8)]] * 2
-    assert [len(layer) for layer in case("gpt_oss").model.init_cache(1, 8).layers] == [2, 2]
+    assert [[array.shape for array in layer.arrays] for layer in cache.layers] == [[(2, 1, 24, 16 + 8)]] * 2
+    assert [len(layer.arrays) for layer in case("gpt_oss").model.init_cache(1, 8).layers] == [2, 2]
 
 
 def test_absorbing_is_for_few_queries():

@@ -24,7 +24,9 @@ def split(module):
     return nnx.merge(graphdef, jax.device_put(state, shardings)), mesh
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", *slow("mixtral_tied_window", "qwen2", "gpt_oss")])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "qwen3_next", *slow("mixtral_tied_window", "qwen2", "gpt_oss", "qwen3_5")]
+)
 def test_logits_and_cache(case, prompt, name):
     """Two calls with a cache, rows split over devices; shared experts and dense layers too."""
     model, ids = case(name).model, prompt(2, 6)
@@ -39,7 +41,7 @@ def test_logits_and_cache(case, prompt, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "qwen3_next"])
 def test_answers(case, prompt, name):
     model, ids = case(name).model, prompt(2, 12)
     spread, _ = split(model)

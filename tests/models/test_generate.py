@@ -34,7 +34,7 @@ def test_is_the_public_function():
     assert moe_jax.generate is generate
 
 
-@pytest.mark.parametrize("name", ["mixtral_tied_window", *slow("gpt_oss", "deepseek_v3", "qwen2")])
+@pytest.mark.parametrize("name", ["mixtral_tied_window", "qwen3_next", *slow("gpt_oss", "deepseek_v3", "qwen2")])
 def test_padded_prompts_equal_single_ones(case, prompt, name):
     """One row padded left, one right."""
     model, ids = case(name).model, prompt(2, 12)

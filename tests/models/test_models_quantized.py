@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import moe_jax
 from moe_jax.models import load_pretrained
+from moe_jax.models._layer_cache import SlotCache
 from tests.support.cases.families import as_mxfp4, fused_again
 from tests.support.cases.models import (
     FAMILY_CASES,
@@ -34,6 +35,8 @@ MULTIPLES_OF_32 = {
     "llama4": dict(intermediate_size_mlp=64),
     **dict.fromkeys(("dots1", "ernie"), dict(intermediate_size=64)),
     "qwen2": dict(intermediate_size=64),
+    "qwen3_next": dict(intermediate_size=64, linear_value_head_dim=16),
+    "qwen3_5": dict(linear_value_head_dim=16),
     "deepseek_v2_lite": dict(intermediate_size=64, kv_lora_rank=32),
 }
 
@@ -46,7 +49,8 @@ def torch_logits(model, ids):
 def check_steps(model, ids, expected, fraction):
     """A prefill with a cache and two decode steps behind it."""
     cache, parts = model.init_cache(2, 40), []
-    assert {leaf.dtype for leaf in jax.tree.leaves(cache.layers)} == {model.dtype}
+    kept = [layer.arrays if isinstance(layer, SlotCache) else (layer.conv,) for layer in cache.layers]
+    assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {model.dtype}
     for start, stop in ((0, 34), (34, 35), (35, 36)):
         logits, cache = run(model, ids[:, start:stop], cache)
         parts.append(logits)
@@ -97,9 +101,12 @@ def test_written_by_our_writer(tmp_path, prompt, name, scheme):
 
 
 @STEPS
-@pytest.mark.parametrize("name", ["deepseek_v3", *slow("deepseek_v2", "deepseek_v32", "glm_dsa")])
-def test_deepseek_fp8_as_published(tmp_path, prompt, name, has_steps):
-    """Every Linear but routers, head and the weights of index heads in FP8 blocks, scales as weight_scale_inv."""
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", *slow("deepseek_v2", "deepseek_v32", "glm_dsa", "qwen3_next", "qwen3_5")]
+)
+def test_fp8_blocks_as_published(tmp_path, prompt, name, has_steps):
+    """DeepSeek and Qwen: every Linear but routers, head and the weights of index heads in FP8 blocks, scales as
+    weight_scale_inv."""
     source, compressed, target = (tmp_path / word for word in ("source", "compressed", "target"))
     write_checkpoint(name, source)
     groups = {"group_0": writers.preset("FP8_BLOCK")}
@@ -107,7 +114,8 @@ def test_deepseek_fp8_as_published(tmp_path, prompt, name, has_steps):
     writers.as_native_fp8(compressed, target)
     stored = load_file(target / "model.safetensors")
     names = [key for key in stored if key.endswith("weight_scale_inv")]
-    assert any("kv_b_proj" in key for key in names) and any("shared_experts" in key for key in names)
+    assert any("kv_b_proj" in key or "linear_attn.in_proj" in key for key in names)
+    assert any("shared_expert" in key for key in names)
     assert sum(".indexer.w" in key for key in names) == 2 * sum(key.endswith("weights_proj.weight") for key in stored)
     ids = prompt(2, 40)
     judge = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
@@ -123,7 +131,7 @@ def test_gpt_oss_mxfp4_as_published(tmp_path, prompt, has_steps):
 
 
 @STEPS
-@pytest.mark.parametrize("name", ["deepseek_v3", *slow("deepseek_v2", "gpt_oss", "qwen2", "olmoe")])
+@pytest.mark.parametrize("name", ["deepseek_v3", *slow("deepseek_v2", "gpt_oss", "qwen2", "olmoe", "qwen3_next")])
 def test_bfloat16(tmp_path, prompt, name, has_steps):
     """Rounded weights and activations stay near float32; prefill and decode steps agree with each other.
 

@@ -45,7 +45,21 @@ def test_answers_of_one_device(case):
         )
     assert model.lm_head.weight.get_value().sharding.spec == P("tensor", None)
     assert model.layers[0].mlp.down_proj.weight.get_value().sharding.spec == P(None, "tensor")
-    assert model.init_cache(2, 16).layers[0][0].sharding.spec == P(None, "tensor", None, None)
+    assert model.init_cache(2, 16).layers[0].arrays[0].sharding.spec == P(None, "tensor", None, None)
+
+
+def test_linear_attention(case):
+    """A key head and its value heads on each of two devices; what four cannot share is whole on all of them."""
+    for mesh, axis in (("expert=2,tensor=2", "tensor"), ("tensor=4", None)):
+        model = check_answers(case("qwen3_next"), mesh, "Auto")
+        attention = model.layers[0].self_attn
+        for name, split in (("in_proj_qkvz", 0), ("in_proj_ba", 0), ("out_proj", 1)):
+            spec = getattr(attention, name).weight.get_value().sharding.spec
+            assert (*spec, None, None)[split] == axis
+        assert (*attention.A_log.get_value().sharding.spec, None)[0] == axis
+        kept = model.init_cache(2, 16).layers[0]
+        for array in (kept.conv, kept.state):
+            assert (*array.sharding.spec, None, None)[1] == axis
 
 
 def test_head_with_a_bias(case):

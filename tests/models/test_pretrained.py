@@ -104,7 +104,7 @@ def test_half_precision(case, prompt, dtype):
     case, ids = case("qwen3_linear"), prompt(2, 40)
     model = load_pretrained(case.directory, dtype=dtype)
     logits, expected = np.asarray(model.score(ids)), case.torch_logits(ids)
-    assert logits.dtype == np.float32 and model.init_cache(1, 4).layers[0][0].dtype == dtype
+    assert logits.dtype == np.float32 and model.init_cache(1, 4).layers[0].arrays[0].dtype == dtype
     error = np.linalg.norm(logits - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
     assert np.median(error) < 0.02
 

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 import moe_jax
-from tests.support.checkpoints.texts import write_text_model
+from tests.support.cases.families import write_qwen3_5
+from tests.support.checkpoints.texts import VOCAB, add_texts, write_text_model
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -18,6 +19,15 @@ def compile_quickly(quick_compilation):
 def text_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("text") / "model"
     write_text_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def hybrid_dir(tmp_path_factory):
+    """Qwen3.5-MoE as published: linear attention in a layer, a vision model beside."""
+    directory = tmp_path_factory.mktemp("hybrid") / "model"
+    write_qwen3_5(directory, vocab_size=VOCAB, eos_token_id=VOCAB - 3, max_position_embeddings=96)
+    add_texts(directory)
     return directory
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import moe_jax
 from moe_jax import SamplingParams
 from moe_jax.models import generate, load_pretrained
+from tests.models.test_partition import mesh_of
 from tests.support.checkpoints.texts import VOCAB
 from tests.support.refusals import refuses
 
@@ -65,6 +66,17 @@ def test_greedy_equals_transformers(llm, text_dir, tokenizer):
         assert answer.text == tokenizer.decode(answer.token_ids, skip_special_tokens=True)
         assert (answer.index, answer.finish_reason, answer.stop_reason) == (0, "length", None) and answer.finished()
     assert len({output.request_id for output in outputs}) == 3
+
+
+@pytest.mark.parametrize("mesh", [None, pytest.param("expert=2,tensor=2", marks=pytest.mark.slow)])
+def test_a_hybrid_model(hybrid_dir, mesh):
+    """More prompts than rows, of which the last ones get rows that others leave; all that are long come in chunks."""
+    mesh = None if mesh is None else mesh_of(mesh)
+    made = moe_jax.LLM(hybrid_dir, dtype="float32", max_num_seqs=2, max_num_batched_tokens=32, mesh=mesh)
+    prompts = [*PROMPTS, "A text that takes more than two chunks of the prompt to be read, all in all."]
+    for output in made.generate(prompts, GREEDY):
+        expected = torch_new_tokens(hybrid_dir, output.prompt_token_ids, max_new_tokens=12, do_sample=False)
+        assert output.outputs[0].token_ids == expected
 
 
 def test_generation_config_decides(with_config, free):

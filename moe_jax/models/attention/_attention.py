@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,16 @@ from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, DTypeLike, Float, Int, Leaf
 from moe_jax._versions import Place
 from moe_jax.experts._gradient import with_gradient_of
-from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig
-from moe_jax.models._layers import Linear, RMSNorm, parameter, precision_of, scaled_to_unit
+from moe_jax.models._layer_cache import SlotCache, extended
+from moe_jax.models._layers import (
+    Linear,
+    RMSNorm,
+    ZeroCenteredRMSNorm,
+    parameter,
+    precision_of,
+    scaled_to_unit,
+)
 from moe_jax.models._partition import WHOLE, Partition, Partitioned, partitioned
 from moe_jax.models.attention import _hopper
 from moe_jax.models.attention._hopper import AttentionImplementation
@@ -79,6 +86,8 @@ class AttentionInputs:
 class Attention(Partitioned):
     """Causal attention with grouped key-value heads, rotary positions, and what else ``DecoderConfig`` lists."""
 
+    module_name: ClassVar[str] = "self_attn"  # in a layer of a checkpoint
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -98,14 +107,17 @@ class Attention(Partitioned):
         h, d = config.hidden_size, config.head_dim
         options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         queries, keys = config.num_heads * d, config.num_kv_heads * d
-        self.q_proj = Linear(h, queries, use_bias=config.use_attention_bias, **options)
+        self.q_proj = Linear(
+            h, queries * (2 if config.has_output_gate else 1), use_bias=config.use_attention_bias, **options
+        )
         self.k_proj = Linear(h, keys, use_bias=config.use_attention_bias, **options)
         self.v_proj = Linear(h, keys, use_bias=config.use_attention_bias, **options)
         self.o_proj = Linear(queries, h, use_bias=config.use_output_bias, **options)
         widths = {None: (), "rotated_unit": (), "head": (d, d), "rotated_head": (d, d), "projection": (queries, keys)}[
             config.qk_norm
         ]
-        norms = [RMSNorm(width, eps=config.rms_norm_eps, **options) for width in widths]
+        norm = ZeroCenteredRMSNorm if config.norm == "zero_centered_rms" else RMSNorm
+        norms = [norm(width, eps=config.rms_norm_eps, **options) for width in widths]
         self.q_norm, self.k_norm = norms or (None, None)
         sinks = nnx.initializers.normal(0.02)
         self.sinks = parameter((config.num_heads,), dtype, rngs, sinks) if config.has_sinks else None
@@ -126,35 +138,44 @@ class Attention(Partitioned):
         return [name for name, count in counts.items() if count % parts == 0]
 
     def __call__(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
-    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...], None]:
-        """Attend and return the output with this layer's keys and values, and None: it selects nothing.
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
+    ) -> tuple[Float[Array, "B S H"], SlotCache, None]:
+        """Attend and return the output with this layer's keys and values, (B, kv_heads, slots, D) each, and None: it
+        selects nothing.
 
-        cached: keys and values (B, kv_heads, slots, D) of earlier calls; None keeps this call's tokens alone.
+        cached: those of earlier calls; None keeps this call's tokens alone.
         """
         return (*partitioned(Attention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached), None)
 
-    def cache_splits(self) -> tuple[int, ...]:
-        """For each array that the cache keeps of this layer, the axis that is split over devices."""
+    def cache_splits(self) -> Any:
+        """A tree like the layer's cache, with the axis of each array that is split over devices."""
         is_split = self.partition is not None and "k_proj" in self.splits(self.partition.parts)
-        return (1 if is_split else WHOLE,) * 2
+        split: Any = 1 if is_split else WHOLE
+        return SlotCache((split, split))
 
     def _forward(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
-    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
-        q, *new = self._heads(x, inputs)
-        k, v = kept = extended(cached, tuple(new), inputs.starts, inputs.lengths, inputs.first_slots)
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
+    ) -> tuple[Float[Array, "B S H"], SlotCache]:
+        q, k, v, gate = self._heads(x, inputs)
+        kept = extended(cached, (k, v), inputs.starts, inputs.lengths, inputs.first_slots)
+        k, v = kept.arrays
         sinks = None if self.sinks is None else self.sinks[...]
         kind: Any = dict(window=self.window, chunk=self.chunk, sinks=sinks)
         y = attend(
             q, k, v, inputs, scale=self.scale, implementation=self.implementation, partition=self.partition, **kind
         )
-        return self.o_proj(y.reshape(*x.shape[:2], -1)), kept
+        y = y.reshape(*x.shape[:2], -1)
+        y = y if gate is None else (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(y.dtype)
+        return self.o_proj(y), kept
 
-    def _heads(self, x: Float[Array, "B S H"], inputs: AttentionInputs) -> tuple[Array, Array, Array]:
-        """Rotated q (B, S, kv_heads, group, D), and rotated k and v as the cache keeps them, (B, kv_heads, S, D)."""
-        config = self.config
+    def _heads(self, x: Float[Array, "B S H"], inputs: AttentionInputs) -> tuple[Array, Array, Array, Array | None]:
+        """Rotated q (B, S, kv_heads, group, D), rotated k and v as the cache keeps them, (B, kv_heads, S, D), and the
+        logits of the output's gate (B, S, heads * D) or None."""
+        config, gate = self.config, None
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if config.has_output_gate:  # of each head its query, then its gate
+            q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
+            q, gate = q.reshape(*x.shape[:2], -1), gate.reshape(*x.shape[:2], -1)
         if config.qk_norm == "projection":
             q, k = self._normed(q, k)
         if config.clip_qkv is not None:
@@ -171,7 +192,7 @@ class Attention(Partitioned):
         elif config.qk_norm == "rotated_unit" and self.is_rotated:
             q, k = (scaled_to_unit(a, config.rms_norm_eps).astype(a.dtype) for a in (q, k))
         q = q.reshape(*x.shape[:2], config.num_kv_heads, -1, config.head_dim)
-        return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
+        return q, k.swapaxes(1, 2), v.swapaxes(1, 2), gate
 
     def _normed(
         self, q: Float[Array, "..."], k: Float[Array, "..."]

@@ -37,6 +37,11 @@ def check_implementation(name: str, config: DecoderConfig, dtype: DTypeLike) -> 
 
 def check_takes_segments(name: str, config: DecoderConfig) -> None:
     """Raise NotImplementedError where rows of several sequences cannot be attended."""
+    if config.linear_attention is not None:
+        raise NotImplementedError(
+            "segment_ids: the state of linear attention goes on from one sequence of a row to the next; give each "
+            "sequence a row of its own"
+        )
     if USES_KERNELS[name]:
         raise NotImplementedError(
             f"segment_ids: attention={name!r} takes rows of one sequence; load the model with attention='xla'"

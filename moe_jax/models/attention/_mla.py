@@ -16,14 +16,14 @@ to these; longer calls attend to all rows under a mask.
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax._typing import Array, DTypeLike, Float, Int
-from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig, MLAConfig
+from moe_jax.models._layer_cache import SlotCache, extended
 from moe_jax.models._layers import Linear, RMSNorm, precision_of
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._attention import AttentionInputs, attend
@@ -37,6 +37,8 @@ _EPS = 1e-6  # of the norms over compressed rows, whatever rms_norm_eps is: Deep
 
 class LatentAttention(Partitioned):
     """Causal multi-head latent attention with rotary positions on a part of every head."""
+
+    module_name: ClassVar[str] = "self_attn"  # in a layer of a checkpoint
 
     def __init__(
         self,
@@ -89,28 +91,29 @@ class LatentAttention(Partitioned):
         return () if self.config.num_heads % parts else (HEADS,)
 
     def __call__(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
-    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...], Int[Array, "B S K"] | None]:
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
+    ) -> tuple[Float[Array, "B S H"], SlotCache, Int[Array, "B S K"] | None]:
         """Attend and return the output, this layer's rows, and the slots that queries selected, None for all.
 
         The rows are one array (B, 1, slots, kv_lora_rank + rope), and one of index keys behind it in layers with an
         indexer. cached: these of earlier calls; None keeps this call's tokens alone.
         """
-        selected = WHOLE if self._selects(x.shape[1] if cached is None else cached[0].shape[2]) else None
+        selected = WHOLE if self._selects(x.shape[1] if cached is None else cached.arrays[0].shape[2]) else None
         outputs = (WHOLE, self.cache_splits(), selected)
         return partitioned(LatentAttention._forward, self, outputs, x, inputs, cached)
 
-    def cache_splits(self) -> tuple[int, ...]:
+    def cache_splits(self) -> Any:
         """As of ``Attention``: the latent belongs to all heads, and so do index keys."""
-        return (WHOLE,) * (1 if self.indexer is None else 2)
+        split: Any = WHOLE
+        return SlotCache((split,) * (1 if self.indexer is None else 2))
 
     def _selects(self, num_slots: int) -> bool:
         """Whether there are more slots than a query may attend to."""
         return self.mla.indexer is not None and num_slots > self.mla.indexer.topk
 
     def _forward(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
-    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...], Int[Array, "B S K"] | None]:
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
+    ) -> tuple[Float[Array, "B S H"], SlotCache, Int[Array, "B S K"] | None]:
         mla = self.mla
         if self.q_proj is not None:
             compressed, q = x, self.q_proj(x)
@@ -124,7 +127,8 @@ class LatentAttention(Partitioned):
         key = self._rotated(row[:, :, None, mla.kv_lora_rank :], inputs)[:, :, 0]
         row = jnp.concatenate([self.kv_a_layernorm(row[..., : mla.kv_lora_rank]), key], axis=-1)
         new = (row[:, None],) if self.indexer is None else (row[:, None], self.indexer.keys(x, inputs))
-        rows, *index_keys = kept = extended(cached, new, inputs.starts, inputs.lengths, inputs.first_slots)
+        kept = extended(cached, new, inputs.starts, inputs.lengths, inputs.first_slots)
+        rows, *index_keys = kept.arrays
         if not self._selects(rows.shape[2]):
             inputs = dataclasses.replace(inputs, selected=None)
         elif self.indexer is not None:

@@ -44,6 +44,8 @@ _KEYS = {
 _ALIASES = {"su": "longrope"}
 # Beside alpha, which stretches theta once and for all, Hunyuan's files state these without a use for them.
 _BESIDE_ALPHA = {"alpha", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"}
+# Which columns take the position in time, height or width; a token of text has the same position along all three.
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 # The product of two such numbers is still a float32.
 _LEAST, _MOST = 1e-18, 1e18
 
@@ -103,7 +105,7 @@ class RopeConfig:
         if not isinstance(rope_type, str) or rope_type not in _KEYS:
             raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(_KEYS)}")
         theta = _number("rope_theta", found.pop("rope_theta", None))
-        found = {key: value for key, value in found.items() if value is not None}
+        found = {key: value for key, value in found.items() if value is not None and key not in _OF_IMAGES}
         if rope_type == "dynamic" and "alpha" in found and found.keys() <= _BESIDE_ALPHA and head_dim > 2:
             theta *= _number("alpha", found["alpha"]) ** (head_dim / (head_dim - 2))
             rope_type, found = "default", {}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_jax.loading._errors import shown
-from moe_jax.models._config import ConfigReader, IndexerConfig, MLAConfig
+from moe_jax.models._config import ConfigReader, IndexerConfig, LinearAttentionConfig, MLAConfig
 
 
 def layers_by_step(reader: ConfigReader) -> tuple[int, ...]:
@@ -131,3 +131,40 @@ def windows_above(reader: ConfigReader) -> dict[str, Any]:
         return {}
     layers = tuple(range(reader.integer("max_window_layers", minimum=0), count))
     return dict(sliding_window=reader.integer("sliding_window"), sliding_layers=layers) if layers else {}
+
+
+def gated_delta_net(reader: ConfigReader, *, is_fused: bool) -> dict[str, Any]:
+    """Qwen3-Next and Qwen3.5: linear attention in most layers; the others have gated heads, rotated in part.
+
+    is_fused: see ``LinearAttentionConfig``.
+    """
+    has_biases = reader.boolean("attention_bias", default=False)
+    if not reader.boolean("attn_output_gate", default=True):
+        raise reader.error("attn_output_gate=false is not supported for this architecture; expected true")
+    return dict(
+        linear_attention=LinearAttentionConfig(
+            num_key_heads=reader.integer("linear_num_key_heads"),
+            num_value_heads=reader.integer("linear_num_value_heads"),
+            key_head_dim=reader.integer("linear_key_head_dim"),
+            value_head_dim=reader.integer("linear_value_head_dim"),
+            conv_steps=reader.integer("linear_conv_kernel_dim"),
+            is_fused=is_fused,
+        ),
+        linear_layers=_linear_layers(reader),
+        has_output_gate=True,
+        norm="zero_centered_rms",
+        qk_norm="head",
+        use_attention_bias=has_biases,
+        use_output_bias=has_biases,
+        partial_rotary_factor=0.25,
+    )
+
+
+def _linear_layers(reader: ConfigReader) -> tuple[int, ...]:
+    """``layer_types`` as listed, else all but every ``full_attention_interval``-th layer, counted from 1."""
+    step, count = reader.integer("full_attention_interval", default=4), reader.integer("num_hidden_layers")
+    known = ("linear_attention", "full_attention")
+    kinds = reader.value("layer_types", default=[known[(i + 1) % step == 0] for i in range(count)])
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in known for kind in kinds):
+        raise reader.error(f"layer_types is {shown(kinds)}, expected a list of {count}, each {' or '.join(known)}")
+    return tuple(index for index, kind in enumerate(kinds) if kind == known[0])

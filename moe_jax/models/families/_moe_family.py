@@ -4,8 +4,7 @@ A family is one file with one subclass. Its class attributes are the words of it
 config.json into a typed config. A family whose whole model is built derives from ``CausalLM``, which is a MoEFamily.
 """
 
-import collections
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -33,8 +32,8 @@ class MoEFamily:
     model_type, architecture: config.json's words; other_model_types and other_architectures mean the same. moe_module:
     where a layer's experts and router lie in a checkpoint; router_module, shared_module and shared_gate_module lie in
     it, and so does the correction bias, None for one of the router. expert_names: what the experts' tensors are called
-    in messages, and whether gate and up rows alternate. text_prefix: what stands before the language model's names in
-    a checkpoint that holds other models too; other_modules: first words of their names, which are left out.
+    in messages, and whether gate and up rows alternate. model_module, head_module: where the language model and its
+    head lie; other_modules: where a checkpoint keeps other models, such as one of pictures, which are left out.
     """
 
     model_type: ClassVar[str]
@@ -47,7 +46,8 @@ class MoEFamily:
     shared_gate_module: ClassVar[str] = "shared_expert_gate"
     correction_bias_name: ClassVar[str | None] = None
     expert_names: ClassVar[ExpertNames] = ExpertNames()
-    text_prefix: ClassVar[str] = ""
+    model_module: ClassVar[str] = "model"
+    head_module: ClassVar[str] = "lm_head"
     other_modules: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
@@ -116,15 +116,15 @@ class MoEFamily:
         return MoEBlock(experts, router, shared)
 
     @classmethod
-    def left_out(cls, names: Iterable[str]) -> dict[str, int]:
+    def left_out(cls, names: Collection[str]) -> dict[str, int]:
         """How many of a checkpoint's tensors belong to each of ``other_modules``."""
-        counts = collections.Counter(name.partition(".")[0] for name in names)
-        return {word: counts[word] for word in cls.other_modules if counts[word]}
+        counts = {module: sum(name.startswith(f"{module}.") for name in names) for module in cls.other_modules}
+        return {module: count for module, count in counts.items() if count}
 
     @classmethod
     def layers_module(cls) -> str:
         """Name of the layers in checkpoints of the family."""
-        return f"{cls.text_prefix}model.layers"
+        return f"{cls.model_module}.layers"
 
     @classmethod
     def moe_prefix(cls, layer: int) -> str:

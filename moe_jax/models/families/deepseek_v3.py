@@ -26,7 +26,8 @@ class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
     other_model_types = ()
     architecture = "KimiK25ForConditionalGeneration"
     other_architectures = ("Kimi_K25ForConditionalGeneration",)  # transformers' name
-    text_prefix = "language_model."
+    model_module = "language_model.model"
+    head_module = "language_model.lm_head"
     other_modules = ("vision_tower", "mm_projector", "multi_modal_projector")
 
     @staticmethod

@@ -36,7 +36,8 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
 
     model_type = "llama4"
     architecture = "Llama4ForConditionalGeneration"
-    text_prefix = "language_model."
+    model_module = "language_model.model"
+    head_module = "language_model.lm_head"
     other_modules = ("vision_model", "multi_modal_projector")
 
     @staticmethod

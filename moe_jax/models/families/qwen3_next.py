@@ -1,11 +1,11 @@
-"""Qwen3-Next: blocks with experts like Qwen2-MoE's, renormalized unless the config says otherwise."""
+"""Qwen3-Next: linear attention in three layers of four, gated heads in the others, experts like Qwen2-MoE's."""
 
-from moe_jax.models._config import ConfigReader, MoEBlockConfig, read_block_config
-from moe_jax.models.families._layer_rules import gated_shared_experts
-from moe_jax.models.families._moe_family import MoEFamily
+from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
+from moe_jax.models._decoder import CausalLM
+from moe_jax.models.families._layer_rules import gated_delta_net, gated_shared_experts
 
 
-class Qwen3Next(MoEFamily):
+class Qwen3NextForCausalLM(CausalLM):
     """Qwen3-Next-80B-A3B and models of its architecture."""
 
     model_type = "qwen3_next"
@@ -14,5 +14,7 @@ class Qwen3Next(MoEFamily):
     shared_module = "shared_expert"
 
     @staticmethod
-    def read_config(reader: ConfigReader) -> MoEBlockConfig:
-        return read_block_config(reader, **gated_shared_experts(reader, renormalize=True))
+    def read_config(reader: ConfigReader) -> DecoderConfig:
+        return read_decoder_config(
+            reader, **gated_shared_experts(reader, renormalize=True), **gated_delta_net(reader, is_fused=True)
+        )

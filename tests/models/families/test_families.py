@@ -21,7 +21,8 @@ from tests.support.cases.families import WRAPPED, assert_rows_close, edit, load,
 from tests.support.checkpoints.writers import fused
 from tests.support.refusals import refuses
 
-GATED = ("qwen2_moe", "qwen3_next")
+GATED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
+# Published with a vision model -> the language model alone.
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +34,7 @@ def written(tmp_path_factory):
         if name not in made:
             directory = tmp_path_factory.mktemp(name)
             model = (WRAPPED[name][0] if name in WRAPPED else WRITTEN[name].write)(directory)
-            made[name] = directory, model.model.layers
+            made[name] = directory, getattr(model.model, "language_model", model.model).layers
         return made[name]
 
     return get
@@ -77,12 +78,15 @@ def test_block_equals_transformers(written, name):
             load(directory, index)
 
 
-def test_published_llama4(written):
-    """Text keys lie in text_config, names begin with language_model, a vision model stands beside."""
-    directory, layers = written("llama4")
-    x = tokens()
-    assert_rows_close(load(directory, 3)(jnp.asarray(x)), WRITTEN["llama4_text"].output(layers[3], x))
-    refuses(ValueError, "layer 0 is dense; layers with experts: 1, 3", load, directory, 0)
+@pytest.mark.parametrize("name", WRAPPED)
+def test_published_with_a_vision_model(written, name):
+    """Text keys lie in text_config, names hold language_model, a vision model stands beside."""
+    (directory, layers), text = written(name), WRITTEN[text_of(name)]
+    x, last = tokens(), text.moe_layers[-1]
+    assert_rows_close(load(directory, last)(jnp.asarray(x)), text.output(layers[last], x))
+    assert inspect_checkpoint(directory).left_out
+    if name == "llama4":
+        refuses(ValueError, "layer 0 is dense; layers with experts: 1, 3", load, directory, 0)
 
 
 @pytest.mark.parametrize("base_layer", [False, True])

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.models import DecoderConfig, IndexerConfig, MLAConfig, MoEBlockConfig, read_family
+from moe_jax.models import DecoderConfig, IndexerConfig, LinearAttentionConfig, MLAConfig, MoEBlockConfig, read_family
 from tests.support.refusals import refuses
 
 # As the hub has them, with neighbours that must not disturb; of families without a whole model only what is on experts.
@@ -183,6 +183,69 @@ QWEN2 = {
     "num_experts_per_tok": 4,
     "num_hidden_layers": 24,
     "shared_expert_intermediate_size": 5632,
+}
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+_NEXT_ALONE = ("architectures", "decoder_sparse_step", "intermediate_size", "norm_topk_prob", "partial_rotary_factor")
+QWEN3_5 = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "image_token_id": 248056,
+    "tie_word_embeddings": False,
+    "text_config": {
+        key: value for key, value in QWEN3_NEXT.items() if key not in (*_NEXT_ALONE, "rope_scaling", "rope_theta")
+    }
+    | {
+        "attn_output_gate": True,
+        "eos_token_id": 248044,
+        "mamba_ssm_dtype": "float32",
+        "model_type": "qwen3_5_moe_text",
+        "mtp_num_hidden_layers": 1,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "vocab_size": 248320,
+    },
+    "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5_moe"},
 }
 GRANITE = {
     "architectures": ["GraniteMoeForCausalLM"],
@@ -619,6 +682,22 @@ BLOCKS = {
             shared_intermediate_size=3072,
         ),
     ),
+    "qwen3_next": (
+        QWEN3_NEXT,
+        block(
+            *("qwen3_next", 2048, 48, range(48), 512, 10, 512, True),
+            shared_intermediate_size=512,
+            has_shared_expert_gate=True,
+        ),
+    ),
+    "qwen3_5_moe": (
+        QWEN3_5,
+        block(
+            *("qwen3_5_moe_text", 2048, 40, range(40), 256, 8, 512, True),
+            shared_intermediate_size=512,
+            has_shared_expert_gate=True,
+        ),
+    ),
     "hunyuan_v1_moe": (
         HUNYUAN,
         block("hunyuan_v1_moe", 4096, 32, range(32), 64, 8, 3072, True, shared_intermediate_size=3072),
@@ -643,6 +722,9 @@ def test_hub_files(name):
 
 
 WIDTHS = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+DELTA_NET = LinearAttentionConfig(
+    num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128, conv_steps=4, is_fused=True
+)
 ATTENTION = {
     "deepseek_v2": dict(
         mla=MLAConfig(q_lora_rank=1536, **WIDTHS),
@@ -688,6 +770,20 @@ ATTENTION = {
     ),
     "ernie4_5_moe": dict(is_rope_interleaved=True, tie_word_embeddings=True, num_kv_heads=4),
     "hunyuan_v1_moe": dict(qk_norm="rotated_head", head_dim=128, use_attention_bias=False),
+    "qwen3_next": dict(
+        norm="zero_centered_rms",
+        qk_norm="head",
+        has_output_gate=True,
+        linear_layers=tuple(layer for layer in range(48) if layer % 4 != 3),
+        linear_attention=DELTA_NET,
+        eos_token_id=(151645,),
+    ),
+    "qwen3_5_moe": dict(
+        has_output_gate=True,
+        linear_layers=tuple(layer for layer in range(40) if layer % 4 != 3),
+        linear_attention=dataclasses.replace(DELTA_NET, is_fused=False),
+        eos_token_id=(248044,),
+    ),
     "flex_olmo": dict(qk_norm="projection", is_post_norm=True, clip_qkv=None),
     "olmoe": dict(qk_norm="projection", clip_qkv=8.0, use_attention_bias=False, head_dim=128),
 }
@@ -753,6 +849,17 @@ def test_rotated_parts_of_heads():
     theta = {"rope_type": "default", "rope_theta": 1000000}
     for parameters, width in ((theta, 64), (theta | {"partial_rotary_factor": 0.75}, 96)):
         assert read_family(told | {"rope_parameters": parameters})[1].rope.dim == width
+
+
+def test_hybrid_layers():
+    """A quarter of each head is rotated, the key said or not; a cache of 2 arrays a layer, of one size or of slots."""
+    for config in (QWEN3_NEXT, QWEN3_NEXT | {"partial_rotary_factor": None}, QWEN3_5):
+        assert read_family(config)[1].rope.dim == 64
+    found = read_family(QWEN3_NEXT | {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]})[1]
+    slots, recurrent = (spec.zeros(3, 7, jnp.bfloat16) for spec in found.layer_caches)
+    assert [(a.shape, a.dtype.name) for a in slots.arrays] == [((3, 2, 7, 256), "bfloat16")] * 2
+    assert (recurrent.conv.shape, recurrent.conv.dtype.name) == ((3, 16, 3, 512), "bfloat16")
+    assert (recurrent.state.shape, recurrent.state.dtype.name) == ((3, 32, 128, 128), "float32")
 
 
 def test_layers_of_llama4():
@@ -842,6 +949,16 @@ def test_groups():
         (DEEPSEEK_V3, dict(moe_layer_freq=[0, 1]), r"moe_layer_freq is \[0, 1\], expected an integer >= 1"),
         (DEEPSEEK_V2, dict(norm_topk_prob=True), "norm_topk_prob=true has no agreed meaning"),
         (DEEPSEEK_V2, dict(topk_method="noaux_tc"), "supported: greedy, group_limited_greedy"),
+        (
+            QWEN3_NEXT,
+            dict(linear_num_key_heads=5),
+            "linear_num_value_heads=32 is not a multiple of linear_num_key_heads=5",
+        ),
+        (QWEN3_NEXT, dict(layer_types=["full"]), r"layer_types is \['full'\], expected a list of 48, each linear_att"),
+        (QWEN3_NEXT, dict(linear_conv_kernel_dim=None), "linear_conv_kernel_dim is missing"),
+        (QWEN3_NEXT, dict(attn_output_gate=False), "attn_output_gate=false is not supported for this architecture"),
+        (QWEN3_5, dict(text_config=QWEN3_5["text_config"] | {"mlp_only_layers": [1]}), "leave every layer its experts"),
+        (QWEN3_5, dict(text_config=QWEN3_5["text_config"] | {"norm_topk_prob": False}), "norm_topk_prob=false is not"),
         (GPT_OSS, dict(experts_per_token=2), "num_experts_per_tok=4, experts_per_token=2 disagree"),
         (GPT_OSS, dict(swiglu_limit=-1.0), "swiglu_limit is -1.0, expected a positive number"),
         (GPT_OSS, dict(n_shared_experts=1), "n_shared_experts=1 is not supported for this architecture; expected 0"),

@@ -1,5 +1,6 @@
 """Families as whole models: logits, greedy tokens and the report of ``inspect`` against transformers in float32."""
 
+import copy
 import functools
 import json
 import shutil
@@ -7,14 +8,17 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from moe_jax import checkpointing
 from moe_jax.inspection import inspect_checkpoint
 from moe_jax.loading import CheckpointError
 from moe_jax.models import DecoderConfig, generate, load_pretrained
 from moe_jax.models.families.deepseek_v3 import DeepseekV3ForCausalLM
-from tests.support.cases.families import WRAPPED, edit, write_llama4
-from tests.support.cases.models import FAMILY_CASES, MORE_FAMILY_CASES, SIZES, Case, assert_logits_close, slow
+from tests.support.cases.families import WRAPPED, edit, write_llama4, write_qwen3_5
+from tests.support.cases.models import FAMILY_CASES, MORE_FAMILY_CASES, SIZES, VOCAB, Case, assert_logits_close, slow
 from tests.support.refusals import refuses
 
 CASES = [*(name for name in FAMILY_CASES if name not in MORE_FAMILY_CASES), *slow(*MORE_FAMILY_CASES)]
@@ -41,6 +45,94 @@ def test_inspection(case, name):
     report = inspect_checkpoint(case(name).directory)
     assert report.problems == () and isinstance(report.config, DecoderConfig)
     assert "other" not in {part.name for part in report.parts}
+
+
+@pytest.mark.parametrize("length", [65, pytest.param(200, marks=pytest.mark.slow)])
+def test_long_prompts_of_linear_attention(case, prompt, length):
+    """Several chunks of 64 tokens, and then decode steps on the state behind them."""
+    case, ids = case("qwen3_5"), prompt(2, length)
+    assert_logits_close(case.model.score(ids), case.torch_logits(ids))
+    np.testing.assert_array_equal(
+        generate(case.model, ids, max_new_tokens=4), case.torch_greedy(ids, 4, pad_token_id=0)
+    )
+
+
+def without_gates(model):
+    """The gates of attention give 1/2, and the next projection doubles that."""
+    for layer in model.model.layers:
+        if hasattr(layer, "self_attn"):
+            width = layer.self_attn.head_dim
+            rows = layer.self_attn.q_proj.weight.data.unflatten(0, (-1, 2 * width))
+            rows[:, width:] = 0
+            layer.self_attn.o_proj.weight.data *= 2
+
+
+def without_convolution(model):
+    """A token alone passes it."""
+    for layer in model.model.layers:
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn.conv1d.weight.data[..., :-1] = 0
+
+
+def without_memory(model):
+    for layer in model.model.layers:
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn.A_log.data[:] = 10
+
+
+@pytest.mark.parametrize("change", [without_gates, without_convolution, without_memory])
+def test_parts_of_the_hybrid_matter(case, prompt, change):
+    """So that agreement above says something about each of them."""
+    case, ids = case("qwen3_next"), prompt(2, 40)
+    changed = copy.deepcopy(case.torch_model)
+    change(changed)
+    with torch.no_grad():
+        other = changed(torch.tensor(ids)).logits.numpy()
+    expected = case.torch_logits(ids)
+    assert np.abs(other - expected).max() > 0.01 * np.ptp(expected)
+
+
+@pytest.mark.parametrize("is_tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_qwen3_5_as_published(prompt, tmp_path, is_tied):
+    """Its text keys lie in text_config, a vision model and layers for multi-token prediction stand beside: left out,
+    and named in the report."""
+    torch_model = write_qwen3_5(tmp_path, vocab_size=VOCAB, tie_word_embeddings=is_tied)
+    extra = {f"mtp.{name}": torch.zeros(2) for name in ("fc.weight", "layers.0.mlp.gate.weight", "norm.weight")}
+    edit(tmp_path, lambda tensors: tensors | extra)
+    model, ids = load_pretrained(tmp_path, dtype=jnp.float32), prompt(2, 40)
+    with torch.no_grad():
+        expected = torch_model(input_ids=torch.tensor(ids)).logits.numpy()
+    assert_logits_close(model.score(ids), expected)
+    report = inspect_checkpoint(tmp_path)
+    assert report.problems == () and isinstance(report.config, DecoderConfig)
+    parts = {part.name: part.num_tensors for part in report.parts}
+    vision = sum(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))
+    assert parts["left out"] == vision + len(extra) and "other" not in parts
+    assert "linear attention (gated delta rule) in 1 of 2 layers" in report.render()
+    if is_tied:  # the file may hold the head as well
+        table = "model.language_model.embed_tokens.weight"
+        edit(tmp_path, lambda tensors: tensors | {"lm_head.weight": tensors[table]})
+        assert_logits_close(load_pretrained(tmp_path, dtype=jnp.float32).score(ids), expected)
+    edit(tmp_path, lambda tensors: tensors | {"model.unknown.weight": torch.zeros(2)})
+    refuses(CheckpointError, "1 tensors unexpected: model.unknown.weight", load_pretrained, tmp_path)
+
+
+def test_hybrid_through_orbax_and_reload(case, prompt, tmp_path):
+    """Decay, time steps and convolution are weights like all others."""
+    case, ids = case("qwen3_next"), prompt(2, 40)
+    expected = np.asarray(case.model.score(ids))
+    checkpointing.save(case.model, tmp_path / "saved")
+    other = load_pretrained(case.directory, dtype=jnp.float32)
+    for name in ("conv_weight", "A_log", "dt_bias"):
+        parameter = getattr(other.layers[0].self_attn, name)
+        parameter.set_value(parameter.get_value() * 0)
+    assert np.abs(np.asarray(other.score(ids)) - expected).max() > 0.01 * np.ptp(expected)
+    checkpointing.restore(other, tmp_path / "saved")
+    np.testing.assert_array_equal(other.score(ids), expected)
+    pairs = load_file(case.directory / "model.safetensors")
+    name = "model.layers.0.linear_attn.A_log"
+    other.reload_weights((key, (value + (key == name)).numpy()) for key, value in pairs.items())
+    np.testing.assert_array_equal(other.layers[0].self_attn.A_log.get_value(), pairs[name].numpy() + 1)
 
 
 def test_long_rows_of_phi(case, prompt, monkeypatch):

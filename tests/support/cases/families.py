@@ -61,8 +61,10 @@ DOTS = dict(
 ERNIE = dict(moe_num_experts=E, moe_num_shared_experts=2, moe_intermediate_size=I, intermediate_size=40)
 SHARED = dict(shared_expert_intermediate_size=I)
 LINEAR_ATTENTION = dict(
-    linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4
+    linear_key_head_dim=8, linear_value_head_dim=12, linear_num_key_heads=2, linear_num_value_heads=4
 )
+LINEAR_ATTENTION |= dict(layer_types=["linear_attention", "full_attention"])
+QWEN3_5 = SHARED | LINEAR_ATTENTION | dict(num_experts=E, moe_intermediate_size=I, num_hidden_layers=2)
 LLAMA4 = dict(
     num_local_experts=E,
     intermediate_size=I,
@@ -118,6 +120,7 @@ FAMILIES = {
     "qwen2_moe": Family("Qwen2Moe", QWEN | SHARED | dict(mlp_only_layers=[1]), (0, 2)),
     "qwen3_moe": Family("Qwen3Moe", QWEN | dict(decoder_sparse_step=2, norm_topk_prob=True), (1,)),
     "qwen3_next": Family("Qwen3Next", QWEN | SHARED | LINEAR_ATTENTION | dict(num_hidden_layers=2), (0, 1)),
+    "qwen3_5_moe_text": Family("Qwen3_5Moe", QWEN3_5, (0, 1)),
     "olmoe": Family(
         "Olmoe",
         dict(num_experts=E, intermediate_size=I, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=3),
@@ -202,10 +205,26 @@ def write_kimi_k25(directory: Path, **options: Any) -> Any:
     return model
 
 
+def write_qwen3_5(directory: Path, **options: Any) -> Any:
+    """The published form, with a vision model; returns it. options: of the language model."""
+    text = transformers.Qwen3_5MoeTextConfig(**SIZES | QWEN3_5 | options)
+    sizes = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=4, num_position_embeddings=16)
+    vision = dict(sizes, model_type="qwen3_5_moe_vision", out_hidden_size=text.hidden_size)
+    return writers.save_random(
+        "Qwen3_5Moe",
+        directory,
+        architecture="ConditionalGeneration",
+        text_config=text.to_dict(),
+        vision_config=vision,
+        tie_word_embeddings=text.tie_word_embeddings,
+    )
+
+
 # Families whose language model is one of FAMILIES, within a checkpoint that holds others too.
 WRAPPED: dict[str, tuple[Any, str]] = {
     "llama4": (write_llama4, "llama4_text"),
     "kimi_k25": (write_kimi_k25, "deepseek_v3"),
+    "qwen3_5_moe": (write_qwen3_5, "qwen3_5_moe_text"),
 }
 
 

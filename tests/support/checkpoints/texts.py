@@ -24,6 +24,12 @@ def write_text_model(directory: Path, **options: Any) -> None:
     writers.write_model(
         "qwen3_moe", directory, torch.float32, **SIZES, **{**sizes, "eos_token_id": VOCAB - 3, **options}
     )
+    add_texts(directory)
+    (directory / "generation_config.json").unlink()
+
+
+def add_texts(directory: Path) -> None:
+    """Give a checkpoint the tokenizer and its template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -32,4 +38,3 @@ def write_text_model(directory: Path, **options: Any) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1], "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    (directory / "generation_config.json").unlink()
