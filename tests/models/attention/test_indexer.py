@@ -185,7 +185,7 @@ def test_a_row_is_cleared_and_filled_again(model, prompt):
     _, cache = run(model, ids, cache=model.init_cache(2, 32))
     spoiled = jax.tree.map(lambda a: a.at[1].set(jnp.nan), cache.layers)
     fresh = dataclasses.replace(cache, layers=spoiled).cleared(jnp.array([False, True]))
-    assert all(not np.asarray(array)[1].any() for layer in fresh.layers for array in layer)
+    assert all(not np.asarray(array)[1].any() for layer in fresh.layers for array in layer.arrays)
     new = prompt(1, 30)[0, ::-1]
     mask = np.array([np.zeros(20, bool), np.ones(20, bool)])
     logits, _ = run(model, np.stack([new[:20]] * 2), attention_mask=mask, cache=fresh)
@@ -214,7 +214,8 @@ def test_long_answers_equal_transformers(case, prompt, name):
 
 def test_what_the_cache_keeps(case):
     """A latent and a rotated key for each token, an index key in layers that select."""
-    shapes = {name: [[a.shape for a in layer] for layer in case(name).model.init_cache(2, 24).layers] for name in NAMES}
+    caches = {name: case(name).model.init_cache(2, 24) for name in NAMES}
+    shapes = {name: [[a.shape for a in layer.arrays] for layer in cache.layers] for name, cache in caches.items()}
     latent, index = (2, 1, 24, 24), (2, 1, 24, 16)
     assert shapes == {"deepseek_v32": [[latent, index]] * 2, "glm_dsa": [[latent, index], [latent]] * 2}
 
