@@ -32,8 +32,13 @@ class Target:
 
     @property
     def multiplies_e4m3(self) -> bool:
-        """Whether ``mma`` takes e4m3; sm_90 and sm_100 take it, but unpack it to float16 first."""
+        """Whether ``mma`` takes e4m3."""
         return (self.major, self.minor) >= (8, 9)
+
+    @property
+    def unpacks_e4m3(self) -> bool:
+        """Whether ptxas makes float16 of e4m3 operands of ``mma``, in twice the registers."""
+        return self.major in (9, 10)
 
     @property
     def has_bf16_mul(self) -> bool:

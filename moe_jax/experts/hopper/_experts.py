@@ -12,6 +12,9 @@ as the rounding points of vLLM's kernels have it. Those of float16 layers might 
 where the scale is local, without rounding first. From the router logits on (``forward_layer``) routing and alignment
 are one launch for few tokens, and combine writes the layer's output, shared experts included.
 
+Of the ``portable`` kernels there are the products; what surrounds them is then the kernels' references, which XLA
+compiles (``beside_products``), and requantization is always apart.
+
 Plain weights go to ``grouped_gemm``. Weights in kernel layout go to ``grouped_gemm_packed``: activations are left in 16
 bits; or quantized per row to int8 or e4m3 (W4A8); or rounded to the weights' microscaling grid (NVFP4, MXFP4, MXFP8),
 or to codes less their zero points, either of which bfloat16 holds exactly.
@@ -58,10 +61,11 @@ def forward(
 ) -> Array:
     """``Backend.run`` with the implementation of every kernel given by name; "reference" runs anywhere."""
     plan = plan or make_plan(config, weights, x.shape[0], kernels)
-    tiles = align(topk_ids, weights.num_experts, plan.block_m, unpermuted=plan.unpermuted, implementation=kernels)
+    beside = beside_products(kernels)
+    tiles = align(topk_ids, weights.num_experts, plan.block_m, unpermuted=plan.unpermuted, implementation=beside)
     x, x_scale = _quantized(x, plan, weights, kernels)
     rows = Experts(config, weights, plan, tiles, kernels)(x, x_scale)
-    return combine(rows, tiles.row_of, topk_weights, out_dtype=jnp.dtype(out_dtype), implementation=kernels)
+    return combine(rows, tiles.row_of, topk_weights, out_dtype=jnp.dtype(out_dtype), implementation=beside)
 
 
 def forward_layer(
@@ -121,10 +125,15 @@ def forward_arrived(
         plan.block_m,
         group_offset=first_slot,
         unpermuted=plan.unpermuted,
-        implementation=kernels,
+        implementation=beside_products(kernels),
     )
     x, scale = (arrived.codes, arrived.scales) if are_quantized else _quantized(arrived.codes, plan, weights, kernels)
     return send_back(Experts(config, weights, plan, tiles, kernels)(x, scale), tiles.row_of)
+
+
+def beside_products(kernels: str) -> str:
+    """The implementation of the kernels that align, move and combine rows beside products by ``kernels``."""
+    return "reference" if kernels == "portable" else kernels
 
 
 def router_arguments(config: MoEConfig, params: RoutingParams | None) -> dict[str, Any]:
@@ -144,7 +153,7 @@ def router_arguments(config: MoEConfig, params: RoutingParams | None) -> dict[st
 def _quantized(x: Array, plan: Plan, weights: ExpertWeights, kernels: str) -> tuple[Array, Array | None]:
     """x and no scales; or where tokens are quantized where they are, its codes and their scales."""
     tokens = _to_quantize(x, plan, weights)
-    return (x, None) if tokens is None else quantize_and_permute(**tokens, implementation=kernels)
+    return (x, None) if tokens is None else quantize_and_permute(**tokens, implementation=beside_products(kernels))
 
 
 def _to_quantize(x: Array, plan: Plan, weights: ExpertWeights) -> dict[str, Any] | None:
@@ -211,13 +220,18 @@ class Experts:
         )
 
     @property
+    def _movers(self) -> str:
+        """Implementation of what moves rows and leaves their values."""
+        return beside_products(self.kernels)
+
+    @property
     def _row_kernels(self) -> str | tuple[str, ...]:
         """Implementations of what happens to rows between products.
 
         Rows that are short, or hold no whole groups, are XLA's business; the products stay in the kernels.
         """
         is_8bit = in_kernel_layout(self.weights) and self._kind is not None
-        return ("hopper", "reference") if self.kernels == "hopper" and not is_8bit else self.kernels
+        return ("hopper", "reference") if self.kernels == "hopper" and not is_8bit else beside_products(self.kernels)
 
     def _input_rows(self, x: Array, x_scale: Array | None) -> tuple[Array, Array | None]:
         """What grouped GEMM 1 takes, and what multiplies it."""
@@ -233,7 +247,7 @@ class Experts:
         fmt, orders = weights.scheme.activations, weights.w13.g_idx
         if kind is None or orders is not None:
             ordered: dict[str, Any] = {} if orders is None else dict(columns=orders, tile_expert=self.tiles.tile_expert)
-            move = functools.partial(quantize_and_permute, quantization="none", implementation=self.kernels, **ordered)
+            move = functools.partial(quantize_and_permute, quantization="none", implementation=self._movers, **ordered)
         if kind is None:
             return rows_on_grid(
                 x,
@@ -260,7 +274,7 @@ class Experts:
             return first(requantize="tensor", out_scale=static), static
         if self.plan.requantize != "none":
             return first(requantize=self.plan.requantize)
-        hidden, fmt = first(), weights.scheme.activations
+        hidden, fmt = first(out_dtype=self.plan.hidden_dtype or config.dtype), weights.scheme.activations
         if kind == "none":
             return hidden, None
         scale = None if kind is None else tensor_scale(fmt, static, hidden, self.tiles, config.call_axes)

@@ -292,9 +292,9 @@ _EXPONENT_SHIFT = {"e2m1": {"bfloat16": 0x7E807E80}, "e4m3": {"bfloat16": 0x7B80
 def _mma_layouts(operand: str) -> tuple[Any, Any]:
     """Of the left operand of ``mma.sync``, four warps along its rows: Mosaic's and Pallas' name. jax 0.10 has none."""
     dtype = jnp.dtype(operand)
-    of_mosaic: Any = getattr(mgpu, "MMALayouts")
-    of_pallas: Any = getattr(plgpu.Layout, "MMA_LHS")
-    return of_mosaic(dtype, m_warps=4).lhs, of_pallas(dtype, m_warps=4)
+    mosaic: Any = mgpu
+    pallas: Any = plgpu.Layout
+    return mosaic.MMALayouts(dtype, m_warps=4).lhs, pallas.MMA_LHS(dtype, m_warps=4)
 
 
 def _product(operand: str, a: IrValue, b: IrValue, has_bf16_mul: bool) -> IrValue:

@@ -66,7 +66,9 @@ def unpacks_late(desc: PackedDesc) -> bool:
 def folds_scales(desc: PackedDesc) -> bool:
     """Whether group scales are multiplied into the operands, rounded once, instead of into the float32 partial sums."""
     # Operands made of e4m3 spend the one multiplication on their exponents.
-    return desc.fmt.scale == "group" and desc.fmt.operand == desc.scale_dtype == "bfloat16" and desc.fmt.element != "e4m3"
+    return (
+        desc.fmt.scale == "group" and desc.fmt.operand == desc.scale_dtype == "bfloat16" and desc.fmt.element != "e4m3"
+    )
 
 
 def is_promoted(desc: AnyDesc) -> bool:
@@ -161,9 +163,27 @@ def _unsupported_packed(desc: PackedDesc, target: Target) -> str | None:
     return None
 
 
-def choose_block_m(rows: float) -> int:
-    """Rows of a tile for ``rows`` expected rows of an expert that is hit."""
-    return next((block_m for block_m in BLOCK_MS if rows <= block_m), BLOCK_MS[-1])
+def largest_block_m(desc: AnyDesc, target: Target) -> int:
+    """Rows of the highest tile that ptxas compiles without spills."""
+    is_gated = desc.projections > 1
+    if isinstance(desc, GemmDesc):
+        if desc.dtype != "float8_e4m3fn":
+            return 128
+        if desc.is_block_scaled:
+            return 32 if is_gated else 64
+        return 32 if target.unpacks_e4m3 else 128
+    if desc.fmt.operand == "float8_e4m3fn":
+        return 32 if is_gated or not is_promoted(desc) else 64
+    if desc.fmt.element == "e2m1":
+        return 64
+    if is_promoted(desc):
+        return 32 if is_gated and (desc.fmt.group_size or 128) < 64 else 64
+    return 64 if folds_scales(desc) and not target.has_bf16_mul else 128
+
+
+def choose_block_m(rows: float, most: int = BLOCK_MS[-1]) -> int:
+    """Rows of a tile, ``most`` at most, for ``rows`` expected rows of an expert that is hit."""
+    return next(block_m for block_m in BLOCK_MS if rows <= block_m or block_m == most)
 
 
 def choose_config(desc: AnyDesc, block_m: int, target: Target) -> MmaConfig:
@@ -171,19 +191,15 @@ def choose_config(desc: AnyDesc, block_m: int, target: Target) -> MmaConfig:
     if (reason := unsupported(desc, target)) is not None:
         raise NotImplementedError(reason)
     block_n = _block_n(desc, block_m)
-    room = target.smem_bytes
-    # Two CTAs of an SM hide each other's epilogues; high tiles fill the registers of an SM with two.
-    stages = 3 if block_m == 128 else 4
-    if block_m < 64:
-        stages = 6
+    stages = {16: 6, 32: 6, 64: 4, 128: 3}[block_m]
     configs = [MmaConfig(block_m, block_n, count, target=target) for count in range(stages, 1, -1)]
-    for config in configs:
-        if config_error(desc, config) is None and (block_m == 128 or shared_memory(desc, config) <= room // 2):
-            return config
-    for config in configs:
-        if config_error(desc, config) is None:
-            return config
-    raise NotImplementedError(config_error(desc, configs[-1]) or "no configuration")
+    fitting = [config for config in configs if config_error(desc, config) is None]
+    if not fitting:
+        raise NotImplementedError(config_error(desc, configs[-1]))
+    # Two CTAs of an SM hide each other's epilogues; the highest tiles take the registers of two.
+    half = (target.smem_bytes + 1024) // 2 - 1024
+    in_pairs = [c for c in fitting if block_m < 128 and c.num_stages > 2 and shared_memory(desc, c) <= half]
+    return (in_pairs or fitting)[0]
 
 
 def _block_n(desc: AnyDesc, block_m: int) -> int:
@@ -198,8 +214,10 @@ def _block_n(desc: AnyDesc, block_m: int) -> int:
 def describe(desc: AnyDesc, config: MmaConfig) -> str:
     """What ``explain`` says."""
     weights = "unpacked in registers" if isinstance(desc, PackedDesc) else f"{desc.dtype}"
-    tile = f"{config.block_m} x {desc.projections} x {config.block_n}" if desc.projections > 1 else (
-        f"{config.block_m} x {config.block_n}"
+    tile = (
+        f"{config.block_m} x {desc.projections} x {config.block_n}"
+        if desc.projections > 1
+        else (f"{config.block_m} x {config.block_n}")
     )
     kib = shared_memory(desc, config) >> 10
     return f"{tile} tiles by mma.sync, {weights}, {config.num_stages} stages ({kib} KiB shared memory), {config.target}"

@@ -79,7 +79,13 @@ def copy_rows(source: TileRef, target: TileRef, transforms: Any, step: Scalar, r
             last = arith.subi(_scalar(rows_left[0]), _constant(1))
             for start in starts:
                 own = arith.minsi(arith.addi(row, _constant(start)), last)
-                _copy(shared, start * _ROW, _plus(base, arith.addi(arith.muli(own, _constant(row_bytes)), column)), 0, size)
+                _copy(
+                    shared,
+                    start * _ROW,
+                    _plus(base, arith.addi(arith.muli(own, _constant(row_bytes)), column)),
+                    0,
+                    size,
+                )
             return
         first = _plus(base, arith.addi(arith.muli(row, _constant(row_bytes)), column))
         for start in starts:

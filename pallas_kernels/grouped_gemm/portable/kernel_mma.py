@@ -6,12 +6,11 @@
         main loop        shared memory -> ldmatrix, or words -> operands by bit moves -> mma.sync
     epilogue             scales, bias, activation -> staged in shared memory -> stores of whole rows
 
-Plain weights are the right operand: a tile is (block_m rows, block_n columns) of each projection. Packed weights are the
-left operand, which is unpacked in registers: a tile is (64 channels, piece_m rows) for each block of 64 channels and
-each piece of rows.
+Plain weights are the right operand: a tile is (block_m rows, block_n columns) of each projection. Packed weights are
+the left operand, which is unpacked in registers: a tile is (64 channels, piece_m rows) for each block of 64 channels
+and each piece of rows.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +39,7 @@ from pallas_kernels.grouped_gemm.portable.config import (
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
 
 _LAYOUT: Any = plgpu.Layout
+_mma: Any = vars(plgpu).get("mma")  # jax 0.10 has none
 _SWIZZLE = 128
 
 
@@ -155,12 +155,10 @@ def _plain(
     height = piece_m(desc, config)
     projections, pieces, shape = range(desc.projections), range(block_m // height), (height, block_n)
     expert, first_column = operands["tile_expert"][row], column * block_n
-    first_row = jnp.int32(0) if desc.unpermuted_rows else row * block_m
+    first_row = 0 if desc.unpermuted_rows else row * block_m
     rows = operands["x"].at[pl.ds(first_row, block_m)]
     left_columns = None if desc.n % block_n == 0 else desc.n - first_column
-    weights = [
-        operands["w"].at[expert * desc.projections + p, pl.ds(first_column, block_n)] for p in projections
-    ]
+    weights = [operands["w"].at[expert * desc.projections + p, pl.ds(first_column, block_n)] for p in projections]
     steps = -(-desc.k // step_k(desc, config))
 
     def fetch(step, slot):
@@ -183,7 +181,7 @@ def _plain(
             x = plgpu.load(xs.at[slot, pl.ds(piece * height, height)], layout=left)
             for p in projections:
                 w = plgpu.load(ws.at[slot, p].T, layout=right)
-                found[p][piece] = finish(p, piece, plgpu.mma(totals[p][piece], x, w))
+                found[p][piece] = finish(p, piece, _mma(totals[p][piece], x, w))
         return found
 
     def scales_of_rows(step):
@@ -279,7 +277,7 @@ def _packed(
     blocks, pieces = desc.projections * groups_of_channels, range(block_m // height)
     shape, accumulator = (BLOCK_N, height), jnp.int32 if desc.accumulator == "int32" else jnp.float32
     expert = operands["tile_expert"][row]
-    first_row = jnp.int32(0) if desc.unpermuted_rows else row * block_m
+    first_row = 0 if desc.unpermuted_rows else row * block_m
     rows = operands["x"].at[pl.ds(first_row, block_m)]
     # Blocks past the last channel are copies of the last; what they make is cut off the output.
     channels = [
@@ -297,7 +295,7 @@ def _packed(
 
     def group_of(step):
         if group is None:
-            return jnp.int32(0)
+            return 0
         return step * step_groups if depth >= group else lax.div(step, jnp.int32(group // depth))
 
     def fetch(step, slot):
@@ -348,7 +346,7 @@ def _packed(
                 for piece in pieces:
                     x = rows_of(slot, b, piece)
                     for index, operand in zip(together, left, strict=True):
-                        totals[index][piece] = plgpu.mma(totals[index][piece], operand, x)
+                        totals[index][piece] = _mma(totals[index][piece], operand, x)
         return totals
 
     def multiply_promoted(step, slot, totals):
@@ -364,7 +362,7 @@ def _packed(
                     factor = lax.broadcast_in_dim(factor.astype(jnp.float32), shape, [0])
                     for piece in pieces:
                         x = rows_of(slot, b, piece)[number * width : (number + 1) * width]
-                        found = plgpu.mma(new_sums(), part, x).astype(jnp.float32)
+                        found = _mma(new_sums(), part, x).astype(jnp.float32)
                         totals[index][piece] = totals[index][piece] + found * factor
         return totals
 
