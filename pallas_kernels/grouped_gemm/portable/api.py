@@ -7,7 +7,7 @@ import jax
 
 from pallas_kernels.common.device import portable_target
 from pallas_kernels.grouped_gemm.packed.format import pad_to
-from pallas_kernels.grouped_gemm.portable.config import AnyDesc, MmaConfig, choose_config, config_error
+from pallas_kernels.grouped_gemm.portable.config import AnyDesc, MmaConfig, choose_config, config_error, group_rows
 from pallas_kernels.grouped_gemm.problem import GemmDesc
 
 
@@ -28,6 +28,10 @@ def run(desc: AnyDesc, config: MmaConfig | None, block_m: int, operands: Mapping
             vector = operands.get(name)
             if vector is not None and vector.shape[1:] == (desc.n,):
                 operands[name] = pad_to(vector, 1, config.block_n)
+    else:  # a last step past K takes scales past the last group, which multiply zeros and must be numbers
+        for name in ("scale", "zero"):
+            if name in operands:
+                operands[name] = pad_to(operands[name], 1, group_rows(desc, config))
     # here: importing it loads Pallas
     from pallas_kernels.grouped_gemm.portable.kernel_mma import grouped_gemm_mma
 

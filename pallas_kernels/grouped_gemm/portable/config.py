@@ -114,6 +114,8 @@ def config_error(desc: AnyDesc, config: MmaConfig) -> str | None:
         return f"tiles of {config.block_m} rows; there are {', '.join(map(str, BLOCK_MS))}"
     if config.block_n not in (64, 128):
         return f"tiles of {config.block_n} columns; there are 64 and 128"
+    if isinstance(desc, PackedDesc) and desc.k // desc.fmt.block_k % config.step_blocks:
+        return f"steps of {config.step_blocks} blocks: K has {desc.k // desc.fmt.block_k}"
     if desc.rows % config.block_m:
         return f"rows={desc.rows} is not a multiple of block_m={config.block_m}"
     if desc.unpermuted_rows > config.block_m:
