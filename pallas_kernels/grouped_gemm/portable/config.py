@@ -180,7 +180,9 @@ def largest_block_m(desc: AnyDesc, target: Target) -> int:
         return 64
     if is_promoted(desc):
         return 32 if is_gated and (desc.fmt.group_size or 128) < 64 else 64
-    return 64 if folds_scales(desc) and target != Target(9, 0) else 128
+    if desc.fmt.element == "int4" and not desc.fmt.is_8bit:
+        return 128 if folds_scales(desc) and target == Target(9, 0) else 64
+    return 128
 
 
 def choose_block_m(rows: float, most: int = BLOCK_MS[-1]) -> int:
