@@ -41,10 +41,10 @@ def quantize_and_permute_ref(
     # A row knows its token, so that rows are gathered: XLA scatters them many times slower.
     token_of = jnp.full(desc.num_rows, desc.num_tokens, jnp.int32).at[target].set(token, mode="drop")
 
-    def gathered(values, axis):
+    def rows_of(values: jax.Array, axis: int) -> jax.Array:
         return jnp.take(values, token_of, axis=axis, mode="fill", fill_value=0)
 
-    return gathered(codes, 0), None if scales is None else gathered(scales, -1)
+    return rows_of(codes, 0), None if scales is None else rows_of(scales, -1)
 
 
 def quantize_rows(desc: PermuteDesc, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:

@@ -51,7 +51,7 @@ def grouped_gemm_mma(desc: AnyDesc, config: MmaConfig) -> Kernel:
     columns = -(-desc.n // config.block_n)
     grid = desc.rows // config.block_m * columns
     names = desc.operand_names
-    loop = _packed if isinstance(desc, PackedDesc) else _plain
+    loop: Any = _packed if isinstance(desc, PackedDesc) else _plain
 
     def body(*refs):
         operands, output, scratch = dict(zip(names, refs[:-2], strict=True)), refs[-2], refs[-1]
@@ -178,16 +178,16 @@ def _plain(
         """totals[p][piece] and the products of the step; finish: what becomes of each."""
         found = [list(own) for own in totals]
         for piece in pieces:
-            x = plgpu.load(xs.at[slot, pl.ds(piece * height, height)], layout=left)
+            x = mosaic.load(xs.at[slot, pl.ds(piece * height, height)], layout=left)
             for p in projections:
-                w = plgpu.load(ws.at[slot, p].T, layout=right)
+                w = mosaic.load(ws.at[slot, p].T, layout=right)
                 found[p][piece] = finish(p, piece, _mma(totals[p][piece], x, w))
         return found
 
     def scales_of_rows(step):
         group = lax.min(step, jnp.int32(steps - 1))
         return [
-            plgpu.load(
+            mosaic.load(
                 operands["x_scale"].at[group, pl.ds(first_row + piece * height, height)],
                 layout=sums.reduce(1),
                 optimized=False,
@@ -216,7 +216,7 @@ def _plain(
 
         def of_columns(name, p):
             ref = operands[name].at[expert * desc.projections + p, pl.ds(first_column, block_n)]
-            vector = plgpu.load(ref, layout=sums.reduce(0), optimized=False).astype(jnp.float32)
+            vector = mosaic.load(ref, layout=sums.reduce(0), optimized=False).astype(jnp.float32)
             return spread(vector, 1)
 
         for piece in pieces:
@@ -228,7 +228,7 @@ def _plain(
                     value = value * operands["x_scale"][0]
                 elif desc.lhs_scale == "row":
                     ref = operands["x_scale"].at[pl.ds(first_row + piece * height, height)]
-                    vector = plgpu.load(ref, layout=sums.reduce(1), optimized=False)
+                    vector = mosaic.load(ref, layout=sums.reduce(1), optimized=False)
                     value = value * spread(vector, 0)
                 if desc.rhs_scale == "tensor":
                     value = value * operands["w_scale"][expert * desc.projections + p]
@@ -252,7 +252,7 @@ def _store(config: MmaConfig, staging: TileRef, output: Ref, row: Scalar, first_
     copies.barrier()
     shape = (config.block_m, config.block_n)
     layout = _LAYOUT.SMEM_GMEM_COPY(shape, output.dtype, _SWIZZLE)
-    output[pl.ds(row * shape[0], shape[0]), pl.ds(first_column, shape[1])] = plgpu.load(staging, layout=layout)
+    output[pl.ds(row * shape[0], shape[0]), pl.ds(first_column, shape[1])] = mosaic.load(staging, layout=layout)
 
 
 # -- packed weights ---------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def _packed(
         )
 
     def rows_of(slot, b, piece):
-        return plgpu.load(xs.at[slot, b, pl.ds(piece * height, height)].T, layout=right)
+        return mosaic.load(xs.at[slot, b, pl.ds(piece * height, height)].T, layout=right)
 
     def multiply(step, slot, totals):
         del step
@@ -351,6 +351,7 @@ def _packed(
 
     def multiply_promoted(step, slot, totals):
         del step
+        assert scales is not None
         totals = [list(own) for own in totals]
         for b in range(config.step_blocks):
             for index in range(blocks):
@@ -358,7 +359,7 @@ def _packed(
                 width = fmt.block_k // len(parts)
                 for number, part in enumerate(parts):
                     at = (b * fmt.block_k + number * width) // (group or 1) % step_groups
-                    factor = plgpu.load(scales.at[slot, index, at], layout=sums.reduce(1), optimized=False)
+                    factor = mosaic.load(scales.at[slot, index, at], layout=sums.reduce(1), optimized=False)
                     factor = lax.broadcast_in_dim(factor.astype(jnp.float32), shape, [0])
                     for piece in pieces:
                         x = rows_of(slot, b, piece)[number * width : (number + 1) * width]
@@ -375,7 +376,7 @@ def _packed(
     with jax.named_scope("epilogue"):
 
         def of_channels(ref):
-            vector = plgpu.load(ref, layout=sums.reduce(1), optimized=False).astype(jnp.float32)
+            vector = mosaic.load(ref, layout=sums.reduce(1), optimized=False).astype(jnp.float32)
             return lax.broadcast_in_dim(vector, shape, [0])
 
         for j, channel in enumerate(channels):
@@ -386,7 +387,7 @@ def _packed(
                     value = totals[index][piece].astype(jnp.float32)
                     if desc.lhs_scale == "row":
                         ref = operands["x_scale"].at[pl.ds(first_row + piece * height, height)]
-                        vector = plgpu.load(ref, layout=sums.reduce(0), optimized=False) * (1 / fmt.unit)
+                        vector = mosaic.load(ref, layout=sums.reduce(0), optimized=False) * (1 / fmt.unit)
                         value = value * lax.broadcast_in_dim(vector, shape, [1])
                     elif desc.lhs_scale == "tensor":
                         value = value * (operands["x_scale"][0] * (1 / fmt.unit))
