@@ -98,6 +98,21 @@ def portable_target() -> Target:
     return Target.parse(capability)
 
 
+def portable_sms() -> int:
+    """SMs of the device of ``portable_target``. Raises NotImplementedError as it does."""
+    portable_target()
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].core_count if abstract is None else abstract.num_cores
+
+
+def may_overlap() -> bool:
+    """Whether a kernel may start before the last one of its stream has ended: not below sm_90."""
+    try:
+        return portable_target().may_overlap
+    except NotImplementedError:  # jax 0.10, which has kernels for Hopper alone; or no GPU, where none is compiled
+        return True
+
+
 def device_kind() -> str:
     """The kind of the device a function is traced for, in JAX's words ("NVIDIA H200"); found as in ``hopper_sms``."""
     return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind

@@ -12,8 +12,8 @@ as the rounding points of vLLM's kernels have it. Those of float16 layers might 
 where the scale is local, without rounding first. From the router logits on (``forward_layer``) routing and alignment
 are one launch for few tokens, and combine writes the layer's output, shared experts included.
 
-Of the ``portable`` kernels there are the products; what surrounds them is then the kernels' references, which XLA
-compiles (``beside_products``), and requantization is always apart.
+The ``portable`` kernels are the same sequence: their own products, and the kernels for rows, which need neither TMA nor
+wgmma. Requantization is always apart, and XLA does to rows what no kernel can (``beside_products``).
 
 Plain weights go to ``grouped_gemm``. Weights in kernel layout go to ``grouped_gemm_packed``: activations are left in 16
 bits; or quantized per row to int8 or e4m3 (W4A8); or rounded to the weights' microscaling grid (NVFP4, MXFP4, MXFP8),
@@ -35,7 +35,7 @@ from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_opera
 from moe_jax.experts.hopper._plan import Plan, make_plan
 from moe_jax.experts.hopper._rows import kind_of, of_rows, rows_on_grid, tensor_scale
 from moe_jax.quantization import ExpertWeights
-from moe_jax.routing import RoutingParams, validate_routing
+from moe_jax.routing import Routing, RoutingParams, validate_routing
 from moe_jax.routing._route import groups_of
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.combine import combine
@@ -43,7 +43,8 @@ from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm.packed import grouped_gemm_packed
 from pallas_kernels.nvlink_dispatch import DispatchedRows, place_rows
 from pallas_kernels.quantize_and_permute import quantize_and_permute
-from pallas_kernels.route import route_and_align
+from pallas_kernels.route import route, route_and_align
+from pallas_kernels.route.config import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 
 # -- from tokens and their experts, from router logits, from rows that arrived ----------------------------------------
 
@@ -94,12 +95,19 @@ def forward_layer(
         token_mask=token_mask,
         unpermuted=plan.unpermuted,
         tokens=_to_quantize(x, plan, weights),
-        implementation=kernels,
+        implementation=beside_products(kernels),
     )
     rows = Experts(config, weights, plan, routed.tiles, kernels)(
         x if routed.codes is None else routed.codes, routed.scales
     )
-    y = combine(rows, routed.tiles.row_of, routed.weights, shared=shared, out_dtype=x.dtype, implementation=kernels)
+    y = combine(
+        rows,
+        routed.tiles.row_of,
+        routed.weights,
+        shared=shared,
+        out_dtype=x.dtype,
+        implementation=beside_products(kernels),
+    )
     return y, routed.ids, routed.tiles.group_sizes
 
 
@@ -131,9 +139,49 @@ def forward_arrived(
     return send_back(Experts(config, weights, plan, tiles, kernels)(x, scale), tiles.row_of)
 
 
-def beside_products(kernels: str) -> str:
-    """The implementation of the kernels that align, move and combine rows beside products by ``kernels``."""
-    return "reference" if kernels == "portable" else kernels
+def beside_products(kernels: str) -> str | tuple[str, ...]:
+    """Implementations of what routes, aligns, moves and combines rows beside products by ``kernels``."""
+    return ("portable", "reference") if kernels == "portable" else kernels
+
+
+def routing_refusal(config: MoEConfig, params: RoutingParams | None, *, has_mask: bool) -> str | None:
+    """``Backend.routing_refusal`` of the kernel that routes."""
+    if config.custom_routing_function is not None:
+        return "custom_routing_function"
+    if params is not None and params.hash_indices_table is not None:
+        return "hash_indices_table"
+    if config.zero_expert_type is not None:
+        return "zero experts"
+    if config.scoring_func not in ("softmax", "sigmoid"):
+        return f"scoring_func={config.scoring_func!r}"
+    if config.apply_router_weight_on_input:
+        return "apply_router_weight_on_input"
+    sizes = dict(num_experts=config.num_experts, top_k=config.top_k, num_expert_group=config.num_expert_group or 0)
+    for (name, size), most in zip(sizes.items(), (MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS), strict=True):
+        if size > most:
+            return f"room for {name}={size}, at most {most}"
+    if has_mask and config.has_call_scale:
+        return "one activation scale for the call, which masked tokens must not raise"
+    return None
+
+
+def route_alone(
+    config: MoEConfig,
+    router_logits: Array,
+    params: RoutingParams | None,
+    token_mask: Array | None,
+    kernels: str = "hopper",
+) -> Routing:
+    """``Backend.route`` with the implementation of the kernel given by name."""
+    if config.router_logits_dtype is not None:
+        router_logits = router_logits.astype(config.router_logits_dtype)
+    options = router_arguments(config, params)
+    if config.apply_routed_scale_to_output:  # which ``finish`` multiplies with
+        options["scale"] = 1.0
+    found = route(
+        router_logits, config.top_k, token_mask=token_mask, implementation=beside_products(kernels), **options
+    )
+    return Routing(*found)
 
 
 def router_arguments(config: MoEConfig, params: RoutingParams | None) -> dict[str, Any]:
@@ -220,7 +268,7 @@ class Experts:
         )
 
     @property
-    def _movers(self) -> str:
+    def _movers(self) -> str | tuple[str, ...]:
         """Implementation of what moves rows and leaves their values."""
         return beside_products(self.kernels)
 

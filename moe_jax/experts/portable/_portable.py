@@ -1,10 +1,10 @@
 """``Portable``: which layers and calls the kernels by ``mma.sync`` take, and why not others.
 
-    XLA: align -> quantize and permute -> grouped GEMM 1 (scales, bias, activation) -> XLA: requantize -> grouped GEMM 2
-    (scales, bias) -> XLA: combine in float32
+    [route] -> align -> quantize and permute -> grouped GEMM 1 (scales, bias, activation) -> requantize
+    -> grouped GEMM 2 (scales, bias) -> combine in float32
 
-The sequence, the plan and the layout of packed weights are the hopper backend's, whose words are the register operands
-of ``mma.sync`` too.
+The sequence, the plan, the kernels for rows and the layout of packed weights are the hopper backend's. Its kernels for
+rows need neither TMA nor wgmma, and the words of packed weights are the register operands of ``mma.sync`` too.
 """
 
 import dataclasses
@@ -19,13 +19,14 @@ from jax.typing import DTypeLike
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
-from moe_jax.experts._backend import Backend, Problem
+from moe_jax.experts._backend import Backend, LayerArguments, Problem
 from moe_jax.experts.hopper import _kernel_layout
-from moe_jax.experts.hopper._experts import forward, forward_arrived
+from moe_jax.experts.hopper._experts import forward, forward_arrived, forward_layer, route_alone, routing_refusal
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, is_kernel_layout, kernel_format
 from moe_jax.experts.hopper._plan import describe_portable, make_plan
 from moe_jax.experts.hopper._rows import kind_of_tokens, row_kind
 from moe_jax.quantization import ExpertWeights, QuantizedTensor
+from moe_jax.routing import Routing, RoutingParams
 from pallas_kernels.common import WeightLayout
 from pallas_kernels.common.device import portable_target
 from pallas_kernels.common.targets import Target
@@ -35,8 +36,10 @@ from pallas_kernels.nvlink_dispatch.config import GROUPED_WIDTH
 
 _16_BIT = ("bfloat16", "float16")
 _forward_portable = functools.partial(forward, kernels="portable")
+_forward_layer_portable = functools.partial(forward_layer, kernels="portable")
 # Jitted, so that a program has equal layers of a model once.
 _forward = jax.jit(_forward_portable, static_argnums=0, static_argnames="out_dtype")
+_forward_layer = jax.jit(_forward_layer_portable, static_argnums=0)
 
 
 class Portable(Backend):
@@ -74,13 +77,12 @@ class Portable(Backend):
         x = jax.ShapeDtypeStruct((problem.num_tokens, weights.hidden_size), config.dtype)
         slots = (problem.num_tokens, config.top_k)
         topk = (jax.ShapeDtypeStruct(slots, jnp.float32), jax.ShapeDtypeStruct(slots, jnp.int32))
-        leaves, structure = jax.tree.flatten((x, *topk, weights))
-        shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
-        return _refusal_of_shapes(_shared(config), structure, shapes, portable_target())
+        return _kernel_refusal(_forward_portable, config, (x, *topk, weights))
 
     def describe(self, problem: Problem) -> list[str]:
         plan = make_plan(problem.config, problem.weights, problem.num_tokens, "portable")
-        lines = ["routing, alignment, quantization of rows and combine: by XLA"]
+        reason = self.routing_refusal(problem.config, problem.weights, None, has_mask=False)
+        lines = ["routing: by the kernel" if reason is None else f"routing: by XLA, since the kernel has no {reason}"]
         if plan.unpermuted:
             lines.append("rows: none are moved, GEMM 1 takes all tokens as the rows of every tile")
         return lines + describe_portable(plan)
@@ -98,6 +100,33 @@ class Portable(Backend):
         out_dtype: DTypeLike = jnp.float32,
     ) -> Array:
         return _forward(_shared(config), x, topk_weights, topk_ids, weights, out_dtype=out_dtype)
+
+    def routing_refusal(
+        self, config: MoEConfig, weights: ExpertWeights, params: RoutingParams | None, *, has_mask: bool
+    ) -> str | None:
+        return routing_refusal(config, params, has_mask=has_mask)
+
+    def route(
+        self, config: MoEConfig, router_logits: Array, params: RoutingParams | None, token_mask: Array | None
+    ) -> Routing:
+        return route_alone(config, router_logits, params, token_mask, "portable")
+
+    def layer_refusal(self, config: MoEConfig, arguments: LayerArguments) -> str | None:
+        _, _, weights, params, token_mask, _ = arguments
+        reason = self.routing_refusal(config, weights, params, has_mask=token_mask is not None)
+        return reason or _kernel_refusal(_forward_layer_portable, config, arguments)
+
+    def run_layer(
+        self,
+        config: MoEConfig,
+        x: Array,
+        router_logits: Array,
+        weights: ExpertWeights,
+        params: RoutingParams | None,
+        token_mask: Array | None,
+        shared: Array | None,
+    ) -> tuple[Array, Array, Array]:
+        return _forward_layer(_shared(config), x, router_logits, weights, params, token_mask, shared)
 
     def reads(self, layout: WeightLayout) -> bool:
         return layout.is_plain or is_kernel_layout(layout)
@@ -148,18 +177,25 @@ def _shared(config: MoEConfig) -> MoEConfig:
     return dataclasses.replace(config, name="", custom_routing_function=None)
 
 
+def _kernel_refusal(function: Callable[..., Any], config: MoEConfig, arguments: tuple[Any, ...]) -> str | None:
+    """The first kernel that refuses ``function(config, *arguments)``; the layers of a model share one answer."""
+    leaves, structure = jax.tree.flatten(arguments)
+    shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
+    return _refusal_of_shapes(function, _shared(config), structure, shapes, portable_target())
+
+
 @functools.lru_cache(maxsize=512)
 def _refusal_of_shapes(
+    function: Callable[..., Any],
     config: MoEConfig,
     structure: Any,
     shapes: tuple[tuple[tuple[int, ...], np.dtype], ...],
     target: Target,
 ) -> str | None:
-    """The first kernel that refuses the call; the layers of a model share one answer."""
     del target  # part of the key: the answer depends on the device
     arguments = structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes])
     try:
-        jax.eval_shape(functools.partial(_forward_portable, config), *arguments)
+        jax.eval_shape(functools.partial(function, config), *arguments)
     except NotImplementedError as error:
         return str(error)
     return None

@@ -55,8 +55,7 @@ def grouped_gemm_mma(desc: AnyDesc, config: MmaConfig) -> Kernel:
 
     def body(*refs):
         operands, output, scratch = dict(zip(names, refs[:-2], strict=True)), refs[-2], refs[-1]
-        if config.target.may_overlap:
-            mosaic.begin()
+        mosaic.begin()
         shape = (desc.rows // config.block_m, columns)
         row, column = plgpu.planar_snake(lax.axis_index("tile"), shape, 0, config.raster_group_m)
 
