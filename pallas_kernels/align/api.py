@@ -57,7 +57,7 @@ def align(
         unpermuted: row t of an expert's tile is token t, so that every tile holds the same T <= block_m tokens. A token
             that names an expert twice then has one row of it.
         config: of the Hopper kernel; None for its own choice.
-        implementation: "hopper", "portable", "reference", or several in the order to try; None tries them in this order.
+        implementation: "hopper", "portable", "reference", or several in the order to try; None for this order.
 
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.

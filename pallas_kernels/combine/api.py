@@ -33,7 +33,7 @@ def combine(
         shared: (T, H) bfloat16, float16 or float32, or None.
         out_dtype: of the result, (T, H).
         config: of the Hopper kernel; None for its own choice.
-        implementation: "hopper", "portable", "reference", or several in the order to try; None tries them in this order.
+        implementation: "hopper", "portable", "reference", or several in the order to try; None for this order.
 
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.

@@ -123,7 +123,7 @@ def place_rows(
         scales: (N,) or (N, H / 128) float32.
         row_of: (N, top_k) int32, the place of each (row, slot), -1 for none; distinct otherwise.
         num_places: Mp, static.
-        implementation: "hopper", "portable", "reference", or several in the order to try; None tries them in this order.
+        implementation: "hopper", "portable", "reference", or several in the order to try; None for this order.
 
     Returns:
         (codes (Mp, H), scales (Mp,) or (H / 128, Mp)).

@@ -59,7 +59,7 @@ def quantize_and_permute(
         tile_expert: (Mp / block_m,) int32, the expert of each tile of rows; goes with columns.
         scale_rows: with row_of None, the scales have room for this many rows, at least T; those past T are unspecified.
         config: of the Hopper kernel; None for its own choice.
-        implementation: "hopper", "portable", "reference", or several in the order to try; None tries them in this order.
+        implementation: "hopper", "portable", "reference", or several in the order to try; None for this order.
 
     Returns:
         (codes (Mp, H), scales). Scales multiply; they are (Mp,) per row, (ceil(H / 128), Mp) per group of 128, else

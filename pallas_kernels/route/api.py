@@ -75,7 +75,7 @@ def route(
         groups_kept: groups that stay.
         token_mask: (T,) bool, False for tokens that get ids -1 and weights 0.
         config: of the Hopper kernel; None for its own choice.
-        implementation: "hopper", "portable", "reference", or several in the order to try; None tries them in this order.
+        implementation: "hopper", "portable", "reference", or several in the order to try; None for this order.
 
     Returns:
         (weights (T, top_k) float32, ids (T, top_k) int32), best first.
