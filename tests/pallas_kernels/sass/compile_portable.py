@@ -1,6 +1,7 @@
 """Compile the portable kernels to SASS for one GPU, without it, and print what ptxas made of them as JSON lines.
 
     python compile_portable.py TARGET [--tallest] [--every N [--start I]]    one of sm_80, sm_89, sm_90, sm_100, sm_120
+    python compile_portable.py TARGET --rows                                 the kernels that route and move rows
 
 Runs where compile_kernels.py runs, with jax 0.11. Mosaic asks the first device of the process for its capability and
 takes 9.0 where it has none, so the target is put in its place: one process compiles for one target. For sm_120 jax
@@ -90,6 +91,63 @@ def cases() -> Iterator[tuple[str, Any]]:
         yield f"{name}{' gated' if gated else ''}", kind(**sizes, **options)
 
 
+def row_kernels(target: Any, num_sms: int) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """(name, kernel, (shape, dtype) of its operands): what surrounds the products."""
+    from pallas_kernels.align.api import describe as describe_align
+    from pallas_kernels.align.config import choose_config as choose_align
+    from pallas_kernels.align.kernel_sm90 import align_sm90
+    from pallas_kernels.combine.config import CombineDesc
+    from pallas_kernels.combine.config import choose_config as choose_combine
+    from pallas_kernels.combine.kernel_sm90 import combine_sm90
+    from pallas_kernels.nvlink_dispatch.config import PlaceDesc, choose_place_config
+    from pallas_kernels.nvlink_dispatch.place_sm90 import place_sm90
+    from pallas_kernels.quantize_and_permute.config import TAKES_SCALE, PermuteDesc
+    from pallas_kernels.quantize_and_permute.config import choose_config as choose_permute
+    from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
+    from pallas_kernels.quantize_and_permute.narrow_sm90 import quantize_narrow_rows_sm90
+    from pallas_kernels.route.config import RouteDesc
+    from pallas_kernels.route.config import choose_config as choose_route
+    from pallas_kernels.route.kernel_sm90 import route_and_align_sm90, route_sm90
+
+    few = describe_align(16, 8, 128, 16, has_offset=False, unpermuted=True)
+    many = describe_align(8192, 8, 128, 128, has_offset=False, unpermuted=False)
+    yield "align few", align_sm90(few, choose_align(few)), (((128,), "int32"),)
+    yield "align many", align_sm90(many, choose_align(many)), (((65536,), "int32"),)
+
+    for dtype, width in (("bfloat16", 2048), ("float16", 4096)):
+        combine = CombineDesc(16, width, 8, 2048, dtype, "float32")
+        operands = (((2048, width), dtype), ((16, 8), "int32"), ((16, 8), "float32"))
+        yield f"combine {dtype}", combine_sm90(combine, choose_combine(combine, num_sms)), operands
+
+    options: Any = dict(scoring="softmax", renormalize=True, scale=1.0, has_bias=False, num_groups=0, groups_kept=0)
+    route = RouteDesc(num_tokens=16, num_experts=128, top_k=8, dtype="float32", has_mask=False, **options)
+    logits, in_one = ((2048,), "float32"), choose_route(route, in_one_cta=True)
+    yield "route", route_sm90(route, choose_route(route)), (logits,)
+    yield "route and align", route_and_align_sm90(route, in_one, few), (logits,)
+    beside = PermuteDesc(16, 2048, 0, 16, "bfloat16", "int8_row", scale_rows=16)
+    yield "route, int8", route_and_align_sm90(route, in_one, few, beside), (logits, ((16, 2048), "bfloat16"))
+
+    for groups in (0, 16):
+        place = PlaceDesc(256, 4096, 2048, 8, groups)
+        scales = ((256, groups) if groups else (256,), "float32")
+        operands = (((256, 2048), "int8"), scales, ((256, 8), "int32"))
+        yield f"place, {groups} groups", place_sm90(place, choose_place_config(place, num_sms)), operands
+
+    kinds = ["none", "int8_row", "nvfp4", "nvfp4_row", "mxfp4", "mxfp8"]
+    if target.multiplies_e4m3:
+        kinds += ["e4m3_row", "e4m3_tensor", "e4m3_group", "e4m3_group_ue8m0"]
+    for kind, (tokens, width, moves) in itertools.product(kinds, ((256, 2048, True), (4096, 768, False))):
+        places = dict(top_k=8, num_rows=4096) if moves else dict(top_k=0, num_rows=tokens, num_named=tokens)
+        desc = PermuteDesc(num_tokens=tokens, width=width, dtype="bfloat16", quantization=kind, **places)
+        chosen = choose_permute(desc, num_sms)
+        kernel = quantize_narrow_rows_sm90 if chosen.rows_at_once > 1 else quantize_and_permute_sm90
+        operands = [((tokens, width), "bfloat16")]
+        operands += [((tokens, 8), "int32")] if moves else []
+        operands += [((1,), "float32")] if kind in TAKES_SCALE else []
+        operands += [] if moves else [((tokens,), "int32")]
+        yield f"{kind}, {'moved' if moves else 'in place'}", kernel(desc, chosen), tuple(operands)
+
+
 def shapes_of(desc: Any, block_m: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """(shape, dtype) of the operands."""
     matrices, tiles = desc.num_experts * desc.projections, desc.rows // block_m
@@ -154,6 +212,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--tallest", action="store_true", help="of each form the highest tiles alone")
+    parser.add_argument("--rows", action="store_true", help="the kernels around the products")
     options = parser.parse_args()
     dump = tempfile.mkdtemp(prefix="sass_")
     os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin complains about cuDNN otherwise
@@ -164,6 +223,7 @@ def main() -> None:
     from jax.experimental import topologies
     from jax.experimental.mosaic.gpu import utils
 
+    from pallas_kernels.common import device
     from pallas_kernels.common.targets import Target
     from pallas_kernels.grouped_gemm import portable
     from pallas_kernels.grouped_gemm.portable.config import BLOCK_MS
@@ -179,29 +239,34 @@ def main() -> None:
     machine = topologies.get_topology_desc(platform="cuda", target_config=MACHINE.format(**sizes), topology="1x1x1")
     mesh = topologies.make_mesh(topo=machine, mesh_shape=(1,), axis_names=("x",))
     alone = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    wanted = []
-    for case, desc in cases():
+    device.portable_target = lambda: target  # which kernels ask whether they may overlap
+    wanted: list[tuple[str, Any, Any]] = []
+    for case, desc in () if options.rows else cases():
         if portable.unsupported(desc, target) is None:
             heights = [each for each in BLOCK_MS if each <= portable.largest_block_m(desc, target)]
-            heights = heights[-1:] if options.tallest else heights
-            wanted += [(case, desc, portable.choose_config(desc, each, target)) for each in heights]
-    for case, desc, config in wanted[options.start :: options.every]:
-        tag = f"{case}, {portable.describe(desc, config)}"
+            for height in heights[-1:] if options.tallest else heights:
+                config = portable.choose_config(desc, height, target)
+                tag = f"{case}, {portable.describe(desc, config)}"
+                wanted.append((tag, grouped_gemm_mma(desc, config), (shapes_of(desc, height),)))
+    wanted += row_kernels(target, sms) if options.rows else ()
+    for tag, kernel, shapes in wanted[options.start :: options.every]:
         before = set(glob.glob(f"{dump}/*.ptx"))
         failed = ""
         try:
-            shapes = {
-                each: jax.ShapeDtypeStruct(*shape, sharding=alone)
-                for each, shape in shapes_of(desc, config.block_m).items()
-            }
-            jax.jit(grouped_gemm_mma(desc, config)).lower(shapes).compile()
+            operands = jax.tree.map(
+                lambda each: jax.ShapeDtypeStruct(*each, sharding=alone),
+                shapes,
+                is_leaf=lambda each: isinstance(each, tuple) and isinstance(each[-1], str),
+            )
+            jax.jit(kernel).lower(*operands).compile()
         except Exception as error:
             failed = f"{type(error).__name__}: {str(error)[-300:]}"
         new = sorted(set(glob.glob(f"{dump}/*.ptx")) - before)
         try:
-            if len(new) != 1:
-                raise RuntimeError(failed or f"{len(new)} kernels")
-            print(json.dumps(report(tag, new[0].removesuffix(".ptx"), options.target)), flush=True)
+            if not new:
+                raise RuntimeError(failed or "no kernel")
+            for each in new:
+                print(json.dumps(report(tag, each.removesuffix(".ptx"), options.target)), flush=True)
         except Exception as error:
             print(json.dumps(dict(name=tag, error=f"{str(error)[:300]} {failed}")), flush=True)
         for big in glob.glob(f"{dump}/*mlir-passes.log"):

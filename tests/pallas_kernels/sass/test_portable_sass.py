@@ -26,17 +26,21 @@ TARGETS = {"sm_80": "sm_80", "sm_89": "sm_89", "sm_90": "sm_90a", "sm_100": "sm_
 def kernels(request):
     if shutil.which(PYTHON[0]) is None and not (ROOT / PYTHON[0]).exists():
         pytest.skip(f"{PYTHON[0]} does not exist; `make test-sass-portable` makes it")
-    script = str((HERE / "compile_portable.py").relative_to(ROOT))
-    command = [*PYTHON, script, request.param, "--every", str(EVERY)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=7200)
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    found = compiled(request.param, "--every", str(EVERY))
     assert len(found) > 100 // EVERY
     return request.param, found
 
 
+def compiled(*arguments):
+    script = str((HERE / "compile_portable.py").relative_to(ROOT))
+    run = subprocess.run([*PYTHON, script, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=7200)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
 def test_all_compile_without_spills(kernels):
     target, found = kernels
+    found = found + compiled(target, "--rows")
     assert [k for k in found if "error" in k or k["spill_bytes"] or k["target"] != TARGETS[target]] == []
 
 
