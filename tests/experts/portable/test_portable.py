@@ -110,7 +110,7 @@ def test_refuses_by_name():
         assert "in layout 'plain'" in str(PORTABLE.refusal(plain))
     reason = str(PORTABLE.refusal(problem("bf16")))
     is_old = jax.__version_info__ < (0, 11)
-    assert ("plgpu.mma of jax 0.11" if is_old else "needs an NVIDIA GPU, the default backend is cpu") in reason
+    assert ("plgpu.mma of jax 0.11" if is_old else "needs an NVIDIA GPU, the default backend is 'cpu'") in reason
 
 
 def test_comes_after_hopper_and_before_xla():
