@@ -22,7 +22,7 @@ or to codes less their zero points, either of which bfloat16 holds exactly.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -170,18 +170,15 @@ def route_alone(
     router_logits: Array,
     params: RoutingParams | None,
     token_mask: Array | None,
-    kernels: str = "hopper",
+    kernels: str | Sequence[str],
 ) -> Routing:
-    """``Backend.route`` with the implementation of the kernel given by name."""
+    """``Backend.route`` with the implementations of the kernel given by name, in the order to try."""
     if config.router_logits_dtype is not None:
         router_logits = router_logits.astype(config.router_logits_dtype)
     options = router_arguments(config, params)
     if config.apply_routed_scale_to_output:  # which ``finish`` multiplies with
         options["scale"] = 1.0
-    found = route(
-        router_logits, config.top_k, token_mask=token_mask, implementation=beside_products(kernels), **options
-    )
-    return Routing(*found)
+    return Routing(*route(router_logits, config.top_k, token_mask=token_mask, implementation=kernels, **options))
 
 
 def router_arguments(config: MoEConfig, params: RoutingParams | None) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Portable(Backend):
     def route(
         self, config: MoEConfig, router_logits: Array, params: RoutingParams | None, token_mask: Array | None
     ) -> Routing:
-        return route_alone(config, router_logits, params, token_mask, "portable")
+        return route_alone(config, router_logits, params, token_mask, ("portable", "reference"))
 
     def layer_refusal(self, config: MoEConfig, arguments: LayerArguments) -> str | None:
         _, _, weights, params, token_mask, _ = arguments
