@@ -8,7 +8,7 @@ PINS := pyproject.toml constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-layers test-slow dist nightly test-sass test-vllm test-writers docs docs-text notebooks lint format clean
+.PHONY: help demo test test-layers test-slow dist nightly test-sass test-sass-portable test-vllm test-writers docs docs-text notebooks lint format clean
 
 help:
 	@echo "make demo          write, quantize and run a small model; no torch needed"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-slow     the slow tests alone"
 	@echo "make nightly       lint, type check, the fast and the slow tests, all kernels compiled; takes hours"
 	@echo "make test-sass     compile the Hopper kernels to machine code; no GPU needed (downloads 230 MB)"
+	@echo "make test-sass-portable  compile the portable kernels for five GPUs; needs Python 3.12 (SASS_PYTHON=python3.12)"
 	@echo "make test-vllm     run vLLM's plugin with vLLM's real classes on the CPU (downloads 1 GB)"
 	@echo "make test-writers  write checkpoints with llm-compressor, read them with moe_jax"
 	@echo "make lint          ruff and pyright"
@@ -141,6 +142,12 @@ EVERY ?= 1
 USE_SASS := MOE_JAX_SASS_EVERY=$(EVERY) MOE_JAX_SASS_PYTHON=$(SASS)/bin/python
 test-sass: $(VENV)/.installed-dev $(SASS)/.installed
 	$(USE_SASS) $(BIN)/python -m pytest -q -m slow tests/pallas_kernels/sass $(ARGS)
+
+# The portable kernels for five GPUs; needs jax 0.11.
+test-sass-portable:
+	$(MAKE) .venv-sass0.11.2/.installed SASS_JAX=0.11.2 SASS_PYTHON=$(SASS_PYTHON)
+	MOE_JAX_SASS_EVERY=$(EVERY) MOE_JAX_PORTABLE_SASS_PYTHON=.venv-sass0.11.2/bin/python \
+	    $(BIN)/python -m pytest -q -m slow tests/pallas_kernels/sass/test_portable_sass.py $(ARGS)
 
 nightly: lint $(SASS)/.installed
 	$(USE_SASS) $(BIN)/python -m pytest -q -m '$(ON_CPU)' $(WORKERS) $(ARGS)

@@ -46,7 +46,7 @@ NOT_AT_TOP = {"torch", "safetensors", "huggingface_hub", "matplotlib", "rich", "
 
 
 # Behind ``Backend``; outside moe_jax.experts nobody imports one of these.
-BACKENDS = ("moe_jax.experts._reference", "moe_jax.experts.hopper", "moe_jax.experts.xla")
+BACKENDS = tuple(f"moe_jax.experts.{name}" for name in ("_reference", "hopper", "portable", "xla"))
 
 
 def module_name(path: Path) -> str:
@@ -149,7 +149,7 @@ def asks_for_a_backend(path: Path) -> list[Any]:
         known += [name for name in names if name in ("in_kernel_layout", "is_kernel_layout")]
         if isinstance(node, ast.Compare):
             values = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
-            known += sorted(values & {"hopper", "mosaic", "xla"}, key=str)
+            known += sorted(values & {"hopper", "mosaic", "portable", "xla"}, key=str)
     return known
 
 

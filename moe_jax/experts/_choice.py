@@ -12,13 +12,14 @@ from moe_jax.experts._backend import Backend, LayerArguments, Problem
 from moe_jax.experts._gradient import NoGradient, with_gradient_of
 from moe_jax.experts._reference import Reference
 from moe_jax.experts.hopper import Hopper
+from moe_jax.experts.portable import Portable
 from moe_jax.experts.xla import Xla
 from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import Routing, RoutingParams, route
 from pallas_kernels.common import WeightLayout
 
 # In the order of preference.
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Hopper(), Xla(), Reference())}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Hopper(), Portable(), Xla(), Reference())}
 _OLD_NAMES = {"mosaic": "hopper"}
 
 
@@ -193,15 +194,21 @@ def layout_owner(layout: WeightLayout) -> Backend:
 
 
 def preferred_layout(config: MoEConfig, weights: ExpertWeights, platform: str) -> Backend | None:
-    """The backend in whose own layout plain weights are best held: the first one tried, where it takes them so.
+    """The backend in whose own layout plain weights are best held: that of the first one that runs them in some layout.
 
     weights: arrays or ShapeDtypeStructs. None: they stay as they are.
     """
-    backend = first_choice(config, platform)
-    if not weights.w13.layout.is_plain or backend.layout_refusal(weights, config) is not None:
+    if not weights.w13.layout.is_plain:
         return None
-    held = jax.eval_shape(functools.partial(backend.kernel_layout, config=config), weights)
-    return backend if _refusal(backend, Problem(config, held, 1, platform)) is None else None
+    for name in order_of(config, platform):
+        backend = BACKENDS[name]
+        if backend.layout_refusal(weights, config) is None:
+            held = jax.eval_shape(functools.partial(backend.kernel_layout, config=config), weights)
+            if _refusal(backend, Problem(config, held, 1, platform)) is None:
+                return backend
+        if _refusal(backend, Problem(config, weights, 1, platform)) is None:
+            return None
+    return None
 
 
 def in_best_layout(config: MoEConfig, weights: ExpertWeights) -> ExpertWeights:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.align.config import OUTPUTS, AlignConfig, AlignDesc, choose_config, config_error, row_capacity
 from pallas_kernels.align.reference import align_ref
-from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.device import hopper_sms, portable_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.common.types import Leaf
 
@@ -57,7 +57,7 @@ def align(
         unpermuted: row t of an expert's tile is token t, so that every tile holds the same T <= block_m tokens. A token
             that names an expert twice then has one row of it.
         config: of the Hopper kernel; None for its own choice.
-        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
+        implementation: "hopper", "portable", "reference", or several in the order to try; None for this order.
 
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
@@ -76,8 +76,8 @@ def align(
     )
     operands = [topk_ids.reshape(-1), *as_operands(group_offset)]
 
-    def hopper() -> dict[str, jax.Array]:
-        hopper_sms()
+    def kernel(num_sms: int) -> dict[str, jax.Array]:
+        del num_sms  # asked for whether the device runs it
         chosen = config or choose_config(desc)
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
@@ -86,7 +86,12 @@ def align(
 
         return dict(zip(OUTPUTS, align_sm90(desc, chosen)(*operands), strict=True))
 
-    found = first_that_runs("align", dict(hopper=hopper, reference=lambda: align_ref(desc, *operands)), implementation)
+    runs = dict(
+        hopper=lambda: kernel(hopper_sms()),
+        portable=lambda: kernel(portable_sms()),
+        reference=lambda: align_ref(desc, *operands),
+    )
+    found = first_that_runs("align", runs, implementation)
     return TileMap(**dict(found, row_of=found["row_of"].reshape(topk_ids.shape)))
 
 

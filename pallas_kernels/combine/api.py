@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.combine.config import CombineConfig, CombineDesc, choose_config, config_error
 from pallas_kernels.combine.reference import combine_ref
-from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.device import hopper_sms, portable_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.common.types import Dtype
 
@@ -33,7 +33,7 @@ def combine(
         shared: (T, H) bfloat16, float16 or float32, or None.
         out_dtype: of the result, (T, H).
         config: of the Hopper kernel; None for its own choice.
-        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
+        implementation: "hopper", "portable", "reference", or several in the order to try; None for this order.
 
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
@@ -58,8 +58,8 @@ def combine(
         shared_dtype=None if shared is None else jnp.dtype(shared.dtype).name,
     )
 
-    def hopper():
-        chosen = config or choose_config(desc, hopper_sms())
+    def kernel(num_sms: int) -> jax.Array:
+        chosen = config or choose_config(desc, num_sms)
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
 
@@ -67,5 +67,9 @@ def combine(
 
         return combine_sm90(desc, chosen)(rows, row_of, weights, *([] if shared is None else [shared]))
 
-    runs = dict(hopper=hopper, reference=lambda: combine_ref(desc, rows, row_of, weights, shared))
+    runs = dict(
+        hopper=lambda: kernel(hopper_sms()),
+        portable=lambda: kernel(portable_sms()),
+        reference=lambda: combine_ref(desc, rows, row_of, weights, shared),
+    )
     return first_that_runs("combine", runs, implementation)

@@ -5,7 +5,17 @@ import dataclasses
 import jax
 
 from pallas_kernels.common.sm90 import SMEM_BYTES
+from pallas_kernels.common.targets import Target
 
+# Parts of the names of GPUs, for abstract devices, which have no capability.
+_CAPABILITIES = {
+    **dict.fromkeys(("A100", "A800", "A30"), (8, 0)),
+    **dict.fromkeys(("A10", "A40", "A6000", "RTX 30"), (8, 6)),
+    **dict.fromkeys(("L40", "L4", "L20", "RTX 40", "RTX 6000 Ada"), (8, 9)),
+    **dict.fromkeys(("H100", "H200", "GH200", "H800", "H20"), (9, 0)),
+    **dict.fromkeys(("B200", "B100"), (10, 0)),
+    **dict.fromkeys(("RTX 50", "RTX PRO 6000"), (12, 0)),
+}
 _HOPPER = ("H100", "H200", "GH200", "H800", "H20")
 # Kinds in JAX's words: bytes a second that memory can deliver by NVIDIA's data sheets, in 1e9.
 _MEMORY_GBPS = {
@@ -64,6 +74,43 @@ def hopper_sms() -> int:
     if capability != "9.0":
         raise NotImplementedError(f"needs compute capability 9.0, {device.device_kind} has {capability}")
     return device.core_count
+
+
+def portable_target() -> Target:
+    """What the portable kernels are compiled for: the device as in ``hopper_sms``, any NVIDIA GPU from sm_80 on.
+
+    Raises NotImplementedError for any other, and for jax 0.10, whose Pallas has no ``mma``.
+    """
+    if jax.__version_info__ < (0, 11):
+        raise NotImplementedError(f"needs plgpu.mma of jax 0.11, found jax {jax.__version__}")
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        for name, capability in _CAPABILITIES.items():
+            if name in abstract.device_kind:
+                return Target(*capability)
+        raise NotImplementedError(f"needs an NVIDIA GPU that it knows, the mesh is of {abstract.device_kind!r}")
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f"needs an NVIDIA GPU, the default backend is {jax.default_backend()!r}")
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if capability is None or not capability.replace(".", "").isdigit():
+        raise NotImplementedError(f"needs an NVIDIA GPU, {device.device_kind} has compute capability {capability}")
+    return Target.parse(capability)
+
+
+def portable_sms() -> int:
+    """SMs of the device of ``portable_target``. Raises NotImplementedError as it does."""
+    portable_target()
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].core_count if abstract is None else abstract.num_cores
+
+
+def may_overlap() -> bool:
+    """Whether a kernel may start before the last one of its stream has ended: not below sm_90."""
+    try:
+        return portable_target().may_overlap
+    except NotImplementedError:  # jax 0.10, which has kernels for Hopper alone; or no GPU, where none is compiled
+        return True
 
 
 def device_kind() -> str:

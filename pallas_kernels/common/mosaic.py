@@ -1,6 +1,7 @@
-"""Pallas Mosaic GPU as our Hopper kernels use it: one spelling for jax 0.10.2 and 0.11.2.
+"""Pallas Mosaic GPU as our kernels use it: one spelling for jax 0.10.2 and 0.11.2.
 
-Everything here is static or emits code inside a kernel; nothing asks a device. Facts of the chip are in sm90.py.
+Everything here is static or emits code inside a kernel; ``begin`` alone depends on the device. Facts of the chip are in
+sm90.py.
 """
 
 import inspect
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
+from pallas_kernels.common.device import may_overlap
 from pallas_kernels.common.types import Dtype, Layout, Ref, Scalar, TileRef, Value
 
 WGMMA = plgpu.Layout.WGMMA
@@ -52,9 +54,9 @@ def begin() -> None:
     complete and visible. Only then is the next kernel let in: at most two kernels overlap, and all before them are
     complete. A kernel launched as usual, as XLA's are, waits for all of the one before it, and is waited for. In XLA's
     command buffers each call is a graph of its own, and nothing overlaps (jaxlib 0.11.2). torch_bridge launches as XLA
-    does without command buffers.
+    does without command buffers. GPUs below sm_90 have no such launches: there the statement is nothing.
     """
-    if USES_PDL:
+    if USES_PDL and may_overlap():
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
 

@@ -1,5 +1,6 @@
 """``grouped_gemm``: rows in expert order times the weights of their experts, with what surrounds a product fused in."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -35,7 +36,7 @@ def grouped_gemm(
     out_scale: jax.Array | None = None,
     tile_rows: jax.Array | None = None,
     block_m: int | None = None,
-    config: GemmConfig | None = None,
+    config: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
     """Grouped GEMM over rows in expert order, each expert's rows starting at a tile of their own.
@@ -61,8 +62,8 @@ def grouped_gemm(
         tile_rows: (Mp / block_m,) int32, rows in use of each tile: the others may then be neither read nor written.
         block_m: with it x is (T, K), T <= block_m: the unpermuted tokens, which are the first rows of every tile.
             Scales of rows are then those of one tile, (block_m,) or (ceil(K/128), block_m), of any value past T.
-        config: of the hopper implementation; chosen when None.
-        implementation: "hopper" or "reference", or several in the order to try; all when None.
+        config: GemmConfig of the hopper implementation, MmaConfig of the portable one; chosen when None.
+        implementation: "hopper", "portable" or "reference", or several in the order to try; all when None.
 
     Returns (Mp, N) out_dtype, or codes, or (codes, scales). Rows of tiles from num_tiles on, and rows past tile_rows,
     are unspecified.
@@ -130,11 +131,8 @@ def permuted(operands: Operands, rows: int) -> Operands:
     return dict(operands, x=x, x_scale=scales_in_every_tile(operands["x_scale"], tiles))
 
 
-def _run_hopper(desc: GemmDesc, config: GemmConfig | None, operands: Operands) -> Any:
-    block_m = check_block_m(config, operands, desc.rows)
-    config = config or choose_config(desc, block_m, hopper_sms())
-    if reason := config_error(desc, config):
-        raise NotImplementedError(reason)
+def flattened(operands: Operands) -> Operands:
+    """Operands as the kernels take them: (E, G, ...) as (E * G, ...), and scalars as (1,)."""
     flat = dict(operands)
     for name in ("w", "w_scale", "bias"):
         if flat[name] is not None:
@@ -142,6 +140,15 @@ def _run_hopper(desc: GemmDesc, config: GemmConfig | None, operands: Operands) -
     for name in ("num_tiles", "x_scale", "out_scale"):
         if flat[name] is not None and flat[name].ndim == 0:
             flat[name] = flat[name].reshape(1)
+    return flat
+
+
+def _run_hopper(desc: GemmDesc, config: GemmConfig | None, operands: Operands) -> Any:
+    block_m = check_block_m(config, operands, desc.rows)
+    config = config or choose_config(desc, block_m, hopper_sms())
+    if reason := config_error(desc, config):
+        raise NotImplementedError(reason)
+    flat = flattened(operands)
     # here: importing it loads Pallas
     from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
 
@@ -155,7 +162,16 @@ def _run_reference(desc: GemmDesc, config: GemmConfig | None, operands: Operands
     return grouped_gemm_ref(desc, **given)
 
 
-_RUN = {"hopper": _run_hopper, "reference": _run_reference}
+def _run_portable(desc: GemmDesc, config: Any, operands: Operands) -> jax.Array:
+    # here: it loads Pallas, and knows packed weights, which know this module
+    from pallas_kernels.grouped_gemm.portable import run
+
+    block_m = check_block_m(config, operands, desc.rows)
+    desc = dataclasses.replace(desc, has_tile_rows=False)  # tiles in use are written whole
+    return run(desc, config, block_m, flattened(dict(operands, tile_rows=None)))
+
+
+_RUN = {"hopper": _run_hopper, "portable": _run_portable, "reference": _run_reference}
 
 
 def _describe(

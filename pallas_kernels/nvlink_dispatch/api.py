@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.device import hopper_sms, portable_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.common.types import Dtype, Leaf
 from pallas_kernels.nvlink_dispatch.config import (
@@ -123,7 +123,7 @@ def place_rows(
         scales: (N,) or (N, H / 128) float32.
         row_of: (N, top_k) int32, the place of each (row, slot), -1 for none; distinct otherwise.
         num_places: Mp, static.
-        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
+        implementation: "hopper", "portable", "reference", or several in the order to try; None for this order.
 
     Returns:
         (codes (Mp, H), scales (Mp,) or (H / 128, Mp)).
@@ -138,8 +138,7 @@ def place_rows(
     groups = scales.shape[1] if scales.ndim == 2 else 0
     desc = PlaceDesc(codes.shape[0], num_places, codes.shape[1], row_of.shape[1], groups)
 
-    def hopper():
-        num_sms = hopper_sms()
+    def kernel(num_sms: int) -> tuple[jax.Array, jax.Array]:
         if reason := place_error(desc):
             raise NotImplementedError(reason)
 
@@ -149,7 +148,11 @@ def place_rows(
         placed, placed_scales = place_sm90(desc, choose_place_config(desc, num_sms))(bits, scales, row_of)
         return jax.lax.bitcast_convert_type(placed, codes.dtype), placed_scales
 
-    runs = dict(hopper=hopper, reference=lambda: place_ref(desc, codes, scales, row_of))
+    runs = dict(
+        hopper=lambda: kernel(hopper_sms()),
+        portable=lambda: kernel(portable_sms()),
+        reference=lambda: place_ref(desc, codes, scales, row_of),
+    )
     return first_that_runs("place_rows", runs, implementation)
 
 

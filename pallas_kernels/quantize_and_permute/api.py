@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.device import hopper_sms, portable_sms, portable_target
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.quantize_and_permute.config import (
     QUANTIZATIONS,
@@ -59,7 +59,7 @@ def quantize_and_permute(
         tile_expert: (Mp / block_m,) int32, the expert of each tile of rows; goes with columns.
         scale_rows: with row_of None, the scales have room for this many rows, at least T; those past T are unspecified.
         config: of the Hopper kernel; None for its own choice.
-        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
+        implementation: "hopper", "portable", "reference", or several in the order to try; None for this order.
 
     Returns:
         (codes (Mp, H), scales). Scales multiply; they are (Mp,) per row, (ceil(H / 128), Mp) per group of 128, else
@@ -75,8 +75,8 @@ def quantize_and_permute(
         desc, orders = _with_columns(desc, columns, tile_expert)
         operands += orders
 
-    def hopper():
-        chosen = config or choose_config(desc, hopper_sms())
+    def kernel(num_sms: int) -> tuple[jax.Array, jax.Array | None]:
+        chosen = config or choose_config(desc, num_sms)
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
 
@@ -90,7 +90,16 @@ def quantize_and_permute(
             kernel = gather_rows_sm90
         return kernel(desc, chosen)(*operands)
 
-    runs = dict(hopper=hopper, reference=lambda: quantize_and_permute_ref(desc, x, row_of, scale, columns, tile_expert))
+    def portable() -> tuple[jax.Array, jax.Array | None]:
+        if desc.out_dtype == "float8_e4m3fn" and not portable_target().multiplies_e4m3:
+            raise NotImplementedError(f"e4m3 codes: {portable_target()} converts none")
+        return kernel(portable_sms())
+
+    runs = dict(
+        hopper=lambda: kernel(hopper_sms()),
+        portable=portable,
+        reference=lambda: quantize_and_permute_ref(desc, x, row_of, scale, columns, tile_expert),
+    )
     return first_that_runs("quantize_and_permute", runs, implementation)
 
 

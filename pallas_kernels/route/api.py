@@ -12,7 +12,7 @@ from pallas_kernels.align.api import as_operands
 from pallas_kernels.align.api import describe as describe_align
 from pallas_kernels.align.config import OUTPUTS, AlignConfig
 from pallas_kernels.align.config import config_error as align_error
-from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.device import hopper_sms, portable_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.common.types import Leaf
 from pallas_kernels.quantize_and_permute import quantize_and_permute
@@ -75,7 +75,7 @@ def route(
         groups_kept: groups that stay.
         token_mask: (T,) bool, False for tokens that get ids -1 and weights 0.
         config: of the Hopper kernel; None for its own choice.
-        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
+        implementation: "hopper", "portable", "reference", or several in the order to try; None for this order.
 
     Returns:
         (weights (T, top_k) float32, ids (T, top_k) int32), best first.
@@ -85,8 +85,8 @@ def route(
     """
     desc, operands = _describe(logits, top_k, scoring, renormalize, scale, bias, num_groups, groups_kept, token_mask)
 
-    def hopper():
-        hopper_sms()
+    def kernel(num_sms: int) -> tuple[jax.Array, jax.Array]:
+        del num_sms  # asked for whether the device runs it
         chosen = config or choose_config(desc)
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
@@ -96,7 +96,11 @@ def route(
         weights, ids = route_sm90(desc, chosen)(*operands)
         return weights.reshape(-1, top_k), ids.reshape(-1, top_k)
 
-    runs = dict(hopper=hopper, reference=lambda: route_ref(desc, logits, bias, token_mask))
+    runs = dict(
+        hopper=lambda: kernel(hopper_sms()),
+        portable=lambda: kernel(portable_sms()),
+        reference=lambda: route_ref(desc, logits, bias, token_mask),
+    )
     return first_that_runs("route", runs, implementation)
 
 
@@ -150,15 +154,15 @@ def route_and_align(
     def quantized(implementation: str) -> tuple[jax.Array | None, jax.Array | None]:
         return (None, None) if tokens is None else quantize_and_permute(**tokens, implementation=implementation)
 
-    def hopper():
-        hopper_sms()
+    def kernel(num_sms: int, name: str) -> Routed:
+        del num_sms  # asked for whether the device runs it
         has_offset = group_offset is not None
         tiles = describe_align(num_tokens, top_k, num_experts, block_m, has_offset=has_offset, unpermuted=unpermuted)
         config = choose_config(desc, in_one_cta=True)
         if reason := config_error(desc, config) or align_error(tiles, AlignConfig(config.num_warpgroups)):
             raise NotImplementedError(reason)
         if num_tokens > fused_tokens(desc.num_experts):
-            return apart("hopper")
+            return apart(name)
 
         from pallas_kernels.route.kernel_sm90 import route_and_align_sm90  # here: importing it loads Pallas
 
@@ -169,9 +173,13 @@ def route_and_align(
         weights, ids, *found = kernel(*operands, *as_operands(group_offset), *row_operands)
         found, codes_and_scales = dict(zip(OUTPUTS, found, strict=False)), found[len(OUTPUTS) :]
         weights, ids, found["row_of"] = (a.reshape(-1, top_k) for a in (weights, ids, found["row_of"]))
-        return Routed(weights, ids, TileMap(**found), *(codes_and_scales if rows else quantized("hopper")))
+        return Routed(weights, ids, TileMap(**found), *(codes_and_scales if rows else quantized(name)))
 
-    runs = dict(hopper=hopper, reference=lambda: apart("reference"))
+    runs = dict(
+        hopper=lambda: kernel(hopper_sms(), "hopper"),
+        portable=lambda: kernel(portable_sms(), "portable"),
+        reference=lambda: apart("reference"),
+    )
     return first_that_runs("route_and_align", runs, implementation)
 
 

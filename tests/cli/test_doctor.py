@@ -175,6 +175,7 @@ def test_schemes_on_hopper(monkeypatch):
         return "not today" if problem.config.scheme.name == names[2] else refusal(problem)
 
     monkeypatch.setattr(hopper, "refusal", not_today)
+    monkeypatch.setattr(BACKENDS["portable"], "device_refusal", lambda: "no mma")
     monkeypatch.setattr(doctor, "SCHEMES", {name: SCHEMES[name] for name in names})
     monkeypatch.setattr(doctor, "LAYER", (4, 2, 256, 128))
     with on_hopper():
@@ -182,7 +183,8 @@ def test_schemes_on_hopper(monkeypatch):
     found = {run.scheme: (run.implementation, run.how) for run in runs}
     assert found["fp8_channel"] == ("hopper", "grouped GEMM")
     assert found["w4a16_g128"] == ("hopper", "packed grouped GEMM")
-    assert found["int8_w8a16"][0] == "xla" and skipped == {"hopper: not today": ("int8_w8a16",)}
+    assert found["int8_w8a16"][0] == "xla"
+    assert skipped == {"hopper: not today": ("int8_w8a16",), "portable: no mma": names}
 
 
 @pytest.mark.parametrize(

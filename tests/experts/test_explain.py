@@ -33,7 +33,7 @@ def test_names_the_layer_the_method_and_the_implementation():
 
 def test_says_what_was_skipped_and_why():
     text = explained(cases.make_config(), platform="gpu")
-    assert "implementation: xla (order: hopper, xla)" in text
+    assert "implementation: xla (order: hopper, portable, xla)" in text
     assert "skipped: hopper: computes in bfloat16 or float16, the layer in float32" in text
     assert "skipped" not in explained(cases.make_config())
 
@@ -41,8 +41,8 @@ def test_says_what_was_skipped_and_why():
 def test_says_when_nothing_runs():
     text = explained(cases.make_config(implementation=("hopper",)))
     assert "no implementation can run this layer (hopper: computes in bfloat16" in text
-    assert "'xla', 'reference'" in text
-    with pytest.raises(ValueError, match="expected one or more of hopper, xla, reference"):
+    assert "'portable', 'xla', 'reference'" in text
+    with pytest.raises(ValueError, match="expected one or more of hopper, portable, xla, reference"):
         explained(cases.make_config(implementation=("cuda",)))
 
 
@@ -81,5 +81,5 @@ def test_former_names_of_backends():
     """A layer of before may name "mosaic"; each backend is tried once."""
     config = cases.make_config("bf16", implementation=("mosaic", "xla", "hopper"))
     assert order_of(config, "gpu") == ("hopper", "xla")
-    with pytest.raises(ValueError, match="expected one or more of hopper, xla, reference"):
+    with pytest.raises(ValueError, match="expected one or more of hopper, portable, xla, reference"):
         order_of(cases.make_config("bf16", implementation=("Mosaic",)), "gpu")

@@ -279,7 +279,7 @@ def call(config=None, *, weights=None, x=None, ids=None, **options):
         (ValueError, r"expected \(E, G, I, H\) = \(5, 1,", lambda: call(cases.make_config(is_act_and_mul=False))),
         (ValueError, "has_bias=True, weights hold no bias", lambda: call(cases.make_config(has_bias=True))),
         (ValueError, "one expert per token", lambda: call(cases.make_config(apply_router_weight_on_input=True))),
-        (ValueError, "one or more of hopper, xla, reference", lambda: call(cases.make_config(implementation=("x",)))),
+        (ValueError, "one or more of hopper, portable, xla", lambda: call(cases.make_config(implementation=("x",)))),
         (ValueError, "expected one or more of", lambda: call(cases.make_config(implementation=()))),
         (NotImplementedError, "hopper: computes in", lambda: call(cases.make_config(implementation=("hopper",)))),
         (TypeError, "x has dtype float8_e4m3fn", lambda: call(x=jnp.zeros((3, cases.H), jnp.float8_e4m3fn))),

@@ -29,9 +29,11 @@ from moe_jax.parallel._choice import (
     nvlink_refusal,
 )
 from moe_jax.parallel._dispatch import WAYS, Exchange, nvlink_dispatch
+from pallas_kernels.common.targets import Target
 from pallas_kernels.nvlink_dispatch import combine_rows, dispatch_rows
 from tests.support.cases.experts import make_config, make_stored_weights
 from tests.support.kernels.nvlink_slots import make_slots
+from tests.support.kernels.portable_twin import on_target
 from tests.support.oracles.tolerances import Tolerance, assert_rows_close, tolerance
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -164,7 +166,7 @@ LAYERS = [
 
 @pytest.mark.parametrize("sum_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("scheme", "size", "routing"), LAYERS)
-def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing, sum_dtype):
+def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing, sum_dtype, kernels="reference"):
     """Bit for bit where products are of 8 bits: rows are quantized by the same rule, and added in the same order. XLA's
     float32 sums of products that are not exact add up in another order where a device has fewer experts: those of 16
     bits, and of scaled blocks, which turns the last bit of one in ten thousand bfloat16 values of a row; bfloat16 sums
@@ -179,11 +181,11 @@ def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing, su
     x = jnp.asarray(rng.standard_normal((size * tokens, config.hidden_size)), jnp.bfloat16)
     topk_weights = jnp.asarray(np.where(slots >= 0, rng.random(slots.shape), 0.0), jnp.float32)
     plan = dataclasses.replace(config, pinned_tokens=32)
-    expected = forward(plan, x, topk_weights, jnp.asarray(slots), weights, kernels="reference")
+    expected = forward(plan, x, topk_weights, jnp.asarray(slots), weights, kernels=kernels)
 
     def one_device(x, slots, topk_weights, weights):
         own = dataclasses.replace(plan, call_axes=("e",))
-        serve = lambda arrived, first, back: forward_arrived(own, arrived, first, weights, back, kernels="reference")  # noqa: E731
+        serve = lambda arrived, first, back: forward_arrived(own, arrived, first, weights, back, kernels=kernels)  # noqa: E731
         exchange = Exchange(
             axis="e",
             size=size,
@@ -214,6 +216,13 @@ def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing, su
         assert differ < 1e-3
     else:
         assert differ == 0.0
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("int8_w8a8", 8), pytest.param("w4a16_g128", 4, marks=pytest.mark.slow)])
+def test_portable_experts_on_rows_that_arrived_equal_one_device(scheme, size):
+    """With the twin of the portable kernels in the place of the references."""
+    with on_target(Target(9, 0)):
+        test_experts_on_rows_that_arrived_equal_one_device(scheme, size, "holes", "float32", "portable")
 
 
 def fake_devices(count, ids=None, kind="NVIDIA H200", capability="9.0", processes=1):

@@ -12,6 +12,9 @@ as the rounding points of vLLM's kernels have it. Those of float16 layers might 
 where the scale is local, without rounding first. From the router logits on (``forward_layer``) routing and alignment
 are one launch for few tokens, and combine writes the layer's output, shared experts included.
 
+The ``portable`` kernels are the same sequence: their own products, and the kernels for rows, which need neither TMA nor
+wgmma. Requantization is always apart, and XLA does to rows what no kernel can (``beside_products``).
+
 Plain weights go to ``grouped_gemm``. Weights in kernel layout go to ``grouped_gemm_packed``: activations are left in 16
 bits; or quantized per row to int8 or e4m3 (W4A8); or rounded to the weights' microscaling grid (NVFP4, MXFP4, MXFP8),
 or to codes less their zero points, either of which bfloat16 holds exactly.
@@ -19,7 +22,7 @@ or to codes less their zero points, either of which bfloat16 holds exactly.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,7 +35,7 @@ from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_opera
 from moe_jax.experts.hopper._plan import Plan, make_plan
 from moe_jax.experts.hopper._rows import kind_of, of_rows, rows_on_grid, tensor_scale
 from moe_jax.quantization import ExpertWeights
-from moe_jax.routing import RoutingParams, validate_routing
+from moe_jax.routing import Routing, RoutingParams, validate_routing
 from moe_jax.routing._route import groups_of
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.combine import combine
@@ -40,7 +43,8 @@ from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm.packed import grouped_gemm_packed
 from pallas_kernels.nvlink_dispatch import DispatchedRows, place_rows
 from pallas_kernels.quantize_and_permute import quantize_and_permute
-from pallas_kernels.route import route_and_align
+from pallas_kernels.route import route, route_and_align
+from pallas_kernels.route.config import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 
 # -- from tokens and their experts, from router logits, from rows that arrived ----------------------------------------
 
@@ -58,10 +62,11 @@ def forward(
 ) -> Array:
     """``Backend.run`` with the implementation of every kernel given by name; "reference" runs anywhere."""
     plan = plan or make_plan(config, weights, x.shape[0], kernels)
-    tiles = align(topk_ids, weights.num_experts, plan.block_m, unpermuted=plan.unpermuted, implementation=kernels)
+    beside = beside_products(kernels)
+    tiles = align(topk_ids, weights.num_experts, plan.block_m, unpermuted=plan.unpermuted, implementation=beside)
     x, x_scale = _quantized(x, plan, weights, kernels)
     rows = Experts(config, weights, plan, tiles, kernels)(x, x_scale)
-    return combine(rows, tiles.row_of, topk_weights, out_dtype=jnp.dtype(out_dtype), implementation=kernels)
+    return combine(rows, tiles.row_of, topk_weights, out_dtype=jnp.dtype(out_dtype), implementation=beside)
 
 
 def forward_layer(
@@ -90,12 +95,19 @@ def forward_layer(
         token_mask=token_mask,
         unpermuted=plan.unpermuted,
         tokens=_to_quantize(x, plan, weights),
-        implementation=kernels,
+        implementation=beside_products(kernels),
     )
     rows = Experts(config, weights, plan, routed.tiles, kernels)(
         x if routed.codes is None else routed.codes, routed.scales
     )
-    y = combine(rows, routed.tiles.row_of, routed.weights, shared=shared, out_dtype=x.dtype, implementation=kernels)
+    y = combine(
+        rows,
+        routed.tiles.row_of,
+        routed.weights,
+        shared=shared,
+        out_dtype=x.dtype,
+        implementation=beside_products(kernels),
+    )
     return y, routed.ids, routed.tiles.group_sizes
 
 
@@ -121,10 +133,52 @@ def forward_arrived(
         plan.block_m,
         group_offset=first_slot,
         unpermuted=plan.unpermuted,
-        implementation=kernels,
+        implementation=beside_products(kernels),
     )
     x, scale = (arrived.codes, arrived.scales) if are_quantized else _quantized(arrived.codes, plan, weights, kernels)
     return send_back(Experts(config, weights, plan, tiles, kernels)(x, scale), tiles.row_of)
+
+
+def beside_products(kernels: str) -> str | tuple[str, ...]:
+    """Implementations of what routes, aligns, moves and combines rows beside products by ``kernels``."""
+    return ("portable", "reference") if kernels == "portable" else kernels
+
+
+def routing_refusal(config: MoEConfig, params: RoutingParams | None, *, has_mask: bool) -> str | None:
+    """``Backend.routing_refusal`` of the kernel that routes."""
+    if config.custom_routing_function is not None:
+        return "custom_routing_function"
+    if params is not None and params.hash_indices_table is not None:
+        return "hash_indices_table"
+    if config.zero_expert_type is not None:
+        return "zero experts"
+    if config.scoring_func not in ("softmax", "sigmoid"):
+        return f"scoring_func={config.scoring_func!r}"
+    if config.apply_router_weight_on_input:
+        return "apply_router_weight_on_input"
+    sizes = dict(num_experts=config.num_experts, top_k=config.top_k, num_expert_group=config.num_expert_group or 0)
+    for (name, size), most in zip(sizes.items(), (MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS), strict=True):
+        if size > most:
+            return f"room for {name}={size}, at most {most}"
+    if has_mask and config.has_call_scale:
+        return "one activation scale for the call, which masked tokens must not raise"
+    return None
+
+
+def route_alone(
+    config: MoEConfig,
+    router_logits: Array,
+    params: RoutingParams | None,
+    token_mask: Array | None,
+    kernels: str | Sequence[str],
+) -> Routing:
+    """``Backend.route`` with the implementations of the kernel given by name, in the order to try."""
+    if config.router_logits_dtype is not None:
+        router_logits = router_logits.astype(config.router_logits_dtype)
+    options = router_arguments(config, params)
+    if config.apply_routed_scale_to_output:  # which ``finish`` multiplies with
+        options["scale"] = 1.0
+    return Routing(*route(router_logits, config.top_k, token_mask=token_mask, implementation=kernels, **options))
 
 
 def router_arguments(config: MoEConfig, params: RoutingParams | None) -> dict[str, Any]:
@@ -144,7 +198,7 @@ def router_arguments(config: MoEConfig, params: RoutingParams | None) -> dict[st
 def _quantized(x: Array, plan: Plan, weights: ExpertWeights, kernels: str) -> tuple[Array, Array | None]:
     """x and no scales; or where tokens are quantized where they are, its codes and their scales."""
     tokens = _to_quantize(x, plan, weights)
-    return (x, None) if tokens is None else quantize_and_permute(**tokens, implementation=kernels)
+    return (x, None) if tokens is None else quantize_and_permute(**tokens, implementation=beside_products(kernels))
 
 
 def _to_quantize(x: Array, plan: Plan, weights: ExpertWeights) -> dict[str, Any] | None:
@@ -211,13 +265,18 @@ class Experts:
         )
 
     @property
+    def _movers(self) -> str | tuple[str, ...]:
+        """Implementation of what moves rows and leaves their values."""
+        return beside_products(self.kernels)
+
+    @property
     def _row_kernels(self) -> str | tuple[str, ...]:
         """Implementations of what happens to rows between products.
 
         Rows that are short, or hold no whole groups, are XLA's business; the products stay in the kernels.
         """
         is_8bit = in_kernel_layout(self.weights) and self._kind is not None
-        return ("hopper", "reference") if self.kernels == "hopper" and not is_8bit else self.kernels
+        return ("hopper", "reference") if self.kernels == "hopper" and not is_8bit else beside_products(self.kernels)
 
     def _input_rows(self, x: Array, x_scale: Array | None) -> tuple[Array, Array | None]:
         """What grouped GEMM 1 takes, and what multiplies it."""
@@ -233,7 +292,7 @@ class Experts:
         fmt, orders = weights.scheme.activations, weights.w13.g_idx
         if kind is None or orders is not None:
             ordered: dict[str, Any] = {} if orders is None else dict(columns=orders, tile_expert=self.tiles.tile_expert)
-            move = functools.partial(quantize_and_permute, quantization="none", implementation=self.kernels, **ordered)
+            move = functools.partial(quantize_and_permute, quantization="none", implementation=self._movers, **ordered)
         if kind is None:
             return rows_on_grid(
                 x,
@@ -260,7 +319,7 @@ class Experts:
             return first(requantize="tensor", out_scale=static), static
         if self.plan.requantize != "none":
             return first(requantize=self.plan.requantize)
-        hidden, fmt = first(), weights.scheme.activations
+        hidden, fmt = first(out_dtype=self.plan.hidden_dtype or config.dtype), weights.scheme.activations
         if kind == "none":
             return hidden, None
         scale = None if kind is None else tensor_scale(fmt, static, hidden, self.tiles, config.call_axes)

@@ -14,7 +14,7 @@ from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
 from moe_jax.experts._backend import Backend, LayerArguments, MatrixProblem, Problem
 from moe_jax.experts.hopper import _kernel_layout, _matrix
-from moe_jax.experts.hopper._experts import forward, forward_arrived, forward_layer, router_arguments
+from moe_jax.experts.hopper._experts import forward, forward_arrived, forward_layer, route_alone, routing_refusal
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, is_kernel_layout, kernel_format, kernel_operand
 from moe_jax.experts.hopper._plan import Plan, describe_products, layer_key, make_plan
 from moe_jax.experts.hopper._rows import kind_of, kind_of_tokens, rounded_by_xla, row_kind
@@ -28,8 +28,6 @@ from pallas_kernels.nvlink_dispatch import DispatchedRows
 from pallas_kernels.nvlink_dispatch.config import GROUPED_WIDTH
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc
 from pallas_kernels.quantize_and_permute import config_error as permute_error
-from pallas_kernels.route import route as route_by_kernel
-from pallas_kernels.route.config import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 from pallas_kernels.tuning.layer import AnyKey
 
 _16_BIT = ("bfloat16", "float16")
@@ -142,33 +140,12 @@ class Hopper(Backend):
     def routing_refusal(
         self, config: MoEConfig, weights: ExpertWeights, params: RoutingParams | None, *, has_mask: bool
     ) -> str | None:
-        if config.custom_routing_function is not None:
-            return "custom_routing_function"
-        if params is not None and params.hash_indices_table is not None:
-            return "hash_indices_table"
-        if config.zero_expert_type is not None:
-            return "zero experts"
-        if config.scoring_func not in ("softmax", "sigmoid"):
-            return f"scoring_func={config.scoring_func!r}"
-        if config.apply_router_weight_on_input:
-            return "apply_router_weight_on_input"
-        sizes = dict(num_experts=config.num_experts, top_k=config.top_k, num_expert_group=config.num_expert_group or 0)
-        for (name, size), most in zip(sizes.items(), (MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS), strict=True):
-            if size > most:
-                return f"room for {name}={size}, at most {most}"
-        if has_mask and config.has_call_scale:
-            return "one activation scale for the call, which masked tokens must not raise"
-        return None
+        return routing_refusal(config, params, has_mask=has_mask)
 
     def route(
         self, config: MoEConfig, router_logits: Array, params: RoutingParams | None, token_mask: Array | None
     ) -> Routing:
-        if config.router_logits_dtype is not None:
-            router_logits = router_logits.astype(config.router_logits_dtype)
-        options = router_arguments(config, params)
-        if config.apply_routed_scale_to_output:  # which ``finish`` multiplies with
-            options["scale"] = 1.0
-        return Routing(*route_by_kernel(router_logits, config.top_k, token_mask=token_mask, **options))
+        return route_alone(config, router_logits, params, token_mask, ("hopper", "reference"))
 
     def layer_refusal(self, config: MoEConfig, arguments: LayerArguments) -> str | None:
         _, _, weights, params, token_mask, _ = arguments

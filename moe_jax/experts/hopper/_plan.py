@@ -13,9 +13,10 @@ from moe_jax.experts.hopper._rows import kind_of_tokens, row_kind
 from moe_jax.quantization import ExpertWeights
 from pallas_kernels import grouped_gemm as plain_gemm
 from pallas_kernels.align import row_capacity
-from pallas_kernels.common.device import hopper_gpu, hopper_sms
+from pallas_kernels.common.device import hopper_gpu, hopper_sms, portable_target
 from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.grouped_gemm import packed as packed_gemm
+from pallas_kernels.grouped_gemm import portable as portable_gemm
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 from pallas_kernels.route.config import fused_tokens, quantizes_beside
 from pallas_kernels.tuning import Entry, LayerKey, PackedLayerKey, table_for
@@ -35,6 +36,7 @@ class Plan:
     requantize: what GEMM 1 does with its result, as ``grouped_gemm`` takes it.
     unpermuted: row t of every expert's tile is token t, so that GEMM 1 takes the tokens themselves.
     quantization: how tokens are quantized where they are, for an unpermuted call; a kind of ``quantize_and_permute``.
+    hidden_dtype: of hidden values that another launch requantizes; None for the layer's.
     """
 
     block_m: int
@@ -44,6 +46,7 @@ class Plan:
     requantize: str = "none"
     unpermuted: bool = False
     quantization: str = "none"
+    hidden_dtype: str | None = None
 
     @property
     def scale_rows(self) -> int | None:
@@ -67,6 +70,8 @@ def make_plan(
         are_quantized: tokens come as codes and scales.
         may_stay: few tokens are left where they are; False moves them to rows whatever their number.
     """
+    if kernels == "portable":
+        return _portable_plan(config, weights, num_tokens, are_quantized=are_quantized)
     planned = config.planned_tokens(num_tokens)
     key = layer_key(config, weights)
     products = functools.partial(_products, config, weights, key)
@@ -105,6 +110,48 @@ def make_plan(
         configs = (choose(first, block_m, num_sms), choose(second, block_m, num_sms))
         source += f", pinned to {planned} tokens"
     return plan(block_m, configs, source)
+
+
+def _portable_plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, *, are_quantized: bool) -> Plan:
+    """Tiles of the portable kernels: as high as the expected rows of an expert, as far as both products have them."""
+    target, key = portable_target(), layer_key(config, weights)
+    requantize = getattr(key, "requantize", "none")
+
+    def products(block_m: int) -> tuple[AnyDesc, AnyDesc]:
+        descs = _products(config, weights, key, num_tokens, block_m)
+        if isinstance(key, LayerKey):
+            first, second = (dataclasses.replace(desc, requantize="none") for desc in descs)
+            return first, second
+        return descs
+
+    most = min(portable_gemm.largest_block_m(desc, target) for desc in products(128))
+    block_m = portable_gemm.choose_block_m(_rows_of_hit(config.planned_tokens(num_tokens), key), most)
+    first, second = products(block_m)
+    kind = None
+    if not are_quantized and weights.w13.g_idx is None and 1 <= num_tokens <= block_m:
+        kind = _kind_where_they_are(weights)
+    first = dataclasses.replace(first, unpermuted_rows=0 if kind is None else num_tokens)
+    # float16 rows might overflow before they are requantized by a scale of their own or the checkpoint's.
+    hidden_dtype = "float32" if requantize != "none" and config.dtype.name == "float16" else None
+    return Plan(
+        block_m,
+        (first, second),
+        (None, None),
+        "by the heuristic",
+        "none",
+        kind is not None,
+        kind or "none",
+        hidden_dtype,
+    )
+
+
+def describe_portable(plan: Plan) -> list[str]:
+    """The configuration of both products of a portable call, one line each."""
+    target, lines = portable_target(), []
+    for number, desc in enumerate(plan.products, 1):
+        chosen = portable_gemm.choose_config(desc, plan.block_m, target)
+        lines.append(f"GEMM {number}: {portable_gemm.describe(desc, chosen)}, {plan.source}")
+    return lines
 
 
 def describe_products(plan: Plan, weights: ExpertWeights) -> list[str]:
@@ -183,8 +230,7 @@ def _products(
 
 def _choose_block_m(config: MoEConfig, weights: ExpertWeights, key: LayerKey | PackedLayerKey, num_tokens: int) -> int:
     """Rows of a tile: by the expected rows of an expert that is hit at all when routing is uniform."""
-    hit = key.num_experts * (1 - (1 - min(key.top_k / key.num_experts, 1.0)) ** max(num_tokens, 1))
-    rows = num_tokens * key.top_k / hit
+    rows = _rows_of_hit(num_tokens, key)
     if isinstance(key, LayerKey):
         may_swap = key.may_swap and (key.requantize == "none" or config.dtype.name != "float16")
         return plain_gemm.choose_block_m(rows, may_swap=may_swap, may_be_large_m=key.may_be_large_m)
@@ -197,6 +243,12 @@ def _choose_block_m(config: MoEConfig, weights: ExpertWeights, key: LayerKey | P
     return heights[0]
 
 
+def _rows_of_hit(num_tokens: int, key: LayerKey | PackedLayerKey) -> float:
+    """Expected rows of an expert that is hit at all when routing is uniform."""
+    hit = key.num_experts * (1 - (1 - min(key.top_k / key.num_experts, 1.0)) ** max(num_tokens, 1))
+    return num_tokens * key.top_k / hit
+
+
 def _unpermuted_kind(config: MoEConfig, weights: ExpertWeights, num_tokens: int, block_m: int) -> str | None:
     """How tokens are quantized where they stay, "none" for not at all.
 
@@ -205,14 +257,20 @@ def _unpermuted_kind(config: MoEConfig, weights: ExpertWeights, num_tokens: int,
     """
     if weights.w13.g_idx is not None or num_tokens < 1 or unpermuted_rows_error(num_tokens, block_m):
         return None
+    kind = _kind_where_they_are(weights)
+    if kind in (None, "none"):
+        return kind
+    rows = PermuteDesc(num_tokens, weights.hidden_size, 0, num_tokens, config.dtype.name, kind)
+    return kind if num_tokens <= fused_tokens(config.num_experts) and quantizes_beside(rows) else None
+
+
+def _kind_where_they_are(weights: ExpertWeights) -> str | None:
+    """How tokens can be quantized before anybody knows their rows, "none" for not at all; None where they cannot."""
     activations = weights.scheme.activations
     if activations is None:
         return "none"
     kind = kind_of_tokens(weights)
-    if kind == "none" or (kind == "e4m3_tensor" and activations.dynamic):
-        return None
-    rows = PermuteDesc(num_tokens, weights.hidden_size, 0, num_tokens, config.dtype.name, kind)
-    return kind if num_tokens <= fused_tokens(config.num_experts) and quantizes_beside(rows) else None
+    return None if kind == "none" or (kind == "e4m3_tensor" and activations.dynamic) else kind
 
 
 def _fitting(key: LayerKey | PackedLayerKey, desc: AnyDesc, config: AnyConfig) -> AnyConfig | str:

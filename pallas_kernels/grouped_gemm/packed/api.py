@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def grouped_gemm_packed(
     activation: Activation | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
     block_m: int | None = None,
-    config: PackedConfig | None = None,
+    config: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
     """Grouped GEMM over rows in expert order, each expert's rows starting at a tile of their own, weights packed.
@@ -49,8 +49,8 @@ def grouped_gemm_packed(
         out_dtype: of the result.
         block_m: with it x is (T, K), T <= block_m: the unpermuted tokens, which are the first rows of every tile.
             Scales of rows are then those of one tile, (block_m,), of any value past T.
-        config: of the hopper implementation; chosen when None.
-        implementation: "hopper" or "reference", or several in the order to try; all when None.
+        config: PackedConfig of the hopper implementation, MmaConfig of the portable one; chosen when None.
+        implementation: "hopper", "portable" or "reference", or several in the order to try; all when None.
 
     Returns (Mp, N) out_dtype; rows of tiles from num_tiles on are unspecified. Raises ValueError or TypeError for a
     wrong call and NotImplementedError, with one reason for each implementation tried, when none can run it.
@@ -109,9 +109,16 @@ def _run_hopper(desc: PackedDesc, config: PackedConfig | None, operands: Operand
     config = config or choose_config(desc, block_m, hopper_sms())
     if reason := config_error(desc, config):
         raise NotImplementedError(reason)
+    # here: importing it loads Pallas
+    from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
+
+    return grouped_gemm_sm90(desc, config)(_flattened(desc, operands))
+
+
+def _flattened(desc: PackedDesc, operands: Operands) -> Operands:
+    """Operands as the kernels take them: (E, NB, G, ...) as (E * NB * G, ...)."""
     w: PackedWeights = operands["w"]
     leaves = dict(w=w.words, scale=w.scale, zero=w.zero, channel_scale=w.channel_scale)
-    # (E, NB, G, ...) -> (E * NB * G, ...)
     flat = {name: leaf.reshape(-1, *leaf.shape[3:]) for name, leaf in leaves.items() if leaf is not None}
     flat |= dict(x=pad_to(operands["x"], 1, desc.fmt.block_k), tile_expert=operands["tile_expert"])
     flat["num_tiles"] = operands["num_tiles"].reshape(1)
@@ -119,10 +126,13 @@ def _run_hopper(desc: PackedDesc, config: PackedConfig | None, operands: Operand
         flat["bias"] = pad_to(operands["bias"], -1, BLOCK_N).reshape(-1, BLOCK_N)
     if desc.lhs_scale != "none":
         flat["x_scale"] = operands["x_scale"].reshape(-1)
-    # here: importing it loads Pallas
-    from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
+    return flat
 
-    return grouped_gemm_sm90(desc, config)(flat)
+
+def _run_portable(desc: PackedDesc, config: Any, operands: Operands) -> jax.Array:
+    from pallas_kernels.grouped_gemm.portable import run  # here: it loads Pallas
+
+    return run(desc, config, check_block_m(config, operands, desc.rows), _flattened(desc, operands))
 
 
 def _run_reference(desc: PackedDesc, config: PackedConfig | None, operands: Operands) -> jax.Array:
@@ -130,4 +140,4 @@ def _run_reference(desc: PackedDesc, config: PackedConfig | None, operands: Oper
     return grouped_gemm_packed_ref(desc, **(permuted(operands, desc.rows) if desc.unpermuted_rows else operands))
 
 
-_RUN = {"hopper": _run_hopper, "reference": _run_reference}
+_RUN = {"hopper": _run_hopper, "portable": _run_portable, "reference": _run_reference}

@@ -27,19 +27,27 @@ def load_block(
     rows: tuple[int, ...] = (),
     zeros: TileRef = None,
     scales: TileRef = None,
+    *,
+    for_mma: bool = False,
+    has_bf16_mul: bool = True,
 ) -> tuple[Value, ...]:
     """The operands of one block, ``fmt.unit`` each 1: block_k / width arrays (64, width) of ``fmt.operand``, side by
     side along K.
 
     block: shared memory, ``fmt.block_shape`` int32. zeros, scales: shared memory (groups, 64) of ``fmt.operand``:
     ``zero_term`` of each channel, what the numbers are multiplied with, rounding once. rows: their row for each 16 of
-    K.
+    K. for_mma: the layout is that of ``mma.sync``, where a thread holds the same elements. has_bf16_mul: two bfloat16
+    are multiplied in one instruction.
     """
+    layout: Any
+    plgpu_layout: Any
     layout, plgpu_layout, columns = (
         (mgpu.WGMMA_LAYOUT_8BIT, plgpu.Layout.WGMMA_8BIT, 16)
         if fmt.is_8bit
         else (mgpu.WGMMA_LAYOUT, plgpu.Layout.WGMMA, 8)
     )
+    if for_mma:
+        layout, plgpu_layout = _mma_layouts(fmt.operand)
     part: Any = plgpu.ShapeDtypeStruct((BLOCK_N, width), jnp.dtype(fmt.operand), plgpu_layout)
     result = (part,) * (fmt.block_k // width)
     vectors = [vector for vector in (zeros, scales) if vector is not None]
@@ -65,8 +73,11 @@ def load_block(
                 word, pair = words[2 * q + k_half], row_half
             value = convert(fmt, word, pair, None if offset is None else offset(q, row_half))
             if factor is not None:
-                value = _binary(fmt.operand, "mul", value, factor(q, row_half))
+                value = _product(fmt.operand, value, factor(q, row_half), has_bf16_mul)
             place, index = divmod(2 * q + k_half, width // columns)
+            if for_mma:  # steps of K, their halves, halves of the rows
+                registers[place].flat[2 * index + row_half] = _as_operand(fmt.operand, value)
+                continue
             where = [0] * registers[place].ndim
             where[1], where[4] = index, row_half
             registers[place][tuple(where)] = _as_operand(fmt.operand, value)
@@ -278,9 +289,19 @@ _CONVERT: dict[str, Callable[..., IrValue]] = {
 _EXPONENT_SHIFT = {"e2m1": {"bfloat16": 0x7E807E80}, "e4m3": {"bfloat16": 0x7B807B80, "float16": 0x5C005C00}}
 
 
-def _binary(operand: str, op: str, a: IrValue, b: IrValue) -> IrValue:
+def _mma_layouts(operand: str) -> tuple[Any, Any]:
+    """Of the left operand of ``mma.sync``, four warps along its rows: Mosaic's and Pallas' name. jax 0.10 has none."""
+    dtype = jnp.dtype(operand)
+    mosaic: Any = mgpu
+    pallas: Any = plgpu.Layout
+    return mosaic.MMALayouts(dtype, m_warps=4).lhs, pallas.MMA_LHS(dtype, m_warps=4)
+
+
+def _product(operand: str, a: IrValue, b: IrValue, has_bf16_mul: bool) -> IrValue:
+    if operand == "bfloat16" and not has_bf16_mul:
+        return _asm([a, b], "{ .reg .b32 n; mov.b32 n, 0x80008000; fma.rn.bf16x2 $0, $1, $2, n; }")
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[operand]
-    return _asm([a, b], f"{op}.rn.{kind} $0, $1, $2;")
+    return _asm([a, b], f"mul.rn.{kind} $0, $1, $2;")
 
 
 def _asm(operands: list[IrValue], text: str) -> IrValue:
