@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
 from moe_jax.experts._backend import Backend, LayerArguments, MatrixProblem, Problem
-from moe_jax.experts.hopper import _kernel_layout, _matrix
+from moe_jax.experts.hopper import _backward, _kernel_layout, _matrix
+from moe_jax.experts.hopper._backward import Static, differentiable
 from moe_jax.experts.hopper._experts import forward, forward_arrived, forward_layer, router_arguments
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, is_kernel_layout, kernel_format, kernel_operand
 from moe_jax.experts.hopper._plan import Plan, describe_products, make_plan
@@ -43,7 +44,6 @@ class Hopper(Backend):
     """Pallas kernels for Hopper GPUs; the default on every GPU, tried first."""
 
     name = "hopper"
-    has_gradient = False
     plans_for_local_experts = True
     serves_arrived = True
     is_all_kernels = True
@@ -106,7 +106,12 @@ class Hopper(Backend):
         config: MoEConfig,
         out_dtype: DTypeLike = jnp.float32,
     ) -> Array:
+        if self.gradient_refusal(Problem(config, weights, x.shape[0], "gpu")) is None:
+            return differentiable(Static(_shared(config), jnp.dtype(out_dtype)), x, topk_weights, topk_ids, weights)
         return _forward(_shared(config), x, topk_weights, topk_ids, weights, out_dtype=out_dtype)
+
+    def gradient_refusal(self, problem: Problem) -> str | None:
+        return _backward.gradient_refusal(problem.config, problem.weights)
 
     def reads(self, layout: WeightLayout) -> bool:
         return layout.is_plain or is_kernel_layout(layout)
