@@ -105,10 +105,10 @@ class GemmDesc(GroupedGemm):
     def operand_names(self) -> list[str]:
         """Names of the arrays the kernel takes, in order.
 
-        x (rows or unpermuted_rows, K); w (E * G, N, K), transposed (E, K, N); tile_expert (rows / block_m,) i32; num_tiles (1,) i32; x_scale
-        f32 (1,), (rows,) or (ceil(K / 128), rows), with block_m for rows where they are unpermuted; w_scale f32
-        (E * G,), (E * G, N) or (E * G, ceil(N / 128), ceil(K / 128)); bias (E * G, N); out_scale (1,) f32; tile_rows
-        (rows / block_m,) i32.
+        x (rows or unpermuted_rows, K); w (E * G, N, K), transposed (E, K, N); tile_expert (rows / block_m,) i32;
+        num_tiles (1,) i32; x_scale f32 (1,), (rows,) or (ceil(K / 128), rows), with block_m for rows where they are
+        unpermuted; w_scale f32 (E * G,), (E * G, N) or (E * G, ceil(N / 128), ceil(K / 128)); bias (E * G, N);
+        out_scale (1,) f32; tile_rows (rows / block_m,) i32.
         """
         names = ["x", "w", "tile_expert", "num_tiles"]
         names += ["x_scale"] if self.lhs_scale != "none" else []

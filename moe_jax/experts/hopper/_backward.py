@@ -1,7 +1,7 @@
 """The gradient of the experts of a call, as a sequence of Pallas kernels for Hopper GPUs.
 
-    align -> rows of x and of the output's cotangent g -> gate and up again -> g W2 -> derivative of the activation (XLA)
-    -> gradients of W2 and W13 -> rows of x's cotangent by W13 -> their sum over the experts of a token
+    align -> rows of x and of the output's cotangent g -> gate and up again -> g W2 -> derivative of the activation,
+    by XLA -> gradients of W2 and W13 -> rows of x's cotangent by W13 -> their sum over the experts of a token
 
 Nothing but the call's own arguments is kept from the forward pass. Rows are multiplied with their router weights after
 g W2, so that the product with the hidden rows gives the gradient of these weights, and the experts' outputs are not
