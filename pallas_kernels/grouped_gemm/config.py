@@ -145,8 +145,8 @@ def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
     """(shape, dtype) of what a CTA keeps in shared memory, by field of ``Scratch``.
 
     x, w: (stages, rows, K of a step), transposed weights (stages, K of a step, columns). staging: (consumers, slots,
-    64, columns), with swap_ab (consumers, slots, rows, 64). Scales of a step and vectors of a projection each start where a
-    TMA copy may start.
+    64, columns), with swap_ab (consumers, slots, rows, 64). Scales of a step and vectors of a projection each start
+    where a TMA copy may start.
     """
     stages, step, columns = config.num_stages, config.block_k(desc), store_columns(desc, config)
 
