@@ -41,7 +41,7 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     pieces, shapes = num_pieces(desc, config), shared_arrays(desc, config)
     operand = mosaic.tiled(desc.dtype, sm90.swizzle_bytes(desc.k * desc.itemsize))
     stored = mosaic.tiled(desc.stored_dtype, store_swizzle(desc, config))
-    # Transposed weights have rows of N, which the widest swizzle divides as it divides those of K.
+    # Of transposed weights the widest swizzle divides rows of N, as it does those of K.
     types = pipeline.scratch_arrays(shapes, dict(x=operand, w=operand, staging=stored))
     arrivals = config.block_m // config.rows_moved + desc.is_block_scaled + copies
     types["full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
@@ -95,11 +95,12 @@ def load_tile(cta: CtaContext, tile: Tile) -> LoadStep:
         for start in range(0, desc.projections * config.block_n, copied):
             projection, column = divmod(start, config.block_n)
             index = start // piece
+            matrix = tile.expert * desc.projections + projection
             columns = pl.ds(tile.column * config.block_n + column, copied)
             part = (depth, columns) if desc.transposes_w else (columns, depth)
             copy_weights = functools.partial(
                 plgpu.copy_gmem_to_smem,
-                operands["w"].at[tile.expert * desc.projections + projection, *part],
+                operands["w"].at[matrix, *part],
                 scratch.w.at[slot] if desc.transposes_w else scratch.w.at[slot, pl.ds(start, copied)],
                 full_barrier(cta, slot, index, pieces),
             )
