@@ -120,7 +120,7 @@ def _run(
         return backend.run(x, topk_weights, topk_ids, weights, config)
 
     def run_later(weights: ExpertWeights, *args: Array) -> Array:
-        reasons = (*skipped, (backend.name, no_gradient))
+        reasons = (*skipped, (backend.name, str(no_gradient)))
         try:
             return _run_one_of(later, reasons, Problem(config, weights, num_tokens, platform), args)
         except NotImplementedError as error:

@@ -7,10 +7,15 @@ Nothing but the call's own arguments is kept from the forward pass. Rows are mul
 g W2, so that the product with the hidden rows gives the gradient of these weights, and the experts' outputs are not
 computed again. Products have operands of the layer's dtype and float32 sums. Rows in the gaps between experts are
 zeros: the sums over an expert's rows run over whole tiles.
+
+Quantized weights are dequantized to the layer's dtype by XLA, once per backward pass: one loop of products then serves
+every format, for 2 bytes per weight of one layer, freed after it. Activations count as unquantized, in the derivative
+as in the hidden values that are computed again: rounding passes gradients straight through.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +26,8 @@ from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, DTypeLike
 from moe_jax.activations import apply_activation
 from moe_jax.experts.hopper._experts import forward
-from moe_jax.quantization import ExpertWeights
+from moe_jax.experts.hopper._kernel_layout import to_plain_layout
+from moe_jax.quantization import ExpertWeights, QuantizedTensor, dequantize_tensor
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.combine import combine
 from pallas_kernels.grouped_gemm import grouped_gemm
@@ -43,12 +49,25 @@ class Static:
 
 def gradient_refusal(config: MoEConfig, weights: ExpertWeights) -> str | None:
     """Why the gradient of a call that ``forward`` runs has no kernels, or None."""
-    if weights.scheme.is_quantized:
-        return f"has no gradient for quantized weights (scheme {weights.scheme.name!r})"
+    activations = weights.scheme.activations
+    if activations is not None and not activations.dynamic:
+        return f"has no gradient for activations with a static scale, which clips (scheme {weights.scheme.name!r})"
     for name, size in (("hidden_size", weights.hidden_size), ("intermediate_size", weights.intermediate_size)):
         if size % _LAYER_UNIT:
             return f"has no gradient for {name}={size}, which is not a multiple of {_LAYER_UNIT}"
     return None
+
+
+def describe_gradient(config: MoEConfig, weights: ExpertWeights) -> str:
+    """How the gradient of a call runs, in words."""
+    if (reason := gradient_refusal(config, weights)) is not None:
+        return f"gradient: by the next implementation, since the kernel {reason}"
+    if not weights.scheme.is_quantized:
+        return "gradient: by kernels"
+    numbers = weights.num_experts * weights.hidden_size * weights.intermediate_size * (config.num_projections + 1)
+    size = numbers * config.dtype.itemsize / 2**30
+    activations = "" if weights.scheme.activations is None else ", activations as if they were not quantized"
+    return f"gradient: by kernels, weights dequantized to {config.dtype.name} in each ({size:.2f} GiB){activations}"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -132,9 +151,11 @@ class _Gradient:
         rows = _Rows(tiles, block_m, kernels)
         x, g_rows = (rows.of_tokens(tokens.astype(config.dtype)) for tokens in (self.x, g))
 
-        w13, w2 = weights.w13.data, weights.w2.data
+        with jax.named_scope("dequantize"):
+            dense, pull_bias = _dense(weights, config.dtype)
+        w13, w2 = dense.w13.data, dense.w2.data
         stacked = w13.reshape(num_experts, -1, w13.shape[-1])  # gate and up, one below the other
-        bias = None if weights.w13_bias is None else weights.w13_bias.reshape(num_experts, -1)
+        bias = None if dense.w13_bias is None else dense.w13_bias.reshape(num_experts, -1)
         product = functools.partial(
             grouped_gemm,
             tile_expert=tiles.tile_expert,
@@ -171,9 +192,9 @@ class _Gradient:
                 x_bar = rows.sum_of_tokens(product(gate_up_bar, stacked, transposes_w=True), self.x.dtype)
         biases = dict.fromkeys(("w13_bias", "w2_bias"))
         if wants_weights.w13_bias:
-            assert weights.w13_bias is not None
+            assert dense.w13_bias is not None
             total = rows.sum_of_experts(gate_up_bar.astype(jnp.float32), num_experts)
-            biases["w13_bias"] = total.reshape(weights.w13_bias.shape).astype(weights.w13_bias.dtype)
+            biases["w13_bias"] = pull_bias(total.reshape(dense.w13_bias.shape).astype(dense.w13_bias.dtype))
         if weights.w2_bias is not None:
             wide_g = g_rows.astype(jnp.float32)
             row_bar = row_bar + jnp.sum(wide_g * rows.of_experts(weights.w2_bias.astype(jnp.float32)), axis=1)
@@ -254,6 +275,25 @@ class _Rows:
         is_used = jnp.arange(of_tiles.shape[0]) < self.tiles.num_tiles
         of_tiles = jnp.where(is_used[:, None], of_tiles, 0.0)
         return jax.ops.segment_sum(of_tiles, jnp.maximum(self.tiles.tile_expert, 0), num_experts)
+
+
+def _dense(weights: ExpertWeights, dtype: DTypeLike) -> tuple[ExpertWeights, Callable[[Array], Array]]:
+    """The weights dequantized, in layout "plain", and the way back from a cotangent of their w13_bias to the given one.
+
+    Under act-order the kernel layout has rows of w13 in another order, and its bias with them.
+    """
+    if not weights.scheme.is_quantized:
+        return weights, lambda bias_bar: bias_bar
+
+    def plain_bias(bias: Array) -> Array:
+        plain = to_plain_layout(dataclasses.replace(weights, w13_bias=bias)).w13_bias
+        assert plain is not None
+        return plain
+
+    plain = to_plain_layout(weights)
+    w13, w2 = (QuantizedTensor(dequantize_tensor(tensor, dtype)) for tensor in (plain.w13, plain.w2))
+    dense = ExpertWeights(w13, w2, plain.w13_bias, plain.w2_bias)
+    return dense, lambda bias_bar: jax.linear_transpose(plain_bias, weights.w13_bias)(bias_bar)[0]
 
 
 def _block_m(num_pairs: int, num_experts: int) -> int:

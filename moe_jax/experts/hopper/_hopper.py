@@ -92,6 +92,7 @@ class Hopper(Backend):
             quantized = "" if plan.quantization == "none" else "tokens are quantized where they are, "
             lines.append(f"rows: none are moved, {quantized}GEMM 1 takes all tokens as the rows of every tile")
         lines += describe_products(plan, weights)
+        lines.append(_backward.describe_gradient(config, weights))
         return lines + (_operand_notes(problem) if in_kernel_layout(weights) else _row_notes(problem, plan))
 
     def in_brief(self, problem: Problem) -> str:

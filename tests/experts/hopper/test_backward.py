@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import moe_jax
-from moe_jax.experts.hopper._backward import Static, differentiable
+from moe_jax.experts.hopper._backward import Static, describe_gradient, differentiable, gradient_refusal
+from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout, to_plain_layout
+from moe_jax.quantization import dequantize_tensor, method_for
 from tests.support.cases.hopper_layers import K, inputs, make_layer, on_hopper
 from tests.support.kernels.case import launches
 from tests.support.oracles.expert_gradients import assert_gradients_close, expert_gradients
@@ -26,7 +28,7 @@ ROUTINGS = {
 
 def arguments(tokens, routing, **options):
     """(layer, x, topk_weights, topk_ids, cotangent)."""
-    layer, (x, z) = make_layer("bf16", implementation="hopper", **options), inputs(tokens)
+    layer, (x, z) = make_layer(**dict(scheme="bf16", implementation="hopper") | options), inputs(tokens)
     topk_weights, ids = jax.lax.top_k(jax.nn.softmax(z), K)
     ids = ROUTINGS[routing](ids.astype(jnp.int32))
     topk_weights = jnp.where(ids < 0, 0.0, topk_weights)
@@ -58,12 +60,18 @@ def by_references(layer):
     return functools.partial(differentiable, Static(layer.config, jnp.dtype("float32"), "reference"))
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+def quick(cases, kept):
+    """``cases`` as parameters, all but ``kept`` slow."""
+    return [case if case in kept else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize("routing", quick(ROUTINGS, ("ragged, one expert empty",)))
 def test_routings(routing):
     call = arguments(45, routing)
     assert_gradients_close(gradients(by_references(call[0]), *call), expected_of(*call))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -87,6 +95,76 @@ def test_activations_and_biases(options):
     assert_gradients_close(gradients(by_references(layer), layer, *rest), expected)
 
 
+# One of each format and layout; activations quantized or not.
+SCHEMES_WITH_KERNELS = (
+    "w4a16_g128",
+    "w4a16_g128_asym",
+    "w8a16_channel",
+    "w4a8_int8",
+    "int8_w8a8",
+    "fp8_tensor",
+    "fp8_channel",
+    "fp8_block",
+    "nvfp4_a16",
+    "nvfp4_dynamic",
+    "mxfp4_a16",
+    "mxfp4",
+    "mxfp8",
+)
+
+
+def frozen_call(scheme, tokens=45):
+    """(weights as the kernels hold them, expected gradients, ``arguments`` of the call) of a layer without gradients of
+    weights. Expected ones are those of the dequantized weights, activations unquantized.
+    """
+    call = arguments(tokens, "ragged, one expert empty", scheme=scheme)
+    layer, x, topk_weights, ids, g = call
+    weights = to_plain_layout(layer.weights.get_value())
+    dense = (dequantize_tensor(tensor) for tensor in (weights.w13, weights.w2))
+    expected = expert_gradients(g, x, topk_weights, ids, *dense)
+    if kernel_format(layer.config.scheme, layer.config.dtype) is not None:
+        weights = to_kernel_layout(weights, layer.config)
+    return weights, expected, call
+
+
+def frozen_gradients(function, weights, call):
+    """Of sum(g * y) by x and topk_weights, by name."""
+    _, x, topk_weights, ids, g = call
+
+    def loss(x, topk_weights):
+        return (function(x, topk_weights, ids, weights).astype(jnp.float32) * g.astype(jnp.float32)).sum()
+
+    return dict(zip(("x", "topk_weights"), jax.jit(jax.grad(loss, (0, 1)))(x, topk_weights), strict=True))
+
+
+@pytest.mark.parametrize("scheme", quick(SCHEMES_WITH_KERNELS, ("fp8_channel",)))
+def test_quantized_weights(scheme):
+    weights, expected, call = frozen_call(scheme)
+    assert_gradients_close(frozen_gradients(by_references(call[0]), weights, call), expected)
+
+
+@pytest.mark.slow
+def test_biases_of_act_order():
+    """The kernel layout has them in the order of w2's columns; their gradient is in the same."""
+    layer = make_layer("w4a16_g128_actorder", has_bias=True, implementation="hopper")
+    plain = to_plain_layout(layer.weights.get_value())
+    order = jax.random.permutation(jax.random.key(5), jnp.arange(plain.w2.shape[-1], dtype=jnp.int32))
+    w2 = dataclasses.replace(plain.w2, g_idx=jnp.broadcast_to(order // 128, plain.w2.g_idx.shape))
+    plain = dataclasses.replace(plain, w2=w2)
+    weights = to_kernel_layout(plain, layer.config)
+    _, x, topk_weights, ids, g = arguments(45, "ragged, one expert empty")
+
+    def loss(bias):
+        given = dataclasses.replace(weights, w13_bias=bias)
+        return (by_references(layer)(x, topk_weights, ids, given) * g.astype(jnp.float32)).sum()
+
+    found = jax.grad(loss)(weights.w13_bias)
+    found = to_plain_layout(dataclasses.replace(weights, w13_bias=found)).w13_bias
+    dense = (dequantize_tensor(tensor) for tensor in (plain.w13, plain.w2))
+    expected = expert_gradients(g, x, topk_weights, ids, *dense, w13_bias=plain.w13_bias, w2_bias=plain.w2_bias)
+    assert_gradients_close(dict(w13_bias=found), expected)
+
+
 def test_only_what_is_asked_for_is_computed():
     """Kernels of the gradient by x alone, by router weights alone, by the weights alone, and by all. The value of the
     function, which nobody asks for, is not computed.
@@ -105,8 +183,25 @@ def test_only_what_is_asked_for_is_computed():
 
 def test_layers_whose_gradient_has_no_kernels():
     """The next implementation has it, and an error says why the kernels do not."""
-    for options, reason in ((dict(scheme="fp8_channel"), "quantized weights"), (dict(intermediate=80), "size=80")):
-        options = dict(scheme="bf16") | options
-        x, z = inputs(3)
-        with on_hopper(), pytest.raises(NotImplementedError, match=f"hopper: has no gradient for .*{reason}"):
-            jax.grad(lambda x, layer: layer(x, z).sum())(x, make_layer(**options, implementation="hopper"))  # noqa: B023
+    x, z = inputs(3)
+    for scheme, intermediate, reason in (("fp8_tensor_static", 256, "a static scale"), ("bf16", 80, "size=80")):
+        config = make_layer("bf16", intermediate).config
+        config = dataclasses.replace(config, scheme=moe_jax.Scheme.parse(scheme), implementation=("hopper",))
+        abstract = method_for(config.scheme).abstract_weights(config)
+        assert reason in gradient_refusal(config, abstract)
+        assert f"gradient: by the next implementation, since the kernel {gradient_refusal(config, abstract)}" == (
+            describe_gradient(config, abstract)
+        )
+    with on_hopper(), pytest.raises(NotImplementedError, match="hopper: has no gradient for .*size=80"):
+        jax.grad(lambda x, layer: layer(x, z).sum())(x, make_layer("bf16", 80, implementation="hopper"))
+
+
+def test_explain_says_what_runs_and_what_memory_it_takes():
+    for scheme, text in {
+        "bf16": "gradient: by kernels",
+        "w4a16_g128": "gradient: by kernels, weights dequantized to bfloat16 in each (0.00 GiB)",
+        "fp8_channel": "in each (0.00 GiB), activations as if they were not quantized",
+    }.items():
+        layer = make_layer(scheme, implementation="hopper")
+        with on_hopper():
+            assert text in layer.explain(45)

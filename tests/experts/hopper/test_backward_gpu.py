@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 import moe_jax
-from tests.experts.hopper.test_backward import ROUTINGS, arguments, expected_of, gradients
+from tests.experts.hopper.test_backward import (
+    ROUTINGS,
+    SCHEMES_WITH_KERNELS,
+    arguments,
+    expected_of,
+    frozen_call,
+    frozen_gradients,
+    gradients,
+)
 from tests.support.oracles.expert_gradients import assert_gradients_close
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +43,12 @@ def test_routings(routing, tokens):
 def test_activations_and_biases(options):
     call = arguments(700, "some tokens nowhere", **options)
     assert_gradients_close(gradients(by_kernels(call[0]), *call), expected_of(*call))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES_WITH_KERNELS)
+def test_quantized_weights(scheme):
+    weights, expected, call = frozen_call(scheme, 700)
+    assert_gradients_close(frozen_gradients(by_kernels(call[0]), weights, call), expected)
 
 
 def test_bits_repeat():
