@@ -5,7 +5,7 @@ Everything here is a pure function of arrays, safe under jit, grad, vmap, scan a
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,61 @@ class MoEStats:
     Args:
         load: (E,) int32, rows per expert; with a placement (S,) int32, rows per slot.
         topk_ids: (T, top_k) int32, logical experts, -1 for none.
+        router_logits: (T, E) as the call had them, (T, E + Z) with zero experts. ``load_balancing_loss`` and
+            ``router_z_loss`` differentiate them.
     """
 
     load: Leaf
     topk_ids: Leaf
+    router_logits: Leaf | None = None
+
+
+if TYPE_CHECKING:
+    from typing import TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        routing: RoutingParams | None
+        placement: Any
+        token_mask: Array | None
+        token_ids: Array | None
+        shared_output: Array | None
+        replayed_ids: Array | None
+
+
+@overload
+def fused_moe(
+    x: Float[Array, "T H"],
+    router_logits: Float[Array, "..."],
+    weights: ExpertWeights,
+    config: MoEConfig,
+    *,
+    return_stats: Literal[False] = False,
+    **options: "Unpack[_Options]",
+) -> Array: ...
+
+
+@overload
+def fused_moe(
+    x: Float[Array, "T H"],
+    router_logits: Float[Array, "..."],
+    weights: ExpertWeights,
+    config: MoEConfig,
+    *,
+    return_stats: Literal[True],
+    **options: "Unpack[_Options]",
+) -> tuple[Array, MoEStats]: ...
+
+
+@overload
+def fused_moe(
+    x: Float[Array, "T H"],
+    router_logits: Float[Array, "..."],
+    weights: ExpertWeights,
+    config: MoEConfig,
+    *,
+    return_stats: bool,
+    **options: "Unpack[_Options]",
+) -> Array | tuple[Array, MoEStats]: ...
 
 
 def fused_moe(
@@ -51,7 +102,7 @@ def fused_moe(
     shared_output: Float[Array, "..."] | None = None,
     replayed_ids: Shaped[Array, "..."] | None = None,
     return_stats: bool = False,
-) -> Any:
+) -> Array | tuple[Array, MoEStats]:
     """Route every token to its experts and return the weighted sum of their outputs.
 
     Computation follows ``config.dtype``. Sums over experts are float32, and the result is rounded once to x's dtype.
@@ -100,7 +151,7 @@ def fused_moe(
         )
         if whole is not None:
             y, topk_ids, load = whole
-            return (y, MoEStats(load, topk_ids)) if return_stats else y
+            return (y, MoEStats(load, topk_ids, router_logits)) if return_stats else y
     routed = route(
         router_logits,
         config,
@@ -113,7 +164,8 @@ def fused_moe(
     slots = routed.topk_ids if placement is None else placement.to_physical(routed.topk_ids)
     y = weighted_experts(x, routed.topk_weights, slots, weights, config)
     y = finish(y, x, routed, config, shared_output)
-    return (y, stats_of(routed.topk_ids, slots, weights.num_experts)) if return_stats else y
+    stats = stats_of(routed.topk_ids, slots, weights.num_experts)
+    return (y, dataclasses.replace(stats, router_logits=router_logits)) if return_stats else y
 
 
 def _in_steps(

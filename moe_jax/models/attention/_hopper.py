@@ -35,6 +35,19 @@ def check_implementation(name: str, config: DecoderConfig, dtype: DTypeLike) -> 
         raise NotImplementedError(f"attention={name!r}: {reason}; attention='xla' runs everywhere")
 
 
+def check_takes_segments(name: str, config: DecoderConfig) -> None:
+    """Raise NotImplementedError where rows of several sequences cannot be attended."""
+    if USES_KERNELS[name]:
+        raise NotImplementedError(
+            f"segment_ids: attention={name!r} takes rows of one sequence; load the model with attention='xla'"
+        )
+    if config.rope.depends_on_length:
+        raise NotImplementedError(
+            f"segment_ids: the rotary embedding of type {config.rope.rope_type!r} changes with the length of a row; "
+            "give each sequence a row of its own"
+        )
+
+
 def model_refusal(config: DecoderConfig, dtype: DTypeLike) -> str | None:
     """Why the kernel cannot run a prefill of any layer of this model here, or None when it can."""
     if jax.__version_info__ < (0, 11):
