@@ -14,7 +14,8 @@ import moe_jax
 from moe_jax.experts.hopper._backward import Static, describe_gradient, differentiable, gradient_refusal
 from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout, to_plain_layout
 from moe_jax.quantization import dequantize_tensor, method_for
-from tests.support.cases.hopper_layers import K, inputs, make_layer, on_hopper
+from tests.support.cases.experts import make_config, make_stored_weights
+from tests.support.cases.hopper_layers import E, K, inputs, make_layer, on_hopper
 from tests.support.kernels.case import launches
 from tests.support.oracles.expert_gradients import assert_gradients_close, expert_gradients
 
@@ -145,24 +146,26 @@ def test_quantized_weights(scheme):
 
 @pytest.mark.slow
 def test_biases_of_act_order():
-    """The kernel layout has them in the order of w2's columns; their gradient is in the same."""
-    layer = make_layer("w4a16_g128_actorder", has_bias=True, implementation="hopper")
-    plain = to_plain_layout(layer.weights.get_value())
-    order = jax.random.permutation(jax.random.key(5), jnp.arange(plain.w2.shape[-1], dtype=jnp.int32))
-    w2 = dataclasses.replace(plain.w2, g_idx=jnp.broadcast_to(order // 128, plain.w2.g_idx.shape))
-    plain = dataclasses.replace(plain, w2=w2)
-    weights = to_kernel_layout(plain, layer.config)
-    _, x, topk_weights, ids, g = arguments(45, "ragged, one expert empty")
+    """The kernel layout has those of w13 in the order of w2's columns; their gradient is in the same."""
+    sizes = dict(num_experts=E, hidden_size=128, intermediate_size=192)
+    config = make_config("w4a16_g32_asym_actorder", dtype="bfloat16", has_bias=True, **sizes)
+    plain = make_stored_weights(config)
+    weights = to_kernel_layout(plain, config)
+    x, z = inputs(45)
+    x, (topk_weights, ids) = x[:, :128], jax.lax.top_k(jax.nn.softmax(z), K)
+    g = jax.random.normal(jax.random.key(7), x.shape)
+    static = Static(config, jnp.dtype("float32"), "reference")
 
-    def loss(bias):
-        given = dataclasses.replace(weights, w13_bias=bias)
-        return (by_references(layer)(x, topk_weights, ids, given) * g.astype(jnp.float32)).sum()
+    def loss(x, w13_bias, w2_bias):
+        given = dataclasses.replace(weights, w13_bias=w13_bias, w2_bias=w2_bias)
+        return (differentiable(static, x, topk_weights, ids.astype(jnp.int32), given) * g).sum()
 
-    found = jax.grad(loss)(weights.w13_bias)
-    found = to_plain_layout(dataclasses.replace(weights, w13_bias=found)).w13_bias
+    x_bar, *bars = jax.jit(jax.grad(loss, (0, 1, 2)))(x, weights.w13_bias, weights.w2_bias)
+    found = to_plain_layout(dataclasses.replace(weights, w13_bias=bars[0], w2_bias=bars[1]))
     dense = (dequantize_tensor(tensor) for tensor in (plain.w13, plain.w2))
-    expected = expert_gradients(g, x, topk_weights, ids, *dense, w13_bias=plain.w13_bias, w2_bias=plain.w2_bias)
-    assert_gradients_close(dict(w13_bias=found), expected)
+    biases = dict(w13_bias=plain.w13_bias, w2_bias=plain.w2_bias)
+    expected = expert_gradients(g.astype(jnp.bfloat16), x, topk_weights, ids, *dense, **biases)
+    assert_gradients_close(dict(x=x_bar, w13_bias=found.w13_bias, w2_bias=found.w2_bias), expected)
 
 
 def test_only_what_is_asked_for_is_computed():
