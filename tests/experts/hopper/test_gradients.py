@@ -24,7 +24,7 @@ def same_gradients(found, expected):
 
 @pytest.mark.parametrize(
     "scheme",
-    ["bf16", pytest.param("fp8_channel", marks=pytest.mark.slow), pytest.param("w4a16_g16", marks=pytest.mark.slow)],
+    ["bf16", pytest.param("fp8_channel", marks=pytest.mark.slow)],
 )
 def test_gradients_are_those_of_the_next_implementation(scheme):
     """In every order of jit and grad, over a batch, with routing in the kernel and before it; no kernel is left."""
