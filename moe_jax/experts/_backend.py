@@ -63,7 +63,6 @@ class Backend(abc.ABC):
     """One way to run the experts of a layer. Instances hold no state.
 
     name: by which users ask for it and ``explain`` calls it.
-    has_gradient: whether ``run`` can be differentiated. The other methods never are.
     takes_adapters: whether ``run`` adds the low-rank addends of ``ExpertWeights``; else it is not given any.
     plans_for_local_experts: whether tiles are chosen for the experts in ``weights``; else for ``config.num_experts``,
         which inside ``jax.shard_map`` counts those of all devices.
@@ -73,7 +72,6 @@ class Backend(abc.ABC):
     """
 
     name: ClassVar[str]
-    has_gradient: ClassVar[bool] = True
     takes_adapters: ClassVar[bool] = False
     plans_for_local_experts: ClassVar[bool] = False
     serves_arrived: ClassVar[bool] = False
@@ -120,6 +118,10 @@ class Backend(abc.ABC):
         Raises:
             NotImplementedError: means the same as a reason from ``refusal``.
         """
+
+    def gradient_refusal(self, problem: Problem) -> str | None:
+        """Why ``run`` cannot be differentiated, or None. The other methods never are."""
+        return None
 
     # -- a layout of its own ------------------------------------------------------------------------------------------
 

@@ -113,6 +113,7 @@ def _run(
 ) -> Array:
     """Run ``backend``; where it is differentiated without a gradient, one of those ``later``."""
     config, num_tokens, platform = problem.config, problem.num_tokens, problem.platform
+    no_gradient = backend.gradient_refusal(problem)
 
     def run(weights: ExpertWeights, x: Array, topk_weights: Array, topk_ids: Array) -> Array:
         if not backend.reads(weights.w13.layout):
@@ -120,13 +121,13 @@ def _run(
         return backend.run(x, topk_weights, topk_ids, weights, config)
 
     def run_later(weights: ExpertWeights, *args: Array) -> Array:
-        reasons = (*skipped, (backend.name, "has no gradient"))
+        reasons = (*skipped, (backend.name, str(no_gradient)))
         try:
             return _run_one_of(later, reasons, Problem(config, weights, num_tokens, platform), args)
         except NotImplementedError as error:
             raise NoGradient(str(error)) from None
 
-    if backend.has_gradient:
+    if no_gradient is None:
         return run(problem.weights, *args)
     return with_gradient_of(run, run_later, problem.weights, *args)
 

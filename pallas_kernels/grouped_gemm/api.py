@@ -36,6 +36,7 @@ def grouped_gemm(
     out_scale: jax.Array | None = None,
     tile_rows: jax.Array | None = None,
     block_m: int | None = None,
+    transposes_w: bool = False,
     config: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
@@ -62,6 +63,8 @@ def grouped_gemm(
         tile_rows: (Mp / block_m,) int32, rows in use of each tile: the others may then be neither read nor written.
         block_m: with it x is (T, K), T <= block_m: the unpermuted tokens, which are the first rows of every tile.
             Scales of rows are then those of one tile, (block_m,) or (ceil(K/128), block_m), of any value past T.
+        transposes_w: w is (E, K, N), N contiguous. The gradient of a product with respect to its rows takes weights so,
+            as they lie: that product's N is K here. bfloat16 and float16, without scales.
         config: GemmConfig of the hopper implementation, MmaConfig of the portable one; chosen when None.
         implementation: "hopper", "portable" or "reference", or several in the order to try; all when None.
 
@@ -82,7 +85,7 @@ def grouped_gemm(
         out_scale=out_scale,
         tile_rows=tile_rows,
     )
-    desc = _describe(operands, activation, out_dtype, requantize, block_m)
+    desc = _describe(operands, activation, out_dtype, requantize, block_m, transposes_w)
     if w.ndim == 3:
         operands |= {name: own[:, None] for name in ("w", "w_scale", "bias") if (own := operands[name]) is not None}
     runs = {name: functools.partial(run, desc, config, operands) for name, run in _RUN.items()}
@@ -159,6 +162,8 @@ def _run_reference(desc: GemmDesc, config: GemmConfig | None, operands: Operands
     del config
     given = permuted(operands, desc.rows) if desc.unpermuted_rows else dict(operands)
     given.pop("tile_rows")
+    if desc.transposes_w:
+        given["w"] = jnp.swapaxes(given["w"], -1, -2)
     return grouped_gemm_ref(desc, **given)
 
 
@@ -175,7 +180,12 @@ _RUN = {"hopper": _run_hopper, "portable": _run_portable, "reference": _run_refe
 
 
 def _describe(
-    operands: Operands, activation: Activation | None, out_dtype: DTypeLike, requantize: str, block_m: int | None
+    operands: Operands,
+    activation: Activation | None,
+    out_dtype: DTypeLike,
+    requantize: str,
+    block_m: int | None,
+    transposes_w: bool,
 ) -> GemmDesc:
     """The description of a call; its shapes and dtypes are checked here once."""
     x, w, tile_expert, num_tiles = (operands[name] for name in ("x", "w", "tile_expert", "num_tiles"))
@@ -185,13 +195,16 @@ def _describe(
             f"x has shape {x.shape}, expected (Mp, K); w has {w.shape}, expected (E, N, K) or (E, G, N, K)"
         )
     lead = w.shape[:-2]
-    k, n = x.shape[1], w.shape[-2]
+    k, (n, depth) = x.shape[1], w.shape[:-3:-1] if transposes_w else w.shape[-2:]
     projections = lead[1] if len(lead) == 2 else 1
     expected, name = expected_projections(activation)
     if projections != expected or (activation is not None and len(lead) == 1):
         raise ValueError(f"w has shape {w.shape}; {name} needs (E, {expected}, N, K)")
-    if w.shape[-1] != k:
-        raise ValueError(f"x has K={k} and w has K={w.shape[-1]}; w is stored (..., N, K)")
+    if depth != k:
+        stored = "(..., K, N) with transposes_w" if transposes_w else "(..., N, K)"
+        raise ValueError(f"x has K={k} and w has K={depth}; w is stored {stored}")
+    if transposes_w and w.ndim == 4:
+        raise ValueError(f"w has shape {w.shape}; with transposes_w it is (E, K, N)")
     if x.dtype != w.dtype:
         raise TypeError(f"x is {x.dtype} and w is {w.dtype}; both operands have one dtype")
     rows, unpermuted_rows, scaled = check_tiles(x, tile_expert, num_tiles, block_m)
@@ -210,6 +223,8 @@ def _describe(
         raise ValueError(f"requantize={requantize!r} is not one of 'none', 'group', 'group_ue8m0', 'tensor'")
     if (out_scale is not None) != (requantize == "tensor"):
         raise ValueError("out_scale is given exactly when requantize='tensor'")
+    if transposes_w and (operands["x_scale"] is not None or operands["w_scale"] is not None):
+        raise ValueError("transposes_w goes without scales")
     if out_scale is not None and out_scale.shape != ():
         raise ValueError(f"out_scale has shape {out_scale.shape}, expected ()")
 
@@ -229,6 +244,7 @@ def _describe(
         has_tile_rows=tile_rows is not None,
         has_power_of_two_scales=requantize == "group_ue8m0",
         unpermuted_rows=unpermuted_rows,
+        transposes_w=transposes_w,
     )
 
 

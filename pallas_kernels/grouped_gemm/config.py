@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_ALIGN, TMA_BOX, smem_bytes, swizzle_bytes
-from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc, GroupedGemm
+from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, TRANSPOSED_UNIT, GemmDesc, GroupedGemm
 
 BLOCK_MS = (64, 128)  # Rows of a tile of the plain main loop: one or two warpgroups of 64.
 SWAP_AB_BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192)
@@ -144,8 +144,9 @@ def store_swizzle(desc: GemmDesc, config: GemmConfig) -> int | None:
 def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
     """(shape, dtype) of what a CTA keeps in shared memory, by field of ``Scratch``.
 
-    x, w: (stages, rows, K of a step). staging: (consumers, slots, 64, columns), with swap_ab (consumers, slots, rows,
-    64). Scales of a step and vectors of a projection each start where a TMA copy may start.
+    x, w: (stages, rows, K of a step), transposed weights (stages, K of a step, columns). staging: (consumers, slots,
+    64, columns), with swap_ab (consumers, slots, rows, 64). Scales of a step and vectors of a projection each start
+    where a TMA copy may start.
     """
     stages, step, columns = config.num_stages, config.block_k(desc), store_columns(desc, config)
 
@@ -157,12 +158,13 @@ def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
         width = padded(config.block_n, dtype) if desc.projections > 1 else config.block_n
         return (desc.projections, width), dtype
 
+    weight_rows = desc.projections * config.block_n
     slots = (2 if config.is_large_m else 1, store_rows(config), 64)
     if not config.swap_ab:
         slots = (1 if columns == config.block_n else 2, 64, columns)
     arrays: dict[str, SharedArray] = dict(
         x=((stages, config.block_m, step), desc.dtype),
-        w=((stages, desc.projections * config.block_n, step), desc.dtype),
+        w=((stages, *((step, config.block_n) if desc.transposes_w else (weight_rows, step))), desc.dtype),
         staging=((config.num_consumers, *slots), desc.stored_dtype),
     )
     if desc.is_block_scaled:
@@ -215,6 +217,8 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
         return f"block_n={config.block_n} with {stacked}: a multiple of 16, at most {TMA_BOX} weight rows"
     if desc.is_block_scaled and config.block_n not in (64, 128, 256):
         return f"block_n={config.block_n}: with 128x128 weight blocks 64, 128 or 256, so that a tile's blocks are whole"
+    if desc.transposes_w and (reason := _transposed_error(config)):
+        return reason
     if desc.requantize == "group" and config.block_n != SCALE_GROUP:
         return f"block_n={config.block_n}: requantization in groups of {SCALE_GROUP} columns needs one group per tile"
     if store_swizzle(desc, config) is None:
@@ -236,6 +240,16 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
 def least_chunk(desc: GemmDesc, block_m: int, block_n: int) -> int:
     """The least ``row_chunk``: with operands of 16 bits, eight stores of 16 rows spill beside 128 accumulators."""
     return 32 if block_m == 128 and desc.projections == 2 and block_n == 128 and desc.itemsize == 2 else 8
+
+
+def _transposed_error(config: GemmConfig) -> str | None:
+    if config.swap_ab:
+        return "swap_ab with transposed weights: not built"
+    if config.cluster > 1 or config.step_blocks > 1:
+        return "transposed weights in clusters, or in steps of several blocks: not built"
+    if config.block_n % TRANSPOSED_UNIT:
+        return f"block_n={config.block_n}: with transposed weights a multiple of {TRANSPOSED_UNIT}"
+    return None
 
 
 def _cluster_error(config: GemmConfig) -> str | None:

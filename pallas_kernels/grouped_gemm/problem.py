@@ -9,6 +9,7 @@ from pallas_kernels.common.activations import Activation
 
 SCALE_GROUP = 128  # K per activation group, and both sides of a weight block
 ROW_BYTES = 32  # A row of K is a multiple of this: the narrowest swizzle of a TMA copy.
+TRANSPOSED_UNIT = 64  # elements of 16 bits in the widest swizzle, in which operands without contiguous K lie
 _OPERANDS = {"bfloat16": "float32", "float16": "float32", "float8_e4m3fn": "float32", "int8": "int32"}
 _OUTPUTS = ("bfloat16", "float16", "float32")
 
@@ -68,6 +69,7 @@ class GemmDesc(GroupedGemm):
             out_dtype bfloat16 the product is rounded to it first, as a separate launch would read it.
         has_tile_rows: the number of rows in use is known for each tile.
         has_power_of_two_scales: the scales of requantize "group" are rounded up to powers of two.
+        transposes_w: w is (E, K, N), N contiguous: the weights of a product whose K is this one's N, as they lie.
     """
 
     dtype: str
@@ -76,6 +78,7 @@ class GemmDesc(GroupedGemm):
     requantize: Literal["none", "group", "tensor"] = "none"
     has_tile_rows: bool = False
     has_power_of_two_scales: bool = False
+    transposes_w: bool = False
 
     @property
     def is_block_scaled(self) -> bool:
@@ -102,10 +105,10 @@ class GemmDesc(GroupedGemm):
     def operand_names(self) -> list[str]:
         """Names of the arrays the kernel takes, in order.
 
-        x (rows or unpermuted_rows, K); w (E * G, N, K); tile_expert (rows / block_m,) i32; num_tiles (1,) i32; x_scale
-        f32 (1,), (rows,) or (ceil(K / 128), rows), with block_m for rows where they are unpermuted; w_scale f32
-        (E * G,), (E * G, N) or (E * G, ceil(N / 128), ceil(K / 128)); bias (E * G, N); out_scale (1,) f32; tile_rows
-        (rows / block_m,) i32.
+        x (rows or unpermuted_rows, K); w (E * G, N, K), transposed (E, K, N); tile_expert (rows / block_m,) i32;
+        num_tiles (1,) i32; x_scale f32 (1,), (rows,) or (ceil(K / 128), rows), with block_m for rows where they are
+        unpermuted; w_scale f32 (E * G,), (E * G, N) or (E * G, ceil(N / 128), ceil(K / 128)); bias (E * G, N);
+        out_scale (1,) f32; tile_rows (rows / block_m,) i32.
         """
         names = ["x", "w", "tile_expert", "num_tiles"]
         names += ["x_scale"] if self.lhs_scale != "none" else []
@@ -125,4 +128,13 @@ class GemmDesc(GroupedGemm):
             return f"block scales of {self.dtype}; only float8_e4m3fn is promoted every 128 of K"
         if self.k * self.itemsize % ROW_BYTES:
             return f"K={self.k} of {self.dtype}: a row of K must be a multiple of {ROW_BYTES} bytes"
+        if self.transposes_w and (reason := self._unsupported_transposed()):
+            return reason
         return self.unsupported_output()
+
+    def _unsupported_transposed(self) -> str | None:
+        if self.itemsize != 2:
+            return f"transposed weights of {self.dtype}: wgmma takes operands of 8 bits with K contiguous only"
+        if self.k % TRANSPOSED_UNIT or self.n % TRANSPOSED_UNIT:
+            return f"transposed weights of K={self.k} and N={self.n}: both must be multiples of {TRANSPOSED_UNIT}"
+        return None

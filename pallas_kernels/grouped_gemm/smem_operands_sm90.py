@@ -27,7 +27,7 @@ from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, LoadStep, Main
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
 from pallas_kernels.grouped_gemm.scheduler_sm90 import PAIR, Tile
 
-Product = tuple[TileRef, TileRef]  # operands of one wgmma: (64, K) and (N, K)
+Product = tuple[TileRef, TileRef]  # operands of one wgmma: (64, K) and (N, K), of transposed weights (K, N)
 
 
 def main_loop(desc: GemmDesc, config: GemmConfig, consume: Callable[[CtaContext, Tile], None]) -> MainLoop:
@@ -41,6 +41,7 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     pieces, shapes = num_pieces(desc, config), shared_arrays(desc, config)
     operand = mosaic.tiled(desc.dtype, sm90.swizzle_bytes(desc.k * desc.itemsize))
     stored = mosaic.tiled(desc.stored_dtype, store_swizzle(desc, config))
+    # Of transposed weights the widest swizzle divides rows of N, as it does those of K.
     types = pipeline.scratch_arrays(shapes, dict(x=operand, w=operand, staging=stored))
     arrivals = config.block_m // config.rows_moved + desc.is_block_scaled + copies
     types["full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
@@ -94,14 +95,13 @@ def load_tile(cta: CtaContext, tile: Tile) -> LoadStep:
         for start in range(0, desc.projections * config.block_n, copied):
             projection, column = divmod(start, config.block_n)
             index = start // piece
+            matrix = tile.expert * desc.projections + projection
+            columns = pl.ds(tile.column * config.block_n + column, copied)
+            part = (depth, columns) if desc.transposes_w else (columns, depth)
             copy_weights = functools.partial(
                 plgpu.copy_gmem_to_smem,
-                operands["w"].at[
-                    tile.expert * desc.projections + projection,
-                    pl.ds(tile.column * config.block_n + column, copied),
-                    depth,
-                ],
-                scratch.w.at[slot, pl.ds(start, copied)],
+                operands["w"].at[matrix, *part],
+                scratch.w.at[slot] if desc.transposes_w else scratch.w.at[slot, pl.ds(start, copied)],
                 full_barrier(cta, slot, index, pieces),
             )
             if config.shares_weights:
@@ -153,7 +153,7 @@ def multiply(
 
     def one_slot(slot, accumulators):
         for accumulator, (left, right) in zip(accumulators, products(slot), strict=True):
-            plgpu.wgmma(accumulator, left, right.transpose((1, 0)))
+            plgpu.wgmma(accumulator, left, right if cta.desc.transposes_w else right.transpose((1, 0)))
         # The other warpgroups keep the tensor core busy; leaving one product in flight here measured the same.
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(cta.scratch.empty.at[slot])

@@ -31,6 +31,7 @@ from pallas_kernels.decode_attention import DecodeConfig, DecodeDesc, decode_att
 from pallas_kernels.decode_attention.api import queries_in_columns
 from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
+from pallas_kernels.grouped_gemm.wgrad import WgradConfig, grouped_wgrad
 from pallas_kernels.quantize_and_permute import PermuteConfig, quantize_and_permute
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +84,8 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[s
     tile_expert, num_tiles = jnp.asarray([0, 2, 2, -1], jnp.int32), jnp.int32(3)
     numbers = [rng.standard_normal(shape) * 2 for shape in ((4 * block_m, k), (3, projections, n, k))]
     x, w = (jnp.asarray(np.rint(8 * v) if dtype == "int8" else v, dtype) for v in numbers)
+    if options.get("transposes_w"):
+        w = w.swapaxes(2, 3)
     unpermuted_rows = options.pop("unpermuted_rows", 0)
     if unpermuted_rows:
         x, options["block_m"] = x[:unpermuted_rows], block_m
@@ -108,6 +111,25 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[s
     if unpermuted_rows:
         own = np.concatenate([np.arange(unpermuted_rows) + tile * block_m for tile in range(3)])
     return _rows(found, own, 4 * block_m), _rows(expected, own, 4 * block_m)
+
+
+def contracting(config: WgradConfig, out_dtype: str) -> tuple[Any, Any]:
+    """Four experts, two of them empty, the last rows of the others in part; rows of nobody hold NaN."""
+    rng, rows = np.random.default_rng(0), 448
+    first, count = (np.array(numbers, np.int32) for numbers in ([0, 128, 128, 320], [70, 0, 129, 0]))
+    dy, x = (rng.standard_normal((rows, width)) for width in (192, 512))
+    row, end = np.arange(rows), first + count
+    is_own = ((row >= first[:, None]) & (row < end[:, None])).any(0)
+    is_gap = ((row >= end[:, None]) & (row < first[:, None] + -(-count[:, None] // 64) * 64)).any(0)
+    dy[is_gap], x[is_gap] = 0, 1
+    dy[~is_own & ~is_gap], x[~is_own & ~is_gap] = np.nan, np.nan
+    dy, x, first, count = (*(jnp.asarray(a, jnp.bfloat16) for a in (dy, x)), jnp.asarray(first), jnp.asarray(count))
+    found, expected = (
+        grouped_wgrad(dy, x, first, count, out_dtype=out_dtype, implementation=name, config=config)
+        for name in ("hopper", "reference")
+    )
+    assert not np.asarray(found, np.float32)[[1, 3]].any()
+    return found, expected
 
 
 def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
@@ -161,6 +183,8 @@ _SHARING_WEIGHTS = dict(n=256, cluster=2, shares_weights=True)
 # dtype, shapes of the scales, rows of a tile, options of ``multiplying``
 PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
     "bf16": ("bfloat16", _NONE, 64, {}),
+    "bf16 transposed": ("bfloat16", _NONE, 64, dict(transposes_w=True, n=256)),
+    "bf16 transposed, two consumers": ("bfloat16", _NONE, 128, dict(transposes_w=True, block_n=256, n=256)),
     "bf16 swapped": ("bfloat16", _NONE, 16, dict(swap_ab=True)),
     **{
         f"bf16 swapped, the same {n} rows": ("bfloat16", _NONE, 16, dict(swap_ab=True, unpermuted_rows=n))
@@ -198,6 +222,8 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     **{f"permute {kind}": functools.partial(permuting, kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
     **{f"permute e4m3_group, {n}": functools.partial(permuting, "e4m3_group", n) for n in (128, 384)},
     "permute e4m3_group in parts": permuting_in_parts,
+    "wgrad": functools.partial(contracting, WgradConfig(128, 256, 2, 2), "bfloat16"),
+    "wgrad, one consumer": functools.partial(contracting, WgradConfig(64, 128, 3, 2), "float32"),
     **{name: functools.partial(multiplying, *case) for name, case in PRODUCTS.items()},
 }
 

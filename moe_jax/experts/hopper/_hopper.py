@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
 from moe_jax.experts._backend import Backend, LayerArguments, MatrixProblem, Problem
-from moe_jax.experts.hopper import _kernel_layout, _matrix
+from moe_jax.experts.hopper import _backward, _kernel_layout, _matrix
+from moe_jax.experts.hopper._backward import Static, differentiable
 from moe_jax.experts.hopper._experts import forward, forward_arrived, forward_layer, route_alone, routing_refusal
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, is_kernel_layout, kernel_format, kernel_operand
 from moe_jax.experts.hopper._plan import Plan, describe_products, layer_key, make_plan
@@ -42,7 +43,6 @@ class Hopper(Backend):
     """Pallas kernels for Hopper GPUs; the default on every GPU, tried first."""
 
     name = "hopper"
-    has_gradient = False
     plans_for_local_experts = True
     serves_arrived = True
     is_all_kernels = True
@@ -91,6 +91,7 @@ class Hopper(Backend):
             quantized = "" if plan.quantization == "none" else "tokens are quantized where they are, "
             lines.append(f"rows: none are moved, {quantized}GEMM 1 takes all tokens as the rows of every tile")
         lines += describe_products(plan, weights)
+        lines.append(_backward.describe_gradient(config, weights))
         return lines + (_operand_notes(problem) if in_kernel_layout(weights) else _row_notes(problem, plan))
 
     def in_brief(self, problem: Problem) -> str:
@@ -105,7 +106,12 @@ class Hopper(Backend):
         config: MoEConfig,
         out_dtype: DTypeLike = jnp.float32,
     ) -> Array:
+        if self.gradient_refusal(Problem(config, weights, x.shape[0], "gpu")) is None:
+            return differentiable(Static(_shared(config), jnp.dtype(out_dtype)), x, topk_weights, topk_ids, weights)
         return _forward(_shared(config), x, topk_weights, topk_ids, weights, out_dtype=out_dtype)
+
+    def gradient_refusal(self, problem: Problem) -> str | None:
+        return _backward.gradient_refusal(problem.config, problem.weights)
 
     def reads(self, layout: WeightLayout) -> bool:
         return layout.is_plain or is_kernel_layout(layout)

@@ -20,6 +20,9 @@ from pallas_kernels.grouped_gemm.heuristics import deepest
 from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
 from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat
 from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
+from pallas_kernels.grouped_gemm.wgrad import WgradDesc
+from pallas_kernels.grouped_gemm.wgrad import candidates as wgrad_candidates
+from pallas_kernels.grouped_gemm.wgrad.kernel_sm90 import grouped_wgrad_sm90
 from pallas_kernels.nvlink_dispatch.combine_sm90 import combine_sm90 as nvlink_combine_sm90
 from pallas_kernels.nvlink_dispatch.config import QUANTIZATIONS as EXCHANGE_QUANTIZATIONS
 from pallas_kernels.nvlink_dispatch.config import ExchangeDesc, PlaceDesc, choose_dispatch_config, choose_place_config
@@ -73,6 +76,8 @@ GEMMS = {
     "fp8 block ragged": dict(**_BLOCK, **_RAGGED),
     "fp8 block gated, requantized, ragged": dict(requantize="group", **_BLOCK, **_GATED, **_RAGGED),
     "int8 row gated ragged": dict(dtype="int8", **_ROW, **_GATED, **_RAGGED),
+    "bf16 transposed": dict(dtype="bfloat16", n=2880, k=1536, transposes_w=True),
+    "f16 transposed": dict(dtype="float16", out_dtype="float16", transposes_w=True),
 }
 
 
@@ -87,7 +92,7 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
     scaled = config.block_m if desc.unpermuted_rows else desc.rows
     shapes = {
         "x": ((desc.unpermuted_rows or desc.rows, desc.k), desc.dtype),
-        "w": ((matrices, desc.n, desc.k), desc.dtype),
+        "w": ((matrices, *((desc.k, desc.n) if desc.transposes_w else (desc.n, desc.k))), desc.dtype),
         "tile_expert": tiles,
         "num_tiles": ((1,), "int32"),
         "x_scale": ({"tensor": (1,), "row": (scaled,)}.get(desc.lhs_scale, (groups_k, scaled)), "float32"),
@@ -122,10 +127,27 @@ def gemm_cases() -> Iterator[Case]:
     for name in GEMMS:
         for block_m in (8, 16, 32, 64, 80, 128, 192):
             desc = _in_tiles(gemm(name), block_m)
-            found = candidates(desc, block_m, H200_SMS)
+            found = [] if desc.transposes_w and block_m % 64 else candidates(desc, block_m, H200_SMS)
             # The other heights differ in one extent of an instruction: the most registers at each will do.
             for config in found if block_m in (16, 64, 128) else sorted(found, key=lambda c: -c.block_n)[:1]:
                 yield gemm_case(name, desc, config)
+
+
+def wgrad_cases() -> Iterator[Case]:
+    """Gradients of weights: wide ones, those of adapters of rank 64, sizes off the tile."""
+    for name, options in (
+        ("bf16", dict(n=1536, k=2048)),
+        ("bf16 2880", dict(n=2880, k=2880)),
+        ("bf16 of rank 64", dict(n=64, k=2048)),
+        ("bf16 by rank 64", dict(n=1536, k=64, out_dtype="float32")),
+        ("f16 to f32", dict(n=512, k=512, dtype="float16", out_dtype="float32")),
+    ):
+        desc = WgradDesc(rows=1024, num_experts=4, **options)
+        for config in wgrad_candidates(desc, H200_SMS):
+            shapes = (((desc.rows, desc.n), desc.dtype), ((desc.rows, desc.k), desc.dtype))
+            bounds = ((desc.num_experts,), "int32")
+            named = f"grouped_wgrad {name}, {config.block_n} x {config.block_k}"
+            yield Case(named, grouped_wgrad_sm90(desc, config), (*shapes, bounds, bounds), "HGMMA")
 
 
 def tall_cases() -> Iterator[Case]:
@@ -413,6 +435,7 @@ def nvlink_dispatch_cases() -> Iterator[Case]:
 
 def all_cases() -> Iterator[Case]:
     yield from gemm_cases()
+    yield from wgrad_cases()
     yield from tall_cases()
     yield from swapped_block_cases()
     yield from cluster_cases()

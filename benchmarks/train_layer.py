@@ -1,0 +1,439 @@
+"""Forward and backward of a layer's experts on a GPU: ours beside torch's grouped_mm with autograd.
+
+    python benchmarks/train_layer.py [--models qwen3-30b-a3b,mixtral-8x7b] [--tokens 4096,16384] [--seconds 240]
+    [--frozen w4a16_g128,...] [--kernels] [--trace] [--out FILE]
+
+Both get the same numbers, made on the GPU from the index of each element, and the same experts and router weights of
+each token. The gradient is that of a sum with random weights, by x, by the router weights and by both matrices. torch
+runs what transformers' experts implementation "grouped_mm" does: rows sorted by expert, torch._grouped_mm, the
+activation and the sum in eager operations. Before times, samples of all results are compared.
+
+Each side runs in a process of its own per model, torch first, and takes at most an equal part of the time that is left
+for the model. A model is left out, with a line that says so, when less than LEAST_S are left. Reported per cell:
+milliseconds of forward, and of forward with backward, tokens per second of the latter, TFLOP/s (9 products' worth,
+whatever is computed twice), and peak memory. --frozen adds our layer with quantized weights of these schemes, random
+ones, where x and the router weights have gradients: its TFLOP/s count 6 products, and backward_per_forward is the time
+of the backward pass as a multiple of the forward's. --trace adds the microseconds of each of our GPU kernels of a step
+in their order, by JAX's profiler. --kernels times the products of the gradient one by one, with several configurations.
+FILE gets a JSON line per cell.
+"""
+
+import argparse
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIZES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "mixtral-8x7b": (8, 2, 4096, 14336)}  # E, top_k, H, I
+SAMPLE = 64  # rows and columns of each result that are compared
+SEEDS = dict(x=1, g=2, w13=3, w2=4)
+BURSTS, BURST_S, REST_S = 3, 0.15, 0.1
+LEAST_S = 12.0
+
+
+def hashed(index: Any, seed: int) -> Any:
+    """int32 indices -> values in [-1, 1) with 16 bits, float32 by ``/ 32768 - 1``; in torch and in jax alike."""
+    h = index * 1664525 + (seed * 40503 + 12345)
+    for shift, mask, factor in ((15, 0x1FFFF, 739982445), (12, 0xFFFFF, 695872825)):
+        h = (h ^ ((h >> shift) & mask)) * factor
+    return ((h ^ ((h >> 15) & 0x1FFFF)) >> 8) & 0xFFFF
+
+
+def seconds_of(run: Callable[[int], None]) -> float:
+    """Median over bursts of one call among several in a row. run: makes so many calls and waits for them."""
+    run(2)
+    start = time.perf_counter()
+    run(2)
+    calls = max(2, int(BURST_S / ((time.perf_counter() - start) / 2)))
+    found = []
+    for _ in range(BURSTS):
+        time.sleep(REST_S)
+        start = time.perf_counter()
+        run(calls)
+        found.append((time.perf_counter() - start) / calls)
+    return float(np.median(found))
+
+
+def samples(results: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Corners of each result, of the first and the last expert of a matrix."""
+    cut = slice(None, SAMPLE)
+    return {
+        name: np.asarray(value[cut, cut] if value.ndim == 2 else value[[0, value.shape[0] - 1], cut, cut], np.float32)
+        for name, value in results.items()
+    }
+
+
+def figures(
+    seconds: float, forward: float, tokens: int, sizes: tuple[int, ...], peak: float, products: int = 9
+) -> dict[str, Any]:
+    _, top_k, hidden, intermediate = sizes
+    flops = products * 2 * tokens * top_k * hidden * intermediate
+    return dict(
+        forward_ms=round(forward * 1e3, 3),
+        step_ms=round(seconds * 1e3, 3),
+        tokens_per_s=round(tokens / seconds),
+        tflops=round(flops / seconds / 1e12, 1),
+        peak_gib=round(peak / 2**30, 2),
+        backward_per_forward=round(seconds / forward - 1, 2),
+    )
+
+
+# -- ours -------------------------------------------------------------------------------------------------------------
+
+
+def calls(function: Callable[..., Any], *arguments: Any) -> Callable[[int], None]:
+    import jax
+
+    def run(count: int) -> None:
+        out = None
+        for _ in range(count):
+            out = function(*arguments)
+        jax.block_until_ready(out)
+
+    return run
+
+
+def values(shape: tuple[int, ...], seed: int, scale: float) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    def made() -> Any:
+        index = jax.lax.iota(jnp.int32, int(np.prod(shape)))
+        return ((hashed(index, seed) / jnp.float32(32768) - 1) * scale).astype(jnp.bfloat16).reshape(shape)
+
+    return jax.jit(made)()
+
+
+def run_ours(
+    model: str, tokens: int, routing: dict[str, np.ndarray], *, traces: bool
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    import jax
+    import jax.numpy as jnp
+    from _trace import NO_COMMAND_BUFFERS, per_call, traced
+
+    import moe_jax
+    from moe_jax.quantization import ExpertWeights, QuantizedTensor
+
+    sizes = experts, _, hidden, intermediate = SIZES[model]
+    config = moe_jax.MoEConfig(*sizes, implementation=("hopper",))
+    w13 = values((experts, 2, intermediate, hidden), SEEDS["w13"], 1 / 32)
+    w2 = values((experts, hidden, intermediate), SEEDS["w2"], 1 / 32)
+    x, g = (values((tokens, hidden), SEEDS[name], 1.0) for name in ("x", "g"))
+    topk_weights, ids = (jnp.asarray(routing[name]) for name in ("topk_weights", "topk_ids"))
+
+    def experts_of(x, topk_weights, w13, w2):
+        weights = ExpertWeights(QuantizedTensor(w13), QuantizedTensor(w2))
+        return moe_jax.fused_experts(x, topk_weights, ids, weights, config)
+
+    def step(g, *arguments):
+        y, pull = jax.vjp(experts_of, *arguments)
+        return dict(zip(("y", "x", "topk_weights", "w13", "w2"), (y, *pull(g)), strict=True))
+
+    arguments = (x, topk_weights, w13, w2)
+    forward = jax.jit(experts_of).lower(*arguments).compile()
+    both = jax.jit(step).lower(g, *arguments).compile()
+    found = both(g, *arguments)
+    found["w13"] = found["w13"].reshape(experts, -1, hidden)
+    compared = samples(found)
+    del found
+
+    seconds = seconds_of(calls(both, g, *arguments))
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    cell = figures(seconds, seconds_of(calls(forward, *arguments)), tokens, sizes, peak)
+    cell["device"] = jax.devices()[0].device_kind
+    if traces:
+        apart = jax.jit(step).lower(g, *arguments).compile(compiler_options=NO_COMMAND_BUFFERS)
+        calls(apart, g, *arguments)(2)
+        with traced() as kernels:
+            calls(apart, g, *arguments)(3)
+        cell["kernels"] = per_call(kernels, 3)
+    return cell, compared
+
+
+def run_frozen(scheme: str, model: str, tokens: int, routing: dict[str, np.ndarray], *, traces: bool) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    from _trace import NO_COMMAND_BUFFERS, per_call, traced
+
+    import moe_jax
+    from moe_jax.experts.hopper._kernel_layout import layout_refusal, to_kernel_layout
+    from moe_jax.quantization import method_for
+
+    sizes = _, _, hidden, _ = SIZES[model]
+    config = moe_jax.MoEConfig(*sizes, scheme=moe_jax.Scheme.parse(scheme), implementation=("hopper",))
+    abstract = method_for(config.scheme).abstract_weights(config)
+    if layout_refusal(abstract, config) is None:
+        abstract = jax.eval_shape(functools.partial(to_kernel_layout, config=config), abstract)
+
+    def leaf(like: Any) -> Any:
+        if like.dtype == jnp.int32 or like.dtype.itemsize == 1 and like.size > 2**28:
+            numbers = hashed(jax.lax.iota(jnp.int32, like.size), 5)
+            return (numbers * 65537).reshape(like.shape).astype(like.dtype)
+        return jnp.full(like.shape, 1 / 64 if jnp.issubdtype(like.dtype, jnp.floating) else 120, like.dtype)
+
+    weights = jax.jit(lambda: jax.tree.map(leaf, abstract))()
+    x, g = (values((tokens, hidden), SEEDS[name], 1.0) for name in ("x", "g"))
+    topk_weights, ids = (jnp.asarray(routing[name]) for name in ("topk_weights", "topk_ids"))
+
+    def experts_of(x, topk_weights, weights):
+        return moe_jax.fused_experts(x, topk_weights, ids, weights, config)
+
+    def step(g, x, topk_weights, weights):
+        y, pull = jax.vjp(lambda x, topk_weights: experts_of(x, topk_weights, weights), x, topk_weights)
+        return y, pull(g)
+
+    arguments = (x, topk_weights, weights)
+    forward = jax.jit(experts_of).lower(*arguments).compile()
+    both = jax.jit(step).lower(g, *arguments).compile()
+    seconds = seconds_of(calls(both, g, *arguments))
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    cell = figures(seconds, seconds_of(calls(forward, *arguments)), tokens, sizes, peak, products=6)
+    cell |= dict(weights_gib=round(weights.nbytes() / 2**30, 2), device=jax.devices()[0].device_kind)
+    if traces:
+        apart = jax.jit(step).lower(g, *arguments).compile(compiler_options=NO_COMMAND_BUFFERS)
+        calls(apart, g, *arguments)(2)
+        with traced() as kernels:
+            calls(apart, g, *arguments)(3)
+        cell["kernels"] = per_call(kernels, 3)
+    return cell
+
+
+# -- torch ------------------------------------------------------------------------------------------------------------
+
+
+def run_torch(model: str, tokens: int, routing: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    import torch
+
+    grouped_mm: Any = getattr(torch, "_grouped_mm")  # noqa: B009  a private name, which the types do not have
+    sizes = experts, top_k, hidden, intermediate = SIZES[model]
+
+    def values(shape, seed, scale):
+        out = torch.empty(int(np.prod(shape)), dtype=torch.bfloat16, device="cuda")
+        for start in range(0, out.numel(), 1 << 26):
+            stop = min(start + (1 << 26), out.numel())
+            index = torch.arange(start, stop, dtype=torch.int32, device="cuda")
+            out[start:stop] = (hashed(index, seed) / 32768 - 1) * scale
+        return out.reshape(shape)
+
+    gate_up = values((experts, 2 * intermediate, hidden), SEEDS["w13"], 1 / 32).requires_grad_()
+    down = values((experts, hidden, intermediate), SEEDS["w2"], 1 / 32).requires_grad_()
+    x = values((tokens, hidden), SEEDS["x"], 1.0).requires_grad_()
+    g = values((tokens, hidden), SEEDS["g"], 1.0)
+    # In the layer's dtype, as routers of transformers' models give them.
+    topk_weights = torch.tensor(routing["topk_weights"], device="cuda").to(torch.bfloat16).requires_grad_()
+    ids = torch.tensor(routing["topk_ids"], device="cuda").long()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+    def forward():
+        sorted_ids, order = torch.sort(ids.reshape(-1))
+        rows = x[order // top_k]
+        counts = torch.histc(sorted_ids.int(), bins=experts, min=0, max=experts - 1)
+        ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        gate, up = grouped_mm(rows, gate_up.transpose(-2, -1), offs=ends).chunk(2, dim=-1)
+        out = grouped_mm(torch.nn.functional.silu(gate) * up, down.transpose(-2, -1), offs=ends)
+        out = out * topk_weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel(), device="cuda")
+        return out[back].view(tokens, top_k, hidden).sum(dim=1).to(x.dtype)
+
+    leaves = (x, topk_weights, gate_up, down)
+
+    def step():
+        y = forward()
+        return y, torch.autograd.grad(y, leaves, g)
+
+    y, (x_bar, topk_bar, gate_up_bar, down_bar) = step()
+    named = dict(y=y.detach(), x=x_bar, topk_weights=topk_bar, w13=gate_up_bar, w2=down_bar)
+    compared = samples({name: value[..., :SAMPLE].float().cpu() for name, value in named.items()})
+    del y, x_bar, topk_bar, gate_up_bar, down_bar, named
+
+    def calls(function: Callable[[], Any]) -> Callable[[int], None]:
+        def run(count: int) -> None:
+            for _ in range(count):
+                function()
+            torch.cuda.synchronize()
+
+        return run
+
+    seconds = seconds_of(calls(step))
+    peak = torch.cuda.max_memory_allocated()
+    with torch.no_grad():
+        forward_seconds = seconds_of(calls(forward))
+    cell: dict[str, Any] = figures(seconds, forward_seconds, tokens, sizes, peak)
+    return cell | dict(device=torch.cuda.get_device_name(), torch=torch.__version__), compared
+
+
+# -- products of the gradient, one by one -----------------------------------------------------------------------------
+
+
+def run_kernels(model: str, tokens: int, routing: dict[str, np.ndarray], report: Callable[[dict], None]) -> None:
+    import dataclasses
+
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.align import align
+    from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, grouped_gemm
+    from pallas_kernels.grouped_gemm.wgrad import WgradDesc, grouped_wgrad
+    from pallas_kernels.grouped_gemm.wgrad import candidates as wgrad_candidates
+    from pallas_kernels.tuning.timing import least_of_bursts
+
+    experts, top_k, hidden, intermediate = SIZES[model]
+    block_m = 128
+    tiles = align(jnp.asarray(routing["topk_ids"]), experts, block_m)
+    rows = tiles.tile_expert.size * block_m
+    padded = -(-tiles.group_sizes // block_m) * block_m
+    bounds = ((jnp.cumsum(padded) - padded).astype(jnp.int32), tiles.group_sizes)
+    normal = functools.partial(jax.random.normal, jax.random.key(0), dtype=jnp.bfloat16)
+    wide, narrow = normal((rows, 2 * intermediate)), normal((rows, hidden))
+    half = wide[:, :intermediate]
+
+    def timed(name: str, k: int, n: int, run: Callable[..., Any], *arguments: Any, config: Any) -> None:
+        call = jax.jit(functools.partial(run, config=config, implementation="hopper"))
+        try:
+            seconds = least_of_bursts(lambda: call(*arguments))
+        except Exception as error:  # one configuration that fails must not hide the others
+            report(dict(kernel=name, model=model, tokens=tokens, config=str(config), error=str(error)[:200]))
+            return
+        tflops = 2 * tokens * top_k * k * n / seconds / 1e12
+        form = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)[:4]}
+        report(
+            dict(kernel=name, model=model, tokens=tokens, us=round(seconds * 1e6, 1), tflops=round(tflops, 1), **form)
+        )
+
+    for name, dy, x in (("w13", wide, narrow), ("w2", narrow, half)):
+        n, k = dy.shape[1], x.shape[1]
+        found = wgrad_candidates(WgradDesc(rows=rows, n=n, k=k, num_experts=experts), 132)
+        for config in [c for c in found if c.block_k >= 128 and (c.block_n == 128 or c.block_k == 256)]:
+            timed(f"gradient of {name}", k, n, grouped_wgrad, dy, x, *bounds, config=config)
+    for name, x, n, transposes in (
+        ("gate and up", narrow, 2 * intermediate, False),
+        ("g W2", narrow, intermediate, True),
+        ("cotangent of x", wide, hidden, True),
+    ):
+        k = x.shape[1]
+        w = normal((experts, k, n) if transposes else (experts, n, k))
+        desc = GemmDesc(rows=rows, n=n, k=k, num_experts=experts, dtype="bfloat16", transposes_w=transposes)
+        configs = [c for c in candidates(desc, block_m, 132) if c.block_n >= 128 and not c.swap_ab]
+        if not transposes:
+            configs += [dataclasses.replace(configs[0], cluster=2)]
+        configs += [dataclasses.replace(configs[0], raster_group_m=16), GemmConfig(128, 192, 4)]
+        for config in configs:
+            run = functools.partial(grouped_gemm, transposes_w=transposes)
+            timed(name, k, n, run, x, w, tiles.tile_expert, tiles.num_tiles, config=config)
+        del w
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def routing_of(model: str, tokens: int) -> dict[str, np.ndarray]:
+    """Uniform: the experts of each token, ascending, and weights that sum to 1."""
+    experts, top_k, *_ = SIZES[model]
+    rng = np.random.default_rng(tokens)
+    ids = np.argpartition(rng.random((tokens, experts), np.float32), top_k, axis=1)[:, :top_k]
+    weights = rng.random((tokens, top_k), np.float32) + 0.1
+    weights = weights / weights.sum(axis=1, keepdims=True)
+    return dict(topk_weights=weights.astype(np.float32), topk_ids=np.sort(ids, axis=1).astype(np.int32))
+
+
+def child(side: str, model: str, counts: list[int], folder: Path, *, traces: bool) -> None:
+    """Cells of one side, each printed as a JSON line; samples of its results go to the folder."""
+
+    def report(cell: dict) -> None:
+        print(json.dumps(cell), flush=True)
+
+    for tokens in counts:
+        routing = routing_of(model, tokens)
+        if side == "kernels":
+            run_kernels(model, tokens, routing, report)
+            continue
+        if side not in ("ours", "torch"):
+            cell = run_frozen(side, model, tokens, routing, traces=traces)
+        else:
+            options: dict[str, Any] = {} if side == "torch" else dict(traces=traces)
+            run = run_torch if side == "torch" else run_ours
+            cell, compared = run(model, tokens, routing, **options)
+            np.savez(folder / f"{side}_{model}_{tokens}.npz", allow_pickle=False, **compared)
+        report(dict(side=side, model=model, tokens=tokens, **cell))
+
+
+def differences(folder: Path, model: str, tokens: int) -> dict[str, float] | str:
+    """The largest difference of each result, as a fraction of its largest value."""
+    paths = [folder / f"{side}_{model}_{tokens}.npz" for side in ("ours", "torch")]
+    if not all(path.exists() for path in paths):
+        return "one side has no results"
+    ours, torchs = (np.load(path) for path in paths)
+    return {
+        name: round(float(np.abs(ours[name] - torchs[name]).max() / np.abs(torchs[name]).max()), 5) for name in ours
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(SIZES))
+    parser.add_argument("--tokens", default="4096,16384")
+    parser.add_argument("--seconds", type=float, default=240, help="when to end")
+    parser.add_argument("--frozen", default="", help="schemes of quantized weights")
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--out", help="file that a JSON line per cell is appended to")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    models, counts = args.models.split(","), [int(count) for count in args.tokens.split(",")]
+    if args.child:
+        child(args.child, models[0], counts, args.folder, traces=args.trace)
+        return 0
+    until = time.time() + args.seconds
+
+    def report(line: str) -> None:
+        print(line, flush=True)
+        if args.out:
+            with Path(args.out).open("a") as file:
+                file.write(line + "\n")
+
+    failed = False
+    sides = ("kernels",) if args.kernels else ("torch", "ours", *(name for name in args.frozen.split(",") if name))
+    with tempfile.TemporaryDirectory() as folder:
+        for model in models:
+            if until - time.time() < LEAST_S * len(sides):
+                report(json.dumps(dict(model=model, left_out=f"{until - time.time():.0f} s are left")))
+                continue
+            for index, side in enumerate(sides):
+                command = [sys.executable, __file__, "--child", side, "--models", model, "--tokens", args.tokens]
+                command += ["--folder", folder] + ["--trace"] * args.trace
+                left = max(1.0, (until - time.time()) / (len(sides) - index))
+                with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+                    try:
+                        out, err = run.communicate(timeout=left)
+                    except subprocess.TimeoutExpired:
+                        run.kill()
+                        out, err = run.communicate()
+                        err += f"ended after {left:.0f} s"
+                for line in out.splitlines():
+                    if line.startswith("{"):
+                        report(line)
+                if run.returncode:
+                    failed = True
+                    report(json.dumps(dict(side=side, model=model, error=err[-1500:])))
+        if not args.kernels:
+            for model in models:
+                for tokens in counts:
+                    found = differences(Path(folder), model, tokens)
+                    agree = not isinstance(found, str) and max(found.values()) <= 0.03
+                    failed |= not agree
+                    report(json.dumps(dict(model=model, tokens=tokens, differences=found, agree=agree)))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

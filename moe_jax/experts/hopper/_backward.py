@@ -1,0 +1,301 @@
+"""The gradient of the experts of a call, as a sequence of Pallas kernels for Hopper GPUs.
+
+    align -> rows of x and of the output's cotangent g -> gate and up again -> g W2 -> derivative of the activation,
+    by XLA -> gradients of W2 and W13 -> rows of x's cotangent by W13 -> their sum over the experts of a token
+
+Nothing but the call's own arguments is kept from the forward pass. Rows are multiplied with their router weights after
+g W2, so that the product with the hidden rows gives the gradient of these weights, and the experts' outputs are not
+computed again. Products have operands of the layer's dtype and float32 sums. Rows in the gaps between experts are
+zeros: the sums over an expert's rows run over whole tiles.
+
+Quantized weights are dequantized to the layer's dtype by XLA, once per backward pass: one loop of products then serves
+every format, for 2 bytes per weight of one layer, freed after it. Activations count as unquantized, in the derivative
+as in the hidden values that are computed again: rounding passes gradients straight through.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from moe_jax._config import MoEConfig
+from moe_jax._typing import Array, DTypeLike
+from moe_jax.activations import apply_activation
+from moe_jax.experts.hopper._experts import forward
+from moe_jax.experts.hopper._kernel_layout import to_plain_layout
+from moe_jax.quantization import ExpertWeights, QuantizedTensor, dequantize_tensor
+from pallas_kernels.align import TileMap, align
+from pallas_kernels.combine import combine
+from pallas_kernels.grouped_gemm import grouped_gemm
+from pallas_kernels.grouped_gemm.wgrad import grouped_wgrad
+from pallas_kernels.quantize_and_permute import quantize_and_permute
+
+_LOW = 96  # rows of an expert up to which tiles of 64 rows waste less than tiles of 128
+_LAYER_UNIT = 64  # what H and I are multiples of, so that operands can be read transposed
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What is static about a differentiable call. kernels: the implementation of every kernel, by name."""
+
+    config: MoEConfig
+    out_dtype: Any
+    kernels: str = "hopper"
+
+
+def gradient_refusal(config: MoEConfig, weights: ExpertWeights) -> str | None:
+    """Why the gradient of a call that ``forward`` runs has no kernels, or None."""
+    activations = weights.scheme.activations
+    if activations is not None and not activations.dynamic:
+        return f"has no gradient for activations with a static scale, which clips (scheme {weights.scheme.name!r})"
+    for name, size in (("hidden_size", weights.hidden_size), ("intermediate_size", weights.intermediate_size)):
+        if size % _LAYER_UNIT:
+            return f"has no gradient for {name}={size}, which is not a multiple of {_LAYER_UNIT}"
+    return None
+
+
+def describe_gradient(config: MoEConfig, weights: ExpertWeights) -> str:
+    """How the gradient of a call runs, in words."""
+    if (reason := gradient_refusal(config, weights)) is not None:
+        return f"gradient: by the next implementation, since the kernel {reason}"
+    if not weights.scheme.is_quantized:
+        return "gradient: by kernels"
+    numbers = weights.num_experts * weights.hidden_size * weights.intermediate_size * (config.num_projections + 1)
+    size = numbers * config.dtype.itemsize / 2**30
+    activations = "" if weights.scheme.activations is None else ", activations as if they were not quantized"
+    return f"gradient: by kernels, weights dequantized to {config.dtype.name} in each ({size:.2f} GiB){activations}"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def differentiable(static: Static, x: Array, topk_weights: Array, topk_ids: Array, weights: ExpertWeights) -> Array:
+    """``forward``, with a gradient by kernels; for calls without a ``gradient_refusal``."""
+    return _forward(static, x, topk_weights, topk_ids, weights)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(static: Static, x: Array, topk_weights: Array, topk_ids: Array, weights: ExpertWeights) -> Array:
+    return forward(
+        static.config, x, topk_weights, topk_ids, weights, kernels=static.kernels, out_dtype=static.out_dtype
+    )
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Which leaves of (x, topk_weights, weights) need a gradient, by position."""
+
+    leaves: frozenset[int]
+
+
+def _save_for_backward(static: Static, x: Any, topk_weights: Any, topk_ids: Any, weights: Any) -> Any:
+    differentiated = jax.tree.leaves((x, topk_weights, weights))
+    wanted = _Wanted(frozenset(i for i, leaf in enumerate(differentiated) if leaf.perturbed))
+    arguments = jax.tree.map(lambda leaf: leaf.value, (x, topk_weights, topk_ids, weights))
+    return _forward(static, *arguments), (arguments, wanted)
+
+
+def _backward(static: Static, residuals: Any, g: Any) -> Any:
+    (x, topk_weights, topk_ids, weights), wanted = residuals
+    if isinstance(g, SymbolicZero):
+        return None, None, None, None
+    x_bar, topk_bar, weights_bar = _gradient(static, wanted, g, x, topk_weights, topk_ids, weights)
+    return x_bar, topk_bar, None, weights_bar
+
+
+differentiable.defvjp(_save_for_backward, _backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _gradient(
+    static: Static,
+    wanted: _Wanted,
+    g: Array,
+    x: Array,
+    topk_weights: Array,
+    topk_ids: Array,
+    weights: ExpertWeights,
+) -> tuple[Array | None, Array | None, Any]:
+    """Cotangents of x, of topk_weights and of the leaves of the weights; None for those that nobody asked for."""
+    leaves, structure = jax.tree.flatten((x, topk_weights, weights))
+    wants = structure.unflatten([index in wanted.leaves for index in range(len(leaves))])
+    wants_x, wants_topk, wants_weights = wants
+    found = _Gradient(static, x, topk_weights, topk_ids, weights)(g, wants_x, wants_topk, wants_weights)
+    given = dict(enumerate(structure.flatten_up_to(found)))
+    bars = [given[index] if index in wanted.leaves else None for index in range(len(leaves))]
+    return structure.unflatten(bars)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradient:
+    """The gradient of one call."""
+
+    static: Static
+    x: Array
+    topk_weights: Array
+    topk_ids: Array
+    weights: ExpertWeights
+
+    def __call__(self, g: Array, wants_x: bool, wants_topk: bool, wants_weights: Any) -> tuple[Any, Any, Any]:
+        """g: (T, H). wants_weights: of the structure of the weights, which leaves need a gradient.
+
+        Returns cotangents in the structure of (x, topk_weights, weights).
+        """
+        weights, config, kernels = self.weights, self.static.config, self.static.kernels
+        num_experts, intermediate = weights.num_experts, weights.intermediate_size
+        block_m = _block_m(self.topk_ids.shape[0] * self.topk_ids.shape[1], num_experts)
+        tiles = align(self.topk_ids, num_experts, block_m, implementation=kernels)
+        rows = _Rows(tiles, block_m, kernels)
+        x, g_rows = (rows.of_tokens(tokens.astype(config.dtype)) for tokens in (self.x, g))
+
+        with jax.named_scope("dequantize"):
+            dense, pull_bias = _dense(weights, config.dtype)
+        w13, w2 = dense.w13.data, dense.w2.data
+        stacked = w13.reshape(num_experts, -1, w13.shape[-1])  # gate and up, one below the other
+        bias = None if dense.w13_bias is None else dense.w13_bias.reshape(num_experts, -1)
+        product = functools.partial(
+            grouped_gemm,
+            tile_expert=tiles.tile_expert,
+            num_tiles=tiles.num_tiles,
+            out_dtype=config.dtype,
+            implementation=kernels,
+        )
+        with jax.named_scope("gate_and_up"):
+            gate_up = product(x, stacked, bias=bias)
+        with jax.named_scope("hidden_cotangent"):
+            hidden_bar = product(g_rows, w2, transposes_w=True)
+        with jax.named_scope("activation"):
+            of_rows = rows.of_pairs(self.topk_weights)
+            wide = gate_up.astype(jnp.float32).reshape(-1, config.num_projections, intermediate)
+            hidden, pull = jax.vjp(lambda h: apply_activation(h, config), wide)
+            hidden_bar = hidden_bar.astype(jnp.float32)
+            row_bar = jnp.sum(hidden * hidden_bar, axis=1)
+            (wide_bar,) = pull(hidden_bar * of_rows[:, None])
+            weighted = (hidden * of_rows[:, None]).astype(config.dtype)
+            gate_up_bar = wide_bar.reshape(gate_up.shape).astype(config.dtype)
+
+        contract = functools.partial(
+            grouped_wgrad, first_row=rows.first, num_rows=tiles.group_sizes, implementation=kernels
+        )
+        w13_bar = w2_bar = x_bar = topk_bar = None
+        if wants_weights.w2.data:
+            with jax.named_scope("w2_gradient"):
+                w2_bar = contract(g_rows, weighted, out_dtype=w2.dtype)
+        if wants_weights.w13.data:
+            with jax.named_scope("w13_gradient"):
+                w13_bar = contract(gate_up_bar, x, out_dtype=w13.dtype).reshape(w13.shape)
+        if wants_x:
+            with jax.named_scope("x_cotangent"):
+                x_bar = rows.sum_of_tokens(product(gate_up_bar, stacked, transposes_w=True), self.x.dtype)
+        biases = dict.fromkeys(("w13_bias", "w2_bias"))
+        if wants_weights.w13_bias:
+            assert dense.w13_bias is not None
+            total = rows.sum_of_experts(gate_up_bar.astype(jnp.float32), num_experts)
+            biases["w13_bias"] = pull_bias(total.reshape(dense.w13_bias.shape).astype(dense.w13_bias.dtype))
+        if weights.w2_bias is not None:
+            wide_g = g_rows.astype(jnp.float32)
+            row_bar = row_bar + jnp.sum(wide_g * rows.of_experts(weights.w2_bias.astype(jnp.float32)), axis=1)
+            if wants_weights.w2_bias:
+                total = rows.sum_of_experts(wide_g * of_rows[:, None], num_experts)
+                biases["w2_bias"] = total.astype(weights.w2_bias.dtype)
+        if wants_topk:
+            topk_bar = jnp.where(tiles.row_of < 0, 0.0, row_bar[jnp.maximum(tiles.row_of, 0)])
+        w13_leaf, w2_leaf = (
+            dataclasses.replace(tensor, data=bar) for tensor, bar in ((weights.w13, w13_bar), (weights.w2, w2_bar))
+        )
+        return x_bar, topk_bar, dataclasses.replace(weights, w13=w13_leaf, w2=w2_leaf, **biases)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Tokens to rows in expert order, and back."""
+
+    tiles: TileMap
+    block_m: int
+    kernels: str
+
+    @property
+    def count(self) -> int:
+        return self.tiles.tile_expert.size * self.block_m
+
+    @property
+    def _implementations(self) -> str | tuple[str, ...]:
+        return ("hopper", "reference") if self.kernels == "hopper" else self.kernels
+
+    @functools.cached_property
+    def _padded(self) -> Array:
+        """(E,) rows of each expert with those of the gap behind them."""
+        return -(-self.tiles.group_sizes // self.block_m) * self.block_m
+
+    @functools.cached_property
+    def first(self) -> Array:
+        """(E,) int32, the first row of each expert."""
+        return (jnp.cumsum(self._padded) - self._padded).astype(jnp.int32)
+
+    def of_tokens(self, tokens: Array) -> Array:
+        """(T, H) -> (Mp, H): zeros in the gap behind the rows of each expert, anything in tiles that are not in use.
+
+        Gaps are filled as if tokens of zeros had been routed to them.
+        """
+        top_k = self.tiles.row_of.shape[1]
+        offset = jnp.arange(self.block_m - 1, dtype=jnp.int32)
+        gap = (self.first + self.tiles.group_sizes)[:, None] + offset
+        gap = jnp.where(gap < (self.first + self._padded)[:, None], gap, -1).reshape(-1)
+        row_of_zeros = jnp.pad(gap, (0, -gap.size % top_k), constant_values=-1).reshape(-1, top_k)
+        zeros = jnp.zeros((row_of_zeros.shape[0], tokens.shape[1]), tokens.dtype)
+        rows, _ = quantize_and_permute(
+            jnp.concatenate([tokens, zeros]),
+            jnp.concatenate([self.tiles.row_of, row_of_zeros]),
+            self.count,
+            quantization="none",
+            implementation=self._implementations,
+        )
+        return rows
+
+    def of_pairs(self, values: Array) -> Array:
+        """(T, top_k) float32 -> (Mp,), zeros in rows of no token."""
+        target = jnp.where(self.tiles.row_of < 0, self.count, self.tiles.row_of)
+        return jnp.zeros(self.count, jnp.float32).at[target].set(values, mode="drop")
+
+    def of_experts(self, values: Array) -> Array:
+        """(E, N) -> (Mp, N), the values of each row's expert."""
+        return jnp.repeat(values[jnp.maximum(self.tiles.tile_expert, 0)], self.block_m, axis=0)
+
+    def sum_of_tokens(self, rows: Array, out_dtype: DTypeLike) -> Array:
+        """(Mp, H) -> (T, H): the sum over the rows of each token, in float32, rounded once."""
+        ones = jnp.ones(self.tiles.row_of.shape, jnp.float32)
+        return combine(rows, self.tiles.row_of, ones, out_dtype=jnp.dtype(out_dtype), implementation=self.kernels)
+
+    def sum_of_experts(self, rows: Array, num_experts: int) -> Array:
+        """(Mp, N) float32 -> (E, N): the sum over the rows of each expert, gaps included."""
+        of_tiles = rows.reshape(-1, self.block_m, rows.shape[1]).sum(axis=1)
+        is_used = jnp.arange(of_tiles.shape[0]) < self.tiles.num_tiles
+        of_tiles = jnp.where(is_used[:, None], of_tiles, 0.0)
+        return jax.ops.segment_sum(of_tiles, jnp.maximum(self.tiles.tile_expert, 0), num_experts)
+
+
+def _dense(weights: ExpertWeights, dtype: DTypeLike) -> tuple[ExpertWeights, Callable[[Array], Array]]:
+    """The weights dequantized, in layout "plain", and the way back from a cotangent of their w13_bias to the given one.
+
+    Under act-order the kernel layout has rows of w13 in another order, and its bias with them.
+    """
+    if not weights.scheme.is_quantized:
+        return weights, lambda bias_bar: bias_bar
+
+    def plain_bias(bias: Array) -> Array:
+        plain = to_plain_layout(dataclasses.replace(weights, w13_bias=bias)).w13_bias
+        assert plain is not None
+        return plain
+
+    plain = to_plain_layout(weights)
+    w13, w2 = (QuantizedTensor(dequantize_tensor(tensor, dtype)) for tensor in (plain.w13, plain.w2))
+    dense = ExpertWeights(w13, w2, plain.w13_bias, plain.w2_bias)
+    return dense, lambda bias_bar: jax.linear_transpose(plain_bias, weights.w13_bias)(bias_bar)[0]
+
+
+def _block_m(num_pairs: int, num_experts: int) -> int:
+    """Rows of a tile."""
+    return 64 if num_pairs <= _LOW * num_experts else 128

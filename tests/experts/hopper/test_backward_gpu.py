@@ -1,0 +1,93 @@
+"""Gradients of experts by Hopper kernels, on a GPU, against torch's autograd in float64: each expert, each row."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moe_jax
+from tests.experts.hopper.test_backward import (
+    ROUTINGS,
+    SCHEMES_WITH_KERNELS,
+    arguments,
+    expected_of,
+    frozen_call,
+    frozen_gradients,
+    gradients,
+)
+from tests.support.oracles.expert_gradients import assert_gradients_close
+
+pytestmark = pytest.mark.gpu
+
+
+def by_kernels(layer):
+    def run(x, topk_weights, ids, weights):
+        return moe_jax.fused_experts(x, topk_weights, ids, weights, layer.config)
+
+    return run
+
+
+@pytest.mark.parametrize("tokens", [3, 45, 700])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings(routing, tokens):
+    call = arguments(tokens, routing)
+    found = gradients(by_kernels(call[0]), *call)
+    assert_gradients_close(found, expected_of(*call))
+    if routing == "ragged, one expert empty":
+        assert not np.asarray(found["w13"], np.float32)[2].any() and not np.asarray(found["w2"], np.float32)[2].any()
+
+
+@pytest.mark.parametrize("options", [dict(has_bias=True, activation="swigluoai"), dict(activation="gelu_tanh")])
+def test_activations_and_biases(options):
+    call = arguments(700, "some tokens nowhere", **options)
+    assert_gradients_close(gradients(by_kernels(call[0]), *call), expected_of(*call))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES_WITH_KERNELS)
+def test_quantized_weights(scheme):
+    weights, expected, call = frozen_call(scheme, 700)
+    assert_gradients_close(frozen_gradients(by_kernels(call[0]), weights, call), expected)
+
+
+def test_bits_repeat():
+    call = arguments(700, "some tokens nowhere")
+    first, second = (gradients(by_kernels(call[0]), *call) for _ in range(2))
+    for name, value in first.items():
+        np.testing.assert_array_equal(np.asarray(value, np.float32), np.asarray(second[name], np.float32), err_msg=name)
+
+
+def test_a_batch_of_calls():
+    """``jax.vmap`` over calls has the gradients of each call."""
+    layer, x, topk_weights, ids, g = arguments(90, "some tokens nowhere")
+    run, weights = by_kernels(layer), layer.weights.get_value()
+
+    def loss(x, g):
+        return (run(x, topk_weights, ids, weights).astype(jnp.float32) * g.astype(jnp.float32)).sum()
+
+    xs, gs = jnp.stack([x, -x, 2 * x]), jnp.stack([g, g, -g])
+    found = jax.jit(jax.vmap(jax.grad(loss)))(xs, gs)
+    one = jax.jit(jax.grad(loss))
+    for index in range(3):
+        apart = np.asarray(one(xs[index], gs[index]), np.float32)
+        np.testing.assert_allclose(np.asarray(found[index], np.float32), apart, rtol=2**-7, atol=2**-8)
+
+
+def test_under_remat_and_scan():
+    layer, x, topk_weights, ids, g = arguments(90, "some tokens nowhere")
+    run, weights = by_kernels(layer), layer.weights.get_value()
+
+    def step(h, _):
+        return h + jax.checkpoint(functools.partial(run, topk_weights=topk_weights, ids=ids, weights=weights))(h), None
+
+    def scanned(x):
+        return (jax.lax.scan(step, x, None, length=2)[0].astype(jnp.float32) * g.astype(jnp.float32)).sum()
+
+    def unrolled(x):
+        for _ in range(2):
+            x = x + run(x, topk_weights, ids, weights)
+        return (x.astype(jnp.float32) * g.astype(jnp.float32)).sum()
+
+    one, other = (np.asarray(jax.jit(jax.grad(f))(x), np.float32) for f in (scanned, unrolled))
+    np.testing.assert_allclose(one, other, rtol=2**-6, atol=2**-6)
