@@ -38,7 +38,7 @@ def _plan(config, batches, platform="gpu"):
 
 @pytest.mark.parametrize("batches", ALL, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.sample(5)
+@pytest.mark.sample(6)
 def test_against_numpy(scheme, batches):
     config = make_config(scheme, has_bias=True)
     x, p, ids, weights = make_call(config, 37)
