@@ -33,7 +33,7 @@ def code_of(notebook):
 
 
 def test_all_are_there():
-    assert len(SOURCES) == 7
+    assert len(SOURCES) == 8
     assert {path.stem for path in FOLDER.glob("*.ipynb")} == {path.stem for path in SOURCES}
 
 
@@ -101,11 +101,10 @@ def test_another_figure_is_seen(execute, monkeypatch):
     assert "figure 0 is not what its code draws" in execute.other_figures(SOURCES[0].stem, found)[0]
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] * (p != SOURCES[0])) for p in SOURCES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_runs_from_an_empty_folder(path, tmp_path):
-    """As a user does it: `jupyter nbconvert --execute`."""
+    """As a user does it: `jupyter nbconvert --execute`. Continuous integration runs the cells in `make docs`."""
     if find_spec("nbconvert") is None or find_spec("ipykernel") is None:
         pytest.skip("needs the extra notebooks")
     command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--output-dir", str(tmp_path)]

@@ -450,8 +450,8 @@ def test_where_users_tables_lie(monkeypatch):
 def test_the_heuristic_follows_the_number_of_sms(num_sms):
     """Every configuration has a CTA for each SM, and none that was passed over needs fewer columns in a row."""
     for key in (KEY, dataclasses.replace(KEY, num_experts=8, top_k=2), LayerKey(32, 8, 7168, 2048, **FORMATS["bf16"])):
-        for tokens in (1, 16, 256, 2048):
-            for block_m in (16, 64, 128):
+        for tokens in (16, 2048):
+            for block_m in (16, 128):
                 for desc in key.products(tokens, block_m):
                     chosen = choose_config(desc, block_m, num_sms)
                     found = candidates(desc, block_m, num_sms)

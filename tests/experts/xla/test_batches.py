@@ -19,9 +19,11 @@ from tests.support.cases.experts import E, K, make_call, make_config
 from tests.support.kernels.traces import equations
 from tests.support.oracles.layer_judge import LayerJudge, assert_layer_close
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # All experts at once; one at a time; with rows that follow in a second batch, and in many.
 EXPERTS = [Batches("experts", 64, E), Batches("experts", 32, 1), Batches("experts", 8, E), Batches("experts", 3, 1)]
-ALL = [Batches("pairs"), *EXPERTS]
+ALL = [Batches("pairs"), *EXPERTS]  # a sweep's `sample` shares no factor with their number, so that each has its turn
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -38,7 +40,7 @@ def _plan(config, batches, platform="gpu"):
 
 @pytest.mark.parametrize("batches", ALL, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.sample(5)
+@pytest.mark.sample(13)
 def test_against_numpy(scheme, batches):
     config = make_config(scheme, has_bias=True)
     x, p, ids, weights = make_call(config, 37)
@@ -49,6 +51,7 @@ def test_against_numpy(scheme, batches):
 
 @pytest.mark.parametrize("batches", ALL, ids=str)
 @pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.sample(3)
 def test_few_tokens(tokens, batches):
     config = make_config("w4a16_g128")
     x, p, ids, weights = make_call(config, tokens)
@@ -57,6 +60,7 @@ def test_few_tokens(tokens, batches):
 
 @pytest.mark.parametrize("batches", EXPERTS, ids=str)
 @pytest.mark.parametrize("ids", [[[1, 1]] * 20, [[-1, E]] * 20, [[4, 0]] * 19 + [[-1, 2]]])
+@pytest.mark.sample(5)
 def test_one_expert_may_have_all_rows_or_none(ids, batches):
     """An expert that a token names twice has more rows than there are tokens."""
     config = make_config("bf16")
@@ -67,6 +71,7 @@ def test_one_expert_may_have_all_rows_or_none(ids, batches):
 
 @pytest.mark.parametrize("batches", ALL, ids=str)
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16_g128", "nvfp4_a16", "fp8_channel_a16", "int8_w8a16"])
+@pytest.mark.sample(6)
 def test_16_bits_round_once(scheme, batches):
     """In layers of 16 bits weights and hidden values are rounded to it, and sums are not.
 
@@ -92,6 +97,7 @@ def test_a_nan_stays_in_its_token(batches):
 
 
 @pytest.mark.parametrize("batches", ALL[:3], ids=str)
+@pytest.mark.sample(2)
 def test_gradients_are_those_of_tiles(batches):
     config = make_config("bf16", has_bias=True)
     x, p, ids, weights = make_call(config, 12)

@@ -78,8 +78,10 @@ def test_names_tell_programs_apart(monkeypatch, tmp_path):
 
 
 def test_many_programs_are_traced_by_processes(monkeypatch, tmp_path):
-    """Into the same steps as in this process, which then only reads them."""
+    """Into the same steps as in this process, which then only reads them. It is a daemon of ``multiprocessing``, as
+    vLLM's workers are."""
     one, several = tmp_path / "one", tmp_path / "several"
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
     monkeypatch.setattr(_tracers, "_num_processes", lambda count: 0)
     experts_of("bf16", monkeypatch, one).prepare([4, 8], entry="layer")
     monkeypatch.setattr(_tracers, "_num_processes", lambda count: count)
@@ -110,14 +112,6 @@ def test_what_processes_cannot_trace_is_traced_here(monkeypatch, tmp_path):
     made = []
     experts_of("bf16", monkeypatch, tmp_path).prepare([4, 8], progress=made.append)
     assert made == [True, True] and len(list((tmp_path / "programs").iterdir())) == 2
-
-
-def test_a_daemon_may_have_tracers(monkeypatch, tmp_path):
-    """vLLM's workers are daemons of ``multiprocessing``."""
-    monkeypatch.setattr(_tracers, "_num_processes", lambda count: count)
-    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
-    monkeypatch.setattr("torch_bridge.launch._programs.KernelProgram", None)
-    experts_of("bf16", monkeypatch, tmp_path).prepare([4])
 
 
 TRACED = (
