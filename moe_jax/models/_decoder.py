@@ -24,7 +24,7 @@ from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import reload_weights
 from moe_jax.models.attention._attention import Attention, AttentionInputs
-from moe_jax.models.attention._hopper import AttentionImplementation, check_implementation
+from moe_jax.models.attention._choice import AttentionImplementation, check_implementation
 from moe_jax.models.attention._mla import LatentAttention
 from moe_jax.models.attention._rope import rotary_angles
 from moe_jax.models.families._moe_family import MoEFamily
@@ -113,7 +113,7 @@ class CausalLM(MoEFamily, Versioned):
         max_seq_len: int | None = None,
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         implementation: Any = None,
-        attention: AttentionImplementation = "xla",
+        attention: AttentionImplementation = "auto",
         dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):

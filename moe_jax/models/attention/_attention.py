@@ -16,8 +16,7 @@ from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._layers import Linear, RMSNorm, parameter, precision_of, scaled_to_unit
 from moe_jax.models._partition import WHOLE, Partition, Partitioned, partitioned
-from moe_jax.models.attention import _hopper
-from moe_jax.models.attention._hopper import AttentionImplementation
+from moe_jax.models.attention._choice import AttentionImplementation, attend_by, choose
 from moe_jax.models.attention._rope import rotate
 from moe_jax.parallel._logical import EMBED, HEADS, KV_HEADS
 
@@ -198,27 +197,26 @@ def attend(
 
     v: None where values are the first ``value_width`` elements of the keys, as those of MLA's latents are.
 
-    implementation: "hopper" runs the kernels of ``pallas_kernels.attention`` and ``pallas_kernels.decode_attention``
-    where they take the call (``_hopper.refusal``): a decode step or a prefill, and a window that reaches equally far in
-    slots. All else is done as with "xla", and so is what ``jax.grad`` differentiates.
+    implementation: as for ``load_pretrained``. Kernels run where they take the call (``_choice.choose``) and a window
+    reaches equally far in slots. All else is done as with "xla", and so is what ``jax.grad`` differentiates.
 
     sinks: (N * G,), a logit per query head that takes its part of the softmax and gives nothing. partition: of the
     module that calls, whose devices share the heads where these divide.
     """
     is_by_slots = chunk is None and (window is None or inputs.key_positions is None)
-    takes_kernel = _hopper.USES_KERNELS[implementation] and is_by_slots
 
     def by_xla(q, k, v, inputs, sinks):
         values = k[..., :value_width] if v is None else v
         return attend_xla(q, k, values, inputs, scale=scale, window=window, chunk=chunk, sinks=sinks)
 
-    kind: Any = dict(scale=scale, window=window, value_width=value_width)
-    if not takes_kernel or _hopper.refusal(q, k, v, **kind) is not None:
+    kind: Any = dict(scale=scale, window=window, value_width=value_width, has_sinks=sinks is not None)
+    name = choose(implementation, q, k, v, **kind)[0] if is_by_slots else None
+    if name is None:
         return by_xla(q, k, v, inputs, sinks)
 
     def by_kernel(q, k, v, inputs, sinks):
         places = dict(starts=inputs.starts, lengths=inputs.lengths, first_slots=inputs.first_slots)
-        return _hopper.attend_hopper(scale, window, partition, q, k, v, places, sinks, value_width)
+        return attend_by(name, scale, window, partition, q, k, v, places, sinks, value_width)
 
     return with_gradient_of(by_kernel, by_xla, q, k, v, inputs, sinks)
 

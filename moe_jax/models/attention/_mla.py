@@ -23,7 +23,7 @@ from moe_jax.models._config import DecoderConfig, MLAConfig
 from moe_jax.models._layers import Linear, RMSNorm, precision_of
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._attention import AttentionInputs, attend
-from moe_jax.models.attention._hopper import AttentionImplementation
+from moe_jax.models.attention._choice import AttentionImplementation
 from moe_jax.models.attention._rope import rotate
 from moe_jax.parallel._logical import EMBED, HEADS
 
