@@ -18,6 +18,7 @@ from moe_jax.loading import LoadReport
 from moe_jax.models._cache import KVCache, key_positions, slot_order, slots_of
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
+from moe_jax.models._fused import added_and_normed
 from moe_jax.models._inputs import check_cache, check_ids, check_positions
 from moe_jax.models._layers import NORMS, Embedding, GatedMLP, Head, LayerNorm, RMSNorm
 from moe_jax.models._partition import WHOLE, on_mesh, whole
@@ -59,26 +60,33 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Array,
+        addend: Array | None,
         inputs: AttentionInputs,
         cached: tuple[Array, ...] | None,
         token_mask: Array | None,
-    ) -> tuple[Array, tuple[Array, ...], MoEStats | None]:
-        """(output, what the cache keeps, where tokens went; None without experts)."""
-        y, kept = self.self_attn(self._before(self.attention_norm, x), inputs, cached)
-        x = self._added(x, self.attention_norm, y)
-        normal, stats = self._before(self.mlp_norm, x), None
+    ) -> tuple[Array, Array, tuple[Array, ...], MoEStats | None]:
+        """(x, addend, what the cache keeps, where tokens went; None without experts). The output is x + addend, as the
+        input is, whose addend may be None: who comes next adds and normalises in one step."""
+        x, normal = self._next(x, addend, self.attention_norm)
+        y, kept = self.self_attn(normal, inputs, cached)
+        x, normal = self._next(x, self._given(self.attention_norm, y), self.mlp_norm)
         if isinstance(self.mlp, MoEBlock):
             y, stats = self.mlp(normal, token_mask=token_mask, return_stats=True)
         else:
-            y = self.mlp(normal)
-        return self._added(x, self.mlp_norm, y), kept, stats
+            y, stats = self.mlp(normal), None
+        return x, self._given(self.mlp_norm, y), kept, stats
 
-    def _before(self, norm: RMSNorm | LayerNorm, x: Array) -> Array:
-        return x if self.is_post_norm else norm(x)
+    def _next(self, x: Array, addend: Array | None, norm: RMSNorm | LayerNorm) -> tuple[Array, Array]:
+        """(the sum, what attention or feed-forward layer takes of it)."""
+        if self.is_post_norm:
+            x = x if addend is None else x + addend
+            return x, x
+        return added_and_normed(norm, x, addend, self.self_attn.num_sms())
 
-    def _added(self, x: Array, norm: RMSNorm | LayerNorm, y: Array) -> Array:
+    def _given(self, norm: RMSNorm | LayerNorm, y: Array) -> Array:
+        """What an attention or feed-forward layer adds."""
         y = norm(y) if self.is_post_norm else y
-        return x + (y if self.residual_multiplier == 1 else y * self.residual_multiplier)
+        return y if self.residual_multiplier == 1 else y * self.residual_multiplier
 
 
 class CausalLM(MoEFamily, Versioned):
@@ -327,13 +335,14 @@ class CausalLM(MoEFamily, Versioned):
 
         x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
         x = x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
-        kept, stats = [], []
+        addend, kept, stats = None, [], []
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else cache.layers[index]
-            x, arrays, of_layer = layer(x, inputs, cached, None if attention_mask is None else mask)
+            x, addend, arrays, of_layer = layer(x, addend, inputs, cached, None if attention_mask is None else mask)
             kept.append(arrays)
             stats += [] if of_layer is None else [of_layer]
-        x = jnp.where(is_damaged[:, None, None], jnp.nan, self.norm(x))
+        _, x = added_and_normed(self.norm, x, addend, self.layers[-1].self_attn.num_sms())
+        x = jnp.where(is_damaged[:, None, None], jnp.nan, x)
         if cache is not None:
             cache = KVCache(tuple(kept), starts, lengths, keys, is_damaged)
         if back is not None:

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
@@ -28,6 +30,25 @@ def row_kernel(
         scratch_types=scratch_types,
         compiler_params=mosaic.compiler_params(),
     )
+
+
+def in_place_row_kernel(body: Callable[..., None], num_changed: int, out_type: Any, num_ctas: int) -> Kernel:
+    """``row_kernel`` of one warpgroup for a kernel that changes its first ``num_changed`` operands where they lie.
+
+    body: function of ``num_ctas`` and the refs of operands and of one output of ``out_type``. The kernel returns the
+    operands that it changes and the output. They are copied where the caller goes on using what they held.
+    """
+
+    def run(*operands):
+        def with_refs(refs):
+            mesh = plgpu.Mesh(grid=(num_ctas,), grid_names=("cta",), num_threads=1, thread_name="warpgroup")
+            pl.core_map(mesh, compiler_params=mosaic.compiler_params())(lambda: body(num_ctas, *refs))
+
+        state = (*operands, jax.lax.empty(out_type.shape, out_type.dtype))
+        changed = pl.run_state(with_refs)(state)
+        return *changed[:num_changed], changed[-1]
+
+    return run
 
 
 def items_of(cta: Scalar, total: int, num_ctas: int) -> Value:

@@ -12,12 +12,14 @@ from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, DTypeLike, Float, Int, Leaf
 from moe_jax._versions import Place
 from moe_jax.experts._gradient import with_gradient_of
+from moe_jax.models import _fused
 from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig
-from moe_jax.models._layers import Linear, RMSNorm, parameter, precision_of, scaled_to_unit
+from moe_jax.models._layers import Linear, RMSNorm, parameter, precision_of, rounded_product, scaled_to_unit
 from moe_jax.models._partition import WHOLE, Partition, Partitioned, partitioned
 from moe_jax.models.attention._choice import AttentionImplementation, attend_by, choose
 from moe_jax.models.attention._rope import rotate
+from moe_jax.nn import QuantizedParam
 from moe_jax.parallel._logical import EMBED, HEADS, KV_HEADS
 
 # Queries handled at once in a long prefill. Scores are (B, heads, queries, slots) in float32: 32 heads, 1024 queries
@@ -135,14 +137,55 @@ class Attention(Partitioned):
     def _forward(
         self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
     ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
-        q, *new = self._heads(x, inputs)
-        k, v = kept = extended(cached, tuple(new), inputs.starts, inputs.lengths, inputs.first_slots)
+        found = None if cached is None else self._in_one_launch(x, inputs, cached)
+        if found is None:
+            q, *new = self._heads(x, inputs)
+            k, v = kept = extended(cached, tuple(new), inputs.starts, inputs.lengths, inputs.first_slots)
+        else:
+            q, k, v = found
+            kept = (k, v)
         sinks = None if self.sinks is None else self.sinks[...]
         kind: Any = dict(window=self.window, chunk=self.chunk, sinks=sinks)
         y = attend(
             q, k, v, inputs, scale=self.scale, implementation=self.implementation, partition=self.partition, **kind
         )
         return self.o_proj(y.reshape(*x.shape[:2], -1)), kept
+
+    def num_sms(self) -> int | None:
+        """Of the GPU that runs ``_fused`` kernels for this layer, None where none does."""
+        return None if self.partition is not None else _fused.num_sms(self.implementation)
+
+    def _in_one_launch(
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...]
+    ) -> tuple[Array, Array, Array] | None:
+        """Rotated q as of ``_heads``, and the cache with the keys and values of these tokens; None where no kernel does
+        that."""
+        config, sms = self.config, self.num_sms()
+        is_plain = self.is_rotated and config.clip_qkv is None and not config.is_rope_interleaved
+        if sms is None or not is_plain or config.qk_norm not in (None, "head"):
+            return None
+        found = _fused.rotated_and_stored(
+            self._projected(x),
+            (cached[0], cached[1]),
+            inputs.cos,
+            inputs.sin,
+            (inputs.starts, inputs.lengths, inputs.first_slots),
+            tuple(norm for norm in (self.q_norm, self.k_norm) if norm is not None),
+            sms=sms,
+        )
+        if found is None:
+            return None
+        q, k, v = found
+        return q.reshape(*q.shape[:2], config.num_kv_heads, -1, config.head_dim), k, v
+
+    def _projected(self, x: Float[Array, "B S H"]) -> tuple[Array, ...]:
+        """Queries, keys and values of all heads; side by side in one array where one product can make them."""
+        modules = (self.q_proj, self.k_proj, self.v_proj)
+        if any(isinstance(m.weight, QuantizedParam) or m.bias is not None or m.lora is not None for m in modules):
+            return tuple(module(x) for module in modules)
+        # XLA reads the three weights where they lie, in one kernel.
+        merged = jnp.concatenate([module.weight[...] for module in modules])
+        return (rounded_product(x, merged),)
 
     def _heads(self, x: Float[Array, "B S H"], inputs: AttentionInputs) -> tuple[Array, Array, Array]:
         """Rotated q (B, S, kv_heads, group, D), and rotated k and v as the cache keeps them, (B, kv_heads, S, D)."""

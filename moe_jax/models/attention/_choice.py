@@ -64,9 +64,15 @@ def attend_by(
     """
     kv_heads, group = q.shape[2:4]
     heads = q.reshape(*q.shape[:2], kv_heads * group, q.shape[-1])
-    run = functools.partial(KERNELS[name].attend, scale, window, value_width)
+    run = functools.partial(_attend, name, scale, window, value_width)
     run = run if partition is None else functools.partial(_over_mesh, run, partition)
     return run(heads, k, v, places, sinks).reshape(*q.shape[:4], -1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _attend(name: str, scale: float, window: int | None, value_width: int | None, *operands: Any) -> Array:
+    """A compiled part of its own, so that equal layers of a model lower the kernel once."""
+    return KERNELS[name].attend(scale, window, value_width, *operands)
 
 
 def _over_mesh(

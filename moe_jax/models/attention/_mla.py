@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax._typing import Array, DTypeLike, Float
+from moe_jax.models import _fused
 from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig, MLAConfig
 from moe_jax.models._layers import Linear, RMSNorm, precision_of
@@ -109,6 +110,10 @@ class LatentAttention(Partitioned):
         absorbs = is_cheaper_absorbed(mla, x.shape[1], rows.shape[2])
         y = (self._absorbed if absorbs else self._expanded)(q, rows, inputs)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), kept
+
+    def num_sms(self) -> int | None:
+        """As of ``Attention``."""
+        return None if self.partition is not None else _fused.num_sms(self.implementation)
 
     def _expanded(self, q: Array, rows: Array, inputs: AttentionInputs) -> Array:
         """q (B, S, N, nope + rope), rows (B, 1, L, rank + rope) -> (B, S, N, 1, V)."""

@@ -21,7 +21,9 @@ from tests.support.refusals import refuses
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Shapes of q and k in all traced calls of the kernels, taken as on a Hopper GPU for any dtype and width."""
+    """Shapes of q and k in all traced calls of the kernels, one for equal layers, taken as on a Hopper GPU.
+
+    Any dtype and width is taken."""
     found = []
 
     def stand_in(kernel):
@@ -41,7 +43,9 @@ def calls(monkeypatch):
     monkeypatch.setattr(_hopper, "MOST_DECODED", 3)
     monkeypatch.setattr(_hopper, "LEAST_QUERIES", 5)
     monkeypatch.setattr(_hopper, "model_refusal", lambda config, dtype: None)
-    return found
+    jax.clear_caches()  # a part that was traced without the stand-ins would not call them
+    yield found
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", pytest.param("qwen3_dense_bias", marks=pytest.mark.slow)])
