@@ -142,3 +142,23 @@ def test_the_order(monkeypatch):
     monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     assert chosen() == [_choice.ORDERS["auto"][0], "hopper"] and chosen("cudnn") == ["cudnn", None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize(
+    "places", [([0, 0], [256, 200], [0, 0]), ([0, 3], [256, 256], [0, 0]), ([0, 2], [400, 290], [144, 34])]
+)
+def test_gpu(places, width, value_width, window):
+    """Beside float32; the last row of a call that has tokens of an earlier one, too."""
+    q, k, v, inputs = operands(256, 512, *places, width=width, value_width=value_width)
+    narrow = [a.astype(jnp.bfloat16) for a in (q, k, v)]
+    options = dict(scale=width**-0.5, window=window)
+    expected = attend_xla(*(a.astype(jnp.float32) for a in narrow), inputs, **options)
+    by_cudnn = jax.jit(functools.partial(attend, **options, implementation="cudnn"))
+    assert "cudnn" in by_cudnn.lower(*narrow, inputs).as_text()
+    found = by_cudnn(*narrow, inputs)
+    own = inputs.first_slots[:, None] + jnp.arange(256)
+    is_token = np.asarray((own >= inputs.starts[:, None]) & (own < inputs.lengths[:, None]))
+    np.testing.assert_allclose(np.asarray(found, np.float32)[is_token], np.asarray(expected)[is_token], atol=0.02)
