@@ -82,9 +82,9 @@ def test_models(case, calls, name):
     expected = np.asarray(by_xla.score(ids, mask))
     assert not calls
     first, cache = model(ids[:, :9], attention_mask=mask[:, :9], cache=model.init_cache(2, 16))
-    assert len(calls) == 2 * model.config.num_layers
+    assert len(calls) == 2  # of equal layers one is traced
     second, _ = model(ids[:, 9:], cache=cache)
-    assert len(calls) == 2 * model.config.num_layers
+    assert len(calls) == 2
     assert_logits_close(np.concatenate([first, second], axis=1)[mask], expected[mask])
 
 
