@@ -53,8 +53,8 @@ def _takes_norm(norm: RMSNorm, x: Array, addend: Array | None, sms: int) -> bool
 # Compiled parts of their own, so that equal layers of a model lower each kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _added_and_normed(eps: float, name: str, x: Array, weight: Array, addend: Array | None) -> tuple[Array, Array]:
-    rows = [None if a is None else a.reshape(-1, a.shape[-1]) for a in (x, addend)]
-    total, normal = norm_kernel.add_and_norm(rows[0], weight, rows[1], eps=eps, implementation=name)
+    rows, added = x.reshape(-1, x.shape[-1]), None if addend is None else addend.reshape(-1, x.shape[-1])
+    total, normal = norm_kernel.add_and_norm(rows, weight, added, eps=eps, implementation=name)
     return total.reshape(x.shape), normal.reshape(x.shape)
 
 

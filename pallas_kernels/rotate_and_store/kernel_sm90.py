@@ -19,7 +19,9 @@ from pallas_kernels.common.types import Ref, Scalar, Value
 from pallas_kernels.rotate_and_store.config import HEADS, LANES, RotateConfig, RotateDesc
 
 
-def rotate_and_store_sm90(desc: RotateDesc, config: RotateConfig) -> Callable[..., tuple[jax.Array, ...]]:
+def rotate_and_store_sm90(
+    desc: RotateDesc, config: RotateConfig
+) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
     """The kernel: (two caches, projected, cos, sin, [two norms], starts, lengths, first_slots) -> (queries, caches)."""
     tokens = desc.batch * desc.num_tokens
     out = jax.ShapeDtypeStruct((tokens, desc.num_heads, desc.width), desc.dtype)
@@ -37,9 +39,9 @@ def rotate_and_store_sm90(desc: RotateDesc, config: RotateConfig) -> Callable[..
 
 def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: Ref) -> None:
     mosaic.begin()
-    *rest, q_out = rest
-    projected, rest = (rest[:1] * 3, rest[1:]) if desc.is_packed else (rest[:3], rest[3:])
-    (cos, sin, *norms), (starts, lengths, first_slots) = rest[:-3], rest[-3:]
+    *operands, q_out = rest
+    projected, others = (operands[:1] * 3, operands[1:]) if desc.is_packed else (operands[:3], operands[3:])
+    (cos, sin, *norms), (starts, lengths, first_slots) = others[:-3], others[-3:]
     first_heads = (0, desc.num_heads, desc.num_heads + desc.num_kv_heads) if desc.is_packed else (0, 0, 0)
     half = desc.width // 2
     tile = (HEADS, half)

@@ -28,8 +28,8 @@ def rotate_and_store_ref(
     is_kept = (slots >= starts[:, None]) & (slots < lengths[:, None])
     rows = jnp.broadcast_to(jnp.arange(desc.batch)[:, None], slots.shape)
     slots = jnp.where(is_kept, slots, desc.num_slots)  # which is outside
-    stored = [cache.at[rows, :, slots].set(new, mode="drop") for cache, new in zip(caches, (k, v), strict=True)]
-    return q, *stored
+    keys, values = (cache.at[rows, :, slots].set(new, mode="drop") for cache, new in zip(caches, (k, v), strict=True))
+    return q, keys, values
 
 
 def _normed(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
