@@ -196,20 +196,21 @@ def measure(name: str, scheme: str, options: Any, say: Any) -> None:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
     with ThreadPoolExecutor(options.threads) as pool:
-        for (attention, (kind, rows, new, held)), pair in zip(cells, pool.map(compiled, cells), strict=True):
-            cell = dict(model=name, scheme=scheme, attention=attention, kind=kind, rows=rows, tokens=new, held=held)
-            if isinstance(pair, str):
-                say(cell | dict(failed=pair))
-                continue
-            if time.monotonic() - began > options.seconds:
-                say(cell)
-                continue
-            try:
-                us, outside = (program.micros() for program in pair)
-                cell |= dict(us=us, outside_us=outside, launches=pair[0].launches(), compile_s=pair[0].seconds)
-                say(cell | (dict(profile=pair[0].profile()) if pair[0]._is_profiled else {}))
-            except Exception as error:
-                say(cell | dict(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+        pairs = list(pool.map(compiled, cells))  # all of them first: compiling runs kernels to choose among them
+    for (attention, (kind, rows, new, held)), pair in zip(cells, pairs, strict=True):
+        cell = dict(model=name, scheme=scheme, attention=attention, kind=kind, rows=rows, tokens=new, held=held)
+        if isinstance(pair, str):
+            say(cell | dict(failed=pair))
+            continue
+        if time.monotonic() - began > options.seconds:
+            say(cell)
+            continue
+        try:
+            us, outside = (program.micros() for program in pair)
+            cell |= dict(us=us, outside_us=outside, launches=pair[0].launches(), compile_s=pair[0].seconds)
+            say(cell | (dict(profile=pair[0].profile()) if pair[0]._is_profiled else {}))
+        except Exception as error:
+            say(cell | dict(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
 
 
 def rows_of(cell: dict[str, Any], layers: int) -> list[str]:
