@@ -14,7 +14,7 @@ from moe_jax._typing import Array, Float
 from moe_jax.experts._gradient import with_gradient_of
 from moe_jax.models._layers import LayerNorm, RMSNorm
 from moe_jax.models.attention import _hopper
-from moe_jax.models.attention._choice import ORDERS
+from moe_jax.models.attention._choice import FUSES
 from pallas_kernels import add_and_norm as norm_kernel
 from pallas_kernels import rotate_and_store as rotate_kernel
 from pallas_kernels.common.device import hopper_sms
@@ -22,7 +22,7 @@ from pallas_kernels.common.device import hopper_sms
 
 def num_sms(attention: str) -> int | None:
     """SMs of the one Hopper GPU that runs a model of this ``attention=``; None where the kernels here do not run."""
-    is_asked_for = "hopper" in ORDERS[attention] and jax.__version_info__ >= _hopper.OLDEST_JAX
+    is_asked_for = FUSES[attention] and jax.__version_info__ >= _hopper.OLDEST_JAX
     if not is_asked_for or jax.sharding.get_abstract_mesh().axis_names:
         return None
     try:

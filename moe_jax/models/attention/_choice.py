@@ -23,6 +23,8 @@ ORDERS: dict[str, tuple[str, ...]] = {
     "hopper": ("hopper",),
     "cudnn": ("cudnn",),
 }
+# Whether the other steps between the products of a layer are kernels too, see ``moe_jax.models._fused``.
+FUSES: dict[str, bool] = {"auto": True, "xla": False, "hopper": True, "cudnn": False}
 
 
 def check_implementation(name: str, config: DecoderConfig, dtype: DTypeLike) -> None:
