@@ -21,9 +21,9 @@ help:
 	@echo "make test-writers  write checkpoints with llm-compressor, read them with moe_jax"
 	@echo "make lint          ruff and pyright"
 	@echo "make format        apply ruff's fixes and formatter"
-	@echo "make docs          run the notebooks and build the site into docs/_build/html"
+	@echo "make docs          run the notebooks, compare their figures, build the site into docs/_build/html"
 	@echo "make docs-text     build the site without running the notebooks"
-	@echo "make notebooks     run the notebooks and replace the committed figures"
+	@echo "make notebooks     run the notebooks and write them anew, with their outputs"
 	@echo "make dist          build the wheel and the source archive into dist/ and check them"
 	@echo "make clean         remove environments and build outputs"
 
@@ -87,10 +87,10 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
 
 docs-text: $(VENV)/.installed-docs
-	MOE_JAX_DOCS_EXECUTION=off $(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
 
 notebooks: $(VENV)/.installed-docs
-	$(BIN)/python docs/_execute.py --write-figures
+	$(BIN)/python docs/_execute.py --write
 
 # llm-compressor pins its own transformers and compressed-tensors, so it gets an environment of its own.
 WRITERS := tests/data/writers

@@ -12,13 +12,16 @@ from typing import Any
 
 from moe_jax.benchmarking import SHAPES
 from pallas_kernels.grouped_gemm import candidates as unpacked_candidates
+from pallas_kernels.grouped_gemm import choose_block_m as unpacked_block_m
+from pallas_kernels.grouped_gemm import choose_config as unpacked_config
 from pallas_kernels.grouped_gemm.config import SWAP_AB_BLOCK_MS, config_error
 from pallas_kernels.grouped_gemm.heuristics import height_for, large_m_heights
 from pallas_kernels.grouped_gemm.packed import BLOCK_MS, PackedConfig, PackedDesc
 from pallas_kernels.grouped_gemm.packed import config_error as packed_error
 from pallas_kernels.grouped_gemm.packed.config import LARGE_M
 from pallas_kernels.grouped_gemm.packed.heuristics import MAX_STAGES, choose_block_m
-from pallas_kernels.tuning import table_for
+from pallas_kernels.grouped_gemm.packed.heuristics import choose_config as packed_config
+from pallas_kernels.tuning import LayerKey, table_for
 
 _SHAPES = SHAPES | {"dsv3-tp8": (256, 8, 7168, 256)}
 H200_SMS = 132
@@ -162,6 +165,20 @@ def of_table(key: Any, gemm: int, tokens: int) -> list[Any]:
     """The configuration that the H200's table has for a layer, if any."""
     entry = table_for("NVIDIA H200").lookup(key, tokens)
     return [] if entry is None else [(entry.config.gemm1, entry.config.gemm2)[gemm - 1]]
+
+
+def of_heuristic(key: Any, gemm: int, tokens: int, num_sms: int) -> list[Any]:
+    """What a layer without an entry runs with, if anything."""
+    rows = rows_per_expert(tokens, key.num_experts, key.top_k)
+    if isinstance(key, LayerKey):
+        block_m = unpacked_block_m(rows, may_swap=key.may_swap, may_be_large_m=key.may_be_large_m)
+        choose = unpacked_config
+    else:
+        block_m, choose = choose_block_m(rows), packed_config
+    try:
+        return [choose(key.products(tokens, block_m)[gemm - 1], block_m, num_sms)]
+    except NotImplementedError:
+        return []
 
 
 def pairs_space(key: Any, gemm: int, tokens: int) -> list[Any]:

@@ -2,13 +2,15 @@
 
     XLA_PYTHON_CLIENT_PREALLOCATE=false python benchmarks/bridge.py [--tokens 1 16 512] [--scheme fp8_channel]
         [--sizes E TOP_K H I] [--repeats 200] [--block-sizes E TOP_K H I] [--block-schemes fp8_channel int8_w8a8 ...]
-        [--only calls | blocks | profile]
+        [--only calls | blocks | experts | profile]
 
 First table, microseconds a call: "one" waits for every call, "row" is one of many queued in a row. jax is the jitted
 function on arrays, bridge the layer on tensors as it is built by default, and the differences the bridge's own cost. On
 a GPU also the layer through JAX's runtime (torch_kernels=False) and replayed from a CUDA graph. Second table: a block
 of Qwen3-MoE in bfloat16, patched and as it was; without transformers as it was is a reference block of this file, a
-loop over experts. With ``--only profile``, on a GPU: stages of a call on the host, cProfile of many calls and the
+loop over experts. Third table: the same block with each of transformers' experts_implementation, ours among them,
+called and replayed from a CUDA graph, after a check of their values beside "eager" in float32; the exit code is 1 where
+one of ours is wrong. With ``--only profile``, on a GPU: stages of a call on the host, cProfile of many calls and the
 kernels of one, through JAX's runtime and on torch's stream. Everything runs under torch.no_grad().
 """
 
@@ -17,6 +19,7 @@ import cProfile
 import functools
 import pstats
 import statistics
+import sys
 import time
 
 import jax
@@ -176,6 +179,107 @@ def blocks_table(args, device, wait):
         print(flush=True)
 
 
+EXPERTS = {"moe_jax": "bf16", "moe_jax_fp8_channel": "fp8_channel", "grouped_mm": None, "eager": None}
+# Largest distance of a row from float32, relative to the row: a few roundings of 8 bits of mantissa, or of 4.
+ALLOWED = {"bf16": 0.02, "fp8_channel": 0.1}
+
+
+def make_block(sizes, implementation, device, dtype=torch.bfloat16):
+    """transformers' block of Qwen3-MoE; the same weights for each implementation."""
+    import transformers
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    experts, top_k, hidden, intermediate = sizes
+    names = dict(hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=experts, num_experts_per_tok=top_k)
+    config = transformers.Qwen3MoeConfig(**names)
+    config._experts_implementation = implementation
+    with torch.device(device):
+        block = Qwen3MoeSparseMoeBlock(config)
+    torch.manual_seed(0)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter.data, std=parameter.shape[-1] ** -0.5)
+    return block.to(torch.bfloat16).to(dtype).requires_grad_(False)  # float32 has the values of bfloat16
+
+
+def distance(ours, expected):
+    """The largest distance of a row, relative to the row."""
+    ours, expected = ours.double().flatten(0, -2), expected.double().flatten(0, -2)
+    return ((ours - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+
+
+def captured(call):
+    """(CUDA graph of a call, its output)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph, out
+
+
+@torch.no_grad()
+def experts_table(args, device, wait):
+    import transformers
+
+    torch_bridge.register_experts("moe_jax")
+    torch_bridge.register_experts("moe_jax_fp8_channel", quantize="fp8_channel")
+    hidden, repeats, is_right = args.block_sizes[2], max(args.repeats // 10, 5), True
+    exact = make_block(args.block_sizes, "eager", device, torch.float32)
+    inputs, expected = {}, {}
+    for tokens in args.tokens:
+        x = torch.randn(1, tokens, hidden, generator=torch.Generator().manual_seed(tokens)).to(device, torch.bfloat16)
+        _, weights, ids = exact.gate(x.float()[0])  # one choice of experts for all: routers in bfloat16 may differ
+        inputs[tokens] = x, ids, weights.bfloat16()
+        expected[tokens] = exact.experts(x[0].float(), ids, inputs[tokens][2].float())
+    del exact
+    print(f"experts_implementation of transformers {transformers.__version__}")
+    print(f"a block of Qwen3-MoE in bfloat16, E TOP_K H I = {args.block_sizes}; microseconds a call:")
+    print("waited for / in a row / replayed from a CUDA graph in a row (largest distance of a row from eager float32)")
+    print(f"{'implementation':<22}" + "".join(f"{f'T={tokens}':>40}" for tokens in args.tokens), flush=True)
+    shown = {}
+    for name, scheme in EXPERTS.items():
+        block = make_block(args.block_sizes, name, device)
+        print(f"{name:<22}", end="")
+        for tokens in args.tokens:
+            x, ids, weights = inputs[tokens]
+            error = distance(block.experts(x[0], ids, weights), expected[tokens])
+            call = functools.partial(block, x)
+            times = [one_us(call, wait, repeats), row_us(call, wait, repeats)]
+            note = ""
+            if device == "cuda" and name != "eager":  # its loop over experts waits for the GPU
+                try:
+                    graph, out = captured(call)
+                    called = call()
+                    graph.replay()
+                    note = "" if torch.equal(out, called) else f" replay differs by {distance(out, called):.1e}"
+                    times.append(row_us(graph.replay, wait, repeats))
+                except RuntimeError as found:
+                    if scheme is not None:
+                        raise
+                    torch.cuda.synchronize()
+                    note = f" no graph: {str(found).splitlines()[0][:40]}"
+            is_right &= scheme is None or (error <= ALLOWED[scheme] and not note)
+            shown[name, tokens] = times
+            cell = " / ".join(f"{time:.1f}" for time in times) + f" ({error:.4f}){note}"
+            print(f" {cell:>39}", end="", flush=True)
+        print(flush=True)
+        del block
+    for name, scheme in EXPERTS.items():
+        if scheme is not None:
+            for kind, at in (("waited for", 0), ("in a row", 1)):
+                ratios = [shown["grouped_mm", tokens][at] / shown[name, tokens][at] for tokens in args.tokens]
+                print(
+                    f"{name}, {kind}: grouped_mm takes "
+                    + ", ".join(f"{ratio:.2f}" for ratio in ratios)
+                    + " times as long"
+                )
+    return is_right
+
+
 def host_us(call, repeats=300):
     """Microseconds of the host alone, the best of three rows; the queue is emptied between them."""
     best = float("inf")
@@ -235,7 +339,7 @@ def main():
     parser.add_argument("--sizes", **sizes)
     parser.add_argument("--block-sizes", **sizes)
     parser.add_argument("--block-schemes", nargs="+", default=["fp8_channel", "int8_w8a8", "int8_w8a16"])
-    parser.add_argument("--only", choices=("calls", "blocks", "profile"))
+    parser.add_argument("--only", choices=("calls", "blocks", "experts", "profile"))
     parser.add_argument("--repeats", type=int, default=200)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and jax.default_backend() == "gpu" else "cpu"
@@ -245,11 +349,15 @@ def main():
     wait = (lambda _: torch.cuda.synchronize()) if is_gpu else (lambda _: None)
     start = time.perf_counter()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, torch {torch.__version__}", flush=True)
-    for name, table in (("calls", calls_table), ("blocks", blocks_table), ("profile", profile_table)):
-        if name == args.only or (args.only is None and name != "profile"):
-            table(args, device, wait)
-    print(f"{time.perf_counter() - start:.0f} s")
+    tables = dict(calls=calls_table, blocks=blocks_table, experts=experts_table, profile=profile_table)
+    wrong = []
+    for name, table in tables.items():
+        is_meant = name == args.only or (args.only is None and name in ("calls", "blocks"))
+        if is_meant and table(args, device, wait) is False:
+            wrong.append(name)
+    print(f"{time.perf_counter() - start:.0f} s" + "".join(f"; wrong values in {name}" for name in wrong))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

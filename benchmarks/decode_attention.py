@@ -22,18 +22,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, choose_config, config_error
+from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, choose_config, config_error, shared_bytes
 
 READ_GBPS = 4385.0  # of an H200, measured
 SMS = 132
+SMEM_PER_SM = 228 * 1024
+CALLS = 8  # in one turn of a loop, whose condition the host waits for
 
 
-def fitted(desc: DecodeDesc, split: int, block_kv: int, is_fused: bool = True, columns: int = 0) -> DecodeConfig | None:
-    """With as many stages as fit."""
+def fitted(desc: DecodeDesc, split: int, block_kv: int, is_fused: bool = True, per_sm: int = 1) -> DecodeConfig | None:
+    """With as many stages as fit where an SM holds ``per_sm`` CTAs; 0: queries are the rows of products."""
     chosen = choose_config(desc, SMS, split)
+    if not per_sm:
+        rows = DecodeConfig(64, split, block_kv, 2, SMS, is_fused, swap_ab=False)
+        return None if config_error(desc, rows) else rows
+    items = chosen.all_tiles(desc) * chosen.num_splits(desc)
     for stages in range(12, 0, -1):
-        config = DecodeConfig(columns or chosen.columns, split, block_kv, stages, chosen.num_ctas, is_fused)
-        if config_error(desc, config) is None:
+        config = DecodeConfig(chosen.columns, split, block_kv, stages, min(items, SMS * per_sm), is_fused)
+        if config_error(desc, config) is None and shared_bytes(desc, config) + 1024 <= SMEM_PER_SM // per_sm:
             return config
     return None
 
@@ -96,49 +102,66 @@ CELLS = {
         Cell("256 16 x 4096", 16, 4096, 16, 2, 256, 256),
     )
 }
-# Each group is a process: (cell, split, block_kv, is_fused, columns; 0 for what is chosen), or (cell, "XLA").
+# Each group is a process: (cell, split, block_kv, is_fused, CTAs of an SM), or (cell, "XLA"). 0 CTAs: queries are rows.
 TIMES: list[list[tuple[Any, ...]]] = [
     [
-        ("qwen3 64 x 1024", 256, 128, True, 0),
-        ("qwen3 1 x 1024", 256, 128, True, 0),
-        ("qwen3 1 x 32768", 256, 128, True, 0),
-        ("qwen3 1 x 1024", 128, 128, True, 0),
-        ("qwen3 64 x 1024 of 8192", 256, 128, True, 0),
+        ("qwen3 64 x 1024", "XLA"),
+        ("qwen3 64 x 1024", 256, 128, True, 1),
+        ("qwen3 64 x 1024", 256, 64, True, 2),
+        ("qwen3 64 x 1024", 256, 64, True, 3),
+        ("qwen3 64 x 1024", 512, 64, True, 2),
+        ("qwen3 64 x 1024", 256, 64, False, 2),
     ],
     [
-        ("qwen3 64 x 1024", 256, 128, False, 0),
-        ("qwen3 1 x 1024", 256, 128, False, 0),
-        ("qwen3 1 x 32768", 256, 128, False, 0),
-        ("qwen3 64 x 1024", 512, 128, True, 0),
-        ("qwen3 1 x 32768", 512, 128, True, 0),
+        ("qwen3 1 x 1024", "XLA"),
+        ("qwen3 1 x 1024", 256, 128, True, 1),
+        ("qwen3 1 x 1024", 128, 128, True, 1),
+        ("qwen3 1 x 1024", 128, 64, True, 1),
+        ("qwen3 1 x 1024", 64, 64, True, 1),
+        ("qwen3 1 x 1024", 128, 128, False, 1),
     ],
     [
-        ("qwen3 64 x 1024", 256, 64, True, 0),
-        ("qwen3 1 x 1024", 256, 64, True, 0),
-        ("gpt-oss 64 x 1024 sinks", 256, 128, True, 0),
-        ("gpt-oss 64 x 8192 window 128", 256, 128, True, 0),
-        ("mixtral 64 x 1024", 256, 128, True, 0),
-        ("qwen3 64 x 1 to 2048", 256, 128, True, 0),
+        ("qwen3 1 x 32768", "XLA"),
+        ("qwen3 1 x 32768", 256, 128, True, 1),
+        ("qwen3 1 x 32768", 256, 64, True, 2),
+        ("qwen3 1 x 32768", 512, 64, True, 2),
+        ("qwen3 64 x 1 to 2048", 256, 64, True, 2),
+        ("qwen3 64 x 1024 of 8192", 256, 64, True, 2),
     ],
-    [("mla 64 x 1024", 256, 64, True, 0), ("mla 1 x 1024", 256, 64, True, 0)],
-    [("mla 64 x 1024", "XLA"), ("mla 1 x 1024", "XLA"), ("256 16 x 4096", 256, 64, True, 0)],
+    [
+        ("gpt-oss 64 x 1024 sinks", "XLA"),
+        ("gpt-oss 64 x 1024 sinks", 256, 64, True, 2),
+        ("gpt-oss 64 x 1024 sinks", 256, 128, True, 3),
+        ("gpt-oss 64 x 8192 window 128", 256, 64, True, 2),
+        ("mixtral 64 x 1024", 256, 64, True, 2),
+    ],
+    [
+        ("mla 64 x 1024", "XLA"),
+        ("mla 64 x 1024", 256, 64, False, 0),
+        ("mla 64 x 1024", 512, 64, False, 0),
+        ("mla 64 x 1024", 1024, 64, False, 0),
+        ("mla 1 x 1024", "XLA"),
+        ("mla 1 x 1024", 256, 64, False, 0),
+        ("mla 1 x 1024", 64, 64, False, 0),
+        ("256 16 x 4096", 256, 64, True, 1),
+    ],
 ]
 CHECKS: list[list[tuple[Cell, tuple[int, int, bool, int]]]] = [
     [
-        (Cell("qwen3 ragged", 9, 1000, *QWEN, is_ragged=True), (256, 128, True, 0)),
-        (Cell("gpt-oss window sinks", 5, 1400, *GPT, window=128, has_sinks=True, is_ragged=True), (256, 128, True, 0)),
+        (Cell("qwen3 ragged", 9, 1000, *QWEN, is_ragged=True), (256, 128, True, 1)),
+        (Cell("gpt-oss window sinks", 5, 1400, *GPT, window=128, has_sinks=True, is_ragged=True), (256, 128, True, 1)),
     ],
     [
-        (Cell("one row of 8192", 1, 8192, *QWEN), (256, 64, True, 0)),
-        (Cell("f16, 4 heads, 3 queries", 5, 776, 8, 2, 128, 128, 3, "float16", is_ragged=True), (128, 64, True, 0)),
+        (Cell("one row of 8192", 1, 8192, *QWEN), (256, 64, True, 2)),
+        (Cell("f16, 4 heads, 3 queries", 5, 776, 8, 2, 128, 128, 3, "float16", is_ragged=True), (128, 64, True, 2)),
     ],
     [
-        (Cell("192/128", 4, 776, 16, 2, 192, 128, is_ragged=True), (256, 64, True, 0)),
-        (Cell("64, 8 queries, window", 4, 776, 16, 2, 64, 64, 8, window=50, is_ragged=True), (256, 64, True, 0)),
+        (Cell("192/128", 4, 776, 16, 2, 192, 128, is_ragged=True), (256, 64, True, 2)),
+        (Cell("64, 8 queries, window", 4, 776, 16, 2, 64, 64, 8, window=50, is_ragged=True), (256, 64, True, 2)),
     ],
-    [(Cell("256, sinks", 4, 776, 20, 2, 256, 256, has_sinks=True, is_ragged=True), (256, 64, True, 0))],
-    [(Cell("mla", 4, 776, *MLA, is_ragged=True), (256, 64, True, 0))],
-    [(Cell("qwen3 ragged", 9, 1000, *QWEN, is_ragged=True), (128, 128, False, 0))],
+    [(Cell("256, sinks", 4, 776, 20, 2, 256, 256, has_sinks=True, is_ragged=True), (256, 64, True, 1))],
+    [(Cell("mla", 4, 776, *MLA, is_ragged=True), (256, 64, False, 0))],
+    [(Cell("qwen3 ragged", 9, 1000, *QWEN, is_ragged=True), (128, 128, False, 1))],
 ]
 
 
@@ -294,7 +317,8 @@ def check(index: int, only: str, lock: str) -> None:
 
 def _words(config: DecodeConfig) -> str:
     fused = "fused" if config.is_fused else "two launches"
-    return f"split {config.split}, {config.block_kv} x {config.num_stages}, {config.columns} columns, {fused}"
+    sizes = f"split {config.split}, {config.block_kv} x {config.num_stages}, {config.columns} columns"
+    return f"{sizes}, {config.num_ctas} CTAs, {fused}{'' if config.swap_ab else ', queries are rows'}"
 
 
 def times(index: int, only: str, lock: str) -> None:
@@ -321,7 +345,7 @@ def times(index: int, only: str, lock: str) -> None:
         except Exception as error:
             _emit(f"{cell.name:30s} {words} no: {type(error).__name__} {str(error)[:300]!r}")
             continue
-        plans.append((f"{name:30s} {words:52s}", functools.partial(_finished, program, arrays), limit))
+        plans.append((f"{name:30s} {words:76s}", functools.partial(_finished, program, arrays), limit))
     with open(lock) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for name, run, limit in plans:
@@ -330,14 +354,16 @@ def times(index: int, only: str, lock: str) -> None:
 
 
 def _loop(way: Callable[..., Any], n: Any, q: Any, *rest: Any) -> Any:
-    """n calls, each after the one before."""
+    """n turns of CALLS calls, each after the one before."""
     import jax
     import jax.numpy as jnp
 
     out = jax.eval_shape(way, q, *rest)
 
     def step(_, out):
-        return way(jax.lax.optimization_barrier((q, out))[0], *rest)
+        for _ in range(CALLS):
+            out = way(jax.lax.optimization_barrier((q, out))[0], *rest)
+        return out
 
     return jax.lax.fori_loop(0, n, step, jnp.zeros(out.shape, out.dtype))
 
@@ -350,7 +376,7 @@ def _finished(program: Any, arrays: tuple[Any, ...], n: int) -> None:
 
 
 def _microseconds(run: Callable[[int], Any]) -> float:
-    """Of one turn: the time of two turns is taken off."""
+    """Of one call: the time of two turns is taken off."""
 
     def seconds(n: int) -> float:
         start = time.perf_counter()
@@ -360,9 +386,9 @@ def _microseconds(run: Callable[[int], Any]) -> float:
     seconds(2)
     seconds(2)
     one = max((seconds(22) - seconds(2)) / 20, 1e-6)
-    many = int(min(max(0.03 / one, 10), 2000))
+    many = int(min(max(0.03 / one, 10), 500))
     found = sorted(seconds(2 + many) - seconds(2) for _ in range(5))
-    return found[2] / many * 1e6
+    return found[2] / many / CALLS * 1e6
 
 
 def _hopper(cell: Cell, sinks: Any, config: DecodeConfig, q: Any, k: Any, *rest: Any) -> Any:

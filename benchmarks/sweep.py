@@ -9,12 +9,12 @@ tuning_table.py makes a table of the lines that FILE gets. Processes take cells 
 they time. What takes longer than --stuck seconds without a word is ended and written down as failed.
 
 products: single products with what is fused around them. A cell is shape:format (_sweep_space.py), with ":brief" behind
-it for few configurations instead of all, ":pairs" for large-M tiles in clusters, ":near1.1" for the table's and those
-that the files of --earlier hold with at most 1.1 times the least time; @16;64 behind that for tokens of its own. A JSON
-line per configuration: the least of five bursts, or with --sustained calls without a pause for so many seconds, the
-median of the later half, when power has settled; the first line, or two that started together, say on what and when.
-What FILE holds already is not timed again; its lines do not say which of both ways they are, so each takes a FILE of
-its own.
+it for few configurations instead of all, ":pairs" for large-M tiles in clusters, ":lent" for that of the H200's table,
+the heuristic's and few beside them (lent_table.py), ":near1.1" for the table's and those that the files of --earlier
+hold with at most 1.1 times the least time; @16;64 behind that for tokens of its own. A JSON line per configuration: the
+least of five bursts, or with --sustained calls without a pause for so many seconds, the median of the later half, when
+power has settled; the first line, or two that started together, say on what and when. What FILE holds already is not
+timed again; its lines do not say which of both ways they are, so each takes a FILE of its own.
 
 layers: whole layers, kernel by kernel. A cell is model:scheme:tokens (16- and 8-bit schemes): the present choice, then
 layers over the spread of ``spread_of``; ":brief" behind a cell leaves the spread out, --only gives it, a configuration
@@ -46,7 +46,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _locks import locked, making
-from _sweep_space import H200_SMS, of_table, packed_space, pairs_space, rows_per_expert, unpacked_space
+from _sweep_space import (
+    H200_SMS,
+    of_heuristic,
+    of_table,
+    packed_space,
+    pairs_space,
+    rows_per_expert,
+    unpacked_space,
+)
 from _timing import header
 from _trace import NO_COMMAND_BUFFERS, PAUSE, per_call, split, traced
 from moe_layer import scheme_named
@@ -64,7 +72,7 @@ from pallas_kernels.tuning.operands import random_operands
 from pallas_kernels.tuning.timing import burst_length, calls_of, least_of_bursts, other_experts, seconds
 
 ROUNDS = 3
-_MODE = re.compile(r"brief|pairs|near\d+(\.\d+)?")
+_MODE = re.compile(r"brief|pairs|lent|near\d+(\.\d+)?")
 
 
 class Group:
@@ -76,7 +84,7 @@ class Group:
         if self.fmt not in PACKED_FORMATS and self.fmt not in FORMATS:
             raise SystemExit(f"cell {text!r}: format {self.fmt!r}, not one of {', '.join((*FORMATS, *PACKED_FORMATS))}")
         if unknown := [word for word in self.modes if not _MODE.fullmatch(word)]:
-            raise SystemExit(f"cell {text!r}: {unknown[0]!r}, expected brief, pairs or near and a factor")
+            raise SystemExit(f"cell {text!r}: {unknown[0]!r}, expected brief, pairs, lent or near and a factor")
         self.gemm = int(gemm)
         self.tokens = [int(count) for count in own.split(";")] if own else None
         self.key = key_of(self.name, self.fmt)
@@ -85,6 +93,9 @@ class Group:
         self.held: tuple[Any, Any] = (None, None)
 
     def configs(self, tokens: int) -> list[Any]:
+        if "lent" in self.modes:
+            here = of_heuristic(self.key, self.gemm, tokens, H200_SMS)
+            return list(dict.fromkeys(of_table(self.key, self.gemm, tokens) + here + self._all_configs(tokens)))
         near = next((float(word[4:]) for word in self.modes if word.startswith("near")), None)
         if near is None:
             return self._all_configs(tokens)
@@ -95,7 +106,7 @@ class Group:
         return list(dict.fromkeys(of_table(self.key, self.gemm, tokens) + others))
 
     def _all_configs(self, tokens: int) -> list[Any]:
-        is_brief = "brief" in self.modes
+        is_brief = not {"brief", "lent"}.isdisjoint(self.modes)
         if self.fmt in PACKED_FORMATS:
             mean = rows_per_expert(tokens, self.key.num_experts, self.key.top_k)
             return packed_space(self._desc(tokens, 128), mean, tokens, is_brief)

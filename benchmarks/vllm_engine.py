@@ -3,10 +3,11 @@
     python benchmarks/vllm_engine.py speed --out DIR [--cases qwen3-30b-a3b:fp8_channel,...] [--layers 4]
     python benchmarks/vllm_engine.py start --out DIR [--cases qwen3-30b-a3b:fp8_channel] [--layers 48]
 
-Needs one Hopper GPU, vLLM 0.24, and this checkout as the current directory. Weights are random. ``speed`` starts all
-engines side by side and lets them measure one at a time: ours, and vLLM's with each of its backends that may be the
-better one. A line for each cell, and a ratio against the better one. "kernels" is the union of the GPU's busy time by
-torch's profiler, "clock" what a caller waits. ``start`` runs vLLM alone, ours with an empty cache, and ours again.
+Needs a Hopper GPU, vLLM 0.24, and this checkout as the current directory; two GPUs share the work. Weights are random.
+``speed`` starts all engines side by side and lets those of one GPU, which has whole cases, measure one at a time: ours,
+and vLLM's with each of its backends that may be the better one. A line for each cell, and a ratio against the better
+one. "kernels" is the union of the GPU's busy time by torch's profiler, "clock" what a caller waits. ``start`` runs vLLM
+alone, ours with an empty cache, and both again.
 """
 
 import argparse
@@ -195,16 +196,18 @@ def child(options: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def launch(options: argparse.Namespace, name: str, case: str, plugin: bool, backend: str, cache: Path) -> Any:
-    """A process of ``child``; its output goes to a file."""
+def launch(options: argparse.Namespace, name: str, case: str, plugin: bool, backend: str, cache: Path, gpu: int) -> Any:
+    """A process of ``child`` on one GPU; its output goes to a file."""
+    own = name.removesuffix(" again")  # a second start finds what the first one kept
     environment = (
         os.environ
         | ENVIRONMENT
         | dict(
+            CUDA_VISIBLE_DEVICES=str(gpu),
             VLLM_PLUGINS="",
-            VLLM_CACHE_ROOT=str(cache / f"vllm_{name}"),
-            TORCHINDUCTOR_CACHE_DIR=str(cache / f"inductor_{name}"),
-            TRITON_CACHE_DIR=str(cache / f"triton_{name}"),
+            VLLM_CACHE_ROOT=str(cache / f"vllm_{own}"),
+            TORCHINDUCTOR_CACHE_DIR=str(cache / f"inductor_{own}"),
+            TRITON_CACHE_DIR=str(cache / f"triton_{own}"),
             MOE_JAX_CACHE_DIR=str(cache / "moe_jax"),
         )
     )
@@ -218,7 +221,7 @@ def launch(options: argparse.Namespace, name: str, case: str, plugin: bool, back
         "--name",
         name,
     ]
-    command += ["--layers", str(options.layers), "--backend", backend, "--lock", str(cache / "lock")]
+    command += ["--layers", str(options.layers), "--backend", backend, "--lock", str(cache / f"lock{gpu}")]
     command += ["--plugin"] * plugin + ["--default-graphs"] * (options.command == "start")
     log = open(cache / f"{name.replace(':', '_')}.txt", "w")
     return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT), Path(log.name)
@@ -256,6 +259,12 @@ def report(logs: dict[str, Path], out: Path) -> None:
     (out / "report.txt").write_text("\n".join(lines) + "\n")
 
 
+def num_gpus() -> int:
+    """Two at most: ``start`` has pairs of engines."""
+    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    return min(len(found.splitlines()), 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("speed", "start"))
@@ -276,19 +285,26 @@ def main() -> None:
         child(options)
     began, cache, logs = time.monotonic(), Path(tempfile.mkdtemp()), {}
     options.out.mkdir(parents=True, exist_ok=True)
+    gpus = num_gpus()
+    plan: list[list[tuple[str, str, bool, str, int]]]
     if options.command == "start":
         case = options.cases.partition(",")[0]
-        rounds = [[("vllm", False)], [("ours", True)], [("vllm again", False)], [("ours again", True)]]
-        plan = [[(f"{case}@{name}", case, plugin, "auto") for name, plugin in round] for round in rounds]
+        engines = [("vllm", False), ("ours", True), ("vllm again", False), ("ours again", True)]
+        plan = [
+            [(f"{case}@{name}", case, plugin, "auto", gpu) for gpu, (name, plugin) in enumerate(engines[i : i + gpus])]
+            for i in range(0, len(engines), gpus)
+        ]
     else:
         plan = [[]]
-        for case in options.cases.split(","):
-            plan[0].append((f"{case}@ours", case, True, "auto"))
-            plan[0] += [(f"{case}@{backend}", case, False, backend) for backend in BACKENDS[case.partition(":")[2]]]
+        for index, case in enumerate(options.cases.split(",")):
+            gpu = index % gpus
+            plan[0].append((f"{case}@ours", case, True, "auto", gpu))
+            others = BACKENDS[case.partition(":")[2]]
+            plan[0] += [(f"{case}@{backend}", case, False, backend, gpu) for backend in others]
     for group in plan:
         running = {}
-        for name, case, plugin, backend in group:
-            running[name], logs[name] = launch(options, name, case, plugin, backend, cache)
+        for name, case, plugin, backend, gpu in group:
+            running[name], logs[name] = launch(options, name, case, plugin, backend, cache, gpu)
         for process in running.values():
             try:
                 process.wait(max(1.0, options.limit - (time.monotonic() - began)))

@@ -1,4 +1,4 @@
-"""Sphinx: pages in MyST Markdown, notebooks executed by MyST-NB, the API from docstrings. `make docs` builds it."""
+"""Sphinx: pages in MyST Markdown, notebooks as committed, the API from docstrings. `make docs` builds it."""
 
 import os
 import re
@@ -23,7 +23,6 @@ exclude_patterns = [
     "conf.py",
     "_execute.py",
     "_generate.py",
-    "notebooks/plots.py",
     "notebooks/README.md",
     "notebooks/figures",
 ]
@@ -31,11 +30,7 @@ html_theme, html_title = "furo", f"moe_jax {release}"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
-# MOE_JAX_DOCS_EXECUTION=off shows the notebooks without outputs, for work on the text
-nb_execution_mode = os.environ.get("MOE_JAX_DOCS_EXECUTION", "cache")
-nb_execution_raise_on_error, nb_execution_timeout = True, 600
-nb_merge_streams = True
+nb_execution_mode = "off"  # docs/_execute.py runs them
 
 autodoc_default_options = {"members": True, "no-value": True, "member-order": "bysource"}
 autodoc_typehints = "signature"

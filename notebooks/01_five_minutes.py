@@ -1,16 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # A quantized Mixture-of-Experts layer in five minutes
 #
@@ -19,13 +6,34 @@
 # each.
 
 # %%
+# Installs what is missing, moe_jax from its checkout. Nothing happens where all of it can be imported.
+import importlib.util
+import subprocess
+import sys
+
+CHECKOUT = ".."  # seen from the folder of this notebook
+if not all(map(importlib.util.find_spec, ("moe_jax", "matplotlib"))):
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{CHECKOUT}[demo]"], check=True)
+
+# %%
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from plots import keep
 
 import moe_jax
+
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+plt.rcParams.update(
+    {
+        "axes.prop_cycle": plt.cycler(color=COLORS),
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "figure.constrained_layout.use": True,
+        "font.size": 9,
+        "legend.frameon": False,
+    }
+)
 
 E, TOP_K, H, INNER, T = 8, 2, 256, 128, 64
 
@@ -96,7 +104,6 @@ for scheme, nbytes, error in rows:
 axes.set(yscale="log", xlim=(0.1, 1.12), ylim=(0.15, 40), yticks=(0.3, 1, 3, 10, 30), yticklabels=(0.3, 1, 3, 10, 30))
 axes.set(xlabel="bytes of the experts (bf16 = 1)", ylabel="error of the output, %")
 axes.set_title("One layer, the same weights: what smaller costs")
-keep(figure, "01_bytes_and_error")
 
 # %% [markdown]
 # At half the bytes, INT8 has an error of one to two percent and FP8 of six: its 3-bit mantissa rounds every value by

@@ -1,16 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # What each format does to the weights
 #
@@ -19,13 +6,33 @@
 # outlier channels of trained experts.
 
 # %%
+# Installs what is missing, moe_jax from its checkout. Nothing happens where all of it can be imported.
+import importlib.util
+import subprocess
+import sys
+
+CHECKOUT = ".."  # seen from the folder of this notebook
+if not all(map(importlib.util.find_spec, ("moe_jax", "matplotlib"))):
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{CHECKOUT}[demo]"], check=True)
+
+# %%
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from plots import BLUE, RED, keep
 
 from moe_jax import MoEConfig, Scheme
 from moe_jax.quantization import dequantize_tensor, method_for
+
+BLUE, RED = "#4477aa", "#ee6677"
+plt.rcParams.update(
+    {
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "figure.constrained_layout.use": True,
+        "font.size": 9,
+        "legend.frameon": False,
+    }
+)
 
 E, H, INNER = 8, 256, 128
 TAILS = ("normal", "heavy")  # of even and of odd experts
@@ -74,7 +81,6 @@ for row, name in enumerate(SCHEMES):
     bars.text(weights[name].nbytes() / 1e3, row, f" {sizes[name]:.2f} bits", va="center", fontsize=8)
 bars.set(ylim=axes.get_ylim(), yticks=(), xlabel="kB, with scales", title="Size")
 bars.set_xlim(0, 1.5 * max(weights[name].nbytes() for name in SCHEMES) / 1e3)
-keep(figure, "02_error_per_expert")
 
 # %% [markdown]
 # The worst expert of each format:
@@ -114,7 +120,6 @@ for axes, name in zip(panels, ("fp8_channel", "w4a16_g128", "nvfp4_a16", "mxfp4_
         axes.stairs(-e + 0.9 * share / share.max(), edges, baseline=-e, fill=True, color=(BLUE, RED)[e % 2], alpha=0.75)
     axes.set(title=f"{name}\n{logs[0].size} scales an expert", xlabel="log2 of the scale")
 panels[0].set_yticks([0.3 - e for e in range(E)], [f"e{e} {TAILS[e % 2]}" for e in range(E)])
-keep(figure, "02_scales")
 
 # %% [markdown]
 # ## Where the error sits
@@ -130,7 +135,6 @@ for axes, name in zip(panels, ("fp8_channel", "int8_w8a16", "nvfp4_a16"), strict
     axes.plot(np.abs(one[part]), np.abs(back - one)[part] / np.abs(one[part]), ",", color=BLUE, alpha=0.3)
     axes.set(xscale="log", title=name, xlabel="|weight|", ylim=(0, 1.05), xlim=(2e-4, 0.7))
 panels[0].set_ylabel("relative error of one weight")
-keep(figure, "02_error_by_size")
 
 # %% [markdown]
 # FP8 keeps the relative error below 1/16, down to its subnormal numbers. A uniform integer grid is accurate for large

@@ -1,16 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Routing and load
 #
@@ -19,15 +6,35 @@
 # shows how much EPLB (expert parallel load balancing) recovers by moving experts and copying busy ones.
 
 # %%
+# Installs what is missing, moe_jax from its checkout. Nothing happens where all of it can be imported.
+import importlib.util
+import subprocess
+import sys
+
+CHECKOUT = ".."  # seen from the folder of this notebook
+if not all(map(importlib.util.find_spec, ("moe_jax", "matplotlib"))):
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{CHECKOUT}[demo]"], check=True)
+
+# %%
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from plots import BLUE, GREY, RED, keep
 
 from moe_jax import MoEConfig
 from moe_jax.parallel import EplbState, Placement, rebalance
 from moe_jax.routing import route
+
+BLUE, GREY, RED = "#4477aa", "#bbbbbb", "#ee6677"
+plt.rcParams.update(
+    {
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "figure.constrained_layout.use": True,
+        "font.size": 9,
+        "legend.frameon": False,
+    }
+)
 
 E, TOP_K, T, LAYERS, DEVICES = 64, 6, 2048, 4, 8
 
@@ -53,7 +60,6 @@ figure, axes = plt.subplots(figsize=(9, 2.2))
 image = axes.imshow(counts / counts.mean(), aspect="auto", cmap="magma_r", vmin=0)
 axes.set(xlabel="expert", ylabel="layer", yticks=range(LAYERS), title="A few experts get most tokens")
 figure.colorbar(image, ax=axes, label="tokens / mean")
-keep(figure, "03_load")
 print("busiest expert over the mean, by layer:", np.round(counts.max(1) / counts.mean(1), 2))
 
 # %% [markdown]
@@ -103,7 +109,6 @@ for layer, axes in enumerate(panels):
     axes.set(title=f"layer {layer}", xlabel="device", xticks=range(DEVICES))
 panels[0].set_ylabel("tokens of a device / mean")
 panels[-1].legend(fontsize=8)
-keep(figure, "03_eplb")
 
 # %% [markdown]
 # ## How many copies are worth their memory
@@ -125,7 +130,6 @@ axes.axhline(before.mean(), color=RED, label="experts in order")
 axes.set(xlabel="spare slots", ylabel="balancedness (1: all equally busy)", ylim=(0, 1.05), xticks=spares)
 axes.set_title("A few copies balance 64 experts on 8 devices")
 axes.legend(loc="lower right")
-keep(figure, "03_spare_slots")
 
 # %% [markdown]
 # This load is the one that the plan was made from. On other tokens of the same kind the balance is slightly worse, and

@@ -1,22 +1,19 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Expert parallelism on eight devices: where every byte goes
 #
 # This notebook simulates eight CPU devices in one process and splits the experts of a layer over them. Tokens must
 # reach the devices of their experts, and results must come back. There are several ways to do that; the notebook counts
 # the bytes that each one sends.
+
+# %%
+# Installs what is missing, moe_jax from its checkout. Nothing happens where all of it can be imported.
+import importlib.util
+import subprocess
+import sys
+
+CHECKOUT = ".."  # seen from the folder of this notebook
+if not all(map(importlib.util.find_spec, ("moe_jax", "matplotlib"))):
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{CHECKOUT}[demo]"], check=True)
 
 # %%
 import os
@@ -28,9 +25,18 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from flax import nnx
-from plots import keep
 
 import moe_jax
+
+plt.rcParams.update(
+    {
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "figure.constrained_layout.use": True,
+        "font.size": 9,
+        "legend.frameon": False,
+    }
+)
 
 D = 8
 E, TOP_K, H, INNER = 16, 2, 128, 64
@@ -141,7 +147,6 @@ for axes, dispatch in zip(panels, DISPATCHES, strict=True):
 panels[0].set_ylabel("bytes received by a device,\nfor each token of the call")
 panels[0].set_ylim(0, 1.1 * panels[0].get_ylim()[1])
 panels[0].legend(fontsize=8, loc="upper left")
-keep(figure, "04_bytes")
 
 # %% [markdown]
 # - `replicate` needs all tokens on every device and adds the results up in one collective. It is best for a few tokens.

@@ -1,21 +1,20 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # From a torch checkpoint to a Flax model
 #
 # This notebook writes a small random Qwen3-MoE with transformers and reads the directory with moe_jax. There is no
 # conversion step: both use the same safetensors files.
+
+# %%
+# Installs what is missing, moe_jax from its checkout. Nothing happens where all of it can be imported.
+import importlib.util
+import subprocess
+import sys
+
+CHECKOUT = ".."  # seen from the folder of this notebook
+if not all(map(importlib.util.find_spec, ("moe_jax", "matplotlib", "torch", "transformers"))):
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", f"{CHECKOUT}[demo,torch]", "transformers"], check=True
+    )
 
 # %%
 import tempfile
@@ -27,9 +26,19 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import transformers
-from plots import BLUE, RED, keep
 
 import moe_jax
+
+BLUE, RED = "#4477aa", "#ee6677"
+plt.rcParams.update(
+    {
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "figure.constrained_layout.use": True,
+        "font.size": 9,
+        "legend.frameon": False,
+    }
+)
 
 # %%
 directory = Path(tempfile.mkdtemp()) / "tiny-qwen3-moe"
@@ -106,7 +115,6 @@ for axes, (name, values) in zip(panels, [("float32", ours), *logits.items()], st
     error = np.linalg.norm(values - expected) / np.linalg.norm(expected)
     axes.set(title=f"{name}\nerror {error:.1%}", xlabel="logit in torch", aspect="equal")
 panels[0].set_ylabel("logit in moe_jax")
-keep(figure, "05_logits")
 
 # %% [markdown]
 # This is one prompt on a tiny random model, so the order of formats may differ from notebook 02: a small difference in

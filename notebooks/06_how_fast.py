@@ -1,16 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # How fast is it
 #
@@ -19,15 +6,41 @@
 # layers in the same benchmark run, and then times a layer on the machine that runs the notebook.
 
 # %%
+# Installs what is missing, moe_jax from its checkout. Nothing happens where all of it can be imported.
+import importlib.util
+import subprocess
+import sys
+
+CHECKOUT = ".."  # seen from the folder of this notebook
+if not all(map(importlib.util.find_spec, ("moe_jax", "matplotlib"))):
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"{CHECKOUT}[demo]"], check=True)
+
+# %%
 import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from plots import COLORS, GREY, keep
 
-root = next(path for path in (Path.cwd(), *Path.cwd().parents) if (path / "benchmarks/results").is_dir())
-cells = json.loads((root / "benchmarks/results/moe_layer_peers_h200.json").read_text())
+import moe_jax
+
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+GREY = COLORS[-1]
+plt.rcParams.update(
+    {
+        "axes.prop_cycle": plt.cycler(color=COLORS),
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "figure.constrained_layout.use": True,
+        "font.size": 9,
+        "legend.frameon": False,
+    }
+)
+
+RESULTS = "benchmarks/results/moe_layer_peers_h200.json"
+found = [path for path in (*Path(moe_jax.__file__).parents, Path(CHECKOUT).resolve()) if (path / RESULTS).is_file()]
+assert found, f"{RESULTS} is part of the checkout: write where that lies into CHECKOUT above"
+cells = json.loads((found[0] / RESULTS).read_text())
 READ_GBPS, DENSE_TFLOPS = 4385.0, {"16 bits": 789.0, "8 bits": 1490.0}  # measured on that H200
 cells = [cell for cell in cells if "us" in cell]
 compared = [cell for cell in cells if "ratio" in cell]
@@ -72,7 +85,6 @@ for axes, model in zip(panels[0], models, strict=True):
 panels[0][0].set_ylabel("TFLOP/s")
 panels[0][0].plot([], [], "o", ms=4, mfc="none", color="black", label="fastest peer")
 panels[0][0].legend(fontsize=7, loc="lower right")
-keep(figure, "06_roofline_h200")
 
 # %% [markdown]
 # ## Beside the peers
@@ -97,7 +109,6 @@ for scheme in dict.fromkeys(cell["scheme"] for cell in compared):
     panels[0][0].plot([], [], "o-", ms=3, lw=1, color=color.get(scheme, GREY), label=scheme)
 panels[0][0].set_ylabel("time of the fastest peer / ours")
 panels[0][0].legend(fontsize=7, loc="upper left")
-keep(figure, "06_peers_h200")
 print("where we lose most:")
 for cell in sorted(compared, key=lambda cell: cell["ratio"])[:5]:
     print(f"  {cell['model']} {cell['scheme']} at {cell['tokens']} tokens: {cell['ratio']:.2f} of {cell['peer']}")

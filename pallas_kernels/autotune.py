@@ -23,7 +23,7 @@ from pallas_kernels.tuning import timing
 from pallas_kernels.tuning.layer import FORMATS, PACKED_FORMATS, AnyConfig, AnyDesc, AnyKey, key_of
 from pallas_kernels.tuning.operands import random_operands
 from pallas_kernels.tuning.search import Timer, tune
-from pallas_kernels.tuning.table import Table, load_table, path_for
+from pallas_kernels.tuning.table import path_for, update
 
 
 class GpuTimer:
@@ -77,15 +77,15 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
     except NotImplementedError as error:
         parser.error(f"nothing to tune here: {error}")
     path = options.out or path_for(device_kind())
-    table = load_table(path) if path.exists() else Table(device_kind())
-    if table.device != device_kind():
-        parser.error(f"{path} is of {table.device}, this is {device_kind()}; name another file with --out")
+    try:
+        update(path, device_kind(), ())  # fails before anything is timed
+    except ValueError as error:
+        parser.error(f"{error} with --out")
     timer = timer or GpuTimer()
     for key in keys:
         # Saved after each layer: a run that is cut short loses one.
         found = tune([key], map(int, options.tokens.split(",")), timer, num_sms, report=print)
-        table = table.merged(found)
-        table.save(path)
+        update(path, device_kind(), found)
         for entry in found:
             print(f"{dataclasses.astuple(entry.key)} tokens={entry.tokens}: {entry.micros:.1f} us {entry.config}")
     return 0

@@ -35,6 +35,7 @@ def pytest_addoption(parser):
     default = Path(__file__).parent / "data"
     parser.addoption("--layer-errors", help="a file: print how far layers of each scheme are from what is allowed")
     parser.addoption("--wheel", type=Path, help="a wheel for test_packaging.py, instead of one that it builds")
+    parser.addoption("--python", action="append", help="test_packaging.py runs the README with it; may be repeated")
     parser.addoption("--writers-dir", default=default, help="checkpoints for test_llm_compressor_files.py")
 
 

@@ -141,8 +141,33 @@ def test_a_sweep_finds_something_to_time(load, tmp_path):
     earlier = {("mixtral-8x7b/tp2", "int4_g128", 64, 2): times}
     near = sweep.Group("mixtral-8x7b/tp2:int4_g128:near1.02:2", earlier)
     assert set(every[:3]) <= set(near.configs(64)) and len(near.configs(64)) <= 4 < len(every)
-    with pytest.raises(SystemExit, match="'brie', expected brief, pairs or near"):
+    with pytest.raises(SystemExit, match="'brie', expected brief, pairs, lent or near"):
         sweep.Group("mixtral-8x7b:fp8_channel:brie:1")
+
+
+def test_a_lent_table_is_timed_beside_the_heuristic(load, capsys):
+    """Both are among the configurations, and each one's time is compared with the least of all."""
+    sweep, lent, seen = load("sweep"), load("lent_table"), []
+    for fmt in ("fp8_channel", "int4_g128"):
+        for gemm in (1, 2):
+            group = sweep.Group(f"mixtral-8x7b:{fmt}:lent:{gemm}")
+            found = group.configs(64)
+            table = lent.of_table(group.key, gemm, 64)[0]
+            heuristic = lent.of_heuristic(group.key, gemm, 64, 132)[0]
+            assert {table, heuristic} <= set(found)
+            if table == heuristic:
+                continue
+            seen.append((fmt, gemm))
+            times = {sweep.config_label(config): [100.0, 300.0] for config in found}
+            times[sweep.config_label(table)], times[sweep.config_label(heuristic)] = [90.0], [180.0, 135.0]
+            ((*cell, of_table, of_heuristic),) = lent.losses({("mixtral-8x7b", fmt, 64, gemm): times})
+            assert cell == ["mixtral-8x7b", fmt, 64, gemm] and (of_table, of_heuristic) == (1.0, 1.5)
+            assert list(lent.summary({("mixtral-8x7b", fmt, 64, gemm): times}))[-1].endswith(
+                "table 1.000, heuristic 1.500 of the fastest"
+            )
+    assert len(seen) >= 2
+    slow = dict(kind="NVIDIA H100 80GB HBM3", sms=132, gbps=2900.0, tflops=190.0)
+    assert lent.is_off(slow, 0.85) and not lent.is_off(slow | dict(tflops=640.0), 0.85)
 
 
 @pytest.mark.parametrize("us, is_taken", [(90.0, True), (99.5, False)])

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import jax
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import moe_jax
 import pallas_kernels
 from moe_jax.experts import explain
 from moe_jax.quantization import SCHEMES, method_for
 from tests.support.cases.hopper_layers import on_hopper
-from tests.support.checkpoints import writers
+from tests.support.checkpoints.texts import write_text_model
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 MODULES = sorted(
@@ -34,19 +33,16 @@ def test_readme_example_runs(tmp_path, monkeypatch, capsys, quick_compilation):
     """On a small checkpoint with random weights, in the place of the one it names."""
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len([line for line in example.splitlines() if line and "import" not in line]) <= 10
-    directory = tmp_path / re.search(r'directory = "(\S+)"', example)[1]
-    writers.write_model("qwen3_moe", directory, hidden_size=64, num_hidden_layers=1, eos_token_id=None)
-    words = models.WordLevel({f"w{i}": i for i in range(writers.VOCAB)}, unk_token="w0")
-    tokenizer = Tokenizer(words)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(directory / "tokenizer.json"))
+    write_text_model(tmp_path / re.search(r'LLM\("(\S+)"', example)[1])
     monkeypatch.chdir(tmp_path)
     scope = {}
     exec(compile(example, "README.md", "exec"), scope)
-    prompt, output = scope["prompt"], scope["output"]
-    assert output.shape == (1, prompt.shape[1] + 16) and (output[:, : prompt.shape[1]] == prompt).all()
-    answer, _, explanation = capsys.readouterr().out.partition("\n")
-    assert answer.split()[0] == "w0" and "method: fp8_channel" in explanation
+    output, answer = scope["output"], scope["answer"]
+    assert output.prompt == "The capital of France is" and len(output.outputs[0].token_ids) == 32
+    assert answer.prompt == "<|start|><|user|>Name three rivers.<|assistant|><no>"
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{output.outputs[0].text}\n{answer.outputs[0].text}\n")
+    assert "method: fp8_channel" in printed
 
 
 def test_readme_shows_what_explain_says():

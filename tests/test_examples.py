@@ -11,6 +11,7 @@ import torch
 
 import moe_jax
 from tests.support.checkpoints import writers
+from tests.support.checkpoints.texts import write_text_model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -53,6 +54,20 @@ def test_one_gpu(directory, capsys):
     np.testing.assert_allclose(module.log_probabilities(model, ids)[0], [logp[0, 1], logp[1, 4]], atol=1e-4)
     expected = moe_jax.generate(model, ids, max_new_tokens=5, temperature=0.8, top_p=0.95, rng=jax.random.key(0))
     np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("chat", [[], ["--chat"]])
+def test_ask(tmp_path, capsys, chat):
+    """Answers as texts, then the chosen token of each step with the three likeliest ones."""
+    write_text_model(tmp_path / "model")
+    options = ["--max-tokens", "5", "--dtype", "float32", "--quantize", "int8_w8a16"]
+    outputs = example("ask").main([str(tmp_path / "model"), "Rivers:", "Lakes:", *chat, *options])
+    lines = capsys.readouterr().out.splitlines()
+    answer = outputs[0].outputs[0]
+    assert (outputs[0].prompt == "Rivers:") == (not chat) and "Lakes:" in outputs[1].prompt
+    assert len(lines) == 7 and lines[0].startswith(repr(answer.text)) and "5 tokens" in lines[1]
+    chosen = [found[token] for token, found in zip(answer.token_ids, answer.logprobs, strict=True)]
+    assert all(line.startswith(repr(each.decoded_token)) for line, each in zip(lines[2:], chosen, strict=True))
 
 
 def test_mesh(directory, capsys):

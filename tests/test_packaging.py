@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -10,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.support.checkpoints.texts import write_text_model
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("moe_jax", "pallas_kernels", "torch_bridge")
@@ -71,6 +74,48 @@ def test_installs_and_runs_without_optional_packages(wheel, installed):
         "jinja2",
         "tokenizers",
     } <= missing and "no problems found" in text
+
+
+def pytest_generate_tests(metafunc):
+    if "python" in metafunc.fixturenames:
+        metafunc.parametrize("python", metafunc.config.getoption("--python") or [sys.executable], scope="module")
+
+
+SELF = re.compile(r"'\.\[(.*)\]'")
+NOT_HERE = {"make demo", "make test"}  # of a checkout: their commands are `moe-jax demo`, and continuous integration
+
+
+def test_every_line_of_the_readme(python, wheel, tmp_path):
+    """In an environment of its own that a user's command made, on a small checkpoint in place of the one it names."""
+    text = (ROOT / "README.md").read_text()
+    fences = re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL)
+    lines = [line.partition("#")[0].strip() for kind, body in fences if not kind for line in body.splitlines()]
+    lines += re.findall(r"`(moe-jax [^`]+)`", text)
+    (example,) = (body for kind, body in fences if kind == "python")
+    write_text_model(tmp_path / re.search(r'LLM\("(\S+)"', example)[1], max_position_embeddings=1024)
+    run(python, "-m", "venv", tmp_path / "venv")
+    programs = tmp_path / "venv/bin"
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
+    environment |= {
+        name: value for name, value in os.environ.items() if name.startswith("PIP_") or "proxy" in name.lower()
+    }
+    options = dict(cwd=tmp_path, env=environment)
+    seen = {}
+    for line in [*lines, "moe-jax demo"]:
+        if line in NOT_HERE:
+            continue
+        if line.startswith("pip install"):
+            extras = SELF.search(line)[1]
+            if "cuda" in extras:  # gigabytes for a GPU that is not here
+                continue
+            run(programs / "python", "-m", "pip", "install", "--quiet", f"{wheel}[{extras}]", **options)
+            continue
+        seen[line] = run(*shlex.split(line), **options)
+    assert "no problems found" in seen["moe-jax doctor"]
+    (answer,) = (out for line, out in seen.items() if line.startswith("moe-jax run"))
+    assert answer.strip()
+    assert len(seen) == 3 and len(lines) == 6, "a new line of the README needs a case here"
+    assert "method: fp8_channel" in run("python", "-c", example, **options)
 
 
 def test_import_takes_little_beyond_jax_and_flax(installed):

@@ -1,8 +1,8 @@
 """The modules in which transformers keeps a block's experts, read by the flags that its own implementations go by.
 
 transformers marks such a class with ``use_experts_implementation``: instances have ``has_gate``, ``has_bias``,
-``is_transposed`` (matrices are (in, out)), ``is_concatenated`` (rows of gate, then rows of up; else they alternate) and
-``has_post_expert_norm``. What they do between their two products is found by doing it.
+``is_transposed`` (matrices are (in, out)) and ``is_concatenated`` (rows of gate, then rows of up; else they alternate).
+Newer ones have ``has_post_expert_norm`` too. What they do between their two products is found by doing it.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from moe_jax.quantization import Scheme, SchemeLike
 from torch_bridge._layer import FusedMoE
 from torch_bridge._tensors import refuse_foreign
 
-_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 # Leaf of the layer -> names of transformers.
 _NAMES = {
     "w13_weight": ("gate_up_proj", "up_proj"),
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         has_gate: bool
         has_bias: bool
         is_concatenated: bool
-        has_post_expert_norm: bool
         down_proj: torch.nn.Parameter
         act_fn: torch.nn.Module
 
@@ -118,7 +117,7 @@ def layer_of(
 def check_experts(experts: ExpertsModule) -> dict[str, Any]:
     """The activation of a module that a layer can stand for; raises as ``layer_of`` for another."""
     name = type(experts).__name__
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(
             f"{name} normalises what each expert gives (has_post_expert_norm), which is not built"
         )

@@ -1,5 +1,6 @@
 """transformers' own switch: ``from_pretrained(..., experts_implementation="moe_jax")``."""
 
+import inspect
 import warnings
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from moe_jax.quantization import Scheme, SchemeLike
 from torch_bridge._experts_modules import ExpertsModule, layer_of, parameters_of, turned
 from torch_bridge._layer import FusedMoE
+
+_NEWER = "install transformers 5.7 or newer, or use patch(model)"
 
 
 def register_experts(
@@ -30,14 +33,15 @@ def register_experts(
         quantize: what to quantize the experts to at the first call; None keeps them.
         implementation, torch_kernels: as in ``FusedMoE``.
 
-    Raises ImportError for a transformers without that table (before 5.0), ValueError for an unknown scheme.
+    Raises ImportError for a transformers without that table, or whose table does not say how weights lie (before 5.7),
+    ValueError for an unknown scheme.
     """
     try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
     except ImportError as error:
-        raise ImportError(
-            "transformers has no table of experts implementations; install transformers 5 or newer, or use patch(model)"
-        ) from error
+        raise ImportError(f"transformers has no table of experts implementations; {_NEWER}") from error
+    if "is_concatenated" not in inspect.signature(use_experts_implementation).parameters:
+        raise ImportError(f"transformers does not say whether rows of gate and up alternate; {_NEWER}")
     Scheme.parse(quantize)
     made: Any = torch.compiler.disable(_layer_for)
     options: dict[str, Any] = dict(quantize=quantize, implementation=implementation, torch_kernels=torch_kernels)

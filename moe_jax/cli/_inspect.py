@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from moe_jax._config import MoEConfig
 from moe_jax._terminal import cut, printable, size, table
 from moe_jax.experts._explain import explain
 from moe_jax.loading import Checkpoint, QuantizationConfig, as_packed, checkpoint_directory
@@ -55,13 +56,15 @@ class Part:
 class ExpertRun:
     """Layers whose experts are stored alike. scheme: its name. nbytes: of their weights once loaded.
 
-    explanation: what would run them, as ``explain`` says it. Both are 0 and "" when config.json is not understood.
+    explanation: what would run them, as ``explain`` says it. config: of one such layer. They are 0, "" and None when
+    config.json is not understood.
     """
 
     layers: tuple[int, ...]
     scheme: str
     nbytes: int = 0
     explanation: str = ""
+    config: MoEConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +225,9 @@ class _Look:
             weights, explanation = method_for(scheme).abstract_weights(layer_config), ""
             with self._noting():
                 explanation = explain(dataclasses.replace(layer_config, name=""), weights, self._num_tokens)
-            self.expert_runs += (ExpertRun(layers, scheme.name, len(layers) * weights.nbytes(), explanation),)
+            self.expert_runs += (
+                ExpertRun(layers, scheme.name, len(layers) * weights.nbytes(), explanation, layer_config),
+            )
             for layer in layers:
                 with self._noting():
                     reader.check(layer, dataclasses.replace(layer_config, name=family.moe_prefix(layer)))

@@ -1,4 +1,4 @@
-"""The command line: ``moe-jax inspect | run | quantize | bench | demo | doctor``.
+"""The command line: ``moe-jax inspect | run | quantize | bench | autotune | demo | doctor``.
 
 Bad input gives one line on stderr and exit code 2.
 """
@@ -148,6 +148,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--png", type=_file, metavar="FILE", help="write a roofline; needs matplotlib")
     bench.set_defaults(handler=_bench)
 
+    _add_autotune(commands.add_parser("autotune", help="measure kernel configurations for a model on this GPU"))
+
     doctor = commands.add_parser(
         "doctor",
         help="what this machine is, what will run each scheme on it, and what is missing",
@@ -155,6 +157,25 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(handler=_doctor)
     return parser
+
+
+def _add_autotune(autotune: argparse.ArgumentParser) -> None:
+    autotune.description = (
+        "Times configurations of both products of the model's layers of experts, and keeps the fastest in a table in "
+        "the user's cache folder, which is read before the tables that are shipped. What the table has is left alone."
+    )
+    autotune.add_argument(
+        "--model", required=True, metavar="DIR|ORG/NAME|SHAPE", help=f"{_MODEL}; or a shape, as bench takes it"
+    )
+    autotune.add_argument("--revision", metavar="REV", help=_REVISION)
+    autotune.add_argument(
+        "--scheme", metavar="NAME[,NAME]", help="of a shape, or to which a checkpoint is quantized while loading"
+    )
+    autotune.add_argument("--tokens", default="1,16,64,256,1024,8192", metavar="N[,N]", help="tokens in a call")
+    autotune.add_argument("--mesh", metavar="expert=4,tensor=2", help="measure one device's shard of each layer")
+    autotune.add_argument("--dtype", choices=DTYPES[:2], default="bfloat16", help="computation dtype")
+    autotune.add_argument("--again", action="store_true", help="measure what the table has as well")
+    autotune.set_defaults(handler=_autotune)
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
@@ -165,6 +186,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     source.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt per line, or JSON lines in FILE.jsonl")
     source.add_argument("--input-ids", metavar="1,2,3|FILE.npy")
     run.add_argument("--chat", action="store_true", help="a prompt is what a user says: apply the chat template")
+    run.add_argument(
+        "--chat-template-kwargs", metavar="JSON", help="""variables of the template: '{"enable_thinking": false}'"""
+    )
     run.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts of a file at a time (default 8)")
     run.add_argument(
         "--max-new-tokens",
@@ -268,6 +292,12 @@ def _bench(args: argparse.Namespace) -> int:
     from moe_jax.cli.bench._command import run_bench
 
     return EXIT_PROBLEM if run_bench(args) else 0
+
+
+def _autotune(args: argparse.Namespace) -> int:
+    from moe_jax.cli._autotune import run_autotune
+
+    return EXIT_PROBLEM if run_autotune(args) else 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

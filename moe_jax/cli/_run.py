@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from moe_jax._arguments import shown
 from moe_jax._output import check_output, write_output
 from moe_jax._terminal import printable
+from moe_jax._typing import Json
 from moe_jax.cli._progress import announced, bars_hidden, notice, progress_bar
 from moe_jax.models import SamplingParams
 from moe_jax.models._generation_config import NAME, GenerationConfig
@@ -39,12 +41,14 @@ class Prompt:
 class Text:
     """Text in, text out, through the checkpoint's tokenizer.json and, with ``is_chat``, its chat template.
 
+    variables: what the template reads besides the conversation.
+
     Raises:
         ValueError: files that cannot be used. ImportError: a package that is not installed.
     """
 
-    def __init__(self, directory: Path, is_chat: bool):
-        self._tokenizer = Tokenizer(directory)
+    def __init__(self, directory: Path, is_chat: bool, variables: Json):
+        self._tokenizer, self._variables = Tokenizer(directory), variables
         self._chat = ChatTemplate(directory) if is_chat else None
 
     def prompt(self, given: str | list[Any], where: str) -> Prompt:
@@ -55,7 +59,7 @@ class Text:
             return Prompt(given, self._tokenizer.encode(given, where))
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
         # The template has written the special tokens.
-        text, where = self._chat.render(messages), f"{where} in the chat template"
+        text, where = self._chat.render(messages, self._variables), f"{where} in the chat template"
         return Prompt(given, self._tokenizer.encode(text, where, add_special_tokens=False))
 
     def answer(self, end: Sequence[int], stop: Sequence[str]) -> Answer:
@@ -97,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if args.logits_out is not None:
         _check_is_no_input(args.logits_out, directory, args.input_ids)
     is_ids = args.input_ids is not None
-    medium: Any = Numbers() if is_ids else Text(directory, args.chat)
+    medium: Any = Numbers() if is_ids else Text(directory, args.chat, _template_variables(args))
     if args.prompts is not None:
         prompts = [medium.prompt(given, where) for where, given in read_prompts(args.prompts)]
     else:
@@ -345,6 +349,23 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ValueError("--prompts generates; --logits-out and --max-new-tokens 0 score a single prompt")
     if args.logits_out is not None:
         check_output(args.logits_out, "--logits-out")
+
+
+def _template_variables(args: argparse.Namespace) -> Json:
+    """--chat-template-kwargs."""
+    given = args.chat_template_kwargs
+    if given is None:
+        return {}
+    if not args.chat:
+        raise ValueError("--chat-template-kwargs needs --chat")
+    try:
+        variables = json.loads(given)
+    except (ValueError, RecursionError):
+        variables = None
+    if not isinstance(variables, dict):
+        example = """'{"enable_thinking": false}'"""
+        raise ValueError(f"--chat-template-kwargs is {shown(given)}, expected a JSON object such as {example}")
+    return variables
 
 
 def _check_is_no_input(out: Path, model: Path, input_ids: str | None) -> None:

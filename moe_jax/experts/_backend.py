@@ -28,6 +28,7 @@ from moe_jax.quantization import ExpertWeights, QuantizedMatrix, QuantizedTensor
 from moe_jax.routing import Routing, RoutingParams
 from pallas_kernels.common import WeightLayout
 from pallas_kernels.nvlink_dispatch import DispatchedRows
+from pallas_kernels.tuning.layer import AnyKey
 
 # (x (T, H), router_logits (T, E), weights, routing params, token_mask (T,), output of shared experts (T, H))
 LayerArguments = tuple[Array, Array, ExpertWeights, RoutingParams | None, Array | None, Array | None]
@@ -145,6 +146,13 @@ class Backend(abc.ABC):
     def intermediate_unit(self, config: MoEConfig) -> int:
         """Each device's part of I must be a multiple of this, where weights stay in layout "plain"."""
         return 1
+
+    def tuning_key(self, config: MoEConfig) -> AnyKey:
+        """What the tables of ``pallas_kernels.tuning`` know a layer by.
+
+        Raises NotImplementedError with the reason where there is nothing to measure.
+        """
+        raise NotImplementedError(f"{self.name} has no configurations to measure")
 
     # -- routing and the whole layer ----------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ Everything here is a pure function of arrays, safe under jit, grad, vmap, scan a
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,54 @@ class MoEStats:
     topk_ids: Leaf
 
 
+if TYPE_CHECKING:
+    from typing import TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        routing: RoutingParams | None
+        placement: Any
+        token_mask: Array | None
+        token_ids: Array | None
+        shared_output: Array | None
+        replayed_ids: Array | None
+
+
+@overload
+def fused_moe(
+    x: Float[Array, "T H"],
+    router_logits: Float[Array, "..."],
+    weights: ExpertWeights,
+    config: MoEConfig,
+    *,
+    return_stats: Literal[False] = False,
+    **options: "Unpack[_Options]",
+) -> Array: ...
+
+
+@overload
+def fused_moe(
+    x: Float[Array, "T H"],
+    router_logits: Float[Array, "..."],
+    weights: ExpertWeights,
+    config: MoEConfig,
+    *,
+    return_stats: Literal[True],
+    **options: "Unpack[_Options]",
+) -> tuple[Array, MoEStats]: ...
+
+
+@overload
+def fused_moe(
+    x: Float[Array, "T H"],
+    router_logits: Float[Array, "..."],
+    weights: ExpertWeights,
+    config: MoEConfig,
+    *,
+    return_stats: bool,
+    **options: "Unpack[_Options]",
+) -> Array | tuple[Array, MoEStats]: ...
+
+
 def fused_moe(
     x: Float[Array, "T H"],
     router_logits: Float[Array, "..."],
@@ -51,7 +99,7 @@ def fused_moe(
     shared_output: Float[Array, "..."] | None = None,
     replayed_ids: Shaped[Array, "..."] | None = None,
     return_stats: bool = False,
-) -> Any:
+) -> Array | tuple[Array, MoEStats]:
     """Route every token to its experts and return the weighted sum of their outputs.
 
     Computation follows ``config.dtype``. Sums over experts are float32, and the result is rounded once to x's dtype.

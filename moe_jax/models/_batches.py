@@ -16,6 +16,7 @@ import numpy as np
 from moe_jax.models import _loop
 from moe_jax.models._compiled import bucket, split_model
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models._logprobs import TokenLogprobs
 from moe_jax.models._prefill import Prefill
 from moe_jax.models._sampling import Sampler
 
@@ -66,6 +67,7 @@ def run(
     max_new_tokens: int,
     tokens_at_once: int | None = None,
     no_load: np.ndarray,
+    hear_logprobs: Callable[[int, TokenLogprobs], None] | None = None,
 ) -> np.ndarray:
     """Tell ``hear`` the tokens of all prompts as they are made, and return the load.
 
@@ -74,6 +76,8 @@ def run(
         hear: gets the next tokens of prompts, by their indices, and returns those that are over.
         tokens_at_once: tell at least after so many tokens; None where no answer ends by what is told.
         no_load: zeros (layers, slots), or (0, 0) where nobody asks for the load.
+        hear_logprobs: gets those of the tokens that ``hear`` is told next, by the index of their prompt, where some
+            prompt asks for them.
     """
     structure, leaves = split_model(model)
     room, load = bucket(max_new_tokens), no_load
@@ -82,7 +86,7 @@ def run(
         count = sum(len(indices) for _, indices in group.buckets)
         batch = min(batch_size, 1 << (count - 1).bit_length())
         queue = collections.deque((size, collections.deque(indices)) for size, indices in group.buckets)
-        sizes = (model.config, batch, group.num_slots, room, model.dtype, sampler.is_penalized)
+        sizes = (model.config, batch, group.num_slots, room, model.dtype, sampler.is_penalized, sampler.num_logprobs)
         state = model.laid_out(functools.partial(_loop.empty, *sizes, load))
         owner, told = np.full(batch, -1), np.zeros(batch, np.int64)  # of each row its prompt, -1 for none
         while queue or (owner >= 0).any():
@@ -107,6 +111,10 @@ def run(
             state = _loop.proceed(structure, leaves, state, idle, limit, wanted, picked)
             is_done, made, tokens = (np.array(a) for a in (state.is_done, state.made, state.tokens))  # it is donated
             busy = np.flatnonzero(owner >= 0)
+            if hear_logprobs is not None and state.logprobs is not None:
+                logprobs = state.logprobs.part(slice(None))
+                for row in busy:
+                    hear_logprobs(int(owner[row]), logprobs.part(row, slice(told[row], made[row])))
             over = hear({int(owner[row]): tokens[row, told[row] : made[row]] for row in busy})
             told[busy] = made[busy]
             owner[is_done | np.isin(owner, list(over))] = -1

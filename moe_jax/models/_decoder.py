@@ -233,7 +233,7 @@ class CausalLM(MoEFamily, Versioned):
         attention_mask: ArrayArg | None = None,
         cache: KVCache | None = None,
         return_stats: bool = False,
-    ) -> Any: ...
+    ) -> Array | tuple[Array, KVCache] | tuple[Array, MoEStats] | tuple[Array, KVCache, MoEStats]: ...
 
     def __call__(
         self,
@@ -243,7 +243,7 @@ class CausalLM(MoEFamily, Versioned):
         attention_mask: ArrayArg | None = None,
         cache: KVCache | None = None,
         return_stats: bool = False,
-    ) -> Any:
+    ) -> Array | tuple[Array, KVCache] | tuple[Array, MoEStats] | tuple[Array, KVCache, MoEStats]:
         """Logits of the next token at every position.
 
         Under ``jax.jit`` values are not known and cannot raise. There an id outside the vocabulary, or more tokens than

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +11,81 @@ import numpy as np
 from flax import nnx
 
 from moe_jax._arguments import boolean, integer, shown
-from moe_jax._typing import ArrayArg
+from moe_jax._typing import AnyArray, Array, ArrayArg
 from moe_jax.models import _batches, _loop
 from moe_jax.models._compiled import bucket, padded_prompt, split_model
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models._logprobs import TokenLogprobs
 from moe_jax.models._prefill import Prefill
 from moe_jax.models._sampling import Sampler
 from moe_jax.models._sampling_params import SamplingParams
 from moe_jax.nn._lora import LoRAChoice
 
 EndTokens = int | Sequence[int] | Literal["model"] | None
+if TYPE_CHECKING:
+    from typing import Required, Unpack
+
+    Prompts = Sequence[Sequence[int] | ArrayArg]
+
+    class Options(TypedDict, total=False):
+        """What ``generate`` and ``generate_stream`` share."""
+
+        max_new_tokens: Required[int]
+        temperature: float
+        top_p: float
+        top_k: int
+        eos_token_id: EndTokens
+        rng: jax.Array | np.ndarray | None
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None
+        attention_mask: ArrayArg | None
+
+    class StreamOptions(Options, total=False):
+        tokens_at_once: int
+        progress: Callable[[int, int], None] | None
+
+
+@overload
+def generate(
+    model: CausalLM,
+    input_ids: ArrayArg,
+    *,
+    batch_size: None = None,
+    return_load: Literal[False] = False,
+    **options: "Unpack[Options]",
+) -> Array: ...
+
+
+@overload
+def generate(
+    model: CausalLM,
+    input_ids: "ArrayArg | Prompts",
+    *,
+    batch_size: int,
+    return_load: Literal[False] = False,
+    **options: "Unpack[Options]",
+) -> list[list[int]]: ...
+
+
+@overload
+def generate(
+    model: CausalLM,
+    input_ids: "ArrayArg | Prompts",
+    *,
+    batch_size: int | None = None,
+    return_load: Literal[False] = False,
+    **options: "Unpack[Options]",
+) -> Array | list[list[int]]: ...
+
+
+@overload
+def generate(
+    model: CausalLM,
+    input_ids: "ArrayArg | Prompts",
+    *,
+    batch_size: int | None = None,
+    return_load: bool,
+    **options: "Unpack[Options]",
+) -> Array | list[list[int]] | tuple[Array | list[list[int]], AnyArray]: ...
 
 
 def generate(
@@ -37,7 +102,7 @@ def generate(
     attention_mask: ArrayArg | None = None,
     batch_size: int | None = None,
     return_load: bool = False,
-) -> Any:
+) -> Array | list[list[int]] | tuple[Array | list[list[int]], AnyArray]:
     """Continue prompts. Programs are compiled per batch size and bucket of lengths, one for the prompt and one for the
     loop; later calls reuse them.
 
@@ -98,6 +163,36 @@ def generate(
     return (tokens, state.load) if return_load else tokens
 
 
+@overload
+def generate_stream(
+    model: CausalLM,
+    input_ids: "ArrayArg | Prompts",
+    *,
+    return_load: Literal[False] = False,
+    **options: "Unpack[StreamOptions]",
+) -> Iterator[np.ndarray]: ...
+
+
+@overload
+def generate_stream(
+    model: CausalLM,
+    input_ids: "ArrayArg | Prompts",
+    *,
+    return_load: Literal[True],
+    **options: "Unpack[StreamOptions]",
+) -> Iterator[tuple[np.ndarray, np.ndarray]]: ...
+
+
+@overload
+def generate_stream(
+    model: CausalLM,
+    input_ids: "ArrayArg | Prompts",
+    *,
+    return_load: bool,
+    **options: "Unpack[StreamOptions]",
+) -> Iterator[np.ndarray] | Iterator[tuple[np.ndarray, np.ndarray]]: ...
+
+
 def generate_stream(
     model: CausalLM,
     input_ids: Any,
@@ -113,7 +208,7 @@ def generate_stream(
     attention_mask: ArrayArg | None = None,
     return_load: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Any]:
+) -> Iterator[np.ndarray] | Iterator[tuple[np.ndarray, np.ndarray]]:
     """What ``generate`` adds, while it is made: arrays (B, n) int32, the first of one token, later ones of up to
     ``tokens_at_once``. It ends after ``max_new_tokens``, or when every row has ended. Arguments and errors are those of
     ``generate``, and so are the tokens. With ``return_load`` pairs of tokens and the load so far.
@@ -123,18 +218,26 @@ def generate_stream(
     """
     settings = (temperature, top_p, top_k, sampling_params)
     run = _Run(model, input_ids, max_new_tokens, settings, eos_token_id, rng, attention_mask, has_load=return_load)
-    at_once = integer("tokens_at_once", tokens_at_once, minimum=1)
+    parts = run.parts(integer("tokens_at_once", tokens_at_once, minimum=1), progress)
+    if return_load:
+        return ((part.tokens, part.load) for part in parts)
+    return (part.tokens for part in parts)
 
-    def tokens() -> Iterator[Any]:
-        made, state = 0, run.start(progress) if run.max_new_tokens else None
-        while state is not None:
-            step = int(state.step)
-            new = np.asarray(state.tokens[:, made:step])
-            yield (new, np.array(state.load)) if return_load else new  # a copy: the state is donated
-            is_over = step == run.max_new_tokens or bool(state.is_done.all())
-            made, state = step, None if is_over else run.until(state, min(step + at_once, run.max_new_tokens))
 
-    return tokens()
+def stream_with_logprobs(
+    model: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    tokens_at_once: int,
+    sampling_params: Sequence[SamplingParams],
+    rng: Any,
+) -> "Iterator[Part]":
+    """``generate_stream`` with the log-probabilities that sampling_params ask for."""
+    settings = (0.0, 1.0, 0, sampling_params)
+    ending = (model.eos_token_id, rng, None)
+    run = _Run(model, prompts, max_new_tokens, settings, *ending, has_load=False, has_logprobs=True)
+    return run.parts(tokens_at_once)
 
 
 def generate_each(
@@ -149,22 +252,23 @@ def generate_each(
     *,
     tokens_at_once: int | None = None,
     has_load: bool = False,
-) -> Any:
-    """``generate`` for prompts of any lengths that tells tokens as they are made; see ``_batches.run`` for ``hear`` and
-    tokens_at_once. settings: temperature, top_p, top_k, sampling_params. Returns the load."""
+    hear_logprobs: Callable[[int, TokenLogprobs], None] | None = None,
+) -> np.ndarray:
+    """``generate`` for prompts of any lengths that tells tokens as they are made; see ``_batches.run`` for ``hear``,
+    hear_logprobs and tokens_at_once. settings: temperature, top_p, top_k, sampling_params. Returns the load."""
     most, end, no_load = _checked(model, max_new_tokens, eos_token_id, has_load)
     if nnx.state(model, LoRAChoice):  # rows change hands
         raise NotImplementedError("adapters are chosen for the rows of one array of prompts; leave batch_size out")
     size = integer("batch_size", batch_size, minimum=1)
     vocab_size = model.config.vocab_size
     checked = _batches.checked_prompts(prompts, vocab_size)
-    params = _params(settings, len(checked))
+    params = _params(settings, len(checked), has_logprobs=hear_logprobs is not None)
     sampler = Sampler.create(params, rng, vocab_size=vocab_size, max_new_tokens=most, eos_token_ids=end)
     _batches.check_lengths(checked, sampler.limits, model.max_seq_len)
     if not most:
         return no_load
     options: dict[str, Any] = dict(batch_size=size, max_new_tokens=most, tokens_at_once=tokens_at_once)
-    return _batches.run(model, checked, sampler, hear, **options, no_load=no_load)
+    return _batches.run(model, checked, sampler, hear, **options, no_load=no_load, hear_logprobs=hear_logprobs)
 
 
 def _is_ragged(prompts: Any) -> bool:
@@ -185,14 +289,35 @@ def _checked(model: Any, max_new_tokens: Any, eos_token_id: Any, has_load: Any) 
     return most, end, np.zeros((len(slots), max(slots, default=0)), np.int32)
 
 
+class Part(NamedTuple):
+    """What is new of each row: tokens (B, n) int32, their ``TokenLogprobs`` (B, n) where somebody asks; and the load so
+    far."""
+
+    tokens: np.ndarray
+    logprobs: TokenLogprobs | None
+    load: np.ndarray
+
+
 class _Run:
     """One call's checked arguments."""
 
-    def __init__(self, model, input_ids, max_new_tokens, settings, eos_token_id, rng, attention_mask, *, has_load):
+    def __init__(
+        self,
+        model: Any,
+        input_ids: Any,
+        max_new_tokens: Any,
+        settings: Any,
+        eos_token_id: Any,
+        rng: Any,
+        attention_mask: Any,
+        *,
+        has_load: Any,
+        has_logprobs: bool = False,
+    ):
         self.max_new_tokens, end, self.no_load = _checked(model, max_new_tokens, eos_token_id, has_load)
         vocab_size = model.config.vocab_size
         self._ids, self._mask = padded_prompt(input_ids, attention_mask, vocab_size)
-        params = _params(settings, len(self._ids))
+        params = _params(settings, len(self._ids), has_logprobs=has_logprobs)
         self._sampler = Sampler.create(
             params, rng, vocab_size=vocab_size, max_new_tokens=self.max_new_tokens, eos_token_ids=end
         )
@@ -218,6 +343,17 @@ class _Run:
         prompt.done(state)
         return state
 
+    def parts(self, at_once: int, progress: Callable[[int, int], None] | None = None) -> Iterator[Part]:
+        """The first token of all rows, then up to ``at_once`` at a time."""
+        made, state = 0, self.start(progress) if self.max_new_tokens else None
+        while state is not None:
+            step = int(state.step)
+            logprobs = None if state.logprobs is None else state.logprobs.part(slice(None), slice(made, step))
+            # copies: the state is donated
+            yield Part(np.array(state.tokens[:, made:step]), logprobs, np.array(state.load))
+            is_over = step == self.max_new_tokens or bool(state.is_done.all())
+            made, state = step, None if is_over else self.until(state, min(step + at_once, self.max_new_tokens))
+
     def until(self, state: _loop.State, limit: int) -> _loop.State:
         """The state, which is used up, after ``limit`` new tokens, or fewer when all rows have ended."""
         batch = len(self._ids)
@@ -225,7 +361,7 @@ class _Run:
         return _loop.proceed(self._structure, self._leaves, state, *counts, self._sampler)
 
 
-def _params(settings: Any, num_rows: int) -> list[SamplingParams]:
+def _params(settings: Any, num_rows: int, *, has_logprobs: bool) -> list[SamplingParams]:
     """Of each row, from ``generate``'s temperature, top_p, top_k and sampling_params."""
     temperature, top_p, top_k, given = settings
     if given is None:
@@ -233,8 +369,8 @@ def _params(settings: Any, num_rows: int) -> list[SamplingParams]:
     elif (temperature, top_p, top_k) != (0.0, 1.0, 0):
         raise ValueError("temperature, top_p and top_k stand in sampling_params; give one or the other")
     each = params_of_each(given, num_rows)
-    if any(params.is_of_texts for params in each):
-        raise ValueError("sampling_params: n, stop and what shows in a text need texts: use moe_jax.LLM")
+    if any(params.is_of_texts for params in each) and not has_logprobs:
+        raise ValueError("sampling_params: n, stop, logprobs and what shows in a text need texts: use moe_jax.LLM")
     return each
 
 

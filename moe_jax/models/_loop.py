@@ -12,6 +12,7 @@ from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Int, Leaf
 from moe_jax.models._cache import KVCache
 from moe_jax.models._compiled import merge_model
+from moe_jax.models._logprobs import TokenLogprobs
 from moe_jax.models._partition import on_mesh
 from moe_jax.models._sampling import History
 
@@ -21,7 +22,8 @@ from moe_jax.models._sampling import History
 class State:
     """Of B rows in the loop. step: () int32, turns so far. made: (B,) int32, tokens of each row. token: (B,), its
     latest. is_done: (B,) bool. tokens: (B, room). load: rows that each slot served, (layers, S), or (0, 0) where nobody
-    asks. history: ``History``, None where no row has a penalty."""
+    asks. history: ``History``, None where no row has a penalty. logprobs: ``TokenLogprobs`` (B, room), None where
+    nobody asks."""
 
     step: Leaf
     made: Leaf
@@ -30,6 +32,7 @@ class State:
     tokens: Leaf
     load: Leaf
     history: Any
+    logprobs: Any
     cache: KVCache
 
     def with_rows(self, rows: Int[Array, " R"], new: "State") -> "State":
@@ -76,15 +79,16 @@ def read(structure, leaves, reading, chunk):
     return _read(merge_model(structure, leaves), reading, *chunk)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
-def empty(config, batch, num_slots, room, dtype, is_penalized, load):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6))
+def empty(config, batch, num_slots, room, dtype, is_penalized, num_logprobs, load):
     """A state whose rows are all done."""
     numbers = jnp.zeros((batch,), jnp.int32)
     seen = jnp.zeros((batch, config.vocab_size), jnp.int32)
     history = History(seen.astype(jnp.bool), seen) if is_penalized else None
     cache = KVCache.zeros(config, batch, num_slots, dtype)
     tokens = jnp.zeros((batch, room), jnp.int32)
-    return State(jnp.int32(0), numbers, numbers, jnp.ones((batch,), jnp.bool), tokens, load, history, cache)
+    logprobs = _no_logprobs(batch, room, num_logprobs)
+    return State(jnp.int32(0), numbers, numbers, jnp.ones((batch,), jnp.bool), tokens, load, history, logprobs, cache)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
@@ -149,10 +153,16 @@ def _started(model, reading, ids, mask, chunk, room, sampler):
     logits = model.next_logits(reading.hidden)
     history = History.create(ids, mask, model.config.vocab_size) if sampler.is_penalized else None
     made, is_done = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.bool)
-    made, is_done, history = on_mesh((made, is_done, history), model.parallel)
+    logprobs = _no_logprobs(batch, room, sampler.num_logprobs)
+    made, is_done, history, logprobs = on_mesh((made, is_done, history, logprobs), model.parallel)
     tokens = jnp.broadcast_to(sampler.stop[:, :1], (batch, room))
-    state = State(jnp.int32(0), made, sampler.stop[:, 0], is_done, tokens, reading.load, history, reading.cache)
+    token, load = sampler.stop[:, 0], reading.load
+    state = State(jnp.int32(0), made, token, is_done, tokens, load, history, logprobs, reading.cache)
     return _chosen(state, logits, sampler)
+
+
+def _no_logprobs(batch, room, num_logprobs):
+    return None if num_logprobs is None else TokenLogprobs.zeros(batch, room, num_logprobs)
 
 
 def _with_load(model, ids, mask, cache, load, lengths=None):
@@ -170,6 +180,9 @@ def _chosen(state, logits, sampler):
     columns = jnp.arange(state.tokens.shape[1])
     is_new = (columns == state.made[:, None]) & ~state.is_done[:, None]
     history = None if state.history is None else state.history.added(token, state.is_done)
+    logprobs = state.logprobs
+    if logprobs is not None:
+        logprobs = logprobs.added(TokenLogprobs.create(logits, token, sampler.num_logprobs), is_new)
     made = state.made + (~state.is_done).astype(jnp.int32)
     return dataclasses.replace(
         state,
@@ -179,4 +192,5 @@ def _chosen(state, logits, sampler):
         is_done=state.is_done | jnp.any(token[:, None] == sampler.stop, axis=1) | (made >= sampler.limits),
         tokens=jnp.where(is_new, token[:, None], state.tokens),
         history=history,
+        logprobs=logprobs,
     )

@@ -49,8 +49,10 @@ class Sampler:
 
     temperature, top_p, min_p, repetition, presence, frequency: (B,) f32. top_k: (B,) int32, 0 for all. bias_ids,
     biases: (B, n) int32 and f32, filled up with zeros. rng: a key. streams: (B,) uint32, a row's seed, or its index
-    where has_seed (B,) is False. limits: (B,) int32, tokens at most. stop: (B, m) int32 end tokens, filled up with -1.
-    is_greedy: no row draws. is_filtered: some row has top_k, top_p or min_p. is_penalized: some row has a penalty.
+    where has_seed (B,) is False. limits, at_least: (B,) int32, tokens at most, and before an end token. stop: (B, m)
+    int32 end tokens, filled up with -1. is_greedy: no row draws. is_filtered: some row has top_k, top_p or
+    min_p. is_penalized: some row has a penalty. has_least: some row has ``at_least``. num_logprobs: most tokens whose
+    log-probabilities a row wants; None where none does.
     """
 
     temperature: Leaf
@@ -66,10 +68,13 @@ class Sampler:
     streams: Leaf
     has_seed: Leaf
     limits: Leaf
+    at_least: Leaf
     stop: Leaf
     is_greedy: bool = dataclasses.field(metadata=dict(static=True))
     is_filtered: bool = dataclasses.field(metadata=dict(static=True))
     is_penalized: bool = dataclasses.field(metadata=dict(static=True))
+    has_least: bool = dataclasses.field(metadata=dict(static=True))
+    num_logprobs: int | None = dataclasses.field(metadata=dict(static=True))
 
     @classmethod
     def create(
@@ -122,6 +127,7 @@ class Sampler:
             streams=np.asarray(streams, np.uint32),
             has_seed=np.asarray([p.seed is not None for p in params]),
             limits=np.minimum(wanted, max_new_tokens).astype(np.int32),
+            at_least=np.asarray([min(p.min_tokens, most) for p in params], np.int32),
             stop=_filled(stops, -1, np.int32, at_least=1),
         )
         arrays |= {name.removesuffix("_penalty"): array.astype(np.float32) for name, array in floats.items()}
@@ -130,6 +136,8 @@ class Sampler:
             is_greedy=not temperature.any(),
             is_filtered=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params if p.temperature > 0),
             is_penalized=any(p.is_penalized for p in params),
+            has_least=any(p.min_tokens > 0 for p in params),
+            num_logprobs=_most([p.logprobs for p in params], vocab_size),
         )
 
     def rows(self, index: Any) -> "Sampler":
@@ -144,7 +152,7 @@ class Sampler:
         steps: tokens that each row has made so far; with its seed they decide its draw. history: needed where some row
         has a penalty.
         """
-        logits = self._changed(logits.astype(jnp.float32), history)
+        logits = self._changed(logits.astype(jnp.float32), steps, history)
         greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if self.is_greedy:
             return greedy
@@ -156,8 +164,14 @@ class Sampler:
         drawn = jax.vmap(jax.random.categorical)(self._keys(steps), logits).astype(jnp.int32)
         return jnp.where(temperature > 0, drawn, greedy)
 
-    def _changed(self, logits: Float[Array, "B V"], history: History | None) -> Float[Array, "B V"]:
-        """With bias and penalties."""
+    def _changed(
+        self, logits: Float[Array, "B V"], steps: Int[Array, " B"], history: History | None
+    ) -> Float[Array, "B V"]:
+        """With bias and penalties, and without end tokens that come too early."""
+        if self.has_least:
+            rows, stop = jnp.arange(logits.shape[0])[:, None], jnp.asarray(self.stop)
+            is_early = (steps < jnp.asarray(self.at_least))[:, None] & (stop >= 0)
+            logits = logits.at[rows, jnp.where(is_early, stop, logits.shape[1])].set(-jnp.inf, mode="drop")
         if self.bias_ids.shape[1]:
             rows = jnp.arange(logits.shape[0])[:, None]
             logits = logits.at[rows, self.bias_ids].add(self.biases)
@@ -242,6 +256,14 @@ def _filled(rows: Sequence[Sequence[Any]], fill: int, dtype: Any, at_least: int 
     """(rows, n) with n a multiple of 4, so that their number rarely matters."""
     width = 4 * -(-max(at_least, max(map(len, rows), default=0)) // 4)
     return np.asarray([[*row, *[fill] * (width - len(row))] for row in rows], dtype).reshape(len(rows), width)
+
+
+def _most(wanted: Sequence[int | None], vocab_size: int) -> int | None:
+    """The largest number of log-probabilities, up to a power of two, so that it rarely matters."""
+    numbers = [vocab_size if n == -1 else n for n in wanted if n is not None]
+    return (
+        min(vocab_size, 1 << (max(numbers) - 1).bit_length() if max(numbers) > 1 else max(numbers)) if numbers else None
+    )
 
 
 def check_key(rng: Any) -> None:

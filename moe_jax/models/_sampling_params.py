@@ -2,8 +2,9 @@
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,29 +18,28 @@ class Unsaid(enum.Enum):
 
 
 UNSAID = Unsaid.UNSAID
-# What vLLM's class has and this one has not, each with what to do instead.
-_NO_PROBABILITIES = ": no probabilities are kept; model.score gives the logits of a text"
-_NOT_BUILT = {
-    "logprobs": _NO_PROBABILITIES,
-    "prompt_logprobs": _NO_PROBABILITIES,
-    "flat_logprobs": _NO_PROBABILITIES,
-    "min_tokens": "",
-    "allowed_token_ids": ": logit_bias can make other tokens unlikely",
-    "bad_words": ": logit_bias can make a token unlikely",
-    "detokenize": ": an LLM always makes text, moe_jax.generate makes tokens alone",
-    "spaces_between_special_tokens": "",
-    "output_kind": ": LLM.generate gives whole answers, LLM.stream gives pieces",
-    "structured_outputs": "",
-    "guided_decoding": "",
-    "logits_processors": "",
-    "thinking_token_budget": "",
-    "repetition_detection": "",
-    "extra_args": "",
-    "best_of": ": it is n",
-    "use_beam_search": "",
-    "length_penalty": "",
-    "early_stopping": "",
-    "truncate_prompt_tokens": "",
+_Class = TypeVar("_Class")
+# What vLLM's class has and this one has not: the values that say what holds here anyway, and what to do instead.
+_NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "flat_logprobs": ((False,), ": logprobs are dicts"),
+    "allowed_token_ids": ((None,), ": logit_bias can make other tokens unlikely"),
+    "bad_words": ((None, []), ": logit_bias can make a token unlikely"),
+    "detokenize": ((True,), ": an LLM always makes text, moe_jax.generate makes tokens alone"),
+    "spaces_between_special_tokens": ((True,), ""),
+    "output_kind": ((None,), ": LLM.generate gives whole answers, LLM.stream gives pieces"),
+    "structured_outputs": ((None,), ""),
+    "guided_decoding": ((None,), ""),
+    "logits_processors": ((None, []), ""),
+    "thinking_token_budget": ((None,), ""),
+    "repetition_detection": ((None,), ""),
+    "extra_args": ((None, {}), ""),
+    "skip_clone": ((False, True), ""),
+    "skip_reading_prefix_cache": ((None, False, True), ""),
+    "best_of": ((None, 1), ": it is n"),
+    "use_beam_search": ((False,), ""),
+    "length_penalty": ((1.0,), ""),
+    "early_stopping": ((False,), ""),
+    "truncate_prompt_tokens": ((None,), ""),
 }
 _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("temperature", "a number >= 0 (0 is greedy)", lambda v: 0 <= v < float("inf")),
@@ -51,6 +51,22 @@ _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
 )
 
 
+def _with_vllms_names(cls: type[_Class]) -> type[_Class]:
+    """A dataclass whose constructor also takes arguments of vLLM's that say what holds anyway."""
+    made: Any = cls.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, **given: Any) -> None:
+        for name, (holds, hint) in _NOT_BUILT.items():
+            if name in given and not any(type(given[name]) is type(one) and given[name] == one for one in holds):
+                raise TypeError(f"SamplingParams: {name}={shown(given[name])} is not built{hint}; leave it out")
+        made(self, **{name: value for name, value in given.items() if name not in _NOT_BUILT})
+
+    cls.__init__ = init  # pyright: ignore[reportAttributeAccessIssue]
+    return cls
+
+
+@_with_vllms_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of a row are chosen. Names, meanings and the order of steps are those of vLLM's class; its other
@@ -74,10 +90,15 @@ class SamplingParams:
         ignore_eos: ``eos_token_id`` of the call does not end the row.
         max_tokens: tokens of the row at most; None for as many as the call and the model allow. Unsaid, an ``LLM``
             makes 16, as vLLM does.
+        min_tokens: no end token is chosen, and no stop string looked for, before so many tokens are made.
         n: answers to a prompt. This and what follows is for an ``LLM``, which knows texts; ``generate`` refuses it.
         stop: a text, or texts, that end the answer.
         include_stop_str_in_output: the answer's text ends with the stop string or end token instead of before it.
         skip_special_tokens: special tokens do not show in the answer's text.
+        logprobs: how many of the likeliest tokens are told with their log-probabilities beside the chosen one, for each
+            token of an answer; -1 for the whole vocabulary. They are those of the model, before bias, penalties and
+            temperature.
+        prompt_logprobs: the same for each token of the prompt but the first.
 
     Raises:
         ValueError: a number out of range. TypeError: something else than a number, as said here; a name that vLLM has
@@ -96,16 +117,13 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     max_tokens: int | None | Unsaid = UNSAID
+    min_tokens: int = 0
     n: int = 1
     stop: str | Sequence[str] | None = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-
-    def __new__(cls, **given: Any) -> "SamplingParams":
-        for name in given:
-            if name in _NOT_BUILT:
-                raise TypeError(f"SamplingParams: {name} is not built{_NOT_BUILT[name]}; leave it out")
-        return super().__new__(cls)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, expected, is_right in _RANGES:
@@ -119,6 +137,12 @@ class SamplingParams:
         if not (self.max_tokens is None or isinstance(self.max_tokens, Unsaid)):
             object.__setattr__(self, "max_tokens", integer("max_tokens", self.max_tokens, minimum=1))
         integer("n", self.n, minimum=1)
+        least = integer("min_tokens", self.min_tokens, minimum=0)
+        if isinstance(self.max_tokens, int) and least > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                integer(name, getattr(self, name), minimum=-1, why=" (-1 is the whole vocabulary)")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             boolean(name, getattr(self, name))
         self._check_stops()
@@ -147,7 +171,7 @@ class SamplingParams:
     def is_of_texts(self) -> bool:
         """Whether something is set that only an ``LLM`` can do."""
         only = (self.n, self.stop, self.include_stop_str_in_output, self.skip_special_tokens)
-        return only != (1, (), False, True)
+        return (*only, self.logprobs, self.prompt_logprobs) != (1, (), False, True, None, None)
 
     @property
     def is_penalized(self) -> bool:

@@ -269,7 +269,7 @@ class FusedMoE(Versioned):
         token_ids: ArrayArg | None = None,
         replayed_ids: ArrayArg | None = None,
         return_stats: bool = False,
-    ) -> Any:
+    ) -> Array | tuple[Array, MoEStats]:
         """Route every token to its experts and return the weighted sum.
 
         Args:

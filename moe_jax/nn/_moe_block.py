@@ -72,7 +72,7 @@ class MoEBlock(Versioned):
         token_ids: ArrayArg | None = None,
         replayed_ids: ArrayArg | None = None,
         return_stats: bool = False,
-    ) -> Any:
+    ) -> Array | tuple[Array, MoEStats]:
         """x (..., H) -> (..., H) in x's dtype, with ``MoEStats`` when asked for; the rest as in ``FusedMoE``."""
         return_stats = boolean("return_stats", return_stats)
         check_array("x", x, jnp.floating, f"(..., {self.experts.config.hidden_size})")

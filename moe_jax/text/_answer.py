@@ -52,6 +52,7 @@ class Answer:
         end: tokens that end it.
         stop: texts that end it.
         includes_stop: the end token or the stop string is part of the text.
+        min_tokens: a stop string counts where it ends behind the text of so many tokens.
 
     Attributes:
         ids: all tokens up to the last one that was taken, end tokens included.
@@ -67,9 +68,10 @@ class Answer:
         stop: Sequence[str] = (),
         *,
         includes_stop: bool = False,
+        min_tokens: int = 0,
     ):
         self._detokenizer, self._end, self._stop = detokenizer, frozenset(end), tuple(stop)
-        self._includes_stop = includes_stop
+        self._includes_stop, self._min_tokens = includes_stop, min_tokens
         self._whole = ""  # with what may become a stop string
         self.ids: list[int] = []
         self.text, self.is_over = "", False
@@ -105,7 +107,7 @@ class Answer:
         before = len(self._whole)
         self._whole += piece
         found = []
-        for stop in self._stop:
+        for stop in self._stop if len(self.ids) > self._min_tokens else ():
             start = self._whole.find(stop, max(0, before - len(stop) + 1))
             if start >= 0:
                 found.append((start + len(stop), start, stop))

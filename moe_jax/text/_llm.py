@@ -5,26 +5,29 @@ import itertools
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax._arguments import integer, shown
+from moe_jax._arguments import boolean, integer, shown
 from moe_jax._typing import DTypeLike, Json
 from moe_jax.loading import checkpoint_directory
-from moe_jax.models import CausalLM, SamplingParams, generate_stream, load_pretrained
-from moe_jax.models._generate import generate_each, params_of_each
+from moe_jax.loading._errors import read_json
+from moe_jax.models import CausalLM, SamplingParams, load_pretrained
+from moe_jax.models._generate import generate_each, params_of_each, stream_with_logprobs
 from moe_jax.models._generation_config import NAME, GenerationConfig
+from moe_jax.models._logprobs import TokenLogprobs, prompt_logprobs
 from moe_jax.models._reader import Progress
 from moe_jax.models._sampling_params import Unsaid
 from moe_jax.models.attention._choice import AttentionImplementation
 from moe_jax.quantization import Scheme
 from moe_jax.text._answer import Answer
-from moe_jax.text._chat_template import ChatTemplate
-from moe_jax.text._outputs import CompletionOutput, RequestOutput
-from moe_jax.text._refused import refuse_constructor, refuse_method
+from moe_jax.text._chat_template import MAX_CONFIG_BYTES, ChatTemplate
+from moe_jax.text._outputs import CompletionOutput, Logprob, RequestOutput
+from moe_jax.text._refused import no_attribute, refuse_constructor, refuse_method
 from moe_jax.text._tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # vLLM's
@@ -43,7 +46,8 @@ class _Request:
 
     def rows(self) -> list[SamplingParams]:
         """What ``generate`` does for each of the n answers; seeded ones draw from seed, seed + 1, ..."""
-        plain = dict(n=1, stop=(), include_stop_str_in_output=False, skip_special_tokens=True, max_tokens=self.limit)
+        plain: dict[str, Any] = dict(n=1, stop=(), include_stop_str_in_output=False, skip_special_tokens=True)
+        plain |= dict(max_tokens=self.limit, min_tokens=min(self.params.min_tokens, self.limit), prompt_logprobs=None)
         seeds = [None if self.params.seed is None else (self.params.seed + i) % 2**32 for i in range(self.params.n)]
         return [dataclasses.replace(self.params, **plain, seed=seed) for seed in seeds]
 
@@ -65,6 +69,8 @@ class LLM:
             checkpoint's generation_config.json where a call gives no ``SamplingParams``; "vllm" takes vLLM's defaults.
             The file's end tokens hold with both.
         max_num_seqs: most answers that are made at a time.
+        max_model_len, tensor_parallel_size, enable_expert_parallel: vLLM's names: of max_seq_len, and of a mesh of so
+            many devices whose axis is "expert" or "tensor".
         seed: of the draws of rows without a seed of their own.
 
     Attributes:
@@ -93,18 +99,26 @@ class LLM:
         progress: Progress | None = None,
         generation_config: str = "auto",
         max_num_seqs: int = 64,
-        seed: int = 0,
+        max_model_len: int | None = None,
+        tensor_parallel_size: int = 1,
+        enable_expert_parallel: bool = False,
+        seed: int | None = 0,
         **refused: Any,
     ):
         refuse_constructor(refused)
+        if max_model_len is not None:
+            if max_seq_len not in (None, max_model_len):
+                raise ValueError(f"{max_model_len=} and {max_seq_len=} are two names of one number; give one of them")
+            max_seq_len = max_model_len
+        mesh = _mesh(mesh, tensor_parallel_size, enable_expert_parallel)
         if generation_config not in ("auto", "vllm"):
             raise ValueError(f'generation_config={shown(generation_config)}, expected "auto" or "vllm"')
-        if isinstance(dtype, str) and dtype == "auto":
-            raise ValueError('dtype="auto" is not built; say "bfloat16", "float16" or "float32"')
         self._batch_size = integer("max_num_seqs", max_num_seqs, minimum=1)
-        self._key = jax.random.key(integer("seed", seed, minimum=0, maximum=2**32 - 1))
+        self._key = jax.random.key(integer("seed", seed or 0, minimum=0, maximum=2**32 - 1))
         self._directory = checkpoint_directory(model, revision=revision)
         self._tokenizer = Tokenizer(self._directory)
+        if isinstance(dtype, str) and dtype == "auto":
+            dtype = _stated_dtype(self._directory)
         stated = GenerationConfig.read(self._directory) if generation_config == "auto" else GenerationConfig()
         self._default_params = SamplingParams(**stated.sampling)
         if stated.left:
@@ -129,6 +143,9 @@ class LLM:
         self._templates: dict[str | None, ChatTemplate] = {}
         self._request_ids, self._calls = itertools.count(), itertools.count()
 
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(name)
+
     def get_tokenizer(self) -> Any:
         """The ``tokenizers.Tokenizer``."""
         return self._tokenizer.backend
@@ -141,6 +158,8 @@ class LLM:
         self,
         prompts: Any,
         sampling_params: Any = None,
+        *,
+        use_tqdm: Any = False,
         **refused: Any,
     ) -> list[RequestOutput]:
         """Continue prompts, ``max_num_seqs`` answers at a time.
@@ -150,6 +169,7 @@ class LLM:
                 a list.
             sampling_params: ``SamplingParams`` of all prompts, or a list with one for each; None for
                 ``get_default_sampling_params``.
+            use_tqdm: draw a bar of finished prompts on stderr; needs tqdm.
 
         Returns:
             The answers to each prompt, in the order given.
@@ -159,7 +179,7 @@ class LLM:
                 argument of another kind, or one that is not built.
         """
         refuse_method("generate", refused)
-        return self._answer(self._requests(_checked_prompts(prompts), sampling_params))
+        return self._answer(self._requests(_checked_prompts(prompts), sampling_params), use_tqdm)
 
     def chat(
         self,
@@ -170,13 +190,14 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Json] | None = None,
         chat_template_kwargs: Json | None = None,
+        use_tqdm: Any = False,
         **refused: Any,
     ) -> list[RequestOutput]:
         """Answer conversations.
 
         Args:
             messages: a conversation, ``{"role": ..., "content": ...}`` oldest first, or a list of conversations.
-            sampling_params: as for ``generate``.
+            sampling_params, use_tqdm: as for ``generate``.
             chat_template: in place of the checkpoint's.
             add_generation_prompt: the template ends with what opens the model's answer.
             tools: JSON schemas of functions, which the template shows to the model.
@@ -191,7 +212,7 @@ class LLM:
         is_single = not _is_list_of_lists(messages)
         conversations: Any = [messages] if is_single else messages
         prompts = [self._rendered(conversation, *options) for conversation in conversations]
-        return self._answer(self._requests(prompts, sampling_params))
+        return self._answer(self._requests(prompts, sampling_params), use_tqdm)
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None, **refused: Any
@@ -280,20 +301,27 @@ class LLM:
                 end,
                 stop,
                 includes_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
             )
             for _ in range(params.n)
         ]
 
-    def _answer(self, requests: list[_Request]) -> list[RequestOutput]:
+    def _answer(self, requests: list[_Request], use_tqdm: Any) -> list[RequestOutput]:
+        bar = _bar(use_tqdm, len(requests))
         if not requests:
             return []
         answers = [self._answers(request) for request in requests]
         flat = [answer for each in answers for answer in each]
         params = [row for request in requests for row in request.rows()]
+        limits = [request.limit for request in requests for _ in range(request.params.n)]
+        logprobs: dict[int, list[TokenLogprobs]] = {row: [] for row in range(len(flat))}
 
         def hear(made: dict[int, np.ndarray]) -> list[int]:
             for row, tokens in made.items():
                 flat[row].add(tokens.tolist())
+            if bar is not None:
+                whole = sum(answer.is_over or len(answer.ids) == n for answer, n in zip(flat, limits, strict=True))
+                bar.update(whole * len(requests) // len(flat) - bar.n)
             return [row for row in made if flat[row].is_over]
 
         generate_each(
@@ -306,15 +334,56 @@ class LLM:
             self.model.eos_token_id,
             self._next_key(),
             tokens_at_once=_TOKENS_AT_ONCE if any(request.params.stop for request in requests) else None,
+            hear_logprobs=lambda row, part: logprobs[row].append(part),
         )
-        return [self._output(request, each) for request, each in zip(requests, answers, strict=True)]
+        if bar is not None:
+            bar.close()
+        parts = iter(logprobs.values())
+        return [self._output(request, each, parts) for request, each in zip(requests, answers, strict=True)]
 
-    def _output(self, request: _Request, answers: list[Answer]) -> RequestOutput:
+    def _output(self, request: _Request, answers: list[Answer], parts: Iterator[list[TokenLogprobs]]) -> RequestOutput:
+        """parts: log-probabilities of the answers that come next."""
         outputs = []
         for index, answer in enumerate(answers):
             answer.finish()
-            outputs.append(CompletionOutput(index, answer.text, answer.ids, *self._end(request, answer)))
-        return RequestOutput(request.id, request.prompt, request.ids, outputs, True)
+            told = self._logprobs(request.params.logprobs, answer.ids, next(parts))
+            total = None if told is None else _total(answer.ids, told)
+            outputs.append(CompletionOutput(index, answer.text, answer.ids, *self._end(request, answer), total, told))
+        prompt = self._prompt_logprobs(request)
+        return RequestOutput(request.id, request.prompt, request.ids, outputs, True, prompt)
+
+    def _logprobs(
+        self, number: int | None, ids: Sequence[int], parts: Sequence[TokenLogprobs]
+    ) -> list[dict[int, Logprob]] | None:
+        """Of the first tokens of ``parts``, which are ``ids``; None where nobody asks."""
+        if number is None:
+            return None
+        tokens = ((part, at) for part in parts for at in range(len(part.chosen)))
+        k = self.model.config.vocab_size if number == -1 else number
+        texts: dict[int, str] = {}
+
+        def entry(token: int, logprob: Any, rank: int) -> Logprob:
+            if token not in texts:
+                texts[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+            return Logprob(float(logprob), rank, texts[token])
+
+        told = []
+        for token, (part, at) in zip(ids, tokens, strict=False):
+            found = {token: entry(token, part.chosen[at], int(part.rank[at]))}
+            tops = zip(part.top_ids[at, :k].tolist(), part.top[at, :k], strict=True)
+            for rank, (other, logprob) in enumerate(tops, start=1):
+                found.setdefault(other, entry(other, logprob, rank))
+            told.append(found)
+        return told
+
+    def _prompt_logprobs(self, request: _Request) -> list[dict[int, Logprob] | None] | None:
+        number = request.params.prompt_logprobs
+        if number is None:
+            return None
+        vocab_size = self.model.config.vocab_size
+        k = vocab_size if number == -1 else min(number, vocab_size)
+        told = self._logprobs(number, request.ids[1:], [prompt_logprobs(self.model, request.ids, k)])
+        return [None, *(told or [])]
 
     def _end(self, request: _Request, answer: Answer) -> tuple[str | None, int | str | None]:
         """(finish_reason, stop_reason)."""
@@ -325,19 +394,19 @@ class LLM:
 
     def _stream(self, request: _Request) -> Iterator[RequestOutput]:
         answers, params = self._answers(request), request.rows()
-        parts = generate_stream(
+        parts = stream_with_logprobs(
             self.model,
             [request.ids] * len(answers),
             max_new_tokens=request.limit,
             tokens_at_once=_TOKENS_AT_ONCE,
             sampling_params=params,
-            eos_token_id=self.model.eos_token_id,
             rng=self._next_key(),
         )
 
         def outputs() -> Iterator[RequestOutput]:
-            going = list(range(len(answers)))
-            for tokens in parts:
+            going, totals = list(range(len(answers))), [0.0] * len(answers)
+            prompt = self._prompt_logprobs(request)
+            for tokens, logprobs, _ in parts:
                 new = []
                 for index in going:
                     answer = answers[index]
@@ -348,9 +417,13 @@ class LLM:
                     # The rest may have held a stop string.
                     finish_reason, stop_reason = self._end(request, answer)
                     made = answer.ids[before:]
-                    new.append(CompletionOutput(index, text, made, finish_reason, stop_reason))
+                    of_row = [] if logprobs is None else [logprobs.part(index)]
+                    told = self._logprobs(request.params.logprobs, made, of_row)
+                    totals[index] += _total(made, told or ())
+                    total = None if told is None else totals[index]
+                    new.append(CompletionOutput(index, text, made, finish_reason, stop_reason, total, told))
                 going = [output.index for output in new if not output.finished()]
-                yield RequestOutput(request.id, request.prompt, request.ids, new, not going)
+                yield RequestOutput(request.id, request.prompt, request.ids, new, not going, prompt)
                 if not going:
                     return
 
@@ -358,6 +431,42 @@ class LLM:
 
     def _next_key(self) -> jax.Array:
         return jax.random.fold_in(self._key, next(self._calls))
+
+
+def _total(ids: Sequence[int], told: Sequence[Mapping[int, Logprob]]) -> float:
+    return sum((found[token].logprob for token, found in zip(ids, told, strict=False)), 0.0)
+
+
+def _mesh(mesh: Any, size: Any, is_of_experts: Any) -> Any:
+    """The mesh given, or the one that vLLM's arguments describe."""
+    boolean("enable_expert_parallel", is_of_experts)
+    if integer("tensor_parallel_size", size, minimum=1) == 1:
+        return mesh
+    if mesh is not None:
+        raise ValueError(f"tensor_parallel_size={size} and mesh= both say how many devices; give one of them")
+    if size > jax.device_count():
+        raise ValueError(f"tensor_parallel_size={size}, and JAX sees {jax.device_count()} devices")
+    return jax.make_mesh((size,), ("expert" if is_of_experts else "tensor",), devices=jax.devices()[:size])
+
+
+def _stated_dtype(directory: Path) -> str:
+    """float16 where config.json says so, else bfloat16, as vLLM chooses for bfloat16 and float32."""
+    config = read_json(directory / "config.json", max_bytes=MAX_CONFIG_BYTES)
+    return "float16" if config.get("dtype", config.get("torch_dtype")) == "float16" else "bfloat16"
+
+
+def _bar(use_tqdm: Any, total: int) -> Any:
+    """A bar of ``total`` prompts; use_tqdm may be a function that makes one, as in vLLM."""
+    if not use_tqdm:
+        return None
+    if callable(use_tqdm):
+        return use_tqdm(total=total, desc="Processed prompts")
+    boolean("use_tqdm", use_tqdm)
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        raise ImportError("use_tqdm=True needs the package tqdm: pip install tqdm") from None
+    return tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
 
 
 def _is_list_of_lists(messages: Any) -> bool:

@@ -2,20 +2,18 @@
 
 import dataclasses
 
-_NO_PROBABILITIES = "no probabilities are kept; model.score gives the logits of a text"
-_NOT_BUILT = dict.fromkeys(("cumulative_logprob", "logprobs", "prompt_logprobs"), _NO_PROBABILITIES)
 
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """logprob: log-probability of a token. rank: 1 for the likeliest. decoded_token: its text, decoded alone."""
 
-class _Refuses:
-    """Attributes that vLLM's class has and this one has not say why."""
-
-    def __getattr__(self, name: str) -> object:
-        why = f": it is not built: {_NOT_BUILT[name]}" if name in _NOT_BUILT else ""
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{why}")
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class CompletionOutput(_Refuses):
+class CompletionOutput:
     """One answer, or in a stream what is new of it.
 
     Args:
@@ -25,6 +23,8 @@ class CompletionOutput(_Refuses):
         finish_reason: "stop" for an end token or a stop string, "length" for max_tokens or the model's own limit; None
             while more may come.
         stop_reason: the stop string, or the token of ``stop_token_ids``; None for the model's own end tokens.
+        cumulative_logprob: sum over all tokens of the answer so far; None unless ``logprobs`` are asked for, and so:
+        logprobs: for each of ``token_ids`` a dict from tokens, the chosen one first, to their ``Logprob``.
     """
 
     index: int
@@ -32,6 +32,8 @@ class CompletionOutput(_Refuses):
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
     def finished(self) -> bool:
         """Whether no more comes."""
@@ -39,7 +41,7 @@ class CompletionOutput(_Refuses):
 
 
 @dataclasses.dataclass(frozen=True)
-class RequestOutput(_Refuses):
+class RequestOutput:
     """The answers to one prompt.
 
     Args:
@@ -48,6 +50,8 @@ class RequestOutput(_Refuses):
         prompt_token_ids: its tokens.
         outputs: an answer for each of ``n``, in the order of their indices. In a stream those that have something new.
         finished: whether all answers are.
+        prompt_logprobs: for each token of the prompt a dict as in ``CompletionOutput.logprobs``, None for the first
+            token; None unless they are asked for.
     """
 
     request_id: str
@@ -55,3 +59,4 @@ class RequestOutput(_Refuses):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

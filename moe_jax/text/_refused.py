@@ -6,7 +6,7 @@ from typing import Any
 from moe_jax._arguments import shown
 
 # Argument -> what to do instead; "" where nothing can be done.
-_MESH = "give mesh=jax.make_mesh((N,), ('tensor',)), or other axes"
+_MESH = "give mesh=jax.make_mesh((N,), ('data',)), or other axes"
 _CONSTRUCTOR = {
     "allowed_local_media_path": "",
     "block_size": "the cache has no pages",
@@ -15,7 +15,6 @@ _CONSTRUCTOR = {
     "data_parallel_size": _MESH,
     "disable_custom_all_reduce": "",
     "disable_log_stats": "no statistics are logged",
-    "enable_expert_parallel": "give mesh=jax.make_mesh((N,), ('expert',))",
     "enable_lora": "",
     "enable_prefix_caching": "no cache outlives a call",
     "enforce_eager": "programs are always compiled",
@@ -25,8 +24,6 @@ _CONSTRUCTOR = {
     "kv_cache_memory_bytes": "",
     "limit_mm_per_prompt": "only text is read",
     "load_format": "safetensors are read",
-    "max_logprobs": "",
-    "max_model_len": "say max_seq_len",
     "mm_processor_kwargs": "only text is read",
     "override_generation_config": "give sampling_params",
     "override_pooler_config": "",
@@ -38,7 +35,6 @@ _CONSTRUCTOR = {
     "swap_space": "",
     "task": "",
     "runner": "",
-    "tensor_parallel_size": _MESH,
     "tokenizer": "the checkpoint's tokenizer.json is used",
     "tokenizer_mode": "the checkpoint's tokenizer.json is used",
     "tokenizer_revision": "the checkpoint's tokenizer.json is used",
@@ -54,20 +50,26 @@ _METHODS = {
     "prompt_token_ids": 'give prompts=[{"prompt_token_ids": [...]}]',
     "tokenization_kwargs": "",
     "truncate_prompt_tokens": "",
-    "use_tqdm": "no bar is drawn, as with use_tqdm=False",
 }
+_LATER = ("sleep", "wake_up", "encode", "embed", "classify", "score", "reward", "beam_search", "apply_model")
+_LATER += ("collective_rpc", "reset_prefix_cache", "start_profile", "stop_profile", "get_metrics", "llm_engine")
+_LATER += ("set_tokenizer", "enqueue", "wait_for_completion", "preprocess_chat")
 # Values that say what holds here anyway.
 _HOLDS = {
     "data_parallel_size": 1,
     "pipeline_parallel_size": 1,
-    "tensor_parallel_size": 1,
     "continue_final_message": False,
-    "enable_expert_parallel": False,
     "enable_lora": False,
     "enforce_eager": False,
     "skip_tokenizer_init": False,
     "trust_remote_code": False,
-    "use_tqdm": False,
+    "chat_template_content_format": "auto",
+    "disable_log_stats": True,
+    "load_format": "auto",
+    "tokenizer_mode": "auto",
+    "runner": "auto",
+    "add_special_tokens": False,
+    "priority": [],
 }
 
 
@@ -81,11 +83,17 @@ def refuse_method(name: str, given: Mapping[str, Any]) -> None:
     _refuse(f"LLM.{name}", given, _METHODS)
 
 
+def no_attribute(name: str) -> AttributeError:
+    """Of an ``LLM``: which of vLLM's methods are not built."""
+    why = ": vLLM's class has it, it is not built" if name in _LATER else ""
+    return AttributeError(f"LLM has no attribute {name!r}{why}")
+
+
 def _refuse(where: str, given: Mapping[str, Any], known: Mapping[str, str]) -> None:
     for name, value in given.items():
         if name not in known:
             raise TypeError(f"{where}: no argument {name}")
-        if value is None or (name in _HOLDS and value is _HOLDS[name]):
+        if value is None or (name in _HOLDS and type(value) is type(_HOLDS[name]) and value == _HOLDS[name]):
             continue
         hint = f"; {known[name]}" if known[name] else ""
         raise TypeError(f"{where}: {name}={shown(value)} is not built{hint}")

@@ -30,14 +30,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.attention.config import BLOCK_Q, ROWS, STORE_COLUMNS, PrefillConfig, PrefillDesc
 from pallas_kernels.attention.schedule import Tile, num_tiles_of, tile_of, unmasked_steps
-from pallas_kernels.common import mosaic, simt
-from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.common import mosaic
+from pallas_kernels.common.clear_rows_sm90 import clear_rows
 from pallas_kernels.common.types import Kernel, Scalar, TileRef, Value
 
 _FLOOR = -(2.0**100)  # below every score in use, and finite
@@ -264,7 +262,7 @@ def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scal
 
             @pl.when((begin < tile.start) | (begin + block_kv > tile.length))
             def _():
-                _clear(values, tile.start - begin, tile.length - begin)
+                clear_rows(values, tile.start - begin, tile.length - begin)
 
     def one_step(i, carry, is_masked):
         weights, top, total = carry
@@ -307,31 +305,6 @@ def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scal
     plgpu.barrier_arrive(cta.empty("v", stage))
     inverse = jnp.where(total == 0, 0.0, 1 / total)
     _store(cta, warpgroup, tile, (sums * lax.broadcast_in_dim(inverse, sums.shape, [0])).astype(dtype))
-
-
-def _clear(values: TileRef, start: Scalar, end: Scalar) -> None:
-    """Zero the rows of ``values`` outside [start, end). Both consumers do it: they write the same bytes.
-
-    The swizzle moves 16 bytes within the 128 of a row of a tile, so a row of zeros is one under any swizzle.
-    """
-    rows, width = values.shape
-    tiles, row_bytes = width // STORE_COLUMNS, 128
-    offsets = [tile * 8 * row_bytes + start for tile in range(tiles) for start in range(0, row_bytes, 16)]
-    stores = " ".join(f"@p st.shared.v4.b32 [$0 + {offset}], {{z, z, z, z}};" for offset in offsets)
-    text = "{ .reg .pred p; .reg .b32 z; setp.ne.s32 p, $1, 0; mov.b32 z, 0; " + stores + " }"
-
-    @simt.inline(plgpu.RefType(mosaic.tiled(values.dtype, row_bytes)), simt.LANES, simt.LANES)
-    def write(ctx, values, offset, mask):
-        del ctx
-        base = llvm.ptrtoint(simt.integer(32), mgpu.utils.memref_ptr(values))
-        simt.asm([arith.addi(base, simt.value_of(offset)), simt.value_of(mask)], text, "r,r,~{memory}")
-
-    for first in range(0, rows, WARPGROUP):
-        row = (simt.thread_index() & (WARPGROUP - 1)) + first
-        outside = ((row < start) | (row >= end)) & (row < rows)
-        offset = (row >> 3) * (tiles * 8 * row_bytes) + (row & 7) * row_bytes
-        write(values, offset, jnp.where(outside, jnp.ones_like(row), jnp.zeros_like(row)))
-    plgpu.commit_smem()
 
 
 def _store(cta: _Cta, warpgroup: Scalar, tile: Tile, rounded: Value) -> None:

@@ -1,8 +1,48 @@
 """What the device can run. The only module of this package that asks one."""
 
+import dataclasses
+
 import jax
 
+from pallas_kernels.common.sm90 import SMEM_BYTES
+
 _HOPPER = ("H100", "H200", "GH200", "H800", "H20")
+# Kinds in JAX's words: bytes a second that memory can deliver by NVIDIA's data sheets, in 1e9.
+_MEMORY_GBPS = {
+    "NVIDIA H200": 4800,
+    "NVIDIA H200 NVL": 4800,
+    "NVIDIA H100 80GB HBM3": 3350,
+    "NVIDIA H100 NVL": 3900,
+    "NVIDIA H100 PCIe": 2000,
+    "NVIDIA H800": 3350,
+    "NVIDIA H800 PCIe": 2000,
+    "NVIDIA H20": 4000,
+    "NVIDIA GH200 480GB": 4000,
+    "NVIDIA GH200 144G HBM3e": 4900,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU as far as tuning tables depend on it.
+
+    kind: in JAX's words ("NVIDIA H200").
+    num_sms: SMs that a program may use.
+    smem_bytes: shared memory that one CTA may use.
+    """
+
+    kind: str
+    num_sms: int
+    smem_bytes: int = SMEM_BYTES
+
+    @property
+    def memory_gbps(self) -> int | None:
+        """1e9 bytes a second that its memory can deliver by the data sheet; None where that is not known here."""
+        return _MEMORY_GBPS.get(self.kind)
+
+    def is_like(self, other: "Gpu") -> bool:
+        """Whether kernels run alike on both, but for the speed of memory and for clocks."""
+        return (self.num_sms, self.smem_bytes) == (other.num_sms, other.smem_bytes)
 
 
 def hopper_sms() -> int:
@@ -40,3 +80,8 @@ def cuda_capability() -> tuple[int, int]:
 def device_kind() -> str:
     """The kind of the device a function is traced for, in JAX's words ("NVIDIA H200"); found as in ``hopper_sms``."""
     return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind
+
+
+def hopper_gpu() -> Gpu:
+    """The device a function is traced for. Raises NotImplementedError where it is no Hopper GPU."""
+    return Gpu(device_kind(), hopper_sms())

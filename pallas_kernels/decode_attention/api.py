@@ -70,9 +70,10 @@ def decode_attention(
         # here: importing them loads Pallas
         from pallas_kernels.decode_attention.combine_sm90 import combine_sm90
         from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
+        from pallas_kernels.decode_attention.latents_sm90 import latents_sm90
 
         rows = (starts, lengths, first_slots)
-        kernel = decode_sm90(desc, chosen)
+        kernel = (decode_sm90 if chosen.swap_ab else latents_sm90)(desc, chosen)
         operands = (queries_in_columns(desc, chosen, q), k, *(() if v is None else (v,)), *rows)
         if chosen.is_fused:
             own_sinks = [] if sinks is None else [_sinks_of_columns(desc, chosen, sinks)]

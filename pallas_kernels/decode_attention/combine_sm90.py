@@ -17,7 +17,8 @@ from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.sm90 import WARPGROUP
 from pallas_kernels.common.types import Kernel, Ref, Value
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
-from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E, seen
+from pallas_kernels.decode_attention.items_sm90 import seen
+from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
 
 UNROLL = 8
 
@@ -25,7 +26,7 @@ UNROLL = 8
 def combine_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     """The kernel: (sums, tops, totals, starts, lengths, first_slots, [sinks]) -> (B, S, N, V) flat.
 
-    sums, tops, totals: flat, as ``partials_sm90`` gives them; sinks (N,) float32.
+    sums, tops, totals: flat, as ``decode_sm90`` or ``latents_sm90`` gives them; sinks (N,) float32.
     """
     elements = desc.batch * desc.num_queries * desc.num_heads * desc.value_width
     out = jax.ShapeDtypeStruct((elements,), jnp.dtype(desc.dtype))
@@ -68,7 +69,9 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
 
     def at(index: Value) -> Value:
         """Of ``sums``, from the index of its column in ``tops``."""
-        return (index - column) * desc.value_width + value * columns + column
+        if config.swap_ab:
+            return (index - column) * desc.value_width + value * columns + column
+        return index * desc.value_width + value
 
     def highest(i, top):
         loaded = [simt.load_float(tops, index, mask, jnp.float32, FLOOR) for index, mask in indices(i)]

@@ -62,6 +62,7 @@ class DecodeConfig:
         num_stages: steps of keys and values in shared memory.
         num_ctas: persistent CTAs.
         is_fused: the CTA that ends the last split of a key head adds them up; else a second launch does.
+        swap_ab: keys are the rows of the products; else queries are, 64 of a tile, for MLA's latents alone.
     """
 
     columns: int
@@ -70,6 +71,12 @@ class DecodeConfig:
     num_stages: int
     num_ctas: int
     is_fused: bool = True
+    swap_ab: bool = True
+
+    @property
+    def query_stages(self) -> int:
+        """Tiles of queries in shared memory."""
+        return 2 if self.swap_ab else 1
 
     def num_splits(self, desc: DecodeDesc) -> int:
         """Of a row that fills all slots."""
@@ -88,10 +95,10 @@ def shared_bytes(desc: DecodeDesc, config: DecodeConfig) -> int:
     """Shared memory of a CTA."""
     columns, block = config.columns, config.block_kv
     shapes = [
-        ((2, columns, desc.width), desc.dtype),
+        ((config.query_stages, columns, desc.width), desc.dtype),
         ((config.num_stages, block, desc.width), desc.dtype),
         ((config.num_stages, block, 0 if desc.is_latent else desc.value_width), desc.dtype),
-        ((columns, block), desc.dtype),
+        ((columns if config.swap_ab else 0, block), desc.dtype),
     ]
     return sum(smem_bytes(shape, dtype) for shape, dtype in shapes) + _BARRIERS
 
@@ -111,8 +118,12 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
         return f"block_kv={config.block_kv}: a multiple of 64, at most {TMA_BOX}"
     if config.split % config.block_kv:
         return f"split={config.split}: a multiple of block_kv={config.block_kv}"
+    is_whole = desc.is_latent and desc.value_width % 128 == 0 and (config.columns, config.block_kv) == (64, 64)
+    if not config.swap_ab and (config.is_fused or not is_whole):
+        return "swap_ab=False: for latents in tiles of 64 queries, steps of 64 slots, and two launches"
     is_wide = config.block_kv * desc.width * config.columns > MAX_SCORES
-    if is_wide or 2 * (desc.value_width + config.block_kv) * config.columns > MAX_REGISTERS * WARPGROUP:
+    is_wide |= 2 * (desc.value_width + config.block_kv) * config.columns > MAX_REGISTERS * WARPGROUP
+    if config.swap_ab and is_wide:
         widths = f"width={desc.width}, value_width={desc.value_width}"
         return f"{widths}, block_kv={config.block_kv}, columns={config.columns}: too many registers"
     if config.num_stages < 1 or config.num_ctas < 1:

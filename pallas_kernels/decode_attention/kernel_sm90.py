@@ -19,7 +19,6 @@ Softmax runs in float32, with scores scaled by log2(e). m starts at a finite flo
 l = 0.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -36,6 +35,7 @@ from pallas_kernels.common import mosaic
 from pallas_kernels.common.sm90 import WARPGROUP
 from pallas_kernels.common.types import Kernel, Ref, Scalar, TileRef, Value
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
+from pallas_kernels.decode_attention.items_sm90 import Item, Items, seen
 from pallas_kernels.decode_attention.memory_sm90 import arrive, scatter
 
 FLOOR = -(2.0**100)  # below every score in use, and finite
@@ -88,41 +88,6 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Item:
-    """A split of one tile of columns; fields are int32 of the device.
-
-    Args:
-        row, head: of the batch, and the key head.
-        column: of the key head's, the first one.
-        tile: index among all tiles.
-        index: of its partial sums.
-        start, length, slot: of the row: slots in use, and the slot of the first query.
-        first_step: the first block_kv slots with one in use.
-        num_steps: how many are walked.
-        first_index, num_splits: of the splits of the tile that a query sees; 0 where this is none of them.
-    """
-
-    row: Scalar
-    head: Scalar
-    column: Scalar
-    tile: Scalar
-    index: Scalar
-    start: Scalar
-    length: Scalar
-    slot: Scalar
-    first_step: Scalar
-    num_steps: Scalar
-    first_index: Scalar
-    num_splits: Scalar
-
-
-def seen(desc: DecodeDesc, start: Any, length: Any, slot: Any) -> tuple[Any, Any]:
-    """[first, end) of the slots that any query of a row sees."""
-    first = start if desc.window is None else lax.max(start, slot - (desc.window - 1))
-    return first, lax.min(lax.min(length, slot + desc.num_queries), desc.num_slots)
-
-
 def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: TileRef) -> None:
     mosaic.begin()
     q, k, *rest = refs
@@ -136,48 +101,14 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
         arrivals, *outputs = rest
     s = scratch
     parts = [(first, min(PART, desc.value_width - first)) for first in range(0, desc.value_width, PART)]
-    block_kv, stages, splits = config.block_kv, config.num_stages, config.num_splits(desc)
+    block_kv, stages = config.block_kv, config.num_stages
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("block")
-    tiles = config.all_tiles(desc)
-    total = tiles * _used_splits(desc, config, starts, lengths, first_slots)
-    count = lax.div(total - cta + (config.num_ctas - 1), jnp.int32(config.num_ctas))
-
-    def item_of(t: Scalar) -> _Item:
-        index = cta + t * config.num_ctas
-        split, tile = lax.div(index, jnp.int32(tiles)), lax.rem(index, jnp.int32(tiles))
-        own = jnp.int32(config.num_tiles(desc))
-        pair, column = lax.div(tile, own), pl.multiple_of(lax.rem(tile, own) * config.columns, config.columns)
-        row, head = lax.div(pair, jnp.int32(desc.num_kv_heads)), lax.rem(pair, jnp.int32(desc.num_kv_heads))
-        start, length, slot = starts[row], lengths[row], first_slots[row]
-        first, end = seen(desc, start, length, slot)
-        size = jnp.int32(config.split)
-        is_empty = first >= end
-        begin, used = lax.div(first, size), lax.div(end + (config.split - 1), size) - lax.div(first, size)
-        first, end = lax.max(first, split * size), lax.min(end, (split + 1) * size)
-        first_step = lax.div(first, jnp.int32(block_kv))
-        steps = jnp.where(first < end, lax.div(end + (block_kv - 1), jnp.int32(block_kv)) - first_step, 0)
-        # A tile that sees nothing has one split, without a step: so zeros are stored.
-        used = jnp.where(is_empty, jnp.where(split == 0, 1, 0), jnp.where(steps > 0, used, 0))
-        place = tile * splits
-        slots = (start, length, slot)
-        return _Item(row, head, column, tile, place + split, *slots, first_step, steps, place + begin, used)
-
-    def for_each_item(body: Callable[[_Item, Scalar, Scalar], None]) -> tuple[Scalar, Scalar]:
-        """body(item, items before it, steps before it)."""
-
-        def one(t, carry):
-            items, steps = carry
-            item = item_of(t)
-            is_used = item.num_splits > 0
-            pl.when(is_used)(lambda: body(item, items, steps))
-            return items + jnp.where(is_used, 1, 0), steps + item.num_steps
-
-        return lax.fori_loop(0, count, one, (jnp.int32(0), jnp.int32(0)))
+    work = Items(desc, config, cta, starts, lengths, first_slots)
 
     def stage_of(step: Scalar) -> Scalar:
         return lax.rem(step, jnp.int32(stages))
 
-    def produce(item: _Item, items: Scalar, steps: Scalar) -> None:
+    def produce(item: Item, items: Scalar, steps: Scalar) -> None:
         place = lax.rem(items, jnp.int32(2))
 
         @pl.when(items >= 2)
@@ -215,7 +146,7 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
         lax.fori_loop(lax.max(steps - stages, 0), steps, one("empty", stages), 0)
         lax.fori_loop(lax.max(items - 2, 0), items, one("q_empty", 2), 0)
 
-    def consume(item: _Item, items: Scalar, steps: Scalar) -> None:
+    def consume(item: Item, items: Scalar, steps: Scalar) -> None:
         place, shape = lax.rem(items, jnp.int32(2)), (block_kv, config.columns)
         plgpu.barrier_wait(s["q_full"].at[place])
         factor = jnp.float32(desc.scale * LOG2_E)
@@ -295,30 +226,16 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
 
     @pl.when(warpgroup == 1)
     def _():
-        drain(*for_each_item(produce))
+        drain(*work.for_each(produce))
 
     @pl.when(warpgroup == 0)
     def _():
-        for_each_item(consume)
+        work.for_each(consume)
 
 
 def zeros(shape: tuple[int, int]) -> Value:
     """float32 sums to start from, in the layout of an accumulator."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.WGMMA)
-
-
-def _used_splits(desc: DecodeDesc, config: DecodeConfig, starts: Ref, lengths: Ref, first_slots: Ref) -> Scalar:
-    """Splits up to the last one that any row uses, where walking the empty ones would take longer than finding it."""
-    splits = config.num_splits(desc)
-    if config.all_tiles(desc) * splits <= 2 * desc.batch * config.num_ctas:
-        return splits
-
-    def one(row, most):
-        _, end = seen(desc, starts[row], lengths[row], first_slots[row])
-        return lax.max(most, end)
-
-    most = lax.fori_loop(0, desc.batch, one, jnp.int32(1))
-    return lax.div(most + (config.split - 1), jnp.int32(config.split))
 
 
 def _clear(values: TileRef, begin: Scalar, end: Scalar) -> None:
@@ -331,7 +248,7 @@ def _clear(values: TileRef, begin: Scalar, end: Scalar) -> None:
     plgpu.commit_smem()
 
 
-def _masked(desc: DecodeDesc, item: _Item, first: Scalar, scores: Value) -> Value:
+def _masked(desc: DecodeDesc, item: Item, first: Scalar, scores: Value) -> Value:
     """-inf where a query (column) does not see a slot (row); first: slot of the first row."""
     slots = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=mosaic.WGMMA) + first
     if desc.num_queries == 1:
@@ -346,7 +263,7 @@ def _masked(desc: DecodeDesc, item: _Item, first: Scalar, scores: Value) -> Valu
     return jnp.where((slots >= begin) & (slots < end), scores, -jnp.inf)
 
 
-def _added(item: _Item, parts: Parts, partial: Sequence[Ref]) -> tuple[tuple[Value, ...], Value, Value]:
+def _added(item: Item, parts: Parts, partial: Sequence[Ref]) -> tuple[tuple[Value, ...], Value, Value]:
     """(sums of each part, top, total) over the splits of an item's tile, in their order."""
     sums, tops, totals = partial
     columns = sums.shape[2]
@@ -397,7 +314,7 @@ def _added(item: _Item, parts: Parts, partial: Sequence[Ref]) -> tuple[tuple[Val
 
 
 def _finish(
-    desc: DecodeDesc, item: _Item, found: tuple[Sequence[Value], Value, Value], sinks: Ref | None, out: Ref
+    desc: DecodeDesc, item: Item, found: tuple[Sequence[Value], Value, Value], sinks: Ref | None, out: Ref
 ) -> None:
     """Divide by the sum of the weights, the sinks among them, and store what the columns in use hold."""
     sums, top, total = found
@@ -414,7 +331,7 @@ def _finish(
         first += part.shape[0]
 
 
-def _store(desc: DecodeDesc, item: _Item, first_value: int, sums: Value, out: Ref) -> None:
+def _store(desc: DecodeDesc, item: Item, first_value: int, sums: Value, out: Ref) -> None:
     """Round and store what the columns in use hold, 8 of them at a time: so few offsets are held at once."""
     for first in range(0, sums.shape[1], 8):
         part = sums[:, first : first + 8].astype(desc.dtype)

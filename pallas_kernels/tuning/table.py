@@ -1,13 +1,23 @@
-"""Tables of measured configurations, one JSON file for each kind of device."""
+"""Tables of measured configurations, one JSON file for each kind of device.
 
+A layer's configuration comes from the user's own table (``user_path``), then from the one that is shipped for this kind
+of GPU, or else for one that runs kernels alike.
+"""
+
+import contextlib
 import dataclasses
 import functools
 import json
+import os
 import re
+import sys
+import tempfile
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from pallas_kernels.common.device import Gpu
 from pallas_kernels.grouped_gemm import GemmConfig
 from pallas_kernels.grouped_gemm.packed import PackedConfig
 from pallas_kernels.tuning.layer import (
@@ -23,6 +33,8 @@ from pallas_kernels.tuning.layer import (
 
 FOLDER = Path(__file__).parent / "tuned"
 FORMAT = 2
+KERNELS = 1  # In the path of users' tables: raise it when kernels change so that old times mislead.
+_MEASURED_ON = (Gpu("NVIDIA H200", 132),)  # GPUs whose shipped table others may take
 _FEWEST = 8  # An entry serves down to an eighth of its tokens: measured numbers are four or eight times apart.
 _MANY_ROWS = 128  # Above so many rows per expert, more tokens only add tiles of the same height.
 _GEMMS = ("gemm1", "gemm2")
@@ -43,6 +55,7 @@ class Entry:
     """The best configuration of a layer for a number of tokens. micros: what both products took together.
 
     source: whose times decided, where they are not the layer's own, in words; None where they are.
+    where: on what it was measured, in words, where that is not said by the table's kind of GPU. Not saved.
     """
 
     key: AnyKey
@@ -50,6 +63,7 @@ class Entry:
     config: LayerConfig
     micros: float
     source: str | None = None
+    where: str | None = None
 
     def reaches(self, num_tokens: int) -> bool:
         """Whether tiles chosen for ``tokens`` suit ``num_tokens``.
@@ -116,7 +130,7 @@ class Table:
             + "]}"
             for sizes, formats in layers.items()
         )
-        path.write_text(f'{{"format": {FORMAT}, "device": {_json(self.device)}, "layers": [\n{body}]}}\n')
+        _write(path, f'{{"format": {FORMAT}, "device": {_json(self.device)}, "layers": [\n{body}]}}\n')
 
 
 def load_table(path: Path) -> Table:
@@ -152,11 +166,92 @@ def path_for(device: str) -> Path:
     return FOLDER / f"{re.sub(r'[^a-z0-9]+', '_', device.lower()).strip('_')}.json"
 
 
+def user_path(device: str) -> Path:
+    """Where the user's own table of a kind of device lies, or would: in the user's folder for caches."""
+    if sys.platform == "darwin":
+        caches = Path.home() / "Library" / "Caches"
+    else:
+        named = os.environ.get("XDG_CACHE_HOME", "")
+        caches = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    return caches / "moe_jax" / "tuning" / f"kernels-{KERNELS}" / path_for(device).name
+
+
 @functools.cache
-def table_for(device: str) -> Table:
-    """The table shipped for a kind of device, an empty one where there is none."""
-    path = path_for(device)
-    return load_table(path) if path.exists() else Table(device)
+def table_for(device: Gpu | str) -> Table:
+    """The measured configurations for a GPU, an empty table without any.
+
+    Those of the user's own table come first, then those shipped for its kind; where none are, those shipped for a kind
+    of the same number of SMs and shared memory. ``Entry.where`` says so. For the name of a kind alone: what is shipped
+    for it. A user's table that cannot be read is left out, with a warning.
+    """
+    if isinstance(device, str):
+        path = path_for(device)
+        return load_table(path) if path.exists() else Table(device)
+    table = table_for(device.kind)
+    lender = next((other for other in _MEASURED_ON if other.is_like(device)), None)
+    if not table.entries and lender is not None:
+        where = _beside(lender, device)
+        lent = table_for(lender.kind).entries
+        table = Table(device.kind, tuple(dataclasses.replace(entry, where=where) for entry in lent))
+    return table.merged(dataclasses.replace(entry, where="here") for entry in _of_user(device.kind).entries)
+
+
+def _beside(lender: Gpu, device: Gpu) -> str:
+    """On what a lent entry was measured, and how the GPU at hand differs."""
+    rates = [gpu.memory_gbps for gpu in (lender, device)]
+    memory = f", {rates[0] / 1e3:g} TB/s beside {rates[1] / 1e3:g} here" if rates[0] and rates[1] else ""
+    return f"on {lender.kind} ({lender.num_sms} SMs as here{memory})"
+
+
+def _of_user(device: str) -> Table:
+    path = user_path(device)
+    try:
+        table = load_table(path) if path.exists() else Table(device)
+        if table.device != device:
+            raise ValueError(f"{path}: of {table.device!r}, expected {device!r}")
+    except (ValueError, OSError) as error:
+        warnings.warn(f"{error}; the table is left out: remove the file, moe-jax autotune makes it anew", stacklevel=2)
+        return Table(device)
+    return table
+
+
+def update(path: Path, device: str, entries: Iterable[Entry]) -> Table:
+    """Add entries to the table at ``path``, in place of those of the same layer and number of tokens; others stay.
+
+    Two processes may update one file at a time: each waits for the other. Raises ValueError where the file is of
+    another device or no table. Returns the whole table.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_suffix(".lock")):
+        held = load_table(path) if path.exists() else Table(device)
+        if held.device != device:
+            raise ValueError(f"{path}: of {held.device!r}, this is {device!r}; name another file")
+        table = held.merged(entries)
+        table.save(path)
+    table_for.cache_clear()
+    return table
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    import fcntl  # where the GPUs are; not on Windows
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: a reader sees the old file or the new one."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 def _json(value: object) -> str:

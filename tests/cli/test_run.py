@@ -95,6 +95,34 @@ def test_template_sees_what_transformers_defines(chat_dir):
 
 
 @pytest.mark.parametrize(
+    "given, prompt", [('{"enable_thinking": false}', "w3 w5"), ('{"enable_thinking": true}', "w3")]
+)
+def test_template_variables(chat_dir, tmp_path, given, prompt):
+    """They reach the template: the logits are those of the text it writes."""
+    template = "{{ messages[0].content }}{% if not enable_thinking %} w5{% endif %}"
+    (chat_dir / "chat_template.jinja").write_text(template)
+    options = ("--max-new-tokens", "0", "--dtype", "float32", "--logits-out")
+    chat = ("--chat", "--chat-template-kwargs", given, "--prompt", "w3")
+    assert run(chat_dir, *chat, *options, str(tmp_path / "chat.npy")) == 0
+    assert run(chat_dir, "--prompt", prompt, *options, str(tmp_path / "plain.npy")) == 0
+    np.testing.assert_array_equal(*(np.load(tmp_path / f"{name}.npy") for name in ("chat", "plain")))
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--chat", "--chat-template-kwargs", "enable_thinking=false"], "expected a JSON object such as"),
+        (["--chat", "--chat-template-kwargs", "[1]"], "is '[1]', expected a JSON object"),
+        (["--chat", "--chat-template-kwargs", '{"thinks": 1}'], "reads no variable 'thinks'"),
+        (["--chat-template-kwargs", "{}"], "--chat-template-kwargs needs --chat"),
+    ],
+)
+def test_template_variables_that_cannot_be(chat_dir, capsys, options, words):
+    assert run(chat_dir, *options, "--prompt", "w3") == 2
+    assert words in (error := capsys.readouterr().err) and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     "template, words",
     [
         ("{{ messages.__class__.__mro__ }}", "unsafe"),

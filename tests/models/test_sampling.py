@@ -230,7 +230,7 @@ def test_penalties_bias_and_filters_are_transformers():
     params = SamplingParams(
         repetition_penalty=1.7, logit_bias=bias, presence_penalty=0.5, frequency_penalty=0.25, seed=0
     )
-    found = sampler_of(*[params] * 3, vocab_size=40)._changed(jnp.asarray(logits), history)
+    found = sampler_of(*[params] * 3, vocab_size=40)._changed(jnp.asarray(logits), jnp.zeros(3, jnp.int32), history)
     counts = np.stack([np.bincount(row, minlength=40) for row in answer])
     biased = transformers.SequenceBiasLogitsProcessor([[[t], b] for t, b in bias.items()])(seen, torch.tensor(logits))
     expected = transformers.RepetitionPenaltyLogitsProcessor(1.7)(seen, biased).numpy()

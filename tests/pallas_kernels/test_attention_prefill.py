@@ -225,7 +225,7 @@ def test_body_in_threads(monkeypatch, config, options):
     for name, stand_in in warpgroups.stand_ins().items():
         monkeypatch.setattr(kernel_sm90, name, stand_in)
     monkeypatch.setattr(schedule, "pl", warpgroups.stand_ins()["pl"])
-    monkeypatch.setattr(kernel_sm90, "_clear", _clear)
+    monkeypatch.setattr(kernel_sm90, "clear_rows", warpgroups.clear_rows)
     out = np.full(expected.shape, np.nan, np.float32)
     rings = 2 * config.num_stages + config.query_stages
 
@@ -244,11 +244,6 @@ def test_body_in_threads(monkeypatch, config, options):
     refs[-1].array = out
     warpgroups.run(functools.partial(kernel_sm90._kernel, desc, config, *refs), config.num_sms, 3, scratch)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
-
-
-def _clear(values, start, end):
-    values.array[: max(int(start), 0)] = 0
-    values.array[max(int(end), 0) :] = 0
 
 
 @pytest.mark.gpu

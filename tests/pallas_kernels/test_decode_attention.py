@@ -14,8 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_attention import DecodeConfig, config_error, decode_attention
+from pallas_kernels.decode_attention import DecodeConfig, config_error, decode_attention, items_sm90, latents_sm90
+from pallas_kernels.decode_attention.api import queries_in_columns
 from pallas_kernels.decode_attention.config import choose_config
+from tests.support.kernels import warpgroups
 from tests.support.kernels.decode_cases import DECODES, SMS, WIDTHS, decode_cases, decode_desc
 from tests.support.oracles.tolerances import Tolerance, assert_rows_close
 from tests.support.refusals import refuses
@@ -64,7 +66,7 @@ def test_values_among_the_keys():
     np.testing.assert_array_equal(found, call(q, k, k[..., :16], implementation="reference"))
 
 
-def run(desc, arrays, places, sinks, implementation, config=None):
+def run(desc, arrays, places, sinks, implementation, config=None, value_width=None):
     call = jax.jit(
         lambda arrays, places, sinks: decode_attention(
             *arrays,
@@ -72,6 +74,7 @@ def run(desc, arrays, places, sinks, implementation, config=None):
             scale=desc.scale,
             window=desc.window,
             sinks=sinks,
+            value_width=value_width,
             implementation=implementation,
             config=config,
         )
@@ -145,6 +148,45 @@ def test_lowers_for_cuda(case):
     assert case.launches() == 1
 
 
+@pytest.mark.parametrize("options", [{}, dict(num_queries=3, window=70)], ids=["one query", "three queries, window"])
+def test_latents_in_threads(monkeypatch, options):
+    """The body of the kernel whose rows are queries, by a thread for each warpgroup, and its sums added up here."""
+    desc = decode_desc(192, 128, "float32", batch=4, num_slots=264, num_heads=40, num_kv_heads=1, is_latent=True)
+    desc = dataclasses.replace(desc, **options)
+    config = DecodeConfig(64, 128, 64, 2, 3, is_fused=False, swap_ab=False)
+    (q, k, _), named, _, _ = make(desc, ((0, 264, 261), (70, 250, 247), (3, 40, 39), (5, 5, 0)))
+    for module in (latents_sm90, items_sm90):
+        for name, stand_in in warpgroups.stand_ins().items():
+            monkeypatch.setattr(module, name, stand_in, raising=False)
+    monkeypatch.setattr(latents_sm90, "clear_rows", warpgroups.clear_rows)
+    items = config.all_tiles(desc) * config.num_splits(desc)
+    shapes = (items, 64, 128), (items, 64), (items, 64)
+    sums, tops, totals = outputs = [np.full(shape, np.nan, np.float32) for shape in shapes]
+    queries = np.array(queries_in_columns(desc, config, jnp.asarray(q)))
+
+    def scratch():
+        memory = dict(q=np.full((64, 192), np.nan, np.float32), k=np.full((2, 64, 192), np.nan, np.float32))
+        rings = dict(full=warpgroups.Barriers(3), empty=warpgroups.Barriers(3, num_arrivals=2))
+        return {name: warpgroups.Memory(array) for name, array in memory.items()} | rings
+
+    refs = [warpgroups.Memory(array) for array in (queries, k, *named.values(), *outputs)]
+    warpgroups.run(functools.partial(latents_sm90._kernel, desc, config, *refs), config.num_ctas, 3, scratch)
+    monkeypatch.undo()
+    expected = run(desc, (q, k, k[..., :128]), named, None, "reference")
+    by_tile = [
+        array.reshape(desc.batch, config.num_tiles(desc), -1, *array.shape[1:]) for array in (sums, tops, totals)
+    ]
+    for row in range(desc.batch):
+        sums, tops, totals = (array[row].astype(np.float64) for array in by_tile)
+        written = ~np.isnan(totals)
+        weights = np.where(written, np.exp2(tops - np.where(written, tops, -np.inf).max(1, keepdims=True)), 0)
+        total = (weights * np.where(written, totals, 0)).sum(1)
+        y = (weights[..., None] * np.where(written[..., None], sums, 0)).sum(1)
+        y = np.where(total[..., None] == 0, 0, y / np.where(total == 0, 1, total)[..., None])
+        y = y.reshape(-1, 128)[: desc.columns].reshape(desc.num_queries, desc.num_heads, 128)
+        np.testing.assert_allclose(y, expected[row], rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.parametrize("name", DECODES)
@@ -160,3 +202,16 @@ def test_gpu(widths, name, dtype):
     np.testing.assert_array_equal(found, run(desc, arrays, named, sinks, "hopper"))
     alone = jax.tree.map(lambda array: array[1:2], (arrays, named))
     np.testing.assert_array_equal(found[1:2], run(dataclasses.replace(desc, batch=1), *alone, sinks, "hopper"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, dict(num_queries=3, window=150, has_sinks=True)], ids=["one", "three, sinks"])
+def test_latents_gpu(options):
+    places = ((0, 712, 709), (5, 296, 293), (130, 637, 635), (200, 201, 200), (0, 0, 0))
+    desc = decode_desc(576, 512, batch=len(places), num_heads=128, num_kv_heads=1, is_latent=True, **options)
+    (q, k, _), named, sinks, _ = make(desc, places)
+    expected = run(desc, (q, k, None), named, sinks, "reference", value_width=512).astype(np.float64)
+    config = DecodeConfig(64, 256, 64, 2, SMS, is_fused=False, swap_ab=False)
+    found = run(desc, (q, k, None), named, sinks, "hopper", config, value_width=512)
+    scale = np.maximum(np.abs(expected).max(-1), 0.05 * (np.abs(expected).max(-1) > 0))
+    assert_rows_close(found, expected, Tolerance(DTYPES["bfloat16"], 4.0), row_scale=scale)

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import re
+import subprocess
+import sys
 import types
 
 import jax
@@ -10,8 +13,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import autotune
+from pallas_kernels.common.device import Gpu
 from pallas_kernels.grouped_gemm import GemmConfig, candidates, choose_config
-from pallas_kernels.grouped_gemm.heuristics import refusal
+from pallas_kernels.grouped_gemm.heuristics import expected_tiles, refusal, rounds_of
 from pallas_kernels.grouped_gemm.packed import PackedConfig, describe_call
 from pallas_kernels.grouped_gemm.packed.format import zero_point_of
 from pallas_kernels.grouped_gemm.packed.reference import dequantized
@@ -27,6 +31,8 @@ from pallas_kernels.tuning import (
     table_for,
     timing,
     tune,
+    update,
+    user_path,
 )
 from pallas_kernels.tuning.operands import random_operands, random_packed_weights
 from tests.support.cases.hopper_layers import on_hopper
@@ -365,6 +371,101 @@ def test_a_file_that_is_no_json(tmp_path):
 def test_shipped_tables_load():
     assert table_for("NVIDIA H200").device == "NVIDIA H200"
     assert table_for("NVIDIA Something Else") == Table("NVIDIA Something Else")
+
+
+def test_a_like_gpu_lends_its_table():
+    """By SMs and shared memory; ``where`` says so, and a table of the GPU's own kind is never mixed with another's."""
+    own, lent = (table_for(Gpu(kind, 132)) for kind in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"))
+    assert len(lent.entries) == len(own.entries) > 2000 and lent.device == "NVIDIA H100 80GB HBM3"
+    found, entry = (table.lookup(KEY, 64) for table in (lent, own))
+    assert entry.where is None and dataclasses.replace(found, where=None) == entry
+    assert found.where == "on NVIDIA H200 (132 SMs as here, 4.8 TB/s beside 3.35 here)"
+    assert table_for(Gpu("NVIDIA H99", 132)).lookup(KEY, 64).where == "on NVIDIA H200 (132 SMs as here)"
+    borrowed = lent.lookup(dataclasses.replace(KEY, lhs_scale="tensor"), 64)  # a lent format of a lent table
+    assert borrowed.source == "with times of fp8_channel" and borrowed.where == found.where
+    for other in (Gpu("NVIDIA H20", 78), Gpu("NVIDIA H100 PCIe", 114), Gpu("NVIDIA H99", 132, 100 << 10)):
+        assert table_for(other).entries == ()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    table_for.cache_clear()
+    yield tmp_path
+    table_for.cache_clear()
+
+
+def test_the_users_own_table_comes_first(cache):
+    gpu, own = Gpu("NVIDIA H100 80GB HBM3", 132), Entry(KEY, 64, PAIR, 1.0)
+    before = table_for(gpu)
+    update(user_path(gpu.kind), gpu.kind, [own])
+    assert user_path(gpu.kind).is_relative_to(cache)
+    table = table_for(gpu)  # what was cached is dropped
+    assert table.lookup(KEY, 64) == dataclasses.replace(own, where="here")
+    assert table.lookup(KEY, 16) == before.lookup(KEY, 16) != None  # noqa: E711
+    assert len(table.entries) == len(before.entries)
+    assert load_table(user_path(gpu.kind)).entries == (own,)  # ``where`` is not saved
+
+
+@pytest.mark.parametrize("text", ["{", '{"format": 9}', None])
+def test_a_users_table_that_is_damaged_is_left_out(cache, text):
+    gpu = Gpu("NVIDIA H200", 132)
+    path = user_path(gpu.kind)
+    path.parent.mkdir(parents=True)
+    if text is None:
+        Table("NVIDIA Other", GOOD.entries).save(path)
+    else:
+        path.write_text(text)
+    with pytest.warns(UserWarning, match=f"{re.escape(str(path))}: .*left out: remove the file"):
+        table = table_for(gpu)
+    assert table.entries == table_for("NVIDIA H200").entries
+
+
+def test_processes_update_one_table_without_loss(tmp_path):
+    """Each adds entries of its own, at the same time."""
+    path = tmp_path / "table.json"
+    code = """if True:
+        import pathlib, sys
+        from pallas_kernels.grouped_gemm import GemmConfig
+        from pallas_kernels.tuning import Entry, LayerConfig, LayerKey, update
+        key, gemm = LayerKey(8, 2, 512, 256, "bfloat16"), GemmConfig(16, 128, 4, swap_ab=True)
+        for tokens in range(int(sys.argv[2]), 40, 2):
+            entry = Entry(key, tokens, LayerConfig(16, gemm, gemm), 1.0)
+            update(pathlib.Path(sys.argv[1]), "NVIDIA H200", [entry])
+    """
+    started = [subprocess.Popen([sys.executable, "-c", code, str(path), first]) for first in ("1", "2")]
+    assert [process.wait() for process in started] == [0, 0]
+    assert sorted(entry.tokens for entry in load_table(path).entries) == list(range(1, 40))
+    assert {one.name for one in tmp_path.iterdir()} == {"table.json", "table.lock"}
+
+
+def test_where_users_tables_lie(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/one")
+    for named in ("", "relative"):  # which the XDG specification has ignored
+        monkeypatch.setenv("XDG_CACHE_HOME", named)
+        assert str(user_path("NVIDIA H200")).startswith("/home/one/.cache/moe_jax/tuning/kernels-")
+
+
+@pytest.mark.parametrize("num_sms", [78, 114, 132])
+def test_the_heuristic_follows_the_number_of_sms(num_sms):
+    """Every configuration has a CTA for each SM, and none that was passed over needs fewer columns in a row."""
+    for key in (KEY, dataclasses.replace(KEY, num_experts=8, top_k=2), LayerKey(32, 8, 7168, 2048, **FORMATS["bf16"])):
+        for tokens in (1, 16, 256, 2048):
+            for block_m in (16, 64, 128):
+                for desc in key.products(tokens, block_m):
+                    chosen = choose_config(desc, block_m, num_sms)
+                    found = candidates(desc, block_m, num_sms)
+                    assert {config.num_sms for config in found} == {chosen.num_sms} == {num_sms}
+                    tiles = expected_tiles(desc, block_m)
+                    depths = [rounds_of(tiles * -(-desc.n // c.block_n), num_sms) * c.block_n for c in found]
+                    assert depths[found.index(chosen)] <= 1.08 * min(depths)
+
+
+def test_fewer_sms_take_other_tiles():
+    key = LayerKey(8, 2, 4096, 14336, **FORMATS["bf16"])
+    descs = [desc for tokens in (1, 16, 64, 256, 1024) for desc in key.products(tokens, 64)]
+    widths = {sms: [choose_config(desc, 64, sms).block_n for desc in descs] for sms in (78, 114, 132)}
+    assert widths[78] != widths[132] and widths[114] != widths[132]
 
 
 def test_command(tmp_path, capsys):

@@ -4,19 +4,9 @@ import json
 import shutil
 
 import pytest
-import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import moe_jax
-from tests.support.checkpoints import writers
-
-TEMPLATE = """{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}
-{%- if tools %}{{ tools | tojson }}{% endif %}
-{%- if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}
-{%- endif %}"""
-SPECIAL = ("<|start|>", "<|end|>", "<|user|>", "<|assistant|>")
-VOCAB = 256 + len(SPECIAL)
-SIZES = dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+from tests.support.checkpoints.texts import write_text_model
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,17 +17,7 @@ def compile_quickly(quick_compilation):
 @pytest.fixture(scope="session")
 def text_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("text") / "model"
-    options = dict(head_dim=16, moe_intermediate_size=32, num_experts=4, max_position_embeddings=96)
-    writers.write_model("qwen3_moe", directory, torch.float32, **SIZES, **options, eos_token_id=VOCAB - 3)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1], "chat_template": TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    (directory / "generation_config.json").unlink()
+    write_text_model(directory)
     return directory
 
 

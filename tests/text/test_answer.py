@@ -162,3 +162,13 @@ def test_long_answers_take_linear_time(tokenizer):
     plain = [i for i in range(tokenizer.backend.get_vocab_size()) if tokenizer.decode([i]).isascii()]
     answer.add([rng.choice(plain) for _ in range(2000)])
     assert sum(decoded) < 2000 * 20
+
+
+@pytest.mark.parametrize("least, text", [(0, ""), (1, "a"), (2, "a"), (3, "abab")])
+def test_stop_texts_count_after_so_many_tokens(least, text):
+    """Where they end behind them; what came before is text like any other."""
+    answer = Answer(Detokenizer(decode_letters), stop=("a", "ba"), min_tokens=least)
+    for token in (0, 1, 0, 1):
+        answer.add([token])
+    answer.finish()
+    assert answer.text == text

@@ -1,6 +1,8 @@
 """``LLM`` against transformers: tokens, texts, chat templates, generation_config.json; and vLLM's names."""
 
 import dataclasses
+import json
+import shutil
 import sys
 import warnings
 
@@ -13,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import moe_jax
 from moe_jax import SamplingParams
 from moe_jax.models import generate, load_pretrained
+from tests.support.checkpoints.texts import VOCAB
 from tests.support.refusals import refuses
-from tests.text.conftest import VOCAB
 
 PROMPTS = ["The capital of France is", "é", "Once upon a time, in a"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -251,8 +253,8 @@ def test_chat_refusals(llm, messages, options, error, words):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"tensor_parallel_size": 2}, "LLM: tensor_parallel_size=2 is not built; give mesh="),
-        ({"max_model_len": 64}, "max_model_len=64 is not built; say max_seq_len"),
+        ({"pipeline_parallel_size": 2}, "LLM: pipeline_parallel_size=2 is not built; give mesh="),
+        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization=0.9 is not built; XLA_PYTHON_CLIENT_MEM_FRACTION"),
         ({"trust_remote_code": True}, "never run"),
         ({"enforce_eager": True}, "enforce_eager=True is not built"),
         ({"quantisation": "fp8"}, "LLM: no argument quantisation"),
@@ -266,7 +268,9 @@ def test_constructor_refuses(text_dir, options, words):
     "options, error, words",
     [
         ({"generation_config": "none"}, ValueError, 'generation_config=\'none\', expected "auto" or "vllm"'),
-        ({"dtype": "auto"}, ValueError, 'dtype="auto" is not built'),
+        ({"tensor_parallel_size": 99}, ValueError, "tensor_parallel_size=99, and JAX sees 8 devices"),
+        ({"tensor_parallel_size": 2, "mesh": 1}, ValueError, "tensor_parallel_size=2 and mesh= both say"),
+        ({"max_model_len": 9, "max_seq_len": 8}, ValueError, "max_model_len=9 and max_seq_len=8 are two names"),
         ({"max_num_seqs": 0}, ValueError, "max_num_seqs=0"),
         ({"seed": -1}, ValueError, "seed=-1"),
     ],
@@ -277,8 +281,140 @@ def test_constructor_checks(text_dir, options, error, words):
 
 def test_arguments_that_change_nothing_are_taken(text_dir, llm):
     """Of scripts written for vLLM: what holds here anyway."""
-    options = dict(tensor_parallel_size=1, trust_remote_code=False, enforce_eager=False, quantization=None)
-    assert moe_jax.LLM(text_dir, dtype="float32", **options).generate("a", GREEDY, use_tqdm=False, lora_request=None)
+    options = dict(tensor_parallel_size=1, trust_remote_code=False, enforce_eager=False, quantization=None, seed=None)
+    options |= dict(max_model_len=48, load_format="auto", tokenizer_mode="auto")
+    other = moe_jax.LLM(text_dir, dtype="float32", **options)
+    assert other.generate("a", GREEDY, use_tqdm=False, lora_request=None) and other.model.max_seq_len == 48
+    held = dict(logprobs=None, prompt_logprobs=None, min_tokens=0, detokenize=True, bad_words=None, best_of=None)
+    assert SamplingParams(temperature=0, max_tokens=12, **held, structured_outputs=None) == GREEDY
+
+
+def test_a_bar(llm, capsys):
+    """Of finished prompts, on stderr; vLLM's own kind of argument, a function that makes one, too."""
+    llm.generate(PROMPTS, GREEDY, use_tqdm=True)
+    assert "Processed prompts: 100%" in capsys.readouterr().err
+    bars = []
+
+    class Bar:
+        def __init__(self, total, desc):
+            self.total, self.n, self.is_closed = total, 0, False
+            bars.append(self)
+
+        def update(self, n):
+            self.n += n
+
+        def close(self):
+            self.is_closed = True
+
+    llm.generate(PROMPTS, SamplingParams(n=2, seed=0, max_tokens=3), use_tqdm=Bar)
+    assert [(bar.total, bar.n, bar.is_closed) for bar in bars] == [(3, 3, True)]
+
+
+def test_vllms_names_of_a_mesh(text_dir, free):
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for options in ({}, {"enable_expert_parallel": True}):
+        split = moe_jax.LLM(text_dir, dtype="float32", tensor_parallel_size=2, **options)
+        assert split.model.parallel.mesh.shape == {"expert" if options else "tensor": 2}
+        assert [output.outputs[0].token_ids for output in split.generate(PROMPTS[:1], params)] == free[:1]
+
+
+@pytest.mark.parametrize("stated, dtype", [("float16", "float16"), ("float32", "bfloat16")])
+def test_auto_dtype(text_dir, tmp_path, stated, dtype, monkeypatch):
+    directory = shutil.copytree(text_dir, tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if "dtype" not in k} | {"dtype": stated})
+    )
+    assert moe_jax.LLM(directory, dtype="auto").model.dtype == dtype
+
+
+# -- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+def expected_logprobs(directory, ids):
+    """(len(ids) - 1, vocab): transformers' for each token but the first."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)[:-1].double().numpy()
+
+
+def check_logprobs(told, expected, tokens, number, decode):
+    """Of each token: the chosen one first, then the likeliest, with ranks and texts."""
+    assert len(told) == len(tokens) == len(expected)
+    for found, values, token in zip(told, expected, tokens, strict=True):
+        order = np.argsort(-values, kind="stable")
+        top = order[: len(values) if number == -1 else number].tolist()
+        assert next(iter(found)) == token and set(found) == {token, *top}
+        for other, each in found.items():
+            np.testing.assert_allclose(each.logprob, values[other], atol=2e-4)
+            assert abs(each.rank - 1 - order.tolist().index(other)) <= (values[order[0]] - values[other] > 1e-3)
+            assert each.decoded_token == decode([other], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("number", [0, 3, -1])
+def test_logprobs(llm, text_dir, number):
+    """The model's own, whatever bends the choice: each row's number of them, drawn tokens, penalties, the prompt."""
+    options = dict(temperature=1.5, repetition_penalty=1.3, max_tokens=6, logprobs=number, prompt_logprobs=number)
+    params = [
+        SamplingParams(seed=3, n=2, **options),
+        SamplingParams(seed=3, max_tokens=6),
+        SamplingParams(seed=4, **options),
+    ]
+    first, plain, third = llm.generate(PROMPTS, params)
+    assert plain.prompt_logprobs is None and plain.outputs[0].logprobs is plain.outputs[0].cumulative_logprob is None
+    decode = llm.get_tokenizer().decode
+    for output in (first, third):
+        prompt = output.prompt_token_ids
+        for answer in output.outputs:
+            expected = expected_logprobs(text_dir, [*prompt, *answer.token_ids])
+            check_logprobs(answer.logprobs, expected[len(prompt) - 1 :], answer.token_ids, number, decode)
+            chosen = [
+                values[token] for values, token in zip(expected[len(prompt) - 1 :], answer.token_ids, strict=True)
+            ]
+            np.testing.assert_allclose(answer.cumulative_logprob, sum(chosen), atol=1e-3)
+        assert output.prompt_logprobs[0] is None
+        check_logprobs(output.prompt_logprobs[1:], expected[: len(prompt) - 1], prompt[1:], number, decode)
+    parts = list(llm.stream(PROMPTS[0], params[0]))
+    for answer in first.outputs:
+        pieces = [each for part in parts for each in part.outputs if each.index == answer.index]
+        streamed = sum((piece.logprobs for piece in pieces), [])
+        assert [list(found) for found in streamed] == [list(found) for found in answer.logprobs]
+        values = [[each.logprob for found in told for each in found.values()] for told in (streamed, answer.logprobs)]
+        np.testing.assert_allclose(*values, atol=1e-4)
+        assert pieces[-1].cumulative_logprob == pytest.approx(answer.cumulative_logprob)
+
+
+def test_logprobs_end_with_the_answer(llm, free):
+    """A stop string ends an answer within what is made at a time."""
+    stop = llm.get_tokenizer().decode(free[0])[5:7]
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12, stop=stop, logprobs=1))
+    answer = output.outputs[0]
+    assert len(answer.logprobs) == len(answer.token_ids) < 12
+    assert all(list(found) == [token] for found, token in zip(answer.logprobs, answer.token_ids, strict=True)), "greedy"
+
+
+def test_min_tokens(llm, free):
+    """End tokens are not chosen before, stop strings not looked for; a token that is no end token is free."""
+    tokens = free[0]
+    greedy = dict(temperature=0, max_tokens=12, ignore_eos=True)
+    (early,) = llm.generate(PROMPTS[0], SamplingParams(**greedy, stop_token_ids=[tokens[1]]))
+    assert early.outputs[0].token_ids == tokens[: tokens.index(tokens[1]) + 1]
+    (late,) = llm.generate(PROMPTS[0], SamplingParams(**greedy, stop_token_ids=[tokens[1]], min_tokens=5))
+    made = late.outputs[0].token_ids
+    assert len(made) > 5 and tokens[1] not in made[:5] and made[:1] == tokens[:1]
+    text = llm.get_tokenizer().decode(tokens)
+    for least, wanted in ((0, text[: text.index(text[1])]), (12, text)):
+        (output,) = llm.generate(PROMPTS[0], SamplingParams(**greedy, stop=text[1], min_tokens=least))
+        assert output.outputs[0].text == wanted
+
+
+def test_streams_that_are_left(llm):
+    """One that is closed early leaves the model free for others."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    stream = llm.stream(PROMPTS[0], params)
+    first = next(stream)
+    stream.close()
+    assert llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids[:1] == first.outputs[0].token_ids
 
 
 @pytest.mark.parametrize(
@@ -288,7 +424,7 @@ def test_arguments_that_change_nothing_are_taken(text_dir, llm):
         ("a", [GREEDY, GREEDY], {}, ValueError, "2 entries, expected one for each of 1 prompts"),
         ("a", {"temperature": 0}, {}, TypeError, "sampling_params: expected SamplingParams"),
         ("a", GREEDY, {"lora_request": 1}, TypeError, "LLM.generate: lora_request=1 is not built"),
-        ("a", GREEDY, {"use_tqdm": True}, TypeError, "use_tqdm=True is not built"),
+        ("a", GREEDY, {"use_tqdm": "yes"}, TypeError, "use_tqdm='yes'"),
         ("", GREEDY, {}, ValueError, "prompt 0 is empty after tokenization"),
         (["a", []], GREEDY, {}, ValueError, "prompt 1 is empty"),
         (["a", [VOCAB]], GREEDY, {}, ValueError, f"prompt 1 has the token {VOCAB}, expected 0 to {VOCAB - 1}"),
@@ -314,8 +450,10 @@ def unannotated(**options):
 
 
 def test_sampling_params_that_are_not_built():
-    for name in ("logprobs", "min_tokens", "bad_words", "structured_outputs", "detokenize", "prompt_logprobs"):
-        refuses(TypeError, f"SamplingParams: {name} is not built", SamplingParams, **{name: 1})
+    for name in ("bad_words", "structured_outputs", "detokenize", "flat_logprobs", "best_of", "output_kind"):
+        refuses(TypeError, f"SamplingParams: {name}=5 is not built", SamplingParams, **{name: 5})
+    refuses(ValueError, "min_tokens=5 is more than max_tokens=4", SamplingParams, min_tokens=5, max_tokens=4)
+    refuses(ValueError, "logprobs=-2", SamplingParams, logprobs=-2)
     refuses(TypeError, "temprature", SamplingParams, temprature=1)
     for options, words in (({"n": 0}, "n=0"), ({"stop": [""]}, "an empty text"), ({"seed": 2**32}, "seed=4294967296")):
         refuses(ValueError, words, SamplingParams, **options)
@@ -325,16 +463,26 @@ def test_sampling_params_that_are_not_built():
 
 
 def test_texts_need_an_llm(llm):
-    for options in ({"n": 2}, {"stop": "a"}, {"include_stop_str_in_output": True}, {"skip_special_tokens": False}):
+    for options in (
+        {"n": 2},
+        {"logprobs": 1},
+        {"stop": "a"},
+        {"include_stop_str_in_output": True},
+        {"skip_special_tokens": False},
+    ):
         params = SamplingParams(seed=0, **options)
         refuses(ValueError, "use moe_jax.LLM", generate, llm.model, [[1]], max_new_tokens=1, sampling_params=params)
 
 
 def test_outputs_say_what_they_lack(llm):
     (output,) = llm.generate("a", GREEDY)
-    refuses(AttributeError, "cumulative_logprob.*not built", lambda: output.outputs[0].cumulative_logprob)
-    refuses(AttributeError, "prompt_logprobs.*not built", lambda: output.prompt_logprobs)
     assert not hasattr(output, "metrics")
+    refuses(
+        AttributeError,
+        "LLM has no attribute 'beam_search': vLLM's class has it, it is not built",
+        lambda: llm.beam_search,
+    )
+    refuses(AttributeError, "LLM has no attribute 'generat'$", lambda: llm.generat)
 
 
 def test_what_is_missing_is_named(text_dir, tmp_path, monkeypatch, llm):

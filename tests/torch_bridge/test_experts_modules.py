@@ -49,9 +49,17 @@ def registered():
         ALL_EXPERTS_FUNCTIONS._global_mapping.pop(name)
 
 
-def make(folder, file, name):
+class KernelConfig(AnyConfig):
+    """Sizes that the Hopper kernels take."""
+
+    def __getattr__(self, name):
+        found = super().__getattr__(name)
+        return 8 if found == E else 256
+
+
+def make(folder, file, name, config=AnyConfig):
     torch.manual_seed(0)
-    module = getattr(importlib.import_module(f"transformers.models.{folder}.{file}"), name)(AnyConfig())
+    module = getattr(importlib.import_module(f"transformers.models.{folder}.{file}"), name)(config())
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter.data, std=0.4)
     return module.requires_grad_(False)
@@ -181,15 +189,68 @@ def test_a_whole_model(tmp_path):
         torch.testing.assert_close(read(tmp_path / "b")(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts"])
+@pytest.mark.parametrize("quantize, most", [(None, 0.02), ("fp8_channel", 0.1)])
+def test_on_torchs_stream(name, quantize, most):
+    """Rows beside the module's own in float32, also behind work that is queued; a CUDA graph replays other inputs."""
+    torch_bridge.register_experts("moe_jax_gpu", quantize=quantize)
+    found = next(found for found in CLASSES if found[2] == name)
+    exact, module = (make(*found, KernelConfig) for _ in range(2))
+    for parameter in module.parameters():
+        parameter.data *= 0.1  # of make's spread: what passes keeps its size
+        parameter.data = parameter.data.to("cuda", torch.bfloat16)
+    for own, parameter in zip(exact.parameters(), module.parameters(), strict=True):
+        own.data = parameter.data.float()
+
+    def inputs(seed):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(16, 256, generator=generator).to("cuda", torch.bfloat16)
+        weights, ids = torch.rand(16, 8, generator=generator).to("cuda").topk(K)
+        return x, ids, weights.bfloat16()
+
+    def check(y, x, ids, weights):
+        expected = run(exact, "eager", x.float(), ids, weights.float())
+        assert ((y.float() - expected).norm(dim=1) / expected.norm(dim=1)).max() < most
+
+    given = inputs(1)
+    check(run(module, "moe_jax_gpu", *given), *given)
+    late = [torch.zeros_like(tensor) for tensor in given]
+    torch.cuda._sleep(100_000_000)
+    for target, source in zip(late, inputs(2), strict=True):
+        target.copy_(source)
+    check(run(module, "moe_jax_gpu", *late), *inputs(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(module, "moe_jax_gpu", *late)
+    for target, source in zip(late, inputs(3), strict=True):
+        target.copy_(source)
+    graph.replay()
+    check(out, *inputs(3))
+
+
 def test_refusals(monkeypatch):
     with pytest.raises(ValueError, match="unknown scheme 'fp9'"):
         torch_bridge.register_experts(quantize="fp9")
     module = make("mixtral", "modeling_mixtral", "MixtralExperts").to("meta")
     with pytest.raises(ValueError, match="MixtralExperts is on the meta device"):
         run(module, "moe_jax", *call())
-    monkeypatch.delattr(transformers.integrations.moe, "ALL_EXPERTS_FUNCTIONS")
-    with pytest.raises(ImportError, match="install transformers 5"):
+    monkeypatch.setattr(transformers.integrations.moe, "use_experts_implementation", lambda cls, *, has_bias=False: cls)
+    with pytest.raises(
+        ImportError, match="does not say whether rows of gate and up alternate; install transformers 5.7"
+    ):
         torch_bridge.register_experts()
+    monkeypatch.delattr(transformers.integrations.moe, "ALL_EXPERTS_FUNCTIONS")
+    with pytest.raises(ImportError, match="no table of experts implementations; install transformers 5.7"):
+        torch_bridge.register_experts()
+
+
+def test_a_transformers_that_knows_no_norm_of_experts():
+    """5.7 to 5.17 mark no module with has_post_expert_norm."""
+    module = make("mixtral", "modeling_mixtral", "MixtralExperts")
+    del module.has_post_expert_norm
+    expected = run(module, "eager", *call())
+    torch.testing.assert_close(run(module, "moe_jax", *call()), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_activations_are_told_apart():

@@ -22,7 +22,8 @@ from torch_bridge.launch._evaluate import struct_of
 from torch_bridge.launch._gpu import Gpu
 from torch_bridge.launch._kernels import CaptureError
 from torch_bridge.launch._launch import Launches
-from torch_bridge.launch._programs import PROGRAMS, struct
+from torch_bridge.launch._programs import PROGRAMS, Job, struct
+from torch_bridge.launch._tracers import make_all
 
 Entry = Literal["experts", "layer"]
 _MOST_CAPTURED = 1024  # tokens: a first call of so many may come right before a graph is captured
@@ -83,6 +84,8 @@ class KernelExperts:
     ) -> None:
         """Make the kernels of calls ahead. What is new is traced, kept on disk and compiled in the background.
 
+        Many new programs are traced by several processes.
+
         Programs are shared by the layers of one configuration. Other numbers of tokens than these are made at their
         first call.
 
@@ -98,8 +101,8 @@ class KernelExperts:
         exact, padded = set(tokens), set(buckets)
         wanted = [(count, False) for count in exact]
         wanted += [(count, True) for count in padded if entry == "layer" or count not in exact]
-        for count, has_mask in sorted(wanted, reverse=True):
-            name, is_new = self._make(entry, count, dtype, has_bias, has_mask=has_mask)
+        jobs = [self._job(entry, count, dtype, has_bias, has_mask) for count, has_mask in sorted(wanted, reverse=True)]
+        for name, is_new in make_all(PROGRAMS, jobs):
             if self.device.type == "cuda":
                 PROGRAMS.compile(name, self.device)
             if progress is not None:
@@ -162,17 +165,17 @@ class KernelExperts:
         place = bisect.bisect_left(self._buckets, count)
         return self._buckets[place] if place < len(self._buckets) else bucket(count)
 
-    def _make(self, entry: Entry, count: int, dtype: Any, has_bias: bool, *, has_mask: bool) -> tuple[str, bool]:
+    def _job(self, entry: Entry, count: int, dtype: Any, has_bias: bool, has_mask: bool) -> Job:
         config = self.config
         x = struct((count, config.hidden_size), config.dtype)
         slots = (count, config.top_k)
         if entry == "experts":
             args: tuple[Any, ...] = x, struct(slots, jnp.float32), struct(slots, jnp.int32)
-            return PROGRAMS.make(_Experts(_shared(config)), args, self._structs, self.gpu)
+            return _Experts(_shared(config)), args, self._structs, self.gpu
         bias = struct((config.num_experts,), jnp.float32) if has_bias else None
         mask = struct((count,), jnp.bool_) if has_mask else None
         args = x, struct((count, config.num_experts), dtype), bias, mask
-        return PROGRAMS.make(_Moe(_shared(config)), args, self._structs, self.gpu)
+        return _Moe(_shared(config)), args, self._structs, self.gpu
 
     def _run(self, entry: Entry, arguments: tuple[Any, ...]) -> torch.Tensor:
         count, dtype = arguments[0].shape[0], arguments[1].dtype
@@ -190,7 +193,7 @@ class KernelExperts:
             has_bias, has_mask = (argument is not None for argument in arguments[2:])
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise CaptureError(f"a CUDA graph is being captured before a call with {count} tokens has run")
-        name, _ = self._make(entry, count, dtype, has_bias, has_mask=has_mask)
+        name, _ = PROGRAMS.make(*self._job(entry, count, dtype, has_bias, has_mask))
         if count <= _MOST_CAPTURED:
             PROGRAMS.wait()
         return PROGRAMS.ready(name, self.device).load(self.device, (self.weights,))

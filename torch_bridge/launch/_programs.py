@@ -15,6 +15,7 @@ from torch_bridge.launch._gpu import Gpu
 from torch_bridge.launch._kernels import Kernel, KernelProgram
 
 _MOST_THREADS = 16
+Job = tuple[Callable[..., Any], Sequence[Any], Any, Gpu]  # arguments of ``Programs.make``
 
 
 class Programs:
@@ -42,6 +43,11 @@ class Programs:
                 _stored.save(name, program)
             self._made[name] = program
             return name, is_new
+
+    def is_known(self, function: Callable[..., Any], args: Sequence[Any], bound: Any, gpu: Gpu) -> bool:
+        """Whether ``make`` finds the program in this process or on disk."""
+        name = _stored.name_of(function, (tuple(args), bound), gpu)
+        return name in self._made or _stored.is_there(name)
 
     def __getitem__(self, name: str) -> KernelProgram:
         return self._made[name]

@@ -57,6 +57,24 @@ def load(name: str) -> KernelProgram | None:
         return None
 
 
+def is_there(name: str) -> bool:
+    """Whether there is a file of a name, whole or not."""
+    folder = directory()
+    return folder is not None and (folder / name).is_file()
+
+
+def can_save() -> bool:
+    """Whether programs can be kept."""
+    folder = directory()
+    if folder is None:
+        return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
 def save(name: str, program: KernelProgram) -> None:
     """Keep a program of one result. A folder that cannot be written to is left alone: the program is there anyway."""
     folder = directory()

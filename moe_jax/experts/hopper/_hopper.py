@@ -16,9 +16,9 @@ from moe_jax.experts._backend import Backend, LayerArguments, MatrixProblem, Pro
 from moe_jax.experts.hopper import _kernel_layout, _matrix
 from moe_jax.experts.hopper._experts import forward, forward_arrived, forward_layer, router_arguments
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, is_kernel_layout, kernel_format, kernel_operand
-from moe_jax.experts.hopper._plan import Plan, describe_products, make_plan
+from moe_jax.experts.hopper._plan import Plan, describe_products, layer_key, make_plan
 from moe_jax.experts.hopper._rows import kind_of, kind_of_tokens, rounded_by_xla, row_kind
-from moe_jax.quantization import ExpertWeights, QuantizedMatrix, QuantizedTensor
+from moe_jax.quantization import ExpertWeights, QuantizedMatrix, QuantizedTensor, method_for
 from moe_jax.routing import Routing, RoutingParams
 from pallas_kernels.common import WeightLayout
 from pallas_kernels.common.device import hopper_sms
@@ -30,6 +30,7 @@ from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc
 from pallas_kernels.quantize_and_permute import config_error as permute_error
 from pallas_kernels.route import route as route_by_kernel
 from pallas_kernels.route.config import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
+from pallas_kernels.tuning.layer import AnyKey
 
 _16_BIT = ("bfloat16", "float16")
 
@@ -129,6 +130,14 @@ class Hopper(Backend):
             return 1
         element = config.dtype if scheme.weights is None else scheme.weights.storage
         return ROW_BYTES // jnp.dtype(element).itemsize
+
+    def tuning_key(self, config: MoEConfig) -> AnyKey:
+        weights = method_for(config.scheme).abstract_weights(config)
+        if self.layout_refusal(weights, config) is None:
+            weights = jax.eval_shape(functools.partial(self.kernel_layout, config=config), weights)
+        if reason := self.refusal(Problem(config, weights, 1, "gpu")):
+            raise NotImplementedError(reason)
+        return layer_key(config, weights)
 
     def routing_refusal(
         self, config: MoEConfig, weights: ExpertWeights, params: RoutingParams | None, *, has_mask: bool

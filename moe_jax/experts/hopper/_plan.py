@@ -13,7 +13,7 @@ from moe_jax.experts.hopper._rows import kind_of_tokens, row_kind
 from moe_jax.quantization import ExpertWeights
 from pallas_kernels import grouped_gemm as plain_gemm
 from pallas_kernels.align import row_capacity
-from pallas_kernels.common.device import device_kind, hopper_sms
+from pallas_kernels.common.device import hopper_gpu, hopper_sms
 from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.grouped_gemm import packed as packed_gemm
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
@@ -82,7 +82,7 @@ def make_plan(
             requantize = str(row_kind(weights.scheme)).removeprefix("e4m3_")
         return Plan(block_m, (first, second), configs, source, requantize, kind is not None, kind or "none")
 
-    entry = table_for(device_kind()).lookup(key, planned) if kernels == "hopper" else None
+    entry = table_for(hopper_gpu()).lookup(key, planned) if kernels == "hopper" else None
     source = "by the heuristic"
     if entry is not None and not entry.reaches(planned):
         source += f", since the nearest measurement is for {entry.tokens} tokens"
@@ -228,4 +228,4 @@ def _fitting(key: LayerKey | PackedLayerKey, desc: AnyDesc, config: AnyConfig) -
 
 
 def _in_words(entry: Entry) -> str:
-    return f"measured for {entry.tokens} tokens" + ("" if entry.source is None else f" {entry.source}")
+    return " ".join(filter(None, (f"measured for {entry.tokens} tokens", entry.source, entry.where)))

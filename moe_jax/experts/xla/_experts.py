@@ -3,14 +3,17 @@
     align -> quantize x once per token -> for each tile in use: gather its rows, GEMM 1 + bias, activation, requantize,
     GEMM 2 + bias -> combine over k in float32
 
-Nothing in the trace is repeated per expert, and memory grows with the rows; hidden activations exist for one tile at a
-time. The exception is a dynamic per-tensor activation scale, the maximum over all rows of the call: there the loop runs
-twice, and the hidden rows are kept in between.
+On a GPU many experts take these steps at once (``_batches``), since every launch of a tile would wait for the last one.
+
+Nothing in the trace is repeated per expert, and memory grows with the rows; hidden activations exist for one tile, or
+one batch, at a time. The exception is a dynamic per-tensor activation scale, the maximum over all rows of the call:
+there the loop runs twice, and the hidden rows are kept in between.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,14 +29,17 @@ from moe_jax.experts._backend import Backend, MatrixProblem, Problem
 from moe_jax.experts._gradient import vary_together
 from moe_jax.experts._low_rank import adapter_dtype, low_rank_product, with_rows_chosen
 from moe_jax.experts.xla._align import Alignment, align
+from moe_jax.experts.xla._batches import Batches, in_batches, plan_batches
 from moe_jax.experts.xla._grouped_gemm import (
     Product,
     for_each_tile,
+    plan_gpu_product,
     plan_product,
     quantize_rows,
     slice_rows,
     store_rows,
     tile_gemm,
+    without_dot,
 )
 from moe_jax.quantization import (
     ExpertWeights,
@@ -62,9 +68,10 @@ class Xla(Backend):
         return None
 
     def describe(self, problem: Problem) -> list[str]:
-        plan = plan_tiles(problem.config, problem.weights.scheme, problem.num_tokens, problem.config.top_k)
+        config = problem.config
+        plan = plan_call(config, problem.weights.scheme, problem.num_tokens, config.top_k, problem.platform)
         passes = "two passes over the rows" if plan.has_shared_scale else "one pass over the rows"
-        return [f"tiles of {plan.tile} rows, {passes}", f"products: {plan.product}"]
+        return [f"{plan.batches or f'tiles of {plan.tile} rows'}, {passes}", f"products: {plan.product}"]
 
     def run(
         self,
@@ -76,10 +83,9 @@ class Xla(Backend):
         out_dtype: DTypeLike = jnp.float32,
     ) -> Float[Array, "T H"]:
         x, topk_weights, topk_ids, weights = vary_together((x, topk_weights, topk_ids, weights))
-        plan = plan_tiles(config, weights.scheme, *topk_ids.shape)
-        alignment = align(topk_ids, weights.num_experts, plan.tile)
-        rows = _expert_rows(plan, x, weights, alignment)
-        y = jnp.sum(_rows_of_tokens(rows, alignment) * topk_weights[..., None], axis=1)
+        num_tokens, top_k = topk_ids.shape
+        plan = plan_call(config, weights.scheme, num_tokens, top_k, jax.default_backend())
+        y = jnp.sum(_expert_rows(plan, x, weights, topk_ids) * topk_weights[..., None], axis=1)
         return y.astype(out_dtype)
 
     def matrix_refusal(self, problem: MatrixProblem) -> str | None:
@@ -87,7 +93,8 @@ class Xla(Backend):
 
     def multiply(self, x: Array, matrix: QuantizedMatrix, bias: Array | None, out_dtype: DTypeLike) -> Array:
         fmt, tensor = matrix.scheme.activations, matrix.tensor
-        product = plan_product(matrix.scheme.weights, fmt, x.dtype)
+        plan = plan_gpu_product if jax.default_backend() == "gpu" else plan_product
+        product = plan(matrix.scheme.weights, fmt, x.dtype)
         if (
             fmt is None and not product.scales_after and x.dtype.itemsize == 2
         ):  # like a weight that is held in x's dtype
@@ -98,13 +105,19 @@ class Xla(Backend):
 
 
 @dataclasses.dataclass(frozen=True)
-class TilePlan:
-    """What is static about one call. tile: rows of a tile. product: of both GEMMs."""
+class CallPlan:
+    """What is static about one call.
+
+    tile: rows of a tile; of the backward pass, and of the forward pass without ``batches``.
+    product: of both GEMMs.
+    batches: how the forward pass runs many experts at once, or None.
+    """
 
     config: MoEConfig
     scheme: Scheme
     tile: int
     product: Product
+    batches: Batches | None
 
     @property
     def has_shared_scale(self) -> bool:
@@ -113,13 +126,17 @@ class TilePlan:
         return fmt is not None and fmt.dynamic and fmt.strategy is Strategy.TENSOR
 
 
-def plan_tiles(config: MoEConfig, scheme: Scheme, num_tokens: Size, top_k: int) -> TilePlan:
-    return TilePlan(
-        config,
-        scheme,
-        choose_tile(config.planned_tokens(num_tokens), top_k, config.num_experts),
-        plan_product(scheme.weights, scheme.activations, config.dtype),
-    )
+def plan_call(config: MoEConfig, scheme: Scheme, num_tokens: Size, top_k: int, platform: str) -> CallPlan:
+    """platform: "cpu" or "gpu", as ``Problem`` has it."""
+    tile = choose_tile(config.planned_tokens(num_tokens), top_k, config.num_experts)
+    exact = plan_product(scheme.weights, scheme.activations, config.dtype)
+    if platform != "gpu":
+        return CallPlan(config, scheme, tile, exact, None)
+    product = plan_gpu_product(scheme.weights, scheme.activations, config.dtype)
+    batches = plan_batches(config, scheme, num_tokens, top_k, jnp.dtype(product.operand_dtype).itemsize)
+    if batches is not None and batches.kind == "pairs":
+        product = without_dot(exact)
+    return CallPlan(config, scheme, tile, product, batches)
 
 
 def choose_tile(num_tokens: Size, top_k: int, num_experts: int) -> int:
@@ -136,23 +153,22 @@ def choose_tile(num_tokens: Size, top_k: int, num_experts: int) -> int:
 
 # Compiled by itself outside ``jax.jit``, where the loop would otherwise be compiled anew by every call and kept.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _forward(plan: TilePlan, x: Array, weights: ExpertWeights, alignment: Alignment) -> Array:
-    """Both products for every grouped row: x (T, H) -> (Mp, H) float32. Gaps hold anything finite inputs can give."""
-    stacked = _without_input_scales(weights)
+def _forward(plan: CallPlan, x: Array, weights: ExpertWeights, topk_ids: Array) -> Array:
+    """Both products for every pair of a token and an expert: x (T, H) -> (T, top_k, H) float32, zeros for a pair that
+    is not routed.
+    """
     fmt = plan.scheme.activations
     hidden_axes = plan.config.scale_axes(fmt, is_hidden=True)
     operand, row_scale = quantize_rows(
         x, plan.product, fmt, weights.w13.input_scale, plan.config.scale_axes(fmt, is_hidden=False)
     )
-    # Gaps read the last token: what they hold is never looked at, and plain indices keep the gather cheap.
-    row_token = jnp.minimum(alignment.row_token, x.shape[0] - 1)
-    if row_scale is not None and row_scale.ndim:
-        row_scale = row_scale[row_token]
+    traverse = _in_tiles if plan.batches is None else _in_batches
 
-    def hidden_tile(start, expert_weights):
-        tokens = slice_rows(row_token, start, plan.tile)
+    def hidden_rows(tokens, expert_weights):
         rows = operand.at[tokens].get(mode="promise_in_bounds")
-        scale = row_scale if row_scale is None or row_scale.ndim == 0 else slice_rows(row_scale, start, plan.tile)
+        scale = row_scale
+        if row_scale is not None and row_scale.ndim:
+            scale = row_scale.at[tokens].get(mode="promise_in_bounds")
         h = tile_gemm(rows, scale, expert_weights.w13, expert_weights.w13_bias, plan.product)
         if expert_weights.w13_lora is not None:
             own = x.at[tokens].get(mode="promise_in_bounds")
@@ -161,36 +177,75 @@ def _forward(plan: TilePlan, x: Array, weights: ExpertWeights, alignment: Alignm
             )
         return apply_activation(h, plan.config)
 
-    def output_tile(h, operand, scale, expert_weights, start):
+    def output_rows(h, operand, scale, expert_weights, tokens):
         y = tile_gemm(operand, scale, expert_weights.w2, expert_weights.w2_bias, plan.product)
         if expert_weights.w2_lora is None:
             return y
-        lora = _of_rows(expert_weights.w2_lora, weights.w2_lora, slice_rows(row_token, start, plan.tile))
+        lora = _of_rows(expert_weights.w2_lora, weights.w2_lora, tokens)
         return y + low_rank_product(h, lora, adapter_dtype(plan.config.dtype))
 
-    def through_both(out, start, expert, expert_weights):
-        h = hidden_tile(start, expert_weights)
+    def through_both(tokens, take, expert_weights):
+        h = hidden_rows(tokens, expert_weights)
         codes, scale = quantize_rows(h, plan.product, fmt, weights.w2.input_scale, hidden_axes)
-        return store_rows(out, output_tile(h, codes, scale, expert_weights, start), start)
+        return output_rows(h, codes, scale, expert_weights, tokens)
 
-    def through_first(out, start, expert, expert_weights):
-        is_gap = slice_rows(alignment.row_token, start, plan.tile) == x.shape[0]
-        h = jnp.where(is_gap[:, None], 0.0, hidden_tile(start, expert_weights))  # gaps must not raise the common scale
-        return store_rows(out, h, start)
+    def through_first(tokens, take, expert_weights):
+        return hidden_rows(tokens, expert_weights)
 
-    def through_second(out, start, expert, expert_weights):
-        h, codes = (slice_rows(rows, start, plan.tile) for rows in (hidden, hidden_codes))
-        return store_rows(out, output_tile(h, codes, hidden_scale, expert_weights, start), start)
+    def through_second(tokens, take, expert_weights):
+        return output_rows(take(hidden), take(hidden_codes), hidden_scale, expert_weights, tokens)
 
-    def loop(body, width):
-        out = jnp.zeros_like(x, jnp.float32, shape=(alignment.row_token.shape[0], width))
-        return for_each_tile(body, out, alignment, plan.tile, stacked)
+    def run(body, width, of_pairs):
+        return traverse(plan, body, x, _without_input_scales(weights), topk_ids, width, of_pairs)
 
     if not plan.has_shared_scale:
-        return loop(through_both, x.shape[1])
-    hidden = loop(through_first, weights.intermediate_size)
+        return run(through_both, x.shape[1], True)
+    hidden = run(through_first, weights.intermediate_size, False)
     hidden_codes, hidden_scale = quantize_rows(hidden, plan.product, fmt, None, hidden_axes)
-    return loop(through_second, x.shape[1])
+    return run(through_second, x.shape[1], True)
+
+
+# (tokens (R,) of one expert, take, its weights) -> (R, width) float32. take: of an earlier result of the same traversal
+# (rows, width) those of these tokens.
+_Body = Callable[[Array, Callable[[Array], Array], Any], Array]
+
+
+def _in_tiles(
+    plan: CallPlan, body: _Body, x: Array, stacked: Any, topk_ids: Array, width: int, of_pairs: bool
+) -> Array:
+    """``body`` for one tile after another. Returns (T, top_k, width) where ``of_pairs``, else the grouped rows
+    (Mp, width), whose gaps are zeros: they must not raise a common scale.
+    """
+    alignment = align(topk_ids, stacked.num_experts, plan.tile)
+    # Gaps read the last token: what they hold is never looked at, and plain indices keep the gather cheap.
+    row_token = jnp.minimum(alignment.row_token, x.shape[0] - 1)
+
+    def step(out, start, expert, expert_weights):
+        take = functools.partial(slice_rows, start=start, size=plan.tile)
+        rows = body(take(row_token), take, expert_weights)
+        if not of_pairs:
+            rows = jnp.where((take(alignment.row_token) == x.shape[0])[:, None], 0.0, rows)
+        return store_rows(out, rows, start)
+
+    out = jnp.zeros_like(x, jnp.float32, shape=(alignment.row_token.shape[0], width))
+    rows = for_each_tile(step, out, alignment, plan.tile, stacked)
+    return _rows_of_tokens(rows, alignment) if of_pairs else rows
+
+
+def _in_batches(
+    plan: CallPlan, body: _Body, x: Array, stacked: Any, topk_ids: Array, width: int, of_pairs: bool
+) -> Array:
+    """``body`` for many experts at once. Returns (T, top_k, width) where ``of_pairs``, else (T * top_k, width)."""
+    assert plan.batches is not None
+    top_k = topk_ids.shape[1]
+
+    def of_indices(pairs, expert_weights):
+        take = functools.partial(lambda pairs, values: values.at[pairs].get(mode="promise_in_bounds"), pairs)
+        return body(pairs // top_k, take, expert_weights)
+
+    out = jnp.zeros_like(x, jnp.float32, shape=(topk_ids.size, width))
+    rows = in_batches(plan.batches, of_indices, out, topk_ids, stacked)
+    return rows.reshape(*topk_ids.shape, width) if of_pairs else rows
 
 
 @jax.tree_util.register_static
@@ -201,11 +256,11 @@ class _Wanted:
     leaves: tuple[int, ...]
 
 
-def _save_for_backward(plan, x, weights, alignment):
+def _save_for_backward(plan, x, weights, topk_ids):
     perturbed = [leaf.perturbed for leaf in jax.tree.leaves(_without_input_scales(weights))]
-    x, weights, alignment = jax.tree.map(lambda leaf: leaf.value, (x, weights, alignment))
+    x, weights, topk_ids = jax.tree.map(lambda leaf: leaf.value, (x, weights, topk_ids))
     wanted = _Wanted(tuple(i for i, is_perturbed in enumerate(perturbed) if is_perturbed))
-    return _forward(plan, x, weights, alignment), (x, weights, alignment, wanted)
+    return _forward(plan, x, weights, topk_ids), (x, weights, topk_ids, wanted)
 
 
 def _backward(plan, residuals, out_bar):
@@ -213,12 +268,16 @@ def _backward(plan, residuals, out_bar):
 
     Rounding of activations passes gradients straight through, as ``fake_quantize`` defines it.
     """
-    x, weights, alignment, wanted = residuals
+    x, weights, topk_ids, wanted = residuals
+    alignment = align(topk_ids, weights.num_experts, plan.tile)
     stacked = _without_input_scales(weights)
     leaves, treedef = jax.tree.flatten(stacked)
     fmt = plan.scheme.activations
     if isinstance(out_bar, SymbolicZero):
         out_bar = jnp.zeros(out_bar.shape, jnp.float32)
+    grouped = jnp.zeros_like(out_bar, shape=(alignment.row_token.shape[0], x.shape[1]))
+    row_of = jnp.where(alignment.row_of < 0, grouped.shape[0], alignment.row_of)
+    out_bar = grouped.at[row_of].set(out_bar, mode="drop")
 
     def quantized(values, input_scale):
         axes = plan.config.scale_axes(fmt, is_hidden=False)

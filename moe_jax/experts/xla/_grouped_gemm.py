@@ -1,8 +1,8 @@
 """Grouped GEMM in plain JAX: one tile of rows after another, each against the weights of its expert.
 
-The pieces are ``plan_product`` (how one product of a format is computed), ``quantize_rows`` (the left operand, once per
-token), ``tile_gemm`` (one tile against one expert) and ``for_each_tile`` (the loop). Which products make up a layer,
-and the layer's gradient, is the business of ``_experts``.
+The pieces are ``plan_product`` and ``plan_gpu_product`` (how one product of a format is computed), ``quantize_rows``
+(the left operand, once per token), ``tile_gemm`` (one tile against one expert) and ``for_each_tile`` (the loop). Which
+products make up a layer, and the layer's gradient, is the business of ``_experts``.
 """
 
 import dataclasses
@@ -33,15 +33,19 @@ class Product:
 
     operand_dtype: of both operands of the dot. accumulator_dtype: of its result. scales_after: the operands are stored
     codes, exact in operand_dtype, and scales multiply the accumulated sum; otherwise both operands are real values.
+    reduces: products are multiplied and summed value by value in accumulator_dtype, which XLA fuses with what makes the
+    matrix; no dot.
     """
 
     operand_dtype: Dtype
     accumulator_dtype: Dtype
     scales_after: bool
+    reduces: bool = False
 
     def __str__(self) -> str:
         operands = "codes" if self.scales_after else "values"
-        return f"{operands} in {jnp.dtype(self.operand_dtype)}, sums in {jnp.dtype(self.accumulator_dtype)}"
+        fused = ", fused with what reads the weights" if self.reduces else ""
+        return f"{operands} in {jnp.dtype(self.operand_dtype)}, sums in {jnp.dtype(self.accumulator_dtype)}{fused}"
 
 
 def plan_product(weights: QuantFormat | None, activations: QuantFormat | None, dtype: Dtype) -> Product:
@@ -62,6 +66,30 @@ def plan_product(weights: QuantFormat | None, activations: QuantFormat | None, d
         is_byte = weights.symmetric and activations.symmetric  # a code less its zero point takes nine bits
         return Product(jnp.int8 if is_byte else jnp.int16, jnp.int32, scales_after=True)
     return Product(jnp.bfloat16, jnp.float32, scales_after=True)
+
+
+def plan_gpu_product(weights: QuantFormat | None, activations: QuantFormat | None, dtype: Dtype) -> Product:
+    """``plan_product`` for tensor cores: in layers of 16 bits no operand is float32, nor an integer.
+
+    Values of blocks and groups are rounded once to ``dtype`` (power-of-two scales are exact in bfloat16). Integers are
+    exact in bfloat16, and their sums rounded as float32 is. float16 layers with quantized activations are left in
+    float32 where scales vary along the sum: their hidden values may be too large for float16.
+    """
+    product = plan_product(weights, activations, dtype)
+    dtype = jnp.dtype(dtype)
+    if dtype.itemsize != 2:
+        return product
+    if product.accumulator_dtype == jnp.int32:
+        return Product(jnp.bfloat16, jnp.float32, scales_after=True)
+    if product.operand_dtype == jnp.float32 and (activations is None or dtype == jnp.bfloat16):
+        return dataclasses.replace(product, operand_dtype=dtype)
+    return product
+
+
+def without_dot(product: Product) -> Product:
+    """The same product value by value: operands of float sums are float32, since nothing stores them."""
+    operand = product.operand_dtype if product.accumulator_dtype == jnp.int32 else jnp.float32
+    return dataclasses.replace(product, operand_dtype=operand, reduces=True)
 
 
 def quantize_rows(
@@ -97,7 +125,11 @@ def tile_gemm(
     else:
         matrix = dequantize_tensor(weight, product.operand_dtype)
     lead_and_n, k = matrix.shape[:-1], matrix.shape[-1]
-    if product.accumulator_dtype == jnp.int32:
+    if product.reduces:
+        wide = (rows.reshape(-1, *(1,) * len(lead_and_n), k), matrix)
+        left, right = (values.astype(product.accumulator_dtype) for values in wide)
+        out = jnp.sum(left * right, axis=-1)
+    elif product.accumulator_dtype == jnp.int32:
         out = dot_of_integers(rows, matrix.reshape(-1, k))
     else:
         out = lax.dot_general(

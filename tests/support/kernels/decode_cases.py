@@ -7,6 +7,7 @@ from typing import Any
 from pallas_kernels.decode_attention.combine_sm90 import combine_sm90
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, choose_config, config_error
 from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
+from pallas_kernels.decode_attention.latents_sm90 import latents_sm90
 from tests.support.kernels.case import Case, Shape
 
 SMS = 132
@@ -39,7 +40,8 @@ def decode_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
         shapes += [((desc.num_kv_heads, columns), "float32")] if desc.has_sinks else []
         shapes += [((config.all_tiles(desc) + 1,), "int32")]
     form = f"{desc.width}/{desc.value_width} {desc.dtype} {name}, steps of {config.block_kv}"
-    return Case(f"decode {form}", decode_sm90(desc, config), tuple(shapes), "HGMMA")
+    kernel = decode_sm90 if config.swap_ab else latents_sm90
+    return Case(f"decode {form}", kernel(desc, config), tuple(shapes), "HGMMA")
 
 
 def combine_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
@@ -74,3 +76,7 @@ def decode_cases() -> Iterator[Case]:
         if not desc.has_sinks:  # they are an input of the second launch alone
             yield decode_case(f"latent, {name}, two launches", desc, config)
         yield combine_case(f"latent, {name}", desc, config)
+        rows = DecodeConfig(64, 256, 64, 2, SMS, is_fused=False, swap_ab=False)
+        if name != "many slots":  # spills 112 bytes, outside the loop over steps
+            yield decode_case(f"latent, {name}, queries are rows", desc, rows)
+        yield combine_case(f"latent, {name}, queries are rows", desc, rows)

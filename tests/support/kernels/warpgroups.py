@@ -46,6 +46,9 @@ class Sums:
     def __init__(self, shape: tuple[int, ...]):
         self.value = np.zeros(shape, np.float32)
 
+    def __getitem__(self, index: Any) -> Any:
+        return jnp.asarray(self.value)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         self.value = np.asarray(value)
 
@@ -147,6 +150,12 @@ def stand_ins() -> dict[str, Any]:
     )
     of_mosaic = types.SimpleNamespace(begin=nothing, Accumulator=lambda shape, dtype: shape, WGMMA=None, ROWS=None)
     return dict(lax=of_lax, pl=of_pallas, plgpu=of_mosaic_gpu, mosaic=of_mosaic)
+
+
+def clear_rows(values: Memory, start: Any, end: Any) -> None:
+    """In place of ``pallas_kernels.common.clear_rows_sm90.clear_rows``."""
+    values.array[: max(int(start), 0)] = 0
+    values.array[max(int(end), 0) :] = 0
 
 
 def _fori_loop(first: Any, end: Any, body: Callable[..., Any], carry: Any) -> Any:

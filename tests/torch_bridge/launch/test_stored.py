@@ -1,12 +1,14 @@
 """Programs on disk, and ``KernelExperts`` traced for an H200 that is not here."""
 
+import multiprocessing
+
 import jax
 import pytest
 import torch
 
 from moe_jax import MoEConfig, Scheme
 from torch_bridge._tensors import torch_dtype
-from torch_bridge.launch import KernelExperts, _stored
+from torch_bridge.launch import KernelExperts, _stored, _tracers
 from torch_bridge.launch._gpu import Gpu
 from torch_bridge.launch._kernel_experts import abstract_weights
 from torch_bridge.launch._kernels import Kernel
@@ -71,7 +73,51 @@ def test_names_tell_programs_apart(monkeypatch, tmp_path):
     experts = experts_of("bf16", monkeypatch, tmp_path)
     calls = (("experts", 4, False), ("experts", 8, False), ("layer", 4, False), ("layer", 4, True))
     dtype = experts.config.dtype
-    assert len({experts._make(entry, count, dtype, False, has_mask=mask)[0] for entry, count, mask in calls}) == 4
+    jobs = [experts._job(entry, count, dtype, False, mask) for entry, count, mask in calls]
+    assert len({Programs().make(*job)[0] for job in jobs}) == 4
+
+
+def test_many_programs_are_traced_by_processes(monkeypatch, tmp_path):
+    """Into the same steps as in this process, which then only reads them."""
+    one, several = tmp_path / "one", tmp_path / "several"
+    monkeypatch.setattr(_tracers, "_num_processes", lambda count: 0)
+    experts_of("bf16", monkeypatch, one).prepare([4, 8], entry="layer")
+    monkeypatch.setattr(_tracers, "_num_processes", lambda count: count)
+    monkeypatch.setattr("torch_bridge.launch._programs.KernelProgram", None)  # tracing here would fail
+    made = []
+    experts_of("bf16", monkeypatch, several).prepare([4, 8], entry="layer", progress=made.append)
+    assert made == [True, True]
+    monkeypatch.undo()
+    names = [sorted(path.name for path in (root / "programs").iterdir()) for root in (one, several)]
+    assert names[0] == names[1] and len(names[0]) == 2
+
+    def steps(root, name):  # without the modules, which hold the lines that traced them
+        monkeypatch.setenv("MOE_JAX_CACHE_DIR", str(root))
+        program = _stored.load(name)
+        assert program is not None
+        whats = [(run.results if isinstance(run, Kernel) else run, read, wrote) for run, read, wrote in program.steps]
+        return [*whats, program.parts[3]]
+
+    for name in names[0]:
+        assert steps(one, name) == steps(several, name)
+    assert not multiprocessing.active_children()
+
+
+def test_what_processes_cannot_trace_is_traced_here(monkeypatch, tmp_path):
+    """A process that ends at once, and an executable that is none."""
+    monkeypatch.setattr(_tracers, "_num_processes", lambda count: count)
+    monkeypatch.setattr(_tracers, "_START", "import sys; sys.exit(1)")
+    made = []
+    experts_of("bf16", monkeypatch, tmp_path).prepare([4, 8], progress=made.append)
+    assert made == [True, True] and len(list((tmp_path / "programs").iterdir())) == 2
+
+
+def test_a_daemon_may_have_tracers(monkeypatch, tmp_path):
+    """vLLM's workers are daemons of ``multiprocessing``."""
+    monkeypatch.setattr(_tracers, "_num_processes", lambda count: count)
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    monkeypatch.setattr("torch_bridge.launch._programs.KernelProgram", None)
+    experts_of("bf16", monkeypatch, tmp_path).prepare([4])
 
 
 TRACED = (

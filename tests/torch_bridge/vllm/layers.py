@@ -1,4 +1,4 @@
-"""Layers of each format in real vLLM on one Hopper GPU, with the plugin and without, each beside float32.
+"""Layers of each format in real vLLM on Hopper GPUs, with the plugin and without, each beside float32.
 
     PYTHONPATH=FOLDER_OF_VLLM python -m tests.torch_bridge.vllm.layers [--formats a,b] [--jobs 12]
 
@@ -122,10 +122,12 @@ def main() -> None:
     environment = os.environ | dict(VLLM_PLUGINS="", XLA_PYTHON_CLIENT_PREALLOCATE="false", DO_NOT_TRACK="1")
     command = [sys.executable, "-m", "tests.torch_bridge.vllm.layers", "--tokens", options.tokens]
     parts = [names[index :: options.jobs] for index in range(min(options.jobs, len(names)))]
-    running = [
-        subprocess.Popen([*command, "--formats", ",".join(part), "--port", str(29600 + index)], env=environment)
-        for index, part in enumerate(parts)
-    ]
+    gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines()
+    running = []
+    for index, part in enumerate(parts):
+        own = [*command, "--formats", ",".join(part), "--port", str(29600 + index)]
+        gpu = dict(CUDA_VISIBLE_DEVICES=str(index % len(gpus)))
+        running.append(subprocess.Popen(own, env=environment | gpu))
     sys.exit(max(abs(process.wait()) for process in running))
 
 

@@ -1,0 +1,108 @@
+"""The work items of decode attention on the device: one split of the cache of one tile of queries."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common.types import Ref, Scalar
+from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A split of one tile of columns; fields are int32 of the device.
+
+    Args:
+        row, head: of the batch, and the key head.
+        column: of the key head's, the first one.
+        tile: index among all tiles.
+        index: of its partial sums.
+        start, length, slot: of the row: slots in use, and the slot of the first query.
+        first_step: the first block_kv slots with one in use.
+        num_steps: how many are walked.
+        first_index, num_splits: of the splits of the tile that a query sees; 0 where this is none of them.
+    """
+
+    row: Scalar
+    head: Scalar
+    column: Scalar
+    tile: Scalar
+    index: Scalar
+    start: Scalar
+    length: Scalar
+    slot: Scalar
+    first_step: Scalar
+    num_steps: Scalar
+    first_index: Scalar
+    num_splits: Scalar
+
+
+def seen(desc: DecodeDesc, start: Any, length: Any, slot: Any) -> tuple[Any, Any]:
+    """[first, end) of the slots that any query of a row sees."""
+    first = start if desc.window is None else lax.max(start, slot - (desc.window - 1))
+    return first, lax.min(lax.min(length, slot + desc.num_queries), desc.num_slots)
+
+
+class Items:
+    """Those of one persistent CTA: each num_ctas-th, tiles of one split beside each other."""
+
+    def __init__(
+        self, desc: DecodeDesc, config: DecodeConfig, cta: Scalar, starts: Ref, lengths: Ref, first_slots: Ref
+    ):
+        self._desc, self._config, self._cta = desc, config, cta
+        self._starts, self._lengths, self._first_slots = starts, lengths, first_slots
+        tiles = config.all_tiles(desc)
+        total = tiles * _used_splits(desc, config, starts, lengths, first_slots)
+        self._count = lax.div(total - cta + (config.num_ctas - 1), jnp.int32(config.num_ctas))
+
+    def _item(self, t: Scalar) -> Item:
+        desc, config = self._desc, self._config
+        tiles, splits, block_kv = config.all_tiles(desc), config.num_splits(desc), config.block_kv
+        index = self._cta + t * config.num_ctas
+        split, tile = lax.div(index, jnp.int32(tiles)), lax.rem(index, jnp.int32(tiles))
+        own = jnp.int32(config.num_tiles(desc))
+        pair, column = lax.div(tile, own), pl.multiple_of(lax.rem(tile, own) * config.columns, config.columns)
+        row, head = lax.div(pair, jnp.int32(desc.num_kv_heads)), lax.rem(pair, jnp.int32(desc.num_kv_heads))
+        start, length, slot = self._starts[row], self._lengths[row], self._first_slots[row]
+        first, end = seen(desc, start, length, slot)
+        size = jnp.int32(config.split)
+        is_empty = first >= end
+        begin, used = lax.div(first, size), lax.div(end + (config.split - 1), size) - lax.div(first, size)
+        first, end = lax.max(first, split * size), lax.min(end, (split + 1) * size)
+        first_step = lax.div(first, jnp.int32(block_kv))
+        steps = jnp.where(first < end, lax.div(end + (block_kv - 1), jnp.int32(block_kv)) - first_step, 0)
+        # A tile that sees nothing has one split, without a step: so zeros are stored.
+        used = jnp.where(is_empty, jnp.where(split == 0, 1, 0), jnp.where(steps > 0, used, 0))
+        place = tile * splits
+        slots = (start, length, slot)
+        return Item(row, head, column, tile, place + split, *slots, first_step, steps, place + begin, used)
+
+    def for_each(self, body: Callable[[Item, Scalar, Scalar], None]) -> tuple[Scalar, Scalar]:
+        """body(item, items before it, steps before it) for those that a query sees; the sums of both in the end."""
+
+        def one(t, carry):
+            items, steps = carry
+            item = self._item(t)
+            is_used = item.num_splits > 0
+            pl.when(is_used)(lambda: body(item, items, steps))
+            return items + jnp.where(is_used, 1, 0), steps + item.num_steps
+
+        return lax.fori_loop(0, self._count, one, (jnp.int32(0), jnp.int32(0)))
+
+
+def _used_splits(desc: DecodeDesc, config: DecodeConfig, starts: Ref, lengths: Ref, first_slots: Ref) -> Scalar:
+    """Splits up to the last one that any row uses, where walking the empty ones would take longer than finding it."""
+    splits = config.num_splits(desc)
+    if config.all_tiles(desc) * splits <= 2 * desc.batch * config.num_ctas:
+        return splits
+
+    def one(row, most):
+        _, end = seen(desc, starts[row], lengths[row], first_slots[row])
+        return lax.max(most, end)
+
+    most = lax.fori_loop(0, desc.batch, one, jnp.int32(1))
+    return lax.div(most + (config.split - 1), jnp.int32(config.split))
