@@ -1,5 +1,6 @@
 """The shell of kernels that work on rows: persistent CTAs, each of which takes every num_ctas-th item."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,21 +33,22 @@ def row_kernel(
     )
 
 
-def in_place_row_kernel(body: Callable[..., None], num_changed: int, out_type: Any, num_ctas: int) -> Kernel:
+def in_place_row_kernel(body: Callable[..., None], num_changed: int, out_type: Any, num_ctas: int, name: str) -> Kernel:
     """``row_kernel`` of one warpgroup for a kernel that changes its first ``num_changed`` operands where they lie.
 
     body: function of ``num_ctas`` and the refs of operands and of one output of ``out_type``. The kernel returns the
     operands that it changes and the output. They are copied where the caller goes on using what they held.
     """
 
-    def run(*operands):
-        def with_refs(refs):
-            mesh = plgpu.Mesh(grid=(num_ctas,), grid_names=("cta",), num_threads=1, thread_name="warpgroup")
-            pl.core_map(mesh, compiler_params=mosaic.compiler_params())(lambda: body(num_ctas, *refs))
+    mesh = plgpu.Mesh(grid=(num_ctas,), grid_names=("cta",), num_threads=1, thread_name="warpgroup")
+    kernel = pl.kernel(functools.partial(body, num_ctas), mesh=mesh, compiler_params=mosaic.compiler_params(), name=name)
 
-        state = (*operands, jax.lax.empty(out_type.shape, out_type.dtype))
-        changed = pl.run_state(with_refs)(state)
-        return *changed[:num_changed], changed[-1]
+    def run(*operands):
+        # The kernel writes into refs. Every ref of a call becomes an output that lies where its operand does, so
+        # operands that it only reads are none.
+        state = (*operands[:num_changed], jax.lax.empty(out_type.shape, out_type.dtype))
+        read = operands[num_changed:]
+        return pl.run_state(lambda refs: kernel(*refs[:-1], *read, refs[-1]))(state)
 
     return run
 

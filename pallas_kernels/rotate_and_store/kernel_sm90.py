@@ -25,7 +25,7 @@ def rotate_and_store_sm90(
     """The kernel: (two caches, projected, cos, sin, [two norms], starts, lengths, first_slots) -> (queries, caches)."""
     tokens = desc.batch * desc.num_tokens
     out = jax.ShapeDtypeStruct((tokens, desc.num_heads, desc.width), desc.dtype)
-    call = in_place_row_kernel(functools.partial(_kernel, desc), 2, out, config.num_ctas)
+    call = in_place_row_kernel(functools.partial(_kernel, desc), 2, out, config.num_ctas, "rotate_and_store")
 
     def run(k, v, *rest):
         count = 1 if desc.is_packed else 3
