@@ -20,7 +20,7 @@ from moe_jax.nn._lora import Adapter
 from moe_jax.parallel._logical import EMBED, MLP, VOCAB
 from moe_jax.quantization import LowRank, QuantizedMatrix, Scheme, method_for
 
-_UNSPLIT_ROWS = 256
+MANY_ROWS = 256  # from here on a product is bound by its arithmetic, and on a GPU it is cuBLAS's
 
 
 def parameter(
@@ -174,7 +174,7 @@ def _rounds_in_product(x: Float[Array, "... K"]) -> bool:
     Products of few rows may be split along K, and partial sums then be rounded too. XLA's CPU client has no such
     products.
     """
-    return x.dtype.itemsize == 2 and jax.default_backend() == "gpu" and x.size // x.shape[-1] >= _UNSPLIT_ROWS
+    return x.dtype.itemsize == 2 and jax.default_backend() == "gpu" and x.size // x.shape[-1] >= MANY_ROWS
 
 
 class Vocabulary(Partitioned):

@@ -15,7 +15,7 @@ from moe_jax.experts._gradient import with_gradient_of
 from moe_jax.models import _fused
 from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig
-from moe_jax.models._layers import Linear, RMSNorm, parameter, precision_of, rounded_product, scaled_to_unit
+from moe_jax.models._layers import MANY_ROWS, Linear, RMSNorm, parameter, precision_of, rounded_product, scaled_to_unit
 from moe_jax.models._partition import WHOLE, Partition, Partitioned, partitioned
 from moe_jax.models.attention._choice import AttentionImplementation, attend_by, choose
 from moe_jax.models.attention._rope import rotate
@@ -181,9 +181,12 @@ class Attention(Partitioned):
     def _projected(self, x: Float[Array, "B S H"]) -> tuple[Array, ...]:
         """Queries, keys and values of all heads; side by side in one array where one product can make them."""
         modules = (self.q_proj, self.k_proj, self.v_proj)
-        if any(isinstance(m.weight, QuantizedParam) or m.bias is not None or m.lora is not None for m in modules):
+        is_split = any(
+            isinstance(m.weight, QuantizedParam) or m.bias is not None or m.lora is not None for m in modules
+        )
+        if is_split or x.size // x.shape[-1] >= MANY_ROWS:
             return tuple(module(x) for module in modules)
-        # XLA reads the three weights where they lie, in one kernel.
+        # XLA's own kernels for few rows read the three weights where they lie. For cuBLAS it would copy them together.
         merged = jnp.concatenate([module.weight[...] for module in modules])
         return (rounded_product(x, merged),)
 
