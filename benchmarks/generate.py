@@ -2,7 +2,7 @@
 
     python benchmarks/generate.py [--cases qwen3-30b-a3b:fp8_block,mixtral-8x7b:w4a16_g128] [--layers 4]
         [--decode 1,16,64,256] [--context 1024,8192] [--prefill 512,2048,8192,32768] [--attention auto,cudnn]
-        [--profile decode:1,prefill:2048] [--dense stored] [--seconds 240] [--json FILE]
+        [--profile decode:1,prefill:2048] [--dense stored] [--whole] [--seconds 240] [--json FILE]
     JAX_PLATFORMS=cpu python benchmarks/generate.py --tiny        # tries the script out anywhere
 
 Random weights at the true sizes of a layer, as many layers as ``--layers`` says; embedding and head included. Attention
@@ -52,6 +52,7 @@ CASES += ",mixtral-8x7b:w4a16_g128,gpt-oss-20b:mxfp4_a16,gpt-oss-120b:mxfp4_a16,
 _TINY = dict(hidden_size=256, intermediate_size=128, moe_intermediate_size=128, num_attention_heads=2, vocab_size=512)
 _TINY |= dict(num_key_value_heads=2, num_experts=8, num_local_experts=8, num_experts_per_tok=2)
 _FEW, _SAMPLES, _SAMPLE_S, _TRACED = 2, 5, 0.05, 3
+_DRAWN = 4  # layers
 _TILED = 8  # slots of a cache, as ``generate`` makes it, are a multiple
 
 
@@ -63,20 +64,33 @@ class _Nothing(nnx.Module):
 
 
 def build(name: str, scheme: str, options: Any) -> Any:
-    sizes = MODELS[name] | {"num_hidden_layers": options.layers}
-    if options.tiny:
-        sizes |= {key: value for key, value in _TINY.items() if key in sizes}
-    family, config = read_family(sizes, name)
+    """A model of random weights. Layers behind the first four are copies of a like layer there."""
     parsed = Scheme.parse(None if scheme == "bf16" else scheme)
-    schemes = dict.fromkeys(config.moe_layers, parsed)
     dtype = jnp.float32 if options.tiny else jnp.bfloat16  # some bfloat16 products do not run on a CPU
+
+    def sizes(layers: int) -> Any:
+        found = MODELS[name] | {"num_hidden_layers": layers}
+        return found | ({key: value for key, value in _TINY.items() if key in found} if options.tiny else {})
+
+    def kind(layer: int) -> tuple[Any, ...]:
+        special = (whole.moe_layers, whole.chunked_layers, whole.unrotated_layers)
+        return whole.window_of(layer), *(layer in layers for layers in special)
+
+    _, whole = read_family(sizes(options.layers), name)
+    family, config = read_family(sizes(min(options.layers, _DRAWN)), name)
+    schemes = dict.fromkeys(config.moe_layers, parsed)
     model = family(config, schemes=schemes, max_seq_len=32768, dtype=dtype, rngs=nnx.Rngs(0))
     if options.dense == "stored" and parsed is not None and not scheme.startswith("mxfp4"):
-        keys = iter(jax.random.split(jax.random.key(3), 16 * options.layers))
+        keys = iter(jax.random.split(jax.random.key(3), 16 * _DRAWN))
         for layer in model.layers:
             for module in layer.self_attn.dense_modules().values():
                 if isinstance(module, Linear) and not module.is_dequantized:
                     quantize(module, parsed, dtype, next(keys))
+    layers, kinds = list(model.layers), [kind(layer) for layer in range(options.layers)]
+    for own in kinds[len(layers) :]:
+        graphdef, state = nnx.split(layers[kinds.index(own)])
+        layers.append(nnx.merge(graphdef, jax.tree.map(jnp.copy, state)))
+    model.layers, model.config = nnx.List(layers), whole
     return model
 
 
@@ -98,7 +112,9 @@ def filled_cache(config: Any, rows: int, held: int, new: int, dtype: Any) -> KVC
 
 
 def turns(structure: Any, leaves: Any, ids: Any, cache: KVCache, count: Any) -> Any:
-    """``count`` calls in a row on a cache of the same length, each with ids that follow from the last one's logits."""
+    """``count`` calls in a row on a cache of the same length, each with ids that follow from the last one's logits.
+
+    Returns the next ids and the cache."""
     model = merge_model(structure, leaves)
 
     def turn(_, state):
@@ -107,11 +123,15 @@ def turns(structure: Any, leaves: Any, ids: Any, cache: KVCache, count: Any) -> 
         chosen = jnp.argmax(model.logits(hidden[:, -1]), axis=-1).astype(jnp.int32)
         return (ids + chosen[:, None] + 1) % model.config.vocab_size, after.layers
 
-    return jax.lax.fori_loop(0, count, turn, (ids, cache.layers))[0]
+    ids, layers = jax.lax.fori_loop(0, count, turn, (ids, cache.layers))
+    return ids, dataclasses.replace(cache, layers=layers)
 
 
 class Program:
-    """One cell's calls, compiled. Arguments are made when it is timed, so that only one cache exists at a time."""
+    """One cell's calls, compiled. Arguments are made when it is timed, so that only one cache exists at a time. A run
+    uses the cache up, as ``generate`` does, and gives the next one."""
+
+    _tracing = threading.Lock()  # threads that trace would wait for each other, and their times be no one's
 
     def __init__(self, model: Any, rows: int, new: int, held: int, is_profiled: bool):
         structure, self._leaves = split_model(model)
@@ -120,10 +140,12 @@ class Program:
             filled_cache(model.config, rows, held, new, model.dtype),
         )
         self._is_profiled = is_profiled
-        shapes = jax.eval_shape(self._arguments)
-        began = time.monotonic()
-        self._lowered = jax.jit(functools.partial(turns, structure)).lower(self._leaves, *shapes, np.int32(0))
-        self.seconds = [time.monotonic() - began]  # of lowering, and of compiling
+        with self._tracing:
+            shapes = jax.eval_shape(self._arguments)
+            began = time.monotonic()
+            jitted = jax.jit(functools.partial(turns, structure), donate_argnums=2)
+            self._lowered = jitted.lower(self._leaves, *shapes, np.int32(0))
+            self.seconds = [time.monotonic() - began]  # of lowering, and of compiling
 
     def compile(self) -> "Program":
         began = time.monotonic()
@@ -142,8 +164,9 @@ class Program:
         arguments = self._arguments()
 
         def seconds(count: int) -> float:
+            nonlocal arguments
             start = time.perf_counter()
-            jax.block_until_ready(self._compiled(self._leaves, *arguments, np.int32(count)))
+            arguments = jax.block_until_ready(self._compiled(self._leaves, *arguments, np.int32(count)))
             return time.perf_counter() - start
 
         seconds(_FEW)
@@ -154,8 +177,7 @@ class Program:
     def profile(self) -> list[tuple[str, float, float]]:
         """(kernel, microseconds, launches) of a call."""
         assert self._open is not None
-        arguments = self._arguments()
-        jax.block_until_ready(self._open(self._leaves, *arguments, np.int32(1)))
+        arguments = jax.block_until_ready(self._open(self._leaves, *self._arguments(), np.int32(1)))
         with traced() as found:
             jax.block_until_ready(self._open(self._leaves, *arguments, np.int32(_TRACED)))
         return by_name(found, _TRACED)
@@ -175,8 +197,8 @@ def measure(name: str, scheme: str, options: Any, say: Any) -> None:
     """Say a cell for each way to attend and each call."""
     began = time.monotonic()
     whole = build(name, scheme, options)
-    empty = nnx.merge(*nnx.split(whole))
-    for layer in empty.layers:
+    models = [whole, nnx.merge(*nnx.split(whole))][: 1 if options.whole else 2]
+    for layer in models[1].layers if len(models) == 2 else ():
         layer.mlp = _Nothing()
     say(dict(model=name, scheme=scheme, built_s=round(time.monotonic() - began, 1)))
     cells = [(attention, call) for attention in options.attention.split(",") for call in calls_of(options)]
@@ -186,11 +208,11 @@ def measure(name: str, scheme: str, options: Any, say: Any) -> None:
         attention, call = cell
         is_profiled = f"{call[0]}:{call[1] if call[0] == 'decode' else call[2]}" in wanted
         try:
-            models = [nnx.merge(*nnx.split(model)) for model in (whole, empty)]
-            for model in models:
+            own = [nnx.merge(*nnx.split(model)) for model in models]
+            for model in own:
                 for layer in model.layers:
                     layer.self_attn.implementation = attention
-            pair = [Program(model, *call[1:], is_profiled and i == 0) for i, model in enumerate(models)]
+            pair = [Program(model, *call[1:], is_profiled and i == 0) for i, model in enumerate(own)]
             return [program.compile() for program in pair]
         except Exception as error:  # one cell must not end the run
             return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -206,8 +228,13 @@ def measure(name: str, scheme: str, options: Any, say: Any) -> None:
             say(cell)
             continue
         try:
-            us, outside = (program.micros() for program in pair)
-            cell |= dict(us=us, outside_us=outside, launches=pair[0].launches(), compile_s=pair[0].seconds)
+            us, *outside = (program.micros() for program in pair)
+            cell |= dict(
+                us=us,
+                outside_us=outside[0] if outside else None,
+                launches=pair[0].launches(),
+                compile_s=pair[0].seconds,
+            )
             say(cell | (dict(profile=pair[0].profile()) if pair[0]._is_profiled else {}))
         except Exception as error:
             say(cell | dict(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
@@ -221,9 +248,11 @@ def rows_of(cell: dict[str, Any], layers: int) -> list[str]:
     if "us" not in cell:
         return [f"{head}  left out: {cell.get('failed', 'no time left')}"]
     us, outside, seconds = cell["us"], cell["outside_us"], " + ".join(f"{s:.1f}" for s in cell["compile_s"])
+    apart = ""
+    if outside is not None:
+        apart = f" experts {(us - outside) / layers:8.1f} us, outside {outside / layers:8.1f} us ({outside / us:5.1%}),"
     lines = [
-        f"{head} {us / 1e3:9.3f} ms, {us / (cell['rows'] * cell['tokens']):9.2f} us a token; a layer: experts "
-        f"{(us - outside) / layers:8.1f} us, outside {outside / layers:8.1f} us ({outside / us:5.1%}), "
+        f"{head} {us / 1e3:9.3f} ms, {us / (cell['rows'] * cell['tokens']):9.2f} us a token; a layer:{apart} "
         f"{len(cell['launches'])} launches; lowered + compiled in {seconds} s"
     ]
     if "profile" in cell:
@@ -242,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--profile", default="", help="decode:ROWS and prefill:TOKENS, with commas between them")
     parser.add_argument("--dense", default="stored", choices=("stored", "bf16"))
+    parser.add_argument("--whole", action="store_true", help="time no model without experts")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--tiny", action="store_true")
@@ -266,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--{key}={getattr(options, key)}" for key in ("layers", "decode", "context", "prefill", "attention")
         ]
         arguments += [f"--profile={options.profile}", f"--dense={options.dense}", f"--threads={options.threads}"]
-        arguments += [f"--cases={case}", f"--seconds={left}", "--worker", *(["--tiny"] if options.tiny else [])]
+        arguments += [f"--cases={case}", f"--seconds={left}", "--worker"]
+        arguments += [f"--{flag}" for flag in ("tiny", "whole") if getattr(options, flag)]
         for cell in _said([sys.executable, __file__, *arguments], left + 30):
             cells.append(cell)
             print("\n".join(rows_of(cell, options.layers)), flush=True)

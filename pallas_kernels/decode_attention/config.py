@@ -137,7 +137,7 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeForm:
-    """What ``choose_config`` takes as given: fields of ``DecodeConfig``, of which block_kv is the most, and CTAs an SM."""
+    """What ``choose_config`` is told: CTAs an SM, and fields of ``DecodeConfig``. Wide heads have smaller steps."""
 
     split: int = 256
     block_kv: int = 128
@@ -146,7 +146,7 @@ class DecodeForm:
     swap_ab: bool = True
 
 
-# The forms of keys with values of their own, and of MLA's latents. They do not depend on the batch, so no row's bits do.
+# The forms of keys with values of their own, and of MLA's latents. They know no batch, so no row's bits depend on it.
 HEADS = DecodeForm()
 LATENTS = DecodeForm()
 
