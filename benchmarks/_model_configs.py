@@ -64,6 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
         rms_norm_eps=1e-5,
         rope_theta=150000,
         sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 18,
         swiglu_limit=7.0,
         rope_scaling=dict(
             rope_type="yarn",

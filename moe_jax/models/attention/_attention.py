@@ -181,12 +181,15 @@ class Attention(Partitioned):
     def _projected(self, x: Float[Array, "B S H"]) -> tuple[Array, ...]:
         """Queries, keys and values of all heads; side by side in one array where one product can make them."""
         modules = (self.q_proj, self.k_proj, self.v_proj)
-        is_split = any(
-            isinstance(m.weight, QuantizedParam) or m.bias is not None or m.lora is not None for m in modules
-        )
-        if is_split or x.size // x.shape[-1] >= MANY_ROWS:
+        is_plain = all(not isinstance(m.weight, QuantizedParam) and m.bias is m.lora is None for m in modules)
+        if not is_plain:
             return tuple(module(x) for module in modules)
-        # XLA's own kernels for few rows read the three weights where they lie. For cuBLAS it would copy them together.
+        if x.size // x.shape[-1] >= MANY_ROWS:
+            # cuBLAS takes one weight. XLA would merge products of the same rows, copy their weights together for it in
+            # each call, and slice what comes out.
+            others = jax.lax.optimization_barrier((x, x))
+            return tuple(module(rows) for module, rows in zip(modules, (x, *others), strict=True))
+        # XLA's own kernels for few rows read the three weights where they lie.
         merged = jnp.concatenate([module.weight[...] for module in modules])
         return (rounded_product(x, merged),)
 
