@@ -11,7 +11,14 @@ TYPE_CHECKING = False  # as type checkers read it; to load typing would take lon
 if TYPE_CHECKING:
     from moe_jax._config import MoEConfig
     from moe_jax.adapters import load_lora, lora, merge_lora, save_lora, select_lora
-    from moe_jax.experts import MoEStats, fused_experts, fused_moe
+    from moe_jax.experts import (
+        MoEStats,
+        fused_experts,
+        fused_moe,
+        load_balancing_loss,
+        router_z_loss,
+        sequence_balance_loss,
+    )
     from moe_jax.loading import make_expert_params_mapping, weight_loader
     from moe_jax.models import SamplingParams, generate, generate_stream, load_moe, load_pretrained
     from moe_jax.nn import FusedMoE, LoRAParam, MoEBlock, QuantizedParam, in_token_buckets, token_bucket
@@ -39,6 +46,7 @@ _HOMES = {
     "generate": "models",
     "generate_stream": "models",
     "in_token_buckets": "nn",
+    "load_balancing_loss": "experts",
     "load_lora": "adapters",
     "load_moe": "models",
     "load_pretrained": "models",
@@ -46,8 +54,10 @@ _HOMES = {
     "make_expert_params_mapping": "loading",
     "merge_lora": "adapters",
     "quantize_checkpoint": "writing",
+    "router_z_loss": "experts",
     "save_lora": "adapters",
     "select_lora": "adapters",
+    "sequence_balance_loss": "experts",
     "token_bucket": "nn",
     "weight_loader": "loading",
 }
@@ -86,6 +96,7 @@ __all__ = [
     "generate",
     "generate_stream",
     "in_token_buckets",
+    "load_balancing_loss",
     "load_lora",
     "load_moe",
     "load_pretrained",
@@ -93,8 +104,10 @@ __all__ = [
     "make_expert_params_mapping",
     "merge_lora",
     "quantize_checkpoint",
+    "router_z_loss",
     "save_lora",
     "select_lora",
+    "sequence_balance_loss",
     "token_bucket",
     "weight_loader",
 ]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
 import moe_jax
 from tests.support.checkpoints import writers
@@ -89,3 +90,66 @@ def test_with_torch(directory, capsys):
     assert 0 < moved < 5
     model = moe_jax.load_pretrained(directory, quantize="int8_w8a16", dtype=jnp.float32)
     np.testing.assert_array_equal(out.numpy(), moe_jax.generate(model, [[3, 1, 4]], max_new_tokens=5))
+
+
+class TestFinetune:
+    """Two layers of the demo's checkpoint, or one of a smaller one, on rows of several sequences."""
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def tiny(tmp_path_factory):
+        """A checkpoint of one layer whose tokenizer has the words of the script's sentences."""
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        words = sorted({word for text in example("finetune_lora").sentences(400) for word in text.split()})
+        path = tmp_path_factory.mktemp("finetune") / "model"
+        sizes = TINY | dict(vocab_size=len(words) + 1, num_experts=4, moe_intermediate_size=32, eos_token_id=None)
+        writers.write_model("qwen3_moe", path, torch.float32, **sizes)
+        tokenizer = Tokenizer(
+            models.WordLevel({word: i for i, word in enumerate(["<unk>", *words])}, unk_token="<unk>")
+        )
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.save(str(path / "tokenizer.json"))
+        return path
+
+    def test_rows_hold_whole_documents(self):
+        module = example("finetune_lora")
+        documents = [[*range(1, n + 1)] for n in (5, 7, 3, 20, 2)]
+        ids, segments = module.pack(documents, 8)
+        found = [list(row[number == own]) for row, number in zip(ids, segments, strict=True) for own in range(1, 9)]
+        wanted = [[*range(1, 6)], [1, 2, 3], [*range(1, 8)], [*range(1, 9)], [*range(9, 17)], [17, 18, 19, 20], [1, 2]]
+        assert [row for row in found if row] == wanted and (segments[ids == 0] == 0).all()
+        targets = module.has_target(jnp.asarray(segments))
+        assert targets.sum() == sum(len(document) - 1 for document in wanted)
+
+    @pytest.mark.parametrize("mesh", [None, pytest.param("expert=4,data=2", marks=pytest.mark.slow)])
+    def test_a_run_that_stops_goes_on_with_the_same_bits(self, tiny, tmp_path, capsys, mesh):
+        """10 steps are 5 and 5: losses, adapters and what peft reads. Auxiliary losses on, two batches a step."""
+        module = example("finetune_lora")
+        args = [str(tiny), "--quantize", "w4a16_g32", "--length", "24", "--schedule-steps", "10", "--save-every", "5"]
+        args += ["--balance", "0.01", "--z-loss", "0.001", "--rank", "4", "--batch-size", "2", "--remat"]
+        args += [] if mesh is None else ["--mesh", mesh]
+        with jax.numpy_dtype_promotion("standard"):  # for Adam, which divides floats by integers
+            wanted, straight = module.main([*args, "--steps", "10", "--out", str(tmp_path / "straight")])
+            half, _ = module.main([*args, "--steps", "5", "--out", str(tmp_path / "halves")])
+            found, resumed = module.main([*args, "--steps", "10", "--out", str(tmp_path / "halves")])
+        assert "going on after step 5" in capsys.readouterr().out
+        assert half == wanted[:5] and found == wanted and wanted[-1] < 0.9 * wanted[0]
+        states = [jax.tree.leaves(nnx.state(model, moe_jax.LoRAParam)) for model in (straight, resumed)]
+        assert len(states[0]) == 4 + 8
+        for want, got in zip(*states, strict=True):
+            np.testing.assert_array_equal(got, want)
+        files = [
+            (tmp_path / name / "adapter/adapter_model.safetensors").read_bytes() for name in ("straight", "halves")
+        ]
+        assert files[0] == files[1]
+
+    @pytest.mark.slow
+    def test_a_mesh_trains_as_one_device_does(self, tmp_path):
+        """The demo's checkpoint with groups of 128, and true sizes of nothing: losses of 8 devices are those of one."""
+        module = example("finetune_lora")
+        args = ["--steps", "4", "--length", "32", "--targets", "w13,w2"]
+        with jax.numpy_dtype_promotion("standard"):
+            one, _ = module.main([*args, "--out", str(tmp_path / "one")])
+            many, _ = module.main([*args, "--out", str(tmp_path / "many"), "--mesh", "expert=4,data=2"])
+        np.testing.assert_allclose(many, one, rtol=1e-4)

@@ -124,7 +124,10 @@ def adaptable(module: Any) -> tuple[list[FusedMoE], list[Projection]]:
             layers.append(node)
         if isinstance(node, Attention | LatentAttention):
             parts = node.dense_modules().items()
-            linears = [name for name, part in parts if isinstance(part, Linear) and not part.is_dequantized]
+            own = [
+                (name, part) for name, part in parts if hasattr(node, name)
+            ]  # what an indexer selects has no gradient
+            linears = [name for name, part in own if isinstance(part, Linear) and not part.is_dequantized]
             projections += [Projection(path, node, name) for name in linears]
     if not layers and not projections:
         raise ValueError(f"a {type(module).__name__} without FusedMoE and attention has nothing to adapt")

@@ -244,7 +244,7 @@ class _Places:
             )
         # transformers 5 has "mlp" for what checkpoints call block_sparse_moe, except in this family.
         self.moe_module = "block_sparse_moe" if self.family.model_type == "granitemoe" else "mlp"
-        prefix = self.family.layers_module
+        prefix = self.family.layers_module()
         _, projections = adaptable(model)
         owners = {id(layer.self_attn): index for index, layer in enumerate(model.layers)}
         words = self.family.attention_names

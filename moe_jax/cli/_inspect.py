@@ -84,7 +84,8 @@ class CheckpointReport:
 
     family: config.json's model_type. config: None when it is not understood; a ``DecoderConfig`` where the whole model
     can be loaded. quantization: method and format in the words of config.json. problems: one line each, as loading
-    would say it; empty when all is in order.
+    would say it; empty when all is in order. left_out: first word of names -> number of tensors that the model has no
+    part for, such as those of a vision model.
     """
 
     directory: str
@@ -98,6 +99,7 @@ class CheckpointReport:
     expert_runs: tuple[ExpertRun, ...]
     problems: tuple[str, ...]
     dense_runs: tuple[DenseRun, ...] = ()
+    left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def render(self) -> str:
         """The report as text for a terminal."""
@@ -109,6 +111,8 @@ class CheckpointReport:
         ]
         if self.config is not None:
             head += _architecture(self.config)
+        if self.left_out:
+            head.append(("left out", ", ".join(f"{word}: {count} tensors" for word, count in self.left_out.items())))
         parts = [(part.name, str(part.num_tensors), size(part.nbytes), ", ".join(part.dtypes)) for part in self.parts]
         lines = [*table(head), "", *table([("part", "tensors", "size", "stored as"), *parts], right=(1, 2))]
         for run in self.expert_runs:
@@ -153,6 +157,7 @@ def inspect_checkpoint(
             expert_runs=look.expert_runs,
             problems=look.problems,
             dense_runs=look.dense_runs,
+            left_out=look.left_out,
         )
 
 
@@ -165,6 +170,7 @@ class _Look:
         self.config: MoEBlockConfig | None = None
         self.expert_runs: tuple[ExpertRun, ...] = ()
         self.dense_runs: tuple[DenseRun, ...] = ()
+        self.left_out: Mapping[str, int] = {}
         family = quantization = reader = None
         with self._noting():
             family, config = read_family(checkpoint.config, str(checkpoint.config_path))
@@ -231,12 +237,13 @@ class _Look:
             for layer in layers:
                 with self._noting():
                     reader.check(layer, dataclasses.replace(layer_config, name=family.moe_prefix(layer)))
-        account = set(dense_names(checkpoint.names, config.num_layers))
+        self.left_out = family.left_out(checkpoint.names)
+        account = set(dense_names(checkpoint.names, config.num_layers, family.other_modules))
         with self._noting():
             if issubclass(family, CausalLM) and isinstance(config, DecoderConfig):
                 model = family(config)
                 if model.lm_head is None:  # a file may hold the tied head as well
-                    account.discard("lm_head.weight")
+                    account.discard(f"{family.text_prefix}lm_head.weight")
                 modules = model.dense_modules()
             else:
                 modules, prefixes = {}, tuple(f"{family.moe_prefix(layer)}." for layer in config.moe_layers)
@@ -339,7 +346,12 @@ def _architecture(config: MoEBlockConfig) -> list[tuple[str, str]]:
 def _attention(config: DecoderConfig) -> str:
     heads = f"{config.num_heads} heads of {config.head_dim}"
     if config.mla is not None:
-        return f"{heads}, MLA: {config.cache_widths[0][1]} numbers cached per token"
+        widths = [sum(width for _, width in config.cache_widths(layer)) for layer in range(config.num_layers)]
+        most, least = max(widths), min(widths)
+        cached = f"{most} numbers cached per token" + (f", {least} in layers that share" if least < most else "")
+        indexer = config.mla.indexer
+        selects = "" if indexer is None else f", an indexer selects {indexer.topk} tokens"
+        return f"{heads}, MLA: {cached}{selects}"
     return f"{heads}, {config.num_kv_heads} for keys and values"
 
 

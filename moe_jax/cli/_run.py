@@ -39,7 +39,7 @@ class Prompt:
 
 
 class Text:
-    """Text in, text out, through the checkpoint's tokenizer.json and, with ``is_chat``, its chat template.
+    """Text in, text out, through the checkpoint's tokenizer and, with ``is_chat``, its chat template.
 
     variables: what the template reads besides the conversation.
 

@@ -32,10 +32,13 @@ class MoEStats:
     Args:
         load: (E,) int32, rows per expert; with a placement (S,) int32, rows per slot.
         topk_ids: (T, top_k) int32, logical experts, -1 for none.
+        router_logits: (T, E) as the call had them, (T, E + Z) with zero experts. ``load_balancing_loss`` and
+            ``router_z_loss`` differentiate them.
     """
 
     load: Leaf
     topk_ids: Leaf
+    router_logits: Leaf | None = None
 
 
 if TYPE_CHECKING:
@@ -148,7 +151,7 @@ def fused_moe(
         )
         if whole is not None:
             y, topk_ids, load = whole
-            return (y, MoEStats(load, topk_ids)) if return_stats else y
+            return (y, MoEStats(load, topk_ids, router_logits)) if return_stats else y
     routed = route(
         router_logits,
         config,
@@ -161,7 +164,8 @@ def fused_moe(
     slots = routed.topk_ids if placement is None else placement.to_physical(routed.topk_ids)
     y = weighted_experts(x, routed.topk_weights, slots, weights, config)
     y = finish(y, x, routed, config, shared_output)
-    return (y, stats_of(routed.topk_ids, slots, weights.num_experts)) if return_stats else y
+    stats = stats_of(routed.topk_ids, slots, weights.num_experts)
+    return (y, dataclasses.replace(stats, router_logits=router_logits)) if return_stats else y
 
 
 def _in_steps(

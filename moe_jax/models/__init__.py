@@ -1,7 +1,7 @@
 """Flax definitions of language models with Mixture-of-Experts layers, loading them, and generating with them."""
 
 from moe_jax.models._cache import KVCache
-from moe_jax.models._config import DecoderConfig, MLAConfig, MoEBlockConfig
+from moe_jax.models._config import DecoderConfig, IndexerConfig, MLAConfig, MoEBlockConfig
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._generate import generate, generate_stream
 from moe_jax.models._loading import load_moe, load_pretrained
@@ -16,6 +16,7 @@ __all__ = [
     "FAMILIES",
     "CausalLM",
     "DecoderConfig",
+    "IndexerConfig",
     "KVCache",
     "MLAConfig",
     "MixtralForCausalLM",

@@ -22,9 +22,9 @@ class KVCache:
 
     layers: per layer its arrays, each (B, heads, slots, width) with heads and width as ``DecoderConfig.cache_widths``
     has them: keys, rotated, and values; under MLA one array, the normalised latent and then the rotated key that all
-    heads share. starts, lengths: (B,) int32, first slot of a row and the one behind its last. positions: (B, slots)
-    int32, or None where every slot has the position slot - start: until a call states its own. is_damaged: (B,) bool,
-    rows whose logits are NaN from now on, see ``CausalLM``.
+    heads share, and in layers with an indexer one more, the rotated index keys. starts, lengths: (B,) int32, first slot
+    of a row and the one behind its last. positions: (B, slots) int32, or None where every slot has the position slot -
+    start: until a call states its own. is_damaged: (B,) bool, rows whose logits are NaN from now on, see ``CausalLM``.
     """
 
     layers: tuple[tuple[Leaf, ...], ...]
@@ -36,9 +36,13 @@ class KVCache:
     @classmethod
     def zeros(cls, config: DecoderConfig, batch: int, num_slots: int, dtype: DTypeLike) -> "KVCache":
         """An empty cache: nothing filled."""
-        shapes = [(batch, heads, num_slots, width) for heads, width in config.cache_widths]
+
+        def of_layer(layer: int) -> tuple[Array, ...]:
+            widths = config.cache_widths(layer)
+            return tuple(jnp.zeros((batch, heads, num_slots, width), dtype) for heads, width in widths)
+
         return cls(
-            layers=tuple(tuple(jnp.zeros(shape, dtype) for shape in shapes) for _ in range(config.num_layers)),
+            layers=tuple(map(of_layer, range(config.num_layers))),
             starts=jnp.zeros((batch,), jnp.int32),
             lengths=jnp.zeros((batch,), jnp.int32),
             positions=None,
@@ -73,6 +77,13 @@ def slot_order(mask: Bool[Array, "B S"], lengths: Int[Array, " B"] | None) -> tu
     is_before &= jnp.any(mask, axis=1, keepdims=True)
     order = jnp.argsort(jnp.where(mask, 1, jnp.where(is_before, 0, 2)), axis=1, stable=True)
     return order, jnp.argsort(order, axis=1)
+
+
+def starts_of_runs(ids: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """The column where the run of equal ids begins that a column lies in, (B, S) int32."""
+    columns = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    is_first = jnp.concatenate([jnp.ones_like(ids[:, :1], jnp.bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+    return jax.lax.cummax(jnp.where(is_first, columns, 0), axis=1)
 
 
 def slots_of(mask: Bool[Array, "B S"], cache: KVCache | None) -> tuple[Array, Array, Array]:

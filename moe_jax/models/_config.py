@@ -85,13 +85,30 @@ class MoEBlockConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+    """Which tokens a query attends to where an indexer selects them (DeepSeek-V3.2); hashable.
+
+    num_heads, head_dim: of index queries; all heads share one index key per token. topk: tokens that a query attends to
+    at most. is_interleaved: as of ``MLAConfig``, for index queries and keys. shared_layers: those without an indexer of
+    their own, which attend to what the layer before attends to.
+    """
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    is_interleaved: bool = False
+    shared_layers: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MLAConfig:
     """Widths of multi-head latent attention (DeepSeek-V2 and later); hashable.
 
     q_lora_rank: width that queries are compressed to, None for plain queries. kv_lora_rank: width of the latent that
     stands for keys and values. qk_nope_head_dim, qk_rope_head_dim: parts of a query or key head without and with
     rotation, the latter shared by all key heads. v_head_dim: of a value head. is_interleaved: rotated columns are
-    stored as pairs (2i, 2i + 1) instead of (i, i + D/2).
+    stored as pairs (2i, 2i + 1) instead of (i, i + D/2). indexer: it selects the tokens that a query attends to; None
+    for all.
     """
 
     q_lora_rank: int | None
@@ -100,6 +117,20 @@ class MLAConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     is_interleaved: bool = True
+    indexer: IndexerConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.indexer is None:
+            return
+        if self.q_lora_rank is None:
+            raise ValueError("q_lora_rank is missing: index queries are made of compressed queries")
+        if self.indexer.head_dim < self.qk_rope_head_dim:
+            raise ValueError(
+                f"index_head_dim={self.indexer.head_dim} is below qk_rope_head_dim={self.qk_rope_head_dim}, the "
+                "rotated part of an index key"
+            )
+        if 0 in self.indexer.shared_layers:
+            raise ValueError("layer 0 has no indexer, and no layer before it has selected tokens")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,12 +206,20 @@ class DecoderConfig(MoEBlockConfig):
         """``sliding_window`` where it holds, None in the other layers."""
         return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
 
-    @property
-    def cache_widths(self) -> tuple[tuple[int, int], ...]:
-        """(heads, width) of each array that the cache keeps per layer: keys and values, or MLA's latent alone."""
-        if self.mla is not None:
-            return ((1, self.mla.kv_lora_rank + self.mla.qk_rope_head_dim),)
-        return ((self.num_kv_heads, self.head_dim),) * 2
+    def has_indexer(self, layer: int) -> bool:
+        """Whether a layer selects the tokens that it attends to."""
+        indexer = None if self.mla is None else self.mla.indexer
+        return indexer is not None and layer not in indexer.shared_layers
+
+    def cache_widths(self, layer: int) -> tuple[tuple[int, int], ...]:
+        """(heads, width) of each array that the cache keeps of a layer: keys and values, or MLA's latent, and the index
+        keys of an indexer."""
+        if self.mla is None:
+            return ((self.num_kv_heads, self.head_dim),) * 2
+        latent = (1, self.mla.kv_lora_rank + self.mla.qk_rope_head_dim)
+        if self.mla.indexer is None or not self.has_indexer(layer):
+            return (latent,)
+        return (latent, (1, self.mla.indexer.head_dim))
 
 
 class ConfigReader:

@@ -15,7 +15,7 @@ from moe_jax._typing import Array, ArrayArg, DTypeLike, Float, Int
 from moe_jax._versions import Versioned, one_version
 from moe_jax.experts import MoEStats
 from moe_jax.loading import LoadReport
-from moe_jax.models._cache import KVCache, key_positions, slot_order, slots_of
+from moe_jax.models._cache import KVCache, key_positions, slot_order, slots_of, starts_of_runs
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._fused import added_and_normed
@@ -25,7 +25,7 @@ from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import reload_weights
 from moe_jax.models.attention._attention import Attention, AttentionInputs
-from moe_jax.models.attention._choice import AttentionImplementation, check_implementation
+from moe_jax.models.attention._choice import AttentionImplementation, check_implementation, check_takes_segments
 from moe_jax.models.attention._mla import LatentAttention
 from moe_jax.models.attention._rope import rotary_angles
 from moe_jax.models.families._moe_family import MoEFamily
@@ -64,17 +64,18 @@ class DecoderLayer(nnx.Module):
         inputs: AttentionInputs,
         cached: tuple[Array, ...] | None,
         token_mask: Array | None,
-    ) -> tuple[Array, Array, tuple[Array, ...], MoEStats | None]:
-        """(x, addend, what the cache keeps, where tokens went; None without experts). The output is x + addend, as the
-        input is, whose addend may be None: who comes next adds and normalises in one step."""
+    ) -> tuple[Array, Array, tuple[Array, ...], Array | None, MoEStats | None]:
+        """(x, addend, what the cache keeps, ``AttentionInputs.selected`` of the next layer, where tokens went; None
+        without experts). The output is x + addend, as the input is, whose addend may be None: who comes next adds and
+        normalises in one step."""
         x, normal = self._next(x, addend, self.attention_norm)
-        y, kept = self.self_attn(normal, inputs, cached)
+        y, kept, selected = self.self_attn(normal, inputs, cached)
         x, normal = self._next(x, self._given(self.attention_norm, y), self.mlp_norm)
         if isinstance(self.mlp, MoEBlock):
             y, stats = self.mlp(normal, token_mask=token_mask, return_stats=True)
         else:
             y, stats = self.mlp(normal), None
-        return x, self._given(self.mlp_norm, y), kept, stats
+        return x, self._given(self.mlp_norm, y), kept, selected, stats
 
     def _next(self, x: Array, addend: Array | None, norm: RMSNorm | LayerNorm) -> tuple[Array, Array]:
         """(the sum, what attention or feed-forward layer takes of it)."""
@@ -160,11 +161,12 @@ class CausalLM(MoEFamily, Versioned):
 
     def dense_modules(self) -> dict[str, Any]:
         """Checkpoint name -> module for everything but the experts; parameters are named ``<name>.<attribute>``."""
-        modules: dict[str, Any] = {"model.embed_tokens": self.embed_tokens, "model.norm": self.norm}
+        text = self.text_prefix
+        modules: dict[str, Any] = {f"{text}model.embed_tokens": self.embed_tokens, f"{text}model.norm": self.norm}
         if self.lm_head is not None:
-            modules["lm_head"] = self.lm_head
+            modules[f"{text}lm_head"] = self.lm_head
         for index, layer in enumerate(self.layers):
-            prefix = f"model.layers.{index}"
+            prefix = f"{self.layers_module()}.{index}"
             parts = dict(zip(self.norm_modules, (layer.attention_norm, layer.mlp_norm), strict=True))
             for name, module in layer.self_attn.dense_modules().items():
                 parts[f"self_attn.{self.attention_names.get(name, name)}"] = module
@@ -187,7 +189,9 @@ class CausalLM(MoEFamily, Versioned):
         *,
         positions: ArrayArg | None = None,
         attention_mask: ArrayArg | None = None,
+        segment_ids: ArrayArg | None = None,
         cache: None = None,
+        remat: bool = False,
         return_stats: Literal[False] = False,
     ) -> Array: ...
 
@@ -199,6 +203,7 @@ class CausalLM(MoEFamily, Versioned):
         positions: ArrayArg | None = None,
         attention_mask: ArrayArg | None = None,
         cache: KVCache,
+        remat: bool = False,
         return_stats: Literal[False] = False,
     ) -> tuple[Array, KVCache]: ...
 
@@ -209,7 +214,9 @@ class CausalLM(MoEFamily, Versioned):
         *,
         positions: ArrayArg | None = None,
         attention_mask: ArrayArg | None = None,
+        segment_ids: ArrayArg | None = None,
         cache: None = None,
+        remat: bool = False,
         return_stats: Literal[True],
     ) -> tuple[Array, MoEStats]: ...
 
@@ -221,6 +228,7 @@ class CausalLM(MoEFamily, Versioned):
         positions: ArrayArg | None = None,
         attention_mask: ArrayArg | None = None,
         cache: KVCache,
+        remat: bool = False,
         return_stats: Literal[True],
     ) -> tuple[Array, KVCache, MoEStats]: ...
 
@@ -231,7 +239,9 @@ class CausalLM(MoEFamily, Versioned):
         *,
         positions: ArrayArg | None = None,
         attention_mask: ArrayArg | None = None,
+        segment_ids: ArrayArg | None = None,
         cache: KVCache | None = None,
+        remat: bool = False,
         return_stats: bool = False,
     ) -> Array | tuple[Array, KVCache] | tuple[Array, MoEStats] | tuple[Array, KVCache, MoEStats]: ...
 
@@ -241,7 +251,9 @@ class CausalLM(MoEFamily, Versioned):
         *,
         positions: ArrayArg | None = None,
         attention_mask: ArrayArg | None = None,
+        segment_ids: ArrayArg | None = None,
         cache: KVCache | None = None,
+        remat: bool = False,
         return_stats: bool = False,
     ) -> Array | tuple[Array, KVCache] | tuple[Array, MoEStats] | tuple[Array, KVCache, MoEStats]:
         """Logits of the next token at every position.
@@ -252,26 +264,40 @@ class CausalLM(MoEFamily, Versioned):
 
         Args:
             input_ids: (B, S) int.
-            positions: (B, S) int; None counts the real tokens of each row, those in the cache included.
+            positions: (B, S) int; None counts the real tokens of each row, those in the cache included, and of each
+                sequence where rows hold several.
             attention_mask: (B, S) bool or 0/1, False for padding anywhere in a row; None means that every token is
                 real. It speaks of this call's tokens. A row whose mask is False throughout stays as it is.
+            segment_ids: (B, S) int, for rows that hold several sequences one after another, as in training: a run of
+                equal ids is a sequence, 0 is padding. Tokens attend within their sequence, and every sequence begins
+                at position 0. None where a row is one sequence.
             cache: from ``init_cache`` or an earlier call. Every row goes on behind its own last token.
+            remat: for gradients: compute what is inside a layer again instead of keeping it, so that between layers
+                (B, S, H) is all that is kept. Values are the same.
             return_stats: also return ``MoEStats`` of all layers with experts, in the order of ``moe_blocks``.
 
         Returns:
             (B, S, vocab) float32; with a cache, a pair of that and the new cache. Rows of padding mean nothing. With
-            ``return_stats`` the last of a tuple is ``MoEStats`` of load (layers, S) int32 and topk_ids (layers, B * S,
-            top_k) int32.
+            ``return_stats`` the last of a tuple is ``MoEStats`` of load (layers, S) int32, topk_ids (layers, B * S,
+            top_k) int32 and router_logits (layers, B * S, E) float32.
 
         Raises:
             ValueError: shapes do not fit, an id is outside the vocabulary, or the sequence exceeds ``max_seq_len`` or
-                the cache. TypeError: input_ids or positions are not integers, attention_mask is neither that nor bool.
+                the cache; segment_ids with a cache. TypeError: input_ids, positions or segment_ids are not integers,
+                attention_mask is neither that nor bool. NotImplementedError: segment_ids in a model that was loaded
+                with attention="hopper", or whose rotary embedding changes with the length of a row.
         """
-        return_stats = boolean("return_stats", return_stats)
-        self._check_call(input_ids, attention_mask, positions, cache)
+        return_stats, remat = boolean("return_stats", return_stats), boolean("remat", remat)
+        self._check_call(input_ids, attention_mask, positions, segment_ids, cache)
         self = one_version(self)
         hidden, cache_out, stats = self.hidden_states(
-            input_ids, positions=positions, attention_mask=attention_mask, cache=cache, return_stats=True
+            input_ids,
+            positions=positions,
+            attention_mask=attention_mask,
+            segment_ids=segment_ids,
+            cache=cache,
+            remat=remat,
+            return_stats=True,
         )
         found = (self.logits(hidden), *(() if cache is None else (cache_out,)), *((stats,) if return_stats else ()))
         return found if len(found) > 1 else found[0]
@@ -282,7 +308,9 @@ class CausalLM(MoEFamily, Versioned):
         *,
         positions: ArrayArg | None = None,
         attention_mask: ArrayArg | None = None,
+        segment_ids: ArrayArg | None = None,
         cache: KVCache | None = None,
+        remat: bool = False,
         return_stats: bool = False,
         seq_lens: Int[Array, " B"] | None = None,
     ) -> tuple[Any, ...]:
@@ -296,8 +324,13 @@ class CausalLM(MoEFamily, Versioned):
         """
         self = one_version(self)
         if self.parallel is None and lies_on_explicit_axes((self, input_ids, cache)):
-            options = dict(positions=positions, attention_mask=attention_mask, cache=cache, seq_lens=seq_lens)
-            found = in_auto_axes(_hidden_states, jnp.asarray(input_ids), dict(model=self, **options))
+            options = dict(positions=positions, attention_mask=attention_mask, segment_ids=segment_ids, cache=cache)
+            options |= dict(seq_lens=seq_lens)
+            found = in_auto_axes(
+                _hidden_states_by_remat if remat else _hidden_states,
+                jnp.asarray(input_ids),
+                dict(model=self, **options),
+            )
             return found if return_stats else found[:2]
         batch, length = input_ids.shape
         ids = jnp.asarray(input_ids).astype(jnp.int32)
@@ -306,18 +339,25 @@ class CausalLM(MoEFamily, Versioned):
             if attention_mask is None
             else jnp.asarray(attention_mask).astype(jnp.bool)
         )
-        ids, mask, positions, cache, seq_lens = on_mesh((ids, mask, positions, cache, seq_lens), self.parallel)
-        back = None
-        if attention_mask is not None and length > 1:
+        segments = None if segment_ids is None else jnp.asarray(segment_ids).astype(jnp.int32)
+        mask = mask if segments is None else mask & (segments != 0)
+        arguments = (ids, mask, positions, segments, cache, seq_lens)
+        ids, mask, positions, segments, cache, seq_lens = on_mesh(arguments, self.parallel)
+        is_masked, back = attention_mask is not None or segments is not None, None
+        if is_masked and length > 1:
             order, back = slot_order(mask, None if cache is None else cache.lengths)
             ids, mask = (jnp.take_along_axis(a, order, axis=1) for a in (ids, mask))
             positions = None if positions is None else jnp.take_along_axis(jnp.asarray(positions), order, axis=1)
+            segments = None if segments is None else jnp.take_along_axis(segments, order, axis=1)
         is_token = (ids >= 0) & (ids < self.config.vocab_size)
         is_damaged = jnp.any(mask & ~is_token, axis=1)
         first_slots, starts, lengths = slots_of(mask, cache)
         if cache is not None:
             is_damaged |= cache.is_damaged | (lengths > cache.num_slots)
             lengths = jnp.minimum(lengths, cache.num_slots)
+        segment_starts = None if segments is None else starts_of_runs(segments)
+        if segment_starts is not None and positions is None:
+            positions = jnp.arange(length, dtype=jnp.int32) - segment_starts
         given = None if positions is None else jnp.asarray(positions)
         keys = key_positions(given, cache, starts, lengths, first_slots)
         if positions is None:
@@ -331,16 +371,21 @@ class CausalLM(MoEFamily, Versioned):
             longest = jnp.max(jnp.where(is_filled, keys, -1), axis=1) + 1
         longest = longest if seq_lens is None else jnp.maximum(longest, seq_lens)
         cos, sin = rotary_angles(self.config.rope, positions, longest)
-        inputs = AttentionInputs(cos, sin, starts, lengths, first_slots, positions, keys)
+        inputs = AttentionInputs(cos, sin, starts, lengths, first_slots, positions, keys, segment_starts)
 
         x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
         x = x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
+        run_layer = _by_remat if remat else DecoderLayer.__call__
         addend, kept, stats = None, [], []
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else cache.layers[index]
-            x, addend, arrays, of_layer = layer(x, addend, inputs, cached, None if attention_mask is None else mask)
+            if remat and addend is not None:
+                x, addend = x + addend, None  # one array to keep for the backward pass, not two
+            of_layer = run_layer(layer, x, addend, inputs, cached, mask if is_masked else None)
+            x, addend, arrays, selected, where = of_layer
+            inputs = dataclasses.replace(inputs, selected=selected)
             kept.append(arrays)
-            stats += [] if of_layer is None else [of_layer]
+            stats += [] if where is None else [where]
         _, x = added_and_normed(self.norm, x, addend, self.layers[-1].self_attn.num_sms())
         x = jnp.where(is_damaged[:, None, None], jnp.nan, x)
         if cache is not None:
@@ -410,29 +455,38 @@ class CausalLM(MoEFamily, Versioned):
 
     def laid_out(self, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, with caches in it laid out over the mesh as attention splits them."""
-        attention = self.layers[0].self_attn
-        if attention.partition is None:
+        attentions = [layer.self_attn for layer in self.layers]
+        if attentions[0].partition is None:
             return make()
-        place = attention.partition.sharding
-        of_layer = tuple(place(4, split) for split in attention.cache_splits())
+        place = attentions[0].partition.sharding
+        layers = tuple(tuple(place(4, split) for split in attention.cache_splits()) for attention in attentions)
 
         def sharding(node: Any) -> Any:
             if not isinstance(node, KVCache):
                 return place(node.ndim, WHOLE)
             whole_ones = jax.tree.map(lambda leaf: place(leaf.ndim, WHOLE), node)
-            return dataclasses.replace(whole_ones, layers=(of_layer,) * self.config.num_layers)
+            return dataclasses.replace(whole_ones, layers=layers)
 
         shapes = jax.eval_shape(make)
         shardings = jax.tree.map(sharding, shapes, is_leaf=lambda node: isinstance(node, KVCache))
         return jax.jit(make, out_shardings=shardings)()
 
     def _check_call(
-        self, input_ids: Any, attention_mask: ArrayArg | None, positions: ArrayArg | None, cache: Any
+        self,
+        input_ids: Any,
+        attention_mask: ArrayArg | None,
+        positions: ArrayArg | None,
+        segment_ids: ArrayArg | None,
+        cache: Any,
     ) -> None:
-        check_ids(input_ids, attention_mask, self.config.vocab_size)
+        check_ids(input_ids, attention_mask, self.config.vocab_size, segment_ids)
         batch, length = input_ids.shape
         if positions is not None:
             check_positions(positions, attention_mask, input_ids.shape)
+        if segment_ids is not None:
+            if cache is not None:
+                raise ValueError("segment_ids is given with a cache, whose rows hold one sequence; drop one of them")
+            check_takes_segments(self.layers[0].self_attn.implementation, self.config)
         if cache is not None:
             num_slots = getattr(cache, "num_slots", 0)
             empty = jax.eval_shape(lambda: KVCache.zeros(self.config, batch, num_slots, self.dtype))
@@ -445,8 +499,19 @@ def _hidden_states(x: Array, model: CausalLM, **options: Any) -> tuple[Any, ...]
     return model.hidden_states(x, **options, return_stats=True)
 
 
+def _hidden_states_by_remat(x: Array, model: CausalLM, **options: Any) -> tuple[Any, ...]:
+    return model.hidden_states(x, **options, remat=True, return_stats=True)
+
+
 def _logits(x: Array, model: CausalLM) -> Array:
     return model.logits(x)
+
+
+def _by_remat(layer: DecoderLayer, *args: Any) -> tuple[Any, ...]:
+    """``layer(*args)``, whose insides the backward pass computes again. ``nnx.remat`` would write to the layer, which
+    it must not where the caller made the model outside of the function that is differentiated."""
+    structure, leaves = split_model(layer)
+    return jax.checkpoint(lambda leaves, args: merge_model(structure, leaves)(*args))(leaves, args)
 
 
 def _stacked(stats: list[MoEStats], back: Int[Array, "B S"] | None) -> MoEStats:
@@ -454,9 +519,13 @@ def _stacked(stats: list[MoEStats], back: Int[Array, "B S"] | None) -> MoEStats:
     both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats)
     if back is None:
         return both
-    ids = both.topk_ids.reshape(len(stats), *back.shape, -1)
-    ids = jnp.take_along_axis(ids, back[None, :, :, None], axis=2)
-    return dataclasses.replace(both, topk_ids=ids.reshape(both.topk_ids.shape))
+
+    def in_order_of_call(array: Array) -> Array:
+        rows = array.reshape(len(stats), *back.shape, -1)
+        return jnp.take_along_axis(rows, back[None, :, :, None], axis=2).reshape(array.shape)
+
+    moved = {name: in_order_of_call(getattr(both, name)) for name in ("topk_ids", "router_logits")}
+    return dataclasses.replace(both, **moved)
 
 
 @functools.partial(jax.jit, static_argnums=0)

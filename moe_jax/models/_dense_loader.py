@@ -6,7 +6,7 @@ the files: used, allowed to be skipped, or an error.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -309,9 +309,10 @@ def _can_cut(tensor: DenseTensor, source: Any, part: _Part) -> bool:
     return all(part.divides(tensor.shape[part.axis], shape) for shape in shapes)
 
 
-def dense_names(names: Iterable[str], num_layers: int) -> list[str]:
-    """The names that dense modules must account for: no experts, no buffers, no layers that are skipped."""
-    names = list(names)
+def dense_names(names: Iterable[str], num_layers: int, other_modules: Collection[str] = ()) -> list[str]:
+    """The names that dense modules must account for: no experts, no buffers, no layers that are skipped, nothing of
+    ``MoEFamily.other_modules``."""
+    names = [name for name in names if name.partition(".")[0] not in other_modules]
     skipped = skipped_layers(names, num_layers)
     return [
         name

@@ -44,19 +44,33 @@ def check_positions(positions: Any, attention_mask: Any, shape: tuple[int, ...])
         raise ValueError(f"positions holds {values[outside][0]}, expected 0 to {2**31 - 1} for real tokens")
 
 
-def check_ids(input_ids: Any, attention_mask: Any, vocab_size: int) -> None:
+def check_segments(segment_ids: Any, shape: tuple[int, ...]) -> None:
+    """segment_ids: (B, S) integers of at least 0; checked as far as values are known."""
+    check_array("segment_ids", segment_ids, jnp.integer, f"{shape} as input_ids")
+    if segment_ids.shape != shape:
+        raise ValueError(f"segment_ids has shape {segment_ids.shape}, expected {shape} as input_ids")
+    if isinstance(segment_ids, Tracer):
+        return
+    values = np.asarray(segment_ids)
+    if (values < 0).any():
+        raise ValueError(f"segment_ids holds {values[values < 0][0]}, expected 0 for padding and ids from 1 on")
+
+
+def check_ids(input_ids: Any, attention_mask: Any, vocab_size: int, segment_ids: Any = None) -> None:
     """input_ids: (B, S) integers, those of real tokens in [0, vocab_size); checked as far as values are known."""
     check_array("input_ids", input_ids, jnp.integer, "(B, S)")
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids has shape {input_ids.shape}, expected (B, S) with at least one token")
     if attention_mask is not None:
         check_mask(attention_mask, input_ids.shape)
-    if isinstance(input_ids, Tracer) or isinstance(attention_mask, Tracer):
+    if segment_ids is not None:
+        check_segments(segment_ids, input_ids.shape)
+    if any(isinstance(array, Tracer) for array in (input_ids, attention_mask, segment_ids)):
         return
     ids = np.asarray(input_ids)
     outside = (ids < 0) | (ids >= vocab_size)
-    if attention_mask is not None:
-        outside &= np.asarray(attention_mask) != 0
+    for mask in (attention_mask, segment_ids):
+        outside &= True if mask is None else np.asarray(mask) != 0
     if outside.any():
         row, column = np.argwhere(outside)[0]
         raise ValueError(f"input_ids[{row}, {column}] is {ids[row, column]}, expected 0 to {vocab_size - 1}")

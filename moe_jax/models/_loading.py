@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,7 +45,9 @@ def load_pretrained(
 
     Experts, attention, shared experts, dense layers and head keep the checkpoint's quantization, weights and
     activations. Embeddings and MLA's ``kv_b_proj``, of which parts are read, are dequantized in float32 and rounded
-    once to ``dtype``. Headers are checked as a whole before a weight is read, then layers are read one by one.
+    once to ``dtype``. Headers are checked as a whole before a weight is read, then layers are read one by one. Of a
+    checkpoint that holds other models too, such as a vision model, the language model is built, and a warning names
+    what is left out.
 
     Args:
         directory: config.json and safetensors files, as transformers, compressed-tensors or DeepSeek write them; or the
@@ -66,9 +69,9 @@ def load_pretrained(
             kernels for Hopper GPUs that keep no scores in memory, for calls of 64 and more tokens per row and of up to
             8; with jax 0.11. "cudnn": NVIDIA GPUs from Ampere on, for calls of 64 and more tokens per row, without
             sinks and with heads of up to 128 (256 on Hopper). Both take bfloat16 and float16, and neither takes
-            attention in chunks, or positions that a call states in layers with a sliding window. "xla" takes every
-            call, those that the kernel of another choice refuses too. A model that "hopper" or "cudnn" cannot serve
-            here is refused.
+            attention in chunks, slots that an indexer selects for several tokens, or positions that a call states in
+            layers with a sliding window. "xla" takes every call, those that the kernel of another choice refuses too. A
+            model that "hopper" or "cudnn" cannot serve here is refused.
         dtype: bfloat16, float16 or float32.
         kv_cache_dtype: of the key-value cache; None takes what the checkpoint says. A cache in FP8 is not built yet:
             for a checkpoint that states one, say ``dtype`` here too, and the cache holds keys and values unquantized.
@@ -90,6 +93,9 @@ def load_pretrained(
         family, config = read_model_family(checkpoint.config, str(checkpoint.config_path))
         check_counts(config, checkpoint)
         _check_kv_cache(opened, kv_cache_dtype, jnp.dtype(dtype))
+        if others := family.left_out(checkpoint.names):
+            parts = ", ".join(f"{word} ({count} tensors)" for word, count in others.items())
+            warnings.warn(f"{opened.directory}: {parts} left out: the language model alone is built", stacklevel=2)
         reader = ModelReader(checkpoint, checkpoint.config, family, config)
         model = family(
             config,

@@ -133,7 +133,7 @@ class ModelReader:
         config: MoEBlockConfig,
         layers: Iterable[int | None] = (),
     ):
-        self._source, self._config = source, config
+        self._source, self._config, self._family = source, config, family
         self._where = str(source.directory)
         self._quantization = QuantizationConfig.from_config(raw, source)
         if doubt := family.doubts(source, raw):
@@ -141,7 +141,7 @@ class ModelReader:
         names = family.expert_names
         self._experts = ExpertReader(source, quantization=self._quantization, names=names)
         self._sharded = ShardedExpertReader(source, quantization=self._quantization, names=names)
-        self.dense = dense_names(source.names, config.num_layers)
+        self.dense = dense_names(source.names, config.num_layers, family.other_modules)
         surplus = (
             {*self._experts.layers, *layers} - set(config.moe_layers) - skipped_layers(source.names, config.num_layers)
         )
@@ -193,9 +193,10 @@ class ModelReader:
         experts: those of each layer where the source does not have them.
         """
         account, layers = set(self.dense), self._config.num_layers
-        if model.lm_head is None and "lm_head.weight" in account:
-            self._check_tied()
-            account.remove("lm_head.weight")
+        head = f"{self._family.text_prefix}lm_head.weight"
+        if model.lm_head is None and head in account:
+            self._check_tied(head)
+            account.remove(head)
         plan = self._plan(model.dense_modules(), account)
         by_layer: dict[int | None, list[DenseTensor]] = {}
         for tensor in plan:
@@ -231,12 +232,13 @@ class ModelReader:
     def _plan(self, modules: Json, account: Iterable[str]) -> list[DenseTensor]:
         return plan_dense(modules, self._source, self._quantization, where=self._where, account=account)
 
-    def _check_tied(self) -> None:
+    def _check_tied(self, name: str) -> None:
         """Some files hold a tied head as well; the config decides, and a head that differs contradicts it."""
-        head, embedding = (self._source.read(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+        tied = f"{self._family.text_prefix}model.embed_tokens.weight"
+        head, embedding = (self._source.read(tensor) for tensor in (name, tied))
         if head.dtype != embedding.dtype or head.shape != embedding.shape or head.tobytes() != embedding.tobytes():
             raise CheckpointError(
-                f"{self._where}: tensor lm_head.weight: differs from model.embed_tokens.weight although config.json "
+                f"{self._where}: tensor {name}: differs from {tied} although config.json "
                 "says tie_word_embeddings; set it to false if the head is its own"
             )
 

@@ -73,7 +73,8 @@ def fused_moe(
     name = choose_dispatch(parallel, config, num_tokens)
     tokens = (x, router_logits, token_mask, token_ids, shared_output, replayed_ids)
     if num_tokens == 0:
-        return _nothing(x, config, placement, parallel, return_stats)
+        y, stats = _nothing(x, config, placement, parallel)
+        return (y, dataclasses.replace(stats, router_logits=router_logits)) if return_stats else y
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((tokens, weights, placement))):
         arguments = (name, parallel, config, tokens, weights, placement, routing)
         try:
@@ -88,7 +89,7 @@ def fused_moe(
         y, stats = _compiled(name, parallel, config, tokens, weights, placement, routing)
         if x.shape == y.shape and isinstance(x, jax.Array) and x.sharding.device_set == y.sharding.device_set:
             y = jax.device_put(y, x.sharding)
-    return (y, stats) if return_stats else y
+    return (y, dataclasses.replace(stats, router_logits=tokens[1])) if return_stats else y
 
 
 def _forward(
@@ -304,12 +305,12 @@ def _own_share(weights: ExpertWeights, own: MoEConfig, parallel: ParallelConfig)
     return weights
 
 
-def _nothing(x: Array, config: MoEConfig, placement: Placement, parallel: ParallelConfig, return_stats: bool) -> Any:
+def _nothing(x: Array, config: MoEConfig, placement: Placement, parallel: ParallelConfig) -> tuple[Array, MoEStats]:
     """The answer to no tokens."""
     parts = parallel.expert_size * parallel.tensor_size
     y = x if parallel.reduce_results else jnp.zeros((parts, *x.shape), jnp.float32)
     stats = MoEStats(jnp.zeros(placement.num_slots, jnp.int32), jnp.zeros((0, config.top_k), jnp.int32))
-    return (y, stats) if return_stats else y
+    return y, stats
 
 
 def _reshard(leaf: Any, spec: PartitionSpec, parallel: ParallelConfig) -> Any:

@@ -62,7 +62,8 @@ class LLM:
     ' Paris. The capital of Germany is'
 
     Args:
-        model: a checkpoint directory with tokenizer.json, or the name of a model on the Hugging Face hub.
+        model: a checkpoint directory with tokenizer.json, or Kimi's tiktoken.model; or the name of a model on the
+            Hugging Face hub.
         revision, quantize, mesh, enable_eplb, num_redundant_experts, implementation, attention, dtype, kv_cache_dtype,
             max_seq_len, max_num_batched_tokens, progress: as for ``load_pretrained``.
         generation_config: "auto" takes temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the

@@ -1,15 +1,18 @@
-"""``Tokenizer``: tokenizer.json of a checkpoint, read by the package tokenizers."""
+"""``Tokenizer``: tokenizer.json of a checkpoint, or Kimi's tiktoken.model, by the package tokenizers."""
 
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from moe_jax.text._answer import Detokenizer
+from moe_jax.text._tiktoken import NAME as TIKTOKEN
+from moe_jax.text._tiktoken import read_tiktoken
 
 MAX_TOKENIZER_BYTES = 256 << 20  # large ones take 40 MB
-# What a tokenizer may be stored in besides tokenizer.json, and how transformers makes that file of it.
-_OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")
+# What else a tokenizer may be stored in, and how transformers makes tokenizer.json of it.
+_OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json")
 _CONVERT = "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
@@ -21,7 +24,8 @@ class Tokenizer:
         backend: the ``tokenizers.Tokenizer``.
 
     Raises:
-        ValueError: no tokenizer.json, or one that cannot be used. ImportError: tokenizers is not installed.
+        ValueError: neither tokenizer.json nor tiktoken.model, or one that cannot be used. ImportError: tokenizers is
+            not installed.
     """
 
     def __init__(self, directory: Path):
@@ -63,17 +67,22 @@ class Tokenizer:
 
 def _load(directory: Path) -> Any:
     path = directory / "tokenizer.json"
-    if not path.is_file():
+    is_json = path.is_file()
+    if not is_json and not (directory / TIKTOKEN).is_file():
         other = next((name for name in _OTHER_TOKENIZERS if (directory / name).is_file()), None)
         way = f"make it from {other}: {_CONVERT}" if other else "copy it from where the model was published"
         raise ValueError(f"{path} does not exist, and text needs it; {way}; or give token ids (--input-ids)")
+    if find_spec("tokenizers") is None:
+        why = "text needs the package tokenizers"
+        raise ImportError(f"{why}: pip install tokenizers, or give token ids (--input-ids)")
+    return _read_json(path) if is_json else read_tiktoken(directory)
+
+
+def _read_json(path: Path) -> Any:
+    from tokenizers import Tokenizer as Backend
+
     if path.stat().st_size > MAX_TOKENIZER_BYTES:
         raise ValueError(f"{path}: larger than {MAX_TOKENIZER_BYTES} bytes, the most that is accepted for such a file")
-    try:
-        from tokenizers import Tokenizer as Backend
-    except ImportError:
-        why = "text needs the package tokenizers"
-        raise ImportError(f"{why}: pip install tokenizers, or give token ids (--input-ids)") from None
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the Rust side raises plain Exception

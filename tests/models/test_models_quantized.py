@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import moe_jax
 from moe_jax.models import load_pretrained
-from tests.support.cases.families import as_mxfp4
+from tests.support.cases.families import as_mxfp4, fused_again
 from tests.support.cases.models import (
     FAMILY_CASES,
     MORE_FAMILY_CASES,
@@ -28,7 +28,10 @@ run = jax.jit(lambda model, ids, cache: model(ids, cache=cache))
 # A file's own activation quantization is left out: the comparison is one of weights.
 WEIGHTS_ONLY = {"fp8_channel": "fp8_channel_a16", "fp8_block": "fp8_block_a16", "int8_w8a8": "int8_w8a16"}
 MULTIPLES_OF_32 = {
-    **dict.fromkeys(("glm4", "glm4_lite"), dict(intermediate_size=64, kv_lora_rank=32, q_lora_rank=32)),
+    **dict.fromkeys(
+        ("glm4", "glm4_lite", "deepseek_v32", "glm_dsa"), dict(intermediate_size=64, kv_lora_rank=32, q_lora_rank=32)
+    ),
+    "llama4": dict(intermediate_size_mlp=64),
     **dict.fromkeys(("dots1", "ernie"), dict(intermediate_size=64)),
     "qwen2": dict(intermediate_size=64),
     "deepseek_v2_lite": dict(intermediate_size=64, kv_lora_rank=32),
@@ -63,8 +66,9 @@ def check(directory, judge, ids, scheme, has_steps):
 STEPS = pytest.mark.parametrize("has_steps", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
-# transformers reads experts of Granite and Llama 4 only as one tensor, and writers store them one by one.
-FAMILIES = [name for name in FAMILY_CASES if name not in (*MORE_FAMILY_CASES, "granite", "llama4")]
+FAMILIES = [name for name in FAMILY_CASES if name not in MORE_FAMILY_CASES]
+# Writers store experts one by one; of these families transformers reads them only as one tensor.
+FUSED = {"granite": "granitemoe", "llama4": "llama4_text"}
 
 
 @pytest.mark.slow
@@ -77,8 +81,15 @@ def test_written_by_our_writer(tmp_path, prompt, name, scheme):
     moe_jax.quantize_checkpoint(source, target, scheme=scheme, modules="all")
     weights = {f"{module}.weight": torch.tensor(value) for module, value in decompressed(target).items()}
     assert any("self_attn" in key for key in weights) and any(".experts.0." in key for key in weights)
+    weights = (
+        {key: value.contiguous() for key, value in fused_again(FUSED[name], weights).items()}
+        if name in FUSED
+        else weights
+    )
     plain.mkdir()
-    save_file(load_file(source / "model.safetensors") | weights, plain / "model.safetensors", metadata={"format": "pt"})
+    stored = load_file(source / "model.safetensors")
+    assert name not in FUSED or weights.keys() <= stored.keys()
+    save_file(stored | weights, plain / "model.safetensors", metadata={"format": "pt"})
     (plain / "config.json").write_text((source / "config.json").read_text())
     ids = prompt(2, 40)
     judge = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
@@ -86,17 +97,18 @@ def test_written_by_our_writer(tmp_path, prompt, name, scheme):
 
 
 @STEPS
-@pytest.mark.parametrize("name", ["deepseek_v3", *slow("deepseek_v2")])
+@pytest.mark.parametrize("name", ["deepseek_v3", *slow("deepseek_v2", "deepseek_v32", "glm_dsa")])
 def test_deepseek_fp8_as_published(tmp_path, prompt, name, has_steps):
-    """Every Linear but routers and head in FP8 blocks, scales as weight_scale_inv."""
+    """Every Linear but routers, head and the weights of index heads in FP8 blocks, scales as weight_scale_inv."""
     source, compressed, target = (tmp_path / word for word in ("source", "compressed", "target"))
     write_checkpoint(name, source)
     groups = {"group_0": writers.preset("FP8_BLOCK")}
-    plain = writers.compress(source, compressed, groups, ["re:.*mlp.gate$", "lm_head"])
+    plain = writers.compress(source, compressed, groups, ["re:.*mlp.gate$", "re:.*weights_proj$", "lm_head"])
     writers.as_native_fp8(compressed, target)
     stored = load_file(target / "model.safetensors")
     names = [key for key in stored if key.endswith("weight_scale_inv")]
     assert any("kv_b_proj" in key for key in names) and any("shared_experts" in key for key in names)
+    assert sum(".indexer.w" in key for key in names) == 2 * sum(key.endswith("weights_proj.weight") for key in stored)
     ids = prompt(2, 40)
     judge = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     check(target, judge, ids, "fp8_block", has_steps)

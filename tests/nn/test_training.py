@@ -77,6 +77,18 @@ def test_an_optimizer_says_once_that_experts_stay(graph):
         assert len(said) == 1 and said[0].filename == __file__
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_an_optimizer_for_adapters_says_that_there_are_none(graph):
+    models = nnx.List([make_layer("fp8_block"), make_layer("int8_w8a16")])
+    with pytest.warns(FrozenExpertsWarning, match=r"the model has none, so nothing trains; moe_jax\.lora") as said:
+        nnx.Optimizer(models, optax.adam(1.0), wrt=moe_jax.LoRAParam, graph=graph)
+    assert len(said) == 1 and said[0].filename == __file__
+    moe_jax.lora(models[1], rank=2, rngs=nnx.Rngs(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nnx.Optimizer(models, optax.adam(1.0), wrt=moe_jax.LoRAParam, graph=graph)
+
+
 def test_an_optimizer_is_silent_where_nothing_stays_unasked():
     """Unquantized experts move. A filter that takes no experts leaves them on purpose. Reading state is no training."""
     with warnings.catch_warnings():

@@ -8,7 +8,8 @@ _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _RESPELT = _PROJECTIONS | {word: letter for letter, word in _PROJECTIONS.items()}
 _EXPERTS, _FUSED = ".experts", ("gate_up_proj", "down_proj")
 _EMBEDDINGS = ("embed_tokens", "wte")
-_NORMALLY_PLAIN = ("gate", "router", "shared_expert_gate", "lm_head", *_EMBEDDINGS)
+_OF_INDEXER = "weights_proj"
+_NORMALLY_PLAIN = ("gate", "router", "shared_expert_gate", "lm_head", _OF_INDEXER, *_EMBEDDINGS)
 
 
 def spellings(module: str) -> tuple[str, ...]:
@@ -43,5 +44,6 @@ def classes_of(module: str) -> tuple[str, ...]:
 
 
 def is_normally_plain(module: str) -> bool:
-    """Routers, the shared expert's gate, embeddings and the head stay in 16 bits even where ``ignore`` forgets them."""
+    """Routers, the shared expert's gate, the weights of index heads, embeddings and the head stay in 16 bits even where
+    ``ignore`` forgets them."""
     return module.rpartition(".")[2] in _NORMALLY_PLAIN or module.endswith(".router.layer")

@@ -1,7 +1,7 @@
 """``Checkpoint``: a directory with config.json and safetensors files, validated as a whole before anything is read."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -69,8 +69,8 @@ class Checkpoint:
 
     Attributes:
         directory, config_path: where it is.
-        config: config.json. Where another quantizer's own file (ModelOpt, GPTQ) stands beside a config.json that has no
-            quantization_config, one that names its method is filled in.
+        config: config.json. Where it has no quantization_config, that of its text_config is filled in; or where another
+            quantizer's own file (ModelOpt, GPTQ) stands beside it, one that names its method.
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
@@ -206,8 +206,12 @@ def _foreign_quantization(directory: Path, config: Json) -> dict[str, Any] | Non
     """What another quantizer's own file stands for, where config.json has no quantization_config.
 
     ModelOpt writes hf_quant_config.json, old GPTQ repositories quantize_config.json; config.json may then say nothing.
+    Kimi-K2.5 states it of its language model, in text_config.
     """
     if config.get("quantization_config") is None:
+        text = config.get("text_config")
+        if isinstance(text, Mapping) and text.get("quantization_config") is not None:
+            return text["quantization_config"]
         for name, method in (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq")):
             if (directory / name).is_file():
                 stated = read_json(directory / name, max_bytes=MAX_CONFIG_BYTES)

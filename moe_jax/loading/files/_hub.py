@@ -38,6 +38,7 @@ _SMALL_FILES = (
     INDEX_FILE,
     "tokenizer.json",
     "tokenizer.model",
+    "tiktoken.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -50,6 +51,7 @@ _SMALL_FILES = (
     "LICENSE.txt",
     "NOTICE",
 )
+_TOKENIZERS = ("tokenizer.json", "tiktoken.model")
 _BAR = "huggingface_hub.snapshot_download"  # its name for the bar of all bytes
 _TIMEOUT = 10.0  # seconds until a hub that does not answer counts as out of reach
 
@@ -109,7 +111,8 @@ class _Model:
                 raise self._absent(f"and {lack}; HF_HUB_OFFLINE forbids a download: unset it, or give a directory")
             return cached
         # A commit never changes. A snapshot without a tokenizer may be one of which only the weights were asked for.
-        if cached is not None and _COMMIT.fullmatch(self._revision) and (cached / "tokenizer.json").exists():
+        has_tokenizer = cached is not None and any((cached / name).exists() for name in _TOKENIZERS)
+        if cached is not None and has_tokenizer and _COMMIT.fullmatch(self._revision):
             return cached
         from huggingface_hub import HfApi
 

@@ -1,7 +1,7 @@
 """Attention over a static key-value cache: what its kinds share, and grouped-query attention. MLA lies in _mla.py."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -35,7 +35,9 @@ class AttentionInputs:
     cos, sin: (B, S, D/2) f32. starts, lengths: (B,) int32, row b has its keys in slots [starts[b], lengths[b]), those
     of this call included. first_slots: (B,) int32, query j of row b sits at slot first_slots[b] + j; queries of padding
     sit outside of the row's keys. query_positions: (B, S) int32. key_positions: (B, L) int32, or None where every slot
-    has the position slot - start; then a sliding window reaches equally far in slots.
+    has the position slot - start; then a sliding window reaches equally far in slots. segment_starts: (B, S) int32, the
+    slot where the sequence of query j begins, or None where a row is one sequence. selected: (B, S, K) int32, slots
+    that the layer before selected for each query; None without an indexer, or where all fit into its selection.
     """
 
     cos: Leaf
@@ -45,6 +47,8 @@ class AttentionInputs:
     first_slots: Leaf
     query_positions: Leaf
     key_positions: Leaf | None
+    segment_starts: Leaf | None = None
+    selected: Leaf | None = None
 
     def visible(
         self,
@@ -58,6 +62,8 @@ class AttentionInputs:
         slots = jnp.arange(num_slots, dtype=jnp.int32)[None, None, :]
         seen = slots <= (self.first_slots[:, None] + columns)[:, :, None]
         seen = seen & (slots >= self.starts[:, None, None]) & (slots < self.lengths[:, None, None])
+        if self.segment_starts is not None:
+            seen = seen & (slots >= jnp.take(self.segment_starts, columns, axis=1)[:, :, None])
         if window is None and chunk is None:
             return seen
         if self.key_positions is None:
@@ -122,12 +128,12 @@ class Attention(Partitioned):
 
     def __call__(
         self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
-    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
-        """Attend and return the output with this layer's keys and values.
+    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...], None]:
+        """Attend and return the output with this layer's keys and values, and None: it selects nothing.
 
         cached: keys and values (B, kv_heads, slots, D) of earlier calls; None keeps this call's tokens alone.
         """
-        return partitioned(Attention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached)
+        return (*partitioned(Attention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached), None)
 
     def cache_splits(self) -> tuple[int, ...]:
         """For each array that the cache keeps of this layer, the axis that is split over devices."""
@@ -239,6 +245,7 @@ def attend(
     window: int | None = None,
     chunk: int | None = None,
     sinks: Array | None = None,
+    selected: Int[Array, "B S K"] | None = None,
     implementation: AttentionImplementation = "xla",
     partition: Partition | None = None,
 ) -> Float[Array, "B S N G V"]:
@@ -249,14 +256,17 @@ def attend(
     implementation: as for ``load_pretrained``. Kernels run where they take the call (``_choice.choose``) and a window
     reaches equally far in slots. All else is done as with "xla", and so is what ``jax.grad`` differentiates.
 
-    sinks: (N * G,), a logit per query head that takes its part of the softmax and gives nothing. partition: of the
-    module that calls, whose devices share the heads where these divide.
+    sinks: (N * G,), a logit per query head that takes its part of the softmax and gives nothing. selected: slots that
+    each query sees at most, None for all. partition: of the module that calls, whose devices share the heads where
+    these divide.
     """
-    is_by_slots = chunk is None and (window is None or inputs.key_positions is None)
+    is_by_slots = chunk is None and selected is None and (window is None or inputs.key_positions is None)
+    is_by_slots = is_by_slots and inputs.segment_starts is None
 
     def by_xla(q, k, v, inputs, sinks):
         values = k[..., :value_width] if v is None else v
-        return attend_xla(q, k, values, inputs, scale=scale, window=window, chunk=chunk, sinks=sinks)
+        kind: Any = dict(window=window, chunk=chunk, selected=selected)
+        return attend_xla(q, k, values, inputs, scale=scale, sinks=sinks, **kind)
 
     kind: Any = dict(scale=scale, window=window, value_width=value_width, has_sinks=sinks is not None)
     name = choose(implementation, q, k, v, **kind)[0] if is_by_slots else None
@@ -280,29 +290,37 @@ def attend_xla(
     window: int | None = None,
     chunk: int | None = None,
     sinks: Array | None = None,
+    selected: Int[Array, "B S K"] | None = None,
 ) -> Float[Array, "B S N G V"]:
     """``attend`` on any device, at most QUERY_BLOCK queries at a time."""
-    positions, num_queries, num_slots = inputs.query_positions, q.shape[1], k.shape[2]
-    columns = jnp.arange(num_queries, dtype=jnp.int32)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(1, *q.shape[2:4], 1, 1)
 
-    def some(q, columns, positions):
-        return _attend(q, k, v, inputs.visible(columns, positions, num_slots, window, chunk), scale, sinks)
+    def some(q, columns, positions, selected):
+        visible = inputs.visible(columns[0], positions, k.shape[2], window, chunk)
+        if selected is not None:
+            chosen = jnp.zeros(visible.shape, jnp.bool)
+            visible &= jnp.put_along_axis(chosen, selected, True, axis=-1, inplace=False)
+        return _attend(q, k, v, visible, scale, sinks)
 
-    if num_queries <= QUERY_BLOCK:
-        return some(q, columns, positions)
-    num_blocks = -(-num_queries // QUERY_BLOCK)
-    tail = num_blocks * QUERY_BLOCK - num_queries
+    columns = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+    return in_query_blocks(some, q, columns, inputs.query_positions, selected)
 
-    def blocks(a, axis):
-        padded = jnp.pad(a, [(0, tail if i == axis else 0) for i in range(a.ndim)])
-        split = padded.reshape(*a.shape[:axis], num_blocks, QUERY_BLOCK, *a.shape[axis + 1 :])
-        return jnp.moveaxis(split, axis, 0)
 
-    y = jax.lax.map(lambda block: some(*block), (blocks(q, 1), blocks(columns, 0), blocks(positions, 1)))
+def in_query_blocks(function: Callable[..., Array], *arrays: Array | None) -> Array:
+    """``function(*arrays)``, (B, S, ...), computed for at most QUERY_BLOCK of S at a time. arrays: (B or 1, S, ...)."""
+    count = jax.tree.leaves(arrays)[0].shape[1]
+    if count <= QUERY_BLOCK:
+        return function(*arrays)
+    num_blocks = -(-count // QUERY_BLOCK)
+
+    def blocks(a: Array) -> Array:
+        padded = jnp.pad(a, [(0, num_blocks * QUERY_BLOCK - count if i == 1 else 0) for i in range(a.ndim)])
+        return jnp.moveaxis(padded.reshape(a.shape[0], num_blocks, QUERY_BLOCK, *a.shape[2:]), 1, 0)
+
+    y = jax.lax.map(lambda block: function(*block), jax.tree.map(blocks, arrays))
     y = jnp.moveaxis(y, 0, 1)
-    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :num_queries]
+    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :count]
 
 
 def _attend(q: Array, k: Array, v: Array, visible: Bool[Array, "B S L"], scale: float, sinks: Array | None) -> Array:

@@ -36,6 +36,19 @@ def check_implementation(name: str, config: DecoderConfig, dtype: DTypeLike) -> 
         raise NotImplementedError(f"attention={name!r}: {reason}; attention='xla' runs everywhere")
 
 
+def check_takes_segments(name: str, config: DecoderConfig) -> None:
+    """Raise NotImplementedError where rows of several sequences cannot be attended."""
+    if name in KERNELS:
+        raise NotImplementedError(
+            f"segment_ids: attention={name!r} takes rows of one sequence; load the model with attention='xla'"
+        )
+    if config.rope.depends_on_length:
+        raise NotImplementedError(
+            f"segment_ids: the rotary embedding of type {config.rope.rope_type!r} changes with the length of a row; "
+            "give each sequence a row of its own"
+        )
+
+
 def choose(implementation: str, q: Any, k: Any, v: Any | None, **kind: Any) -> tuple[str | None, list[str]]:
     """(the kernel that attends, None for XLA; those asked before it and why they do not). Arguments as of
     ``_hopper.refusal``."""

@@ -9,15 +9,19 @@ attend, equal but for rounding:
   one key-value head, and apply V_n to the result. Nothing is computed per slot, but every score is wider.
 
 The shapes of a call decide which one costs less: expanding for a prefill, absorbing for a decode step.
+
+With an indexer a query attends to the tokens that it selects alone. A step of one token gathers their rows and attends
+to these; longer calls attend to all rows under a mask.
 """
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
-from moe_jax._typing import Array, DTypeLike, Float
+from moe_jax._typing import Array, DTypeLike, Float, Int
 from moe_jax.models import _fused
 from moe_jax.models._cache import extended
 from moe_jax.models._config import DecoderConfig, MLAConfig
@@ -25,6 +29,7 @@ from moe_jax.models._layers import Linear, RMSNorm, precision_of
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._attention import AttentionInputs, attend
 from moe_jax.models.attention._choice import AttentionImplementation
+from moe_jax.models.attention._indexer import Indexer
 from moe_jax.models.attention._rope import rotate
 from moe_jax.parallel._logical import EMBED, HEADS
 
@@ -58,6 +63,7 @@ class LatentAttention(Partitioned):
         up = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         self.kv_b_proj = Linear(mla.kv_lora_rank, up, is_dequantized=True, **options)  # absorbing reads its parts
         self.o_proj = Linear(heads * mla.v_head_dim, h, use_bias=config.use_output_bias, **options)
+        self.indexer = Indexer(config, **options) if config.has_indexer(layer) else None
         self.name_parameters()
 
     @property
@@ -70,7 +76,8 @@ class LatentAttention(Partitioned):
         """Checkpoint name below the layer's attention -> module."""
         names = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm")
         names += ("kv_b_proj", "o_proj")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        modules = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return modules if self.indexer is None else modules | self.indexer.dense_modules()
 
     def logical_axes(self) -> Mapping[str, tuple[str | None, ...]]:
         queries = {"q_proj": (HEADS, EMBED)}
@@ -84,32 +91,51 @@ class LatentAttention(Partitioned):
 
     def __call__(
         self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
-    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
-        """Attend and return the output with this layer's rows, one array (B, 1, slots, kv_lora_rank + rope).
+    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...], Int[Array, "B S K"] | None]:
+        """Attend and return the output, this layer's rows, and the slots that queries selected, None for all.
 
-        cached: that array of earlier calls; None keeps this call's tokens alone.
+        The rows are one array (B, 1, slots, kv_lora_rank + rope), and one of index keys behind it in layers with an
+        indexer. cached: these of earlier calls; None keeps this call's tokens alone.
         """
-        return partitioned(LatentAttention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached)
+        selected = WHOLE if self._selects(x.shape[1] if cached is None else cached[0].shape[2]) else None
+        outputs = (WHOLE, self.cache_splits(), selected)
+        return partitioned(LatentAttention._forward, self, outputs, x, inputs, cached)
 
     def cache_splits(self) -> tuple[int, ...]:
-        """As of ``Attention``: the latent belongs to all heads."""
-        return (WHOLE,)
+        """As of ``Attention``: the latent belongs to all heads, and so do index keys."""
+        return (WHOLE,) * (1 if self.indexer is None else 2)
+
+    def _selects(self, num_slots: int) -> bool:
+        """Whether there are more slots than a query may attend to."""
+        return self.mla.indexer is not None and num_slots > self.mla.indexer.topk
 
     def _forward(
         self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: tuple[Array, ...] | None
-    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...]]:
-        mla, q = self.mla, x
-        for module in (self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj):  # the first, or the other three
-            q = q if module is None else module(q)
+    ) -> tuple[Float[Array, "B S H"], tuple[Array, ...], Int[Array, "B S K"] | None]:
+        mla = self.mla
+        if self.q_proj is not None:
+            compressed, q = x, self.q_proj(x)
+        else:
+            assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
+            compressed = self.q_a_layernorm(self.q_a_proj(x))
+            q = self.q_b_proj(compressed)
         q = q.reshape(*x.shape[:2], self.config.num_heads, -1)
         q = jnp.concatenate([q[..., : mla.qk_nope_head_dim], self._rotated(q[..., mla.qk_nope_head_dim :], inputs)], -1)
         row = self.kv_a_proj_with_mqa(x)
         key = self._rotated(row[:, :, None, mla.kv_lora_rank :], inputs)[:, :, 0]
         row = jnp.concatenate([self.kv_a_layernorm(row[..., : mla.kv_lora_rank]), key], axis=-1)
-        (rows,) = kept = extended(cached, (row[:, None],), inputs.starts, inputs.lengths, inputs.first_slots)
+        new = (row[:, None],) if self.indexer is None else (row[:, None], self.indexer.keys(x, inputs))
+        rows, *index_keys = kept = extended(cached, new, inputs.starts, inputs.lengths, inputs.first_slots)
+        if not self._selects(rows.shape[2]):
+            inputs = dataclasses.replace(inputs, selected=None)
+        elif self.indexer is not None:
+            inputs = dataclasses.replace(inputs, selected=self.indexer.select(x, compressed, index_keys[0], inputs))
+        selected = inputs.selected
+        if selected is not None and x.shape[1] == 1:
+            rows, inputs = _gathered(rows, inputs)
         absorbs = is_cheaper_absorbed(mla, x.shape[1], rows.shape[2])
         y = (self._absorbed if absorbs else self._expanded)(q, rows, inputs)
-        return self.o_proj(y.reshape(*x.shape[:2], -1)), kept
+        return self.o_proj(y.reshape(*x.shape[:2], -1)), kept, selected
 
     def num_sms(self) -> int | None:
         """As of ``Attention``."""
@@ -140,10 +166,23 @@ class LatentAttention(Partitioned):
         scale = self.config.head_dim**-0.5 * self.config.rope.score_scale
         latents = self.mla.kv_lora_rank if v is None else None
         options: Any = dict(value_width=latents, implementation=self.implementation, partition=self.partition)
-        return attend(q, k, v, inputs, scale=scale, window=self.window, **options)
+        return attend(q, k, v, inputs, scale=scale, window=self.window, selected=inputs.selected, **options)
 
     def _rotated(self, x: Float[Array, "B S N D"], inputs: AttentionInputs) -> Float[Array, "B S N D"]:
         return rotate(x, inputs.cos, inputs.sin, is_interleaved=self.mla.is_interleaved)
+
+
+def _gathered(rows: Float[Array, "B N L W"], inputs: AttentionInputs) -> tuple[Array, AttentionInputs]:
+    """The rows that the one query of each row of the batch selected, and inputs that speak of these alone.
+
+    What a query sees comes first among the slots that it selected, so the rows that count are the first ones.
+    """
+    slots: Any = inputs.selected
+    found = jnp.take_along_axis(rows, slots[:, :, :, None], axis=2)
+    seen = jnp.minimum(inputs.lengths, inputs.first_slots + 1) - inputs.starts
+    count = jnp.clip(seen, 0, slots.shape[-1])
+    places = dict(starts=jnp.zeros_like(count), lengths=count, first_slots=count - 1)
+    return found, dataclasses.replace(inputs, **places, key_positions=None, selected=None)
 
 
 def is_cheaper_absorbed(mla: MLAConfig, num_queries: int, num_slots: int) -> bool:

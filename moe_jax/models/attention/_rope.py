@@ -151,6 +151,11 @@ class RopeConfig:
         return self.max_position_embeddings
 
     @property
+    def depends_on_length(self) -> bool:
+        """Whether the angle of a position changes with the length of its row."""
+        return self.rope_type in ("dynamic", "longrope")
+
+    @property
     def amplitude(self) -> float:
         """Factor on cos and sin (transformers calls it attention scaling)."""
         if self.rope_type == "yarn":

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_jax.loading._errors import shown
-from moe_jax.models._config import ConfigReader, MLAConfig
+from moe_jax.models._config import ConfigReader, IndexerConfig, MLAConfig
 
 
 def layers_by_step(reader: ConfigReader) -> tuple[int, ...]:
@@ -64,7 +64,17 @@ def gated_shared_experts(reader: ConfigReader, *, renormalize: bool) -> dict[str
     )
 
 
-def latent_attention(reader: ConfigReader) -> dict[str, Any]:
+def layers_by_type(reader: ConfigReader) -> tuple[int, ...]:
+    """Newer GLM: transformers writes ``mlp_layer_types``, published files have what ``layers_after_dense`` reads."""
+    kinds, count = reader.value("mlp_layer_types"), reader.integer("num_hidden_layers")
+    if kinds is None:
+        return layers_after_dense(reader)
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
+        raise reader.error(f"mlp_layer_types is {shown(kinds)}, expected a list of {count}, each dense or sparse")
+    return tuple(index for index, kind in enumerate(kinds) if kind == "sparse")
+
+
+def latent_attention(reader: ConfigReader, indexer: IndexerConfig | None = None) -> dict[str, Any]:
     """DeepSeek's attention, MLA."""
     ranked = reader.value("q_lora_rank") is not None
     has_biases = reader.boolean("attention_bias", default=False)
@@ -76,9 +86,31 @@ def latent_attention(reader: ConfigReader) -> dict[str, Any]:
             qk_rope_head_dim=reader.integer("qk_rope_head_dim"),
             v_head_dim=reader.integer("v_head_dim"),
             is_interleaved=reader.boolean("rope_interleave", default=True),
+            indexer=indexer,
         ),
         use_attention_bias=has_biases,
         use_output_bias=has_biases,
+    )
+
+
+def indexer_of_tokens(reader: ConfigReader, *, is_interleaved: bool) -> IndexerConfig:
+    """DeepSeek-V3.2 and GLM-5, which differ in the default of ``indexer_rope_interleave``."""
+    count = reader.integer("num_hidden_layers")
+    kinds, pattern = reader.value("indexer_types"), reader.value("index_topk_pattern")
+    step = reader.integer("index_topk_freq", default=1)
+    offset = reader.integer("index_skip_topk_offset", minimum=0, default=2)
+    if kinds is None and pattern is not None:
+        kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern] if pattern else []
+    if kinds is None:
+        kinds = ["shared" if max(index - offset + 1, 0) % step else "full" for index in range(count)]
+    if not isinstance(kinds, list) or len(kinds) < count or any(kind not in ("full", "shared") for kind in kinds):
+        raise reader.error(f"indexer_types is {shown(kinds)}, expected a list of {count}, each full or shared")
+    return IndexerConfig(
+        num_heads=reader.integer("index_n_heads"),
+        head_dim=reader.integer("index_head_dim"),
+        topk=reader.integer("index_topk"),
+        is_interleaved=reader.boolean("indexer_rope_interleave", default=is_interleaved),
+        shared_layers=tuple(index for index in range(count) if kinds[index] == "shared"),
     )
 
 

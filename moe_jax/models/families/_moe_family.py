@@ -4,6 +4,8 @@ A family is one file with one subclass. Its class attributes are the words of it
 config.json into a typed config. A family whose whole model is built derives from ``CausalLM``, which is a MoEFamily.
 """
 
+import collections
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -30,8 +32,9 @@ class MoEFamily:
 
     model_type, architecture: config.json's words; other_model_types and other_architectures mean the same. moe_module:
     where a layer's experts and router lie in a checkpoint; router_module, shared_module and shared_gate_module lie in
-    it, and so does the correction bias, None for one of the router. layers_module: where the layers lie. expert_names:
-    what the experts' tensors are called in messages, and whether gate and up rows alternate.
+    it, and so does the correction bias, None for one of the router. expert_names: what the experts' tensors are called
+    in messages, and whether gate and up rows alternate. text_prefix: what stands before the language model's names in
+    a checkpoint that holds other models too; other_modules: first words of their names, which are left out.
     """
 
     model_type: ClassVar[str]
@@ -39,12 +42,13 @@ class MoEFamily:
     other_model_types: ClassVar[tuple[str, ...]] = ()
     other_architectures: ClassVar[tuple[str, ...]] = ()
     moe_module: ClassVar[str]
-    layers_module: ClassVar[str] = "model.layers"
     router_module: ClassVar[str] = "gate"
     shared_module: ClassVar[str] = "shared_experts"
     shared_gate_module: ClassVar[str] = "shared_expert_gate"
     correction_bias_name: ClassVar[str | None] = None
     expert_names: ClassVar[ExpertNames] = ExpertNames()
+    text_prefix: ClassVar[str] = ""
+    other_modules: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
     def read_config(reader: ConfigReader) -> MoEBlockConfig:
@@ -112,9 +116,20 @@ class MoEFamily:
         return MoEBlock(experts, router, shared)
 
     @classmethod
+    def left_out(cls, names: Iterable[str]) -> dict[str, int]:
+        """How many of a checkpoint's tensors belong to each of ``other_modules``."""
+        counts = collections.Counter(name.partition(".")[0] for name in names)
+        return {word: counts[word] for word in cls.other_modules if counts[word]}
+
+    @classmethod
+    def layers_module(cls) -> str:
+        """Name of the layers in checkpoints of the family."""
+        return f"{cls.text_prefix}model.layers"
+
+    @classmethod
     def moe_prefix(cls, layer: int) -> str:
         """Name of a layer's block in checkpoints of the family."""
-        return f"{cls.layers_module}.{layer}.{cls.moe_module}"
+        return f"{cls.layers_module()}.{layer}.{cls.moe_module}"
 
     @classmethod
     def moe_dense_modules(cls, block: MoEBlock, layer: int) -> dict[str, Any]:

@@ -17,3 +17,18 @@ class DeepseekV3ForCausalLM(CausalLM):
     def read_config(reader: ConfigReader) -> DecoderConfig:
         experts = corrected_experts(reader, routed_scaling_factor=2.5)
         return read_decoder_config(reader, **experts, **latent_attention(reader))
+
+
+class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
+    """The language model of Kimi-K2.5, with a vision model beside it."""
+
+    model_type = "kimi_k25"
+    other_model_types = ()
+    architecture = "KimiK25ForConditionalGeneration"
+    other_architectures = ("Kimi_K25ForConditionalGeneration",)  # transformers' name
+    text_prefix = "language_model."
+    other_modules = ("vision_tower", "mm_projector", "multi_modal_projector")
+
+    @staticmethod
+    def read_config(reader: ConfigReader) -> DecoderConfig:
+        return DeepseekV3ForCausalLM.read_config(reader.part("text_config"))

@@ -5,9 +5,8 @@ Most layers attend within chunks and rotate; the others see all positions, do no
 
 from typing import Any
 
-from moe_jax.models._config import ConfigReader, DecoderConfig, MoEBlockConfig, read_block_config, read_decoder_config
+from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
-from moe_jax.models.families._moe_family import MoEFamily
 
 
 class Llama4ForCausalLM(CausalLM):
@@ -32,20 +31,17 @@ class Llama4ForCausalLM(CausalLM):
         )
 
 
-class Llama4(MoEFamily):
-    """Llama 4 Scout and Maverick as published, with their vision model, which is not read."""
+class Llama4ForConditionalGeneration(Llama4ForCausalLM):
+    """The language model of Llama 4 Scout and Maverick as published, with a vision model beside it."""
 
     model_type = "llama4"
     architecture = "Llama4ForConditionalGeneration"
-    moe_module = "feed_forward"
-    router_module = "router"
-    shared_module = "shared_expert"
-    layers_module = "language_model.model.layers"
+    text_prefix = "language_model."
+    other_modules = ("vision_model", "multi_modal_projector")
 
     @staticmethod
-    def read_config(reader: ConfigReader) -> MoEBlockConfig:
-        text = reader.part("text_config")
-        return read_block_config(text, **_experts(text))
+    def read_config(reader: ConfigReader) -> DecoderConfig:
+        return Llama4ForCausalLM.read_config(reader.part("text_config"))
 
 
 def _experts(reader: ConfigReader) -> dict[str, Any]:

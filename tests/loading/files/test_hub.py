@@ -19,7 +19,7 @@ from tests.support.hub import COMMIT, NAME, serving
 SHARDS = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
 NEEDED = {
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
-    *("tokenizer.json", "chat_template.jinja", "LICENSE"),
+    *("tokenizer.json", "tiktoken.model", "chat_template.jinja", "LICENSE"),
     *SHARDS,
 }
 NOT_NEEDED = {

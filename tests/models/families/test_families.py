@@ -17,7 +17,7 @@ from moe_jax.loading import CheckpointError
 from moe_jax.models import FAMILIES, CausalLM, DecoderConfig, MoEFamily, families, read_family
 from moe_jax.models.families import _registry
 from tests.support.cases.families import FAMILIES as WRITTEN
-from tests.support.cases.families import assert_rows_close, edit, load, tokens, unfused, write_llama4
+from tests.support.cases.families import WRAPPED, assert_rows_close, edit, load, tokens, unfused
 from tests.support.checkpoints.writers import fused
 from tests.support.refusals import refuses
 
@@ -32,7 +32,7 @@ def written(tmp_path_factory):
     def get(name):
         if name not in made:
             directory = tmp_path_factory.mktemp(name)
-            model = (write_llama4 if name == "llama4" else WRITTEN[name].write)(directory)
+            model = (WRAPPED[name][0] if name in WRAPPED else WRITTEN[name].write)(directory)
             made[name] = directory, model.model.layers
         return made[name]
 
@@ -48,6 +48,11 @@ def copied(written, tmp_path):
         return shutil.copytree(directory, tmp_path / "model"), layers
 
     return copy
+
+
+def text_of(name):
+    """The family in WRITTEN whose language model it is."""
+    return WRAPPED[name][1] if name in WRAPPED else name
 
 
 def leaves(block):
@@ -165,7 +170,8 @@ def test_inspection(written, name):
     assert report.problems == () and report.family == name
     (run,) = report.expert_runs
     config = report.config
-    assert run.layers == config.moe_layers == WRITTEN["llama4_text" if name == "llama4" else name].moe_layers
+    assert run.layers == config.moe_layers == WRITTEN[text_of(name)].moe_layers
+    assert bool(report.left_out) == (name in WRAPPED)
     parts = {part.name: part for part in report.parts}
     assert ("shared experts" in parts) == (config.shared_intermediate_size > 0)
     assert parts["routers"].num_tensors == len(run.layers) * (
@@ -174,7 +180,8 @@ def test_inspection(written, name):
     text = report.render()
     assert ("whole model is not built" in text) != isinstance(config, DecoderConfig)
     assert ("behind a sigmoid gate" in text) == (name in GATED)
-    assert ("MLA: 24 numbers cached per token" in text) == (getattr(config, "mla", None) is not None)
+    cached = 40 if text_of(name) in ("deepseek_v32", "glm_moe_dsa") else 24
+    assert (f"MLA: {cached} numbers cached per token" in text) == (getattr(config, "mla", None) is not None)
 
 
 def test_inspection_states_the_routing(written):

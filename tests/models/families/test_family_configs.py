@@ -5,7 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.models import DecoderConfig, MLAConfig, MoEBlockConfig, read_family
+from moe_jax.models import DecoderConfig, IndexerConfig, MLAConfig, MoEBlockConfig, read_family
+from tests.support.refusals import refuses
 
 # As the hub has them, with neighbours that must not disturb; of families without a whole model only what is on experts.
 MLA = {
@@ -205,6 +206,51 @@ GRANITE = {
     "tie_word_embeddings": True,
     "vocab_size": 49155,
 }
+DEEPSEEK_V32 = DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "model_type": "deepseek_v32",
+}
+GLM5 = MLA | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "first_k_dense_replace": 3,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_rope_interleave": True,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 202752,
+    "model_type": "glm_moe_dsa",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 2048,
+    "qk_head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-05,
+    "rope_interleave": True,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+del GLM5["rope_theta"]
 KIMI = DEEPSEEK_V3 | {
     "model_type": "kimi_k2",
     "first_k_dense_replace": 1,
@@ -218,6 +264,13 @@ KIMI = DEEPSEEK_V3 | {
     "routed_scaling_factor": 2.827,
     "topk_group": 1,
     "vocab_size": 163840,
+}
+KIMI_25 = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "ignore_index": -100,
+    "model_type": "kimi_k25",
+    "text_config": KIMI | {"architectures": ["DeepseekV3ForCausalLM"]},
+    "vision_config": {"model_type": "kimi_k25_vision"},
 }
 GLM4_LITE = MLA | {
     "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -506,8 +559,30 @@ BLOCKS = {
             has_shared_expert_gate=True,
         ),
     ),
+    "deepseek_v32": (
+        DEEPSEEK_V32,
+        block(
+            *("deepseek_v32", 7168, 61, range(3, 61), 256, 8, 2048, True),
+            **CORRECTED,
+            num_expert_group=8,
+            topk_group=4,
+            shared_intermediate_size=2048,
+        ),
+    ),
+    "glm_moe_dsa": (
+        GLM5,
+        block(*("glm_moe_dsa", 6144, 78, range(3, 78), 256, 8, 2048, True), **CORRECTED, shared_intermediate_size=2048),
+    ),
     "kimi_k2": (
         KIMI,
+        block(
+            *("kimi_k2", 7168, 61, range(1, 61), 384, 8, 2048, True),
+            **CORRECTED | dict(routed_scaling_factor=2.827),
+            shared_intermediate_size=2048,
+        ),
+    ),
+    "kimi_k25": (
+        KIMI_25,
         block(
             *("kimi_k2", 7168, 61, range(1, 61), 384, 8, 2048, True),
             **CORRECTED | dict(routed_scaling_factor=2.827),
@@ -569,14 +644,33 @@ def test_hub_files(name):
 
 WIDTHS = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 ATTENTION = {
-    "deepseek_v2": dict(mla=MLAConfig(q_lora_rank=1536, **WIDTHS), head_dim=192, cache_widths=((1, 576),)),
+    "deepseek_v2": dict(
+        mla=MLAConfig(q_lora_rank=1536, **WIDTHS),
+        head_dim=192,
+    ),
     "deepseek_v3": dict(mla=MLAConfig(q_lora_rank=1536, **WIDTHS), head_dim=192, use_output_bias=False),
     "gpt_oss": dict(
         has_sinks=True, use_attention_bias=True, use_output_bias=True, sliding_layers=tuple(range(0, 24, 2))
     ),
-    "qwen2_moe": dict(use_attention_bias=True, use_output_bias=False, qk_norm=None, cache_widths=((16, 128),) * 2),
+    "qwen2_moe": dict(use_attention_bias=True, use_output_bias=False, qk_norm=None, num_kv_heads=16),
     "glm4_moe": dict(qk_norm="head", use_attention_bias=True, use_output_bias=False, head_dim=128),
     "kimi_k2": dict(mla=MLAConfig(q_lora_rank=1536, **WIDTHS), num_heads=64),
+    "kimi_k25": dict(mla=MLAConfig(q_lora_rank=1536, **WIDTHS), num_heads=64),
+    "llama4": dict(attention_chunk=8192, unrotated_layers=tuple(range(3, 48, 4)), head_dim=128, qk_norm=None),
+    "deepseek_v32": dict(
+        mla=MLAConfig(
+            q_lora_rank=1536,
+            indexer=IndexerConfig(num_heads=64, head_dim=128, topk=2048, is_interleaved=False),
+            **WIDTHS,
+        ),
+    ),
+    "glm_moe_dsa": dict(
+        mla=MLAConfig(
+            q_lora_rank=2048,
+            indexer=IndexerConfig(num_heads=32, head_dim=128, topk=2048, is_interleaved=True),
+            **WIDTHS | dict(qk_nope_head_dim=192, v_head_dim=256),
+        ),
+    ),
     "glm4_moe_lite": dict(
         mla=MLAConfig(q_lora_rank=768, **WIDTHS | dict(qk_nope_head_dim=192, v_head_dim=256)), head_dim=256
     ),
@@ -592,7 +686,7 @@ ATTENTION = {
     "phimoe": dict(
         norm="layer", use_attention_bias=True, use_output_bias=True, has_head_bias=True, sliding_window=131072
     ),
-    "ernie4_5_moe": dict(is_rope_interleaved=True, tie_word_embeddings=True, cache_widths=((4, 128),) * 2),
+    "ernie4_5_moe": dict(is_rope_interleaved=True, tie_word_embeddings=True, num_kv_heads=4),
     "hunyuan_v1_moe": dict(qk_norm="rotated_head", head_dim=128, use_attention_bias=False),
     "flex_olmo": dict(qk_norm="projection", is_post_norm=True, clip_qkv=None),
     "olmoe": dict(qk_norm="projection", clip_qkv=8.0, use_attention_bias=False, head_dim=128),
@@ -603,6 +697,53 @@ ATTENTION = {
 def test_attention_of_hub_files(name):
     _, found = read_family(BLOCKS[name][0])
     assert {key: getattr(found, key) for key in ATTENTION[name]} == ATTENTION[name]
+
+
+def test_what_the_cache_keeps():
+    """(heads, width) of each array: keys and values, a latent, and index keys beside it."""
+    widths = {name: {*map(read_family(config)[1].cache_widths, range(20))} for name, (config, _) in CACHED.items()}
+    assert widths == {name: {expected} for name, (_, expected) in CACHED.items()}
+
+
+CACHED = {
+    "qwen2_moe": (QWEN2, ((16, 128),) * 2),
+    "ernie4_5_moe": (ERNIE, ((4, 128),) * 2),
+    "deepseek_v2": (DEEPSEEK_V2, ((1, 576),)),
+    "deepseek_v32": (DEEPSEEK_V32, ((1, 576), (1, 128))),
+}
+# GLM-5.2: from layer 3 on, three of four layers share the selection of the one before.
+SHARED = tuple(layer for layer in range(3, 78) if layer % 4 != 2)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"index_topk_pattern": "".join("S" if layer in SHARED else "F" for layer in range(78))},
+        {"indexer_types": ["shared" if layer in SHARED else "full" for layer in range(78)]},
+    ],
+)
+def test_layers_that_share_a_selection(stated):
+    found = read_family(GLM5 | stated)[1]
+    assert found.mla.indexer.shared_layers == SHARED
+    assert [len(found.cache_widths(layer)) for layer in range(2, 8)] == [2, 1, 1, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "stated, words",
+    [
+        ({"indexer_types": ["full"]}, r"indexer_types is \['full'\], expected a list of 78, each full or shared"),
+        ({"indexer_types": ["full", "half"] * 39}, "each full or shared"),
+        ({"index_topk_pattern": "FX" * 39}, "each full or shared"),
+        ({"index_topk_pattern": "S" * 78}, "layer 0 has no indexer"),
+        ({"q_lora_rank": None}, "q_lora_rank is missing: index queries are made of compressed queries"),
+        ({"index_head_dim": 32}, "index_head_dim=32 is below qk_rope_head_dim=64"),
+        ({"index_topk": None}, "index_topk is missing"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types is .*, expected a list of 78"),
+    ],
+)
+def test_indexers_that_are_refused(stated, words):
+    refuses(ValueError, words, read_family, GLM5 | stated)
 
 
 def test_rotated_parts_of_heads():

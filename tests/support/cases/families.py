@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import moe_jax
 from tests.support.checkpoints import writers
+from tests.support.checkpoints.writers import fused
 
 # One set of shapes for all families, so that few programs are compiled.
 H, I, E = 48, 32, 8  # noqa: E741
@@ -42,6 +43,9 @@ MLA = dict(
     moe_intermediate_size=I,
     intermediate_size=80,
 )
+# So many heads that no token's scores are zero in all of them, since transformers does not say which of equal tokens it
+# selects.
+INDEXER = dict(index_topk=8, index_n_heads=16, index_head_dim=16)
 LOCAL = dict(num_local_experts=E, intermediate_size=I, num_hidden_layers=2)
 QWEN = dict(num_experts=E, moe_intermediate_size=I, intermediate_size=40)
 DOTS = dict(
@@ -146,6 +150,12 @@ FAMILIES = {
     "hunyuan_v1_moe": Family("HunYuanMoEV1", dict(num_experts=E, intermediate_size=I, num_hidden_layers=2), (0, 1)),
     "flex_olmo": Family("FlexOlmo", dict(num_experts=E, intermediate_size=I, num_hidden_layers=2), (0, 1)),
     "glm4_moe_lite": Family("Glm4MoeLite", MLA | dict(n_shared_experts=1, n_group=4, topk_group=2), (1, 2)),
+    "deepseek_v32": Family(
+        "DeepseekV32",
+        MLA | INDEXER | dict(n_shared_experts=1, first_k_dense_replace=1, n_group=4, topk_group=2),
+        (1, 2),
+    ),
+    "glm_moe_dsa": Family("GlmMoeDsa", MLA | INDEXER | dict(n_shared_experts=1, first_k_dense_replace=1), (1, 2)),
     "llama4_text": Family("Llama4", LLAMA4, (1, 3), block="feed_forward", is_fused=True),
 }
 
@@ -159,17 +169,44 @@ def tokens(count: int = 9, width: int = H) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((count, width)).astype(np.float32)
 
 
-def write_llama4(directory: Path) -> Any:
+def write_llama4(directory: Path, **options: Any) -> Any:
     """The published form, with a vision model; returns its language model."""
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
     vision = transformers.Llama4VisionConfig(
         **sizes, vision_output_dim=16, image_size=28, patch_size=14, projector_input_dim=16, projector_output_dim=16
     )
-    text = transformers.Llama4TextConfig(**SIZES | LLAMA4)
+    text = transformers.Llama4TextConfig(**SIZES | LLAMA4 | options)
     model = writers.save_random(
         "Llama4", directory, seed=3, architecture="ConditionalGeneration", text_config=text, vision_config=vision
     )
     return model.language_model
+
+
+def write_kimi_k25(directory: Path, **options: Any) -> Any:
+    """DeepSeek-V3 as the language model of the published form, beside tensors of a vision model; returns it."""
+    model = FAMILIES["deepseek_v3"].write(directory, **options)
+    edit(
+        directory,
+        lambda tensors: (
+            {f"language_model.{name}": value for name, value in tensors.items()}
+            | {
+                "vision_tower.encoder.blocks.0.wo.weight": torch.zeros(4, 4),
+                "vision_tower.patch_embed.proj.bias": torch.zeros(4),
+                "mm_projector.proj.0.weight": torch.zeros(8, 4),
+            }
+        ),
+    )
+    text = json.loads((directory / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    config = dict(architectures=["KimiK25ForConditionalGeneration"], model_type="kimi_k25", text_config=text)
+    (directory / "config.json").write_text(json.dumps(config | dict(vision_config={"model_type": "kimi_k25_vision"})))
+    return model
+
+
+# Families whose language model is one of FAMILIES, within a checkpoint that holds others too.
+WRAPPED: dict[str, tuple[Any, str]] = {
+    "llama4": (write_llama4, "llama4_text"),
+    "kimi_k25": (write_kimi_k25, "deepseek_v3"),
+}
 
 
 def edit(directory: Path, change: Any = None, **config: Any) -> None:
@@ -230,6 +267,21 @@ def unfused(family: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
             else:
                 parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
             result |= {f"{prefix}{expert}.{projection}.{suffix}": part for projection, part in parts.items()}
+    return result
+
+
+def fused_again(family: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``unfused`` undone, for families whose experts transformers reads as one tensor alone."""
+    result = {}
+    for name, value in fused(tensors).items():
+        head, found, projection = name.partition(".experts.")
+        if not found:
+            result[name] = value
+        elif family == "granitemoe":
+            word = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}[projection]
+            result[f"{head}.{word}.weight"] = value
+        else:
+            result[name] = value.transpose(1, 2) if family == "llama4_text" else value
     return result
 
 

@@ -102,6 +102,14 @@ FAMILY_CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
             topk_group=1,
         ),
     ),
+    "deepseek_v32": (
+        ("deepseek_v32", {}),
+        dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5), attention_bias=True),
+    ),
+    "glm_dsa": (
+        ("glm_moe_dsa", {}),
+        dict(num_hidden_layers=4, indexer_types=["full", "shared", "full", "shared"], rms_norm_eps=1e-3),
+    ),
     "minimax": (("minimax_m2", {}), dict(rotary_dim=8)),
     "minimax_tied": (("minimax_m2", {}), dict(tie_word_embeddings=True)),
     "granite": (

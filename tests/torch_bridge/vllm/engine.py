@@ -259,8 +259,8 @@ def judge(name: str, root: Path, limit: float, tp: int, ep: bool, is_beside: boo
     path = os.pathsep.join([str(_entry_point(root)), os.getcwd(), os.environ.get("PYTHONPATH", "")])
     own = dict(PYTHONPATH=path, VLLM_PLUGINS="moe_jax", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     environment = os.environ | ENVIRONMENT | own | dict(MOE_JAX_CACHE_DIR=str(root / "moe_jax"))
-    found: dict[str, Any] = {}
-    for side in ("vllm", "ours") if is_beside else ("ours",):
+
+    def run(side: str) -> Any:
         out = root / f"{name}_{side}"
         out.mkdir()
         command = [sys.executable, "-m", "tests.torch_bridge.vllm.engine", "--child", name, "--out", str(out)]
@@ -273,10 +273,13 @@ def judge(name: str, root: Path, limit: float, tp: int, ep: bool, is_beside: boo
         text = (out / "log.txt").read_text(errors="replace")
         if rc != 0 or not (out / "found.json").exists():
             errors = [line for line in text.splitlines() if "Error" in line and "_C" not in line][-2:]
-            found[side] = f"{side} failed ({rc}): " + " | ".join(line.strip()[:200] for line in errors)
-            continue
-        found[side] = json.loads((out / "found.json").read_text()) | torch.load(out / "logits.pt")
-        found[side]["left"] = [line[:220] for line in text.splitlines() if "moe_jax leaves" in line][:1]
+            return f"{side} failed ({rc}): " + " | ".join(line.strip()[:200] for line in errors)
+        left = [line[:220] for line in text.splitlines() if "moe_jax leaves" in line][:1]
+        return json.loads((out / "found.json").read_text()) | torch.load(out / "logits.pt") | dict(left=left)
+
+    sides = ("vllm", "ours") if is_beside else ("ours",)
+    with concurrent.futures.ThreadPoolExecutor(len(sides)) as pool:
+        found = dict(zip(sides, pool.map(run, sides), strict=True))
     ours, own = found["ours"], found.get("vllm", "vLLM not run")
     if isinstance(ours, str):
         return f"FAIL {name}: {ours}; vLLM: {own if isinstance(own, str) else 'ran'}"
@@ -308,7 +311,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default=",".join([*FORMATS, GPT_OSS]))
     parser.add_argument("--beside", help="formats for which vLLM runs alone too; all by default")
-    parser.add_argument("--jobs", type=int, default=6, help="engines at once; each keeps two cores busy")
+    parser.add_argument("--jobs", type=int, default=6, help="formats at once; each has up to two engines of two cores")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one engine")
     parser.add_argument("--total", type=float, help="seconds for all of it")
     parser.add_argument("--tp", type=int, default=1)
