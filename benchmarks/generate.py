@@ -79,7 +79,7 @@ def build(name: str, scheme: str, options: Any) -> Any:
     _, whole = read_family(sizes(options.layers), name)
     family, config = read_family(sizes(min(options.layers, _DRAWN)), name)
     schemes = dict.fromkeys(config.moe_layers, parsed)
-    model = family(config, schemes=schemes, max_seq_len=32768, dtype=dtype, rngs=nnx.Rngs(0))
+    model: Any = family(config, schemes=schemes, max_seq_len=32768, dtype=dtype, rngs=nnx.Rngs(0))
     if options.dense == "stored" and parsed is not None and not scheme.startswith("mxfp4"):
         keys = iter(jax.random.split(jax.random.key(3), 16 * _DRAWN))
         for layer in model.layers:

@@ -42,7 +42,7 @@ def in_place_row_kernel(body: Callable[..., None], num_changed: int, out_type: A
 
     mesh = plgpu.Mesh(grid=(num_ctas,), grid_names=("cta",), num_threads=1, thread_name="warpgroup")
     params = mosaic.compiler_params()
-    kernel = pl.kernel(functools.partial(body, num_ctas), mesh=mesh, compiler_params=params, name=name)
+    kernel: Any = pl.kernel(functools.partial(body, num_ctas), mesh=mesh, compiler_params=params, name=name)
 
     def run(*operands):
         # The kernel writes into refs. Every ref of a call becomes an output that lies where its operand does, so
