@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import re
 import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -49,6 +50,17 @@ def split(found: list[Kernel]) -> list[list[Kernel]]:
         parts[-1].append(kernel)
         end = kernel.start + kernel.duration
     return parts
+
+
+def by_name(found: list[Kernel], calls: int) -> list[tuple[str, float, float]]:
+    """(name, microseconds, launches) of a call, the longest first. Numbers that XLA puts behind names are left out."""
+    sums: dict[str, list[float]] = {}
+    for kernel in found:
+        name = re.sub(r"(_\d+)+$", "", kernel.name)
+        entry = sums.setdefault(name, [0.0, 0.0])
+        entry[0] += kernel.duration / calls
+        entry[1] += 1 / calls
+    return sorted(((name, us, count) for name, (us, count) in sums.items()), key=lambda row: -row[1])
 
 
 def per_call(part: list[Kernel], calls: int) -> dict[str, Any]:

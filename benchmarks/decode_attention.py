@@ -22,26 +22,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, choose_config, config_error, shared_bytes
+from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, DecodeForm, choose_config, config_error
 
 READ_GBPS = 4385.0  # of an H200, measured
 SMS = 132
-SMEM_PER_SM = 228 * 1024
 CALLS = 8  # in one turn of a loop, whose condition the host waits for
 
 
 def fitted(desc: DecodeDesc, split: int, block_kv: int, is_fused: bool = True, per_sm: int = 1) -> DecodeConfig | None:
     """With as many stages as fit where an SM holds ``per_sm`` CTAs; 0: queries are the rows of products."""
-    chosen = choose_config(desc, SMS, split)
-    if not per_sm:
-        rows = DecodeConfig(64, split, block_kv, 2, SMS, is_fused, swap_ab=False)
-        return None if config_error(desc, rows) else rows
-    items = chosen.all_tiles(desc) * chosen.num_splits(desc)
-    for stages in range(12, 0, -1):
-        config = DecodeConfig(chosen.columns, split, block_kv, stages, min(items, SMS * per_sm), is_fused)
-        if config_error(desc, config) is None and shared_bytes(desc, config) + 1024 <= SMEM_PER_SM // per_sm:
-            return config
-    return None
+    config = choose_config(desc, SMS, DecodeForm(split, block_kv, per_sm or 1, is_fused, swap_ab=per_sm > 0))
+    is_asked_for = config.block_kv == block_kv and config.swap_ab == (per_sm > 0)
+    return config if is_asked_for and config_error(desc, config) is None else None
 
 
 @dataclasses.dataclass(frozen=True)

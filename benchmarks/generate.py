@@ -1,25 +1,32 @@
-"""Time whole decoders with quantized experts on a GPU: a decode step and a prefill, and what of it is not experts.
+"""Time whole decoders with quantized experts on a GPU: decode steps and prefills, and what of them is not experts.
 
-    python benchmarks/generate.py [--models qwen3-30b-a3b,mixtral-8x7b] [--schemes fp8_channel] [--layers 2]
-        [--decode 1,64] [--prefill 2048] [--context 1024] [--seconds 80] [--json FILE]
+    python benchmarks/generate.py [--cases qwen3-30b-a3b:fp8_block,mixtral-8x7b:w4a16_g128] [--layers 4]
+        [--decode 1,16,64,256] [--context 1024,8192] [--prefill 512,2048,8192,32768] [--attention auto,cudnn]
+        [--profile decode:1,prefill:2048] [--dense stored] [--whole] [--seconds 240] [--json FILE]
     JAX_PLATFORMS=cpu python benchmarks/generate.py --tiny        # tries the script out anywhere
 
-Random weights at the true sizes of a layer, as many layers as ``--layers`` says; embedding and head included. decode: B
-rows, one new token each, a cache that holds ``--context`` tokens a row. prefill: one row, an empty cache. As in
-``generate``, calls follow each other in a loop inside one program, each fed by the one before; the time of 2 turns is
-taken off that of many, which leaves the device's time per call. "outside" is the time of the same model with its
-experts replaced by nothing: attention, norms, embedding, head, and what XLA saves when the experts are gone. Programs
-of one model are compiled side by side. Cells that would end after ``--seconds`` are left out, and named.
+Random weights at the true sizes of a layer, as many layers as ``--layers`` says; embedding and head included. Attention
+weights are quantized like the experts where files of the format have them so (``--dense bf16``: nowhere). decode: B
+rows, one new token each, a cache that holds ``--context`` tokens a row. prefill: one row, an empty cache, logits of the
+last token. As in ``generate``, calls follow each other in a loop inside one program, each fed by the one before; the
+time of 2 turns is taken off that of many, which leaves the device's time per call. "outside" is the time of the same
+model with its experts replaced by nothing: attention, norms, embedding, head, and what XLA saves when the experts are
+gone. "launches" are the kernels of a layer outside its experts, counted in the compiled program. ``--profile`` names
+the kernels of a call, launched one by one, with their time.
+
+Each case is a process of its own; its programs are compiled side by side. Cells that would end after ``--seconds`` are
+left out, and named; so are cells that fail, with the reason.
 """
 
 import argparse
 import dataclasses
 import functools
-import itertools
 import json
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,18 +34,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _hlo import launches, outside_the_experts
 from _model_configs import MODELS
 from _timing import header
+from _trace import NO_COMMAND_BUFFERS, by_name, traced
 from flax import nnx
 
+from moe_jax.experts._matrix import in_best_matrix_layout
 from moe_jax.models import KVCache, read_family
 from moe_jax.models._compiled import merge_model, split_model
-from moe_jax.quantization import Scheme
+from moe_jax.models._layers import Linear
+from moe_jax.nn import QuantizedParam
+from moe_jax.quantization import QuantizedMatrix, Scheme, method_for, scheme_per_token
 
-NAMES = ("qwen3-30b-a3b", "mixtral-8x7b")
+CASES = "qwen3-30b-a3b:fp8_block,qwen3-30b-a3b:w4a16_g128,qwen3-30b-a3b:bf16,mixtral-8x7b:fp8_channel"
+CASES += ",mixtral-8x7b:w4a16_g128,gpt-oss-20b:mxfp4_a16,gpt-oss-120b:mxfp4_a16,deepseek-v3:fp8_block"
 _TINY = dict(hidden_size=256, intermediate_size=128, moe_intermediate_size=128, num_attention_heads=2, vocab_size=512)
 _TINY |= dict(num_key_value_heads=2, num_experts=8, num_local_experts=8, num_experts_per_tok=2)
-_FEW, _SAMPLES, _SAMPLE_S = 2, 5, 0.05
+_FEW, _SAMPLES, _SAMPLE_S, _TRACED = 2, 5, 0.05, 3
+_DRAWN = 4  # layers
+_TILED = 8  # slots of a cache, as ``generate`` makes it, are a multiple
 
 
 class _Nothing(nnx.Module):
@@ -48,26 +63,58 @@ class _Nothing(nnx.Module):
         return jnp.zeros_like(x)
 
 
-def build(name: str, scheme: str, layers: int, is_tiny: bool) -> Any:
-    sizes = MODELS[name] | {"num_hidden_layers": layers}
-    if is_tiny:
-        sizes |= {key: value for key, value in _TINY.items() if key in sizes}
-    family, config = read_family(sizes, name)
-    schemes = dict.fromkeys(range(layers), Scheme.parse(None if scheme == "bf16" else scheme))
-    dtype = jnp.float32 if is_tiny else jnp.bfloat16  # some bfloat16 products do not run on a CPU
-    return family(config, schemes=schemes, max_seq_len=32768, dtype=dtype, rngs=nnx.Rngs(0))
+def build(name: str, scheme: str, options: Any) -> Any:
+    """A model of random weights. Layers behind the first four are copies of a like layer there."""
+    parsed = Scheme.parse(None if scheme == "bf16" else scheme)
+    dtype = jnp.float32 if options.tiny else jnp.bfloat16  # some bfloat16 products do not run on a CPU
+
+    def sizes(layers: int) -> Any:
+        found = MODELS[name] | {"num_hidden_layers": layers}
+        return found | ({key: value for key, value in _TINY.items() if key in found} if options.tiny else {})
+
+    def kind(layer: int) -> tuple[Any, ...]:
+        special = (whole.moe_layers, whole.chunked_layers, whole.unrotated_layers)
+        return whole.window_of(layer), *(layer in layers for layers in special)
+
+    _, whole = read_family(sizes(options.layers), name)
+    family, config = read_family(sizes(min(options.layers, _DRAWN)), name)
+    schemes = dict.fromkeys(config.moe_layers, parsed)
+    model: Any = family(config, schemes=schemes, max_seq_len=32768, dtype=dtype, rngs=nnx.Rngs(0))
+    if options.dense == "stored" and parsed is not None and not scheme.startswith("mxfp4"):
+        keys = iter(jax.random.split(jax.random.key(3), 16 * _DRAWN))
+        for layer in model.layers:
+            for module in layer.self_attn.dense_modules().values():
+                if isinstance(module, Linear) and not module.is_dequantized:
+                    quantize(module, parsed, dtype, next(keys))
+    layers, kinds = list(model.layers), [kind(layer) for layer in range(options.layers)]
+    for own in kinds[len(layers) :]:
+        graphdef, state = nnx.split(layers[kinds.index(own)])
+        layers.append(nnx.merge(graphdef, jax.tree.map(jnp.copy, state)))
+    model.layers, model.config = nnx.List(layers), whole
+    return model
+
+
+def quantize(module: Linear, scheme: Scheme, dtype: Any, key: Any) -> None:
+    """Give a Linear random weights of this scheme, as loading leaves them."""
+    kept, (n, k) = scheme_per_token(scheme), module.weight.shape
+    weight = jax.random.normal(key, (n, k), jnp.float32) * k**-0.5
+    matrix = QuantizedMatrix(method_for(kept).quantize_matrix(weight), kept)
+    module.dtype = jnp.dtype(dtype)
+    module.weight = QuantizedParam(in_best_matrix_layout(matrix, dtype), eager_sharding=False)
 
 
 def filled_cache(config: Any, rows: int, held: int, new: int, dtype: Any) -> KVCache:
-    """A cache of ``held`` + ``new`` slots as if ``held`` tokens a row had been seen."""
-    cache = KVCache.zeros(config, rows, held + new, dtype)
+    """A cache with room for ``new`` tokens, as if ``held`` tokens a row had been seen."""
+    cache = KVCache.zeros(config, rows, -(-(held + new) // _TILED) * _TILED, dtype)
     keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(cache.layers))))
     layers = jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape, jnp.float32).astype(a.dtype), cache.layers)
     return dataclasses.replace(cache, layers=layers, lengths=jnp.full((rows,), held, jnp.int32))
 
 
 def turns(structure: Any, leaves: Any, ids: Any, cache: KVCache, count: Any) -> Any:
-    """``count`` calls in a row on a cache of the same length, each with ids that follow from the last one's logits."""
+    """``count`` calls in a row on a cache of the same length, each with ids that follow from the last one's logits.
+
+    Returns the next ids and the cache."""
     model = merge_model(structure, leaves)
 
     def turn(_, state):
@@ -76,32 +123,50 @@ def turns(structure: Any, leaves: Any, ids: Any, cache: KVCache, count: Any) -> 
         chosen = jnp.argmax(model.logits(hidden[:, -1]), axis=-1).astype(jnp.int32)
         return (ids + chosen[:, None] + 1) % model.config.vocab_size, after.layers
 
-    return jax.lax.fori_loop(0, count, turn, (ids, cache.layers))[0]
+    ids, layers = jax.lax.fori_loop(0, count, turn, (ids, cache.layers))
+    return ids, dataclasses.replace(cache, layers=layers)
 
 
 class Program:
-    """One cell's calls, compiled. Arguments are made when it is timed, so that only one cache exists at a time."""
+    """One cell's calls, compiled. Arguments are made when it is timed, so that only one cache exists at a time. A run
+    uses the cache up, as ``generate`` does, and gives the next one."""
 
-    def __init__(self, model: Any, rows: int, new: int, held: int):
+    _tracing = threading.Lock()  # threads that trace would wait for each other, and their times be no one's
+
+    def __init__(self, model: Any, rows: int, new: int, held: int, is_profiled: bool):
         structure, self._leaves = split_model(model)
         self._arguments = lambda: (
             jax.random.randint(jax.random.key(1), (rows, new), 0, model.config.vocab_size),
             filled_cache(model.config, rows, held, new, model.dtype),
         )
-        shapes = jax.eval_shape(self._arguments)
-        self._lowered = jax.jit(functools.partial(turns, structure)).lower(self._leaves, *shapes, np.int32(0))
+        self._is_profiled = is_profiled
+        with self._tracing:
+            shapes = jax.eval_shape(self._arguments)
+            began = time.monotonic()
+            jitted = jax.jit(functools.partial(turns, structure), donate_argnums=2)
+            self._lowered = jitted.lower(self._leaves, *shapes, np.int32(0))
+            self.seconds = [time.monotonic() - began]  # of lowering, and of compiling
 
     def compile(self) -> "Program":
+        began = time.monotonic()
         self._compiled = self._lowered.compile()
+        self.seconds.append(time.monotonic() - began)
+        self._open = self._lowered.compile(compiler_options=NO_COMMAND_BUFFERS) if self._is_profiled else None
         return self
+
+    def launches(self) -> list[str]:
+        """Of a layer in the middle, outside the experts."""
+        layers = outside_the_experts(launches(self._compiled.as_text()))
+        return [launch.name for launch in layers[len(layers) // 2]] if layers else []
 
     def micros(self) -> float:
         """Device time of one call: median of the samples, with at least 10 calls in each."""
         arguments = self._arguments()
 
         def seconds(count: int) -> float:
+            nonlocal arguments
             start = time.perf_counter()
-            jax.block_until_ready(self._compiled(self._leaves, *arguments, np.int32(count)))
+            arguments = jax.block_until_ready(self._compiled(self._leaves, *arguments, np.int32(count)))
             return time.perf_counter() - start
 
         seconds(_FEW)
@@ -109,72 +174,154 @@ class Program:
         differences = [seconds(_FEW + many) - seconds(_FEW) for _ in range(_SAMPLES)]
         return float(np.median(differences)) / many * 1e6
 
+    def profile(self) -> list[tuple[str, float, float]]:
+        """(kernel, microseconds, launches) of a call."""
+        assert self._open is not None
+        arguments = jax.block_until_ready(self._open(self._leaves, *self._arguments(), np.int32(1)))
+        with traced() as found:
+            jax.block_until_ready(self._open(self._leaves, *arguments, np.int32(_TRACED)))
+        return by_name(found, _TRACED)
 
-def measure(name: str, scheme: str, calls: Sequence[tuple], options: Any, is_late: Any) -> Iterator[dict[str, Any]]:
-    """A cell per call (kind, rows, new tokens a row, held tokens a row); one that comes too late has no times."""
-    whole = build(name, scheme, options.layers, options.tiny)
-    empty = nnx.merge(*nnx.split(whole))
-    for layer in empty.layers:
+
+def calls_of(options: Any) -> list[tuple[str, int, int, int]]:
+    """(kind, rows, new tokens a row, held tokens a row) of each cell."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",") if number]
+
+    calls = [("decode", rows, 1, held) for held in numbers(options.context) for rows in numbers(options.decode)]
+    return calls + [("prefill", 1, tokens, 0) for tokens in numbers(options.prefill)]
+
+
+def measure(name: str, scheme: str, options: Any, say: Any) -> None:
+    """Say a cell for each way to attend and each call."""
+    began = time.monotonic()
+    whole = build(name, scheme, options)
+    models = [whole, nnx.merge(*nnx.split(whole))][: 1 if options.whole else 2]
+    for layer in models[1].layers if len(models) == 2 else ():
         layer.mlp = _Nothing()
-    pairs = [[Program(model, *call[1:]) for model in (whole, empty)] for call in calls]
+    say(dict(model=name, scheme=scheme, built_s=round(time.monotonic() - began, 1)))
+    cells = [(attention, call) for attention in options.attention.split(",") for call in calls_of(options)]
+    wanted = set(options.profile.split(","))
+
+    def compiled(cell: tuple[str, tuple[str, int, int, int]]) -> Any:
+        attention, call = cell
+        is_profiled = f"{call[0]}:{call[1] if call[0] == 'decode' else call[2]}" in wanted
+        try:
+            own = [nnx.merge(*nnx.split(model)) for model in models]
+            for model in own:
+                for layer in model.layers:
+                    layer.self_attn.implementation = attention
+            pair = [Program(model, *call[1:], is_profiled and i == 0) for i, model in enumerate(own)]
+            return [program.compile() for program in pair]
+        except Exception as error:  # one cell must not end the run
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
     with ThreadPoolExecutor(options.threads) as pool:
-        compiled = list(pool.map(Program.compile, itertools.chain(*pairs)))
-    for (kind, rows, new, _), *programs in zip(calls, compiled[::2], compiled[1::2], strict=True):
-        cell = dict(model=name, scheme=scheme, kind=kind, rows=rows, tokens=new)
-        if is_late():
-            yield cell
+        pairs = list(pool.map(compiled, cells))  # all of them first: compiling runs kernels to choose among them
+    for (attention, (kind, rows, new, held)), pair in zip(cells, pairs, strict=True):
+        cell = dict(model=name, scheme=scheme, attention=attention, kind=kind, rows=rows, tokens=new, held=held)
+        if isinstance(pair, str):
+            say(cell | dict(failed=pair))
             continue
-        us, outside = (program.micros() for program in programs)
-        yield cell | dict(us=us, outside_us=outside)
+        if time.monotonic() - began > options.seconds:
+            say(cell)
+            continue
+        try:
+            us, *outside = (program.micros() for program in pair)
+            cell |= dict(
+                us=us,
+                outside_us=outside[0] if outside else None,
+                launches=pair[0].launches(),
+                compile_s=pair[0].seconds,
+            )
+            say(cell | (dict(profile=pair[0].profile()) if pair[0]._is_profiled else {}))
+        except Exception as error:
+            say(cell | dict(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
 
 
-def row(cell: dict[str, Any], layers: int) -> str:
-    head = (
-        f"{cell['model']:14s} {cell['scheme']:12s} {cell['kind']:7s} rows={cell['rows']:3d} tokens={cell['tokens']:5d}"
-    )
+def rows_of(cell: dict[str, Any], layers: int) -> list[str]:
+    if "built_s" in cell:
+        return [f"{cell['model']} {cell['scheme']}: weights made in {cell['built_s']} s"]
+    head = f"{cell['model']:14s} {cell['scheme']:12s} {cell['attention']:6s} {cell['kind']:7s} rows={cell['rows']:3d} "
+    head += f"tokens={cell['tokens']:5d} held={cell['held']:5d}"
     if "us" not in cell:
-        return f"{head}  left out: no time left"
-    us, outside = cell["us"], cell["outside_us"]
-    return (
-        f"{head} {us / 1e3:9.3f} ms, {us / (cell['rows'] * cell['tokens']):9.2f} us a token, experts "
-        f"{(us - outside) / layers:8.1f} us a layer, outside the experts {outside / us:5.1%}"
-    )
+        return [f"{head}  left out: {cell.get('failed', 'no time left')}"]
+    us, outside, seconds = cell["us"], cell["outside_us"], " + ".join(f"{s:.1f}" for s in cell["compile_s"])
+    apart = ""
+    if outside is not None:
+        apart = f" experts {(us - outside) / layers:8.1f} us, outside {outside / layers:8.1f} us ({outside / us:5.1%}),"
+    lines = [
+        f"{head} {us / 1e3:9.3f} ms, {us / (cell['rows'] * cell['tokens']):9.2f} us a token; a layer:{apart} "
+        f"{len(cell['launches'])} launches; lowered + compiled in {seconds} s"
+    ]
+    if "profile" in cell:
+        lines += [f"    {' '.join(cell['launches'])}"]
+        lines += [f"    {us:9.1f} us {count:6.1f} x  {name}" for name, us, count in cell["profile"][:30]]
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(NAMES))
-    parser.add_argument("--schemes", default="fp8_channel")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--decode", default="1,64")
-    parser.add_argument("--prefill", default="2048")
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--seconds", type=float, default=80.0)
+    parser.add_argument("--cases", default=CASES)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--decode", default="1,16,64,256")
+    parser.add_argument("--context", default="1024,8192")
+    parser.add_argument("--prefill", default="512,2048,8192,32768")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--profile", default="", help="decode:ROWS and prefill:TOKENS, with commas between them")
+    parser.add_argument("--dense", default="stored", choices=("stored", "bf16"))
+    parser.add_argument("--whole", action="store_true", help="time no model without experts")
+    parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.tiny:
-        options.schemes, options.decode, options.prefill, options.context = "int8_w8a8", "2", "9", 5
+        options.decode, options.prefill, options.context = "2", "9", "5"
+        options.cases = ",".join(case.split(":")[0] + ":int8_w8a8" for case in options.cases.split(",")[:1])
+    if options.worker:
+        measure(*options.cases.split(":"), options, lambda cell: print("| " + json.dumps(cell), flush=True))
+        return 0
     began = time.monotonic()
-    print(header(), f"{options.layers} layers, context {options.context}", flush=True)
-    calls = [("decode", int(rows), 1, options.context) for rows in options.decode.split(",") if rows]
-    calls += [("prefill", 1, int(tokens), 0) for tokens in options.prefill.split(",") if tokens]
-    cells = []
-    longest = 0.0  # what the slowest model took so far
-    for name, scheme in itertools.product(options.models.split(","), options.schemes.split(",")):
-        start = time.monotonic()
-        if start + longest > began + options.seconds:
-            print(f"{name:14s} {scheme:12s} left out: no time left", flush=True)
+    print(f"# {options.layers} layers", flush=True)
+    cells: list[dict[str, Any]] = []
+    for case in options.cases.split(","):
+        left = options.seconds - (time.monotonic() - began)
+        if left <= 0:
+            print(f"{case} left out: no time left", flush=True)
             continue
-        for cell in measure(name, scheme, calls, options, lambda: time.monotonic() - began > options.seconds):
+        arguments = [
+            f"--{key}={getattr(options, key)}" for key in ("layers", "decode", "context", "prefill", "attention")
+        ]
+        arguments += [f"--profile={options.profile}", f"--dense={options.dense}", f"--threads={options.threads}"]
+        arguments += [f"--cases={case}", f"--seconds={left}", "--worker"]
+        arguments += [f"--{flag}" for flag in ("tiny", "whole") if getattr(options, flag)]
+        for cell in _said([sys.executable, __file__, *arguments], left + 30):
             cells.append(cell)
-            print(row(cell, options.layers), flush=True)
+            print("\n".join(rows_of(cell, options.layers)), flush=True)
             if options.json:
-                options.json.write_text(json.dumps(dict(header=header(), layers=options.layers, cells=cells), indent=1))
-        longest = max(longest, time.monotonic() - start)
-    print(f"# {time.monotonic() - began:.0f} s", flush=True)
+                options.json.write_text(json.dumps(dict(layers=options.layers, cells=cells), indent=1))
+    print(f"{header()}, {time.monotonic() - began:.0f} s", flush=True)
     return 0
+
+
+def _said(command: list[str], limit: float) -> Any:
+    """Cells that a process says, as it says them; it is killed after ``limit`` seconds."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        timer = threading.Timer(limit, process.kill)
+        timer.start()
+        last: list[str] = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("| "):
+                yield json.loads(line[2:])
+            else:
+                last = [*last[-8:], line.rstrip()]
+        timer.cancel()
+        if process.wait():
+            print(f"exit {process.returncode}: " + " / ".join(last), flush=True)
 
 
 if __name__ == "__main__":

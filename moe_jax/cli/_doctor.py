@@ -19,6 +19,7 @@ from moe_jax._terminal import size, table
 from moe_jax._version import __version__
 from moe_jax.experts._backend import Problem
 from moe_jax.experts._choice import BACKENDS, choose, preferred_layout
+from moe_jax.models.attention._choice import choose as choose_attention
 from moe_jax.quantization import SCHEMES, method_for
 
 REQUIRED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "packaging", "safetensors", "absl-py")
@@ -38,6 +39,7 @@ _CUDA_PLUGINS = {"jax-cuda13-plugin": 580, "jax-cuda12-plugin": 525}
 _DRIVER = Path("/proc/driver/nvidia/version")
 # A layer of Qwen3-30B-A3B: (experts, top_k, hidden, intermediate), and a number of tokens to ask for.
 LAYER, NUM_TOKENS = (128, 8, 2048, 768), 64
+HEADS = (32, 128, 4)  # query heads, their width, key heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Diagnosis:
     """What ``diagnose`` found.
 
     versions: distribution -> version, None when it is not installed. devices: one line each. memory: what JAX does with
-    the memory of the devices. runs: one for each scheme; empty when JAX has no device. skipped: "implementation:
+    the memory of the devices. runs: one for each scheme; empty when JAX has no device. attention: what attends, a line
+    for prefills and one for decode steps. skipped: "implementation:
     reason" -> the schemes it does not run for that reason. missing: optional distributions that are not installed.
     problems: what will not work as somebody would expect, one line each with a way out.
     """
@@ -66,6 +69,7 @@ class Diagnosis:
     skipped: Mapping[str, tuple[str, ...]]
     missing: tuple[str, ...]
     problems: tuple[str, ...]
+    attention: tuple[str, ...] = ()
 
     def render(self) -> str:
         """The diagnosis as text for a terminal."""
@@ -82,6 +86,9 @@ class Diagnosis:
         for reason, schemes in self.skipped.items():
             which = "every scheme" if len(schemes) == len(self.runs) else ", ".join(schemes)
             lines += [f"  not on {reason} ({which})"]
+        if self.attention:
+            lines += ["", "attention, for {} heads of {}, {} for keys and values, bfloat16".format(*HEADS)]
+            lines += _indented(self.attention)
         lines += ["", "optional packages"]
         rows = [
             (
@@ -115,7 +122,7 @@ def diagnose() -> Diagnosis:
         if name in versions and versions[name] != versions["jaxlib"]
     ]
     problems += _of_the_driver(versions)
-    runs, skipped, lines, memory = (), {}, (), "no memory to manage"
+    runs, skipped, lines, memory, attention = (), {}, (), "no memory to manage", ()
     try:
         devices, backend = jax.devices(), jax.default_backend()
     except RuntimeError as error:
@@ -125,6 +132,7 @@ def diagnose() -> Diagnosis:
     else:
         lines, memory = tuple(map(_describe, devices)), _memory(backend)
         runs, skipped = scheme_runs(backend)
+        attention = (_attention("prefill", 2048), _attention("decode step", 1))
         problems += [f"nothing can run scheme {run.scheme}: {run.how}" for run in runs if run.implementation is None]
         if backend == "cpu" and has_nvidia_gpu():
             problems.append(_why_on_the_cpu(versions))
@@ -136,6 +144,7 @@ def diagnose() -> Diagnosis:
         skipped=skipped,
         missing=tuple(name for name in OPTIONAL if _version(name) is None),
         problems=tuple(problems),
+        attention=attention,
     )
 
 
@@ -180,6 +189,15 @@ def scheme_runs(platform: str) -> tuple[tuple[SchemeRun, ...], dict[str, tuple[s
             if which not in refusals:
                 skipped[f"{which}: {reason}"] = (*skipped.get(f"{which}: {reason}", ()), name)
     return tuple(runs), skipped
+
+
+def _attention(call: str, num_queries: int) -> str:
+    """What ``attention="auto"`` takes for a call, and why it does not take what is asked before."""
+    num_heads, width, kv_heads = HEADS
+    q = jax.ShapeDtypeStruct((1, num_queries, kv_heads, num_heads // kv_heads, width), "bfloat16")
+    k = jax.ShapeDtypeStruct((1, kv_heads, 4096, width), "bfloat16")
+    name, refused = choose_attention("auto", q, k, k, scale=width**-0.5, window=None)
+    return "; ".join([f"{call}: {name or 'XLA'}", *(f"not {reason}" for reason in refused)])
 
 
 def has_nvidia_gpu() -> bool:

@@ -18,14 +18,15 @@ from moe_jax.loading import LoadReport
 from moe_jax.models._cache import KVCache, key_positions, slot_order, slots_of, starts_of_runs
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
+from moe_jax.models._fused import added_and_normed
 from moe_jax.models._inputs import check_cache, check_ids, check_positions
 from moe_jax.models._layers import NORMS, Embedding, GatedMLP, Head, LayerNorm, RMSNorm
 from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import reload_weights
 from moe_jax.models.attention._attention import Attention, AttentionInputs
+from moe_jax.models.attention._choice import AttentionImplementation, check_implementation, check_takes_segments
 from moe_jax.models.attention._gated_delta_net import GatedDeltaNet
-from moe_jax.models.attention._hopper import AttentionImplementation, check_implementation, check_takes_segments
 from moe_jax.models.attention._mla import LatentAttention
 from moe_jax.models.attention._rope import rotary_angles
 from moe_jax.models.families._moe_family import MoEFamily
@@ -62,27 +63,34 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Array,
+        addend: Array | None,
         inputs: AttentionInputs,
         cached: Any,
         token_mask: Array | None,
-    ) -> tuple[Array, Any, Array | None, MoEStats | None]:
-        """(output, the layer's new cache, ``AttentionInputs.selected`` of the next layer, where tokens went; None
-        without experts). cached: the old cache, or None."""
-        y, kept, selected = self.self_attn(self._before(self.attention_norm, x), inputs, cached)
-        x = self._added(x, self.attention_norm, y)
-        normal, stats = self._before(self.mlp_norm, x), None
+    ) -> tuple[Array, Array, Any, Array | None, MoEStats | None]:
+        """(x, addend, the layer's new cache, ``AttentionInputs.selected`` of the next layer, where tokens went; None
+        without experts). The output is x + addend, as the input is, whose addend may be None: who comes next adds and
+        normalises in one step. cached: the old cache, or None."""
+        x, normal = self._next(x, addend, self.attention_norm)
+        y, kept, selected = self.self_attn(normal, inputs, cached)
+        x, normal = self._next(x, self._given(self.attention_norm, y), self.mlp_norm)
         if isinstance(self.mlp, MoEBlock):
             y, stats = self.mlp(normal, token_mask=token_mask, return_stats=True)
         else:
-            y = self.mlp(normal)
-        return self._added(x, self.mlp_norm, y), kept, selected, stats
+            y, stats = self.mlp(normal), None
+        return x, self._given(self.mlp_norm, y), kept, selected, stats
 
-    def _before(self, norm: RMSNorm | LayerNorm, x: Array) -> Array:
-        return x if self.is_post_norm else norm(x)
+    def _next(self, x: Array, addend: Array | None, norm: RMSNorm | LayerNorm) -> tuple[Array, Array]:
+        """(the sum, what attention or feed-forward layer takes of it)."""
+        if self.is_post_norm:
+            x = x if addend is None else x + addend
+            return x, x
+        return added_and_normed(norm, x, addend, self.self_attn.num_sms())
 
-    def _added(self, x: Array, norm: RMSNorm | LayerNorm, y: Array) -> Array:
+    def _given(self, norm: RMSNorm | LayerNorm, y: Array) -> Array:
+        """What an attention or feed-forward layer adds."""
         y = norm(y) if self.is_post_norm else y
-        return x + (y if self.residual_multiplier == 1 else y * self.residual_multiplier)
+        return y if self.residual_multiplier == 1 else y * self.residual_multiplier
 
 
 def _attention_kind(config: DecoderConfig, index: int) -> type[Attention | LatentAttention | GatedDeltaNet]:
@@ -123,7 +131,7 @@ class CausalLM(MoEFamily, Versioned):
         max_seq_len: int | None = None,
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         implementation: Any = None,
-        attention: AttentionImplementation = "xla",
+        attention: AttentionImplementation = "auto",
         dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,
     ):
@@ -377,14 +385,18 @@ class CausalLM(MoEFamily, Versioned):
         x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
         x = x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
         run_layer = _by_remat if remat else DecoderLayer.__call__
-        kept, stats = [], []
+        addend, kept, stats = None, [], []
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else cache.layers[index]
-            x, arrays, selected, of_layer = run_layer(layer, x, inputs, cached, mask if is_masked else None)
+            if remat and addend is not None:
+                x, addend = x + addend, None  # one array to keep for the backward pass, not two
+            of_layer = run_layer(layer, x, addend, inputs, cached, mask if is_masked else None)
+            x, addend, arrays, selected, where = of_layer
             inputs = dataclasses.replace(inputs, selected=selected)
             kept.append(arrays)
-            stats += [] if of_layer is None else [of_layer]
-        x = jnp.where(is_damaged[:, None, None], jnp.nan, self.norm(x))
+            stats += [] if where is None else [where]
+        _, x = added_and_normed(self.norm, x, addend, self.layers[-1].self_attn.num_sms())
+        x = jnp.where(is_damaged[:, None, None], jnp.nan, x)
         if cache is not None:
             cache = KVCache(tuple(kept), starts, lengths, keys, is_damaged, cache.num_slots)
         if back is not None:
@@ -505,7 +517,7 @@ def _logits(x: Array, model: CausalLM) -> Array:
     return model.logits(x)
 
 
-def _by_remat(layer: DecoderLayer, *args: Any) -> tuple[Array, tuple[Array, ...], Array | None, MoEStats | None]:
+def _by_remat(layer: DecoderLayer, *args: Any) -> tuple[Any, ...]:
     """``layer(*args)``, whose insides the backward pass computes again. ``nnx.remat`` would write to the layer, which
     it must not where the caller made the model outside of the function that is differentiated."""
     structure, leaves = split_model(layer)

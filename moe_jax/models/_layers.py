@@ -20,6 +20,8 @@ from moe_jax.nn._lora import Adapter
 from moe_jax.parallel._logical import EMBED, MLP, VOCAB
 from moe_jax.quantization import LowRank, QuantizedMatrix, Scheme, method_for
 
+MANY_ROWS = 256  # from here on a product is bound by its arithmetic, and on a GPU it is cuBLAS's
+
 
 def parameter(
     shape: tuple[int, ...], dtype: DTypeLike, rngs: nnx.Rngs | None, init: Callable[..., Any]
@@ -147,7 +149,8 @@ def product(module: "Linear | Vocabulary", x: Float[Array, "... K"], out_dtype: 
         summed_in = out_dtype if module.lora is None else jnp.float32
         y = multiply(x, weight, bias, out_dtype=summed_in, implementation=module.implementation)
     else:
-        y = project(x, weight)
+        is_final = bias is None and module.lora is None and jnp.dtype(out_dtype) == x.dtype
+        y = rounded_product(x, weight) if is_final else project(x, weight)
         y = y if bias is None else y + bias.astype(jnp.float32)
     return (y if module.lora is None else y + module.lora(x)).astype(out_dtype)
 
@@ -167,10 +170,26 @@ def in_computed_layout(module: "Linear | Head", matrix: QuantizedMatrix) -> Quan
     return in_best_matrix_layout(matrix, module.dtype, module.implementation)
 
 
-def project(x: Float[Array, "... K"], weight: Float[Array, "N K"]) -> Float[Array, "... N"]:
-    """x W^T in float32; both operands have one dtype."""
+def project(
+    x: Float[Array, "... K"], weight: Float[Array, "N K"], dtype: DTypeLike = jnp.float32
+) -> Float[Array, "... N"]:
+    """x W^T, summed in float32; both operands have one dtype."""
     contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract, precision=precision_of(x.dtype), preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(x, weight, contract, precision=precision_of(x.dtype), preferred_element_type=dtype)
+
+
+def rounded_product(x: Float[Array, "... K"], weight: Float[Array, "N K"]) -> Float[Array, "... N"]:
+    """``project`` rounded to x's dtype."""
+    return project(x, weight, x.dtype if _rounds_in_product(x) else jnp.float32).astype(x.dtype)
+
+
+def _rounds_in_product(x: Float[Array, "... K"]) -> bool:
+    """Whether a product writes 16 bits itself. On a GPU XLA may write float32 otherwise, and rounds in the next kernel.
+
+    Products of few rows may be split along K, and partial sums then be rounded too. XLA's CPU client has no such
+    products.
+    """
+    return x.dtype.itemsize == 2 and jax.default_backend() == "gpu" and x.size // x.shape[-1] >= MANY_ROWS
 
 
 class Vocabulary(Partitioned):

@@ -18,7 +18,7 @@ from moe_jax.models._generation_config import NAME, GenerationConfig
 from moe_jax.models._partition import spread_dense
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import ModelReader, Progress, install_values, ranges
-from moe_jax.models.attention._hopper import AttentionImplementation
+from moe_jax.models.attention._choice import AttentionImplementation
 from moe_jax.models.families._registry import read_family, read_model_family
 from moe_jax.nn import MoEBlock
 from moe_jax.parallel._layer import parallel_of, spread
@@ -34,7 +34,7 @@ def load_pretrained(
     enable_eplb: bool = False,
     num_redundant_experts: int = 0,
     implementation: Any = None,
-    attention: AttentionImplementation = "xla",
+    attention: AttentionImplementation = "auto",
     dtype: DTypeLike = jnp.bfloat16,
     kv_cache_dtype: DTypeLike | None = None,
     max_seq_len: int | None = None,
@@ -65,10 +65,13 @@ def load_pretrained(
             an expert axis.
         num_redundant_experts: slots for copies in each layer, with ``enable_eplb``.
         implementation: name or ordered names of expert implementations, as for ``FusedMoE``.
-        attention: "xla", or "hopper": calls of 64 and more tokens per row, and of up to 8, attend by kernels that keep
-            no scores in memory. It needs a Hopper GPU, jax 0.11 and bfloat16 or float16, and was not timed yet. Calls
-            between these, those of up to 8 where the cache's slots are no multiple of 8, those that state positions in
-            layers with a sliding window, and those of several tokens where an indexer selects, are done as with "xla".
+        attention: what attends. "auto" takes for each call the first of "hopper", "cudnn" and "xla" that can. "hopper":
+            kernels for Hopper GPUs that keep no scores in memory, for calls of 64 and more tokens per row and of up to
+            8; with jax 0.11. "cudnn": NVIDIA GPUs from Ampere on, for calls of 64 and more tokens per row, without
+            sinks and with heads of up to 128 (256 on Hopper). Both take bfloat16 and float16, and neither takes
+            attention in chunks, slots that an indexer selects for several tokens, or positions that a call states in
+            layers with a sliding window. "xla" takes every call, those that the kernel of another choice refuses too. A
+            model that "hopper" or "cudnn" cannot serve here is refused.
         dtype: bfloat16, float16 or float32.
         kv_cache_dtype: of the key-value cache; None takes what the checkpoint says. A cache in FP8 is not built yet:
             for a checkpoint that states one, say ``dtype`` here too, and the cache holds keys and values unquantized.

@@ -22,7 +22,7 @@ from moe_jax.models._generation_config import NAME, GenerationConfig
 from moe_jax.models._logprobs import TokenLogprobs, prompt_logprobs
 from moe_jax.models._reader import Progress
 from moe_jax.models._sampling_params import Unsaid
-from moe_jax.models.attention._hopper import AttentionImplementation
+from moe_jax.models.attention._choice import AttentionImplementation
 from moe_jax.quantization import Scheme
 from moe_jax.text._answer import Answer
 from moe_jax.text._chat_template import MAX_CONFIG_BYTES, ChatTemplate
@@ -92,7 +92,7 @@ class LLM:
         enable_eplb: bool = False,
         num_redundant_experts: int = 0,
         implementation: Any = None,
-        attention: AttentionImplementation = "xla",
+        attention: AttentionImplementation = "auto",
         dtype: DTypeLike = jnp.bfloat16,
         kv_cache_dtype: DTypeLike | None = None,
         max_seq_len: int | None = None,

@@ -113,6 +113,17 @@ def may_overlap() -> bool:
         return True
 
 
+def cuda_capability() -> tuple[int, int]:
+    """Compute capability of the first device of the default backend. Raises NotImplementedError where that is no NVIDIA
+    GPU, or not the device that a function is traced for."""
+    if jax.sharding.get_abstract_mesh().abstract_device is not None:
+        raise NotImplementedError("needs the GPU itself, the mesh is of an abstract one")
+    if jax.default_backend() != "gpu" or "cuda" not in jax.devices()[0].client.platform_version:
+        raise NotImplementedError(f"needs an NVIDIA GPU, the default backend is {jax.default_backend()!r}")
+    major, minor = jax.devices()[0].compute_capability.split(".")
+    return int(major), int(minor)
+
+
 def device_kind() -> str:
     """The kind of the device a function is traced for, in JAX's words ("NVIDIA H200"); found as in ``hopper_sms``."""
     return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind

@@ -1,10 +1,13 @@
 """The shell of kernels that work on rows: persistent CTAs, each of which takes every num_ctas-th item."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
@@ -28,6 +31,27 @@ def row_kernel(
         scratch_types=scratch_types,
         compiler_params=mosaic.compiler_params(),
     )
+
+
+def in_place_row_kernel(body: Callable[..., None], num_changed: int, out_type: Any, num_ctas: int, name: str) -> Kernel:
+    """``row_kernel`` of one warpgroup for a kernel that changes its first ``num_changed`` operands where they lie.
+
+    body: function of ``num_ctas`` and the refs of operands and of one output of ``out_type``. The kernel returns the
+    operands that it changes and the output. They are copied where the caller goes on using what they held.
+    """
+
+    mesh = plgpu.Mesh(grid=(num_ctas,), grid_names=("cta",), num_threads=1, thread_name="warpgroup")
+    params = mosaic.compiler_params()
+    kernel: Any = pl.kernel(functools.partial(body, num_ctas), mesh=mesh, compiler_params=params, name=name)
+
+    def run(*operands):
+        # The kernel writes into refs. Every ref of a call becomes an output that lies where its operand does, so
+        # operands that it only reads are none.
+        state = (*operands[:num_changed], jax.lax.empty(out_type.shape, out_type.dtype))
+        read = operands[num_changed:]
+        return pl.run_state(lambda refs: kernel(*refs[:-1], *read, refs[-1]))(state)
+
+    return run
 
 
 def items_of(cta: Scalar, total: int, num_ctas: int) -> Value:

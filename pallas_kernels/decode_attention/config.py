@@ -9,6 +9,8 @@ MAX_COLUMNS = 64  # of a tile
 MAX_REGISTERS = 152  # of a thread, for scores, weights and sums
 MAX_WIDTH = 576
 MAX_SCORES = 128 * 128 * 24  # products of a step's scores; above it ptxas spills
+SM_BYTES = 228 * 1024  # shared memory of an SM
+RESERVED_BYTES = 1024  # of it for each CTA
 _BARRIERS = 4096  # bytes, more than the barriers and the scratch of reductions take
 
 
@@ -133,19 +135,40 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
     return None
 
 
-def choose_config(desc: DecodeDesc, num_sms: int, split: int = 256) -> DecodeConfig:
-    """Steps of 128 slots, or 64 where heads are wide; up to 32 columns, of MLA 8: so nothing spills; most stages.
+@dataclasses.dataclass(frozen=True)
+class DecodeForm:
+    """What ``choose_config`` is told: CTAs an SM, and fields of ``DecodeConfig``. Wide heads have smaller steps."""
 
-    Two launches: one was not seen on a GPU yet.
+    split: int = 256
+    block_kv: int = 128
+    ctas_per_sm: int = 1
+    is_fused: bool = False
+    swap_ab: bool = True
+
+
+# The forms of keys with values of their own, and of MLA's latents. They know no batch, so no row's bits depend on it.
+HEADS = DecodeForm()
+LATENTS = DecodeForm()
+
+
+def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None) -> DecodeConfig:
+    """As many stages as fit; steps of 64 slots where heads are wide; up to 32 columns, of MLA 8: so nothing spills.
+
+    form: None for the one of HEADS and LATENTS. Calls that cannot have queries as rows have keys.
     """
+    form = form or (LATENTS if desc.is_latent else HEADS)
+    if not form.swap_ab:
+        rows = DecodeConfig(64, form.split, 64, 2, num_sms, is_fused=False, swap_ab=False)
+        if config_error(desc, rows) is None:
+            return rows
     columns = min(-(-desc.columns // 8) * 8, 32 if desc.value_width <= 192 else 24 if desc.value_width <= 256 else 8)
     fits = desc.width + desc.value_width <= 256 and 128 * desc.width * columns <= MAX_SCORES
-    block = 128 if fits else 64
-    config = DecodeConfig(columns, split, block, 1, 1, is_fused=False)
-    ctas = max(1, min(num_sms, config.all_tiles(desc) * config.num_splits(desc)))
-    config = dataclasses.replace(config, num_ctas=ctas)
+    config = DecodeConfig(columns, form.split, form.block_kv if fits else 64, 1, 1, form.is_fused)
+    items = config.all_tiles(desc) * config.num_splits(desc)
+    config = dataclasses.replace(config, num_ctas=max(1, min(num_sms * form.ctas_per_sm, items)))
     for stages in range(2, 13):
         wider = dataclasses.replace(config, num_stages=stages)
-        if config_error(desc, wider) is None:
+        fits = (shared_bytes(desc, wider) + RESERVED_BYTES) * form.ctas_per_sm <= SM_BYTES
+        if fits and config_error(desc, wider) is None:
             config = wider
     return config

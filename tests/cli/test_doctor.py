@@ -41,6 +41,7 @@ def test_a_healthy_cpu(on_a_cpu, capsys):
     assert {name: rows.get(name) for name in SCHEMES} == dict.fromkeys(SCHEMES, "xla")
     (reason,) = [line for line in text.splitlines() if "not on hopper" in line]
     assert "Hopper" in reason and "every scheme" in reason
+    assert "prefill: XLA; not hopper: " in text and "decode step: XLA; not hopper: " in text
     assert text.count("cpu:") == len(jax.devices()) and "preallocates on GPUs only" in text
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from pallas_kernels.decode_attention import DecodeConfig, config_error, decode_attention, items_sm90, latents_sm90
 from pallas_kernels.decode_attention.api import queries_in_columns
-from pallas_kernels.decode_attention.config import choose_config
+from pallas_kernels.decode_attention.config import HEADS, DecodeForm, choose_config, shared_bytes
 from tests.support.kernels import warpgroups
 from tests.support.kernels.decode_cases import DECODES, SMS, WIDTHS, decode_cases, decode_desc
 from tests.support.oracles.tolerances import Tolerance, assert_rows_close
@@ -137,9 +137,15 @@ def test_choice_fits():
             desc = dataclasses.replace(decode_desc(*widths), batch=batch)
             config = choose_config(desc, SMS)
             assert config_error(desc, config) is None
-            assert config.num_ctas == min(SMS, batch * 2 * config.num_splits(desc))
+            items = batch * 2 * config.num_splits(desc)
+            assert config.num_ctas == min(SMS * HEADS.ctas_per_sm, items)
+            pair = choose_config(desc, SMS, DecodeForm(block_kv=64, ctas_per_sm=2, is_fused=True))
+            assert pair.num_ctas == min(2 * SMS, items) and pair.is_fused
+            assert 2 * shared_bytes(desc, pair) <= 228 * 1024 or pair.num_stages == 1
     latent = decode_desc(576, 512, num_heads=128, num_kv_heads=1, is_latent=True)
     assert config_error(latent, choose_config(latent, SMS)) is None
+    rows = DecodeForm(swap_ab=False)
+    assert not choose_config(latent, SMS, rows).swap_ab and choose_config(desc, SMS, rows).swap_ab
 
 
 @pytest.mark.parametrize("case", decode_cases(), ids=lambda case: case.name)

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.add_and_norm import AddNormConfig, add_and_norm
 from pallas_kernels.combine import combine
 from pallas_kernels.combine.config import CombineConfig, CombineDesc
 from pallas_kernels.combine.kernel_sm90 import combine_sm90
@@ -33,6 +34,7 @@ from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 from pallas_kernels.grouped_gemm.wgrad import WgradConfig, grouped_wgrad
 from pallas_kernels.quantize_and_permute import PermuteConfig, quantize_and_permute
+from pallas_kernels.rotate_and_store import RotateConfig, rotate_and_store
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_INTERPRETER = hasattr(plgpu, "force_gpu_interpret_mode")
@@ -73,6 +75,34 @@ def _permuted(x: Any, row_of: Any = None, count: int = 4, *, own: Any, **options
 def _rows(tree: Any, own: Any, count: int) -> list[Any]:
     """Of arrays (count, ...) and of scales (groups, count)."""
     return [leaf[own] if leaf.shape[0] == count else leaf[:, own] for leaf in jax.tree.leaves(tree)]
+
+
+def adding_and_norming(width: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    x, addend, weight = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((3, width), (3, width), width)
+    )
+    config = AddNormConfig(2)
+    return tuple(
+        add_and_norm(x, weight, addend, eps=1e-6, config=config, implementation=name)
+        for name in ("hopper", "reference")
+    )
+
+
+def rotating_and_storing(is_packed: bool) -> tuple[Any, Any]:
+    """Three rows of two tokens: one before the row's start, one behind its end."""
+    rng, width = np.random.default_rng(0), 64
+    parts = [jnp.asarray(rng.standard_normal((3, 2, n * width)), jnp.bfloat16) for n in (8, 4, 4)]
+    projected = (jnp.concatenate(parts, axis=-1),) if is_packed else tuple(parts)
+    cos, sin = (jnp.asarray(rng.standard_normal((3, 2, width // 2)), jnp.float32) for _ in range(2))
+    caches = tuple(jnp.asarray(rng.standard_normal((3, 4, 8, width)), jnp.bfloat16) for _ in range(2))
+    places = [jnp.asarray(at, jnp.int32) for at in ([1, 0, 2], [2, 4, 6], [0, 3, 4])]
+    norms = tuple(jnp.asarray(rng.standard_normal(width), jnp.bfloat16) for _ in range(2))
+    options: Any = dict(norms=norms, eps=1e-6, config=RotateConfig(3))
+    return tuple(
+        rotate_and_store(projected, cos, sin, caches, *places, implementation=name, **options)
+        for name in ("hopper", "reference")
+    )
 
 
 def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[str, Any]) -> tuple[Any, Any]:
@@ -218,6 +248,9 @@ PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
 }
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "combine": combining,
+    **{f"add_and_norm {width}": functools.partial(adding_and_norming, width) for width in (256, 320)},
+    "rotate_and_store": functools.partial(rotating_and_storing, False),
+    "rotate_and_store, packed": functools.partial(rotating_and_storing, True),
     **{f"decode {name}": functools.partial(decoding, *form) for name, form in _DECODES.items()},
     **{f"permute {kind}": functools.partial(permuting, kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
     **{f"permute e4m3_group, {n}": functools.partial(permuting, "e4m3_group", n) for n in (128, 384)},

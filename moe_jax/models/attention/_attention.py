@@ -12,20 +12,23 @@ from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, DTypeLike, Float, Int, Leaf
 from moe_jax._versions import Place
 from moe_jax.experts._gradient import with_gradient_of
+from moe_jax.models import _fused
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._layer_cache import SlotCache, extended
 from moe_jax.models._layers import (
+    MANY_ROWS,
     Linear,
     RMSNorm,
     ZeroCenteredRMSNorm,
     parameter,
     precision_of,
+    rounded_product,
     scaled_to_unit,
 )
 from moe_jax.models._partition import WHOLE, Partition, Partitioned, partitioned
-from moe_jax.models.attention import _hopper
-from moe_jax.models.attention._hopper import AttentionImplementation
+from moe_jax.models.attention._choice import AttentionImplementation, attend_by, choose
 from moe_jax.models.attention._rope import rotate
+from moe_jax.nn import QuantizedParam
 from moe_jax.parallel._logical import EMBED, HEADS, KV_HEADS
 
 # Queries handled at once in a long prefill. Scores are (B, heads, queries, slots) in float32: 32 heads, 1024 queries
@@ -156,9 +159,14 @@ class Attention(Partitioned):
     def _forward(
         self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
     ) -> tuple[Float[Array, "B S H"], SlotCache]:
-        q, k, v, gate = self._heads(x, inputs)
-        kept = extended(cached, (k, v), inputs.starts, inputs.lengths, inputs.first_slots)
-        k, v = kept.arrays
+        found, gate = None if cached is None else self._in_one_launch(x, inputs, cached), None
+        if found is None:
+            q, k, v, gate = self._heads(x, inputs)
+            kept = extended(cached, (k, v), inputs.starts, inputs.lengths, inputs.first_slots)
+            k, v = kept.arrays
+        else:
+            q, k, v = found
+            kept = SlotCache((k, v))
         sinks = None if self.sinks is None else self.sinks[...]
         kind: Any = dict(window=self.window, chunk=self.chunk, sinks=sinks)
         y = attend(
@@ -167,6 +175,49 @@ class Attention(Partitioned):
         y = y.reshape(*x.shape[:2], -1)
         y = y if gate is None else (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(y.dtype)
         return self.o_proj(y), kept
+
+    def num_sms(self) -> int | None:
+        """Of the GPU that runs ``_fused`` kernels for this layer, None where none does."""
+        return None if self.partition is not None else _fused.num_sms(self.implementation)
+
+    def _in_one_launch(
+        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache
+    ) -> tuple[Array, Array, Array] | None:
+        """Rotated q as of ``_heads``, and the cache with the keys and values of these tokens; None where no kernel does
+        that."""
+        config, sms = self.config, self.num_sms()
+        is_plain = self.is_rotated and config.clip_qkv is None and not config.is_rope_interleaved
+        is_plain &= not config.has_output_gate and not isinstance(self.q_norm, ZeroCenteredRMSNorm)
+        if sms is None or not is_plain or config.qk_norm not in (None, "head"):
+            return None
+        found = _fused.rotated_and_stored(
+            self._projected(x),
+            (cached.arrays[0], cached.arrays[1]),
+            inputs.cos,
+            inputs.sin,
+            (inputs.starts, inputs.lengths, inputs.first_slots),
+            tuple(norm for norm in (self.q_norm, self.k_norm) if norm is not None),
+            sms=sms,
+        )
+        if found is None:
+            return None
+        q, k, v = found
+        return q.reshape(*q.shape[:2], config.num_kv_heads, -1, config.head_dim), k, v
+
+    def _projected(self, x: Float[Array, "B S H"]) -> tuple[Array, ...]:
+        """Queries, keys and values of all heads; side by side in one array where one product can make them."""
+        modules = (self.q_proj, self.k_proj, self.v_proj)
+        is_plain = all(not isinstance(m.weight, QuantizedParam) and m.bias is m.lora is None for m in modules)
+        if not is_plain:
+            return tuple(module(x) for module in modules)
+        if x.size // x.shape[-1] >= MANY_ROWS:
+            # cuBLAS takes one weight. XLA would merge products of the same rows, copy their weights together for it in
+            # each call, and slice what comes out.
+            others = jax.lax.optimization_barrier((x, x))
+            return tuple(module(rows) for module, rows in zip(modules, (x, *others), strict=True))
+        # XLA's own kernels for few rows read the three weights where they lie.
+        merged = jnp.concatenate([module.weight[...] for module in modules])
+        return (rounded_product(x, merged),)
 
     def _heads(self, x: Float[Array, "B S H"], inputs: AttentionInputs) -> tuple[Array, Array, Array, Array | None]:
         """Rotated q (B, S, kv_heads, group, D), rotated k and v as the cache keeps them, (B, kv_heads, S, D), and the
@@ -226,29 +277,29 @@ def attend(
 
     v: None where values are the first ``value_width`` elements of the keys, as those of MLA's latents are.
 
-    implementation: "hopper" runs the kernels of ``pallas_kernels.attention`` and ``pallas_kernels.decode_attention``
-    where they take the call (``_hopper.refusal``): a decode step or a prefill, and a window that reaches equally far in
-    slots. All else is done as with "xla", and so is what ``jax.grad`` differentiates.
+    implementation: as for ``load_pretrained``. Kernels run where they take the call (``_choice.choose``) and a window
+    reaches equally far in slots. All else is done as with "xla", and so is what ``jax.grad`` differentiates.
 
     sinks: (N * G,), a logit per query head that takes its part of the softmax and gives nothing. selected: slots that
     each query sees at most, None for all. partition: of the module that calls, whose devices share the heads where
     these divide.
     """
     is_by_slots = chunk is None and selected is None and (window is None or inputs.key_positions is None)
-    takes_kernel = _hopper.USES_KERNELS[implementation] and is_by_slots and inputs.segment_starts is None
+    is_by_slots = is_by_slots and inputs.segment_starts is None
 
     def by_xla(q, k, v, inputs, sinks):
         values = k[..., :value_width] if v is None else v
         kind: Any = dict(window=window, chunk=chunk, selected=selected)
         return attend_xla(q, k, values, inputs, scale=scale, sinks=sinks, **kind)
 
-    kind: Any = dict(scale=scale, window=window, value_width=value_width)
-    if not takes_kernel or _hopper.refusal(q, k, v, **kind) is not None:
+    kind: Any = dict(scale=scale, window=window, value_width=value_width, has_sinks=sinks is not None)
+    name = choose(implementation, q, k, v, **kind)[0] if is_by_slots else None
+    if name is None:
         return by_xla(q, k, v, inputs, sinks)
 
     def by_kernel(q, k, v, inputs, sinks):
         places = dict(starts=inputs.starts, lengths=inputs.lengths, first_slots=inputs.first_slots)
-        return _hopper.attend_hopper(scale, window, partition, q, k, v, places, sinks, value_width)
+        return attend_by(name, scale, window, partition, q, k, v, places, sinks, value_width)
 
     return with_gradient_of(by_kernel, by_xla, q, k, v, inputs, sinks)
 

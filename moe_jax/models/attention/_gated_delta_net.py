@@ -18,7 +18,7 @@ from moe_jax.models._layers import Linear, RMSNorm, parameter, scaled_to_unit
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._attention import AttentionInputs
 from moe_jax.models.attention._delta_rule import delta_rule
-from moe_jax.models.attention._hopper import AttentionImplementation
+from moe_jax.models.attention._choice import AttentionImplementation
 from moe_jax.parallel._logical import EMBED, HEADS
 
 _EPS = 1e-6  # of the lengths that queries and keys are divided by, whatever rms_norm_eps is
@@ -97,6 +97,10 @@ class GatedDeltaNet(Partitioned):
 
     def split_names(self, parts: int) -> Collection[str]:
         return () if self.linear.num_key_heads % parts else (HEADS,)
+
+    def num_sms(self) -> int | None:
+        """As of ``Attention``: no kernel runs for a layer of this kind."""
+        return None
 
     def cache_splits(self) -> Any:
         """As of ``Attention``."""

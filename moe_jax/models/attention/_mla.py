@@ -22,12 +22,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax._typing import Array, DTypeLike, Float, Int
+from moe_jax.models import _fused
 from moe_jax.models._config import DecoderConfig, MLAConfig
 from moe_jax.models._layer_cache import SlotCache, extended
 from moe_jax.models._layers import Linear, RMSNorm, precision_of
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._attention import AttentionInputs, attend
-from moe_jax.models.attention._hopper import AttentionImplementation
+from moe_jax.models.attention._choice import AttentionImplementation
 from moe_jax.models.attention._indexer import Indexer
 from moe_jax.models.attention._rope import rotate
 from moe_jax.parallel._logical import EMBED, HEADS
@@ -139,6 +140,10 @@ class LatentAttention(Partitioned):
         absorbs = is_cheaper_absorbed(mla, x.shape[1], rows.shape[2])
         y = (self._absorbed if absorbs else self._expanded)(q, rows, inputs)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), kept, selected
+
+    def num_sms(self) -> int | None:
+        """As of ``Attention``."""
+        return None if self.partition is not None else _fused.num_sms(self.implementation)
 
     def _expanded(self, q: Array, rows: Array, inputs: AttentionInputs) -> Array:
         """q (B, S, N, nope + rope), rows (B, 1, L, rank + rope) -> (B, S, N, 1, V)."""

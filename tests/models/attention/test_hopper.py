@@ -10,10 +10,11 @@ import pytest
 
 import moe_jax
 from moe_jax.models._partition import Partition
-from moe_jax.models.attention import _hopper
+from moe_jax.models.attention import _choice, _hopper
 from moe_jax.models.attention._attention import AttentionInputs, attend, attend_xla
 from pallas_kernels.attention import prefill
 from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention.config import HEADS, LATENTS
 from tests.models.test_partition import mesh_of
 from tests.support.cases.models import VOCAB, assert_logits_close
 from tests.support.refusals import refuses
@@ -21,7 +22,9 @@ from tests.support.refusals import refuses
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Shapes of q and k in all traced calls of the kernels, taken as on a Hopper GPU for any dtype and width."""
+    """Shapes of q and k in all traced calls of the kernels, one for equal layers, taken as on a Hopper GPU.
+
+    Any dtype and width is taken."""
     found = []
 
     def stand_in(kernel):
@@ -35,12 +38,15 @@ def calls(monkeypatch):
     monkeypatch.setattr(_hopper, "prefill", stand_in(prefill))
     monkeypatch.setattr(_hopper, "decode_attention", stand_in(decode_attention))
     monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
+    monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     monkeypatch.setattr(_hopper, "config_error", lambda desc, config: None)
     monkeypatch.setattr(_hopper, "decode_config_error", lambda desc, config: None)
     monkeypatch.setattr(_hopper, "MOST_DECODED", 3)
     monkeypatch.setattr(_hopper, "LEAST_QUERIES", 5)
     monkeypatch.setattr(_hopper, "model_refusal", lambda config, dtype: None)
-    return found
+    jax.clear_caches()  # a part that was traced without the stand-ins would not call them
+    yield found
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", pytest.param("qwen3_dense_bias", marks=pytest.mark.slow)])
@@ -50,10 +56,12 @@ def test_models(case, calls, name):
     model = moe_jax.load_pretrained(one.directory, dtype="float32", attention="hopper")
     ids = rng.integers(0, VOCAB, (2, 20)).astype(np.int32)
     mask = np.arange(20) >= [[0], [6]]
-    expected = np.asarray(one.model.score(ids, mask))
+    by_xla = moe_jax.load_pretrained(one.directory, dtype="float32", attention="xla")
+    expected = np.asarray(by_xla.score(ids, mask))
     assert not calls
     assert_logits_close(np.asarray(model.score(ids, mask))[mask], expected[mask])
-    assert len(calls) == model.config.num_layers
+    kinds = len({model.config.window_of(layer) for layer in range(model.config.num_layers)})  # equal layers: one trace
+    assert len(calls) == kinds
     cache = model.init_cache(2, 24)
     first, cache = model(ids[:, :12], attention_mask=mask[:, :12], cache=cache)
     parts = [first]
@@ -61,7 +69,7 @@ def test_models(case, calls, name):
         part, cache = model(ids[:, begin:end], cache=cache)
         parts.append(part)
     queries = [q[1] for q, _ in calls]
-    assert {queries.count(count) for count in (3, 1)} == {model.config.num_layers} and 4 not in queries
+    assert {queries.count(count) for count in (3, 1)} == {kinds} and 4 not in queries
     assert_logits_close(np.concatenate(parts, axis=1)[mask], expected[mask])
 
 
@@ -134,6 +142,9 @@ def test_refusals(monkeypatch):
     """What a 16-bit call on a Hopper GPU is refused for; on this machine every call is."""
     q, k = jnp.zeros((1, 64, 2, 2, 128), jnp.bfloat16), jnp.zeros((1, 2, 80, 128), jnp.bfloat16)
     settings = dict(scale=1.0, window=None)
+    monkeypatch.setattr(_hopper, "OLDEST_JAX", (99,))
+    assert "0.11 alone" in _hopper.refusal(q, k, k, **settings)
+    monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     assert "needs a Hopper GPU" in _hopper.refusal(q, k, k, **settings)
     monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
     assert _hopper.refusal(q, k, k, **settings) is None
@@ -155,18 +166,20 @@ def test_models_that_are_refused(case, monkeypatch):
     monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
     refuses(NotImplementedError, "attention='hopper': width=", load, directory, attention="hopper")
     config = dataclasses.replace(case("gpt_oss").model.config, head_dim=64)
-    refuses(ValueError, "'cudnn', expected one of 'xla', 'hopper'", _hopper.check_implementation, "cudnn", config, "f2")
+    expected = "'cuda', expected one of 'auto', 'xla', 'hopper', 'cudnn'"
+    refuses(ValueError, expected, _choice.check_implementation, "cuda", config, "f2")
     assert _hopper.model_refusal(config, "bfloat16") is None
     assert "float32" in _hopper.model_refusal(config, "float32")
     assert "chunks" in _hopper.model_refusal(dataclasses.replace(config, chunked_layers=(0,)), "bfloat16")
 
 
-@pytest.mark.parametrize("queries, launches", [(256, 1), (1, 2)])
-def test_lowers_with_the_kernels_for_a_hopper_gpu(monkeypatch, queries, launches):
+@pytest.mark.parametrize("queries", [256, 1])
+def test_lowers_with_the_kernels_for_a_hopper_gpu(monkeypatch, queries):
     """No scores in memory, also over a mesh and with latents, whose heads share one key head."""
     for name in ("_hopper", "attention.api", "decode_attention.api"):
         where = "moe_jax.models.attention" if name == "_hopper" else "pallas_kernels"
         monkeypatch.setattr(f"{where}.{name}.hopper_sms", lambda: 132)
+    monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     place = jax.ShapeDtypeStruct((1,), jnp.int32)
     heads = jax.ShapeDtypeStruct((1, queries, 4, 2, 128), jnp.bfloat16)
     keys = jax.ShapeDtypeStruct((1, 4, 512, 128), jnp.bfloat16)
@@ -183,12 +196,14 @@ def test_lowers_with_the_kernels_for_a_hopper_gpu(monkeypatch, queries, launches
                 return attend(q, k, v, inputs, **options)
 
             text = jax.jit(call).trace(q, k, v, *[place] * 3).lower(lowering_platforms=("cuda",)).as_text()
-            assert text.count("mosaic_gpu_v2") == launches and "dot_general" not in text
+            is_fused = queries > 1 or (LATENTS if v is None else HEADS).is_fused
+            assert text.count("mosaic_gpu_v2") == (1 if is_fused else 2) and "dot_general" not in text
 
 
 def test_decode_steps_that_are_refused(monkeypatch):
     """Slots that fill no tile; ``generate`` makes caches whose slots do."""
     monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
+    monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     q, k = jnp.zeros((2, 1, 4, 8, 128), jnp.bfloat16), jnp.zeros((2, 4, 80, 128), jnp.bfloat16)
     settings = dict(scale=1.0, window=None)
     assert _hopper.refusal(q, k, k, **settings) is None

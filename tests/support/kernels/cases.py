@@ -38,6 +38,7 @@ from pallas_kernels.tuning import table_for
 from tests.support.kernels.attention_cases import prefill_cases
 from tests.support.kernels.case import Case, Shape
 from tests.support.kernels.decode_cases import decode_cases
+from tests.support.kernels.layer_cases import add_and_norm_cases, rotate_and_store_cases
 from tests.support.kernels.router_cases import quantizing_route_cases, route_cases
 
 H200_SMS = 132
@@ -452,3 +453,5 @@ def all_cases() -> Iterator[Case]:
     yield from nvlink_dispatch_cases()
     yield from prefill_cases()
     yield from decode_cases()
+    yield from add_and_norm_cases()
+    yield from rotate_and_store_cases()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pallas_kernels.decode_attention.combine_sm90 import combine_sm90
-from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, choose_config, config_error
+from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, DecodeForm, choose_config, config_error
 from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
 from pallas_kernels.decode_attention.latents_sm90 import latents_sm90
 from tests.support.kernels.case import Case, Shape
@@ -61,7 +61,7 @@ def decode_cases() -> Iterator[Case]:
                 config = dataclasses.replace(choose_config(desc, SMS), is_fused=True)
                 yield decode_case(name, desc, config)
         desc = decode_desc(*widths, num_queries=3, window=150, has_sinks=True)
-        apart = choose_config(desc, SMS)
+        apart = dataclasses.replace(choose_config(desc, SMS), is_fused=False)
         yield decode_case("three queries, window, two launches", desc, apart)
         if widths[0] == widths[1]:
             yield combine_case("three queries, window, sinks", desc, apart)
@@ -71,7 +71,7 @@ def decode_cases() -> Iterator[Case]:
                 yield decode_case(f"{columns} columns", desc, other)
     for name, options in DECODES.items():
         desc = decode_desc(576, 512, num_heads=128, num_kv_heads=1, is_latent=True, **options)
-        config = choose_config(desc, SMS)
+        config = choose_config(desc, SMS, DecodeForm())
         yield decode_case(f"latent, {name}", desc, dataclasses.replace(config, is_fused=True))
         if not desc.has_sinks:  # they are an input of the second launch alone
             yield decode_case(f"latent, {name}, two launches", desc, config)

@@ -1,0 +1,92 @@
+"""Steps between the products of a layer that Hopper kernels do in one launch, and XLA in several.
+
+They run for models with ``attention="auto"`` or "hopper", on one device. Everything else is XLA's, and so is what
+``jax.grad`` differentiates.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax._typing import Array, Float
+from moe_jax.experts._gradient import with_gradient_of
+from moe_jax.models._layers import LayerNorm, RMSNorm
+from moe_jax.models.attention import _hopper
+from moe_jax.models.attention._choice import FUSES
+from pallas_kernels import add_and_norm as norm_kernel
+from pallas_kernels import rotate_and_store as rotate_kernel
+from pallas_kernels.common.device import hopper_sms
+
+
+def num_sms(attention: str) -> int | None:
+    """SMs of the one Hopper GPU that runs a model of this ``attention=``; None where the kernels here do not run."""
+    is_asked_for = FUSES[attention] and jax.__version_info__ >= _hopper.OLDEST_JAX
+    if not is_asked_for or jax.sharding.get_abstract_mesh().axis_names:
+        return None
+    try:
+        return hopper_sms()
+    except NotImplementedError:
+        return None
+
+
+def added_and_normed(
+    norm: RMSNorm | LayerNorm, x: Float[Array, "... H"], addend: Array | None, sms: int | None
+) -> tuple[Array, Array]:
+    """(x + addend, its norm). addend: None for zeros. sms: of ``num_sms``."""
+    if sms is None or type(norm) is not RMSNorm or not _takes_norm(norm, x, addend, sms):
+        total = x if addend is None else x + addend
+        return total, norm(total)
+    run, judge = (functools.partial(_added_and_normed, norm.eps, name) for name in ("hopper", "reference"))
+    return with_gradient_of(run, judge, x, norm.weight[...], addend)
+
+
+def _takes_norm(norm: RMSNorm, x: Array, addend: Array | None, sms: int) -> bool:
+    if 0 in x.shape or any(a is not None and a.dtype != x.dtype for a in (norm.weight, addend)):
+        return False
+    name, rows = jnp.dtype(x.dtype).name, x.size // x.shape[-1]
+    desc = norm_kernel.AddNormDesc(rows, x.shape[-1], name, addend is not None, norm.eps)
+    return norm_kernel.config_error(desc, norm_kernel.choose_config(desc, sms)) is None
+
+
+# Compiled parts of their own, so that equal layers of a model lower each kernel once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _added_and_normed(eps: float, name: str, x: Array, weight: Array, addend: Array | None) -> tuple[Array, Array]:
+    rows, added = x.reshape(-1, x.shape[-1]), None if addend is None else addend.reshape(-1, x.shape[-1])
+    total, normal = norm_kernel.add_and_norm(rows, weight, added, eps=eps, implementation=name)
+    return total.reshape(x.shape), normal.reshape(x.shape)
+
+
+def rotated_and_stored(
+    projected: tuple[Array, ...],
+    cached: tuple[Array, Array],
+    cos: Array,
+    sin: Array,
+    places: tuple[Array, Array, Array],
+    norms: tuple[RMSNorm, ...],
+    *,
+    sms: int | None,
+) -> tuple[Array, Array, Array] | None:
+    """As ``pallas_kernels.rotate_and_store``, or None where its kernel does not take the call.
+
+    places: starts, lengths, first_slots.
+    """
+    if sms is None or 0 in projected[0].shape or 2 * cos.shape[-1] != cached[0].shape[-1]:
+        return None
+    weights, eps = tuple(norm.weight[...] for norm in norms), norms[0].eps if norms else 0.0
+    if len({jnp.dtype(a.dtype) for a in (*projected, *cached, *weights)}) > 1:
+        return None
+    desc = rotate_kernel.describe(projected, cached, weights, eps)
+    if rotate_kernel.config_error(desc, rotate_kernel.choose_config(desc, sms)) is not None:
+        return None
+    run, judge = (functools.partial(_rotated_and_stored, eps, name) for name in ("hopper", "reference"))
+    return with_gradient_of(run, judge, projected, cached, cos, sin, places, weights)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _rotated_and_stored(
+    eps: float, name: str, projected: Any, cached: Any, cos: Array, sin: Array, places: Any, weights: Any
+) -> tuple[Array, Array, Array]:
+    options: Any = dict(norms=weights, eps=eps, implementation=name)
+    return rotate_kernel.rotate_and_store(projected, cos, sin, cached, *places, **options)

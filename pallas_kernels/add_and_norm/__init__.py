@@ -1,0 +1,7 @@
+"""A residual sum and its RMSNorm, in one launch."""
+
+from pallas_kernels.add_and_norm.api import add_and_norm
+from pallas_kernels.add_and_norm.config import AddNormConfig, AddNormDesc, choose_config, config_error
+from pallas_kernels.add_and_norm.reference import add_and_norm_ref
+
+__all__ = ["AddNormConfig", "AddNormDesc", "add_and_norm", "add_and_norm_ref", "choose_config", "config_error"]

@@ -1,0 +1,44 @@
+"""What one call asks (``AddNormDesc``) and whether the Hopper kernel can run it."""
+
+import dataclasses
+
+from pallas_kernels.common.rows import vector_length
+
+MOST_COLUMNS = 8192  # of a row, which a warpgroup holds at once: 64 values a thread
+
+
+@dataclasses.dataclass(frozen=True)
+class AddNormDesc:
+    """Static description of one call: T tokens of width H. has_addend: a second row is added to each. eps: of the norm.
+
+    dtype: of all operands and results.
+    """
+
+    num_tokens: int
+    width: int
+    dtype: str
+    has_addend: bool
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class AddNormConfig:
+    """num_ctas: persistent CTAs of one warpgroup, each one row at a time."""
+
+    num_ctas: int
+
+
+def config_error(desc: AddNormDesc, config: AddNormConfig) -> str | None:
+    """Why the Hopper kernel cannot run ``desc``, or None when it can."""
+    if desc.dtype not in ("bfloat16", "float16"):
+        return f"dtype {desc.dtype}; there are bfloat16 and float16"
+    if not vector_length(desc.width, 2) or desc.width > MOST_COLUMNS:
+        return f"H={desc.width}: from 128 to {MOST_COLUMNS}"
+    if config.num_ctas < 1:
+        return f"num_ctas={config.num_ctas}: at least 1"
+    return None
+
+
+def choose_config(desc: AddNormDesc, num_sms: int) -> AddNormConfig:
+    """Up to 8 CTAs an SM."""
+    return AddNormConfig(max(1, min(desc.num_tokens, 8 * num_sms)))

@@ -1,0 +1,105 @@
+"""``rotate_and_store``: from projections to rotated queries, and keys and values in the cache."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.rotate_and_store.config import RotateConfig, RotateDesc, choose_config, config_error
+from pallas_kernels.rotate_and_store.reference import rotate_and_store_ref
+
+
+def rotate_and_store(
+    projected: tuple[jax.Array, ...],
+    cos: jax.Array,
+    sin: jax.Array,
+    caches: tuple[jax.Array, jax.Array],
+    starts: jax.Array,
+    lengths: jax.Array,
+    first_slots: jax.Array,
+    *,
+    norms: tuple[jax.Array, ...] = (),
+    eps: float = 0.0,
+    config: RotateConfig | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normalise and rotate the heads of queries and keys, and write keys and values to their slots.
+
+    Column pairs (i, i + D/2) of a head are rotated. Everything is computed in float32 and rounded
+    once. Token s of row b goes to slot first_slots[b] + s if that lies in [starts[b], lengths[b]), else
+    nowhere. Other slots keep what they hold; a donated cache is not copied.
+
+    Args:
+        projected: (B, S, N * D), (B, S, M * D) and (B, S, M * D): queries, keys and values. Or one array with these
+            side by side.
+        cos, sin: (B, S, D/2) float32.
+        caches: keys and values, (B, M, L, D) each, in the dtype of ``projected``.
+        starts, lengths, first_slots: (B,) int32; lengths at most L.
+        norms: weights (D,) of the RMSNorms of query and key heads, in the dtype of ``projected``; () for none.
+        eps: of the norms.
+        config: of the Hopper kernel; None for its own choice.
+        implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
+
+    Returns:
+        Queries (B, S, N, D), and the caches.
+
+    Raises:
+        ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
+    """
+    desc = describe(projected, caches, norms, eps)
+    places = (starts, lengths, first_slots)
+
+    def hopper():
+        chosen = config or choose_config(desc, hopper_sms())
+        if reason := config_error(desc, chosen):
+            raise NotImplementedError(reason)
+
+        from pallas_kernels.rotate_and_store.kernel_sm90 import rotate_and_store_sm90  # here: it loads Pallas
+
+        return rotate_and_store_sm90(desc, chosen)(*caches, *projected, cos, sin, *norms, *places)
+
+    def reference():
+        return rotate_and_store_ref(desc, projected, norms, cos, sin, caches, places)
+
+    return first_that_runs("rotate_and_store", dict(hopper=hopper, reference=reference), implementation)
+
+
+def describe(
+    projected: tuple[jax.Array, ...], caches: tuple[jax.Array, jax.Array], norms: tuple[jax.Array, ...], eps: float
+) -> RotateDesc:
+    """The description of a call; raises ValueError or TypeError for a wrong one."""
+    k, v = caches
+    shapes = f"projected {[a.shape for a in projected]}, caches {k.shape}, {v.shape}, norms {[a.shape for a in norms]}"
+    expected = "expected (B, S, N * D) and two (B, S, M * D), or one array of them; two (B, M, L, D); two (D,) or none"
+    if len(projected) not in (1, 3) or any(a.ndim != 3 for a in projected) or k.ndim != 4 or k.shape != v.shape:
+        raise ValueError(f"{shapes}; {expected}")
+    batch, num_kv_heads, num_slots, width = k.shape
+    num_tokens, keys = projected[0].shape[1], num_kv_heads * width
+    columns = projected[0].shape[2] - (2 * keys if len(projected) == 1 else 0)
+    others = [a.shape for a in projected[1:]]
+    if (
+        projected[0].shape[0] != batch
+        or columns <= 0
+        or columns % width
+        or width % 2
+        or any(shape != (batch, num_tokens, keys) for shape in others)
+        or [a.shape for a in norms] not in ([], [(width,)] * 2)
+    ):
+        raise ValueError(f"{shapes}; {expected}")
+    dtypes = {jnp.dtype(a.dtype).name for a in (*projected, *caches, *norms)}
+    if len(dtypes) != 1:
+        raise TypeError(f"operands are {', '.join(sorted(dtypes))}; expected one dtype")
+    return RotateDesc(
+        batch=batch,
+        num_tokens=num_tokens,
+        num_heads=columns // width,
+        num_kv_heads=num_kv_heads,
+        width=width,
+        num_slots=num_slots,
+        dtype=dtypes.pop(),
+        is_packed=len(projected) == 1,
+        has_norm=bool(norms),
+        eps=float(eps),
+    )

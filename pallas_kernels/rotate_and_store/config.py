@@ -1,0 +1,63 @@
+"""What one call asks (``RotateDesc``) and whether the Hopper kernel can run it."""
+
+import dataclasses
+
+HEADS = 4  # that a warpgroup works on at a time, one a warp
+LANES = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class RotateDesc:
+    """Static description of one call.
+
+    batch, num_tokens: B and S, rows and tokens of each. num_heads, num_kv_heads: N and M. width: D of a head.
+    num_slots: L of the cache. dtype: of all but angles. is_packed: queries, keys and values are parts of one array.
+    has_norm: heads of queries and keys are normalised. eps: of the norm.
+    """
+
+    batch: int
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    width: int
+    num_slots: int
+    dtype: str
+    is_packed: bool
+    has_norm: bool
+    eps: float
+
+    @property
+    def num_items(self) -> int:
+        """What CTAs take in turn: four heads of a token."""
+        return self.batch * self.num_tokens * self.items_of_token
+
+    @property
+    def items_of_token(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) // HEADS
+
+
+@dataclasses.dataclass(frozen=True)
+class RotateConfig:
+    """num_ctas: persistent CTAs of one warpgroup."""
+
+    num_ctas: int
+
+
+def config_error(desc: RotateDesc, config: RotateConfig) -> str | None:
+    """Why the Hopper kernel cannot run ``desc``, or None when it can."""
+    if desc.dtype not in ("bfloat16", "float16"):
+        return f"dtype {desc.dtype}; there are bfloat16 and float16"
+    if desc.num_heads % HEADS or desc.num_kv_heads % HEADS:
+        return f"{desc.num_heads} query and {desc.num_kv_heads} key heads; multiples of {HEADS}"
+    if desc.width not in (64, 128, 256):
+        return f"width={desc.width}; there are 64, 128 and 256"
+    if desc.batch * desc.num_kv_heads * desc.num_slots * desc.width >= 1 << 31:
+        return f"a cache of {desc.batch} rows of {desc.num_slots} slots is counted in 31 bits"
+    if config.num_ctas < 1:
+        return f"num_ctas={config.num_ctas}: at least 1"
+    return None
+
+
+def choose_config(desc: RotateDesc, num_sms: int) -> RotateConfig:
+    """Up to 16 CTAs an SM, all that its threads are."""
+    return RotateConfig(max(1, min(desc.num_items, 16 * num_sms)))

@@ -1,0 +1,99 @@
+"""Norm and rotation of query and key heads, and the write to the cache.
+
+A CTA is one warpgroup and takes every num_ctas-th item: four heads of a token, one a warp. A lane holds the same
+columns of both halves of its head, so that a rotation needs no other lane, and a norm is one sum over a warp.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import mosaic
+from pallas_kernels.common.row_kernel_sm90 import for_items_of, in_place_row_kernel
+from pallas_kernels.common.types import Ref, Scalar, Value
+from pallas_kernels.rotate_and_store.config import HEADS, LANES, RotateConfig, RotateDesc
+
+
+def rotate_and_store_sm90(
+    desc: RotateDesc, config: RotateConfig
+) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+    """The kernel: (two caches, projected, cos, sin, [two norms], starts, lengths, first_slots) -> (queries, caches)."""
+    tokens = desc.batch * desc.num_tokens
+    out = jax.ShapeDtypeStruct((tokens, desc.num_heads, desc.width), desc.dtype)
+    call = in_place_row_kernel(functools.partial(_kernel, desc), 2, out, config.num_ctas, "rotate_and_store")
+
+    def run(k, v, *rest):
+        count = 1 if desc.is_packed else 3
+        projected = [a.reshape(tokens, -1, desc.width) for a in rest[:count]]
+        angles = [a.reshape(tokens, -1) for a in rest[count : count + 2]]
+        k, v, q = call(k, v, *projected, *angles, *rest[count + 2 :])
+        return q.reshape(desc.batch, desc.num_tokens, desc.num_heads, desc.width), k, v
+
+    return run
+
+
+def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: Ref) -> None:
+    mosaic.begin()
+    *operands, q_out = rest
+    projected, others = (operands[:1] * 3, operands[1:]) if desc.is_packed else (operands[:3], operands[3:])
+    (cos, sin, *norms), (starts, lengths, first_slots) = others[:-3], others[-3:]
+    first_heads = (0, desc.num_heads, desc.num_heads + desc.num_kv_heads) if desc.is_packed else (0, 0, 0)
+    half = desc.width // 2
+    tile = (HEADS, half)
+    layout = plgpu.Layout.TILED(plgpu.Tiling((tile, (half // LANES,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    halves = (pl.ds(0, half), pl.ds(half, half))
+
+    def vector(ref, *index):
+        """A value for each column of a half, the same for all heads."""
+        values = mosaic.load(ref.at[*index], layout=layout.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(values.astype(jnp.float32), tile, [1])
+
+    def heads(which: int, token: Scalar, head: Scalar) -> list[Value]:
+        at = pl.ds(first_heads[which] + head, HEADS)
+        return [mosaic.load(projected[which].at[token, at, h], layout=layout, optimized=False) for h in halves]
+
+    def rotated(which: int, token: Scalar, head: Scalar) -> list[Value]:
+        x = [part.astype(jnp.float32) for part in heads(which, token, head)]
+        if desc.has_norm:
+            total = jnp.sum(x[0] * x[0] + x[1] * x[1], axis=1)
+            inverse = lax.broadcast_in_dim(lax.rsqrt(total * (1.0 / desc.width) + desc.eps), tile, [0])
+            weights = [vector(norms[which], columns) for columns in halves]
+            x = [part * inverse * weight for part, weight in zip(x, weights, strict=True)]
+        (first, second), c, s = x, vector(cos, token), vector(sin, token)
+        return [(first * c - second * s).astype(desc.dtype), (second * c + first * s).astype(desc.dtype)]
+
+    def store(cache: Ref, token: Scalar, head: Scalar, values: Callable[[], list[Value]]) -> None:
+        row, column = lax.div(token, jnp.int32(desc.num_tokens)), lax.rem(token, jnp.int32(desc.num_tokens))
+        slot = first_slots[row] + column
+
+        @pl.when((slot >= starts[row]) & (slot < lengths[row]))
+        def _():
+            for columns, value in zip(halves, values(), strict=True):
+                cache.at[row, pl.ds(head, HEADS), slot, columns][...] = value
+
+    def one_item(item):
+        token, head = (
+            lax.div(item, jnp.int32(desc.items_of_token)),
+            lax.rem(item, jnp.int32(desc.items_of_token)) * HEADS,
+        )
+        of_keys, of_values = head - desc.num_heads, head - desc.num_heads - desc.num_kv_heads
+
+        @pl.when(of_keys < 0)
+        def _():
+            for columns, value in zip(halves, rotated(0, token, head), strict=True):
+                q_out.at[token, pl.ds(head, HEADS), columns][...] = value
+
+        @pl.when((of_keys >= 0) & (of_values < 0))
+        def _():
+            store(k_cache, token, of_keys, lambda: rotated(1, token, of_keys))
+
+        @pl.when(of_values >= 0)
+        def _():
+            store(v_cache, token, of_values, lambda: heads(2, token, of_values))
+
+    for_items_of(lax.axis_index("cta"), desc.num_items, num_ctas, one_item)

@@ -1,0 +1,42 @@
+"""rotate_and_store in plain jnp."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.rotate_and_store.config import RotateDesc
+
+
+def rotate_and_store_ref(
+    desc: RotateDesc,
+    projected: tuple[jax.Array, ...],
+    norms: tuple[jax.Array, ...],
+    cos: jax.Array,
+    sin: jax.Array,
+    caches: tuple[jax.Array, jax.Array],
+    places: tuple[jax.Array, jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What ``rotate_and_store`` computes."""
+    ends = (desc.num_heads * desc.width, (desc.num_heads + desc.num_kv_heads) * desc.width)
+    q, k, v = jnp.split(projected[0], ends, axis=-1) if desc.is_packed else projected
+    q, k, v = (part.reshape(desc.batch, desc.num_tokens, -1, desc.width) for part in (q, k, v))
+    q, k = (part.astype(jnp.float32) for part in (q, k))
+    if desc.has_norm:
+        q, k = (_normed(part, weight, desc.eps) for part, weight in zip((q, k), norms, strict=True))
+    q, k = (_rotated(part, cos, sin).astype(v.dtype) for part in (q, k))
+    starts, lengths, first_slots = places
+    slots = first_slots[:, None] + jnp.arange(desc.num_tokens, dtype=jnp.int32)
+    is_kept = (slots >= starts[:, None]) & (slots < lengths[:, None])
+    rows = jnp.broadcast_to(jnp.arange(desc.batch)[:, None], slots.shape)
+    slots = jnp.where(is_kept, slots, desc.num_slots)  # which is outside
+    keys, values = (cache.at[rows, :, slots].set(new, mode="drop") for cache, new in zip(caches, (k, v), strict=True))
+    return q, keys, values
+
+
+def _normed(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight.astype(jnp.float32)
+
+
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    first, second = jnp.split(x, 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,0 +1,125 @@
+"""The kernels between a layer's products, with references in their places: the answers of XLA's way."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moe_jax
+from moe_jax.models import KVCache, _fused
+from moe_jax.models.attention import _hopper
+from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
+from pallas_kernels.decode_attention.config import HEADS
+from tests.support.cases.hopper_layers import on_hopper
+from tests.support.cases.models import VOCAB, assert_logits_close
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the kernels in all traced calls, one for equal layers; any dtype and size is taken as on Hopper."""
+    found = []
+
+    def stand_in(kernel, *arguments, implementation, **options):
+        found.append(kernel.__name__)
+        return kernel(*arguments, implementation="reference", **options)
+
+    for module, name in ((_fused.norm_kernel, "add_and_norm"), (_fused.rotate_kernel, "rotate_and_store")):
+        monkeypatch.setattr(module, name, functools.partial(stand_in, getattr(module, name)))
+        monkeypatch.setattr(module, "config_error", lambda desc, config: None)
+    monkeypatch.setattr(_fused, "hopper_sms", lambda: 132)
+    monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
+    jax.clear_caches()  # a part that was traced without the stand-ins would not call them
+    yield found
+    jax.clear_caches()
+
+
+# Norms of heads; biases; sinks and windows; a latent cache; post-norms and norms of whole projections; LayerNorms.
+NAMES = ["qwen3", "gpt_oss"]
+SLOW = ["qwen3_dense_bias", "mixtral", "deepseek_v3", "flex_olmo", "phimoe", "granitemoe", "llama4"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_models(case, calls, name):
+    """A prompt padded on the left, then on its cache four tokens and one, beside XLA's answer to all at once."""
+    one, rng = case(name), np.random.default_rng(0)
+    ids = rng.integers(0, VOCAB, (2, 15)).astype(np.int32)
+    mask = np.arange(15) >= [[0], [6]]
+    expected = moe_jax.load_pretrained(one.directory, dtype="float32", attention="xla").score(ids, mask)
+    assert not calls
+    model = moe_jax.load_pretrained(one.directory, dtype="float32")
+    first, cache = model(ids[:, :10], attention_mask=mask[:, :10], cache=model.init_cache(2, 16))
+    parts = [first]
+    for begin, end in ((10, 14), (14, 15)):
+        part, cache = model(ids[:, begin:end], cache=cache)
+        parts.append(part)
+    assert_logits_close(np.concatenate(parts, axis=1)[mask], np.asarray(expected)[mask])
+    config = model.config
+    assert ("add_and_norm" in calls) == (config.norm == "rms")
+    is_plain = config.mla is None and config.qk_norm in (None, "head") and not config.is_rope_interleaved
+    assert ("rotate_and_store" in calls) == (is_plain and config.clip_qkv is None)
+
+
+def test_generate_and_gradients(case, calls):
+    directory = case("qwen3").directory
+    models = [moe_jax.load_pretrained(directory, dtype="float32", attention=name) for name in ("auto", "xla")]
+    made = [moe_jax.generate(model, [[1, 2, 3, 4, 5], [6, 7]], max_new_tokens=4) for model in models]
+    assert made[0] == made[1] and "rotate_and_store" in calls
+
+    def loss(model):
+        return model(jnp.arange(12)[None] % VOCAB)[0, -1, :7].sum()
+
+    for ours, theirs in zip(*(jax.tree.leaves(nnx.grad(loss)(model)) for model in models), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_where_they_do_not_run(case, monkeypatch):
+    assert _fused.num_sms("auto") is None
+    monkeypatch.setattr(_fused, "hopper_sms", lambda: 132)
+    monkeypatch.setattr(_hopper, "OLDEST_JAX", (99,))
+    assert _fused.num_sms("auto") is None
+    monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
+    assert [_fused.num_sms(name) for name in ("auto", "hopper", "cudnn", "xla")] == [132, 132, None, None]
+    mesh = jax.sharding.AbstractMesh((2,), ("expert",))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert _fused.num_sms("auto") is None
+
+
+def test_launches_of_a_layer(case, monkeypatch):
+    """A decode step for CUDA: seven steps a layer outside the experts."""
+    monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    layers = 3
+    sizes = dict(num_layers=layers, moe_layers=tuple(range(layers)), num_heads=8, num_kv_heads=4, head_dim=64)
+    rope = dataclasses.replace(case("qwen3").model.config.rope, dim=64)
+    config = dataclasses.replace(case("qwen3").model.config, hidden_size=256, rope=rope, **sizes)
+    model = nnx.eval_shape(lambda: Qwen3MoeForCausalLM(config, implementation="xla", rngs=nnx.Rngs(0)))
+    cache = jax.eval_shape(lambda: KVCache.zeros(config, 4, 64, jnp.bfloat16))
+    graphdef, state = nnx.split(model)
+
+    def step(state, ids, cache):
+        model = nnx.merge(graphdef, state)
+        hidden, cache = model.hidden_states(ids, cache=cache)
+        return model.logits(hidden[:, -1]), cache
+
+    with on_hopper():
+        traced = jax.jit(step).trace(state, jax.ShapeDtypeStruct((4, 1), jnp.int32), cache)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    main = text[text.index("func.func public @main") :].split("func.func private")[0]
+    calls = re.findall(r"call @(_added_and_normed|_rotated_and_stored|_attend)", main)
+    assert {name: calls.count(name) for name in set(calls)} == {
+        "_added_and_normed": 2 * layers + 1,
+        "_rotated_and_stored": layers,
+        "_attend": layers,
+    }
+    products = [line for line in main.splitlines() if "stablehlo.dot_general" in line]
+    assert sum("tensor<1024x256xbf16>" in line for line in products) == layers  # into attention, of all heads
+    written = [line for line in main.splitlines() if line.endswith("-> tensor<4x4x64x64xbf16>")]
+    assert not any("}) :" in line or "dynamic_update_slice" in line for line in written)  # no scatter into a cache
+    # Equal layers share the text of a kernel: norms without a sum, with it, and with one that nobody reads at the end;
+    # the rotation; one or two for attention.
+    assert text.count("mosaic_gpu_v2") == (5 if HEADS.is_fused else 6)

@@ -1,0 +1,83 @@
+"""add_and_norm: the reference against NumPy float64, refusals, lowering for CUDA, and the Hopper kernel on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.add_and_norm import AddNormConfig, AddNormDesc, add_and_norm, config_error
+from tests.support.kernels.layer_cases import add_and_norm_cases
+from tests.support.refusals import refuses
+
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+EPS = 1e-5
+
+
+def make(rows, width, dtype, has_addend):
+    rng = np.random.default_rng(0)
+    x, addend = (rng.standard_normal((rows, width)).astype(DTYPES[dtype]) for _ in range(2))
+    weight = rng.standard_normal(width).astype(DTYPES[dtype])
+    wide = x.astype(np.float64) + (addend.astype(np.float64) if has_addend else 0)
+    normal = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * weight.astype(np.float64)
+    return (x, weight, addend if has_addend else None), wide.astype(DTYPES[dtype]), normal
+
+
+def run(arguments, implementation):
+    call = jax.jit(functools.partial(add_and_norm, eps=EPS, implementation=implementation))
+    return [np.asarray(a) for a in call(*jax.tree.map(jnp.asarray, arguments))]
+
+
+def check(implementation, rows, width, dtype):
+    for has_addend in (True, False):
+        arguments, total, normal = make(rows, width, dtype, has_addend)
+        found = run(arguments, implementation)
+        np.testing.assert_array_equal(found[0], total)
+        step = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
+        np.testing.assert_allclose(found[1].astype(np.float64), normal, rtol=0.52 * step, atol=1e-6)
+        np.testing.assert_array_equal(found[1], run(arguments, implementation)[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reference(dtype):
+    check("reference", 5, 96, dtype)
+
+
+def test_wrong_calls():
+    x, weight = jnp.zeros((4, 128), jnp.bfloat16), jnp.zeros(128, jnp.bfloat16)
+    refuses(ValueError, r"expected .T, H., .H,., .T, H.", add_and_norm, x, weight[:64], eps=EPS)
+    refuses(ValueError, r"addend .3, 128.", add_and_norm, x, weight, x[:3], eps=EPS)
+    refuses(TypeError, "bfloat16, float32", add_and_norm, x, weight.astype(jnp.float32), eps=EPS)
+    refuses(NotImplementedError, "needs a Hopper GPU", add_and_norm, x, weight, eps=EPS, implementation="hopper")
+
+
+def test_config_error():
+    assert config_error(AddNormDesc(4, 2880, "bfloat16", True, EPS), AddNormConfig(1)) is None
+    assert "from 128 to" in config_error(AddNormDesc(4, 96, "bfloat16", True, EPS), AddNormConfig(1))
+    assert "from 128 to" in config_error(AddNormDesc(4, 16384, "bfloat16", True, EPS), AddNormConfig(1))
+    assert "float32" in config_error(AddNormDesc(4, 128, "float32", True, EPS), AddNormConfig(1))
+    assert "at least 1" in config_error(AddNormDesc(4, 128, "float16", True, EPS), AddNormConfig(0))
+
+
+@pytest.mark.parametrize("case", add_and_norm_cases(), ids=lambda case: case.name)
+@pytest.mark.sample(3)
+def test_lowers_for_cuda(case):
+    assert case.launches() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 2048), (64, 2880), (3000, 4096), (7, 7168), (5, 200)])
+def test_gpu(rows, width, dtype):
+    check("hopper", rows, width, dtype)
+
+
+@pytest.mark.gpu
+def test_gpu_nan_stays_in_its_row():
+    arguments, *_ = make(3, 2048, "bfloat16", True)
+    arguments[0][1, 7] = np.nan
+    for found in run(arguments, "hopper"):
+        assert np.isfinite(found[[0, 2]].astype(np.float32)).all()
+    assert np.isnan(found[1].astype(np.float32)).all()

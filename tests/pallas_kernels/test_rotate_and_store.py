@@ -1,0 +1,114 @@
+"""rotate_and_store: the reference against NumPy float64, refusals, lowering for CUDA, the Hopper kernel on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.rotate_and_store import RotateConfig, RotateDesc, config_error, rotate_and_store
+from tests.support.kernels.layer_cases import rotate_and_store_cases
+from tests.support.refusals import refuses
+
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+EPS = 1e-5
+
+
+def make(batch, tokens, heads, kv_heads, width, slots, dtype="bfloat16", *, is_packed, has_norm):
+    """Rows with padding before, behind, and none; the last has no room for its last token. What caches hold is NaN."""
+    rng, kind = np.random.default_rng(0), DTYPES[dtype]
+    parts = [rng.standard_normal((batch, tokens, n * width)).astype(kind) for n in (heads, kv_heads, kv_heads)]
+    angles = rng.uniform(0, 6, (batch, tokens, width // 2))
+    cos, sin = (f(angles).astype(np.float32) for f in (np.cos, np.sin))
+    norms = tuple(rng.standard_normal(width).astype(kind) for _ in range(2 * has_norm))
+    caches = tuple(np.full((batch, kv_heads, slots, width), np.nan, kind) for _ in range(2))
+    first = rng.integers(0, slots - tokens, batch).astype(np.int32)
+    first[-1] = slots - tokens + 1 if tokens > 1 else 0
+    starts, lengths = first.copy(), first + tokens
+    starts[0] += tokens // 3
+    lengths[batch // 2] -= tokens // 4
+    lengths = np.minimum(lengths, slots).astype(np.int32)
+    projected = (np.concatenate(parts, axis=-1),) if is_packed else tuple(parts)
+    arguments = (projected, cos, sin, caches, starts, lengths, first)
+
+    def wide(part, weight):
+        x = part.reshape(batch, tokens, -1, width).astype(np.float64)
+        if weight is not None:
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * weight.astype(np.float64)
+        a, b, c, s = x[..., : width // 2], x[..., width // 2 :], cos[:, :, None], sin[:, :, None]
+        return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+
+    q, k = (wide(part, norms[i] if norms else None) for i, part in enumerate(parts[:2]))
+    v = parts[2].reshape(batch, tokens, -1, width)
+    expected = [np.full(caches[0].shape, np.nan) for _ in range(2)]
+    for b in range(batch):
+        for t in range(tokens):
+            if starts[b] <= first[b] + t < lengths[b]:
+                expected[0][b, :, first[b] + t], expected[1][b, :, first[b] + t] = k[b, t], v[b, t]
+    return arguments, norms, (q, *expected)
+
+
+def check(implementation, *sizes, **options):
+    arguments, norms, expected = make(*sizes, **options)
+    call = functools.partial(rotate_and_store, eps=EPS if norms else 0.0, implementation=implementation)
+    run = jax.jit(lambda arguments, norms: call(*arguments, norms=norms))
+    found = run(*jax.tree.map(jnp.asarray, (arguments, norms)))
+    step = float(ml_dtypes.finfo(arguments[0][0].dtype).eps)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(one).astype(np.float64), other, rtol=0.52 * step, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(found[2]).astype(np.float64), expected[2])
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_reference(is_packed, has_norm):
+    check("reference", 3, 8, 4, 2, 8, 24, is_packed=is_packed, has_norm=has_norm)
+    check("reference", 3, 1, 4, 2, 8, 24, is_packed=is_packed, has_norm=has_norm)
+
+
+def test_wrong_calls():
+    arguments, norms, _ = make(2, 3, 4, 2, 8, 16, is_packed=False, has_norm=True)
+    (projected, *rest), norms = jax.tree.map(jnp.asarray, (arguments, norms))
+    refuses(ValueError, "two .B, M, L, D.", rotate_and_store, projected[:2], *rest)
+    refuses(ValueError, "two .D,. or none", rotate_and_store, projected, *rest, norms=norms[:1])
+    refuses(ValueError, "expected .B, S, N", rotate_and_store, (projected[1], projected[0], projected[2]), *rest)
+    mixed = (projected[0].astype(jnp.float32), *projected[1:])
+    refuses(TypeError, "bfloat16, float32", rotate_and_store, mixed, *rest)
+    refuses(NotImplementedError, "needs a Hopper GPU", rotate_and_store, projected, *rest, implementation="hopper")
+
+
+def test_config_error():
+    def reason(num_ctas=1, **changes):
+        sizes = dict(batch=2, num_tokens=1, num_heads=32, num_kv_heads=4, width=128, num_slots=64, dtype="bfloat16")
+        return config_error(
+            RotateDesc(**sizes | changes, is_packed=True, has_norm=True, eps=EPS), RotateConfig(num_ctas)
+        )
+
+    assert reason() is None
+    assert "multiples of 4" in reason(num_kv_heads=2)
+    assert "width=96" in reason(width=96)
+    assert "float32" in reason(dtype="float32")
+    assert "31 bits" in reason(num_slots=1 << 22)
+    assert "at least 1" in reason(0)
+
+
+@pytest.mark.parametrize("case", rotate_and_store_cases(), ids=lambda case: case.name)
+@pytest.mark.sample(3)
+def test_lowers_for_cuda(case):
+    """One launch, which writes into the caches it is given."""
+    text = case.lowered()
+    assert text.count("mosaic_gpu_v2") == 1
+    assert text.count("#stablehlo.output_operand_alias<") == 3  # queries, too, are written to memory that is given
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 32, 4, 128, 64), (64, 1, 32, 4, 128, 256), (3, 40, 64, 8, 64, 128), (2, 700, 8, 8, 256, 1024)]
+)
+def test_gpu(sizes, is_packed, dtype):
+    for has_norm in (True, False):
+        check("hopper", *sizes, dtype, is_packed=is_packed, has_norm=has_norm)

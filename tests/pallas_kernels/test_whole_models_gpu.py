@@ -1,0 +1,83 @@
+"""Attention by cuDNN and whole models with the kernels between their products, on a GPU.
+
+They lie here since the machine of a GPU may lack what tests of checkpoints import.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moe_jax.models import read_family
+from moe_jax.models.attention._attention import AttentionInputs, attend, attend_xla
+
+
+def operands(queries, slots, starts, lengths, first, width=8, value_width=8):
+    rng = np.random.default_rng(1)
+    q = jnp.asarray(rng.standard_normal((2, queries, 2, 3, width)), jnp.float32)
+    k, v = (jnp.asarray(rng.standard_normal((2, 2, slots, w)), jnp.float32) for w in (width, value_width))
+    starts, lengths, first = (jnp.asarray(places, jnp.int32) for places in (starts, lengths, first))
+    positions = first[:, None] - starts[:, None] + jnp.arange(queries, dtype=jnp.int32)
+    return q, k, v, AttentionInputs(None, None, starts, lengths, first, positions, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize(
+    "places", [([0, 0], [256, 200], [0, 0]), ([0, 3], [256, 256], [0, 0]), ([0, 2], [400, 290], [144, 34])]
+)
+def test_cudnn(places, width, value_width, window):
+    """Beside float32; the last row of a call that has tokens of an earlier one, too."""
+    q, k, v, inputs = operands(256, 512, *places, width=width, value_width=value_width)
+    narrow = [a.astype(jnp.bfloat16) for a in (q, k, v)]
+    options = dict(scale=width**-0.5, window=window)
+    expected = attend_xla(*(a.astype(jnp.float32) for a in narrow), inputs, **options)
+    by_cudnn = jax.jit(functools.partial(attend, **options, implementation="cudnn"))
+    assert "cudnn" in by_cudnn.lower(*narrow, inputs).as_text()
+    found = by_cudnn(*narrow, inputs)
+    own = inputs.first_slots[:, None] + jnp.arange(256)
+    is_token = np.asarray((own >= inputs.starts[:, None]) & (own < inputs.lengths[:, None]))
+    np.testing.assert_allclose(np.asarray(found, np.float32)[is_token], np.asarray(expected)[is_token], atol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["auto", "cudnn"])
+def test_models(attention):
+    """Logits of a prefill and three decode steps in bfloat16: no farther from float32's than XLA's. NaN in one row."""
+    sizes = dict(hidden_size=512, num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=4, head_dim=128)
+    sizes |= dict(
+        moe_intermediate_size=256, num_experts=8, num_experts_per_tok=2, vocab_size=640, model_type="qwen3_moe"
+    )
+    sizes |= dict(architectures=["Qwen3MoeForCausalLM"], intermediate_size=512, norm_topk_prob=True, rope_theta=1e6)
+    sizes |= dict(rms_norm_eps=1e-6, max_position_embeddings=1024, hidden_act="silu", tie_word_embeddings=False)
+    family, config = read_family(sizes)
+    ids = np.random.default_rng(0).integers(0, 640, (3, 131)).astype(np.int32)
+    mask = np.arange(128) >= [[0], [5], [0]]
+
+    def logits(model, ids):
+        read = jax.jit(lambda model, ids, mask, cache: model(ids, attention_mask=mask, cache=cache))
+        step = jax.jit(lambda model, ids, cache: model(ids, cache=cache))
+        found, cache = read(model, ids[:, :128], mask, model.init_cache(3, 136))
+        parts = [np.asarray(found)[:, -1:]]
+        for at in range(128, 131):
+            found, cache = step(model, ids[:, at : at + 1], cache)
+            parts.append(np.asarray(found))
+        return np.concatenate(parts, axis=1)
+
+    def model(attention, dtype):
+        made = family(config, dtype=jnp.bfloat16, attention=attention, implementation="xla", rngs=nnx.Rngs(0))
+        if dtype == jnp.bfloat16:
+            return made
+        wide = family(config, dtype=dtype, attention="xla", implementation="xla", rngs=nnx.Rngs(0))
+        nnx.update(wide, jax.tree.map(lambda a: a.astype(dtype) if a.dtype == jnp.bfloat16 else a, nnx.state(made)))
+        return wide
+
+    expected = logits(model("xla", jnp.float32), ids)
+    error = {name: np.abs(logits(model(name, jnp.bfloat16), ids) - expected).mean() for name in ("xla", attention)}
+    assert error[attention] < 1.5 * error["xla"] < 0.2, error
+    found = logits(model(attention, jnp.bfloat16), np.where(np.arange(3)[:, None] == 1, 999, ids))
+    assert np.isnan(found[1]).all() and np.isfinite(found[[0, 2]]).all()

@@ -1,0 +1,36 @@
+"""The kernels between the products of a layer: sums with norms, and rotations with writes to the cache."""
+
+from collections.abc import Iterator
+
+from pallas_kernels.add_and_norm import AddNormDesc
+from pallas_kernels.add_and_norm import choose_config as choose_norm
+from pallas_kernels.add_and_norm.kernel_sm90 import add_and_norm_sm90
+from pallas_kernels.rotate_and_store import RotateDesc
+from pallas_kernels.rotate_and_store import choose_config as choose_rotate
+from pallas_kernels.rotate_and_store.kernel_sm90 import rotate_and_store_sm90
+from tests.support.kernels.case import Case, Shape
+
+SMS = 132
+
+
+def add_and_norm_cases() -> Iterator[Case]:
+    for width in (2048, 2880, 7168, 8192):
+        for has_addend in (True, False):
+            desc = AddNormDesc(64, width, "float16" if width == 8192 else "bfloat16", has_addend, 1e-6)
+            rows: Shape = ((64, width), desc.dtype)
+            shapes = (rows, ((width,), desc.dtype), *[rows] * has_addend)
+            name = f"add_and_norm {width}{', sum' if has_addend else ''}"
+            yield Case(name, add_and_norm_sm90(desc, choose_norm(desc, SMS)), shapes)
+
+
+def rotate_and_store_cases() -> Iterator[Case]:
+    for width in (64, 128, 256):
+        for is_packed in (True, False):
+            dtype, has_norm = "float16" if width == 256 else "bfloat16", width != 64
+            desc = RotateDesc(4, 2, 32, 4, width, 256, dtype, is_packed, has_norm, 1e-6)
+            columns = [40 * width] if is_packed else [32 * width, 4 * width, 4 * width]
+            shapes: list[Shape] = [((4, 4, 256, width), dtype)] * 2
+            shapes += [((4, 2, count), dtype) for count in columns] + [((4, 2, width // 2), "float32")] * 2
+            shapes += [((width,), dtype)] * (2 * has_norm) + [((4,), "int32")] * 3
+            kernel = rotate_and_store_sm90(desc, choose_rotate(desc, SMS))
+            yield Case(f"rotate_and_store {width}{', packed' if is_packed else ''}", kernel, tuple(shapes))
