@@ -17,8 +17,8 @@ from moe_jax.models._layer_cache import RecurrentCache
 from moe_jax.models._layers import Linear, RMSNorm, parameter, scaled_to_unit
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._attention import AttentionInputs
-from moe_jax.models.attention._delta_rule import delta_rule
 from moe_jax.models.attention._choice import AttentionImplementation
+from moe_jax.models.attention._delta_rule import delta_rule
 from moe_jax.parallel._logical import EMBED, HEADS
 
 _EPS = 1e-6  # of the lengths that queries and keys are divided by, whatever rms_norm_eps is

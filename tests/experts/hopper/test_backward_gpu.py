@@ -52,7 +52,7 @@ def test_quantized_weights(scheme):
 
 
 def test_bits_repeat():
-    """Not those of matrices: an expert's rows, over which they sum, are in the order in which threads reach a counter."""
+    """Not those of matrices: the rows of an expert, over which they sum, are in the order of threads at a counter."""
     call = arguments(700, "some tokens nowhere")
     first, second = (gradients(by_kernels(call[0]), *call) for _ in range(2))
     for name, value in first.items():
