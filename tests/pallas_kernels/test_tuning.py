@@ -407,7 +407,7 @@ def test_the_users_own_table_comes_first(cache):
     assert load_table(user_path(gpu.kind)).entries == (own,)  # ``where`` is not saved
 
 
-@pytest.mark.parametrize("text", ["{", '{"format": 9}', None])
+@pytest.mark.parametrize("text", ["{", pytest.param('{"format": 9}', marks=pytest.mark.slow), None])
 def test_a_users_table_that_is_damaged_is_left_out(cache, text):
     gpu = Gpu("NVIDIA H200", 132)
     path = user_path(gpu.kind)

@@ -87,6 +87,7 @@ def test_16_bits_round_once(scheme, batches):
 
 
 @pytest.mark.parametrize("batches", ALL, ids=str)
+@pytest.mark.sample(2)
 def test_a_nan_stays_in_its_token(batches):
     config = make_config("fp8_channel")
     x, p, ids, weights = make_call(config, 37)
@@ -112,6 +113,7 @@ def test_gradients_are_those_of_tiles(batches):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.sample(2)
 def test_no_weights_in_float32(scheme):
     """In bfloat16 layers no product takes a float32 operand, nor one of integers; pairs have no dot at all."""
     config = make_config(scheme, dtype="bfloat16")
