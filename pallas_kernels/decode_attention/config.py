@@ -149,14 +149,18 @@ class DecodeForm:
 # The forms of keys with values of their own, and of MLA's latents. They know no batch, so no row's bits depend on it.
 HEADS = DecodeForm()
 LATENTS = DecodeForm()
+MANY_LATENTS = DecodeForm(swap_ab=False)  # of MANY_ROWS rows and more, whose 64 heads fill the rows of a product
+MANY_ROWS = 16
 
 
 def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None) -> DecodeConfig:
     """As many stages as fit; steps of 64 slots where heads are wide; up to 32 columns, of MLA 8: so nothing spills.
 
-    form: None for the one of HEADS and LATENTS. Calls that cannot have queries as rows have keys.
+    form: None for the one of HEADS, LATENTS and MANY_LATENTS. Calls that cannot have queries as rows have keys.
     """
-    form = form or (LATENTS if desc.is_latent else HEADS)
+    if form is None:
+        is_many = desc.batch >= MANY_ROWS and desc.columns >= 64
+        form = HEADS if not desc.is_latent else MANY_LATENTS if is_many else LATENTS
     if not form.swap_ab:
         rows = DecodeConfig(64, form.split, 64, 2, num_sms, is_fused=False, swap_ab=False)
         if config_error(desc, rows) is None:
