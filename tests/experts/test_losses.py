@@ -115,7 +115,7 @@ def test_even_routing_and_no_tokens():
 
 @pytest.mark.parametrize("layout", ["dp2-ep4", "ep2-tp2"])
 @pytest.mark.parametrize("is_eager", [False, True])
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 def test_over_a_mesh_means_are_of_all_devices(layout, is_eager):
     """Tokens of one device lean elsewhere than those of another."""
     x, z = inputs(16)
