@@ -202,8 +202,8 @@ def test_layers_whose_gradient_has_no_kernels():
 def test_explain_says_what_runs_and_what_memory_it_takes():
     for scheme, text in {
         "bf16": "gradient: by kernels",
-        "w4a16_g128": "gradient: by kernels, weights dequantized to bfloat16 in each (0.00 GiB)",
-        "fp8_channel": "in each (0.00 GiB), activations as if they were not quantized",
+        "w4a16_g128": "gradient: by kernels, weights dequantized to bfloat16 in each backward pass (0.00 GiB)",
+        "fp8_channel": "in each backward pass (0.00 GiB), activations as if they were not quantized",
     }.items():
         layer = make_layer(scheme, implementation="hopper")
         if scheme == "w4a16_g128":
