@@ -67,8 +67,8 @@ def describe_gradient(config: MoEConfig, weights: ExpertWeights) -> str:
     numbers = weights.num_experts * weights.hidden_size * weights.intermediate_size * (config.num_projections + 1)
     size = numbers * config.dtype.itemsize / 2**30
     activations = "" if weights.scheme.activations is None else ", activations as if they were not quantized"
-    weights = f"weights dequantized to {config.dtype.name} in each backward pass ({size:.2f} GiB)"
-    return f"gradient: by kernels, {weights}{activations}"
+    price = f"weights dequantized to {config.dtype.name} in each backward pass ({size:.2f} GiB)"
+    return f"gradient: by kernels, {price}{activations}"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
