@@ -83,6 +83,15 @@ def _tiled(dtype: Any) -> tuple[Any, ...]:
     return mosaic.tiled(dtype, _SWIZZLE)
 
 
+def _output_swizzle(dtype: Any) -> int:
+    """Bytes of the swizzle of a staged output.
+
+    Sums of 32 bits that warps share by columns alone (m_warps=1) have no stores without bank conflicts at 128 or 64,
+    and jax refuses to make others; at 32 every tile has.
+    """
+    return 32 if jnp.dtype(dtype).itemsize == 4 else _SWIZZLE
+
+
 def _ring(desc: AnyDesc, config: MmaConfig) -> list[Any]:
     """Slots of rows, of weights, and of the vectors that packed weights need."""
     stages, blocks = config.num_stages, desc.projections * config.block_n // BLOCK_N
@@ -106,7 +115,8 @@ def _ring(desc: AnyDesc, config: MmaConfig) -> list[Any]:
 def _staging(desc: AnyDesc, config: MmaConfig) -> Any:
     """The output of a tile."""
     dtype = jnp.dtype(desc.out_dtype)
-    return plgpu.SMEM((config.block_m, config.block_n), dtype, transforms=_tiled(dtype))
+    transforms = mosaic.tiled(dtype, _output_swizzle(dtype))
+    return plgpu.SMEM((config.block_m, config.block_n), dtype, transforms=transforms)
 
 
 def _for_each_step(
@@ -250,7 +260,7 @@ def _store(config: MmaConfig, staging: TileRef, output: Ref, row: Scalar, first_
     """Rows of the staged tile to the output, each thread 16 bytes at a time."""
     copies.barrier()
     shape = (config.block_m, config.block_n)
-    layout = _LAYOUT.SMEM_GMEM_COPY(shape, output.dtype, _SWIZZLE)
+    layout = _LAYOUT.SMEM_GMEM_COPY(shape, output.dtype, _output_swizzle(output.dtype))
     output[pl.ds(row * shape[0], shape[0]), pl.ds(first_column, shape[1])] = mosaic.load(staging, layout=layout)
 
 

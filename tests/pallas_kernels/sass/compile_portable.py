@@ -58,6 +58,7 @@ def cases() -> Iterator[tuple[str, Any]]:
         "int8": dict(dtype="int8", **scaled),
         "e4m3": dict(dtype="float8_e4m3fn", bias_dtype="bfloat16", **scaled),
         "e4m3 blocks": dict(dtype="float8_e4m3fn", lhs_scale="group", rhs_scale="block"),
+        "e4m3 blocks f32": dict(dtype="float8_e4m3fn", lhs_scale="group", rhs_scale="block", out_dtype="float32"),
     }
     grouped, wide = dict(scale_dtype="bfloat16"), dict(scale_dtype="float32")
     channel = dict(has_channel_scale=True)
