@@ -330,8 +330,12 @@ class CausalLM(MoEFamily, Versioned):
 
         Returns (hidden states (B, S, H), the new cache or None), and with ``return_stats`` ``MoEStats``, None where no
         layer has experts.
+
+        Errors about ``segment_ids`` are those of a call.
         """
         self = one_version(self)
+        if segment_ids is not None:
+            self._check_takes_segments(cache)
         if self.parallel is None and lies_on_explicit_axes((self, input_ids, cache)):
             options = dict(positions=positions, attention_mask=attention_mask, segment_ids=segment_ids, cache=cache)
             options |= dict(seq_lens=seq_lens)
@@ -494,15 +498,18 @@ class CausalLM(MoEFamily, Versioned):
         if positions is not None:
             check_positions(positions, attention_mask, input_ids.shape)
         if segment_ids is not None:
-            if cache is not None:
-                raise ValueError("segment_ids is given with a cache, whose rows hold one sequence; drop one of them")
-            check_takes_segments(getattr(self.layers[0].self_attn, "implementation", "xla"), self.config)
+            self._check_takes_segments(cache)
         if cache is not None:
             num_slots = getattr(cache, "num_slots", 0)
             empty = jax.eval_shape(lambda: KVCache.zeros(self.config, batch, num_slots, self.dtype))
             check_cache(cache, empty, length, attention_mask)
         elif length > self.max_seq_len:
             raise ValueError(f"input_ids has {length} tokens per row, the model takes max_seq_len={self.max_seq_len}")
+
+    def _check_takes_segments(self, cache: Any) -> None:
+        if cache is not None:
+            raise ValueError("segment_ids is given with a cache, whose rows hold one sequence; drop one of them")
+        check_takes_segments(getattr(self.layers[0].self_attn, "implementation", "xla"), self.config)
 
 
 def _hidden_states(x: Array, model: CausalLM, **options: Any) -> tuple[Any, ...]:

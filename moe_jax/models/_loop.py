@@ -39,7 +39,7 @@ class State:
         """With the rows of ``new`` in place of these; an index of B or more drops its row. Its cache may be shorter."""
         merged = {
             name: jax.tree.map(lambda old, fresh: put_rows(old, rows, fresh), getattr(self, name), getattr(new, name))
-            for name in ("made", "token", "is_done", "tokens", "history")
+            for name in ("made", "token", "is_done", "tokens", "history", "logprobs")
         }
         return dataclasses.replace(self, **merged, load=new.load, cache=self.cache.with_rows(rows, new.cache))
 

@@ -154,3 +154,14 @@ def test_what_is_refused(case, ids):
     for layer in other.layers:
         layer.self_attn.implementation = "hopper"
     refuses(NotImplementedError, "segment_ids: attention='hopper' takes", other, ids, segment_ids=SEGMENTS)
+
+
+def test_hidden_states_refuse_as_calls_do(case, ids):
+    """Without logits too: sequences of a row would share rotations, and a cache its earlier tokens."""
+    model = case("qwen3").model
+    cache = model.init_cache(2, 40)
+    refuses(
+        ValueError, "segment_ids is given with a cache", model.hidden_states, ids, segment_ids=SEGMENTS, cache=cache
+    )
+    longer = case("qwen3_dynamic").model
+    refuses(NotImplementedError, "type 'dynamic' changes", longer.hidden_states, ids, segment_ids=SEGMENTS)
