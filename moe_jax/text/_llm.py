@@ -115,7 +115,7 @@ class LLM:
         if generation_config not in ("auto", "vllm"):
             raise ValueError(f'generation_config={shown(generation_config)}, expected "auto" or "vllm"')
         self._batch_size = integer("max_num_seqs", max_num_seqs, minimum=1)
-        self._key = jax.random.key(integer("seed", seed or 0, minimum=0, maximum=2**32 - 1))
+        self._key = jax.random.key(integer("seed", 0 if seed is None else seed, minimum=0, maximum=2**32 - 1))
         self._directory = checkpoint_directory(model, revision=revision)
         self._tokenizer = Tokenizer(self._directory)
         if isinstance(dtype, str) and dtype == "auto":

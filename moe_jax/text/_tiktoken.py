@@ -15,6 +15,7 @@ from moe_jax.loading._errors import read_json, shown
 
 NAME, CONFIG = "tiktoken.model", "tokenizer_config.json"
 MAX_RANKS_BYTES = 64 << 20  # Kimi-K2's file takes 3 MB
+MAX_TOKEN_BYTES = 1024  # finding its merges takes the square of that
 MAX_CONFIG_BYTES = 16 << 20
 _KNOWN = ("tokenization_kimi.TikTokenTokenizer", "tokenization_moonshot.TikTokenTokenizer")
 _RESERVED = 258  # ids behind the ranks, of which tokenizer_config.json names a few
@@ -93,6 +94,8 @@ def _read_config(path: Path, ranks: Path) -> Json:
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Token -> rank, which is its id: 0, 1, 2 and so on in the order of lines."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no file; expected Kimi's tiktoken.model, or a tokenizer.json in its place")
     if path.stat().st_size > MAX_RANKS_BYTES:
         raise ValueError(f"{path}: larger than {MAX_RANKS_BYTES} bytes, the most that is accepted for such a file")
     ranks: dict[bytes, int] = {}
@@ -107,6 +110,9 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             raise ValueError(f"{where}: {shown(line[:40])}, expected a token in base64 and its rank") from None
         if found != len(ranks):
             raise ValueError(f"{where}: rank {found}, expected {len(ranks)}: ranks count up from 0")
+        if len(token) > MAX_TOKEN_BYTES:
+            problem = f"a token of {len(token)} bytes, expected at most {MAX_TOKEN_BYTES}"
+            raise ValueError(f"{where}: {problem}; the file is damaged")
         if not token or token in ranks:
             problem = f"is that of rank {ranks[token]} too" if token else "is empty"
             raise ValueError(f"{where}: token {shown(token)} {problem}; the file is damaged")

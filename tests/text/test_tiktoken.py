@@ -217,6 +217,7 @@ def replaced(line, text):
         (replaced(3, ["QQ== x"]), "line 4: b'QQ== x', expected"),
         (replaced(3, ["Q 3"]), "line 4: b'Q 3', expected"),
         (replaced(3, ["\u00fc\u00fc\u00fc\u00fc 3"]), "line 4: .*expected a token in base64"),
+        (lambda lines: [*lines, f"{'QUFB' * 400} {len(lines)}"], "a token of 1200 bytes, expected at most 1024"),
         (lambda lines: lines[:3] + lines[4:], "line 4: rank 4, expected 3: ranks count up from 0"),
         (
             lambda lines: [*lines[:3], lines[2].replace(" 2", " 3"), *lines[4:]],
