@@ -278,8 +278,8 @@ class CausalLM(MoEFamily, Versioned):
             attention_mask: (B, S) bool or 0/1, False for padding anywhere in a row; None means that every token is
                 real. It speaks of this call's tokens. A row whose mask is False throughout stays as it is.
             segment_ids: (B, S) int, for rows that hold several sequences one after another, as in training: a run of
-                equal ids is a sequence, 0 is padding. Tokens attend within their sequence, and every sequence begins
-                at position 0. None where a row is one sequence.
+                equal ids is a sequence, 0 is padding, which does not end a sequence of one id. Tokens attend within
+                their sequence, and every sequence begins at position 0. None where a row is one sequence.
             cache: from ``init_cache`` or an earlier call. Every row goes on behind its own last token.
             remat: for gradients: compute what is inside a layer again instead of keeping it, so that between layers
                 (B, S, H) is all that is kept. Values are the same.
