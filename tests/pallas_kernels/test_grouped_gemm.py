@@ -227,7 +227,8 @@ def test_candidates_are_valid_and_deepest(name):
             assert config.num_stages == 8 or "shared memory" in config_error(desc, deeper)
     swapped = candidates(desc, 16, 132)
     assert all(config.swap_ab and config_error(desc, config) is None for config in swapped)
-    assert bool(swapped) == (desc.requantize == "none" and desc.out_dtype != "float32")
+    is_swappable = desc.requantize == "none" and desc.out_dtype != "float32" and not desc.transposes_w
+    assert bool(swapped) == is_swappable
 
 
 def test_rows_of_a_tile():
@@ -407,7 +408,7 @@ def test_description_of_a_call():
         "int8_row", [3], k=64, n=64, projections=2, activation=OAI, bias="bfloat16", with_tile_rows=True
     )
     operands = dict(zip(("x", "w", "tile_expert", "num_tiles"), problem.args, strict=True)) | problem.kwargs
-    desc = _describe(operands, OAI, jnp.float16, "none", None)
+    desc = _describe(operands, OAI, jnp.float16, "none", None, False)
     sizes = dict(rows=192, n=64, k=64, num_experts=1, projections=2)
     dtypes = dict(dtype="int8", out_dtype="float16", bias_dtype="bfloat16")
     assert desc == GemmDesc(**sizes, **dtypes, activation=OAI, has_tile_rows=True, **ROW)
