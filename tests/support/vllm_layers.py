@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -143,15 +143,32 @@ def load_experts(
     return torch.stack(w13), torch.stack(w2)
 
 
+def int8_rows(x: torch.Tensor) -> torch.Tensor:
+    """What int8 codes with a scale for each row of x say: the row's largest magnitude is 127."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, (x / scale).round() * scale, x)
+
+
+def fp8_rows(x: torch.Tensor) -> torch.Tensor:
+    """What e4m3 codes with one scale for x say: its largest magnitude is 448."""
+    scale = x.abs().amax().clamp(min=1e-10) / 448 if x.numel() else 1.0
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
 def experts_float32(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    rows: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
 ) -> torch.Tensor:
-    """SwiGLU experts of x (T, H) in float32."""
+    """SwiGLU experts of x (T, H) in float32. rows: what becomes of the rows before each product."""
     y = torch.zeros(x.shape, device=x.device, dtype=torch.float32)
     for expert in range(len(w13)):
         token, place = (ids == expert).nonzero(as_tuple=True)
-        gate, up = torch.einsum("gih,th->gti", w13[expert], x[token].float())
-        out = (torch.nn.functional.silu(gate) * up) @ w2[expert].T
+        gate, up = torch.einsum("gih,th->gti", w13[expert], rows(x[token].float()))
+        out = rows(torch.nn.functional.silu(gate) * up) @ w2[expert].T
         y.index_add_(0, token, weights[token, place][:, None].float() * out)
     return y
 

@@ -2,13 +2,18 @@
 
     PYTHONPATH=FOLDER_OF_VLLM python -m tests.torch_bridge.vllm.layers [--formats a,b] [--jobs 12]
 
-One line a format: PASS, LEFT (vLLM runs the layer) or FAIL. A layer passes when its worst row, for several numbers of
-tokens and both applies, is as near to float32 on the real weights as vLLM's own is. Where vLLM's own fails, fixed
-bounds decide. ``engine.py`` judges whole models.
+One line a format: PASS, LEFT (vLLM runs the layer) or FAIL, and the relative errors of rows, their mean and (in
+brackets) the largest. A layer passes when its outputs, for several numbers of tokens and both applies, are as near to
+float32 on the real weights as vLLM's own are: the mean within a tenth, the largest, of which chance has more, within 3
+tenths. vLLM leaves the rows of some layers in 16 bits though the checkpoint rounds them to 8 (int8; FP8 with a scale a
+call, which it runs by Marlin); there the judge is the checkpoint's arithmetic.
+Where vLLM's own fails, fixed bounds decide.
+``engine.py`` judges whole models.
 """
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import traceback
@@ -16,13 +21,15 @@ from typing import Any
 from unittest import mock
 
 E, TOP_K, H, INTERMEDIATE = 8, 2, 512, 256
-BOUNDS = {16: 0.02, 8: 0.12, 4: 0.3}  # of a layer that vLLM's own kernels do not run
+BOUNDS = {16: 0.02, 8: 0.12, 4: 0.3}  # of the worst row of a layer that vLLM's own kernels do not run
+IN_16_BITS = {"ct_int8": "int8_rows", "ct_fp8_tensor": "fp8_rows"}  # what vLLM leaves in 16 bits, as checkpoints say it
 
 
-def worst_rows(name: str, plugin: bool, tokens: list[int]) -> tuple[dict[str, float], Any]:
-    """By the kind of apply the largest relative error of a row, and the method of the layer."""
+def row_errors(name: str, plugin: bool, tokens: list[int]) -> tuple[dict[str, list[float]], Any]:
+    """Relative errors of all rows by the kind of apply, "exact" for the checkpoint's arithmetic; the layer's method."""
     import torch
 
+    from tests.support import vllm_layers
     from tests.support.checkpoints.vllm_formats import FORMATS
     from tests.support.vllm_layers import experts_float32, load_experts, make_layer
 
@@ -37,7 +44,7 @@ def worst_rows(name: str, plugin: bool, tokens: list[int]) -> tuple[dict[str, fl
     if ours is None or not ours.form.online:
         method.process_weights_after_loading(layer)
     experts = None if ours is None else ours.experts
-    errors: dict[str, float] = {}
+    errors: dict[str, list[float]] = {}
     for count in tokens:
         x = torch.randn(count, H, generator=generator, dtype=torch.float32).to("cuda", torch.bfloat16)
         logits = torch.randn(count, E, generator=generator, dtype=torch.float32).to("cuda", torch.bfloat16)
@@ -52,9 +59,12 @@ def worst_rows(name: str, plugin: bool, tokens: list[int]) -> tuple[dict[str, fl
             found["own"] = method.apply_monolithic(layer, x.clone(), logits)
         else:
             found["own"] = method.apply(layer, x.clone(), weights, ids, None, None)
+        if name in IN_16_BITS:
+            rows = getattr(vllm_layers, IN_16_BITS[name])
+            found["exact"] = experts_float32(x, weights, ids, *values, rows=rows).to(torch.bfloat16)
         for kind, y in found.items():
-            error = ((y.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
-            errors[kind] = max(errors.get(kind, 0.0), float(error) if bool(torch.isfinite(y).all()) else float("inf"))
+            of_rows = (y.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+            errors.setdefault(kind, []).extend(of_rows.nan_to_num(float("inf")).tolist())
     return errors, method
 
 
@@ -62,15 +72,26 @@ def judge(name: str, tokens: list[int]) -> str:
     """The line about a format."""
     from tests.support.checkpoints.vllm_formats import FORMATS
 
-    ours, method = worst_rows(name, True, tokens)
-    said = f"{type(method).__name__} " + " ".join(f"{kind} {error:.4f}" for kind, error in ours.items())
+    ours, method = row_errors(name, True, tokens)
+    bounds = float("inf"), BOUNDS[FORMATS[name].activations]
     try:
-        theirs = worst_rows(name, False, tokens)[0]["own"]
-        bound, beside = 1.15 * theirs + 0.002, f"vLLM's own {theirs:.4f}"
+        theirs = row_errors(name, False, tokens)[0]
+        beside = f"vLLM's own {_text(theirs['own'])}"
+        judges = ours.pop("exact") if name in IN_16_BITS else theirs["own"]
+        bounds = 1.1 * statistics.mean(judges) + 0.001, 1.3 * max(judges) + 0.002
+        if name in IN_16_BITS:
+            beside += f" with rows in 16 bits; exact arithmetic of the checkpoint {_text(judges)}"
     except Exception as error:
-        bound, beside = BOUNDS[FORMATS[name].activations], f"vLLM's own fails: {type(error).__name__} {error}"[:160]
-    verdict = "LEFT" if "own" in ours else "PASS" if max(ours.values()) <= bound else "FAIL"
-    return f"{verdict} {name}: {said}; {beside}"
+        ours.pop("exact", None)
+        beside = f"vLLM's own fails: {type(error).__name__} {error}"[:160]
+    passes = all(statistics.mean(rows) <= bounds[0] and max(rows) <= bounds[1] for rows in ours.values())
+    verdict = "LEFT" if "own" in ours else "PASS" if passes else "FAIL"
+    said = " ".join(f"{kind} {_text(rows)}" for kind, rows in ours.items())
+    return f"{verdict} {name}: {type(method).__name__} {said}; {beside}"
+
+
+def _text(rows: list[float]) -> str:
+    return f"{statistics.mean(rows):.4f} ({max(rows):.4f})"
 
 
 def child(names: list[str], tokens: list[int], port: int) -> None:
