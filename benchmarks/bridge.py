@@ -238,8 +238,9 @@ def experts_table(args, device, wait):
     del exact
     print(f"experts_implementation of transformers {transformers.__version__}")
     print(f"a block of Qwen3-MoE in bfloat16, E TOP_K H I = {args.block_sizes}; microseconds a call:")
-    print("waited for / in a row / replayed from a CUDA graph in a row (largest distance of a row from eager float32)")
-    print(f"{'implementation':<22}" + "".join(f"{f'T={tokens}':>40}" for tokens in args.tokens), flush=True)
+    print("waited for / in a row / its experts alone in a row / replayed from a CUDA graph in a row")
+    print("(largest distance of a row from eager float32)")
+    print(f"{'implementation':<22}" + "".join(f"{f'T={tokens}':>48}" for tokens in args.tokens), flush=True)
     shown = {}
     for name, scheme in EXPERTS.items():
         block = make_block(args.block_sizes, name, device)
@@ -248,7 +249,8 @@ def experts_table(args, device, wait):
             x, ids, weights = inputs[tokens]
             error = distance(block.experts(x[0], ids, weights), expected[tokens])
             call = functools.partial(block, x)
-            times = [one_us(call, wait, repeats), row_us(call, wait, repeats)]
+            alone = functools.partial(block.experts, x[0], ids, weights)
+            times = [one_us(call, wait, repeats), row_us(call, wait, repeats), row_us(alone, wait, repeats)]
             note = ""
             if device == "cuda" and name != "eager":  # its loop over experts waits for the GPU
                 try:
@@ -265,13 +267,16 @@ def experts_table(args, device, wait):
             is_right &= scheme is None or (error <= ALLOWED[scheme] and not note)
             shown[name, tokens] = times
             cell = " / ".join(f"{time:.1f}" for time in times) + f" ({error:.4f}){note}"
-            print(f" {cell:>39}", end="", flush=True)
+            print(f" {cell:>47}", end="", flush=True)
         print(flush=True)
         del block
     for name, scheme in EXPERTS.items():
         if scheme is not None:
-            for kind, at in (("waited for", 0), ("in a row", 1)):
-                ratios = [shown["grouped_mm", tokens][at] / shown[name, tokens][at] for tokens in args.tokens]
+            for at, kind in enumerate(("waited for", "in a row", "experts alone", "replayed")):
+                pairs = [(shown["grouped_mm", tokens], shown[name, tokens]) for tokens in args.tokens]
+                if any(len(times) <= at for pair in pairs for times in pair):
+                    continue
+                ratios = [theirs[at] / ours[at] for theirs, ours in pairs]
                 print(
                     f"{name}, {kind}: grouped_mm takes "
                     + ", ".join(f"{ratio:.2f}" for ratio in ratios)
