@@ -5,7 +5,9 @@ nnx.jit, 0.8 ms under jax.jit, 0.1 ms as leaves). The structure is hashable and 
 never enter it, so a reload of weights does not recompile.
 """
 
-from typing import Any
+import functools
+import weakref
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,19 +22,115 @@ SMALLEST_BUCKET = 16
 LARGEST_DOUBLING = 1024
 
 
-def split_model(model: nnx.Module) -> tuple[Any, list[Any]]:
-    """(hashable structure, array leaves) of a loaded model, of one version whatever other threads reload."""
-    graphdef, state = nnx.split(one_version(model))
-    leaves, treedef = jax.tree.flatten(state)
+class Structure:
+    """What a model is apart from its arrays, as a static argument of jitted functions: hashed once, not each call."""
+
+    def __init__(self, graphdef: Any, treedef: Any):
+        self.graphdef, self.treedef = graphdef, treedef
+        self._hash = hash((graphdef, treedef))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: Any) -> bool:
+        if self is other or not isinstance(other, Structure):
+            return self is other
+        return self._hash == other._hash and (self.graphdef, self.treedef) == (other.graphdef, other.treedef)
+
+
+class _Parts(NamedTuple):
+    """What one walk over a model meets, in its order.
+
+    facts: all that is no array, as ``_same`` compares it. leaves: the arrays of each Variable. paths: of Variables.
+    """
+
+    facts: list[Any]
+    leaves: list[list[Any]]
+    paths: list[tuple[Any, ...]]
+
+
+class _Known(NamedTuple):
+    """A model that was split before. order: places in ``_Parts.leaves`` in the order of all leaves."""
+
+    facts: list[Any]
+    structure: Structure
+    order: list[int]
+
+
+_known: "weakref.WeakKeyDictionary[nnx.Module, _Known]" = weakref.WeakKeyDictionary()
+
+
+def split_model(model: nnx.Module) -> tuple[Structure, list[Any]]:
+    """(hashable structure, array leaves) of a loaded model, of one version whatever other threads reload.
+
+    ``nnx.split`` takes longer than the prefill of a short prompt. It runs again only when a walk over the model meets
+    anything but other arrays.
+    """
+    version = one_version(model)
+    parts, known = _parts(version), _known.get(model)
+    if known is not None and parts is not None and _same(known.facts, parts.facts):
+        leaves = [leaf for place in known.order for leaf in parts.leaves[place]]
+        structure = known.structure
+    else:
+        graphdef, state = nnx.split(version)
+        leaves, treedef = jax.tree.flatten(state)
+        structure = Structure(graphdef, treedef)
+        if parts is not None:
+            places = {path: place for place, path in enumerate(parts.paths)}
+            order = [places[path] for path, _ in nnx.to_flat_state(state)]
+            _known[model] = _Known(parts.facts, structure, order)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise ValueError("the model has no weights yet: build it with load_pretrained or rngs=")
-    return (graphdef, treedef), leaves
+    return structure, leaves
 
 
-def merge_model(structure: Any, leaves: list[Any]) -> Any:
+def merge_model(structure: Structure, leaves: list[Any]) -> Any:
     """The inverse of ``split_model``, on tracers too."""
-    graphdef, treedef = structure
-    return nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+    return nnx.merge(structure.graphdef, jax.tree.unflatten(structure.treedef, leaves))
+
+
+@functools.cache
+def _kind(cls: type) -> type | None:
+    """Of the kinds that a walk tells apart, the one of a class."""
+    return next((kind for kind in (nnx.Variable, nnx.Pytree, jax.Array, Tracer, np.ndarray) if issubclass(cls, kind)), None)
+
+
+def _parts(model: nnx.Module) -> _Parts | None:
+    """None for a model with arrays outside of Variables, which must be split each time."""
+    parts, seen = _Parts([], [], []), {id(model): 0}
+    facts = parts.facts
+
+    def walk(node: Any, path: tuple[Any, ...]) -> bool:
+        facts.append(type(node))
+        for name, value in vars(node).items():
+            facts.append(name)
+            kind = _kind(type(value))
+            if kind is None:
+                facts.append(value)
+                continue
+            if kind is not nnx.Variable and kind is not nnx.Pytree:
+                return False
+            place = seen.setdefault(id(value), len(seen))
+            facts.append(place)
+            if place < len(seen) - 1:
+                continue
+            if kind is nnx.Variable:
+                held, metadata = value.get_raw_value(), value.get_metadata()
+                leaves, treedef = ([held], None) if _kind(type(held)) is jax.Array else jax.tree.flatten(held)
+                facts.extend((type(value), metadata, treedef))
+                parts.leaves.append(leaves)
+                parts.paths.append((*path, name))
+            elif not walk(value, (*path, int(name) if isinstance(node, nnx.List) and name.isdigit() else name)):
+                return False
+        return True
+
+    return parts if walk(model, ()) else None
+
+
+def _same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(
+        a is b or (type(a) is type(b) and a == b) for a, b in zip(before, now, strict=True)
+    )
 
 
 def bucket(n: int) -> int:
