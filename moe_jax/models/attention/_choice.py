@@ -14,7 +14,7 @@ from moe_jax.models._partition import Partition
 from moe_jax.models.attention import _cudnn, _hopper
 
 AttentionImplementation = Literal["auto", "xla", "hopper", "cudnn"]
-# Modules with ``model_refusal``, ``refusal`` and ``attend``. XLA runs what they all refuse.
+# Modules with ``LEAST_QUERIES`` of a prefill, ``refusal`` and ``attend``. XLA runs what they all refuse.
 KERNELS: dict[str, Any] = {"hopper": _hopper, "cudnn": _cudnn}
 # The kernels that each name of ``attention=`` asks, in order.
 ORDERS: dict[str, tuple[str, ...]] = {
@@ -32,8 +32,21 @@ def check_implementation(name: str, config: DecoderConfig, dtype: DTypeLike) -> 
     model."""
     if name not in ORDERS:
         raise ValueError(f"attention={name!r}, expected one of {', '.join(map(repr, ORDERS))}")
-    if name in KERNELS and (reason := KERNELS[name].model_refusal(config, dtype)) is not None:
+    if name in KERNELS and (reason := model_refusal(name, config, dtype)) is not None:
         raise NotImplementedError(f"attention={name!r}: {reason}; attention='xla' runs everywhere")
+
+
+def model_refusal(name: str, config: DecoderConfig, dtype: DTypeLike) -> str | None:
+    """Why this kernel cannot run a prefill of any layer of this model here, or None when it can."""
+    if config.chunked_layers:
+        return "attention in chunks"
+    kv_heads, value_width = config.num_kv_heads, config.head_dim
+    if config.mla is not None:
+        kv_heads, value_width = config.num_heads, config.mla.v_head_dim
+    queries = KERNELS[name].LEAST_QUERIES
+    q = jax.ShapeDtypeStruct((1, queries, kv_heads, config.num_heads // kv_heads, config.head_dim), dtype)
+    k, v = (jax.ShapeDtypeStruct((1, kv_heads, queries, width), dtype) for width in (config.head_dim, value_width))
+    return KERNELS[name].refusal(q, k, v, scale=1.0, window=None, has_sinks=config.has_sinks)
 
 
 def check_takes_segments(name: str, config: DecoderConfig) -> None:

@@ -11,28 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.nn import dot_product_attention
 
-from moe_jax._typing import Array, DTypeLike
-from moe_jax.models._config import DecoderConfig
+from moe_jax._typing import Array
 from pallas_kernels.common.device import cuda_capability
 
 # Fewer are faster by XLA: 64 rows of one query took cuDNN 55 us and XLA 65, one row 36 and 21 (H200).
 LEAST_QUERIES = 64
 DTYPES = ("bfloat16", "float16")
 _OLDEST, _HOPPER = (8, 0), (9, 0)
-
-
-def model_refusal(config: DecoderConfig, dtype: DTypeLike) -> str | None:
-    """Why cuDNN cannot run a prefill of any layer of this model here, or None when it can."""
-    if config.chunked_layers:
-        return "attention in chunks"
-    if config.has_sinks:
-        return "attention sinks"
-    kv_heads, value_width = config.num_kv_heads, config.head_dim
-    if config.mla is not None:
-        kv_heads, value_width = config.num_heads, config.mla.v_head_dim
-    q = jax.ShapeDtypeStruct((1, LEAST_QUERIES, kv_heads, config.num_heads // kv_heads, config.head_dim), dtype)
-    k, v = (jax.ShapeDtypeStruct((1, kv_heads, LEAST_QUERIES, w), dtype) for w in (config.head_dim, value_width))
-    return refusal(q, k, v, scale=1.0, window=None)
 
 
 def refusal(

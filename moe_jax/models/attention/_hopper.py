@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax._typing import Array, DTypeLike
-from moe_jax.models._config import DecoderConfig
+from moe_jax._typing import Array
 from pallas_kernels.attention import PrefillDesc, choose_config, config_error, prefill
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.decode_attention import DecodeDesc, decode_attention
@@ -18,18 +17,6 @@ OLDEST_JAX = (0, 11)
 LEAST_QUERIES = 64
 # More queries a row are no decode step.
 MOST_DECODED = 8
-
-
-def model_refusal(config: DecoderConfig, dtype: DTypeLike) -> str | None:
-    """Why the kernel cannot run a prefill of any layer of this model here, or None when it can."""
-    if config.chunked_layers:
-        return "attention in chunks"
-    kv_heads, value_width = config.num_kv_heads, config.head_dim
-    if config.mla is not None:
-        kv_heads, value_width = config.num_heads, config.mla.v_head_dim
-    q = jax.ShapeDtypeStruct((1, LEAST_QUERIES, kv_heads, config.num_heads // kv_heads, config.head_dim), dtype)
-    k, v = (jax.ShapeDtypeStruct((1, kv_heads, LEAST_QUERIES, w), dtype) for w in (config.head_dim, value_width))
-    return refusal(q, k, v, scale=1.0, window=None)
 
 
 def refusal(

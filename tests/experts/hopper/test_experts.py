@@ -13,7 +13,7 @@ import moe_jax
 from moe_jax.experts import explain
 from moe_jax.experts._choice import BACKENDS
 from moe_jax.experts.hopper import _experts as hopper_experts
-from moe_jax.experts.hopper import _hopper as hopper_backend
+from moe_jax.experts.hopper import _kernel_backend as kernel_backend
 from moe_jax.experts.hopper import _plan as hopper_plan
 from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout
 from moe_jax.experts.hopper._rows import row_kind
@@ -390,13 +390,13 @@ def test_a_whole_layer_is_refused_beforehand_or_loudly(monkeypatch):
     def refuse(*args, **kwargs):
         raise NotImplementedError("broken")
 
-    monkeypatch.setattr(hopper_backend, "_forward_layer", refuse)
-    monkeypatch.setattr(hopper_backend, "_traced_refusal", lambda *args: None)
+    monkeypatch.setattr(kernel_backend, "_forward_layer", refuse)
+    monkeypatch.setattr(kernel_backend, "traced_refusal", lambda *args, **options: None)
     with on_hopper(), pytest.raises(NotImplementedError, match="broken"):
         jax.eval_shape(lambda x, z: layer(x, z), x, z)
     monkeypatch.undo()
-    monkeypatch.setattr(hopper_backend, "forward_layer", refuse)
-    monkeypatch.setattr(hopper_backend.Hopper, "run_layer", lambda *args: pytest.fail("it was not asked"))
+    monkeypatch.setattr(kernel_backend, "forward_layer", refuse)
+    monkeypatch.setattr(kernel_backend.KernelBackend, "run_layer", lambda *args: pytest.fail("it was not asked"))
     with on_hopper():
         assert jax.eval_shape(lambda x, z: layer(x, z), x, z).shape == x.shape
         arguments = (x, z, layer.weights.get_value(), None, None, None)

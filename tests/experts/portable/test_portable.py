@@ -13,7 +13,7 @@ import pytest
 from moe_jax import fused_experts
 from moe_jax.experts._backend import Problem
 from moe_jax.experts._choice import BACKENDS, choose, order_of, preferred_layout
-from moe_jax.experts.portable import _portable
+from moe_jax.experts.hopper._kernel_backend import shared_config
 from moe_jax.routing import route
 from pallas_kernels.common import device
 from pallas_kernels.common.targets import Target
@@ -103,6 +103,7 @@ def test_refuses_by_name():
     with on_target(AMPERE):
         assert "sm_80 multiplies and converts none" in str(PORTABLE.refusal(problem("fp8_channel")))
         assert PORTABLE.refusal(problem("bf16")) is None
+        assert PORTABLE.gradient_refusal(problem("bf16")) == "has no gradient"
     with on_target(HOPPER):
         assert PORTABLE.refusal(problem("fp8_channel")) is None
         wide = problem("bf16")
@@ -166,6 +167,8 @@ def test_gradients_are_those_of_a_later_backend():
 
     with on_target(HOPPER):
         found = jax.grad(loss)(x, config)
+        with pytest.raises(NotImplementedError, match="portable: has no gradient"):
+            jax.grad(loss)(x, dataclasses.replace(config, implementation=("portable",)))
     expected = jax.grad(loss)(x, dataclasses.replace(config, implementation=("xla",)))
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
 
@@ -270,6 +273,4 @@ def test_knows_devices_that_are_not_here():
 
 def test_config_is_shared_between_layers():
     config = problem("bf16").config
-    assert _portable._shared(dataclasses.replace(config, name="a")) == _portable._shared(
-        dataclasses.replace(config, name="b")
-    )
+    assert shared_config(dataclasses.replace(config, name="a")) == shared_config(dataclasses.replace(config, name="b"))

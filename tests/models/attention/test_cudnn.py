@@ -122,10 +122,10 @@ def test_models_that_are_refused(case, monkeypatch):
     refuses(NotImplementedError, "attention='cudnn': needs an NVIDIA GPU", load, directory, attention="cudnn")
     monkeypatch.setattr(_cudnn, "cuda_capability", lambda: (8, 0))
     config = dataclasses.replace(case("qwen3_dense_bias").model.config, head_dim=64)
-    assert _cudnn.model_refusal(config, "bfloat16") is None
-    assert "float32" in _cudnn.model_refusal(config, "float32")
-    assert "chunks" in _cudnn.model_refusal(dataclasses.replace(config, chunked_layers=(0,)), "bfloat16")
-    assert "sinks" in _cudnn.model_refusal(dataclasses.replace(config, has_sinks=True), "bfloat16")
+    assert _choice.model_refusal("cudnn", config, "bfloat16") is None
+    assert "float32" in _choice.model_refusal("cudnn", config, "float32")
+    assert "chunks" in _choice.model_refusal("cudnn", dataclasses.replace(config, chunked_layers=(0,)), "bfloat16")
+    assert "sinks" in _choice.model_refusal("cudnn", dataclasses.replace(config, has_sinks=True), "bfloat16")
 
 
 def test_the_order(monkeypatch):

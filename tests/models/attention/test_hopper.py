@@ -43,7 +43,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(_hopper, "decode_config_error", lambda desc, config: None)
     monkeypatch.setattr(_hopper, "MOST_DECODED", 3)
     monkeypatch.setattr(_hopper, "LEAST_QUERIES", 5)
-    monkeypatch.setattr(_hopper, "model_refusal", lambda config, dtype: None)
+    monkeypatch.setattr(_choice, "model_refusal", lambda name, config, dtype: None)
     jax.clear_caches()  # a part that was traced without the stand-ins would not call them
     yield found
     jax.clear_caches()
@@ -168,9 +168,9 @@ def test_models_that_are_refused(case, monkeypatch):
     config = dataclasses.replace(case("gpt_oss").model.config, head_dim=64)
     expected = "'cuda', expected one of 'auto', 'xla', 'hopper', 'cudnn'"
     refuses(ValueError, expected, _choice.check_implementation, "cuda", config, "f2")
-    assert _hopper.model_refusal(config, "bfloat16") is None
-    assert "float32" in _hopper.model_refusal(config, "float32")
-    assert "chunks" in _hopper.model_refusal(dataclasses.replace(config, chunked_layers=(0,)), "bfloat16")
+    assert _choice.model_refusal("hopper", config, "bfloat16") is None
+    assert "float32" in _choice.model_refusal("hopper", config, "float32")
+    assert "chunks" in _choice.model_refusal("hopper", dataclasses.replace(config, chunked_layers=(0,)), "bfloat16")
 
 
 @pytest.mark.parametrize("queries", [256, 1])

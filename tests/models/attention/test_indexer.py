@@ -17,7 +17,7 @@ import moe_jax
 from moe_jax.adapters._lora import adaptable
 from moe_jax.inspection import inspect_checkpoint
 from moe_jax.models import IndexerConfig, generate
-from moe_jax.models.attention import _attention, _hopper
+from moe_jax.models.attention import _attention, _choice, _hopper
 from moe_jax.models.attention._attention import AttentionInputs
 from moe_jax.models.attention._indexer import Indexer
 from pallas_kernels.decode_attention import decode_attention
@@ -239,7 +239,7 @@ def test_decode_steps_by_a_kernel(case, prompt, monkeypatch):
     monkeypatch.setattr(_hopper, "decode_attention", stand_in)
     monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
     monkeypatch.setattr(_hopper, "decode_config_error", lambda desc, config: None)
-    monkeypatch.setattr(_hopper, "model_refusal", lambda config, dtype: None)
+    monkeypatch.setattr(_choice, "model_refusal", lambda name, config, dtype: None)
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     one, ids = case("glm_dsa"), prompt(2, 40)
     model = moe_jax.load_pretrained(one.directory, dtype="float32", attention="hopper")

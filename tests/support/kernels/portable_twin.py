@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.experts.hopper import _plan
+from moe_jax.experts.hopper import _kernel_backend, _plan
 from moe_jax.experts.portable import _portable
 from pallas_kernels.common.numerics import widen
 from pallas_kernels.common.targets import Target
@@ -38,10 +38,10 @@ def on_target(target: Target) -> Iterator[None]:
         for patch in (*where, mock.patch.object(kernel_mma, "grouped_gemm_mma", grouped_gemm_mma_twin)):
             stack.enter_context(patch)
         jax.clear_caches()
-        _portable._refusal_of_shapes.cache_clear()
+        _kernel_backend._refusal_of_shapes.cache_clear()
         yield
     jax.clear_caches()
-    _portable._refusal_of_shapes.cache_clear()
+    _kernel_backend._refusal_of_shapes.cache_clear()
 
 
 def grouped_gemm_mma_twin(desc: AnyDesc, config: MmaConfig) -> Callable[[dict[str, jax.Array]], jax.Array]:
