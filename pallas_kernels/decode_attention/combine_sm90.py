@@ -2,11 +2,12 @@
 
 Each CTA is a warpgroup and makes 128 elements of the output, one a thread, in the order in which the sums lie: so a
 warp reads 128 bytes side by side. A thread first walks the largest scores of its row's splits, then adds their sums,
-UNROLL splits at a time so that as many loads are under way. The sums of the first UNROLL are asked for before the
-largest score is known.
+UNROLL splits at a time so that as many loads are under way, and UNROLL_MANY of rows in long caches. The sums of the
+first UNROLL are asked for before the largest score is known.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
 from pallas_kernels.decode_attention.memory_sm90 import scatter
 
 UNROLL = 8
+UNROLL_MANY = 32
 
 
 def combine_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
@@ -68,13 +70,12 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     first, end = seen(desc, starts[own_row], lengths[own_row], first_slots[own_row])
     begin = lax.div(first, jnp.int32(config.split))
     end = jnp.where(first < end, lax.div(end + (config.split - 1), jnp.int32(config.split)), begin)
-    rounds = lax.div(end - begin + (UNROLL - 1), jnp.int32(UNROLL))
     place = tile * splits * columns + column
 
-    def indices(i: Any) -> list[tuple[Value, Value]]:
+    def indices(offset: Any, count: int) -> list[tuple[Value, Value]]:
         found = []
-        for j in range(UNROLL):
-            split_index = nothing + (begin + i * UNROLL + j)
+        for j in range(count):
+            split_index = nothing + (begin + offset + j)
             found.append((place + split_index * columns, is_used & (split_index < end)))
         return found
 
@@ -84,24 +85,35 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
             return (index - column) * width + value * columns + column
         return index * width + value
 
-    def scores(i: Any) -> list[Value]:
-        return [simt.load_float(tops, index, mask, jnp.float32, FLOOR) for index, mask in indices(i)]
+    def scores(offset: Any, count: int) -> list[Value]:
+        return [simt.load_float(tops, index, mask, jnp.float32, FLOOR) for index, mask in indices(offset, count)]
 
-    def parts(i: Any) -> list[tuple[Value, Value]]:
+    def parts(offset: Any, count: int) -> list[tuple[Value, Value]]:
         """Weights and sums."""
-        found = indices(i)
+        found = indices(offset, count)
         weights = [simt.load_float(totals, index, mask, jnp.float32, 0.0) for index, mask in found]
         values = [simt.load_float(sums, at(index), mask, jnp.float32, 0.0) for index, mask in found]
         return list(zip(weights, values, strict=True))
 
-    first_scores, first_parts = scores(0), parts(0)
+    def over_the_others(body: Callable[[Any, Any, int], Any], carry: Any) -> Any:
+        """body(carry, offset, count) for all splits behind the first UNROLL, in their order."""
+        offset = jnp.int32(UNROLL)
+        left = lax.max(end - begin - UNROLL, 0)
+        if splits > UNROLL_MANY:
+            many = lax.div(left, jnp.int32(UNROLL_MANY))
+            carry = lax.fori_loop(0, many, lambda i, c: body(c, UNROLL + i * UNROLL_MANY, UNROLL_MANY), carry)
+            offset, left = offset + many * UNROLL_MANY, left - many * UNROLL_MANY
+        rounds = lax.div(left + (UNROLL - 1), jnp.int32(UNROLL))
+        return lax.fori_loop(0, rounds, lambda i, c: body(c, offset + i * UNROLL, UNROLL), carry)
+
+    first_scores, first_parts = scores(0, UNROLL), parts(0, UNROLL)
     top = lax.bitcast_convert_type(nothing, jnp.float32) + FLOOR
     sink = None
     if sinks:
         sink = simt.load_float(sinks[0], head, is_used, jnp.float32, 0.0) * LOG2_E
         top = lax.max(top, sink)
     top = functools.reduce(lax.max, first_scores, top)
-    top = lax.fori_loop(1, rounds, lambda i, top: functools.reduce(lax.max, scores(i), top), top)
+    top = over_the_others(lambda top, *where: functools.reduce(lax.max, scores(*where), top), top)
 
     def added(carry, scores, parts):
         numerator, denominator = carry
@@ -111,9 +123,8 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
         return numerator, denominator
 
     zero = lax.bitcast_convert_type(nothing, jnp.float32)
-    denominator = zero if sink is None else jnp.exp2(sink - top)
-    carry = added((zero, denominator), first_scores, first_parts)
-    numerator, denominator = lax.fori_loop(1, rounds, lambda i, carry: added(carry, scores(i), parts(i)), carry)
+    carry = added((zero, zero if sink is None else jnp.exp2(sink - top)), first_scores, first_parts)
+    numerator, denominator = over_the_others(lambda c, *where: added(c, scores(*where), parts(*where)), carry)
     result = jnp.where(denominator == 0, 0.0, numerator / denominator).astype(desc.dtype)
     offsets = ((row * desc.num_queries + query) * desc.num_heads + head) * width + value
     scatter(out, result, jnp.where(is_used, offsets, -1), simt.LANES)

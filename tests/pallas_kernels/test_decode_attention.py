@@ -204,7 +204,10 @@ def test_latents_in_threads(monkeypatch, options):
 
 @pytest.mark.parametrize("swap_ab", [True, False], ids=["keys are rows", "queries are rows"])
 def test_combine_in_lockstep(monkeypatch, swap_ab):
-    """Sums of up to ten splits, eight of which are loaded at once; those of splits that no query sees are not read."""
+    """Sums of up to ten splits; those of splits that no query sees are not read. Two are loaded at once, and
+    three as in long caches."""
+    monkeypatch.setattr(combine_sm90, "UNROLL", 2)
+    monkeypatch.setattr(combine_sm90, "UNROLL_MANY", 3)
     desc = decode_desc(64, 64, num_queries=2, num_heads=6, num_slots=640, window=600, has_sinks=True)
     config = DecodeConfig(8, 64, 64, 1, 1, is_fused=False, swap_ab=swap_ab)
     places = {"starts": (0, 130, 0), "lengths": (640, 200, 0), "first_slots": (638, 198, 0)}
