@@ -1,11 +1,12 @@
 """Decode attention on a Hopper GPU: how fast is it, and is every form right. About a minute.
 
-    python benchmarks/decode_attention.py --out FILE [--only TEXT] [--skip-checks] [--skip-times]
+    python benchmarks/decode_attention.py --out FILE [--only TEXT] [--skip-checks] [--skip-times] [--limit 60]
 
 First candidates are timed: microseconds of a call within a loop of one program, and the fraction of the limit, which is
-reading the slots in use at 4385 GB/s. Several processes compile at once, but only one of them uses the GPU at a time.
-Then every form is compared with NumPy, in processes of their own, several at once, each with a time limit. Every line
-goes to FILE as soon as it is known.
+reading the slots in use at 4385 GB/s. "nothing" is such a loop around a sum of as many elements as the output has: what
+a turn costs without attention. Then every form is compared with NumPy. Each candidate and each group of checks is a
+process with a time limit; several compile at once, but only one of them times at a time. Every line goes to FILE as
+soon as it is known.
 """
 
 import argparse
@@ -20,12 +21,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, DecodeForm, choose_config, config_error
 
 READ_GBPS = 4385.0  # of an H200, measured
 SMS = 132
+AT_ONCE = 6  # processes
 CALLS = 8  # in one turn of a loop, whose condition the host waits for
 
 
@@ -94,49 +97,33 @@ CELLS = {
         Cell("256 16 x 4096", 16, 4096, 16, 2, 256, 256),
     )
 }
-# Each group is a process: (cell, split, block_kv, is_fused, CTAs of an SM), or (cell, "XLA"). 0 CTAs: queries are rows.
-TIMES: list[list[tuple[Any, ...]]] = [
-    [
-        ("qwen3 64 x 1024", "XLA"),
-        ("qwen3 64 x 1024", 256, 128, True, 1),
-        ("qwen3 64 x 1024", 256, 64, True, 2),
-        ("qwen3 64 x 1024", 256, 64, True, 3),
-        ("qwen3 64 x 1024", 512, 64, True, 2),
-        ("qwen3 64 x 1024", 256, 64, False, 2),
-    ],
-    [
-        ("qwen3 1 x 1024", "XLA"),
-        ("qwen3 1 x 1024", 256, 128, True, 1),
-        ("qwen3 1 x 1024", 128, 128, True, 1),
-        ("qwen3 1 x 1024", 128, 64, True, 1),
-        ("qwen3 1 x 1024", 64, 64, True, 1),
-        ("qwen3 1 x 1024", 128, 128, False, 1),
-    ],
-    [
-        ("qwen3 1 x 32768", "XLA"),
-        ("qwen3 1 x 32768", 256, 128, True, 1),
-        ("qwen3 1 x 32768", 256, 64, True, 2),
-        ("qwen3 1 x 32768", 512, 64, True, 2),
-        ("qwen3 64 x 1 to 2048", 256, 64, True, 2),
-        ("qwen3 64 x 1024 of 8192", 256, 64, True, 2),
-    ],
-    [
-        ("gpt-oss 64 x 1024 sinks", "XLA"),
-        ("gpt-oss 64 x 1024 sinks", 256, 64, True, 2),
-        ("gpt-oss 64 x 1024 sinks", 256, 128, True, 3),
-        ("gpt-oss 64 x 8192 window 128", 256, 64, True, 2),
-        ("mixtral 64 x 1024", 256, 64, True, 2),
-    ],
-    [
-        ("mla 64 x 1024", "XLA"),
-        ("mla 64 x 1024", 256, 64, False, 0),
-        ("mla 64 x 1024", 512, 64, False, 0),
-        ("mla 64 x 1024", 1024, 64, False, 0),
-        ("mla 1 x 1024", "XLA"),
-        ("mla 1 x 1024", 256, 64, False, 0),
-        ("mla 1 x 1024", 64, 64, False, 0),
-        ("256 16 x 4096", 256, 64, True, 1),
-    ],
+# (cell, split, block_kv, is_fused, CTAs of an SM), or (cell, "XLA"). 0 CTAs: queries are rows.
+TIMES: list[tuple[Any, ...]] = [
+    ("qwen3 64 x 1024", "XLA"),
+    ("qwen3 64 x 1024", 256, 128, False, 1),
+    ("qwen3 64 x 1024", 256, 128, True, 1),
+    ("qwen3 64 x 1024", 256, 64, False, 2),
+    ("qwen3 64 x 1024", 512, 128, False, 1),
+    ("qwen3 1 x 1024", "XLA"),
+    ("qwen3 1 x 1024", 256, 128, False, 1),
+    ("qwen3 1 x 1024", 256, 128, True, 1),
+    ("qwen3 1 x 1024", 128, 128, False, 1),
+    ("qwen3 1 x 1024", 64, 64, False, 1),
+    ("qwen3 1 x 32768", "XLA"),
+    ("qwen3 1 x 32768", 256, 128, False, 1),
+    ("qwen3 1 x 32768", 512, 128, False, 1),
+    ("qwen3 64 x 1 to 2048", 256, 128, False, 1),
+    ("qwen3 64 x 1024 of 8192", 256, 128, False, 1),
+    ("gpt-oss 64 x 1024 sinks", "XLA"),
+    ("gpt-oss 64 x 1024 sinks", 256, 128, False, 1),
+    ("gpt-oss 64 x 8192 window 128", 256, 128, False, 1),
+    ("mixtral 64 x 1024", 256, 128, False, 1),
+    ("mla 64 x 1024", "XLA"),
+    ("mla 64 x 1024", 256, 64, False, 0),
+    ("mla 64 x 1024", 512, 64, False, 0),
+    ("mla 1 x 1024", "XLA"),
+    ("mla 1 x 1024", 256, 64, False, 1),
+    ("256 16 x 4096", 256, 64, False, 1),
 ]
 CHECKS: list[list[tuple[Cell, tuple[int, int, bool, int]]]] = [
     [
@@ -161,36 +148,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
     parser.add_argument("--only", default="", help="part of the name of a cell that is timed")
-    parser.add_argument("--limit", type=float, default=40, help="seconds of a process")
+    parser.add_argument("--limit", type=float, default=60, help="seconds of a process, waiting included")
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--skip-times", action="store_true")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         kind, index = options.worker
-        dict(check=check, times=times)[kind](int(index), options.only, options.out)
+        dict(check=check, times=times)[kind](int(index), options.out)
         return
     began, lines = time.time(), queue.Queue()
     with open(options.out, "w") as out, tempfile.NamedTemporaryFile() as lock:
 
         def run(kind: str, index: int) -> None:
-            command = [sys.executable, __file__, "--out", lock.name, "--only", options.only]
-            _run([*command, "--worker", kind, str(index)], options.limit, lines)
+            command = [sys.executable, __file__, "--out", lock.name, "--worker", kind, str(index)]
+            _run(command, options.limit, lines)
 
-        for kind, jobs in (("times", [] if options.skip_times else TIMES), ("check", CHECKS)):
-            if kind == "check" and options.skip_checks:
-                continue
-            threads = [threading.Thread(target=run, args=(kind, index)) for index in range(len(jobs))]
-            for thread in threads:
-                thread.start()
-            while any(thread.is_alive() for thread in threads) or not lines.empty():
-                try:
-                    line = lines.get(timeout=0.2)
-                except queue.Empty:
-                    continue
-                print(line, flush=True)
-                out.write(line + "\n")
-                out.flush()
+        wanted = [index for index, (name, *_) in enumerate(TIMES) if options.only in name]
+        kinds = {"times": [] if options.skip_times else wanted}
+        kinds["check"] = [] if options.skip_checks else list(range(len(CHECKS)))
+        for kind, jobs in kinds.items():
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                left = [pool.submit(run, kind, index) for index in jobs]
+                while not all(job.done() for job in left) or not lines.empty():
+                    try:
+                        line = lines.get(timeout=0.2)
+                    except queue.Empty:
+                        continue
+                    print(line, flush=True)
+                    out.write(line + "\n")
+                    out.flush()
             out.write(f"# {time.time() - began:.0f} s after {kind}\n")
 
 
@@ -279,12 +266,12 @@ def _expected(cell: Cell, arrays: tuple[Any, ...], sinks: Any) -> Any:
     return found
 
 
-def check(index: int, only: str, lock: str) -> None:
+def check(index: int, lock: str) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    del only, lock
+    del lock
     for cell, candidate in CHECKS[index]:
         config = fitted(cell.desc, *candidate)
         if config is None:
@@ -313,36 +300,31 @@ def _words(config: DecodeConfig) -> str:
     return f"{sizes}, {config.num_ctas} CTAs, {fused}{'' if config.swap_ab else ', queries are rows'}"
 
 
-def times(index: int, only: str, lock: str) -> None:
+def times(index: int, lock: str) -> None:
     import jax
     import jax.numpy as jnp
 
-    plans = []
-    for name, *candidate in TIMES[index]:
-        cell = CELLS[name]
-        if only not in name:
-            continue
-        arrays, sinks = _arrays(cell)
-        seen = jnp.minimum(arrays[-2], cell.window or cell.slots)
-        row_bytes = 2 * cell.kv_heads * (cell.width + (0 if cell.is_latent else cell.value_width))
-        limit = int(seen.sum()) * row_bytes / READ_GBPS / 1e3
-        if candidate == ["XLA"]:
-            way, words = functools.partial(_xla, cell, sinks), "XLA"
-        else:
-            config = fitted(cell.desc, *candidate)
-            assert config is not None
-            way, words = functools.partial(_hopper, cell, sinks, config), _words(config)
-        try:
-            program = jax.jit(functools.partial(_loop, way)).lower(jnp.int32(0), *arrays).compile()
-        except Exception as error:
-            _emit(f"{cell.name:30s} {words} no: {type(error).__name__} {str(error)[:300]!r}")
-            continue
-        plans.append((f"{name:30s} {words:76s}", functools.partial(_finished, program, arrays), limit))
+    name, *candidate = TIMES[index]
+    cell = CELLS[name]
+    arrays, sinks = _arrays(cell)
+    seen = jnp.minimum(arrays[-2], cell.window or cell.slots)
+    row_bytes = 2 * cell.kv_heads * (cell.width + (0 if cell.is_latent else cell.value_width))
+    limit = int(seen.sum()) * row_bytes / READ_GBPS / 1e3
+    if candidate == ["XLA"]:
+        ways = {"XLA": functools.partial(_xla, cell, sinks), "nothing": functools.partial(_nothing, cell)}
+    else:
+        config = fitted(cell.desc, *candidate)
+        assert config is not None, candidate
+        ways = {_words(config): functools.partial(_hopper, cell, sinks, config)}
+    programs = {
+        words: jax.jit(functools.partial(_loop, way)).lower(jnp.int32(0), *arrays).compile()
+        for words, way in ways.items()
+    }
     with open(lock) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        for name, run, limit in plans:
-            us = _microseconds(run)
-            _emit(f"{name} {us:9.2f} us  {limit / us:6.1%} of the limit ({limit:.1f} us)")
+        for words, program in programs.items():
+            us = _microseconds(functools.partial(_finished, program, arrays))
+            _emit(f"{name:30s} {words:76s} {us:9.2f} us  {limit / us:6.1%} of the limit ({limit:.1f} us)")
 
 
 def _loop(way: Callable[..., Any], n: Any, q: Any, *rest: Any) -> Any:
@@ -389,6 +371,14 @@ def _hopper(cell: Cell, sinks: Any, config: DecodeConfig, q: Any, k: Any, *rest:
     options |= dict(value_width=cell.value_width) if cell.is_latent else {}
     y = decode_attention(*arrays, implementation="hopper", **options)
     return y
+
+
+def _nothing(cell: Cell, q: Any, k: Any, *rest: Any) -> Any:
+    """As many elements as attention gives, from the queries alone."""
+    import jax.numpy as jnp
+
+    del k, rest
+    return jnp.sum(q, axis=-1, keepdims=True) + q[..., : cell.value_width]
 
 
 def _xla(cell: Cell, sinks: Any, q: Any, k: Any, *rest: Any) -> Any:

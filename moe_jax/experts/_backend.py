@@ -204,7 +204,8 @@ class Backend(abc.ABC):
             matrix: (N, K), in a layout that the backend ``reads``.
             bias: (N,) or None.
 
-        Returns (T, N). Raises NotImplementedError with a reason that ``matrix_refusal`` did not know.
+        Returns (R, N), R >= T: rows past T mean nothing. Raises NotImplementedError with a reason that
+        ``matrix_refusal`` did not know.
         """
         raise NotImplementedError(f"{self.name} multiplies with experts alone")
 

@@ -37,15 +37,33 @@ def multiply(
         NotImplementedError: no backend can; each is named with its reason. TypeError: a gradient of a quantized leaf.
     """
     n, k = matrix.shape
-    tokens = x.reshape(-1, k)
     if 0 in x.shape:
         return jnp.zeros((*x.shape[:-1], n), out_dtype)
-    backend = _chosen(_problem(matrix, tokens.shape[0], x.dtype, out_dtype, bias is not None), implementation)
+    tokens = x.reshape(-1, k)
+    y = padded_product(tokens, matrix, bias, out_dtype=out_dtype, implementation=implementation)
+    return y[: tokens.shape[0]].reshape(*x.shape[:-1], n)
+
+
+def padded_product(
+    tokens: Float[Array, "T K"],
+    matrix: QuantizedMatrix,
+    bias: Array | None = None,
+    *,
+    out_dtype: DTypeLike,
+    implementation: tuple[str, ...] | None = None,
+) -> Float[Array, "R N"]:
+    """``multiply`` of T > 0 tokens, as the backend writes it: rows past T mean nothing."""
+    backend = _chosen(_problem(matrix, tokens.shape[0], tokens.dtype, out_dtype, bias is not None), implementation)
     held = QuantizedMatrix(constant("weight", matrix.tensor), matrix.scheme)
     run = functools.partial(_run, backend, jnp.dtype(out_dtype))
-    judge = functools.partial(_run, _JUDGE, jnp.dtype(out_dtype))
+    num_rows = jax.eval_shape(run, tokens, held, bias).shape[0]
+
+    def judge(tokens, held, bias):
+        y = _run(_JUDGE, jnp.dtype(out_dtype), tokens, held, bias)
+        return jnp.pad(y, ((0, num_rows - y.shape[0]), (0, 0)))
+
     y: Any = with_gradient_of(run, judge, tokens, held, bias)
-    return y.reshape(*x.shape[:-1], n)
+    return y
 
 
 def in_best_matrix_layout(

@@ -20,7 +20,7 @@ from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._fused import added_and_normed
 from moe_jax.models._inputs import check_cache, check_ids, check_positions
-from moe_jax.models._layers import NORMS, Embedding, GatedMLP, Head, LayerNorm, RMSNorm
+from moe_jax.models._layers import NORMS, Embedding, GatedMLP, Head, LayerNorm, PartialSums, RMSNorm
 from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import reload_weights
@@ -80,15 +80,20 @@ class DecoderLayer(nnx.Module):
             y, stats = self.mlp(normal), None
         return x, self._given(self.mlp_norm, y), kept, selected, stats
 
-    def _next(self, x: Array, addend: Array | None, norm: RMSNorm | LayerNorm) -> tuple[Array, Array]:
+    def _next(self, x: Array, addend: Array | PartialSums | None, norm: RMSNorm | LayerNorm) -> tuple[Array, Array]:
         """(the sum, what attention or feed-forward layer takes of it)."""
         if self.is_post_norm:
+            assert not isinstance(addend, PartialSums), "_given has added them up"
             x = x if addend is None else x + addend
             return x, x
         return added_and_normed(norm, x, addend, self.self_attn.num_sms())
 
-    def _given(self, norm: RMSNorm | LayerNorm, y: Array) -> Array:
+    def _given(self, norm: RMSNorm | LayerNorm, y: Array | PartialSums) -> Any:
         """What an attention or feed-forward layer adds."""
+        if isinstance(y, PartialSums):
+            if not self.is_post_norm and self.residual_multiplier == 1:
+                return y
+            y = y.whole(norm.weight.dtype)
         y = norm(y) if self.is_post_norm else y
         return y if self.residual_multiplier == 1 else y * self.residual_multiplier
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from moe_jax._typing import Array, Float
 from moe_jax.experts._gradient import with_gradient_of
-from moe_jax.models._layers import LayerNorm, RMSNorm
+from moe_jax.models._layers import LayerNorm, PartialSums, RMSNorm
 from moe_jax.models.attention import _hopper
 from moe_jax.models.attention._choice import FUSES
 from pallas_kernels import add_and_norm as norm_kernel
@@ -32,34 +32,39 @@ def num_sms(attention: str) -> int | None:
 
 
 def added_and_normed(
-    norm: RMSNorm | LayerNorm, x: Float[Array, "... H"], addend: Array | None, sms: int | None
+    norm: RMSNorm | LayerNorm, x: Float[Array, "... H"], addend: Array | PartialSums | None, sms: int | None
 ) -> tuple[Array, Array]:
     """(x + addend, its norm). addend: None for zeros. sms: of ``num_sms``."""
-    if sms is None or type(norm) is not RMSNorm or not _takes_norm(norm, x, addend, sms):
+    if isinstance(addend, PartialSums):
+        parts = addend.parts
+    else:
+        parts = None if addend is None else addend.reshape(1, -1, x.shape[-1])
+    if sms is None or type(norm) is not RMSNorm or not _takes_norm(norm, x, parts, sms):
+        addend = addend.whole(x.dtype) if isinstance(addend, PartialSums) else addend
         total = x if addend is None else x + addend
         return total, norm(total)
     run, judge = (functools.partial(_added_and_normed, norm.eps, name) for name in ("hopper", "reference"))
-    return with_gradient_of(run, judge, x, norm.weight[...], addend)
+    return with_gradient_of(run, judge, x, norm.weight[...], parts)
 
 
-def _takes_norm(norm: RMSNorm, x: Array, addend: Array | None, sms: int) -> bool:
-    if 0 in x.shape or any(a is not None and a.dtype != x.dtype for a in (norm.weight, addend)):
+def _takes_norm(norm: RMSNorm, x: Array, parts: Array | None, sms: int) -> bool:
+    if 0 in x.shape or norm.weight.dtype != x.dtype:
         return False
     name, rows = jnp.dtype(x.dtype).name, x.size // x.shape[-1]
-    desc = norm_kernel.AddNormDesc(rows, x.shape[-1], name, addend is not None, norm.eps)
+    count, kind = (0, None) if parts is None else (parts.shape[0], jnp.dtype(parts.dtype).name)
+    desc = norm_kernel.AddNormDesc(rows, x.shape[-1], name, count, norm.eps, kind)
     return norm_kernel.config_error(desc, norm_kernel.choose_config(desc, sms)) is None
 
 
 # Compiled parts of their own, so that equal layers of a model lower each kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _added_and_normed(eps: float, name: str, x: Array, weight: Array, addend: Array | None) -> tuple[Array, Array]:
-    rows, added = x.reshape(-1, x.shape[-1]), None if addend is None else addend.reshape(-1, x.shape[-1])
-    total, normal = norm_kernel.add_and_norm(rows, weight, added, eps=eps, implementation=name)
+def _added_and_normed(eps: float, name: str, x: Array, weight: Array, parts: Array | None) -> tuple[Array, Array]:
+    total, normal = norm_kernel.add_and_norm(x.reshape(-1, x.shape[-1]), weight, parts, eps=eps, implementation=name)
     return total.reshape(x.shape), normal.reshape(x.shape)
 
 
 def rotated_and_stored(
-    projected: tuple[Array, ...],
+    products: tuple[PartialSums, ...],
     cached: tuple[Array, Array],
     cos: Array,
     sin: Array,
@@ -70,14 +75,20 @@ def rotated_and_stored(
 ) -> tuple[Array, Array, Array] | None:
     """As ``pallas_kernels.rotate_and_store``, or None where its kernel does not take the call.
 
-    places: starts, lengths, first_slots.
+    products: queries, keys and values, or one product of all. places: starts, lengths, first_slots.
     """
+    if len({(product.parts.shape[:2], product.parts.dtype) for product in products}) > 1:
+        projected = tuple(product.whole(cached[0].dtype).reshape(1, -1, product.parts.shape[2]) for product in products)
+    else:
+        projected = tuple(product.parts for product in products)
     if sms is None or 0 in projected[0].shape or 2 * cos.shape[-1] != cached[0].shape[-1]:
         return None
     weights, eps = tuple(norm.weight[...] for norm in norms), norms[0].eps if norms else 0.0
-    if len({jnp.dtype(a.dtype) for a in (*projected, *cached, *weights)}) > 1:
+    if len({jnp.dtype(a.dtype) for a in (*cached, *weights)}) > 1:
         return None
-    desc = rotate_kernel.describe(projected, cached, weights, eps)
+    if projected[0].dtype not in (cached[0].dtype, jnp.float32):
+        return None
+    desc = rotate_kernel.describe(projected, cached, weights, eps, num_tokens=cos.shape[1])
     if rotate_kernel.config_error(desc, rotate_kernel.choose_config(desc, sms)) is not None:
         return None
     run, judge = (functools.partial(_rotated_and_stored, eps, name) for name in ("hopper", "reference"))
@@ -88,5 +99,5 @@ def rotated_and_stored(
 def _rotated_and_stored(
     eps: float, name: str, projected: Any, cached: Any, cos: Array, sin: Array, places: Any, weights: Any
 ) -> tuple[Array, Array, Array]:
-    options: Any = dict(norms=weights, eps=eps, implementation=name)
+    options: Any = dict(norms=weights, eps=eps, has_parts=True, implementation=name)
     return rotate_kernel.rotate_and_store(projected, cos, sin, cached, *places, **options)

@@ -4,6 +4,8 @@ With ``rngs=None`` a module is abstract: its parameters are ``jax.ShapeDtypeStru
 The weight of a Linear or Head may be a ``QuantizedMatrix``, see ``keep_quantized``.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from flax import nnx
 
 from moe_jax._typing import Array, DTypeLike, Float, Int
 from moe_jax.experts._low_rank import adapter_dtype, low_rank_product
-from moe_jax.experts._matrix import in_best_matrix_layout, multiply
+from moe_jax.experts._matrix import in_best_matrix_layout, multiply, padded_product
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.nn import LoRAParam, QuantizedParam
 from moe_jax.nn._lora import Adapter
@@ -21,6 +23,8 @@ from moe_jax.parallel._logical import EMBED, MLP, VOCAB
 from moe_jax.quantization import LowRank, QuantizedMatrix, Scheme, method_for
 
 MANY_ROWS = 256  # from here on a product is bound by its arithmetic, and on a GPU it is cuBLAS's
+_TILES = 320  # of a product, 64 x 64, that give each SM of a GPU enough to read
+_LEAST_DEPTH = 64  # of a part of a product
 
 
 def parameter(
@@ -176,6 +180,58 @@ def project(
     """x W^T, summed in float32; both operands have one dtype."""
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, contract, precision=precision_of(x.dtype), preferred_element_type=dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialSums:
+    """A product as it was written, for a kernel that reads it so.
+
+    parts: (P, R, N) whose sum over P, in this order, is the product; float32, or with P = 1 the dtype of the product.
+    Rows past the tokens mean nothing. lead: axes of the tokens.
+    """
+
+    parts: Array
+    lead: tuple[int, ...]
+
+    def whole(self, dtype: DTypeLike) -> Float[Array, "... N"]:
+        """The product, rounded once."""
+        size = math.prod(self.lead)
+        rows = self.parts[:, :size]
+        y = rows[0] if rows.shape[0] == 1 else jnp.sum(rows.astype(jnp.float32), axis=0)
+        return y.reshape(*self.lead, -1).astype(dtype)
+
+
+def partial_sums(module: Linear, x: Float[Array, "... K"]) -> PartialSums:
+    """``module(x)`` in x's dtype, in parts where it has few rows. No axis of x is empty."""
+    weight, bias, lead = module.weight.get_value(), module.bias, x.shape[:-1]
+    tokens = x.reshape(-1, x.shape[-1])
+    if isinstance(weight, QuantizedMatrix) and module.lora is None:
+        options: dict[str, Any] = dict(out_dtype=x.dtype, implementation=module.implementation)
+        y = padded_product(tokens, weight, None if bias is None else bias[...], **options)
+    elif isinstance(weight, QuantizedMatrix) or bias is not None or module.lora is not None:
+        y = module(x).reshape(tokens.shape[0], -1)
+    else:
+        return PartialSums(split_product(tokens, weight), lead)
+    return PartialSums(y[None], lead)
+
+
+def split_product(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float[Array, "P T N"]:
+    """Partial sums of x W^T in float32; with P = 1 the product in x's dtype.
+
+    XLA splits products of few rows along K, so that all SMs read the weight, and adds the parts in a launch of its own.
+    A product that is split already it leaves as it is.
+    """
+    (num_tokens, k), n = x.shape, weight.shape[0]
+    tiles, parts = -(-num_tokens // 64) * -(-n // 64), 1
+    if 1 < num_tokens < MANY_ROWS:  # one row is a product of a vector, which XLA does not split
+        while 2 * parts * tiles <= _TILES and k % (2 * parts) == 0 and k // (2 * parts) >= _LEAST_DEPTH:
+            parts *= 2
+    if parts == 1:
+        return rounded_product(x, weight)[None]
+    x, weight = x.reshape(num_tokens, parts, -1), weight.reshape(n, parts, -1)
+    contract = (((2,), (2,)), ((1,), (1,)))
+    options: Any = dict(precision=precision_of(x.dtype), preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(x, weight, contract, **options)
 
 
 def rounded_product(x: Float[Array, "... K"], weight: Float[Array, "N K"]) -> Float[Array, "... N"]:

@@ -26,21 +26,37 @@ def add_and_norm(
     as it is where XLA fuses the two.
 
     Args:
-        x, addend: (T, H); addend None for zeros: then x is returned as it is.
+        x: (T, H).
         weight: (H,), of the same dtype.
+        addend: (T, H), of the same dtype; or the partial sums of a product, (P, R, H) of the same dtype or float32,
+            which are added in their order. Of their R >= T rows those past T are not read. None for zeros: then x is
+            returned as it is.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
-    if x.ndim != 2 or weight.shape != x.shape[1:] or (addend is not None and addend.shape != x.shape):
+    parts = addend[None] if addend is not None and addend.ndim == 2 else addend
+    is_fit = parts is None or (parts.ndim == 3 and parts.shape[0] > 0 and parts.shape[2] == x.shape[-1])
+    if x.ndim == 2 and addend is not None and is_fit:
+        is_fit = addend.shape[-2] == x.shape[0] if addend.ndim == 2 else addend.shape[1] >= x.shape[0]
+    if x.ndim != 2 or weight.shape != x.shape[1:] or not is_fit:
         other = None if addend is None else addend.shape
-        raise ValueError(f"x {x.shape}, weight {weight.shape}, addend {other}; expected (T, H), (H,), (T, H)")
+        raise ValueError(
+            f"x {x.shape}, weight {weight.shape}, addend {other}; expected (T, H), (H,), (T, H) or (P, R, H), R >= T"
+        )
     dtypes = {jnp.dtype(a.dtype).name for a in (x, weight, addend) if a is not None}
-    if len(dtypes) != 1:
-        raise TypeError(f"operands are {', '.join(sorted(dtypes))}; expected one dtype")
-    desc = AddNormDesc(*x.shape, dtype=dtypes.pop(), has_addend=addend is not None, eps=float(eps))
+    has_partial_sums = addend is not None and addend.ndim == 3 and addend.dtype == jnp.float32
+    if len(dtypes) != 1 and (x.dtype != weight.dtype or not has_partial_sums):
+        raise TypeError(f"operands are {', '.join(sorted(dtypes))}; expected one dtype, or partial sums in float32")
+    desc = AddNormDesc(
+        *x.shape,
+        dtype=jnp.dtype(x.dtype).name,
+        num_parts=0 if parts is None else parts.shape[0],
+        eps=float(eps),
+        part_dtype=None if parts is None else jnp.dtype(parts.dtype).name,
+    )
 
     def hopper():
         chosen = config or choose_config(desc, hopper_sms())
@@ -49,8 +65,8 @@ def add_and_norm(
 
         from pallas_kernels.add_and_norm.kernel_sm90 import add_and_norm_sm90  # here: importing it loads Pallas
 
-        found = add_and_norm_sm90(desc, chosen)(x, weight, *([] if addend is None else [addend]))
-        return (x, found[0]) if addend is None else tuple(found)
+        found = add_and_norm_sm90(desc, chosen)(x, weight, *([] if parts is None else [parts]))
+        return (x, found[0]) if parts is None else tuple(found)
 
-    runs = dict(hopper=hopper, reference=lambda: add_and_norm_ref(desc, x, weight, addend))
+    runs = dict(hopper=hopper, reference=lambda: add_and_norm_ref(desc, x, weight, parts))
     return first_that_runs("add_and_norm", runs, implementation)

@@ -9,16 +9,17 @@ MOST_COLUMNS = 8192  # of a row, which a warpgroup holds at once: 64 values a th
 
 @dataclasses.dataclass(frozen=True)
 class AddNormDesc:
-    """Static description of one call: T tokens of width H. has_addend: a second row is added to each. eps: of the norm.
+    """Static description of one call: T tokens of width H. num_parts: rows that are added to each. eps: of the norm.
 
-    dtype: of all operands and results.
+    dtype: of all operands and results, but for part_dtype of what is added; None where that has the same.
     """
 
     num_tokens: int
     width: int
     dtype: str
-    has_addend: bool
+    num_parts: int
     eps: float
+    part_dtype: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,8 @@ def config_error(desc: AddNormDesc, config: AddNormConfig) -> str | None:
     """Why the Hopper kernel cannot run ``desc``, or None when it can."""
     if desc.dtype not in ("bfloat16", "float16"):
         return f"dtype {desc.dtype}; there are bfloat16 and float16"
+    if desc.part_dtype not in (None, desc.dtype, "float32"):
+        return f"parts of {desc.part_dtype}; there are {desc.dtype} and float32"
     if not vector_length(desc.width, 2) or desc.width > MOST_COLUMNS:
         return f"H={desc.width}: from 128 to {MOST_COLUMNS}"
     if config.num_ctas < 1:

@@ -20,14 +20,14 @@ from pallas_kernels.common.types import Kernel, Ref
 
 
 def add_and_norm_sm90(desc: AddNormDesc, config: AddNormConfig) -> Kernel:
-    """The kernel: (x, weight, [addend]) -> [sum, norm], without the sum where nothing is added."""
+    """The kernel: (x, weight, [parts (P, R, H)]) -> [sum, norm], without the sum where nothing is added."""
     out = jax.ShapeDtypeStruct((desc.num_tokens, desc.width), desc.dtype)
-    return row_kernel(functools.partial(_kernel, desc, config), [out] * (1 + desc.has_addend), config.num_ctas)
+    return row_kernel(functools.partial(_kernel, desc, config), [out] * (1 + bool(desc.num_parts)), config.num_ctas)
 
 
 def _kernel(desc: AddNormDesc, config: AddNormConfig, x: Ref, weight: Ref, *rest: Ref) -> None:
     mosaic.begin()
-    addend, total_out = (rest[0], rest[1]) if desc.has_addend else (None, None)
+    parts, total_out = (rest[0], rest[1]) if desc.num_parts else (None, None)
     out = rest[-1]
     vector = vector_length(desc.width, 2)
     piece = sm90.WARPGROUP * vector
@@ -40,8 +40,10 @@ def _kernel(desc: AddNormDesc, config: AddNormConfig, x: Ref, weight: Ref, *rest
     def one_row(row):
         columns = [pl.ds(start, piece) for start in starts]
         values = [load(x, row, part) for part in columns]
-        if addend is not None and total_out is not None:
-            values = [value + load(addend, row, part) for value, part in zip(values, columns, strict=True)]
+        if parts is not None and total_out is not None:
+            for i, part in enumerate(columns):
+                added = [load(parts, index, row, part) for index in range(desc.num_parts)]
+                values[i] = values[i] + functools.reduce(jnp.add, added)
             for part, value in zip(columns, values, strict=True):
                 total_out.at[row, part][...] = value.astype(desc.dtype)
         squares = [value * value for value in values]

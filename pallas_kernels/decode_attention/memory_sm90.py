@@ -7,23 +7,24 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels.common import mosaic, simt
-from pallas_kernels.common.types import Ref, Scalar, Value
+from pallas_kernels.common.types import Layout, Ref, Scalar, Value
 
 
-def scatter(ref: Ref, values: Value, offsets: Value) -> None:
+def scatter(ref: Ref, values: Value, offsets: Value, layout: Layout = mosaic.WGMMA) -> None:
     """ref[offsets] = values where an offset is not negative. ref: (n,) of 16 bits an element, in global memory.
 
-    values, offsets: of one shape, in layout WGMMA; offsets int32.
+    values, offsets: of one shape, in ``layout``; offsets int32.
     """
 
-    @simt.inline(plgpu.RefType(), mosaic.WGMMA, mosaic.WGMMA)
+    @simt.inline(plgpu.RefType(), layout, layout)
     def write(ctx, ref, values, offsets):
         del ctx
         base = simt.address_of(ref)
         text = "{ .reg .pred p; setp.ge.s32 p, $2, 0; @p st.global.b16 [$0], $1; }"
         for register, places in zip(values.registers.flat, offsets.registers.flat, strict=True):
-            halves = mgpu.utils.bitcast(register, ir.VectorType.get((2,), simt.integer(16)))
-            for i in range(2):
+            (length,) = ir.VectorType(register.type).shape
+            halves = mgpu.utils.bitcast(register, ir.VectorType.get((length,), simt.integer(16)))
+            for i in range(length):
                 half, place = (vector.extract(x, [], [i]) for x in (halves, places))
                 wide = arith.extsi(simt.integer(64), place)
                 address = arith.addi(base, arith.muli(wide, simt.integer_constant(2)))

@@ -22,6 +22,7 @@ def rotate_and_store(
     *,
     norms: tuple[jax.Array, ...] = (),
     eps: float = 0.0,
+    has_parts: bool = False,
     config: RotateConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -33,11 +34,12 @@ def rotate_and_store(
 
     Args:
         projected: (B, S, N * D), (B, S, M * D) and (B, S, M * D): queries, keys and values. Or one array with these
-            side by side.
+            side by side. With has_parts each is the partial sums of a product, (P, R, columns) in the dtype of the
+            caches or float32, which are added in their order. Of their R >= B * S rows those past B * S are not read.
         cos, sin: (B, S, D/2) float32.
-        caches: keys and values, (B, M, L, D) each, in the dtype of ``projected``.
+        caches: keys and values, (B, M, L, D) each, in the dtype of ``projected``, which is that of the queries.
         starts, lengths, first_slots: (B,) int32; lengths at most L.
-        norms: weights (D,) of the RMSNorms of query and key heads, in the dtype of ``projected``; () for none.
+        norms: weights (D,) of the RMSNorms of query and key heads, in the dtype of the caches; () for none.
         eps: of the norms.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
@@ -48,7 +50,7 @@ def rotate_and_store(
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
-    desc = describe(projected, caches, norms, eps)
+    desc = describe(projected, caches, norms, eps, num_tokens=cos.shape[1] if has_parts else None)
     places = (starts, lengths, first_slots)
 
     def hopper():
@@ -67,33 +69,44 @@ def rotate_and_store(
 
 
 def describe(
-    projected: tuple[jax.Array, ...], caches: tuple[jax.Array, jax.Array], norms: tuple[jax.Array, ...], eps: float
+    projected: tuple[jax.Array, ...],
+    caches: tuple[jax.Array, jax.Array],
+    norms: tuple[jax.Array, ...],
+    eps: float,
+    *,
+    num_tokens: int | None = None,
 ) -> RotateDesc:
-    """The description of a call; raises ValueError or TypeError for a wrong one."""
+    """The description of a call; raises ValueError or TypeError for a wrong one. num_tokens: S of partial sums."""
     k, v = caches
     shapes = f"projected {[a.shape for a in projected]}, caches {k.shape}, {v.shape}, norms {[a.shape for a in norms]}"
-    expected = "expected (B, S, N * D) and two (B, S, M * D), or one array of them; two (B, M, L, D); two (D,) or none"
+    rows = "B, S" if num_tokens is None else "P, R"
+    expected = f"expected ({rows}, N * D) and two ({rows}, M * D), or one array of them; two (B, M, L, D); two (D,) or "
+    expected += "none" if num_tokens is None else f"none; P alike, R >= B * S with S={num_tokens}"
     if len(projected) not in (1, 3) or any(a.ndim != 3 for a in projected) or k.ndim != 4 or k.shape != v.shape:
         raise ValueError(f"{shapes}; {expected}")
     batch, num_kv_heads, num_slots, width = k.shape
-    num_tokens, keys = projected[0].shape[1], num_kv_heads * width
+    lead, keys = projected[0].shape[:2], num_kv_heads * width
     columns = projected[0].shape[2] - (2 * keys if len(projected) == 1 else 0)
     others = [a.shape for a in projected[1:]]
+    is_wrong = lead[0] != batch if num_tokens is None else not lead[0] or lead[1] < batch * num_tokens
     if (
-        projected[0].shape[0] != batch
+        is_wrong
         or columns <= 0
         or columns % width
         or width % 2
-        or any(shape != (batch, num_tokens, keys) for shape in others)
+        or any(shape != (*lead, keys) for shape in others)
         or [a.shape for a in norms] not in ([], [(width,)] * 2)
     ):
         raise ValueError(f"{shapes}; {expected}")
-    dtypes = {jnp.dtype(a.dtype).name for a in (*projected, *caches, *norms)}
-    if len(dtypes) != 1:
-        raise TypeError(f"operands are {', '.join(sorted(dtypes))}; expected one dtype")
+    dtypes = {jnp.dtype(a.dtype).name for a in (*caches, *norms)}
+    part_dtypes = {jnp.dtype(a.dtype).name for a in projected}
+    may_differ = num_tokens is not None and part_dtypes == {"float32"}
+    if len(dtypes) != 1 or (part_dtypes != dtypes and not may_differ):
+        names = ", ".join(sorted(dtypes | part_dtypes))
+        raise TypeError(f"operands are {names}; expected one dtype{', or partial sums in float32' * bool(num_tokens)}")
     return RotateDesc(
         batch=batch,
-        num_tokens=num_tokens,
+        num_tokens=lead[1] if num_tokens is None else num_tokens,
         num_heads=columns // width,
         num_kv_heads=num_kv_heads,
         width=width,
@@ -102,4 +115,6 @@ def describe(
         is_packed=len(projected) == 1,
         has_norm=bool(norms),
         eps=float(eps),
+        num_parts=1 if num_tokens is None else lead[0],
+        part_dtype=part_dtypes.pop(),
     )

@@ -12,7 +12,8 @@ class RotateDesc:
 
     batch, num_tokens: B and S, rows and tokens of each. num_heads, num_kv_heads: N and M. width: D of a head.
     num_slots: L of the cache. dtype: of all but angles. is_packed: queries, keys and values are parts of one array.
-    has_norm: heads of queries and keys are normalised. eps: of the norm.
+    has_norm: heads of queries and keys are normalised. eps: of the norm. num_parts: partial sums that projections are
+    given as. part_dtype: of these, None where it is ``dtype``.
     """
 
     batch: int
@@ -25,6 +26,8 @@ class RotateDesc:
     is_packed: bool
     has_norm: bool
     eps: float
+    num_parts: int = 1
+    part_dtype: str | None = None
 
     @property
     def num_items(self) -> int:
@@ -47,6 +50,8 @@ def config_error(desc: RotateDesc, config: RotateConfig) -> str | None:
     """Why the Hopper kernel cannot run ``desc``, or None when it can."""
     if desc.dtype not in ("bfloat16", "float16"):
         return f"dtype {desc.dtype}; there are bfloat16 and float16"
+    if desc.part_dtype not in (None, desc.dtype, "float32"):
+        return f"partial sums of {desc.part_dtype}; there are {desc.dtype} and float32"
     if desc.num_heads % HEADS or desc.num_kv_heads % HEADS:
         return f"{desc.num_heads} query and {desc.num_kv_heads} key heads; multiples of {HEADS}"
     if desc.width not in (64, 128, 256):

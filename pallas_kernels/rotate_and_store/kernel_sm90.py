@@ -29,7 +29,7 @@ def rotate_and_store_sm90(
 
     def run(k, v, *rest):
         count = 1 if desc.is_packed else 3
-        projected = [a.reshape(tokens, -1, desc.width) for a in rest[:count]]
+        projected = [a.reshape(desc.num_parts, -1, a.shape[-1] // desc.width, desc.width) for a in rest[:count]]
         angles = [a.reshape(tokens, -1) for a in rest[count : count + 2]]
         k, v, q = call(k, v, *projected, *angles, *rest[count + 2 :])
         return q.reshape(desc.batch, desc.num_tokens, desc.num_heads, desc.width), k, v
@@ -54,18 +54,24 @@ def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: 
         return lax.broadcast_in_dim(values.astype(jnp.float32), tile, [1])
 
     def heads(which: int, token: Scalar, head: Scalar) -> list[Value]:
+        """float32."""
         at = pl.ds(first_heads[which] + head, HEADS)
-        return [mosaic.load(projected[which].at[token, at, h], layout=layout, optimized=False) for h in halves]
+
+        def part(index, columns):
+            own = projected[which].at[index, token, at, columns]
+            return mosaic.load(own, layout=layout, optimized=False).astype(jnp.float32)
+
+        return [functools.reduce(jnp.add, [part(i, h) for i in range(desc.num_parts)]) for h in halves]
 
     def rotated(which: int, token: Scalar, head: Scalar) -> list[Value]:
-        x = [part.astype(jnp.float32) for part in heads(which, token, head)]
+        x = heads(which, token, head)
         if desc.has_norm:
             total = jnp.sum(x[0] * x[0] + x[1] * x[1], axis=1)
             inverse = lax.broadcast_in_dim(lax.rsqrt(total * (1.0 / desc.width) + desc.eps), tile, [0])
             weights = [vector(norms[which], columns) for columns in halves]
             x = [part * inverse * weight for part, weight in zip(x, weights, strict=True)]
         (first, second), c, s = x, vector(cos, token), vector(sin, token)
-        return [(first * c - second * s).astype(desc.dtype), (second * c + first * s).astype(desc.dtype)]
+        return [first * c - second * s, second * c + first * s]
 
     def store(cache: Ref, token: Scalar, head: Scalar, values: Callable[[], list[Value]]) -> None:
         row, column = lax.div(token, jnp.int32(desc.num_tokens)), lax.rem(token, jnp.int32(desc.num_tokens))
@@ -74,7 +80,7 @@ def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: 
         @pl.when((slot >= starts[row]) & (slot < lengths[row]))
         def _():
             for columns, value in zip(halves, values(), strict=True):
-                cache.at[row, pl.ds(head, HEADS), slot, columns][...] = value
+                cache.at[row, pl.ds(head, HEADS), slot, columns][...] = value.astype(desc.dtype)
 
     def one_item(item):
         token, head = (
@@ -86,7 +92,7 @@ def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: 
         @pl.when(of_keys < 0)
         def _():
             for columns, value in zip(halves, rotated(0, token, head), strict=True):
-                q_out.at[token, pl.ds(head, HEADS), columns][...] = value
+                q_out.at[token, pl.ds(head, HEADS), columns][...] = value.astype(desc.dtype)
 
         @pl.when((of_keys >= 0) & (of_values < 0))
         def _():

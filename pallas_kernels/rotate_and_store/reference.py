@@ -1,5 +1,7 @@
 """rotate_and_store in plain jnp."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -17,12 +19,18 @@ def rotate_and_store_ref(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What ``rotate_and_store`` computes."""
     ends = (desc.num_heads * desc.width, (desc.num_heads + desc.num_kv_heads) * desc.width)
+    tokens = desc.batch * desc.num_tokens
+
+    def summed(a):
+        parts = a.reshape(desc.num_parts, -1, a.shape[-1])[:, :tokens].astype(jnp.float32)
+        return functools.reduce(jnp.add, parts)
+
+    projected = tuple(map(summed, projected))
     q, k, v = jnp.split(projected[0], ends, axis=-1) if desc.is_packed else projected
     q, k, v = (part.reshape(desc.batch, desc.num_tokens, -1, desc.width) for part in (q, k, v))
-    q, k = (part.astype(jnp.float32) for part in (q, k))
     if desc.has_norm:
         q, k = (_normed(part, weight, desc.eps) for part, weight in zip((q, k), norms, strict=True))
-    q, k = (_rotated(part, cos, sin).astype(v.dtype) for part in (q, k))
+    q, k, v = (part.astype(caches[0].dtype) for part in (_rotated(q, cos, sin), _rotated(k, cos, sin), v))
     starts, lengths, first_slots = places
     slots = first_slots[:, None] + jnp.arange(desc.num_tokens, dtype=jnp.int32)
     is_kept = (slots >= starts[:, None]) & (slots < lengths[:, None])

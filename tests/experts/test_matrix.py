@@ -88,8 +88,8 @@ def test_product_of_the_kernels(name, out_dtype, num_tokens):
     x = jnp.asarray(rng.standard_normal((num_tokens, K)), jnp.bfloat16)
     bias = jnp.asarray(rng.standard_normal(N), jnp.bfloat16)
     y = run_kernels(x, matrix, bias, jnp.dtype(out_dtype), kernels="reference")
-    assert y.shape == (num_tokens, N) and y.dtype == out_dtype
-    assert_close(y, x, plain, bias, is_rounded=True)
+    assert y.shape[0] >= num_tokens and y.shape[1] == N and y.dtype == out_dtype
+    assert_close(y[:num_tokens], x, plain, bias, is_rounded=True)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 300])

@@ -119,9 +119,11 @@ def test_launches_of_a_layer(case, monkeypatch):
         "_attend": layers,
     }
     products = [line for line in main.splitlines() if "stablehlo.dot_general" in line]
-    assert sum("tensor<1024x256xbf16>" in line for line in products) == layers  # into attention, of all heads
+    for parts in ("tensor<4x4x1024xf32>", "tensor<8x4x256xf32>"):  # into attention, of all heads, and out of it
+        assert sum(line.endswith(f"-> {parts}") for line in products) == layers
+        assert not any("stablehlo.reduce" in line and parts in line for line in main.splitlines())  # kernels add them
     written = [line for line in main.splitlines() if line.endswith("-> tensor<4x4x64x64xbf16>")]
     assert not any("}) :" in line or "dynamic_update_slice" in line for line in written)  # no scatter into a cache
-    # Equal layers share the text of a kernel: norms without a sum, with it, and with one that nobody reads at the end;
-    # the rotation; one or two for attention.
-    assert text.count("mosaic_gpu_v2") == (5 if HEADS.is_fused else 6)
+    # Equal layers share the text of a kernel: norms without a sum, with attention's parts, with what experts give, and
+    # with a sum that nobody reads at the end; the rotation; one or two for attention.
+    assert text.count("mosaic_gpu_v2") == (6 if HEADS.is_fused else 7)

@@ -25,6 +25,16 @@ def make(rows, width, dtype, has_addend):
     return (x, weight, addend if has_addend else None), wide.astype(DTYPES[dtype]), normal
 
 
+def in_parts(arguments, parts):
+    """The same call, its addend in this many float32 partial sums of three rows more, which hold NaN."""
+    x, weight, addend = arguments
+    rows, width = x.shape
+    split = np.full((parts, rows + 3, width), np.nan, np.float32)
+    split[1:, :rows] = np.random.default_rng(1).integers(-8, 9, (parts - 1, rows, width)) / 4
+    split[0, :rows] = addend.astype(np.float32) - split[1:, :rows].sum(0)
+    return (x, weight, split), split[:, :rows].astype(np.float64).sum(0)
+
+
 def run(arguments, implementation):
     call = jax.jit(functools.partial(add_and_norm, eps=EPS, implementation=implementation))
     return [np.asarray(a) for a in call(*jax.tree.map(jnp.asarray, arguments))]
@@ -40,15 +50,33 @@ def check(implementation, rows, width, dtype):
         np.testing.assert_array_equal(found[1], run(arguments, implementation)[1])
 
 
+def check_parts(implementation, rows, width, dtype):
+    """The sum is rounded once, behind all additions."""
+    (arguments, _, _), step = make(rows, width, dtype, True), float(ml_dtypes.finfo(DTYPES[dtype]).eps)
+    arguments, added = in_parts(arguments, 4)
+    wide = arguments[0].astype(np.float64) + added
+    normal = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * arguments[1].astype(np.float64)
+    found = run(arguments, implementation)
+    np.testing.assert_allclose(found[0].astype(np.float64), wide, rtol=0.52 * step, atol=1e-6)
+    np.testing.assert_allclose(found[1].astype(np.float64), normal, rtol=0.52 * step, atol=1e-5)
+    one = run((*arguments[:2], arguments[2].sum(0, keepdims=True)), implementation)  # exact: so are the sums
+    for parts, whole in zip(found, one, strict=True):
+        np.testing.assert_array_equal(parts, whole)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference(dtype):
     check("reference", 5, 96, dtype)
+    check_parts("reference", 5, 96, dtype)
 
 
 def test_wrong_calls():
     x, weight = jnp.zeros((4, 128), jnp.bfloat16), jnp.zeros(128, jnp.bfloat16)
     refuses(ValueError, r"expected .T, H., .H,., .T, H.", add_and_norm, x, weight[:64], eps=EPS)
     refuses(ValueError, r"addend .3, 128.", add_and_norm, x, weight, x[:3], eps=EPS)
+    refuses(ValueError, r"addend .2, 3, 128.; .* R >= T", add_and_norm, x, weight, jnp.zeros((2, 3, 128)), eps=EPS)
+    wide = jnp.zeros((4, 128), jnp.float32)
+    refuses(TypeError, "or partial sums in float32", add_and_norm, x, weight, wide, eps=EPS)
     refuses(TypeError, "bfloat16, float32", add_and_norm, x, weight.astype(jnp.float32), eps=EPS)
     refuses(NotImplementedError, "needs a Hopper GPU", add_and_norm, x, weight, eps=EPS, implementation="hopper")
 
@@ -57,6 +85,8 @@ def test_config_error():
     assert config_error(AddNormDesc(4, 2880, "bfloat16", True, EPS), AddNormConfig(1)) is None
     assert "from 128 to" in config_error(AddNormDesc(4, 96, "bfloat16", True, EPS), AddNormConfig(1))
     assert "from 128 to" in config_error(AddNormDesc(4, 16384, "bfloat16", True, EPS), AddNormConfig(1))
+    of_parts = AddNormDesc(4, 128, "bfloat16", 2, EPS, "float16")
+    assert "parts of float16" in config_error(of_parts, AddNormConfig(1))
     assert "float32" in config_error(AddNormDesc(4, 128, "float32", True, EPS), AddNormConfig(1))
     assert "at least 1" in config_error(AddNormDesc(4, 128, "float16", True, EPS), AddNormConfig(0))
 
@@ -72,6 +102,7 @@ def test_lowers_for_cuda(case):
 @pytest.mark.parametrize(("rows", "width"), [(1, 2048), (64, 2880), (3000, 4096), (7, 7168), (5, 200)])
 def test_gpu(rows, width, dtype):
     check("hopper", rows, width, dtype)
+    check_parts("hopper", rows, width, dtype)
 
 
 @pytest.mark.gpu

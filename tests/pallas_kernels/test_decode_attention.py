@@ -7,6 +7,7 @@ depend on the other rows.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_attention import DecodeConfig, config_error, decode_attention, items_sm90, latents_sm90
+from pallas_kernels.decode_attention import (
+    DecodeConfig,
+    combine_sm90,
+    config_error,
+    decode_attention,
+    items_sm90,
+    latents_sm90,
+)
 from pallas_kernels.decode_attention.api import queries_in_columns
 from pallas_kernels.decode_attention.config import HEADS, DecodeForm, choose_config, shared_bytes
 from tests.support.kernels import warpgroups
 from tests.support.kernels.decode_cases import DECODES, SMS, WIDTHS, decode_cases, decode_desc
+from tests.support.kernels.in_lockstep import Memory, simt_of
 from tests.support.oracles.tolerances import Tolerance, assert_rows_close
 from tests.support.refusals import refuses
 
@@ -191,6 +200,50 @@ def test_latents_in_threads(monkeypatch, options):
         y = np.where(total[..., None] == 0, 0, y / np.where(total == 0, 1, total)[..., None])
         y = y.reshape(-1, 128)[: desc.columns].reshape(desc.num_queries, desc.num_heads, 128)
         np.testing.assert_allclose(y, expected[row], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("swap_ab", [True, False], ids=["keys are rows", "queries are rows"])
+def test_combine_in_lockstep(monkeypatch, swap_ab):
+    """Sums of up to ten splits; those of splits that no query sees are not read. Two are loaded at once, and
+    three as in long caches."""
+    monkeypatch.setattr(combine_sm90, "UNROLL", 2)
+    monkeypatch.setattr(combine_sm90, "UNROLL_MANY", 3)
+    desc = decode_desc(64, 64, num_queries=2, num_heads=6, num_slots=640, window=600, has_sinks=True)
+    config = DecodeConfig(8, 64, 64, 1, 1, is_fused=False, swap_ab=swap_ab)
+    places = {"starts": (0, 130, 0), "lengths": (640, 200, 0), "first_slots": (638, 198, 0)}
+    rng = np.random.default_rng(0)
+    tiles, splits, width = config.all_tiles(desc), config.num_splits(desc), desc.value_width
+    sums, tops = rng.standard_normal((tiles, splits, width, 8)), 5 * rng.standard_normal((tiles, splits, 8))
+    totals, sinks = rng.uniform(1, 9, (tiles, splits, 8)), rng.standard_normal(6)
+    is_seen = np.zeros((3, splits), bool)
+    is_seen[0], is_seen[1, 2:4] = True, True  # the first query's window begins at slot 39, in split 0
+    found = np.full(3 * 2 * 6 * width, np.nan)
+
+    def memory(values, is_written: Any = True):
+        held = Memory(values.size, values.astype(np.float32).reshape(-1).view(np.int32))
+        held.is_written = np.broadcast_to(is_written, values.shape).reshape(-1)
+        return held
+
+    def scatter(out, values, offsets, layout):
+        del layout
+        offsets = np.asarray(offsets)
+        out[offsets[offsets >= 0]] = np.asarray(values.astype(jnp.float32))[offsets >= 0]
+
+    of_tile = np.repeat(is_seen, tiles // 3, axis=0)[:, :, None]
+    refs = [memory(sums if swap_ab else sums.swapaxes(2, 3), of_tile[..., None]), memory(tops, of_tile)]
+    refs += [memory(totals, of_tile), *(np.array(place, np.int32) for place in places.values()), memory(sinks)]
+    stand_ins = warpgroups.stand_ins() | dict(simt=simt_of(128), scatter=scatter)
+    for name in ("lax", "mosaic", "simt", "scatter"):
+        monkeypatch.setattr(combine_sm90, name, stand_ins[name])
+    monkeypatch.setattr(items_sm90, "lax", stand_ins["lax"])
+    body = functools.partial(combine_sm90._kernel, desc, config, *refs, found)
+    warpgroups.run(body, combine_sm90.num_combining_ctas(desc, config), 1, dict)
+    weights = np.where(of_tile, np.exp2(tops), 0)
+    own = np.exp(np.tile(sinks.reshape(2, 3), (3, 2)))  # tile -> column: the heads of each query
+    numerator = np.einsum("tsvc,tsc->tcv", sums, weights)[:, :6]
+    expected = numerator / ((totals * weights).sum(1)[:, :6] + own)[..., None]
+    expected = expected.reshape(3, 2, 2, 3, width).swapaxes(1, 2)  # row, query, key head, member
+    np.testing.assert_allclose(found, expected.reshape(-1), rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -77,11 +77,12 @@ def _rows(tree: Any, own: Any, count: int) -> list[Any]:
     return [leaf[own] if leaf.shape[0] == count else leaf[:, own] for leaf in jax.tree.leaves(tree)]
 
 
-def adding_and_norming(width: int) -> tuple[Any, Any]:
+def adding_and_norming(width: int, parts: int = 0) -> tuple[Any, Any]:
+    """parts: partial sums that are added, with two rows more; 0 for a plain sum."""
     rng = np.random.default_rng(0)
-    x, addend, weight = (
-        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((3, width), (3, width), width)
-    )
+    x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((3, width), width))
+    shape, dtype = ((parts, 5, width), jnp.float32) if parts else ((3, width), jnp.bfloat16)
+    addend = jnp.asarray(rng.standard_normal(shape), dtype)
     config = AddNormConfig(2)
     return tuple(
         add_and_norm(x, weight, addend, eps=1e-6, config=config, implementation=name)
@@ -89,16 +90,19 @@ def adding_and_norming(width: int) -> tuple[Any, Any]:
     )
 
 
-def rotating_and_storing(is_packed: bool) -> tuple[Any, Any]:
-    """Three rows of two tokens: one before the row's start, one behind its end."""
+def rotating_and_storing(is_packed: bool, has_parts: bool = False) -> tuple[Any, Any]:
+    """Three rows of two tokens: one before the row's start, one behind its end. has_parts: three partial sums, of two
+    rows more."""
     rng, width = np.random.default_rng(0), 64
     parts = [jnp.asarray(rng.standard_normal((3, 2, n * width)), jnp.bfloat16) for n in (8, 4, 4)]
     projected = (jnp.concatenate(parts, axis=-1),) if is_packed else tuple(parts)
+    if has_parts:
+        projected = tuple(jnp.asarray(rng.standard_normal((3, 8, a.shape[-1])), jnp.float32) for a in projected)
     cos, sin = (jnp.asarray(rng.standard_normal((3, 2, width // 2)), jnp.float32) for _ in range(2))
     caches = tuple(jnp.asarray(rng.standard_normal((3, 4, 8, width)), jnp.bfloat16) for _ in range(2))
     places = [jnp.asarray(at, jnp.int32) for at in ([1, 0, 2], [2, 4, 6], [0, 3, 4])]
     norms = tuple(jnp.asarray(rng.standard_normal(width), jnp.bfloat16) for _ in range(2))
-    options: Any = dict(norms=norms, eps=1e-6, config=RotateConfig(3))
+    options: Any = dict(norms=norms, eps=1e-6, config=RotateConfig(3), has_parts=has_parts)
     return tuple(
         rotate_and_store(projected, cos, sin, caches, *places, implementation=name, **options)
         for name in ("hopper", "reference")
@@ -249,6 +253,9 @@ PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "combine": combining,
     **{f"add_and_norm {width}": functools.partial(adding_and_norming, width) for width in (256, 320)},
+    "add_and_norm of parts": functools.partial(adding_and_norming, 320, 4),
+    "rotate_and_store of parts": functools.partial(rotating_and_storing, False, True),
+    "rotate_and_store of parts, packed": functools.partial(rotating_and_storing, True, True),
     "rotate_and_store": functools.partial(rotating_and_storing, False),
     "rotate_and_store, packed": functools.partial(rotating_and_storing, True),
     **{f"decode {name}": functools.partial(decoding, *form) for name, form in _DECODES.items()},

@@ -29,7 +29,10 @@ _TMA_ROWS = 8  # rows of a box
 def multiply(
     x: Array, matrix: QuantizedMatrix, bias: Array | None, out_dtype: DTypeLike, *, kernels: str = "hopper"
 ) -> Array:
-    """``Backend.multiply`` with the implementation of every kernel given by name; "reference" runs anywhere."""
+    """``Backend.multiply`` with the implementation of every kernel given by name; "reference" runs anywhere.
+
+    Returns all rows of all tiles: to cut some off would be a copy.
+    """
     tensor, fmt, num_tokens = matrix.tensor, matrix.scheme.activations, x.shape[0]
     block_m = choose_block_m(matrix, num_tokens, out_dtype)
     tiles = -(-num_tokens // block_m)
@@ -55,7 +58,7 @@ def multiply(
         rows, row_scale = quantize(x, quantization=kind, scale=scale)
         tile_rows = jnp.minimum(num_tokens - block_m * jnp.arange(tiles, dtype=jnp.int32), block_m)
         options |= dict(w=tensor.data, w_scale=tensor.scale, tile_rows=tile_rows)
-        return grouped_gemm(rows, x_scale=row_scale if scale is None else scale, **options)[:num_tokens]
+        return grouped_gemm(rows, x_scale=row_scale if scale is None else scale, **options)
     operand = kernel_operand(tensor)
     if tensor.g_idx is not None:
         x = x[:, tensor.g_idx[0]]
@@ -67,7 +70,7 @@ def multiply(
         rows, row_scale = rows_on_grid(
             x, fmt, tensor.input_scale, operand.fmt.operand, (), quantize=quantize, place=place
         )
-    return grouped_gemm_packed(rows, operand, x_scale=row_scale, **options)[:num_tokens]
+    return grouped_gemm_packed(rows, operand, x_scale=row_scale, **options)
 
 
 def choose_block_m(matrix: QuantizedMatrix, num_tokens: int, out_dtype: DTypeLike) -> int:

@@ -18,12 +18,14 @@ from moe_jax.models._layer_cache import SlotCache, extended
 from moe_jax.models._layers import (
     MANY_ROWS,
     Linear,
+    PartialSums,
     RMSNorm,
     ZeroCenteredRMSNorm,
     parameter,
+    partial_sums,
     precision_of,
-    rounded_product,
     scaled_to_unit,
+    split_product,
 )
 from moe_jax.models._partition import WHOLE, Partition, Partitioned, partitioned
 from moe_jax.models.attention._choice import AttentionImplementation, attend_by, choose
@@ -142,9 +144,9 @@ class Attention(Partitioned):
 
     def __call__(
         self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
-    ) -> tuple[Float[Array, "B S H"], SlotCache, None]:
+    ) -> tuple[Float[Array, "B S H"] | PartialSums, SlotCache, None]:
         """Attend and return the output with this layer's keys and values, (B, kv_heads, slots, D) each, and None: it
-        selects nothing.
+        selects nothing. Where ``_fused`` kernels run, the output may be in parts.
 
         cached: those of earlier calls; None keeps this call's tokens alone.
         """
@@ -158,7 +160,7 @@ class Attention(Partitioned):
 
     def _forward(
         self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
-    ) -> tuple[Float[Array, "B S H"], SlotCache]:
+    ) -> tuple[Float[Array, "B S H"] | PartialSums, SlotCache]:
         found, gate = None if cached is None else self._in_one_launch(x, inputs, cached), None
         if found is None:
             q, k, v, gate = self._heads(x, inputs)
@@ -174,7 +176,7 @@ class Attention(Partitioned):
         )
         y = y.reshape(*x.shape[:2], -1)
         y = y if gate is None else (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(y.dtype)
-        return self.o_proj(y), kept
+        return self.o_proj(y) if self.num_sms() is None or 0 in y.shape else partial_sums(self.o_proj, y), kept
 
     def num_sms(self) -> int | None:
         """Of the GPU that runs ``_fused`` kernels for this layer, None where none does."""
@@ -188,7 +190,7 @@ class Attention(Partitioned):
         config, sms = self.config, self.num_sms()
         is_plain = self.is_rotated and config.clip_qkv is None and not config.is_rope_interleaved
         is_plain &= not config.has_output_gate and not isinstance(self.q_norm, ZeroCenteredRMSNorm)
-        if sms is None or not is_plain or config.qk_norm not in (None, "head"):
+        if sms is None or not is_plain or config.qk_norm not in (None, "head") or 0 in x.shape:
             return None
         found = _fused.rotated_and_stored(
             self._projected(x),
@@ -204,20 +206,20 @@ class Attention(Partitioned):
         q, k, v = found
         return q.reshape(*q.shape[:2], config.num_kv_heads, -1, config.head_dim), k, v
 
-    def _projected(self, x: Float[Array, "B S H"]) -> tuple[Array, ...]:
+    def _projected(self, x: Float[Array, "B S H"]) -> tuple[PartialSums, ...]:
         """Queries, keys and values of all heads; side by side in one array where one product can make them."""
         modules = (self.q_proj, self.k_proj, self.v_proj)
         is_plain = all(not isinstance(m.weight, QuantizedParam) and m.bias is m.lora is None for m in modules)
         if not is_plain:
-            return tuple(module(x) for module in modules)
+            return tuple(partial_sums(module, x) for module in modules)
         if x.size // x.shape[-1] >= MANY_ROWS:
             # cuBLAS takes one weight. XLA would merge products of the same rows, copy their weights together for it in
             # each call, and slice what comes out.
             others = jax.lax.optimization_barrier((x, x))
-            return tuple(module(rows) for module, rows in zip(modules, (x, *others), strict=True))
+            return tuple(partial_sums(module, rows) for module, rows in zip(modules, (x, *others), strict=True))
         # XLA's own kernels for few rows read the three weights where they lie.
         merged = jnp.concatenate([module.weight[...] for module in modules])
-        return (rounded_product(x, merged),)
+        return (PartialSums(split_product(x.reshape(-1, x.shape[-1]), merged), x.shape[:-1]),)
 
     def _heads(self, x: Float[Array, "B S H"], inputs: AttentionInputs) -> tuple[Array, Array, Array, Array | None]:
         """Rotated q (B, S, kv_heads, group, D), rotated k and v as the cache keeps them, (B, kv_heads, S, D), and the

@@ -65,6 +65,8 @@ def decode_cases() -> Iterator[Case]:
         yield decode_case("three queries, window, two launches", desc, apart)
         if widths[0] == widths[1]:
             yield combine_case("three queries, window, sinks", desc, apart)
+            many = decode_desc(*widths, num_slots=70_000)
+            yield combine_case("many slots", many, choose_config(many, SMS))
         for columns, block_kv in ((8, 64), (8, 128), (32, 64), (32, 128)):
             other = DecodeConfig(columns, 512, block_kv, 1, SMS, is_fused=False)
             if config_error(desc, other) is None:

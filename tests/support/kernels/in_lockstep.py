@@ -60,6 +60,13 @@ def simt_of(threads: int) -> Any:
         constant=lambda value: jnp.full(threads, value, jnp.int32),
         barrier=lambda: None,
         load=lambda ref, index, mask, default: ref.load(index, mask, default),
+        load_float=_load_float,
         store=lambda ref, index, value, mask: ref.store(index, value, mask),
         count=lambda ref, index, mask: ref.count(index, mask),
     )
+
+
+def _load_float(ref: Memory, index: Any, mask: Any, dtype: Any, default: float) -> Any:
+    """Of a memory that holds the bits of float32 values."""
+    assert dtype == jnp.float32, dtype
+    return ref.load(index, mask, int(np.float32(default).view(np.int32))).view(jnp.float32)

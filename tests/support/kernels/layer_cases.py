@@ -1,5 +1,6 @@
 """The kernels between the products of a layer: sums with norms, and rotations with writes to the cache."""
 
+import dataclasses
 from collections.abc import Iterator
 
 from pallas_kernels.add_and_norm import AddNormDesc
@@ -18,9 +19,12 @@ def add_and_norm_cases() -> Iterator[Case]:
         for has_addend in (True, False):
             desc = AddNormDesc(64, width, "float16" if width == 8192 else "bfloat16", has_addend, 1e-6)
             rows: Shape = ((64, width), desc.dtype)
-            shapes = (rows, ((width,), desc.dtype), *[rows] * has_addend)
+            shapes = (rows, ((width,), desc.dtype), *[((1, 64, width), desc.dtype)] * has_addend)
             name = f"add_and_norm {width}{', sum' if has_addend else ''}"
             yield Case(name, add_and_norm_sm90(desc, choose_norm(desc, SMS)), shapes)
+        desc = AddNormDesc(60, width, "bfloat16", 8, 1e-6, "float32")
+        shapes = (((60, width), desc.dtype), ((width,), desc.dtype), ((8, 64, width), "float32"))
+        yield Case(f"add_and_norm {width}, 8 parts", add_and_norm_sm90(desc, choose_norm(desc, SMS)), shapes)
 
 
 def rotate_and_store_cases() -> Iterator[Case]:
@@ -34,3 +38,7 @@ def rotate_and_store_cases() -> Iterator[Case]:
             shapes += [((width,), dtype)] * (2 * has_norm) + [((4,), "int32")] * 3
             kernel = rotate_and_store_sm90(desc, choose_rotate(desc, SMS))
             yield Case(f"rotate_and_store {width}{', packed' if is_packed else ''}", kernel, tuple(shapes))
+        desc = dataclasses.replace(desc, is_packed=True, num_parts=4, part_dtype="float32")
+        shapes[2:5] = [((4, 16, 40 * width), "float32")]
+        kernel = rotate_and_store_sm90(desc, choose_rotate(desc, SMS))
+        yield Case(f"rotate_and_store {width}, 4 parts", kernel, tuple(shapes))
