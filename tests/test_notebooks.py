@@ -46,6 +46,23 @@ def test_made_from_its_source(path, execute):
     assert found == execute.unexecuted(path), "make notebooks writes it anew"
 
 
+def test_the_model_on_a_gpu_is_the_one_of_the_benchmarks():
+    """A notebook stands alone, so it says the sizes again."""
+    from benchmarks._model_configs import MODELS
+
+    tree = ast.parse((FOLDER / "07_a_model_on_a_gpu.py").read_text())
+    (call,) = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) == "FIELDS"
+        and isinstance(node.value, ast.Call)
+    ]
+    fields = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    of_benchmark = MODELS["qwen3-30b-a3b"]
+    assert fields == {key: of_benchmark[key] for key in fields if key in of_benchmark} | {"num_hidden_layers": 48}
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_outputs_are_those_of_one_run(path, execute):
     """Every cell ran once, in order; figures show, and are small; no warnings, errors or paths of a machine."""

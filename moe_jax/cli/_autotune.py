@@ -11,6 +11,7 @@ from moe_jax.cli._inspect import inspect_checkpoint
 from moe_jax.cli._progress import progress_bar
 from moe_jax.cli.bench._layer import SHAPES, layer_shape
 from moe_jax.experts._choice import first_choice
+from moe_jax.parallel._mesh import mesh_sizes
 from moe_jax.quantization import Scheme
 from pallas_kernels.autotune import GpuTimer
 from pallas_kernels.common.device import hopper_gpu
@@ -25,7 +26,9 @@ def run_autotune(args: argparse.Namespace, timer: Timer | None = None) -> int:
     """Run the command; returns how many cells no configuration runs. Raises ValueError and NotImplementedError for bad
     input, and where there is no GPU to measure.
     """
-    tokens, mesh = _tokens(args.tokens), _mesh(args.mesh)
+    tokens, mesh = _tokens(args.tokens), dict.fromkeys(_AXES, 1)
+    if args.mesh is not None:
+        mesh |= mesh_sizes(args.mesh, "--mesh", _AXES)
     keys = dict(_keys(args, mesh))
     gpu = hopper_gpu()
     path = user_path(gpu.kind)
@@ -102,14 +105,3 @@ def _tokens(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ValueError(f"--tokens {text!r}: expected positive integers separated by commas")
     return sorted(set(map(int, parts)))
-
-
-def _mesh(text: str | None) -> dict[str, int]:
-    """Devices of each axis that splits weights."""
-    sizes: dict[str, int] = dict.fromkeys(_AXES, 1)
-    for part in text.split(",") if text else ():
-        axis, _, count = part.strip().partition("=")
-        if axis not in sizes or not count.isdecimal() or int(count) < 1:
-            raise ValueError(f"--mesh {text!r}: expected expert=N or tensor=N, separated by commas")
-        sizes[axis] = int(count)
-    return sizes

@@ -50,7 +50,7 @@ from moe_jax.writing._matrices import (
     module_tensors,
 )
 from moe_jax.writing._shards import ShardedWriter, TensorSpec, copied_spec, write_text
-from moe_jax.writing._survey import ExpertLayer, Linear, Survey, survey
+from moe_jax.writing._survey import ExpertLayer, Linear, Survey, list_of_layers, numbered_experts, survey
 from moe_jax.writing._whole_directory import check_destination, staged
 
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' default
@@ -115,7 +115,7 @@ def quantize_checkpoint(
             calibration in the source gets input global scales of 1.
         revision: branch, tag or commit of a source on a hub; None is main.
         modules: "experts", or "all" for the matrices of attention, dense layers and shared experts as well. Routers,
-            the shared expert's gate, embeddings and the head always stay as they are.
+            the shared expert's gate, embeddings and the head always stay as they are, and so do vision models.
         ignore: more modules to leave out: names, or regular expressions after ``re:`` that match from the start. All
             experts of a layer go together.
         scale_search: None rounds with the scale of the largest value, "mse" searches the scale of the least squared
@@ -195,10 +195,12 @@ class _Job:
         names = (*checkpoint.names, *modules_of_experts)
         is_ignored = _Ignore(ignore, max(map(len, names), default=0))
         self._experts = [(layer, self._scheme_of_layer(layer, is_ignored)) for layer in self._survey.experts]
-        self._linears = [
-            (linear, target if not is_ignored(linear.module) and modules == "all" else self._unquantized)
-            for linear in self._survey.linears
-        ]
+        # All else is of a vision model, or of predictors with a list of layers of their own.
+        own = {list_of_layers(next(iter(layer.modules.values()))) for layer in self._survey.experts}
+        self._linears = []
+        for linear in self._survey.linears:
+            is_left = is_ignored(linear.module) or modules != "all" or list_of_layers(linear.module) not in own
+            self._linears.append((linear, self._unquantized if is_left else target))
         for module in ("lm_head", *(name.rpartition(".")[0] for name in self._survey.plain)):
             is_ignored(module)  # which is never quantized, so that naming it asks for nothing
         is_ignored.check_used(checkpoint.directory)
@@ -291,6 +293,7 @@ class _Job:
             if to.weights is None:
                 ignored.update(layer.modules.values())
         for name in self._survey.plain:
+            ignored.update(numbered_experts(self._checkpoint, name))
             module, _, leaf = name.rpartition(".")
             if leaf == "weight" and is_normally_plain(module) and not module.endswith(("embed_tokens", "wte")):
                 ignored.add(module)

@@ -222,6 +222,22 @@ def _linear(checkpoint: CheckpointLike, module: str, shape: tuple[int, ...], sch
     return Linear(module, shape, scheme, leaves, tuple(name for name in own if name in names))
 
 
+def list_of_layers(module: str) -> str | None:
+    """ "model.layers.3.mlp.gate" -> "model.layers", None where a module is of no layer."""
+    head, dot_layers, _ = f".{module}".partition(".layers.")
+    return f"{head}.layers"[1:] if dot_layers else None
+
+
+def numbered_experts(checkpoint: CheckpointLike, name: str) -> list[str]:
+    """Modules of the experts that a fused tensor of a predictor holds, as a file with one tensor each names them."""
+    head, dot_experts, projection = name.removesuffix(".weight").rpartition(".experts.")
+    words = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(projection, ())
+    shape = checkpoint.info(name).shape
+    if not dot_experts or len(shape) != 3:
+        return []
+    return [f"{head}.experts.{expert}.{word}" for expert in range(shape[0]) for word in words]
+
+
 def _stated(config: Json, keys: Iterable[str]) -> int | None:
     """An integer of config.json, or of the text model's part of it; None when it says nothing."""
     of_text = config.get("text_config")

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 import moe_jax
+from moe_jax.inspection import inspect_checkpoint
 from moe_jax.loading import Checkpoint
 from tests.fuzz import bases
 from tests.fuzz.decoder import decode_layer, read
+from tests.support.cases.families import add_predictor, write_qwen3_5
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -176,3 +178,25 @@ def test_other_families(tmp_path):
         assert checkpoint.read(f"{name}.weight").tobytes() == stored[f"{name}.weight"].tobytes()
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     assert ignored == ["lm_head", "model.layers.0.block_sparse_moe.router.layer", name]
+
+
+def test_other_models_stay_as_they_are(tmp_path):
+    """Qwen3.5 as published: its vision model and its predictor keep their tensors, which config.json names one by one:
+    readers hold what it does not name for quantized."""
+    sizes = dict(hidden_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_value_head_dim=16)
+    (tmp_path / "source").mkdir()
+    write_qwen3_5(tmp_path / "source", **sizes)
+    add_predictor(tmp_path / "source")
+    with Checkpoint(tmp_path / "source") as source:
+        others = {name: source.read(name) for name in source.names if name.startswith(("model.visual.", "mtp."))}
+    written = moe_jax.quantize_checkpoint(tmp_path / "source", tmp_path / "out", scheme="w4a16_g32", modules="all")
+    assert written.linears == {"quantized": 15}
+    with Checkpoint(tmp_path / "out") as out:
+        assert {name for name in out.names if name.startswith(("model.visual.", "mtp."))} == others.keys()
+        for name, tensor in others.items():
+            np.testing.assert_array_equal(out.read(name), tensor)
+        ignored = {*out.config["quantization_config"]["ignore"]}
+    words = ("gate_proj", "up_proj", "down_proj")
+    assert ignored >= {f"mtp.layers.0.mlp.experts.{expert}.{word}" for expert in range(8) for word in words}
+    assert ignored >= {"mtp.fc", "mtp.layers.0.self_attn.q_proj", "model.visual.blocks.0.attn.qkv"}
+    assert inspect_checkpoint(tmp_path / "out").problems == ()

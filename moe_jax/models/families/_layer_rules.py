@@ -141,6 +141,7 @@ def gated_delta_net(reader: ConfigReader, *, is_fused: bool) -> dict[str, Any]:
     has_biases = reader.boolean("attention_bias", default=False)
     if not reader.boolean("attn_output_gate", default=True):
         raise reader.error("attn_output_gate=false is not supported for this architecture; expected true")
+    reader.one_of("output_gate_type", ("swish", "silu"), default="swish")  # of linear attention
     return dict(
         linear_attention=LinearAttentionConfig(
             num_key_heads=reader.integer("linear_num_key_heads"),

@@ -17,7 +17,7 @@ from moe_jax.inspection import inspect_checkpoint
 from moe_jax.loading import CheckpointError
 from moe_jax.models import DecoderConfig, generate, load_pretrained
 from moe_jax.models.families.deepseek_v3 import DeepseekV3ForCausalLM
-from tests.support.cases.families import WRAPPED, edit, write_llama4, write_qwen3_5
+from tests.support.cases.families import WRAPPED, add_predictor, edit, write_llama4, write_qwen3_5
 from tests.support.cases.models import FAMILY_CASES, MORE_FAMILY_CASES, SIZES, VOCAB, Case, assert_logits_close, slow
 from tests.support.refusals import refuses
 
@@ -94,11 +94,10 @@ def test_parts_of_the_hybrid_matter(case, prompt, change):
 
 @pytest.mark.parametrize("is_tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_qwen3_5_as_published(prompt, tmp_path, is_tied):
-    """Its text keys lie in text_config, a vision model and layers for multi-token prediction stand beside: left out,
-    and named in the report."""
+    """Its text keys lie in text_config, all experts of a layer in one tensor; a vision model and a whole layer for
+    multi-token prediction stand beside: left out, and named in the report."""
     torch_model = write_qwen3_5(tmp_path, vocab_size=VOCAB, tie_word_embeddings=is_tied)
-    extra = {f"mtp.{name}": torch.zeros(2) for name in ("fc.weight", "layers.0.mlp.gate.weight", "norm.weight")}
-    edit(tmp_path, lambda tensors: tensors | extra)
+    extra = add_predictor(tmp_path)
     model, ids = load_pretrained(tmp_path, dtype=jnp.float32), prompt(2, 40)
     with torch.no_grad():
         expected = torch_model(input_ids=torch.tensor(ids)).logits.numpy()

@@ -220,6 +220,22 @@ def write_qwen3_5(directory: Path, **options: Any) -> Any:
     )
 
 
+def add_predictor(directory: Path) -> dict[str, torch.Tensor]:
+    """Lay Qwen3.5 out as published: experts of a layer in two tensors, and its last layer again as one for multi-token
+    prediction; returns the tensors of that."""
+
+    def publish(tensors):
+        tensors, last = writers.fused(tensors), "model.language_model.layers.1."
+        copies = {f"mtp.layers.0.{n.removeprefix(last)}": t for n, t in tensors.items() if n.startswith(last)}
+        norm = tensors["model.language_model.norm.weight"]
+        extra.update(copies | {"mtp.norm.weight": norm, "mtp.fc.weight": torch.zeros(len(norm), 2 * len(norm))})
+        return tensors | extra
+
+    extra: dict[str, torch.Tensor] = {}
+    edit(directory, publish)
+    return extra
+
+
 # Families whose language model is one of FAMILIES, within a checkpoint that holds others too.
 WRAPPED: dict[str, tuple[Any, str]] = {
     "llama4": (write_llama4, "llama4_text"),
