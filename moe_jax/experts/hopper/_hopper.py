@@ -14,6 +14,7 @@ from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
 from moe_jax.experts._backend import Backend, LayerArguments, MatrixProblem, Problem
 from moe_jax.experts.hopper import _backward, _kernel_layout, _matrix
+from moe_jax.experts.hopper._adapters import adapter_refusal
 from moe_jax.experts.hopper._backward import Static, differentiable
 from moe_jax.experts.hopper._experts import forward, forward_arrived, forward_layer, route_alone, routing_refusal
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, is_kernel_layout, kernel_format, kernel_operand
@@ -43,6 +44,7 @@ class Hopper(Backend):
     """Pallas kernels for Hopper GPUs; the default on every GPU, tried first."""
 
     name = "hopper"
+    takes_adapters = True
     plans_for_local_experts = True
     serves_arrived = True
     is_all_kernels = True
@@ -72,6 +74,8 @@ class Hopper(Backend):
             return f"weights of scheme {weights.scheme.name!r} are in layout 'plain'; the kernel reads kernel_layout's"
         if not weights.scheme.is_quantized and weights.w13.data.dtype != config.dtype:
             return f"unquantized weights are {weights.w13.data.dtype}, expected the layer's dtype {config.dtype.name}"
+        if (reason := adapter_refusal(config, weights)) is not None:
+            return reason
         if (reason := self.device_refusal()) is not None:
             return reason
         if not isinstance(problem.num_tokens, int):
@@ -91,6 +95,8 @@ class Hopper(Backend):
             quantized = "" if plan.quantization == "none" else "tokens are quantized where they are, "
             lines.append(f"rows: none are moved, {quantized}GEMM 1 takes all tokens as the rows of every tile")
         lines += describe_products(plan, weights)
+        if weights.has_adapters:
+            lines.append("adapters: by kernels between the products, GEMM 1 stored before its activation")
         lines.append(_backward.describe_gradient(config, weights))
         return lines + (_operand_notes(problem) if in_kernel_layout(weights) else _row_notes(problem, plan))
 
@@ -155,6 +161,8 @@ class Hopper(Backend):
 
     def layer_refusal(self, config: MoEConfig, arguments: LayerArguments) -> str | None:
         _, _, weights, params, token_mask, _ = arguments
+        if weights.has_adapters:
+            return "the whole layer in one takes no adapters"
         reason = self.routing_refusal(config, weights, params, has_mask=token_mask is not None)
         return reason or _kernel_refusal(forward_layer, config, arguments)
 
