@@ -163,9 +163,9 @@ def _body(
     )
     weights = _own_share(weights, own, parallel)
     chosen, skipped = choose(Problem(own, weights, num_tokens, jax.default_backend()))
-    if name == "nvlink_dispatch" and (chosen is None or not chosen.serves_arrived):
+    if name == "nvlink_dispatch" and (chosen is None or not chosen.serves_arrived or weights.has_adapters):
         if parallel.dispatch is not None:
-            raise NotImplementedError(_serving_refusal(config, skipped))
+            raise NotImplementedError(_serving_refusal(config, weights, skipped))
         name, _ = by_collectives(parallel, config)
     if chosen is None:
         raise NotImplementedError(nothing_runs(skipped))
@@ -192,10 +192,12 @@ def _body(
     return jnp.where(lax.axis_index(axes) == 0, whole, bare)[None], routed.topk_ids, load
 
 
-def _serving_refusal(config: MoEConfig, skipped: Sequence[tuple[str, str]]) -> str:
+def _serving_refusal(config: MoEConfig, weights: ExpertWeights, skipped: Sequence[tuple[str, str]]) -> str:
     """Why no backend serves tokens that other devices stored here."""
     serving = [name for name, backend in BACKENDS.items() if backend.serves_arrived]
     reasons = [reason for name, reason in skipped if name in serving]
+    if weights.has_adapters:
+        reasons.append("rows that arrive take no adapters (LoRA)")
     reason = "; ".join(reasons) or f"implementation={config.implementation} leaves it out"
     named = f"dispatch='nvlink_dispatch' needs experts that run in {' or '.join(serving)}"
     return f"{named}: {reason}; use 'all_gather' or 'all_to_all'"

@@ -90,7 +90,7 @@ class GemmDesc(GroupedGemm):
 
     @property
     def accumulator(self) -> str:
-        return _OPERANDS[self.dtype]
+        return _OPERANDS.get(self.dtype, "float32")  # of others, which the reference alone multiplies
 
     @property
     def is_rounded_first(self) -> bool:

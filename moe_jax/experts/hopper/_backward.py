@@ -15,7 +15,8 @@ as in the hidden values that are computed again: rounding passes gradients strai
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,16 +26,17 @@ from jax.custom_derivatives import SymbolicZero
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, DTypeLike
 from moe_jax.activations import apply_activation
+from moe_jax.experts.hopper._adapters import Addend, sum_of_experts
 from moe_jax.experts.hopper._experts import forward
 from moe_jax.experts.hopper._kernel_layout import to_plain_layout
-from moe_jax.quantization import ExpertWeights, QuantizedTensor, dequantize_tensor
+from moe_jax.experts.hopper._plan import tile_of_any_product
+from moe_jax.quantization import ExpertWeights, LowRank, QuantizedTensor, dequantize_tensor
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.combine import combine
 from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm.wgrad import grouped_wgrad
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
-_LOW = 96  # rows of an expert up to which tiles of 64 rows waste less than tiles of 128
 _LAYER_UNIT = 64  # what H and I are multiples of, so that operands can be read transposed
 
 
@@ -147,7 +149,7 @@ class _Gradient:
         """
         weights, config, kernels = self.weights, self.static.config, self.static.kernels
         num_experts, intermediate = weights.num_experts, weights.intermediate_size
-        block_m = _block_m(self.topk_ids.shape[0] * self.topk_ids.shape[1], num_experts)
+        block_m = tile_of_any_product(self.topk_ids.size, num_experts)
         tiles = align(self.topk_ids, num_experts, block_m, implementation=kernels)
         rows = _Rows(tiles, block_m, kernels)
         x, g_rows = (rows.of_tokens(tokens.astype(config.dtype)) for tokens in (self.x, g))
@@ -168,6 +170,15 @@ class _Gradient:
             gate_up = product(x, stacked, bias=bias)
         with jax.named_scope("hidden_cotangent"):
             hidden_bar = product(g_rows, w2, transposes_w=True)
+        w13_addend, w2_addend = (rows.addend(lora, config.dtype) for lora in (weights.w13_lora, weights.w2_lora))
+        if w13_addend is not None:
+            with jax.named_scope("w13_adapter"):
+                own = w13_addend.outer(w13_addend.inner(x))
+                gate_up = gate_up.astype(jnp.float32) + own.astype(jnp.float32)
+        if w2_addend is not None:
+            with jax.named_scope("w2_adapter"):
+                own = w2_addend.pulled(g_rows).rows()
+                hidden_bar = hidden_bar.astype(jnp.float32) + own.astype(jnp.float32)
         with jax.named_scope("activation"):
             of_rows = rows.of_pairs(self.topk_weights)
             wide = gate_up.astype(jnp.float32).reshape(-1, config.num_projections, intermediate)
@@ -182,6 +193,15 @@ class _Gradient:
             grouped_wgrad, first_row=rows.first, num_rows=tiles.group_sizes, implementation=kernels
         )
         w13_bar = w2_bar = x_bar = topk_bar = None
+        loras: dict[str, LowRank] = {}
+        if w13_addend is not None:
+            with jax.named_scope("w13_adapter_gradient"):
+                pulled = w13_addend.pulled(gate_up_bar)
+                loras["w13_lora"] = pulled.leaves(x, rows.first, wants_weights.w13_lora)
+        if w2_addend is not None:
+            with jax.named_scope("w2_adapter_gradient"):
+                pulled = w2_addend.pulled(g_rows)
+                loras["w2_lora"] = pulled.leaves(weighted, rows.first, wants_weights.w2_lora)
         if wants_weights.w2.data:
             with jax.named_scope("w2_gradient"):
                 w2_bar = contract(g_rows, weighted, out_dtype=w2.dtype)
@@ -190,24 +210,27 @@ class _Gradient:
                 w13_bar = contract(gate_up_bar, x, out_dtype=w13.dtype).reshape(w13.shape)
         if wants_x:
             with jax.named_scope("x_cotangent"):
-                x_bar = rows.sum_of_tokens(product(gate_up_bar, stacked, transposes_w=True), self.x.dtype)
+                parts = [product(gate_up_bar, stacked, transposes_w=True)]
+                if w13_addend is not None:
+                    parts.append(w13_addend.pulled(gate_up_bar).rows())
+                x_bar = rows.sum_of_tokens(parts, self.x.dtype)
         biases = dict.fromkeys(("w13_bias", "w2_bias"))
         if wants_weights.w13_bias:
             assert dense.w13_bias is not None
-            total = rows.sum_of_experts(gate_up_bar.astype(jnp.float32), num_experts)
+            total = rows.sum_of_experts(gate_up_bar.astype(jnp.float32))
             biases["w13_bias"] = pull_bias(total.reshape(dense.w13_bias.shape).astype(dense.w13_bias.dtype))
         if weights.w2_bias is not None:
             wide_g = g_rows.astype(jnp.float32)
             row_bar = row_bar + jnp.sum(wide_g * rows.of_experts(weights.w2_bias.astype(jnp.float32)), axis=1)
             if wants_weights.w2_bias:
-                total = rows.sum_of_experts(wide_g * of_rows[:, None], num_experts)
+                total = rows.sum_of_experts(wide_g * of_rows[:, None])
                 biases["w2_bias"] = total.astype(weights.w2_bias.dtype)
         if wants_topk:
             topk_bar = jnp.where(tiles.row_of < 0, 0.0, row_bar[jnp.maximum(tiles.row_of, 0)])
         w13_leaf, w2_leaf = (
             dataclasses.replace(tensor, data=bar) for tensor, bar in ((weights.w13, w13_bar), (weights.w2, w2_bar))
         )
-        return x_bar, topk_bar, dataclasses.replace(weights, w13=w13_leaf, w2=w2_leaf, **biases)
+        return x_bar, topk_bar, dataclasses.replace(weights, w13=w13_leaf, w2=w2_leaf, **biases, **loras)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,17 +288,19 @@ class _Rows:
         """(E, N) -> (Mp, N), the values of each row's expert."""
         return jnp.repeat(values[jnp.maximum(self.tiles.tile_expert, 0)], self.block_m, axis=0)
 
-    def sum_of_tokens(self, rows: Array, out_dtype: DTypeLike) -> Array:
-        """(Mp, H) -> (T, H): the sum over the rows of each token, in float32, rounded once."""
-        ones = jnp.ones(self.tiles.row_of.shape, jnp.float32)
-        return combine(rows, self.tiles.row_of, ones, out_dtype=jnp.dtype(out_dtype), implementation=self.kernels)
+    def addend(self, lora: LowRank | None, dtype: DTypeLike) -> Addend | None:
+        return None if lora is None else Addend(lora, self.tiles, self.block_m, self.kernels, dtype)
 
-    def sum_of_experts(self, rows: Array, num_experts: int) -> Array:
+    def sum_of_tokens(self, parts: Sequence[Array], out_dtype: DTypeLike) -> Array:
+        """One or two (Mp, H) -> (T, H): the sum of these over the rows of each token, in float32, rounded once."""
+        ones = jnp.ones(self.tiles.row_of.shape, jnp.float32)
+        wide = jnp.dtype(out_dtype) if len(parts) == 1 else jnp.dtype(jnp.float32)
+        sums = [combine(rows, self.tiles.row_of, ones, out_dtype=wide, implementation=self.kernels) for rows in parts]
+        return functools.reduce(operator.add, sums).astype(out_dtype)
+
+    def sum_of_experts(self, rows: Array) -> Array:
         """(Mp, N) float32 -> (E, N): the sum over the rows of each expert, gaps included."""
-        of_tiles = rows.reshape(-1, self.block_m, rows.shape[1]).sum(axis=1)
-        is_used = jnp.arange(of_tiles.shape[0]) < self.tiles.num_tiles
-        of_tiles = jnp.where(is_used[:, None], of_tiles, 0.0)
-        return jax.ops.segment_sum(of_tiles, jnp.maximum(self.tiles.tile_expert, 0), num_experts)
+        return sum_of_experts(rows, self.tiles, self.block_m)
 
 
 def _dense(weights: ExpertWeights, dtype: DTypeLike) -> tuple[ExpertWeights, Callable[[Array], Array]]:
@@ -295,8 +320,3 @@ def _dense(weights: ExpertWeights, dtype: DTypeLike) -> tuple[ExpertWeights, Cal
     w13, w2 = (QuantizedTensor(dequantize_tensor(tensor, dtype)) for tensor in (plain.w13, plain.w2))
     dense = ExpertWeights(w13, w2, plain.w13_bias, plain.w2_bias)
     return dense, lambda bias_bar: jax.linear_transpose(plain_bias, weights.w13_bias)(bias_bar)[0]
-
-
-def _block_m(num_pairs: int, num_experts: int) -> int:
-    """Rows of a tile."""
-    return 64 if num_pairs <= _LOW * num_experts else 128

@@ -25,21 +25,24 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
-from moe_jax.activations import resolve_activation
+from moe_jax.activations import apply_activation, resolve_activation
+from moe_jax.experts.hopper._adapters import Addend
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand
 from moe_jax.experts.hopper._plan import Plan, make_plan
 from moe_jax.experts.hopper._rows import kind_of, of_rows, rows_on_grid, tensor_scale
-from moe_jax.quantization import ExpertWeights
+from moe_jax.quantization import ExpertWeights, LowRank
 from moe_jax.routing import Routing, RoutingParams, validate_routing
 from moe_jax.routing._route import groups_of
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.combine import combine
 from pallas_kernels.grouped_gemm import grouped_gemm
+from pallas_kernels.grouped_gemm import packed as packed_gemm
 from pallas_kernels.grouped_gemm.packed import grouped_gemm_packed
 from pallas_kernels.nvlink_dispatch import DispatchedRows, place_rows
 from pallas_kernels.quantize_and_permute import quantize_and_permute
@@ -64,6 +67,13 @@ def forward(
     plan = plan or make_plan(config, weights, x.shape[0], kernels)
     beside = beside_products(kernels)
     tiles = align(topk_ids, weights.num_experts, plan.block_m, unpermuted=plan.unpermuted, implementation=beside)
+    if weights.has_adapters:
+        of_tokens = functools.partial(
+            combine, row_of=tiles.row_of, weights=topk_weights, out_dtype=jnp.float32, implementation=beside
+        )
+        rows, addend = Experts(config, weights, plan, tiles, kernels).adapted(x)
+        y = of_tokens(rows) if addend is None else of_tokens(rows) + of_tokens(addend)
+        return y.astype(out_dtype)
     x, x_scale = _quantized(x, plan, weights, kernels)
     rows = Experts(config, weights, plan, tiles, kernels)(x, x_scale)
     return combine(rows, tiles.row_of, topk_weights, out_dtype=jnp.dtype(out_dtype), implementation=beside)
@@ -231,6 +241,70 @@ class Experts:
         hidden, hidden_scale = self._hidden_rows(rows, row_scale)
         return self._product(1)(hidden, x_scale=hidden_scale)
 
+    def adapted(self, x: Array) -> tuple[Array, Array | None]:
+        """Tokens (T, H) -> the rows of the experts (Mp, H), and what the adapter of w2 adds to them, or None.
+
+        GEMM 1 is stored before its activation, rounded to the layer's dtype as its addend is. Both meet in float32.
+        """
+        config, weights = self.config, self.weights
+        rows, row_scale = self._input_rows(x, None)
+        with jax.named_scope("gate_and_up"):
+            wide = self._before_activation(rows, row_scale).astype(jnp.float32)
+        if (addend := self._addend(weights.w13_lora)) is not None:
+            with jax.named_scope("w13_adapter"):
+                own = addend.outer(addend.inner(self._unquantized_rows(x, rows)))
+            wide = wide + own.astype(jnp.float32).reshape(wide.shape)
+        hidden = apply_activation(wide, config).astype(config.dtype)
+        codes, scale = self._requantized(hidden)
+        y = self._product(1)(codes, x_scale=scale)
+        if (addend := self._addend(weights.w2_lora)) is None:
+            return y, None
+        with jax.named_scope("w2_adapter"):
+            return y, addend.outer(addend.inner(hidden))
+
+    def _addend(self, lora: LowRank | None) -> Addend | None:
+        return None if lora is None else Addend(lora, self.tiles, self.plan.block_m, self.kernels, self.config.dtype)
+
+    def _before_activation(self, rows: Array, row_scale: Array | None) -> Array:
+        """(Mp, G, I) in the layer's dtype: grouped GEMM 1 over the rows of all projections, and its bias."""
+        weights, tiles, config = self.weights, self.tiles, self.config
+        lead, intermediate = weights.w13.shape[:2], weights.intermediate_size
+        options: dict[str, Any] = dict(
+            x_scale=row_scale,
+            tile_expert=tiles.tile_expert,
+            num_tiles=tiles.num_tiles,
+            out_dtype=config.dtype,
+            implementation=self.kernels,
+        )
+        if in_kernel_layout(weights):
+            stacked = packed_gemm.stacked_projections(kernel_operand(weights.w13))
+            wide = grouped_gemm_packed(rows, stacked, **options)
+            wide = wide.reshape(wide.shape[0], -1, lead[1], packed_gemm.BLOCK_N).swapaxes(1, 2)
+            wide = wide.reshape(wide.shape[0], lead[1], -1)[..., :intermediate]
+        else:
+            w, scale = weights.w13.data, weights.w13.scale
+            if scale is not None and scale.shape == lead:
+                scale = jnp.broadcast_to(scale[..., None], (*lead, intermediate))
+            if scale is not None:
+                scale = scale.reshape(lead[0], -1, *scale.shape[3:])
+            stacked = w.reshape(lead[0], -1, w.shape[-1])
+            wide = grouped_gemm(rows, stacked, w_scale=scale, tile_rows=tiles.tile_rows, **options)
+            wide = wide.reshape(wide.shape[0], lead[1], intermediate)
+        if weights.w13_bias is None:
+            return wide
+        bias = weights.w13_bias[jnp.maximum(tiles.tile_expert, 0)].astype(jnp.float32)
+        return wide.astype(jnp.float32) + jnp.repeat(bias, self.plan.block_m, axis=0)
+
+    def _unquantized_rows(self, x: Array, rows: Array) -> Array:
+        """Tokens as the rows of their experts in the layer's dtype; ``rows`` where these are that already."""
+        if self.weights.scheme.activations is None:
+            return rows
+        row_of, num_rows = self.tiles.row_of, self.tiles.tile_expert.size * self.plan.block_m
+        moved, _ = quantize_and_permute(
+            x.astype(self.config.dtype), row_of, num_rows, quantization="none", implementation=self._row_kernels
+        )
+        return moved
+
     @property
     def _kind(self) -> str | None:
         return kind_of(self.weights)
@@ -312,14 +386,18 @@ class Experts:
 
     def _hidden_rows(self, rows: Array, row_scale: Array | None) -> tuple[Array, Array | None]:
         """Grouped GEMM 1 with its activation -> what grouped GEMM 2 takes, and what multiplies it."""
-        config, weights, kind = self.config, self.weights, self._kind
         first = functools.partial(self._product(0), rows, x_scale=row_scale)
-        static = weights.w2.input_scale
         if self.plan.requantize == "tensor":
+            static = self.weights.w2.input_scale
             return first(requantize="tensor", out_scale=static), static
         if self.plan.requantize != "none":
             return first(requantize=self.plan.requantize)
-        hidden, fmt = first(out_dtype=self.plan.hidden_dtype or config.dtype), weights.scheme.activations
+        return self._requantized(first(out_dtype=self.plan.hidden_dtype or self.config.dtype))
+
+    def _requantized(self, hidden: Array) -> tuple[Array, Array | None]:
+        """Hidden rows (Mp, I) as grouped GEMM 2 takes them, and what multiplies them."""
+        config, weights, kind = self.config, self.weights, self._kind
+        static, fmt = weights.w2.input_scale, weights.scheme.activations
         if kind == "none":
             return hidden, None
         scale = None if kind is None else tensor_scale(fmt, static, hidden, self.tiles, config.call_axes)

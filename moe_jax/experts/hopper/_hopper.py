@@ -8,8 +8,9 @@ from jax.typing import DTypeLike
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
-from moe_jax.experts._backend import MatrixProblem, Problem
+from moe_jax.experts._backend import LayerArguments, MatrixProblem, Problem
 from moe_jax.experts.hopper import _backward, _matrix
+from moe_jax.experts.hopper._adapters import adapter_refusal
 from moe_jax.experts.hopper._backward import Static, differentiable
 from moe_jax.experts.hopper._kernel_backend import KernelBackend, shared_config, traced_refusal
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand
@@ -30,6 +31,7 @@ class Hopper(KernelBackend):
     """Pallas kernels for Hopper GPUs; the default on every GPU, tried first."""
 
     name = "hopper"
+    takes_adapters = True
     is_all_kernels = True
     row_bytes = ROW_BYTES
 
@@ -38,7 +40,10 @@ class Hopper(KernelBackend):
 
     def describe_plan(self, problem: Problem, plan: Plan) -> list[str]:
         config, weights = problem.config, problem.weights
-        lines = [*describe_products(plan, weights), _backward.describe_gradient(config, weights)]
+        lines = describe_products(plan, weights)
+        if weights.has_adapters:
+            lines.append("adapters: by kernels between the products, GEMM 1 stored before its activation")
+        lines.append(_backward.describe_gradient(config, weights))
         return lines + (_operand_notes(problem) if in_kernel_layout(weights) else _row_notes(problem, plan))
 
     def in_brief(self, problem: Problem) -> str:
@@ -68,6 +73,14 @@ class Hopper(KernelBackend):
         if reason := self.refusal(Problem(config, weights, 1, "gpu")):
             raise NotImplementedError(reason)
         return layer_key(config, weights)
+
+    def refusal(self, problem: Problem) -> str | None:
+        return adapter_refusal(problem.config, problem.weights) or super().refusal(problem)
+
+    def layer_refusal(self, config: MoEConfig, arguments: LayerArguments) -> str | None:
+        if arguments[2].has_adapters:
+            return "the whole layer in one takes no adapters"
+        return super().layer_refusal(config, arguments)
 
     # -- matrices outside the experts ---------------------------------------------------------------------------------
 

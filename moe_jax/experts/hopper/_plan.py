@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from types import ModuleType
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -17,11 +18,13 @@ from pallas_kernels.common.device import hopper_gpu, hopper_sms, portable_target
 from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.grouped_gemm import packed as packed_gemm
 from pallas_kernels.grouped_gemm import portable as portable_gemm
+from pallas_kernels.grouped_gemm.packed import BLOCK_N, PackedDesc
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 from pallas_kernels.route.config import fused_tokens, quantizes_beside
 from pallas_kernels.tuning import Entry, LayerKey, PackedLayerKey, table_for
 from pallas_kernels.tuning.layer import AnyConfig, AnyDesc
 
+_LOW = 96  # rows of an expert up to which tiles of 64 rows waste less than tiles of 128
 _LHS_SCALES = {"none": "none", "e4m3_tensor": "tensor", "e4m3_group": "group", "e4m3_group_ue8m0": "group"}
 
 
@@ -74,6 +77,8 @@ def make_plan(
         return _portable_plan(config, weights, num_tokens, are_quantized=are_quantized)
     planned = config.planned_tokens(num_tokens)
     key = layer_key(config, weights)
+    if weights.has_adapters:
+        return _adapted_plan(config, weights, key, num_tokens)
     products = functools.partial(_products, config, weights, key)
 
     def plan(block_m: int, configs: tuple[AnyConfig | None, AnyConfig | None], source: str) -> Plan:
@@ -110,6 +115,28 @@ def make_plan(
         configs = (choose(first, block_m, num_sms), choose(second, block_m, num_sms))
         source += f", pinned to {planned} tokens"
     return plan(block_m, configs, source)
+
+
+def _adapted_plan(config: MoEConfig, weights: ExpertWeights, key: LayerKey | PackedLayerKey, num_tokens: int) -> Plan:
+    """GEMM 1 without its activation, before which adapters are added: one projection with the rows of all.
+
+    Tiles are those of the adapters' own products. No table holds such calls.
+    """
+    block_m = tile_of_any_product(config.planned_tokens(num_tokens) * config.top_k, weights.num_experts)
+    first, second = _products(config, weights, key, num_tokens, block_m)
+    stacked: dict[str, Any] = dict(projections=1, activation=None, bias_dtype=None)
+    if isinstance(first, PackedDesc):
+        stacked["n"] = first.channel_blocks * BLOCK_N * first.projections
+    else:
+        stacked |= dict(n=first.n * first.projections, requantize="none")
+        if first.rhs_scale == "tensor":  # one for each projection
+            stacked["rhs_scale"] = "channel"
+    return Plan(block_m, (dataclasses.replace(first, **stacked), second), (None, None), "by the heuristic")
+
+
+def tile_of_any_product(num_pairs: int, num_experts: int) -> int:
+    """Rows of a tile that every product takes, whatever it reads and writes: 64 where 128 would waste more."""
+    return 64 if num_pairs <= _LOW * num_experts else 128
 
 
 def _portable_plan(config: MoEConfig, weights: ExpertWeights, num_tokens: int, *, are_quantized: bool) -> Plan:

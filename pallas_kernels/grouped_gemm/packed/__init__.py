@@ -2,14 +2,20 @@
 
 from pallas_kernels.grouped_gemm.packed.api import describe_call, grouped_gemm_packed
 from pallas_kernels.grouped_gemm.packed.config import BLOCK_MS, PackedConfig, config_error
-from pallas_kernels.grouped_gemm.packed.format import PackedFormat
+from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
 from pallas_kernels.grouped_gemm.packed.heuristics import candidates, choose_block_m, choose_config, describe
-from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, from_kernel_layout, to_kernel_layout
+from pallas_kernels.grouped_gemm.packed.layout import (
+    PackedWeights,
+    from_kernel_layout,
+    stacked_projections,
+    to_kernel_layout,
+)
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 from pallas_kernels.grouped_gemm.packed.reference import grouped_gemm_packed_ref
 
 __all__ = [
     "BLOCK_MS",
+    "BLOCK_N",
     "PackedConfig",
     "PackedDesc",
     "PackedFormat",
@@ -23,5 +29,6 @@ __all__ = [
     "from_kernel_layout",
     "grouped_gemm_packed",
     "grouped_gemm_packed_ref",
+    "stacked_projections",
     "to_kernel_layout",
 ]

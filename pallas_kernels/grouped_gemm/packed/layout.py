@@ -156,6 +156,23 @@ def from_kernel_layout(weights: PackedWeights) -> dict[str, Stored]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def stacked_projections(weights: PackedWeights) -> PackedWeights:
+    """The same blocks as matrices (E, 1, NB * G * 64, K), for products whose activation is not the kernel's.
+
+    Nothing is moved: columns of the product are (NB, G, 64), blocks of 64 channels of all projections in turn, those
+    past N included.
+    """
+
+    def stacked(leaf):
+        return leaf.reshape(leaf.shape[0], -1, 1, *leaf.shape[3:])
+
+    scale, zero, channel_scale = (
+        None if leaf is None else stacked(leaf) for leaf in (weights.scale, weights.zero, weights.channel_scale)
+    )
+    words = stacked(weights.words)
+    return PackedWeights(words, scale, zero, channel_scale, weights.fmt, words.shape[1] * BLOCK_N, weights.k)
+
+
 def _is_signed(fmt: PackedFormat) -> bool:
     """Whether words hold two's complement, which operands of 8 bits are made of."""
     return fmt.is_8bit and fmt.element == "int4" and not fmt.has_zero_point

@@ -20,6 +20,8 @@ from pallas_kernels.grouped_gemm.heuristics import deepest
 from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
 from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat
 from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
+from pallas_kernels.grouped_gemm.packed.dense import DenseDesc
+from pallas_kernels.grouped_gemm.packed.dense_sm90 import dequantize_sm90
 from pallas_kernels.grouped_gemm.wgrad import WgradDesc
 from pallas_kernels.grouped_gemm.wgrad import candidates as wgrad_candidates
 from pallas_kernels.grouped_gemm.wgrad.kernel_sm90 import grouped_wgrad_sm90
@@ -250,6 +252,34 @@ _PACKED_BASE = PackedDesc(rows=1024, n=512, k=512, num_experts=4, fmt=PackedForm
 _ROWS_OF_8_BITS = (("int4 to int8 g128", 1, 8), ("int4 to e4m3 g128", 5, 16), ("mxfp4 to e4m3", 16, 16))
 
 
+def dense_cases() -> Iterator[Case]:
+    """Words for operands of 16 bits back to matrices, one projection and two."""
+    for name, options in PACKED.items():
+        packed = dataclasses.replace(_PACKED_BASE, **options)
+        if packed.fmt.is_8bit:
+            continue
+        fmt = packed.fmt
+        for projections in (1, 2) if name in ("int4 g128", "mxfp4 2880") else (2,):
+            desc = DenseDesc(
+                num_experts=packed.num_experts,
+                channel_blocks=packed.channel_blocks,
+                projections=projections,
+                depth_blocks=packed.k // fmt.block_k,
+                n=packed.n,
+                k=packed.k,
+                groups=1 if fmt.group_size is None else packed.k // fmt.group_size,
+                fmt=fmt,
+                out_dtype=packed.out_dtype,
+                scale_dtype=packed.scale_dtype,
+                has_channel_scale=packed.has_channel_scale,
+            )
+            beside = (desc.num_blocks, desc.groups, 64)
+            shapes = [((desc.num_blocks, desc.depth_blocks, *fmt.block_shape), "int32")]
+            shapes += [(beside, desc.scale_dtype)] * desc.has_groups + [(beside, fmt.operand)] * fmt.has_zero_point
+            shapes += [((desc.num_blocks, 64), "float32")] * desc.has_channel_scale
+            yield Case(f"dequantize {name} x {projections}", dequantize_sm90(desc, H200_SMS), tuple(shapes))
+
+
 def unpermuted_cases() -> Iterator[Case]:
     """GEMM 1 of few tokens, which are the rows of every tile: one, five, and all that a tile holds."""
     for name, tokens, block_m in (("bf16 gated bias", 1, 8), ("bf16 2880", 5, 8), ("bf16 gelu_tanh", 16, 16)):
@@ -442,6 +472,7 @@ def all_cases() -> Iterator[Case]:
     yield from cluster_cases()
     yield from narrow_cases()
     yield from packed_cases()
+    yield from dense_cases()
     yield from unpermuted_cases()
     yield from tuned_cases()
     yield from permute_cases()
