@@ -45,8 +45,9 @@ class AttentionInputs:
     of this call included. first_slots: (B,) int32, query j of row b sits at slot first_slots[b] + j; queries of padding
     sit outside of the row's keys. query_positions: (B, S) int32. key_positions: (B, L) int32, or None where every slot
     has the position slot - start; then a sliding window reaches equally far in slots. segment_starts: (B, S) int32, the
-    slot where the sequence of query j begins, or None where a row is one sequence. selected: (B, S, K) int32, slots
-    that the layer before selected for each query; None without an indexer, or where all fit into its selection.
+    slot where the sequence of query j begins, or None where a row is one sequence. shared: (B,) int32, slots at the
+    beginning of a row that its sequences see besides their own, or None for none. selected: (B, S, K) int32, slots that
+    the layer before selected for each query; None without an indexer, or where all fit into its selection.
     """
 
     cos: Leaf
@@ -57,6 +58,7 @@ class AttentionInputs:
     query_positions: Leaf
     key_positions: Leaf | None
     segment_starts: Leaf | None = None
+    shared: Leaf | None = None
     selected: Leaf | None = None
 
     def visible(
@@ -72,7 +74,8 @@ class AttentionInputs:
         seen = slots <= (self.first_slots[:, None] + columns)[:, :, None]
         seen = seen & (slots >= self.starts[:, None, None]) & (slots < self.lengths[:, None, None])
         if self.segment_starts is not None:
-            seen = seen & (slots >= jnp.take(self.segment_starts, columns, axis=1)[:, :, None])
+            is_own = slots >= jnp.take(self.segment_starts, columns, axis=1)[:, :, None]
+            seen = seen & (is_own if self.shared is None else is_own | (slots < self.shared[:, None, None]))
         if window is None and chunk is None:
             return seen
         if self.key_positions is None:

@@ -36,22 +36,21 @@ def check_implementation(name: str, config: DecoderConfig, dtype: DTypeLike) -> 
         raise NotImplementedError(f"attention={name!r}: {reason}; attention='xla' runs everywhere")
 
 
-def check_takes_segments(name: str, config: DecoderConfig) -> None:
-    """Raise NotImplementedError where rows of several sequences cannot be attended."""
-    if config.linear_attention is not None:
-        raise NotImplementedError(
-            "segment_ids: the state of linear attention goes on from one sequence of a row to the next; give each "
-            "sequence a row of its own"
+def segments_refusal(name: str, config: DecoderConfig) -> str | None:
+    """Why rows of several sequences cannot be attended, or None when they can."""
+    if not all(spec.holds_slots for spec in config.layer_caches):
+        return (
+            "the state of linear attention goes on from one sequence of a row to the next; give each sequence a row of "
+            "its own"
         )
     if name in KERNELS:
-        raise NotImplementedError(
-            f"segment_ids: attention={name!r} takes rows of one sequence; load the model with attention='xla'"
-        )
+        return f"attention={name!r} takes rows of one sequence; load the model with attention='xla'"
     if config.rope.depends_on_length:
-        raise NotImplementedError(
-            f"segment_ids: the rotary embedding of type {config.rope.rope_type!r} changes with the length of a row; "
-            "give each sequence a row of its own"
+        return (
+            f"the rotary embedding of type {config.rope.rope_type!r} changes with the length of a row; give each "
+            "sequence a row of its own"
         )
+    return None
 
 
 def choose(implementation: str, q: Any, k: Any, v: Any | None, **kind: Any) -> tuple[str | None, list[str]]:
