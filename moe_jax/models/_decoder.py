@@ -293,8 +293,8 @@ class CausalLM(MoEFamily, Versioned):
         Raises:
             ValueError: shapes do not fit, an id is outside the vocabulary, or the sequence exceeds ``max_seq_len`` or
                 the cache; segment_ids with a cache. TypeError: input_ids, positions or segment_ids are not integers,
-                attention_mask is neither that nor bool. NotImplementedError: segment_ids in a model that was loaded
-                with attention="hopper", or whose rotary embedding changes with the length of a row.
+                attention_mask is neither that nor bool. NotImplementedError: segment_ids in a model with linear
+                attention, or whose rotary embedding changes with the length of a row.
         """
         return_stats, remat = boolean("return_stats", return_stats), boolean("remat", remat)
         self._check_call(input_ids, attention_mask, positions, segment_ids, cache)
@@ -359,9 +359,9 @@ class CausalLM(MoEFamily, Versioned):
         )
         segments = None if segment_ids is None else jnp.asarray(segment_ids).astype(jnp.int32)
         mask = mask if segments is None else mask & (segments != 0)
-        shared = None if shared is None or isinstance(shared, int) else shared
-        arguments = (ids, mask, positions, segments, cache, seq_lens, shared)
-        ids, mask, positions, segments, cache, seq_lens, shared = on_mesh(arguments, self.parallel)
+        prefix = None if isinstance(shared, int) else shared
+        arguments = (ids, mask, positions, segments, cache, seq_lens, prefix)
+        ids, mask, positions, segments, cache, seq_lens, prefix = on_mesh(arguments, self.parallel)
         is_masked, back = attention_mask is not None or segments is not None, None
         if is_masked and length > 1:
             order, back = slot_order(mask, None if cache is None else cache.lengths)
@@ -374,13 +374,14 @@ class CausalLM(MoEFamily, Versioned):
         if cache is not None:
             is_damaged |= cache.is_damaged | (lengths > cache.num_slots)
             lengths = jnp.minimum(lengths, cache.num_slots)
+        is_counted = segments is not None and positions is None and prefix is None
         segment_starts = None if segments is None else first_slots[:, None] + starts_of_runs(segments)
         if segment_starts is not None:
             slots = first_slots[:, None] + jnp.arange(length, dtype=jnp.int32)
             counted = slots - segment_starts
-            if shared is not None:
-                is_shared = slots < shared[:, None]
-                counted = jnp.where(is_shared, slots, shared[:, None] + counted)
+            if prefix is not None:
+                is_shared = slots < prefix[:, None]
+                counted = jnp.where(is_shared, slots, prefix[:, None] + counted)
                 segment_starts = jnp.where(is_shared, 0, segment_starts)
             positions = counted if positions is None else positions
         given = None if positions is None else jnp.asarray(positions)
@@ -396,7 +397,8 @@ class CausalLM(MoEFamily, Versioned):
             longest = jnp.max(jnp.where(is_filled, keys, -1), axis=1) + 1
         longest = longest if seq_lens is None else jnp.maximum(longest, seq_lens)
         cos, sin = rotary_angles(self.config.rope, positions, longest)
-        inputs = AttentionInputs(cos, sin, starts, lengths, first_slots, positions, keys, segment_starts, shared)
+        of_sequences: dict[str, Any] = dict(segment_starts=segment_starts, shared=prefix, is_counted=is_counted)
+        inputs = AttentionInputs(cos, sin, starts, lengths, first_slots, positions, keys, **of_sequences)
 
         x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
         x = x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
@@ -526,7 +528,7 @@ class CausalLM(MoEFamily, Versioned):
 
     def segments_refusal(self) -> str | None:
         """Why rows cannot hold several sequences, or None when they can."""
-        return segments_refusal(getattr(self.layers[0].self_attn, "implementation", "xla"), self.config)
+        return segments_refusal(self.config)
 
 
 def _hidden_states(x: Array, model: CausalLM, **options: Any) -> tuple[Any, ...]:

@@ -141,7 +141,8 @@ def admit_pack(structure, leaves, row, state, pack, sampler):
     model = merge_model(structure, leaves)
     pack, sampler, state = on_mesh((pack, sampler, state), model.parallel)
     if row is None:
-        cache, shared = KVCache.zeros(model.config, *pack.ids.shape, model.dtype), 0
+        rows, columns = pack.ids.shape
+        cache, shared = KVCache.zeros(model.config, rows, columns, model.dtype), 0
     else:
         cache, shared = dataclasses.replace(row, lengths=pack.held[None]), pack.shared[None]
     options = dict(segment_ids=pack.segments, shared=shared)

@@ -9,6 +9,7 @@ in parts, of which all but the last are "shared" by this one prompt.
 import bisect
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,8 @@ from moe_jax.models._shared_prefixes import shared_prefixes
 PACK_TOKENS = 2048  # of packs whose prompts are all shorter
 LEAST_SAVED = 1024  # tokens that sharing has to save, since it takes a program more
 _LEAST_COLUMNS, _LEAST_TOKENS = 128, 64
-_FEWER = 4  # times fewer tokens has the next smaller pack
+_MOST_SIZES = 4  # of packs, each of half the tokens of the one before
+_FULL = 0.85  # of a pack: of those that are so full the largest one is made, else the fullest
 _TOKENS_A_PROMPT = 16  # a pack of n tokens has at most n / 16 prompts
 
 
@@ -80,7 +82,7 @@ class Packs:
         plain = [own for queue in self._queues if not len(queue.prefix) for own, _ in queue.waiting]
         has_row = any(len(queue.prefix) for queue in self._queues)
         longest = max(plain, default=0)
-        sizes = [tokens // _FEWER**i for i in range(most_shapes)]
+        sizes = [tokens >> i for i in range(min(most_shapes, _MOST_SIZES))]
         sizes = [size for size in sizes if size >= _LEAST_TOKENS] or [tokens]
         of_rows = sizes[: max(1, most_shapes // 2)] if has_row else []
         of_packs = sizes[: most_shapes - len(of_rows)] if plain else []
@@ -115,11 +117,11 @@ class Packs:
         return bool(self._queues)
 
     def fewest(self) -> int:
-        """Rows that have to be free before prompts are taken in: half of what fills the smallest pack that the longest
-        one fits into."""
+        """Rows that have to be free before prompts are taken in: as many as fill the smallest pack that the longest one
+        fits into, but no more than a quarter of all."""
         queue, shapes = self._queues[0], self._shapes()
         shape = next((shape for shape in shapes if shape.columns >= queue.waiting[-1][0]), shapes[-1])
-        return -(-max(1, len(_placed(queue.waiting, shape, shape.most))) // 2)
+        return max(1, min(len(_placed(queue.waiting, shape, shape.most)), self._batch // 4))
 
     def next(self, free: Sequence[int], vocab_size: int | None) -> tuple[Pack, bool, list[int]]:
         """(a pack, whether it goes on from the row of what is shared, indices of its prompts). All its tokens may be
@@ -131,12 +133,14 @@ class Packs:
         queue, shapes = self._queues[0], self._shapes()
         prefix = queue.prefix[self._held :]
         begin = min(len(prefix), shapes[-1].columns)
-        placed = _placed(queue.waiting, shapes[-1], min(len(free), shapes[-1].most), begin)
-        chosen = sorted((own, index) for _, _, own, index in placed)
-        for shape in shapes:
-            placed = _placed(chosen, shape, shape.most, begin) if begin <= shape.columns else []
-            if len(placed) == len(chosen) and begin <= shape.columns:
-                break
+        shapes = [shape for shape in shapes if begin <= shape.columns]
+        ways = [(_placed(queue.waiting, shape, min(len(free), shape.most), begin), shape) for shape in shapes]
+
+        def worth(way: tuple[Any, Shape]) -> tuple[float, int]:
+            num_tokens = begin + sum(own for _, _, own, _ in way[0])
+            return min(num_tokens / way[1].tokens, _FULL), way[1].tokens
+
+        placed, shape = max(ways, key=worth)
         ids, segments = np.zeros((2, shape.rows, shape.columns), np.int32)
         ids[0, :begin], segments[0, :begin] = prefix[:begin], 1
         length, most = len(queue.prefix), shape.most
@@ -149,16 +153,17 @@ class Packs:
             first[at], lengths[at], rows[at] = row * shape.columns + column + self._held, len(prompt), free[at]
             if seen is not None:
                 seen[at, prompt] = True
-        pack = Pack(ids, segments, first, lengths, rows, seen, np.int32(self._held), np.int32(length))
-        taken = set(chosen)
+        arrays: dict[str, Any] = dict(ids=ids, segments=segments, first=first, lengths=lengths, rows=rows, seen=seen)
+        arrays |= dict(held=np.int32(self._held), shared=np.int32(length))
+        taken = {(own, index) for _, _, own, index in placed}
         queue.waiting = [entry for entry in queue.waiting if entry not in taken]
         self._held += begin
-        self.num_read += begin + sum(own for own, _ in chosen)
+        self.num_read += begin + sum(own for own, _ in taken)
         self.num_slots += shape.tokens
         if not queue.waiting:
             self._queues.pop(0)
             self._held = 0
-        return pack, bool(length), [index for _, _, _, index in placed]
+        return Pack(**arrays), bool(length), [index for _, _, _, index in placed]
 
     def _shapes(self) -> list[Shape]:
         """Of packs for the queue whose turn it is, the smallest first."""

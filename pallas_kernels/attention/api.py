@@ -1,6 +1,7 @@
 """``prefill``: attention of several queries a row over the slots of a key-value cache."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,7 @@ def prefill(
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
-    kind = dict(scale=scale, window=window, is_causal=is_causal, sinks=sinks, has_sequences=first_keys is not None)
+    kind: Any = dict(scale=scale, window=window, is_causal=is_causal, sinks=sinks, has_sequences=first_keys is not None)
     desc = _describe(q, k, v, **kind)
     for name, array in (("starts", starts), ("lengths", lengths), ("first_slots", first_slots)):
         if array.shape != (desc.batch,) or array.dtype != jnp.int32:
@@ -71,7 +72,7 @@ def prefill(
             raise ValueError("shared needs first_keys and no window")
         if shared.shape != (desc.batch,) or shared.dtype != jnp.int32:
             raise ValueError(f"shared is {shared.dtype} {shared.shape}, expected int32 ({desc.batch},)")
-    elif first_keys is not None:
+    elif first_keys is not None and window is None:
         shared = jnp.zeros_like(starts)
 
     def hopper():
@@ -83,10 +84,10 @@ def prefill(
 
         padded = [_padded(array, axis) for array, axis in ((q, 1), (k, 2), (v, 2))]
         whole = _describe(*padded, **kind)
-        last = [] if sinks is None else [sinks]
-        if first_keys is not None:
-            columns = whole.query_tiles * BLOCK_Q - desc.num_queries
-            last = [jnp.pad(first_keys, ((0, 0), (0, columns)), mode="edge"), shared, *last]
+        keys = first_keys
+        if keys is not None:
+            keys = jnp.pad(keys, ((0, 0), (0, whole.query_tiles * BLOCK_Q - desc.num_queries)), mode="edge")
+        last = [array for array in (keys, shared, sinks) if array is not None]
         out = prefill_sm90(whole, chosen)(*padded, starts, lengths, first_slots, *last)
         return out[:, : desc.num_queries]
 

@@ -44,11 +44,11 @@ _LOG2_E = math.log2(math.e)
 
 
 def prefill_sm90(desc: PrefillDesc, config: PrefillConfig) -> Kernel:
-    """The kernel: (q, k, v, starts, lengths, first_slots, [first_keys, shared], [sinks]) -> (B, S, N, V). config must
-    pass config_error.
+    """The kernel: (q, k, v, starts, lengths, first_slots, [first_keys], [shared], [sinks]) -> (B, S, N, V). config
+    must pass config_error.
 
     q (B, S, N, D), k (B, M, L, D), v (B, M, L, V); starts, lengths, first_slots, shared (B,) int32; first_keys (B, S)
-    int32, with S in whole tiles; sinks (N,) float32.
+    int32, with S in whole tiles; sinks (N,) float32. shared is there with first_keys and without a window.
     """
     dtype = jnp.dtype(desc.dtype)
     tiled = mosaic.tiled(dtype, 128)
@@ -119,7 +119,8 @@ class _Cta:
 def _kernel(desc: PrefillDesc, config: PrefillConfig, *refs: TileRef, **scratch: TileRef) -> None:
     mosaic.begin()
     names = ("q", "k", "v", "starts", "lengths", "first_slots")
-    names += ("first_keys", "shared") if desc.has_sequences else ()
+    names += ("first_keys",) if desc.has_sequences else ()
+    names += ("shared",) if desc.has_sequences and desc.window is None else ()
     names += ("sinks",) if desc.has_sinks else ()
     cta = _Cta(desc, config, dict(zip(names, refs, strict=False)), refs[-1], scratch)
     warpgroup = lax.axis_index("warpgroup")
@@ -253,7 +254,8 @@ def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scal
             return jnp.where((slots >= begin) & (slots < end), found, -jnp.inf)
         queries = pl.ds(tile.query + warpgroup * ROWS, ROWS)
         keys = mosaic.load(cta.operands["first_keys"].at[tile.row, queries], layout=mosaic.ROWS, optimized=False)
-        seen = (slots >= lax.broadcast_in_dim(keys, shape, [0])) | (slots < tile.shared)
+        seen = slots >= lax.broadcast_in_dim(keys, shape, [0])
+        seen = seen if tile.shared is None else seen | (slots < tile.shared[0])
         return jnp.where(seen & (slots >= begin) & (slots < end), found, -jnp.inf)
 
     def softmax(found: Value, top: Value, total: Value) -> tuple[Value, Value, Value, Value]:

@@ -6,6 +6,7 @@ Functions of int32 scalars: of the device inside the kernel, of any jax.Array in
 import dataclasses
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -24,10 +25,8 @@ class Tile:
         slot: of the first query.
         last_step: the step of keys that is walked first.
         num_steps: how many are walked, at least one.
-        own_steps: of these, those before the walk goes on with the slots that sequences share. None without sequences,
-            as is what follows.
-        gap: steps that lie between the two.
-        shared: slots that sequences share.
+        shared: slots that sequences share, the number of steps before the walk goes on with these, and the steps of
+            keys between; None where there is no such thing.
     """
 
     row: Scalar
@@ -38,14 +37,15 @@ class Tile:
     slot: Scalar
     last_step: Scalar
     num_steps: Scalar
-    own_steps: Scalar | None = None
-    gap: Scalar | None = None
-    shared: Scalar | None = None
+    shared: tuple[Scalar, Scalar, Scalar] | None = None
 
-    def step(self, i: Scalar) -> Scalar:
+    def step(self, i: Scalar) -> jax.Array:
         """The step of keys that is walked as the i-th."""
-        step = self.last_step - i
-        return step if self.own_steps is None else step - jnp.where(i >= self.own_steps, self.gap, 0)
+        step = jnp.int32(self.last_step - i)
+        if self.shared is None:
+            return step
+        _, begin, gap = self.shared
+        return step - jnp.where(i >= begin, gap, 0)
 
 
 def num_tiles_of(desc: PrefillDesc, config: PrefillConfig, cta: Scalar) -> Scalar:
@@ -56,7 +56,7 @@ def num_tiles_of(desc: PrefillDesc, config: PrefillConfig, cta: Scalar) -> Scala
 
 def tile_of(desc: PrefillDesc, config: PrefillConfig, places: Mapping[str, Ref], cta: Scalar, t: Scalar) -> Tile:
     """Tile t of a CTA. places: starts, lengths and first_slots, (B,) each; with sequences also first_keys, (B, S) with
-    S in whole tiles, and shared, (B,).
+    S in whole tiles, and, but for windows, shared, (B,).
 
     Tiles go from the last queries, which see most, to the first. Every second round runs through the CTAs backwards:
     causal tiles of very different lengths then add up to nearly the same in every CTA.
@@ -80,15 +80,13 @@ def tile_of(desc: PrefillDesc, config: PrefillConfig, places: Mapping[str, Ref],
     first_step = lax.min(lax.div(first, size), last)
     end_step = lax.max(lax.div(end + (size - 1), size), first_step + 1)
     tile = Tile(row, head, query, start, length, slot, end_step - 1, end_step - first_step)
-    if not desc.has_sequences:
+    if not desc.has_sequences or desc.window is not None:
         return tile
     shared = places["shared"][row]
     shared_end = lax.min(lax.div(lax.min(shared, end) + (size - 1), size), first_step)
     num_shared = lax.max(shared_end - lax.div(start, size), 0)
-    own_steps, num_steps = tile.num_steps, tile.num_steps + num_shared
-    return dataclasses.replace(
-        tile, num_steps=num_steps, own_steps=own_steps, gap=first_step - shared_end, shared=shared
-    )
+    where = (shared, tile.num_steps, first_step - shared_end)
+    return dataclasses.replace(tile, num_steps=tile.num_steps + num_shared, shared=where)
 
 
 def unmasked_steps(

@@ -268,7 +268,6 @@ def test_body_in_threads(monkeypatch, config, options):
     if desc.has_sequences:
         missing = desc.query_tiles * BLOCK_Q - desc.num_queries
         named["first_keys"] = np.pad(named["first_keys"], ((0, 0), (0, missing)), mode="edge")
-        named.setdefault("shared", np.zeros(desc.batch, np.int32))
     inputs = [*arrays, *named.values(), *([] if sinks is None else [sinks])]
     for name, stand_in in warpgroups.stand_ins().items():
         monkeypatch.setattr(kernel_sm90, name, stand_in)

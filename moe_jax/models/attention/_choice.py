@@ -36,15 +36,13 @@ def check_implementation(name: str, config: DecoderConfig, dtype: DTypeLike) -> 
         raise NotImplementedError(f"attention={name!r}: {reason}; attention='xla' runs everywhere")
 
 
-def segments_refusal(name: str, config: DecoderConfig) -> str | None:
+def segments_refusal(config: DecoderConfig) -> str | None:
     """Why rows of several sequences cannot be attended, or None when they can."""
     if not all(spec.holds_slots for spec in config.layer_caches):
         return (
             "the state of linear attention goes on from one sequence of a row to the next; give each sequence a row of "
             "its own"
         )
-    if name in KERNELS:
-        return f"attention={name!r} takes rows of one sequence; load the model with attention='xla'"
     if config.rope.depends_on_length:
         return (
             f"the rotary embedding of type {config.rope.rope_type!r} changes with the length of a row; give each "
@@ -79,11 +77,12 @@ def attend_by(
     q: Array,
     k: Array,
     v: Array | None,
-    places: dict[str, Array],
+    places: dict[str, Array | None],
     sinks: Array | None,
     value_width: int | None = None,
 ) -> Array:
-    """(B, S, M, G, V) by the kernel that ``choose`` named. places: starts, lengths, first_slots, (B,) int32 each.
+    """(B, S, M, G, V) by the kernel that ``choose`` named. places: starts, lengths, first_slots, (B,) int32 each;
+    first_keys (B, S) and shared (B,) of rows of several sequences, else None, as of ``prefill``.
 
     Over a mesh each device attends with its share of the query heads, and with all of them where they do not divide.
     """
@@ -106,7 +105,7 @@ def _over_mesh(
     q: Array,
     k: Array,
     v: Array | None,
-    places: dict[str, Array],
+    places: dict[str, Array | None],
     sinks: Array | None,
 ) -> Array:
     """``run`` on each device, with its query heads. A key head may serve the query heads of several devices."""

@@ -36,7 +36,8 @@ def prefill_case(name: str, desc: PrefillDesc, config: PrefillConfig) -> Case:
         *[((rows,), "int32")] * 3,
     ]
     if desc.has_sequences:
-        shapes += [((rows, desc.query_tiles * BLOCK_Q), "int32"), ((rows,), "int32")]
+        shapes += [((rows, desc.query_tiles * BLOCK_Q), "int32")]
+        shapes += [((rows,), "int32")] if desc.window is None else []
     if desc.has_sinks:
         shapes.append(((desc.num_heads,), "float32"))
     form = f"{desc.width}/{desc.value_width} {desc.dtype} {name}, steps of {config.block_kv}"
