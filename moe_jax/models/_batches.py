@@ -1,8 +1,8 @@
 """Prompts of any lengths through a few compiled programs: sorted by length, in rows that are refilled as they end.
 
-Prompts are padded to one of a few buckets of lengths. All share one cache of rows, unless a few long prompts would make
-every row long: then there are two, one after the other. Programs: a prefill for each bucket, and for each cache its
-zeros and its loop.
+Prompts are read in packs (``_packs``). Models whose rows hold one sequence alone read them padded to one of a few
+buckets of lengths. All share one cache of rows, unless a few long prompts would make every row long: then there are
+two, one after the other. Programs: those that read prompts, and for each cache its zeros and its loop.
 """
 
 import collections
@@ -17,11 +17,13 @@ from moe_jax.models import _loop
 from moe_jax.models._compiled import bucket, split_model
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._logprobs import TokenLogprobs
+from moe_jax.models._packs import Packs
 from moe_jax.models._prefill import Prefill
 from moe_jax.models._sampling import Sampler
 
 _MOST_BUCKETS = 4
-_PREFILL_TOKENS = 2048  # of several short prompts that are taken in at once, padding included
+_MOST_PROGRAMS = 8
+_PREFILL_TOKENS = 2048  # of several short prompts that are padded and taken in at once, padding included
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +34,13 @@ class Group:
     buckets: tuple[tuple[int, tuple[int, ...]], ...]
 
     @property
+    def indices(self) -> list[int]:
+        return [index for _, indices in self.buckets for index in indices]
+
+    @property
     def cost(self) -> int:
         """Slots that the loop reads for all prompts, if every slot of a row is read."""
-        return self.num_slots * sum(len(indices) for _, indices in self.buckets)
+        return self.num_slots * len(self.indices)
 
 
 def plan(lengths: Sequence[int], room: int) -> list[Group]:
@@ -68,6 +74,7 @@ def run(
     tokens_at_once: int | None = None,
     no_load: np.ndarray,
     hear_logprobs: Callable[[int, TokenLogprobs], None] | None = None,
+    is_shared: bool = True,
 ) -> np.ndarray:
     """Tell ``hear`` the tokens of all prompts as they are made, and return the load.
 
@@ -78,34 +85,30 @@ def run(
         no_load: zeros (layers, slots), or (0, 0) where nobody asks for the load.
         hear_logprobs: gets those of the tokens that ``hear`` is told next, by the index of their prompt, where some
             prompt asks for them.
+        is_shared: prompts that begin alike read it once, where the model can.
     """
     structure, leaves = split_model(model)
     room, load = bucket(max_new_tokens), no_load
     limit = np.int32(room if tokens_at_once is None else min(tokens_at_once, room))
-    for group in plan([len(prompt) for prompt in prompts], room):
-        count = sum(len(indices) for _, indices in group.buckets)
-        batch = min(batch_size, 1 << (count - 1).bit_length())
-        queue = collections.deque((size, collections.deque(indices)) for size, indices in group.buckets)
-        sizes = (model.config, batch, group.num_slots, room, model.dtype, sampler.is_penalized, sampler.num_logprobs)
-        state = model.laid_out(functools.partial(_loop.empty, *sizes, load))
+    call = _Call(model, structure, leaves, prompts, sampler, no_load)
+    groups = plan([len(prompt) for prompt in prompts], room)
+    for group in groups:
+        batch = min(batch_size, 1 << (len(group.indices) - 1).bit_length())
+        if model.segments_refusal() is None:
+            intake = _PackedIntake(call, group, batch, is_shared, _MOST_PROGRAMS // len(groups) - 2)
+        else:
+            intake = _PaddedIntake(call, group, batch)
+        sizes = (batch, group.num_slots, intake.row_slots, room, model.dtype)
+        kinds = (sampler.is_penalized, sampler.num_logprobs)
+        state, intake.row = model.laid_out(functools.partial(_loop.empty, model.config, *sizes, *kinds, load))
         owner, told = np.full(batch, -1), np.zeros(batch, np.int64)  # of each row its prompt, -1 for none
-        while queue or (owner >= 0).any():
-            while queue and len(free := np.flatnonzero(owner < 0)) >= _fewest(queue, batch):
-                size, waiting = queue[0]
-                most = _at_once(size, batch)
-                rows = free[: min(most, len(waiting))]
-                owner[rows], told[rows] = [waiting.popleft() for _ in rows], 0
-                if not waiting:
-                    queue.popleft()
-                targets, picked = np.full(most, batch, np.int32), np.full(most, owner[rows[0]])
-                targets[: len(rows)], picked[: len(rows)] = rows, owner[rows]
-                entering = _padded([prompts[index] for index in owner[rows]], most, size)
-                prompt = Prefill(model, *entering)
-                reading = prompt.read(structure, leaves, size, no_load)
-                entering, picked = (prompt.ids, prompt.mask), sampler.rows(picked)
-                state = _loop.admit(structure, prompt.chunk, leaves, reading, state, entering, targets, picked)
+        while intake or (owner >= 0).any():
+            while intake and len(free := np.flatnonzero(owner < 0)) >= min(intake.fewest(), batch):
+                state, indices = intake.admit(state, free)
+                rows = free[: len(indices)]
+                owner[rows], told[rows] = indices, 0
             idle = owner < 0
-            wanted = np.int32(idle.sum() + _fewest(queue, batch) if queue else batch)
+            wanted = np.int32(idle.sum() + min(intake.fewest(), batch) if intake else batch)
             state = dataclasses.replace(state, step=np.int32(0))
             picked = sampler.rows(np.maximum(owner, 0))
             state = _loop.proceed(structure, leaves, state, idle, limit, wanted, picked)
@@ -122,15 +125,86 @@ def run(
     return load
 
 
-def _at_once(size: int, batch: int) -> int:
-    """Rows of the prefill of a bucket."""
-    return max(1, min(batch, _PREFILL_TOKENS // size))
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What all caches of a call share."""
+
+    model: CausalLM
+    structure: Any
+    leaves: list[Any]
+    prompts: Sequence[np.ndarray]
+    sampler: Sampler
+    no_load: np.ndarray
 
 
-def _fewest(queue: Any, batch: int) -> int:
-    """Rows that have to be free before prompts are taken in: half of what their prefill takes, or all that wait."""
-    size, waiting = queue[0]
-    return min(len(waiting), -(-_at_once(size, batch) // 2))
+class _PackedIntake:
+    """The prompts of a group, in packs. row: the cache of what prompts share, None for none."""
+
+    def __init__(self, call: _Call, group: Group, batch: int, is_shared: bool, most_shapes: int):
+        self._call, self.row = call, None
+        most = call.model.max_num_batched_tokens
+        options: dict[str, Any] = dict(batch=batch, max_num_batched_tokens=most, most_shapes=most_shapes)
+        self._packs = Packs(call.prompts, group.indices, is_shared=is_shared, **options)
+        self.row_slots = self._packs.row_slots
+
+    def __bool__(self) -> bool:
+        """Whether prompts wait."""
+        return bool(self._packs)
+
+    def fewest(self) -> int:
+        """Rows that have to be free before prompts are taken in."""
+        return self._packs.fewest()
+
+    def admit(self, state: _loop.State, free: np.ndarray) -> tuple[_loop.State, list[int]]:
+        """The state with prompts, and their first new token, in the first free rows, and the prompts' indices."""
+        call = self._call
+        vocab_size = call.model.config.vocab_size if call.sampler.is_penalized else None
+        pack, has_row, indices = self._packs.next(free.tolist(), vocab_size)
+        picked = np.zeros(len(pack.rows), np.int64)
+        picked[: len(indices)] = indices
+        row = self.row if has_row else None
+        state, row = _loop.admit_pack(call.structure, call.leaves, row, state, pack, call.sampler.rows(picked))
+        self.row = row if has_row else self.row
+        return state, indices
+
+
+class _PaddedIntake:
+    """The prompts of a group, one to a row, padded to the length of their bucket."""
+
+    row_slots = 0
+
+    def __init__(self, call: _Call, group: Group, batch: int):
+        self._call, self._batch, self.row = call, batch, None
+        self._queue = collections.deque((size, collections.deque(indices)) for size, indices in group.buckets)
+
+    def __bool__(self) -> bool:
+        """Whether prompts wait."""
+        return bool(self._queue)
+
+    def fewest(self) -> int:
+        """As of ``_PackedIntake``: half of what their prefill takes, or all that wait."""
+        size, waiting = self._queue[0]
+        return min(len(waiting), -(-self._at_once(size) // 2))
+
+    def admit(self, state: _loop.State, free: np.ndarray) -> tuple[_loop.State, list[int]]:
+        """As of ``_PackedIntake``."""
+        call, (size, waiting) = self._call, self._queue[0]
+        most = self._at_once(size)
+        rows = free[: min(most, len(waiting))]
+        indices = [waiting.popleft() for _ in rows]
+        if not waiting:
+            self._queue.popleft()
+        targets, picked = np.full(most, self._batch, np.int32), np.full(most, indices[0])
+        targets[: len(rows)], picked[: len(rows)] = rows, indices
+        prompt = Prefill(call.model, *_padded([call.prompts[index] for index in indices], most, size))
+        reading = prompt.read(call.structure, call.leaves, size, call.no_load)
+        entering = (prompt.ids, prompt.mask)
+        model = (call.structure, prompt.chunk, call.leaves)
+        return _loop.admit(*model, reading, state, entering, targets, call.sampler.rows(picked)), indices
+
+    def _at_once(self, size: int) -> int:
+        """Rows of the prefill of a bucket."""
+        return max(1, min(self._batch, _PREFILL_TOKENS // size))
 
 
 def _padded(prompts: Sequence[np.ndarray], rows: int, size: int) -> tuple[np.ndarray, np.ndarray]:

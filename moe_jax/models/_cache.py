@@ -6,6 +6,7 @@ first call stands before ``starts``; no other padding occupies slots.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,29 @@ class KVCache:
         starts, lengths, is_damaged = (put_rows(old, rows, fresh) for old, fresh in places)
         layers = tuple(old.with_rows(rows, fresh) for old, fresh in zip(self.layers, new.layers, strict=True))
         return KVCache(layers, starts, lengths, None, is_damaged, self.num_slots)
+
+    def with_sequences(
+        self,
+        rows: Int[Array, " R"],
+        new: "KVCache",
+        first: Int[Array, " R"],
+        lengths: Int[Array, " R"],
+        shared: Int[Array, ""],
+    ) -> "KVCache":
+        """With sequences of ``new``, whose rows hold several, in place of these rows; an index of B or more drops its
+        row.
+
+        first: the slot of ``new``, counted over its rows, where a sequence begins. lengths: its tokens, of which the
+        first ``shared`` lie in the first slots of the only row of ``new`` instead.
+        """
+        slots = jnp.arange(self.num_slots, dtype=jnp.int32)
+        sources = jnp.where(slots < shared, slots, first[:, None] + slots - shared)
+        sources = jnp.where(slots < lengths[:, None], sources, -1)
+        layers: Any = zip(self.layers, new.layers, strict=True)
+        layers = tuple(old.with_sequences(rows, fresh, sources) for old, fresh in layers)
+        is_damaged = put_rows(self.is_damaged, rows, new.is_damaged[first // new.num_slots])
+        places = (put_rows(self.starts, rows, jnp.zeros_like(lengths)), put_rows(self.lengths, rows, lengths))
+        return KVCache(layers, *places, None, is_damaged, self.num_slots)
 
 
 def slot_order(mask: Bool[Array, "B S"], lengths: Int[Array, " B"] | None) -> tuple[Array, Array]:

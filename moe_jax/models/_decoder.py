@@ -25,7 +25,7 @@ from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import reload_weights
 from moe_jax.models.attention._attention import Attention, AttentionInputs
-from moe_jax.models.attention._choice import AttentionImplementation, check_implementation, check_takes_segments
+from moe_jax.models.attention._choice import AttentionImplementation, check_implementation, segments_refusal
 from moe_jax.models.attention._gated_delta_net import GatedDeltaNet
 from moe_jax.models.attention._mla import LatentAttention
 from moe_jax.models.attention._rope import rotary_angles
@@ -298,8 +298,8 @@ class CausalLM(MoEFamily, Versioned):
         Raises:
             ValueError: shapes do not fit, an id is outside the vocabulary, or the sequence exceeds ``max_seq_len`` or
                 the cache; segment_ids with a cache. TypeError: input_ids, positions or segment_ids are not integers,
-                attention_mask is neither that nor bool. NotImplementedError: segment_ids in a model that was loaded
-                with attention="hopper", or whose rotary embedding changes with the length of a row.
+                attention_mask is neither that nor bool. NotImplementedError: segment_ids in a model with linear
+                attention, or whose rotary embedding changes with the length of a row.
         """
         return_stats, remat = boolean("return_stats", return_stats), boolean("remat", remat)
         self._check_call(input_ids, attention_mask, positions, segment_ids, cache)
@@ -327,11 +327,16 @@ class CausalLM(MoEFamily, Versioned):
         remat: bool = False,
         return_stats: bool = False,
         seq_lens: Int[Array, " B"] | None = None,
+        shared: Int[Array, " B"] | Literal[0] | None = None,
     ) -> tuple[Any, ...]:
         """Like a call under ``jax.jit``, up to the last norm: for callers that need logits at few positions.
 
         seq_lens: tokens in each row once calls that follow have brought the rest of its prompt; rotary embeddings that
         change with the length are those of this length then. None for those of the cache and this call.
+
+        shared: with segment_ids and a cache, whose rows then hold several sequences: slots at the beginning of a row
+        that all its sequences go on from. A token in one of these slots sees those before it; another one sees these
+        slots and its own sequence, which begins at position ``shared``. 0 where sequences share nothing.
 
         Returns (hidden states (B, S, H), the new cache or None), and with ``return_stats`` ``MoEStats``, None where no
         layer has experts.
@@ -340,10 +345,10 @@ class CausalLM(MoEFamily, Versioned):
         """
         self = one_version(self)
         if segment_ids is not None:
-            self._check_takes_segments(cache)
+            self._check_takes_segments(None if shared is not None else cache)
         if self.parallel is None and lies_on_explicit_axes((self, input_ids, cache)):
             options = dict(positions=positions, attention_mask=attention_mask, segment_ids=segment_ids, cache=cache)
-            options |= dict(seq_lens=seq_lens)
+            options |= dict(seq_lens=seq_lens, shared=shared)
             found = in_auto_axes(
                 _hidden_states_by_remat if remat else _hidden_states,
                 jnp.asarray(input_ids),
@@ -359,8 +364,9 @@ class CausalLM(MoEFamily, Versioned):
         )
         segments = None if segment_ids is None else jnp.asarray(segment_ids).astype(jnp.int32)
         mask = mask if segments is None else mask & (segments != 0)
-        arguments = (ids, mask, positions, segments, cache, seq_lens)
-        ids, mask, positions, segments, cache, seq_lens = on_mesh(arguments, self.parallel)
+        prefix = None if isinstance(shared, int) else shared
+        arguments = (ids, mask, positions, segments, cache, seq_lens, prefix)
+        ids, mask, positions, segments, cache, seq_lens, prefix = on_mesh(arguments, self.parallel)
         is_masked, back = attention_mask is not None or segments is not None, None
         if is_masked and length > 1:
             order, back = slot_order(mask, None if cache is None else cache.lengths)
@@ -373,9 +379,16 @@ class CausalLM(MoEFamily, Versioned):
         if cache is not None:
             is_damaged |= cache.is_damaged | (lengths > cache.num_slots)
             lengths = jnp.minimum(lengths, cache.num_slots)
-        segment_starts = None if segments is None else starts_of_runs(segments)
-        if segment_starts is not None and positions is None:
-            positions = jnp.arange(length, dtype=jnp.int32) - segment_starts
+        is_counted = segments is not None and positions is None and prefix is None
+        segment_starts = None if segments is None else first_slots[:, None] + starts_of_runs(segments)
+        if segment_starts is not None:
+            slots = first_slots[:, None] + jnp.arange(length, dtype=jnp.int32)
+            counted = slots - segment_starts
+            if prefix is not None:
+                is_shared = slots < prefix[:, None]
+                counted = jnp.where(is_shared, slots, prefix[:, None] + counted)
+                segment_starts = jnp.where(is_shared, 0, segment_starts)
+            positions = counted if positions is None else positions
         given = None if positions is None else jnp.asarray(positions)
         keys = key_positions(given, cache, starts, lengths, first_slots)
         if positions is None:
@@ -389,7 +402,8 @@ class CausalLM(MoEFamily, Versioned):
             longest = jnp.max(jnp.where(is_filled, keys, -1), axis=1) + 1
         longest = longest if seq_lens is None else jnp.maximum(longest, seq_lens)
         cos, sin = rotary_angles(self.config.rope, positions, longest)
-        inputs = AttentionInputs(cos, sin, starts, lengths, first_slots, positions, keys, segment_starts)
+        of_sequences: dict[str, Any] = dict(segment_starts=segment_starts, shared=prefix, is_counted=is_counted)
+        inputs = AttentionInputs(cos, sin, starts, lengths, first_slots, positions, keys, **of_sequences)
 
         x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
         x = x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
@@ -514,7 +528,12 @@ class CausalLM(MoEFamily, Versioned):
     def _check_takes_segments(self, cache: Any) -> None:
         if cache is not None:
             raise ValueError("segment_ids is given with a cache, whose rows hold one sequence; drop one of them")
-        check_takes_segments(getattr(self.layers[0].self_attn, "implementation", "xla"), self.config)
+        if (reason := self.segments_refusal()) is not None:
+            raise NotImplementedError(f"segment_ids: {reason}")
+
+    def segments_refusal(self) -> str | None:
+        """Why rows cannot hold several sequences, or None when they can."""
+        return segments_refusal(self.config)
 
 
 def _hidden_states(x: Array, model: CausalLM, **options: Any) -> tuple[Any, ...]:

@@ -61,6 +61,7 @@ def generate(
     input_ids: "ArrayArg | Prompts",
     *,
     batch_size: int,
+    enable_prefix_caching: bool = True,
     return_load: Literal[False] = False,
     **options: "Unpack[Options]",
 ) -> list[list[int]]: ...
@@ -72,6 +73,7 @@ def generate(
     input_ids: "ArrayArg | Prompts",
     *,
     batch_size: int | None = None,
+    enable_prefix_caching: bool = True,
     return_load: Literal[False] = False,
     **options: "Unpack[Options]",
 ) -> Array | list[list[int]]: ...
@@ -83,6 +85,7 @@ def generate(
     input_ids: "ArrayArg | Prompts",
     *,
     batch_size: int | None = None,
+    enable_prefix_caching: bool = True,
     return_load: bool,
     **options: "Unpack[Options]",
 ) -> Array | list[list[int]] | tuple[Array | list[list[int]], AnyArray]: ...
@@ -101,13 +104,16 @@ def generate(
     sampling_params: Any = None,
     attention_mask: ArrayArg | None = None,
     batch_size: int | None = None,
+    enable_prefix_caching: bool = True,
     return_load: bool = False,
 ) -> Array | list[list[int]] | tuple[Array | list[list[int]], AnyArray]:
     """Continue prompts. Programs are compiled per batch size and bucket of lengths, one for the prompt and one for the
     loop; later calls reuse them.
 
     Prompts of any lengths, however many, run ``batch_size`` at a time: sorted by length, and the row of a prompt that
-    has ended is filled with the next one. At most 8 programs are compiled for one call.
+    has ended is filled with the next one. Several prompts are read in one row of a call, without padding between them,
+    where the model can: not with linear attention, nor with a rotary embedding that changes with the length. At most 8
+    programs are compiled for one call.
 
     Args:
         model: a loaded model.
@@ -125,6 +131,9 @@ def generate(
         attention_mask: (B, S) bool or 0/1, False for padding, on the left or on the right; what stands in padding is
             ignored. Lists of unequal length need none.
         batch_size: most prompts at a time; None runs a (B, S) array at once, and lists of unequal length 64 at a time.
+        enable_prefix_caching: read what prompts of this call begin with alike once, where that saves at least 1024
+            tokens. Rounding may differ in the last bits from what each prompt gets alone. It speaks of prompts that run
+            ``batch_size`` at a time.
         return_load: also return the rows that each slot of each layer served, ``MoEStats.load``, for ``EplbState``.
 
     Returns:
@@ -151,7 +160,8 @@ def generate(
 
         size = 64 if batch_size is None else batch_size
         ending = (eos_token_id, rng)
-        load = generate_each(model, input_ids, hear, size, max_new_tokens, settings, *ending, has_load=return_load)
+        options: Any = dict(has_load=return_load, is_shared=boolean("enable_prefix_caching", enable_prefix_caching))
+        load = generate_each(model, input_ids, hear, size, max_new_tokens, settings, *ending, **options)
         answers = [[*map(int, prompt), *made[index]] for index, prompt in enumerate(input_ids)]
         return (answers, load) if return_load else answers
     run = _Run(model, input_ids, max_new_tokens, settings, eos_token_id, rng, attention_mask, has_load=return_load)
@@ -253,9 +263,12 @@ def generate_each(
     tokens_at_once: int | None = None,
     has_load: bool = False,
     hear_logprobs: Callable[[int, TokenLogprobs], None] | None = None,
+    is_shared: bool = True,
 ) -> np.ndarray:
     """``generate`` for prompts of any lengths that tells tokens as they are made; see ``_batches.run`` for ``hear``,
-    hear_logprobs and tokens_at_once. settings: temperature, top_p, top_k, sampling_params. Returns the load."""
+    hear_logprobs, tokens_at_once and is_shared. settings: temperature, top_p, top_k, sampling_params.
+
+    Returns the load."""
     most, end, no_load = _checked(model, max_new_tokens, eos_token_id, has_load)
     if nnx.state(model, LoRAChoice):  # rows change hands
         raise NotImplementedError("adapters are chosen for the rows of one array of prompts; leave batch_size out")
@@ -268,6 +281,7 @@ def generate_each(
     if not most:
         return no_load
     options: dict[str, Any] = dict(batch_size=size, max_new_tokens=most, tokens_at_once=tokens_at_once)
+    options |= dict(is_shared=is_shared)
     return _batches.run(model, checked, sampler, hear, **options, no_load=no_load, hear_logprobs=hear_logprobs)
 
 

@@ -5,7 +5,7 @@ model threads caches through its layers without a look inside; only the layer th
 """
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -31,25 +31,36 @@ class LayerCache(Protocol):
 
 @runtime_checkable
 class LayerCacheSpec(Protocol):
-    """Static and hashable: what a layer's cache looks like."""
+    """Static and hashable: what a layer's cache looks like.
+
+    holds_slots: whether a token has a slot of its own, so that one row can hold several sequences, and a sequence can
+    be copied out of it (``with_sequences``).
+    """
+
+    holds_slots: ClassVar[bool]
 
     def zeros(self, batch: int, num_slots: int, dtype: DTypeLike) -> LayerCache:
         """An empty cache for up to ``num_slots`` tokens per row. dtype: of the model's computation."""
         ...
 
 
-def put_rows(old: Array, rows: Int[Array, " R"], fresh: Array) -> Array:
+def put_rows(old: Array, rows: Int[Array, " R"], fresh: Array, sources: Int[Array, "R L"] | None = None) -> Array:
     """``old`` (B, ...) with the rows of ``fresh`` (R, ...) in place of these, laid out like ``old``; an index of B or
-    more drops its row."""
+    more drops its row. sources: for ``old`` (B, heads, L, width) the slots of each row in ``fresh`` (P, heads, S,
+    width), counted over its rows; -1 gives zeros."""
 
-    def put(old: Array, fresh: Array, rows: Array) -> Array:
+    def put(old: Array, fresh: Array, rows: Array, sources: Array | None) -> Array:
+        if sources is not None:
+            flat = fresh.swapaxes(0, 1).reshape(fresh.shape[1], -1, fresh.shape[3])
+            taken = jnp.take(flat, jnp.maximum(sources, 0), axis=1).swapaxes(0, 1)
+            fresh = jnp.where((sources >= 0)[:, None, :, None], taken, 0)
         return old.at[rows].set(fresh, mode="drop")
 
     sharding = jax.typeof(old).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
-        return put(old, fresh, rows)
+        return put(old, fresh, rows, sources)
     in_auto: Any = jax.sharding.auto_axes(put, out_sharding=sharding)
-    return in_auto(old, fresh, rows)
+    return in_auto(old, fresh, rows, sources)
 
 
 def _zeros_in(array: Array, rows: Bool[Array, " B"]) -> Array:
@@ -61,6 +72,7 @@ class SlotCacheSpec:
     """widths: (heads, width) of each array."""
 
     widths: tuple[tuple[int, int], ...]
+    holds_slots: ClassVar[bool] = True
 
     def zeros(self, batch: int, num_slots: int, dtype: DTypeLike) -> "SlotCache":
         return SlotCache(tuple(jnp.zeros((batch, heads, num_slots, width), dtype) for heads, width in self.widths))
@@ -86,6 +98,16 @@ class SlotCache:
 
         return SlotCache(tuple(map(put, self.arrays, new.arrays)))
 
+    def with_sequences(self, rows: Int[Array, " R"], new: "SlotCache", sources: Int[Array, "R L"]) -> "SlotCache":
+        """With the slots ``sources`` of ``new``, counted over its rows, in place of these rows; -1 gives zeros.
+
+        An index of B or more drops its row."""
+
+        def put(old: Array, fresh: Array) -> Array:
+            return put_rows(old, rows, fresh, sources)
+
+        return SlotCache(tuple(map(put, self.arrays, new.arrays)))
+
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentCacheSpec:
@@ -93,6 +115,7 @@ class RecurrentCacheSpec:
 
     conv: tuple[int, int, int]
     state: tuple[int, int, int]
+    holds_slots: ClassVar[bool] = False
 
     def zeros(self, batch: int, num_slots: int, dtype: DTypeLike) -> "RecurrentCache":
         """Of one size, however many tokens come."""

@@ -23,7 +23,7 @@ class State:
     """Of B rows in the loop. step: () int32, turns so far. made: (B,) int32, tokens of each row. token: (B,), its
     latest. is_done: (B,) bool. tokens: (B, room). load: rows that each slot served, (layers, S), or (0, 0) where nobody
     asks. history: ``History``, None where no row has a penalty. logprobs: ``TokenLogprobs`` (B, room), None where
-    nobody asks."""
+    nobody asks. cache: ``KVCache``; None of rows that have it beside this."""
 
     step: Leaf
     made: Leaf
@@ -33,15 +33,15 @@ class State:
     load: Leaf
     history: Any
     logprobs: Any
-    cache: KVCache
+    cache: Any
 
-    def with_rows(self, rows: Int[Array, " R"], new: "State") -> "State":
-        """With the rows of ``new`` in place of these; an index of B or more drops its row. Its cache may be shorter."""
+    def with_rows(self, rows: Int[Array, " R"], new: "State", cache: KVCache) -> "State":
+        """With the rows of ``new`` in place of these, and this cache; an index of B or more drops its row."""
         merged = {
             name: jax.tree.map(lambda old, fresh: put_rows(old, rows, fresh), getattr(self, name), getattr(new, name))
             for name in ("made", "token", "is_done", "tokens", "history", "logprobs")
         }
-        return dataclasses.replace(self, **merged, load=new.load, cache=self.cache.with_rows(rows, new.cache))
+        return dataclasses.replace(self, **merged, load=self.load + new.load, cache=cache)
 
 
 @pytree
@@ -53,6 +53,28 @@ class Reading:
     hidden: Leaf
     load: Leaf
     cache: Any
+
+
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
+class Pack:
+    """Prompts that one prefill reads, several to a row.
+
+    ids, segments: (P, C) int32, tokens and the number of the prompt in its row that each belongs to, from 1 on; 0 is
+    padding, behind them. Of R prompts whose last token is among them: first (R,) int32, the slot of the first token
+    behind what is shared, counted over the rows; lengths (R,), tokens of the whole prompt; rows (R,), of the state that
+    it enters, B for none. seen: (R, V) bool, the tokens in the prompt, or None where no row has a penalty. held,
+    shared: () int32, slots of a row that earlier calls have filled, and that all prompts begin with.
+    """
+
+    ids: Leaf
+    segments: Leaf
+    first: Leaf
+    lengths: Leaf
+    rows: Leaf
+    seen: Leaf | None
+    held: Leaf
+    shared: Leaf
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -68,16 +90,18 @@ def read(structure, leaves, reading, chunk):
     return _read(merge_model(structure, leaves), reading, *chunk)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6))
-def empty(config, batch, num_slots, room, dtype, is_penalized, num_logprobs, load):
-    """A state whose rows are all done."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6, 7))
+def empty(config, batch, num_slots, row_slots, room, dtype, is_penalized, num_logprobs, load):
+    """A state whose rows are all done, and a cache of one row with ``row_slots``, None for 0."""
     numbers = jnp.zeros((batch,), jnp.int32)
     seen = jnp.zeros((batch, config.vocab_size), jnp.int32)
     history = History(seen.astype(jnp.bool), seen) if is_penalized else None
     cache = KVCache.zeros(config, batch, num_slots, dtype)
     tokens = jnp.zeros((batch, room), jnp.int32)
     logprobs = _no_logprobs(batch, room, num_logprobs)
-    return State(jnp.int32(0), numbers, numbers, jnp.ones((batch,), jnp.bool), tokens, load, history, logprobs, cache)
+    row = KVCache.zeros(config, 1, row_slots, dtype) if row_slots else None
+    is_done = jnp.ones((batch,), jnp.bool)
+    return State(jnp.int32(0), numbers, numbers, is_done, tokens, load, history, logprobs, cache), row
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
@@ -104,7 +128,34 @@ def admit(structure, chunk, leaves, reading, state, prompt, rows, sampler):
         reading = unread(model.config, *ids.shape, model.dtype, jnp.zeros_like(state.load))
     new = _started(model, reading, ids, mask, chunk, state.tokens.shape[1], sampler)
     rows, state = on_mesh((rows, state), model.parallel)
-    return state.with_rows(rows, dataclasses.replace(new, load=state.load + new.load))
+    return state.with_rows(rows, new, state.cache.with_rows(rows, new.cache))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+def admit_pack(structure, leaves, row, state, pack, sampler):
+    """The state with the prompts of a ``Pack``, and their first new token, and the row with what all prompts share.
+
+    row: a cache of one row, used up, which holds tokens that earlier calls have read; None where nothing is shared.
+    sampler: of the R prompts.
+    """
+    model = merge_model(structure, leaves)
+    pack, sampler, state = on_mesh((pack, sampler, state), model.parallel)
+    if row is None:
+        rows, columns = pack.ids.shape
+        cache, shared = KVCache.zeros(model.config, rows, columns, model.dtype), 0
+    else:
+        cache, shared = dataclasses.replace(row, lengths=pack.held[None]), pack.shared[None]
+    options = dict(segment_ids=pack.segments, shared=shared)
+    no_load = jnp.zeros_like(state.load)
+    hidden, cache, load = _with_load(model, pack.ids, pack.segments > 0, cache, no_load, **options)
+    cache = dataclasses.replace(cache, positions=None)  # of what is shared they are the slots
+    last = pack.first + (pack.lengths - pack.shared - 1)
+    last = last if row is None else last - pack.held
+    hidden = jnp.take(hidden.reshape(-1, hidden.shape[-1]), last, axis=0, mode="clip")
+    history = None if pack.seen is None else History(pack.seen, jnp.zeros(pack.seen.shape, jnp.int32))
+    new = _first(model, hidden, load, history, None, state.tokens.shape[1], sampler)
+    kept = state.cache.with_sequences(pack.rows, cache, pack.first, pack.lengths, pack.shared)
+    return state.with_rows(pack.rows, new, kept), None if row is None else cache
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -127,7 +178,7 @@ def proceed(structure, leaves, state, idle, limit, wanted, sampler):
 
 
 def _read(model, reading, ids, mask, lengths):
-    hidden, cache, load = _with_load(model, ids, mask, reading.cache, reading.load, lengths)
+    hidden, cache, load = _with_load(model, ids, mask, reading.cache, reading.load, seq_lens=lengths)
     last = jnp.max(jnp.where(mask, jnp.arange(ids.shape[1]), -1), axis=1)
     latest = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]
     last, earlier = on_mesh((last, reading.hidden), model.parallel)
@@ -136,17 +187,20 @@ def _read(model, reading, ids, mask, lengths):
 
 def _started(model, reading, ids, mask, chunk, room, sampler):
     """The state of new rows with their first token, after their last ``chunk`` columns."""
-    batch = ids.shape[0]
     sampler = on_mesh(sampler, model.parallel)
     reading = _read(model, reading, ids[:, -chunk:], mask[:, -chunk:], jnp.sum(mask, axis=1, dtype=jnp.int32))
-    logits = model.next_logits(reading.hidden)
     history = History.create(ids, mask, model.config.vocab_size) if sampler.is_penalized else None
+    return _first(model, reading.hidden, reading.load, history, reading.cache, room, sampler)
+
+
+def _first(model, hidden, load, history, cache, room, sampler):
+    """The state of rows whose last token has these hidden states, (B, H), with their first new token."""
+    batch, logits = len(hidden), model.next_logits(hidden)
     made, is_done = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.bool)
     logprobs = _no_logprobs(batch, room, sampler.num_logprobs)
     made, is_done, history, logprobs = on_mesh((made, is_done, history, logprobs), model.parallel)
     tokens = jnp.broadcast_to(sampler.stop[:, :1], (batch, room))
-    token, load = sampler.stop[:, 0], reading.load
-    state = State(jnp.int32(0), made, token, is_done, tokens, load, history, logprobs, reading.cache)
+    state = State(jnp.int32(0), made, sampler.stop[:, 0], is_done, tokens, load, history, logprobs, cache)
     return _chosen(state, logits, sampler)
 
 
@@ -154,9 +208,10 @@ def _no_logprobs(batch, room, num_logprobs):
     return None if num_logprobs is None else TokenLogprobs.zeros(batch, room, num_logprobs)
 
 
-def _with_load(model, ids, mask, cache, load, lengths=None):
-    """(hidden states, cache, load with this call's); no load is counted where it has no layers."""
-    options = dict(attention_mask=mask, cache=cache, seq_lens=lengths)
+def _with_load(model, ids, mask, cache, load, **options):
+    """(hidden states, cache, load with this call's); no load is counted where it has no layers. options: of
+    ``hidden_states``."""
+    options |= dict(attention_mask=mask, cache=cache)
     if not load.size:
         return *model.hidden_states(ids, **options), load
     hidden, cache, stats = model.hidden_states(ids, **options, return_stats=True)

@@ -72,6 +72,8 @@ class LLM:
         max_num_seqs: most answers that are made at a time.
         max_model_len, tensor_parallel_size, enable_expert_parallel: vLLM's names: of max_seq_len, and of a mesh of so
             many devices whose axis is "expert" or "tensor".
+        enable_prefix_caching: prompts of one call that begin alike read that once, as ``generate`` says; no cache
+            outlives a call.
         seed: of the draws of rows without a seed of their own.
 
     Attributes:
@@ -103,6 +105,7 @@ class LLM:
         max_model_len: int | None = None,
         tensor_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
+        enable_prefix_caching: bool = True,
         seed: int | None = 0,
         **refused: Any,
     ):
@@ -114,6 +117,7 @@ class LLM:
         mesh = _mesh(mesh, tensor_parallel_size, enable_expert_parallel)
         if generation_config not in ("auto", "vllm"):
             raise ValueError(f'generation_config={shown(generation_config)}, expected "auto" or "vllm"')
+        self._is_shared = boolean("enable_prefix_caching", enable_prefix_caching)
         self._batch_size = integer("max_num_seqs", max_num_seqs, minimum=1)
         self._key = jax.random.key(integer("seed", 0 if seed is None else seed, minimum=0, maximum=2**32 - 1))
         self._directory = checkpoint_directory(model, revision=revision)
@@ -336,6 +340,7 @@ class LLM:
             self._next_key(),
             tokens_at_once=_TOKENS_AT_ONCE if any(request.params.stop for request in requests) else None,
             hear_logprobs=lambda row, part: logprobs[row].append(part),
+            is_shared=self._is_shared,
         )
         if bar is not None:
             bar.close()

@@ -16,7 +16,6 @@ _CONSTRUCTOR = {
     "disable_custom_all_reduce": "",
     "disable_log_stats": "no statistics are logged",
     "enable_lora": "",
-    "enable_prefix_caching": "no cache outlives a call",
     "enforce_eager": "programs are always compiled",
     "gpu_memory_utilization": "XLA_PYTHON_CLIENT_MEM_FRACTION in the environment is JAX's share of the memory",
     "hf_overrides": "change config.json",

@@ -1,11 +1,12 @@
 """``prefill``: attention of several queries a row over the slots of a key-value cache."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.config import PrefillConfig, PrefillDesc, choose_config, config_error
+from pallas_kernels.attention.config import BLOCK_Q, PrefillConfig, PrefillDesc, choose_config, config_error
 from pallas_kernels.attention.reference import prefill_ref
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
@@ -25,6 +26,8 @@ def prefill(
     window: int | None = None,
     is_causal: bool = True,
     sinks: jax.Array | None = None,
+    first_keys: jax.Array | None = None,
+    shared: jax.Array | None = None,
     config: PrefillConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
@@ -43,17 +46,34 @@ def prefill(
         window: None to see all earlier slots.
         is_causal: False lets a query see the slots behind its own, too.
         sinks: (N,) logits, one more in the softmax of each query head, with a value of zero.
+        first_keys: (B, S) int32, for rows of several sequences: a query sees no slot before this one, but for those
+            that are shared. Along a row it never decreases. None where a row is one sequence.
+        shared: (B,) int32, with first_keys and without a window: slots before this one belong to all sequences of the
+            row. None for none.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
-    desc = _describe(q, k, v, scale=scale, window=window, is_causal=is_causal, sinks=sinks)
+    kind: Any = dict(scale=scale, window=window, is_causal=is_causal, sinks=sinks, has_sequences=first_keys is not None)
+    desc = _describe(q, k, v, **kind)
     for name, array in (("starts", starts), ("lengths", lengths), ("first_slots", first_slots)):
         if array.shape != (desc.batch,) or array.dtype != jnp.int32:
             raise ValueError(f"{name} is {array.dtype} {array.shape}, expected int32 ({desc.batch},)")
-    last = () if sinks is None else (sinks.astype(jnp.float32),)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    if first_keys is not None:
+        if first_keys.shape != q.shape[:2] or first_keys.dtype != jnp.int32:
+            raise ValueError(f"first_keys is {first_keys.dtype} {first_keys.shape}, expected int32 {q.shape[:2]}")
+        if not is_causal:
+            raise ValueError("first_keys needs is_causal")
+    if shared is not None:
+        if first_keys is None or window is not None:
+            raise ValueError("shared needs first_keys and no window")
+        if shared.shape != (desc.batch,) or shared.dtype != jnp.int32:
+            raise ValueError(f"shared is {shared.dtype} {shared.shape}, expected int32 ({desc.batch},)")
+    elif first_keys is not None and window is None:
+        shared = jnp.zeros_like(starts)
 
     def hopper():
         chosen = config or choose_config(desc, hopper_sms())
@@ -63,13 +83,16 @@ def prefill(
         from pallas_kernels.attention.kernel_sm90 import prefill_sm90  # here: importing it loads Pallas
 
         padded = [_padded(array, axis) for array, axis in ((q, 1), (k, 2), (v, 2))]
-        out = prefill_sm90(_describe(*padded, scale=scale, window=window, is_causal=is_causal, sinks=sinks), chosen)(
-            *padded, starts, lengths, first_slots, *last
-        )
+        whole = _describe(*padded, **kind)
+        keys = first_keys
+        if keys is not None:
+            keys = jnp.pad(keys, ((0, 0), (0, whole.query_tiles * BLOCK_Q - desc.num_queries)), mode="edge")
+        last = [array for array in (keys, shared, sinks) if array is not None]
+        out = prefill_sm90(whole, chosen)(*padded, starts, lengths, first_slots, *last)
         return out[:, : desc.num_queries]
 
     def reference():
-        return prefill_ref(desc, q, k, v, starts, lengths, first_slots, *last)
+        return prefill_ref(desc, q, k, v, starts, lengths, first_slots, sinks, first_keys, shared)
 
     return first_that_runs("prefill", dict(hopper=hopper, reference=reference), implementation)
 
@@ -83,6 +106,7 @@ def _describe(
     window: int | None,
     is_causal: bool,
     sinks: jax.Array | None,
+    has_sequences: bool,
 ) -> PrefillDesc:
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if any(array.ndim != 4 for array in (q, k, v)):
@@ -114,6 +138,7 @@ def _describe(
         window=window,
         is_causal=is_causal,
         has_sinks=sinks is not None,
+        has_sequences=has_sequences,
     )
 
 

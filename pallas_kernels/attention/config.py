@@ -24,6 +24,7 @@ class PrefillDesc:
         window: how many slots up to its own a query sees; None for all.
         is_causal: a query sees no slot behind its own.
         has_sinks: each query head has a logit more.
+        has_sequences: a row holds several sequences, which without a window may share the row's first slots.
     """
 
     batch: int
@@ -38,6 +39,7 @@ class PrefillDesc:
     window: int | None = None
     is_causal: bool = True
     has_sinks: bool = False
+    has_sequences: bool = False
 
     @property
     def group(self) -> int:

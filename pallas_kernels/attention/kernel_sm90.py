@@ -1,7 +1,8 @@
 """Flash attention of a prefill on Hopper: one persistent CTA per SM, a producer warpgroup and two consumers.
 
 A tile is 128 queries of one head of one row of the batch. Its keys are walked from the last step of block_kv slots that
-any of its queries sees to the first; steps that none sees are not loaded. Keys and values lie in a ring of stages.
+any of its queries sees to the first; steps that none sees are not loaded. Where a row holds several sequences, the walk
+goes over the tile's own sequences, and then over the slots that all share. Keys and values lie in a ring of stages.
 
     producer      for each tile: queries, then per step i: keys i, values i - 1
     consumers     64 queries of the tile each
@@ -43,9 +44,11 @@ _LOG2_E = math.log2(math.e)
 
 
 def prefill_sm90(desc: PrefillDesc, config: PrefillConfig) -> Kernel:
-    """The kernel: (q, k, v, starts, lengths, first_slots, [sinks]) -> (B, S, N, V). config must pass config_error.
+    """The kernel: (q, k, v, starts, lengths, first_slots, [first_keys], [shared], [sinks]) -> (B, S, N, V). config
+    must pass config_error.
 
-    q (B, S, N, D), k (B, M, L, D), v (B, M, L, V); starts, lengths, first_slots (B,) int32; sinks (N,) float32.
+    q (B, S, N, D), k (B, M, L, D), v (B, M, L, V); starts, lengths, first_slots, shared (B,) int32; first_keys (B, S)
+    int32, with S in whole tiles; sinks (N,) float32. shared is there with first_keys and without a window.
     """
     dtype = jnp.dtype(desc.dtype)
     tiled = mosaic.tiled(dtype, 128)
@@ -115,7 +118,10 @@ class _Cta:
 
 def _kernel(desc: PrefillDesc, config: PrefillConfig, *refs: TileRef, **scratch: TileRef) -> None:
     mosaic.begin()
-    names = ("q", "k", "v", "starts", "lengths", "first_slots", *(("sinks",) if desc.has_sinks else ()))
+    names = ("q", "k", "v", "starts", "lengths", "first_slots")
+    names += ("first_keys",) if desc.has_sequences else ()
+    names += ("shared",) if desc.has_sequences and desc.window is None else ()
+    names += ("sinks",) if desc.has_sinks else ()
     cta = _Cta(desc, config, dict(zip(names, refs, strict=False)), refs[-1], scratch)
     warpgroup = lax.axis_index("warpgroup")
 
@@ -136,7 +142,6 @@ def _produce(cta: _Cta) -> None:
 
     def one_tile(t, first):
         tile, place = cta.tile(t), cta.query_stage(t)
-        last_step = jnp.int32(tile.last_step)
         kv_head = lax.div(tile.head, jnp.int32(desc.group))
 
         def load(name: str, i: Scalar) -> None:
@@ -147,7 +152,7 @@ def _produce(cta: _Cta) -> None:
             def _():
                 plgpu.barrier_wait(cta.empty(name, stage))
 
-            slots = pl.ds(pl.multiple_of((last_step - i) * config.block_kv, config.block_kv), config.block_kv)
+            slots = pl.ds(pl.multiple_of(tile.step(i) * config.block_kv, config.block_kv), config.block_kv)
             source = operands[name].at[tile.row, kv_head, slots]
             plgpu.copy_gmem_to_smem(source, scratch[name].at[stage], cta.full(name, stage))
 
@@ -240,12 +245,18 @@ def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scal
 
     def masked(found: Value, i: Scalar) -> Value:
         rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=mosaic.WGMMA) + slot
-        slots = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=mosaic.WGMMA) + (tile.last_step - i) * block_kv
+        slots = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=mosaic.WGMMA) + tile.step(i) * block_kv
         end = lax.min(rows + 1, lax.broadcast(tile.length, shape)) if desc.is_causal else tile.length
         begin = tile.start
         if desc.window is not None:
             begin = lax.max(rows - (desc.window - 1), lax.broadcast(tile.start, shape))
-        return jnp.where((slots >= begin) & (slots < end), found, -jnp.inf)
+        if not desc.has_sequences:
+            return jnp.where((slots >= begin) & (slots < end), found, -jnp.inf)
+        queries = pl.ds(tile.query + warpgroup * ROWS, ROWS)
+        keys = mosaic.load(cta.operands["first_keys"].at[tile.row, queries], layout=mosaic.ROWS, optimized=False)
+        seen = slots >= lax.broadcast_in_dim(keys, shape, [0])
+        seen = seen if tile.shared is None else seen | (slots < tile.shared[0])
+        return jnp.where(seen & (slots >= begin) & (slots < end), found, -jnp.inf)
 
     def softmax(found: Value, top: Value, total: Value) -> tuple[Value, Value, Value, Value]:
         """(weights, largest score so far, sum of weights so far, what earlier sums shrink by)."""
@@ -256,7 +267,7 @@ def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scal
 
     def wait_values(i: Scalar, is_masked: bool) -> None:
         """Wait for the values of step i, and clear those that lie outside the slots in use."""
-        values, begin = scratch["v"].at[cta.stage(first + i)], (tile.last_step - i) * block_kv
+        values, begin = scratch["v"].at[cta.stage(first + i)], tile.step(i) * block_kv
         plgpu.barrier_wait(cta.full("v", cta.stage(first + i)))
         if is_masked:
 
@@ -291,7 +302,7 @@ def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scal
     wait_values(jnp.int32(0), is_masked=True)
     carry = (weights.astype(dtype), top, total)
 
-    whole, tail = unmasked_steps(desc, config, tile, warpgroup)
+    whole, tail = unmasked_steps(desc, config, cta.operands, tile, warpgroup)
     steps = tile.num_steps
     carry = lax.fori_loop(1, whole, functools.partial(one_step, is_masked=True), carry)
     carry = lax.fori_loop(whole, tail, functools.partial(one_step, is_masked=False), carry)

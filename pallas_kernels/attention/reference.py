@@ -6,7 +6,14 @@ import jax.numpy as jnp
 from pallas_kernels.attention.config import PrefillDesc
 
 
-def visible(desc: PrefillDesc, starts: jax.Array, lengths: jax.Array, first_slots: jax.Array) -> jax.Array:
+def visible(
+    desc: PrefillDesc,
+    starts: jax.Array,
+    lengths: jax.Array,
+    first_slots: jax.Array,
+    first_keys: jax.Array | None = None,
+    shared: jax.Array | None = None,
+) -> jax.Array:
     """True where a query of a row sees a slot, (B, S, L)."""
     slots = jnp.arange(desc.num_slots)[None, None, :]
     own = (first_slots[:, None] + jnp.arange(desc.num_queries))[:, :, None]
@@ -15,6 +22,8 @@ def visible(desc: PrefillDesc, starts: jax.Array, lengths: jax.Array, first_slot
         seen &= slots <= own
     if desc.window is not None:
         seen &= slots > own - desc.window
+    if first_keys is not None and shared is not None:
+        seen &= (slots >= first_keys[:, :, None]) | (slots < shared[:, None, None])
     return seen
 
 
@@ -27,11 +36,13 @@ def prefill_ref(
     lengths: jax.Array,
     first_slots: jax.Array,
     sinks: jax.Array | None = None,
+    first_keys: jax.Array | None = None,
+    shared: jax.Array | None = None,
 ) -> jax.Array:
     """What ``prefill`` computes, in float32 and rounded once. Holds all scores, (B, N, S, L)."""
     precision = jax.lax.Precision.HIGHEST
     grouped = q.astype(jnp.float32).reshape(*q.shape[:2], desc.num_kv_heads, desc.group, desc.width)
-    seen = visible(desc, starts, lengths, first_slots)[:, None, None]
+    seen = visible(desc, starts, lengths, first_slots, first_keys, shared)[:, None, None]
     scores = jnp.einsum("bsmgd,bmld->bmgsl", grouped, k.astype(jnp.float32), precision=precision) * desc.scale
     scores = jnp.where(seen, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)

@@ -6,6 +6,7 @@ Functions of int32 scalars: of the device inside the kernel, of any jax.Array in
 import dataclasses
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -24,6 +25,8 @@ class Tile:
         slot: of the first query.
         last_step: the step of keys that is walked first.
         num_steps: how many are walked, at least one.
+        shared: slots that sequences share, the number of steps before the walk goes on with these, and the steps of
+            keys between; None where there is no such thing.
     """
 
     row: Scalar
@@ -34,6 +37,15 @@ class Tile:
     slot: Scalar
     last_step: Scalar
     num_steps: Scalar
+    shared: tuple[Scalar, Scalar, Scalar] | None = None
+
+    def step(self, i: Scalar) -> jax.Array:
+        """The step of keys that is walked as the i-th."""
+        step = jnp.int32(self.last_step - i)
+        if self.shared is None:
+            return step
+        _, begin, gap = self.shared
+        return step - jnp.where(i >= begin, gap, 0)
 
 
 def num_tiles_of(desc: PrefillDesc, config: PrefillConfig, cta: Scalar) -> Scalar:
@@ -43,7 +55,8 @@ def num_tiles_of(desc: PrefillDesc, config: PrefillConfig, cta: Scalar) -> Scala
 
 
 def tile_of(desc: PrefillDesc, config: PrefillConfig, places: Mapping[str, Ref], cta: Scalar, t: Scalar) -> Tile:
-    """Tile t of a CTA. places: starts, lengths and first_slots, (B,) each.
+    """Tile t of a CTA. places: starts, lengths and first_slots, (B,) each; with sequences also first_keys, (B, S) with
+    S in whole tiles, and, but for windows, shared, (B,).
 
     Tiles go from the last queries, which see most, to the first. Every second round runs through the CTAs backwards:
     causal tiles of very different lengths then add up to nearly the same in every CTA.
@@ -61,22 +74,37 @@ def tile_of(desc: PrefillDesc, config: PrefillConfig, places: Mapping[str, Ref],
         end = lax.min(end, slot + lax.min(jnp.int32(BLOCK_Q), desc.num_queries - query))
     if desc.window is not None:
         first = lax.max(first, slot - (desc.window - 1))
+    if desc.has_sequences:
+        first = lax.max(first, places["first_keys"][row, query])
     size, last = jnp.int32(config.block_kv), jnp.int32(-(-desc.num_slots // config.block_kv) - 1)
     first_step = lax.min(lax.div(first, size), last)
     end_step = lax.max(lax.div(end + (size - 1), size), first_step + 1)
-    return Tile(row, head, query, start, length, slot, end_step - 1, end_step - first_step)
+    tile = Tile(row, head, query, start, length, slot, end_step - 1, end_step - first_step)
+    if not desc.has_sequences or desc.window is not None:
+        return tile
+    shared = places["shared"][row]
+    shared_end = lax.min(lax.div(lax.min(shared, end) + (size - 1), size), first_step)
+    num_shared = lax.max(shared_end - lax.div(start, size), 0)
+    where = (shared, tile.num_steps, first_step - shared_end)
+    return dataclasses.replace(tile, num_steps=tile.num_steps + num_shared, shared=where)
 
 
-def unmasked_steps(desc: PrefillDesc, config: PrefillConfig, tile: Tile, consumer: Scalar) -> tuple[Scalar, Scalar]:
-    """(first, end) of a tile's steps, counted in the order of the walk, that need no mask.
+def unmasked_steps(
+    desc: PrefillDesc, config: PrefillConfig, places: Mapping[str, Ref], tile: Tile, consumer: Scalar
+) -> tuple[Scalar, Scalar]:
+    """(first, end) of a tile's steps, counted in the order of the walk, that need no mask. places: as of ``tile_of``.
 
-    Every query of this consumer sees all of their slots. The step walked first is never among them.
+    Every query of this consumer sees all of their slots. The step walked first is never among them, nor is one of slots
+    that sequences share.
     """
     slot, size = tile.slot + consumer * ROWS, jnp.int32(config.block_kv)
     seen_by_all = lax.min(tile.length, slot + 1) if desc.is_causal else tile.length
     unseen_by_some = tile.start
     if desc.window is not None:
         unseen_by_some = lax.max(unseen_by_some, slot + (ROWS - desc.window))
+    if desc.has_sequences:
+        last = tile.query + consumer * ROWS + (ROWS - 1)
+        unseen_by_some = lax.max(unseen_by_some, places["first_keys"][tile.row, last])
     first = tile.last_step + 1 - lax.div(seen_by_all, size)
     first = lax.min(lax.max(first, jnp.int32(1)), tile.num_steps)
     end = tile.last_step + 1 - lax.div(unseen_by_some + (size - 1), size)

@@ -23,7 +23,7 @@ from pallas_kernels.attention import (
     prefill,
     schedule,
 )
-from pallas_kernels.attention.config import ROWS
+from pallas_kernels.attention.config import BLOCK_Q, ROWS
 from pallas_kernels.attention.schedule import num_tiles_of, tile_of, unmasked_steps
 from tests.support.kernels import warpgroups
 from tests.support.kernels.attention_cases import PREFILLS, SMS, WIDTHS, prefill_cases, prefill_desc
@@ -36,8 +36,26 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.f
 PLACES = ((0, 29, 0), (7, 29, 0), (3, 55, 30), (0, 0, 4))
 
 
+def sequences_of(desc: PrefillDesc, places):
+    """first_keys (B, S) and shared (B,): sequences of 1 to 40 slots behind what every second row shares, that begin
+    within tiles and steps; the first query of a row may go on with an earlier sequence."""
+    rng = np.random.default_rng(7)
+    first_keys = np.zeros((desc.batch, desc.num_queries), np.int32)
+    shared = np.zeros(desc.batch, np.int32)
+    for b, (start, length, first) in enumerate(places):
+        if desc.window is None and b % 2 == 0:
+            shared[b] = start + (length - start) // 3
+        begins = np.cumsum(rng.integers(1, 41, desc.num_slots)) + max(shared[b], start)
+        begins = np.concatenate([[max(shared[b], start)], begins])
+        for s in range(desc.num_queries):
+            if first + s >= shared[b]:
+                first_keys[b, s] = max([x for x in begins if x <= first + s], default=0)
+    return first_keys, shared
+
+
 def make(desc: PrefillDesc, places, seed=0):
     """(arrays, places by name, sinks, expected in float64); slots outside [start, length) hold NaN."""
+    first_keys, shared = sequences_of(desc, places) if desc.has_sequences else (None, None)
     rng = np.random.default_rng(seed)
     dtype = DTYPES[desc.dtype]
     caches = (desc.batch, desc.num_kv_heads, desc.num_slots)
@@ -53,16 +71,22 @@ def make(desc: PrefillDesc, places, seed=0):
             slot = first + s
             low = start if desc.window is None else max(start, slot - desc.window + 1)
             high = min(slot + 1, length) if desc.is_causal else length
-            for n in range(desc.num_heads if high > low else 0):
+            keys = [*range(low, high)]
+            if first_keys is not None:
+                keys = [key for key in keys if key >= first_keys[b, s] or key < shared[b]]
+            for n in range(desc.num_heads if keys else 0):
                 m = n // (desc.num_heads // desc.num_kv_heads)
-                scores = k[b, m, low:high].astype(np.float64) @ q[b, s, n].astype(np.float64) * desc.scale
+                scores = k[b, m, keys].astype(np.float64) @ q[b, s, n].astype(np.float64) * desc.scale
                 sink = -np.inf if sinks is None else np.float64(sinks[n])
                 top = max(scores.max(), sink)
                 weights = np.exp(scores - top)
                 total = weights.sum() + np.exp(sink - top)
-                expected[b, s, n] = weights @ v[b, m, low:high].astype(np.float64) / total
+                expected[b, s, n] = weights @ v[b, m, keys].astype(np.float64) / total
     names = ("starts", "lengths", "first_slots")
-    return (q, k, v), dict(zip(names, np.array(places, np.int32).T, strict=True)), sinks, expected
+    named = dict(zip(names, np.array(places, np.int32).T, strict=True))
+    named |= {} if first_keys is None else dict(first_keys=first_keys)
+    named |= dict(shared=shared) if first_keys is not None and desc.window is None else {}
+    return (q, k, v), named, sinks, expected
 
 
 def run(desc, arrays, places, sinks, implementation, config=None):
@@ -99,6 +123,12 @@ def test_wrong_calls():
     refuses(ValueError, "window is 0", prefill, q, k, k, window=0, **good)
     refuses(ValueError, r"sinks has shape \(2,\)", prefill, q, k, k, sinks=jnp.zeros(2), **good)
     refuses(ValueError, r"lengths is int32 \(1,\)", prefill, q, k, k, **good | dict(lengths=rows["lengths"][:1]))
+    keys = dict(first_keys=jnp.zeros((2, 8), jnp.int32))
+    refuses(ValueError, r"first_keys is int32 \(2,\)", prefill, q, k, k, **good | dict(first_keys=rows["starts"]))
+    refuses(ValueError, "first_keys needs is_causal", prefill, q, k, k, is_causal=False, **good, **keys)
+    refuses(ValueError, "shared needs first_keys and no window", prefill, q, k, k, shared=rows["starts"], **good)
+    refuses(ValueError, "no window", prefill, q, k, k, shared=rows["starts"], window=3, **good, **keys)
+    refuses(ValueError, r"shared is int32 \(1,\)", prefill, q, k, k, shared=rows["starts"][:1], **good, **keys)
     refuses(NotImplementedError, "needs a Hopper GPU", prefill, q, k, k, implementation="hopper", **good)
 
 
@@ -120,35 +150,45 @@ def test_config_error():
 
 @pytest.mark.parametrize("block_kv", [64, 128])
 @pytest.mark.parametrize("window", [None, 1, 50, 129, 400])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_schedule(block_kv, window, is_causal):
+@pytest.mark.parametrize("form", ["causal", "not causal", "sequences"])
+def test_schedule(block_kv, window, form):
     """Every tile is taken once; its steps hold every slot that a query sees; no step is without one but where the tile
     sees none at all; a step without a mask is seen as a whole.
     """
     places = np.array([(0, 300, 0), (37, 300, 0), (5, 700, 400), (0, 0, 0), (640, 704, 404), (0, 704, 100)], np.int32)
     sizes = dict(batch=len(places), num_heads=2, num_kv_heads=1, num_queries=300, num_slots=704)
     desc = dataclasses.replace(prefill_desc(128, 128), **sizes)
-    desc = dataclasses.replace(desc, window=window, is_causal=is_causal)
+    is_causal, has_sequences = form != "not causal", form == "sequences"
+    desc = dataclasses.replace(desc, window=window, is_causal=is_causal, has_sequences=has_sequences)
     config = PrefillConfig(block_kv, 2, num_sms=7)
     named = dict(zip(("starts", "lengths", "first_slots"), jnp.asarray(places.T), strict=True))
+    first_keys, shared = sequences_of(desc, places)
+    if has_sequences:
+        missing = desc.query_tiles * BLOCK_Q - desc.num_queries
+        named |= dict(first_keys=jnp.pad(first_keys, ((0, 0), (0, missing)), mode="edge"), shared=jnp.asarray(shared))
     taken = set()
     at = jax.jit(lambda cta, t: _described(desc, config, named, cta, t))
     for cta in range(config.num_sms):
         for t in range(int(num_tiles_of(desc, config, cta))):
             tile, ranges = jax.tree.map(int, at(cta, t))
-            row, head, query, last_step, num_steps = tile
+            row, head, query, num_steps, *walked = tile
             taken.add((row, head, query))
             start, length, first = (int(x) for x in places[row])
             slots = np.arange(desc.num_slots)[None]
             own = first + np.arange(query, min(query + 2 * ROWS, 300))[:, None]
             seen = (slots >= start) & (slots < length) & ((slots <= own) | (not is_causal))
             seen &= slots > own - (window or 10**6)
-            walked = [last_step - i for i in range(num_steps)]
-            assert 0 <= walked[-1] and walked[0] * block_kv < desc.num_slots
+            if has_sequences:
+                seen &= (slots >= first_keys[row, query : query + 2 * ROWS, None]) | (slots < shared[row])
+            walked = walked[:num_steps]
+            assert 0 <= walked[-1] and walked[0] * block_kv < desc.num_slots and len({*walked}) == num_steps
             inside = np.isin(slots[0] // block_kv, walked)
             assert not seen[:, ~inside].any()
             if seen.any():
                 assert all(seen[:, slots[0] // block_kv == step].any() for step in (walked[0], walked[-1]))
+                is_seen = [seen[:, slots[0] // block_kv == step].any() for step in walked]
+                assert has_sequences or all(is_seen)
+                assert sum(is_seen) >= num_steps - 1
             for consumer, (begin, end) in enumerate(ranges):
                 assert 1 <= begin <= end <= num_steps
                 part = seen[consumer * ROWS : (consumer + 1) * ROWS]
@@ -157,15 +197,17 @@ def test_schedule(block_kv, window, is_causal):
                     full = whole.all() and whole.shape[1] == block_kv
                     assert full or not begin <= i < end
                     # What needs no mask gets none, but for the first step.
-                    if full and len(part) == ROWS and i:
+                    is_shared = has_sequences and step * block_kv < shared[row]
+                    if full and len(part) == ROWS and i and not is_shared:
                         assert begin <= i < end
     assert len(taken) == desc.num_tiles == len(places) * desc.num_heads * 3
 
 
 def _described(desc, config, places, cta, t):
     tile = tile_of(desc, config, places, cta, t)
-    ranges = [unmasked_steps(desc, config, tile, jnp.int32(consumer)) for consumer in range(2)]
-    return (tile.row, tile.head, tile.query, tile.last_step, tile.num_steps), ranges
+    ranges = [unmasked_steps(desc, config, places, tile, jnp.int32(consumer)) for consumer in range(2)]
+    steps = -(-desc.num_slots // config.block_kv)
+    return (tile.row, tile.head, tile.query, tile.num_steps, *(tile.step(jnp.int32(i)) for i in range(steps))), ranges
 
 
 def test_causal_work_is_even():
@@ -206,6 +248,8 @@ BARRIER_FORMS = {
     "window, sinks": dict(window=70, has_sinks=True),
     "narrow window": dict(window=16),
     "not causal": dict(is_causal=False),
+    "sequences": dict(has_sequences=True),
+    "sequences, window, sinks": dict(window=70, has_sinks=True, has_sequences=True),
 }
 
 
@@ -221,6 +265,9 @@ def test_body_in_threads(monkeypatch, config, options):
     sizes = dict(batch=3, num_queries=136, num_slots=264, num_heads=2, num_kv_heads=1)
     desc = dataclasses.replace(prefill_desc(64, 64, "float32", **options), **sizes)
     arrays, named, sinks, expected = make(desc, ((0, 136, 0), (70, 250, 120), (5, 5, 0)))
+    if desc.has_sequences:
+        missing = desc.query_tiles * BLOCK_Q - desc.num_queries
+        named["first_keys"] = np.pad(named["first_keys"], ((0, 0), (0, missing)), mode="edge")
     inputs = [*arrays, *named.values(), *([] if sinks is None else [sinks])]
     for name, stand_in in warpgroups.stand_ins().items():
         monkeypatch.setattr(kernel_sm90, name, stand_in)

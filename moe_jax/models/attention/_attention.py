@@ -47,8 +47,10 @@ class AttentionInputs:
     of this call included. first_slots: (B,) int32, query j of row b sits at slot first_slots[b] + j; queries of padding
     sit outside of the row's keys. query_positions: (B, S) int32. key_positions: (B, L) int32, or None where every slot
     has the position slot - start; then a sliding window reaches equally far in slots. segment_starts: (B, S) int32, the
-    slot where the sequence of query j begins, or None where a row is one sequence. selected: (B, S, K) int32, slots
-    that the layer before selected for each query; None without an indexer, or where all fit into its selection.
+    slot where the sequence of query j begins, or None where a row is one sequence. shared: (B,) int32, slots at the
+    beginning of a row that its sequences see besides their own, or None for none. selected: (B, S, K) int32, slots that
+    the layer before selected for each query; None without an indexer, or where all fit into its selection. is_counted:
+    with segment_starts, whether the positions of a sequence count its slots.
     """
 
     cos: Leaf
@@ -59,7 +61,9 @@ class AttentionInputs:
     query_positions: Leaf
     key_positions: Leaf | None
     segment_starts: Leaf | None = None
+    shared: Leaf | None = None
     selected: Leaf | None = None
+    is_counted: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     def visible(
         self,
@@ -74,7 +78,8 @@ class AttentionInputs:
         seen = slots <= (self.first_slots[:, None] + columns)[:, :, None]
         seen = seen & (slots >= self.starts[:, None, None]) & (slots < self.lengths[:, None, None])
         if self.segment_starts is not None:
-            seen = seen & (slots >= jnp.take(self.segment_starts, columns, axis=1)[:, :, None])
+            is_own = slots >= jnp.take(self.segment_starts, columns, axis=1)[:, :, None]
+            seen = seen & (is_own if self.shared is None else is_own | (slots < self.shared[:, None, None]))
         if window is None and chunk is None:
             return seen
         if self.key_positions is None:
@@ -286,8 +291,8 @@ def attend(
     each query sees at most, None for all. partition: of the module that calls, whose devices share the heads where
     these divide.
     """
-    is_by_slots = chunk is None and selected is None and (window is None or inputs.key_positions is None)
-    is_by_slots = is_by_slots and inputs.segment_starts is None
+    is_by_slots = window is None or inputs.key_positions is None or inputs.is_counted
+    is_by_slots = is_by_slots and chunk is None and selected is None
 
     def by_xla(q, k, v, inputs, sinks):
         values = k[..., :value_width] if v is None else v
@@ -295,12 +300,14 @@ def attend(
         return attend_xla(q, k, values, inputs, scale=scale, sinks=sinks, **kind)
 
     kind: Any = dict(scale=scale, window=window, value_width=value_width, has_sinks=sinks is not None)
+    kind |= dict(has_sequences=inputs.segment_starts is not None)
     name = choose(implementation, q, k, v, **kind)[0] if is_by_slots else None
     if name is None:
         return by_xla(q, k, v, inputs, sinks)
 
     def by_kernel(q, k, v, inputs, sinks):
         places = dict(starts=inputs.starts, lengths=inputs.lengths, first_slots=inputs.first_slots)
+        places |= dict(first_keys=inputs.segment_starts, shared=inputs.shared)
         return attend_by(name, scale, window, partition, q, k, v, places, sinks, value_width)
 
     return with_gradient_of(by_kernel, by_xla, q, k, v, inputs, sinks)

@@ -49,22 +49,19 @@ def model_refusal(name: str, config: DecoderConfig, dtype: DTypeLike) -> str | N
     return KERNELS[name].refusal(q, k, v, scale=1.0, window=None, has_sinks=config.has_sinks)
 
 
-def check_takes_segments(name: str, config: DecoderConfig) -> None:
-    """Raise NotImplementedError where rows of several sequences cannot be attended."""
-    if config.linear_attention is not None:
-        raise NotImplementedError(
-            "segment_ids: the state of linear attention goes on from one sequence of a row to the next; give each "
-            "sequence a row of its own"
-        )
-    if name in KERNELS:
-        raise NotImplementedError(
-            f"segment_ids: attention={name!r} takes rows of one sequence; load the model with attention='xla'"
+def segments_refusal(config: DecoderConfig) -> str | None:
+    """Why rows of several sequences cannot be attended, or None when they can."""
+    if not all(spec.holds_slots for spec in config.layer_caches):
+        return (
+            "the state of linear attention goes on from one sequence of a row to the next; give each sequence a row of "
+            "its own"
         )
     if config.rope.depends_on_length:
-        raise NotImplementedError(
-            f"segment_ids: the rotary embedding of type {config.rope.rope_type!r} changes with the length of a row; "
-            "give each sequence a row of its own"
+        return (
+            f"the rotary embedding of type {config.rope.rope_type!r} changes with the length of a row; give each "
+            "sequence a row of its own"
         )
+    return None
 
 
 def choose(implementation: str, q: Any, k: Any, v: Any | None, **kind: Any) -> tuple[str | None, list[str]]:
@@ -93,11 +90,12 @@ def attend_by(
     q: Array,
     k: Array,
     v: Array | None,
-    places: dict[str, Array],
+    places: dict[str, Array | None],
     sinks: Array | None,
     value_width: int | None = None,
 ) -> Array:
-    """(B, S, M, G, V) by the kernel that ``choose`` named. places: starts, lengths, first_slots, (B,) int32 each.
+    """(B, S, M, G, V) by the kernel that ``choose`` named. places: starts, lengths, first_slots, (B,) int32 each;
+    first_keys (B, S) and shared (B,) of rows of several sequences, else None, as of ``prefill``.
 
     Over a mesh each device attends with its share of the query heads, and with all of them where they do not divide.
     """
@@ -120,7 +118,7 @@ def _over_mesh(
     q: Array,
     k: Array,
     v: Array | None,
-    places: dict[str, Array],
+    places: dict[str, Array | None],
     sinks: Array | None,
 ) -> Array:
     """``run`` on each device, with its query heads. A key head may serve the query heads of several devices."""

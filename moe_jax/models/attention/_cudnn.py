@@ -1,8 +1,8 @@
 """Attention of prefills by cuDNN, through ``jax.nn.dot_product_attention``, and when it can run.
 
 cuDNN's causal mask lets query j see the keys up to j. That is right where every row begins in an empty cache, without
-padding on its left, which only the device knows. All other calls state what each query sees in a bias, which reads more
-and skips nothing. A row's bits so depend on the rows beside it.
+padding on its left, which only the device knows, and holds one sequence. All other calls state what each query sees in
+a bias, which reads more and skips nothing. A row's bits so depend on the rows beside it.
 """
 
 from typing import Any
@@ -29,6 +29,7 @@ def refusal(
     window: int | None,
     value_width: int | None = None,
     has_sinks: bool = False,
+    has_sequences: bool = False,
 ) -> str | None:
     """Why cuDNN cannot attend, or None when it can. Arguments as of ``_hopper.refusal``."""
     num_queries, width = q.shape[1], q.shape[-1]
@@ -58,7 +59,7 @@ def attend(
     q: Array,
     k: Array,
     v: Array | None,
-    places: dict[str, Array],
+    places: dict[str, Any],
     sinks: Array | None,
 ) -> Array:
     """As ``_hopper.attend``. A query that sees nothing gets a finite, meaningless row."""
@@ -66,6 +67,7 @@ def attend(
     values = k[..., :value_width] if v is None else v
     width, num_queries, num_slots = values.shape[-1], q.shape[1], k.shape[2]
     values = jnp.pad(values, ((0, 0),) * 3 + ((0, k.shape[-1] - width),))  # cuDNN by way of JAX takes one width
+    first_keys, shared = places["first_keys"], places["shared"]
     starts, lengths, first_slots = (places[name][:, None] for name in ("starts", "lengths", "first_slots"))
 
     def causal():
@@ -80,8 +82,13 @@ def attend(
         seen = (slots <= own) & (slots >= starts[:, :, None]) & (slots < lengths[:, :, None])
         if window is not None:
             seen = seen & (slots > own - window)
+        if first_keys is not None:
+            is_own = slots >= first_keys[:, :, None]
+            seen = seen & (is_own if shared is None else is_own | (slots < shared[:, None, None]))
         keys, of_keys = (a.swapaxes(1, 2) for a in (k, values))
         return dot_product_attention(q, keys, of_keys, mask=seen[:, None], scale=scale, implementation="cudnn")
 
+    if first_keys is not None:
+        return masked()[..., :width]
     is_causal = jnp.all((starts == 0) & (first_slots == 0))
     return jax.lax.cond(is_causal, causal, masked)[..., :width]

@@ -28,17 +28,21 @@ def refusal(
     window: int | None,
     value_width: int | None = None,
     has_sinks: bool = False,
+    has_sequences: bool = False,
 ) -> str | None:
     """Why no kernel can attend, or None when one can: that of decode steps up to MOST_DECODED queries, or of prefills.
 
     q (B, S, M, G, D), k (B, M, L, D), v (B, M, L, V): arrays, or their shapes and dtypes. v is None where values are
-    the first ``value_width`` elements of the keys. has_sinks: whether heads have one more logit.
+    the first ``value_width`` elements of the keys. has_sinks: whether heads have one more logit. has_sequences: whether
+    a row holds several sequences.
     """
     batch, num_queries, kv_heads, group, width = q.shape
     if jax.__version_info__ < OLDEST_JAX:
         return f"jax {jax.__version__}; on a GPU it was seen with jax 0.11 alone"
     if MOST_DECODED < num_queries < LEAST_QUERIES:
         return f"{num_queries} queries; up to {MOST_DECODED}, or from {LEAST_QUERIES} on"
+    if has_sequences and num_queries <= MOST_DECODED:
+        return f"{num_queries} queries of several sequences; from {LEAST_QUERIES} on"
     values = k if v is None else v
     if not q.dtype == k.dtype == values.dtype:
         return f"q is {q.dtype}, k {k.dtype}, v {values.dtype}; one dtype"
@@ -60,7 +64,7 @@ def refusal(
     try:
         sms = hopper_sms()
         if num_queries > MOST_DECODED:
-            desc = PrefillDesc(**sizes)
+            desc = PrefillDesc(**sizes, has_sequences=has_sequences)
             return config_error(desc, choose_config(desc, sms))
         step = DecodeDesc(is_latent=v is None, **sizes)
         return decode_config_error(step, choose_decode_config(step, sms))
@@ -75,12 +79,12 @@ def attend(
     q: Array,
     k: Array,
     v: Array | None,
-    places: dict[str, Array],
+    places: dict[str, Array | None],
     sinks: Array | None,
 ) -> Array:
-    """(B, S, N, V) of one device, where ``refusal`` is None. q (B, S, N, D). places: starts, lengths, first_slots, (B,)
-    int32 each."""
+    """(B, S, N, V) of one device, where ``refusal`` is None. q (B, S, N, D). places: as of ``attend_by``."""
     settings: Any = dict(places, scale=scale, window=window, sinks=sinks, implementation="hopper")
     if q.shape[1] <= MOST_DECODED:
+        del settings["first_keys"], settings["shared"]
         return decode_attention(q, k, v, value_width=value_width, **settings)
     return prefill(q, k, k[..., :value_width] if v is None else v, **settings)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from pallas_kernels.attention import PrefillConfig, PrefillDesc, choose_config, config_error
+from pallas_kernels.attention.config import BLOCK_Q
 from pallas_kernels.attention.kernel_sm90 import prefill_sm90
 from tests.support.kernels.case import Case
 
@@ -15,6 +16,8 @@ PREFILLS = {
     "sinks": dict(has_sinks=True),
     "window, sinks": dict(window=150, has_sinks=True),
     "not causal": dict(is_causal=False),
+    "sequences": dict(has_sequences=True),
+    "sequences, window, sinks": dict(window=150, has_sinks=True, has_sequences=True),
 }
 
 
@@ -32,6 +35,9 @@ def prefill_case(name: str, desc: PrefillDesc, config: PrefillConfig) -> Case:
         ((*caches, desc.value_width), desc.dtype),
         *[((rows,), "int32")] * 3,
     ]
+    if desc.has_sequences:
+        shapes += [((rows, desc.query_tiles * BLOCK_Q), "int32")]
+        shapes += [((rows,), "int32")] if desc.window is None else []
     if desc.has_sinks:
         shapes.append(((desc.num_heads,), "float32"))
     form = f"{desc.width}/{desc.value_width} {desc.dtype} {name}, steps of {config.block_kv}"
