@@ -66,27 +66,36 @@ def rotated_and_stored(
     places: tuple[Array, Array, Array],
     norms: tuple[RMSNorm, ...],
     *,
+    scales: tuple[Array, Array] | None = None,
     sms: int | None,
 ) -> tuple[Array, Array, Array] | None:
     """As ``pallas_kernels.rotate_and_store``, or None where its kernel does not take the call.
 
-    places: starts, lengths, first_slots.
+    places: starts, lengths, first_slots. scales: of a cache of e4m3 codes.
     """
     if sms is None or 0 in projected[0].shape or 2 * cos.shape[-1] != cached[0].shape[-1]:
         return None
     weights, eps = tuple(norm.weight[...] for norm in norms), norms[0].eps if norms else 0.0
-    if len({jnp.dtype(a.dtype) for a in (*projected, *cached, *weights)}) > 1:
+    if len({jnp.dtype(a.dtype) for a in (*projected, *(cached if scales is None else ()), *weights)}) > 1:
         return None
-    desc = rotate_kernel.describe(projected, cached, weights, eps)
+    desc = rotate_kernel.describe(projected, cached, weights, eps, scales)
     if rotate_kernel.config_error(desc, rotate_kernel.choose_config(desc, sms)) is not None:
         return None
     run, judge = (functools.partial(_rotated_and_stored, eps, name) for name in ("hopper", "reference"))
-    return with_gradient_of(run, judge, projected, cached, cos, sin, places, weights)
+    return with_gradient_of(run, judge, projected, cached, cos, sin, places, weights, scales)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _rotated_and_stored(
-    eps: float, name: str, projected: Any, cached: Any, cos: Array, sin: Array, places: Any, weights: Any
+    eps: float,
+    name: str,
+    projected: Any,
+    cached: Any,
+    cos: Array,
+    sin: Array,
+    places: Any,
+    weights: Any,
+    scales: Any,
 ) -> tuple[Array, Array, Array]:
-    options: Any = dict(norms=weights, eps=eps, implementation=name)
+    options: Any = dict(norms=weights, eps=eps, scales=scales, implementation=name)
     return rotate_kernel.rotate_and_store(projected, cos, sin, cached, *places, **options)

@@ -24,9 +24,10 @@ UNROLL = 8
 
 
 def combine_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
-    """The kernel: (sums, tops, totals, starts, lengths, first_slots, [sinks]) -> (B, S, N, V) flat.
+    """The kernel: (sums, tops, totals, starts, lengths, first_slots, [scales], [sinks]) -> (B, S, N, V) flat.
 
-    sums, tops, totals: flat, as ``decode_sm90`` or ``latents_sm90`` gives them; sinks (N,) float32.
+    sums, tops, totals: flat, as ``decode_sm90`` or ``latents_sm90`` gives them; scales (2,) float32, of keys and of
+    values in e4m3; sinks (N,) float32.
     """
     elements = desc.batch * desc.num_queries * desc.num_heads * desc.value_width
     out = jax.ShapeDtypeStruct((elements,), jnp.dtype(desc.dtype))
@@ -35,7 +36,9 @@ def combine_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
 
 def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     mosaic.begin()
-    sums, tops, totals, starts, lengths, first_slots, *sinks, out = refs
+    sums, tops, totals, starts, lengths, first_slots, *rest, out = refs
+    scales = rest.pop(0) if desc.is_e4m3 else None
+    sinks = rest
     cta = lax.axis_index("cta")
     splits, columns, group = config.num_splits(desc), config.columns, desc.group
 
@@ -46,9 +49,9 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     lanes = simt.thread_index()
     nothing = simt.constant(0)
     everywhere = lanes >= 0
-    rest, value = split(lanes + cta * WARPGROUP, desc.value_width)
-    rest, head = split(rest, desc.num_heads)
-    row, query = split(rest, desc.num_queries)
+    others, value = split(lanes + cta * WARPGROUP, desc.value_width)
+    others, head = split(others, desc.num_heads)
+    row, query = split(others, desc.num_queries)
     kv_head, member = split(head, group)
     tile, column = split(query * group + member, columns)
     # All elements of a CTA belong to one row: 128 divides V * N * S wherever N * V is a multiple of 128.
@@ -101,4 +104,6 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     denominator = zero if sink is None else jnp.exp2(sink - top)
     numerator, denominator = lax.fori_loop(0, rounds, add, (zero, denominator))
     result = jnp.where(denominator == 0, 0.0, numerator / denominator)
+    if scales is not None:
+        result = result * scales[1]
     out.at[pl.ds(cta * WARPGROUP, WARPGROUP)][...] = result.astype(desc.dtype)

@@ -22,6 +22,7 @@ def rotate_and_store(
     *,
     norms: tuple[jax.Array, ...] = (),
     eps: float = 0.0,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     config: RotateConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -35,10 +36,12 @@ def rotate_and_store(
         projected: (B, S, N * D), (B, S, M * D) and (B, S, M * D): queries, keys and values. Or one array with these
             side by side.
         cos, sin: (B, S, D/2) float32.
-        caches: keys and values, (B, M, L, D) each, in the dtype of ``projected``.
+        caches: keys and values, (B, M, L, D) each, in the dtype of ``projected``, or float8_e4m3fn with ``scales``.
         starts, lengths, first_slots: (B,) int32; lengths at most L.
         norms: weights (D,) of the RMSNorms of query and key heads, in the dtype of ``projected``; () for none.
         eps: of the norms.
+        scales: () float32 each, of the keys and of the values in the caches: number / scale is rounded to e4m3, from
+            ``projected``'s dtype, and saturates at +-448. None where caches hold the numbers themselves.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
@@ -48,7 +51,7 @@ def rotate_and_store(
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
-    desc = describe(projected, caches, norms, eps)
+    desc = describe(projected, caches, norms, eps, scales)
     places = (starts, lengths, first_slots)
 
     def hopper():
@@ -58,16 +61,21 @@ def rotate_and_store(
 
         from pallas_kernels.rotate_and_store.kernel_sm90 import rotate_and_store_sm90  # here: it loads Pallas
 
-        return rotate_and_store_sm90(desc, chosen)(*caches, *projected, cos, sin, *norms, *places)
+        stacked = () if scales is None else (jnp.stack(scales),)
+        return rotate_and_store_sm90(desc, chosen)(*caches, *projected, cos, sin, *norms, *stacked, *places)
 
     def reference():
-        return rotate_and_store_ref(desc, projected, norms, cos, sin, caches, places)
+        return rotate_and_store_ref(desc, projected, norms, cos, sin, caches, places, scales)
 
     return first_that_runs("rotate_and_store", dict(hopper=hopper, reference=reference), implementation)
 
 
 def describe(
-    projected: tuple[jax.Array, ...], caches: tuple[jax.Array, jax.Array], norms: tuple[jax.Array, ...], eps: float
+    projected: tuple[jax.Array, ...],
+    caches: tuple[jax.Array, jax.Array],
+    norms: tuple[jax.Array, ...],
+    eps: float,
+    scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> RotateDesc:
     """The description of a call; raises ValueError or TypeError for a wrong one."""
     k, v = caches
@@ -88,7 +96,13 @@ def describe(
         or [a.shape for a in norms] not in ([], [(width,)] * 2)
     ):
         raise ValueError(f"{shapes}; {expected}")
-    dtypes = {jnp.dtype(a.dtype).name for a in (*projected, *caches, *norms)}
+    stored = [jnp.dtype(a.dtype).name for a in caches]
+    if (scales is not None) != (stored == ["float8_e4m3fn"] * 2):
+        given = "no scales" if scales is None else "scales"
+        raise TypeError(f"caches are {' and '.join(stored)} with {given}; scales belong to caches in float8_e4m3fn")
+    if scales is not None and any(a.shape != () or a.dtype != jnp.float32 for a in scales):
+        raise ValueError(f"scales are {[f'{a.dtype}{a.shape}' for a in scales]}, expected two float32 of shape ()")
+    dtypes = {jnp.dtype(a.dtype).name for a in (*projected, *norms)} | (set() if scales is not None else set(stored))
     if len(dtypes) != 1:
         raise TypeError(f"operands are {', '.join(sorted(dtypes))}; expected one dtype")
     return RotateDesc(
@@ -100,6 +114,7 @@ def describe(
         num_slots=num_slots,
         dtype=dtypes.pop(),
         is_packed=len(projected) == 1,
+        is_e4m3=scales is not None,
         has_norm=bool(norms),
         eps=float(eps),
     )

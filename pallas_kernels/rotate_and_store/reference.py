@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.numerics import cast_e4m3, divide
 from pallas_kernels.rotate_and_store.config import RotateDesc
 
 
@@ -14,6 +15,7 @@ def rotate_and_store_ref(
     sin: jax.Array,
     caches: tuple[jax.Array, jax.Array],
     places: tuple[jax.Array, jax.Array, jax.Array],
+    scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What ``rotate_and_store`` computes."""
     ends = (desc.num_heads * desc.width, (desc.num_heads + desc.num_kv_heads) * desc.width)
@@ -23,6 +25,8 @@ def rotate_and_store_ref(
     if desc.has_norm:
         q, k = (_normed(part, weight, desc.eps) for part, weight in zip((q, k), norms, strict=True))
     q, k = (_rotated(part, cos, sin).astype(v.dtype) for part in (q, k))
+    if scales is not None:
+        k, v = (cast_e4m3(divide(x.astype(jnp.float32), scale)) for x, scale in zip((k, v), scales, strict=True))
     starts, lengths, first_slots = places
     slots = first_slots[:, None] + jnp.arange(desc.num_tokens, dtype=jnp.int32)
     is_kept = (slots >= starts[:, None]) & (slots < lengths[:, None])

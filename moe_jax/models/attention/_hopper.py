@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from moe_jax._typing import Array, DTypeLike
 from moe_jax.models._config import DecoderConfig
+from moe_jax.models._kv_cache_dtype import times, widened
 from pallas_kernels.attention import PrefillDesc, choose_config, config_error, prefill
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.decode_attention import DecodeDesc, decode_attention
@@ -53,8 +54,9 @@ def refusal(
     if MOST_DECODED < num_queries < LEAST_QUERIES:
         return f"{num_queries} queries; up to {MOST_DECODED}, or from {LEAST_QUERIES} on"
     values = k if v is None else v
-    if not q.dtype == k.dtype == values.dtype:
-        return f"q is {q.dtype}, k {k.dtype}, v {values.dtype}; one dtype"
+    is_e4m3 = k.dtype == values.dtype == jnp.float8_e4m3fn
+    if not is_e4m3 and not q.dtype == k.dtype == values.dtype:
+        return f"q is {q.dtype}, k {k.dtype}, v {values.dtype}; one dtype, or k and v in e4m3"
     if not scale > 0:
         return f"scale={scale}; above 0"
     sizes: Any = dict(
@@ -75,7 +77,7 @@ def refusal(
         if num_queries > MOST_DECODED:
             desc = PrefillDesc(**sizes)
             return config_error(desc, choose_config(desc, sms))
-        step = DecodeDesc(is_latent=v is None, **sizes)
+        step = DecodeDesc(is_latent=v is None, is_e4m3=is_e4m3, **sizes)
         return decode_config_error(step, choose_decode_config(step, sms))
     except NotImplementedError as error:
         return str(error)
@@ -90,10 +92,13 @@ def attend(
     v: Array | None,
     places: dict[str, Array],
     sinks: Array | None,
+    scales: tuple[Array, Array] | None,
 ) -> Array:
     """(B, S, N, V) of one device, where ``refusal`` is None. q (B, S, N, D). places: starts, lengths, first_slots, (B,)
-    int32 each."""
+    int32 each. scales: of k and v in e4m3, which a prefill reads out of copies in q's dtype."""
     settings: Any = dict(places, scale=scale, window=window, sinks=sinks, implementation="hopper")
     if q.shape[1] <= MOST_DECODED:
-        return decode_attention(q, k, v, value_width=value_width, **settings)
+        return decode_attention(q, k, v, value_width=value_width, scales=scales, **settings)
+    if v is not None and scales is not None:
+        return times(prefill(*widened(q, k, v, scales), **settings), scales[1])
     return prefill(q, k, k[..., :value_width] if v is None else v, **settings)
