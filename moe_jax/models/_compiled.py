@@ -92,7 +92,8 @@ def merge_model(structure: Structure, leaves: list[Any]) -> Any:
 @functools.cache
 def _kind(cls: type) -> type | None:
     """Of the kinds that a walk tells apart, the one of a class."""
-    return next((kind for kind in (nnx.Variable, nnx.Pytree, jax.Array, Tracer, np.ndarray) if issubclass(cls, kind)), None)
+    kinds = nnx.Variable, nnx.Pytree, jax.Array, Tracer, np.ndarray
+    return next((kind for kind in kinds if issubclass(cls, kind)), None)
 
 
 def _parts(model: nnx.Module) -> _Parts | None:

@@ -186,7 +186,8 @@ class DecoderConfig(MoEBlockConfig):
     biases. is_post_norm: attention and feed-forward layers are followed by
     their norms instead of preceded. embedding_multiplier, residual_multiplier: on what the embedding, and on what every
     attention and feed-forward layer gives. logits_scaling: logits are divided by it. has_head_bias: the head has one.
-    eos_token_id: the tokens that end a text; () when the config names none.
+    eos_token_id: the tokens that end a text; () when the config names none. kv_cache_dtype: "float8_e4m3fn", or None
+    for the dtype of computation; who loads the model decides it, no family.
     """
 
     vocab_size: int
@@ -221,8 +222,16 @@ class DecoderConfig(MoEBlockConfig):
     has_head_bias: bool = False
     tie_word_embeddings: bool = False
     eos_token_id: tuple[int, ...] = ()
+    kv_cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
+        if self.kv_cache_dtype not in (None, "float8_e4m3fn"):
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}, expected 'float8_e4m3fn' or None")
+        if self.kv_cache_dtype is not None and self.mla is not None:
+            raise NotImplementedError(
+                "kv_cache_dtype: a cache in FP8 holds keys and values of heads; that of multi-head latent attention "
+                "stays in the model's dtype: say it as kv_cache_dtype"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
@@ -271,7 +280,7 @@ class DecoderConfig(MoEBlockConfig):
         def of_layer(layer: int) -> LayerCacheSpec:
             if self.linear_attention is not None and layer in self.linear_layers:
                 return self.linear_attention.cache
-            return SlotCacheSpec(self.cache_widths(layer))
+            return SlotCacheSpec(self.cache_widths(layer), self.kv_cache_dtype)
 
         return tuple(map(of_layer, range(self.num_layers)))
 

@@ -38,10 +38,11 @@ from moe_jax.quantization import (
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
-# Buffers and KV-cache scales, whose values are recomputed or belong to an engine's quantized cache; layers for
+# Buffers, whose values are recomputed; scales of a quantized cache, which _kv_cache_dtype.py reads; layers for
 # multi-token prediction: Qwen3-Next's and Qwen3.5's ``mtp``, ERNIE's ``model.mtp_block``.
 _SKIPPED = re.compile(
-    r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.[kvq]_scale|self_attn\.[kv]_proj\.output_scale)|(model\.)?mtp[._].*"
+    r"(.*\.)?(rotary_emb\.inv_freq|self_attn\.(attn\.)?([kvq]|kv|prob)_scale"
+    r"|self_attn\.[qkv]_proj\.([kv]_scale|output_scale))|(model\.)?mtp[._].*"
 )
 _ROUTER = re.compile(
     rf"(.*\.layers\.\d+)\.(?:{'|'.join(CONTAINERS)})\.(?:(gate|router)(?:\.layer)?(\.[a-z]+)|.*{CORRECTION_BIAS})"

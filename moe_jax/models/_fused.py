@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax._typing import Array, Float
+from moe_jax._typing import Array, DTypeLike, Float
 from moe_jax.experts._gradient import with_gradient_of
 from moe_jax.models._layers import LayerNorm, PartialSums, RMSNorm
 from moe_jax.models.attention import _hopper
@@ -71,33 +71,46 @@ def rotated_and_stored(
     places: tuple[Array, Array, Array],
     norms: tuple[RMSNorm, ...],
     *,
+    dtype: DTypeLike,
+    scales: tuple[Array, Array] | None = None,
     sms: int | None,
 ) -> tuple[Array, Array, Array] | None:
     """As ``pallas_kernels.rotate_and_store``, or None where its kernel does not take the call.
 
-    products: queries, keys and values, or one product of all. places: starts, lengths, first_slots.
+    products: queries, keys and values, or one product of all. places: starts, lengths, first_slots. dtype: of the
+    queries. scales: of a cache of e4m3 codes.
     """
-    if len({(product.parts.shape[:2], product.parts.dtype) for product in products}) > 1:
-        projected = tuple(product.whole(cached[0].dtype).reshape(1, -1, product.parts.shape[2]) for product in products)
+    is_alike = len({(product.parts.shape[:2], product.parts.dtype) for product in products}) == 1
+    if not is_alike or (scales is not None and not norms):  # a cache of codes does not say what the queries are
+        projected = tuple(product.whole(dtype).reshape(1, -1, product.parts.shape[2]) for product in products)
     else:
         projected = tuple(product.parts for product in products)
     if sms is None or 0 in projected[0].shape or 2 * cos.shape[-1] != cached[0].shape[-1]:
         return None
     weights, eps = tuple(norm.weight[...] for norm in norms), norms[0].eps if norms else 0.0
-    if len({jnp.dtype(a.dtype) for a in (*cached, *weights)}) > 1:
+    kinds = {jnp.dtype(dtype), *(jnp.dtype(a.dtype) for a in weights)}
+    if len(kinds | (set() if scales is not None else {jnp.dtype(a.dtype) for a in cached})) > 1:
         return None
-    if projected[0].dtype not in (cached[0].dtype, jnp.float32):
+    if projected[0].dtype not in (dtype, jnp.float32):
         return None
-    desc = rotate_kernel.describe(projected, cached, weights, eps, num_tokens=cos.shape[1])
+    desc = rotate_kernel.describe(projected, cached, weights, eps, scales, num_tokens=cos.shape[1])
     if rotate_kernel.config_error(desc, rotate_kernel.choose_config(desc, sms)) is not None:
         return None
     run, judge = (functools.partial(_rotated_and_stored, eps, name) for name in ("hopper", "reference"))
-    return with_gradient_of(run, judge, projected, cached, cos, sin, places, weights)
+    return with_gradient_of(run, judge, projected, cached, cos, sin, places, weights, scales)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _rotated_and_stored(
-    eps: float, name: str, projected: Any, cached: Any, cos: Array, sin: Array, places: Any, weights: Any
+    eps: float,
+    name: str,
+    projected: Any,
+    cached: Any,
+    cos: Array,
+    sin: Array,
+    places: Any,
+    weights: Any,
+    scales: Any,
 ) -> tuple[Array, Array, Array]:
-    options: Any = dict(norms=weights, eps=eps, has_parts=True, implementation=name)
+    options: Any = dict(norms=weights, eps=eps, scales=scales, has_parts=True, implementation=name)
     return rotate_kernel.rotate_and_store(projected, cos, sin, cached, *places, **options)

@@ -69,20 +69,22 @@ def _zeros_in(array: Array, rows: Bool[Array, " B"]) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class SlotCacheSpec:
-    """widths: (heads, width) of each array."""
+    """widths: (heads, width) of each array. dtype: of the arrays, None for that of the model's computation."""
 
     widths: tuple[tuple[int, int], ...]
+    dtype: str | None = None
     holds_slots: ClassVar[bool] = True
 
     def zeros(self, batch: int, num_slots: int, dtype: DTypeLike) -> "SlotCache":
-        return SlotCache(tuple(jnp.zeros((batch, heads, num_slots, width), dtype) for heads, width in self.widths))
+        own = dtype if self.dtype is None else self.dtype
+        return SlotCache(tuple(jnp.zeros((batch, heads, num_slots, width), own) for heads, width in self.widths))
 
 
 @pytree
 @dataclasses.dataclass(frozen=True, repr=False)
 class SlotCache:
-    """One slot per token. arrays: (B, heads, slots, width) each: keys, rotated, and values; under MLA one array, the
-    normalised latent and then the rotated key that all heads share."""
+    """One slot per token. arrays: (B, heads, slots, width) each: keys, rotated, and values, or their e4m3 codes; under
+    MLA one array, the normalised latent and then the rotated key that all heads share."""
 
     arrays: tuple[Leaf, ...]
 

@@ -1,5 +1,6 @@
 """``load_pretrained`` and ``load_moe``: from a checkpoint directory to a model whose weights stay as stored."""
 
+import dataclasses
 import json
 import os
 import warnings
@@ -10,11 +11,11 @@ import numpy as np
 
 from moe_jax._typing import DTypeLike, Json
 from moe_jax.loading import Checkpoint, CheckpointError, as_packed, checkpoint_directory
-from moe_jax.loading._errors import shown
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._counts import check_counts
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._generation_config import NAME, GenerationConfig
+from moe_jax.models._kv_cache_dtype import resolve
 from moe_jax.models._partition import spread_dense
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import ModelReader, Progress, install_values, ranges
@@ -73,8 +74,10 @@ def load_pretrained(
             layers with a sliding window. "xla" takes every call, those that the kernel of another choice refuses too. A
             model that "hopper" or "cudnn" cannot serve here is refused.
         dtype: bfloat16, float16 or float32.
-        kv_cache_dtype: of the key-value cache; None takes what the checkpoint says. A cache in FP8 is not built yet:
-            for a checkpoint that states one, say ``dtype`` here too, and the cache holds keys and values unquantized.
+        kv_cache_dtype: of the key-value cache. None or "auto" takes what the checkpoint says (``kv_cache_scheme``,
+            ``kv_cache_quant_algo``), else ``dtype``. "fp8" or "fp8_e4m3": keys and values are stored as e4m3 codes of
+            one scale a tensor, those of the checkpoint, else 1. ``dtype``'s name leaves them unquantized. Queries and
+            states of linear attention stay as they are. Not for multi-head latent attention.
         max_seq_len: longest sequence that will be used; None takes the model's own limit.
         max_num_batched_tokens: of prompts that pass the model at once, padding included. ``generate`` reads longer
             prompts in chunks, which bounds memory; a row gets at least 16 tokens of a chunk. The answers are the same,
@@ -92,7 +95,7 @@ def load_pretrained(
         checkpoint = as_packed(opened)
         family, config = read_model_family(checkpoint.config, str(checkpoint.config_path))
         check_counts(config, checkpoint)
-        _check_kv_cache(opened, kv_cache_dtype, jnp.dtype(dtype))
+        config = dataclasses.replace(config, kv_cache_dtype=resolve(opened, kv_cache_dtype, jnp.dtype(dtype)))
         if others := family.left_out(checkpoint.names):
             parts = ", ".join(f"{word} ({count} tensors)" for word, count in others.items())
             warnings.warn(f"{opened.directory}: {parts} left out: the language model alone is built", stacklevel=2)
@@ -128,25 +131,6 @@ def _end_tokens(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[int, ...
             f"{config.vocab_size - 1}"
         )
     return tokens
-
-
-def _check_kv_cache(checkpoint: Checkpoint, kv_cache_dtype: DTypeLike | None, dtype: np.dtype[Any]) -> None:
-    """Raises NotImplementedError for a cache of another dtype than ``dtype``, which checkpoint or caller asks for."""
-    if kv_cache_dtype is not None:
-        if jnp.dtype(kv_cache_dtype) != dtype:
-            raise NotImplementedError(
-                f"kv_cache_dtype={jnp.dtype(kv_cache_dtype)}: the cache has the dtype of the model, {dtype}"
-            )
-        return
-    found = checkpoint.quantization_config
-    nested = found.get("quantization") if isinstance(found, dict) else None  # ModelOpt's older files
-    for part in (found, nested):
-        for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-            if isinstance(part, dict) and part.get(key):
-                raise NotImplementedError(
-                    f"{checkpoint.config_path}: {key} is {shown(part[key])}: a quantized key-value cache is not built; "
-                    f"kv_cache_dtype={str(dtype)!r} keeps keys and values unquantized"
-                )
 
 
 def load_moe(

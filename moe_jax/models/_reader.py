@@ -1,5 +1,6 @@
 """``ModelReader``: what a checkpoint holds for one model, and the reload of all its weights."""
 
+import dataclasses
 import json
 import os
 import warnings
@@ -31,6 +32,7 @@ from moe_jax.models._dense_loader import (
     read_dense,
     skipped_layers,
 )
+from moe_jax.models._kv_cache_dtype import read_scales
 from moe_jax.models.families._moe_family import MoEFamily
 from moe_jax.nn import FusedMoE, MoEBlock
 from moe_jax.parallel import ParallelConfig
@@ -66,7 +68,7 @@ def reload_weights(
         with Checkpoint(checkpoint_directory(source)) as opened:
             checkpoint = as_packed(opened)
             described = ConfigReader(checkpoint.config, str(checkpoint.config_path))
-            if not family.is_described_by(described) or family.read_config(described) != model.config:
+            if not family.is_described_by(described) or not _is_same(family.read_config(described), model.config):
                 raise ValueError(f"{checkpoint.config_path} describes another model than the one that is loaded")
             reader = ModelReader(checkpoint, checkpoint.config, family, model.config)
             values, report = reader.read_model(model), reader.report
@@ -74,6 +76,11 @@ def reload_weights(
         values, report = _read_pairs(model, family, source)
     install_values(values, is_reload=True)
     return report
+
+
+def _is_same(described: Any, own: DecoderConfig) -> bool:
+    """But for the cache, whose dtype the user chose."""
+    return dataclasses.replace(described, kv_cache_dtype=own.kv_cache_dtype) == own
 
 
 def _read_pairs(model: Model, family: type[MoEFamily], pairs: Iterable[tuple[str, Any]]) -> tuple[Values, LoadReport]:
@@ -203,6 +210,9 @@ class ModelReader:
             by_layer.setdefault(layer_of(tensor.name), []).append(tensor)
         parallel = model.parallel
         values = self._read(by_layer[None], parallel)
+        attentions = {f"{self._family.layers_module()}.{i}": layer.self_attn for i, layer in enumerate(model.layers)}
+        named = ((f"{prefix}.{attention.module_name}", attention) for prefix, attention in attentions.items())
+        values += read_scales(named, self._source, self._where, parallel)
         for index, layer in enumerate(model.layers):
             values += self._read(by_layer[index], parallel)
             if isinstance(layer.mlp, MoEBlock):

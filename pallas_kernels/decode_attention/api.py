@@ -25,6 +25,7 @@ def decode_attention(
     value_width: int | None = None,
     window: int | None = None,
     sinks: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     config: DecodeConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
@@ -37,14 +38,16 @@ def decode_attention(
 
     Args:
         q: (B, S, N, D) bfloat16 or float16.
-        k: (B, M, L, D), of q's dtype. Slots outside [starts, lengths) may hold anything.
-        v: (B, M, L, V), of q's dtype; None where values are the first elements of the keys, as those of MLA's latents
+        k: (B, M, L, D), of q's dtype, or float8_e4m3fn with ``scales``. Slots outside [starts, lengths) may hold
+            anything.
+        v: (B, M, L, V), of k's dtype; None where values are the first elements of the keys, as those of MLA's latents
             are: then each slot is read once.
         starts, lengths, first_slots: (B,) int32.
         scale: of the scores.
         value_width: V where v is None.
         window: how many slots up to its own a query sees; None for all.
         sinks: (N,) float, a logit per query head that takes its part of the softmax and gives nothing.
+        scales: () float32 each, what the codes of keys and of values are multiplied with; None without codes.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
@@ -57,7 +60,7 @@ def decode_attention(
     if v is None and (value_width is None or not 0 < value_width <= k.shape[-1]):
         raise ValueError(f"value_width={value_width}, v=None; expected 1 to {k.shape[-1]}, the width of k")
     values = k[..., :value_width] if v is None else v
-    desc = _describe(q, k, values, (starts, lengths, first_slots), scale, window, sinks)
+    desc = _describe(q, k, values, (starts, lengths, first_slots), scale, window, sinks, scales)
     if v is None:
         desc = dataclasses.replace(desc, is_latent=True)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
@@ -75,17 +78,18 @@ def decode_attention(
 
         rows = (starts, lengths, first_slots)
         kernel = (decode_sm90 if chosen.swap_ab else latents_sm90)(desc, chosen)
-        operands = (queries_in_columns(desc, chosen, q), k, *(() if v is None else (v,)), *rows)
+        stacked = () if scales is None else (jnp.stack(scales),)
+        operands = (queries_in_columns(desc, chosen, q), k, *(() if v is None else (v,)), *stacked, *rows)
         if chosen.is_fused:
             own_sinks = [] if sinks is None else [_sinks_of_columns(desc, chosen, sinks)]
             y = kernel(*operands, *own_sinks, _arrivals(chosen.all_tiles(desc)))[0]
         else:
             flat = [array.reshape(-1) for array in kernel(*operands)]
-            y = combine_sm90(desc, chosen)(*flat, *rows, *([] if sinks is None else [sinks]))
+            y = combine_sm90(desc, chosen)(*flat, *rows, *stacked, *([] if sinks is None else [sinks]))
         return y.reshape(*q.shape[:3], desc.value_width)
 
     def reference():
-        return decode_attention_ref(desc, q, k, values, starts, lengths, first_slots, sinks)
+        return decode_attention_ref(desc, q, k, values, starts, lengths, first_slots, sinks, scales)
 
     return first_that_runs("decode_attention", dict(hopper=hopper, reference=reference), implementation)
 
@@ -119,6 +123,7 @@ def _describe(
     scale: float,
     window: int | None,
     sinks: jax.Array | None,
+    scales: tuple[jax.Array, jax.Array] | None,
 ) -> DecodeDesc:
     """Check the call once."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
@@ -129,8 +134,14 @@ def _describe(
         raise ValueError(
             f"q {q.shape}, k {k.shape}, v {v.shape}; expected (B, S, N, D), (B, M, L, D), (B, M, L, V), M dividing N"
         )
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype")
+    is_e4m3 = k.dtype == v.dtype == jnp.float8_e4m3fn
+    if not is_e4m3 and not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype, or k and v in float8_e4m3fn")
+    if is_e4m3 != (scales is not None):
+        given = "no scales" if scales is None else "scales"
+        raise TypeError(f"k is {k.dtype} with {given}; scales belong to k and v in float8_e4m3fn")
+    if scales is not None and any(a.shape != () or a.dtype != jnp.float32 for a in scales):
+        raise ValueError(f"scales are {[f'{a.dtype}{a.shape}' for a in scales]}, expected two float32 of shape ()")
     for name, array in zip(("starts", "lengths", "first_slots"), rows, strict=True):
         if array.shape != (batch,) or array.dtype != jnp.int32:
             raise ValueError(f"{name} is {array.dtype}{array.shape}, expected int32{(batch,)}")
@@ -152,4 +163,5 @@ def _describe(
         scale=float(scale),
         window=window,
         has_sinks=sinks is not None,
+        is_e4m3=is_e4m3,
     )

@@ -28,9 +28,10 @@ UNROLL_MANY = 32
 
 
 def combine_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
-    """The kernel: (sums, tops, totals, starts, lengths, first_slots, [sinks]) -> (B, S, N, V) flat.
+    """The kernel: (sums, tops, totals, starts, lengths, first_slots, [scales], [sinks]) -> (B, S, N, V) flat.
 
-    sums, tops, totals: flat, as ``decode_sm90`` or ``latents_sm90`` gives them; sinks (N,) float32.
+    sums, tops, totals: flat, as ``decode_sm90`` or ``latents_sm90`` gives them; scales (2,) float32, of keys and of
+    values in e4m3; sinks (N,) float32.
     """
     out = jax.ShapeDtypeStruct(
         (desc.batch * desc.num_queries * desc.num_heads * desc.value_width,), jnp.dtype(desc.dtype)
@@ -45,7 +46,9 @@ def num_combining_ctas(desc: DecodeDesc, config: DecodeConfig) -> int:
 
 def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     mosaic.begin()
-    sums, tops, totals, starts, lengths, first_slots, *sinks, out = refs
+    sums, tops, totals, starts, lengths, first_slots, *rest, out = refs
+    scales = rest.pop(0) if desc.is_e4m3 else None
+    sinks = rest
     cta = lax.axis_index("cta")
     splits, columns, width = config.num_splits(desc), config.columns, desc.value_width
 
@@ -125,6 +128,7 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     zero = lax.bitcast_convert_type(nothing, jnp.float32)
     carry = added((zero, zero if sink is None else jnp.exp2(sink - top)), first_scores, first_parts)
     numerator, denominator = over_the_others(lambda c, *where: added(c, scores(*where), parts(*where)), carry)
-    result = jnp.where(denominator == 0, 0.0, numerator / denominator).astype(desc.dtype)
+    result = jnp.where(denominator == 0, 0.0, numerator / denominator)
+    result = (result if scales is None else result * scales[1]).astype(desc.dtype)
     offsets = ((row * desc.num_queries + query) * desc.num_heads + head) * width + value
     scatter(out, result, jnp.where(is_used, offsets, -1), simt.LANES)

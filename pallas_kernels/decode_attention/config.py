@@ -8,6 +8,8 @@ DTYPES = ("bfloat16", "float16")
 MAX_COLUMNS = 64  # of a tile
 MAX_REGISTERS = 152  # of a thread, for scores, weights and sums
 MAX_WIDTH = 576
+WIDE_STAGES = 2  # steps of a cache in e4m3 that lie in shared memory as 16-bit numbers
+E4M3_WIDTHS = (64, 128, 256)
 MAX_SCORES = 128 * 128 * 24  # products of a step's scores; above it ptxas spills
 SM_BYTES = 228 * 1024  # shared memory of an SM
 RESERVED_BYTES = 1024  # of it for each CTA
@@ -24,6 +26,7 @@ class DecodeDesc:
         width, value_width: of a query or key, and of a value.
         is_latent: values are the first value_width elements of the keys, as in MLA.
         dtype: of all of them and of the output.
+        is_e4m3: keys and values are e4m3 codes, with a scale of all keys and one of all values.
         scale: of the scores, above 0.
         window: how many slots up to its own a query sees; None for all.
         has_sinks: each query head has a logit more.
@@ -41,6 +44,7 @@ class DecodeDesc:
     window: int | None = None
     has_sinks: bool = False
     is_latent: bool = False
+    is_e4m3: bool = False
 
     @property
     def group(self) -> int:
@@ -61,7 +65,7 @@ class DecodeConfig:
         columns: of a tile, a multiple of 8; those of a key head take as many tiles as they need.
         split: slots of a work item; the sums of the splits are added in their order.
         block_kv: slots of one step, a divisor of split.
-        num_stages: steps of keys and values in shared memory.
+        num_stages: steps of keys and values in shared memory, as they are in the cache.
         num_ctas: persistent CTAs.
         is_fused: the CTA that ends the last split of a key head adds them up; else a second launch does.
         swap_ab: keys are the rows of the products; else queries are, 64 of a tile, for MLA's latents alone.
@@ -96,10 +100,12 @@ class DecodeConfig:
 def shared_bytes(desc: DecodeDesc, config: DecodeConfig) -> int:
     """Shared memory of a CTA."""
     columns, block = config.columns, config.block_kv
+    both = desc.width + (0 if desc.is_latent else desc.value_width)
+    stored = "float8_e4m3fn" if desc.is_e4m3 else desc.dtype
     shapes = [
         ((config.query_stages, columns, desc.width), desc.dtype),
-        ((config.num_stages, block, desc.width), desc.dtype),
-        ((config.num_stages, block, 0 if desc.is_latent else desc.value_width), desc.dtype),
+        ((config.num_stages, block, both), stored),
+        ((WIDE_STAGES if desc.is_e4m3 else 0, block, both), desc.dtype),
         ((columns if config.swap_ab else 0, block), desc.dtype),
     ]
     return sum(smem_bytes(shape, dtype) for shape, dtype in shapes) + _BARRIERS
@@ -112,6 +118,9 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
     for what, width in (("width", desc.width), ("value_width", desc.value_width)):
         if width % 64 or not 64 <= width <= MAX_WIDTH:
             return f"{what}={width}: a multiple of 64, at most {MAX_WIDTH}"
+    if desc.is_e4m3 and (desc.is_latent or not {desc.width, desc.value_width} <= {*E4M3_WIDTHS}):
+        widths = f"width={desc.width}, value_width={desc.value_width}"
+        return f"{widths} in e4m3: {', '.join(map(str, E4M3_WIDTHS))}, values of their own"
     if config.columns % 8 or not 8 <= config.columns <= MAX_COLUMNS:
         return f"columns={config.columns}: a multiple of 8, at most {MAX_COLUMNS}"
     if desc.num_slots % 8:

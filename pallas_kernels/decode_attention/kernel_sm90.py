@@ -11,6 +11,10 @@ so few heads fill it. Steps without a slot in use are not loaded.
                       O^T = O^T exp2(m before - m) + V^T P^T
                   after the last step: O, m, l -> partial sums of the item
 
+wgmma knows no product of 16-bit numbers and e4m3. Of a cache in e4m3 the producer loads the codes into a ring of their
+own, and a third warpgroup writes them as 16-bit numbers into the ring that the consumer reads. The scale of keys goes
+into that of the scores, the one of values into the output.
+
 The CTA that ends the last split of a tile adds the partial sums of all its splits, in their order, and stores the
 output; a tile with one split needs no memory for that. CTAs are counted in ``arrivals``. Without ``is_fused`` a second
 launch adds them (combine_sm90.py). A split's slots do not depend on the batch, so neither do the bits of a token.
@@ -34,14 +38,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.sm90 import WARPGROUP
 from pallas_kernels.common.types import Kernel, Ref, Scalar, TileRef, Value
-from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
+from pallas_kernels.decode_attention.config import WIDE_STAGES, DecodeConfig, DecodeDesc
 from pallas_kernels.decode_attention.items_sm90 import Item, Items, seen
 from pallas_kernels.decode_attention.memory_sm90 import arrive, scatter
+from pallas_kernels.decode_attention.widen_sm90 import widen_tile
 
 FLOOR = -(2.0**100)  # below every score in use, and finite
 LOG2_E = math.log2(math.e)
 PART = 128  # of a value's elements, multiplied at once
 UNROLL_STATS = 8  # splits whose largest scores are loaded at once
+REGISTERS = 240, 24, 240  # of a thread with codes: consumer, producer, converter
 UNROLL_SUMS = 64  # of a thread, partial sums that are loaded at once
 Parts = Sequence[tuple[int, int]]  # (first, size) of the elements of a value
 
@@ -49,18 +55,19 @@ Parts = Sequence[tuple[int, int]]  # (first, size) of the elements of a value
 def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     """The kernel; config must pass config_error.
 
-    Two launches: (q, k, [v], starts, lengths, first_slots) -> (sums, tops, totals) of each (tile, split). With
-    ``is_fused``: (q, k, [v], starts, lengths, first_slots, [sinks], arrivals) -> (out, sums, tops, totals), where only
-    out is meant.
+    Two launches: (q, k, [v], [scales], starts, lengths, first_slots) -> (sums, tops, totals) of each (tile, split).
+    With ``is_fused``: (q, k, [v], [scales], starts, lengths, first_slots, [sinks], arrivals) -> (out, sums, tops,
+    totals), where only out is meant.
 
-    q (B, M, T * C, D) for T tiles of C columns, k (B, M, L, D), v (B, M, L, V), not there where ``is_latent``; starts,
+    q (B, M, T * C, D) for T tiles of C columns, k (B, M, L, D), v (B, M, L, V), not there where ``is_latent``; scales
+    (2,) float32 where ``is_e4m3``, of keys and of values, of which the second launch takes that of the values; starts,
     lengths, first_slots (B,) int32; sinks (M, T * C) float32; arrivals (at least B * M * T,) int32, zeros, which are
     zeros again at the end. sums (B * M * T * splits, V, C) float32, tops and totals (B * M * T * splits, C) float32:
     those of splits that no query sees are not written. out (B * S * N * V,); queries that see nothing get zeros.
     """
     dtype, columns, block = jnp.dtype(desc.dtype), config.columns, config.block_kv
     tiled = mosaic.tiled(dtype, 128)
-    items, stages = config.all_tiles(desc) * config.num_splits(desc), config.num_stages
+    items, stages = config.all_tiles(desc) * config.num_splits(desc), _stages(desc, config)
     scratch: dict[str, Any] = dict(
         q=plgpu.SMEM((2, columns, desc.width), dtype, transforms=tiled),
         k=plgpu.SMEM((stages, block, desc.width), dtype, transforms=tiled),
@@ -73,6 +80,11 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     if not desc.is_latent:
         scratch["v"] = plgpu.SMEM((stages, block, desc.value_width), dtype, transforms=tiled)
         scratch["v_full"] = plgpu.Barrier(num_barriers=stages)
+    if desc.is_e4m3:
+        for name, width in (("k", desc.width), ("v", desc.value_width)):
+            scratch[f"codes_{name}"] = plgpu.SMEM((config.num_stages, block, width), jnp.float8_e4m3fn)
+            scratch[f"codes_{name}_full"] = plgpu.Barrier(num_barriers=config.num_stages)
+        scratch["codes_empty"] = plgpu.Barrier(num_barriers=config.num_stages)
     sums = jax.ShapeDtypeStruct((items, desc.value_width, columns), jnp.float32)
     stats = jax.ShapeDtypeStruct((items, columns), jnp.float32)
     out = jax.ShapeDtypeStruct((desc.batch * desc.num_queries * desc.num_heads * desc.value_width,), dtype)
@@ -81,17 +93,23 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
         out_type=((out,) if config.is_fused else ()) + (sums, stats, stats),
         grid=(config.num_ctas,),
         grid_names=("block",),
-        num_threads=2,
+        num_threads=3 if desc.is_e4m3 else 2,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=mosaic.compiler_params(),
     )
 
 
+def _stages(desc: DecodeDesc, config: DecodeConfig) -> int:
+    """Of the ring that the consumer reads."""
+    return WIDE_STAGES if desc.is_e4m3 else config.num_stages
+
+
 def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: TileRef) -> None:
     mosaic.begin()
     q, k, *rest = refs
     v = None if desc.is_latent else rest.pop(0)
+    scales = rest.pop(0) if desc.is_e4m3 else None
     starts, lengths, first_slots, *rest = rest
     sinks: TileRef = None
     arrivals: TileRef = None
@@ -102,11 +120,13 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
     s = scratch
     parts = [(first, min(PART, desc.value_width - first)) for first in range(0, desc.value_width, PART)]
     block_kv, stages = config.block_kv, config.num_stages
+    from_cache = "codes_" if desc.is_e4m3 else ""  # of the ring that the producer fills
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("block")
     work = Items(desc, config, cta, starts, lengths, first_slots)
 
     def stage_of(step: Scalar) -> Scalar:
-        return lax.rem(step, jnp.int32(stages))
+        """Of the consumer's ring."""
+        return lax.rem(step, jnp.int32(_stages(desc, config)))
 
     def produce(item: Item, items: Scalar, steps: Scalar) -> None:
         place = lax.rem(items, jnp.int32(2))
@@ -119,37 +139,55 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
         plgpu.copy_gmem_to_smem(queries, s["q"].at[place], s["q_full"].at[place])
 
         def one_step(i, _):
-            stage = stage_of(steps + i)
+            stage = lax.rem(steps + i, jnp.int32(stages))
 
             @pl.when(steps + i >= stages)
             def _():
-                plgpu.barrier_wait(s["empty"].at[stage])
+                plgpu.barrier_wait(s[f"{from_cache}empty"].at[stage])
 
             slots = pl.ds(pl.multiple_of((item.first_step + i) * block_kv, block_kv), block_kv)
-            plgpu.copy_gmem_to_smem(k.at[item.row, item.head, slots], s["k"].at[stage], s["k_full"].at[stage])
-            if v is not None:
-                plgpu.copy_gmem_to_smem(v.at[item.row, item.head, slots], s["v"].at[stage], s["v_full"].at[stage])
+            for name, cached in (("k", k), ("v", v)):
+                if cached is not None:
+                    memory, full = (s[f"{from_cache}{name}{end}"].at[stage] for end in ("", "_full"))
+                    plgpu.copy_gmem_to_smem(cached.at[item.row, item.head, slots], memory, full)
             return 0
 
         lax.fori_loop(0, item.num_steps, one_step, 0)
 
-    def drain(items: Scalar, steps: Scalar) -> None:
+    def drain(barriers: str, size: int, count: Scalar) -> None:
         """Leave no completed phase unobserved."""
 
-        def one(barriers: str, size: int):
-            def wait(i, _):
-                plgpu.barrier_wait(s[barriers].at[lax.rem(i, jnp.int32(size))])
-                return 0
+        def wait(i, _):
+            plgpu.barrier_wait(s[barriers].at[lax.rem(i, jnp.int32(size))])
+            return 0
 
-            return wait
+        lax.fori_loop(lax.max(count - size, 0), count, wait, 0)
 
-        lax.fori_loop(lax.max(steps - stages, 0), steps, one("empty", stages), 0)
-        lax.fori_loop(lax.max(items - 2, 0), items, one("q_empty", 2), 0)
+    def convert(item: Item, items: Scalar, steps: Scalar) -> None:
+        del items
+
+        def one_step(i, _):
+            stage, codes = stage_of(steps + i), lax.rem(steps + i, jnp.int32(stages))
+
+            @pl.when(steps + i >= WIDE_STAGES)
+            def _():
+                plgpu.barrier_wait(s["empty"].at[stage])
+
+            for name in ("k", "v"):
+                plgpu.barrier_wait(s[f"codes_{name}_full"].at[codes])
+                widen_tile(s[f"codes_{name}"].at[codes], s[name].at[stage])
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(s[f"{name}_full"].at[stage])
+            mosaic.release(s["codes_empty"].at[codes])
+            return 0
+
+        lax.fori_loop(0, item.num_steps, one_step, 0)
 
     def consume(item: Item, items: Scalar, steps: Scalar) -> None:
         place, shape = lax.rem(items, jnp.int32(2)), (block_kv, config.columns)
         plgpu.barrier_wait(s["q_full"].at[place])
         factor = jnp.float32(desc.scale * LOG2_E)
+        factor = factor if scales is None else factor * scales[0]
 
         def multiply(left: TileRef, right: TileRef) -> Value:
             """left right^T, waited for; left (rows, K) or its transposed view, right (C, K)."""
@@ -222,14 +260,28 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
 
         @pl.when(is_last)
         def _():
-            _finish(desc, item, found, sinks, out)
+            _finish(desc, item, found, sinks, scales, out)
+
+    if desc.is_e4m3:
+
+        @pl.when(warpgroup == 2)
+        def _():
+            plgpu.set_max_registers(REGISTERS[2], action="increase")
+            _, steps = work.for_each(convert)
+            drain("empty", WIDE_STAGES, steps)
 
     @pl.when(warpgroup == 1)
     def _():
-        drain(*work.for_each(produce))
+        if desc.is_e4m3:
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        items, steps = work.for_each(produce)
+        drain(f"{from_cache}empty", stages, steps)
+        drain("q_empty", 2, items)
 
     @pl.when(warpgroup == 0)
     def _():
+        if desc.is_e4m3:
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
         work.for_each(consume)
 
 
@@ -314,7 +366,12 @@ def _added(item: Item, parts: Parts, partial: Sequence[Ref]) -> tuple[tuple[Valu
 
 
 def _finish(
-    desc: DecodeDesc, item: Item, found: tuple[Sequence[Value], Value, Value], sinks: Ref | None, out: Ref
+    desc: DecodeDesc,
+    item: Item,
+    found: tuple[Sequence[Value], Value, Value],
+    sinks: Ref | None,
+    scales: Ref | None,
+    out: Ref,
 ) -> None:
     """Divide by the sum of the weights, the sinks among them, and store what the columns in use hold."""
     sums, top, total = found
@@ -326,6 +383,7 @@ def _finish(
         factor = jnp.exp2(top - highest)
         total = total * factor + jnp.exp2(sink - highest)
     factor, first = jnp.where(total == 0, 0.0, factor / total), 0
+    factor = factor if scales is None else factor * scales[1]
     for part in sums:
         _store(desc, item, first, part * lax.broadcast_in_dim(factor, part.shape, [1]), out)
         first += part.shape[0]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.numerics import widen
 from pallas_kernels.decode_attention.config import DecodeDesc
 
 
@@ -23,11 +24,14 @@ def decode_attention_ref(
     lengths: jax.Array,
     first_slots: jax.Array,
     sinks: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """What ``decode_attention`` computes, in float32, rounded once."""
     batch, queries, heads, _ = q.shape
     visible = visible_slots(desc, starts, lengths, first_slots)[:, None, None]
-    q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
+    q, k, v = (widen(a, jnp.float32) for a in (q, k, v))
+    if scales is not None:
+        k, v = k * scales[0], v * scales[1]
     q = q.reshape(batch, queries, desc.num_kv_heads, desc.group, -1)
     highest = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("bsmgd,bmld->bmgsl", q, k, precision=highest) * desc.scale

@@ -22,6 +22,7 @@ def rotate_and_store(
     *,
     norms: tuple[jax.Array, ...] = (),
     eps: float = 0.0,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     has_parts: bool = False,
     config: RotateConfig | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -37,10 +38,13 @@ def rotate_and_store(
             side by side. With has_parts each is the partial sums of a product, (P, R, columns) in the dtype of the
             caches or float32, which are added in their order. Of their R >= B * S rows those past B * S are not read.
         cos, sin: (B, S, D/2) float32.
-        caches: keys and values, (B, M, L, D) each, in the dtype of ``projected``, which is that of the queries.
+        caches: keys and values, (B, M, L, D) each, in the dtype of ``projected``, which is that of the queries, or
+            float8_e4m3fn with ``scales``.
         starts, lengths, first_slots: (B,) int32; lengths at most L.
         norms: weights (D,) of the RMSNorms of query and key heads, in the dtype of the caches; () for none.
         eps: of the norms.
+        scales: () float32 each, of the keys and of the values in the caches: number / scale is rounded to e4m3, from
+            ``projected``'s dtype, and saturates at +-448. None where caches hold the numbers themselves.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
@@ -50,7 +54,7 @@ def rotate_and_store(
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
-    desc = describe(projected, caches, norms, eps, num_tokens=cos.shape[1] if has_parts else None)
+    desc = describe(projected, caches, norms, eps, scales, num_tokens=cos.shape[1] if has_parts else None)
     places = (starts, lengths, first_slots)
 
     def hopper():
@@ -60,10 +64,11 @@ def rotate_and_store(
 
         from pallas_kernels.rotate_and_store.kernel_sm90 import rotate_and_store_sm90  # here: it loads Pallas
 
-        return rotate_and_store_sm90(desc, chosen)(*caches, *projected, cos, sin, *norms, *places)
+        stacked = () if scales is None else (jnp.stack(scales),)
+        return rotate_and_store_sm90(desc, chosen)(*caches, *projected, cos, sin, *norms, *stacked, *places)
 
     def reference():
-        return rotate_and_store_ref(desc, projected, norms, cos, sin, caches, places)
+        return rotate_and_store_ref(desc, projected, norms, cos, sin, caches, places, scales)
 
     return first_that_runs("rotate_and_store", dict(hopper=hopper, reference=reference), implementation)
 
@@ -73,6 +78,7 @@ def describe(
     caches: tuple[jax.Array, jax.Array],
     norms: tuple[jax.Array, ...],
     eps: float,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     *,
     num_tokens: int | None = None,
 ) -> RotateDesc:
@@ -98,8 +104,15 @@ def describe(
         or [a.shape for a in norms] not in ([], [(width,)] * 2)
     ):
         raise ValueError(f"{shapes}; {expected}")
-    dtypes = {jnp.dtype(a.dtype).name for a in (*caches, *norms)}
+    stored = [jnp.dtype(a.dtype).name for a in caches]
+    if (scales is not None) != (stored == ["float8_e4m3fn"] * 2):
+        given = "no scales" if scales is None else "scales"
+        raise TypeError(f"caches are {' and '.join(stored)} with {given}; scales belong to caches in float8_e4m3fn")
+    if scales is not None and any(a.shape != () or a.dtype != jnp.float32 for a in scales):
+        raise ValueError(f"scales are {[f'{a.dtype}{a.shape}' for a in scales]}, expected two float32 of shape ()")
     part_dtypes = {jnp.dtype(a.dtype).name for a in projected}
+    dtypes = {jnp.dtype(a.dtype).name for a in norms} | (set() if scales is not None else set(stored))
+    dtypes = dtypes or part_dtypes  # codes, and no norms
     may_differ = num_tokens is not None and part_dtypes == {"float32"}
     if len(dtypes) != 1 or (part_dtypes != dtypes and not may_differ):
         names = ", ".join(sorted(dtypes | part_dtypes))
@@ -113,6 +126,7 @@ def describe(
         num_slots=num_slots,
         dtype=dtypes.pop(),
         is_packed=len(projected) == 1,
+        is_e4m3=scales is not None,
         has_norm=bool(norms),
         eps=float(eps),
         num_parts=1 if num_tokens is None else lead[0],

@@ -11,7 +11,8 @@ class RotateDesc:
     """Static description of one call.
 
     batch, num_tokens: B and S, rows and tokens of each. num_heads, num_kv_heads: N and M. width: D of a head.
-    num_slots: L of the cache. dtype: of all but angles. is_packed: queries, keys and values are parts of one array.
+    num_slots: L of the cache. dtype: of all but angles, and but for the cache where it holds e4m3 codes: is_e4m3,
+    with a scale of keys and one of values. is_packed: queries, keys and values are parts of one array.
     has_norm: heads of queries and keys are normalised. eps: of the norm. num_parts: partial sums that projections are
     given as. part_dtype: of these, None where it is ``dtype``.
     """
@@ -28,6 +29,7 @@ class RotateDesc:
     eps: float
     num_parts: int = 1
     part_dtype: str | None = None
+    is_e4m3: bool = False
 
     @property
     def num_items(self) -> int:

@@ -22,7 +22,8 @@ from pallas_kernels.rotate_and_store.config import HEADS, LANES, RotateConfig, R
 def rotate_and_store_sm90(
     desc: RotateDesc, config: RotateConfig
 ) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
-    """The kernel: (two caches, projected, cos, sin, [two norms], starts, lengths, first_slots) -> (queries, caches)."""
+    """The kernel: (two caches, projected, cos, sin, [two norms], [scales (2,)], starts, lengths, first_slots) ->
+    (queries, caches)."""
     tokens = desc.batch * desc.num_tokens
     out = jax.ShapeDtypeStruct((tokens, desc.num_heads, desc.width), desc.dtype)
     call = in_place_row_kernel(functools.partial(_kernel, desc), 2, out, config.num_ctas, "rotate_and_store")
@@ -42,6 +43,7 @@ def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: 
     *operands, q_out = rest
     projected, others = (operands[:1] * 3, operands[1:]) if desc.is_packed else (operands[:3], operands[3:])
     (cos, sin, *norms), (starts, lengths, first_slots) = others[:-3], others[-3:]
+    scales = norms.pop() if desc.is_e4m3 else None
     first_heads = (0, desc.num_heads, desc.num_heads + desc.num_kv_heads) if desc.is_packed else (0, 0, 0)
     half = desc.width // 2
     tile = (HEADS, half)
@@ -73,14 +75,21 @@ def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: 
         (first, second), c, s = x, vector(cos, token), vector(sin, token)
         return [first * c - second * s, second * c + first * s]
 
-    def store(cache: Ref, token: Scalar, head: Scalar, values: Callable[[], list[Value]]) -> None:
+    def code(which: int, value: Value) -> Value:
+        """What the cache of keys (0) or values (1) holds of ``value``. The conversion saturates."""
+        if scales is None:
+            return value
+        return (value.astype(jnp.float32) / scales[which]).astype(jnp.float8_e4m3fn)
+
+    def store(which: int, token: Scalar, head: Scalar, values: Callable[[], list[Value]]) -> None:
+        cache = (k_cache, v_cache)[which]
         row, column = lax.div(token, jnp.int32(desc.num_tokens)), lax.rem(token, jnp.int32(desc.num_tokens))
         slot = first_slots[row] + column
 
         @pl.when((slot >= starts[row]) & (slot < lengths[row]))
         def _():
             for columns, value in zip(halves, values(), strict=True):
-                cache.at[row, pl.ds(head, HEADS), slot, columns][...] = value.astype(desc.dtype)
+                cache.at[row, pl.ds(head, HEADS), slot, columns][...] = code(which, value.astype(desc.dtype))
 
     def one_item(item):
         token, head = (
@@ -96,10 +105,10 @@ def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: 
 
         @pl.when((of_keys >= 0) & (of_values < 0))
         def _():
-            store(k_cache, token, of_keys, lambda: rotated(1, token, of_keys))
+            store(0, token, of_keys, lambda: rotated(1, token, of_keys))
 
         @pl.when(of_values >= 0)
         def _():
-            store(v_cache, token, of_values, lambda: heads(2, token, of_values))
+            store(1, token, of_values, lambda: heads(2, token, of_values))
 
     for_items_of(lax.axis_index("cta"), desc.num_items, num_ctas, one_item)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.numerics import cast_e4m3, divide
 from pallas_kernels.rotate_and_store.config import RotateDesc
 
 
@@ -16,6 +17,7 @@ def rotate_and_store_ref(
     sin: jax.Array,
     caches: tuple[jax.Array, jax.Array],
     places: tuple[jax.Array, jax.Array, jax.Array],
+    scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What ``rotate_and_store`` computes."""
     ends = (desc.num_heads * desc.width, (desc.num_heads + desc.num_kv_heads) * desc.width)
@@ -30,7 +32,10 @@ def rotate_and_store_ref(
     q, k, v = (part.reshape(desc.batch, desc.num_tokens, -1, desc.width) for part in (q, k, v))
     if desc.has_norm:
         q, k = (_normed(part, weight, desc.eps) for part, weight in zip((q, k), norms, strict=True))
-    q, k, v = (part.astype(caches[0].dtype) for part in (_rotated(q, cos, sin), _rotated(k, cos, sin), v))
+    dtype = jnp.dtype(desc.dtype)
+    q, k, v = (part.astype(dtype) for part in (_rotated(q, cos, sin), _rotated(k, cos, sin), v))
+    if scales is not None:
+        k, v = (cast_e4m3(divide(x.astype(jnp.float32), scale)) for x, scale in zip((k, v), scales, strict=True))
     starts, lengths, first_slots = places
     slots = first_slots[:, None] + jnp.arange(desc.num_tokens, dtype=jnp.int32)
     is_kept = (slots >= starts[:, None]) & (slots < lengths[:, None])

@@ -79,6 +79,22 @@ def test_generate_and_gradients(case, calls):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_a_cache_in_fp8(case, calls):
+    """The codes that both ways write, to the bit."""
+    caches = []
+    for name in ("auto", "xla"):
+        options = dict(dtype="float32", attention=name, kv_cache_dtype="fp8")
+        model = moe_jax.load_pretrained(case("qwen3").directory, **options)
+        for layer in model.layers:
+            layer.self_attn.k_scale.set_value(jnp.float32(0.017))
+            layer.self_attn.v_scale.set_value(jnp.float32(0.0003))  # of which some are above 448
+        caches.append(model(jnp.arange(6)[None], cache=model.init_cache(1, 8))[1])
+    assert "rotate_and_store" in calls
+    for found, wanted in zip(*(cache.layers[0].arrays for cache in caches), strict=True):
+        assert found.dtype == jnp.float8_e4m3fn
+        np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(np.float32))
+
+
 def test_where_they_do_not_run(case, monkeypatch):
     assert _fused.num_sms("auto") is None
     monkeypatch.setattr(_fused, "hopper_sms", lambda: 132)

@@ -12,7 +12,6 @@ import pytest
 
 from moe_jax.loading import CheckpointError, SafetensorsFile, save_safetensors
 from moe_jax.models import load_moe, load_pretrained
-from moe_jax.models._loading import _check_kv_cache
 from moe_jax.quantization import QuantizedMatrix, dequantize, quantize_weight
 from tests.support.cases.models import real_weight
 from tests.support.checkpoints import writers
@@ -176,38 +175,6 @@ def test_progress(case):
     calls = []
     load_pretrained(case("qwen3_dense_bias").directory, progress=lambda done, total: calls.append((done, total)))
     assert calls == [(1, 3), (2, 3), (3, 3)]
-
-
-@pytest.mark.parametrize(
-    "stated",
-    [
-        dict(kv_cache_scheme=dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)),
-        dict(kv_cache_quant_algo="FP8"),
-        dict(quantization=dict(kv_cache_quant_algo="FP8")),
-    ],
-    ids=lambda stated: next(iter(stated)),
-)
-def test_a_quantized_cache_is_refused_by_name(stated):
-    """What a checkpoint asks for is not left out without a word; the caller may say so."""
-
-    class Stated:
-        config_path, quantization_config = "dir/config.json", dict(quant_method="compressed-tensors") | stated
-
-    float32 = jnp.dtype(jnp.float32)
-    refuses(
-        NotImplementedError, "dir/config.json: kv_cache_.*not built", unwrap(_check_kv_cache), Stated, None, float32
-    )
-    unwrap(_check_kv_cache)(Stated, "float32", float32)
-    Stated.quantization_config = dict(kv_cache_scheme=None)
-    unwrap(_check_kv_cache)(Stated, None, float32)
-
-
-def test_the_dtype_of_the_cache(case):
-    directory = case("mixtral").directory
-    assert load_pretrained(directory, kv_cache_dtype="float32", **F32).dtype == jnp.float32
-    refuses(
-        NotImplementedError, "kv_cache_dtype=float8_e4m3fn", load_pretrained, directory, kv_cache_dtype="float8_e4m3fn"
-    )
 
 
 def test_max_seq_len(case):

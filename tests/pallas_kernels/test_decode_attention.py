@@ -22,9 +22,10 @@ from pallas_kernels.decode_attention import (
     decode_attention,
     items_sm90,
     latents_sm90,
+    widen_sm90,
 )
 from pallas_kernels.decode_attention.api import queries_in_columns
-from pallas_kernels.decode_attention.config import HEADS, DecodeForm, choose_config, shared_bytes
+from pallas_kernels.decode_attention.config import E4M3_WIDTHS, HEADS, DecodeForm, choose_config, shared_bytes
 from tests.support.kernels import warpgroups
 from tests.support.kernels.decode_cases import DECODES, SMS, WIDTHS, decode_cases, decode_desc
 from tests.support.kernels.in_lockstep import Memory, simt_of
@@ -32,19 +33,22 @@ from tests.support.oracles.tolerances import Tolerance, assert_rows_close
 from tests.support.refusals import refuses
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+SCALES = np.float32(0.013), np.float32(0.31)  # of keys and values that are codes
 # (start, length, first slot) of each row, for up to three queries and 60 slots: a full row, one padded on the left, one
 # whose last queries are padding, one of a single token, and one without keys.
 PLACES = ((0, 60, 57), (7, 31, 28), (3, 40, 38), (5, 6, 5), (0, 0, 4))
 
 
 def make(desc, places, seed=0):
-    """(arrays, places by name, sinks, expected in float64); slots outside [start, length) hold NaN."""
+    """(arrays, places by name, sinks, expected in float64); slots outside [start, length) hold NaN. Codes stand for
+    numbers of SCALES times as much."""
     rng = np.random.default_rng(seed)
     dtype = DTYPES[desc.dtype]
+    stored, (k_scale, v_scale) = (ml_dtypes.float8_e4m3fn, SCALES) if desc.is_e4m3 else (dtype, (1, 1))
     caches = (desc.batch, desc.num_kv_heads, desc.num_slots)
     q = (2 * rng.standard_normal((desc.batch, desc.num_queries, desc.num_heads, desc.width))).astype(dtype)
-    k = rng.standard_normal((*caches, desc.width)).astype(dtype)
-    v = rng.standard_normal((*caches, desc.value_width)).astype(dtype)
+    k = (rng.standard_normal((*caches, desc.width)) / k_scale).astype(stored)
+    v = (rng.standard_normal((*caches, desc.value_width)) / v_scale).astype(stored)
     sinks = rng.standard_normal(desc.num_heads).astype(np.float32) * 3 if desc.has_sinks else None
     expected = np.zeros((*q.shape[:3], desc.value_width))
     for b, (start, length, first) in enumerate(places):
@@ -56,12 +60,13 @@ def make(desc, places, seed=0):
             high = min(slot + 1, length)
             for n in range(desc.num_heads if high > low else 0):
                 m = n // (desc.num_heads // desc.num_kv_heads)
-                scores = k[b, m, low:high].astype(np.float64) @ q[b, s, n].astype(np.float64) * desc.scale
+                scores = k[b, m, low:high].astype(np.float64) @ q[b, s, n].astype(np.float64)
+                scores *= desc.scale * np.float64(k_scale)
                 sink = -np.inf if sinks is None else np.float64(sinks[n])
                 top = max(scores.max(), sink)
                 weights = np.exp(scores - top)
                 total = weights.sum() + np.exp(sink - top)
-                expected[b, s, n] = weights @ v[b, m, low:high].astype(np.float64) / total
+                expected[b, s, n] = weights @ v[b, m, low:high].astype(np.float64) / total * np.float64(v_scale)
     names = ("starts", "lengths", "first_slots")
     return (q, k, v), dict(zip(names, np.array(places, np.int32).T, strict=True)), sinks, expected
 
@@ -84,6 +89,7 @@ def run(desc, arrays, places, sinks, implementation, config=None, value_width=No
             window=desc.window,
             sinks=sinks,
             value_width=value_width,
+            scales=tuple(map(jnp.float32, SCALES)) if desc.is_e4m3 else None,
             implementation=implementation,
             config=config,
         )
@@ -102,6 +108,32 @@ def test_reference(name, dtype):
     assert_rows_close(found, expected, Tolerance(DTYPES[dtype], 64.0 if dtype == "float32" else 1.0))
 
 
+@pytest.mark.parametrize("name", ["one query", "three queries, window, sinks"])
+def test_codes(name):
+    """A cache in e4m3."""
+    options = DECODES[name] | dict(batch=5, num_slots=60, num_heads=6, num_kv_heads=2, is_e4m3=True)
+    desc = decode_desc(16, 8, "float32", **options | (dict(window=9) if "window" in options else {}))
+    arrays, places, sinks, expected = make(desc, PLACES)
+    found = run(desc, arrays, places, sinks, "reference")
+    assert_rows_close(found, expected, Tolerance(np.float32, 64.0))
+
+
+@pytest.mark.parametrize("width", E4M3_WIDTHS)
+def test_places_of_widened_codes(width):
+    """All chunks of a step, each once, where TMA puts them in tiles of 8 rows whose 16 bytes are swizzled."""
+    rows, rows_of_pass = 64, 128 * widen_sm90.CHUNK // width
+    kinds, threads = max(1, 8 // rows_of_pass), np.arange(128)
+    found = np.full(rows * width // 8, -1)
+    for i in range(rows // rows_of_pass):
+        step = i // kinds * kinds * 128 * 16
+        at = widen_sm90.target_offsets(threads, width, i % kinds) + step
+        found[at // 16] = threads + 128 * i
+    expected = np.zeros_like(found).reshape(rows // 8, width // 64, 8, 8)
+    for row, chunk in np.ndindex(rows, width // 8):
+        expected[row // 8, chunk // 8, row % 8, chunk % 8 ^ row % 8] = row * width // 8 + chunk
+    np.testing.assert_array_equal(found, expected.ravel())
+
+
 def test_wrong_calls():
     q, k = jnp.zeros((2, 1, 4, 64), jnp.bfloat16), jnp.zeros((2, 2, 16, 64), jnp.bfloat16)
     rows = dict(starts=jnp.zeros(2, jnp.int32), lengths=jnp.zeros(2, jnp.int32), first_slots=jnp.zeros(2, jnp.int32))
@@ -117,6 +149,11 @@ def test_wrong_calls():
     refuses(ValueError, r"sinks is float32\(2,\)", call, q, k, k, sinks=jnp.zeros(2), **good)
     refuses(ValueError, r"lengths is int32\(1,\)", call, q, k, k, **good | dict(lengths=rows["lengths"][:1]))
     refuses(NotImplementedError, "needs a Hopper GPU", call, q, k, k, implementation="hopper", **good)
+    codes, scales = k.astype(jnp.float8_e4m3fn), (jnp.float32(1), jnp.float32(2))
+    refuses(TypeError, "k is float8_e4m3fn with no scales", call, q, codes, codes, **good)
+    refuses(TypeError, "k is bfloat16 with scales", call, q, k, k, scales=scales, **good)
+    refuses(TypeError, "k float8_e4m3fn and v bfloat16", call, q, codes, k, scales=scales, **good)
+    refuses(ValueError, "expected two float32 of shape", call, q, codes, codes, scales=(scales[0], jnp.ones(2)), **good)
 
 
 def test_config_error():
@@ -138,6 +175,16 @@ def test_config_error():
         (dict(width=640), "width=640"),
     ):
         assert why in config_error(dataclasses.replace(desc, **options), fits)
+
+
+def test_codes_fit():
+    for width in E4M3_WIDTHS:
+        desc = decode_desc(width, width, is_e4m3=True)
+        config = choose_config(desc, SMS)
+        assert config_error(desc, config) is None and config.num_stages > 1
+    assert "width=192, value_width=128 in e4m3" in config_error(decode_desc(192, 128, is_e4m3=True), config)
+    latent = decode_desc(256, 128, num_kv_heads=1, is_latent=True, is_e4m3=True)
+    assert "values of their own" in config_error(latent, config)
 
 
 def test_choice_fits():
@@ -261,6 +308,22 @@ def test_gpu(widths, name, dtype):
     np.testing.assert_array_equal(found, run(desc, arrays, named, sinks, "hopper"))
     alone = jax.tree.map(lambda array: array[1:2], (arrays, named))
     np.testing.assert_array_equal(found[1:2], run(dataclasses.replace(desc, batch=1), *alone, sinks, "hopper"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", E4M3_WIDTHS)
+@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_codes_gpu(width, name, dtype, is_fused):
+    places = ((0, 712, 709), (5, 296, 293), (130, 637, 635), (200, 201, 200), (0, 0, 0))
+    desc = dataclasses.replace(decode_desc(width, width, dtype, **DECODES[name]), batch=len(places), is_e4m3=True)
+    arrays, named, sinks, expected = make(desc, places)
+    config = dataclasses.replace(choose_config(desc, SMS), is_fused=is_fused)
+    found = run(desc, arrays, named, sinks, "hopper", config)
+    scale = np.maximum(np.abs(expected).max(-1), 0.05 * SCALES[1] * (np.abs(expected).max(-1) > 0))
+    assert_rows_close(found, expected, Tolerance(DTYPES[dtype], 4.0), row_scale=scale)
+    np.testing.assert_array_equal(found, run(desc, arrays, named, sinks, "hopper", config))
 
 
 @pytest.mark.gpu

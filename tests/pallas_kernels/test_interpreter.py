@@ -29,6 +29,7 @@ from pallas_kernels.combine.kernel_sm90 import combine_sm90
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.decode_attention import DecodeConfig, DecodeDesc, decode_attention_ref
+from pallas_kernels.decode_attention import kernel_sm90 as decode_kernel
 from pallas_kernels.decode_attention.api import queries_in_columns
 from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
@@ -90,7 +91,7 @@ def adding_and_norming(width: int, parts: int = 0) -> tuple[Any, Any]:
     )
 
 
-def rotating_and_storing(is_packed: bool, has_parts: bool = False) -> tuple[Any, Any]:
+def rotating_and_storing(is_packed: bool, has_parts: bool = False, is_e4m3: bool = False) -> tuple[Any, Any]:
     """Three rows of two tokens: one before the row's start, one behind its end. has_parts: three partial sums, of two
     rows more."""
     rng, width = np.random.default_rng(0), 64
@@ -103,6 +104,9 @@ def rotating_and_storing(is_packed: bool, has_parts: bool = False) -> tuple[Any,
     places = [jnp.asarray(at, jnp.int32) for at in ([1, 0, 2], [2, 4, 6], [0, 3, 4])]
     norms = tuple(jnp.asarray(rng.standard_normal(width), jnp.bfloat16) for _ in range(2))
     options: Any = dict(norms=norms, eps=1e-6, config=RotateConfig(3), has_parts=has_parts)
+    if is_e4m3:
+        caches = tuple(cache.astype(jnp.float8_e4m3fn) for cache in caches)
+        options["scales"] = jnp.float32(0.03), jnp.float32(0.02)  # nothing saturates: XLA's cast makes NaN of it
     return tuple(
         rotate_and_store(projected, cos, sin, caches, *places, implementation=name, **options)
         for name in ("hopper", "reference")
@@ -170,6 +174,7 @@ def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
     """Partial sums of two rows, added up here; slots that are not in use hold NaN."""
     desc = dataclasses.replace(DecodeDesc(2, 1, 264, 8, 2, 64, 64, "float16", 0.15), **options)
     rng = np.random.default_rng(0)
+    decode_kernel.widen_tile = _widened
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape), jnp.float16)
@@ -182,8 +187,11 @@ def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
     q = normal(2, desc.num_queries, desc.num_heads, desc.width)
     widths = (desc.width,) if desc.is_latent else (desc.width, desc.value_width)
     cached = [jnp.where(outside[:, None, :, None], jnp.nan, normal(*caches, width)) for width in widths]
+    scales = (jnp.float32(0.7), jnp.float32(1)) if desc.is_e4m3 else None  # that of values is the second launch's
+    cached = [part.astype(jnp.float8_e4m3fn) for part in cached] if desc.is_e4m3 else cached
     rows = tuple(map(jnp.asarray, (starts, lengths, first_slots)))
-    found = decode_sm90(desc, config)(queries_in_columns(desc, config, q), *cached, *rows)
+    stacked = () if scales is None else (jnp.stack(scales),)
+    found = decode_sm90(desc, config)(queries_in_columns(desc, config, q), *cached, *stacked, *rows)
     tiles, splits, columns = config.num_tiles(desc), config.num_splits(desc), config.columns
     shape = (2, desc.num_kv_heads, tiles, splits)
     sums, tops, totals = (np.asarray(array, np.float64).reshape(*shape, *array.shape[1:]) for array in found)
@@ -197,14 +205,20 @@ def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
         y = y.swapaxes(2, 3).reshape(desc.num_kv_heads, tiles * columns, -1)[:, : desc.columns]
         out.append(y.reshape(desc.num_kv_heads, desc.num_queries, -1, desc.value_width).swapaxes(0, 1))
     v = cached[0][..., : desc.value_width] if desc.is_latent else cached[1]
-    expected = decode_attention_ref(desc, q, cached[0], v, *rows)
+    expected = decode_attention_ref(desc, q, cached[0], v, *rows, scales=scales)
     return jnp.asarray(np.stack(out).reshape(expected.shape), jnp.float16), expected
+
+
+def _widened(source: Any, target: Any) -> None:
+    """``widen_tile``, whose PTX the interpreter cannot run."""
+    target[...] = source[...].astype(target.dtype)
 
 
 _DECODES: dict[str, tuple[dict[str, Any], DecodeConfig]] = {
     "one query": ({}, DecodeConfig(8, 128, 64, 2, 3, is_fused=False)),
     "window, three queries": (dict(window=40, num_queries=3, value_width=128), DecodeConfig(8, 128, 128, 1, 2, False)),
     "256, five heads": (dict(width=256, value_width=256, num_heads=10), DecodeConfig(8, 256, 64, 1, 5, False)),
+    "e4m3": (dict(is_e4m3=True), DecodeConfig(8, 128, 64, 3, 2, is_fused=False)),
     "latent": (
         dict(width=192, value_width=128, num_heads=12, num_kv_heads=1, is_latent=True),
         DecodeConfig(8, 128, 64, 2, 3, False),
@@ -257,6 +271,8 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "rotate_and_store of parts": functools.partial(rotating_and_storing, False, True),
     "rotate_and_store of parts, packed": functools.partial(rotating_and_storing, True, True),
     "rotate_and_store": functools.partial(rotating_and_storing, False),
+    "rotate_and_store, e4m3": functools.partial(rotating_and_storing, True, False, True),
+    "rotate_and_store of parts, e4m3": functools.partial(rotating_and_storing, True, True, True),
     "rotate_and_store, packed": functools.partial(rotating_and_storing, True),
     **{f"decode {name}": functools.partial(decoding, *form) for name, form in _DECODES.items()},
     **{f"permute {kind}": functools.partial(permuting, kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},

@@ -12,6 +12,7 @@ from pallas_kernels.rotate_and_store import RotateConfig, RotateDesc, config_err
 from tests.support.kernels.layer_cases import rotate_and_store_cases
 from tests.support.refusals import refuses
 
+SCALES = np.float32(0.0061), np.float32(0.0013)  # of keys and values in e4m3; some numbers are above 448 of them
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 EPS = 1e-5
 
@@ -74,6 +75,29 @@ def check(implementation, *sizes, has_parts=False, **options):
         np.testing.assert_array_equal(np.asarray(found[2]).astype(np.float64), expected[2])
 
 
+def check_codes(implementation, *sizes, **options):
+    """The codes of what is written to a cache of numbers; a code beside where that was rounded to another number."""
+    (projected, cos, sin, caches, *places), norms, expected = make(*sizes, **options)
+    caches = [cache.astype(ml_dtypes.float8_e4m3fn) for cache in caches]
+    call = jax.jit(functools.partial(rotate_and_store, eps=EPS if norms else 0.0, implementation=implementation))
+    arrays = jax.tree.map(jnp.asarray, (projected, cos, sin, tuple(caches), *places))
+    q, *codes = call(*arrays, norms=jax.tree.map(jnp.asarray, norms), scales=tuple(map(jnp.float32, SCALES)))
+    step = float(ml_dtypes.finfo(q.dtype).eps)
+    np.testing.assert_allclose(np.asarray(q).astype(np.float64), expected[0], rtol=0.52 * step, atol=1e-5)
+    for found, numbers, scale, is_exact in zip(codes, expected[1:], SCALES, (False, True), strict=True):
+        assert found.dtype == jnp.float8_e4m3fn
+        found, wanted = np.asarray(found).astype(np.float64), np.clip(numbers / np.float64(scale), -448, 448)
+        # Half a step of e4m3, of 2**-9 below 2**-6, and what the rounding to the dtype of projections moves.
+        atol, rtol = 2.0**-10, 2.0**-4 + (step if not is_exact else 1e-6)
+        np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol + 1e-5 / scale)
+        assert (np.abs(found) == 448).any()
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_codes(is_packed):
+    check_codes("reference", 3, 8, 4, 2, 8, 24, is_packed=is_packed, has_norm=True)
+
+
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("has_norm", [True, False])
 def test_reference(is_packed, has_norm):
@@ -92,6 +116,11 @@ def test_wrong_calls():
     refuses(TypeError, "bfloat16, float32", rotate_and_store, mixed, *rest)
     refuses(ValueError, "R >= B . S with S=3", rotate_and_store, tuple(a[:1] for a in projected), *rest, has_parts=True)
     refuses(NotImplementedError, "needs a Hopper GPU", rotate_and_store, projected, *rest, implementation="hopper")
+    scales = (jnp.float32(1), jnp.float32(1))
+    refuses(TypeError, "bfloat16 and bfloat16 with scales", rotate_and_store, projected, *rest, scales=scales)
+    rest[2] = tuple(cache.astype(jnp.float8_e4m3fn) for cache in rest[2])
+    refuses(TypeError, "float8_e4m3fn with no scales", rotate_and_store, projected, *rest)
+    refuses(ValueError, "two float32 of shape", rotate_and_store, projected, *rest, scales=(scales[0], jnp.ones(1)))
 
 
 def test_config_error():
@@ -128,3 +157,4 @@ def test_gpu(sizes, is_packed, dtype):
     for has_norm in (True, False):
         check("hopper", *sizes, dtype, is_packed=is_packed, has_norm=has_norm)
         check("hopper", *sizes, dtype, is_packed=is_packed, has_norm=has_norm, has_parts=True)
+        check_codes("hopper", *sizes, dtype, is_packed=is_packed, has_norm=has_norm)

@@ -151,6 +151,8 @@ class CompressedTensorsRules:
 
     def _read_groups(self, config: Json) -> None:
         groups = config.get("config_groups")
+        if groups == {} and config.get("kv_cache_scheme"):
+            return  # the cache alone is quantized
         if not isinstance(groups, dict) or not groups:
             raise self._error(f"config_groups is {shown(groups)}, expected an object with at least one group")
         for name, group in groups.items():

@@ -14,6 +14,7 @@ from moe_jax._versions import Place
 from moe_jax.experts._gradient import with_gradient_of
 from moe_jax.models import _fused
 from moe_jax.models._config import DecoderConfig
+from moe_jax.models._kv_cache_dtype import CacheScale, quantized, times
 from moe_jax.models._layer_cache import SlotCache, extended
 from moe_jax.models._layers import (
     MANY_ROWS,
@@ -32,6 +33,7 @@ from moe_jax.models.attention._choice import AttentionImplementation, attend_by,
 from moe_jax.models.attention._rope import rotate
 from moe_jax.nn import QuantizedParam
 from moe_jax.parallel._logical import EMBED, HEADS, KV_HEADS
+from pallas_kernels.common.numerics import widen
 
 # Queries handled at once in a long prefill. Scores are (B, heads, queries, slots) in float32: 32 heads, 1024 queries
 # and 32768 slots make 4 GiB, while all queries at once would need 137 GiB.
@@ -131,6 +133,10 @@ class Attention(Partitioned):
         self.q_norm, self.k_norm = norms or (None, None)
         sinks = nnx.initializers.normal(0.02)
         self.sinks = parameter((config.num_heads,), dtype, rngs, sinks) if config.has_sinks else None
+        has_scales = config.kv_cache_dtype is not None
+        self.k_scale, self.v_scale = (
+            CacheScale.one(is_abstract=rngs is None) if has_scales else None for _ in range(2)
+        )
         self.name_parameters()
 
     def dense_modules(self) -> dict[str, nnx.Module | Place]:
@@ -153,7 +159,9 @@ class Attention(Partitioned):
         """Attend and return the output with this layer's keys and values, (B, kv_heads, slots, D) each, and None: it
         selects nothing. Where ``_fused`` kernels run, the output may be in parts.
 
-        cached: those of earlier calls; None keeps this call's tokens alone.
+        cached: those of earlier calls; None keeps this call's tokens alone. Where they are e4m3 codes, tokens attend to
+        what the codes say, to their own too, so that chunks of a prompt make no difference; without a cache nothing is
+        quantized.
         """
         return (*partitioned(Attention._forward, self, (WHOLE, self.cache_splits()), x, inputs, cached), None)
 
@@ -166,16 +174,21 @@ class Attention(Partitioned):
     def _forward(
         self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
     ) -> tuple[Float[Array, "B S H"] | PartialSums, SlotCache]:
-        found, gate = None if cached is None else self._in_one_launch(x, inputs, cached), None
+        scales = None
+        if cached is not None and self.k_scale is not None and self.v_scale is not None:
+            scales = self.k_scale[...], self.v_scale[...]
+        found, gate = None if cached is None else self._in_one_launch(x, inputs, cached, scales), None
         if found is None:
             q, k, v, gate = self._heads(x, inputs)
+            if scales is not None:
+                k, v = (quantized(part, scale) for part, scale in zip((k, v), scales, strict=True))
             kept = extended(cached, (k, v), inputs.starts, inputs.lengths, inputs.first_slots)
             k, v = kept.arrays
         else:
             q, k, v = found
             kept = SlotCache((k, v))
         sinks = None if self.sinks is None else self.sinks[...]
-        kind: Any = dict(window=self.window, chunk=self.chunk, sinks=sinks)
+        kind: Any = dict(window=self.window, chunk=self.chunk, sinks=sinks, scales=scales)
         y = attend(
             q, k, v, inputs, scale=self.scale, implementation=self.implementation, partition=self.partition, **kind
         )
@@ -188,7 +201,11 @@ class Attention(Partitioned):
         return None if self.partition is not None else _fused.num_sms(self.implementation)
 
     def _in_one_launch(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache
+        self,
+        x: Float[Array, "B S H"],
+        inputs: AttentionInputs,
+        cached: SlotCache,
+        scales: tuple[Array, Array] | None,
     ) -> tuple[Array, Array, Array] | None:
         """Rotated q as of ``_heads``, and the cache with the keys and values of these tokens; None where no kernel does
         that."""
@@ -204,6 +221,8 @@ class Attention(Partitioned):
             inputs.sin,
             (inputs.starts, inputs.lengths, inputs.first_slots),
             tuple(norm for norm in (self.q_norm, self.k_norm) if norm is not None),
+            dtype=x.dtype,
+            scales=scales,
             sms=sms,
         )
         if found is None:
@@ -277,6 +296,7 @@ def attend(
     chunk: int | None = None,
     sinks: Array | None = None,
     selected: Int[Array, "B S K"] | None = None,
+    scales: tuple[Array, Array] | None = None,
     implementation: AttentionImplementation = "xla",
     partition: Partition | None = None,
 ) -> Float[Array, "B S N G V"]:
@@ -288,29 +308,30 @@ def attend(
     reaches equally far in slots. All else is done as with "xla", and so is what ``jax.grad`` differentiates.
 
     sinks: (N * G,), a logit per query head that takes its part of the softmax and gives nothing. selected: slots that
-    each query sees at most, None for all. partition: of the module that calls, whose devices share the heads where
+    each query sees at most, None for all. scales: () f32 each, of keys and of values that are e4m3 codes; None where
+    they are the numbers themselves. partition: of the module that calls, whose devices share the heads where
     these divide.
     """
     is_by_slots = window is None or inputs.key_positions is None or inputs.is_counted
     is_by_slots = is_by_slots and chunk is None and selected is None
 
-    def by_xla(q, k, v, inputs, sinks):
+    def by_xla(q, k, v, inputs, sinks, scales):
         values = k[..., :value_width] if v is None else v
-        kind: Any = dict(window=window, chunk=chunk, selected=selected)
+        kind: Any = dict(window=window, chunk=chunk, selected=selected, scales=scales)
         return attend_xla(q, k, values, inputs, scale=scale, sinks=sinks, **kind)
 
     kind: Any = dict(scale=scale, window=window, value_width=value_width, has_sinks=sinks is not None)
     kind |= dict(has_sequences=inputs.segment_starts is not None)
     name = choose(implementation, q, k, v, **kind)[0] if is_by_slots else None
     if name is None:
-        return by_xla(q, k, v, inputs, sinks)
+        return by_xla(q, k, v, inputs, sinks, scales)
 
-    def by_kernel(q, k, v, inputs, sinks):
+    def by_kernel(q, k, v, inputs, sinks, scales):
         places = dict(starts=inputs.starts, lengths=inputs.lengths, first_slots=inputs.first_slots)
         places |= dict(first_keys=inputs.segment_starts, shared=inputs.shared)
-        return attend_by(name, scale, window, partition, q, k, v, places, sinks, value_width)
+        return attend_by(name, scale, window, partition, q, k, v, places, sinks, scales, value_width)
 
-    return with_gradient_of(by_kernel, by_xla, q, k, v, inputs, sinks)
+    return with_gradient_of(by_kernel, by_xla, q, k, v, inputs, sinks, scales)
 
 
 def attend_xla(
@@ -324,8 +345,12 @@ def attend_xla(
     chunk: int | None = None,
     sinks: Array | None = None,
     selected: Int[Array, "B S K"] | None = None,
+    scales: tuple[Array, Array] | None = None,
 ) -> Float[Array, "B S N G V"]:
     """``attend`` on any device, at most QUERY_BLOCK queries at a time."""
+    of_scores: Any = scale
+    if scales is not None:
+        k, v, of_scores = widen(k, q.dtype), widen(v, q.dtype), scale * scales[0]
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(1, *q.shape[2:4], 1, 1)
 
@@ -334,10 +359,11 @@ def attend_xla(
         if selected is not None:
             chosen = jnp.zeros(visible.shape, jnp.bool)
             visible &= jnp.put_along_axis(chosen, selected, True, axis=-1, inplace=False)
-        return _attend(q, k, v, visible, scale, sinks)
+        return _attend(q, k, v, visible, of_scores, sinks)
 
     columns = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-    return in_query_blocks(some, q, columns, inputs.query_positions, selected)
+    y = in_query_blocks(some, q, columns, inputs.query_positions, selected)
+    return y if scales is None else times(y, scales[1])
 
 
 def in_query_blocks(function: Callable[..., Array], *arrays: Array | None) -> Array:
@@ -356,7 +382,9 @@ def in_query_blocks(function: Callable[..., Array], *arrays: Array | None) -> Ar
     return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :count]
 
 
-def _attend(q: Array, k: Array, v: Array, visible: Bool[Array, "B S L"], scale: float, sinks: Array | None) -> Array:
+def _attend(
+    q: Array, k: Array, v: Array, visible: Bool[Array, "B S L"], scale: float | Array, sinks: Array | None
+) -> Array:
     """Scores and sums in float32. A query that sees nothing gets a finite, meaningless row."""
     precision = precision_of(q.dtype)
     scores = jnp.einsum("bsngd,bnld->bngsl", q, k, precision=precision, preferred_element_type=jnp.float32) * scale

@@ -92,10 +92,12 @@ def attend_by(
     v: Array | None,
     places: dict[str, Array | None],
     sinks: Array | None,
+    scales: tuple[Array, Array] | None = None,
     value_width: int | None = None,
 ) -> Array:
     """(B, S, M, G, V) by the kernel that ``choose`` named. places: starts, lengths, first_slots, (B,) int32 each;
-    first_keys (B, S) and shared (B,) of rows of several sequences, else None, as of ``prefill``.
+    first_keys (B, S) and shared (B,) of rows of several sequences, else None, as of ``prefill``. scales: of keys and
+    values that are e4m3 codes.
 
     Over a mesh each device attends with its share of the query heads, and with all of them where they do not divide.
     """
@@ -103,7 +105,7 @@ def attend_by(
     heads = q.reshape(*q.shape[:2], kv_heads * group, q.shape[-1])
     run = functools.partial(_attend, name, scale, window, value_width)
     run = run if partition is None else functools.partial(_over_mesh, run, partition)
-    return run(heads, k, v, places, sinks).reshape(*q.shape[:4], -1)
+    return run(heads, k, v, places, sinks, scales).reshape(*q.shape[:4], -1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -120,6 +122,7 @@ def _over_mesh(
     v: Array | None,
     places: dict[str, Array | None],
     sinks: Array | None,
+    scales: tuple[Array, Array] | None,
 ) -> Array:
     """``run`` on each device, with its query heads. A key head may serve the query heads of several devices."""
     axis, mesh, parts = partition.axis, partition.mesh, partition.parts
@@ -132,19 +135,19 @@ def _over_mesh(
     else:
         rows = others if q.shape[0] % math.prod(mesh.shape[name] for name in others) == 0 else None
 
-    def of_device(q, k, v, places, sinks):
+    def of_device(q, k, v, places, sinks, scales):
         if shares_key:
             first = jax.lax.axis_index(axis) * own_heads // group
             k, v = jax.tree.map(lambda cached: jax.lax.dynamic_slice_in_dim(cached, first, 1, axis=1), (k, v))
-        return run(q, k, v, places, sinks)
+        return run(q, k, v, places, sinks, scales)
 
     of_queries, of_keys = axis if splits_keys or shares_key else None, axis if splits_keys else None
     by_head, by_key_head = PartitionSpec(rows, None, of_queries), PartitionSpec(rows, of_keys)
     mapped = jax.shard_map(
         of_device,
         mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
-        in_specs=(by_head, by_key_head, by_key_head, PartitionSpec(rows), PartitionSpec(of_queries)),
+        in_specs=(by_head, by_key_head, by_key_head, PartitionSpec(rows), PartitionSpec(of_queries), PartitionSpec()),
         out_specs=by_head,
         check_vma=False,  # Pallas kernels do not say how their results vary
     )
-    return jax.jit(mapped)(q, k, v, places, sinks)
+    return jax.jit(mapped)(q, k, v, places, sinks, scales)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.nn import dot_product_attention
 
 from moe_jax._typing import Array
+from moe_jax.models._kv_cache_dtype import times, widened
 from pallas_kernels.common.device import cuda_capability
 
 # Fewer are faster by XLA: 64 rows of one query took cuDNN 55 us and XLA 65, one row 36 and 21 (H200).
@@ -44,8 +45,9 @@ def refusal(
         return f"{num_queries} queries; from {LEAST_QUERIES} on"
     if has_sinks:
         return "attention sinks"
-    if not q.dtype == k.dtype == values.dtype or jnp.dtype(q.dtype).name not in DTYPES:
-        return f"q is {q.dtype}, k {k.dtype}, v {values.dtype}; bfloat16 or float16, all of one"
+    is_one = q.dtype == k.dtype == values.dtype or k.dtype == values.dtype == jnp.float8_e4m3fn
+    if not is_one or jnp.dtype(q.dtype).name not in DTYPES:
+        return f"q is {q.dtype}, k {k.dtype}, v {values.dtype}; bfloat16 or float16, all of one, or k and v in e4m3"
     widest = 256 if capability == _HOPPER else 128
     if width > widest or width % 8 or (value_width or values.shape[-1]) > width:
         return f"width={width} of keys, {value_width or values.shape[-1]} of values; multiples of 8 up to {widest}"
@@ -61,9 +63,13 @@ def attend(
     v: Array | None,
     places: dict[str, Any],
     sinks: Array | None,
+    scales: tuple[Array, Array] | None,
 ) -> Array:
     """As ``_hopper.attend``. A query that sees nothing gets a finite, meaningless row."""
     assert sinks is None, "refusal has said so"
+    if v is not None and scales is not None:
+        y = attend(scale, window, value_width, *widened(q, k, v, scales), places, sinks, None)
+        return times(y, scales[1])
     values = k[..., :value_width] if v is None else v
     width, num_queries, num_slots = values.shape[-1], q.shape[1], k.shape[2]
     values = jnp.pad(values, ((0, 0),) * 3 + ((0, k.shape[-1] - width),))  # cuDNN by way of JAX takes one width

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax._typing import Array
+from moe_jax.models._kv_cache_dtype import times, widened
 from pallas_kernels.attention import PrefillDesc, choose_config, config_error, prefill
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.decode_attention import DecodeDesc, decode_attention
@@ -44,8 +45,9 @@ def refusal(
     if has_sequences and num_queries <= MOST_DECODED:
         return f"{num_queries} queries of several sequences; from {LEAST_QUERIES} on"
     values = k if v is None else v
-    if not q.dtype == k.dtype == values.dtype:
-        return f"q is {q.dtype}, k {k.dtype}, v {values.dtype}; one dtype"
+    is_e4m3 = k.dtype == values.dtype == jnp.float8_e4m3fn
+    if not is_e4m3 and not q.dtype == k.dtype == values.dtype:
+        return f"q is {q.dtype}, k {k.dtype}, v {values.dtype}; one dtype, or k and v in e4m3"
     if not scale > 0:
         return f"scale={scale}; above 0"
     sizes: Any = dict(
@@ -66,7 +68,7 @@ def refusal(
         if num_queries > MOST_DECODED:
             desc = PrefillDesc(**sizes, has_sequences=has_sequences)
             return config_error(desc, choose_config(desc, sms))
-        step = DecodeDesc(is_latent=v is None, **sizes)
+        step = DecodeDesc(is_latent=v is None, is_e4m3=is_e4m3, **sizes)
         return decode_config_error(step, choose_decode_config(step, sms))
     except NotImplementedError as error:
         return str(error)
@@ -81,10 +83,14 @@ def attend(
     v: Array | None,
     places: dict[str, Array | None],
     sinks: Array | None,
+    scales: tuple[Array, Array] | None,
 ) -> Array:
-    """(B, S, N, V) of one device, where ``refusal`` is None. q (B, S, N, D). places: as of ``attend_by``."""
+    """(B, S, N, V) of one device, where ``refusal`` is None. q (B, S, N, D). places: as of ``attend_by``. scales: of k
+    and v in e4m3, which a prefill reads out of copies in q's dtype."""
     settings: Any = dict(places, scale=scale, window=window, sinks=sinks, implementation="hopper")
     if q.shape[1] <= MOST_DECODED:
         del settings["first_keys"], settings["shared"]
-        return decode_attention(q, k, v, value_width=value_width, **settings)
+        return decode_attention(q, k, v, value_width=value_width, scales=scales, **settings)
+    if v is not None and scales is not None:
+        return times(prefill(*widened(q, k, v, scales), **settings), scales[1])
     return prefill(q, k, k[..., :value_width] if v is None else v, **settings)

@@ -73,6 +73,26 @@ def test_models(case, calls, name):
     assert_logits_close(np.concatenate(parts, axis=1)[mask], expected[mask])
 
 
+def test_a_cache_in_fp8(case, calls):
+    """The kernels are given codes in decode steps, numbers in prefills, and the scales; beside XLA's answers."""
+    models = []
+    for name in ("hopper", "xla"):
+        options = dict(dtype="float32", attention=name, kv_cache_dtype="fp8")
+        models.append(moe_jax.load_pretrained(case("gpt_oss").directory, **options))
+        for index, layer in enumerate(models[-1].layers):
+            layer.self_attn.k_scale.set_value(jnp.float32(0.013 + 0.01 * index))
+            layer.self_attn.v_scale.set_value(jnp.float32(0.21))
+    ids, answers = np.random.default_rng(0).integers(0, VOCAB, (1, 9)).astype(np.int32), []
+    for model in models:
+        cache, parts = model.init_cache(1, 16), []
+        for begin, end in ((0, 5), (5, 8), (8, 9)):
+            part, cache = model(ids[:, begin:end], cache=cache)
+            parts.append(np.asarray(part))
+        answers.append(np.concatenate(parts, axis=1))
+    assert {q[1] for q, _ in calls} == {5, 3, 1}
+    assert_logits_close(*answers)
+
+
 # Two key heads: of four devices, two share one.
 LAYOUTS = [
     ("tensor=4", "Auto"),

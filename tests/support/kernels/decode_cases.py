@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from pallas_kernels.decode_attention.combine_sm90 import combine_sm90
-from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, DecodeForm, choose_config, config_error
+from pallas_kernels.decode_attention.config import (
+    E4M3_WIDTHS,
+    DecodeConfig,
+    DecodeDesc,
+    DecodeForm,
+    choose_config,
+    config_error,
+)
 from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
 from pallas_kernels.decode_attention.latents_sm90 import latents_sm90
 from tests.support.kernels.case import Case, Shape
@@ -29,16 +36,17 @@ def decode_desc(width: int, value_width: int, dtype: str = "bfloat16", **options
 
 def decode_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
     caches = (desc.batch, desc.num_kv_heads, desc.num_slots)
-    columns = config.num_tiles(desc) * config.columns
+    columns, stored = config.num_tiles(desc) * config.columns, "float8_e4m3fn" if desc.is_e4m3 else desc.dtype
     shapes: list[Shape] = [
         ((desc.batch, desc.num_kv_heads, columns, desc.width), desc.dtype),
-        ((*caches, desc.width), desc.dtype),
+        ((*caches, desc.width), stored),
     ]
-    shapes += [] if desc.is_latent else [((*caches, desc.value_width), desc.dtype)]
-    shapes += [((desc.batch,), "int32")] * 3
+    shapes += [] if desc.is_latent else [((*caches, desc.value_width), stored)]
+    shapes += [((2,), "float32")] * desc.is_e4m3 + [((desc.batch,), "int32")] * 3
     if config.is_fused:
         shapes += [((desc.num_kv_heads, columns), "float32")] if desc.has_sinks else []
         shapes += [((config.all_tiles(desc) + 1,), "int32")]
+    name = f"{name}, e4m3" if desc.is_e4m3 else name
     form = f"{desc.width}/{desc.value_width} {desc.dtype} {name}, steps of {config.block_kv}"
     kernel = decode_sm90 if config.swap_ab else latents_sm90
     return Case(f"decode {form}", kernel(desc, config), tuple(shapes), "HGMMA")
@@ -47,7 +55,9 @@ def decode_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
 def combine_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
     stats = config.all_tiles(desc) * config.num_splits(desc) * config.columns
     shapes: list[Shape] = [((stats * desc.value_width,), "float32"), *[((stats,), "float32")] * 2]
-    shapes += [((desc.batch,), "int32")] * 3 + ([((desc.num_heads,), "float32")] if desc.has_sinks else [])
+    shapes += [((desc.batch,), "int32")] * 3 + [((2,), "float32")] * desc.is_e4m3
+    shapes += [((desc.num_heads,), "float32")] * desc.has_sinks
+    name = f"{name}, e4m3" if desc.is_e4m3 else name
     form = f"{desc.value_width} {desc.dtype} {name}"
     return Case(f"decode combine {form}", combine_sm90(desc, config), tuple(shapes))
 
@@ -71,6 +81,13 @@ def decode_cases() -> Iterator[Case]:
             other = DecodeConfig(columns, 512, block_kv, 1, SMS, is_fused=False)
             if config_error(desc, other) is None:
                 yield decode_case(f"{columns} columns", desc, other)
+    for width in E4M3_WIDTHS:
+        for name, options in DECODES.items():
+            dtype = "float16" if name == "window" else "bfloat16"
+            desc = decode_desc(width, width, dtype, is_e4m3=True, **options)
+            config = choose_config(desc, SMS)
+            yield combine_case(name, desc, config)
+            yield decode_case(name, desc, dataclasses.replace(config, is_fused=name == "sinks"))
     for name, options in DECODES.items():
         desc = decode_desc(576, 512, num_heads=128, num_kv_heads=1, is_latent=True, **options)
         config = choose_config(desc, SMS, DecodeForm())

@@ -29,16 +29,20 @@ def add_and_norm_cases() -> Iterator[Case]:
 
 def rotate_and_store_cases() -> Iterator[Case]:
     for width in (64, 128, 256):
-        for is_packed in (True, False):
+        for is_packed, is_e4m3 in ((True, False), (False, False), (True, True), (False, True)):
             dtype, has_norm = "float16" if width == 256 else "bfloat16", width != 64
-            desc = RotateDesc(4, 2, 32, 4, width, 256, dtype, is_packed, has_norm, 1e-6)
+            desc = RotateDesc(4, 2, 32, 4, width, 256, dtype, is_packed, has_norm, 1e-6, is_e4m3=is_e4m3)
             columns = [40 * width] if is_packed else [32 * width, 4 * width, 4 * width]
-            shapes: list[Shape] = [((4, 4, 256, width), dtype)] * 2
+            shapes: list[Shape] = [((4, 4, 256, width), "float8_e4m3fn" if is_e4m3 else dtype)] * 2
             shapes += [((4, 2, count), dtype) for count in columns] + [((4, 2, width // 2), "float32")] * 2
-            shapes += [((width,), dtype)] * (2 * has_norm) + [((4,), "int32")] * 3
+            shapes += [((width,), dtype)] * (2 * has_norm) + [((2,), "float32")] * is_e4m3 + [((4,), "int32")] * 3
             kernel = rotate_and_store_sm90(desc, choose_rotate(desc, SMS))
-            yield Case(f"rotate_and_store {width}{', packed' if is_packed else ''}", kernel, tuple(shapes))
-        desc = dataclasses.replace(desc, is_packed=True, num_parts=4, part_dtype="float32")
-        shapes[2:5] = [((4, 16, 40 * width), "float32")]
-        kernel = rotate_and_store_sm90(desc, choose_rotate(desc, SMS))
-        yield Case(f"rotate_and_store {width}, 4 parts", kernel, tuple(shapes))
+            form = f"{', packed' if is_packed else ''}{', e4m3' if is_e4m3 else ''}"
+            yield Case(f"rotate_and_store {width}{form}", kernel, tuple(shapes))
+        for is_e4m3 in (False, True):
+            desc = dataclasses.replace(desc, is_packed=True, is_e4m3=is_e4m3, num_parts=4, part_dtype="float32")
+            shapes = [((4, 4, 256, width), "float8_e4m3fn" if is_e4m3 else dtype)] * 2
+            shapes += [((4, 16, 40 * width), "float32")] + [((4, 2, width // 2), "float32")] * 2
+            shapes += [((width,), dtype)] * (2 * has_norm) + [((2,), "float32")] * is_e4m3 + [((4,), "int32")] * 3
+            kernel = rotate_and_store_sm90(desc, choose_rotate(desc, SMS))
+            yield Case(f"rotate_and_store {width}, 4 parts{', e4m3' if is_e4m3 else ''}", kernel, tuple(shapes))
