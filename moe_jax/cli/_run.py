@@ -229,7 +229,7 @@ def _choice(args: argparse.Namespace, stated: GenerationConfig) -> tuple[Samplin
 def _key(args: argparse.Namespace, part: int) -> Any:
     import jax
 
-    return jax.random.fold_in(jax.random.key(args.seed or 0), part)
+    return jax.random.fold_in(jax.random.key(0 if args.seed is None else args.seed), part)
 
 
 def _answer(model, ids, answer, options, clock, balancer) -> None:

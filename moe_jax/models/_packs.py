@@ -21,7 +21,7 @@ from moe_jax.models._shared_prefixes import shared_prefixes
 PACK_TOKENS = 2048  # of packs whose prompts are all shorter
 LEAST_SAVED = 1024  # tokens that sharing has to save, since it takes a program more
 _LEAST_COLUMNS, _LEAST_TOKENS = 128, 64
-_MOST_SIZES = 4  # of packs, each of half the tokens of the one before
+_MOST_SIZES = 4  # of packs
 _FULL = 0.85  # of a pack: of those that are so full the largest one is made, else the fullest
 _TOKENS_A_PROMPT = 16  # a pack of n tokens has at most n / 16 prompts
 
@@ -76,18 +76,17 @@ class Packs:
     ):
         self._prompts, self._batch, self._held = prompts, batch, 0
         lengths = [len(prompts[index]) for index in indices]
-        whole = max(bucket(max(lengths)), min(PACK_TOKENS, bucket(min(sum(lengths), batch * max(lengths)))))
+        of_rows = batch * sum(lengths) // len(lengths)  # tokens, when all rows get a prompt
+        whole = max(bucket(max(lengths)), min(PACK_TOKENS, bucket(min(sum(lengths), of_rows))))
         tokens = chunk_length(1, whole, max_num_batched_tokens)
         self._queues = self._divided(indices, tokens, is_shared)
         plain = [own for queue in self._queues if not len(queue.prefix) for own, _ in queue.waiting]
         has_row = any(len(queue.prefix) for queue in self._queues)
         longest = max(plain, default=0)
-        sizes = [tokens >> i for i in range(min(most_shapes, _MOST_SIZES))]
-        sizes = [size for size in sizes if size >= _LEAST_TOKENS] or [tokens]
-        of_rows = sizes[: max(1, most_shapes // 2)] if has_row else []
-        of_packs = sizes[: most_shapes - len(of_rows)] if plain else []
-        self._row_shapes = [Shape.create(size, size, batch, is_row=True) for size in reversed(of_rows)]
-        self._pack_shapes = [Shape.create(size, longest, batch, is_row=False) for size in reversed(of_packs)]
+        most = most_shapes // 2 if has_row and plain else most_shapes
+        sizes = _sizes(tokens, of_rows // 4, most)
+        self._row_shapes = [Shape.create(size, size, batch, is_row=True) for size in sizes if has_row]
+        self._pack_shapes = [Shape.create(size, longest, batch, is_row=False) for size in sizes if plain]
         longest_prefix = max((len(queue.prefix) for queue in self._queues), default=0)
         self.row_slots: int = bucket(longest_prefix + tokens) if has_row else 0
         self.num_read, self.num_slots = 0, 0  # tokens read so far, and with padding
@@ -168,6 +167,18 @@ class Packs:
     def _shapes(self) -> list[Shape]:
         """Of packs for the queue whose turn it is, the smallest first."""
         return self._row_shapes if len(self._queues[0].prefix) else self._pack_shapes
+
+
+def _sizes(tokens: int, fewest: int, most: int) -> list[int]:
+    """Tokens of packs, the smallest first: halves, quarters, ... of ``tokens``, at most ``most``. The smallest one is a
+    quarter or less, and full with ``fewest`` tokens."""
+    halvings = 2
+    while tokens >> halvings > max(fewest, _LEAST_TOKENS):
+        halvings += 1
+    while halvings and tokens >> halvings < _LEAST_TOKENS:
+        halvings -= 1
+    count = min(most, halvings + 1, _MOST_SIZES)
+    return sorted({tokens >> (i * halvings // max(1, count - 1)) for i in range(count)})
 
 
 def _placed(

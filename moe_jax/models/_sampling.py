@@ -89,7 +89,8 @@ class Sampler:
         """Arrays in host memory. eos_token_ids: end every row that does not ignore them.
 
         Raises:
-            ValueError: a token outside the vocabulary, or a row that draws without a seed or ``rng``.
+            ValueError: a token outside the vocabulary, a row that draws without a seed or ``rng``, or one with
+                min_tokens for which every token is an end token.
         """
         check_key(rng)
         for row, each in enumerate(params):
@@ -115,6 +116,12 @@ class Sampler:
         floats["temperature"] = np.where(temperature > 0, np.clip(temperature, info.tiny, info.max), 0)
         ends = [() if p.ignore_eos else tuple(eos_token_ids) for p in params]
         stops = [list(dict.fromkeys((*end, *(p.stop_token_ids or ())))) for end, p in zip(ends, params, strict=True)]
+        for row, (stop, each) in enumerate(zip(stops, params, strict=True)):
+            if each.min_tokens > 0 and len(stop) >= vocab_size:
+                raise ValueError(
+                    f"sampling_params of row {row}: min_tokens={each.min_tokens} leaves no token to choose, since all "
+                    f"{vocab_size} of the vocabulary end the row; leave some out of stop_token_ids, or min_tokens=0"
+                )
         wanted = [
             min(p.max_tokens, max_new_tokens) if isinstance(p.max_tokens, int) else max_new_tokens for p in params
         ]

@@ -22,8 +22,9 @@ def visible(
         seen &= slots <= own
     if desc.window is not None:
         seen &= slots > own - desc.window
-    if first_keys is not None and shared is not None:
-        seen &= (slots >= first_keys[:, :, None]) | (slots < shared[:, None, None])
+    if first_keys is not None:
+        is_own = slots >= first_keys[:, :, None]
+        seen &= is_own if shared is None else is_own | (slots < shared[:, None, None])
     return seen
 
 

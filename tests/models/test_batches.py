@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 import moe_jax
 from moe_jax.models import SamplingParams, generate
 from moe_jax.models._batches import plan
+from moe_jax.models._packs import Packs
 from tests.support.cases.models import VOCAB, slow, write_checkpoint
 from tests.support.refusals import refuses
 
@@ -94,16 +95,38 @@ def compilations():
 
 
 def test_eight_programs_for_any_lengths(tmp_path, compilations):
-    """Every bucket from 16 to 1024 and beyond; a second file of other lengths in the same buckets compiles nothing."""
+    """Every bucket from 16 to 1024 and beyond, prompts longer than a call may be, and some that begin alike; a second
+    file of other lengths in the same buckets compiles nothing."""
     write_checkpoint("mixtral", tmp_path, max_position_embeddings=2048)
-    model = moe_jax.load_pretrained(tmp_path, dtype="float32")
+    model = moe_jax.load_pretrained(tmp_path, dtype="float32", max_num_batched_tokens=512)
     lengths = [5, 17, 33, 70, 130, 260, 520, 1100, 3, 2, 1]
+
+    def prompts(*lengths):
+        return [*prompts_of(*lengths), *([7] * 900 + prompt for prompt in prompts_of(*lengths[:3]))]
+
     before = len(compilations)
-    generate(model, prompts_of(*lengths), max_new_tokens=2, batch_size=4)
+    generate(model, prompts(*lengths), max_new_tokens=2, batch_size=4)
     assert 0 < len(compilations) - before <= 8
     before = len(compilations)
-    generate(model, prompts_of(*(n + 1 for n in reversed(lengths))), max_new_tokens=3, batch_size=4)
+    generate(model, prompts(*(n + 1 for n in lengths)), max_new_tokens=3, batch_size=4)
     assert len(compilations) == before
+
+
+def test_programs_are_few_whatever_the_lengths():
+    """Those that read prompts, beside the zeros and the loop of each cache."""
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        longest = int(rng.integers(1, 20000))
+        prompts = [np.zeros(n, np.int32) + n % 3 for n in rng.integers(1, longest + 1, 60)]
+        groups, found = plan([len(prompt) for prompt in prompts], 128), 0
+        for group in groups:
+            options = dict(batch=16, max_num_batched_tokens=2048, is_shared=True, most_shapes=8 // len(groups) - 2)
+            packs, shapes = Packs(prompts, group.indices, **options), set()
+            while packs:
+                pack, has_row, _ = packs.next(range(packs.fewest()), None)
+                shapes.add((pack.ids.shape, len(pack.rows), has_row))
+            found += 2 + len(shapes)
+        assert found <= 8
 
 
 def test_plans():

@@ -66,7 +66,7 @@ def test_padding_is_little():
     the buckets: these are the powers of two."""
     prompts = prompts_of(*MIXED)
     assert sum(map(bucket, MIXED)) > 1.35 * sum(MIXED)
-    for batch, most_free, limit in ((64, 64, 1.03), (64, 8, 1.03), (64, 0, 1.03), (16, 16, 1.03), (16, 2, 1.1)):
+    for batch, most_free, limit in ((64, 64, 1.02), (64, 16, 1.05), (64, 0, 1.05), (16, 16, 1.05), (16, 2, 1.1)):
         packs, _ = packed(prompts, batch=batch, most_free=most_free)
         assert packs.num_read == sum(MIXED)
         assert packs.num_read <= packs.num_slots <= limit * packs.num_read

@@ -179,6 +179,9 @@ def test_refusals_of_a_batch():
     refuses(ValueError, "of row 1 samples", create, SamplingParams(temperature=0), SamplingParams())
     refuses(ValueError, "row 0 name token 5, expected 0 to 4", create, SamplingParams(seed=1, logit_bias={5: 1}))
     refuses(ValueError, "row 0 name token 7", create, SamplingParams(seed=1, stop_token_ids=[1, 7]))
+    every = SamplingParams(seed=1, stop_token_ids=range(5), min_tokens=2)
+    refuses(ValueError, "row 0: min_tokens=2 leaves no token to choose, since all 5", create, every)
+    create(SamplingParams(seed=1, stop_token_ids=range(4), min_tokens=2))
 
 
 def sorted_set(logits, min_p, top_k, top_p):

@@ -150,10 +150,8 @@ def test_what_is_refused(case, ids):
     for kind in ("dynamic", "longrope"):
         longer = case(f"qwen3_{kind}").model
         refuses(NotImplementedError, f"type '{kind}' changes with the length", longer, ids, segment_ids=SEGMENTS)
-    other = nnx.merge(*nnx.split(model))
-    for layer in other.layers:
-        layer.self_attn.implementation = "hopper"
-    refuses(NotImplementedError, "segment_ids: attention='hopper' takes", other, ids, segment_ids=SEGMENTS)
+    linear = case("qwen3_next").model
+    refuses(NotImplementedError, "segment_ids: the state of linear attention", linear, ids, segment_ids=SEGMENTS)
 
 
 def test_hidden_states_refuse_as_calls_do(case, ids):

@@ -64,6 +64,19 @@ def test_a_call(calls, places, value_width, window):
     assert [("mask" in names, "is_causal" in names) for names in calls] == [(False, True), (True, False)]
 
 
+@pytest.mark.parametrize("shared", [None, [4, 3]])
+def test_rows_of_several_sequences(calls, shared):
+    q, k, v, inputs = operands(16, 24, [0, 0], [22, 18], [6, 2])
+    starts = jnp.asarray([[6] * 5 + [11] * 11, [2] * 1 + [3] * 8 + [11] * 7], jnp.int32)
+    shared = None if shared is None else jnp.asarray(shared, jnp.int32)
+    inputs = dataclasses.replace(inputs, segment_starts=starts, shared=shared)
+    found = attend(q, k, v, inputs, scale=0.3, implementation="cudnn")
+    assert [*map(sorted, calls)] == [["mask", "scale"]]
+    is_real = np.asarray(inputs.first_slots[:, None] + np.arange(16) < inputs.lengths[:, None])
+    expected = np.asarray(attend_xla(q, k, v, inputs, scale=0.3))
+    np.testing.assert_allclose(np.asarray(found)[is_real], expected[is_real], rtol=1e-5, atol=1e-5)
+
+
 def test_each_row_has_its_own_mask(calls):
     """No batch is cuDNN's causal form because one of its rows is."""
     q, k, v, inputs = operands(16, 24, [0, 0], [16, 22], [0, 6])

@@ -158,6 +158,30 @@ def test_what_goes_to_xla(calls):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("form", ["counted", "shared"])
+def test_rows_of_several_sequences(calls, form):
+    """A window where positions count slots, and slots that sequences share; a window beside these goes to XLA."""
+    q, k, v, inputs = operands()
+    starts = jnp.asarray([[6] * 5 + [11] * 11, [2] * 1 + [3] * 8 + [11] * 7], jnp.int32)
+    slots = inputs.first_slots[:, None] + jnp.arange(16, dtype=jnp.int32)
+    stated = jnp.zeros((2, 24), jnp.int32).at[jnp.arange(2)[:, None], slots].set(slots - starts)
+    packed = dict(segment_starts=starts, query_positions=slots - starts, key_positions=stated)
+    packed |= dict(is_counted=True) if form == "counted" else dict(shared=jnp.asarray([4, 3], jnp.int32))
+    inputs = dataclasses.replace(inputs, **packed)
+    window = 3 if form == "counted" else None
+    by_xla = attend_xla(q, k, v, inputs, scale=0.3, window=window)
+    found = attend(q, k, v, inputs, scale=0.3, window=window, implementation="hopper")
+    assert len(calls) == 1
+    is_real = np.asarray(slots < inputs.lengths[:, None])
+    np.testing.assert_allclose(np.asarray(found)[is_real], np.asarray(by_xla)[is_real], rtol=1e-5, atol=1e-5)
+    attend(
+        q[:, :3], k, v, dataclasses.replace(inputs, segment_starts=starts[:, :3]), scale=0.3, implementation="hopper"
+    )
+    if form == "shared":
+        attend(q, k, v, inputs, scale=0.3, window=3, implementation="hopper")
+    assert len(calls) == 1
+
+
 def test_refusals(monkeypatch):
     """What a 16-bit call on a Hopper GPU is refused for; on this machine every call is."""
     q, k = jnp.zeros((1, 64, 2, 2, 128), jnp.bfloat16), jnp.zeros((1, 2, 80, 128), jnp.bfloat16)
