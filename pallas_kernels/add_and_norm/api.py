@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.add_and_norm.config import AddNormConfig, AddNormDesc, choose_config, config_error
+from pallas_kernels.add_and_norm.config import QUANTIZATIONS, AddNormConfig, AddNormDesc, choose_config, config_error
 from pallas_kernels.add_and_norm.reference import add_and_norm_ref
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
@@ -17,9 +17,11 @@ def add_and_norm(
     addend: jax.Array | None = None,
     *,
     eps: float,
+    quantization: str = "none",
+    scale_rows: int | None = None,
     config: AddNormConfig | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """(x + addend, that / sqrt(mean(that^2) + eps) * weight over the last axis).
 
     Sum and norm are computed in float32. Each is rounded once, so that the norm is that of the sum before its rounding,
@@ -31,6 +33,9 @@ def add_and_norm(
         addend: (T, H), of the same dtype; or the partial sums of a product, (P, R, H) of the same dtype or float32,
             which are added in their order. Of their R >= T rows those past T are not read. None for zeros: then x is
             returned as it is.
+        quantization: "none", or what is done to the rounded norm, as by ``quantize_and_permute``: "e4m3_row",
+            "int8_row", "e4m3_group" or "e4m3_group_ue8m0". Then the results are (x + addend, codes, scales).
+        scale_rows: the scales have room for this many rows, at least T; those past T are unspecified.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
@@ -56,7 +61,13 @@ def add_and_norm(
         num_parts=0 if parts is None else parts.shape[0],
         eps=float(eps),
         part_dtype=None if parts is None else jnp.dtype(parts.dtype).name,
+        quantization=quantization,
+        scale_rows=scale_rows or 0,
     )
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization={quantization!r} is not one of {QUANTIZATIONS}")
+    if scale_rows is not None and (quantization == "none" or scale_rows < x.shape[0]):
+        raise ValueError(f"scale_rows={scale_rows} goes with a quantization and is at least T={x.shape[0]}")
 
     def hopper():
         chosen = config or choose_config(desc, hopper_sms())
@@ -66,7 +77,7 @@ def add_and_norm(
         from pallas_kernels.add_and_norm.kernel_sm90 import add_and_norm_sm90  # here: importing it loads Pallas
 
         found = add_and_norm_sm90(desc, chosen)(x, weight, *([] if parts is None else [parts]))
-        return (x, found[0]) if parts is None else tuple(found)
+        return (x, *found) if parts is None else tuple(found)
 
     runs = dict(hopper=hopper, reference=lambda: add_and_norm_ref(desc, x, weight, parts))
     return first_that_runs("add_and_norm", runs, implementation)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.add_and_norm import AddNormConfig, AddNormDesc, add_and_norm, config_error
+from pallas_kernels.quantize_and_permute import quantize_and_permute
 from tests.support.kernels.layer_cases import add_and_norm_cases
 from tests.support.refusals import refuses
 
@@ -35,8 +36,8 @@ def in_parts(arguments, parts):
     return (x, weight, split), split[:, :rows].astype(np.float64).sum(0)
 
 
-def run(arguments, implementation):
-    call = jax.jit(functools.partial(add_and_norm, eps=EPS, implementation=implementation))
+def run(arguments, implementation, **options):
+    call = jax.jit(functools.partial(add_and_norm, eps=EPS, implementation=implementation, **options))
     return [np.asarray(a) for a in call(*jax.tree.map(jnp.asarray, arguments))]
 
 
@@ -64,6 +65,46 @@ def check_parts(implementation, rows, width, dtype):
         np.testing.assert_array_equal(parts, whole)
 
 
+KINDS = {"e4m3_row": (448, 2**-4), "e4m3_group": (448, 2**-4), "e4m3_group_ue8m0": (448, 2**-4), "int8_row": (127, 0)}
+
+
+def check_quantized(implementation, kind, rows, width):
+    """Codes times scales are the norm to within half a step of the codes, whose largest fills its range."""
+    arguments, total, normal = make(rows, width, "bfloat16", True)
+    most, step = KINDS[kind]
+    group = 128 if "group" in kind else width
+    options = dict(quantization=kind, scale_rows=rows + 5)
+    found_total, codes, scales = run(arguments, implementation, **options)
+    np.testing.assert_array_equal(found_total, total)
+    assert scales.shape == ((width // group, rows + 5) if group < width else (rows + 5,))
+    scales = scales.reshape(-1, rows + 5)[:, :rows].T.repeat(group, axis=1).astype(np.float64)
+    codes = codes.astype(np.float64)
+    largest = np.abs(normal).reshape(rows, -1, group).max(-1).repeat(group, axis=1)
+    ratio = scales * most / largest
+    assert ratio.min() > 0.99 and ratio.max() < (2.01 if "ue8m0" in kind else 1.01)
+    half = np.maximum(np.abs(normal) * step, scales * (0.5 if kind == "int8_row" else 2**-10))
+    assert (np.abs(codes * scales - normal) <= 1.01 * half + np.abs(normal) * 2**-8).all()
+    return codes, scales
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_reference(kind):
+    check_quantized("reference", kind, 5, 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "width"), [(1, 2048), (64, 4096), (300, 7168)])
+def test_quantized_gpu(kind, rows, width):
+    codes, scales = check_quantized("hopper", kind, rows, width)
+    if "group" not in kind:  # with groups squares are added in another order
+        arguments, *_ = make(rows, width, "bfloat16", True)
+        _, normal = run(arguments, "hopper")
+        apart = quantize_and_permute(jnp.asarray(normal), quantization=kind, implementation="hopper")
+        np.testing.assert_array_equal(codes, np.asarray(apart[0]).astype(np.float64))
+        np.testing.assert_array_equal(scales[:, 0], apart[1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference(dtype):
     check("reference", 5, 96, dtype)
@@ -75,6 +116,8 @@ def test_wrong_calls():
     refuses(ValueError, r"expected .T, H., .H,., .T, H.", add_and_norm, x, weight[:64], eps=EPS)
     refuses(ValueError, r"addend .3, 128.", add_and_norm, x, weight, x[:3], eps=EPS)
     refuses(ValueError, r"addend .2, 3, 128.; .* R >= T", add_and_norm, x, weight, jnp.zeros((2, 3, 128)), eps=EPS)
+    refuses(ValueError, "'nvfp4' is not one of", add_and_norm, x, weight, eps=EPS, quantization="nvfp4")
+    refuses(ValueError, "at least T=4", add_and_norm, x, weight, eps=EPS, quantization="e4m3_row", scale_rows=3)
     wide = jnp.zeros((4, 128), jnp.float32)
     refuses(TypeError, "or partial sums in float32", add_and_norm, x, weight, wide, eps=EPS)
     refuses(TypeError, "bfloat16, float32", add_and_norm, x, weight.astype(jnp.float32), eps=EPS)
@@ -85,6 +128,8 @@ def test_config_error():
     assert config_error(AddNormDesc(4, 2880, "bfloat16", True, EPS), AddNormConfig(1)) is None
     assert "from 128 to" in config_error(AddNormDesc(4, 96, "bfloat16", True, EPS), AddNormConfig(1))
     assert "from 128 to" in config_error(AddNormDesc(4, 16384, "bfloat16", True, EPS), AddNormConfig(1))
+    of_groups = AddNormDesc(4, 640, "bfloat16", 0, EPS, quantization="e4m3_group")
+    assert "a multiple of 512" in config_error(of_groups, AddNormConfig(1))
     of_parts = AddNormDesc(4, 128, "bfloat16", 2, EPS, "float16")
     assert "parts of float16" in config_error(of_parts, AddNormConfig(1))
     assert "float32" in config_error(AddNormDesc(4, 128, "float32", True, EPS), AddNormConfig(1))

@@ -34,7 +34,8 @@ from pallas_kernels.decode_attention.api import queries_in_columns
 from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 from pallas_kernels.grouped_gemm.wgrad import WgradConfig, grouped_wgrad
-from pallas_kernels.quantize_and_permute import PermuteConfig, quantize_and_permute
+from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, quantize_and_permute
+from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
 from pallas_kernels.rotate_and_store import RotateConfig, rotate_and_store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +90,23 @@ def adding_and_norming(width: int, parts: int = 0) -> tuple[Any, Any]:
         add_and_norm(x, weight, addend, eps=1e-6, config=config, implementation=name)
         for name in ("hopper", "reference")
     )
+
+
+def quantizing_norms(quantization: str, width: int = 512) -> tuple[Any, Any]:
+    """Three rows with three partial sums, against the reference's norm quantized by a launch of its own."""
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((3, width), width))
+    parts, config = jnp.asarray(rng.standard_normal((3, 5, width)), jnp.float32), AddNormConfig(2)
+    options: Any = dict(quantization=quantization, scale_rows=8, config=config, implementation="hopper")
+    total, codes, scales = add_and_norm(x, weight, parts, eps=1e-6, **options)
+    expected, normal = add_and_norm(x, weight, parts, eps=1e-6, config=config, implementation="hopper")
+    apart = quantize_and_permute_sm90(PermuteDesc(3, width, 0, 3, "bfloat16", quantization), PermuteConfig(2))(normal)
+    # The same bits as of the two launches: compared as they are, not within a step.
+    np.testing.assert_array_equal(np.asarray(codes).view(np.int8), np.asarray(apart[0]).view(np.int8))
+    np.testing.assert_array_equal(scales[..., :3], apart[1])
+    _, normal = add_and_norm(x, weight, parts, eps=1e-6, implementation="reference")
+    codes_ref, scales_ref = quantize_and_permute(normal, quantization=quantization, implementation="reference")
+    return (total, codes, scales[..., :3]), (expected, codes_ref, scales_ref)
 
 
 def rotating_and_storing(is_packed: bool, has_parts: bool = False, is_e4m3: bool = False) -> tuple[Any, Any]:
@@ -267,6 +285,10 @@ PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "combine": combining,
     **{f"add_and_norm {width}": functools.partial(adding_and_norming, width) for width in (256, 320)},
+    **{
+        f"add_and_norm, {kind}": functools.partial(quantizing_norms, kind)
+        for kind in ("e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0")
+    },
     "add_and_norm of parts": functools.partial(adding_and_norming, 320, 4),
     "rotate_and_store of parts": functools.partial(rotating_and_storing, False, True),
     "rotate_and_store of parts, packed": functools.partial(rotating_and_storing, True, True),

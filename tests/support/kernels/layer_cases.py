@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Iterator
 
-from pallas_kernels.add_and_norm import AddNormDesc
+from pallas_kernels.add_and_norm import AddNormDesc, config_error
 from pallas_kernels.add_and_norm import choose_config as choose_norm
+from pallas_kernels.add_and_norm.config import QUANTIZATIONS
 from pallas_kernels.add_and_norm.kernel_sm90 import add_and_norm_sm90
 from pallas_kernels.rotate_and_store import RotateDesc
 from pallas_kernels.rotate_and_store import choose_config as choose_rotate
@@ -25,6 +26,13 @@ def add_and_norm_cases() -> Iterator[Case]:
         desc = AddNormDesc(60, width, "bfloat16", 8, 1e-6, "float32")
         shapes = (((60, width), desc.dtype), ((width,), desc.dtype), ((8, 64, width), "float32"))
         yield Case(f"add_and_norm {width}, 8 parts", add_and_norm_sm90(desc, choose_norm(desc, SMS)), shapes)
+        for quantization in QUANTIZATIONS[1:]:
+            desc = AddNormDesc(60, width, "bfloat16", 1, 1e-6, None, quantization, 64)
+            shapes = (((60, width), desc.dtype), ((width,), desc.dtype), ((1, 64, width), desc.dtype))
+            if config_error(desc, choose_norm(desc, SMS)) is None:
+                yield Case(
+                    f"add_and_norm {width}, {quantization}", add_and_norm_sm90(desc, choose_norm(desc, SMS)), shapes
+                )
 
 
 def rotate_and_store_cases() -> Iterator[Case]:
