@@ -8,9 +8,10 @@ g W2, so that the product with the hidden rows gives the gradient of these weigh
 computed again. Products have operands of the layer's dtype and float32 sums. Rows in the gaps between experts are
 zeros: the sums over an expert's rows run over whole tiles.
 
-Quantized weights are dequantized to the layer's dtype by XLA, once per backward pass: one loop of products then serves
-every format, for 2 bytes per weight of one layer, freed after it. Activations count as unquantized, in the derivative
-as in the hidden values that are computed again: rounding passes gradients straight through.
+Quantized weights are dequantized to the layer's dtype once per backward pass, those in kernel layout by a kernel,
+others by XLA. One loop of products then serves every format, for 2 bytes per weight of one layer, freed after it. Activations
+count as unquantized, in the derivative as in the hidden values that are computed again: rounding passes gradients
+straight through.
 """
 
 import dataclasses
@@ -28,12 +29,13 @@ from moe_jax._typing import Array, DTypeLike
 from moe_jax.activations import apply_activation
 from moe_jax.experts.hopper._adapters import Addend, sum_of_experts
 from moe_jax.experts.hopper._experts import forward
-from moe_jax.experts.hopper._kernel_layout import to_plain_layout
+from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand, to_plain_layout
 from moe_jax.experts.hopper._plan import tile_of_any_product
 from moe_jax.quantization import ExpertWeights, LowRank, QuantizedTensor, dequantize_tensor
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.combine import combine
 from pallas_kernels.grouped_gemm import grouped_gemm
+from pallas_kernels.grouped_gemm.packed import dequantize_packed
 from pallas_kernels.grouped_gemm.wgrad import grouped_wgrad
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
@@ -155,7 +157,7 @@ class _Gradient:
         x, g_rows = (rows.of_tokens(tokens.astype(config.dtype)) for tokens in (self.x, g))
 
         with jax.named_scope("dequantize"):
-            dense, pull_bias = _dense(weights, config.dtype)
+            dense, pull_bias = _dense(weights, config.dtype, kernels)
         w13, w2 = dense.w13.data, dense.w2.data
         stacked = w13.reshape(num_experts, -1, w13.shape[-1])  # gate and up, one below the other
         bias = None if dense.w13_bias is None else dense.w13_bias.reshape(num_experts, -1)
@@ -303,13 +305,20 @@ class _Rows:
         return sum_of_experts(rows, self.tiles, self.block_m)
 
 
-def _dense(weights: ExpertWeights, dtype: DTypeLike) -> tuple[ExpertWeights, Callable[[Array], Array]]:
+def _dense(weights: ExpertWeights, dtype: DTypeLike, kernels: str) -> tuple[ExpertWeights, Callable[[Array], Array]]:
     """The weights dequantized, in layout "plain", and the way back from a cotangent of their w13_bias to the given one.
 
-    Under act-order the kernel layout has rows of w13 in another order, and its bias with them.
+    A kernel converts weights in kernel layout, as far as it can. Under act-order that layout has rows of w13 in another
+    order, and its bias with them.
     """
     if not weights.scheme.is_quantized:
         return weights, lambda bias_bar: bias_bar
+    if in_kernel_layout(weights) and weights.w13.g_idx is None:
+        by = ("hopper", "reference") if kernels == "hopper" else kernels
+        w13, w2 = (dequantize_packed(kernel_operand(t), dtype, implementation=by) for t in (weights.w13, weights.w2))
+        w2 = w2.reshape(weights.w2.shape)
+        dense = ExpertWeights(QuantizedTensor(w13), QuantizedTensor(w2), weights.w13_bias, weights.w2_bias)
+        return dense, lambda bias_bar: bias_bar
 
     def plain_bias(bias: Array) -> Array:
         plain = to_plain_layout(dataclasses.replace(weights, w13_bias=bias)).w13_bias

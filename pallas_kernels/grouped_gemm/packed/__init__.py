@@ -2,6 +2,7 @@
 
 from pallas_kernels.grouped_gemm.packed.api import describe_call, grouped_gemm_packed
 from pallas_kernels.grouped_gemm.packed.config import BLOCK_MS, PackedConfig, config_error
+from pallas_kernels.grouped_gemm.packed.dense import dequantize_packed
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
 from pallas_kernels.grouped_gemm.packed.heuristics import candidates, choose_block_m, choose_config, describe
 from pallas_kernels.grouped_gemm.packed.layout import (
@@ -24,6 +25,7 @@ __all__ = [
     "choose_block_m",
     "choose_config",
     "config_error",
+    "dequantize_packed",
     "describe",
     "describe_call",
     "from_kernel_layout",

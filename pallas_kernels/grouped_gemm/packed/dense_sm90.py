@@ -26,9 +26,10 @@ from pallas_kernels.grouped_gemm.scheduler_sm90 import tiles_of_cta
 
 
 def dequantize_sm90(desc: DenseDesc, num_sms: int) -> Kernel:
-    """The kernel: (w, scale, zero, channel_scale), those that there are, -> (E * G * N, K). B: blocks of channels.
+    """The kernel: (w, scale, zero, channel_scale), those that there are, -> (E * G * N, K).
 
-    w (B, KB, *block_shape) i32; scale, zero (B, groups, 64); channel_scale (B, 64) f32. ``desc`` must be supported.
+    B counts blocks of channels: w (B, KB, *block_shape) i32; scale, zero (B, groups, 64); channel_scale (B, 64) f32.
+    ``desc`` must be supported.
     """
     fmt, parts = desc.fmt, desc.fmt.block_k // desc.width
     grouped = (STAGES, desc.step_groups, BLOCK_N)

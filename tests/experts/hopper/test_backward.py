@@ -184,6 +184,18 @@ def test_only_what_is_asked_for_is_computed():
     assert found == [7, 5, 7, 9]
 
 
+def test_a_kernel_dequantizes_weights_in_kernel_layout():
+    """Two launches more than an unquantized layer's gradient by x takes: one for each matrix."""
+    layer, x, topk_weights, ids, _ = arguments(300, "ragged, one expert empty", scheme="w4a16_g128")
+    weights = to_kernel_layout(layer.weights.get_value(), layer.config)
+
+    def loss(x):
+        return moe_jax.fused_experts(x, topk_weights, ids, weights, layer.config).astype(jnp.float32).sum()
+
+    with on_hopper():
+        assert launches(jax.grad(loss), x) == 9
+
+
 def test_layers_whose_gradient_has_no_kernels():
     """The next implementation has it, and an error says why the kernels do not."""
     x, z = inputs(3)
