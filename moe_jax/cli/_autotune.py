@@ -26,7 +26,8 @@ def run_autotune(args: argparse.Namespace, timer: Timer | None = None) -> int:
     """Run the command; returns how many cells no configuration runs. Raises ValueError and NotImplementedError for bad
     input, and where there is no GPU to measure.
     """
-    tokens, mesh = _tokens(args.tokens), dict.fromkeys(_AXES, 1)
+    tokens = _tokens(args.tokens)
+    mesh: dict[str, int] = dict.fromkeys(_AXES, 1)
     if args.mesh is not None:
         mesh |= mesh_sizes(args.mesh, "--mesh", _AXES)
     keys = dict(_keys(args, mesh))

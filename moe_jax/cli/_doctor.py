@@ -20,6 +20,7 @@ from moe_jax._version import __version__
 from moe_jax.experts._backend import Problem
 from moe_jax.experts._choice import BACKENDS, choose, preferred_layout
 from moe_jax.models.attention._choice import choose as choose_attention
+from moe_jax.models.attention._choice import in_words
 from moe_jax.quantization import SCHEMES, method_for
 
 REQUIRED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "packaging", "safetensors", "absl-py")
@@ -196,8 +197,7 @@ def _attention(call: str, num_queries: int) -> str:
     num_heads, width, kv_heads = HEADS
     q = jax.ShapeDtypeStruct((1, num_queries, kv_heads, num_heads // kv_heads, width), "bfloat16")
     k = jax.ShapeDtypeStruct((1, kv_heads, 4096, width), "bfloat16")
-    name, refused = choose_attention("auto", q, k, k, scale=width**-0.5, window=None)
-    return "; ".join([f"{call}: {name or 'XLA'}", *(f"not {reason}" for reason in refused)])
+    return f"{call}: {in_words(*choose_attention('auto', q, k, k, scale=width**-0.5, window=None))}"
 
 
 def has_nvidia_gpu() -> bool:

@@ -23,7 +23,7 @@ from moe_jax.models._inputs import check_cache, check_ids, check_positions
 from moe_jax.models._layers import NORMS, Embedding, GatedMLP, Head, LayerNorm, PartialSums, RMSNorm
 from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
-from moe_jax.models._reader import reload_weights
+from moe_jax.models._reader import ranges, reload_weights
 from moe_jax.models.attention._attention import Attention, AttentionInputs
 from moe_jax.models.attention._choice import AttentionImplementation, check_implementation, segments_refusal
 from moe_jax.models.attention._gated_delta_net import GatedDeltaNet
@@ -473,6 +473,26 @@ class CausalLM(MoEFamily, Versioned):
     def moe_blocks(self) -> list[MoEBlock]:
         """The blocks with experts, in the order of ``config.moe_layers``."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoEBlock)]
+
+    def explain(self, num_tokens: Any, *, batch: Any = 1, num_slots: Any = None) -> str:
+        """What would run for a call, and why: attention of each kind of layer, and the experts of each scheme.
+
+        Args:
+            num_tokens: of each row: 1 for a decode step, the length of a prompt for a prefill.
+            batch: rows.
+            num_slots: of each row of the cache; None for as many as ``max_seq_len``.
+        """
+        check_not_traced("explain", self)
+        num_tokens, batch = integer("num_tokens", num_tokens, minimum=1), integer("batch", batch, minimum=1)
+        num_slots = self.max_seq_len if num_slots is None else integer("num_slots", num_slots, minimum=num_tokens)
+        attention: dict[str, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            text = layer.self_attn.explain(batch, num_tokens, num_slots, self.dtype)
+            attention.setdefault(text, []).append(index)
+        lines = [f"attention of {num_tokens} tokens in each of {batch} rows, over {num_slots} slots"]
+        lines += [f"  layers {ranges(tuple(layers))}: {text}" for text, layers in attention.items()]
+        experts = {block.experts.config.scheme: block.experts for block in reversed(self.moe_blocks())}
+        return "\n".join([*lines, *(one.explain(batch * num_tokens) for one in reversed(experts.values()))])
 
     @property
     def parallel(self) -> ParallelConfig | None:

@@ -197,7 +197,7 @@ class _Job:
         self._experts = [(layer, self._scheme_of_layer(layer, is_ignored)) for layer in self._survey.experts]
         # All else is of a vision model, or of predictors with a list of layers of their own.
         own = {list_of_layers(next(iter(layer.modules.values()))) for layer in self._survey.experts}
-        self._linears = []
+        self._linears: list[tuple[Linear, Scheme]] = []
         for linear in self._survey.linears:
             is_left = is_ignored(linear.module) or modules != "all" or list_of_layers(linear.module) not in own
             self._linears.append((linear, self._unquantized if is_left else target))

@@ -29,7 +29,7 @@ from moe_jax.models._layers import (
     split_product,
 )
 from moe_jax.models._partition import WHOLE, Partition, Partitioned, partitioned
-from moe_jax.models.attention._choice import AttentionImplementation, attend_by, choose
+from moe_jax.models.attention._choice import AttentionImplementation, attend_by, choose, in_words
 from moe_jax.models.attention._rope import rotate
 from moe_jax.nn import QuantizedParam
 from moe_jax.parallel._logical import EMBED, HEADS, KV_HEADS
@@ -196,6 +196,18 @@ class Attention(Partitioned):
         y = y if gate is None else (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(y.dtype)
         return self.o_proj(y) if self.num_sms() is None or 0 in y.shape else partial_sums(self.o_proj, y), kept
 
+    def explain(self, batch: int, num_tokens: int, num_slots: int, dtype: DTypeLike) -> str:
+        """Which kernel attends in a call with a cache, or XLA, and why; in words. Calls with ``segment_ids``, and those
+        of a sliding window whose rows state positions of their own, run by XLA."""
+        if self.chunk is not None:
+            return "XLA; no kernel attends in chunks"
+        config, kv_heads = self.config, self.config.num_kv_heads
+        q = (batch, num_tokens, kv_heads, config.num_heads // kv_heads, config.head_dim)
+        k = (batch, kv_heads, num_slots, config.head_dim)
+        q, k = (jax.ShapeDtypeStruct(shape, dtype) for shape in (q, k))
+        kind: Any = dict(scale=self.scale, window=self.window, value_width=None, has_sinks=config.has_sinks)
+        return in_words(*choose(self.implementation, q, k, k, **kind))
+
     def num_sms(self) -> int | None:
         """Of the GPU that runs ``_fused`` kernels for this layer, None where none does."""
         return None if self.partition is not None else _fused.num_sms(self.implementation)
@@ -263,7 +275,7 @@ class Attention(Partitioned):
         if self.is_rotated:
             q, k = (rotate(a, inputs.cos, inputs.sin, is_interleaved=config.is_rope_interleaved) for a in (q, k))
         elif config.temperature is not None:
-            q = (q * _temperatures(inputs.query_positions, *config.temperature)).astype(q.dtype)
+            q = (q.astype(jnp.float32) * _temperatures(inputs.query_positions, *config.temperature)).astype(q.dtype)
         if config.qk_norm == "rotated_head":
             q, k = self._normed(q, k)
         elif config.qk_norm == "rotated_unit" and self.is_rotated:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -74,6 +74,11 @@ def choose(implementation: str, q: Any, k: Any, v: Any | None, **kind: Any) -> t
             return name, refused
         refused.append(f"{name}: {reason}")
     return None, refused
+
+
+def in_words(name: str | None, refused: Iterable[str]) -> str:
+    """What ``choose`` found, in a line: "XLA; not hopper: needs a Hopper GPU"."""
+    return "; ".join([name or "XLA", *(f"not {reason}" for reason in refused)])
 
 
 def _order(implementation: str, k: Any, v: Any | None) -> tuple[str, ...]:

@@ -98,6 +98,10 @@ class GatedDeltaNet(Partitioned):
     def split_names(self, parts: int) -> Collection[str]:
         return () if self.linear.num_key_heads % parts else (HEADS,)
 
+    def explain(self, batch: int, num_tokens: int, num_slots: int, dtype: DTypeLike) -> str:
+        """As of ``Attention``."""
+        return "linear attention, XLA"
+
     def num_sms(self) -> int | None:
         """As of ``Attention``: no kernel runs for a layer of this kind."""
         return None

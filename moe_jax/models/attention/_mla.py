@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -28,7 +29,7 @@ from moe_jax.models._layer_cache import SlotCache, extended
 from moe_jax.models._layers import Linear, RMSNorm, precision_of
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._attention import AttentionInputs, attend
-from moe_jax.models.attention._choice import AttentionImplementation
+from moe_jax.models.attention._choice import AttentionImplementation, choose, in_words
 from moe_jax.models.attention._indexer import Indexer
 from moe_jax.models.attention._rope import rotate
 from moe_jax.parallel._logical import EMBED, HEADS
@@ -141,6 +142,29 @@ class LatentAttention(Partitioned):
         y = (self._absorbed if absorbs else self._expanded)(q, rows, inputs)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), kept, selected
 
+    def explain(self, batch: int, num_tokens: int, num_slots: int, dtype: DTypeLike) -> str:
+        """As of ``Attention``."""
+        mla, heads = self.mla, self.config.num_heads
+        of_selection = ""
+        if self._selects(num_slots) and mla.indexer is not None:
+            of_selection = f" over {mla.indexer.topk} selected slots"
+            if num_tokens > 1:
+                return "XLA; no kernel attends to slots that differ by query"
+            num_slots = mla.indexer.topk
+        absorbs, latent = is_cheaper_absorbed(mla, num_tokens, num_slots), mla.kv_lora_rank + mla.qk_rope_head_dim
+        width = self.config.head_dim
+        q = (batch, num_tokens, 1, heads, latent) if absorbs else (batch, num_tokens, heads, 1, width)
+        k = (batch, 1, num_slots, latent) if absorbs else (batch, heads, num_slots, width)
+        q, k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in (q, k, (*k[:-1], mla.v_head_dim)))
+        kind: Any = dict(scale=self.scale, window=self.window, value_width=mla.kv_lora_rank if absorbs else None)
+        chosen = in_words(*choose(self.implementation, q, k, None if absorbs else v, has_sinks=False, **kind))
+        return f"{'latents' if absorbs else 'keys and values of all heads'}{of_selection}: {chosen}"
+
+    @property
+    def scale(self) -> float:
+        """On scores."""
+        return self.config.head_dim**-0.5 * self.config.rope.score_scale
+
     def num_sms(self) -> int | None:
         """As of ``Attention``."""
         return None if self.partition is not None else _fused.num_sms(self.implementation)
@@ -167,10 +191,9 @@ class LatentAttention(Partitioned):
 
     def _attend(self, q: Array, k: Array, v: Array | None, inputs: AttentionInputs) -> Array:
         """v: None for the latents in k."""
-        scale = self.config.head_dim**-0.5 * self.config.rope.score_scale
         latents = self.mla.kv_lora_rank if v is None else None
         options: Any = dict(value_width=latents, implementation=self.implementation, partition=self.partition)
-        return attend(q, k, v, inputs, scale=scale, window=self.window, selected=inputs.selected, **options)
+        return attend(q, k, v, inputs, scale=self.scale, window=self.window, selected=inputs.selected, **options)
 
     def _rotated(self, x: Float[Array, "B S N D"], inputs: AttentionInputs) -> Float[Array, "B S N D"]:
         return rotate(x, inputs.cos, inputs.sin, is_interleaved=self.mla.is_interleaved)
