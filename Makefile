@@ -119,7 +119,7 @@ VLLM_INSTALL := .venv-vllm/bin/python -m pip install --quiet --disable-pip-versi
 	@touch $@
 
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest -q $(VLLM_TESTS) $(ARGS)
+	.venv-vllm/bin/python -m pytest -q $(VLLM_TESTS) tests/torch_bridge/test_vllm_runners.py $(ARGS)
 
 # jax's CUDA plugin and NVIDIA's compiler, without a driver, cuDNN or cuBLAS. In $(VENV) the plugin would complain.
 # SASS_JAX=0.11.2 SASS_PYTHON=python3.12 takes another jax, in an environment of its own.

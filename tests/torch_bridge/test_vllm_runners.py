@@ -36,7 +36,6 @@ from torch_bridge._rank import Rank
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-NO_VLLM = pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed")
 FEATURES = ["bias zero partial factor", "transforms partial scale", "bias torch_routing", "partial ignored"]
 RANKS = [layout for layout in LAYOUTS if len({"tp_size", "ep_size"} & layout.keys()) == 1]  # vLLM has one of them
 
@@ -164,7 +163,7 @@ def real_vllm(rank, features, monkeypatch):
     return runner
 
 
-MAKERS = [like_vllm, pytest.param(real_vllm, marks=NO_VLLM)]
+MAKERS = [like_vllm, real_vllm] if HAS_VLLM else [like_vllm]  # real ones: `make test-vllm`
 
 
 @pytest.mark.parametrize("make", MAKERS)
