@@ -222,7 +222,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         "--quantize", metavar="SCHEME", help="quantize the experts of a full-precision checkpoint while loading"
     )
     run.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="computation dtype (default bfloat16)")
-    run.add_argument("--kv-cache-dtype", choices=DTYPES, help="of the cache, where a checkpoint states an FP8 one")
+    run.add_argument("--kv-cache-dtype", choices=("auto", "fp8", *DTYPES), help="of the cache (default auto)")
     run.add_argument(
         "--max-num-batched-tokens", type=int, metavar="N", help="read longer prompts in chunks (default 8192)"
     )

@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, DTypeLike, Int, Leaf
 from moe_jax.models._config import DecoderConfig
-from moe_jax.models._layer_cache import LayerCache, put_rows, written
+from moe_jax.models._layer_cache import (
+    PAGE_SLOTS,
+    LayerCache,
+    LayerCacheSpec,
+    SlotCache,
+    SlotCacheSpec,
+    put_rows,
+    written,
+)
 
 
 @pytree
@@ -26,6 +34,10 @@ class KVCache:
     (B,) int32, first slot of a row and the one behind its last. positions: (B, slots) int32, or None where every slot
     has the position slot - start: until a call states its own. is_damaged: (B,) bool, rows whose logits are NaN from
     now on, see ``CausalLM``. num_slots: of each row.
+
+    page_table: (B, num_slots / PAGE_SLOTS) int32, or None where each row has slots of its own. Slot s of row b lies in
+    page page_table[b, s // PAGE_SLOTS]. Rows may share pages that all of them have filled; who changes the table
+    (``dataclasses.replace``) keeps it so. num_pages: of each layer, 0 without a table. Recurrent states have no pages.
     """
 
     layers: tuple[LayerCache, ...]
@@ -34,17 +46,35 @@ class KVCache:
     positions: Leaf | None
     is_damaged: Leaf
     num_slots: int = dataclasses.field(metadata=dict(static=True))
+    page_table: Leaf | None = None
+    num_pages: int = dataclasses.field(default=0, metadata=dict(static=True))
 
     @classmethod
-    def zeros(cls, config: DecoderConfig, batch: int, num_slots: int, dtype: DTypeLike) -> "KVCache":
+    def zeros(
+        cls,
+        config: DecoderConfig,
+        batch: int,
+        num_slots: int,
+        dtype: DTypeLike,
+        page_table: Int[Array, "B T"] | None = None,
+        num_pages: int = 0,
+    ) -> "KVCache":
         """An empty cache: nothing filled."""
+
+        def of_layer(spec: LayerCacheSpec) -> LayerCache:
+            if page_table is not None and isinstance(spec, SlotCacheSpec):
+                return spec.zeros(num_pages, PAGE_SLOTS, dtype)
+            return spec.zeros(batch, num_slots, dtype)
+
         return cls(
-            layers=tuple(spec.zeros(batch, num_slots, dtype) for spec in config.layer_caches),
+            layers=tuple(map(of_layer, config.layer_caches)),
             starts=jnp.zeros((batch,), jnp.int32),
             lengths=jnp.zeros((batch,), jnp.int32),
             positions=None,
             is_damaged=jnp.zeros((batch,), jnp.bool),
             num_slots=num_slots,
+            page_table=page_table,
+            num_pages=num_pages,
         )
 
     @property
@@ -53,8 +83,12 @@ class KVCache:
         return self.lengths - self.starts
 
     def cleared(self, rows: Bool[Array, " B"]) -> "KVCache":
-        """The cache with these rows empty, so that nothing of an old row, not even a NaN, reaches a new one."""
-        layers = tuple(layer.cleared(rows) for layer in self.layers)
+        """The cache with these rows empty, so that nothing of an old row, not even a NaN, reaches a new one. Pages keep
+        what they hold, which nobody sees."""
+        is_kept = self.page_table is not None
+        layers = tuple(
+            layer if is_kept and isinstance(layer, SlotCache) else layer.cleared(rows) for layer in self.layers
+        )
         starts, lengths = (jnp.where(rows, 0, a) for a in (self.starts, self.lengths))
         return dataclasses.replace(
             self, layers=layers, starts=starts, lengths=lengths, is_damaged=self.is_damaged & ~rows
@@ -65,6 +99,8 @@ class KVCache:
         slots; neither may have positions that a call stated."""
         if self.positions is not None or new.positions is not None:
             raise ValueError("rows with positions of their own do not change hands")
+        if self.page_table is not None or new.page_table is not None:
+            raise ValueError("rows of a cache in pages do not change hands; change page_table, starts and lengths")
         places = ((self.starts, new.starts), (self.lengths, new.lengths), (self.is_damaged, new.is_damaged))
         starts, lengths, is_damaged = (put_rows(old, rows, fresh) for old, fresh in places)
         layers = tuple(old.with_rows(rows, fresh) for old, fresh in zip(self.layers, new.layers, strict=True))
@@ -92,6 +128,15 @@ class KVCache:
         is_damaged = put_rows(self.is_damaged, rows, new.is_damaged[first // new.num_slots])
         places = (put_rows(self.starts, rows, jnp.zeros_like(lengths)), put_rows(self.lengths, rows, lengths))
         return KVCache(layers, *places, None, is_damaged, self.num_slots)
+
+
+def are_pages_missing(cache: KVCache, lengths: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Whether the table of a row names no page where its tokens lie. lengths: with those of this call."""
+    if cache.page_table is None:
+        return jnp.zeros_like(cache.is_damaged)
+    first = jnp.arange(cache.page_table.shape[1], dtype=jnp.int32) * PAGE_SLOTS
+    is_page = (cache.page_table >= 0) & (cache.page_table < cache.num_pages)
+    return jnp.any(~is_page & (first < lengths[:, None]), axis=1)
 
 
 def slot_order(mask: Bool[Array, "B S"], lengths: Int[Array, " B"] | None) -> tuple[Array, Array]:

@@ -15,11 +15,12 @@ from moe_jax._typing import Array, ArrayArg, DTypeLike, Float, Int
 from moe_jax._versions import Versioned, one_version
 from moe_jax.experts import MoEStats
 from moe_jax.loading import LoadReport
-from moe_jax.models._cache import KVCache, key_positions, slot_order, slots_of, starts_of_runs
+from moe_jax.models._cache import KVCache, are_pages_missing, key_positions, slot_order, slots_of, starts_of_runs
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._fused import added_and_normed
-from moe_jax.models._inputs import check_cache, check_ids, check_positions
+from moe_jax.models._inputs import check_cache, check_ids, check_page_table, check_positions
+from moe_jax.models._layer_cache import PAGE_SLOTS
 from moe_jax.models._layers import NORMS, Embedding, GatedMLP, Head, LayerNorm, PartialSums, RMSNorm
 from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
@@ -377,7 +378,7 @@ class CausalLM(MoEFamily, Versioned):
         is_damaged = jnp.any(mask & ~is_token, axis=1)
         first_slots, starts, lengths = slots_of(mask, cache)
         if cache is not None:
-            is_damaged |= cache.is_damaged | (lengths > cache.num_slots)
+            is_damaged |= cache.is_damaged | (lengths > cache.num_slots) | are_pages_missing(cache, lengths)
             lengths = jnp.minimum(lengths, cache.num_slots)
         is_counted = segments is not None and positions is None and prefix is None
         segment_starts = None if segments is None else first_slots[:, None] + starts_of_runs(segments)
@@ -404,6 +405,8 @@ class CausalLM(MoEFamily, Versioned):
         cos, sin = rotary_angles(self.config.rope, positions, longest)
         of_sequences: dict[str, Any] = dict(segment_starts=segment_starts, shared=prefix, is_counted=is_counted)
         inputs = AttentionInputs(cos, sin, starts, lengths, first_slots, positions, keys, **of_sequences)
+        if cache is not None:
+            inputs = dataclasses.replace(inputs, page_table=cache.page_table)
 
         x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
         x = x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
@@ -421,7 +424,8 @@ class CausalLM(MoEFamily, Versioned):
         _, x = added_and_normed(self.norm, x, addend, self.layers[-1].self_attn.num_sms())
         x = jnp.where(is_damaged[:, None, None], jnp.nan, x)
         if cache is not None:
-            cache = KVCache(tuple(kept), starts, lengths, keys, is_damaged, cache.num_slots)
+            places: dict[str, Any] = dict(starts=starts, lengths=lengths, positions=keys, is_damaged=is_damaged)
+            cache = dataclasses.replace(cache, layers=tuple(kept), **places)
         if back is not None:
             x = jnp.take_along_axis(x, back[:, :, None], axis=1)
         if not return_stats:
@@ -499,11 +503,38 @@ class CausalLM(MoEFamily, Versioned):
         """The mesh that the model was loaded onto."""
         return next((block.experts.parallel for block in self.moe_blocks()), None)
 
-    def init_cache(self, batch: int, max_len: int) -> KVCache:
-        """An empty cache of ``max_len`` slots per row; padding occupies slots too. ValueError, TypeError: bad sizes."""
+    def init_cache(
+        self, batch: int, max_len: int, *, page_table: ArrayArg | None = None, num_pages: int | None = None
+    ) -> KVCache:
+        """An empty cache.
+
+        Args:
+            batch: rows.
+            max_len: slots of each row, at most the model's ``max_seq_len``; padding occupies slots too.
+            page_table: (batch, ceil(max_len / 64)) int32, for a cache in pages of 64 slots: which page holds a row's
+                slots 0 to 63, which the next 64 and so on, see ``KVCache``. None gives each row slots of its own.
+            num_pages: that there are; None for those up to the last in the table.
+
+        Raises:
+            ValueError, TypeError: bad sizes, or a table that names no page. NotImplementedError: pages over a mesh with
+                Explicit axes.
+        """
         batch = integer("batch", batch, minimum=1)
         max_len = integer("max_len", max_len, minimum=1, maximum=self.max_seq_len, why=", the model's max_seq_len")
-        return self.laid_out(functools.partial(KVCache.zeros, self.config, batch, max_len, self.dtype))
+        make = functools.partial(KVCache.zeros, self.config, batch, max_len, self.dtype)
+        if page_table is None:
+            if num_pages is not None:
+                raise ValueError(f"num_pages={num_pages} without a page_table; give both, or neither")
+            return self.laid_out(make)
+        partition = self.layers[0].self_attn.partition
+        if partition is not None and partition.is_explicit:
+            raise NotImplementedError("page_table: over a mesh whose axes are Explicit; make its axes Auto")
+        columns = -(-max_len // PAGE_SLOTS)
+        check_page_table(page_table, (batch, columns), num_pages)
+        count = int(np.max(page_table)) + 1 if num_pages is None else num_pages
+        table = jnp.asarray(np.asarray(page_table), jnp.int32)
+        make = functools.partial(KVCache.zeros, self.config, batch, columns * PAGE_SLOTS, self.dtype)
+        return self.laid_out(lambda: make(table, count))
 
     def laid_out(self, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, with caches in it laid out over the mesh as attention splits them."""
@@ -540,7 +571,11 @@ class CausalLM(MoEFamily, Versioned):
             self._check_takes_segments(cache)
         if cache is not None:
             num_slots = getattr(cache, "num_slots", 0)
-            empty = jax.eval_shape(lambda: KVCache.zeros(self.config, batch, num_slots, self.dtype))
+            table = getattr(cache, "page_table", None)
+            num_pages = 0 if table is None else cache.num_pages
+            empty = jax.eval_shape(
+                lambda: KVCache.zeros(self.config, batch, num_slots, self.dtype, table, num_pages),
+            )
             check_cache(cache, empty, length, attention_mask)
         elif length > self.max_seq_len:
             raise ValueError(f"input_ids has {length} tokens per row, the model takes max_seq_len={self.max_seq_len}")

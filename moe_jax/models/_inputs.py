@@ -9,6 +9,7 @@ from jax.core import Tracer
 
 from moe_jax._arguments import check_array
 from moe_jax.models._cache import KVCache
+from moe_jax.models._layer_cache import PAGE_SLOTS
 
 
 def check_mask(attention_mask: Any, shape: tuple[int, ...]) -> None:
@@ -76,6 +77,23 @@ def check_ids(input_ids: Any, attention_mask: Any, vocab_size: int, segment_ids:
         raise ValueError(f"input_ids[{row}, {column}] is {ids[row, column]}, expected 0 to {vocab_size - 1}")
 
 
+def check_page_table(page_table: Any, shape: tuple[int, int], num_pages: int | None) -> None:
+    """page_table: integers of this shape, from 0 to num_pages - 1; checked as far as values are known."""
+    check_array("page_table", page_table, jnp.integer, f"{shape}")
+    if page_table.shape != shape:
+        raise ValueError(
+            f"page_table has shape {page_table.shape}, expected {shape}: a page for each 64 slots of a row"
+        )
+    if isinstance(page_table, Tracer):
+        return
+    values = np.asarray(page_table)
+    outside = (values < 0) | (values >= (2**31 if num_pages is None else num_pages))
+    if outside.any():
+        row, column = np.argwhere(outside)[0]
+        last = "at least 0" if num_pages is None else f"0 to {num_pages - 1}"
+        raise ValueError(f"page_table[{row}, {column}] is {values[row, column]}, expected {last}, the cache's pages")
+
+
 def check_cache(cache: Any, expected: KVCache, num_tokens: int, attention_mask: Any = None) -> None:
     """expected: shapes and dtypes of an empty cache of the model, with this batch and the cache's number of slots.
     num_tokens: in a row of this call, padding included. attention_mask: (B, num_tokens), None where all are real.
@@ -91,6 +109,9 @@ def check_cache(cache: Any, expected: KVCache, num_tokens: int, attention_mask: 
         counts = (len(cache.layers), len(expected.layers))
         layers = [f"{n} layers of {dtype} {shape}" for n, (shape, dtype) in zip(counts, both, strict=True)]
         raise ValueError(f"cache was made for another model: {layers[0]}, expected {layers[1]}")
+    if cache.page_table is not None:
+        rows = cache.lengths.shape[0]
+        check_page_table(cache.page_table, (rows, cache.num_slots // PAGE_SLOTS), cache.num_pages)
     used, new = np.zeros(1, np.int32), np.asarray(num_tokens)
     if not isinstance(cache.lengths, Tracer):
         used = np.asarray(cache.lengths)

@@ -14,6 +14,8 @@ from jax.sharding import AxisType
 from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, DTypeLike, Int, Leaf
 
+PAGE_SLOTS = 64  # of a page
+
 
 @runtime_checkable
 class LayerCache(Protocol):
@@ -84,7 +86,8 @@ class SlotCacheSpec:
 @dataclasses.dataclass(frozen=True, repr=False)
 class SlotCache:
     """One slot per token. arrays: (B, heads, slots, width) each: keys, rotated, and values, or their e4m3 codes; under
-    MLA one array, the normalised latent and then the rotated key that all heads share."""
+    MLA one array, the normalised latent and then the rotated key that all heads share. In pages (``KVCache``) an array
+    is (pages, heads, PAGE_SLOTS, width): rows have their slots where their table says."""
 
     arrays: tuple[Leaf, ...]
 
@@ -149,20 +152,55 @@ def extended(
     starts: Int[Array, " B"],
     lengths: Int[Array, " B"],
     first_slots: Int[Array, " B"],
+    page_table: Int[Array, "B T"] | None = None,
 ) -> SlotCache:
     """A layer's slots with this call's tokens in them, or these alone without a cache.
 
     new: (B, heads, S, width) each; column j of row b belongs to slot first_slots[b] + j. starts, lengths: the row's
-    tokens, those of this call included; columns outside are padding and change nothing.
+    tokens, those of this call included; columns outside are padding and change nothing. page_table: of a cache in
+    pages.
     """
     if cached is None:
         return SlotCache(new)
-    return SlotCache(
-        tuple(
-            written(old, fresh, jnp.maximum(starts, first_slots), lengths, first_slots)
-            for old, fresh in zip(cached.arrays, new, strict=True)
-        )
-    )
+    begins, both = jnp.maximum(starts, first_slots), zip(cached.arrays, new, strict=True)
+    if page_table is None:
+        return SlotCache(tuple(written(old, fresh, begins, lengths, first_slots) for old, fresh in both))
+    return SlotCache(tuple(_in_pages(old, fresh, begins, lengths, first_slots, page_table) for old, fresh in both))
+
+
+def by_rows(
+    kept: SlotCache, starts: Int[Array, " B"], lengths: Int[Array, " B"], page_table: Int[Array, "B T"] | None
+) -> tuple[Array, ...]:
+    """The arrays (B, heads, slots, width). Of pages copies, with zeros outside of a row's tokens: a page may hold what
+    another row left."""
+    if page_table is None:
+        return kept.arrays
+    slots = jnp.arange(page_table.shape[1] * PAGE_SLOTS, dtype=jnp.int32)
+    is_own = ((slots >= starts[:, None]) & (slots < lengths[:, None]))[:, None, :, None]
+
+    def rows(pool: Array) -> Array:
+        found = jnp.moveaxis(jnp.take(pool, page_table, axis=0, mode="clip"), 2, 1)
+        found = found.reshape(found.shape[0], pool.shape[1], -1, pool.shape[3])
+        return jnp.where(is_own, found, jnp.zeros((), pool.dtype))
+
+    return tuple(map(rows, kept.arrays))
+
+
+def _in_pages(
+    pool: Array,
+    new: Array,
+    begin: Int[Array, " B"],
+    end: Int[Array, " B"],
+    first: Int[Array, " B"],
+    page_table: Int[Array, "B T"],
+) -> Array:
+    """``written`` through a table; an entry that is no page drops what goes there."""
+    slots = first[:, None] + jnp.arange(new.shape[2], dtype=jnp.int32)
+    columns = jnp.clip(slots // PAGE_SLOTS, 0, page_table.shape[1] - 1)
+    pages = jnp.take_along_axis(page_table, columns, axis=1)
+    is_new = (begin[:, None] <= slots) & (slots < end[:, None]) & (pages >= 0)
+    pages = jnp.where(is_new, pages, pool.shape[0])  # which is none
+    return pool.at[pages, :, slots % PAGE_SLOTS].set(new.swapaxes(1, 2), mode="drop")
 
 
 def written(

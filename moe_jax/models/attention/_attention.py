@@ -15,7 +15,7 @@ from moe_jax.experts._gradient import with_gradient_of
 from moe_jax.models import _fused
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._kv_cache_dtype import CacheScale, quantized, times
-from moe_jax.models._layer_cache import SlotCache, extended
+from moe_jax.models._layer_cache import SlotCache, by_rows, extended
 from moe_jax.models._layers import (
     MANY_ROWS,
     Linear,
@@ -52,7 +52,7 @@ class AttentionInputs:
     slot where the sequence of query j begins, or None where a row is one sequence. shared: (B,) int32, slots at the
     beginning of a row that its sequences see besides their own, or None for none. selected: (B, S, K) int32, slots that
     the layer before selected for each query; None without an indexer, or where all fit into its selection. is_counted:
-    with segment_starts, whether the positions of a sequence count its slots.
+    with segment_starts, whether the positions of a sequence count its slots. page_table: of ``KVCache``.
     """
 
     cos: Leaf
@@ -65,6 +65,7 @@ class AttentionInputs:
     segment_starts: Leaf | None = None
     shared: Leaf | None = None
     selected: Leaf | None = None
+    page_table: Leaf | None = None
     is_counted: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     def visible(
@@ -182,8 +183,9 @@ class Attention(Partitioned):
             q, k, v, gate = self._heads(x, inputs)
             if scales is not None:
                 k, v = (quantized(part, scale) for part, scale in zip((k, v), scales, strict=True))
-            kept = extended(cached, (k, v), inputs.starts, inputs.lengths, inputs.first_slots)
-            k, v = kept.arrays
+            places = inputs.starts, inputs.lengths
+            kept = extended(cached, (k, v), *places, inputs.first_slots, inputs.page_table)
+            k, v = by_rows(kept, *places, inputs.page_table)
         else:
             q, k, v = found
             kept = SlotCache((k, v))
@@ -224,6 +226,7 @@ class Attention(Partitioned):
         config, sms = self.config, self.num_sms()
         is_plain = self.is_rotated and config.clip_qkv is None and not config.is_rope_interleaved
         is_plain &= not config.has_output_gate and not isinstance(self.q_norm, ZeroCenteredRMSNorm)
+        is_plain &= inputs.page_table is None
         if sms is None or not is_plain or config.qk_norm not in (None, "head") or 0 in x.shape:
             return None
         found = _fused.rotated_and_stored(

@@ -25,7 +25,7 @@ from flax import nnx
 from moe_jax._typing import Array, DTypeLike, Float, Int
 from moe_jax.models import _fused
 from moe_jax.models._config import DecoderConfig, MLAConfig
-from moe_jax.models._layer_cache import SlotCache, extended
+from moe_jax.models._layer_cache import PAGE_SLOTS, SlotCache, by_rows, extended
 from moe_jax.models._layers import Linear, RMSNorm, precision_of
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._attention import AttentionInputs, attend
@@ -100,7 +100,10 @@ class LatentAttention(Partitioned):
         The rows are one array (B, 1, slots, kv_lora_rank + rope), and one of index keys behind it in layers with an
         indexer. cached: these of earlier calls; None keeps this call's tokens alone.
         """
-        selected = WHOLE if self._selects(x.shape[1] if cached is None else cached.arrays[0].shape[2]) else None
+        num_slots = x.shape[1] if cached is None else cached.arrays[0].shape[2]
+        if inputs.page_table is not None:
+            num_slots = inputs.page_table.shape[1] * PAGE_SLOTS
+        selected = WHOLE if self._selects(num_slots) else None
         outputs = (WHOLE, self.cache_splits(), selected)
         return partitioned(LatentAttention._forward, self, outputs, x, inputs, cached)
 
@@ -129,8 +132,9 @@ class LatentAttention(Partitioned):
         key = self._rotated(row[:, :, None, mla.kv_lora_rank :], inputs)[:, :, 0]
         row = jnp.concatenate([self.kv_a_layernorm(row[..., : mla.kv_lora_rank]), key], axis=-1)
         new = (row[:, None],) if self.indexer is None else (row[:, None], self.indexer.keys(x, inputs))
-        kept = extended(cached, new, inputs.starts, inputs.lengths, inputs.first_slots)
-        rows, *index_keys = kept.arrays
+        places = inputs.starts, inputs.lengths
+        kept = extended(cached, new, *places, inputs.first_slots, inputs.page_table)
+        rows, *index_keys = by_rows(kept, *places, inputs.page_table)
         if not self._selects(rows.shape[2]):
             inputs = dataclasses.replace(inputs, selected=None)
         elif self.indexer is not None:
