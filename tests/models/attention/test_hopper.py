@@ -174,9 +174,8 @@ def test_rows_of_several_sequences(calls, form):
     assert len(calls) == 1
     is_real = np.asarray(slots < inputs.lengths[:, None])
     np.testing.assert_allclose(np.asarray(found)[is_real], np.asarray(by_xla)[is_real], rtol=1e-5, atol=1e-5)
-    attend(
-        q[:, :3], k, v, dataclasses.replace(inputs, segment_starts=starts[:, :3]), scale=0.3, implementation="hopper"
-    )
+    few = dict(segment_starts=starts[:, :3], query_positions=inputs.query_positions[:, :3])
+    attend(q[:, :3], k, v, dataclasses.replace(inputs, **few), scale=0.3, implementation="hopper")
     if form == "shared":
         attend(q, k, v, inputs, scale=0.3, window=3, implementation="hopper")
     assert len(calls) == 1
