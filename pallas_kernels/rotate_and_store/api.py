@@ -112,7 +112,7 @@ def describe(
         raise ValueError(f"scales are {[f'{a.dtype}{a.shape}' for a in scales]}, expected two float32 of shape ()")
     part_dtypes = {jnp.dtype(a.dtype).name for a in projected}
     dtypes = {jnp.dtype(a.dtype).name for a in norms} | (set() if scales is not None else set(stored))
-    dtypes = dtypes or part_dtypes  # codes, and no norms
+    dtypes = dtypes or set(part_dtypes)  # codes, and no norms
     may_differ = num_tokens is not None and part_dtypes == {"float32"}
     if len(dtypes) != 1 or (part_dtypes != dtypes and not may_differ):
         names = ", ".join(sorted(dtypes | part_dtypes))
