@@ -1,7 +1,4 @@
-"""Adapters on disk: PEFT's formulas applied to transformers' weights are the judge, and PEFT where it is installed.
-
-pip install --target DIR peft accelerate; PYTHONPATH=DIR pytest tests/adapters/test_peft.py
-"""
+"""Adapters on disk: PEFT's formulas applied to transformers' weights are the judge, and PEFT where it is installed."""
 
 import copy
 import json
@@ -81,6 +78,7 @@ def test_files_mean_what_the_model_computes(case, prompt, tmp_path, name, target
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sample(6)
 def test_peft_reads_what_is_saved(case, prompt, tmp_path, peft, name):
     base, ids = case(name), prompt(2, 40)
     model = filled(adapted(load(base.directory)), size=0.1)
@@ -91,6 +89,7 @@ def test_peft_reads_what_is_saved(case, prompt, tmp_path, peft, name):
 
 @pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sample(5)
 def test_what_peft_saves_is_read(case, prompt, tmp_path, peft, name, use_rslora):
     base, ids = case(name), prompt(2, 40)
     module = "block_sparse_moe" if name == "granite" else "mlp"

@@ -284,10 +284,6 @@ def _group(q):
     return next(iter(q["config_groups"].values()))
 
 
-def _set_in(get, key, value):
-    return lambda q: get(q).__setitem__(key, value)
-
-
 def delete_file(name):
     return lambda directory, rng: (directory / name).unlink()
 
