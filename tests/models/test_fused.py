@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,16 @@ import pytest
 from flax import nnx
 
 import moe_jax
+from moe_jax.experts import _matrix
+from moe_jax.experts._choice import BACKENDS
+from moe_jax.experts._matrix import multiply
+from moe_jax.experts.hopper import _matrix as hopper_matrix
 from moe_jax.models import KVCache, _fused
+from moe_jax.models._layers import Linear, PartialSums, RMSNorm, partial_sums
 from moe_jax.models.attention import _hopper
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
+from moe_jax.nn import QuantizedParam
+from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
 from pallas_kernels.decode_attention.config import HEADS
 from tests.support.cases.hopper_layers import on_hopper
 from tests.support.cases.models import VOCAB, assert_logits_close
@@ -77,6 +85,69 @@ def test_generate_and_gradients(case, calls):
 
     for ours, theirs in zip(*(jax.tree.leaves(nnx.grad(loss)(model)) for model in models), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+_Hopper: Any = type(BACKENDS["hopper"])
+
+
+class _Rows(_Hopper):
+    """The Hopper backend with the kernels' references in products with a matrix."""
+
+    multiply = staticmethod(functools.partial(hopper_matrix.multiply, kernels="reference"))
+    multiply_rows = staticmethod(functools.partial(hopper_matrix.multiply_rows, kernels="reference"))
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "int8_w8a8"])
+def test_projections_of_a_quantized_norm(calls, monkeypatch, name):
+    """Codes from the launch of the norm give the products of a norm that is quantized by itself, bit by bit; and these
+    are near the exact ones. Gradients pass the rounding straight through."""
+    scheme, rng, hidden = Scheme.parse(name), np.random.default_rng(0), 512
+    norm = RMSNorm(hidden, eps=1e-6, rngs=nnx.Rngs(0))
+    x = jnp.asarray(rng.standard_normal((3, 1, hidden)), jnp.bfloat16)
+    addend = PartialSums(jnp.asarray(rng.standard_normal((2, 8, hidden)), jnp.float32), (3, 1))
+    modules, weights = [], []
+    for size in (256, 128):
+        modules.append(Linear(hidden, size))
+        weights.append(rng.standard_normal((size, hidden)).astype(np.float32) * hidden**-0.5)
+        matrix = QuantizedMatrix(method_for(scheme).quantize_matrix(jnp.asarray(weights[-1])), scheme)
+        modules[-1].weight = QuantizedParam(matrix, eager_sharding=False)
+    backends = {("reference",): BACKENDS["reference"], None: _Rows()}
+    monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation: backends[implementation])
+    total, products = _fused.added_and_projected(norm, x, addend, tuple(modules), 132)
+    assert calls == ["add_and_norm"]
+    apart, normal = _fused.added_and_normed(norm, x, addend, 132)
+    np.testing.assert_array_equal(total, apart)
+    wide = np.asarray(x, np.float64) + np.asarray(addend.parts, np.float64).sum(0)[:3, None]
+    exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+    for product, module, weight in zip(products, modules, weights, strict=True):
+        y = product.whole(jnp.bfloat16)
+        np.testing.assert_array_equal(y, partial_sums(module, normal).whole(jnp.bfloat16))
+        assert np.abs(np.asarray(y, np.float64) - exact @ weight.T).max() < 0.25  # of values of about 1
+
+    def loss(x):
+        return _fused.added_and_projected(norm, x, addend, tuple(modules), 132)[1][0].whole(jnp.float32).sum()
+
+    def plain_loss(x):
+        normal = norm((x.astype(jnp.float32) + addend.whole(jnp.float32)).astype(x.dtype))
+        return multiply(normal, modules[0].weight.get_value(), out_dtype=x.dtype, implementation=("reference",)).sum()
+
+    ours, theirs = (np.asarray(jax.grad(f)(x), np.float64) for f in (loss, plain_loss))
+    np.testing.assert_allclose(ours, theirs, atol=0.05 * np.abs(theirs).max())
+
+
+def test_what_is_not_projected_with_the_norm(calls, monkeypatch):
+    """Weights that are not quantized, biases, and matrices whose backend quantizes rows itself."""
+    norm, x = RMSNorm(512, eps=1e-6, rngs=nnx.Rngs(0)), jnp.ones((2, 1, 512), jnp.bfloat16)
+    plain = Linear(512, 128, rngs=nnx.Rngs(0))
+    assert _fused.added_and_projected(norm, x, None, (plain,), 132) is None
+    scheme = Scheme.parse("fp8_block")
+    plain.weight = QuantizedParam(QuantizedMatrix(method_for(scheme).quantize_matrix(jnp.ones((128, 512))), scheme))
+    assert _fused.added_and_projected(norm, x, None, (plain,), 132) is None  # XLA's, on a CPU
+    monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation: _Rows())
+    assert _fused.added_and_projected(norm, x, None, (plain,), None) is None
+    assert _fused.added_and_projected(norm, x, None, (plain,), 132) is not None
+    plain.bias = nnx.data(nnx.Param(jnp.ones(128)))
+    assert _fused.added_and_projected(norm, x, None, (plain,), 132) is None
 
 
 def test_where_they_do_not_run(case, monkeypatch):
