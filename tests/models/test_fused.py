@@ -17,7 +17,7 @@ from moe_jax.experts._choice import BACKENDS
 from moe_jax.experts._matrix import multiply
 from moe_jax.experts.hopper import _matrix as hopper_matrix
 from moe_jax.models import KVCache, _fused
-from moe_jax.models._layers import Linear, PartialSums, RMSNorm, partial_sums
+from moe_jax.models._layers import Linear, PartialSums, RMSNorm, keep_quantized, partial_sums
 from moe_jax.models.attention import _hopper
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from moe_jax.nn import QuantizedParam
@@ -162,8 +162,9 @@ def test_where_they_do_not_run(case, monkeypatch):
         assert _fused.num_sms("auto") is None
 
 
-def test_launches_of_a_layer(case, monkeypatch):
-    """A decode step for CUDA: seven steps a layer outside the experts."""
+@pytest.mark.parametrize("projections", [None, "fp8_channel"])
+def test_launches_of_a_layer(case, monkeypatch, projections):
+    """A decode step for CUDA: seven steps a layer outside the experts, ten with quantized projections."""
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     layers = 3
@@ -171,6 +172,11 @@ def test_launches_of_a_layer(case, monkeypatch):
     rope = dataclasses.replace(case("qwen3").model.config.rope, dim=64)
     config = dataclasses.replace(case("qwen3").model.config, hidden_size=256, rope=rope, **sizes)
     model = nnx.eval_shape(lambda: Qwen3MoeForCausalLM(config, implementation="xla", rngs=nnx.Rngs(0)))
+    if projections is not None:
+        with on_hopper():
+            for module in [m for layer in model.layers for m in layer.self_attn.dense_modules().values()]:
+                if isinstance(module, Linear):
+                    keep_quantized(module, Scheme.parse(projections), jnp.bfloat16, None)
     cache = jax.eval_shape(lambda: KVCache.zeros(config, 4, 64, jnp.bfloat16))
     graphdef, state = nnx.split(model)
 
@@ -189,6 +195,13 @@ def test_launches_of_a_layer(case, monkeypatch):
         "_rotated_and_stored": layers,
         "_attend": layers,
     }
+    if projections is not None:
+        calls = re.findall(r"call @(multiply_rows|multiply)", main)
+        assert {name: calls.count(name) for name in set(calls)} == {"multiply_rows": 3 * layers, "multiply": layers}
+        # Norms of the first and of other layers, of experts, and the last; the rotation; attention; products of two
+        # widths with the norm's codes; and out of attention a product whose rows are quantized first.
+        assert text.count("mosaic_gpu_v2") == (4 + 1 + (1 if HEADS.is_fused else 2) + 2 + 2)
+        return
     products = [line for line in main.splitlines() if "stablehlo.dot_general" in line]
     for parts in ("tensor<4x4x1024xf32>", "tensor<8x4x256xf32>"):  # into attention, of all heads, and out of it
         assert sum(line.endswith(f"-> {parts}") for line in products) == layers
