@@ -209,6 +209,17 @@ class Backend(abc.ABC):
         """
         raise NotImplementedError(f"{self.name} multiplies with experts alone")
 
+    def matrix_rows(self, problem: MatrixProblem) -> tuple[str, int] | None:
+        """How ``multiply_rows`` takes rows of a problem without a ``matrix_refusal``: the kind of
+        ``quantize_and_permute``, and how many rows their scales have room for. None where it takes none."""
+        return None
+
+    def multiply_rows(
+        self, codes: Array, scales: Array, num_tokens: int, matrix: QuantizedMatrix, out_dtype: DTypeLike
+    ) -> Array:
+        """``multiply`` of rows that were quantized as ``matrix_rows`` says."""
+        raise NotImplementedError(f"{self.name} quantizes rows itself")
+
     def matrix_layout(self, matrix: QuantizedMatrix, dtype: DTypeLike) -> QuantizedMatrix:
         """A plain matrix as ``multiply`` reads it fastest in layers that compute in ``dtype``. Exact."""
         return matrix

@@ -1,6 +1,7 @@
 """Products with one quantized matrix outside the experts: which backend multiplies, and in which layout it is held."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -64,6 +65,34 @@ def padded_product(
 
     y: Any = with_gradient_of(run, judge, tokens, held, bias)
     return y
+
+
+def quantized_rows(
+    matrices: Sequence[QuantizedMatrix], num_tokens: int, dtype: DTypeLike, implementation: tuple[str, ...] | None
+) -> tuple[str, int] | None:
+    """How ``products_of_rows`` takes the rows of all these matrices: the kind of ``quantize_and_permute`` and the rows
+    that scales have room for; None where it takes none, or the matrices differ in that."""
+    found = set()
+    for matrix in matrices:
+        problem = _problem(matrix, num_tokens, dtype, dtype, has_bias=False)
+        found.add(_chosen(problem, implementation).matrix_rows(problem))
+    return found.pop() if len(found) == 1 else None
+
+
+def products_of_rows(
+    codes: Array,
+    scales: Array,
+    num_tokens: int,
+    matrices: Sequence[QuantizedMatrix],
+    out_dtype: DTypeLike,
+    implementation: tuple[str, ...] | None,
+) -> list[Array]:
+    """``padded_product`` of each matrix with rows that ``quantized_rows`` describes. It has no gradient."""
+    found = []
+    for matrix in matrices:
+        backend = _chosen(_problem(matrix, num_tokens, out_dtype, out_dtype, has_bias=False), implementation)
+        found.append(backend.multiply_rows(codes, scales, num_tokens, matrix, out_dtype))
+    return found
 
 
 def in_best_matrix_layout(

@@ -72,7 +72,7 @@ class DecoderLayer(nnx.Module):
         """(x, addend, the layer's new cache, ``AttentionInputs.selected`` of the next layer, where tokens went; None
         without experts). The output is x + addend, as the input is, whose addend may be None: who comes next adds and
         normalises in one step. cached: the old cache, or None."""
-        x, normal = self._next(x, addend, self.attention_norm)
+        x, normal = self._into_attention(x, addend)
         y, kept, selected = self.self_attn(normal, inputs, cached)
         x, normal = self._next(x, self._given(self.attention_norm, y), self.mlp_norm)
         if isinstance(self.mlp, MoEBlock):
@@ -80,6 +80,13 @@ class DecoderLayer(nnx.Module):
         else:
             y, stats = self.mlp(normal), None
         return x, self._given(self.mlp_norm, y), kept, selected, stats
+
+    def _into_attention(self, x: Array, addend: Array | None) -> tuple[Array, Any]:
+        """(the sum, what attention takes of it)."""
+        found = None
+        if isinstance(self.self_attn, Attention) and not self.is_post_norm:
+            found = self.self_attn.added_and_projected(self.attention_norm, x, addend)
+        return self._next(x, addend, self.attention_norm) if found is None else found
 
     def _next(self, x: Array, addend: Array | PartialSums | None, norm: RMSNorm | LayerNorm) -> tuple[Array, Array]:
         """(the sum, what attention or feed-forward layer takes of it)."""

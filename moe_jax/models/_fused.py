@@ -12,9 +12,11 @@ import jax.numpy as jnp
 
 from moe_jax._typing import Array, DTypeLike, Float
 from moe_jax.experts._gradient import with_gradient_of
-from moe_jax.models._layers import LayerNorm, PartialSums, RMSNorm
+from moe_jax.experts._matrix import padded_product, products_of_rows, quantized_rows
+from moe_jax.models._layers import LayerNorm, Linear, PartialSums, RMSNorm
 from moe_jax.models.attention import _hopper
 from moe_jax.models.attention._choice import FUSES
+from moe_jax.quantization import QuantizedMatrix
 from pallas_kernels import add_and_norm as norm_kernel
 from pallas_kernels import rotate_and_store as rotate_kernel
 from pallas_kernels.common.device import hopper_sms
@@ -35,32 +37,86 @@ def added_and_normed(
     norm: RMSNorm | LayerNorm, x: Float[Array, "... H"], addend: Array | PartialSums | None, sms: int | None
 ) -> tuple[Array, Array]:
     """(x + addend, its norm). addend: None for zeros. sms: of ``num_sms``."""
-    if isinstance(addend, PartialSums):
-        parts = addend.parts
-    else:
-        parts = None if addend is None else addend.reshape(1, -1, x.shape[-1])
-    if sms is None or type(norm) is not RMSNorm or not _takes_norm(norm, x, parts, sms):
+    parts = _parts(addend, x)
+    if not _takes_norm(norm, x, parts, sms):
         addend = addend.whole(x.dtype) if isinstance(addend, PartialSums) else addend
         total = x if addend is None else x + addend
         return total, norm(total)
-    run, judge = (functools.partial(_added_and_normed, norm.eps, name) for name in ("hopper", "reference"))
+    run, judge = (functools.partial(_added_and_normed, norm.eps, name, "none", 0) for name in ("hopper", "reference"))
     return with_gradient_of(run, judge, x, norm.weight[...], parts)
 
 
-def _takes_norm(norm: RMSNorm, x: Array, parts: Array | None, sms: int) -> bool:
-    if 0 in x.shape or norm.weight.dtype != x.dtype:
+def added_and_projected(
+    norm: RMSNorm | LayerNorm,
+    x: Float[Array, "... H"],
+    addend: Array | PartialSums | None,
+    modules: tuple[Linear, ...],
+    sms: int | None,
+) -> tuple[Array, tuple[PartialSums, ...]] | None:
+    """(x + addend, the products of its norm with quantized weights), the norm quantized in the launch that makes it.
+
+    None where the weights are not quantized, differ in how rows are quantized for them, or no kernel does that.
+    """
+    matrices = [module.weight.get_value() for module in modules]
+    if sms is None or 0 in x.shape or any(module.bias is not None or module.lora is not None for module in modules):
+        return None
+    names = {module.implementation for module in modules}
+    if len(names) > 1 or not all(isinstance(matrix, QuantizedMatrix) for matrix in matrices):
+        return None
+    implementation, num_tokens, parts = names.pop(), x.size // x.shape[-1], _parts(addend, x)
+    rows = quantized_rows(matrices, num_tokens, x.dtype, implementation)
+    if rows is None or not _takes_norm(norm, x, parts, sms, *rows):
+        return None
+
+    def run(x, weight, parts, matrices):
+        total, codes, scales = _added_and_normed(norm.eps, "hopper", *rows, x, weight, parts)
+        return total, products_of_rows(codes, scales, num_tokens, matrices, x.dtype, implementation)
+
+    _, products = jax.eval_shape(run, x, norm.weight[...], parts, matrices)
+
+    def judge(x, weight, parts, matrices):
+        total, normal = _added_and_normed(norm.eps, "reference", "none", 0, x, weight, parts)
+        options: Any = dict(out_dtype=x.dtype, implementation=("reference",))
+        found = [padded_product(normal.reshape(num_tokens, -1), matrix, **options) for matrix in matrices]
+        missing = [one.shape[0] - y.shape[0] for one, y in zip(products, found, strict=True)]
+        return total, [jnp.pad(y, ((0, count), (0, 0))) for y, count in zip(found, missing, strict=True)]
+
+    total, found = with_gradient_of(run, judge, x, norm.weight[...], parts, matrices)
+    return total, tuple(PartialSums(y[None], x.shape[:-1]) for y in found)
+
+
+def _parts(addend: Array | PartialSums | None, x: Array) -> Array | None:
+    """(P, R, H) of the tokens of x."""
+    if isinstance(addend, PartialSums):
+        return addend.parts
+    return None if addend is None else addend.reshape(1, -1, x.shape[-1])
+
+
+def _takes_norm(
+    norm: RMSNorm | LayerNorm,
+    x: Array,
+    parts: Array | None,
+    sms: int | None,
+    quantization: str = "none",
+    scale_rows: int = 0,
+) -> bool:
+    if sms is None or type(norm) is not RMSNorm or 0 in x.shape or norm.weight.dtype != x.dtype:
         return False
     name, rows = jnp.dtype(x.dtype).name, x.size // x.shape[-1]
     count, kind = (0, None) if parts is None else (parts.shape[0], jnp.dtype(parts.dtype).name)
-    desc = norm_kernel.AddNormDesc(rows, x.shape[-1], name, count, norm.eps, kind)
+    desc = norm_kernel.AddNormDesc(rows, x.shape[-1], name, count, norm.eps, kind, quantization, scale_rows)
     return norm_kernel.config_error(desc, norm_kernel.choose_config(desc, sms)) is None
 
 
 # Compiled parts of their own, so that equal layers of a model lower each kernel once.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _added_and_normed(eps: float, name: str, x: Array, weight: Array, parts: Array | None) -> tuple[Array, Array]:
-    total, normal = norm_kernel.add_and_norm(x.reshape(-1, x.shape[-1]), weight, parts, eps=eps, implementation=name)
-    return total.reshape(x.shape), normal.reshape(x.shape)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _added_and_normed(
+    eps: float, name: str, quantization: str, scale_rows: int, x: Array, weight: Array, parts: Array | None
+) -> tuple[Array, ...]:
+    """(sum, norm) of x's shape; or (sum, codes (T, H), scales)."""
+    options: Any = dict(quantization=quantization, scale_rows=scale_rows or None, implementation=name)
+    total, *normal = norm_kernel.add_and_norm(x.reshape(-1, x.shape[-1]), weight, parts, eps=eps, **options)
+    return total.reshape(x.shape), *(normal if quantization != "none" else [normal[0].reshape(x.shape)])
 
 
 def rotated_and_stored(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,16 @@ import pytest
 from flax import nnx
 
 import moe_jax
+from moe_jax.experts import _matrix
+from moe_jax.experts._choice import BACKENDS
+from moe_jax.experts._matrix import multiply
+from moe_jax.experts.hopper import _matrix as hopper_matrix
 from moe_jax.models import KVCache, _fused
+from moe_jax.models._layers import Linear, PartialSums, RMSNorm, keep_quantized, partial_sums
 from moe_jax.models.attention import _hopper
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
+from moe_jax.nn import QuantizedParam
+from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
 from pallas_kernels.decode_attention.config import HEADS
 from tests.support.cases.hopper_layers import on_hopper
 from tests.support.cases.models import VOCAB, assert_logits_close
@@ -95,6 +103,69 @@ def test_a_cache_in_fp8(case, calls):
         np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(np.float32))
 
 
+_Hopper: Any = type(BACKENDS["hopper"])
+
+
+class _Rows(_Hopper):
+    """The Hopper backend with the kernels' references in products with a matrix."""
+
+    multiply = staticmethod(functools.partial(hopper_matrix.multiply, kernels="reference"))
+    multiply_rows = staticmethod(functools.partial(hopper_matrix.multiply_rows, kernels="reference"))
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "int8_w8a8"])
+def test_projections_of_a_quantized_norm(calls, monkeypatch, name):
+    """Codes from the launch of the norm give the products of a norm that is quantized by itself, bit by bit; and these
+    are near the exact ones. Gradients pass the rounding straight through."""
+    scheme, rng, hidden = Scheme.parse(name), np.random.default_rng(0), 512
+    norm = RMSNorm(hidden, eps=1e-6, rngs=nnx.Rngs(0))
+    x = jnp.asarray(rng.standard_normal((3, 1, hidden)), jnp.bfloat16)
+    addend = PartialSums(jnp.asarray(rng.standard_normal((2, 8, hidden)), jnp.float32), (3, 1))
+    modules, weights = [], []
+    for size in (256, 128):
+        modules.append(Linear(hidden, size))
+        weights.append(rng.standard_normal((size, hidden)).astype(np.float32) * hidden**-0.5)
+        matrix = QuantizedMatrix(method_for(scheme).quantize_matrix(jnp.asarray(weights[-1])), scheme)
+        modules[-1].weight = QuantizedParam(matrix, eager_sharding=False)
+    backends = {("reference",): BACKENDS["reference"], None: _Rows()}
+    monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation: backends[implementation])
+    total, products = _fused.added_and_projected(norm, x, addend, tuple(modules), 132)
+    assert calls == ["add_and_norm"]
+    apart, normal = _fused.added_and_normed(norm, x, addend, 132)
+    np.testing.assert_array_equal(total, apart)
+    wide = np.asarray(x, np.float64) + np.asarray(addend.parts, np.float64).sum(0)[:3, None]
+    exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+    for product, module, weight in zip(products, modules, weights, strict=True):
+        y = product.whole(jnp.bfloat16)
+        np.testing.assert_array_equal(y, partial_sums(module, normal).whole(jnp.bfloat16))
+        assert np.abs(np.asarray(y, np.float64) - exact @ weight.T).max() < 0.25  # of values of about 1
+
+    def loss(x):
+        return _fused.added_and_projected(norm, x, addend, tuple(modules), 132)[1][0].whole(jnp.float32).sum()
+
+    def plain_loss(x):
+        normal = norm((x.astype(jnp.float32) + addend.whole(jnp.float32)).astype(x.dtype))
+        return multiply(normal, modules[0].weight.get_value(), out_dtype=x.dtype, implementation=("reference",)).sum()
+
+    ours, theirs = (np.asarray(jax.grad(f)(x), np.float64) for f in (loss, plain_loss))
+    np.testing.assert_allclose(ours, theirs, atol=0.05 * np.abs(theirs).max())
+
+
+def test_what_is_not_projected_with_the_norm(calls, monkeypatch):
+    """Weights that are not quantized, biases, and matrices whose backend quantizes rows itself."""
+    norm, x = RMSNorm(512, eps=1e-6, rngs=nnx.Rngs(0)), jnp.ones((2, 1, 512), jnp.bfloat16)
+    plain = Linear(512, 128, rngs=nnx.Rngs(0))
+    assert _fused.added_and_projected(norm, x, None, (plain,), 132) is None
+    scheme = Scheme.parse("fp8_block")
+    plain.weight = QuantizedParam(QuantizedMatrix(method_for(scheme).quantize_matrix(jnp.ones((128, 512))), scheme))
+    assert _fused.added_and_projected(norm, x, None, (plain,), 132) is None  # XLA's, on a CPU
+    monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation: _Rows())
+    assert _fused.added_and_projected(norm, x, None, (plain,), None) is None
+    assert _fused.added_and_projected(norm, x, None, (plain,), 132) is not None
+    plain.bias = nnx.data(nnx.Param(jnp.ones(128)))
+    assert _fused.added_and_projected(norm, x, None, (plain,), 132) is None
+
+
 def test_where_they_do_not_run(case, monkeypatch):
     assert _fused.num_sms("auto") is None
     monkeypatch.setattr(_fused, "hopper_sms", lambda: 132)
@@ -107,8 +178,9 @@ def test_where_they_do_not_run(case, monkeypatch):
         assert _fused.num_sms("auto") is None
 
 
-def test_launches_of_a_layer(case, monkeypatch):
-    """A decode step for CUDA: seven steps a layer outside the experts."""
+@pytest.mark.parametrize("projections", [None, "fp8_channel"])
+def test_launches_of_a_layer(case, monkeypatch, projections):
+    """A decode step for CUDA: seven steps a layer outside the experts, ten with quantized projections."""
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     layers = 3
@@ -116,6 +188,11 @@ def test_launches_of_a_layer(case, monkeypatch):
     rope = dataclasses.replace(case("qwen3").model.config.rope, dim=64)
     config = dataclasses.replace(case("qwen3").model.config, hidden_size=256, rope=rope, **sizes)
     model = nnx.eval_shape(lambda: Qwen3MoeForCausalLM(config, implementation="xla", rngs=nnx.Rngs(0)))
+    if projections is not None:
+        with on_hopper():
+            for module in [m for layer in model.layers for m in layer.self_attn.dense_modules().values()]:
+                if isinstance(module, Linear):
+                    keep_quantized(module, Scheme.parse(projections), jnp.bfloat16, None)
     cache = jax.eval_shape(lambda: KVCache.zeros(config, 4, 64, jnp.bfloat16))
     graphdef, state = nnx.split(model)
 
@@ -134,6 +211,13 @@ def test_launches_of_a_layer(case, monkeypatch):
         "_rotated_and_stored": layers,
         "_attend": layers,
     }
+    if projections is not None:
+        calls = re.findall(r"call @(multiply_rows|multiply)", main)
+        assert {name: calls.count(name) for name in set(calls)} == {"multiply_rows": 3 * layers, "multiply": layers}
+        # Norms of the first and of other layers, of experts, and the last; the rotation; attention; products of two
+        # widths with the norm's codes; and out of attention a product whose rows are quantized first.
+        assert text.count("mosaic_gpu_v2") == (4 + 1 + (1 if HEADS.is_fused else 2) + 2 + 2)
+        return
     products = [line for line in main.splitlines() if "stablehlo.dot_general" in line]
     for parts in ("tensor<4x4x1024xf32>", "tensor<8x4x256xf32>"):  # into attention, of all heads, and out of it
         assert sum(line.endswith(f"-> {parts}") for line in products) == layers

@@ -25,6 +25,7 @@ from pallas_kernels.quantize_and_permute import config_error as permute_error
 from pallas_kernels.tuning.layer import AnyKey
 
 _multiply = jax.jit(_matrix.multiply, static_argnums=3)
+_multiply_rows = jax.jit(_matrix.multiply_rows, static_argnums=(2, 4))
 
 
 class Hopper(KernelBackend):
@@ -98,6 +99,14 @@ class Hopper(KernelBackend):
 
     def multiply(self, x: Array, matrix: QuantizedMatrix, bias: Array | None, out_dtype: DTypeLike) -> Array:
         return _multiply(x, matrix, bias, jnp.dtype(out_dtype))
+
+    def matrix_rows(self, problem: MatrixProblem) -> tuple[str, int] | None:
+        return _matrix.rows_of_tiles(problem.matrix, problem.num_tokens, problem.out_dtype)
+
+    def multiply_rows(
+        self, codes: Array, scales: Array, num_tokens: int, matrix: QuantizedMatrix, out_dtype: DTypeLike
+    ) -> Array:
+        return _multiply_rows(codes, scales, num_tokens, matrix, jnp.dtype(out_dtype))
 
     def matrix_layout(self, matrix: QuantizedMatrix, dtype: DTypeLike) -> QuantizedMatrix:
         return _matrix.to_kernel_layout(matrix, dtype)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from moe_jax._typing import Array
 from moe_jax.experts.hopper._kernel_layout import is_kernel_layout, kernel_operand, kernel_tensor, plain_tensor
 from moe_jax.experts.hopper._rows import row_kind, rows_on_grid, tensor_scale
-from moe_jax.quantization import QuantizedMatrix
+from moe_jax.quantization import QuantizedMatrix, QuantizedTensor
 from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm import packed as packed_gemm
@@ -34,31 +34,18 @@ def multiply(
     Returns all rows of all tiles: to cut some off would be a copy.
     """
     tensor, fmt, num_tokens = matrix.tensor, matrix.scheme.activations, x.shape[0]
-    block_m = choose_block_m(matrix, num_tokens, out_dtype)
-    tiles = -(-num_tokens // block_m)
-    unit = block_m if tiles > 1 else _TMA_ROWS if num_tokens > _TMA_ROWS else 1
-    x = jnp.pad(x, ((0, -num_tokens % unit), (0, 0)))
-    options: dict[str, Any] = dict(
-        tile_expert=jnp.zeros(tiles, jnp.int32),
-        num_tiles=jnp.full((1,), tiles, jnp.int32),
-        bias=None if bias is None else bias[None],
-        out_dtype=out_dtype,
-        implementation=kernels,
-    )
-    scaled = x.shape[0]
-    if tiles == 1 and unpermuted_rows_error(scaled, block_m) is None:
-        options["block_m"] = scaled = block_m
+    tiles = _Tiles(num_tokens, choose_block_m(matrix, num_tokens, out_dtype))
+    x = tiles.padded(x)
     # Rows that are short, or hold no whole groups, are XLA's business.
     by = ("hopper", "reference") if kernels == "hopper" else kernels
+    scaled = tiles.scaled_rows
     quantize = functools.partial(quantize_and_permute, scale_rows=scaled, implementation=by)
     if not is_kernel_layout(tensor.layout):
         scale = tensor_scale(fmt, tensor.input_scale, x, None, ())
         kind = row_kind(matrix.scheme)
         assert kind is not None, "refusal has said so"
         rows, row_scale = quantize(x, quantization=kind, scale=scale)
-        tile_rows = jnp.minimum(num_tokens - block_m * jnp.arange(tiles, dtype=jnp.int32), block_m)
-        options |= dict(w=tensor.data, w_scale=tensor.scale, tile_rows=tile_rows)
-        return grouped_gemm(rows, x_scale=row_scale if scale is None else scale, **options)
+        return _plain_product(rows, row_scale if scale is None else scale, tiles, tensor, bias, out_dtype, kernels)
     operand = kernel_operand(tensor)
     if tensor.g_idx is not None:
         x = x[:, tensor.g_idx[0]]
@@ -70,7 +57,90 @@ def multiply(
         rows, row_scale = rows_on_grid(
             x, fmt, tensor.input_scale, operand.fmt.operand, (), quantize=quantize, place=place
         )
+    options = tiles.arguments(bias, out_dtype, kernels)
     return grouped_gemm_packed(rows, operand, x_scale=row_scale, **options)
+
+
+def rows_of_tiles(matrix: QuantizedMatrix, num_tokens: int, out_dtype: DTypeLike) -> tuple[str, int] | None:
+    """``Backend.matrix_rows``: of plain weights whose rows have scales of their own."""
+    kind = None if is_kernel_layout(matrix.tensor.layout) else row_kind(matrix.scheme)
+    if kind in (None, "none", "e4m3_tensor"):
+        return None
+    return kind, _Tiles(num_tokens, choose_block_m(matrix, num_tokens, out_dtype)).scaled_rows
+
+
+def multiply_rows(
+    codes: Array,
+    scales: Array,
+    num_tokens: int,
+    matrix: QuantizedMatrix,
+    out_dtype: DTypeLike,
+    *,
+    kernels: str = "hopper",
+) -> Array:
+    """``Backend.multiply_rows`` with the implementation of every kernel given by name."""
+    tiles = _Tiles(num_tokens, choose_block_m(matrix, num_tokens, out_dtype))
+    return _plain_product(tiles.padded(codes), scales, tiles, matrix.tensor, None, out_dtype, kernels)
+
+
+def _plain_product(
+    rows: Array,
+    row_scale: Array | None,
+    tiles: "_Tiles",
+    tensor: QuantizedTensor,
+    bias: Array | None,
+    out_dtype: DTypeLike,
+    kernels: str,
+) -> Array:
+    """Of rows that fill their tiles, with weights in layout "plain"."""
+    options = tiles.arguments(bias, out_dtype, kernels)
+    options |= dict(w=tensor.data, w_scale=tensor.scale, tile_rows=tiles.rows_in_use())
+    return grouped_gemm(rows, x_scale=row_scale, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """num_tokens rows of one matrix in tiles of block_m."""
+
+    num_tokens: int
+    block_m: int
+
+    @property
+    def number(self) -> int:
+        return -(-self.num_tokens // self.block_m)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows as the product takes them."""
+        unit = self.block_m if self.number > 1 else _TMA_ROWS if self.num_tokens > _TMA_ROWS else 1
+        return -(-self.num_tokens // unit) * unit
+
+    @property
+    def is_one(self) -> bool:
+        """Whether rows are the first ones of a tile that has more."""
+        return self.number == 1 and unpermuted_rows_error(self.num_rows, self.block_m) is None
+
+    @property
+    def scaled_rows(self) -> int:
+        """Rows that scales have room for."""
+        return self.block_m if self.is_one else self.num_rows
+
+    def padded(self, x: Array) -> Array:
+        return jnp.pad(x, ((0, self.num_rows - x.shape[0]), (0, 0)))
+
+    def rows_in_use(self) -> Array:
+        return jnp.minimum(self.num_tokens - self.block_m * jnp.arange(self.number, dtype=jnp.int32), self.block_m)
+
+    def arguments(self, bias: Array | None, out_dtype: DTypeLike, kernels: str) -> dict[str, Any]:
+        """Of both products."""
+        found: dict[str, Any] = dict(
+            tile_expert=jnp.zeros(self.number, jnp.int32),
+            num_tiles=jnp.full((1,), self.number, jnp.int32),
+            bias=None if bias is None else bias[None],
+            out_dtype=out_dtype,
+            implementation=kernels,
+        )
+        return found | (dict(block_m=self.block_m) if self.is_one else {})
 
 
 def choose_block_m(matrix: QuantizedMatrix, num_tokens: int, out_dtype: DTypeLike) -> int:

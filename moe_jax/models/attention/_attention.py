@@ -18,6 +18,7 @@ from moe_jax.models._kv_cache_dtype import CacheScale, quantized, times
 from moe_jax.models._layer_cache import SlotCache, by_rows, extended
 from moe_jax.models._layers import (
     MANY_ROWS,
+    LayerNorm,
     Linear,
     PartialSums,
     RMSNorm,
@@ -96,6 +97,15 @@ class AttentionInputs:
         return seen
 
 
+@dataclasses.dataclass(frozen=True)
+class Projected:
+    """Tokens whose queries, keys and values are known. shape, dtype: of the tokens, (B, S, H)."""
+
+    products: tuple[PartialSums, ...]
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+
+
 class Attention(Partitioned):
     """Causal attention with grouped key-value heads, rotary positions, and what else ``DecoderConfig`` lists."""
 
@@ -155,7 +165,7 @@ class Attention(Partitioned):
         return [name for name, count in counts.items() if count % parts == 0]
 
     def __call__(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
+        self, x: Float[Array, "B S H"] | Projected, inputs: AttentionInputs, cached: SlotCache | None
     ) -> tuple[Float[Array, "B S H"] | PartialSums, SlotCache, None]:
         """Attend and return the output with this layer's keys and values, (B, kv_heads, slots, D) each, and None: it
         selects nothing. Where ``_fused`` kernels run, the output may be in parts.
@@ -173,7 +183,7 @@ class Attention(Partitioned):
         return SlotCache((split, split))
 
     def _forward(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
+        self, x: Float[Array, "B S H"] | Projected, inputs: AttentionInputs, cached: SlotCache | None
     ) -> tuple[Float[Array, "B S H"] | PartialSums, SlotCache]:
         scales = None
         if cached is not None and self.k_scale is not None and self.v_scale is not None:
@@ -214,9 +224,17 @@ class Attention(Partitioned):
         """Of the GPU that runs ``_fused`` kernels for this layer, None where none does."""
         return None if self.partition is not None else _fused.num_sms(self.implementation)
 
+    def added_and_projected(
+        self, norm: RMSNorm | LayerNorm, x: Float[Array, "B S H"], addend: Array | PartialSums | None
+    ) -> tuple[Array, Projected] | None:
+        """(x + addend, what the attention of its norm begins with) where a kernel makes both, else None."""
+        modules = (self.q_proj, self.k_proj, self.v_proj)
+        found = _fused.added_and_projected(norm, x, addend, modules, self.num_sms())
+        return None if found is None else (found[0], Projected(found[1], x.shape, x.dtype))
+
     def _in_one_launch(
         self,
-        x: Float[Array, "B S H"],
+        x: Float[Array, "B S H"] | Projected,
         inputs: AttentionInputs,
         cached: SlotCache,
         scales: tuple[Array, Array] | None,
@@ -245,8 +263,10 @@ class Attention(Partitioned):
         q, k, v = found
         return q.reshape(*q.shape[:2], config.num_kv_heads, -1, config.head_dim), k, v
 
-    def _projected(self, x: Float[Array, "B S H"]) -> tuple[PartialSums, ...]:
+    def _projected(self, x: Float[Array, "B S H"] | Projected) -> tuple[PartialSums, ...]:
         """Queries, keys and values of all heads; side by side in one array where one product can make them."""
+        if isinstance(x, Projected):
+            return x.products
         modules = (self.q_proj, self.k_proj, self.v_proj)
         is_plain = all(not isinstance(m.weight, QuantizedParam) and m.bias is m.lora is None for m in modules)
         if not is_plain:
@@ -260,11 +280,16 @@ class Attention(Partitioned):
         merged = jnp.concatenate([module.weight[...] for module in modules])
         return (PartialSums(split_product(x.reshape(-1, x.shape[-1]), merged), x.shape[:-1]),)
 
-    def _heads(self, x: Float[Array, "B S H"], inputs: AttentionInputs) -> tuple[Array, Array, Array, Array | None]:
+    def _heads(
+        self, x: Float[Array, "B S H"] | Projected, inputs: AttentionInputs
+    ) -> tuple[Array, Array, Array, Array | None]:
         """Rotated q (B, S, kv_heads, group, D), rotated k and v as the cache keeps them, (B, kv_heads, S, D), and the
         logits of the output's gate (B, S, heads * D) or None."""
         config, gate = self.config, None
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if isinstance(x, Projected):
+            q, k, v = (product.whole(x.dtype) for product in x.products)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if config.has_output_gate:  # of each head its query, then its gate
             q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
             q, gate = q.reshape(*x.shape[:2], -1), gate.reshape(*x.shape[:2], -1)
