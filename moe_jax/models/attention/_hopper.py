@@ -42,11 +42,13 @@ def refusal(
     window: int | None,
     value_width: int | None = None,
     has_sinks: bool = False,
+    num_pages: int = 0,
 ) -> str | None:
     """Why no kernel can attend, or None when one can: that of decode steps up to MOST_DECODED queries, or of prefills.
 
     q (B, S, M, G, D), k (B, M, L, D), v (B, M, L, V): arrays, or their shapes and dtypes. v is None where values are
-    the first ``value_width`` elements of the keys. has_sinks: whether heads have one more logit.
+    the first ``value_width`` elements of the keys. has_sinks: whether heads have one more logit. num_pages: in which k
+    and v lie, whose shapes are those of gathered rows.
     """
     batch, num_queries, kv_heads, group, width = q.shape
     if jax.__version_info__ < OLDEST_JAX:
@@ -75,9 +77,11 @@ def refusal(
     try:
         sms = hopper_sms()
         if num_queries > MOST_DECODED:
+            if num_pages:
+                return "a cache in pages; their rows are gathered"
             desc = PrefillDesc(**sizes)
             return config_error(desc, choose_config(desc, sms))
-        step = DecodeDesc(is_latent=v is None, is_e4m3=is_e4m3, **sizes)
+        step = DecodeDesc(is_latent=v is None, is_e4m3=is_e4m3, num_pages=num_pages, **sizes)
         return decode_config_error(step, choose_decode_config(step, sms))
     except NotImplementedError as error:
         return str(error)
@@ -95,7 +99,8 @@ def attend(
     scales: tuple[Array, Array] | None,
 ) -> Array:
     """(B, S, N, V) of one device, where ``refusal`` is None. q (B, S, N, D). places: starts, lengths, first_slots, (B,)
-    int32 each. scales: of k and v in e4m3, which a prefill reads out of copies in q's dtype."""
+    int32 each, and page_table of a cache in pages. scales: of k and v in e4m3, which a prefill reads out of copies in
+    q's dtype."""
     settings: Any = dict(places, scale=scale, window=window, sinks=sinks, implementation="hopper")
     if q.shape[1] <= MOST_DECODED:
         return decode_attention(q, k, v, value_width=value_width, scales=scales, **settings)
