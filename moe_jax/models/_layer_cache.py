@@ -13,8 +13,7 @@ from jax.sharding import AxisType
 
 from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, DTypeLike, Int, Leaf
-
-PAGE_SLOTS = 64  # of a page
+from pallas_kernels.decode_attention.config import PAGE_SLOTS
 
 
 @runtime_checkable

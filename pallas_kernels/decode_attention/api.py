@@ -9,8 +9,8 @@ import numpy as np
 
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, choose_config, config_error
-from pallas_kernels.decode_attention.reference import decode_attention_ref
+from pallas_kernels.decode_attention.config import PAGE_SLOTS, DecodeConfig, DecodeDesc, choose_config, config_error
+from pallas_kernels.decode_attention.reference import decode_attention_ref, rows_of_pages
 
 
 def decode_attention(
@@ -26,6 +26,7 @@ def decode_attention(
     window: int | None = None,
     sinks: jax.Array | None = None,
     scales: tuple[jax.Array, jax.Array] | None = None,
+    page_table: jax.Array | None = None,
     config: DecodeConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
@@ -48,6 +49,8 @@ def decode_attention(
         window: how many slots up to its own a query sees; None for all.
         sinks: (N,) float, a logit per query head that takes its part of the softmax and gives nothing.
         scales: () float32 each, what the codes of keys and of values are multiplied with; None without codes.
+        page_table: (B, T) int32 where k is (P, M, 64, D) and v (P, M, 64, V): slot s of row b lies in page
+            page_table[b, s // 64], L is 64 * T. Entries behind a row's last slot may be anything; others name a page.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
@@ -60,7 +63,7 @@ def decode_attention(
     if v is None and (value_width is None or not 0 < value_width <= k.shape[-1]):
         raise ValueError(f"value_width={value_width}, v=None; expected 1 to {k.shape[-1]}, the width of k")
     values = k[..., :value_width] if v is None else v
-    desc = _describe(q, k, values, (starts, lengths, first_slots), scale, window, sinks, scales)
+    desc = _describe(q, k, values, (starts, lengths, first_slots), scale, window, sinks, scales, page_table)
     if v is None:
         desc = dataclasses.replace(desc, is_latent=True)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
@@ -79,7 +82,8 @@ def decode_attention(
         rows = (starts, lengths, first_slots)
         kernel = (decode_sm90 if chosen.swap_ab else latents_sm90)(desc, chosen)
         stacked = () if scales is None else (jnp.stack(scales),)
-        operands = (queries_in_columns(desc, chosen, q), k, *(() if v is None else (v,)), *stacked, *rows)
+        pages = () if page_table is None else (page_table,)
+        operands = (queries_in_columns(desc, chosen, q), k, *(() if v is None else (v,)), *stacked, *pages, *rows)
         if chosen.is_fused:
             own_sinks = [] if sinks is None else [_sinks_of_columns(desc, chosen, sinks)]
             y = kernel(*operands, *own_sinks, _arrivals(chosen.all_tiles(desc)))[0]
@@ -89,7 +93,8 @@ def decode_attention(
         return y.reshape(*q.shape[:3], desc.value_width)
 
     def reference():
-        return decode_attention_ref(desc, q, k, values, starts, lengths, first_slots, sinks, scales)
+        keys, of_keys = (a if page_table is None else rows_of_pages(a, page_table) for a in (k, values))
+        return decode_attention_ref(desc, q, keys, of_keys, starts, lengths, first_slots, sinks, scales)
 
     return first_that_runs("decode_attention", dict(hopper=hopper, reference=reference), implementation)
 
@@ -124,13 +129,23 @@ def _describe(
     window: int | None,
     sinks: jax.Array | None,
     scales: tuple[jax.Array, jax.Array] | None,
+    page_table: jax.Array | None,
 ) -> DecodeDesc:
     """Check the call once."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}; expected (B, S, N, D), (B, M, L, D), (B, M, L, V)")
     batch, queries, heads, width = q.shape
     kv_heads, slots = k.shape[1:3]
-    if k.shape != (batch, kv_heads, slots, width) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
+    if page_table is not None:
+        if page_table.ndim != 2 or page_table.shape[0] != batch or page_table.dtype != jnp.int32:
+            raise ValueError(f"page_table is {page_table.dtype}{page_table.shape}, expected int32 of {batch} rows")
+        if slots != PAGE_SLOTS or v.shape[:3] != k.shape[:3] or k.shape[3] != width or heads % kv_heads:
+            raise ValueError(
+                f"q {q.shape}, k {k.shape}, v {v.shape} with a page_table; expected (B, S, N, D), (P, M, {PAGE_SLOTS}, "
+                f"D), (P, M, {PAGE_SLOTS}, V), M dividing N"
+            )
+        slots = PAGE_SLOTS * page_table.shape[1]
+    elif k.shape != (batch, kv_heads, slots, width) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
         raise ValueError(
             f"q {q.shape}, k {k.shape}, v {v.shape}; expected (B, S, N, D), (B, M, L, D), (B, M, L, V), M dividing N"
         )
@@ -164,4 +179,5 @@ def _describe(
         window=window,
         has_sinks=sinks is not None,
         is_e4m3=is_e4m3,
+        num_pages=0 if page_table is None else k.shape[0],
     )

@@ -8,6 +8,7 @@ DTYPES = ("bfloat16", "float16")
 MAX_COLUMNS = 64  # of a tile
 MAX_REGISTERS = 152  # of a thread, for scores, weights and sums
 MAX_WIDTH = 576
+PAGE_SLOTS = 64
 WIDE_STAGES = 2  # steps of a cache in e4m3 that lie in shared memory as 16-bit numbers
 E4M3_WIDTHS = (64, 128, 256)
 MAX_SCORES = 128 * 128 * 24  # products of a step's scores; above it ptxas spills
@@ -27,6 +28,7 @@ class DecodeDesc:
         is_latent: values are the first value_width elements of the keys, as in MLA.
         dtype: of all of them and of the output.
         is_e4m3: keys and values are e4m3 codes, with a scale of all keys and one of all values.
+        num_pages: of PAGE_SLOTS slots each, in which a table says where rows have theirs; 0 where rows have their own.
         scale: of the scores, above 0.
         window: how many slots up to its own a query sees; None for all.
         has_sinks: each query head has a logit more.
@@ -45,6 +47,7 @@ class DecodeDesc:
     has_sinks: bool = False
     is_latent: bool = False
     is_e4m3: bool = False
+    num_pages: int = 0
 
     @property
     def group(self) -> int:
@@ -121,6 +124,8 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
     if desc.is_e4m3 and (desc.is_latent or not {desc.width, desc.value_width} <= {*E4M3_WIDTHS}):
         widths = f"width={desc.width}, value_width={desc.value_width}"
         return f"{widths} in e4m3: {', '.join(map(str, E4M3_WIDTHS))}, values of their own"
+    if desc.num_pages and not config.swap_ab:
+        return "swap_ab=False: rows with slots of their own, no pages"
     if config.columns % 8 or not 8 <= config.columns <= MAX_COLUMNS:
         return f"columns={config.columns}: a multiple of 8, at most {MAX_COLUMNS}"
     if desc.num_slots % 8:

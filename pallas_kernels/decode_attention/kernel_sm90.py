@@ -38,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.sm90 import WARPGROUP
 from pallas_kernels.common.types import Kernel, Ref, Scalar, TileRef, Value
-from pallas_kernels.decode_attention.config import WIDE_STAGES, DecodeConfig, DecodeDesc
+from pallas_kernels.decode_attention.config import PAGE_SLOTS, WIDE_STAGES, DecodeConfig, DecodeDesc
 from pallas_kernels.decode_attention.items_sm90 import Item, Items, seen
 from pallas_kernels.decode_attention.memory_sm90 import arrive, scatter
 from pallas_kernels.decode_attention.widen_sm90 import widen_tile
@@ -55,12 +55,13 @@ Parts = Sequence[tuple[int, int]]  # (first, size) of the elements of a value
 def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     """The kernel; config must pass config_error.
 
-    Two launches: (q, k, [v], [scales], starts, lengths, first_slots) -> (sums, tops, totals) of each (tile, split).
-    With ``is_fused``: (q, k, [v], [scales], starts, lengths, first_slots, [sinks], arrivals) -> (out, sums, tops,
-    totals), where only out is meant.
+    Two launches: (q, k, [v], [scales], [pages], starts, lengths, first_slots) -> (sums, tops, totals) of each (tile,
+    split). With ``is_fused``: (q, k, [v], [scales], [pages], starts, lengths, first_slots, [sinks], arrivals) -> (out,
+    sums, tops, totals), where only out is meant.
 
     q (B, M, T * C, D) for T tiles of C columns, k (B, M, L, D), v (B, M, L, V), not there where ``is_latent``; scales
-    (2,) float32 where ``is_e4m3``, of keys and of values, of which the second launch takes that of the values; starts,
+    (2,) float32 where ``is_e4m3``, of keys and of values, of which the second launch takes that of the values; pages
+    (B, L / 64) int32 where there are ``num_pages``, which k and v have in place of rows, with 64 slots each; starts,
     lengths, first_slots (B,) int32; sinks (M, T * C) float32; arrivals (at least B * M * T,) int32, zeros, which are
     zeros again at the end. sums (B * M * T * splits, V, C) float32, tops and totals (B * M * T * splits, C) float32:
     those of splits that no query sees are not written. out (B * S * N * V,); queries that see nothing get zeros.
@@ -68,22 +69,23 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     dtype, columns, block = jnp.dtype(desc.dtype), config.columns, config.block_kv
     tiled = mosaic.tiled(dtype, 128)
     items, stages = config.all_tiles(desc) * config.num_splits(desc), _stages(desc, config)
+    copies = block // PAGE_SLOTS if desc.num_pages else 1  # of the keys of a step
     scratch: dict[str, Any] = dict(
         q=plgpu.SMEM((2, columns, desc.width), dtype, transforms=tiled),
         k=plgpu.SMEM((stages, block, desc.width), dtype, transforms=tiled),
         weights=plgpu.SMEM((columns, block), dtype, transforms=tiled),
         q_full=plgpu.Barrier(num_barriers=2),
         q_empty=plgpu.Barrier(num_barriers=2),
-        k_full=plgpu.Barrier(num_barriers=stages),
+        k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 if desc.is_e4m3 else copies),
         empty=plgpu.Barrier(num_barriers=stages),
     )
     if not desc.is_latent:
         scratch["v"] = plgpu.SMEM((stages, block, desc.value_width), dtype, transforms=tiled)
-        scratch["v_full"] = plgpu.Barrier(num_barriers=stages)
+        scratch["v_full"] = plgpu.Barrier(num_barriers=stages, num_arrivals=1 if desc.is_e4m3 else copies)
     if desc.is_e4m3:
         for name, width in (("k", desc.width), ("v", desc.value_width)):
             scratch[f"codes_{name}"] = plgpu.SMEM((config.num_stages, block, width), jnp.float8_e4m3fn)
-            scratch[f"codes_{name}_full"] = plgpu.Barrier(num_barriers=config.num_stages)
+            scratch[f"codes_{name}_full"] = plgpu.Barrier(num_barriers=config.num_stages, num_arrivals=copies)
         scratch["codes_empty"] = plgpu.Barrier(num_barriers=config.num_stages)
     sums = jax.ShapeDtypeStruct((items, desc.value_width, columns), jnp.float32)
     stats = jax.ShapeDtypeStruct((items, columns), jnp.float32)
@@ -110,6 +112,7 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
     q, k, *rest = refs
     v = None if desc.is_latent else rest.pop(0)
     scales = rest.pop(0) if desc.is_e4m3 else None
+    pages = rest.pop(0) if desc.num_pages else None
     starts, lengths, first_slots, *rest = rest
     sinks: TileRef = None
     arrivals: TileRef = None
@@ -128,6 +131,19 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
         """Of the consumer's ring."""
         return lax.rem(step, jnp.int32(_stages(desc, config)))
 
+    def load(cached: TileRef, item: Item, step: Any, memory: TileRef, full: TileRef) -> None:
+        if pages is None:
+            slots = pl.ds(pl.multiple_of(step * block_kv, block_kv), block_kv)
+            plgpu.copy_gmem_to_smem(cached.at[item.row, item.head, slots], memory, full)
+            return
+        count = block_kv // PAGE_SLOTS
+        for i in range(count):
+            # What a table holds behind a row's last slot is masked, but it must be memory of the cache.
+            column = lax.min(step * count + i, jnp.int32(desc.num_slots // PAGE_SLOTS - 1))
+            page = lax.clamp(jnp.int32(0), pages[item.row, column], jnp.int32(desc.num_pages - 1))
+            own = memory.at[pl.ds(i * PAGE_SLOTS, PAGE_SLOTS)] if count > 1 else memory
+            plgpu.copy_gmem_to_smem(cached.at[page, item.head], own, full)
+
     def produce(item: Item, items: Scalar, steps: Scalar) -> None:
         place = lax.rem(items, jnp.int32(2))
 
@@ -145,11 +161,10 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
             def _():
                 plgpu.barrier_wait(s[f"{from_cache}empty"].at[stage])
 
-            slots = pl.ds(pl.multiple_of((item.first_step + i) * block_kv, block_kv), block_kv)
             for name, cached in (("k", k), ("v", v)):
                 if cached is not None:
                     memory, full = (s[f"{from_cache}{name}{end}"].at[stage] for end in ("", "_full"))
-                    plgpu.copy_gmem_to_smem(cached.at[item.row, item.head, slots], memory, full)
+                    load(cached, item, item.first_step + i, memory, full)
             return 0
 
         lax.fori_loop(0, item.num_steps, one_step, 0)

@@ -134,6 +134,30 @@ def test_places_of_widened_codes(width):
     np.testing.assert_array_equal(found, expected.ravel())
 
 
+def in_pages(arrays, seed=1):
+    """(arrays with k and v in pages, the table): pages in any order, one row's last in memory beside another's first,
+    and NaN in those of nobody."""
+    q, *cached = arrays
+    batch, heads, slots = cached[0].shape[:3]
+    count = slots // 64
+    table = np.random.default_rng(seed).permutation(batch * count + 3)[: batch * count].reshape(batch, count)
+    pools = []
+    for array in cached:
+        pools.append(np.full((batch * count + 3, heads, 64, array.shape[3]), np.nan, array.dtype))
+        pools[-1][table] = array.reshape(batch, heads, count, 64, -1).swapaxes(1, 2)
+    return (q, *pools), table.astype(np.int32)
+
+
+@pytest.mark.parametrize("is_e4m3", [False, True])
+def test_pages(is_e4m3):
+    desc = decode_desc(16, 8, "float32", batch=5, num_slots=128, num_heads=6, num_kv_heads=2, is_e4m3=is_e4m3)
+    arrays, places, _, expected = make(desc, ((0, 128, 127), (70, 100, 99), (3, 40, 39), (5, 6, 5), (0, 0, 4)))
+    paged, table = in_pages(arrays)
+    table[2:, 1] = 1000  # behind their last slot
+    found = run(desc, paged, places | dict(page_table=table), None, "reference")
+    assert_rows_close(found, expected, Tolerance(np.float32, 64.0))
+
+
 def test_wrong_calls():
     q, k = jnp.zeros((2, 1, 4, 64), jnp.bfloat16), jnp.zeros((2, 2, 16, 64), jnp.bfloat16)
     rows = dict(starts=jnp.zeros(2, jnp.int32), lengths=jnp.zeros(2, jnp.int32), first_slots=jnp.zeros(2, jnp.int32))
@@ -150,6 +174,10 @@ def test_wrong_calls():
     refuses(ValueError, r"lengths is int32\(1,\)", call, q, k, k, **good | dict(lengths=rows["lengths"][:1]))
     refuses(NotImplementedError, "needs a Hopper GPU", call, q, k, k, implementation="hopper", **good)
     codes, scales = k.astype(jnp.float8_e4m3fn), (jnp.float32(1), jnp.float32(2))
+    table = jnp.zeros((2, 1), jnp.int32)
+    refuses(ValueError, "with a page_table; expected", call, q, k, k, page_table=table, **good)
+    good_but = dict(page_table=table[:1]) | good
+    refuses(ValueError, r"page_table is int32\(1, 1\), expected int32 of 2 rows", call, q, k, k, **good_but)
     refuses(TypeError, "k is float8_e4m3fn with no scales", call, q, codes, codes, **good)
     refuses(TypeError, "k is bfloat16 with scales", call, q, k, k, scales=scales, **good)
     refuses(TypeError, "k float8_e4m3fn and v bfloat16", call, q, codes, k, scales=scales, **good)
@@ -324,6 +352,22 @@ def test_codes_gpu(width, name, dtype, is_fused):
     scale = np.maximum(np.abs(expected).max(-1), 0.05 * SCALES[1] * (np.abs(expected).max(-1) > 0))
     assert_rows_close(found, expected, Tolerance(DTYPES[dtype], 4.0), row_scale=scale)
     np.testing.assert_array_equal(found, run(desc, arrays, named, sinks, "hopper", config))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", E4M3_WIDTHS)
+@pytest.mark.parametrize("is_e4m3", [False, True])
+@pytest.mark.parametrize("name", ["one query", "three queries, window, sinks"])
+def test_pages_gpu(width, is_e4m3, name):
+    """The bits of rows with slots of their own."""
+    places = ((0, 704, 701), (5, 296, 293), (130, 637, 635), (200, 201, 200), (0, 0, 0))
+    desc = decode_desc(width, width, num_slots=704, is_e4m3=is_e4m3, **DECODES[name])
+    desc = dataclasses.replace(desc, batch=len(places))
+    arrays, named, sinks, _ = make(desc, places)
+    paged, table = in_pages(arrays)
+    table[1, 5:] = -7
+    found = run(desc, paged, named | dict(page_table=table), sinks, "hopper")
+    np.testing.assert_array_equal(found, run(desc, arrays, named, sinks, "hopper"))
 
 
 @pytest.mark.gpu

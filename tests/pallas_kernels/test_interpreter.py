@@ -209,7 +209,17 @@ def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
     cached = [part.astype(jnp.float8_e4m3fn) for part in cached] if desc.is_e4m3 else cached
     rows = tuple(map(jnp.asarray, (starts, lengths, first_slots)))
     stacked = () if scales is None else (jnp.stack(scales),)
-    found = decode_sm90(desc, config)(queries_in_columns(desc, config, q), *cached, *stacked, *rows)
+    if desc.num_pages:
+        # Row 0 has every second page and row 1 those between, from the last one on.
+        count = desc.num_slots // 64
+        table = np.stack([np.arange(count) * 2, np.arange(count)[::-1] * 2 + 1])
+        pools = []
+        for part in cached:
+            pages = part.reshape(2, desc.num_kv_heads, count, 64, -1).swapaxes(1, 2)
+            pools.append(jnp.zeros((desc.num_pages, *pages.shape[2:]), part.dtype).at[table].set(pages))
+        stacked = (*stacked, jnp.asarray(table, jnp.int32))
+    operands = pools if desc.num_pages else cached
+    found = decode_sm90(desc, config)(queries_in_columns(desc, config, q), *operands, *stacked, *rows)
     tiles, splits, columns = config.num_tiles(desc), config.num_splits(desc), config.columns
     shape = (2, desc.num_kv_heads, tiles, splits)
     sums, tops, totals = (np.asarray(array, np.float64).reshape(*shape, *array.shape[1:]) for array in found)
@@ -237,6 +247,8 @@ _DECODES: dict[str, tuple[dict[str, Any], DecodeConfig]] = {
     "window, three queries": (dict(window=40, num_queries=3, value_width=128), DecodeConfig(8, 128, 128, 1, 2, False)),
     "256, five heads": (dict(width=256, value_width=256, num_heads=10), DecodeConfig(8, 256, 64, 1, 5, False)),
     "e4m3": (dict(is_e4m3=True), DecodeConfig(8, 128, 64, 3, 2, is_fused=False)),
+    "pages": (dict(num_slots=320, num_pages=11), DecodeConfig(8, 128, 128, 2, 2, is_fused=False)),
+    "e4m3, pages": (dict(num_slots=320, num_pages=11, is_e4m3=True), DecodeConfig(8, 128, 64, 2, 3, is_fused=False)),
     "latent": (
         dict(width=192, value_width=128, num_heads=12, num_kv_heads=1, is_latent=True),
         DecodeConfig(8, 128, 64, 2, 3, False),

@@ -193,9 +193,9 @@ class Attention(Partitioned):
             q, k, v, gate = self._heads(x, inputs)
             if scales is not None:
                 k, v = (quantized(part, scale) for part, scale in zip((k, v), scales, strict=True))
-            places = inputs.starts, inputs.lengths
-            kept = extended(cached, (k, v), *places, inputs.first_slots, inputs.page_table)
-            k, v = by_rows(kept, *places, inputs.page_table)
+            places = inputs.starts, inputs.lengths, inputs.first_slots
+            kept = extended(cached, (k, v), *places, inputs.page_table)
+            k, v = kept.arrays
         else:
             q, k, v = found
             kept = SlotCache((k, v))
@@ -326,8 +326,8 @@ def _temperatures(positions: Int[Array, "B S"], floor: float, scale: float) -> F
 
 def attend(
     q: Float[Array, "B S N G D"],
-    k: Float[Array, "B N L D"],
-    v: Float[Array, "B N L V"] | None,
+    k: Float[Array, "_ N L D"],
+    v: Float[Array, "_ N L V"] | None,
     inputs: AttentionInputs,
     *,
     scale: float,
@@ -344,6 +344,8 @@ def attend(
 
     v: None where values are the first ``value_width`` elements of the keys, as those of MLA's latents are.
 
+    With ``inputs.page_table`` k and v are pages, (P, N, 64, D) and (P, N, 64, V), but latents are rows.
+
     implementation: as for ``load_pretrained``. Kernels run where they take the call (``_choice.choose``) and a window
     reaches equally far in slots. All else is done as with "xla", and so is what ``jax.grad`` differentiates.
 
@@ -355,23 +357,41 @@ def attend(
     is_by_slots = window is None or inputs.key_positions is None or inputs.is_counted
     is_by_slots = is_by_slots and chunk is None and selected is None
 
+    kind: Any = dict(scale=scale, window=window, value_width=value_width, has_sinks=sinks is not None)
+    kind |= dict(has_sequences=inputs.segment_starts is not None)
+    name, in_pages = None, {}
+    if inputs.page_table is not None and v is not None:
+        rows = [_rows_of_pages(pool, inputs.page_table) for pool in (k, v)]
+        name = choose(implementation, q, *rows, num_pages=k.shape[0], **kind)[0] if is_by_slots else None
+        if name is None:
+            k, v = by_rows(SlotCache((k, v)), inputs.starts, inputs.lengths, inputs.page_table)
+        else:
+            in_pages = dict(page_table=inputs.page_table)
+
     def by_xla(q, k, v, inputs, sinks, scales):
+        if in_pages:
+            k, v = by_rows(SlotCache((k, v)), inputs.starts, inputs.lengths, inputs.page_table)
         values = k[..., :value_width] if v is None else v
         kind: Any = dict(window=window, chunk=chunk, selected=selected, scales=scales)
         return attend_xla(q, k, values, inputs, scale=scale, sinks=sinks, **kind)
 
-    kind: Any = dict(scale=scale, window=window, value_width=value_width, has_sinks=sinks is not None)
-    kind |= dict(has_sequences=inputs.segment_starts is not None)
-    name = choose(implementation, q, k, v, **kind)[0] if is_by_slots else None
+    if name is None and is_by_slots:
+        name = choose(implementation, q, k, v, **kind)[0]
     if name is None:
         return by_xla(q, k, v, inputs, sinks, scales)
 
     def by_kernel(q, k, v, inputs, sinks, scales):
-        places = dict(starts=inputs.starts, lengths=inputs.lengths, first_slots=inputs.first_slots)
+        places = dict(starts=inputs.starts, lengths=inputs.lengths, first_slots=inputs.first_slots, **in_pages)
         places |= dict(first_keys=inputs.segment_starts, shared=inputs.shared)
         return attend_by(name, scale, window, partition, q, k, v, places, sinks, scales, value_width)
 
     return with_gradient_of(by_kernel, by_xla, q, k, v, inputs, sinks, scales)
+
+
+def _rows_of_pages(pool: Array, page_table: Array) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the rows that ``by_rows`` makes."""
+    slots = page_table.shape[1] * pool.shape[2]
+    return jax.ShapeDtypeStruct((page_table.shape[0], pool.shape[1], slots, pool.shape[3]), pool.dtype)
 
 
 def attend_xla(

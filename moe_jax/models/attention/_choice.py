@@ -101,8 +101,8 @@ def attend_by(
     value_width: int | None = None,
 ) -> Array:
     """(B, S, M, G, V) by the kernel that ``choose`` named. places: starts, lengths, first_slots, (B,) int32 each;
-    first_keys (B, S) and shared (B,) of rows of several sequences, else None, as of ``prefill``. scales: of keys and
-    values that are e4m3 codes.
+    first_keys (B, S) and shared (B,) of rows of several sequences, else None, as of ``prefill``. Where they have a
+    page_table too, (B, T) int32, k and v are pages. scales: of keys and values that are e4m3 codes.
 
     Over a mesh each device attends with its share of the query heads, and with all of them where they do not divide.
     """
@@ -147,7 +147,8 @@ def _over_mesh(
         return run(q, k, v, places, sinks, scales)
 
     of_queries, of_keys = axis if splits_keys or shares_key else None, axis if splits_keys else None
-    by_head, by_key_head = PartitionSpec(rows, None, of_queries), PartitionSpec(rows, of_keys)
+    of_slots = None if "page_table" in places else rows
+    by_head, by_key_head = PartitionSpec(rows, None, of_queries), PartitionSpec(of_slots, of_keys)
     mapped = jax.shard_map(
         of_device,
         mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,

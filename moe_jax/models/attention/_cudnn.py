@@ -31,6 +31,7 @@ def refusal(
     value_width: int | None = None,
     has_sinks: bool = False,
     has_sequences: bool = False,
+    num_pages: int = 0,
 ) -> str | None:
     """Why cuDNN cannot attend, or None when it can. Arguments as of ``_hopper.refusal``."""
     num_queries, width = q.shape[1], q.shape[-1]
@@ -45,6 +46,8 @@ def refusal(
         return f"{num_queries} queries; from {LEAST_QUERIES} on"
     if has_sinks:
         return "attention sinks"
+    if num_pages:
+        return "a cache in pages; their rows are gathered"
     is_one = q.dtype == k.dtype == values.dtype or k.dtype == values.dtype == jnp.float8_e4m3fn
     if not is_one or jnp.dtype(q.dtype).name not in DTYPES:
         return f"q is {q.dtype}, k {k.dtype}, v {values.dtype}; bfloat16 or float16, all of one, or k and v in e4m3"

@@ -30,12 +30,13 @@ def refusal(
     value_width: int | None = None,
     has_sinks: bool = False,
     has_sequences: bool = False,
+    num_pages: int = 0,
 ) -> str | None:
     """Why no kernel can attend, or None when one can: that of decode steps up to MOST_DECODED queries, or of prefills.
 
     q (B, S, M, G, D), k (B, M, L, D), v (B, M, L, V): arrays, or their shapes and dtypes. v is None where values are
     the first ``value_width`` elements of the keys. has_sinks: whether heads have one more logit. has_sequences: whether
-    a row holds several sequences.
+    a row holds several sequences. num_pages: in which k and v lie, whose shapes are those of gathered rows.
     """
     batch, num_queries, kv_heads, group, width = q.shape
     if jax.__version_info__ < OLDEST_JAX:
@@ -66,9 +67,11 @@ def refusal(
     try:
         sms = hopper_sms()
         if num_queries > MOST_DECODED:
+            if num_pages:
+                return "a cache in pages; their rows are gathered"
             desc = PrefillDesc(**sizes, has_sequences=has_sequences)
             return config_error(desc, choose_config(desc, sms))
-        step = DecodeDesc(is_latent=v is None, is_e4m3=is_e4m3, **sizes)
+        step = DecodeDesc(is_latent=v is None, is_e4m3=is_e4m3, num_pages=num_pages, **sizes)
         return decode_config_error(step, choose_decode_config(step, sms))
     except NotImplementedError as error:
         return str(error)

@@ -135,6 +135,7 @@ class LatentAttention(Partitioned):
         places = inputs.starts, inputs.lengths
         kept = extended(cached, new, *places, inputs.first_slots, inputs.page_table)
         rows, *index_keys = by_rows(kept, *places, inputs.page_table)
+        inputs = dataclasses.replace(inputs, page_table=None)
         if not self._selects(rows.shape[2]):
             inputs = dataclasses.replace(inputs, selected=None)
         elif self.indexer is not None:

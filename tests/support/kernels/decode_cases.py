@@ -7,6 +7,7 @@ from typing import Any
 from pallas_kernels.decode_attention.combine_sm90 import combine_sm90
 from pallas_kernels.decode_attention.config import (
     E4M3_WIDTHS,
+    PAGE_SLOTS,
     DecodeConfig,
     DecodeDesc,
     DecodeForm,
@@ -36,17 +37,21 @@ def decode_desc(width: int, value_width: int, dtype: str = "bfloat16", **options
 
 def decode_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
     caches = (desc.batch, desc.num_kv_heads, desc.num_slots)
+    caches = (desc.num_pages, desc.num_kv_heads, PAGE_SLOTS) if desc.num_pages else caches
     columns, stored = config.num_tiles(desc) * config.columns, "float8_e4m3fn" if desc.is_e4m3 else desc.dtype
     shapes: list[Shape] = [
         ((desc.batch, desc.num_kv_heads, columns, desc.width), desc.dtype),
         ((*caches, desc.width), stored),
     ]
     shapes += [] if desc.is_latent else [((*caches, desc.value_width), stored)]
-    shapes += [((2,), "float32")] * desc.is_e4m3 + [((desc.batch,), "int32")] * 3
+    shapes += [((2,), "float32")] * desc.is_e4m3
+    shapes += [((desc.batch, desc.num_slots // PAGE_SLOTS), "int32")] * (desc.num_pages > 0)
+    shapes += [((desc.batch,), "int32")] * 3
     if config.is_fused:
         shapes += [((desc.num_kv_heads, columns), "float32")] if desc.has_sinks else []
         shapes += [((config.all_tiles(desc) + 1,), "int32")]
     name = f"{name}, e4m3" if desc.is_e4m3 else name
+    name = f"{name}, pages" if desc.num_pages else name
     form = f"{desc.width}/{desc.value_width} {desc.dtype} {name}, steps of {config.block_kv}"
     kernel = decode_sm90 if config.swap_ab else latents_sm90
     return Case(f"decode {form}", kernel(desc, config), tuple(shapes), "HGMMA")
@@ -88,6 +93,9 @@ def decode_cases() -> Iterator[Case]:
             config = choose_config(desc, SMS)
             yield combine_case(name, desc, config)
             yield decode_case(name, desc, dataclasses.replace(config, is_fused=name == "sinks"))
+        for is_e4m3 in (False, True):
+            desc = decode_desc(width, width, num_slots=704, num_pages=40, is_e4m3=is_e4m3)
+            yield decode_case("one query", desc, choose_config(desc, SMS))
     for name, options in DECODES.items():
         desc = decode_desc(576, 512, num_heads=128, num_kv_heads=1, is_latent=True, **options)
         config = choose_config(desc, SMS, DecodeForm())
