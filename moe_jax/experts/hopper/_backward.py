@@ -9,9 +9,9 @@ computed again. Products have operands of the layer's dtype and float32 sums. Ro
 zeros: the sums over an expert's rows run over whole tiles.
 
 Quantized weights are dequantized to the layer's dtype once per backward pass, those in kernel layout by a kernel,
-others by XLA. One loop of products then serves every format, for 2 bytes per weight of one layer, freed after it. Activations
-count as unquantized, in the derivative as in the hidden values that are computed again: rounding passes gradients
-straight through.
+others by XLA. One loop of products then serves every format, for 2 bytes per weight of one layer, freed after it.
+Activations count as unquantized, in the derivative as in the hidden values that are computed again: rounding passes
+gradients straight through.
 """
 
 import dataclasses
