@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax._src.ad_checkpoint import saved_residuals
 
 from moe_jax.experts import explain, fused_experts
 from moe_jax.experts._backend import Problem
@@ -211,6 +212,40 @@ def test_remat_and_scan_over_layers(wrap):
 
     found, want = (np.asarray(jax.jit(jax.grad(f))(stacked)) for f in (scanned, unrolled))
     assert_rows_close(found, want, tolerance("bf16", "float32"), row_scale=np.abs(want).max())
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def adapted_loss(config, tokens):
+    """(loss of x, router weights and one adapter's factors, these)."""
+    x, p, ids, weights = cases.make_call(config, tokens)
+
+    def loss(x, p, a, b):
+        lora = dataclasses.replace(weights.w13_lora, a=a, b=b)
+        return jnp.sum(fused_experts(x, p, ids, dataclasses.replace(weights, w13_lora=lora), config) ** 2)
+
+    weights = with_adapters(weights)
+    return loss, (x, jnp.nan_to_num(p), weights.w13_lora.a, weights.w13_lora.b)
+
+
+def test_memory_of_a_gradient():
+    """Of a compiled step beside what its math holds at once: inputs, router logits, gate and up, hidden and output rows
+    with the cotangents of these rows (``needed_activations`` in benchmarks/train_lora.py).
+    """
+    tokens, h, i, k, e = 1024, 256, 64, 4, 8
+    sizes = dict(hidden_size=h, intermediate_size=i, top_k=k, num_experts=e)
+    loss, arguments = adapted_loss(cases.make_config("w4a16_g32", implementation=("xla",), **sizes), tokens)
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*arguments).compile()
+    needed = 4 * tokens * (2 * h + e + k * 2 * (3 * i + h))
+    assert compiled.memory_analysis().temp_size_in_bytes <= 1.3 * needed
+
+
+def test_what_a_forward_pass_keeps():
+    """Arguments, and x with zeros for tokens without experts: no rows of experts, not even for router weights."""
+    loss, arguments = adapted_loss(cases.make_config("w4a16_g32", implementation=("xla",)), 64)
+    of_tokens = [aval.size for aval, _ in saved_residuals(loss, *arguments) if aval.shape[:1] == (64,)]
+    assert max(of_tokens) == arguments[0].size
 
 
 # -- which backend ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_gemm.packed import dense_sm90, dequantize_sm90, to_kernel_layout
-from pallas_kernels.grouped_gemm.packed.dense import STAGES, dequantize_packed, describe_dense
+from pallas_kernels.grouped_gemm.packed.dense import dequantize_packed, describe_dense
+from pallas_kernels.grouped_gemm.packed.dense_config import STAGES
 from tests.pallas_kernels.test_packed_operands import as_matrix, on_numpy, on_threads  # noqa: F401  two fixtures
 from tests.pallas_kernels.test_packed_pipeline import Ref, in_turn
 from tests.support.kernels.cases import dense_cases

@@ -85,7 +85,7 @@ class Xla(Backend):
         x, topk_weights, topk_ids, weights = vary_together((x, topk_weights, topk_ids, weights))
         num_tokens, top_k = topk_ids.shape
         plan = plan_call(config, weights.scheme, num_tokens, top_k, jax.default_backend())
-        y = jnp.sum(_expert_rows(plan, x, weights, topk_ids) * topk_weights[..., None], axis=1)
+        y: Any = _weighted_sum(plan, x, topk_weights, weights, topk_ids)
         return y.astype(out_dtype)
 
     def matrix_refusal(self, problem: MatrixProblem) -> str | None:
@@ -124,6 +124,11 @@ class CallPlan:
         """Whether all rows of the call share one activation scale computed from them."""
         fmt = self.scheme.activations
         return fmt is not None and fmt.dynamic and fmt.strategy is Strategy.TENSOR
+
+    @property
+    def scales_need_others(self) -> bool:
+        """Whether hidden values have scales that follow from other tiles' rows, or from other devices' columns."""
+        return self.has_shared_scale or bool(self.config.scale_axes(self.scheme.activations, is_hidden=True))
 
 
 def plan_call(config: MoEConfig, scheme: Scheme, num_tokens: Size, top_k: int, platform: str) -> CallPlan:
@@ -248,36 +253,50 @@ def _in_batches(
     return rows.reshape(*topk_ids.shape, width) if of_pairs else rows
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted_sum(plan: CallPlan, x: Array, topk_weights: Array, weights: ExpertWeights, topk_ids: Array) -> Array:
+    """The sum over the experts of each token, (T, H) float32."""
+    return jnp.sum(_forward(plan, x, weights, topk_ids) * topk_weights[..., None], axis=1)
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """Which leaves of the stacked weights need a gradient, by position."""
+    """Which leaves of the stacked weights need a gradient, by position; and whether router weights do."""
 
     leaves: tuple[int, ...]
+    topk_weights: bool
 
 
-def _save_for_backward(plan, x, weights, topk_ids):
+def _save_for_backward(plan, x, topk_weights, weights, topk_ids):
     perturbed = [leaf.perturbed for leaf in jax.tree.leaves(_without_input_scales(weights))]
-    x, weights, topk_ids = jax.tree.map(lambda leaf: leaf.value, (x, weights, topk_ids))
-    wanted = _Wanted(tuple(i for i, is_perturbed in enumerate(perturbed) if is_perturbed))
-    return _forward(plan, x, weights, topk_ids), (x, weights, topk_ids, wanted)
+    leaves = tuple(i for i, is_perturbed in enumerate(perturbed) if is_perturbed)
+    wanted = _Wanted(leaves, topk_weights.perturbed)
+    arguments = jax.tree.map(lambda leaf: leaf.value, (x, topk_weights, weights, topk_ids))
+    x, topk_weights, weights, topk_ids = arguments
+    rows = _forward(plan, x, weights, topk_ids)
+    kept = rows if wanted.topk_weights and plan.scales_need_others else None
+    return jnp.sum(rows * topk_weights[..., None], axis=1), (*arguments, kept, wanted)
 
 
 def _backward(plan, residuals, out_bar):
-    """Differentiate the plain float32 form of each tile again, tile by tile; nothing of the forward pass is stored.
+    """Differentiate the plain float32 form of each tile again, tile by tile. Nothing here has a row for each pair of a
+    token and an expert: cotangents of x are added up token by token. The forward pass keeps such rows for the gradient
+    of router weights alone, and only where a tile cannot make them again (``scales_need_others``).
 
     Rounding of activations passes gradients straight through, as ``fake_quantize`` defines it.
     """
-    x, weights, topk_ids, wanted = residuals
+    x, topk_weights, weights, topk_ids, kept, wanted = residuals
+    remakes_rows = wanted.topk_weights and kept is None
     alignment = align(topk_ids, weights.num_experts, plan.tile)
     stacked = _without_input_scales(weights)
     leaves, treedef = jax.tree.flatten(stacked)
     fmt = plan.scheme.activations
     if isinstance(out_bar, SymbolicZero):
-        out_bar = jnp.zeros(out_bar.shape, jnp.float32)
-    grouped = jnp.zeros_like(out_bar, shape=(alignment.row_token.shape[0], x.shape[1]))
-    row_of = jnp.where(alignment.row_of < 0, grouped.shape[0], alignment.row_of)
-    out_bar = grouped.at[row_of].set(out_bar, mode="drop")
+        out_bar = jnp.zeros_like(x, jnp.float32)
+    num_rows = alignment.row_token.shape[0]
+    row_of = jnp.where(alignment.row_of < 0, num_rows, alignment.row_of)
+    row_weight = jnp.zeros_like(topk_weights, shape=(num_rows,)).at[row_of].set(topk_weights, mode="drop")
 
     def quantized(values, input_scale):
         axes = plan.config.scale_axes(fmt, is_hidden=False)
@@ -295,15 +314,16 @@ def _backward(plan, residuals, out_bar):
         if expert_weights.w13_lora is not None:
             h = h + low_rank_product(rows[-1], _of_rows(expert_weights.w13_lora, weights.w13_lora, tokens))
         h = apply_activation(h, plan.config)
-        # Clipped values pass no gradient; a dynamic scale clips nothing, so there rounding is the identity.
-        operand = h if fmt is None or fmt.dynamic else fake_quantize(h, fmt, weights.w2.input_scale)
+        # Clipped values pass no gradient; a dynamic scale clips nothing, so there rounding is the identity. Where a
+        # scale is that of other rows, too, nobody looks at the values.
+        operand = h if fmt is None or plan.scales_need_others else fake_quantize(h, fmt, weights.w2.input_scale)
         y = _float32_product(operand, expert_weights.w2, expert_weights.w2_bias)
         if expert_weights.w2_lora is None:
             return y
         return y + low_rank_product(h, _of_rows(expert_weights.w2_lora, weights.w2_lora, tokens))
 
     def body(carry, start, expert, expert_weights):
-        rows_bar, leaves_bar = carry
+        values_bar, weight_bar, leaves_bar = carry
         expert_leaves = jax.tree.leaves(expert_weights)
 
         def of_wanted(rows, chosen):
@@ -314,25 +334,37 @@ def _backward(plan, residuals, out_bar):
 
         tokens = slice_rows(alignment.row_token, start, plan.tile)
         chosen = [expert_leaves[i].astype(jnp.float32) for i in wanted.leaves]
-        _, pull = jax.vjp(of_wanted, tuple(_take(part, tokens) for part in values), chosen)
-        tile_bar, chosen_bar = pull(slice_rows(out_bar, start, plan.tile))
-        rows_bar = tuple(store_rows(total, bar, start) for total, bar in zip(rows_bar, tile_bar, strict=True))
-        return rows_bar, [total.at[expert].add(bar) for total, bar in zip(leaves_bar, chosen_bar, strict=True)]
+        y, pull = jax.vjp(of_wanted, tuple(_take(part, tokens) for part in values), chosen)
+        y_bar = _take(out_bar, tokens)
+        tile_bar, chosen_bar = pull(y_bar * slice_rows(row_weight, start, plan.tile)[:, None])
+        values_bar = tuple(
+            total.at[tokens].add(bar, mode="drop") for total, bar in zip(values_bar, tile_bar, strict=True)
+        )
+        if remakes_rows:
+            weight_bar = store_rows(weight_bar, jnp.sum(y * y_bar, axis=1), start)
+        return (
+            values_bar,
+            weight_bar,
+            [total.at[expert].add(bar) for total, bar in zip(leaves_bar, chosen_bar, strict=True)],
+        )
 
     carry = (
         tuple(jnp.zeros_like(out_bar) for _ in values),
+        jnp.zeros_like(row_weight) if remakes_rows else None,
         [jnp.zeros_like(leaves[i], jnp.float32) for i in wanted.leaves],
     )
-    rows_bar, leaves_bar = for_each_tile(body, carry, alignment, plan.tile, stacked)
-    (x_bar,) = pull_x(tuple(jnp.sum(_rows_of_tokens(rows, alignment), axis=1) for rows in rows_bar))
+    values_bar, weight_bar, leaves_bar = for_each_tile(body, carry, alignment, plan.tile, stacked)
+    (x_bar,) = pull_x(values_bar)
     weights_bar: list[Any] = [None] * len(leaves)
     for i, bar in zip(wanted.leaves, leaves_bar, strict=True):
         weights_bar[i] = bar.astype(leaves[i].dtype)
-    return x_bar, treedef.unflatten(weights_bar), None
+    topk_bar = None if kept is None else jnp.sum(kept * out_bar[:, None], axis=2)
+    if remakes_rows:
+        topk_bar = _take(weight_bar, row_of)
+    return x_bar, topk_bar, treedef.unflatten(weights_bar), None
 
 
-_expert_rows = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-_expert_rows.defvjp(_save_for_backward, _backward, symbolic_zeros=True)
+_weighted_sum.defvjp(_save_for_backward, _backward, symbolic_zeros=True)
 
 
 def _float32_product(rows, tensor, bias):

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.types import Kernel, Scalar, TileRef
-from pallas_kernels.grouped_gemm.packed.dense import CTAS_PER_SM, STAGES, STEP_BLOCKS, DenseDesc
+from pallas_kernels.grouped_gemm.packed.dense_config import CTAS_PER_SM, STAGES, STEP_BLOCKS, DenseDesc
 from pallas_kernels.grouped_gemm.packed.dequantize_sm90 import load_block
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 from pallas_kernels.grouped_gemm.scheduler_sm90 import tiles_of_cta

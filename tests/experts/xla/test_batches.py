@@ -29,7 +29,7 @@ ALL = [Batches("pairs"), *EXPERTS]  # a sweep's `sample` shares no factor with t
 @functools.partial(jax.jit, static_argnums=0)
 def _run(plan, x, p, ids, weights):
     p = jnp.where((ids < 0) | (ids >= weights.num_experts), 0.0, p)
-    return jnp.sum(_experts._expert_rows(plan, x, weights, ids) * p[..., None], axis=1)
+    return _experts._weighted_sum(plan, x, p, weights, ids)
 
 
 def _plan(config, batches, platform="gpu"):

@@ -20,7 +20,7 @@ from pallas_kernels.grouped_gemm.heuristics import deepest
 from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
 from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat
 from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
-from pallas_kernels.grouped_gemm.packed.dense import DenseDesc
+from pallas_kernels.grouped_gemm.packed.dense_config import DenseDesc
 from pallas_kernels.grouped_gemm.packed.dense_sm90 import dequantize_sm90
 from pallas_kernels.grouped_gemm.wgrad import WgradDesc
 from pallas_kernels.grouped_gemm.wgrad import candidates as wgrad_candidates
