@@ -381,7 +381,8 @@ def attend(
         return by_xla(q, k, v, inputs, sinks, scales)
 
     def by_kernel(q, k, v, inputs, sinks, scales):
-        places = dict(starts=inputs.starts, lengths=inputs.lengths, first_slots=inputs.first_slots, **in_pages)
+        places: dict[str, Array | None] = dict(starts=inputs.starts, lengths=inputs.lengths)
+        places |= dict(first_slots=inputs.first_slots, **in_pages)
         places |= dict(first_keys=inputs.segment_starts, shared=inputs.shared)
         return attend_by(name, scale, window, partition, q, k, v, places, sinks, scales, value_width)
 
