@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from moe_jax.models import SamplingParams, _batches, _packs, _shared_prefixes, generate
 from moe_jax.models._compiled import bucket
@@ -171,3 +172,17 @@ def test_models_without_slots_read_a_prompt_a_row(case, monkeypatch):
         assert case(name).model.segments_refusal() is not None
     made = generate(case("qwen3_next").model, [[3], [4, 5]], max_new_tokens=1)
     assert [len(answer) for answer in made] == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["qwen3_tied_window", slow("gpt_oss"), slow("deepseek_v3")])
+@pytest.mark.parametrize("number", [np.nan, slow(np.inf)])
+def test_what_is_not_finite_stays_with_its_prompt(case, little, name, number):
+    """A token whose embedding is NaN or infinite, in one prompt of a pack, alone and in a prefix that two share."""
+    model = nnx.clone(case(name).model)
+    bad = VOCAB - 1
+    model.embed_tokens.weight[...] = model.embed_tokens.weight[...].at[bad].set(number)
+    good = [[token % bad for token in prompt] for prompt in prompts_of(5, 9, 17, 30)]
+    broken = [[*good[1][:3], bad, *good[1][3:]]]
+    options = dict(max_new_tokens=4, batch_size=8, eos_token_id=None)
+    together = generate(model, [*good[:2], *broken, *good[2:]], **options)
+    assert [*together[:2], *together[3:]] == generate(model, good, **options)

@@ -375,10 +375,12 @@ def attend(
         kind: Any = dict(window=window, chunk=chunk, selected=selected, scales=scales)
         return attend_xla(q, k, values, inputs, scale=scale, sinks=sinks, **kind)
 
+    damaged = None
+    if inputs.segment_starts is not None and not in_pages:
+        damaged = _sees_damage(k, v, inputs)
+        k, v = _finite(k), None if v is None else _finite(v)
     if name is None and is_by_slots:
         name = choose(implementation, q, k, v, **kind)[0]
-    if name is None:
-        return by_xla(q, k, v, inputs, sinks, scales)
 
     def by_kernel(q, k, v, inputs, sinks, scales):
         places: dict[str, Array | None] = dict(starts=inputs.starts, lengths=inputs.lengths)
@@ -386,7 +388,34 @@ def attend(
         places |= dict(first_keys=inputs.segment_starts, shared=inputs.shared)
         return attend_by(name, scale, window, partition, q, k, v, places, sinks, scales, value_width)
 
-    return with_gradient_of(by_kernel, by_xla, q, k, v, inputs, sinks, scales)
+    if name is None:
+        y = by_xla(q, k, v, inputs, sinks, scales)
+    else:
+        y = with_gradient_of(by_kernel, by_xla, q, k, v, inputs, sinks, scales)
+    return y if damaged is None else jnp.where(damaged[:, :, None, None, None], jnp.nan, y)
+
+
+def _finite(x: Array) -> Array:
+    """Zeros in place of NaN and infinity: a weight of 0 times either is NaN in every row of a product."""
+    return jnp.where(jnp.isfinite(x.astype(jnp.float32)), x, jnp.zeros((), x.dtype))
+
+
+def _sees_damage(k: Array, v: Array | None, inputs: AttentionInputs) -> Bool[Array, "B S"]:
+    """Queries of whose sequence a key or value up to their own is not finite, or one that their row shares."""
+    is_bad = jnp.zeros((k.shape[0], k.shape[2]), bool)
+    for x in (k, v):
+        if x is not None:
+            is_bad |= ~jnp.isfinite(x.astype(jnp.float32)).all(axis=(1, 3))
+    counts = jnp.pad(jnp.cumsum(is_bad, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    ends = inputs.first_slots[:, None] + jnp.arange(inputs.segment_starts.shape[1], dtype=jnp.int32) + 1
+
+    def before(slots):
+        return jnp.take_along_axis(counts, jnp.clip(slots, 0, is_bad.shape[1]), axis=1)
+
+    found = before(ends) - before(inputs.segment_starts)
+    if inputs.shared is not None:
+        found += before(inputs.shared[:, None])
+    return found > 0
 
 
 def _rows_of_pages(pool: Array, page_table: Array) -> jax.ShapeDtypeStruct:
