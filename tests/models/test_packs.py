@@ -174,8 +174,8 @@ def test_models_without_slots_read_a_prompt_a_row(case, monkeypatch):
     assert [len(answer) for answer in made] == [2, 3]
 
 
-@pytest.mark.parametrize("name", ["qwen3_tied_window", slow("gpt_oss"), slow("deepseek_v3")])
-@pytest.mark.parametrize("number", [np.nan, slow(np.inf)])
+@pytest.mark.parametrize("name", ["qwen3_tied_window", *slow("gpt_oss", "deepseek_v3")])
+@pytest.mark.parametrize("number", [np.nan, *slow(np.inf)])
 def test_what_is_not_finite_stays_with_its_prompt(case, little, name, number):
     """A token whose embedding is NaN or infinite, in one prompt of a pack, alone and in a prefix that two share."""
     model = nnx.clone(case(name).model)
