@@ -209,15 +209,17 @@ class Attention(Partitioned):
         return self.o_proj(y) if self.num_sms() is None or 0 in y.shape else partial_sums(self.o_proj, y), kept
 
     def explain(self, batch: int, num_tokens: int, num_slots: int, dtype: DTypeLike) -> str:
-        """Which kernel attends in a call with a cache, or XLA, and why; in words. Calls with ``segment_ids``, and those
-        of a sliding window whose rows state positions of their own, run by XLA."""
+        """Which kernel attends in a call with a cache, or XLA, and why; in words. Each row is one sequence, and counts
+        its positions where a window slides."""
         if self.chunk is not None:
             return "XLA; no kernel attends in chunks"
         config, kv_heads = self.config, self.config.num_kv_heads
         q = (batch, num_tokens, kv_heads, config.num_heads // kv_heads, config.head_dim)
         k = (batch, kv_heads, num_slots, config.head_dim)
-        q, k = (jax.ShapeDtypeStruct(shape, dtype) for shape in (q, k))
+        q = jax.ShapeDtypeStruct(q, dtype)
+        k = jax.ShapeDtypeStruct(k, dtype if self.k_scale is None else jnp.float8_e4m3fn)
         kind: Any = dict(scale=self.scale, window=self.window, value_width=None, has_sinks=config.has_sinks)
+        kind |= dict(has_sequences=False)
         return in_words(*choose(self.implementation, q, k, k, **kind))
 
     def num_sms(self) -> int | None:

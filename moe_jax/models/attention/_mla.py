@@ -162,7 +162,8 @@ class LatentAttention(Partitioned):
         k = (batch, 1, num_slots, latent) if absorbs else (batch, heads, num_slots, width)
         q, k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in (q, k, (*k[:-1], mla.v_head_dim)))
         kind: Any = dict(scale=self.scale, window=self.window, value_width=mla.kv_lora_rank if absorbs else None)
-        chosen = in_words(*choose(self.implementation, q, k, None if absorbs else v, has_sinks=False, **kind))
+        kind |= dict(has_sinks=False, has_sequences=False)
+        chosen = in_words(*choose(self.implementation, q, k, None if absorbs else v, **kind))
         return f"{'latents' if absorbs else 'keys and values of all heads'}{of_selection}: {chosen}"
 
     @property

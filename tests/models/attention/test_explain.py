@@ -9,7 +9,6 @@ import pytest
 
 from moe_jax.models import load_pretrained
 from moe_jax.models.attention import _attention, _mla
-from tests.support.cases.models import slow
 from tests.support.refusals import refuses
 
 
@@ -17,10 +16,15 @@ def described(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
     return tuple(None if a is None else (a.shape, jnp.dtype(a.dtype)) for a in (q, k, v))
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", *slow("deepseek_v32", "deepseek_v3", "llama4", "qwen3_next", "granite")])
-def test_the_same_questions_as_in_a_call(case, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype"),
+    [("gpt_oss", None), ("gpt_oss", "fp8")]
+    + [pytest.param(name, None, marks=pytest.mark.slow) for name in ("deepseek_v32", "deepseek_v3", "granite")]
+    + [pytest.param(name, "fp8", marks=pytest.mark.slow) for name in ("llama4", "qwen3_next")],
+)
+def test_the_same_questions_as_in_a_call(case, monkeypatch, name, kv_cache_dtype):
     """Shapes, dtypes and all else that kernels are asked with, layer by layer."""
-    model = load_pretrained(case(name).directory, attention="auto")
+    model = load_pretrained(case(name).directory, attention="auto", kv_cache_dtype=kv_cache_dtype)
     asked: list[Any] = []
 
     def spy(implementation, q, k, v, **kind):
