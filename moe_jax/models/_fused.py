@@ -72,7 +72,8 @@ def added_and_projected(
         total, codes, scales = _added_and_normed(norm.eps, "hopper", *rows, x, weight, parts)
         return total, products_of_rows(codes, scales, num_tokens, matrices, x.dtype, implementation)
 
-    products = jax.eval_shape(run, x, norm.weight[...], parts, matrices)[1]
+    shapes: Any = jax.eval_shape(run, x, norm.weight[...], parts, matrices)
+    products = shapes[1]
 
     def judge(x, weight, parts, matrices):
         total, normal = _added_and_normed(norm.eps, "reference", "none", 0, x, weight, parts)

@@ -379,21 +379,20 @@ def attend(
 
     damaged = None
     if inputs.segment_starts is not None and not in_pages:
-        damaged = _sees_damage(k, v, inputs)
+        damaged = _sees_damage(k, v, inputs.segment_starts, inputs)
         k, v = _finite(k), None if v is None else _finite(v)
     if name is None and is_by_slots:
         name = choose(implementation, q, k, v, **kind)[0]
 
     def by_kernel(q, k, v, inputs, sinks, scales):
+        assert name is not None
         places: dict[str, Array | None] = dict(starts=inputs.starts, lengths=inputs.lengths)
         places |= dict(first_slots=inputs.first_slots, **in_pages)
         places |= dict(first_keys=inputs.segment_starts, shared=inputs.shared)
         return attend_by(name, scale, window, partition, q, k, v, places, sinks, scales, value_width)
 
-    if name is None:
-        y = by_xla(q, k, v, inputs, sinks, scales)
-    else:
-        y = with_gradient_of(by_kernel, by_xla, q, k, v, inputs, sinks, scales)
+    arguments: Any = q, k, v, inputs, sinks, scales
+    y: Any = by_xla(*arguments) if name is None else with_gradient_of(by_kernel, by_xla, *arguments)
     return y if damaged is None else jnp.where(damaged[:, :, None, None, None], jnp.nan, y)
 
 
@@ -402,19 +401,19 @@ def _finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x.astype(jnp.float32)), x, jnp.zeros((), x.dtype))
 
 
-def _sees_damage(k: Array, v: Array | None, inputs: AttentionInputs) -> Bool[Array, "B S"]:
+def _sees_damage(k: Array, v: Array | None, starts: Int[Array, "B S"], inputs: AttentionInputs) -> Bool[Array, "B S"]:
     """Queries of whose sequence a key or value up to their own is not finite, or one that their row shares."""
     is_bad = jnp.zeros((k.shape[0], k.shape[2]), bool)
     for x in (k, v):
         if x is not None:
             is_bad |= ~jnp.isfinite(x.astype(jnp.float32)).all(axis=(1, 3))
     counts = jnp.pad(jnp.cumsum(is_bad, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-    ends = inputs.first_slots[:, None] + jnp.arange(inputs.segment_starts.shape[1], dtype=jnp.int32) + 1
+    ends = inputs.first_slots[:, None] + jnp.arange(starts.shape[1], dtype=jnp.int32) + 1
 
     def before(slots):
         return jnp.take_along_axis(counts, jnp.clip(slots, 0, is_bad.shape[1]), axis=1)
 
-    found = before(ends) - before(inputs.segment_starts)
+    found = before(ends) - before(starts)
     if inputs.shared is not None:
         found += before(inputs.shared[:, None])
     return found > 0
