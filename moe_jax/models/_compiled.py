@@ -41,12 +41,13 @@ class Structure:
 class _Parts(NamedTuple):
     """What one walk over a model meets, in its order.
 
-    facts: all that is no array, as ``_same`` compares it. leaves: the arrays of each Variable. paths: of Variables.
+    facts: all that is no array, as ``_same`` compares it. leaves: the arrays of each Variable. places: of a Variable,
+    by its id, its place in ``leaves``.
     """
 
     facts: list[Any]
     leaves: list[list[Any]]
-    paths: list[tuple[Any, ...]]
+    places: dict[int, int]
 
 
 class _Known(NamedTuple):
@@ -75,9 +76,8 @@ def split_model(model: nnx.Module) -> tuple[Structure, list[Any]]:
         graphdef, state = nnx.split(version)
         leaves, treedef = jax.tree.flatten(state)
         structure = Structure(graphdef, treedef)
-        if parts is not None:
-            places = {path: place for place, path in enumerate(parts.paths)}
-            order = [places[path] for path, _ in nnx.to_flat_state(state)]
+        order = None if parts is None else _order(version, state, parts)
+        if parts is not None and order is not None:
             _known[model] = _Known(parts.facts, structure, order)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise ValueError("the model has no weights yet: build it with load_pretrained or rngs=")
@@ -92,16 +92,17 @@ def merge_model(structure: Structure, leaves: list[Any]) -> Any:
 @functools.cache
 def _kind(cls: type) -> type | None:
     """Of the kinds that a walk tells apart, the one of a class."""
-    kinds = nnx.Variable, nnx.Pytree, jax.Array, Tracer, np.ndarray
+    kinds = nnx.Variable, nnx.Pytree, jax.Array, Tracer, np.ndarray, list, dict
     return next((kind for kind in kinds if issubclass(cls, kind)), None)
 
 
 def _parts(model: nnx.Module) -> _Parts | None:
-    """None for a model with arrays outside of Variables, which must be split each time."""
-    parts, seen = _Parts([], [], []), {id(model): 0}
+    """None for a model with arrays outside of Variables, or with what changes in place, which must be split each
+    time."""
+    parts, seen = _Parts([], [], {}), {id(model): 0}
     facts = parts.facts
 
-    def walk(node: Any, path: tuple[Any, ...]) -> bool:
+    def walk(node: Any) -> bool:
         facts.append(type(node))
         for name, value in vars(node).items():
             facts.append(name)
@@ -119,13 +120,28 @@ def _parts(model: nnx.Module) -> _Parts | None:
                 held, metadata = value.get_raw_value(), value.get_metadata()
                 leaves, treedef = ([held], None) if _kind(type(held)) is jax.Array else jax.tree.flatten(held)
                 facts.extend((type(value), metadata, treedef))
+                parts.places[id(value)] = len(parts.leaves)
                 parts.leaves.append(leaves)
-                parts.paths.append((*path, name))
-            elif not walk(value, (*path, int(name) if isinstance(node, nnx.List) and name.isdigit() else name)):
+            elif not walk(value):
                 return False
         return True
 
-    return parts if walk(model, ()) else None
+    return parts if walk(model) else None
+
+
+def _order(model: nnx.Module, state: Any, parts: _Parts) -> list[int] | None:
+    """Places in ``parts.leaves`` of what ``nnx.split`` found, in its order; None where it found more than Variables in
+    modules. A shared module may have another path in the walk, so objects are compared."""
+    order = []
+    for path, _ in nnx.to_flat_state(state):
+        found: Any = model
+        for name in path:
+            found = vars(found).get(str(name)) if isinstance(found, nnx.Pytree) else None
+        place = parts.places.get(id(found))
+        if place is None:
+            return None
+        order.append(place)
+    return order
 
 
 def _same(before: list[Any], now: list[Any]) -> bool:

@@ -385,7 +385,8 @@ class CausalLM(MoEFamily, Versioned):
         is_damaged = jnp.any(mask & ~is_token, axis=1)
         first_slots, starts, lengths = slots_of(mask, cache)
         if cache is not None:
-            is_damaged |= cache.is_damaged | (lengths > cache.num_slots) | are_pages_missing(cache, lengths)
+            num_slots = cache.num_slots if cache.page_table is None else min(cache.num_slots, self.max_seq_len)
+            is_damaged |= cache.is_damaged | (lengths > num_slots) | are_pages_missing(cache, lengths)
             lengths = jnp.minimum(lengths, cache.num_slots)
         is_counted = segments is not None and positions is None and prefix is None
         segment_starts = None if segments is None else first_slots[:, None] + starts_of_runs(segments)
@@ -583,7 +584,7 @@ class CausalLM(MoEFamily, Versioned):
             empty = jax.eval_shape(
                 lambda: KVCache.zeros(self.config, batch, num_slots, self.dtype, table, num_pages),
             )
-            check_cache(cache, empty, length, attention_mask)
+            check_cache(cache, empty, length, attention_mask, max_seq_len=self.max_seq_len)
         elif length > self.max_seq_len:
             raise ValueError(f"input_ids has {length} tokens per row, the model takes max_seq_len={self.max_seq_len}")
 

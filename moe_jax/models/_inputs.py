@@ -94,9 +94,12 @@ def check_page_table(page_table: Any, shape: tuple[int, int], num_pages: int | N
         raise ValueError(f"page_table[{row}, {column}] is {values[row, column]}, expected {last}, the cache's pages")
 
 
-def check_cache(cache: Any, expected: KVCache, num_tokens: int, attention_mask: Any = None) -> None:
+def check_cache(
+    cache: Any, expected: KVCache, num_tokens: int, attention_mask: Any = None, *, max_seq_len: int
+) -> None:
     """expected: shapes and dtypes of an empty cache of the model, with this batch and the cache's number of slots.
     num_tokens: in a row of this call, padding included. attention_mask: (B, num_tokens), None where all are real.
+    max_seq_len: of the model; whole pages may have more slots.
     """
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache has type {type(cache).__name__}, expected what model.init_cache returned")
@@ -109,17 +112,40 @@ def check_cache(cache: Any, expected: KVCache, num_tokens: int, attention_mask: 
         counts = (len(cache.layers), len(expected.layers))
         layers = [f"{n} layers of {dtype} {shape}" for n, (shape, dtype) in zip(counts, both, strict=True)]
         raise ValueError(f"cache was made for another model: {layers[0]}, expected {layers[1]}")
+    rows, num_slots = cache.lengths.shape[0], cache.num_slots
     if cache.page_table is not None:
-        rows = cache.lengths.shape[0]
-        check_page_table(cache.page_table, (rows, cache.num_slots // PAGE_SLOTS), cache.num_pages)
+        check_page_table(cache.page_table, (rows, num_slots // PAGE_SLOTS), cache.num_pages)
+        num_slots = min(num_slots, max_seq_len)
     used, new = np.zeros(1, np.int32), np.asarray(num_tokens)
     if not isinstance(cache.lengths, Tracer):
         used = np.asarray(cache.lengths)
         if attention_mask is not None and not isinstance(attention_mask, Tracer):
             new = np.asarray(attention_mask).astype(bool).sum(axis=1)
     row = int(np.argmax(used + new))
-    used, new = (int(a[row]) for a in np.broadcast_arrays(used, new))
-    if max(used + new, num_tokens) > cache.num_slots:
+    most_used, most_new = (int(a[row]) for a in np.broadcast_arrays(used, new))
+    if max(most_used + most_new, num_tokens) > num_slots:
+        count = max(most_new, num_tokens)
+        raise ValueError(f"cache has {num_slots} slots, {most_used} used; {count} more tokens do not fit")
+    arrays = (cache.page_table, cache.lengths, cache.starts, attention_mask)
+    if cache.page_table is not None and not any(isinstance(array, Tracer) for array in arrays):
+        mask = np.ones((rows, num_tokens), bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
+        _check_writes(cache, mask)
+
+
+def _check_writes(cache: KVCache, mask: np.ndarray) -> None:
+    """No page that a call writes to holds tokens of another place of the table. mask: (B, S) bool."""
+    table, lengths = np.asarray(cache.page_table), np.asarray(cache.lengths)
+    begins = np.where(lengths == 0, mask.argmax(axis=1), lengths)[:, None]
+    starts = np.where(lengths == 0, begins[:, 0], np.asarray(cache.starts))[:, None]
+    ends = begins + mask.sum(axis=1)[:, None]
+    first = np.arange(table.shape[1]) * PAGE_SLOTS
+    holds_tokens = (first < ends) & (first + PAGE_SLOTS > starts) & (ends > starts)
+    is_written = holds_tokens & (first + PAGE_SLOTS > begins) & (ends > begins)
+    holders = np.bincount(table[holds_tokens], minlength=cache.num_pages)
+    places = np.argwhere(is_written & (holders[table] > 1))
+    if len(places):
+        row, column = places[0]
         raise ValueError(
-            f"cache has {cache.num_slots} slots, {used} used; {max(new, num_tokens)} more tokens do not fit"
+            f"page_table[{row}, {column}] is {table[row, column]}, which holds tokens of another place of the table; "
+            "this call would write over them: give the place a page of its own"
         )

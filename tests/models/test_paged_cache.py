@@ -16,7 +16,7 @@ from moe_jax.models import _cache, _decoder, _inputs, _layer_cache, load_pretrai
 from moe_jax.models._layer_cache import SlotCache
 from moe_jax.models.attention import _mla
 from tests.models.test_partition import mesh_of
-from tests.support.cases.models import VOCAB, assert_logits_close, slow
+from tests.support.cases.models import VOCAB, assert_logits_close, slow, write_checkpoint
 from tests.support.refusals import refuses
 
 TABLE = np.array([[5, 0, 7, 2], [1, 6, 3, 8]], np.int32)  # 16 slots a row; page 4 is nobody's
@@ -117,6 +117,37 @@ def test_wrong_tables(case):
         assert damaged.is_damaged.tolist() == [True, False]
     behind = dataclasses.replace(cache, page_table=cache.page_table.at[0, 2].set(9))  # no token comes there
     assert not np.isnan(run(state, ids, behind)[0]).any()
+
+
+def test_whole_pages_hold_no_more_than_the_model_takes(tmp_path):
+    """Two pages have 8 slots, the model takes 6 tokens."""
+    write_checkpoint("mixtral", tmp_path, max_position_embeddings=6)
+    model, ids = load_pretrained(tmp_path, dtype="float32"), tokens(1, 7)
+    cache = model.init_cache(1, 6, page_table=np.array([[0, 1]]))
+    refuses(ValueError, "cache has 6 slots, 0 used; 7 more tokens do not fit", model, ids, cache=cache)
+    graphdef, state = nnx.split(model)
+    run = jax.jit(lambda state, ids, cache: nnx.merge(graphdef, state)(ids, cache=cache))
+    first, cache = run(state, ids[:, :3], cache)
+    second, cache = run(state, ids[:, :3], cache)
+    assert not np.isnan(first).any() and not np.isnan(second).any()
+    assert np.isnan(run(state, ids[:, :1], cache)[0]).all()
+
+
+def test_no_page_is_written_for_two_places(case):
+    """Pages that all have filled may be shared, a page that a call fills belongs to one place."""
+    model, words = case("mixtral").model, "which holds tokens of another place of the table"
+    for table, where in (([[0, 1], [0, 2]], "0, 0"), ([[0, 0], [1, 2]], "0, 0")):
+        cache = model.init_cache(2, 8, page_table=np.array(table))
+        refuses(ValueError, rf"page_table\[{where}\] is 0, {words}", model, tokens(2, 5), cache=cache)
+    cache = model.init_cache(2, 8, page_table=np.array([[0, 1], [2, 1]]))
+    _, cache = model(tokens(2, 4), cache=cache)  # page 1 gets nothing
+    refuses(ValueError, rf"page_table\[0, 1\] is 1, {words}", model, tokens(2, 1), cache=cache)
+    one = np.array([[True], [False]])
+    _, cache = model(tokens(2, 1), attention_mask=one, cache=cache)
+    refuses(ValueError, rf"page_table\[1, 1\] is 1, {words}", model, tokens(2, 1), attention_mask=~one, cache=cache)
+    padded = np.arange(8) >= [[0], [4]]
+    cache = model.init_cache(2, 8, page_table=np.array([[0, 1], [0, 2]]))
+    model(tokens(2, 8), attention_mask=padded, cache=cache)  # the second row has its padding there
 
 
 @pytest.mark.slow

@@ -87,3 +87,47 @@ def test_other_changes_are_seen(model, change):
 def test_merged_models_compute_the_same(model):
     ids = np.arange(6)[None] + 1
     np.testing.assert_array_equal(merge_model(*split_model(model))(ids), model(ids))
+
+
+def param(value):
+    return nnx.Param(np.full(2, value, np.float32))
+
+
+def module(**attributes):
+    made = nnx.Module()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def shared_module():
+    """Set in another order than that of nnx, which sorts names."""
+    inner = module(weight=param(1))
+    return module(z=inner, a=inner)
+
+
+def listed_variables():
+    return module(entries=nnx.List([param(value) for value in range(12)]))
+
+
+def variables_in_a_tuple():
+    return module(pair=nnx.data((param(1), param(2))), weight=param(3))
+
+
+@pytest.mark.parametrize("make", [shared_module, listed_variables, variables_in_a_tuple])
+def test_any_module_is_split(make):
+    made = make()
+    for _ in range(2):
+        (structure, leaves), (wanted, arrays) = split_model(made), fresh(made)
+        assert structure == wanted and all(a is b for a, b in zip(leaves, arrays, strict=True))
+
+
+def test_what_changes_in_place_is_seen():
+    made = module(weight=param(1), held=nnx.data({"a": param(2)}))
+    split_model(made)
+    made.held["b"] = param(3)
+    assert len(split_model(made)[1]) == 3
+    del made.held["a"], made.held["b"]
+    split_model(made)
+    made.held["b"] = param(3)
+    assert len(split_model(made)[1]) == 2
