@@ -82,8 +82,8 @@ def added_and_projected(
         missing = [one.shape[0] - y.shape[0] for one, y in zip(products, found, strict=True)]
         return total, [jnp.pad(y, ((0, count), (0, 0))) for y, count in zip(found, missing, strict=True)]
 
-    total, found = with_gradient_of(run, judge, x, norm.weight[...], parts, matrices)
-    return total, tuple(PartialSums(y[None], x.shape[:-1]) for y in found)
+    both: Any = with_gradient_of(run, judge, x, norm.weight[...], parts, matrices)
+    return both[0], tuple(PartialSums(y[None], x.shape[:-1]) for y in both[1])
 
 
 def _parts(addend: Array | PartialSums | None, x: Array) -> Array | None:
