@@ -4,7 +4,7 @@
         [--vocabulary 50000]
     python benchmarks/vllm_engine.py start --out DIR [--cases qwen3-30b-a3b:fp8_channel] [--layers 48]
 
-Needs a Hopper GPU, vLLM 0.24, and this checkout as the current directory; two GPUs share the work. Weights are random.
+Needs a Hopper GPU, vLLM 0.24, and this checkout as the current directory; two GPUs share the work, CUDA_VISIBLE_DEVICES chooses. Weights are random.
 ``speed`` starts all engines side by side and lets those of one GPU, which has whole cases, measure one at a time: ours,
 and vLLM's with each of its backends that may be the better one. A line for each cell, and a ratio against the better
 one. "kernels" is the union of the GPU's busy time by torch's profiler, "clock" what a caller waits. ``start`` runs vLLM
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ class Engine:
         for _ in range(3):
             once()
         clock = statistics.median(once() for _ in range(7))
-        return dict(clock=1e3 * clock, kernels=statistics.median(self.busy(once, 1) for _ in range(3)))
+        return dict(clock=1e3 * clock) | self.busy(once, 1)
 
     def decode(self, rows: int, context: int, steps: int = 32) -> dict[str, Any]:
         for _ in range(rows):
@@ -153,25 +154,31 @@ class Engine:
                 step()
             self.torch.cuda.synchronize()
             clocks.append((time.perf_counter() - start) / steps)
-        kernels = statistics.median(self.busy(lambda: [step() for _ in range(8)], 8) for _ in range(3))
+        busy = self.busy(lambda: [step() for _ in range(8)], 8)
         self.engine.abort_request(list(made))
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        return dict(clock=1e3 * statistics.median(clocks), kernels=kernels)
+        return dict(clock=1e3 * statistics.median(clocks)) | busy
 
-    def busy(self, call: Callable[[], Any], count: int) -> float:
-        """ms of one of ``count`` steps in which the GPU runs anything."""
+    def busy(self, call: Callable[[], Any], count: int) -> dict[str, Any]:
+        """ms of one of ``count`` steps in which the GPU runs anything, the median of three, and its longest kernels."""
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            call()
-            self.torch.cuda.synchronize()
-        spans = [e.time_range for e in profiler.events() if str(e.device_type).endswith("CUDA")]
-        total, end = 0.0, -1.0
-        for span in sorted(spans, key=lambda s: s.start):
-            total += max(0.0, span.end - max(span.start, end))
-            end = max(end, span.end)
-        return total / count / 1e3
+        totals = []
+        for _ in range(3):
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                call()
+                self.torch.cuda.synchronize()
+            events = [e for e in profiler.events() if str(e.device_type).endswith("CUDA")]
+            total, end = 0.0, -1.0
+            for span in sorted((e.time_range for e in events), key=lambda s: s.start):
+                total += max(0.0, span.end - max(span.start, end))
+                end = max(end, span.end)
+            totals.append(total / count / 1e3)
+        parts: Counter[str] = Counter()
+        for event in events:
+            parts[event.name[:60]] += event.time_range.elapsed_us() / count / 1e3
+        return dict(kernels=statistics.median(totals), parts={n: round(ms, 4) for n, ms in parts.most_common(20)})
 
 
 def child(options: argparse.Namespace) -> None:
@@ -198,14 +205,14 @@ def child(options: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def launch(options: argparse.Namespace, name: str, case: str, plugin: bool, backend: str, cache: Path, gpu: int) -> Any:
+def launch(options: argparse.Namespace, name: str, case: str, plugin: bool, backend: str, cache: Path, gpu: str) -> Any:
     """A process of ``child`` on one GPU; its output goes to a file."""
     own = name.removesuffix(" again")  # a second start finds what the first one kept
     environment = (
         os.environ
         | ENVIRONMENT
         | dict(
-            CUDA_VISIBLE_DEVICES=str(gpu),
+            CUDA_VISIBLE_DEVICES=gpu,
             VLLM_PLUGINS="",
             VLLM_CACHE_ROOT=str(cache / f"vllm_{own}"),
             TORCHINDUCTOR_CACHE_DIR=str(cache / f"inductor_{own}"),
@@ -270,10 +277,12 @@ def report(logs: dict[str, Path], out: Path) -> None:
     (out / "report.txt").write_text("\n".join(lines) + "\n")
 
 
-def num_gpus() -> int:
-    """Two at most: ``start`` has pairs of engines."""
+def gpus_to_use() -> list[str]:
+    """Two at most, since ``start`` has pairs of engines; those of CUDA_VISIBLE_DEVICES where it is set."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return visible.split(",")[:2]
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    return min(len(found.splitlines()), 2)
+    return [str(index) for index in range(len(found.splitlines()))][:2]
 
 
 def main() -> None:
@@ -299,19 +308,22 @@ def main() -> None:
         child(options)
     began, cache, logs = time.monotonic(), Path(tempfile.mkdtemp()), {}
     options.out.mkdir(parents=True, exist_ok=True)
-    gpus = num_gpus()
-    plan: list[list[tuple[str, str, bool, str, int]]]
+    gpus = gpus_to_use()
+    plan: list[list[tuple[str, str, bool, str, str]]]
     if options.command == "start":
         case = options.cases.partition(",")[0]
         engines = [("vllm", False), ("ours", True), ("vllm again", False), ("ours again", True)]
         plan = [
-            [(f"{case}@{name}", case, plugin, "auto", gpu) for gpu, (name, plugin) in enumerate(engines[i : i + gpus])]
-            for i in range(0, len(engines), gpus)
+            [
+                (f"{case}@{name}", case, plugin, "auto", gpu)
+                for gpu, (name, plugin) in zip(gpus, engines[i : i + len(gpus)], strict=True)
+            ]
+            for i in range(0, len(engines), len(gpus))
         ]
     else:
         plan = [[]]
         for index, case in enumerate(options.cases.split(",")):
-            gpu = index % gpus
+            gpu = gpus[index % len(gpus)]
             plan[0].append((f"{case}@ours", case, True, "auto", gpu))
             others = BACKENDS[case.partition(":")[2]]
             plan[0] += [(f"{case}@{backend}", case, False, backend, gpu) for backend in others]
