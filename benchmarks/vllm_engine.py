@@ -185,8 +185,12 @@ def child(options: argparse.Namespace) -> None:
     """One engine: a line of JSON for each thing it finds, last "done"."""
     lock = open(options.lock, "w")
     fcntl.flock(lock, fcntl.LOCK_SH)
+    starts = open(f"{options.lock}_starts", "w")
+    if options.one_by_one:
+        fcntl.flock(starts, fcntl.LOCK_EX)
     signal.alarm(START_LIMIT)  # one that hangs would keep the others waiting
     engine = Engine(options)
+    starts.close()
 
     def say(**found: Any) -> None:
         print("RESULT " + json.dumps(dict(case=options.case, name=options.name) | found), flush=True)
@@ -240,7 +244,11 @@ def launch(options: argparse.Namespace, name: str, case: str, plugin: bool, back
         "--lock",
         str(cache / f"lock{gpu}"),
     ]
-    command += ["--plugin"] * plugin + ["--default-graphs"] * (options.command == "start")
+    command += (
+        ["--plugin"] * plugin
+        + ["--one-by-one"] * options.one_by_one
+        + ["--default-graphs"] * (options.command == "start")
+    )
     log = open(cache / f"{name.replace(':', '_')}.txt", "w")
     return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT), Path(log.name)
 
@@ -297,6 +305,7 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=float, default=900, help="seconds for all of it; six engines start in 2 minutes"
     )
+    parser.add_argument("--one-by-one", action="store_true", help="starts that inductor needs the memory for")
     parser.add_argument("--plugin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--default-graphs", action="store_true", help=argparse.SUPPRESS)
     for name in ("--case", "--name", "--lock"):

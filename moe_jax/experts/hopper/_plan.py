@@ -120,18 +120,25 @@ def make_plan(
 def _adapted_plan(config: MoEConfig, weights: ExpertWeights, key: LayerKey | PackedLayerKey, num_tokens: int) -> Plan:
     """GEMM 1 without its activation, before which adapters are added: one projection with the rows of all.
 
-    Tiles are those of the adapters' own products. No table holds such calls.
+    Tiles are those of the adapters' own products, of 64 rows where packed weights have no tile of 128. No table holds
+    such calls.
     """
+
+    def products(block_m: int) -> tuple[AnyDesc, AnyDesc]:
+        first, second = _products(config, weights, key, num_tokens, block_m)
+        stacked: dict[str, Any] = dict(projections=1, activation=None, bias_dtype=None)
+        if isinstance(first, PackedDesc):
+            stacked["n"] = first.channel_blocks * BLOCK_N * first.projections
+        else:
+            stacked |= dict(n=first.n * first.projections, requantize="none")
+            if first.rhs_scale == "tensor":  # one for each projection
+                stacked["rhs_scale"] = "channel"
+        return dataclasses.replace(first, **stacked), second
+
     block_m = tile_of_any_product(config.planned_tokens(num_tokens) * config.top_k, weights.num_experts)
-    first, second = _products(config, weights, key, num_tokens, block_m)
-    stacked: dict[str, Any] = dict(projections=1, activation=None, bias_dtype=None)
-    if isinstance(first, PackedDesc):
-        stacked["n"] = first.channel_blocks * BLOCK_N * first.projections
-    else:
-        stacked |= dict(n=first.n * first.projections, requantize="none")
-        if first.rhs_scale == "tensor":  # one for each projection
-            stacked["rhs_scale"] = "channel"
-    return Plan(block_m, (dataclasses.replace(first, **stacked), second), (None, None), "by the heuristic")
+    if isinstance(key, PackedLayerKey) and not all(key.candidates(desc, block_m, 1) for desc in products(block_m)):
+        block_m = 64
+    return Plan(block_m, products(block_m), (None, None), "by the heuristic")
 
 
 def tile_of_any_product(num_pairs: int, num_experts: int) -> int:

@@ -21,6 +21,7 @@ from moe_jax.experts._choice import choose
 from moe_jax.experts.hopper._adapters import adapter_refusal
 from moe_jax.experts.hopper._backward import Static, differentiable
 from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout
+from moe_jax.experts.hopper._plan import gemm_of, make_plan
 from moe_jax.quantization import ExpertWeights, QuantizedTensor, dequantize_tensor
 from tests.experts.test_adapters import RANK, torch_gradients, with_adapters
 from tests.support.cases import experts as cases
@@ -263,3 +264,11 @@ def test_refusals_by_name(options, reason):
     with on_hopper():
         chosen, skipped = choose(Problem(config, held(weights, config), TOKENS, "gpu"))
     assert chosen is not None and chosen.name == "xla" and ("hopper", found) in skipped
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g32", "w4a8_int8", "w8a16_channel", "nvfp4_a16", "mxfp4_a16"])
+def test_packed_weights_have_tiles_for_many_rows(scheme):
+    config, *_, weights = call_of(scheme, 700)
+    weights = held(weights, config)
+    plan = make_plan(config, weights, 700)
+    assert all(gemm_of(weights).choose_config(desc, plan.block_m, 132) for desc in plan.products)
