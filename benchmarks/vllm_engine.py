@@ -4,11 +4,12 @@
         [--vocabulary 50000]
     python benchmarks/vllm_engine.py start --out DIR [--cases qwen3-30b-a3b:fp8_channel] [--layers 48]
 
-Needs a Hopper GPU, vLLM 0.24, and this checkout as the current directory; two GPUs share the work, CUDA_VISIBLE_DEVICES chooses. Weights are random.
-``speed`` starts all engines side by side and lets those of one GPU, which has whole cases, measure one at a time: ours,
-and vLLM's with each of its backends that may be the better one. A line for each cell, and a ratio against the better
-one. "kernels" is the union of the GPU's busy time by torch's profiler, "clock" what a caller waits. ``start`` runs vLLM
-alone, ours with an empty cache, and both again.
+Needs a Hopper GPU, vLLM 0.24, and this checkout as the current directory; two GPUs share the work, and
+CUDA_VISIBLE_DEVICES chooses them. Weights are random. ``speed`` starts all engines side by side and lets those of one
+GPU, which has whole cases, measure one at a time: ours, and vLLM's with each of its backends that may be the better
+one. A line for each cell, and a ratio against the better one. "kernels" is the union of the GPU's busy time by torch's
+profiler, "clock" what a caller waits, "parts" in results.jsonl the longest kernels; ours start early and wait (PDL), so
+their parts overlap. ``start`` runs vLLM alone, ours with an empty cache, and both again.
 """
 
 import argparse
