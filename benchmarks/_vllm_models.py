@@ -57,8 +57,10 @@ def draw_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
 
 def _draw(tensor: torch.Tensor, generator: torch.Generator, size: float) -> None:
     flat = tensor.reshape(-1)
+    largest = float("inf")
     if tensor.dtype == torch.float8_e4m3fn:
-        size = 100.0
+        size, largest = 100.0, 448.0  # torch casts anything above to NaN
     for start in range(0, flat.numel(), 1 << 27):
         part = flat[start : start + (1 << 27)]
-        part.copy_((torch.randn(part.numel(), device=part.device, generator=generator) * size).to(part.dtype))
+        drawn = torch.randn(part.numel(), device=part.device, generator=generator) * size
+        part.copy_(drawn.clamp_(-largest, largest).to(part.dtype))

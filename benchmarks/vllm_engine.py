@@ -137,11 +137,11 @@ class Engine:
     def decode(self, rows: int, context: int, steps: int = 32) -> dict[str, Any]:
         for _ in range(rows):
             self.add(context - 2 * steps, 4096 - context)
-        made: dict[str, int] = {}
+        made: dict[str, int] = {}  # the last token of each row
 
         def step() -> None:
             for out in self.engine.step():
-                made[out.request_id] = len(out.outputs[0].token_ids)
+                made[out.request_id] = out.outputs[0].token_ids[-1]
 
         while len(made) < rows:
             step()
@@ -159,7 +159,7 @@ class Engine:
         self.engine.abort_request(list(made))
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        return dict(clock=1e3 * statistics.median(clocks)) | busy
+        return dict(clock=1e3 * statistics.median(clocks), distinct=len(set(made.values()))) | busy
 
     def busy(self, call: Callable[[], Any], count: int) -> dict[str, Any]:
         """ms of one of ``count`` steps in which the GPU runs anything, the median of three, and its longest kernels."""
@@ -273,7 +273,11 @@ def report(logs: dict[str, Path], out: Path) -> None:
         texts = [f"{name} {side['kernels']:.3f} ({side['clock']:.3f})" for name, side in sides.items()]
         others = [side["kernels"] for name, side in sides.items() if name != "ours"]
         ratio = f"  ratio {min(others) / sides['ours']['kernels']:.2f}" if others and "ours" in sides else ""
-        lines.append(f"{case} {cell}: ms of kernels (clock): {', '.join(texts)}{ratio}")
+        # Rows that make the same tokens run the same few experts: weights that tell them apart are needed.
+        alike = "".join(
+            f"  {name}: {side['distinct']} distinct tokens" for name, side in sides.items() if "distinct" in side
+        )
+        lines.append(f"{case} {cell}: ms of kernels (clock): {', '.join(texts)}{ratio}{alike}")
     for name, log in logs.items():
         if not any("done" in result for result in results(log)):
             tail = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-12:]
