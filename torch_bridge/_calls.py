@@ -170,16 +170,23 @@ def pad_tokens(
     first = tensors[0]
     assert first is not None
     count = first.shape[0]
-    size = count if count <= SMALLEST_BUCKET else bucket(count)
-    if size == count:
+    missing = missing_tokens(count)
+    if not missing:
         return tensors, None
-    padded = tuple(
-        tensor
-        if tensor is None or place == fixed
-        else torch.cat([tensor, tensor.new_zeros(size - count, *tensor.shape[1:])])
-        for place, tensor in enumerate(tensors)
+    rows = tuple(
+        tensor if tensor is None or place == fixed else padded(tensor, missing) for place, tensor in enumerate(tensors)
     )
-    return padded, torch.arange(size, device=first.device) < count
+    return rows, torch.arange(count + missing, device=first.device) < count
+
+
+def missing_tokens(count: int) -> int:
+    """By how many tokens a call is padded."""
+    return 0 if count <= SMALLEST_BUCKET else bucket(count) - count
+
+
+def padded(tensor: torch.Tensor, missing: int, value: int = 0) -> torch.Tensor:
+    """A tensor with more rows, which hold one value."""
+    return torch.nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing), value=value)
 
 
 def _trimmed(array: jax.Array, like: torch.Tensor, mask: Any) -> torch.Tensor:

@@ -83,7 +83,8 @@ def _run(layer_name: str, method: str, *tensors: torch.Tensor | None, bias: int 
         raise RuntimeError(f"layer {layer_name!r} does not exist any more; a traced program needs its layers alive")
     given = [t for place, t in enumerate(tensors) if t is not None and place != bias]
     calls = layer.calls_for(*given, routes_only=method == "select")
-    tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
+    if any(tensor.is_neg() for tensor in given):
+        tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
     if tensors[0] is not None and tensors[0].shape[0] == 0:
         calls.check(method, *tensors)
         return None

@@ -12,11 +12,12 @@ from moe_jax import ExpertWeights, MoEConfig
 from moe_jax.experts._backend import Problem
 from moe_jax.experts._choice import first_choice
 from moe_jax.routing import RoutingParams
-from torch_bridge._calls import Experts, JaxCalls, pad_tokens
-from torch_bridge._tensors import narrowed, to_torch
+from torch_bridge._calls import Experts, JaxCalls, missing_tokens, pad_tokens, padded
+from torch_bridge._tensors import to_torch
 from torch_bridge.launch._kernels import CaptureError, as_torch_kernels
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_READ = (torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.float16)  # ids and weights, by the kernels
 
 
 class KernelCalls(JaxCalls):
@@ -56,9 +57,8 @@ class KernelCalls(JaxCalls):
         assert first is not None
         if not self._is_cuda:
             raise NotImplementedError(f"{self.layer_name}: torch_kernels=True needs CUDA tensors, found {first.device}")
-        padded, mask = pad_tokens(tensors, bias)
         try:
-            arguments = self._moe_arguments(padded, mask) if method == "moe" else self._expert_arguments(padded, mask)
+            arguments = self._moe_arguments(tensors) if method == "moe" else self._expert_arguments(*tensors)
             y = self._kernels[method](*arguments)
         except NotImplementedError as error:
             if not self._is_strict:
@@ -67,9 +67,9 @@ class KernelCalls(JaxCalls):
         except CaptureError as error:
             raise CaptureError(f"{self.layer_name}: {error}") from None
         self._has_run = True
-        if torch.cuda.is_current_stream_capturing():
+        if not self.is_captured and torch.cuda.is_current_stream_capturing():
             self.is_captured = True
-        return y if mask is None else y[: first.shape[0]]
+        return y if y.shape[0] == first.shape[0] else y[: first.shape[0]]
 
     def replace(self, experts: Experts) -> None:
         """Other weights of the same shapes in the memory that captured graphs read.
@@ -88,8 +88,8 @@ class KernelCalls(JaxCalls):
         if self._is_cuda:
             torch.cuda.synchronize()  # JAX's runtime does not know of these writes
 
-    def _moe_arguments(self, tensors: tuple[Any, ...], mask: Any) -> tuple[Any, ...]:
-        x, logits, bias, token_ids = tensors
+    def _moe_arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        (x, logits, bias, token_ids), mask = pad_tokens(tensors, fixed=2)
         if token_ids is not None or self.experts_tree.routing.hash_indices_table is not None:
             raise NotImplementedError("hash routing has no kernel")
         if self._expert_map is not None:
@@ -98,18 +98,23 @@ class KernelCalls(JaxCalls):
             )
         return x, logits, None if bias is None else bias.float(), mask
 
-    def _expert_arguments(self, tensors: tuple[Any, ...], mask: Any) -> tuple[Any, ...]:
-        x, weights, ids = tensors
+    def _expert_arguments(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> tuple[Any, ...]:
         config = self.experts_tree.global_config
         if config.zero_expert_type is not None or config.apply_routed_scale_to_output:
             raise NotImplementedError("zero experts and a scale on the output have no kernel after routing")
-        ids = narrowed(ids).to(torch.int32)
+        weights = weights if weights.dtype in _READ else weights.float()
+        ids = ids if ids.dtype in _READ else ids.to(torch.int32)
         if self._expert_map is not None:
-            is_known = (ids >= 0) & (ids < self._expert_map.numel())
-            ids = torch.where(is_known, self._expert_map[torch.where(is_known, ids, 0)], -1)
-        if mask is not None:
-            ids = torch.where(mask[:, None], ids, -1)
-        return x, weights.float(), ids
+            ids = local_ids(ids, self._expert_map)
+        if missing := missing_tokens(x.shape[0]):
+            return padded(x, missing), padded(weights, missing), padded(ids, missing, -1)
+        return x, weights, ids
+
+
+def local_ids(ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
+    """Global ids as a rank numbers its experts, int32, -1 for others. expert_map: (P,) int32."""
+    is_known = (ids >= 0) & (ids < expert_map.numel())
+    return torch.where(is_known, expert_map[torch.where(is_known, ids, 0)], -1)
 
 
 def _are_choices(weights: Any, ids: Any) -> bool:

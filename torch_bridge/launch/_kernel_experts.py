@@ -16,8 +16,9 @@ from moe_jax.experts._choice import first_choice
 from moe_jax.models._compiled import bucket
 from moe_jax.quantization import method_for
 from moe_jax.routing import RoutingParams
-from torch_bridge._tensors import numpy_dtype
-from torch_bridge.launch._calls import _Experts, _Moe
+from torch_bridge._calls import padded
+from torch_bridge._tensors import narrowed, numpy_dtype
+from torch_bridge.launch._calls import _Experts, _Moe, local_ids
 from torch_bridge.launch._evaluate import struct_of
 from torch_bridge.launch._gpu import Gpu
 from torch_bridge.launch._kernels import CaptureError
@@ -123,13 +124,12 @@ class KernelExperts:
         count = x.shape[0]
         if count == 0:
             return torch.empty_like(x)
-        ids = topk_ids.to(torch.int32)
+        ids = narrowed(topk_ids).to(torch.int32)
         if self.expert_map is not None:
-            known = (ids >= 0) & (ids < self.expert_map.numel())
-            ids = torch.where(known, self.expert_map[torch.where(known, ids, 0)], -1)
+            ids = local_ids(ids, self.expert_map)
         arguments = x, topk_weights.float(), ids
         if count not in self._exact["experts"] and (missing := self._bucket(count) - count):
-            arguments = tuple(_padded(a, missing, -1 if a is ids else 0) for a in arguments)
+            arguments = tuple(padded(a, missing, -1 if a is ids else 0) for a in arguments)
         return self._run("experts", arguments)[:count]
 
     def layer(
@@ -150,7 +150,7 @@ class KernelExperts:
         missing = self._bucket(count) - count
         mask = _mask(count, missing, x.device)
         if missing:
-            x, router_logits = _padded(x, missing, 0), _padded(router_logits, missing, 0)
+            x, router_logits = padded(x, missing), padded(router_logits, missing)
         return self._run("layer", (x, router_logits, bias, mask))[:count]
 
     def replace(self, weights: ExpertWeights) -> None:
@@ -251,10 +251,6 @@ def _shared(config: MoEConfig) -> MoEConfig:
     """What layers have in common that differ by name."""
 
     return dataclasses.replace(config, name="")
-
-
-def _padded(tensor: torch.Tensor, missing: int, value: int) -> torch.Tensor:
-    return torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=value)
 
 
 @functools.lru_cache(maxsize=64)

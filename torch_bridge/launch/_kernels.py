@@ -31,7 +31,8 @@ def as_torch_kernels(function: Callable[..., Any], *bound: Any) -> Callable[...,
     function: of ``pallas_kernels`` (``grouped_gemm``, ``combine``, ...) with implementation="hopper" and everything
     but arrays bound, or a composition of them; arguments and results may be any pytrees. Everything runs on torch's
     current stream, so that side streams are ordered as for any operator of torch, and CUDA graphs can capture it after
-    one call with the same shapes. bound: last arguments that stay the same tensors in every call, such as weights.
+    one call with the same shapes. An int64 tensor comes as its words, int32 with a last axis of 2, low words first.
+    bound: last arguments that stay the same tensors in every call, such as weights.
 
     Raises NotImplementedError for a function that computes outside of kernels, by the operation's name, RuntimeError
     for a first call during capture, and what the function raises.
@@ -214,6 +215,8 @@ class KernelProgram:
 
 
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    if leaf.dtype == torch.int64:
+        return jax.ShapeDtypeStruct((*leaf.shape, 2), np.int32)
     dtype = numpy_dtype(leaf.dtype) if isinstance(leaf.dtype, torch.dtype) else leaf.dtype
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
 
