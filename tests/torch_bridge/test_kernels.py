@@ -211,7 +211,7 @@ def test_layers_refuse_what_kernels_cannot():
     layer = loaded_bridge("bf16", plain_arrays(), torch_kernels=True)
     with pytest.raises(NotImplementedError, match=r"torch_kernels=True needs CUDA tensors, found cpu"):
         layer(*inputs(2))
-    assert isinstance(layer.calls_for(*inputs(2)), _kernel_calls.KernelCalls)
+    assert isinstance(layer.calls_for("moe"), _kernel_calls.KernelCalls)
 
 
 def test_what_is_not_kernels_throughout_goes_to_jaxs_runtime(monkeypatch):
@@ -220,7 +220,7 @@ def test_what_is_not_kernels_throughout_goes_to_jaxs_runtime(monkeypatch):
     layer = loaded_bridge("fp8_tensor", stored_arrays("fp8_tensor"))
     x, z = inputs(3)
     expected, traced = layer(x, z), []
-    layer._calls = calls = _kernel_calls.KernelCalls(layer._experts, layer.layer_name, is_strict=False)
+    layer._calls = calls = _kernel_calls.KernelCalls(layer._experts, layer.layer_name, layer.device, is_strict=False)
     monkeypatch.setattr(calls, "_is_cuda", True)
     program = _kernels.KernelProgram
     monkeypatch.setattr(_kernels, "KernelProgram", lambda *args, **named: traced.append(1) or program(*args, **named))
@@ -268,14 +268,14 @@ def test_a_reload_of_a_captured_layer_keeps_its_memory():
     """What a CUDA graph reads stays where it is and gets the new values; before a capture weights are just replaced."""
     layer = loaded_bridge("fp8_channel", plain_arrays(), online=True, torch_kernels=True)
     held = layer.w13_weight.data_ptr()
-    calls = layer.calls_for(*inputs(2))
+    calls = layer.calls_for("moe")
     calls.is_captured = True
     pairs = torch_pairs(plain_arrays(1))
     layer.reload_weights(pairs)
-    assert layer.calls_for(*inputs(2)) is calls and layer.w13_weight.data_ptr() == held
+    assert layer.calls_for("moe") is calls and layer.w13_weight.data_ptr() == held
     expected = loaded_bridge("fp8_channel", plain_arrays(1), online=True)
     for name, parameter in layer.named_parameters():
         assert torch.equal(parameter.view(torch.uint8), expected.get_parameter(name).view(torch.uint8)), name
     calls.is_captured = False
     layer.reload_weights(pairs)
-    assert layer.calls_for(*inputs(2)) is not calls
+    assert layer.calls_for("moe") is not calls

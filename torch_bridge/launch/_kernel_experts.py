@@ -130,7 +130,7 @@ class KernelExperts:
         arguments = x, topk_weights.float(), ids
         if count not in self._exact["experts"] and (missing := self._bucket(count) - count):
             arguments = tuple(padded(a, missing, -1 if a is ids else 0) for a in arguments)
-        return self._run("experts", arguments)[:count]
+        return _first(self._run("experts", arguments), count)
 
     def layer(
         self, x: torch.Tensor, router_logits: torch.Tensor, correction_bias: torch.Tensor | None = None
@@ -151,7 +151,7 @@ class KernelExperts:
         mask = _mask(count, missing, x.device)
         if missing:
             x, router_logits = padded(x, missing), padded(router_logits, missing)
-        return self._run("layer", (x, router_logits, bias, mask))[:count]
+        return _first(self._run("layer", (x, router_logits, bias, mask)), count)
 
     def replace(self, weights: ExpertWeights) -> None:
         """Other weights of the same shapes, in the memory that captured graphs read."""
@@ -251,6 +251,11 @@ def _shared(config: MoEConfig) -> MoEConfig:
     """What layers have in common that differ by name."""
 
     return dataclasses.replace(config, name="")
+
+
+def _first(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Its first rows; a slice, which is an operator of torch, only where it has more."""
+    return tensor if tensor.shape[0] == count else tensor[:count]
 
 
 @functools.lru_cache(maxsize=64)
