@@ -24,6 +24,7 @@ from torch_bridge.launch._launch import CompiledKernel
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 STRUCT = jax.ShapeDtypeStruct
 ALIVE = []  # C functions, of which the bridge keeps addresses
+LAUNCHED = []  # of all tests, since layers of one shape share their programs
 
 
 @pytest.fixture(autouse=True)
@@ -262,6 +263,127 @@ def test_layers_of_one_shape_and_reloads_share_their_kernels(monkeypatch):
         assert len(compiled) == len(launched) == 4
         addresses = {word for operands in launched for word in operands}
         assert {layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()} <= addresses
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What kernels were launched with, (stream, first addresses) each, by layers whose memory passes for a GPU's."""
+
+    def load(kernel):
+        return CompiledKernel(0, lambda function, stream, at: LAUNCHED.append((stream, words(at, 4))), kernel.results)
+
+    LAUNCHED.clear()
+    monkeypatch.setattr(Kernel, "load", load)
+    monkeypatch.setattr(_launch, "_current_stream", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return LAUNCHED
+
+
+def layer_of_kernels(monkeypatch):
+    layer = torch_bridge.FusedMoE(E, 2, 512, 512, torch.bfloat16, torch_kernels=True)
+    layer.load_dummy_weights()
+    monkeypatch.setattr(layer._calls, "_is_cuda", True)
+    return layer
+
+
+def choices():
+    return torch.randn(3, 512).bfloat16(), torch.rand(3, 2).bfloat16(), torch.randint(E, (3, 2))
+
+
+def addresses(launches):
+    return {word for _, operands in launches for word in operands}
+
+
+def test_later_calls_of_the_same_kinds_do_nothing_but_launch(launched, monkeypatch):
+    """64-bit ids and 16-bit weights are read where they lie, and torch runs no operator, in any thread's stream."""
+    layer = layer_of_kernels(monkeypatch)
+    apply = functools.partial(layer.quant_method.apply, layer)
+    apply(*choices())
+    for stream in (8, 9):
+        monkeypatch.setattr(_launch, "_current_stream", lambda device, stream=stream: stream)
+        given = choices()
+        launched.clear()
+        with torch.profiler.profile() as profile:
+            y = apply(*given)
+        assert {event.name for event in profile.events() if event.name.startswith("aten::")} <= {"aten::empty_strided"}
+        assert [at for at, _ in launched] == [stream] * 4
+        assert {tensor.data_ptr() for tensor in (*given, y)} <= addresses(launched)
+    assert y.shape == (3, 512) and y.dtype == torch.bfloat16
+    with torch.inference_mode():
+        assert apply(*choices()).is_inference()
+
+
+def test_what_kernels_cannot_read_where_it_lies_is_copied_in_every_call(launched, monkeypatch):
+    layer = layer_of_kernels(monkeypatch)
+    x, weights, ids = choices()
+    wide = torch.stack([weights, weights], -1)[..., 0]
+    assert wide.shape == weights.shape and not wide.is_contiguous()
+    others = [(x._neg_view(), weights, ids), (x, wide, ids), (x, weights, ids.to(torch.uint8))]
+    others += [(x, weights.double(), ids)]
+    layer.quant_method.apply(layer, x, weights, ids)
+    for _ in range(2):
+        for given in others:
+            launched.clear()
+            layer.quant_method.apply(layer, *given)
+            read = [tensor.data_ptr() in addresses(launched) for tensor in given]
+            assert read == [tensor is own for tensor, own in zip(given, (x, weights, ids), strict=True)]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_calls_are_refused_after_others_as_before_them(launched, monkeypatch):
+    layer = layer_of_kernels(monkeypatch)
+    apply = functools.partial(layer.quant_method.apply, layer)
+    x, weights, ids = choices()
+    nested = torch.nested.nested_tensor([torch.ones(2)] * 3, dtype=torch.bfloat16)
+    for _ in range(2):
+        for given, error, message in (
+            ((x[:, :256], weights, ids), ValueError, r"expected \(T, 512\)"),
+            ((x, weights[:1], ids), ValueError, "x has 3 tokens"),
+            ((x.int(), weights, ids), ValueError, "expected a float dtype"),
+            ((x, weights, ids.to("meta")), RuntimeError, "expected all tensors on cpu"),
+            ((x, weights.to_sparse(), ids), TypeError, "has layout torch.sparse_coo"),
+            ((x, nested, ids), TypeError, "is a nested tensor"),
+            ((x, weights, ids.float()), TypeError, "topk_ids"),
+        ):
+            with pytest.raises(error, match=message):
+                apply(*given)
+        apply(x, weights, ids)
+    layer.w2_weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="a parameter of the experts requires a gradient"):
+        apply(x, weights, ids)
+
+
+def test_scratch_memory_of_each_call(launched, monkeypatch):
+    """Kernels pass on what they make in the memory of their own call, wherever torch has put it."""
+    given = []
+
+    def allocate(shape, strides, dtype):
+        given.append(torch.empty_strided(shape, strides, dtype=dtype))
+        return given[-1]
+
+    monkeypatch.setattr(_launch, "_allocator", lambda device: allocate)
+    layer = layer_of_kernels(monkeypatch)
+    arguments, starts = choices(), set()
+    for _ in range(3):
+        launched.clear()
+        y = layer.quant_method.apply(layer, *arguments)
+        scratch, out = given[-2:]
+        assert scratch.dtype == torch.uint8 and out.data_ptr() == y.data_ptr()
+        rows = launched[2][1][0]  # of the second product
+        assert 0 <= rows - scratch.data_ptr() < scratch.nbytes
+        starts.add(scratch.data_ptr())
+    assert len(starts) == 3
+
+
+def test_ids_of_64_bits():
+    """They come to kernels as their words; by an expert map those beyond 32 bits are nobody's."""
+    struct = _kernels._struct(torch.zeros(3, 2, dtype=torch.int64))
+    assert (struct.shape, struct.dtype) == ((3, 2, 2), jnp.int32)
+    table = torch.tensor([-1, 0, 1], dtype=torch.int32)
+    ids = torch.tensor([[0, 1, 2, 3, -1, 2**32 + 1, -(2**32) + 1]])
+    found = _kernel_calls.local_ids(ids, table)
+    assert found.dtype == torch.int32 and found.tolist() == [[-1, 0, 1, -1, -1, -1, -1]]
 
 
 def test_a_reload_of_a_captured_layer_keeps_its_memory():
