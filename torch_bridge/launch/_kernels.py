@@ -66,11 +66,8 @@ class TorchKernels:
             structs, structure = jax.tree.flatten(jax.tree.map(_struct, (args, self._bound)))
             program = _program(self._function, structure, tuple((struct.shape, struct.dtype) for struct in structs))
             try:
-                found = (
-                    program
-                    if isinstance(program, NotImplementedError)
-                    else (program, program.load(device, self._bound))
-                )
+                is_refused = isinstance(program, NotImplementedError)
+                found = program if is_refused else (program, program.load(device, self._bound))
             except NotImplementedError as error:
                 found = error.with_traceback(None)
             self._known[key] = found
@@ -228,7 +225,7 @@ class KernelProgram:
 
 
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    if leaf.dtype == torch.int64:
+    if leaf.dtype is torch.int64:
         return jax.ShapeDtypeStruct((*leaf.shape, 2), np.int32)
     dtype = numpy_dtype(leaf.dtype) if isinstance(leaf.dtype, torch.dtype) else leaf.dtype
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
