@@ -127,7 +127,7 @@ def calls_table(args, device, wait):
         x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
         logits = torch.randn(tokens, experts, device=device)
         arrays = to_arguments([x, logits, None, None])
-        calls = (through_jax or layer).calls_for(x, logits)
+        calls = (through_jax or layer).calls_for("moe")
         function = calls.functions["moe"]
         paths = {
             "jax": (lambda f=function, a=arrays, c=calls: f(c.leaves, a, None), jax.block_until_ready),
@@ -310,7 +310,7 @@ def profile_table(args, device, wait):
         options = dict(quant_config=args.scheme, device=device, torch_kernels=torch_kernels)
         layer = torch_bridge.FusedMoE(*args.sizes, torch.bfloat16, **options)
         layer.load_dummy_weights()
-        calls, arrays = layer.calls_for(x, logits), to_arguments([x, logits, None, None])
+        calls, arrays = layer.calls_for("moe"), to_arguments([x, logits, None, None])
         output = calls.functions["moe"](calls.leaves, arrays, None)
         stages = {
             "the whole call": lambda f=layer: f(x, logits),

@@ -122,9 +122,11 @@ def _compiled(structure: Any, method: str) -> Callable[..., Any]:
 class JaxCalls:
     """The calls of a layer through JAX's runtime: any implementation, any device. Tensors in, tensors out."""
 
-    def __init__(self, experts: Experts, layer_name: str):
+    def __init__(self, experts: Experts, layer_name: str, device: torch.device):
+        """device: where the experts are."""
         self.experts_tree: Experts = experts
         self.layer_name: str = layer_name
+        self.device: torch.device = device
         leaves, structure = jax.tree.flatten(experts)
         self.leaves: list[Any] = leaves
         self.functions: dict[str, Callable[..., Any]] = {
@@ -132,15 +134,27 @@ class JaxCalls:
             for name in ("moe", "experts", "select", "moe_gradients", "experts_gradients")
         }
 
-    def check(self, method: str, *tensors: torch.Tensor | None) -> None:
-        """Raise for tensors without rows what ``run`` raises for others: shapes and dtypes that do not fit."""
+    def _check(self, method: str, *tensors: torch.Tensor | None) -> None:
+        """Raise for tensors without rows what a call raises for others: shapes and dtypes that do not fit."""
         arrays = [t if t is None else jax.ShapeDtypeStruct(t.shape, numpy_dtype(narrowed(t).dtype)) for t in tensors]
         jax.eval_shape(self.functions[method], self.leaves, arrays, None)
 
     def run(self, method: str, *tensors: torch.Tensor | None, bias: int | None = None) -> Any:
-        """A method of ``Experts`` on tensors with T rows each. bias: the place of the tensor that has no tokens."""
+        """A method of ``Experts`` on tensors with T rows each; None for no rows, which nothing is computed for.
+
+        bias: the place of the tensor that has no tokens. Raises what ``check_call`` raises.
+        """
+        given = [t for place, t in enumerate(tensors) if t is not None and place != bias]
+        check_call(self.layer_name, self.experts_tree.global_config.hidden_size, self.device, *given)
+        tensors = tuple([None if tensor is None else tensor.resolve_neg() for tensor in tensors])
+        if given[0].shape[0]:
+            return self._run(method, tensors, bias)
+        self._check(method, *tensors)
+        return None
+
+    def _run(self, method: str, tensors: tuple[Any, ...], bias: int | None) -> Any:
+        """``run`` for tensors that have passed its checks."""
         first = tensors[0]
-        assert first is not None
         if first.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self.layer_name}: a CUDA graph is being captured, and JAX's runtime launches on streams of its own; "
@@ -170,16 +184,23 @@ def pad_tokens(
     first = tensors[0]
     assert first is not None
     count = first.shape[0]
-    size = count if count <= SMALLEST_BUCKET else bucket(count)
-    if size == count:
+    missing = missing_tokens(count)
+    if not missing:
         return tensors, None
-    padded = tuple(
-        tensor
-        if tensor is None or place == fixed
-        else torch.cat([tensor, tensor.new_zeros(size - count, *tensor.shape[1:])])
-        for place, tensor in enumerate(tensors)
+    rows = tuple(
+        tensor if tensor is None or place == fixed else padded(tensor, missing) for place, tensor in enumerate(tensors)
     )
-    return padded, torch.arange(size, device=first.device) < count
+    return rows, torch.arange(count + missing, device=first.device) < count
+
+
+def missing_tokens(count: int) -> int:
+    """By how many tokens a call is padded."""
+    return 0 if count <= SMALLEST_BUCKET else bucket(count) - count
+
+
+def padded(tensor: torch.Tensor, missing: int, value: int = 0) -> torch.Tensor:
+    """A tensor with more rows, which hold one value."""
+    return torch.nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, missing), value=value)
 
 
 def _trimmed(array: jax.Array, like: torch.Tensor, mask: Any) -> torch.Tensor:
@@ -190,7 +211,8 @@ def check_call(where: str, hidden_size: int, device: torch.device, x: torch.Tens
     """Raise for what no call takes: ValueError for shapes and dtypes, RuntimeError for another device, TypeError for
     what is no tensor with strides.
     """
-    for tensor in (x, *others):
+    check_tensor(f"{where}: x", x)
+    for tensor in others:
         check_tensor(f"{where}: an input", tensor)
     if x.ndim != 2 or x.shape[1] != hidden_size:
         raise ValueError(f"{where}: x has shape {tuple(x.shape)}, expected (T, {hidden_size})")

@@ -8,7 +8,7 @@ import torch
 
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
-from torch_bridge._calls import Experts, JaxCalls, check_call
+from torch_bridge._calls import Experts, JaxCalls
 from torch_bridge._method_base import FusedMoEMethodBase, MoELayer
 from torch_bridge._methods import SchemeMoEMethod
 from torch_bridge._tensors import check_tensor, jax_device
@@ -219,22 +219,18 @@ class ForwardMixin(MoELayer):
         factor = 1.0 if config.apply_routed_scale_to_output else config.routed_scaling_factor
         return weights.float() * factor, ids.to(torch.int32)
 
-    def calls_for(self, x: torch.Tensor, *others: torch.Tensor, routes_only: bool = False) -> JaxCalls:
-        """What runs a call on these tensors. Raises RuntimeError when nothing is loaded, or it is elsewhere.
-
-        routes_only: whether the call needs no experts, as the router alone does.
-        """
+    def calls_for(self, method: str) -> JaxCalls:
+        """What runs a method of ``Experts``. Raises RuntimeError when nothing is loaded, but for the router alone."""
         calls = self._calls
-        if calls is None and not routes_only:
+        if calls is None and method != "select":
             if not isinstance(self.quant_method, SchemeMoEMethod):
                 raise NotImplementedError(f"{type(self.quant_method).__name__} has to compute by itself in apply()")
             raise RuntimeError(
                 f"{self.layer_name} has no weights yet: call load_weights(pairs), then process_weights_after_loading()"
             )
-        check_call(self.layer_name, self.config.hidden_size, self.device, x, *others)
         if calls is None:
             experts = Experts(None, self.local_config, self.config, self._routing)
-            return JaxCalls(jax.device_put(experts, jax_device(self.device)), self.layer_name)
+            return JaxCalls(jax.device_put(experts, jax_device(self.device)), self.layer_name, self.device)
         for parameter in self._parameters.values():
             if parameter is not None and parameter.requires_grad:
                 raise RuntimeError(_NOT_TRAINABLE.format(name=self.layer_name))

@@ -16,7 +16,7 @@ from moe_jax.loading import LayerLoader
 from moe_jax.quantization import ExpertShape, MoEMethod
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
-from torch_bridge._calls import Experts, JaxCalls, check_call, configured_for
+from torch_bridge._calls import Experts, JaxCalls, configured_for
 from torch_bridge._moe_config import FusedMoEConfig, FusedMoEParallelConfig, MoEActivation, RoutingMethodType
 from torch_bridge._own_parameters import load_into
 from torch_bridge._state import interleaved, is_interleaved, stored_leaves
@@ -102,11 +102,10 @@ class HostedExperts:
         shown = stored_leaves(weights, local)
         return interleaved(shown) if is_mixed else shown
 
-    def calls_for(self, x: torch.Tensor, *others: torch.Tensor, **_: Any) -> JaxCalls:
-        """What runs a call on these tensors. Raises RuntimeError when nothing is processed, or it is elsewhere."""
+    def calls_for(self, method: str) -> JaxCalls:
+        """What runs a method of ``Experts``. Raises RuntimeError when nothing is processed."""
         if self._calls is None:
             raise RuntimeError(_NOTHING)
-        check_call("experts of a module", self.shape.hidden_size, self.device, x, *others)
         return self._calls
 
     def _configs(

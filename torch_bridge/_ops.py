@@ -36,7 +36,6 @@ def call(operator: Any, x: torch.Tensor, *args: Any) -> Any:
     """An operator on x and the rest; its function alone where nobody looks on, since the dispatcher costs more than all
     the rest of a call: nothing is traced or transformed, and no gradient is asked for.
     """
-    check_tensor(f"{args[-1]}: x", x)
     if (
         torch.compiler.is_compiling()
         or type(x) is not torch.Tensor
@@ -44,6 +43,7 @@ def call(operator: Any, x: torch.Tensor, *args: Any) -> Any:
         or _is_transformed()
         or (torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (x, *args)))
     ):
+        check_tensor(f"{args[-1]}: x", x)
         return operator(x, *args)
     return operator._init_fn(x, *args)
 
@@ -73,21 +73,12 @@ def warn_of_preallocation() -> None:
 
 
 def _run(layer_name: str, method: str, *tensors: torch.Tensor | None, bias: int | None = None) -> Any:
-    """A method of ``Experts`` for the layer of this name, None for no tokens, which nothing is computed for.
-
-    bias: the place of the tensor that has no tokens.
-    """
+    """What ``JaxCalls.run`` returns for the layer of this name."""
     check_process(layer_name)
     layer = layers.get(layer_name)
     if layer is None:
         raise RuntimeError(f"layer {layer_name!r} does not exist any more; a traced program needs its layers alive")
-    given = [t for place, t in enumerate(tensors) if t is not None and place != bias]
-    calls = layer.calls_for(*given, routes_only=method == "select")
-    tensors = tuple(None if tensor is None else tensor.resolve_neg() for tensor in tensors)
-    if tensors[0] is not None and tensors[0].shape[0] == 0:
-        calls.check(method, *tensors)
-        return None
-    return calls.run(method, *tensors, bias=bias)
+    return layer.calls_for(method).run(method, *tensors, bias=bias)
 
 
 @_operator("fused_moe")

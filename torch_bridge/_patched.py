@@ -30,7 +30,8 @@ class PatchedExperts(torch.nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states (T, H), top_k_index and top_k_weights (T, top_k) -> (T, H)."""
-        return self.experts.quant_method.apply(self.experts, hidden_states, top_k_weights, top_k_index)
+        experts = self.experts
+        return experts.quant_method.apply(experts, hidden_states, top_k_weights, top_k_index)
 
 
 def _to_transformers(module: PatchedExperts, state: Any, prefix: str, metadata: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from moe_jax.quantization import Scheme, SchemeLike
-from torch_bridge._experts_modules import ExpertsModule, layer_of, parameters_of, turned
+from torch_bridge._experts_modules import ExpertsModule, layer_of, names_of, turned
 from torch_bridge._layer import FusedMoE
 
 _NEWER = "install transformers 5.7 or newer, or use patch(model)"
@@ -51,18 +51,22 @@ def register_experts(
     ) -> torch.Tensor:
         """hidden_states (T, H), top_k_index and top_k_weights (T, top_k) -> (T, H)."""
         layer: FusedMoE = made(experts, top_k_index.shape[-1], options)
+        dtype = hidden_states.dtype
+        if dtype == layer.params_dtype:
+            return layer.quant_method.apply(layer, hidden_states, top_k_weights, top_k_index)
         x = hidden_states.to(layer.params_dtype)
-        return layer.quant_method.apply(layer, x, top_k_weights, top_k_index).to(hidden_states.dtype)
+        return layer.quant_method.apply(layer, x, top_k_weights, top_k_index).to(dtype)
 
     ALL_EXPERTS_FUNCTIONS.register(name, forward)
 
 
 def _layer_for(experts: ExpertsModule, top_k: int, options: dict[str, Any]) -> FusedMoE:
     """The module's layer; made anew where its parameters are not what they were."""
-    leaves = parameters_of(experts)
-    layer, places = vars(experts).get("_moe_jax", (None, None))
-    if layer is not None and places in (None, _places(experts, leaves)):
+    layer, names, places = vars(experts).get("_moe_jax", (None, {}, None))
+    if layer is not None and (places is None or places == _places(experts, names)):
         return layer
+    names = names_of(experts)
+    leaves = {leaf: getattr(experts, name) for leaf, name in names.items()}
     if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves.values()):
         warnings.warn(
             f"{type(experts).__name__}: moe_jax gives experts no gradients; call requires_grad_(False) on them, or "
@@ -79,7 +83,7 @@ def _layer_for(experts: ExpertsModule, top_k: int, options: dict[str, Any]) -> F
     if is_quantized:
         experts.register_state_dict_pre_hook(_refuse_state)
     # Past torch's registration of submodules: the layer's parameters are the module's own.
-    vars(experts)["_moe_jax"] = layer, None if is_quantized else _places(experts, leaves)
+    vars(experts)["_moe_jax"] = layer, names, None if is_quantized else _places(experts, names)
     return layer
 
 
@@ -88,12 +92,14 @@ def _is_copied(experts: ExpertsModule, name: str) -> bool:
     return not experts.is_concatenated and name.startswith("w13")
 
 
-def _places(experts: ExpertsModule, leaves: dict[str, torch.nn.Parameter]) -> list[tuple[int, int]]:
-    """Where the parameters lie, and of copied ones how often they were written."""
-    return [
-        (leaf.data_ptr(), leaf._version if _is_copied(experts, name) and not leaf.is_inference() else 0)
-        for name, leaf in leaves.items()
-    ]
+def _places(experts: ExpertsModule, names: dict[str, str]) -> list[tuple[int, int]]:
+    """Where the parameters lie, and of copied ones how often they were written. names: of ``names_of``."""
+    parameters, places = vars(experts)["_parameters"], []
+    for leaf, name in names.items():
+        tensor = parameters[name] if name in parameters else getattr(experts, name)  # by torch's lookup it takes 1 us
+        is_counted = _is_copied(experts, leaf) and not tensor.is_inference()
+        places.append((tensor.data_ptr(), tensor._version if is_counted else 0))
+    return places
 
 
 def _refuse_state(experts: ExpertsModule, *_: Any) -> None:

@@ -49,7 +49,8 @@ def align(
     may differ between implementations and calls.
 
     Args:
-        topk_ids: (T, top_k) int32; an id outside [0, num_experts) is not routed.
+        topk_ids: (T, top_k) int32, or (T, top_k, 2) int32 with the words of 64-bit ids, low first, as int64 lies in
+            memory; an id outside [0, num_experts) is not routed.
         num_experts: experts that get rows.
         block_m: rows of a tile.
         group_offset: () int32, which may live on the device: the id of the first of the num_experts experts, where they
@@ -62,8 +63,8 @@ def align(
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
-    if topk_ids.ndim != 2 or topk_ids.dtype != jnp.int32:
-        raise ValueError(f"topk_ids is {topk_ids.dtype}{topk_ids.shape}, expected int32 (T, top_k)")
+    if topk_ids.ndim not in (2, 3) or topk_ids.shape[2:] not in ((), (2,)) or topk_ids.dtype != jnp.int32:
+        raise ValueError(f"topk_ids is {topk_ids.dtype}{topk_ids.shape}, expected int32 (T, top_k) or (T, top_k, 2)")
     if num_experts < 1 or block_m < 1:
         raise ValueError(f"num_experts={num_experts} and block_m={block_m} must both be at least 1")
     desc = describe(
@@ -73,6 +74,7 @@ def align(
         block_m,
         has_offset=group_offset is not None,
         unpermuted=unpermuted,
+        are_wide=topk_ids.ndim == 3,
     )
     operands = [topk_ids.reshape(-1), *as_operands(group_offset)]
 
@@ -92,11 +94,18 @@ def align(
         reference=lambda: align_ref(desc, *operands),
     )
     found = first_that_runs("align", runs, implementation)
-    return TileMap(**dict(found, row_of=found["row_of"].reshape(topk_ids.shape)))
+    return TileMap(**dict(found, row_of=found["row_of"].reshape(topk_ids.shape[:2])))
 
 
 def describe(
-    num_tokens: int, top_k: int, num_experts: int, block_m: int, *, has_offset: bool, unpermuted: bool
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    block_m: int,
+    *,
+    has_offset: bool,
+    unpermuted: bool,
+    are_wide: bool = False,
 ) -> AlignDesc:
     """The description of a call. Raises ValueError for more unpermuted tokens than a tile has rows."""
     if unpermuted and num_tokens > block_m:
@@ -105,7 +114,7 @@ def describe(
         )
     pairs = num_tokens * top_k
     rows = row_capacity(pairs, num_experts, block_m)
-    return AlignDesc(pairs, num_experts, block_m, rows, has_offset, top_k if unpermuted else 0)
+    return AlignDesc(pairs, num_experts, block_m, rows, has_offset, top_k if unpermuted else 0, are_wide)
 
 
 def as_operands(group_offset: jax.Array | int | None) -> list[jax.Array]:

@@ -22,6 +22,7 @@ class AlignDesc:
         has_offset: whether the id of the first expert is given, as on the shards of an expert-parallel layer.
         top_k: where tokens stay unpermuted: row t of an expert's one tile is token t, which needs T <= block_m. 0 where
             an expert's rows follow each other.
+        are_wide: whether an id is 64 bits: two words, low first.
     """
 
     num_pairs: int
@@ -30,6 +31,7 @@ class AlignDesc:
     num_rows: int
     has_offset: bool = False
     top_k: int = 0
+    are_wide: bool = False
 
     @property
     def num_tokens(self) -> int:

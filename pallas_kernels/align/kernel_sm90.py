@@ -38,7 +38,10 @@ Scratch: TypeAlias = dict[str, Any]  # shared memory by the name of its argument
 
 
 def align_sm90(desc: AlignDesc, config: AlignConfig) -> Kernel:
-    """The kernel, or both: (ids (P,) int32, [offset (1,) int32]) -> ``OUTPUTS``, flat. For configs without error."""
+    """The kernel, or both: (ids (P,) int32, [offset (1,) int32]) -> ``OUTPUTS``, flat. For configs without error.
+
+    Wide ids are their words, (2 * P,) int32.
+    """
     if config.num_ctas == 1:
         return _kernel(_align, desc, config, align_outputs(desc), align_scratch(desc))
     rank, place = ranks_sm90(desc, config), rows_sm90(desc, config)
@@ -130,7 +133,7 @@ def _rows(
 def align_pairs(
     desc: AlignDesc, config: AlignConfig, ids: Ref, offset: Ref | None, *outputs: Ref, counts: Ref, ends: Ref
 ) -> None:
-    """The work of one CTA. ids: (P,) int32, offset: (1,) int32 or None, both in global memory."""
+    """The work of one CTA. ids as of ``align_sm90``, offset: (1,) int32 or None, both in global memory."""
     cta = _Cta(desc, config, ids, offset)
     cta.take_ranks(counts, outputs[0])
     cta.finish(outputs[0], None, outputs, counts, ends)
@@ -157,13 +160,21 @@ class _Cta:
 
         def step(i, _):
             pairs = [self.first + (i * together + j) * self.stride for j in range(together)]
-            owners = [simt.load(self.ids, pair, pair < self.desc.num_pairs, -1) for pair in pairs]
+            owners = [self._id(pair) for pair in pairs]
             if self.first_expert is not None:
                 owners = [owner - self.first_expert for owner in owners]
             body(pairs, owners, [(owner >= 0) & (owner < self.desc.num_experts) for owner in owners])
             return 0
 
         lax.fori_loop(0, -(-self.desc.num_pairs // (self.stride * together)), step, 0)
+
+    def _id(self, pair: Value) -> Value:
+        """What a pair is routed to, negative past the last pair and for an id beyond 32 bits."""
+        is_pair = pair < self.desc.num_pairs
+        if not self.desc.are_wide:
+            return simt.load(self.ids, pair, is_pair, -1)
+        low, high = (simt.load(self.ids, 2 * pair + word, is_pair, -1) for word in range(2))
+        return jnp.where(high == 0, low, -1)
 
     def take_ranks(self, counts: Ref, ranks: Ref) -> None:
         """Count the CTA's pairs by expert; the rank of each, in the order of arrival, to ``ranks``."""

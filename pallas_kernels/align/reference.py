@@ -7,7 +7,10 @@ from pallas_kernels.align.config import AlignDesc
 
 
 def align_ref(desc: AlignDesc, ids: jax.Array, offset: jax.Array | None = None) -> dict[str, jax.Array]:
-    """What ``align`` computes, rows of an expert in the order of the pairs. ids: (P,) int32; offset: (1,) int32."""
+    """What ``align`` computes, rows of an expert in the order of the pairs. Operands as of ``align_sm90``."""
+    if desc.are_wide:
+        low, high = ids[0::2], ids[1::2]
+        ids = jnp.where(high == 0, low, -1)
     ids = ids if offset is None else ids - offset
     is_routed = (ids >= 0) & (ids < desc.num_experts)
     expert = jnp.where(is_routed, ids, desc.num_experts)

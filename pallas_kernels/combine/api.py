@@ -29,7 +29,7 @@ def combine(
     Args:
         rows: (Mp, H) bfloat16, float16 or float32.
         row_of: (T, top_k) int32, -1 for a slot that contributes nothing.
-        weights: (T, top_k) float32.
+        weights: (T, top_k) float32, bfloat16 or float16.
         shared: (T, H) bfloat16, float16 or float32, or None.
         out_dtype: of the result, (T, H).
         config: of the Hopper kernel; None for its own choice.
@@ -43,8 +43,10 @@ def combine(
             f"rows {rows.shape}, row_of {row_of.shape}, weights {weights.shape}; "
             "expected (Mp, H), (T, top_k), (T, top_k)"
         )
-    if row_of.dtype != jnp.int32 or weights.dtype != jnp.float32:
-        raise TypeError(f"row_of is {row_of.dtype} and weights {weights.dtype}; expected int32 and float32")
+    if row_of.dtype != jnp.int32 or weights.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(
+            f"row_of is {row_of.dtype} and weights {weights.dtype}; expected int32 and float32, bfloat16 or float16"
+        )
     (num_rows, width), (num_tokens, top_k) = rows.shape, row_of.shape
     if shared is not None and shared.shape != (num_tokens, width):
         raise ValueError(f"shared has shape {shared.shape}, expected {(num_tokens, width)}")

@@ -42,7 +42,7 @@ def _kernel(desc: CombineDesc, config: CombineConfig, rows: Ref, row_of: Ref, we
         total = jnp.zeros((desc.piece,), jnp.float32)
         for j in range(desc.top_k):
             row = row_of[token, j]
-            values = load(rows, lax.max(row, jnp.int32(0)), columns) * weights[token, j]
+            values = load(rows, lax.max(row, jnp.int32(0)), columns) * weights[token, j].astype(jnp.float32)
             routed = lax.broadcast_in_dim(row >= 0, values.shape, ())
             total = total + jnp.where(routed, values, 0.0)
         if shared:

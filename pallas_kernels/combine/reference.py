@@ -12,7 +12,7 @@ def combine_ref(
     """What ``combine`` computes."""
     total = jnp.zeros((desc.num_tokens, desc.width), jnp.float32)
     for j in range(desc.top_k):
-        row, weight = row_of[:, j], weights[:, j]
+        row, weight = row_of[:, j], weights[:, j].astype(jnp.float32)
         values = rows[jnp.maximum(row, 0)].astype(jnp.float32) * weight[:, None]
         total = total + jnp.where((row >= 0)[:, None], values, 0.0)
     if shared is not None:

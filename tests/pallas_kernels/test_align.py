@@ -37,6 +37,14 @@ def run(ids, num_experts, block_m, implementation, config=None, offset=None, unp
     return call(jnp.asarray(ids, jnp.int32), None if offset is None else jnp.int32(offset))
 
 
+def as_wide(ids, seed=0):
+    """ids as 64-bit words; every ninth is moved by a multiple of 2**32, and not routed any more. With what is left."""
+    moved = np.random.default_rng(seed).random(ids.shape) < 1 / 9
+    beyond = np.random.default_rng(seed + 1).choice([-(2**62), -(2**32), 2**32, 2**40], ids.shape)
+    wide = np.where(moved, ids + beyond, ids).astype(np.int64)
+    return wide.view(np.int32).reshape(*ids.shape, 2), np.where(moved, -1, ids)
+
+
 def check_shards(implementation):
     """Four shards of five experts: each sees its own pairs alone, whatever the ids of the others are."""
     ids = np.concatenate([RNG.integers(0, 20, (60, 3)), [[-1, 20, 2**31 - 1], [-(2**31), 19, 0]]])
@@ -61,6 +69,21 @@ def test_reference(routing, block_m):
     check_tiles(ids, num_experts, block_m, run(ids, num_experts, block_m, "reference"))
 
 
+@pytest.mark.parametrize("routing", FEW)
+def test_wide_ids(routing):
+    check_wide(routing, "reference")
+
+
+def check_wide(routing, implementation):
+    ids, num_experts = ROUTINGS[routing]
+    wide, left = as_wide(ids)
+    check_tiles(left, num_experts, 16, run(wide, num_experts, 16, implementation))
+    shifted, left = as_wide(ids + 3)
+    local = np.where(left >= 3, left - 3, -1)
+    shard = run(shifted, num_experts, 8, implementation, offset=3, unpermuted=len(ids) <= 8)
+    (check_unpermuted_tiles if len(ids) <= 8 else check_tiles)(local, num_experts, 8, shard)
+
+
 def check_unpermuted(routing, implementation):
     ids, num_experts = ROUTINGS[routing]
     for block_m in (8, len(ids)):
@@ -80,6 +103,7 @@ def test_wrong_calls():
     ids = jnp.zeros((4, 2), jnp.int32)
     refuses(ValueError, "4 tokens in tiles of block_m=3 rows", align, ids, 3, 3, unpermuted=True)
     refuses(ValueError, r"topk_ids is int32\(4,\)", align, ids[:, 0], 3, 16)
+    refuses(ValueError, r"topk_ids is int32\(4, 2, 1\)", align, ids[..., None], 3, 16)
     refuses(ValueError, "topk_ids is int16", align, ids.astype(jnp.int16), 3, 16)
     refuses(ValueError, "block_m=0", align, ids, 3, 0)
     with pytest.raises(ValueError, match=r"group_offset is int32\(1,\), expected int32 \(\)"):
@@ -97,15 +121,21 @@ def test_config_error():
 
 
 @pytest.mark.parametrize("offset", [None, 5])
-@pytest.mark.parametrize(("num_warpgroups", "num_ctas"), [(1, 1), (2, 1), (1, 5), (2, 3)])
-def test_kernels_in_lockstep(monkeypatch, num_warpgroups, num_ctas, offset):
+@pytest.mark.parametrize(
+    ("num_warpgroups", "num_ctas", "are_wide"),
+    [(1, 1, False), (2, 1, False), (2, 1, True), (1, 5, False), (1, 5, True), (2, 3, False)],
+)
+def test_kernels_in_lockstep(monkeypatch, num_warpgroups, num_ctas, are_wide, offset):
     """The kernels' own statements, one CTA after the other: each pair and tile is handled by exactly one CTA."""
     ids = np.random.default_rng(2).integers(-3, 150, (700, 3)).astype(np.int32)
-    desc = AlignDesc(ids.size, 131, 16, row_capacity(ids.size, 131, 16), has_offset=offset is not None)
+    given, ids = as_wide(ids) if are_wide else (ids, ids)
+    desc = AlignDesc(
+        ids.size, 131, 16, row_capacity(ids.size, 131, 16), has_offset=offset is not None, are_wide=are_wide
+    )
     config = AlignConfig(num_warpgroups, num_ctas)
     monkeypatch.setattr(kernel_sm90, "simt", simt_of(128 * num_warpgroups))
     monkeypatch.setattr(kernel_sm90.mosaic, "begin", lambda: None)
-    operands = [Memory(ids.size, ids.reshape(-1)), *([] if offset is None else [Memory(1, [offset])])]
+    operands = [Memory(given.size, given.reshape(-1)), *([] if offset is None else [Memory(1, [offset])])]
     outputs = [Memory(out.shape[0]) for out in kernel_sm90.align_outputs(desc)]
 
     def launch(body, *refs, names):
@@ -140,6 +170,12 @@ def test_gpu(routing, block_m):
     ids, num_experts = ROUTINGS[routing]
     for config in (None, AlignConfig(1), AlignConfig(8), AlignConfig(1, 3), AlignConfig(4, 32), AlignConfig(2, 64)):
         check_tiles(ids, num_experts, block_m, run(ids, num_experts, block_m, "hopper", config))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_gpu_wide_ids(routing):
+    check_wide(routing, "hopper")
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from tests.support.refusals import refuses
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
-def make(num_tokens, width, top_k, num_rows, dtype="bfloat16", with_shared=False, seed=0):
+def make(num_tokens, width, top_k, num_rows, dtype="bfloat16", with_shared=False, seed=0, weights_dtype="float32"):
     """Rows that no slot names hold NaN, row 0 among them."""
     rng = np.random.default_rng(seed)
     row_of = (rng.permutation(num_rows - 1)[: num_tokens * top_k] + 1).reshape(num_tokens, top_k)
@@ -28,7 +28,7 @@ def make(num_tokens, width, top_k, num_rows, dtype="bfloat16", with_shared=False
     named = row_of[row_of >= 0]
     rows[named] = rng.standard_normal((len(named), width))
     rows = rows.astype(DTYPES[dtype])
-    weights = rng.standard_normal((num_tokens, top_k)).astype(np.float32)
+    weights = rng.standard_normal((num_tokens, top_k)).astype(DTYPES[weights_dtype])
     shared_dtype = DTYPES["float32" if num_tokens % 2 else dtype]
     shared = rng.standard_normal((num_tokens, width)).astype(shared_dtype) if with_shared else None
     expected = np.zeros((num_tokens, width)) if shared is None else shared.astype(np.float64)
@@ -55,10 +55,17 @@ def test_reference(out_dtype, with_shared):
     assert_rows_close(run(arguments, shared, out_dtype, "reference"), expected, tolerance(out_dtype))
 
 
+@pytest.mark.parametrize("weights_dtype", ["bfloat16", "float16"])
+def test_weights_of_a_narrow_dtype(weights_dtype):
+    """They are multiplied with in float32: products are not rounded to their dtype."""
+    arguments, _, expected = make(7, 96, 4, 60, weights_dtype=weights_dtype)
+    assert_rows_close(run(arguments, None, jnp.float32, "reference"), expected, tolerance(jnp.float32))
+
+
 def test_wrong_calls():
     rows, row_of, weights = jnp.zeros((8, 128), jnp.bfloat16), jnp.zeros((4, 2), jnp.int32), jnp.zeros((4, 2))
     refuses(ValueError, "expected \\(Mp, H\\), \\(T, top_k\\), \\(T, top_k\\)", combine, rows, row_of, weights[:3])
-    refuses(TypeError, "row_of is int32 and weights bfloat16", combine, rows, row_of, weights.astype(jnp.bfloat16))
+    refuses(TypeError, "row_of is int32 and weights int8", combine, rows, row_of, weights.astype(jnp.int8))
     refuses(ValueError, r"shared has shape \(3, 128\)", combine, rows, row_of, weights, shared=jnp.zeros((3, 128)))
     refuses(NotImplementedError, "hopper: needs a Hopper GPU", combine, rows, row_of, weights, implementation="hopper")
 
@@ -90,3 +97,12 @@ def test_gpu(num_tokens, width, top_k, dtype):
         out = run(arguments, shared, out_dtype, "hopper")
         assert_rows_close(out, expected, tolerance(out_dtype))
         np.testing.assert_array_equal(np.asarray(out), np.asarray(run(arguments, shared, out_dtype, "hopper")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights_dtype", ["bfloat16", "float16"])
+def test_gpu_weights_of_a_narrow_dtype(weights_dtype):
+    for dtype in DTYPES:
+        arguments, _, expected = make(37, 768, 4, 160, dtype, weights_dtype=weights_dtype)
+        out = run(arguments, None, jnp.float32, "hopper")
+        assert_rows_close(out, expected, tolerance(jnp.float32))

@@ -116,6 +116,12 @@ def test_weights_have_one_memory(name):
     module.gate_up_proj.data = 0.5 * module.gate_up_proj.data
     expected = run(module, "eager", *call())
     torch.testing.assert_close(run(module, "moe_jax", *call()), expected, rtol=1e-4, atol=1e-4)
+    module.down_proj = torch.nn.Parameter(3 * module.down_proj.data, requires_grad=False)
+    torch.testing.assert_close(run(module, "moe_jax", *call()), run(module, "eager", *call()), rtol=1e-4, atol=1e-4)
+    own = 0.5 * module.down_proj.data
+    del module.down_proj
+    module.down_proj = own  # no parameter, as some wrappers leave it
+    torch.testing.assert_close(run(module, "moe_jax", *call()), run(module, "eager", *call()), rtol=1e-4, atol=1e-4)
 
 
 def test_expert_parallel_sentinels():

@@ -195,6 +195,23 @@ def test_layers_of_kernels_are_those_of_jax(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_channel", "w4a16_g32"])
+def test_ids_and_weights_are_read_as_they_come(scheme):
+    """64-bit ids and 16-bit weights, bit for bit as 32-bit ones; what has more than 32 bits is nobody's."""
+    _, layer = layers(scheme)
+    apply = functools.partial(layer.quant_method.apply, layer)
+    for count in (1, 16, 300, 512):
+        x, z = tokens(count)
+        weights, ids = torch.topk(z.softmax(-1), K)
+        known = ids.to(torch.int32)
+        ids[0, 1] += 2**32
+        known[0, 1] = -1
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            given = weights.to(dtype)
+            expected = apply(x, given.float(), known)
+            assert all(torch.equal(apply(x, given, ids), expected) for _ in range(2))
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_channel", "w4a16_g32"])
 def test_layers_in_cuda_graphs(scheme):
     """Captured, replayed on other tokens; a reload goes into the memory that the graph reads."""
     _, layer = layers(scheme)

@@ -24,6 +24,7 @@ from torch_bridge.launch._launch import CompiledKernel
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 STRUCT = jax.ShapeDtypeStruct
 ALIVE = []  # C functions, of which the bridge keeps addresses
+LAUNCHED = []  # of all tests, since layers of one shape share their programs
 
 
 @pytest.fixture(autouse=True)
@@ -211,7 +212,7 @@ def test_layers_refuse_what_kernels_cannot():
     layer = loaded_bridge("bf16", plain_arrays(), torch_kernels=True)
     with pytest.raises(NotImplementedError, match=r"torch_kernels=True needs CUDA tensors, found cpu"):
         layer(*inputs(2))
-    assert isinstance(layer.calls_for(*inputs(2)), _kernel_calls.KernelCalls)
+    assert isinstance(layer.calls_for("moe"), _kernel_calls.KernelCalls)
 
 
 def test_what_is_not_kernels_throughout_goes_to_jaxs_runtime(monkeypatch):
@@ -220,7 +221,7 @@ def test_what_is_not_kernels_throughout_goes_to_jaxs_runtime(monkeypatch):
     layer = loaded_bridge("fp8_tensor", stored_arrays("fp8_tensor"))
     x, z = inputs(3)
     expected, traced = layer(x, z), []
-    layer._calls = calls = _kernel_calls.KernelCalls(layer._experts, layer.layer_name, is_strict=False)
+    layer._calls = calls = _kernel_calls.KernelCalls(layer._experts, layer.layer_name, layer.device, is_strict=False)
     monkeypatch.setattr(calls, "_is_cuda", True)
     program = _kernels.KernelProgram
     monkeypatch.setattr(_kernels, "KernelProgram", lambda *args, **named: traced.append(1) or program(*args, **named))
@@ -264,18 +265,139 @@ def test_layers_of_one_shape_and_reloads_share_their_kernels(monkeypatch):
         assert {layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()} <= addresses
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """What kernels were launched with, (stream, first addresses) each, by layers whose memory passes for a GPU's."""
+
+    def load(kernel):
+        return CompiledKernel(0, lambda function, stream, at: LAUNCHED.append((stream, words(at, 4))), kernel.results)
+
+    LAUNCHED.clear()
+    monkeypatch.setattr(Kernel, "load", load)
+    monkeypatch.setattr(_launch, "_current_stream", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return LAUNCHED
+
+
+def layer_of_kernels(monkeypatch):
+    layer = torch_bridge.FusedMoE(E, 2, 512, 512, torch.bfloat16, torch_kernels=True)
+    layer.load_dummy_weights()
+    monkeypatch.setattr(layer._calls, "_is_cuda", True)
+    return layer
+
+
+def choices():
+    return torch.randn(3, 512).bfloat16(), torch.rand(3, 2).bfloat16(), torch.randint(E, (3, 2))
+
+
+def addresses(launches):
+    return {word for _, operands in launches for word in operands}
+
+
+def test_later_calls_of_the_same_kinds_do_nothing_but_launch(launched, monkeypatch):
+    """64-bit ids and 16-bit weights are read where they lie, and torch runs no operator, in any thread's stream."""
+    layer = layer_of_kernels(monkeypatch)
+    apply = functools.partial(layer.quant_method.apply, layer)
+    apply(*choices())
+    for stream in (8, 9):
+        monkeypatch.setattr(_launch, "_current_stream", lambda device, stream=stream: stream)
+        given = choices()
+        launched.clear()
+        with torch.profiler.profile() as profile:
+            y = apply(*given)
+        assert {event.name for event in profile.events() if event.name.startswith("aten::")} <= {"aten::empty_strided"}
+        assert [at for at, _ in launched] == [stream] * 4
+        assert {tensor.data_ptr() for tensor in (*given, y)} <= addresses(launched)
+    assert y.shape == (3, 512) and y.dtype == torch.bfloat16
+    with torch.inference_mode():
+        assert apply(*choices()).is_inference()
+
+
+def test_what_kernels_cannot_read_where_it_lies_is_copied_in_every_call(launched, monkeypatch):
+    layer = layer_of_kernels(monkeypatch)
+    x, weights, ids = choices()
+    wide = torch.stack([weights, weights], -1)[..., 0]
+    assert wide.shape == weights.shape and not wide.is_contiguous()
+    others = [(x._neg_view(), weights, ids), (x, wide, ids), (x, weights, ids.to(torch.uint8))]
+    others += [(x, weights.double(), ids)]
+    layer.quant_method.apply(layer, x, weights, ids)
+    for _ in range(2):
+        for given in others:
+            launched.clear()
+            layer.quant_method.apply(layer, *given)
+            read = [tensor.data_ptr() in addresses(launched) for tensor in given]
+            assert read == [tensor is own for tensor, own in zip(given, (x, weights, ids), strict=True)]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_calls_are_refused_after_others_as_before_them(launched, monkeypatch):
+    layer = layer_of_kernels(monkeypatch)
+    apply = functools.partial(layer.quant_method.apply, layer)
+    x, weights, ids = choices()
+    nested = torch.nested.nested_tensor([torch.ones(2)] * 3, dtype=torch.bfloat16)
+    for _ in range(2):
+        for given, error, message in (
+            ((x[:, :256], weights, ids), ValueError, r"expected \(T, 512\)"),
+            ((x, weights[:1], ids), ValueError, "x has 3 tokens"),
+            ((x.int(), weights, ids), ValueError, "expected a float dtype"),
+            ((x, weights, ids.to("meta")), RuntimeError, "expected all tensors on cpu"),
+            ((x, weights.to_sparse(), ids), TypeError, "has layout torch.sparse_coo"),
+            ((x, nested, ids), TypeError, "is a nested tensor"),
+            ((x, weights, ids.float()), TypeError, "topk_ids"),
+        ):
+            with pytest.raises(error, match=message):
+                apply(*given)
+        apply(x, weights, ids)
+    layer.w2_weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="a parameter of the experts requires a gradient"):
+        apply(x, weights, ids)
+
+
+def test_scratch_memory_of_each_call(launched, monkeypatch):
+    """Kernels pass on what they make in the memory of their own call, wherever torch has put it."""
+    given = []
+
+    def allocate(shape, strides, dtype):
+        given.append(torch.empty_strided(shape, strides, dtype=dtype))
+        return given[-1]
+
+    monkeypatch.setattr(_launch, "_allocator", lambda device: allocate)
+    layer = layer_of_kernels(monkeypatch)
+    arguments, starts = choices(), set()
+    for _ in range(3):
+        launched.clear()
+        y = layer.quant_method.apply(layer, *arguments)
+        scratch, out = given[-2:]
+        assert scratch.dtype == torch.uint8 and out.data_ptr() == y.data_ptr()
+        rows = launched[2][1][0]  # of the second product
+        assert 0 <= rows - scratch.data_ptr() < scratch.nbytes
+        starts.add(scratch.data_ptr())
+    assert len(starts) == 3
+
+
+def test_ids_of_64_bits():
+    """They come to kernels as their words; by an expert map those beyond 32 bits are nobody's."""
+    struct = _kernels._struct(torch.zeros(3, 2, dtype=torch.int64))
+    assert (struct.shape, struct.dtype) == ((3, 2, 2), jnp.int32)
+    table = torch.tensor([-1, 0, 1], dtype=torch.int32)
+    ids = torch.tensor([[0, 1, 2, 3, -1, 2**32 + 1, -(2**32) + 1]])
+    found = _kernel_calls.local_ids(ids, table)
+    assert found.dtype == torch.int32 and found.tolist() == [[-1, 0, 1, -1, -1, -1, -1]]
+
+
 def test_a_reload_of_a_captured_layer_keeps_its_memory():
     """What a CUDA graph reads stays where it is and gets the new values; before a capture weights are just replaced."""
     layer = loaded_bridge("fp8_channel", plain_arrays(), online=True, torch_kernels=True)
     held = layer.w13_weight.data_ptr()
-    calls = layer.calls_for(*inputs(2))
+    calls = layer.calls_for("moe")
     calls.is_captured = True
     pairs = torch_pairs(plain_arrays(1))
     layer.reload_weights(pairs)
-    assert layer.calls_for(*inputs(2)) is calls and layer.w13_weight.data_ptr() == held
+    assert layer.calls_for("moe") is calls and layer.w13_weight.data_ptr() == held
     expected = loaded_bridge("fp8_channel", plain_arrays(1), online=True)
     for name, parameter in layer.named_parameters():
         assert torch.equal(parameter.view(torch.uint8), expected.get_parameter(name).view(torch.uint8)), name
     calls.is_captured = False
     layer.reload_weights(pairs)
-    assert layer.calls_for(*inputs(2)) is not calls
+    assert layer.calls_for("moe") is not calls

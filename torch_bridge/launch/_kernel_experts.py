@@ -16,8 +16,9 @@ from moe_jax.experts._choice import first_choice
 from moe_jax.models._compiled import bucket
 from moe_jax.quantization import method_for
 from moe_jax.routing import RoutingParams
-from torch_bridge._tensors import numpy_dtype
-from torch_bridge.launch._calls import _Experts, _Moe
+from torch_bridge._calls import padded
+from torch_bridge._tensors import narrowed, numpy_dtype
+from torch_bridge.launch._calls import _Experts, _Moe, local_ids
 from torch_bridge.launch._evaluate import struct_of
 from torch_bridge.launch._gpu import Gpu
 from torch_bridge.launch._kernels import CaptureError
@@ -123,14 +124,13 @@ class KernelExperts:
         count = x.shape[0]
         if count == 0:
             return torch.empty_like(x)
-        ids = topk_ids.to(torch.int32)
+        ids = narrowed(topk_ids).to(torch.int32)
         if self.expert_map is not None:
-            known = (ids >= 0) & (ids < self.expert_map.numel())
-            ids = torch.where(known, self.expert_map[torch.where(known, ids, 0)], -1)
+            ids = local_ids(ids, self.expert_map)
         arguments = x, topk_weights.float(), ids
         if count not in self._exact["experts"] and (missing := self._bucket(count) - count):
-            arguments = tuple(_padded(a, missing, -1 if a is ids else 0) for a in arguments)
-        return self._run("experts", arguments)[:count]
+            arguments = tuple(padded(a, missing, -1 if a is ids else 0) for a in arguments)
+        return _first(self._run("experts", arguments), count)
 
     def layer(
         self, x: torch.Tensor, router_logits: torch.Tensor, correction_bias: torch.Tensor | None = None
@@ -150,8 +150,8 @@ class KernelExperts:
         missing = self._bucket(count) - count
         mask = _mask(count, missing, x.device)
         if missing:
-            x, router_logits = _padded(x, missing, 0), _padded(router_logits, missing, 0)
-        return self._run("layer", (x, router_logits, bias, mask))[:count]
+            x, router_logits = padded(x, missing), padded(router_logits, missing)
+        return _first(self._run("layer", (x, router_logits, bias, mask)), count)
 
     def replace(self, weights: ExpertWeights) -> None:
         """Other weights of the same shapes, in the memory that captured graphs read."""
@@ -253,8 +253,9 @@ def _shared(config: MoEConfig) -> MoEConfig:
     return dataclasses.replace(config, name="")
 
 
-def _padded(tensor: torch.Tensor, missing: int, value: int) -> torch.Tensor:
-    return torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=value)
+def _first(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Its first rows; a slice, which is an operator of torch, only where it has more."""
+    return tensor if tensor.shape[0] == count else tensor[:count]
 
 
 @functools.lru_cache(maxsize=64)

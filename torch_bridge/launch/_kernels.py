@@ -31,38 +31,49 @@ def as_torch_kernels(function: Callable[..., Any], *bound: Any) -> Callable[...,
     function: of ``pallas_kernels`` (``grouped_gemm``, ``combine``, ...) with implementation="hopper" and everything
     but arrays bound, or a composition of them; arguments and results may be any pytrees. Everything runs on torch's
     current stream, so that side streams are ordered as for any operator of torch, and CUDA graphs can capture it after
-    one call with the same shapes. bound: last arguments that stay the same tensors in every call, such as weights.
+    one call with the same shapes. An int64 tensor comes as its words, int32 with a last axis of 2, low words first.
+    bound: last arguments that stay the same tensors in every call, such as weights.
 
     Raises NotImplementedError for a function that computes outside of kernels, by the operation's name, RuntimeError
     for a first call during capture, and what the function raises.
     """
-    known: dict[Any, tuple[KernelProgram, Launches] | NotImplementedError] = {}
+    return functools.update_wrapper(TorchKernels(function, *bound), function)
 
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
+
+class TorchKernels:
+    """What ``as_torch_kernels`` returns."""
+
+    def __init__(self, function: Callable[..., Any], *bound: Any):
+        self._function, self._bound = function, bound
+        self._known: dict[Any, tuple[KernelProgram, Launches] | NotImplementedError] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        leaves, program, launches = self.found(*args)
+        return jax.tree.unflatten(program.structure, launches(leaves))
+
+    def found(self, *args: Any) -> tuple[list[torch.Tensor], "KernelProgram", Launches]:
+        """The leaves of arguments, and what launches on them. Raises as a call does."""
         leaves, structure = jax.tree.flatten(args)
         device = leaves[0].device
         key = structure, device, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
-        found = known.get(key)
+        found = self._known.get(key)
         if found is None:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise CaptureError(
                     "a CUDA graph is being captured, in which kernels cannot be compiled: call once with the same "
                     "shapes before capturing"
                 )
-            structs, structure = jax.tree.flatten(jax.tree.map(_struct, (args, bound)))
-            program = _program(function, structure, tuple((struct.shape, struct.dtype) for struct in structs))
+            structs, structure = jax.tree.flatten(jax.tree.map(_struct, (args, self._bound)))
+            program = _program(self._function, structure, tuple((struct.shape, struct.dtype) for struct in structs))
             try:
-                found = program if isinstance(program, NotImplementedError) else (program, program.load(device, bound))
+                is_refused = isinstance(program, NotImplementedError)
+                found = program if is_refused else (program, program.load(device, self._bound))
             except NotImplementedError as error:
                 found = error.with_traceback(None)
-            known[key] = found
+            self._known[key] = found
         if isinstance(found, NotImplementedError):
             raise found
-        program, launches = found
-        return jax.tree.unflatten(program.structure, launches(leaves))
-
-    return call
+        return leaves, *found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -214,6 +225,8 @@ class KernelProgram:
 
 
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    if leaf.dtype is torch.int64:
+        return jax.ShapeDtypeStruct((*leaf.shape, 2), np.int32)
     dtype = numpy_dtype(leaf.dtype) if isinstance(leaf.dtype, torch.dtype) else leaf.dtype
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
 

@@ -111,7 +111,8 @@ class Launches:
         tensors = _seen_by_torch(steps, results)
         self._scratch: list[tuple[int, int]] = []  # word, bytes into the scratch memory
         self._scratch_bytes = 0
-        self._empty: list[tuple[int, tuple[int, ...], torch.dtype]] = []
+        self._empty: list[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]] = []
+        self._allocate = _allocator(device)
         # Of a kernel (launch, function, bytes into the frame), of a function of tensors (run, slots read, written).
         self._actions: list[tuple[Callable[..., Any], Any, Any]] = []
         scratch: dict[int, int] = {}
@@ -122,7 +123,7 @@ class Launches:
                 continue
             for slot, (shape, dtype) in zip(written, run.results, strict=True):
                 if slot in tensors:
-                    self._empty.append((slot, shape, dtype))
+                    self._empty.append((slot, shape, torch.empty(shape, device="meta").stride(), dtype))
                 else:
                     scratch[slot] = self._scratch_bytes
                     size = math.prod(shape) * dtype.itemsize
@@ -138,11 +139,12 @@ class Launches:
         self._leaves = [tuple(self._places.pop(slot, ())) for slot in range(num_leaves)]
         self._frames: list[Any] = []
 
-    def _new_frame(self) -> Any:
+    def _new_frame(self) -> tuple[Any, int, int]:
+        """Addresses by word, where they lie, and the start of the scratch memory that they are of."""
         frame = (ctypes.c_uint64 * self._words)()
         for word, value in self._constants:
             frame[word] = value
-        return frame, ctypes.addressof(frame)
+        return frame, ctypes.addressof(frame), -1
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """leaves: tensors on the device, one for each leaf of the arguments. On torch's current stream."""
@@ -151,22 +153,26 @@ class Launches:
             with torch.cuda.device(device):
                 return self(leaves)
         try:
-            frame, start = self._frames.pop()  # in use by this call alone: others may run in other threads
+            frame, start, held = self._frames.pop()  # in use by this call alone: others may run in other threads
         except IndexError:
-            frame, start = self._new_frame()
+            frame, start, held = self._new_frame()
         stream = _current_stream(device)
-        leaves = [_aligned(leaf) for leaf in leaves]
-        for leaf, words in zip(leaves, self._leaves, strict=True):
+        leaves = list(leaves)  # those of them that lie as kernels read them, copies of others
+        for index, (leaf, words) in enumerate(zip(leaves, self._leaves, strict=True)):
             address = leaf.data_ptr()
+            if address % ALIGNMENT or not leaf.is_contiguous():
+                leaf = leaves[index] = _aligned(leaf)
+                address = leaf.data_ptr()
             for word in words:
                 frame[word] = address
-        scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
-        address = scratch.data_ptr()
-        for word, offset in self._scratch:
-            frame[word] = address + offset
+        scratch = self._allocate((self._scratch_bytes,), (1,), torch.uint8)
+        scratch_start = scratch.data_ptr()
+        if scratch_start != held:
+            for word, offset in self._scratch:
+                frame[word] = scratch_start + offset
         values: dict[int, torch.Tensor] = {}
-        for slot, shape, dtype in self._empty:
-            values[slot] = tensor = torch.empty(shape, dtype=dtype, device=device)
+        for slot, shape, strides, dtype in self._empty:
+            values[slot] = tensor = self._allocate(shape, strides, dtype)
             self._point(frame, slot, tensor)
         for run, what, where in self._actions:
             if type(where) is int:
@@ -176,7 +182,7 @@ class Launches:
             for slot, tensor in zip(where, run(*operands), strict=True):
                 values[slot] = tensor
                 self._point(frame, slot, tensor)
-        self._frames.append((frame, start))
+        self._frames.append((frame, start, scratch_start))
         return [self._value(slot, values, leaves) for slot in self._results]
 
     def _point(self, frame: Any, slot: int, tensor: torch.Tensor) -> None:
@@ -212,6 +218,13 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         return tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def _allocator(device: torch.device) -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
+    """A function of shape, strides and dtype; of the current device, which a call makes its own."""
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # where torch's own compiled programs have it
+    own = getattr(guards, f"_empty_strided_{device.type}", None)
+    return own or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
 
 
 def _stream_of(device: torch.device) -> int:

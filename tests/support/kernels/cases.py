@@ -409,6 +409,10 @@ def combine_cases() -> Iterator[Case]:
             desc = CombineDesc(64, width, 8, 4096, dtype, "bfloat16", shared_dtype="float32")
             shapes = (((4096, width), dtype), ((64, 8), "int32"), ((64, 8), "float32"), ((64, width), "float32"))
             yield Case(f"combine {dtype} {width}", combine_sm90(desc, choose_combine_config(desc, H200_SMS)), shapes)
+    for dtype in ("bfloat16", "float16"):
+        desc = CombineDesc(1, 2048, 8, 128, dtype, dtype)
+        shapes = (((128, 2048), dtype), ((1, 8), "int32"), ((1, 8), dtype))
+        yield Case(f"combine by {dtype}", combine_sm90(desc, choose_combine_config(desc, H200_SMS)), shapes)
 
 
 def align_cases() -> Iterator[Case]:
@@ -424,6 +428,11 @@ def align_cases() -> Iterator[Case]:
         yield Case(f"align {pairs} to {experts}, rows", rows_sm90(desc, config), (ids, by_cta, ids, *offset))
     unpermuted = AlignDesc(128, 128, 16, row_capacity(128, 128, 16), top_k=8)
     yield Case("align unpermuted", align_sm90(unpermuted, choose_align(unpermuted)), (((128,), "int32"),))
+    for desc in (unpermuted, AlignDesc(4096, 64, 64, row_capacity(4096, 64, 64))):
+        desc = dataclasses.replace(desc, are_wide=True)
+        yield Case(
+            f"align {desc.num_pairs} wide", align_sm90(desc, choose_align(desc)), (((2 * desc.num_pairs,), "int32"),)
+        )
     shard = AlignDesc(512, 32, 64, row_capacity(512, 32, 64), has_offset=True)
     yield Case("align of a shard", align_sm90(shard, choose_align(shard)), (((512,), "int32"), ((1,), "int32")))
 
