@@ -12,8 +12,8 @@ UNIT = 64  # elements of 16 bits in the widest swizzle; rows of one warpgroup; c
 MAX_STAGES = 6
 MATRICES = 2  # dequantized steps in shared memory
 _REDUCTION_BYTES = 2048  # what Mosaic sets aside for sums along the rows of an array
-# (consumers, the converter, the producer) registers a thread, by number of consumers: at most what all enter with.
-_REGISTERS = {1: (240, 120, 40), 2: (208, 72, 24)}
+# (consumers, the converter) registers a thread, by number of consumers; None where they keep those they enter with.
+_REGISTERS = {1: None, 2: (208, 88)}
 
 SharedArray = tuple[tuple[int, ...], str]
 
@@ -100,7 +100,8 @@ class DgradConfig:
     Args:
         block_m: rows of a tile, 64 for each warpgroup that multiplies; 64 or 128.
         block_n: output columns of a tile.
-        num_stages: slots of the ring of copies, each 64 columns of dy and the words of 64 channels.
+        num_stages: slots of the ring of copies, each 64 columns of dy and the words of 64 channels. Copies are made
+            num_stages - MATRICES steps ahead.
         raster_group_m: row tiles walked together, so that CTAs running at the same time share operands in L2.
         num_sms: persistent CTAs, one per SM.
     """
@@ -121,8 +122,8 @@ class DgradConfig:
         return self.block_n // UNIT
 
     @property
-    def registers(self) -> tuple[int, int, int]:
-        """Of a thread, (consumers, converter, producer)."""
+    def registers(self) -> tuple[int, int] | None:
+        """Of a thread, (consumers, converter)."""
         return _REGISTERS[self.num_consumers]
 
 
@@ -168,8 +169,9 @@ def config_error(desc: DgradDesc, config: DgradConfig) -> str | None:
     if (desc.has_groups or desc.fmt.has_zero_point) and group and desc.groups > 1:
         if config.block_n % group and group % config.block_n:
             return f"block_n={config.block_n} and groups of {group}: one must be a multiple of the other"
-    if config.num_stages < 2:
-        return f"num_stages={config.num_stages}: at least 2, one loading while one is multiplied"
+    if not MATRICES < config.num_stages <= MATRICES + desc.n // BLOCK_N:
+        steps = desc.n // BLOCK_N
+        return f"num_stages={config.num_stages}: {MATRICES} and at least one more, at most the {steps} steps of N"
     needed = sum(smem_bytes(*array) for array in shared_arrays(desc, config).values()) + 16 * (config.num_stages + 4)
     needed += _REDUCTION_BYTES if desc.activation is not None else 0
     if needed > SMEM_BYTES:
@@ -185,7 +187,7 @@ def candidates(desc: DgradDesc, block_m: int, num_sms: int) -> list[DgradConfig]
     for block_n in (256, 192, 128, 64):
         if block_n > UNIT and block_n >= desc.k + UNIT:  # wider than the output
             continue
-        rings = (DgradConfig(block_m, block_n, stages, num_sms=num_sms) for stages in range(MAX_STAGES, 1, -1))
+        rings = (DgradConfig(block_m, block_n, stages, num_sms=num_sms) for stages in range(MAX_STAGES, MATRICES, -1))
         deepest = next((config for config in rings if config_error(desc, config) is None), None)
         found += [] if deepest is None else [deepest]
     return found
@@ -195,7 +197,7 @@ def choose_config(desc: DgradDesc, block_m: int, num_sms: int) -> DgradConfig:
     """The first candidate. Raises NotImplementedError with the reason where there is none."""
     found = candidates(desc, block_m, num_sms)
     if not found:
-        smallest = DgradConfig(block_m, UNIT, 2, num_sms=num_sms)
+        smallest = DgradConfig(block_m, UNIT, MATRICES + 1, num_sms=num_sms)
         raise NotImplementedError(config_error(desc, smallest) or f"nothing fits {desc}")
     return found[0]
 

@@ -2,14 +2,17 @@
 
 One persistent CTA per SM; tile after tile of (rows of one expert, columns of the output).
 
-    producer (1 warpgroup)     for each 64 channels: wait empty[slot] -> TMA copies of block_m x 64 of dy, of the words
-                               of 64 x block_n weights and of their scales -> full[slot]
-    converter (1 warpgroup)    wait full[slot], drained[place] -> operands by bit moves, times scales, rounded once
-                               -> matrix[place], as wgmma reads it -> empty[slot], ready[place]
+    converter (1 warpgroup)    for each 64 channels: wait drained[place], full[slot] -> operands by bit moves, times
+                               scales, rounded once -> matrix[place], as wgmma reads it -> ready[place]
+                               TMA copies, num_stages - MATRICES steps ahead: block_m x 64 of dy, the words of
+                               64 x block_n weights and their scales -> full[slot]
     consumers (1 or 2)         64 rows of the tile each
-        main loop                  wait full[slot], ready[place] -> wgmma dy[slot] matrix[place]
-                                   -> empty[slot], drained[place]
+        main loop                  wait full[slot], ready[place] -> wgmma dy[slot] matrix[place] -> drained[place]
         epilogue                   staged TMA stores; with an activation its derivative comes first, see below
+
+The copies of a step go to the slot of the step that was multiplied out of the matrix whose place is free again, so that
+no barrier says that a slot is empty. A producer of its own would be a fourth warpgroup, and of 512 threads each has 128
+registers: too few for accumulators of 64 x 256.
 
 A register operand of wgmma has the contracted dimension along the words of a thread, and packed words lie along the
 other one. So these weights pass through shared memory, where wgmma reads 16 bits transposed. One warpgroup converts
@@ -63,7 +66,6 @@ def grouped_dgrad_sm90(desc: DgradDesc, config: DgradConfig) -> Callable[[Mappin
     }
     copies = 2 + desc.has_groups + desc.fmt.has_zero_point + desc.has_channel_scale
     scratch["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
-    scratch["empty"] = plgpu.Barrier(num_arrivals=consumers + 1, num_barriers=stages)
     scratch["ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=MATRICES)
     scratch["drained"] = plgpu.Barrier(num_arrivals=consumers, num_barriers=MATRICES)
     out: Any = jax.ShapeDtypeStruct((desc.rows, desc.projections * desc.k), jnp.dtype(desc.dtype))
@@ -75,7 +77,7 @@ def grouped_dgrad_sm90(desc: DgradDesc, config: DgradConfig) -> Callable[[Mappin
         out_type=out,
         grid=(config.num_sms,),
         grid_names=("block",),
-        num_threads=consumers + 2,
+        num_threads=consumers + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=mosaic.compiler_params(),
@@ -123,70 +125,93 @@ def _kernel(desc: DgradDesc, config: DgradConfig, /, *refs: TileRef, **scratch: 
         m, n = tile_index(linear, row_tiles, column_tiles, config.raster_group_m)
         return Tile(m, n, operands["tile_expert"][m], t * hidden)
 
-    def for_each_tile(role: Callable[[_Cta, Tile], None]) -> None:
-        def one_tile(t, _):
-            role(cta, tile(t))
-            return 0
-
-        lax.fori_loop(0, num_tiles, one_tile, 0)
-
-    @pl.when(warpgroup == consumers + 1)
-    def _():
-        plgpu.set_max_registers(config.registers[2], action="decrease")
-        for_each_tile(_produce)
-        _drain(scratch["empty"], num_tiles * hidden, config.num_stages)
-
     @pl.when(warpgroup == consumers)
     def _():
-        plgpu.set_max_registers(config.registers[1], action="decrease")
-        for_each_tile(_convert)
-        _drain(scratch["drained"], num_tiles * hidden, MATRICES)
+        if config.registers:
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+        _convert(cta, num_tiles, tile)
 
     @pl.when(warpgroup < consumers)
     def _():
-        plgpu.set_max_registers(config.registers[0], action="increase")
-        for_each_tile(_consume)
+        if config.registers:
+            plgpu.set_max_registers(config.registers[0], action="increase")
+
+        def one_tile(t, _):
+            _consume(cta, tile(t))
+            return 0
+
+        lax.fori_loop(0, num_tiles, one_tile, 0)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _drain(barriers: TileRef, steps: Scalar, slots: int) -> None:
-    """Leave no completed phase unobserved."""
+# -- the converter ----------------------------------------------------------------------------------------------------
 
-    def one_step(step, _):
-        plgpu.barrier_wait(barriers.at[lax.rem(step, jnp.int32(slots))])
+
+def _convert(cta: _Cta, num_tiles: Scalar, tile: Callable[[Scalar], Tile]) -> None:
+    scratch, ahead = cta.scratch, cta.config.num_stages - MATRICES
+
+    @pl.when(num_tiles > 0)
+    def _():
+        for k in range(ahead):
+            _load(cta, tile(0), jnp.int32(k), jnp.int32(k))
+
+    def one_tile(t, _):
+        this, following = tile(t), tile(lax.min(t + 1, num_tiles - 1))
+
+        def one_step(k, step):
+            slot, place = cta.slot(step), cta.place(step)
+
+            @pl.when(step >= MATRICES)
+            def _():
+                plgpu.barrier_wait(scratch["drained"].at[place])
+
+            is_inside = k + ahead < cta.steps
+
+            @pl.when(is_inside | (t + 1 < num_tiles))
+            def _():
+                row, column, expert = (
+                    jnp.where(is_inside, getattr(this, name), getattr(following, name))
+                    for name in ("row", "column", "expert")
+                )
+                own = jnp.where(is_inside, k + ahead, k + ahead - cta.steps)
+                _load(cta, Tile(row, column, expert, this.first_step), own, step + ahead)
+
+            plgpu.barrier_wait(scratch["full"].at[slot])
+            for piece in range(cta.config.pieces):
+                value = _dequantized(cta, slot, piece)
+                scratch["matrix"].at[place, :, pl.ds(piece * UNIT, UNIT)][...] = value
+            plgpu.commit_smem()  # the numbers for wgmma; and every warp has read the words
+            plgpu.barrier_arrive(scratch["ready"].at[place])
+            return step + 1
+
+        lax.fori_loop(0, cta.steps, one_step, this.first_step)
         return 0
 
-    lax.fori_loop(lax.max(steps - slots, 0), steps, one_step, 0)
+    lax.fori_loop(0, num_tiles, one_tile, 0)
+
+    # Leave no completed phase unobserved.
+    def drain(step, _):
+        plgpu.barrier_wait(scratch["drained"].at[cta.place(step)])
+        return 0
+
+    end = num_tiles * cta.steps
+    lax.fori_loop(lax.max(end - MATRICES, 0), end, drain, 0)
 
 
-# -- the producer -----------------------------------------------------------------------------------------------------
-
-
-def _produce(cta: _Cta, tile: Tile) -> None:
-    desc, config, operands, scratch = cta.desc, cta.config, cta.operands, cta.scratch
+def _load(cta: _Cta, tile: Tile, k: Scalar, step: Scalar) -> None:
+    """Issue the copies of K step k of ``tile``, which is ``step`` of all."""
+    desc, config, operands, scratch, slot = cta.desc, cta.config, cta.operands, cta.scratch, cta.slot(step)
+    full, block = scratch["full"].at[slot], tile.expert * (desc.n // BLOCK_N) + k
     rows = pl.ds(tile.row * config.block_m, config.block_m)
     words = pl.ds(tile.column * config.pieces, config.pieces)
+    plgpu.copy_gmem_to_smem(operands["dy"].at[rows, pl.ds(k * BLOCK_N, BLOCK_N)], scratch["dy"].at[slot], full)
+    plgpu.copy_gmem_to_smem(operands["w"].at[block, words], scratch["w"].at[slot], full)
     groups = pl.ds(_first_group(desc, config, tile.column), tile_groups(desc, config))
-
-    def one_step(k, step):
-        slot, block = cta.slot(step), tile.expert * (desc.n // BLOCK_N) + k
-        full = scratch["full"].at[slot]
-
-        @pl.when(step >= config.num_stages)
-        def _():
-            plgpu.barrier_wait(scratch["empty"].at[slot])
-
-        columns = pl.ds(k * BLOCK_N, BLOCK_N)
-        plgpu.copy_gmem_to_smem(operands["dy"].at[rows, columns], scratch["dy"].at[slot], full)
-        plgpu.copy_gmem_to_smem(operands["w"].at[block, words], scratch["w"].at[slot], full)
-        for name in ("scale", "zero"):
-            if name in operands:
-                plgpu.copy_gmem_to_smem(operands[name].at[block, groups], scratch[name].at[slot], full)
-        if desc.has_channel_scale:
-            plgpu.copy_gmem_to_smem(operands["channel_scale"].at[block], scratch["channel_scale"].at[slot], full)
-        return step + 1
-
-    lax.fori_loop(0, cta.steps, one_step, tile.first_step)
+    for name in ("scale", "zero"):
+        if name in operands:
+            plgpu.copy_gmem_to_smem(operands[name].at[block, groups], scratch[name].at[slot], full)
+    if desc.has_channel_scale:
+        plgpu.copy_gmem_to_smem(operands["channel_scale"].at[block], scratch["channel_scale"].at[slot], full)
 
 
 def _first_group(desc: DgradDesc, config: DgradConfig, column: Scalar) -> Scalar:
@@ -197,31 +222,6 @@ def _first_group(desc: DgradDesc, config: DgradConfig, column: Scalar) -> Scalar
     if config.block_n >= group:
         return column * (config.block_n // group)
     return lax.div(column, jnp.int32(group // config.block_n))
-
-
-# -- the converter ----------------------------------------------------------------------------------------------------
-
-
-def _convert(cta: _Cta, tile: Tile) -> None:
-    scratch = cta.scratch
-
-    def one_step(k, step):
-        slot, place = cta.slot(step), cta.place(step)
-        plgpu.barrier_wait(scratch["full"].at[slot])
-
-        @pl.when(step >= MATRICES)
-        def _():
-            plgpu.barrier_wait(scratch["drained"].at[place])
-
-        for piece in range(cta.config.pieces):
-            value = _dequantized(cta, slot, piece)
-            scratch["matrix"].at[place, :, pl.ds(piece * UNIT, UNIT)][...] = value
-        mosaic.release(scratch["empty"].at[slot])
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch["ready"].at[place])
-        return step + 1
-
-    lax.fori_loop(0, cta.steps, one_step, tile.first_step)
 
 
 def _dequantized(cta: _Cta, slot: Scalar, piece: int) -> Value:
@@ -281,7 +281,6 @@ def _multiply(cta: _Cta, tile: Tile) -> Value:
             plgpu.barrier_wait(scratch["ready"].at[place])
             plgpu.wgmma(accumulator, scratch["dy"].at[slot, rows], scratch["matrix"].at[place])
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch["empty"].at[slot])
             plgpu.barrier_arrive(scratch["drained"].at[place])
             return step + 1
 
@@ -299,7 +298,6 @@ def _skip(cta: _Cta, tile: Tile) -> None:
         slot, place = cta.slot(step), cta.place(step)
         plgpu.barrier_wait(scratch["full"].at[slot])
         plgpu.barrier_wait(scratch["ready"].at[place])
-        plgpu.barrier_arrive(scratch["empty"].at[slot])
         plgpu.barrier_arrive(scratch["drained"].at[place])
         return step + 1
 
