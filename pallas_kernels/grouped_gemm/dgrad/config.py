@@ -11,7 +11,7 @@ from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
 UNIT = 64  # elements of 16 bits in the widest swizzle; rows of one warpgroup; columns of one store
 MAX_STAGES = 6
 MATRICES = 2  # dequantized steps in shared memory
-_REDUCTION_BYTES = 2048  # what Mosaic sets aside for sums along the rows of an array
+REDUCTION_BYTES = 16  # for sums over warps, of which there are none
 # (consumers, the converter) registers a thread, by number of consumers; None where they keep those they enter with.
 _REGISTERS = {1: None, 2: (208, 88)}
 
@@ -173,7 +173,7 @@ def config_error(desc: DgradDesc, config: DgradConfig) -> str | None:
         steps = desc.n // BLOCK_N
         return f"num_stages={config.num_stages}: {MATRICES} and at least one more, at most the {steps} steps of N"
     needed = sum(smem_bytes(*array) for array in shared_arrays(desc, config).values()) + 16 * (config.num_stages + 4)
-    needed += _REDUCTION_BYTES if desc.activation is not None else 0
+    needed += smem_bytes((REDUCTION_BYTES,), "int8")
     if needed > SMEM_BYTES:
         return f"needs {needed} bytes of shared memory with {config.num_stages} stages, a CTA has {SMEM_BYTES}"
     return None

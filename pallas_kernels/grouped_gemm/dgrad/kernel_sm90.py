@@ -39,6 +39,7 @@ from pallas_kernels.common.activations import with_slopes
 from pallas_kernels.common.types import Scalar, TileRef, Value
 from pallas_kernels.grouped_gemm.dgrad.config import (
     MATRICES,
+    REDUCTION_BYTES,
     UNIT,
     DgradConfig,
     DgradDesc,
@@ -80,7 +81,8 @@ def grouped_dgrad_sm90(desc: DgradDesc, config: DgradConfig) -> Callable[[Mappin
         num_threads=consumers + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=mosaic.compiler_params(),
+        # Sums along rows stay inside warps: what Mosaic sets aside for others is a stage of the ring.
+        compiler_params=mosaic.compiler_params(reduction_scratch_bytes=REDUCTION_BYTES),
     )
     return lambda operands: call(*(operands[name] for name in desc.operand_names))
 
