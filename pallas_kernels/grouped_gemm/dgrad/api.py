@@ -79,7 +79,9 @@ def grouped_dgrad(
         from pallas_kernels.grouped_gemm.dgrad.kernel_sm90 import grouped_dgrad_sm90  # here: importing it loads Pallas
 
         leaves = dict(w=w.words, scale=w.scale, zero=w.zero, channel_scale=w.channel_scale)
-        operands = {name: leaf.reshape(-1, *leaf.shape[3:]) for name, leaf in leaves.items() if leaf is not None}
+        operands: dict[str, Any] = {
+            name: leaf.reshape(-1, *leaf.shape[3:]) for name, leaf in leaves.items() if leaf is not None
+        }
         operands |= dict(dy=dy, tile_expert=tile_expert, num_tiles=num_tiles.reshape(1), tile_rows=tile_rows)
         found = grouped_dgrad_sm90(desc, chosen)(operands | dict(before=before, row_weights=row_weights))
         return found if activation is None else (found[0], found[1].sum(axis=0))

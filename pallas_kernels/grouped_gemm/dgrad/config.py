@@ -87,7 +87,9 @@ class DgradDesc:
         if self.n % BLOCK_N or self.k % fmt.block_k:
             return f"N={self.n} and K={self.k}: both must be multiples of {BLOCK_N}"
         if self.has_groups and not self.folds_scales and group and group % UNIT:
-            return f"groups of {group} with scales of {self.scale_dtype}: a multiple of {UNIT}, or scales of {self.dtype}"
+            return (
+                f"groups of {group} with scales of {self.scale_dtype}: a multiple of {UNIT}, or scales of {self.dtype}"
+            )
         if (self.has_groups or fmt.has_zero_point) and group and group % 16:
             return f"groups of {group}: a multiple of 16"
         return None if self.activation is None else slopes_refusal(self.activation)

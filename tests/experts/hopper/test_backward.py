@@ -57,8 +57,8 @@ def expected_of(layer, x, topk_weights, ids, g):
     return expert_gradients(g, x, topk_weights, ids, *data, activation=layer.config.activation, **biases)
 
 
-def by_references(layer):
-    return functools.partial(differentiable, Static(layer.config, jnp.dtype("float32"), "reference"))
+def by_references(layer, **options):
+    return functools.partial(differentiable, Static(layer.config, jnp.dtype("float32"), "reference", **options))
 
 
 def quick(cases, kept):
@@ -184,16 +184,15 @@ def test_only_what_is_asked_for_is_computed():
     assert found == [7, 5, 7, 9]
 
 
-def test_a_kernel_dequantizes_weights_in_kernel_layout():
-    """Two launches more than an unquantized layer's gradient by x takes: one for each matrix."""
+@pytest.mark.parametrize(("reads_packed", "expected"), [(True, 7), (False, 9)])
+def test_launches_with_weights_in_kernel_layout(reads_packed, expected):
+    """As many as an unquantized layer's gradient by x takes; two more where a kernel dequantizes each matrix first."""
     layer, x, topk_weights, ids, _ = arguments(300, "ragged, one expert empty", scheme="w4a16_g128")
     weights = to_kernel_layout(layer.weights.get_value(), layer.config)
-
-    def loss(x):
-        return moe_jax.fused_experts(x, topk_weights, ids, weights, layer.config).astype(jnp.float32).sum()
+    static = Static(layer.config, jnp.dtype("float32"), reads_packed=reads_packed)
 
     with on_hopper():
-        assert launches(jax.grad(loss), x) == 9
+        assert launches(jax.grad(lambda x: differentiable(static, x, topk_weights, ids, weights).sum()), x) == expected
 
 
 def test_layers_whose_gradient_has_no_kernels():
@@ -214,7 +213,7 @@ def test_layers_whose_gradient_has_no_kernels():
 def test_explain_says_what_runs_and_what_memory_it_takes():
     for scheme, text in {
         "bf16": "gradient: by kernels",
-        "w4a16_g128": "gradient: by kernels, weights dequantized to bfloat16 in each backward pass (0.00 GiB)",
+        "w4a16_g128": "gradient: by kernels, packed weights dequantized in shared memory",
         "fp8_channel": "in each backward pass (0.00 GiB), activations as if they were not quantized",
     }.items():
         layer = make_layer(scheme, implementation="hopper")
