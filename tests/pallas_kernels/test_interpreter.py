@@ -206,16 +206,18 @@ def pulling(kind: str, config: DgradConfig, activation: Activation | None = None
     return tuple([leaf[own] for leaf in jax.tree.leaves(tree)] for tree in (found, expected))
 
 
-def _unpacked(fmt: Any, block: Any, width: int, rows: Any, zeros: Any = None, scales: Any = None) -> Any:
+def _unpacked(fmt: Any, block: Any, width: int, rows: Any, zeros: Any, scales: Any, wide_scales: Any) -> Any:
     """``load_block``, whose PTX the interpreter cannot run, for integers."""
     codes = from_words(block[...].reshape(1, 1, -1), fmt).astype(jnp.float32)
 
     def spread(vector: Any) -> Any:
+        vector = vector[...].reshape(-1, 64)
         quarters = [jnp.broadcast_to(vector[row].astype(jnp.float32)[:, None], (64, fmt.block_k // 4)) for row in rows]
         return jnp.concatenate(quarters, axis=1)
 
     value = codes * fmt.unit + (-8 * fmt.unit if zeros is None else spread(zeros))
-    value = value if scales is None else value * spread(scales)
+    for factor in (scales, wide_scales):
+        value = value if factor is None else value * spread(factor)
     return (value.astype(fmt.operand),)
 
 

@@ -64,6 +64,12 @@ class DgradDesc:
         return self.has_groups and self.scale_dtype == self.dtype and self.fmt.element != "e4m3"
 
     @property
+    def splits_scales(self) -> bool:
+        """Whether float32 scales multiply the operands in two parts: two instructions for two numbers, not five."""
+        is_wide = self.has_channel_scale or (self.has_groups and self.scale_dtype == "float32")
+        return is_wide and self.dtype == "bfloat16"
+
+    @property
     def operand_names(self) -> list[str]:
         """Names of the arrays the kernel takes, in order; B = E * N / 64 counts blocks of channels.
 
@@ -86,10 +92,9 @@ class DgradDesc:
             return f"words for {fmt.operand} operands: wgmma takes operands of 8 bits with K contiguous only"
         if self.n % BLOCK_N or self.k % fmt.block_k:
             return f"N={self.n} and K={self.k}: both must be multiples of {BLOCK_N}"
-        if self.has_groups and not self.folds_scales and group and group % UNIT:
-            return (
-                f"groups of {group} with scales of {self.scale_dtype}: a multiple of {UNIT}, or scales of {self.dtype}"
-            )
+        is_in_operands = self.folds_scales or self.splits_scales
+        if self.has_groups and not is_in_operands and group and group % UNIT:
+            return f"groups of {group} with scales of {self.scale_dtype}: a multiple of {UNIT}, or other scales"
         if (self.has_groups or fmt.has_zero_point) and group and group % 16:
             return f"groups of {group}: a multiple of 16"
         return None if self.activation is None else slopes_refusal(self.activation)

@@ -239,15 +239,16 @@ def _dequantized(cta: _Cta, slot: Scalar, piece: int) -> Value:
     rows = tuple(group_of(first + UNIT // 4 * quarter) for quarter in range(4))
     zeros = scratch["zero"].at[slot] if fmt.has_zero_point else None
     folded = scratch["scale"].at[slot] if desc.folds_scales else None
-    (value,) = load_block(fmt, scratch["w"].at[slot, piece], UNIT, rows, zeros, folded)
-    factors = []
-    if desc.has_channel_scale:
-        factors.append(scratch["channel_scale"].at[slot])
-    if desc.has_groups and not desc.folds_scales:
-        factors.append(scratch["scale"].at[slot, group_of(first)])
-    for factor in factors:
-        of_rows = mosaic.load(factor, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
-        value = value.astype(jnp.float32) * lax.broadcast_in_dim(of_rows, value.shape, [0])
+    wide = None
+    if desc.splits_scales:
+        wide = scratch["channel_scale" if desc.has_channel_scale else "scale"].at[slot]
+    (value,) = load_block(fmt, scratch["w"].at[slot, piece], UNIT, rows, zeros, folded, wide)
+    if wide is None and folded is None:
+        factors = [scratch["channel_scale"].at[slot]] if desc.has_channel_scale else []
+        factors += [scratch["scale"].at[slot, group_of(first)]] if desc.has_groups else []
+        for factor in factors:
+            of_rows = mosaic.load(factor, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
+            value = value.astype(jnp.float32) * lax.broadcast_in_dim(of_rows, value.shape, [0])
     return value.astype(desc.dtype)
 
 
