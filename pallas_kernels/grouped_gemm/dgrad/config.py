@@ -13,7 +13,7 @@ MAX_STAGES = 6
 MATRICES = 2  # dequantized steps in shared memory
 REDUCTION_BYTES = 16  # for sums over warps, of which there are none
 # (consumers, the converter) registers a thread, by number of consumers; None where they keep those they enter with.
-_REGISTERS = {1: None, 2: (208, 88)}
+_REGISTERS = {1: None, 2: (216, 72)}
 
 SharedArray = tuple[tuple[int, ...], str]
 
