@@ -99,3 +99,38 @@ class Activation:
             case _:
                 raise ValueError(f"activation {self.name!r} has no formula")
         return value * up if self.is_gated else value
+
+
+def slopes_refusal(activation: Activation) -> str | None:
+    """Why ``with_slopes`` has no formula, or None."""
+    if activation.limit is not None:
+        return f"activation {activation.name} with limit={activation.limit}: no formula for the derivative of a clamp"
+    if activation.name.removesuffix(NOT_GATED_SUFFIX) == "gelu":
+        return f"activation {activation.name}: erf has no layout rule in Mosaic GPU (jax 0.10.2 and 0.11.2)"
+    return None
+
+
+def with_slopes(
+    activation: Activation, gate: Value, up: Any = None, sigmoid: Function = lax.logistic
+) -> tuple[Value, tuple[Value, ...]]:
+    """The activation's value and its derivative by each projection, without JAX's transformations: for kernel bodies.
+
+    Arguments as those of ``Activation``, which must have no ``slopes_refusal``.
+    """
+    name = activation.name.removesuffix(NOT_GATED_SUFFIX)
+    if name == "relu2":
+        positive = jnp.maximum(gate, 0.0)
+        curve, slope = positive * positive, 2.0 * positive
+    else:
+        inner, inner_slope = activation.alpha * gate, activation.alpha
+        if name == "gelu_tanh":
+            factor, cubic = 2.0 * math.sqrt(2.0 / math.pi), 0.044715
+            inner = factor * (gate + cubic * gate * gate * gate)
+            inner_slope = factor * (1.0 + 3.0 * cubic * gate * gate)
+        s = sigmoid(inner)
+        curve = gate * s
+        slope = s + curve * (1.0 - s) * inner_slope
+    if not activation.is_gated:
+        return curve, (slope,)
+    other = up + activation.beta if activation.beta else up
+    return curve * other, (slope * other, curve)

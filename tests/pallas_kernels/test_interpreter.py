@@ -33,10 +33,14 @@ from pallas_kernels.decode_attention import kernel_sm90 as decode_kernel
 from pallas_kernels.decode_attention.api import queries_in_columns
 from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
+from pallas_kernels.grouped_gemm.dgrad import DgradConfig, grouped_dgrad
+from pallas_kernels.grouped_gemm.dgrad import kernel_sm90 as dgrad_kernel
+from pallas_kernels.grouped_gemm.packed.format import from_words
 from pallas_kernels.grouped_gemm.wgrad import WgradConfig, grouped_wgrad
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, quantize_and_permute
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
 from pallas_kernels.rotate_and_store import RotateConfig, rotate_and_store
+from tests.support.kernels.dgrad_problem import make_pull
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_INTERPRETER = hasattr(plgpu, "force_gpu_interpret_mode")
@@ -188,6 +192,35 @@ def contracting(config: WgradConfig, out_dtype: str) -> tuple[Any, Any]:
     return found, expected
 
 
+def pulling(kind: str, config: DgradConfig, activation: Activation | None = None) -> tuple[Any, Any]:
+    """Gradients of rows: tiles with an empty half, rows in no use NaN. (It knows no stores under a predicate.)"""
+    dgrad_kernel.load_block = _unpacked
+    dgrad_kernel.accumulator_math_sm90.sigmoid = jax.lax.logistic
+    sizes = [3, 0, 70, 129] if config.block_m == 128 else [3, 70]
+    problem = make_pull(kind, sizes, n=192, k=256, block_m=config.block_m, activation=activation)
+    found, expected = (
+        grouped_dgrad(*problem.args, **problem.kwargs, implementation=name, config=config)
+        for name in ("hopper", "reference")
+    )
+    own = problem.row_expert >= 0
+    return tuple([leaf[own] for leaf in jax.tree.leaves(tree)] for tree in (found, expected))
+
+
+def _unpacked(fmt: Any, block: Any, width: int, rows: Any, zeros: Any, scales: Any, wide_scales: Any) -> Any:
+    """``load_block``, whose PTX the interpreter cannot run, for integers."""
+    codes = from_words(block[...].reshape(1, 1, -1), fmt).astype(jnp.float32)
+
+    def spread(vector: Any) -> Any:
+        vector = vector[...].reshape(-1, 64)
+        quarters = [jnp.broadcast_to(vector[row].astype(jnp.float32)[:, None], (64, fmt.block_k // 4)) for row in rows]
+        return jnp.concatenate(quarters, axis=1)
+
+    value = codes * fmt.unit + (-8 * fmt.unit if zeros is None else spread(zeros))
+    for factor in (scales, wide_scales):
+        value = value if factor is None else value * spread(factor)
+    return (value.astype(fmt.operand),)
+
+
 def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
     """Partial sums of two rows, added up here; slots that are not in use hold NaN."""
     desc = dataclasses.replace(DecodeDesc(2, 1, 264, 8, 2, 64, 64, "float16", 0.15), **options)
@@ -314,6 +347,13 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "permute e4m3_group in parts": permuting_in_parts,
     "wgrad": functools.partial(contracting, WgradConfig(128, 256, 2, 2), "bfloat16"),
     "wgrad, one consumer": functools.partial(contracting, WgradConfig(64, 128, 3, 2), "float32"),
+    "dgrad": functools.partial(pulling, "int4 g64", DgradConfig(128, 128, 4, 2, 3)),
+    "dgrad, zero points": functools.partial(pulling, "int4 g128 asym", DgradConfig(128, 128, 3, 16, 2)),
+    "dgrad, one consumer": functools.partial(pulling, "int4 channel", DgradConfig(64, 64, 5, 16, 2)),
+    "dgrad, silu": functools.partial(pulling, "int4 g64", DgradConfig(128, 128, 3, 16, 2), SILU),
+    "dgrad, gelu, one consumer": functools.partial(
+        pulling, "int4 g128 f32", DgradConfig(64, 128, 4, 16, 2), Activation("gelu_tanh_no_mul")
+    ),
     **{name: functools.partial(multiplying, *case) for name, case in PRODUCTS.items()},
 }
 

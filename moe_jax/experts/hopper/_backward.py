@@ -1,23 +1,24 @@
 """The gradient of the experts of a call, as a sequence of Pallas kernels for Hopper GPUs.
 
-    align -> rows of x and of the output's cotangent g -> gate and up again -> g W2 -> derivative of the activation,
-    by XLA -> gradients of W2 and W13 -> rows of x's cotangent by W13 -> their sum over the experts of a token
+    align -> rows of x and of the output's cotangent g -> gate and up again -> g W2 -> derivative of the activation
+    -> gradients of W2 and W13 -> rows of x's cotangent by W13 -> their sum over the experts of a token
 
 Nothing but the call's own arguments is kept from the forward pass. Rows are multiplied with their router weights after
 g W2, so that the product with the hidden rows gives the gradient of these weights, and the experts' outputs are not
 computed again. Products have operands of the layer's dtype and float32 sums. Rows in the gaps between experts are
 zeros: the sums over an expert's rows run over whole tiles.
 
-Quantized weights are dequantized to the layer's dtype once per backward pass, those in kernel layout by a kernel,
-others by XLA. One loop of products then serves every format, for 2 bytes per weight of one layer, freed after it.
-Activations count as unquantized, in the derivative as in the hidden values that are computed again: rounding passes
-gradients straight through.
+Weights in kernel layout are dequantized inside of the kernels that multiply, and the activation's derivative follows
+g W2 in its kernel. Other quantized weights are dequantized to the layer's dtype once per backward pass, for 2 bytes per
+weight of one layer, freed after it. Activations count as unquantized, in the derivative as in the hidden values that
+are computed again: rounding passes gradients straight through.
 """
 
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,26 +30,31 @@ from moe_jax._typing import Array, DTypeLike
 from moe_jax.activations import apply_activation
 from moe_jax.experts.hopper._adapters import Addend, sum_of_experts
 from moe_jax.experts.hopper._experts import forward
-from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand, to_plain_layout
+from moe_jax.experts.hopper._gradient_products import DenseProducts, PackedProducts, packed_refusal, pulls_activation
 from moe_jax.experts.hopper._plan import tile_of_any_product
-from moe_jax.quantization import ExpertWeights, LowRank, QuantizedTensor, dequantize_tensor
+from moe_jax.quantization import ExpertWeights, LowRank
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.combine import combine
-from pallas_kernels.grouped_gemm import grouped_gemm
-from pallas_kernels.grouped_gemm.packed import dequantize_packed
 from pallas_kernels.grouped_gemm.wgrad import grouped_wgrad
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
 _LAYER_UNIT = 64  # what H and I are multiples of, so that operands can be read transposed
+# Whether packed weights are read as they are. MOE_JAX_PACKED_GRADIENT=0 in the environment dequantizes them by a kernel
+# of its own first, for measurements; it is read once, at import.
+READS_PACKED = os.environ.get("MOE_JAX_PACKED_GRADIENT") != "0"
 
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What is static about a differentiable call. kernels: the implementation of every kernel, by name."""
+    """What is static about a differentiable call.
+
+    kernels: the implementation of every kernel, by name. reads_packed: packed weights are read as they are.
+    """
 
     config: MoEConfig
     out_dtype: Any
     kernels: str = "hopper"
+    reads_packed: bool = READS_PACKED
 
 
 def gradient_refusal(config: MoEConfig, weights: ExpertWeights) -> str | None:
@@ -68,9 +74,11 @@ def describe_gradient(config: MoEConfig, weights: ExpertWeights) -> str:
         return f"gradient: by the next implementation, since the kernel {reason}"
     if not weights.scheme.is_quantized:
         return "gradient: by kernels"
+    activations = "" if weights.scheme.activations is None else ", activations as if they were not quantized"
+    if READS_PACKED and packed_refusal(config, weights) is None:
+        return f"gradient: by kernels, packed weights dequantized in shared memory{activations}"
     numbers = weights.num_experts * weights.hidden_size * weights.intermediate_size * (config.num_projections + 1)
     size = numbers * config.dtype.itemsize / 2**30
-    activations = "" if weights.scheme.activations is None else ", activations as if they were not quantized"
     price = f"weights dequantized to {config.dtype.name} in each backward pass ({size:.2f} GiB)"
     return f"gradient: by kernels, {price}{activations}"
 
@@ -150,46 +158,38 @@ class _Gradient:
         Returns cotangents in the structure of (x, topk_weights, weights).
         """
         weights, config, kernels = self.weights, self.static.config, self.static.kernels
-        num_experts, intermediate = weights.num_experts, weights.intermediate_size
+        num_experts = weights.num_experts
         block_m = tile_of_any_product(self.topk_ids.size, num_experts)
         tiles = align(self.topk_ids, num_experts, block_m, implementation=kernels)
         rows = _Rows(tiles, block_m, kernels)
-        x, g_rows = (rows.of_tokens(tokens.astype(config.dtype)) for tokens in (self.x, g))
-
-        with jax.named_scope("dequantize"):
-            dense, pull_bias = _dense(weights, config.dtype, kernels)
-        w13, w2 = dense.w13.data, dense.w2.data
-        stacked = w13.reshape(num_experts, -1, w13.shape[-1])  # gate and up, one below the other
-        bias = None if dense.w13_bias is None else dense.w13_bias.reshape(num_experts, -1)
-        product = functools.partial(
-            grouped_gemm,
-            tile_expert=tiles.tile_expert,
-            num_tiles=tiles.num_tiles,
-            out_dtype=config.dtype,
-            implementation=kernels,
-        )
+        # Sums over the rows of an expert, for a gradient of a leaf of the weights, run over whole tiles.
+        has_sums = any(jax.tree.leaves(wants_weights))
+        x, g_rows = (rows.of_tokens(tokens.astype(config.dtype), fills_gaps=has_sums) for tokens in (self.x, g))
+        of_rows = rows.of_pairs(self.topk_weights)
+        products: DenseProducts | PackedProducts
+        if self.static.reads_packed and packed_refusal(config, weights) is None:
+            products = PackedProducts(config, weights, tiles, None if has_sums else tiles.tile_rows, kernels)
+        else:
+            products = DenseProducts(config, weights, tiles, kernels)
         with jax.named_scope("gate_and_up"):
-            gate_up = product(x, stacked, bias=bias)
-        with jax.named_scope("hidden_cotangent"):
-            hidden_bar = product(g_rows, w2, transposes_w=True)
+            before = products.before(x)
         w13_addend, w2_addend = (rows.addend(lora, config.dtype) for lora in (weights.w13_lora, weights.w2_lora))
-        if w13_addend is not None:
-            with jax.named_scope("w13_adapter"):
-                own = w13_addend.outer(w13_addend.inner(x))
-                gate_up = gate_up.astype(jnp.float32) + own.astype(jnp.float32)
-        if w2_addend is not None:
-            with jax.named_scope("w2_adapter"):
-                own = w2_addend.pulled(g_rows).rows()
-                hidden_bar = hidden_bar.astype(jnp.float32) + own.astype(jnp.float32)
-        with jax.named_scope("activation"):
-            of_rows = rows.of_pairs(self.topk_weights)
-            wide = gate_up.astype(jnp.float32).reshape(-1, config.num_projections, intermediate)
-            hidden, pull = jax.vjp(lambda h: apply_activation(h, config), wide)
-            hidden_bar = hidden_bar.astype(jnp.float32)
-            row_bar = jnp.sum(hidden * hidden_bar, axis=1)
-            (wide_bar,) = pull(hidden_bar * of_rows[:, None])
-            weighted = (hidden * of_rows[:, None]).astype(config.dtype)
-            gate_up_bar = wide_bar.reshape(gate_up.shape).astype(config.dtype)
+        if isinstance(products, PackedProducts) and not has_sums and pulls_activation(config, weights):
+            with jax.named_scope("hidden_cotangent_and_activation"):
+                pulled_before = _Pulled(*products.pulled_before(g_rows, before, of_rows))
+        else:
+            with jax.named_scope("hidden_cotangent"):
+                hidden_bar = products.pulled_hidden(g_rows).astype(jnp.float32)
+            wide = products.by_projection(before).astype(jnp.float32)
+            if w13_addend is not None:
+                with jax.named_scope("w13_adapter"):
+                    wide = wide + w13_addend.outer(w13_addend.inner(x)).astype(jnp.float32).reshape(wide.shape)
+            if w2_addend is not None:
+                with jax.named_scope("w2_adapter"):
+                    hidden_bar = hidden_bar + w2_addend.pulled(g_rows).rows().astype(jnp.float32)
+            with jax.named_scope("activation"):
+                pulled_before = _pulled_by_xla(config, wide, hidden_bar, of_rows, products)
+        row_bar = pulled_before.row_bar
 
         contract = functools.partial(
             grouped_wgrad, first_row=rows.first, num_rows=tiles.group_sizes, implementation=kernels
@@ -198,29 +198,31 @@ class _Gradient:
         loras: dict[str, LowRank] = {}
         if w13_addend is not None:
             with jax.named_scope("w13_adapter_gradient"):
-                pulled = w13_addend.pulled(gate_up_bar)
+                pulled = w13_addend.pulled(pulled_before.gate_up_bar)
                 loras["w13_lora"] = pulled.leaves(x, rows.first, wants_weights.w13_lora)
         if w2_addend is not None:
             with jax.named_scope("w2_adapter_gradient"):
                 pulled = w2_addend.pulled(g_rows)
-                loras["w2_lora"] = pulled.leaves(weighted, rows.first, wants_weights.w2_lora)
+                loras["w2_lora"] = pulled.leaves(pulled_before.weighted, rows.first, wants_weights.w2_lora)
         if wants_weights.w2.data:
             with jax.named_scope("w2_gradient"):
-                w2_bar = contract(g_rows, weighted, out_dtype=w2.dtype)
+                w2_bar = contract(g_rows, pulled_before.weighted, out_dtype=weights.w2.data.dtype)
         if wants_weights.w13.data:
             with jax.named_scope("w13_gradient"):
-                w13_bar = contract(gate_up_bar, x, out_dtype=w13.dtype).reshape(w13.shape)
+                own = weights.w13.data
+                w13_bar = contract(pulled_before.gate_up_bar, x, out_dtype=own.dtype).reshape(own.shape)
         if wants_x:
             with jax.named_scope("x_cotangent"):
-                parts = [product(gate_up_bar, stacked, transposes_w=True)]
+                parts = [products.pulled_rows(pulled_before.before_bar)]
                 if w13_addend is not None:
-                    parts.append(w13_addend.pulled(gate_up_bar).rows())
+                    parts.append(w13_addend.pulled(pulled_before.gate_up_bar).rows())
                 x_bar = rows.sum_of_tokens(parts, self.x.dtype)
         biases = dict.fromkeys(("w13_bias", "w2_bias"))
         if wants_weights.w13_bias:
-            assert dense.w13_bias is not None
-            total = rows.sum_of_experts(gate_up_bar.astype(jnp.float32))
-            biases["w13_bias"] = pull_bias(total.reshape(dense.w13_bias.shape).astype(dense.w13_bias.dtype))
+            own = weights.w13_bias
+            assert own is not None
+            total = rows.sum_of_experts(pulled_before.gate_up_bar.astype(jnp.float32))
+            biases["w13_bias"] = products.pull_bias(total.reshape(own.shape).astype(own.dtype))
         if weights.w2_bias is not None:
             wide_g = g_rows.astype(jnp.float32)
             row_bar = row_bar + jnp.sum(wide_g * rows.of_experts(weights.w2_bias.astype(jnp.float32)), axis=1)
@@ -233,6 +235,35 @@ class _Gradient:
             dataclasses.replace(tensor, data=bar) for tensor, bar in ((weights.w13, w13_bar), (weights.w2, w2_bar))
         )
         return x_bar, topk_bar, dataclasses.replace(weights, w13=w13_leaf, w2=w2_leaf, **biases, **loras)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pulled:
+    """What the activation's derivative gives; the last two by XLA alone, for adapters and gradients of weights.
+
+    before_bar: cotangent of gate and up in the columns of the products. row_bar: (Mp,) float32, of the rows' router
+    weights. gate_up_bar: (Mp, G * I), gate, then up. weighted: (Mp, I), hidden rows times their router weights.
+    """
+
+    before_bar: Array
+    row_bar: Array
+    gate_up_bar: Any = None
+    weighted: Any = None
+
+
+def _pulled_by_xla(
+    config: MoEConfig, wide: Array, hidden_bar: Array, of_rows: Array, products: DenseProducts | PackedProducts
+) -> _Pulled:
+    """wide: (Mp, G, I) float32, gate and up. hidden_bar: (Mp, I) float32, before it is multiplied with ``of_rows``."""
+    hidden, pull = jax.vjp(lambda h: apply_activation(h, config), wide)
+    (wide_bar,) = pull(hidden_bar * of_rows[:, None])
+    wide_bar = wide_bar.astype(config.dtype)
+    return _Pulled(
+        products.in_columns(wide_bar),
+        jnp.sum(hidden * hidden_bar, axis=1),
+        wide_bar.reshape(wide_bar.shape[0], -1),
+        (hidden * of_rows[:, None]).astype(config.dtype),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,25 +292,29 @@ class _Rows:
         """(E,) int32, the first row of each expert."""
         return (jnp.cumsum(self._padded) - self._padded).astype(jnp.int32)
 
-    def of_tokens(self, tokens: Array) -> Array:
-        """(T, H) -> (Mp, H): zeros in the gap behind the rows of each expert, anything in tiles that are not in use.
+    def of_tokens(self, tokens: Array, *, fills_gaps: bool) -> Array:
+        """(T, H) -> (Mp, H): anything in tiles that are not in use, zeros in the gap behind the rows of each expert, or
+        anything there as well.
 
         Gaps are filled as if tokens of zeros had been routed to them.
         """
+        row_of = self.tiles.row_of
+        if fills_gaps:
+            tokens, row_of = self._with_zeros(tokens)
+        rows, _ = quantize_and_permute(
+            tokens, row_of, self.count, quantization="none", implementation=self._implementations
+        )
+        return rows
+
+    def _with_zeros(self, tokens: Array) -> tuple[Array, Array]:
+        """Tokens, with zeros behind them, and the rows of both."""
         top_k = self.tiles.row_of.shape[1]
         offset = jnp.arange(self.block_m - 1, dtype=jnp.int32)
         gap = (self.first + self.tiles.group_sizes)[:, None] + offset
         gap = jnp.where(gap < (self.first + self._padded)[:, None], gap, -1).reshape(-1)
         row_of_zeros = jnp.pad(gap, (0, -gap.size % top_k), constant_values=-1).reshape(-1, top_k)
         zeros = jnp.zeros((row_of_zeros.shape[0], tokens.shape[1]), tokens.dtype)
-        rows, _ = quantize_and_permute(
-            jnp.concatenate([tokens, zeros]),
-            jnp.concatenate([self.tiles.row_of, row_of_zeros]),
-            self.count,
-            quantization="none",
-            implementation=self._implementations,
-        )
-        return rows
+        return jnp.concatenate([tokens, zeros]), jnp.concatenate([self.tiles.row_of, row_of_zeros])
 
     def of_pairs(self, values: Array) -> Array:
         """(T, top_k) float32 -> (Mp,), zeros in rows of no token."""
@@ -303,29 +338,3 @@ class _Rows:
     def sum_of_experts(self, rows: Array) -> Array:
         """(Mp, N) float32 -> (E, N): the sum over the rows of each expert, gaps included."""
         return sum_of_experts(rows, self.tiles, self.block_m)
-
-
-def _dense(weights: ExpertWeights, dtype: DTypeLike, kernels: str) -> tuple[ExpertWeights, Callable[[Array], Array]]:
-    """The weights dequantized, in layout "plain", and the way back from a cotangent of their w13_bias to the given one.
-
-    A kernel converts weights in kernel layout, as far as it can. Under act-order that layout has rows of w13 in another
-    order, and its bias with them.
-    """
-    if not weights.scheme.is_quantized:
-        return weights, lambda bias_bar: bias_bar
-    if in_kernel_layout(weights) and weights.w13.g_idx is None:
-        by = ("hopper", "reference") if kernels == "hopper" else kernels
-        w13, w2 = (dequantize_packed(kernel_operand(t), dtype, implementation=by) for t in (weights.w13, weights.w2))
-        w2 = w2.reshape(weights.w2.shape)
-        dense = ExpertWeights(QuantizedTensor(w13), QuantizedTensor(w2), weights.w13_bias, weights.w2_bias)
-        return dense, lambda bias_bar: bias_bar
-
-    def plain_bias(bias: Array) -> Array:
-        plain = to_plain_layout(dataclasses.replace(weights, w13_bias=bias)).w13_bias
-        assert plain is not None
-        return plain
-
-    plain = to_plain_layout(weights)
-    w13, w2 = (QuantizedTensor(dequantize_tensor(tensor, dtype)) for tensor in (plain.w13, plain.w2))
-    dense = ExpertWeights(w13, w2, plain.w13_bias, plain.w2_bias)
-    return dense, lambda bias_bar: jax.linear_transpose(plain_bias, weights.w13_bias)(bias_bar)[0]

@@ -27,6 +27,7 @@ def load_block(
     rows: tuple[int, ...] = (),
     zeros: TileRef = None,
     scales: TileRef = None,
+    wide_scales: TileRef = None,
     *,
     for_mma: bool = False,
     has_bf16_mul: bool = True,
@@ -50,13 +51,17 @@ def load_block(
         layout, plgpu_layout = _mma_layouts(fmt.operand)
     part: Any = plgpu.ShapeDtypeStruct((BLOCK_N, width), jnp.dtype(fmt.operand), plgpu_layout)
     result = (part,) * (fmt.block_k // width)
-    vectors = [vector for vector in (zeros, scales) if vector is not None]
+    vectors = [vector for vector in (zeros, scales, wide_scales) if vector is not None]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(vectors)), return_type=result)
     def load(ctx, block, *vectors) -> Any:
         del ctx
         thread = _lane()
         words = _words(fmt, block, thread)
+        parts = None
+        if wide_scales is not None:
+            *vectors, last = vectors
+            parts = _two_parts(last, thread, rows)
         per_group = [_per_channel(fmt, vector, thread, rows) for vector in vectors]
         offset = per_group.pop(0) if zeros is not None else None
         is_folded = fmt.is_8bit and fmt.scale_words > 0
@@ -74,6 +79,9 @@ def load_block(
             value = convert(fmt, word, pair, None if offset is None else offset(q, row_half))
             if factor is not None:
                 value = _product(fmt.operand, value, factor(q, row_half), has_bf16_mul)
+            if parts is not None:
+                text = "{ .reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t; }"
+                value = _asm([value, *parts(q, row_half)], text)
             place, index = divmod(2 * q + k_half, width // columns)
             if for_mma:  # steps of K, their halves, halves of the rows
                 registers[place].flat[2 * index + row_half] = _as_operand(fmt.operand, value)
@@ -171,13 +179,17 @@ def _table_text(byte: int, at_one: int, step: int) -> str:
     )
 
 
+def _channel(thread: IrValue) -> IrValue:
+    """Of a thread's numbers in the first half of the rows; those in the second are of the channel 8 further down."""
+    warp, row = arith.shrui(thread, _constant(5)), arith.andi(arith.shrui(thread, _constant(2)), _constant(7))
+    return arith.addi(arith.muli(warp, _constant(16)), row)
+
+
 def _per_channel(
     fmt: PackedFormat, vector: TileRef, thread: IrValue, rows: tuple[int, ...]
 ) -> Callable[[int, int], IrValue]:
     """(step of K, half of the rows) -> the channel's number in all parts of a register."""
-    pointer = mgpu.utils.memref_ptr(vector)
-    warp, row = arith.shrui(thread, _constant(5)), arith.andi(arith.shrui(thread, _constant(2)), _constant(7))
-    channel = arith.addi(arith.muli(warp, _constant(16)), row)
+    pointer, channel = mgpu.utils.memref_ptr(vector), _channel(thread)
     bits = 8 if fmt.is_8bit else 16
     kind = ir.IntegerType.get_signless(bits)
 
@@ -186,6 +198,26 @@ def _per_channel(
         at = arith.addi(channel, _constant(BLOCK_N * group + 8 * row_half))
         loaded = arith.extui(_i32(), llvm.load(kind, _element(pointer, at, kind), alignment=bits // 8))
         return _asm([loaded], "prmt.b32 $0, $1, 0, 0;") if fmt.is_8bit else _one_of(loaded, 0)
+
+    return lambda q, row_half: number(rows[q], row_half)
+
+
+def _two_parts(
+    vector: TileRef, thread: IrValue, rows: tuple[int, ...]
+) -> Callable[[int, int], tuple[IrValue, IrValue]]:
+    """(step of K, half of the rows) -> the channel's float32 rounded to bfloat16, and what that lacks, each twice."""
+    pointer, channel = mgpu.utils.memref_ptr(vector), _channel(thread)
+
+    @functools.cache
+    def number(group, row_half):
+        at = arith.addi(channel, _constant(BLOCK_N * group + 8 * row_half))
+        loaded = llvm.load(_i32(), _element(pointer, at), alignment=4)
+        high = _asm([loaded], "{ .reg .f32 s; mov.b32 s, $1; cvt.rn.bf16x2.f32 $0, s, s; }")
+        text = (
+            "{ .reg .b32 t; .reg .f32 s, h; mov.b32 s, $1; and.b32 t, $2, 0xFFFF0000; mov.b32 h, t;"
+            " sub.rn.f32 h, s, h; cvt.rn.bf16x2.f32 $0, h, h; }"
+        )
+        return high, _asm([loaded, high], text)
 
     return lambda q, row_half: number(rows[q], row_half)
 

@@ -12,6 +12,7 @@ import pytest
 
 import moe_jax
 from moe_jax.experts.hopper._backward import Static, describe_gradient, differentiable, gradient_refusal
+from moe_jax.experts.hopper._gradient_products import packed_refusal, pulls_activation
 from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout, to_plain_layout
 from moe_jax.quantization import dequantize_tensor, method_for
 from tests.support.cases.experts import make_config, make_stored_weights
@@ -57,8 +58,8 @@ def expected_of(layer, x, topk_weights, ids, g):
     return expert_gradients(g, x, topk_weights, ids, *data, activation=layer.config.activation, **biases)
 
 
-def by_references(layer):
-    return functools.partial(differentiable, Static(layer.config, jnp.dtype("float32"), "reference"))
+def by_references(layer, **options):
+    return functools.partial(differentiable, Static(layer.config, jnp.dtype("float32"), "reference", **options))
 
 
 def quick(cases, kept):
@@ -138,10 +139,47 @@ def frozen_gradients(function, weights, call):
     return dict(zip(("x", "topk_weights"), jax.jit(jax.grad(loss, (0, 1)))(x, topk_weights), strict=True))
 
 
-@pytest.mark.parametrize("scheme", quick(SCHEMES_WITH_KERNELS, ("fp8_channel",)))
+@pytest.mark.parametrize("scheme", quick(SCHEMES_WITH_KERNELS, ("fp8_channel", "w4a16_g128")))
 def test_quantized_weights(scheme):
     weights, expected, call = frozen_call(scheme)
     assert_gradients_close(frozen_gradients(by_references(call[0]), weights, call), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "mxfp4_a16"])
+def test_weights_that_are_dequantized_first(scheme):
+    weights, expected, call = frozen_call(scheme)
+    found = frozen_gradients(by_references(call[0], reads_packed=False), weights, call)
+    assert_gradients_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wants_biases", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_biases_of_packed_weights(activation, wants_biases):
+    """Gradients of biases, and a clamp, leave the activation's derivative to XLA."""
+    sizes = dict(num_experts=E, hidden_size=256, intermediate_size=192)
+    config = make_config("w4a16_g64", dtype="bfloat16", has_bias=True, activation=activation, **sizes)
+    plain = make_stored_weights(config)
+    weights = to_kernel_layout(plain, config)
+    assert packed_refusal(config, weights) is None and pulls_activation(config, weights) == (activation == "silu")
+    x, z = inputs(45)
+    x, (topk_weights, ids) = x[:, :256] / 4, jax.lax.top_k(jax.nn.softmax(z), K)  # nothing reaches the clamp
+    g = jax.random.normal(jax.random.key(7), x.shape)
+    static = Static(config, jnp.dtype("float32"), "reference")
+
+    def loss(x, topk_weights, w13_bias, w2_bias):
+        given = dataclasses.replace(weights, w13_bias=w13_bias, w2_bias=w2_bias)
+        return (differentiable(static, x, topk_weights, ids.astype(jnp.int32), given) * g).sum()
+
+    names = ("x", "topk_weights", "w13_bias", "w2_bias")[: 4 if wants_biases else 2]
+    by = tuple(range(len(names)))
+    found = jax.jit(jax.grad(loss, by))(x, topk_weights, weights.w13_bias, weights.w2_bias)
+    dense = (dequantize_tensor(tensor) for tensor in (plain.w13, plain.w2))
+    biases = dict(w13_bias=plain.w13_bias, w2_bias=plain.w2_bias)
+    options = dict(activation=activation) | biases
+    expected = expert_gradients(g.astype(jnp.bfloat16), x, topk_weights, ids, *dense, **options)
+    assert_gradients_close(dict(zip(names, found, strict=True)), expected)
 
 
 @pytest.mark.slow
@@ -184,16 +222,15 @@ def test_only_what_is_asked_for_is_computed():
     assert found == [7, 5, 7, 9]
 
 
-def test_a_kernel_dequantizes_weights_in_kernel_layout():
-    """Two launches more than an unquantized layer's gradient by x takes: one for each matrix."""
+@pytest.mark.parametrize(("reads_packed", "expected"), [(True, 7), (False, 9)])
+def test_launches_with_weights_in_kernel_layout(reads_packed, expected):
+    """As many as an unquantized layer's gradient by x takes; two more where a kernel dequantizes each matrix first."""
     layer, x, topk_weights, ids, _ = arguments(300, "ragged, one expert empty", scheme="w4a16_g128")
     weights = to_kernel_layout(layer.weights.get_value(), layer.config)
-
-    def loss(x):
-        return moe_jax.fused_experts(x, topk_weights, ids, weights, layer.config).astype(jnp.float32).sum()
+    static = Static(layer.config, jnp.dtype("float32"), reads_packed=reads_packed)
 
     with on_hopper():
-        assert launches(jax.grad(loss), x) == 9
+        assert launches(jax.grad(lambda x: differentiable(static, x, topk_weights, ids, weights).sum()), x) == expected
 
 
 def test_layers_whose_gradient_has_no_kernels():
@@ -214,7 +251,7 @@ def test_layers_whose_gradient_has_no_kernels():
 def test_explain_says_what_runs_and_what_memory_it_takes():
     for scheme, text in {
         "bf16": "gradient: by kernels",
-        "w4a16_g128": "gradient: by kernels, weights dequantized to bfloat16 in each backward pass (0.00 GiB)",
+        "w4a16_g128": "gradient: by kernels, packed weights dequantized in shared memory",
         "fp8_channel": "in each backward pass (0.00 GiB), activations as if they were not quantized",
     }.items():
         layer = make_layer(scheme, implementation="hopper")

@@ -16,6 +16,9 @@ from pallas_kernels.combine.config import choose_config as choose_combine_config
 from pallas_kernels.combine.kernel_sm90 import combine_sm90
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
+from pallas_kernels.grouped_gemm.dgrad import DgradDesc
+from pallas_kernels.grouped_gemm.dgrad import candidates as dgrad_candidates
+from pallas_kernels.grouped_gemm.dgrad.kernel_sm90 import grouped_dgrad_sm90
 from pallas_kernels.grouped_gemm.heuristics import deepest
 from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
 from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat
@@ -280,6 +283,54 @@ def dense_cases() -> Iterator[Case]:
             yield Case(f"dequantize {name} x {projections}", dequantize_sm90(desc, H200_SMS), tuple(shapes))
 
 
+def dgrad_cases() -> Iterator[Case]:
+    """Gradients of rows: every format, plain and with the derivative of an activation, in tiles of both heights."""
+    for name, options in PACKED.items():
+        packed = dataclasses.replace(_PACKED_BASE, **options)
+        if packed.fmt.is_8bit:
+            continue
+        plain = DgradDesc(
+            rows=packed.rows,
+            n=packed.n,
+            k=packed.k,
+            num_experts=packed.num_experts,
+            groups=1 if packed.fmt.group_size is None else packed.k // packed.fmt.group_size,
+            fmt=packed.fmt,
+            scale_dtype=packed.scale_dtype,
+            has_channel_scale=packed.has_channel_scale,
+        )
+        activations = (None, _SILU, _OAI) if name in ("int4 g128", "mxfp4 2880") else (None, _SILU)
+        for activation in activations:
+            desc = dataclasses.replace(plain, activation=activation, has_tile_rows=name != "int4 channel")
+            if desc.unsupported() is not None:
+                continue
+            for block_m in (64, 128):
+                found = dgrad_candidates(desc, block_m, H200_SMS)
+                for config in found if name == "int4 g128" else found[:1]:
+                    before = "" if activation is None else f", before {activation.name}"
+                    named = f"grouped_dgrad {name}{before}, {config.block_m} x {config.block_n}"
+                    yield Case(named, *_dgrad_call(desc, config), "HGMMA")
+
+
+def _dgrad_call(desc: DgradDesc, config: Any) -> tuple[Any, tuple[Shape, ...]]:
+    """A call's function of its operands in their order, and their shapes."""
+    blocks, tiles = desc.num_experts * desc.n // 64, (desc.rows // config.block_m,)
+    shapes: dict[str, Shape] = dict(
+        dy=((desc.rows, desc.n), desc.dtype),
+        w=((blocks, desc.k // desc.fmt.block_k, *desc.fmt.block_shape), "int32"),
+        tile_expert=(tiles, "int32"),
+        num_tiles=((1,), "int32"),
+        scale=((blocks, desc.groups, 64), desc.scale_dtype),
+        zero=((blocks, desc.groups, 64), desc.dtype),
+        channel_scale=((blocks, 64), "float32"),
+        tile_rows=(tiles, "int32"),
+        before=((desc.rows, desc.projections * desc.k), desc.dtype),
+        row_weights=((desc.rows,), "float32"),
+    )
+    run, names = grouped_dgrad_sm90(desc, config), desc.operand_names
+    return lambda *arrays: run(dict(zip(names, arrays, strict=True))), tuple(shapes[name] for name in names)
+
+
 def unpermuted_cases() -> Iterator[Case]:
     """GEMM 1 of few tokens, which are the rows of every tile: one, five, and all that a tile holds."""
     for name, tokens, block_m in (("bf16 gated bias", 1, 8), ("bf16 2880", 5, 8), ("bf16 gelu_tanh", 16, 16)):
@@ -482,6 +533,7 @@ def all_cases() -> Iterator[Case]:
     yield from narrow_cases()
     yield from packed_cases()
     yield from dense_cases()
+    yield from dgrad_cases()
     yield from unpermuted_cases()
     yield from tuned_cases()
     yield from permute_cases()

@@ -1,0 +1,206 @@
+"""The products of a gradient with the weights of the experts, from matrices of 16 bits or from packed words.
+
+    before(x)               gate and up, x W13^T, and their bias
+    pulled_hidden(g)        cotangents of the hidden rows, g W2
+    pulled_rows(before_bar) cotangents of the rows of x, (gate and up's cotangent) W13
+
+Packed words are dequantized inside of the kernels that multiply: no matrix passes through global memory. Columns of
+``before`` are then in kernel layout, blocks of 64 of each projection in turn. ``by_projection`` makes them (Mp, G, I),
+``in_columns`` is its inverse, and ``pull_bias`` the way from a cotangent of w13_bias (E, G, I) to that of the weights'
+own.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from moe_jax._config import MoEConfig
+from moe_jax._typing import Array, DTypeLike
+from moe_jax.activations import resolve_activation
+from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand, to_plain_layout
+from moe_jax.quantization import ExpertWeights, QuantizedTensor, dequantize_tensor
+from pallas_kernels.align import TileMap
+from pallas_kernels.grouped_gemm import grouped_gemm
+from pallas_kernels.grouped_gemm.dgrad import describe_dgrad, grouped_dgrad
+from pallas_kernels.grouped_gemm.packed import BLOCK_N, dequantize_packed, grouped_gemm_packed, stacked_projections
+from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, interleave
+
+
+def packed_refusal(config: MoEConfig, weights: ExpertWeights) -> str | None:
+    """Why kernels of the gradient do not read these weights as they are packed, or None."""
+    if not in_kernel_layout(weights):
+        return "weights are not in kernel layout"
+    if weights.w13.g_idx is not None:
+        return "columns have an order of each expert"
+    for operand in _packed(weights):
+        if operand.fmt.operand != config.dtype.name:
+            return f"words for {operand.fmt.operand} operands"
+        if reason := describe_dgrad(BLOCK_N, operand, None).unsupported():
+            return reason
+    return None
+
+
+def pulls_activation(config: MoEConfig, weights: ExpertWeights) -> bool:
+    """Whether the derivative of the activation can follow g W2 in its kernel; for weights without a
+    ``packed_refusal``.
+    """
+    _, w2 = _packed(weights)
+    return not weights.has_adapters and describe_dgrad(BLOCK_N, w2, resolve_activation(config)).unsupported() is None
+
+
+def _packed(weights: ExpertWeights) -> tuple[PackedWeights, PackedWeights]:
+    """w13, rows of both projections in one, and w2."""
+    w13, w2 = (kernel_operand(tensor) for tensor in (weights.w13, weights.w2))
+    return _stacked(w13), w2
+
+
+def _stacked(w13: PackedWeights) -> PackedWeights:
+    leaves = (w13.words, w13.scale, w13.zero, w13.channel_scale)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return jax.eval_shape(stacked_projections, w13)
+    return stacked_projections(w13)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedProducts:
+    """From packed words; for weights without a ``packed_refusal``.
+
+    tile_rows: of the tiles, where rows past them may be left out; else None.
+    """
+
+    config: MoEConfig
+    weights: ExpertWeights
+    tiles: TileMap
+    tile_rows: Array | None
+    kernels: str
+
+    def before(self, x: Array) -> Array:
+        w13, _ = self._operands
+        bias = self.weights.w13_bias
+        if bias is not None:
+            bias = interleave(bias).reshape(bias.shape[0], -1)
+        return grouped_gemm_packed(x, w13, bias=bias, out_dtype=self.config.dtype, **self._of_tiles)
+
+    def pulled_hidden(self, g: Array) -> Array:
+        _, w2 = self._operands
+        return grouped_dgrad(g, w2, tile_rows=self.tile_rows, **self._of_tiles)
+
+    def pulled_before(self, g: Array, before: Array, row_weights: Array) -> tuple[Array, Array]:
+        """(cotangent of ``before``, gradients of the rows' router weights (Mp,) float32), where
+        ``pulls_activation``.
+        """
+        _, w2 = self._operands
+        return grouped_dgrad(
+            g,
+            w2,
+            tile_rows=self.tile_rows,
+            activation=resolve_activation(self.config),
+            before=before,
+            row_weights=row_weights,
+            **self._of_tiles,
+        )
+
+    def pulled_rows(self, before_bar: Array) -> Array:
+        w13, _ = self._operands
+        return grouped_dgrad(before_bar, w13, tile_rows=self.tile_rows, **self._of_tiles)
+
+    def by_projection(self, before: Array) -> Array:
+        blocks = before.reshape(before.shape[0], -1, self.config.num_projections, BLOCK_N)
+        return blocks.swapaxes(1, 2).reshape(before.shape[0], self.config.num_projections, -1)
+
+    def in_columns(self, wide: Array) -> Array:
+        blocks = wide.reshape(wide.shape[0], self.config.num_projections, -1, BLOCK_N)
+        return blocks.swapaxes(1, 2).reshape(wide.shape[0], -1)
+
+    def pull_bias(self, bias_bar: Array) -> Array:
+        return bias_bar
+
+    @functools.cached_property
+    def _operands(self) -> tuple[PackedWeights, PackedWeights]:
+        return _packed(self.weights)
+
+    @property
+    def _of_tiles(self) -> dict[str, Any]:
+        tiles = self.tiles
+        return dict(tile_expert=tiles.tile_expert, num_tiles=tiles.num_tiles, implementation=self.kernels)
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseProducts:
+    """From matrices of 16 bits: unquantized weights, or weights that are dequantized first.
+
+    A kernel converts weights in kernel layout, as far as it can. Under act-order that layout has rows of w13 in another
+    order, and its bias with them.
+    """
+
+    config: MoEConfig
+    weights: ExpertWeights
+    tiles: TileMap
+    kernels: str
+
+    def before(self, x: Array) -> Array:
+        bias = self._dense.w13_bias
+        bias = None if bias is None else bias.reshape(bias.shape[0], -1)
+        return self._product(x, self._stacked, bias=bias)
+
+    def pulled_hidden(self, g: Array) -> Array:
+        return self._product(g, self._dense.w2.data, transposes_w=True)
+
+    def pulled_rows(self, before_bar: Array) -> Array:
+        return self._product(before_bar, self._stacked, transposes_w=True)
+
+    def by_projection(self, before: Array) -> Array:
+        return before.reshape(before.shape[0], self.config.num_projections, -1)
+
+    def in_columns(self, wide: Array) -> Array:
+        return wide.reshape(wide.shape[0], -1)
+
+    def pull_bias(self, bias_bar: Array) -> Array:
+        return self._dense_and_pull[1](bias_bar)
+
+    @property
+    def _dense(self) -> ExpertWeights:
+        return self._dense_and_pull[0]
+
+    @property
+    def _stacked(self) -> Array:
+        """(E, G * I, H): gate and up, one below the other."""
+        w13 = self._dense.w13.data
+        return w13.reshape(w13.shape[0], -1, w13.shape[-1])
+
+    @functools.cached_property
+    def _dense_and_pull(self) -> tuple[ExpertWeights, Callable[[Array], Array]]:
+        with jax.named_scope("dequantize"):
+            return _dense(self.weights, self.config.dtype, self.kernels)
+
+    def _product(self, rows: Array, w: Array, **options: Any) -> Array:
+        tiles = self.tiles
+        options |= dict(tile_expert=tiles.tile_expert, num_tiles=tiles.num_tiles, out_dtype=self.config.dtype)
+        return grouped_gemm(rows, w, implementation=self.kernels, **options)
+
+
+def _dense(weights: ExpertWeights, dtype: DTypeLike, kernels: str) -> tuple[ExpertWeights, Callable[[Array], Array]]:
+    """The weights dequantized, in layout "plain", and the way back from a cotangent of their w13_bias to the given
+    one.
+    """
+    if not weights.scheme.is_quantized:
+        return weights, lambda bias_bar: bias_bar
+    if in_kernel_layout(weights) and weights.w13.g_idx is None:
+        by = ("hopper", "reference") if kernels == "hopper" else kernels
+        w13, w2 = (dequantize_packed(kernel_operand(t), dtype, implementation=by) for t in (weights.w13, weights.w2))
+        w2 = w2.reshape(weights.w2.shape)
+        dense = ExpertWeights(QuantizedTensor(w13), QuantizedTensor(w2), weights.w13_bias, weights.w2_bias)
+        return dense, lambda bias_bar: bias_bar
+
+    def plain_bias(bias: Array) -> Array:
+        plain = to_plain_layout(dataclasses.replace(weights, w13_bias=bias)).w13_bias
+        assert plain is not None
+        return plain
+
+    plain = to_plain_layout(weights)
+    w13, w2 = (QuantizedTensor(dequantize_tensor(tensor, dtype)) for tensor in (plain.w13, plain.w2))
+    dense = ExpertWeights(w13, w2, plain.w13_bias, plain.w2_bias)
+    return dense, lambda bias_bar: jax.linear_transpose(plain_bias, weights.w13_bias)(bias_bar)[0]

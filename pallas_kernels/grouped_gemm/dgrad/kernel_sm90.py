@@ -1,0 +1,379 @@
+"""Grouped gradients of rows on Hopper, from packed weights: products that contract over the channels of the weights.
+
+One persistent CTA per SM; tile after tile of (rows of one expert, columns of the output).
+
+    converter (1 warpgroup)    for each 64 channels: wait drained[place], full[slot] -> operands by bit moves, times
+                               scales, rounded once -> matrix[place], as wgmma reads it -> ready[place]
+                               TMA copies, num_stages - MATRICES steps ahead: block_m x 64 of dy, the words of
+                               64 x block_n weights and their scales -> full[slot]
+    consumers (1 or 2)         64 rows of the tile each
+        main loop                  wait full[slot], ready[place] -> wgmma dy[slot] matrix[place] -> drained[place]
+        epilogue                   staged TMA stores; with an activation its derivative comes first, see below
+
+The copies of a step go to the slot of the step that was multiplied out of the matrix whose place is free again, so that
+no barrier says that a slot is empty. A producer of its own would be a fourth warpgroup, and of 512 threads each has 128
+registers: too few for accumulators of 64 x 256.
+
+A register operand of wgmma has the contracted dimension along the words of a thread, and packed words lie along the
+other one. So these weights pass through shared memory, where wgmma reads 16 bits transposed. One warpgroup converts
+while the others multiply: 16,384 numbers for a step that takes the tensor cores about 1,000 clocks.
+
+The derivative of an activation: the sums are cotangents of hidden values. A piece of 64 columns at a time, what the
+activation was given comes by TMA into before[consumer], and goes out as its own cotangent, times the row's weight. Sums
+over the columns of a tile of hidden value times cotangent go to an output of their own.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import accumulator_math_sm90, mosaic
+from pallas_kernels.common.activations import with_slopes
+from pallas_kernels.common.types import Scalar, TileRef, Value
+from pallas_kernels.grouped_gemm.dgrad.config import (
+    MATRICES,
+    REDUCTION_BYTES,
+    UNIT,
+    DgradConfig,
+    DgradDesc,
+    shared_arrays,
+    tile_groups,
+)
+from pallas_kernels.grouped_gemm.epilogue_sm90 import stores_under_way
+from pallas_kernels.grouped_gemm.packed.dequantize_sm90 import load_block
+from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
+from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile, tile_index, tiles_of_cta
+
+_TILED = ("dy", "matrix", "staging", "before")  # as wgmma and TMA copies with a swizzle read them
+
+
+def grouped_dgrad_sm90(desc: DgradDesc, config: DgradConfig) -> Callable[[Mapping[str, jax.Array]], Any]:
+    """The kernel for ``desc``, a function of the operands by name (``desc.operand_names``).
+
+    config must pass ``config_error``. Returns (rows, K); with an activation (rows, G * K) and the sums over each tile's
+    columns, (column tiles, rows) float32. Rows that are in no use are not written.
+    """
+    shapes, stages, consumers = shared_arrays(desc, config), config.num_stages, config.num_consumers
+    scratch: dict[str, Any] = {
+        name: plgpu.SMEM(shape, jnp.dtype(dtype), transforms=mosaic.tiled(dtype, 128) if name in _TILED else ())
+        for name, (shape, dtype) in shapes.items()
+    }
+    copies = 2 + desc.has_groups + desc.fmt.has_zero_point + desc.has_channel_scale
+    scratch["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+    scratch["ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=MATRICES)
+    scratch["drained"] = plgpu.Barrier(num_arrivals=consumers, num_barriers=MATRICES)
+    out: Any = jax.ShapeDtypeStruct((desc.rows, desc.projections * desc.k), jnp.dtype(desc.dtype))
+    if desc.activation is not None:
+        scratch["before_full"] = plgpu.Barrier(num_arrivals=desc.projections, num_barriers=consumers)
+        out = (out, jax.ShapeDtypeStruct((-(-desc.k // config.block_n), desc.rows), jnp.float32))
+    call = plgpu.kernel(
+        functools.partial(_kernel, desc, config),
+        out_type=out,
+        grid=(config.num_sms,),
+        grid_names=("block",),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        # Sums along rows stay inside warps: what Mosaic sets aside for others is a stage of the ring.
+        compiler_params=mosaic.compiler_params(reduction_scratch_bytes=REDUCTION_BYTES),
+    )
+    return lambda operands: call(*(operands[name] for name in desc.operand_names))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    """What the roles of a CTA work with.
+
+    operands, outputs: in global memory. scratch: shared memory and barriers. steps: ring slots that one tile takes.
+    """
+
+    desc: DgradDesc
+    config: DgradConfig
+    operands: Mapping[str, TileRef]
+    outputs: tuple[TileRef, ...]
+    scratch: Mapping[str, TileRef]
+    warpgroup: Scalar
+    steps: Scalar
+
+    def slot(self, step: Scalar) -> Scalar:
+        """Of the ring of copies; steps are counted over all tiles."""
+        return lax.rem(step, jnp.int32(self.config.num_stages))
+
+    def place(self, step: Scalar) -> Scalar:
+        """Of the dequantized matrices."""
+        return lax.rem(step, jnp.int32(MATRICES))
+
+
+def _kernel(desc: DgradDesc, config: DgradConfig, /, *refs: TileRef, **scratch: TileRef) -> None:
+    mosaic.begin()
+    names, steps = desc.operand_names, desc.n // BLOCK_N
+    operands = dict(zip(names, refs, strict=False))
+    row_tiles, column_tiles = operands["num_tiles"][0], -(-desc.k // config.block_n)
+    # Read on the device: LLVM would unroll short loops.
+    hidden = lax.min(jnp.int32(steps), row_tiles + steps)
+    warpgroup, index, consumers = lax.axis_index("warpgroup"), lax.axis_index("block"), config.num_consumers
+    cta = _Cta(desc, config, operands, refs[len(names) :], scratch, warpgroup, hidden)
+    num_tiles = tiles_of_cta(index, row_tiles * column_tiles, config.num_sms)
+
+    def tile(t: Scalar) -> Tile:
+        linear = index + t * config.num_sms
+        m, n = tile_index(linear, row_tiles, column_tiles, config.raster_group_m)
+        return Tile(m, n, operands["tile_expert"][m], t * hidden)
+
+    @pl.when(warpgroup == consumers)
+    def _():
+        if config.registers:
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+        _convert(cta, num_tiles, tile)
+
+    @pl.when(warpgroup < consumers)
+    def _():
+        if config.registers:
+            plgpu.set_max_registers(config.registers[0], action="increase")
+
+        def one_tile(t, _):
+            _consume(cta, tile(t))
+            return 0
+
+        lax.fori_loop(0, num_tiles, one_tile, 0)
+        plgpu.wait_smem_to_gmem(0)
+
+
+# -- the converter ----------------------------------------------------------------------------------------------------
+
+
+def _convert(cta: _Cta, num_tiles: Scalar, tile: Callable[[Scalar], Tile]) -> None:
+    scratch, ahead = cta.scratch, cta.config.num_stages - MATRICES
+
+    @pl.when(num_tiles > 0)
+    def _():
+        for k in range(ahead):
+            _load(cta, tile(0), jnp.int32(k), jnp.int32(k))
+
+    def one_tile(t, _):
+        this, following = tile(t), tile(lax.min(t + 1, num_tiles - 1))
+
+        def one_step(k, step):
+            slot, place = cta.slot(step), cta.place(step)
+
+            @pl.when(step >= MATRICES)
+            def _():
+                plgpu.barrier_wait(scratch["drained"].at[place])
+
+            is_inside = k + ahead < cta.steps
+
+            @pl.when(is_inside | (t + 1 < num_tiles))
+            def _():
+                row, column, expert = (
+                    jnp.where(is_inside, getattr(this, name), getattr(following, name))
+                    for name in ("row", "column", "expert")
+                )
+                own = jnp.where(is_inside, k + ahead, k + ahead - cta.steps)
+                _load(cta, Tile(row, column, expert, this.first_step), own, step + ahead)
+
+            plgpu.barrier_wait(scratch["full"].at[slot])
+            for piece in range(cta.config.pieces):
+                value = _dequantized(cta, slot, piece)
+                scratch["matrix"].at[place, :, pl.ds(piece * UNIT, UNIT)][...] = value
+            plgpu.commit_smem()  # the numbers for wgmma; and every warp has read the words
+            plgpu.barrier_arrive(scratch["ready"].at[place])
+            return step + 1
+
+        lax.fori_loop(0, cta.steps, one_step, this.first_step)
+        return 0
+
+    lax.fori_loop(0, num_tiles, one_tile, 0)
+
+    # Leave no completed phase unobserved.
+    def drain(step, _):
+        plgpu.barrier_wait(scratch["drained"].at[cta.place(step)])
+        return 0
+
+    end = num_tiles * cta.steps
+    lax.fori_loop(lax.max(end - MATRICES, 0), end, drain, 0)
+
+
+def _load(cta: _Cta, tile: Tile, k: Scalar, step: Scalar) -> None:
+    """Issue the copies of K step k of ``tile``, which is ``step`` of all."""
+    desc, config, operands, scratch, slot = cta.desc, cta.config, cta.operands, cta.scratch, cta.slot(step)
+    full, block = scratch["full"].at[slot], tile.expert * (desc.n // BLOCK_N) + k
+    rows = pl.ds(tile.row * config.block_m, config.block_m)
+    words = pl.ds(tile.column * config.pieces, config.pieces)
+    plgpu.copy_gmem_to_smem(operands["dy"].at[rows, pl.ds(k * BLOCK_N, BLOCK_N)], scratch["dy"].at[slot], full)
+    plgpu.copy_gmem_to_smem(operands["w"].at[block, words], scratch["w"].at[slot], full)
+    groups = pl.ds(_first_group(desc, config, tile.column), tile_groups(desc, config))
+    for name in ("scale", "zero"):
+        if name in operands:
+            plgpu.copy_gmem_to_smem(operands[name].at[block, groups], scratch[name].at[slot], full)
+    if desc.has_channel_scale:
+        plgpu.copy_gmem_to_smem(operands["channel_scale"].at[block], scratch["channel_scale"].at[slot], full)
+
+
+def _first_group(desc: DgradDesc, config: DgradConfig, column: Scalar) -> Scalar:
+    """First group of a column tile; 0 where a channel has one zero point for all of K."""
+    group = desc.fmt.group_size
+    if group is None or desc.groups == 1:
+        return 0
+    if config.block_n >= group:
+        return column * (config.block_n // group)
+    return lax.div(column, jnp.int32(group // config.block_n))
+
+
+def _dequantized(cta: _Cta, slot: Scalar, piece: int) -> Value:
+    """(64, 64) of the matrix, a 1 of integers being ``fmt.unit``."""
+    desc, config, scratch = cta.desc, cta.config, cta.scratch
+    fmt, groups = desc.fmt, tile_groups(desc, config)
+    group = fmt.group_size or config.block_n
+
+    def group_of(column: int) -> int:
+        return min(column // group, groups - 1)
+
+    first = piece * UNIT
+    rows = tuple(group_of(first + UNIT // 4 * quarter) for quarter in range(4))
+    zeros = scratch["zero"].at[slot] if fmt.has_zero_point else None
+    folded = scratch["scale"].at[slot] if desc.folds_scales else None
+    wide = None
+    if desc.splits_scales:
+        wide = scratch["channel_scale" if desc.has_channel_scale else "scale"].at[slot]
+    (value,) = load_block(fmt, scratch["w"].at[slot, piece], UNIT, rows, zeros, folded, wide)
+    if wide is None and folded is None:
+        factors = [scratch["channel_scale"].at[slot]] if desc.has_channel_scale else []
+        factors += [scratch["scale"].at[slot, group_of(first)]] if desc.has_groups else []
+        for factor in factors:
+            of_rows = mosaic.load(factor, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
+            value = value.astype(jnp.float32) * lax.broadcast_in_dim(of_rows, value.shape, [0])
+    return value.astype(desc.dtype)
+
+
+# -- the consumers ----------------------------------------------------------------------------------------------------
+
+
+def _consume(cta: _Cta, tile: Tile) -> None:
+    def compute():
+        if cta.desc.activation is not None:
+            _load_before(cta, tile, 0)
+        with jax.named_scope("main_loop"):
+            sums = _multiply(cta, tile)
+        with jax.named_scope("epilogue"):
+            (_store if cta.desc.activation is None else _store_pulled)(cta, tile, sums)
+
+    if cta.desc.has_tile_rows and cta.config.num_consumers > 1:
+        # The second half of an expert's last tile is often empty: leave the tensor core to the first.
+        in_use = cta.operands["tile_rows"][tile.row] - cta.warpgroup * UNIT
+        pl.when(in_use > 0)(compute)
+        pl.when(in_use <= 0)(lambda: _skip(cta, tile))
+    else:
+        compute()
+
+
+def _multiply(cta: _Cta, tile: Tile) -> Value:
+    """(64, block_n) float32 over all of N."""
+    scratch, rows = cta.scratch, pl.ds(cta.warpgroup * UNIT, UNIT)
+
+    def scope(accumulator):
+        def one_step(k, step):
+            slot, place = cta.slot(step), cta.place(step)
+            plgpu.barrier_wait(scratch["full"].at[slot])
+            plgpu.barrier_wait(scratch["ready"].at[place])
+            plgpu.wgmma(accumulator, scratch["dy"].at[slot, rows], scratch["matrix"].at[place])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch["drained"].at[place])
+            return step + 1
+
+        lax.fori_loop(0, cta.steps, one_step, tile.first_step)
+        return accumulator[...]
+
+    return pl.run_scoped(scope, mosaic.Accumulator((UNIT, cta.config.block_n), jnp.float32))
+
+
+def _skip(cta: _Cta, tile: Tile) -> None:
+    """Hand back what the other warpgroup multiplies, for a tile in which this one has no row."""
+    scratch = cta.scratch
+
+    def one_step(k, step):
+        slot, place = cta.slot(step), cta.place(step)
+        plgpu.barrier_wait(scratch["full"].at[slot])
+        plgpu.barrier_wait(scratch["ready"].at[place])
+        plgpu.barrier_arrive(scratch["drained"].at[place])
+        return step + 1
+
+    lax.fori_loop(0, cta.steps, one_step, tile.first_step)
+
+
+def _first_row(cta: _Cta, tile: Tile) -> Scalar:
+    return tile.row * cta.config.block_m + cta.warpgroup * UNIT
+
+
+def _store(cta: _Cta, tile: Tile, sums: Value) -> None:
+    """Write this warpgroup's (64, block_n) of the output. Columns past K are not stored."""
+    desc, config, staging = cta.desc, cta.config, cta.scratch["staging"].at[cta.warpgroup]
+    rows, slots = pl.ds(_first_row(cta, tile), UNIT), 2
+    for piece in range(config.pieces):
+        slot, column = piece % slots, tile.column * config.block_n + piece * UNIT
+        plgpu.wait_smem_to_gmem(stores_under_way(piece, config.pieces, slots), wait_read_only=True)
+        staging[slot] = _piece(cta, sums, piece).astype(desc.dtype)
+        plgpu.commit_smem()
+        inside = mosaic.column_predicate(desc.k, config.block_n, column)
+        plgpu.copy_smem_to_gmem(staging.at[slot], cta.outputs[0].at[rows, pl.ds(column, UNIT)], predicate=inside)
+
+
+def _piece(cta: _Cta, sums: Value, piece: int) -> Value:
+    own = sums if cta.config.pieces == 1 else sums[:, piece * UNIT : (piece + 1) * UNIT]
+    return own if cta.desc.fmt.unit == 1 else own * (1 / cta.desc.fmt.unit)
+
+
+def _load_before(cta: _Cta, tile: Tile, piece: int) -> None:
+    """Issue the copies of what the activation was given, for one piece of the columns."""
+    rows = pl.ds(_first_row(cta, tile), UNIT)
+    for projection in range(cta.desc.projections):
+        plgpu.copy_gmem_to_smem(
+            cta.operands["before"].at[rows, _columns(cta, tile, piece, projection)],
+            cta.scratch["before"].at[cta.warpgroup, projection],
+            cta.scratch["before_full"].at[cta.warpgroup],
+        )
+
+
+def _columns(cta: _Cta, tile: Tile, piece: int, projection: int) -> Any:
+    """Of ``before`` and of its cotangent, whose projections take turns every 64 columns."""
+    block = (tile.column * cta.config.pieces + piece) * cta.desc.projections + projection
+    return pl.ds(block * UNIT, UNIT)
+
+
+def _store_pulled(cta: _Cta, tile: Tile, sums: Value) -> None:
+    """Write the cotangent of what the activation was given, and the sum of hidden value times cotangent of each row."""
+    desc, config, scratch = cta.desc, cta.config, cta.scratch
+    assert desc.activation is not None
+    own, first = cta.warpgroup, _first_row(cta, tile)
+    rows, shape = pl.ds(first, UNIT), (UNIT, UNIT)
+    weights = mosaic.load(cta.operands["row_weights"].at[rows], layout=mosaic.ROWS, optimized=False)
+    total = None
+    for piece in range(config.pieces):
+        plgpu.barrier_wait(scratch["before_full"].at[own])
+        given = [
+            mosaic.load(scratch["before"].at[own, projection], layout=mosaic.WGMMA).astype(jnp.float32)
+            for projection in range(desc.projections)
+        ]
+        plgpu.commit_smem()  # every warp has read
+        if piece + 1 < config.pieces:
+            _load_before(cta, tile, piece + 1)
+        hidden, slopes = with_slopes(desc.activation, *given, sigmoid=accumulator_math_sm90.sigmoid)
+        hidden_bar = _piece(cta, sums, piece)
+        of_piece = jnp.sum(hidden * hidden_bar, axis=1)
+        total = of_piece if total is None else total + of_piece
+        weighted = hidden_bar * lax.broadcast_in_dim(weights, shape, [0])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for projection, slope in enumerate(slopes):
+            scratch["staging"][own, projection] = (weighted * slope).astype(desc.dtype)
+        plgpu.commit_smem()
+        inside = mosaic.column_predicate(desc.k, config.block_n, tile.column * config.block_n + piece * UNIT)
+        for projection in range(desc.projections):
+            target = cta.outputs[0].at[rows, _columns(cta, tile, piece, projection)]
+            plgpu.copy_smem_to_gmem(scratch["staging"].at[own, projection], target, predicate=inside)
+    cta.outputs[1].at[tile.column, rows][...] = total

@@ -1,0 +1,42 @@
+"""grouped_dgrad in plain jnp."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.grouped_gemm.dgrad.config import UNIT, DgradDesc
+from pallas_kernels.grouped_gemm.packed.layout import PackedWeights
+from pallas_kernels.grouped_gemm.packed.reference import dequantized
+
+
+def grouped_dgrad_ref(
+    desc: DgradDesc,
+    dy: jax.Array,
+    w: PackedWeights,
+    tile_expert: jax.Array,
+    num_tiles: jax.Array,
+    *,
+    before: jax.Array | None = None,
+    row_weights: jax.Array | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """What ``grouped_dgrad`` computes, tile by tile in float32; rows of tiles from num_tiles on are zero."""
+    matrices = dequantized(w).reshape(desc.num_experts, desc.n, desc.k).astype(desc.dtype).astype(jnp.float32)
+    tiles = tile_expert.shape[0]
+    block_m = desc.rows // tiles
+
+    def one_tile(index):
+        rows = lax.dynamic_slice_in_dim(dy, index * block_m, block_m).astype(jnp.float32)
+        expert = jnp.maximum(tile_expert[index], 0)
+        product = jnp.einsum("mn,nk->mk", rows, matrices[expert], precision=lax.Precision.HIGHEST)
+        return jnp.where(index < num_tiles.reshape(()), product, 0.0)
+
+    sums = lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32)).reshape(desc.rows, desc.k)
+    if desc.activation is None:
+        return sums.astype(desc.dtype)
+    assert before is not None and row_weights is not None
+    blocks = before.astype(jnp.float32).reshape(desc.rows, -1, desc.projections, UNIT)
+    given = [blocks[:, :, projection].reshape(sums.shape) for projection in range(desc.projections)]
+    hidden, pull = jax.vjp(desc.activation, *given)
+    bars = pull(sums * row_weights[:, None])
+    together = jnp.stack([bar.reshape(desc.rows, -1, UNIT) for bar in bars], axis=2)
+    return together.reshape(before.shape).astype(desc.dtype), (hidden * sums).sum(axis=1)

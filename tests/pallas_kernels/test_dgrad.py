@@ -1,0 +1,172 @@
+"""grouped_dgrad's reference beside NumPy in float64, which calls and configurations there are, and the conversion of
+its weights in NumPy, thread by thread. The kernel runs in test_interpreter.py and, on a GPU, in test_dgrad_gpu.py.
+"""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.common.activations import Activation, slopes_refusal, with_slopes
+from pallas_kernels.grouped_gemm import dgrad
+from pallas_kernels.grouped_gemm.dgrad import DgradConfig, DgradDesc, choose_config, config_error, grouped_dgrad
+from pallas_kernels.grouped_gemm.dgrad import kernel_sm90 as kernel
+from pallas_kernels.grouped_gemm.dgrad.config import shared_arrays
+from pallas_kernels.grouped_gemm.packed import PackedFormat, dequantize_sm90
+from pallas_kernels.grouped_gemm.packed.reference import dequantized
+from tests.pallas_kernels import test_packed_operands as operands
+from tests.pallas_kernels.test_packed_operands import as_matrix, on_numpy, on_threads  # noqa: F401  two fixtures
+from tests.pallas_kernels.test_packed_pipeline import Ref
+from tests.support.kernels.cases import dgrad_cases
+from tests.support.kernels.dgrad_problem import make_pull
+from tests.support.kernels.packed_problem import KINDS
+
+SILU = Activation("silu")
+USED = [
+    kind
+    for kind, (fmt, dtype, _) in KINDS.items()
+    if not fmt.is_8bit
+    and not (fmt.scale == "group" and (fmt.group_size or 0) < 64 and dtype not in (fmt.operand, "float32"))
+]
+ACTIVATIONS = [
+    SILU,
+    Activation("swigluoai", alpha=1.702, beta=1.0),
+    Activation("gelu_tanh"),
+    Activation("gelu_tanh_no_mul"),
+    Activation("silu_no_mul"),
+    Activation("relu2_no_mul"),
+]
+
+
+@pytest.mark.parametrize(("kind", "activation"), [("int4 g128 asym", SILU), ("nvfp4", Activation("relu2_no_mul"))])
+def test_reference(kind, activation):
+    """Of stacked projections, too: rows of the product are (NB, G, 64)."""
+    problem = make_pull(kind, [3, 0, 70], n=128, k=192, block_m=64, activation=activation, projections=2)
+    problem.assert_close(grouped_dgrad(*problem.args, **problem.kwargs, implementation="reference"))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_slopes_are_the_derivatives(activation):
+    """Beside JAX's own derivative of the value, both in float32."""
+    keys = jax.random.split(jax.random.key(0))
+    given = [3 * jax.random.normal(key, (64, 64)) for key in keys][: 2 if activation.is_gated else 1]
+    value, slopes = with_slopes(activation, *given)
+    expected, pull = jax.vjp(activation, *given)
+    np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-6)
+    for slope, other in zip(slopes, pull(jnp.ones_like(value)), strict=True):
+        np.testing.assert_allclose(slope, other, rtol=2e-5, atol=2e-6)
+
+
+def test_activations_without_slopes():
+    assert "limit=7.0" in str(slopes_refusal(Activation("swiglustep", limit=7.0)))
+    assert "erf" in str(slopes_refusal(Activation("gelu_no_mul")))
+
+
+@pytest.mark.parametrize("block_n", [128, 256])
+@pytest.mark.parametrize("kind", USED)
+@pytest.mark.sample(5)
+def test_numbers_in_shared_memory(kind, block_n, on_threads, monkeypatch):  # noqa: F811
+    """Each piece of a step is the stored numbers, every scale applied, rounded once: the second column tile of one
+    expert's second block of channels, its scales at the rows that the copies bring.
+    """
+    problem = make_pull(kind, [64], n=128, k=512, block_m=64)
+    w = problem.args[1]
+    monkeypatch.setattr(operands, "IS_EXACT", False)
+    expected = np.asarray(dequantized(w))[0, 0].astype(np.float64)
+    expected = expected[64:128, block_n : 2 * block_n]
+    w = jax.tree.map(np.asarray, w)
+    desc = dgrad.describe_dgrad(64, w, None)
+    config, column, block = DgradConfig(64, block_n, 3), 1, 1
+    assert config_error(desc, config) is None
+    found = np.zeros((64, block_n))
+
+    def load_block(fmt, ref, width, rows, *vectors):
+        beside = [None if vector is None else vector.array.view(f"u{vector.dtype.itemsize}") for vector in vectors]
+        words = np.ascontiguousarray(ref.array).view(np.uint32)
+        return (as_matrix(fmt, dequantize_sm90.load_block(fmt, words, width, rows, *beside)).astype(np.float32),)
+
+    monkeypatch.setattr(kernel, "load_block", load_block)
+    monkeypatch.setattr(
+        kernel, "mosaic", types.SimpleNamespace(ROWS=None, load=lambda ref, **_: ref.array.astype(np.float32))
+    )
+    spread = types.SimpleNamespace(
+        broadcast_in_dim=lambda a, shape, _: np.broadcast_to(a[:, None], shape), div=lambda a, b: a // int(b)
+    )
+    monkeypatch.setattr(kernel, "lax", spread)
+    first = kernel._first_group(desc, config, column)
+    groups = slice(first, first + dgrad.config.tile_groups(desc, config))
+    pieces = slice(column * config.pieces, (column + 1) * config.pieces)
+    scratch = dict(w=Ref(w.words[0, block, 0, pieces][None]))
+    for name, leaf in (("scale", w.scale), ("zero", w.zero)):
+        if leaf is not None:
+            scratch[name] = Ref(leaf[0, block, 0, groups][None])
+    if w.channel_scale is not None:
+        scratch["channel_scale"] = Ref(w.channel_scale[0, block, 0][None])
+    cta = kernel._Cta(desc, config, {}, (), scratch, 0, 2)
+    for piece in range(config.pieces):
+        found[:, 64 * piece : 64 * (piece + 1)] = kernel._dequantized(cta, 0, piece).astype(np.float64)
+    step = 2.0**-8 if desc.dtype == "bfloat16" else 2.0**-11
+    bound = np.abs(expected) * (step + 2.0**-17) + (0.0 if desc.dtype == "bfloat16" else 2.0**-25)
+    assert (np.abs(found / desc.fmt.unit - expected) <= bound).all()
+
+
+def test_wrong_calls():
+    problem = make_pull("int4 g128", [3], n=64, k=128, activation=SILU)
+    (dy, w, *tiles), kwargs = problem.args, problem.kwargs
+    for wrong, message in (
+        (dict(before=kwargs["before"][:, :128]), r"before is bfloat16\(384, 128\), expected bfloat16 \(384, 256\)"),
+        (dict(row_weights=None), "exactly with an activation"),
+        (dict(row_weights=kwargs["row_weights"].astype(jnp.bfloat16)), "row_weights is bfloat16"),
+        (dict(tile_rows=tiles[0][:1]), "tile_rows is int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grouped_dgrad(dy, w, *tiles, **kwargs | wrong)
+    with pytest.raises(ValueError, match=r"dy has shape \(384, 32\), expected \(Mp, 64\)"):
+        grouped_dgrad(dy[:, :32], w, *tiles)
+    with pytest.raises(TypeError, match="dy is float16, these weights are packed for bfloat16"):
+        grouped_dgrad(dy.astype(jnp.float16), w, *tiles)
+    with pytest.raises(ValueError, match="w has 2 projections, expected 1: see stacked_projections"):
+        words = jnp.concatenate([w.words, w.words], axis=2)
+        grouped_dgrad(dy, dataclasses.replace(w, words=words), *tiles)
+
+
+DESC = DgradDesc(rows=4096, n=2048, k=768, num_experts=4, groups=6, fmt=PackedFormat("int4", "bfloat16", "group", 128))
+
+
+@pytest.mark.parametrize(
+    ("desc", "config", "reason"),
+    [
+        (dict(k=736), {}, "K=736"),
+        (dict(n=100), {}, "N=100"),
+        (dict(fmt=PackedFormat("int4", "int8", "group", 128)), {}, "words for int8"),
+        (dict(fmt=PackedFormat("int4", "float16", "group", 32)), {}, "groups of 32 with scales of float32"),
+        (dict(activation=Activation("gelu")), {}, "erf"),
+        ({}, dict(block_m=192), "block_m=192"),
+        ({}, dict(block_n=96), "block_n=96"),
+        ({}, dict(block_n=192), "groups of 128"),
+        ({}, dict(num_stages=2), "num_stages=2"),
+        (dict(n=64), dict(num_stages=4), "the 1 steps of N"),
+        ({}, dict(num_stages=7), "bytes of shared memory"),
+    ],
+)
+def test_refusals(desc, config, reason):
+    chosen = DgradConfig(**dict(block_m=128, block_n=256, num_stages=3) | config)
+    assert reason in str(config_error(dataclasses.replace(DESC, **desc), chosen))
+
+
+def test_the_widest_tile_that_fits_is_chosen():
+    """With the copies of an activation's arguments there is room for one stage less."""
+    found = [
+        choose_config(dataclasses.replace(DESC, activation=activation, scale_dtype="bfloat16"), 128, 132)
+        for activation in (None, SILU)
+    ]
+    assert [(config.block_n, config.num_stages) for config in found] == [(256, 5), (256, 4)]
+    assert shared_arrays(DESC, found[0])["matrix"] == ((2, 64, 256), "bfloat16")
+
+
+@pytest.mark.parametrize("case", list(dgrad_cases())[::9], ids=lambda case: case.name)
+def test_lowers(case):
+    assert case.launches() == 1

@@ -1,0 +1,106 @@
+"""Problems of ``grouped_dgrad``: random stored weights, and what they must give, in NumPy float64.
+
+Layout contract: as in gemm_problem.py. Rows that no expert owns hold NaN; some lie in tiles that are in use.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.common.activations import Activation
+from pallas_kernels.grouped_gemm.packed import stacked_projections, to_kernel_layout
+from tests.support.kernels.gemm_problem import tiles_of
+from tests.support.kernels.packed_problem import KINDS, make_stored
+from tests.support.oracles.tolerances import Tolerance, assert_rows_close
+
+
+@dataclasses.dataclass
+class PullProblem:
+    """args, kwargs: of ``grouped_dgrad``. row_expert: (Mp,), -1 in padding.
+
+    expected: (Mp, K) float64; with an activation the cotangent of ``before`` in its columns, and the sums (Mp,).
+    """
+
+    args: tuple
+    kwargs: dict[str, Any]
+    expected: tuple[np.ndarray, ...]
+    row_expert: np.ndarray
+    dtype: str
+
+    def assert_close(self, found: Any) -> None:
+        """Each row by its largest value: two units in the last place of the output, and for sums over K of them 2**-11
+        of what the terms add up to.
+        """
+        own = self.row_expert >= 0
+        found = jax.tree.leaves(found)
+        assert len(found) == min(len(self.expected), 2)
+        value = np.asarray(found[0], np.float64)[own]
+        assert_rows_close(value, self.expected[0][own], Tolerance(self.dtype, 2.0, 0.0), experts=self.row_expert[own])
+        if len(found) == 2:
+            sums, terms = (part[own] for part in self.expected[1:])
+            assert (np.abs(np.asarray(found[1], np.float64)[own] - sums) <= 2.0**-11 * terms).all()
+
+
+def make_pull(
+    kind: str,
+    sizes: list[int],
+    *,
+    n: int,
+    k: int,
+    block_m: int = 128,
+    activation: Activation | None = None,
+    projections: int = 1,
+    has_tile_rows: bool = True,
+    seed: int = 0,
+) -> PullProblem:
+    """projections: of the weights, which the call gets stacked: N is then n of each."""
+    rng, fmt, experts = np.random.default_rng(seed), KINDS[kind][0], len(sizes)
+    tile_expert, tile_rows, row_expert = tiles_of(sizes, block_m, 2)
+    rows = len(row_expert)
+    stored, values = make_stored(kind, (experts, projections), n, k, rng)
+    # As the kernels multiply them: rounded to the operands' dtype once, blocks of 64 channels in turn.
+    matrices = values.astype(np.float32).astype(fmt.operand).astype(np.float64)
+    matrices = matrices.reshape(experts, projections, -1, 64, k).swapaxes(1, 2).reshape(experts, -1, k)
+    dy = rng.standard_normal((rows, matrices.shape[1]), np.float32)
+    dy = (dy / math.sqrt((matrices**2).mean() * matrices.shape[1])).astype(fmt.operand)
+    dy[row_expert < 0] = np.nan
+    sums = np.stack([row @ matrices[max(e, 0)] for row, e in zip(dy.astype(np.float64), row_expert, strict=True)])
+    w = stacked_projections(jax.tree.map(jnp.asarray, to_kernel_layout(fmt, **stored)))
+    args = (jnp.asarray(dy), w, jnp.asarray(tile_expert), jnp.int32(len(tile_expert) - 2))
+    kwargs: dict[str, Any] = dict(tile_rows=jnp.asarray(tile_rows)) if has_tile_rows else {}
+    if activation is None:
+        return PullProblem(args, kwargs, (sums,), row_expert, fmt.operand)
+    count = 2 if activation.is_gated else 1
+    given = rng.standard_normal((rows, k // 64, count, 64), np.float32).astype(fmt.operand)
+    weights = rng.random(rows, np.float32)
+    kwargs |= dict(activation=activation, before=jnp.asarray(given.reshape(rows, -1)), row_weights=jnp.asarray(weights))
+    given = given.astype(np.float64).reshape(rows, k // 64, count, 64)
+    hidden, slopes = _curve(activation, *(given[:, :, p].reshape(rows, k) for p in range(count)))
+    bars = [(sums * weights.astype(np.float64)[:, None] * slope).reshape(rows, -1, 64) for slope in slopes]
+    bar = np.stack(bars, axis=2).reshape(rows, -1)
+    terms = np.sqrt(((hidden * sums) ** 2).sum(1)) + np.abs((hidden * sums).sum(1))
+    return PullProblem(args, kwargs, (bar, (hidden * sums).sum(1), terms), row_expert, fmt.operand)
+
+
+def _curve(activation: Activation, gate: np.ndarray, up: Any = None) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Values of an activation, and their derivatives by differences of float64."""
+
+    def value(gate: np.ndarray, up: Any) -> np.ndarray:
+        name = activation.name.removesuffix("_no_mul")
+        if name == "gelu_tanh":
+            curve = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+        elif name == "relu2":
+            curve = np.maximum(gate, 0) ** 2
+        else:
+            curve = gate / (1 + np.exp(-activation.alpha * gate))
+        return curve if up is None else curve * (up + activation.beta)
+
+    step = 1e-5
+    slopes = [(value(gate + step, up) - value(gate - step, up)) / (2 * step)]
+    if up is not None:
+        slopes.append((value(gate, up + step) - value(gate, up - step)) / (2 * step))
+    return value(gate, up), slopes
