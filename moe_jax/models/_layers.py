@@ -15,7 +15,7 @@ from flax import nnx
 
 from moe_jax._typing import Array, DTypeLike, Float, Int
 from moe_jax.experts._low_rank import adapter_dtype, low_rank_product
-from moe_jax.experts._matrix import in_best_matrix_layout, multiply, padded_product
+from moe_jax.experts._matrix import in_best_matrix_layout, joins, multiply, padded_product
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.nn import LoRAParam, QuantizedParam
 from moe_jax.nn._lora import Adapter
@@ -215,6 +215,27 @@ def partial_sums(module: Linear, x: Float[Array, "... K"]) -> PartialSums:
     return PartialSums(y[None], lead)
 
 
+def side_by_side(modules: Sequence[Linear], x: Float[Array, "... K"], out_dtype: DTypeLike) -> PartialSums | None:
+    """The products of x with the quantized weights of several modules in one array, from one launch.
+
+    None where a weight is not quantized or has an adapter, an axis of x is empty, or no backend joins the products.
+    """
+    matrices = tuple(module.weight.get_value() for module in modules)
+    biases, names = tuple(biases_of(modules)), {module.implementation for module in modules}
+    is_joined = all(isinstance(one, QuantizedMatrix) for one in matrices) and len(names) == 1 and 0 not in x.shape
+    if not is_joined or len(biases) not in (0, len(modules)) or any(module.lora is not None for module in modules):
+        return None
+    options: dict[str, Any] = dict(out_dtype=out_dtype, implementation=names.pop())
+    tokens = x.reshape(-1, x.shape[-1])
+    if not joins(matrices, tokens.shape[0], x.dtype, has_bias=bool(biases), **options):
+        return None
+    return PartialSums(padded_product(tokens, matrices, biases or None, **options)[None], x.shape[:-1])
+
+
+def biases_of(modules: Sequence[Linear]) -> list[Array]:
+    return [module.bias[...] for module in modules if module.bias is not None]
+
+
 def split_product(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float[Array, "P T N"]:
     """Partial sums of x W^T in float32; with P = 1 the product in x's dtype.
 
@@ -342,7 +363,9 @@ class GatedMLP(Partitioned):
         return partitioned(GatedMLP._forward, self, WHOLE, x)
 
     def _forward(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-        return self.down_proj((jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)).astype(x.dtype))
+        both = None if self.partition is not None else side_by_side((self.gate_proj, self.up_proj), x, jnp.float32)
+        gate, up = (self.gate_proj(x), self.up_proj(x)) if both is None else jnp.split(both.whole(jnp.float32), 2, -1)
+        return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype))
 
 
 class SharedExperts(GatedMLP):

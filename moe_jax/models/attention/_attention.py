@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from moe_jax._pytrees import pytree
@@ -27,6 +28,7 @@ from moe_jax.models._layers import (
     partial_sums,
     precision_of,
     scaled_to_unit,
+    side_by_side,
     split_product,
 )
 from moe_jax.models._partition import WHOLE, Partition, Partitioned, partitioned
@@ -270,6 +272,8 @@ class Attention(Partitioned):
         if isinstance(x, Projected):
             return x.products
         modules = (self.q_proj, self.k_proj, self.v_proj)
+        if (joined := side_by_side(modules, x, x.dtype)) is not None:
+            return (joined,)
         is_plain = all(not isinstance(m.weight, QuantizedParam) and m.bias is m.lora is None for m in modules)
         if not is_plain:
             return tuple(partial_sums(module, x) for module in modules)
@@ -288,10 +292,19 @@ class Attention(Partitioned):
         """Rotated q (B, S, kv_heads, group, D), rotated k and v as the cache keeps them, (B, kv_heads, S, D), and the
         logits of the output's gate (B, S, heads * D) or None."""
         config, gate = self.config, None
-        if isinstance(x, Projected):
-            q, k, v = (product.whole(x.dtype) for product in x.products)
+        modules = (self.q_proj, self.k_proj, self.v_proj)
+        products = x.products if isinstance(x, Projected) else ()
+        if not isinstance(x, Projected) and self.partition is None:
+            joined = side_by_side(modules, x, x.dtype)
+            products = () if joined is None else (joined,)
+        if len(products) == 1:
+            ends = np.cumsum([module.weight.shape[0] for module in modules])[:-1]
+            q, k, v = jnp.split(products[0].whole(x.dtype), ends, axis=-1)
+        elif products:
+            q, k, v = (product.whole(x.dtype) for product in products)
         else:
-            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            assert not isinstance(x, Projected)
+            q, k, v = (module(x) for module in modules)
         if config.has_output_gate:  # of each head its query, then its gate
             q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
             q, gate = q.reshape(*x.shape[:2], -1), gate.reshape(*x.shape[:2], -1)
