@@ -33,8 +33,14 @@ from pallas_kernels.tuning.layer import AnyKey
 # Of a product outside the experts: of one matrix, or of several whose products stand side by side.
 Matrices = QuantizedMatrix | tuple[QuantizedMatrix, ...]
 Biases = Array | tuple[Array, ...] | None
-# (x (T, H), router_logits (T, E), weights, routing params, token_mask (T,), output of shared experts (T, H))
+# (x (T, H), router_logits (T, E) or their partial sums (P, T, E), weights, routing params, token_mask (T,), output of
+# shared experts (T, H))
 LayerArguments = tuple[Array, Array, ExpertWeights, RoutingParams | None, Array | None, Array | None]
+
+
+def whole_logits(logits: Array) -> Array:
+    """Router logits (T, E), which may be the sum of (P, T, E)."""
+    return logits if logits.ndim == 2 else logits.sum(axis=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ from moe_jax.quantization import LowRank, QuantizedMatrix, Scheme, method_for
 MANY_ROWS = 256  # from here on a product is bound by its arithmetic, and on a GPU it is cuBLAS's
 _TILES = 320  # of a product, 64 x 64, that give each SM of a GPU enough to read
 _LEAST_DEPTH = 64  # of a part of a product
+_ROUTER_PARTS = 8  # that the routing kernel adds up
 
 
 def parameter(
@@ -145,6 +146,17 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "... K"]) -> Float[Array, "... N"]:
         return product(self, x, x.dtype if self.out_dtype is None else self.out_dtype)
 
+    def partial_sums(self, x: Float[Array, "... K"]) -> Float[Array, "P T N"] | None:
+        """Of a float32 product of few rows on a GPU, whose sum is no launch then; None where it is not split."""
+        weight, num_tokens = self.weight.get_value(), x.size // x.shape[-1]
+        is_plain = not isinstance(weight, QuantizedMatrix) and self.bias is None and self.lora is None
+        if not is_plain or self.out_dtype != jnp.float32 or x.dtype.itemsize != 2 or jax.default_backend() != "gpu":
+            return None
+        if not 1 < num_tokens < MANY_ROWS:
+            return None
+        parts = split_product(x.reshape(num_tokens, -1), self.weight[...], most=_ROUTER_PARTS)
+        return parts if parts.shape[0] > 1 else None
+
 
 def product(module: "Linear | Vocabulary", x: Float[Array, "... K"], out_dtype: DTypeLike) -> Float[Array, "... N"]:
     """x W^T + b with a module's weight and bias: summed in float32, rounded once to ``out_dtype``."""
@@ -236,8 +248,8 @@ def biases_of(modules: Sequence[Linear]) -> list[Array]:
     return [module.bias[...] for module in modules if module.bias is not None]
 
 
-def split_product(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float[Array, "P T N"]:
-    """Partial sums of x W^T in float32; with P = 1 the product in x's dtype.
+def split_product(x: Float[Array, "T K"], weight: Float[Array, "N K"], most: int = _TILES) -> Float[Array, "P T N"]:
+    """Partial sums of x W^T in float32, at most so many; with P = 1 the product in x's dtype.
 
     XLA splits products of few rows along K, so that all SMs read the weight, and adds the parts in a launch of its own.
     A product that is split already it leaves as it is.
@@ -245,7 +257,7 @@ def split_product(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float[
     (num_tokens, k), n = x.shape, weight.shape[0]
     tiles, parts = -(-num_tokens // 64) * -(-n // 64), 1
     if 1 < num_tokens < MANY_ROWS:  # one row is a product of a vector, which XLA does not split
-        while 2 * parts * tiles <= _TILES and k % (2 * parts) == 0 and k // (2 * parts) >= _LEAST_DEPTH:
+        while 2 * parts <= min(most, _TILES // tiles) and k % (2 * parts) == 0 and k // (2 * parts) >= _LEAST_DEPTH:
             parts *= 2
     if parts == 1:
         return rounded_product(x, weight)[None]

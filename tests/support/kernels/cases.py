@@ -41,7 +41,7 @@ from pallas_kernels.quantize_and_permute.narrow_sm90 import quantize_narrow_rows
 from pallas_kernels.tuning import table_for
 from tests.support.kernels.attention_cases import prefill_cases
 from tests.support.kernels.case import Case, Shape
-from tests.support.kernels.decode_cases import decode_cases
+from tests.support.kernels.decode_cases import combine_quantized_cases, decode_cases
 from tests.support.kernels.layer_cases import add_and_norm_cases, rotate_and_store_cases
 from tests.support.kernels.router_cases import quantizing_route_cases, route_cases
 
@@ -516,5 +516,6 @@ def all_cases() -> Iterator[Case]:
     yield from nvlink_dispatch_cases()
     yield from prefill_cases()
     yield from decode_cases()
+    yield from combine_quantized_cases()
     yield from add_and_norm_cases()
     yield from rotate_and_store_cases()

@@ -13,6 +13,7 @@ from tests.support.kernels.case import Case, Shape
 
 ROUTERS = {
     "softmax 128": dict(num_experts=128, top_k=8),
+    "softmax 128, 8 parts": dict(num_experts=128, top_k=8, num_parts=8),
     "softmax 8, bf16": dict(num_experts=8, top_k=2, dtype="bfloat16"),
     "softmax 100, not renormalized, f16": dict(num_experts=100, top_k=4, dtype="float16", renormalize=False),
     "softmax 512, top 16, masked": dict(num_experts=512, top_k=16, has_mask=True),
@@ -34,7 +35,7 @@ def route_cases() -> Iterator[Case]:
                 **{"num_tokens": tokens, "dtype": "float32", "scoring": "softmax", "renormalize": True} | options
             )
             config = choose_route(desc, in_one_cta=tokens == 64)
-            shapes: list[Shape] = [((tokens * desc.num_experts,), desc.dtype)]
+            shapes: list[Shape] = [((desc.num_parts * tokens * desc.num_experts,), desc.dtype)]
             shapes += [((desc.num_experts,), "float32")] if desc.has_bias else []
             shapes += [((tokens,), "int32")] if desc.has_mask else []
             if tokens == 64:
