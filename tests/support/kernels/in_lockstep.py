@@ -63,6 +63,11 @@ def simt_of(threads: int) -> Any:
         load_float=_load_float,
         store=lambda ref, index, value, mask: ref.store(index, value, mask),
         count=lambda ref, index, mask: ref.count(index, mask),
+        store_bits=lambda ref, index, value, mask, itemsize: ref.store(index, value, mask),
+        warp_max=lambda value: jnp.repeat(value.reshape(-1, 32).max(axis=1), 32),
+        of_lane=lambda value, distance: value[jnp.arange(threads) ^ distance],
+        e4m3_bits=lambda value: jnp.clip(value, -448, 448).astype(jnp.float8_e4m3fn).view(jnp.uint8).astype(jnp.int32),
+        rounded=lambda value: jnp.rint(value).astype(jnp.int32),
     )
 
 

@@ -1,5 +1,6 @@
 """Every form of the kernels that route: alone, with alignment, with that and the quantization of the tokens."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,6 @@ from tests.support.kernels.case import Case, Shape
 
 ROUTERS = {
     "softmax 128": dict(num_experts=128, top_k=8),
-    "softmax 128, 8 parts": dict(num_experts=128, top_k=8, num_parts=8),
     "softmax 8, bf16": dict(num_experts=8, top_k=2, dtype="bfloat16"),
     "softmax 100, not renormalized, f16": dict(num_experts=100, top_k=4, dtype="float16", renormalize=False),
     "softmax 512, top 16, masked": dict(num_experts=512, top_k=16, has_mask=True),
@@ -35,9 +35,13 @@ def route_cases() -> Iterator[Case]:
                 **{"num_tokens": tokens, "dtype": "float32", "scoring": "softmax", "renormalize": True} | options
             )
             config = choose_route(desc, in_one_cta=tokens == 64)
-            shapes: list[Shape] = [((desc.num_parts * tokens * desc.num_experts,), desc.dtype)]
+            shapes: list[Shape] = [((tokens * desc.num_experts,), desc.dtype)]
             shapes += [((desc.num_experts,), "float32")] if desc.has_bias else []
             shapes += [((tokens,), "int32")] if desc.has_mask else []
+            if name == "softmax 128":
+                parts = dataclasses.replace(desc, num_parts=8)
+                own: list[Shape] = [((8 * tokens * desc.num_experts,), desc.dtype)]
+                yield Case(f"route {tokens} tokens, 8 parts", route_sm90(parts, choose_route(parts)), tuple(own))
             if tokens == 64:
                 pairs = tokens * desc.top_k
                 tiles = AlignDesc(pairs, desc.num_experts, 64, row_capacity(pairs, desc.num_experts, 64))
