@@ -25,7 +25,7 @@ from moe_jax.quantization import LowRank, QuantizedMatrix, Scheme, method_for
 MANY_ROWS = 256  # from here on a product is bound by its arithmetic, and on a GPU it is cuBLAS's
 _TILES = 320  # of a product, 64 x 64, that give each SM of a GPU enough to read
 _LEAST_DEPTH = 64  # of a part of a product
-_ROUTER_PARTS = 8  # that the routing kernel adds up
+_ROUTER_DEPTH = 128  # the same for router logits, whose parts one warp adds up; deeper ones XLA would split again
 
 
 def parameter(
@@ -154,7 +154,7 @@ class Linear(nnx.Module):
             return None
         if not 1 < num_tokens < MANY_ROWS:
             return None
-        parts = split_product(x.reshape(num_tokens, -1), self.weight[...], most=_ROUTER_PARTS)
+        parts = split_product(x.reshape(num_tokens, -1), self.weight[...], _ROUTER_DEPTH)
         return parts if parts.shape[0] > 1 else None
 
 
@@ -248,8 +248,10 @@ def biases_of(modules: Sequence[Linear]) -> list[Array]:
     return [module.bias[...] for module in modules if module.bias is not None]
 
 
-def split_product(x: Float[Array, "T K"], weight: Float[Array, "N K"], most: int = _TILES) -> Float[Array, "P T N"]:
-    """Partial sums of x W^T in float32, at most so many; with P = 1 the product in x's dtype.
+def split_product(
+    x: Float[Array, "T K"], weight: Float[Array, "N K"], least_depth: int = _LEAST_DEPTH
+) -> Float[Array, "P T N"]:
+    """Partial sums of x W^T in float32; with P = 1 the product in x's dtype.
 
     XLA splits products of few rows along K, so that all SMs read the weight, and adds the parts in a launch of its own.
     A product that is split already it leaves as it is.
@@ -257,7 +259,7 @@ def split_product(x: Float[Array, "T K"], weight: Float[Array, "N K"], most: int
     (num_tokens, k), n = x.shape, weight.shape[0]
     tiles, parts = -(-num_tokens // 64) * -(-n // 64), 1
     if 1 < num_tokens < MANY_ROWS:  # one row is a product of a vector, which XLA does not split
-        while 2 * parts <= min(most, _TILES // tiles) and k % (2 * parts) == 0 and k // (2 * parts) >= _LEAST_DEPTH:
+        while 2 * parts * tiles <= _TILES and k % (2 * parts) == 0 and k // (2 * parts) >= least_depth:
             parts *= 2
     if parts == 1:
         return rounded_product(x, weight)[None]

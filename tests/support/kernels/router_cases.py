@@ -39,9 +39,9 @@ def route_cases() -> Iterator[Case]:
             shapes += [((desc.num_experts,), "float32")] if desc.has_bias else []
             shapes += [((tokens,), "int32")] if desc.has_mask else []
             if name == "softmax 128":
-                parts = dataclasses.replace(desc, num_parts=8)
-                own: list[Shape] = [((8 * tokens * desc.num_experts,), desc.dtype)]
-                yield Case(f"route {tokens} tokens, 8 parts", route_sm90(parts, choose_route(parts)), tuple(own))
+                parts = dataclasses.replace(desc, num_parts=16)
+                own: list[Shape] = [((16 * tokens * desc.num_experts,), desc.dtype)]
+                yield Case(f"route {tokens} tokens, 16 parts", route_sm90(parts, choose_route(parts)), tuple(own))
             if tokens == 64:
                 pairs = tokens * desc.top_k
                 tiles = AlignDesc(pairs, desc.num_experts, 64, row_capacity(pairs, desc.num_experts, 64))
