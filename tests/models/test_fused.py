@@ -25,13 +25,14 @@ from moe_jax.models._layers import (
     keep_quantized,
     partial_sums,
     side_by_side,
+    split_product,
 )
 from moe_jax.models.attention import _hopper
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from moe_jax.nn import QuantizedParam
 from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
 from pallas_kernels.decode_attention.config import HEADS
-from tests.support.cases.hopper_layers import on_hopper
+from tests.support.cases.hopper_layers import E, H, make_layer, on_hopper
 from tests.support.cases.models import VOCAB, assert_logits_close
 
 
@@ -261,6 +262,31 @@ def test_where_they_do_not_run(case, monkeypatch):
     mesh = jax.sharding.AbstractMesh((2,), ("expert",))
     with jax.sharding.use_abstract_mesh(mesh):
         assert _fused.num_sms("auto") is None
+
+
+def test_launches_of_a_router(monkeypatch):
+    """The routing kernel is given partial sums of a few rows, which nothing else adds up; of one row it is not."""
+    layer = make_layer("fp8_block")
+    block = moe_jax.MoEBlock(layer, Linear(H, E, out_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+
+    router, rows = block.router, jnp.ones((64, 1, H), jnp.bfloat16)
+    assert router.partial_sums(rows) is None  # on a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert router.partial_sums(rows[:1]) is router.partial_sums(jnp.ones((256, H), jnp.bfloat16)) is None
+    with on_hopper():
+        text = jax.jit(lambda block, x: block(x)).trace(block, rows).lower(lowering_platforms=("cuda",)).as_text()
+    main = text[text.index("func.func public @main") :].split("func.func private")[0]
+    assert "stablehlo.reduce" not in main and f"tensor<4x64x{E}xf32>" in main.split("call @forward_layer")[1]
+    monkeypatch.undo()
+    x = jax.random.normal(jax.random.key(0), (6, H), jnp.float32)
+    parts = split_product(x, block.router.weight[...].astype(jnp.float32), 128)
+    assert parts.shape == (4, 6, E)
+    expected, stats = layer(x, parts.sum(0), return_stats=True)
+    found, others = layer(x, parts.sum(0), router_parts=parts, return_stats=True)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(stats.topk_ids, others.topk_ids)
+    with pytest.raises(ValueError, match=r"router_parts has shape \(4, 5, 6\), expected"):
+        layer(x, parts.sum(0), router_parts=parts[:, :5])
 
 
 @pytest.mark.parametrize("projections", [None, "fp8_channel"])
