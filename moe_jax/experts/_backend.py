@@ -30,8 +30,17 @@ from pallas_kernels.common import WeightLayout
 from pallas_kernels.nvlink_dispatch import DispatchedRows
 from pallas_kernels.tuning.layer import AnyKey
 
-# (x (T, H), router_logits (T, E), weights, routing params, token_mask (T,), output of shared experts (T, H))
+# Of a product outside the experts: of one matrix, or of several whose products stand side by side.
+Matrices = QuantizedMatrix | tuple[QuantizedMatrix, ...]
+Biases = Array | tuple[Array, ...] | None
+# (x (T, H), router_logits (T, E) or their partial sums (P, T, E), weights, routing params, token_mask (T,), output of
+# shared experts (T, H))
 LayerArguments = tuple[Array, Array, ExpertWeights, RoutingParams | None, Array | None, Array | None]
+
+
+def whole_logits(logits: Array) -> Array:
+    """Router logits (T, E), which may be the sum of (P, T, E)."""
+    return logits if logits.ndim == 2 else logits.sum(axis=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +55,13 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixProblem:
-    """A product with one quantized matrix outside the experts: x (T, K) and y (T, N).
+    """A product with a quantized matrix outside the experts: x (T, K) and y (T, N).
 
-    matrix: arrays or ShapeDtypeStructs. dtype, out_dtype: of x and y. platform: "cpu" or "gpu".
+    matrix: arrays or ShapeDtypeStructs; a tuple of matrices only for backends with ``joins_matrices``.
+    dtype, out_dtype: of x and y. platform: "cpu" or "gpu".
     """
 
-    matrix: QuantizedMatrix
+    matrix: Matrices
     num_tokens: Size
     dtype: DTypeLike
     out_dtype: DTypeLike
@@ -67,6 +77,7 @@ class Backend(abc.ABC):
     plans_for_local_experts: whether tiles are chosen for the experts in ``weights``; else for ``config.num_experts``,
         which inside ``jax.shard_map`` counts those of all devices.
     serves_arrived: whether ``serve_arrived`` runs.
+    joins_matrices: whether ``multiply`` takes several matrices.
     is_all_kernels: whether ``run`` and ``run_layer`` are launches of kernels from end to end, which runtimes other than
         JAX's can launch as well.
     """
@@ -75,6 +86,7 @@ class Backend(abc.ABC):
     takes_adapters: ClassVar[bool] = False
     plans_for_local_experts: ClassVar[bool] = False
     serves_arrived: ClassVar[bool] = False
+    joins_matrices: ClassVar[bool] = False
     is_all_kernels: ClassVar[bool] = False
 
     def is_default(self, platform: str) -> bool:
@@ -196,13 +208,13 @@ class Backend(abc.ABC):
         """Why ``multiply`` cannot run, or None."""
         return f"{self.name} multiplies with experts alone"
 
-    def multiply(self, x: Array, matrix: QuantizedMatrix, bias: Array | None, out_dtype: DTypeLike) -> Array:
+    def multiply(self, x: Array, matrix: Matrices, bias: Biases, out_dtype: DTypeLike) -> Array:
         """x W^T + b with x quantized as the scheme says, summed in float32 and rounded once to ``out_dtype``.
 
         Args:
             x: (T, K) float.
-            matrix: (N, K), in a layout that the backend ``reads``.
-            bias: (N,) or None.
+            matrix: (N, K), in a layout that the backend ``reads``; or, with ``joins_matrices``, a tuple of such ones.
+            bias: (N,) or None; of a tuple of matrices a tuple or None.
 
         Returns (R, N), R >= T: rows past T mean nothing. Raises NotImplementedError with a reason that
         ``matrix_refusal`` did not know.
@@ -215,7 +227,7 @@ class Backend(abc.ABC):
         return None
 
     def multiply_rows(
-        self, codes: Array, scales: Array, num_tokens: int, matrix: QuantizedMatrix, out_dtype: DTypeLike
+        self, codes: Array, scales: Array, num_tokens: int, matrix: Matrices, bias: Biases, out_dtype: DTypeLike
     ) -> Array:
         """``multiply`` of rows that were quantized as ``matrix_rows`` says."""
         raise NotImplementedError(f"{self.name} quantizes rows itself")

@@ -14,7 +14,7 @@ from moe_jax._arguments import boolean, check_array, check_is_kept
 from moe_jax._config import MoEConfig
 from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, ArrayArg, Bool, Float, Int, Leaf, Shaped
-from moe_jax.experts._backend import Problem
+from moe_jax.experts._backend import Problem, whole_logits
 from moe_jax.experts._choice import run_first, run_layer_first
 from moe_jax.experts._explain import explain
 from moe_jax.experts._gradient import constant
@@ -101,6 +101,7 @@ def fused_moe(
     token_ids: Int[Array, "..."] | None = None,
     shared_output: Float[Array, "..."] | None = None,
     replayed_ids: Shaped[Array, "..."] | None = None,
+    router_parts: Float[Array, "..."] | None = None,
     return_stats: bool = False,
 ) -> Array | tuple[Array, MoEStats]:
     """Route every token to its experts and return the weighted sum of their outputs.
@@ -120,6 +121,7 @@ def fused_moe(
         token_ids: (T,) int, for routers that look tokens up.
         shared_output: (T, H), the output of shared experts. It is added to the sum before the one rounding.
         replayed_ids: (T, top_k) logical experts to take instead of choosing, see ``moe_jax.routing.RoutedExperts``.
+        router_parts: (P, T, E) float32 whose sum over P is ``router_logits``, for a kernel that routes to add up.
         return_stats: return ``MoEStats`` as well.
 
     Returns:
@@ -143,12 +145,13 @@ def fused_moe(
         check_array("shared_output", shared_output, jnp.floating, f"{x.shape} as x")
     if shared_output is not None and shared_output.shape != x.shape:
         raise ValueError(f"shared_output has shape {shared_output.shape}, expected {x.shape} as x")
+    if router_parts is not None and router_parts.shape[1:] != router_logits.shape:
+        raise ValueError(f"router_parts has shape {router_parts.shape}, expected (P, {router_logits.shape})")
     if x.shape[0] > 0 and placement is None and replayed_ids is None:
+        logits = router_logits if router_parts is None else router_parts
         problem = Problem(config, _without_gradient(weights), x.shape[0], jax.default_backend())
         in_steps = functools.partial(_in_steps, config)
-        whole = run_layer_first(
-            problem, (x, router_logits, problem.weights, routing, token_mask, shared_output), in_steps
-        )
+        whole = run_layer_first(problem, (x, logits, problem.weights, routing, token_mask, shared_output), in_steps)
         if whole is not None:
             y, topk_ids, load = whole
             return (y, MoEStats(load, topk_ids, router_logits)) if return_stats else y
@@ -178,7 +181,7 @@ def _in_steps(
     shared_output: Array | None,
 ) -> tuple[Array, Array, Array]:
     """What an implementation's ``run_layer`` computes, with a gradient: routing, then experts, then the sum."""
-    routed = route(router_logits, config, params=routing, hidden_states=x, token_mask=token_mask)
+    routed = route(whole_logits(router_logits), config, params=routing, hidden_states=x, token_mask=token_mask)
     y = weighted_experts(x, routed.topk_weights, routed.topk_ids, weights, config)
     load = stats_of(routed.topk_ids, routed.topk_ids, weights.num_experts).load
     return finish(y, x, routed, config, shared_output), routed.topk_ids, load

@@ -1,14 +1,15 @@
 """Products with one quantized matrix outside the experts: which backend multiplies, and in which layout it is held."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from moe_jax._typing import Array, DTypeLike, Float
-from moe_jax.experts._backend import Backend, MatrixProblem
+from moe_jax.experts._backend import Backend, Biases, Matrices, MatrixProblem
 from moe_jax.experts._choice import BACKENDS, layout_owner, names_in_order, nothing_runs
 from moe_jax.experts._gradient import constant, with_gradient_of
 from moe_jax.quantization import QuantizedMatrix
@@ -47,24 +48,48 @@ def multiply(
 
 def padded_product(
     tokens: Float[Array, "T K"],
-    matrix: QuantizedMatrix,
-    bias: Array | None = None,
+    matrix: Matrices,
+    bias: Biases = None,
     *,
     out_dtype: DTypeLike,
     implementation: tuple[str, ...] | None = None,
 ) -> Float[Array, "R N"]:
-    """``multiply`` of T > 0 tokens, as the backend writes it: rows past T mean nothing."""
+    """``multiply`` of T > 0 tokens, as the backend writes it: rows past T mean nothing.
+
+    matrix, bias: of several matrices side by side a tuple each, where ``joins`` says so.
+    """
     backend = _chosen(_problem(matrix, tokens.shape[0], tokens.dtype, out_dtype, bias is not None), implementation)
-    held = QuantizedMatrix(constant("weight", matrix.tensor), matrix.scheme)
+    held = _each(lambda one: dataclasses.replace(one, tensor=constant("weight", one.tensor)), matrix)
     run = functools.partial(_run, backend, jnp.dtype(out_dtype))
     num_rows = jax.eval_shape(run, tokens, held, bias).shape[0]
 
     def judge(tokens, held, bias):
-        y = _run(_JUDGE, jnp.dtype(out_dtype), tokens, held, bias)
+        several = held if isinstance(held, tuple) else (held,)
+        biases = bias if isinstance(bias, tuple) else (bias,) * len(several)
+        found = [_run(_JUDGE, jnp.dtype(out_dtype), tokens, *one) for one in zip(several, biases, strict=True)]
+        y = jnp.concatenate(found, axis=-1)
         return jnp.pad(y, ((0, num_rows - y.shape[0]), (0, 0)))
 
     y: Any = with_gradient_of(run, judge, tokens, held, bias)
     return y
+
+
+def joins(
+    matrices: Sequence[QuantizedMatrix],
+    num_tokens: int,
+    dtype: DTypeLike,
+    out_dtype: DTypeLike,
+    implementation: tuple[str, ...] | None,
+    *,
+    has_bias: bool,
+) -> bool:
+    """Whether the backend that multiplies with each matrix takes all of them side by side, in one launch."""
+    options: Any = (num_tokens, dtype, out_dtype, has_bias)
+    backends = {_chosen(_problem(matrix, *options), implementation) for matrix in matrices}
+    backend = backends.pop()
+    if backends or not backend.joins_matrices:
+        return False
+    return backend.matrix_refusal(_problem(tuple(matrices), *options)) is None
 
 
 def quantized_rows(
@@ -84,14 +109,21 @@ def products_of_rows(
     scales: Array,
     num_tokens: int,
     matrices: Sequence[QuantizedMatrix],
+    biases: Sequence[Array] | None,
     out_dtype: DTypeLike,
     implementation: tuple[str, ...] | None,
 ) -> list[Array]:
-    """``padded_product`` of each matrix with rows that ``quantized_rows`` describes. It has no gradient."""
+    """``padded_product`` of each matrix with rows that ``quantized_rows`` describes, or one of all side by side, as
+    ``joins`` says. It has no gradient."""
+    options: Any = dict(has_bias=biases is not None)
+    if len(matrices) > 1 and joins(matrices, num_tokens, out_dtype, out_dtype, implementation, **options):
+        several: list[Any] = [(tuple(matrices), None if biases is None else tuple(biases))]
+    else:
+        several = [*zip(matrices, [None] * len(matrices) if biases is None else biases, strict=True)]
     found = []
-    for matrix in matrices:
-        backend = _chosen(_problem(matrix, num_tokens, out_dtype, out_dtype, has_bias=False), implementation)
-        found.append(backend.multiply_rows(codes, scales, num_tokens, matrix, out_dtype))
+    for matrix, bias in several:
+        backend = _chosen(_problem(matrix, num_tokens, out_dtype, out_dtype, **options), implementation)
+        found.append(backend.multiply_rows(codes, scales, num_tokens, matrix, bias, out_dtype))
     return found
 
 
@@ -121,8 +153,12 @@ def plain_matrix(matrix: QuantizedMatrix) -> QuantizedMatrix:
     return matrix if layout.is_plain else layout_owner(layout).plain_matrix(matrix)
 
 
+def _each(function: Callable[[QuantizedMatrix], QuantizedMatrix], matrix: Matrices) -> Matrices:
+    return tuple(map(function, matrix)) if isinstance(matrix, tuple) else function(matrix)
+
+
 def _problem(
-    matrix: QuantizedMatrix, num_tokens: int, dtype: DTypeLike, out_dtype: DTypeLike, has_bias: bool
+    matrix: Matrices, num_tokens: int, dtype: DTypeLike, out_dtype: DTypeLike, has_bias: bool
 ) -> MatrixProblem:
     return MatrixProblem(matrix, num_tokens, dtype, out_dtype, has_bias, jax.default_backend())
 
@@ -137,7 +173,8 @@ def _chosen(problem: MatrixProblem, implementation: tuple[str, ...] | None) -> B
     raise NotImplementedError(nothing_runs(skipped))
 
 
-def _run(backend: Backend, out_dtype: DTypeLike, x: Array, matrix: QuantizedMatrix, bias: Array | None) -> Array:
-    if not backend.reads(matrix.tensor.layout):
-        matrix = plain_matrix(matrix)
-    return backend.multiply(x, matrix, bias, out_dtype)
+def _run(backend: Backend, out_dtype: DTypeLike, x: Array, matrix: Matrices, bias: Biases) -> Array:
+    def as_read(one: QuantizedMatrix) -> QuantizedMatrix:
+        return one if backend.reads(one.tensor.layout) else plain_matrix(one)
+
+    return backend.multiply(x, _each(as_read, matrix), bias, out_dtype)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from moe_jax._typing import Array, DTypeLike, Float
 from moe_jax.experts._gradient import with_gradient_of
 from moe_jax.experts._matrix import padded_product, products_of_rows, quantized_rows
-from moe_jax.models._layers import LayerNorm, Linear, PartialSums, RMSNorm
+from moe_jax.models._layers import LayerNorm, Linear, PartialSums, RMSNorm, biases_of
 from moe_jax.models.attention import _hopper
 from moe_jax.models.attention._choice import FUSES
 from moe_jax.quantization import QuantizedMatrix
@@ -54,11 +54,13 @@ def added_and_projected(
     sms: int | None,
 ) -> tuple[Array, tuple[PartialSums, ...]] | None:
     """(x + addend, the products of its norm with quantized weights), the norm quantized in the launch that makes it.
+    The products are one array where one launch makes them.
 
     None where the weights are not quantized, differ in how rows are quantized for them, or no kernel does that.
     """
     matrices = [module.weight.get_value() for module in modules]
-    if sms is None or 0 in x.shape or any(module.bias is not None or module.lora is not None for module in modules):
+    biases = biases_of(modules)
+    if sms is None or 0 in x.shape or len(biases) not in (0, len(modules)) or any(m.lora is not None for m in modules):
         return None
     names = {module.implementation for module in modules}
     if len(names) > 1 or not all(isinstance(matrix, QuantizedMatrix) for matrix in matrices):
@@ -68,21 +70,24 @@ def added_and_projected(
     if rows is None or not _takes_norm(norm, x, parts, sms, *rows):
         return None
 
-    def run(x, weight, parts, matrices):
+    def run(x, weight, parts, matrices, biases):
         total, codes, scales = _added_and_normed(norm.eps, "hopper", *rows, x, weight, parts)
-        return total, products_of_rows(codes, scales, num_tokens, matrices, x.dtype, implementation)
+        return total, products_of_rows(codes, scales, num_tokens, matrices, biases or None, x.dtype, implementation)
 
-    shapes: Any = jax.eval_shape(run, x, norm.weight[...], parts, matrices)
+    arguments: Any = x, norm.weight[...], parts, matrices, biases
+    shapes: Any = jax.eval_shape(run, *arguments)
     products = shapes[1]
 
-    def judge(x, weight, parts, matrices):
+    def judge(x, weight, parts, matrices, biases):
         total, normal = _added_and_normed(norm.eps, "reference", "none", 0, x, weight, parts)
         options: Any = dict(out_dtype=x.dtype, implementation=("reference",))
-        found = [padded_product(normal.reshape(num_tokens, -1), matrix, **options) for matrix in matrices]
+        each = zip(matrices, biases or [None] * len(matrices), strict=True)
+        found = [padded_product(normal.reshape(num_tokens, -1), *one, **options) for one in each]
+        found = [jnp.concatenate(found, axis=-1)] if len(products) == 1 else found
         missing = [one.shape[0] - y.shape[0] for one, y in zip(products, found, strict=True)]
         return total, [jnp.pad(y, ((0, count), (0, 0))) for y, count in zip(found, missing, strict=True)]
 
-    both: Any = with_gradient_of(run, judge, x, norm.weight[...], parts, matrices)
+    both: Any = with_gradient_of(run, judge, *arguments)
     return both[0], tuple(PartialSums(y[None], x.shape[:-1]) for y in both[1])
 
 

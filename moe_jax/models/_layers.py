@@ -15,7 +15,7 @@ from flax import nnx
 
 from moe_jax._typing import Array, DTypeLike, Float, Int
 from moe_jax.experts._low_rank import adapter_dtype, low_rank_product
-from moe_jax.experts._matrix import in_best_matrix_layout, multiply, padded_product
+from moe_jax.experts._matrix import in_best_matrix_layout, joins, multiply, padded_product
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.nn import LoRAParam, QuantizedParam
 from moe_jax.nn._lora import Adapter
@@ -25,6 +25,7 @@ from moe_jax.quantization import LowRank, QuantizedMatrix, Scheme, method_for
 MANY_ROWS = 256  # from here on a product is bound by its arithmetic, and on a GPU it is cuBLAS's
 _TILES = 320  # of a product, 64 x 64, that give each SM of a GPU enough to read
 _LEAST_DEPTH = 64  # of a part of a product
+_ROUTER_DEPTH = 128  # the same for router logits, whose parts one warp adds up; deeper ones XLA would split again
 
 
 def parameter(
@@ -145,6 +146,17 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "... K"]) -> Float[Array, "... N"]:
         return product(self, x, x.dtype if self.out_dtype is None else self.out_dtype)
 
+    def partial_sums(self, x: Float[Array, "... K"]) -> Float[Array, "P T N"] | None:
+        """Of a float32 product of few rows on a GPU, whose sum is no launch then; None where it is not split."""
+        weight, num_tokens = self.weight.get_value(), x.size // x.shape[-1]
+        is_plain = not isinstance(weight, QuantizedMatrix) and self.bias is None and self.lora is None
+        if not is_plain or self.out_dtype != jnp.float32 or x.dtype.itemsize != 2 or jax.default_backend() != "gpu":
+            return None
+        if not 1 < num_tokens < MANY_ROWS:
+            return None
+        parts = split_product(x.reshape(num_tokens, -1), self.weight[...], _ROUTER_DEPTH)
+        return parts if parts.shape[0] > 1 else None
+
 
 def product(module: "Linear | Vocabulary", x: Float[Array, "... K"], out_dtype: DTypeLike) -> Float[Array, "... N"]:
     """x W^T + b with a module's weight and bias: summed in float32, rounded once to ``out_dtype``."""
@@ -215,7 +227,30 @@ def partial_sums(module: Linear, x: Float[Array, "... K"]) -> PartialSums:
     return PartialSums(y[None], lead)
 
 
-def split_product(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float[Array, "P T N"]:
+def side_by_side(modules: Sequence[Linear], x: Float[Array, "... K"], out_dtype: DTypeLike) -> PartialSums | None:
+    """The products of x with the quantized weights of several modules in one array, from one launch.
+
+    None where a weight is not quantized or has an adapter, an axis of x is empty, or no backend joins the products.
+    """
+    matrices = tuple(module.weight.get_value() for module in modules)
+    biases, names = tuple(biases_of(modules)), {module.implementation for module in modules}
+    is_joined = all(isinstance(one, QuantizedMatrix) for one in matrices) and len(names) == 1 and 0 not in x.shape
+    if not is_joined or len(biases) not in (0, len(modules)) or any(module.lora is not None for module in modules):
+        return None
+    options: dict[str, Any] = dict(out_dtype=out_dtype, implementation=names.pop())
+    tokens = x.reshape(-1, x.shape[-1])
+    if not joins(matrices, tokens.shape[0], x.dtype, has_bias=bool(biases), **options):
+        return None
+    return PartialSums(padded_product(tokens, matrices, biases or None, **options)[None], x.shape[:-1])
+
+
+def biases_of(modules: Sequence[Linear]) -> list[Array]:
+    return [module.bias[...] for module in modules if module.bias is not None]
+
+
+def split_product(
+    x: Float[Array, "T K"], weight: Float[Array, "N K"], least_depth: int = _LEAST_DEPTH
+) -> Float[Array, "P T N"]:
     """Partial sums of x W^T in float32; with P = 1 the product in x's dtype.
 
     XLA splits products of few rows along K, so that all SMs read the weight, and adds the parts in a launch of its own.
@@ -224,7 +259,7 @@ def split_product(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float[
     (num_tokens, k), n = x.shape, weight.shape[0]
     tiles, parts = -(-num_tokens // 64) * -(-n // 64), 1
     if 1 < num_tokens < MANY_ROWS:  # one row is a product of a vector, which XLA does not split
-        while 2 * parts * tiles <= _TILES and k % (2 * parts) == 0 and k // (2 * parts) >= _LEAST_DEPTH:
+        while 2 * parts * tiles <= _TILES and k % (2 * parts) == 0 and k // (2 * parts) >= least_depth:
             parts *= 2
     if parts == 1:
         return rounded_product(x, weight)[None]
@@ -342,7 +377,9 @@ class GatedMLP(Partitioned):
         return partitioned(GatedMLP._forward, self, WHOLE, x)
 
     def _forward(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-        return self.down_proj((jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)).astype(x.dtype))
+        both = None if self.partition is not None else side_by_side((self.gate_proj, self.up_proj), x, jnp.float32)
+        gate, up = (self.gate_proj(x), self.up_proj(x)) if both is None else jnp.split(both.whole(jnp.float32), 2, -1)
+        return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype))
 
 
 class SharedExperts(GatedMLP):

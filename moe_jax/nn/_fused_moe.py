@@ -260,6 +260,11 @@ class FusedMoE(Versioned):
         return_stats: bool,
     ) -> Array | tuple[Array, MoEStats]: ...
 
+    @property
+    def takes_router_parts(self) -> bool:
+        """Whether a call may use ``router_parts``."""
+        return self.parallel is None and self.config.router_logits_dtype is None
+
     def __call__(
         self,
         x: ArrayArg,
@@ -268,6 +273,7 @@ class FusedMoE(Versioned):
         token_mask: ArrayArg | None = None,
         token_ids: ArrayArg | None = None,
         replayed_ids: ArrayArg | None = None,
+        router_parts: ArrayArg | None = None,
         return_stats: bool = False,
     ) -> Array | tuple[Array, MoEStats]:
         """Route every token to its experts and return the weighted sum.
@@ -278,6 +284,8 @@ class FusedMoE(Versioned):
             token_mask: (...,) bool, False for padding: such tokens cost nothing and return 0.
             token_ids: (...,) int, needed by hash routing only.
             replayed_ids: (..., top_k) int, experts to take instead of choosing, see ``moe_jax.routing.RoutedExperts``.
+            router_parts: (P, T, E) float32 whose sum over P is ``router_logits`` of all T tokens: a kernel that routes
+                adds them up. A layer over a mesh does without.
             return_stats: also return ``MoEStats``; the layer itself is never mutated.
 
         Returns:
@@ -334,6 +342,8 @@ class FusedMoE(Versioned):
             replayed_ids=None if replayed_ids is None else replayed_ids.reshape(-1, replayed_ids.shape[-1]),
             shared_output=None if is_added_last else shared,
         )
+        if router_parts is not None and self.takes_router_parts:
+            options["router_parts"] = router_parts
         if self.parallel is not None:
             options |= dict(parallel=self.parallel, placement=self._slots)
             y, stats = fused_moe_over_mesh(routed_in, **options, return_stats=True)

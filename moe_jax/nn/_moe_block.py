@@ -1,7 +1,7 @@
 """``MoEBlock``: router, routed experts and shared experts as one module."""
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import jax.numpy as jnp
 
@@ -83,7 +83,9 @@ class MoEBlock(Versioned):
             y, stats = in_auto_axes(_with_stats, x, dict(block=self, **per_token))
             return (y, stats) if return_stats else y
         x = without_padding(x, token_mask)
-        y, stats = self.experts(x, self.router(x), **per_token, return_stats=True)
+        logits, parts = self._logits(x)
+        per_token |= {} if parts is None else dict(router_parts=parts)
+        y, stats = self.experts(x, logits, **per_token, return_stats=True)
         if self.shared_experts is not None:
             shared = self.shared_experts(x)
             check_output("shared_experts", shared, y.shape)
@@ -91,6 +93,25 @@ class MoEBlock(Versioned):
                 shared = jnp.where(token_mask[..., None], shared, jnp.zeros_like(shared))
             y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(y.dtype)
         return (y, stats) if return_stats else y
+
+    def _logits(self, x: Any) -> tuple[Any, Any]:
+        """Router logits, and the partial sums (P, T, E) that they are the sum of, where the router has some."""
+        experts, router = self.experts, self.router
+        takes_parts = getattr(experts, "takes_router_parts", False) and isinstance(router, HasPartialSums)
+        parts = router.partial_sums(x) if takes_parts and x.size else None
+        if parts is None:
+            return router(x), None
+        return parts.sum(0).reshape(*x.shape[:-1], -1), parts
+
+
+@runtime_checkable
+class HasPartialSums(Protocol):
+    """A router whose product may come in parts."""
+
+    def __call__(self, x: Array) -> Array: ...
+
+    def partial_sums(self, x: Array) -> Array | None:
+        """(P, T, E) float32 of the T tokens of x, whose sum over P are the logits; None where it is not in parts."""
 
 
 def _with_stats(x: Any, block: MoEBlock, **per_token: Any) -> Any:

@@ -53,8 +53,17 @@ def _e4m3_codes(x: Value, inverse: Value, scale: Value) -> Value:
     the remainder, not adding it, keeps -0. The conversion saturates from 465 on; no quotient comes near, since |x| is
     at most 448 scales.
     """
+    return _quotient(x, inverse, scale).astype(jnp.float8_e4m3fn)
+
+
+def _quotient(x: Value, inverse: Value, scale: Value) -> Value:
     quotient = x * inverse
-    return (quotient - (quotient * scale - x) * inverse).astype(jnp.float8_e4m3fn)
+    return quotient - (quotient * scale - x) * inverse
+
+
+def divided(x: Value, scale: Value) -> Value:
+    """The float32 x / scale that is rounded to e4m3 codes; both of one shape."""
+    return _quotient(x, *_divisor(scale))
 
 
 # int8: single instructions, where numerics.py takes a dozen operations.

@@ -139,9 +139,10 @@ def store(ref: Ref, index: Value, value: Value, mask: Value | bool) -> None:
 
 
 def store_bits(ref: Ref, index: Value, value: Value, mask: Value, itemsize: int) -> None:
-    """The lower 2 or all 4 bytes of value to ref[index] where mask. ref: (n,) in global memory."""
-    put = {2: "cvt.u16.u32 h, $1; @p st.{space}.u16 [$0], h;", 4: "@p st.{space}.b32 [$0], $1;"}[itemsize]
-    text = "{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; " + put + " }}"
+    """The lower 1 or 2, or all 4 bytes of value to ref[index] where mask. ref: (n,) in global memory."""
+    put = {1: "cvt.u16.u32 h, $1; @p st.{space}.u8 [$0], h;"}
+    put |= {2: "cvt.u16.u32 h, $1; @p st.{space}.u16 [$0], h;", 4: "@p st.{space}.b32 [$0], $1;"}
+    text = "{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; " + put[itemsize] + " }}"
     _masked_write(ref, index, value, mask, text, itemsize)
 
 
@@ -181,15 +182,38 @@ def warp_sum(value: Value) -> Value:
     """Sum of the 32 float32 values of each warp, in all its threads, always in the same order."""
 
     for distance in (16, 8, 4, 2, 1):
-
-        @inline(LANES, result=_RESULT)
-        def other(ctx, value, distance=distance):
-            del ctx
-            text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
-            return wrap(asm([value_of(value)], text, "=r,r", has_result=True))
-
-        value = value + lax.bitcast_convert_type(other(lax.bitcast_convert_type(value, jnp.int32)), jnp.float32)
+        other = of_lane(lax.bitcast_convert_type(value, jnp.int32), distance)
+        value = value + lax.bitcast_convert_type(other, jnp.float32)
     return value
+
+
+def of_lane(value: Value, distance: int) -> Value:
+    """The value of the thread of the same warp whose index differs in the bits of ``distance``."""
+    return _by_thread(value, f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;")
+
+
+def e4m3_bits(value: Value) -> Value:
+    """The byte of each float32 value in e4m3; saturates."""
+    text = "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, 0f00000000, $1; cvt.u32.u16 $0, h; }"
+    return _by_thread(lax.bitcast_convert_type(value, jnp.int32), text, "=r,f")
+
+
+def rounded(value: Value) -> Value:
+    """The integer nearest to each float32 value, ties to even; NaN becomes 0."""
+    return _by_thread(lax.bitcast_convert_type(value, jnp.int32), "cvt.rni.s32.f32 $0, $1;", "=r,f")
+
+
+def _by_thread(value: Value, text: str, constraints: str = "=r,r") -> Value:
+    """text: PTX of $0 from the bits $1; with "f" in constraints these are taken as a float32."""
+
+    @inline(LANES, result=_RESULT)
+    def run(ctx, value):
+        del ctx
+        operand = value_of(value)
+        operand = arith.bitcast(ir.F32Type.get(), operand) if constraints.endswith("f") else operand
+        return wrap(asm([operand], text, constraints, has_result=True))
+
+    return run(value)
 
 
 def _as_int(mask: Value | bool) -> Value:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,17 @@ import numpy as np
 
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.decode_attention.config import PAGE_SLOTS, DecodeConfig, DecodeDesc, choose_config, config_error
+from pallas_kernels.decode_attention.config import (
+    PAGE_SLOTS,
+    DecodeConfig,
+    DecodeDesc,
+    choose_config,
+    config_error,
+    quantizing_error,
+)
 from pallas_kernels.decode_attention.reference import decode_attention_ref, rows_of_pages
+from pallas_kernels.quantize_and_permute import quantize_and_permute
+from pallas_kernels.quantize_and_permute.config import PermuteDesc
 
 
 def decode_attention(
@@ -27,9 +37,11 @@ def decode_attention(
     sinks: jax.Array | None = None,
     scales: tuple[jax.Array, jax.Array] | None = None,
     page_table: jax.Array | None = None,
+    quantization: str = "none",
+    scale_rows: int | None = None,
     config: DecodeConfig | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> jax.Array:
+) -> Any:
     """Softmax attention of S queries a row, each of which sees the slots up to its own.
 
     Query s of row b lies at slot ``first_slots[b] + s`` and sees the slots from ``starts[b]`` up to its own, below
@@ -51,11 +63,14 @@ def decode_attention(
         scales: () float32 each, what the codes of keys and of values are multiplied with; None without codes.
         page_table: (B, T) int32 where k is (P, M, 64, D) and v (P, M, 64, V): slot s of row b lies in page
             page_table[b, s // 64], L is 64 * T. Entries behind a row's last slot may be anything; others name a page.
+        quantization: of the outputs, rounded to q's dtype, as rows (B * S, N * V) of ``quantize_and_permute``:
+            "e4m3_row", "int8_row", "e4m3_group" or "e4m3_group_ue8m0"; "none" for the outputs themselves.
+        scale_rows: rows that the scales have room for, B * S or more.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
     Returns:
-        (B, S, N, V) of q's dtype.
+        (B, S, N, V) of q's dtype; or the pair (codes (B * S, N * V), scales).
 
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
@@ -67,14 +82,18 @@ def decode_attention(
     if v is None:
         desc = dataclasses.replace(desc, is_latent=True)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
+    rows_out = None if quantization == "none" else rows_of(desc, quantization, scale_rows)
 
     def hopper():
         sms = hopper_sms()
         chosen = config or choose_config(desc, sms)
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
+        if rows_out is not None and (reason := quantizing_error(desc, chosen, rows_out)):
+            raise NotImplementedError(reason)
 
         # here: importing them loads Pallas
+        from pallas_kernels.decode_attention.combine_quantized_sm90 import combine_quantized_sm90
         from pallas_kernels.decode_attention.combine_sm90 import combine_sm90
         from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
         from pallas_kernels.decode_attention.latents_sm90 import latents_sm90
@@ -89,14 +108,29 @@ def decode_attention(
             y = kernel(*operands, *own_sinks, _arrivals(chosen.all_tiles(desc)))[0]
         else:
             flat = [array.reshape(-1) for array in kernel(*operands)]
-            y = combine_sm90(desc, chosen)(*flat, *rows, *stacked, *([] if sinks is None else [sinks]))
+            parts = (*flat, *rows, *stacked, *([] if sinks is None else [sinks]))
+            if rows_out is not None:
+                codes, own_scales = combine_quantized_sm90(desc, chosen, rows_out)(*parts)
+                return codes.reshape(rows_out.num_tokens, -1), own_scales.reshape(rows_out.scale_shape)
+            y = combine_sm90(desc, chosen)(*parts)
         return y.reshape(*q.shape[:3], desc.value_width)
 
     def reference():
         keys, of_keys = (a if page_table is None else rows_of_pages(a, page_table) for a in (k, values))
-        return decode_attention_ref(desc, q, keys, of_keys, starts, lengths, first_slots, sinks, scales)
+        y = decode_attention_ref(desc, q, keys, of_keys, starts, lengths, first_slots, sinks, scales)
+        if rows_out is None:
+            return y
+        options: Any = dict(quantization=quantization, scale_rows=scale_rows, implementation="reference")
+        return quantize_and_permute(y.reshape(rows_out.num_tokens, -1), **options)
 
     return first_that_runs("decode_attention", dict(hopper=hopper, reference=reference), implementation)
+
+
+def rows_of(desc: DecodeDesc, quantization: str, scale_rows: int | None) -> PermuteDesc:
+    """The outputs as rows that are quantized."""
+    count = desc.batch * desc.num_queries
+    width = desc.num_heads * desc.value_width
+    return PermuteDesc(count, width, 0, count, desc.dtype, quantization, scale_rows=scale_rows or 0)
 
 
 def queries_in_columns(desc: DecodeDesc, config: DecodeConfig, q: jax.Array) -> jax.Array:

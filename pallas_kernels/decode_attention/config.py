@@ -3,12 +3,15 @@
 import dataclasses
 
 from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_BOX, WARPGROUP, smem_bytes
+from pallas_kernels.quantize_and_permute.config import GROUP, PermuteDesc
 
 DTYPES = ("bfloat16", "float16")
 MAX_COLUMNS = 64  # of a tile
 MAX_REGISTERS = 152  # of a thread, for scores, weights and sums
 MAX_WIDTH = 576
 PAGE_SLOTS = 64
+QUANTIZATIONS = ("e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0")
+MAX_WARPGROUPS = 8
 WIDE_STAGES = 2  # steps of a cache in e4m3 that lie in shared memory as 16-bit numbers
 E4M3_WIDTHS = (64, 128, 256)
 MAX_SCORES = 128 * 128 * 24  # products of a step's scores; above it ptxas spills
@@ -146,6 +149,29 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
         return f"{config}: at least one stage and one CTA"
     if (size := shared_bytes(desc, config)) > SMEM_BYTES:
         return f"{size} bytes of shared memory, there are {SMEM_BYTES}"
+    return None
+
+
+def values_a_thread(desc: DecodeDesc, config: DecodeConfig) -> int:
+    """Outputs of a key head that a thread has where they are quantized."""
+    return desc.value_width * config.columns // WARPGROUP
+
+
+def quantizing_error(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc) -> str | None:
+    """Why the launch that adds up the splits cannot quantize its outputs as ``rows`` says, or None when it can."""
+    if rows.quantization not in QUANTIZATIONS:
+        return f"quantization {rows.quantization!r}; one of {', '.join(QUANTIZATIONS)}"
+    if config.is_fused or not config.swap_ab:
+        return "is_fused or swap_ab=False: outputs are quantized in a second launch, with keys as rows"
+    if desc.num_queries > 1 or config.num_tiles(desc) > 1 or config.columns not in (8, 16, 32):
+        return (
+            f"{desc.num_queries} queries, columns={config.columns}: one query, whose heads are one tile of 8, 16 or 32"
+        )
+    if rows.is_grouped and desc.value_width != GROUP:
+        return f"value_width={desc.value_width} with {rows.quantization}: {GROUP}, so that a head has one scale"
+    warpgroups = 1 if rows.is_grouped else desc.num_kv_heads
+    if warpgroups > MAX_WARPGROUPS or values_a_thread(desc, config) * warpgroups > MAX_WARPGROUPS * 8:
+        return f"{desc.num_kv_heads} key heads of {desc.columns} x {desc.value_width}: more registers than a CTA has"
     return None
 
 

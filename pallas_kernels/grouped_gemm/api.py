@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,13 +23,13 @@ Operands = dict[str, Any]  # arrays by name, None for those that a call has not
 
 def grouped_gemm(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | tuple[jax.Array, ...],
     tile_expert: jax.Array,
     num_tiles: jax.Array,
     *,
     x_scale: jax.Array | None = None,
-    w_scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    w_scale: jax.Array | tuple[jax.Array, ...] | None = None,
+    bias: jax.Array | tuple[jax.Array, ...] | None = None,
     activation: Activation | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
     requantize: Literal["none", "group", "group_ue8m0", "tensor"] = "none",
@@ -47,7 +47,9 @@ def grouped_gemm(
 
     Args:
         x: (Mp, K) e4m3, int8, bfloat16 or float16.
-        w: (E, N, K) or (E, G, N, K) of x's dtype, K contiguous; G = 2 stacks gate and up for a gated activation.
+        w: (E, N, K) or (E, G, N, K) of x's dtype, K contiguous; G = 2 stacks gate and up for a gated activation. A
+            tuple of weights (1, N_i, K) gives their products side by side, N being the sum; w_scale and bias are then
+            tuples too.
         tile_expert: (Mp / block_m,) int32, the expert of each tile of rows, and so the tile size.
         num_tiles: () or (1,) int32, tiles in use.
         x_scale: None, or float32 () per tensor, (Mp,) per row, or (ceil(K/128), Mp) per 128 of K.
@@ -75,21 +77,44 @@ def grouped_gemm(
     tried, when none can run it.
     """
     operands = dict(
-        x=x,
-        w=w,
-        tile_expert=tile_expert,
-        num_tiles=num_tiles,
-        x_scale=x_scale,
-        w_scale=w_scale,
-        bias=bias,
-        out_scale=out_scale,
-        tile_rows=tile_rows,
+        x=x, tile_expert=tile_expert, num_tiles=num_tiles, x_scale=x_scale, out_scale=out_scale, tile_rows=tile_rows
     )
-    desc = _describe(operands, activation, out_dtype, requantize, block_m, transposes_w)
-    if w.ndim == 3:
-        operands |= {name: own[:, None] for name in ("w", "w_scale", "bias") if (own := operands[name]) is not None}
+    each = of_each_weight(w=w, w_scale=w_scale, bias=bias)
+    options: Any = (activation, out_dtype, requantize, block_m, transposes_w)
+    desc = side_by_side([_describe(operands | own, *options) for own in each], is_one=not isinstance(w, tuple))
+    for own in each:
+        if own["w"].ndim == 3:
+            own.update({name: leaf[:, None] for name, leaf in own.items() if leaf is not None})
+    operands |= numbered(each)
     runs = {name: functools.partial(run, desc, config, operands) for name, run in _RUN.items()}
     return first_that_runs("grouped_gemm", runs, implementation)
+
+
+def of_each_weight(**given: Any) -> list[Operands]:
+    """The operands of each weight, of a tuple of them or of one."""
+    sizes = {len(own) if isinstance(own, tuple) else None for own in given.values() if own is not None}
+    if len(sizes) > 1 or sizes == {0}:
+        found = ", ".join(f"{name}: {len(own) if isinstance(own, tuple) else 'one'}" for name, own in given.items())
+        raise ValueError(f"weights side by side: {found}; expected tuples of one length")
+    count = sizes.pop()
+    if count is None:
+        return [given]
+    return [{name: own if own is None else own[index] for name, own in given.items()} for index in range(count)]
+
+
+def side_by_side(descs: list[Any], *, is_one: bool) -> Any:
+    """The description of the product with all weights, from those of each weight's."""
+    if is_one:
+        return descs[0]
+    widths, alike = tuple(desc.n for desc in descs), {dataclasses.replace(desc, n=0) for desc in descs}
+    if len(alike) > 1 or descs[0].num_experts > 1 or descs[0].projections > 1:
+        raise ValueError(f"weights side by side are {descs}; expected one expert, and differences in N alone")
+    return dataclasses.replace(descs[0], n=sum(widths), widths=widths)
+
+
+def numbered(each: list[Operands]) -> Operands:
+    """Operands of all weights by the names of ``GroupedGemm.of_each_weight``."""
+    return {f"{name}_{i}" if i else name: leaf for i, own in enumerate(each) for name, leaf in own.items()}
 
 
 def check_tiles(
@@ -137,8 +162,8 @@ def permuted(operands: Operands, rows: int) -> Operands:
 def flattened(operands: Operands) -> Operands:
     """Operands as the kernels take them: (E, G, ...) as (E * G, ...), and scalars as (1,)."""
     flat = dict(operands)
-    for name in ("w", "w_scale", "bias"):
-        if flat[name] is not None:
+    for name in flat:
+        if flat[name] is not None and name.startswith(("w", "bias")):
             flat[name] = flat[name].reshape(-1, *flat[name].shape[2:])
     for name in ("num_tiles", "x_scale", "out_scale"):
         if flat[name] is not None and flat[name].ndim == 0:
@@ -164,13 +189,26 @@ def _run_reference(desc: GemmDesc, config: GemmConfig | None, operands: Operands
     given.pop("tile_rows")
     if desc.transposes_w:
         given["w"] = jnp.swapaxes(given["w"], -1, -2)
-    return grouped_gemm_ref(desc, **given)
+    return in_turn(desc, given, ("w", "w_scale", "bias"), grouped_gemm_ref)
+
+
+def in_turn(desc: Any, operands: Operands, names: Sequence[str], run: Callable[..., Any]) -> Any:
+    """``run(desc, **operands)``, of several weights once for each. names: of operands that each weight has."""
+    if not desc.widths:
+        return run(desc, **operands)
+    numbers = {name: desc.of_each_weight(name) for name in names}
+    common = {name: leaf for name, leaf in operands.items() if name not in sum(numbers.values(), [])}
+    own = [{name: operands[numbers[name][i]] for name in names} for i in range(len(desc.widths))]
+    descs = [dataclasses.replace(desc, n=width, widths=()) for width in desc.widths]
+    return jnp.concatenate([run(one, **common, **leaves) for one, leaves in zip(descs, own, strict=True)], axis=-1)
 
 
 def _run_portable(desc: GemmDesc, config: Any, operands: Operands) -> jax.Array:
     # here: it loads Pallas, and knows packed weights, which know this module
     from pallas_kernels.grouped_gemm.portable import run
 
+    if desc.widths:
+        raise NotImplementedError(f"{len(desc.widths)} weights side by side: the Hopper kernels read them")
     block_m = check_block_m(config, operands, desc.rows)
     desc = dataclasses.replace(desc, has_tile_rows=False)  # tiles in use are written whole
     return run(desc, config, block_m, flattened(dict(operands, tile_rows=None)))

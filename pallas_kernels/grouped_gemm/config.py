@@ -191,6 +191,13 @@ def rows_error(desc: GroupedGemm, block_m: int) -> str | None:
     return unpermuted_rows_error(desc.unpermuted_rows, block_m)
 
 
+def widths_error(desc: GroupedGemm, block_n: int) -> str | None:
+    """Why a tile of ``block_n`` columns would lie in two of several weights, or None."""
+    if any(start % block_n for start in desc.starts):
+        return f"block_n={block_n}: weights of {', '.join(map(str, desc.widths))} columns side by side share a tile"
+    return None
+
+
 def ring_error(num_stages: int, needed: int) -> str | None:
     """Why a ring cannot be had whose CTA needs so many bytes of shared memory, or None."""
     if num_stages < 2:
@@ -209,7 +216,7 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
             return reason
     elif config.block_m not in BLOCK_MS:
         return f"block_m={config.block_m}: one or two warpgroups of 64 rows multiply, so 64 or 128"
-    if reason := rows_error(desc, config.block_m):
+    if reason := rows_error(desc, config.block_m) or widths_error(desc, config.block_n):
         return reason
     box = config.block_n if config.swap_ab else desc.projections * config.block_n
     if config.block_n % 16 or box > TMA_BOX:

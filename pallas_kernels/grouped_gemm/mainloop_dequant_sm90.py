@@ -25,6 +25,7 @@ from pallas_kernels.common import mosaic, sm90
 from pallas_kernels.common.accumulator_math_sm90 import sigmoid
 from pallas_kernels.common.types import Scalar, Value
 from pallas_kernels.grouped_gemm import pipeline_sm90 as pipeline
+from pallas_kernels.grouped_gemm import side_by_side_sm90 as side_by_side
 from pallas_kernels.grouped_gemm.epilogue_sm90 import finish, stage_transposed, store_staged
 from pallas_kernels.grouped_gemm.packed.config import (
     PackedConfig,
@@ -80,20 +81,26 @@ def _load_tile(cta: CtaContext, tile: Tile) -> LoadStep:
     desc, config, operands, scratch = cta.desc, cta.config, cta.operands, cta.scratch
     blocks, groups = config.channel_groups * desc.projections, scale_rows(desc, config)
     rows = pl.ds(cta.first_row_of_x(tile), config.block_m)
-    first = (tile.expert * desc.channel_blocks + tile.column * config.channel_groups) * desc.projections
-    channels = pl.ds(first, blocks)
+
+    def channels(own_column):
+        first = (tile.expert * desc.channel_blocks + own_column * config.channel_groups) * desc.projections
+        return pl.ds(first, blocks)
 
     def load(k, slot):
         full, part = scratch.full.at[slot], config.part_blocks * desc.fmt.block_k
+
+        def copy(along_k, target, array, own_column):
+            plgpu.copy_gmem_to_smem(array.at[channels(own_column), along_k], target.at[slot], full)
+
         depth = pl.ds(k * config.step_blocks, config.step_blocks)
-        plgpu.copy_gmem_to_smem(operands["w"].at[channels, depth], scratch.w.at[slot], full)
+        side_by_side.at_own(cta, tile, "w", functools.partial(copy, depth, scratch.w))
         for index in range(config.k_split):
             columns = pl.ds(k * config.block_k(desc) + index * part, part)
             plgpu.copy_gmem_to_smem(operands["x"].at[rows, columns], scratch.x.at[slot, index], full)
         for name, target in (("scale", scratch.scale), ("zero", scratch.zero)):
             if target is not None:
                 own = pl.ds(_group_of(desc, config, k), groups)
-                plgpu.copy_gmem_to_smem(operands[name].at[channels, own], target.at[slot], full)
+                side_by_side.at_own(cta, tile, name, functools.partial(copy, own, target))
 
     return lambda k: functools.partial(load, k)
 
@@ -110,7 +117,7 @@ def _consume(cta: CtaContext, tile: Tile) -> None:
     desc, config = cta.desc, cta.config
     group, *_ = place(config, cta.warpgroup)
     channel = tile.column * config.channel_groups + group
-    vectors = _vectors(cta, tile, channel)
+    vectors = _vectors(cta, tile, group)
     with jax.named_scope("main_loop"):
         sums = (multiply_promoted if is_promoted(desc, config) else multiply)(cta, tile)
 
@@ -288,21 +295,24 @@ def _gather_sums(cta: CtaContext, sums: Sums, store: Callable[[Sums], None]) -> 
         store(total)
 
 
-def _vectors(cta: CtaContext, tile: Tile, channel: Scalar) -> list[dict[str, Value]]:
+def _vectors(cta: CtaContext, tile: Tile, group: Scalar) -> list[dict[str, Value]]:
     """(64,) channel scale and bias of each projection, loaded before the sums so that their latency hides."""
-    desc, operands, e = cta.desc, cta.operands, tile.expert
-    # Past the last block nothing is stored, but the vectors must lie inside their arrays.
-    block = lax.min(channel, jnp.int32(desc.channel_blocks - 1))
-    places = {
-        "channel_scale": [(e * desc.channel_blocks + block) * desc.projections + p for p in range(desc.projections)],
-        "bias": [(e * desc.projections + p) * desc.channel_blocks + block for p in range(desc.projections)],
-    }
+    desc, e = cta.desc, tile.expert
 
     def load(name: str, projection: int) -> Value:
-        vector = operands[name].at[places[name][projection]]
-        return mosaic.load(vector, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
+        def one(vectors, own_column, width):
+            # Past the last block nothing is stored, but the vectors must lie inside their arrays.
+            blocks = -(-width // BLOCK_N)
+            block = lax.min(own_column * cta.config.channel_groups + group, jnp.int32(blocks - 1))
+            block = lax.max(block, jnp.int32(0)) if desc.widths else block
+            by_block = (e * blocks + block) * desc.projections + projection
+            by_projection = (e * desc.projections + projection) * blocks + block
+            vector = vectors.at[by_block if name == "channel_scale" else by_projection]
+            return mosaic.load(vector, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
 
-    names = [name for name in places if name in operands]
+        return side_by_side.of_own(cta, tile, name, one)
+
+    names = [name for name in ("channel_scale", "bias") if name in cta.operands]
     return [{name: load(name, projection) for name in names} for projection in range(desc.projections)]
 
 

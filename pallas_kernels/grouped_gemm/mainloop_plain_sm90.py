@@ -82,7 +82,7 @@ def _multiply_promoted(cta: CtaContext, tile: Tile) -> list[Value]:
     desc, config, scratch = cta.desc, cta.config, cta.scratch
     rows, piece = pl.ds(cta.warpgroup * 64, 64), piece_n(desc, config)
     starts = range(0, desc.projections * config.block_n, min(config.block_n, piece))
-    columns = [(start // config.block_n, tile.column * config.block_n + start % config.block_n) for start in starts]
+    columns = [divmod(start, config.block_n) for start in starts]
 
     def batches(slot):
         for index in range(num_pieces(desc, config)):
@@ -113,7 +113,7 @@ def _scaled(cta: CtaContext, tile: Tile, accumulators: list[Value]) -> _Values:
         def factors(projection: int) -> Iterator[Value]:
             scalar = operands["x_scale"][0] if desc.lhs_scale == "tensor" else None
             if desc.rhs_scale == "tensor":
-                own = operands["w_scale"][tile.expert * desc.projections + projection]
+                own = smem.matrix_scale(cta, tile, projection)
                 scalar = own if scalar is None else scalar * own
             if row_scales is not None:
                 yield lax.broadcast_in_dim(row_scales if scalar is None else row_scales * scalar, shape, [0])

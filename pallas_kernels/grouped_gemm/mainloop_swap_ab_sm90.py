@@ -103,7 +103,7 @@ def _multiply_promoted(cta: CtaContext, tile: Tile) -> list[Value]:
     """As ``_multiply``; every K step of 128 is added in float32. A consumer's 64 channels lie in one weight block."""
     desc, config, scratch = cta.desc, cta.config, cta.scratch
     channels = cta.warpgroup * CHANNELS
-    columns = [(projection, tile.column * config.block_n + channels) for projection in range(desc.projections)]
+    columns = [(projection, channels) for projection in range(desc.projections)]
 
     def products(slot):
         for projection in range(desc.projections):
@@ -142,7 +142,7 @@ def _scaled(
         if desc.rhs_scale == "channel":
             yield of_channels(scratch.columns.at[projection, channels])
         elif desc.rhs_scale == "tensor":
-            yield operands["w_scale"][tile.expert * desc.projections + projection]
+            yield smem.matrix_scale(cta, tile, projection)
 
     def bias(projection: int) -> Value:
         return of_channels(scratch.bias.at[projection, channels])

@@ -28,6 +28,8 @@ class GroupedGemm:
         bias_dtype: None without a bias.
         activation: None without one.
         unpermuted_rows: rows of x where every tile starts with the same ones; 0 where x has a row for each of a tile.
+        widths: N of each of several weights that lie apart, whose products stand side by side in the output; () for
+            one weight.
     """
 
     rows: int
@@ -39,6 +41,16 @@ class GroupedGemm:
     bias_dtype: str | None = None
     activation: Activation | None = None
     unpermuted_rows: int = 0
+    widths: tuple[int, ...] = ()
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First column of each of several weights."""
+        return tuple(sum(self.widths[:index]) for index in range(len(self.widths)))
+
+    def of_each_weight(self, name: str) -> list[str]:
+        """Names of an operand that every weight has: those behind the first are numbered."""
+        return [name, *(f"{name}_{index}" for index in range(1, len(self.widths)))]
 
     @property
     def stored_dtype(self) -> str:
@@ -47,6 +59,8 @@ class GroupedGemm:
 
     def unsupported_output(self) -> str | None:
         """Why no Hopper kernel can write this output, or None."""
+        if self.widths and (self.num_experts > 1 or self.projections > 1):
+            return f"{len(self.widths)} weights side by side, {self.num_experts} experts: of one expert, not gated"
         if self.out_dtype not in _OUTPUTS:
             return f"out_dtype {self.out_dtype} is not one of {', '.join(_OUTPUTS)}"
         if self.n % 8 or self.n * jnp.dtype(self.stored_dtype).itemsize % 32:
@@ -108,12 +122,12 @@ class GemmDesc(GroupedGemm):
         x (rows or unpermuted_rows, K); w (E * G, N, K), transposed (E, K, N); tile_expert (rows / block_m,) i32;
         num_tiles (1,) i32; x_scale f32 (1,), (rows,) or (ceil(K / 128), rows), with block_m for rows where they are
         unpermuted; w_scale f32 (E * G,), (E * G, N) or (E * G, ceil(N / 128), ceil(K / 128)); bias (E * G, N);
-        out_scale (1,) f32; tile_rows (rows / block_m,) i32.
+        out_scale (1,) f32; tile_rows (rows / block_m,) i32. Of weights that lie apart each has a w, w_scale and bias.
         """
-        names = ["x", "w", "tile_expert", "num_tiles"]
+        names = ["x", *self.of_each_weight("w"), "tile_expert", "num_tiles"]
         names += ["x_scale"] if self.lhs_scale != "none" else []
-        names += ["w_scale"] if self.rhs_scale != "none" else []
-        names += ["bias"] if self.bias_dtype is not None else []
+        names += self.of_each_weight("w_scale") if self.rhs_scale != "none" else []
+        names += self.of_each_weight("bias") if self.bias_dtype is not None else []
         names += ["out_scale"] if self.requantize == "tensor" else []
         names += ["tile_rows"] if self.has_tile_rows else []
         return names
@@ -130,6 +144,8 @@ class GemmDesc(GroupedGemm):
             return f"K={self.k} of {self.dtype}: a row of K must be a multiple of {ROW_BYTES} bytes"
         if self.transposes_w and (reason := self._unsupported_transposed()):
             return reason
+        if self.widths and (self.transposes_w or self.requantize != "none"):
+            return f"{len(self.widths)} weights side by side, transposed or requantized: not built"
         return self.unsupported_output()
 
     def _unsupported_transposed(self) -> str | None:

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import accumulator_math_sm90, mosaic, sm90
 from pallas_kernels.common.types import Scalar, TileRef, Value
 from pallas_kernels.grouped_gemm import pipeline_sm90 as pipeline
+from pallas_kernels.grouped_gemm import side_by_side_sm90 as side_by_side
 from pallas_kernels.grouped_gemm.config import (
     GemmConfig,
     copies_per_piece,
@@ -95,20 +96,24 @@ def load_tile(cta: CtaContext, tile: Tile) -> LoadStep:
         for start in range(0, desc.projections * config.block_n, copied):
             projection, column = divmod(start, config.block_n)
             index = start // piece
-            matrix = tile.expert * desc.projections + projection
-            columns = pl.ds(tile.column * config.block_n + column, copied)
-            part = (depth, columns) if desc.transposes_w else (columns, depth)
-            copy_weights = functools.partial(
-                plgpu.copy_gmem_to_smem,
-                operands["w"].at[matrix, *part],
-                scratch.w.at[slot] if desc.transposes_w else scratch.w.at[slot, pl.ds(start, copied)],
-                full_barrier(cta, slot, index, pieces),
-            )
-            if config.shares_weights:
-                pl.when(is_shared)(functools.partial(copy_weights, **to_all))
-                pl.when(jnp.logical_not(is_shared))(copy_weights)
-            else:
-                copy_weights()
+
+            def copy(w, own_column, start=start, projection=projection, column=column, index=index):
+                matrix = tile.expert * desc.projections + projection
+                columns = pl.ds(own_column * config.block_n + column, copied)
+                part = (depth, columns) if desc.transposes_w else (columns, depth)
+                copy_weights = functools.partial(
+                    plgpu.copy_gmem_to_smem,
+                    w.at[matrix, *part],
+                    scratch.w.at[slot] if desc.transposes_w else scratch.w.at[slot, pl.ds(start, copied)],
+                    full_barrier(cta, slot, index, pieces),
+                )
+                if config.shares_weights:
+                    pl.when(is_shared)(functools.partial(copy_weights, **to_all))
+                    pl.when(jnp.logical_not(is_shared))(copy_weights)
+                else:
+                    copy_weights()
+
+            side_by_side.at_own(cta, tile, "w", copy)
 
     def load(k, depth, slot):
         load_rows(depth, slot)
@@ -127,7 +132,6 @@ def load_tile(cta: CtaContext, tile: Tile) -> LoadStep:
 def load_vectors(cta: CtaContext, tile: Tile) -> None:
     """Issue the copies of the tile's row scales, column scales and bias."""
     desc, config, operands, scratch = cta.desc, cta.config, cta.operands, cta.scratch
-    columns = pl.ds(tile.column * config.block_n, config.block_n)
     if scratch.rows is not None:
         rows = pl.ds(cta.first_row_of_x(tile), config.block_m)
         plgpu.copy_gmem_to_smem(operands["x_scale"].at[rows], scratch.rows, scratch.vectors_full)
@@ -135,9 +139,14 @@ def load_vectors(cta: CtaContext, tile: Tile) -> None:
         if target is None:
             continue
         for projection in range(desc.projections):
-            source = operands[name].at[tile.expert * desc.projections + projection, columns]
-            own = target.at[projection, pl.ds(0, config.block_n)]
-            plgpu.copy_gmem_to_smem(source, own, scratch.vectors_full)
+
+            def copy(vectors, own_column, target=target, projection=projection):
+                columns = pl.ds(own_column * config.block_n, config.block_n)
+                source = vectors.at[tile.expert * desc.projections + projection, columns]
+                own = target.at[projection, pl.ds(0, config.block_n)]
+                plgpu.copy_gmem_to_smem(source, own, scratch.vectors_full)
+
+            side_by_side.at_own(cta, tile, name, copy)
 
 
 def full_barrier(cta: CtaContext, slot: Scalar, piece: int, pieces: int) -> TileRef:
@@ -180,7 +189,7 @@ def multiply_promoted(
         number: products of a batch.
         batches: slot -> batches of operands.
         scales_of_rows: slot -> the activation scales, in layout ROWS or COLUMNS as rows lie in the products.
-        columns: (projection, first column of the output) of each part, in the order of the products.
+        columns: (projection, first column of the tile) of each part, in the order of the products.
 
     Returns the sums of each part.
     """
@@ -189,7 +198,7 @@ def multiply_promoted(
     axis = 1 if cta.config.swap_ab else 0
 
     def one_step(k, slot, sums):
-        factors = _block_scales(desc, cta.operands, tile.expert, columns, k)
+        factors = [_block_scale(cta, tile, *column, k) for column in columns]
         sums, last = list(sums), num_pieces(desc, cta.config) - 1
         plgpu.barrier_wait(scratch.full.at[slot])
         row_scales = scales_of_rows(slot)
@@ -222,13 +231,22 @@ def multiply_promoted(
     return list(pipeline.for_each_step(cta, tile, one_step, initial))
 
 
-def _block_scales(
-    desc: GemmDesc, operands: Any, expert: Scalar, columns: Sequence[tuple[int, Scalar]], k: Scalar
-) -> list[Value]:
-    """The weight scale () of one K step for each (projection, column). Columns past N have the scale of the last."""
-    last = -(-desc.n // SCALE_GROUP) - 1
-    blocks = [lax.min(lax.div(column, jnp.int32(SCALE_GROUP)), jnp.int32(last)) for _, column in columns]
-    return [operands["w_scale"][expert * desc.projections + p, b, k] for (p, _), b in zip(columns, blocks, strict=True)]
+def _block_scale(cta: CtaContext, tile: Tile, projection: int, column: Scalar, k: Scalar) -> Value:
+    """The weight scale () of one K step at a column of the tile. Columns past N have the scale of the last."""
+
+    def load(scales, own_column, width):
+        block = lax.div(own_column * cta.config.block_n + column, jnp.int32(SCALE_GROUP))
+        block = lax.min(block, jnp.int32(-(-width // SCALE_GROUP) - 1))
+        block = lax.max(block, jnp.int32(0)) if cta.desc.widths else block
+        return scales[tile.expert * cta.desc.projections + projection, block, k]
+
+    return side_by_side.of_own(cta, tile, "w_scale", load)
+
+
+def matrix_scale(cta: CtaContext, tile: Tile, projection: int) -> Value:
+    """The one scale () of a projection's weights."""
+    place = tile.expert * cta.desc.projections + projection
+    return side_by_side.of_own(cta, tile, "w_scale", lambda scales, own_column, width: scales[place])
 
 
 def skip(cta: CtaContext, tile: Tile) -> None:

@@ -64,7 +64,7 @@ def route(
     """The top_k experts of each token and their weights; ties go to the lower expert, a score that is NaN counts as 0.
 
     Args:
-        logits: (T, E) float32, bfloat16 or float16.
+        logits: (T, E) float32, bfloat16 or float16; or (P, T, E) float32, partial sums that are added in their order.
         top_k: experts of a token.
         scoring: "softmax" over all experts (all 0 where a logit is NaN or +inf) or "sigmoid".
         renormalize: divide a token's weights by their sum.
@@ -99,7 +99,7 @@ def route(
     runs = dict(
         hopper=lambda: kernel(hopper_sms()),
         portable=lambda: kernel(portable_sms()),
-        reference=lambda: route_ref(desc, logits, bias, token_mask),
+        reference=lambda: route_ref(desc, logits if logits.ndim == 2 else logits.sum(0), bias, token_mask),
     )
     return first_that_runs("route", runs, implementation)
 
@@ -135,12 +135,12 @@ def route_and_align(
     """
     options = (scoring, renormalize, scale, bias, num_groups, groups_kept, token_mask)
     desc, operands = _describe(logits, top_k, *options)
-    num_tokens = logits.shape[0]
+    num_tokens = desc.num_tokens
     if tokens is not None and tokens["x"].shape[0] != num_tokens:
         raise ValueError(f"tokens has x{tokens['x'].shape}, logits are of {num_tokens} tokens; expected as many")
     if (num_local_experts is None) != (group_offset is None):
         raise ValueError("num_local_experts and group_offset go together")
-    num_experts = num_local_experts or logits.shape[1]
+    num_experts = num_local_experts or desc.num_experts
 
     def apart(implementation: str) -> Routed:
         names = ("scoring", "renormalize", "scale", "bias", "num_groups", "groups_kept", "token_mask")
@@ -195,9 +195,11 @@ def _describe(
     token_mask: jax.Array | None,
 ) -> tuple[RouteDesc, list[jax.Array]]:
     """Check the call once; operands come flat, as the kernel takes them."""
-    if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(f"logits is {logits.dtype}{logits.shape}, expected a float dtype and (T, E)")
-    num_tokens, num_experts = logits.shape
+    is_sum = logits.ndim == 3 and logits.dtype == jnp.float32 and logits.shape[0] > 0
+    if not is_sum and (logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating)):
+        expected = "a float dtype and (T, E), or float32 and (P, T, E)"
+        raise ValueError(f"logits is {logits.dtype}{logits.shape}, expected {expected}")
+    num_tokens, num_experts = logits.shape[-2:]
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k}, expected 1 to {num_experts}, the number of experts")
     if scoring not in ("softmax", "sigmoid"):
@@ -226,6 +228,7 @@ def _describe(
         num_groups=num_groups,
         groups_kept=groups_kept,
         has_mask=token_mask is not None,
+        num_parts=logits.shape[0] if is_sum else 1,
     )
     operands = [logits.reshape(-1)]
     operands += [] if bias is None else [bias]

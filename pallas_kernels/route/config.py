@@ -17,7 +17,10 @@ BIASED_FLOOR = 1e-20
 
 @dataclasses.dataclass(frozen=True)
 class RouteDesc:
-    """Static description of one call; the fields mean what the arguments of ``route`` mean."""
+    """Static description of one call; the fields mean what the arguments of ``route`` mean.
+
+    num_parts: partial sums whose sum are the logits.
+    """
 
     num_tokens: int
     num_experts: int
@@ -30,6 +33,7 @@ class RouteDesc:
     num_groups: int = 0
     groups_kept: int = 0
     has_mask: bool = False
+    num_parts: int = 1
 
     @property
     def floor(self) -> float:

@@ -35,7 +35,7 @@ _NOWHERE = np.int32(2**30)
 
 
 def route_sm90(desc: RouteDesc, config: RouteConfig) -> Kernel:
-    """The kernel: (logits (T * E,), [bias (E,)], [mask (T,) i32]) -> (weights f32, ids i32), both (T * top_k,)."""
+    """The kernel: (logits (P * T * E,), [bias (E,)], [mask (T,) i32]) -> (weights f32, ids i32), both (T * top_k,)."""
     body = functools.partial(_route_kernel, desc, config)
     return row_kernel(body, _outputs(desc), config.num_ctas, num_warpgroups=config.num_warpgroups)
 
@@ -132,6 +132,9 @@ def route_tokens(desc: RouteDesc, config: RouteConfig, refs: Sequence[Ref], cta:
         token = first + i * step
         is_token = token < desc.num_tokens
         z = row.load(logits, token * desc.num_experts, is_token, desc.dtype)
+        for part in range(1, desc.num_parts):  # added in their order
+            own = row.load(logits, (token + part * desc.num_tokens) * desc.num_experts, is_token, desc.dtype)
+            z = [a + b for a, b in zip(z, own, strict=True)]
         shift = None if bias is None else row.load(bias, token * 0, is_token, jnp.float32)
         weights, ids = _choose(desc, row, z, shift)
         if mask is not None:

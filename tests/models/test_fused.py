@@ -17,13 +17,22 @@ from moe_jax.experts._choice import BACKENDS
 from moe_jax.experts._matrix import multiply
 from moe_jax.experts.hopper import _matrix as hopper_matrix
 from moe_jax.models import KVCache, _fused
-from moe_jax.models._layers import Linear, PartialSums, RMSNorm, keep_quantized, partial_sums
+from moe_jax.models._layers import (
+    GatedMLP,
+    Linear,
+    PartialSums,
+    RMSNorm,
+    keep_quantized,
+    partial_sums,
+    side_by_side,
+    split_product,
+)
 from moe_jax.models.attention import _hopper
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from moe_jax.nn import QuantizedParam
 from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
 from pallas_kernels.decode_attention.config import HEADS
-from tests.support.cases.hopper_layers import on_hopper
+from tests.support.cases.hopper_layers import E, H, make_layer, on_hopper
 from tests.support.cases.models import VOCAB, assert_logits_close
 
 
@@ -113,10 +122,19 @@ class _Rows(_Hopper):
     multiply_rows = staticmethod(functools.partial(hopper_matrix.multiply_rows, kernels="reference"))
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "int8_w8a8"])
-def test_projections_of_a_quantized_norm(calls, monkeypatch, name):
-    """Codes from the launch of the norm give the products of a norm that is quantized by itself, bit by bit; and these
-    are near the exact ones. Gradients pass the rounding straight through."""
+class _Joining(_Rows):
+    """As on a GPU that takes all tiles."""
+
+    def matrix_refusal(self, problem):
+        return hopper_matrix.refusal(problem.matrix, problem.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_joined"), [("fp8_block", False), ("fp8_block", True), ("fp8_channel", True), ("int8_w8a8", False)]
+)
+def test_projections_of_a_quantized_norm(calls, monkeypatch, name, is_joined):
+    """Codes from the launch of the norm give the products of a norm that is quantized by itself, bit by bit, in one
+    product or in two; and these are near the exact ones. Gradients pass the rounding straight through."""
     scheme, rng, hidden = Scheme.parse(name), np.random.default_rng(0), 512
     norm = RMSNorm(hidden, eps=1e-6, rngs=nnx.Rngs(0))
     x = jnp.asarray(rng.standard_normal((3, 1, hidden)), jnp.bfloat16)
@@ -127,10 +145,13 @@ def test_projections_of_a_quantized_norm(calls, monkeypatch, name):
         weights.append(rng.standard_normal((size, hidden)).astype(np.float32) * hidden**-0.5)
         matrix = QuantizedMatrix(method_for(scheme).quantize_matrix(jnp.asarray(weights[-1])), scheme)
         modules[-1].weight = QuantizedParam(matrix, eager_sharding=False)
-    backends = {("reference",): BACKENDS["reference"], None: _Rows()}
+    backends = {("reference",): BACKENDS["reference"], None: _Joining() if is_joined else _Rows()}
     monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation: backends[implementation])
     total, products = _fused.added_and_projected(norm, x, addend, tuple(modules), 132)
-    assert calls == ["add_and_norm"]
+    assert calls == ["add_and_norm"] and len(products) == (1 if is_joined else 2)
+    if is_joined:
+        y = products[0].parts
+        products = [PartialSums(y[..., :256], (3, 1)), PartialSums(y[..., 256:], (3, 1))]
     apart, normal = _fused.added_and_normed(norm, x, addend, 132)
     np.testing.assert_array_equal(total, apart)
     wide = np.asarray(x, np.float64) + np.asarray(addend.parts, np.float64).sum(0)[:3, None]
@@ -141,7 +162,8 @@ def test_projections_of_a_quantized_norm(calls, monkeypatch, name):
         assert np.abs(np.asarray(y, np.float64) - exact @ weight.T).max() < 0.25  # of values of about 1
 
     def loss(x):
-        return _fused.added_and_projected(norm, x, addend, tuple(modules), 132)[1][0].whole(jnp.float32).sum()
+        y = _fused.added_and_projected(norm, x, addend, tuple(modules), 132)[1][0].whole(jnp.float32)
+        return y[..., :256].sum()
 
     def plain_loss(x):
         normal = norm((x.astype(jnp.float32) + addend.whole(jnp.float32)).astype(x.dtype))
@@ -152,7 +174,7 @@ def test_projections_of_a_quantized_norm(calls, monkeypatch, name):
 
 
 def test_what_is_not_projected_with_the_norm(calls, monkeypatch):
-    """Weights that are not quantized, biases, and matrices whose backend quantizes rows itself."""
+    """Weights that are not quantized, adapters, and matrices whose backend quantizes rows itself."""
     norm, x = RMSNorm(512, eps=1e-6, rngs=nnx.Rngs(0)), jnp.ones((2, 1, 512), jnp.bfloat16)
     plain = Linear(512, 128, rngs=nnx.Rngs(0))
     assert _fused.added_and_projected(norm, x, None, (plain,), 132) is None
@@ -163,7 +185,71 @@ def test_what_is_not_projected_with_the_norm(calls, monkeypatch):
     assert _fused.added_and_projected(norm, x, None, (plain,), None) is None
     assert _fused.added_and_projected(norm, x, None, (plain,), 132) is not None
     plain.bias = nnx.data(nnx.Param(jnp.ones(128)))
-    assert _fused.added_and_projected(norm, x, None, (plain,), 132) is None
+    _, (product,) = _fused.added_and_projected(norm, x, None, (plain,), 132)
+    np.testing.assert_allclose(product.whole(jnp.float32), 513, rtol=0.01)
+    other = Linear(512, 128, rngs=nnx.Rngs(0))
+    other.weight = plain.weight
+    assert _fused.added_and_projected(norm, x, None, (plain, other), 132) is None  # one bias of two
+    other.lora = object()
+    assert _fused.added_and_projected(norm, x, None, (other,), 132) is None
+
+
+@pytest.mark.parametrize("name", ["w4a16_g128", "int8_w8a8", "nvfp4_a16"])
+def test_side_by_side(monkeypatch, name):
+    """One product has the bits of three; what cannot be joined is not."""
+    scheme, rng, modules = Scheme.parse(name), np.random.default_rng(0), []
+    for index, size in enumerate((256, 64, 192)):
+        modules.append(Linear(256, size))
+        weight = rng.standard_normal((size, 256)).astype(np.float32) * 10**index
+        matrix = QuantizedMatrix(method_for(scheme).quantize_matrix(jnp.asarray(weight)), scheme)
+        held = hopper_matrix.to_kernel_layout(matrix, jnp.bfloat16)
+        modules[-1].weight = QuantizedParam(held, eager_sharding=False)
+        modules[-1].bias = nnx.data(nnx.Param(jnp.asarray(rng.standard_normal(size), jnp.bfloat16)))
+    x = jnp.asarray(rng.standard_normal((2, 3, 256)), jnp.bfloat16)
+    assert side_by_side(modules, x, x.dtype) is None  # XLA's, on a CPU
+    backend = _Joining()
+    monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation: backend)
+    found = side_by_side(modules, x, x.dtype).whole(x.dtype)
+    apart = [partial_sums(module, x).whole(x.dtype) for module in modules]
+    np.testing.assert_array_equal(found, np.concatenate(apart, axis=-1))
+    assert side_by_side(modules, x[:0], x.dtype) is None
+    modules[1].bias = None
+    assert side_by_side(modules, x, x.dtype) is None
+    del modules[1]
+    modules[0].lora = object()
+    assert side_by_side(modules, x, x.dtype) is None
+
+
+def test_what_is_not_joined():
+    """Matrices of two schemes or depths, with orders of columns or scales for rows of their own."""
+
+    def matrix(name, n=128, k=256):
+        scheme = Scheme.parse(name)
+        return QuantizedMatrix(method_for(scheme).quantize_matrix(jnp.ones((n, k))), scheme)
+
+    one = matrix("fp8_block")
+    assert hopper_matrix.refusal((one, matrix("fp8_block", 64)), jnp.bfloat16) is None
+    for other in (matrix("fp8_channel"), matrix("fp8_block", 128, 512)):
+        assert "differ in scheme" in hopper_matrix.refusal((one, other), jnp.bfloat16)
+    static = dataclasses.replace(one, tensor=dataclasses.replace(one.tensor, input_scale=jnp.float32(1)))
+    assert "a scale for rows" in hopper_matrix.refusal((static, static), jnp.bfloat16)
+    ordered = dataclasses.replace(one, tensor=dataclasses.replace(one.tensor, g_idx=jnp.zeros((1, 256), jnp.int32)))
+    assert "order of columns" in hopper_matrix.refusal((ordered, ordered), jnp.bfloat16)
+
+
+def test_gate_and_up_in_one_product(monkeypatch):
+    """The bits of two products, in a dense feed-forward layer of quantized weights."""
+    scheme, rng, mlp = Scheme.parse("fp8_block"), np.random.default_rng(0), GatedMLP(256, 384, rngs=nnx.Rngs(0))
+    for module in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        matrix = method_for(scheme).quantize_matrix(module.weight[...].astype(jnp.float32))
+        module.weight = QuantizedParam(QuantizedMatrix(matrix, scheme), eager_sharding=False)
+    x, found = jnp.asarray(rng.standard_normal((5, 256)), jnp.bfloat16), []
+    for backend in (_Rows(), _Joining()):
+        monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation, backend=backend: backend)
+        both = side_by_side((mlp.gate_proj, mlp.up_proj), x, jnp.float32)
+        assert (both is not None) == isinstance(backend, _Joining)
+        found.append(np.asarray(mlp(x)))
+    np.testing.assert_array_equal(*found)
 
 
 def test_where_they_do_not_run(case, monkeypatch):
@@ -178,9 +264,34 @@ def test_where_they_do_not_run(case, monkeypatch):
         assert _fused.num_sms("auto") is None
 
 
+def test_launches_of_a_router(monkeypatch):
+    """The routing kernel is given partial sums of a few rows, which nothing else adds up; of one row it is not."""
+    layer = make_layer("fp8_block")
+    block = moe_jax.MoEBlock(layer, Linear(H, E, out_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+
+    router, rows = block.router, jnp.ones((64, 1, H), jnp.bfloat16)
+    assert router.partial_sums(rows) is None  # on a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert router.partial_sums(rows[:1]) is router.partial_sums(jnp.ones((256, H), jnp.bfloat16)) is None
+    with on_hopper():
+        text = jax.jit(lambda block, x: block(x)).trace(block, rows).lower(lowering_platforms=("cuda",)).as_text()
+    main = text[text.index("func.func public @main") :].split("func.func private")[0]
+    assert "stablehlo.reduce" not in main and f"tensor<4x64x{E}xf32>" in main.split("call @forward_layer")[1]
+    monkeypatch.undo()
+    x = jax.random.normal(jax.random.key(0), (6, H), jnp.float32)
+    parts = split_product(x, block.router.weight[...].astype(jnp.float32), 128)
+    assert parts.shape == (4, 6, E)
+    expected, stats = layer(x, parts.sum(0), return_stats=True)
+    found, others = layer(x, parts.sum(0), router_parts=parts, return_stats=True)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(stats.topk_ids, others.topk_ids)
+    with pytest.raises(ValueError, match=r"router_parts has shape \(4, 5, 6\), expected"):
+        layer(x, parts.sum(0), router_parts=parts[:, :5])
+
+
 @pytest.mark.parametrize("projections", [None, "fp8_channel"])
 def test_launches_of_a_layer(case, monkeypatch, projections):
-    """A decode step for CUDA: seven steps a layer outside the experts, ten with quantized projections."""
+    """A decode step for CUDA: seven steps a layer outside the experts, also with quantized projections."""
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     layers = 3
@@ -205,18 +316,18 @@ def test_launches_of_a_layer(case, monkeypatch, projections):
         traced = jax.jit(step).trace(state, jax.ShapeDtypeStruct((4, 1), jnp.int32), cache)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     main = text[text.index("func.func public @main") :].split("func.func private")[0]
-    calls = re.findall(r"call @(_added_and_normed|_rotated_and_stored|_attend)", main)
+    calls = re.findall(r"call @(_added_and_normed|_rotated_and_stored|attend_and_quantize|_attend)", main)
     assert {name: calls.count(name) for name in set(calls)} == {
         "_added_and_normed": 2 * layers + 1,
         "_rotated_and_stored": layers,
-        "_attend": layers,
+        "_attend" if projections is None else "attend_and_quantize": layers,
     }
     if projections is not None:
         calls = re.findall(r"call @(multiply_rows|multiply)", main)
-        assert {name: calls.count(name) for name in set(calls)} == {"multiply_rows": 3 * layers, "multiply": layers}
-        # Norms of the first and of other layers, of experts, and the last; the rotation; attention; products of two
-        # widths with the norm's codes; and out of attention a product whose rows are quantized first.
-        assert text.count("mosaic_gpu_v2") == (4 + 1 + (1 if HEADS.is_fused else 2) + 2 + 2)
+        assert {name: calls.count(name) for name in set(calls)} == {"multiply_rows": 2 * layers}
+        # Norms of the first and of other layers, of experts, and the last; the rotation; attention; one product with
+        # the norm's codes, and one with those of attention.
+        assert text.count("mosaic_gpu_v2") == 4 + 1 + 2 + 2
         return
     products = [line for line in main.splitlines() if "stablehlo.dot_general" in line]
     for parts in ("tensor<4x4x1024xf32>", "tensor<8x4x256xf32>"):  # into attention, of all heads, and out of it

@@ -173,6 +173,37 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[s
     return _rows(found, own, 4 * block_m), _rows(expected, own, 4 * block_m)
 
 
+def multiplying_side_by_side(dtype: str, block_m: int, swap_ab: bool, tokens: int) -> tuple[Any, Any]:
+    """Weights of 256, 128 and 192 rows, in tiles of 64, against NumPy's product with each. The scales of each weight
+    are of a size of their own."""
+    rng, k, is_block = np.random.default_rng(0), 256, dtype == FP8
+    each = []
+    for index, n in enumerate((256, 128, 192)):
+        own = dict(w=jnp.asarray(np.rint(8 * rng.standard_normal((1, n, k))) / (8 if is_block else 1), dtype))
+        shape = (1, -(-n // 128), k // 128) if is_block else (1, n)
+        own["w_scale"] = jnp.asarray(rng.uniform(0.5, 2, shape) * 10**index, jnp.float32)
+        own["bias"] = jnp.asarray(100 * rng.standard_normal((1, n)), jnp.bfloat16)
+        each.append(own)
+    x = jnp.asarray(np.rint(8 * rng.standard_normal((tokens, k))), dtype)
+    x_scale = jnp.asarray(rng.uniform(0.5, 2, (k // 128, block_m) if is_block else (block_m,)), jnp.float32)
+    config = GemmConfig(block_m, 64, 2, num_sms=2, swap_ab=swap_ab, inline_ptx=False)
+    options: Any = dict(x_scale=x_scale, block_m=block_m, config=config, implementation="hopper")
+    options |= {name: tuple(own[name] for own in each) for name in ("w_scale", "bias")}
+    weights = tuple(own["w"] for own in each)
+    found = grouped_gemm(x, weights, jnp.zeros(1, jnp.int32), jnp.int32(1), **options)
+    expected = []
+    for own in each:
+        w, scale, bias = (np.asarray(leaf[0], np.float64) for leaf in own.values())
+        wide = np.asarray(x, np.float64)
+        if is_block:
+            wide = wide * np.repeat(np.asarray(x_scale)[:, :tokens].T, 128, axis=1)
+            y = wide @ (w * np.repeat(np.repeat(scale, 128, 0)[: len(w)], 128, 1)).T
+        else:
+            y = wide @ w.T * scale * np.asarray(x_scale)[:tokens, None]
+        expected.append(y + bias)
+    return found[:tokens], jnp.asarray(np.concatenate(expected, axis=1), jnp.bfloat16)
+
+
 def contracting(config: WgradConfig, out_dtype: str) -> tuple[Any, Any]:
     """Four experts, two of them empty, the last rows of the others in part; rows of nobody hold NaN."""
     rng, rows = np.random.default_rng(0), 448
@@ -355,6 +386,14 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
         pulling, "int4 g128 f32", DgradConfig(64, 128, 4, 16, 2), Activation("gelu_tanh_no_mul")
     ),
     **{name: functools.partial(multiplying, *case) for name, case in PRODUCTS.items()},
+    **{
+        f"{name} side by side": functools.partial(multiplying_side_by_side, *case)
+        for name, case in {
+            "fp8 blocks": (FP8, 64, False, 8),
+            "fp8 blocks swapped": (FP8, 16, True, 5),
+            "int8 rows swapped": ("int8", 16, True, 5),
+        }.items()
+    },
 }
 
 

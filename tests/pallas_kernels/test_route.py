@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.quantize_and_permute import quantize_and_permute
-from pallas_kernels.route import RouteConfig, RouteDesc, config_error, route, route_and_align
+from pallas_kernels.route import RouteConfig, RouteDesc, config_error, kernel_sm90, route, route_and_align
+from tests.support.kernels.in_lockstep import Memory, simt_of
 from tests.support.kernels.router_cases import ROUTERS, quantizing_route_cases, route_cases
 from tests.support.kernels.tile_checks import check_tiles, check_unpermuted_tiles
 from tests.support.refusals import refuses
@@ -150,8 +151,48 @@ def test_reference_quantizing(quick_compilation):
     run_quantizing("sigmoid 32, top 1", 16, "e4m3_tensor", 128, "reference")
 
 
+def run_parts(tokens, implementation):
+    """Partial sums whose sum the whole logits are nowhere near."""
+    z, top_k, *_ = make("softmax 128", tokens)
+    rng = np.random.default_rng(1)
+    parts = (
+        np.asarray(z) * rng.dirichlet(np.ones(3), z.shape).transpose(2, 0, 1)
+        + 100 * np.array([1, -3, 2])[:, None, None]
+    )
+    parts = jnp.asarray(parts, jnp.float32)
+    whole = np.asarray(parts[0] + parts[1] + parts[2])  # in the order in which they are added
+    for found in (
+        jax.jit(lambda parts: route(parts, top_k, implementation=implementation))(parts),
+        jax.jit(lambda parts: route_and_align(parts, top_k, 16, implementation=implementation))(parts),
+    ):
+        weights, ids = found if isinstance(found, tuple) else (found.weights, found.ids)
+        judge(whole, top_k, None, None, {}, weights, ids)
+
+
+def test_reference_of_parts(quick_compilation):
+    run_parts(9, "reference")
+
+
+def test_parts_in_lockstep(monkeypatch):
+    """Four tokens, of whose logits each warp adds three parts; experts that do not fill the last column."""
+    rng, desc = np.random.default_rng(0), RouteDesc(5, 40, 3, "float32", "softmax", True, num_parts=3)
+    parts = rng.standard_normal((3, 5, 40)).astype(np.float32)
+    seen = []
+    monkeypatch.setattr(kernel_sm90, "_choose", lambda desc, row, z, shift: (seen.append(z), (z[0], row.lane))[1])
+    monkeypatch.setattr(kernel_sm90, "simt", simt_of(128))
+    weights, ids = Memory(15), Memory(15)
+    with jax.disable_jit():
+        for cta in range(2):
+            refs = Memory(parts.size, parts.reshape(-1).view(np.int32)), weights, ids
+            kernel_sm90.route_tokens(desc, RouteConfig(2, 1), refs, jnp.int32(cta))
+    found = np.stack([np.stack(z, -1).reshape(4, 32, 2).swapaxes(1, 2).reshape(4, 64) for z in seen]).reshape(-1, 64)
+    np.testing.assert_allclose(found[:5, :40], parts.sum(0), rtol=1e-6, atol=1e-6)
+    assert np.all(found[:, 40:] == -np.inf) and np.all(found[5:] == -np.inf)
+
+
 def test_wrong_calls():
     z = jnp.zeros((4, 8))
+    refuses(ValueError, r"logits is bfloat16\(2, 4, 8\)", route, jnp.zeros((2, 4, 8), jnp.bfloat16), 2)
     refuses(ValueError, r"logits is int32\(4, 8\)", route, z.astype(jnp.int32), 2)
     refuses(ValueError, "top_k=9, expected 1 to 8", route, z, 9)
     refuses(ValueError, "scoring='tanh'", route, z, 2, scoring="tanh")
@@ -192,6 +233,12 @@ CASES = [case for case in (*route_cases(), *quantizing_route_cases()) if case.na
 @pytest.mark.sample(2)
 def test_lowers_for_cuda(case):
     assert case.launches() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 64, 1001])
+def test_parts_gpu(tokens):
+    run_parts(tokens, "hopper")
 
 
 @pytest.mark.gpu

@@ -32,6 +32,7 @@ from jax.typing import DTypeLike
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
 from moe_jax.activations import apply_activation, resolve_activation
+from moe_jax.experts._backend import whole_logits
 from moe_jax.experts.hopper._adapters import Addend
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand
 from moe_jax.experts.hopper._plan import Plan, make_plan
@@ -93,9 +94,9 @@ def forward_layer(
 ) -> tuple[Array, Array, Array]:
     """``Backend.run_layer`` with the implementation of every kernel given by name."""
     bias = None if params is None else params.correction_bias
-    validate_routing(config, router_logits.shape[1], has_correction_bias=bias is not None, has_hash_table=False)
+    validate_routing(config, router_logits.shape[-1], has_correction_bias=bias is not None, has_hash_table=False)
     if config.router_logits_dtype is not None:
-        router_logits = router_logits.astype(config.router_logits_dtype)
+        router_logits = whole_logits(router_logits).astype(config.router_logits_dtype)
     plan = plan or make_plan(config, weights, x.shape[0], kernels)
     routed = route_and_align(
         router_logits,

@@ -1,6 +1,7 @@
 """``Hopper``: the kernels for compute capability 9.0, with a gradient and products outside the experts."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jax.typing import DTypeLike
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
-from moe_jax.experts._backend import LayerArguments, MatrixProblem, Problem
+from moe_jax.experts._backend import Biases, LayerArguments, Matrices, MatrixProblem, Problem
 from moe_jax.experts.hopper import _backward, _matrix
 from moe_jax.experts.hopper._adapters import adapter_refusal
 from moe_jax.experts.hopper._backward import Static, differentiable
@@ -25,7 +26,7 @@ from pallas_kernels.quantize_and_permute import config_error as permute_error
 from pallas_kernels.tuning.layer import AnyKey
 
 _multiply = jax.jit(_matrix.multiply, static_argnums=3)
-_multiply_rows = jax.jit(_matrix.multiply_rows, static_argnums=(2, 4))
+_multiply_rows = jax.jit(_matrix.multiply_rows, static_argnums=(2, 5))
 
 
 class Hopper(KernelBackend):
@@ -33,6 +34,7 @@ class Hopper(KernelBackend):
 
     name = "hopper"
     takes_adapters = True
+    joins_matrices = True
     is_all_kernels = True
     row_bytes = ROW_BYTES
 
@@ -91,22 +93,25 @@ class Hopper(KernelBackend):
             return reason
         if not isinstance(problem.num_tokens, int):
             return f"kernels are compiled for one number of tokens, found the symbolic {problem.num_tokens}"
-        n, k = problem.matrix.shape
-        x = jax.ShapeDtypeStruct((problem.num_tokens, k), problem.dtype)
-        bias = jax.ShapeDtypeStruct((n,), problem.dtype) if problem.has_bias else None
+        matrices = _matrix.each(problem.matrix)
+        x = jax.ShapeDtypeStruct((problem.num_tokens, matrices[0].shape[1]), problem.dtype)
+        bias: Any = None
+        if problem.has_bias:
+            bias = tuple(jax.ShapeDtypeStruct(matrix.shape[:1], problem.dtype) for matrix in matrices)
+            bias = bias if isinstance(problem.matrix, tuple) else bias[0]
         out_dtype = jnp.dtype(problem.out_dtype)
         return traced_refusal(self.device(), _matrix.multiply, (), (x, problem.matrix, bias), out_dtype=out_dtype)
 
-    def multiply(self, x: Array, matrix: QuantizedMatrix, bias: Array | None, out_dtype: DTypeLike) -> Array:
+    def multiply(self, x: Array, matrix: Matrices, bias: Biases, out_dtype: DTypeLike) -> Array:
         return _multiply(x, matrix, bias, jnp.dtype(out_dtype))
 
     def matrix_rows(self, problem: MatrixProblem) -> tuple[str, int] | None:
         return _matrix.rows_of_tiles(problem.matrix, problem.num_tokens, problem.out_dtype)
 
     def multiply_rows(
-        self, codes: Array, scales: Array, num_tokens: int, matrix: QuantizedMatrix, out_dtype: DTypeLike
+        self, codes: Array, scales: Array, num_tokens: int, matrix: Matrices, bias: Biases, out_dtype: DTypeLike
     ) -> Array:
-        return _multiply_rows(codes, scales, num_tokens, matrix, jnp.dtype(out_dtype))
+        return _multiply_rows(codes, scales, num_tokens, matrix, bias, jnp.dtype(out_dtype))
 
     def matrix_layout(self, matrix: QuantizedMatrix, dtype: DTypeLike) -> QuantizedMatrix:
         return _matrix.to_kernel_layout(matrix, dtype)

@@ -1,21 +1,24 @@
-"""One quantized matrix outside the experts as a grouped GEMM with E = 1: its tiles, its rows, and its kernel layout.
+"""Quantized matrices outside the experts as a grouped GEMM with E = 1: its tiles, its rows, and its kernel layout.
 
     quantize rows -> grouped GEMM (scales, bias)
 
 All rows belong to the one matrix, so nothing is aligned, moved or combined. Rows past the last token fill its tile.
+Several matrices, as of queries, keys and values, are read by one launch where they lie.
 """
 
 import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from moe_jax._typing import Array
+from moe_jax.experts._backend import Biases, Matrices
 from moe_jax.experts.hopper._kernel_layout import is_kernel_layout, kernel_operand, kernel_tensor, plain_tensor
 from moe_jax.experts.hopper._rows import row_kind, rows_on_grid, tensor_scale
-from moe_jax.quantization import QuantizedMatrix, QuantizedTensor
+from moe_jax.quantization import QuantizedMatrix
 from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm import packed as packed_gemm
@@ -26,14 +29,18 @@ from pallas_kernels.quantize_and_permute import quantize_and_permute
 _TMA_ROWS = 8  # rows of a box
 
 
-def multiply(
-    x: Array, matrix: QuantizedMatrix, bias: Array | None, out_dtype: DTypeLike, *, kernels: str = "hopper"
-) -> Array:
+def each(matrix: Matrices) -> tuple[QuantizedMatrix, ...]:
+    """Of one matrix or several."""
+    return matrix if isinstance(matrix, tuple) else (matrix,)
+
+
+def multiply(x: Array, matrix: Matrices, bias: Biases, out_dtype: DTypeLike, *, kernels: str = "hopper") -> Array:
     """``Backend.multiply`` with the implementation of every kernel given by name; "reference" runs anywhere.
 
     Returns all rows of all tiles: to cut some off would be a copy.
     """
-    tensor, fmt, num_tokens = matrix.tensor, matrix.scheme.activations, x.shape[0]
+    first, num_tokens = each(matrix)[0], x.shape[0]
+    tensor, fmt = first.tensor, first.scheme.activations
     tiles = _Tiles(num_tokens, choose_block_m(matrix, num_tokens, out_dtype))
     x = tiles.padded(x)
     # Rows that are short, or hold no whole groups, are XLA's business.
@@ -42,11 +49,12 @@ def multiply(
     quantize = functools.partial(quantize_and_permute, scale_rows=scaled, implementation=by)
     if not is_kernel_layout(tensor.layout):
         scale = tensor_scale(fmt, tensor.input_scale, x, None, ())
-        kind = row_kind(matrix.scheme)
+        kind = row_kind(first.scheme)
         assert kind is not None, "refusal has said so"
         rows, row_scale = quantize(x, quantization=kind, scale=scale)
-        return _plain_product(rows, row_scale if scale is None else scale, tiles, tensor, bias, out_dtype, kernels)
-    operand = kernel_operand(tensor)
+        return _plain_product(rows, row_scale if scale is None else scale, tiles, matrix, bias, out_dtype, kernels)
+    operands = tuple(kernel_operand(one.tensor) for one in each(matrix))
+    operand = operands[0]
     if tensor.g_idx is not None:
         x = x[:, tensor.g_idx[0]]
     kind = {"int8": "int8_row", "float8_e4m3fn": "e4m3_row"}.get(operand.fmt.operand)
@@ -58,12 +66,14 @@ def multiply(
             x, fmt, tensor.input_scale, operand.fmt.operand, (), quantize=quantize, place=place
         )
     options = tiles.arguments(bias, out_dtype, kernels)
-    return grouped_gemm_packed(rows, operand, x_scale=row_scale, **options)
+    weights = operands if isinstance(matrix, tuple) else operand
+    return grouped_gemm_packed(rows, weights, x_scale=row_scale, **options)
 
 
-def rows_of_tiles(matrix: QuantizedMatrix, num_tokens: int, out_dtype: DTypeLike) -> tuple[str, int] | None:
+def rows_of_tiles(matrix: Matrices, num_tokens: int, out_dtype: DTypeLike) -> tuple[str, int] | None:
     """``Backend.matrix_rows``: of plain weights whose rows have scales of their own."""
-    kind = None if is_kernel_layout(matrix.tensor.layout) else row_kind(matrix.scheme)
+    first = each(matrix)[0]
+    kind = None if is_kernel_layout(first.tensor.layout) else row_kind(first.scheme)
     if kind in (None, "none", "e4m3_tensor"):
         return None
     return kind, _Tiles(num_tokens, choose_block_m(matrix, num_tokens, out_dtype)).scaled_rows
@@ -73,28 +83,32 @@ def multiply_rows(
     codes: Array,
     scales: Array,
     num_tokens: int,
-    matrix: QuantizedMatrix,
+    matrix: Matrices,
+    bias: Biases,
     out_dtype: DTypeLike,
     *,
     kernels: str = "hopper",
 ) -> Array:
     """``Backend.multiply_rows`` with the implementation of every kernel given by name."""
     tiles = _Tiles(num_tokens, choose_block_m(matrix, num_tokens, out_dtype))
-    return _plain_product(tiles.padded(codes), scales, tiles, matrix.tensor, None, out_dtype, kernels)
+    return _plain_product(tiles.padded(codes), scales, tiles, matrix, bias, out_dtype, kernels)
 
 
 def _plain_product(
     rows: Array,
     row_scale: Array | None,
     tiles: "_Tiles",
-    tensor: QuantizedTensor,
-    bias: Array | None,
+    matrix: Matrices,
+    bias: Biases,
     out_dtype: DTypeLike,
     kernels: str,
 ) -> Array:
     """Of rows that fill their tiles, with weights in layout "plain"."""
     options = tiles.arguments(bias, out_dtype, kernels)
-    options |= dict(w=tensor.data, w_scale=tensor.scale, tile_rows=tiles.rows_in_use())
+    w, w_scale = (tuple(getattr(one.tensor, leaf) for one in each(matrix)) for leaf in ("data", "scale"))
+    if not isinstance(matrix, tuple):
+        w, w_scale = w[0], w_scale[0]
+    options |= dict(w=w, w_scale=w_scale, tile_rows=tiles.rows_in_use())
     return grouped_gemm(rows, x_scale=row_scale, **options)
 
 
@@ -131,25 +145,26 @@ class _Tiles:
     def rows_in_use(self) -> Array:
         return jnp.minimum(self.num_tokens - self.block_m * jnp.arange(self.number, dtype=jnp.int32), self.block_m)
 
-    def arguments(self, bias: Array | None, out_dtype: DTypeLike, kernels: str) -> dict[str, Any]:
+    def arguments(self, bias: Biases, out_dtype: DTypeLike, kernels: str) -> dict[str, Any]:
         """Of both products."""
         found: dict[str, Any] = dict(
             tile_expert=jnp.zeros(self.number, jnp.int32),
             num_tiles=jnp.full((1,), self.number, jnp.int32),
-            bias=None if bias is None else bias[None],
+            bias=jax.tree.map(lambda one: one[None], bias),
             out_dtype=out_dtype,
             implementation=kernels,
         )
         return found | (dict(block_m=self.block_m) if self.is_one else {})
 
 
-def choose_block_m(matrix: QuantizedMatrix, num_tokens: int, out_dtype: DTypeLike) -> int:
+def choose_block_m(matrix: Matrices, num_tokens: int, out_dtype: DTypeLike) -> int:
     """Rows of a tile: the lowest that holds all tokens, else the height of the least work."""
-    if not is_kernel_layout(matrix.tensor.layout):
+    first = each(matrix)[0]
+    if not is_kernel_layout(first.tensor.layout):
         may_swap = jnp.dtype(out_dtype).itemsize == 2
         heights = [height for height in SWAP_AB_BLOCK_MS if height <= SMALL_M] if may_swap else [BLOCK_MS[0]]
         return next((height for height in heights if height >= num_tokens), BLOCK_MS[-1])
-    heights, operand = packed_gemm.BLOCK_MS, kernel_operand(matrix.tensor)
+    heights, operand = packed_gemm.BLOCK_MS, kernel_operand(first.tensor)
     wanted = next((h for h in heights if SMALL_M >= h >= num_tokens), packed_gemm.choose_block_m(float(num_tokens)))
     for block_m in reversed([height for height in heights if height <= wanted]):  # fewer where no kernel takes so many
         desc = packed_gemm.describe_call(block_m, operand, out_dtype, "row", None, None)
@@ -158,13 +173,32 @@ def choose_block_m(matrix: QuantizedMatrix, num_tokens: int, out_dtype: DTypeLik
     return heights[0]
 
 
-def refusal(matrix: QuantizedMatrix, dtype: DTypeLike) -> str | None:
+def refusal(matrix: Matrices, dtype: DTypeLike) -> str | None:
     """Why the kernels cannot read the matrix in a layer that computes in ``dtype``, or None."""
+    if isinstance(matrix, tuple):
+        if reason := _unlike(matrix):
+            return f"matrices side by side {reason}"
+        matrix = matrix[0]
     if jnp.dtype(dtype).name not in ("bfloat16", "float16"):
         return f"computes in bfloat16 or float16, the layer in {jnp.dtype(dtype).name}"
     if is_kernel_layout(matrix.tensor.layout) or row_kind(matrix.scheme) is not None:
         return None
     return f"weights of scheme {matrix.scheme.name!r} are in layout 'plain'; the kernel reads matrix_layout's"
+
+
+def _unlike(matrices: tuple[QuantizedMatrix, ...]) -> str | None:
+    """Why one launch cannot read all of them with one quantization of the rows, or None."""
+    kinds = {
+        (one.scheme, one.shape[1], one.tensor.layout.name, *((leaf.dtype, leaf.ndim) for leaf in jax.tree.leaves(one)))
+        for one in matrices
+    }
+    if len(kinds) > 1:
+        return "differ in scheme, columns or layout"
+    if any(one.tensor.g_idx is not None for one in matrices):
+        return "have each an order of columns"
+    if any(one.tensor.input_scale is not None for one in matrices):
+        return "have each a scale for rows"
+    return None
 
 
 def to_kernel_layout(matrix: QuantizedMatrix, dtype: DTypeLike) -> QuantizedMatrix:

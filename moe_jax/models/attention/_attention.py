@@ -6,12 +6,14 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, DTypeLike, Float, Int, Leaf
 from moe_jax._versions import Place
 from moe_jax.experts._gradient import with_gradient_of
+from moe_jax.experts._matrix import padded_product, products_of_rows, quantized_rows
 from moe_jax.models import _fused
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._kv_cache_dtype import CacheScale, quantized, times
@@ -27,13 +29,22 @@ from moe_jax.models._layers import (
     partial_sums,
     precision_of,
     scaled_to_unit,
+    side_by_side,
     split_product,
 )
 from moe_jax.models._partition import WHOLE, Partition, Partitioned, partitioned
-from moe_jax.models.attention._choice import AttentionImplementation, attend_by, choose, in_words
+from moe_jax.models.attention._choice import (
+    AttentionImplementation,
+    attend_and_quantize,
+    attend_by,
+    choose,
+    in_words,
+    quantizes,
+)
 from moe_jax.models.attention._rope import rotate
 from moe_jax.nn import QuantizedParam
 from moe_jax.parallel._logical import EMBED, HEADS, KV_HEADS
+from moe_jax.quantization import QuantizedMatrix
 from pallas_kernels.common.numerics import widen
 
 # Queries handled at once in a long prefill. Scores are (B, heads, queries, slots) in float32: 32 heads, 1024 queries
@@ -201,6 +212,11 @@ class Attention(Partitioned):
             kept = SlotCache((k, v))
         sinks = None if self.sinks is None else self.sinks[...]
         kind: Any = dict(window=self.window, chunk=self.chunk, sinks=sinks, scales=scales)
+        if cached is not None and gate is None and self.num_sms() is not None:
+            options: Any = dict(scale=self.scale, implementation=self.implementation, **kind)
+            projected = attended_and_projected(q, k, v, inputs, self.o_proj, **options)
+            if projected is not None:
+                return projected, kept
         y = attend(
             q, k, v, inputs, scale=self.scale, implementation=self.implementation, partition=self.partition, **kind
         )
@@ -270,6 +286,8 @@ class Attention(Partitioned):
         if isinstance(x, Projected):
             return x.products
         modules = (self.q_proj, self.k_proj, self.v_proj)
+        if (joined := side_by_side(modules, x, x.dtype)) is not None:
+            return (joined,)
         is_plain = all(not isinstance(m.weight, QuantizedParam) and m.bias is m.lora is None for m in modules)
         if not is_plain:
             return tuple(partial_sums(module, x) for module in modules)
@@ -288,10 +306,19 @@ class Attention(Partitioned):
         """Rotated q (B, S, kv_heads, group, D), rotated k and v as the cache keeps them, (B, kv_heads, S, D), and the
         logits of the output's gate (B, S, heads * D) or None."""
         config, gate = self.config, None
-        if isinstance(x, Projected):
-            q, k, v = (product.whole(x.dtype) for product in x.products)
+        modules = (self.q_proj, self.k_proj, self.v_proj)
+        products = x.products if isinstance(x, Projected) else ()
+        if not isinstance(x, Projected) and self.partition is None:
+            joined = side_by_side(modules, x, x.dtype)
+            products = () if joined is None else (joined,)
+        if len(products) == 1:
+            ends = np.cumsum([module.weight.shape[0] for module in modules])[:-1]
+            q, k, v = jnp.split(products[0].whole(x.dtype), ends, axis=-1)
+        elif products:
+            q, k, v = (product.whole(x.dtype) for product in products)
         else:
-            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            assert not isinstance(x, Projected)
+            q, k, v = (module(x) for module in modules)
         if config.has_output_gate:  # of each head its query, then its gate
             q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
             q, gate = q.reshape(*x.shape[:2], -1), gate.reshape(*x.shape[:2], -1)
@@ -394,6 +421,61 @@ def attend(
     arguments: Any = q, k, v, inputs, sinks, scales
     y: Any = by_xla(*arguments) if name is None else with_gradient_of(by_kernel, by_xla, *arguments)
     return y if damaged is None else jnp.where(damaged[:, :, None, None, None], jnp.nan, y)
+
+
+def attended_and_projected(
+    q: Float[Array, "B S N G D"],
+    k: Float[Array, "_ N L D"],
+    v: Float[Array, "_ N L V"],
+    inputs: AttentionInputs,
+    module: Linear,
+    *,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    sinks: Array | None,
+    scales: tuple[Array, Array] | None,
+    implementation: AttentionImplementation,
+) -> PartialSums | None:
+    """``module`` of what ``attend`` gives, its rows quantized in its last launch; None where no kernel does that.
+
+    Other arguments are those of ``attend``.
+    """
+    matrix, num_rows = module.weight.get_value(), q.shape[0]
+    is_step = q.shape[1] == 1 and 0 not in q.shape and chunk is None and inputs.segment_starts is None
+    if not is_step or not isinstance(matrix, QuantizedMatrix) or module.lora is not None:
+        return None
+    is_paged = inputs.page_table is not None
+    kv = [_rows_of_pages(pool, inputs.page_table) for pool in (k, v)] if is_paged else (k, v)
+    rows = quantized_rows([matrix], num_rows, q.dtype, module.implementation)
+    kind: Any = dict(scale=scale, window=window, has_sinks=sinks is not None, value_width=None, has_sequences=False)
+    kind |= dict(num_pages=k.shape[0]) if is_paged else {}
+    is_by_slots = window is None or inputs.key_positions is None or inputs.is_counted
+    name = choose(implementation, q, *kv, **kind)[0] if rows is not None and is_by_slots else None
+    if name is None or rows is None or not quantizes(name, rows, q, *kv):
+        return None
+
+    def by_kernel(q, k, v, inputs, sinks, scales, matrix, bias):
+        places = dict(starts=inputs.starts, lengths=inputs.lengths, first_slots=inputs.first_slots)
+        places |= dict(page_table=inputs.page_table) if is_paged else {}
+        heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
+        codes, factors = attend_and_quantize(name, scale, window, rows, heads, k, v, places, sinks, scales)
+        biases = None if bias is None else [bias]
+        return products_of_rows(codes, factors, num_rows, [matrix], biases, q.dtype, module.implementation)[0]
+
+    arguments: Any = q, k, v, inputs, sinks, scales, matrix, None if module.bias is None else module.bias[...]
+    shape = jax.eval_shape(by_kernel, *arguments)
+
+    def by_xla(q, k, v, inputs, sinks, scales, matrix, bias):
+        if is_paged:
+            k, v = by_rows(SlotCache((k, v)), inputs.starts, inputs.lengths, inputs.page_table)
+        y = attend_xla(q, k, v, inputs, scale=scale, window=window, sinks=sinks, scales=scales)
+        options: Any = dict(out_dtype=q.dtype, implementation=("reference",))
+        y = padded_product(y.reshape(num_rows, -1), matrix, bias, **options)
+        return jnp.pad(y, ((0, shape.shape[0] - y.shape[0]), (0, 0)))
+
+    y: Any = with_gradient_of(by_kernel, by_xla, *arguments)
+    return PartialSums(y[None], q.shape[:2])
 
 
 def _finite(x: Array) -> Array:

@@ -1,5 +1,6 @@
 """Attention by the Hopper kernels, of prefills and of decode steps, and when they can run."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from moe_jax._typing import Array
 from moe_jax.models._kv_cache_dtype import times, widened
 from pallas_kernels.attention import PrefillDesc, choose_config, config_error, prefill
 from pallas_kernels.common.device import hopper_sms
-from pallas_kernels.decode_attention import DecodeDesc, decode_attention
+from pallas_kernels.decode_attention import DecodeDesc, decode_attention, quantizing_error, rows_of
 from pallas_kernels.decode_attention import choose_config as choose_decode_config
 from pallas_kernels.decode_attention import config_error as decode_config_error
 
@@ -97,3 +98,42 @@ def attend(
     if v is not None and scales is not None:
         return times(prefill(*widened(q, k, v, scales), **settings), scales[1])
     return prefill(q, k, k[..., :value_width] if v is None else v, **settings)
+
+
+def quantizes(rows: tuple[str, int], q: Any, k: Any, v: Any) -> bool:
+    """Whether a decode step that ``refusal`` takes can quantize its outputs in its last launch.
+
+    rows: kind of ``quantize_and_permute``, and rows that scales have room for. q, k, v: as of ``refusal``.
+    """
+    batch, num_queries, kv_heads, group, width = q.shape
+    desc = DecodeDesc(
+        batch=batch,
+        num_queries=num_queries,
+        num_slots=k.shape[2],
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        width=width,
+        value_width=v.shape[-1],
+        dtype=jnp.dtype(q.dtype).name,
+        scale=1.0,
+        is_e4m3=k.dtype == jnp.float8_e4m3fn,
+    )
+    return quantizing_error(desc, choose_decode_config(desc, hopper_sms()), rows_of(desc, *rows)) is None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def attend_and_quantize(
+    scale: float,
+    window: int | None,
+    rows: tuple[str, int],
+    q: Array,
+    k: Array,
+    v: Array,
+    places: dict[str, Array],
+    sinks: Array | None,
+    scales: tuple[Array, Array] | None,
+) -> tuple[Array, Array]:
+    """(codes (B, N * V), scales) of a decode step of one query a row, where ``quantizes`` says so."""
+    kind, room = rows
+    settings: Any = dict(places, scale=scale, window=window, sinks=sinks, scales=scales, implementation="hopper")
+    return decode_attention(q, k, v, quantization=kind, scale_rows=room, **settings)

@@ -13,7 +13,17 @@ from jax.typing import DTypeLike
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.grouped_gemm.api import Operands, check_block_m, check_tiles, expected_projections, permuted
+from pallas_kernels.grouped_gemm.api import (
+    Operands,
+    check_block_m,
+    check_tiles,
+    expected_projections,
+    in_turn,
+    numbered,
+    of_each_weight,
+    permuted,
+    side_by_side,
+)
 from pallas_kernels.grouped_gemm.packed.config import PackedConfig, config_error
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, pad_to
 from pallas_kernels.grouped_gemm.packed.heuristics import choose_config
@@ -24,12 +34,12 @@ from pallas_kernels.grouped_gemm.packed.reference import grouped_gemm_packed_ref
 
 def grouped_gemm_packed(
     x: jax.Array,
-    w: PackedWeights,
+    w: PackedWeights | tuple[PackedWeights, ...],
     tile_expert: jax.Array,
     num_tiles: jax.Array,
     *,
     x_scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    bias: jax.Array | tuple[jax.Array, ...] | None = None,
     activation: Activation | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
     block_m: int | None = None,
@@ -40,7 +50,8 @@ def grouped_gemm_packed(
 
     Args:
         x: (Mp, K) of ``w.fmt.operand``.
-        w: matrices (E, G, N, K) in the kernel layout; G = 2 stacks gate and up for a gated activation.
+        w: matrices (E, G, N, K) in the kernel layout; G = 2 stacks gate and up for a gated activation. A tuple of
+            weights with E = 1 gives their products side by side, N being the sum; bias is then a tuple too.
         tile_expert: (Mp / block_m,) int32, the expert of each tile of rows, and so the tile size.
         num_tiles: () or (1,) int32, tiles in use.
         x_scale: None, or float32 () per tensor or (Mp,) per row; it multiplies the product.
@@ -55,26 +66,30 @@ def grouped_gemm_packed(
     Returns (Mp, N) out_dtype; rows of tiles from num_tiles on are unspecified. Raises ValueError or TypeError for a
     wrong call and NotImplementedError, with one reason for each implementation tried, when none can run it.
     """
-    if x.ndim != 2 or x.shape[1] != w.k:
-        raise ValueError(f"x has shape {x.shape}, expected (Mp, {w.k})")
-    if jnp.dtype(x.dtype).name != w.fmt.operand:
-        raise TypeError(f"x is {x.dtype}, these weights are packed for {w.fmt.operand}")
-    expected, name = expected_projections(activation)
-    if w.projections != expected:
-        raise ValueError(f"w has {w.projections} projections; {name} needs {expected}")
+    each, (expected, name) = of_each_weight(w=w, bias=bias), expected_projections(activation)
+    for own in each:
+        one, own_bias = own["w"], own["bias"]
+        if x.ndim != 2 or x.shape[1] != one.k:
+            raise ValueError(f"x has shape {x.shape}, expected (Mp, {one.k})")
+        if jnp.dtype(x.dtype).name != one.fmt.operand:
+            raise TypeError(f"x is {x.dtype}, these weights are packed for {one.fmt.operand}")
+        if one.projections != expected:
+            raise ValueError(f"w has {one.projections} projections; {name} needs {expected}")
+        if own_bias is not None:
+            wanted = (one.num_experts, one.projections, one.n)
+            if math.prod(own_bias.shape) != math.prod(wanted) or own_bias.shape[-1] != one.n:
+                raise ValueError(f"bias has shape {own_bias.shape}, expected {wanted}")
+            own["bias"] = own_bias.reshape(wanted)
     rows, unpermuted_rows, scaled = check_tiles(x, tile_expert, num_tiles, block_m)
-    if bias is not None:
-        if math.prod(bias.shape) != w.num_experts * w.projections * w.n or bias.shape[-1] != w.n:
-            raise ValueError(f"bias has shape {bias.shape}, expected {(w.num_experts, w.projections, w.n)}")
-        bias = bias.reshape(w.num_experts, w.projections, w.n)
     lhs_scale: Literal["none", "tensor", "row"] = "none"
     if x_scale is not None:
         if x_scale.shape not in ((), (scaled,)) or x_scale.dtype != jnp.float32:
             raise ValueError(f"x_scale is {x_scale.dtype} {x_scale.shape}, expected float32 () or {(scaled,)}")
         lhs_scale = "row" if x_scale.ndim else "tensor"
-    desc = describe_call(rows, w, out_dtype, lhs_scale, bias, activation)
+    descs = [describe_call(rows, own["w"], out_dtype, lhs_scale, own["bias"], activation) for own in each]
+    desc = side_by_side(descs, is_one=not isinstance(w, tuple))
     desc = dataclasses.replace(desc, unpermuted_rows=unpermuted_rows)
-    operands = dict(x=x, w=w, tile_expert=tile_expert, num_tiles=num_tiles, x_scale=x_scale, bias=bias)
+    operands = dict(x=x, tile_expert=tile_expert, num_tiles=num_tiles, x_scale=x_scale, **numbered(each))
     runs = {name: functools.partial(run, desc, config, operands) for name, run in _RUN.items()}
     return first_that_runs("grouped_gemm_packed", runs, implementation)
 
@@ -117,19 +132,24 @@ def _run_hopper(desc: PackedDesc, config: PackedConfig | None, operands: Operand
 
 def _flattened(desc: PackedDesc, operands: Operands) -> Operands:
     """Operands as the kernels take them: (E, NB, G, ...) as (E * NB * G, ...)."""
-    w: PackedWeights = operands["w"]
-    leaves = dict(w=w.words, scale=w.scale, zero=w.zero, channel_scale=w.channel_scale)
-    flat = {name: leaf.reshape(-1, *leaf.shape[3:]) for name, leaf in leaves.items() if leaf is not None}
-    flat |= dict(x=pad_to(operands["x"], 1, desc.fmt.block_k), tile_expert=operands["tile_expert"])
+    each = []
+    for weight, bias in zip(desc.of_each_weight("w"), desc.of_each_weight("bias"), strict=True):
+        w: PackedWeights = operands[weight]
+        leaves = dict(w=w.words, scale=w.scale, zero=w.zero, channel_scale=w.channel_scale)
+        own = {name: leaf.reshape(-1, *leaf.shape[3:]) for name, leaf in leaves.items() if leaf is not None}
+        if desc.bias_dtype is not None:
+            own["bias"] = pad_to(operands[bias], -1, BLOCK_N).reshape(-1, BLOCK_N)
+        each.append(own)
+    flat = dict(numbered(each), x=pad_to(operands["x"], 1, desc.fmt.block_k), tile_expert=operands["tile_expert"])
     flat["num_tiles"] = operands["num_tiles"].reshape(1)
-    if desc.bias_dtype is not None:
-        flat["bias"] = pad_to(operands["bias"], -1, BLOCK_N).reshape(-1, BLOCK_N)
     if desc.lhs_scale != "none":
         flat["x_scale"] = operands["x_scale"].reshape(-1)
     return flat
 
 
 def _run_portable(desc: PackedDesc, config: Any, operands: Operands) -> jax.Array:
+    if desc.widths:
+        raise NotImplementedError(f"{len(desc.widths)} weights side by side: the Hopper kernels read them")
     from pallas_kernels.grouped_gemm.portable import run  # here: it loads Pallas
 
     return run(desc, config, check_block_m(config, operands, desc.rows), _flattened(desc, operands))
@@ -137,7 +157,8 @@ def _run_portable(desc: PackedDesc, config: Any, operands: Operands) -> jax.Arra
 
 def _run_reference(desc: PackedDesc, config: PackedConfig | None, operands: Operands) -> jax.Array:
     del config
-    return grouped_gemm_packed_ref(desc, **(permuted(operands, desc.rows) if desc.unpermuted_rows else operands))
+    given = permuted(operands, desc.rows) if desc.unpermuted_rows else operands
+    return in_turn(desc, given, ("w", "bias"), grouped_gemm_packed_ref)
 
 
 _RUN = {"hopper": _run_hopper, "portable": _run_portable, "reference": _run_reference}

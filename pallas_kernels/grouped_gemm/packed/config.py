@@ -7,7 +7,7 @@ and scales in registers at the same time.
 import dataclasses
 
 from pallas_kernels.common.sm90 import smem_bytes
-from pallas_kernels.grouped_gemm.config import SharedArray, ring_error, rows_error
+from pallas_kernels.grouped_gemm.config import SharedArray, ring_error, rows_error, widths_error
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 
@@ -256,7 +256,7 @@ def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
         return reason
     if config.block_m not in BLOCK_MS:
         return f"block_m={config.block_m} is not one of {BLOCK_MS}"
-    if reason := rows_error(desc, config.block_m):
+    if reason := rows_error(desc, config.block_m) or widths_error(desc, config.block_n):
         return reason
     allowed = tuple(_LARGE_M_REGISTERS if config.block_m in LARGE_M else _REGISTERS)
     if config.num_consumers not in allowed:

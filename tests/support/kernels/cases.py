@@ -19,12 +19,14 @@ from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
 from pallas_kernels.grouped_gemm.dgrad import DgradDesc
 from pallas_kernels.grouped_gemm.dgrad import candidates as dgrad_candidates
 from pallas_kernels.grouped_gemm.dgrad.kernel_sm90 import grouped_dgrad_sm90
+from pallas_kernels.grouped_gemm.heuristics import choose_config as choose_gemm_config
 from pallas_kernels.grouped_gemm.heuristics import deepest
 from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
 from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat
 from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
 from pallas_kernels.grouped_gemm.packed.dense_config import DenseDesc
 from pallas_kernels.grouped_gemm.packed.dense_sm90 import dequantize_sm90
+from pallas_kernels.grouped_gemm.packed.heuristics import choose_config as choose_packed_config
 from pallas_kernels.grouped_gemm.wgrad import WgradDesc
 from pallas_kernels.grouped_gemm.wgrad import candidates as wgrad_candidates
 from pallas_kernels.grouped_gemm.wgrad.kernel_sm90 import grouped_wgrad_sm90
@@ -42,7 +44,7 @@ from pallas_kernels.quantize_and_permute.narrow_sm90 import quantize_narrow_rows
 from pallas_kernels.tuning import table_for
 from tests.support.kernels.attention_cases import prefill_cases
 from tests.support.kernels.case import Case, Shape
-from tests.support.kernels.decode_cases import decode_cases
+from tests.support.kernels.decode_cases import combine_quantized_cases, decode_cases
 from tests.support.kernels.layer_cases import add_and_norm_cases, rotate_and_store_cases
 from tests.support.kernels.router_cases import quantizing_route_cases, route_cases
 
@@ -96,7 +98,7 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
     matrices, groups_k, groups_n = desc.num_experts * desc.projections, -(-desc.k // 128), -(-desc.n // 128)
     tiles = ((desc.rows // config.block_m,), "int32")
     scaled = config.block_m if desc.unpermuted_rows else desc.rows
-    shapes = {
+    shapes: dict[str, Shape] = {
         "x": ((desc.unpermuted_rows or desc.rows, desc.k), desc.dtype),
         "w": ((matrices, *((desc.k, desc.n) if desc.transposes_w else (desc.n, desc.k))), desc.dtype),
         "tile_expert": tiles,
@@ -110,6 +112,11 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
         "out_scale": ((1,), "float32"),
         "tile_rows": tiles,
     }
+    for index, n in enumerate(desc.widths):  # of several weights that lie apart
+        own = {"tensor": (1,), "channel": (1, n)}.get(desc.rhs_scale, (1, -(-n // 128), groups_k))
+        end = f"_{index}" if index else ""
+        shapes |= {f"w{end}": ((1, n, desc.k), desc.dtype), f"w_scale{end}": (own, "float32")}
+        shapes[f"bias{end}"] = ((1, n), desc.bias_dtype or "float32")
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
     form = " swapped" * config.swap_ab + f", steps of {config.step_blocks}" * (config.step_blocks > 1)
     form += f", clusters of {config.cluster}" * (config.cluster > 1) + " sharing weights" * config.shares_weights
@@ -363,6 +370,25 @@ def unpermuted_cases() -> Iterator[Case]:
         yield packed_case(f"same {tokens} rows, {name} gated", desc, config)
 
 
+def side_by_side_cases() -> Iterator[Case]:
+    """Queries, keys and values of one token, few and many: one launch reads three weights where they lie."""
+    widths, k = (4096, 512, 512), 2048
+    apart: dict[str, Any] = dict(num_experts=1, widths=widths, n=sum(widths), k=k)
+    for name in ("fp8 block", "fp8 block, bias", "fp8 row", "int8 row", "fp8 tensor"):
+        for tokens, block_m in ((1, 8), (64, 64), (2048, 128)):
+            rows = 0 if tokens > block_m else tokens
+            desc = dataclasses.replace(gemm(name), rows=max(tokens, block_m), unpermuted_rows=rows, **apart)
+            ragged = dataclasses.replace(desc, has_tile_rows=True)
+            config = choose_gemm_config(ragged, block_m, H200_SMS)
+            yield gemm_case(f"side by side {tokens} tokens, {name}", ragged, config)
+    for name in ("int4 g128", "int4 g128, zero points", "int8 channel", "int4 to int8 g128", "nvfp4"):
+        for tokens, block_m in ((1, 8), (64, 64)):
+            options = dict(PACKED[name], rows=block_m, bias_dtype="bfloat16", unpermuted_rows=tokens, **apart)
+            desc = dataclasses.replace(_PACKED_BASE, **options)
+            config = choose_packed_config(desc, block_m, H200_SMS)
+            yield packed_case(f"side by side {tokens} tokens, {name}", desc, config)
+
+
 def packed_case(name: str, desc: PackedDesc, config: PackedConfig) -> Case:
     """The Hopper grouped GEMM with packed weights on its flat operands."""
     fmt, blocks = desc.fmt, desc.num_experts * desc.channel_blocks * desc.projections
@@ -379,6 +405,11 @@ def packed_case(name: str, desc: PackedDesc, config: PackedConfig) -> Case:
         "bias": ((blocks, 64), desc.bias_dtype or "float32"),
         "x_scale": ((1,) if desc.lhs_scale == "tensor" else (scaled,), "float32"),
     }
+    for index, n in enumerate(desc.widths):
+        end = f"_{index}" if index else ""
+        for own in ("w", "scale", "zero", "channel_scale", "bias"):
+            (_, *shape), dtype = shapes[own]
+            shapes[f"{own}{end}"] = (-(-n // 64), *shape), dtype
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(fmt.operand, "HGMMA")
     return _case_of_operands(f"grouped_gemm_packed {name}, {config}", desc, config, shapes, instruction)
 
@@ -535,6 +566,7 @@ def all_cases() -> Iterator[Case]:
     yield from dense_cases()
     yield from dgrad_cases()
     yield from unpermuted_cases()
+    yield from side_by_side_cases()
     yield from tuned_cases()
     yield from permute_cases()
     yield from gather_cases()
@@ -545,5 +577,6 @@ def all_cases() -> Iterator[Case]:
     yield from nvlink_dispatch_cases()
     yield from prefill_cases()
     yield from decode_cases()
+    yield from combine_quantized_cases()
     yield from add_and_norm_cases()
     yield from rotate_and_store_cases()

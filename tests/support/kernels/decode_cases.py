@@ -4,15 +4,19 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from pallas_kernels.decode_attention.api import rows_of
+from pallas_kernels.decode_attention.combine_quantized_sm90 import combine_quantized_sm90
 from pallas_kernels.decode_attention.combine_sm90 import combine_sm90
 from pallas_kernels.decode_attention.config import (
     E4M3_WIDTHS,
     PAGE_SLOTS,
+    QUANTIZATIONS,
     DecodeConfig,
     DecodeDesc,
     DecodeForm,
     choose_config,
     config_error,
+    quantizing_error,
 )
 from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
 from pallas_kernels.decode_attention.latents_sm90 import latents_sm90
@@ -65,6 +69,24 @@ def combine_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
     name = f"{name}, e4m3" if desc.is_e4m3 else name
     form = f"{desc.value_width} {desc.dtype} {name}"
     return Case(f"decode combine {form}", combine_sm90(desc, config), tuple(shapes))
+
+
+def combine_quantized_case(quantization: str, desc: DecodeDesc) -> Case:
+    config, rows = choose_config(desc, SMS), rows_of(desc, quantization, 64)
+    assert quantizing_error(desc, config, rows) is None
+    plain = combine_case("", desc, config)
+    name = f"decode combine {desc.num_kv_heads} x {desc.group} heads, {quantization}{', e4m3' * desc.is_e4m3}"
+    return Case(f"{name}{', sinks' * desc.has_sinks}", combine_quantized_sm90(desc, config, rows), plain.shapes)
+
+
+def combine_quantized_cases() -> Iterator[Case]:
+    """The sum of the splits with the quantization behind it: four key heads, and as many registers as there are."""
+    for quantization in QUANTIZATIONS:
+        own = dict(batch=64, num_slots=1024, num_heads=32, num_kv_heads=4)
+        yield combine_quantized_case(quantization, decode_desc(128, 128, **own))
+        wide = own | dict(num_heads=64, num_kv_heads=8, has_sinks=True, is_e4m3=True)
+        yield combine_quantized_case(quantization, decode_desc(128, 128, **wide))
+    yield combine_quantized_case("e4m3_group", decode_desc(128, 128, **(own | dict(num_heads=32, num_kv_heads=1))))
 
 
 def decode_cases() -> Iterator[Case]:

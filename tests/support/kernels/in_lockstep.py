@@ -63,10 +63,15 @@ def simt_of(threads: int) -> Any:
         load_float=_load_float,
         store=lambda ref, index, value, mask: ref.store(index, value, mask),
         count=lambda ref, index, mask: ref.count(index, mask),
+        store_bits=lambda ref, index, value, mask, itemsize: ref.store(index, value, mask),
+        warp_max=lambda value: jnp.repeat(value.reshape(-1, 32).max(axis=1), 32),
+        of_lane=lambda value, distance: value[jnp.arange(threads) ^ distance],
+        e4m3_bits=lambda value: jnp.clip(value, -448, 448).astype(jnp.float8_e4m3fn).view(jnp.uint8).astype(jnp.int32),
+        rounded=lambda value: jnp.rint(value).astype(jnp.int32),
     )
 
 
 def _load_float(ref: Memory, index: Any, mask: Any, dtype: Any, default: float) -> Any:
     """Of a memory that holds the bits of float32 values."""
-    assert dtype == jnp.float32, dtype
+    assert jnp.dtype(dtype) == jnp.float32, dtype
     return ref.load(index, mask, int(np.float32(default).view(np.int32))).view(jnp.float32)

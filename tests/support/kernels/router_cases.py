@@ -1,5 +1,6 @@
 """Every form of the kernels that route: alone, with alignment, with that and the quantization of the tokens."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,15 @@ def route_cases() -> Iterator[Case]:
             shapes: list[Shape] = [((tokens * desc.num_experts,), desc.dtype)]
             shapes += [((desc.num_experts,), "float32")] if desc.has_bias else []
             shapes += [((tokens,), "int32")] if desc.has_mask else []
+            if name == "softmax 128":
+                parts = dataclasses.replace(desc, num_parts=16)
+                own: list[Shape] = [((16 * tokens * desc.num_experts,), desc.dtype)]
+                yield Case(f"route {tokens} tokens, 16 parts", route_sm90(parts, choose_route(parts)), tuple(own))
+                if tokens == 64:
+                    few = dataclasses.replace(parts, num_tokens=16)
+                    tiles = AlignDesc(128, 128, 16, row_capacity(128, 128, 16), top_k=8)
+                    kernel = route_and_align_sm90(few, choose_route(few, in_one_cta=True), tiles)
+                    yield Case("route_and_align, 16 parts", kernel, (((16 * 16 * 128,), "float32"),))
             if tokens == 64:
                 pairs = tokens * desc.top_k
                 tiles = AlignDesc(pairs, desc.num_experts, 64, row_capacity(pairs, desc.num_experts, 64))

@@ -1,0 +1,172 @@
+"""``combine_sm90`` that quantizes what it makes, for the product behind attention: one query a row.
+
+Each warpgroup makes the outputs of one key head: a thread has one of its columns, and every (128 / columns)-th value of
+it. They are rounded as ``combine_sm90`` rounds them, and quantized as ``quantize_and_permute`` quantizes rows:
+
+    sums of the splits -> rounded outputs -> largest magnitude, by shuffles and shared memory -> codes and scales
+
+A CTA has all key heads of a row where a row has one scale; where 128 columns have one, it has one key head.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import mosaic, simt
+from pallas_kernels.common.numerics import e4m3_group_scale, e4m3_row_scale, int8_token_factors, power_of_two_scale
+from pallas_kernels.common.numerics_sm90 import divided
+from pallas_kernels.common.row_kernel_sm90 import row_kernel
+from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.common.types import Kernel, Ref, Value
+from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, values_a_thread
+from pallas_kernels.decode_attention.items_sm90 import seen
+from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
+from pallas_kernels.quantize_and_permute.config import PermuteDesc
+
+_WARPS = 4  # of a warpgroup
+
+
+def combine_quantized_sm90(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc) -> Kernel:
+    """The kernel: operands of ``combine_sm90`` -> (codes (B * N * V,), scales of ``rows.scale_shape``, flat).
+
+    rows: how the outputs (B, N * V) are quantized; ``quantizing_error`` is None.
+    """
+    assert rows.scale_shape is not None
+    size = functools.reduce(lambda a, b: a * b, rows.scale_shape)
+    warpgroups = 1 if rows.is_grouped else desc.num_kv_heads
+    return row_kernel(
+        functools.partial(_kernel, desc, config, rows, warpgroups),
+        [
+            jax.ShapeDtypeStruct((rows.num_tokens * rows.width,), jnp.dtype(rows.out_dtype)),
+            jax.ShapeDtypeStruct((size,), jnp.float32),
+        ],
+        desc.batch * desc.num_kv_heads // warpgroups,
+        num_warpgroups=warpgroups,
+        scratch_types=dict(maxima=plgpu.SMEM((max(_WARPS * config.columns, 32),), jnp.int32)),
+    )
+
+
+def _kernel(
+    desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc, warpgroups: int, *refs: Ref, maxima: Ref
+) -> None:
+    mosaic.begin()
+    sums, tops, totals, starts, lengths, first_slots, *rest, codes, scales_out = refs
+    scales = rest.pop(0) if desc.is_e4m3 else None
+    splits, columns, width = config.num_splits(desc), config.columns, desc.value_width
+    number = values_a_thread(desc, config)
+    unroll = 4 if number <= 8 and warpgroups <= 4 else 2
+
+    warpgroup = lax.axis_index("warpgroup")
+    tile = lax.axis_index("cta") * warpgroups + warpgroup
+    row, kv_head = lax.div(tile, jnp.int32(desc.num_kv_heads)), lax.rem(tile, jnp.int32(desc.num_kv_heads))
+    first, end = seen(desc, starts[row], lengths[row], first_slots[row])
+    begin = lax.div(first, jnp.int32(config.split))
+    end = jnp.where(first < end, lax.div(end + (config.split - 1), jnp.int32(config.split)), begin)
+
+    thread = simt.thread_index() & (WARPGROUP - 1)
+    column = thread & (columns - 1)
+    is_used = column < desc.group
+    head = column + kv_head * desc.group
+    nothing = simt.constant(0)
+
+    def chunk(offset: Any) -> list[tuple[Value, Value, list[Value]]]:
+        """(score, weight, sums) of ``unroll`` splits."""
+        found = []
+        for j in range(unroll):
+            split = nothing + (begin + offset + j)
+            inside, place = is_used & (split < end), split + tile * splits
+            own = [simt.load_float(a, place * columns + column, inside, jnp.float32, x) for a, x in stats]
+            values = [place * (width * columns) + (thread + i * WARPGROUP) for i in range(number)]
+            found.append((*own, [simt.load_float(sums, index, inside, jnp.float32, 0.0) for index in values]))
+        return found
+
+    stats = ((tops, FLOOR), (totals, 0.0))
+
+    def scores(offset: Any) -> list[Value]:
+        found = []
+        for j in range(unroll):
+            split = nothing + (begin + offset + j)
+            inside, place = is_used & (split < end), (split + tile * splits) * columns + column
+            found.append(simt.load_float(tops, place, inside, jnp.float32, FLOOR))
+        return found
+
+    def over_the_others(body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """body(carry, offset) for all splits behind the first chunk, in their order."""
+        rounds = lax.div(lax.max(end - begin - 1, 0), jnp.int32(unroll))
+        return lax.fori_loop(0, rounds, lambda i, c: body(c, unroll + i * unroll), carry)
+
+    first_chunk = chunk(0)
+    top = lax.bitcast_convert_type(nothing, jnp.float32) + FLOOR
+    sink = None
+    if rest:
+        sink = simt.load_float(rest[0], head, is_used, jnp.float32, 0.0) * LOG2_E
+        top = lax.max(top, sink)
+    top = functools.reduce(lax.max, [score for score, _, _ in first_chunk], top)
+    top = over_the_others(lambda top, offset: functools.reduce(lax.max, scores(offset), top), top)
+
+    def added(carry, found):
+        numerators, denominator = carry
+        for score, weight, values in found:
+            shrink = jnp.exp2(score - top)
+            numerators = tuple(a + value * shrink for a, value in zip(numerators, values, strict=True))
+            denominator = denominator + weight * shrink
+        return numerators, denominator
+
+    zero = lax.bitcast_convert_type(nothing, jnp.float32)
+    carry = added(((zero,) * number, zero if sink is None else jnp.exp2(sink - top)), first_chunk)
+    numerators, denominator = over_the_others(lambda c, offset: added(c, chunk(offset)), carry)
+    results = [jnp.where(denominator == 0, 0.0, numerator / denominator) for numerator in numerators]
+    results = results if scales is None else [result * scales[1] for result in results]
+    results = [result.astype(desc.dtype).astype(jnp.float32) for result in results]
+
+    magnitudes = [lax.bitcast_convert_type(jnp.abs(result), jnp.int32) for result in results]  # NaN is the largest
+    if rows.is_grouped:
+        largest = functools.partial(_largest_of_column, maxima, columns)
+    else:
+        largest = functools.partial(_largest_of_row, maxima, warpgroups)
+    amax = lax.bitcast_convert_type(largest(functools.reduce(jnp.maximum, magnitudes)), jnp.float32)
+    if rows.quantization == "int8_row":
+        inverse, scale = int8_token_factors(amax)
+        coded = [simt.rounded(result * inverse) for result in results]
+    else:
+        scale = e4m3_group_scale(amax) if rows.is_grouped else e4m3_row_scale(amax)
+        scale = power_of_two_scale(scale) if rows.has_power_of_two_scales else scale
+        coded = [simt.e4m3_bits(divided(result, scale)) for result in results]
+    value = lax.shift_right_logical(thread, jnp.full_like(thread, columns.bit_length() - 1))
+    for i, code in enumerate(coded):
+        index = (head + row * desc.num_heads) * width + (value + i * (WARPGROUP // columns))
+        simt.store_bits(codes, index, code, is_used, 1)
+    room = rows.scale_rows or rows.num_rows
+    place = head * room + row if rows.is_grouped else nothing + row
+    is_first = is_used & (thread < columns) if rows.is_grouped else (thread == 0) & (nothing + warpgroup == 0)
+    simt.store(scales_out, place, lax.bitcast_convert_type(scale, jnp.int32), is_first)
+
+
+def _largest_of_row(maxima: Ref, warpgroups: int, value: Value) -> Value:
+    """The largest of all values in all threads of the CTA."""
+    thread = simt.thread_index()
+    lane = thread & 31
+    warp = lax.shift_right_logical(thread, jnp.full_like(thread, 5))
+    simt.store(maxima, warp, simt.warp_max(value), lane == 0)
+    simt.barrier()
+    return simt.warp_max(simt.load(maxima, lane, lane < _WARPS * warpgroups, 0))
+
+
+def _largest_of_column(maxima: Ref, columns: int, value: Value) -> Value:
+    """The largest of the values of threads with the same column."""
+    thread = simt.thread_index()
+    lane, column = thread & 31, thread & (columns - 1)
+    warp = lax.shift_right_logical(thread, jnp.full_like(thread, 5))
+    distance = columns
+    while distance < 32:
+        value = jnp.maximum(value, simt.of_lane(value, distance))
+        distance *= 2
+    simt.store(maxima, warp * columns + column, value, lane < columns)
+    simt.barrier()
+    every = lane >= 0
+    return functools.reduce(jnp.maximum, [simt.load(maxima, column + i * columns, every, 0) for i in range(_WARPS)])
