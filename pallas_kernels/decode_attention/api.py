@@ -9,8 +9,9 @@ import numpy as np
 
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.decode_attention.config import PAGE_SLOTS, DecodeConfig, DecodeDesc, choose_config, config_error
-from pallas_kernels.decode_attention.reference import decode_attention_ref, rows_of_pages
+from pallas_kernels.common.pages import PAGE_SLOTS, rows_of_pages
+from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, choose_config, config_error
+from pallas_kernels.decode_attention.reference import decode_attention_ref
 
 
 def decode_attention(

@@ -8,7 +8,6 @@ DTYPES = ("bfloat16", "float16")
 MAX_COLUMNS = 64  # of a tile
 MAX_REGISTERS = 152  # of a thread, for scores, weights and sums
 MAX_WIDTH = 576
-PAGE_SLOTS = 64
 WIDE_STAGES = 2  # steps of a cache in e4m3 that lie in shared memory as 16-bit numbers
 E4M3_WIDTHS = (64, 128, 256)
 MAX_SCORES = 128 * 128 * 24  # products of a step's scores; above it ptxas spills
