@@ -16,7 +16,7 @@ from tests.models.test_partition import mesh_of
 from tests.support.cases.models import VOCAB, slow, write_checkpoint
 from tests.support.refusals import refuses
 
-OPTIONS: dict[str, Any] = dict(max_new_tokens=6, batch_size=3, eos_token_id=None)
+OPTIONS: Any = dict(max_new_tokens=6, batch_size=3, eos_token_id=None)
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ def mixed():
     return [*prompts_of(3, 200, 1, 70, 5), *prompts_of(2, 9, 4, prefix=shared)]
 
 
-def wide(name, directory, **options):
-    write_checkpoint(name, directory, max_position_embeddings=256)
-    return load_pretrained(directory, dtype="float32", max_num_batched_tokens=128, **options)
+def wide(name, directory, longest=256, **options):
+    write_checkpoint(name, directory, max_position_embeddings=longest)
+    return load_pretrained(directory, dtype="float32", **dict(max_num_batched_tokens=128) | options)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_tied_window", *slow("deepseek_v3", "llama4", "fp8")], ids=str)
@@ -75,7 +75,8 @@ def test_answers_are_those_of_contiguous_rows(tmp_path, pools, kind):
 
 @pytest.mark.slow
 def test_no_prompt_waits(tmp_path, pools):
-    model, prompts = wide("mixtral", tmp_path), mixed()
+    """In packs of more tokens than the model takes in a row."""
+    model, prompts = wide("mixtral", tmp_path, 206, max_num_batched_tokens=256), mixed()
     assert generate(model, prompts, num_pages="auto", **OPTIONS) == generate(model, prompts, **OPTIONS)
     assert pools[0].fewest > 0 and pools[0].most_holders > 2
 
@@ -110,7 +111,8 @@ def test_log_probabilities_and_draws(tmp_path, pools):
 
 def intake(model, prompts):
     """As ``generate`` makes it, for 16 rows."""
-    prompts, ends = [np.asarray(prompt, np.int32) for prompt in prompts], dict(max_new_tokens=6, eos_token_ids=[])
+    prompts = [np.asarray(prompt, np.int32) for prompt in prompts]
+    ends: Any = dict(max_new_tokens=6, eos_token_ids=[])
     sampler = Sampler.create([SamplingParams()] * len(prompts), jax.random.key(0), vocab_size=VOCAB, **ends)
     (group,) = _batches.plan([len(prompt) for prompt in prompts], 16, most_groups=1)
     call = _batches._Call(model, None, [], prompts, sampler, np.zeros((0, 0), np.int32))
@@ -144,7 +146,7 @@ def test_wrong_calls(case):
     model, prompts = case("mixtral").model, [[1, 2], [3]]
 
     def call(model=model, **options):
-        return generate(model, prompts, **dict(max_new_tokens=2) | options)
+        return generate(model, prompts, max_new_tokens=2, **options)
 
     words = "num_pages='all', expected a number of pages, \"auto\" or None"
     refuses(ValueError, words, checked_num_pages, "all", model)
