@@ -1,14 +1,16 @@
 """Time ``generate`` over a file of prompts of mixed lengths, and vLLM's ``LLM.generate`` over the same ones.
 
     python benchmarks/prompt_file.py [--case qwen3-30b-a3b:fp8_block] [--layers 4] [--prompts 512] [--longest 1024]
-        [--long 1:8192] [--shared 0] [--new 128] [--batch 64] [--attention auto] [--no-prefix-caching] [--json FILE]
+        [--long 1:8192] [--shared 0] [--new 128] [--batch 64] [--attention auto] [--no-prefix-caching]
+        [--num-pages N|auto] [--json FILE]
     python benchmarks/prompt_file.py --vllm [the same]            # in an environment of its own, vLLM 0.24
     JAX_PLATFORMS=cpu python benchmarks/prompt_file.py --tiny      # tries the script out anywhere
 
 Random weights at the true sizes of a layer. Prompt lengths are uniform in the logarithm from 8 to ``--longest``, and
 ``--long N:LENGTH`` are long; all begin with ``--shared`` tokens alike. Each makes between a quarter and all of
 ``--new`` tokens, greedily, whatever they are, with ``--batch`` of them at a time. The first run compiles and is told
-apart; the time is that of the second one. "padding" is the share of a prefill's slots that hold no token.
+apart; the time is that of the second one. "padding" is the share of a prefill's slots that hold no token. "cache" is
+what holds keys and values, without what a prefill without ``--num-pages`` makes for itself.
 """
 
 import argparse
@@ -64,6 +66,17 @@ def ours(options: Any) -> dict[str, Any]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     settings = dict(batch_size=options.batch, max_new_tokens=options.new, sampling_params=params)
     settings |= dict(enable_prefix_caching=not options.no_prefix_caching)
+    if options.num_pages is not None:
+        settings |= dict(num_pages=options.num_pages if options.num_pages == "auto" else int(options.num_pages))
+    empty, cache_bytes = _batches._loop.empty, [0]
+
+    def counted(*args: Any) -> Any:
+        state, row = empty(*args)
+        caches = (state.cache.layers, None if row is None else row.layers)
+        cache_bytes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(caches)))
+        return state, row
+
+    _batches._loop.empty = counted
     seconds = [time.monotonic() - began]
     for _ in range(2):
         packs.clear()
@@ -74,6 +87,7 @@ def ours(options: Any) -> dict[str, Any]:
     slots = sum(pack.num_slots for pack in packs)
     padding = 1 - sum(pack.num_read for pack in packs) / slots if slots else None
     found = dict(prompts=prompts, new=new, built_s=seconds[0], first_s=seconds[1], s=seconds[2])
+    found |= dict(num_pages=options.num_pages, cache_gb=max(cache_bytes) / 1e9)
     return found | dict(programs=len(programs), padding=padding, prefill_slots=slots)
 
 
@@ -134,6 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--num-pages")
     parser.add_argument("--dense", default="stored", choices=("stored", "bf16"))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--vllm", action="store_true")
@@ -148,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     found |= dict(engine="vllm" if options.vllm else "moe_jax", case=options.case, layers=options.layers)
     found |= dict(prompt_tokens=num_tokens, new_tokens=num_new, batch=options.batch, shared=options.shared)
     padding = f"{found['padding']:.1%} padding, " if found.get("padding") is not None else ""
-    padding += f"{found['programs']} programs, " if "programs" in found else ""
+    padding += f"{found['programs']} programs, cache {found['cache_gb']:.3f} GB, " if "programs" in found else ""
     print(
         f"{found['engine']} {options.case} {options.layers} layers: {options.prompts} prompts of {num_tokens} tokens, "
         f"{num_new} new: {found['s']:.2f} s, {num_new / found['s']:.0f} new tokens/s, "

@@ -191,6 +191,11 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts of a file at a time (default 8)")
     run.add_argument(
+        "--num-pages",
+        metavar="N|auto",
+        help="keep keys and values of a file's prompts in so many pages of 64 slots (default: slots of each row's own)",
+    )
+    run.add_argument(
         "--max-new-tokens",
         type=int,
         metavar="N",

@@ -22,6 +22,7 @@ from moe_jax._typing import Json
 from moe_jax.cli._progress import announced, bars_hidden, notice, progress_bar
 from moe_jax.models import SamplingParams
 from moe_jax.models._generation_config import NAME, GenerationConfig
+from moe_jax.models._pages import NumPages
 from moe_jax.text._answer import Answer, Detokenizer
 from moe_jax.text._chat_template import ChatTemplate
 from moe_jax.text._tokenizer import Tokenizer
@@ -288,6 +289,7 @@ def _answer_file(model, prompts, answers, args, options, clock, balancer, progre
             _key(args, start // part),
             tokens_at_once=4 if args.stop else None,
             has_load=balancer is not None,
+            num_pages=_num_pages(args),
         )
         if balancer is not None:
             balancer.rebalance(load)
@@ -329,6 +331,10 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-num-batched-tokens is {args.max_num_batched_tokens}, expected 1 or more")
     if args.batch_size < 1:
         raise ValueError(f"--batch-size is {args.batch_size}, expected 1 or more")
+    if args.num_pages is not None:
+        if args.prompts is None:
+            raise ValueError("--num-pages is for a file of prompts; add --prompts FILE, or leave it out")
+        _num_pages(args)
     if args.temperature is not None and not 0 <= args.temperature < float("inf"):
         raise ValueError(f"--temperature is {args.temperature}, expected 0 (greedy) or more")
     if args.top_p is not None and not 0 < args.top_p <= 1:
@@ -349,6 +355,17 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ValueError("--prompts generates; --logits-out and --max-new-tokens 0 score a single prompt")
     if args.logits_out is not None:
         check_output(args.logits_out, "--logits-out")
+
+
+def _num_pages(args: argparse.Namespace) -> NumPages:
+    """--num-pages."""
+    if args.num_pages is None:
+        return None
+    if args.num_pages == "auto":
+        return "auto"
+    if not args.num_pages.isdecimal() or not int(args.num_pages):
+        raise ValueError(f"--num-pages is {shown(args.num_pages)}, expected 1 or more, or auto")
+    return int(args.num_pages)
 
 
 def _template_variables(args: argparse.Namespace) -> Json:

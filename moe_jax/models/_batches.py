@@ -2,7 +2,8 @@
 
 Prompts are read in packs (``_packs``). Models whose rows hold one sequence alone read them padded to one of a few
 buckets of lengths. All share one cache of rows, unless a few long prompts would make every row long: then there are
-two, one after the other. Programs: those that read prompts, and for each cache its zeros and its loop.
+two, one after the other. In pages a row takes no more than its prompt asks, so there is one. Programs: those that read
+prompts, and for each cache its zeros and its loop.
 """
 
 import collections
@@ -16,8 +17,11 @@ import numpy as np
 from moe_jax.models import _loop
 from moe_jax.models._compiled import bucket, split_model
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models._layer_cache import PAGE_SLOTS
 from moe_jax.models._logprobs import TokenLogprobs
+from moe_jax.models._loop import Pack
 from moe_jax.models._packs import Packs
+from moe_jax.models._pages import NumPages, PagePool, pages_of
 from moe_jax.models._prefill import Prefill
 from moe_jax.models._sampling import Sampler
 
@@ -43,8 +47,9 @@ class Group:
         return self.num_slots * len(self.indices)
 
 
-def plan(lengths: Sequence[int], room: int) -> list[Group]:
-    """Of prompts of these lengths, with ``room`` for new tokens: at most two groups and ``_MOST_BUCKETS`` buckets."""
+def plan(lengths: Sequence[int], room: int, most_groups: int = 2) -> list[Group]:
+    """Of prompts of these lengths, with ``room`` for new tokens: at most so many groups, one or two, and
+    ``_MOST_BUCKETS`` buckets."""
     members: dict[int, list[int]] = collections.defaultdict(list)
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         members[bucket(lengths[index])].append(index)
@@ -58,8 +63,10 @@ def plan(lengths: Sequence[int], room: int) -> list[Group]:
     def groups(split: int) -> list[Group]:
         return [Group(part[0][0] + room, part) for part in (buckets[:split], buckets[split:]) if part]
 
-    best = min((groups(split) for split in range(len(buckets))), key=lambda g: sum(one.cost for one in g))
     whole = groups(0)
+    if most_groups == 1:
+        return whole
+    best = min((groups(split) for split in range(len(buckets))), key=lambda g: sum(one.cost for one in g))
     return best if 2 * sum(one.cost for one in best) <= whole[0].cost else whole
 
 
@@ -75,6 +82,7 @@ def run(
     no_load: np.ndarray,
     hear_logprobs: Callable[[int, TokenLogprobs], None] | None = None,
     is_shared: bool = True,
+    num_pages: NumPages = None,
 ) -> np.ndarray:
     """Tell ``hear`` the tokens of all prompts as they are made, and return the load.
 
@@ -86,29 +94,34 @@ def run(
         hear_logprobs: gets those of the tokens that ``hear`` is told next, by the index of their prompt, where some
             prompt asks for them.
         is_shared: prompts that begin alike read it once, where the model can.
+        num_pages: as of ``generate``, checked.
     """
     structure, leaves = split_model(model)
     room, load = bucket(max_new_tokens), no_load
     limit = np.int32(room if tokens_at_once is None else min(tokens_at_once, room))
     call = _Call(model, structure, leaves, prompts, sampler, no_load)
-    groups = plan([len(prompt) for prompt in prompts], room)
+    groups = plan([len(prompt) for prompt in prompts], room, 2 if num_pages is None else 1)
     for group in groups:
         batch = min(batch_size, 1 << (len(group.indices) - 1).bit_length())
-        if model.segments_refusal() is None:
-            intake = _PackedIntake(call, group, batch, is_shared, _MOST_PROGRAMS // len(groups) - 2)
+        most_shapes = _MOST_PROGRAMS // len(groups) - 2
+        if num_pages is not None:
+            intake = _PagedIntake(call, group, batch, is_shared, most_shapes, num_pages)
+        elif model.segments_refusal() is None:
+            intake = _PackedIntake(call, group, batch, is_shared, most_shapes)
         else:
             intake = _PaddedIntake(call, group, batch)
-        sizes = (batch, group.num_slots, intake.row_slots, room, model.dtype)
+        sizes = (batch, intake.num_slots, intake.row_slots, intake.num_pages, room, model.dtype)
         kinds = (sampler.is_penalized, sampler.num_logprobs)
         state, intake.row = model.laid_out(functools.partial(_loop.empty, model.config, *sizes, *kinds, load))
         owner, told = np.full(batch, -1), np.zeros(batch, np.int64)  # of each row its prompt, -1 for none
         while intake or (owner >= 0).any():
-            while intake and len(free := np.flatnonzero(owner < 0)) >= min(intake.fewest(), batch):
+            while intake.has_pages() and len(free := np.flatnonzero(owner < 0)) >= min(intake.fewest(), batch):
                 state, indices = intake.admit(state, free)
                 rows = free[: len(indices)]
                 owner[rows], told[rows] = indices, 0
             idle = owner < 0
-            wanted = np.int32(idle.sum() + min(intake.fewest(), batch) if intake else batch)
+            more = min(intake.fewest(), batch) if intake.has_pages() else 1  # whose end may free pages
+            wanted = np.int32(idle.sum() + more if intake else batch)
             state = dataclasses.replace(state, step=np.int32(0))
             picked = sampler.rows(np.maximum(owner, 0))
             state = _loop.proceed(structure, leaves, state, idle, limit, wanted, picked)
@@ -121,6 +134,7 @@ def run(
             over = hear({int(owner[row]): tokens[row, told[row] : made[row]] for row in busy})
             told[busy] = made[busy]
             owner[is_done | np.isin(owner, list(over))] = -1
+            intake.release(busy[owner[busy] < 0].tolist())
         load = np.array(state.load)
     return load
 
@@ -138,10 +152,13 @@ class _Call:
 
 
 class _PackedIntake:
-    """The prompts of a group, in packs. row: the cache of what prompts share, None for none."""
+    """The prompts of a group, in packs. num_slots: of a row. row: the cache of what prompts share, None for none.
+    num_pages: of the cache, 0 for rows with slots of their own."""
+
+    num_pages = 0
 
     def __init__(self, call: _Call, group: Group, batch: int, is_shared: bool, most_shapes: int):
-        self._call, self.row = call, None
+        self._call, self.row, self.num_slots = call, None, group.num_slots
         most = call.model.max_num_batched_tokens
         options: dict[str, Any] = dict(batch=batch, max_num_batched_tokens=most, most_shapes=most_shapes)
         self._packs = Packs(call.prompts, group.indices, is_shared=is_shared, **options)
@@ -155,26 +172,121 @@ class _PackedIntake:
         """Rows that have to be free before prompts are taken in."""
         return self._packs.fewest()
 
+    def has_pages(self) -> bool:
+        """Whether prompts wait and the next of them finds its pages."""
+        return bool(self)
+
+    def release(self, rows: list[int]) -> None:
+        """These rows have ended."""
+
     def admit(self, state: _loop.State, free: np.ndarray) -> tuple[_loop.State, list[int]]:
         """The state with prompts, and their first new token, in the first free rows, and the prompts' indices."""
-        call = self._call
-        vocab_size = call.model.config.vocab_size if call.sampler.is_penalized else None
-        pack, has_row, indices = self._packs.next(free.tolist(), vocab_size)
-        picked = np.zeros(len(pack.rows), np.int64)
-        picked[: len(indices)] = indices
-        row = self.row if has_row else None
-        state, row = _loop.admit_pack(call.structure, call.leaves, row, state, pack, call.sampler.rows(picked))
+        pack, has_row, indices = self._packs.next(free.tolist(), self._vocab_size())
+        state, row = self._read(state, self.row if has_row else None, pack, indices)
         self.row = row if has_row else self.row
         return state, indices
+
+    def _vocab_size(self) -> int | None:
+        return self._call.model.config.vocab_size if self._call.sampler.is_penalized else None
+
+    def _read(self, state: _loop.State, row: Any, pack: Pack, indices: list[int]) -> tuple[_loop.State, Any]:
+        call, picked = self._call, np.zeros(len(pack.rows), np.int64)
+        picked[: len(indices)] = indices
+        return _loop.admit_pack(call.structure, call.leaves, row, state, pack, call.sampler.rows(picked))
+
+
+class _PagedIntake(_PackedIntake):
+    """As ``_PackedIntake`` for rows in pages.
+
+    The first pages are those of packs while they are read. A prompt takes its pages, for its new tokens too, as it
+    enters a row, and gives them back as it ends. What prompts share is read into pages that all of them hold.
+    """
+
+    def __init__(
+        self,
+        call: _Call,
+        group: Group,
+        batch: int,
+        is_shared: bool,
+        most_shapes: int,
+        num_pages: NumPages,
+    ):
+        super().__init__(call, group, batch, is_shared, most_shapes)
+        self._row_pages, self.row_slots = pages_of(self.row_slots), 0
+        self.num_slots = pages_of(group.num_slots) * PAGE_SLOTS
+        self._of_packs = self._packs.most_rows(PAGE_SLOTS)
+        wholes = {i: pages_of(len(call.prompts[i]) + int(call.sampler.limits[i])) for i in group.indices}
+        of_queues = [(pages_of(length), indices) for length, indices in self._packs.shared_tokens()]
+        self._costs = {i: wholes[i] - shared for shared, indices in of_queues for i in indices}
+        enough = self._enough(batch, wholes, sum(n for n, _ in of_queues))
+        self.num_pages = num_pages if isinstance(num_pages, int) else enough
+        longest = max(wholes, key=wholes.__getitem__)
+        if self.num_pages < self._of_packs + wholes[longest]:
+            raise ValueError(
+                f"num_pages={self.num_pages}: prompt {longest} of {len(call.prompts[longest])} tokens and "
+                f"{call.sampler.limits[longest]} new ones take {wholes[longest]} pages of {PAGE_SLOTS} slots, and "
+                f"reading prompts takes {self._of_packs}; expected at least {self._of_packs + wholes[longest]}, or a "
+                "smaller max_new_tokens or max_num_batched_tokens"
+            )
+        self._pool = PagePool(self._of_packs, self.num_pages)
+        self._prefix: np.ndarray | None = None  # pages of what the first queue shares
+        self._held: dict[int, np.ndarray] = {}  # of each row its pages
+
+    def _enough(self, batch: int, wholes: dict[int, int], shared: int) -> int:
+        """Pages with which no prompt waits for others, up to a quarter more, so that like calls take one program.
+        shared: pages that queues share."""
+        own, whole = (sum(sorted(costs.values())[-batch:]) for costs in (self._costs, wholes))
+        count = self._of_packs + min(own + shared, whole + pages_of(max(map(len, self._call.prompts))))
+        step = 1 << max(0, count.bit_length() - 3)
+        return -(-count // step) * step
+
+    def has_pages(self) -> bool:
+        if not self:
+            return False
+        shared, longest = self._packs.ahead()
+        count = self._costs[longest] + (pages_of(shared) if self._prefix is None else 0)
+        return count <= self._pool.num_free
+
+    def release(self, rows: list[int]) -> None:
+        for row in rows:
+            self._pool.give_back(self._held.pop(row))
+
+    def admit(self, state: _loop.State, free: np.ndarray) -> tuple[_loop.State, list[int]]:
+        shared, num_queues = self._packs.ahead()[0], self._packs.num_queues
+        if self._prefix is None:
+            self._prefix = self._pool.take(pages_of(shared))
+        prefix, room = self._prefix, self._pool.num_free
+        pack, has_row, indices = self._packs.next(free.tolist(), self._vocab_size(), costs=self._costs, room=room)
+        rows, columns = pack.ids.shape
+        of_packs = np.arange(self._of_packs, dtype=np.int32)
+        if has_row:
+            table = np.concatenate([prefix, of_packs, np.zeros(self._row_pages, np.int32)])[None, : self._row_pages]
+        else:
+            table = of_packs[: rows * pages_of(columns)].reshape(rows, -1)
+        of_rows = np.zeros((len(pack.rows), pages_of(self.num_slots)), np.int32)
+        targets = np.full(rows * columns, self.num_pages * PAGE_SLOTS, np.int32)  # which is none
+        for at, index in enumerate(indices):
+            self._pool.hold(prefix)
+            pages = np.concatenate([prefix, self._pool.take(self._costs[index])])
+            self._held[int(pack.rows[at])] = pages
+            of_rows[at, : len(pages)] = pages
+            slots, begin = np.arange(shared, int(pack.lengths[at])), int(pack.first[at] - pack.held)
+            targets[begin : begin + len(slots)] = pages[slots // PAGE_SLOTS] * PAGE_SLOTS + slots % PAGE_SLOTS
+        if self._packs.num_queues < num_queues:
+            self._pool.give_back(prefix)
+            self._prefix = None
+        arrays: dict[str, Any] = dict(of_pack=table, of_rows=of_rows, targets=targets.reshape(rows, columns))
+        pack = dataclasses.replace(pack, pages=_loop.PackPages(**arrays, is_shared=has_row))
+        return self._read(state, None, pack, indices)[0], indices
 
 
 class _PaddedIntake:
     """The prompts of a group, one to a row, padded to the length of their bucket."""
 
-    row_slots = 0
+    row_slots = num_pages = 0
 
     def __init__(self, call: _Call, group: Group, batch: int):
-        self._call, self._batch, self.row = call, batch, None
+        self._call, self._batch, self.row, self.num_slots = call, batch, None, group.num_slots
         self._queue = collections.deque((size, collections.deque(indices)) for size, indices in group.buckets)
 
     def __bool__(self) -> bool:
@@ -185,6 +297,13 @@ class _PaddedIntake:
         """As of ``_PackedIntake``: half of what their prefill takes, or all that wait."""
         size, waiting = self._queue[0]
         return min(len(waiting), -(-self._at_once(size) // 2))
+
+    def has_pages(self) -> bool:
+        """As of ``_PackedIntake``."""
+        return bool(self)
+
+    def release(self, rows: list[int]) -> None:
+        """As of ``_PackedIntake``."""
 
     def admit(self, state: _loop.State, free: np.ndarray) -> tuple[_loop.State, list[int]]:
         """As of ``_PackedIntake``."""

@@ -129,6 +129,40 @@ class KVCache:
         places = (put_rows(self.starts, rows, jnp.zeros_like(lengths)), put_rows(self.lengths, rows, lengths))
         return KVCache(layers, *places, None, is_damaged, self.num_slots)
 
+    def with_sequences_in_pages(
+        self,
+        rows: Int[Array, " R"],
+        new: "KVCache",
+        page_table: Int[Array, "R T"],
+        lengths: Int[Array, " R"],
+        first_slot: Int[Array, ""],
+        targets: Int[Array, "P C"],
+        is_damaged: Bool[Array, " R"],
+    ) -> "KVCache":
+        """As ``with_sequences`` where ``new`` has P rows of the same pages: its layers are what both hold from now on.
+
+        Rows get these tables, lengths and flags. targets: the slot of all pages, counted from the first page on, that
+        the token at slot first_slot + c of row p is copied to; one behind the last drops it.
+        """
+        assert self.page_table is not None and new.page_table is not None
+        slots = first_slot + jnp.arange(targets.shape[1], dtype=jnp.int32)
+        pages = jnp.take(new.page_table, slots // PAGE_SLOTS, axis=1, mode="clip")
+
+        def copied(pool: Array) -> Array:
+            tokens = pool[pages, :, (slots % PAGE_SLOTS)[None]]
+            return pool.at[targets // PAGE_SLOTS, :, targets % PAGE_SLOTS].set(tokens, mode="drop")
+
+        held: Any = new.layers
+        layers = tuple(SlotCache(tuple(map(copied, layer.arrays))) for layer in held)
+        return dataclasses.replace(
+            self,
+            layers=layers,
+            starts=put_rows(self.starts, rows, jnp.zeros_like(lengths)),
+            lengths=put_rows(self.lengths, rows, lengths),
+            is_damaged=put_rows(self.is_damaged, rows, is_damaged),
+            page_table=put_rows(self.page_table, rows, page_table),
+        )
+
 
 def are_pages_missing(cache: KVCache, lengths: Int[Array, " B"]) -> Bool[Array, " B"]:
     """Whether the table of a row names no page where its tokens lie. lengths: with those of this call."""

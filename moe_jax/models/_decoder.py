@@ -22,6 +22,7 @@ from moe_jax.models._fused import added_and_normed
 from moe_jax.models._inputs import check_cache, check_ids, check_page_table, check_positions
 from moe_jax.models._layer_cache import PAGE_SLOTS
 from moe_jax.models._layers import NORMS, Embedding, GatedMLP, Head, LayerNorm, PartialSums, RMSNorm
+from moe_jax.models._pages import check_mesh
 from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import ranges, reload_weights
@@ -385,7 +386,8 @@ class CausalLM(MoEFamily, Versioned):
         is_damaged = jnp.any(mask & ~is_token, axis=1)
         first_slots, starts, lengths = slots_of(mask, cache)
         if cache is not None:
-            num_slots = cache.num_slots if cache.page_table is None else min(cache.num_slots, self.max_seq_len)
+            is_whole = cache.page_table is None or segments is not None  # pages may hold more than the model takes
+            num_slots = cache.num_slots if is_whole else min(cache.num_slots, self.max_seq_len)
             is_damaged |= cache.is_damaged | (lengths > num_slots) | are_pages_missing(cache, lengths)
             lengths = jnp.minimum(lengths, cache.num_slots)
         is_counted = segments is not None and positions is None and prefix is None
@@ -534,9 +536,7 @@ class CausalLM(MoEFamily, Versioned):
             if num_pages is not None:
                 raise ValueError(f"num_pages={num_pages} without a page_table; give both, or neither")
             return self.laid_out(make)
-        partition = self.layers[0].self_attn.partition
-        if partition is not None and partition.is_explicit:
-            raise NotImplementedError("page_table: over a mesh whose axes are Explicit; make its axes Auto")
+        check_mesh("page_table", self)
         columns = -(-max_len // PAGE_SLOTS)
         check_page_table(page_table, (batch, columns), num_pages)
         count = int(np.max(page_table)) + 1 if num_pages is None else num_pages

@@ -135,12 +135,13 @@ def rotated_and_stored(
     *,
     dtype: DTypeLike,
     scales: tuple[Array, Array] | None = None,
+    page_table: Array | None = None,
     sms: int | None,
 ) -> tuple[Array, Array, Array] | None:
     """As ``pallas_kernels.rotate_and_store``, or None where its kernel does not take the call.
 
     products: queries, keys and values, or one product of all. places: starts, lengths, first_slots. dtype: of the
-    queries. scales: of a cache of e4m3 codes.
+    queries. scales: of a cache of e4m3 codes. page_table: of a cache in pages.
     """
     is_alike = len({(product.parts.shape[:2], product.parts.dtype) for product in products}) == 1
     if not is_alike or (scales is not None and not norms):  # a cache of codes does not say what the queries are
@@ -155,11 +156,11 @@ def rotated_and_stored(
         return None
     if projected[0].dtype not in (dtype, jnp.float32):
         return None
-    desc = rotate_kernel.describe(projected, cached, weights, eps, scales, num_tokens=cos.shape[1])
+    desc = rotate_kernel.describe(projected, cached, weights, eps, scales, page_table, num_tokens=cos.shape[1])
     if rotate_kernel.config_error(desc, rotate_kernel.choose_config(desc, sms)) is not None:
         return None
     run, judge = (functools.partial(_rotated_and_stored, eps, name) for name in ("hopper", "reference"))
-    return with_gradient_of(run, judge, projected, cached, cos, sin, places, weights, scales)
+    return with_gradient_of(run, judge, projected, cached, cos, sin, places, weights, scales, page_table)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -173,6 +174,8 @@ def _rotated_and_stored(
     places: Any,
     weights: Any,
     scales: Any,
+    page_table: Array | None,
 ) -> tuple[Array, Array, Array]:
     options: Any = dict(norms=weights, eps=eps, scales=scales, has_parts=True, implementation=name)
+    options |= dict(page_table=page_table)
     return rotate_kernel.rotate_and_store(projected, cos, sin, cached, *places, **options)

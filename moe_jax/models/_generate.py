@@ -16,6 +16,7 @@ from moe_jax.models import _batches, _loop
 from moe_jax.models._compiled import bucket, padded_prompt, split_model
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._logprobs import TokenLogprobs
+from moe_jax.models._pages import NumPages, checked_num_pages
 from moe_jax.models._prefill import Prefill
 from moe_jax.models._sampling import Sampler
 from moe_jax.models._sampling_params import SamplingParams
@@ -62,6 +63,7 @@ def generate(
     *,
     batch_size: int,
     enable_prefix_caching: bool = True,
+    num_pages: NumPages = None,
     return_load: Literal[False] = False,
     **options: "Unpack[Options]",
 ) -> list[list[int]]: ...
@@ -74,6 +76,7 @@ def generate(
     *,
     batch_size: int | None = None,
     enable_prefix_caching: bool = True,
+    num_pages: NumPages = None,
     return_load: Literal[False] = False,
     **options: "Unpack[Options]",
 ) -> Array | list[list[int]]: ...
@@ -86,6 +89,7 @@ def generate(
     *,
     batch_size: int | None = None,
     enable_prefix_caching: bool = True,
+    num_pages: NumPages = None,
     return_load: bool,
     **options: "Unpack[Options]",
 ) -> Array | list[list[int]] | tuple[Array | list[list[int]], AnyArray]: ...
@@ -105,6 +109,7 @@ def generate(
     attention_mask: ArrayArg | None = None,
     batch_size: int | None = None,
     enable_prefix_caching: bool = True,
+    num_pages: NumPages = None,
     return_load: bool = False,
 ) -> Array | list[list[int]] | tuple[Array | list[list[int]], AnyArray]:
     """Continue prompts. Programs are compiled per batch size and bucket of lengths, one for the prompt and one for the
@@ -134,6 +139,10 @@ def generate(
         enable_prefix_caching: read what prompts of this call begin with alike once, where that saves at least 1024
             tokens. Rounding may differ in the last bits from what each prompt gets alone. It speaks of prompts that run
             ``batch_size`` at a time.
+        num_pages: keep keys and values in so many pages of 64 slots, for prompts that run ``batch_size`` at a time. A
+            prompt takes pages for its own tokens and most new ones, gives them back as it ends, and waits while too few
+            are free; prompts that begin alike hold the same pages. "auto": as many as let no prompt wait. None gives
+            each of ``batch_size`` rows slots for the longest prompt.
         return_load: also return the rows that each slot of each layer served, ``MoEStats.load``, for ``EplbState``.
 
     Returns:
@@ -145,7 +154,8 @@ def generate(
     Raises:
         ValueError: a value out of range, an id or end token outside the vocabulary, an empty prompt, or prompt and new
             tokens exceed ``max_seq_len``. TypeError: an argument of another kind than said here; nothing is rounded or
-            parsed.
+            parsed. NotImplementedError: num_pages for a model with linear attention, with a rotary embedding that
+            changes with the length, or over a mesh with Explicit axes.
     """
     settings = (temperature, top_p, top_k, sampling_params)
     if batch_size is not None or (attention_mask is None and _is_ragged(input_ids)):
@@ -161,9 +171,12 @@ def generate(
         size = 64 if batch_size is None else batch_size
         ending = (eos_token_id, rng)
         options: Any = dict(has_load=return_load, is_shared=boolean("enable_prefix_caching", enable_prefix_caching))
+        options |= dict(num_pages=num_pages)
         load = generate_each(model, input_ids, hear, size, max_new_tokens, settings, *ending, **options)
         answers = [[*map(int, prompt), *made[index]] for index, prompt in enumerate(input_ids)]
         return (answers, load) if return_load else answers
+    if num_pages is not None:
+        raise ValueError(f"num_pages={shown(num_pages)} for rows that run at once: give batch_size, or leave it out")
     run = _Run(model, input_ids, max_new_tokens, settings, eos_token_id, rng, attention_mask, has_load=return_load)
     prompt = jnp.asarray(input_ids).astype(jnp.int32)
     if run.max_new_tokens == 0:
@@ -264,15 +277,17 @@ def generate_each(
     has_load: bool = False,
     hear_logprobs: Callable[[int, TokenLogprobs], None] | None = None,
     is_shared: bool = True,
+    num_pages: NumPages = None,
 ) -> np.ndarray:
     """``generate`` for prompts of any lengths that tells tokens as they are made; see ``_batches.run`` for ``hear``,
-    hear_logprobs, tokens_at_once and is_shared. settings: temperature, top_p, top_k, sampling_params.
+    hear_logprobs, tokens_at_once, is_shared and num_pages. settings: temperature, top_p, top_k, sampling_params.
 
     Returns the load."""
     most, end, no_load = _checked(model, max_new_tokens, eos_token_id, has_load)
     if nnx.state(model, LoRAChoice):  # rows change hands
         raise NotImplementedError("adapters are chosen for the rows of one array of prompts; leave batch_size out")
     size = integer("batch_size", batch_size, minimum=1)
+    num_pages = checked_num_pages(num_pages, model)
     vocab_size = model.config.vocab_size
     checked = _batches.checked_prompts(prompts, vocab_size)
     params = _params(settings, len(checked), has_logprobs=hear_logprobs is not None)
@@ -281,7 +296,7 @@ def generate_each(
     if not most:
         return no_load
     options: dict[str, Any] = dict(batch_size=size, max_new_tokens=most, tokens_at_once=tokens_at_once)
-    options |= dict(is_shared=is_shared)
+    options |= dict(is_shared=is_shared, num_pages=num_pages)
     return _batches.run(model, checked, sampler, hear, **options, no_load=no_load, hear_logprobs=hear_logprobs)
 
 

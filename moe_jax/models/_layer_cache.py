@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, DTypeLike, Int, Leaf
-from pallas_kernels.decode_attention.config import PAGE_SLOTS
+from pallas_kernels.common.pages import PAGE_SLOTS
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Int, Leaf
 from moe_jax.models._cache import KVCache
 from moe_jax.models._compiled import merge_model
-from moe_jax.models._layer_cache import put_rows
+from moe_jax.models._layer_cache import PAGE_SLOTS, put_rows
 from moe_jax.models._logprobs import TokenLogprobs
 from moe_jax.models._partition import on_mesh
 from moe_jax.models._sampling import History
@@ -64,7 +64,8 @@ class Pack:
     padding, behind them. Of R prompts whose last token is among them: first (R,) int32, the slot of the first token
     behind what is shared, counted over the rows; lengths (R,), tokens of the whole prompt; rows (R,), of the state that
     it enters, B for none. seen: (R, V) bool, the tokens in the prompt, or None where no row has a penalty. held,
-    shared: () int32, slots of a row that earlier calls have filled, and that all prompts begin with.
+    shared: () int32, slots of a row that earlier calls have filled, and that all prompts begin with. pages: where the
+    cache is in pages, else None.
     """
 
     ids: Leaf
@@ -75,6 +76,20 @@ class Pack:
     seen: Leaf | None
     held: Leaf
     shared: Leaf
+    pages: "PackPages | None" = None
+
+
+@pytree
+@dataclasses.dataclass(frozen=True, repr=False)
+class PackPages:
+    """Pages of a ``Pack``. of_pack: (P, T) int32, of its rows while they are read. of_rows: (R, T'), of the rows that
+    its prompts enter. targets: (P, C), as of ``KVCache.with_sequences_in_pages``. is_shared: whether the pack goes on
+    from tokens that its prompts share."""
+
+    of_pack: Leaf
+    of_rows: Leaf
+    targets: Leaf
+    is_shared: bool = dataclasses.field(metadata=dict(static=True))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -90,13 +105,15 @@ def read(structure, leaves, reading, chunk):
     return _read(merge_model(structure, leaves), reading, *chunk)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6, 7))
-def empty(config, batch, num_slots, row_slots, room, dtype, is_penalized, num_logprobs, load):
-    """A state whose rows are all done, and a cache of one row with ``row_slots``, None for 0."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6, 7, 8))
+def empty(config, batch, num_slots, row_slots, num_pages, room, dtype, is_penalized, num_logprobs, load):
+    """A state whose rows are all done, and a cache of one row with ``row_slots``, None for 0. num_pages: 0 for rows
+    with slots of their own."""
     numbers = jnp.zeros((batch,), jnp.int32)
     seen = jnp.zeros((batch, config.vocab_size), jnp.int32)
     history = History(seen.astype(jnp.bool), seen) if is_penalized else None
-    cache = KVCache.zeros(config, batch, num_slots, dtype)
+    table = jnp.zeros((batch, num_slots // PAGE_SLOTS), jnp.int32) if num_pages else None
+    cache = KVCache.zeros(config, batch, num_slots, dtype, table, num_pages)
     tokens = jnp.zeros((batch, room), jnp.int32)
     logprobs = _no_logprobs(batch, room, num_logprobs)
     row = KVCache.zeros(config, 1, row_slots, dtype) if row_slots else None
@@ -135,25 +152,32 @@ def admit(structure, chunk, leaves, reading, state, prompt, rows, sampler):
 def admit_pack(structure, leaves, row, state, pack, sampler):
     """The state with the prompts of a ``Pack``, and their first new token, and the row with what all prompts share.
 
-    row: a cache of one row, used up, which holds tokens that earlier calls have read; None where nothing is shared.
-    sampler: of the R prompts.
+    row: a cache of one row, used up, which holds tokens that earlier calls have read; None where nothing is shared, and
+    where the pages of the state hold it. sampler: of the R prompts.
     """
     model = merge_model(structure, leaves)
     pack, sampler, state = on_mesh((pack, sampler, state), model.parallel)
-    if row is None:
-        rows, columns = pack.ids.shape
-        cache, shared = KVCache.zeros(model.config, rows, columns, model.dtype), 0
+    rows, columns = pack.ids.shape
+    is_shared = row is not None if pack.pages is None else pack.pages.is_shared
+    shared = pack.shared[None] if is_shared else 0
+    if pack.pages is not None:
+        cache = _rows_of(state.cache, pack.pages.of_pack, pack.held)
+    elif row is None:
+        cache = KVCache.zeros(model.config, rows, columns, model.dtype)
     else:
-        cache, shared = dataclasses.replace(row, lengths=pack.held[None]), pack.shared[None]
+        cache = dataclasses.replace(row, lengths=pack.held[None])
     options = dict(segment_ids=pack.segments, shared=shared)
     no_load = jnp.zeros_like(state.load)
     hidden, cache, load = _with_load(model, pack.ids, pack.segments > 0, cache, no_load, **options)
     cache = dataclasses.replace(cache, positions=None)  # of what is shared they are the slots
-    last = pack.first + (pack.lengths - pack.shared - 1)
-    last = last if row is None else last - pack.held
+    last = pack.first - pack.held + (pack.lengths - pack.shared - 1)
     hidden = jnp.take(hidden.reshape(-1, hidden.shape[-1]), last, axis=0, mode="clip")
     history = None if pack.seen is None else History(pack.seen, jnp.zeros(pack.seen.shape, jnp.int32))
     new = _first(model, hidden, load, history, None, state.tokens.shape[1], sampler)
+    if pack.pages is not None:
+        is_damaged = cache.is_damaged[(pack.first - pack.held) // columns]
+        places = (pack.pages.of_rows, pack.lengths, pack.held, pack.pages.targets, is_damaged)
+        return state.with_rows(pack.rows, new, state.cache.with_sequences_in_pages(pack.rows, cache, *places)), None
     kept = state.cache.with_sequences(pack.rows, cache, pack.first, pack.lengths, pack.shared)
     return state.with_rows(pack.rows, new, kept), None if row is None else cache
 
@@ -175,6 +199,14 @@ def proceed(structure, leaves, state, idle, limit, wanted, sampler):
         return (state.step < limit) & (jnp.sum(state.is_done, dtype=jnp.int32) < wanted)
 
     return jax.lax.while_loop(goes_on, turn, dataclasses.replace(state, is_done=state.is_done | idle))
+
+
+def _rows_of(cache, page_table, length):
+    """Other rows over the pages of a cache, by this table, which hold so many tokens."""
+    rows, columns = page_table.shape
+    numbers = jnp.zeros((rows,), jnp.int32)
+    places = dict(starts=numbers, lengths=numbers + length, is_damaged=numbers > 0, page_table=page_table)
+    return dataclasses.replace(cache, **places, positions=None, num_slots=columns * PAGE_SLOTS)
 
 
 def _read(model, reading, ids, mask, lengths):

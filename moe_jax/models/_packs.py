@@ -8,7 +8,8 @@ in parts, of which all but the last are "shared" by this one prompt.
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -122,18 +123,22 @@ class Packs:
         shape = next((shape for shape in shapes if shape.columns >= queue.waiting[-1][0]), shapes[-1])
         return max(1, min(len(_placed(queue.waiting, shape, shape.most)), self._batch // 4))
 
-    def next(self, free: Sequence[int], vocab_size: int | None) -> tuple[Pack, bool, list[int]]:
+    def next(
+        self, free: Sequence[int], vocab_size: int | None, *, costs: Mapping[int, int] | None = None, room: int = 0
+    ) -> tuple[Pack, bool, list[int]]:
         """(a pack, whether it goes on from the row of what is shared, indices of its prompts). All its tokens may be
         shared ones, and then it has no prompt.
 
         free: rows without a prompt, of which the first ones get one. vocab_size: to tell which tokens each prompt has,
-        None where nobody asks.
+        None where nobody asks. costs: of prompts, by their index; together they cost ``room`` at most, and a prompt
+        that costs more than is left keeps the shorter ones behind it waiting.
         """
         queue, shapes = self._queues[0], self._shapes()
         prefix = queue.prefix[self._held :]
         begin = min(len(prefix), shapes[-1].columns)
         shapes = [shape for shape in shapes if begin <= shape.columns]
-        ways = [(_placed(queue.waiting, shape, min(len(free), shape.most), begin), shape) for shape in shapes]
+        bounds = begin, costs or {}, room
+        ways = [(_placed(queue.waiting, shape, min(len(free), shape.most), *bounds), shape) for shape in shapes]
 
         def worth(way: tuple[Any, Shape]) -> tuple[float, int]:
             num_tokens = begin + sum(own for _, _, own, _ in way[0])
@@ -164,6 +169,23 @@ class Packs:
             self._held = 0
         return Pack(**arrays), bool(length), [index for _, _, _, index in placed]
 
+    @property
+    def num_queues(self) -> int:
+        """Of prompts that wait; those of a queue share what they begin with."""
+        return len(self._queues)
+
+    def ahead(self) -> tuple[int, int]:
+        """(tokens that the prompts of the first queue share, index of the longest of them)."""
+        return len(self._queues[0].prefix), self._queues[0].waiting[-1][1]
+
+    def shared_tokens(self) -> list[tuple[int, list[int]]]:
+        """(tokens that they share, indices of the prompts) of all queues."""
+        return [(len(queue.prefix), [index for _, index in queue.waiting]) for queue in self._queues]
+
+    def most_rows(self, slots: int) -> int:
+        """Pieces of so many slots that the rows of a pack have at most."""
+        return max(shape.rows * -(-shape.columns // slots) for shape in (*self._row_shapes, *self._pack_shapes))
+
     def _shapes(self) -> list[Shape]:
         """Of packs for the queue whose turn it is, the smallest first."""
         return self._row_shapes if len(self._queues[0].prefix) else self._pack_shapes
@@ -182,10 +204,15 @@ def _sizes(tokens: int, fewest: int, most: int) -> list[int]:
 
 
 def _placed(
-    waiting: Sequence[tuple[int, int]], shape: Shape, most: int, begin: int = 0
+    waiting: Sequence[tuple[int, int]],
+    shape: Shape,
+    most: int,
+    begin: int = 0,
+    costs: Mapping[int, int] = MappingProxyType({}),
+    room: int = 0,
 ) -> list[tuple[int, int, int, int]]:
     """(row, column, tokens, index) of prompts in a pack: each time the longest that fits. begin: columns of the first
-    row that are taken."""
+    row that are taken. costs, room: as of ``Packs.next``."""
     left, placed = list(waiting), []
     for row in range(shape.rows):
         column = begin if row == 0 else 0
@@ -194,6 +221,9 @@ def _placed(
             if at < 0:
                 break
             own, index = left.pop(at)
+            room -= costs.get(index, 0)
+            if room < 0:
+                return placed
             placed.append((row, column, own, index))
             column += own
     return placed

@@ -20,6 +20,7 @@ from moe_jax.models import CausalLM, SamplingParams, load_pretrained
 from moe_jax.models._generate import generate_each, params_of_each, stream_with_logprobs
 from moe_jax.models._generation_config import NAME, GenerationConfig
 from moe_jax.models._logprobs import TokenLogprobs, prompt_logprobs
+from moe_jax.models._pages import NumPages, checked_num_pages
 from moe_jax.models._reader import Progress
 from moe_jax.models._sampling_params import Unsaid
 from moe_jax.models.attention._choice import AttentionImplementation
@@ -74,6 +75,8 @@ class LLM:
             many devices whose axis is "expert" or "tensor".
         enable_prefix_caching: prompts of one call that begin alike read that once, as ``generate`` says; no cache
             outlives a call.
+        num_pages: keep keys and values of ``generate`` and ``chat`` in so many pages of 64 slots, as ``generate`` says.
+            ``stream`` and ``stream_chat`` run one prompt, whose rows have slots of their own.
         seed: of the draws of rows without a seed of their own.
 
     Attributes:
@@ -106,6 +109,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
         enable_prefix_caching: bool = True,
+        num_pages: NumPages = None,
         seed: int | None = 0,
         **refused: Any,
     ):
@@ -145,6 +149,7 @@ class LLM:
             progress=progress,
             **bound,
         )
+        self._num_pages: NumPages = checked_num_pages(num_pages, self.model)
         self._templates: dict[str | None, ChatTemplate] = {}
         self._request_ids, self._calls = itertools.count(), itertools.count()
 
@@ -341,6 +346,7 @@ class LLM:
             tokens_at_once=_TOKENS_AT_ONCE if any(request.params.stop for request in requests) else None,
             hear_logprobs=lambda row, part: logprobs[row].append(part),
             is_shared=self._is_shared,
+            num_pages=self._num_pages,
         )
         if bar is not None:
             bar.close()

@@ -9,7 +9,7 @@ from moe_jax._arguments import shown
 _MESH = "give mesh=jax.make_mesh((N,), ('data',)), or other axes"
 _CONSTRUCTOR = {
     "allowed_local_media_path": "",
-    "block_size": "the cache has no pages",
+    "block_size": "pages have 64 slots, and num_pages says how many there are",
     "compilation_config": "",
     "cpu_offload_gb": "",
     "data_parallel_size": _MESH,
@@ -24,6 +24,7 @@ _CONSTRUCTOR = {
     "limit_mm_per_prompt": "only text is read",
     "load_format": "safetensors are read",
     "mm_processor_kwargs": "only text is read",
+    "num_gpu_blocks_override": "num_pages says how many pages of 64 slots there are",
     "override_generation_config": "give sampling_params",
     "override_pooler_config": "",
     "pipeline_parallel_size": _MESH,

@@ -10,6 +10,7 @@ from pallas_kernels.attention.config import BLOCK_Q, PrefillConfig, PrefillDesc,
 from pallas_kernels.attention.reference import prefill_ref
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.common.pages import PAGE_SLOTS, rows_of_pages
 
 TILED = 8  # rows of a tile in shared memory: a TMA copy wants arrays of a multiple of them
 
@@ -28,6 +29,7 @@ def prefill(
     sinks: jax.Array | None = None,
     first_keys: jax.Array | None = None,
     shared: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     config: PrefillConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
@@ -50,6 +52,8 @@ def prefill(
             that are shared. Along a row it never decreases. None where a row is one sequence.
         shared: (B,) int32, with first_keys and without a window: slots before this one belong to all sequences of the
             row. None for none.
+        page_table: (B, T) int32 where k is (P, M, 64, D) and v (P, M, 64, V): slot s of row b lies in page
+            page_table[b, s // 64], L is 64 * T. Entries behind a row's last slot may be anything; others name a page.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
@@ -57,6 +61,7 @@ def prefill(
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
     kind: Any = dict(scale=scale, window=window, is_causal=is_causal, sinks=sinks, has_sequences=first_keys is not None)
+    kind |= dict(page_table=page_table)
     desc = _describe(q, k, v, **kind)
     for name, array in (("starts", starts), ("lengths", lengths), ("first_slots", first_slots)):
         if array.shape != (desc.batch,) or array.dtype != jnp.int32:
@@ -82,17 +87,18 @@ def prefill(
 
         from pallas_kernels.attention.kernel_sm90 import prefill_sm90  # here: importing it loads Pallas
 
-        padded = [_padded(array, axis) for array, axis in ((q, 1), (k, 2), (v, 2))]
+        padded = [_padded(array, axis) for array, axis in ((q, 1), (k, 2), (v, 2))]  # pages are whole
         whole = _describe(*padded, **kind)
         keys = first_keys
         if keys is not None:
             keys = jnp.pad(keys, ((0, 0), (0, whole.query_tiles * BLOCK_Q - desc.num_queries)), mode="edge")
-        last = [array for array in (keys, shared, sinks) if array is not None]
+        last = [array for array in (page_table, keys, shared, sinks) if array is not None]
         out = prefill_sm90(whole, chosen)(*padded, starts, lengths, first_slots, *last)
         return out[:, : desc.num_queries]
 
     def reference():
-        return prefill_ref(desc, q, k, v, starts, lengths, first_slots, sinks, first_keys, shared)
+        rows = (k, v) if page_table is None else (rows_of_pages(a, page_table) for a in (k, v))
+        return prefill_ref(desc, q, *rows, starts, lengths, first_slots, sinks, first_keys, shared)
 
     return first_that_runs("prefill", dict(hopper=hopper, reference=reference), implementation)
 
@@ -107,14 +113,23 @@ def _describe(
     is_causal: bool,
     sinks: jax.Array | None,
     has_sequences: bool,
+    page_table: jax.Array | None,
 ) -> PrefillDesc:
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    shapes, expected = f"q {q.shape}, k {k.shape}, v {v.shape}", "expected (B, S, N, D), (B, M, L, D), (B, M, L, V)"
+    if page_table is not None:
+        shapes += " with a page_table"
+        expected = f"expected (B, S, N, D), (P, M, {PAGE_SLOTS}, D), (P, M, {PAGE_SLOTS}, V)"
     if any(array.ndim != 4 for array in (q, k, v)):
-        raise ValueError(f"{shapes}; expected (B, S, N, D), (B, M, L, D), (B, M, L, V)")
+        raise ValueError(f"{shapes}; {expected}")
     batch, num_queries, num_heads, width = q.shape
-    num_kv_heads, num_slots = k.shape[1:3]
-    if k.shape != (batch, num_kv_heads, num_slots, width) or v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"{shapes}; expected (B, S, N, D), (B, M, L, D), (B, M, L, V)")
+    lead, num_kv_heads, num_slots = k.shape[:3]
+    is_wrong = lead != batch if page_table is None else num_slots != PAGE_SLOTS
+    if is_wrong or k.shape[3] != width or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"{shapes}; {expected}")
+    if page_table is not None:
+        if page_table.ndim != 2 or page_table.shape[0] != batch or page_table.dtype != jnp.int32:
+            raise ValueError(f"page_table is {page_table.dtype}{page_table.shape}, expected int32 of {batch} rows")
+        num_slots *= page_table.shape[1]
     if not num_queries or not num_slots or num_heads % num_kv_heads:
         raise ValueError(f"{shapes}; expected S and L of at least 1, and N to be a multiple of M")
     if not q.dtype == k.dtype == v.dtype:
@@ -139,6 +154,7 @@ def _describe(
         is_causal=is_causal,
         has_sinks=sinks is not None,
         has_sequences=has_sequences,
+        num_pages=0 if page_table is None else lead,
     )
 
 

@@ -25,6 +25,7 @@ class PrefillDesc:
         is_causal: a query sees no slot behind its own.
         has_sinks: each query head has a logit more.
         has_sequences: a row holds several sequences, which without a window may share the row's first slots.
+        num_pages: of PAGE_SLOTS slots each, in which a table says where rows have theirs; 0 where rows have their own.
     """
 
     batch: int
@@ -40,6 +41,7 @@ class PrefillDesc:
     is_causal: bool = True
     has_sinks: bool = False
     has_sequences: bool = False
+    num_pages: int = 0
 
     @property
     def group(self) -> int:

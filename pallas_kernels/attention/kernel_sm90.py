@@ -18,6 +18,8 @@ with l = 0 and gets zeros. A sink is a key of value zero: m starts with its logi
 [start, length) may hold anything: their scores are masked, and the consumers overwrite their values by zeros in shared
 memory, since 0 * NaN is NaN.
 
+Of a cache in pages a step is a copy of each of its pages; the producer reads the table.
+
 With takes_turns the consumers issue their products alternately, so that one's softmax runs beside the other's products.
 """
 
@@ -37,6 +39,7 @@ from pallas_kernels.attention.config import BLOCK_Q, ROWS, STORE_COLUMNS, Prefil
 from pallas_kernels.attention.schedule import Tile, num_tiles_of, tile_of, unmasked_steps
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.clear_rows_sm90 import clear_rows
+from pallas_kernels.common.pages import PAGE_SLOTS
 from pallas_kernels.common.types import Kernel, Scalar, TileRef, Value
 
 _FLOOR = -(2.0**100)  # below every score in use, and finite
@@ -44,11 +47,12 @@ _LOG2_E = math.log2(math.e)
 
 
 def prefill_sm90(desc: PrefillDesc, config: PrefillConfig) -> Kernel:
-    """The kernel: (q, k, v, starts, lengths, first_slots, [first_keys], [shared], [sinks]) -> (B, S, N, V). config
-    must pass config_error.
+    """The kernel: (q, k, v, starts, lengths, first_slots, [pages], [first_keys], [shared], [sinks]) -> (B, S, N, V).
+    config must pass config_error.
 
     q (B, S, N, D), k (B, M, L, D), v (B, M, L, V); starts, lengths, first_slots, shared (B,) int32; first_keys (B, S)
-    int32, with S in whole tiles; sinks (N,) float32. shared is there with first_keys and without a window.
+    int32, with S in whole tiles; sinks (N,) float32. shared is there with first_keys and without a window. pages (B,
+    L / 64) int32 where there are ``num_pages``, which k and v have in place of rows, with 64 slots each.
     """
     dtype = jnp.dtype(desc.dtype)
     tiled = mosaic.tiled(dtype, 128)
@@ -62,7 +66,10 @@ def prefill_sm90(desc: PrefillDesc, config: PrefillConfig) -> Kernel:
         k=buffer(stages, config.block_kv, desc.width),
         v=buffer(stages, config.block_kv, desc.value_width),
         staging=buffer(2, config.store_slots, ROWS, STORE_COLUMNS),
-        full=plgpu.Barrier(num_barriers=2 * stages + config.query_stages + 2 * config.takes_turns),
+        full=plgpu.Barrier(
+            num_arrivals=num_copies(desc, config),
+            num_barriers=2 * stages + config.query_stages + 2 * config.takes_turns,
+        ),
         empty=plgpu.Barrier(num_arrivals=2, num_barriers=2 * stages + config.query_stages),
     )
     return plgpu.kernel(
@@ -75,6 +82,11 @@ def prefill_sm90(desc: PrefillDesc, config: PrefillConfig) -> Kernel:
         scratch_types=scratch,
         compiler_params=mosaic.compiler_params(),
     )
+
+
+def num_copies(desc: PrefillDesc, config: PrefillConfig) -> int:
+    """By which the keys of a step come: one, or one for each page."""
+    return config.block_kv // PAGE_SLOTS if desc.num_pages else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +111,12 @@ class _Cta:
         """The stage of the queries of this CTA's tile of that number."""
         return lax.rem(tile, jnp.int32(self.config.query_stages))
 
-    # Two arrays hold all barriers: each array takes registers of its own.
+    @property
+    def num_copies(self) -> int:
+        return num_copies(self.desc, self.config)
+
+    # Two arrays hold all barriers: each array takes registers of its own. Those of one array wait for equally many
+    # arrivals.
 
     def full(self, name: str, stage: Scalar) -> TileRef:
         return self.scratch["full"].at[self._first_barrier(name) + stage]
@@ -108,8 +125,12 @@ class _Cta:
         return self.scratch["empty"].at[self._first_barrier(name) + stage]
 
     def turn(self, warpgroup: Scalar) -> TileRef:
-        """Arrived at when it is this consumer's turn to issue products."""
+        """Arrived at, by ``give_turn``, when it is this consumer's turn to issue products."""
         return self.scratch["full"].at[self._first_barrier("turn") + warpgroup]
+
+    def give_turn(self, warpgroup: Scalar) -> None:
+        for _ in range(self.num_copies):
+            plgpu.barrier_arrive(self.turn(warpgroup))
 
     def _first_barrier(self, name: str) -> int:
         stages = self.config.num_stages
@@ -119,6 +140,7 @@ class _Cta:
 def _kernel(desc: PrefillDesc, config: PrefillConfig, *refs: TileRef, **scratch: TileRef) -> None:
     mosaic.begin()
     names = ("q", "k", "v", "starts", "lengths", "first_slots")
+    names += ("pages",) if desc.num_pages else ()
     names += ("first_keys",) if desc.has_sequences else ()
     names += ("shared",) if desc.has_sequences and desc.window is None else ()
     names += ("sinks",) if desc.has_sinks else ()
@@ -152,16 +174,28 @@ def _produce(cta: _Cta) -> None:
             def _():
                 plgpu.barrier_wait(cta.empty(name, stage))
 
-            slots = pl.ds(pl.multiple_of(tile.step(i) * config.block_kv, config.block_kv), config.block_kv)
-            source = operands[name].at[tile.row, kv_head, slots]
-            plgpu.copy_gmem_to_smem(source, scratch[name].at[stage], cta.full(name, stage))
+            if not desc.num_pages:
+                slots = pl.ds(pl.multiple_of(tile.step(i) * config.block_kv, config.block_kv), config.block_kv)
+                source = operands[name].at[tile.row, kv_head, slots]
+                plgpu.copy_gmem_to_smem(source, scratch[name].at[stage], cta.full(name, stage))
+                return
+            for part in range(cta.num_copies):
+                # What a table holds behind a row's last slot is masked, but it must be memory of the cache.
+                column = lax.min(tile.step(i) * cta.num_copies + part, jnp.int32(desc.num_slots // PAGE_SLOTS - 1))
+                page = lax.clamp(jnp.int32(0), operands["pages"][tile.row, column], jnp.int32(desc.num_pages - 1))
+                memory = scratch[name].at[stage]
+                memory = memory.at[pl.ds(part * PAGE_SLOTS, PAGE_SLOTS)] if cta.num_copies > 1 else memory
+                plgpu.copy_gmem_to_smem(operands[name].at[page, kv_head], memory, cta.full(name, stage))
 
         @pl.when(t >= config.query_stages)
         def _():
             plgpu.barrier_wait(cta.empty("q", place))
 
-        queries = operands["q"].at[tile.row, pl.ds(tile.query, BLOCK_Q), tile.head]
-        plgpu.copy_gmem_to_smem(queries, scratch["q"].at[place], cta.full("q", place))
+        size = BLOCK_Q // cta.num_copies
+        for part in range(cta.num_copies):
+            queries = operands["q"].at[tile.row, pl.ds(tile.query + part * size, size), tile.head]
+            memory = scratch["q"].at[place, pl.ds(part * size, size)] if cta.num_copies > 1 else scratch["q"].at[place]
+            plgpu.copy_gmem_to_smem(queries, memory, cta.full("q", place))
         load("k", jnp.int32(0))
 
         def one_step(i, _):
@@ -197,7 +231,7 @@ def _consume(cta: _Cta, warpgroup: Scalar) -> None:
 
         @pl.when(warpgroup == 1)
         def _():
-            plgpu.barrier_arrive(cta.turn(0))
+            cta.give_turn(0)
 
     def one_tile(t, first):
         tile = cta.tile(t)
@@ -238,7 +272,7 @@ def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scal
         if beside is not None:
             beside()
         if config.takes_turns:
-            plgpu.barrier_arrive(cta.turn(1 - warpgroup))
+            cta.give_turn(1 - warpgroup)
         plgpu.wgmma_wait(0 if beside is None else 1)
         plgpu.barrier_arrive(cta.empty("k", stage))
         return lax.optimization_barrier(found)

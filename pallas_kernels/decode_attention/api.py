@@ -10,15 +10,15 @@ import numpy as np
 
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.common.pages import PAGE_SLOTS, rows_of_pages
 from pallas_kernels.decode_attention.config import (
-    PAGE_SLOTS,
     DecodeConfig,
     DecodeDesc,
     choose_config,
     config_error,
     quantizing_error,
 )
-from pallas_kernels.decode_attention.reference import decode_attention_ref, rows_of_pages
+from pallas_kernels.decode_attention.reference import decode_attention_ref
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 

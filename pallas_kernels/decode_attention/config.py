@@ -9,7 +9,6 @@ DTYPES = ("bfloat16", "float16")
 MAX_COLUMNS = 64  # of a tile
 MAX_REGISTERS = 152  # of a thread, for scores, weights and sums
 MAX_WIDTH = 576
-PAGE_SLOTS = 64
 QUANTIZATIONS = ("e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0")
 MAX_WARPGROUPS = 8
 WIDE_STAGES = 2  # steps of a cache in e4m3 that lie in shared memory as 16-bit numbers

@@ -36,9 +36,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.common.pages import PAGE_SLOTS
 from pallas_kernels.common.sm90 import WARPGROUP
 from pallas_kernels.common.types import Kernel, Ref, Scalar, TileRef, Value
-from pallas_kernels.decode_attention.config import PAGE_SLOTS, WIDE_STAGES, DecodeConfig, DecodeDesc
+from pallas_kernels.decode_attention.config import WIDE_STAGES, DecodeConfig, DecodeDesc
 from pallas_kernels.decode_attention.items_sm90 import Item, Items, seen
 from pallas_kernels.decode_attention.memory_sm90 import arrive, scatter
 from pallas_kernels.decode_attention.widen_sm90 import widen_tile

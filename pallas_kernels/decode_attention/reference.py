@@ -15,12 +15,6 @@ def visible_slots(desc: DecodeDesc, starts: jax.Array, lengths: jax.Array, first
     return visible if desc.window is None else visible & (slots > own - desc.window)
 
 
-def rows_of_pages(pool: jax.Array, page_table: jax.Array) -> jax.Array:
-    """(P, M, 64, D) -> (B, M, L, D), by the table (B, T)."""
-    rows = jnp.moveaxis(jnp.take(pool, page_table, axis=0, mode="clip"), 2, 1)
-    return rows.reshape(rows.shape[0], pool.shape[1], -1, pool.shape[3])
-
-
 def decode_attention_ref(
     desc: DecodeDesc,
     q: jax.Array,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.common.pages import PAGE_SLOTS
 from pallas_kernels.rotate_and_store.config import RotateConfig, RotateDesc, choose_config, config_error
 from pallas_kernels.rotate_and_store.reference import rotate_and_store_ref
 
@@ -23,6 +24,7 @@ def rotate_and_store(
     norms: tuple[jax.Array, ...] = (),
     eps: float = 0.0,
     scales: tuple[jax.Array, jax.Array] | None = None,
+    page_table: jax.Array | None = None,
     has_parts: bool = False,
     config: RotateConfig | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -45,6 +47,9 @@ def rotate_and_store(
         eps: of the norms.
         scales: () float32 each, of the keys and of the values in the caches: number / scale is rounded to e4m3, from
             ``projected``'s dtype, and saturates at +-448. None where caches hold the numbers themselves.
+        page_table: (B, T) int32 where caches are pages, (P, M, 64, D) each: slot s of row b lies in page
+            page_table[b, s // 64], L is 64 * T. What goes to an entry that names no page is dropped. No page may get
+            tokens of two rows. None where rows have slots of their own.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
@@ -54,7 +59,8 @@ def rotate_and_store(
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
-    desc = describe(projected, caches, norms, eps, scales, num_tokens=cos.shape[1] if has_parts else None)
+    num_tokens = cos.shape[1] if has_parts else None
+    desc = describe(projected, caches, norms, eps, scales, page_table, num_tokens=num_tokens)
     places = (starts, lengths, first_slots)
 
     def hopper():
@@ -65,10 +71,11 @@ def rotate_and_store(
         from pallas_kernels.rotate_and_store.kernel_sm90 import rotate_and_store_sm90  # here: it loads Pallas
 
         stacked = () if scales is None else (jnp.stack(scales),)
-        return rotate_and_store_sm90(desc, chosen)(*caches, *projected, cos, sin, *norms, *stacked, *places)
+        pages = () if page_table is None else (page_table,)
+        return rotate_and_store_sm90(desc, chosen)(*caches, *projected, cos, sin, *norms, *stacked, *places, *pages)
 
     def reference():
-        return rotate_and_store_ref(desc, projected, norms, cos, sin, caches, places, scales)
+        return rotate_and_store_ref(desc, projected, norms, cos, sin, caches, places, scales, page_table)
 
     return first_that_runs("rotate_and_store", dict(hopper=hopper, reference=reference), implementation)
 
@@ -79,6 +86,7 @@ def describe(
     norms: tuple[jax.Array, ...],
     eps: float,
     scales: tuple[jax.Array, jax.Array] | None = None,
+    page_table: jax.Array | None = None,
     *,
     num_tokens: int | None = None,
 ) -> RotateDesc:
@@ -91,6 +99,13 @@ def describe(
     if len(projected) not in (1, 3) or any(a.ndim != 3 for a in projected) or k.ndim != 4 or k.shape != v.shape:
         raise ValueError(f"{shapes}; {expected}")
     batch, num_kv_heads, num_slots, width = k.shape
+    num_pages = 0
+    if page_table is not None:
+        if page_table.ndim != 2 or page_table.dtype != jnp.int32 or num_slots != PAGE_SLOTS:
+            found = f"page_table is {page_table.dtype}{page_table.shape}, caches {k.shape}"
+            raise ValueError(f"{found}; expected int32 (B, T) and pages (P, M, {PAGE_SLOTS}, D)")
+        num_pages, (batch, columns) = batch, page_table.shape
+        num_slots = PAGE_SLOTS * columns
     lead, keys = projected[0].shape[:2], num_kv_heads * width
     columns = projected[0].shape[2] - (2 * keys if len(projected) == 1 else 0)
     others = [a.shape for a in projected[1:]]
@@ -131,4 +146,5 @@ def describe(
         eps=float(eps),
         num_parts=1 if num_tokens is None else lead[0],
         part_dtype=part_dtypes.pop(),
+        num_pages=num_pages,
     )

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_kernels.common.pages import PAGE_SLOTS
+
 HEADS = 4  # that a warpgroup works on at a time, one a warp
 LANES = 32
 
@@ -14,7 +16,8 @@ class RotateDesc:
     num_slots: L of the cache. dtype: of all but angles, and but for the cache where it holds e4m3 codes: is_e4m3,
     with a scale of keys and one of values. is_packed: queries, keys and values are parts of one array.
     has_norm: heads of queries and keys are normalised. eps: of the norm. num_parts: partial sums that projections are
-    given as. part_dtype: of these, None where it is ``dtype``.
+    given as. part_dtype: of these, None where it is ``dtype``. num_pages: of the cache, of PAGE_SLOTS slots each, in
+    which a table says where rows have theirs; 0 where rows have slots of their own.
     """
 
     batch: int
@@ -30,6 +33,7 @@ class RotateDesc:
     num_parts: int = 1
     part_dtype: str | None = None
     is_e4m3: bool = False
+    num_pages: int = 0
 
     @property
     def num_items(self) -> int:
@@ -58,8 +62,9 @@ def config_error(desc: RotateDesc, config: RotateConfig) -> str | None:
         return f"{desc.num_heads} query and {desc.num_kv_heads} key heads; multiples of {HEADS}"
     if desc.width not in (64, 128, 256):
         return f"width={desc.width}; there are 64, 128 and 256"
-    if desc.batch * desc.num_kv_heads * desc.num_slots * desc.width >= 1 << 31:
-        return f"a cache of {desc.batch} rows of {desc.num_slots} slots is counted in 31 bits"
+    rows, slots = (desc.num_pages, PAGE_SLOTS) if desc.num_pages else (desc.batch, desc.num_slots)
+    if rows * desc.num_kv_heads * slots * desc.width >= 1 << 31:
+        return f"a cache of {rows} {'pages' if desc.num_pages else 'rows'} of {slots} slots is counted in 31 bits"
     if config.num_ctas < 1:
         return f"num_ctas={config.num_ctas}: at least 1"
     return None

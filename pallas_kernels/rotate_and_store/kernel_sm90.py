@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.common.pages import PAGE_SLOTS
 from pallas_kernels.common.row_kernel_sm90 import for_items_of, in_place_row_kernel
 from pallas_kernels.common.types import Ref, Scalar, Value
 from pallas_kernels.rotate_and_store.config import HEADS, LANES, RotateConfig, RotateDesc
@@ -22,8 +23,8 @@ from pallas_kernels.rotate_and_store.config import HEADS, LANES, RotateConfig, R
 def rotate_and_store_sm90(
     desc: RotateDesc, config: RotateConfig
 ) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
-    """The kernel: (two caches, projected, cos, sin, [two norms], [scales (2,)], starts, lengths, first_slots) ->
-    (queries, caches)."""
+    """The kernel: (two caches, projected, cos, sin, [two norms], [scales (2,)], starts, lengths, first_slots,
+    [pages (B, T)]) -> (queries, caches)."""
     tokens = desc.batch * desc.num_tokens
     out = jax.ShapeDtypeStruct((tokens, desc.num_heads, desc.width), desc.dtype)
     call = in_place_row_kernel(functools.partial(_kernel, desc), 2, out, config.num_ctas, "rotate_and_store")
@@ -41,6 +42,7 @@ def rotate_and_store_sm90(
 def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: Ref) -> None:
     mosaic.begin()
     *operands, q_out = rest
+    pages = operands.pop() if desc.num_pages else None
     projected, others = (operands[:1] * 3, operands[1:]) if desc.is_packed else (operands[:3], operands[3:])
     (cos, sin, *norms), (starts, lengths, first_slots) = others[:-3], others[-3:]
     scales = norms.pop() if desc.is_e4m3 else None
@@ -86,7 +88,13 @@ def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: 
         row, column = lax.div(token, jnp.int32(desc.num_tokens)), lax.rem(token, jnp.int32(desc.num_tokens))
         slot = first_slots[row] + column
 
-        @pl.when((slot >= starts[row]) & (slot < lengths[row]))
+        is_kept = (slot >= starts[row]) & (slot < lengths[row])
+        if pages is not None:
+            column = lax.clamp(jnp.int32(0), lax.div(slot, jnp.int32(PAGE_SLOTS)), jnp.int32(pages.shape[1] - 1))
+            row, slot = pages[row, column], lax.rem(slot, jnp.int32(PAGE_SLOTS))
+            is_kept = is_kept & (row >= 0) & (row < desc.num_pages)
+
+        @pl.when(is_kept)
         def _():
             for columns, value in zip(halves, values(), strict=True):
                 cache.at[row, pl.ds(head, HEADS), slot, columns][...] = code(which, value.astype(desc.dtype))

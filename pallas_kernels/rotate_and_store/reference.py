@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.numerics import cast_e4m3, divide
+from pallas_kernels.common.pages import PAGE_SLOTS
 from pallas_kernels.rotate_and_store.config import RotateDesc
 
 
@@ -18,6 +19,7 @@ def rotate_and_store_ref(
     caches: tuple[jax.Array, jax.Array],
     places: tuple[jax.Array, jax.Array, jax.Array],
     scales: tuple[jax.Array, jax.Array] | None = None,
+    page_table: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What ``rotate_and_store`` computes."""
     ends = (desc.num_heads * desc.width, (desc.num_heads + desc.num_kv_heads) * desc.width)
@@ -39,8 +41,14 @@ def rotate_and_store_ref(
     starts, lengths, first_slots = places
     slots = first_slots[:, None] + jnp.arange(desc.num_tokens, dtype=jnp.int32)
     is_kept = (slots >= starts[:, None]) & (slots < lengths[:, None])
-    rows = jnp.broadcast_to(jnp.arange(desc.batch)[:, None], slots.shape)
-    slots = jnp.where(is_kept, slots, desc.num_slots)  # which is outside
+    if page_table is None:
+        rows = jnp.broadcast_to(jnp.arange(desc.batch)[:, None], slots.shape)
+        slots = jnp.where(is_kept, slots, desc.num_slots)  # which is outside
+    else:
+        columns = jnp.clip(slots // PAGE_SLOTS, 0, page_table.shape[1] - 1)
+        rows = jnp.take_along_axis(page_table, columns, axis=1)
+        rows = jnp.where(is_kept & (rows >= 0), rows, desc.num_pages)  # which is none
+        slots = slots % PAGE_SLOTS
     keys, values = (cache.at[rows, :, slots].set(new, mode="drop") for cache, new in zip(caches, (k, v), strict=True))
     return q, keys, values
 

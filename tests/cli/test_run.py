@@ -338,6 +338,8 @@ def test_experts_move_between_batches(model_dir, tmp_path, capsys):  # noqa: F81
         (["--prompt", "w1", "--num-redundant-experts", "2"], "--num-redundant-experts needs --enable-eplb"),
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: no such file"),
         (["--prompts", "nowhere.txt", "--max-new-tokens", "0"], "score a single prompt"),
+        (["--prompt", "w1", "--num-pages", "9"], "--num-pages is for a file of prompts; add --prompts"),
+        (["--prompts", "nowhere.txt", "--num-pages", "0"], "--num-pages is '0', expected 1 or more, or auto"),
     ],
 )
 def test_bad_flags_are_one_line(model_dir, capsys, args, words):  # noqa: F811

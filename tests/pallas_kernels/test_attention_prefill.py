@@ -7,6 +7,7 @@ What other slots hold does not matter, NaN included. A query that sees nothing g
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,29 @@ def test_reference(options, dtype):
     assert_rows_close(found, expected, Tolerance(DTYPES[dtype], 64.0 if dtype == "float32" else 1.0))
 
 
+def in_pages(desc, arrays, seed=1):
+    """(the description and arrays with k and v in pages, the table): pages in any order, NaN in those of nobody."""
+    q, *cached = arrays
+    count = desc.num_slots // 64
+    table = np.random.default_rng(seed).permutation(desc.batch * count + 3)[: desc.batch * count]
+    table, pools = table.reshape(desc.batch, count), []
+    for array in cached:
+        pools.append(np.full((desc.batch * count + 3, desc.num_kv_heads, 64, array.shape[3]), np.nan, array.dtype))
+        pools[-1][table] = array.reshape(desc.batch, desc.num_kv_heads, count, 64, -1).swapaxes(1, 2)
+    return dataclasses.replace(desc, num_pages=desc.batch * count + 3), (q, *pools), table.astype(np.int32)
+
+
+@pytest.mark.parametrize("options", [{}, dict(has_sequences=True)], ids=["causal", "sequences"])
+def test_pages(options):
+    sizes = dict(batch=4, num_queries=29, num_slots=192, num_heads=4, num_kv_heads=2)
+    desc = dataclasses.replace(prefill_desc(16, 8, "float32"), **sizes, **options)
+    arrays, places, sinks, expected = make(desc, ((0, 29, 0), (70, 150, 121), (3, 130, 101), (0, 0, 4)))
+    desc, paged, table = in_pages(desc, arrays)
+    table[0, 1:] = 1000  # behind its last slot
+    found = run(desc, paged, places | dict(page_table=table), sinks, "reference")
+    assert_rows_close(found, expected, Tolerance(np.float32, 64.0))
+
+
 def test_wrong_calls():
     q, k = jnp.zeros((2, 8, 4, 64), jnp.bfloat16), jnp.zeros((2, 2, 16, 64), jnp.bfloat16)
     rows = dict(starts=jnp.zeros(2, jnp.int32), lengths=jnp.zeros(2, jnp.int32), first_slots=jnp.zeros(2, jnp.int32))
@@ -130,6 +154,11 @@ def test_wrong_calls():
     refuses(ValueError, "no window", prefill, q, k, k, shared=rows["starts"], window=3, **good, **keys)
     refuses(ValueError, r"shared is int32 \(1,\)", prefill, q, k, k, shared=rows["starts"][:1], **good, **keys)
     refuses(NotImplementedError, "needs a Hopper GPU", prefill, q, k, k, implementation="hopper", **good)
+    table = jnp.zeros((2, 3), jnp.int32)
+    words = r"with a page_table; expected \(B, S, N, D\), \(P, M, 64, D\), \(P, M, 64, V\)"
+    refuses(ValueError, words, prefill, q, k, k, page_table=table, **good)
+    pages, one = jnp.zeros((5, 2, 64, 64), jnp.bfloat16), dict(page_table=table[:1]) | good
+    refuses(ValueError, r"page_table is int32\(1, 3\), expected int32 of 2 rows", prefill, q, pages, pages, **one)
 
 
 def test_config_error():
@@ -250,6 +279,8 @@ BARRIER_FORMS = {
     "not causal": dict(is_causal=False),
     "sequences": dict(has_sequences=True),
     "sequences, window, sinks": dict(window=70, has_sinks=True, has_sequences=True),
+    "pages": dict(is_paged=True),
+    "pages, sequences": dict(is_paged=True, has_sequences=True),
 }
 
 
@@ -262,12 +293,17 @@ BARRIER_FORMS = {
 @pytest.mark.sample(3)
 def test_body_in_threads(monkeypatch, config, options):
     """The kernel's body itself, by a thread for each warpgroup: its values, and that no wait is for ever."""
-    sizes = dict(batch=3, num_queries=136, num_slots=264, num_heads=2, num_kv_heads=1)
+    is_paged, options = options.get("is_paged", False), {k: v for k, v in options.items() if k != "is_paged"}
+    sizes = dict(batch=3, num_queries=136, num_slots=320 if is_paged else 264, num_heads=2, num_kv_heads=1)
     desc = dataclasses.replace(prefill_desc(64, 64, "float32", **options), **sizes)
     arrays, named, sinks, expected = make(desc, ((0, 136, 0), (70, 250, 120), (5, 5, 0)))
     if desc.has_sequences:
         missing = desc.query_tiles * BLOCK_Q - desc.num_queries
         named["first_keys"] = np.pad(named["first_keys"], ((0, 0), (0, missing)), mode="edge")
+    if is_paged:
+        desc, arrays, table = in_pages(desc, arrays)
+        table[0, 3:] = 1000  # behind its last slot
+        named = dict(itertools.islice(named.items(), 3)) | dict(pages=table) | named
     inputs = [*arrays, *named.values(), *([] if sinks is None else [sinks])]
     for name, stand_in in warpgroups.stand_ins().items():
         monkeypatch.setattr(kernel_sm90, name, stand_in)
@@ -284,7 +320,7 @@ def test_body_in_threads(monkeypatch, config, options):
             staging=(2, 1, 64, 64),
         )
         memory = {name: warpgroups.Memory(np.full(shape, np.nan, np.float32)) for name, shape in memory.items()}
-        full = warpgroups.Barriers(rings + 2 * config.takes_turns)
+        full = warpgroups.Barriers(rings + 2 * config.takes_turns, num_arrivals=kernel_sm90.num_copies(desc, config))
         return dict(memory, full=full, empty=warpgroups.Barriers(rings, num_arrivals=2))
 
     refs = [warpgroups.Memory(np.asarray(array)) for array in (*inputs, out)]
@@ -305,6 +341,21 @@ def test_gpu(widths, options, dtype):
     # P is rounded before it is multiplied; rows that cancel are judged by the values they sum.
     scale = np.maximum(np.abs(expected).max(-1), 0.05 * (np.abs(expected).max(-1) > 0))
     assert_rows_close(found, expected, Tolerance(DTYPES[dtype], 4.0), row_scale=scale)
+    np.testing.assert_array_equal(found, run(desc, arrays, named, sinks, "hopper"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("name", ["causal", "window, sinks", "sequences"])
+def test_pages_gpu(widths, name):
+    """The bits of rows with slots of their own."""
+    places = ((0, 296, 0), (5, 296, 0), (130, 637, 344), (200, 702, 416), (0, 0, 0))
+    sizes = dict(batch=len(places), num_queries=296, num_slots=704)
+    desc = dataclasses.replace(prefill_desc(*widths, **PREFILLS[name]), **sizes)
+    arrays, named, sinks, _ = make(desc, places)
+    paged, pools, table = in_pages(desc, arrays)
+    table[0, 5:] = 1000  # behind its last slot
+    found = run(paged, pools, named | dict(page_table=table), sinks, "hopper")
     np.testing.assert_array_equal(found, run(desc, arrays, named, sinks, "hopper"))
 
 

@@ -106,12 +106,46 @@ def test_reference(is_packed, has_norm):
     check("reference", 3, 1, 4, 2, 8, 24, is_packed=is_packed, has_norm=has_norm)
 
 
+def check_pages(implementation, *sizes, is_e4m3, dtype="bfloat16"):
+    """The slots that rows of their own get, to the bit; all else, pages of nobody too, keeps what it holds. An entry
+    that names no page drops its tokens."""
+    (projected, cos, sin, caches, *places), norms, _ = make(*sizes, dtype, is_packed=True, has_norm=True)
+    if is_e4m3:
+        caches = [cache.astype(ml_dtypes.float8_e4m3fn) for cache in caches]
+    batch, heads, slots, width = caches[0].shape
+    count = slots // 64
+    table = np.random.default_rng(1).permutation(batch * count + 3)[: batch * count].reshape(batch, count)
+    pools = tuple(np.full((batch * count + 3, heads, 64, width), np.nan, caches[0].dtype) for _ in range(2))
+    call = jax.jit(functools.partial(rotate_and_store, eps=EPS, implementation=implementation))
+    options = dict(norms=norms, scales=SCALES if is_e4m3 else None)
+    expected = call(*jax.tree.map(jnp.asarray, (projected, cos, sin, tuple(caches), *places)), **options)
+    for wrong in (None, -1, len(pools[0])):
+        named, kept = table.astype(np.int32), np.ones(table.shape, bool)
+        if wrong is not None:
+            named[0], kept[0] = wrong, False
+        arguments = jax.tree.map(jnp.asarray, (projected, cos, sin, pools, *places))
+        found = call(*arguments, **options, page_table=jnp.asarray(named))
+        np.testing.assert_array_equal(np.asarray(found[0]), np.asarray(expected[0]))
+        for pool, rows in zip(found[1:], expected[1:], strict=True):
+            pages = np.asarray(rows).reshape(batch, heads, count, 64, width).swapaxes(1, 2)
+            held = np.full(pool.shape, np.nan, pages.dtype)
+            held[table[kept]] = pages[kept]
+            np.testing.assert_array_equal(np.asarray(pool).astype(np.float32), held.astype(np.float32))
+
+
+@pytest.mark.parametrize("is_e4m3", [False, True])
+def test_pages(is_e4m3):
+    check_pages("reference", 3, 8, 4, 2, 8, 192, is_e4m3=is_e4m3)
+
+
 def test_wrong_calls():
     arguments, norms, _ = make(2, 3, 4, 2, 8, 16, is_packed=False, has_norm=True)
     (projected, *rest), norms = jax.tree.map(jnp.asarray, (arguments, norms))
     refuses(ValueError, "two .B, M, L, D.", rotate_and_store, projected[:2], *rest)
     refuses(ValueError, "two .D,. or none", rotate_and_store, projected, *rest, norms=norms[:1])
     refuses(ValueError, "expected .B, S, N", rotate_and_store, (projected[1], projected[0], projected[2]), *rest)
+    words = r"page_table is int32\(2, 1\), caches \(2, 2, 16, 8\); expected int32 .B, T. and pages .P, M, 64, D."
+    refuses(ValueError, words, rotate_and_store, projected, *rest, page_table=jnp.zeros((2, 1), jnp.int32))
     mixed = (projected[0].astype(jnp.float32), *projected[1:])
     refuses(TypeError, "bfloat16, float32", rotate_and_store, mixed, *rest)
     refuses(ValueError, "R >= B . S with S=3", rotate_and_store, tuple(a[:1] for a in projected), *rest, has_parts=True)
@@ -136,6 +170,7 @@ def test_config_error():
     assert "float32" in reason(dtype="float32")
     assert "31 bits" in reason(num_slots=1 << 22)
     assert "at least 1" in reason(0)
+    assert "65536 pages of 64 slots is counted in 31 bits" in reason(num_pages=1 << 16)
 
 
 @pytest.mark.parametrize("case", rotate_and_store_cases(), ids=lambda case: case.name)
@@ -158,3 +193,10 @@ def test_gpu(sizes, is_packed, dtype):
         check("hopper", *sizes, dtype, is_packed=is_packed, has_norm=has_norm)
         check("hopper", *sizes, dtype, is_packed=is_packed, has_norm=has_norm, has_parts=True)
         check_codes("hopper", *sizes, dtype, is_packed=is_packed, has_norm=has_norm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_e4m3", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 1, 32, 4, 128, 256), (3, 40, 64, 8, 64, 128), (2, 700, 8, 8, 256, 1024)])
+def test_pages_gpu(sizes, is_e4m3):
+    check_pages("hopper", *sizes, is_e4m3=is_e4m3)

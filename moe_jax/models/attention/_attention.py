@@ -262,7 +262,6 @@ class Attention(Partitioned):
         config, sms = self.config, self.num_sms()
         is_plain = self.is_rotated and config.clip_qkv is None and not config.is_rope_interleaved
         is_plain &= not config.has_output_gate and not isinstance(self.q_norm, ZeroCenteredRMSNorm)
-        is_plain &= inputs.page_table is None
         if sms is None or not is_plain or config.qk_norm not in (None, "head") or 0 in x.shape:
             return None
         found = _fused.rotated_and_stored(
@@ -274,6 +273,7 @@ class Attention(Partitioned):
             tuple(norm for norm in (self.q_norm, self.k_norm) if norm is not None),
             dtype=x.dtype,
             scales=scales,
+            page_table=inputs.page_table,
             sms=sms,
         )
         if found is None:
@@ -390,8 +390,10 @@ def attend(
     kind |= dict(has_sequences=inputs.segment_starts is not None)
     name, in_pages = None, {}
     if inputs.page_table is not None and v is not None:
+        # Rows of several sequences are copied anyway: a value that is not finite must not reach the others.
+        takes_pages = is_by_slots and inputs.segment_starts is None
         rows = [_rows_of_pages(pool, inputs.page_table) for pool in (k, v)]
-        name = choose(implementation, q, *rows, num_pages=k.shape[0], **kind)[0] if is_by_slots else None
+        name = choose(implementation, q, *rows, num_pages=k.shape[0], **kind)[0] if takes_pages else None
         if name is None:
             k, v = by_rows(SlotCache((k, v)), inputs.starts, inputs.lengths, inputs.page_table)
         else:

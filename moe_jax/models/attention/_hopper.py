@@ -68,9 +68,9 @@ def refusal(
     try:
         sms = hopper_sms()
         if num_queries > MOST_DECODED:
-            if num_pages:
-                return "a cache in pages; their rows are gathered"
-            desc = PrefillDesc(**sizes, has_sequences=has_sequences)
+            if num_pages and is_e4m3:
+                return "a cache of codes in pages; their rows are gathered and widened"
+            desc = PrefillDesc(**sizes, has_sequences=has_sequences, num_pages=num_pages)
             return config_error(desc, choose_config(desc, sms))
         step = DecodeDesc(is_latent=v is None, is_e4m3=is_e4m3, num_pages=num_pages, **sizes)
         return decode_config_error(step, choose_decode_config(step, sms))

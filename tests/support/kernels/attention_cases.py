@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pallas_kernels.attention import PrefillConfig, PrefillDesc, choose_config, config_error
 from pallas_kernels.attention.config import BLOCK_Q
 from pallas_kernels.attention.kernel_sm90 import prefill_sm90
+from pallas_kernels.common.pages import PAGE_SLOTS
 from tests.support.kernels.case import Case
 
 SMS = 132
@@ -29,11 +30,13 @@ def prefill_desc(width: int, value_width: int, dtype: str = "bfloat16", **option
 
 def prefill_case(name: str, desc: PrefillDesc, config: PrefillConfig) -> Case:
     rows, caches = desc.batch, (desc.batch, desc.num_kv_heads, desc.num_slots)
+    caches = (desc.num_pages, desc.num_kv_heads, PAGE_SLOTS) if desc.num_pages else caches
     shapes = [
         ((rows, desc.num_queries, desc.num_heads, desc.width), desc.dtype),
         ((*caches, desc.width), desc.dtype),
         ((*caches, desc.value_width), desc.dtype),
         *[((rows,), "int32")] * 3,
+        *[((rows, desc.num_slots // PAGE_SLOTS), "int32")] * (desc.num_pages > 0),
     ]
     if desc.has_sequences:
         shapes += [((rows, desc.query_tiles * BLOCK_Q), "int32")]
@@ -42,6 +45,7 @@ def prefill_case(name: str, desc: PrefillDesc, config: PrefillConfig) -> Case:
         shapes.append(((desc.num_heads,), "float32"))
     form = f"{desc.width}/{desc.value_width} {desc.dtype} {name}, steps of {config.block_kv}"
     form += "" if config.takes_turns else ", no turns"
+    form += ", pages" if desc.num_pages else ""
     return Case(f"prefill {form}", prefill_sm90(desc, config), tuple(shapes), "HGMMA")
 
 
@@ -52,6 +56,9 @@ def prefill_cases() -> Iterator[Case]:
             for dtype in ("bfloat16", "float16"):
                 desc = prefill_desc(*widths, dtype, **options)
                 yield prefill_case(name, desc, choose_config(desc, SMS))
+        for name in ("causal", "window", "sequences"):
+            desc = prefill_desc(*widths, num_slots=704, num_pages=40, **PREFILLS[name])
+            yield prefill_case(name, desc, choose_config(desc, SMS))
         desc = prefill_desc(*widths)
         chosen = choose_config(desc, SMS)
         yield prefill_case("causal", desc, dataclasses.replace(chosen, takes_turns=not chosen.takes_turns))

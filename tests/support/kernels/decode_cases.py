@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from pallas_kernels.common.pages import PAGE_SLOTS
 from pallas_kernels.decode_attention.api import rows_of
 from pallas_kernels.decode_attention.combine_quantized_sm90 import combine_quantized_sm90
 from pallas_kernels.decode_attention.combine_sm90 import combine_sm90
 from pallas_kernels.decode_attention.config import (
     E4M3_WIDTHS,
-    PAGE_SLOTS,
     QUANTIZATIONS,
     DecodeConfig,
     DecodeDesc,

@@ -47,6 +47,11 @@ def rotate_and_store_cases() -> Iterator[Case]:
             kernel = rotate_and_store_sm90(desc, choose_rotate(desc, SMS))
             form = f"{', packed' if is_packed else ''}{', e4m3' if is_e4m3 else ''}"
             yield Case(f"rotate_and_store {width}{form}", kernel, tuple(shapes))
+            if is_packed:
+                kernel = rotate_and_store_sm90(dataclasses.replace(desc, num_pages=9), choose_rotate(desc, SMS))
+                pages = ((9, 4, 64, width), shapes[0][1])
+                of_pages = (pages, pages, *shapes[2:], ((4, 4), "int32"))
+                yield Case(f"rotate_and_store {width}{form}, pages", kernel, of_pages)
         for is_e4m3 in (False, True):
             desc = dataclasses.replace(desc, is_packed=True, is_e4m3=is_e4m3, num_parts=4, part_dtype="float32")
             shapes = [((4, 4, 256, width), "float8_e4m3fn" if is_e4m3 else dtype)] * 2
