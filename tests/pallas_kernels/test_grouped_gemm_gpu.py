@@ -4,6 +4,9 @@ tile.
 Outputs land in memory that held NaN before, so that a cell nobody wrote shows.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,6 +56,27 @@ def test_swapped(kind, block_m, block_n):
         block_n = 128  # with more the sums of four warpgroups have no room
     config = GemmConfig(block_m, block_n, 3, swap_ab=True)
     check(kind, [3, 40, 0, 9, 1, 64], config, k=1152, n=704, padding=np.nan)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 1000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_side_by_side(kind, rows):
+    """Queries, keys and values in one launch: the bits of three with the same tiles."""
+    block_m = 16 if rows <= 16 else 64 if rows <= 64 else 128
+    sizes: Any = dict(block_m=block_m, k=1152, spare_tiles=0, bias="bfloat16")
+    problems = [make_problem(kind, [rows], n=n, seed=i, **sizes) for i, n in enumerate((1024, 256, 192))]
+    x, _, *tiles = problems[0].args
+    config = GemmConfig(block_m, 64, 3, swap_ab=block_m == 16)
+    own = {name: tuple(p.kwargs[name] for p in problems) for name in ("w_scale", "bias")}
+    own = {name: None if arrays[0] is None else arrays for name, arrays in own.items()}
+    shared: Any = dict(x_scale=problems[0].kwargs["x_scale"], config=config, implementation="hopper")
+    weights = tuple(p.args[1] for p in problems)
+    found = jax.jit(lambda x, weights, own: grouped_gemm(x, weights, *tiles, **own, **shared))(x, weights, own)
+    apart = []
+    for index, weight in enumerate(weights):
+        one = {name: None if arrays is None else arrays[index] for name, arrays in own.items()}
+        apart.append(jax.jit(lambda x, w, own: grouped_gemm(x, w, *tiles, **own, **shared))(x, weight, one))
+    np.testing.assert_array_equal(np.asarray(found)[:rows], np.concatenate(apart, axis=1)[:rows])
 
 
 @pytest.mark.parametrize("block_m", [24, 48, 80, 96])

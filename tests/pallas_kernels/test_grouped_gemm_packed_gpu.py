@@ -6,6 +6,7 @@ Outputs land in memory that held NaN before, so that a cell nobody wrote shows; 
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +18,24 @@ from tests.support.kernels.gemm_problem import ROUTINGS
 from tests.support.kernels.packed_problem import KINDS, make_problem, packed_tolerance
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("kind", ["int4 g128", "int4 g128 asym", "int8 channel", "w4a8 int8 g128", "nvfp4", "mxfp8"])
+def test_side_by_side(kind, rows):
+    """Queries, keys and values in one launch: the bits of three with the same tiles."""
+    block_m = 8 if rows <= 8 else 64
+    x_scale = "row" if "w4a8" in kind else "none"
+    sizes: Any = dict(block_m=block_m, k=1024, spare_tiles=0, bias="bfloat16", x_scale=x_scale)
+    problems = [make_problem(kind, [rows], n=n, seed=i, **sizes) for i, n in enumerate((1024, 256, 192))]
+    x, _, *tiles = problems[0].args
+    config = PackedConfig(block_m, 1, 1, 3)
+    weights, biases = (tuple(p.args[1] for p in problems), tuple(p.kwargs["bias"] for p in problems))
+    shared: Any = dict(x_scale=problems[0].kwargs["x_scale"], config=config, implementation="hopper")
+    run = jax.jit(lambda x, w, bias: grouped_gemm_packed(x, w, *tiles, bias=bias, **shared))
+    found, apart = run(x, weights, biases), [run(x, w, bias) for w, bias in zip(weights, biases, strict=True)]
+    np.testing.assert_array_equal(np.asarray(found)[:rows], np.concatenate(apart, axis=1)[:rows])
+
 
 GATED: dict[str, Any] = dict(activation=Activation("silu"), bias="bfloat16", x_scale="row")
 RAGGED = [3, 0, 130, 1, 64, 17]

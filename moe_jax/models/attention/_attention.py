@@ -33,8 +33,14 @@ from moe_jax.models._layers import (
     split_product,
 )
 from moe_jax.models._partition import WHOLE, Partition, Partitioned, partitioned
-from moe_jax.models.attention import _hopper
-from moe_jax.models.attention._choice import AttentionImplementation, attend_by, choose, in_words
+from moe_jax.models.attention._choice import (
+    AttentionImplementation,
+    attend_and_quantize,
+    attend_by,
+    choose,
+    in_words,
+    quantizes,
+)
 from moe_jax.models.attention._rope import rotate
 from moe_jax.nn import QuantizedParam
 from moe_jax.parallel._logical import EMBED, HEADS, KV_HEADS
@@ -445,16 +451,15 @@ def attended_and_projected(
     kind: Any = dict(scale=scale, window=window, has_sinks=sinks is not None, value_width=None, has_sequences=False)
     kind |= dict(num_pages=k.shape[0]) if is_paged else {}
     is_by_slots = window is None or inputs.key_positions is None or inputs.is_counted
-    if rows is None or not is_by_slots or choose(implementation, q, *kv, **kind)[0] != "hopper":
-        return None
-    if not _hopper.quantizes(rows, q, *kv):
+    name = choose(implementation, q, *kv, **kind)[0] if rows is not None and is_by_slots else None
+    if name is None or rows is None or not quantizes(name, rows, q, *kv):
         return None
 
     def by_kernel(q, k, v, inputs, sinks, scales, matrix, bias):
         places = dict(starts=inputs.starts, lengths=inputs.lengths, first_slots=inputs.first_slots)
         places |= dict(page_table=inputs.page_table) if is_paged else {}
         heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
-        codes, factors = _hopper.attend_and_quantize(scale, window, rows, heads, k, v, places, sinks, scales)
+        codes, factors = attend_and_quantize(name, scale, window, rows, heads, k, v, places, sinks, scales)
         biases = None if bias is None else [bias]
         return products_of_rows(codes, factors, num_rows, [matrix], biases, q.dtype, module.implementation)[0]
 

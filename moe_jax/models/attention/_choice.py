@@ -119,6 +119,17 @@ def _attend(name: str, scale: float, window: int | None, value_width: int | None
     return KERNELS[name].attend(scale, window, value_width, *operands)
 
 
+def quantizes(name: str | None, rows: tuple[str, int], q: Any, k: Any, v: Any) -> bool:
+    """Whether the kernel that ``choose`` named can quantize the outputs of this call; rows: as of its ``quantizes``."""
+    ask = None if name is None else getattr(KERNELS[name], "quantizes", None)
+    return ask is not None and ask(rows, q, k, v)
+
+
+def attend_and_quantize(name: str, *arguments: Any) -> tuple[Array, Array]:
+    """(codes (B, N * V), scales) by a kernel that ``quantizes``."""
+    return KERNELS[name].attend_and_quantize(*arguments)
+
+
 def _over_mesh(
     run: Callable[..., Array],
     partition: Partition,
