@@ -447,11 +447,11 @@ def attended_and_projected(
     is_step = q.shape[1] == 1 and 0 not in q.shape and chunk is None and inputs.segment_starts is None
     if not is_step or not isinstance(matrix, QuantizedMatrix) or module.lora is not None:
         return None
-    is_paged = inputs.page_table is not None
-    kv = [_rows_of_pages(pool, inputs.page_table) for pool in (k, v)] if is_paged else (k, v)
+    table = inputs.page_table
+    kv = (k, v) if table is None else tuple(_rows_of_pages(pool, table) for pool in (k, v))
     rows = quantized_rows([matrix], num_rows, q.dtype, module.implementation)
     kind: Any = dict(scale=scale, window=window, has_sinks=sinks is not None, value_width=None, has_sequences=False)
-    kind |= dict(num_pages=k.shape[0]) if is_paged else {}
+    kind |= {} if table is None else dict(num_pages=k.shape[0])
     is_by_slots = window is None or inputs.key_positions is None or inputs.is_counted
     name = choose(implementation, q, *kv, **kind)[0] if rows is not None and is_by_slots else None
     if name is None or rows is None or not quantizes(name, rows, q, *kv):

@@ -121,8 +121,8 @@ def _attend(name: str, scale: float, window: int | None, value_width: int | None
 
 def quantizes(name: str | None, rows: tuple[str, int], q: Any, k: Any, v: Any) -> bool:
     """Whether the kernel that ``choose`` named can quantize the outputs of this call; rows: as of its ``quantizes``."""
-    kernel = None if name is None else KERNELS[name]
-    return hasattr(kernel, "quantizes") and kernel.quantizes(rows, q, k, v)
+    ask = None if name is None else getattr(KERNELS[name], "quantizes", None)
+    return ask is not None and ask(rows, q, k, v)
 
 
 def attend_and_quantize(name: str, *arguments: Any) -> tuple[Array, Array]:
