@@ -245,6 +245,8 @@ class _PagedIntake(_PackedIntake):
             return False
         shared, longest = self._packs.ahead()
         count = self._costs[longest] + (pages_of(shared) if self._prefix is None else 0)
+        if count > self._pool.num_free and not self._held:
+            raise RuntimeError(f"{count} pages are wanted, {self._pool.num_free} are free, and no row has one to give")
         return count <= self._pool.num_free
 
     def release(self, rows: list[int]) -> None:

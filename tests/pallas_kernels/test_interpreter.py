@@ -113,9 +113,11 @@ def quantizing_norms(quantization: str, width: int = 512) -> tuple[Any, Any]:
     return (total, codes, scales[..., :3]), (expected, codes_ref, scales_ref)
 
 
-def rotating_and_storing(is_packed: bool, has_parts: bool = False, is_e4m3: bool = False) -> tuple[Any, Any]:
+def rotating_and_storing(
+    is_packed: bool, has_parts: bool = False, is_e4m3: bool = False, has_pages: bool = False
+) -> tuple[Any, Any]:
     """Three rows of two tokens: one before the row's start, one behind its end. has_parts: three partial sums, of two
-    rows more."""
+    rows more. has_pages: the first row goes on in its second page, the last one has none."""
     rng, width = np.random.default_rng(0), 64
     parts = [jnp.asarray(rng.standard_normal((3, 2, n * width)), jnp.bfloat16) for n in (8, 4, 4)]
     projected = (jnp.concatenate(parts, axis=-1),) if is_packed else tuple(parts)
@@ -126,6 +128,10 @@ def rotating_and_storing(is_packed: bool, has_parts: bool = False, is_e4m3: bool
     places = [jnp.asarray(at, jnp.int32) for at in ([1, 0, 2], [2, 4, 6], [0, 3, 4])]
     norms = tuple(jnp.asarray(rng.standard_normal(width), jnp.bfloat16) for _ in range(2))
     options: Any = dict(norms=norms, eps=1e-6, config=RotateConfig(3), has_parts=has_parts)
+    if has_pages:
+        caches = tuple(jnp.asarray(rng.standard_normal((5, 4, 64, width)), jnp.bfloat16) for _ in range(2))
+        places = [jnp.asarray(at, jnp.int32) for at in ([1, 0, 2], [65, 4, 6], [63, 3, 4])]
+        options["page_table"] = jnp.asarray([[2, 0], [4, 7], [-1, 1]], jnp.int32)
     if is_e4m3:
         caches = tuple(cache.astype(jnp.float8_e4m3fn) for cache in caches)
         options["scales"] = jnp.float32(0.03), jnp.float32(0.02)  # nothing saturates: XLA's cast makes NaN of it
@@ -371,6 +377,7 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "rotate_and_store": functools.partial(rotating_and_storing, False),
     "rotate_and_store, e4m3": functools.partial(rotating_and_storing, True, False, True),
     "rotate_and_store of parts, e4m3": functools.partial(rotating_and_storing, True, True, True),
+    "rotate_and_store, pages": functools.partial(rotating_and_storing, False, has_pages=True),
     "rotate_and_store, packed": functools.partial(rotating_and_storing, True),
     **{f"decode {name}": functools.partial(decoding, *form) for name, form in _DECODES.items()},
     **{f"permute {kind}": functools.partial(permuting, kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
