@@ -4,12 +4,14 @@ GPU tests (markers gpu, multi_gpu) are deselected by default; they run with ``JA
 """
 
 import collections
+import functools
 import gc
 import itertools
 import os
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, whose threads wait for each other at full load
 # One LLVM module a program: 32, compiled at once, cost twice the time on two cores.
 XLA_FLAGS = {"--xla_force_host_platform_device_count": 8, "--xla_cpu_parallel_codegen_split_count": 1}
 for flag, value in XLA_FLAGS.items():
@@ -27,11 +29,13 @@ jaxtyping.install_import_hook(["moe_jax", "pallas_kernels", "torch_bridge"], "be
 import jax
 import pytest
 from jax._src import compiler
+from jax._src.interpreters import mlir
 
 from tests.support.oracles import layer_judge
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of the time that lowering takes
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)  # two thirds, for a program of one operation
 
 
 def compile_quickly(*args, env_options_overrides=None, usual=compiler.get_compile_options, **options):
@@ -117,3 +121,4 @@ def let_go_of_programs():
     """A module's compiled programs end with it: kept, those of the whole suite take 5 GB a process."""
     yield
     jax.clear_caches()
+    mlir.make_ir_context.cache_clear()
