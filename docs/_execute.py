@@ -109,6 +109,7 @@ def execute(path: Path) -> dict[str, Any]:
     environment = {"JAX_PLATFORMS": platform, "XLA_FLAGS": "", "PYTHONPATH": paths, "TQDM_DISABLE": "1"}
     if platform == "cpu" and path.stem not in TIMES:  # compiling is most of the work
         environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+        environment["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1"
     notebook = nbformat.reads(json.dumps(unexecuted(path)), as_version=4)
     with tempfile.TemporaryDirectory() as empty:
         resources = {"metadata": {"path": empty}}

@@ -4,15 +4,19 @@ GPU tests (markers gpu, multi_gpu) are deselected by default; they run with ``JA
 """
 
 import collections
+import functools
 import gc
 import itertools
 import os
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}=8".strip()
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, whose threads wait for each other at full load
+# One LLVM module a program: 32, compiled at once, cost twice the time on two cores.
+XLA_FLAGS = {"--xla_force_host_platform_device_count": 8, "--xla_cpu_parallel_codegen_split_count": 1}
+for flag, value in XLA_FLAGS.items():
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
 
 import jaxtyping
 
@@ -25,10 +29,29 @@ jaxtyping.install_import_hook(["moe_jax", "pallas_kernels", "torch_bridge"], "be
 import jax
 import pytest
 from jax._src import compiler
+from jax._src.interpreters import mlir
 
 from tests.support.oracles import layer_judge
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of the time that lowering takes
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)  # two thirds, for a program of one operation
+
+
+def compile_quickly(*args, env_options_overrides=None, usual=compiler.get_compile_options, **options):
+    """Programs of the tests run once or twice: half their time was XLA compiling, so LLVM optimizes less.
+
+    And fused operations go straight to it instead of through MLIR, for which XLA has no option any more in jax 0.11.
+    What XLA does to a program before, rounding and fusing included, stays as it is. jax.jit takes compiler options for
+    one function; for all of them there is only the place where jax puts them together.
+    """
+    own = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
+    return usual(*args, env_options_overrides=own | (env_options_overrides or {}), **options)
+
+
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    compiler.get_compile_options = compile_quickly
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_addoption(parser):
@@ -98,25 +121,4 @@ def let_go_of_programs():
     """A module's compiled programs end with it: kept, those of the whole suite take 5 GB a process."""
     yield
     jax.clear_caches()
-
-
-@pytest.fixture(scope="module")
-def quick_compilation():
-    """For modules whose programs run once: half their time is XLA compiling. Numerics have tests of their own.
-
-    LLVM optimizes less, and fused operations go straight to it instead of through MLIR, for which XLA has no option
-    any more in jax 0.11. jax.jit takes compiler options for one function; for all of them there is only the place where
-    jax puts them together.
-    """
-    usual = compiler.get_compile_options
-    own = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
-
-    def quick(*args, env_options_overrides=None, **options):
-        overrides = own | (env_options_overrides or {})
-        return usual(*args, env_options_overrides=overrides, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "get_compile_options", quick)
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
-        jax.config.update("jax_disable_most_optimizations", False)
+    mlir.make_ir_context.cache_clear()

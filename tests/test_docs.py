@@ -29,7 +29,7 @@ def test_readme_is_short():
     assert len(README.splitlines()) <= 120 and re.search(r"```\nmake demo .*\nmake test ", README)
 
 
-def test_readme_example_runs(tmp_path, monkeypatch, capsys, quick_compilation):
+def test_readme_example_runs(tmp_path, monkeypatch, capsys):
     """On a small checkpoint with random weights, in the place of the one it names."""
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len([line for line in example.splitlines() if line and "import" not in line]) <= 10

@@ -9,7 +9,6 @@ import pytest
 from moe_jax.models import FAMILIES, CausalLM
 from tests.test_architecture import FLOORS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [DOCS / "quickstart.md", DOCS / "parallel.md", *sorted((DOCS / "guides").glob("*.md"))]

@@ -15,7 +15,6 @@ import moe_jax
 from tests.support.checkpoints import writers
 from tests.support.checkpoints.texts import write_text_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = dict(
     vocab_size=32, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16

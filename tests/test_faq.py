@@ -17,8 +17,6 @@ QUOTED = re.findall(r"```text\n(.*?)\n```", FAQ, re.DOTALL)
 E, H, INNER = 4, 64, 32
 SHAPES = {"gate_proj": (INNER, H), "up_proj": (INNER, H), "down_proj": (H, INNER)}
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def layer(**options):
     return moe_jax.FusedMoE(E, H, INNER, **{"top_k": 2, "rngs": nnx.Rngs(0), **options})

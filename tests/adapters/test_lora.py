@@ -14,8 +14,6 @@ import moe_jax
 from tests.support.cases.layers import E, H, I, abstract_layer, call, checkpoint_pairs, inputs, make_layer
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RANK = 4
 ADAPTERS = nnx.DiffState(0, moe_jax.LoRAParam)
 

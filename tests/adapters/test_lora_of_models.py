@@ -16,8 +16,6 @@ from tests.support.cases.models import assert_logits_close
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ADAPTERS = nnx.DiffState(0, moe_jax.LoRAParam)
 ALL = ("w13", "w2", "attention")
 

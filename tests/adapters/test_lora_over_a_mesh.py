@@ -18,8 +18,6 @@ from tests.support.cases.meshes import LAYOUTS, make_parallel
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RANK = 4
 NAMES = ("w13_a", "w13_b", "w2_a", "w2_b")
 ADAPTERS = nnx.DiffState(0, moe_jax.LoRAParam)

@@ -23,8 +23,6 @@ from tests.support.oracles.experts import addend_numpy, matrix_numpy
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def sums_of(layer) -> Any:
     """{w13, w2}: the real sums (E, ...) in float64, by the oracles."""

@@ -18,8 +18,6 @@ from tests.adapters.test_lora_of_models import adapted, filled, load
 from tests.support.cases.models import assert_logits_close
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 RANK, ALPHA = 4, 8

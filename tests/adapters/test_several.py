@@ -19,8 +19,6 @@ from tests.support.oracles.layer_judge import assert_layer_close
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # Of other ranks, scales and targets.
 ADAPTERS: dict[str, Any] = {
     "story": dict(rank=4, alpha=8, targets=("w13", "w2", "attention")),

@@ -15,8 +15,6 @@ import moe_jax
 from moe_jax.quantization import dequantize_tensor
 from tests.support.checkpoints import writers
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SIZES = dict(vocab_size=64, hidden_size=64, moe_intermediate_size=32, intermediate_size=48, num_experts=8, head_dim=16)
 DECAY, ROWS, LENGTH, RANK, ALPHA = 0.01, 4, 24, 4, 8
 # At higher rates a rounding sends a token to other experts some time, and from there on losses part, torch's own too.

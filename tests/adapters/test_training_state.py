@@ -17,8 +17,6 @@ from tests.support.cases.layers import call, inputs, make_layer
 from tests.support.cases.meshes import make_parallel
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TRAINED = (moe_jax.LoRAParam, nnx.optimizer.OptState)
 
 

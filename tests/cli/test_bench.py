@@ -12,7 +12,6 @@ from moe_jax.benchmarking import SHAPES, BenchReport, Limits, layer_shape, rende
 from moe_jax.benchmarking import bench as run_bench
 from moe_jax.cli.bench import _layer, _limits, _timing
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 E, K, H, I = SHAPE = (4, 2, 64, 32)  # noqa: E741
 MODEL = "4,2,64,32"
 MICROS = 50.0

@@ -12,8 +12,6 @@ import moe_jax
 from moe_jax import cli
 from tests.support.checkpoints import writers
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TINY = dict(
     vocab_size=32, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
 )
@@ -122,7 +120,7 @@ def test_module_entry_point(model_dir):
 
 
 @pytest.mark.slow
-def test_demo(tmp_path, capsys, monkeypatch, quick_compilation):
+def test_demo(tmp_path, capsys, monkeypatch):
     from moe_jax.cli import _demo
 
     small = dict(

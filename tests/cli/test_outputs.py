@@ -17,8 +17,6 @@ from moe_jax._output import check_output, write_output
 from moe_jax.cli import _demo
 from tests.cli.test_main import model_dir  # noqa: F401  (a fixture)
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def mode(path):
     return path.stat().st_mode & 0o777

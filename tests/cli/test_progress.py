@@ -15,7 +15,6 @@ from tests.loading.files.test_hub import point_at
 from tests.support.hub import NAME, serving
 from tests.support.terminal import Screen, terminal
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 F32 = ("--dtype", "float32", "--max-new-tokens", "4")
 CHOICE = "choosing tokens: greedy, at most 4 tokens"
 

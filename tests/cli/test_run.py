@@ -16,8 +16,6 @@ from moe_jax.cli._run import Clock, read_prompts
 from moe_jax.text._chat_template import ChatTemplate
 from tests.cli.test_main import model_dir, run  # noqa: F401  (a fixture)
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
     {% if message.role == "system" %}{{ raise_exception("no system messages") }}{% endif %}
     {{- " w1 " if message["role"] == "user" else " w2 " }}{{ message["content"] | trim }}

@@ -30,9 +30,11 @@ def model(tmp_path_factory):
 def start():
     """The program, once it has seen to its signals; before that only the interpreter has run.
 
-    Where the tests run under nohup, it does not.
+    It would ignore what the tests ignore: SIGHUP under nohup, SIGINT in the background of a script.
     """
-    processes, ignored = [], signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    processes, ignored = [], [number for number in LINES if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
 
     def process(*arguments, program=("-m", "moe_jax"), **options):
         command = [sys.executable, "-W", "ignore", *program, *map(str, arguments)]
@@ -45,7 +47,8 @@ def start():
     for each in processes:
         each.kill()
         each.wait()
-    signal.signal(signal.SIGHUP, ignored)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def is_blocked(pid):

@@ -56,7 +56,7 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_values_against_float64(scheme, quick_compilation):
+def test_values_against_float64(scheme):
     """xla, and the Hopper path on the references of its kernels."""
     config, weights, packed = make(scheme)
     x, (p, ids) = cases.make_tokens(19, config, dtype="bfloat16"), cases.make_routing(19)

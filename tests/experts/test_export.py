@@ -15,8 +15,6 @@ from moe_jax.quantization import SCHEMES
 from tests.support.cases import experts as cases
 from tests.support.cases.hopper_layers import on_hopper
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def symbolic(config):
     """x (t, H) and logits (t, E) of any number of tokens t."""

@@ -16,8 +16,6 @@ from tests.support.cases.layers import E, inputs, make_layer
 from tests.support.cases.meshes import make_parallel
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 LAYERS, ROWS, LENGTH, TOP_K = 3, 2, 12, 2
 TOKENS = ROWS * LENGTH
 

@@ -77,7 +77,7 @@ KERNEL_TOKENS = (1, 8, 11, 64, 100, 300)
 @pytest.mark.parametrize("num_tokens", KERNEL_TOKENS)
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sample(7)
+@pytest.mark.sample(11)  # each scheme, and each dtype beside each number of rows
 def test_product_of_the_kernels(name, out_dtype, num_tokens):
     """What surrounds the Hopper kernels, with their references inside: tiles, rows in use, layouts and scales."""
     rng = np.random.default_rng(4)

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -23,8 +22,6 @@ from moe_jax.quantization import (
 )
 from moe_jax.routing import route
 from pallas_kernels.common import packing
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 quick = functools.partial(settings, derandomize=True, deadline=None, database=None)
 BITS = st.integers(2, 8)

@@ -5,8 +5,6 @@ import pytest
 from tests.fuzz.entries import KINDS
 from tests.fuzz.run import fuzz
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
 def test_damaged_checkpoints(tmp_path):

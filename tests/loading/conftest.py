@@ -5,11 +5,6 @@ import pytest
 from tests.support.checkpoints import writers
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly(quick_compilation):
-    """All tests of loading."""
-
-
 @pytest.fixture(scope="session")
 def written(tmp_path_factory):
     """written(family, kind) -> directory. kind: "bf16" (transformers), "fused" (3-D), "native" (DeepSeek's FP8 blocks),

@@ -17,8 +17,6 @@ from tests.support.oracles.emulated_models import (
     plain_model,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FAMILIES = ("qwen3_moe", "mixtral")
 
 

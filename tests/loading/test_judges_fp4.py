@@ -21,8 +21,6 @@ from tests.support.oracles.emulated_models import (
 )
 from tests.support.oracles.layer_judge import assert_layer_close
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PRESETS = ("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8")
 WEIGHT_ONLY = ("NVFP4A16", "MXFP4A16")
 

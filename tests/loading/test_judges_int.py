@@ -14,8 +14,6 @@ from tests.support.oracles.emulated_models import (
     quantized_qwen3,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # The presets' groups of 128 do not divide 192 and 160 columns.
 WEIGHT_ONLY = ("W4A16", "W4A16_ASYM", "W3A16", "W8A16")
 ACTIVATIONS = ("W4A8", "W4AFP8")

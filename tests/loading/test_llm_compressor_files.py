@@ -23,8 +23,6 @@ from tests.support.checkpoints.expert_tensors import matrices_of
 from tests.support.oracles.compressed_tensors import decompressed
 from tests.support.oracles.emulated_models import assert_logits_with_quantized_activations, fake_quantized
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 NAMES = [
     f"{family}-{scheme}"
     for family in ("qwen3_moe", "mixtral")

@@ -14,8 +14,6 @@ import pytest
 from moe_jax import cli
 from tests.support.checkpoints import mutations, writers
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TINY = dict(
     vocab_size=32,
     hidden_size=64,
@@ -127,7 +125,7 @@ def test_real_command(count, bases, tmp_path):
     chosen = CASES[:: len(CASES) // count][:count]
     assert len(chosen) == count
     failures = []
-    # as the fixture quick_compilation: programs compiled in another way round differently
+    # as tests/conftest.py: programs compiled in another way round differently
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     if jax.__version_info__ < (0, 11):
         environment["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,8 +24,6 @@ from tests.support.checkpoints.expert_tensors import (
 )
 from tests.support.checkpoints.expert_tensors import E as NUM_EXPERTS
 from tests.support.refusals import refuses
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 quick = functools.partial(settings, derandomize=True, deadline=None, database=None)
 

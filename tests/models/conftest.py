@@ -8,11 +8,6 @@ from moe_jax.models import load_pretrained
 from tests.support.cases.models import VOCAB, Case, write_checkpoint
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly(quick_compilation):
-    """All tests of models."""
-
-
 @pytest.fixture(scope="session")
 def case(tmp_path_factory):
     """case(name) -> Case, made on first use."""

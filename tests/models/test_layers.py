@@ -2,12 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from moe_jax.models._layers import Linear
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_router_logits_are_not_rounded():

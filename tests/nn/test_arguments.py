@@ -9,8 +9,6 @@ from flax import nnx
 import moe_jax
 from moe_jax.quantization import SCHEMES
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CALIBRATED = ("fp8_tensor_static", "nvfp4", "nvfp4_modelopt")  # need a checkpoint
 
 

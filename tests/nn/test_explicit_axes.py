@@ -12,8 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import moe_jax
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RULES = (("expert", "ep"), ("mlp", "tp"))
 
 

@@ -18,8 +18,6 @@ from moe_jax.loading.files._arrays import checked_pairs
 from moe_jax.parallel._config import ParallelConfig
 from tests.support.cases.layers import E, H, I, K, call, checkpoint_pairs, inputs, make_layer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SCHEMES = ("bf16", "fp8_tensor", "fp8_channel", "fp8_block", "int8_w8a8", "int8_w8a16")
 
 

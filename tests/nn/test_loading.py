@@ -12,8 +12,6 @@ from flax import nnx
 from moe_jax import checkpointing
 from tests.support.cases.layers import E, H, abstract_layer, call, checkpoint_pairs, inputs, loaded_layer, make_layer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def test_load_process_and_idempotence():
     layer = abstract_layer()

@@ -26,7 +26,6 @@ from tests.support.checkpoints.expert_tensors import (
     static_tensors,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 PREFIX = "model.layers.0.mlp.experts"
 
 

@@ -6,8 +6,6 @@ from moe_jax import fused_experts
 from tests.support.cases import experts as cases
 from tests.support.oracles.layer_judge import assert_layer_close
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.parametrize(
     "scheme, hidden, intermediate",

@@ -13,7 +13,6 @@ from moe_jax import _versions
 from tests.support.cases.threads import while_reloading
 from tests.support.checkpoints.expert_tensors import INTER, E, H, plain_tensors
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 BIAS = "model.layers.0.mlp.gate.e_score_correction_bias"
 X, LOGITS = jnp.ones((1, H), jnp.float32), jnp.zeros((1, E), jnp.float32)
 

@@ -15,8 +15,6 @@ from moe_jax import checkpointing
 from moe_jax.nn import FrozenExpertsWarning
 from tests.support.cases.layers import E, H, I, inputs, make_layer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def block(scheme, seed=0):
     """Router and shared experts of flax around experts; called as ``model(x)``."""

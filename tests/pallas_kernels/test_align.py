@@ -18,8 +18,6 @@ from tests.support.kernels.in_lockstep import Memory, simt_of
 from tests.support.kernels.tile_checks import check_tiles, check_unpermuted_tiles
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RNG = np.random.default_rng(0)
 ROUTINGS = tile_checks.ROUTINGS | {
     "one expert takes all": (np.full((90, 2), 3), 5),

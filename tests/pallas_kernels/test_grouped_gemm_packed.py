@@ -33,8 +33,6 @@ from tests.support.kernels.gemm_problem import ROUTINGS, reference_of
 from tests.support.kernels.packed_problem import KINDS, make_problem, make_stored, packed_tolerance
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SILU = Activation("silu")
 GATED = dict(projections=2, activation=SILU)
 FORMATS = {

@@ -10,8 +10,6 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from pallas_kernels.common import packing
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KINDS = [np.asarray, jnp.asarray]
 
 

@@ -137,16 +137,16 @@ def run_quantizing(name, tokens, quantization, width, implementation, *, dtype="
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_reference(name, quick_compilation):
+def test_reference(name):
     run(name, 37, "reference")
 
 
-def test_reference_aligned(quick_compilation):
+def test_reference_aligned():
     run_aligned("softmax 512, top 16, masked", 9, "reference")
     run_aligned("softmax 128", 9, "reference", shard=(32, 64))
 
 
-def test_reference_quantizing(quick_compilation):
+def test_reference_quantizing():
     run_quantizing("softmax 512, top 16, masked", 5, "e4m3_group", 512, "reference", shard=(32, 64))
     run_quantizing("sigmoid 32, top 1", 16, "e4m3_tensor", 128, "reference")
 

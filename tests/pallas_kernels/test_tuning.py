@@ -146,7 +146,6 @@ def test_every_packed_format_has_candidates_and_operands(name):
     assert x.shape == (desc.rows, 512) and tile_expert.shape == (desc.rows // 16,)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     "name",
     [

@@ -30,8 +30,6 @@ from tests.support.cases.hopper_layers import on_hopper
 from tests.support.cases.meshes import EXPERTS, LAYOUTS, case_config, make_parallel, marked, reference, run
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 DISPATCHES = ("replicate", "all_gather", "all_to_all")
 ROUTINGS = ("random", "one", "last", "ties", "skewed")
 

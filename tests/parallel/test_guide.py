@@ -10,7 +10,7 @@ from moe_jax.parallel._dispatch import ROOM, WAYS
 GUIDE = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
 
 
-def test_the_example_runs(quick_compilation, capsys):
+def test_the_example_runs(capsys):
     example, *_ = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     exec(compile(example, "docs/parallel.md", "exec"), {})
     printed = capsys.readouterr().out

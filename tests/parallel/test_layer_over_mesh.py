@@ -19,8 +19,6 @@ from tests.support.cases.meshes import marked
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 E, K, H, I = 6, 2, 32, 24  # noqa: E741
 
 

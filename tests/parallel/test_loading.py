@@ -22,8 +22,6 @@ from tests.support.cases.meshes import assert_same_experts, marked
 from tests.support.checkpoints import writers
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 EXPERTS = 6
 CALIBRATED = {"fp8_tensor_static": "FP8", "nvfp4": "NVFP4"}  # input scales that differ from expert to expert
 

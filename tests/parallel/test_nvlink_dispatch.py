@@ -36,8 +36,6 @@ from tests.support.kernels.nvlink_slots import make_slots
 from tests.support.kernels.portable_twin import on_target
 from tests.support.oracles.tolerances import Tolerance, assert_rows_close, tolerance
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KERNELS = ["reference", pytest.param("hopper", marks=pytest.mark.multi_gpu)]
 
 

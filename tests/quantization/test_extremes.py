@@ -10,8 +10,6 @@ import pytest
 from moe_jax import MoEConfig, Scheme, fused_experts
 from moe_jax.quantization import Strategy, dequantize_tensor, method_for
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 E, H, INTER = 3, 64, 32
 # Largest error of the greatest weight of a scale's extent.
 METHODS = {

@@ -12,8 +12,6 @@ from pallas_kernels.common import packing
 from tests.support.cases import experts as cases
 from tests.support.oracles.layer_judge import assert_layer_close
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SIZES = dict(hidden_size=40, intermediate_size=24)
 
 

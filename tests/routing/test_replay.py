@@ -8,7 +8,6 @@ import pytest
 from moe_jax.routing import RoutedExperts, RoutingParams
 from tests.support.cases.routing import ROUTERS, TOKEN_IDS, E, K, config, config_of, jit_route, logits, run_router
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 CASES = [
     ("plain", "softmax", True),
     ("plain", "softmax", False),

@@ -17,8 +17,6 @@ from tests.support.oracles import layer_judge
 from tests.support.oracles.layer_judge import WRONG, LayerJudge
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 QUANTIZED = [name for name, scheme in SCHEMES.items() if scheme.activations is not None]
 FP8_CORE = [name for name in QUANTIZED if "fp8" in name and not name.startswith("mx")]
 # Normal deviates of these sums: what an order of float32 sums may do, and 16% of hidden values with another bfloat16.

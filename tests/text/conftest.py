@@ -10,11 +10,6 @@ from tests.support.cases.families import write_qwen3_5
 from tests.support.checkpoints.texts import VOCAB, add_texts, write_text_model
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly(quick_compilation):
-    """All tests of texts."""
-
-
 @pytest.fixture(scope="session")
 def text_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("text") / "model"

@@ -15,7 +15,6 @@ from moe_jax.text._chat_template import ChatTemplate
 from tests.cli.test_main import model_dir, run  # noqa: F401  (a fixture)
 from tests.cli.test_run import MESSAGES, TEMPLATE
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 

@@ -14,8 +14,6 @@ from moe_jax import Scheme
 from moe_jax.experts._choice import BACKENDS
 from tests.support.cases.torch_ranks import SimulatedGroup, assert_rows, run_ranks
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 E, K, H, I, G, T = 3, 2, 32, 64, 16, 6  # noqa: E741
 WORDS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 LAYOUTS = [

@@ -12,8 +12,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 import torch_bridge
 from tests.support.cases.torch_bridge import assert_same_weights, loaded_bridge, plain_arrays, stored_arrays
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 H, INTER, E, K = 64, 32, 8, 2
 SIZES = dict(
     vocab_size=64,

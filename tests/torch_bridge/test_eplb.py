@@ -26,8 +26,6 @@ from tests.support.cases.torch_ranks import (
     tensors,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 R = 3  # copies beyond the first of each expert
 P = E + R
 LAYOUTS = [dict(ep_size=2), dict(ep_size=4), dict(ep_size=2, tp_size=2), {}]

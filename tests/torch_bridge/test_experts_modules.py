@@ -13,8 +13,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import torch_bridge
 from torch_bridge._experts_modules import activation_of
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 E, K, H, INTER, T = 5, 3, 48, 32, 9
 MODELS = Path(transformers.__file__).parent / "models"
 CLASSES = [

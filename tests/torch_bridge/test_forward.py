@@ -37,8 +37,6 @@ from tests.support.cases.torch_bridge import (
 from torch_bridge import _ops
 from torch_bridge._tensors import to_arguments, to_jax, to_torch
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ALL_SCHEMES if name not in ONE_OF_EACH]
 
 

@@ -33,8 +33,6 @@ from tests.support.cases.torch_bridge import (
     torch_pairs,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RANKS = [dict(tp_size=2, tp_rank=0), dict(tp_size=2, tp_rank=1), dict(ep_size=3, ep_rank=0), dict(ep_size=3, ep_rank=2)]
 RANKS.append(dict(tp_size=2, tp_rank=1, ep_size=2, ep_rank=1))
 ROUND_ROBIN = dict(ep_size=2, ep_rank=1, expert_placement_strategy="round_robin")

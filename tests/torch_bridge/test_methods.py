@@ -23,8 +23,6 @@ from tests.support.cases.torch_bridge import (
     torch_pairs,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FP8, INT4 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "int"}
 TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True}
 GROUPS = {"strategy": "group", "group_size": 128, "dynamic": True}

@@ -29,8 +29,6 @@ from tests.support.cases.torch_bridge import (
 from tests.support.oracles.layer_judge import assert_layer_close
 from tests.support.oracles.routing import route_row
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FP8, INT4 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "int"}
 TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True}
 STATIC, CHANNEL = {"strategy": "tensor", "dynamic": False}, {"strategy": "channel"}

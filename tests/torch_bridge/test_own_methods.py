@@ -9,8 +9,6 @@ import torch
 import torch_bridge
 from tests.support.cases.torch_bridge import E, H, I, K, as_torch, bits, bridge_layer, inputs, plain_arrays, torch_pairs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 class Int8PerTensor:
     """Callbacks of someone else: one int8 scale for an expert's matrix, computed in torch."""

@@ -7,7 +7,6 @@ import torch
 import torch_bridge
 from tests.support.cases.torch_bridge import E, H, I, bits, bridge_layer, loaded_bridge, plain_arrays, stored_arrays
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 FP8 = torch.float8_e4m3fn
 # scheme -> dtypes of activations and weights, per token?, per channel?, block, flags that are set; by vLLM's builders
 CONFIGS = {

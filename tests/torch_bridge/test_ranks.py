@@ -25,8 +25,6 @@ from tests.support.cases.torch_ranks import (
     worst,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # What the layer has besides experts; every pair of features that may meet does so in one of them.
 FEATURES = [
     "bias zero shared scale",

@@ -23,8 +23,6 @@ from tests.support.cases.torch_bridge import (
     stored_arrays,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FP8 = dict(num_bits=8, type="float")
 TOKEN = dict(strategy="token", dynamic=True)
 # Scheme -> the class of vLLM's method and what it keeps of the config.

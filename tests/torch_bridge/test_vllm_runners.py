@@ -33,8 +33,6 @@ from tests.support.cases.torch_ranks import (
 from torch_bridge._moe_config import FusedMoEConfig, FusedMoEParallelConfig, MoEActivation, RoutingMethodType
 from torch_bridge._rank import Rank
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 FEATURES = ["bias zero partial factor", "transforms partial scale", "bias torch_routing", "partial ignored"]
 RANKS = [layout for layout in LAYOUTS if len({"tp_size", "ep_size"} & layout.keys()) == 1]  # vLLM has one of them

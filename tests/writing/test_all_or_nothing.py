@@ -15,8 +15,6 @@ from moe_jax.loading import Checkpoint, CheckpointError
 from tests.fuzz import bases
 from tests.support.checkpoints import mutations
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

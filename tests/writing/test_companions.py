@@ -13,8 +13,6 @@ from moe_jax.loading import CheckpointError, SafetensorsFile
 from moe_jax.writing import _companions
 from tests.fuzz import bases
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture
 def model(tmp_path):

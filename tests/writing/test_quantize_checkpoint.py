@@ -19,8 +19,6 @@ from tests.support.checkpoints import writers
 from tests.support.checkpoints.expert_tensors import assert_same
 from tests.support.oracles.compressed_tensors import decompressed
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # scheme -> sizes of the source; those after the first of a kind of arithmetic and container are slow
 QUICK = {
     **dict.fromkeys(("fp8_tensor", "fp8_channel", "fp8_block", "int8_w8a8", "w4a16_g32_asym"), "ragged"),

@@ -9,8 +9,6 @@ from moe_jax.quantization import SCHEMES, ScaleSearchMoEMethod, Strategy, dequan
 from moe_jax.writing._matrices import quantized
 from tests.fuzz import bases
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # by how much the sum of squared errors of all extents has to fall; MX only chooses among exponents
 GAINS = {"w4a16_g32": 0.95, "w4a16_channel_asym": 0.9, "fp8_block": 0.99, "nvfp4_a16": 0.9, "mxfp4": 0.99}
 SLOW = {"w3a16_g128": 0.95, "int8_w8a8": 1.0, "fp8_tensor": 0.999, "fp8_channel": 0.99, "mxfp8": 1.0}

@@ -13,8 +13,6 @@ from tests.fuzz import bases
 from tests.fuzz.decoder import decode_layer, read
 from tests.support.cases.families import add_predictor, write_qwen3_5
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 E, H, I = bases.E, bases.H, bases.I  # noqa: E741
 EXACT = {
     "native_fp8": ("fp8_block", "copied"),

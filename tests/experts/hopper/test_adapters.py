@@ -90,7 +90,7 @@ FLIPPED = dataclasses.replace(tolerance("bf16", "bfloat16"), fraction=2.0**-4)
 
 
 @pytest.mark.parametrize("scheme", quick(SCHEMES, "w4a16_g32", "fp8_tensor"))
-def test_outputs(scheme, quick_compilation):
+def test_outputs(scheme):
     check_outputs(by_references, scheme, has_bias=True, shares_gate=scheme != "w4a16_g32")
 
 
@@ -163,7 +163,7 @@ def assert_same(found, wanted, fraction=2.0**-16):
 
 
 @pytest.mark.parametrize("shares_gate", quick((False, True), False))
-def test_gradients(shares_gate, quick_compilation):
+def test_gradients(shares_gate):
     """By x and the adapters beside torch, in float32, so that one wrong product of many shows."""
     config, x, p, ids, weights, g = float32_call(shares_gate=shares_gate)
     found = gradients(by_references, config, x, p, ids, weights, g)
@@ -185,13 +185,13 @@ def test_gradients(shares_gate, quick_compilation):
     ),
     ids=str,
 )
-def test_gradients_beside_xla(options, quick_compilation):
+def test_gradients_beside_xla(options):
     """Also by router weights, scales of ranks and biases; and where each token takes an adapter of its own."""
     call = float32_call(**options)
     assert_same(gradients(by_references, *call), gradients(by_xla, *call))
 
 
-def test_each_token_takes_its_own_adapter(quick_compilation):
+def test_each_token_takes_its_own_adapter():
     config, x, p, ids, weights = call_of(shares_gate=False)
     own = chosen_by(weights, TOKENS)
     run = jax.jit(functools.partial(by_references, config))
@@ -224,7 +224,7 @@ def check_gradients_of_quantized(run, scheme, tokens, *, with_choice=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w4a16_g32", "fp8_block", "mxfp4_a16"])
-def test_gradients_beside_quantized_weights(scheme, quick_compilation):
+def test_gradients_beside_quantized_weights(scheme):
     check_gradients_of_quantized(by_references, scheme, 150)
 
 

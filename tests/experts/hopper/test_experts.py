@@ -37,7 +37,7 @@ SCHEMES = ("bf16", "fp8_tensor", "fp8_tensor_token", "fp8_channel", "fp8_block",
     [(name, I) for name in (*SCHEMES, "fp8_block_ue8m0")] + [("fp8_block", 192), ("fp8_block_ue8m0", 192)],
 )
 @pytest.mark.sample(14)
-def test_plumbing_on_kernel_references(scheme, intermediate, has_bias, quick_compilation):
+def test_plumbing_on_kernel_references(scheme, intermediate, has_bias):
     """In small-M tiles a launch of its own requantizes whole groups of a row, but no group and a half."""
     layer = make_layer(scheme, intermediate, has_bias=has_bias, implementation="reference")
     x, z = inputs(37)
@@ -71,7 +71,7 @@ ROUTERS = {
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.sample(2)
-def test_whole_layer_on_kernel_references(router, quick_compilation):
+def test_whole_layer_on_kernel_references(router):
     """From the logits on: the kernels' routing, padding masked, shared output added before the one rounding."""
     layer = make_layer("fp8_channel", implementation="reference", **ROUTERS[router])
     x, z = inputs(37)
@@ -321,7 +321,7 @@ def test_pinned_configurations_do_not_follow_the_call():
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "int8_w8a8"])
 @pytest.mark.sample(3)
-def test_pinned_outputs_do_not_depend_on_the_batch(scheme, quick_compilation):
+def test_pinned_outputs_do_not_depend_on_the_batch(scheme):
     """The xla implementation, bit for bit; the kernels' turn is test_pinned_outputs_on_gpu."""
     pinned_outputs_agree(make_layer(scheme, implementation="xla", pinned_tokens=16))
 
@@ -372,7 +372,7 @@ def test_float16_is_requantized_before_it_overflows(scheme):
 
 
 @pytest.mark.parametrize("tokens", [3, 37])
-def test_static_rows_are_requantized_apart(tokens, quick_compilation):
+def test_static_rows_are_requantized_apart(tokens):
     config = make_config(
         "fp8_tensor_static", num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, dtype="bfloat16"
     )

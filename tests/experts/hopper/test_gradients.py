@@ -33,7 +33,7 @@ PAIRS = {("whole", "grad of jit"), ("whole", "grad"), ("experts", "jit of grad")
 
 @pytest.mark.parametrize("scheme", ["bf16", pytest.param("fp8_channel", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("all_pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_gradients_are_those_of_the_next_implementation(scheme, all_pairs, quick_compilation):
+def test_gradients_are_those_of_the_next_implementation(scheme, all_pairs):
     """In every order of jit and grad, over a batch, with routing in the kernel and before it; no kernel is left."""
     layer = make_layer(scheme, NO_KERNELS, implementation=("hopper", "xla"))
     plain, (x, z) = make_layer(scheme, NO_KERNELS, implementation="xla"), inputs(3)

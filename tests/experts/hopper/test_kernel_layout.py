@@ -25,8 +25,6 @@ from moe_jax.quantization import SCHEMES, Scheme, method_for
 from tests.support.cases.hopper_layers import on_hopper
 from tests.support.kernels.case import launches
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 E, H, I, K = 3, 160, 128, 2  # noqa: E741
 PACKED = (
     *("w4a16_g32", "w4a16_g64", "w4a16_g128", "w4a16_channel"),

@@ -20,8 +20,6 @@ from tests.support.cases import experts as cases
 from tests.support.kernels.traces import equations
 from tests.support.oracles.layer_judge import assert_layer_close
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PACKED = [name for name, scheme in SCHEMES.items() if kernel_format(scheme, "bfloat16") is not None]
 PACKED += ["w4a16_g32_asym_unpacked", "w4a8_int8_g64_packed", "w3a16_channel_asym", "w5a16_g32"]
 PACKED += ["w4a16_g32_asym_actorder", "w4a8_int8_g64_actorder", "w4a8_int8_g64_asym", "w3a8_int8_channel_asym"]

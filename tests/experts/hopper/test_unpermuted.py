@@ -64,7 +64,7 @@ def compiled(config, arguments, unpermuted, kernels="reference"):
     ],
 )
 @pytest.mark.sample(3)
-def test_bits_are_those_of_moved_rows(scheme, tokens, options, quick_compilation):
+def test_bits_are_those_of_moved_rows(scheme, tokens, options):
     check_bits(layer(scheme, **options), tokens)
 
 
@@ -90,7 +90,7 @@ def test_quantized_bits_on_gpu(scheme, tokens):
 
 
 @pytest.mark.parametrize(("scheme", "tokens"), [("int8_w8a8", 5), ("fp8_block", 3)])
-def test_quantized_bits_from_logits(scheme, tokens, quick_compilation):
+def test_quantized_bits_from_logits(scheme, tokens):
     check_bits_from_logits(layer(scheme), tokens)
 
 

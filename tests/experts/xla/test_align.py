@@ -17,8 +17,6 @@ from pallas_kernels.align import row_capacity
 from tests.support.kernels.tile_checks import ROUTINGS
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def align_numpy(ids, num_experts, tile):
     """Plain version: walk the experts, append their pairs in order, pad. Returns the five fields, without the tail."""

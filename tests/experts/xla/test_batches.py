@@ -19,8 +19,6 @@ from tests.support.cases.experts import E, K, make_call, make_config
 from tests.support.kernels.traces import equations
 from tests.support.oracles.layer_judge import LayerJudge, assert_layer_close
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # All experts at once; one at a time; with rows that follow in a second batch, and in many.
 EXPERTS = [Batches("experts", 64, E), Batches("experts", 32, 1), Batches("experts", 8, E), Batches("experts", 3, 1)]
 ALL = [Batches("pairs"), *EXPERTS]  # a sweep's `sample` shares no factor with their number, so that each has its turn

@@ -15,8 +15,6 @@ from moe_jax.quantization import method_for, online_scheme
 from tests.support.checkpoints.expert_tensors import BF16, PROJECTIONS, assert_same, config, filled, frozen, matrices_of
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 H, INTER, NUM = 64, 32, 2
 SIZES = dict(hidden_size=H, intermediate_size=INTER, num_experts=NUM)
 # Largest error of a weight, as a part of the largest weight of its scale's extent.

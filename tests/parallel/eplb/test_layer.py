@@ -29,7 +29,6 @@ from tests.support.checkpoints.expert_tensors import E as FEW
 from tests.support.checkpoints.expert_tensors import H as HIDDEN
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 E, H, I, T = 11, 64, 32, 40  # noqa: E741
 
 

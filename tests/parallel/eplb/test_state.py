@@ -9,7 +9,6 @@ from moe_jax.parallel import EplbState, Placement, balancedness, is_rebalance_du
 from moe_jax.parallel.eplb._policy import share_of_slots
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 LAYERS, E, S, DEVICES = 3, 6, 8, 4
 
 

@@ -18,7 +18,6 @@ from moe_jax.quantization import SCHEMES
 from tests.support.cases import experts as cases
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 S, E = 8, cases.E
 # Between them: scales of matrices and groups, global and input scales, zero points, packed words and nibbles.
 QUICK = ("fp8_tensor_static", "w4a16_g32_asym", "nvfp4")
