@@ -13,7 +13,8 @@ for the model. A model is left out, with a line that says so, when less than LEA
 milliseconds of forward, and of forward with backward, tokens per second of the latter, TFLOP/s (9 products' worth,
 whatever is computed twice), and peak memory. --frozen adds our layer with quantized weights of these schemes, random
 ones, where x and the router weights have gradients: its TFLOP/s count 6 products, and backward_per_forward is the time
-of the backward pass as a multiple of the forward's. --trace adds the microseconds of each of our GPU kernels of a step
+of the backward pass as a multiple of the forward's; MOE_JAX_PACKED_GRADIENT=0 in the environment has a kernel
+dequantize packed weights first. --trace adds the microseconds of each of our GPU kernels of a step
 in their order, by JAX's profiler. --kernels times the products of the gradient one by one, with several configurations.
 FILE gets a JSON line per cell.
 """
@@ -293,7 +294,11 @@ def run_kernels(model: str, tokens: int, routing: dict[str, np.ndarray], report:
     import jax.numpy as jnp
 
     from pallas_kernels.align import align
+    from pallas_kernels.common.activations import Activation
     from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, grouped_gemm
+    from pallas_kernels.grouped_gemm.dgrad import candidates as dgrad_candidates
+    from pallas_kernels.grouped_gemm.dgrad import describe_dgrad, grouped_dgrad
+    from pallas_kernels.grouped_gemm.packed import PackedFormat, PackedWeights
     from pallas_kernels.grouped_gemm.wgrad import WgradDesc, grouped_wgrad
     from pallas_kernels.grouped_gemm.wgrad import candidates as wgrad_candidates
     from pallas_kernels.tuning.timing import least_of_bursts
@@ -342,6 +347,32 @@ def run_kernels(model: str, tokens: int, routing: dict[str, np.ndarray], report:
             run = functools.partial(grouped_gemm, transposes_w=transposes)
             timed(name, k, n, run, x, w, tiles.tile_expert, tiles.num_tiles, config=config)
         del w
+    fmt = PackedFormat("int4", scale="group", group_size=128)
+    for name, dy, k, activation in (
+        ("g W2, packed", narrow, intermediate, None),
+        ("g W2 and the derivative, packed", narrow, intermediate, Activation("silu")),
+        ("cotangent of x, packed", wide, hidden, None),
+    ):
+        n = dy.shape[1]
+        words = jax.random.bits(jax.random.key(1), (experts, n // 64, 1, k // 64, *fmt.block_shape), "uint32")
+        scale = jnp.full((experts, n // 64, 1, k // 128, 64), 1 / 64, jnp.float32)
+        packed = PackedWeights(words.astype(jnp.int32), scale, None, None, fmt, n, k)
+        desc = describe_dgrad(rows, packed, activation, has_tile_rows=True)
+        given = dict(tile_rows=tiles.tile_rows)
+        if activation is not None:
+            given |= dict(before=wide, row_weights=jnp.ones(rows, jnp.float32))
+        configs = dgrad_candidates(desc, block_m, 132)
+        configs += [dataclasses.replace(configs[0], raster_group_m=group) for group in (8, 32)]
+        configs += [dataclasses.replace(configs[0], num_stages=3)]
+
+        def pull(dy, packed, given, activation=activation, **options):
+            return grouped_dgrad(
+                dy, packed, tiles.tile_expert, tiles.num_tiles, activation=activation, **given, **options
+            )
+
+        for config in configs:
+            timed(name, n, k, pull, dy, packed, given, config=config)
+        del words, packed
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------

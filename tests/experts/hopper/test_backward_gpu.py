@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import moe_jax
+from moe_jax.experts.hopper._backward import Static, differentiable
 from tests.experts.hopper.test_backward import (
     ROUTINGS,
     SCHEMES_WITH_KERNELS,
@@ -49,6 +50,22 @@ def test_activations_and_biases(options):
 def test_quantized_weights(scheme):
     weights, expected, call = frozen_call(scheme, 700)
     assert_gradients_close(frozen_gradients(by_kernels(call[0]), weights, call), expected)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "nvfp4_a16"])
+def test_packed_weights_both_ways(scheme):
+    """Read as they are packed, to the bit on every call, and dequantized by a kernel of its own first."""
+    weights, expected, call = frozen_call(scheme, 700)
+
+    def run(reads_packed):
+        static = Static(call[0].config, jnp.dtype("float32"), reads_packed=reads_packed)
+        return frozen_gradients(functools.partial(differentiable, static), weights, call)
+
+    found = {reads_packed: run(reads_packed) for reads_packed in (True, False)}
+    for one in found.values():
+        assert_gradients_close(one, expected)
+    for name, again in run(True).items():
+        np.testing.assert_array_equal(np.asarray(found[True][name], np.float32), np.asarray(again, np.float32))
 
 
 def test_bits_repeat():
