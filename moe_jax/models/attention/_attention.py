@@ -459,7 +459,7 @@ def attended_and_projected(
 
     def by_kernel(q, k, v, inputs, sinks, scales, matrix, bias):
         places = dict(starts=inputs.starts, lengths=inputs.lengths, first_slots=inputs.first_slots)
-        places |= dict(page_table=inputs.page_table) if is_paged else {}
+        places |= {} if table is None else dict(page_table=inputs.page_table)
         heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
         codes, factors = attend_and_quantize(name, scale, window, rows, heads, k, v, places, sinks, scales)
         biases = None if bias is None else [bias]
@@ -469,7 +469,7 @@ def attended_and_projected(
     shape = jax.eval_shape(by_kernel, *arguments)
 
     def by_xla(q, k, v, inputs, sinks, scales, matrix, bias):
-        if is_paged:
+        if table is not None:
             k, v = by_rows(SlotCache((k, v)), inputs.starts, inputs.lengths, inputs.page_table)
         y = attend_xla(q, k, v, inputs, scale=scale, window=window, sinks=sinks, scales=scales)
         options: Any = dict(out_dtype=q.dtype, implementation=("reference",))
