@@ -83,7 +83,8 @@ def grouped_dgrad(
             name: leaf.reshape(-1, *leaf.shape[3:]) for name, leaf in leaves.items() if leaf is not None
         }
         operands |= dict(dy=dy, tile_expert=tile_expert, num_tiles=num_tiles.reshape(1), tile_rows=tile_rows)
-        found = grouped_dgrad_sm90(desc, chosen)(operands | dict(before=before, row_weights=row_weights))
+        operands |= dict(before=before, row_weights=row_weights)
+        found = grouped_dgrad_sm90(desc, chosen)(operands)
         return found if activation is None else (found[0], found[1].sum(axis=0))
 
     def reference() -> Any:
