@@ -30,7 +30,13 @@ from moe_jax._typing import Array, DTypeLike
 from moe_jax.activations import apply_activation
 from moe_jax.experts.hopper._adapters import Addend, sum_of_experts
 from moe_jax.experts.hopper._experts import forward
-from moe_jax.experts.hopper._gradient_products import DenseProducts, PackedProducts, packed_refusal, pulls_activation
+from moe_jax.experts.hopper._gradient_products import (
+    DenseProducts,
+    PackedProducts,
+    packed_block_m,
+    packed_refusal,
+    pulls_activation,
+)
 from moe_jax.experts.hopper._plan import tile_of_any_product
 from moe_jax.quantization import ExpertWeights, LowRank
 from pallas_kernels.align import TileMap, align
@@ -159,7 +165,10 @@ class _Gradient:
         """
         weights, config, kernels = self.weights, self.static.config, self.static.kernels
         num_experts = weights.num_experts
+        reads_packed = self.static.reads_packed and packed_refusal(config, weights) is None
         block_m = tile_of_any_product(self.topk_ids.size, num_experts)
+        if reads_packed:
+            block_m = packed_block_m(config, weights, block_m)
         tiles = align(self.topk_ids, num_experts, block_m, implementation=kernels)
         rows = _Rows(tiles, block_m, kernels)
         # Sums over the rows of an expert, for a gradient of a leaf of the weights, run over whole tiles.
@@ -167,7 +176,7 @@ class _Gradient:
         x, g_rows = (rows.of_tokens(tokens.astype(config.dtype), fills_gaps=has_sums) for tokens in (self.x, g))
         of_rows = rows.of_pairs(self.topk_weights)
         products: DenseProducts | PackedProducts
-        if self.static.reads_packed and packed_refusal(config, weights) is None:
+        if reads_packed:
             products = PackedProducts(config, weights, tiles, None if has_sums else tiles.tile_rows, kernels)
         else:
             products = DenseProducts(config, weights, tiles, kernels)

@@ -25,7 +25,14 @@ from moe_jax.quantization import ExpertWeights, QuantizedTensor, dequantize_tens
 from pallas_kernels.align import TileMap
 from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm.dgrad import describe_dgrad, grouped_dgrad
-from pallas_kernels.grouped_gemm.packed import BLOCK_N, dequantize_packed, grouped_gemm_packed, stacked_projections
+from pallas_kernels.grouped_gemm.packed import (
+    BLOCK_N,
+    candidates,
+    dequantize_packed,
+    describe_call,
+    grouped_gemm_packed,
+    stacked_projections,
+)
 from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, interleave
 
 
@@ -41,6 +48,13 @@ def packed_refusal(config: MoEConfig, weights: ExpertWeights) -> str | None:
         if reason := describe_dgrad(BLOCK_N, operand, None).unsupported():
             return reason
     return None
+
+
+def packed_block_m(config: MoEConfig, weights: ExpertWeights, block_m: int) -> int:
+    """Rows of a tile for weights without a ``packed_refusal``: 64 where gate and up have no tile of block_m rows."""
+    w13, _ = _packed(weights)
+    desc = describe_call(block_m, w13, config.dtype, "none", None, None)
+    return 64 if next(candidates(desc, block_m, 1), None) is None else block_m
 
 
 def pulls_activation(config: MoEConfig, weights: ExpertWeights) -> bool:

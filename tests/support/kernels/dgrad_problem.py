@@ -55,15 +55,22 @@ def make_pull(
     activation: Activation | None = None,
     projections: int = 1,
     has_tile_rows: bool = True,
+    rounds_once: bool = False,
     seed: int = 0,
 ) -> PullProblem:
-    """projections: of the weights, which the call gets stacked: N is then n of each."""
+    """projections: of the weights, which the call gets stacked: N is then n of each. rounds_once: as the reference
+    multiplies weights; else as the kernel does, which takes float32 scales in two parts of bfloat16.
+    """
     rng, fmt, experts = np.random.default_rng(seed), KINDS[kind][0], len(sizes)
     tile_expert, tile_rows, row_expert = tiles_of(sizes, block_m, 2)
     rows = len(row_expert)
     stored, values = make_stored(kind, (experts, projections), n, k, rng)
-    # As the kernels multiply them: rounded to the operands' dtype once, blocks of 64 channels in turn.
-    matrices = values.astype(np.float32).astype(fmt.operand).astype(np.float64)
+    matrices = _rounded(values, fmt.operand)
+    wide = stored.get("channel_scale", stored.get("scale"))
+    if not rounds_once and fmt.operand == "bfloat16" and wide is not None and wide.dtype == np.float32:
+        wide = wide[..., None] if "channel_scale" in stored else np.repeat(wide, fmt.group_size, -1)[..., :k]
+        matrices = _in_two_parts(values, wide.astype(np.float64))
+    # Blocks of 64 channels in turn.
     matrices = matrices.reshape(experts, projections, -1, 64, k).swapaxes(1, 2).reshape(experts, -1, k)
     dy = rng.standard_normal((rows, matrices.shape[1]), np.float32)
     dy = (dy / math.sqrt((matrices**2).mean() * matrices.shape[1])).astype(fmt.operand)
@@ -84,6 +91,18 @@ def make_pull(
     bar = np.stack(bars, axis=2).reshape(rows, -1)
     terms = np.sqrt(((hidden * sums) ** 2).sum(1)) + np.abs((hidden * sums).sum(1))
     return PullProblem(args, kwargs, (bar, (hidden * sums).sum(1), terms), row_expert, fmt.operand)
+
+
+def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    return values.astype(np.float32).astype(dtype).astype(np.float64)
+
+
+def _in_two_parts(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Weights whose scale is a sum of two bfloat16 numbers: one weight in a thousand is rounded to the other side."""
+    codes = np.divide(values, scale, out=np.zeros_like(values), where=scale != 0).astype(np.float32)
+    codes, high = codes.astype(np.float64), _rounded(scale, "bfloat16")
+    low = _rounded(scale - high, "bfloat16")
+    return _rounded(codes * high + _rounded(codes * low, "bfloat16"), "bfloat16")
 
 
 def _curve(activation: Activation, gate: np.ndarray, up: Any = None) -> tuple[np.ndarray, list[np.ndarray]]:
