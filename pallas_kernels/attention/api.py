@@ -98,8 +98,8 @@ def prefill(
         return out[:, : desc.num_queries]
 
     def reference():
-        rows = (k, v) if page_table is None else (rows_of_pages(a, page_table) for a in (k, v))
-        return prefill_ref(desc, q, *rows, starts, lengths, first_slots, sinks, first_keys, shared)
+        keys, values = (a if page_table is None else rows_of_pages(a, page_table) for a in (k, v))
+        return prefill_ref(desc, q, keys, values, starts, lengths, first_slots, sinks, first_keys, shared)
 
     return first_that_runs("prefill", dict(hopper=hopper, reference=reference), implementation)
 
