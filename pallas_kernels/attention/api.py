@@ -54,6 +54,7 @@ def prefill(
             row. None for none.
         page_table: (B, T) int32 where k is (P, M, 64, D) and v (P, M, 64, V): slot s of row b lies in page
             page_table[b, s // 64], L is 64 * T. Entries behind a row's last slot may be anything; others name a page.
+            The Hopper kernel takes pages without first_keys.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 

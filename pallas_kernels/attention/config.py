@@ -100,6 +100,8 @@ def config_error(desc: PrefillDesc, config: PrefillConfig) -> str | None:
     for what, width in (("width", desc.width), ("value_width", desc.value_width)):
         if width % 64 or not 64 <= width <= 256:
             return f"{what}={width}: 64, 128, 192 or 256"
+    if desc.num_pages and desc.has_sequences:
+        return "rows of several sequences in pages: gather them"  # with 256 columns ptxas spills
     if config.block_kv % 64 or not 64 <= config.block_kv <= TMA_BOX:
         return f"block_kv={config.block_kv}: a multiple of 64, at most {TMA_BOX}"
     if config.num_stages < 2 or config.query_stages < 1:

@@ -56,7 +56,7 @@ def prefill_cases() -> Iterator[Case]:
             for dtype in ("bfloat16", "float16"):
                 desc = prefill_desc(*widths, dtype, **options)
                 yield prefill_case(name, desc, choose_config(desc, SMS))
-        for name in ("causal", "window", "sequences"):
+        for name in ("causal", "window", "sinks"):
             desc = prefill_desc(*widths, num_slots=704, num_pages=40, **PREFILLS[name])
             yield prefill_case(name, desc, choose_config(desc, SMS))
         desc = prefill_desc(*widths)
