@@ -71,7 +71,8 @@ class Engine:
             if options.default_graphs
             else dict(cudagraph_capture_sizes=[1, 2, 4, 8, 64], max_cudagraph_capture_size=64)
         )
-        memory = {} if options.default_graphs else dict(kv_cache_memory_bytes=1 << 30)
+        held = (1 << 28) * options.layers  # bytes of 64 rows of 2048 tokens, for 8 key heads of 128
+        memory = {} if options.default_graphs else dict(kv_cache_memory_bytes=held)
         self.llm = vllm.LLM(
             model=str(folder),
             load_format="dummy",
