@@ -62,7 +62,7 @@ def register_experts(
 
 def _layer_for(experts: ExpertsModule, top_k: int, options: dict[str, Any]) -> FusedMoE:
     """The module's layer; made anew where its parameters are not what they were."""
-    layer, names, places = vars(experts).get("_moe_jax", (None, {}, None))
+    layer, names, places, _ = vars(experts).get("_moe_jax", (None, {}, None, None))
     if layer is not None and (places is None or places == _places(experts, names)):
         return layer
     names = names_of(experts)
@@ -83,7 +83,9 @@ def _layer_for(experts: ExpertsModule, top_k: int, options: dict[str, Any]) -> F
     if is_quantized:
         experts.register_state_dict_pre_hook(_refuse_state)
     # Past torch's registration of submodules: the layer's parameters are the module's own.
-    vars(experts)["_moe_jax"] = layer, names, None if is_quantized else _places(experts, names)
+    # Copied ones are held, so that no other tensor gets their address while it stands for them.
+    held = [] if is_quantized else [leaf.data for name, leaf in leaves.items() if _is_copied(experts, name)]
+    vars(experts)["_moe_jax"] = layer, names, None if is_quantized else _places(experts, names), held
     return layer
 
 

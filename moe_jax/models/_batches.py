@@ -219,7 +219,7 @@ class _PagedIntake(_PackedIntake):
         of_queues = [(pages_of(length), indices) for length, indices in self._packs.shared_tokens()]
         self._costs = {i: wholes[i] - shared for shared, indices in of_queues for i in indices}
         enough = self._enough(batch, wholes, sum(n for n, _ in of_queues))
-        self.num_pages = num_pages if isinstance(num_pages, int) else enough
+        self.num_pages = min(num_pages, enough) if isinstance(num_pages, int) else enough
         longest = max(wholes, key=wholes.__getitem__)
         if self.num_pages < self._of_packs + wholes[longest]:
             raise ValueError(

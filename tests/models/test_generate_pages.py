@@ -71,6 +71,8 @@ def test_answers_are_those_of_contiguous_rows(tmp_path, pools, kind):
     assert pool.fewest == 0 and pool.num_pages == fewest
     assert pool.num_free == pool.num_pages - 2  # of 128 tokens that a call reads
     assert not pool._holders.any() and pool.most_holders > 2  # rows, and those that still wait
+    assert generate(model, prompts, num_pages=1 << 31, **OPTIONS) == expected
+    assert pools[-1].num_pages < 4 * fewest  # no more than find use
 
 
 @pytest.mark.slow

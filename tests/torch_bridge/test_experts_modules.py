@@ -122,6 +122,18 @@ def test_weights_have_one_memory(name):
     torch.testing.assert_close(run(module, "moe_jax", *call()), run(module, "eager", *call()), rtol=1e-4, atol=1e-4)
 
 
+def test_new_weights_at_an_old_address():
+    """gpt-oss' rows of gate and up are copied, so nothing else holds the memory of those that are let go."""
+    module = make("gpt_oss", "modeling_gpt_oss", "GptOssExperts")
+    shape = module.gate_up_proj.shape
+    for value in range(1, 7):
+        run(module, "moe_jax", *call())
+        module.gate_up_proj.data = torch.empty(0)
+        module.gate_up_proj.data = torch.full(shape, 0.01 * value)
+        expected = run(module, "eager", *call())
+        torch.testing.assert_close(run(module, "moe_jax", *call()), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_expert_parallel_sentinels():
     """transformers gives experts of other ranks the id num_experts: they add nothing."""
     module = make("mixtral", "modeling_mixtral", "MixtralExperts")
