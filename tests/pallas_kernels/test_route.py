@@ -169,7 +169,7 @@ def run_parts(tokens, implementation):
         judge(whole, top_k, None, None, {}, weights, ids)
 
 
-def test_reference_of_parts(quick_compilation):
+def test_reference_of_parts():
     run_parts(9, "reference")
 
 
