@@ -336,7 +336,7 @@ class CausalLM(MoEFamily, Versioned):
         remat: bool = False,
         return_stats: bool = False,
         seq_lens: Int[Array, " B"] | None = None,
-        shared: Int[Array, " B"] | Literal[0] | None = None,
+        shared: Int[Array, " B"] | Int[Array, ""] | Literal[0] | None = None,
     ) -> tuple[Any, ...]:
         """Like a call under ``jax.jit``, up to the last norm: for callers that need logits at few positions.
 
@@ -373,7 +373,7 @@ class CausalLM(MoEFamily, Versioned):
         )
         segments = None if segment_ids is None else jnp.asarray(segment_ids).astype(jnp.int32)
         mask = mask if segments is None else mask & (segments != 0)
-        prefix = None if isinstance(shared, int) else shared
+        prefix = None if shared is None or isinstance(shared, int) else jnp.broadcast_to(shared, input_ids.shape[:1])
         arguments = (ids, mask, positions, segments, cache, seq_lens, prefix)
         ids, mask, positions, segments, cache, seq_lens, prefix = on_mesh(arguments, self.parallel)
         is_masked, back = attention_mask is not None or segments is not None, None
