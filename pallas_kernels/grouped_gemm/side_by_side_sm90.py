@@ -25,7 +25,7 @@ def at_own(cta: CtaContext, tile: Tile, name: str, use: Callable[[TileRef, Scala
         use(cta.operands[name], tile.column)
         return
     for index, (own, first) in enumerate(zip(names, first_tiles, strict=True)):
-        inside = tile.column > first
+        inside = tile.column >= first
         if index + 1 < len(first_tiles):
             inside = inside & (tile.column < first_tiles[index + 1])
         pl.when(inside)(lambda own=own, first=first: use(cta.operands[own], tile.column - first))
