@@ -47,6 +47,8 @@ def draw_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
                 tensor.fill_(1 / 480 if "weight_packed" in name else 1 / 4800)
         elif "norm" in name:
             tensor.fill_(1.0)
+        elif "bias" in name:  # small: with larger ones all tokens are routed to the same experts
+            _draw(tensor, generator, 0.01)
         elif tensor.dtype == torch.uint8:
             tensor.random_(0, 255, generator=generator)
         elif tensor.dtype == torch.int32:
