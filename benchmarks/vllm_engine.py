@@ -1,7 +1,7 @@
 """vLLM's engine with and without the plugin: GPU time and clock of whole decoder steps, start-up time, memory.
 
     python benchmarks/vllm_engine.py speed --out DIR [--cases qwen3-30b-a3b:fp8_channel,...] [--layers 4]
-        [--vocabulary 50000]
+        [--prefill 2048] [--decode 1x1024,64x1024] [--vocabulary 50000]
     python benchmarks/vllm_engine.py start --out DIR [--cases qwen3-30b-a3b:fp8_channel] [--layers 48]
 
 Needs a Hopper GPU, vLLM 0.24, and this checkout as the current directory; two GPUs share the work, and
@@ -30,15 +30,31 @@ from typing import Any
 from _vllm_environment import ENVIRONMENT
 
 START_LIMIT = 280  # seconds
+NEW = 256  # tokens that a row makes at most while a step is measured
 HERE = Path(__file__).resolve().parent
 CASES = "qwen3-30b-a3b:fp8_channel,qwen3-30b-a3b:fp8_block,qwen3-30b-a3b:w4a16_g128,gpt-oss-120b:mxfp4"
 BACKENDS = {
     "fp8_channel": ("auto", "triton"),
     "fp8_block": ("deep_gemm", "triton"),
+    "fp8_block_dense": ("deep_gemm", "triton"),
     "w4a16_g128": ("auto",),
     "mxfp4": ("auto", "marlin"),
     "bf16": ("auto",),
 }
+
+
+def cells_of(options: argparse.Namespace) -> tuple[list[int], list[tuple[int, int]]]:
+    """Tokens of each prefill; (rows, context) of each decode step."""
+    decodes = [cell.split("x") for cell in options.decode.split(",")]
+    return [int(tokens) for tokens in options.prefill.split(",")], [(int(rows), int(held)) for rows, held in decodes]
+
+
+def cache_bytes(config: dict[str, Any]) -> int:
+    """Of a token in a layer, in 16 bits."""
+    if "kv_lora_rank" in config:
+        return 2 * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    width = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    return 2 * 2 * config["num_key_value_heads"] * width
 
 
 class Engine:
@@ -66,21 +82,24 @@ class Engine:
         self.vocabulary = options.vocabulary or MODELS[model]["vocab_size"]
         config = MODELS[model] | dict(vocab_size=self.vocabulary)
         models.write_config(folder, config, models.QUANTIZATION[form], options.layers)
-        sizes = (
-            {}
-            if options.default_graphs
-            else dict(cudagraph_capture_sizes=[1, 2, 4, 8, 64], max_cudagraph_capture_size=64)
-        )
-        held = (1 << 28) * options.layers  # bytes of 64 rows of 2048 tokens, for 8 key heads of 128
+        self.prefills, self.decodes = cells_of(options)
+        rows = [rows for rows, _ in self.decodes]
+        longest = max(self.prefills + [context + NEW for _, context in self.decodes])
+        tokens = max(self.prefills + [rows * (context + NEW) for rows, context in self.decodes])
+        # Tokens are counted in blocks of 16, a few of which vLLM keeps; 1.2 is room for both.
+        held = int(1.2 * tokens * cache_bytes(config)) * options.layers
+        graphs = sorted({1, 2, 4, 8, *rows})
+        sizes = dict(cudagraph_capture_sizes=graphs, max_cudagraph_capture_size=graphs[-1])
+        sizes = {} if options.default_graphs else sizes
         memory = {} if options.default_graphs else dict(kv_cache_memory_bytes=held)
         self.llm = vllm.LLM(
             model=str(folder),
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_model_len=4096,
-            max_num_seqs=256 if options.default_graphs else 64,
-            max_num_batched_tokens=8192 if options.default_graphs else 2048,
+            max_model_len=max(4096, longest + 16),
+            max_num_seqs=256 if options.default_graphs else max(rows),
+            max_num_batched_tokens=8192 if options.default_graphs else min(8192, max(2048, *self.prefills)),
             enable_prefix_caching=False,
             gpu_memory_utilization=0.9 if options.default_graphs else 0.03,
             compilation_config=sizes,
@@ -137,7 +156,7 @@ class Engine:
 
     def decode(self, rows: int, context: int, steps: int = 32) -> dict[str, Any]:
         for _ in range(rows):
-            self.add(context - 2 * steps, 4096 - context)
+            self.add(context - 2 * steps, NEW)
         made: dict[str, int] = {}  # the last token of each row
 
         def step() -> None:
@@ -199,13 +218,14 @@ def child(options: argparse.Namespace) -> None:
 
     say(started=engine.started, memory=engine.memory(), methods=engine.methods())
     if options.command == "speed":
-        engine.prefill(2048)
+        engine.prefill(engine.prefills[0])
         signal.alarm(0)
         fcntl.flock(lock, fcntl.LOCK_UN)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        say(cell="prefill 2048", **engine.prefill(2048))
-        for rows in (1, 64):
-            say(cell=f"decode {rows}", **engine.decode(rows, 1024))
+        for tokens in engine.prefills:
+            say(cell=f"prefill {tokens}", **engine.prefill(tokens))
+        for rows, context in engine.decodes:
+            say(cell=f"decode {rows} x {context}", **engine.decode(rows, context))
     say(done=True)
     sys.stdout.flush()
     os._exit(0)
@@ -241,6 +261,10 @@ def launch(options: argparse.Namespace, name: str, case: str, plugin: bool, back
         str(options.vocabulary),
         "--layers",
         str(options.layers),
+        "--prefill",
+        options.prefill,
+        "--decode",
+        options.decode,
         "--backend",
         backend,
         "--lock",
@@ -305,6 +329,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--prefill", default="2048", help="tokens, with commas between them")
+    parser.add_argument("--decode", default="1x1024,64x1024", help="rows x tokens that each holds")
     parser.add_argument(
         "--vocabulary", type=int, default=0, help="another size of it; inductor tries gpt-oss' head in 50 GB of memory"
     )
