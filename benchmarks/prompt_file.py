@@ -107,6 +107,8 @@ def vllms(options: Any) -> dict[str, Any]:
     dummy_loader.initialize_dummy_weights = models.draw_weights
     name, scheme = options.case.split(":")
     folder = Path(tempfile.mkdtemp()) / name
+    if options.dense == "stored" and f"{scheme}_dense" in models.QUANTIZATION:
+        scheme = f"{scheme}_dense"  # attention as ours has it
     models.write_config(folder, MODELS[name], models.QUANTIZATION[scheme], options.layers)
     prompts, new = prompts_of(options, MODELS[name]["vocab_size"])
     began = time.monotonic()

@@ -42,8 +42,8 @@ def time_in_jit(
     them, count what calls[1] calls read. Median over samples. turn: makes the context of everything that runs on the
     device; programs are compiled outside of it, with XLA's ``compiler_options``. rest_s: idle time before each sample,
     which then begins with a program that is not counted, for calls that bring the device to its power limit, where its
-    clocks fall within tens of milliseconds. Calls do not wait for one another: XLA may overlap them, and merges their
-    collectives (``time_in_loop`` is for those).
+    clocks fall within tens of milliseconds. A call waits for the one before: side by side, XLA's kernels would read the
+    same weights at the same time. XLA still merges collectives of several calls (``time_in_loop`` is for those).
 
     rounds: how often a program runs its calls, in a loop; a loop's arrays stay where they are, so that XLA records its
     launches once (a CUDA graph) and replays them, where those of a program's results are recorded anew each time.
@@ -58,7 +58,12 @@ def time_in_jit(
 
     def program(count):
         def once(args, copies):
-            return [inner(*args[:varied], copies[i], *args[varied + 1 :]) for i in range(count)]
+            results: list[Any] = []
+            for own in copies[:count]:
+                if results:  # each call waits for the one before
+                    own, results[-1] = jax.lax.optimization_barrier((own, results[-1]))
+                results.append(inner(*args[:varied], own, *args[varied + 1 :]))
+            return results
 
         def one_round(_, carry, args, copies):
             copies, carry = jax.lax.optimization_barrier((copies, carry))  # else XLA may move calls out of the loop
