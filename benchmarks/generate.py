@@ -2,7 +2,8 @@
 
     python benchmarks/generate.py [--cases qwen3-30b-a3b:fp8_block,mixtral-8x7b:w4a16_g128] [--layers 4]
         [--decode 1,16,64,256] [--context 1024,8192] [--prefill 512,2048,8192,32768] [--attention auto,cudnn]
-        [--profile decode:1,prefill:2048] [--dense stored] [--whole] [--seconds 240] [--json FILE]
+        [--profile decode:1,prefill:2048] [--dense stored] [--whole] [--vocabulary N] [--seconds 240]
+        [--json FILE]
     JAX_PLATFORMS=cpu python benchmarks/generate.py --tiny        # tries the script out anywhere
 
 Random weights at the true sizes of a layer, as many layers as ``--layers`` says; embedding and head included. Attention
@@ -70,6 +71,7 @@ def build(name: str, scheme: str, options: Any) -> Any:
 
     def sizes(layers: int) -> Any:
         found = MODELS[name] | {"num_hidden_layers": layers}
+        found |= {"vocab_size": options.vocabulary} if options.vocabulary else {}
         return found | ({key: value for key, value in _TINY.items() if key in found} if options.tiny else {})
 
     def kind(layer: int) -> tuple[Any, ...]:
@@ -271,6 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--profile", default="", help="decode:ROWS and prefill:TOKENS, with commas between them")
     parser.add_argument("--dense", default="stored", choices=("stored", "bf16"))
+    parser.add_argument("--vocabulary", type=int, default=0, help="another size of it, such as vllm_engine.py's")
     parser.add_argument("--whole", action="store_true", help="time no model without experts")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--threads", type=int, default=8)
@@ -296,6 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--{key}={getattr(options, key)}" for key in ("layers", "decode", "context", "prefill", "attention")
         ]
         arguments += [f"--profile={options.profile}", f"--dense={options.dense}", f"--threads={options.threads}"]
+        arguments += [f"--vocabulary={options.vocabulary}"]
         arguments += [f"--cases={case}", f"--seconds={left}", "--worker"]
         arguments += [f"--{flag}" for flag in ("tiny", "whole") if getattr(options, flag)]
         for cell in _said([sys.executable, __file__, *arguments], left + 30):
