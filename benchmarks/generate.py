@@ -40,6 +40,7 @@ from _model_configs import MODELS
 from _timing import header
 from _trace import NO_COMMAND_BUFFERS, by_name, traced
 from flax import nnx
+from moe_layer import scheme_named
 
 from moe_jax.experts._matrix import in_best_matrix_layout
 from moe_jax.models import KVCache, read_family
@@ -66,11 +67,13 @@ class _Nothing(nnx.Module):
 
 def build(name: str, scheme: str, options: Any) -> Any:
     """A model of random weights. Layers behind the first four are copies of a like layer there."""
-    parsed = Scheme.parse(None if scheme == "bf16" else scheme)
+    parsed = None if scheme == "bf16" else scheme_named(scheme)
     dtype = jnp.float32 if options.tiny else jnp.bfloat16  # some bfloat16 products do not run on a CPU
 
     def sizes(layers: int) -> Any:
         found = MODELS[name] | {"num_hidden_layers": layers}
+        if "layer_types" in found:
+            found["layer_types"] = found["layer_types"][:layers]
         found |= {"vocab_size": options.vocabulary} if options.vocabulary else {}
         return found | ({key: value for key, value in _TINY.items() if key in found} if options.tiny else {})
 

@@ -155,6 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.set_defaults(vocabulary=0)  # the model's own
     options = parser.parse_args(argv)
     if options.tiny:
         options.case, options.layers = f"{options.case.split(':')[0]}:bf16", 1
