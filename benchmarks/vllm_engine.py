@@ -1,7 +1,7 @@
 """vLLM's engine with and without the plugin: GPU time and clock of whole decoder steps, start-up time, memory.
 
     python benchmarks/vllm_engine.py speed --out DIR [--cases qwen3-30b-a3b:fp8_channel,...] [--layers 4]
-        [--prefill 2048] [--decode 1x1024,64x1024] [--vocabulary 50000]
+        [--prefill 2048] [--decode 1x1024,64x1024] [--engines ours,triton] [--vocabulary 50000]
     python benchmarks/vllm_engine.py start --out DIR [--cases qwen3-30b-a3b:fp8_channel] [--layers 48]
 
 Needs a Hopper GPU, vLLM 0.24, and this checkout as the current directory; two GPUs share the work, and
@@ -328,6 +328,7 @@ def main() -> None:
     parser.add_argument("command", choices=("speed", "start"))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--cases", default=CASES)
+    parser.add_argument("--engines", default="", help="some of ours, auto, triton, deep_gemm and marlin; default: all")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--prefill", default="2048", help="tokens, with commas between them")
     parser.add_argument("--decode", default="1x1024,64x1024", help="rows x tokens that each holds")
@@ -365,9 +366,9 @@ def main() -> None:
         plan = [[]]
         for index, case in enumerate(options.cases.split(",")):
             gpu = gpus[index % len(gpus)]
-            plan[0].append((f"{case}@ours", case, True, "auto", gpu))
-            others = BACKENDS[case.partition(":")[2]]
-            plan[0] += [(f"{case}@{backend}", case, False, backend, gpu) for backend in others]
+            backends = dict(ours="auto") | {name: name for name in BACKENDS[case.partition(":")[2]]}
+            wanted = [name for name in backends if not options.engines or name in options.engines.split(",")]
+            plan[0] += [(f"{case}@{name}", case, name == "ours", backends[name], gpu) for name in wanted]
     for group in plan:
         running = {}
         for name, case, plugin, backend, gpu in group:
