@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from pallas_kernels.common.pages import PAGE_SLOTS
 from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_BOX, smem_bytes
 
 BLOCK_Q = 128  # queries of a tile: 64 for each of two consumer warpgroups
@@ -104,6 +105,8 @@ def config_error(desc: PrefillDesc, config: PrefillConfig) -> str | None:
         return "rows of several sequences in pages: gather them"  # with 256 columns ptxas spills
     if config.block_kv % 64 or not 64 <= config.block_kv <= TMA_BOX:
         return f"block_kv={config.block_kv}: a multiple of 64, at most {TMA_BOX}"
+    if desc.num_pages and BLOCK_Q % (config.block_kv // PAGE_SLOTS):
+        return f"block_kv={config.block_kv} in pages: queries come in as many copies, so 64, 128 or 256"
     if config.num_stages < 2 or config.query_stages < 1:
         return f"num_stages={config.num_stages}, query_stages={config.query_stages}: at least 2 and 1"
     if (desc.value_width // STORE_COLUMNS) % config.store_slots:

@@ -58,7 +58,7 @@ def calls(monkeypatch):
 # Norms of heads; biases; sinks and windows; a latent cache; post-norms and norms of whole projections; LayerNorms;
 # zero-centred norms, output gates and linear attention, which no kernel may take.
 NAMES = ["qwen3", "gpt_oss", "qwen3_next"]
-SLOW = ["deepseek_v32", "qwen3_dense_bias", "mixtral", "deepseek_v3", "flex_olmo", "phimoe", "granitemoe", "llama4"]
+SLOW = ["deepseek_v32", "qwen3_dense_bias", "mixtral", "deepseek_v3", "flex_olmo", "phimoe", "granite", "llama4"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])

@@ -181,6 +181,9 @@ def test_config_error():
         (dict(width=320), "320"),
     ):
         assert why in config_error(dataclasses.replace(desc, **options), fits)
+    narrow, three = prefill_desc(64, 64), dataclasses.replace(fits, block_kv=192)
+    assert config_error(narrow, three) is None
+    assert "block_kv=192 in pages" in config_error(dataclasses.replace(narrow, num_pages=9, num_slots=704), three)
 
 
 @pytest.mark.parametrize("block_kv", [64, 128])

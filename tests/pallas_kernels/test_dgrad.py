@@ -3,6 +3,7 @@ its weights in NumPy, thread by thread. The kernel runs in test_interpreter.py a
 """
 
 import dataclasses
+import functools
 import types
 from typing import Any
 
@@ -21,8 +22,9 @@ from pallas_kernels.grouped_gemm.packed.reference import dequantized
 from tests.pallas_kernels import test_packed_operands as operands
 from tests.pallas_kernels.test_packed_operands import as_matrix, on_numpy, on_threads  # noqa: F401  two fixtures
 from tests.pallas_kernels.test_packed_pipeline import Ref
+from tests.support.kernels import warpgroups
 from tests.support.kernels.cases import dgrad_cases
-from tests.support.kernels.dgrad_problem import make_pull
+from tests.support.kernels.dgrad_problem import make_pull, unpacked
 from tests.support.kernels.packed_problem import KINDS
 
 SILU = Activation("silu")
@@ -113,6 +115,56 @@ def test_numbers_in_shared_memory(kind, block_n, on_threads, monkeypatch):  # no
     step = 2.0**-8 if desc.dtype == "bfloat16" else 2.0**-11
     bound = np.abs(expected) * (step + 2.0**-17) + (0.0 if desc.dtype == "bfloat16" else 2.0**-25)
     assert (np.abs(found / desc.fmt.unit - expected) <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "k", "activation"),
+    [
+        ("int4 g64", DgradConfig(64, 128, 4, num_sms=2), 192, SILU),
+        ("int4 g128 asym", DgradConfig(128, 128, 3, raster_group_m=2, num_sms=2), 192, None),
+        ("int4 channel", DgradConfig(64, 64, 5, num_sms=2), 128, None),
+    ],
+)
+def test_body_in_threads(monkeypatch, kind, config, k, activation):
+    """The kernel's body itself, by a thread for each warpgroup: its values, and that no wait is for ever. Three steps
+    of N in rings of other lengths, a last column tile past K, and an expert's last tile with an empty half.
+    """
+    sizes = [3, 0, 70, 129] if config.block_m == 128 else [3, 70]
+    problem = make_pull(kind, sizes, n=192, k=k, block_m=config.block_m, activation=activation)
+    (dy, w, tile_expert, num_tiles), kwargs = problem.args, problem.kwargs
+    desc = dgrad.describe_dgrad(len(dy), w, activation, has_tile_rows=True)
+    assert config_error(desc, config) is None
+    leaves = dict(w=w.words, scale=w.scale, zero=w.zero, channel_scale=w.channel_scale)
+    given = {name: leaf.reshape(-1, *leaf.shape[3:]) for name, leaf in leaves.items() if leaf is not None}
+    given |= dict(dy=dy, tile_expert=tile_expert, num_tiles=num_tiles.reshape(1), **kwargs)
+    for name, stand_in in warpgroups.stand_ins().items():
+        monkeypatch.setattr(kernel, name, stand_in)
+    monkeypatch.setattr(kernel.accumulator_math_sm90, "sigmoid", jax.nn.sigmoid)
+
+    def load_block(fmt, words, width, rows, *vectors):
+        return unpacked(fmt, words.array, width, rows, *(None if v is None else v.array for v in vectors))
+
+    monkeypatch.setattr(kernel, "load_block", load_block)
+    outputs = [np.full((desc.rows, desc.projections * desc.k), np.nan, desc.dtype)]
+    if activation is not None:
+        outputs.append(np.full((-(-desc.k // config.block_n), desc.rows), np.nan, np.float32))
+    copies = 2 + desc.has_groups + desc.fmt.has_zero_point + desc.has_channel_scale
+
+    def scratch():
+        shapes = shared_arrays(desc, config)
+        return dict(
+            {name: warpgroups.Memory(np.zeros(shape, dtype)) for name, (shape, dtype) in shapes.items()},
+            full=warpgroups.Barriers(config.num_stages, copies),
+            ready=warpgroups.Barriers(2),
+            drained=warpgroups.Barriers(2, config.num_consumers),
+            **({} if activation is None else dict(before_full=warpgroups.Barriers(config.num_consumers, 2))),
+        )
+
+    refs = [warpgroups.Memory(np.asarray(given[name])) for name in desc.operand_names]
+    refs += [warpgroups.Memory(output) for output in outputs]
+    body = functools.partial(kernel._kernel, desc, config, *refs)
+    warpgroups.run(body, config.num_sms, config.num_consumers + 1, scratch)
+    problem.assert_close(outputs[0] if activation is None else (outputs[0], outputs[1].sum(axis=0)))
 
 
 def test_wrong_calls():

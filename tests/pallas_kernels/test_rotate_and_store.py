@@ -8,7 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.rotate_and_store import RotateConfig, RotateDesc, config_error, rotate_and_store
+from pallas_kernels.common import row_kernel_sm90
+from pallas_kernels.rotate_and_store import RotateConfig, RotateDesc, config_error, kernel_sm90, rotate_and_store
+from tests.support.kernels import warpgroups
 from tests.support.kernels.layer_cases import rotate_and_store_cases
 from tests.support.refusals import refuses
 
@@ -136,6 +138,42 @@ def check_pages(implementation, *sizes, is_e4m3, dtype="bfloat16"):
 @pytest.mark.parametrize("is_e4m3", [False, True])
 def test_pages(is_e4m3):
     check_pages("reference", 3, 8, 4, 2, 8, 192, is_e4m3=is_e4m3)
+
+
+def test_body_on_pages(monkeypatch):
+    """The kernel's body itself, on arrays: tokens that go on in a second page, before a row's start and behind its end,
+    in a row's first and last slot, and with entries that name no page, the first number that is none too."""
+    rng, width, pages = np.random.default_rng(0), 64, 5
+    places = [np.array(at, np.int32) for at in ([1, 64, 0, 0], [65, 128, 64, 128], [62, 126, 0, 126])]
+    starts, lengths, first_slots = places
+    starts[2] = 1
+    table = np.array([[3, 0], [-1, 4], [1, -1], [2, pages]], np.int32)
+    desc = RotateDesc(4, 3, 4, 4, width, 128, "float32", is_packed=True, has_norm=False, eps=0.0, num_pages=pages)
+    projected = rng.standard_normal((1, 12, 12, width)).astype(np.float32)
+    cos, sin = (rng.standard_normal((12, width // 2)).astype(np.float32) for _ in range(2))
+    caches = [np.full((pages, 4, 64, width), np.nan, np.float32) for _ in range(2)]
+    expected = [cache.copy() for cache in caches]
+    first, second = np.split(projected[0], 2, axis=-1)
+    rotated = np.concatenate(
+        [first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None]], -1
+    )
+    for token in range(12):
+        row, slot = token // 3, first_slots[token // 3] + token % 3
+        page = table[row, min(slot // 64, 1)]
+        if starts[row] <= slot < lengths[row] and 0 <= page < pages:
+            expected[0][page, :, slot % 64], expected[1][page, :, slot % 64] = (
+                rotated[token, 4:8],
+                projected[0, token, 8:],
+            )
+    assert sum(np.isfinite(expected[0][:, 0, :, 0]).ravel()) == 7
+    for module in (kernel_sm90, row_kernel_sm90):
+        for name in ("lax", "pl", "mosaic"):
+            monkeypatch.setattr(module, name, warpgroups.stand_ins()[name])
+    queries = np.full((12, 4, width), np.nan, np.float32)
+    refs = [warpgroups.Memory(a) for a in (*caches, projected, cos, sin, *places, table, queries)]
+    warpgroups.run(functools.partial(kernel_sm90._kernel, desc, 3, *refs), 3, 1, dict)
+    for found, wanted in zip((queries, *caches), (rotated[:, :4], *expected), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_wrong_calls():

@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm.packed import stacked_projections, to_kernel_layout
+from pallas_kernels.grouped_gemm.packed.format import from_words
 from tests.support.kernels.gemm_problem import tiles_of
 from tests.support.kernels.packed_problem import KINDS, make_stored
 from tests.support.oracles.tolerances import Tolerance, assert_rows_close
@@ -91,6 +92,21 @@ def make_pull(
     bar = np.stack(bars, axis=2).reshape(rows, -1)
     terms = np.sqrt(((hidden * sums) ** 2).sum(1)) + np.abs((hidden * sums).sum(1))
     return PullProblem(args, kwargs, (bar, (hidden * sums).sum(1), terms), row_expert, fmt.operand)
+
+
+def unpacked(fmt: Any, block: Any, width: int, rows: Any, zeros: Any, scales: Any, wide_scales: Any) -> Any:
+    """In place of ``load_block``, whose PTX runs on a GPU alone, for integers: of references or arrays."""
+    codes = from_words(block[...].reshape(1, 1, -1), fmt).astype(jnp.float32)
+
+    def spread(vector: Any) -> Any:
+        vector = vector[...].reshape(-1, 64)
+        quarters = [jnp.broadcast_to(vector[row].astype(jnp.float32)[:, None], (64, fmt.block_k // 4)) for row in rows]
+        return jnp.concatenate(quarters, axis=1)
+
+    value = codes * fmt.unit + (-8 * fmt.unit if zeros is None else spread(zeros))
+    for factor in (scales, wide_scales):
+        value = value if factor is None else value * spread(factor)
+    return (value.astype(fmt.operand),)
 
 
 def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:

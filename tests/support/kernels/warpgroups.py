@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.common.mosaic import column_predicate
+
 SECONDS = 60  # that a warpgroup waits at most
 _here = threading.local()
 
@@ -149,7 +151,8 @@ def stand_ins() -> dict[str, Any]:
         broadcasted_iota=lambda dtype, shape, axis, layout: lax.broadcasted_iota(dtype, shape, axis),
     )
     of_mosaic = types.SimpleNamespace(begin=nothing, Accumulator=lambda shape, dtype: shape, WGMMA=None, ROWS=None)
-    of_mosaic.load = lambda ref, layout, optimized: jnp.asarray(ref.array)
+    of_mosaic.load = lambda ref, layout, optimized=True: jnp.asarray(ref.array)
+    of_mosaic.column_predicate = column_predicate
     return dict(lax=of_lax, pl=of_pallas, plgpu=of_mosaic_gpu, mosaic=of_mosaic)
 
 
@@ -173,8 +176,9 @@ def _copy_in(source: Any, target: Memory, at: Any) -> None:
     at[0].arrive(at[1])
 
 
-def _copy_out(source: Memory, target: Memory) -> None:
-    target.array[...] = source.array[tuple(slice(extent) for extent in target.shape)]
+def _copy_out(source: Memory, target: Memory, predicate: Any = None) -> None:
+    if predicate is None or bool(predicate):
+        target.array[...] = source.array[tuple(slice(extent) for extent in target.shape)]
 
 
 def _multiply(sums: Sums, left: Any, right: Memory) -> None:
@@ -188,4 +192,6 @@ def _barriers(scratch: Mapping[str, Any]) -> list[Barriers]:
 
 def _index(index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
+    firsts = [part.start or 0 if isinstance(part, slice) else part for part in parts if part is not Ellipsis]
+    assert all(int(first) >= 0 for first in firsts), f"before the first element: {firsts}"
     return tuple(part if part is Ellipsis or isinstance(part, slice) else int(part) for part in parts)
