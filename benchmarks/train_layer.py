@@ -1,22 +1,32 @@
-"""Forward and backward of a layer's experts on a GPU: ours beside torch's grouped_mm with autograd.
+"""Forward and backward of a layer's experts on a GPU: ours beside torch's grouped_mm and tokamax's ragged_dot.
 
     python benchmarks/train_layer.py [--models qwen3-30b-a3b,mixtral-8x7b] [--tokens 4096,16384] [--seconds 240]
-    [--frozen w4a16_g128,...] [--kernels] [--trace] [--out FILE]
+    [--sides torch,ours,tokamax] [--frozen w4a16_g128,...] [--kernels] [--trace] [--out FILE]
 
-Both get the same numbers, made on the GPU from the index of each element, and the same experts and router weights of
-each token. The gradient is that of a sum with random weights, by x, by the router weights and by both matrices. torch
-runs what transformers' experts implementation "grouped_mm" does: rows sorted by expert, torch._grouped_mm, the
-activation and the sum in eager operations. Samples of all results are compared; NaN agrees with nothing.
+All get the same numbers, made on the GPU from the index of each element, and the same experts and router weights of
+each token. The gradient is that of a sum with random weights, by x, by the router weights and by both matrices.
 
-Each side runs in a process of its own per model, torch first, and takes at most an equal part of the time that is left
-for the model. A model is left out, with a line that says so, when less than LEAST_S are left. Reported per cell:
-milliseconds of forward, and of forward with backward, tokens per second of the latter, TFLOP/s (9 products' worth,
-whatever is computed twice), and peak memory. --frozen adds our layer with quantized weights of these schemes, random
-ones, where x and the router weights have gradients: its TFLOP/s count 6 products, and backward_per_forward is the time
-of the backward pass as a multiple of the forward's; MOE_JAX_PACKED_GRADIENT=0 in the environment has a kernel
-dequantize packed weights first. --trace adds the microseconds of each of our GPU kernels of a step
-in their order, by JAX's profiler. --kernels times the products of the gradient one by one, with several configurations.
-FILE gets a JSON line per cell.
+torch     what transformers' experts implementation "grouped_mm" does: rows sorted by expert, torch._grouped_mm, the
+          activation and the sum in eager operations.
+tokamax   rows sorted by expert, tokamax.ragged_dot with tokamax's own gradient, the rest left to XLA, in one program.
+          Its Hopper kernels (implementation "mosaic_gpu") take weights as (experts, K, N). Each product runs in the
+          fastest of a few configurations, see _tokamax_layer.py. Peak memory is XLA's plan of the program, so that
+          what timing the configurations took is not in it. On a CPU: implementation "xla".
+
+Samples of all results are compared with those of the first side that has any; NaN agrees with nothing.
+
+Each side runs in a process of its own per model. It may take 1.5 times an equal part of the time that is left, so that
+one slow side cannot take the time of all, and does not start a cell for which its time is too short by the time that
+the cell before took. What was left out has a line that says so; so has a side that fails, with its error. Every line is
+written as soon as its cell is done.
+
+Reported per cell: milliseconds of forward, and of forward with backward, tokens per second of the latter, TFLOP/s (9
+products' worth, whatever is computed twice), and peak memory. --frozen adds our layer with quantized weights of these
+schemes, random ones, where x and the router weights have gradients: its TFLOP/s count 6 products, and
+backward_per_forward is the time of the backward pass as a multiple of the forward's; MOE_JAX_PACKED_GRADIENT=0 in the
+environment has a kernel dequantize packed weights first. --trace adds the microseconds of each of our GPU kernels of a
+step in their order, by JAX's profiler. --kernels times the products of the gradient one by one, with several
+configurations. FILE gets a JSON line per cell.
 """
 
 import argparse
@@ -25,7 +35,9 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +49,9 @@ SIZES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "mixtral-8x7b": (8, 2, 4096, 1433
 SAMPLE = 64  # rows and columns of each result that are compared
 SEEDS = dict(x=1, g=2, w13=3, w2=4)
 BURSTS, BURST_S, REST_S = 3, 0.15, 0.1
-LEAST_S = 12.0
+LEAST_S = 12.0  # with less time left no process is started
+SIDES = ("torch", "ours", "tokamax")
+REPORTED = 3  # the exit code of a process that has written a line for each of its errors
 
 
 def hashed(index: Any, seed: int) -> Any:
@@ -210,6 +224,53 @@ def run_frozen(scheme: str, model: str, tokens: int, routing: dict[str, np.ndarr
             calls(apart, g, *arguments)(3)
         cell["kernels"] = per_call(kernels, 3)
     return cell
+
+
+# -- tokamax ----------------------------------------------------------------------------------------------------------
+
+
+def run_tokamax(
+    model: str, tokens: int, routing: dict[str, np.ndarray], known: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """known: configurations of each matrix's products, the best first; filled for the next number of tokens."""
+    import jax
+    import jax.numpy as jnp
+    from _tokamax_layer import experts_layer, import_tokamax, tuned_product
+
+    version = import_tokamax().__version__
+    sizes = experts, top_k, hidden, intermediate = SIZES[model]
+    transposed = jax.jit(lambda w: w.mT)
+    w13 = transposed(values((experts, 2 * intermediate, hidden), SEEDS["w13"], 1 / 32))
+    w2 = transposed(values((experts, hidden, intermediate), SEEDS["w2"], 1 / 32))
+    x, g = (values((tokens, hidden), SEEDS[name], 1.0) for name in ("x", "g"))
+    topk_weights, ids = (jnp.asarray(routing[name]) for name in ("topk_weights", "topk_ids"))
+    products: list[Any] = ["xla", "xla"]
+    if jax.default_backend() == "gpu":
+        group_sizes = jnp.bincount(ids.reshape(-1), length=experts).astype(jnp.int32)
+        for index, (name, w) in enumerate((("w13", w13), ("w2", w2))):
+            rows = jnp.ones((tokens * top_k, w.shape[1]), jnp.bfloat16)
+            product, known[name] = tuned_product(rows, w, group_sizes, known.get(name))
+            products[index] = (product,)
+
+    def experts_of(x, topk_weights, w13, w2):
+        return experts_layer(x, topk_weights, ids, w13, w2, products)
+
+    def step(g, *arguments):
+        y, pull = jax.vjp(experts_of, *arguments)
+        return dict(zip(("y", "x", "topk_weights", "w13", "w2"), (y, *pull(g)), strict=True))
+
+    arguments = (x, topk_weights, w13, w2)
+    forward = jax.jit(experts_of).lower(*arguments).compile()
+    both = jax.jit(step).lower(g, *arguments).compile()
+    found = both(g, *arguments)
+    compared = samples(found | {name: found[name].mT for name in ("w13", "w2")})
+    del found
+    memory: Any = both.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    seconds = seconds_of(calls(both, g, *arguments))
+    cell = figures(seconds, seconds_of(calls(forward, *arguments)), tokens, sizes, peak)
+    best = {name: {product: forms[0] for product, forms in by_product.items()} for name, by_product in known.items()}
+    return cell | dict(device=jax.devices()[0].device_kind, tokamax=version, configurations=best), compared
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------
@@ -388,35 +449,68 @@ def routing_of(model: str, tokens: int) -> dict[str, np.ndarray]:
     return dict(topk_weights=weights.astype(np.float32), topk_ids=np.sort(ids, axis=1).astype(np.int32))
 
 
-def child(side: str, model: str, counts: list[int], folder: Path, *, traces: bool) -> None:
+def child(side: str, model: str, counts: list[int], folder: Path, *, seconds: float, traces: bool) -> int:
     """Cells of one side, each printed as a JSON line; samples of its results go to the folder."""
 
     def report(cell: dict) -> None:
         print(json.dumps(cell), flush=True)
 
+    until, took, code = time.time() + seconds, 0.0, 0
+    known: dict[str, Any] = {}
     for tokens in counts:
-        routing = routing_of(model, tokens)
-        if side == "kernels":
-            run_kernels(model, tokens, routing, report)
+        start = time.time()
+        if until - start < took:
+            report(dict(side=side, model=model, tokens=tokens, left_out=f"{until - start:.0f} s are left"))
             continue
-        if side not in ("ours", "torch"):
-            cell = run_frozen(side, model, tokens, routing, traces=traces)
-        else:
-            options: dict[str, Any] = {} if side == "torch" else dict(traces=traces)
-            run = run_torch if side == "torch" else run_ours
-            cell, compared = run(model, tokens, routing, **options)
-            np.savez(folder / f"{side}_{model}_{tokens}.npz", allow_pickle=False, **compared)
-        report(dict(side=side, model=model, tokens=tokens, **cell))
+        try:
+            routing = routing_of(model, tokens)
+            compared = None
+            if side == "kernels":
+                run_kernels(model, tokens, routing, report)
+                continue
+            if side == "torch":
+                cell, compared = run_torch(model, tokens, routing)
+            elif side == "ours":
+                cell, compared = run_ours(model, tokens, routing, traces=traces)
+            elif side == "tokamax":
+                cell, compared = run_tokamax(model, tokens, routing, known)
+            else:
+                cell = run_frozen(side, model, tokens, routing, traces=traces)
+            if compared is not None:
+                np.savez(folder / f"{side}_{model}_{tokens}.npz", allow_pickle=False, **compared)
+            report(dict(side=side, model=model, tokens=tokens, **cell))
+        except Exception as error:  # one cell must not take the others with it
+            traceback.print_exc()
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            report(dict(side=side, model=model, tokens=tokens, error=why[:500]))
+            code = REPORTED
+            if isinstance(error, ImportError):
+                break  # no other cell would run
+        took = time.time() - start
+    return code
 
 
-def differences(folder: Path, model: str, tokens: int) -> dict[str, float] | str:
-    """The largest difference of each result, as a fraction of its largest value."""
-    paths = [folder / f"{side}_{model}_{tokens}.npz" for side in ("ours", "torch")]
-    if not all(path.exists() for path in paths):
-        return "one side has no results"
-    ours, torchs = (np.load(path) for path in paths)
+def run_child(command: list[str], seconds: float, report: Callable[[str], None]) -> tuple[bool, str]:
+    """Passes on each JSON line of a process as it comes. Returns whether all went well, and an error without a line."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        late = threading.Timer(seconds, run.kill)
+        late.start()
+        for line in run.stdout or ():
+            if line.startswith("{"):
+                report(line.rstrip())
+        code = run.wait()
+        over = not late.is_alive()
+        late.cancel()
+    if over and code:
+        return False, f"ended after {seconds:.0f} s"
+    return code == 0, "" if code in (0, REPORTED) else f"ended with code {code}"
+
+
+def differences(folder: Path, model: str, tokens: int, side: str, beside: str) -> dict[str, float]:
+    """The largest difference of each result, as a fraction of the largest value ``beside`` has."""
+    ours, theirs = (np.load(folder / f"{name}_{model}_{tokens}.npz") for name in (side, beside))
     return {
-        name: round(float(np.abs(ours[name] - torchs[name]).max() / np.abs(torchs[name]).max()), 5) for name in ours
+        name: round(float(np.abs(ours[name] - theirs[name]).max() / np.abs(theirs[name]).max()), 5) for name in theirs
     }
 
 
@@ -425,6 +519,7 @@ def main() -> int:
     parser.add_argument("--models", default="qwen3-30b-a3b,mixtral-8x7b")
     parser.add_argument("--tokens", default="4096,16384")
     parser.add_argument("--seconds", type=float, default=240, help="when to end")
+    parser.add_argument("--sides", default="torch,ours", help=f"of {', '.join(SIDES)}; may be empty beside --frozen")
     parser.add_argument("--frozen", default="", help="schemes of quantized weights")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--trace", action="store_true")
@@ -434,9 +529,13 @@ def main() -> int:
     args = parser.parse_args()
     models, counts = args.models.split(","), [int(count) for count in args.tokens.split(",")]
     if args.child:
-        child(args.child, models[0], counts, args.folder, traces=args.trace)
-        return 0
+        return child(args.child, models[0], counts, args.folder, seconds=args.seconds, traces=args.trace)
     until = time.time() + args.seconds
+    compared = [name for name in args.sides.split(",") if name]
+    if unknown := [name for name in compared if name not in SIDES]:
+        parser.error(f"--sides {unknown[0]!r} is none of {', '.join(SIDES)}")
+    if unknown := [name for name in models if name not in SIZES]:
+        parser.error(f"--models {unknown[0]!r} is none of {', '.join(SIZES)}")
 
     def report(line: str) -> None:
         print(line, flush=True)
@@ -445,36 +544,34 @@ def main() -> int:
                 file.write(line + "\n")
 
     failed = False
-    sides = ("kernels",) if args.kernels else ("torch", "ours", *(name for name in args.frozen.split(",") if name))
-    with tempfile.TemporaryDirectory() as folder:
+    sides = ["kernels"] if args.kernels else compared + [name for name in args.frozen.split(",") if name]
+    waiting = len(models) * len(sides)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         for model in models:
-            if until - time.time() < LEAST_S * len(sides):
-                report(json.dumps(dict(model=model, left_out=f"{until - time.time():.0f} s are left")))
-                continue
-            for index, side in enumerate(sides):
-                command = [sys.executable, __file__, "--child", side, "--models", model, "--tokens", args.tokens]
-                command += ["--folder", folder] + ["--trace"] * args.trace
-                left = max(1.0, (until - time.time()) / (len(sides) - index))
-                with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-                    try:
-                        out, err = run.communicate(timeout=left)
-                    except subprocess.TimeoutExpired:
-                        run.kill()
-                        out, err = run.communicate()
-                        err += f"ended after {left:.0f} s"
-                for line in out.splitlines():
-                    if line.startswith("{"):
-                        report(line)
-                if run.returncode:
+            for side in sides:
+                left = until - time.time()
+                share = left / waiting * (1.5 if waiting > 1 else 1)
+                waiting -= 1
+                if left < LEAST_S:
+                    report(json.dumps(dict(side=side, model=model, left_out=f"{left:.0f} s are left")))
                     failed = True
-                    report(json.dumps(dict(side=side, model=model, error=err[-1500:])))
-        if not args.kernels:
-            for model in models:
-                for tokens in counts:
-                    found = differences(Path(folder), model, tokens)
-                    agree = not isinstance(found, str) and all(value <= 0.03 for value in found.values())
+                    continue
+                command = [sys.executable, __file__, "--child", side, "--models", model, "--tokens", args.tokens]
+                command += ["--folder", name, "--seconds", f"{share:.1f}"] + ["--trace"] * args.trace
+                well, error = run_child(command, share, report)
+                failed |= not well
+                if error:
+                    report(json.dumps(dict(side=side, model=model, error=error)))
+            for tokens in () if args.kernels else counts:
+                done = [side for side in compared if (folder / f"{side}_{model}_{tokens}.npz").exists()]
+                failed |= len(done) < len(compared)
+                for side in done[1:]:
+                    found = differences(folder, model, tokens, side, done[0])
+                    agree = all(value <= 0.03 for value in found.values())
                     failed |= not agree
-                    report(json.dumps(dict(model=model, tokens=tokens, differences=found, agree=agree)))
+                    line = dict(model=model, tokens=tokens, side=side, beside=done[0])
+                    report(json.dumps(line | dict(differences=found, agree=agree)))
     return 1 if failed else 0
 
 

@@ -2,6 +2,7 @@
 
 python examples/finetune_lora.py [DIR] [--steps 50] [--out runs/lora]       # DIR: a checkpoint; random weights if none
 python examples/finetune_lora.py --size qwen3-30b-a3b --layers 4             # true sizes, random weights, one GPU
+python examples/finetune_lora.py --size qwen3-30b-a3b --layers 2 --mesh expert=2      # the same on two GPUs
 XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \\
     python examples/finetune_lora.py --mesh expert=4,data=2                  # simulated devices
 
@@ -39,7 +40,7 @@ QWEN3_30B_A3B = _demo.CONFIG | dict(
     moe_intermediate_size=768,
     max_position_embeddings=40960,
 )
-SIZES = {"tiny": None, "qwen3-30b-a3b": QWEN3_30B_A3B}
+SIZES = {"tiny": _demo.CONFIG, "qwen3-30b-a3b": QWEN3_30B_A3B}
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -95,6 +96,12 @@ def batch_of(step, ids, segments, options, mesh):
 # -- model and step --------------------------------------------------------------------------------------------------
 
 
+def sizes_of(options):
+    """config.json of random weights."""
+    layers = {} if options.size == "tiny" else dict(num_hidden_layers=options.layers)
+    return SIZES[options.size] | layers
+
+
 def load(options, mesh):
     """(model with adapters, function from text to token ids)."""
     settings = dict(dtype=jnp.dtype(options.dtype), attention=options.attention)
@@ -106,14 +113,12 @@ def load(options, mesh):
         tokenizer = Tokenizer.from_file(str(Path(options.directory) / "tokenizer.json"))
         encode = lambda text: tokenizer.encode(text).ids  # noqa: E731
         model = moe_jax.load_pretrained(options.directory, quantize=options.quantize, mesh=mesh, **settings)
-    elif SIZES[options.size] is None:
-        with tempfile.TemporaryDirectory() as folder:
-            _demo.write_checkpoint(Path(folder) / "tiny", seed=options.seed)
-            model = moe_jax.load_pretrained(f"{folder}/tiny", quantize=options.quantize, mesh=mesh, **settings)
-    else:
-        if mesh is not None:
-            raise SystemExit(f"--size {options.size} makes random weights on one device; over a mesh give a checkpoint")
-        family, config = read_family(SIZES[options.size] | dict(num_hidden_layers=options.layers), options.size)
+    elif options.size == "tiny" or mesh is not None:
+        with tempfile.TemporaryDirectory() as folder:  # each device of a mesh reads its share
+            _demo.write_checkpoint(Path(folder) / "random", options.seed, sizes_of(options))
+            model = moe_jax.load_pretrained(f"{folder}/random", quantize=options.quantize, mesh=mesh, **settings)
+    else:  # made on the device
+        family, config = read_family(sizes_of(options), options.size)
         schemes = dict.fromkeys(config.moe_layers, moe_jax.Scheme.parse(options.quantize))
         model = family(config, schemes=schemes, rngs=nnx.Rngs(options.seed), **settings)
     targets = options.targets.split(",")

@@ -147,11 +147,16 @@ class TestFinetune:
         assert files[0] == files[1]
 
     @pytest.mark.slow
-    def test_a_mesh_trains_as_one_device_does(self, tmp_path):
-        """The demo's checkpoint with groups of 128, and true sizes of nothing: losses of 8 devices are those of one."""
+    @pytest.mark.parametrize("size", ["tiny", "qwen3-30b-a3b"])
+    def test_a_mesh_trains_as_one_device_does(self, tmp_path, monkeypatch, size):
+        """Random weights with groups of 128: losses of 8 and of 2 devices are those of one. ``--size`` of another name
+        takes ``--layers``, here of small ones; its weights on one device are others, so that 2 devices are compared."""
         module = example("finetune_lora")
-        args = ["--steps", "4", "--length", "32", "--targets", "w13,w2"]
+        monkeypatch.setitem(module.SIZES, "qwen3-30b-a3b", module.SIZES["tiny"] | dict(num_experts=8))
+        args = ["--steps", "4", "--length", "32", "--targets", "w13,w2", "--size", size, "--layers", "1"]
+        first = [] if size == "tiny" else ["--mesh", "data=2"]
         with jax.numpy_dtype_promotion("standard"):
-            one, _ = module.main([*args, "--out", str(tmp_path / "one")])
+            one, model = module.main([*args, "--out", str(tmp_path / "one"), *first])
             many, _ = module.main([*args, "--out", str(tmp_path / "many"), "--mesh", "expert=4,data=2"])
+        assert len(model.moe_blocks()) == (2 if size == "tiny" else 1)
         np.testing.assert_allclose(many, one, rtol=1e-4)

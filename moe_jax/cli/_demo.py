@@ -45,6 +45,7 @@ CONFIG = {
     "torch_dtype": "bfloat16",
     "eos_token_id": None,
 }
+_DRAWN = 1 << 18  # random numbers of a matrix
 PROMPT = (
     "the river is long and cold . a small bird is on the old bridge , and the people of the town look at it . every "
     "evening it sings a song about the sea , where the water is blue and the days are warm . one morning"
@@ -183,21 +184,22 @@ def vocabulary() -> dict[str, int]:
     return {word: token for token, word in enumerate(WORDS[: CONFIG["vocab_size"]])}
 
 
-def write_checkpoint(directory: Path, seed: int = 0) -> None:
-    """Write ``CONFIG``, random weights in the names Qwen3-MoE files have on disk, and a tokenizer of ``WORDS``.
+def write_checkpoint(directory: Path, seed: int = 0, config: dict[str, Any] = CONFIG) -> None:
+    """Write a config, random weights in the names Qwen3-MoE files have on disk, and a tokenizer of ``WORDS``.
 
-    directory: must not exist, or be empty; it appears complete or not at all. Raises ValueError.
+    directory: must not exist, or be empty; it appears complete or not at all. config: ``CONFIG`` with other sizes.
+    Matrices above ``_DRAWN`` elements repeat what was drawn. Raises ValueError.
     """
     rng = np.random.default_rng(seed)
     check_destination(directory)
-    hidden, inter, head = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"], CONFIG["head_dim"]
-    queries, keys = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
-    vocab, experts = CONFIG["vocab_size"], CONFIG["num_experts"]
+    hidden, inter, head = config["hidden_size"], config["moe_intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    vocab, experts = config["vocab_size"], config["num_experts"]
     tensors: dict[str, np.ndarray] = {}
 
     def matrix(name: str, rows: int, columns: int, scale: float = 1.0) -> None:
-        values = rng.standard_normal((rows, columns), np.float32) * (scale * columns**-0.5)
-        tensors[name + ".weight"] = values.astype(jnp.bfloat16)
+        values = rng.standard_normal(min(rows * columns, _DRAWN), np.float32) * (scale * columns**-0.5)
+        tensors[name + ".weight"] = np.resize(values.astype(jnp.bfloat16), (rows, columns))
 
     def ones(name: str, size: int) -> None:
         tensors[name + ".weight"] = np.ones(size, jnp.bfloat16)
@@ -205,7 +207,7 @@ def write_checkpoint(directory: Path, seed: int = 0) -> None:
     matrix("model.embed_tokens", vocab, hidden, scale=hidden**0.5)
     matrix("lm_head", vocab, hidden)
     ones("model.norm", hidden)
-    for layer in range(CONFIG["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         ones(prefix + "input_layernorm", hidden)
         ones(prefix + "post_attention_layernorm", hidden)
@@ -224,7 +226,7 @@ def write_checkpoint(directory: Path, seed: int = 0) -> None:
             matrix(name + "down_proj", hidden, inter)
     with staged(directory) as partial:
         save_safetensors(partial / "model.safetensors", tensors)
-        (partial / "config.json").write_text(json.dumps(CONFIG, indent=1))
+        (partial / "config.json").write_text(json.dumps(config, indent=1))
         (partial / "tokenizer.json").write_text(json.dumps(_tokenizer(), indent=1))
 
 

@@ -33,7 +33,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from moe_jax._typing import AnyArray, Leaf
-from moe_jax.quantization._formats import Packing, QuantFormat, Strategy
+from moe_jax.quantization._formats import GROUP_SCALE_DTYPES, Packing, QuantFormat, Strategy
 from moe_jax.quantization._numerics import quantize_experts
 from moe_jax.quantization._scale_checks import check_held_exactly, check_scale_values, common_input_scale
 from moe_jax.quantization._schemes import Scheme, SchemeLike, check_scheme
@@ -253,13 +253,18 @@ class MoEMethod:
     def quantize_stack(self, w: AnyArray, param_dtype: DTypeLike) -> dict[str, Leaf]:
         """Quantize a stack of matrices (E, ..., N, K). Returns its leaves without prefix: {"weight": ..., ...}.
 
-        param_dtype: what an unquantized weight is cast to.
+        Scales of groups and blocks are rounded to the format's ``group_scale_dtype`` after the values are. param_dtype:
+        what an unquantized weight is cast to.
         """
         fmt = self.scheme.weights
         if fmt is None:
             return {"weight": jnp.asarray(w).astype(param_dtype)}
         quantized = quantize_experts(w, fmt, jnp.dtype(self.arithmetic_dtype))
-        return dict(zip(fmt.quantized_leaves, quantized, strict=True))
+        leaves = dict(zip(fmt.quantized_leaves, quantized, strict=True))
+        if fmt.group_scale_dtype != "float32":
+            scale = leaves["weight_scale"]
+            leaves["weight_scale"] = scale.astype(GROUP_SCALE_DTYPES[fmt.group_scale_dtype]).astype(scale.dtype)
+        return leaves
 
     def _check_online(self) -> None:
         if self._input_scale_leaf is not None:

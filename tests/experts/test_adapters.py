@@ -15,12 +15,13 @@ from moe_jax.experts._backend import Problem
 from moe_jax.experts._choice import choose
 from moe_jax.quantization import LowRank
 from tests.support.cases import experts as cases
-from tests.support.oracles.experts import experts_numpy, matrix_numpy
+from tests.support.oracles.experts import Experts, experts_numpy, matrix_numpy
 from tests.support.oracles.grids import grid_of
 from tests.support.oracles.layer_judge import assert_layer_close
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
 
 NUM_TOKENS, RANK = 17, 3
+LORAS = ("w13_lora", "w2_lora")
 SCHEMES = (
     *("w4a16_g32_asym", "fp8_tensor", "nvfp4", "bf16", "int8_w8a8", "mxfp4", "fp8_tensor_static", "w4a16_g8_actorder"),
     *("fp8_channel", "fp8_block", "int8_w8a16", "w4a8_fp8", "nvfp4_a16", "mxfp4_a16", "mxfp8", "w3a16_g128"),
@@ -164,6 +165,43 @@ def test_gradients(scheme, implementation):
         size = np.abs(want).max(axis=tuple(range(1, want.ndim)), keepdims=True)
         assert (size[:-1] > 0).all() and (size[-1] == 0).all() == (implementation == "reference")
         assert_rows_close(found[lora][part], want, tol, row_scale=size.reshape((-1,) + (1,) * (want.ndim - 2)))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g32_asym", "nvfp4_a16", "fp8_channel_a16", "mxfp4_a16", "bf16"])
+@pytest.mark.sample(5)
+def test_gradients_by_finite_differences(scheme):
+    """Of x, router weights, and a and b of each expert, in a random direction: central differences of NumPy's layer."""
+    config = cases.make_config(scheme)
+    x, p, ids, weights = call_of(config)
+    rng = np.random.default_rng(8)
+    cotangent = rng.standard_normal(x.shape)
+    start = dict(x=x, p=jnp.nan_to_num(p))
+    start |= {f"{name}.{part}": getattr(getattr(weights, name), part) for name in LORAS for part in ("a", "b")}
+
+    def adapted(leaves):
+        own = {name: {part: leaves[f"{name}.{part}"] for part in ("a", "b")} for name in LORAS}
+        changes: Any = {name: dataclasses.replace(getattr(weights, name), **own[name]) for name in LORAS}
+        return dataclasses.replace(weights, **changes)
+
+    def loss(leaves):
+        y = fused_experts(leaves["x"], leaves["p"], ids, adapted(leaves), config)
+        return jnp.sum(cotangent.astype(np.float32) * y)
+
+    found = jax.jit(jax.grad(loss))(start)
+    exact = {name: np.asarray(leaf).astype(np.float64) for name, leaf in start.items()}
+    layer = Experts(exact["x"], exact["p"], np.asarray(ids), weights, config)
+
+    def value(leaves):
+        moved = dataclasses.replace(layer, x=leaves["x"], topk_weights=leaves["p"], weights=adapted(leaves))
+        return (cotangent * moved.y).sum()
+
+    for name, leaf in exact.items():
+        for expert in range(config.num_experts) if "lora" in name else (slice(None),):
+            direction = np.zeros_like(leaf)
+            direction[expert] = rng.standard_normal(leaf[expert].shape)
+            want = sum(sign * value(exact | {name: leaf + sign * 1e-4 * direction}) for sign in (1, -1)) / 2e-4
+            terms = np.asarray(found[name], np.float64) * direction
+            assert abs(terms.sum() - want) < 1e-5 * np.abs(terms).sum(), (name, expert)
 
 
 def test_gradients_in_bfloat16_are_those_of_float32_rounded():

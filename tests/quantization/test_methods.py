@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
-from moe_jax import MoEConfig, Scheme
+from moe_jax import FusedMoE, MoEConfig, Scheme
 from moe_jax.quantization import SCHEMES as ALL_SCHEMES
 from moe_jax.quantization import ExpertWeights, _numerics, dequantize_tensor, method_for, quantize_weight
 
@@ -355,6 +356,23 @@ def test_online_quantization_reads_one_expert_at_a_time(monkeypatch):
     assert len(seen) == 2 * E
     for name, leaf in leaves.items():
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(traced[name]))
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "w4a16_g128"])
+@pytest.mark.parametrize("held", ["bfloat16", "float16"])
+def test_online_scales_are_held_exactly(name, held):
+    """A scheme as a checkpoint of 16-bit scales gives it also makes layers of random weights."""
+    plain = Scheme.parse(name)
+    scheme = dataclasses.replace(plain, weights=dataclasses.replace(plain.weights, group_scale_dtype=held))
+    w = jax.random.normal(jax.random.key(0), (E, 256, 128), jnp.float32)
+    (found, wide) = (method_for(one).quantize_stack(w, F) for one in (scheme, plain))
+    np.testing.assert_array_equal(found["weight_scale"], wide["weight_scale"].astype(held).astype(F))
+    assert (found["weight_scale"] != wide["weight_scale"]).any()
+    layer = FusedMoE(4, 256, 128, top_k=2, scheme=scheme, rngs=nnx.Rngs(0))
+    same = FusedMoE(4, 256, 128, top_k=2, scheme=plain, rngs=nnx.Rngs(0))
+    x, logits = jax.random.normal(jax.random.key(1), (5, 256)), jax.random.normal(jax.random.key(2), (5, 4))
+    y, expected = (np.asarray(one(x, logits)) for one in (layer, same))
+    np.testing.assert_allclose(y, expected, atol=0.02 * np.abs(expected).max())
 
 
 def test_online_quantization_refuses():

@@ -59,7 +59,6 @@ def random_weights(config: MoEConfig) -> ExpertWeights:
     else:
         quantizing = method
     intermediate, hidden = config.intermediate_size, config.hidden_size
-    fmt = config.scheme.weights
     most = max(1, _TEMPORARY_BYTES // (6 * intermediate * hidden))  # experts whose 16-bit values fit
 
     def stack(key, lead, n, k):
@@ -78,12 +77,6 @@ def random_weights(config: MoEConfig) -> ExpertWeights:
 
     parts = [some_experts(first) for first in range(0, config.num_experts, most)]
     leaves = {name: jnp.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
-    if fmt is not None and fmt.group_scale_dtype != "float32":
-        leaves |= {
-            name: leaf.astype(fmt.group_scale_dtype).astype(leaf.dtype)
-            for name, leaf in leaves.items()
-            if name.endswith("weight_scale")
-        }
     for name, spec in method.create_weights(config).items() if quantizing is not method else ():
         if spec.kind == "input_scale":
             inputs = config.scheme.activation_format

@@ -34,7 +34,7 @@ from moe_jax.experts.hopper._gradient_products import (
     DenseProducts,
     PackedProducts,
     packed_block_m,
-    packed_refusal,
+    packed_operands,
     pulls_activation,
 )
 from moe_jax.experts.hopper._plan import tile_of_any_product
@@ -81,7 +81,7 @@ def describe_gradient(config: MoEConfig, weights: ExpertWeights) -> str:
     if not weights.scheme.is_quantized:
         return "gradient: by kernels"
     activations = "" if weights.scheme.activations is None else ", activations as if they were not quantized"
-    if READS_PACKED and packed_refusal(config, weights) is None:
+    if READS_PACKED and packed_operands(config, weights) is not None:
         return f"gradient: by kernels, packed weights dequantized in shared memory{activations}"
     numbers = weights.num_experts * weights.hidden_size * weights.intermediate_size * (config.num_projections + 1)
     size = numbers * config.dtype.itemsize / 2**30
@@ -165,10 +165,10 @@ class _Gradient:
         """
         weights, config, kernels = self.weights, self.static.config, self.static.kernels
         num_experts = weights.num_experts
-        reads_packed = self.static.reads_packed and packed_refusal(config, weights) is None
+        operands = packed_operands(config, weights) if self.static.reads_packed else None
         block_m = tile_of_any_product(self.topk_ids.size, num_experts)
-        if reads_packed:
-            block_m = packed_block_m(config, weights, block_m)
+        if operands is not None:
+            block_m = packed_block_m(config, operands[0], block_m)
         tiles = align(self.topk_ids, num_experts, block_m, implementation=kernels)
         rows = _Rows(tiles, block_m, kernels)
         # Sums over the rows of an expert, for a gradient of a leaf of the weights, run over whole tiles.
@@ -176,14 +176,15 @@ class _Gradient:
         x, g_rows = (rows.of_tokens(tokens.astype(config.dtype), fills_gaps=has_sums) for tokens in (self.x, g))
         of_rows = rows.of_pairs(self.topk_weights)
         products: DenseProducts | PackedProducts
-        if reads_packed:
-            products = PackedProducts(config, weights, tiles, None if has_sums else tiles.tile_rows, kernels)
+        if operands is not None:
+            products = PackedProducts(config, weights, operands, tiles, None if has_sums else tiles.tile_rows, kernels)
         else:
             products = DenseProducts(config, weights, tiles, kernels)
         with jax.named_scope("gate_and_up"):
             before = products.before(x)
         w13_addend, w2_addend = (rows.addend(lora, config.dtype) for lora in (weights.w13_lora, weights.w2_lora))
-        if isinstance(products, PackedProducts) and not has_sums and pulls_activation(config, weights):
+        fuses = operands is not None and not has_sums and pulls_activation(config, weights, operands[1])
+        if isinstance(products, PackedProducts) and fuses:
             with jax.named_scope("hidden_cotangent_and_activation"):
                 pulled_before = _Pulled(*products.pulled_before(g_rows, before, of_rows))
         else:

@@ -36,39 +36,18 @@ from pallas_kernels.grouped_gemm.packed import (
 from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, interleave
 
 
-def packed_refusal(config: MoEConfig, weights: ExpertWeights) -> str | None:
-    """Why kernels of the gradient do not read these weights as they are packed, or None."""
-    if not in_kernel_layout(weights):
-        return "weights are not in kernel layout"
-    if weights.w13.g_idx is not None:
-        return "columns have an order of each expert"
-    for operand in _packed(weights):
-        if operand.fmt.operand != config.dtype.name:
-            return f"words for {operand.fmt.operand} operands"
-        if reason := describe_dgrad(BLOCK_N, operand, None).unsupported():
-            return reason
-    return None
-
-
-def packed_block_m(config: MoEConfig, weights: ExpertWeights, block_m: int) -> int:
-    """Rows of a tile for weights without a ``packed_refusal``: 64 where gate and up have no tile of block_m rows."""
-    w13, _ = _packed(weights)
-    desc = describe_call(block_m, w13, config.dtype, "none", None, None)
-    return 64 if next(candidates(desc, block_m, 1), None) is None else block_m
-
-
-def pulls_activation(config: MoEConfig, weights: ExpertWeights) -> bool:
-    """Whether the derivative of the activation can follow g W2 in its kernel; for weights without a
-    ``packed_refusal``.
+def packed_operands(config: MoEConfig, weights: ExpertWeights) -> tuple[PackedWeights, PackedWeights] | None:
+    """w13, rows of both projections in one, and w2, where kernels of the gradient read them as they are packed; else
+    None. weights: arrays or ShapeDtypeStructs.
     """
-    _, w2 = _packed(weights)
-    return not weights.has_adapters and describe_dgrad(BLOCK_N, w2, resolve_activation(config)).unsupported() is None
-
-
-def _packed(weights: ExpertWeights) -> tuple[PackedWeights, PackedWeights]:
-    """w13, rows of both projections in one, and w2."""
+    if not in_kernel_layout(weights) or weights.w13.g_idx is not None:
+        return None
     w13, w2 = (kernel_operand(tensor) for tensor in (weights.w13, weights.w2))
-    return _stacked(w13), w2
+    operands = _stacked(w13), w2
+    for operand in operands:
+        if operand.fmt.operand != config.dtype.name or describe_dgrad(BLOCK_N, operand, None).unsupported():
+            return None
+    return operands
 
 
 def _stacked(w13: PackedWeights) -> PackedWeights:
@@ -78,38 +57,47 @@ def _stacked(w13: PackedWeights) -> PackedWeights:
     return stacked_projections(w13)
 
 
+def packed_block_m(config: MoEConfig, w13: PackedWeights, block_m: int) -> int:
+    """Rows of a tile for ``packed_operands``: 64 where gate and up have no tile of block_m rows."""
+    desc = describe_call(block_m, w13, config.dtype, "none", None, None)
+    return 64 if next(candidates(desc, block_m, 1), None) is None else block_m
+
+
+def pulls_activation(config: MoEConfig, weights: ExpertWeights, w2: PackedWeights) -> bool:
+    """Whether the derivative of the activation can follow g W2 in its kernel; w2: of ``packed_operands``."""
+    return not weights.has_adapters and describe_dgrad(BLOCK_N, w2, resolve_activation(config)).unsupported() is None
+
+
 @dataclasses.dataclass(frozen=True)
 class PackedProducts:
-    """From packed words; for weights without a ``packed_refusal``.
+    """From packed words.
 
-    tile_rows: of the tiles, where rows past them may be left out; else None.
+    operands: of ``packed_operands``. tile_rows: of the tiles, where rows past them may be left out; else None.
     """
 
     config: MoEConfig
     weights: ExpertWeights
+    operands: tuple[PackedWeights, PackedWeights]
     tiles: TileMap
     tile_rows: Array | None
     kernels: str
 
     def before(self, x: Array) -> Array:
-        w13, _ = self._operands
         bias = self.weights.w13_bias
         if bias is not None:
             bias = interleave(bias).reshape(bias.shape[0], -1)
-        return grouped_gemm_packed(x, w13, bias=bias, out_dtype=self.config.dtype, **self._of_tiles)
+        return grouped_gemm_packed(x, self.operands[0], bias=bias, out_dtype=self.config.dtype, **self._of_tiles)
 
     def pulled_hidden(self, g: Array) -> Array:
-        _, w2 = self._operands
-        return grouped_dgrad(g, w2, tile_rows=self.tile_rows, **self._of_tiles)
+        return grouped_dgrad(g, self.operands[1], tile_rows=self.tile_rows, **self._of_tiles)
 
     def pulled_before(self, g: Array, before: Array, row_weights: Array) -> tuple[Array, Array]:
         """(cotangent of ``before``, gradients of the rows' router weights (Mp,) float32), where
         ``pulls_activation``.
         """
-        _, w2 = self._operands
         return grouped_dgrad(
             g,
-            w2,
+            self.operands[1],
             tile_rows=self.tile_rows,
             activation=resolve_activation(self.config),
             before=before,
@@ -118,8 +106,7 @@ class PackedProducts:
         )
 
     def pulled_rows(self, before_bar: Array) -> Array:
-        w13, _ = self._operands
-        return grouped_dgrad(before_bar, w13, tile_rows=self.tile_rows, **self._of_tiles)
+        return grouped_dgrad(before_bar, self.operands[0], tile_rows=self.tile_rows, **self._of_tiles)
 
     def by_projection(self, before: Array) -> Array:
         blocks = before.reshape(before.shape[0], -1, self.config.num_projections, BLOCK_N)
@@ -131,10 +118,6 @@ class PackedProducts:
 
     def pull_bias(self, bias_bar: Array) -> Array:
         return bias_bar
-
-    @functools.cached_property
-    def _operands(self) -> tuple[PackedWeights, PackedWeights]:
-        return _packed(self.weights)
 
     @property
     def _of_tiles(self) -> dict[str, Any]:

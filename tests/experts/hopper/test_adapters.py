@@ -20,11 +20,11 @@ from moe_jax.experts._backend import Problem
 from moe_jax.experts._choice import choose
 from moe_jax.experts.hopper._adapters import adapter_refusal
 from moe_jax.experts.hopper._backward import Static, differentiable
-from moe_jax.experts.hopper._gradient_products import packed_block_m, packed_refusal
-from moe_jax.experts.hopper._kernel_layout import kernel_format, kernel_operand, to_kernel_layout
+from moe_jax.experts.hopper._gradient_products import packed_block_m, packed_operands
+from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout
 from moe_jax.experts.hopper._plan import gemm_of, make_plan
 from moe_jax.quantization import ExpertWeights, QuantizedTensor, dequantize_tensor
-from pallas_kernels.grouped_gemm.packed import describe_call, stacked_projections
+from pallas_kernels.grouped_gemm.packed import describe_call
 from tests.experts.test_adapters import RANK, torch_gradients, with_adapters
 from tests.support.cases import experts as cases
 from tests.support.cases.hopper_layers import on_hopper
@@ -274,8 +274,7 @@ def test_packed_weights_have_tiles_for_many_rows(scheme):
     weights = held(weights, config)
     plan = make_plan(config, weights, 700)
     assert all(gemm_of(weights).choose_config(desc, plan.block_m, 132) for desc in plan.products)
-    if packed_refusal(config, weights) is None:
-        w13 = stacked_projections(kernel_operand(weights.w13))
-        block_m = packed_block_m(config, weights, 128)
-        desc = describe_call(block_m, w13, config.dtype, "none", None, None)
+    if (operands := packed_operands(config, weights)) is not None:
+        block_m = packed_block_m(config, operands[0], 128)
+        desc = describe_call(block_m, operands[0], config.dtype, "none", None, None)
         assert gemm_of(weights).choose_config(desc, block_m, 132) and block_m == (64 if scheme == "w4a16_g32" else 128)

@@ -12,7 +12,7 @@ import pytest
 
 import moe_jax
 from moe_jax.experts.hopper._backward import Static, describe_gradient, differentiable, gradient_refusal
-from moe_jax.experts.hopper._gradient_products import packed_refusal, pulls_activation
+from moe_jax.experts.hopper._gradient_products import packed_operands, pulls_activation
 from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout, to_plain_layout
 from moe_jax.quantization import dequantize_tensor, method_for
 from tests.support.cases.experts import make_config, make_stored_weights
@@ -162,7 +162,8 @@ def test_biases_of_packed_weights(activation, wants_biases):
     config = make_config("w4a16_g64", dtype="bfloat16", has_bias=True, activation=activation, **sizes)
     plain = make_stored_weights(config)
     weights = to_kernel_layout(plain, config)
-    assert packed_refusal(config, weights) is None and pulls_activation(config, weights) == (activation == "silu")
+    operands = packed_operands(config, weights)
+    assert operands is not None and pulls_activation(config, weights, operands[1]) == (activation == "silu")
     x, z = inputs(45)
     x, (topk_weights, ids) = x[:, :256] / 4, jax.lax.top_k(jax.nn.softmax(z), K)  # nothing reaches the clamp
     g = jax.random.normal(jax.random.key(7), x.shape)
