@@ -78,6 +78,9 @@ the registry in `moe_jax/quantization`.
 - **Bits** count one weight as checkpoints store it, with its scales and zero points, in a layer of 8 experts of
   256 x 512. W4A8 checkpoints with int8 activations store one weight per byte; the Hopper kernels repack those to 4
   bits.
+- **Names of integer schemes** follow a pattern, and each name of it is accepted, in the table or not: `w5a16_g64`,
+  `w6a16_g32_asym`, `w4a8_int8_g32`. `w` is followed by the bits of a weight (2 to 8), `a` by those of an activation
+  (16: not quantized), `g` by the group; `_channel` is one scale per row, `_asym` has zero points.
 - The suffix `_approximate_fp8` on a weight-only scheme of 2 to 4 bits rounds activations to e4m3, per token. It is
   faster for many tokens. It is approximate, because the checkpoint does not ask for this rounding. See
   [quantize](../guides/quantize.md).

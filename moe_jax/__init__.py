@@ -64,6 +64,7 @@ _HOMES = {
 _MODULES = (
     "activations",
     "adapters",
+    "checkpointing",
     "experts",
     "layer",
     "loading",

@@ -120,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_run(commands.add_parser("run", help="load a checkpoint and generate"))
 
-    demo = commands.add_parser("demo", help="write a small checkpoint, run it in every quantization, compare")
+    demo = commands.add_parser("demo", help="write a small checkpoint, run it in several schemes, compare")
     demo.add_argument("--out", type=Path, default=Path("demo_out"), metavar="DIR")
     demo.add_argument("--all", action="store_true", help="every variant of every format, which takes minutes")
     demo.set_defaults(handler=_demo)

@@ -41,7 +41,7 @@ def refusal(
     """
     batch, num_queries, kv_heads, group, width = q.shape
     if jax.__version_info__ < OLDEST_JAX:
-        return f"jax {jax.__version__}; on a GPU it was seen with jax 0.11 alone"
+        return f"needs jax 0.11, found jax {jax.__version__}"
     if MOST_DECODED < num_queries < LEAST_QUERIES:
         return f"{num_queries} queries; up to {MOST_DECODED}, or from {LEAST_QUERIES} on"
     if has_sequences and num_queries <= MOST_DECODED:
