@@ -156,7 +156,7 @@ def rotating_and_storing(
 def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[str, Any]) -> tuple[Any, Any]:
     """Three experts of 3, 0 and block_m + 6 rows; the last tile of four is not in use."""
     options, rng, projections = dict(given), np.random.default_rng(0), 2 if "activation" in given else 1
-    k, n = 256, options.pop("n", 128)
+    k, n = options.pop("k", 256), options.pop("n", 128)
     if "bias" in options:
         options["bias"] = jnp.asarray(options["bias"], jnp.bfloat16)
     tile_expert, num_tiles = jnp.asarray([0, 2, 2, -1], jnp.int32), jnp.int32(3)
@@ -375,6 +375,11 @@ PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
     "fp8 blocks gated, swapped": (FP8, ((2, 64), (3, 2, 2, 2)), 16, dict(activation=SILU, **_LARGE)),
     "fp8 blocks swapped, the same 5 rows": (FP8, ((2, 16), (3, 1, 2)), 16, dict(swap_ab=True, unpermuted_rows=5)),
     "fp8 blocks gated": (FP8, ((2, 256), (3, 2, 1, 2)), 64, _GATED_BLOCKS),
+    "fp8 blocks gated, a short group": (FP8, ((2, 256), (3, 2, 1, 2)), 64, dict(k=192, **_GATED_BLOCKS)),
+    "fp8 blocks gated, swapped, a short group": (
+        *(FP8, ((2, 64), (3, 2, 2, 2)), 16),
+        dict(k=192, n=256, swap_ab=True, activation=SILU),
+    ),
 }
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "combine": combining,
