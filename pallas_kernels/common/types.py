@@ -41,5 +41,7 @@ if TYPE_CHECKING:
 
         def __setitem__(self, index: Index, value: Value | float) -> None: ...
 
+        def reshape(self, *shape: int | tuple[int, ...]) -> "Ref": ...
+
 else:
     Leaf = Value = Scalar = Ref = object

@@ -45,7 +45,8 @@ def quantize_and_permute(
         quantization: one of
             "none": a copy;
             "e4m3_row", "int8_row": a scale per row, from its largest magnitude;
-            "e4m3_group": a scale per row and 128 columns;
+            "e4m3_group": a scale per row and 128 columns, the last group of a row being what remains (the kernel takes
+            128 or 64);
             "e4m3_group_ue8m0": such a scale rounded up to a power of two;
             "e4m3_tensor": the given scale multiplies the codes;
             "mxfp4", "mxfp8": values on the grid of the format, in groups of 32, which bfloat16 holds exactly;

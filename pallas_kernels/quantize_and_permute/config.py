@@ -12,6 +12,7 @@ MICROSCALING = ("nvfp4", "nvfp4_row", "mxfp4", "mxfp8")
 QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "e4m3_tensor", "int8_row", *MICROSCALING)
 TAKES_SCALE = ("e4m3_tensor", "nvfp4")
 GROUP = 128
+SHORT_GROUP = 64  # columns that the last group of a row may have instead
 WARPS, LANES = 4, 32  # of a warpgroup
 NARROW = 1024  # most columns of a row that a warp holds: 32 values a thread
 PART_GROUPS = 16  # groups of a row that a warpgroup holds at once: 16 values a thread
@@ -55,9 +56,11 @@ class PermuteDesc:
 
     @property
     def parts(self) -> int:
-        """Equal parts of a wide row that keeps its place, each the work of a CTA. 1 unless groups have scales."""
+        """Equal parts of a wide row that keeps its place, each the work of a CTA. 1 unless it has whole groups with
+        scales.
+        """
         groups = self.width // GROUP
-        if not self.is_grouped or self.num_named is None or groups <= PART_GROUPS:
+        if not self.is_grouped or self.num_named is None or groups <= PART_GROUPS or self.width % GROUP:
             return 1
         return groups // next((size for size in range(PART_GROUPS, 3, -4) if groups % size == 0), groups)
 
@@ -114,8 +117,8 @@ def config_error(desc: PermuteDesc, config: PermuteConfig) -> str | None:
         if max(desc.num_rows, desc.num_tokens, desc.num_experts) * desc.width >= 1 << 31:
             return f"{desc.num_rows} rows of {desc.width} columns: gathered columns are counted in 31 bits"
     elif desc.is_grouped:
-        if desc.width % GROUP or not desc.width:
-            return f"H={desc.width}: groups of {GROUP} take a multiple of {GROUP}"
+        if desc.width % SHORT_GROUP or not desc.width:
+            return f"H={desc.width}: groups of {GROUP} take a multiple of {SHORT_GROUP}"
     elif (group := desc.microscaling_group) is not None:
         if desc.width % group or not grid_vector(desc):
             return f"H={desc.width}: {desc.quantization} takes a multiple of {group}, at least {2 * WARPGROUP}"

@@ -6,14 +6,16 @@ Each CTA is one warpgroup and takes every num_ctas-th token:
     for each of the token's top_k rows: store codes and scale
 
 A row is read once and quantized once however many experts it goes to; only the rows written grow with top_k. With
-groups of 128 a warp holds one group, whose maximum is five shuffles. Groups of 16 and 32 lie in 2 to 16 neighbouring
-threads; they belong to microscaling formats, whose rounded values are written in bfloat16.
+groups of 128 a warp holds one group, whose maximum is five shuffles; a last group of 64 columns is held by every warp.
+Groups of 16 and 32 lie in 2 to 16 neighbouring threads; they belong to microscaling formats, whose rounded values are
+written in bfloat16.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ from pallas_kernels.common.rows import pieces, vector_length
 from pallas_kernels.common.types import Kernel, Layout, Ref, Scalar, Value
 from pallas_kernels.quantize_and_permute.config import (
     GROUP,
+    SHORT_GROUP,
     TAKES_SCALE,
     PermuteConfig,
     PermuteDesc,
@@ -37,6 +40,7 @@ from pallas_kernels.quantize_and_permute.config import (
 )
 
 PART_ELEMENTS = 64  # of a row that a thread holds at once
+MOST_GROUPS = 64  # of 128 columns that a warpgroup holds at once: 64 values a thread
 
 Store: TypeAlias = Callable[[Scalar], None]  # writes what is quantized to one row
 
@@ -46,6 +50,11 @@ GROUP_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,
 # Rows of fewer: every warp works on all of them, and all store the same.
 FEW_GROUPS_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((1, 128), (4,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+)
+
+# The last group of a row, where it has half of the columns: every warp works on it, and all store the same.
+SHORT_GROUP_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((1, SHORT_GROUP), (2,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
 )
 
 
@@ -61,9 +70,11 @@ def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Kerne
 
 
 def split_columns(desc: PermuteDesc) -> tuple[int, ...]:
-    """Columns of a row as the kernel takes and writes them: (H,), or (groups, columns of a group)."""
+    """Columns of a row as the kernel takes and writes them: (groups, columns of a group), or (H,) without groups and
+    where the last one is short.
+    """
     group = GROUP if desc.is_grouped else desc.microscaling_group
-    return (desc.width,) if group is None else (desc.width // group, group)
+    return (desc.width,) if group is None or desc.width % group else (desc.width // group, group)
 
 
 def quantized_outputs(desc: PermuteDesc) -> list[jax.ShapeDtypeStruct]:
@@ -173,24 +184,36 @@ class RowQuantizer:
         yield store
 
     def _groups(self, token: Scalar, part: Scalar | None) -> Iterator[Store]:
-        desc, groups, scales = self.desc, self.desc.width // GROUP, self.scales
+        desc, scales = self.desc, self.scales
         assert scales is not None
-        layout, piece = GROUP_LAYOUT, groups if groups % 4 == 0 and groups <= 64 else 4
-        if groups < 4:
-            layout, piece = FEW_GROUPS_LAYOUT, groups
-        if part is not None:
-            piece = groups // desc.parts
-        for start in pieces(groups, piece) if part is None else [part * piece]:
-            own = pl.ds(start, piece)
-            values = self._load(token, start, piece, layout).astype(jnp.float32)
-            amax = jnp.max(jnp.abs(values), axis=1)
-            quantized, scale = e4m3_in_groups(values, amax, desc.has_power_of_two_scales)
+        parts = _parts_in_groups(desc, part)
+        # Loads of a row's parts are on their way together, where registers hold all of them.
+        at_once = len(parts) if desc.width <= MOST_GROUPS * GROUP else 1
+        for first in range(0, len(parts), at_once):
+            batch = parts[first : first + at_once]
+            loaded = [self._load_groups(token, *own) for own in batch]
+            for own, read in zip(batch, loaded, strict=True):
+                values = read.astype(jnp.float32)
+                amax = jnp.max(jnp.abs(values), axis=1)
+                quantized, scale = e4m3_in_groups(values, amax, desc.has_power_of_two_scales)
 
-            def store(row, own=own, quantized=quantized, scale=scale):
-                self.codes.at[row, own][...] = quantized
-                scales.at[own, row][...] = scale
+                def store(row, start=own[0], quantized=quantized, scale=scale):
+                    self._store_groups(row, start, quantized)
+                    scales.at[pl.ds(start, scale.shape[0]), row][...] = scale
 
-            yield store
+                yield store
+
+    def _load_groups(self, token: Scalar, start: Scalar, shape: tuple[int, int], layout: Layout) -> Value:
+        """Groups (count, columns of each) of a token from group ``start`` on."""
+        if len(split_columns(self.desc)) > 1:
+            return self._load(token, start, shape[0], layout)
+        return load_as(self.x.at[token, pl.ds(start * GROUP, math.prod(shape))], shape, layout)
+
+    def _store_groups(self, row: Scalar, start: Scalar, codes: Value) -> None:
+        if len(split_columns(self.desc)) > 1:
+            self.codes.at[row, pl.ds(start, codes.shape[0])][...] = codes
+        else:
+            store_flat(self.codes.at[row, pl.ds(start * GROUP, codes.size)], codes)
 
     def _microscaling(self, token: Scalar, kind: str, group: int) -> Iterator[Store]:
         desc, vector = self.desc, grid_vector(self.desc)
@@ -225,6 +248,37 @@ class RowQuantizer:
                 simt.store(self.scales, index, row_scale, lane == 0)
 
         yield store
+
+
+def load_as(ref: Ref, shape: tuple[int, int], layout: Layout) -> Value:
+    """The elements of a flat ref in ``shape``. The interpreter knows no ref in another shape: tests replace this."""
+    return mosaic.load(ref.reshape(shape), layout=layout, optimized=False)
+
+
+def store_flat(ref: Ref, value: Value) -> None:
+    """Write all elements of ``value`` to a flat ref; tests replace it as ``load_as``."""
+    ref.reshape(value.shape)[...] = value
+
+
+def _parts_in_groups(desc: PermuteDesc, part: Scalar | None) -> list[tuple[Any, tuple[int, int], Layout]]:
+    """(first group, (groups, columns of each), layout) of what a row in groups of 128 is cut into.
+
+    Whole groups come in fours. Where they are no multiple, two parts of the row overlap, see ``pieces``. part: of the
+    row's ``desc.parts`` alone.
+    """
+    groups = desc.width // GROUP
+    if part is not None:
+        piece = groups // desc.parts
+        return [(part * piece, (piece, GROUP), GROUP_LAYOUT)]
+    layout, piece = GROUP_LAYOUT, 4
+    if groups < 4:
+        layout, piece = FEW_GROUPS_LAYOUT, groups
+    elif groups <= MOST_GROUPS:
+        piece = groups if groups % 4 == 0 else -(-groups // 8) * 4
+    parts = [(start, (piece, GROUP), layout) for start in pieces(groups, piece)] if groups else []
+    if desc.width % GROUP:
+        parts.append((groups, (1, SHORT_GROUP), SHORT_GROUP_LAYOUT))
+    return parts
 
 
 def _parts(groups: int, tile: int, vector: int) -> list[tuple[int, int]]:

@@ -39,6 +39,7 @@ from pallas_kernels.grouped_gemm.dgrad import kernel_sm90 as dgrad_kernel
 from pallas_kernels.grouped_gemm.wgrad import WgradConfig, grouped_wgrad
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, quantize_and_permute
 from pallas_kernels.quantize_and_permute import api as permute_api
+from pallas_kernels.quantize_and_permute import kernel_sm90 as permute_kernel
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
 from pallas_kernels.rotate_and_store import RotateConfig, rotate_and_store
 from tests.support.kernels.dgrad_problem import make_pull, unpacked
@@ -69,6 +70,17 @@ def permuting_in_parts() -> tuple[Any, Any]:
     x = np.random.default_rng(0).standard_normal((4, 4096))
     rows = jnp.asarray([2, -1, 0, 3], jnp.int32)
     return _permuted(x, quantization="e4m3_group", rows=rows, config=PermuteConfig(3), own=np.array([0, 2, 3]))
+
+
+def permuting_short_groups(width: int) -> tuple[Any, Any]:
+    """The last group of a row has 64 columns."""
+    permute_kernel.load_as = lambda ref, shape, layout: mosaic.load(ref).reshape(shape)
+    permute_kernel.store_flat = _store_flat
+    return permuting("e4m3_group", width)
+
+
+def _store_flat(ref: Any, value: Any) -> None:
+    ref[...] = value.reshape(-1)
 
 
 def _permuted(x: Any, row_of: Any = None, count: int = 4, *, own: Any, **options: Any) -> tuple[Any, Any]:
@@ -146,7 +158,7 @@ def rotating_and_storing(
 def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[str, Any]) -> tuple[Any, Any]:
     """Three experts of 3, 0 and block_m + 6 rows; the last tile of four is not in use."""
     options, rng, projections = dict(given), np.random.default_rng(0), 2 if "activation" in given else 1
-    k, n = 256, options.pop("n", 128)
+    k, n = options.pop("k", 256), options.pop("n", 128)
     if "bias" in options:
         options["bias"] = jnp.asarray(options["bias"], jnp.bfloat16)
     tile_expert, num_tiles = jnp.asarray([0, 2, 2, -1], jnp.int32), jnp.int32(3)
@@ -350,6 +362,11 @@ PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
     "fp8 blocks gated, swapped": (FP8, ((2, 64), (3, 2, 2, 2)), 16, dict(activation=SILU, **_LARGE)),
     "fp8 blocks swapped, the same 5 rows": (FP8, ((2, 16), (3, 1, 2)), 16, dict(swap_ab=True, unpermuted_rows=5)),
     "fp8 blocks gated": (FP8, ((2, 256), (3, 2, 1, 2)), 64, _GATED_BLOCKS),
+    "fp8 blocks gated, a short group": (FP8, ((2, 256), (3, 2, 1, 2)), 64, dict(k=192, **_GATED_BLOCKS)),
+    "fp8 blocks gated, swapped, a short group": (
+        *(FP8, ((2, 64), (3, 2, 2, 2)), 16),
+        dict(k=192, n=256, swap_ab=True, activation=SILU),
+    ),
 }
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "combine": combining,
@@ -369,6 +386,7 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     **{f"decode {name}": functools.partial(decoding, *form) for name, form in _DECODES.items()},
     **{f"permute {kind}": functools.partial(permuting, kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
     **{f"permute e4m3_group, {n}": functools.partial(permuting, "e4m3_group", n) for n in (128, 384)},
+    **{f"permute e4m3_group, {n}": functools.partial(permuting_short_groups, n) for n in (64, 320, 704, 8256)},
     "permute e4m3_group in parts": permuting_in_parts,
     "wgrad": functools.partial(contracting, WgradConfig(128, 256, 2, 2), "bfloat16"),
     "wgrad, one consumer": functools.partial(contracting, WgradConfig(64, 128, 3, 2), "float32"),

@@ -319,7 +319,10 @@ def test_config_error():
     assert config_error(good, PermuteConfig(1)) is None
     assert "at least 1" in config_error(good, PermuteConfig(0))
     assert "each of 128 threads" in config_error(PermuteDesc(4, 96, 2, 8, "bfloat16", "none"), PermuteConfig(1))
-    assert "groups of 128" in config_error(PermuteDesc(4, 2880, 2, 8, "bfloat16", "e4m3_group"), PermuteConfig(1))
+    short = PermuteDesc(4, 2880, 0, 4, "bfloat16", "e4m3_group", 4)
+    assert (config_error(short, PermuteConfig(1)), short.parts) == (None, 1)
+    short = dataclasses.replace(short, width=2848)
+    assert "groups of 128 take a multiple of 64" in config_error(short, PermuteConfig(1))
     assert "nvfp4 takes a multiple of 16" in config_error(
         PermuteDesc(4, 2888, 2, 8, "bfloat16", "nvfp4"), PermuteConfig(1)
     )
@@ -335,9 +338,12 @@ GPU_SIZES = [
     (quantization, *size)
     for quantization in QUANTIZATIONS
     for size in ((1, 2048), (37, 2880), (600, 768), (16384, 640), (130, 7168))
-    if not ("group" in quantization and size[1] % 128)
 ]
-GPU_SIZES += [(f"e4m3_group{kind}", *size) for kind in ("", "_ue8m0") for size in ((5, 128), (600, 256), (37, 384))]
+GPU_SIZES += [
+    (f"e4m3_group{kind}", *size)
+    for kind in ("", "_ue8m0")
+    for size in ((5, 128), (600, 256), (37, 384), (5, 64), (37, 192), (37, 704), (3, 8256))
+]
 
 
 @pytest.mark.gpu

@@ -147,7 +147,7 @@ def test_reference_aligned():
 
 
 def test_reference_quantizing():
-    run_quantizing("softmax 512, top 16, masked", 5, "e4m3_group", 512, "reference", shard=(32, 64))
+    run_quantizing("softmax 512, top 16, masked", 5, "e4m3_group", 320, "reference", shard=(32, 64))
     run_quantizing("sigmoid 32, top 1", 16, "e4m3_tensor", 128, "reference")
 
 
@@ -266,6 +266,7 @@ def test_gpu_shard_of_experts(tokens):
 @pytest.mark.parametrize("quantization", ["e4m3_row", "int8_row", "e4m3_tensor", "e4m3_group", "e4m3_group_ue8m0"])
 def test_gpu_quantizing(quantization, tokens):
     run_quantizing("softmax 128", tokens, quantization, 2048, "hopper")
+    run_quantizing("softmax 128", tokens, quantization, 2880, "hopper")
     run_quantizing("softmax 512, top 16, masked", tokens, quantization, 7168, "hopper", dtype="float16")
     run_quantizing("sigmoid 256, bias, 8 groups", tokens, quantization, 640, "hopper", dtype="float32", shard=(32, 64))
 

@@ -73,8 +73,9 @@ def test_search_looks_at_large_m_tiles_where_experts_have_many_rows():
     assert dataclasses.replace(key, rhs_scale="block").heights(1024) == [64, 128]
     blocks = dataclasses.replace(key, **FORMATS["fp8_block"])
     assert blocks.heights(16) == [8, 16, 64]
-    halved_group = dataclasses.replace(blocks, intermediate_size=192)  # no kernel requantizes a group and a half
-    assert halved_group.heights(16) == [64]
+    assert dataclasses.replace(blocks, intermediate_size=192).heights(16) == [8, 16, 64]
+    short_group = dataclasses.replace(blocks, intermediate_size=160)  # no kernel requantizes a last group of 32
+    assert short_group.heights(16) == [64]
 
 
 def test_rows_requantized_by_their_own_launch_count():

@@ -348,7 +348,8 @@ class Experts:
     def _row_kernels(self) -> str | tuple[str, ...]:
         """Implementations of what happens to rows between products.
 
-        Rows that are short, or hold no whole groups, are XLA's business; the products stay in the kernels.
+        Rows that are short, or whose last group is neither 128 nor 64 columns wide, are XLA's business; the products
+        stay in the kernels.
         """
         is_8bit = in_kernel_layout(self.weights) and self._kind is not None
         return ("hopper", "reference") if self.kernels == "hopper" and not is_8bit else beside_products(self.kernels)

@@ -43,7 +43,7 @@ def multiply(x: Array, matrix: Matrices, bias: Biases, out_dtype: DTypeLike, *, 
     tensor, fmt = first.tensor, first.scheme.activations
     tiles = _Tiles(num_tokens, choose_block_m(matrix, num_tokens, out_dtype))
     x = tiles.padded(x)
-    # Rows that are short, or hold no whole groups, are XLA's business.
+    # Rows that are short, or whose last group is neither 128 nor 64 columns wide, are XLA's business.
     by = ("hopper", "reference") if kernels == "hopper" else kernels
     scaled = tiles.scaled_rows
     quantize = functools.partial(quantize_and_permute, scale_rows=scaled, implementation=by)

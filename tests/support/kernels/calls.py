@@ -136,6 +136,7 @@ def small_calls() -> dict[str, Callable[[], Call]]:
         "quantize_and_permute with columns in an order": _gathering,
         "quantize_and_permute e4m3_group in place, in parts": functools.partial(_in_place, "e4m3_group", width=3584),
         "quantize_and_permute e4m3_group in place, few groups": functools.partial(_in_place, "e4m3_group", width=384),
+        "quantize_and_permute e4m3_group in place, short group": functools.partial(_in_place, "e4m3_group", width=704),
         "combine": _combining,
         "combine_rows": lambda: _bringing_back(None),
         "combine_rows, sums of a device": lambda: _bringing_back("bfloat16"),

@@ -77,6 +77,7 @@ GEMMS = {
     "int8 row": dict(dtype="int8", **_ROW),
     "int8 row gated": dict(dtype="int8", **_ROW, **_GATED),
     "fp8 block 2880 gated, requantized": dict(n=2880, k=2880, requantize="group", **_BLOCK, **_GATED),
+    "fp8 block 2880 gated, bias": dict(n=2880, k=2880, projections=2, activation=_OAI, bias_dtype="bfloat16", **_BLOCK),
     "bf16 2880": dict(dtype="bfloat16", n=2880, k=2880, bias_dtype="float32"),
     "int8 2880": dict(dtype="int8", n=2880, k=2880, **_ROW),
     "bf16 ragged": dict(dtype="bfloat16", **_RAGGED),
@@ -174,7 +175,7 @@ def tall_cases() -> Iterator[Case]:
 
 def swapped_block_cases() -> Iterator[Case]:
     """Block scales with swapped operands at the heights that ``gemm_cases`` leaves out."""
-    for name in ("fp8 block, bias", "fp8 block gated"):
+    for name in ("fp8 block, bias", "fp8 block gated", "fp8 block 2880 gated, bias"):
         for block_m in (24, 48, 96):
             desc = _in_tiles(gemm(name), block_m)
             for config in candidates(desc, block_m, H200_SMS):

@@ -77,6 +77,7 @@ def quantizing_route_cases() -> Iterator[Case]:
         ("e4m3_tensor", 16, 4096, dict(num_experts=8, top_k=2)),
         ("e4m3_group", 1, 2048, {}),
         ("e4m3_group", 16, 7168, {}),
+        ("e4m3_group", 16, 2880, {}),
         ("e4m3_group_ue8m0", 8, 2944, {}),
     ):
         options = dict(num_experts=128, top_k=8, dtype="float32", scoring="softmax", renormalize=True) | options
