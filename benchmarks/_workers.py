@@ -1,18 +1,49 @@
 """What scripts share whose parts are processes of their own: the lines that these print, and the time of a call."""
 
+import math
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+# Memory is taken as it is needed: several processes share a GPU.
+ENVIRONMENT = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def run_all(
+    jobs: Sequence[tuple[list[str], Mapping[str, str]]],
+    at_once: int,
+    *,
+    seconds: float = math.inf,
+    seconds_each: float = math.inf,
+) -> None:
+    """Run commands, each with what is added to its environment.
+
+    A process is killed after ``seconds_each``, those that are left after ``seconds``.
+    """
+    until, waiting = time.time() + seconds, list(jobs)
+    running: list[tuple[subprocess.Popen, float]] = []
+    try:
+        while (waiting or running) and time.time() < until:
+            for worker, end in running:
+                if time.time() > end:
+                    worker.kill()
+            running = [(worker, end) for worker, end in running if worker.poll() is None]
+            while waiting and len(running) < at_once:
+                command, added = waiting.pop(0)
+                running.append((subprocess.Popen(command, env=ENVIRONMENT | added), time.time() + seconds_each))
+            time.sleep(0.1)
+    finally:
+        for worker, _ in running:
+            worker.kill()
 
 
 def lines_of(command: list[str], limit: float) -> Iterator[str]:
     """What a process says by ``emit``, as it says it; killed after ``limit`` seconds. A failure is the last line."""
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
     timer = threading.Timer(limit, process.kill)
     timer.start()
     assert process.stdout is not None
