@@ -34,6 +34,7 @@ from tests.support.cases.torch_bridge import (
     stored_arrays,
     torch_pairs,
 )
+from tests.support.refusals import refuses
 from torch_bridge import _ops
 from torch_bridge._tensors import to_arguments, to_jax, to_torch
 
@@ -346,8 +347,7 @@ def test_modules_around_the_experts():
     expected = plain(x / 2, gate(x)) * 2 + shared(x) * torch.sigmoid(shared_gate(x))
     torch.testing.assert_close(layer(x), expected)
     assert layer.is_internal_router and not plain.is_internal_router
-    with pytest.raises(ValueError, match="owns no gate"):
-        plain(x)
+    refuses(ValueError, "owns no gate", plain, x)
 
 
 @pytest.mark.parametrize(
@@ -415,10 +415,8 @@ def test_call_refuses():
         ((x.to("meta"), z), RuntimeError, "expected all tensors on cpu"),
         ((x[:0, :5], z[:0]), ValueError, r"expected \(T, 128\)"),
     ):
-        with pytest.raises(error, match=message):
-            _ops.fused_moe_op._init_fn(*arguments, None, None, layer.layer_name)
-    with pytest.raises(TypeError, match="experts keep params_dtype"):
-        layer.half()
+        refuses(error, message, _ops.fused_moe_op._init_fn, *arguments, None, None, layer.layer_name)
+    refuses(TypeError, "experts keep params_dtype", layer.half)
     assert layer.to("cpu") is layer and layer.w2_weight.dtype == torch.bfloat16
 
 
