@@ -155,8 +155,7 @@ def test_activation_gradients(scheme, tokens):
 def test_gradients_of_experts_are_refused():
     layer = loaded_bridge("bf16", plain_arrays())
     layer.w2_weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"call layer\.requires_grad_\(False\)"):
-        layer(*inputs(2))
+    refuses(RuntimeError, r"call layer\.requires_grad_\(False\)", layer, *inputs(2))
 
 
 def test_second_derivatives_are_refused():
@@ -485,8 +484,7 @@ class Function(torch.nn.Module):
 )
 def test_outputs_of_modules_are_checked(modules, error, message):
     layer = loaded_bridge("bf16", plain_arrays(), **modules)
-    with pytest.raises(error, match=message):
-        layer(*inputs(3))
+    refuses(error, message, layer, *inputs(3))
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "int8_w8a16"])
@@ -517,8 +515,7 @@ def test_rows_of_another_width_are_refused(tokens, width):
     """Padding for methods that round sizes up would cut them or fill them up."""
     layer = loaded_bridge("bf16", stored_arrays("bf16"))
     _, z = inputs(tokens)
-    with pytest.raises(ValueError, match=rf"x has shape \({tokens}, {width}\), expected \(T, {H}\)"):
-        layer(torch.ones(tokens, width), z)
+    refuses(ValueError, rf"x has shape \({tokens}, {width}\), expected \(T, {H}\)", layer, torch.ones(tokens, width), z)
 
 
 @pytest.mark.filterwarnings("ignore:os.fork.*was called:RuntimeWarning", "ignore:.*use of fork.*:DeprecationWarning")

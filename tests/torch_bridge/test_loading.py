@@ -169,8 +169,7 @@ def test_online_quantization_of_every_format(scheme):
     assert layer.quant_method.uses_meta_device
     pairs = torch_pairs(arrays)
     layer.load_weights(pairs[:-1])
-    with pytest.raises(RuntimeError, match="no weights yet"):
-        layer(*inputs(2))
+    refuses(RuntimeError, "no weights yet", layer, *inputs(2))
     layer.load_weights(pairs[-1:])
     assert_same_weights(layer.expert_weights, nnx_layer(scheme, arrays).weights.get_value())
     before = layer.expert_weights
@@ -225,8 +224,7 @@ def test_reload(scheme):
     layer = loaded_bridge(scheme, plain_arrays(0), online=True)
     expected = nnx_layer(scheme, plain_arrays(1)).weights.get_value()
     old = layer.expert_weights
-    with pytest.raises(ValueError, match="missing"):
-        layer.reload_weights(torch_pairs(plain_arrays(1))[:-1])
+    refuses(ValueError, "missing", layer.reload_weights, torch_pairs(plain_arrays(1))[:-1])
     assert layer.expert_weights.w13.data is old.w13.data
     layer.reload_weights(torch_pairs(plain_arrays(1)))
     assert_same_weights(layer.expert_weights, expected)
