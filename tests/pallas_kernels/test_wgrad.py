@@ -13,9 +13,9 @@ from tests.support.refusals import refuses
 SIZES = {"ragged": [3, 64, 0, 65, 1, 130], "one expert takes all": [0, 0, 200, 0], "nothing": [0, 0]}
 
 
-def make_rows(sizes, n, k, *, block_m=128, dtype=jnp.bfloat16, seed=0):
+def make_rows(sizes, n, k, *, block_m=128, dtype=jnp.bfloat16):
     """(dy, x, first_row, num_rows) and the gradients in float64; NaN in rows of nobody past an expert's last tile."""
-    rng, first = np.random.default_rng(seed), np.cumsum([0, *(-(-size // block_m) * block_m for size in sizes)])
+    rng, first = np.random.default_rng(0), np.cumsum([0, *(-(-size // block_m) * block_m for size in sizes)])
     rows = first[-1] + 2 * block_m
     dy, x = (np.asarray(rng.standard_normal((rows, width)), dtype) for width in (n, k))
     expected = np.zeros((len(sizes), n, k))
