@@ -13,12 +13,12 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from _workers import emit, in_turns, lines_of, microseconds
 
 from pallas_kernels.attention.config import PrefillConfig
 
@@ -90,7 +90,7 @@ def main() -> None:
             out.flush()
 
         def run(kind: str, argument: Any, limit: float) -> Iterator[str]:
-            yield from _lines([sys.executable, __file__, "--out", "-", "--worker", kind, json.dumps(argument)], limit)
+            yield from lines_of([sys.executable, __file__, "--out", "-", "--worker", kind, json.dumps(argument)], limit)
 
         if not options.skip_checks:
             jobs = [(w, dtype, i) for w in WIDTHS for i in range(len(configs(*WIDTHS[w]))) for dtype in dtypes(i)]
@@ -114,42 +114,12 @@ def wanted(name: str, parts: str) -> bool:
     return any(part in name for part in parts.split(","))
 
 
-def _lines(command: list[str], limit: float) -> Iterator[str]:
-    """What a process prints, as it prints it; killed after ``limit`` seconds."""
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    end = time.time() + limit
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        last: list[str] = []
-        while True:
-            assert process.stdout is not None
-            line = pool.submit(process.stdout.readline)
-            try:
-                text = line.result(max(end - time.time(), 0.1))
-            except concurrent.futures.TimeoutError:
-                process.kill()
-                yield f"WRONG killed after {limit:.0f} s"
-                return
-            if not text:
-                break
-            if text.startswith("| "):
-                yield text[2:].rstrip()
-            else:
-                last = [*last[-6:], text.rstrip()]
-        if process.wait():
-            yield f"WRONG exit {process.returncode}: " + " / ".join(last)
-
-
 def dtypes(index: int) -> list[str]:
     """float16 is checked with the first configuration alone."""
     return ["bfloat16", "float16"] if index == 0 else ["bfloat16"]
 
 
 # -- in a process of its own --------------------------------------------------------------------------------------
-
-
-def _emit(line: str) -> None:
-    print("| " + line, flush=True)
 
 
 def check(job: list[Any]) -> None:
@@ -202,7 +172,7 @@ def check(job: list[Any]) -> None:
         good = error.max() < bound and np.array_equal(actual, again)
         note = "" if good else f" at (row, query, head) {tuple(map(int, at))}, {np.mean(error > bound):.1%} of rows"
         note += "" if np.array_equal(actual, again, equal_nan=True) else ", bits differ from call to call"
-        _emit(f"{form.name:24s} {_words(config)}  {'ok' if good else 'WRONG'} {error.max():.1e}{note}")
+        emit(f"{form.name:24s} {_words(config)}  {'ok' if good else 'WRONG'} {error.max():.1e}{note}")
 
 
 def _words(config: PrefillConfig) -> str:
@@ -256,7 +226,7 @@ def times(argument: dict[str, Any]) -> None:
     import jax.numpy as jnp
 
     began = time.time()
-    _emit(f"# {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    emit(f"# {jax.devices()[0].device_kind}, jax {jax.__version__}")
     plans: list[tuple[Cell, str, Callable[..., Any], tuple[Any, ...]]] = []
     for cell in CELLS:
         if not wanted(cell.name, argument["only"]):
@@ -280,7 +250,7 @@ def times(argument: dict[str, Any]) -> None:
 
     def lowered(way, arrays):
         try:
-            return jax.jit(functools.partial(_loop, way)).lower(jnp.int32(0), *arrays)
+            return jax.jit(functools.partial(in_turns, way, CALLS)).lower(jnp.int32(0), *arrays)
         except Exception as error:
             return error
 
@@ -294,51 +264,14 @@ def times(argument: dict[str, Any]) -> None:
         programs = [pool.submit(compiled, lowered(way, arrays)) for _, _, way, arrays in plans]
     for (cell, name, _, arrays), future in zip(plans, programs, strict=True):
         if time.time() - began > argument["seconds"]:
-            _emit("# no time left")
+            emit("# no time left")
             return
         program = future.result()
         if isinstance(program, Exception):
-            _emit(f"{cell.name:30s} {name:40s} no: {type(program).__name__} {str(program)[:200]!r}")
+            emit(f"{cell.name:30s} {name:40s} no: {type(program).__name__} {str(program)[:200]!r}")
             continue
-        run = functools.partial(_finished, program, arrays)
-        us = _microseconds(run)
-        _emit(f"{cell.name:30s} {name:40s} {us:9.1f} us  {cell.limit_us / us:6.1%} of the limit")
-
-
-def _loop(way: Callable[..., Any], n: Any, q: Any, k: Any, v: Any) -> Any:
-    """n turns of CALLS calls, each fed by the one before; where the output is narrower than q, by one element of it."""
-    import jax
-
-    def step(_, q):
-        for _ in range(CALLS):
-            out = way(q, k, v)
-            q = out if out.shape == q.shape else q.at[0, 0, 0, 0].set(out[0, 0, 0, 0])
-        return q
-
-    return jax.lax.fori_loop(0, n, step, q)
-
-
-def _finished(program: Any, arrays: tuple[Any, ...], n: int) -> None:
-    import jax
-    import numpy as np
-
-    jax.block_until_ready(program(np.int32(n), *arrays))
-
-
-def _microseconds(run: Callable[[int], Any]) -> float:
-    """Of one call: the time of two turns is taken off."""
-
-    def seconds(n: int) -> float:
-        start = time.perf_counter()
-        run(n)
-        return time.perf_counter() - start
-
-    seconds(2)
-    seconds(2)
-    one = max((seconds(22) - seconds(2)) / 20, 1e-6)
-    many = int(min(max(0.04 / one, 10), 300))
-    found = sorted(seconds(2 + many) - seconds(2) for _ in range(5))
-    return found[2] / many / CALLS * 1e6
+        us = microseconds(program, arrays, CALLS)
+        emit(f"{cell.name:30s} {name:40s} {us:9.1f} us  {cell.limit_us / us:6.1%} of the limit")
 
 
 def _hopper(cell: Cell, sinks: Any, config: PrefillConfig, q: Any, k: Any, v: Any) -> Any:

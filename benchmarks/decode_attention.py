@@ -13,16 +13,14 @@ import argparse
 import dataclasses
 import fcntl
 import functools
-import os
 import queue
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from _workers import emit, in_turns, lines_of, microseconds
 
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, DecodeForm, choose_config, config_error
 
@@ -162,7 +160,8 @@ def main() -> None:
 
         def run(kind: str, index: int) -> None:
             command = [sys.executable, __file__, "--out", lock.name, "--worker", kind, str(index)]
-            _run(command, options.limit, lines)
+            for line in lines_of(command, options.limit):
+                lines.put(line)
 
         wanted = [index for index, (name, *_) in enumerate(TIMES) if options.only in name]
         kinds = {"times": [] if options.skip_times else wanted}
@@ -181,29 +180,7 @@ def main() -> None:
             out.write(f"# {time.time() - began:.0f} s after {kind}\n")
 
 
-def _run(command: list[str], limit: float, lines: queue.Queue) -> None:
-    """Put what a process prints after "| " into ``lines``; kill it after ``limit`` seconds."""
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    timer = threading.Timer(limit, process.kill)
-    timer.start()
-    assert process.stdout is not None
-    last: list[str] = []
-    for text in process.stdout:
-        if text.startswith("| "):
-            lines.put(text[2:].rstrip())
-        else:
-            last = [*last[-2:], text.rstrip()]
-    timer.cancel()
-    if process.wait():
-        lines.put(f"WRONG exit {process.returncode} of {command[-2:]}: " + " / ".join(last)[-600:])
-
-
 # -- in a process of its own --------------------------------------------------------------------------------------
-
-
-def _emit(line: str) -> None:
-    print("| " + line, flush=True)
 
 
 def _arrays(cell: Cell, is_timed: bool = True) -> tuple[tuple[Any, ...], Any]:
@@ -275,7 +252,7 @@ def check(index: int, lock: str) -> None:
     for cell, candidate in CHECKS[index]:
         config = fitted(cell.desc, *candidate)
         if config is None:
-            _emit(f"{cell.name:26s} no room")
+            emit(f"{cell.name:26s} no room")
             continue
         arrays, sinks = _arrays(cell, is_timed=False)
         run = jax.jit(functools.partial(_hopper, cell, sinks, config))
@@ -291,7 +268,7 @@ def check(index: int, lock: str) -> None:
         note += "" if error.max() < bound else f", {np.mean(error > bound):.1%} of rows"
         note += "" if np.array_equal(actual, again) else ", bits differ from call to call"
         note += "" if np.array_equal(actual[middle : middle + 1], alone) else ", bits differ from the row alone"
-        _emit(f"check {cell.name:26s} {_words(config)} {'WRONG' if note else 'ok'} {error.max():.1e}{note}")
+        emit(f"check {cell.name:26s} {_words(config)} {'WRONG' if note else 'ok'} {error.max():.1e}{note}")
 
 
 def _words(config: DecodeConfig) -> str:
@@ -317,50 +294,14 @@ def times(index: int, lock: str) -> None:
         assert config is not None, candidate
         ways = {_words(config): functools.partial(_hopper, cell, sinks, config)}
     programs = {
-        words: jax.jit(functools.partial(_loop, way)).lower(jnp.int32(0), *arrays).compile()
+        words: jax.jit(functools.partial(in_turns, way, CALLS)).lower(jnp.int32(0), *arrays).compile()
         for words, way in ways.items()
     }
     with open(lock) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for words, program in programs.items():
-            us = _microseconds(functools.partial(_finished, program, arrays))
-            _emit(f"{name:30s} {words:76s} {us:9.2f} us  {limit / us:6.1%} of the limit ({limit:.1f} us)")
-
-
-def _loop(way: Callable[..., Any], n: Any, q: Any, *rest: Any) -> Any:
-    """n turns of CALLS calls, each fed by the one before: XLA makes one of calls with the same arguments."""
-    import jax
-
-    def step(_, q):
-        for _ in range(CALLS):
-            out = way(q, *rest)
-            q = out if out.shape == q.shape else q.at[0, 0, 0, 0].set(out[0, 0, 0, 0])
-        return q
-
-    return jax.lax.fori_loop(0, n, step, q)
-
-
-def _finished(program: Any, arrays: tuple[Any, ...], n: int) -> None:
-    import jax
-    import numpy as np
-
-    jax.block_until_ready(program(np.int32(n), *arrays))
-
-
-def _microseconds(run: Callable[[int], Any]) -> float:
-    """Of one call: the time of two turns is taken off."""
-
-    def seconds(n: int) -> float:
-        start = time.perf_counter()
-        run(n)
-        return time.perf_counter() - start
-
-    seconds(2)
-    seconds(2)
-    one = max((seconds(22) - seconds(2)) / 20, 1e-6)
-    many = int(min(max(0.03 / one, 10), 500))
-    found = sorted(seconds(2 + many) - seconds(2) for _ in range(5))
-    return found[2] / many / CALLS * 1e6
+            us = microseconds(program, arrays, CALLS)
+            emit(f"{name:30s} {words:76s} {us:9.2f} us  {limit / us:6.1%} of the limit ({limit:.1f} us)")
 
 
 def _hopper(cell: Cell, sinks: Any, config: DecodeConfig, q: Any, k: Any, *rest: Any) -> Any:

@@ -17,11 +17,8 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,7 @@ from typing import Any
 import jax
 from _locks import locked, making
 from _timing import H200, header
+from _workers import run_all
 
 import moe_jax
 from moe_jax.benchmarking import MODELS, layer_shape, measure_layer, random_weights
@@ -95,23 +93,11 @@ def run_pair(
 
 def run_jobs(pairs: list[tuple[str, str]], args: argparse.Namespace) -> None:
     """Each pair in a process, ``args.jobs`` of them at a time, until the time is over."""
-    until = time.time() + args.seconds
-    # Memory is taken as it is needed: layers differ by a factor of ten.
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    running: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--tokens", args.tokens, "--implementation", args.implementation]
         command += ["--lock", f"{folder}/lock", *(["--json", args.json] if args.json else [])]
-        try:
-            while (pairs or running) and time.time() < until:
-                running = [worker for worker in running if worker.poll() is None]
-                while pairs and len(running) < args.jobs:
-                    model, name = pairs.pop(0)
-                    running.append(subprocess.Popen([*command, "--pairs", f"{model}:{name}"], env=environment))
-                time.sleep(0.2)
-        finally:
-            for worker in running:
-                worker.kill()
+        jobs = [([*command, "--pairs", f"{model}:{name}"], {}) for model, name in pairs]
+        run_all(jobs, args.jobs, seconds=args.seconds)
 
 
 def main() -> int:

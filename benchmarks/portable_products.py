@@ -13,10 +13,8 @@ import argparse
 import dataclasses
 import functools
 import json
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from _locks import locked
 from _timing import header, time_in_jit
+from _workers import run_all
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import portable_target
@@ -177,20 +176,10 @@ def main() -> None:
             run_cell(cell, args.out, args.lock)
         return
     print(header(), flush=True)
-    waiting, running = args.cells.split(","), []
     with tempfile.TemporaryDirectory() as folder:
-        lock = args.lock or f"{folder}/lock"
-        while waiting or running:
-            for worker, until in list(running):
-                if worker.poll() is None and time.time() > until:
-                    worker.kill()
-                if worker.poll() is not None:
-                    running.remove((worker, until))
-            while waiting and len(running) < args.jobs:
-                command = [sys.executable, __file__, "--alone", "--cells", waiting.pop(0), "--out", args.out]
-                worker = subprocess.Popen([*command, "--lock", lock])
-                running.append((worker, time.time() + args.seconds))
-            time.sleep(0.1)
+        command = [sys.executable, __file__, "--alone", "--out", args.out, "--lock", args.lock or f"{folder}/lock"]
+        jobs = [([*command, "--cells", cell], {}) for cell in args.cells.split(",")]
+        run_all(jobs, args.jobs, seconds_each=args.seconds)
 
 
 if __name__ == "__main__":

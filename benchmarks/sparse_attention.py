@@ -12,13 +12,12 @@ import argparse
 import dataclasses
 import functools
 import os
-import queue
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+from _workers import emit, lines_of
 
 # name -> rows, queries of a row, slots of the cache
 CELLS = {
@@ -47,43 +46,14 @@ def main() -> None:
             if options.only not in name:
                 continue
             command = [sys.executable, __file__, "--out", options.out, "--worker", name]
-            lines = _lines_of([*command, *(["--tiny"] if options.tiny else [])], options.limit)
-            while (line := lines.get()) is not None:
+            for line in lines_of([*command, *(["--tiny"] if options.tiny else [])], options.limit):
                 print(line, flush=True)
                 out.write(line + "\n")
                 out.flush()
         out.write(f"# {time.time() - began:.0f} s\n")
 
 
-def _lines_of(command: list[str], limit: float) -> queue.Queue:
-    """What a process prints after "| ", then None; it is killed after ``limit`` seconds."""
-    lines: queue.Queue = queue.Queue()
-
-    def run() -> None:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        timer = threading.Timer(limit, process.kill)
-        timer.start()
-        assert process.stdout is not None
-        last: list[str] = []
-        for text in process.stdout:
-            if text.startswith("| "):
-                lines.put(text[2:].rstrip())
-            else:
-                last = [*last[-2:], text.rstrip()]
-        timer.cancel()
-        if process.wait():
-            lines.put(f"WRONG exit {process.returncode} of {command[-1]}: " + " / ".join(last)[-600:])
-        lines.put(None)
-
-    threading.Thread(target=run).start()
-    return lines
-
-
 # -- in a process of its own ------------------------------------------------------------------------------------------
-
-
-def _emit(line: str) -> None:
-    print("| " + line, flush=True)
 
 
 def _config(is_tiny: bool) -> Any:
@@ -122,11 +92,12 @@ def measure(name: str, is_tiny: bool) -> None:
     from _timing import header, time_in_loop
     from flax import nnx
 
+    from moe_jax.models._layer_cache import SlotCache
     from moe_jax.models.attention._attention import AttentionInputs
     from moe_jax.models.attention._mla import LatentAttention
     from moe_jax.models.attention._rope import rotary_angles
 
-    _emit(header())
+    emit(header())
     config, (rows, queries, slots) = _config(is_tiny), (TINY if is_tiny else CELLS)[name]
     dense = dataclasses.replace(config, mla=dataclasses.replace(config.mla, indexer=None))
     sparse_layer = LatentAttention(config, 3, rngs=nnx.Rngs(0))
@@ -145,7 +116,7 @@ def measure(name: str, is_tiny: bool) -> None:
     positions = first[:, None] + jnp.arange(queries, dtype=jnp.int32)
     cos, sin = rotary_angles(config.rope, positions, lengths)
     inputs = AttentionInputs(cos, sin, jnp.zeros_like(lengths), lengths, first, positions, None)
-    cached = [normal(rows, 1, slots, width) for _, width in config.cache_widths(3)]
+    cached = SlotCache(tuple(normal(rows, 1, slots, width) for _, width in config.cache_widths(3)))
     compressed = normal(rows, queries, config.mla.q_lora_rank)
 
     def layer(own: Any, implementation: str) -> Any:
@@ -161,7 +132,7 @@ def measure(name: str, is_tiny: bool) -> None:
         return y, kept
 
     def select(model: Any, x: Any, cached: Any) -> Any:
-        return model.indexer.select(x, compressed, cached[1], inputs).astype(jnp.bfloat16), cached
+        return model.indexer.select(x, compressed, cached.arrays[1], inputs).astype(jnp.bfloat16), cached
 
     ways: dict[str, tuple[Callable[..., Any], Any]] = {
         "sparse, XLA": (attend, layer(config, "xla")),
@@ -175,19 +146,19 @@ def measure(name: str, is_tiny: bool) -> None:
         }
     if "step" in name and "sparse, hopper" in ways:
         found = [
-            np.asarray(jax.jit(attend)(ways[way][1], x, tuple(cached))[0], np.float32)
+            np.asarray(jax.jit(attend)(ways[way][1], x, cached)[0], np.float32)
             for way in ("sparse, XLA", "sparse, hopper")
         ]
         error = np.abs(found[0] - found[1]).max() / np.abs(found[0]).max()
-        _emit(f"check {name}: hopper beside XLA {error:.1e} {'ok' if error < 0.02 else 'WRONG'}")
+        emit(f"check {name}: hopper beside XLA {error:.1e} {'ok' if error < 0.02 else 'WRONG'}")
     for words, (function, model) in ways.items():
-        state = tuple(cached[: 1 if model.indexer is None else 2])
+        state = SlotCache(cached.arrays[: 1 if model.indexer is None else 2])
         try:
             us = time_in_loop(functools.partial(_turn, function), model, (x, state), rounds=20, samples=5)
         except Exception as error:
-            _emit(f"{name:24s} {words:16s} no: {type(error).__name__} {str(error)[:300]!r}")
+            emit(f"{name:24s} {words:16s} no: {type(error).__name__} {str(error)[:300]!r}")
             continue
-        _emit(f"{name:24s} {words:16s} {us:10.1f} us")
+        emit(f"{name:24s} {words:16s} {us:10.1f} us")
 
 
 def _turn(function: Callable[..., Any], i: Any, model: Any, carry: Any) -> Any:

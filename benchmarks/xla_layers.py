@@ -14,11 +14,8 @@ import argparse
 import collections
 import functools
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ import jax.numpy as jnp
 from _locks import locked, making
 from _timing import H200, header
 from _trace import NO_COMMAND_BUFFERS, traced
+from _workers import run_all
 from moe_layer import scheme_named, timing_of
 
 import moe_jax
@@ -134,21 +132,13 @@ def main() -> int:
         return 0
     print(header(), flush=True)
     pairs = [f"{model}:{name}" for name in options.schemes.split(",") for model in options.models.split(",")]
-    jobs = [(pair, is_old) for pair in pairs for is_old in ((False, True) if options.old else (False,))]
-    until, running = time.time() + options.seconds, []
-    here = Path(__file__).resolve().parent.parent
-    while (jobs or running) and time.time() < until:
-        running = [worker for worker in running if worker.poll() is None]
-        while jobs and len(running) < options.jobs:
-            pair, is_old = jobs.pop(0)
-            command = [sys.executable, __file__, "--pair", pair, "--out", options.out, "--tokens", options.tokens]
-            command += ["--lock", options.lock, *(["--is-old"] if is_old else [])]
-            path = str(options.old.resolve() if is_old else here)
-            environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": path}
-            running.append(subprocess.Popen(command, env=environment))
-        time.sleep(0.2)
-    for worker in running:
-        worker.kill()
+    shared = [sys.executable, __file__, "--out", options.out, "--tokens", options.tokens, "--lock", options.lock]
+    here, jobs = Path(__file__).resolve().parent.parent, []
+    for pair in pairs:
+        jobs.append(([*shared, "--pair", pair], {"PYTHONPATH": str(here)}))
+        if options.old:
+            jobs.append(([*shared, "--pair", pair, "--is-old"], {"PYTHONPATH": str(options.old.resolve())}))
+    run_all(jobs, options.jobs, seconds=options.seconds)
     print(*summary(Path(options.out)), sep="\n")
     return 0
 

@@ -34,6 +34,11 @@ def pytree(cls: type[T]) -> type[T]:
     return cls
 
 
+def signature(tree: T) -> T:
+    """Shape and dtype of every leaf, which trees of other values can be compared by."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
 def static_type(cls: type[T]) -> type[T]:
     """Decorator of a dataclass or enum whose objects stand in static fields."""
     _STATIC[cls.__name__] = cls

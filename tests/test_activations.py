@@ -22,6 +22,7 @@ from moe_jax.activations import (
     split_interleaved,
 )
 from pallas_kernels.common.activations import Activation
+from tests.support.refusals import refuses
 
 GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "swiglustep")
 NOT_GATED = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul")
@@ -244,8 +245,7 @@ def test_a_layer_is_gated_by_flag_and_suffix(name, is_gated):
     ],
 )
 def test_refusals(fields, match):
-    with pytest.raises(ValueError, match=match):
-        resolve_activation(config(**fields))
+    refuses(ValueError, match, resolve_activation, config(**fields))
 
 
 TAKES = {
@@ -271,11 +271,9 @@ def test_a_parameter_changes_the_result_or_is_refused(name, parameter):
 
 @pytest.mark.parametrize(("name", "projections"), [("silu", 1), ("silu_no_mul", 2)])
 def test_number_of_projections_must_fit(name, projections):
-    with pytest.raises(ValueError, match=r"expected \(\.\.\., "):
-        apply_activation(jnp.zeros((3, projections, 4)), config(name))
+    refuses(ValueError, r"expected \(\.\.\., ", apply_activation, jnp.zeros((3, projections, 4)), config(name))
 
 
 def test_relu2_is_known_but_refused_when_applied_gated():
     assert "relu2" in ACTIVATIONS
-    with pytest.raises(ValueError, match="relu2_no_mul"):
-        apply_activation(jnp.zeros((3, 2, 4)), config("relu2"))
+    refuses(ValueError, "relu2_no_mul", apply_activation, jnp.zeros((3, 2, 4)), config("relu2"))

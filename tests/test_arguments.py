@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from moe_jax import _arguments
+from tests.support.refusals import refuses
 
 integer, number, boolean, check_array, check_rngs, check_callables = (
     unwrap(getattr(_arguments, name))
@@ -24,14 +25,12 @@ def test_integers(value):
 
 @pytest.mark.parametrize("value", [True, np.True_, jnp.array(True), 3.0, np.float32(3), "3", None, [3], np.array([3])])
 def test_no_integers(value):
-    with pytest.raises(TypeError, match=r"^n=.*, expected an integer >= 0, a size$"):
-        integer("n", value, minimum=0, why=", a size")
+    refuses(TypeError, r"^n=.*, expected an integer >= 0, a size$", integer, "n", value, minimum=0, why=", a size")
 
 
 @pytest.mark.parametrize("value", [-1, 5, 2**70])
 def test_integers_out_of_range(value):
-    with pytest.raises(ValueError, match=r"^n=.*, expected an integer from 0 to 4$"):
-        integer("n", value, minimum=0, maximum=4)
+    refuses(ValueError, r"^n=.*, expected an integer from 0 to 4$", integer, "n", value, minimum=0, maximum=4)
 
 
 def test_a_tracer_is_no_integer():
@@ -47,8 +46,7 @@ def test_numbers(value):
 
 @pytest.mark.parametrize("value", [True, "2", None, [2.0], 2j, 10**400, {}])
 def test_no_numbers(value):
-    with pytest.raises(TypeError, match=r"^t=.*, expected a number > 0$"):
-        number("t", value, "> 0")
+    refuses(TypeError, r"^t=.*, expected a number > 0$", number, "t", value, "> 0")
 
 
 @pytest.mark.parametrize("value", [True, False, np.True_, np.False_])
@@ -59,8 +57,7 @@ def test_booleans(value):
 
 @pytest.mark.parametrize("value", ["False", "", 0, 1, 1.0, None, [], np.array([True]), np.array(True), jnp.array(True)])
 def test_no_booleans(value):
-    with pytest.raises(TypeError, match=r"^flag=.*, expected True or False$"):
-        boolean("flag", value)
+    refuses(TypeError, r"^flag=.*, expected True or False$", boolean, "flag", value)
 
 
 def test_callables():
@@ -74,13 +71,11 @@ def test_arrays():
     check_array("x", nnx.Param(jnp.ones(2)), jnp.floating, "(T,)")
     jax.eval_shape(lambda x: check_array("x", x, jnp.integer, "(T,)"), jnp.arange(2))
     for value, words in (([1.0], "x has type list, expected a JAX"), (np.ones(2), "x has dtype float64, expected int")):
-        with pytest.raises(TypeError, match=words):
-            check_array("x", value, jnp.integer, "(T,)")
+        refuses(TypeError, words, check_array, "x", value, jnp.integer, "(T,)")
 
 
 def test_rngs():
     check_rngs(None)
     check_rngs(nnx.Rngs(0))
     for value, words in ((jax.random.key(0), "PRNGKeyArray"), (0, "int")):
-        with pytest.raises(TypeError, match=rf"rngs has type {words}, expected flax.nnx.Rngs"):
-            check_rngs(value)
+        refuses(TypeError, rf"rngs has type {words}, expected flax.nnx.Rngs", check_rngs, value)

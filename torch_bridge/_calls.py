@@ -235,3 +235,8 @@ def configured_for(config: MoEConfig, device: torch.device) -> MoEConfig:
     """
     is_elsewhere = device.type == "cpu" and jax.default_backend() != "cpu"
     return dataclasses.replace(config, implementation=("xla",) if is_elsewhere else None)
+
+
+def unnamed(config: MoEConfig) -> MoEConfig:
+    """Without the layer's name, so that layers of one shape share their compiled functions."""
+    return dataclasses.replace(config, name="")

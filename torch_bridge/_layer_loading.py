@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig
+from moe_jax._pytrees import signature
 from moe_jax._versions import changing
 from moe_jax.experts._choice import in_best_layout, plain_layout
 from moe_jax.loading import ExpertNames, ExpertTensor, LayerLoader
@@ -17,7 +18,7 @@ from moe_jax.loading.layer._names import SHARD_OF_PROJECTION, map_expert_name
 from moe_jax.quantization import method_for
 from moe_jax.routing import RoutingParams
 from torch_bridge import _ops
-from torch_bridge._calls import Experts, JaxCalls
+from torch_bridge._calls import Experts, JaxCalls, unnamed
 from torch_bridge._just_in_time import dummy_values
 from torch_bridge._method_base import FusedMoEMethodBase, MoELayer
 from torch_bridge._methods import SchemeMoEMethod
@@ -169,9 +170,9 @@ class LoadingMixin(MoELayer):
             self._install(weights)
 
     def _install(self, weights: ExpertWeights) -> None:
-        expected = _signature(method_for(self.local_config.scheme).abstract_weights(self.local_config))
-        if _signature(weights) != expected:
-            raise ValueError(f"{self.layer_name}: expected weights like {expected}, found {_signature(weights)}")
+        expected = signature(method_for(self.local_config.scheme).abstract_weights(self.local_config))
+        if signature(weights) != expected:
+            raise ValueError(f"{self.layer_name}: expected weights like {expected}, found {signature(weights)}")
         weights = jax.device_put(weights, jax_device(self.device))
         if self.device.type == "cuda":
             _ops.warn_of_preallocation()
@@ -180,8 +181,8 @@ class LoadingMixin(MoELayer):
         experts = jax.device_put(
             Experts(
                 packed,
-                _unnamed(self.local_config),
-                _unnamed(self.config),
+                unnamed(self.local_config),
+                unnamed(self.config),
                 self._routing,
                 expert_map,
                 is_first_rank=self.rank.is_first,
@@ -330,12 +331,3 @@ def _place(tensor: ExpertTensor, loaded: torch.Tensor) -> Hashable:
     """What may come once. Another weight_shape has a place of its own, since the loader says best what is wrong."""
     stated = tuple(loaded.tolist()) if tensor.suffix == "weight_shape" else ()
     return tensor.leaf, tensor.expert, tensor.shards, stated
-
-
-def _unnamed(config: MoEConfig) -> MoEConfig:
-    """Without the layer's name, so that layers of one shape share their compiled functions."""
-    return dataclasses.replace(config, name="")
-
-
-def _signature(weights: ExpertWeights) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from moe_jax._arguments import boolean, check_array, check_callables, check_is_kept, check_not_traced, check_rngs, shown
 from moe_jax._config import MoEConfig
+from moe_jax._pytrees import signature
 from moe_jax._typing import Array, ArrayArg, DTypeLike
 from moe_jax._versions import Place, Versioned, changing, install, one_version
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
@@ -32,7 +33,6 @@ from moe_jax.nn._variables import (
     routing_bias,
     routing_scale,
     routing_table,
-    signature,
     value_of,
     weights_variable,
 )

@@ -161,7 +161,3 @@ def init_weights(config: MoEConfig, key: jax.Array) -> ExpertWeights:
     if config.has_bias:
         biases = (jnp.zeros((e, g, i), config.param_dtype), jnp.zeros((e, h), config.param_dtype))
     return method.process_weights_after_loading(method.quantize_leaves(w13, w2, biases, config), config)
-
-
-def signature(weights: ExpertWeights) -> ExpertWeights:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)

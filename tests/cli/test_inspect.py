@@ -15,6 +15,7 @@ import moe_jax
 from moe_jax.cli import _inspect
 from moe_jax.inspection import inspect_checkpoint
 from moe_jax.loading import Checkpoint, CheckpointError
+from tests.support.refusals import refuses
 
 DATA = Path(__file__).parents[1] / "data"  # written by llm-compressor
 FAMILIES = ("qwen3_moe", "mixtral")
@@ -184,8 +185,7 @@ def test_many_problems_are_cut(model, monkeypatch):
 
 
 def test_what_cannot_be_opened_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="no such directory"):
-        inspect_checkpoint(tmp_path / "gone")
+    refuses(CheckpointError, "no such directory", inspect_checkpoint, tmp_path / "gone")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,6 @@ def test_counts_of_a_config_are_compared_with_the_files_first(model, key, value,
             lambda: moe_jax.quantize_checkpoint(model, model.parent / "out", scheme="bf16"),
         ]
     for call in calls:
-        with pytest.raises(ValueError, match="at most|cannot hold|can hold|layers"):
-            call()
+        refuses(ValueError, "at most|cannot hold|can hold|layers", call)
     assert time.process_time() - start < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB

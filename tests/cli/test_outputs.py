@@ -16,6 +16,7 @@ from moe_jax import cli
 from moe_jax._output import check_output, write_output
 from moe_jax.cli import _demo
 from tests.cli.test_main import model_dir  # noqa: F401  (a fixture)
+from tests.support.refusals import refuses
 
 
 def mode(path):
@@ -44,8 +45,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(OSError, match="No space"):
-        write_output(path, [b"new"])
+    refuses(OSError, "No space", write_output, path, [b"new"])
     assert path.read_text() == "old" and [entry.name for entry in tmp_path.iterdir()] == ["out.json"]
 
 
@@ -86,19 +86,16 @@ def test_devices_and_pipes_are_written_into(tmp_path):
 
 
 def test_what_no_file_is_written_to(tmp_path, monkeypatch, capsys):
-    with pytest.raises(ValueError, match="is a directory"):
-        check_output(tmp_path, "--png")
+    refuses(ValueError, "is a directory", check_output, tmp_path, "--png")
     for option, command in (("--json", ["bench"]), ("--logits-out", ["run", "--model", "m", "--input-ids", "1"])):
         for end in ("/", "/."):
             assert cli.main([*command, option, f"{tmp_path}/new{end}"]) == 2
             assert f"argument {option}: {tmp_path}/new{end} is the name of a directory" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="the directory .*gone does not exist"):
-        check_output(tmp_path / "gone" / "x.png", "--png")
+    refuses(ValueError, "the directory .*gone does not exist", check_output, tmp_path / "gone" / "x.png", "--png")
     real = os.lstat
     monkeypatch.setattr(os, "lstat", lambda path: os.stat_result((0o060660, *real(path)[1:])))
     (tmp_path / "disk").touch()
-    with pytest.raises(ValueError, match="disk is a block device or a socket"):
-        check_output(tmp_path / "disk", "--png")
+    refuses(ValueError, "disk is a block device or a socket", check_output, tmp_path / "disk", "--png")
 
 
 def test_logits_into_a_device_and_a_pipe(model_dir, tmp_path):  # noqa: F811
@@ -195,5 +192,4 @@ def test_demo_uses_the_checkpoint_of_an_earlier_one(tmp_path):
         (tmp_path / "demo.json").write_text(json.dumps({}))
         assert _demo._checkpoint_in(tmp_path) == checkpoint
         assert written == {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in checkpoint.iterdir()}
-        with pytest.raises(ValueError, match="not empty"):
-            _demo.write_checkpoint(checkpoint)
+        refuses(ValueError, "not empty", _demo.write_checkpoint, checkpoint)

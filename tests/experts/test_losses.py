@@ -20,9 +20,9 @@ LAYERS, ROWS, LENGTH, TOP_K = 3, 2, 12, 2
 TOKENS = ROWS * LENGTH
 
 
-def stats_of_logits(logits, mask=None, top_k=TOP_K) -> MoEStats:
+def stats_of_logits(logits, mask=None) -> MoEStats:
     """As models return them: the experts with the highest logits, -1 where the mask is False."""
-    ids = jnp.argsort(-logits, axis=-1, stable=True)[..., :top_k].astype(jnp.int32)
+    ids = jnp.argsort(-logits, axis=-1, stable=True)[..., :TOP_K].astype(jnp.int32)
     ids = ids if mask is None else jnp.where(mask[:, None], ids, -1)
     return MoEStats(jnp.zeros(E, jnp.int32), ids, logits)
 

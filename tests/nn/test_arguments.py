@@ -8,6 +8,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.quantization import SCHEMES
+from tests.support.refusals import refuses
 
 CALIBRATED = ("fp8_tensor_static", "nvfp4", "nvfp4_modelopt")  # need a checkpoint
 
@@ -35,8 +36,7 @@ def test_float64_is_kept_or_refused():
     x, z = np.ones((3, 32)), jnp.zeros((3, 4), jnp.float32)
     message = "x has dtype float64, which JAX makes float32 unless jax_enable_x64 is set; cast it"
     for call in (layer, moe_jax.MoEBlock(layer, lambda x: z)):
-        with pytest.raises(TypeError, match=message):
-            call(x, *([z] if call is layer else []))
+        refuses(TypeError, message, call, x, *([z] if call is layer else []))
     with jax.enable_x64(True):
         assert layer(jnp.asarray(x), z).dtype == np.float64
 
@@ -55,8 +55,7 @@ def test_float64_is_kept_or_refused():
     ],
 )
 def test_routing_arrays_are_checked(options, message):
-    with pytest.raises(ValueError, match=message):
-        moe_jax.FusedMoE(4, 32, 32, top_k=2, **options)
+    refuses(ValueError, message, moe_jax.FusedMoE, 4, 32, 32, top_k=2, **options)
 
 
 @pytest.mark.parametrize("count", [-1, -8])

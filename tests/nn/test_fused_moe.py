@@ -17,6 +17,7 @@ from moe_jax.layer import QuantizedParam
 from moe_jax.loading.files._arrays import checked_pairs
 from moe_jax.parallel._config import ParallelConfig
 from tests.support.cases.layers import E, H, I, K, call, checkpoint_pairs, inputs, make_layer
+from tests.support.refusals import refuses
 
 SCHEMES = ("bf16", "fp8_tensor", "fp8_channel", "fp8_block", "int8_w8a8", "int8_w8a16")
 
@@ -140,8 +141,7 @@ def test_hash_routing_takes_ids_from_the_table():
     token_ids = jnp.array([2, 0, 1, 1, 0, 2, 2])
     _, stats = layer(x, z, token_ids=token_ids, return_stats=True)
     np.testing.assert_array_equal(stats.topk_ids, table[token_ids])
-    with pytest.raises(ValueError, match="token_ids"):
-        layer(x, z)
+    refuses(ValueError, "token_ids", layer, x, z)
 
 
 def test_gemma4_preset_scales_by_expert():
@@ -205,15 +205,13 @@ def test_constructor_refuses(options, error, match):
 
 @pytest.mark.parametrize("sizes", [(0, H, I), (E, 0, I), (E, H, -1)])
 def test_constructor_refuses_sizes(sizes):
-    with pytest.raises(ValueError, match="expected"):
-        moe_jax.FusedMoE(*sizes, top_k=1)
+    refuses(ValueError, "expected", moe_jax.FusedMoE, *sizes, top_k=1)
 
 
 def test_mesh_must_be_a_mesh():
     config = object.__new__(ParallelConfig)
     object.__setattr__(config, "mesh", object())  # past the tests' own check of annotations
-    with pytest.raises(TypeError, match="mesh has type object, expected jax.sharding.Mesh"):
-        config.__post_init__()
+    refuses(TypeError, "mesh has type object, expected jax.sharding.Mesh", config.__post_init__)
 
 
 def test_repr_and_explain():
@@ -228,14 +226,10 @@ def test_repr_and_explain():
 
 def test_call_errors_name_shapes():
     layer, (x, z) = make_layer(), inputs()
-    with pytest.raises(ValueError, match=r"router_logits has shape \(3, 6\)"):
-        layer(x, z[:3])
-    with pytest.raises(ValueError, match=r"x has shape \(7, 31\)"):
-        layer(x[:, 1:], z)
-    with pytest.raises(ValueError, match="owns no router"):
-        layer(x)
-    with pytest.raises(ValueError, match="token_mask"):
-        layer(x, z, token_mask=jnp.ones(3, bool))
+    refuses(ValueError, r"router_logits has shape \(3, 6\)", layer, x, z[:3])
+    refuses(ValueError, r"x has shape \(7, 31\)", layer, x[:, 1:], z)
+    refuses(ValueError, "owns no router", layer, x)
+    refuses(ValueError, "token_mask", layer, x, z, token_mask=jnp.ones(3, bool))
 
 
 @pytest.mark.parametrize(
@@ -311,8 +305,7 @@ def test_abstract_layer_holds_no_memory_and_traces():
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(layer.weights.get_value()))
     x, z = inputs()
     assert jax.eval_shape(lambda layer, x, z: layer(x, z), layer, x, z).shape == (7, H)
-    with pytest.raises(ValueError, match="load_weights"):
-        layer(x, z)
+    refuses(ValueError, "load_weights", layer, x, z)
 
 
 def test_abstract_weights_have_the_shapes_of_real_ones():

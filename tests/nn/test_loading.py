@@ -11,6 +11,7 @@ from flax import nnx
 
 from moe_jax import checkpointing
 from tests.support.cases.layers import E, H, abstract_layer, call, checkpoint_pairs, inputs, loaded_layer, make_layer
+from tests.support.refusals import refuses
 
 
 def test_load_process_and_idempotence():
@@ -34,8 +35,7 @@ def test_loading_in_several_calls_and_any_order():
     np.random.default_rng(0).shuffle(pairs)
     layer = abstract_layer()
     layer.load_weights(pairs[:5])
-    with pytest.raises(ValueError, match="missing"):
-        layer.process_weights_after_loading()
+    refuses(ValueError, "missing", layer.process_weights_after_loading)
     layer.load_weights(pairs[5:])
     layer.process_weights_after_loading()
     whole = loaded_layer().weights.get_value()
@@ -60,8 +60,7 @@ def test_a_failed_load_can_be_repeated():
         with pytest.raises(ValueError, match=r"experts\.0\.gate_proj|experts\.5\.down_proj"):
             layer.load_weights([*pairs[1:], (pairs[0][0], bad)])
     layer.load_weights([*pairs, pairs[0]])
-    with pytest.raises(ValueError, match="duplicate"):
-        layer.process_weights_after_loading()
+    refuses(ValueError, "duplicate", layer.process_weights_after_loading)
     layer.load_weights(pairs)
     layer.process_weights_after_loading()
 
@@ -73,8 +72,7 @@ def test_correction_bias_is_loaded():
     np.testing.assert_array_equal(layer.correction_bias.get_value(), bias)
     missing = abstract_layer(e_score_correction_bias=True)
     missing.load_weights(checkpoint_pairs())
-    with pytest.raises(ValueError, match="e_score_correction_bias"):
-        missing.process_weights_after_loading()
+    refuses(ValueError, "e_score_correction_bias", missing.process_weights_after_loading)
 
 
 def test_reload_changes_values_without_recompiling():
@@ -220,8 +218,6 @@ def test_damaged_and_interrupted_saves(tmp_path):
     record.unlink()
     (path / checkpointing.STATE_NAME).mkdir()
     (path / checkpointing.STATE_NAME / "notes").write_text("not ours")
-    with pytest.raises(ValueError, match="in the way and was not written by save"):
-        checkpointing.save(layer, path)
+    refuses(ValueError, "in the way and was not written by save", checkpointing.save, layer, path)
     assert (path / checkpointing.STATE_NAME / "notes").exists()
-    with pytest.raises(ValueError, match="is a file"):
-        checkpointing.save(layer, path / checkpointing.STATE_NAME / "notes")
+    refuses(ValueError, "is a file", checkpointing.save, layer, path / checkpointing.STATE_NAME / "notes")

@@ -25,6 +25,7 @@ from tests.support.checkpoints.expert_tensors import (
     plain_tensors,
     static_tensors,
 )
+from tests.support.refusals import refuses
 
 PREFIX = "model.layers.0.mlp.experts"
 
@@ -46,8 +47,7 @@ def test_a_correction_bias_that_nobody_asked_for_is_named():
     bias = ("model.layers.0.mlp.gate.e_score_correction_bias", np.arange(E, dtype=np.float32))
     layer = moe_jax.FusedMoE(E, H, INTER, top_k=2)
     layer.load_weights([*plain_tensors().items(), bias])
-    with pytest.raises(ValueError, match=f"unexpected: {bias[0]}"):
-        layer.process_weights_after_loading()
+    refuses(ValueError, f"unexpected: {bias[0]}", layer.process_weights_after_loading)
     layer.load_weights(plain_tensors().items())
     layer.process_weights_after_loading()
     with pytest.raises(ValueError, match="unexpected"):
@@ -72,8 +72,7 @@ def test_a_misspelt_correction_bias_is_named(own):
     for word in ("e_scor_correction_bias", "correction_bias", "e_score_correction_biass"):
         layer, name = moe_jax.FusedMoE(E, H, INTER, **options), f"model.layers.0.mlp.gate.{word}"
         layer.load_weights([*plain_tensors().items(), *right, (name, np.ones(E, np.float32))])
-        with pytest.raises(ValueError, match=f"unexpected: {name}"):
-            layer.process_weights_after_loading()
+        refuses(ValueError, f"unexpected: {name}", layer.process_weights_after_loading)
 
 
 # -- by expert --------------------------------------------------------------------------------------------------------
@@ -111,8 +110,7 @@ def test_what_experts_refuses():
     with pytest.raises(TypeError, match=r"experts=\[True\]: expected a list of integers, the ids of experts"):
         layer.reload_weights({}.items(), experts=[True])
     for experts in (1, True, "1", b"1", [0.0], np.eye(2, dtype=int), {1: 2}):
-        with pytest.raises(TypeError, match="expected a list of integers"):
-            checked_experts(experts, E)
+        refuses(TypeError, "expected a list of integers", checked_experts, experts, E)
     assert checked_experts(np.array([2, 0]), E) == [2, 0]
     assert layer.weights.get_value().w13.data is before
     with pytest.raises(ValueError, match="one input scale for all experts"):
@@ -259,11 +257,11 @@ def test_many_reloads_hold_no_more_memory_than_one(count):
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
-def two_layers(seed=0, dtype=BF16):
+def two_layers():
     return {
         name: tensor
         for layer in (3, 5)
-        for name, tensor in plain_tensors(f"model.layers.{layer}.mlp.", dtype, seed=seed + layer).items()
+        for name, tensor in plain_tensors(f"model.layers.{layer}.mlp.", BF16, seed=layer).items()
     }
 
 
@@ -299,17 +297,14 @@ def test_a_stream_frees_what_is_complete():
     stream = ExpertStream({layer: config("int8_w8a16") for layer in (3, 5)})
     for name, tensor in two_layers().items():
         stream.accept(name, frozen(tensor.copy()))
-    with pytest.raises(ValueError, match="carries no layer"):
-        stream.accept("experts.0.gate_proj.weight", np.zeros((INTER, H), BF16))
+    refuses(ValueError, "carries no layer", stream.accept, "experts.0.gate_proj.weight", np.zeros((INTER, H), BF16))
     stream.accept("model.layers.9.mlp.experts.0.gate_proj.weight", np.zeros((INTER, H), BF16))
     assert stream.surplus == ["model.layers.9.mlp.experts.0.gate_proj.weight"]
     stream.accept("model.layers.3.mlp.experts.0.gate_proj.weight", np.zeros((INTER, H), BF16))
-    with pytest.raises(ValueError, match=r"duplicate or unexpected: model\.layers\.3\.mlp\.experts\.0\.gate_proj"):
-        stream.finish()
+    refuses(ValueError, r"duplicate or unexpected: model\.layers\.3\.mlp\.experts\.0\.gate_proj", stream.finish)
     stream = ExpertStream({3: config("int8_w8a16")})
     stream.accept("model.layers.3.mlp.experts.0.gate_proj.weight", np.zeros((INTER, H), BF16))
-    with pytest.raises(ValueError, match="missing: gate_proj.weight of experts 1-2"):
-        stream.finish()
+    refuses(ValueError, "missing: gate_proj.weight of experts 1-2", stream.finish)
 
 
 GPTQ = dict(quant_method="gptq", bits=4, group_size=16, sym=False, desc_act=False)

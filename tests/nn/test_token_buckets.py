@@ -12,6 +12,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax import in_token_buckets, token_bucket
+from tests.support.refusals import refuses
 
 STREAM = (1, 3, 2, 7, 8, 5, 17, 1, 16, 12, 31, 9, 0)
 
@@ -20,8 +21,7 @@ def test_token_bucket():
     assert [token_bucket(t) for t in (0, 1, 3, 4, 1000, 16384, 16385, 40000)] == [1, 1, 4, 4, 1024, 16384, 32768, 49152]
     assert token_bucket(5, (16, 64)) == 16
     for arguments in ((-1,), (3, ()), (3, (0, 4))):
-        with pytest.raises(ValueError, match="sizes of at least 1"):
-            token_bucket(*arguments)
+        refuses(ValueError, "sizes of at least 1", token_bucket, *arguments)
 
 
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
@@ -42,8 +42,7 @@ def test_a_stream_compiles_once_a_bucket(as_array):
 
 def test_wrong_calls():
     run = in_token_buckets(lambda w, x, z, token_mask: x)
-    with pytest.raises(ValueError, match=r"router_logits \(2, 4\)"):
-        run(0, np.zeros((3, 8)), np.zeros((2, 4)))
+    refuses(ValueError, r"router_logits \(2, 4\)", run, 0, np.zeros((3, 8)), np.zeros((2, 4)))
     with pytest.raises(ValueError, match="outside"):
         jax.jit(run)(0, jnp.zeros((3, 8)), jnp.zeros((3, 4)))
 

@@ -26,6 +26,7 @@ from tests.support.kernels import warpgroups
 from tests.support.kernels.cases import dgrad_cases
 from tests.support.kernels.dgrad_problem import make_pull, unpacked
 from tests.support.kernels.packed_problem import KINDS
+from tests.support.refusals import refuses
 
 SILU = Activation("silu")
 USED = [
@@ -176,10 +177,8 @@ def test_wrong_calls():
         (dict(row_weights=kwargs["row_weights"].astype(jnp.bfloat16)), "row_weights is bfloat16"),
         (dict(tile_rows=tiles[0][:1]), "tile_rows is int32"),
     ):
-        with pytest.raises(ValueError, match=message):
-            grouped_dgrad(dy, w, *tiles, **kwargs | wrong)
-    with pytest.raises(ValueError, match=r"dy has shape \(384, 32\), expected \(Mp, 64\)"):
-        grouped_dgrad(dy[:, :32], w, *tiles)
+        refuses(ValueError, message, grouped_dgrad, dy, w, *tiles, **kwargs | wrong)
+    refuses(ValueError, r"dy has shape \(384, 32\), expected \(Mp, 64\)", grouped_dgrad, dy[:, :32], w, *tiles)
     with pytest.raises(TypeError, match="dy is float16, these weights are packed for bfloat16"):
         grouped_dgrad(dy.astype(jnp.float16), w, *tiles)
     with pytest.raises(ValueError, match="w has 2 projections, expected 1: see stacked_projections"):

@@ -18,6 +18,7 @@ from moe_jax.quantization import (
     method_for,
     parse_scheme,
 )
+from tests.support.refusals import refuses
 
 E4M3 = dict(num_bits=8, type="float", symmetric=True, dynamic=False)
 INT8 = dict(num_bits=8, type="int", symmetric=True, dynamic=False)
@@ -69,8 +70,7 @@ def test_integer_names_are_read_in_their_shortest_form(name):
     if name in ("w2a16_g32", "w7a8_fp8_g64_unpacked"):
         assert Scheme.parse(name).name == name and Scheme.parse(Scheme.parse(name)).name == name
     else:
-        with pytest.raises(ValueError, match="unknown scheme"):
-            Scheme.parse(name)
+        refuses(ValueError, "unknown scheme", Scheme.parse, name)
 
 
 def test_aliases():
@@ -109,16 +109,14 @@ def test_an_unknown_name_lists_all(name):
     ],
 )
 def test_what_was_meant_is_guessed(name, meant):
-    with pytest.raises(ValueError, match=re.escape(f"unknown scheme {name!r} (did you mean {meant}?); supported")):
-        Scheme.parse(name)
+    refuses(ValueError, re.escape(f"unknown scheme {name!r} (did you mean {meant}?); supported"), Scheme.parse, name)
     for guess in re.findall(r"'(\w+)'", meant):
         Scheme.parse(guess)
 
 
 def test_other_types_are_refused():
     for value in (8, b"bf16", ["bf16"]):
-        with pytest.raises(TypeError, match="scheme must be"):
-            parse_scheme(value)
+        refuses(TypeError, "scheme must be", parse_scheme, value)
 
 
 # -- compressed-tensors groups -----------------------------------------------------------------------------------------
@@ -146,8 +144,7 @@ def test_integer_presets_without_an_alias(preset):
 @pytest.mark.parametrize("alias", sorted(set(PRESET_SCHEMES) - {*ALIASES, *UNNAMED_PRESETS, "UNQUANTIZED"}))
 def test_presets_that_are_not_built_are_refused(alias):
     dumped = QuantizationScheme(targets=["Linear"], **PRESET_SCHEMES[alias]).model_dump()
-    with pytest.raises(NotImplementedError, match="not built"):
-        Scheme.parse(dumped)
+    refuses(NotImplementedError, "not built", Scheme.parse, dumped)
 
 
 CHANNEL, TOKEN = {**E4M3, "strategy": "channel"}, {**E4M3, "strategy": "token", "dynamic": True}
@@ -332,14 +329,10 @@ def test_native_fp8_configs():
 
 def test_quant_format_checks_itself():
     for element in ("e5m2", "e4m3fnuz", "e5m2fnuz"):
-        with pytest.raises(NotImplementedError, match=element):
-            QuantFormat(element, Strategy.TENSOR)
-    with pytest.raises(ValueError, match="unknown element type 'int9'"):
-        QuantFormat("int9", Strategy.TENSOR)
-    with pytest.raises(ValueError, match="group_size"):
-        QuantFormat("e4m3", Strategy.TENSOR, group_size=128)
-    with pytest.raises(ValueError, match="sizes must be positive"):
-        QuantFormat("e4m3", Strategy.BLOCK, block_shape=(0, 128))
+        refuses(NotImplementedError, element, QuantFormat, element, Strategy.TENSOR)
+    refuses(ValueError, "unknown element type 'int9'", QuantFormat, "int9", Strategy.TENSOR)
+    refuses(ValueError, "group_size", QuantFormat, "e4m3", Strategy.TENSOR, group_size=128)
+    refuses(ValueError, "sizes must be positive", QuantFormat, "e4m3", Strategy.BLOCK, block_shape=(0, 128))
 
 
 def test_scale_shapes():
@@ -351,7 +344,6 @@ def test_scale_shapes():
 
 def test_schemes_built_by_hand_are_checked_where_a_method_is_asked_for():
     odd = Scheme("mine", QuantFormat("int8", Strategy.TENSOR))
-    with pytest.raises(NotImplementedError, match="int8 static per tensor"):
-        method_for(odd)
+    refuses(NotImplementedError, "int8 static per tensor", method_for, odd)
     mine = Scheme("mine", QuantFormat("e4m3", Strategy.CHANNEL), QuantFormat("e4m3", Strategy.TOKEN, dynamic=True))
     assert Scheme.parse(mine).name == "fp8_channel"

@@ -39,9 +39,9 @@ def preset_config(name):
     return config(E, 2, renormalize=False, custom_routing_function=name)
 
 
-def numeric_gradient(weights_of_row, z, coefficients, step=1e-6):
+def numeric_gradient(weights_of_row, z, coefficients):
     """Central differences in float64 of sum(weights * coefficients), row by row."""
-    result = np.zeros_like(z)
+    result, step = np.zeros_like(z), 1e-6
     for row, at in np.ndindex(*z.shape):
         shift = np.where(np.arange(z.shape[1]) == at, step, 0.0)
         up, down = (np.asarray(weights_of_row(row, z[row] + sign * shift)) for sign in (1, -1))

@@ -108,8 +108,7 @@ def test_a_few_rows_of_a_call_may_be_off_on_a_gpu(scheme, far):
 
     judge.check(off(2, far))
     for y, where in ((off(3, far), judge), (off(1, 2 * far), judge), (off(1, far), judge_of(scheme, tokens=50))):
-        with pytest.raises(AssertionError, match="worst is row"):
-            where.check(y)
+        refuses(AssertionError, "worst is row", where.check, y)
 
 
 def test_a_row_of_no_values_a_row_too_many_and_what_is_printed(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 import torch_bridge
 from tests.support.cases.torch_bridge import assert_same_weights, loaded_bridge, plain_arrays, stored_arrays
+from tests.support.refusals import refuses
 
 H, INTER, E, K = 64, 32, 8, 2
 SIZES = dict(
@@ -130,8 +131,7 @@ def test_patched_models_generate(family, quantize, models):
     held = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
     full = 2 * 3 * E * H * INTER * 4
     assert held == full if quantize is None else held < 0.35 * full
-    with pytest.raises(ValueError, match="no block with experts"):
-        torch_bridge.patch(model)
+    refuses(ValueError, "no block with experts", torch_bridge.patch, model)
 
 
 def test_gradients_through_a_patched_model(models):
@@ -185,8 +185,7 @@ def test_parameters_of_other_libraries_are_refused():
     """bitsandbytes and GGUF: by name, before anything is read; also through the loader and as a config."""
     block = random_block("mixtral")
     block.experts.down_proj.quant_state = object()
-    with pytest.raises(NotImplementedError, match="down_proj: a parameter of bitsandbytes.*full precision"):
-        torch_bridge.convert(block)
+    refuses(NotImplementedError, "down_proj: a parameter of bitsandbytes.*full precision", torch_bridge.convert, block)
     layer = torch_bridge.FusedMoE(E, K, H, INTER)
     layer.w2_weight.is_gguf_weight = True
     with pytest.raises(NotImplementedError, match="experts.w2_weight: a parameter of GGUF"):
@@ -203,8 +202,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="unknown scheme"):
         torch_bridge.patch(torch.nn.ModuleDict({"mlp": block}), quantize="fp9")
     assert type(block.experts).__name__ == "MixtralExperts"
-    with pytest.raises(ValueError, match="needs input scales"):
-        torch_bridge.convert(block, quantize="nvfp4")
+    refuses(ValueError, "needs input scales", torch_bridge.convert, block, quantize="nvfp4")
     block.experts.act_fn = torch.nn.Tanh()
     with pytest.raises(NotImplementedError, match=r"MixtralExperts: its activation \(Tanh\) is none of silu, gelu"):
         torch_bridge.convert(block)
@@ -254,6 +252,5 @@ def test_torch_files_are_read_as_tensors_only(tmp_path, capfd):
         with pytest.raises(ValueError, match=message) as raised:
             torch_bridge.load_tensors(tmp_path / name)
         assert "\n" not in str(raised.value)
-    with pytest.raises(NotImplementedError, match="GGUF files are not supported"):
-        torch_bridge.load_tensors(tmp_path / "model.gguf")
+    refuses(NotImplementedError, "GGUF files are not supported", torch_bridge.load_tensors, tmp_path / "model.gguf")
     assert "executed" not in capfd.readouterr().out

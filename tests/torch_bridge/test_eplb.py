@@ -25,6 +25,7 @@ from tests.support.cases.torch_ranks import (
     run_ranks,
     tensors,
 )
+from tests.support.refusals import refuses
 
 R = 3  # copies beyond the first of each expert
 P = E + R
@@ -274,24 +275,20 @@ def test_constructor_refuses(case):
     options = dict(enable_eplb=case != "copies without load balancing", ep_rank=0) | options
     if "quant_config" in options:
         options["quant_config"] = Own()
-    with pytest.raises(error, match=message):
-        torch_bridge.FusedMoE(E, K, H, I, torch.float32, **options)
+    refuses(error, message, torch_bridge.FusedMoE, E, K, H, I, torch.float32, **options)
 
 
 def test_calls_refuse():
     """A call before the maps, maps of another layer, an expert that is not there, and a conversion."""
     x, z = tensors("")
     layer = torch_bridge.FusedMoE(E, K, H, I, torch.float32, enable_eplb=True, num_redundant_experts=R)
-    with pytest.raises(RuntimeError, match="no processed weights"):
-        layer.get_expert_weights()
+    refuses(RuntimeError, "no processed weights", layer.get_expert_weights)
     with pytest.raises(ValueError, match="expert 5 is outside this layer's 5 experts"):
         layer.load_weights([("experts.5.gate_proj.weight", torch.zeros(I, H))])
     by_fused_tensors(layer)
     layer.process_weights_after_loading()
-    with pytest.raises(ValueError, match="pass them to set_eplb_state"):
-        layer(x, z)
-    with pytest.raises(NotImplementedError, match="enable_eplb"):
-        torch_bridge.to_nnx(layer)
+    refuses(ValueError, "pass them to set_eplb_state", layer, x, z)
+    refuses(NotImplementedError, "enable_eplb", torch_bridge.to_nnx, layer)
     state = dict(
         expert_load_view=torch.zeros((1, P), dtype=torch.int32),
         logical_to_physical_map=maps_of(INITIAL)[0],

@@ -11,6 +11,7 @@ import transformers
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import torch_bridge
+from tests.support.refusals import refuses
 from torch_bridge._experts_modules import activation_of
 
 E, K, H, INTER, T = 5, 3, 48, 32, 9
@@ -152,8 +153,7 @@ def test_quantized_at_the_first_call():
     assert 1e-4 < error < 0.02
     assert not sum(parameter.numel() for parameter in module.parameters())
     assert torch.equal(run(module, "moe_jax_int8", *call()), y)
-    with pytest.raises(NotImplementedError, match="MixtralExperts was quantized by moe_jax.*save the model before"):
-        module.state_dict()
+    refuses(NotImplementedError, "MixtralExperts was quantized by moe_jax.*save the model before", module.state_dict)
 
 
 def test_gradients():
@@ -246,8 +246,7 @@ def test_on_torchs_stream(name, quantize, most):
 
 
 def test_refusals(monkeypatch):
-    with pytest.raises(ValueError, match="unknown scheme 'fp9'"):
-        torch_bridge.register_experts(quantize="fp9")
+    refuses(ValueError, "unknown scheme 'fp9'", torch_bridge.register_experts, quantize="fp9")
     module = make("mixtral", "modeling_mixtral", "MixtralExperts").to("meta")
     with pytest.raises(ValueError, match="MixtralExperts is on the meta device"):
         run(module, "moe_jax", *call())
@@ -257,8 +256,7 @@ def test_refusals(monkeypatch):
     ):
         torch_bridge.register_experts()
     monkeypatch.delattr(transformers.integrations.moe, "ALL_EXPERTS_FUNCTIONS")
-    with pytest.raises(ImportError, match="no table of experts implementations; install transformers 5.7"):
-        torch_bridge.register_experts()
+    refuses(ImportError, "no table of experts implementations; install transformers 5.7", torch_bridge.register_experts)
 
 
 def test_a_transformers_that_knows_no_norm_of_experts():
@@ -276,8 +274,7 @@ def test_activations_are_told_apart():
     module.limit, module._apply_gate = 2.0, lambda h: _clamped(*h.chunk(2, -1), 2.0)
     assert activation_of(module) == dict(activation="silu", swiglu_limit=2.0)
     module._apply_gate = lambda h: torch.nn.functional.silu(h.chunk(2, -1)[1]) * h.chunk(2, -1)[0]
-    with pytest.raises(NotImplementedError, match="is none of silu"):
-        activation_of(module)
+    refuses(NotImplementedError, "is none of silu", activation_of, module)
 
 
 def _clamped(gate, up, limit):

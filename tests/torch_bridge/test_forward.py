@@ -34,6 +34,7 @@ from tests.support.cases.torch_bridge import (
     stored_arrays,
     torch_pairs,
 )
+from tests.support.refusals import refuses
 from torch_bridge import _ops
 from torch_bridge._tensors import to_arguments, to_jax, to_torch
 
@@ -154,8 +155,7 @@ def test_activation_gradients(scheme, tokens):
 def test_gradients_of_experts_are_refused():
     layer = loaded_bridge("bf16", plain_arrays())
     layer.w2_weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"call layer\.requires_grad_\(False\)"):
-        layer(*inputs(2))
+    refuses(RuntimeError, r"call layer\.requires_grad_\(False\)", layer, *inputs(2))
 
 
 def test_second_derivatives_are_refused():
@@ -346,8 +346,7 @@ def test_modules_around_the_experts():
     expected = plain(x / 2, gate(x)) * 2 + shared(x) * torch.sigmoid(shared_gate(x))
     torch.testing.assert_close(layer(x), expected)
     assert layer.is_internal_router and not plain.is_internal_router
-    with pytest.raises(ValueError, match="owns no gate"):
-        plain(x)
+    refuses(ValueError, "owns no gate", plain, x)
 
 
 @pytest.mark.parametrize(
@@ -415,10 +414,8 @@ def test_call_refuses():
         ((x.to("meta"), z), RuntimeError, "expected all tensors on cpu"),
         ((x[:0, :5], z[:0]), ValueError, r"expected \(T, 128\)"),
     ):
-        with pytest.raises(error, match=message):
-            _ops.fused_moe_op._init_fn(*arguments, None, None, layer.layer_name)
-    with pytest.raises(TypeError, match="experts keep params_dtype"):
-        layer.half()
+        refuses(error, message, _ops.fused_moe_op._init_fn, *arguments, None, None, layer.layer_name)
+    refuses(TypeError, "experts keep params_dtype", layer.half)
     assert layer.to("cpu") is layer and layer.w2_weight.dtype == torch.bfloat16
 
 
@@ -487,8 +484,7 @@ class Function(torch.nn.Module):
 )
 def test_outputs_of_modules_are_checked(modules, error, message):
     layer = loaded_bridge("bf16", plain_arrays(), **modules)
-    with pytest.raises(error, match=message):
-        layer(*inputs(3))
+    refuses(error, message, layer, *inputs(3))
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "int8_w8a16"])
@@ -519,8 +515,7 @@ def test_rows_of_another_width_are_refused(tokens, width):
     """Padding for methods that round sizes up would cut them or fill them up."""
     layer = loaded_bridge("bf16", stored_arrays("bf16"))
     _, z = inputs(tokens)
-    with pytest.raises(ValueError, match=rf"x has shape \({tokens}, {width}\), expected \(T, {H}\)"):
-        layer(torch.ones(tokens, width), z)
+    refuses(ValueError, rf"x has shape \({tokens}, {width}\), expected \(T, {H}\)", layer, torch.ones(tokens, width), z)
 
 
 @pytest.mark.filterwarnings("ignore:os.fork.*was called:RuntimeWarning", "ignore:.*use of fork.*:DeprecationWarning")

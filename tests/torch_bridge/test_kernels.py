@@ -15,6 +15,7 @@ from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layou
 from moe_jax.quantization import method_for
 from pallas_kernels.combine import combine
 from tests.support.cases.torch_bridge import E, config, inputs, loaded_bridge, plain_arrays, stored_arrays, torch_pairs
+from tests.support.refusals import refuses
 from torch_bridge._tensors import torch_dtype
 from torch_bridge.launch import _calls as _kernel_calls
 from torch_bridge.launch import _kernels, _launch
@@ -60,8 +61,7 @@ def test_layers_lower_to_kernels(scheme, tokens, kernels):
 
 
 def test_layers_with_more_than_kernels_are_refused():
-    with pytest.raises(NotImplementedError, match="outside of the kernels"):
-        program_of_layer("fp8_tensor", 4)
+    refuses(NotImplementedError, "outside of the kernels", program_of_layer, "fp8_tensor", 4)
 
 
 def test_programs_run_their_steps_in_order(monkeypatch):
@@ -185,8 +185,7 @@ def test_launches_give_what_jaxs_launcher_gives(of_version, monkeypatch):
 def test_a_launcher_made_otherwise_is_refused(monkeypatch):
     for other in (lambda arguments, device: None, print):
         monkeypatch.setattr(mgpu_core, "_compile_as_torch_gpu_kernel", lambda module, other=other: (other, None))
-        with pytest.raises(NotImplementedError, match="in a way that is not known here"):
-            CompiledKernel.compile(b"", ())
+        refuses(NotImplementedError, "in a way that is not known here", CompiledKernel.compile, b"", ())
 
 
 def test_the_launcher_of_this_jax_is_known(monkeypatch):
@@ -202,8 +201,7 @@ def test_the_launcher_of_this_jax_is_known(monkeypatch):
     function = functools.partial(combine, implementation="hopper")
     arguments = STRUCT((16, 256), jnp.bfloat16), STRUCT((4, 2), jnp.int32), STRUCT((4, 2), jnp.float32)
     [kernel] = KernelProgram(function, *arguments).kernels
-    with pytest.raises(RuntimeError, match="Failed to compile the module"):
-        kernel.load()
+    refuses(RuntimeError, "Failed to compile the module", kernel.load)
     [(module, length)] = given
     assert length.value == len(kernel.module) and module.value is not None
 
@@ -229,8 +227,7 @@ def test_what_is_not_kernels_throughout_goes_to_jaxs_runtime(monkeypatch):
     strict = loaded_bridge("fp8_tensor", stored_arrays("fp8_tensor"), torch_kernels=True)
     monkeypatch.setattr(strict._calls, "_is_cuda", True)
     for _ in range(2):
-        with pytest.raises(NotImplementedError, match=rf"{strict.layer_name}: torch_kernels=True: "):
-            strict(x, z)
+        refuses(NotImplementedError, rf"{strict.layer_name}: torch_kernels=True: ", strict, x, z)
     assert len(traced) == 1
 
 
@@ -346,12 +343,10 @@ def test_calls_are_refused_after_others_as_before_them(launched, monkeypatch):
             ((x, nested, ids), TypeError, "is a nested tensor"),
             ((x, weights, ids.float()), TypeError, "topk_ids"),
         ):
-            with pytest.raises(error, match=message):
-                apply(*given)
+            refuses(error, message, apply, *given)
         apply(x, weights, ids)
     layer.w2_weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="a parameter of the experts requires a gradient"):
-        apply(x, weights, ids)
+    refuses(RuntimeError, "a parameter of the experts requires a gradient", apply, x, weights, ids)
 
 
 def test_scratch_memory_of_each_call(launched, monkeypatch):

@@ -32,6 +32,7 @@ from tests.support.cases.torch_bridge import (
     stored_arrays,
     torch_pairs,
 )
+from tests.support.refusals import refuses
 
 RANKS = [dict(tp_size=2, tp_rank=0), dict(tp_size=2, tp_rank=1), dict(ep_size=3, ep_rank=0), dict(ep_size=3, ep_rank=2)]
 RANKS.append(dict(tp_size=2, tp_rank=1, ep_size=2, ep_rank=1))
@@ -168,8 +169,7 @@ def test_online_quantization_of_every_format(scheme):
     assert layer.quant_method.uses_meta_device
     pairs = torch_pairs(arrays)
     layer.load_weights(pairs[:-1])
-    with pytest.raises(RuntimeError, match="no weights yet"):
-        layer(*inputs(2))
+    refuses(RuntimeError, "no weights yet", layer, *inputs(2))
     layer.load_weights(pairs[-1:])
     assert_same_weights(layer.expert_weights, nnx_layer(scheme, arrays).weights.get_value())
     before = layer.expert_weights
@@ -178,18 +178,15 @@ def test_online_quantization_of_every_format(scheme):
 
 
 def test_static_schemes_are_not_for_online():
-    with pytest.raises(ValueError, match="needs input scales"):
-        bridge_layer("nvfp4", online=True)
+    refuses(ValueError, "needs input scales", bridge_layer, "nvfp4", online=True)
 
 
 def test_processing_is_idempotent_and_names_what_is_missing():
     """M18: again and again; before that, one error with every missing part, and the rest can still come."""
     layer, pairs = bridge_layer("fp8_channel"), torch_pairs(stored_arrays("fp8_channel"))
-    with pytest.raises(ValueError, match="missing: .*all 4 experts"):
-        layer.process_weights_after_loading()
+    refuses(ValueError, "missing: .*all 4 experts", layer.process_weights_after_loading)
     layer.load_weights(pairs[1:])
-    with pytest.raises(ValueError, match=r"missing: gate_proj\.weight of expert 0"):
-        layer.process_weights_after_loading()
+    refuses(ValueError, r"missing: gate_proj\.weight of expert 0", layer.process_weights_after_loading)
     layer.load_weights(pairs[:1])
     layer.process_weights_after_loading()
     pointers = [p.data_ptr() for p in layer.parameters()]
@@ -200,11 +197,9 @@ def test_processing_is_idempotent_and_names_what_is_missing():
     assert_same_weights(layer.expert_weights, old)
     (name, tensor), *_ = pairs
     for other in (tensor.flip(0), tensor.view(torch.int8).add(1).view(tensor.dtype)):
-        with pytest.raises(ValueError, match="came twice with different values"):
-            layer.load_weights([(name, other)])
+        refuses(ValueError, "came twice with different values", layer.load_weights, [(name, other)])
     layer.load_state_dict(layer.state_dict())
-    with pytest.raises(ValueError, match="already processed; use reload_weights"):
-        layer.load_weights(pairs[:1])
+    refuses(ValueError, "already processed; use reload_weights", layer.load_weights, pairs[:1])
 
 
 @pytest.mark.parametrize("online", [False, True])
@@ -229,8 +224,7 @@ def test_reload(scheme):
     layer = loaded_bridge(scheme, plain_arrays(0), online=True)
     expected = nnx_layer(scheme, plain_arrays(1)).weights.get_value()
     old = layer.expert_weights
-    with pytest.raises(ValueError, match="missing"):
-        layer.reload_weights(torch_pairs(plain_arrays(1))[:-1])
+    refuses(ValueError, "missing", layer.reload_weights, torch_pairs(plain_arrays(1))[:-1])
     assert layer.expert_weights.w13.data is old.w13.data
     layer.reload_weights(torch_pairs(plain_arrays(1)))
     assert_same_weights(layer.expert_weights, expected)
@@ -261,13 +255,12 @@ def test_state_dict_errors():
         bridge_layer("fp8_channel").load_state_dict(state | {"w2_weight_scale": scale[:, :5]})
     half = bridge_layer("fp8_channel")
     half.load_weights(torch_pairs(stored_arrays("fp8_channel"))[:3])
-    with pytest.raises(RuntimeError, match="loaded but not processed"):
-        half.state_dict()
+    refuses(RuntimeError, "loaded but not processed", half.state_dict)
 
 
-def gpt_oss_tensors(seed=0):
+def gpt_oss_tensors():
     """MXFP4 as gpt-oss stores it: rows of gate and up alternate."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     return {
         "gate_up_proj_blocks": rng.integers(0, 256, (E, 2 * I, H // 32, 16), np.uint8),
         "gate_up_proj_scales": rng.integers(110, 125, (E, 2 * I, H // 32), np.uint8),
@@ -352,14 +345,10 @@ def test_decisions_of_the_loader():
     assert load(w13, weight, "n", "w1", 3, return_success=True) is False
     assert load(w13, weight, "n", "w1", 0) is None
     assert load(w13, weight, "n", "w3", 0, return_success=True) is True
-    with pytest.raises(ValueError, match="shard_id='w9', expected one of"):
-        load(w13, weight, "n", "w9", 0)
-    with pytest.raises(ValueError, match="shard_id='w2' does not belong to w13_weight"):
-        load(w13, weight, "n", "w2", 0)
-    with pytest.raises(ValueError, match="expert 9 is outside"):
-        load(w13, weight, "n", "w1", 9)
-    with pytest.raises(ValueError, match="expected shape"):
-        load(w13, weight[:, :-1], "n", "w1", 1)
+    refuses(ValueError, "shard_id='w9', expected one of", load, w13, weight, "n", "w9", 0)
+    refuses(ValueError, "shard_id='w2' does not belong to w13_weight", load, w13, weight, "n", "w2", 0)
+    refuses(ValueError, "expert 9 is outside", load, w13, weight, "n", "w1", 9)
+    refuses(ValueError, "expected shape", load, w13, weight[:, :-1], "n", "w1", 1)
     with pytest.raises(ValueError, match="was not created by"):
         load(torch.nn.Parameter(torch.zeros(1)), weight, "n", "w1", 1)
     with pytest.raises(ValueError, match="on the meta device"):
@@ -375,8 +364,7 @@ def test_decisions_of_the_loader():
         packed.weight_loader(shape, torch.tensor([float(H), float(I)]), "n", "w2", 0)
         with pytest.raises(ValueError, match=r"expected \[128, 256\] from config\.json"):
             packed.weight_loader(shape, torch.tensor([1.0, 2.0]), "n", "w2", 0)
-    with pytest.raises(TypeError, match=r"pass its items\(\)"):
-        layer.load_weights({})
+    refuses(TypeError, r"pass its items\(\)", layer.load_weights, {})
 
 
 def test_a_rank_that_quantizes_while_loading_has_all_of_its_experts_early():
@@ -479,8 +467,7 @@ def test_expert_map():
         (lambda: bridge_layer("bf16", tp_size=3, tp_rank=0), "does not divide by tp_size=3"),
         (lambda: bridge_layer("bf16").update_expert_map(), "no expert map to update"),
     ):
-        with pytest.raises(ValueError, match=error):
-            call()
+        refuses(ValueError, error, call)
 
 
 MEASURE = """

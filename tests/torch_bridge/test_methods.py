@@ -22,6 +22,7 @@ from tests.support.cases.torch_bridge import (
     stored_arrays,
     torch_pairs,
 )
+from tests.support.refusals import refuses
 
 FP8, INT4 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "int"}
 TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True}
@@ -66,10 +67,8 @@ def test_methods_by_their_names(name):
     assert method.method_name == type(method).__name__
     assert method.use_global_sf == (name == "nvfp4")
     for read_only in PROPERTIES:
-        with pytest.raises(AttributeError, match="no setter"):
-            setattr(method, read_only, None)
-    with pytest.raises(ValueError, match=rf"{type(method).__name__} uses its own kernels"):
-        method.maybe_make_prepare_finalize()
+        refuses(AttributeError, "no setter", setattr, method, read_only, None)
+    refuses(ValueError, rf"{type(method).__name__} uses its own kernels", method.maybe_make_prepare_finalize)
     with pytest.raises(ValueError, match=r"no GEMM to select"):
         method.select_gemm_impl(None, torch.nn.Module())
     layer = bridge_layer(method)
@@ -123,8 +122,7 @@ def test_scheme_checks():
         with pytest.raises(ValueError, match=message) as raised:
             construct()
         assert "\n" not in str(raised.value)
-    with pytest.raises(TypeError, match="expected QuantizationArgs"):
-        fp8(3, None)
+    refuses(TypeError, "expected QuantizationArgs", fp8, 3, None)
 
 
 def test_arguments_of_compressed_tensors():
@@ -231,8 +229,7 @@ def test_marlin_says_the_shapes_of_its_parameters():
     assert method.get_weight_shape("w2_scale", *call, **groups) == layer.w2_weight_scale.shape == (E, I // 32, H)
     assert method.get_weight_shape("w13_zp", *call, **groups) == (E, H // 32, 2 * I // 8)
     assert method.get_weight_shape("w2_zp", *call, **groups) == (E, I // 32, H // 8)
-    with pytest.raises(ValueError, match="w2_scale: num_groups_w2 is missing"):
-        method.get_weight_shape("w2_scale", *call)
+    refuses(ValueError, "w2_scale: num_groups_w2 is missing", method.get_weight_shape, "w2_scale", *call)
 
 
 def test_activations_of_a_weight_only_checkpoint_may_be_quantized():

@@ -28,6 +28,7 @@ from tests.support.cases.torch_bridge import (
 )
 from tests.support.oracles.layer_judge import assert_layer_close
 from tests.support.oracles.routing import route_row
+from tests.support.refusals import refuses
 
 FP8, INT4 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "int"}
 TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True}
@@ -404,20 +405,16 @@ def test_calls_that_cannot_be():
     method = torch_bridge.SchemeMoEMethod("fp8_channel")
     module, x = torch.nn.Module(), torch.zeros(3, H)
     call = torch.ones(3, K), torch.zeros(3, K, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match=r"call create_weights\(module, ...\) first"):
-        method.apply(module, x, *call)
+    refuses(RuntimeError, r"call create_weights\(module, ...\) first", method.apply, module, x, *call)
     method.create_weights(module, E, H, I, torch.bfloat16)
     assert method.moe.num_experts == E and not method.moe.use_ep
-    with pytest.raises(RuntimeError, match=r"call process_weights_after_loading\(module\)"):
-        method.apply(module, x, *call)
+    refuses(RuntimeError, r"call process_weights_after_loading\(module\)", method.apply, module, x, *call)
     for name, parameter in module.named_parameters():
         parameter.data.fill_(1)
         assert name.startswith("w")
     method.process_weights_after_loading(module)
-    with pytest.raises(ValueError, match=r"x has shape \(3, 64\), expected \(T, 128\)"):
-        method.apply(module, x[:, :64], *call)
-    with pytest.raises(ValueError, match="x has 3 tokens, found 2"):
-        method.apply(module, x, call[0][:2], call[1])
+    refuses(ValueError, r"x has shape \(3, 64\), expected \(T, 128\)", method.apply, module, x[:, :64], *call)
+    refuses(ValueError, "x has 3 tokens, found 2", method.apply, module, x, call[0][:2], call[1])
     assert method.apply(module, x[:0], call[0][:0], call[1][:0]).shape == (0, H)
 
 

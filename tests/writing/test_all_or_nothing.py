@@ -14,6 +14,7 @@ from moe_jax import cli
 from moe_jax.loading import Checkpoint, CheckpointError
 from tests.fuzz import bases
 from tests.support.checkpoints import mutations
+from tests.support.refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +72,8 @@ def test_destinations(model, tmp_path):
         ("file", "is no directory"),
         ("file/a/b", "file is no directory; choose another destination"),
     ):
-        with pytest.raises(ValueError, match=message):
-            moe_jax.quantize_checkpoint(model, tmp_path / name, scheme="bf16")
-    with pytest.raises(ValueError, match="is not empty"):
-        moe_jax.quantize_checkpoint(model, model, scheme="bf16")
+        refuses(ValueError, message, moe_jax.quantize_checkpoint, model, tmp_path / name, scheme="bf16")
+    refuses(ValueError, "is not empty", moe_jax.quantize_checkpoint, model, model, scheme="bf16")
     (tmp_path / "empty").mkdir()
     moe_jax.quantize_checkpoint(model, tmp_path / "empty", scheme="bf16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "full"]

@@ -1,7 +1,6 @@
 """``KernelExperts``: the experts of one layer as kernels on torch's stream, over tensors that torch owns."""
 
 import bisect
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from moe_jax.experts._choice import first_choice
 from moe_jax.models._compiled import bucket
 from moe_jax.quantization import method_for
 from moe_jax.routing import RoutingParams
-from torch_bridge._calls import padded
+from torch_bridge._calls import padded, unnamed
 from torch_bridge._tensors import narrowed, numpy_dtype
 from torch_bridge.launch._calls import _Experts, _Moe, local_ids
 from torch_bridge.launch._evaluate import struct_of
@@ -171,11 +170,11 @@ class KernelExperts:
         slots = (count, config.top_k)
         if entry == "experts":
             args: tuple[Any, ...] = x, struct(slots, jnp.float32), struct(slots, jnp.int32)
-            return _Experts(_shared(config)), args, self._structs, self.gpu
+            return _Experts(unnamed(config)), args, self._structs, self.gpu
         bias = struct((config.num_experts,), jnp.float32) if has_bias else None
         mask = struct((count,), jnp.bool_) if has_mask else None
         args = x, struct((count, config.num_experts), dtype), bias, mask
-        return _Moe(_shared(config)), args, self._structs, self.gpu
+        return _Moe(unnamed(config)), args, self._structs, self.gpu
 
     def _run(self, entry: Entry, arguments: tuple[Any, ...]) -> torch.Tensor:
         count, dtype = arguments[0].shape[0], arguments[1].dtype
@@ -245,12 +244,6 @@ def _checked(config: MoEConfig, weights: ExpertWeights, gpu: Gpu) -> ExpertWeigh
     if not all(leaf.is_contiguous() for leaf in jax.tree.leaves(weights)):
         raise ValueError("weights have gaps or transposed axes, expected contiguous tensors")
     return found
-
-
-def _shared(config: MoEConfig) -> MoEConfig:
-    """What layers have in common that differ by name."""
-
-    return dataclasses.replace(config, name="")
 
 
 def _first(tensor: torch.Tensor, count: int) -> torch.Tensor:

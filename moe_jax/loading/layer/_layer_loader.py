@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax._config import MoEConfig
+from moe_jax._pytrees import signature
 from moe_jax._typing import AnyArray
 from moe_jax.loading._errors import listed, shorten
 from moe_jax.loading.files._arrays import checked_experts, checked_pairs
@@ -398,10 +399,8 @@ class LayerLoader:
         for leaf, spec in self._whole_input_scales().items():
             leaves[leaf] = np.full((len(self._experts), *spec.shape[1:]), self._common(leaves[leaf], leaf))
         processed = self._method.process_weights_after_loading(leaves, self._own_config)
-        if like is not None and _signature(processed) != _signature(like):
-            raise ValueError(
-                f"{self._label()}: expected weights like {_signature(like)}, found {_signature(processed)}"
-            )
+        if like is not None and signature(processed) != signature(like):
+            raise ValueError(f"{self._label()}: expected weights like {signature(like)}, found {signature(processed)}")
         weights = jax.tree.map(_on_device, processed)
         self._is_finished = True
         self._staging.release()
@@ -460,10 +459,6 @@ def _on_device(leaf: AnyArray) -> jax.Array:
     if isinstance(leaf, jax.Array):  # made by the method
         return leaf
     return jax.device_put(leaf) if leaf.flags.writeable else jnp.array(leaf)
-
-
-def _signature(weights: ExpertWeights) -> ExpertWeights:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
 
 
 @dataclasses.dataclass(frozen=True)

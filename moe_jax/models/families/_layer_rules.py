@@ -1,4 +1,4 @@
-"""What several families' config.json say in the same keys: which layers have experts, their groups, sliding windows."""
+"""What several families' config.json say in the same keys: layers with experts, groups, biases, sliding windows."""
 
 from typing import Any
 
@@ -23,6 +23,12 @@ def expert_groups(reader: ConfigReader) -> dict[str, int]:
     """``n_group`` and ``topk_group`` as arguments of ``FusedMoE``; none where one group holds all experts."""
     groups, kept = (reader.integer(key, default=1) for key in ("n_group", "topk_group"))
     return {} if groups == 1 else {"num_expert_group": groups, "topk_group": kept}
+
+
+def attention_biases(reader: ConfigReader, *, default: bool = False) -> dict[str, Any]:
+    """``attention_bias``: of the projections into attention and of the one out of it."""
+    has_biases = reader.boolean("attention_bias", default=default)
+    return dict(use_attention_bias=has_biases, use_output_bias=has_biases)
 
 
 def shared_experts_size(reader: ConfigReader) -> int:
@@ -77,7 +83,6 @@ def layers_by_type(reader: ConfigReader) -> tuple[int, ...]:
 def latent_attention(reader: ConfigReader, indexer: IndexerConfig | None = None) -> dict[str, Any]:
     """DeepSeek's attention, MLA."""
     ranked = reader.value("q_lora_rank") is not None
-    has_biases = reader.boolean("attention_bias", default=False)
     return dict(
         mla=MLAConfig(
             q_lora_rank=reader.integer("q_lora_rank") if ranked else None,
@@ -88,8 +93,7 @@ def latent_attention(reader: ConfigReader, indexer: IndexerConfig | None = None)
             is_interleaved=reader.boolean("rope_interleave", default=True),
             indexer=indexer,
         ),
-        use_attention_bias=has_biases,
-        use_output_bias=has_biases,
+        **attention_biases(reader),
     )
 
 
@@ -138,7 +142,6 @@ def gated_delta_net(reader: ConfigReader, *, is_fused: bool) -> dict[str, Any]:
 
     is_fused: see ``LinearAttentionConfig``.
     """
-    has_biases = reader.boolean("attention_bias", default=False)
     if not reader.boolean("attn_output_gate", default=True):
         raise reader.error("attn_output_gate=false is not supported for this architecture; expected true")
     reader.one_of("output_gate_type", ("swish", "silu"), default="swish")  # of linear attention
@@ -155,8 +158,7 @@ def gated_delta_net(reader: ConfigReader, *, is_fused: bool) -> dict[str, Any]:
         has_output_gate=True,
         norm="zero_centered_rms",
         qk_norm="head",
-        use_attention_bias=has_biases,
-        use_output_bias=has_biases,
+        **attention_biases(reader),
         partial_rotary_factor=0.25,
     )
 

@@ -40,7 +40,7 @@ class MoEFamily:
     architecture: ClassVar[str]
     other_model_types: ClassVar[tuple[str, ...]] = ()
     other_architectures: ClassVar[tuple[str, ...]] = ()
-    moe_module: ClassVar[str]
+    moe_module: ClassVar[str] = "mlp"
     router_module: ClassVar[str] = "gate"
     shared_module: ClassVar[str] = "shared_experts"
     shared_gate_module: ClassVar[str] = "shared_expert_gate"

@@ -17,7 +17,6 @@ class DeepseekV2ForCausalLM(CausalLM):
 
     model_type = "deepseek_v2"
     architecture = "DeepseekV2ForCausalLM"
-    moe_module = "mlp"
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:

@@ -11,7 +11,6 @@ class DeepseekV3ForCausalLM(CausalLM):
     model_type = "deepseek_v3"
     other_model_types = ("kimi_k2",)
     architecture = "DeepseekV3ForCausalLM"
-    moe_module = "mlp"
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:

@@ -15,7 +15,6 @@ class DeepseekV32ForCausalLM(CausalLM):
 
     model_type = "deepseek_v32"
     architecture = "DeepseekV32ForCausalLM"
-    moe_module = "mlp"
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:

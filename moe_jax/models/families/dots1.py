@@ -2,7 +2,7 @@
 
 from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
-from moe_jax.models.families._layer_rules import corrected_experts, layers_with_windows, windows_above
+from moe_jax.models.families._layer_rules import attention_biases, corrected_experts, layers_with_windows, windows_above
 
 
 class Dots1ForCausalLM(CausalLM):
@@ -10,11 +10,9 @@ class Dots1ForCausalLM(CausalLM):
 
     model_type = "dots1"
     architecture = "Dots1ForCausalLM"
-    moe_module = "mlp"
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:
-        has_biases = reader.boolean("attention_bias", default=False)
         # The published file calls its scores by the name of the method that chooses from them.
         experts = corrected_experts(reader, routed_scaling_factor=1.0, scoring_funcs=("sigmoid", "noaux_tc"))
         windows = windows_above if reader.value("layer_types") is None else layers_with_windows
@@ -22,7 +20,6 @@ class Dots1ForCausalLM(CausalLM):
             reader,
             **experts | dict(renormalize=reader.boolean("norm_topk_prob")),
             qk_norm="head",
-            use_attention_bias=has_biases,
-            use_output_bias=has_biases,
+            **attention_biases(reader),
             **windows(reader),
         )

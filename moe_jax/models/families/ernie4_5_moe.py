@@ -9,7 +9,6 @@ class Ernie4_5_MoeForCausalLM(CausalLM):
 
     model_type = "ernie4_5_moe"
     architecture = "Ernie4_5_MoeForCausalLM"
-    moe_module = "mlp"
     correction_bias_name = "moe_statics.e_score_correction_bias"
 
     @staticmethod

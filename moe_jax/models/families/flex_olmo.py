@@ -2,6 +2,7 @@
 
 from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models.families._layer_rules import attention_biases
 
 
 class FlexOlmoForCausalLM(CausalLM):
@@ -9,18 +10,15 @@ class FlexOlmoForCausalLM(CausalLM):
 
     model_type = "flex_olmo"
     architecture = "FlexOlmoForCausalLM"
-    moe_module = "mlp"
     norm_modules = ("post_attention_layernorm", "post_feedforward_layernorm")
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:
-        has_biases = reader.boolean("attention_bias", default=False)
         return read_decoder_config(
             reader,
             moe_intermediate_size=("intermediate_size",),
             renormalize=reader.boolean("norm_topk_prob", default=False),
             qk_norm="projection",
             is_post_norm=True,
-            use_attention_bias=has_biases,
-            use_output_bias=has_biases,
+            **attention_biases(reader),
         )

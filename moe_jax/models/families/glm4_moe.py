@@ -10,7 +10,6 @@ class Glm4MoeForCausalLM(CausalLM):
 
     model_type = "glm4_moe"
     architecture = "Glm4MoeForCausalLM"
-    moe_module = "mlp"
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:

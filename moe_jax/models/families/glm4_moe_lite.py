@@ -10,7 +10,6 @@ class Glm4MoeLiteForCausalLM(CausalLM):
 
     model_type = "glm4_moe_lite"
     architecture = "Glm4MoeLiteForCausalLM"
-    moe_module = "mlp"
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:

@@ -15,7 +15,6 @@ class GlmMoeDsaForCausalLM(CausalLM):
 
     model_type = "glm_moe_dsa"
     architecture = "GlmMoeDsaForCausalLM"
-    moe_module = "mlp"
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:

@@ -8,7 +8,7 @@ from moe_jax._typing import Json
 from moe_jax.loading import ExpertNames
 from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
-from moe_jax.models.families._layer_rules import layers_with_windows
+from moe_jax.models.families._layer_rules import attention_biases, layers_with_windows
 
 _SPLITS_WRONGLY = re.compile(r"0\.(\d|1[0-7])\b")  # compressed-tensors that went with llm-compressor up to 0.12
 _PER_EXPERT = re.compile(r"\.experts\.\d+\.gate_proj\.")
@@ -19,7 +19,6 @@ class GptOssForCausalLM(CausalLM):
 
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
-    moe_module = "mlp"
     router_module = "router"
     expert_names = ExpertNames(is_interleaved=True)
 
@@ -27,7 +26,6 @@ class GptOssForCausalLM(CausalLM):
     def read_config(reader: ConfigReader) -> DecoderConfig:
         if reader.value("rope_scaling", "rope_parameters") is None:
             raise reader.error("rope_scaling is missing; gpt-oss is trained with YaRN, whose factor must be stated")
-        has_biases = reader.boolean("attention_bias", default=True)
         return read_decoder_config(
             reader,
             moe_intermediate_size=("intermediate_size",),
@@ -37,8 +35,7 @@ class GptOssForCausalLM(CausalLM):
             swiglu_alpha=reader.positive("swiglu_alpha", default=1.702),
             has_bias=True,
             has_router_bias=True,
-            use_attention_bias=has_biases,
-            use_output_bias=has_biases,
+            **attention_biases(reader, default=True),
             has_sinks=True,
             **layers_with_windows(reader),
         )

@@ -5,6 +5,7 @@ from typing import Any
 from moe_jax.loading import ExpertNames
 from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models.families._layer_rules import attention_biases
 
 
 class GraniteMoeForCausalLM(CausalLM):
@@ -18,14 +19,12 @@ class GraniteMoeForCausalLM(CausalLM):
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:
-        has_biases = reader.boolean("attention_bias", default=False)
         keys = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
         multipliers: dict[str, Any] = {key: reader.positive(key, default=1.0) for key in keys}
         return read_decoder_config(
             reader,
             moe_intermediate_size=("intermediate_size",),
             renormalize=True,
-            use_attention_bias=has_biases,
-            use_output_bias=has_biases,
+            **attention_biases(reader),
             **multipliers,
         )

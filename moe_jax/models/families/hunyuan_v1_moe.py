@@ -2,6 +2,7 @@
 
 from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models.families._layer_rules import attention_biases
 
 
 class HunYuanMoEV1ForCausalLM(CausalLM):
@@ -9,7 +10,6 @@ class HunYuanMoEV1ForCausalLM(CausalLM):
 
     model_type = "hunyuan_v1_moe"
     architecture = "HunYuanMoEV1ForCausalLM"
-    moe_module = "mlp"
     router_module = "gate.wg"
     shared_module = "shared_mlp"
     attention_names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
@@ -21,7 +21,6 @@ class HunYuanMoEV1ForCausalLM(CausalLM):
             if reader.boolean(key, default=expected) != expected:
                 raise reader.error(f"{key}={not expected} is not supported for this architecture; expected {expected}")
         reader.value("eod_token_id")  # a token of its own, not eos_token_id misspelt
-        has_biases = reader.boolean("attention_bias", default=False)
         has_shared = reader.boolean("use_mixed_mlp_moe", default=True)
         shared = reader.integer("num_shared_expert", default=1, is_of_layers=True) if has_shared else 0
         stated = reader.value("moe_intermediate_size") is not None
@@ -31,6 +30,5 @@ class HunYuanMoEV1ForCausalLM(CausalLM):
             renormalize=True,
             shared_intermediate_size=shared * reader.integer("intermediate_size"),
             qk_norm="rotated_head",
-            use_attention_bias=has_biases,
-            use_output_bias=has_biases,
+            **attention_biases(reader),
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models.families._layer_rules import attention_biases
 
 
 class Llama4ForCausalLM(CausalLM):
@@ -20,14 +21,12 @@ class Llama4ForCausalLM(CausalLM):
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:
-        has_biases = reader.boolean("attention_bias", default=False)
         return read_decoder_config(
             reader,
             **_experts(reader),
             **_attention(reader),
             intermediate_size=reader.integer("intermediate_size_mlp"),
-            use_attention_bias=has_biases,
-            use_output_bias=has_biases,
+            **attention_biases(reader),
         )
 
 

@@ -2,6 +2,7 @@
 
 from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models.families._layer_rules import attention_biases
 
 
 class OlmoeForCausalLM(CausalLM):
@@ -9,17 +10,14 @@ class OlmoeForCausalLM(CausalLM):
 
     model_type = "olmoe"
     architecture = "OlmoeForCausalLM"
-    moe_module = "mlp"
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:
-        has_biases = reader.boolean("attention_bias", default=False)
         return read_decoder_config(
             reader,
             moe_intermediate_size=("intermediate_size",),
             renormalize=reader.boolean("norm_topk_prob", default=False),
             qk_norm="projection",
             clip_qkv=None if reader.value("clip_qkv") is None else reader.positive("clip_qkv"),
-            use_attention_bias=has_biases,
-            use_output_bias=has_biases,
+            **attention_biases(reader),
         )

@@ -3,6 +3,7 @@
 from moe_jax.loading import ExpertNames
 from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
+from moe_jax.models.families._layer_rules import attention_biases
 
 
 class PhimoeForCausalLM(CausalLM):
@@ -21,15 +22,13 @@ class PhimoeForCausalLM(CausalLM):
         if reader.integer("num_experts_per_tok", default=2) != 2:
             raise reader.error("num_experts_per_tok must be 2, since sparsemixer chooses two")
         window = reader.value("sliding_window")
-        has_biases = reader.boolean("attention_bias", default=False)
         return read_decoder_config(
             reader,
             moe_intermediate_size=("intermediate_size",),
             renormalize=False,
             custom_routing_function="phi_sparsemixer",
             norm="layer",
-            use_attention_bias=has_biases,
-            use_output_bias=has_biases,
+            **attention_biases(reader),
             has_head_bias=reader.boolean("lm_head_bias", default=False),
             sliding_window=None if window is None else reader.integer("sliding_window"),
         )

@@ -12,7 +12,6 @@ class Qwen2MoeForCausalLM(CausalLM):
 
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
-    moe_module = "mlp"
     shared_module = "shared_expert"
 
     @staticmethod

@@ -12,7 +12,6 @@ class Qwen3_5MoeForCausalLM(CausalLM):
 
     model_type = "qwen3_5_moe_text"
     architecture = "Qwen3_5MoeForCausalLM"
-    moe_module = "mlp"
     shared_module = "shared_expert"
 
     @staticmethod
@@ -25,7 +24,6 @@ class Qwen3_5MoeForConditionalGeneration(CausalLM):
 
     model_type = "qwen3_5_moe"
     architecture = "Qwen3_5MoeForConditionalGeneration"
-    moe_module = "mlp"
     shared_module = "shared_expert"
     model_module = "model.language_model"
     other_modules = ("model.visual",)

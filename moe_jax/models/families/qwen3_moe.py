@@ -2,7 +2,7 @@
 
 from moe_jax.models._config import ConfigReader, DecoderConfig, read_decoder_config
 from moe_jax.models._decoder import CausalLM
-from moe_jax.models.families._layer_rules import layers_by_step
+from moe_jax.models.families._layer_rules import attention_biases, layers_by_step
 
 
 class Qwen3MoeForCausalLM(CausalLM):
@@ -10,20 +10,17 @@ class Qwen3MoeForCausalLM(CausalLM):
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
-    moe_module = "mlp"
 
     @staticmethod
     def read_config(reader: ConfigReader) -> DecoderConfig:
         num_layers = reader.integer("num_hidden_layers")
-        has_biases = reader.boolean("attention_bias", default=False)
         return read_decoder_config(
             reader,
             moe_intermediate_size=("moe_intermediate_size",),
             renormalize=reader.boolean("norm_topk_prob"),
             moe_layers=layers_by_step(reader),
             qk_norm="head",
-            use_attention_bias=has_biases,
-            use_output_bias=has_biases,
+            **attention_biases(reader),
             sliding_window=_sliding_window(reader, num_layers),
         )
 

@@ -10,7 +10,6 @@ class Qwen3NextForCausalLM(CausalLM):
 
     model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
-    moe_module = "mlp"
     shared_module = "shared_expert"
 
     @staticmethod

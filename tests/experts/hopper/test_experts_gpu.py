@@ -7,17 +7,18 @@ buffer read before it was written, shows. Most of the time is compilation; the t
     JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false pytest -m gpu -n 8 --dist worksteal tests
 """
 
-import functools
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from moe_jax import fused_experts
 from moe_jax.experts.hopper import _plan as hopper_plan
-from tests.support.cases import experts as cases
-from tests.support.cases.gpu_layers import KINDS, WITH_KERNELS, check, has_kernels, layer
+from tests.support.cases.gpu_layers import (
+    KINDS,
+    WITH_KERNELS,
+    check,
+    check_independence,
+    check_no_tokens,
+    has_kernels,
+    layer,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -77,23 +78,9 @@ def test_many_tokens(scheme):
 
 
 def test_no_tokens():
-    config, _, packed = layer("w4a16_g128")
-    x, (p, ids) = cases.make_tokens(1, config, dtype="bfloat16")[:0], cases.make_routing(1)
-    y = jax.jit(functools.partial(fused_experts, config=config))(x, p[:0], ids[:0], packed)
-    assert y.shape == (0, config.hidden_size)
+    check_no_tokens()
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_block", "w4a16_g128", "w4a8_int8"])
 def test_a_token_does_not_depend_on_its_batch(scheme):
-    """Within one program: other tokens, other routings of theirs, the same bits."""
-    config, _, packed = layer(scheme)
-    x, (p, ids) = cases.make_tokens(300, config, dtype="bfloat16"), cases.make_routing(300)
-    call = jax.jit(functools.partial(fused_experts, config=config)).lower(x, p, ids, packed).compile()
-    first = np.asarray(call(x, p, ids, packed))
-    kept = np.arange(0, 300, 7)
-    others = np.setdiff1d(np.arange(300), kept)
-    rolled = [np.array(a) for a in (x, p, ids)]
-    for array in rolled:
-        array[others] = array[np.roll(others, 5)]
-    second = np.asarray(call(*(jnp.asarray(a) for a in rolled), packed))
-    np.testing.assert_array_equal(second[kept], first[kept])
+    check_independence(scheme)

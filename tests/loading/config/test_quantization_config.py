@@ -24,6 +24,7 @@ from tests.support.checkpoints.quantization_configs import (
     one_group,
     parse,
 )
+from tests.support.refusals import refuses
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
@@ -132,21 +133,18 @@ def test_schemes_that_are_not_built_name_the_module(case):
     group = QuantizationScheme(targets=["Linear"], **copy.deepcopy(preset))
     config = parse(config_of({"g": json.loads(group.model_dump_json())}, format=stored_as))
     assert config.scheme_for("lm_head") is None
-    with pytest.raises(CheckpointError, match=f"module {EXPERT}: target 'Linear' of g matches, .*({message})"):
-        config.scheme_for(EXPERT)
+    refuses(CheckpointError, f"module {EXPERT}: target 'Linear' of g matches, .*({message})", config.scheme_for, EXPERT)
 
 
 def test_output_activations_are_refused():
     config = parse(config_of({"g": CHANNEL_GROUP | {"output_activations": TOKEN}}))
-    with pytest.raises(CheckpointError, match="output_activations"):
-        config.scheme_for(EXPERT)
+    refuses(CheckpointError, "output_activations", config.scheme_for, EXPERT)
 
 
 def test_a_pattern_that_uses_up_its_time_is_an_error(monkeypatch):
     config = parse(config_of(ignore=["re:.*x"]))
     monkeypatch.setattr("moe_jax.loading.config._patterns.TIME_LIMIT", -1.0)
-    with pytest.raises(CheckpointError, match="took over"):
-        config.scheme_for(EXPERT)
+    refuses(CheckpointError, "took over", config.scheme_for, EXPERT)
 
 
 # -- tensors have the last word ---------------------------------------------------------------------------------------

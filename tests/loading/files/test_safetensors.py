@@ -18,6 +18,7 @@ import torch
 
 from moe_jax.loading import CheckpointError, SafetensorsFile, save_safetensors
 from moe_jax.loading.files._safetensors import DTYPES, PACKED_BITS
+from tests.support.refusals import refuses
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -175,10 +176,8 @@ def test_arrays_are_read_only_and_outlive_the_file(tmp_path):
     file.close()
     file.close()
     np.testing.assert_array_equal(array, [[0, 1, 2], [3, 4, 5]])
-    with pytest.raises(ValueError, match="after close"):
-        file.read("w")
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(number)
+    refuses(ValueError, "after close", file.read, "w")
+    refuses(OSError, "Bad file descriptor", os.fstat, number)
 
 
 def test_a_file_that_is_cut_while_it_is_open(tmp_path):
@@ -204,8 +203,7 @@ def test_a_file_that_is_rewritten_while_it_is_open(tmp_path):
             writer.seek(-4, os.SEEK_END)
             writer.write(b"else")
         os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))  # clocks of file systems are coarse
-        with pytest.raises(CheckpointError, match="a.safetensors: was written to while it was read"):
-            file.check_unchanged()
+        refuses(CheckpointError, "a.safetensors: was written to while it was read", file.check_unchanged)
 
 
 def test_data_need_not_be_aligned(tmp_path):
@@ -312,30 +310,22 @@ def test_lengths_of_file_and_header(tmp_path):
     path = tmp_path / "a.safetensors"
     for size in range(8):
         path.write_bytes(b"x" * size)
-        with pytest.raises(CheckpointError, match="expected at least 8"):
-            SafetensorsFile(path)
+        refuses(CheckpointError, "expected at least 8", SafetensorsFile, path)
     path.write_bytes(struct.pack("<Q", 100_000_001) + b"{}")
-    with pytest.raises(CheckpointError, match="expected at most 100000000"):
-        SafetensorsFile(path)
+    refuses(CheckpointError, "expected at most 100000000", SafetensorsFile, path)
     path.write_bytes(struct.pack("<Q", 2**63) + b"{}")
-    with pytest.raises(CheckpointError, match="expected at most"):
-        SafetensorsFile(path)
+    refuses(CheckpointError, "expected at most", SafetensorsFile, path)
     path.write_bytes(struct.pack("<Q", 3) + b"{}")
-    with pytest.raises(CheckpointError, match="truncated"):
-        SafetensorsFile(path)
+    refuses(CheckpointError, "truncated", SafetensorsFile, path)
 
 
 def test_what_is_not_a_file(tmp_path):
-    with pytest.raises(CheckpointError, match="no such file"):
-        SafetensorsFile(tmp_path / "a.safetensors")
+    refuses(CheckpointError, "no such file", SafetensorsFile, tmp_path / "a.safetensors")
     (tmp_path / "link.safetensors").symlink_to(tmp_path / "gone")
-    with pytest.raises(CheckpointError, match="link to .*gone, which does not exist"):
-        SafetensorsFile(tmp_path / "link.safetensors")
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        SafetensorsFile(tmp_path)
+    refuses(CheckpointError, "link to .*gone, which does not exist", SafetensorsFile, tmp_path / "link.safetensors")
+    refuses(CheckpointError, "not a regular file", SafetensorsFile, tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        SafetensorsFile(tmp_path / "pipe")
+    refuses(CheckpointError, "not a regular file", SafetensorsFile, tmp_path / "pipe")
 
 
 def test_a_hostile_name_stays_on_one_line(tmp_path):

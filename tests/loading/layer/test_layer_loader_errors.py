@@ -276,8 +276,7 @@ def test_a_weight_shape_of_no_expert_is_unexpected():
     name = "model.layers.0.mlp.experts.7.down_proj.weight_shape"
     loader = LayerLoader(config("w4a16_g32"))
     assert not loader.accept(name, np.array([H, INTER]))
-    with pytest.raises(ValueError, match=f"unexpected: {name}"):
-        loader.finish()
+    refuses(ValueError, f"unexpected: {name}", loader.finish)
 
 
 def test_one_expert_has_no_axis_of_experts():

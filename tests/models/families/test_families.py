@@ -328,7 +328,7 @@ def test_the_family_file_shown_in_the_guide_is_the_package_s():
 def test_a_family_is_one_file(tmp_path, monkeypatch):
     """A file beside the others is found without a list to edit; its words decide, also those that mean the same."""
     source = (Path(families.__path__[0]) / "olmoe.py").read_text()
-    source = source.replace('    moe_module = "mlp"', '    other_model_types = ("older",)\n    moe_module = "mlp"')
+    source = source.replace('    model_type = "olmoe"', '    other_model_types = ("older",)\n    model_type = "olmoe"')
     (tmp_path / "newer.py").write_text(source.replace('"olmoe"', '"newer"'))
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
     found = {family.model_type: family for family in _registry._defined()}

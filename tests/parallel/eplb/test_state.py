@@ -26,8 +26,8 @@ def logical(load, slots, num_experts=E):
     return found
 
 
-def random_load(seed, high=50):
-    return np.random.default_rng(seed).integers(0, high, (LAYERS, S)).astype(np.int32)
+def random_load(seed):
+    return np.random.default_rng(seed).integers(0, 50, (LAYERS, S)).astype(np.int32)
 
 
 # -- recording --------------------------------------------------------------------------------------------------------

@@ -84,3 +84,25 @@ def check(scheme, tokens, dtype="bfloat16", **options):
         assert_layer_close(y, x, p, ids, weights, config, on_gpu=True)
         fill_memory_of(call)
         np.testing.assert_array_equal(np.asarray(call(x, p, ids, packed)), y)
+
+
+def check_no_tokens(**options):
+    config, _, packed = layer("w4a16_g128", **options)
+    x, (p, ids) = cases.make_tokens(1, config, dtype="bfloat16")[:0], cases.make_routing(1)
+    y = jax.jit(functools.partial(fused_experts, config=config))(x, p[:0], ids[:0], packed)
+    assert y.shape == (0, config.hidden_size)
+
+
+def check_independence(scheme, **options):
+    """A token does not depend on its batch: other tokens, other routings of theirs, the same bits in one program."""
+    config, _, packed = layer(scheme, **options)
+    x, (p, ids) = cases.make_tokens(300, config, dtype="bfloat16"), cases.make_routing(300)
+    call = jax.jit(functools.partial(fused_experts, config=config)).lower(x, p, ids, packed).compile()
+    first = np.asarray(call(x, p, ids, packed))
+    kept = np.arange(0, 300, 7)
+    others = np.setdiff1d(np.arange(300), kept)
+    rolled = [np.array(a) for a in (x, p, ids)]
+    for array in rolled:
+        array[others] = array[np.roll(others, 5)]
+    second = np.asarray(call(*(jnp.asarray(a) for a in rolled), packed))
+    np.testing.assert_array_equal(second[kept], first[kept])

@@ -163,18 +163,11 @@ def of_rank(weights, rank):
         return np.split(np.asarray(array), size, axis=axis)[at]
 
     def product(tensor, axes):
-        fields = {
-            name: None
-            if getattr(tensor, name) is None
-            else cut(getattr(tensor, name), axis)
-            if axis
-            else getattr(tensor, name)
-            for name, axis in axes.items()
-        }
-        fields = {
-            name: value if value is None or name == "input_scale" else np.asarray(value)[own]
-            for name, value in fields.items()
-        }
+        fields = {}
+        for name, axis in axes.items():
+            value = getattr(tensor, name)
+            value = value if axis is None else cut(value, axis)
+            fields[name] = value if value is None or name == "input_scale" else np.asarray(value)[own]
         return dataclasses.replace(tensor, **fields)
 
     fmt = weights.w13.fmt

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moe_jax import MoEConfig, Scheme
+from tests.support.refusals import refuses
 from torch_bridge._tensors import torch_dtype
 from torch_bridge.launch import KernelExperts, _stored, _tracers
 from torch_bridge.launch._gpu import Gpu
@@ -133,7 +134,5 @@ def test_kernels_of_every_format_and_bucket(name, monkeypatch, tmp_path):
 def test_weights_of_another_shape_are_refused(monkeypatch, tmp_path):
     experts = experts_of("bf16", monkeypatch, tmp_path)
     wrong = jax.tree.map(lambda t: t[:4].contiguous(), experts.weights)
-    with pytest.raises(ValueError, match="expected"):
-        KernelExperts(experts.config, wrong, gpu=H200)
-    with pytest.raises(NotImplementedError, match="Hopper"):
-        KernelExperts(experts.config, experts.weights)
+    refuses(ValueError, "expected", KernelExperts, experts.config, wrong, gpu=H200)
+    refuses(NotImplementedError, "Hopper", KernelExperts, experts.config, experts.weights)
