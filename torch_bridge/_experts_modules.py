@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         has_gate: bool
         has_bias: bool
         is_concatenated: bool
+        config: Any
         down_proj: torch.nn.Parameter
         act_fn: torch.nn.Module
 
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
         def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
 
         def register_state_dict_pre_hook(self, hook: Callable[..., None], /) -> object: ...
+
+        def register_forward_pre_hook(self, hook: Callable[..., None], /) -> object: ...
 
 else:
     Layout = ExpertsModule = Any

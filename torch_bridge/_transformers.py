@@ -10,6 +10,7 @@ from moe_jax.quantization import Scheme, SchemeLike
 from torch_bridge._experts_modules import ExpertsModule, layer_of, names_of, turned
 from torch_bridge._layer import FusedMoE
 
+_OWN_NAMES: set[str] = set()  # that transformers' table has from here
 _NEWER = "install transformers 5.7 or newer, or use patch(model)"
 
 
@@ -25,8 +26,8 @@ def register_experts(
     A module of experts gets its layer at its first call. Unquantized weights have one memory with the module's
     parameters, so that state dicts, ``save_pretrained`` and loading go on as before; where rows of gate and up
     alternate (gpt-oss), those of the first product are kept twice, and copied again after a change that torch counts.
-    With ``quantize`` the parameters are let go, and their state dict raises NotImplementedError. Experts get no
-    gradients; inputs and routing weights do.
+    With ``quantize`` the parameters are let go: their state dict raises NotImplementedError, and so does a later call
+    of another implementation ("eager"). Experts get no gradients; inputs and routing weights do.
 
     Args:
         name: what ``experts_implementation`` says; a second registration replaces the first for modules not yet called.
@@ -58,6 +59,7 @@ def register_experts(
         return layer.quant_method.apply(layer, x, top_k_weights, top_k_index).to(dtype)
 
     ALL_EXPERTS_FUNCTIONS.register(name, forward)
+    _OWN_NAMES.add(name)
 
 
 def _layer_for(experts: ExpertsModule, top_k: int, options: dict[str, Any]) -> FusedMoE:
@@ -82,6 +84,7 @@ def _layer_for(experts: ExpertsModule, top_k: int, options: dict[str, Any]) -> F
             leaf.data = turned(experts, getattr(layer, name).data)
     if is_quantized:
         experts.register_state_dict_pre_hook(_refuse_state)
+        experts.register_forward_pre_hook(_refuse_others)
     # Past torch's registration of submodules: the layer's parameters are the module's own.
     # Copied ones are held, so that no other tensor gets their address while it stands for them.
     held = [] if is_quantized else [leaf.data for name, leaf in leaves.items() if _is_copied(experts, name)]
@@ -102,6 +105,16 @@ def _places(experts: ExpertsModule, names: dict[str, str]) -> list[tuple[int, in
         is_counted = _is_copied(experts, leaf) and not tensor.is_inference()
         places.append((tensor.data_ptr(), tensor._version if is_counted else 0))
     return places
+
+
+def _refuse_others(experts: ExpertsModule, _: Any) -> None:
+    name = experts.config._experts_implementation
+    if name not in _OWN_NAMES:
+        raise NotImplementedError(
+            f"{type(experts).__name__}: experts_implementation={name!r}, but moe_jax quantized these experts at their "
+            f"first call and let their weights go; expected one of {', '.join(sorted(_OWN_NAMES))}, or load the model "
+            "again"
+        )
 
 
 def _refuse_state(experts: ExpertsModule, *_: Any) -> None:

@@ -154,6 +154,10 @@ def test_quantized_at_the_first_call():
     assert not sum(parameter.numel() for parameter in module.parameters())
     assert torch.equal(run(module, "moe_jax_int8", *call()), y)
     refuses(NotImplementedError, "MixtralExperts was quantized by moe_jax.*save the model before", module.state_dict)
+    for name in ("eager", "grouped_mm"):
+        with pytest.raises(NotImplementedError, match=f"MixtralExperts: experts_implementation='{name}', but moe_jax"):
+            run(module, name, *call())
+    assert torch.equal(run(module, "moe_jax_int8", *call()), y)
 
 
 def test_gradients():
