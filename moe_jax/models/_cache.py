@@ -37,7 +37,9 @@ class KVCache:
 
     page_table: (B, num_slots / PAGE_SLOTS) int32, or None where each row has slots of its own. Slot s of row b lies in
     page page_table[b, s // PAGE_SLOTS]. Rows may share pages that all of them have filled; who changes the table
-    (``dataclasses.replace``) keeps it so. num_pages: of each layer, 0 without a table. Recurrent states have no pages.
+    (``dataclasses.replace``) keeps it so. Of two rows that write to one page one loses its tokens: calls outside of
+    ``jax.jit`` refuse that, under it nobody sees it. num_pages: of each layer, 0 without a table. Recurrent states have
+    no pages.
     """
 
     layers: tuple[LayerCache, ...]
