@@ -39,7 +39,7 @@ def refusal(
     the first ``value_width`` elements of the keys. has_sinks: whether heads have one more logit. has_sequences: whether
     a row holds several sequences. num_pages: in which k and v lie, whose shapes are those of gathered rows.
     """
-    batch, num_queries, kv_heads, group, width = q.shape
+    num_queries = q.shape[1]
     if jax.__version_info__ < OLDEST_JAX:
         return f"needs jax 0.11, found jax {jax.__version__}"
     if MOST_DECODED < num_queries < LEAST_QUERIES:
@@ -47,24 +47,12 @@ def refusal(
     if has_sequences and num_queries <= MOST_DECODED:
         return f"{num_queries} queries of several sequences; from {LEAST_QUERIES} on"
     values = k if v is None else v
-    is_e4m3 = k.dtype == values.dtype == jnp.float8_e4m3fn
+    is_e4m3 = _holds_codes(k, values)
     if not is_e4m3 and not q.dtype == k.dtype == values.dtype:
         return f"q is {q.dtype}, k {k.dtype}, v {values.dtype}; one dtype, or k and v in e4m3"
     if not scale > 0:
         return f"scale={scale}; above 0"
-    sizes: Any = dict(
-        batch=batch,
-        num_queries=num_queries,
-        num_slots=k.shape[2],
-        num_heads=kv_heads * group,
-        num_kv_heads=kv_heads,
-        width=width,
-        value_width=value_width or values.shape[-1],
-        dtype=jnp.dtype(q.dtype).name,
-        scale=scale,
-        window=window,
-        has_sinks=has_sinks,
-    )
+    sizes: Any = dict(_sizes(q, k, v, value_width), scale=scale, window=window, has_sinks=has_sinks)
     try:
         sms = hopper_sms()
         if num_queries > MOST_DECODED:
@@ -105,20 +93,27 @@ def quantizes(rows: tuple[str, int], q: Any, k: Any, v: Any) -> bool:
 
     rows: kind of ``quantize_and_permute``, and rows that scales have room for. q, k, v: as of ``refusal``.
     """
+    desc = DecodeDesc(**_sizes(q, k, v), scale=1.0, is_e4m3=_holds_codes(k, v))
+    return quantizing_error(desc, choose_decode_config(desc, hopper_sms()), rows_of(desc, *rows)) is None
+
+
+def _sizes(q: Any, k: Any, v: Any | None, value_width: int | None = None) -> dict[str, Any]:
+    """What descriptions of prefills and of decode steps say of these shapes. Arguments as of ``refusal``."""
     batch, num_queries, kv_heads, group, width = q.shape
-    desc = DecodeDesc(
+    return dict(
         batch=batch,
         num_queries=num_queries,
         num_slots=k.shape[2],
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
         width=width,
-        value_width=v.shape[-1],
+        value_width=value_width or (k if v is None else v).shape[-1],
         dtype=jnp.dtype(q.dtype).name,
-        scale=1.0,
-        is_e4m3=k.dtype == jnp.float8_e4m3fn,
     )
-    return quantizing_error(desc, choose_decode_config(desc, hopper_sms()), rows_of(desc, *rows)) is None
+
+
+def _holds_codes(k: Any, v: Any) -> bool:
+    return k.dtype == v.dtype == jnp.float8_e4m3fn
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
