@@ -15,13 +15,11 @@ from moe_jax.models import MLAConfig
 from moe_jax.models.attention import _attention
 from moe_jax.models.attention._mla import is_cheaper_absorbed
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
-from tests.support.cases.models import CASES, FAMILY_CASES, ROPES, SLOW, VOCAB, assert_logits_close, slow
+from tests.support.cases.models import CASES, FAMILY_CASES, ROPES, SLOW, VOCAB, assert_logits_close, run, slow
 from tests.support.refusals import refuses
 
 # Frequencies that change with the length leave earlier keys in the cache as they were, in transformers too.
 STATIC = [name for name in CASES if name not in ("qwen3_dynamic", "qwen3_longrope")]
-
-run = jax.jit(lambda model, ids, **inputs: model(ids, **inputs))
 
 
 @pytest.mark.parametrize("name", [*(name for name in CASES if name not in SLOW), *slow(*SLOW)])

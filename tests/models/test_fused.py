@@ -33,7 +33,7 @@ from moe_jax.nn import QuantizedParam
 from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
 from pallas_kernels.decode_attention.config import HEADS
 from tests.support.cases.hopper_layers import E, H, make_layer, on_hopper
-from tests.support.cases.models import VOCAB, assert_logits_close
+from tests.support.cases.models import VOCAB, assert_logits_close, run
 
 
 @pytest.fixture
@@ -70,10 +70,10 @@ def test_models(case, calls, name):
     expected = moe_jax.load_pretrained(one.directory, dtype="float32", attention="xla").score(ids, mask)
     assert not calls
     model = moe_jax.load_pretrained(one.directory, dtype="float32")
-    first, cache = model(ids[:, :10], attention_mask=mask[:, :10], cache=model.init_cache(2, 16))
+    first, cache = run(model, ids[:, :10], attention_mask=mask[:, :10], cache=model.init_cache(2, 16))
     parts = [first]
     for begin, end in ((10, 14), (14, 15)):
-        part, cache = model(ids[:, begin:end], cache=cache)
+        part, cache = run(model, ids[:, begin:end], cache=cache)
         parts.append(part)
     assert_logits_close(np.concatenate(parts, axis=1)[mask], np.asarray(expected)[mask])
     config = model.config
@@ -92,7 +92,7 @@ def test_generate_and_gradients(case, calls):
     def loss(model):
         return model(jnp.arange(12)[None] % VOCAB)[0, -1, :7].sum()
 
-    for ours, theirs in zip(*(jax.tree.leaves(nnx.grad(loss)(model)) for model in models), strict=True):
+    for ours, theirs in zip(*(jax.tree.leaves(jax.jit(nnx.grad(loss))(model)) for model in models), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -105,7 +105,7 @@ def test_a_cache_in_fp8(case, calls):
         for layer in model.layers:
             layer.self_attn.k_scale.set_value(jnp.float32(0.017))
             layer.self_attn.v_scale.set_value(jnp.float32(0.0003))  # of which some are above 448
-        caches.append(model(jnp.arange(6)[None], cache=model.init_cache(1, 8))[1])
+        caches.append(run(model, jnp.arange(6)[None], cache=model.init_cache(1, 8))[1])
     assert "rotate_and_store" in calls
     for found, wanted in zip(*(cache.layers[0].arrays for cache in caches), strict=True):
         assert found.dtype == jnp.float8_e4m3fn

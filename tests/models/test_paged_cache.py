@@ -16,7 +16,7 @@ from moe_jax.models import _cache, _decoder, _inputs, _layer_cache, load_pretrai
 from moe_jax.models._layer_cache import SlotCache
 from moe_jax.models.attention import _mla
 from tests.models.test_partition import mesh_of
-from tests.support.cases.models import VOCAB, assert_logits_close, slow, write_checkpoint
+from tests.support.cases.models import VOCAB, assert_logits_close, run, slow, write_checkpoint
 from tests.support.refusals import refuses
 
 TABLE = np.array([[5, 0, 7, 2], [1, 6, 3, 8]], np.int32)  # 16 slots a row; page 4 is nobody's
@@ -57,7 +57,7 @@ def test_transformers(case, name):
         ids, parts = tokens(2, 13, seed), []
         mask = np.arange(13) >= [[0], [3]]
         for begin, end in ((0, 6), (6, 12), (12, 13)):
-            part, cache = of.model(ids[:, begin:end], attention_mask=mask[:, begin:end], cache=cache)
+            part, cache = run(of.model, ids[:, begin:end], attention_mask=mask[:, begin:end], cache=cache)
             parts.append(np.asarray(part))
         found = np.concatenate(parts, axis=1)
         for row, first in enumerate((0, 3)):
@@ -68,7 +68,7 @@ def test_transformers(case, name):
     # A page has the slots of its row.
     identity = of.model.init_cache(2, 16, page_table=np.arange(8).reshape(2, 4))
     contiguous = of.model.init_cache(2, 16)
-    answers = [of.model(ids, attention_mask=mask, cache=one) for one in (identity, contiguous)]
+    answers = [run(of.model, ids, attention_mask=mask, cache=one) for one in (identity, contiguous)]
     np.testing.assert_array_equal(answers[0][0], answers[1][0])
     for layer, other in zip(*(answer[1].layers for answer in answers), strict=True):
         for pool, array in zip(
@@ -140,7 +140,7 @@ def test_no_page_is_written_for_two_places(case):
         cache = model.init_cache(2, 8, page_table=np.array(table))
         refuses(ValueError, rf"page_table\[{where}\] is 0, {words}", model, tokens(2, 5), cache=cache)
     cache = model.init_cache(2, 8, page_table=np.array([[0, 1], [2, 1]]))
-    _, cache = model(tokens(2, 4), cache=cache)  # page 1 gets nothing
+    _, cache = run(model, tokens(2, 4), cache=cache)  # page 1 gets nothing
     refuses(ValueError, rf"page_table\[0, 1\] is 1, {words}", model, tokens(2, 1), cache=cache)
     one = np.array([[True], [False]])
     _, cache = model(tokens(2, 1), attention_mask=one, cache=cache)

@@ -9,10 +9,9 @@ from flax import nnx
 
 import moe_jax
 from tests.models.test_explicit_axes import split
-from tests.support.cases.models import VOCAB, assert_logits_close, slow
+from tests.support.cases.models import VOCAB, assert_logits_close, run, slow
 from tests.support.refusals import refuses
 
-run = jax.jit(lambda model, ids, **inputs: model(ids, **inputs))
 run_with_stats = jax.jit(lambda model, ids, segments: model(ids, segment_ids=segments, return_stats=True))
 
 # Two rows of 40 columns: sequences back to back, padding on the left, between sequences, within one, and behind.

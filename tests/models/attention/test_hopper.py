@@ -16,7 +16,7 @@ from pallas_kernels.attention import prefill
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention.config import HEADS, LATENTS
 from tests.models.test_partition import mesh_of
-from tests.support.cases.models import VOCAB, assert_logits_close
+from tests.support.cases.models import VOCAB, assert_logits_close, run
 from tests.support.refusals import refuses
 
 
@@ -63,10 +63,10 @@ def test_models(case, calls, name):
     kinds = len({model.config.window_of(layer) for layer in range(model.config.num_layers)})  # equal layers: one trace
     assert len(calls) == kinds
     cache = model.init_cache(2, 24)
-    first, cache = model(ids[:, :12], attention_mask=mask[:, :12], cache=cache)
+    first, cache = run(model, ids[:, :12], attention_mask=mask[:, :12], cache=cache)
     parts = [first]
     for begin, end in ((12, 16), (16, 19), (19, 20)):
-        part, cache = model(ids[:, begin:end], cache=cache)
+        part, cache = run(model, ids[:, begin:end], cache=cache)
         parts.append(part)
     queries = [q[1] for q, _ in calls]
     assert {queries.count(count) for count in (3, 1)} == {kinds} and 4 not in queries
@@ -86,7 +86,7 @@ def test_a_cache_in_fp8(case, calls):
     for model in models:
         cache, parts = model.init_cache(1, 16), []
         for begin, end in ((0, 5), (5, 8), (8, 9)):
-            part, cache = model(ids[:, begin:end], cache=cache)
+            part, cache = run(model, ids[:, begin:end], cache=cache)
             parts.append(np.asarray(part))
         answers.append(np.concatenate(parts, axis=1))
     assert {q[1] for q, _ in calls} == {5, 3, 1}
@@ -103,7 +103,7 @@ def test_a_cache_in_pages(case, calls, dtype):
         model = moe_jax.load_pretrained(case("gpt_oss").directory, **options)
         cache, parts = model.init_cache(2, 64, page_table=table), []
         for begin, end in ((0, 5), (5, 8), (8, 9)):
-            part, cache = model(ids[:, begin:end], cache=cache)
+            part, cache = run(model, ids[:, begin:end], cache=cache)
             parts.append(np.asarray(part))
         answers.append(np.concatenate(parts, axis=1))
     assert {(q[1], k[0]) for q, k in calls} == {(5, 2 if dtype == "fp8" else 3), (3, 3), (1, 3)}

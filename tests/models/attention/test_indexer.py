@@ -23,13 +23,11 @@ from moe_jax.models.attention._indexer import Indexer
 from pallas_kernels.decode_attention import decode_attention
 from tests.models.test_partition import check_answers
 from tests.models.test_prefill import ragged, read_all
-from tests.support.cases.models import assert_logits_close, slow
+from tests.support.cases.models import assert_logits_close, run, slow
 
 NAMES = ("deepseek_v32", "glm_dsa")
 TOPK = 8
 every_model = pytest.mark.parametrize("name", ["deepseek_v32", *slow("glm_dsa")])
-
-run = jax.jit(lambda model, ids, **inputs: model(ids, **inputs))
 
 
 @pytest.fixture

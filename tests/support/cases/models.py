@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -183,6 +184,10 @@ MORE_FAMILY_CASES += ("qwen3_next_tied", "qwen3_5_tied")
 
 # One of each family by default, chosen to differ in most.
 SLOW = ("olmoe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3_halves")
+
+
+# model(ids, ...) as one program for each shape. Outside of jax.jit each operation is a program of its own.
+run = jax.jit(lambda model, ids, **inputs: model(ids, **inputs))
 
 
 def slow(*names: str) -> list[Any]:
