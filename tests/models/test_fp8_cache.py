@@ -20,7 +20,7 @@ from moe_jax.loading import CheckpointError, SafetensorsFile, save_safetensors
 from moe_jax.models import load_pretrained
 from moe_jax.models._kv_cache_dtype import resolve
 from tests.models.test_partition import mesh_of
-from tests.support.cases.models import VOCAB, assert_logits_close, slow
+from tests.support.cases.models import VOCAB, assert_logits_close, run, slow
 from tests.support.refusals import refuses
 
 FP8 = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
@@ -61,7 +61,7 @@ def answers(model, ids, mask, splits):
     """Logits of a call for each part of the columns, on one cache, and the cache."""
     cache, parts = model.init_cache(len(ids), ids.shape[1] + 3), []
     for begin, end in zip(splits, splits[1:], strict=False):
-        part, cache = model(ids[:, begin:end], attention_mask=mask[:, begin:end], cache=cache)
+        part, cache = run(model, ids[:, begin:end], attention_mask=mask[:, begin:end], cache=cache)
         parts.append(np.asarray(part))
     return np.concatenate(parts, axis=1), cache
 

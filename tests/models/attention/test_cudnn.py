@@ -12,7 +12,7 @@ import moe_jax
 from moe_jax.models.attention import _choice, _cudnn, _hopper
 from moe_jax.models.attention._attention import AttentionInputs, attend, attend_xla
 from tests.models.test_partition import mesh_of
-from tests.support.cases.models import VOCAB, assert_logits_close
+from tests.support.cases.models import VOCAB, assert_logits_close, run
 from tests.support.refusals import refuses
 
 
@@ -94,9 +94,9 @@ def test_models(case, calls, name):
     by_xla = moe_jax.load_pretrained(one.directory, dtype="float32", attention="xla")
     expected = np.asarray(by_xla.score(ids, mask))
     assert not calls
-    first, cache = model(ids[:, :9], attention_mask=mask[:, :9], cache=model.init_cache(2, 16))
+    first, cache = run(model, ids[:, :9], attention_mask=mask[:, :9], cache=model.init_cache(2, 16))
     assert len(calls) == 2  # of equal layers one is traced
-    second, _ = model(ids[:, 9:], cache=cache)
+    second, _ = run(model, ids[:, 9:], cache=cache)
     assert len(calls) == 2
     assert_logits_close(np.concatenate([first, second], axis=1)[mask], expected[mask])
 

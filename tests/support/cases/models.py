@@ -45,7 +45,7 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
     "qwen3": (QWEN3, dict(norm_topk_prob=True)),
     "qwen3_dense_bias": (
         QWEN3,
-        dict(num_hidden_layers=3, mlp_only_layers=[0], decoder_sparse_step=2, attention_bias=True),
+        dict(mlp_only_layers=[0], decoder_sparse_step=2, attention_bias=True),
     ),
     "qwen3_tied_window": (
         QWEN3,
