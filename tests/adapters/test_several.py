@@ -14,7 +14,7 @@ from moe_jax.quantization import LowRank
 from tests.adapters.test_lora_of_models import filled, load
 from tests.experts.test_adapters import with_adapters
 from tests.support.cases import experts as cases
-from tests.support.cases.models import assert_logits_close
+from tests.support.cases.models import assert_logits_close, run
 from tests.support.oracles.layer_judge import assert_layer_close
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
 from tests.support.refusals import refuses
@@ -60,12 +60,12 @@ def test_rows_take_their_own(case, prompt, directories, implementation):
 def test_another_choice_compiles_nothing(case, prompt, directories):
     model = moe_jax.load_lora(load(case("qwen3").directory), directories)
     ids = jnp.asarray(prompt(3, 16))
-    run: Any = jax.jit(lambda model, choice, ids: moe_jax.select_lora(model, choice)(ids))
+    choose: Any = jax.jit(lambda model, choice, ids: moe_jax.select_lora(model, choice)(ids))
     for rows in ([0, 1, -1], [2, 2, 0]):
         names = [None if row < 0 else list(ADAPTERS)[row] for row in rows]
-        found = run(model, np.asarray(rows, np.int32), ids)
-        assert_logits_close(found, np.asarray(moe_jax.select_lora(model, names)(ids)), 1e-5)
-    assert run._cache_size() == 1
+        found = choose(model, np.asarray(rows, np.int32), ids)
+        assert_logits_close(found, np.asarray(run(moe_jax.select_lora(model, names), ids)), 1e-5)
+    assert choose._cache_size() == 1
 
 
 @pytest.mark.parametrize("scheme", ["int8_w8a8", "fp8_tensor", "bf16"])

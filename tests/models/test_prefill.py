@@ -14,7 +14,7 @@ from moe_jax.models._compiled import split_model
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._layer_cache import RecurrentCache
 from moe_jax.models._prefill import Prefill, chunk_length
-from tests.support.cases.models import assert_logits_close, slow, write_checkpoint
+from tests.support.cases.models import assert_logits_close, run, slow, write_checkpoint
 from tests.support.refusals import refuses
 
 NO_LOAD = np.zeros((0, 0), np.int32)
@@ -75,7 +75,7 @@ def test_logits_and_cache_are_those_of_one_call(case, chunked, prompt, name):
     ids, num_slots, rows = prompt(2, length), length + 4, np.arange(2)
     mask = ragged(ids.shape)
     logits, cache = read_all(chunked(case.model, 32), np.where(mask, ids, 0), mask, num_slots)
-    whole, expected = case.model(ids, attention_mask=mask, cache=case.model.init_cache(2, num_slots))
+    whole, expected = run(case.model, ids, attention_mask=mask, cache=case.model.init_cache(2, num_slots))
     last = length - 1 - np.argmax(mask[:, ::-1], axis=1)
     assert_logits_close(
         logits, np.asarray(whole)[rows, last], 1e-6 if case.model.config.linear_attention is None else 3e-6
