@@ -9,6 +9,7 @@ prompts, and for each cache its zeros and its loop.
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -120,11 +121,13 @@ def run(
                 rows = free[: len(indices)]
                 owner[rows], told[rows] = indices, 0
             idle = owner < 0
+            state, waits, most = intake.grow(state, told)
             more = min(intake.fewest(), batch) if intake.has_pages() else 1  # whose end may free pages
-            wanted = np.int32(idle.sum() + more if intake else batch)
+            wanted = np.int32((idle | waits).sum() + more if intake or waits.any() else batch)
             state = dataclasses.replace(state, step=np.int32(0))
             picked = sampler.rows(np.maximum(owner, 0))
-            state = _loop.proceed(structure, leaves, state, idle, limit, wanted, picked)
+            turns = limit if most is None else min(limit, np.int32(most))
+            state = _loop.proceed(structure, leaves, state, idle, waits, turns, wanted, picked)
             is_done, made, tokens = (np.array(a) for a in (state.is_done, state.made, state.tokens))  # it is donated
             busy = np.flatnonzero(owner >= 0)
             if hear_logprobs is not None and state.logprobs is not None:
@@ -134,7 +137,7 @@ def run(
             over = hear({int(owner[row]): tokens[row, told[row] : made[row]] for row in busy})
             told[busy] = made[busy]
             owner[is_done | np.isin(owner, list(over))] = -1
-            intake.release(busy[owner[busy] < 0].tolist())
+            intake.release({int(row): int(told[row]) for row in busy if owner[row] < 0})
         load = np.array(state.load)
     return load
 
@@ -176,8 +179,13 @@ class _PackedIntake:
         """Whether prompts wait and the next of them finds its pages."""
         return bool(self)
 
-    def release(self, rows: list[int]) -> None:
-        """These rows have ended."""
+    def release(self, made: dict[int, int]) -> None:
+        """These rows have ended, after so many new tokens."""
+
+    def grow(self, state: _loop.State, made: np.ndarray) -> tuple[_loop.State, np.ndarray, int | None]:
+        """The state with memory for the next tokens of rows; which rows have none and wait, (B,) bool; and how many
+        tokens there is memory for, None for all. made: (B,), new tokens of each row."""
+        return state, np.zeros(len(made), bool), None
 
     def admit(self, state: _loop.State, free: np.ndarray) -> tuple[_loop.State, list[int]]:
         """The state with prompts, and their first new token, in the first free rows, and the prompts' indices."""
@@ -195,11 +203,32 @@ class _PackedIntake:
         return _loop.admit_pack(call.structure, call.leaves, row, state, pack, call.sampler.rows(picked))
 
 
+@dataclasses.dataclass
+class _Row:
+    """A prompt in a row: its index, the pages that it shares and those of its own, how many of the latter it takes at
+    most, and its new tokens."""
+
+    index: int
+    shared: np.ndarray
+    own: np.ndarray
+    most: int
+    made: int = 0
+
+    @property
+    def missing(self) -> int:
+        return self.most - len(self.own)
+
+
 class _PagedIntake(_PackedIntake):
     """As ``_PackedIntake`` for rows in pages.
 
-    The first pages are those of packs while they are read. A prompt takes its pages, for its new tokens too, as it
-    enters a row, and gives them back as it ends. What prompts share is read into pages that all of them hold.
+    The first pages are those of packs while they are read. A prompt takes the pages of its tokens as it enters a row,
+    one more whenever its new tokens reach its end, and gives all back as it ends. What prompts share is read into pages
+    that all of them hold.
+
+    No page is taken unless all rows could still get all of theirs, one after the other as they end (``_is_safe``). A
+    row that gets none waits, with what it holds, and some other row always goes on. Prompts enter a row where the pages
+    that rows are expected to use are there: as many as their most new tokens take, until prompts have ended earlier.
     """
 
     def __init__(
@@ -217,7 +246,8 @@ class _PagedIntake(_PackedIntake):
         self._of_packs = self._packs.most_rows(PAGE_SLOTS)
         wholes = {i: pages_of(len(call.prompts[i]) + int(call.sampler.limits[i])) for i in group.indices}
         of_queues = [(pages_of(length), indices) for length, indices in self._packs.shared_tokens()]
-        self._costs = {i: wholes[i] - shared for shared, indices in of_queues for i in indices}
+        self._shared = {i: shared for shared, indices in of_queues for i in indices}
+        self._most = {i: wholes[i] - self._shared[i] for i in group.indices}
         enough = self._enough(batch, wholes, sum(n for n, _ in of_queues))
         self.num_pages = min(num_pages, enough) if isinstance(num_pages, int) else enough
         longest = max(wholes, key=wholes.__getitem__)
@@ -230,12 +260,14 @@ class _PagedIntake(_PackedIntake):
             )
         self._pool = PagePool(self._of_packs, self.num_pages)
         self._prefix: np.ndarray | None = None  # pages of what the first queue shares
-        self._held: dict[int, np.ndarray] = {}  # of each row its pages
+        self._rows: dict[int, _Row] = {}  # the oldest first
+        self._table = np.zeros((batch, pages_of(self.num_slots)), np.int32)
+        self._ended: list[float] = []  # of prompts that have ended, new tokens as a share of the most
 
     def _enough(self, batch: int, wholes: dict[int, int], shared: int) -> int:
         """Pages with which no prompt waits for others, up to a quarter more, so that like calls take one program.
         shared: pages that queues share."""
-        own, whole = (sum(sorted(costs.values())[-batch:]) for costs in (self._costs, wholes))
+        own, whole = (sum(sorted(costs.values())[-batch:]) for costs in (self._most, wholes))
         count = self._of_packs + min(own + shared, whole + pages_of(max(map(len, self._call.prompts))))
         step = 1 << max(0, count.bit_length() - 3)
         return -(-count // step) * step
@@ -244,42 +276,111 @@ class _PagedIntake(_PackedIntake):
         if not self:
             return False
         shared, longest = self._packs.ahead()
-        count = self._costs[longest] + (pages_of(shared) if self._prefix is None else 0)
-        if count > self._pool.num_free and not self._held:
-            raise RuntimeError(f"{count} pages are wanted, {self._pool.num_free} are free, and no row has one to give")
-        return count <= self._pool.num_free
+        room = self._pool.num_free - (pages_of(shared) if self._prefix is None else 0)
+        takes = self._takes(room)([longest])
+        if not takes and not self._rows:
+            raise RuntimeError(
+                f"{room} pages are free, prompt {longest} takes {self._most[longest]}, and no row has any"
+            )
+        return takes
 
-    def release(self, rows: list[int]) -> None:
-        for row in rows:
-            self._pool.give_back(self._held.pop(row))
+    def release(self, made: dict[int, int]) -> None:
+        for row, count in made.items():
+            ended = self._rows.pop(row)
+            self._pool.give_back(np.concatenate([ended.shared, ended.own]))
+            self._ended.append(count / int(self._call.sampler.limits[ended.index]))
+
+    def grow(self, state: _loop.State, made: np.ndarray) -> tuple[_loop.State, np.ndarray, int | None]:
+        waits, most = np.zeros(len(made), bool), None
+        for at, row in self._rows.items():
+            row.made = int(made[at])
+            count = min(row.most, self._pages(row.index, row.made + PAGE_SLOTS)) - len(row.own)
+            if count > 0 and not self._leaves_enough(at, count):
+                waits[at] = True
+                continue
+            self._own(at, self._pool.take(max(count, 0)))
+            most = PAGE_SLOTS if row.missing else most
+        state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, page_table=self._table.copy()))
+        return state, waits, PAGE_SLOTS if waits.any() else most
 
     def admit(self, state: _loop.State, free: np.ndarray) -> tuple[_loop.State, list[int]]:
         shared, num_queues = self._packs.ahead()[0], self._packs.num_queues
         if self._prefix is None:
             self._prefix = self._pool.take(pages_of(shared))
-        prefix, room = self._prefix, self._pool.num_free
-        pack, has_row, indices = self._packs.next(free.tolist(), self._vocab_size(), costs=self._costs, room=room)
+        prefix = self._prefix
+        takes = self._takes(self._pool.num_free)
+        pack, has_row, indices = self._packs.next(free.tolist(), self._vocab_size(), takes=takes)
         rows, columns = pack.ids.shape
         of_packs = np.arange(self._of_packs, dtype=np.int32)
         if has_row:
             table = np.concatenate([prefix, of_packs, np.zeros(self._row_pages, np.int32)])[None, : self._row_pages]
         else:
             table = of_packs[: rows * pages_of(columns)].reshape(rows, -1)
-        of_rows = np.zeros((len(pack.rows), pages_of(self.num_slots)), np.int32)
         targets = np.full(rows * columns, self.num_pages * PAGE_SLOTS, np.int32)  # which is none
         for at, index in enumerate(indices):
             self._pool.hold(prefix)
-            pages = np.concatenate([prefix, self._pool.take(self._costs[index])])
-            self._held[int(pack.rows[at])] = pages
-            of_rows[at, : len(pages)] = pages
+            row, none = int(pack.rows[at]), np.zeros(0, np.int32)
+            self._table[row] = 0
+            self._table[row, : len(prefix)] = prefix
+            self._rows[row] = _Row(index, prefix, none, self._most[index])
+            self._own(row, self._pool.take(self._pages(index, 0)))
             slots, begin = np.arange(shared, int(pack.lengths[at])), int(pack.first[at] - pack.held)
-            targets[begin : begin + len(slots)] = pages[slots // PAGE_SLOTS] * PAGE_SLOTS + slots % PAGE_SLOTS
+            pages = self._table[row, slots // PAGE_SLOTS]
+            targets[begin : begin + len(slots)] = pages * PAGE_SLOTS + slots % PAGE_SLOTS
         if self._packs.num_queues < num_queues:
             self._pool.give_back(prefix)
             self._prefix = None
-        arrays: dict[str, Any] = dict(of_pack=table, of_rows=of_rows, targets=targets.reshape(rows, columns))
+        arrays: dict[str, Any] = dict(of_pack=table, targets=targets.reshape(rows, columns))
         pack = dataclasses.replace(pack, pages=_loop.PackPages(**arrays, is_shared=has_row))
         return self._read(state, None, pack, indices)[0], indices
+
+    def _pages(self, index: int, new: int) -> int:
+        """Pages of its own for a prompt and so many new tokens."""
+        return pages_of(len(self._call.prompts[index]) + new) - self._shared[index]
+
+    def _own(self, at: int, pages: np.ndarray) -> None:
+        row = self._rows[at]
+        begin = len(row.shared) + len(row.own)
+        self._table[at, begin : begin + len(pages)] = pages
+        row.own = np.concatenate([row.own, pages])
+
+    def _takes(self, room: int) -> Callable[[list[int]], bool]:
+        """Whether prompts of given indices may enter rows while so many pages are free."""
+        limits, rows = self._call.sampler.limits, self._rows.values()
+        shares = np.array([*self._ended, *[1.0] * len(rows)] if self._ended else [1.0])
+
+        def expected(index: int, made: int) -> int:
+            longer = shares[shares * limits[index] > made]
+            count = math.ceil((longer.mean() if len(longer) else 1.0) * int(limits[index]))
+            return min(self._most[index], self._pages(index, count))
+
+        wanted = sum(max(0, expected(row.index, row.made) - len(row.own)) for row in rows)
+        held = [(len(row.own), row.missing) for row in rows]
+
+        def takes(indices: list[int]) -> bool:
+            new = [(self._pages(index, 0), self._most[index]) for index in indices]
+            if wanted + sum(expected(index, 0) for index in indices) > room:
+                return False
+            free = room - sum(own for own, _ in new)
+            return _is_safe(free, [*held, *((own, most - own) for own, most in new)])
+
+        return takes
+
+    def _leaves_enough(self, at: int, count: int) -> bool:
+        """Whether a row may take so many pages more."""
+        rows = [(len(row.own), row.missing) for other, row in self._rows.items() if other != at]
+        row, free = self._rows[at], self._pool.num_free - count
+        return _is_safe(free, [*rows, (len(row.own) + count, row.missing - count)])
+
+
+def _is_safe(free: int, rows: list[tuple[int, int]]) -> bool:
+    """Whether all rows, (pages held, pages missing at most) each, can get theirs one after the other, each from those
+    that are free and those of the rows before it."""
+    for held, missing in sorted(rows, key=lambda row: row[1]):
+        if missing > free:
+            return False
+        free += held
+    return True
 
 
 class _PaddedIntake:
@@ -304,8 +405,12 @@ class _PaddedIntake:
         """As of ``_PackedIntake``."""
         return bool(self)
 
-    def release(self, rows: list[int]) -> None:
+    def release(self, made: dict[int, int]) -> None:
         """As of ``_PackedIntake``."""
+
+    def grow(self, state: _loop.State, made: np.ndarray) -> tuple[_loop.State, np.ndarray, int | None]:
+        """As of ``_PackedIntake``."""
+        return state, np.zeros(len(made), bool), None
 
     def admit(self, state: _loop.State, free: np.ndarray) -> tuple[_loop.State, list[int]]:
         """As of ``_PackedIntake``."""

@@ -135,7 +135,6 @@ class KVCache:
         self,
         rows: Int[Array, " R"],
         new: "KVCache",
-        page_table: Int[Array, "R T"],
         lengths: Int[Array, " R"],
         first_slot: Int[Array, ""],
         targets: Int[Array, "P C"],
@@ -143,8 +142,8 @@ class KVCache:
     ) -> "KVCache":
         """As ``with_sequences`` where ``new`` has P rows of the same pages: its layers are what both hold from now on.
 
-        Rows get these tables, lengths and flags. targets: the slot of all pages, counted from the first page on, that
-        the token at slot first_slot + c of row p is copied to; one behind the last drops it.
+        Rows get these lengths and flags; callers change ``page_table``. targets: the slot of all pages, counted from
+        the first page on, that the token at slot first_slot + c of row p is copied to; one behind the last drops it.
         """
         assert self.page_table is not None and new.page_table is not None
         slots = first_slot + jnp.arange(targets.shape[1], dtype=jnp.int32)
@@ -162,7 +161,6 @@ class KVCache:
             starts=put_rows(self.starts, rows, jnp.zeros_like(lengths)),
             lengths=put_rows(self.lengths, rows, lengths),
             is_damaged=put_rows(self.is_damaged, rows, is_damaged),
-            page_table=put_rows(self.page_table, rows, page_table),
         )
 
 

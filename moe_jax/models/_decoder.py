@@ -85,7 +85,7 @@ class DecoderLayer(nnx.Module):
     def _into_attention(self, x: Array, addend: Array | None) -> tuple[Array, Any]:
         """(the sum, what attention takes of it)."""
         found = None
-        if isinstance(self.self_attn, Attention) and not self.is_post_norm:
+        if isinstance(self.self_attn, Attention | LatentAttention) and not self.is_post_norm:
             found = self.self_attn.added_and_projected(self.attention_norm, x, addend)
         return self._next(x, addend, self.attention_norm) if found is None else found
 

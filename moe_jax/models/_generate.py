@@ -140,9 +140,9 @@ def generate(
             tokens. Rounding may differ in the last bits from what each prompt gets alone. It speaks of prompts that run
             ``batch_size`` at a time.
         num_pages: keep keys and values in so many pages of 64 slots, for prompts that run ``batch_size`` at a time. A
-            prompt takes pages for its own tokens and most new ones, gives them back as it ends, and waits while too few
-            are free; prompts that begin alike hold the same pages. "auto": as many as let no prompt wait. None gives
-            each of ``batch_size`` rows slots for the longest prompt.
+            prompt takes pages for its own tokens as it enters a row and more as it grows, gives them back as it ends,
+            and waits while too few are free; prompts that begin alike hold the same pages. "auto": as many as let no
+            prompt wait. None gives each of ``batch_size`` rows slots for the longest prompt.
         return_load: also return the rows that each slot of each layer served, ``MoEStats.load``, for ``EplbState``.
 
     Returns:
@@ -386,7 +386,8 @@ class _Run:
     def until(self, state: _loop.State, limit: int) -> _loop.State:
         """The state, which is used up, after ``limit`` new tokens, or fewer when all rows have ended."""
         batch = len(self._ids)
-        counts = (np.zeros(batch, bool), np.int32(limit), np.int32(batch))
+        none = np.zeros(batch, bool)
+        counts = (none, none, np.int32(limit), np.int32(batch))
         return _loop.proceed(self._structure, self._leaves, state, *counts, self._sampler)
 
 

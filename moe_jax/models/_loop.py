@@ -82,12 +82,10 @@ class Pack:
 @pytree
 @dataclasses.dataclass(frozen=True, repr=False)
 class PackPages:
-    """Pages of a ``Pack``. of_pack: (P, T) int32, of its rows while they are read. of_rows: (R, T'), of the rows that
-    its prompts enter. targets: (P, C), as of ``KVCache.with_sequences_in_pages``. is_shared: whether the pack goes on
-    from tokens that its prompts share."""
+    """Pages of a ``Pack``. of_pack: (P, T) int32, of its rows while they are read. targets: (P, C), as of
+    ``KVCache.with_sequences_in_pages``. is_shared: whether the pack goes on from tokens that its prompts share."""
 
     of_pack: Leaf
-    of_rows: Leaf
     targets: Leaf
     is_shared: bool = dataclasses.field(metadata=dict(static=True))
 
@@ -176,18 +174,20 @@ def admit_pack(structure, leaves, row, state, pack, sampler):
     new = _first(model, hidden, load, history, None, state.tokens.shape[1], sampler)
     if pack.pages is not None:
         is_damaged = cache.is_damaged[(pack.first - pack.held) // columns]
-        places = (pack.pages.of_rows, pack.lengths, pack.held, pack.pages.targets, is_damaged)
+        places = (pack.lengths, pack.held, pack.pages.targets, is_damaged)
         return state.with_rows(pack.rows, new, state.cache.with_sequences_in_pages(pack.rows, cache, *places)), None
     kept = state.cache.with_sequences(pack.rows, cache, pack.first, pack.lengths, pack.shared)
     return state.with_rows(pack.rows, new, kept), None if row is None else cache
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def proceed(structure, leaves, state, idle, limit, wanted, sampler):
-    """One token per turn of a while loop, until ``limit`` turns are made or ``wanted`` rows are done. idle: (B,) bool,
-    rows that are done whatever they have made."""
+def proceed(structure, leaves, state, idle, waits, limit, wanted, sampler):
+    """One token per turn of a while loop, until ``limit`` turns are made or ``wanted`` rows are done or wait.
+
+    idle: (B,) bool, rows that are done whatever they have made. waits: (B,) bool, rows that stay as they are.
+    """
     model = merge_model(structure, leaves)
-    sampler, idle, state = on_mesh((sampler, idle, state), model.parallel)
+    sampler, idle, waits, state = on_mesh((sampler, idle, waits, state), model.parallel)
 
     def turn(state):
         # Rows that have ended are masked: they reach no expert and cost nothing there.
@@ -198,7 +198,10 @@ def proceed(structure, leaves, state, idle, limit, wanted, sampler):
     def goes_on(state):
         return (state.step < limit) & (jnp.sum(state.is_done, dtype=jnp.int32) < wanted)
 
-    return jax.lax.while_loop(goes_on, turn, dataclasses.replace(state, is_done=state.is_done | idle))
+    state = dataclasses.replace(state, is_done=state.is_done | idle)
+    new = jax.lax.while_loop(goes_on, turn, dataclasses.replace(state, is_done=state.is_done | waits))
+    kept = {name: jnp.where(waits, getattr(state, name), getattr(new, name)) for name in ("token", "is_done")}
+    return dataclasses.replace(new, **kept)
 
 
 def _rows_of(cache, page_table, length):

@@ -8,8 +8,7 @@ in parts, of which all but the last are "shared" by this one prompt.
 
 import bisect
 import dataclasses
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,21 +123,24 @@ class Packs:
         return max(1, min(len(_placed(queue.waiting, shape, shape.most)), self._batch // 4))
 
     def next(
-        self, free: Sequence[int], vocab_size: int | None, *, costs: Mapping[int, int] | None = None, room: int = 0
+        self,
+        free: Sequence[int],
+        vocab_size: int | None,
+        *,
+        takes: Callable[[list[int]], bool] = lambda indices: True,
     ) -> tuple[Pack, bool, list[int]]:
         """(a pack, whether it goes on from the row of what is shared, indices of its prompts). All its tokens may be
         shared ones, and then it has no prompt.
 
         free: rows without a prompt, of which the first ones get one. vocab_size: to tell which tokens each prompt has,
-        None where nobody asks. costs: of prompts, by their index; together they cost ``room`` at most, and a prompt
-        that costs more than is left keeps the shorter ones behind it waiting.
+        None where nobody asks. takes: whether there is memory for the prompts of these indices; one for which there is
+        none keeps the shorter ones behind it waiting.
         """
         queue, shapes = self._queues[0], self._shapes()
         prefix = queue.prefix[self._held :]
         begin = min(len(prefix), shapes[-1].columns)
         shapes = [shape for shape in shapes if begin <= shape.columns]
-        bounds = begin, costs or {}, room
-        ways = [(_placed(queue.waiting, shape, min(len(free), shape.most), *bounds), shape) for shape in shapes]
+        ways = [(_placed(queue.waiting, shape, min(len(free), shape.most), begin, takes), shape) for shape in shapes]
 
         def worth(way: tuple[Any, Shape]) -> tuple[float, int]:
             num_tokens = begin + sum(own for _, _, own, _ in way[0])
@@ -208,11 +210,10 @@ def _placed(
     shape: Shape,
     most: int,
     begin: int = 0,
-    costs: Mapping[int, int] = MappingProxyType({}),
-    room: int = 0,
+    takes: Callable[[list[int]], bool] = lambda indices: True,
 ) -> list[tuple[int, int, int, int]]:
     """(row, column, tokens, index) of prompts in a pack: each time the longest that fits. begin: columns of the first
-    row that are taken. costs, room: as of ``Packs.next``."""
+    row that are taken. takes: as of ``Packs.next``."""
     left, placed = list(waiting), []
     for row in range(shape.rows):
         column = begin if row == 0 else 0
@@ -221,8 +222,7 @@ def _placed(
             if at < 0:
                 break
             own, index = left.pop(at)
-            room -= costs.get(index, 0)
-            if room < 0:
+            if not takes([*(one for _, _, _, one in placed), index]):
                 return placed
             placed.append((row, column, own, index))
             column += own

@@ -1,5 +1,6 @@
 """``prefill``: attention of several queries a row over the slots of a key-value cache."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from pallas_kernels.attention.config import BLOCK_Q, PrefillConfig, PrefillDesc,
 from pallas_kernels.attention.reference import prefill_ref
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.common.numerics import widen
 from pallas_kernels.common.pages import PAGE_SLOTS, rows_of_pages
 
 TILED = 8  # rows of a tile in shared memory: a TMA copy wants arrays of a multiple of them
@@ -30,6 +32,7 @@ def prefill(
     first_keys: jax.Array | None = None,
     shared: jax.Array | None = None,
     page_table: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     config: PrefillConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
@@ -41,8 +44,9 @@ def prefill(
 
     Args:
         q: (B, S, N, D) bfloat16 or float16.
-        k, v: (B, M, L, D) and (B, M, L, V) of the same dtype. Where S or L is no multiple of 8, the Hopper kernel runs
-            on padded copies.
+        k, v: (B, M, L, D) and (B, M, L, V) of the same dtype, or float8_e4m3fn with ``scales``. Codes are read
+            out of a copy in q's dtype, those of pages too. Where S or L is no multiple of 8, the Hopper kernel runs on
+            padded copies.
         starts, lengths, first_slots: (B,) int32, at least 0; lengths at most L.
         scale: of the scores, above 0.
         window: None to see all earlier slots.
@@ -55,6 +59,7 @@ def prefill(
         page_table: (B, T) int32 where k is (P, M, 64, D) and v (P, M, 64, V): slot s of row b lies in page
             page_table[b, s // 64], L is 64 * T. Entries behind a row's last slot may be anything; others name a page.
             The Hopper kernel takes pages without first_keys.
+        scales: () float32 each, what the codes of keys and of values are multiplied with; None without codes.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
@@ -62,8 +67,12 @@ def prefill(
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
     kind: Any = dict(scale=scale, window=window, is_causal=is_causal, sinks=sinks, has_sequences=first_keys is not None)
-    kind |= dict(page_table=page_table)
+    kind |= dict(page_table=page_table, scales=scales)
     desc = _describe(q, k, v, **kind)
+    if scales is not None:
+        # One copy for all query heads and tiles: by counting cheaper than to widen codes wherever they are read.
+        k, v = (widen(a if page_table is None else rows_of_pages(a, page_table), q.dtype) for a in (k, v))
+        page_table = None
     for name, array in (("starts", starts), ("lengths", lengths), ("first_slots", first_slots)):
         if array.shape != (desc.batch,) or array.dtype != jnp.int32:
             raise ValueError(f"{name} is {array.dtype} {array.shape}, expected int32 ({desc.batch},)")
@@ -89,17 +98,19 @@ def prefill(
         from pallas_kernels.attention.kernel_sm90 import prefill_sm90  # here: importing it loads Pallas
 
         padded = [_padded(array, axis) for array, axis in ((q, 1), (k, 2), (v, 2))]  # pages are whole
-        whole = _describe(*padded, **kind)
+        slots = desc.num_slots if desc.num_pages else padded[1].shape[2]
+        whole = dataclasses.replace(desc, num_queries=padded[0].shape[1], num_slots=slots)
         keys = first_keys
         if keys is not None:
             keys = jnp.pad(keys, ((0, 0), (0, whole.query_tiles * BLOCK_Q - desc.num_queries)), mode="edge")
         last = [array for array in (page_table, keys, shared, sinks) if array is not None]
+        last += [] if scales is None else [scale.reshape(1) for scale in scales]  # apart: to join them is a launch
         out = prefill_sm90(whole, chosen)(*padded, starts, lengths, first_slots, *last)
         return out[:, : desc.num_queries]
 
     def reference():
         keys, values = (a if page_table is None else rows_of_pages(a, page_table) for a in (k, v))
-        return prefill_ref(desc, q, keys, values, starts, lengths, first_slots, sinks, first_keys, shared)
+        return prefill_ref(desc, q, keys, values, starts, lengths, first_slots, sinks, first_keys, shared, scales)
 
     return first_that_runs("prefill", dict(hopper=hopper, reference=reference), implementation)
 
@@ -115,6 +126,7 @@ def _describe(
     sinks: jax.Array | None,
     has_sequences: bool,
     page_table: jax.Array | None,
+    scales: tuple[jax.Array, jax.Array] | None,
 ) -> PrefillDesc:
     shapes, expected = f"q {q.shape}, k {k.shape}, v {v.shape}", "expected (B, S, N, D), (B, M, L, D), (B, M, L, V)"
     if page_table is not None:
@@ -133,8 +145,14 @@ def _describe(
         num_slots *= page_table.shape[1]
     if not num_queries or not num_slots or num_heads % num_kv_heads:
         raise ValueError(f"{shapes}; expected S and L of at least 1, and N to be a multiple of M")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; expected one dtype")
+    is_e4m3 = k.dtype == v.dtype == jnp.float8_e4m3fn
+    if not is_e4m3 and not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; expected one dtype, or k and v in float8_e4m3fn")
+    if is_e4m3 != (scales is not None):
+        given = "no scales" if scales is None else "scales"
+        raise TypeError(f"k is {k.dtype} with {given}; scales belong to k and v in float8_e4m3fn")
+    if scales is not None and any(a.shape != () or a.dtype != jnp.float32 for a in scales):
+        raise ValueError(f"scales are {[f'{a.dtype}{a.shape}' for a in scales]}, expected two float32 of shape ()")
     if not scale > 0:
         raise ValueError(f"scale is {scale}, expected a number above 0")
     if window is not None and window < 1:
@@ -155,7 +173,8 @@ def _describe(
         is_causal=is_causal,
         has_sinks=sinks is not None,
         has_sequences=has_sequences,
-        num_pages=0 if page_table is None else lead,
+        num_pages=0 if page_table is None or scales is not None else lead,
+        has_scales=scales is not None,
     )
 
 

@@ -26,6 +26,8 @@ class PrefillDesc:
         is_causal: a query sees no slot behind its own.
         has_sinks: each query head has a logit more.
         has_sequences: a row holds several sequences, which without a window may share the row's first slots.
+        has_scales: scores and outputs are multiplied with a scale each that the device knows: those of codes that keys
+            and values are.
         num_pages: of PAGE_SLOTS slots each, in which a table says where rows have theirs; 0 where rows have their own.
     """
 
@@ -43,6 +45,7 @@ class PrefillDesc:
     has_sinks: bool = False
     has_sequences: bool = False
     num_pages: int = 0
+    has_scales: bool = False
 
     @property
     def group(self) -> int:
@@ -103,6 +106,8 @@ def config_error(desc: PrefillDesc, config: PrefillConfig) -> str | None:
             return f"{what}={width}: 64, 128, 192 or 256"
     if desc.num_pages and desc.has_sequences:
         return "rows of several sequences in pages: gather them"  # with 256 columns ptxas spills
+    if desc.has_scales and desc.width != desc.value_width:
+        return f"codes with width={desc.width}, value_width={desc.value_width}: equal"  # with a window ptxas spills
     if config.block_kv % 64 or not 64 <= config.block_kv <= TMA_BOX:
         return f"block_kv={config.block_kv}: a multiple of 64, at most {TMA_BOX}"
     if desc.num_pages and BLOCK_Q % (config.block_kv // PAGE_SLOTS):

@@ -47,12 +47,13 @@ _LOG2_E = math.log2(math.e)
 
 
 def prefill_sm90(desc: PrefillDesc, config: PrefillConfig) -> Kernel:
-    """The kernel: (q, k, v, starts, lengths, first_slots, [pages], [first_keys], [shared], [sinks]) -> (B, S, N, V).
-    config must pass config_error.
+    """The kernel: (q, k, v, starts, lengths, first_slots, [pages], [first_keys], [shared], [sinks], [k_scale, v_scale])
+    -> (B, S, N, V). config must pass config_error.
 
     q (B, S, N, D), k (B, M, L, D), v (B, M, L, V); starts, lengths, first_slots, shared (B,) int32; first_keys (B, S)
-    int32, with S in whole tiles; sinks (N,) float32. shared is there with first_keys and without a window. pages (B,
-    L / 64) int32 where there are ``num_pages``, which k and v have in place of rows, with 64 slots each.
+    int32, with S in whole tiles; sinks (N,) float32; k_scale, v_scale (1,) float32. shared is there with first_keys and
+    without a window. pages (B, L / 64) int32 where there are ``num_pages``, which k and v have in place of rows, with
+    64 slots each.
     """
     dtype = jnp.dtype(desc.dtype)
     tiled = mosaic.tiled(dtype, 128)
@@ -144,6 +145,7 @@ def _kernel(desc: PrefillDesc, config: PrefillConfig, *refs: TileRef, **scratch:
     names += ("first_keys",) if desc.has_sequences else ()
     names += ("shared",) if desc.has_sequences and desc.window is None else ()
     names += ("sinks",) if desc.has_sinks else ()
+    names += ("k_scale", "v_scale") if desc.has_scales else ()
     cta = _Cta(desc, config, dict(zip(names, refs, strict=False)), refs[-1], scratch)
     warpgroup = lax.axis_index("warpgroup")
 
@@ -255,6 +257,7 @@ def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scal
     desc, config, scratch = cta.desc, cta.config, cta.scratch
     block_kv, dtype = config.block_kv, jnp.dtype(desc.dtype)
     shape, factor = (ROWS, block_kv), jnp.float32(desc.scale * _LOG2_E)
+    factor = factor * cta.operands["k_scale"][0] if desc.has_scales else factor
     slot = tile.slot + warpgroup * ROWS  # of this consumer's first query
     q = scratch["q"].at[place, pl.ds(warpgroup * ROWS, ROWS)]
 
@@ -349,6 +352,7 @@ def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scal
     sums = lax.optimization_barrier(plgpu.wgmma_accumulator_load(out, wait_n=0))
     plgpu.barrier_arrive(cta.empty("v", stage))
     inverse = jnp.where(total == 0, 0.0, 1 / total)
+    inverse = inverse * cta.operands["v_scale"][0] if desc.has_scales else inverse
     _store(cta, warpgroup, tile, (sums * lax.broadcast_in_dim(inverse, sums.shape, [0])).astype(dtype))
 
 

@@ -39,12 +39,14 @@ def prefill_ref(
     sinks: jax.Array | None = None,
     first_keys: jax.Array | None = None,
     shared: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """What ``prefill`` computes, in float32 and rounded once. Holds all scores, (B, N, S, L)."""
     precision = jax.lax.Precision.HIGHEST
     grouped = q.astype(jnp.float32).reshape(*q.shape[:2], desc.num_kv_heads, desc.group, desc.width)
     seen = visible(desc, starts, lengths, first_slots, first_keys, shared)[:, None, None]
     scores = jnp.einsum("bsmgd,bmld->bmgsl", grouped, k.astype(jnp.float32), precision=precision) * desc.scale
+    scores = scores if scales is None else scores * scales[0]
     scores = jnp.where(seen, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     sink = None
@@ -60,4 +62,5 @@ def prefill_ref(
     held = (slots >= starts[:, None]) & (slots < lengths[:, None])
     values = jnp.where(held[:, None, :, None], v.astype(jnp.float32), 0)
     out = jnp.einsum("bmgsl,bmlv->bsmgv", weights, values, precision=precision)
+    out = out if scales is None else out * scales[1]
     return out.reshape(*q.shape[:3], desc.value_width).astype(desc.dtype)

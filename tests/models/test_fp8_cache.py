@@ -4,10 +4,13 @@ The reference rounds keys and values to multiples of the scale that e4m3 has, by
 them: in calls of several tokens too, as vLLM's attention reads its cache.
 """
 
+import dataclasses
 import functools
 import json
 import shutil
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -19,6 +22,8 @@ import moe_jax
 from moe_jax.loading import CheckpointError, SafetensorsFile, save_safetensors
 from moe_jax.models import load_pretrained
 from moe_jax.models._kv_cache_dtype import resolve
+from moe_jax.models.attention import _hopper
+from moe_jax.models.attention._attention import AttentionInputs, attend
 from tests.models.test_partition import mesh_of
 from tests.support.cases.models import VOCAB, assert_logits_close, run, slow
 from tests.support.refusals import refuses
@@ -106,6 +111,51 @@ def test_mesh(case, tmp_path, mesh):
     ids = np.random.default_rng(0).integers(0, VOCAB, (2, 9)).astype(np.int32)
     made = [moe_jax.generate(model, ids, max_new_tokens=3).tolist() for model in (spread, alone)]
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("kind", ["chunk", "window, sinks", "sequences"])
+def test_prefills_by_the_kernel(monkeypatch, kind):
+    """64 queries behind 40 slots, contiguous and in pages whose table names any page behind a row's last slot; XLA's
+    answer. Pages and slots of nobody hold NaN."""
+    monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
+    monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
+    kernels, real = [], _hopper.prefill
+
+    def by_reference(*arguments, implementation, **options):
+        kernels.append(implementation)
+        return real(*arguments, implementation="reference", **options)
+
+    monkeypatch.setattr(_hopper, "prefill", by_reference)
+    jax.clear_caches()
+    rng, heads = np.random.default_rng(0), (2, 2)
+    q = jnp.asarray(rng.standard_normal((2, 64, *heads, 64)), jnp.bfloat16)
+    cached = [rng.standard_normal((2, 2, 192, 64)).astype(jnp.float8_e4m3fn) for _ in range(2)]
+    lengths = np.array([104, 96])
+    for array in cached:
+        array[:, :, 104:] = np.nan
+    slots = 40 + np.broadcast_to(np.arange(64, dtype=np.int32), (2, 64))
+    numbers = [jnp.asarray(a, jnp.int32) for a in ([0, 3], lengths, [40, 40])]
+    inputs = AttentionInputs(jnp.zeros(0), jnp.zeros(0), *numbers, jnp.asarray(slots - [[0], [3]], jnp.int32), None)
+    options: Any = dict(scale=0.3, scales=(jnp.float32(0.2), jnp.float32(3)))
+    if kind == "window, sinks":
+        options |= dict(window=20, sinks=jnp.asarray([0.5, -1, 2, 0]))
+    if kind == "sequences":
+        firsts = jnp.asarray(np.where(slots < 70, 40, 70), jnp.int32)
+        inputs = dataclasses.replace(inputs, segment_starts=firsts, shared=jnp.asarray([40, 30]), is_counted=True)
+    table = np.array([[3, 0, 7], [5, 6, 2]], np.int32)
+    pools = [np.full((8, 2, 64, 64), np.nan, jnp.float8_e4m3fn) for _ in range(2)]
+    for pool, array in zip(pools, cached, strict=True):
+        pool[table] = array.reshape(2, 2, 3, 64, 64).swapaxes(1, 2)
+    table[:, 2] = 4  # which is nobody's
+    paged = dataclasses.replace(inputs, page_table=jnp.asarray(table))
+    whole = [jnp.asarray(np.where(np.isnan(array), 0, array).astype(array.dtype)) for array in cached]
+    expected = np.asarray(attend(q, *whole, inputs, implementation="xla", **options), np.float32)
+    is_query = slots < lengths[:, None]
+    for one, arrays in ((inputs, cached), (paged, pools)):
+        found = np.asarray(attend(q, *map(jnp.asarray, arrays), one, implementation="hopper", **options), np.float32)
+        np.testing.assert_allclose(found[is_query], expected[is_query], atol=0.03 * np.abs(expected[is_query]).max())
+    assert kernels == ["hopper"] * (1 if kind == "sequences" else 2)  # whose rows have one shape
+    jax.clear_caches()
 
 
 # -- scales of checkpoints --------------------------------------------------------------------------------------------

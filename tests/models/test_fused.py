@@ -28,6 +28,7 @@ from moe_jax.models._layers import (
     split_product,
 )
 from moe_jax.models.attention import _hopper
+from moe_jax.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from moe_jax.nn import QuantizedParam
 from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
@@ -250,6 +251,63 @@ def test_gate_and_up_in_one_product(monkeypatch):
         assert (both is not None) == isinstance(backend, _Joining)
         found.append(np.asarray(mlp(x)))
     np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("rank", [128, None])
+def test_projections_of_latent_attention(case, calls, monkeypatch, rank):
+    """What latents and queries are made of: one product has the bits of two, of codes from the norm's launch too."""
+    config = case("deepseek_v3").model.config
+    mla = dataclasses.replace(config.mla, q_lora_rank=rank, kv_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=64)
+    sizes: Any = dict(
+        hidden_size=256, head_dim=128, num_layers=1, moe_layers=(), rope=dataclasses.replace(config.rope, dim=64)
+    )
+    found, scheme = [], Scheme.parse("fp8_block")
+    for backend, attention in ((_Rows(), "xla"), (_Joining(), "xla"), (_Joining(), "auto")):
+        monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation, backend=backend: backend)
+        config = dataclasses.replace(config, mla=mla, **sizes)
+        model = DeepseekV3ForCausalLM(config, attention=attention, rngs=nnx.Rngs(0))
+        for module in model.layers[0].self_attn._into():
+            matrix = method_for(scheme).quantize_matrix(module.weight[...].astype(jnp.float32))
+            module.weight = QuantizedParam(QuantizedMatrix(matrix, scheme), eager_sharding=False)
+        del calls[:]
+        found.append(np.asarray(model(jnp.arange(12).reshape(2, 6) % VOCAB, cache=model.init_cache(2, 8))[0]))
+        assert ("add_and_norm" in calls) == (attention == "auto")
+        into = side_by_side(model.layers[0].self_attn._into(), jnp.ones((2, 256), jnp.bfloat16), jnp.bfloat16)
+        assert (into is not None) == isinstance(backend, _Joining)
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_allclose(found[2], found[0], atol=0.02 * np.abs(found[0]).max())
+
+
+def test_launches_of_a_latent_layer(case, monkeypatch):
+    """A decode step for CUDA with DeepSeek-V3's widths: one product into attention, of codes that the norm writes."""
+    config = case("deepseek_v3").model.config
+    monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    widths: Any = dict(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    sizes: Any = dict(hidden_size=7168, head_dim=192, num_heads=8, num_kv_heads=8, num_layers=1, moe_layers=())
+    sizes |= dict(mla=dataclasses.replace(config.mla, **widths), rope=dataclasses.replace(config.rope, dim=64))
+    config = dataclasses.replace(config, **sizes)
+    model = nnx.eval_shape(lambda: DeepseekV3ForCausalLM(config, implementation="xla", rngs=nnx.Rngs(0)))
+    with on_hopper():
+        for module in model.layers[0].self_attn.dense_modules().values():
+            if isinstance(module, Linear) and not module.is_dequantized:
+                keep_quantized(module, Scheme.parse("fp8_block"), jnp.bfloat16, None)
+        cache = jax.eval_shape(lambda: KVCache.zeros(config, 4, 64, jnp.bfloat16))
+        graphdef, state = nnx.split(model)
+
+        def step(state, ids, cache):
+            return nnx.merge(graphdef, state).hidden_states(ids, cache=cache)
+
+        traced = jax.jit(step).trace(state, jax.ShapeDtypeStruct((4, 1), jnp.int32), cache)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    main = text[text.index("func.func public @main") :].split("func.func private")[0]
+    calls = re.findall(r"call @(_added_and_normed|multiply_rows|multiply|_attend)", main)
+    assert {name: calls.count(name) for name in set(calls)} == {
+        "_added_and_normed": 3,
+        "multiply_rows": 1,  # into attention; the two others are up to all heads, and out of attention
+        "multiply": 2,
+        "_attend": 1,
+    }
 
 
 def test_where_they_do_not_run(case, monkeypatch):

@@ -34,7 +34,15 @@ from tests.support.refusals import refuses
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 # (start, length, first slot) of each row, for 29 queries and 60 slots: a plain prompt, one padded on the left, a chunk
 # behind others whose last queries are padding, and a row without keys.
+SCALES = (0.023, 0.31)  # of codes of keys and of values
 PLACES = ((0, 29, 0), (7, 29, 0), (3, 55, 30), (0, 0, 4))
+
+
+CODES = {
+    "causal": {},
+    "window, sinks": dict(window=9, has_sinks=True),
+    "sequences": dict(has_sequences=True),
+}
 
 
 def sequences_of(desc: PrefillDesc, places):
@@ -55,7 +63,8 @@ def sequences_of(desc: PrefillDesc, places):
 
 
 def make(desc: PrefillDesc, places, seed=0):
-    """(arrays, places by name, sinks, expected in float64); slots outside [start, length) hold NaN."""
+    """(arrays, places by name, sinks, expected in float64); slots outside [start, length) hold NaN. Keys and values are
+    codes where the call has scales."""
     first_keys, shared = sequences_of(desc, places) if desc.has_sequences else (None, None)
     rng = np.random.default_rng(seed)
     dtype = DTYPES[desc.dtype]
@@ -63,6 +72,9 @@ def make(desc: PrefillDesc, places, seed=0):
     q = (2 * rng.standard_normal((desc.batch, desc.num_queries, desc.num_heads, desc.width))).astype(dtype)
     k = rng.standard_normal((*caches, desc.width)).astype(dtype)
     v = rng.standard_normal((*caches, desc.value_width)).astype(dtype)
+    if desc.has_scales:
+        k, v = (array.astype(ml_dtypes.float8_e4m3fn) for array in (k / SCALES[0], v / SCALES[1]))
+    of_keys, of_values = SCALES if desc.has_scales else (1, 1)
     sinks = rng.standard_normal(desc.num_heads).astype(np.float32) * 3 if desc.has_sinks else None
     expected = np.zeros((*q.shape[:3], desc.value_width))
     for b, (start, length, first) in enumerate(places):
@@ -77,12 +89,13 @@ def make(desc: PrefillDesc, places, seed=0):
                 keys = [key for key in keys if key >= first_keys[b, s] or key < shared[b]]
             for n in range(desc.num_heads if keys else 0):
                 m = n // (desc.num_heads // desc.num_kv_heads)
-                scores = k[b, m, keys].astype(np.float64) @ q[b, s, n].astype(np.float64) * desc.scale
+                scores = k[b, m, keys].astype(np.float64) @ q[b, s, n].astype(np.float64)
+                scores = scores * desc.scale * of_keys
                 sink = -np.inf if sinks is None else np.float64(sinks[n])
                 top = max(scores.max(), sink)
                 weights = np.exp(scores - top)
                 total = weights.sum() + np.exp(sink - top)
-                expected[b, s, n] = weights @ v[b, m, keys].astype(np.float64) / total
+                expected[b, s, n] = weights @ v[b, m, keys].astype(np.float64) / total * of_values
     names = ("starts", "lengths", "first_slots")
     named = dict(zip(names, np.array(places, np.int32).T, strict=True))
     named |= {} if first_keys is None else dict(first_keys=first_keys)
@@ -92,6 +105,7 @@ def make(desc: PrefillDesc, places, seed=0):
 
 def run(desc, arrays, places, sinks, implementation, config=None):
     settings = dict(scale=desc.scale, window=desc.window, is_causal=desc.is_causal)
+    settings |= dict(scales=tuple(map(jnp.float32, SCALES))) if desc.has_scales else {}
     call = jax.jit(
         lambda arrays, places, sinks: prefill(
             *arrays, **places, sinks=sinks, implementation=implementation, config=config, **settings
@@ -124,6 +138,20 @@ def in_pages(desc, arrays, seed=1):
     return dataclasses.replace(desc, num_pages=desc.batch * count + 3), (q, *pools), table.astype(np.int32)
 
 
+@pytest.mark.parametrize("options", CODES.values(), ids=CODES)
+def test_codes(options):
+    """A cache in e4m3, contiguous and in pages, of rows of one sequence and of several."""
+    sizes = dict(batch=4, num_queries=29, num_slots=192, num_heads=4, num_kv_heads=2)
+    desc = dataclasses.replace(prefill_desc(16, 8, "float32", has_scales=True), **sizes, **options)
+    arrays, places, sinks, expected = make(desc, ((0, 29, 0), (70, 150, 121), (3, 130, 101), (0, 0, 4)))
+    found = run(desc, arrays, places, sinks, "reference")
+    assert_rows_close(found, expected, Tolerance(np.float32, 64.0))
+    _, paged, table = in_pages(desc, arrays)
+    table[0, 1:] = 1000  # behind its last slot
+    in_pools = run(desc, paged, places | dict(page_table=table), sinks, "reference")
+    np.testing.assert_array_equal(in_pools, found)
+
+
 @pytest.mark.parametrize("options", [{}, dict(has_sequences=True)], ids=["causal", "sequences"])
 def test_pages(options):
     sizes = dict(batch=4, num_queries=29, num_slots=192, num_heads=4, num_kv_heads=2)
@@ -143,6 +171,11 @@ def test_wrong_calls():
     refuses(ValueError, r"expected \(B, S, N, D\), \(B, M, L, D\)", prefill, q, k[..., :32], k, **good)
     refuses(ValueError, "N to be a multiple of M", prefill, q[:, :, :3], k, k, **good)
     refuses(TypeError, "q is bfloat16, k bfloat16, v float16", prefill, q, k, k.astype(jnp.float16), **good)
+    codes, scales = k.astype(jnp.float8_e4m3fn), (jnp.float32(1),) * 2
+    refuses(TypeError, "float8_e4m3fn with no scales", prefill, q, codes, codes, **good)
+    refuses(TypeError, "bfloat16 with scales; scales belong to", prefill, q, k, k, scales=scales, **good)
+    wrong = dict(scales=(jnp.zeros(1), jnp.float32(1)))
+    refuses(ValueError, r"scales are \['float32\(1,\)', ", prefill, q, codes, codes, **wrong, **good)
     refuses(ValueError, "scale is 0", prefill, q, k, k, **good | dict(scale=0.0))
     refuses(ValueError, "window is 0", prefill, q, k, k, window=0, **good)
     refuses(ValueError, r"sinks has shape \(2,\)", prefill, q, k, k, sinks=jnp.zeros(2), **good)
@@ -177,6 +210,7 @@ def test_config_error():
     for options, why in (
         (in_pages, "gather them"),
         (dict(dtype="float32"), "float32"),
+        (dict(width=192, has_scales=True), "codes with width=192, value_width=128"),
         (dict(width=96), "width=96"),
         (dict(width=320), "320"),
     ):
@@ -288,6 +322,7 @@ BARRIER_FORMS = {
     "not causal": dict(is_causal=False),
     "sequences": dict(has_sequences=True),
     "sequences, window, sinks": dict(window=70, has_sinks=True, has_sequences=True),
+    "scales": dict(has_scales=True, has_sinks=True),
     "pages": dict(is_paged=True),
     "pages, window, sinks": dict(is_paged=True, window=70, has_sinks=True),
 }
@@ -313,7 +348,9 @@ def test_body_in_threads(monkeypatch, config, options):
         desc, arrays, table = in_pages(desc, arrays)
         table[0, 3:] = 1000  # behind its last slot
         named = dict(itertools.islice(named.items(), 3)) | dict(pages=table) | named
+    arrays = [array.astype(np.float32) for array in arrays]
     inputs = [*arrays, *named.values(), *([] if sinks is None else [sinks])]
+    inputs += [np.float32([scale]) for scale in SCALES] if desc.has_scales else []
     for name, stand_in in warpgroups.stand_ins().items():
         monkeypatch.setattr(kernel_sm90, name, stand_in)
     monkeypatch.setattr(schedule, "pl", warpgroups.stand_ins()["pl"])
@@ -351,6 +388,23 @@ def test_gpu(widths, options, dtype):
     scale = np.maximum(np.abs(expected).max(-1), 0.05 * (np.abs(expected).max(-1) > 0))
     assert_rows_close(found, expected, Tolerance(DTYPES[dtype], 4.0), row_scale=scale)
     np.testing.assert_array_equal(found, run(desc, arrays, named, sinks, "hopper"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [widths for widths in WIDTHS if widths[0] == widths[1]], ids=str)
+@pytest.mark.parametrize("options", CODES.values(), ids=CODES)
+def test_codes_gpu(widths, options):
+    """Contiguous and in pages."""
+    places = ((0, 296, 0), (5, 296, 0), (130, 637, 344), (200, 702, 416), (0, 0, 0))
+    sizes = dict(batch=len(places), num_queries=296, num_slots=704)
+    desc = dataclasses.replace(prefill_desc(*widths, has_scales=True, **options), **sizes)
+    arrays, named, sinks, expected = make(desc, places)
+    found = run(desc, arrays, named, sinks, "hopper")
+    scale = np.maximum(np.abs(expected).max(-1), 0.05 * (np.abs(expected).max(-1) > 0))
+    assert_rows_close(found, expected, Tolerance(DTYPES["bfloat16"], 4.0), row_scale=scale)
+    _, pools, table = in_pages(desc, arrays)
+    table[0, 5:] = 1000  # behind its last slot
+    np.testing.assert_array_equal(found, run(desc, pools, named | dict(page_table=table), sinks, "hopper"))
 
 
 @pytest.mark.gpu

@@ -117,6 +117,36 @@ class Projected:
     dtype: DTypeLike
 
 
+def projected_with_norm(
+    norm: RMSNorm | LayerNorm,
+    x: Float[Array, "B S H"],
+    addend: Array | PartialSums | None,
+    modules: tuple[Linear, ...],
+    sms: int | None,
+) -> tuple[Array, Projected] | None:
+    """(x + addend, what the modules make of its norm) where a kernel makes both, else None. sms: of ``num_sms``."""
+    found = _fused.added_and_projected(norm, x, addend, modules, sms)
+    return None if found is None else (found[0], Projected(found[1], x.shape, x.dtype))
+
+
+def outputs_of(
+    modules: tuple[Linear, ...], x: Float[Array, "B S H"] | Projected, partition: Partition | None
+) -> list[Float[Array, "B S _"]]:
+    """What each module makes of x, in one launch where one product can make them all. partition: of the module that
+    calls; over a mesh each has a product of its own."""
+    products = x.products if isinstance(x, Projected) else ()
+    if not isinstance(x, Projected) and partition is None:
+        joined = side_by_side(modules, x, x.dtype)
+        products = () if joined is None else (joined,)
+    if len(products) == 1:
+        ends = np.cumsum([module.weight.shape[0] for module in modules])[:-1]
+        return jnp.split(products[0].whole(x.dtype), ends, axis=-1)
+    if products:
+        return [product.whole(x.dtype) for product in products]
+    assert not isinstance(x, Projected)
+    return [module(x) for module in modules]
+
+
 class Attention(Partitioned):
     """Causal attention with grouped key-value heads, rotary positions, and what else ``DecoderConfig`` lists."""
 
@@ -246,9 +276,7 @@ class Attention(Partitioned):
         self, norm: RMSNorm | LayerNorm, x: Float[Array, "B S H"], addend: Array | PartialSums | None
     ) -> tuple[Array, Projected] | None:
         """(x + addend, what the attention of its norm begins with) where a kernel makes both, else None."""
-        modules = (self.q_proj, self.k_proj, self.v_proj)
-        found = _fused.added_and_projected(norm, x, addend, modules, self.num_sms())
-        return None if found is None else (found[0], Projected(found[1], x.shape, x.dtype))
+        return projected_with_norm(norm, x, addend, (self.q_proj, self.k_proj, self.v_proj), self.num_sms())
 
     def _in_one_launch(
         self,
@@ -306,19 +334,7 @@ class Attention(Partitioned):
         """Rotated q (B, S, kv_heads, group, D), rotated k and v as the cache keeps them, (B, kv_heads, S, D), and the
         logits of the output's gate (B, S, heads * D) or None."""
         config, gate = self.config, None
-        modules = (self.q_proj, self.k_proj, self.v_proj)
-        products = x.products if isinstance(x, Projected) else ()
-        if not isinstance(x, Projected) and self.partition is None:
-            joined = side_by_side(modules, x, x.dtype)
-            products = () if joined is None else (joined,)
-        if len(products) == 1:
-            ends = np.cumsum([module.weight.shape[0] for module in modules])[:-1]
-            q, k, v = jnp.split(products[0].whole(x.dtype), ends, axis=-1)
-        elif products:
-            q, k, v = (product.whole(x.dtype) for product in products)
-        else:
-            assert not isinstance(x, Projected)
-            q, k, v = (module(x) for module in modules)
+        q, k, v = outputs_of((self.q_proj, self.k_proj, self.v_proj), x, self.partition)
         if config.has_output_gate:  # of each head its query, then its gate
             q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
             q, gate = q.reshape(*x.shape[:2], -1), gate.reshape(*x.shape[:2], -1)

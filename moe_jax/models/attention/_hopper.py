@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax._typing import Array
-from moe_jax.models._kv_cache_dtype import times, widened
 from pallas_kernels.attention import PrefillDesc, choose_config, config_error, prefill
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.decode_attention import DecodeDesc, decode_attention, quantizing_error, rows_of
@@ -56,9 +55,8 @@ def refusal(
     try:
         sms = hopper_sms()
         if num_queries > MOST_DECODED:
-            if num_pages and is_e4m3:
-                return "a cache of codes in pages; their rows are gathered and widened"
-            desc = PrefillDesc(**sizes, has_sequences=has_sequences, num_pages=num_pages)
+            kind: Any = dict(num_pages=0 if is_e4m3 else num_pages, has_scales=is_e4m3)
+            desc = PrefillDesc(**sizes, has_sequences=has_sequences, **kind)
             return config_error(desc, choose_config(desc, sms))
         step = DecodeDesc(is_latent=v is None, is_e4m3=is_e4m3, num_pages=num_pages, **sizes)
         return decode_config_error(step, choose_decode_config(step, sms))
@@ -78,14 +76,12 @@ def attend(
     scales: tuple[Array, Array] | None,
 ) -> Array:
     """(B, S, N, V) of one device, where ``refusal`` is None. q (B, S, N, D). places: as of ``attend_by``. scales: of k
-    and v in e4m3, which a prefill reads out of copies in q's dtype."""
+    and v in e4m3."""
     settings: Any = dict(places, scale=scale, window=window, sinks=sinks, implementation="hopper")
     if q.shape[1] <= MOST_DECODED:
         del settings["first_keys"], settings["shared"]
         return decode_attention(q, k, v, value_width=value_width, scales=scales, **settings)
-    if v is not None and scales is not None:
-        return times(prefill(*widened(q, k, v, scales), **settings), scales[1])
-    return prefill(q, k, k[..., :value_width] if v is None else v, **settings)
+    return prefill(q, k, k[..., :value_width] if v is None else v, scales=scales, **settings)
 
 
 def quantizes(rows: tuple[str, int], q: Any, k: Any, v: Any) -> bool:

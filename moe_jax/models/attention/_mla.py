@@ -26,9 +26,15 @@ from moe_jax._typing import Array, DTypeLike, Float, Int
 from moe_jax.models import _fused
 from moe_jax.models._config import DecoderConfig, MLAConfig
 from moe_jax.models._layer_cache import PAGE_SLOTS, SlotCache, by_rows, extended
-from moe_jax.models._layers import Linear, RMSNorm, precision_of
+from moe_jax.models._layers import LayerNorm, Linear, PartialSums, RMSNorm, precision_of
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
-from moe_jax.models.attention._attention import AttentionInputs, attend
+from moe_jax.models.attention._attention import (
+    AttentionInputs,
+    Projected,
+    attend,
+    outputs_of,
+    projected_with_norm,
+)
 from moe_jax.models.attention._choice import AttentionImplementation, choose, in_words
 from moe_jax.models.attention._indexer import Indexer
 from moe_jax.models.attention._rope import rotate
@@ -93,7 +99,7 @@ class LatentAttention(Partitioned):
         return () if self.config.num_heads % parts else (HEADS,)
 
     def __call__(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
+        self, x: Float[Array, "B S H"] | Projected, inputs: AttentionInputs, cached: SlotCache | None
     ) -> tuple[Float[Array, "B S H"], SlotCache, Int[Array, "B S K"] | None]:
         """Attend and return the output, this layer's rows, and the slots that queries selected, None for all.
 
@@ -116,22 +122,40 @@ class LatentAttention(Partitioned):
         """Whether there are more slots than a query may attend to."""
         return self.mla.indexer is not None and num_slots > self.mla.indexer.topk
 
+    def _into(self) -> tuple[Linear, Linear]:
+        """The projections of what a layer's norm gives: to queries, or what they are made of, and to latents."""
+        queries = self.q_a_proj if self.q_proj is None else self.q_proj
+        assert queries is not None
+        return queries, self.kv_a_proj_with_mqa
+
+    def added_and_projected(
+        self, norm: RMSNorm | LayerNorm, x: Float[Array, "B S H"], addend: Array | PartialSums | None
+    ) -> tuple[Array, Projected] | None:
+        """As of ``Attention``. An indexer reads the norm itself."""
+        if self.indexer is not None:
+            return None
+        return projected_with_norm(norm, x, addend, self._into(), self.num_sms())
+
     def _forward(
-        self, x: Float[Array, "B S H"], inputs: AttentionInputs, cached: SlotCache | None
+        self, x: Float[Array, "B S H"] | Projected, inputs: AttentionInputs, cached: SlotCache | None
     ) -> tuple[Float[Array, "B S H"], SlotCache, Int[Array, "B S K"] | None]:
         mla = self.mla
+        first, row = outputs_of(self._into(), x, self.partition)
+        compressed: Any = x
         if self.q_proj is not None:
-            compressed, q = x, self.q_proj(x)
+            q = first
         else:
-            assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
-            compressed = self.q_a_layernorm(self.q_a_proj(x))
+            assert self.q_a_layernorm is not None and self.q_b_proj is not None
+            compressed = self.q_a_layernorm(first)
             q = self.q_b_proj(compressed)
         q = q.reshape(*x.shape[:2], self.config.num_heads, -1)
         q = jnp.concatenate([q[..., : mla.qk_nope_head_dim], self._rotated(q[..., mla.qk_nope_head_dim :], inputs)], -1)
-        row = self.kv_a_proj_with_mqa(x)
         key = self._rotated(row[:, :, None, mla.kv_lora_rank :], inputs)[:, :, 0]
         row = jnp.concatenate([self.kv_a_layernorm(row[..., : mla.kv_lora_rank]), key], axis=-1)
-        new = (row[:, None],) if self.indexer is None else (row[:, None], self.indexer.keys(x, inputs))
+        new: tuple[Array, ...] = (row[:, None],)
+        if self.indexer is not None:
+            assert not isinstance(x, Projected), "added_and_projected has made none"
+            new += (self.indexer.keys(x, inputs),)
         places = inputs.starts, inputs.lengths
         kept = extended(cached, new, *places, inputs.first_slots, inputs.page_table)
         rows, *index_keys = by_rows(kept, *places, inputs.page_table)
@@ -139,6 +163,7 @@ class LatentAttention(Partitioned):
         if not self._selects(rows.shape[2]):
             inputs = dataclasses.replace(inputs, selected=None)
         elif self.indexer is not None:
+            assert not isinstance(x, Projected), "as above"
             inputs = dataclasses.replace(inputs, selected=self.indexer.select(x, compressed, index_keys[0], inputs))
         selected = inputs.selected
         if selected is not None and x.shape[1] == 1:

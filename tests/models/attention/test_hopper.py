@@ -203,7 +203,7 @@ def test_refusals(monkeypatch):
     q, k = jnp.zeros((1, 64, 2, 2, 128), jnp.bfloat16), jnp.zeros((1, 2, 80, 128), jnp.bfloat16)
     settings = dict(scale=1.0, window=None)
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (99,))
-    assert "0.11 alone" in _hopper.refusal(q, k, k, **settings)
+    assert "needs jax 0.11" in _hopper.refusal(q, k, k, **settings)
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     assert "needs a Hopper GPU" in _hopper.refusal(q, k, k, **settings)
     monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from pallas_kernels.attention import PrefillConfig, PrefillDesc, choose_config, config_error
 from pallas_kernels.attention.config import BLOCK_Q
@@ -23,7 +24,7 @@ PREFILLS = {
 
 
 def prefill_desc(width: int, value_width: int, dtype: str = "bfloat16", **options: object) -> PrefillDesc:
-    sizes = dict(batch=2, num_queries=304, num_slots=712, num_heads=8, num_kv_heads=2)
+    sizes: Any = dict(batch=2, num_queries=304, num_slots=712, num_heads=8, num_kv_heads=2)
     desc = PrefillDesc(**sizes, width=width, value_width=value_width, dtype=dtype, scale=width**-0.5)
     return dataclasses.replace(desc, **options)
 
@@ -43,9 +44,12 @@ def prefill_case(name: str, desc: PrefillDesc, config: PrefillConfig) -> Case:
         shapes += [((rows,), "int32")] if desc.window is None else []
     if desc.has_sinks:
         shapes.append(((desc.num_heads,), "float32"))
+    if desc.has_scales:
+        shapes += [((1,), "float32")] * 2
     form = f"{desc.width}/{desc.value_width} {desc.dtype} {name}, steps of {config.block_kv}"
     form += "" if config.takes_turns else ", no turns"
     form += ", pages" if desc.num_pages else ""
+    form += ", scales" if desc.has_scales else ""
     return Case(f"prefill {form}", prefill_sm90(desc, config), tuple(shapes), "HGMMA")
 
 
@@ -58,6 +62,9 @@ def prefill_cases() -> Iterator[Case]:
                 yield prefill_case(name, desc, choose_config(desc, SMS))
         for name in ("causal", "window", "sinks"):
             desc = prefill_desc(*widths, num_slots=704, num_pages=40, **PREFILLS[name])
+            yield prefill_case(name, desc, choose_config(desc, SMS))
+        for name, options in PREFILLS.items() if widths[0] == widths[1] else ():
+            desc = prefill_desc(*widths, has_scales=True, **options)
             yield prefill_case(name, desc, choose_config(desc, SMS))
         desc = prefill_desc(*widths)
         chosen = choose_config(desc, SMS)
