@@ -219,7 +219,7 @@ def test_models_that_are_refused(case, monkeypatch):
     directory, load = case("gpt_oss").directory, moe_jax.load_pretrained
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     refuses(
-        NotImplementedError, "attention='hopper': jax 0.1.*'xla' runs everywhere", load, directory, attention="hopper"
+        NotImplementedError, "attention='hopper': needs jax 0.11.*'xla' runs everywhere", load, directory, attention="hopper"
     )
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     refuses(NotImplementedError, "attention='hopper': needs a Hopper GPU", load, directory, attention="hopper")
