@@ -155,7 +155,7 @@ def test_biases_of_packed_weights(wants_biases):
     def loss(x, p, w13_bias, w2_bias):
         given = dataclasses.replace(weights, w13_bias=w13_bias, w2_bias=w2_bias)
         y = differentiable(static, x, p, ids.astype(jnp.int32), given)
-        return (y * g).sum(), y
+        return (y * g.astype(y.dtype)).sum(), y
 
     names = ("x", "topk_weights", "w13_bias", "w2_bias")[: 4 if wants_biases else 2]
     by = tuple(range(len(names)))
@@ -216,7 +216,7 @@ def test_over_a_mesh(layout, monkeypatch):
 
     def loss(x, weights):
         y = fused_moe(x, z, weights, config, parallel, placement=placement)
-        return (y * g).sum(), y
+        return (y * g.astype(y.dtype)).sum(), y
 
     step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
     assert "name=_forward_kept" in str(jax.make_jaxpr(step)(x, placed))
