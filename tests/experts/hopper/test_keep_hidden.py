@@ -25,6 +25,7 @@ from moe_jax.parallel import Placement, fused_moe, place_weights
 from moe_jax.quantization import dequantize_tensor, method_for
 from pallas_kernels.align import align
 from pallas_kernels.grouped_gemm.packed import candidates, describe_call
+from pallas_kernels.quantize_and_permute import quantize_and_permute
 from tests.experts.hopper.test_adapters import assert_same, float32_call
 from tests.experts.hopper.test_adapters import gradients as adapter_gradients
 from tests.experts.hopper.test_backward import (
@@ -79,12 +80,24 @@ def orders_differ(monkeypatch):
     return made
 
 
+@pytest.fixture
+def memory_holds_nan(monkeypatch):
+    """Rows to which nothing was moved hold what memory held, which is not a number."""
+
+    def move(tokens, row_of, num_rows, **options):
+        rows, scale = quantize_and_permute(tokens, row_of, num_rows, **options)
+        is_moved = jnp.zeros(num_rows, bool).at[jnp.where(row_of < 0, num_rows, row_of)].set(True, mode="drop")
+        return jnp.where(is_moved[:, None], rows, jnp.nan), scale
+
+    monkeypatch.setattr(_aligned_call, "quantize_and_permute", move)
+
+
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("routing", quick(ROUTINGS, ("ragged, one expert empty",)))
-def test_every_gradient_and_the_output(routing, orders_differ):
-    """Also by biases, with a clamp; and rows stay with the tiles that they were made in."""
+def test_every_gradient_and_the_output(routing, orders_differ, memory_holds_nan):
+    """Also by biases, with a clamp; rows stay with the tiles that they were made in, and sums take no others."""
     # A name of its own, so that its functions are traced, and alignments made, here.
     layer, *rest = kept_call(45, routing, has_bias=True, activation="swigluoai", name=routing)
     layer.weights.set_value(with_random_biases(layer.weights.get_value()))
