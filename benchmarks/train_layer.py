@@ -1,7 +1,7 @@
 """Forward and backward of a layer's experts on a GPU: ours beside torch's grouped_mm and tokamax's ragged_dot.
 
     python benchmarks/train_layer.py [--models qwen3-30b-a3b,mixtral-8x7b] [--tokens 4096,16384] [--seconds 240]
-    [--sides torch,ours,tokamax] [--frozen w4a16_g128,...] [--kernels] [--trace] [--out FILE]
+    [--sides torch,ours,tokamax] [--keep-hidden] [--frozen w4a16_g128,...] [--kernels] [--trace] [--out FILE]
 
 All get the same numbers, made on the GPU from the index of each element, and the same experts and router weights of
 each token. The gradient is that of a sum with random weights, by x, by the router weights and by both matrices.
@@ -21,12 +21,13 @@ the cell before took. What was left out has a line that says so; so has a side t
 written as soon as its cell is done.
 
 Reported per cell: milliseconds of forward, and of forward with backward, tokens per second of the latter, TFLOP/s (9
-products' worth, whatever is computed twice), and peak memory. --frozen adds our layer with quantized weights of these
-schemes, random ones, where x and the router weights have gradients: its TFLOP/s count 6 products, and
-backward_per_forward is the time of the backward pass as a multiple of the forward's; MOE_JAX_PACKED_GRADIENT=0 in the
-environment has a kernel dequantize packed weights first. --trace adds the microseconds of each of our GPU kernels of a
-step in their order, by JAX's profiler. --kernels times the products of the gradient one by one, with several
-configurations. FILE gets a JSON line per cell.
+products' worth, whatever is computed twice), and peak memory. --keep-hidden adds ours_kept, our layer with
+MoEConfig.keep_hidden, whose forward pass alone is that of ours: nobody differentiates it. --frozen adds our layer with
+quantized weights of these schemes, random ones, where x and the router weights have gradients: its TFLOP/s count 6
+products, and backward_per_forward is the time of the backward pass as a multiple of the forward's;
+MOE_JAX_PACKED_GRADIENT=0 in the environment has a kernel dequantize packed weights first. --trace adds the microseconds
+of each of our GPU kernels of a step in their order, by JAX's profiler. --kernels times the products of the gradient one
+by one, with several configurations. FILE gets a JSON line per cell.
 """
 
 import argparse
@@ -50,7 +51,7 @@ SAMPLE = 64  # rows and columns of each result that are compared
 SEEDS = dict(x=1, g=2, w13=3, w2=4)
 BURSTS, BURST_S, REST_S = 3, 0.15, 0.1
 LEAST_S = 12.0  # with less time left no process is started
-SIDES = ("torch", "ours", "tokamax")
+SIDES = ("torch", "ours", "ours_kept", "tokamax")
 REPORTED = 3  # the exit code of a process that has written a line for each of its errors
 
 
@@ -132,7 +133,7 @@ def values(shape: tuple[int, ...], seed: int, scale: float) -> Any:
 
 
 def run_ours(
-    model: str, tokens: int, routing: dict[str, np.ndarray], *, traces: bool
+    model: str, tokens: int, routing: dict[str, np.ndarray], *, traces: bool, keep_hidden: bool = False
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     import jax
     import jax.numpy as jnp
@@ -143,7 +144,7 @@ def run_ours(
 
     sizes = experts, _, hidden, intermediate = SIZES[model]
     by = "hopper" if jax.default_backend() == "gpu" else "xla"
-    config = moe_jax.MoEConfig(*sizes, implementation=(by,))
+    config = moe_jax.MoEConfig(*sizes, implementation=(by,), keep_hidden=keep_hidden)
     w13 = values((experts, 2, intermediate, hidden), SEEDS["w13"], 1 / 32)
     w2 = values((experts, hidden, intermediate), SEEDS["w2"], 1 / 32)
     x, g = (values((tokens, hidden), SEEDS[name], 1.0) for name in ("x", "g"))
@@ -470,8 +471,8 @@ def child(side: str, model: str, counts: list[int], folder: Path, *, seconds: fl
                 continue
             if side == "torch":
                 cell, compared = run_torch(model, tokens, routing)
-            elif side == "ours":
-                cell, compared = run_ours(model, tokens, routing, traces=traces)
+            elif side in ("ours", "ours_kept"):
+                cell, compared = run_ours(model, tokens, routing, traces=traces, keep_hidden=side == "ours_kept")
             elif side == "tokamax":
                 cell, compared = run_tokamax(model, tokens, routing, known)
             else:
@@ -520,6 +521,7 @@ def main() -> int:
     parser.add_argument("--tokens", default="4096,16384")
     parser.add_argument("--seconds", type=float, default=240, help="when to end")
     parser.add_argument("--sides", default="torch,ours", help=f"of {', '.join(SIDES)}; may be empty beside --frozen")
+    parser.add_argument("--keep-hidden", action="store_true", help="add ours_kept to the sides")
     parser.add_argument("--frozen", default="", help="schemes of quantized weights")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--trace", action="store_true")
@@ -532,6 +534,8 @@ def main() -> int:
         return child(args.child, models[0], counts, args.folder, seconds=args.seconds, traces=args.trace)
     until = time.time() + args.seconds
     compared = [name for name in args.sides.split(",") if name]
+    if args.keep_hidden and "ours_kept" not in compared:
+        compared.append("ours_kept")
     if unknown := [name for name in compared if name not in SIDES]:
         parser.error(f"--sides {unknown[0]!r} is none of {', '.join(SIDES)}")
     if unknown := [name for name in models if name not in SIZES]:

@@ -35,6 +35,11 @@ class MoEConfig(ActivationConfig, RoutingConfig):
         implementation: ordered names of backends to try; None for the platform's own order.
         pinned_tokens: choose tiles and kernel configurations as for this many tokens in every call. A token's output
             then has the same bits beside any number of other tokens. None chooses by the tokens of the call.
+        keep_hidden: the forward pass of a differentiated call keeps gate and up of each row, (Mp, G * I) in ``dtype``,
+            so that the backward pass does not compute them again: memory for time, by the hopper backend alone. Its
+            output differs from that of other calls, as gate and up are rounded to ``dtype`` before the activation, and
+            tiles are those of the gradient, not those of ``pinned_tokens``. Calls that nobody differentiates stay as
+            they are. Not for schemes with quantized activations. ``explain`` says what is kept.
         dtype: of computation; with "float32" no weight is rounded to bfloat16 on the way.
         param_dtype: of unquantized weights and biases.
         name: shown in errors.
@@ -52,6 +57,7 @@ class MoEConfig(ActivationConfig, RoutingConfig):
     has_bias: bool = False
     implementation: tuple[str, ...] | None = None
     pinned_tokens: int | None = None
+    keep_hidden: bool = False
     dtype: Any = jnp.bfloat16  # a NumPy dtype from __post_init__ on
     param_dtype: Any = jnp.bfloat16
     name: str = ""
@@ -70,6 +76,13 @@ class MoEConfig(ActivationConfig, RoutingConfig):
             raise TypeError(f"name={shown(self.name)}, expected a string")
         if self.pinned_tokens is not None and (type(self.pinned_tokens) is not int or self.pinned_tokens < 1):
             raise ValueError(f"pinned_tokens is {shown(self.pinned_tokens)}, expected None or an integer of at least 1")
+        if self.keep_hidden and self.scheme.activations is not None:
+            label = f"{self.name}: " if self.name else ""
+            raise ValueError(
+                f"{label}keep_hidden=True with scheme {self.scheme.name!r}: its forward pass multiplies quantized rows "
+                "and its gradient takes unquantized ones; expected a scheme that leaves activations unquantized, or "
+                "keep_hidden=False"
+            )
         for field in ("dtype", "param_dtype"):
             dtype = jnp.dtype(getattr(self, field))
             if dtype not in COMPUTE_DTYPES:

@@ -37,7 +37,7 @@ _PLACES = ("placements", "stored")  # of layers over a mesh, by path; a module e
 _PATH = "."
 _LAYOUTS = re.compile('"w13"|"layout"')  # from where on a record speaks of layouts
 # Free, or recorded with the arrays; set while a layer runs over a mesh, or for ranks of torch alone.
-_FREE_SETTINGS = ("name", "implementation", "dtype", "param_dtype", "scheme")
+_FREE_SETTINGS = ("name", "implementation", "keep_hidden", "dtype", "param_dtype", "scheme")
 _FREE_SETTINGS += ("split_axes", "call_axes", "intermediate_size_full")
 
 

@@ -71,3 +71,17 @@ def test_a_cell_too_long_for_the_time_left_is_not_started(script, monkeypatch, c
     assert script.child("w4a16_g128", "tiny", [1, 2, 3], tmp_path, seconds=1.3, traces=False) == 0
     cells = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert ["left_out" in cell for cell in cells] == [False, False, True]
+
+
+def test_the_side_that_keeps_rows_asks_for_it(script, monkeypatch, capsys, tmp_path):
+    asked = []
+
+    def run_ours(model, tokens, routing, *, traces, keep_hidden=False):
+        asked.append(keep_hidden)
+        return dict(step_ms=1.0), dict(y=np.ones((2, 2)))
+
+    monkeypatch.setattr(script, "run_ours", run_ours)
+    for side in ("ours", "ours_kept"):
+        assert script.child(side, "tiny", [1], tmp_path, seconds=60, traces=False) == 0
+    assert asked == [False, True]
+    assert [json.loads(line)["side"] for line in capsys.readouterr().out.splitlines()] == ["ours", "ours_kept"]

@@ -135,6 +135,12 @@ class Backend(abc.ABC):
         """Why ``run`` cannot be differentiated, or None. The other methods never are."""
         return None
 
+    def describe_kept(self, problem: Problem) -> str | None:
+        """What ``run`` keeps for its gradient where ``MoEConfig.keep_hidden`` asks for rows, in words; None where it
+        keeps its arguments alone.
+        """
+        return None
+
     # -- a layout of its own ------------------------------------------------------------------------------------------
 
     def reads(self, layout: WeightLayout) -> bool:

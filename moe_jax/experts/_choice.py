@@ -60,6 +60,21 @@ def describe(backend: Backend, problem: Problem) -> list[str]:
     return backend.describe(problem) + ([] if is_read else ["kernel layout of the weights undone in every call"])
 
 
+def describe_kept(problem: Problem) -> str:
+    """What the forward pass of a differentiated call keeps, by the backend whose gradient runs."""
+    config = problem.config
+    for name in order_of(config, problem.platform):
+        backend = BACKENDS[name]
+        if _refusal(backend, problem) is None and backend.gradient_refusal(problem) is None:
+            size = problem.num_tokens * (config.hidden_size * config.dtype.itemsize + 8 * config.top_k) / 2**20
+            arguments = f"the call's arguments ({size:.1f} MiB beside the weights)"
+            kept = backend.describe_kept(problem)
+            return f"{name} keeps {arguments}" + (
+                ", gate and up are computed again" if kept is None else f" and {kept}"
+            )
+    return "no implementation computes the gradient"
+
+
 def _refusal(backend: Backend, problem: Problem) -> str | None:
     for name in ("w13", "w2"):
         layout = getattr(problem.weights, name).layout

@@ -7,7 +7,7 @@ from moe_jax._arguments import integer
 from moe_jax._config import MoEConfig
 from moe_jax.activations import resolve_activation
 from moe_jax.experts._backend import Problem
-from moe_jax.experts._choice import choose, describe, nothing_runs, order_of
+from moe_jax.experts._choice import choose, describe, describe_kept, nothing_runs, order_of
 from moe_jax.quantization import ExpertWeights, QuantFormat, Strategy
 
 
@@ -50,6 +50,8 @@ def explain(config: MoEConfig, weights: ExpertWeights, num_tokens: int, platform
     else:
         lines.append(f"implementation: {chosen.name} (order: {', '.join(order_of(config, platform))})")
         lines += [f"  {line}" for line in describe(chosen, problem)]
+        if config.keep_hidden:
+            lines.append(f"kept for the gradient (keep_hidden): {describe_kept(problem)}")
         lines += [f"skipped: {skipped_name}: {reason}" for skipped_name, reason in skipped]
     return "\n".join(lines + [f"note: {note}" for note in _notes(config, weights)])
 

@@ -45,6 +45,9 @@ class Reference(Backend):
     def describe(self, problem: Problem) -> list[str]:
         return ["every expert dequantized to float32 and applied to every row; meant for judging, not for speed"]
 
+    def describe_kept(self, problem: Problem) -> str | None:
+        return "what JAX keeps of every expert on every row"
+
     def run(
         self,
         x: Array,

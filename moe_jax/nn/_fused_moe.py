@@ -100,6 +100,7 @@ class FusedMoE(Versioned):
         implementation: name of a backend, or ordered names to try; None takes the order of the platform.
         pinned_tokens: choose tiles as for this many tokens in every call. A token's output then has the same bits
             beside any number of other tokens (except with per-tensor dynamic activation scales).
+        keep_hidden: the forward pass keeps gate and up of each row for the backward pass, see ``MoEConfig``.
         dtype: computation dtype, bfloat16, float16 or float32.
         param_dtype: storage dtype of unquantized weights and biases.
         rngs: random state to initialise from; None builds an abstract layer (no memory) to be loaded.
@@ -156,6 +157,7 @@ class FusedMoE(Versioned):
         name: str = "",
         implementation: "str | Iterable[str] | None" = None,
         pinned_tokens: int | None = None,
+        keep_hidden: bool = False,
         dtype: DTypeLike = jnp.bfloat16,
         param_dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs | None = None,

@@ -3,7 +3,8 @@
     align -> rows of x and of the output's cotangent g -> gate and up again -> g W2 -> derivative of the activation
     -> gradients of W2 and W13 -> rows of x's cotangent by W13 -> their sum over the experts of a token
 
-Nothing but the call's own arguments is kept from the forward pass. Rows are multiplied with their router weights after
+Nothing but the call's own arguments is kept from the forward pass; where ``MoEConfig.keep_hidden`` asks for it, gate
+and up are kept as well, and the backward pass begins at g W2. Rows are multiplied with their router weights after
 g W2, so that the product with the hidden rows gives the gradient of these weights, and the experts' outputs are not
 computed again. Products have operands of the layer's dtype and float32 sums. Rows in the gaps between experts are
 zeros: the sums over an expert's rows run over whole tiles.
@@ -16,9 +17,7 @@ are computed again: rounding passes gradients straight through.
 
 import dataclasses
 import functools
-import operator
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,23 +25,18 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from moe_jax._config import MoEConfig
-from moe_jax._typing import Array, DTypeLike
+from moe_jax._typing import Array
 from moe_jax.activations import apply_activation
-from moe_jax.experts.hopper._adapters import Addend, sum_of_experts
+from moe_jax.experts.hopper._aligned_call import AlignedCall, Kept, kept_bytes
 from moe_jax.experts.hopper._experts import forward
 from moe_jax.experts.hopper._gradient_products import (
     DenseProducts,
     PackedProducts,
-    packed_block_m,
     packed_operands,
     pulls_activation,
 )
-from moe_jax.experts.hopper._plan import tile_of_any_product
 from moe_jax.quantization import ExpertWeights, LowRank
-from pallas_kernels.align import TileMap, align
-from pallas_kernels.combine import combine
 from pallas_kernels.grouped_gemm.wgrad import grouped_wgrad
-from pallas_kernels.quantize_and_permute import quantize_and_permute
 
 _LAYER_UNIT = 64  # what H and I are multiples of, so that operands can be read transposed
 # Whether packed weights are read as they are. MOE_JAX_PACKED_GRADIENT=0 in the environment dequantizes them by a kernel
@@ -72,6 +66,15 @@ def gradient_refusal(config: MoEConfig, weights: ExpertWeights) -> str | None:
         if size % _LAYER_UNIT:
             return f"has no gradient for {name}={size}, which is not a multiple of {_LAYER_UNIT}"
     return None
+
+
+def describe_kept(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str | None:
+    """What ``MoEConfig.keep_hidden`` keeps beside the arguments of a call, in words; None where that is nothing."""
+    operands = packed_operands(config, weights) if READS_PACKED else None
+    if weights.scheme.is_quantized and operands is None:
+        return None
+    size = kept_bytes(config, weights, operands, num_tokens * config.top_k) / 2**20
+    return f"gate and up of each row ({size:.1f} MiB)"
 
 
 def describe_gradient(config: MoEConfig, weights: ExpertWeights) -> str:
@@ -109,23 +112,51 @@ class _Wanted:
 
     leaves: frozenset[int]
 
+    def of(self, arguments: Any) -> Any:
+        """In the structure of ``arguments``, which is that of (x, topk_weights, weights)."""
+        leaves, structure = jax.tree.flatten(arguments)
+        return structure.unflatten([index in self.leaves for index in range(len(leaves))])
+
 
 def _save_for_backward(static: Static, x: Any, topk_weights: Any, topk_ids: Any, weights: Any) -> Any:
     differentiated = jax.tree.leaves((x, topk_weights, weights))
     wanted = _Wanted(frozenset(i for i, leaf in enumerate(differentiated) if leaf.perturbed))
     arguments = jax.tree.map(lambda leaf: leaf.value, (x, topk_weights, topk_ids, weights))
-    return _forward(static, *arguments), (arguments, wanted)
+    if static.config.keep_hidden:
+        y, kept = _forward_kept(static, wanted, *arguments)
+    else:
+        y, kept = _forward(static, *arguments), None
+    return y, (arguments, wanted, kept)
 
 
 def _backward(static: Static, residuals: Any, g: Any) -> Any:
-    (x, topk_weights, topk_ids, weights), wanted = residuals
+    (x, topk_weights, topk_ids, weights), wanted, kept = residuals
     if isinstance(g, SymbolicZero):
         return None, None, None, None
-    x_bar, topk_bar, weights_bar = _gradient(static, wanted, g, x, topk_weights, topk_ids, weights)
+    x_bar, topk_bar, weights_bar = _gradient(static, wanted, g, x, topk_weights, topk_ids, weights, kept)
     return x_bar, topk_bar, None, weights_bar
 
 
 differentiable.defvjp(_save_for_backward, _backward, symbolic_zeros=True)
+
+
+def _aligned(
+    static: Static, x: Array, topk_ids: Array, weights: ExpertWeights, wants_weights: Any, kept: Kept | None
+) -> AlignedCall:
+    has_sums = any(jax.tree.leaves(wants_weights))
+    return AlignedCall(static.config, static.kernels, static.reads_packed, x, topk_ids, weights, has_sums, kept)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward_kept(
+    static: Static, wanted: _Wanted, x: Array, topk_weights: Array, topk_ids: Array, weights: ExpertWeights
+) -> tuple[Array, Kept | None]:
+    """``_forward``, with what the gradient by ``wanted`` takes instead of computing it again; None: it does that."""
+    *_, wants_weights = wanted.of((x, topk_weights, weights))
+    call = _aligned(static, x, topk_ids, weights, wants_weights, None)
+    if call.is_dequantized:
+        return _forward(static, x, topk_weights, topk_ids, weights), None
+    return call.forward(topk_weights, static.out_dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -137,14 +168,14 @@ def _gradient(
     topk_weights: Array,
     topk_ids: Array,
     weights: ExpertWeights,
+    kept: Kept | None,
 ) -> tuple[Array | None, Array | None, Any]:
     """Cotangents of x, of topk_weights and of the leaves of the weights; None for those that nobody asked for."""
-    leaves, structure = jax.tree.flatten((x, topk_weights, weights))
-    wants = structure.unflatten([index in wanted.leaves for index in range(len(leaves))])
-    wants_x, wants_topk, wants_weights = wants
-    found = _Gradient(static, x, topk_weights, topk_ids, weights)(g, wants_x, wants_topk, wants_weights)
-    given = dict(enumerate(structure.flatten_up_to(found)))
-    bars = [given[index] if index in wanted.leaves else None for index in range(len(leaves))]
+    wants = wants_x, wants_topk, wants_weights = wanted.of((x, topk_weights, weights))
+    call = _aligned(static, x, topk_ids, weights, wants_weights, kept)
+    found = _Gradient(call, topk_weights)(g, wants_x, wants_topk, wants_weights)
+    asked, structure = jax.tree.flatten(wants)
+    bars = [bar if wants_it else None for bar, wants_it in zip(structure.flatten_up_to(found), asked, strict=True)]
     return structure.unflatten(bars)
 
 
@@ -152,48 +183,27 @@ def _gradient(
 class _Gradient:
     """The gradient of one call."""
 
-    static: Static
-    x: Array
+    call: AlignedCall
     topk_weights: Array
-    topk_ids: Array
-    weights: ExpertWeights
 
     def __call__(self, g: Array, wants_x: bool, wants_topk: bool, wants_weights: Any) -> tuple[Any, Any, Any]:
         """g: (T, H). wants_weights: of the structure of the weights, which leaves need a gradient.
 
         Returns cotangents in the structure of (x, topk_weights, weights).
         """
-        weights, config, kernels = self.weights, self.static.config, self.static.kernels
-        num_experts = weights.num_experts
-        operands = packed_operands(config, weights) if self.static.reads_packed else None
-        block_m = tile_of_any_product(self.topk_ids.size, num_experts)
-        if operands is not None:
-            block_m = packed_block_m(config, operands[0], block_m)
-        tiles = align(self.topk_ids, num_experts, block_m, implementation=kernels)
-        rows = _Rows(tiles, block_m, kernels)
-        # Sums over the rows of an expert, for a gradient of a leaf of the weights, run over whole tiles.
-        has_sums = any(jax.tree.leaves(wants_weights))
-        x, g_rows = (rows.of_tokens(tokens.astype(config.dtype), fills_gaps=has_sums) for tokens in (self.x, g))
-        of_rows = rows.of_pairs(self.topk_weights)
-        products: DenseProducts | PackedProducts
-        if operands is not None:
-            products = PackedProducts(config, weights, operands, tiles, None if has_sums else tiles.tile_rows, kernels)
-        else:
-            products = DenseProducts(config, weights, tiles, kernels)
-        with jax.named_scope("gate_and_up"):
-            before = products.before(x)
-        w13_addend, w2_addend = (rows.addend(lora, config.dtype) for lora in (weights.w13_lora, weights.w2_lora))
-        fuses = operands is not None and not has_sums and pulls_activation(config, weights, operands[1])
+        call, weights, config, kernels = self.call, self.call.weights, self.call.config, self.call.kernels
+        rows, products, tiles = call.rows, call.products, call.rows.tiles
+        w13_addend, w2_addend = call.w13_addend, call.w2_addend
+        g_rows, of_rows = call.moved(g), rows.of_pairs(self.topk_weights)
+        fuses = call.operands is not None and not call.has_sums and pulls_activation(config, weights, call.operands[1])
         if isinstance(products, PackedProducts) and fuses:
+            before = call.before
             with jax.named_scope("hidden_cotangent_and_activation"):
                 pulled_before = _Pulled(*products.pulled_before(g_rows, before, of_rows))
         else:
+            wide = call.wide
             with jax.named_scope("hidden_cotangent"):
                 hidden_bar = products.pulled_hidden(g_rows).astype(jnp.float32)
-            wide = products.by_projection(before).astype(jnp.float32)
-            if w13_addend is not None:
-                with jax.named_scope("w13_adapter"):
-                    wide = wide + w13_addend.outer(w13_addend.inner(x)).astype(jnp.float32).reshape(wide.shape)
             if w2_addend is not None:
                 with jax.named_scope("w2_adapter"):
                     hidden_bar = hidden_bar + w2_addend.pulled(g_rows).rows().astype(jnp.float32)
@@ -209,7 +219,7 @@ class _Gradient:
         if w13_addend is not None:
             with jax.named_scope("w13_adapter_gradient"):
                 pulled = w13_addend.pulled(pulled_before.gate_up_bar)
-                loras["w13_lora"] = pulled.leaves(x, rows.first, wants_weights.w13_lora)
+                loras["w13_lora"] = pulled.leaves(call.x_rows, rows.first, wants_weights.w13_lora)
         if w2_addend is not None:
             with jax.named_scope("w2_adapter_gradient"):
                 pulled = w2_addend.pulled(g_rows)
@@ -220,13 +230,14 @@ class _Gradient:
         if wants_weights.w13.data:
             with jax.named_scope("w13_gradient"):
                 own = weights.w13.data
-                w13_bar = contract(pulled_before.gate_up_bar, x, out_dtype=own.dtype).reshape(own.shape)
+                w13_bar = contract(pulled_before.gate_up_bar, call.x_rows, out_dtype=own.dtype).reshape(own.shape)
         if wants_x:
             with jax.named_scope("x_cotangent"):
                 parts = [products.pulled_rows(pulled_before.before_bar)]
                 if w13_addend is not None:
                     parts.append(w13_addend.pulled(pulled_before.gate_up_bar).rows())
-                x_bar = rows.sum_of_tokens(parts, self.x.dtype)
+                ones = jnp.ones(tiles.row_of.shape, jnp.float32)
+                x_bar = rows.sum_of_tokens(parts, ones, call.x.dtype)
         biases = dict.fromkeys(("w13_bias", "w2_bias"))
         if wants_weights.w13_bias:
             own = weights.w13_bias
@@ -274,77 +285,3 @@ def _pulled_by_xla(
         wide_bar.reshape(wide_bar.shape[0], -1),
         (hidden * of_rows[:, None]).astype(config.dtype),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Tokens to rows in expert order, and back."""
-
-    tiles: TileMap
-    block_m: int
-    kernels: str
-
-    @property
-    def count(self) -> int:
-        return self.tiles.tile_expert.size * self.block_m
-
-    @property
-    def _implementations(self) -> str | tuple[str, ...]:
-        return ("hopper", "reference") if self.kernels == "hopper" else self.kernels
-
-    @functools.cached_property
-    def _padded(self) -> Array:
-        """(E,) rows of each expert with those of the gap behind them."""
-        return -(-self.tiles.group_sizes // self.block_m) * self.block_m
-
-    @functools.cached_property
-    def first(self) -> Array:
-        """(E,) int32, the first row of each expert."""
-        return (jnp.cumsum(self._padded) - self._padded).astype(jnp.int32)
-
-    def of_tokens(self, tokens: Array, *, fills_gaps: bool) -> Array:
-        """(T, H) -> (Mp, H): anything in tiles that are not in use, zeros in the gap behind the rows of each expert, or
-        anything there as well.
-
-        Gaps are filled as if tokens of zeros had been routed to them.
-        """
-        row_of = self.tiles.row_of
-        if fills_gaps:
-            tokens, row_of = self._with_zeros(tokens)
-        rows, _ = quantize_and_permute(
-            tokens, row_of, self.count, quantization="none", implementation=self._implementations
-        )
-        return rows
-
-    def _with_zeros(self, tokens: Array) -> tuple[Array, Array]:
-        """Tokens, with zeros behind them, and the rows of both."""
-        top_k = self.tiles.row_of.shape[1]
-        offset = jnp.arange(self.block_m - 1, dtype=jnp.int32)
-        gap = (self.first + self.tiles.group_sizes)[:, None] + offset
-        gap = jnp.where(gap < (self.first + self._padded)[:, None], gap, -1).reshape(-1)
-        row_of_zeros = jnp.pad(gap, (0, -gap.size % top_k), constant_values=-1).reshape(-1, top_k)
-        zeros = jnp.zeros((row_of_zeros.shape[0], tokens.shape[1]), tokens.dtype)
-        return jnp.concatenate([tokens, zeros]), jnp.concatenate([self.tiles.row_of, row_of_zeros])
-
-    def of_pairs(self, values: Array) -> Array:
-        """(T, top_k) float32 -> (Mp,), zeros in rows of no token."""
-        target = jnp.where(self.tiles.row_of < 0, self.count, self.tiles.row_of)
-        return jnp.zeros(self.count, jnp.float32).at[target].set(values, mode="drop")
-
-    def of_experts(self, values: Array) -> Array:
-        """(E, N) -> (Mp, N), the values of each row's expert."""
-        return jnp.repeat(values[jnp.maximum(self.tiles.tile_expert, 0)], self.block_m, axis=0)
-
-    def addend(self, lora: LowRank | None, dtype: DTypeLike) -> Addend | None:
-        return None if lora is None else Addend(lora, self.tiles, self.block_m, self.kernels, dtype)
-
-    def sum_of_tokens(self, parts: Sequence[Array], out_dtype: DTypeLike) -> Array:
-        """One or two (Mp, H) -> (T, H): the sum of these over the rows of each token, in float32, rounded once."""
-        ones = jnp.ones(self.tiles.row_of.shape, jnp.float32)
-        wide = jnp.dtype(out_dtype) if len(parts) == 1 else jnp.dtype(jnp.float32)
-        sums = [combine(rows, self.tiles.row_of, ones, out_dtype=wide, implementation=self.kernels) for rows in parts]
-        return functools.reduce(operator.add, sums).astype(out_dtype)
-
-    def sum_of_experts(self, rows: Array) -> Array:
-        """(Mp, N) float32 -> (E, N): the sum over the rows of each expert, gaps included."""
-        return sum_of_experts(rows, self.tiles, self.block_m)

@@ -1,6 +1,7 @@
 """The products of a gradient with the weights of the experts, from matrices of 16 bits or from packed words.
 
     before(x)               gate and up, x W13^T, and their bias
+    output(hidden)          rows of the experts' outputs, hidden W2^T, and their bias
     pulled_hidden(g)        cotangents of the hidden rows, g W2
     pulled_rows(before_bar) cotangents of the rows of x, (gate and up's cotangent) W13
 
@@ -88,6 +89,10 @@ class PackedProducts:
             bias = interleave(bias).reshape(bias.shape[0], -1)
         return grouped_gemm_packed(x, self.operands[0], bias=bias, out_dtype=self.config.dtype, **self._of_tiles)
 
+    def output(self, hidden: Array) -> Array:
+        options = dict(bias=self.weights.w2_bias, out_dtype=self.config.dtype)
+        return grouped_gemm_packed(hidden, self.operands[1], **options, **self._of_tiles)
+
     def pulled_hidden(self, g: Array) -> Array:
         return grouped_dgrad(g, self.operands[1], tile_rows=self.tile_rows, **self._of_tiles)
 
@@ -142,6 +147,9 @@ class DenseProducts:
         bias = self._dense.w13_bias
         bias = None if bias is None else bias.reshape(bias.shape[0], -1)
         return self._product(x, self._stacked, bias=bias)
+
+    def output(self, hidden: Array) -> Array:
+        return self._product(hidden, self._dense.w2.data, bias=self._dense.w2_bias)
 
     def pulled_hidden(self, g: Array) -> Array:
         return self._product(g, self._dense.w2.data, transposes_w=True)

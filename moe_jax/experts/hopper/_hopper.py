@@ -69,6 +69,9 @@ class Hopper(KernelBackend):
     def gradient_refusal(self, problem: Problem) -> str | None:
         return _backward.gradient_refusal(problem.config, problem.weights)
 
+    def describe_kept(self, problem: Problem) -> str | None:
+        return _backward.describe_kept(problem.config, problem.weights, int(problem.num_tokens))
+
     def tuning_key(self, config: MoEConfig) -> AnyKey:
         weights = method_for(config.scheme).abstract_weights(config)
         if self.layout_refusal(weights, config) is None:

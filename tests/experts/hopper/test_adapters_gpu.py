@@ -39,6 +39,14 @@ def test_gradients(scheme, tokens, with_choice):
     check_gradients_of_quantized(by_kernels, scheme, tokens, with_choice=with_choice)
 
 
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16_g32"])
+def test_gradients_of_rows_that_are_kept(scheme):
+    def run(config, *given):
+        return by_kernels(dataclasses.replace(config, keep_hidden=True), *given)
+
+    check_gradients_of_quantized(run, scheme, 700)
+
+
 def test_explain():
     config, *_, weights = call_of()
     text = explain(config, held(weights, config), 700)

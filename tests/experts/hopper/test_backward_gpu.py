@@ -1,5 +1,6 @@
 """Gradients of experts by Hopper kernels, on a GPU, against torch's autograd in float64: each expert, each row."""
 
+import dataclasses
 import functools
 
 import jax
@@ -23,9 +24,11 @@ from tests.support.oracles.expert_gradients import assert_gradients_close
 pytestmark = pytest.mark.gpu
 
 
-def by_kernels(layer):
+def by_kernels(layer, **changes):
+    config = dataclasses.replace(layer.config, **changes)
+
     def run(x, topk_weights, ids, weights):
-        return moe_jax.fused_experts(x, topk_weights, ids, weights, layer.config)
+        return moe_jax.fused_experts(x, topk_weights, ids, weights, config)
 
     return run
 
@@ -66,6 +69,31 @@ def test_packed_weights_both_ways(scheme):
         assert_gradients_close(one, expected)
     for name, again in run(True).items():
         np.testing.assert_array_equal(np.asarray(found[True][name], np.float32), np.asarray(again, np.float32))
+
+
+@pytest.mark.parametrize("tokens", [3, 45, 700])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_rows_that_are_kept(routing, tokens):
+    """``keep_hidden``: the backward pass starts from gate and up of the forward pass, in the order of its rows."""
+    call = arguments(tokens, routing, keep_hidden=True)
+    assert "hopper keeps the call's arguments" in call[0].explain(tokens)
+    found = gradients(by_kernels(call[0]), *call)
+    assert_gradients_close(found, expected_of(*call))
+    for _ in range(3 if tokens == 700 else 0):  # another order of rows each time, perhaps
+        assert_gradients_close(gradients(by_kernels(call[0]), *call), expected_of(*call))
+
+
+@pytest.mark.parametrize("options", [dict(has_bias=True, activation="swigluoai"), dict(activation="gelu_tanh")])
+def test_rows_that_are_kept_of_other_activations(options):
+    call = arguments(700, "some tokens nowhere", keep_hidden=True, **options)
+    assert_gradients_close(gradients(by_kernels(call[0]), *call), expected_of(*call))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w4a16_g128_asym", "w8a16_channel", "nvfp4_a16", "mxfp4_a16"])
+def test_rows_that_are_kept_beside_packed_weights(scheme):
+    weights, expected, call = frozen_call(scheme, 700)
+    run = by_kernels(call[0], keep_hidden=True)
+    assert_gradients_close(frozen_gradients(run, weights, call), expected)
 
 
 def test_bits_repeat():

@@ -218,9 +218,8 @@ def test_models_that_are_refused(case, monkeypatch):
     """By name, while a model is loaded."""
     directory, load = case("gpt_oss").directory, moe_jax.load_pretrained
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    refuses(
-        NotImplementedError, "attention='hopper': needs jax 0.11.*'xla' runs everywhere", load, directory, attention="hopper"
-    )
+    expected = "attention='hopper': needs jax 0.11.*'xla' runs everywhere"
+    refuses(NotImplementedError, expected, load, directory, attention="hopper")
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     refuses(NotImplementedError, "attention='hopper': needs a Hopper GPU", load, directory, attention="hopper")
     monkeypatch.setattr(_hopper, "hopper_sms", lambda: 132)
