@@ -347,11 +347,14 @@ class _PagedIntake(_PackedIntake):
     def _takes(self, room: int) -> Callable[[list[int]], bool]:
         """Whether prompts of given indices may enter rows while so many pages are free."""
         limits, rows = self._call.sampler.limits, self._rows.values()
-        shares = np.array([*self._ended, *[1.0] * len(rows)] if self._ended else [1.0])
+        shares = np.sort([*self._ended, *[1.0] * len(rows)]) if self._ended else np.ones(1)
+        means = (np.cumsum(shares[::-1]) / np.arange(1, len(shares) + 1))[::-1]  # of a share and those above it
 
+        @functools.cache
         def expected(index: int, made: int) -> int:
-            longer = shares[shares * limits[index] > made]
-            count = math.ceil((longer.mean() if len(longer) else 1.0) * int(limits[index]))
+            limit = int(limits[index])
+            longer = int(np.searchsorted(shares, made / limit, side="right"))
+            count = math.ceil((means[longer] if longer < len(shares) else 1.0) * limit)
             return min(self._most[index], self._pages(index, count))
 
         wanted = sum(max(0, expected(row.index, row.made) - len(row.own)) for row in rows)

@@ -35,7 +35,12 @@ from jax.typing import DTypeLike
 from moe_jax._typing import AnyArray, Leaf
 from moe_jax.quantization._formats import GROUP_SCALE_DTYPES, Packing, QuantFormat, Strategy
 from moe_jax.quantization._numerics import quantize_experts
-from moe_jax.quantization._scale_checks import check_held_exactly, check_scale_values, common_input_scale
+from moe_jax.quantization._scale_checks import (
+    check_held_exactly,
+    check_rounding,
+    check_scale_values,
+    common_input_scale,
+)
 from moe_jax.quantization._schemes import Scheme, SchemeLike, check_scheme
 from moe_jax.quantization._tensors import ExpertWeights, QuantizedTensor
 from pallas_kernels.common import numerics
@@ -254,7 +259,7 @@ class MoEMethod:
         """Quantize a stack of matrices (E, ..., N, K). Returns its leaves without prefix: {"weight": ..., ...}.
 
         Scales of groups and blocks are rounded to the format's ``group_scale_dtype`` after the values are. param_dtype:
-        what an unquantized weight is cast to.
+        what an unquantized weight is cast to. Raises ValueError for a matrix whose scales have no place in that dtype.
         """
         fmt = self.scheme.weights
         if fmt is None:
@@ -262,8 +267,10 @@ class MoEMethod:
         quantized = quantize_experts(w, fmt, jnp.dtype(self.arithmetic_dtype))
         leaves = dict(zip(fmt.quantized_leaves, quantized, strict=True))
         if fmt.group_scale_dtype != "float32":
-            scale = leaves["weight_scale"]
-            leaves["weight_scale"] = scale.astype(GROUP_SCALE_DTYPES[fmt.group_scale_dtype]).astype(scale.dtype)
+            wide = leaves["weight_scale"]
+            scale = leaves["weight_scale"] = wide.astype(GROUP_SCALE_DTYPES[fmt.group_scale_dtype]).astype(wide.dtype)
+            if fmt.scale == "float32":
+                check_rounding(scale, wide, w, fmt.group_scale_dtype)
         return leaves
 
     def _check_online(self) -> None:

@@ -13,6 +13,7 @@ from moe_jax.quantization._formats import GROUP_SCALE_DTYPES, QuantFormat
 
 # compressed-tensors' global scale of an expert whose calibration saw no token.
 _UNCALIBRATED = 1.0
+_MOST_ROUNDING = 2.0**-8  # of group scales, beside the largest of their matrix; bfloat16's is half of it
 _F32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -102,6 +103,31 @@ def check_held_exactly(scale: AnyArray, dtype: str, name: str) -> None:
         f"{name}: scale {values[index]} at {index} is not exact in {dtype}, in which this layer holds scales of groups "
         f"since the checkpoint it was made for has them so ({int(bad.sum())} of {bad.size} are not); make the layer "
         'from this checkpoint, or with group_scale_dtype="float32" in its scheme'
+    )
+
+
+def check_rounding(rounded: AnyArray, scale: AnyArray, w: AnyArray, dtype: str) -> None:
+    """Raise ValueError for a matrix that rounding its group scales to ``dtype`` changes by more than bfloat16 would,
+    beside the largest of them: float16 overflows above 65504, and small ones lose digits or vanish.
+
+    rounded, scale: (E, ...) of the matrices w, (E, ..., N, K), of which one of zeros may have any. Under a trace values
+    cannot be checked.
+    """
+    if isinstance(scale, Tracer):
+        return
+    axes = tuple(range(1, scale.ndim))
+    largest = np.asarray(abs(scale).max(axes, initial=0))
+    error = np.asarray(abs(rounded - scale).max(axes, initial=0))
+    bad = (error > largest * _MOST_ROUNDING) & np.isfinite(largest)  # others are refused where scales are checked
+    for at in np.flatnonzero(bad):
+        bad[at] = bool((w[at] != 0).any())
+    if not bad.any():
+        return
+    at = int(np.argmax(bad))
+    raise ValueError(
+        f"weight_scale: matrix {at} has scales of groups up to {largest[at]:g}, which {dtype} rounds by {error[at]:g} "
+        f"({int(bad.sum())} of {bad.size} matrices), expected scales in its range; give the scheme "
+        'group_scale_dtype="float32" or "bfloat16"'
     )
 
 

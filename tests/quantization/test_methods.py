@@ -375,6 +375,25 @@ def test_online_scales_are_held_exactly(name, held):
     np.testing.assert_allclose(y, expected, atol=0.02 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("name", ["fp8_block", "w4a16_g128", "w8a16_g128"])
+def test_scales_that_float16_does_not_hold_are_refused(name):
+    """Of weights as checkpoints have them it holds all, and those of a few dead groups may vanish."""
+    plain = Scheme.parse(name)
+    held = {}
+    for dtype in ("bfloat16", "float16"):
+        weights = dataclasses.replace(plain.weights, group_scale_dtype=dtype)
+        held[dtype] = method_for(dataclasses.replace(plain, weights=weights))
+    w = jax.random.normal(jax.random.key(0), (E, 256, 128), jnp.float32) * 0.01
+    for factor in (0, 1, 1e-8, 1e9):
+        held["bfloat16"].quantize_stack(w * factor, F)
+    held["float16"].quantize_stack(w, F)
+    held["float16"].quantize_stack(w.at[1, :128].multiply(1e-8).at[2].set(0), F)
+    for factor in (1e-8, 1e9):
+        for stack in (w * factor, w.at[1].multiply(factor)):
+            with pytest.raises(ValueError, match="matrix [01] has scales of groups up to .* float16 rounds by "):
+                held["float16"].quantize_stack(stack, F)
+
+
 def test_online_quantization_refuses():
     w13, w2 = full_precision()
     config = config_for("fp8_tensor_static")
