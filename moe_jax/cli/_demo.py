@@ -184,12 +184,13 @@ def vocabulary() -> dict[str, int]:
     return {word: token for token, word in enumerate(WORDS[: CONFIG["vocab_size"]])}
 
 
-def write_checkpoint(directory: Path, seed: int = 0, config: dict[str, Any] = CONFIG) -> None:
+def write_checkpoint(directory: Path, seed: int = 0, config: dict[str, Any] | None = None) -> None:
     """Write a config, random weights in the names Qwen3-MoE files have on disk, and a tokenizer of ``WORDS``.
 
-    directory: must not exist, or be empty; it appears complete or not at all. config: ``CONFIG`` with other sizes.
+    directory: must not exist, or be empty; it appears complete or not at all. config: ``CONFIG`` with other sizes, None for itself.
     Matrices above ``_DRAWN`` elements repeat what was drawn. Raises ValueError.
     """
+    config = CONFIG if config is None else config
     rng = np.random.default_rng(seed)
     check_destination(directory)
     hidden, inter, head = config["hidden_size"], config["moe_intermediate_size"], config["head_dim"]
