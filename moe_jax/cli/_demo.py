@@ -187,8 +187,8 @@ def vocabulary() -> dict[str, int]:
 def write_checkpoint(directory: Path, seed: int = 0, config: dict[str, Any] | None = None) -> None:
     """Write a config, random weights in the names Qwen3-MoE files have on disk, and a tokenizer of ``WORDS``.
 
-    directory: must not exist, or be empty; it appears complete or not at all. config: ``CONFIG`` with other sizes, None for itself.
-    Matrices above ``_DRAWN`` elements repeat what was drawn. Raises ValueError.
+    directory: must not exist, or be empty; it appears complete or not at all. config: ``CONFIG`` with other sizes;
+    None for itself. Matrices above ``_DRAWN`` elements repeat what was drawn. Raises ValueError.
     """
     config = CONFIG if config is None else config
     rng = np.random.default_rng(seed)
