@@ -268,7 +268,7 @@ def rows_of(cell: dict[str, Any], layers: int) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=CASES)
+    parser.add_argument("--cases", help=f"default: {CASES}; with --tiny its first one")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--decode", default="1,16,64,256")
     parser.add_argument("--context", default="1024,8192")
@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.tiny:
         options.decode, options.prefill, options.context = "2", "9", "5"
-        options.cases = ",".join(case.split(":")[0] + ":int8_w8a8" for case in options.cases.split(",")[:1])
+    options.cases = options.cases or (CASES.partition(",")[0] if options.tiny else CASES)
     if options.worker:
         measure(*options.cases.split(":"), options, lambda cell: print("| " + json.dumps(cell), flush=True))
         return 0

@@ -121,6 +121,17 @@ def calls(function: Callable[..., Any], *arguments: Any) -> Callable[[int], None
     return run
 
 
+def programs_of(experts_of: Callable[..., Any], g: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The forward pass, compiled; and (g, *arguments) -> its output with the gradients by all arguments, lowered."""
+    import jax
+
+    def step(g, *arguments):
+        y, pull = jax.vjp(experts_of, *arguments)
+        return dict(zip(("y", "x", "topk_weights", "w13", "w2"), (y, *pull(g)), strict=True))
+
+    return jax.jit(experts_of).lower(*arguments).compile(), jax.jit(step).lower(g, *arguments)
+
+
 def values(shape: tuple[int, ...], seed: int, scale: float) -> Any:
     import jax
     import jax.numpy as jnp
@@ -154,13 +165,9 @@ def run_ours(
         weights = ExpertWeights(QuantizedTensor(w13), QuantizedTensor(w2))
         return moe_jax.fused_experts(x, topk_weights, ids, weights, config)
 
-    def step(g, *arguments):
-        y, pull = jax.vjp(experts_of, *arguments)
-        return dict(zip(("y", "x", "topk_weights", "w13", "w2"), (y, *pull(g)), strict=True))
-
     arguments = (x, topk_weights, w13, w2)
-    forward = jax.jit(experts_of).lower(*arguments).compile()
-    both = jax.jit(step).lower(g, *arguments).compile()
+    forward, step = programs_of(experts_of, g, arguments)
+    both = step.compile()
     found = both(g, *arguments)
     found["w13"] = found["w13"].reshape(experts, -1, hidden)
     compared = samples(found)
@@ -171,7 +178,7 @@ def run_ours(
     cell = figures(seconds, seconds_of(calls(forward, *arguments)), tokens, sizes, peak)
     cell["device"] = jax.devices()[0].device_kind
     if traces:
-        apart = jax.jit(step).lower(g, *arguments).compile(compiler_options=NO_COMMAND_BUFFERS)
+        apart = step.compile(compiler_options=NO_COMMAND_BUFFERS)
         calls(apart, g, *arguments)(2)
         with traced() as kernels:
             calls(apart, g, *arguments)(3)
@@ -219,7 +226,7 @@ def run_frozen(scheme: str, model: str, tokens: int, routing: dict[str, np.ndarr
     cell = figures(seconds, seconds_of(calls(forward, *arguments)), tokens, sizes, peak, products=6)
     cell |= dict(weights_gib=round(weights.nbytes() / 2**30, 2), device=jax.devices()[0].device_kind)
     if traces:
-        apart = jax.jit(step).lower(g, *arguments).compile(compiler_options=NO_COMMAND_BUFFERS)
+        apart = step.compile(compiler_options=NO_COMMAND_BUFFERS)
         calls(apart, g, *arguments)(2)
         with traced() as kernels:
             calls(apart, g, *arguments)(3)
@@ -256,13 +263,9 @@ def run_tokamax(
     def experts_of(x, topk_weights, w13, w2):
         return experts_layer(x, topk_weights, ids, w13, w2, products)
 
-    def step(g, *arguments):
-        y, pull = jax.vjp(experts_of, *arguments)
-        return dict(zip(("y", "x", "topk_weights", "w13", "w2"), (y, *pull(g)), strict=True))
-
     arguments = (x, topk_weights, w13, w2)
-    forward = jax.jit(experts_of).lower(*arguments).compile()
-    both = jax.jit(step).lower(g, *arguments).compile()
+    forward, step = programs_of(experts_of, g, arguments)
+    both = step.compile()
     found = both(g, *arguments)
     compared = samples(found | {name: found[name].mT for name in ("w13", "w2")})
     del found
@@ -540,6 +543,8 @@ def main() -> int:
         parser.error(f"--sides {unknown[0]!r} is none of {', '.join(SIDES)}")
     if unknown := [name for name in models if name not in SIZES]:
         parser.error(f"--models {unknown[0]!r} is none of {', '.join(SIZES)}")
+    if min(counts) < 1:
+        parser.error(f"--tokens {args.tokens!r}: each at least 1")
 
     def report(line: str) -> None:
         print(line, flush=True)

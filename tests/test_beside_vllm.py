@@ -7,19 +7,17 @@ import subprocess
 import sys
 import time
 import types
-from pathlib import Path
 
 import pytest
 
+from tests.support.benchmarks import benchmarks_or_skip
+
 SOURCE = "with times of fp8_channel"
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 @pytest.fixture
 def load(monkeypatch):
-    if not BENCHMARKS.is_dir():
-        pytest.skip("a copy without benchmarks")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(benchmarks_or_skip()))
     monkeypatch.setitem(sys.modules, "bench_base", types.ModuleType("bench_base"))
     return importlib.import_module
 
@@ -108,8 +106,7 @@ def test_a_lenders_times_never_count_beside_own_ones(load):
 
 def test_every_script_imports_and_has_a_help():
     """In one process, which imports JAX once: a name that moved in the library is missed here, not on a GPU."""
-    if not BENCHMARKS.is_dir():
-        pytest.skip("a copy without benchmarks")
+    benchmarks = benchmarks_or_skip()
     code = """
 import contextlib, io, runpy, sys
 for script in sys.argv[1:]:
@@ -124,9 +121,9 @@ for script in sys.argv[1:]:
         raise AssertionError(f"{script} ran with --help")
 print("all")
 """
-    scripts = sorted(str(path) for path in BENCHMARKS.glob("[a-z]*.py"))
+    scripts = sorted(str(path) for path in benchmarks.glob("[a-z]*.py"))
     assert len(scripts) >= 12
-    environment = os.environ | {"PYTHONPATH": f"{BENCHMARKS}:{BENCHMARKS.parent}", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"PYTHONPATH": f"{benchmarks}:{benchmarks.parent}", "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run([sys.executable, "-c", code, *scripts], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0 and ran.stdout == "all\n", ran.stderr[-2000:]
 

@@ -4,19 +4,16 @@ import importlib
 import json
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+from tests.support.benchmarks import benchmarks_or_skip
 
 
 @pytest.fixture
 def script(monkeypatch):
-    if not BENCHMARKS.is_dir():
-        pytest.skip("a copy without benchmarks")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(benchmarks_or_skip()))
     return importlib.import_module("train_layer")
 
 

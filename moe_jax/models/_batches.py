@@ -123,7 +123,8 @@ def run(
             idle = owner < 0
             state, waits, most = intake.grow(state, told)
             more = min(intake.fewest(), batch) if intake.has_pages() else 1  # whose end may free pages
-            wanted = np.int32((idle | waits).sum() + more if intake or waits.any() else batch)
+            some = intake or waits.any()
+            wanted = np.int32(min(batch, (idle | waits).sum() + more) if some else batch)
             state = dataclasses.replace(state, step=np.int32(0))
             picked = sampler.rows(np.maximum(owner, 0))
             turns = limit if most is None else min(limit, np.int32(most))

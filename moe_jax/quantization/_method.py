@@ -266,11 +266,11 @@ class MoEMethod:
             return {"weight": jnp.asarray(w).astype(param_dtype)}
         quantized = quantize_experts(w, fmt, jnp.dtype(self.arithmetic_dtype))
         leaves = dict(zip(fmt.quantized_leaves, quantized, strict=True))
-        if fmt.group_scale_dtype != "float32":
+        has_own_dtype = fmt.scale == "float32" and fmt.strategy in (Strategy.GROUP, Strategy.BLOCK)
+        if has_own_dtype and fmt.group_scale_dtype != "float32":
             wide = leaves["weight_scale"]
-            scale = leaves["weight_scale"] = wide.astype(GROUP_SCALE_DTYPES[fmt.group_scale_dtype]).astype(wide.dtype)
-            if fmt.scale == "float32":
-                check_rounding(scale, wide, w, fmt.group_scale_dtype)
+            leaves["weight_scale"] = wide.astype(GROUP_SCALE_DTYPES[fmt.group_scale_dtype]).astype(wide.dtype)
+            check_rounding(leaves["weight_scale"], wide, w, fmt.group_scale_dtype)
         return leaves
 
     def _check_online(self) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.config import BLOCK_Q, PrefillConfig, PrefillDesc, choose_config, config_error
 from pallas_kernels.attention.reference import prefill_ref
+from pallas_kernels.common.cache_dtypes import check_cache_dtypes
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.common.numerics import widen
@@ -145,14 +146,7 @@ def _describe(
         num_slots *= page_table.shape[1]
     if not num_queries or not num_slots or num_heads % num_kv_heads:
         raise ValueError(f"{shapes}; expected S and L of at least 1, and N to be a multiple of M")
-    is_e4m3 = k.dtype == v.dtype == jnp.float8_e4m3fn
-    if not is_e4m3 and not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; expected one dtype, or k and v in float8_e4m3fn")
-    if is_e4m3 != (scales is not None):
-        given = "no scales" if scales is None else "scales"
-        raise TypeError(f"k is {k.dtype} with {given}; scales belong to k and v in float8_e4m3fn")
-    if scales is not None and any(a.shape != () or a.dtype != jnp.float32 for a in scales):
-        raise ValueError(f"scales are {[f'{a.dtype}{a.shape}' for a in scales]}, expected two float32 of shape ()")
+    check_cache_dtypes(q, k, v, scales)
     if not scale > 0:
         raise ValueError(f"scale is {scale}, expected a number above 0")
     if window is not None and window < 1:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.common.cache_dtypes import check_cache_dtypes
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.common.pages import PAGE_SLOTS, rows_of_pages
@@ -183,14 +184,7 @@ def _describe(
         raise ValueError(
             f"q {q.shape}, k {k.shape}, v {v.shape}; expected (B, S, N, D), (B, M, L, D), (B, M, L, V), M dividing N"
         )
-    is_e4m3 = k.dtype == v.dtype == jnp.float8_e4m3fn
-    if not is_e4m3 and not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype, or k and v in float8_e4m3fn")
-    if is_e4m3 != (scales is not None):
-        given = "no scales" if scales is None else "scales"
-        raise TypeError(f"k is {k.dtype} with {given}; scales belong to k and v in float8_e4m3fn")
-    if scales is not None and any(a.shape != () or a.dtype != jnp.float32 for a in scales):
-        raise ValueError(f"scales are {[f'{a.dtype}{a.shape}' for a in scales]}, expected two float32 of shape ()")
+    check_cache_dtypes(q, k, v, scales)
     for name, array in zip(("starts", "lengths", "first_slots"), rows, strict=True):
         if array.shape != (batch,) or array.dtype != jnp.int32:
             raise ValueError(f"{name} is {array.dtype}{array.shape}, expected int32{(batch,)}")
@@ -212,6 +206,6 @@ def _describe(
         scale=float(scale),
         window=window,
         has_sinks=sinks is not None,
-        is_e4m3=is_e4m3,
+        is_e4m3=scales is not None,
         num_pages=0 if page_table is None else k.shape[0],
     )

@@ -172,7 +172,7 @@ def test_wrong_calls():
     refuses(ValueError, r"expected \(B, S, N, D\), \(B, M, L, D\), \(B, M, L, V\)", call, q, k, k[0], **good)
     refuses(ValueError, r"expected \(B, S, N, D\), \(B, M, L, D\)", call, q, k[..., :32], k, **good)
     refuses(ValueError, "M dividing N", call, q[:, :, :3], k, k, **good)
-    refuses(TypeError, "q is bfloat16, k bfloat16 and v float16", call, q, k, k.astype(jnp.float16), **good)
+    refuses(TypeError, "q is bfloat16, k bfloat16, v float16", call, q, k, k.astype(jnp.float16), **good)
     refuses(ValueError, "window=0", call, q, k, k, window=0, **good)
     refuses(ValueError, "scale is 0", call, q, k, k, **good | dict(scale=0.0))
     refuses(ValueError, "value_width=None, v=None; expected 1 to 64", call, q, k, None, **good)

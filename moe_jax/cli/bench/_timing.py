@@ -42,7 +42,7 @@ def time_in_jit(
     them, count what calls[1] calls read. Median over samples. turn: makes the context of everything that runs on the
     device; programs are compiled outside of it, with XLA's ``compiler_options``. rest_s: idle time before each sample,
     which then begins with a program that is not counted, for calls that bring the device to its power limit, where its
-    clocks fall within tens of milliseconds. A call waits for the one before: side by side, XLA's kernels would read the
+    clocks fall within tens of milliseconds. A call waits for the one before: side by side, XLA's kernels could read the
     same weights at the same time. XLA still merges collectives of several calls (``time_in_loop`` is for those).
 
     rounds: how often a program runs its calls, in a loop; a loop's arrays stay where they are, so that XLA records its
