@@ -186,7 +186,7 @@ def test_wrong_calls():
     refuses(ValueError, r"page_table is int32\(1, 1\), expected int32 of 2 rows", call, q, k, k, **good_but)
     refuses(TypeError, "k is float8_e4m3fn with no scales", call, q, codes, codes, **good)
     refuses(TypeError, "k is bfloat16 with scales", call, q, k, k, scales=scales, **good)
-    refuses(TypeError, "k float8_e4m3fn and v bfloat16", call, q, codes, k, scales=scales, **good)
+    refuses(TypeError, "k float8_e4m3fn, v bfloat16", call, q, codes, k, scales=scales, **good)
     refuses(ValueError, "expected two float32 of shape", call, q, codes, codes, scales=(scales[0], jnp.ones(2)), **good)
 
 
