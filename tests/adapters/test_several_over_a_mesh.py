@@ -116,7 +116,7 @@ def test_against_float64(scheme):
 
     arrays, wide_x = make_arrays(), np.asarray(x, np.float64)
     want = of_numpy(arrays, wide_x)
-    assert_rows_close(run(layer, x, z, choice), want, tolerance(scheme, "float32"))
+    assert_rows_close(run(layer, x, z, choice), want, tolerance(moe_jax.Scheme.parse(scheme), "float32"))
     cotangent = rng.standard_normal(x.shape)
     loss = nnx.jit(
         nnx.grad(
