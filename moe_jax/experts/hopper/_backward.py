@@ -87,12 +87,9 @@ def describe_gradient(config: MoEConfig, weights: ExpertWeights) -> str:
     if not weights.scheme.is_quantized:
         return "gradient: by kernels"
     activations = "" if weights.scheme.activations is None else ", activations as if they were not quantized"
-    operands = quantized_operands(config, weights) if READS_PACKED else None
-    if operands is not None:
+    if READS_PACKED and quantized_operands(config, weights) is not None:
         held = "packed" if in_kernel_layout(weights) else "plain"
-        spread = [w.scale for w in operands if held == "plain" and w.scale is not None]
-        price = f", their scales spread over channels ({sum(s.size for s in spread) / 2**28:.2f} GiB)" if spread else ""
-        return f"gradient: by kernels, {held} weights dequantized in shared memory{price}{activations}"
+        return f"gradient: by kernels, {held} weights dequantized in shared memory{activations}"
     numbers = weights.num_experts * weights.hidden_size * weights.intermediate_size * (config.num_projections + 1)
     size = numbers * config.dtype.itemsize / 2**30
     price = f"weights dequantized to {config.dtype.name} in each backward pass ({size:.2f} GiB)"

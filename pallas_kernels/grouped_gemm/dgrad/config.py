@@ -11,6 +11,7 @@ from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
 UNIT = 64  # elements of 16 bits in the widest swizzle; rows of one warpgroup; columns of one store
 MAX_STAGES = 6
 MATRICES = 2  # dequantized steps in shared memory
+COPIES_OF_SCALE = 4  # of a block of plain weights, side by side: a TMA copy brings 16 bytes at least
 REDUCTION_BYTES = 16  # for sums over warps, of which there are none
 # (consumers, the converter) registers a thread, by number of consumers; None where they keep those they enter with.
 _REGISTERS = {1: None, 2: (216, 72)}
@@ -101,8 +102,8 @@ class DgradDesc:
         """Names of the arrays the kernel takes, in order; B = E * N / 64 counts blocks of channels.
 
         dy (rows, depth); w (B, K / 64, *block_shape) i32, plain (E * N, K); tile_expert (rows / block_m,) i32;
-        num_tiles (1,) i32; scale, zero (B, groups, 64); channel_scale (B, 64) f32; tile_rows (rows / block_m,) i32;
-        before (rows, G * K); row_weights (rows,) f32.
+        num_tiles (1,) i32; scale, zero (B, groups, 64), of plain weights scale (B, groups, COPIES_OF_SCALE);
+        channel_scale (B, 64) f32; tile_rows (rows / block_m,) i32; before (rows, G * K); row_weights (rows,) f32.
         """
         names = ["dy", "w", "tile_expert", "num_tiles"]
         names += ["scale"] if self.has_groups else []
@@ -180,7 +181,8 @@ def shared_arrays(desc: DgradDesc, config: DgradConfig) -> dict[str, SharedArray
     stages, consumers = config.num_stages, config.num_consumers
     step = (config.block_n, UNIT) if desc.contracts_k else (UNIT, config.block_n)
     of_channels = (config.pieces, BLOCK_N) if desc.contracts_k else (BLOCK_N,)
-    beside = (stages, *of_channels) if desc.contracts_k else (stages, tile_groups(desc, config), BLOCK_N)
+    groups = config.pieces if desc.contracts_k else tile_groups(desc, config)
+    beside = (stages, groups, COPIES_OF_SCALE if desc.is_plain else BLOCK_N)
     w = step if desc.is_plain else (config.pieces, *desc.fmt.block_shape)
     arrays: dict[str, SharedArray] = dict(
         dy=((stages, config.block_m, BLOCK_N), desc.dtype),

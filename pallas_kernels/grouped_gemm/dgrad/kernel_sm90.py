@@ -253,15 +253,14 @@ def _part(desc: DgradDesc, piece: int) -> tuple[Any, Any]:
 def _widened(cta: _Cta, slot: Scalar, piece: int) -> Value:
     """(64, 64) of the matrix from plain weights."""
     desc, config, scratch = cta.desc, cta.config, cta.scratch
-    name = "channel_scale" if desc.has_channel_scale else "scale"
-    if desc.contracts_k:
-        scale = scratch[name].at[slot, piece]
-    elif desc.has_channel_scale:
-        scale = scratch[name].at[slot]
-    else:
+    codes = scratch["w"].at[(slot, *_part(desc, piece))]
+    if desc.has_channel_scale:
+        own = scratch["channel_scale"]
+        return dequantize(codes, own.at[slot, piece] if desc.contracts_k else own.at[slot], desc.dtype)
+    group = piece
+    if not desc.contracts_k:
         group = min(piece * UNIT // (desc.fmt.group_size or config.block_n), tile_groups(desc, config) - 1)
-        scale = scratch[name].at[slot, group]
-    return dequantize(scratch["w"].at[(slot, *_part(desc, piece))], scale, desc.dtype)
+    return dequantize(codes, scratch["scale"][slot, group, 0], desc.dtype)
 
 
 def _dequantized(cta: _Cta, slot: Scalar, piece: int) -> Value:

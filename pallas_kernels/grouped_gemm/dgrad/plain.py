@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.common.numerics import widen
 from pallas_kernels.common.types import Leaf
+from pallas_kernels.grouped_gemm.dgrad.config import COPIES_OF_SCALE
 from pallas_kernels.grouped_gemm.packed import PackedFormat
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP
@@ -21,7 +22,7 @@ class PlainWeights:
 
     Args:
         codes: (E, N, K) float8_e4m3fn or int8, as they are stored.
-        scale: (E, NB, groups, 64) float32, of 128 columns of K each; None without.
+        scale: (E, NB, groups, COPIES_OF_SCALE) float32, of 64 channels by 128 columns of K each; None without.
         channel_scale: (E, NB, 64) float32; None without.
         fmt: element of the codes, dtype of both operands of the product, and what the scales belong to.
     """
@@ -47,8 +48,7 @@ class PlainWeights:
 def plain_weights(codes: jax.Array, scale: jax.Array, operand: DTypeLike) -> PlainWeights:
     """Stored matrices for ``grouped_dgrad`` and ``grouped_gemm_widened``; codes are not copied.
 
-    Projections come one below the other. Scales are repeated for each channel: 4 bytes for each of them, those of
-    blocks 4 bytes for each 128 weights.
+    Projections come one below the other. A scale of a matrix is repeated for each channel, one of a block 8 times.
 
     Args:
         codes: (E, N, K) or (E, G, N, K) float8_e4m3fn or int8; N a multiple of 64.
@@ -73,8 +73,8 @@ def plain_weights(codes: jax.Array, scale: jax.Array, operand: DTypeLike) -> Pla
     fmt = PackedFormat(elements[name], _name(operand))
     if scale.shape == shapes[2]:
         blocks = jnp.repeat(scale, SCALE_GROUP // BLOCK_N, axis=-2)[..., : n // BLOCK_N, :]
-        spread = jnp.broadcast_to(blocks.reshape(lead[0], -1, groups, 1), (lead[0], codes.shape[1] // 64, groups, 64))
-        return PlainWeights(codes, spread, None, dataclasses.replace(fmt, scale="group", group_size=SCALE_GROUP))
+        copies = jnp.repeat(blocks.reshape(lead[0], -1, groups, 1), COPIES_OF_SCALE, axis=-1)
+        return PlainWeights(codes, copies, None, dataclasses.replace(fmt, scale="group", group_size=SCALE_GROUP))
     of_channels = scale if scale.shape == shapes[1] else jnp.broadcast_to(scale[..., None], shapes[1])
     of_channels = of_channels.reshape(lead[0], -1, BLOCK_N)
     return PlainWeights(codes, None, of_channels, fmt)
@@ -90,5 +90,5 @@ def dequantized(w: PlainWeights) -> jax.Array:
     if w.channel_scale is not None:
         return values * w.channel_scale.reshape(w.num_experts, w.n, 1)
     assert w.scale is not None
-    of_channels = w.scale.swapaxes(-1, -2).reshape(w.num_experts, w.n, -1)
+    of_channels = jnp.repeat(w.scale[..., 0], BLOCK_N, axis=1)
     return values * jnp.repeat(of_channels, SCALE_GROUP, axis=-1)[..., : w.k]

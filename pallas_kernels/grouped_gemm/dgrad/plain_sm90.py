@@ -19,13 +19,18 @@ IrValue: TypeAlias = Any  # an MLIR value; the tests run this file on NumPy arra
 _CHUNKS = plgpu.Layout.TILED(plgpu.Tiling(((16, 64), (4, 8))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1)
 
 
-def dequantize(codes: TileRef, scale: TileRef, dtype: str) -> Value:
-    """(64, 64) codes, float8_e4m3fn or int8, times the scale (64,) float32 of each row, rounded once to ``dtype``."""
+def dequantize(codes: TileRef, scale: Any, dtype: str) -> Value:
+    """(64, 64) codes, float8_e4m3fn or int8, times their float32 scale, rounded once to ``dtype``.
+
+    scale: a reference (64,), the scale of each row; or a number.
+    """
     value = mosaic.load(codes, layout=_CHUNKS)
     if value.dtype == jnp.int8:
         value = int8_to_half(value)
-    of_rows = mosaic.load(scale, layout=_CHUNKS.reduce(1), optimized=False)
-    return (value.astype(jnp.float32) * lax.broadcast_in_dim(of_rows, value.shape, [0])).astype(dtype)
+    if scale.shape:
+        of_rows = mosaic.load(scale, layout=_CHUNKS.reduce(1), optimized=False)
+        scale = lax.broadcast_in_dim(of_rows, value.shape, [0])
+    return (value.astype(jnp.float32) * scale).astype(dtype)
 
 
 def int8_to_half(codes: Value) -> Value:

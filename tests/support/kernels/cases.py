@@ -18,6 +18,7 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
 from pallas_kernels.grouped_gemm.dgrad import DgradDesc
 from pallas_kernels.grouped_gemm.dgrad import candidates as dgrad_candidates
+from pallas_kernels.grouped_gemm.dgrad.config import COPIES_OF_SCALE
 from pallas_kernels.grouped_gemm.dgrad.kernel_sm90 import grouped_dgrad_sm90
 from pallas_kernels.grouped_gemm.heuristics import choose_config as choose_gemm_config
 from pallas_kernels.grouped_gemm.heuristics import deepest
@@ -354,7 +355,7 @@ def _dgrad_call(desc: DgradDesc, config: Any) -> tuple[Any, tuple[Shape, ...]]:
         w=((desc.num_experts * desc.n, desc.k) if desc.is_plain else words, desc.stored_dtype),
         tile_expert=(tiles, "int32"),
         num_tiles=((1,), "int32"),
-        scale=((blocks, desc.groups, 64), desc.scale_dtype),
+        scale=((blocks, desc.groups, COPIES_OF_SCALE if desc.is_plain else 64), desc.scale_dtype),
         zero=((blocks, desc.groups, 64), desc.dtype),
         channel_scale=((blocks, 64), "float32"),
         tile_rows=(tiles, "int32"),
