@@ -166,7 +166,7 @@ def test_body_in_threads(monkeypatch, kind, config, k, activation):
 @pytest.mark.parametrize(
     ("kind", "config", "k", "activation"),
     [
-        ("plain e4m3 block", DgradConfig(128, 128, 3, raster_group_m=2, num_sms=2), 192, SILU),
+        ("plain e4m3 block", DgradConfig(128, 256, 3, raster_group_m=2, num_sms=2), 192, SILU),
         ("plain int8 channel", DgradConfig(64, 64, 5, num_sms=2), 128, None),
     ],
 )
