@@ -5,6 +5,7 @@ on a GPU, in test_dgrad_gpu.py.
 
 import dataclasses
 import functools
+import math
 import types
 from typing import Any
 
@@ -294,6 +295,19 @@ def test_the_widest_tile_that_fits_is_chosen():
     ]
     assert [(config.block_n, config.num_stages) for config in found] == [(256, 5), (256, 4)]
     assert shared_arrays(DESC, found[0])["matrix"] == ((2, 64, 256), "bfloat16")
+
+
+@pytest.mark.parametrize("kind", [*USED[::4], *PLAIN_KINDS])
+def test_copies_go_to_aligned_memory(kind):
+    """Boxes of TMA copies start at multiples of 128 bytes, swizzled ones at those of their pattern, 1,024 at most."""
+    problem = make_pull(kind, [3], n=256, k=256)
+    for contracts_k in (False, True) if kind in PLAIN_KINDS else (False,):
+        desc = dgrad.describe_dgrad(384, problem.args[1], None, contracts_k=contracts_k)
+        for config in dgrad.candidates(desc, 128, 132):
+            for name, (shape, dtype) in shared_arrays(desc, config).items():
+                is_swizzled = name in ("dy", "matrix", "staging") or (name == "w" and desc.is_plain)
+                unit = 1024 if is_swizzled else 128
+                assert math.prod(shape[1:]) * jnp.dtype(dtype).itemsize % unit == 0, (name, shape)
 
 
 @pytest.mark.parametrize(

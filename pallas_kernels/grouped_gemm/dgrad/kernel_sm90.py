@@ -216,8 +216,8 @@ def _load(cta: _Cta, tile: Tile, k: Scalar, step: Scalar) -> None:
     plgpu.copy_gmem_to_smem(operands["dy"].at[rows, pl.ds(k * BLOCK_N, BLOCK_N)], scratch["dy"].at[slot], full)
     if desc.contracts_k:
         # Channels past this expert's N are those of the next one: columns that are not stored.
-        block, blocks = first + tile.column * config.pieces, config.pieces
-        channels = pl.ds(block, blocks)
+        block = first + tile.column * config.pieces
+        channels = pl.ds(block, config.pieces)
         groups = lax.div(k, jnp.int32((desc.fmt.group_size or UNIT) // UNIT))
         weights = (pl.ds(block * BLOCK_N, config.block_n), pl.ds(k * UNIT, UNIT))
     else:
@@ -229,7 +229,11 @@ def _load(cta: _Cta, tile: Tile, k: Scalar, step: Scalar) -> None:
     plgpu.copy_gmem_to_smem(operands["w"].at[weights], scratch["w"].at[slot], full)
     for name in ("scale", "zero"):
         if name in operands:
-            plgpu.copy_gmem_to_smem(operands[name].at[channels, groups], scratch[name].at[slot], full)
+            target = scratch[name].at[slot]
+            if desc.is_plain:
+                count = config.pieces if desc.contracts_k else tile_groups(desc, config)
+                target = scratch[name].at[slot, pl.ds(0, count)]
+            plgpu.copy_gmem_to_smem(operands[name].at[channels, groups], target, full)
     if desc.has_channel_scale:
         plgpu.copy_gmem_to_smem(operands["channel_scale"].at[channels], scratch["channel_scale"].at[slot], full)
 
