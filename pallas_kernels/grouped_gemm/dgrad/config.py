@@ -11,8 +11,7 @@ from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
 UNIT = 64  # elements of 16 bits in the widest swizzle; rows of one warpgroup; columns of one store
 MAX_STAGES = 6
 MATRICES = 2  # dequantized steps in shared memory
-COPIES_OF_SCALE = 4  # of a block of plain weights, side by side: a TMA copy brings 16 bytes at least
-_PLACES_OF_SCALES = 8  # in a slot: it starts at a multiple of 128 bytes, which TMA copies of boxes demand
+COPIES_OF_SCALE = 32  # of a block of plain weights, side by side: the 128 bytes that TMA copies of boxes start at
 REDUCTION_BYTES = 16  # for sums over warps, of which there are none
 # (consumers, the converter) registers a thread, by number of consumers; None where they keep those they enter with.
 _REGISTERS = {1: None, 2: (216, 72)}
@@ -182,9 +181,8 @@ def shared_arrays(desc: DgradDesc, config: DgradConfig) -> dict[str, SharedArray
     stages, consumers = config.num_stages, config.num_consumers
     step = (config.block_n, UNIT) if desc.contracts_k else (UNIT, config.block_n)
     of_channels = (config.pieces, BLOCK_N) if desc.contracts_k else (BLOCK_N,)
-    beside = (stages, tile_groups(desc, config), BLOCK_N)
-    if desc.is_plain:
-        beside = (stages, _PLACES_OF_SCALES, COPIES_OF_SCALE)
+    groups = config.pieces if desc.contracts_k else tile_groups(desc, config)
+    beside = (stages, groups, COPIES_OF_SCALE if desc.is_plain else BLOCK_N)
     w = step if desc.is_plain else (config.pieces, *desc.fmt.block_shape)
     arrays: dict[str, SharedArray] = dict(
         dy=((stages, config.block_m, BLOCK_N), desc.dtype),

@@ -229,11 +229,7 @@ def _load(cta: _Cta, tile: Tile, k: Scalar, step: Scalar) -> None:
     plgpu.copy_gmem_to_smem(operands["w"].at[weights], scratch["w"].at[slot], full)
     for name in ("scale", "zero"):
         if name in operands:
-            target = scratch[name].at[slot]
-            if desc.is_plain:
-                count = config.pieces if desc.contracts_k else tile_groups(desc, config)
-                target = scratch[name].at[slot, pl.ds(0, count)]
-            plgpu.copy_gmem_to_smem(operands[name].at[channels, groups], target, full)
+            plgpu.copy_gmem_to_smem(operands[name].at[channels, groups], scratch[name].at[slot], full)
     if desc.has_channel_scale:
         plgpu.copy_gmem_to_smem(operands["channel_scale"].at[channels], scratch["channel_scale"].at[slot], full)
 
