@@ -37,7 +37,7 @@ from moe_jax.experts.hopper._gradient_products import (
     quantized_operands,
 )
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout
-from moe_jax.quantization import ExpertWeights, LowRank
+from moe_jax.quantization import ExpertWeights, LowRank, Strategy
 from pallas_kernels.grouped_gemm.wgrad import grouped_wgrad
 
 _Products: TypeAlias = DenseProducts | PackedProducts | PlainProducts
@@ -87,9 +87,16 @@ def describe_gradient(config: MoEConfig, weights: ExpertWeights) -> str:
     if not weights.scheme.is_quantized:
         return "gradient: by kernels"
     activations = "" if weights.scheme.activations is None else ", activations as if they were not quantized"
-    if READS_PACKED and quantized_operands(config, weights) is not None:
-        held = "packed" if in_kernel_layout(weights) else "plain"
-        return f"gradient: by kernels, {held} weights dequantized in shared memory{activations}"
+    operands = quantized_operands(config, weights) if READS_PACKED else None
+    if operands is not None and in_kernel_layout(weights):
+        return f"gradient: by kernels, packed weights dequantized in shared memory{activations}"
+    if operands is not None:
+        price = "plain weights dequantized in shared memory"
+        assert weights.scheme.weights is not None
+        if weights.scheme.weights.strategy is not Strategy.CHANNEL:
+            size = 4 * sum(leaf.size for w in operands for leaf in (w.scale, w.channel_scale) if leaf is not None)
+            price += f" ({size / 2**20:.1f} MiB for copies of scales)"
+        return f"gradient: by kernels, {price}{activations}"
     numbers = weights.num_experts * weights.hidden_size * weights.intermediate_size * (config.num_projections + 1)
     size = numbers * config.dtype.itemsize / 2**30
     price = f"weights dequantized to {config.dtype.name} in each backward pass ({size:.2f} GiB)"

@@ -308,3 +308,7 @@ def test_explain_says_what_runs_and_what_memory_it_takes():
             layer.weights.set_value(to_kernel_layout(layer.weights.get_value(), layer.config))
         with on_hopper():
             assert text in layer.explain(45)
+    # 128 bytes for each 64 channels by 128 columns
+    config = moe_jax.MoEConfig(128, 8, 2048, 768, scheme=moe_jax.Scheme.parse("fp8_block"), dtype="bfloat16")
+    text = describe_gradient(config, method_for(config.scheme).abstract_weights(config))
+    assert "plain weights dequantized in shared memory (9.0 MiB for copies of scales), activations as if" in text
