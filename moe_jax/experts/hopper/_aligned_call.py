@@ -18,16 +18,24 @@ from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
 from moe_jax.activations import apply_activation
 from moe_jax.experts.hopper._adapters import Addend, sum_of_experts
-from moe_jax.experts.hopper._gradient_products import DenseProducts, PackedProducts, packed_block_m, packed_operands
+from moe_jax.experts.hopper._gradient_products import (
+    DenseProducts,
+    PackedOperands,
+    PackedProducts,
+    PlainOperands,
+    PlainProducts,
+    packed_block_m,
+    quantized_operands,
+)
 from moe_jax.experts.hopper._plan import tile_of_any_product
 from moe_jax.quantization import ExpertWeights, LowRank
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.align.config import row_capacity
 from pallas_kernels.combine import combine
-from pallas_kernels.grouped_gemm.packed.layout import PackedWeights
+from pallas_kernels.grouped_gemm.dgrad import PlainWeights
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
-Operands = tuple[PackedWeights, PackedWeights] | None
+Operands = PackedOperands | PlainOperands | None
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +61,9 @@ def kept_bytes(config: MoEConfig, weights: ExpertWeights, operands: Operands, nu
 
 def _block_m(config: MoEConfig, weights: ExpertWeights, operands: Operands, num_pairs: int) -> int:
     block_m = tile_of_any_product(num_pairs, weights.num_experts)
-    return block_m if operands is None else packed_block_m(config, operands[0], block_m)
+    if operands is None or isinstance(operands[0], PlainWeights):
+        return block_m
+    return packed_block_m(config, operands[0], block_m)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +71,7 @@ class AlignedCall:
     """One call. Each part is computed when it is first asked for.
 
     kernels: the implementation of every kernel, by name.
-    reads_packed: packed weights are read as they are; else dequantized first.
+    reads_packed: quantized weights are read as they are; else dequantized first.
     has_sums: the gradient of a leaf of the weights is asked for, which sums over the rows of an expert by whole tiles.
     kept: of the forward pass of the same call; None computes it again.
     """
@@ -77,8 +87,8 @@ class AlignedCall:
 
     @functools.cached_property
     def operands(self) -> Operands:
-        """Of the kernels that read packed words, or None."""
-        return packed_operands(self.config, self.weights) if self.reads_packed else None
+        """Of the kernels that read quantized weights, or None."""
+        return quantized_operands(self.config, self.weights) if self.reads_packed else None
 
     @property
     def is_dequantized(self) -> bool:
@@ -103,12 +113,13 @@ class AlignedCall:
         return self.rows.of_tokens(tokens.astype(self.config.dtype), fills_gaps=self.has_sums)
 
     @functools.cached_property
-    def products(self) -> DenseProducts | PackedProducts:
+    def products(self) -> DenseProducts | PackedProducts | PlainProducts:
         tiles = self.rows.tiles
         if self.operands is None:
             return DenseProducts(self.config, self.weights, tiles, self.kernels)
         tile_rows = None if self.has_sums else tiles.tile_rows
-        return PackedProducts(self.config, self.weights, self.operands, tiles, tile_rows, self.kernels)
+        kind = PlainProducts if isinstance(self.operands[0], PlainWeights) else PackedProducts
+        return kind(self.config, self.weights, self.operands, tiles, tile_rows, self.kernels)
 
     @functools.cached_property
     def before(self) -> Array:
