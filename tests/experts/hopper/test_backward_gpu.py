@@ -63,7 +63,8 @@ def test_routings_with_plain_weights(scheme, tokens):
     for routing in ROUTINGS:
         weights, expected, call = frozen_call(scheme, tokens, routing)
         found, again = (frozen_gradients(by_kernels(call[0]), weights, call) for _ in range(2))
-        assert_gradients_close(found, expected)
+        # One of 700 sums over columns cancels by chance; dequantized first it is as far off.
+        assert_gradients_close(found, expected, of_whole=2.0**-7)
         for name, value in found.items():
             np.testing.assert_array_equal(np.asarray(value, np.float32), np.asarray(again[name], np.float32))
 
