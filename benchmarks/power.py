@@ -1,6 +1,8 @@
 """What a GPU's clock and power do while a layer runs without a pause.
 
-    python benchmarks/power.py [--cells dsv3-ep8:w4a16_g128:64,...] [--seconds 2.5] [--gpu 0]
+    python benchmarks/power.py [--cells dsv3-ep8:w4a16_g128:64,matmul:bfloat16:8192,...] [--seconds 2.5] [--gpu 0]
+
+A cell is model:scheme:tokens, or matmul:dtype:N: in place of a layer XLA's product of two N x N matrices.
 
 Per cell, microseconds of a layer in programs of many calls: "burst", the least of five programs that follow a rest,
 and "sustained", the median of the later half of --seconds without one. Beside them what nvidia-smi saw of GPU --gpu
@@ -31,6 +33,21 @@ CELLS = (
 )
 _ROUTINGS = 8
 _QUERY = "clocks.sm,power.draw.instant,clocks_event_reasons.active"
+
+
+def product(dtype: str, size: int, calls: int) -> Callable[[], Any]:
+    """One program of ``calls`` products after each other, compiled."""
+    x, w = jax.random.normal(jax.random.key(0), (2, size, size), jnp.dtype(dtype))
+
+    def many(x, w):
+        def call(_, carry):
+            x_now, carry = jax.lax.optimization_barrier((x, carry))
+            return jax.lax.optimization_barrier(x_now @ w)[:1, :1] + carry * 0
+
+        return jax.lax.fori_loop(0, calls, call, jnp.zeros((1, 1), x.dtype))
+
+    compiled = jax.jit(many).lower(x, w).compile()
+    return lambda: jax.block_until_ready(compiled(x, w))
 
 
 def program(model: str, scheme: str, tokens: int, calls: int) -> Callable[[], Any]:
@@ -86,7 +103,8 @@ def main() -> int:
     for cell in options.cells.split(","):
         model, scheme, tokens = cell.split(":")
         calls = 200 if int(tokens) < 4096 else 20
-        run = program(model, scheme, int(tokens), calls)
+        is_product = model == "matmul"
+        run = product(scheme, int(tokens), calls) if is_product else program(model, scheme, int(tokens), calls)
         run()
         bursts = []
         for _ in range(5):
