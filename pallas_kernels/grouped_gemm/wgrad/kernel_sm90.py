@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.types import Kernel, Scalar, TileRef
 from pallas_kernels.grouped_gemm.epilogue_sm90 import stores_under_way
-from pallas_kernels.grouped_gemm.scheduler_sm90 import tiles_of_cta
+from pallas_kernels.grouped_gemm.scheduler_sm90 import tile_index, tiles_of_cta
 from pallas_kernels.grouped_gemm.wgrad.config import STEP, UNIT, WgradConfig, WgradDesc, shared_arrays, store_columns
 
 
@@ -75,7 +75,8 @@ def _kernel(
         expert = lax.div(linear, jnp.int32(tiles_n * tiles_k))
         inside = lax.rem(linear, jnp.int32(tiles_n * tiles_k))
         steps = lax.div(num_rows[expert] + (STEP - 1), jnp.int32(STEP))
-        return expert, lax.rem(inside, jnp.int32(tiles_n)), lax.div(inside, jnp.int32(tiles_n)), steps
+        n, k = tile_index(inside, tiles_n, tiles_k, config.raster_group_n)
+        return expert, n, k, steps
 
     def slot_of(step: Scalar) -> Scalar:
         return lax.rem(step, jnp.int32(stages))
