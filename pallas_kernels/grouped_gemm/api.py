@@ -81,7 +81,7 @@ def grouped_gemm(
     )
     each = of_each_weight(w=w, w_scale=w_scale, bias=bias)
     options: Any = (activation, out_dtype, requantize, block_m, transposes_w)
-    desc = side_by_side([_describe(operands | own, *options) for own in each], is_one=not isinstance(w, tuple))
+    desc = side_by_side([describe_gemm(operands | own, *options) for own in each], is_one=not isinstance(w, tuple))
     for own in each:
         if own["w"].ndim == 3:
             own.update({name: leaf[:, None] for name, leaf in own.items() if leaf is not None})
@@ -135,6 +135,14 @@ def check_tiles(
         if value.dtype != jnp.int32:
             raise TypeError(f"{name} is {value.dtype}, expected int32")
     return rows, unpermuted, scaled
+
+
+def check_before(before: jax.Array, row_weights: jax.Array, shape: tuple[int, int], dtype: DTypeLike) -> None:
+    """Raise where these are not what an activation was given, (Mp, G * N) of ``dtype``, and a weight for each row."""
+    if before.shape != shape or before.dtype != dtype:
+        raise ValueError(f"before is {before.dtype}{before.shape}, expected {jnp.dtype(dtype).name} {shape}")
+    if row_weights.shape != shape[:1] or row_weights.dtype != jnp.float32:
+        raise ValueError(f"row_weights is {row_weights.dtype}{row_weights.shape}, expected float32 {shape[:1]}")
 
 
 def expected_projections(activation: Activation | None) -> tuple[int, str]:
@@ -217,7 +225,7 @@ def _run_portable(desc: GemmDesc, config: Any, operands: Operands) -> jax.Array:
 _RUN = {"hopper": _run_hopper, "portable": _run_portable, "reference": _run_reference}
 
 
-def _describe(
+def describe_gemm(
     operands: Operands,
     activation: Activation | None,
     out_dtype: DTypeLike,

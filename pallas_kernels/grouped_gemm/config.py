@@ -226,6 +226,8 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
         return f"block_n={config.block_n}: with 128x128 weight blocks 64, 128 or 256, so that a tile's blocks are whole"
     if desc.transposes_w and (reason := _transposed_error(config)):
         return reason
+    if desc.pulls is not None and config.row_chunk is not None:
+        return f"row_chunk={config.row_chunk} with an activation's derivative: not built, tiles are moved whole"
     if desc.requantize == "group" and config.block_n != SCALE_GROUP:
         return f"block_n={config.block_n}: requantization in groups of {SCALE_GROUP} columns needs one group per tile"
     if store_swizzle(desc, config) is None:

@@ -2,7 +2,8 @@
 
     consumers (1 or 2)    64 rows of the tile each
         main loop             wgmma x[slot] w[slot]^T for each K step
-        epilogue              scales, bias, activation, requantization in registers -> staged TMA stores
+        epilogue              scales, bias, activation, requantization in registers -> staged TMA stores; or the
+                              derivative of an activation, see epilogue_pull_sm90.py
 
 With per-tensor, per-channel and per-row scales one accumulator runs over all of K and the scales follow in the
 epilogue. With 128x128 weight blocks and 1x128 activation groups the product of each K step is scaled and added in
@@ -18,6 +19,7 @@ Value a thread with two consumers: 168 at entry, then 240 (consumers) and 24 (pr
 tiles (jax 0.11.2, ptxas 13.0). Shared memory at that tile: 4 stages of 48 KiB and 32 KiB of staging.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import jax
@@ -30,6 +32,7 @@ from pallas_kernels.common import mosaic
 from pallas_kernels.common.accumulator_math_sm90 import round_to_bfloat16
 from pallas_kernels.common.numerics_sm90 import e4m3_in_groups
 from pallas_kernels.common.types import Scalar, TileRef, Value
+from pallas_kernels.grouped_gemm import epilogue_pull_sm90 as pull
 from pallas_kernels.grouped_gemm import smem_operands_sm90 as smem
 from pallas_kernels.grouped_gemm.config import GemmConfig, num_pieces, piece_n, store_columns
 from pallas_kernels.grouped_gemm.epilogue_sm90 import finish, inside_output, store_staged, stores_under_way
@@ -42,7 +45,10 @@ _Values = Callable[[int, int], Value]  # (first column, columns) -> (64, columns
 
 def main_loop(desc: GemmDesc, config: GemmConfig) -> MainLoop:
     """The plain main loop for ``desc``; config must pass ``config_error``."""
-    return smem.main_loop(desc, config, _consume)
+    loop = smem.main_loop(desc, config, _consume)
+    if desc.pulls is None:
+        return loop
+    return dataclasses.replace(loop, epilogue_steps=pull.ring_steps(desc, config), load_epilogue=pull.load_step)
 
 
 def _consume(cta: CtaContext, tile: Tile) -> None:
@@ -58,7 +64,10 @@ def _consume(cta: CtaContext, tile: Tile) -> None:
         if scratch.vectors_full is not None:
             plgpu.barrier_wait(scratch.vectors_full)
         with jax.named_scope("epilogue"):
-            _store(cta, tile, _scaled(cta, tile, accumulators), in_use)
+            if desc.pulls is None:
+                _store(cta, tile, _scaled(cta, tile, accumulators), in_use)
+            else:
+                pull.store(cta, tile, *accumulators)
         if scratch.vectors_full is not None:
             mosaic.release(scratch.vectors_empty)
 

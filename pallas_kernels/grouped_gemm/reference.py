@@ -1,11 +1,12 @@
 """Grouped GEMM in plain jnp, tile by tile in float32: decides what is right, runs anywhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.numerics import quantize_e4m3_group, quantize_e4m3_static, round_to_float, widen
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc, GroupedGemm
 
@@ -109,3 +110,14 @@ def _spread(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     for axis, size in zip(range(-len(shape), 0), shape, strict=True):
         scales = lax.slice_in_dim(jnp.repeat(scales, SCALE_GROUP, axis=axis), 0, size, axis=axis % scales.ndim)
     return scales
+
+
+def pulled_ref(
+    activation: Activation, given: Sequence[jax.Array], product: jax.Array, row_weights: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """(cotangents of what an activation was ``given``, its values), (rows, N) float32 each.
+
+    product: cotangent of the values before they are multiplied with ``row_weights`` (rows,).
+    """
+    values, pull = jax.vjp(activation, *given)
+    return pull(product * row_weights[:, None]), values

@@ -36,13 +36,14 @@ from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 from pallas_kernels.grouped_gemm.dgrad import DgradConfig, grouped_dgrad
 from pallas_kernels.grouped_gemm.dgrad import kernel_sm90 as dgrad_kernel
+from pallas_kernels.grouped_gemm.pull import grouped_gemm_pull
 from pallas_kernels.grouped_gemm.wgrad import WgradConfig, grouped_wgrad
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, quantize_and_permute
 from pallas_kernels.quantize_and_permute import api as permute_api
 from pallas_kernels.quantize_and_permute import kernel_sm90 as permute_kernel
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
 from pallas_kernels.rotate_and_store import RotateConfig, rotate_and_store
-from tests.support.kernels.dgrad_problem import make_pull, unpacked
+from tests.support.kernels.dgrad_problem import make_plain_pull, make_pull, unpacked
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_INTERPRETER = hasattr(plgpu, "force_gpu_interpret_mode")
@@ -257,6 +258,18 @@ def pulling(kind: str, config: DgradConfig, activation: Activation | None = None
     return tuple([leaf[own] for leaf in jax.tree.leaves(tree)] for tree in (found, expected))
 
 
+def pulling_plain(config: GemmConfig, activation: Activation = SILU, **options: Any) -> tuple[Any, Any]:
+    """As ``pulling``, of weights that are not packed."""
+    sizes = [3, 0, 70, 129] if config.block_m == 128 else [3, 70]
+    problem = make_plain_pull(sizes, n=256, k=192, block_m=config.block_m, activation=activation, **options)
+    found, expected = (
+        grouped_gemm_pull(*problem.args, **problem.kwargs, implementation=name, config=config)
+        for name in ("hopper", "reference")
+    )
+    own = problem.row_expert >= 0
+    return tuple([leaf[own] for leaf in jax.tree.leaves(tree)] for tree in (found, expected))
+
+
 def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
     """Partial sums of two rows, added up here; slots that are not in use hold NaN."""
     desc = dataclasses.replace(DecodeDesc(2, 1, 264, 8, 2, 64, 64, "float16", 0.15), **options)
@@ -396,6 +409,13 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "dgrad, silu": functools.partial(pulling, "int4 g64", DgradConfig(128, 128, 3, 16, 2), SILU),
     "dgrad, gelu, one consumer": functools.partial(
         pulling, "int4 g128 f32", DgradConfig(64, 128, 4, 16, 2), Activation("gelu_tanh_no_mul")
+    ),
+    "pull, silu": functools.partial(pulling_plain, GemmConfig(128, 128, 2, num_sms=2, inline_ptx=False)),
+    "pull, silu, three stages, no values": functools.partial(
+        pulling_plain, GemmConfig(128, 256, 3, num_sms=2, inline_ptx=False), has_weighted=False, has_tile_rows=False
+    ),
+    "pull, gelu, one consumer": functools.partial(
+        pulling_plain, GemmConfig(64, 64, 5, num_sms=2, inline_ptx=False), Activation("gelu_tanh_no_mul")
     ),
     **{name: functools.partial(multiplying, *case) for name, case in PRODUCTS.items()},
     **{

@@ -7,6 +7,7 @@ from jax import lax
 from pallas_kernels.grouped_gemm.dgrad.config import UNIT, DgradDesc
 from pallas_kernels.grouped_gemm.packed.layout import PackedWeights
 from pallas_kernels.grouped_gemm.packed.reference import dequantized
+from pallas_kernels.grouped_gemm.reference import pulled_ref
 
 
 def grouped_dgrad_ref(
@@ -36,7 +37,6 @@ def grouped_dgrad_ref(
     assert before is not None and row_weights is not None
     blocks = before.astype(jnp.float32).reshape(desc.rows, -1, desc.projections, UNIT)
     given = [blocks[:, :, projection].reshape(sums.shape) for projection in range(desc.projections)]
-    hidden, pull = jax.vjp(desc.activation, *given)
-    bars = pull(sums * row_weights[:, None])
+    bars, hidden = pulled_ref(desc.activation, given, sums, row_weights)
     together = jnp.stack([bar.reshape(desc.rows, -1, UNIT) for bar in bars], axis=2)
     return together.reshape(before.shape).astype(desc.dtype), (hidden * sums).sum(axis=1)

@@ -1,4 +1,4 @@
-"""Problems of ``grouped_dgrad``: random stored weights, and what they must give, in NumPy float64.
+"""Problems of ``grouped_dgrad`` and ``grouped_gemm_pull``: random weights, and what they must give, in NumPy float64.
 
 Layout contract: as in gemm_problem.py. Rows that no expert owns hold NaN; some lie in tiles that are in use.
 """
@@ -21,9 +21,10 @@ from tests.support.oracles.tolerances import Tolerance, assert_rows_close
 
 @dataclasses.dataclass
 class PullProblem:
-    """args, kwargs: of ``grouped_dgrad``. row_expert: (Mp,), -1 in padding.
+    """args, kwargs: of ``grouped_dgrad`` or ``grouped_gemm_pull``. row_expert: (Mp,), -1 in padding.
 
-    expected: (Mp, K) float64; with an activation the cotangent of ``before`` in its columns, and the sums (Mp,).
+    expected: (Mp, K) float64; with an activation the cotangent of ``before`` in its columns, the sums (Mp,), and what
+    their terms add up to. weighted: (Mp, K) float64, the activation's values times the rows' weights.
     """
 
     args: tuple
@@ -31,6 +32,7 @@ class PullProblem:
     expected: tuple[np.ndarray, ...]
     row_expert: np.ndarray
     dtype: str
+    weighted: np.ndarray | None = None
 
     def assert_close(self, found: Any) -> None:
         """Each row by its largest value: two units in the last place of the output, and for sums over K of them 2**-11
@@ -38,10 +40,13 @@ class PullProblem:
         """
         own = self.row_expert >= 0
         found = jax.tree.leaves(found)
-        assert len(found) == min(len(self.expected), 2)
+        assert len(found) == min(len(self.expected), 2) + (self.weighted is not None)
         value = np.asarray(found[0], np.float64)[own]
         assert_rows_close(value, self.expected[0][own], Tolerance(self.dtype, 2.0, 0.0), experts=self.row_expert[own])
-        if len(found) == 2:
+        if self.weighted is not None:
+            values = np.asarray(found[2], np.float64)[own]
+            assert_rows_close(values, self.weighted[own], Tolerance(self.dtype, 2.0, 0.0), experts=self.row_expert[own])
+        if len(found) > 1:
             sums, terms = (part[own] for part in self.expected[1:])
             assert (np.abs(np.asarray(found[1], np.float64)[own] - sums) <= 2.0**-11 * terms).all()
 
@@ -92,6 +97,41 @@ def make_pull(
     bar = np.stack(bars, axis=2).reshape(rows, -1)
     terms = np.sqrt(((hidden * sums) ** 2).sum(1)) + np.abs((hidden * sums).sum(1))
     return PullProblem(args, kwargs, (bar, (hidden * sums).sum(1), terms), row_expert, fmt.operand)
+
+
+def make_plain_pull(
+    sizes: list[int],
+    *,
+    n: int,
+    k: int,
+    activation: Activation,
+    block_m: int = 128,
+    dtype: str = "bfloat16",
+    has_weighted: bool = True,
+    has_tile_rows: bool = True,
+    seed: int = 0,
+) -> PullProblem:
+    """Weights of 16 bits, (E, K, N), with ``before`` of all columns of one projection, then of the other."""
+    rng, experts = np.random.default_rng(seed), len(sizes)
+    tile_expert, tile_rows, row_expert = tiles_of(sizes, block_m, 2)
+    rows, count = len(row_expert), 2 if activation.is_gated else 1
+    w = rng.standard_normal((experts, k, n), np.float32).astype(dtype)
+    dy = (rng.standard_normal((rows, k), np.float32) / math.sqrt(k)).astype(dtype)
+    before = rng.standard_normal((rows, count, n), np.float32).astype(dtype)
+    weights = rng.random(rows, np.float32)
+    dy[row_expert < 0] = np.nan
+    wide = w.astype(np.float64)
+    sums = np.stack([row @ wide[max(e, 0)] for row, e in zip(dy.astype(np.float64), row_expert, strict=True)])
+    hidden, slopes = _curve(activation, *before.astype(np.float64).swapaxes(0, 1))
+    weight = weights.astype(np.float64)[:, None]
+    bar = np.concatenate([sums * weight * slope for slope in slopes], axis=1)
+    terms = np.sqrt(((hidden * sums) ** 2).sum(1)) + np.abs((hidden * sums).sum(1))
+    kwargs: dict[str, Any] = dict(tile_rows=jnp.asarray(tile_rows)) if has_tile_rows else {}
+    kwargs |= dict(activation=activation, before=jnp.asarray(before.reshape(rows, -1)), has_weighted=has_weighted)
+    kwargs |= dict(row_weights=jnp.asarray(weights))
+    args = (jnp.asarray(dy), jnp.asarray(w), jnp.asarray(tile_expert), jnp.int32(len(tile_expert) - 2))
+    expected = (bar, (hidden * sums).sum(1), terms)
+    return PullProblem(args, kwargs, expected, row_expert, dtype, hidden * weight if has_weighted else None)
 
 
 def unpacked(fmt: Any, block: Any, width: int, rows: Any, zeros: Any, scales: Any, wide_scales: Any) -> Any:
