@@ -25,6 +25,7 @@ from pallas_kernels.align import TileMap, align
 from pallas_kernels.align.config import row_capacity
 from pallas_kernels.combine import combine
 from pallas_kernels.grouped_gemm.packed.layout import PackedWeights
+from pallas_kernels.grouped_gemm.wgrad.config import STEP
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
 Operands = tuple[PackedWeights, PackedWeights] | None
@@ -105,9 +106,12 @@ class AlignedCall:
     @functools.cached_property
     def products(self) -> DenseProducts | PackedProducts:
         tiles = self.rows.tiles
-        if self.operands is None:
-            return DenseProducts(self.config, self.weights, tiles, self.kernels)
         tile_rows = None if self.has_sums else tiles.tile_rows
+        if self.operands is None:
+            if self.has_sums and not self.weights.has_adapters and self.weights.w13_bias is None:
+                # Sums run over steps of 64 rows: whole ones are computed, others may be left out.
+                tile_rows = -(-tiles.tile_rows // STEP) * STEP
+            return DenseProducts(self.config, self.weights, tiles, tile_rows, self.kernels)
         return PackedProducts(self.config, self.weights, self.operands, tiles, tile_rows, self.kernels)
 
     @functools.cached_property

@@ -3,6 +3,7 @@
     before(x)               gate and up, x W13^T, and their bias
     output(hidden)          rows of the experts' outputs, hidden W2^T, and their bias
     pulled_hidden(g)        cotangents of the hidden rows, g W2
+    pulled_before(g, ...)   what the derivative of the activation makes of g W2, where ``pulls_activation``
     pulled_rows(before_bar) cotangents of the rows of x, (gate and up's cotangent) W13
 
 Packed words are dequantized inside of the kernels that multiply: no matrix passes through global memory. Columns of
@@ -24,6 +25,7 @@ from moe_jax.activations import resolve_activation
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand, to_plain_layout
 from moe_jax.quantization import ExpertWeights, QuantizedTensor, dequantize_tensor
 from pallas_kernels.align import TileMap
+from pallas_kernels.common.activations import slopes_refusal
 from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm.dgrad import describe_dgrad, grouped_dgrad
 from pallas_kernels.grouped_gemm.packed import (
@@ -35,6 +37,7 @@ from pallas_kernels.grouped_gemm.packed import (
     stacked_projections,
 )
 from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, interleave
+from pallas_kernels.grouped_gemm.pull import grouped_gemm_pull
 
 
 def packed_operands(config: MoEConfig, weights: ExpertWeights) -> tuple[PackedWeights, PackedWeights] | None:
@@ -64,9 +67,28 @@ def packed_block_m(config: MoEConfig, w13: PackedWeights, block_m: int) -> int:
     return 64 if next(candidates(desc, block_m, 1), None) is None else block_m
 
 
-def pulls_activation(config: MoEConfig, weights: ExpertWeights, w2: PackedWeights) -> bool:
-    """Whether the derivative of the activation can follow g W2 in its kernel; w2: of ``packed_operands``."""
-    return not weights.has_adapters and describe_dgrad(BLOCK_N, w2, resolve_activation(config)).unsupported() is None
+def pulls_activation(config: MoEConfig, weights: ExpertWeights, w2: PackedWeights | None) -> bool:
+    """Whether the derivative of the activation can follow g W2 in its kernel; w2: of ``packed_operands``, None for
+    matrices of 16 bits.
+    """
+    activation = resolve_activation(config)
+    if weights.has_adapters:
+        return False
+    return (slopes_refusal(activation) if w2 is None else describe_dgrad(BLOCK_N, w2, activation).unsupported()) is None
+
+
+@dataclasses.dataclass(frozen=True)
+class PulledBefore:
+    """What the activation's derivative gives; the last two where gradients of weights or adapters need them.
+
+    before_bar: cotangent of gate and up in the columns of the products. row_bar: (Mp,) float32, of the rows' router
+    weights. gate_up_bar: (Mp, G * I), gate, then up. weighted: (Mp, I), hidden rows times their router weights.
+    """
+
+    before_bar: Array
+    row_bar: Array
+    gate_up_bar: Any = None
+    weighted: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +118,9 @@ class PackedProducts:
     def pulled_hidden(self, g: Array) -> Array:
         return grouped_dgrad(g, self.operands[1], tile_rows=self.tile_rows, **self._of_tiles)
 
-    def pulled_before(self, g: Array, before: Array, row_weights: Array) -> tuple[Array, Array]:
-        """(cotangent of ``before``, gradients of the rows' router weights (Mp,) float32), where
-        ``pulls_activation``.
-        """
-        return grouped_dgrad(
+    def pulled_before(self, g: Array, before: Array, row_weights: Array, *, has_weighted: bool) -> PulledBefore:
+        assert not has_weighted, "matrices have no gradient"
+        before_bar, row_bar = grouped_dgrad(
             g,
             self.operands[1],
             tile_rows=self.tile_rows,
@@ -109,6 +129,7 @@ class PackedProducts:
             row_weights=row_weights,
             **self._of_tiles,
         )
+        return PulledBefore(before_bar, row_bar)
 
     def pulled_rows(self, before_bar: Array) -> Array:
         return grouped_dgrad(before_bar, self.operands[0], tile_rows=self.tile_rows, **self._of_tiles)
@@ -135,12 +156,13 @@ class DenseProducts:
     """From matrices of 16 bits: unquantized weights, or weights that are dequantized first.
 
     A kernel converts weights in kernel layout, as far as it can. Under act-order that layout has rows of w13 in another
-    order, and its bias with them.
+    order, and its bias with them. tile_rows: as of ``PackedProducts``.
     """
 
     config: MoEConfig
     weights: ExpertWeights
     tiles: TileMap
+    tile_rows: Array | None
     kernels: str
 
     def before(self, x: Array) -> Array:
@@ -153,6 +175,18 @@ class DenseProducts:
 
     def pulled_hidden(self, g: Array) -> Array:
         return self._product(g, self._dense.w2.data, transposes_w=True)
+
+    def pulled_before(self, g: Array, before: Array, row_weights: Array, *, has_weighted: bool) -> PulledBefore:
+        before_bar, row_bar, weighted = grouped_gemm_pull(
+            g,
+            self._dense.w2.data,
+            activation=resolve_activation(self.config),
+            before=before,
+            row_weights=row_weights,
+            has_weighted=has_weighted,
+            **self._of_tiles,
+        )
+        return PulledBefore(before_bar, row_bar, before_bar, weighted)
 
     def pulled_rows(self, before_bar: Array) -> Array:
         return self._product(before_bar, self._stacked, transposes_w=True)
@@ -182,9 +216,13 @@ class DenseProducts:
             return _dense(self.weights, self.config.dtype, self.kernels)
 
     def _product(self, rows: Array, w: Array, **options: Any) -> Array:
+        return grouped_gemm(rows, w, out_dtype=self.config.dtype, **options, **self._of_tiles)
+
+    @property
+    def _of_tiles(self) -> dict[str, Any]:
         tiles = self.tiles
-        options |= dict(tile_expert=tiles.tile_expert, num_tiles=tiles.num_tiles, out_dtype=self.config.dtype)
-        return grouped_gemm(rows, w, implementation=self.kernels, **options)
+        own = dict(tile_expert=tiles.tile_expert, num_tiles=tiles.num_tiles, tile_rows=self.tile_rows)
+        return dict(own, implementation=self.kernels)
 
 
 def _dense(weights: ExpertWeights, dtype: DTypeLike, kernels: str) -> tuple[ExpertWeights, Callable[[Array], Array]]:
