@@ -402,6 +402,7 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     **{f"permute e4m3_group, {n}": functools.partial(permuting_short_groups, n) for n in (64, 320, 704, 8256)},
     "permute e4m3_group in parts": permuting_in_parts,
     "wgrad": functools.partial(contracting, WgradConfig(128, 256, 2, 1, 2), "bfloat16"),
+    "wgrad, short tiles": functools.partial(contracting, WgradConfig(128, 128, 3, 2, 2), "bfloat16"),
     "wgrad, one consumer": functools.partial(contracting, WgradConfig(64, 128, 3, 2, 2), "float32"),
     "dgrad": functools.partial(pulling, "int4 g64", DgradConfig(128, 128, 4, 2, 3)),
     "dgrad, zero points": functools.partial(pulling, "int4 g128 asym", DgradConfig(128, 128, 3, 16, 2)),

@@ -62,6 +62,13 @@ def store_columns(desc: WgradDesc) -> int:
     return 128 // jnp.dtype(desc.out_dtype).itemsize
 
 
+def overlaps(desc: WgradDesc) -> bool:
+    """Whether a tile is stored while the next one is multiplied: beside accumulators of 64 x 256 a thread has room for
+    values of 16 bits.
+    """
+    return jnp.dtype(desc.out_dtype).itemsize == 2
+
+
 def shared_arrays(desc: WgradDesc, config: WgradConfig) -> dict[str, tuple[tuple[int, ...], str]]:
     """(shape, dtype) of what a CTA keeps in shared memory."""
     stages, consumers = config.num_stages, config.num_consumers
