@@ -37,6 +37,7 @@ def grouped_gemm(
     tile_rows: jax.Array | None = None,
     block_m: int | None = None,
     transposes_w: bool = False,
+    keeps_before: bool = False,
     config: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
@@ -67,6 +68,8 @@ def grouped_gemm(
             Scales of rows are then those of one tile, (block_m,) or (ceil(K/128), block_m), of any value past T.
         transposes_w: w is (E, K, N), N contiguous. The gradient of a product with respect to its rows takes weights so,
             as they lie: that product's N is K here. bfloat16 and float16, without scales.
+        keeps_before: what the activation is given, (Mp, G * N) of ``out_dtype``, projections one after the other, is
+            returned as well: (result, what it was made of). Not with requantize.
         config: GemmConfig of the hopper implementation, MmaConfig of the portable one; chosen when None.
         implementation: "hopper", "portable" or "reference", or several in the order to try; all when None.
 
@@ -82,6 +85,7 @@ def grouped_gemm(
     each = of_each_weight(w=w, w_scale=w_scale, bias=bias)
     options: Any = (activation, out_dtype, requantize, block_m, transposes_w)
     desc = side_by_side([describe_gemm(operands | own, *options) for own in each], is_one=not isinstance(w, tuple))
+    desc = dataclasses.replace(desc, keeps_before=keeps_before)
     for own in each:
         if own["w"].ndim == 3:
             own.update({name: leaf[:, None] for name, leaf in own.items() if leaf is not None})
@@ -217,6 +221,8 @@ def _run_portable(desc: GemmDesc, config: Any, operands: Operands) -> jax.Array:
 
     if desc.widths:
         raise NotImplementedError(f"{len(desc.widths)} weights side by side: the Hopper kernels read them")
+    if desc.keeps_before:
+        raise NotImplementedError("keeps_before: the Hopper kernels have it")
     block_m = check_block_m(config, operands, desc.rows)
     desc = dataclasses.replace(desc, has_tile_rows=False)  # tiles in use are written whole
     return run(desc, config, block_m, flattened(dict(operands, tile_rows=None)))

@@ -20,7 +20,7 @@ from pallas_kernels.common.activations import Activation, with_slopes
 from pallas_kernels.common.types import Value
 from pallas_kernels.grouped_gemm import smem_operands_sm90 as smem
 from pallas_kernels.grouped_gemm.config import GemmConfig
-from pallas_kernels.grouped_gemm.epilogue_sm90 import store_staged, stores_under_way
+from pallas_kernels.grouped_gemm.epilogue_sm90 import store_in_turn
 from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, LoadStep
 from pallas_kernels.grouped_gemm.problem import TRANSPOSED_UNIT, GemmDesc
 from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile
@@ -59,9 +59,7 @@ def store(cta: CtaContext, tile: Tile, sums: Value) -> None:
     desc, config, scratch = cta.desc, cta.config, cta.scratch
     own, rows = (pl.ds(first + cta.warpgroup * 64, 64) for first in (0, tile.row * config.block_m))
     weights = mosaic.load(cta.operands["row_weights"].at[rows], layout=mosaic.ROWS, optimized=False)
-    staging, projections = scratch.staging.at[cta.warpgroup], desc.pulled_projections
-    num_slots, per_piece = staging.shape[0], projections + desc.has_weighted
-    total, pieces = None, config.block_n // PIECE
+    total, pieces, projections = None, config.block_n // PIECE, desc.pulled_projections
 
     def given(piece: int, projection: int) -> Value:
         slot = cta.slot(tile.first_step + cta.steps + (piece * projections + projection))
@@ -81,12 +79,7 @@ def store(cta: CtaContext, tile: Tile, sums: Value) -> None:
         # In this order, after which the fewest numbers live: with the weighted values last, 128 x 256 tiles spill.
         values = [(bar, cta.outputs[0], projection * desc.n) for projection, bar in enumerate(bars)]
         values[1:1] = [(weighted, cta.outputs[2], 0)] if desc.has_weighted else []
-        for index, (value, output, offset) in enumerate(values, start=piece * per_piece):
-            slot = index % num_slots
-            plgpu.wait_smem_to_gmem(stores_under_way(index, pieces * per_piece, num_slots), wait_read_only=True)
-            staging[slot] = value.astype(desc.stored_dtype)
-            plgpu.commit_smem()
-            store_staged(cta, staging.at[slot], output.at[rows, pl.ds(offset + first_column, PIECE)], first_column)
+        store_in_turn(cta, tile, first_column, values, piece, pieces)
     cta.outputs[1].at[tile.column, rows][...] = total
 
 

@@ -32,9 +32,9 @@ def grouped_gemm_sm90(
     """The kernel for ``desc``, a function of the operands by name (``desc.operand_names``).
 
     config must pass ``config_error``. Returns the output (rows, N), and with requantize="group" also its scales
-    (ceil(N / 128), rows) float32. With ``desc.pulls`` it returns the cotangent (rows, G * N), the sums over each tile's
-    columns (column tiles, rows) float32, and with has_weighted (rows, N). Rows of tiles from num_tiles on are not
-    written.
+    (ceil(N / 128), rows) float32, with keeps_before what the activation was given, (rows, G * N).
+    With ``desc.pulls`` it returns the cotangent (rows, G * N), the sums over each tile's columns (column tiles, rows)
+    float32, and with has_weighted (rows, N). Rows of tiles from num_tiles on are not written.
     """
     out: Any = jax.ShapeDtypeStruct((desc.rows, desc.n), jnp.dtype(desc.stored_dtype))
     if isinstance(desc, PackedDesc):
@@ -45,6 +45,8 @@ def grouped_gemm_sm90(
         main_loop = (mainloop_swap_ab_sm90 if config.swap_ab else mainloop_plain_sm90).main_loop(desc, config)
         if desc.requantize == "group":
             out = (out, jax.ShapeDtypeStruct((-(-desc.n // SCALE_GROUP), desc.rows), jnp.float32))
+        if desc.keeps_before:
+            out = (out, jax.ShapeDtypeStruct((desc.rows, desc.projections * desc.n), out.dtype))
         if desc.pulls is not None:
             wide = jax.ShapeDtypeStruct((desc.rows, desc.pulled_projections * desc.n), out.dtype)
             sums = jax.ShapeDtypeStruct((-(-desc.n // config.block_n), desc.rows), jnp.float32)

@@ -84,6 +84,7 @@ class GemmDesc(GroupedGemm):
         has_tile_rows: the number of rows in use is known for each tile.
         has_power_of_two_scales: the scales of requantize "group" are rounded up to powers of two.
         transposes_w: w is (E, K, N), N contiguous: the weights of a product whose K is this one's N, as they lie.
+        keeps_before: what the activation is given is an output as well.
         pulls: the activation of the product before, whose derivative follows (``grouped_gemm_pull``); else None.
         has_weighted: that activation's values, times the weights of their rows, are an output as well.
     """
@@ -95,6 +96,7 @@ class GemmDesc(GroupedGemm):
     has_tile_rows: bool = False
     has_power_of_two_scales: bool = False
     transposes_w: bool = False
+    keeps_before: bool = False
     pulls: Activation | None = None
     has_weighted: bool = False
 
@@ -102,6 +104,11 @@ class GemmDesc(GroupedGemm):
     def pulled_projections(self) -> int:
         """G of the activation whose derivative follows."""
         return 2 if self.pulls is not None and self.pulls.is_gated else 1
+
+    @property
+    def has_outputs_beside(self) -> bool:
+        """Whether a piece of the columns is stored in several outputs, and tiles are then moved whole."""
+        return self.pulls is not None or self.keeps_before
 
     @property
     def is_block_scaled(self) -> bool:
@@ -157,6 +164,8 @@ class GemmDesc(GroupedGemm):
             return reason
         if self.pulls is not None and (reason := slopes_refusal(self.pulls)):
             return reason
+        if self.keeps_before and (self.activation is None or self.requantize != "none" or self.widths):
+            return "keeps_before without an activation, requantized or of weights side by side: not built"
         if self.widths and (self.transposes_w or self.requantize != "none"):
             return f"{len(self.widths)} weights side by side, transposed or requantized: not built"
         return self.unsupported_output()

@@ -158,7 +158,8 @@ def rotating_and_storing(
 
 def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[str, Any]) -> tuple[Any, Any]:
     """Three experts of 3, 0 and block_m + 6 rows; the last tile of four is not in use."""
-    options, rng, projections = dict(given), np.random.default_rng(0), 2 if "activation" in given else 1
+    options, rng = dict(given), np.random.default_rng(0)
+    projections = 2 if "activation" in given and given["activation"].is_gated else 1
     k, n = options.pop("k", 256), options.pop("n", 128)
     if "bias" in options:
         options["bias"] = jnp.asarray(options["bias"], jnp.bfloat16)
@@ -177,7 +178,7 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[s
     found, expected = (
         grouped_gemm(
             x,
-            w if projections == 2 else w[:, 0],
+            w if "activation" in given else w[:, 0],
             tile_expert,
             num_tiles,
             x_scale=x_scale,
@@ -355,6 +356,11 @@ PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
     "fp8 blocks gated, the same 3 rows": (FP8, ((2, 64), (3, 2, 1, 2)), 64, dict(unpermuted_rows=3, **_GATED_BLOCKS)),
     "bf16 large M gated": ("bfloat16", _NONE, 112, dict(activation=SILU, **_LARGE)),
     "int8 rows large M": ("int8", ((576,), (3, 256)), 144, dict(block_n=256, **_LARGE)),
+    "bf16 gated, two outputs": ("bfloat16", _NONE, 128, dict(activation=SILU, keeps_before=True)),
+    "bf16 not gated, two outputs, one consumer": (
+        *("bfloat16", _NONE, 64),
+        dict(activation=Activation("silu_no_mul"), keeps_before=True, n=256, block_n=64),
+    ),
     "int8 rows": ("int8", ((256,), (3, 128)), 64, {}),
     "bf16 in three pieces": ("bfloat16", _NONE, 64, dict(block_n=96, n=384)),
     "int8 rows gated, projections of 48 columns": (

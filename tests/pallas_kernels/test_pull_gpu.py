@@ -1,4 +1,6 @@
-"""grouped_gemm_pull on a GPU, against NumPy in float64: routings, sizes off the tile, configurations."""
+"""grouped_gemm_pull, and grouped_gemm with keeps_before, on a GPU, against NumPy in float64: routings, sizes off the
+tile, configurations.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +8,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm import GemmConfig
+from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 from pallas_kernels.grouped_gemm.pull import grouped_gemm_pull
 from tests.pallas_kernels.test_dgrad import ACTIVATIONS, SILU
+from tests.pallas_kernels.test_pull import assert_kept, make_gated
 from tests.support.kernels.dgrad_problem import make_plain_pull
 from tests.support.kernels.gemm_problem import ROUTINGS
 
@@ -65,6 +68,15 @@ def test_configs(block_m, activation):
         for stages in (2, 3, 4):
             config = GemmConfig(block_m, block_n, stages, raster_group_m=4, num_sms=5)
             check([190, 1, 300, 70], config, n=768, k=640, block_m=block_m, activation=activation)
+
+
+@pytest.mark.parametrize(("n", "k"), [(96, 64), (1536, 512), (2880, 2880)])
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_what_an_activation_is_given_is_kept(block_m, n, k):
+    arguments, options, given, own = make_gated([90, 1, 0, 300], n, k, block_m)
+    static = {name: options.pop(name) for name in ("activation", "keeps_before")}
+    run = jax.jit(lambda a, kw: grouped_gemm(*a, **kw, **static, implementation="hopper"))
+    assert_kept(run(arguments, options), given, own)
 
 
 def test_many_rows():

@@ -143,17 +143,22 @@ class AlignedCall:
     def forward(self, topk_weights: Array, out_dtype: DTypeLike) -> tuple[Array, Kept]:
         """The sum over the experts of each token, (T, H), and what the backward pass may start from.
 
-        The activation is taken of gate and up in the layer's dtype, as the backward pass has them.
+        XLA takes the activation of gate and up in the layer's dtype, as the backward pass has them: beside adapters and
+        for packed weights. Elsewhere it follows the product in its kernel, of float32 sums.
         """
-        with jax.named_scope("activation"):
-            hidden = apply_activation(self.wide, self.config).astype(self.config.dtype)
+        if isinstance(self.products, DenseProducts) and not self.weights.has_adapters:
+            with jax.named_scope("gate_and_up"):
+                before, hidden = self.products.before_and_hidden(self.x_rows)
+        else:
+            with jax.named_scope("activation"):
+                before, hidden = self.before, apply_activation(self.wide, self.config).astype(self.config.dtype)
         with jax.named_scope("w2"):
             parts = [self.products.output(hidden)]
         if self.w2_addend is not None:
             with jax.named_scope("w2_adapter"):
                 parts.append(self.w2_addend.outer(self.w2_addend.inner(hidden)))
         y = self.rows.sum_of_tokens(parts, topk_weights, out_dtype)
-        return y, Kept(self.rows.tiles, self.before)
+        return y, Kept(self.rows.tiles, before)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The products of a gradient with the weights of the experts, from matrices of 16 bits or from packed words.
 
     before(x)               gate and up, x W13^T, and their bias
+    before_and_hidden(x)    of matrices of 16 bits: the same and the activation's values, in one kernel
     output(hidden)          rows of the experts' outputs, hidden W2^T, and their bias
     pulled_hidden(g)        cotangents of the hidden rows, g W2
     pulled_before(g, ...)   what the derivative of the activation makes of g W2, where ``pulls_activation``
@@ -170,6 +171,18 @@ class DenseProducts:
         bias = None if bias is None else bias.reshape(bias.shape[0], -1)
         return self._product(x, self._stacked, bias=bias)
 
+    def before_and_hidden(self, x: Array) -> tuple[Array, Array]:
+        """``before``, and the activation of it (Mp, I)."""
+        w13, bias, shape = self._dense.w13.data, self._dense.w13_bias, (self.weights.num_experts, self._projections)
+        hidden, before = self._product(
+            x,
+            w13.reshape(*shape, -1, w13.shape[-1]),
+            bias=None if bias is None else bias.reshape(*shape, -1),
+            activation=resolve_activation(self.config),
+            keeps_before=True,
+        )
+        return before, hidden
+
     def output(self, hidden: Array) -> Array:
         return self._product(hidden, self._dense.w2.data, bias=self._dense.w2_bias)
 
@@ -192,7 +205,7 @@ class DenseProducts:
         return self._product(before_bar, self._stacked, transposes_w=True)
 
     def by_projection(self, before: Array) -> Array:
-        return before.reshape(before.shape[0], self.config.num_projections, -1)
+        return before.reshape(before.shape[0], self._projections, -1)
 
     def in_columns(self, wide: Array) -> Array:
         return wide.reshape(wide.shape[0], -1)
@@ -215,7 +228,11 @@ class DenseProducts:
         with jax.named_scope("dequantize"):
             return _dense(self.weights, self.config.dtype, self.kernels)
 
-    def _product(self, rows: Array, w: Array, **options: Any) -> Array:
+    @property
+    def _projections(self) -> int:
+        return self.config.num_projections
+
+    def _product(self, rows: Array, w: Array, **options: Any) -> Any:
         return grouped_gemm(rows, w, out_dtype=self.config.dtype, **options, **self._of_tiles)
 
     @property

@@ -167,7 +167,15 @@ def wgrad_cases() -> Iterator[Case]:
 
 
 def pull_cases() -> Iterator[Case]:
-    """Transposed weights and the derivative of an activation, with and without its values."""
+    """Transposed weights and the derivative of an activation, with and without its values.
+
+    Then what keeps the rows that the derivative is given.
+    """
+    for name in ("bf16 gated bias", "bf16 gelu_tanh"):
+        desc = dataclasses.replace(gemm(name), keeps_before=True)
+        for block_m in (64, 128):
+            tiles = _in_tiles(dataclasses.replace(desc, has_tile_rows=True), block_m)
+            yield gemm_case(f"{name} kept", tiles, candidates(tiles, block_m, H200_SMS)[0])
     for activation, has_weighted, name in (
         (_SILU, True, "bf16"),
         (_SILU, False, "bf16"),
