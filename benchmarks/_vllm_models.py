@@ -1,6 +1,7 @@
 """Models for vLLM's engine with random weights: configs on disk, and weights drawn before they are processed."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ QUANTIZATION: dict[str, Any] = {
 }
 
 
+_drawn: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
 def write_config(folder: Path, sizes: dict[str, Any], quantization: Any, layers: int) -> None:
     """config.json of a model, and nothing else: its weights are drawn in memory."""
     sizes = sizes | dict(num_hidden_layers=layers)
@@ -38,10 +42,18 @@ def write_config(folder: Path, sizes: dict[str, Any], quantization: Any, layers:
 
 
 def draw_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
-    """In place of vLLM's dummy weights, the same tiny numbers in every layer: what a checkpoint might hold."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
+    """In place of vLLM's dummy weights, the same tiny numbers in every layer: what a checkpoint might hold.
+
+    vLLM's loader calls this for the model and then for each module of it, which it then leaves as it is: the names of a
+    module alone do not say what it is, and all matrices would begin with the same numbers.
+    """
+    if model in _drawn:
+        return
+    _drawn.update(model.modules())
+    device = next(model.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(0)
     for name, tensor in model.state_dict().items():
-        if not tensor.is_cuda or "cos_sin" in name:
+        if tensor.device != device or "cos_sin" in name:
             continue
         if "g_idx" in name or "weight_shape" in name:
             tensor.zero_()

@@ -25,7 +25,7 @@ products' worth, whatever is computed twice), and peak memory. --keep-hidden add
 MoEConfig.keep_hidden, whose forward pass alone is that of ours: nobody differentiates it. --frozen adds our layer with
 quantized weights of these schemes, random ones, where x and the router weights have gradients: its TFLOP/s count 6
 products, and backward_per_forward is the time of the backward pass as a multiple of the forward's;
-MOE_JAX_PACKED_GRADIENT=0 in the environment has a kernel dequantize packed weights first. --trace adds the microseconds
+MOE_JAX_PACKED_GRADIENT=0 in the environment has quantized weights dequantized first. --trace adds the microseconds
 of each of our GPU kernels of a step in their order, by JAX's profiler. --kernels times the products of the gradient one
 by one, with several configurations. FILE gets a JSON line per cell.
 """
@@ -202,9 +202,11 @@ def run_frozen(scheme: str, model: str, tokens: int, routing: dict[str, np.ndarr
         abstract = jax.eval_shape(functools.partial(to_kernel_layout, config=config), abstract)
 
     def leaf(like: Any) -> Any:
-        if like.dtype == jnp.int32 or like.dtype.itemsize == 1 and like.size > 2**28:
-            numbers = hashed(jax.lax.iota(jnp.int32, like.size), 5)
-            return (numbers * 65537).reshape(like.shape).astype(like.dtype)
+        numbers = hashed(jax.lax.iota(jnp.int32, like.size), 5).reshape(like.shape)
+        if like.dtype == jnp.int32:
+            return numbers * 65537
+        if like.dtype.itemsize == 1 and like.size > 2**20:  # no code of e4m3 is NaN: they are less than 2
+            return jax.lax.bitcast_convert_type((numbers & 0xBF).astype(jnp.uint8), like.dtype)
         return jnp.full(like.shape, 1 / 64 if jnp.issubdtype(like.dtype, jnp.floating) else 120, like.dtype)
 
     weights = jax.jit(lambda: jax.tree.map(leaf, abstract))()
@@ -362,7 +364,7 @@ def run_kernels(model: str, tokens: int, routing: dict[str, np.ndarray], report:
     from pallas_kernels.common.activations import Activation
     from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, grouped_gemm
     from pallas_kernels.grouped_gemm.dgrad import candidates as dgrad_candidates
-    from pallas_kernels.grouped_gemm.dgrad import describe_dgrad, grouped_dgrad
+    from pallas_kernels.grouped_gemm.dgrad import describe_dgrad, grouped_dgrad, grouped_gemm_widened, plain_weights
     from pallas_kernels.grouped_gemm.packed import PackedFormat, PackedWeights
     from pallas_kernels.grouped_gemm.wgrad import WgradDesc, grouped_wgrad
     from pallas_kernels.grouped_gemm.wgrad import candidates as wgrad_candidates
@@ -438,6 +440,28 @@ def run_kernels(model: str, tokens: int, routing: dict[str, np.ndarray], report:
         for config in configs:
             timed(name, n, k, pull, dy, packed, given, config=config)
         del words, packed
+    for name, x, width, activation, contracts_k in (
+        ("gate and up, FP8 blocks", narrow, 2 * intermediate, None, True),
+        ("g W2 and the derivative, FP8 blocks", narrow, intermediate, Activation("silu"), False),
+        ("cotangent of x, FP8 blocks", wide, hidden, None, False),
+    ):
+        depth = x.shape[1]
+        n, k = (width, depth) if contracts_k else (depth, width)
+        codes = jax.random.bits(jax.random.key(1), (experts, n, k), "uint8") & 0xBF  # e4m3 less than 2
+        codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+        plain = plain_weights(codes, jnp.full((experts, n // 128, k // 128), 1 / 64), "bfloat16")
+        desc = describe_dgrad(rows, plain, activation, has_tile_rows=True, contracts_k=contracts_k)
+        given = dict(tile_rows=tiles.tile_rows)
+        if activation is not None:
+            given |= dict(before=wide, row_weights=jnp.ones(rows, jnp.float32))
+        by = grouped_gemm_widened if contracts_k else functools.partial(grouped_dgrad, activation=activation)
+
+        def product(x, plain, given, by=by, **options):
+            return by(x, plain, tiles.tile_expert, tiles.num_tiles, **given, **options)
+
+        for config in dgrad_candidates(desc, block_m, 132):
+            timed(name, depth, width, product, x, plain, given, config=config)
+        del codes, plain
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------

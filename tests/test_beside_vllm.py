@@ -187,3 +187,25 @@ def test_whole_layers_replace_an_entry_where_they_are_faster(load, tmp_path, mon
     assert entries[key].micros == (270.0 if is_taken else 300.0)
     assert (entries[lent[0].key].config, entries[lent[0].key].source) == (entries[key].config, SOURCE)
     assert f"{int(is_taken)} of 1 cells have other tiles" in capsys.readouterr().out
+
+
+def test_weights_of_an_engine_are_drawn_once(load):
+    """vLLM's loader asks for a model and for each of its modules, whose own names do not say what they are."""
+    torch = pytest.importorskip("torch")
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed_tokens = torch.nn.Embedding(64, 32)
+            self.first, self.second = torch.nn.Linear(32, 64), torch.nn.Linear(32, 64)
+            self.norm = torch.nn.LayerNorm(32)
+            self.register_buffer("cos_sin_cache", torch.full((3,), 7.0))
+
+    draw_weights = load("_vllm_models").draw_weights
+    model = Model()
+    for module in model.modules():
+        draw_weights(module, None)
+    first, second = model.first.weight, model.second.weight
+    assert (model.norm.weight == 1).all() and (model.cos_sin_cache == 7).all()
+    assert 0.9 < float(model.embed_tokens.weight.std()) < 1.1 and 0.9 < float(first.std() * 32**0.5) < 1.1
+    assert abs(float((first * second).mean())) < 0.3 / 32

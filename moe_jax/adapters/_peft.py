@@ -119,15 +119,15 @@ def load_lora(model: Any, source: Any) -> Any:
     Args:
         model: a whole model without adapters on the weights that the files name; nobody else may use it meanwhile.
         source: a directory with adapter_config.json and adapter_model.safetensors; or a mapping of names to such
-            directories, whose adapters ``select_lora`` chooses from, for models on one device.
+            directories, whose adapters ``select_lora`` chooses from.
 
     Returns:
         The model.
 
     Raises:
         ValueError: files that are damaged, or of another model: names, shapes and the rank are compared; a weight that
-            has an adapter already. NotImplementedError: a setting of PEFT that is not built, such as DoRA, by name, or
-            several adapters over a mesh. TypeError: no whole model. The model is then untouched.
+            has an adapter already. NotImplementedError: a setting of PEFT that is not built, such as DoRA, by name; a
+            layer over a mesh with copies of experts. TypeError: no whole model. The model is then untouched.
     """
     check_not_traced("load_lora", model)
     places = _Places(model)
@@ -135,8 +135,6 @@ def load_lora(model: Any, source: Any) -> Any:
     names = tuple(sources)
     if isinstance(source, Mapping) and (not names or not all(isinstance(name, str) for name in names)):
         raise ValueError(f"source={shown(source)}, expected a directory, or a mapping of names to directories")
-    if names and model.parallel is not None:
-        raise NotImplementedError("several adapters over a mesh are not built; load one by its directory")
     directories: Any = sources.values() if names else (source,)
     files = [_read_files(places, Path(one)) for one in directories]
     for prefix in {name for file in files for name in (*file.experts, *file.projections)}:

@@ -9,6 +9,7 @@ from flax import nnx
 from moe_jax._arguments import check_array, shown
 from moe_jax._versions import one_version
 from moe_jax.nn._lora import Adapter, LoRAChoice
+from moe_jax.parallel._explicit import gathered
 
 
 def select_lora(module: Any, adapters: Any) -> Any:
@@ -17,7 +18,8 @@ def select_lora(module: Any, adapters: Any) -> Any:
     Args:
         module: with adapters of several names, from ``load_lora(model, {name: directory, ...})``.
         adapters: for each row of a batch a name, or None for none; or int (B,), (T,) for a layer of tokens: the place
-            of the name among those loaded, -1 for none. Arrays may be traced: another choice compiles nothing.
+            of the name among those loaded, -1 for none. Arrays may be traced: another choice compiles nothing. Over a
+            mesh they may have any sharding.
 
     Returns:
         The copy, for calls with as many rows and for ``generate`` with one array of prompts.
@@ -42,7 +44,7 @@ def _places(adapters: Any, names: tuple[str, ...]) -> Any:
         check_array("adapters", adapters, jnp.integer, "(B,)")
         if adapters.ndim != 1 or 0 in adapters.shape:
             raise ValueError(f"adapters has shape {adapters.shape}, expected (B,)")
-        return jnp.asarray(adapters, jnp.int32)
+        return gathered(jnp.asarray(adapters, jnp.int32))
     unknown = [name for name in adapters if name is not None and name not in names]
     if unknown or not adapters:
         found = shown(unknown[0] if unknown else adapters)

@@ -9,6 +9,8 @@ from jax import lax
 from moe_jax._typing import Array, DTypeLike
 from moe_jax.quantization import ExpertWeights, LowRank
 
+Choices = dict[tuple[str, ...], Array]  # (T, R) of the addends of these fields of ``AdaptedWeights``
+
 
 def low_rank_product(rows: Array, addend: LowRank, operand_dtype: DTypeLike = jnp.float32) -> Array:
     """rows (R, K) by an addend without its expert axis -> (R,) + lead + (N,) float32.
@@ -31,6 +33,26 @@ def with_rows_chosen(weights: ExpertWeights, take: Callable[[Array], Array] | No
         return dataclasses.replace(lora, chosen=None if take is None else take(lora.chosen))
 
     return weights.adapted(of(weights.w13_lora), of(weights.w2_lora))
+
+
+def choices_of(weights: ExpertWeights) -> Choices:
+    """What tokens have chosen among adapters, each array once, by the fields of the addends that have it."""
+    fields: dict[int, list[str]] = {}
+    arrays: dict[int, Array] = {}
+    for name in ("w13_lora", "w2_lora"):
+        lora = getattr(weights, name)
+        if lora is not None and lora.chosen is not None:
+            fields.setdefault(id(lora.chosen), []).append(name)
+            arrays[id(lora.chosen)] = lora.chosen
+    return {tuple(names): arrays[key] for key, names in fields.items()}
+
+
+def with_choices(weights: ExpertWeights, choices: Choices) -> ExpertWeights:
+    """Inverse of ``choices_of``, for weights whose addends have no ``chosen``."""
+    loras = dict(w13_lora=weights.w13_lora, w2_lora=weights.w2_lora)
+    for names, chosen in choices.items():
+        loras |= {name: dataclasses.replace(loras[name], chosen=chosen) for name in names}
+    return weights.adapted(**loras)
 
 
 def adapter_dtype(dtype: DTypeLike) -> DTypeLike:

@@ -37,13 +37,13 @@ def added_and_normed(
     norm: RMSNorm | LayerNorm, x: Float[Array, "... H"], addend: Array | PartialSums | None, sms: int | None
 ) -> tuple[Array, Array]:
     """(x + addend, its norm). addend: None for zeros. sms: of ``num_sms``."""
-    parts = _parts(addend, x)
-    if not _takes_norm(norm, x, parts, sms):
+    parts, bias = _parts(addend, x)
+    if not _takes_norm(norm, x, parts, bias, sms):
         addend = addend.whole(x.dtype) if isinstance(addend, PartialSums) else addend
         total = x if addend is None else x + addend
         return total, norm(total)
     run, judge = (functools.partial(_added_and_normed, norm.eps, name, "none", 0) for name in ("hopper", "reference"))
-    return with_gradient_of(run, judge, x, norm.weight[...], parts)
+    return with_gradient_of(run, judge, x, norm.weight[...], parts, bias)
 
 
 def added_and_projected(
@@ -65,21 +65,21 @@ def added_and_projected(
     names = {module.implementation for module in modules}
     if len(names) > 1 or not all(isinstance(matrix, QuantizedMatrix) for matrix in matrices):
         return None
-    implementation, num_tokens, parts = names.pop(), x.size // x.shape[-1], _parts(addend, x)
+    implementation, num_tokens, (parts, bias) = names.pop(), x.size // x.shape[-1], _parts(addend, x)
     rows = quantized_rows(matrices, num_tokens, x.dtype, implementation)
-    if rows is None or not _takes_norm(norm, x, parts, sms, *rows):
+    if rows is None or not _takes_norm(norm, x, parts, bias, sms, *rows):
         return None
 
-    def run(x, weight, parts, matrices, biases):
-        total, codes, scales = _added_and_normed(norm.eps, "hopper", *rows, x, weight, parts)
+    def run(x, weight, parts, bias, matrices, biases):
+        total, codes, scales = _added_and_normed(norm.eps, "hopper", *rows, x, weight, parts, bias)
         return total, products_of_rows(codes, scales, num_tokens, matrices, biases or None, x.dtype, implementation)
 
-    arguments: Any = x, norm.weight[...], parts, matrices, biases
+    arguments: Any = x, norm.weight[...], parts, bias, matrices, biases
     shapes: Any = jax.eval_shape(run, *arguments)
     products = shapes[1]
 
-    def judge(x, weight, parts, matrices, biases):
-        total, normal = _added_and_normed(norm.eps, "reference", "none", 0, x, weight, parts)
+    def judge(x, weight, parts, bias, matrices, biases):
+        total, normal = _added_and_normed(norm.eps, "reference", "none", 0, x, weight, parts, bias)
         options: Any = dict(out_dtype=x.dtype, implementation=("reference",))
         each = zip(matrices, biases or [None] * len(matrices), strict=True)
         found = [padded_product(normal.reshape(num_tokens, -1), *one, **options) for one in each]
@@ -91,17 +91,18 @@ def added_and_projected(
     return both[0], tuple(PartialSums(y[None], x.shape[:-1]) for y in both[1])
 
 
-def _parts(addend: Array | PartialSums | None, x: Array) -> Array | None:
-    """(P, R, H) of the tokens of x."""
+def _parts(addend: Array | PartialSums | None, x: Array) -> tuple[Array | None, Array | None]:
+    """(P, R, H) of the tokens of x, and the bias (H,) of their product."""
     if isinstance(addend, PartialSums):
-        return addend.parts
-    return None if addend is None else addend.reshape(1, -1, x.shape[-1])
+        return addend.parts, addend.biases[0] if addend.biases else None
+    return None if addend is None else addend.reshape(1, -1, x.shape[-1]), None
 
 
 def _takes_norm(
     norm: RMSNorm | LayerNorm,
     x: Array,
     parts: Array | None,
+    bias: Array | None,
     sms: int | None,
     quantization: str = "none",
     scale_rows: int = 0,
@@ -110,17 +111,25 @@ def _takes_norm(
         return False
     name, rows = jnp.dtype(x.dtype).name, x.size // x.shape[-1]
     count, kind = (0, None) if parts is None else (parts.shape[0], jnp.dtype(parts.dtype).name)
-    desc = norm_kernel.AddNormDesc(rows, x.shape[-1], name, count, norm.eps, kind, quantization, scale_rows)
+    sizes = rows, x.shape[-1], name, count, norm.eps, kind, quantization, scale_rows, bias is not None
+    desc = norm_kernel.AddNormDesc(*sizes)
     return norm_kernel.config_error(desc, norm_kernel.choose_config(desc, sms)) is None
 
 
 # Compiled parts of their own, so that equal layers of a model lower each kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _added_and_normed(
-    eps: float, name: str, quantization: str, scale_rows: int, x: Array, weight: Array, parts: Array | None
+    eps: float,
+    name: str,
+    quantization: str,
+    scale_rows: int,
+    x: Array,
+    weight: Array,
+    parts: Array | None,
+    bias: Array | None,
 ) -> tuple[Array, ...]:
     """(sum, norm) of x's shape; or (sum, codes (T, H), scales)."""
-    options: Any = dict(quantization=quantization, scale_rows=scale_rows or None, implementation=name)
+    options: Any = dict(bias=bias, quantization=quantization, scale_rows=scale_rows or None, implementation=name)
     total, *normal = norm_kernel.add_and_norm(x.reshape(-1, x.shape[-1]), weight, parts, eps=eps, **options)
     return total.reshape(x.shape), *(normal if quantization != "none" else [normal[0].reshape(x.shape)])
 
@@ -143,9 +152,12 @@ def rotated_and_stored(
     products: queries, keys and values, or one product of all. places: starts, lengths, first_slots. dtype: of the
     queries. scales: of a cache of e4m3 codes. page_table: of a cache in pages.
     """
+    biases = tuple(bias for product in products for bias in product.biases)
     is_alike = len({(product.parts.shape[:2], product.parts.dtype) for product in products}) == 1
+    is_alike &= len(biases) in (0, 3)
     if not is_alike or (scales is not None and not norms):  # a cache of codes does not say what the queries are
         projected = tuple(product.whole(dtype).reshape(1, -1, product.parts.shape[2]) for product in products)
+        biases = ()
     else:
         projected = tuple(product.parts for product in products)
     if sms is None or 0 in projected[0].shape or 2 * cos.shape[-1] != cached[0].shape[-1]:
@@ -156,11 +168,12 @@ def rotated_and_stored(
         return None
     if projected[0].dtype not in (dtype, jnp.float32):
         return None
-    desc = rotate_kernel.describe(projected, cached, weights, eps, scales, page_table, num_tokens=cos.shape[1])
+    sizes: Any = dict(num_tokens=cos.shape[1], biases=biases)
+    desc = rotate_kernel.describe(projected, cached, weights, eps, scales, page_table, **sizes)
     if rotate_kernel.config_error(desc, rotate_kernel.choose_config(desc, sms)) is not None:
         return None
     run, judge = (functools.partial(_rotated_and_stored, eps, name) for name in ("hopper", "reference"))
-    return with_gradient_of(run, judge, projected, cached, cos, sin, places, weights, scales, page_table)
+    return with_gradient_of(run, judge, projected, biases, cached, cos, sin, places, weights, scales, page_table)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -168,6 +181,7 @@ def _rotated_and_stored(
     eps: float,
     name: str,
     projected: Any,
+    biases: Any,
     cached: Any,
     cos: Array,
     sin: Array,
@@ -176,6 +190,6 @@ def _rotated_and_stored(
     scales: Any,
     page_table: Array | None,
 ) -> tuple[Array, Array, Array]:
-    options: Any = dict(norms=weights, eps=eps, scales=scales, has_parts=True, implementation=name)
+    options: Any = dict(biases=biases, norms=weights, eps=eps, scales=scales, has_parts=True, implementation=name)
     options |= dict(page_table=page_table)
     return rotate_kernel.rotate_and_store(projected, cos, sin, cached, *places, **options)

@@ -199,17 +199,20 @@ class PartialSums:
     """A product as it was written, for a kernel that reads it so.
 
     parts: (P, R, N) whose sum over P, in this order, is the product; float32, or with P = 1 the dtype of the product.
-    Rows past the tokens mean nothing. lead: axes of the tokens.
+    Rows past the tokens mean nothing. lead: axes of the tokens. biases: vectors that side by side, (N,), are still to
+    be added to the sum; then parts are float32.
     """
 
     parts: Array
     lead: tuple[int, ...]
+    biases: tuple[Array, ...] = ()
 
     def whole(self, dtype: DTypeLike) -> Float[Array, "... N"]:
         """The product, rounded once."""
         size = math.prod(self.lead)
         rows = self.parts[:, :size]
         y = rows[0] if rows.shape[0] == 1 else jnp.sum(rows.astype(jnp.float32), axis=0)
+        y = y + jnp.concatenate(self.biases).astype(jnp.float32) if self.biases else y
         return y.reshape(*self.lead, -1).astype(dtype)
 
 
@@ -220,10 +223,11 @@ def partial_sums(module: Linear, x: Float[Array, "... K"]) -> PartialSums:
     if isinstance(weight, QuantizedMatrix) and module.lora is None:
         options: dict[str, Any] = dict(out_dtype=x.dtype, implementation=module.implementation)
         y = padded_product(tokens, weight, None if bias is None else bias[...], **options)
-    elif isinstance(weight, QuantizedMatrix) or bias is not None or module.lora is not None:
+    elif isinstance(weight, QuantizedMatrix) or module.lora is not None:
         y = module(x).reshape(tokens.shape[0], -1)
     else:
-        return PartialSums(split_product(tokens, weight), lead)
+        biases = () if bias is None else (bias[...],)
+        return PartialSums(split_product(tokens, weight, is_rounded=not biases), lead, biases)
     return PartialSums(y[None], lead)
 
 
@@ -249,9 +253,9 @@ def biases_of(modules: Sequence[Linear]) -> list[Array]:
 
 
 def split_product(
-    x: Float[Array, "T K"], weight: Float[Array, "N K"], least_depth: int = _LEAST_DEPTH
+    x: Float[Array, "T K"], weight: Float[Array, "N K"], least_depth: int = _LEAST_DEPTH, *, is_rounded: bool = True
 ) -> Float[Array, "P T N"]:
-    """Partial sums of x W^T in float32; with P = 1 the product in x's dtype.
+    """Partial sums of x W^T in float32; with P = 1 the product, in x's dtype where it is_rounded.
 
     XLA splits products of few rows along K, so that all SMs read the weight, and adds the parts in a launch of its own.
     A product that is split already it leaves as it is.
@@ -262,7 +266,7 @@ def split_product(
         while 2 * parts * tiles <= _TILES and k % (2 * parts) == 0 and k // (2 * parts) >= least_depth:
             parts *= 2
     if parts == 1:
-        return rounded_product(x, weight)[None]
+        return (rounded_product(x, weight) if is_rounded else project(x, weight))[None]
     x, weight = x.reshape(num_tokens, parts, -1), weight.reshape(n, parts, -1)
     contract = (((2,), (2,)), ((1,), (1,)))
     options: Any = dict(precision=precision_of(x.dtype), preferred_element_type=jnp.float32)

@@ -77,7 +77,8 @@ def _rule(parallel: ParallelConfig, config: MoEConfig, num_tokens: int) -> tuple
         return "replicate", f"since {sharing} tokens on the devices that share experts are at most {FEW_TOKENS}"
     if _nvlink_refusal(parallel, config, num_tokens) is None:
         other, _ = by_collectives(parallel, config)
-        return "nvlink_dispatch", f"since rows go over NVLink ({other} where the experts are not in the Hopper kernels)"
+        otherwise = f"{other} where experts have adapters or are not in the Hopper kernels"
+        return "nvlink_dispatch", f"since rows go over NVLink ({otherwise})"
     return by_collectives(parallel, config)
 
 

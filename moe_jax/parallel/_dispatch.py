@@ -19,6 +19,9 @@ nvlink_dispatch    one copy of a token, quantized, for each device with an     t
                                                                                row of each device
 =================  ==========================================================  ===========================
 
+What a token has chosen among adapters (``Choices``, 0 or 1 for each rank in int8) travels with its row, in
+collectives of its own.
+
 Nothing here is bounded by a capacity: no token is dropped under any routing. Each device takes part in every
 collective, tokens or not, so none waits for another forever.
 """
@@ -27,10 +30,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from moe_jax._typing import Array
+from moe_jax.experts._low_rank import Choices
 from moe_jax.experts._sort import sort_by_expert
 from pallas_kernels.nvlink_dispatch import DispatchedRows, combine_rows, dispatch_rows
 
@@ -43,19 +48,19 @@ class Exchange:
     """What a dispatch knows of its surroundings.
 
     axis, size: the expert axis. slots_per_device: experts of one device. round_axes: axes whose devices agree on the
-    number of rounds. run: ``(x (M, H), weights (M, k) f32, ids (M, k) local or -1) -> (M, H) float32``, the experts of
-    this device. sum_dtype: in which partial sums are added. row_dtype: of rows on their way back; holds what ``run``
-    gives for one expert of weight 1. is_one_round: one exchange must bring all rows, since activation scales are common
-    to a call. serve: for ``nvlink_dispatch``, ``(what arrived, first slot here, send_back) -> (M, H) float32`` as
-    ``Backend.serve_arrived`` has it; tokens travel in ``quantization``, and ``kernels`` names the implementation of
-    the exchange.
+    number of rounds. run: ``(x (M, H), weights (M, k) f32, ids (M, k) local or -1, choices (M, R)) -> (M, H) float32``,
+    the experts of this device. sum_dtype: in which partial sums are added. row_dtype: of rows on their way back; holds
+    what ``run`` gives for one expert of weight 1. is_one_round: one exchange must bring all rows, since activation
+    scales are common to a call. serve: for ``nvlink_dispatch``, ``(what arrived, first slot here, send_back) ->
+    (M, H) float32`` as ``Backend.serve_arrived`` has it; tokens travel in ``quantization``, and ``kernels`` names the
+    implementation of the exchange.
     """
 
     axis: str
     size: int
     slots_per_device: int
     round_axes: tuple[str, ...]
-    run: Callable[[Array, Array, Array], Array]
+    run: Callable[[Array, Array, Array, Choices], Array]
     sum_dtype: jnp.dtype
     row_dtype: jnp.dtype
     is_one_round: bool
@@ -69,16 +74,17 @@ class Exchange:
         return jnp.where((slots >= 0) & (index >= 0) & (index < self.slots_per_device), index, -1)
 
 
-def replicate(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
+def replicate(x: Array, weights: Array, slots: Array, choices: Choices, exchange: Exchange) -> Array:
     """Each device serves its experts for all tokens; partial sums are added."""
-    y = exchange.run(x, weights, exchange.local_ids(slots)).astype(exchange.sum_dtype)
+    y = exchange.run(x, weights, exchange.local_ids(slots), choices).astype(exchange.sum_dtype)
     return lax.psum(y, exchange.axis).astype(jnp.float32)
 
 
-def all_gather(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
+def all_gather(x: Array, weights: Array, slots: Array, choices: Choices, exchange: Exchange) -> Array:
     """As ``replicate`` on the tokens of all devices; each gets the sums of its own back."""
-    x, weights, slots = (lax.all_gather(part, exchange.axis, tiled=True) for part in (x, weights, slots))
-    y = exchange.run(x, weights, exchange.local_ids(slots)).astype(exchange.sum_dtype)
+    gathered = jax.tree.map(lambda part: lax.all_gather(part, exchange.axis, tiled=True), (x, weights, slots, choices))
+    x, weights, slots, choices = gathered
+    y = exchange.run(x, weights, exchange.local_ids(slots), choices).astype(exchange.sum_dtype)
     return lax.psum_scatter(y, exchange.axis, tiled=True).astype(jnp.float32)
 
 
@@ -114,7 +120,7 @@ def rows_per_round(num_pairs: int, exchange: Exchange) -> int:
     return min(num_pairs, -(-int(ROOM * num_pairs) // exchange.size // 8) * 8 + 8)
 
 
-def all_to_all(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
+def all_to_all(x: Array, weights: Array, slots: Array, choices: Choices, exchange: Exchange) -> Array:
     """One row for each pair goes to its expert and comes back; the sum over k is that of a single device, bit for bit.
 
     The devices with the most rows for one other set the number of rounds, the same for all.
@@ -129,9 +135,10 @@ def all_to_all(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Ar
         place = jnp.where(is_sent, pairs.device * room + pairs.rank % room, exchange.size * room)
         sender = jnp.full(exchange.size * room, num_tokens, jnp.int32).at[place].set(pairs.pair // top_k, mode="drop")
         ids = jnp.full(exchange.size * room, -1, jnp.int32).at[place].set(pairs.ids, mode="drop")
-        sent = x.at[sender].get(mode="fill", fill_value=0)
-        came, ids = (lax.all_to_all(part, exchange.axis, 0, 0, tiled=True) for part in (sent, ids))
-        served = _serve(came, ids, exchange)
+        sent = jax.tree.map(lambda part: part.at[sender].get(mode="fill", fill_value=0), (x, choices))
+        arrived = jax.tree.map(lambda part: lax.all_to_all(part, exchange.axis, 0, 0, tiled=True), (sent, ids))
+        (came, chosen), ids = arrived
+        served = _serve(came, chosen, ids, exchange)
         back = lax.all_to_all(served, exchange.axis, 0, 0, tiled=True)
         mine = back.at[place].get(mode="fill", fill_value=0)
         return rows.at[jnp.where(is_sent, pairs.pair, pairs.pair.size)].set(mine, mode="drop")
@@ -143,7 +150,7 @@ def all_to_all(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Ar
     return _sum_over_experts(rows, weights)
 
 
-def ragged_all_to_all(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
+def ragged_all_to_all(x: Array, weights: Array, slots: Array, choices: Choices, exchange: Exchange) -> Array:
     """As ``all_to_all`` in one exchange of exactly the rows there are; buffers hold the worst case."""
     num_tokens, top_k = slots.shape
     pairs = _sorted_pairs(slots, exchange)
@@ -161,16 +168,17 @@ def ragged_all_to_all(x: Array, weights: Array, slots: Array, exchange: Exchange
         return lax.ragged_all_to_all(rows, out, *sizes, axis_name=exchange.axis)
 
     ids = forth(jnp.where(pairs.device < exchange.size, pairs.ids, -1)[:, None], -1)[:, 0]
-    served = _serve(forth(x[pairs.pair // top_k], 0), ids, exchange)
+    rows, chosen = jax.tree.map(lambda part: forth(part[pairs.pair // top_k], 0), (x, choices))
+    served = _serve(rows, chosen, ids, exchange)
     empty = jnp.zeros((num_tokens * top_k, x.shape[1]), served.dtype)
     back = lax.ragged_all_to_all(served, empty, *back_sizes, axis_name=exchange.axis)
     rows = jnp.zeros_like(back).at[pairs.pair].set(back, unique_indices=True)
     return _sum_over_experts(rows, weights)
 
 
-def nvlink_dispatch(x: Array, weights: Array, slots: Array, exchange: Exchange) -> Array:
+def nvlink_dispatch(x: Array, weights: Array, slots: Array, choices: Choices, exchange: Exchange) -> Array:
     """Two kernels that store into the memory of the other devices; the sum over k is that of a single device."""
-    assert exchange.serve is not None  # the caller refuses experts that run elsewhere
+    assert exchange.serve is not None and not choices  # the caller refuses experts that run elsewhere, and adapters
     where: dict[str, Any] = dict(
         axis=exchange.axis, slots_per_device=exchange.slots_per_device, implementation=exchange.kernels
     )
@@ -186,10 +194,10 @@ def nvlink_dispatch(x: Array, weights: Array, slots: Array, exchange: Exchange) 
     return exchange.serve(arrived, lax.axis_index(exchange.axis) * exchange.slots_per_device, send_back)
 
 
-def _serve(rows: Array, ids: Array, exchange: Exchange) -> Array:
+def _serve(rows: Array, choices: Choices, ids: Array, exchange: Exchange) -> Array:
     """Rows through this device's experts, one each, with weight 1."""
     weight = (ids >= 0).astype(jnp.float32)
-    return exchange.run(rows, weight[:, None], ids[:, None]).astype(exchange.row_dtype)
+    return exchange.run(rows, weight[:, None], ids[:, None], choices).astype(exchange.row_dtype)
 
 
 def _sum_over_experts(rows: Array, weights: Array) -> Array:
@@ -197,7 +205,7 @@ def _sum_over_experts(rows: Array, weights: Array) -> Array:
     return jnp.sum(rows * weights[..., None], axis=1)
 
 
-WAYS: dict[str, Callable[[Array, Array, Array, Exchange], Array]] = {
+WAYS: dict[str, Callable[[Array, Array, Array, Choices, Exchange], Array]] = {
     "replicate": replicate,
     "all_gather": all_gather,
     "all_to_all": all_to_all,

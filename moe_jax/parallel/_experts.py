@@ -19,6 +19,7 @@ from moe_jax.experts._backend import Backend, Problem
 from moe_jax.experts._choice import BACKENDS, choose, nothing_runs, route_by
 from moe_jax.experts._fused_moe import MoEStats, finish, stats_of, weighted_experts
 from moe_jax.experts._gradient import NoGradient, with_gradient_of
+from moe_jax.experts._low_rank import Choices, choices_of, with_choices, with_rows_chosen
 from moe_jax.parallel._choice import by_collectives, choose_dispatch
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._dispatch import WAYS, Exchange, rows_per_round
@@ -28,8 +29,8 @@ from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import RoutingParams
 from pallas_kernels.nvlink_dispatch import DispatchedRows
 
-# x, router_logits, token_mask, token_ids, shared_output, replayed_ids; the first axis of each counts tokens
-Tokens = tuple[Array, Array, Array | None, Array | None, Array | None, Array | None]
+# x, router_logits, token_mask, token_ids, shared_output, replayed_ids, choices; the first axis of each counts tokens
+Tokens = tuple[Array, Array, Array | None, Array | None, Array | None, Array | None, Choices]
 
 
 def fused_moe(
@@ -53,7 +54,7 @@ def fused_moe(
     any sharding. They are brought into the layout that the dispatch needs, and padded if T does not divide.
 
     Args:
-        weights: placed, see ``place_weights``.
+        weights: placed, see ``place_weights``. What tokens have ``chosen`` among adapters is an array of tokens.
         placement: the experts in their slots. Its arrays may be others in every call.
         shared_output: (T, H), already the whole sum over devices. A shared expert with sharded weights that runs on
             global arrays returns the whole sum.
@@ -71,7 +72,9 @@ def fused_moe(
     _check(x, router_logits, weights, config, placement, parallel)
     num_tokens = x.shape[0]
     name = choose_dispatch(parallel, config, num_tokens)
-    tokens = (x, router_logits, token_mask, token_ids, shared_output, replayed_ids)
+    choices = {fields: chosen.astype(jnp.int8) for fields, chosen in choices_of(weights).items()}
+    weights = with_rows_chosen(weights, None)
+    tokens = (x, router_logits, token_mask, token_ids, shared_output, replayed_ids, choices)
     if num_tokens == 0:
         y, stats = _nothing(x, config, placement, parallel)
         return (y, dataclasses.replace(stats, router_logits=router_logits)) if return_stats else y
@@ -150,7 +153,7 @@ def _body(
     rest: tuple[Placement, RoutingParams | None],
 ) -> tuple[Array, Array, Array]:
     """The work of one device: y, topk_ids of its tokens, and the load of all slots from all tokens."""
-    x, router_logits, token_mask, token_ids, shared, replayed_ids = tokens
+    x, router_logits, token_mask, token_ids, shared, replayed_ids, choices = tokens
     placement, routing = rest
     token_axes = parallel.token_axes(name)
     num_tokens = x.shape[0]
@@ -175,9 +178,9 @@ def _body(
     stats = stats_of(routed.topk_ids, slots, placement.num_slots)
     load = lax.psum(stats.load, token_axes) if token_axes else stats.load
 
-    gathered = (x, routed.topk_weights, slots)
+    gathered = (x, routed.topk_weights, slots, choices)
     if parallel.gathers_tokens:
-        gathered = tuple(lax.all_gather(part, parallel.tensor_axis, tiled=True) for part in gathered)
+        gathered = jax.tree.map(lambda part: lax.all_gather(part, parallel.tensor_axis, tiled=True), gathered)
     y = _experts(name, parallel, config, own, gathered, weights, placement.slots_per_device, chosen)
     if parallel.gathers_tokens:
         y = lax.psum_scatter(y.astype(parallel.reduce_dtype), parallel.tensor_axis, tiled=True)
@@ -208,7 +211,7 @@ def _experts(
     parallel: ParallelConfig,
     config: MoEConfig,
     own: MoEConfig,
-    gathered: tuple[Array, Array, Array],
+    gathered: tuple[Array, Array, Array, Choices],
     weights: ExpertWeights,
     slots_per_device: int,
     backend: Backend,
@@ -217,7 +220,7 @@ def _experts(
 
     own, weights: of this device. backend: what runs them.
     """
-    x, topk_weights, slots = gathered
+    x, topk_weights, slots, choices = gathered
     if config.apply_router_weight_on_input:
         x = x.astype(jnp.float32) * topk_weights
         topk_weights = (slots >= 0).astype(jnp.float32)
@@ -231,7 +234,8 @@ def _experts(
         pinned = max(1, math.ceil(planned * top_k / top_k_here))
         return dataclasses.replace(own, pinned_tokens=pinned, top_k=top_k_here)
 
-    def run(weights: ExpertWeights, x: Array, topk_weights: Array, ids: Array) -> Array:
+    def run(weights: ExpertWeights, x: Array, topk_weights: Array, ids: Array, choices: Choices) -> Array:
+        weights = with_choices(weights, {fields: chosen.astype(jnp.float32) for fields, chosen in choices.items()})
         return weighted_experts(x, topk_weights, ids, weights, plan_for(ids.shape[1]))
 
     def serve(
@@ -253,10 +257,10 @@ def _experts(
             quantization=backend.arriving_quantization(weights),
         )
 
-    def way(name: str, x: Array, topk_weights: Array, slots: Array, weights: ExpertWeights) -> Array:
+    def way(name: str, x: Array, topk_weights: Array, slots: Array, choices: Choices, weights: ExpertWeights) -> Array:
         if name == "nvlink_dispatch":
             x, topk_weights, slots, weights = _refusing_batches((x, topk_weights, slots, weights))
-        return WAYS[name](x, topk_weights, slots, exchange_of(weights))
+        return WAYS[name](x, topk_weights, slots, choices, exchange_of(weights))
 
     def refuse(*arguments: object) -> Array:
         raise NoGradient(
@@ -264,16 +268,16 @@ def _experts(
         )
 
     if parallel.expert_axis is None:
-        return run(weights, x, topk_weights, slots)
+        return run(weights, x, topk_weights, slots, choices)
     exchange = exchange_of(weights)
     if not parallel.reduce_results:
-        return run(weights, x, topk_weights, exchange.local_ids(slots))
+        return run(weights, x, topk_weights, exchange.local_ids(slots), choices)
     own_way = functools.partial(way, name)
     if name == "nvlink_dispatch" or (name == "all_to_all" and rows_per_round(slots.size, exchange) < slots.size):
         # Loops of as many rounds as it takes, and stores into other memories, have no gradient.
         other = functools.partial(way, "all_gather") if parallel.dispatch is None else refuse
-        return with_gradient_of(own_way, other, x, topk_weights, slots, weights)
-    return own_way(x, topk_weights, slots, weights)
+        return with_gradient_of(own_way, other, x, topk_weights, slots, choices, weights)
+    return own_way(x, topk_weights, slots, choices, weights)
 
 
 class NoBatches(NotImplementedError):

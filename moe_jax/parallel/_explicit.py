@@ -35,6 +35,13 @@ def in_auto_axes(function: Callable[..., Any], x: Any, args: Any) -> Any:
     return run(x, args)
 
 
+def gathered(array: jax.Array) -> jax.Array:
+    """An array whole on every device of the mesh whose Explicit axes split it; any other array as it is."""
+    if not _explicit_axes(array):
+        return array
+    return jax.sharding.reshard(array, NamedSharding(jax.typeof(array).sharding.mesh, PartitionSpec()))
+
+
 def _explicit_axes(array: Any) -> tuple[str, ...]:
     mesh = jax.typeof(array).sharding.mesh
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -17,12 +17,13 @@ def add_and_norm(
     addend: jax.Array | None = None,
     *,
     eps: float,
+    bias: jax.Array | None = None,
     quantization: str = "none",
     scale_rows: int | None = None,
     config: AddNormConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """(x + addend, that / sqrt(mean(that^2) + eps) * weight over the last axis).
+    """(x + addend + bias, that / sqrt(mean(that^2) + eps) * weight over the last axis).
 
     Sum and norm are computed in float32. Each is rounded once, so that the norm is that of the sum before its rounding,
     as it is where XLA fuses the two.
@@ -33,6 +34,7 @@ def add_and_norm(
         addend: (T, H), of the same dtype; or the partial sums of a product, (P, R, H) of the same dtype or float32,
             which are added in their order. Of their R >= T rows those past T are not read. None for zeros: then x is
             returned as it is.
+        bias: (H,) float, of the product that addend is; None for zeros.
         quantization: "none", or what is done to the rounded norm, as by ``quantize_and_permute``: "e4m3_row",
             "int8_row", "e4m3_group" or "e4m3_group_ue8m0". Then the results are (x + addend, codes, scales).
         scale_rows: the scales have room for this many rows, at least T; those past T are unspecified.
@@ -55,6 +57,9 @@ def add_and_norm(
     has_partial_sums = addend is not None and addend.ndim == 3 and addend.dtype == jnp.float32
     if len(dtypes) != 1 and (x.dtype != weight.dtype or not has_partial_sums):
         raise TypeError(f"operands are {', '.join(sorted(dtypes))}; expected one dtype, or partial sums in float32")
+    is_float = bias is None or jnp.issubdtype(bias.dtype, jnp.floating)
+    if bias is not None and (parts is None or bias.shape != weight.shape or not is_float):
+        raise ValueError(f"bias is {bias.dtype}{bias.shape}, expected a float dtype and {weight.shape}, with an addend")
     desc = AddNormDesc(
         *x.shape,
         dtype=jnp.dtype(x.dtype).name,
@@ -63,6 +68,7 @@ def add_and_norm(
         part_dtype=None if parts is None else jnp.dtype(parts.dtype).name,
         quantization=quantization,
         scale_rows=scale_rows or 0,
+        has_bias=bias is not None,
     )
     if quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization={quantization!r} is not one of {QUANTIZATIONS}")
@@ -76,8 +82,8 @@ def add_and_norm(
 
         from pallas_kernels.add_and_norm.kernel_sm90 import add_and_norm_sm90  # here: importing it loads Pallas
 
-        found = add_and_norm_sm90(desc, chosen)(x, weight, *([] if parts is None else [parts]))
+        found = add_and_norm_sm90(desc, chosen)(x, weight, *(a for a in (parts, bias) if a is not None))
         return (x, *found) if parts is None else tuple(found)
 
-    runs = dict(hopper=hopper, reference=lambda: add_and_norm_ref(desc, x, weight, parts))
+    runs = dict(hopper=hopper, reference=lambda: add_and_norm_ref(desc, x, weight, parts, bias))
     return first_that_runs("add_and_norm", runs, implementation)

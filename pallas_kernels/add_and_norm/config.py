@@ -11,7 +11,8 @@ MOST_COLUMNS = 8192  # of a row, which a warpgroup holds at once: 64 values a th
 
 @dataclasses.dataclass(frozen=True)
 class AddNormDesc:
-    """Static description of one call: T tokens of width H. num_parts: rows that are added to each. eps: of the norm.
+    """Static description of one call: T tokens of width H. num_parts: rows that are added to each; with has_bias one
+    more, which all tokens share. eps: of the norm.
 
     dtype: of all operands and results, but for part_dtype of what is added; None where that has the same. quantization:
     of the norm, a kind of ``quantize_and_permute``, "none" for none. scale_rows: rows that its scales have room for, 0
@@ -26,6 +27,7 @@ class AddNormDesc:
     part_dtype: str | None = None
     quantization: str = "none"
     scale_rows: int = 0
+    has_bias: bool = False
 
     @property
     def rows(self) -> PermuteDesc:

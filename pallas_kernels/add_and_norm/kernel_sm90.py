@@ -25,7 +25,7 @@ from pallas_kernels.quantize_and_permute.kernel_sm90 import GROUP_LAYOUT, quanti
 
 
 def add_and_norm_sm90(desc: AddNormDesc, config: AddNormConfig) -> Kernel:
-    """The kernel: (x, weight, [parts (P, R, H)]) -> [sum, norm], without the sum where nothing is added.
+    """The kernel: (x, weight, [parts (P, R, H), [bias (H,)]]) -> [sum, norm], without the sum where nothing is added.
 
     With a quantization codes and scales take the place of the norm.
     """
@@ -42,8 +42,11 @@ def add_and_norm_sm90(desc: AddNormDesc, config: AddNormConfig) -> Kernel:
 
 def _kernel(desc: AddNormDesc, config: AddNormConfig, x: Ref, weight: Ref, *rest: Ref) -> None:
     mosaic.begin()
-    parts, total_out = (rest[0], rest[1]) if desc.num_parts else (None, None)
-    outputs = rest[2 * bool(desc.num_parts) :]
+    operands = list(rest)
+    parts = operands.pop(0) if desc.num_parts else None
+    bias = operands.pop(0) if desc.has_bias else None
+    total_out = operands.pop(0) if desc.num_parts else None
+    outputs = operands
     counted_twice = 0
     columns: list[Any]
     if desc.rows.is_grouped:
@@ -64,6 +67,7 @@ def _kernel(desc: AddNormDesc, config: AddNormConfig, x: Ref, weight: Ref, *rest
         if parts is not None and total_out is not None:
             for i, part in enumerate(columns):
                 added = [load(parts, index, row, part) for index in range(desc.num_parts)]
+                added += [] if bias is None else [load(bias, part)]
                 values[i] = values[i] + functools.reduce(jnp.add, added)
             for part, value in zip(columns, values, strict=True):
                 total_out.at[row, part][...] = value.astype(desc.dtype)

@@ -23,6 +23,8 @@ from pallas_kernels.decode_attention.reference import decode_attention_ref
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 
+SINK_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
 
 def decode_attention(
     q: jax.Array,
@@ -60,7 +62,8 @@ def decode_attention(
         scale: of the scores.
         value_width: V where v is None.
         window: how many slots up to its own a query sees; None for all.
-        sinks: (N,) float, a logit per query head that takes its part of the softmax and gives nothing.
+        sinks: (N,) float32, bfloat16 or float16, a logit per query head that takes its part of the softmax and gives
+            nothing.
         scales: () float32 each, what the codes of keys and of values are multiplied with; None without codes.
         page_table: (B, T) int32 where k is (P, M, 64, D) and v (P, M, 64, V): slot s of row b lies in page
             page_table[b, s // 64], L is 64 * T. Entries behind a row's last slot may be anything; others name a page.
@@ -82,7 +85,6 @@ def decode_attention(
     desc = _describe(q, k, values, (starts, lengths, first_slots), scale, window, sinks, scales, page_table)
     if v is None:
         desc = dataclasses.replace(desc, is_latent=True)
-    sinks = None if sinks is None else sinks.astype(jnp.float32)
     rows_out = None if quantization == "none" else rows_of(desc, quantization, scale_rows)
 
     def hopper():
@@ -192,8 +194,9 @@ def _describe(
         raise ValueError(f"window={window}, expected at least 1, or None for all slots")
     if not scale > 0:
         raise ValueError(f"scale is {scale}, expected a number above 0")
-    if sinks is not None and (sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
-        raise ValueError(f"sinks is {sinks.dtype}{sinks.shape}, expected a float dtype and {(heads,)}")
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype not in SINK_DTYPES):
+        names = ", ".join(jnp.dtype(dtype).name for dtype in SINK_DTYPES)
+        raise ValueError(f"sinks is {sinks.dtype}{sinks.shape}, expected {names} and {(heads,)}")
     return DecodeDesc(
         batch=batch,
         num_queries=queries,

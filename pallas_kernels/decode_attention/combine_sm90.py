@@ -31,7 +31,7 @@ def combine_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     """The kernel: (sums, tops, totals, starts, lengths, first_slots, [scales], [sinks]) -> (B, S, N, V) flat.
 
     sums, tops, totals: flat, as ``decode_sm90`` or ``latents_sm90`` gives them; scales (2,) float32, of keys and of
-    values in e4m3; sinks (N,) float32.
+    values in e4m3; sinks (N,).
     """
     out = jax.ShapeDtypeStruct(
         (desc.batch * desc.num_queries * desc.num_heads * desc.value_width,), jnp.dtype(desc.dtype)
@@ -113,7 +113,7 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     top = lax.bitcast_convert_type(nothing, jnp.float32) + FLOOR
     sink = None
     if sinks:
-        sink = simt.load_float(sinks[0], head, is_used, jnp.float32, 0.0) * LOG2_E
+        sink = simt.load_float(sinks[0], head, is_used, sinks[0].dtype, 0.0) * LOG2_E
         top = lax.max(top, sink)
     top = functools.reduce(lax.max, first_scores, top)
     top = over_the_others(lambda top, *where: functools.reduce(lax.max, scores(*where), top), top)

@@ -63,7 +63,7 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     q (B, M, T * C, D) for T tiles of C columns, k (B, M, L, D), v (B, M, L, V), not there where ``is_latent``; scales
     (2,) float32 where ``is_e4m3``, of keys and of values, of which the second launch takes that of the values; pages
     (B, L / 64) int32 where there are ``num_pages``, which k and v have in place of rows, with 64 slots each; starts,
-    lengths, first_slots (B,) int32; sinks (M, T * C) float32; arrivals (at least B * M * T,) int32, zeros, which are
+    lengths, first_slots (B,) int32; sinks (M, T * C); arrivals (at least B * M * T,) int32, zeros, which are
     zeros again at the end. sums (B * M * T * splits, V, C) float32, tops and totals (B * M * T * splits, C) float32:
     those of splits that no query sees are not written. out (B * S * N * V,); queries that see nothing get zeros.
     """
@@ -394,7 +394,7 @@ def _finish(
     factor = jnp.ones_like(total)
     if sinks is not None:
         own = sinks.at[item.head, pl.ds(item.column, top.shape[0])]
-        sink = mosaic.load(own, layout=mosaic.COLUMNS, optimized=False) * LOG2_E
+        sink = mosaic.load(own, layout=mosaic.COLUMNS, optimized=False).astype(jnp.float32) * LOG2_E
         highest = lax.max(top, sink)
         factor = jnp.exp2(top - highest)
         total = total * factor + jnp.exp2(sink - highest)

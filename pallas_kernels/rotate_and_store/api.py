@@ -21,6 +21,7 @@ def rotate_and_store(
     lengths: jax.Array,
     first_slots: jax.Array,
     *,
+    biases: tuple[jax.Array, ...] = (),
     norms: tuple[jax.Array, ...] = (),
     eps: float = 0.0,
     scales: tuple[jax.Array, jax.Array] | None = None,
@@ -43,6 +44,7 @@ def rotate_and_store(
         caches: keys and values, (B, M, L, D) each, in the dtype of ``projected``, which is that of the queries, or
             float8_e4m3fn with ``scales``.
         starts, lengths, first_slots: (B,) int32; lengths at most L.
+        biases: (N * D,), (M * D,) and (M * D,) float, added to queries, keys and values first; () for none.
         norms: weights (D,) of the RMSNorms of query and key heads, in the dtype of the caches; () for none.
         eps: of the norms.
         scales: () float32 each, of the keys and of the values in the caches: number / scale is rounded to e4m3, from
@@ -60,7 +62,7 @@ def rotate_and_store(
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
     num_tokens = cos.shape[1] if has_parts else None
-    desc = describe(projected, caches, norms, eps, scales, page_table, num_tokens=num_tokens)
+    desc = describe(projected, caches, norms, eps, scales, page_table, num_tokens=num_tokens, biases=biases)
     places = (starts, lengths, first_slots)
 
     def hopper():
@@ -72,10 +74,11 @@ def rotate_and_store(
 
         stacked = () if scales is None else (jnp.stack(scales),)
         pages = () if page_table is None else (page_table,)
-        return rotate_and_store_sm90(desc, chosen)(*caches, *projected, cos, sin, *norms, *stacked, *places, *pages)
+        operands = (*projected, *biases, cos, sin, *norms, *stacked, *places, *pages)
+        return rotate_and_store_sm90(desc, chosen)(*caches, *operands)
 
     def reference():
-        return rotate_and_store_ref(desc, projected, norms, cos, sin, caches, places, scales, page_table)
+        return rotate_and_store_ref(desc, projected, norms, cos, sin, caches, places, scales, page_table, biases)
 
     return first_that_runs("rotate_and_store", dict(hopper=hopper, reference=reference), implementation)
 
@@ -89,6 +92,7 @@ def describe(
     page_table: jax.Array | None = None,
     *,
     num_tokens: int | None = None,
+    biases: tuple[jax.Array, ...] = (),
 ) -> RotateDesc:
     """The description of a call; raises ValueError or TypeError for a wrong one. num_tokens: S of partial sums."""
     k, v = caches
@@ -119,6 +123,11 @@ def describe(
         or [a.shape for a in norms] not in ([], [(width,)] * 2)
     ):
         raise ValueError(f"{shapes}; {expected}")
+    widths = [(columns,), (keys,), (keys,)]
+    are_floats = all(jnp.issubdtype(a.dtype, jnp.floating) for a in biases)
+    if biases and ([a.shape for a in biases] != widths or not are_floats):
+        found = ", ".join(f"{a.dtype}{a.shape}" for a in biases)
+        raise ValueError(f"biases are {found}; expected float dtypes and shapes {widths}, or none")
     stored = [jnp.dtype(a.dtype).name for a in caches]
     if (scales is not None) != (stored == ["float8_e4m3fn"] * 2):
         given = "no scales" if scales is None else "scales"
@@ -147,4 +156,5 @@ def describe(
         num_parts=1 if num_tokens is None else lead[0],
         part_dtype=part_dtypes.pop(),
         num_pages=num_pages,
+        has_bias=bool(biases),
     )

@@ -17,7 +17,8 @@ class RotateDesc:
     with a scale of keys and one of values. is_packed: queries, keys and values are parts of one array.
     has_norm: heads of queries and keys are normalised. eps: of the norm. num_parts: partial sums that projections are
     given as. part_dtype: of these, None where it is ``dtype``. num_pages: of the cache, of PAGE_SLOTS slots each, in
-    which a table says where rows have theirs; 0 where rows have slots of their own.
+    which a table says where rows have theirs; 0 where rows have slots of their own. has_bias: queries, keys and values
+    have vectors that are added to their sums.
     """
 
     batch: int
@@ -34,6 +35,7 @@ class RotateDesc:
     part_dtype: str | None = None
     is_e4m3: bool = False
     num_pages: int = 0
+    has_bias: bool = False
 
     @property
     def num_items(self) -> int:

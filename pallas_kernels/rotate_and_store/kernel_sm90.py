@@ -23,8 +23,8 @@ from pallas_kernels.rotate_and_store.config import HEADS, LANES, RotateConfig, R
 def rotate_and_store_sm90(
     desc: RotateDesc, config: RotateConfig
 ) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
-    """The kernel: (two caches, projected, cos, sin, [two norms], [scales (2,)], starts, lengths, first_slots,
-    [pages (B, T)]) -> (queries, caches)."""
+    """The kernel: (two caches, projected, [three biases], cos, sin, [two norms], [scales (2,)], starts, lengths,
+    first_slots, [pages (B, T)]) -> (queries, caches)."""
     tokens = desc.batch * desc.num_tokens
     out = jax.ShapeDtypeStruct((tokens, desc.num_heads, desc.width), desc.dtype)
     call = in_place_row_kernel(functools.partial(_kernel, desc), 2, out, config.num_ctas, "rotate_and_store")
@@ -32,8 +32,11 @@ def rotate_and_store_sm90(
     def run(k, v, *rest):
         count = 1 if desc.is_packed else 3
         projected = [a.reshape(desc.num_parts, -1, a.shape[-1] // desc.width, desc.width) for a in rest[:count]]
-        angles = [a.reshape(tokens, -1) for a in rest[count : count + 2]]
-        k, v, q = call(k, v, *projected, *angles, *rest[count + 2 :])
+        rest = rest[count:]
+        biases = [a.reshape(-1, desc.width) for a in rest[: 3 * desc.has_bias]]
+        rest = rest[3 * desc.has_bias :]
+        angles = [a.reshape(tokens, -1) for a in rest[:2]]
+        k, v, q = call(k, v, *projected, *biases, *angles, *rest[2:])
         return q.reshape(desc.batch, desc.num_tokens, desc.num_heads, desc.width), k, v
 
     return run
@@ -44,6 +47,7 @@ def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: 
     *operands, q_out = rest
     pages = operands.pop() if desc.num_pages else None
     projected, others = (operands[:1] * 3, operands[1:]) if desc.is_packed else (operands[:3], operands[3:])
+    biases, others = (others[:3], others[3:]) if desc.has_bias else ((), others)
     (cos, sin, *norms), (starts, lengths, first_slots) = others[:-3], others[-3:]
     scales = norms.pop() if desc.is_e4m3 else None
     first_heads = (0, desc.num_heads, desc.num_heads + desc.num_kv_heads) if desc.is_packed else (0, 0, 0)
@@ -61,11 +65,15 @@ def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: 
         """float32."""
         at = pl.ds(first_heads[which] + head, HEADS)
 
-        def part(index, columns):
-            own = projected[which].at[index, token, at, columns]
-            return mosaic.load(own, layout=layout, optimized=False).astype(jnp.float32)
+        def load(ref):
+            return mosaic.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
-        return [functools.reduce(jnp.add, [part(i, h) for i in range(desc.num_parts)]) for h in halves]
+        def total(columns):
+            parts = [load(projected[which].at[index, token, at, columns]) for index in range(desc.num_parts)]
+            parts += [load(biases[which].at[pl.ds(head, HEADS), columns])] if biases else []
+            return functools.reduce(jnp.add, parts)
+
+        return [*map(total, halves)]
 
     def rotated(which: int, token: Scalar, head: Scalar) -> list[Value]:
         x = heads(which, token, head)

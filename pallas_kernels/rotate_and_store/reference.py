@@ -20,6 +20,7 @@ def rotate_and_store_ref(
     places: tuple[jax.Array, jax.Array, jax.Array],
     scales: tuple[jax.Array, jax.Array] | None = None,
     page_table: jax.Array | None = None,
+    biases: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What ``rotate_and_store`` computes."""
     ends = (desc.num_heads * desc.width, (desc.num_heads + desc.num_kv_heads) * desc.width)
@@ -31,6 +32,8 @@ def rotate_and_store_ref(
 
     projected = tuple(map(summed, projected))
     q, k, v = jnp.split(projected[0], ends, axis=-1) if desc.is_packed else projected
+    if desc.has_bias:
+        q, k, v = (part + bias.astype(jnp.float32) for part, bias in zip((q, k, v), biases, strict=True))
     q, k, v = (part.reshape(desc.batch, desc.num_tokens, -1, desc.width) for part in (q, k, v))
     if desc.has_norm:
         q, k = (_normed(part, weight, desc.eps) for part, weight in zip((q, k), norms, strict=True))

@@ -126,6 +126,4 @@ def test_refusals(case, prompt, directories, tmp_path):
     refuses(NotImplementedError, "one array of prompts", lambda: moe_jax.generate(chosen, prompts, max_new_tokens=2))
     for call in (moe_jax.merge_lora, lambda model: moe_jax.save_lora(model, tmp_path / "new")):
         refuses(NotImplementedError, "named adapters, story, code, chat, are for inference", call, model)
-    mesh = jax.make_mesh((2,), ("expert",))
-    refuses(NotImplementedError, "several adapters over a mesh", moe_jax.load_lora, load(base, mesh=mesh), directories)
     refuses(ValueError, "source={}, expected a directory", moe_jax.load_lora, load(base), {})

@@ -347,14 +347,16 @@ def test_launches_of_a_router(monkeypatch):
         layer(x, parts.sum(0), router_parts=parts[:, :5])
 
 
-@pytest.mark.parametrize("projections", [None, "fp8_channel"])
-def test_launches_of_a_layer(case, monkeypatch, projections):
-    """A decode step for CUDA: seven steps a layer outside the experts, also with quantized projections."""
+@pytest.mark.parametrize(("projections", "has_biases"), [(None, False), (None, True), ("fp8_channel", False)])
+def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
+    """A decode step for CUDA: seven steps a layer outside the experts, also with quantized projections, or with biases
+    and sinks in 16 bits."""
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     layers = 3
     sizes = dict(num_layers=layers, moe_layers=tuple(range(layers)), num_heads=8, num_kv_heads=4, head_dim=64)
     rope = dataclasses.replace(case("qwen3").model.config.rope, dim=64)
+    sizes |= dict(use_attention_bias=True, use_output_bias=True, has_sinks=True) if has_biases else {}
     config = dataclasses.replace(case("qwen3").model.config, hidden_size=256, rope=rope, **sizes)
     model = nnx.eval_shape(lambda: Qwen3MoeForCausalLM(config, implementation="xla", rngs=nnx.Rngs(0)))
     if projections is not None:
@@ -391,6 +393,8 @@ def test_launches_of_a_layer(case, monkeypatch, projections):
     for parts in ("tensor<4x4x1024xf32>", "tensor<8x4x256xf32>"):  # into attention, of all heads, and out of it
         assert sum(line.endswith(f"-> {parts}") for line in products) == layers
         assert not any("stablehlo.reduce" in line and parts in line for line in main.splitlines())  # kernels add them
+    assert not any("stablehlo.add" in line and "4x1024x" in line for line in main.splitlines())
+    assert not any("stablehlo.convert" in line and "tensor<8xbf16>" in line for line in text.splitlines())
     written = [line for line in main.splitlines() if line.endswith("-> tensor<4x4x64x64xbf16>")]
     assert not any("}) :" in line or "dynamic_update_slice" in line for line in written)  # no scatter into a cache
     # Equal layers share the text of a kernel: norms without a sum, with attention's parts, with what experts give, and

@@ -63,6 +63,12 @@ def check_parts(implementation, rows, width, dtype):
     one = run((*arguments[:2], arguments[2].sum(0, keepdims=True)), implementation)  # exact: so are the sums
     for parts, whole in zip(found, one, strict=True):
         np.testing.assert_array_equal(parts, whole)
+    bias = np.random.default_rng(2).standard_normal(width).astype(DTYPES[dtype])
+    wide = wide + bias.astype(np.float64)
+    normal = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * arguments[1].astype(np.float64)
+    found = run(arguments, implementation, bias=jnp.asarray(bias))
+    for one, exact in zip(found, (wide, normal), strict=True):
+        np.testing.assert_allclose(one.astype(np.float64), exact, rtol=0.52 * step, atol=1e-5)
 
 
 KINDS = {"e4m3_row": (448, 2**-4), "e4m3_group": (448, 2**-4), "e4m3_group_ue8m0": (448, 2**-4), "int8_row": (127, 0)}
@@ -118,6 +124,9 @@ def test_wrong_calls():
     refuses(ValueError, r"addend .2, 3, 128.; .* R >= T", add_and_norm, x, weight, jnp.zeros((2, 3, 128)), eps=EPS)
     refuses(ValueError, "'nvfp4' is not one of", add_and_norm, x, weight, eps=EPS, quantization="nvfp4")
     refuses(ValueError, "at least T=4", add_and_norm, x, weight, eps=EPS, quantization="e4m3_row", scale_rows=3)
+    words = r"bias is bfloat16\(128,\), expected a float dtype and \(128,\), with an addend"
+    refuses(ValueError, words, add_and_norm, x, weight, eps=EPS, bias=weight)
+    refuses(ValueError, r"bias is int32\(128,\)", add_and_norm, x, weight, x, eps=EPS, bias=jnp.zeros(128, jnp.int32))
     wide = jnp.zeros((4, 128), jnp.float32)
     refuses(TypeError, "or partial sums in float32", add_and_norm, x, weight, wide, eps=EPS)
     refuses(TypeError, "bfloat16, float32", add_and_norm, x, weight.astype(jnp.float32), eps=EPS)

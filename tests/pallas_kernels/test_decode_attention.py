@@ -55,6 +55,8 @@ def make(desc, places, seed=0):
     k = (rng.standard_normal((*caches, desc.width)) / k_scale).astype(stored)
     v = (rng.standard_normal((*caches, desc.value_width)) / v_scale).astype(stored)
     sinks = rng.standard_normal(desc.num_heads).astype(np.float32) * 3 if desc.has_sinks else None
+    if sinks is not None and desc.dtype == "bfloat16":  # as models keep them
+        sinks = sinks.astype(dtype)
     expected = np.zeros((*q.shape[:3], desc.value_width))
     for b, (start, length, first) in enumerate(places):
         outside = (np.arange(desc.num_slots) < start) | (np.arange(desc.num_slots) >= length)
@@ -177,6 +179,8 @@ def test_wrong_calls():
     refuses(ValueError, "scale is 0", call, q, k, k, **good | dict(scale=0.0))
     refuses(ValueError, "value_width=None, v=None; expected 1 to 64", call, q, k, None, **good)
     refuses(ValueError, r"sinks is float32\(2,\)", call, q, k, k, sinks=jnp.zeros(2), **good)
+    words = r"sinks is int32\(4,\), expected float32, bfloat16, float16 and \(4,\)"
+    refuses(ValueError, words, call, q, k, k, sinks=jnp.zeros(4, jnp.int32), **good)
     refuses(ValueError, r"lengths is int32\(1,\)", call, q, k, k, **good | dict(lengths=rows["lengths"][:1]))
     refuses(NotImplementedError, "needs a Hopper GPU", call, q, k, k, implementation="hopper", **good)
     codes, scales = k.astype(jnp.float8_e4m3fn), (jnp.float32(1), jnp.float32(2))

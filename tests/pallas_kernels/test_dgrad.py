@@ -1,9 +1,11 @@
-"""grouped_dgrad's reference beside NumPy in float64, which calls and configurations there are, and the conversion of
-its weights in NumPy, thread by thread. The kernel runs in test_interpreter.py and, on a GPU, in test_dgrad_gpu.py.
+"""The references of grouped_dgrad and grouped_gemm_widened beside NumPy in float64, which calls and configurations
+there are, and the conversion of their weights in NumPy, thread by thread. The kernel runs in test_interpreter.py and,
+on a GPU, in test_dgrad_gpu.py.
 """
 
 import dataclasses
 import functools
+import math
 import types
 from typing import Any
 
@@ -14,8 +16,18 @@ import pytest
 
 from pallas_kernels.common.activations import Activation, slopes_refusal, with_slopes
 from pallas_kernels.grouped_gemm import dgrad
-from pallas_kernels.grouped_gemm.dgrad import DgradConfig, DgradDesc, choose_config, config_error, grouped_dgrad
+from pallas_kernels.grouped_gemm.dgrad import (
+    DgradConfig,
+    DgradDesc,
+    choose_config,
+    config_error,
+    grouped_dgrad,
+    grouped_gemm_widened,
+    plain_sm90,
+    plain_weights,
+)
 from pallas_kernels.grouped_gemm.dgrad import kernel_sm90 as kernel
+from pallas_kernels.grouped_gemm.dgrad.api import flattened
 from pallas_kernels.grouped_gemm.dgrad.config import shared_arrays
 from pallas_kernels.grouped_gemm.packed import PackedFormat, dequantize_sm90
 from pallas_kernels.grouped_gemm.packed.reference import dequantized
@@ -23,8 +35,8 @@ from tests.pallas_kernels import test_packed_operands as operands
 from tests.pallas_kernels.test_packed_operands import as_matrix, on_numpy, on_threads  # noqa: F401  two fixtures
 from tests.pallas_kernels.test_packed_pipeline import Ref
 from tests.support.kernels import warpgroups
-from tests.support.kernels.cases import dgrad_cases
-from tests.support.kernels.dgrad_problem import make_pull, unpacked
+from tests.support.kernels.cases import dgrad_cases, plain_dgrad_cases
+from tests.support.kernels.dgrad_problem import PLAIN_KINDS, make_pull, make_widened, unpacked
 from tests.support.kernels.packed_problem import KINDS
 from tests.support.refusals import refuses
 
@@ -51,6 +63,23 @@ def test_reference(kind, activation):
     sizes: Any = dict(n=128, k=192, block_m=64, projections=2)
     problem = make_pull(kind, [3, 0, 70], activation=activation, rounds_once=True, **sizes)
     problem.assert_close(grouped_dgrad(*problem.args, **problem.kwargs, implementation="reference"))
+
+
+@pytest.mark.parametrize("kind", PLAIN_KINDS)
+def test_reference_of_plain_weights(kind):
+    """Both ways: projections one below the other, whose 192 channels end in the middle of a block of scales."""
+    sizes: Any = dict(n=192, k=192, block_m=64, projections=2)
+    for problem in (make_pull(kind, [3, 0, 70], activation=SILU, **sizes), make_widened(kind, [3, 0, 70], **sizes)):
+        problem.assert_close(problem.op(*problem.args, **problem.kwargs, implementation="reference"))
+
+
+def test_int8_codes_become_halves(monkeypatch):
+    """Every code, in both pairs of a word."""
+    codes = np.arange(-128, 128, dtype=np.int8).reshape(-1, 4)
+    monkeypatch.setattr(plain_sm90, "_asm", operands.run_ptx)
+    words = codes.view(np.uint32).reshape(-1)
+    pairs = [operands.in_registers(plain_sm90._two_halves(words, pair), np.float16) for pair in range(2)]
+    np.testing.assert_array_equal(np.concatenate(pairs, axis=1), codes.astype(np.float64))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
@@ -132,21 +161,54 @@ def test_body_in_threads(monkeypatch, kind, config, k, activation):
     """
     sizes = [3, 0, 70, 129] if config.block_m == 128 else [3, 70]
     problem = make_pull(kind, sizes, n=192, k=k, block_m=config.block_m, activation=activation)
+    run_body(monkeypatch, problem, config, activation)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "k", "activation"),
+    [
+        ("plain e4m3 block", DgradConfig(128, 256, 3, raster_group_m=2, num_sms=2), 192, SILU),
+        ("plain int8 channel", DgradConfig(64, 64, 5, num_sms=2), 128, None),
+    ],
+)
+def test_body_in_threads_with_plain_weights(monkeypatch, kind, config, k, activation):
+    sizes = [3, 0, 70, 129] if config.block_m == 128 else [3, 70]
+    problem = make_pull(kind, sizes, n=192, k=k, block_m=config.block_m, activation=activation)
+    run_body(monkeypatch, problem, config, activation)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("plain e4m3 block", DgradConfig(128, 128, 3, raster_group_m=2, num_sms=2)),
+        ("plain int8 channel f16", DgradConfig(64, 64, 4, num_sms=2)),
+    ],
+)
+def test_body_in_threads_of_the_forward_product(monkeypatch, kind, config):
+    """The last column tile of each expert reaches into the next one's channels; those of the last end at the array."""
+    sizes = [3, 0, 70, 129] if config.block_m == 128 else [3, 70]
+    run_body(monkeypatch, make_widened(kind, sizes, n=192, k=192, block_m=config.block_m), config)
+
+
+def run_body(monkeypatch, problem, config, activation=None):
+    """The kernel's body on a problem, and what it must give."""
     (dy, w, tile_expert, num_tiles), kwargs = problem.args, problem.kwargs
-    desc = dgrad.describe_dgrad(len(dy), w, activation, has_tile_rows=True)
+    contracts_k = problem.op is grouped_gemm_widened
+    desc = dgrad.describe_dgrad(len(dy), w, activation, has_tile_rows=True, contracts_k=contracts_k)
     assert config_error(desc, config) is None
-    leaves = dict(w=w.words, scale=w.scale, zero=w.zero, channel_scale=w.channel_scale)
-    given = {name: leaf.reshape(-1, *leaf.shape[3:]) for name, leaf in leaves.items() if leaf is not None}
-    given |= dict(dy=dy, tile_expert=tile_expert, num_tiles=num_tiles.reshape(1), **kwargs)
-    for name, stand_in in warpgroups.stand_ins().items():
+    given = flattened(w) | dict(dy=dy, tile_expert=tile_expert, num_tiles=num_tiles.reshape(1), **kwargs)
+    stand_ins = warpgroups.stand_ins()
+    for name, stand_in in stand_ins.items():
         monkeypatch.setattr(kernel, name, stand_in)
+    monkeypatch.setattr(plain_sm90, "mosaic", stand_ins["mosaic"])
+    monkeypatch.setattr(plain_sm90, "int8_to_half", lambda codes: codes.astype(jnp.float16))
     monkeypatch.setattr(kernel.accumulator_math_sm90, "sigmoid", jax.nn.sigmoid)
 
     def load_block(fmt, words, width, rows, *vectors):
         return unpacked(fmt, words.array, width, rows, *(None if v is None else v.array for v in vectors))
 
     monkeypatch.setattr(kernel, "load_block", load_block)
-    outputs = [np.full((desc.rows, desc.projections * desc.k), np.nan, desc.dtype)]
+    outputs = [np.full((desc.rows, desc.projections * desc.width), np.nan, desc.dtype)]
     if activation is not None:
         outputs.append(np.full((-(-desc.k // config.block_n), desc.rows), np.nan, np.float32))
     copies = 2 + desc.has_groups + desc.fmt.has_zero_point + desc.has_channel_scale
@@ -186,6 +248,17 @@ def test_wrong_calls():
         grouped_dgrad(dy, dataclasses.replace(w, words=words), *tiles)
 
 
+def test_wrong_plain_weights():
+    codes, scale = jnp.zeros((2, 2, 192, 128), jnp.int8), jnp.ones((2, 2, 192))
+    refuses(TypeError, "codes are uint8", plain_weights, codes.astype(jnp.uint8), scale, "bfloat16")
+    refuses(ValueError, "N=96 to be a multiple of 64", plain_weights, codes[:, :, :96], scale[..., :96], "bfloat16")
+    refuses(ValueError, r"scale has shape \(2, 192\), expected one of", plain_weights, codes, scale[:, 0], "bfloat16")
+    problem = make_widened("plain int8 channel", [3], n=64, k=128)
+    x, *rest = problem.args
+    refuses(ValueError, r"x has shape \(384, 64\), expected \(Mp, 128\)", grouped_gemm_widened, x[:, :64], *rest)
+    refuses(TypeError, "x is float16, these weights are", grouped_gemm_widened, x.astype(jnp.float16), *rest)
+
+
 DESC = DgradDesc(rows=4096, n=2048, k=768, num_experts=4, groups=6, fmt=PackedFormat("int4", "bfloat16", "group", 128))
 
 
@@ -203,6 +276,10 @@ DESC = DgradDesc(rows=4096, n=2048, k=768, num_experts=4, groups=6, fmt=PackedFo
         ({}, dict(num_stages=2), "num_stages=2"),
         (dict(n=64), dict(num_stages=4), "the 1 steps of N"),
         ({}, dict(num_stages=7), "bytes of shared memory"),
+        (dict(is_plain=True), {}, "e4m3 or int8 with float32 scales"),
+        (dict(contracts_k=True), {}, "of plain weights, without an activation"),
+        (dict(fmt=PackedFormat("int8"), is_plain=True, contracts_k=True, activation=SILU), {}, "without an activation"),
+        (dict(fmt=PackedFormat("int8"), is_plain=True, contracts_k=True, k=64), dict(num_stages=4), "1 steps of K"),
     ],
 )
 def test_refusals(desc, config, reason):
@@ -220,6 +297,21 @@ def test_the_widest_tile_that_fits_is_chosen():
     assert shared_arrays(DESC, found[0])["matrix"] == ((2, 64, 256), "bfloat16")
 
 
-@pytest.mark.parametrize("case", list(dgrad_cases())[::12], ids=lambda case: case.name)
+@pytest.mark.parametrize("kind", [*USED[::4], *PLAIN_KINDS])
+def test_copies_go_to_aligned_memory(kind):
+    """Boxes of TMA copies start at multiples of 128 bytes, swizzled ones at those of their pattern, 1,024 at most."""
+    problem = make_pull(kind, [3], n=256, k=256)
+    for contracts_k in (False, True) if kind in PLAIN_KINDS else (False,):
+        desc = dgrad.describe_dgrad(384, problem.args[1], None, contracts_k=contracts_k)
+        for config in dgrad.candidates(desc, 128, 132):
+            for name, (shape, dtype) in shared_arrays(desc, config).items():
+                is_swizzled = name in ("dy", "matrix", "staging") or (name == "w" and desc.is_plain)
+                unit = 1024 if is_swizzled else 128
+                assert math.prod(shape[1:]) * jnp.dtype(dtype).itemsize % unit == 0, (name, shape)
+
+
+@pytest.mark.parametrize(
+    "case", [*list(dgrad_cases())[::12], *list(plain_dgrad_cases())[::12]], ids=lambda case: case.name
+)
 def test_lowers(case):
     assert case.launches() == 1

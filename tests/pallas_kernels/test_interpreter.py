@@ -34,16 +34,15 @@ from pallas_kernels.decode_attention import kernel_sm90 as decode_kernel
 from pallas_kernels.decode_attention.api import queries_in_columns
 from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
-from pallas_kernels.grouped_gemm.dgrad import DgradConfig, grouped_dgrad
+from pallas_kernels.grouped_gemm.dgrad import DgradConfig, plain_sm90
 from pallas_kernels.grouped_gemm.dgrad import kernel_sm90 as dgrad_kernel
-from pallas_kernels.grouped_gemm.pull import grouped_gemm_pull
 from pallas_kernels.grouped_gemm.wgrad import WgradConfig, grouped_wgrad
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, quantize_and_permute
 from pallas_kernels.quantize_and_permute import api as permute_api
 from pallas_kernels.quantize_and_permute import kernel_sm90 as permute_kernel
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
 from pallas_kernels.rotate_and_store import RotateConfig, rotate_and_store
-from tests.support.kernels.dgrad_problem import make_plain_pull, make_pull, unpacked
+from tests.support.kernels.dgrad_problem import PullProblem, make_plain_pull, make_pull, make_widened, unpacked
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_INTERPRETER = hasattr(plgpu, "force_gpu_interpret_mode")
@@ -250,9 +249,19 @@ def pulling(kind: str, config: DgradConfig, activation: Activation | None = None
     dgrad_kernel.load_block = unpacked
     dgrad_kernel.accumulator_math_sm90.sigmoid = jax.lax.logistic
     sizes = [3, 0, 70, 129] if config.block_m == 128 else [3, 70]
-    problem = make_pull(kind, sizes, n=192, k=256, block_m=config.block_m, activation=activation)
+    return _both(make_pull(kind, sizes, n=192, k=256, block_m=config.block_m, activation=activation), config)
+
+
+def widening(kind: str, config: DgradConfig) -> tuple[Any, Any]:
+    """The forward product with plain weights, of as many channels as columns of whole tiles."""
+    sizes = [3, 0, 70, 129] if config.block_m == 128 else [3, 70]
+    return _both(make_widened(kind, sizes, n=256, k=192, block_m=config.block_m), config)
+
+
+def _both(problem: PullProblem, config: DgradConfig | GemmConfig) -> tuple[Any, Any]:
+    plain_sm90.int8_to_half = lambda codes: codes.astype(jnp.float16)
     found, expected = (
-        grouped_dgrad(*problem.args, **problem.kwargs, implementation=name, config=config)
+        problem.op(*problem.args, **problem.kwargs, implementation=name, config=config)
         for name in ("hopper", "reference")
     )
     own = problem.row_expert >= 0
@@ -262,13 +271,7 @@ def pulling(kind: str, config: DgradConfig, activation: Activation | None = None
 def pulling_plain(config: GemmConfig, activation: Activation = SILU, **options: Any) -> tuple[Any, Any]:
     """As ``pulling``, of weights that are not packed."""
     sizes = [3, 0, 70, 129] if config.block_m == 128 else [3, 70]
-    problem = make_plain_pull(sizes, n=256, k=192, block_m=config.block_m, activation=activation, **options)
-    found, expected = (
-        grouped_gemm_pull(*problem.args, **problem.kwargs, implementation=name, config=config)
-        for name in ("hopper", "reference")
-    )
-    own = problem.row_expert >= 0
-    return tuple([leaf[own] for leaf in jax.tree.leaves(tree)] for tree in (found, expected))
+    return _both(make_plain_pull(sizes, n=256, k=192, block_m=config.block_m, activation=activation, **options), config)
 
 
 def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
@@ -424,6 +427,13 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "pull, gelu, one consumer": functools.partial(
         pulling_plain, GemmConfig(64, 64, 5, num_sms=2, inline_ptx=False), Activation("gelu_tanh_no_mul")
     ),
+    "dgrad, plain e4m3": functools.partial(pulling, "plain e4m3 channel", DgradConfig(128, 128, 4, 2, 3)),
+    "dgrad, plain e4m3 blocks, silu": functools.partial(
+        pulling, "plain e4m3 block", DgradConfig(128, 256, 3, 16, 2), SILU
+    ),
+    "dgrad, plain int8, one consumer": functools.partial(pulling, "plain int8 channel", DgradConfig(64, 64, 5, 16, 2)),
+    "widened, e4m3 blocks": functools.partial(widening, "plain e4m3 block", DgradConfig(128, 128, 4, 2, 3)),
+    "widened, int8, one consumer": functools.partial(widening, "plain int8 channel f16", DgradConfig(64, 64, 3, 16, 2)),
     **{name: functools.partial(multiplying, *case) for name, case in PRODUCTS.items()},
     **{
         f"{name} side by side": functools.partial(multiplying_side_by_side, *case)

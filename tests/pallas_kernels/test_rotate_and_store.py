@@ -1,6 +1,7 @@
 """rotate_and_store: the reference against NumPy float64, refusals, lowering for CUDA, the Hopper kernel on a GPU."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,9 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 EPS = 1e-5
 
 
-def make(batch, tokens, heads, kv_heads, width, slots, dtype="bfloat16", *, is_packed, has_norm):
-    """Rows with padding before, behind, and none; the last has no room for its last token. What caches hold is NaN."""
+def make(batch, tokens, heads, kv_heads, width, slots, dtype="bfloat16", *, is_packed, has_norm, biases=None):
+    """Rows with padding before, behind, and none; the last has no room for its last token. What caches hold is NaN.
+    Values are those with the biases, if some are given."""
     rng, kind = np.random.default_rng(0), DTYPES[dtype]
     parts = [rng.standard_normal((batch, tokens, n * width)).astype(kind) for n in (heads, kv_heads, kv_heads)]
     angles = rng.uniform(0, 6, (batch, tokens, width // 2))
@@ -34,6 +36,8 @@ def make(batch, tokens, heads, kv_heads, width, slots, dtype="bfloat16", *, is_p
     lengths[batch // 2] -= tokens // 4
     lengths = np.minimum(lengths, slots).astype(np.int32)
     projected = (np.concatenate(parts, axis=-1),) if is_packed else tuple(parts)
+    if biases is not None:
+        parts = [part.astype(np.float64) + bias.astype(np.float64) for part, bias in zip(parts, biases, strict=True)]
     arguments = (projected, cos, sin, caches, starts, lengths, first)
 
     def wide(part, weight):
@@ -62,18 +66,24 @@ def in_parts(projected):
     return split
 
 
-def check(implementation, *sizes, has_parts=False, **options):
-    arguments, norms, expected = make(*sizes, **options)
+def biases_of(heads, kv_heads, width, dtype="bfloat16"):
+    rng = np.random.default_rng(3)
+    return tuple(rng.standard_normal(count * width).astype(DTYPES[dtype]) for count in (heads, kv_heads, kv_heads))
+
+
+def check(implementation, *sizes, has_parts=False, has_bias=False, **options):
+    biases = biases_of(*sizes[2:5], *sizes[6:]) if has_bias else ()
+    arguments, norms, expected = make(*sizes, **options, biases=biases or None)
     if has_parts:
         arguments = (tuple(map(in_parts, arguments[0])), *arguments[1:])
     eps = EPS if norms else 0.0
     call = functools.partial(rotate_and_store, eps=eps, has_parts=has_parts, implementation=implementation)
-    run = jax.jit(lambda arguments, norms: call(*arguments, norms=norms))
-    found = run(*jax.tree.map(jnp.asarray, (arguments, norms)))
+    run = jax.jit(lambda arguments, norms, biases: call(*arguments, norms=norms, biases=biases))
+    found = run(*jax.tree.map(jnp.asarray, (arguments, norms, biases)))
     step = float(ml_dtypes.finfo(arguments[3][0].dtype).eps)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.asarray(one).astype(np.float64), other, rtol=0.52 * step, atol=1e-5)
-    if not has_parts:  # whose sums may be rounded in float32
+    if not has_parts and not has_bias:  # whose sums may be rounded in float32
         np.testing.assert_array_equal(np.asarray(found[2]).astype(np.float64), expected[2])
 
 
@@ -106,6 +116,7 @@ def test_reference(is_packed, has_norm):
     check("reference", 3, 8, 4, 2, 8, 24, is_packed=is_packed, has_norm=has_norm, has_parts=True)
     check("reference", 3, 8, 4, 2, 8, 24, is_packed=is_packed, has_norm=has_norm)
     check("reference", 3, 1, 4, 2, 8, 24, is_packed=is_packed, has_norm=has_norm)
+    check("reference", 3, 8, 4, 2, 8, 24, is_packed=is_packed, has_norm=has_norm, has_parts=True, has_bias=True)
 
 
 def check_pages(implementation, *sizes, is_e4m3, dtype="bfloat16"):
@@ -148,12 +159,15 @@ def test_body_on_pages(monkeypatch):
     starts, lengths, first_slots = places
     starts[2] = 1
     table = np.array([[3, 0], [-1, 4], [1, -1], [2, pages]], np.int32)
-    desc = RotateDesc(4, 3, 4, 4, width, 128, "float32", is_packed=True, has_norm=False, eps=0.0, num_pages=pages)
+    form: Any = dict(is_packed=True, has_norm=False, eps=0.0, num_pages=pages, has_bias=True)
+    desc = RotateDesc(4, 3, 4, 4, width, 128, "float32", **form)
     projected = rng.standard_normal((1, 12, 12, width)).astype(np.float32)
+    biases = [rng.standard_normal((4, width)).astype(np.float32) for _ in range(3)]
+    values = projected[0] + np.concatenate(biases)
     cos, sin = (rng.standard_normal((12, width // 2)).astype(np.float32) for _ in range(2))
     caches = [np.full((pages, 4, 64, width), np.nan, np.float32) for _ in range(2)]
     expected = [cache.copy() for cache in caches]
-    first, second = np.split(projected[0], 2, axis=-1)
+    first, second = np.split(values, 2, axis=-1)
     rotated = np.concatenate(
         [first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None]], -1
     )
@@ -163,14 +177,14 @@ def test_body_on_pages(monkeypatch):
         if starts[row] <= slot < lengths[row] and 0 <= page < pages:
             expected[0][page, :, slot % 64], expected[1][page, :, slot % 64] = (
                 rotated[token, 4:8],
-                projected[0, token, 8:],
+                values[token, 8:],
             )
     assert sum(np.isfinite(expected[0][:, 0, :, 0]).ravel()) == 7
     for module in (kernel_sm90, row_kernel_sm90):
         for name in ("lax", "pl", "mosaic"):
             monkeypatch.setattr(module, name, warpgroups.stand_ins()[name])
     queries = np.full((12, 4, width), np.nan, np.float32)
-    refs = [warpgroups.Memory(a) for a in (*caches, projected, cos, sin, *places, table, queries)]
+    refs = [warpgroups.Memory(a) for a in (*caches, projected, *biases, cos, sin, *places, table, queries)]
     warpgroups.run(functools.partial(kernel_sm90._kernel, desc, 3, *refs), 3, 1, dict)
     for found, wanted in zip((queries, *caches), (rotated[:, :4], *expected), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
@@ -178,6 +192,9 @@ def test_body_on_pages(monkeypatch):
 
 def test_wrong_calls():
     arguments, norms, _ = make(2, 3, 4, 2, 8, 16, is_packed=False, has_norm=True)
+    biases = (jnp.zeros(32), jnp.zeros(16), jnp.zeros(32))
+    words = r"biases are float32\(32,\), .*; expected float dtypes and shapes \[\(32,\), \(16,\), \(16,\)\], or none"
+    refuses(ValueError, words, rotate_and_store, *jax.tree.map(jnp.asarray, arguments), biases=biases)
     (projected, *rest), norms = jax.tree.map(jnp.asarray, (arguments, norms))
     refuses(ValueError, "two .B, M, L, D.", rotate_and_store, projected[:2], *rest)
     refuses(ValueError, "two .D,. or none", rotate_and_store, projected, *rest, norms=norms[:1])
@@ -230,6 +247,7 @@ def test_gpu(sizes, is_packed, dtype):
     for has_norm in (True, False):
         check("hopper", *sizes, dtype, is_packed=is_packed, has_norm=has_norm)
         check("hopper", *sizes, dtype, is_packed=is_packed, has_norm=has_norm, has_parts=True)
+        check("hopper", *sizes, dtype, is_packed=is_packed, has_norm=has_norm, has_parts=True, has_bias=True)
         check_codes("hopper", *sizes, dtype, is_packed=is_packed, has_norm=has_norm)
 
 

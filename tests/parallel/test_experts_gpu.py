@@ -3,6 +3,8 @@
 JAX_PLATFORMS=cuda python -m pytest -m multi_gpu tests/parallel/test_experts_gpu.py
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import moe_jax
+from moe_jax.nn._lora import held_expert_lora
 from moe_jax.parallel._config import DISPATCHES
 from moe_jax.routing import route
 from tests.support.oracles.layer_judge import assert_layer_close
@@ -75,6 +78,52 @@ def test_tensor_and_expert_axes_on_gpus():
     for scheme in ("bf16", "fp8_block", "w4a16_g128"):
         layer = make_layer(scheme, mesh, expert_axis="e", tensor_axis="t")
         assert_rows_close(layer(x, logits), make_layer(scheme)(x, logits), tolerance(scheme, jnp.bfloat16))
+
+
+def with_several_adapters(layer):
+    rng, ranks = np.random.default_rng(3), (16, 4, 8)
+    rank = sum(ranks)
+    shapes = dict(w13_a=(E, 1, rank, H), w13_b=(E, 2, I, rank), w2_a=(E, rank, I), w2_b=(E, H, rank))
+    arrays = {name: jnp.asarray(rng.standard_normal(shape) * shape[-1] ** -0.5) for name, shape in shapes.items()}
+    arrays = {name: array.astype(jnp.float32) for name, array in arrays.items()}
+    placement = None if layer.placement is None else layer.placement.get_value()
+    named: Any = dict(ranks=ranks, alphas=(32.0, 4.0, 8.0), names=("a", "b", "c"))
+    layer.set_lora(held_expert_lora(arrays, layer.config, placement, layer.parallel, **named))
+    return layer
+
+
+@pytest.mark.parametrize("dispatch", ["replicate", "all_gather", "all_to_all", "ragged_all_to_all", None])
+@pytest.mark.parametrize("scheme", ["bf16", "fp8_channel", "w4a16_g128"])
+@pytest.mark.parametrize("tokens", [6, 1024])
+def test_several_adapters_on_gpus(scheme, dispatch, tokens):
+    """Chosen by token; the gradients of their B, where the dispatch has them."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("e",), axis_types=(AxisType.Auto,))
+    rng = np.random.default_rng(tokens)
+    x, cotangent = (jnp.asarray(rng.standard_normal((tokens, H)), jnp.bfloat16) for _ in range(2))
+    logits, choice = jnp.asarray(rng.standard_normal((tokens, E)), jnp.float32), rng.integers(-1, 3, tokens)
+    many = with_several_adapters(make_layer(scheme, mesh, expert_axis="e", dispatch=dispatch))
+    one = with_several_adapters(make_layer(scheme))
+    assert "implementation: hopper" in many.explain(tokens)
+
+    def loss(layer, choice):
+        y = moe_jax.select_lora(layer, choice)(x, logits)
+        return jnp.sum(y.astype(jnp.float32) * cotangent.astype(jnp.float32)), y
+
+    forward = jax.jit(lambda layer, choice: loss(layer, choice)[1])
+    want = forward(one, choice)
+    assert_rows_close(forward(many, choice), want, tolerance(scheme, jnp.bfloat16))
+    moved = np.abs(np.asarray(want - forward(one, np.full_like(choice, -1)), np.float32)).max(axis=1)
+    assert ((moved > 0.02) == (choice >= 0)).all()
+    if dispatch == "all_to_all" and tokens > 6 and len(jax.devices()) > 1:
+        return  # rounds have no gradient where the dispatch is named
+    wrt = nnx.DiffState(0, moe_jax.LoRAParam)
+    gradients = nnx.jit(lambda layer, choice: nnx.grad(loss, argnums=wrt, has_aux=True)(layer, choice)[0])
+    wanted, found = (gradients(layer, choice)["lora"] for layer in (one, many))
+    for name in ("w13_b", "w2_b"):
+        expected = np.asarray(wanted[name][...])
+        assert_rows_close(
+            np.asarray(found[name][...]), expected, tolerance("bf16", "bfloat16"), row_scale=np.abs(expected).max()
+        )
 
 
 @pytest.mark.parametrize("scheme", ["fp8_channel", "int8_w8a8", "fp8_tensor"])

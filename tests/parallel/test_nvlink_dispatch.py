@@ -197,7 +197,7 @@ def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing, su
             quantization=BACKENDS["hopper"].arriving_quantization(weights),
             kernels="reference",
         )
-        return nvlink_dispatch(x, topk_weights, slots, exchange)
+        return nvlink_dispatch(x, topk_weights, slots, {}, exchange)
 
     y = over(size, one_device)(x, slots, topk_weights, weights)
     assert BACKENDS["hopper"].arriving_quantization(weights) == {

@@ -18,17 +18,25 @@ from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
 from moe_jax.activations import apply_activation
 from moe_jax.experts.hopper._adapters import Addend, sum_of_experts
-from moe_jax.experts.hopper._gradient_products import DenseProducts, PackedProducts, packed_block_m, packed_operands
+from moe_jax.experts.hopper._gradient_products import (
+    DenseProducts,
+    PackedOperands,
+    PackedProducts,
+    PlainOperands,
+    PlainProducts,
+    packed_block_m,
+    quantized_operands,
+)
 from moe_jax.experts.hopper._plan import tile_of_any_product
 from moe_jax.quantization import ExpertWeights, LowRank
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.align.config import row_capacity
 from pallas_kernels.combine import combine
-from pallas_kernels.grouped_gemm.packed.layout import PackedWeights
+from pallas_kernels.grouped_gemm.dgrad import PlainWeights
 from pallas_kernels.grouped_gemm.wgrad.config import STEP
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
-Operands = tuple[PackedWeights, PackedWeights] | None
+Operands = PackedOperands | PlainOperands | None
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +62,9 @@ def kept_bytes(config: MoEConfig, weights: ExpertWeights, operands: Operands, nu
 
 def _block_m(config: MoEConfig, weights: ExpertWeights, operands: Operands, num_pairs: int) -> int:
     block_m = tile_of_any_product(num_pairs, weights.num_experts)
-    return block_m if operands is None else packed_block_m(config, operands[0], block_m)
+    if operands is None or isinstance(operands[0], PlainWeights):
+        return block_m
+    return packed_block_m(config, operands[0], block_m)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +72,7 @@ class AlignedCall:
     """One call. Each part is computed when it is first asked for.
 
     kernels: the implementation of every kernel, by name.
-    reads_packed: packed weights are read as they are; else dequantized first.
+    reads_packed: quantized weights are read as they are; else dequantized first.
     has_sums: the gradient of a leaf of the weights is asked for, which sums over the rows of an expert by whole tiles.
     kept: of the forward pass of the same call; None computes it again.
     """
@@ -78,8 +88,8 @@ class AlignedCall:
 
     @functools.cached_property
     def operands(self) -> Operands:
-        """Of the kernels that read packed words, or None."""
-        return packed_operands(self.config, self.weights) if self.reads_packed else None
+        """Of the kernels that read quantized weights, or None."""
+        return quantized_operands(self.config, self.weights) if self.reads_packed else None
 
     @property
     def is_dequantized(self) -> bool:
@@ -104,7 +114,7 @@ class AlignedCall:
         return self.rows.of_tokens(tokens.astype(self.config.dtype), fills_gaps=self.has_sums)
 
     @functools.cached_property
-    def products(self) -> DenseProducts | PackedProducts:
+    def products(self) -> DenseProducts | PackedProducts | PlainProducts:
         tiles = self.rows.tiles
         tile_rows = None if self.has_sums else tiles.tile_rows
         if self.operands is None:
@@ -112,7 +122,8 @@ class AlignedCall:
                 # Sums run over steps of 64 rows: whole ones are computed, others may be left out.
                 tile_rows = -(-tiles.tile_rows // STEP) * STEP
             return DenseProducts(self.config, self.weights, tiles, tile_rows, self.kernels)
-        return PackedProducts(self.config, self.weights, self.operands, tiles, tile_rows, self.kernels)
+        kind = PlainProducts if isinstance(self.operands[0], PlainWeights) else PackedProducts
+        return kind(self.config, self.weights, self.operands, tiles, tile_rows, self.kernels)
 
     @functools.cached_property
     def before(self) -> Array:
@@ -144,7 +155,8 @@ class AlignedCall:
         """The sum over the experts of each token, (T, H), and what the backward pass may start from.
 
         XLA takes the activation of gate and up in the layer's dtype, as the backward pass has them: beside adapters and
-        for packed weights. Elsewhere it follows the product in its kernel, of float32 sums.
+        for quantized weights that are read as they are. Elsewhere it follows the product in its kernel, of float32
+        sums.
         """
         if isinstance(self.products, DenseProducts) and not self.weights.has_adapters:
             with jax.named_scope("gate_and_up"):

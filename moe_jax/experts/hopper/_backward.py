@@ -9,16 +9,16 @@ g W2, so that the product with the hidden rows gives the gradient of these weigh
 computed again. Products have operands of the layer's dtype and float32 sums. Rows in the gaps between experts are
 zeros: the sums over an expert's rows run over whole tiles.
 
-Weights in kernel layout are dequantized inside of the kernels that multiply, and the activation's derivative follows
-g W2 in its kernel. Other quantized weights are dequantized to the layer's dtype once per backward pass, for 2 bytes per
-weight of one layer, freed after it. Activations count as unquantized, in the derivative as in the hidden values that
-are computed again: rounding passes gradients straight through.
+Weights in kernel layout, and plain ones of 8 bits, are dequantized inside of the kernels that multiply, and the
+activation's derivative follows g W2 in its kernel. Other quantized weights are dequantized to the layer's dtype once
+per backward pass, for 2 bytes per weight of one layer, freed after it. Activations count as unquantized, in the
+derivative as in the hidden values that are computed again: rounding passes gradients straight through.
 """
 
 import dataclasses
 import functools
 import os
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +32,19 @@ from moe_jax.experts.hopper._experts import forward
 from moe_jax.experts.hopper._gradient_products import (
     DenseProducts,
     PackedProducts,
+    PlainProducts,
     PulledBefore,
-    packed_operands,
     pulls_activation,
+    quantized_operands,
 )
-from moe_jax.quantization import ExpertWeights, LowRank
+from moe_jax.experts.hopper._kernel_layout import in_kernel_layout
+from moe_jax.quantization import ExpertWeights, LowRank, Strategy
 from pallas_kernels.grouped_gemm.wgrad import grouped_wgrad
 
+_Products: TypeAlias = DenseProducts | PackedProducts | PlainProducts
 _LAYER_UNIT = 64  # what H and I are multiples of, so that operands can be read transposed
-# Whether packed weights are read as they are. MOE_JAX_PACKED_GRADIENT=0 in the environment dequantizes them by a kernel
-# of its own first, for measurements; it is read once, at import.
+# Whether quantized weights are read as they are. MOE_JAX_PACKED_GRADIENT=0 in the environment has them dequantized
+# first, for measurements; it is read once, at import.
 READS_PACKED = os.environ.get("MOE_JAX_PACKED_GRADIENT") != "0"
 
 
@@ -49,7 +52,7 @@ READS_PACKED = os.environ.get("MOE_JAX_PACKED_GRADIENT") != "0"
 class Static:
     """What is static about a differentiable call.
 
-    kernels: the implementation of every kernel, by name. reads_packed: packed weights are read as they are.
+    kernels: the implementation of every kernel, by name. reads_packed: quantized weights are read as they are.
     """
 
     config: MoEConfig
@@ -71,7 +74,7 @@ def gradient_refusal(config: MoEConfig, weights: ExpertWeights) -> str | None:
 
 def describe_kept(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str | None:
     """What ``MoEConfig.keep_hidden`` keeps beside the arguments of a call, in words; None where that is nothing."""
-    operands = packed_operands(config, weights) if READS_PACKED else None
+    operands = quantized_operands(config, weights) if READS_PACKED else None
     if weights.scheme.is_quantized and operands is None:
         return None
     size = kept_bytes(config, weights, operands, num_tokens * config.top_k) / 2**20
@@ -85,8 +88,16 @@ def describe_gradient(config: MoEConfig, weights: ExpertWeights) -> str:
     if not weights.scheme.is_quantized:
         return "gradient: by kernels"
     activations = "" if weights.scheme.activations is None else ", activations as if they were not quantized"
-    if READS_PACKED and packed_operands(config, weights) is not None:
+    operands = quantized_operands(config, weights) if READS_PACKED else None
+    if operands is not None and in_kernel_layout(weights):
         return f"gradient: by kernels, packed weights dequantized in shared memory{activations}"
+    if operands is not None:
+        price = "plain weights dequantized in shared memory"
+        assert weights.scheme.weights is not None
+        if weights.scheme.weights.strategy is not Strategy.CHANNEL:
+            size = 4 * sum(leaf.size for w in operands for leaf in (w.scale, w.channel_scale) if leaf is not None)
+            price += f" ({size / 2**20:.1f} MiB for copies of scales)"
+        return f"gradient: by kernels, {price}{activations}"
     numbers = weights.num_experts * weights.hidden_size * weights.intermediate_size * (config.num_projections + 1)
     size = numbers * config.dtype.itemsize / 2**30
     price = f"weights dequantized to {config.dtype.name} in each backward pass ({size:.2f} GiB)"
@@ -196,8 +207,8 @@ class _Gradient:
         rows, products, tiles = call.rows, call.products, call.rows.tiles
         w13_addend, w2_addend = call.w13_addend, call.w2_addend
         g_rows, of_rows = call.moved(g), rows.of_pairs(self.topk_weights)
-        packed_w2 = None if call.operands is None else call.operands[1]
-        if pulls_activation(config, weights, packed_w2) and (packed_w2 is None or not call.has_sums):
+        quantized_w2 = None if call.operands is None else call.operands[1]
+        if pulls_activation(config, weights, quantized_w2) and (quantized_w2 is None or not call.has_sums):
             before, has_weighted = call.before, bool(wants_weights.w2.data)
             with jax.named_scope("hidden_cotangent_and_activation"):
                 pulled_before = products.pulled_before(g_rows, before, of_rows, has_weighted=has_weighted)
@@ -260,7 +271,7 @@ class _Gradient:
 
 
 def _pulled_by_xla(
-    config: MoEConfig, wide: Array, hidden_bar: Array, of_rows: Array, products: DenseProducts | PackedProducts
+    config: MoEConfig, wide: Array, hidden_bar: Array, of_rows: Array, products: _Products
 ) -> PulledBefore:
     """wide: (Mp, G, I) float32, gate and up. hidden_bar: (Mp, I) float32, before it is multiplied with ``of_rows``."""
     hidden, pull = jax.vjp(lambda h: apply_activation(h, config), wide)

@@ -1,4 +1,4 @@
-"""The products of a gradient with the weights of the experts, from matrices of 16 bits or from packed words.
+"""The products of a gradient with the weights of the experts, from matrices of 16 bits or from quantized ones.
 
     before(x)               gate and up, x W13^T, and their bias
     before_and_hidden(x)    of matrices of 16 bits: the same and the activation's values, in one kernel
@@ -7,28 +7,36 @@
     pulled_before(g, ...)   what the derivative of the activation makes of g W2, where ``pulls_activation``
     pulled_rows(before_bar) cotangents of the rows of x, (gate and up's cotangent) W13
 
-Packed words are dequantized inside of the kernels that multiply: no matrix passes through global memory. Columns of
-``before`` are then in kernel layout, blocks of 64 of each projection in turn. ``by_projection`` makes them (Mp, G, I),
-``in_columns`` is its inverse, and ``pull_bias`` the way from a cotangent of w13_bias (E, G, I) to that of the weights'
-own.
+Weights in kernel layout, and plain ones of 8 bits, are dequantized inside of the kernels that multiply: no matrix
+passes through global memory. Beside weights in kernel layout, columns of ``before`` are blocks of 64 of each projection
+in turn, else one projection after the other. ``by_projection`` makes them (Mp, G, I), ``in_columns`` is its inverse,
+and ``pull_bias`` the way from a cotangent of w13_bias (E, G, I) to that of the weights' own.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, DTypeLike
 from moe_jax.activations import resolve_activation
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand, to_plain_layout
+from moe_jax.experts.hopper._rows import row_kind
 from moe_jax.quantization import ExpertWeights, QuantizedTensor, dequantize_tensor
 from pallas_kernels.align import TileMap
 from pallas_kernels.common.activations import slopes_refusal
 from pallas_kernels.grouped_gemm import grouped_gemm
-from pallas_kernels.grouped_gemm.dgrad import describe_dgrad, grouped_dgrad
+from pallas_kernels.grouped_gemm.dgrad import (
+    PlainWeights,
+    describe_dgrad,
+    grouped_dgrad,
+    grouped_gemm_widened,
+    plain_weights,
+)
 from pallas_kernels.grouped_gemm.packed import (
     BLOCK_N,
     candidates,
@@ -40,11 +48,37 @@ from pallas_kernels.grouped_gemm.packed import (
 from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, interleave
 from pallas_kernels.grouped_gemm.pull import grouped_gemm_pull
 
+PackedOperands: TypeAlias = tuple[PackedWeights, PackedWeights]
+PlainOperands: TypeAlias = tuple[PlainWeights, PlainWeights]
 
-def packed_operands(config: MoEConfig, weights: ExpertWeights) -> tuple[PackedWeights, PackedWeights] | None:
-    """w13, rows of both projections in one, and w2, where kernels of the gradient read them as they are packed; else
-    None. weights: arrays or ShapeDtypeStructs.
+
+def quantized_operands(config: MoEConfig, weights: ExpertWeights) -> PackedOperands | PlainOperands | None:
+    """w13, rows of both projections in one, and w2, where kernels of the gradient read them as they are; else None.
+    weights: arrays or ShapeDtypeStructs.
     """
+    return packed_operands(config, weights) or plain_operands(config, weights)
+
+
+def plain_operands(config: MoEConfig, weights: ExpertWeights) -> PlainOperands | None:
+    """``quantized_operands`` of weights of 8 bits in layout "plain"."""
+    if not weights.scheme.is_quantized or in_kernel_layout(weights) or row_kind(weights.scheme) is None:
+        return None
+    if any(size % BLOCK_N for size in (weights.hidden_size, weights.intermediate_size)):
+        return None
+    w13, w2 = (_plain_weights(tensor, config.dtype) for tensor in (weights.w13, weights.w2))
+    return w13, w2
+
+
+def _plain_weights(tensor: QuantizedTensor, dtype: DTypeLike) -> PlainWeights:
+    make = functools.partial(plain_weights, operand=dtype)
+    if isinstance(tensor.data, jax.ShapeDtypeStruct):
+        return jax.eval_shape(make, tensor.data, tensor.scale)
+    assert tensor.scale is not None, "row_kind knows schemes with scales alone"
+    return make(tensor.data, tensor.scale)
+
+
+def packed_operands(config: MoEConfig, weights: ExpertWeights) -> PackedOperands | None:
+    """``quantized_operands`` of weights in kernel layout."""
     if not in_kernel_layout(weights) or weights.w13.g_idx is not None:
         return None
     w13, w2 = (kernel_operand(tensor) for tensor in (weights.w13, weights.w2))
@@ -68,9 +102,9 @@ def packed_block_m(config: MoEConfig, w13: PackedWeights, block_m: int) -> int:
     return 64 if next(candidates(desc, block_m, 1), None) is None else block_m
 
 
-def pulls_activation(config: MoEConfig, weights: ExpertWeights, w2: PackedWeights | None) -> bool:
-    """Whether the derivative of the activation can follow g W2 in its kernel; w2: of ``packed_operands``, None for
-    matrices of 16 bits.
+def pulls_activation(config: MoEConfig, weights: ExpertWeights, w2: PackedWeights | PlainWeights | None) -> bool:
+    """Whether the derivative of the activation can follow g W2 in its kernel; w2: of ``quantized_operands``, None
+    for matrices of 16 bits.
     """
     activation = resolve_activation(config)
     if weights.has_adapters:
@@ -93,28 +127,18 @@ class PulledBefore:
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedProducts:
-    """From packed words.
+class QuantizedProducts:
+    """What products of packed and of plain weights share.
 
-    operands: of ``packed_operands``. tile_rows: of the tiles, where rows past them may be left out; else None.
+    operands: of ``quantized_operands``. tile_rows: of the tiles, where rows past them may be left out; else None.
     """
 
     config: MoEConfig
     weights: ExpertWeights
-    operands: tuple[PackedWeights, PackedWeights]
+    operands: Any
     tiles: TileMap
     tile_rows: Array | None
     kernels: str
-
-    def before(self, x: Array) -> Array:
-        bias = self.weights.w13_bias
-        if bias is not None:
-            bias = interleave(bias).reshape(bias.shape[0], -1)
-        return grouped_gemm_packed(x, self.operands[0], bias=bias, out_dtype=self.config.dtype, **self._of_tiles)
-
-    def output(self, hidden: Array) -> Array:
-        options = dict(bias=self.weights.w2_bias, out_dtype=self.config.dtype)
-        return grouped_gemm_packed(hidden, self.operands[1], **options, **self._of_tiles)
 
     def pulled_hidden(self, g: Array) -> Array:
         return grouped_dgrad(g, self.operands[1], tile_rows=self.tile_rows, **self._of_tiles)
@@ -135,14 +159,6 @@ class PackedProducts:
     def pulled_rows(self, before_bar: Array) -> Array:
         return grouped_dgrad(before_bar, self.operands[0], tile_rows=self.tile_rows, **self._of_tiles)
 
-    def by_projection(self, before: Array) -> Array:
-        blocks = before.reshape(before.shape[0], -1, self.config.num_projections, BLOCK_N)
-        return blocks.swapaxes(1, 2).reshape(before.shape[0], self.config.num_projections, -1)
-
-    def in_columns(self, wide: Array) -> Array:
-        blocks = wide.reshape(wide.shape[0], self.config.num_projections, -1, BLOCK_N)
-        return blocks.swapaxes(1, 2).reshape(wide.shape[0], -1)
-
     def pull_bias(self, bias_bar: Array) -> Array:
         return bias_bar
 
@@ -152,12 +168,58 @@ class PackedProducts:
         return dict(tile_expert=tiles.tile_expert, num_tiles=tiles.num_tiles, implementation=self.kernels)
 
 
+class PackedProducts(QuantizedProducts):
+    """From packed words."""
+
+    def before(self, x: Array) -> Array:
+        bias = self.weights.w13_bias
+        if bias is not None:
+            bias = interleave(bias).reshape(bias.shape[0], -1)
+        return grouped_gemm_packed(x, self.operands[0], bias=bias, out_dtype=self.config.dtype, **self._of_tiles)
+
+    def output(self, hidden: Array) -> Array:
+        options = dict(bias=self.weights.w2_bias, out_dtype=self.config.dtype)
+        return grouped_gemm_packed(hidden, self.operands[1], **options, **self._of_tiles)
+
+    def by_projection(self, before: Array) -> Array:
+        blocks = before.reshape(before.shape[0], -1, self.config.num_projections, BLOCK_N)
+        return blocks.swapaxes(1, 2).reshape(before.shape[0], self.config.num_projections, -1)
+
+    def in_columns(self, wide: Array) -> Array:
+        blocks = wide.reshape(wide.shape[0], self.config.num_projections, -1, BLOCK_N)
+        return blocks.swapaxes(1, 2).reshape(wide.shape[0], -1)
+
+
+class PlainProducts(QuantizedProducts):
+    """From weights of 8 bits as they are stored. XLA adds biases."""
+
+    def before(self, x: Array) -> Array:
+        return self._product(x, self.operands[0], self.weights.w13_bias)
+
+    def output(self, hidden: Array) -> Array:
+        return self._product(hidden, self.operands[1], self.weights.w2_bias)
+
+    def by_projection(self, before: Array) -> Array:
+        return before.reshape(before.shape[0], self.config.num_projections, -1)
+
+    def in_columns(self, wide: Array) -> Array:
+        return wide.reshape(wide.shape[0], -1)
+
+    def _product(self, rows: Array, w: PlainWeights, bias: Array | None) -> Array:
+        found = grouped_gemm_widened(rows, w, tile_rows=self.tile_rows, **self._of_tiles)
+        if bias is None:
+            return found
+        own = bias.reshape(bias.shape[0], 1, -1)[jnp.maximum(self.tiles.tile_expert, 0)].astype(jnp.float32)
+        in_tiles = found.reshape(own.shape[0], -1, own.shape[-1]).astype(jnp.float32)
+        return (in_tiles + own).astype(found.dtype).reshape(found.shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class DenseProducts:
     """From matrices of 16 bits: unquantized weights, or weights that are dequantized first.
 
     A kernel converts weights in kernel layout, as far as it can. Under act-order that layout has rows of w13 in another
-    order, and its bias with them. tile_rows: as of ``PackedProducts``.
+    order, and its bias with them. tile_rows: as of ``QuantizedProducts``.
     """
 
     config: MoEConfig

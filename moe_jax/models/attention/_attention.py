@@ -25,6 +25,7 @@ from moe_jax.models._layers import (
     PartialSums,
     RMSNorm,
     ZeroCenteredRMSNorm,
+    biases_of,
     parameter,
     partial_sums,
     precision_of,
@@ -316,8 +317,9 @@ class Attention(Partitioned):
         modules = (self.q_proj, self.k_proj, self.v_proj)
         if (joined := side_by_side(modules, x, x.dtype)) is not None:
             return (joined,)
-        is_plain = all(not isinstance(m.weight, QuantizedParam) and m.bias is m.lora is None for m in modules)
-        if not is_plain:
+        biases = tuple(biases_of(modules))
+        is_plain = all(not isinstance(m.weight, QuantizedParam) and m.lora is None for m in modules)
+        if not is_plain or len(biases) not in (0, len(modules)):
             return tuple(partial_sums(module, x) for module in modules)
         if x.size // x.shape[-1] >= MANY_ROWS:
             # cuBLAS takes one weight. XLA would merge products of the same rows, copy their weights together for it in
@@ -326,7 +328,8 @@ class Attention(Partitioned):
             return tuple(partial_sums(module, rows) for module, rows in zip(modules, (x, *others), strict=True))
         # XLA's own kernels for few rows read the three weights where they lie.
         merged = jnp.concatenate([module.weight[...] for module in modules])
-        return (PartialSums(split_product(x.reshape(-1, x.shape[-1]), merged), x.shape[:-1]),)
+        parts = split_product(x.reshape(-1, x.shape[-1]), merged, is_rounded=not biases)
+        return (PartialSums(parts, x.shape[:-1], biases),)
 
     def _heads(
         self, x: Float[Array, "B S H"] | Projected, inputs: AttentionInputs

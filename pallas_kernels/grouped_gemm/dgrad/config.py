@@ -11,6 +11,7 @@ from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
 UNIT = 64  # elements of 16 bits in the widest swizzle; rows of one warpgroup; columns of one store
 MAX_STAGES = 6
 MATRICES = 2  # dequantized steps in shared memory
+COPIES_OF_SCALE = 32  # of a block of plain weights, side by side: the 128 bytes that TMA copies of boxes start at
 REDUCTION_BYTES = 16  # for sums over warps, of which there are none
 # (consumers, the converter) registers a thread, by number of consumers; None where they keep those they enter with.
 _REGISTERS = {1: None, 2: (216, 72)}
@@ -24,10 +25,12 @@ class DgradDesc:
 
     Args:
         rows: Mp.
-        n: columns of dy, in whole blocks of 64.
-        k: columns of the result.
+        n: rows of a matrix, in whole blocks of 64.
+        k: columns of a matrix.
         groups: of K, in the arrays beside the blocks.
         fmt, scale_dtype, has_channel_scale: as ``PackedDesc`` has them.
+        is_plain: weights are bytes as they are stored, (E * N, K), instead of blocks of words; scales are float32.
+        contracts_k: the product is that of the forward pass, rows (Mp, K) times W[e]^T; plain weights only.
         activation: whose derivative follows; None for the product alone.
         has_tile_rows: the number of rows in use is known for each tile.
     """
@@ -40,6 +43,8 @@ class DgradDesc:
     fmt: PackedFormat
     scale_dtype: str = "float32"
     has_channel_scale: bool = False
+    is_plain: bool = False
+    contracts_k: bool = False
     activation: Activation | None = None
     has_tile_rows: bool = False
 
@@ -47,6 +52,28 @@ class DgradDesc:
     def dtype(self) -> str:
         """Of dy and of the result."""
         return self.fmt.operand
+
+    @property
+    def depth(self) -> int:
+        """Columns of dy, which are contracted."""
+        return self.k if self.contracts_k else self.n
+
+    @property
+    def width(self) -> int:
+        """Columns of the product."""
+        return self.n if self.contracts_k else self.k
+
+    @property
+    def unit(self) -> float:
+        """What a 1 of the weights is in shared memory."""
+        return 1.0 if self.is_plain else self.fmt.unit
+
+    @property
+    def stored_dtype(self) -> str:
+        """Of the array of weights."""
+        if not self.is_plain:
+            return "int32"
+        return "int8" if self.fmt.element == "int8" else "float8_e4m3fn"
 
     @property
     def projections(self) -> int:
@@ -61,21 +88,22 @@ class DgradDesc:
     @property
     def folds_scales(self) -> bool:
         """Whether scales multiply the operands as they are: the product of two exact numbers, rounded once."""
-        return self.has_groups and self.scale_dtype == self.dtype and self.fmt.element != "e4m3"
+        is_narrow = self.scale_dtype == self.dtype and self.fmt.element != "e4m3"
+        return self.has_groups and is_narrow and not self.is_plain
 
     @property
     def splits_scales(self) -> bool:
         """Whether float32 scales multiply the operands in two parts: two instructions for two numbers, not five."""
         is_wide = self.has_channel_scale or (self.has_groups and self.scale_dtype == "float32")
-        return is_wide and self.dtype == "bfloat16"
+        return is_wide and self.dtype == "bfloat16" and not self.is_plain
 
     @property
     def operand_names(self) -> list[str]:
         """Names of the arrays the kernel takes, in order; B = E * N / 64 counts blocks of channels.
 
-        dy (rows, N); w (B, K / 64, *block_shape) i32; tile_expert (rows / block_m,) i32; num_tiles (1,) i32; scale,
-        zero (B, groups, 64); channel_scale (B, 64) f32; tile_rows (rows / block_m,) i32; before (rows, G * K);
-        row_weights (rows,) f32.
+        dy (rows, depth); w (B, K / 64, *block_shape) i32, plain (E * N, K); tile_expert (rows / block_m,) i32;
+        num_tiles (1,) i32; scale, zero (B, groups, 64), of plain weights scale (B, groups, COPIES_OF_SCALE);
+        channel_scale (B, 64) f32; tile_rows (rows / block_m,) i32; before (rows, G * K); row_weights (rows,) f32.
         """
         names = ["dy", "w", "tile_expert", "num_tiles"]
         names += ["scale"] if self.has_groups else []
@@ -90,6 +118,10 @@ class DgradDesc:
         fmt, group = self.fmt, self.fmt.group_size
         if fmt.is_8bit:
             return f"words for {fmt.operand} operands: wgmma takes operands of 8 bits with K contiguous only"
+        if self.is_plain and (fmt.element not in ("e4m3", "int8") or fmt.has_zero_point or fmt.scale_words):
+            return f"plain weights of {fmt}: e4m3 or int8 with float32 scales"
+        if self.contracts_k and not (self.is_plain and self.activation is None):
+            return "the forward product: of plain weights, without an activation's derivative"
         if self.n % BLOCK_N or self.k % fmt.block_k:
             return f"N={self.n} and K={self.k}: both must be multiples of {BLOCK_N}"
         is_in_operands = self.folds_scales or self.splits_scales
@@ -107,8 +139,8 @@ class DgradConfig:
     Args:
         block_m: rows of a tile, 64 for each warpgroup that multiplies; 64 or 128.
         block_n: output columns of a tile.
-        num_stages: slots of the ring of copies, each 64 columns of dy and the words of 64 channels. Copies are made
-            num_stages - MATRICES steps ahead.
+        num_stages: slots of the ring of copies, each 64 columns of dy and the weights that they multiply. Copies are
+            made num_stages - MATRICES steps ahead.
         raster_group_m: row tiles walked together, so that CTAs running at the same time share operands in L2.
         num_sms: persistent CTAs, one per SM.
     """
@@ -143,14 +175,19 @@ def tile_groups(desc: DgradDesc, config: DgradConfig) -> int:
 def shared_arrays(desc: DgradDesc, config: DgradConfig) -> dict[str, SharedArray]:
     """(shape, dtype) of what a CTA keeps in shared memory.
 
-    matrix: dequantized steps, (64 of N, columns). before: what the activation was given. staging: output on its way.
+    matrix: dequantized steps, (64 of N, columns), or (columns, 64 of K) of the forward product. before: what the
+    activation was given. staging: output on its way.
     """
     stages, consumers = config.num_stages, config.num_consumers
-    beside = (stages, tile_groups(desc, config), BLOCK_N)
+    step = (config.block_n, UNIT) if desc.contracts_k else (UNIT, config.block_n)
+    of_channels = (config.pieces, BLOCK_N) if desc.contracts_k else (BLOCK_N,)
+    groups = config.pieces if desc.contracts_k else tile_groups(desc, config)
+    beside = (stages, groups, COPIES_OF_SCALE if desc.is_plain else BLOCK_N)
+    w = step if desc.is_plain else (config.pieces, *desc.fmt.block_shape)
     arrays: dict[str, SharedArray] = dict(
         dy=((stages, config.block_m, BLOCK_N), desc.dtype),
-        w=((stages, config.pieces, *desc.fmt.block_shape), "int32"),
-        matrix=((MATRICES, BLOCK_N, config.block_n), desc.dtype),
+        w=((stages, *w), desc.stored_dtype),
+        matrix=((MATRICES, *step), desc.dtype),
         staging=((consumers, max(2, desc.projections), UNIT, UNIT), desc.dtype),
     )
     if desc.has_groups:
@@ -158,7 +195,7 @@ def shared_arrays(desc: DgradDesc, config: DgradConfig) -> dict[str, SharedArray
     if desc.fmt.has_zero_point:
         arrays["zero"] = (beside, desc.fmt.operand)
     if desc.has_channel_scale:
-        arrays["channel_scale"] = ((stages, BLOCK_N), "float32")
+        arrays["channel_scale"] = ((stages, *of_channels), "float32")
     if desc.activation is not None:
         arrays["before"] = ((consumers, desc.projections, UNIT, UNIT), desc.dtype)
     return arrays
@@ -173,12 +210,13 @@ def config_error(desc: DgradDesc, config: DgradConfig) -> str | None:
     if config.block_n % UNIT or not UNIT <= config.block_n <= 256:
         return f"block_n={config.block_n}: a multiple of {UNIT}, at most 256"
     group = desc.fmt.group_size
-    if (desc.has_groups or desc.fmt.has_zero_point) and group and desc.groups > 1:
+    if (desc.has_groups or desc.fmt.has_zero_point) and group and desc.groups > 1 and not desc.contracts_k:
         if config.block_n % group and group % config.block_n:
             return f"block_n={config.block_n} and groups of {group}: one must be a multiple of the other"
-    if not MATRICES < config.num_stages <= MATRICES + desc.n // BLOCK_N:
-        steps = desc.n // BLOCK_N
-        return f"num_stages={config.num_stages}: {MATRICES} and at least one more, at most the {steps} steps of N"
+    steps = desc.depth // BLOCK_N
+    if not MATRICES < config.num_stages <= MATRICES + steps:
+        axis = "K" if desc.contracts_k else "N"
+        return f"num_stages={config.num_stages}: {MATRICES} and at least one more, at most the {steps} steps of {axis}"
     needed = sum(smem_bytes(*array) for array in shared_arrays(desc, config).values()) + 16 * (config.num_stages + 4)
     needed += smem_bytes((REDUCTION_BYTES,), "int8")
     if needed > SMEM_BYTES:
@@ -192,7 +230,7 @@ def candidates(desc: DgradDesc, block_m: int, num_sms: int) -> list[DgradConfig]
     """
     found = []
     for block_n in (256, 192, 128, 64):
-        if block_n > UNIT and block_n >= desc.k + UNIT:  # wider than the output
+        if block_n > UNIT and block_n >= desc.width + UNIT:  # wider than the output
             continue
         rings = (DgradConfig(block_m, block_n, stages, num_sms=num_sms) for stages in range(MAX_STAGES, MATRICES, -1))
         deepest = next((config for config in rings if config_error(desc, config) is None), None)

@@ -1,4 +1,4 @@
-"""Grouped gradients of rows on Hopper, from packed weights: products that contract over the channels of the weights.
+"""Grouped gradients of rows on Hopper, from quantized weights: products that contract over the channels of the weights.
 
 One persistent CTA per SM; tile after tile of (rows of one expert, columns of the output).
 
@@ -13,6 +13,10 @@ One persistent CTA per SM; tile after tile of (rows of one expert, columns of th
 The copies of a step go to the slot of the step that was multiplied out of the matrix whose place is free again, so that
 no barrier says that a slot is empty. A producer of its own would be a fourth warpgroup, and of 512 threads each has 128
 registers: too few for accumulators of 64 x 256.
+
+Plain weights are bytes as they are stored, a box of 64 channels by block_n columns for a step. From them the forward
+product can be computed as well (``contracts_k``): a step is then a box of block_n channels by 64 columns, and wgmma
+reads its tile with the contracted dimension contiguous.
 
 A register operand of wgmma has the contracted dimension along the words of a thread, and packed words lie along the
 other one. So these weights pass through shared memory, where wgmma reads 16 bits transposed. One warpgroup converts
@@ -45,6 +49,7 @@ from pallas_kernels.grouped_gemm.dgrad.config import (
     shared_arrays,
     tile_groups,
 )
+from pallas_kernels.grouped_gemm.dgrad.plain_sm90 import dequantize
 from pallas_kernels.grouped_gemm.epilogue_pull_sm90 import pulled
 from pallas_kernels.grouped_gemm.epilogue_sm90 import stores_under_way
 from pallas_kernels.grouped_gemm.packed.dequantize_sm90 import load_block
@@ -57,19 +62,22 @@ _TILED = ("dy", "matrix", "staging", "before")  # as wgmma and TMA copies with a
 def grouped_dgrad_sm90(desc: DgradDesc, config: DgradConfig) -> Callable[[Mapping[str, jax.Array]], Any]:
     """The kernel for ``desc``, a function of the operands by name (``desc.operand_names``).
 
-    config must pass ``config_error``. Returns (rows, K); with an activation (rows, G * K) and the sums over each tile's
-    columns, (column tiles, rows) float32. Rows that are in no use are not written.
+    config must pass ``config_error``. Returns (rows, width); with an activation (rows, G * K) and the sums over each
+    tile's columns, (column tiles, rows) float32. Rows that are in no use are not written.
     """
     shapes, stages, consumers = shared_arrays(desc, config), config.num_stages, config.num_consumers
     scratch: dict[str, Any] = {
         name: plgpu.SMEM(shape, jnp.dtype(dtype), transforms=mosaic.tiled(dtype, 128) if name in _TILED else ())
         for name, (shape, dtype) in shapes.items()
     }
+    if desc.is_plain:
+        shape, dtype = shapes["w"]
+        scratch["w"] = plgpu.SMEM(shape, jnp.dtype(dtype), transforms=mosaic.tiled(dtype, UNIT))
     copies = 2 + desc.has_groups + desc.fmt.has_zero_point + desc.has_channel_scale
     scratch["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     scratch["ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=MATRICES)
     scratch["drained"] = plgpu.Barrier(num_arrivals=consumers, num_barriers=MATRICES)
-    out: Any = jax.ShapeDtypeStruct((desc.rows, desc.projections * desc.k), jnp.dtype(desc.dtype))
+    out: Any = jax.ShapeDtypeStruct((desc.rows, desc.projections * desc.width), jnp.dtype(desc.dtype))
     if desc.activation is not None:
         scratch["before_full"] = plgpu.Barrier(num_arrivals=desc.projections, num_barriers=consumers)
         out = (out, jax.ShapeDtypeStruct((-(-desc.k // config.block_n), desc.rows), jnp.float32))
@@ -113,9 +121,9 @@ class _Cta:
 
 def _kernel(desc: DgradDesc, config: DgradConfig, /, *refs: TileRef, **scratch: TileRef) -> None:
     mosaic.begin()
-    names, steps = desc.operand_names, desc.n // BLOCK_N
+    names, steps = desc.operand_names, desc.depth // BLOCK_N
     operands = dict(zip(names, refs, strict=False))
-    row_tiles, column_tiles = operands["num_tiles"][0], -(-desc.k // config.block_n)
+    row_tiles, column_tiles = operands["num_tiles"][0], -(-desc.width // config.block_n)
     # Read on the device: LLVM would unroll short loops.
     hidden = lax.min(jnp.int32(steps), row_tiles + steps)
     warpgroup, index, consumers = lax.axis_index("warpgroup"), lax.axis_index("block"), config.num_consumers
@@ -180,8 +188,8 @@ def _convert(cta: _Cta, num_tiles: Scalar, tile: Callable[[Scalar], Tile]) -> No
 
             plgpu.barrier_wait(scratch["full"].at[slot])
             for piece in range(cta.config.pieces):
-                value = _dequantized(cta, slot, piece)
-                scratch["matrix"].at[place, :, pl.ds(piece * UNIT, UNIT)][...] = value
+                value = (_widened if cta.desc.is_plain else _dequantized)(cta, slot, piece)
+                scratch["matrix"].at[(place, *_part(cta.desc, piece))][...] = value
             plgpu.commit_smem()  # the numbers for wgmma; and every warp has read the words
             plgpu.barrier_arrive(scratch["ready"].at[place])
             return step + 1
@@ -203,17 +211,27 @@ def _convert(cta: _Cta, num_tiles: Scalar, tile: Callable[[Scalar], Tile]) -> No
 def _load(cta: _Cta, tile: Tile, k: Scalar, step: Scalar) -> None:
     """Issue the copies of K step k of ``tile``, which is ``step`` of all."""
     desc, config, operands, scratch, slot = cta.desc, cta.config, cta.operands, cta.scratch, cta.slot(step)
-    full, block = scratch["full"].at[slot], tile.expert * (desc.n // BLOCK_N) + k
+    full, first = scratch["full"].at[slot], tile.expert * (desc.n // BLOCK_N)
     rows = pl.ds(tile.row * config.block_m, config.block_m)
-    words = pl.ds(tile.column * config.pieces, config.pieces)
     plgpu.copy_gmem_to_smem(operands["dy"].at[rows, pl.ds(k * BLOCK_N, BLOCK_N)], scratch["dy"].at[slot], full)
-    plgpu.copy_gmem_to_smem(operands["w"].at[block, words], scratch["w"].at[slot], full)
-    groups = pl.ds(_first_group(desc, config, tile.column), tile_groups(desc, config))
+    if desc.contracts_k:
+        # Channels past this expert's N are those of the next one: columns that are not stored.
+        block = first + tile.column * config.pieces
+        channels = pl.ds(block, config.pieces)
+        groups = lax.div(k, jnp.int32((desc.fmt.group_size or UNIT) // UNIT))
+        weights = (pl.ds(block * BLOCK_N, config.block_n), pl.ds(k * UNIT, UNIT))
+    else:
+        channels = block = first + k
+        groups = pl.ds(_first_group(desc, config, tile.column), tile_groups(desc, config))
+        weights = (block, pl.ds(tile.column * config.pieces, config.pieces))
+        if desc.is_plain:
+            weights = (pl.ds(block * BLOCK_N, BLOCK_N), pl.ds(tile.column * config.block_n, config.block_n))
+    plgpu.copy_gmem_to_smem(operands["w"].at[weights], scratch["w"].at[slot], full)
     for name in ("scale", "zero"):
         if name in operands:
-            plgpu.copy_gmem_to_smem(operands[name].at[block, groups], scratch[name].at[slot], full)
+            plgpu.copy_gmem_to_smem(operands[name].at[channels, groups], scratch[name].at[slot], full)
     if desc.has_channel_scale:
-        plgpu.copy_gmem_to_smem(operands["channel_scale"].at[block], scratch["channel_scale"].at[slot], full)
+        plgpu.copy_gmem_to_smem(operands["channel_scale"].at[channels], scratch["channel_scale"].at[slot], full)
 
 
 def _first_group(desc: DgradDesc, config: DgradConfig, column: Scalar) -> Scalar:
@@ -224,6 +242,25 @@ def _first_group(desc: DgradDesc, config: DgradConfig, column: Scalar) -> Scalar
     if config.block_n >= group:
         return column * (config.block_n // group)
     return lax.div(column, jnp.int32(group // config.block_n))
+
+
+def _part(desc: DgradDesc, piece: int) -> tuple[Any, Any]:
+    """(64, 64) of a step in shared memory."""
+    part = pl.ds(piece * UNIT, UNIT)
+    return (part, slice(None)) if desc.contracts_k else (slice(None), part)
+
+
+def _widened(cta: _Cta, slot: Scalar, piece: int) -> Value:
+    """(64, 64) of the matrix from plain weights."""
+    desc, config, scratch = cta.desc, cta.config, cta.scratch
+    codes = scratch["w"].at[(slot, *_part(desc, piece))]
+    if desc.has_channel_scale:
+        own = scratch["channel_scale"]
+        return dequantize(codes, own.at[slot, piece] if desc.contracts_k else own.at[slot], desc.dtype)
+    group = piece
+    if not desc.contracts_k:
+        group = min(piece * UNIT // (desc.fmt.group_size or config.block_n), tile_groups(desc, config) - 1)
+    return dequantize(codes, scratch["scale"][slot, group, 0], desc.dtype)
 
 
 def _dequantized(cta: _Cta, slot: Scalar, piece: int) -> Value:
@@ -274,15 +311,19 @@ def _consume(cta: _Cta, tile: Tile) -> None:
 
 
 def _multiply(cta: _Cta, tile: Tile) -> Value:
-    """(64, block_n) float32 over all of N."""
+    """(64, block_n) float32 over the contracted dimension."""
     scratch, rows = cta.scratch, pl.ds(cta.warpgroup * UNIT, UNIT)
+
+    def matrix(place):
+        ref = scratch["matrix"].at[place]
+        return ref.transpose((1, 0)) if cta.desc.contracts_k else ref
 
     def scope(accumulator):
         def one_step(k, step):
             slot, place = cta.slot(step), cta.place(step)
             plgpu.barrier_wait(scratch["full"].at[slot])
             plgpu.barrier_wait(scratch["ready"].at[place])
-            plgpu.wgmma(accumulator, scratch["dy"].at[slot, rows], scratch["matrix"].at[place])
+            plgpu.wgmma(accumulator, scratch["dy"].at[slot, rows], matrix(place))
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(scratch["drained"].at[place])
             return step + 1
@@ -312,7 +353,7 @@ def _first_row(cta: _Cta, tile: Tile) -> Scalar:
 
 
 def _store(cta: _Cta, tile: Tile, sums: Value) -> None:
-    """Write this warpgroup's (64, block_n) of the output. Columns past K are not stored."""
+    """Write this warpgroup's (64, block_n) of the output. Columns past its width are not stored."""
     desc, config, staging = cta.desc, cta.config, cta.scratch["staging"].at[cta.warpgroup]
     rows, slots = pl.ds(_first_row(cta, tile), UNIT), 2
     for piece in range(config.pieces):
@@ -320,13 +361,13 @@ def _store(cta: _Cta, tile: Tile, sums: Value) -> None:
         plgpu.wait_smem_to_gmem(stores_under_way(piece, config.pieces, slots), wait_read_only=True)
         staging[slot] = _piece(cta, sums, piece).astype(desc.dtype)
         plgpu.commit_smem()
-        inside = mosaic.column_predicate(desc.k, config.block_n, column)
+        inside = mosaic.column_predicate(desc.width, config.block_n, column)
         plgpu.copy_smem_to_gmem(staging.at[slot], cta.outputs[0].at[rows, pl.ds(column, UNIT)], predicate=inside)
 
 
 def _piece(cta: _Cta, sums: Value, piece: int) -> Value:
     own = sums if cta.config.pieces == 1 else sums[:, piece * UNIT : (piece + 1) * UNIT]
-    return own if cta.desc.fmt.unit == 1 else own * (1 / cta.desc.fmt.unit)
+    return own if cta.desc.unit == 1 else own * (1 / cta.desc.unit)
 
 
 def _load_before(cta: _Cta, tile: Tile, piece: int) -> None:
@@ -341,8 +382,11 @@ def _load_before(cta: _Cta, tile: Tile, piece: int) -> None:
 
 
 def _columns(cta: _Cta, tile: Tile, piece: int, projection: int) -> Any:
-    """Of ``before`` and of its cotangent, whose projections take turns every 64 columns."""
-    block = (tile.column * cta.config.pieces + piece) * cta.desc.projections + projection
+    """Of ``before`` and of its cotangent, whose projections take turns every 64 columns, or follow each other beside
+    plain weights.
+    """
+    desc, block = cta.desc, tile.column * cta.config.pieces + piece
+    block = block + projection * (desc.k // UNIT) if desc.is_plain else block * desc.projections + projection
     return pl.ds(block * UNIT, UNIT)
 
 

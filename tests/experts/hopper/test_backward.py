@@ -5,6 +5,8 @@ The kernels themselves are compared on a GPU in test_backward_gpu.py.
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -155,11 +157,11 @@ SCHEMES_WITH_KERNELS = (
 )
 
 
-def frozen_call(scheme, tokens=45):
+def frozen_call(scheme, tokens=45, routing="ragged, one expert empty"):
     """(weights as the kernels hold them, expected gradients, ``arguments`` of the call) of a layer without gradients of
     weights. Expected ones are those of the dequantized weights, activations unquantized.
     """
-    call = arguments(tokens, "ragged, one expert empty", scheme=scheme)
+    call = arguments(tokens, routing, scheme=scheme)
     layer, x, topk_weights, ids, g = call
     weights = to_plain_layout(layer.weights.get_value())
     dense = (dequantize_tensor(tensor) for tensor in (weights.w13, weights.w2))
@@ -186,7 +188,7 @@ def test_quantized_weights(scheme):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["w4a16_g128", "mxfp4_a16"])
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "mxfp4_a16", "fp8_block"])
 def test_weights_that_are_dequantized_first(scheme):
     weights, expected, call = frozen_call(scheme)
     found = frozen_gradients(by_references(call[0], reads_packed=False), weights, call)
@@ -274,6 +276,51 @@ def test_launches_with_weights_in_kernel_layout(reads_packed, expected):
         assert launches(jax.grad(lambda x: differentiable(static, x, topk_weights, ids, weights).sum()), x) == expected
 
 
+PLAIN_SCHEMES = ("fp8_channel", "fp8_tensor", "fp8_block", "int8_w8a8")
+
+
+@pytest.mark.parametrize("reads_packed", [True, False])
+@pytest.mark.parametrize("scheme", quick(PLAIN_SCHEMES, ("fp8_block",)))
+def test_plain_weights_have_no_matrix_of_16_bits(scheme, reads_packed):
+    """But where they are dequantized first. As many launches as an unquantized layer's gradient by x."""
+    layer, x, topk_weights, ids, _ = arguments(45, "ragged, one expert empty", scheme=scheme)
+    weights = layer.weights.get_value()
+    static = Static(layer.config, jnp.dtype("float32"), reads_packed=reads_packed)
+
+    def gradient(x):
+        return jax.grad(lambda x: differentiable(static, x, topk_weights, ids, weights).sum())(x)
+
+    with on_hopper():
+        text = jax.jit(gradient).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    sizes = [math.prod(map(int, shape.split("x"))) for shape in re.findall(r"tensor<([0-9x]+)xbf16>", text)]
+    assert (max(sizes) < weights.w2.data.size) == reads_packed
+    assert text.count("mosaic_gpu_v2") == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wants_biases", [False, True])
+def test_biases_of_plain_weights(wants_biases):
+    """Gate and up of 192 channels, whose second block of scales they share with nobody."""
+    sizes = dict(num_experts=E, hidden_size=256, intermediate_size=192)
+    config = make_config("fp8_block", dtype="bfloat16", has_bias=True, **sizes)
+    weights = make_stored_weights(config)
+    x, z = inputs(45)
+    x, (topk_weights, ids) = x[:, :256] / 4, jax.lax.top_k(jax.nn.softmax(z), K)
+    g = jax.random.normal(jax.random.key(7), x.shape)
+    static = Static(config, jnp.dtype("float32"), "reference")
+
+    def loss(x, topk_weights, w13_bias, w2_bias):
+        given = dataclasses.replace(weights, w13_bias=w13_bias, w2_bias=w2_bias)
+        return (differentiable(static, x, topk_weights, ids.astype(jnp.int32), given) * g).sum()
+
+    names = ("x", "topk_weights", "w13_bias", "w2_bias")[: 4 if wants_biases else 2]
+    found = jax.jit(jax.grad(loss, tuple(range(len(names)))))(x, topk_weights, weights.w13_bias, weights.w2_bias)
+    dense = (dequantize_tensor(tensor) for tensor in (weights.w13, weights.w2))
+    biases = dict(w13_bias=weights.w13_bias, w2_bias=weights.w2_bias)
+    expected = expert_gradients(g.astype(jnp.bfloat16), x, topk_weights, ids, *dense, **biases)
+    assert_gradients_close(dict(zip(names, found, strict=True)), expected)
+
+
 def test_layers_whose_gradient_has_no_kernels():
     """The next implementation has it, and an error says why the kernels do not."""
     x, z = inputs(3)
@@ -293,10 +340,15 @@ def test_explain_says_what_runs_and_what_memory_it_takes():
     for scheme, text in {
         "bf16": "gradient: by kernels",
         "w4a16_g128": "gradient: by kernels, packed weights dequantized in shared memory",
-        "fp8_channel": "in each backward pass (0.00 GiB), activations as if they were not quantized",
+        "fp8_channel": "plain weights dequantized in shared memory, activations as if they were not quantized",
+        "w4a8_int8": "in each backward pass (0.00 GiB), activations as if they were not quantized",
     }.items():
         layer = make_layer(scheme, implementation="hopper")
-        if scheme == "w4a16_g128":
+        if scheme in ("w4a16_g128", "w4a8_int8"):
             layer.weights.set_value(to_kernel_layout(layer.weights.get_value(), layer.config))
         with on_hopper():
             assert text in layer.explain(45)
+    # 128 bytes for each 64 channels by 128 columns
+    config = moe_jax.MoEConfig(128, 8, 2048, 768, scheme=moe_jax.Scheme.parse("fp8_block"), dtype="bfloat16")
+    text = describe_gradient(config, method_for(config.scheme).abstract_weights(config))
+    assert "plain weights dequantized in shared memory (9.0 MiB for copies of scales), activations as if" in text

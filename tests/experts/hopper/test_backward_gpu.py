@@ -11,6 +11,7 @@ import pytest
 import moe_jax
 from moe_jax.experts.hopper._backward import Static, differentiable
 from tests.experts.hopper.test_backward import (
+    PLAIN_SCHEMES,
     ROUTINGS,
     SCHEMES_WITH_KERNELS,
     arguments,
@@ -55,9 +56,21 @@ def test_quantized_weights(scheme):
     assert_gradients_close(frozen_gradients(by_kernels(call[0]), weights, call), expected)
 
 
-@pytest.mark.parametrize("scheme", ["w4a16_g128", "nvfp4_a16"])
-def test_packed_weights_both_ways(scheme):
-    """Read as they are packed, to the bit on every call, and dequantized by a kernel of its own first."""
+@pytest.mark.parametrize("tokens", [3, 45, 700])
+@pytest.mark.parametrize("scheme", PLAIN_SCHEMES)
+def test_routings_with_plain_weights(scheme, tokens):
+    """Hostile ones; and that they repeat to the bit."""
+    for routing in ROUTINGS:
+        weights, expected, call = frozen_call(scheme, tokens, routing)
+        found, again = (frozen_gradients(by_kernels(call[0]), weights, call) for _ in range(2))
+        assert_gradients_close(found, expected)
+        for name, value in found.items():
+            np.testing.assert_array_equal(np.asarray(value, np.float32), np.asarray(again[name], np.float32))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "nvfp4_a16", *PLAIN_SCHEMES])
+def test_quantized_weights_both_ways(scheme):
+    """Read as they are held, to the bit on every call, and dequantized first."""
     weights, expected, call = frozen_call(scheme, 700)
 
     def run(reads_packed):

@@ -18,6 +18,7 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
 from pallas_kernels.grouped_gemm.dgrad import DgradDesc
 from pallas_kernels.grouped_gemm.dgrad import candidates as dgrad_candidates
+from pallas_kernels.grouped_gemm.dgrad.config import COPIES_OF_SCALE
 from pallas_kernels.grouped_gemm.dgrad.kernel_sm90 import grouped_dgrad_sm90
 from pallas_kernels.grouped_gemm.heuristics import choose_config as choose_gemm_config
 from pallas_kernels.grouped_gemm.heuristics import deepest
@@ -347,15 +348,41 @@ def dgrad_cases() -> Iterator[Case]:
                     yield Case(named, *_dgrad_call(desc, config), "HGMMA")
 
 
+def plain_dgrad_cases() -> Iterator[Case]:
+    """Plain weights of 8 bits: gradients of rows, with the derivative of an activation, and the forward product."""
+    for name, fmt, options in (
+        ("e4m3 channel", PackedFormat("e4m3"), _CHANNEL),
+        ("e4m3 channel f16", PackedFormat("e4m3", "float16"), _CHANNEL),
+        ("e4m3 blocks", PackedFormat("e4m3", **_GROUPS), dict(groups=4)),
+        ("e4m3 blocks 2880", PackedFormat("e4m3", **_GROUPS), dict(n=2880, k=2880, groups=23)),
+        ("int8 channel", PackedFormat("int8"), _CHANNEL),
+        ("int8 channel f16", PackedFormat("int8", "float16"), _CHANNEL),
+    ):
+        sizes: dict[str, Any] = dict(rows=1024, n=512, k=512, num_experts=4, groups=1) | options
+        plain = DgradDesc(**sizes, fmt=fmt, is_plain=True, has_tile_rows=True)
+        for form, changes in (
+            ("", {}),
+            (", before silu", dict(activation=_SILU)),
+            (", forward", dict(contracts_k=True)),
+        ):
+            desc = dataclasses.replace(plain, **changes)
+            for block_m in (64, 128):
+                found = dgrad_candidates(desc, block_m, H200_SMS)
+                for config in found if name in ("e4m3 blocks", "int8 channel") else found[:1]:
+                    named = f"grouped_dgrad plain {name}{form}, {config.block_m} x {config.block_n}"
+                    yield Case(named, *_dgrad_call(desc, config), "HGMMA")
+
+
 def _dgrad_call(desc: DgradDesc, config: Any) -> tuple[Any, tuple[Shape, ...]]:
     """A call's function of its operands in their order, and their shapes."""
     blocks, tiles = desc.num_experts * desc.n // 64, (desc.rows // config.block_m,)
+    words = (blocks, desc.k // desc.fmt.block_k, *desc.fmt.block_shape)
     shapes: dict[str, Shape] = dict(
-        dy=((desc.rows, desc.n), desc.dtype),
-        w=((blocks, desc.k // desc.fmt.block_k, *desc.fmt.block_shape), "int32"),
+        dy=((desc.rows, desc.depth), desc.dtype),
+        w=((desc.num_experts * desc.n, desc.k) if desc.is_plain else words, desc.stored_dtype),
         tile_expert=(tiles, "int32"),
         num_tiles=((1,), "int32"),
-        scale=((blocks, desc.groups, 64), desc.scale_dtype),
+        scale=((blocks, desc.groups, COPIES_OF_SCALE if desc.is_plain else 64), desc.scale_dtype),
         zero=((blocks, desc.groups, 64), desc.dtype),
         channel_scale=((blocks, 64), "float32"),
         tile_rows=(tiles, "int32"),
@@ -593,6 +620,7 @@ def all_cases() -> Iterator[Case]:
     yield from packed_cases()
     yield from dense_cases()
     yield from dgrad_cases()
+    yield from plain_dgrad_cases()
     yield from pull_cases()
     yield from unpermuted_cases()
     yield from side_by_side_cases()

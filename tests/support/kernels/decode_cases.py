@@ -52,7 +52,7 @@ def decode_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
     shapes += [((desc.batch, desc.num_slots // PAGE_SLOTS), "int32")] * (desc.num_pages > 0)
     shapes += [((desc.batch,), "int32")] * 3
     if config.is_fused:
-        shapes += [((desc.num_kv_heads, columns), "float32")] if desc.has_sinks else []
+        shapes += [((desc.num_kv_heads, columns), desc.dtype)] if desc.has_sinks else []
         shapes += [((config.all_tiles(desc) + 1,), "int32")]
     name = f"{name}, e4m3" if desc.is_e4m3 else name
     name = f"{name}, pages" if desc.num_pages else name
@@ -65,7 +65,7 @@ def combine_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
     stats = config.all_tiles(desc) * config.num_splits(desc) * config.columns
     shapes: list[Shape] = [((stats * desc.value_width,), "float32"), *[((stats,), "float32")] * 2]
     shapes += [((desc.batch,), "int32")] * 3 + [((2,), "float32")] * desc.is_e4m3
-    shapes += [((desc.num_heads,), "float32")] * desc.has_sinks
+    shapes += [((desc.num_heads,), desc.dtype)] * desc.has_sinks
     name = f"{name}, e4m3" if desc.is_e4m3 else name
     form = f"{desc.value_width} {desc.dtype} {name}"
     return Case(f"decode combine {form}", combine_sm90(desc, config), tuple(shapes))

@@ -1,27 +1,42 @@
-"""Problems of ``grouped_dgrad`` and ``grouped_gemm_pull``: random weights, and what they must give, in NumPy float64.
+"""Problems of ``grouped_dgrad``, ``grouped_gemm_widened`` and ``grouped_gemm_pull``: random weights, and what they must
+give, in NumPy float64.
 
 Layout contract: as in gemm_problem.py. Rows that no expert owns hold NaN; some lie in tiles that are in use.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from pallas_kernels.common.activations import Activation
+from pallas_kernels.grouped_gemm.dgrad import grouped_dgrad, grouped_gemm_widened, plain_weights
 from pallas_kernels.grouped_gemm.packed import stacked_projections, to_kernel_layout
 from pallas_kernels.grouped_gemm.packed.format import from_words
+from pallas_kernels.grouped_gemm.pull import grouped_gemm_pull
 from tests.support.kernels.gemm_problem import tiles_of
 from tests.support.kernels.packed_problem import KINDS, make_stored
 from tests.support.oracles.tolerances import Tolerance, assert_rows_close
 
+# name -> (dtype of the codes, what has a scale, dtype of both operands)
+PLAIN_KINDS: dict[str, tuple[Any, str, str]] = {
+    "plain e4m3 channel": (ml_dtypes.float8_e4m3fn, "channel", "bfloat16"),
+    "plain e4m3 channel f16": (ml_dtypes.float8_e4m3fn, "channel", "float16"),
+    "plain e4m3 tensor": (ml_dtypes.float8_e4m3fn, "tensor", "bfloat16"),
+    "plain e4m3 block": (ml_dtypes.float8_e4m3fn, "block", "bfloat16"),
+    "plain int8 channel": (np.int8, "channel", "bfloat16"),
+    "plain int8 channel f16": (np.int8, "channel", "float16"),
+}
+
 
 @dataclasses.dataclass
 class PullProblem:
-    """args, kwargs: of ``grouped_dgrad`` or ``grouped_gemm_pull``. row_expert: (Mp,), -1 in padding.
+    """args, kwargs: of ``op``, which is ``grouped_dgrad`` where no other is named. row_expert: (Mp,), -1 in padding.
 
     expected: (Mp, K) float64; with an activation the cotangent of ``before`` in its columns, the sums (Mp,), and what
     their terms add up to. weighted: (Mp, K) float64, the activation's values times the rows' weights.
@@ -32,6 +47,7 @@ class PullProblem:
     expected: tuple[np.ndarray, ...]
     row_expert: np.ndarray
     dtype: str
+    op: Callable[..., Any] = grouped_dgrad
     weighted: np.ndarray | None = None
 
     def assert_close(self, found: Any) -> None:
@@ -65,38 +81,89 @@ def make_pull(
     seed: int = 0,
 ) -> PullProblem:
     """projections: of the weights, which the call gets stacked: N is then n of each. rounds_once: as the reference
-    multiplies weights; else as the kernel does, which takes float32 scales in two parts of bfloat16.
+    multiplies weights; else as the kernel does, which takes float32 scales of packed ones in two parts of bfloat16.
     """
-    rng, fmt, experts = np.random.default_rng(seed), KINDS[kind][0], len(sizes)
+    rng = np.random.default_rng(seed)
+    make = _plain if kind in PLAIN_KINDS else _packed
+    w, matrices = make(kind, (len(sizes), projections), n, k, rng, rounds_once)
+    args, kwargs, sums, row_expert = _product(rng, w, matrices, sizes, block_m, has_tile_rows)
+    dtype, rows = w.fmt.operand, len(row_expert)
+    if activation is None:
+        return PullProblem(args, kwargs, (sums,), row_expert, dtype)
+    count = 2 if activation.is_gated else 1
+    size = k if kind in PLAIN_KINDS else 64  # columns of a projection that lie together
+    given = rng.standard_normal((rows, k // size, count, size), np.float32).astype(dtype)
+    weights = rng.random(rows, np.float32)
+    kwargs |= dict(activation=activation, before=jnp.asarray(given.reshape(rows, -1)), row_weights=jnp.asarray(weights))
+    given = given.astype(np.float64)
+    hidden, slopes = _curve(activation, *(given[:, :, p].reshape(rows, k) for p in range(count)))
+    bars = [(sums * weights.astype(np.float64)[:, None] * slope).reshape(rows, -1, size) for slope in slopes]
+    bar = np.stack(bars, axis=2).reshape(rows, -1)
+    terms = np.sqrt(((hidden * sums) ** 2).sum(1)) + np.abs((hidden * sums).sum(1))
+    return PullProblem(args, kwargs, (bar, (hidden * sums).sum(1), terms), row_expert, dtype)
+
+
+def make_widened(
+    kind: str,
+    sizes: list[int],
+    *,
+    n: int,
+    k: int,
+    block_m: int = 128,
+    projections: int = 1,
+    has_tile_rows: bool = True,
+    seed: int = 0,
+) -> PullProblem:
+    """A product of the forward pass; kind is one of ``PLAIN_KINDS``."""
+    rng = np.random.default_rng(seed)
+    w, matrices = _plain(kind, (len(sizes), projections), n, k, rng)
+    args, kwargs, sums, row_expert = _product(rng, w, matrices.swapaxes(1, 2), sizes, block_m, has_tile_rows)
+    return PullProblem(args, kwargs, (sums,), row_expert, w.fmt.operand, grouped_gemm_widened)
+
+
+def _product(
+    rng: np.random.Generator, w: Any, matrices: np.ndarray, sizes: list[int], block_m: int, has_tile_rows: bool
+) -> tuple[tuple, dict[str, Any], np.ndarray, np.ndarray]:
+    """(args, kwargs, (Mp, width) float64, row_expert) of rows times matrices (E, depth, width)."""
     tile_expert, tile_rows, row_expert = tiles_of(sizes, block_m, 2)
-    rows = len(row_expert)
-    stored, values = make_stored(kind, (experts, projections), n, k, rng)
+    dy = rng.standard_normal((len(row_expert), matrices.shape[1]), np.float32)
+    dy = (dy / math.sqrt((matrices**2).mean() * matrices.shape[1])).astype(w.fmt.operand)
+    dy[row_expert < 0] = np.nan
+    sums = np.stack([row @ matrices[max(e, 0)] for row, e in zip(dy.astype(np.float64), row_expert, strict=True)])
+    args = (jnp.asarray(dy), w, jnp.asarray(tile_expert), jnp.int32(len(tile_expert) - 2))
+    return args, dict(tile_rows=jnp.asarray(tile_rows)) if has_tile_rows else {}, sums, row_expert
+
+
+def _packed(
+    kind: str, lead: tuple[int, int], n: int, k: int, rng: np.random.Generator, rounds_once: bool
+) -> tuple[Any, np.ndarray]:
+    """Stacked weights, and the numbers that are multiplied, (E, G * n, k): blocks of 64 channels in turn."""
+    fmt = KINDS[kind][0]
+    stored, values = make_stored(kind, lead, n, k, rng)
     matrices = _rounded(values, fmt.operand)
     wide = stored.get("channel_scale", stored.get("scale"))
     if not rounds_once and fmt.operand == "bfloat16" and wide is not None and wide.dtype == np.float32:
-        wide = wide[..., None] if "channel_scale" in stored else np.repeat(wide, fmt.group_size, -1)[..., :k]
+        wide = wide[..., None] if "channel_scale" in stored else np.repeat(wide, fmt.group_size or k, -1)[..., :k]
         matrices = _in_two_parts(values, wide.astype(np.float64))
-    # Blocks of 64 channels in turn.
-    matrices = matrices.reshape(experts, projections, -1, 64, k).swapaxes(1, 2).reshape(experts, -1, k)
-    dy = rng.standard_normal((rows, matrices.shape[1]), np.float32)
-    dy = (dy / math.sqrt((matrices**2).mean() * matrices.shape[1])).astype(fmt.operand)
-    dy[row_expert < 0] = np.nan
-    sums = np.stack([row @ matrices[max(e, 0)] for row, e in zip(dy.astype(np.float64), row_expert, strict=True)])
-    w = stacked_projections(jax.tree.map(jnp.asarray, to_kernel_layout(fmt, **stored)))
-    args = (jnp.asarray(dy), w, jnp.asarray(tile_expert), jnp.int32(len(tile_expert) - 2))
-    kwargs: dict[str, Any] = dict(tile_rows=jnp.asarray(tile_rows)) if has_tile_rows else {}
-    if activation is None:
-        return PullProblem(args, kwargs, (sums,), row_expert, fmt.operand)
-    count = 2 if activation.is_gated else 1
-    given = rng.standard_normal((rows, k // 64, count, 64), np.float32).astype(fmt.operand)
-    weights = rng.random(rows, np.float32)
-    kwargs |= dict(activation=activation, before=jnp.asarray(given.reshape(rows, -1)), row_weights=jnp.asarray(weights))
-    given = given.astype(np.float64).reshape(rows, k // 64, count, 64)
-    hidden, slopes = _curve(activation, *(given[:, :, p].reshape(rows, k) for p in range(count)))
-    bars = [(sums * weights.astype(np.float64)[:, None] * slope).reshape(rows, -1, 64) for slope in slopes]
-    bar = np.stack(bars, axis=2).reshape(rows, -1)
-    terms = np.sqrt(((hidden * sums) ** 2).sum(1)) + np.abs((hidden * sums).sum(1))
-    return PullProblem(args, kwargs, (bar, (hidden * sums).sum(1), terms), row_expert, fmt.operand)
+    matrices = matrices.reshape(*lead, -1, 64, k).swapaxes(1, 2).reshape(lead[0], -1, k)
+    return stacked_projections(jax.tree.map(jnp.asarray, to_kernel_layout(fmt, **stored))), matrices
+
+
+def _plain(
+    kind: str, lead: tuple[int, int], n: int, k: int, rng: np.random.Generator, rounds_once: bool = True
+) -> tuple[Any, np.ndarray]:
+    """Weights as they are stored, and the numbers that are multiplied, (E, G * n, k): a projection below the other."""
+    dtype, of, operand = PLAIN_KINDS[kind]
+    codes = rng.integers(0, 256, (*lead, n, k)).astype(np.uint8)
+    codes = (np.where(codes & 127 == 127, codes - 1, codes).astype(np.uint8) if dtype != np.int8 else codes).view(dtype)
+    shape = dict(tensor=lead, channel=(*lead, n), block=(*lead, -(-n // 128), -(-k // 128)))[of]
+    scale = rng.uniform(0.001, 1.5, shape).astype(np.float32)
+    if of == "block":
+        spread = np.repeat(np.repeat(scale, 128, -2), 128, -1)[..., :n, :k]
+    else:
+        spread = scale.reshape(*lead, -1, 1)
+    matrices = _rounded(codes.astype(np.float64) * spread.astype(np.float64), operand).reshape(lead[0], -1, k)
+    return plain_weights(jnp.asarray(codes), jnp.asarray(scale), operand), matrices
 
 
 def make_plain_pull(
@@ -131,7 +198,8 @@ def make_plain_pull(
     kwargs |= dict(row_weights=jnp.asarray(weights))
     args = (jnp.asarray(dy), jnp.asarray(w), jnp.asarray(tile_expert), jnp.int32(len(tile_expert) - 2))
     expected = (bar, (hidden * sums).sum(1), terms)
-    return PullProblem(args, kwargs, expected, row_expert, dtype, hidden * weight if has_weighted else None)
+    weighted = hidden * weight if has_weighted else None
+    return PullProblem(args, kwargs, expected, row_expert, dtype, grouped_gemm_pull, weighted)
 
 
 def unpacked(fmt: Any, block: Any, width: int, rows: Any, zeros: Any, scales: Any, wide_scales: Any) -> Any:

@@ -12,7 +12,9 @@ import numpy as np
 
 
 class Memory:
-    """A flat int32 array, nothing written yet where no values are given."""
+    """A flat int32 array, nothing written yet where no values are given. As floats its bits are float32."""
+
+    dtype = np.dtype(np.float32)
 
     def __init__(self, size: int, values: Any = None):
         self.values = np.zeros(size, np.int32) if values is None else np.array(values, np.int32)

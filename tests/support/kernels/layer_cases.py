@@ -26,6 +26,9 @@ def add_and_norm_cases() -> Iterator[Case]:
         desc = AddNormDesc(60, width, "bfloat16", 8, 1e-6, "float32")
         shapes = (((60, width), desc.dtype), ((width,), desc.dtype), ((8, 64, width), "float32"))
         yield Case(f"add_and_norm {width}, 8 parts", add_and_norm_sm90(desc, choose_norm(desc, SMS)), shapes)
+        desc = dataclasses.replace(desc, has_bias=True)
+        shapes = (*shapes, ((width,), desc.dtype))
+        yield Case(f"add_and_norm {width}, 8 parts, bias", add_and_norm_sm90(desc, choose_norm(desc, SMS)), shapes)
         for quantization in QUANTIZATIONS[1:]:
             desc = AddNormDesc(60, width, "bfloat16", 1, 1e-6, None, quantization, 64)
             shapes = (((60, width), desc.dtype), ((width,), desc.dtype), ((1, 64, width), desc.dtype))
@@ -58,4 +61,8 @@ def rotate_and_store_cases() -> Iterator[Case]:
             shapes += [((4, 16, 40 * width), "float32")] + [((4, 2, width // 2), "float32")] * 2
             shapes += [((width,), dtype)] * (2 * has_norm) + [((2,), "float32")] * is_e4m3 + [((4,), "int32")] * 3
             kernel = rotate_and_store_sm90(desc, choose_rotate(desc, SMS))
-            yield Case(f"rotate_and_store {width}, 4 parts{', e4m3' if is_e4m3 else ''}", kernel, tuple(shapes))
+            form = f"{width}, 4 parts{', e4m3' if is_e4m3 else ''}"
+            yield Case(f"rotate_and_store {form}", kernel, tuple(shapes))
+            kernel = rotate_and_store_sm90(dataclasses.replace(desc, has_bias=True), choose_rotate(desc, SMS))
+            shapes[3:3] = [((count * width,), dtype) for count in (32, 4, 4)]
+            yield Case(f"rotate_and_store {form}, biases", kernel, tuple(shapes))
