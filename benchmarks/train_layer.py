@@ -222,13 +222,14 @@ def run_frozen(scheme: str, model: str, tokens: int, routing: dict[str, np.ndarr
 
     arguments = (x, topk_weights, weights)
     forward = jax.jit(experts_of).lower(*arguments).compile()
-    both = jax.jit(step).lower(g, *arguments).compile()
+    lowered = jax.jit(step).lower(g, *arguments)
+    both = lowered.compile()
     seconds = seconds_of(calls(both, g, *arguments))
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     cell = figures(seconds, seconds_of(calls(forward, *arguments)), tokens, sizes, peak, products=6)
     cell |= dict(weights_gib=round(weights.nbytes() / 2**30, 2), device=jax.devices()[0].device_kind)
     if traces:
-        apart = step.compile(compiler_options=NO_COMMAND_BUFFERS)
+        apart = lowered.compile(compiler_options=NO_COMMAND_BUFFERS)
         calls(apart, g, *arguments)(2)
         with traced() as kernels:
             calls(apart, g, *arguments)(3)

@@ -25,7 +25,9 @@ def select_lora(module: Any, adapters: Any) -> Any:
         The copy, for calls with as many rows and for ``generate`` with one array of prompts.
 
     Raises:
-        ValueError: a name that is not loaded, a module without names, no rows. TypeError: neither names nor integers.
+        ValueError: a name that is not loaded, a place in a NumPy array that no name has, a module without names, no
+            rows. Places in JAX arrays are not checked: those that no name has choose none. TypeError: neither names nor
+            integers.
     """
     if not isinstance(module, nnx.Module):
         raise TypeError(f"module has type {type(module).__name__}, expected a layer or a model with adapters")
@@ -44,6 +46,11 @@ def _places(adapters: Any, names: tuple[str, ...]) -> Any:
         check_array("adapters", adapters, jnp.integer, "(B,)")
         if adapters.ndim != 1 or 0 in adapters.shape:
             raise ValueError(f"adapters has shape {adapters.shape}, expected (B,)")
+        is_wrong = (adapters < -1) | (adapters >= len(names)) if isinstance(adapters, np.ndarray) else np.False_
+        if is_wrong.any():
+            raise ValueError(
+                f"adapters has {adapters[is_wrong][0]}, expected -1 for none to {len(names) - 1}, places in {names}"
+            )
         return gathered(jnp.asarray(adapters, jnp.int32))
     unknown = [name for name in adapters if name is not None and name not in names]
     if unknown or not adapters:

@@ -230,6 +230,9 @@ def test_refusals(monkeypatch):
     x, z = inputs(8)
     refuses(ValueError, "adapters a, b, c are held; choose by moe_jax.select_lora", layer, x, z)
     refuses(ValueError, "chosen for 3 rows, the call has", moe_jax.select_lora(layer, ["a", "b", None]), x, z)
+    for place in (2**32, 3, -2):  # the first is 0 in int32
+        choice = np.asarray([0, place])
+        refuses(ValueError, f"adapters has {place}, expected -1 for none to 2", moe_jax.select_lora, layer, choice)
     copies: Any = dict(enable_eplb=True, num_redundant_experts=2)
     refuses(NotImplementedError, "redundant slots take no adapters", make_layer, "bf16", make_parallel("ep2"), **copies)
     monkeypatch.setattr("moe_jax.parallel._experts.choose_dispatch", lambda *arguments: "nvlink_dispatch")

@@ -72,9 +72,14 @@ def gradient_refusal(config: MoEConfig, weights: ExpertWeights) -> str | None:
     return None
 
 
+def _shapes_of_operands(config: MoEConfig, weights: ExpertWeights) -> Any:
+    """``quantized_operands`` as a gradient has them, without computing them."""
+    return jax.eval_shape(functools.partial(quantized_operands, config), weights) if READS_PACKED else None
+
+
 def describe_kept(config: MoEConfig, weights: ExpertWeights, num_tokens: int) -> str | None:
     """What ``MoEConfig.keep_hidden`` keeps beside the arguments of a call, in words; None where that is nothing."""
-    operands = quantized_operands(config, weights) if READS_PACKED else None
+    operands = _shapes_of_operands(config, weights)
     if weights.scheme.is_quantized and operands is None:
         return None
     size = kept_bytes(config, weights, operands, num_tokens * config.top_k) / 2**20
@@ -88,7 +93,7 @@ def describe_gradient(config: MoEConfig, weights: ExpertWeights) -> str:
     if not weights.scheme.is_quantized:
         return "gradient: by kernels"
     activations = "" if weights.scheme.activations is None else ", activations as if they were not quantized"
-    operands = quantized_operands(config, weights) if READS_PACKED else None
+    operands = _shapes_of_operands(config, weights)
     if operands is not None and in_kernel_layout(weights):
         return f"gradient: by kernels, packed weights dequantized in shared memory{activations}"
     if operands is not None:
