@@ -94,9 +94,9 @@ def load(ref: Ref, index: Value, mask: Value, default: int) -> Value:
     return _masked_read(ref, index, mask, text, default=default)
 
 
-def load_float(ref: Ref, index: Value, mask: Value, dtype: Dtype, default: float) -> Value:
+def load_float(ref: Ref, index: Value, mask: Value, default: float) -> Value:
     """ref[index] as float32 where mask, else default. ref: (n,) float32, bfloat16 or float16 in global memory."""
-    dtype = jnp.dtype(dtype)
+    dtype = jnp.dtype(ref.dtype)
     fetch, widen = _FLOAT_LOADS[dtype.name]
     text = f"mov.b32 $0, {{default}}; @p ld.{{space}}.{fetch}; {widen}"
     text = "{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; " + text + " }}"

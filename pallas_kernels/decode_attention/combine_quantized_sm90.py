@@ -80,9 +80,9 @@ def _kernel(
         for j in range(unroll):
             split = nothing + (begin + offset + j)
             inside, place = is_used & (split < end), split + tile * splits
-            own = [simt.load_float(a, place * columns + column, inside, jnp.float32, x) for a, x in stats]
+            own = [simt.load_float(a, place * columns + column, inside, x) for a, x in stats]
             values = [place * (width * columns) + (thread + i * WARPGROUP) for i in range(number)]
-            found.append((*own, [simt.load_float(sums, index, inside, jnp.float32, 0.0) for index in values]))
+            found.append((*own, [simt.load_float(sums, index, inside, 0.0) for index in values]))
         return found
 
     stats = ((tops, FLOOR), (totals, 0.0))
@@ -92,7 +92,7 @@ def _kernel(
         for j in range(unroll):
             split = nothing + (begin + offset + j)
             inside, place = is_used & (split < end), (split + tile * splits) * columns + column
-            found.append(simt.load_float(tops, place, inside, jnp.float32, FLOOR))
+            found.append(simt.load_float(tops, place, inside, FLOOR))
         return found
 
     def over_the_others(body: Callable[[Any, Any], Any], carry: Any) -> Any:
@@ -104,7 +104,7 @@ def _kernel(
     top = lax.bitcast_convert_type(nothing, jnp.float32) + FLOOR
     sink = None
     if rest:
-        sink = simt.load_float(rest[0], head, is_used, jnp.float32, 0.0) * LOG2_E
+        sink = simt.load_float(rest[0], head, is_used, 0.0) * LOG2_E
         top = lax.max(top, sink)
     top = functools.reduce(lax.max, [score for score, _, _ in first_chunk], top)
     top = over_the_others(lambda top, offset: functools.reduce(lax.max, scores(offset), top), top)

@@ -89,13 +89,13 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
         return index * width + value
 
     def scores(offset: Any, count: int) -> list[Value]:
-        return [simt.load_float(tops, index, mask, jnp.float32, FLOOR) for index, mask in indices(offset, count)]
+        return [simt.load_float(tops, index, mask, FLOOR) for index, mask in indices(offset, count)]
 
     def parts(offset: Any, count: int) -> list[tuple[Value, Value]]:
         """Weights and sums."""
         found = indices(offset, count)
-        weights = [simt.load_float(totals, index, mask, jnp.float32, 0.0) for index, mask in found]
-        values = [simt.load_float(sums, at(index), mask, jnp.float32, 0.0) for index, mask in found]
+        weights = [simt.load_float(totals, index, mask, 0.0) for index, mask in found]
+        values = [simt.load_float(sums, at(index), mask, 0.0) for index, mask in found]
         return list(zip(weights, values, strict=True))
 
     def over_the_others(body: Callable[[Any, Any, int], Any], carry: Any) -> Any:
@@ -113,7 +113,7 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     top = lax.bitcast_convert_type(nothing, jnp.float32) + FLOOR
     sink = None
     if sinks:
-        sink = simt.load_float(sinks[0], head, is_used, sinks[0].dtype, 0.0) * LOG2_E
+        sink = simt.load_float(sinks[0], head, is_used, 0.0) * LOG2_E
         top = lax.max(top, sink)
     top = functools.reduce(lax.max, first_scores, top)
     top = over_the_others(lambda top, *where: functools.reduce(lax.max, scores(*where), top), top)

@@ -25,7 +25,7 @@ from pallas_kernels.align.config import AlignConfig, AlignDesc
 from pallas_kernels.align.kernel_sm90 import align_outputs, align_pairs, align_scratch
 from pallas_kernels.common import mosaic, simt
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
-from pallas_kernels.common.types import Dtype, Kernel, Ref, Scalar, Value
+from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
 from pallas_kernels.quantize_and_permute.config import TAKES_SCALE, PermuteDesc
 from pallas_kernels.quantize_and_permute.kernel_sm90 import RowQuantizer, quantized_outputs, split_columns
 from pallas_kernels.route.config import WARPS, RouteConfig, RouteDesc
@@ -131,11 +131,11 @@ def route_tokens(desc: RouteDesc, config: RouteConfig, refs: Sequence[Ref], cta:
     def one_token(i, _):
         token = first + i * step
         is_token = token < desc.num_tokens
-        z = row.load(logits, token * desc.num_experts, is_token, desc.dtype)
+        z = row.load(logits, token * desc.num_experts, is_token)
         for part in range(1, desc.num_parts):  # added in their order
-            own = row.load(logits, (token + part * desc.num_tokens) * desc.num_experts, is_token, desc.dtype)
+            own = row.load(logits, (token + part * desc.num_tokens) * desc.num_experts, is_token)
             z = [a + b for a, b in zip(z, own, strict=True)]
-        shift = None if bias is None else row.load(bias, token * 0, is_token, jnp.float32)
+        shift = None if bias is None else row.load(bias, token * 0, is_token)
         weights, ids = _choose(desc, row, z, shift)
         if mask is not None:
             is_kept = simt.load(mask, token, is_token, 0) != 0
@@ -158,9 +158,9 @@ class _Row:
         self.columns = [lane + 32 * j for j in range(-(-num_experts // 32))]
         self.is_inside = [column < num_experts for column in self.columns]
 
-    def load(self, ref: Ref, start: Value, is_token: Value, dtype: Dtype) -> list[Value]:
+    def load(self, ref: Ref, start: Value, is_token: Value) -> list[Value]:
         return [
-            simt.load_float(ref, start + column, is_token & is_inside, dtype, -np.inf)
+            simt.load_float(ref, start + column, is_token & is_inside, -np.inf)
             for column, is_inside in zip(self.columns, self.is_inside, strict=True)
         ]
 

@@ -73,7 +73,6 @@ def simt_of(threads: int) -> Any:
     )
 
 
-def _load_float(ref: Memory, index: Any, mask: Any, dtype: Any, default: float) -> Any:
+def _load_float(ref: Memory, index: Any, mask: Any, default: float) -> Any:
     """Of a memory that holds the bits of float32 values."""
-    assert jnp.dtype(dtype) == jnp.float32, dtype
     return ref.load(index, mask, int(np.float32(default).view(np.int32))).view(jnp.float32)
