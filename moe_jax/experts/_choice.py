@@ -4,10 +4,11 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from moe_jax._config import MoEConfig
-from moe_jax._typing import Array
+from moe_jax._typing import Array, DTypeLike
 from moe_jax.experts._backend import Backend, LayerArguments, Problem
 from moe_jax.experts._gradient import NoGradient, with_gradient_of
 from moe_jax.experts._reference import Reference
@@ -95,22 +96,27 @@ def nothing_runs(skipped: Sequence[tuple[str, str]]) -> str:
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def run_first(problem: Problem, *args: Array) -> Array:
+def run_first(problem: Problem, *args: Array, out_dtype: DTypeLike = jnp.float32) -> Array:
     """Run the first backend that can; where it is differentiated, the first of these with a gradient.
 
-    args: x, topk_weights and topk_ids of ``Backend.run``. Raises NotImplementedError with every reason when none can.
+    args: x, topk_weights and topk_ids of ``Backend.run``. out_dtype: as there. Raises NotImplementedError with every
+    reason when none can.
     """
-    return _run_one_of(order_of(problem.config, problem.platform), (), problem, args)
+    return _run_one_of(order_of(problem.config, problem.platform), (), problem, args, out_dtype)
 
 
 def _run_one_of(
-    names: tuple[str, ...], skipped: tuple[tuple[str, str], ...], problem: Problem, args: tuple[Array, ...]
+    names: tuple[str, ...],
+    skipped: tuple[tuple[str, str], ...],
+    problem: Problem,
+    args: tuple[Array, ...],
+    out_dtype: DTypeLike,
 ) -> Array:
     for index, name in enumerate(names):
         reason = _refusal(BACKENDS[name], problem)
         if reason is None:
             try:
-                return _run(BACKENDS[name], names[index + 1 :], skipped, problem, args)
+                return _run(BACKENDS[name], names[index + 1 :], skipped, problem, args, out_dtype)
             except NoGradient:
                 raise
             except NotImplementedError as error:
@@ -125,6 +131,7 @@ def _run(
     skipped: tuple[tuple[str, str], ...],
     problem: Problem,
     args: tuple[Array, ...],
+    out_dtype: DTypeLike,
 ) -> Array:
     """Run ``backend``; where it is differentiated without a gradient, one of those ``later``."""
     config, num_tokens, platform = problem.config, problem.num_tokens, problem.platform
@@ -133,12 +140,12 @@ def _run(
     def run(weights: ExpertWeights, x: Array, topk_weights: Array, topk_ids: Array) -> Array:
         if not backend.reads(weights.w13.layout):
             weights = plain_layout(weights)
-        return backend.run(x, topk_weights, topk_ids, weights, config)
+        return backend.run(x, topk_weights, topk_ids, weights, config, out_dtype)
 
     def run_later(weights: ExpertWeights, *args: Array) -> Array:
         reasons = (*skipped, (backend.name, str(no_gradient)))
         try:
-            return _run_one_of(later, reasons, Problem(config, weights, num_tokens, platform), args)
+            return _run_one_of(later, reasons, Problem(config, weights, num_tokens, platform), args, out_dtype)
         except NotImplementedError as error:
             raise NoGradient(str(error)) from None
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from moe_jax._arguments import boolean, check_array, check_is_kept
 from moe_jax._config import MoEConfig
 from moe_jax._pytrees import pytree
-from moe_jax._typing import Array, ArrayArg, Bool, Float, Int, Leaf, Shaped
+from moe_jax._typing import Array, ArrayArg, Bool, DTypeLike, Float, Int, Leaf, Shaped
 from moe_jax.experts._backend import Problem, whole_logits
 from moe_jax.experts._choice import run_first, run_layer_first
 from moe_jax.experts._explain import explain
@@ -165,7 +165,7 @@ def fused_moe(
         replayed_ids=replayed_ids,
     )
     slots = routed.topk_ids if placement is None else placement.to_physical(routed.topk_ids)
-    y = weighted_experts(x, routed.topk_weights, slots, weights, config)
+    y = weighted_experts(x, routed.topk_weights, slots, weights, config, sum_dtype(x, routed, config, shared_output))
     y = finish(y, x, routed, config, shared_output)
     stats = stats_of(routed.topk_ids, slots, weights.num_experts)
     return (y, dataclasses.replace(stats, router_logits=router_logits)) if return_stats else y
@@ -182,13 +182,22 @@ def _in_steps(
 ) -> tuple[Array, Array, Array]:
     """What an implementation's ``run_layer`` computes, with a gradient: routing, then experts, then the sum."""
     routed = route(whole_logits(router_logits), config, params=routing, hidden_states=x, token_mask=token_mask)
-    y = weighted_experts(x, routed.topk_weights, routed.topk_ids, weights, config)
+    dtype = sum_dtype(x, routed, config, shared_output)
+    y = weighted_experts(x, routed.topk_weights, routed.topk_ids, weights, config, dtype)
     load = stats_of(routed.topk_ids, routed.topk_ids, weights.num_experts).load
     return finish(y, x, routed, config, shared_output), routed.topk_ids, load
 
 
+def sum_dtype(x: Array, routed: Routing, config: MoEConfig, shared_output: Array | None) -> jnp.dtype:
+    """Of the sum over experts: that of the output where nothing else follows (``finish``), else float32."""
+    follows = routed.zero_expert_weight is not None or config.apply_routed_scale_to_output or shared_output is not None
+    return jnp.dtype(jnp.float32 if follows else x.dtype)
+
+
 def finish(y: Array, x: Array, routed: Routing, config: MoEConfig, shared_output: Array | None) -> Float[Array, "T H"]:
-    """What follows the sum over experts y, (T, H) float32: zero experts, output scale, shared output, one rounding."""
+    """What follows the sum over experts y, (T, H) of ``sum_dtype``: zero experts, output scale, shared output, and one
+    rounding.
+    """
     if routed.zero_expert_weight is not None:
         is_zero_expert = routed.zero_expert_weight[:, None] != 0
         identity = routed.zero_expert_weight[:, None] * x.astype(jnp.float32)
@@ -233,19 +242,25 @@ def fused_experts(
         topk_ids = jnp.where(token_mask[:, None], topk_ids, -1)
     if placement is not None:
         topk_ids = placement.to_physical(topk_ids)
-    return weighted_experts(x, topk_weights, topk_ids, weights, config).astype(x.dtype)
+    return weighted_experts(x, topk_weights, topk_ids, weights, config, x.dtype)
 
 
 def weighted_experts(
-    x: Array, topk_weights: Array, topk_ids: Array, weights: ExpertWeights, config: MoEConfig
+    x: Array,
+    topk_weights: Array,
+    topk_ids: Array,
+    weights: ExpertWeights,
+    config: MoEConfig,
+    out_dtype: DTypeLike = jnp.float32,
 ) -> Array:
-    """Sum over k of weight times expert output, float32 (T, H): ids cleaned, weights placed, an implementation run.
+    """Sum over k of weight times expert output, (T, H): ids cleaned, weights placed, an implementation run.
 
+    The sum is of float32 and rounded once to out_dtype.
     topk_ids: indices into the first axis of the weights, others are not routed.
     """
     num_tokens, top_k = topk_ids.shape
     if num_tokens == 0 or top_k == 0:
-        return jnp.zeros_like(x, jnp.float32)
+        return jnp.zeros_like(x, out_dtype)
     is_routed = (topk_ids >= 0) & (topk_ids < weights.num_experts)
     topk_ids = jnp.where(is_routed, topk_ids, -1).astype(jnp.int32)
     topk_weights = jnp.where(is_routed, topk_weights.astype(jnp.float32), 0.0)
@@ -257,7 +272,7 @@ def weighted_experts(
         x = x.astype(jnp.float32) * topk_weights
         topk_weights = is_routed.astype(jnp.float32)
     problem = Problem(config, _without_gradient(weights), num_tokens, jax.default_backend())
-    return run_first(problem, x, topk_weights, topk_ids)
+    return run_first(problem, x, topk_weights, topk_ids, out_dtype=out_dtype)
 
 
 def stats_of(topk_ids: Array, slots: Array, num_slots: int) -> MoEStats:

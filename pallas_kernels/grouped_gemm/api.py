@@ -37,6 +37,7 @@ def grouped_gemm(
     tile_rows: jax.Array | None = None,
     block_m: int | None = None,
     transposes_w: bool = False,
+    keeps_before: bool = False,
     config: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
@@ -67,6 +68,8 @@ def grouped_gemm(
             Scales of rows are then those of one tile, (block_m,) or (ceil(K/128), block_m), of any value past T.
         transposes_w: w is (E, K, N), N contiguous. The gradient of a product with respect to its rows takes weights so,
             as they lie: that product's N is K here. bfloat16 and float16, without scales.
+        keeps_before: what the activation is given, (Mp, G * N) of ``out_dtype``, projections one after the other, is
+            returned as well: (result, what it was made of). Not with requantize.
         config: GemmConfig of the hopper implementation, MmaConfig of the portable one; chosen when None.
         implementation: "hopper", "portable" or "reference", or several in the order to try; all when None.
 
@@ -81,7 +84,8 @@ def grouped_gemm(
     )
     each = of_each_weight(w=w, w_scale=w_scale, bias=bias)
     options: Any = (activation, out_dtype, requantize, block_m, transposes_w)
-    desc = side_by_side([_describe(operands | own, *options) for own in each], is_one=not isinstance(w, tuple))
+    desc = side_by_side([describe_gemm(operands | own, *options) for own in each], is_one=not isinstance(w, tuple))
+    desc = dataclasses.replace(desc, keeps_before=keeps_before)
     for own in each:
         if own["w"].ndim == 3:
             own.update({name: leaf[:, None] for name, leaf in own.items() if leaf is not None})
@@ -135,6 +139,14 @@ def check_tiles(
         if value.dtype != jnp.int32:
             raise TypeError(f"{name} is {value.dtype}, expected int32")
     return rows, unpermuted, scaled
+
+
+def check_before(before: jax.Array, row_weights: jax.Array, shape: tuple[int, int], dtype: DTypeLike) -> None:
+    """Raise where these are not what an activation was given, (Mp, G * N) of ``dtype``, and a weight for each row."""
+    if before.shape != shape or before.dtype != dtype:
+        raise ValueError(f"before is {before.dtype}{before.shape}, expected {jnp.dtype(dtype).name} {shape}")
+    if row_weights.shape != shape[:1] or row_weights.dtype != jnp.float32:
+        raise ValueError(f"row_weights is {row_weights.dtype}{row_weights.shape}, expected float32 {shape[:1]}")
 
 
 def expected_projections(activation: Activation | None) -> tuple[int, str]:
@@ -209,6 +221,8 @@ def _run_portable(desc: GemmDesc, config: Any, operands: Operands) -> jax.Array:
 
     if desc.widths:
         raise NotImplementedError(f"{len(desc.widths)} weights side by side: the Hopper kernels read them")
+    if desc.keeps_before:
+        raise NotImplementedError("keeps_before: the Hopper kernels have it")
     block_m = check_block_m(config, operands, desc.rows)
     desc = dataclasses.replace(desc, has_tile_rows=False)  # tiles in use are written whole
     return run(desc, config, block_m, flattened(dict(operands, tile_rows=None)))
@@ -217,7 +231,7 @@ def _run_portable(desc: GemmDesc, config: Any, operands: Operands) -> jax.Array:
 _RUN = {"hopper": _run_hopper, "portable": _run_portable, "reference": _run_reference}
 
 
-def _describe(
+def describe_gemm(
     operands: Operands,
     activation: Activation | None,
     out_dtype: DTypeLike,

@@ -226,6 +226,8 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
         return f"block_n={config.block_n}: with 128x128 weight blocks 64, 128 or 256, so that a tile's blocks are whole"
     if desc.transposes_w and (reason := _transposed_error(config)):
         return reason
+    if desc.has_outputs_beside and config.row_chunk is not None:
+        return f"row_chunk={config.row_chunk} with several outputs: not built, tiles are moved whole"
     if desc.requantize == "group" and config.block_n != SCALE_GROUP:
         return f"block_n={config.block_n}: requantization in groups of {SCALE_GROUP} columns needs one group per tile"
     if store_swizzle(desc, config) is None:
@@ -284,6 +286,8 @@ def _swap_ab_error(desc: GemmDesc, config: GemmConfig) -> str | None:
         return f"block_m={config.block_m}: {needed} accumulators a thread, {with_consumers}"
     if config.row_chunk is not None:
         return f"row_chunk={config.row_chunk}: with swap_ab a tile is moved whole"
+    if desc.keeps_before:
+        return "swap_ab with keeps_before: not built"
     if desc.requantize != "none":
         return f"swap_ab with requantize {desc.requantize!r}: not built, rows are requantized apart"
     if desc.is_block_scaled and config.is_large_m:

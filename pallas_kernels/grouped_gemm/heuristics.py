@@ -103,7 +103,7 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
                 yield deepest(desc, config)
     if block_m in BLOCK_MS:
         # A tile that is nearly full is moved at once: eight copies a step hold up the producer.
-        is_chunked = desc.has_tile_rows and rows / tiles < 0.75 * block_m
+        is_chunked = desc.has_tile_rows and rows / tiles < 0.75 * block_m and not desc.has_outputs_beside
         for block_n in (256, 128, 96, 64, 48, 32) if block_m == 128 else (*widths, 96, 48, 32):
             chunk = max(16, least_chunk(desc, block_m, block_n)) if is_chunked else None
             yield deepest(desc, GemmConfig(block_m, block_n, 2, row_chunk=chunk, num_sms=num_sms))

@@ -32,7 +32,9 @@ def grouped_gemm_sm90(
     """The kernel for ``desc``, a function of the operands by name (``desc.operand_names``).
 
     config must pass ``config_error``. Returns the output (rows, N), and with requantize="group" also its scales
-    (ceil(N / 128), rows) float32. Rows of tiles from num_tiles on are not written.
+    (ceil(N / 128), rows) float32, with keeps_before what the activation was given, (rows, G * N).
+    With ``desc.pulls`` it returns the cotangent (rows, G * N), the sums over each tile's columns (column tiles, rows)
+    float32, and with has_weighted (rows, N). Rows of tiles from num_tiles on are not written.
     """
     out: Any = jax.ShapeDtypeStruct((desc.rows, desc.n), jnp.dtype(desc.stored_dtype))
     if isinstance(desc, PackedDesc):
@@ -43,6 +45,12 @@ def grouped_gemm_sm90(
         main_loop = (mainloop_swap_ab_sm90 if config.swap_ab else mainloop_plain_sm90).main_loop(desc, config)
         if desc.requantize == "group":
             out = (out, jax.ShapeDtypeStruct((-(-desc.n // SCALE_GROUP), desc.rows), jnp.float32))
+        if desc.keeps_before:
+            out = (out, jax.ShapeDtypeStruct((desc.rows, desc.projections * desc.n), out.dtype))
+        if desc.pulls is not None:
+            wide = jax.ShapeDtypeStruct((desc.rows, desc.pulled_projections * desc.n), out.dtype)
+            sums = jax.ShapeDtypeStruct((-(-desc.n // config.block_n), desc.rows), jnp.float32)
+            out = (wide, sums, out) if desc.has_weighted else (wide, sums)
     call = launch(functools.partial(_kernel, desc, config, main_loop), config, out, main_loop.scratch)
     return lambda operands: call(*(operands[name] for name in desc.operand_names))
 
@@ -54,14 +62,19 @@ def _kernel(desc: Any, config: Any, main_loop: MainLoop, *refs: TileRef, **alloc
     # A value >= 0 that is read on the device hides the number of steps from LLVM, which unrolls loops of up to about
     # eight: 32 TMA copies in the producer, and spills in both roles.
     steps = -(-desc.k // config.block_k(desc))
-    hidden = lax.min(jnp.int32(steps), operands["num_tiles"][0] + steps)
-    cta = CtaContext(desc, config, operands, refs[len(names) :], Scratch(**allocated), warpgroup, hidden)
+
+    def hidden(number):
+        return lax.min(jnp.int32(number), operands["num_tiles"][0] + number)
+
+    behind = hidden(main_loop.epilogue_steps) if main_loop.epilogue_steps else None
+    scratch = Scratch(**allocated)
+    cta = CtaContext(desc, config, operands, refs[len(names) :], scratch, warpgroup, hidden(steps), behind)
     run_tiles(
         config,
         operands["tile_expert"],
         operands["num_tiles"],
         -(-desc.n // config.block_n),
-        cta.steps,
+        cta.all_steps,
         registers=main_loop.registers,
         produce=functools.partial(produce, cta, main_loop),
         consume=functools.partial(main_loop.consume, cta),

@@ -2,7 +2,8 @@
 
     consumers (1 or 2)    64 rows of the tile each
         main loop             wgmma x[slot] w[slot]^T for each K step
-        epilogue              scales, bias, activation, requantization in registers -> staged TMA stores
+        epilogue              scales, bias, activation, requantization in registers -> staged TMA stores; or the
+                              derivative of an activation, see epilogue_pull_sm90.py
 
 With per-tensor, per-channel and per-row scales one accumulator runs over all of K and the scales follow in the
 epilogue. With 128x128 weight blocks and 1x128 activation groups the product of each K step is scaled and added in
@@ -18,6 +19,7 @@ Value a thread with two consumers: 168 at entry, then 240 (consumers) and 24 (pr
 tiles (jax 0.11.2, ptxas 13.0). Shared memory at that tile: 4 stages of 48 KiB and 32 KiB of staging.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import jax
@@ -30,19 +32,30 @@ from pallas_kernels.common import mosaic
 from pallas_kernels.common.accumulator_math_sm90 import round_to_bfloat16
 from pallas_kernels.common.numerics_sm90 import e4m3_in_groups
 from pallas_kernels.common.types import Scalar, TileRef, Value
+from pallas_kernels.grouped_gemm import epilogue_pull_sm90 as pull
 from pallas_kernels.grouped_gemm import smem_operands_sm90 as smem
 from pallas_kernels.grouped_gemm.config import GemmConfig, num_pieces, piece_n, store_columns
-from pallas_kernels.grouped_gemm.epilogue_sm90 import finish, inside_output, store_staged, stores_under_way
+from pallas_kernels.grouped_gemm.epilogue_sm90 import (
+    activated,
+    inside_output,
+    projections,
+    store_in_turn,
+    store_staged,
+    stores_under_way,
+)
 from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, MainLoop
 from pallas_kernels.grouped_gemm.problem import GemmDesc
 from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile
 
-_Values = Callable[[int, int], Value]  # (first column, columns) -> (64, columns) of the output tile, float32
+_Values = Callable[[int, int], list[Value]]  # (first column, columns) -> (64, columns) of each projection, float32
 
 
 def main_loop(desc: GemmDesc, config: GemmConfig) -> MainLoop:
     """The plain main loop for ``desc``; config must pass ``config_error``."""
-    return smem.main_loop(desc, config, _consume)
+    loop = smem.main_loop(desc, config, _consume)
+    if desc.pulls is None:
+        return loop
+    return dataclasses.replace(loop, epilogue_steps=pull.ring_steps(desc, config), load_epilogue=pull.load_step)
 
 
 def _consume(cta: CtaContext, tile: Tile) -> None:
@@ -58,7 +71,12 @@ def _consume(cta: CtaContext, tile: Tile) -> None:
         if scratch.vectors_full is not None:
             plgpu.barrier_wait(scratch.vectors_full)
         with jax.named_scope("epilogue"):
-            _store(cta, tile, _scaled(cta, tile, accumulators), in_use)
+            if desc.pulls is not None:
+                pull.store(cta, tile, *accumulators)
+            elif desc.keeps_before:
+                _store_with_before(cta, tile, _scaled(cta, tile, accumulators))
+            else:
+                _store(cta, tile, _scaled(cta, tile, accumulators), in_use)
         if scratch.vectors_full is not None:
             mosaic.release(scratch.vectors_empty)
 
@@ -95,14 +113,14 @@ def _multiply_promoted(cta: CtaContext, tile: Tile) -> list[Value]:
 
 
 def _scaled(cta: CtaContext, tile: Tile, accumulators: list[Value]) -> _Values:
-    """The output tile before any rounding. accumulators: of equal width, side by side (64, G * block_n)."""
+    """The tile of each projection. accumulators: of equal width, side by side (64, G * block_n)."""
     desc, config, scratch, operands = cta.desc, cta.config, cta.scratch, cta.operands
     row_scales = None
     if desc.lhs_scale == "row":
         rows = pl.ds(cta.warpgroup * 64, 64)
         row_scales = mosaic.load(scratch.rows.at[rows], layout=mosaic.ROWS, optimized=False)
 
-    def values(start: int, width: int) -> Value:
+    def values(start: int, width: int) -> list[Value]:
         shape, columns = (64, width), pl.ds(start, width)
 
         def accumulator(projection: int) -> Value:
@@ -125,7 +143,7 @@ def _scaled(cta: CtaContext, tile: Tile, accumulators: list[Value]) -> _Values:
         def bias(projection: int) -> Value:
             return _across_rows(scratch.bias.at[projection, columns], shape)
 
-        return finish(cta, accumulator, factors, bias, smem.sigmoid(config))
+        return projections(cta, accumulator, factors, bias)
 
     return values
 
@@ -147,7 +165,7 @@ def _store(cta: CtaContext, tile: Tile, scaled: _Values, in_use: Value | None) -
     num_slots = staging.shape[0]
 
     def rounded(start: int, width: int) -> Value:
-        value = scaled(start, width)
+        value = activated(cta, scaled(start, width), smem.sigmoid(config))
         if not desc.is_rounded_first:
             return value
         return round_to_bfloat16(value) if config.inline_ptx else lax.reduce_precision(value, 8, 7)
@@ -181,6 +199,18 @@ def _store(cta: CtaContext, tile: Tile, scaled: _Values, in_use: Value | None) -
             wanted = wanted if inside is None else wanted & inside
             plgpu.copy_smem_to_gmem(staging.at[slot, chunk], target.at[chunk], predicate=wanted, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
+
+
+def _store_with_before(cta: CtaContext, tile: Tile, scaled: _Values) -> None:
+    """Write one warpgroup's (64, block_n) of the output, and what the activation was given."""
+    desc, config = cta.desc, cta.config
+    columns = store_columns(desc, config)
+    pieces = config.block_n // columns
+    for piece in range(pieces):
+        given = scaled(piece * columns, columns)
+        values = [(value, cta.outputs[1], projection * desc.n) for projection, value in enumerate(given)]
+        values.append((activated(cta, given, smem.sigmoid(config)), cta.outputs[0], 0))
+        store_in_turn(cta, tile, tile.column * config.block_n + piece * columns, values, piece, pieces)
 
 
 def _store_scale(cta: CtaContext, tile: Tile, row: Scalar, scale: Value) -> None:

@@ -1,6 +1,6 @@
 """The ring in shared memory: what a CTA holds, who fills the slots, and the walk over the K steps of a tile.
 
-producer     for each tile, for each K step:
+producer     for each tile, for each K step, and for each step of the epilogue where it reads from the ring:
                  wait empty[slot] -> TMA copies into slot -> full[slot]
              after a tile's last step, where it has vectors (scales of rows and columns, bias):
                  wait vectors_empty -> TMA copies -> vectors_full
@@ -76,7 +76,8 @@ class CtaContext:
         outputs: references to the output, and to its scales where it has some.
         scratch: shared memory and barriers.
         warpgroup: index of this warpgroup; the last one is the producer.
-        steps: ring slots that one tile takes.
+        steps: ring slots that the K steps of one tile take.
+        epilogue_steps: ring slots that its epilogue takes behind them; None where it reads nothing from the ring.
     """
 
     desc: Any
@@ -86,6 +87,12 @@ class CtaContext:
     scratch: Scratch
     warpgroup: Scalar
     steps: Scalar
+    epilogue_steps: Scalar | None = None
+
+    @property
+    def all_steps(self) -> Scalar:
+        """Ring slots that one tile takes."""
+        return self.steps if self.epilogue_steps is None else self.steps + self.epilogue_steps
 
     def slot(self, step: Scalar) -> Scalar:
         """The slot of a K step, counted over all tiles."""
@@ -106,6 +113,8 @@ class MainLoop:
         load_tile: (cta, tile) -> the function that issues the copies of one K step.
         consume: (cta, tile): multiplies, and stores the result.
         load_vectors: (cta, tile): issues the copies of the tile's vectors, where ``scratch`` has some.
+        epilogue_steps: ring slots that the epilogue of a tile reads.
+        load_epilogue: as load_tile, of one step of the epilogue.
     """
 
     scratch: dict[str, Any]
@@ -113,6 +122,8 @@ class MainLoop:
     load_tile: Callable[[CtaContext, Tile], LoadStep]
     consume: Callable[[CtaContext, Tile], None]
     load_vectors: Callable[[CtaContext, Tile], None] | None = None
+    epilogue_steps: int = 0
+    load_epilogue: Callable[[CtaContext, Tile], LoadStep] | None = None
 
 
 def scratch_arrays(shapes: Mapping[str, SharedArray], transforms: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -132,11 +143,8 @@ def produce(
     """The producer warpgroup: keep the ring full over all tiles, without a break between two of them."""
     scratch, stages = cta.scratch, cta.config.num_stages
 
-    def one_tile(t, first_step):
-        tile = tile_of(t, first_step)
-        load_step = main_loop.load_tile(cta, tile)
-
-        def one_step(k, step):
+    def one_step(load_step):
+        def body(k, step):
             slot = cta.slot(step)
             load_into = load_step(k)
 
@@ -147,7 +155,13 @@ def produce(
             load_into(slot)
             return step + 1
 
-        step = lax.fori_loop(0, cta.steps, one_step, first_step)
+        return body
+
+    def one_tile(t, first_step):
+        tile = tile_of(t, first_step)
+        step = lax.fori_loop(0, cta.steps, one_step(main_loop.load_tile(cta, tile)), first_step)
+        if main_loop.load_epilogue is not None:
+            step = lax.fori_loop(0, cta.epilogue_steps, one_step(main_loop.load_epilogue(cta, tile)), step)
         if scratch.vectors_full is not None:
             # Behind the tile's last step, so that waiting for the previous epilogue never holds up the ring.
             @pl.when(t >= 1)
@@ -173,15 +187,21 @@ def produce(
             plgpu.barrier_wait(scratch.vectors_empty)
 
 
-def for_each_step(cta: CtaContext, tile: Tile, body: Callable[[Scalar, Scalar, Carry], Carry], carry: Carry) -> Carry:
-    """Fold ``body(k, slot, carry)`` over the K steps of a tile."""
+def for_each_step(
+    cta: CtaContext,
+    tile: Tile,
+    body: Callable[[Scalar, Scalar, Carry], Carry],
+    carry: Carry,
+    steps: Scalar | None = None,
+) -> Carry:
+    """Fold ``body(k, slot, carry)`` over the K steps of a tile, or over so many of its ``steps``."""
 
     def one_step(k, state):
         step, carry = state
         carry = body(k, cta.slot(step), carry)
         return step + 1, carry
 
-    return lax.fori_loop(0, cta.steps, one_step, (tile.first_step, carry))[1]
+    return lax.fori_loop(0, cta.steps if steps is None else steps, one_step, (tile.first_step, carry))[1]
 
 
 def accumulate(

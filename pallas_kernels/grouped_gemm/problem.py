@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels.common.activations import Activation
+from pallas_kernels.common.activations import Activation, slopes_refusal
 
 SCALE_GROUP = 128  # K per activation group, and both sides of a weight block
 ROW_BYTES = 32  # A row of K is a multiple of this: the narrowest swizzle of a TMA copy.
@@ -84,6 +84,9 @@ class GemmDesc(GroupedGemm):
         has_tile_rows: the number of rows in use is known for each tile.
         has_power_of_two_scales: the scales of requantize "group" are rounded up to powers of two.
         transposes_w: w is (E, K, N), N contiguous: the weights of a product whose K is this one's N, as they lie.
+        keeps_before: what the activation is given is an output as well.
+        pulls: the activation of the product before, whose derivative follows (``grouped_gemm_pull``); else None.
+        has_weighted: that activation's values, times the weights of their rows, are an output as well.
     """
 
     dtype: str
@@ -93,6 +96,19 @@ class GemmDesc(GroupedGemm):
     has_tile_rows: bool = False
     has_power_of_two_scales: bool = False
     transposes_w: bool = False
+    keeps_before: bool = False
+    pulls: Activation | None = None
+    has_weighted: bool = False
+
+    @property
+    def pulled_projections(self) -> int:
+        """G of the activation whose derivative follows."""
+        return 2 if self.pulls is not None and self.pulls.is_gated else 1
+
+    @property
+    def has_outputs_beside(self) -> bool:
+        """Whether a piece of the columns is stored in several outputs, and tiles are then moved whole."""
+        return self.pulls is not None or self.keeps_before
 
     @property
     def is_block_scaled(self) -> bool:
@@ -122,7 +138,8 @@ class GemmDesc(GroupedGemm):
         x (rows or unpermuted_rows, K); w (E * G, N, K), transposed (E, K, N); tile_expert (rows / block_m,) i32;
         num_tiles (1,) i32; x_scale f32 (1,), (rows,) or (ceil(K / 128), rows), with block_m for rows where they are
         unpermuted; w_scale f32 (E * G,), (E * G, N) or (E * G, ceil(N / 128), ceil(K / 128)); bias (E * G, N);
-        out_scale (1,) f32; tile_rows (rows / block_m,) i32. Of weights that lie apart each has a w, w_scale and bias.
+        out_scale (1,) f32; tile_rows (rows / block_m,) i32; before (rows, G * N) of the activation that is pulled;
+        row_weights (rows,) f32. Of weights that lie apart each has a w, w_scale and bias.
         """
         names = ["x", *self.of_each_weight("w"), "tile_expert", "num_tiles"]
         names += ["x_scale"] if self.lhs_scale != "none" else []
@@ -130,6 +147,7 @@ class GemmDesc(GroupedGemm):
         names += self.of_each_weight("bias") if self.bias_dtype is not None else []
         names += ["out_scale"] if self.requantize == "tensor" else []
         names += ["tile_rows"] if self.has_tile_rows else []
+        names += ["before", "row_weights"] if self.pulls is not None else []
         return names
 
     def unsupported(self) -> str | None:
@@ -144,6 +162,10 @@ class GemmDesc(GroupedGemm):
             return f"K={self.k} of {self.dtype}: a row of K must be a multiple of {ROW_BYTES} bytes"
         if self.transposes_w and (reason := self._unsupported_transposed()):
             return reason
+        if self.pulls is not None and (reason := slopes_refusal(self.pulls)):
+            return reason
+        if self.keeps_before and (self.activation is None or self.requantize != "none" or self.widths):
+            return "keeps_before without an activation, requantized or of weights side by side: not built"
         if self.widths and (self.transposes_w or self.requantize != "none"):
             return f"{len(self.widths)} weights side by side, transposed or requantized: not built"
         return self.unsupported_output()

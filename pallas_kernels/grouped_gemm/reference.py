@@ -1,11 +1,13 @@
 """Grouped GEMM in plain jnp, tile by tile in float32: decides what is right, runs anywhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.numerics import quantize_e4m3_group, quantize_e4m3_static, round_to_float, widen
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc, GroupedGemm
 
@@ -50,7 +52,10 @@ def grouped_gemm_ref(
             return h
         return h * (w_scale[expert] if desc.rhs_scale == "channel" else w_scale[expert][:, None])
 
-    h = in_tiles(desc, x, tile_expert, num_tiles, bias, product)
+    given = in_tiles(desc, x, tile_expert, num_tiles, bias, product)
+    h = activated(desc, given)
+    if desc.keeps_before:
+        return h.astype(desc.out_dtype), given.reshape(desc.rows, -1).astype(desc.out_dtype)
     if desc.is_rounded_first:
         h = round_to_float(h, jnp.bfloat16)
     if out_scale is not None:
@@ -68,7 +73,7 @@ def in_tiles(
     bias: jax.Array | None,
     product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """(rows, N) float32: each tile's product with bias and activation, zeros in tiles from num_tiles on.
+    """(rows, G, N) float32: each tile's products with bias, zeros in tiles from num_tiles on.
 
     product: (rows of x, index of the first, expert) -> (rows, G, N) float32, scaled.
     """
@@ -81,10 +86,15 @@ def in_tiles(
         h = product(lax.dynamic_slice_in_dim(x, first, block_m), first, expert)
         if bias is not None:
             h = h + bias[expert].astype(jnp.float32)
-        h = h[:, 0] if desc.activation is None else desc.activation(*(h[:, g] for g in range(desc.projections)))
         return jnp.where(index < num_tiles.reshape(()), h, 0.0)
 
-    return lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32)).reshape(desc.rows, desc.n)
+    return lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32)).reshape(desc.rows, desc.projections, desc.n)
+
+
+def activated(desc: GroupedGemm, given: jax.Array) -> jax.Array:
+    """(rows, G, N) -> (rows, N): the activation of the projections, or the one where there is none."""
+    parts: list[Any] = [given[:, projection] for projection in range(desc.projections)]
+    return parts[0] if desc.activation is None else desc.activation(*parts)
 
 
 def row_factor(x_scale: jax.Array | None, first: jax.Array, size: int) -> jax.Array | float:
@@ -109,3 +119,14 @@ def _spread(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     for axis, size in zip(range(-len(shape), 0), shape, strict=True):
         scales = lax.slice_in_dim(jnp.repeat(scales, SCALE_GROUP, axis=axis), 0, size, axis=axis % scales.ndim)
     return scales
+
+
+def pulled_ref(
+    activation: Activation, given: Sequence[jax.Array], product: jax.Array, row_weights: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """(cotangents of what an activation was ``given``, its values), (rows, N) float32 each.
+
+    product: cotangent of the values before they are multiplied with ``row_weights`` (rows,).
+    """
+    values, pull = jax.vjp(activation, *given)
+    return pull(product * row_weights[:, None]), values

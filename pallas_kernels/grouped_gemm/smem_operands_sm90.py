@@ -261,7 +261,7 @@ def skip(cta: CtaContext, tile: Tile) -> None:
         plgpu.barrier_arrive(scratch.empty.at[slot])
         return ()
 
-    pipeline.for_each_step(cta, tile, one_step, ())
+    pipeline.for_each_step(cta, tile, one_step, (), cta.all_steps)
     if scratch.vectors_full is not None:
         plgpu.barrier_wait(scratch.vectors_full)
         plgpu.barrier_arrive(scratch.vectors_empty)

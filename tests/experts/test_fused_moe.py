@@ -12,6 +12,7 @@ import pytest
 from moe_jax import Scheme
 from moe_jax.activations import ACTIVATIONS
 from moe_jax.experts import MoEStats, fused_experts, fused_moe
+from moe_jax.experts._reference import Reference
 from moe_jax.quantization import SCHEMES
 from moe_jax.routing import RoutingParams
 from tests.support.cases import experts as cases
@@ -64,6 +65,28 @@ def test_against_numpy(scheme, is_gated, has_bias, on_input, activation):
         y = cases.jitted(fused_experts, dataclasses.replace(config, implementation=(name,)))(x, p, ids, weights)
         assert y.dtype == x.dtype
         assert_layer_close(y, x, p, ids, weights, config, kernels=False)
+
+
+def test_the_implementation_rounds_a_sum_that_nothing_follows(monkeypatch):
+    """Beside a shared output it is added up in float32 first."""
+    asked, run = [], Reference.run
+
+    def recorded(self, x, topk_weights, topk_ids, weights, config, out_dtype=jnp.float32):
+        asked.append(jnp.dtype(out_dtype).name)
+        return run(self, x, topk_weights, topk_ids, weights, config, out_dtype)
+
+    monkeypatch.setattr(Reference, "run", recorded)
+    config = cases.make_config("bf16", implementation=("reference",))
+    x, p, ids, weights = cases.make_call(config, 3)
+    x = x.astype(jnp.bfloat16)
+    logits = jnp.zeros((3, config.num_experts))
+    for y in (
+        fused_experts(x, p, ids, weights, config),
+        fused_moe(x, logits, weights, config),
+        fused_moe(x, logits, weights, config, shared_output=x),
+    ):
+        assert y.dtype == x.dtype == jnp.bfloat16
+    assert asked == ["bfloat16", "bfloat16", "float32"]
 
 
 def test_every_gated_activation_is_covered():

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, choose_config, config_error, grouped_gemm
-from pallas_kernels.grouped_gemm.api import _describe
+from pallas_kernels.grouped_gemm.api import describe_gemm
 from pallas_kernels.grouped_gemm.config import shared_arrays, shared_memory
 from pallas_kernels.grouped_gemm.heuristics import choose_block_m, describe, large_m_heights, refusal, space, tile_work
 from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc
@@ -408,7 +408,7 @@ def test_description_of_a_call():
         "int8_row", [3], k=64, n=64, projections=2, activation=OAI, bias="bfloat16", with_tile_rows=True
     )
     operands = dict(zip(("x", "w", "tile_expert", "num_tiles"), problem.args, strict=True)) | problem.kwargs
-    desc = _describe(operands, OAI, jnp.float16, "none", None, False)
+    desc = describe_gemm(operands, OAI, jnp.float16, "none", None, False)
     sizes = dict(rows=192, n=64, k=64, num_experts=1, projections=2)
     dtypes = dict(dtype="int8", out_dtype="float16", bias_dtype="bfloat16")
     assert desc == GemmDesc(**sizes, **dtypes, activation=OAI, has_tile_rows=True, **ROW)

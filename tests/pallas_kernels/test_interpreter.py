@@ -42,7 +42,7 @@ from pallas_kernels.quantize_and_permute import api as permute_api
 from pallas_kernels.quantize_and_permute import kernel_sm90 as permute_kernel
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
 from pallas_kernels.rotate_and_store import RotateConfig, rotate_and_store
-from tests.support.kernels.dgrad_problem import PullProblem, make_pull, make_widened, unpacked
+from tests.support.kernels.dgrad_problem import PullProblem, make_plain_pull, make_pull, make_widened, unpacked
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_INTERPRETER = hasattr(plgpu, "force_gpu_interpret_mode")
@@ -157,7 +157,8 @@ def rotating_and_storing(
 
 def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[str, Any]) -> tuple[Any, Any]:
     """Three experts of 3, 0 and block_m + 6 rows; the last tile of four is not in use."""
-    options, rng, projections = dict(given), np.random.default_rng(0), 2 if "activation" in given else 1
+    options, rng = dict(given), np.random.default_rng(0)
+    projections = 2 if "activation" in given and given["activation"].is_gated else 1
     k, n = options.pop("k", 256), options.pop("n", 128)
     if "bias" in options:
         options["bias"] = jnp.asarray(options["bias"], jnp.bfloat16)
@@ -176,7 +177,7 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[s
     found, expected = (
         grouped_gemm(
             x,
-            w if projections == 2 else w[:, 0],
+            w if "activation" in given else w[:, 0],
             tile_expert,
             num_tiles,
             x_scale=x_scale,
@@ -257,7 +258,7 @@ def widening(kind: str, config: DgradConfig) -> tuple[Any, Any]:
     return _both(make_widened(kind, sizes, n=256, k=192, block_m=config.block_m), config)
 
 
-def _both(problem: PullProblem, config: DgradConfig) -> tuple[Any, Any]:
+def _both(problem: PullProblem, config: DgradConfig | GemmConfig) -> tuple[Any, Any]:
     plain_sm90.int8_to_half = lambda codes: codes.astype(jnp.float16)
     found, expected = (
         problem.op(*problem.args, **problem.kwargs, implementation=name, config=config)
@@ -265,6 +266,12 @@ def _both(problem: PullProblem, config: DgradConfig) -> tuple[Any, Any]:
     )
     own = problem.row_expert >= 0
     return tuple([leaf[own] for leaf in jax.tree.leaves(tree)] for tree in (found, expected))
+
+
+def pulling_plain(config: GemmConfig, activation: Activation = SILU, **options: Any) -> tuple[Any, Any]:
+    """As ``pulling``, of weights that are not packed."""
+    sizes = [3, 0, 70, 129] if config.block_m == 128 else [3, 70]
+    return _both(make_plain_pull(sizes, n=256, k=192, block_m=config.block_m, activation=activation, **options), config)
 
 
 def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
@@ -352,6 +359,11 @@ PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
     "fp8 blocks gated, the same 3 rows": (FP8, ((2, 64), (3, 2, 1, 2)), 64, dict(unpermuted_rows=3, **_GATED_BLOCKS)),
     "bf16 large M gated": ("bfloat16", _NONE, 112, dict(activation=SILU, **_LARGE)),
     "int8 rows large M": ("int8", ((576,), (3, 256)), 144, dict(block_n=256, **_LARGE)),
+    "bf16 gated, two outputs": ("bfloat16", _NONE, 128, dict(activation=SILU, keeps_before=True)),
+    "bf16 not gated, two outputs, one consumer": (
+        *("bfloat16", _NONE, 64),
+        dict(activation=Activation("silu_no_mul"), keeps_before=True, n=256, block_n=64),
+    ),
     "int8 rows": ("int8", ((256,), (3, 128)), 64, {}),
     "bf16 in three pieces": ("bfloat16", _NONE, 64, dict(block_n=96, n=384)),
     "int8 rows gated, projections of 48 columns": (
@@ -398,14 +410,22 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     **{f"permute e4m3_group, {n}": functools.partial(permuting, "e4m3_group", n) for n in (128, 384)},
     **{f"permute e4m3_group, {n}": functools.partial(permuting_short_groups, n) for n in (64, 320, 704, 8256)},
     "permute e4m3_group in parts": permuting_in_parts,
-    "wgrad": functools.partial(contracting, WgradConfig(128, 256, 2, 2), "bfloat16"),
-    "wgrad, one consumer": functools.partial(contracting, WgradConfig(64, 128, 3, 2), "float32"),
+    "wgrad": functools.partial(contracting, WgradConfig(128, 256, 2, 1, 2), "bfloat16"),
+    "wgrad, short tiles": functools.partial(contracting, WgradConfig(128, 128, 3, 2, 2), "bfloat16"),
+    "wgrad, one consumer": functools.partial(contracting, WgradConfig(64, 128, 3, 2, 2), "float32"),
     "dgrad": functools.partial(pulling, "int4 g64", DgradConfig(128, 128, 4, 2, 3)),
     "dgrad, zero points": functools.partial(pulling, "int4 g128 asym", DgradConfig(128, 128, 3, 16, 2)),
     "dgrad, one consumer": functools.partial(pulling, "int4 channel", DgradConfig(64, 64, 5, 16, 2)),
     "dgrad, silu": functools.partial(pulling, "int4 g64", DgradConfig(128, 128, 3, 16, 2), SILU),
     "dgrad, gelu, one consumer": functools.partial(
         pulling, "int4 g128 f32", DgradConfig(64, 128, 4, 16, 2), Activation("gelu_tanh_no_mul")
+    ),
+    "pull, silu": functools.partial(pulling_plain, GemmConfig(128, 128, 2, num_sms=2, inline_ptx=False)),
+    "pull, silu, three stages, no values": functools.partial(
+        pulling_plain, GemmConfig(128, 256, 3, num_sms=2, inline_ptx=False), has_weighted=False, has_tile_rows=False
+    ),
+    "pull, gelu, one consumer": functools.partial(
+        pulling_plain, GemmConfig(64, 64, 5, num_sms=2, inline_ptx=False), Activation("gelu_tanh_no_mul")
     ),
     "dgrad, plain e4m3": functools.partial(pulling, "plain e4m3 channel", DgradConfig(128, 128, 4, 2, 3)),
     "dgrad, plain e4m3 blocks, silu": functools.partial(

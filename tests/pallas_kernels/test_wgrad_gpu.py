@@ -58,6 +58,12 @@ def test_many_rows():
     check([9001, 0, 7382], 256, 128, out_dtype=jnp.float32)
 
 
+def test_many_tiles():
+    """Several for every CTA, each stored while the next one is multiplied, and some that are too short for it."""
+    check([300, 0, 270, 130, 520], 1536, 2048)
+    check([300, 0, 270, 130, 520], 1472, 1984, dtype=jnp.float16, out_dtype=jnp.float16)
+
+
 def check_transposed(kind, sizes, config=None, *, k, n, block_m=128):
     problem = make_problem(kind, sizes, k=k, n=n, block_m=block_m, padding=0.0)
     x, w, *tiles = problem.args

@@ -33,6 +33,7 @@ from pallas_kernels.align import TileMap, align
 from pallas_kernels.align.config import row_capacity
 from pallas_kernels.combine import combine
 from pallas_kernels.grouped_gemm.dgrad import PlainWeights
+from pallas_kernels.grouped_gemm.wgrad.config import STEP
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
 Operands = PackedOperands | PlainOperands | None
@@ -115,9 +116,12 @@ class AlignedCall:
     @functools.cached_property
     def products(self) -> DenseProducts | PackedProducts | PlainProducts:
         tiles = self.rows.tiles
-        if self.operands is None:
-            return DenseProducts(self.config, self.weights, tiles, self.kernels)
         tile_rows = None if self.has_sums else tiles.tile_rows
+        if self.operands is None:
+            if self.has_sums and not self.weights.has_adapters and self.weights.w13_bias is None:
+                # Sums run over steps of 64 rows: whole ones are computed, others may be left out.
+                tile_rows = -(-tiles.tile_rows // STEP) * STEP
+            return DenseProducts(self.config, self.weights, tiles, tile_rows, self.kernels)
         kind = PlainProducts if isinstance(self.operands[0], PlainWeights) else PackedProducts
         return kind(self.config, self.weights, self.operands, tiles, tile_rows, self.kernels)
 
@@ -150,17 +154,23 @@ class AlignedCall:
     def forward(self, topk_weights: Array, out_dtype: DTypeLike) -> tuple[Array, Kept]:
         """The sum over the experts of each token, (T, H), and what the backward pass may start from.
 
-        The activation is taken of gate and up in the layer's dtype, as the backward pass has them.
+        XLA takes the activation of gate and up in the layer's dtype, as the backward pass has them: beside adapters and
+        for quantized weights that are read as they are. Elsewhere it follows the product in its kernel, of float32
+        sums.
         """
-        with jax.named_scope("activation"):
-            hidden = apply_activation(self.wide, self.config).astype(self.config.dtype)
+        if isinstance(self.products, DenseProducts) and not self.weights.has_adapters:
+            with jax.named_scope("gate_and_up"):
+                before, hidden = self.products.before_and_hidden(self.x_rows)
+        else:
+            with jax.named_scope("activation"):
+                before, hidden = self.before, apply_activation(self.wide, self.config).astype(self.config.dtype)
         with jax.named_scope("w2"):
             parts = [self.products.output(hidden)]
         if self.w2_addend is not None:
             with jax.named_scope("w2_adapter"):
                 parts.append(self.w2_addend.outer(self.w2_addend.inner(hidden)))
         y = self.rows.sum_of_tokens(parts, topk_weights, out_dtype)
-        return y, Kept(self.rows.tiles, self.before)
+        return y, Kept(self.rows.tiles, before)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,7 @@ from moe_jax.experts.hopper._gradient_products import (
     DenseProducts,
     PackedProducts,
     PlainProducts,
+    PulledBefore,
     pulls_activation,
     quantized_operands,
 )
@@ -211,11 +212,11 @@ class _Gradient:
         rows, products, tiles = call.rows, call.products, call.rows.tiles
         w13_addend, w2_addend = call.w13_addend, call.w2_addend
         g_rows, of_rows = call.moved(g), rows.of_pairs(self.topk_weights)
-        fuses = call.operands is not None and not call.has_sums and pulls_activation(config, weights, call.operands[1])
-        if not isinstance(products, DenseProducts) and fuses:
-            before = call.before
+        quantized_w2 = None if call.operands is None else call.operands[1]
+        if pulls_activation(config, weights, quantized_w2) and (quantized_w2 is None or not call.has_sums):
+            before, has_weighted = call.before, bool(wants_weights.w2.data)
             with jax.named_scope("hidden_cotangent_and_activation"):
-                pulled_before = _Pulled(*products.pulled_before(g_rows, before, of_rows))
+                pulled_before = products.pulled_before(g_rows, before, of_rows, has_weighted=has_weighted)
         else:
             wide = call.wide
             with jax.named_scope("hidden_cotangent"):
@@ -274,26 +275,14 @@ class _Gradient:
         return x_bar, topk_bar, dataclasses.replace(weights, w13=w13_leaf, w2=w2_leaf, **biases, **loras)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pulled:
-    """What the activation's derivative gives; the last two by XLA alone, for adapters and gradients of weights.
-
-    before_bar: cotangent of gate and up in the columns of the products. row_bar: (Mp,) float32, of the rows' router
-    weights. gate_up_bar: (Mp, G * I), gate, then up. weighted: (Mp, I), hidden rows times their router weights.
-    """
-
-    before_bar: Array
-    row_bar: Array
-    gate_up_bar: Any = None
-    weighted: Any = None
-
-
-def _pulled_by_xla(config: MoEConfig, wide: Array, hidden_bar: Array, of_rows: Array, products: _Products) -> _Pulled:
+def _pulled_by_xla(
+    config: MoEConfig, wide: Array, hidden_bar: Array, of_rows: Array, products: _Products
+) -> PulledBefore:
     """wide: (Mp, G, I) float32, gate and up. hidden_bar: (Mp, I) float32, before it is multiplied with ``of_rows``."""
     hidden, pull = jax.vjp(lambda h: apply_activation(h, config), wide)
     (wide_bar,) = pull(hidden_bar * of_rows[:, None])
     wide_bar = wide_bar.astype(config.dtype)
-    return _Pulled(
+    return PulledBefore(
         products.in_columns(wide_bar),
         jnp.sum(hidden * hidden_bar, axis=1),
         wide_bar.reshape(wide_bar.shape[0], -1),

@@ -1,8 +1,10 @@
 """The products of a gradient with the weights of the experts, from matrices of 16 bits or from quantized ones.
 
     before(x)               gate and up, x W13^T, and their bias
+    before_and_hidden(x)    of matrices of 16 bits: the same and the activation's values, in one kernel
     output(hidden)          rows of the experts' outputs, hidden W2^T, and their bias
     pulled_hidden(g)        cotangents of the hidden rows, g W2
+    pulled_before(g, ...)   what the derivative of the activation makes of g W2, where ``pulls_activation``
     pulled_rows(before_bar) cotangents of the rows of x, (gate and up's cotangent) W13
 
 Weights in kernel layout, and plain ones of 8 bits, are dequantized inside of the kernels that multiply: no matrix
@@ -26,6 +28,7 @@ from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_opera
 from moe_jax.experts.hopper._rows import row_kind
 from moe_jax.quantization import ExpertWeights, QuantizedTensor, dequantize_tensor
 from pallas_kernels.align import TileMap
+from pallas_kernels.common.activations import slopes_refusal
 from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm.dgrad import (
     PlainWeights,
@@ -43,6 +46,7 @@ from pallas_kernels.grouped_gemm.packed import (
     stacked_projections,
 )
 from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, interleave
+from pallas_kernels.grouped_gemm.pull import grouped_gemm_pull
 
 PackedOperands: TypeAlias = tuple[PackedWeights, PackedWeights]
 PlainOperands: TypeAlias = tuple[PlainWeights, PlainWeights]
@@ -98,9 +102,28 @@ def packed_block_m(config: MoEConfig, w13: PackedWeights, block_m: int) -> int:
     return 64 if next(candidates(desc, block_m, 1), None) is None else block_m
 
 
-def pulls_activation(config: MoEConfig, weights: ExpertWeights, w2: PackedWeights | PlainWeights) -> bool:
-    """Whether the derivative of the activation can follow g W2 in its kernel; w2: of ``quantized_operands``."""
-    return not weights.has_adapters and describe_dgrad(BLOCK_N, w2, resolve_activation(config)).unsupported() is None
+def pulls_activation(config: MoEConfig, weights: ExpertWeights, w2: PackedWeights | PlainWeights | None) -> bool:
+    """Whether the derivative of the activation can follow g W2 in its kernel; w2: of ``quantized_operands``, None
+    for matrices of 16 bits.
+    """
+    activation = resolve_activation(config)
+    if weights.has_adapters:
+        return False
+    return (slopes_refusal(activation) if w2 is None else describe_dgrad(BLOCK_N, w2, activation).unsupported()) is None
+
+
+@dataclasses.dataclass(frozen=True)
+class PulledBefore:
+    """What the activation's derivative gives; the last two where gradients of weights or adapters need them.
+
+    before_bar: cotangent of gate and up in the columns of the products. row_bar: (Mp,) float32, of the rows' router
+    weights. gate_up_bar: (Mp, G * I), gate, then up. weighted: (Mp, I), hidden rows times their router weights.
+    """
+
+    before_bar: Array
+    row_bar: Array
+    gate_up_bar: Any = None
+    weighted: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +143,9 @@ class QuantizedProducts:
     def pulled_hidden(self, g: Array) -> Array:
         return grouped_dgrad(g, self.operands[1], tile_rows=self.tile_rows, **self._of_tiles)
 
-    def pulled_before(self, g: Array, before: Array, row_weights: Array) -> tuple[Array, Array]:
-        """(cotangent of ``before``, gradients of the rows' router weights (Mp,) float32), where
-        ``pulls_activation``.
-        """
-        return grouped_dgrad(
+    def pulled_before(self, g: Array, before: Array, row_weights: Array, *, has_weighted: bool) -> PulledBefore:
+        assert not has_weighted, "matrices have no gradient"
+        before_bar, row_bar = grouped_dgrad(
             g,
             self.operands[1],
             tile_rows=self.tile_rows,
@@ -133,6 +154,7 @@ class QuantizedProducts:
             row_weights=row_weights,
             **self._of_tiles,
         )
+        return PulledBefore(before_bar, row_bar)
 
     def pulled_rows(self, before_bar: Array) -> Array:
         return grouped_dgrad(before_bar, self.operands[0], tile_rows=self.tile_rows, **self._of_tiles)
@@ -197,12 +219,13 @@ class DenseProducts:
     """From matrices of 16 bits: unquantized weights, or weights that are dequantized first.
 
     A kernel converts weights in kernel layout, as far as it can. Under act-order that layout has rows of w13 in another
-    order, and its bias with them.
+    order, and its bias with them. tile_rows: as of ``QuantizedProducts``.
     """
 
     config: MoEConfig
     weights: ExpertWeights
     tiles: TileMap
+    tile_rows: Array | None
     kernels: str
 
     def before(self, x: Array) -> Array:
@@ -210,17 +233,41 @@ class DenseProducts:
         bias = None if bias is None else bias.reshape(bias.shape[0], -1)
         return self._product(x, self._stacked, bias=bias)
 
+    def before_and_hidden(self, x: Array) -> tuple[Array, Array]:
+        """``before``, and the activation of it (Mp, I)."""
+        w13, bias, shape = self._dense.w13.data, self._dense.w13_bias, (self.weights.num_experts, self._projections)
+        hidden, before = self._product(
+            x,
+            w13.reshape(*shape, -1, w13.shape[-1]),
+            bias=None if bias is None else bias.reshape(*shape, -1),
+            activation=resolve_activation(self.config),
+            keeps_before=True,
+        )
+        return before, hidden
+
     def output(self, hidden: Array) -> Array:
         return self._product(hidden, self._dense.w2.data, bias=self._dense.w2_bias)
 
     def pulled_hidden(self, g: Array) -> Array:
         return self._product(g, self._dense.w2.data, transposes_w=True)
 
+    def pulled_before(self, g: Array, before: Array, row_weights: Array, *, has_weighted: bool) -> PulledBefore:
+        before_bar, row_bar, weighted = grouped_gemm_pull(
+            g,
+            self._dense.w2.data,
+            activation=resolve_activation(self.config),
+            before=before,
+            row_weights=row_weights,
+            has_weighted=has_weighted,
+            **self._of_tiles,
+        )
+        return PulledBefore(before_bar, row_bar, before_bar, weighted)
+
     def pulled_rows(self, before_bar: Array) -> Array:
         return self._product(before_bar, self._stacked, transposes_w=True)
 
     def by_projection(self, before: Array) -> Array:
-        return before.reshape(before.shape[0], self.config.num_projections, -1)
+        return before.reshape(before.shape[0], self._projections, -1)
 
     def in_columns(self, wide: Array) -> Array:
         return wide.reshape(wide.shape[0], -1)
@@ -243,10 +290,18 @@ class DenseProducts:
         with jax.named_scope("dequantize"):
             return _dense(self.weights, self.config.dtype, self.kernels)
 
-    def _product(self, rows: Array, w: Array, **options: Any) -> Array:
+    @property
+    def _projections(self) -> int:
+        return self.config.num_projections
+
+    def _product(self, rows: Array, w: Array, **options: Any) -> Any:
+        return grouped_gemm(rows, w, out_dtype=self.config.dtype, **options, **self._of_tiles)
+
+    @property
+    def _of_tiles(self) -> dict[str, Any]:
         tiles = self.tiles
-        options |= dict(tile_expert=tiles.tile_expert, num_tiles=tiles.num_tiles, out_dtype=self.config.dtype)
-        return grouped_gemm(rows, w, implementation=self.kernels, **options)
+        own = dict(tile_expert=tiles.tile_expert, num_tiles=tiles.num_tiles, tile_rows=self.tile_rows)
+        return dict(own, implementation=self.kernels)
 
 
 def _dense(weights: ExpertWeights, dtype: DTypeLike, kernels: str) -> tuple[ExpertWeights, Callable[[Array], Array]]:

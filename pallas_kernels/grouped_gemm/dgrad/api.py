@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.grouped_gemm.api import check_tiles
+from pallas_kernels.grouped_gemm.api import check_before, check_tiles
 from pallas_kernels.grouped_gemm.dgrad.config import DgradConfig, DgradDesc, choose_config, config_error
 from pallas_kernels.grouped_gemm.dgrad.plain import PlainWeights
 from pallas_kernels.grouped_gemm.dgrad.reference import grouped_dgrad_ref
@@ -65,11 +65,8 @@ def grouped_dgrad(
     if (activation is None) != (before is None) or (activation is None) != (row_weights is None):
         raise ValueError("before and row_weights are given exactly with an activation")
     desc = describe_dgrad(rows, w, activation, has_tile_rows=tile_rows is not None)
-    if before is not None and (before.shape != (rows, desc.projections * w.k) or before.dtype != dy.dtype):
-        expected = (rows, desc.projections * w.k)
-        raise ValueError(f"before is {before.dtype}{before.shape}, expected {dy.dtype} {expected}")
-    if row_weights is not None and (row_weights.shape != (rows,) or row_weights.dtype != jnp.float32):
-        raise ValueError(f"row_weights is {row_weights.dtype}{row_weights.shape}, expected float32 {(rows,)}")
+    if before is not None and row_weights is not None:
+        check_before(before, row_weights, (rows, desc.projections * w.k), dy.dtype)
 
     given = dict(dy=dy, tile_expert=tile_expert, num_tiles=num_tiles, tile_rows=tile_rows)
     given |= dict(before=before, row_weights=row_weights)

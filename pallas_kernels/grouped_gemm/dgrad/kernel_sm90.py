@@ -39,7 +39,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import accumulator_math_sm90, mosaic
-from pallas_kernels.common.activations import with_slopes
 from pallas_kernels.common.types import Scalar, TileRef, Value
 from pallas_kernels.grouped_gemm.dgrad.config import (
     MATRICES,
@@ -51,6 +50,7 @@ from pallas_kernels.grouped_gemm.dgrad.config import (
     tile_groups,
 )
 from pallas_kernels.grouped_gemm.dgrad.plain_sm90 import dequantize
+from pallas_kernels.grouped_gemm.epilogue_pull_sm90 import pulled
 from pallas_kernels.grouped_gemm.epilogue_sm90 import stores_under_way
 from pallas_kernels.grouped_gemm.packed.dequantize_sm90 import load_block
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
@@ -395,7 +395,7 @@ def _store_pulled(cta: _Cta, tile: Tile, sums: Value) -> None:
     desc, config, scratch = cta.desc, cta.config, cta.scratch
     assert desc.activation is not None
     own, first = cta.warpgroup, _first_row(cta, tile)
-    rows, shape = pl.ds(first, UNIT), (UNIT, UNIT)
+    rows = pl.ds(first, UNIT)
     weights = mosaic.load(cta.operands["row_weights"].at[rows], layout=mosaic.ROWS, optimized=False)
     total = None
     for piece in range(config.pieces):
@@ -407,14 +407,12 @@ def _store_pulled(cta: _Cta, tile: Tile, sums: Value) -> None:
         plgpu.commit_smem()  # every warp has read
         if piece + 1 < config.pieces:
             _load_before(cta, tile, piece + 1)
-        hidden, slopes = with_slopes(desc.activation, *given, sigmoid=accumulator_math_sm90.sigmoid)
-        hidden_bar = _piece(cta, sums, piece)
-        of_piece = jnp.sum(hidden * hidden_bar, axis=1)
+        product = _piece(cta, sums, piece)
+        of_piece, _, bars = pulled(desc.activation, given, product, weights, accumulator_math_sm90.sigmoid)
         total = of_piece if total is None else total + of_piece
-        weighted = hidden_bar * lax.broadcast_in_dim(weights, shape, [0])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for projection, slope in enumerate(slopes):
-            scratch["staging"][own, projection] = (weighted * slope).astype(desc.dtype)
+        for projection, bar in enumerate(bars):
+            scratch["staging"][own, projection] = bar.astype(desc.dtype)
         plgpu.commit_smem()
         inside = mosaic.column_predicate(desc.k, config.block_n, tile.column * config.block_n + piece * UNIT)
         for projection in range(desc.projections):

@@ -8,6 +8,7 @@ from pallas_kernels.grouped_gemm.dgrad import plain
 from pallas_kernels.grouped_gemm.dgrad.config import UNIT, DgradDesc
 from pallas_kernels.grouped_gemm.packed import reference as packed
 from pallas_kernels.grouped_gemm.packed.layout import PackedWeights
+from pallas_kernels.grouped_gemm.reference import pulled_ref
 
 
 def grouped_dgrad_ref(
@@ -40,7 +41,6 @@ def grouped_dgrad_ref(
     size = desc.k if desc.is_plain else UNIT  # columns of a projection that lie together
     blocks = before.astype(jnp.float32).reshape(desc.rows, -1, desc.projections, size)
     given = [blocks[:, :, projection].reshape(sums.shape) for projection in range(desc.projections)]
-    hidden, pull = jax.vjp(desc.activation, *given)
-    bars = pull(sums * row_weights[:, None])
+    bars, hidden = pulled_ref(desc.activation, given, sums, row_weights)
     together = jnp.stack([bar.reshape(desc.rows, -1, size) for bar in bars], axis=2)
     return together.reshape(before.shape).astype(desc.dtype), (hidden * sums).sum(axis=1)

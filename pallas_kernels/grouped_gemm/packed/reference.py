@@ -9,7 +9,7 @@ from pallas_kernels.common.numerics import widen
 from pallas_kernels.grouped_gemm.packed.format import FOLDED_RANGE
 from pallas_kernels.grouped_gemm.packed.layout import PackedWeights, from_kernel_layout
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
-from pallas_kernels.grouped_gemm.reference import in_tiles, row_factor
+from pallas_kernels.grouped_gemm.reference import activated, in_tiles, row_factor
 
 
 def grouped_gemm_packed_ref(
@@ -32,7 +32,7 @@ def grouped_gemm_packed_ref(
         h = jnp.einsum("mk,gnk->mgn", wide, matrices[expert], precision=lax.Precision.HIGHEST)
         return h * row_factor(x_scale, first, rows.shape[0])
 
-    return in_tiles(desc, x, tile_expert, num_tiles, bias, product).astype(desc.out_dtype)
+    return activated(desc, in_tiles(desc, x, tile_expert, num_tiles, bias, product)).astype(desc.out_dtype)
 
 
 def dequantized(w: PackedWeights) -> jax.Array:

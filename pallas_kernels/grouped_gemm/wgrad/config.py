@@ -36,12 +36,15 @@ class WgradConfig:
         block_n: rows of an output tile, 64 for each warpgroup that multiplies; 64 or 128.
         block_k: columns of an output tile.
         num_stages: slots of the shared-memory ring, 64 rows of both operands each.
+        raster_group_n: row tiles of the output walked together, so that CTAs running at the same time share both
+            operands in L2: 132 CTAs on 16 row tiles of 128 read about as much of each.
         num_sms: persistent CTAs, one per SM.
     """
 
     block_n: int
     block_k: int
     num_stages: int
+    raster_group_n: int = 16
     num_sms: int = 132
 
     @property
@@ -57,6 +60,13 @@ class WgradConfig:
 def store_columns(desc: WgradDesc) -> int:
     """Columns of one staged output store: 128 bytes."""
     return 128 // jnp.dtype(desc.out_dtype).itemsize
+
+
+def overlaps(desc: WgradDesc) -> bool:
+    """Whether a tile is stored while the next one is multiplied: beside accumulators of 64 x 256 a thread has room for
+    values of 16 bits.
+    """
+    return jnp.dtype(desc.out_dtype).itemsize == 2
 
 
 def shared_arrays(desc: WgradDesc, config: WgradConfig) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -98,7 +108,7 @@ def candidates(desc: WgradDesc, num_sms: int) -> list[WgradConfig]:
         for block_k in (256, 192, 128, 64):
             if block_k > UNIT and block_k >= desc.k + UNIT:  # wider than the output
                 continue
-            rings = (WgradConfig(block_n, block_k, stages, num_sms) for stages in range(MAX_STAGES, 1, -1))
+            rings = (WgradConfig(block_n, block_k, stages, num_sms=num_sms) for stages in range(MAX_STAGES, 1, -1))
             deepest = next((config for config in rings if config_error(desc, config) is None), None)
             found += [] if deepest is None else [deepest]
     return found
@@ -108,7 +118,7 @@ def choose_config(desc: WgradDesc, num_sms: int) -> WgradConfig:
     """The first candidate. Raises NotImplementedError with the reason where there is none."""
     found = candidates(desc, num_sms)
     if not found:
-        raise NotImplementedError(config_error(desc, WgradConfig(64, 64, 2, num_sms)) or f"nothing fits {desc}")
+        raise NotImplementedError(config_error(desc, WgradConfig(64, 64, 2, num_sms=num_sms)) or f"nothing fits {desc}")
     return found[0]
 
 

@@ -6,15 +6,20 @@ One persistent CTA per SM; tile after tile of (expert, rows of the output, colum
                                64 x block_k of x -> full[slot]
     consumers (1 or 2)         64 rows of the output tile each
         main loop                  wait full[slot] -> wgmma dy[slot]^T x[slot] -> empty[slot]
-        epilogue                   staged TMA stores, two under way
+        epilogue                   staged TMA stores, two under way; of results of 16 bits a piece of the columns in
+                                   each of the next tile's first steps, while its products are computed
 
 Rows are the contracted dimension of both operands, which wgmma reads transposed from shared memory as they lie in
 global memory. An expert without rows has no steps: its sums are the zeros that accumulators start with. Steps of an
-expert's last rows contain zeros in one operand, so nothing is masked.
+expert's last rows contain zeros in one operand, so nothing is masked. A tile with fewer steps than pieces first stores
+the one before it.
+
+With 1,024 rows an expert a tile of 128 x 256 multiplies for 16,400 clocks. What remains between two tiles is to round
+the sums and to clear the accumulators.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,8 +31,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.types import Kernel, Scalar, TileRef
 from pallas_kernels.grouped_gemm.epilogue_sm90 import stores_under_way
-from pallas_kernels.grouped_gemm.scheduler_sm90 import tiles_of_cta
-from pallas_kernels.grouped_gemm.wgrad.config import STEP, UNIT, WgradConfig, WgradDesc, shared_arrays, store_columns
+from pallas_kernels.grouped_gemm.scheduler_sm90 import tile_index, tiles_of_cta
+from pallas_kernels.grouped_gemm.wgrad.config import (
+    STEP,
+    UNIT,
+    WgradConfig,
+    WgradDesc,
+    overlaps,
+    shared_arrays,
+    store_columns,
+)
 
 
 def grouped_wgrad_sm90(desc: WgradDesc, config: WgradConfig) -> Kernel:
@@ -75,7 +88,8 @@ def _kernel(
         expert = lax.div(linear, jnp.int32(tiles_n * tiles_k))
         inside = lax.rem(linear, jnp.int32(tiles_n * tiles_k))
         steps = lax.div(num_rows[expert] + (STEP - 1), jnp.int32(STEP))
-        return expert, lax.rem(inside, jnp.int32(tiles_n)), lax.div(inside, jnp.int32(tiles_n)), steps
+        n, k = tile_index(inside, tiles_n, tiles_k, config.raster_group_n)
+        return expert, n, k, steps
 
     def slot_of(step: Scalar) -> Scalar:
         return lax.rem(step, jnp.int32(stages))
@@ -91,16 +105,49 @@ def _kernel(
         if config.registers:
             plgpu.set_max_registers(config.registers[0], action="increase")
 
-        def one_tile(t, first_step):
-            expert, n, k, steps = tile(t)
+        def multiply(first_step, steps, pieces=()):
             with jax.named_scope("main_loop"):
-                sums = _multiply(config, scratch, warpgroup, first_step, steps, slot_of)
+                return _multiply(config, scratch, warpgroup, first_step, steps, slot_of, pieces).astype(desc.out_dtype)
+
+        def pieces_of(t, values):
+            """Functions that store tile t, one after the other."""
+            expert, n, k, _ = tile(t)
+            own = out.at[expert, pl.ds(n * config.block_n + warpgroup * UNIT, UNIT)]
+            return _stores(desc, config, values, own, k * config.block_k, scratch["staging"].at[warpgroup])
+
+        def store(pieces):
             with jax.named_scope("epilogue"):
-                own = out.at[expert, pl.ds(n * config.block_n + warpgroup * UNIT, UNIT)]
-                _store(desc, config, sums, own, k * config.block_k, scratch["staging"].at[warpgroup])
+                for store_piece in pieces:
+                    store_piece()
+
+        def one_tile(t, first_step):
+            steps = tile(t)[-1]
+            store(pieces_of(t, multiply(first_step, steps)))
             return first_step + steps
 
-        lax.fori_loop(0, num_tiles, one_tile, jnp.int32(0))
+        def behind_another(t, state):
+            first_step, values = state
+            steps, pieces = tile(t)[-1], pieces_of(t - 1, values)
+
+            def at_once():
+                store(pieces)
+                return multiply(first_step, steps)
+
+            return first_step + steps, lax.cond(
+                steps < len(pieces), at_once, functools.partial(multiply, first_step, steps, pieces)
+            )
+
+        if not overlaps(desc):
+            lax.fori_loop(0, num_tiles, one_tile, jnp.int32(0))
+        else:
+
+            @pl.when(num_tiles > 0)
+            def _():
+                first = tile(0)[-1]
+                state = first, multiply(jnp.int32(0), first)
+                _, values = lax.fori_loop(1, num_tiles, behind_another, state)
+                store(pieces_of(num_tiles - 1, values))
+
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -154,36 +201,47 @@ def _multiply(
     first_step: Scalar,
     steps: Scalar,
     slot_of: Callable[[Scalar], Scalar],
+    meanwhile: Sequence[Callable[[], None]],
 ) -> Any:
-    """(64, block_k) float32: this warpgroup's rows of the output tile."""
+    """(64, block_k) float32: this warpgroup's rows of the output tile.
+
+    meanwhile: what is done while products of the first steps are computed, of which there are at least as many.
+    """
 
     def scope(accumulator):
-        def one_step(index, _):
+        def one_step(index, beside=None):
             slot = slot_of(first_step + index)
             plgpu.barrier_wait(scratch["full"].at[slot])
             plgpu.wgmma(accumulator, scratch["dy"].at[slot, warpgroup].transpose((1, 0)), scratch["x"].at[slot])
+            if beside is not None:
+                beside()
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(scratch["empty"].at[slot])
-            return ()
 
-        lax.fori_loop(0, steps, one_step, ())
+        for index, beside in enumerate(meanwhile):
+            one_step(index, beside)
+        pl.loop(len(meanwhile), steps)(one_step)
         return accumulator[...]
 
     return pl.run_scoped(scope, mosaic.Accumulator((UNIT, config.block_k), jnp.float32))
 
 
-def _store(
-    desc: WgradDesc, config: WgradConfig, sums: Any, target: TileRef, first_column: Scalar, staging: TileRef
-) -> None:
-    """Write (64, block_k) to the rows ``target`` of one expert from ``first_column`` on. What lies past N and K is
-    not stored.
+def _stores(
+    desc: WgradDesc, config: WgradConfig, values: Any, target: TileRef, first_column: Scalar, staging: TileRef
+) -> list[Callable[[], None]]:
+    """Functions that write (64, block_k), a piece of the columns each, to the rows ``target`` of one expert from
+    ``first_column`` on. What lies past N and K is not stored.
     """
     width = store_columns(desc)
-    starts = range(0, config.block_k, width)
-    for index, start in enumerate(starts):
-        slot, column = index % 2, first_column + start
-        plgpu.wait_smem_to_gmem(stores_under_way(index, len(starts), 2), wait_read_only=True)
-        staging[slot] = sums[:, start : start + width].astype(desc.out_dtype)
+    count = config.block_k // width
+
+    def store(index: int) -> None:
+        slot, start = index % 2, index * width
+        plgpu.wait_smem_to_gmem(stores_under_way(index, count, 2), wait_read_only=True)
+        staging[slot] = values if count == 1 else values[:, start : start + width]
         plgpu.commit_smem()
+        column = first_column + start
         inside = mosaic.column_predicate(desc.k, config.block_k, column)
         plgpu.copy_smem_to_gmem(staging.at[slot], target.at[:, pl.ds(column, width)], predicate=inside)
+
+    return [functools.partial(store, index) for index in range(count)]

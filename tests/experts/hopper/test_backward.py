@@ -13,15 +13,18 @@ import jax.numpy as jnp
 import pytest
 
 import moe_jax
+from moe_jax.experts.hopper import _backward, _gradient_products
 from moe_jax.experts.hopper._backward import Static, describe_gradient, differentiable, gradient_refusal
 from moe_jax.experts.hopper._gradient_products import packed_operands, pulls_activation
 from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout, to_plain_layout
+from moe_jax.experts.hopper._plan import tile_of_any_product
 from moe_jax.quantization import dequantize_tensor, method_for
 from tests.support.cases.experts import make_config, make_stored_weights
 from tests.support.cases.hopper_layers import E, K, inputs, make_layer, on_hopper
 from tests.support.kernels.case import launches
 from tests.support.oracles.expert_gradients import assert_gradients_close, expert_gradients
 
+TOKENS = 420
 ROUTINGS = {
     "ragged, one expert empty": lambda ids: jnp.where(ids == 2, 0, ids),
     "all to one": lambda ids: jnp.full_like(ids, -1).at[:, 0].set(4),
@@ -73,6 +76,43 @@ def quick(cases, kept):
 def test_routings(routing):
     call = arguments(45, routing)
     assert_gradients_close(gradients(by_references(call[0]), *call), expected_of(*call))
+
+
+def over_whole_steps(dy, x, first_row, num_rows, *, out_dtype=jnp.bfloat16, implementation):
+    """``grouped_wgrad`` as its kernel sums: up to the next multiple of 64 rows of an expert."""
+    end = first_row + -(-num_rows // 64) * 64
+    row = jnp.arange(dy.shape[0])
+    own = (row >= first_row[:, None]) & (row < end[:, None])
+    parts = [[jnp.where(rows[:, None], side, 0).astype(jnp.float32) for side in (dy, x)] for rows in own]
+    return jnp.stack([left.T @ right for left, right in parts]).astype(out_dtype)
+
+
+def with_unspecified_rows(product):
+    """``product``, whose rows past ``tile_rows`` are not numbers."""
+
+    def run(*arguments, tile_rows=None, **options):
+        found = product(*arguments, tile_rows=tile_rows, **options)
+        if tile_rows is None:
+            return found
+        block_m = len(arguments[0]) // len(tile_rows)
+        own = jnp.arange(len(arguments[0])) % block_m < jnp.repeat(tile_rows, block_m)
+        return jax.tree.map(lambda leaf: jnp.where(own.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.nan), found)
+
+    return run
+
+
+@pytest.mark.parametrize("options", [dict(), dict(keep_hidden=True), dict(has_bias=True)], ids=str)
+def test_rows_past_those_of_a_tile_take_no_part(monkeypatch, options):
+    """In tiles of 128 rows, some with an empty half."""
+    monkeypatch.setattr(_backward, "grouped_wgrad", over_whole_steps)
+    for name in ("grouped_gemm", "grouped_gemm_pull"):
+        monkeypatch.setattr(_gradient_products, name, with_unspecified_rows(getattr(_gradient_products, name)))
+    jax.clear_caches()
+    call = arguments(TOKENS, "ragged, one expert empty", **options)
+    assert tile_of_any_product(TOKENS * K, E) == 128
+    found = gradients(by_references(call[0]), *call)
+    jax.clear_caches()
+    assert_gradients_close(found, expected_of(*call))
 
 
 @pytest.mark.slow

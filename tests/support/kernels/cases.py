@@ -113,6 +113,8 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
         "bias": ((matrices, desc.n), desc.bias_dtype or "float32"),
         "out_scale": ((1,), "float32"),
         "tile_rows": tiles,
+        "before": ((desc.rows, desc.pulled_projections * desc.n), desc.dtype),
+        "row_weights": ((desc.rows,), "float32"),
     }
     for index, n in enumerate(desc.widths):  # of several weights that lie apart
         own = {"tensor": (1,), "channel": (1, n)}.get(desc.rhs_scale, (1, -(-n // 128), groups_k))
@@ -163,6 +165,31 @@ def wgrad_cases() -> Iterator[Case]:
             bounds = ((desc.num_experts,), "int32")
             named = f"grouped_wgrad {name}, {config.block_n} x {config.block_k}"
             yield Case(named, grouped_wgrad_sm90(desc, config), (*shapes, bounds, bounds), "HGMMA")
+
+
+def pull_cases() -> Iterator[Case]:
+    """Transposed weights and the derivative of an activation, with and without its values.
+
+    Then what keeps the rows that the derivative is given.
+    """
+    for name in ("bf16 gated bias", "bf16 gelu_tanh"):
+        desc = dataclasses.replace(gemm(name), keeps_before=True)
+        for block_m in (64, 128):
+            tiles = _in_tiles(dataclasses.replace(desc, has_tile_rows=True), block_m)
+            yield gemm_case(f"{name} kept", tiles, candidates(tiles, block_m, H200_SMS)[0])
+    for activation, has_weighted, name in (
+        (_SILU, True, "bf16"),
+        (_SILU, False, "bf16"),
+        (Activation("gelu_tanh_no_mul"), True, "bf16"),
+        (dataclasses.replace(_OAI, limit=None), True, "f16"),
+    ):
+        desc = dataclasses.replace(gemm(f"{name} transposed"), pulls=activation, has_weighted=has_weighted)
+        named = f"{name} through {activation.name}" + ", weighted" * has_weighted
+        for block_m in (64, 128):
+            tiles = _in_tiles(dataclasses.replace(desc, has_tile_rows=True), block_m)
+            found = candidates(tiles, block_m, H200_SMS)
+            for config in found if named == "bf16 through silu, weighted" else found[:1]:
+                yield gemm_case(named, tiles, config)
 
 
 def tall_cases() -> Iterator[Case]:
@@ -594,6 +621,7 @@ def all_cases() -> Iterator[Case]:
     yield from dense_cases()
     yield from dgrad_cases()
     yield from plain_dgrad_cases()
+    yield from pull_cases()
     yield from unpermuted_cases()
     yield from side_by_side_cases()
     yield from tuned_cases()

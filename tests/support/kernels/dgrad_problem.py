@@ -1,5 +1,5 @@
-"""Problems of ``grouped_dgrad`` and ``grouped_gemm_widened``: random stored weights, and what they must give, in NumPy
-float64.
+"""Problems of ``grouped_dgrad``, ``grouped_gemm_widened`` and ``grouped_gemm_pull``: random weights, and what they must
+give, in NumPy float64.
 
 Layout contract: as in gemm_problem.py. Rows that no expert owns hold NaN; some lie in tiles that are in use.
 """
@@ -18,6 +18,7 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm.dgrad import grouped_dgrad, grouped_gemm_widened, plain_weights
 from pallas_kernels.grouped_gemm.packed import stacked_projections, to_kernel_layout
 from pallas_kernels.grouped_gemm.packed.format import from_words
+from pallas_kernels.grouped_gemm.pull import grouped_gemm_pull
 from tests.support.kernels.gemm_problem import tiles_of
 from tests.support.kernels.packed_problem import KINDS, make_stored
 from tests.support.oracles.tolerances import Tolerance, assert_rows_close
@@ -37,7 +38,8 @@ PLAIN_KINDS: dict[str, tuple[Any, str, str]] = {
 class PullProblem:
     """args, kwargs: of ``op``, which is ``grouped_dgrad`` where no other is named. row_expert: (Mp,), -1 in padding.
 
-    expected: (Mp, K) float64; with an activation the cotangent of ``before`` in its columns, and the sums (Mp,).
+    expected: (Mp, K) float64; with an activation the cotangent of ``before`` in its columns, the sums (Mp,), and what
+    their terms add up to. weighted: (Mp, K) float64, the activation's values times the rows' weights.
     """
 
     args: tuple
@@ -46,6 +48,7 @@ class PullProblem:
     row_expert: np.ndarray
     dtype: str
     op: Callable[..., Any] = grouped_dgrad
+    weighted: np.ndarray | None = None
 
     def assert_close(self, found: Any) -> None:
         """Each row by its largest value: two units in the last place of the output, and for sums over K of them 2**-11
@@ -53,10 +56,13 @@ class PullProblem:
         """
         own = self.row_expert >= 0
         found = jax.tree.leaves(found)
-        assert len(found) == min(len(self.expected), 2)
+        assert len(found) == min(len(self.expected), 2) + (self.weighted is not None)
         value = np.asarray(found[0], np.float64)[own]
         assert_rows_close(value, self.expected[0][own], Tolerance(self.dtype, 2.0, 0.0), experts=self.row_expert[own])
-        if len(found) == 2:
+        if self.weighted is not None:
+            values = np.asarray(found[2], np.float64)[own]
+            assert_rows_close(values, self.weighted[own], Tolerance(self.dtype, 2.0, 0.0), experts=self.row_expert[own])
+        if len(found) > 1:
             sums, terms = (part[own] for part in self.expected[1:])
             assert (np.abs(np.asarray(found[1], np.float64)[own] - sums) <= 2.0**-11 * terms).all()
 
@@ -158,6 +164,42 @@ def _plain(
         spread = scale.reshape(*lead, -1, 1)
     matrices = _rounded(codes.astype(np.float64) * spread.astype(np.float64), operand).reshape(lead[0], -1, k)
     return plain_weights(jnp.asarray(codes), jnp.asarray(scale), operand), matrices
+
+
+def make_plain_pull(
+    sizes: list[int],
+    *,
+    n: int,
+    k: int,
+    activation: Activation,
+    block_m: int = 128,
+    dtype: str = "bfloat16",
+    has_weighted: bool = True,
+    has_tile_rows: bool = True,
+    seed: int = 0,
+) -> PullProblem:
+    """Weights of 16 bits, (E, K, N), with ``before`` of all columns of one projection, then of the other."""
+    rng, experts = np.random.default_rng(seed), len(sizes)
+    tile_expert, tile_rows, row_expert = tiles_of(sizes, block_m, 2)
+    rows, count = len(row_expert), 2 if activation.is_gated else 1
+    w = rng.standard_normal((experts, k, n), np.float32).astype(dtype)
+    dy = (rng.standard_normal((rows, k), np.float32) / math.sqrt(k)).astype(dtype)
+    before = rng.standard_normal((rows, count, n), np.float32).astype(dtype)
+    weights = rng.random(rows, np.float32)
+    dy[row_expert < 0] = np.nan
+    wide = w.astype(np.float64)
+    sums = np.stack([row @ wide[max(e, 0)] for row, e in zip(dy.astype(np.float64), row_expert, strict=True)])
+    hidden, slopes = _curve(activation, *before.astype(np.float64).swapaxes(0, 1))
+    weight = weights.astype(np.float64)[:, None]
+    bar = np.concatenate([sums * weight * slope for slope in slopes], axis=1)
+    terms = np.sqrt(((hidden * sums) ** 2).sum(1)) + np.abs((hidden * sums).sum(1))
+    kwargs: dict[str, Any] = dict(tile_rows=jnp.asarray(tile_rows)) if has_tile_rows else {}
+    kwargs |= dict(activation=activation, before=jnp.asarray(before.reshape(rows, -1)), has_weighted=has_weighted)
+    kwargs |= dict(row_weights=jnp.asarray(weights))
+    args = (jnp.asarray(dy), jnp.asarray(w), jnp.asarray(tile_expert), jnp.int32(len(tile_expert) - 2))
+    expected = (bar, (hidden * sums).sum(1), terms)
+    weighted = hidden * weight if has_weighted else None
+    return PullProblem(args, kwargs, expected, row_expert, dtype, grouped_gemm_pull, weighted)
 
 
 def unpacked(fmt: Any, block: Any, width: int, rows: Any, zeros: Any, scales: Any, wide_scales: Any) -> Any:
