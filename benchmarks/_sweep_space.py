@@ -23,7 +23,7 @@ from pallas_kernels.grouped_gemm.packed.heuristics import MAX_STAGES, choose_blo
 from pallas_kernels.grouped_gemm.packed.heuristics import choose_config as packed_config
 from pallas_kernels.tuning import LayerKey, table_for
 
-_SHAPES = SHAPES | {"dsv3-tp8": (256, 8, 7168, 256)}
+_SHAPES = SHAPES | {"dsv3-tp8": (256, 8, 7168, 256), "deepseek-v3": (256, 8, 7168, 2048)}
 H200_SMS = 132
 
 

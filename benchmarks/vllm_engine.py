@@ -30,7 +30,8 @@ from typing import Any
 from _vllm_environment import ENVIRONMENT
 
 START_LIMIT = 280  # seconds
-NEW = 256  # tokens that a row makes at most while a step is measured
+CALLS, STEPS, PROFILED = 3, 32, 8  # of a cell: samples, decode steps in one by the clock, and in one of kernels
+WARM_UP = 8  # decode steps
 HERE = Path(__file__).resolve().parent
 CASES = "qwen3-30b-a3b:fp8_channel,qwen3-30b-a3b:fp8_block,qwen3-30b-a3b:w4a16_g128,gpt-oss-120b:mxfp4"
 BACKENDS = {
@@ -47,6 +48,12 @@ def cells_of(options: argparse.Namespace) -> tuple[list[int], list[tuple[int, in
     """Tokens of each prefill; (rows, context) of each decode step."""
     decodes = [cell.split("x") for cell in options.decode.split(",")]
     return [int(tokens) for tokens in options.prefill.split(",")], [(int(rows), int(held)) for rows, held in decodes]
+
+
+def new_tokens(rows: int, context: int, batched: int) -> int:
+    """That a row makes until all rows have been read, ``batched`` tokens at a time, and measured."""
+    reading = -(-rows * context // max(1, batched - rows))
+    return reading + WARM_UP + CALLS * (STEPS + PROFILED) + 8
 
 
 def cache_bytes(config: dict[str, Any]) -> int:
@@ -84,14 +91,16 @@ class Engine:
         models.write_config(folder, config, models.QUANTIZATION[form], options.layers)
         self.prefills, self.decodes = cells_of(options)
         rows = [rows for rows, _ in self.decodes]
-        longest = max(self.prefills + [context + NEW for _, context in self.decodes])
-        tokens = max(self.prefills + [rows * (context + NEW) for rows, context in self.decodes])
+        self.batched = 8192 if options.default_graphs else min(8192, max(2048, *self.prefills))
+        held = [(rows, context + new_tokens(rows, context, self.batched)) for rows, context in self.decodes]
+        longest = max(self.prefills + [each for _, each in held])
+        tokens = max(self.prefills + [rows * each for rows, each in held])
         # Tokens are counted in blocks of 16, a few of which vLLM keeps; 1.2 is room for both.
-        held = int(1.2 * tokens * cache_bytes(config)) * options.layers
+        cache = int(1.2 * tokens * cache_bytes(config)) * options.layers
         graphs = sorted({1, 2, 4, 8, *rows})
         sizes = dict(cudagraph_capture_sizes=graphs, max_cudagraph_capture_size=graphs[-1])
         sizes = {} if options.default_graphs else sizes
-        memory = {} if options.default_graphs else dict(kv_cache_memory_bytes=held)
+        memory = {} if options.default_graphs else dict(kv_cache_memory_bytes=cache)
         self.llm = vllm.LLM(
             model=str(folder),
             load_format="dummy",
@@ -99,7 +108,7 @@ class Engine:
             dtype="bfloat16",
             max_model_len=max(4096, longest + 16),
             max_num_seqs=256 if options.default_graphs else max(rows),
-            max_num_batched_tokens=8192 if options.default_graphs else min(8192, max(2048, *self.prefills)),
+            max_num_batched_tokens=self.batched,
             enable_prefix_caching=False,
             gpu_memory_utilization=0.9 if options.default_graphs else 0.03,
             compilation_config=sizes,
@@ -154,9 +163,9 @@ class Engine:
         clock = statistics.median(once() for _ in range(7))
         return dict(clock=1e3 * clock) | self.busy(once, 1)
 
-    def decode(self, rows: int, context: int, steps: int = 32) -> dict[str, Any]:
+    def decode(self, rows: int, context: int) -> dict[str, Any]:
         for _ in range(rows):
-            self.add(context - 2 * steps, NEW)
+            self.add(context - 2 * STEPS, new_tokens(rows, context, self.batched))
         made: dict[str, int] = {}  # the last token of each row
 
         def step() -> None:
@@ -165,17 +174,19 @@ class Engine:
 
         while len(made) < rows:
             step()
-        for _ in range(8):
+        for _ in range(WARM_UP):
             step()
         clocks = []
-        for _ in range(3):
+        for _ in range(CALLS):
             self.torch.cuda.synchronize()
             start = time.perf_counter()
-            for _ in range(steps):
+            for _ in range(STEPS):
                 step()
             self.torch.cuda.synchronize()
-            clocks.append((time.perf_counter() - start) / steps)
-        busy = self.busy(lambda: [step() for _ in range(8)], 8)
+            clocks.append((time.perf_counter() - start) / STEPS)
+        busy = self.busy(lambda: [step() for _ in range(PROFILED)], PROFILED)
+        if len({out.request_id for _ in range(2) for out in self.engine.step()}) != rows:
+            raise RuntimeError(f"decode {rows} x {context}: rows ended before they were measured")
         self.engine.abort_request(list(made))
         while self.engine.has_unfinished_requests():
             self.engine.step()
@@ -186,7 +197,7 @@ class Engine:
         from torch.profiler import ProfilerActivity, profile
 
         totals = []
-        for _ in range(3):
+        for _ in range(CALLS):
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 call()
                 self.torch.cuda.synchronize()

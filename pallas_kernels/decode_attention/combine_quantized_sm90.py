@@ -24,7 +24,7 @@ from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.sm90 import WARPGROUP
 from pallas_kernels.common.types import Kernel, Ref, Value
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, values_a_thread
-from pallas_kernels.decode_attention.items_sm90 import seen
+from pallas_kernels.decode_attention.items_sm90 import seen, splits_of
 from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 
@@ -65,8 +65,7 @@ def _kernel(
     tile = lax.axis_index("cta") * warpgroups + warpgroup
     row, kv_head = lax.div(tile, jnp.int32(desc.num_kv_heads)), lax.rem(tile, jnp.int32(desc.num_kv_heads))
     first, end = seen(desc, starts[row], lengths[row], first_slots[row])
-    begin = lax.div(first, jnp.int32(config.split))
-    end = jnp.where(first < end, lax.div(end + (config.split - 1), jnp.int32(config.split)), begin)
+    _, begin, end = splits_of(desc, config, first, end)
 
     thread = simt.thread_index() & (WARPGROUP - 1)
     column = thread & (columns - 1)

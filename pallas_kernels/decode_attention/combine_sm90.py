@@ -19,7 +19,7 @@ from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.sm90 import WARPGROUP
 from pallas_kernels.common.types import Kernel, Ref, Value
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
-from pallas_kernels.decode_attention.items_sm90 import seen
+from pallas_kernels.decode_attention.items_sm90 import seen, splits_of
 from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
 from pallas_kernels.decode_attention.memory_sm90 import scatter
 
@@ -71,8 +71,7 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     is_used = query < desc.num_queries
     own_row = lax.div(cta, jnp.int32(num_combining_ctas(desc, config) // desc.batch))
     first, end = seen(desc, starts[own_row], lengths[own_row], first_slots[own_row])
-    begin = lax.div(first, jnp.int32(config.split))
-    end = jnp.where(first < end, lax.div(end + (config.split - 1), jnp.int32(config.split)), begin)
+    _, begin, end = splits_of(desc, config, first, end)
     place = tile * splits * columns + column
 
     def indices(offset: Any, count: int) -> list[tuple[Value, Value]]:

@@ -69,6 +69,7 @@ class DecodeConfig:
     Args:
         columns: of a tile, a multiple of 8; those of a key head take as many tiles as they need.
         split: slots of a work item; the sums of the splits are added in their order.
+        doubles_at: a row that sees more slots than one of these has splits twice as long, for each of them.
         block_kv: slots of one step, a divisor of split.
         num_stages: steps of keys and values in shared memory, as they are in the cache.
         num_ctas: persistent CTAs.
@@ -83,6 +84,7 @@ class DecodeConfig:
     num_ctas: int
     is_fused: bool = True
     swap_ab: bool = True
+    doubles_at: tuple[int, ...] = ()
 
     @property
     def query_stages(self) -> int:
@@ -90,7 +92,7 @@ class DecodeConfig:
         return 2 if self.swap_ab else 1
 
     def num_splits(self, desc: DecodeDesc) -> int:
-        """Of a row that fills all slots."""
+        """Of a row that fills all slots, if none is twice as long."""
         return -(-desc.num_slots // self.split)
 
     def num_tiles(self, desc: DecodeDesc) -> int:
@@ -183,6 +185,7 @@ class DecodeForm:
     ctas_per_sm: int = 1
     is_fused: bool = False
     swap_ab: bool = True
+    doubles_at: tuple[int, ...] = (2048, 12288)
 
 
 # The forms of keys with values of their own, and of MLA's latents. They know no batch, so no row's bits depend on it.
@@ -201,12 +204,13 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
         is_many = desc.batch >= MANY_ROWS and desc.columns >= 64
         form = HEADS if not desc.is_latent else MANY_LATENTS if is_many else LATENTS
     if not form.swap_ab:
-        rows = DecodeConfig(64, form.split, 64, 2, num_sms, is_fused=False, swap_ab=False)
+        rows = DecodeConfig(64, form.split, 64, 2, num_sms, False, False, form.doubles_at)
         if config_error(desc, rows) is None:
             return rows
     columns = min(-(-desc.columns // 8) * 8, 32 if desc.value_width <= 192 else 24 if desc.value_width <= 256 else 8)
     fits = desc.width + desc.value_width <= 256 and 128 * desc.width * columns <= MAX_SCORES
-    config = DecodeConfig(columns, form.split, form.block_kv if fits else 64, 1, 1, form.is_fused)
+    block_kv = form.block_kv if fits else 64
+    config = DecodeConfig(columns, form.split, block_kv, 1, 1, form.is_fused, doubles_at=form.doubles_at)
     items = config.all_tiles(desc) * config.num_splits(desc)
     config = dataclasses.replace(config, num_ctas=max(1, min(num_sms * form.ctas_per_sm, items)))
     for stages in range(2, 13):

@@ -47,6 +47,22 @@ def seen(desc: DecodeDesc, start: Any, length: Any, slot: Any) -> tuple[Any, Any
     return first, lax.min(lax.min(length, slot + desc.num_queries), desc.num_slots)
 
 
+def splits_of(desc: DecodeDesc, config: DecodeConfig, first: Any, end: Any) -> tuple[Any, Any, Any]:
+    """(slots of a split, first split, end of the splits) of a row whose queries see the slots [first, end).
+
+    Splits are counted from slot 0. Their size follows from the number of these slots alone, not from other rows.
+    """
+    most = desc.num_slots if desc.window is None else min(desc.num_slots, desc.window + desc.num_queries - 1)
+    size = jnp.int32(config.split)
+    begin, stop = lax.div(first, size), lax.div(end + (config.split - 1), size)
+    for bound in config.doubles_at:
+        if most > bound:
+            shift = jnp.where(end - first > bound, jnp.int32(1), jnp.int32(0))
+            size = size * (shift + 1)
+            begin, stop = lax.shift_right_logical(begin, shift), lax.shift_right_logical(stop + shift, shift)
+    return size, begin, jnp.where(first < end, stop, begin)
+
+
 class Items:
     """Those of one persistent CTA: each num_ctas-th, tiles of one split beside each other."""
 
@@ -69,14 +85,13 @@ class Items:
         row, head = lax.div(pair, jnp.int32(desc.num_kv_heads)), lax.rem(pair, jnp.int32(desc.num_kv_heads))
         start, length, slot = self._starts[row], self._lengths[row], self._first_slots[row]
         first, end = seen(desc, start, length, slot)
-        size = jnp.int32(config.split)
+        size, begin, stop = splits_of(desc, config, first, end)
         is_empty = first >= end
-        begin, used = lax.div(first, size), lax.div(end + (config.split - 1), size) - lax.div(first, size)
         first, end = lax.max(first, split * size), lax.min(end, (split + 1) * size)
         first_step = lax.div(first, jnp.int32(block_kv))
         steps = jnp.where(first < end, lax.div(end + (block_kv - 1), jnp.int32(block_kv)) - first_step, 0)
         # A tile that sees nothing has one split, without a step: so zeros are stored.
-        used = jnp.where(is_empty, jnp.where(split == 0, 1, 0), jnp.where(steps > 0, used, 0))
+        used = jnp.where(is_empty, jnp.where(split == 0, 1, 0), jnp.where(steps > 0, stop - begin, 0))
         place = tile * splits
         slots = (start, length, slot)
         return Item(row, head, column, tile, place + split, *slots, first_step, steps, place + begin, used)
@@ -101,8 +116,7 @@ def _used_splits(desc: DecodeDesc, config: DecodeConfig, starts: Ref, lengths: R
         return splits
 
     def one(row, most):
-        _, end = seen(desc, starts[row], lengths[row], first_slots[row])
-        return lax.max(most, end)
+        first, end = seen(desc, starts[row], lengths[row], first_slots[row])
+        return lax.max(most, splits_of(desc, config, first, end)[2])
 
-    most = lax.fori_loop(0, desc.batch, one, jnp.int32(1))
-    return lax.div(most + (config.split - 1), jnp.int32(config.split))
+    return lax.fori_loop(0, desc.batch, one, jnp.int32(1))

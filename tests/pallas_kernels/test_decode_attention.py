@@ -253,7 +253,7 @@ def test_latents_in_threads(monkeypatch, options):
     """The body of the kernel whose rows are queries, by a thread for each warpgroup, and its sums added up here."""
     desc = decode_desc(192, 128, "float32", batch=4, num_slots=264, num_heads=40, num_kv_heads=1, is_latent=True)
     desc = dataclasses.replace(desc, **options)
-    config = DecodeConfig(64, 128, 64, 2, 3, is_fused=False, swap_ab=False)
+    config = DecodeConfig(64, 128, 64, 2, 3, is_fused=False, swap_ab=False, doubles_at=(50, 200))
     (q, k, _), named, _, _ = make(desc, ((0, 264, 261), (70, 250, 247), (3, 40, 39), (5, 5, 0)))
     for module in (latents_sm90, items_sm90):
         for name, stand_in in warpgroups.stand_ins().items():
@@ -287,21 +287,60 @@ def test_latents_in_threads(monkeypatch, options):
         np.testing.assert_allclose(y, expected[row], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("options", [{}, dict(num_queries=3, window=900)], ids=["one query", "three queries, window"])
+def test_items(monkeypatch, options):
+    """Each CTA's items: every split of every row, of the length that the row's own slots ask for, by one of them."""
+    monkeypatch.setattr(items_sm90, "pl", warpgroups.stand_ins()["pl"])
+    desc = decode_desc(64, 64, batch=6, num_slots=3000, num_heads=4, num_kv_heads=2, **options)
+    config = DecodeConfig(8, 128, 64, 2, 7, is_fused=False, doubles_at=(300, 1000))
+    places = np.array([(0, 3000, 2997), (130, 1131, 1130), (130, 1130, 1129), (5, 306, 305), (5, 305, 304), (9, 0, 0)])
+    found, walked = {}, 0
+    for cta in range(config.num_ctas):
+        work = items_sm90.Items(desc, config, jnp.int32(cta), *jnp.asarray(places.T, jnp.int32))
+        for t in range(int(work._count)):
+            item = jax.tree.map(int, dataclasses.asdict(work._item(jnp.int32(t))))
+            if item["num_splits"]:
+                assert item["index"] not in found
+                found[item["index"]] = item
+                walked += item["num_steps"]
+    expected, steps = set(), 0
+    for row, (start, length, slot) in enumerate(places):
+        first = start if desc.window is None else max(start, slot - desc.window + 1)
+        end = min(length, slot + desc.num_queries)
+        size = 128 * 2 ** sum(end - first > bound for bound in config.doubles_at)
+        for head in range(2):
+            splits = range(first // size, -(-end // size)) if first < end else range(1)
+            places_of_sums = (row * 2 + head) * config.num_splits(desc)
+            for split in splits:
+                expected.add(places_of_sums + split)
+                own = found[places_of_sums + split]
+                assert (own["row"], own["head"], own["num_splits"]) == (row, head, len(splits))
+                if first < end:
+                    assert own["first_index"] == places_of_sums + splits[0]
+                    own_first, own_end = max(first, split * size), min(end, (split + 1) * size)
+                    assert own["first_step"] == own_first // 64
+                    assert own["num_steps"] == -(-own_end // 64) - own_first // 64
+                    steps += own["num_steps"]
+    assert found.keys() == expected and walked == steps
+
+
+@pytest.mark.parametrize("doubles_at", [(), (100,)], ids=["equal splits", "longer splits"])
 @pytest.mark.parametrize("swap_ab", [True, False], ids=["keys are rows", "queries are rows"])
-def test_combine_in_lockstep(monkeypatch, swap_ab):
+def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at):
     """Sums of up to ten splits; those of splits that no query sees are not read. Two are loaded at once, and
-    three as in long caches."""
+    three as in long caches. The first row has half as many, twice as long, where ``doubles_at`` says so."""
     monkeypatch.setattr(combine_sm90, "UNROLL", 2)
     monkeypatch.setattr(combine_sm90, "UNROLL_MANY", 3)
     desc = decode_desc(64, 64, num_queries=2, num_heads=6, num_slots=640, window=600, has_sinks=True)
-    config = DecodeConfig(8, 64, 64, 1, 1, is_fused=False, swap_ab=swap_ab)
+    config = DecodeConfig(8, 64, 64, 1, 1, is_fused=False, swap_ab=swap_ab, doubles_at=doubles_at)
     places = {"starts": (0, 130, 0), "lengths": (640, 200, 0), "first_slots": (638, 198, 0)}
     rng = np.random.default_rng(0)
     tiles, splits, width = config.all_tiles(desc), config.num_splits(desc), desc.value_width
     sums, tops = rng.standard_normal((tiles, splits, width, 8)), 5 * rng.standard_normal((tiles, splits, 8))
     totals, sinks = rng.uniform(1, 9, (tiles, splits, 8)), rng.standard_normal(6)
     is_seen = np.zeros((3, splits), bool)
-    is_seen[0], is_seen[1, 2:4] = True, True  # the first query's window begins at slot 39, in split 0
+    first_row = slice(5) if doubles_at else slice(None)
+    is_seen[0, first_row], is_seen[1, 2:4] = True, True  # the first query's window begins at slot 39, in split 0
     found = np.full(3 * 2 * 6 * width, np.nan)
 
     def memory(values, is_written: Any = True):
@@ -335,17 +374,17 @@ def test_combine_in_lockstep(monkeypatch, swap_ab):
 @pytest.mark.sample(2)
 def test_quantized_combine_in_lockstep(monkeypatch, quantization):
     """Two key heads of five query heads each, up to five splits, one more than are loaded at once: outputs in float64,
-    rounded, and quantized as rows are. In the last row no slot is seen."""
+    rounded, and quantized as rows are. Splits of the second row are half as long. In the last row no slot is seen."""
     desc = decode_desc(128, 128, num_heads=10, num_slots=320, has_sinks=True)
-    config = dataclasses.replace(choose_config(desc, SMS), split=64, is_fused=False)
-    places = {"starts": (0, 130, 0), "lengths": (320, 200, 0), "first_slots": (319, 199, 0)}
+    config = dataclasses.replace(choose_config(desc, SMS), split=32, is_fused=False, doubles_at=(50,))
+    places = {"starts": (0, 130, 0), "lengths": (320, 170, 0), "first_slots": (319, 169, 0)}
     rng, rows = np.random.default_rng(0), rows_of(desc, quantization, 8)
     assert quantizing_error(desc, config, rows) is None and config.columns == 8
     splits = config.num_splits(desc)
     sums, tops = rng.standard_normal((6, splits, 128, 8)), 5 * rng.standard_normal((6, splits, 8))
     totals, sinks = rng.uniform(1, 9, (6, splits, 8)), rng.standard_normal(10)
     is_seen = np.zeros((3, splits), bool)
-    is_seen[0], is_seen[1, 2:4] = True, True
+    is_seen[0, :5], is_seen[1, 4:6] = True, True
     of_tile = np.repeat(is_seen, 2, axis=0)[:, :, None]
 
     def memory(values, is_written: Any = True):
@@ -411,13 +450,32 @@ def test_quantizing_gpu(quantization, options, num_kv_heads):
     places = ((0, 712, 711), (5, 296, 295), (130, 637, 636), (200, 201, 200), (0, 0, 0))
     own = dict(num_heads=8 * num_kv_heads, num_kv_heads=num_kv_heads, batch=len(places))
     desc = decode_desc(128, 128, **own, **options)
+    config = dataclasses.replace(choose_config(desc, SMS), split=128, doubles_at=(300, 600))
     arrays, named, sinks, _ = make(desc, places)
-    plain = run(desc, arrays, named, sinks, "hopper")
-    found = run(desc, arrays, named, sinks, "hopper", quantization=quantization, scale_rows=8)
+    plain = run(desc, arrays, named, sinks, "hopper", config=config)
+    found = run(desc, arrays, named, sinks, "hopper", config=config, quantization=quantization, scale_rows=8)
     rows = jnp.asarray(plain).reshape(len(places), -1)
     codes, scales = quantize_and_permute(rows, quantization=quantization, implementation="hopper")
     assert np.asarray(found[0]).tobytes() == np.asarray(codes).tobytes()
     np.testing.assert_array_equal(np.asarray(found[1])[..., : len(places)], scales)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("name", DECODES)
+def test_longer_splits_gpu(name, is_fused):
+    """Rows with splits of 128, 256 and 512 slots in one batch: as float64, and as each row alone, to the bit."""
+    places = ((0, 712, 709), (5, 296, 293), (130, 637, 635), (200, 201, 200), (0, 0, 0))
+    desc = dataclasses.replace(decode_desc(128, 128, **DECODES[name]), batch=len(places))
+    config = dataclasses.replace(choose_config(desc, SMS), split=128, doubles_at=(100, 600), is_fused=is_fused)
+    arrays, named, sinks, expected = make(desc, places)
+    found = run(desc, arrays, named, sinks, "hopper", config=config)
+    scale = np.maximum(np.abs(expected).max(-1), 0.05 * (np.abs(expected).max(-1) > 0))
+    assert_rows_close(found, expected, Tolerance(DTYPES["bfloat16"], 4.0), row_scale=scale)
+    for row in range(len(places)):
+        own, alone = slice(row, row + 1), dataclasses.replace(desc, batch=1)
+        arrays_alone, named_alone = jax.tree.map(lambda array, own=own: array[own], (arrays, named))
+        np.testing.assert_array_equal(found[own], run(alone, arrays_alone, named_alone, sinks, "hopper", config=config))
 
 
 @pytest.mark.gpu
