@@ -32,14 +32,15 @@ def configs(width: int, value_width: int) -> list[PrefillConfig]:
     """Candidates for these widths, the most promising first."""
     found = {
         (64, 64): [
+            PrefillConfig(128, 4, SMS, query_stages=2),
             PrefillConfig(128, 4, SMS),
-            PrefillConfig(128, 4, SMS, takes_turns=False),
-            PrefillConfig(64, 6, SMS),
+            PrefillConfig(128, 4, SMS, query_stages=2, takes_turns=False),
+            PrefillConfig(64, 6, SMS, query_stages=2),
         ],
         (128, 128): [
-            PrefillConfig(128, 2, SMS, store_slots=2),
-            PrefillConfig(128, 2, SMS, store_slots=2, takes_turns=False),
             PrefillConfig(128, 2, SMS, query_stages=2),
+            PrefillConfig(128, 2, SMS),
+            PrefillConfig(128, 2, SMS, query_stages=2, takes_turns=False),
         ],
         (192, 128): [PrefillConfig(128, 2, SMS), PrefillConfig(64, 3, SMS, store_slots=2)],
         (192, 192): [PrefillConfig(64, 3, SMS)],
@@ -210,8 +211,10 @@ class Cell:
 CELLS = [
     Cell("qwen3 2048", 2048, 2048, 32, 4, "128", num_configs=3),
     Cell("qwen3 8192", 8192, 8192, 32, 4, "128", beside=("cuDNN",), num_configs=3),
-    Cell("gpt-oss 2048 sinks", 2048, 2048, 64, 8, "64", has_sinks=True, num_configs=3),
-    Cell("gpt-oss 2048 window 128 sinks", 2048, 2048, 64, 8, "64", window=128, has_sinks=True, num_configs=3),
+    Cell("gpt-oss 2048 sinks", 2048, 2048, 64, 8, "64", has_sinks=True, num_configs=4),
+    Cell("gpt-oss 2048 window 128 sinks", 2048, 2048, 64, 8, "64", window=128, has_sinks=True, num_configs=4),
+    Cell("gpt-oss 8192 sinks", 8192, 8192, 64, 8, "64", has_sinks=True, beside=("cuDNN",), num_configs=4),
+    Cell("gpt-oss 8192 window 128", 8192, 8192, 64, 8, "64", window=128, has_sinks=True, num_configs=4, beside=()),
     Cell("mla 2048", 2048, 2048, 128, 128, "192/128", num_configs=2),
     Cell("256 2048", 2048, 2048, 16, 2, "256", beside=("cuDNN",), num_configs=2),
     Cell("qwen3 512 of 8192", 512, 8192, 32, 4, "128", beside=("XLA",)),

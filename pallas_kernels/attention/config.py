@@ -125,11 +125,14 @@ def config_error(desc: PrefillDesc, config: PrefillConfig) -> str | None:
 
 
 def choose_config(desc: PrefillDesc, num_sms: int) -> PrefillConfig:
-    """Steps of 128 keys where two of them fit, and as many stages as fit, at most four."""
+    """Steps of 128 keys where two of them fit, and as many stages as fit, at most four. Then queries of the next tile
+    come while this one's are in use, if there is room for both.
+    """
     sms = max(1, min(num_sms, desc.num_tiles))
     for block_kv in (128, 64):
         for num_stages in (4, 3, 2):
             config = PrefillConfig(block_kv, num_stages, sms)
             if desc.value_width * block_kv <= 128 * 128 and config_error(desc, config) is None:
-                return config
+                ahead = dataclasses.replace(config, query_stages=2)
+                return config if config_error(desc, ahead) else ahead
     return PrefillConfig(64, 2, sms)

@@ -429,3 +429,5 @@ def test_choice_fits_every_form():
             config = choose_config(desc, SMS)
             assert config_error(desc, config) is None
             assert config.num_sms == min(SMS, desc.num_tiles)
+            ahead = dataclasses.replace(config, query_stages=2)
+            assert config.query_stages == 2 or "bytes of shared memory" in config_error(desc, ahead)
