@@ -44,8 +44,8 @@ def gathered(array: jax.Array) -> jax.Array:
 
 
 def ready_to_split(array: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:
-    """An array whose axis is to become axes of these sizes: whole along it where the devices that share it do not divide
-    the first size above 1, else as it is."""
+    """An array whose axis is to become axes of these sizes: whole along it where its devices do not divide the first
+    size above 1, else as it is."""
     if not _explicit_axes(array):
         return array
     sharding = jax.typeof(array).sharding
