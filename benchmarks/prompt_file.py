@@ -182,7 +182,8 @@ def main(argv: list[str] | None = None) -> int:
 
         try:
             checked_case(options.case)
-            words(ORDERS)(options.attention)
+            if len(words(ORDERS)(options.attention)) > 1:
+                parser.error(f"--attention: {options.attention!r}, expected one")
         except argparse.ArgumentTypeError as error:
             parser.error(f"--case or --attention: {error}")
     found = (vllms if options.vllm else ours)(options)

@@ -30,6 +30,7 @@ WRONG = [
     ("prompt_file", "--long=9:9 --prompts=8", "--long names 9 of --prompts 8"),
     ("prompt_file", "--num-pages=few", "argument --num-pages: 'few', expected integers of at least 1"),
     ("prompt_file", "--case=mixtral-8x7b", "--case or --attention: 'mixtral-8x7b': unknown scheme ''"),
+    ("prompt_file", "--attention=auto,xla", "--attention: 'auto,xla', expected one"),
     ("prompt_file", "--attention=", "--case or --attention: '' is none of auto"),
 ]
 
