@@ -50,7 +50,10 @@ def draw_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
     if model in _drawn:
         return
     _drawn.update(model.modules())
-    device = next(model.parameters()).device
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ValueError(f"a {type(model).__name__} without parameters has no weights to draw")
+    device = first.device
     generator = torch.Generator(device=device).manual_seed(0)
     for name, tensor in model.state_dict().items():
         if tensor.device != device or "cos_sin" in name:
@@ -62,10 +65,10 @@ def draw_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
                 tensor.random_(118, 122, generator=generator)
             else:
                 tensor.fill_(1 / 480 if "weight_packed" in name else 1 / 4800)
-        elif "norm" in name:
-            tensor.fill_(1.0)
         elif "bias" in name:  # small: with larger ones all tokens are routed to the same experts
             _draw(tensor, generator, 0.01)
+        elif "norm" in name:
+            tensor.fill_(1.0)
         elif tensor.dtype == torch.uint8:
             tensor.random_(0, 255, generator=generator)
         elif tensor.dtype == torch.int32:
@@ -75,7 +78,7 @@ def draw_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
 
 
 def _draw(tensor: torch.Tensor, generator: torch.Generator, size: float) -> None:
-    flat = tensor.reshape(-1)
+    flat = tensor.reshape(-1)  # a copy of a tensor that is not contiguous
     largest = float("inf")
     if tensor.dtype == torch.float8_e4m3fn:
         size, largest = 100.0, 448.0  # torch casts anything above to NaN
@@ -83,3 +86,5 @@ def _draw(tensor: torch.Tensor, generator: torch.Generator, size: float) -> None
         part = flat[start : start + (1 << 27)]
         drawn = torch.randn(part.numel(), device=part.device, generator=generator) * size
         part.copy_(drawn.clamp_(-largest, largest).to(part.dtype))
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))

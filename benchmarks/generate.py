@@ -29,12 +29,12 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _arguments import duration, new_file, whole, wholes, words
 from _hlo import launches, outside_the_experts
 from _model_configs import MODELS
 from _timing import header
@@ -46,6 +46,7 @@ from moe_jax.experts._matrix import in_best_matrix_layout
 from moe_jax.models import KVCache, read_family
 from moe_jax.models._compiled import merge_model, split_model
 from moe_jax.models._layers import Linear
+from moe_jax.models.attention._choice import ORDERS
 from moe_jax.nn import QuantizedParam
 from moe_jax.quantization import QuantizedMatrix, Scheme, method_for, scheme_per_token
 
@@ -190,12 +191,29 @@ class Program:
 
 def calls_of(options: Any) -> list[tuple[str, int, int, int]]:
     """(kind, rows, new tokens a row, held tokens a row) of each cell."""
+    calls = [("decode", rows, 1, held) for held in options.context for rows in options.decode]
+    return calls + [("prefill", 1, tokens, 0) for tokens in options.prefill]
 
-    def numbers(text: str) -> list[int]:
-        return [int(number) for number in text.split(",") if number]
 
-    calls = [("decode", rows, 1, held) for held in numbers(options.context) for rows in numbers(options.decode)]
-    return calls + [("prefill", 1, tokens, 0) for tokens in numbers(options.prefill)]
+def label(call: tuple[str, int, int, int]) -> str:
+    """What ``--profile`` calls it."""
+    return f"{call[0]}:{call[1] if call[0] == 'decode' else call[2]}"
+
+
+def checked_case(text: str) -> str:
+    """MODEL:FORMAT, both known."""
+    name, _, scheme = text.partition(":")
+    if name not in MODELS:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected MODEL:FORMAT, MODEL one of {', '.join(MODELS)}")
+    try:
+        scheme_named(scheme)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return text
+
+
+def cases(text: str) -> list[str]:
+    return [checked_case(case) for case in text.split(",")]
 
 
 def measure(name: str, scheme: str, options: Any, say: Any) -> None:
@@ -206,12 +224,12 @@ def measure(name: str, scheme: str, options: Any, say: Any) -> None:
     for layer in models[1].layers if len(models) == 2 else ():
         layer.mlp = _Nothing()
     say(dict(model=name, scheme=scheme, built_s=round(time.monotonic() - began, 1)))
-    cells = [(attention, call) for attention in options.attention.split(",") for call in calls_of(options)]
+    cells = [(attention, call) for attention in options.attention for call in calls_of(options)]
     wanted = set(options.profile.split(","))
 
     def compiled(cell: tuple[str, tuple[str, int, int, int]]) -> Any:
         attention, call = cell
-        is_profiled = f"{call[0]}:{call[1] if call[0] == 'decode' else call[2]}" in wanted
+        is_profiled = label(call) in wanted
         try:
             own = [nnx.merge(*nnx.split(model)) for model in models]
             for model in own:
@@ -268,38 +286,46 @@ def rows_of(cell: dict[str, Any], layers: int) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", help=f"default: {CASES}; with --tiny its first one")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--decode", default="1,16,64,256")
-    parser.add_argument("--context", default="1024,8192")
-    parser.add_argument("--prefill", default="512,2048,8192,32768")
-    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--cases", type=cases, help=f"default: {CASES}; with --tiny its first one")
+    parser.add_argument("--layers", type=whole(1), default=4)
+    parser.add_argument("--decode", type=wholes(1, may_be_empty=True), default="1,16,64,256")
+    parser.add_argument("--context", type=wholes(0, may_be_empty=True), default="1024,8192")
+    parser.add_argument("--prefill", type=wholes(1, may_be_empty=True), default="512,2048,8192,32768")
+    parser.add_argument("--attention", type=words(ORDERS), default="auto")
     parser.add_argument("--profile", default="", help="decode:ROWS and prefill:TOKENS, with commas between them")
     parser.add_argument("--dense", default="stored", choices=("stored", "bf16"))
-    parser.add_argument("--vocabulary", type=int, default=0, help="another size of it, such as vllm_engine.py's")
+    parser.add_argument("--vocabulary", type=whole(0), default=0, help="another size of it, such as vllm_engine.py's")
     parser.add_argument("--whole", action="store_true", help="time no model without experts")
-    parser.add_argument("--seconds", type=float, default=240.0)
-    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--seconds", type=duration, default=240.0)
+    parser.add_argument("--threads", type=whole(1), default=8)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=new_file)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.tiny:
-        options.decode, options.prefill, options.context = "2", "9", "5"
-    options.cases = options.cases or (CASES.partition(",")[0] if options.tiny else CASES)
+        options.decode, options.prefill, options.context = [2], [9], [5]
+    options.cases = options.cases or cases(CASES)[: 1 if options.tiny else None]
+    calls = calls_of(options)
+    if not calls:
+        parser.error("no call to time: --prefill is empty, and --decode or --context")
+    known = sorted({label(call) for call in calls})
+    if unknown := [name for name in options.profile.split(",") if name and name not in known]:
+        parser.error(f"--profile: {unknown[0]!r} is none of the calls, {', '.join(known)}")
     if options.worker:
-        measure(*options.cases.split(":"), options, lambda cell: print("| " + json.dumps(cell), flush=True))
+        measure(*options.cases[0].split(":"), options, lambda cell: print("| " + json.dumps(cell), flush=True))
         return 0
     began = time.monotonic()
     print(f"# {options.layers} layers", flush=True)
     cells: list[dict[str, Any]] = []
-    for case in options.cases.split(","):
+    for case in options.cases:
         left = options.seconds - (time.monotonic() - began)
         if left <= 0:
             print(f"{case} left out: no time left", flush=True)
             continue
-        arguments = [
-            f"--{key}={getattr(options, key)}" for key in ("layers", "decode", "context", "prefill", "attention")
+        arguments = [f"--layers={options.layers}"]
+        arguments += [
+            f"--{key}={','.join(map(str, getattr(options, key)))}"
+            for key in ("decode", "context", "prefill", "attention")
         ]
         arguments += [f"--profile={options.profile}", f"--dense={options.dense}", f"--threads={options.threads}"]
         arguments += [f"--vocabulary={options.vocabulary}"]

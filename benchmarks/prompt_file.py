@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _arguments import new_file, whole, words
 
 SHORTEST = 8
 
@@ -29,7 +30,7 @@ SHORTEST = 8
 def prompts_of(options: Any, vocab_size: int) -> tuple[list[list[int]], list[int]]:
     """(prompts, new tokens of each)."""
     rng = np.random.default_rng(0)
-    count, length = map(int, options.long.split(":"))
+    count, length = options.long
     lengths = np.exp(rng.uniform(np.log(SHORTEST), np.log(options.longest), options.prompts)).astype(int)
     lengths[rng.permutation(options.prompts)[:count]] = length
     shared = rng.integers(10, vocab_size - 10, options.shared).tolist()
@@ -67,7 +68,7 @@ def ours(options: Any) -> dict[str, Any]:
     settings = dict(batch_size=options.batch, max_new_tokens=options.new, sampling_params=params)
     settings |= dict(enable_prefix_caching=not options.no_prefix_caching)
     if options.num_pages is not None:
-        settings |= dict(num_pages=options.num_pages if options.num_pages == "auto" else int(options.num_pages))
+        settings |= dict(num_pages=options.num_pages)
     empty, cache_bytes = _batches._loop.empty, [0]
 
     def counted(*args: Any) -> Any:
@@ -138,29 +139,53 @@ def vllms(options: Any) -> dict[str, Any]:
     return dict(prompts=prompts, new=new, built_s=seconds[0], first_s=seconds[1], s=seconds[2])
 
 
+def long_prompts(text: str) -> tuple[int, int]:
+    """COUNT:LENGTH."""
+    count, _, length = text.partition(":")
+    try:
+        return whole(0)(count), whole(1)(length)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected COUNT:LENGTH, how many prompts and tokens") from None
+
+
+def pages(text: str) -> int | str:
+    return text if text == "auto" else whole(1)(text)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="qwen3-30b-a3b:fp8_block")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=512)
-    parser.add_argument("--longest", type=int, default=1024)
-    parser.add_argument("--long", default="1:8192")
-    parser.add_argument("--shared", type=int, default=0)
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--layers", type=whole(1), default=4)
+    parser.add_argument("--prompts", type=whole(1), default=512)
+    parser.add_argument("--longest", type=whole(SHORTEST), default=1024)
+    parser.add_argument("--long", type=long_prompts, default="1:8192")
+    parser.add_argument("--shared", type=whole(0), default=0)
+    parser.add_argument("--new", type=whole(1), default=128)
+    parser.add_argument("--batch", type=whole(1), default=64)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--num-pages")
+    parser.add_argument("--num-pages", type=pages)
     parser.add_argument("--dense", default="stored", choices=("stored", "bf16"))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--vllm", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=new_file)
     parser.set_defaults(vocabulary=0)  # the model's own
     options = parser.parse_args(argv)
     if options.tiny:
         options.case, options.layers = f"{options.case.split(':')[0]}:bf16", 1
-        options.prompts, options.longest, options.long = min(options.prompts, 64), 64, "1:200"
+        options.prompts, options.longest, options.long = min(options.prompts, 64), 64, (1, 200)
         options.new, options.batch = min(options.new, 16), min(options.batch, 16)
+    if options.long[0] > options.prompts:
+        parser.error(f"--long names {options.long[0]} of --prompts {options.prompts}")
+    if not options.vllm:  # whose environment has no JAX
+        from generate import ORDERS, checked_case
+
+        try:
+            checked_case(options.case)
+            if len(words(ORDERS)(options.attention)) > 1:
+                parser.error(f"--attention: {options.attention!r}, expected one")
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"--case or --attention: {error}")
     found = (vllms if options.vllm else ours)(options)
     num_tokens, num_new = sum(map(len, found.pop("prompts"))), sum(found.pop("new"))
     found |= dict(engine="vllm" if options.vllm else "moe_jax", case=options.case, layers=options.layers)

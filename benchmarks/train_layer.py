@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _arguments import duration, new_file, wholes, words
 
 # E, top_k, H, I. "tiny" tries the script out, on a CPU too.
 SIZES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "mixtral-8x7b": (8, 2, 4096, 14336), "tiny": (8, 2, 128, 64)}
@@ -543,21 +544,31 @@ def differences(folder: Path, model: str, tokens: int, side: str, beside: str) -
     }
 
 
+def check_schemes(names: list[str], parser: argparse.ArgumentParser) -> None:
+    from moe_jax import Scheme  # here: a process that measures torch alone does without
+
+    for name in names:
+        try:
+            Scheme.parse(name)
+        except ValueError as error:
+            parser.error(f"--frozen: {error}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="qwen3-30b-a3b,mixtral-8x7b")
-    parser.add_argument("--tokens", default="4096,16384")
-    parser.add_argument("--seconds", type=float, default=240, help="when to end")
+    parser.add_argument("--models", type=words(SIZES), default="qwen3-30b-a3b,mixtral-8x7b")
+    parser.add_argument("--tokens", type=wholes(1), default="4096,16384")
+    parser.add_argument("--seconds", type=duration, default=240, help="when to end")
     parser.add_argument("--sides", default="torch,ours", help=f"of {', '.join(SIDES)}; may be empty beside --frozen")
     parser.add_argument("--keep-hidden", action="store_true", help="add ours_kept to the sides")
     parser.add_argument("--frozen", default="", help="schemes of quantized weights")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--trace", action="store_true")
-    parser.add_argument("--out", help="file that a JSON line per cell is appended to")
+    parser.add_argument("--out", type=new_file, help="file that a JSON line per cell is appended to")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    models, counts = args.models.split(","), [int(count) for count in args.tokens.split(",")]
+    models, counts = args.models, args.tokens
     if args.child:
         return child(args.child, models[0], counts, args.folder, seconds=args.seconds, traces=args.trace)
     until = time.time() + args.seconds
@@ -566,19 +577,20 @@ def main() -> int:
         compared.append("ours_kept")
     if unknown := [name for name in compared if name not in SIDES]:
         parser.error(f"--sides {unknown[0]!r} is none of {', '.join(SIDES)}")
-    if unknown := [name for name in models if name not in SIZES]:
-        parser.error(f"--models {unknown[0]!r} is none of {', '.join(SIZES)}")
-    if min(counts) < 1:
-        parser.error(f"--tokens {args.tokens!r}: each at least 1")
+    frozen = [name for name in args.frozen.split(",") if name]
+    if not (compared or frozen or args.kernels):
+        parser.error("--sides is empty, and so is --frozen; nothing to measure")
+    if frozen:
+        check_schemes(frozen, parser)
 
     def report(line: str) -> None:
         print(line, flush=True)
         if args.out:
-            with Path(args.out).open("a") as file:
+            with args.out.open("a") as file:
                 file.write(line + "\n")
 
     failed = False
-    sides = ["kernels"] if args.kernels else compared + [name for name in args.frozen.split(",") if name]
+    sides = ["kernels"] if args.kernels else compared + frozen
     waiting = len(models) * len(sides)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -591,7 +603,16 @@ def main() -> int:
                     report(json.dumps(dict(side=side, model=model, left_out=f"{left:.0f} s are left")))
                     failed = True
                     continue
-                command = [sys.executable, __file__, "--child", side, "--models", model, "--tokens", args.tokens]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--child",
+                    side,
+                    "--models",
+                    model,
+                    "--tokens",
+                    ",".join(map(str, counts)),
+                ]
                 command += ["--folder", name, "--seconds", f"{share:.1f}"] + ["--trace"] * args.trace
                 well, error = run_child(command, share, report)
                 failed |= not well

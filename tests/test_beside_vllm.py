@@ -200,6 +200,7 @@ def test_weights_of_an_engine_are_drawn_once(load):
             self.first, self.second = torch.nn.Linear(32, 64), torch.nn.Linear(32, 64)
             self.norm = torch.nn.LayerNorm(32)
             self.register_buffer("cos_sin_cache", torch.full((3,), 7.0))
+            self.transposed = torch.nn.Parameter(torch.full((64, 32), 7.0).T)
 
     draw_weights = load("_vllm_models").draw_weights
     model = Model()
@@ -209,3 +210,7 @@ def test_weights_of_an_engine_are_drawn_once(load):
     assert (model.norm.weight == 1).all() and (model.cos_sin_cache == 7).all()
     assert 0.9 < float(model.embed_tokens.weight.std()) < 1.1 and 0.9 < float(first.std() * 32**0.5) < 1.1
     assert abs(float((first * second).mean())) < 0.3 / 32
+    assert 0.9 < float(model.transposed.std() * 64**0.5) < 1.1  # not contiguous: what is drawn is not lost in a copy
+    assert float(model.norm.bias.abs().max()) < 0.1
+    with pytest.raises(ValueError, match="a ReLU without parameters has no weights to draw"):
+        draw_weights(torch.nn.ReLU())

@@ -38,7 +38,7 @@ from moe_jax.nn._variables import (
 )
 from moe_jax.parallel import ParallelConfig, Placement
 from moe_jax.parallel import fused_moe as fused_moe_over_mesh
-from moe_jax.parallel._explicit import in_auto_axes, lies_on_explicit_axes
+from moe_jax.parallel._explicit import in_auto_axes, lies_on_explicit_axes, ready_to_split
 from moe_jax.parallel._layer import PlacementParam, explain_parallel, make_parallel, make_placement
 from moe_jax.parallel._sharding import lay_out, plain_shares
 from moe_jax.parallel._weights import abstract_placed_weights, is_placed, replace_experts
@@ -360,7 +360,7 @@ class FusedMoE(Versioned):
             y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(y.dtype)
         if mask is not None:
             y = jnp.where(mask[:, None], y, jnp.zeros_like(y))
-        y = y.reshape(*y.shape[:-2], *lead, y.shape[-1])
+        y = ready_to_split(y, y.ndim - 2, lead).reshape(*y.shape[:-2], *lead, y.shape[-1])
         return (y, stats) if return_stats else y
 
     def _shared(self, tokens: ArrayArg) -> Array | None:

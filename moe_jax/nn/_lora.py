@@ -168,7 +168,11 @@ def held_expert_lora(
     slots = np.asarray(placement.physical_to_logical)
     if (np.bincount(slots[slots >= 0]) > 1).any():
         name = f"{config.name}: " if config.name else ""
-        raise NotImplementedError(f"{name}experts with copies in redundant slots take no adapters; build without them")
+        raise NotImplementedError(
+            f"{name}experts with copies in redundant slots take no adapters; build without num_redundant_experts, and "
+            f"without enable_eplb where the devices ({placement.num_devices}) do not divide the experts "
+            f"({placement.num_experts}): it fills slots that are left with copies"
+        )
     placed = placed_config(config, placement, parallel)
     sizes = {EXPERT: placed.num_experts, MLP: placed.intermediate_size}
 

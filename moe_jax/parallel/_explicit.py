@@ -2,6 +2,7 @@
 partitions it as it does under ``jax.jit`` with Auto axes."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,20 @@ def gathered(array: jax.Array) -> jax.Array:
     if not _explicit_axes(array):
         return array
     return jax.sharding.reshard(array, NamedSharding(jax.typeof(array).sharding.mesh, PartitionSpec()))
+
+
+def ready_to_split(array: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:
+    """An array whose axis is to become axes of these sizes: whole along it where its devices do not divide the first
+    size above 1, else as it is."""
+    if not _explicit_axes(array):
+        return array
+    sharding = jax.typeof(array).sharding
+    spec = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
+    names = (spec[axis],) if isinstance(spec[axis], str) else spec[axis] or ()
+    if next((size for size in sizes if size > 1), 0) % math.prod(sharding.mesh.shape[name] for name in names) == 0:
+        return array
+    spec[axis] = None
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
 def _explicit_axes(array: Any) -> tuple[str, ...]:

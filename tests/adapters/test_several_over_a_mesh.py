@@ -235,6 +235,9 @@ def test_refusals(monkeypatch):
         refuses(ValueError, f"adapters has {place}, expected -1 for none to 2", moe_jax.select_lora, layer, choice)
     copies: Any = dict(enable_eplb=True, num_redundant_experts=2)
     refuses(NotImplementedError, "redundant slots take no adapters", make_layer, "bf16", make_parallel("ep2"), **copies)
+    left = r"the devices .4. do not divide the experts .6.: it fills slots"
+    refuses(NotImplementedError, left, make_layer, "bf16", make_parallel("ep4"), enable_eplb=True)
+    make_layer("bf16", make_parallel("ep4"))  # without it they stay empty
     monkeypatch.setattr("moe_jax.parallel._experts.choose_dispatch", lambda *arguments: "nvlink_dispatch")
     monkeypatch.setattr("moe_jax.parallel._experts.choose", lambda problem: (BACKENDS["hopper"], ()))
     layer = make_layer("bf16", make_parallel("ep2", dispatch="nvlink_dispatch"))

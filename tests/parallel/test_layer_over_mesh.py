@@ -92,6 +92,15 @@ def test_the_callers_sharding_returns(axis_type):
             assert y.sharding.is_equivalent_to(placed.sharding, 2)
 
 
+@pytest.mark.parametrize("lead", [(2, 6), (1, 2, 2), (8, 3)])
+def test_rows_that_explicit_axes_do_not_divide(lead):
+    """12 tokens on 4 devices, as 2 rows of 6: the rows of a batch come back from tokens that are split."""
+    x, z = (array.reshape(*lead, -1) for array in inputs(int(np.prod(lead))))
+    layer = make_layer(mesh_of("Explicit", d=4), data_axis="d")
+    for call in (layer, jax.jit(lambda x, z: layer(x, z))):
+        assert_rows_close(call(x, z), make_layer()(x, z), tolerance("fp8_channel", np.float32))
+
+
 def test_scan_over_layers_with_donated_tokens():
     mesh = mesh_of(e=2, t=2)
     layers = [make_layer(mesh, seed, expert_axis="e", tensor_axis="t", dispatch="all_to_all") for seed in range(3)]
