@@ -116,11 +116,6 @@ def like_vllm(rank, features, monkeypatch):
 
 def real_vllm(rank, features, monkeypatch):
     """vLLM's own FusedMoE() for one rank, filled by its weight loader."""
-    import vllm.platforms
-    from vllm.platforms.cpu import CpuPlatform
-
-    if type(vllm.platforms._current_platform).__name__ in ("NoneType", "UnspecifiedPlatform"):  # before others bind it
-        vllm.platforms._current_platform = CpuPlatform()
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers.fused_moe import config as moe_config

@@ -1,11 +1,17 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """A quantization config that leaves everything to the checkpoint's own, but for routed experts."""
 
+import logging
 from typing import Any
 
 import torch
+import vllm
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+logger = logging.getLogger("vllm.moe_jax")
+
+# Versions whose layers and methods are known here.
+KNOWN = ("0.24.",)
 # vLLM's names of what it does to full-precision checkpoints while it loads them.
 ONLINE = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only", "mxfp8")
 
@@ -13,13 +19,18 @@ ONLINE = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channe
 class MoeJaxConfig(QuantizationConfig):
     """vLLM's config of a checkpoint, with another method for the routed experts that our kernels take.
 
-    inner: the config of the checkpoint; None for an unquantized model.
+    inner: the config of the checkpoint; None for an unquantized model. A version of vLLM that is not known keeps all
+    layers, which is logged in one line.
     """
 
     online: str | None = None  # of ``ONLINE``, in subclasses
 
     def __init__(self, inner: QuantizationConfig | None = None):
         self.inner = self._online_config() if inner is None and self.online is not None else inner
+        self.is_known = vllm.__version__.startswith(KNOWN)
+        if not self.is_known:
+            known = ", ".join(f"{version}x" for version in KNOWN)
+            logger.warning("moe_jax leaves all layers to vLLM %s, which is not known; %s is", vllm.__version__, known)
         super().__init__()
 
     @classmethod
@@ -75,14 +86,17 @@ class MoeJaxConfig(QuantizationConfig):
         return user_quant if user_quant == cls.__name__ else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        from vllm.model_executor.layers.fused_moe import RoutedExperts
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
         if self.inner is not None:
             method = self.inner.get_quant_method(layer, prefix)
         else:
             method = UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+        if not self.is_known:
+            return method
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
         if isinstance(layer, RoutedExperts):
             from torch_bridge.vllm._method import taken
 

@@ -10,9 +10,6 @@ from moe_jax import MoEConfig, Scheme
 from torch_bridge._tensors import numpy_dtype
 from torch_bridge.vllm._formats import Format
 
-# Versions whose layers and methods are known here.
-KNOWN = ("0.24.",)
-
 
 def config_of(layer: Any, scheme: Scheme) -> MoEConfig:
     """Of the experts of this rank. Raises ValueError for settings that no layer of moe_jax can have."""
@@ -49,10 +46,6 @@ def is_interleaved(layer: Any) -> bool:
 
 def obstacle(layer: Any, form: Format) -> str | None:
     """What of vLLM's own the plugin does not serve, or None. Shapes and schemes are the kernels' business."""
-    import vllm
-
-    if not vllm.__version__.startswith(KNOWN):
-        return f"vLLM {vllm.__version__} is not known, {', '.join(known + 'x' for known in KNOWN)} are"
     moe, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
     weights = form.scheme.weights
     if parallel.enable_eplb:

@@ -213,6 +213,8 @@ def test_damaged_scales_are_left_to_vllm(bad, caplog, monkeypatch):
 def test_what_is_left_to_vllm(caplog, monkeypatch):
     """A version that is not known, no Hopper GPU, a group size that no kernel takes: one line each, vLLM's method."""
     import vllm
+    from vllm.model_executor.layers import fused_moe
+    from vllm.model_executor.layers.quantization import get_quantization_config
 
     from torch_bridge.vllm import _method
 
@@ -222,15 +224,20 @@ def test_what_is_left_to_vllm(caplog, monkeypatch):
     form = FORMATS["ct_fp8_channel"]
     with vllm_without_gpu(), _heard(caplog):
         with monkeypatch.context() as patch:
-            patch.setattr(vllm, "__version__", "0.25.0")
+            patch.setattr(vllm, "__version__", "0.19.0")
+            patch.setattr(_method, "taken", None)  # nothing of a version that is not known is read
             assert not hasattr(make_layer(form.config, **SIZES).quant_method, "moe_jax")
+            patch.delattr(fused_moe, "RoutedExperts")
+            linear = get_quantization_config("moe_jax")().get_quant_method(torch.nn.Linear(2, 2), "x")
+            assert linear is None
         with monkeypatch.context() as patch:
             patch.setattr(_method, "gpu_of_process", no_gpu)
             assert not hasattr(make_layer(form.config, **SIZES).quant_method, "moe_jax")
         odd = SIZES | dict(intermediate_size=INTERMEDIATE + 8)
         assert not hasattr(make_layer(form.config, **odd).quant_method, "moe_jax")
     lines = [record.message for record in caplog.records if "moe_jax leaves" in record.message]
-    assert ["0.25.0" in lines[0], "A100 has 8.0" in lines[1], len(lines)] == [True, True, 3]
+    assert "moe_jax leaves all layers to vLLM 0.19.0, which is not known; 0.24.x is" == lines[0] == lines[1]
+    assert ["A100 has 8.0" in lines[2], len(lines)] == [True, 4]
 
 
 def test_captured_sizes_are_exact():
