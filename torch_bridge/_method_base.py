@@ -105,8 +105,9 @@ class FusedMoEMethodBase(abc.ABC):
         """Experts alone: the routed output (T, H) in x's dtype.
 
         x (T, H), topk_weights (T, k), topk_ids (T, k) global. shared_experts, shared_experts_input: for methods that
-        run shared experts beside their own (``mk_can_overlap_shared_experts``). All others leave them to whoever calls:
-        the layer here passes None, vLLM's runner passes them and runs them itself. Raises NotImplementedError where a method routes by itself.
+        run shared experts beside their own (``mk_can_overlap_shared_experts``). All others leave them to the caller:
+        the layer here passes None, vLLM's runner passes them and runs them itself. Raises NotImplementedError where a
+        method routes by itself.
         """
         raise NotImplementedError(f"{type(self).__name__} has no apply()")
 

@@ -18,7 +18,7 @@ _MOE, _QUANT = "vllm/model_executor/layers/fused_moe", "vllm/model_executor/laye
 _CT = f"{_QUANT}/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe"
 # What is read, by file; bases come before the classes that inherit.
 SOURCES = {
-    f"{_QUANT}/base_config.py": ("QuantizeMethodBase",),
+    f"{_QUANT}/base_config.py": ("QuantizeMethodBase", "QuantizationConfig"),
     f"{_QUANT}/utils/quant_utils.py": ("GroupShape",),
     f"{_MOE}/activation.py": ("MoEActivation",),
     f"{_MOE}/config.py": (
@@ -75,7 +75,7 @@ def members_of(node: ast.ClassDef, known: dict[str, dict]) -> dict[str, dict]:
             decorators = {ast.unparse(decorator) for decorator in item.decorator_list}
             if "property" in decorators:
                 members[item.name] = {"kind": "property"}
-            elif "overload" not in decorators:
+            elif not any(decorator == "overload" or decorator.endswith(".setter") for decorator in decorators):
                 kind = next((kind for kind in ("staticmethod", "classmethod") if kind in decorators), "method")
                 members[item.name] = {"kind": kind, "parameters": parameters_of(item)}
             if item.name == "__init__":

@@ -4,10 +4,14 @@ vllm_api.json is made from vLLM's sources: ``python -m tests.support.vllm_api SO
 its reason; a difference that is gone has to leave the list.
 """
 
+import ast
 import json
+from pathlib import Path
+
+import pytest
 
 import torch_bridge
-from tests.support.vllm_api import FROZEN, differences, member_differences
+from tests.support.vllm_api import FROZEN, differences, member_differences, members_of
 
 API = json.loads(FROZEN.read_text())
 FP8, INT4 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "int"}
@@ -126,6 +130,42 @@ def test_differences_are_those_that_are_named():
     assert [text for text in found if not is_excepted(text)] == []
     used = set(found) | {f"*.{text.partition('.')[2]}" for text in found}
     assert [text for text in EXCEPTIONS if text not in used] == []
+
+
+PLUGIN = Path(torch_bridge.__file__).parent / "vllm"
+OVERRIDES = [("_method.py", "TakenMixin", "FusedMoEMethodBase"), ("_config.py", "MoeJaxConfig", "QuantizationConfig")]
+
+
+def override_differences(node, theirs):
+    """What a class of the plugin, as text, overrides otherwise than vLLM has it. Attributes of its own do not count."""
+    for member, described in members_of(node, {}).items():
+        if member == "__init__" or (described["kind"] == "attribute" and member not in theirs):
+            continue
+        if member not in theirs:
+            yield f"{member}: not in vLLM"
+        elif "parameters" in described:
+            names, expected = ([name for name, _ in each.get("parameters", ())] for each in (described, theirs[member]))
+            named = [name for name in names if not name.startswith("*")]
+            takes_all = len(named) == len(expected) or len(named) < len(names)
+            if theirs[member]["kind"] != described["kind"] or named != expected[: len(named)] or not takes_all:
+                yield f"{member}: {described['kind']} of {names}, in vLLM {theirs[member]['kind']} of {expected}"
+
+
+@pytest.mark.parametrize("file, ours, theirs", OVERRIDES, ids=[ours for _, ours, _ in OVERRIDES])
+def test_what_the_plugin_overrides(file, ours, theirs):
+    """vLLM is not installed here: the plugin is read, as vLLM's sources were."""
+    nodes = ast.parse((PLUGIN / file).read_text()).body
+    [node] = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == ours]
+    assert list(override_differences(node, API["classes"][theirs])) == []
+
+
+def test_other_overrides_are_found():
+    text = (
+        "class A:\n def apply(self, x, layer): ...\n def gone(self): ...\n @property\n def is_on(self): ...\n own: int"
+    )
+    theirs = {name: {"kind": "method", "parameters": [["layer", None], ["x", None]]} for name in ("apply", "other")}
+    [node] = ast.parse(text).body
+    assert [line.split(":")[0] for line in override_differences(node, theirs)] == ["apply", "gone", "is_on"]
 
 
 def test_differences_are_found():

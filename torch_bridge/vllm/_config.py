@@ -110,6 +110,9 @@ class MoeJaxConfig(QuantizationConfig):
     def get_cache_scale_mapper(self) -> Any:
         return super().get_cache_scale_mapper() if self.inner is None else self.inner.get_cache_scale_mapper()
 
+    def is_mxfp4_quant(self, prefix: str, layer: torch.nn.Module) -> bool:
+        return self.inner is not None and self.inner.is_mxfp4_quant(prefix, layer)
+
     def maybe_update_config(self, *args: Any, **kwargs: Any) -> None:
         if self.inner is not None:
             self.inner.maybe_update_config(*args, **kwargs)
