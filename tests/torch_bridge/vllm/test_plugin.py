@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import subprocess
@@ -238,6 +239,72 @@ def test_what_is_left_to_vllm(caplog, monkeypatch):
     lines = [record.message for record in caplog.records if "moe_jax leaves" in record.message]
     assert "moe_jax leaves all layers to vLLM 0.19.0, which is not known; 0.24.x is" == lines[0] == lines[1]
     assert ["A100 has 8.0" in lines[2], len(lines)] == [True, 4]
+
+
+GROUPS = dict(use_grouped_topk=True, num_expert_group=2, topk_group=1)
+
+
+@pytest.mark.parametrize("options", [{}, GROUPS, GROUPS | dict(apply_routed_scale_to_output=True)], ids=["", "k", "y"])
+def test_runners_scale_once_and_add_shared_experts(options, monkeypatch):
+    """vLLM's runner around our method: shared experts once, and the routed factor once, of weights or of the output."""
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.fused_moe import FusedMoE
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    computed_by_reference(monkeypatch)
+    generator, factor = torch.Generator().manual_seed(5), 2.5 if options else 1.0
+    shared = torch.nn.Linear(H, H, bias=False, dtype=torch.bfloat16)
+    shared.weight.data.normal_(0, 0.05, generator=generator)
+    with vllm_without_gpu() as config:
+        made = dict(quant_config=get_quantization_config("moe_jax")(), params_dtype=torch.bfloat16, tp_size=1)
+        runner = FusedMoE(
+            E,
+            TOP_K,
+            H,
+            INTERMEDIATE,
+            prefix=f"model.layers.{len(options)}.mlp.experts",
+            shared_experts=shared,
+            **dict(made, routed_scaling_factor=factor, **options),
+        )
+        layer = runner.routed_experts
+        w13, w2 = load(layer, FORMATS["bf16"], generator)
+        layer.quant_method.process_weights_after_loading(layer)
+        x = torch.randn(6, H, generator=generator).bfloat16()
+        logits = torch.randn(6, E, generator=generator).bfloat16()
+        with torch.no_grad(), set_forward_context(None, config):
+            y = runner(x.clone(), logits)
+    scores = logits.float().softmax(-1)
+    if options:
+        best = scores.view(6, 2, -1).amax(-1).argmax(-1, keepdim=True)
+        scores = torch.where(torch.arange(E).view(1, -1) // (E // 2) == best, scores, 0.0)
+    weights, ids = scores.topk(TOP_K)
+    expected = factor * experts_float32(x, weights / weights.sum(-1, keepdim=True), ids, w13, w2)
+    with torch.no_grad():
+        expected += shared(x).float()
+    assert (y.float() - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["ct_fp8_channel", "fp8_block", "gptq_4", "awq", "modelopt_nvfp4"])
+def test_model_config(name, tmp_path):
+    """vLLM's own way from a checkpoint's folder to a quantization config: ours only where it is named."""
+    from vllm.config import DeviceConfig, ModelConfig, VllmConfig
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    sizes = dict(hidden_size=H, intermediate_size=H, num_hidden_layers=1, num_attention_heads=4, head_dim=64)
+    sizes |= dict(num_key_value_heads=2, num_experts=E, num_experts_per_tok=TOP_K, moe_intermediate_size=INTERMEDIATE)
+    model = dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], vocab_size=128, torch_dtype="bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(model | sizes | dict(quantization_config=FORMATS[name].config)))
+    with vllm_without_gpu():
+        found = {}
+        for asked in ("moe_jax", None):
+            config = ModelConfig(
+                str(tmp_path), quantization=asked, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64
+            )
+            found[asked] = config.quantization
+            if asked:
+                ours = VllmConfig(model_config=config, device_config=DeviceConfig("cpu")).quant_config
+    assert found["moe_jax"] == "moe_jax" == type(ours).__name__ and found[None] not in ("moe_jax", None)
+    assert type(ours.inner) is get_quantization_config(found[None])
 
 
 def test_captured_sizes_are_exact():
