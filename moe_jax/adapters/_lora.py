@@ -35,8 +35,8 @@ def lora(
     W itself stays as it is, quantized or not. A is drawn within +-1/sqrt(K), B starts at zero, so that nothing changes
     before the first step. Products of adapters take rows before these are quantized; operands have the layer's 16-bit
     ``dtype`` (float16 computes in float32), sums are float32, and all is part of the same call: the share of w13 goes
-    to the sum before the activation, that of w2 to the sum before the router weights. The backends "xla" and
-    "reference" run adapters of experts; others leave such calls to these, as ``explain`` says.
+    to the sum before the activation, that of w2 to the sum before the router weights. The backends "hopper", "xla" and
+    "reference" run adapters of experts; "portable" leaves such calls to these, as ``explain`` says.
 
     Train them alone by ``nnx.Optimizer(model, optax.adam(1e-4), wrt=moe_jax.LoRAParam)`` and gradients by
     ``nnx.value_and_grad(loss, argnums=nnx.DiffState(0, moe_jax.LoRAParam))``.

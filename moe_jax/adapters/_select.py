@@ -1,4 +1,4 @@
-"""``select_lora``: which of several adapters the rows of a call take."""
+"""``select_lora``: which of several adapters the rows or tokens of a call take."""
 
 from typing import Any
 
@@ -18,11 +18,12 @@ def select_lora(module: Any, adapters: Any) -> Any:
     Args:
         module: with adapters of several names, from ``load_lora(model, {name: directory, ...})``.
         adapters: for each row of a batch a name, or None for none; or int (B,), (T,) for a layer of tokens: the place
-            of the name among those loaded, -1 for none. Arrays may be traced: another choice compiles nothing. Over a
-            mesh they may have any sharding.
+            of the name among those loaded, -1 for none; (B, S) chooses for each token. Arrays may be traced: another
+            choice compiles nothing. Over a mesh they may have any sharding.
 
     Returns:
-        The copy, for calls with as many rows and for ``generate`` with one array of prompts.
+        The copy, for calls with as many rows, or rows and tokens; with rows also for ``generate`` with one array of
+        prompts.
 
     Raises:
         ValueError: a name that is not loaded, a place in a NumPy array that no name has, a module without names, no
@@ -43,9 +44,9 @@ def select_lora(module: Any, adapters: Any) -> Any:
 
 def _places(adapters: Any, names: tuple[str, ...]) -> Any:
     if not isinstance(adapters, list | tuple):
-        check_array("adapters", adapters, jnp.integer, "(B,)")
-        if adapters.ndim != 1 or 0 in adapters.shape:
-            raise ValueError(f"adapters has shape {adapters.shape}, expected (B,)")
+        check_array("adapters", adapters, jnp.integer, "(B,) or (B, S)")
+        if adapters.ndim not in (1, 2) or 0 in adapters.shape:
+            raise ValueError(f"adapters has shape {adapters.shape}, expected (B,) or (B, S)")
         is_wrong = (adapters < -1) | (adapters >= len(names)) if isinstance(adapters, np.ndarray) else np.False_
         if is_wrong.any():
             raise ValueError(

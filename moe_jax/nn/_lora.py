@@ -28,14 +28,14 @@ _AXES: dict[str, tuple[str | None, ...]] = {
 
 
 class LoRAChoice(nnx.Variable[Any]):
-    """(B,) int32: which adapter the rows of a call take, by its place among the names; -1 for none."""
+    """(B,) or (B, S) int32: which adapter the rows or tokens of a call take, its place among the names; -1 for none."""
 
 
 class Adapter(nnx.Module):
     """What modules with low-rank addends have in common: one adapter, or several whose ranks lie side by side.
 
     names: of the adapters, () for one without a name. ranks, alphas: of each; rank 0 where one leaves this weight.
-    choice: which of them a row takes; without names every row takes the one.
+    choice: which of them a row or a token takes; without names every row takes the one.
     """
 
     def _hold(self, ranks: Sequence[int], alphas: Sequence[float], names: Sequence[str]) -> None:
@@ -67,11 +67,10 @@ class Adapter(nnx.Module):
         if self.choice is None:
             raise ValueError(f"adapters {', '.join(self.names)} are held; choose by moe_jax.select_lora(model, names)")
         choice = self.choice.get_value()
-        if choice.shape != lead[:1]:
-            raise ValueError(
-                f"adapters are chosen for {choice.shape[0]} rows, the call has {lead}; choose for its rows"
-            )
-        choice = jnp.broadcast_to(choice.reshape(-1, *(1,) * (len(lead) - 1)), lead)
+        if choice.shape != lead[: choice.ndim]:
+            asked = f"{' x '.join(map(str, choice.shape))} {'rows' if choice.ndim == 1 else 'rows and tokens'}"
+            raise ValueError(f"adapters are chosen for {asked}, the call has {lead}; choose for its rows or tokens")
+        choice = jnp.broadcast_to(choice.reshape(*choice.shape, *(1,) * (len(lead) - choice.ndim)), lead)
         owner = np.repeat(np.arange(len(self.ranks)), self.ranks)
         return (choice.reshape(-1, 1) == owner).astype(jnp.float32)
 

@@ -68,6 +68,21 @@ def test_another_choice_compiles_nothing(case, prompt, directories):
     assert choose._cache_size() == 1
 
 
+def test_tokens_take_their_own(case, prompt, directories):
+    """A row that changes its adapter: no token in front of the change sees it, and all behind do."""
+    model = moe_jax.load_lora(load(case("qwen3").directory), directories)
+    ids, last = jnp.asarray(prompt(3, 16)), [9, 4, 15]
+    rows = np.array([[0, 1], [1, 2], [2, -1]], np.int32)  # adapters up to ``last`` and behind it
+    choice = np.where(np.arange(16) <= np.array(last)[:, None], rows[:, :1], rows[:, 1:])
+    found = np.asarray(run(moe_jax.select_lora(model, choice), ids))
+    wholes = [np.asarray(run(moe_jax.select_lora(model, each), ids)) for each in rows.T]
+    for row, end in enumerate(last):
+        before, behind = slice(end + 1), slice(end + 1, None)
+        assert_logits_close(found[row, before], wholes[0][row, before], 1e-6)
+        for whole in wholes:
+            assert (np.abs(found[row, behind] - whole[row, behind]).max(-1) > 1e-3).all()
+
+
 @pytest.mark.parametrize("scheme", ["int8_w8a8", "fp8_tensor", "bf16"])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.sample(3)
@@ -120,6 +135,7 @@ def test_refusals(case, prompt, directories, tmp_path):
     refuses(TypeError, "adapters has type str", moe_jax.select_lora, model, "story")
     refuses(TypeError, "adapters has dtype float32", moe_jax.select_lora, model, jnp.zeros(2))
     refuses(ValueError, "chosen for 3 rows, the call has", moe_jax.select_lora(model, [None] * 3), ids)
+    refuses(ValueError, "for 2 x 3 rows and tokens", moe_jax.select_lora(model, np.zeros((2, 3), np.int32)), ids)
     refuses(ValueError, "without named adapters has none to choose", moe_jax.select_lora, load(base), ["story"])
     chosen = moe_jax.select_lora(model, ["story", "code"])
     prompts = [[1, 2], [3, 4, 5]]
