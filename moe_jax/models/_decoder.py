@@ -34,7 +34,7 @@ from moe_jax.models.attention._rope import rotary_angles
 from moe_jax.models.families._moe_family import MoEFamily
 from moe_jax.nn import MoEBlock
 from moe_jax.parallel import ParallelConfig
-from moe_jax.parallel._explicit import in_auto_axes, lies_on_explicit_axes
+from moe_jax.parallel._explicit import gathered, in_auto_axes, lies_on_explicit_axes
 from moe_jax.quantization import Scheme
 
 
@@ -625,7 +625,7 @@ def _stacked(stats: list[MoEStats], back: Int[Array, "B S"] | None) -> MoEStats:
         return both
 
     def in_order_of_call(array: Array) -> Array:
-        rows = array.reshape(len(stats), *back.shape, -1)
+        rows = gathered(array).reshape(len(stats), *back.shape, -1)
         return jnp.take_along_axis(rows, back[None, :, :, None], axis=2).reshape(array.shape)
 
     moved = {name: in_order_of_call(getattr(both, name)) for name in ("topk_ids", "router_logits")}
