@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 import moe_jax
-from moe_jax import _compat, doctor
+from moe_jax import _compat
+from moe_jax.cli import _doctor as doctor
 
 FAQ = (Path(__file__).parent.parent / "docs/faq.md").read_text()
 QUOTED = re.findall(r"```text\n(.*?)\n```", FAQ, re.DOTALL)

@@ -93,14 +93,27 @@ def assert_fall_alike(found, wanted, first=1e-5):
 
 
 @pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_all_weights(start, dtype, steps):
+def test_all_weights(start, steps):
     """Experts, routers, attention, norms, embedding, head; with the load-balancing loss."""
-    directory, theirs = start(dtype)
-    model = moe_jax.load_pretrained(directory, dtype=dtype)
-    found = losses_here(model, nnx.Param, steps, balance=0.02)
-    first = 5e-3 if dtype == "bfloat16" else 1e-5
-    assert_fall_alike(found, losses_of_transformers(theirs, nnx.Param, steps, balance=0.02), first)
+    directory, theirs = start("float32")
+    found = losses_here(moe_jax.load_pretrained(directory, dtype="float32"), nnx.Param, steps, balance=0.02)
+    assert_fall_alike(found, losses_of_transformers(theirs, nnx.Param, steps, balance=0.02))
+
+
+@pytest.mark.slow
+def test_all_weights_in_bfloat16(start):
+    """From the same weights, losses lie as far from transformers' in float32 as its own in bfloat16 do, up to twice:
+    rounding sends tokens to other experts on both sides."""
+    directory, theirs = start("bfloat16")
+    exact = writers.transformers.Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
+    model, means = moe_jax.load_pretrained(directory, dtype="bfloat16"), {}
+    means["ours"] = losses_here(model, nnx.Param, 200, balance=0.02)
+    for name, other in (("theirs", theirs), ("exact", exact)):
+        means[name] = losses_of_transformers(other, nnx.Param, 200, balance=0.02)
+    assert abs(means["ours"][0] / means["theirs"][0] - 1) < 5e-3
+    means = {name: losses.reshape(-1, 10).mean(axis=1) for name, losses in means.items()}
+    away = {name: np.abs(means[name] / means["exact"] - 1).mean() for name in ("ours", "theirs")}
+    assert away["ours"] < 2 * away["theirs"] and means["ours"][-1] < 0.85 * means["ours"][0], away
 
 
 class Sum(torch.nn.Module):
