@@ -198,7 +198,8 @@ def test_models(case, prompt, directories, shape, kind, scheme):
     ids, names = jnp.asarray(prompt(4, 16)), ["code", None, "story", "chat"]
     choice = np.asarray([-1 if name is None else list(ADAPTERS).index(name) for name in names], np.int32)
     forward: Any = jax.jit(lambda model, ids, choice: moe_jax.select_lora(model, choice)(ids))
-    assert_logits_close(forward(many, ids, choice), np.asarray(forward(one, ids, choice)), 3e-5)
+    for own in (choice, make_choice(ids.size).reshape(ids.shape)):  # of rows, and of tokens
+        assert_logits_close(forward(many, ids, own), np.asarray(forward(one, ids, own)), 3e-5)
 
 
 @pytest.mark.slow
