@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from moe_jax._typing import Size
+
 
 def lies_on_explicit_axes(tree: Any) -> bool:
     """Whether an array of the tree does."""
@@ -43,7 +45,7 @@ def gathered(array: jax.Array) -> jax.Array:
     return jax.sharding.reshard(array, NamedSharding(jax.typeof(array).sharding.mesh, PartitionSpec()))
 
 
-def ready_to_split(array: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:
+def ready_to_split(array: jax.Array, axis: int, sizes: tuple[Size, ...]) -> jax.Array:
     """An array whose axis is to become axes of these sizes: whole along it where its devices do not divide the first
     size above 1, else as it is."""
     if not _explicit_axes(array):
