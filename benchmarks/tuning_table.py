@@ -1,14 +1,16 @@
 """From the lines of ``sweep.py`` to a tuning table.
 
     python benchmarks/tuning_table.py products --device "NVIDIA H200" FILE [FILE ...] [--at-least 2] [--least]
-        [--formats bf16,...] [--merge] [--print] [--out FILE]
+        [--formats bf16,...] [--merge] [--beside "NVIDIA H200"] [--print] [--out FILE]
     python benchmarks/tuning_table.py layers --device "NVIDIA H200" FILE [FILE ...] [--at-least 0.01]
 
 products: times of a configuration are averaged over all files; at one token, where a launch takes as long as a kernel,
 and with --least the least counts. Those taken fewer than --at-least times are left out. For each layer, format and
 number of tokens: the tile height with the least sum of both products and of what that height leaves to a launch of its
 own, and the fastest configuration of each at that height. A product without times of its format's own takes those of
-its key's lender, and the entry says so. --merge keeps the entries of the table for which these files have none. FP8
+its key's lender, and the entry says so. --merge keeps the entries of the table for which these files have none.
+--beside names the GPU whose table lends where this one has no entry: an entry stays only if it is 2% faster here than
+the lent one, whose times these files hold. FP8
 with scales of tensors is left out unless named: whole layers chose its entries among fp8_channel's and its own
 (fp8_swapped_h200.txt).
 
@@ -35,9 +37,10 @@ from pallas_kernels.grouped_gemm import GemmConfig
 from pallas_kernels.grouped_gemm.packed import PackedConfig
 from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, Entry, LayerConfig, Table, layer
 from pallas_kernels.tuning.layer import AnyKey
-from pallas_kernels.tuning.table import load_table, path_for
+from pallas_kernels.tuning.table import load_table, path_for, table_for
 
 _CLUSTER_MARGIN = 1.02  # two blocks that wait for one another must be clearly faster than one
+_BESIDE_MARGIN = 1.02  # and so must an entry be beside that of another GPU
 # cell (model, format, tokens, GEMM) -> configuration as JSON -> microseconds
 Times = dict[tuple[str, str, int, int], dict[str, list[float]]]
 
@@ -100,8 +103,24 @@ def fastest(times: Times, model: str, fmt: str, tokens: int, at_least: int, typi
     return Entry(key, tokens, LayerConfig(height, gemm1, gemm2), round(micros, 1), source)
 
 
+def gains(entry: Entry, present: Entry | None, times: Times, cell: tuple[str, str, int], typical: Any) -> bool:
+    """Whether an entry is clearly faster than the one in whose place it would stand, where both were timed."""
+    if present is None:
+        return True
+    micros = present.key.requantize_micros(entry.tokens, present.config.block_m)
+    for gemm, config in enumerate((present.config.gemm1, present.config.gemm2), 1):
+        label = json.dumps(dataclasses.asdict(config), sort_keys=True)
+        names = [cell[1], *lenders_of(*cell[:2])]
+        found = next((held for name in names if (held := times.get((cell[0], name, cell[2], gemm), {}).get(label))), [])
+        if not found:
+            return False
+        micros += (min if entry.tokens == 1 else typical)(found)
+    return entry.micros * _BESIDE_MARGIN <= micros
+
+
 def of_products(options: argparse.Namespace) -> None:
     times, entries = read(options.files), []
+    present = table_for(options.beside) if options.beside else None
     cells = {cell[:3] for cell in times}
     formats = options.formats.split(",")
     cells |= {
@@ -111,6 +130,9 @@ def of_products(options: argparse.Namespace) -> None:
         typical = min if options.least else statistics.mean
         found = fastest(times, model, fmt, tokens, options.at_least, typical)
         if found is None:
+            continue
+        cell = (model, fmt, tokens)
+        if present is not None and not gains(found, present.lookup(found.key, tokens), times, cell, typical):
             continue
         entries.append(found)
         if options.print:
@@ -195,6 +217,7 @@ def main() -> int:
     products.add_argument("--formats", default=",".join(f for f in (*FORMATS, *PACKED_FORMATS) if f != "fp8_tensor"))
     products.add_argument("--out", type=Path)
     products.add_argument("--merge", action="store_true")
+    products.add_argument("--beside", help="the GPU whose table lends")
     products.add_argument("--print", action="store_true")
     products.set_defaults(make=of_products)
     layers.add_argument("--at-least", type=float, default=0.01)

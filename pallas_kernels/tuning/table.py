@@ -1,7 +1,7 @@
 """Tables of measured configurations, one JSON file for each kind of device.
 
 A layer's configuration comes from the user's own table (``user_path``), then from the one that is shipped for this kind
-of GPU, or else for one that runs kernels alike.
+of GPU, then from that of a kind that runs kernels alike.
 """
 
 import contextlib
@@ -180,19 +180,20 @@ def user_path(device: str) -> Path:
 def table_for(device: Gpu | str) -> Table:
     """The measured configurations for a GPU, an empty table without any.
 
-    Those of the user's own table come first, then those shipped for its kind; where none are, those shipped for a kind
-    of the same number of SMs and shared memory. ``Entry.where`` says so. For the name of a kind alone: what is shipped
-    for it. A user's table that cannot be read is left out, with a warning.
+    For each layer and number of tokens the user's own table comes first, then what is shipped for this kind, then what
+    is shipped for a kind of the same number of SMs and shared memory. ``Entry.where`` says so. For the name of a kind
+    alone: what is shipped for it. A user's table that cannot be read is left out, with a warning.
     """
     if isinstance(device, str):
         path = path_for(device)
         return load_table(path) if path.exists() else Table(device)
     table = table_for(device.kind)
     lender = next((other for other in _MEASURED_ON if other.is_like(device)), None)
-    if not table.entries and lender is not None:
+    if lender is not None and lender.kind != device.kind:
         where = _beside(lender, device)
         lent = table_for(lender.kind).entries
-        table = Table(device.kind, tuple(dataclasses.replace(entry, where=where) for entry in lent))
+        lent = Table(device.kind, tuple(dataclasses.replace(entry, where=where) for entry in lent))
+        table = lent.merged(table.entries)
     return table.merged(dataclasses.replace(entry, where="here") for entry in _of_user(device.kind).entries)
 
 

@@ -35,6 +35,7 @@ from pallas_kernels.tuning import (
     user_path,
 )
 from pallas_kernels.tuning.operands import random_operands, random_packed_weights
+from pallas_kernels.tuning.table import path_for
 from tests.support.cases.hopper_layers import on_hopper
 from tests.support.kernels.case import launches
 from tests.support.kernels.cases import PACKED
@@ -374,17 +375,34 @@ def test_shipped_tables_load():
 
 
 def test_a_like_gpu_lends_its_table():
-    """By SMs and shared memory; ``where`` says so, and a table of the GPU's own kind is never mixed with another's."""
-    own, lent = (table_for(Gpu(kind, 132)) for kind in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"))
-    assert len(lent.entries) == len(own.entries) > 2000 and lent.device == "NVIDIA H100 80GB HBM3"
+    """By SMs and shared memory; ``where`` says so."""
+    own, lent = (table_for(Gpu(kind, 132)) for kind in ("NVIDIA H200", "NVIDIA GH200 480GB"))
+    assert len(lent.entries) == len(own.entries) > 2000 and lent.device == "NVIDIA GH200 480GB"
     found, entry = (table.lookup(KEY, 64) for table in (lent, own))
     assert entry.where is None and dataclasses.replace(found, where=None) == entry
-    assert found.where == "on NVIDIA H200 (132 SMs as here, 4.8 TB/s beside 3.35 here)"
+    assert found.where == "on NVIDIA H200 (132 SMs as here, 4.8 TB/s beside 4 here)"
     assert table_for(Gpu("NVIDIA H99", 132)).lookup(KEY, 64).where == "on NVIDIA H200 (132 SMs as here)"
     borrowed = lent.lookup(dataclasses.replace(KEY, lhs_scale="tensor"), 64)  # a lent format of a lent table
     assert borrowed.source == "with times of fp8_channel" and borrowed.where == found.where
     for other in (Gpu("NVIDIA H20", 78), Gpu("NVIDIA H100 PCIe", 114), Gpu("NVIDIA H99", 132, 100 << 10)):
         assert table_for(other).entries == ()
+
+
+def test_a_gpus_own_entries_stand_before_lent_ones(monkeypatch, tmp_path):
+    """Cell by cell: where its table has none for a number of tokens, the like GPU's serves."""
+    own = Entry(KEY, 64, PAIR, 1.0)
+    lent = table_for("NVIDIA H200")
+    for table in (lent, Table("NVIDIA H99", (own,))):
+        table.save(tmp_path / path_for(table.device).name)
+    monkeypatch.setattr("pallas_kernels.tuning.table.FOLDER", tmp_path)
+    table_for.cache_clear()
+    try:
+        table = table_for(Gpu("NVIDIA H99", 132))
+        assert table.lookup(KEY, 64) == own
+        assert table.lookup(KEY, 16).where == "on NVIDIA H200 (132 SMs as here)"
+        assert len(table.entries) == len(lent.entries)
+    finally:
+        table_for.cache_clear()
 
 
 @pytest.fixture
