@@ -3,8 +3,9 @@
 Weights are quantized in bf16, so scales have the dtype that llm-compressor leaves in the files of a bf16 model.
 
 FP8 by transformers itself is not here. transformers 5.23 saves such a Qwen3-MoE with a weight for each expert and one
-scale tensor for all of them (``mlp.experts.gate_up_proj_scale_inv``). vLLM 0.24 has no place for that name and passes
-over it. Nor are the groups of 128 of W8A16: vLLM 0.24 refuses experts of 8 bits in groups, so W8A16 is per channel.
+scale tensor for all of them (``mlp.experts.gate_up_proj_scale_inv``). vLLM 0.24 passes over that name and goes on with
+scales of 1. Nor are the groups of 128 of W8A16 here: vLLM 0.24 refuses experts of 8 bits in groups, so W8A16 is per
+channel.
 """
 
 import dataclasses
