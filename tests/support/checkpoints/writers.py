@@ -6,6 +6,7 @@ into a tree of ``torch.nn.Linear`` under their disk names and let compressed-ten
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -92,16 +93,25 @@ def quantize_with_compressed_tensors(source: Path, target: Path, family: str, sc
     return compress(source, target, {"group_0": scheme}, IGNORE[family])
 
 
-def compress(source: Path, target: Path, groups: dict[str, QuantizationScheme], ignore: list[str]) -> Path:
+def compress(
+    source: Path,
+    target: Path,
+    groups: dict[str, QuantizationScheme],
+    ignore: list[str],
+    *,
+    dtype: torch.dtype = torch.float32,
+    calibrate: Callable[[torch.nn.Module], None] | None = None,
+) -> Path:
     """Write ``target`` (compressed) and ``target``-decompressed (what compressed-tensors decompresses, float32).
 
-    Static activation scales are filled per Linear with distinct values that suit unit-variance inputs.
+    dtype: of the weights while they are quantized, which scales get too. calibrate: what fills the scales; without it
+    static activation scales are distinct from Linear to Linear, and suit unit-variance inputs.
     Returns the directory of the decompressed model.
     """
     tensors = load_file(source / "model.safetensors")
-    tree, rest = _linear_tree({name: value.float() for name, value in tensors.items()})
+    tree, rest = _linear_tree({name: value.to(dtype) for name, value in tensors.items()})
     apply_quantization_config(tree, QuantizationConfig(config_groups=groups, ignore=ignore))
-    _calibrate(tree)
+    (calibrate or _calibrate)(tree)
     compressor = ModelCompressor.from_pretrained_model(tree)
     compressor.compress_model(tree)
     compressed = {name: value.contiguous() for name, value in tree.state_dict().items()}
@@ -112,7 +122,10 @@ def compress(source: Path, target: Path, groups: dict[str, QuantizationScheme], 
     (target / "config.json").write_text(json.dumps(config_dict))
     compressor.update_config(str(target))
 
-    # It multiplies FP4 in bfloat16 otherwise, which rounds the product.
+    # It multiplies in the scales' dtype, and FP4 in bfloat16, otherwise, which rounds the product.
+    for parameter in tree.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
     in_float32 = functools.partial(nvfp4.unpack_fp4_from_uint8, dtype=torch.float32)
     with mock.patch.object(nvfp4, "unpack_fp4_from_uint8", in_float32):
         compressor.decompress_model(tree)
@@ -157,20 +170,38 @@ def _linear_tree(tensors):
 def _calibrate(tree) -> None:
     """Min-max weight scales as a writer's observer computes them; static input scales differ from Linear to Linear."""
     for index, module in enumerate(m for m in tree.modules() if getattr(m, "quantization_scheme", None)):
-        args = module.quantization_scheme.weights
-        low, high = _ranges(module.weight.data, args)
-        global_scale = None
-        if hasattr(module, "weight_global_scale"):
-            global_scale = generate_gparam(low.min(), high.max())
-            module.weight_global_scale.data.copy_(global_scale)
-        scale, zero_point = calculate_qparams(low, high, args, global_scale=global_scale)
-        module.weight_scale.data.copy_(scale.reshape(module.weight_scale.shape))
-        if not args.symmetric:
-            module.weight_zero_point.data.copy_(zero_point.reshape(module.weight_zero_point.shape))
+        calibrate_weight(module)
         if hasattr(module, "input_scale"):
             module.input_scale.data.fill_(0.008 + 0.0001 * (index % 7))
         if hasattr(module, "input_global_scale"):
             module.input_global_scale.data.fill_(448 * 6 / (8 + index % 7))
+
+
+def calibrate_weight(module: torch.nn.Module, global_scale: torch.Tensor | None = None) -> None:
+    """Fill the weight scales of a Linear from the extremes of its weight. global_scale: another than its own."""
+    args = module.quantization_scheme.weights
+    if global_scale is None and hasattr(module, "weight_global_scale"):
+        global_scale = weight_global_scale(module)
+    if global_scale is not None:
+        module.weight_global_scale.data.copy_(global_scale)
+    scale, zero_point = calculate_qparams(*_ranges(module.weight.data, args), args, global_scale=global_scale)
+    module.weight_scale.data.copy_(scale.reshape(module.weight_scale.shape))
+    if not args.symmetric:
+        module.weight_zero_point.data.copy_(zero_point.reshape(module.weight_zero_point.shape))
+
+
+def weight_global_scale(module: torch.nn.Module) -> torch.Tensor:
+    """What a Linear's own weight asks for."""
+    return generate_gparam(module.weight.data.min(), module.weight.data.max())
+
+
+def calibrate_inputs(module: torch.nn.Module, low: torch.Tensor, high: torch.Tensor) -> None:
+    """Fill the static scales of a Linear's inputs, if it has any, from their extremes."""
+    if hasattr(module, "input_scale"):
+        scale, _ = calculate_qparams(low, high, module.quantization_scheme.input_activations)
+        module.input_scale.data.copy_(scale)
+    if hasattr(module, "input_global_scale"):
+        module.input_global_scale.data.copy_(generate_gparam(low, high))
 
 
 def _ranges(weight, args):

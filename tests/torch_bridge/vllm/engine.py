@@ -2,9 +2,14 @@
 
     PYTHONPATH=FOLDER_OF_VLLM python -m tests.torch_bridge.vllm.engine [--formats a,b] [--jobs 8] [--tp 2 [--ep]]
 
+``--formats written`` is every folder of tests/support/checkpoints/written.py, which transformers and compressed-tensors
+write; ``--formats written_nvfp4,...`` takes some of them. They are not among the formats by default.
+
 One line a format: PASS, LEFT (vLLM ran the layer after all) or FAIL. A layer passes when its output is as near to
 float32 on the real weights as vLLM's own is, for several numbers of tokens and both applies; the model when its logits
-differ from vLLM's by no more than what is allowed for the format. Each engine is a process with its own time limit.
+differ from vLLM's by no more than what is allowed for the format. Where vLLM leaves rows in 16 bits though the
+checkpoint rounds them to 8, the judge of layers is the checkpoint's arithmetic. Each engine is a process with its own
+time limit.
 """
 
 import argparse
@@ -23,13 +28,31 @@ LOGITS = {16: 0.03, 8: 0.12}  # relative difference that is allowed
 GPT_OSS = "gpt_oss"
 
 
+def _form(name: str) -> Any:
+    """What says the config, the activations and the rows of a format."""
+    from tests.support.checkpoints.vllm_formats import FORMATS, VllmFormat
+    from tests.support.checkpoints.written import WRITTEN
+
+    return VllmFormat(None, FORMATS["ct_mxfp4"].write, "") if name == GPT_OSS else (FORMATS | WRITTEN)[name]
+
+
+def _rows(name: str) -> str | None:
+    """The function of tests/support/vllm_layers.py that rounds rows as the checkpoint says, where vLLM does not."""
+    from tests.torch_bridge.vllm.layers import IN_16_BITS
+
+    return IN_16_BITS.get(name, getattr(_form(name), "rows", None))
+
+
 def write_checkpoint(folder: Path, name: str) -> dict[str, Any]:
     """A model of one format, from the same seed wherever it is written. Real values of the experts by their place."""
     import torch
     from safetensors.torch import save_file
 
     from tests.support.checkpoints.vllm_formats import FORMATS
+    from tests.support.checkpoints.written import WRITTEN, write
 
+    if name in WRITTEN:
+        return write(folder, name, **SIZES)
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     s, is_gpt_oss = SIZES, name == GPT_OSS
     hidden, intermediate, experts = s["hidden"], s["intermediate"], s["num_experts"]
@@ -150,8 +173,8 @@ def expected(x: Any, weights: Any, ids: Any, values: Any) -> Any:
     return y
 
 
-def layer_errors(model: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """By the kind of apply and the number of tokens: the largest relative error of a row of any layer."""
+def layer_errors(model: Any, values: dict[str, Any], rows: str | None) -> dict[str, Any]:
+    """By the kind of apply: the largest relative error of a row of any layer, "exact" for rows rounded by ``rows``."""
     import torch
 
     errors: dict[str, float] = {}
@@ -172,6 +195,13 @@ def layer_errors(model: Any, values: dict[str, Any]) -> dict[str, Any]:
             if experts is not None:
                 found["experts"] = experts.experts(x.clone(), weights, ids)
                 found["layer"] = experts.layer(x.clone(), logits)
+                if rows is not None:
+                    from tests.support import vllm_layers
+
+                    w13, w2 = (value.to("cuda") for value in values[str(index)][:2])
+                    rounded = getattr(vllm_layers, rows)
+                    exact = vllm_layers.experts_float32(x, weights, ids, w13, w2, rows=rounded)
+                    found["exact"] = exact.to(torch.bfloat16)
             elif method.is_monolithic:
                 found["own"] = method.apply_monolithic(layer, x.clone(), logits)
             else:
@@ -187,10 +217,8 @@ def child(name: str, plugin: bool, out: Path, tp: int, ep: bool) -> None:
     """One engine: errors of its layers and its logits into a file."""
     import torch
 
-    from tests.support.checkpoints.vllm_formats import FORMATS
-
-    values = write_checkpoint(out / "checkpoint", name)
-    config = None if name == GPT_OSS else FORMATS[name].config
+    values, rows = write_checkpoint(out / "checkpoint", name), _rows(name)
+    config = _form(name).config
     is_online = isinstance(config, str)
     if plugin:
         from torch_bridge.vllm import register
@@ -234,7 +262,7 @@ def child(name: str, plugin: bool, out: Path, tp: int, ep: bool) -> None:
     found = dict(errors={}, methods=["?"])
     if tp == 1:
         with torch.inference_mode():
-            found = llm.apply_model(lambda model: layer_errors(model, values))[0]
+            found = llm.apply_model(lambda model: layer_errors(model, values, rows))[0]
     (out / "found.json").write_text(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)
@@ -254,7 +282,6 @@ def judge(name: str, root: Path, limit: float, tp: int, ep: bool, is_beside: boo
     import torch
 
     from benchmarks._vllm_environment import ENVIRONMENT
-    from tests.support.checkpoints.vllm_formats import FORMATS
 
     path = os.pathsep.join([str(_entry_point(root)), os.getcwd(), os.environ.get("PYTHONPATH", "")])
     own = dict(PYTHONPATH=path, VLLM_PLUGINS="moe_jax", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
@@ -288,7 +315,7 @@ def judge(name: str, root: Path, limit: float, tp: int, ep: bool, is_beside: boo
         a, b = (t - t.mean(-1, keepdim=True) for t in (a, b))
         return float((a - b).norm() / b.norm())
 
-    activations = 16 if name == GPT_OSS else FORMATS[name].activations
+    activations, exact = _form(name).activations, ours["errors"].pop("exact", None)
     said = f"{','.join(ours['methods'])} errors " + " ".join(f"{k} {v:.4f}" for k, v in ours["errors"].items())
     verdict = "LEFT" if ours["left"] else "PASS"
     if isinstance(own, str):
@@ -296,17 +323,21 @@ def judge(name: str, root: Path, limit: float, tp: int, ep: bool, is_beside: boo
         return f"{verdict if is_near else 'FAIL'} {name}: {said}; {own}"
     theirs, spread = own["errors"].get("own", 0.0), apart(own["alone"], own["together"])
     difference = apart(ours["together"], own["together"])
-    is_near = all(v <= 1.15 * theirs + 0.002 for v in ours["errors"].values())
+    bound = 1.15 * (theirs if exact is None else exact) + 0.002
+    is_near = all(v <= bound for v in ours["errors"].values())
+    beside = "" if exact is None else f" with rows in 16 bits, exact arithmetic of the checkpoint {exact:.4f}"
     is_same = difference <= max(LOGITS[activations], 3 * spread)
     verdict = verdict if is_near and is_same else "FAIL"
     return (
-        f"{verdict} {name}: {said}; vLLM's {','.join(own['methods'])} {theirs:.4f}; logits differ {difference:.4f}, "
-        f"vLLM's own spread {spread:.4f}, ours {apart(ours['alone'], ours['together']):.4f} {' '.join(ours['left'])}"
+        f"{verdict} {name}: {said}; vLLM's {','.join(own['methods'])} {theirs:.4f}{beside}; "
+        f"logits differ {difference:.4f}, vLLM's own spread {spread:.4f}, "
+        f"ours {apart(ours['alone'], ours['together']):.4f} {' '.join(ours['left'])}"
     )
 
 
 def main() -> None:
     from tests.support.checkpoints.vllm_formats import FORMATS
+    from tests.support.checkpoints.written import WRITTEN
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default=",".join([*FORMATS, GPT_OSS]))
@@ -323,11 +354,11 @@ def main() -> None:
     if options.child:
         child(options.child, options.plugin, options.out, options.tp, options.ep)
     root = Path(tempfile.mkdtemp())
-    beside = options.beside.split(",") if options.beside else options.formats.split(",")
+    names = list(WRITTEN) if options.formats == "written" else options.formats.split(",")
+    beside = options.beside.split(",") if options.beside else names
     pool = concurrent.futures.ThreadPoolExecutor(options.jobs)
     futures = {
-        pool.submit(judge, name, root, options.limit, options.tp, options.ep, name in beside): name
-        for name in options.formats.split(",")
+        pool.submit(judge, name, root, options.limit, options.tp, options.ep, name in beside): name for name in names
     }
     try:
         for future in concurrent.futures.as_completed(futures, options.total):

@@ -1,0 +1,73 @@
+"""Folders that transformers and compressed-tensors wrote, through real vLLM up to our subclasses; against float32.
+
+The model, its config and the loading of its weights are vLLM's own, but for attention, whose backends want a GPU.
+"""
+
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+from tests.support.checkpoints.written import WRITTEN, write
+from tests.support.vllm_layers import computed_by_reference, experts_float32, vllm_without_gpu, weights_of
+from tests.torch_bridge.vllm.test_formats import TOLERANCES
+
+E, TOP_K, H, INTERMEDIATE, LAYERS = 4, 2, 512, 256, 2
+SIZES = dict(num_experts=E, top_k=TOP_K, hidden=H, intermediate=INTERMEDIATE, layers=LAYERS, vocabulary=128)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class _NoAttention(torch.nn.Module):
+    def __init__(self, *_, **__):
+        super().__init__()
+
+
+def model_of(folder, config):
+    """vLLM's model of a folder, loaded and processed as ``vllm serve FOLDER --quantization moe_jax`` does it."""
+    from vllm.config import LoadConfig, ModelConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.model_loader.weight_utils import get_quant_config
+    from vllm.model_executor.models import qwen3_moe
+
+    config.model_config = ModelConfig(
+        model=str(folder), skip_tokenizer_init=True, quantization="moe_jax", dtype="bfloat16"
+    )
+    config.quant_config = get_quant_config(config.model_config, config.load_config)
+    with mock.patch.object(qwen3_moe, "Attention", _NoAttention):
+        model = initialize_model(vllm_config=config, model_config=config.model_config)
+    DefaultModelLoader(LoadConfig()).load_weights(model, config.model_config)
+    return model
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_written_folder(name, tmp_path, monkeypatch):
+    computed_by_reference(monkeypatch)
+    form, values = WRITTEN[name], write(tmp_path / "model", name, **SIZES)
+    generator = torch.Generator().manual_seed(len(name))
+    with vllm_without_gpu() as config:
+        model = model_of(tmp_path / "model", config)
+        layers = [module for module in model.modules() if type(module).__name__ == "RoutedExperts"]
+        assert len(layers) == LAYERS
+        for index, layer in enumerate(layers):
+            method, (w13, w2, _, _) = layer.quant_method, values[str(index)]
+            assert type(method).__name__ == form.method and hasattr(method, "moe_jax")
+            method.process_weights_after_loading(layer)
+            found13, found2 = map(torch.from_numpy, weights_of(method.moe_jax.experts))
+            torch.testing.assert_close(found13, w13, rtol=1e-6, atol=0)
+            torch.testing.assert_close(found2, w2, rtol=1e-6, atol=0)
+            x = torch.randn(5, H, generator=generator, dtype=torch.float32).to(torch.bfloat16)
+            logits = torch.randn(5, E, generator=generator, dtype=torch.float32).to(torch.bfloat16).float()
+            weights, ids = torch.softmax(logits, -1).topk(TOP_K)
+            weights = weights / weights.sum(-1, keepdim=True)
+            expected = experts_float32(x, weights, ids, w13, w2)
+            assert method.is_monolithic
+            for y in (
+                method.apply(layer, x, weights, ids.to(torch.int32), None, None),
+                method.apply_monolithic(layer, x, logits),
+            ):
+                error = (y.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+                assert error.max() < TOLERANCES[form.activations], error
