@@ -370,7 +370,8 @@ def test_a_file_that_is_no_json(tmp_path):
 
 
 def test_shipped_tables_load():
-    assert table_for("NVIDIA H200").device == "NVIDIA H200"
+    for kind in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        assert table_for(kind).device == kind and table_for(kind).entries
     assert table_for("NVIDIA Something Else") == Table("NVIDIA Something Else")
 
 
