@@ -1,13 +1,14 @@
 """Time whole layers of the xla backend on a GPU in each of its ways to run them, beside another copy of the packages.
 
     XLA_FLAGS=--xla_gpu_autotune_level=0 python benchmarks/xla_layers.py --out FILE [--old DIR] [--jobs 10]
-        [--seconds 280] [--models qwen3-30b-a3b,mixtral-8x7b] [--schemes bf16,...] [--tokens 1,64,8192]
+        [--seconds 280] [--models qwen3-30b-a3b,mixtral-8x7b] [--schemes bf16,...] [--tokens 1,64,8192] [--chosen]
 
 DIR holds another moe_jax and pallas_kernels, such as those of an earlier commit. A process takes a model and a scheme
 in one copy; several compile at the same time and hold a lock while they time. FILE gets a JSON line per layer as soon
 as it is measured: "way" is "old" in DIR, else "chosen" (as the backend plans it), or one that is forced: "tiles" (one
 after another), "pairs", "experts", and "experts/256M" (with temporaries of so many MiB). "kernels" are the longest of
-a call by JAX's profiler: name, launches, microseconds in all. Which ways are forced depends on the number of tokens.
+a call by JAX's profiler: name, launches, microseconds in all. Which ways are forced depends on the number of tokens;
+--chosen forces none.
 """
 
 import argparse
@@ -35,8 +36,10 @@ SCHEMES = "bf16,fp8_channel,fp8_block,int8_w8a8,w4a16_g128,nvfp4,mxfp4_a16"
 _TRACED = 3  # calls
 
 
-def ways_of(tokens: int) -> Iterator[str]:
+def ways_of(tokens: int, is_chosen: bool) -> Iterator[str]:
     yield "chosen"
+    if is_chosen:
+        return
     if tokens <= 64:
         yield from ("pairs", "experts")
     if tokens >= 1024:
@@ -85,7 +88,7 @@ def work(options: argparse.Namespace) -> None:
     with making(options.lock):
         weights = jax.block_until_ready(random_weights(config))
     for tokens in map(int, options.tokens.split(",")):
-        for way in ["old"] if options.is_old else ways_of(tokens):
+        for way in ["old"] if options.is_old else ways_of(tokens, options.chosen):
             cell: dict[str, Any] = dict(model=model, scheme=name, tokens=tokens, way=way)
             try:
                 if way != "old":
@@ -121,6 +124,7 @@ def main() -> int:
     parser.add_argument("--models", default="qwen3-30b-a3b,mixtral-8x7b")
     parser.add_argument("--schemes", default=SCHEMES)
     parser.add_argument("--tokens", default="1,64,8192")
+    parser.add_argument("--chosen", action="store_true")
     parser.add_argument("--jobs", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=280)
     parser.add_argument("--lock", default=f"{tempfile.gettempdir()}/gpu_lock")
@@ -133,6 +137,7 @@ def main() -> int:
     print(header(), flush=True)
     pairs = [f"{model}:{name}" for name in options.schemes.split(",") for model in options.models.split(",")]
     shared = [sys.executable, __file__, "--out", options.out, "--tokens", options.tokens, "--lock", options.lock]
+    shared += ["--chosen"] * options.chosen
     here, jobs = Path(__file__).resolve().parent.parent, []
     for pair in pairs:
         jobs.append(([*shared, "--pair", pair], {"PYTHONPATH": str(here)}))

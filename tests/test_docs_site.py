@@ -69,11 +69,12 @@ def generate(monkeypatch):
     return _generate
 
 
-def test_tables_of_results_are_those_of_the_files(generate):
-    text = generate.measured().partition("## Whole decoders")[0]
-    path = ROOT / "benchmarks/results/moe_layer_peers_h200.json"
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_tables_of_results_are_those_of_the_files(generate, gpu):
+    path = ROOT / f"benchmarks/results/moe_layer_peers_{gpu}.json"
     if not path.is_file():
         pytest.skip("a copy without benchmarks/results")
+    text = generate.measured().partition(f"({path.name})")[2].partition("\n## ")[0]
     cells = [cell for cell in json.loads(path.read_text()) if "us" in cell]
     tokens = sorted({cell["tokens"] for cell in cells})
     rows = {row[0]: row[1].split(" | ") for row in re.findall(r"^\| (\S+ \| `\w+`) \| (.*) \|$", text, re.MULTILINE)}
