@@ -84,7 +84,7 @@ def time_products(model: str, tokens: int, options: argparse.Namespace) -> None:
         for number, (desc, config) in enumerate(zip(key.products(tokens, block_m), gemms, strict=True), 1):
             config = config or key.candidates(desc, block_m, hopper_sms())[0]
             us = timer(desc, config, key, tokens)
-            (x, w, *_), _ = jax.eval_shape(functools.partial(random_operands, desc, block_m, key, tokens))
+            x, w, _ = jax.eval_shape(functools.partial(random_operands, desc, block_m, key))
             weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(w)) * hit / key.num_experts
             moved = weights + rows * (desc.k * x.dtype.itemsize + desc.n * 2)
             tflops, gbps = 2 * rows * desc.n * desc.k * desc.projections / us / 1e6, moved / us / 1e3

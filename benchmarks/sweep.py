@@ -68,8 +68,8 @@ from pallas_kernels.common.sm90 import SMEM_BYTES
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc
 from pallas_kernels.grouped_gemm.config import SWAP_AB_BLOCK_MS, config_error, shared_memory
 from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, Entry, LayerConfig, LayerKey, Table, table_for
-from pallas_kernels.tuning.operands import random_operands
-from pallas_kernels.tuning.timing import burst_length, calls_of, least_of_bursts, other_experts, seconds
+from pallas_kernels.tuning.operands import random_operands, random_routings
+from pallas_kernels.tuning.timing import burst_length, calls_of, least_of_bursts, seconds
 
 ROUNDS = 3
 _MODE = re.compile(r"brief|pairs|lent|near\d+(\.\d+)?")
@@ -125,19 +125,19 @@ class Group:
             make_weights = None
             if self.weights is None:
                 small = self._desc(1, 64)
-                make_weights = jax.jit(lambda: random_operands(small, 64, self.key, 1)[0][1]).lower().compile()
+                make_weights = jax.jit(lambda: random_operands(small, 64, self.key)[1]).lower().compile()
 
             def others() -> Any:
-                (x, _, tile_expert, num_tiles), scales = random_operands(desc, config.block_m, self.key, tokens)
-                return x, other_experts(tile_expert, self.key.num_experts, calls_of(tokens)), num_tiles, scales
+                x, _, scales = random_operands(desc, config.block_m, self.key)
+                return random_routings(desc, config.block_m, self.key, tokens, calls_of(tokens)), x, scales
 
             make = jax.jit(others).lower().compile()
             with locked(lock, fcntl.LOCK_SH):  # beside others that make operands, while nobody is timed
                 if make_weights is not None:
                     self.weights = jax.block_until_ready(make_weights())
                 self.held = ((tokens, config.block_m), jax.block_until_ready(make()))
-        x, moved, num_tiles, scales = self.held[1]
-        args = ([(x, self.weights, tile_expert, num_tiles) for tile_expert in moved], scales)
+        routings, x, scales = self.held[1]
+        args = (routings, x, self.weights, scales)
         return jax.jit(products_of(desc, config)).lower(*args).compile(), args
 
 

@@ -21,7 +21,7 @@ from pallas_kernels.grouped_gemm import GemmDesc, grouped_gemm
 from pallas_kernels.grouped_gemm.packed import grouped_gemm_packed
 from pallas_kernels.tuning import timing
 from pallas_kernels.tuning.layer import FORMATS, PACKED_FORMATS, AnyConfig, AnyDesc, AnyKey, key_of
-from pallas_kernels.tuning.operands import random_operands
+from pallas_kernels.tuning.operands import random_operands, random_routings
 from pallas_kernels.tuning.search import Timer, tune
 from pallas_kernels.tuning.table import path_for, update
 
@@ -35,22 +35,21 @@ class GpuTimer:
     def __call__(self, desc: AnyDesc, config: AnyConfig, key: AnyKey, num_tokens: int) -> float:
         if self._held[0] != (desc, config.block_m):
             self._held = (None, None)  # before the new ones are made: both may not fit
-            self._held = ((desc, config.block_m), random_operands(desc, config.block_m, key, num_tokens))
-        (x, w, tile_expert, num_tiles), scales = self._held[1]
+            self._held = ((desc, config.block_m), random_operands(desc, config.block_m, key))
         calls = timing.calls_of(num_tokens)
-        routings = [(x, w, moved, num_tiles) for moved in timing.other_experts(tile_expert, key.num_experts, calls)]
-        run = jax.jit(products_of(desc, config))
-        return timing.least_of_bursts(lambda: run(routings, scales)) / calls * 1e6
+        routings = random_routings(desc, config.block_m, key, num_tokens, calls)
+        run, operands = jax.jit(products_of(desc, config)), self._held[1]
+        return timing.least_of_bursts(lambda: run(routings, *operands)) / calls * 1e6
 
 
-def products_of(desc: AnyDesc, config: AnyConfig) -> Callable[[list[Any], dict[str, Any]], list[Any]]:
-    """(routings (x, w, tile_expert, num_tiles), scales by name) -> each one's product; the kernel is lowered once."""
+def products_of(desc: AnyDesc, config: AnyConfig) -> Callable[[list[Any], Any, Any, dict[str, Any]], list[Any]]:
+    """(``random_routings``, x, w, scales by name) -> each one's product; the kernel is lowered once."""
     static: dict[str, Any] = dict(activation=desc.activation, out_dtype=desc.out_dtype, config=config)
     if isinstance(desc, GemmDesc):
         static["requantize"] = desc.requantize
     gemm: Any = grouped_gemm if isinstance(desc, GemmDesc) else grouped_gemm_packed
-    one = jax.jit(lambda routing, scales: gemm(*routing, **scales, **static, implementation="hopper"))
-    return lambda routings, scales: [one(routing, scales) for routing in routings]
+    one = jax.jit(lambda routing, x, w, scales: gemm(x, w, **routing, **scales, **static, implementation="hopper"))
+    return lambda routings, *operands: [one(routing, *operands) for routing in routings]
 
 
 def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> int:

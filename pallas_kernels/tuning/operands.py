@@ -12,27 +12,34 @@ from pallas_kernels.grouped_gemm.packed.format import rotated, scale_rotation, t
 from pallas_kernels.tuning.layer import AnyDesc, AnyKey
 
 
-def random_operands(
-    desc: AnyDesc, block_m: int, key: AnyKey, num_tokens: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of ``grouped_gemm`` or ``grouped_gemm_packed`` for uniform routing of num_tokens: (x, w, tile_expert,
-    num_tiles), the rest. Traceable.
+def random_routings(desc: AnyDesc, block_m: int, key: AnyKey, num_tokens: int, calls: int) -> list[dict[str, Any]]:
+    """tile_expert and num_tiles of each call, and for plain weights tile_rows, for uniform routing of num_tokens.
+
+    Each call draws its own: other experts, which are not in the L2 yet, and now and then one with more rows than a tile
+    holds. A height is judged by all of them.
     """
-    rng = np.random.default_rng(0)
-    ids = np.argsort(rng.random((num_tokens, key.num_experts)), axis=1)[:, : key.top_k]
-    sizes = np.bincount(ids.reshape(-1), minlength=key.num_experts)
-    tiles = desc.rows // block_m
-    tile_expert, tile_rows = np.full(tiles, -1, np.int32), np.zeros(tiles, np.int32)
-    used = np.repeat(np.arange(key.num_experts), -(-sizes // block_m))
-    tile_expert[: len(used)] = used
-    tile_rows[: len(used)] = np.concatenate([np.minimum(s - np.arange(0, s, block_m), block_m) for s in sizes])
+    found, tiles = [], desc.rows // block_m
+    for seed in range(calls):
+        ids = np.argsort(np.random.default_rng(seed).random((num_tokens, key.num_experts)), axis=1)[:, : key.top_k]
+        sizes = np.bincount(ids.reshape(-1), minlength=key.num_experts)
+        tile_expert, tile_rows = np.full(tiles, -1, np.int32), np.zeros(tiles, np.int32)
+        used = np.repeat(np.arange(key.num_experts), -(-sizes // block_m))
+        tile_expert[: len(used)] = used
+        tile_rows[: len(used)] = np.concatenate([np.minimum(s - np.arange(0, s, block_m), block_m) for s in sizes])
+        found.append(dict(tile_expert=jnp.asarray(tile_expert), num_tiles=jnp.int32(len(used))))
+        if isinstance(desc, GemmDesc):
+            found[-1]["tile_rows"] = jnp.asarray(tile_rows)
+    return found
+
+
+def random_operands(desc: AnyDesc, block_m: int, key: AnyKey) -> tuple[Any, Any, dict[str, Any]]:
+    """x, w and the scales by name, as ``grouped_gemm`` or ``grouped_gemm_packed`` takes them. Traceable."""
     x_dtype = desc.dtype if isinstance(desc, GemmDesc) else desc.fmt.operand
     x = _values(1, (desc.rows, desc.k), x_dtype)
-    routing = (jnp.asarray(tile_expert), jnp.int32(len(used)))
     if isinstance(desc, PackedDesc):
         w = random_packed_weights(desc.fmt, (key.num_experts, desc.projections, desc.n, desc.k), desc.scale_dtype)
         scales = {"x_scale": jnp.full((desc.rows,), 0.01, jnp.float32)} if desc.lhs_scale == "row" else {}
-        return (x, w, *routing), scales
+        return x, w, scales
 
     matrices = (key.num_experts, desc.projections)
     # One expert's values for all: routing decides what is read, not the values.
@@ -44,12 +51,11 @@ def random_operands(
         x_scale=None if x_scale is None else jnp.full(x_scale, 0.01, jnp.float32),
         w_scale=None if desc.rhs_scale == "none" else jnp.full(w_scale[desc.rhs_scale], 0.01, jnp.float32),
         out_scale=jnp.float32(0.1) if desc.requantize == "tensor" else None,
-        tile_rows=jnp.asarray(tile_rows),
     )
     if desc.activation is None:
         w = w[:, 0]
         rest["w_scale"] = None if rest["w_scale"] is None else rest["w_scale"][:, 0]
-    return (x, w, *routing), rest
+    return x, w, rest
 
 
 def random_packed_weights(

@@ -4,22 +4,14 @@ import time
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 BURSTS = 5
 _BURST_S = 0.006
 
 
 def calls_of(tokens: int) -> int:
-    """Calls in a program, each of which reads other experts: those of one routing would stay in the L2."""
+    """Calls in a program, each with a routing of its own: the experts of one would stay in the L2."""
     return 40 if tokens == 1 else 20 if tokens <= 16 else 10 if tokens <= 1024 else 3
-
-
-def other_experts(tile_expert: jax.Array, num_experts: int, calls: int) -> list[jax.Array]:
-    """tile_expert (row tiles,) int32 of each call: the experts move on, -1 stays."""
-    return [
-        jnp.where(tile_expert < 0, -1, (tile_expert + i * num_experts // calls) % num_experts) for i in range(calls)
-    ]
 
 
 def seconds(run: Callable[[], object], repeats: int) -> float:

@@ -8,7 +8,6 @@ import sys
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,7 +33,7 @@ from pallas_kernels.tuning import (
     update,
     user_path,
 )
-from pallas_kernels.tuning.operands import random_operands, random_packed_weights
+from pallas_kernels.tuning.operands import random_operands, random_packed_weights, random_routings
 from pallas_kernels.tuning.table import path_for
 from tests.support.cases.hopper_layers import on_hopper
 from tests.support.kernels.case import launches
@@ -142,10 +141,12 @@ def test_every_packed_format_has_candidates_and_operands(name):
             for desc in key.products(tokens, block_m):
                 assert key.candidates(desc, block_m, 132)
     desc = key.products(16, 16)[0]
-    (x, w, tile_expert, _), rest = jax.eval_shape(lambda: random_operands(desc, 16, key, 16))
+    x, w, rest = jax.eval_shape(lambda: random_operands(desc, 16, key))
     lhs = "row" if "x_scale" in rest else "none"
+    (routing,) = random_routings(desc, 16, key, 16, 1)
+    assert routing.keys() == {"tile_expert", "num_tiles"}
     assert describe_call(x.shape[0], w, "bfloat16", lhs, None, desc.activation) == desc
-    assert x.shape == (desc.rows, 512) and tile_expert.shape == (desc.rows // 16,)
+    assert x.shape == (desc.rows, 512) and routing["tile_expert"].shape == (desc.rows // 16,)
 
 
 @pytest.mark.parametrize(
@@ -508,9 +509,9 @@ def test_command(tmp_path, capsys):
 def test_a_kernel_is_lowered_once_for_all_calls_that_are_timed():
     """Lowering takes longer than everything else of a configuration."""
     desc, config = KEY.products(16, 16)[0], PAIR.gemm1
-    routing, scales = jax.eval_shape(lambda: random_operands(desc, 16, KEY, 16))
+    operands = jax.eval_shape(lambda: random_operands(desc, 16, KEY))
     with on_hopper():
-        assert launches(autotune.products_of(desc, config), [routing] * 3, scales) == 1
+        assert launches(autotune.products_of(desc, config), random_routings(desc, 16, KEY, 16, 3), *operands) == 1
 
 
 @pytest.mark.parametrize(
@@ -527,12 +528,19 @@ def test_command_says_what_is_wrong(arguments, match, capsys):
     assert match in capsys.readouterr().err
 
 
-def test_calls_of_a_program_read_other_experts_each():
-    tile_expert = jnp.array([0, 3, 3, 7, -1, -1], jnp.int32)
-    moved = np.array(timing.other_experts(tile_expert, 8, 4))
-    assert (moved[0] == tile_expert).all()
-    assert (moved[:, 4:] == -1).all()
-    assert (moved[:, :4] == (np.array([0, 3, 3, 7]) + 2 * np.arange(4)[:, None]) % 8).all()
+def test_calls_of_a_program_have_routings_of_their_own():
+    """512 tokens on 8 experts are 128 rows each: in tiles of 144 some calls need a ninth tile; every row is in one."""
+    key = LayerKey(8, 2, 4096, 14336, **FORMATS["fp8_channel"])
+    desc = key.products(512, 144)[0]
+    found = random_routings(desc, 144, key, 512, 10)
+    assert {int(routing["num_tiles"]) for routing in found} == {8, 9}
+    assert len({tuple(routing["tile_rows"].tolist()) for routing in found}) == 10
+    for routing in found:
+        rows, experts, count = routing["tile_rows"], routing["tile_expert"], int(routing["num_tiles"])
+        assert rows.sum() == 2 * 512 and rows.max() <= 144 and (rows[:count] > 0).all() and (rows[count:] == 0).all()
+        assert set(experts[:count].tolist()) == set(range(8)) and (experts[count:] == -1).all()
+    single = random_routings(KEY.products(1, 16)[0], 16, KEY, 1, 40)
+    assert len({tuple(routing["tile_expert"].tolist()) for routing in single}) > 35
 
 
 def test_the_least_burst_counts_and_short_calls_are_repeated(monkeypatch):
