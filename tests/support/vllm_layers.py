@@ -8,6 +8,8 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import tempfile
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -19,6 +21,7 @@ from moe_jax import fused_experts, fused_moe
 from moe_jax.experts._choice import plain_layout
 from moe_jax.quantization import dequantize_tensor
 from moe_jax.routing import RoutingParams
+from tests.support.checkpoints.vllm_formats import Values, draw_experts
 from torch_bridge._tensors import to_jax, to_numpy, to_torch
 from torch_bridge.launch._gpu import Gpu
 
@@ -70,7 +73,8 @@ def vllm_without_gpu(*, gpu: Any = H200, tp: tuple[int, int] = (1, 0), ep: bool 
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(config))
         if not parallel_state.model_parallel_is_initialized():
-            init_distributed_environment(1, 0, "tcp://127.0.0.1:29783", 0, "gloo")
+            meeting = f"file://{tempfile.mkdtemp()}/store"  # a port might be another process'
+            init_distributed_environment(1, 0, meeting, 0, "gloo")
             initialize_model_parallel(1, 1)
         for module, names in _SELECTIONS.items():
             for name in names:
@@ -86,7 +90,7 @@ def vllm_without_gpu(*, gpu: Any = H200, tp: tuple[int, int] = (1, 0), ep: bool 
         stack.enter_context(mock.patch.object(mxfp4.CutlassExpertsMxfp4, "_supports_current_device", lambda: False))
         stack.enter_context(mock.patch.object(_method, "gpu_of_process", lambda: gpu))
         stack.enter_context(mock.patch.object(_method, "_prepare", _prepared_for_nothing))
-        flat = staticmethod(lambda *_: tp)
+        flat = staticmethod(lambda *_, **__: tp)
         stack.enter_context(mock.patch.object(FusedMoEParallelConfig, "flatten_tp_across_dp_and_pcp", flat))
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
@@ -119,28 +123,42 @@ def make_layer(
 
 def load_experts(
     layer: Any, form: Any, generator: Any, num_experts: int, hidden: int, intermediate: int, *, device: str = "cpu"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw every expert's tensors of a ``VllmFormat`` and load them with ``RoutedExperts.weight_loader``.
+) -> Values:
+    """Draw every expert's tensors of a ``VllmFormat`` and load them as vLLM's models do. Gives their values."""
+    tensors, values = draw_experts(form, generator, num_experts, hidden, intermediate)
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    if form.is_gpt_oss:
+        _load_gpt_oss(layer, tensors, num_experts, intermediate)
+        return values
+    parameters = dict(layer.named_parameters())
+    for key, tensor in tensors.items():
+        expert, projection, suffix = key.split(".")
+        shard = dict(gate_proj="w1", up_proj="w3", down_proj="w2")[projection]
+        name = f"{'w2' if shard == 'w2' else 'w13'}_{suffix}"
+        if name in parameters:
+            parameter = getattr(layer, name)
+            parameter.weight_loader(
+                parameter, tensor, f"experts.{expert}.{name}", shard_id=shard, expert_id=int(expert)
+            )
+    return values
 
-    Gives their values in float32: w13 (E, 2, I, H), w2 (E, H, I).
-    """
-    w13, w2 = [], []
-    for expert in range(num_experts):
-        found, orders = {}, [torch.randperm(k, generator=generator) for k in (hidden, intermediate)]
-        for shard, n, k, order in (
-            ("w1", intermediate, hidden, orders[0]),
-            ("w3", intermediate, hidden, orders[0]),
-            ("w2", hidden, intermediate, orders[1]),
-        ):
-            tensors, found[shard] = form.write(generator, n, k, order)
-            for suffix, tensor in tensors.items():
-                name = f"{'w2' if shard == 'w2' else 'w13'}_{suffix}"
-                if (parameter := dict(layer.named_parameters()).get(name)) is not None:
-                    place = f"experts.{expert}.{name}"
-                    parameter.weight_loader(parameter, tensor.to(device), place, shard_id=shard, expert_id=expert)
-        w13.append(torch.stack([found["w1"], found["w3"]]))
-        w2.append(found["w2"])
-    return torch.stack(w13), torch.stack(w2)
+
+def _load_gpt_oss(layer: Any, tensors: dict[str, torch.Tensor], num_experts: int, intermediate: int) -> None:
+    """By vLLM's own model, which cuts tensors of all experts by ranks itself."""
+    from vllm.model_executor.models.gpt_oss import GptOssForCausalLM, GptOssModel
+
+    parallel = layer.moe_config.moe_parallel_config
+    model: Any = torch.nn.Module()
+    model.experts = layer
+    model.config = types.SimpleNamespace(num_local_experts=num_experts, intermediate_size=intermediate)
+    model.parallel_config = types.SimpleNamespace(enable_expert_parallel=parallel.use_ep)
+    count = num_experts // parallel.ep_size
+    first = parallel.ep_rank * count
+    named = [(f"experts.{name}", tensor) for name, tensor in tensors.items()]
+    is_mxfp4 = any(name.endswith("_blocks") for name in tensors)
+    load = GptOssModel._load_weights_mxfp4 if is_mxfp4 else GptOssModel._load_weights_other
+    with torch.no_grad():
+        load(model, first + count, first, 0, 0, GptOssForCausalLM.hf_to_vllm_mapper.apply(named), [])
 
 
 def int8_rows(x: torch.Tensor) -> torch.Tensor:
@@ -161,14 +179,24 @@ def experts_float32(
     ids: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
     rows: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
 ) -> torch.Tensor:
-    """SwiGLU experts of x (T, H) in float32. rows: what becomes of the rows before each product."""
+    """Experts of x (T, H) in float32: SwiGLU, or gpt-oss' clamped one where there are biases.
+
+    w13 to w2_bias: ``Values``. rows: what becomes of the rows before each product.
+    """
     y = torch.zeros(x.shape, device=x.device, dtype=torch.float32)
     for expert in range(len(w13)):
         token, place = (ids == expert).nonzero(as_tuple=True)
         gate, up = torch.einsum("gih,th->gti", w13[expert], rows(x[token].float()))
-        out = rows(torch.nn.functional.silu(gate) * up) @ w2[expert].T
+        if w13_bias is None:
+            h = torch.nn.functional.silu(gate) * up
+        else:
+            gate, up = (gate + w13_bias[expert, 0]).clamp(max=7.0), (up + w13_bias[expert, 1]).clamp(-7.0, 7.0)
+            h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        out = rows(h) @ w2[expert].T + (0 if w2_bias is None else w2_bias[expert])
         y.index_add_(0, token, weights[token, place][:, None].float() * out)
     return y
 

@@ -65,7 +65,8 @@ def load_weights(
         for result, part in zip(results, made, strict=True):
             place = result[first:last] if result.ndim else result
             if place.data_ptr() != part.data_ptr() or place.stride() != part.stride():
-                place.copy_(part)
+                shares = place.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+                place.copy_(part.clone() if shares else part)  # the same elements in another order
     return jax.tree.unflatten(structure, results)
 
 

@@ -13,7 +13,7 @@ logger = logging.getLogger("vllm.moe_jax")
 # Versions whose layers and methods are known here.
 KNOWN = ("0.24.",)
 # vLLM's names of what it does to full-precision checkpoints while it loads them.
-ONLINE = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only", "mxfp8")
+ONLINE = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only", "mxfp8")
 
 
 class MoeJaxConfig(QuantizationConfig):
@@ -36,9 +36,12 @@ class MoeJaxConfig(QuantizationConfig):
     @classmethod
     def _online_config(cls) -> QuantizationConfig:
         from vllm.config.quantization import resolve_quantization_config
+        from vllm.model_executor.layers.quantization import get_quantization_config
         from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
-        return OnlineQuantizationConfig(resolve_quantization_config(cls.online, None))
+        assert cls.online is not None
+        arguments = resolve_quantization_config(cls.online, None)
+        return get_quantization_config(cls.online)() if arguments is None else OnlineQuantizationConfig(arguments)
 
     # vLLM writes this one while it builds the model; what decides is the inner config.
     @property
@@ -86,22 +89,29 @@ class MoeJaxConfig(QuantizationConfig):
         return user_quant if user_quant == cls.__name__ else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-
-        if self.inner is not None:
-            method = self.inner.get_quant_method(layer, prefix)
-        else:
-            method = UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         if not self.is_known:
-            return method
+            return self._vllms_method(layer, prefix)
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-        if isinstance(layer, RoutedExperts):
-            from torch_bridge.vllm._method import taken
+        if not isinstance(layer, RoutedExperts):
+            return self._vllms_method(layer, prefix)
+        from torch_bridge.vllm._int4 import int4_method
+        from torch_bridge.vllm._method import taken
 
-            return taken(method or UnquantizedFusedMoEMethod(layer.moe_config), layer, prefix)
-        return method
+        method = int4_method(self.inner, layer, prefix)
+        if method is not None:
+            ours = taken(method, layer, prefix, vllm_runs_it=False)
+            return self._vllms_method(layer, prefix) if ours is method else ours
+        method = self._vllms_method(layer, prefix)
+        return taken(method or UnquantizedFusedMoEMethod(layer.moe_config), layer, prefix)
+
+    def _vllms_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        if self.inner is not None:
+            return self.inner.get_quant_method(layer, prefix)
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         if self.inner is not None:

@@ -55,10 +55,10 @@ def format_of(method: Any, params_dtype: torch.dtype) -> Format:
 
     Raises NotImplementedError or ValueError, in one line, for a method or a scheme that has none here.
     """
-    for cls in type(method).__mro__:
-        if cls.__name__ in _FORMATS:
-            return _FORMATS[cls.__name__](method, params_dtype)
-    raise NotImplementedError(f"{type(method).__name__} is not known")
+    name = type(method).__name__
+    if name not in FORMATS:
+        raise NotImplementedError("no kernel is known to read its parameters")
+    return FORMATS[name](method, params_dtype)
 
 
 def _of_arguments(method: Any, stored_as: str, scales: torch.dtype | None = None) -> Scheme:
@@ -216,8 +216,8 @@ def _online(scheme: str) -> Callable[[Any, torch.dtype], Format]:
     return lambda method, params_dtype: Format(Scheme.parse(scheme), _plain("weight"), online=True)
 
 
-# By the names of vLLM's classes; of a class and its bases the first one counts.
-_FORMATS: dict[str, Callable[[Any, torch.dtype], Format]] = {
+# By the names of vLLM's classes. A subclass may have other parameters than its base and is not taken for it.
+FORMATS: dict[str, Callable[[Any, torch.dtype], Format]] = {
     "UnquantizedFusedMoEMethod": _unquantized,
     "CompressedTensorsW8A8Fp8MoEMethod": _ct_fp8,
     "CompressedTensorsW8A8Int8MoEMethod": _ct_int8,

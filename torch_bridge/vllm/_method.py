@@ -25,8 +25,11 @@ from torch_bridge.vllm._settings import config_of, logits_dtype, obstacle, routi
 logger = logging.getLogger("vllm.moe_jax")
 
 
-def taken(method: Any, layer: Any, prefix: str) -> Any:
-    """The method with our kernels; or as it is, where they do not take the layer, which is logged in one line."""
+def taken(method: Any, layer: Any, prefix: str, *, vllm_runs_it: bool = True) -> Any:
+    """The method with our kernels; or as it is, where they do not take the layer, which is logged in one line.
+
+    vllm_runs_it: whether vLLM's kernels could run the layer once it is loaded.
+    """
     try:
         form = format_of(method, layer.params_dtype)
         reason = obstacle(layer, form)
@@ -39,7 +42,7 @@ def taken(method: Any, layer: Any, prefix: str) -> Any:
         leave(prefix, method, error)
         return method
     ours = object.__new__(_subclass(type(method)))
-    ours.__dict__.update(method.__dict__, moe_jax=Taken(form, gpu, routing_obstacle(layer)))
+    ours.__dict__.update(method.__dict__, moe_jax=Taken(form, gpu, routing_obstacle(layer), vllm_runs_it))
     return ours
 
 
@@ -67,30 +70,33 @@ class Taken:
     """What a method of ours knows beside what vLLM's does.
 
     experts: from processing on; None where vLLM runs the layer after all. routes: whether our kernels route.
+    vllm_runs_it: whether vLLM has kernels for the parameters as they are.
     """
 
-    def __init__(self, form: Format, gpu: Gpu, routing_obstacle: str | None):
+    def __init__(self, form: Format, gpu: Gpu, routing_obstacle: str | None, vllm_runs_it: bool):
         self.form: Format = form
         self.gpu: Gpu = gpu
         self.routing_obstacle: str | None = routing_obstacle
         self.experts: KernelExperts | None = None
         self.routes = False
         self.is_left = False
-        self.has_own_sizes = False  # parameters are of sizes that vLLM's kernels do not take
+        self.vllm_runs_it = vllm_runs_it
 
     def load(self, layer: Any) -> None:
         """Kernels over a loaded layer's parameters, which become what the kernels read.
 
-        Raises NotTakenError with the parameters as they were, for scales that can only be damage; of a layer that has
-        been loaded before ValueError.
+        Raises NotTakenError with the parameters as they were, for scales that can only be damage and for biases
+        without parameters; ValueError of a layer that has been loaded before, or that vLLM does not run.
         """
         config = config_of(layer, self.form.scheme)
         parameters = Parameters(layer, self.form)
         memory = parameters.memory() if self.experts is None else _named(self.experts.weights)
         try:
+            if config.has_bias and not hasattr(layer, "w13_bias"):
+                raise ValueError("the layer has biases, and this method no parameters for them")
             weights = load_weights(config, parameters.read, self.gpu, memory=memory, online=self.form.online)
         except (NotImplementedError, ValueError) as error:
-            if self.experts is not None or self.has_own_sizes:
+            if self.experts is not None or not self.vllm_runs_it:
                 raise
             raise NotTakenError(str(error)) from error
         if config.has_bias and layer.moe_config.tp_rank > 0:
@@ -175,7 +181,8 @@ class TakenMixin:
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any) -> Any:
         own = hidden_size, intermediate_size_per_partition  # which our kernels take
-        self.moe_jax.has_own_sizes = tuple(super().maybe_roundup_sizes(*own, *_)) != own
+        if tuple(super().maybe_roundup_sizes(*own, *_)) != own:
+            self.moe_jax.vllm_runs_it = False
         return own
 
     @property

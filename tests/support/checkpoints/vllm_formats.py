@@ -6,7 +6,7 @@ Codes and scales are drawn and the float32 values computed from them here, with 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,7 @@ class VllmFormat:
         method: the name of vLLM's method class.
         activations: how far activations are rounded: 16, 8 or 4 bits.
         settings: arguments of the layer that the format needs.
+        is_gpt_oss: one tensor for all experts under gpt-oss' names, rows of gate and up in turn, with biases.
     """
 
     config: Any
@@ -40,6 +41,60 @@ class VllmFormat:
     method: str
     activations: int = 16
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_gpt_oss: bool = False
+
+
+class Values(NamedTuple):
+    """Real values of experts in float32: w13 (E, 2, I, H), w2 (E, H, I), and w13_bias (E, 2, I), w2_bias (E, H)."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+
+
+def draw_experts(
+    form: VllmFormat, generator: torch.Generator, num_experts: int, hidden: int, intermediate: int
+) -> tuple[Tensors, Values]:
+    """A layer's experts: the checkpoint's tensors by their names behind "mlp.experts.", and their values."""
+    if form.is_gpt_oss:
+        return _draw_gpt_oss(form, generator, num_experts, hidden, intermediate)
+    tensors, w13, w2 = {}, [], []
+    for expert in range(num_experts):
+        found, orders = {}, [torch.randperm(k, generator=generator) for k in (hidden, intermediate)]
+        for projection, n, k, order in (
+            ("gate", intermediate, hidden, orders[0]),
+            ("up", intermediate, hidden, orders[0]),
+            ("down", hidden, intermediate, orders[1]),
+        ):
+            parts, found[projection] = form.write(generator, n, k, order)
+            tensors |= {f"{expert}.{projection}_proj.{suffix}": tensor for suffix, tensor in parts.items()}
+        w13.append(torch.stack([found["gate"], found["up"]]))
+        w2.append(found["down"])
+    return tensors, Values(torch.stack(w13), torch.stack(w2))
+
+
+def _draw_gpt_oss(
+    form: VllmFormat, generator: torch.Generator, num_experts: int, hidden: int, intermediate: int
+) -> tuple[Tensors, Values]:
+    tensors, values, biases = {}, {}, {}
+    for name, n, k in (("gate_up_proj", 2 * intermediate, hidden), ("down_proj", hidden, intermediate)):
+        parts = [form.write(generator, n, k, torch.arange(k)) for _ in range(num_experts)]
+        stacked = {suffix: torch.stack([part[suffix] for part, _ in parts]) for suffix in parts[0][0]}
+        if "weight" in stacked:
+            tensors[name] = stacked["weight"].transpose(1, 2).contiguous()
+        else:
+            tensors[f"{name}_blocks"] = stacked["weight_packed"].reshape(num_experts, n, k // 32, 16)
+            tensors[f"{name}_scales"] = stacked["weight_scale"]
+        bias = (0.1 * torch.randn(num_experts, n, generator=generator, dtype=torch.float32)).to(torch.bfloat16)
+        tensors[f"{name}_bias"], biases[name] = bias, bias.float()
+        values[name] = torch.stack([value for _, value in parts])
+
+    def projections(rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack([rows[:, 0::2], rows[:, 1::2]], dim=1)
+
+    gate_up, down = "gate_up_proj", "down_proj"
+    return tensors, Values(projections(values[gate_up]), values[down], projections(biases[gate_up]), biases[down])
 
 
 def _scales(generator: torch.Generator, *shape: int, size: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -87,6 +142,18 @@ def _int8(generator, n, k, order):
     codes = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8)
     scale = _scales(generator, n, 1, size=0.01 * k**-0.5)
     return dict(weight=codes, weight_scale=scale), codes.float() * scale
+
+
+def _int4(group: int | None):
+    """Codes of 4 bits, each in a byte; scales of groups are bfloat16."""
+
+    def write(generator, n, k, order):
+        size, dtype = group or k, torch.float32 if group is None else torch.bfloat16
+        codes = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
+        scale = _scales(generator, n, k // size, size=k**-0.5 / 8, dtype=dtype)
+        return dict(weight=codes, weight_scale=scale), codes.float() * scale.float().repeat_interleave(size, 1)
+
+    return write
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -171,12 +238,14 @@ def _nvfp4(*, is_modelopt: bool = False, has_inputs: bool = True):
     return write
 
 
-def _mxfp4(generator, n, k, order):
-    packed, values = _e2m1(generator, n, k)
-    scale = torch.randint(118, 123, (n, k // 32), generator=generator).to(torch.uint8)
-    return dict(weight_packed=packed, weight_scale=scale), values * (2.0 ** (scale.float() - 127)).repeat_interleave(
-        32, 1
-    )
+def _mxfp4(codes: str = "weight_packed"):
+    def write(generator, n, k, order):
+        packed, values = _e2m1(generator, n, k)
+        scale = torch.randint(118, 123, (n, k // 32), generator=generator).to(torch.uint8)
+        values = values * (2.0 ** (scale.float() - 127)).repeat_interleave(32, 1)
+        return {codes: packed, "weight_scale": scale}, values
+
+    return write
 
 
 def _mxfp8(generator, n, k, order):
@@ -231,6 +300,7 @@ _NVFP4_WEIGHTS = _arguments(4, "float", "tensor_group", scale_dtype="torch.float
 _NVFP4_INPUTS = _NVFP4_WEIGHTS | dict(dynamic="local")
 _MX = dict(group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8")
 _CT = "CompressedTensors"
+_GPT_OSS: dict[str, Any] = dict(has_bias=True, activation="swigluoai")
 
 FORMATS: dict[str, VllmFormat] = {
     "bf16": VllmFormat(None, _unquantized, "UnquantizedFusedMoEMethod"),
@@ -267,6 +337,8 @@ FORMATS: dict[str, VllmFormat] = {
     ),
     "ct_w4a16_g128": VllmFormat(_integers(4, 128), _wna16(4, 128), _CT + "WNA16MarlinMoEMethod"),
     "ct_w4a16_g32": VllmFormat(_integers(4, 32), _wna16(4, 32), _CT + "WNA16MarlinMoEMethod"),
+    # A group that vLLM's Marlin kernels do not have.
+    "ct_w4a16_g256": VllmFormat(_integers(4, 256), _wna16(4, 256), _CT + "WNA16MoEMethod"),
     "ct_w4a16_channel": VllmFormat(_integers(4, None), _wna16(4, None), _CT + "WNA16MarlinMoEMethod"),
     "ct_w4a16_asym": VllmFormat(
         _integers(4, 64, symmetric=False), _wna16(4, 64, is_asymmetric=True), _CT + "WNA16MarlinMoEMethod"
@@ -287,7 +359,7 @@ FORMATS: dict[str, VllmFormat] = {
             _arguments(4, "float", "group", dynamic=True) | _MX,
             "mxfp4-pack-quantized",
         ),
-        _mxfp4,
+        _mxfp4(),
         _CT + "W4A4Mxfp4MoEMethod",
     ),
     "ct_mxfp8": VllmFormat(
@@ -305,6 +377,18 @@ FORMATS: dict[str, VllmFormat] = {
         _CT + "W4A8Fp8MoEMethod",
         8,
     ),
+    "ct_w4a8_int8_channel": VllmFormat(
+        compressed(_arguments(4, "int", "channel"), _INT8_TOKENS, "int-quantized"),
+        _int4(None),
+        _CT + "W4A8Int8MoEMethod",
+        8,
+    ),
+    "ct_w4a8_int8_g128": VllmFormat(
+        compressed(_arguments(4, "int", "group") | dict(group_size=128), _INT8_TOKENS, "int-quantized"),
+        _int4(128),
+        _CT + "W4A8Int8MoEMethod",
+        8,
+    ),
     "fp8_block": VllmFormat(
         _fp8_config(weight_block_size=[128, 128]), _fp8("block", "weight_scale_inv"), "Fp8MoEMethod", 8
     ),
@@ -312,6 +396,7 @@ FORMATS: dict[str, VllmFormat] = {
         _fp8_config(activation_scheme="static"), _fp8("tensor", is_static=True), "Fp8MoEMethod", 8
     ),
     "fp8_tensor": VllmFormat(_fp8_config(), _fp8("tensor"), "Fp8MoEMethod", 8),
+    "fp8_mxfp4": VllmFormat(_fp8_config(store_dtype="mxfp4"), _mxfp4("weight"), "Mxfp4MoEMethod"),
     "gptq_4": VllmFormat(_GPTQ | dict(bits=4, group_size=128, desc_act=False), _gptq(4, 128), "AutoGPTQMoEMethod"),
     "gptq_8": VllmFormat(_GPTQ | dict(bits=8, group_size=128, desc_act=False), _gptq(8, 128), "AutoGPTQMoEMethod"),
     "gptq_actorder": VllmFormat(
@@ -331,6 +416,13 @@ FORMATS: dict[str, VllmFormat] = {
     ),
     "modelopt_fp8": VllmFormat(_modelopt("FP8"), _fp8("tensor", is_static=True), "ModelOptFp8MoEMethod", 8),
     "modelopt_nvfp4": VllmFormat(_modelopt("NVFP4", group_size=16), _nvfp4(is_modelopt=True), "ModelOptNvFp4FusedMoE"),
+    "modelopt_mxfp8": VllmFormat(_modelopt("MXFP8"), _mxfp8, "ModelOptMxFp8FusedMoE"),
+    # The name that vLLM writes over these checkpoints' "mxfp4".
+    "gpt_oss": VllmFormat(
+        dict(quant_method="gpt_oss_mxfp4"), _mxfp4(), "GptOssMxfp4MoEMethod", settings=_GPT_OSS, is_gpt_oss=True
+    ),
+    "gpt_oss_bf16": VllmFormat(None, _unquantized, "UnquantizedFusedMoEMethod", settings=_GPT_OSS, is_gpt_oss=True),
+    "online_fp8": VllmFormat("moe_jax_fp8", _unquantized, "Fp8OnlineMoEMethod", 8),
     "online_fp8_tensor": VllmFormat("moe_jax_fp8_per_tensor", _unquantized, "Fp8PerTensorOnlineMoEMethod", 8),
     "online_fp8_channel": VllmFormat("moe_jax_fp8_per_channel", _unquantized, "Fp8PtpcOnlineMoEMethod", 8),
     "online_fp8_block": VllmFormat("moe_jax_fp8_per_block", _unquantized, "Fp8PerBlockOnlineMoEMethod", 8),

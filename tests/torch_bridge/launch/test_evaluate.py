@@ -64,7 +64,14 @@ def test_layouts(name, is_gated):
     assert_same(evaluator(tensors), wanted)
 
 
-@pytest.mark.parametrize("name", ["fp8_channel", "w4a16_g128"])
+IN_PLACE = {
+    "fp8_channel": ("data", "weight"),
+    "w4a16_g128": ("data", "weight_packed"),
+    "w4a8_int8_channel": ("scale", "weight_scale"),  # the kernels' order of the same numbers
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
 def test_a_few_experts_at_a_time_in_place(name, monkeypatch):
     """Each expert's result is where its source was, and no expert reads what another one wrote."""
     from torch_bridge.launch import _weights
@@ -75,12 +82,12 @@ def test_a_few_experts_at_a_time_in_place(name, monkeypatch):
     tensors = {key: to_torch(leaf).clone() for key, leaf in leaves.items()}
     with H200.tracing():
         wanted = as_kernels_read(config, leaves)
-    leaf = "weight" if name == "fp8_channel" else "weight_packed"
-    data = {f"{prefix}_data": tensors[f"{prefix}_{leaf}"] for prefix in ("w13", "w2")}
-    found = load_weights(config, lambda leaf, first, last: tensors[leaf][first:last], H200, memory=data)
+    field, leaf = IN_PLACE[name]
+    memory = {f"{prefix}_{field}": tensors[f"{prefix}_{leaf}"] for prefix in ("w13", "w2")}
+    found = load_weights(config, lambda leaf, first, last: tensors[leaf][first:last], H200, memory=memory)
     assert_same(found, wanted)
-    places = [found.w13.data.data_ptr(), found.w2.data.data_ptr()]
-    assert places == [tensor.data_ptr() for tensor in data.values()]
+    places = [getattr(tensor, field).data_ptr() for tensor in (found.w13, found.w2)]
+    assert places == [tensor.data_ptr() for tensor in memory.values()]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e38])

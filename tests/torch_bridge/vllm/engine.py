@@ -25,15 +25,14 @@ from typing import Any
 SIZES = dict(num_experts=8, top_k=2, hidden=512, intermediate=256, layers=2, vocabulary=1024)
 TOKENS = (1, 16, 100)  # each bucket costs seconds of tracing in each engine
 LOGITS = {16: 0.03, 8: 0.12}  # relative difference that is allowed
-GPT_OSS = "gpt_oss"
 
 
 def _form(name: str) -> Any:
     """What says the config, the activations and the rows of a format."""
-    from tests.support.checkpoints.vllm_formats import FORMATS, VllmFormat
+    from tests.support.checkpoints.vllm_formats import FORMATS
     from tests.support.checkpoints.written import WRITTEN
 
-    return VllmFormat(None, FORMATS["ct_mxfp4"].write, "") if name == GPT_OSS else (FORMATS | WRITTEN)[name]
+    return (FORMATS | WRITTEN)[name]
 
 
 def _rows(name: str) -> str | None:
@@ -48,13 +47,13 @@ def write_checkpoint(folder: Path, name: str) -> dict[str, Any]:
     import torch
     from safetensors.torch import save_file
 
-    from tests.support.checkpoints.vllm_formats import FORMATS
+    from tests.support.checkpoints.vllm_formats import FORMATS, draw_experts
     from tests.support.checkpoints.written import WRITTEN, write
 
     if name in WRITTEN:
         return write(folder, name, **SIZES)
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
-    s, is_gpt_oss = SIZES, name == GPT_OSS
+    s, is_gpt_oss = SIZES, FORMATS[name].is_gpt_oss
     hidden, intermediate, experts = s["hidden"], s["intermediate"], s["num_experts"]
 
     def normal(*shape: int, size: float | None = None) -> torch.Tensor:
@@ -79,51 +78,16 @@ def write_checkpoint(folder: Path, name: str) -> dict[str, Any]:
             tensors[f"{prefix}self_attn.sinks"] = normal(8, size=1.0)
             tensors[f"{prefix}mlp.router.weight"] = normal(experts, hidden)
             tensors[f"{prefix}mlp.router.bias"] = normal(experts, size=0.1)
-            values[str(layer)] = _gpt_oss_experts(tensors, f"{prefix}mlp.experts.", generator, normal)
-            continue
-        for norm in ("q_norm", "k_norm"):
-            tensors[f"{prefix}self_attn.{norm}.weight"] = torch.ones(64, dtype=torch.bfloat16)
-        tensors[f"{prefix}mlp.gate.weight"] = normal(experts, hidden)
-        w13, w2 = [], []
-        for expert in range(experts):
-            found = {}
-            orders = [torch.randperm(k, generator=generator) for k in (hidden, intermediate)]
-            for projection, n, k, order in (
-                ("gate", intermediate, hidden, orders[0]),
-                ("up", intermediate, hidden, orders[0]),
-                ("down", hidden, intermediate, orders[1]),
-            ):
-                parts, found[projection] = FORMATS[name].write(generator, n, k, order)
-                for suffix, tensor in parts.items():
-                    tensors[f"{prefix}mlp.experts.{expert}.{projection}_proj.{suffix}"] = tensor.contiguous()
-            w13.append(torch.stack([found["gate"], found["up"]]))
-            w2.append(found["down"])
-        values[str(layer)] = torch.stack(w13), torch.stack(w2), None, None
+        else:
+            for norm in ("q_norm", "k_norm"):
+                tensors[f"{prefix}self_attn.{norm}.weight"] = torch.ones(64, dtype=torch.bfloat16)
+            tensors[f"{prefix}mlp.gate.weight"] = normal(experts, hidden)
+        parts, values[str(layer)] = draw_experts(FORMATS[name], generator, experts, hidden, intermediate)
+        tensors |= {f"{prefix}mlp.experts.{suffix}": tensor.contiguous() for suffix, tensor in parts.items()}
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata=dict(format="pt"))
     (folder / "config.json").write_text(json.dumps(_config(name)))
     return values
-
-
-def _gpt_oss_experts(tensors: Any, prefix: str, generator: Any, normal: Any) -> tuple[Any, ...]:
-    import torch
-
-    from tests.support.checkpoints.vllm_formats import FORMATS
-
-    experts, hidden, intermediate = SIZES["num_experts"], SIZES["hidden"], SIZES["intermediate"]
-    drawn = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
-    values = {}
-    for projection, (n, k) in drawn.items():
-        parts = [FORMATS["ct_mxfp4"].write(generator, n, k, None) for _ in range(experts)]
-        blocks = torch.stack([part["weight_packed"] for part, _ in parts])
-        tensors[f"{prefix}{projection}_blocks"] = blocks.reshape(experts, n, k // 32, 16)
-        tensors[f"{prefix}{projection}_scales"] = torch.stack([part["weight_scale"] for part, _ in parts])
-        tensors[f"{prefix}{projection}_bias"] = normal(experts, n, size=0.1)
-        values[projection] = torch.stack([value for _, value in parts])
-    gate_up, bias = values["gate_up_proj"], tensors[f"{prefix}gate_up_proj_bias"].float()
-    w13 = torch.stack([gate_up[:, 0::2], gate_up[:, 1::2]], dim=1)
-    w13_bias = torch.stack([bias[:, 0::2], bias[:, 1::2]], dim=1)
-    return w13, values["down_proj"], w13_bias, tensors[f"{prefix}down_proj_bias"].float()
 
 
 def _config(name: str) -> dict[str, Any]:
@@ -142,14 +106,14 @@ def _config(name: str) -> dict[str, Any]:
         num_hidden_layers=s["layers"],
         max_position_embeddings=4096,
     )
-    if name == GPT_OSS:
+    config = FORMATS[name].config
+    if FORMATS[name].is_gpt_oss:
         more = dict(num_local_experts=s["num_experts"], intermediate_size=s["intermediate"])
+        quantization = dict(quantization_config=QUANTIZATION["mxfp4"]) if config else {}
         kinds = ["sliding_attention", "full_attention"]
-        quantization = dict(layer_types=kinds, quantization_config=QUANTIZATION["mxfp4"])
-        return MODELS["gpt-oss-120b"] | common | more | quantization
+        return MODELS["gpt-oss-120b"] | common | more | dict(layer_types=kinds) | quantization
     more = dict(num_experts=s["num_experts"], moe_intermediate_size=s["intermediate"], intermediate_size=1024)
     found = MODELS["qwen3-30b-a3b"] | common | more
-    config = FORMATS[name].config
     return found | dict(quantization_config=config) if isinstance(config, dict) else found
 
 
@@ -340,7 +304,7 @@ def main() -> None:
     from tests.support.checkpoints.written import WRITTEN
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", default=",".join([*FORMATS, GPT_OSS]))
+    parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--beside", help="formats for which vLLM runs alone too; all by default")
     parser.add_argument("--jobs", type=int, default=6, help="formats at once; each has up to two engines of two cores")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one engine")

@@ -39,7 +39,8 @@ def row_errors(name: str, plugin: bool, tokens: list[int]) -> tuple[dict[str, li
     with torch.device("cuda"):
         layer = make_layer(form.config, plugin=plugin, **sizes, **form.settings)
     method = layer.quant_method
-    values = [part.cuda() for part in load_experts(layer, form, generator, E, H, INTERMEDIATE, device="cuda")]
+    drawn = load_experts(layer, form, generator, E, H, INTERMEDIATE, device="cuda")
+    values = [None if part is None else part.cuda() for part in drawn]
     ours = getattr(method, "moe_jax", None)
     if ours is None or not ours.form.online:
         method.process_weights_after_loading(layer)

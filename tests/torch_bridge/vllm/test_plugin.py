@@ -42,64 +42,108 @@ def test_the_entry_point_only_adds_names():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-@pytest.mark.parametrize("name", ["ct_fp8_channel", "ct_w4a16_g128", "ct_mxfp4", "bf16"])
+OF_RANKS = [
+    "ct_fp8_channel",
+    "ct_w4a16_g128",
+    "ct_mxfp4",
+    "fp8_mxfp4",
+    "modelopt_mxfp8",
+    "bf16",
+    "gpt_oss",
+    "gpt_oss_bf16",
+]
+
+
+@pytest.mark.parametrize("name", OF_RANKS)
 @pytest.mark.parametrize("split", ["tp", "ep"])
 def test_ranks_add_up(name, split, monkeypatch):
-    """Two ranks of a pretended group, each with its own part of the checkpoint, give the whole layer together."""
+    """Two ranks of a pretended group, each with its own part of the checkpoint, give the whole layer together.
+
+    Of biases, the second belongs to rank 0 alone where matrices are split, and to its expert's rank where experts are.
+    """
     computed_by_reference(monkeypatch)
     form, outputs = FORMATS[name], []
     for rank in range(2):
         with vllm_without_gpu(tp=(2, rank), ep=split == "ep"):
-            layer = make_layer(form.config, tp_size=2, **SIZES)
-            w13, w2 = load(layer, form, torch.Generator().manual_seed(3))
+            layer = make_layer(form.config, tp_size=2, **SIZES, **form.settings)
+            values = load(layer, form, torch.Generator().manual_seed(3))
             method = layer.quant_method
             method.process_weights_after_loading(layer)
             x, weights, ids, logits = _call(torch.Generator().manual_seed(4))
             outputs.append(method.apply(layer, x, weights, ids, None, None).float())
             assert method.is_monolithic == (split == "tp")
-    expected = experts_float32(x, weights, ids, w13, w2)
-    _assert_close(sum(outputs), expected, form)
+            if split == "ep":
+                assert (layer.expert_map >= 0).nonzero().flatten().tolist() == [2 * rank, 2 * rank + 1]
+    _assert_close(sum(outputs), experts_float32(x, weights, ids, *values), form)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_bias_of_one_rank(rank, monkeypatch):
-    """gpt-oss: rows of gate and up alternate, biases too, and the second bias belongs to rank 0 alone."""
+    """A loader that leaves the second bias to every rank, as ours does not: it still counts once, on rank 0."""
     computed_by_reference(monkeypatch)
+    form = FORMATS["gpt_oss_bf16"]
     with vllm_without_gpu(tp=(2, rank)):
-        layer = make_layer(None, tp_size=2, has_bias=True, activation="swigluoai", **SIZES)
-        generator = torch.Generator().manual_seed(5)
-        for parameter in layer.parameters():
-            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-            parameter.data.copy_(drawn * 0.05)
-        w13, w2, b13, b2 = (
-            getattr(layer, leaf).detach().float().clone() for leaf in ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
-        )
+        layer = make_layer(None, tp_size=2, **SIZES, **form.settings)
+        values = load(layer, form, torch.Generator().manual_seed(5))
+        layer.w2_bias.data.copy_(values.w2_bias)
+        half = slice(rank * INTERMEDIATE // 2, (rank + 1) * INTERMEDIATE // 2)
         method = layer.quant_method
         method.process_weights_after_loading(layer)
-        x, weights, ids, _ = _call(generator)
-        expected = _swigluoai(x, weights, ids, w13, b13, w2, b2 if rank == 0 else torch.zeros_like(b2))
-        _assert_close(method.apply(layer, x, weights, ids, None, None).float(), expected, FORMATS["bf16"])
+        x, weights, ids, _ = _call(torch.Generator().manual_seed(4))
+        expected = experts_float32(
+            x,
+            weights,
+            ids,
+            values.w13[:, :, half],
+            values.w2[..., half],
+            values.w13_bias[..., half],
+            values.w2_bias if rank == 0 else None,
+        )
+        _assert_close(method.apply(layer, x, weights, ids, None, None).float(), expected, form)
 
 
-def test_gpt_oss(monkeypatch):
-    """Rows of gate and up alternate in codes, scales and biases; sizes are not rounded up."""
-    computed_by_reference(monkeypatch)
-    write, generator = FORMATS["ct_mxfp4"].write, torch.Generator().manual_seed(8)
-    with vllm_without_gpu():
-        settings = dict(has_bias=True, activation="swigluoai")
-        layer = make_layer(dict(quant_method="gpt_oss_mxfp4"), **SIZES, **settings)
-        values = {}
-        for prefix, n, k in (("w13", 2 * INTERMEDIATE, H), ("w2", H, INTERMEDIATE)):
-            parts = [write(generator, n, k, None) for _ in range(E)]
-            getattr(layer, f"{prefix}_weight").data.copy_(torch.stack([part["weight_packed"] for part, _ in parts]))
-            getattr(layer, f"{prefix}_weight_scale").data.copy_(torch.stack([p["weight_scale"] for p, _ in parts]))
-            bias = getattr(layer, f"{prefix}_bias").data
-            bias.copy_(torch.randn(bias.shape, generator=generator, dtype=torch.float32) * 0.1)
-            values[prefix] = torch.stack([value for _, value in parts]), bias.float().clone()
+def test_int4_with_int8_activations_needs_no_cpu(caplog, monkeypatch):
+    """vLLM makes the method on CPUs alone. Where our kernels do not take the layer either, its own error stands."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a8_int8 as module,
+    )
+
+    def on_a_gpu(*_, **__):
+        raise NotImplementedError("W4A8 Int8 MoE is only supported on CPU platforms")
+
+    form = FORMATS["ct_w4a8_int8_channel"]
+    with vllm_without_gpu(), _heard(caplog):
+        monkeypatch.setattr(module, "select_w4a8_int8_moe_backend", on_a_gpu)
+        with pytest.raises(NotImplementedError, match="only supported on CPU"):
+            make_layer(form.config, plugin=False, **SIZES)
+        layer = make_layer(form.config, **SIZES)
+        assert type(layer.quant_method).__name__ == form.method and not caplog.records
+        load(layer, form, torch.Generator().manual_seed(1))
+        layer.w2_weight_scale.data[3, 5] = float("nan")
+        with pytest.raises(ValueError, match="expert 3 .w2. has scale nan"):  # nobody else can run it
+            layer.quant_method.process_weights_after_loading(layer)
+        with pytest.raises(NotImplementedError, match="only supported on CPU"):
+            make_layer(form.config, **SIZES | dict(intermediate_size=INTERMEDIATE + 8))
+    [line] = [record.message for record in caplog.records if "moe_jax leaves" in record.message]
+    assert "CompressedTensorsW4A8Int8MoEMethod" in line
+
+
+def test_biases_without_parameters_are_left(caplog, monkeypatch):
+    """Of a method of vLLM that makes no biases, whatever the model says, our kernels would not know them."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_mxfp4 as module,
+    )
+
+    form, called = FORMATS["ct_mxfp4"], []
+    own = module.CompressedTensorsW4A4Mxfp4MoEMethod
+    monkeypatch.setattr(own, "process_weights_after_loading", lambda self, layer: called.append(layer))
+    with vllm_without_gpu(), _heard(caplog):
+        layer = make_layer(form.config, **SIZES, has_bias=True)
+        load(layer, form, torch.Generator().manual_seed(1))
         layer.quant_method.process_weights_after_loading(layer)
-        x, weights, ids, _ = _call(generator)
-        expected = _swigluoai(x, weights, ids, *values["w13"], *values["w2"])
-        _assert_close(layer.quant_method.apply(layer, x, weights, ids, None, None).float(), expected, FORMATS["bf16"])
+        assert called == [layer] and layer.quant_method.moe_jax.experts is None
+    [line] = [record.message for record in caplog.records if "moe_jax leaves" in record.message]
+    assert "no parameters for them" in line
 
 
 GROUPED = dict(use_grouped_topk=True, num_expert_group=2, topk_group=1, routed_scaling_factor=2.5)
@@ -179,7 +223,7 @@ def test_reload_writes_where_graphs_read(name):
         experts = method.moe_jax.experts
         places = [leaf.data_ptr() for leaf in _leaves(experts)]
         reload.initialize_layerwise_reload(layer)
-        w13, w2 = load(layer, form, torch.Generator().manual_seed(2))
+        w13, w2, *_ = load(layer, form, torch.Generator().manual_seed(2))
         reload.finalize_layerwise_reload(layer, None)
         assert method.moe_jax.experts is experts and [leaf.data_ptr() for leaf in _leaves(experts)] == places
         assert {experts.weights.w13.data.data_ptr()} <= {p.data_ptr() for p in layer.parameters()}
@@ -267,7 +311,7 @@ def test_runners_scale_once_and_add_shared_experts(options, monkeypatch):
             **dict(made, routed_scaling_factor=factor, **options),
         )
         layer = runner.routed_experts
-        w13, w2 = load(layer, FORMATS["bf16"], generator)
+        w13, w2, *_ = load(layer, FORMATS["bf16"], generator)
         layer.quant_method.process_weights_after_loading(layer)
         x = torch.randn(6, H, generator=generator).bfloat16()
         logits = torch.randn(6, E, generator=generator).bfloat16()
@@ -316,17 +360,6 @@ def test_captured_sizes_are_exact():
         config.scheduler_config.max_num_batched_tokens = 3000
         exact, buckets = token_counts(config)
     assert exact == [1, 2, 4, 24, 40, 512] and buckets == [16, 32, 64, 128, 256, 512, 1024, 2048, 3072]
-
-
-def _swigluoai(x, weights, ids, w13, b13, w2, b2):
-    """gpt-oss' experts in float32, rows of gate and up alternating."""
-    y = torch.zeros(x.shape)
-    for token in range(x.shape[0]):
-        for weight, expert in zip(weights[token], ids[token].long(), strict=True):
-            h = w13[expert] @ x[token].float() + b13[expert]
-            gate, up = h[0::2].clamp(max=7.0), h[1::2].clamp(-7.0, 7.0)
-            y[token] += weight * (w2[expert] @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + b2[expert])
-    return y
 
 
 @contextlib.contextmanager
