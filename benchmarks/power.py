@@ -12,15 +12,14 @@ for a lower clock (clocks_event_reasons.active; 4 is the power cap).
 
 import argparse
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from _power import watched
 from _timing import header
 from moe_layer import scheme_named
 
@@ -32,7 +31,6 @@ CELLS = (
     "dsv3-ep8:w4a8_int8:64"
 )
 _ROUTINGS = 8
-_QUERY = "clocks.sm,power.draw.instant,clocks_event_reasons.active"
 
 
 def product(dtype: str, size: int, calls: int) -> Callable[[], Any]:
@@ -78,21 +76,6 @@ def micros(run: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - start) / calls * 1e6
 
 
-def watched(run: Callable[[], Any], calls: int, seconds: float, gpu: str) -> tuple[list[float], list[list[str]]]:
-    """(microseconds of a layer by program, samples of nvidia-smi)."""
-    with tempfile.TemporaryFile("w+") as log:
-        command = ["nvidia-smi", "-i", gpu, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-lms", "20"]
-        smi = subprocess.Popen(command, stdout=log)
-        until, times = time.perf_counter() + seconds, []
-        while time.perf_counter() < until:
-            times.append(micros(run, calls))
-        smi.kill()
-        smi.wait()
-        log.seek(0)
-        rows = [line.split(", ") for line in log.read().splitlines() if line.count(",") == 2]
-    return times, rows[len(rows) // 3 :]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default=CELLS)
@@ -110,9 +93,12 @@ def main() -> int:
         for _ in range(5):
             time.sleep(0.15)
             bursts.append(micros(run, calls))
-        times, rows = watched(run, calls, options.seconds, options.gpu)
-        clocks, watts = ([float(row[column]) for row in rows] for column in (0, 1))
-        reasons = " ".join(sorted({row[2].lstrip("0x") or "0" for row in rows}))
+        until, times = time.perf_counter() + options.seconds, []
+        with watched(options.gpu) as seen:
+            while time.perf_counter() < until:
+                times.append(micros(run, calls))
+        clocks, watts = seen.clocks, seen.watts
+        reasons = " ".join(sorted({f"{bits:x}" for bits in seen.reasons}))
         print(
             f"{cell:28s} burst {min(bursts):7.1f} sustained {statistics.median(times[len(times) // 2 :]):7.1f} us, "
             f"{min(clocks):.0f} to {max(clocks):.0f} MHz, median {statistics.median(clocks):.0f}, "

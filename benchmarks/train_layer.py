@@ -21,9 +21,11 @@ the cell before took. What was left out has a line that says so; so has a side t
 written as soon as its cell is done.
 
 Reported per cell: milliseconds of forward, and of forward with backward, tokens per second of the latter, TFLOP/s (9
-products' worth, whatever is computed twice), and peak memory. --keep-hidden adds ours_kept, our layer with
-MoEConfig.keep_hidden, whose forward pass alone is that of ours: nobody differentiates it. --frozen adds our layer with
-quantized weights of these schemes, random ones, where x and the router weights have gradients: its TFLOP/s count 6
+products' worth, whatever is computed twice), and peak memory. These are bursts after a rest. sustained_ms is a step of
+two seconds without one, with what nvidia-smi saw meanwhile: medians of watts and of the SM clock in MHz, and
+at_power_cap, the fraction of samples in which the power cap lowered the clock. --keep-hidden adds ours_kept, our layer
+with MoEConfig.keep_hidden, whose forward pass alone is that of ours: nobody differentiates it. --frozen adds our layer
+with quantized weights of these schemes, random ones, where x and the router weights have gradients: its TFLOP/s count 6
 products, and backward_per_forward is the time of the backward pass as a multiple of the forward's;
 MOE_JAX_PACKED_GRADIENT=0 in the environment has quantized weights dequantized first. --trace adds the microseconds
 of each of our GPU kernels of a step in their order, by JAX's profiler. --kernels times the products of the gradient one
@@ -45,12 +47,14 @@ from typing import Any
 
 import numpy as np
 from _arguments import duration, new_file, wholes, words
+from _power import sustained
 
 # E, top_k, H, I. "tiny" tries the script out, on a CPU too.
 SIZES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "mixtral-8x7b": (8, 2, 4096, 14336), "tiny": (8, 2, 128, 64)}
 SAMPLE = 64  # rows and columns of each result that are compared
 SEEDS = dict(x=1, g=2, w13=3, w2=4)
 BURSTS, BURST_S, REST_S = 3, 0.15, 0.1
+SUSTAINED_S = 2.0  # nvidia-smi starts late, and the clock settles within a second
 LEAST_S = 12.0  # with less time left no process is started
 SIDES = ("torch", "ours", "ours_kept", "tokamax")
 REPORTED = 3  # the exit code of a process that has written a line for each of its errors
@@ -177,6 +181,7 @@ def run_ours(
     seconds = seconds_of(calls(both, g, *arguments))
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     cell = figures(seconds, seconds_of(calls(forward, *arguments)), tokens, sizes, peak)
+    cell |= sustained(calls(both, g, *arguments), SUSTAINED_S, seconds)
     cell["device"] = jax.devices()[0].device_kind
     if traces:
         apart = step.compile(compiler_options=NO_COMMAND_BUFFERS)
@@ -228,6 +233,7 @@ def run_frozen(scheme: str, model: str, tokens: int, routing: dict[str, np.ndarr
     seconds = seconds_of(calls(both, g, *arguments))
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     cell = figures(seconds, seconds_of(calls(forward, *arguments)), tokens, sizes, peak, products=6)
+    cell |= sustained(calls(both, g, *arguments), SUSTAINED_S, seconds)
     cell |= dict(weights_gib=round(weights.nbytes() / 2**30, 2), device=jax.devices()[0].device_kind)
     if traces:
         apart = lowered.compile(compiler_options=NO_COMMAND_BUFFERS)
@@ -277,6 +283,7 @@ def run_tokamax(
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     seconds = seconds_of(calls(both, g, *arguments))
     cell = figures(seconds, seconds_of(calls(forward, *arguments)), tokens, sizes, peak)
+    cell |= sustained(calls(both, g, *arguments), SUSTAINED_S, seconds)
     best = {name: {product: forms[0] for product, forms in by_product.items()} for name, by_product in known.items()}
     return cell | dict(device=jax.devices()[0].device_kind, tokamax=version, configurations=best), compared
 
@@ -348,6 +355,7 @@ def run_torch(model: str, tokens: int, routing: dict[str, np.ndarray]) -> tuple[
     with torch.no_grad():
         forward_seconds = seconds_of(calls(forward))
     cell: dict[str, Any] = figures(seconds, forward_seconds, tokens, sizes, peak)
+    cell |= sustained(calls(step), SUSTAINED_S, seconds)
     return cell | dict(
         device=torch.cuda.get_device_name() if device == "cuda" else "cpu", torch=torch.__version__
     ), compared

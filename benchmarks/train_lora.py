@@ -1,21 +1,30 @@
 """Time and peak memory of a LoRA step beside 4-bit experts, and of transformers + peft at the same shape.
 
     python benchmarks/train_lora.py --out DIR [--model qwen3-30b-a3b] [--layers 2] [--rows 4,16] [--length 1024]
-        [--scheme w4a16_g128] [--rank 16] [--seconds 225]
+        [--scheme w4a16_g128] [--rank 16] [--no-head] [--sides ours,peft,bitsandbytes] [--seconds 225]
     JAX_PLATFORMS=cpu python benchmarks/train_lora.py --tiny --out DIR       # tries the script out anywhere
 
 Random weights at the true sizes of a layer, made on the device, as many layers as ``--layers`` says; embedding and head
 included. One step: forward, backward, and AdamW over adapters of rank ``--rank`` on all experts and projections of
 attention. Layers are computed again in the backward pass (``remat``, gradient checkpointing). Ours holds experts in
-``--scheme``. peft has no adapters on fused experts of 4 bits: its experts are dequantized, in bfloat16
-(``target_parameters``; transformers' ``grouped_mm`` where it runs). Each cell runs in a process of its own, which ends
-when its share of ``--seconds`` is over; results are written as they come, to DIR/train_lora.jsonl.
+``--scheme``. peft runs beside experts in bfloat16 (``target_parameters``; transformers' ``grouped_mm`` where it runs).
+``load_in_4bit`` of transformers 5 leaves these as they are: it replaces ``nn.Linear``, and its experts are one
+parameter a layer (bitsandbytes issue 1849). Side "bitsandbytes" therefore quantizes them to nf4 by
+``bitsandbytes.nn.parametrize.replace_parameter_4bit``, which dequantizes a layer's experts whole in each use.
+
+Each cell runs in a process of its own, which ends when its share of ``--seconds`` is over; results are written as they
+come, to DIR/train_lora.jsonl.
 
 Peak memory is compared with what the math needs, ``needed_activations``: (peak - weights - adapters, gradients of these
-and AdamW's state) / needed. Goal: at most 1.3.
+and AdamW's state) / needed. Goal: at most 1.3. Our peak is that of XLA's plan of the step: arguments + outputs -
+aliased + temporary, each in ``plan``; ``device_peak`` is that of the process, making the weights included.
+
+At the size of a few layers the logits decide the peak. With ``--no-head`` the loss is a product of the last hidden
+states with a vector, so that a layer's activations decide it; the head's weights stay where they are.
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -30,24 +39,28 @@ _TINY = dict(hidden_size=256, intermediate_size=128, moe_intermediate_size=128, 
 _TINY |= dict(num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, head_dim=64)
 _WARM, _STEPS = 2, 5
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 def sizes_of(options: Any) -> dict[str, Any]:
     return MODELS[options.model] | (_TINY if options.tiny else {}) | {"num_hidden_layers": options.layers}
 
 
-def needed_activations(sizes: dict[str, Any], rows: int, length: int, rank: int, itemsize: int = 2) -> dict[str, int]:
+def needed_activations(
+    sizes: dict[str, Any], rows: int, length: int, rank: int, itemsize: int = 2, *, has_head: bool = True
+) -> dict[str, int]:
     """Bytes that a step must hold at once when layers are computed again in the backward pass.
 
     Two moments compete. In the backward pass of the head: the inputs of all layers, logits and their cotangent in
-    float32. In that of a layer: the inputs of all layers, and what is inside of one. Softmax weights count once in
+    float32; without it the last hidden states and theirs. In that of a layer: the inputs of all layers, and what is
+    inside of one. Softmax weights count once in
     float32, with their cotangent; rows of experts count without copies of their input.
     """
     t, h, d = rows * length, sizes["hidden_size"], sizes["head_dim"]
     queries, keys = sizes["num_attention_heads"] * d, sizes["num_key_value_heads"] * d
     inner, k, e = sizes["moe_intermediate_size"], sizes["num_experts_per_tok"], sizes["num_experts"]
     inputs = (sizes["num_hidden_layers"] + 1) * t * h * itemsize
-    head = 2 * t * sizes["vocab_size"] * 4
+    head = 2 * t * sizes["vocab_size"] * 4 if has_head else 2 * t * h * itemsize
     attention = (
         t
         * (h + 2 * (queries + keys) + keys + queries + 4 * rank)
@@ -88,10 +101,14 @@ def ours(options: Any, rows: int) -> dict[str, Any]:
     structure, adapters, frozen = nnx.split(model, moe_jax.LoRAParam, ...)
     optimizer = optax.adamw(1e-4)
     opt_state = optimizer.init(adapters)
+    direction = jax.random.normal(jax.random.key(3), (config.hidden_size,), dtype)
 
     def step(adapters, opt_state, frozen, ids):
         def loss(adapters):
-            logits = nnx.merge(structure, adapters, frozen)(ids, remat=True)
+            model = nnx.merge(structure, adapters, frozen)
+            if options.no_head:
+                return (model.hidden_states(ids, remat=True)[0] @ direction).astype(jnp.float32).mean()
+            logits = model(ids, remat=True)
             return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean()
 
         value, grads = jax.value_and_grad(loss)(adapters)
@@ -100,15 +117,23 @@ def ours(options: Any, rows: int) -> dict[str, Any]:
 
     ids = jax.random.randint(jax.random.key(2), (rows, options.length), 0, config.vocab_size)
     start = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(adapters, opt_state, frozen, ids).compile()
+    # The head's weights count among the arguments without a head too.
+    program = jax.jit(step, donate_argnums=(0, 1), keep_unused=True)
+    compiled = program.lower(adapters, opt_state, frozen, ids).compile()
     compile_s = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
-    arguments, states = memory.argument_size_in_bytes, nbytes((adapters, opt_state))
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    states = nbytes((adapters, opt_state))
+    plan = dict(
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+    )
     found = dict(
         weights=nbytes(frozen),
         trained=states + nbytes(adapters),
-        peak=arguments + outputs + memory.temp_size_in_bytes,
+        plan=plan,
+        peak=plan["arguments"] + plan["outputs"] - plan["aliased"] + plan["temporary"],
         compile_s=compile_s,
         device=jax.devices()[0].device_kind,
         versions=f"jax {jax.__version__}",
@@ -123,14 +148,31 @@ def ours(options: Any, rows: int) -> dict[str, Any]:
     jax.block_until_ready(adapters)
     seconds = (time.perf_counter() - start) / _STEPS
     stats = jax.devices()[0].memory_stats() or {}
-    process_peak = stats.get("peak_bytes_in_use")  # of the process, so that making the weights counts too
-    return found | dict(seconds=seconds, process_peak=process_peak, losses=[float(losses[0]), float(losses[-1])])
+    return found | dict(
+        seconds=seconds, device_peak=stats.get("peak_bytes_in_use"), losses=[float(losses[0]), float(losses[-1])]
+    )
 
 
 # -- transformers and peft -------------------------------------------------------------------------------------------
 
 
-def theirs(options: Any, rows: int) -> dict[str, Any]:
+def in_4_bits(model: Any) -> tuple[int, str]:
+    """Quantizes a model's experts. Returns bytes of their scales, which are no parameters, and the version."""
+    import bitsandbytes  # pyright: ignore[reportMissingImports]
+    from bitsandbytes.nn.parametrize import (  # pyright: ignore[reportMissingImports]
+        Bnb4bitParametrization,
+        replace_parameter_4bit,
+    )
+
+    for path, _ in list(model.named_parameters()):
+        if path.endswith(EXPERTS):
+            module, _, name = path.rpartition(".")
+            replace_parameter_4bit(model.get_submodule(module), name, quant_type="nf4")
+    scales = [part.quant_state.absmax for part in model.modules() if isinstance(part, Bnb4bitParametrization)]
+    return sum(scale.nbytes for scale in scales), f", bitsandbytes {bitsandbytes.__version__}"
+
+
+def theirs(options: Any, rows: int, *, quantizes: bool = False) -> dict[str, Any]:
     import peft  # pyright: ignore[reportMissingImports]
     import torch
     import transformers
@@ -151,21 +193,34 @@ def theirs(options: Any, rows: int) -> dict[str, Any]:
             implementation = "grouped_mm"
         except (AttributeError, ValueError, ImportError) as error:
             print(f"transformers' grouped_mm is not available: {error}", file=sys.stderr)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+    matrices = [name for name, _ in model.named_parameters() if name.endswith(EXPERTS)]
+    scales, version = in_4_bits(model) if quantizes else (0, "")
+    weights = scales + sum(parameter.nbytes for parameter in model.parameters())
     lora = peft.LoraConfig(
         r=options.rank,
         lora_alpha=2 * options.rank,
         target_modules=list(PROJECTIONS),
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        target_parameters=matrices,  # whole names, which alone peft finds where parameters are quantized
     )
     model = peft.get_peft_model(model, lora)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.enable_input_require_grads()
     model.train()
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    of_experts = sum(".experts." in name for name in trained)
+    if of_experts != 2 * len(matrices):
+        raise RuntimeError(f"peft gave the experts {of_experts} matrices to train, expected {2 * len(matrices)}")
+    parameters = list(trained.values())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
     ids = torch.randint(0, config.vocab_size, (rows, options.length), device=device)
+    direction = torch.randn(config.hidden_size, device=device, dtype=torch.bfloat16)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def loss_of() -> Any:
+        if options.no_head:
+            hidden = model.get_base_model().model(ids, use_cache=False).last_hidden_state
+            return (hidden @ direction).float().mean()
+        return model(ids, labels=ids, use_cache=False).loss
 
     losses = []
     start = time.perf_counter()
@@ -175,7 +230,7 @@ def theirs(options: Any, rows: int) -> dict[str, Any]:
             start = time.perf_counter()
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-        loss = model(ids, labels=ids, use_cache=False).loss
+        loss = loss_of()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -190,21 +245,24 @@ def theirs(options: Any, rows: int) -> dict[str, Any]:
         losses=[float(losses[0]), float(losses[-1])],
         implementation=implementation,
         device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        versions=f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}",
+        versions=f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}"
+        + version,
     )
 
 
-SIDES = {"ours": ours, "peft": theirs}
+SIDES = {"ours": ours, "peft": theirs, "bitsandbytes": functools.partial(theirs, quantizes=True)}
 
 
 def measured(options: Any) -> dict[str, Any]:
     """One cell, in this process."""
     rows = int(options.rows)
     cell = SIDES[options.side](options, rows)
-    needed = needed_activations(sizes_of(options), rows, options.length, options.rank, 4 if options.tiny else 2)
+    itemsize = 4 if options.tiny and options.side == "ours" else 2
+    head: Any = dict(has_head=not options.no_head)
+    needed = needed_activations(sizes_of(options), rows, options.length, options.rank, itemsize, **head)
     tokens = rows * options.length
     cell |= dict(side=options.side, model=options.model, layers=options.layers, rows=rows, length=options.length)
-    cell |= dict(needed=needed, tokens_per_s=tokens / cell["seconds"], rank=options.rank)
+    cell |= head | dict(needed=needed, tokens_per_s=tokens / cell["seconds"], rank=options.rank)
     if cell["peak"] is not None:
         cell["activations"] = cell["peak"] - cell["weights"] - cell["trained"]
         cell["ratio"] = cell["activations"] / needed["peak"]
@@ -213,17 +271,23 @@ def measured(options: Any) -> dict[str, Any]:
 
 def line(cell: dict[str, Any]) -> str:
     gib = 2**30
-    head = f"{cell['side']:5s} rows={cell['rows']:3d} x {cell['length']}"
+    start = f"{cell['side']:12s} rows={cell['rows']:3d} x {cell['length']}"
     if "seconds" not in cell:
-        return f"{head}  {cell['why']}"
-    text = f"{head}  {cell['seconds'] * 1e3:9.1f} ms a step  {cell['tokens_per_s']:9.0f} tokens/s"
+        return f"{start}  {cell['why']}"
+    start += "" if cell["has_head"] else " without head"
+    text = f"{start}  {cell['seconds'] * 1e3:9.1f} ms a step  {cell['tokens_per_s']:9.0f} tokens/s"
     if cell["peak"] is None:
         return text
-    return (
+    text = (
         f"{text}  peak {cell['peak'] / gib:6.2f} GiB = weights {cell['weights'] / gib:.2f} + trained "
         f"{cell['trained'] / gib:.2f} + {cell['activations'] / gib:.2f}, needed {cell['needed']['peak'] / gib:.2f}: "
         f"ratio {cell['ratio']:.2f}"
     )
+    if "plan" not in cell:
+        return text
+    parts = ", ".join(f"{name} {size / gib:.2f}" for name, size in cell["plan"].items())
+    device_peak = "unknown" if cell["device_peak"] is None else f"{cell['device_peak'] / gib:.2f}"
+    return f"{text}; plan: {parts}; peak of the device {device_peak}"
 
 
 def main() -> None:
@@ -235,7 +299,8 @@ def main() -> None:
     parser.add_argument("--scheme", default="w4a16_g128")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=225, help="for all cells together")
-    parser.add_argument("--sides", default="ours,peft")
+    parser.add_argument("--no-head", action="store_true", help="a loss of the last hidden states")
+    parser.add_argument("--sides", default="ours,peft", help=f"of {', '.join(SIDES)}")
     parser.add_argument("--side", choices=SIDES, help="measure one cell here and print it as JSON")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
@@ -265,9 +330,10 @@ def main() -> None:
             file.write(json.dumps(cell) + "\n")
         print(line(cell), flush=True)
     for mine in found:
-        other = next((c for c in found if c["side"] == "peft" and c["rows"] == mine["rows"] and "seconds" in c), None)
-        if mine["side"] == "ours" and "seconds" in mine and other is not None:
-            print(f"rows={mine['rows']}: ours {other['seconds'] / mine['seconds']:.2f} times as fast as peft")
+        others = [c for c in found if c["side"] != "ours" and c["rows"] == mine["rows"] and "seconds" in c]
+        for other in others if mine["side"] == "ours" and "seconds" in mine else ():
+            faster = other["seconds"] / mine["seconds"]
+            print(f"rows={mine['rows']}: ours {faster:.2f} times as fast as {other['side']}")
 
 
 if __name__ == "__main__":

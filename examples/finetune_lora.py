@@ -6,12 +6,14 @@ python examples/finetune_lora.py --size qwen3-30b-a3b --layers 2 --mesh expert=2
 XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \\
     python examples/finetune_lora.py --mesh expert=4,data=2                  # simulated devices
 
-Run the same command again to go on where --out has stopped: the bits are those of a run that never stopped.
+Run the same command again to go on where --out has stopped: the bits are those of a run that never stopped. To stop
+early on purpose, give --schedule-steps the whole length and --steps less, and --steps more in the next command.
 """
 
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
 
 import jax
@@ -41,6 +43,7 @@ QWEN3_30B_A3B = _demo.CONFIG | dict(
     max_position_embeddings=40960,
 )
 SIZES = {"tiny": _demo.CONFIG, "qwen3-30b-a3b": QWEN3_30B_A3B}
+FREE = ("out", "steps", "save_every")  # options that may change where a run goes on
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -147,7 +150,7 @@ def has_target(segments):
 def make_optimizer(options):
     warmup = max(1, options.schedule_steps // 10)
     schedule = optax.warmup_cosine_decay_schedule(
-        options.learning_rate / warmup, options.learning_rate, warmup, options.schedule_steps
+        options.learning_rate / warmup, options.learning_rate, warmup, max(options.schedule_steps, warmup + 1)
     )
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
 
@@ -180,9 +183,10 @@ def make_step(structure, optimizer, options):
 
 
 def laid_out(tree, mesh):
-    """What lies on no mesh yet, as the optimizer's counters do, whole on every device."""
+    """Every array with a place of its own, as a step returns it: without one, the second step would compile again. What
+    lies on no mesh yet, as the optimizer's counters do, is whole on every device."""
     if mesh is None:
-        return tree
+        return jax.device_put(tree, jax.devices()[0])
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda a: a if isinstance(a.sharding, NamedSharding) else jax.device_put(a, whole), tree)
 
@@ -229,11 +233,29 @@ def parse(argv=None):
     return options
 
 
+def check_settings(out, options):
+    """Options that decide what a step computes lie in settings.json: a run goes on with those that it began with."""
+    settings = {name: value for name, value in vars(options).items() if name not in FREE}
+    path = out / "settings.json"
+    if path.exists() and (out / "losses.json").exists():
+        before = json.loads(path.read_text())
+        changed = [name for name in settings if settings[name] != before.get(name)]
+        if changed:
+            name = changed[0]
+            raise SystemExit(
+                f"{out} holds a run with {name}={before.get(name)}, not {settings[name]}: it goes on with the options "
+                "that it began with, where --steps alone may grow (--schedule-steps stays); else give another --out"
+            )
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings, indent=2))
+
+
 def main(argv=None):
     """Train and return (losses of all steps, the model)."""
     options = parse(argv)
     mesh = parse_mesh(options.mesh) if options.mesh else None
     out = Path(options.out).absolute()
+    check_settings(out, options)
     model, encode = load(options, mesh)
     documents = Path(options.text).read_text().splitlines() if options.text else sentences(400, options.seed)
     ids, segments = pack([tokens for tokens in map(encode, documents) if tokens], options.length)
@@ -253,7 +275,7 @@ def main(argv=None):
     trained = sum(leaf.size for leaf in jax.tree.leaves(adapters))
     print(f"{trained:,} trained numbers on {1 if mesh is None else mesh.size} devices")
 
-    losses = []
+    losses, seconds = [], []
     with ocp.CheckpointManager(out / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
         done = manager.latest_step() or 0
         if done:
@@ -261,16 +283,22 @@ def main(argv=None):
             losses = json.loads((out / "losses.json").read_text())[:done]
             print(f"going on after step {done}")
         for number in range(done, options.steps):
+            start = time.perf_counter()
             batch = batch_of(number, ids, segments, options, mesh)
             adapters, opt_state, loss = step(state["adapters"], state["opt_state"], frozen, batch)
             state = dict(adapters=adapters, opt_state=opt_state)
             losses.append(float(loss))
+            seconds.append(time.perf_counter() - start)
             if number % 10 == 0 or number == options.steps - 1:
                 print(f"step {number + 1:5d}  loss {losses[-1]:.4f}")
             if (number + 1) % options.save_every == 0 or number == options.steps - 1:
                 (out / "losses.json").write_text(json.dumps(losses))
                 manager.save(number + 1, args=ocp.args.StandardSave(state))
     print(curve(losses))
+    if len(seconds) > 1:
+        tokens = options.accumulate * options.batch_size * options.length
+        step_s = float(np.median(seconds[1:]))
+        print(f"first step {seconds[0]:.1f} s, the others {step_s * 1e3:.1f} ms: {tokens / step_s:.0f} tokens/s")
     nnx.update(model, state["adapters"])
     moe_jax.save_lora(model, out / "adapter", base_model=options.directory or options.size)
     print(f"wrote {out / 'losses.json'}, checkpoints, and {out / 'adapter'} for peft")

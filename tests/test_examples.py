@@ -123,19 +123,21 @@ class TestFinetune:
         assert targets.sum() == sum(len(document) - 1 for document in wanted)
 
     @pytest.mark.parametrize("mesh", [None, pytest.param("expert=4,data=2", marks=pytest.mark.slow)])
-    def test_a_run_that_stops_goes_on_with_the_same_bits(self, tiny, tmp_path, capsys, mesh):
-        """From its checkpoint of step 5: losses, adapters and what peft reads. Auxiliary losses, two batches a step."""
+    def test_a_run_that_stops_goes_on_with_the_same_bits(self, tiny, tmp_path, capsys, caplog, mesh):
+        """From its checkpoint of step 5: losses, adapters and what peft reads. Auxiliary losses, two batches a step.
+        Each run compiles its step once."""
         module = example("finetune_lora")
         args = [str(tiny), "--quantize", "w4a16_g32", "--length", "24", "--schedule-steps", "10", "--save-every", "5"]
         args += ["--balance", "0.01", "--z-loss", "0.001", "--rank", "4", "--batch-size", "2", "--remat"]
         args += [] if mesh is None else ["--mesh", mesh]
-        with jax.numpy_dtype_promotion("standard"):  # for Adam, which divides floats by integers
+        with jax.numpy_dtype_promotion("standard"), jax.log_compiles():  # for Adam, which divides floats by integers
             wanted, straight = module.main([*args, "--steps", "10", "--out", str(tmp_path / "straight")])
             shutil.copytree(tmp_path / "straight", tmp_path / "halves")
             shutil.rmtree(tmp_path / "halves/checkpoints/10")  # as if it had stopped before
             shutil.rmtree(tmp_path / "halves/adapter")
             found, resumed = module.main([*args, "--steps", "10", "--out", str(tmp_path / "halves")])
         assert "going on after step 5" in capsys.readouterr().out
+        assert sum("Finished XLA compilation of jit(step)" in record.getMessage() for record in caplog.records) == 2
         assert found == wanted and len(wanted) == 10 and wanted[-1] < 0.9 * wanted[0]
         states = [jax.tree.leaves(nnx.state(model, moe_jax.LoRAParam)) for model in (straight, resumed)]
         assert len(states[0]) == 4 + 8
@@ -145,6 +147,27 @@ class TestFinetune:
             (tmp_path / name / "adapter/adapter_model.safetensors").read_bytes() for name in ("straight", "halves")
         ]
         assert files[0] == files[1]
+
+    def test_a_run_goes_on_with_its_own_options_alone(self, tmp_path):
+        """More steps are no other options, unless the schedule's length follows them."""
+        module = example("finetune_lora")
+
+        def check(*args):
+            module.check_settings(tmp_path, module.parse(["--out", str(tmp_path), *args]))
+
+        check("--steps", "6")
+        check("--steps", "12")  # nothing has been saved yet
+        (tmp_path / "losses.json").write_text("[]")
+        check("--steps", "24", "--schedule-steps", "12", "--save-every", "3")
+        for other, text in (
+            (["--steps", "24"], "schedule_steps=12, not 24: .*another --out"),
+            (["--steps", "12", "--learning-rate", "1"], "learning_rate=0.01, not 1.0"),
+            (["--steps", "12", "--seed", "1"], "seed=0, not 1"),
+            (["--steps", "12", "--mesh", "data=2"], "mesh=None, not data=2"),
+        ):
+            with pytest.raises(SystemExit, match=text):
+                check(*other)
+        check("--steps", "12")  # what was refused has changed nothing
 
     @pytest.mark.slow
     @pytest.mark.parametrize("size", ["tiny", "qwen3-30b-a3b"])

@@ -82,3 +82,26 @@ def test_the_side_that_keeps_rows_asks_for_it(script, monkeypatch, capsys, tmp_p
         assert script.child(side, "tiny", [1], tmp_path, seconds=60, traces=False) == 0
     assert asked == [False, True]
     assert [json.loads(line)["side"] for line in capsys.readouterr().out.splitlines()] == ["ours", "ours_kept"]
+
+
+def test_steps_without_a_rest_have_their_clock_and_power(script, monkeypatch, tmp_path):
+    """A stand-in for nvidia-smi: the first third of its samples, before the clock has settled, is left out."""
+    power, smi = importlib.import_module("_power"), tmp_path / "nvidia-smi"
+    rows = ["1980, 300.00, 0x0000000000000000"] * 3 + ["1410, 690.00, 0x0000000000000004"] * 4
+    rows += ["1395, 700.00, 0x0000000000000024", "1980, 310.00, 0x0000000000000001", "[N/A]"]
+    smi.write_text('#!/bin/sh\necho "$@" > ' + f"{tmp_path}/asked\ncat <<END\n" + "\n".join(rows) + "\nEND\nsleep 60\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    asked = []
+
+    def run(count):
+        asked.append(count)
+        time.sleep(0.02 * count if len(asked) > 3 else 0.1 * count)  # slow at first, as a cold GPU is
+
+    found = power.sustained(run, 1.2, 0.075)
+    assert found | dict(sustained_ms=0) == dict(sustained_ms=0, watts=690, sm_mhz=1410, at_power_cap=0.83)
+    assert found["sustained_ms"] == pytest.approx(20, rel=0.3) and set(asked) == {2}
+    assert (tmp_path / "asked").read_text().startswith("-i 3 --query-gpu=clocks.sm,power")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert power.sustained(run, 0.0, 1.0)["watts"] is None and asked[-1] == 1

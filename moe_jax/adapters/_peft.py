@@ -14,7 +14,8 @@ transformers 4 name each expert, ``experts.3.gate_proj`` or ``experts.3.w1``, an
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +48,8 @@ _WORDS = dict(gate_proj=("w13", 0), w1=("w13", 0), up_proj=("w13", 1), w3=("w13"
 def save_lora(model: Any, directory: str | os.PathLike[str], *, base_model: str | None = None) -> None:
     """Write a model's adapters as PEFT does, so that ``peft.PeftModel.from_pretrained`` reads them for the same model.
 
-    Experts over a mesh pass through the host. Where experts share an A, each is written with it. Files of the same name
-    are replaced.
+    Experts over a mesh pass through the host. Where experts share an A, each is written with it. Where some layers have
+    no adapter, the configuration names each weight that has one. Files of the same name are replaced.
 
     Args:
         model: a whole model with adapters of one rank and alpha, as ``lora`` and ``load_lora`` make them.
@@ -64,6 +65,7 @@ def save_lora(model: Any, directory: str | os.PathLike[str], *, base_model: str 
     tensors: dict[str, np.ndarray] = {}
     modules: set[str] = set()
     parameters: set[str] = set()
+    adapted: list[str] = []
     held: set[tuple[int, float]] = set()
     for prefix, layer in places.experts.items():
         if layer.lora is None:
@@ -71,14 +73,16 @@ def save_lora(model: Any, directory: str | os.PathLike[str], *, base_model: str 
         held.add((layer.lora.rank, layer.lora.alpha))
         own = _tensors_of_experts(places, prefix, layer, layer.lora)
         tensors |= own
+        adapted += [f"{prefix}.{name}" for name in _targets(layer.lora)]
         if _OF_AN_EXPERT.match(next(iter(own))):
-            modules |= {name.split(".")[-3] for name in own}
+            modules |= {name.rpartition(".lora_")[0] for name in own}
         else:
-            parameters |= {f"mlp.experts.{_PARAMETERS[name]}" for name in _targets(layer.lora)}
+            parameters |= {f"{prefix}.{_PARAMETERS[name]}" for name in _targets(layer.lora)}
     for prefix, place in places.projections.items():
         if (lora := place.linear.lora) is not None:
             held.add((lora.rank, lora.alpha))
-            modules.add(prefix.rpartition(".")[2])
+            adapted.append(prefix)
+            modules.add(prefix)
             tensors[f"{prefix}.lora_A.weight"] = np.asarray(lora.a[...])
             tensors[f"{prefix}.lora_B.weight"] = np.asarray(lora.b[...])
     if not tensors:
@@ -86,8 +90,9 @@ def save_lora(model: Any, directory: str | os.PathLike[str], *, base_model: str 
     if len(held) > 1:
         raise ValueError(f"adapters have several (rank, alpha), {sorted(held)}; a file of PEFT has one here")
     ((rank, alpha),) = held
-    if places.moe_module != "mlp":
-        parameters = {name.replace("mlp.", f"{places.moe_module}.", 1) for name in parameters}
+    if places.partial(adapted) is None:  # names that hold for every layer
+        modules = {name.rpartition(".")[2] for name in modules}
+        parameters = {".".join(name.split(".")[-3:]) for name in parameters}
     config = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",
@@ -125,8 +130,9 @@ def load_lora(model: Any, source: Any) -> Any:
         The model.
 
     Raises:
-        ValueError: files that are damaged, or of another model: names, shapes and the rank are compared; a weight that
-            has an adapter already. NotImplementedError: a setting of PEFT that is not built, such as DoRA, by name; a
+        ValueError: files that are damaged, or of another model: names, shapes and the rank are compared, and so are
+            layers unless the configuration says which, as by ``layers_to_transform``; a weight that has an adapter
+            already. NotImplementedError: a setting of PEFT that is not built, such as DoRA, by name; a
             layer over a mesh with copies of experts. TypeError: no whole model. The model is then untouched.
     """
     check_not_traced("load_lora", model)
@@ -221,6 +227,15 @@ def _read_config(config: Mapping[str, Any], path: Path) -> tuple[int, float]:
     return rank, float(alpha) * (rank**0.5 if config.get("use_rslora") else 1.0)
 
 
+def _names_layers(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration chooses among layers: by number, by names or a pattern with numbers, or by exclusion."""
+    if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
+        return True
+    targets = (config.get(field) or () for field in ("target_modules", "target_parameters"))
+    names = [name for of in targets for name in ((of,) if isinstance(of, str) else of)]
+    return any(re.search(r"\d.*\.", str(name)) for name in names)
+
+
 def _supported(array: np.ndarray) -> np.ndarray:
     """bfloat16 and float32 as they are, other floats as float32."""
     return array if array.dtype in (jnp.bfloat16, np.float32) else array.astype(np.float32)
@@ -256,6 +271,20 @@ class _Places:
             for index, layer in enumerate(model.layers)
             if id(layer.mlp) in blocks
         }
+
+    def partial(self, adapted: Iterable[str]) -> tuple[str, int, int] | None:
+        """(kind of a weight, layers that have it among ``adapted``, layers of the model that have it) of the first kind
+        that some layers of the model miss. adapted: names of projections, of experts with ".w13" or ".w2".
+        """
+        prefix = f"{self.family.layers_module()}."
+
+        def by_kind(names: Iterable[str]) -> Counter[str]:
+            return Counter(name.removeprefix(prefix).partition(".")[2] for name in names)
+
+        of_experts = (f"{experts}.{name}" for experts in self.experts for name in EXPERT_TARGETS)
+        of_model = by_kind((*self.projections, *of_experts))
+        wrong = ((kind, count, of_model[kind]) for kind, count in by_kind(adapted).items() if count < of_model[kind])
+        return next(wrong, None)
 
     def canonical(self, experts: str) -> str:
         """The name of experts in transformers 5 for that of a checkpoint."""
@@ -355,6 +384,14 @@ class _Reader(NamedTuple):
             experts.setdefault(home, {}).update(self._stacked(home, found))
         if not experts and not projections:
             raise ValueError(f"{self.path}: holds no adapters")
+        of_experts = (f"{home}.{name[:-2]}" for home, arrays in experts.items() for name in arrays if name[-2:] == "_a")
+        partial = self.places.partial((*projections, *of_experts))
+        if partial is not None and not _names_layers(config):
+            kind, count, of_model = partial
+            raise ValueError(
+                f"{self.path}: has {kind} of {count} layers, expected all {of_model} of the model: an adapter of "
+                f"another model, or one whose {CONFIG_FILE} does not say which layers it has, as by layers_to_transform"
+            )
         return experts, projections
 
     def _pairs(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -396,7 +433,8 @@ class _Reader(NamedTuple):
         layer = self.places.experts[inner].config
         e, r, h, i = layer.num_experts, self.rank, layer.hidden_size, layer.intermediate_size
         both = {inner, f"{inner}.base_layer"} <= pairs.keys()
-        stated = [target.rpartition(".")[2] for target in config.get("target_parameters") or ()]
+        targets = (target.rpartition(".") for target in config.get("target_parameters") or ())
+        stated = [word for module, _, word in targets if f".{inner}".endswith(f".{module}")]
         target = ("w13" if name != inner else "w2") if both else "w2" if "gate_up_proj" not in stated else "w13"
         k, n = (h, 2 * i) if target == "w13" else (i, h)
         a, b = self._checked(name, pair, (e * r, k), (n, r * e))

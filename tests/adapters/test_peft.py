@@ -247,6 +247,58 @@ def test_tensors_that_are_refused(saved):
     refuses(ValueError, CONFIG, moe_jax.load_lora, model, directory)
 
 
+LAYERS_STATED: dict[str, dict[str, Any]] = {
+    "by number": dict(layers_to_transform=[0]),
+    "by pattern": dict(target_modules=r".*\.layers\.0\..*_proj"),
+    "by name": dict(target_parameters=["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"]),
+    "by exclusion": dict(exclude_modules=["layers.1.self_attn.q_proj"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("left_out", "kind"), [("self_attn.q_proj", "self_attn.q_proj"), ("mlp.experts", "mlp.experts.w13")]
+)
+def test_adapters_of_fewer_layers_are_refused_unless_they_say_so(saved, left_out, kind):
+    """A model of fewer layers has the same names: what is above them would stay without an adapter."""
+    model, directory = saved
+    rewrite(directory, lambda tensors: [tensors.pop(name) for name in list(tensors) if f"layers.1.{left_out}" in name])
+    text = f"has {kind} of 1 layers, expected all 2 of the model: an adapter of another model"
+    refuses(ValueError, text, moe_jax.load_lora, model, directory)
+    reconfigure(directory, target_modules="all-linear")
+    refuses(ValueError, text, moe_jax.load_lora, model, {"one": directory, "same": directory})
+    assert not nnx.state(model, moe_jax.LoRAParam)
+
+
+@pytest.mark.parametrize("how", LAYERS_STATED)
+def test_adapters_of_stated_layers_are_read(saved, how):
+    model, directory = saved
+    rewrite(directory, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1." in name])
+    reconfigure(directory, **LAYERS_STATED[how])
+    moe_jax.load_lora(model, directory)
+    assert [layer.mlp.experts.lora is None for layer in model.layers] == [False, True]
+    assert [layer.self_attn.q_proj.lora is None for layer in model.layers] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "granite"])
+@pytest.mark.filterwarnings("error:Found missing adapter keys")
+def test_adapters_of_some_layers_come_back_and_are_named_for_peft(case, prompt, tmp_path, peft, name):
+    """Experts of the first layer alone, only w2 in the second."""
+    base, ids = case(name), prompt(2, 40)
+    model = load(base.directory)
+    for layer, targets in zip(model.moe_blocks(), (("w13", "w2"), ("w2",)), strict=False):
+        moe_jax.lora(layer, RANK, ALPHA, targets, rngs=nnx.Rngs(1))
+    moe_jax.save_lora(filled(model, size=0.1), tmp_path)
+    module = "block_sparse_moe" if name == "granite" else "mlp"
+    assert json.loads((tmp_path / CONFIG).read_text())["target_parameters"] == [
+        f"model.layers.{index}.{module}.experts.{word}_proj"
+        for index, word in ((0, "down"), (0, "gate_up"), (1, "down"))
+    ]
+    y = np.asarray(model.score(ids))
+    np.testing.assert_array_equal(moe_jax.load_lora(load(base.directory), tmp_path).score(ids), y)
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base.torch_model), tmp_path).eval()
+    assert_logits_close(y, torch_logits(theirs, ids), 3e-5)
+
+
 def test_an_expert_without_adapter_is_refused(case, tmp_path):
     moe_jax.save_lora(with_own_a(load(case("qwen3").directory)), tmp_path)
     rewrite(

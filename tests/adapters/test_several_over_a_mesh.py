@@ -11,10 +11,11 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import moe_jax
+from moe_jax import checkpointing
 from moe_jax.experts._choice import BACKENDS
 from moe_jax.nn._lora import held_expert_lora
 from moe_jax.quantization import LowRank
-from tests.adapters.test_lora_of_models import load
+from tests.adapters.test_lora_of_models import filled, load
 from tests.adapters.test_lora_over_a_mesh import NAMES, as_one_device_has_it
 from tests.adapters.test_several import ADAPTERS, directories
 from tests.support.cases.layers import E, H, I, K, inputs
@@ -224,6 +225,45 @@ def test_texts_and_gradients_of_models(case, prompt, directories, scheme):
         expected = np.asarray(ours.get_value())
         assert np.abs(expected).max() > 0, path
         np.testing.assert_allclose(np.asarray(theirs.get_value()), expected, rtol=0, atol=3e-4 * np.abs(expected).max())
+
+
+def test_two_adapters_go_to_disk_and_back(case, prompt, tmp_path):
+    """Made over expert=4, data=2 and saved from there; then held together, there and on one device."""
+    mesh = jax.make_mesh((4, 2), ("expert", "data"), axis_types=(AxisType.Auto,) * 2)
+    base, ids, names = case("qwen3").directory, prompt(4, 16), ("story", "code")
+    quantized: Any = dict(quantize="w4a16_g32")
+    saved, again = ({name: tmp_path / of / name for name in names} for of in ("saved", "again"))
+    alone = {}
+    for seed, name in enumerate(names):
+        model = moe_jax.lora(load(base, mesh=mesh, **quantized), rngs=nnx.Rngs(seed), **ADAPTERS[name])
+        moe_jax.save_lora(filled(model, seed, size=0.3), saved[name])
+        alone[name] = np.asarray(model.score(ids))
+        moe_jax.save_lora(moe_jax.load_lora(load(base, mesh=mesh, **quantized), saved[name]), again[name])
+        for file in ("adapter_model.safetensors", "adapter_config.json"):
+            assert (saved[name] / file).read_bytes() == (again[name] / file).read_bytes()
+    one, many = (moe_jax.load_lora(load(base, mesh=own, **quantized), saved) for own in (None, mesh))
+    held = many.moe_blocks()[0].experts.lora
+    assert held.names == names and held.w13_b.get_value().sharding.spec[0] == "expert"
+    forward: Any = jax.jit(lambda model, ids, choice: moe_jax.select_lora(model, choice)(ids))
+    rows = np.asarray([1, 0, -1, 0], np.int32)
+    of_rows = np.asarray(forward(many, jnp.asarray(ids), rows))
+    for row, place in enumerate(rows):
+        if place >= 0:
+            assert_logits_close(of_rows[row], alone[names[place]][row], 3e-5)
+    of_tokens = np.random.default_rng(6).integers(-1, 2, ids.shape).astype(np.int32)
+    for choice, found in ((rows, of_rows), (of_tokens, forward(many, jnp.asarray(ids), of_tokens))):
+        assert_logits_close(found, np.asarray(forward(one, jnp.asarray(ids), choice)), 3e-5)
+
+
+def test_a_layer_with_several_is_saved_and_restored(tmp_path):
+    (x, z), choice = inputs(17), make_choice(17)
+    layer, other = (make_layer("w4a16_g8", make_parallel("dp2-ep4")) for _ in range(2))
+    want = np.asarray(run(layer, x, z, choice))
+    checkpointing.save(layer, tmp_path)
+    nnx.update(other, jax.tree.map(jnp.zeros_like, nnx.state(other, moe_jax.LoRAParam)))
+    assert (np.asarray(run(other, x, z, choice)) != want).any()
+    checkpointing.restore(other, tmp_path)
+    np.testing.assert_array_equal(run(other, x, z, choice), want)
 
 
 def test_refusals(monkeypatch):

@@ -133,6 +133,28 @@ def test_masked_nan_tokens_poison_no_gradient():
         assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((dx, dw)))
 
 
+@pytest.mark.parametrize("name", ["w13", "w2"])
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel"])
+def test_a_weight_that_is_nan_reaches_the_gradients_of_its_tokens(scheme, name):
+    """The scale of "fp8_tensor" belongs to all rows: a hidden value that is NaN reaches every token, as in y."""
+    config = cases.make_config(scheme, implementation=("xla",))
+    x, p, ids, weights = make_args(config)
+    weights = cases.with_nan(weights, name)
+
+    def of(x, p):
+        y = fused_experts(x, p, ids, weights, config)
+        return jnp.sum(y), y
+
+    (dx, dp), y = jax.jit(jax.grad(of, (0, 1), has_aux=True))(x, p)
+    own = np.asarray(ids) == 0
+    is_routed = (np.asarray(ids) >= 0) & (np.asarray(ids) < cases.E)
+    reached = is_routed if (scheme, name) == ("fp8_tensor", "w13") else own
+    assert 0 < own.any(axis=1).sum() < NUM_TOKENS
+    np.testing.assert_array_equal(np.isnan(y).any(axis=1), reached.any(axis=1))
+    np.testing.assert_array_equal(np.isnan(dp), reached)
+    np.testing.assert_array_equal(np.isnan(dx).any(axis=1), own.any(axis=1))
+
+
 # -- quantized leaves have no gradient --------------------------------------------------------------------------------
 
 

@@ -96,6 +96,29 @@ def test_an_optimizer_is_silent_where_nothing_stays_unasked():
         nnx.state(block("fp8_block"), nnx.Param)
 
 
+@pytest.mark.parametrize("scheme", ["fp8_block", "w4a16_g8"])
+def test_a_gradient_of_quantized_experts_is_one_error(scheme):
+    """However an optimizer of optax alone would get one: nothing moves scales, or stays, in silence."""
+    layer = make_layer(scheme)
+    x, logits = inputs(4)
+    structure, experts, rest = nnx.split(layer, moe_jax.QuantizedParam, ...)
+    whole = nnx.split(layer)[1]
+
+    def loss(layer):
+        return jnp.mean(layer(x, logits) ** 2)
+
+    ways = (
+        lambda: nnx.grad(loss, argnums=nnx.DiffState(0, moe_jax.QuantizedParam))(layer),
+        lambda: jax.grad(lambda experts: loss(nnx.merge(structure, experts, rest)))(experts),
+        lambda: jax.grad(lambda experts: loss(nnx.merge(structure, experts, rest)), allow_int=True)(experts),
+        lambda: jax.grad(lambda state: loss(nnx.merge(nnx.graphdef(layer), state)), allow_int=True)(whole),
+    )
+    for way in ways:
+        with pytest.raises(TypeError, match="gradient requested for weights.w13.*quantized|but got int32"):
+            way()
+    assert not jax.tree.leaves(nnx.split(layer, nnx.Param, ...)[1])
+
+
 def test_variables_by_type():
     """Biases are parts of the experts: of quantized ones they stay as well."""
 

@@ -10,6 +10,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import moe_jax
@@ -19,7 +20,7 @@ from moe_jax.experts.hopper._gradient_products import packed_operands, pulls_act
 from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layout, to_plain_layout
 from moe_jax.experts.hopper._plan import tile_of_any_product
 from moe_jax.quantization import dequantize_tensor, method_for
-from tests.support.cases.experts import make_config, make_stored_weights
+from tests.support.cases.experts import make_config, make_stored_weights, with_nan
 from tests.support.cases.hopper_layers import E, K, inputs, make_layer, on_hopper
 from tests.support.kernels.case import launches
 from tests.support.oracles.expert_gradients import assert_gradients_close, expert_gradients
@@ -185,6 +186,22 @@ def frozen_gradients(function, weights, call):
 def test_quantized_weights(scheme):
     weights, expected, call = frozen_call(scheme)
     assert_gradients_close(frozen_gradients(by_references(call[0]), weights, call), expected)
+
+
+def assert_nan_reaches_its_tokens(function_of, scheme, name, tokens):
+    """Of a weight that is NaN, and no others: the derivative knows no scale that rows share. function_of: a layer."""
+    weights, _, call = frozen_call(scheme, tokens)
+    found = frozen_gradients(function_of(call[0]), with_nan(weights, name), call)
+    own = np.asarray(call[3]) == 0
+    assert 0 < own.any(axis=1).sum() < tokens
+    np.testing.assert_array_equal(np.isnan(np.asarray(found["topk_weights"])), own)
+    is_nan = np.isnan(np.asarray(found["x"], np.float32))
+    np.testing.assert_array_equal(is_nan.any(axis=1), own.any(axis=1))
+
+
+@pytest.mark.parametrize("name", ["w13", "w2"])
+def test_a_weight_that_is_nan_reaches_its_tokens(name):
+    assert_nan_reaches_its_tokens(by_references, "fp8_tensor", name, 13)
 
 
 @pytest.mark.slow

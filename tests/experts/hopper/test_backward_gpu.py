@@ -15,6 +15,7 @@ from tests.experts.hopper.test_backward import (
     ROUTINGS,
     SCHEMES_WITH_KERNELS,
     arguments,
+    assert_nan_reaches_its_tokens,
     expected_of,
     frozen_call,
     frozen_gradients,
@@ -59,6 +60,12 @@ def test_activations_and_biases(options):
 def test_quantized_weights(scheme):
     weights, expected, call = frozen_call(scheme, 700)
     assert_gradients_close(frozen_gradients(by_kernels(call[0]), weights, call), expected)
+
+
+@pytest.mark.parametrize("name", ["w13", "w2"])
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel", "fp8_block"])
+def test_a_weight_that_is_nan_reaches_its_tokens(scheme, name):
+    assert_nan_reaches_its_tokens(by_kernels, scheme, name, 45)
 
 
 @pytest.mark.parametrize("tokens", [3, 45, 700])

@@ -55,6 +55,15 @@ def make_stored_weights(config):
     return make_weights(config)
 
 
+def with_nan(weights, name, expert=0):
+    """One e4m3 code of an expert's w13 or w2 replaced by NaN."""
+    tensor = getattr(weights, name)
+    bits = jax.lax.bitcast_convert_type(tensor.data, jnp.uint8)
+    at = (expert, *[0] * (bits.ndim - 3), 5, 7)
+    data = jax.lax.bitcast_convert_type(bits.at[at].set(0x7F), tensor.data.dtype)
+    return dataclasses.replace(weights, **{name: dataclasses.replace(tensor, data=data)})
+
+
 def _in_an_order(config):
     """The codes of the scheme without act-order, their columns given to the groups at random."""
     scheme = config.scheme
