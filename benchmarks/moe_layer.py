@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 from _locks import locked, making
-from _timing import H200, header
+from _timing import header, limits_here
 from _workers import run_all
 
 import moe_jax
@@ -82,7 +82,7 @@ def run_pair(
         try:
             if weights is None:
                 raise RuntimeError(failed)
-            cell |= measure_layer(config, model, weights, count, H200, turn=turn, **timing_of(count))
+            cell |= measure_layer(config, model, weights, count, limits_here(), turn=turn, **timing_of(count))
             cell["scheme"] = name
             print(line(cell), flush=True)
         except Exception as error:  # one cell that fails must not hide the others

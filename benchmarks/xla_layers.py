@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from _locks import locked, making
-from _timing import H200, header
+from _timing import header, limits_here
 from _trace import NO_COMMAND_BUFFERS, traced
 from _workers import run_all
 from moe_layer import scheme_named, timing_of
@@ -94,7 +94,7 @@ def work(options: argparse.Namespace) -> None:
                 if way != "old":
                     force(way)
                 turn = functools.partial(locked, options.lock)
-                cell |= measure_layer(config, model, weights, tokens, H200, turn=turn, **timing_of(tokens))
+                cell |= measure_layer(config, model, weights, tokens, limits_here(), turn=turn, **timing_of(tokens))
                 cell["scheme"] = name
                 if way in ("old", "chosen"):
                     cell["kernels"] = kernels_of(config, weights, tokens, options.lock)
