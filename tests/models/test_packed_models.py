@@ -57,7 +57,7 @@ def quantized(case, directory, config):
 def judge(case, plain, ids):
     """Logits of transformers' model with the dequantized weights in place of its own, which are put back."""
     model, kept = case.torch_model, {k: v.clone() for k, v in case.torch_model.state_dict().items()}
-    state = dict(kept)
+    state = {k: v.clone() for k, v in kept.items()}
     for name, weight in plain.items():
         if ".experts." not in name:
             state[name] = torch.tensor(weight)
