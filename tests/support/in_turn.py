@@ -113,11 +113,11 @@ class Slice:
         self._since, self._case, self._is_first = now, self.left[0], False
 
     def _with_log(self, found: dict[str, Any], log: Path) -> dict[str, Any]:
-        """An error with the last two lines about errors from a log."""
+        """An error with the last two other lines about errors from a log."""
         if "error" in found:
-            lines = log.read_text(errors="replace").splitlines()
-            said = [line.strip()[:200] for line in lines if "Error" in line and "_C" not in line][-2:]
-            found["error"] = " | ".join([found["error"], *said])
+            lines = [line.strip()[:200] for line in log.read_text(errors="replace").splitlines()]
+            said = dict.fromkeys(line for line in lines if "Error" in line and "_C" not in line)
+            found["error"] = " | ".join([found["error"], *[line for line in said if line != found["error"]][-2:]])
         return found
 
     def stop(self, asks_where: bool = False) -> int | None:

@@ -16,6 +16,7 @@ after the other (tests/support/in_turn.py). The exit code is 1 if any format fai
 """
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -203,7 +204,9 @@ def engine(name: str, out: Path, plugin: bool, tp: int, ep: bool) -> dict[str, A
     if tp == 1:
         with torch.inference_mode():
             found = llm.apply_model(lambda model: layer_errors(model, values, form.rows))[0]
-    llm.llm_engine.engine_core.shutdown()  # ends workers, process groups and the engine's memory
+    core = llm.llm_engine.engine_core.engine_core
+    # The whole shutdown frees memory, for which it may start CUDA; a process that forks workers must not have it.
+    core.shutdown() if tp == 1 else core.model_executor.shutdown()
     torch._dynamo.reset()
     return found
 
@@ -282,6 +285,7 @@ def main() -> None:
     options = parser.parse_args()
     names = options.formats.split(",")
     if options.root:
+        importlib.import_module("vllm.entrypoints.llm")  # a part of the start, not of the first engine
         own = dict(plugin=options.plugin, tp=options.tp, ep=options.ep)
         in_turn.judge_in_turn(names, options.root, lambda name, out: engine(name, out, **own))
     names = list(dict.fromkeys(each for name in names for each in (WRITTEN if name == "written" else [name])))

@@ -74,16 +74,10 @@ def row_errors(name: str, plugin: bool, tokens: list[int]) -> tuple[dict[str, li
 
 def judge(name: str, folder: Path, tokens: list[int]) -> dict[str, Any]:
     """The line about a format."""
-    from vllm.config import get_current_vllm_config
-
     from tests.support.checkpoints.vllm_formats import FORMATS
-    from tests.support.vllm_layers import model_config
 
-    form, config = FORMATS[name], get_current_vllm_config()
-    config.model_config = None
-    if form.is_gpt_oss:  # whose choice of a kernel asks for the model's config
-        (folder / "config.json").write_text(json.dumps(config_of(name)))
-        config.model_config = model_config(folder)
+    form = FORMATS[name]
+    set_model_config(name, folder)
     ours, method = row_errors(name, True, tokens)
     bounds = float("inf"), BOUNDS[form.activations]
     try:
@@ -100,6 +94,20 @@ def judge(name: str, folder: Path, tokens: list[int]) -> dict[str, Any]:
     verdict = "LEFT" if "own" in ours else "PASS" if passes else "FAIL"
     said = " ".join(f"{kind} {_text(rows)}" for kind, rows in ours.items())
     return dict(line=f"{verdict} {name}: {type(method).__name__} {said}; {beside}")
+
+
+def set_model_config(name: str, folder: Path) -> None:
+    """Gives vLLM's current config that of the model, which vLLM's choice of a kernel for gpt-oss asks; or none."""
+    from vllm.config import get_current_vllm_config
+
+    from tests.support.checkpoints.vllm_formats import FORMATS
+    from tests.support.vllm_layers import model_config
+
+    config = get_current_vllm_config()
+    config.model_config = None
+    if FORMATS[name].is_gpt_oss:
+        (folder / "config.json").write_text(json.dumps(config_of(name)))
+        config.model_config = model_config(folder)
 
 
 def _text(rows: list[float]) -> str:
