@@ -1,8 +1,8 @@
 """Cases in turn inside a process, for judges whose start is dear: one that fails, hangs or dies takes no other with it.
 
 ``judge_in_turn`` runs in the process, a ``Slice`` watches it from beside. A case has a folder under the slice's root:
-log.txt says that the case began, found.json what was found. After a failure a new process takes the rest, so that no
-case runs in what a failed one left behind.
+log.txt says that the case began, found.json what was found. After a failure a new process takes the rest (or a new
+fork the next case), so that no case runs in what a failed one left behind.
 """
 
 import faulthandler
@@ -18,13 +18,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 
-def judge_in_turn(names: Iterable[str], root: Path, judge: Callable[[str, Path], dict[str, Any]]) -> NoReturn:
+def judge_in_turn(
+    names: Iterable[str], root: Path, judge: Callable[[str, Path], dict[str, Any]], forks: bool = False
+) -> NoReturn:
     """``judge(name, folder)`` for each name, its output in a log of its own, up to the first failure; ends the process.
 
+    forks: each case in a fork of this process, which has started no more than what all of them need.
     Nothing at exit runs: that, too, may hang.
     """
     faulthandler.register(signal.SIGUSR1)  # by which a slice asks where a case hangs
     for name in names:
+        if forks and (process := os.fork()):
+            if code := os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
+                os._exit(abs(code))
+            continue
         (root / name).mkdir(parents=True, exist_ok=True)
         with open(root / name / "log.txt", "w") as log:
             for stream in (sys.stdout, sys.stderr):
@@ -39,7 +46,7 @@ def judge_in_turn(names: Iterable[str], root: Path, judge: Callable[[str, Path],
         part = root / name / "found.part"
         part.write_text(json.dumps(found | dict(seconds=time.monotonic() - began)))
         part.rename(root / name / "found.json")
-        if "error" in found:
+        if forks or "error" in found:
             break
     sys.stdout.flush()
     os._exit(0)
@@ -123,14 +130,14 @@ class Slice:
     def stop(self, asks_where: bool = False) -> int | None:
         """End the process and what it started. Gives its exit code if it had ended by itself.
 
-        asks_where: the stacks of its threads go to the log first.
+        asks_where: stacks of its threads, and those of its forks, go to the log first.
         """
         if self._process is None:
             return None
         process, self._process = self._process, None
         code = process.poll()
         if code is None and asks_where:
-            process.send_signal(signal.SIGUSR1)
+            os.killpg(process.pid, signal.SIGUSR1)
             time.sleep(0.3)  # for the stacks to be written
         try:
             os.killpg(process.pid, signal.SIGKILL)

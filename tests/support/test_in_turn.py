@@ -24,7 +24,7 @@ def judge(name, folder):
     if name == "dies":
         print("SomeError: in its log", file=sys.stderr)
         os._exit(7)
-    return dict(process=os.getpid())
+    return dict(process=os.getpid(), parent=os.getppid())
 
 def in_vain():
     time.sleep(60)
@@ -38,20 +38,25 @@ def named(names):
         if name == "lingers":
             in_vain()
 
-judge_in_turn(named(sys.argv[2]), Path(sys.argv[1]), judge)
+judge_in_turn(named(sys.argv[3]), Path(sys.argv[1]), judge, sys.argv[2] == "forks")
 """
 
 
-def slice_of(names, root, limit=LIMIT):
-    return Slice([sys.executable, "-c", PROCESS, str(root)], names.split(), root, limit, os.environ)
+def slice_of(names, root, limit=LIMIT, kind="in itself"):
+    return Slice([sys.executable, "-c", PROCESS, str(root), kind], names.split(), root, limit, os.environ)
 
 
-def is_running(process):
-    try:
-        with open(f"/proc/{process}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def runs_on(process):
+    """Whether it still runs after a few seconds, which a killed process does not need."""
+    for _ in range(50):
+        try:
+            with open(f"/proc/{process}/stat") as stat:
+                if stat.read().rpartition(")")[2].split()[0] == "Z":
+                    return False
+        except FileNotFoundError:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def test_failures_cost_themselves_alone(tmp_path):
@@ -72,7 +77,22 @@ def test_failures_cost_themselves_alone(tmp_path):
     assert (tmp_path / "b" / "log.txt").read_text() == "this is b\n"
     assert "in_vain" in (tmp_path / "hangs" / "log.txt").read_text(), "the log says where it hung"
     workers = [int((tmp_path / "hangs" / "worker").read_text())]
-    assert not any(map(is_running, [*process.values(), *workers]))
+    assert not any(map(runs_on, [*process.values(), *workers]))
+
+
+def test_forks(tmp_path):
+    """A failure costs no start then; a hang and a death still do."""
+    one = slice_of("a raises b dies c hangs d", tmp_path, kind="forks")
+    results = {name: result for _, name, result in run([one])}
+    assert list(results) == ["a", "raises", "b", "dies", "c", "hangs", "d"]
+    errors = {name: result["error"] for name, result in results.items() if "error" in result}
+    assert errors.pop("raises").startswith("ValueError: of two lines")
+    assert errors.pop("dies") == "its process ended with 7 | SomeError: in its log"
+    assert errors.pop("hangs") == f"{LIMIT:.0f} s are over" and not errors
+    assert "in_vain" in (tmp_path / "hangs" / "log.txt").read_text(), "the log says where it hung"
+    own, parent = ([results[name][key] for name in "abcd"] for key in ("process", "parent"))
+    assert parent[0] == parent[1] and len(set(parent)) == len(one.starts) == 3 and len({*own, *parent}) == 7
+    assert not any(map(runs_on, [*own, *parent, int((tmp_path / "hangs" / "worker").read_text())]))
 
 
 def test_a_process_that_does_not_start_fails_all_that_is_left(tmp_path):
@@ -94,7 +114,7 @@ def test_the_total_ends_what_runs(tmp_path):
     one, other = slice_of("hangs a", tmp_path, 60), slice_of("b", tmp_path)
     seen = [name for _, name, _ in run([one, other], LIMIT)]
     assert seen == ["b"] and one.left == ["hangs", "a"]
-    assert not is_running(int((tmp_path / "hangs" / "worker").read_text()))
+    assert not runs_on(int((tmp_path / "hangs" / "worker").read_text()))
 
 
 def test_summary(tmp_path, capsys):

@@ -12,7 +12,7 @@ bits though the checkpoint rounds them to 8, the judge of layers is the checkpoi
 are judged.
 
 A slice of the formats has two processes, with the plugin and without, on one GPU (--tp 2: on two). Each has one engine
-after the other (tests/support/in_turn.py). The exit code is 1 if any format failed.
+after the other (tests/support/in_turn.py): in itself, or in forks of itself. The exit code is 1 if any format failed.
 """
 
 import argparse
@@ -205,8 +205,7 @@ def engine(name: str, out: Path, plugin: bool, tp: int, ep: bool) -> dict[str, A
         with torch.inference_mode():
             found = llm.apply_model(lambda model: layer_errors(model, values, form.rows))[0]
     core = llm.llm_engine.engine_core.engine_core
-    # The whole shutdown frees memory, for which it may start CUDA; a process that forks workers must not have it.
-    core.shutdown() if tp == 1 else core.model_executor.shutdown()
+    core.shutdown() if tp == 1 else core.model_executor.shutdown()  # process groups and memory; or the workers
     torch._dynamo.reset()
     return found
 
@@ -279,6 +278,7 @@ def main() -> None:
     parser.add_argument("--total", type=float, help="seconds for all of it")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true")
+    parser.add_argument("--forks", action="store_true", help="each engine in a fork of its own, as with --tp anyway")
     parser.add_argument("--out", type=Path, help="where the ends of all logs go")
     parser.add_argument("--plugin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
@@ -287,7 +287,8 @@ def main() -> None:
     if options.root:
         importlib.import_module("vllm.entrypoints.llm")  # a part of the start, not of the first engine
         own = dict(plugin=options.plugin, tp=options.tp, ep=options.ep)
-        in_turn.judge_in_turn(names, options.root, lambda name, out: engine(name, out, **own))
+        forks = options.forks or options.tp > 1  # vLLM forks the workers, best from what had none before
+        in_turn.judge_in_turn(names, options.root, lambda name, out: engine(name, out, **own), forks)
     names = list(dict.fromkeys(each for name in names for each in (WRITTEN if name == "written" else [name])))
     if unknown := set(names) - {*FORMATS, *WRITTEN}:
         parser.error(f"--formats: no {', '.join(sorted(unknown))}; there are written, {', '.join(FORMATS | WRITTEN)}")
@@ -296,7 +297,8 @@ def main() -> None:
     beside = options.beside.split(",") if options.beside else names
     root = Path(tempfile.mkdtemp())
     environment = _environment(root)
-    command = [sys.executable, "-m", "tests.torch_bridge.vllm.engine", "--tp", str(options.tp), *["--ep"] * options.ep]
+    command = [sys.executable, "-m", "tests.torch_bridge.vllm.engine", "--tp", str(options.tp)]
+    command += ["--ep"] * options.ep + ["--forks"] * options.forks
     slices: list[in_turn.Slice] = []
     for index, gpus in enumerate(in_turn.gpus_of_slices(jobs, options.tp)):
         part = names[index::jobs]
@@ -314,7 +316,7 @@ def main() -> None:
             print(said, flush=True)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        logs = {log: log.read_text(errors="replace") for log in sorted(root.glob("*/**/*.txt"))}
+        logs = {log: log.read_text(errors="replace") for log in sorted(root.glob("[ov]*/**/*.txt"))}
         text = "\n".join(f"=== {log.relative_to(root)}\n{content[-6000:]}" for log, content in logs.items())
         (options.out / "logs.txt").write_text(text)
     sys.exit(in_turn.summary(names, verdicts, slices))
