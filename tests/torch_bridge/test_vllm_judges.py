@@ -32,6 +32,7 @@ CASES = {
     "8 bits": (dict(ours=OURS, vllm=VLLM, difference=0.05, name="ct_fp8_channel"), "PASS"),
     "a wrong layer": (dict(ours=OURS | dict(errors=dict(experts=0.003, layer=0.006)), vllm=VLLM), "FAIL"),
     "an infinite layer": (dict(ours=OURS | dict(errors=dict(experts=float("inf"))), vllm=VLLM), "FAIL"),
+    "vLLM's layer is infinite": (dict(ours=OURS, vllm=VLLM | dict(errors=dict(own=float("inf")))), "FAIL"),
     "rows in 8 bits, vLLM in 16": (
         dict(ours=OURS | dict(errors=dict(layer=0.03, exact=0.03)), vllm=VLLM, name="ct_int8"),
         "PASS",
