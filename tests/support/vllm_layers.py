@@ -102,6 +102,14 @@ def _prepared_for_nothing(experts: Any, layer: Any, routes: bool) -> None:
     """Tracing takes seconds; those tests that want it call ``prepare`` themselves."""
 
 
+def model_config(folder: Any, **settings: Any) -> Any:
+    """vLLM's ModelConfig of a folder with a config.json, as ``vllm serve FOLDER --quantization moe_jax`` makes it."""
+    from vllm.config import ModelConfig
+
+    stated = dict(quantization="moe_jax", skip_tokenizer_init=True, dtype="bfloat16") | settings
+    return ModelConfig(model=str(folder), **stated)
+
+
 def make_layer(
     quantization: dict[str, Any] | str | None, *, plugin: bool = True, tp_size: int = 1, **settings: Any
 ) -> Any:

@@ -34,6 +34,8 @@ class VllmFormat:
         activations: how far activations are rounded: 16, 8 or 4 bits.
         settings: arguments of the layer that the format needs.
         is_gpt_oss: one tensor for all experts under gpt-oss' names, rows of gate and up in turn, with biases.
+        rows: what rounds rows as the checkpoint says, in tests/support/vllm_layers.py, where vLLM leaves them in 16
+            bits.
     """
 
     config: Any
@@ -42,6 +44,7 @@ class VllmFormat:
     activations: int = 16
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     is_gpt_oss: bool = False
+    rows: str | None = None
 
 
 class Values(NamedTuple):
@@ -315,6 +318,7 @@ FORMATS: dict[str, VllmFormat] = {
         _fp8("tensor"),
         _CT + "W8A8Fp8MoEMethod",
         8,
+        rows="fp8_rows",
     ),
     "ct_fp8_channel": VllmFormat(
         compressed(_arguments(8, "float", "channel"), _FP8_TOKENS, "float-quantized"),
@@ -333,7 +337,11 @@ FORMATS: dict[str, VllmFormat] = {
         8,
     ),
     "ct_int8": VllmFormat(
-        compressed(_arguments(8, "int", "channel"), _INT8_TOKENS, "int-quantized"), _int8, _CT + "W8A8Int8MoEMethod", 8
+        compressed(_arguments(8, "int", "channel"), _INT8_TOKENS, "int-quantized"),
+        _int8,
+        _CT + "W8A8Int8MoEMethod",
+        8,
+        rows="int8_rows",
     ),
     "ct_w4a16_g128": VllmFormat(_integers(4, 128), _wna16(4, 128), _CT + "WNA16MarlinMoEMethod"),
     "ct_w4a16_g32": VllmFormat(_integers(4, 32), _wna16(4, 32), _CT + "WNA16MarlinMoEMethod"),

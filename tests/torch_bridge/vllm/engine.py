@@ -1,26 +1,30 @@
-"""Tiny checkpoints of each format in vLLM's real engine, with the plugin and without, on one Hopper GPU.
+"""Tiny checkpoints of each format in vLLM's real engine, with the plugin and without, on Hopper GPUs.
 
-    PYTHONPATH=FOLDER_OF_VLLM python -m tests.torch_bridge.vllm.engine [--formats a,b] [--jobs 8] [--tp 2 [--ep]]
+    PYTHONPATH=FOLDER_OF_VLLM python -m tests.torch_bridge.vllm.engine [--formats a,b] [--jobs 7] [--tp 2 [--ep]]
 
 ``--formats written`` is every folder of tests/support/checkpoints/written.py, which transformers and compressed-tensors
-write; ``--formats written_nvfp4,...`` takes some of them. They are not among the formats by default.
+write; ``--formats bf16,written_nvfp4,...`` takes some. They are not among the formats by default.
 
-One line a format: PASS, LEFT (vLLM ran the layer after all) or FAIL. A layer passes when its output is as near to
-float32 on the real weights as vLLM's own is, for several numbers of tokens and both applies; the model when its logits
-differ from vLLM's by no more than what is allowed for the format. Where vLLM leaves rows in 16 bits though the
-checkpoint rounds them to 8, the judge of layers is the checkpoint's arithmetic. Each engine is a process with its own
-time limit.
+One line a format: PASS, LEFT (vLLM ran the layer after all) or FAIL, and what its engines took. A layer passes when its
+output is as near to float32 on the real weights as vLLM's own is, for several numbers of tokens and both applies; the
+model when its logits differ from vLLM's by no more than what is allowed for the format. Where vLLM leaves rows in 16
+bits though the checkpoint rounds them to 8, the judge of layers is the checkpoint's arithmetic. With --tp logits alone
+are judged.
+
+A slice of the formats has two processes, with the plugin and without, on one GPU (--tp 2: on two). Each has one engine
+after the other (tests/support/in_turn.py): in itself, or in forks of itself. The exit code is 1 if any format failed.
 """
 
 import argparse
-import concurrent.futures
+import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from tests.support import in_turn
 
 SIZES = dict(num_experts=8, top_k=2, hidden=512, intermediate=256, layers=2, vocabulary=1024)
 TOKENS = (1, 16, 100)  # each bucket costs seconds of tracing in each engine
@@ -33,13 +37,6 @@ def _form(name: str) -> Any:
     from tests.support.checkpoints.written import WRITTEN
 
     return (FORMATS | WRITTEN)[name]
-
-
-def _rows(name: str) -> str | None:
-    """The function of tests/support/vllm_layers.py that rounds rows as the checkpoint says, where vLLM does not."""
-    from tests.torch_bridge.vllm.layers import IN_16_BITS
-
-    return IN_16_BITS.get(name, getattr(_form(name), "rows", None))
 
 
 def write_checkpoint(folder: Path, name: str) -> dict[str, Any]:
@@ -86,11 +83,12 @@ def write_checkpoint(folder: Path, name: str) -> dict[str, Any]:
         tensors |= {f"{prefix}mlp.experts.{suffix}": tensor.contiguous() for suffix, tensor in parts.items()}
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata=dict(format="pt"))
-    (folder / "config.json").write_text(json.dumps(_config(name)))
+    (folder / "config.json").write_text(json.dumps(config_of(name)))
     return values
 
 
-def _config(name: str) -> dict[str, Any]:
+def config_of(name: str) -> dict[str, Any]:
+    """The config.json of a model of one format."""
     from benchmarks._model_configs import MODELS
     from benchmarks._vllm_models import QUANTIZATION
     from tests.support.checkpoints.vllm_formats import FORMATS
@@ -117,35 +115,18 @@ def _config(name: str) -> dict[str, Any]:
     return found | dict(quantization_config=config) if isinstance(config, dict) else found
 
 
-def expected(x: Any, weights: Any, ids: Any, values: Any) -> Any:
-    """The experts in float32 on the real weights."""
-    import torch
-
-    w13, w2, w13_bias, w2_bias = [None if value is None else value.to(x.device) for value in values]
-    y = torch.zeros(x.shape, device=x.device)
-    for expert in range(w13.shape[0]):
-        token, place = (ids == expert).nonzero(as_tuple=True)
-        h = torch.einsum("gih,th->tgi", w13[expert], x[token].float())
-        if w13_bias is None:
-            h = torch.nn.functional.silu(h[:, 0]) * h[:, 1]
-        else:
-            h = h + w13_bias[expert]
-            gate, up = h[:, 0].clamp(max=7.0), h[:, 1].clamp(-7.0, 7.0)
-            h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
-        out = h @ w2[expert].T + (0 if w2_bias is None else w2_bias[expert])
-        y.index_add_(0, token, weights[token, place][:, None] * out)
-    return y
-
-
 def layer_errors(model: Any, values: dict[str, Any], rows: str | None) -> dict[str, Any]:
     """By the kind of apply: the largest relative error of a row of any layer, "exact" for rows rounded by ``rows``."""
     import torch
+
+    from tests.support import vllm_layers
 
     errors: dict[str, float] = {}
     methods = set()
     for index, layer in enumerate(m for m in model.modules() if type(m).__name__ == "RoutedExperts"):
         method = layer.quant_method
         experts = getattr(getattr(method, "moe_jax", None), "experts", None)
+        real: list[Any] = [None if value is None else value.to("cuda") for value in values[str(index)]]
         methods.add(f"{type(method).__name__}{' (ours)' if experts is not None else ''}")
         for count in TOKENS:
             generator = torch.Generator().manual_seed(count + index)
@@ -154,17 +135,14 @@ def layer_errors(model: Any, values: dict[str, Any], rows: str | None) -> dict[s
             logits = logits.to("cuda", torch.bfloat16)
             weights, ids = torch.softmax(logits.float(), -1).topk(SIZES["top_k"])
             weights, ids = (weights / weights.sum(-1, keepdim=True)).contiguous(), ids.to(torch.int32)
-            wanted = expected(x, weights, ids, values[str(index)])
+            wanted = vllm_layers.experts_float32(x, weights, ids, *real)
             found = {}
             if experts is not None:
                 found["experts"] = experts.experts(x.clone(), weights, ids)
                 found["layer"] = experts.layer(x.clone(), logits)
                 if rows is not None:
-                    from tests.support import vllm_layers
-
-                    w13, w2 = (value.to("cuda") for value in values[str(index)][:2])
                     rounded = getattr(vllm_layers, rows)
-                    exact = vllm_layers.experts_float32(x, weights, ids, w13, w2, rows=rounded)
+                    exact = vllm_layers.experts_float32(x, weights, ids, *real, rows=rounded)
                     found["exact"] = exact.to(torch.bfloat16)
             elif method.is_monolithic:
                 found["own"] = method.apply_monolithic(layer, x.clone(), logits)
@@ -177,20 +155,19 @@ def layer_errors(model: Any, values: dict[str, Any], rows: str | None) -> dict[s
     return dict(errors=errors, methods=sorted(methods))
 
 
-def child(name: str, plugin: bool, out: Path, tp: int, ep: bool) -> None:
-    """One engine: errors of its layers and its logits into a file."""
+def engine(name: str, out: Path, plugin: bool, tp: int, ep: bool) -> dict[str, Any]:
+    """One engine in this process, gone when it is done: errors of its layers; its logits go into a file."""
     import torch
 
-    values, rows = write_checkpoint(out / "checkpoint", name), _rows(name)
-    config = _form(name).config
-    is_online = isinstance(config, str)
+    values, form = write_checkpoint(out / "checkpoint", name), _form(name)
+    is_online = isinstance(form.config, str)
     if plugin:
         from torch_bridge.vllm import register
 
         register()
-        quantization = config if is_online else "moe_jax"
+        quantization = form.config if is_online else "moe_jax"
     else:
-        quantization = config.removeprefix("moe_jax_") if is_online else None
+        quantization = form.config.removeprefix("moe_jax_") if is_online else None
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -226,10 +203,11 @@ def child(name: str, plugin: bool, out: Path, tp: int, ep: bool) -> None:
     found = dict(errors={}, methods=["?"])
     if tp == 1:
         with torch.inference_mode():
-            found = llm.apply_model(lambda model: layer_errors(model, values, rows))[0]
-    (out / "found.json").write_text(json.dumps(found))
-    sys.stdout.flush()
-    os._exit(0)
+            found = llm.apply_model(lambda model: layer_errors(model, values, form.rows))[0]
+    core = llm.llm_engine.engine_core.engine_core
+    core.shutdown() if tp == 1 else core.model_executor.shutdown()  # process groups and memory; or the workers
+    torch._dynamo.reset()
+    return found
 
 
 def _entry_point(root: Path) -> Path:
@@ -241,62 +219,51 @@ def _entry_point(root: Path) -> Path:
     return about.parent
 
 
-def judge(name: str, root: Path, limit: float, tp: int, ep: bool, is_beside: bool) -> str:
-    """The engines of a format, and the line about them. is_beside: vLLM alone, too."""
+def line(name: str, root: Path, found: dict[str, dict[str, Any]]) -> str:
+    """The line about a format. found: what ``engine`` gave, by side."""
     import torch
 
-    from benchmarks._vllm_environment import ENVIRONMENT
-
-    path = os.pathsep.join([str(_entry_point(root)), os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    own = dict(PYTHONPATH=path, VLLM_PLUGINS="moe_jax", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
-    environment = os.environ | ENVIRONMENT | own | dict(MOE_JAX_CACHE_DIR=str(root / "moe_jax"))
-
-    def run(side: str) -> Any:
-        out = root / f"{name}_{side}"
-        out.mkdir()
-        command = [sys.executable, "-m", "tests.torch_bridge.vllm.engine", "--child", name, "--out", str(out)]
-        command += ["--plugin"] * (side == "ours") + ["--tp", str(tp)] + ["--ep"] * ep
-        with open(out / "log.txt", "w") as log:
-            try:
-                rc = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=limit).returncode
-            except subprocess.TimeoutExpired:
-                rc = "time is up"
-        text = (out / "log.txt").read_text(errors="replace")
-        if rc != 0 or not (out / "found.json").exists():
-            errors = [line for line in text.splitlines() if "Error" in line and "_C" not in line][-2:]
-            return f"{side} failed ({rc}): " + " | ".join(line.strip()[:200] for line in errors)
-        left = [line[:220] for line in text.splitlines() if "moe_jax leaves" in line][:1]
-        return json.loads((out / "found.json").read_text()) | torch.load(out / "logits.pt") | dict(left=left)
-
-    sides = ("vllm", "ours") if is_beside else ("ours",)
-    with concurrent.futures.ThreadPoolExecutor(len(sides)) as pool:
-        found = dict(zip(sides, pool.map(run, sides), strict=True))
-    ours, own = found["ours"], found.get("vllm", "vLLM not run")
-    if isinstance(ours, str):
-        return f"FAIL {name}: {ours}; vLLM: {own if isinstance(own, str) else 'ran'}"
+    ours, own = found["ours"], found.get("vllm", dict(error="not run"))
+    took = ", ".join(f"{side} {one['seconds']:.0f} s" for side, one in found.items())
+    if "error" in ours:
+        return f"FAIL {name}: ours: {ours['error']}; vLLM: {own.get('error', 'ran')} ({took})"
 
     def apart(a: Any, b: Any) -> float:
         a, b = (t - t.mean(-1, keepdim=True) for t in (a, b))
         return float((a - b).norm() / b.norm())
 
+    log = (root / "ours" / name / "log.txt").read_text(errors="replace")
+    left = [said[:220] for said in log.splitlines() if "moe_jax leaves" in said][:1]
     activations, exact = _form(name).activations, ours["errors"].pop("exact", None)
     said = f"{','.join(ours['methods'])} errors " + " ".join(f"{k} {v:.4f}" for k, v in ours["errors"].items())
-    verdict = "LEFT" if ours["left"] else "PASS"
-    if isinstance(own, str):
-        is_near = all(v < (0.02 if activations == 16 else 0.12) for v in ours["errors"].values())
-        return f"{verdict if is_near else 'FAIL'} {name}: {said}; {own}"
-    theirs, spread = own["errors"].get("own", 0.0), apart(own["alone"], own["together"])
-    difference = apart(ours["together"], own["together"])
+    verdict = "LEFT" if left else "PASS"
+    if "error" in own:
+        is_near = [v < (0.02 if activations == 16 else 0.12) for v in ours["errors"].values()]
+        judged = "" if is_near else "nothing to judge by; "
+        verdict = verdict if is_near and all(is_near) else "FAIL"
+        return f"{verdict} {name}: {said}; {judged}vLLM: {own['error']} ({took})"
+    logits = {side: torch.load(root / side / name / "logits.pt") for side in found}
+    theirs, spread = own["errors"].get("own", 0.0), apart(logits["vllm"]["alone"], logits["vllm"]["together"])
+    difference = apart(logits["ours"]["together"], logits["vllm"]["together"])
     bound = 1.15 * (theirs if exact is None else exact) + 0.002
-    is_near = all(v <= bound for v in ours["errors"].values())
+    is_near = all(v <= bound < float("inf") for v in ours["errors"].values())
     beside = "" if exact is None else f" with rows in 16 bits, exact arithmetic of the checkpoint {exact:.4f}"
     is_same = difference <= max(LOGITS[activations], 3 * spread)
     verdict = verdict if is_near and is_same else "FAIL"
     return (
         f"{verdict} {name}: {said}; vLLM's {','.join(own['methods'])} {theirs:.4f}{beside}; "
         f"logits differ {difference:.4f}, vLLM's own spread {spread:.4f}, "
-        f"ours {apart(ours['alone'], ours['together']):.4f} {' '.join(ours['left'])}"
+        f"ours {apart(logits['ours']['alone'], logits['ours']['together']):.4f} ({took}) {' '.join(left)}"
     )
+
+
+def _environment(root: Path) -> dict[str, str]:
+    from benchmarks._vllm_environment import ENVIRONMENT
+
+    path = os.pathsep.join([str(_entry_point(root)), os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    own = dict(PYTHONPATH=path, VLLM_PLUGINS="moe_jax", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    # With a pool of threads for each core, engines side by side wait for each other.
+    return os.environ | ENVIRONMENT | own | dict(OMP_NUM_THREADS="1", MOE_JAX_CACHE_DIR=str(root / "moe_jax"))
 
 
 def main() -> None:
@@ -306,37 +273,53 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--beside", help="formats for which vLLM runs alone too; all by default")
-    parser.add_argument("--jobs", type=int, default=6, help="formats at once; each has up to two engines of two cores")
-    parser.add_argument("--limit", type=float, default=240, help="seconds for one engine")
+    parser.add_argument("--jobs", type=int, help="slices of the formats, of two processes; default: half the cores'")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one engine, and for a start of a process")
     parser.add_argument("--total", type=float, help="seconds for all of it")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--forks", action="store_true", help="each engine in a fork of its own, as with --tp anyway")
+    parser.add_argument("--out", type=Path, help="where the ends of all logs go")
     parser.add_argument("--plugin", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        child(options.child, options.plugin, options.out, options.tp, options.ep)
-    root = Path(tempfile.mkdtemp())
-    names = list(WRITTEN) if options.formats == "written" else options.formats.split(",")
+    names = options.formats.split(",")
+    if options.root:
+        importlib.import_module("vllm.entrypoints.llm")  # a part of the start, not of the first engine
+        own = dict(plugin=options.plugin, tp=options.tp, ep=options.ep)
+        forks = options.forks or options.tp > 1  # vLLM forks the workers, best from what had none before
+        in_turn.judge_in_turn(names, options.root, lambda name, out: engine(name, out, **own), forks)
+    names = list(dict.fromkeys(each for name in names for each in (WRITTEN if name == "written" else [name])))
+    if unknown := set(names) - {*FORMATS, *WRITTEN}:
+        parser.error(f"--formats: no {', '.join(sorted(unknown))}; there are written, {', '.join(FORMATS | WRITTEN)}")
+    # Two sides; a process keeps two cores busy, and half of the cores stay free.
+    jobs = min(options.jobs or max(1, ((os.cpu_count() or 1) - 1) // (8 * options.tp)), len(names))
     beside = options.beside.split(",") if options.beside else names
-    pool = concurrent.futures.ThreadPoolExecutor(options.jobs)
-    futures = {
-        pool.submit(judge, name, root, options.limit, options.tp, options.ep, name in beside): name for name in names
-    }
-    try:
-        for future in concurrent.futures.as_completed(futures, options.total):
-            error = future.exception()
-            print(future.result() if error is None else f"FAIL {futures[future]}: {error!r}", flush=True)
-    except TimeoutError:
-        print("not done:", ", ".join(name for future, name in futures.items() if not future.done()), flush=True)
+    root = Path(tempfile.mkdtemp())
+    environment = _environment(root)
+    command = [sys.executable, "-m", "tests.torch_bridge.vllm.engine", "--tp", str(options.tp)]
+    command += ["--ep"] * options.ep + ["--forks"] * options.forks
+    slices: list[in_turn.Slice] = []
+    for index, gpus in enumerate(in_turn.gpus_of_slices(jobs, options.tp)):
+        part = names[index::jobs]
+        for side, of_side in (("vllm", [name for name in part if name in beside]), ("ours", part)):
+            own = [*command, *["--plugin"] * (side == "ours"), "--root", str(root / side), "--formats"]
+            on_gpus = environment | dict(CUDA_VISIBLE_DEVICES=gpus)
+            slices.append(in_turn.Slice(own, of_side, root / side, options.limit, on_gpus))
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    verdicts: dict[str, str] = {}
+    for one, name, of_side in in_turn.run(slices, options.total):
+        found[name][one.root.name] = of_side
+        if len(found[name]) == 1 + (name in beside):
+            said = line(name, root, found[name])
+            verdicts[name] = said.split()[0]
+            print(said, flush=True)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        logs = {log: log.read_text(errors="replace") for log in sorted(root.glob("*/log.txt"))}
-        text = "\n".join(f"=== {log.parent.name}\n{content[-6000:]}" for log, content in logs.items())
+        logs = {log: log.read_text(errors="replace") for log in sorted(root.glob("[ov]*/**/*.txt"))}
+        text = "\n".join(f"=== {log.relative_to(root)}\n{content[-6000:]}" for log, content in logs.items())
         (options.out / "logs.txt").write_text(text)
-    sys.stdout.flush()
-    os._exit(0)  # engines that are still running end with their own limits
+    sys.exit(in_turn.summary(names, verdicts, slices))
 
 
 if __name__ == "__main__":

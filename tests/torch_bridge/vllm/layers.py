@@ -12,17 +12,20 @@ Where vLLM's own fails, fixed bounds decide.
 """
 
 import argparse
+import json
 import os
 import statistics
-import subprocess
 import sys
-import traceback
+import tempfile
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.support import in_turn
+from tests.torch_bridge.vllm.engine import config_of
+
 E, TOP_K, H, INTERMEDIATE = 8, 2, 512, 256
 BOUNDS = {16: 0.02, 8: 0.12, 4: 0.3}  # of the worst row of a layer that vLLM's own kernels do not run
-IN_16_BITS = {"ct_int8": "int8_rows", "ct_fp8_tensor": "fp8_rows"}  # what vLLM leaves in 16 bits, as checkpoints say it
 
 
 def row_errors(name: str, plugin: bool, tokens: list[int]) -> tuple[dict[str, list[float]], Any]:
@@ -60,8 +63,8 @@ def row_errors(name: str, plugin: bool, tokens: list[int]) -> tuple[dict[str, li
             found["own"] = method.apply_monolithic(layer, x.clone(), logits)
         else:
             found["own"] = method.apply(layer, x.clone(), weights, ids, None, None)
-        if name in IN_16_BITS:
-            rows = getattr(vllm_layers, IN_16_BITS[name])
+        if form.rows is not None:
+            rows = getattr(vllm_layers, form.rows)
             found["exact"] = experts_float32(x, weights, ids, *values, rows=rows).to(torch.bfloat16)
         for kind, y in found.items():
             of_rows = (y.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -69,18 +72,20 @@ def row_errors(name: str, plugin: bool, tokens: list[int]) -> tuple[dict[str, li
     return errors, method
 
 
-def judge(name: str, tokens: list[int]) -> str:
+def judge(name: str, folder: Path, tokens: list[int]) -> dict[str, Any]:
     """The line about a format."""
     from tests.support.checkpoints.vllm_formats import FORMATS
 
+    form = FORMATS[name]
+    set_model_config(name, folder)
     ours, method = row_errors(name, True, tokens)
-    bounds = float("inf"), BOUNDS[FORMATS[name].activations]
+    bounds = float("inf"), BOUNDS[form.activations]
     try:
         theirs = row_errors(name, False, tokens)[0]
         beside = f"vLLM's own {_text(theirs['own'])}"
-        judges = ours.pop("exact") if name in IN_16_BITS else theirs["own"]
+        judges = theirs["own"] if form.rows is None else ours.pop("exact")
         bounds = 1.1 * statistics.mean(judges) + 0.001, 1.3 * max(judges) + 0.002
-        if name in IN_16_BITS:
+        if form.rows is not None:
             beside += f" with rows in 16 bits; exact arithmetic of the checkpoint {_text(judges)}"
     except Exception as error:
         ours.pop("exact", None)
@@ -88,14 +93,28 @@ def judge(name: str, tokens: list[int]) -> str:
     passes = all(statistics.mean(rows) <= bounds[0] and max(rows) <= bounds[1] for rows in ours.values())
     verdict = "LEFT" if "own" in ours else "PASS" if passes else "FAIL"
     said = " ".join(f"{kind} {_text(rows)}" for kind, rows in ours.items())
-    return f"{verdict} {name}: {type(method).__name__} {said}; {beside}"
+    return dict(line=f"{verdict} {name}: {type(method).__name__} {said}; {beside}")
+
+
+def set_model_config(name: str, folder: Path) -> None:
+    """Gives vLLM's current config that of the model, which vLLM's choice of a kernel for gpt-oss asks; or none."""
+    from vllm.config import get_current_vllm_config
+
+    from tests.support.checkpoints.vllm_formats import FORMATS
+    from tests.support.vllm_layers import model_config
+
+    config = get_current_vllm_config()
+    config.model_config = None
+    if FORMATS[name].is_gpt_oss:
+        (folder / "config.json").write_text(json.dumps(config_of(name)))
+        config.model_config = model_config(folder)
 
 
 def _text(rows: list[float]) -> str:
     return f"{statistics.mean(rows):.4f} ({max(rows):.4f})"
 
 
-def child(names: list[str], tokens: list[int], port: int) -> None:
+def child(names: list[str], root: Path, tokens: list[int]) -> None:
     """Formats one after the other, in what vLLM's worker would surround them with."""
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -111,18 +130,11 @@ def child(names: list[str], tokens: list[int], port: int) -> None:
     no_programs_ahead = mock.patch.object(_method, "_prepare", _leaves_programs_to_calls)
     torch.set_grad_enabled(False)
     with set_current_vllm_config(config), no_programs_ahead:
-        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "nccl")
+        init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, "nccl")
         initialize_model_parallel(1, 1)
         init_workspace_manager(torch.device("cuda:0"))
         with set_forward_context(None, config):
-            for name in names:
-                try:
-                    line = judge(name, tokens)
-                except Exception as error:
-                    traceback.print_exc()
-                    line = f"FAIL {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-                print(line, flush=True)
-    os._exit(0)
+            in_turn.judge_in_turn(names, root, lambda name, folder: judge(name, folder, tokens))
 
 
 def _leaves_programs_to_calls(experts: Any, layer: Any, routes: bool) -> None:
@@ -136,21 +148,26 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--tokens", default="1,16,100", help="of the calls; each number costs seconds of tracing")
     parser.add_argument("--jobs", type=int, default=12, help="processes at once")
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one format, and for a start of a process")
+    parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = options.formats.split(",")
-    if options.port is not None:
-        child(names, [int(count) for count in options.tokens.split(",")], options.port)
+    if options.root is not None:
+        child(names, options.root, [int(count) for count in options.tokens.split(",")])
     environment = os.environ | dict(VLLM_PLUGINS="", XLA_PYTHON_CLIENT_PREALLOCATE="false", DO_NOT_TRACK="1")
+    root, jobs = Path(tempfile.mkdtemp()), min(options.jobs, len(names))
     command = [sys.executable, "-m", "tests.torch_bridge.vllm.layers", "--tokens", options.tokens]
-    parts = [names[index :: options.jobs] for index in range(min(options.jobs, len(names)))]
-    gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines()
-    running = []
-    for index, part in enumerate(parts):
-        own = [*command, "--formats", ",".join(part), "--port", str(29600 + index)]
-        gpu = dict(CUDA_VISIBLE_DEVICES=str(index % len(gpus)))
-        running.append(subprocess.Popen(own, env=environment | gpu))
-    sys.exit(max(abs(process.wait()) for process in running))
+    command += ["--root", str(root), "--formats"]
+    slices = [
+        in_turn.Slice(command, names[index::jobs], root, options.limit, environment | dict(CUDA_VISIBLE_DEVICES=gpu))
+        for index, gpu in enumerate(in_turn.gpus_of_slices(jobs))
+    ]
+    verdicts: dict[str, str] = {}
+    for _, name, found in in_turn.run(slices):
+        line = found.get("line") or f"FAIL {name}: {found['error']}"
+        verdicts[name] = line.split()[0]
+        print(f"{line} ({found['seconds']:.0f} s)", flush=True)
+    sys.exit(in_turn.summary(names, verdicts, slices))
 
 
 if __name__ == "__main__":

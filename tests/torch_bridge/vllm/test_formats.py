@@ -21,6 +21,7 @@ from tests.support.vllm_layers import (
     vllm_without_gpu,
     weights_of,
 )
+from tests.torch_bridge.vllm import layers
 from torch_bridge.vllm import _formats
 
 E, TOP_K, H, INTERMEDIATE = 4, 2, 256, 256
@@ -62,6 +63,21 @@ def test_layer_of_each_format(name, monkeypatch):
         ):
             error = (y.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
             assert error.max() < TOLERANCES[form.activations], error
+
+
+def test_gpt_oss_is_judged_with_the_config_of_its_model(tmp_path):
+    """layers.py gives what vLLM's choice of a kernel asks for, which these surroundings answer for the other tests."""
+    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import select_mxfp4_moe_backend
+
+    form = FORMATS["gpt_oss"]
+    sizes = dict(num_experts=E, top_k=TOP_K, hidden_size=H, intermediate_size=INTERMEDIATE)
+    with vllm_without_gpu() as config:
+        layers.set_model_config("gpt_oss", tmp_path)
+        layer = make_layer(form.config, plugin=False, **sizes, **form.settings)
+        assert select_mxfp4_moe_backend(layer.moe_config)[0].value == "CPU"
+        assert config.model_config.hf_config.model_type == "gpt_oss"
+        layers.set_model_config("bf16", tmp_path)
+        assert config.model_config is None
 
 
 # Bases that vLLM makes no layer with, and the one that it wraps around its own methods, never around ours.

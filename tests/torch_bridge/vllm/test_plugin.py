@@ -20,6 +20,7 @@ from tests.support.vllm_layers import (
     experts_float32,
     load_experts,
     make_layer,
+    model_config,
     vllm_without_gpu,
     weights_of,
 )
@@ -331,7 +332,7 @@ def test_runners_scale_once_and_add_shared_experts(options, monkeypatch):
 @pytest.mark.parametrize("name", ["ct_fp8_channel", "fp8_block", "gptq_4", "awq", "modelopt_nvfp4"])
 def test_model_config(name, tmp_path):
     """vLLM's own way from a checkpoint's folder to a quantization config: ours only where it is named."""
-    from vllm.config import DeviceConfig, ModelConfig, VllmConfig
+    from vllm.config import DeviceConfig, VllmConfig
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     sizes = dict(hidden_size=H, intermediate_size=H, num_hidden_layers=1, num_attention_heads=4, head_dim=64)
@@ -341,9 +342,7 @@ def test_model_config(name, tmp_path):
     with vllm_without_gpu():
         found = {}
         for asked in ("moe_jax", None):
-            config = ModelConfig(
-                str(tmp_path), quantization=asked, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64
-            )
+            config = model_config(tmp_path, quantization=asked, max_model_len=64)
             found[asked] = config.quantization
             if asked:
                 ours = VllmConfig(model_config=config, device_config=DeviceConfig("cpu")).quant_config

@@ -12,7 +12,13 @@ pytest.importorskip("vllm")
 import torch
 
 from tests.support.checkpoints.written import WRITTEN, write
-from tests.support.vllm_layers import computed_by_reference, experts_float32, vllm_without_gpu, weights_of
+from tests.support.vllm_layers import (
+    computed_by_reference,
+    experts_float32,
+    model_config,
+    vllm_without_gpu,
+    weights_of,
+)
 from tests.torch_bridge.vllm.test_formats import TOLERANCES
 
 E, TOP_K, H, INTERMEDIATE, LAYERS = 4, 2, 512, 256, 2
@@ -27,15 +33,13 @@ class _NoAttention(torch.nn.Module):
 
 def model_of(folder, config):
     """vLLM's model of a folder, loaded and processed as ``vllm serve FOLDER --quantization moe_jax`` does it."""
-    from vllm.config import LoadConfig, ModelConfig
+    from vllm.config import LoadConfig
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.model_loader.weight_utils import get_quant_config
     from vllm.model_executor.models import qwen3_moe
 
-    config.model_config = ModelConfig(
-        model=str(folder), skip_tokenizer_init=True, quantization="moe_jax", dtype="bfloat16"
-    )
+    config.model_config = model_config(folder)
     config.quant_config = get_quant_config(config.model_config, config.load_config)
     with mock.patch.object(qwen3_moe, "Attention", _NoAttention):
         model = initialize_model(vllm_config=config, model_config=config.model_config)
