@@ -199,6 +199,12 @@ SETTINGS = {
     "bias": (dict(bias="all"), NotImplementedError, "bias is 'all', which is not built"),
     "ranks": (dict(rank_pattern={"q_proj": 8}), NotImplementedError, "rank_pattern={'q_proj': 8} is not built"),
     "another rank": (dict(r=8), ValueError, "an adapter of another model or rank"),
+    "weights that were changed": (
+        dict(init_lora_weights="pissa_niter_4"),
+        NotImplementedError,
+        "weights that PEFT has",
+    ),
+    "weights changed by OLoRA": (dict(init_lora_weights="OLoRA"), NotImplementedError, "weights that PEFT has changed"),
     "whole modules": (dict(modules_to_save=["lm_head"]), NotImplementedError, r"modules_to_save=\['lm_head'\]"),
 }
 
@@ -249,9 +255,29 @@ def test_tensors_that_are_refused(saved):
 
 LAYERS_STATED: dict[str, dict[str, Any]] = {
     "by number": dict(layers_to_transform=[0]),
-    "by pattern": dict(target_modules=r".*\.layers\.0\..*_proj"),
-    "by name": dict(target_parameters=["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"]),
-    "by exclusion": dict(exclude_modules=["layers.1.self_attn.q_proj"]),
+    "by one number": dict(layers_to_transform=0),
+    "by pattern": dict(
+        target_modules=r".*\.layers\.[0]\..*_proj", target_parameters=["layers.0.mlp.experts.down_proj"]
+    ),
+    "by name": dict(
+        target_modules=[f"layers.0.self_attn.{name}_proj" for name in "qkvo"],
+        target_parameters=["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"],
+    ),
+    "by exclusion": dict(exclude_modules=r"model\.layers\.1\..*"),
+}
+GATE_AND_UP = dict(target_parameters=["mlp.experts.gate_up_proj"])
+NOT_STATED: dict[str, tuple[dict[str, Any], str]] = {
+    "of other modules": (dict(exclude_modules=["lm_head"]), "has .* and not model.layers.1"),
+    "no layers": (dict(layers_to_transform=[]), "has .* and not model.layers.1"),
+    "both layers": (dict(layers_to_transform=[0, 1]), "has .* and not model.layers.1"),
+    "pattern of all": (
+        dict(target_modules=r".*\.layers\.[0-9]+\..*_proj", **GATE_AND_UP),
+        "has .* and not model.layers.1",
+    ),
+    "no pattern": (dict(target_modules="(", **GATE_AND_UP), "target_modules: .*not a valid regular expression"),
+    "endless pattern": (dict(target_modules="(.+)+x", **GATE_AND_UP), "target_modules: .*could take too long"),
+    "no number": (dict(layers_to_transform="0"), "layers_to_transform is '0', expected an integer or a list"),
+    "no list": (dict(exclude_modules={"a": 1}), "exclude_modules is {'a': 1}, expected a string or a list of strings"),
 }
 
 
@@ -262,11 +288,32 @@ def test_adapters_of_fewer_layers_are_refused_unless_they_say_so(saved, left_out
     """A model of fewer layers has the same names: what is above them would stay without an adapter."""
     model, directory = saved
     rewrite(directory, lambda tensors: [tensors.pop(name) for name in list(tensors) if f"layers.1.{left_out}" in name])
-    text = f"has {kind} of 1 layers, expected all 2 of the model: an adapter of another model"
+    text = rf"has {kind} of 1 layers and not model\.layers\.1\.{kind}.*, which {CONFIG} names as well"
     refuses(ValueError, text, moe_jax.load_lora, model, directory)
     reconfigure(directory, target_modules="all-linear")
     refuses(ValueError, text, moe_jax.load_lora, model, {"one": directory, "same": directory})
     assert not nnx.state(model, moe_jax.LoRAParam)
+
+
+@pytest.mark.parametrize("how", NOT_STATED)
+def test_settings_that_leave_out_no_layer_do_not_excuse_one(saved, how):
+    model, directory = saved
+    rewrite(directory, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1." in name])
+    settings, text = NOT_STATED[how]
+    reconfigure(directory, **settings)
+    refuses(ValueError, text, moe_jax.load_lora, model, directory)
+    assert not nnx.state(model, moe_jax.LoRAParam)
+
+
+def test_layers_of_adapters_that_name_each_expert(case, tmp_path):
+    moe_jax.save_lora(with_own_a(load(case("mixtral").directory)), tmp_path)
+    rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1." in name])
+    model = load(case("mixtral").directory)
+    reconfigure(tmp_path, target_modules=["w1", "w2", "w3"])
+    refuses(ValueError, "of 1 layers and not model.layers.1", moe_jax.load_lora, model, tmp_path)
+    reconfigure(tmp_path, target_modules=r".*layers\.0\.block_sparse_moe.*w[123]")
+    moe_jax.load_lora(model, tmp_path)
+    assert [block.experts.lora is None for block in model.moe_blocks()] == [False, True]
 
 
 @pytest.mark.parametrize("how", LAYERS_STATED)
@@ -277,6 +324,14 @@ def test_adapters_of_stated_layers_are_read(saved, how):
     moe_jax.load_lora(model, directory)
     assert [layer.mlp.experts.lora is None for layer in model.layers] == [False, True]
     assert [layer.self_attn.q_proj.lora is None for layer in model.layers] == [False, True]
+
+
+def test_a_parameter_may_be_named_alone(case, prompt, tmp_path, peft):
+    base, ids = case("qwen3"), prompt(2, 40)
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["gate_up_proj"], init_lora_weights=False)
+    theirs = peft.get_peft_model(copy.deepcopy(base.torch_model), config).eval()
+    theirs.save_pretrained(tmp_path)
+    assert_logits_close(moe_jax.load_lora(load(base.directory), tmp_path).score(ids), torch_logits(theirs, ids), 3e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "granite"])
