@@ -181,8 +181,11 @@ def _read_files(places: "_Places", root: Path) -> _Files:
     config = read_json(root / CONFIG_FILE, max_bytes=_MAX_CONFIG_BYTES)
     rank, alpha = _read_config(config, root / CONFIG_FILE)
     with SafetensorsFile(root / WEIGHTS_FILE) as file:
-        tensors = {name.removeprefix(_PREFIX): file.read(name) for name in file.names}
-    reader = _Reader(root / WEIGHTS_FILE, places, rank, {name: _supported(array) for name, array in tensors.items()})
+        twice = [name for name in file.names if _PREFIX + name in file.names]
+        if twice:
+            raise CheckpointError(f"{root / WEIGHTS_FILE}: {listed(twice)}: there with {_PREFIX} in front as well")
+        tensors = {name.removeprefix(_PREFIX): _supported(file.read(name), name, file.path) for name in file.names}
+    reader = _Reader(root / WEIGHTS_FILE, places, rank, tensors)
     return _Files(rank, alpha, *reader.read(config))
 
 
@@ -232,12 +235,25 @@ def _read_config(config: Mapping[str, Any], path: Path) -> tuple[int, float]:
         raise CheckpointError(f"{path}: r is {rank!r}, expected an integer of at least 1")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or alpha <= 0:
         raise CheckpointError(f"{path}: lora_alpha is {alpha!r}, expected a number above 0")
-    return rank, float(alpha) * (rank**0.5 if config.get("use_rslora") else 1.0)
+    if alpha > float(np.finfo(np.float32).max):
+        raise CheckpointError(f"{path}: lora_alpha is {shown(alpha)}, above the largest float32")
+    is_rank_stabilized = config.get("use_rslora") or False
+    if not isinstance(is_rank_stabilized, bool):
+        raise CheckpointError(f"{path}: use_rslora is {is_rank_stabilized!r}, expected true or false")
+    parameters = config.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(one, str) for one in parameters):
+        raise CheckpointError(f"{path}: target_parameters is {shown(parameters)}, expected a list of strings")
+    return rank, float(alpha) * (rank**0.5 if is_rank_stabilized else 1.0)
 
 
-def _supported(array: np.ndarray) -> np.ndarray:
-    """bfloat16 and float32 as they are, other floats as float32."""
-    return array if array.dtype in (jnp.bfloat16, np.float32) else array.astype(np.float32)
+def _supported(array: np.ndarray, name: str, path: Path) -> np.ndarray:
+    """bfloat16 and float32 as they are, float16 and float64 as float32."""
+    if array.dtype in (jnp.bfloat16, np.float32):
+        return array
+    if array.dtype not in (np.float16, np.float64):
+        raise NotImplementedError(f"{path}: {name} is {array.dtype}, expected a float of 16, 32 or 64 bits")
+    with np.errstate(over="ignore"):  # infinity is refused where shapes are
+        return array.astype(np.float32)
 
 
 class _Places:
@@ -379,7 +395,10 @@ class _Reader(NamedTuple):
                 n, k = self.places.projections[name].linear.weight.shape
                 projections[name] = self._checked(name, pair, (self.rank, k), (n, self.rank))
             elif match and home in self.places.experts and match["word"] in _WORDS:
-                by_expert.setdefault(home, {})[int(match["expert"]), *_WORDS[match["word"]]] = pair
+                target, place = _WORDS[match["word"]]
+                key = (int(match["expert"]), target, place)
+                if by_expert.setdefault(home, {}).setdefault(key, pair) is not pair:
+                    raise ValueError(f"{self.path}: {name} is there under another name as well")
             elif inner in self.places.experts:
                 experts.setdefault(inner, {}).update(self._fused(name, pair, pairs, config))
             else:
@@ -388,7 +407,9 @@ class _Reader(NamedTuple):
             of = self.places.family.__name__
             raise ValueError(f"{self.path}: {listed(unknown)}: a {of} has no such weight that takes an adapter")
         for home, found in by_expert.items():
-            experts.setdefault(home, {}).update(self._stacked(home, found))
+            if home in experts:
+                raise ValueError(f"{self.path}: {home} has adapters of each expert and of all in one")
+            experts[home] = self._stacked(home, found)
         if not experts and not projections:
             raise ValueError(f"{self.path}: holds no adapters")
         of_experts = (f"{home}.{name[:-2]}" for home, arrays in experts.items() for name in arrays if name[-2:] == "_a")

@@ -195,6 +195,10 @@ SETTINGS = {
     "another method": (dict(peft_type="IA3"), NotImplementedError, "peft_type is 'IA3', expected 'LORA'"),
     "rank 0": (dict(r=0), ValueError, "r is 0, expected an integer of at least 1"),
     "alpha": (dict(lora_alpha=None), ValueError, "lora_alpha is None, expected a number above 0"),
+    "large alpha": (dict(lora_alpha=1e39), ValueError, r"lora_alpha is 1e\+39, above the largest float32"),
+    "endless alpha": (dict(lora_alpha=10**400), ValueError, "lora_alpha is 1000.*, above the largest float32"),
+    "no boolean": (dict(use_rslora="false"), ValueError, "use_rslora is 'false', expected true or false"),
+    "parameters": (dict(target_parameters=[3]), ValueError, r"target_parameters is \[3\], expected a list of strings"),
     "dora": (dict(use_dora=True), NotImplementedError, "use_dora=True is not built"),
     "bias": (dict(bias="all"), NotImplementedError, "bias is 'all', which is not built"),
     "ranks": (dict(rank_pattern={"q_proj": 8}), NotImplementedError, "rank_pattern={'q_proj': 8} is not built"),
@@ -352,6 +356,33 @@ def test_adapters_of_some_layers_come_back_and_are_named_for_peft(case, prompt, 
     np.testing.assert_array_equal(moe_jax.load_lora(load(base.directory), tmp_path).score(ids), y)
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base.torch_model), tmp_path).eval()
     assert_logits_close(y, torch_logits(theirs, ids), 3e-5)
+
+
+def test_weights_that_are_there_twice_are_refused(case, tmp_path):
+    moe_jax.save_lora(with_own_a(load(case("qwen3").directory)), tmp_path)
+    model, good = load(case("qwen3").directory), load_file(tmp_path / WEIGHTS)
+    own = {name: array for name, array in good.items() if "layers.0." in name}
+    fused = f"{PREFIX}model.layers.0.mlp.experts.lora_"
+    experts = model.moe_blocks()[0].experts.config
+    e, h, i = experts.num_experts, experts.hidden_size, experts.intermediate_size
+    shapes = {"A.weight": (e * RANK, i), "B.weight": (h, e * RANK)}
+    for more, text in (
+        ({name.removeprefix(PREFIX): array for name, array in own.items()}, f"there with {PREFIX} in front as well"),
+        ({name.replace("up_proj", "w3"): array for name, array in own.items()}, "is there under another name as well"),
+        (
+            {fused + part: np.zeros(shape, np.float32) for part, shape in shapes.items()},
+            "layers.0.mlp.experts has adapters of each expert and of all in one",
+        ),
+    ):
+        save_file(good | more, tmp_path / WEIGHTS)
+        refuses(ValueError, text, moe_jax.load_lora, model, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_numbers_of_other_kinds_are_refused(saved, dtype):
+    model, directory = saved
+    rewrite(directory, lambda tensors: tensors.update({n: a.astype(jnp.dtype(dtype)) for n, a in tensors.items()}))
+    refuses(NotImplementedError, f"is {dtype}, expected a float of 16, 32", moe_jax.load_lora, model, directory)
 
 
 def test_an_expert_without_adapter_is_refused(case, tmp_path):
