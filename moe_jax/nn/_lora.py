@@ -89,7 +89,8 @@ def with_token_choices(module: nnx.Module, shape: tuple[int, ...], change: Calla
         return module
     copied = one_version(module)
     adapters = held(copied)
-    changed = change(adapters[0].choice.get_value())  # the same for all of a module
+    choice: Any = adapters[0].choice  # the same for all of a module
+    changed = change(choice.get_value())
     for adapter in adapters:
         adapter.choice = nnx.data(LoRAChoice(changed))
     return copied
